@@ -1,0 +1,106 @@
+"""What a drafter is: three verbs, a registry that is the folder, and a tree built from guesses."""
+
+import importlib
+import pkgutil
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from types import ModuleType
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from foredraft.request import Batch
+from foredraft.tree import Commit, TokenTree
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """Proposes token trees. It is untrusted: whatever it does may cost speed, never output.
+
+    `propose` returns one tree row per request of the batch, node 0 the last committed token, at most
+    `batch.budgets[b]` drafted nodes below it. `observe` follows every target pass, prompts included. `forget` ends
+    what is kept for slots whose request ended, was aborted or preempted.
+    """
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Boundaries of the target's layers to see in `Commit.features`; () = tokens only."""
+
+    def propose(self, batch: Batch) -> TokenTree: ...
+
+    def observe(self, batch: Batch, commit: Commit) -> None: ...
+
+    def forget(self, slots: Sequence[int]) -> None: ...
+
+
+def methods() -> dict[str, ModuleType]:
+    """Every method: a module of this package that has METHOD, Config and create."""
+    import foredraft.drafters as package
+
+    found: dict[str, ModuleType] = {}
+    for info in pkgutil.iter_modules(package.__path__):
+        module = importlib.import_module(f"{package.__name__}.{info.name}")
+        if hasattr(module, "METHOD"):
+            found[module.METHOD] = module
+    return found
+
+
+def parse[C](config: type[C], options: dict[str, Any]) -> C:
+    """A method's Config from a dict. Raises ValueError naming what is unknown and what is known."""
+    known = {spec.name for spec in fields(config)}  # type: ignore[arg-type]
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise ValueError(f"unknown drafter option {unknown[0]!r}; this method takes: {', '.join(sorted(known))}")
+    return config(**options)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """One request's proposal below its root: ragged lists, parents relative to the root (node 0)."""
+
+    tokens: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+    q: Tensor | None = None  # [1 + len(tokens), V] the law drawn from after the root and every node
+
+    @classmethod
+    def chain(cls, tokens: Sequence[int], q: Tensor | None = None) -> "Draft":
+        return cls(tuple(tokens), tuple(range(len(tokens))), q)
+
+    @classmethod
+    def merged(cls, paths: Sequence[Sequence[int]], budget: int) -> "Draft":
+        """Guessed continuations as one tree: common beginnings share nodes; earlier paths come first."""
+        tokens: list[int] = []
+        parents: list[int] = []
+        index: dict[tuple[int, int], int] = {}
+        for path in paths:
+            node = 0
+            for token in path:
+                child = index.get((node, token))
+                if child is None:
+                    if len(tokens) == budget:
+                        break
+                    tokens.append(token)
+                    parents.append(node)
+                    child = index[node, token] = len(tokens)
+                node = child
+        return cls(tuple(tokens), tuple(parents))
+
+
+def plant(batch: Batch, drafts: Sequence[Draft]) -> TokenTree:
+    """Drafts below the last committed token of every request's chunk.
+
+    q is stacked only if some draft brings one; requests without get rows that no rule reads.
+    """
+    roots = [r.token(r.computed + chunk - 1) for r, chunk in zip(batch.requests, batch.chunks, strict=True)]
+    tokens = [[root, *draft.tokens] for root, draft in zip(roots, drafts, strict=True)]
+    parents = [[-1, *draft.parents] for draft in drafts]
+    return TokenTree.of(tokens, parents, _stack_q(drafts))
+
+
+def _stack_q(drafts: Sequence[Draft]) -> Tensor | None:
+    laws = [draft.q for draft in drafts if draft.q is not None]
+    if not laws:
+        return None
+    blank = laws[0].new_zeros(1, laws[0].shape[-1])
+    return torch.cat([blank.expand(1 + len(d.tokens), -1) if d.q is None else d.q for d in drafts])

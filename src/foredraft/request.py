@@ -1,0 +1,69 @@
+"""A request: the one mutable record, and what a step says about it to a drafter."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from foredraft.sampling import History, Sampling
+
+
+@dataclass
+class Request:
+    """One text being generated. The scheduler alone changes it."""
+
+    slot: int  # stable small integer while the request runs; drafters key their state by it
+    prompt: list[int]
+    sampling: Sampling
+    seed: int  # the request's own, or drawn for it when it gave none
+    sample: int = 0  # which of the n samples of one prompt
+    eos_ids: frozenset[int] = frozenset()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    max_length: int = 1 << 62  # context window: prompt and output together
+    num_drafts: int | None = None  # draft length; None = the engine's
+    verify: str = "match"
+    output: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+    computed: int = 0  # tokens whose KV the target holds: a prefix of `tokens`
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt) + len(self.output)
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and output: every committed token."""
+        return self.prompt + self.output
+
+    def token(self, index: int) -> int:
+        start = len(self.prompt)
+        return self.prompt[index] if index < start else self.output[index - start]
+
+    def slice(self, start: int, stop: int) -> list[int]:
+        """Committed tokens [start, stop) without building the whole list."""
+        split = len(self.prompt)
+        return self.prompt[start:stop] + self.output[max(0, start - split) : max(0, stop - split)]
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Ids that end the text: the model's, unless ignored, and the request's own."""
+        own = frozenset(self.sampling.stop_token_ids)
+        return own if self.sampling.ignore_eos else own | self.eos_ids
+
+    def history(self, drafted: Sequence[int] = ()) -> History:
+        """What precedes a row of logits after the committed tokens and a drafted path."""
+        return History(self.prompt, self.output, drafted, tuple(self.end_ids), self.bad_words)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Who runs in this step. Index b is a row of every tensor of the step."""
+
+    requests: tuple[Request, ...]
+    chunks: tuple[int, ...]  # committed tokens to compute: `computed` moves on by this much before any draft
+    budgets: tuple[int, ...]  # drafted nodes allowed; 0 where the chunk does not reach the last committed token
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def drafting(self) -> list[int]:
+        """Indices of the requests that may be drafted for."""
+        return [b for b, budget in enumerate(self.budgets) if budget > 0]

@@ -1,0 +1,262 @@
+"""Sampling parameters, and the one function that turns logits into a law.
+
+Target and drafter alike go through `distribution`; nothing else in the project knows what a temperature is.
+Greedy is the one-hot law. This file knows nothing of models, requests or speculation.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+
+import torch
+from torch import Tensor
+
+NEVER = -math.inf
+
+
+def _check(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How one request draws its tokens, and when it ends. Raises ValueError on impossible values.
+
+    Order of operations (as in vLLM and transformers): allowed ids, bad words, min_tokens, logit bias; repetition,
+    frequency and presence penalties; temperature; top-k; top-p; min-p; typical-p.
+    """
+
+    max_tokens: int = 128
+    min_tokens: int = 0
+    temperature: float = 1.0  # 0 = greedy
+    top_k: int = 0  # 0 = off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0  # prompt and output, CTRL (1909.05858)
+    presence_penalty: float = 0.0  # output only
+    frequency_penalty: float = 0.0  # output only
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    bad_words: tuple[str | tuple[int, ...], ...] = ()  # strings, or token-id sequences
+    allowed_token_ids: tuple[int, ...] | None = None
+    seed: int | None = None
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None  # also report this many of the likeliest tokens
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        as_tuple = {"stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)}
+        as_tuple["bad_words"] = tuple(w if isinstance(w, str) else tuple(w) for w in self.bad_words)  # type: ignore[assignment]
+        as_tuple["stop_token_ids"] = tuple(self.stop_token_ids)  # type: ignore[assignment]
+        if self.allowed_token_ids is not None:
+            as_tuple["allowed_token_ids"] = tuple(self.allowed_token_ids)  # type: ignore[assignment]
+        for name, value in as_tuple.items():
+            object.__setattr__(self, name, value)
+        self._validate()
+
+    def _validate(self) -> None:
+        for spec in fields(self):
+            value = getattr(self, spec.name)
+            if isinstance(value, float):
+                _check(math.isfinite(value), f"{spec.name} must be a finite number, got {value}")
+        for name in ("max_tokens", "min_tokens", "top_k", "n"):
+            value = getattr(self, name)
+            _check(isinstance(value, int) and not isinstance(value, bool), f"{name} must be an integer, got {value!r}")
+        _check(self.max_tokens >= 1, f"max_tokens must be at least 1, got {self.max_tokens}")
+        _check(
+            0 <= self.min_tokens <= self.max_tokens,
+            f"min_tokens must lie in 0..max_tokens ({self.max_tokens}), got {self.min_tokens}",
+        )
+        _check(self.temperature >= 0, f"temperature must be >= 0 (0 is greedy), got {self.temperature}")
+        _check(self.top_k >= 0, f"top_k must be >= 0 (0 is off), got {self.top_k}")
+        _check(0 < self.top_p <= 1, f"top_p must lie in (0, 1], got {self.top_p}")
+        _check(0 <= self.min_p <= 1, f"min_p must lie in [0, 1], got {self.min_p}")
+        _check(0 < self.typical_p <= 1, f"typical_p must lie in (0, 1], got {self.typical_p}")
+        _check(self.repetition_penalty > 0, f"repetition_penalty must be > 0, got {self.repetition_penalty}")
+        _check(self.n >= 1, f"n must be at least 1, got {self.n}")
+        _check(all(self.stop), "a stop string is empty; remove it")
+        _check(all(self.bad_words), "a bad word is empty; remove it")
+        _check(self.allowed_token_ids != (), "allowed_token_ids is empty: no token could be drawn; use None for all")
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            _check(count is None or count >= 0, f"{name} must be >= 0 or None, got {count}")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def shapes_logits(self) -> bool:
+        """Something acts on the logits before the temperature, so the history of each row matters or may matter."""
+        return bool(
+            self.has_penalties
+            or self.logit_bias
+            or self.bad_words
+            or self.min_tokens
+            or self.allowed_token_ids is not None
+        )
+
+
+@dataclass(frozen=True)
+class History:
+    """The tokens before one row of logits, and what the text must not do yet."""
+
+    prompt: Sequence[int] = ()
+    output: Sequence[int] = ()
+    drafted: Sequence[int] = ()  # the path from below the root to this row's node
+    end_ids: Sequence[int] = ()  # ids min_tokens forbids: end of text and stop ids
+    bad_words: Sequence[Sequence[int]] = ()  # token-id sequences
+
+    @property
+    def num_output(self) -> int:
+        return len(self.output) + len(self.drafted)
+
+
+_NO_HISTORY = History()
+
+
+def distribution(
+    logits: Tensor, sampling: Sampling | Sequence[Sampling], history: Sequence[History] | None = None
+) -> Tensor:
+    """The law each row draws its next token from.
+
+    logits [R, V] (not modified); one Sampling for all rows or one per row; one History per row where penalties, bad
+    words or min_tokens are used. Returns [R, V]: float64 for float64 logits, else float32. A row that is not a law
+    (NaN or +inf among its logits, or nothing left to draw) comes back as NaN throughout.
+    """
+    rows = [sampling] * len(logits) if isinstance(sampling, Sampling) else list(sampling)
+    x = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
+    if any(s.shapes_logits for s in rows):
+        x = shape_logits(x, rows, history or [_NO_HISTORY] * len(rows))
+    if all(s.is_greedy for s in rows):
+        return _one_hot(x)
+    p = _sampled(x, rows)
+    if any(s.is_greedy for s in rows):
+        greedy = torch.tensor([s.is_greedy for s in rows], device=x.device)
+        p = torch.where(greedy[:, None], _one_hot(x), p)
+    return p
+
+
+def _one_hot(x: Tensor) -> Tensor:
+    top, index = x.max(-1)
+    one = torch.where(top.isfinite(), 1.0, math.nan).to(x.dtype)
+    p = torch.zeros_like(x).scatter_(-1, index[:, None], one[:, None])
+    return p if bool(top.isfinite().all()) else p + (one - one)[:, None]  # NaN spreads over its row
+
+
+def shape_logits(logits: Tensor, rows: Sequence[Sampling], history: Sequence[History]) -> Tensor:
+    """Allowed ids, bad words, min_tokens and bias, then the penalties. [R, V] -> a new [R, V]."""
+    x = logits.clone()
+    for i, (s, h) in enumerate(zip(rows, history, strict=True)):
+        if s.allowed_token_ids is not None:
+            keep = torch.full_like(x[i], NEVER)
+            keep[list(s.allowed_token_ids)] = 0
+            x[i] += keep
+        for word in h.bad_words if s.bad_words else ():
+            if _ends_with(h, word[:-1]):
+                x[i, word[-1]] = NEVER
+        if h.num_output < s.min_tokens and h.end_ids:
+            x[i, list(h.end_ids)] = NEVER
+        if s.logit_bias:
+            ids = torch.tensor(list(s.logit_bias), device=x.device)
+            x[i, ids] += torch.tensor(list(s.logit_bias.values()), dtype=x.dtype, device=x.device)
+    return _penalised(x, rows, history) if any(s.has_penalties for s in rows) else x
+
+
+def _ends_with(history: History, prefix: Sequence[int]) -> bool:
+    if not prefix:
+        return True
+    near = [*history.prompt[-len(prefix) :], *history.output[-len(prefix) :], *history.drafted]
+    return tuple(near[-len(prefix) :]) == tuple(prefix)
+
+
+def _counts(history: Sequence[History], size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """[R, V] occurrences in the output (drafted prefix included), and in the prompt."""
+    out = torch.zeros(len(history), size, dtype=torch.int64, device=device)
+    prompt = torch.zeros_like(out)
+    shared: dict[tuple[int, int], int] = {}  # rows of one request hold the very same lists: count those once
+    for i, h in enumerate(history):
+        first = shared.setdefault((id(h.prompt), id(h.output)), i)
+        if first == i:
+            out[i] = torch.bincount(torch.tensor(h.output, dtype=torch.int64), minlength=size)
+            prompt[i] = torch.bincount(torch.tensor(h.prompt, dtype=torch.int64), minlength=size)
+        else:
+            out[i], prompt[i] = out[first], prompt[first]
+    # drafted tokens last: a shared row must be copied before its own path is added
+    for i, h in enumerate(history):
+        if h.drafted:
+            ids = torch.tensor(h.drafted, device=device)
+            out[i].index_add_(0, ids, torch.ones_like(ids))
+    return out, prompt
+
+
+def _column(rows: Sequence[Sampling], name: str, x: Tensor) -> Tensor:
+    return torch.tensor([getattr(s, name) for s in rows], dtype=x.dtype, device=x.device)[:, None]
+
+
+def _penalised(x: Tensor, rows: Sequence[Sampling], history: Sequence[History]) -> Tensor:
+    out, prompt = _counts(history, x.shape[-1], x.device)
+    repetition = _column(rows, "repetition_penalty", x)
+    seen = (out + prompt) > 0
+    x = torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x)
+    x = x - _column(rows, "frequency_penalty", x) * out
+    return x - _column(rows, "presence_penalty", x) * (out > 0)
+
+
+def _sampled(x: Tensor, rows: Sequence[Sampling]) -> Tensor:
+    temperature = _column(rows, "temperature", x)
+    # the largest logit moves to zero first, so a small temperature cannot overflow; greedy rows are replaced later
+    x = (x - x.amax(-1, keepdim=True)) / torch.where(temperature == 0, 1, temperature)
+    if any(s.top_k for s in rows):
+        x = _keep_top_k(x, [s.top_k for s in rows])
+    p = x.softmax(-1)
+    if any(s.top_p < 1 for s in rows):
+        p = _renormalised(p, _nucleus(p, _column(rows, "top_p", p), p))
+    if any(s.min_p for s in rows):
+        p = _renormalised(p, p >= _column(rows, "min_p", p) * p.amax(-1, keepdim=True))
+    if any(s.typical_p < 1 for s in rows):
+        p = _renormalised(p, _nucleus(p, _column(rows, "typical_p", p), -_surprise_gap(p)))
+    return p
+
+
+def _keep_top_k(x: Tensor, top_k: Sequence[int]) -> Tensor:
+    """Ties with the k-th largest are kept, as in transformers."""
+    size = x.shape[-1]
+    wanted = [min(k, size) or size for k in top_k]
+    largest = max(k for k in wanted if k < size) if any(k < size for k in wanted) else 0
+    if not largest:
+        return x
+    sorted_top = x.topk(largest, -1).values
+    index = torch.tensor([min(k, largest) - 1 for k in wanted], device=x.device)[:, None]
+    floor = sorted_top.gather(-1, index)
+    floor = torch.where(torch.tensor([k < size for k in wanted], device=x.device)[:, None], floor, NEVER)
+    return x.masked_fill(x < floor, NEVER)
+
+
+def _nucleus(p: Tensor, mass: Tensor, rank: Tensor) -> Tensor:
+    """[R, V] bool: the first tokens by falling `rank` whose probabilities reach `mass`, the crossing one included."""
+    order = rank.argsort(dim=-1, descending=True, stable=True)
+    ordered = p.gather(-1, order)
+    before = ordered.cumsum(-1) - ordered
+    keep = (before < mass) | (mass >= 1)
+    return torch.zeros_like(keep).scatter(-1, order, keep)
+
+
+def _surprise_gap(p: Tensor) -> Tensor:
+    """|-log p - H| of locally typical sampling (2202.00666); +inf where p is zero."""
+    surprise = -p.log()
+    entropy = torch.where(p > 0, p * surprise, 0).sum(-1, keepdim=True)
+    return (surprise - entropy).abs()
+
+
+def _renormalised(p: Tensor, keep: Tensor) -> Tensor:
+    p = torch.where(keep | p.isnan(), p, 0)
+    return p / p.sum(-1, keepdim=True)

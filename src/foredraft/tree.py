@@ -1,0 +1,164 @@
+"""Token trees and what a verification keeps of them. Pure data: no model, no randomness."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+def pad(rows: Sequence[Sequence[int]]) -> Tensor:
+    """[B, N] int64 of ragged rows, -1 where a row has ended."""
+    width = max(map(len, rows), default=0)
+    return torch.tensor([[*row, *[-1] * (width - len(row))] for row in rows], dtype=torch.int64).view(len(rows), width)
+
+
+def unpad(rows: Tensor) -> list[list[int]]:
+    """The ragged rows behind `pad`."""
+    return [[x for x in row if x >= 0] for row in rows.tolist()]
+
+
+@dataclass(frozen=True)
+class TokenTree:
+    """What one target pass verifies for each request.
+
+    The leading `known` nodes are committed tokens whose successor is committed too (a prompt chunk, or what a
+    preempted request recomputes). The node after them is the last committed token; everything below it is drafted.
+    """
+
+    tokens: Tensor  # [B, N] int64, -1 = no node
+    parents: Tensor  # [B, N] int64, parents[:, 0] == -1, otherwise parents[b, n] < n; -1 = no node
+    q: Tensor | None = None  # [R, V] by row; children of a node were drawn, in order, without replacement from its row
+    known: tuple[tuple[int, ...], ...] | None = None  # B lists: the successors of the leading nodes
+
+    @classmethod
+    def of(cls, tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]], q: Tensor | None = None) -> "TokenTree":
+        """From ragged lists: B lists of token ids, B lists of parent indices."""
+        return cls(pad(tokens), pad(parents), q)
+
+    @classmethod
+    def chains(cls, tokens: Sequence[Sequence[int]], q: Tensor | None = None) -> "TokenTree":
+        """Every request's tokens in a line: the last committed token, then the draft."""
+        return cls.of(tokens, [range(-1, len(row) - 1) for row in tokens], q)
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """B numbers of nodes."""
+        return (self.tokens >= 0).sum(1).tolist()
+
+    @cached_property
+    def token_lists(self) -> list[list[int]]:
+        return unpad(self.tokens)
+
+    @cached_property
+    def parent_lists(self) -> list[list[int]]:
+        return [row[:size] for row, size in zip(self.parents.tolist(), self.sizes, strict=True)]
+
+    @cached_property
+    def roots(self) -> list[int]:
+        """B indices of the last committed token; equal to the size where the successor of every node is known."""
+        return [len(known) for known in self.known] if self.known else [0] * len(self.sizes)
+
+    @cached_property
+    def children(self) -> list[list[list[int]]]:
+        """[b][n] -> the drafted children of a node, in the order they were drawn."""
+        result = []
+        for parents, root in zip(self.parent_lists, self.roots, strict=True):
+            below: list[list[int]] = [[] for _ in parents]
+            for node in range(root + 1, len(parents)):
+                below[parents[node]].append(node)
+            result.append(below)
+        return result
+
+    @cached_property
+    def depths(self) -> list[list[int]]:
+        """[b][n] -> distance from node 0."""
+        result = []
+        for parents in self.parent_lists:
+            depth: list[int] = []
+            for parent in parents:
+                depth.append(depth[parent] + 1 if parent >= 0 else 0)
+            result.append(depth)
+        return result
+
+    @cached_property
+    def first_rows(self) -> list[int]:
+        """B + 1 offsets: the rows of p and q of request b are [first_rows[b], first_rows[b + 1])."""
+        offsets = [0]
+        for size, root in zip(self.sizes, self.roots, strict=True):
+            offsets.append(offsets[-1] + size - root)
+        return offsets
+
+    def row(self, b: int, node: int) -> int:
+        """The row of p and q that follows a scored node."""
+        return self.first_rows[b] + node - self.roots[b]
+
+    @cached_property
+    def is_chain(self) -> bool:
+        return all(parents == list(range(-1, len(parents) - 1)) for parents in self.parent_lists)
+
+    def ancestors(self, b: int) -> Tensor:
+        """[N, N] bool: node j is node i or stands above it."""
+        parents = self.parent_lists[b]
+        mask = torch.eye(len(parents), dtype=torch.bool)
+        for node, parent in enumerate(parents):
+            if parent >= 0:
+                mask[node] |= mask[parent]
+        return mask
+
+    def path(self, b: int, node: int) -> list[int]:
+        """The drafted tokens from below the root down to a node, that node included."""
+        tokens, parents, root = self.token_lists[b], self.parent_lists[b], self.roots[b]
+        result = []
+        while node > root:
+            result.append(tokens[node])
+            node = parents[node]
+        return result[::-1]
+
+    def after(self, prefixes: Sequence[Sequence[int]], known: Sequence[Sequence[int]]) -> "TokenTree":
+        """The tree with B runs of committed tokens put before its roots; a root whose successor is known is a leaf."""
+        tokens, parents = [], []
+        for prefix, old, links in zip(prefixes, self.token_lists, self.parent_lists, strict=True):
+            shift = len(prefix)
+            tokens.append([*prefix, *old])
+            parents.append([*range(-1, shift), *[link + shift for link in links[1:]]])
+        grown = TokenTree.of(tokens, parents, self.q)
+        return replace(grown, known=tuple(tuple(row) for row in known))
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What survives of a tree: per request a path of nodes, each with the token that follows it."""
+
+    path: Tensor  # [B, P] int64 surviving nodes, node 0 first; -1 pads
+    tokens: Tensor  # [B, P] int64 tokens[:, i] follows node path[:, i]; -1 pads
+    choice: Tensor | None = None  # [R] int64 the target's own draw after every scored node, where the rule made it
+    features: Tensor | None = None  # [B, P, F] target states at the path
+    failed: frozenset[int] = frozenset()  # requests whose law was not finite: nothing of theirs is committed
+
+    @classmethod
+    def of(cls, paths: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]], **more: object) -> "Commit":
+        """From ragged lists of equal lengths."""
+        return cls(pad(paths), pad(tokens), **more)  # type: ignore[arg-type]
+
+    @cached_property
+    def count(self) -> Tensor:
+        """[B] int64: KV entries kept, and tokens that follow them; at least one unless the request failed."""
+        return (self.tokens >= 0).sum(1)
+
+    @cached_property
+    def path_lists(self) -> list[list[int]]:
+        return unpad(self.path)
+
+    @cached_property
+    def token_lists(self) -> list[list[int]]:
+        return unpad(self.tokens)
+
+    def cut(self, counts: Sequence[int]) -> "Commit":
+        """Only the first counts[b] entries of every request."""
+        paths = [row[:n] for row, n in zip(self.path_lists, counts, strict=True)]
+        tokens = [row[:n] for row, n in zip(self.token_lists, counts, strict=True)]
+        width = max(counts, default=0)
+        features = None if self.features is None else self.features[:, :width]
+        return replace(self, path=pad(paths), tokens=pad(tokens), features=features)

@@ -1,0 +1,79 @@
+"""The text the built-in models learn from: the CPython standard library of the running interpreter.
+
+A fixed list of modules (and their tests) is held out; prompts and held-out losses come from those alone.
+This file does not know about models or tokenizers.
+"""
+
+import hashlib
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+HELD_OUT = frozenset(
+    "bisect calendar colorsys configparser contextlib csv difflib fnmatch fractions graphlib heapq "
+    "json netrc optparse pprint queue reprlib sched shlex statistics string textwrap timeit "
+    "tomllib trace zipapp".split()
+)
+# Tables and machine-written files: long, and with nothing of the language in them.
+SKIPPED = frozenset("encodings pydoc_data site-packages __pycache__ cjkencodings lib2to3 distutils".split())
+
+
+@dataclass(frozen=True)
+class Source:
+    name: str  # path below the standard library, with forward slashes
+    text: str
+
+    @property
+    def is_held_out(self) -> bool:
+        stems = {Path(part).stem for part in self.name.split("/")}
+        return bool({stem.removeprefix("test_") for stem in stems} & HELD_OUT)
+
+
+def sources(root: Path | None = None) -> Iterator[Source]:
+    """Every readable Python file of the standard library, in a fixed order."""
+    root = root or Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root).as_posix()
+        if SKIPPED & set(name.split("/")):
+            continue
+        try:
+            yield Source(name, path.read_text(encoding="utf-8"))
+        except (UnicodeDecodeError, OSError):
+            continue
+
+
+def split(root: Path | None = None) -> tuple[list[Source], list[Source]]:
+    """(training files, held-out files)."""
+    train: list[Source] = []
+    held: list[Source] = []
+    for source in sources(root):
+        (held if source.is_held_out else train).append(source)
+    return train, held
+
+
+def digest(files: list[Source]) -> str:
+    """A fingerprint of a list of files, for the model card."""
+    state = hashlib.sha256()
+    for source in files:
+        state.update(source.name.encode() + b"\0" + source.text.encode() + b"\0")
+    return state.hexdigest()[:16]
+
+
+def held_out_prompts(count: int, max_chars: int = 600, root: Path | None = None) -> list[str]:
+    """Openings of held-out functions, each with the text before it, spread over the held-out files."""
+    _, held = split(root)
+    cuts: list[list[str]] = []
+    for source in held:
+        if source.name.startswith("test/"):
+            continue
+        lines = source.text.splitlines(keepends=True)
+        starts = [i for i, line in enumerate(lines) if line.lstrip().startswith("def ") and i > 20]
+        cuts.append(["".join(lines[: i + 1])[-max_chars:] for i in starts])
+    prompts: list[str] = []
+    depth = 0
+    while len(prompts) < count and depth < max(map(len, cuts)):
+        # every file in turn; the odd stride spreads the picks over a file
+        prompts += [file[(7 * depth + 3) % len(file)] for file in cuts if depth < len(file)]
+        depth += 1
+    return prompts[:count]
