@@ -67,3 +67,8 @@ class Batch:
     def drafting(self) -> list[int]:
         """Indices of the requests that may be drafted for."""
         return [b for b, budget in enumerate(self.budgets) if budget > 0]
+
+    @property
+    def scored(self) -> list[bool]:
+        """Whether the chunk reaches the last committed token, so that the pass yields a new one."""
+        return [r.computed + chunk == r.num_tokens for r, chunk in zip(self.requests, self.chunks, strict=True)]

@@ -211,14 +211,15 @@ def _normalised(residual: Tensor, fallback: Tensor) -> Tensor:
 def _siblings(tree: TokenTree, b: int, node: int, size: int) -> Iterator[tuple[int, int, Tensor]]:
     """(child, its token, the law it was drawn from given its elder siblings), in order.
 
+    Guesses (no q, or a row of zeros) are one-hot: lossless however they were found, for they knew no coin.
     Ends where q is no law, or could not have drawn the token: what a broken drafter proposes there is no draft.
     """
     children = tree.children[b][node]
     if not children:
         return
     tokens = tree.token_lists[b]
-    guesses = tree.q is None
-    q = _one_hot(tokens[children[0]], size) if tree.q is None else tree.q[tree.row(b, node)].double().cpu()
+    q = torch.zeros(size).double() if tree.q is None else tree.q[tree.row(b, node)].double().cpu()
+    guesses = not bool(q.any())
     for child in children:
         x = tokens[child]
         q = _one_hot(x, size) if guesses else q
@@ -235,6 +236,21 @@ def _one_hot(x: int, size: int) -> Tensor:
     q = torch.zeros(size, dtype=torch.float64)
     q[x] = 1
     return q
+
+
+def per_request(names: Sequence[str]) -> Rule:
+    """The rule of a batch whose requests asked for different ones."""
+    if len(set(names)) == 1:
+        return RULES[names[0]]
+
+    def rule(tree: TokenTree, p: Tensor, coins: Coins) -> Commit:
+        commits = {name: RULES[name](tree, p, coins) for name in set(names)}
+        paths = [commits[name].path_lists[b] for b, name in enumerate(names)]
+        tokens = [commits[name].token_lists[b] for b, name in enumerate(names)]
+        failed = frozenset(b for b, name in enumerate(names) if b in commits[name].failed)
+        return Commit.of(paths, tokens, failed=failed)
+
+    return rule
 
 
 RULES: dict[str, Rule] = {"match": match, "reject": reject, "block": block, "typical": Typical()}

@@ -10,7 +10,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from foredraft.request import Batch
+from foredraft import noise
+from foredraft.noise import Purpose
+from foredraft.request import Batch, Request
 from foredraft.tree import Commit, TokenTree
 
 
@@ -90,17 +92,30 @@ class Draft:
 def plant(batch: Batch, drafts: Sequence[Draft]) -> TokenTree:
     """Drafts below the last committed token of every request's chunk.
 
-    q is stacked only if some draft brings one; requests without get rows that no rule reads.
+    q is stacked only if some draft brings one; a row of zeros stands for guesses.
     """
     roots = [r.token(r.computed + chunk - 1) for r, chunk in zip(batch.requests, batch.chunks, strict=True)]
     tokens = [[root, *draft.tokens] for root, draft in zip(roots, drafts, strict=True)]
     parents = [[-1, *draft.parents] for draft in drafts]
-    return TokenTree.of(tokens, parents, _stack_q(drafts))
+    return TokenTree.of(tokens, parents, _stack_q(batch, drafts))
 
 
-def _stack_q(drafts: Sequence[Draft]) -> Tensor | None:
+def _stack_q(batch: Batch, drafts: Sequence[Draft]) -> Tensor | None:
     laws = [draft.q for draft in drafts if draft.q is not None]
     if not laws:
         return None
-    blank = laws[0].new_zeros(1, laws[0].shape[-1])
-    return torch.cat([blank.expand(1 + len(d.tokens), -1) if d.q is None else d.q for d in drafts])
+    guess = laws[0].new_zeros(1, laws[0].shape[-1])
+    scored = [draft for draft, is_scored in zip(drafts, batch.scored, strict=True) if is_scored]
+    return torch.cat([guess.expand(1 + len(d.tokens), -1) if d.q is None else d.q for d in scored])
+
+
+def draft_key(request: Request, node: int, depth: int) -> int:
+    """The noise key for drawing below a node of the draft (0 = the root, at depth 0).
+
+    Under `match` it is the key the target itself will draw with, which is what makes the two agree; under the other
+    rules it depends on where the step began, so that no step sees again the bits of a rejected draft.
+    """
+    position = request.num_tokens - 1
+    if request.verify == "match":
+        return noise.key(request.seed, request.sample, Purpose.TOKEN, position + depth + 1)
+    return noise.key(request.seed, request.sample, Purpose.DRAFT, position, node)
