@@ -43,6 +43,11 @@ class Request:
         return self.prompt[start:stop] + self.output[max(0, start - split) : max(0, stop - split)]
 
     @property
+    def room(self) -> int:
+        """Depth a draft may have: the last token allowed is always the target's own."""
+        return min(self.sampling.max_tokens - len(self.output), self.max_length - self.num_tokens) - 1
+
+    @property
     def end_ids(self) -> frozenset[int]:
         """Ids that end the text: the model's, unless ignored, and the request's own."""
         own = frozenset(self.sampling.stop_token_ids)

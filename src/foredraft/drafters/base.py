@@ -29,6 +29,10 @@ class Drafter(Protocol):
     def taps(self) -> tuple[int, ...]:
         """Boundaries of the target's layers to see in `Commit.features`; () = tokens only."""
 
+    @property
+    def num_nodes(self) -> int:
+        """Nodes it may propose below a root at most; slots for them are reserved before every pass."""
+
     def propose(self, batch: Batch) -> TokenTree: ...
 
     def observe(self, batch: Batch, commit: Commit) -> None: ...
@@ -55,6 +59,22 @@ def parse[C](config: type[C], options: dict[str, Any]) -> C:
     if unknown:
         raise ValueError(f"unknown drafter option {unknown[0]!r}; this method takes: {', '.join(sorted(known))}")
     return config(**options)
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the engine tells a method when it makes a drafter."""
+
+    vocab_size: int  # V of the target's logits; every q has this width
+    num_tokens: int = 5  # draft length K
+    model: str | None = None  # what the user gave as the draft model: a folder or hub id
+    tokenizer: Any = None  # the target's, or None for a model folder without one
+    target_name: str = "target"
+    target_parameters: int = 0
+    dtype: torch.dtype = torch.float32
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 (immutable)
+    page_size: int = 16
+    builtin: str | None = None  # the zoo entry beside the built-in target for this method, if there is one
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,96 @@
+"""Attention over paged KV with a tree mask, registered with transformers under one name.
+
+transformers calls it with rotated queries, keys and values of the packed rows, and passes our window through as an
+ordinary keyword. A name it has no mask function for gets no mask from it: the window brings its own.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AttentionInterface
+
+from foredraft.kv.pool import KVPool
+from foredraft.models.window import Group, Window
+
+NAME = "foredraft"
+
+
+def paged_attention(
+    module: nn.Module,
+    query: Tensor,  # [1, Hq, T, D]
+    key: Tensor,  # [1, Hkv, T, D]
+    value: Tensor,  # [1, Hkv, T, Dv]
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,  # [Hq] attention sinks
+    window: Window | None = None,
+    pool: KVPool | None = None,
+    **unused: Any,  # transformers passes dropout, position_ids and more, which differ by model
+) -> tuple[Tensor, None]:
+    """[1, T, Hq, Dv]. Raises RuntimeError when called outside a Foredraft forward pass."""
+    if window is None or pool is None:
+        raise RuntimeError("this model was given Foredraft's attention; call model.set_attn_implementation('sdpa') first")
+    keys, values = pool.write(
+        int(module.layer_idx), window.write, key[0].transpose(0, 1), value[0].transpose(0, 1), window.num_slots  # type: ignore[arg-type]
+    )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    packed = query[0].transpose(0, 1)  # [T, Hq, D]
+    out: Tensor | None = None
+    for group in window.groups:
+        k, v = _gather(keys, group), _gather(values, group)
+        q = packed[None] if group.rows is None else packed[group.rows]
+        bias = group.bias(sliding_window, q.dtype)
+        if softcap is None and s_aux is None:
+            o = F.scaled_dot_product_attention(
+                q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=bias, scale=scale,
+                enable_gqa=q.shape[2] != k.shape[2],
+            ).transpose(1, 2)  # fmt: skip
+        else:
+            o = explicit_attention(q, k, v, bias, scale, softcap, s_aux)
+        if group.rows is None:
+            return o, None
+        if out is None:
+            out = o.new_empty(len(packed), *o.shape[2:])
+        out[group.rows.flatten()] = o.flatten(0, 1)
+    assert out is not None, "a window without rows"
+    return out[None], None
+
+
+def _gather(held: Tensor, group: Group) -> Tensor:
+    """[b, L, H, D]: a view where the slots are contiguous."""
+    if isinstance(group.slots, slice):
+        return held[group.slots][None]
+    return held.index_select(0, group.slots.flatten()).view(*group.slots.shape, *held.shape[1:])
+
+
+def explicit_attention(
+    q: Tensor,  # [b, n, Hq, D]
+    k: Tensor,  # [b, L, Hkv, D]
+    v: Tensor,  # [b, L, Hkv, Dv]
+    bias: Tensor | None,  # [b, 1, n, L]
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,  # [Hq]
+) -> Tensor:
+    """[b, n, Hq, Dv]. Attention written out: for soft-caps and sinks, and the reference of the fast ones."""
+    shared = q.shape[2] // k.shape[2]
+    k, v = k.repeat_interleave(shared, 2), v.repeat_interleave(shared, 2)
+    scores = q.transpose(1, 2) @ k.permute(0, 2, 3, 1) * scale  # [b, Hq, n, L]
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if bias is not None:
+        scores = scores + bias
+    if sinks is not None:
+        column = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], -1)
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    weights = scores.to(wide).softmax(-1).to(v.dtype)[..., : k.shape[1]]
+    return (weights @ v.transpose(1, 2)).transpose(1, 2)
+
+
+AttentionInterface.register(NAME, paged_attention)

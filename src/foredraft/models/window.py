@@ -1,0 +1,190 @@
+"""All that one forward pass needs: packed tokens, where their keys go, and what each may see.
+
+A window travels as an ordinary keyword argument through the model to the attention function; there is no global.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from foredraft.kv.blocks import NULL_PAGE
+from foredraft.tree import TokenTree
+
+PADDED_ROWS = 32  # requests with at most this many rows share one padded attention call
+
+
+@dataclass(frozen=True)
+class Span:
+    """One request's part of a window: nodes [first, first + len(tokens)) of its tree, on top of `start` tokens."""
+
+    pages: Sequence[int]
+    start: int  # committed tokens whose KV is written; position of node 0
+    tokens: Sequence[int]
+    depths: Sequence[int]  # of the nodes from 0: as many as first + len(tokens)
+    ancestors: Tensor | None = None  # [n, first + n] bool over those nodes; None = a chain
+    first: int = 0
+
+    @property
+    def length(self) -> int:
+        """Keys the last row may see."""
+        return self.start + self.first + len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Requests whose attention is computed in one call: b requests, n rows and L keys each after padding."""
+
+    rows: Tensor | None  # [b, n] rows of the packed window, padding repeats a row; None = all rows of the one request
+    slots: Tensor | slice  # [b, L] rows of the pool, padding points to the null page; a slice where contiguous
+    query_positions: Tensor  # [b, n]
+    key_positions: Tensor  # [b, L]
+    visible: Tensor | None  # [b, n, L] bool; None = everything
+    _biases: dict[tuple[int | None, torch.dtype], Tensor | None] = field(default_factory=dict)
+
+    def bias(self, sliding: int | None, dtype: torch.dtype) -> Tensor | None:
+        """[b, 1, n, L] additive mask, at most `sliding` positions back; computed once per step, not per layer."""
+        if (sliding, dtype) not in self._biases:
+            self._biases[sliding, dtype] = self._make_bias(sliding, dtype)
+        return self._biases[sliding, dtype]
+
+    def _make_bias(self, sliding: int | None, dtype: torch.dtype) -> Tensor | None:
+        visible = self.visible
+        if sliding is not None and self.key_positions.shape[1] > sliding:
+            near = self.query_positions[:, :, None] - self.key_positions[:, None, :] < sliding
+            visible = near if visible is None else visible & near
+        if visible is None:
+            return None
+        zeros = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+        return zeros.masked_fill(~visible, -torch.inf)[:, None]
+
+
+@dataclass(frozen=True)
+class Window:
+    tokens: Tensor  # [1, T] packed ids
+    positions: Tensor  # [1, T] committed length + depth
+    write: Tensor  # [T] the slot each key goes to
+    groups: tuple[Group, ...]
+    logit_rows: Tensor  # [R] packed rows whose logits are wanted
+    num_slots: int  # every slot named here lies below this
+
+    @classmethod
+    def build(
+        cls, spans: Sequence[Span], logit_rows: Sequence[int], page_size: int, device: torch.device | str
+    ) -> "Window":
+        """Pack spans; rows are in the order of the spans, nodes in order within each."""
+        tokens = [token for span in spans for token in span.tokens]
+        positions = [span.start + depth for span in spans for depth in span.depths[span.first :]]
+        write = [
+            span.pages[i // page_size] * page_size + i % page_size
+            for span in spans
+            for i in range(span.start + span.first, span.length)
+        ]
+        return cls(
+            torch.tensor([tokens], device=device),
+            torch.tensor([positions], device=device),
+            torch.tensor(write, device=device),
+            _group(spans, page_size, device),
+            torch.tensor(logit_rows, dtype=torch.int64, device=device),
+            (max(max(span.pages) for span in spans) + 1) * page_size,
+        )
+
+    @classmethod
+    def of_trees(
+        cls,
+        tree: TokenTree,
+        starts: Sequence[int],
+        pages: Sequence[Sequence[int]],
+        page_size: int,
+        device: torch.device | str,
+        every_row: Sequence[int] = (),
+    ) -> "Window":
+        """The pass that verifies a tree. Logits for its scored nodes, and for all nodes of requests in `every_row`."""
+        spans, logit_rows, offset = [], [], 0
+        for b, (start, table) in enumerate(zip(starts, pages, strict=True)):
+            size, parents = tree.sizes[b], tree.parent_lists[b]
+            is_chain = parents == list(range(-1, size - 1))
+            spans.append(
+                Span(table, start, tree.token_lists[b], tree.depths[b], None if is_chain else tree.ancestors(b))
+            )
+            logit_rows += range(offset + (0 if b in every_row else tree.roots[b]), offset + size)
+            offset += size
+        return cls.build(spans, logit_rows, page_size, device)
+
+    @cached_property
+    def num_rows(self) -> int:
+        return self.tokens.shape[1]
+
+
+def _group(spans: Sequence[Span], page_size: int, device: torch.device | str) -> tuple[Group, ...]:
+    if len(spans) == 1:
+        return (_alone(spans[0], None, page_size, device),)
+    groups, padded, offset = [], [], 0
+    for span in spans:
+        if len(span.tokens) > PADDED_ROWS:
+            rows = torch.arange(offset, offset + len(span.tokens), device=device)[None]
+            groups.append(_alone(span, rows, page_size, device))
+        else:
+            padded.append((span, offset))
+        offset += len(span.tokens)
+    if padded:
+        groups.append(_padded(padded, page_size, device))
+    return tuple(groups)
+
+
+def _slots(pages: Sequence[int], length: int, page_size: int) -> slice | Tensor:
+    table = pages[: -(-length // page_size)]
+    if list(table) == list(range(table[0], table[0] + len(table))):
+        return slice(table[0] * page_size, table[0] * page_size + length)
+    return (torch.tensor(table)[:, None] * page_size + torch.arange(page_size)).flatten()[:length]
+
+
+def _visible(span: Span) -> Tensor | None:
+    """[n, L] bool: every committed key, and the ancestors among the step's own nodes. None = all."""
+    n, own = len(span.tokens), span.first + len(span.tokens)
+    if span.ancestors is None and n == 1:
+        return None
+    inside = torch.ones(n, own, dtype=torch.bool).tril(own - n) if span.ancestors is None else span.ancestors
+    return torch.cat([torch.ones(n, span.start, dtype=torch.bool), inside], 1)
+
+
+def _positions(span: Span) -> tuple[Tensor, Tensor]:
+    depths = torch.tensor(span.depths)
+    return span.start + depths[span.first :], torch.cat([torch.arange(span.start), span.start + depths])
+
+
+def _alone(span: Span, rows: Tensor | None, page_size: int, device: torch.device | str) -> Group:
+    slots = _slots(span.pages, span.length, page_size)
+    visible, (queries, keys) = _visible(span), _positions(span)
+    return Group(
+        rows,
+        slots if isinstance(slots, slice) else slots[None].to(device),
+        queries[None].to(device),
+        keys[None].to(device),
+        None if visible is None else visible[None].to(device),
+    )
+
+
+def _padded(spans: Sequence[tuple[Span, int]], page_size: int, device: torch.device | str) -> Group:
+    n = max(len(span.tokens) for span, _ in spans)
+    longest = max(span.length for span, _ in spans)
+    b = len(spans)
+    rows = torch.empty(b, n, dtype=torch.int64)
+    slots = torch.full((b, longest), NULL_PAGE * page_size)
+    queries, keys = torch.zeros(b, n, dtype=torch.int64), torch.zeros(b, longest, dtype=torch.int64)
+    visible = torch.zeros(b, n, longest, dtype=torch.bool)
+    visible[:, :, 0] = True  # a padded row sees one key: a row that sees nothing is NaN
+    for i, (span, offset) in enumerate(spans):
+        size = len(span.tokens)
+        # a padded row repeats the last real one, so that scattering it back changes nothing
+        rows[i] = offset + torch.arange(n).clamp_max(size - 1)
+        own = _slots(span.pages, span.length, page_size)
+        slots[i, : span.length] = torch.arange(own.start, own.stop) if isinstance(own, slice) else own
+        queries[i, :size], keys[i, : span.length] = _positions(span)
+        seen = _visible(span)
+        visible[i, :size, : span.length] = True if seen is None else seen
+        visible[i, size:] = visible[i, size - 1]
+        queries[i, size:] = queries[i, size - 1]
+    return Group(rows.to(device), slots.to(device), queries.to(device), keys.to(device), visible.to(device))
