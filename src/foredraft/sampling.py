@@ -14,6 +14,10 @@ from torch import Tensor
 NEVER = -math.inf
 
 
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def _check(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(message)
@@ -49,11 +53,14 @@ class Sampling:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        as_tuple = {"stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)}
-        as_tuple["bad_words"] = tuple(w if isinstance(w, str) else tuple(w) for w in self.bad_words)  # type: ignore[assignment]
-        as_tuple["stop_token_ids"] = tuple(self.stop_token_ids)  # type: ignore[assignment]
+        as_tuple: dict[str, tuple[object, ...]] = {
+            "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        }
+        words = (self.bad_words,) if isinstance(self.bad_words, str) else self.bad_words
+        as_tuple["bad_words"] = tuple(w if isinstance(w, str) else tuple(w) for w in words)
+        as_tuple["stop_token_ids"] = tuple(self.stop_token_ids)
         if self.allowed_token_ids is not None:
-            as_tuple["allowed_token_ids"] = tuple(self.allowed_token_ids)  # type: ignore[assignment]
+            as_tuple["allowed_token_ids"] = tuple(self.allowed_token_ids)
         for name, value in as_tuple.items():
             object.__setattr__(self, name, value)
         self._validate()
@@ -65,7 +72,10 @@ class Sampling:
                 _check(math.isfinite(value), f"{spec.name} must be a finite number, got {value}")
         for name in ("max_tokens", "min_tokens", "top_k", "n"):
             value = getattr(self, name)
-            _check(isinstance(value, int) and not isinstance(value, bool), f"{name} must be an integer, got {value!r}")
+            _check(_is_int(value), f"{name} must be an integer, got {value!r}")
+        for name in ("seed", "logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            _check(value is None or _is_int(value), f"{name} must be an integer or None, got {value!r}")
         _check(self.max_tokens >= 1, f"max_tokens must be at least 1, got {self.max_tokens}")
         _check(
             0 <= self.min_tokens <= self.max_tokens,
@@ -78,12 +88,27 @@ class Sampling:
         _check(0 < self.typical_p <= 1, f"typical_p must lie in (0, 1], got {self.typical_p}")
         _check(self.repetition_penalty > 0, f"repetition_penalty must be > 0, got {self.repetition_penalty}")
         _check(self.n >= 1, f"n must be at least 1, got {self.n}")
-        _check(all(self.stop), "a stop string is empty; remove it")
-        _check(all(self.bad_words), "a bad word is empty; remove it")
+        _check(all(self.stop), "stop holds an empty string; remove it")
+        _check(all(self.bad_words), "bad_words holds an empty word; remove it")
         _check(self.allowed_token_ids != (), "allowed_token_ids is empty: no token could be drawn; use None for all")
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(self, name)
             _check(count is None or count >= 0, f"{name} must be >= 0 or None, got {count}")
+        self._validate_ids()
+
+    def _validate_ids(self) -> None:
+        # a negative id would count from the end of the vocabulary
+        named: dict[str, Sequence[object]] = {
+            "logit_bias": tuple(self.logit_bias),
+            "bad_words": [token for word in self.bad_words if not isinstance(word, str) for token in word],
+            "allowed_token_ids": self.allowed_token_ids or (),
+            "stop_token_ids": self.stop_token_ids,
+        }
+        for name, ids in named.items():
+            for token in ids:
+                _check(_is_int(token) and token >= 0, f"{name} takes token ids >= 0, got {token!r}")  # type: ignore[operator]
+        for bias in self.logit_bias.values():
+            _check(math.isfinite(bias), f"logit_bias must be finite numbers, got {bias}; bad_words forbids a token")
 
     @property
     def is_greedy(self) -> bool:
@@ -162,9 +187,9 @@ def shape_logits(logits: Tensor, rows: Sequence[Sampling], history: Sequence[His
             x[i] += keep
         for word in h.bad_words if s.bad_words else ():
             if _ends_with(h, word[:-1]):
-                x[i, word[-1]] = NEVER
+                x[i, word[-1]] += NEVER  # added, not assigned: a NaN stays one
         if h.num_output < s.min_tokens and h.end_ids:
-            x[i, list(h.end_ids)] = NEVER
+            x[i, list(h.end_ids)] += NEVER
         if s.logit_bias:
             ids = torch.tensor(list(s.logit_bias), device=x.device)
             x[i, ids] += torch.tensor(list(s.logit_bias.values()), dtype=x.dtype, device=x.device)
@@ -212,9 +237,10 @@ def _penalised(x: Tensor, rows: Sequence[Sampling], history: Sequence[History]) 
 
 
 def _sampled(x: Tensor, rows: Sequence[Sampling]) -> Tensor:
-    temperature = _column(rows, "temperature", x)
-    # the largest logit moves to zero first, so a small temperature cannot overflow; greedy rows are replaced later
-    x = (x - x.amax(-1, keepdim=True)) / torch.where(temperature == 0, 1, temperature)
+    # a temperature below the smallest normal number would round to zero; greedy rows are replaced later
+    temperature = _column(rows, "temperature", x).clamp_min(torch.finfo(x.dtype).tiny)
+    # the largest logit moves to zero first, so a small temperature cannot overflow
+    x = (x - x.amax(-1, keepdim=True)) / temperature
     if any(s.top_k for s in rows):
         x = _keep_top_k(x, [s.top_k for s in rows])
     p = x.softmax(-1)
@@ -247,6 +273,7 @@ def _nucleus(p: Tensor, mass: Tensor, rank: Tensor) -> Tensor:
     ordered = p.gather(-1, order)
     before = ordered.cumsum(-1) - ordered
     keep = (before < mass) | (mass >= 1)
+    keep[..., 0] = True  # a mass that rounds to zero still leaves one token
     return torch.zeros_like(keep).scatter(-1, order, keep)
 
 
@@ -258,5 +285,6 @@ def _surprise_gap(p: Tensor) -> Tensor:
 
 
 def _renormalised(p: Tensor, keep: Tensor) -> Tensor:
+    # a row that loses nothing is not divided: its bits may not depend on the other rows of the batch
     p = torch.where(keep | p.isnan(), p, 0)
-    return p / p.sum(-1, keepdim=True)
+    return p / torch.where(keep.all(-1, keepdim=True), 1, p.sum(-1, keepdim=True))

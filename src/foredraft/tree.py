@@ -33,7 +33,9 @@ class TokenTree:
     known: tuple[tuple[int, ...], ...] | None = None  # B lists: the successors of the leading nodes
 
     @classmethod
-    def of(cls, tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]], q: Tensor | None = None) -> "TokenTree":
+    def of(
+        cls, tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]], q: Tensor | None = None
+    ) -> "TokenTree":
         """From ragged lists: B lists of token ids, B lists of parent indices."""
         return cls(pad(tokens), pad(parents), q)
 
@@ -115,6 +117,13 @@ class TokenTree:
             result.append(tokens[node])
             node = parents[node]
         return result[::-1]
+
+    def select(self, requests: Sequence[int]) -> "TokenTree":
+        """The trees of some requests, in that order."""
+        mine = list(requests)
+        q = None if self.q is None else torch.cat([self.q[slice(*self.first_rows[b : b + 2])] for b in mine])
+        known = None if self.known is None else tuple(self.known[b] for b in mine)
+        return TokenTree(self.tokens[mine], self.parents[mine], q, known)
 
     def after(self, prefixes: Sequence[Sequence[int]], known: Sequence[Sequence[int]]) -> "TokenTree":
         """The tree with B runs of committed tokens put before its roots; a root whose successor is known is a leaf."""

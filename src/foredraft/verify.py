@@ -43,6 +43,12 @@ class Coins:
                 draw[b, node] = noise.coin(seed, sample, Purpose.DRAW, began, node - root)
         return cls(torch.tensor(keys, dtype=torch.int64), accept, draw)
 
+    def select(self, requests: Sequence[int], rows: Tensor) -> "Coins":
+        """The coins of some requests, whose rows of p are given."""
+        mine = list(requests)
+        keys = None if self.keys is None else self.keys[rows.to(self.keys.device)]
+        return Coins(keys, self.accept[mine], self.draw[mine])
+
 
 Rule = Callable[[TokenTree, Tensor, Coins], Commit]
 Walk = tuple[list[int], list[int]]  # nodes from the root down, and the token after each
@@ -59,13 +65,14 @@ def match(tree: TokenTree, p: Tensor, coins: Coins) -> Commit:
     """
     choice = p.argmax(-1) if coins.keys is None else noise.race(p, coins.keys.to(p.device)).argmax(-1)
     drawn = choice.tolist()
-    finite = p.sum(-1).isfinite().tolist()
+    total = p.sum(-1)
+    is_law = (total.isfinite() & (total > 0)).tolist()
 
     def walk(b: int) -> Walk:
         node, nodes, tokens = tree.roots[b], [], []
         while True:
             row = tree.row(b, node)
-            if not finite[row]:
+            if not is_law[row]:
                 raise NotALaw
             nodes.append(node)
             tokens.append(drawn[row])
@@ -116,6 +123,8 @@ def block(tree: TokenTree, p: Tensor, coins: Coins) -> Commit:
             if not below:
                 break
             steps.append((law, below[0][2]))
+            if law[below[0][1]] <= 0:  # nothing below is ever kept, and its law need not exist
+                break
         weights, survived = [1.0], 0  # weights[i]: p_i of the paper, the joint ratio capped at one on the way
         for i, (law, q) in enumerate(steps):
             x = drafted[chain[i + 1]]
@@ -153,7 +162,8 @@ class Typical:
                 law = _law(p, tree.row(b, path[-1]))
                 bar = min(self.threshold, self.alpha * float(torch.exp(torch.special.entr(law).sum().neg())))
                 children = tree.children[b][path[-1]]
-                good = [c for c in children if float(law[tree.token_lists[b][c]]) > bar]
+                inside = [c for c in children if tree.token_lists[b][c] < len(law)]
+                good = [c for c in inside if float(law[tree.token_lists[b][c]]) > bar]
                 paths += [[*path, c] for c in good]
             longest = max(map(len, paths))
             path = next(path for path in paths if len(path) == longest)
@@ -212,7 +222,8 @@ def _siblings(tree: TokenTree, b: int, node: int, size: int) -> Iterator[tuple[i
     """(child, its token, the law it was drawn from given its elder siblings), in order.
 
     Guesses (no q, or a row of zeros) are one-hot: lossless however they were found, for they knew no coin.
-    Ends where q is no law, or could not have drawn the token: what a broken drafter proposes there is no draft.
+    Ends where q is no law of this vocabulary, or could not have drawn the token: what a broken drafter proposes there
+    is no draft.
     """
     children = tree.children[b][node]
     if not children:
@@ -222,6 +233,8 @@ def _siblings(tree: TokenTree, b: int, node: int, size: int) -> Iterator[tuple[i
     guesses = not bool(q.any())
     for child in children:
         x = tokens[child]
+        if x >= size or len(q) != size:  # not of the target's vocabulary
+            return
         q = _one_hot(x, size) if guesses else q
         total = float(q.sum())
         if not math.isfinite(total) or total <= 0 or float(q[x]) <= 0 or float(q.min()) < 0:
@@ -244,11 +257,17 @@ def per_request(names: Sequence[str]) -> Rule:
         return RULES[names[0]]
 
     def rule(tree: TokenTree, p: Tensor, coins: Coins) -> Commit:
-        commits = {name: RULES[name](tree, p, coins) for name in set(names)}
-        paths = [commits[name].path_lists[b] for b, name in enumerate(names)]
-        tokens = [commits[name].token_lists[b] for b, name in enumerate(names)]
-        failed = frozenset(b for b, name in enumerate(names) if b in commits[name].failed)
-        return Commit.of(paths, tokens, failed=failed)
+        paths: list[list[int]] = [[] for _ in names]
+        tokens: list[list[int]] = [[] for _ in names]
+        failed: set[int] = set()
+        for name in sorted(set(names)):  # every rule sees its own requests alone: `block` would refuse others' trees
+            mine = [b for b, other in enumerate(names) if other == name]
+            rows = torch.tensor([r for b in mine for r in range(*tree.first_rows[b : b + 2])], dtype=torch.int64)
+            commit = RULES[name](tree.select(mine), p[rows.to(p.device)], coins.select(mine, rows))
+            for i, b in enumerate(mine):
+                paths[b], tokens[b] = commit.path_lists[i], commit.token_lists[i]
+            failed |= {mine[i] for i in commit.failed}
+        return Commit.of(paths, tokens, failed=frozenset(failed))
 
     return rule
 
