@@ -1,0 +1,47 @@
+"""Foredraft: language models generate several tokens per forward pass, and the text does not change."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from foredraft.completion import Completion, Delta, Stats, TokenLogprob
+    from foredraft.errors import ForedraftError
+    from foredraft.llm import LLM, MemoryLimits
+    from foredraft.sampling import Sampling, distribution
+    from foredraft.speculate import speculate
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "LLM": "llm",
+    "Completion": "completion",
+    "Delta": "completion",
+    "ForedraftError": "errors",
+    "MemoryLimits": "llm",
+    "Sampling": "sampling",
+    "Stats": "completion",
+    "TokenLogprob": "completion",
+    "distribution": "sampling",
+    "speculate": "speculate",
+}
+
+__all__ = [
+    "LLM",
+    "Completion",
+    "Delta",
+    "ForedraftError",
+    "MemoryLimits",
+    "Sampling",
+    "Stats",
+    "TokenLogprob",
+    "distribution",
+    "speculate",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: torch takes seconds, and `foredraft --help` needs none of it."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'foredraft' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(f"foredraft.{_HOMES[name]}"), name)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from foredraft.sampling import History, Sampling
 
 
-@dataclass
+@dataclass(eq=False)  # two requests are never the same, however alike
 class Request:
     """One text being generated. The scheduler alone changes it."""
 

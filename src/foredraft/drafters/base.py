@@ -5,7 +5,7 @@ import pkgutil
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from types import ModuleType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from foredraft import noise
 from foredraft.noise import Purpose
 from foredraft.request import Batch, Request
 from foredraft.tree import Commit, TokenTree
+
+
+C = TypeVar("C")
 
 
 @runtime_checkable
@@ -52,7 +55,7 @@ def methods() -> dict[str, ModuleType]:
     return found
 
 
-def parse[C](config: type[C], options: dict[str, Any]) -> C:
+def parse(config: type[C], options: dict[str, Any]) -> C:
     """A method's Config from a dict. Raises ValueError naming what is unknown and what is known."""
     known = {spec.name for spec in fields(config)}  # type: ignore[arg-type]
     unknown = sorted(set(options) - known)
@@ -109,11 +112,28 @@ class Draft:
         return cls(tuple(tokens), tuple(parents))
 
 
+    def trimmed(self, depth: int) -> "Draft":
+        """Without the nodes deeper than `depth`."""
+        depths = [0]
+        for parent in self.parents:
+            depths.append(depths[parent] + 1)
+        if max(depths) <= depth:
+            return self
+        kept = [node for node, d in enumerate(depths) if d <= depth]
+        index = {node: i for i, node in enumerate(kept)}
+        return Draft(
+            tuple(self.tokens[node - 1] for node in kept[1:]),
+            tuple(index[self.parents[node - 1]] for node in kept[1:]),
+            None if self.q is None else self.q[kept],
+        )
+
+
 def plant(batch: Batch, drafts: Sequence[Draft]) -> TokenTree:
-    """Drafts below the last committed token of every request's chunk.
+    """Drafts below the last committed token of every request's chunk, cut to the depth each request has room for.
 
     q is stacked only if some draft brings one; a row of zeros stands for guesses.
     """
+    drafts = [draft.trimmed(r.room) for r, draft in zip(batch.requests, drafts, strict=True)]
     roots = [r.token(r.computed + chunk - 1) for r, chunk in zip(batch.requests, batch.chunks, strict=True)]
     tokens = [[root, *draft.tokens] for root, draft in zip(roots, drafts, strict=True)]
     parents = [[-1, *draft.parents] for draft in drafts]

@@ -1,0 +1,219 @@
+"""The step: propose, verify in one target pass, commit."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from foredraft.completion import Origin, TokenLogprob
+from foredraft.drafters.base import Drafter
+from foredraft.engine.guard import Guard
+from foredraft.engine.logprobs import token_logprob
+from foredraft.engine.output import Transcript
+from foredraft.engine.scheduler import Limits, Scheduler
+from foredraft.errors import ForedraftError
+from foredraft.kv.blocks import PageAllocator
+from foredraft.kv.pool import keep
+from foredraft.models.lm import LM
+from foredraft.models.window import Window
+from foredraft.request import Batch, Request
+from foredraft.sampling import distribution
+from foredraft.tree import Commit, TokenTree
+from foredraft.verify import Coins, per_request
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Logits and laws of one pass, by row of the tree; `prompt_rows` are the other rows asked for."""
+
+    logits: Tensor  # [R, V]
+    p: Tensor  # [R, V]
+    prompt_rows: dict[int, Tensor]  # b -> [known, V] logits after the request's known nodes
+
+
+class Engine:
+    """Runs requests to their end, all of them together, one step at a time. Not thread-safe: one thread steps it."""
+
+    def __init__(
+        self,
+        target: LM,
+        drafter: Drafter | None,
+        allocator: PageAllocator,
+        limits: Limits,
+        device: torch.device,
+        clock: Callable[[], float] = time.perf_counter,
+        is_debug: bool = False,
+    ) -> None:
+        self.target = target
+        self.drafter = Guard(drafter, target.vocab_size)
+        self.scheduler = Scheduler(allocator, limits, self.drafter.forget)
+        self.transcripts: dict[Request, Transcript] = {}
+        self.page_size = allocator.page_size
+        self.device = device
+        self.is_debug = is_debug
+        self._clock = clock
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def add(self, transcript: Transcript) -> None:
+        """Queue a request. Raises ForedraftError if it could never run."""
+        request, allocator = transcript.request, self.scheduler.allocator
+        most = min(len(request.prompt) + request.sampling.max_tokens, request.max_length)
+        if allocator.pages_for(most) > allocator.num_pages - 1:
+            raise ForedraftError(
+                f"prompt and max_tokens need {most} tokens of KV memory and the pool holds "
+                f"{(allocator.num_pages - 1) * self.page_size}; raise kv_tokens or lower max_tokens"
+            )
+        self.transcripts[request] = transcript
+        self.scheduler.add(request)
+
+    def abort(self, request: Request) -> None:
+        """End a request now, wherever it is; what it holds is free at once."""
+        transcript = self.transcripts.pop(request, None)
+        if transcript is not None:
+            self.scheduler.finish(request)
+            transcript.fail("abort")
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """One pass of the target over every request that runs; new text is queued on the transcripts."""
+        batch = self.scheduler.next(self.drafter.num_nodes)
+        if not batch.requests:
+            return
+        began = self._clock()
+        draft = self.drafter.propose(batch)
+        draft_time = (self._clock() - began) / len(batch)
+        tree = _on_chunks(batch, draft)
+        window, wanted = self._window(batch, tree)
+        logits, features = self.target.forward(window, self.drafter.taps)
+        scored = _score(batch, tree, logits, wanted)
+        commit = per_request([r.verify for r in batch.requests])(tree, scored.p, _coins(batch, tree))
+        commit = self._cut(batch, tree, commit, scored, draft_time)
+        starts, pages = [r.computed for r in batch.requests], [r.pages for r in batch.requests]
+        keep(self.target.pool, commit.path_lists, starts, pages, self.page_size, self.device)
+        self.drafter.observe(batch, _with_features(commit, tree, features))
+        self.scheduler.commit(batch, commit)
+        self._publish(batch, tree, commit)
+        if self.is_debug or not self.has_work:
+            self.scheduler.check_integrity()
+
+    def _window(self, batch: Batch, tree: TokenTree) -> tuple[Window, list[int]]:
+        """The window, and the requests whose prompt rows are wanted too."""
+        wanted = [b for b, r in enumerate(batch.requests) if self.transcripts[r].wants_prompt_rows]
+        starts, pages = [r.computed for r in batch.requests], [r.pages for r in batch.requests]
+        return Window.of_trees(tree, starts, pages, self.page_size, self.device, wanted), wanted
+
+    def _cut(self, batch: Batch, tree: TokenTree, commit: Commit, scored: Scored, draft_time: float) -> Commit:
+        """End every run at the first end id, stop string or length, before anything is counted or kept."""
+        counts = []
+        for b, request in enumerate(batch.requests):
+            transcript, known = self.transcripts[request], tree.roots[b]
+            path, tokens = commit.path_lists[b], commit.token_lists[b]
+            _note_prompt(transcript, tree, b, scored)
+            used = min(known, len(tokens))
+            for node, token in zip(path[used:], tokens[used:], strict=True):
+                used += 1
+                if request.sampling.logprobs is not None:
+                    transcript.logprobs.append(_logprob(tree, b, node, token, scored, request.sampling.logprobs))
+                if transcript.push(token):
+                    break
+            if used > known:
+                num_accepted = min(used - known, len(path) - known - 1)
+                transcript.count_step(tree.sizes[b] - known - 1, num_accepted, draft_time)
+            counts.append(used)
+        return commit if counts == commit.count.tolist() else commit.cut(counts)
+
+    def _publish(self, batch: Batch, tree: TokenTree, commit: Commit) -> None:
+        """Queue the new text, and take out the requests that ended."""
+        for b, request in enumerate(batch.requests):
+            transcript = self.transcripts[request]
+            if b in commit.failed:
+                transcript.fail("error", "the model gave logits that are no law (NaN, infinite, or nothing allowed)")
+            elif len(commit.token_lists[b]) > tree.roots[b]:
+                transcript.emit(_origins(tree, b, commit.path_lists[b], commit.token_lists[b]))
+            if transcript.is_finished:
+                del self.transcripts[request]
+                self.scheduler.finish(request)
+
+
+def _on_chunks(batch: Batch, draft: TokenTree) -> TokenTree:
+    """The drafts with every request's uncomputed tokens before them; all but the last know their successors."""
+    if all(chunk == 1 for chunk in batch.chunks) and all(batch.scored):
+        return draft
+    prefixes = [r.slice(r.computed, r.computed + n - 1) for r, n in zip(batch.requests, batch.chunks, strict=True)]
+    known = [
+        r.slice(r.computed + 1, min(r.computed + n + 1, r.num_tokens))
+        for r, n in zip(batch.requests, batch.chunks, strict=True)
+    ]
+    return draft.after(prefixes, known)
+
+
+def _score(batch: Batch, tree: TokenTree, logits: Tensor, wanted: Sequence[int]) -> Scored:
+    prompt_rows: dict[int, Tensor] = {}
+    if wanted:  # the prompt rows of these requests stand before their scored rows
+        kept, offset = [], 0
+        for b, (size, root) in enumerate(zip(tree.sizes, tree.roots, strict=True)):
+            extra = root if b in wanted else 0
+            if extra:
+                prompt_rows[b] = logits[offset : offset + extra]
+            kept.append(logits[offset + extra : offset + extra + size - root])
+            offset += extra + size - root
+        logits = torch.cat(kept)
+    nodes = [(b, n) for b, (root, size) in enumerate(zip(tree.roots, tree.sizes, strict=True)) for n in range(root, size)]
+    sampling = [batch.requests[b].sampling for b, _ in nodes]
+    shaped = any(s.shapes_logits for s in sampling)
+    history = [batch.requests[b].history(tree.path(b, n)) for b, n in nodes] if shaped else None
+    return Scored(logits, distribution(logits, sampling, history), prompt_rows)
+
+
+def _coins(batch: Batch, tree: TokenTree) -> Coins:
+    if all(r.sampling.is_greedy and r.verify == "match" for r in batch.requests):
+        blank = torch.empty(0)
+        return Coins(None, blank, blank)
+    return Coins.of(tree, [(r.seed, r.sample) for r in batch.requests], [r.computed for r in batch.requests])
+
+
+def _with_features(commit: Commit, tree: TokenTree, features: Tensor | None) -> Commit:
+    """The tapped states of the surviving nodes, [T, F] -> [B, P, F]."""
+    if features is None:
+        return commit
+    at_path = features.new_zeros(*commit.path.shape, features.shape[-1])
+    offset = 0
+    for b, (path, size) in enumerate(zip(commit.path_lists, tree.sizes, strict=True)):
+        at_path[b, : len(path)] = features[[offset + node for node in path]]
+        offset += size
+    return replace(commit, features=at_path)
+
+
+def _origins(tree: TokenTree, b: int, path: Sequence[int], tokens: Sequence[int]) -> list[Origin]:
+    """How each emitted token came to be. A path cut at the end of the text may end with an accepted token."""
+    known = tree.roots[b]
+    emitted = len(tokens) - known
+    if tree.sizes[b] - known == 1:
+        return ["plain"] * emitted
+    drafted = tree.token_lists[b]
+    origins: list[Origin] = []
+    for node, token in zip(path[known:], tokens[known:], strict=True):
+        below = tree.children[b][node]
+        if any(drafted[child] == token for child in below):
+            origins.append("accepted")
+        else:
+            origins.append("corrected" if below else "bonus")
+    return origins
+
+
+def _note_prompt(transcript: Transcript, tree: TokenTree, b: int, scored: Scored) -> None:
+    count = transcript.request.sampling.prompt_logprobs
+    if count is None or b not in scored.prompt_rows or tree.known is None:
+        return
+    for row, token in zip(scored.prompt_rows[b], tree.known[b], strict=True):
+        transcript.prompt_logprobs.append(token_logprob(row, None, token, count))
+
+
+def _logprob(tree: TokenTree, b: int, node: int, token: int, scored: Scored, count: int) -> TokenLogprob:
+    row = tree.row(b, node)
+    return token_logprob(scored.logits[row], scored.p[row], token, count)

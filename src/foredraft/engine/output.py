@@ -1,0 +1,154 @@
+"""What a request has said so far: text, where it ends, origins, log-probabilities, figures."""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from foredraft.completion import Completion, Delta, FinishReason, Origin, Stats, TokenLogprob
+from foredraft.engine.detokenize import Detokenizer
+from foredraft.request import Request
+
+
+@dataclass
+class Transcript:
+    """The output side of one request. Tokens go in one at a time and in order; a finished transcript takes no more."""
+
+    request: Request
+    index: int  # prompt index * n + sample
+    tokenizer: Any | None = None
+    prompt: str | None = None
+    text: str = ""
+    num_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
+    deltas: deque[Delta] = field(default_factory=deque)  # not yet read by the caller
+    num_drafts: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    accepted_at: list[int] = field(default_factory=list)
+    target_passes: int = 0
+    draft_time: float = 0.0
+    started: float = field(default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        self._detokenizer = Detokenizer(self.tokenizer, self.request.prompt)
+        self._held = ""  # the end of the text, while it may turn out to begin a stop string
+        self._stops = self.request.sampling.stop
+        self._pieces: list[str] = []
+        self._tokens: list[int] = []
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def wants_prompt_rows(self) -> bool:
+        """Prompt log-probabilities are wanted from where the computation stands; a recomputed prompt has them already."""
+        request, done = self.request, len(self.prompt_logprobs) - 1
+        wanted = request.sampling.prompt_logprobs is not None
+        return wanted and done == request.computed and done < len(request.prompt) - 1
+
+    def push(self, token: int) -> bool:
+        """Take the next token; True if it ended the text. Order of the checks: end id, stop string, length."""
+        sampling, request = self.request.sampling, self.request
+        self.num_tokens += 1
+        self._tokens.append(token)
+        if token in request.end_ids:
+            self._end("stop", token if token in sampling.stop_token_ids else None)
+            self._pieces.append(self._release())
+            return True
+        self._held += self._detokenizer.push(token)
+        stop = self._find_stop() if self.num_tokens >= sampling.min_tokens else None
+        if stop is not None:
+            self._held = self._held[: self._held.index(stop)]
+            self._end("stop", stop)
+        elif self.num_tokens >= sampling.max_tokens or len(request.prompt) + self.num_tokens >= request.max_length:
+            self._end("length")
+        self._pieces.append(self._release())
+        return self.is_finished
+
+    def count_step(self, num_drafted: int, num_accepted: int, draft_time: float) -> None:
+        """Figures of one target pass that emitted tokens."""
+        self.target_passes += 1
+        self.draft_time += draft_time
+        if not num_drafted:
+            return
+        self.num_drafts += 1
+        self.num_drafted += num_drafted
+        self.num_accepted += num_accepted
+        self.accepted_at += [0] * (num_accepted - len(self.accepted_at))
+        for depth in range(num_accepted):
+            self.accepted_at[depth] += 1
+
+    def emit(self, origins: Sequence[Origin]) -> None:
+        """Queue what was pushed since the last delta."""
+        completion = self.completion() if self.is_finished else None
+        pieces, tokens = tuple(self._pieces), tuple(self._tokens)
+        self._pieces, self._tokens = [], []
+        self.deltas.append(
+            Delta(self.index, "".join(pieces), tokens, tuple(origins), pieces, self.finish_reason, completion)
+        )
+
+    def fail(self, reason: FinishReason, error: str | None = None) -> None:
+        """End without another token: an error of this request, or an abort."""
+        self.error = error
+        self._end(reason)
+        self._pieces.append(self._release())
+        self.emit(())
+
+    def completion(self) -> Completion:
+        assert self.finish_reason is not None, "the text has not ended"
+        request, sampling = self.request, self.request.sampling
+        return Completion(
+            text=self.text,
+            token_ids=list(request.output),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            logprobs=None if sampling.logprobs is None else self.logprobs,
+            prompt_logprobs=None if sampling.prompt_logprobs is None else self.prompt_logprobs,
+            stats=self.stats(),
+            prompt=self.prompt,
+            prompt_token_ids=list(request.prompt),
+            index=request.sample,
+            verification=request.verify,
+            error=self.error,
+        )
+
+    def stats(self) -> Stats:
+        return Stats(
+            num_tokens=self.num_tokens,
+            num_drafts=self.num_drafts,
+            num_drafted=self.num_drafted,
+            num_accepted=self.num_accepted,
+            accepted_at=tuple(self.accepted_at),
+            target_passes=self.target_passes,
+            draft_time=self.draft_time,
+            wall_time=time.perf_counter() - self.started,
+        )
+
+    def _end(self, reason: FinishReason, stop_reason: str | int | None = None) -> None:
+        self.finish_reason, self.stop_reason = reason, stop_reason
+
+    def _find_stop(self) -> str | None:
+        """The stop string that begins first in the held text; the longest of those that begin together."""
+        found = [(self._held.index(stop), -len(stop), stop) for stop in self._stops if stop in self._held]
+        return min(found)[2] if found else None
+
+    def _release(self) -> str:
+        """The held text that can no longer begin a stop string; all of it once the text has ended."""
+        back = 0
+        if not self.is_finished:
+            longest = min(len(self._held), max(map(len, self._stops), default=0) - 1)
+            for size in range(longest, 0, -1):
+                if any(stop.startswith(self._held[-size:]) for stop in self._stops):
+                    back = size
+                    break
+        piece = self._held[: len(self._held) - back]
+        self._held = self._held[len(self._held) - back :]
+        self.text += piece
+        return piece

@@ -1,0 +1,123 @@
+"""Who runs in a step. No prefill phase and no decode phase: each request's computed tokens catch up with its tokens.
+
+    tokens   [0 ......... computed)[computed ... num_tokens)[ draft ]
+              KV is written         this step's chunk        verified by the same pass
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from foredraft.kv.blocks import OutOfPagesError, PageAllocator
+from foredraft.request import Batch, Request
+from foredraft.tree import Commit
+
+
+@dataclass(frozen=True)
+class Limits:
+    max_batch: int = 32  # requests that run at once
+    max_step_tokens: int = 2048  # tokens of one target pass, drafts included
+    max_chunk: int = 512  # prompt tokens of one request in one pass
+
+
+class Scheduler:
+    """Requests first come, first served; the youngest gives way when pages run out and is recomputed later."""
+
+    def __init__(self, allocator: PageAllocator, limits: Limits, forget: Callable[[Sequence[int]], None]) -> None:
+        self.allocator = allocator
+        self.limits = limits
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.num_preempted = 0
+        self._forget = forget  # told of every slot that leaves
+        self._slots = list(range(limits.max_batch))
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    def next(self, num_nodes: int) -> Batch:
+        """The next step's batch; every request may be drafted for with up to `num_nodes` nodes."""
+        self._admit()
+        left = self.limits.max_step_tokens
+        rows: list[tuple[Request, int, int]] = []
+        for request in list(self.running):
+            if request not in self.running or left <= 0:  # preempted a moment ago, or no budget in this step
+                continue
+            chunk = min(request.num_tokens - request.computed, self.limits.max_chunk, left)
+            is_scored = request.computed + chunk == request.num_tokens
+            wanted = num_nodes if request.num_drafts is None else min(num_nodes, request.num_drafts)
+            drafts = min(wanted, left - chunk) if is_scored and request.room > 0 else 0
+            drafts = self._reserve(request, request.computed + chunk, drafts)
+            if drafts is None:
+                continue
+            rows.append((request, chunk, drafts))
+            left -= chunk + drafts
+        rows = [row for row in rows if row[0] in self.running]
+        requests, chunks, budgets = zip(*rows, strict=True) if rows else ((), (), ())
+        return Batch(requests, chunks, budgets)
+
+    def commit(self, batch: Batch, commit: Commit) -> None:
+        """Move every request on by what was kept, and return the slots that nothing was committed to."""
+        for request, tokens, count in zip(batch.requests, commit.token_lists, commit.count.tolist(), strict=True):
+            known = request.num_tokens - request.computed - 1
+            request.output += tokens[known:]
+            request.computed += count
+            self.allocator.shrink(request.pages, request.computed)
+
+    def finish(self, request: Request) -> None:
+        """Take a request out, wherever it is, and free what it holds."""
+        if request in self.waiting:
+            self.waiting.remove(request)
+        elif request in self.running:
+            self.running.remove(request)
+            self._release(request)
+
+    def check_integrity(self) -> None:
+        self.allocator.check_integrity([request.pages for request in self.running])
+        slots = [request.slot for request in self.running]
+        assert sorted(slots + self._slots) == list(range(self.limits.max_batch)), "a slot was lost or given twice"
+        for request in self.running:
+            assert request.computed < request.num_tokens, "a running request has nothing to compute"
+
+    def _admit(self) -> None:
+        while self.waiting and len(self.running) < self.limits.max_batch:
+            request = self.waiting[0]
+            first = min(request.num_tokens, self.limits.max_chunk)
+            if self.running and self.allocator.pages_for(first) > self.allocator.num_free:
+                return
+            self.waiting.popleft()
+            request.slot = heapq.heappop(self._slots)
+            self.running.append(request)
+
+    def _reserve(self, request: Request, length: int, drafts: int) -> int | None:
+        """Pages for the chunk and as much draft as fits; preempts younger requests for the chunk, not for a draft."""
+        while True:
+            try:
+                self.allocator.grow(request.pages, length + drafts)
+                return drafts
+            except OutOfPagesError:
+                if drafts:
+                    drafts = 0
+                    continue
+                youngest = self.running[-1]
+                self._preempt(youngest)
+                if youngest is request:
+                    return None
+
+    def _preempt(self, request: Request) -> None:
+        self.running.remove(request)
+        self._release(request)
+        request.computed = 0
+        self.waiting.appendleft(request)
+        self.num_preempted += 1
+
+    def _release(self, request: Request) -> None:
+        self.allocator.free(request.pages)
+        request.pages.clear()
+        self._forget([request.slot])
+        heapq.heappush(self._slots, request.slot)

@@ -1,0 +1,290 @@
+"""The front door: a model, a drafter, and text in and out."""
+
+import copy
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from foredraft import zoo
+from foredraft.completion import Completion, Delta
+from foredraft.drafters.base import Context, Drafter, methods, parse
+from foredraft.engine.engine import Engine
+from foredraft.engine.output import Transcript
+from foredraft.engine.scheduler import Limits
+from foredraft.errors import ForedraftError
+from foredraft.kv.blocks import PageAllocator
+from foredraft.models.lm import HFModel
+from foredraft.models.load import load_model, load_tokenizer, parse_device, parse_dtype
+from foredraft.request import Request
+from foredraft.sampling import Sampling
+from foredraft.verify import RULES
+
+Prompt = str | Sequence[int]
+DrafterSpec = None | str | dict[str, Any] | Drafter
+DEFAULT_TOKENS = 5  # draft length
+VERIFY = ("auto", *RULES)
+
+
+@dataclass(frozen=True)
+class MemoryLimits:
+    """Sizes of the KV memory and of a step. kv_tokens None: what fits a quarter of the free memory."""
+
+    kv_tokens: int | None = None
+    page_size: int = 16
+    max_batch: int = 32
+    max_step_tokens: int = 2048
+
+
+class LLM:
+    """A target model with a drafter. `LLM()` alone is the built-in pair.
+
+    model: a folder, a hub id, "builtin", or a loaded transformers model. drafter: None (plain decoding), a method
+    name, a dict with the keys of vLLM's speculative_config, or a Drafter. verify: "auto" (a seeded or greedy request
+    uses `match`, any other `reject`) or a rule by name. Raises ForedraftError with one line that says what to do.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | Any | None = None,
+        drafter: DrafterSpec = "auto",
+        *,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device = "auto",
+        verify: str = "auto",
+        num_speculative_tokens: int | None = None,
+        tokenizer: Any = "auto",
+        limits: MemoryLimits | None = None,
+        is_debug: bool = False,
+    ) -> None:
+        if verify not in VERIFY:
+            raise ForedraftError(f"unknown verification rule {verify!r}; use one of {', '.join(VERIFY)}")
+        self.limits = limits or MemoryLimits()
+        self.is_builtin = model is None or model == "builtin"
+        name = str(zoo.path("target")) if self.is_builtin else model
+        if isinstance(name, (str, Path)):
+            name = str(name)
+            loaded = load_model(name, dtype, parse_device(device))
+            self.tokenizer = load_tokenizer(name) if isinstance(tokenizer, str) else tokenizer
+        else:
+            loaded, name = name, getattr(name, "name_or_path", "") or type(name).__name__
+            self.tokenizer = None if isinstance(tokenizer, str) else tokenizer
+        if loaded.dtype in (torch.float16,) and loaded.device.type == "cpu":
+            raise ForedraftError("float16 is slow and inexact on CPU; use dtype='bfloat16' or 'float32'")
+        self.target = HFModel.adopt(loaded, name)
+        self._is_debug = is_debug
+        if drafter == "auto":
+            drafter = "draft_model" if model is None else None
+        self._equip(drafter, num_speculative_tokens, verify)
+
+    @property
+    def num_parameters(self) -> int:
+        return self.target.num_parameters
+
+    @property
+    def drafter_name(self) -> str:
+        return self._drafter_name
+
+    def with_drafter(
+        self, drafter: DrafterSpec, num_speculative_tokens: int | None = None, verify: str | None = None
+    ) -> "LLM":
+        """The same loaded target with another drafter and KV memory of its own."""
+        other = copy.copy(self)
+        other.target = HFModel.adopt(self.target.model, self.target.name)
+        other._equip(drafter, num_speculative_tokens, verify or self.verify)
+        return other
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None
+    ) -> list[Completion]:
+        """Complete every prompt, n samples each, in order. Prompts are strings or lists of token ids."""
+        done: dict[int, Completion] = {}
+        for delta in self.stream(prompts, sampling):
+            if delta.completion is not None:
+                done[delta.index] = delta.completion
+        return [done[index] for index in sorted(done)]
+
+    def stream(
+        self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None
+    ) -> Iterator[Delta]:
+        """The same, piece by piece as the text comes; leaving the loop early aborts what is left."""
+        transcripts = self._transcripts(_as_list(prompts), sampling or Sampling())
+        for transcript in transcripts:
+            self.engine.add(transcript)
+        return self._drain(transcripts)
+
+    def _drain(self, transcripts: list[Transcript]) -> Iterator[Delta]:
+        try:
+            while transcripts:
+                self.engine.step()
+                for transcript in transcripts:
+                    while transcript.deltas:
+                        yield transcript.deltas.popleft()
+                transcripts = [t for t in transcripts if not t.is_finished or t.deltas]
+        finally:
+            for transcript in transcripts:
+                self.engine.abort(transcript.request)
+
+    def _transcripts(self, prompts: list[Prompt], sampling: Sampling | Sequence[Sampling]) -> list[Transcript]:
+        params = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
+        if len(params) != len(prompts):
+            raise ForedraftError(f"{len(prompts)} prompts and {len(params)} Samplings; give one Sampling or one each")
+        result: list[Transcript] = []
+        for prompt, s in zip(prompts, params, strict=True):
+            ids = self._encode(prompt)
+            self._check(s, ids)
+            seed = int.from_bytes(os.urandom(8), "little") if s.seed is None else s.seed
+            bad_words = self._bad_words(s)
+            for sample in range(s.n):
+                request = self._request(ids, s, seed, sample, bad_words)
+                text = prompt if isinstance(prompt, str) else None
+                result.append(Transcript(request, len(result), self.tokenizer, text))
+        return result
+
+    def _request(
+        self, ids: list[int], s: Sampling, seed: int, sample: int, bad_words: tuple[tuple[int, ...], ...]
+    ) -> Request:
+        verify = self.verify
+        if verify == "auto":
+            verify = "match" if s.is_greedy or s.seed is not None else "reject"
+        return Request(
+            slot=-1,
+            prompt=ids,
+            sampling=s,
+            seed=seed,
+            sample=sample,
+            eos_ids=self._eos_ids,
+            bad_words=bad_words,
+            max_length=self.target.context_length,
+            verify=verify,
+        )
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ForedraftError(f"{self.target.name} has no tokenizer: give the prompt as a list of token ids")
+            ids = list(self.tokenizer(prompt).input_ids)
+        else:
+            ids = [int(token) for token in prompt]
+        if not ids:
+            raise ForedraftError("the prompt is empty; give at least one token of text")
+        if not all(0 <= token < self.target.vocab_size for token in ids):
+            raise ForedraftError(f"a prompt token id is outside the vocabulary of {self.target.vocab_size} tokens")
+        if len(ids) >= self.target.context_length:
+            raise ForedraftError(
+                f"the prompt has {len(ids)} tokens and the model's context is {self.target.context_length}; shorten it"
+            )
+        return ids
+
+    def _check(self, s: Sampling, ids: list[int]) -> None:
+        size = self.target.vocab_size
+        for name in ("allowed_token_ids", "logit_bias", "stop_token_ids"):
+            outside = [token for token in getattr(s, name) or () if not 0 <= token < size]
+            if outside:
+                raise ForedraftError(f"{name} holds {outside[0]}, which is outside the vocabulary of {size} tokens")
+        if s.stop and self.tokenizer is None:
+            raise ForedraftError(f"{self.target.name} has no tokenizer, so stop strings cannot be found; use stop_token_ids")
+
+    def _bad_words(self, s: Sampling) -> tuple[tuple[int, ...], ...]:
+        """As token ids; a string is forbidden with and without a space before it."""
+        found: list[tuple[int, ...]] = []
+        for word in s.bad_words:
+            if not isinstance(word, str):
+                found.append(word)
+                continue
+            if self.tokenizer is None:
+                raise ForedraftError(f"{self.target.name} has no tokenizer: give bad_words as token ids")
+            for spelling in (word, " " + word.lstrip()):
+                found.append(tuple(self.tokenizer(spelling, add_special_tokens=False).input_ids))
+        return tuple(dict.fromkeys(found))
+
+    def _equip(self, drafter: DrafterSpec, num_tokens: int | None, verify: str) -> None:
+        self.verify = verify
+        self._eos_ids = _eos_ids(self.target.model, self.tokenizer)
+        self.drafter, self._drafter_name = self._make_drafter(drafter, num_tokens)
+        limits = self.limits
+        allocator = PageAllocator(self._num_pages(), limits.page_size)
+        self.engine = Engine(
+            self.target,
+            self.drafter,
+            allocator,
+            Limits(limits.max_batch, limits.max_step_tokens),
+            self.target.device,
+            is_debug=self._is_debug,
+        )
+
+    def _make_drafter(self, spec: DrafterSpec, num_tokens: int | None) -> tuple[Drafter | None, str]:
+        if spec is None or spec == "none":
+            return None, "none"
+        if not isinstance(spec, (str, dict)):
+            return spec, type(spec).__name__
+        options = {"method": spec} if isinstance(spec, str) else dict(spec)
+        method = options.pop("method", None)
+        known = methods()
+        if method not in known:
+            raise ForedraftError(f"unknown method {method!r}; use none or one of {', '.join(sorted(known))}")
+        module = known[method]
+        count = options.pop("num_speculative_tokens", None)
+        count = num_tokens if num_tokens is not None else count
+        context = self._context(method, options.pop("model", None), DEFAULT_TOKENS if count is None else count)
+        try:
+            return module.create(parse(module.Config, options), context), method
+        except ForedraftError:
+            raise
+        except (TypeError, ValueError) as error:
+            raise ForedraftError(str(error)) from error
+
+    def _context(self, method: str, model: str | Path | None, num_tokens: int) -> Context:
+        if num_tokens < 1:
+            raise ForedraftError(f"num_speculative_tokens must be at least 1, got {num_tokens}; use drafter=None for none")
+        return Context(
+            vocab_size=self.target.vocab_size,
+            num_tokens=num_tokens,
+            model=None if model is None else str(model),
+            tokenizer=self.tokenizer,
+            target_name=self.target.name,
+            target_parameters=self.target.num_parameters,
+            dtype=self.target.model.dtype,
+            device=self.target.device,
+            page_size=self.limits.page_size,
+            builtin=zoo.builtin_drafter(method) if self.is_builtin else None,
+        )
+
+    def _num_pages(self) -> int:
+        """Every request of a full batch at full context, if that fits the memory budget."""
+        limits, size = self.limits, self.limits.page_size
+        if limits.kv_tokens is not None:
+            return limits.kv_tokens // size + 1
+        most = limits.max_batch * min(self.target.context_length, 1 << 20)
+        fits = _free_memory(self.target.device) // 4 // self.target.bytes_per_token()
+        return max(min(most, fits) // size, 2) + 1
+
+
+def _free_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+
+def _eos_ids(model: Any, tokenizer: Any | None) -> frozenset[int]:
+    found: list[Any] = [getattr(model.generation_config, "eos_token_id", None), model.config.get_text_config().eos_token_id]
+    if tokenizer is not None:
+        found.append(tokenizer.eos_token_id)
+    ids: set[int] = set()
+    for entry in found:
+        ids |= set(entry) if isinstance(entry, (list, tuple)) else {entry} if entry is not None else set()
+    return frozenset(ids)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many: a list of integers is one prompt of token ids."""
+    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    if not len(prompts):
+        raise ForedraftError("the prompt is empty; give at least one token of text")
+    return list(prompts)  # type: ignore[arg-type]
+
+
