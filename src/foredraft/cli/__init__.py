@@ -1,0 +1,58 @@
+"""The command line. Nothing here imports torch before a command needs it, so that --help answers at once."""
+
+import io
+import sys
+from typing import Annotated
+
+import typer
+
+import foredraft
+from foredraft.cli import shell
+from foredraft.cli.generate import generate
+from foredraft.cli.version import version
+from foredraft.cli.zoo import zoo
+
+app = typer.Typer(
+    cls=shell.Group,
+    name="foredraft",
+    help="Language models generate several tokens per forward pass, and the text does not change.",
+    pretty_exceptions_enable=False,
+    add_completion=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        sys.stdout.write(f"foredraft {foredraft.__version__}\n")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    ctx: typer.Context,
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    if ctx.invoked_subcommand is None:
+        typer.echo(ctx.get_help(), err=True)
+        raise typer.Exit(shell.MISUSED)
+
+
+app.command("generate")(generate)
+app.command("version")(version)
+app.add_typer(zoo, name="zoo")
+
+
+def main() -> None:
+    """The `foredraft` command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            if stream.isatty():
+                stream.reconfigure(
+                    errors="backslashreplace"
+                )  # a terminal keeps its encoding; nothing it lacks may raise
+            else:
+                stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+    app()

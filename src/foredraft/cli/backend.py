@@ -1,0 +1,79 @@
+"""What the commands need from the rest of the library, loaded only when they ask: importing torch takes seconds."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from foredraft.cli.options import NONE, ModelOptions
+from foredraft.completion import Completion, Delta
+
+if TYPE_CHECKING:
+    from foredraft.sampling import Sampling
+
+
+class Generator(Protocol):
+    """An LLM, as the commands see it."""
+
+    @property
+    def drafter_name(self) -> str: ...
+
+    def generate(self, prompts: Sequence[str], sampling: "Sampling") -> list[Completion]: ...
+
+    def stream(self, prompts: Sequence[str], sampling: "Sampling") -> Iterator[Delta]: ...
+
+    def with_drafter(self, drafter: dict[str, Any] | None) -> "Generator": ...
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The words the options take."""
+
+    methods: tuple[str, ...]
+    rules: tuple[str, ...]
+    lossy: frozenset[str]  # the rules that change the text
+    dtypes: tuple[str, ...]
+
+
+class Backend:
+    """The library. A test passes another object of this shape as the context object of the command line."""
+
+    def choices(self) -> Choices:
+        from foredraft.drafters.base import methods
+        from foredraft.models.load import DTYPES
+        from foredraft.verify import LOSSY, RULES
+
+        return Choices(tuple(sorted(methods())), ("auto", *RULES), LOSSY, ("auto", *DTYPES))
+
+    def load(self, options: ModelOptions, method: str) -> Generator:
+        """The target with a drafter. Raises ForedraftError."""
+        from transformers.utils import logging
+
+        from foredraft import LLM
+
+        logging.disable_progress_bar()  # ours says what is going on
+        return LLM(
+            options.model or "builtin",
+            drafter_spec(options, method),
+            dtype=options.dtype,
+            device=options.device,
+            verify=options.verify,
+        )
+
+    def with_method(self, llm: Generator, options: ModelOptions, method: str) -> Generator:
+        """The same target weights with another drafter. Raises ForedraftError where that method cannot be had."""
+        return llm.with_drafter(drafter_spec(options, method))
+
+    def zoo(self) -> dict[str, Path]:
+        """The built-in models of this installation: name -> folder."""
+        from foredraft import zoo
+
+        return {name: zoo.path(name) for name in zoo.names()}
+
+
+def drafter_spec(options: ModelOptions, method: str) -> dict[str, Any] | None:
+    """The drafter in the words of vLLM's speculative_config; None for plain decoding."""
+    if method == NONE:
+        return None
+    spec = {"method": method, "model": options.spec_model, "num_speculative_tokens": options.spec_tokens}
+    return {name: value for name, value in spec.items() if value is not None}

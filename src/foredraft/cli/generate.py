@@ -1,0 +1,177 @@
+"""`foredraft generate`: text from a prompt, with speculation, and what it saved."""
+
+import contextlib
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.style import Style
+
+from foredraft.cli import compare
+from foredraft.cli.backend import Backend, Choices, Generator
+from foredraft.cli.figures import Figures, completion_json
+from foredraft.cli.options import NONE, GenerateOptions, takes
+from foredraft.cli.progress import Bar
+from foredraft.cli.prompts import read_prompts
+from foredraft.cli.render import Reel, Screen
+from foredraft.cli.shell import FAILED, UsageError, say
+from foredraft.completion import Completion, Origin
+from foredraft.errors import ForedraftError
+
+if TYPE_CHECKING:
+    from foredraft.sampling import Sampling
+
+# Without --spec-method: a draft model where there is one, else the method that needs nothing but the prompt.
+WITH_DRAFT, WITHOUT_DRAFT = "draft_model", "ngram"
+
+
+@takes(GenerateOptions)
+def generate(ctx: typer.Context, options: GenerateOptions) -> None:
+    """Go on from a prompt, several tokens per pass of the model, with the text it would have written anyway.
+
+    Greedy unless --temperature is given. A pipe receives the text alone; figures go to standard error.
+    """
+    prompts = read_prompts(options.prompt, options.file)
+    backend: Backend = ctx.obj or Backend()
+    sampling = options.sampling()
+    choices = backend.choices()
+    job = Job(backend, options, choices, prompts, sampling, Screen(options.no_color), wanted(options, choices))
+    completions = job.run()
+    failed = [c.error or "the request failed" for c in completions if c.finish_reason == "error"]
+    for reason in failed:
+        say(f"error: {reason}")
+    if failed:
+        raise typer.Exit(FAILED)
+
+
+def wanted(options: GenerateOptions, choices: Choices) -> list[str]:
+    """The methods to run, the one whose text is shown first. Raises UsageError for a name nobody knows."""
+    known = [NONE, *choices.methods]
+    asked = options.methods
+    for value, names, what in [
+        *((name, known, "method") for name in asked),
+        (options.verify, choices.rules, "verification rule"),
+        (options.dtype, choices.dtypes, "dtype"),
+    ]:
+        if value not in names:
+            raise UsageError(f"unknown {what} {value!r}; use one of: {', '.join(names)}")
+    if asked == [NONE] and (options.spec_model is not None or options.spec_tokens is not None):
+        raise UsageError("--spec-method none drafts nothing; leave --spec-model and --spec-tokens out")
+    if options.logprobs is not None and not options.as_json:
+        raise UsageError("--logprobs are printed with --json only; add --json")
+    if len(asked) > 1 and not options.compare:
+        raise UsageError("several methods need --compare; without it give one --spec-method")
+    if asked:
+        return asked
+    has_draft = options.model is None or options.spec_model is not None
+    first = WITH_DRAFT if has_draft else WITHOUT_DRAFT
+    return [first, *(name for name in choices.methods if name != first)] if options.compare else [first]
+
+
+@dataclass
+class Job:
+    """One call of the command: load, show the text, measure if asked, print the figures."""
+
+    backend: Backend
+    options: GenerateOptions
+    choices: Choices
+    prompts: list[str]
+    sampling: "Sampling"
+    screen: Screen
+    methods: list[str]
+    skipped: dict[str, str] = field(default_factory=dict)
+    origins: Counter[Origin] = field(default_factory=Counter)
+
+    def run(self) -> list[Completion]:
+        # whatever a library prints on the way must not end up in the object
+        with contextlib.redirect_stdout(sys.stderr) if self.options.as_json else contextlib.nullcontext():
+            generators = self._load()
+            shown = next((name for name in self.methods if name in generators), compare.PLAIN)
+            completions, figures = self._show(generators[shown])
+            rows = self._measure(generators) if self.options.compare else []
+        if self.options.as_json:
+            self._print_json(completions, rows)
+        else:
+            self._print_figures(shown, figures, rows)
+        return completions
+
+    def _load(self) -> dict[str, Generator]:
+        with Bar(self.screen.err, "loading"):
+            if not self.options.compare:
+                return {self.methods[0]: self.backend.load(self.options, self.methods[0])}
+            plain = self.backend.load(self.options, NONE)
+            generators = {compare.PLAIN: plain}
+            for name in self.methods:
+                try:
+                    if name != NONE:
+                        generators[name] = self.backend.with_method(plain, self.options, name)
+                except ForedraftError as error:
+                    if self.options.methods:  # asked for by name: a failure. Taken by default: left out, and said so
+                        raise
+                    self.skipped[name] = str(error)
+        return generators
+
+    def _show(self, generator: Generator) -> tuple[list[Completion], Figures]:
+        """Generate once, the text going to the screen as it comes."""
+        reel = Reel(self.screen, self.prompts, self.sampling.n)
+        is_text = not self.options.as_json
+        most = len(self.prompts) * self.sampling.n * self.sampling.max_tokens
+        done: dict[int, Completion] = {}
+        began = time.perf_counter()
+        stream = generator.stream(self.prompts, self.sampling)
+        with Bar(self.screen.err, "generating", most) if not self.screen.is_live else contextlib.nullcontext() as bar:
+            try:
+                if is_text:
+                    reel.open()
+                for delta in stream:
+                    self.origins.update(delta.origins)
+                    if is_text:
+                        reel.show(delta)
+                    if bar:
+                        bar.advance(len(delta.token_ids))
+                    if delta.completion is not None:
+                        done[delta.index] = delta.completion
+            finally:
+                if is_text:
+                    reel.close()
+        completions = [done[index] for index in sorted(done)]
+        return completions, Figures.of(completions, time.perf_counter() - began)
+
+    def _measure(self, generators: dict[str, Generator]) -> list[compare.Row]:
+        runs = len(generators) * (self.options.repeats + 1)
+        with Bar(self.screen.err, "measuring", runs) as bar:
+            measured = compare.measure(
+                generators,
+                self.prompts,
+                self.sampling,
+                self.options.repeats,
+                lambda name: bar.advance(1, f"measuring {name}"),
+            )
+        return compare.table(measured, self.skipped, self.sampling, self.choices.lossy)
+
+    def _print_figures(self, shown: str, figures: Figures, rows: Sequence[compare.Row]) -> None:
+        if self.screen.is_live:
+            self.screen.legend(self.origins)
+        line = figures.line
+        if rows:
+            self.screen.table(rows)
+            if remark := compare.note(rows):
+                self.screen.note(remark, Style(dim=True))
+            row = next(row for row in rows if row.method == shown)
+            line = f"{shown}: {row.figures.line}" if row.figures else line
+            if row.speed_up is not None:
+                line += f" · {row.speed_up:.2f}x plain decoding"
+        if self.options.verify in self.choices.lossy:
+            line += f" · lossy rule {self.options.verify}"
+        self.screen.note(line, Style(bold=True))
+
+    def _print_json(self, completions: Sequence[Completion], rows: Sequence[compare.Row]) -> None:
+        result: dict[str, Any] = {"completions": [completion_json(c, self.choices.lossy) for c in completions]}
+        if self.options.compare:
+            result["compare"] = [row.json for row in rows]
+        sys.stdout.write(json.dumps(result, ensure_ascii=False, allow_nan=False) + "\n")

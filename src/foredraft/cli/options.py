@@ -1,0 +1,137 @@
+"""The options of the commands, each a frozen dataclass, so that commands share them and stay short.
+
+The words are vLLM's where vLLM has one: --spec-method, --spec-model, --spec-tokens.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, field, fields
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from foredraft.cli.shell import UsageError
+
+if TYPE_CHECKING:
+    from foredraft.sampling import Sampling
+
+Options = TypeVar("Options")
+NONE = "none"  # --spec-method of plain decoding
+
+
+def _option(help: str, *names: str, panel: str | None = None, metavar: str | None = None) -> Any:  # noqa: A002
+    # typer's own word is `help`
+    return typer.Option(*names, help=help, rich_help_panel=panel, metavar=metavar, show_default=True)
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Which models run, and where."""
+
+    model: Annotated[
+        str | None, _option("Folder or Hub id of the target; the built-in model if not given.", panel="Model")
+    ] = None
+    spec_method: Annotated[
+        list[str] | None,
+        _option(
+            "Drafting method, or 'none'; with --compare several, by repetition or commas. Not given: draft_model where "
+            "there is a draft model, otherwise ngram.",
+            panel="Model",
+            metavar="METHOD",
+        ),
+    ] = None
+    spec_model: Annotated[str | None, _option("Folder or Hub id of the draft model.", panel="Model")] = None
+    spec_tokens: Annotated[int | None, typer.Option(help="Longest draft per pass.", rich_help_panel="Model", min=1)] = (
+        None
+    )
+    verify: Annotated[str, _option("Rule: auto, match, reject, block; typical is lossy.", panel="Model")] = "auto"
+    dtype: Annotated[str, _option("auto, bfloat16, float16, float32 or float64.", panel="Model")] = "auto"
+    device: Annotated[str, _option("auto, cpu or cuda.", panel="Model")] = "auto"
+
+    @property
+    def methods(self) -> list[str]:
+        """The methods asked for, in order and once each; none = the default is wanted."""
+        asked = [name.strip() for text in self.spec_method or [] for name in text.split(",")]
+        return list(dict.fromkeys(name for name in asked if name))
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """The fields of Sampling under their own names; the command is greedy unless told otherwise."""
+
+    temperature: Annotated[float, _option("0 is greedy.", panel="Sampling")] = 0.0
+    top_k: Annotated[int, _option("Draw from this many likeliest tokens; 0 is off.", panel="Sampling")] = 0
+    top_p: Annotated[float, _option("Draw from the smallest set of this probability.", panel="Sampling")] = 1.0
+    min_p: Annotated[float, _option("Drop tokens below this share of the likeliest one.", panel="Sampling")] = 0.0
+    typical_p: Annotated[float, _option("Locally typical sampling.", panel="Sampling")] = 1.0
+    repetition_penalty: Annotated[float, _option("On prompt and output; 1 is off.", panel="Sampling")] = 1.0
+    presence_penalty: Annotated[float, _option("On tokens already put out; 0 is off.", panel="Sampling")] = 0.0
+    frequency_penalty: Annotated[float, _option("On their counts; 0 is off.", panel="Sampling")] = 0.0
+    seed: Annotated[int | None, _option("Same seed, same text, with or without speculation.", panel="Sampling")] = None
+    n: Annotated[int, _option("Samples of each prompt.", "--n", "-n", panel="Sampling")] = 1
+    max_tokens: Annotated[int, _option("Longest output.", panel="Sampling")] = 128
+    min_tokens: Annotated[int, _option("Shortest output.", panel="Sampling")] = 0
+    stop: Annotated[
+        list[str] | None,
+        _option("End before this text, taken literally; repeatable.", panel="Sampling", metavar="TEXT"),
+    ] = None
+    stop_token_id: Annotated[
+        list[int] | None, _option("End at this token; repeatable.", panel="Sampling", metavar="ID")
+    ] = None
+    ignore_eos: Annotated[bool, _option("Go on past the end of text.", "--ignore-eos", panel="Sampling")] = False
+    logprobs: Annotated[
+        int | None, _option("With --json: log-probabilities, with this many of the likeliest.", panel="Sampling")
+    ] = None
+
+    def sampling(self) -> "Sampling":
+        """Raises UsageError on impossible values."""
+        from foredraft.sampling import Sampling
+
+        values = {spec.name: getattr(self, spec.name) for spec in fields(SamplingOptions)}
+        values["stop"] = tuple(values["stop"] or ())
+        values["stop_token_ids"] = tuple(values.pop("stop_token_id") or ())
+        try:
+            return Sampling(**values)
+        except ValueError as error:
+            name, _, rest = str(error).partition(" ")
+            raise UsageError(f"--{name.replace('_', '-')} {rest}" if hasattr(self, name) else str(error)) from None
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """What is printed, and how."""
+
+    compare: Annotated[
+        bool, _option("Measure against plain decoding, method by method.", "--compare", panel="Output")
+    ] = False
+    repeats: Annotated[int, typer.Option(help="Timed runs of each method.", rich_help_panel="Output", min=1)] = 3
+    as_json: Annotated[bool, _option("One JSON object on standard output.", "--json", panel="Output")] = False
+    no_color: Annotated[bool, _option("No colours; NO_COLOR does the same.", "--no-color", panel="Output")] = False
+
+
+@dataclass(frozen=True)
+class GenerateOptions(OutputOptions, SamplingOptions, ModelOptions):
+    prompt: Annotated[str | None, typer.Argument(help="The text to go on from; '-' is standard input.")] = None
+    file: Annotated[
+        list[str], _option("Read a prompt from this file; repeatable, one prompt each.", "--file", "-f", metavar="PATH")
+    ] = field(default_factory=list)
+
+
+def takes(options: type[Options]) -> Callable[[Callable[[typer.Context, Options], None]], Callable[..., None]]:
+    """Turn a command of (context, options) into what typer reads: one keyword for every field."""
+
+    def wrap(command: Callable[[typer.Context, Options], None]) -> Callable[..., None]:
+        def run(ctx: typer.Context, **values: Any) -> None:
+            command(ctx, options(**values))
+
+        kind = inspect.Parameter.KEYWORD_ONLY
+        parameters = [inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
+        for spec in fields(options):  # type: ignore[arg-type]
+            default = None if spec.default is MISSING else spec.default
+            parameters.append(inspect.Parameter(spec.name, kind, default=default, annotation=spec.type))
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        return run
+
+    return wrap

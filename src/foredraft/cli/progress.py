@@ -1,0 +1,55 @@
+"""A progress bar that appears on standard error only once something has taken two seconds."""
+
+import threading
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+PATIENCE = 2.0  # seconds before the bar appears
+REDRAW = 0.2  # seconds between drawings: the bar shares its cores with the model
+
+
+class Bar:
+    """`with Bar(console, "loading"): ...`; without a total it pulses, with one it is moved by `advance`."""
+
+    def __init__(self, console: Console, title: str, total: float | None = None, patience: float = PATIENCE) -> None:
+        self._is_wanted = console.is_terminal
+        self._progress = Progress(
+            TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(),
+            console=console, transient=True, auto_refresh=total is None, refresh_per_second=4,
+        )  # fmt: skip
+        self._task = self._progress.add_task(title, total=total)
+        self._timer = threading.Timer(patience, self._show)
+        self._timer.daemon = True
+        self._lock = threading.Lock()  # between the timer's thread and ours
+        self._is_shown, self._is_over, self._drawn = False, False, 0.0
+
+    def __enter__(self) -> "Bar":
+        if self._is_wanted:
+            self._timer.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._timer.cancel()
+        with self._lock:
+            self._is_over = True
+            if self._is_shown:
+                self._progress.stop()
+
+    def _show(self) -> None:
+        with self._lock:
+            if not self._is_over:
+                self._progress.start()
+                self._is_shown = True
+
+    def advance(self, amount: float = 1, title: str | None = None) -> None:
+        """Move on; drawn at most every REDRAW seconds."""
+        self._progress.update(self._task, advance=amount, description=title)
+        now = time.monotonic()
+        if self._is_shown and now - self._drawn > REDRAW:
+            self._drawn = now
+            self._progress.refresh()

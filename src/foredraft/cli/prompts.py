@@ -1,0 +1,60 @@
+"""Where the prompts come from: the argument, files, or standard input. Bytes in, checked text out."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from foredraft.cli.shell import UsageError
+
+EXAMPLE = 'foredraft generate "def fibonacci(n):"'
+STDIN = "-"
+
+
+def read_prompts(argument: str | None, files: Sequence[str]) -> list[str]:
+    """The prompts, in order, exactly as given: no line break is added or taken away.
+
+    One prompt per file; `-` is standard input, which is also read when nothing is given and it is not a terminal.
+    Raises UsageError with the fix in the message.
+    """
+    if argument is not None and files:
+        raise UsageError("give the prompt as an argument or with --file, not both")
+    if argument is not None and argument != STDIN:
+        return [_not_empty(_encodable(argument), "the prompt")]
+    if argument is None and not files and (sys.stdin is None or sys.stdin.isatty()):
+        raise UsageError(f"no prompt; give one as in: {EXAMPLE}, or use --file PATH, or pipe text in")
+    return [_read(name) for name in files or [STDIN]]
+
+
+def _read(name: str) -> str:
+    if name == STDIN:
+        return _not_empty(_decoded(sys.stdin.buffer.read(), "standard input"), "standard input")
+    try:
+        data = Path(name).read_bytes()
+    except FileNotFoundError:
+        raise UsageError(f"prompt file {name!r} does not exist; check the path given to --file") from None
+    except OSError as error:
+        raise UsageError(f"prompt file {name!r} cannot be read: {error.strerror}") from None
+    return _not_empty(_decoded(data, f"prompt file {name!r}"), f"prompt file {name!r}")
+
+
+def _decoded(data: bytes, where: str) -> str:
+    try:
+        return data.decode("utf-8-sig")  # a byte-order mark is an editor's, not the author's
+    except UnicodeDecodeError as error:
+        byte = f"byte 0x{error.object[error.start]:02x} at offset {error.start}"
+        raise UsageError(f"{where} is not UTF-8 ({byte}); save it as UTF-8 first") from None
+
+
+def _encodable(text: str) -> str:
+    # the shell's bytes that are not UTF-8 arrive as lone surrogates
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"the prompt is not UTF-8 (at character {error.start}); pass it as UTF-8 text") from None
+    return text
+
+
+def _not_empty(text: str, where: str) -> str:
+    if not text:
+        raise UsageError(f"{where} is empty; give a prompt as in: {EXAMPLE}")
+    return text

@@ -1,0 +1,87 @@
+"""How a command behaves as a process: exit codes, one line for each mistake, a quiet Ctrl-C.
+
+This file knows nothing of models. Codes: 0 done, 1 failed, 2 the command line was wrong, 130 interrupted.
+"""
+
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any, TextIO
+
+import typer
+from typer.core import TyperGroup
+
+from foredraft.errors import ForedraftError
+
+DONE, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
+
+# The base of every complaint about a command line; typer exports only this child of it.
+_UsageError: Any = typer.BadParameter.__bases__[0]
+
+
+class UsageError(ForedraftError):
+    """The command line is wrong, which shows before a model is loaded."""
+
+
+class Group(TyperGroup):
+    """The root command. A foreseeable error becomes one line on standard error; anything else is our bug and raises."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Run and leave by SystemExit, whatever `standalone_mode` says."""
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            try:
+                code = super().main(args, "foredraft", complete_var, False, windows_expand_args, **extra)
+                sys.stdout.flush()
+            except (KeyboardInterrupt, typer.Abort):
+                code = INTERRUPTED
+            except Exception as error:
+                code = _report(error)
+        raise SystemExit(code or DONE)
+
+
+def _report(error: Exception) -> int:
+    if isinstance(error, BrokenPipeError):
+        # whoever read our output has left; a second failing flush at exit would print a traceback
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    if isinstance(error, _UsageError):
+        path = error.ctx.command_path if error.ctx else "foredraft"
+        say(f"error: {error.format_message()} (try '{path} --help')")
+        return MISUSED
+    if isinstance(error, UsageError):
+        say(f"error: {error}")
+        return MISUSED
+    if isinstance(error, MemoryError) or "out of memory" in str(error).lower():
+        say("error: out of memory; take fewer prompts at once, fewer --max-tokens, --dtype bfloat16 or a smaller model")
+        return FAILED
+    if isinstance(error, ForedraftError | OSError):
+        say(f"error: {error}")
+        return FAILED
+    raise error
+
+
+def say(line: str) -> None:
+    """One line on standard error, whatever line breaks and control characters the message brought along."""
+    sys.stdout.flush()
+    typer.echo("".join(c if c.isprintable() else " " for c in " ".join(line.split())), err=True)
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    say(f"warning: {message}")

@@ -1,0 +1,58 @@
+"""`foredraft version`: what a bug report should say about the machine."""
+
+import json
+import platform
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import foredraft
+
+# What decides the speed of a pass, in the kernel's words.
+FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "bf16", "sve")
+
+
+def facts() -> dict[str, Any]:
+    """Versions, CPU features and threads, GPU."""
+    import torch
+
+    has_cuda = torch.cuda.is_available()
+    return {
+        "foredraft": foredraft.__version__,
+        "torch": torch.__version__,
+        "transformers": metadata.version("transformers"),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu_features": cpu_features(),
+        "threads": torch.get_num_threads(),
+        "cuda": torch.cuda.get_device_name(0) if has_cuda else None,
+    }
+
+
+def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
+    """Those of FEATURES this machine has; torch's one word for its best code path where there is no such file."""
+    import torch
+
+    try:
+        text = cpuinfo.read_text(errors="replace")
+    except OSError:
+        return [torch.backends.cpu.get_cpu_capability()]
+    lines = [line for line in text.splitlines() if line.lower().startswith(("flags", "features"))]
+    have = set(lines[0].split(":", 1)[1].split()) if lines else set()
+    return [name for name in FEATURES if name in have]
+
+
+def version(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
+) -> None:
+    """Versions, CPU features and threads, GPU."""
+    found = facts()
+    if as_json:
+        sys.stdout.write(json.dumps(found) + "\n")
+        return
+    for name, value in found.items():
+        text = " ".join(value) if isinstance(value, list) else "no" if value is None else str(value)
+        sys.stdout.write(f"{name.replace('_', ' '):<14}{text or '-'}\n")
