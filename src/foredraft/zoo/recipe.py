@@ -40,5 +40,5 @@ TARGET = Recipe(
 )  # fmt: skip
 DRAFT = Recipe(
     hidden=256, intermediate=448, heads=4, kv_heads=2,
-    stages=(Stage(2, 256, 900), Stage(2, 1024, 100)),
+    stages=(Stage(2, 256, 700), Stage(2, 1024, 60)),
 )  # fmt: skip

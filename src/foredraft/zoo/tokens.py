@@ -24,6 +24,10 @@ def train_tokenizer(files: list[Source]) -> Tokenizer:
     return tokenizer
 
 
+def load_tokenizer(folder: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """Write the tokenizer as transformers expects it beside a model."""
     from transformers import PreTrainedTokenizerFast

@@ -7,6 +7,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from foredraft.zoo.recipe import VOCAB_SIZE, Recipe, Stage
 
-Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # (ids [B, L], draft's hidden-to-logits [B*L, V], next ids [B*L])
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # (ids [B, L], logits [B*L, V], next ids [B*L])
+Progress = Callable[[int, int, float], None]  # (step, steps, smoothed loss)
+Report = Callable[[str, int, int, float], None]  # the same, after the part's name
 
 
 def build(recipe: Recipe, layers: int, dtype: torch.dtype = torch.bfloat16) -> LlamaForCausalLM:
@@ -131,56 +134,84 @@ def distillation_loss(target: LlamaForCausalLM) -> Loss:
     return loss
 
 
-def train(recipe: Recipe, ids: np.ndarray, folder: Path, loss_of: Loss = next_token_loss) -> LlamaForCausalLM:
+@dataclass(frozen=True)
+class Run:
+    """Where a training run reads, writes and reports."""
+
+    recipe: Recipe
+    ids: np.ndarray
+    folder: Path
+    loss_of: Loss
+    device: str
+    progress: Progress
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.folder / "checkpoint.pt"
+
+
+def train(
+    recipe: Recipe,
+    ids: np.ndarray,
+    folder: Path,
+    loss_of: Loss = next_token_loss,
+    device: str = "cpu",
+    progress: Progress = lambda step, steps, loss: None,
+) -> LlamaForCausalLM:
     """Run the recipe; `folder` holds a checkpoint to resume from and log.jsonl, and at the end the model."""
     folder.mkdir(parents=True, exist_ok=True)
-    done, model = 0, build(recipe, recipe.stages[0].layers)
+    run = Run(recipe, ids, folder, loss_of, device, progress)
+    done, model = 0, build(recipe, recipe.stages[0].layers).to(device)
     for stage in recipe.stages:
-        model = stacked(recipe, model, stage.layers)
-        done = _run_stage(recipe, stage, done, model, ids, folder, loss_of)
+        model = stacked(recipe, model, stage.layers).to(device)
+        done = _run_stage(run, stage, done, model)
     model.config.dtype = "bfloat16"
     model.save_pretrained(folder)
-    (folder / "checkpoint.pt").unlink(missing_ok=True)
+    run.checkpoint.unlink(missing_ok=True)
     return model
 
 
-def _run_stage(
-    recipe: Recipe, stage: Stage, done: int, model: LlamaForCausalLM, ids: np.ndarray, folder: Path, loss_of: Loss
-) -> int:
-    checkpoint, end = folder / "checkpoint.pt", done + stage.steps
-    first = done
+def _resume(run: Run, stage: Stage, first: int, model: LlamaForCausalLM, optimizer: Optimizer) -> int:
+    """Load what a checkpoint holds of this stage; the step to go on from."""
+    if not run.checkpoint.exists():
+        return first
+    saved = torch.load(run.checkpoint, weights_only=True, map_location=run.device)
+    end = first + stage.steps
+    if saved["step"] < first or (saved["step"] <= end and saved["layers"] != stage.layers):
+        return first
+    if saved["step"] <= end:
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+    return min(int(saved["step"]), end)
+
+
+def _save(run: Run, step: int, stage: Stage, model: LlamaForCausalLM, optimizer: Optimizer) -> None:
+    partial = run.checkpoint.with_suffix(".tmp")
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save({"step": step, "layers": stage.layers, **state}, partial)
+    partial.replace(run.checkpoint)
+
+
+def _run_stage(run: Run, stage: Stage, first: int, model: LlamaForCausalLM) -> int:
+    recipe, end = run.recipe, first + stage.steps
     optimizer = Optimizer(model, recipe.learning_rate)
-    if checkpoint.exists():
-        saved = torch.load(checkpoint, weights_only=True)
-        if saved["step"] >= end:
-            if saved["layers"] == stage.layers:
-                model.load_state_dict(saved["model"])
-            return end
-        if saved["step"] > first and saved["layers"] == stage.layers:
-            model.load_state_dict(saved["model"])
-            optimizer.load_state_dict(saved["optimizer"])
-            done = saved["step"]
-    rows = recipe.batch_tokens // stage.context
-    batches = windows(ids, stage.context, rows, recipe.seed + first)
+    done = _resume(run, stage, first, model, optimizer)
+    batches = windows(run.ids, stage.context, recipe.batch_tokens // stage.context, recipe.seed + first)
     for _ in range(done - first):
         next(batches)
     smooth, began = math.nan, time.time()
     for step in range(done, end):
-        batch = next(batches)
-        loss = loss_of(batch[:, :-1], logits_of(model, batch[:, :-1]), batch[:, 1:].flatten())
+        batch = next(batches).to(run.device)
+        loss = run.loss_of(batch[:, :-1], logits_of(model, batch[:, :-1]), batch[:, 1:].flatten())
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step(rate(recipe, step))
         smooth = loss.item() if math.isnan(smooth) else 0.95 * smooth + 0.05 * loss.item()
+        run.progress(step + 1, recipe.steps, smooth)
         if step % 20 == 19 or step + 1 == end:
             speed = (step + 1 - done) * recipe.batch_tokens / (time.time() - began)
-            with (folder / "log.jsonl").open("a") as log:
-                log.write(json.dumps({"step": step + 1, "loss": round(smooth, 4), "tokens_per_s": round(speed)}) + "\n")
+            row = {"step": step + 1, "loss": round(smooth, 4), "tokens_per_s": round(speed)}
+            with (run.folder / "log.jsonl").open("a") as log:
+                log.write(json.dumps(row) + "\n")
         if step % 100 == 99 or step + 1 == end:
-            partial = checkpoint.with_suffix(".tmp")
-            torch.save(
-                {"step": step + 1, "layers": stage.layers, "model": model.state_dict(),
-                 "optimizer": optimizer.state_dict()},
-                partial,
-            )  # fmt: skip
-            partial.replace(checkpoint)
+            _save(run, step + 1, stage, model, optimizer)
     return end

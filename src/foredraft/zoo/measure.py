@@ -1,0 +1,68 @@
+"""Figures of a draft against its target on held-out text."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+MAX_DRAFT = 8
+
+
+@dataclass(frozen=True)
+class PairFigures:
+    """Means over held-out positions; p is the target's law, q the draft's, both at temperature 1."""
+
+    target_loss: float  # nats per token
+    draft_loss: float
+    alpha: float  # mean sum min(p, q): the chance that one drafted token is accepted under `reject`
+    greedy_agreement: float  # share of positions where both have the same likeliest token
+    lengths: tuple[float, ...]  # expected acceptance length for K = 1..8, bonus included, along the held-out text
+    greedy_lengths: tuple[float, ...]  # the same for greedy decoding
+    num_tokens: int
+
+    def formula(self, tokens: int) -> float:
+        """(1 - alpha^(K+1)) / (1 - alpha) of 2211.17192, as if every token were accepted independently."""
+        return (1 - self.alpha ** (tokens + 1)) / (1 - self.alpha)
+
+
+@torch.inference_mode()
+def law_logits(model: Any, ids: Tensor) -> Tensor:
+    """[L, V] float32 logits of one window [L]."""
+    return model(ids[None], use_cache=False).logits[0].float()  # type: ignore[no-any-return]
+
+
+@torch.inference_mode()
+def measure(target: Any, draft: Any, ids: np.ndarray, context: int = 256, windows: int = 120) -> PairFigures:
+    """Replay verification on `windows` evenly spaced windows of held-out ids."""
+    starts = np.linspace(0, len(ids) - context - 1, windows).astype(int)
+    overlap, agree, target_loss, draft_loss = [], [], [], []
+    for start in starts:
+        window = torch.from_numpy(ids[start : start + context + 1].astype(np.int64))
+        p, q = law_logits(target, window[:-1]), law_logits(draft, window[:-1])
+        target_loss.append(F.cross_entropy(p, window[1:]))
+        draft_loss.append(F.cross_entropy(q, window[1:]))
+        overlap.append(torch.minimum(p.softmax(-1), q.softmax(-1)).sum(-1))
+        agree.append((p.argmax(-1) == q.argmax(-1)).float())
+    rates, greedy = torch.stack(overlap), torch.stack(agree)  # [W, L]
+    return PairFigures(
+        target_loss=float(torch.stack(target_loss).mean()),
+        draft_loss=float(torch.stack(draft_loss).mean()),
+        alpha=float(rates.mean()),
+        greedy_agreement=float(greedy.mean()),
+        lengths=_lengths(rates),
+        greedy_lengths=_lengths(greedy),
+        num_tokens=rates.numel(),
+    )
+
+
+def _lengths(rates: Tensor) -> tuple[float, ...]:
+    """[W, L] acceptance chances -> mean of 1 + sum of their running products over the next K positions."""
+    result, survival, total = [], torch.ones_like(rates), torch.ones_like(rates)
+    for k in range(MAX_DRAFT):
+        survival = survival * rates.roll(-k, 1)
+        total = total + survival
+        result.append(float(total[:, : rates.shape[1] - MAX_DRAFT].mean()))
+    return tuple(result)
