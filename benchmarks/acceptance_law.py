@@ -1,0 +1,138 @@
+"""Acceptance rate against speed-up for K = 1..8, beside the formula of 2211.17192: (1-a^(K+1)) / ((1-a)(Kc+1)).
+
+    python benchmarks/acceptance_law.py [--prompts 20] [--out docs/acceptance-law.png]
+
+a is measured from the runs themselves (drafted tokens accepted over drafted tokens looked at), c as the time of one
+draft pass over one target pass. The draft model of the built-in pair, distilled and, if a folder is given with
+--undistilled, the same shape trained without the target; greedy and at temperature 1.
+"""
+
+import argparse
+import json
+import statistics
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from speedup import ours
+
+from foredraft import LLM, Completion
+from foredraft.zoo.corpus import held_out_prompts
+
+DRAFTS = range(1, 9)
+
+
+@dataclass(frozen=True)
+class Point:
+    draft: str
+    is_greedy: bool
+    num_tokens: int  # K
+    alpha: float  # per-token acceptance: accepted over looked at
+    cost: float  # c: one draft pass over one plain target pass
+    speedup: float
+    acceptance_length: float
+
+    @property
+    def expected_length(self) -> float:
+        return (1 - self.alpha ** (self.num_tokens + 1)) / (1 - self.alpha)
+
+    @property
+    def formula(self) -> float:
+        return self.expected_length / (self.num_tokens * self.cost + 1)
+
+
+def looked_at(completion: Completion) -> tuple[int, int]:
+    """(accepted, looked at): a draft cut at its first rejection was looked at once more than it was accepted."""
+    s = completion.stats
+    full = s.accepted_at[-1] if s.num_drafts and len(s.accepted_at) * s.num_drafts == s.num_drafted else 0
+    return s.num_accepted, s.num_accepted + s.num_drafts - full
+
+
+def sweep(prompts: list[list[int]], tokens: int, draft: str | None, label: str, is_greedy: bool) -> list[Point]:
+    plain_llm = LLM(drafter=None)
+    spec = {"method": "draft_model", **({"model": draft} if draft else {})}
+    runs = {k: ours(plain_llm.with_drafter(spec, k), is_greedy) for k in DRAFTS}
+    plain = ours(plain_llm, is_greedy)
+    for run in [plain, *runs.values()]:
+        run(prompts[0], 16)
+    base, seen = [], {k: [] for k in DRAFTS}
+    for prompt in prompts:
+        base.append(plain(prompt, tokens))
+        for k, run in runs.items():
+            seen[k].append(run(prompt, tokens))
+    target_pass = statistics.median(time / tokens for time, _, _ in base)
+    return [point(k, seen[k], base, target_pass, label, is_greedy) for k in DRAFTS]
+
+
+def point(k: int, results: list, base: list, target_pass: float, label: str, is_greedy: bool) -> Point:
+    pairs = [looked_at(c) for _, _, c in results]
+    passes = sum(c.stats.target_passes for _, _, c in results)
+    draft_pass = sum(c.stats.draft_time for _, _, c in results) / passes / k
+    return Point(
+        draft=label,
+        is_greedy=is_greedy,
+        num_tokens=k,
+        alpha=sum(a for a, _ in pairs) / max(1, sum(n for _, n in pairs)),
+        cost=draft_pass / target_pass,
+        speedup=statistics.median(b[0] / r[0] for b, r in zip(base, results, strict=True)),
+        acceptance_length=sum(c.stats.num_tokens for _, _, c in results) / passes,
+    )
+
+
+def plot(points: list[Point], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True)
+    groups = sorted({(p.draft, p.is_greedy) for p in points})
+    for color, (draft, is_greedy) in zip(plt.cm.tab10.colors, groups, strict=False):
+        mine = [p for p in points if (p.draft, p.is_greedy) == (draft, is_greedy)]
+        ks, label = [p.num_tokens for p in mine], f"{draft}, {'greedy' if is_greedy else 'T = 1'}"
+        left.plot(ks, [p.acceptance_length for p in mine], "o-", color=color, label=label)
+        left.plot(ks, [p.expected_length for p in mine], "--", color=color, alpha=0.7)
+        right.plot(ks, [p.speedup for p in mine], "o-", color=color, label=label)
+        right.plot(ks, [p.formula for p in mine], "--", color=color, alpha=0.7)
+    left.set(xlabel="draft length K", ylabel="tokens per target pass", title="acceptance length")
+    right.set(xlabel="draft length K", ylabel="speed-up over plain decoding", title="speed-up")
+    right.axhline(1, color="grey", linewidth=0.8)
+    left.legend(title="measured; dashed: the formula", fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
+def table(points: list[Point]) -> str:
+    lines = [
+        "| draft | law | K | alpha | c | acceptance length | formula | speed-up | formula |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for p in points:
+        lines.append(
+            f"| {p.draft} | {'greedy' if p.is_greedy else 'T = 1'} | {p.num_tokens} | {p.alpha:.3f} | {p.cost:.3f} | "
+            f"{p.acceptance_length:.2f} | {p.expected_length:.2f} | {p.speedup:.2f}x | {p.formula:.2f}x |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=20)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--undistilled", help="folder of the draft trained without the target")
+    parser.add_argument("--out", type=Path, default=Path("docs/acceptance-law.png"))
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    tokenizer = LLM(drafter=None).tokenizer
+    prompts = [tokenizer(text).input_ids for text in held_out_prompts(args.prompts)]
+    drafts = [(None, "distilled")] + ([(args.undistilled, "undistilled")] if args.undistilled else [])
+    points = [
+        p for draft, label in drafts for is_greedy in (True, False)
+        for p in sweep(prompts, args.tokens, draft, label, is_greedy)
+    ]  # fmt: skip
+    print(table(points))
+    plot(points, args.out)
+    if args.json:
+        args.json.write_text(json.dumps([asdict(p) for p in points], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
