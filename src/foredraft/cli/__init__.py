@@ -1,5 +1,6 @@
 """The command line. Nothing here imports torch before a command needs it, so that --help answers at once."""
 
+import contextlib
 import io
 import sys
 from typing import Annotated
@@ -36,7 +37,8 @@ def root(
     ] = False,
 ) -> None:
     if ctx.invoked_subcommand is None:
-        typer.echo(ctx.get_help(), err=True)
+        with contextlib.redirect_stdout(sys.stderr):  # typer prints the help itself, where Rich is installed
+            ctx.get_help()
         raise typer.Exit(shell.MISUSED)
 
 

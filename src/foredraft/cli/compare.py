@@ -27,21 +27,18 @@ class Row:
     differs_at: int | None = (
         None  # the first token, over all completions, that is not plain decoding's; None = identical
     )
-    excuse: str | None = None  # why texts may differ: "sampled", or the name of a lossy rule
+    excuse: str | None = None  # why texts may differ: "sampled", or "lossy"
     verification: str = ""
     reason: str = ""  # why it took no part
 
-    @property
-    def cells(self) -> tuple[str, ...]:
+    def cells(self, figures: Figures) -> tuple[str, ...]:
         """The row as text."""
-        if self.figures is None:
-            return self.method, "-", "-", "-", "-", f"skipped: {self.reason}"
-        s = self.figures.stats
+        s = figures.stats
         rate = f"{s.acceptance_rate:.2f}" if s.num_drafted else "-"
-        speed_up = "1.00x" if self.speed_up is None else f"{self.speed_up:.2f}x"
+        speed_up = f"{1.0 if self.speed_up is None else self.speed_up:.2f}x"
         return (
             self.method,
-            f"{self.figures.tokens_per_second:.1f}",
+            f"{figures.tokens_per_second:.1f}",
             speed_up,
             f"{s.acceptance_length:.2f}",
             rate,
@@ -129,7 +126,7 @@ def table(
 
 def _excuse(rule: str, sampling: "Sampling", lossy: frozenset[str]) -> str | None:
     if rule in lossy:
-        return f"lossy rule {rule}"
+        return "lossy"
     is_reproducible = sampling.is_greedy or (sampling.seed is not None and rule == "match")
     return None if is_reproducible else "sampled"
 

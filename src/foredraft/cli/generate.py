@@ -36,12 +36,16 @@ def generate(ctx: typer.Context, options: GenerateOptions) -> None:
 
     Greedy unless --temperature is given. A pipe receives the text alone; figures go to standard error.
     """
+    screen = Screen(options.no_color)
     prompts = read_prompts(options.prompt, options.file)
     backend: Backend = ctx.obj or Backend()
-    sampling = options.sampling()
-    choices = backend.choices()
-    job = Job(backend, options, choices, prompts, sampling, Screen(options.no_color), wanted(options, choices))
-    completions = job.run()
+    # the screen holds the real standard output; whatever a library prints on the way goes elsewhere
+    with contextlib.redirect_stdout(sys.stderr):
+        with Bar(screen.err, "loading"):
+            sampling, choices = options.sampling(), backend.choices()
+            job = Job(backend, options, choices, prompts, sampling, screen, wanted(options, choices))
+            generators = job.load()
+        completions = job.run(generators)
     failed = [c.error or "the request failed" for c in completions if c.finish_reason == "error"]
     for reason in failed:
         say(f"error: {reason}")
@@ -75,7 +79,7 @@ def wanted(options: GenerateOptions, choices: Choices) -> list[str]:
 
 @dataclass
 class Job:
-    """One call of the command: load, show the text, measure if asked, print the figures."""
+    """One call of the command."""
 
     backend: Backend
     options: GenerateOptions
@@ -87,34 +91,32 @@ class Job:
     skipped: dict[str, str] = field(default_factory=dict)
     origins: Counter[Origin] = field(default_factory=Counter)
 
-    def run(self) -> list[Completion]:
-        # whatever a library prints on the way must not end up in the object
-        with contextlib.redirect_stdout(sys.stderr) if self.options.as_json else contextlib.nullcontext():
-            generators = self._load()
-            shown = next((name for name in self.methods if name in generators), compare.PLAIN)
-            completions, figures = self._show(generators[shown])
-            rows = self._measure(generators) if self.options.compare else []
+    def load(self) -> dict[str, Generator]:
+        """What will generate, by method; with --compare also plain decoding."""
+        if not self.options.compare:
+            return {self.methods[0]: self.backend.load(self.options, self.methods[0])}
+        plain = self.backend.load(self.options, NONE)
+        generators = {compare.PLAIN: plain}
+        for name in self.methods:
+            try:
+                if name != NONE:
+                    generators[name] = self.backend.with_method(plain, self.options, name)
+            except ForedraftError as error:
+                if self.options.methods:  # asked for by name: a failure. Taken by default: left out, and said so
+                    raise
+                self.skipped[name] = str(error)
+        return generators
+
+    def run(self, generators: dict[str, Generator]) -> list[Completion]:
+        """Show the text of the first method there is, measure if asked, print the figures."""
+        shown = next((name for name in self.methods if name in generators), compare.PLAIN)
+        completions, figures = self._show(generators[shown])
+        rows = self._measure(generators) if self.options.compare else []
         if self.options.as_json:
             self._print_json(completions, rows)
         else:
             self._print_figures(shown, figures, rows)
         return completions
-
-    def _load(self) -> dict[str, Generator]:
-        with Bar(self.screen.err, "loading"):
-            if not self.options.compare:
-                return {self.methods[0]: self.backend.load(self.options, self.methods[0])}
-            plain = self.backend.load(self.options, NONE)
-            generators = {compare.PLAIN: plain}
-            for name in self.methods:
-                try:
-                    if name != NONE:
-                        generators[name] = self.backend.with_method(plain, self.options, name)
-                except ForedraftError as error:
-                    if self.options.methods:  # asked for by name: a failure. Taken by default: left out, and said so
-                        raise
-                    self.skipped[name] = str(error)
-        return generators
 
     def _show(self, generator: Generator) -> tuple[list[Completion], Figures]:
         """Generate once, the text going to the screen as it comes."""
@@ -174,4 +176,4 @@ class Job:
         result: dict[str, Any] = {"completions": [completion_json(c, self.choices.lossy) for c in completions]}
         if self.options.compare:
             result["compare"] = [row.json for row in rows]
-        sys.stdout.write(json.dumps(result, ensure_ascii=False, allow_nan=False) + "\n")
+        self.screen.out.file.write(json.dumps(result, ensure_ascii=False, allow_nan=False) + "\n")

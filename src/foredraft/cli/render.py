@@ -79,13 +79,16 @@ class Screen:
         """The comparison, plain decoding first."""
         self.out.file.flush()
         table = Table(header_style=Style(bold=True))
-        for i, title in enumerate(
-            ("method", "tokens/s", "speed-up", "acceptance length", "acceptance rate", "identical")
-        ):
-            table.add_column(title, justify="right" if 0 < i < 5 else "left")
+        for title in ("method", "tokens/s", "speed-up", "acceptance length", "acceptance rate"):
+            table.add_column(title, justify="left" if title == "method" else "right")
+        table.add_column("identical", min_width=14)
         for row in rows:
-            table.add_row(*row.cells)
+            if row.figures is not None:
+                table.add_row(*row.cells(row.figures))
         self.err.print(table)
+        for row in rows:
+            if row.figures is None:
+                self.note(f"{row.method} was left out: {row.reason}", DIM)
 
 
 class Reel:
