@@ -1,0 +1,159 @@
+"""The shape of the source tree: imports point down, files and functions stay small, nothing executes data."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import foredraft
+
+ROOT = Path(foredraft.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+MAX_FILE, MAX_FUNCTION = 400, 60
+
+# From the bottom up; a module may import from its own layer and from those below it. docs/design.md says why.
+LAYERS = (
+    ("errors", "noise", "completion", "sampling", "tree", "request"),
+    ("verify", "controller"),
+    ("kv", "models", "kernels", "checkpoints"),
+    ("drafters",),
+    ("engine",),
+    ("llm", "speculate", "config", "server", "train", "bench", "certify", "doctor", "deploy", "zoo", "cli"),
+)
+RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+TOP = len(LAYERS) - 1
+# Where the built-in folders lie is a fact anyone may ask for; how they are trained is not.
+FACTS = {("foredraft", "zoo"): 0}
+
+
+def module_of(path: Path) -> tuple[str, ...]:
+    parts = ("foredraft", *path.relative_to(ROOT).with_suffix("").parts)
+    return parts[:-1] if parts[-1] == "__init__" else parts
+
+
+MODULES = {module_of(path): path for path in FILES}
+
+
+def rank(module: tuple[str, ...]) -> int:
+    return FACTS.get(module, RANK[module[1]] if len(module) > 1 else TOP)
+
+
+def imported(path: Path, at_import_only: bool = False) -> Iterator[tuple[str, ...]]:
+    """Every module of ours that a file imports; what a name of the package itself stands for counts as the top."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in tree.body if at_import_only else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [tuple(alias.name.split(".")) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path.name}: write imports in full"
+            base = tuple((node.module or "").split("."))
+            names = [(*base, alias.name) if (*base, alias.name) in MODULES else base for alias in node.names]
+        else:
+            continue
+        yield from (name for name in names if name in MODULES)
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if len(m) > 1], ids=".".join)
+def test_imports_point_down(module):
+    assert module[1] in RANK, f"{module[1]} has no layer yet: give it one in LAYERS"
+    for other in imported(MODULES[module]):
+        is_own_version = other == ("foredraft",) and rank(module) == TOP
+        assert is_own_version or rank(other) <= rank(module), (
+            f"{'.'.join(module)} imports {'.'.join(other)}, which is above it"
+        )
+
+
+def test_the_rule_sees_an_import_that_points_up(tmp_path):
+    bad = tmp_path / "tree.py"
+    bad.write_text("from foredraft.engine.engine import Engine\n")
+    [other] = imported(bad)
+    assert rank(other) > rank(("foredraft", "tree"))
+
+
+def test_no_import_cycle():
+    seen: dict[tuple[str, ...], bool] = {}  # False while on the way down
+
+    def visit(module: tuple[str, ...], above: tuple[tuple[str, ...], ...]) -> None:
+        assert seen.get(module, True), f"cycle: {' > '.join('.'.join(m) for m in (*above, module))}"
+        if module in seen:
+            return
+        seen[module] = False
+        for other in imported(MODULES[module], at_import_only=True):
+            if len(other) > 1 and other != module:
+                visit(other, (*above, module))
+        seen[module] = True
+
+    for module in MODULES:
+        visit(module, ())
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_files_and_functions_stay_small(path):
+    text = path.read_text(encoding="utf-8")
+    assert text.count("\n") <= MAX_FILE
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert length <= MAX_FUNCTION, f"{node.name} has {length} lines"
+
+
+FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
+
+
+def dangers(text: str) -> Iterator[str]:
+    """What could run code that came with a file: pickles, eval and exec, remote code, unsafe loads."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            yield from (f"imports {name}" for name in names if name.split(".")[0] in FORBIDDEN_MODULES)
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        given = {k.arg: k.value.value for k in node.keywords if isinstance(k.value, ast.Constant)}
+        if called in ("eval", "exec", "__import__", "os.system"):
+            yield f"calls {called}"
+        if called == "torch.load" and given.get("weights_only") is not True:
+            yield "calls torch.load without weights_only=True"
+        yield from (
+            f"{name}=True" for name in ("trust_remote_code", "allow_pickle", "shell") if given.get(name) is True
+        )
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_nothing_executes_data(path):
+    assert list(dangers(path.read_text(encoding="utf-8"))) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import pickle",
+        "from dill import loads",
+        "eval('1')",
+        "exec(x)",
+        "torch.load(f)",
+        "torch.load(f, weights_only=False)",
+        "AutoModel.from_pretrained(p, trust_remote_code=True)",
+        "np.load(f, allow_pickle=True)",
+        "run(c, shell=True)",
+    ],
+)
+def test_the_scan_sees_what_it_forbids(line):
+    assert len(list(dangers(line))) == 1
+
+
+def test_the_scan_allows_what_is_safe():
+    assert list(dangers("model.eval(); torch.load(f, weights_only=True); re.compile('x')")) == []
+
+
+def test_nothing_outside_a_method_branches_on_its_name():
+    from foredraft.drafters.base import methods
+
+    names = set(methods())
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Compare):
+                operands = [node.left, *node.comparators]
+                found = {o.value for o in operands if isinstance(o, ast.Constant)} & names
+                assert not found or path.parent.name == "drafters", f"{path.name}:{node.lineno} asks for {found}"

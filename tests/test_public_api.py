@@ -1,0 +1,92 @@
+"""What users rely on, written down once more: a change here is a change for them."""
+
+import inspect
+import tomllib
+from dataclasses import fields
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import foredraft
+
+NAMES = [
+    "LLM",
+    "Completion",
+    "Delta",
+    "ForedraftError",
+    "MemoryLimits",
+    "Sampling",
+    "Stats",
+    "TokenLogprob",
+    "distribution",
+    "speculate",
+]
+
+
+def test_the_names_are_these_and_sorted():
+    assert foredraft.__all__ == NAMES
+    # constants, then classes, then functions, as the linter sorts
+    assert sorted(NAMES, key=lambda n: (not n.isupper(), n.islower(), n)) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_name_is_there_and_documented(name):
+    assert inspect.getdoc(getattr(foredraft, name))
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="LLLM"):
+        foredraft.LLLM  # noqa: B018
+
+
+def test_the_version_is_the_same_everywhere():
+    assert foredraft.__version__ == metadata.version("foredraft")
+    project = Path(__file__).parent.parent / "pyproject.toml"
+    assert tomllib.loads(project.read_text())["project"]["version"] == foredraft.__version__
+
+
+def test_errors_are_value_errors():
+    assert issubclass(foredraft.ForedraftError, ValueError)
+
+
+def test_the_names_and_defaults_of_sampling():
+    found = {spec.name: getattr(foredraft.Sampling(), spec.name) for spec in fields(foredraft.Sampling)}
+    assert found == {
+        "max_tokens": 128,
+        "min_tokens": 0,
+        "temperature": 1.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "typical_p": 1.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "logit_bias": {},
+        "bad_words": (),
+        "allowed_token_ids": None,
+        "seed": None,
+        "n": 1,
+        "stop": (),
+        "stop_token_ids": (),
+        "ignore_eos": False,
+        "logprobs": None,
+        "prompt_logprobs": None,
+    }
+
+
+def test_what_a_completion_holds():
+    completion = foredraft.Completion("a", [1], "stop")
+    for name in ("text", "token_ids", "finish_reason", "logprobs", "stats"):
+        assert hasattr(completion, name)
+    for name in ("acceptance_length", "acceptance_rate", "per_position", "target_passes", "draft_time", "wall_time"):
+        assert hasattr(completion.stats, name)
+
+
+def test_the_arguments_of_the_front_door():
+    parameters = list(inspect.signature(foredraft.LLM).parameters)
+    assert parameters[:2] == ["model", "drafter"]
+    assert {"dtype", "device", "verify", "num_speculative_tokens", "tokenizer"} <= set(parameters)
+    for method in ("generate", "stream", "with_drafter", "tokenizer", "num_parameters", "drafter_name"):
+        assert hasattr(foredraft.LLM, method) or method == "tokenizer"
