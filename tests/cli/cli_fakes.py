@@ -86,6 +86,15 @@ class FakeBackend:
     def zoo(self) -> dict[str, Path]:
         return self.folders
 
+    def train(self, out: Path, device: str, sources: Path | None, report, say) -> None:
+        say("5 tokens to train on, 2 held out")
+        for step in range(1, 41):
+            report("target", step, 40, 1 / step)
+        self.calls.append((f"train {out.name} {device} {sources}", 40))
+
+    def install(self, out: Path) -> None:
+        self.calls.append((f"install {out.name}", 0))
+
     def _make(self, options: ModelOptions, method: str) -> FakeLLM:
         if method in self.missing:
             raise ForedraftError(EMPTY_HANDED)

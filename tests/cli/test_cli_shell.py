@@ -75,6 +75,27 @@ def test_zoo_without_models_says_how_to_make_them(run):
     assert "foredraft zoo train" in outcome.error_lines[0]
 
 
+def test_zoo_train_reports_sparsely_off_a_terminal_and_installs_when_asked(run, tmp_path):
+    backend = FakeBackend()
+    outcome = run("zoo", "train", "--out", str(tmp_path / "new"), backend=backend)
+    assert outcome.code == 0
+    assert backend.calls == [("train new cpu None", 40)]
+    assert outcome.stdout == ""
+    assert "target: step 40 of 40, loss 0.025" in outcome.error_lines
+    assert 20 <= len(outcome.error_lines) <= 24
+    assert "--install" in outcome.error_lines[-1]
+    run("zoo", "train", "--out", str(tmp_path / "new"), "--install", backend=backend)
+    assert backend.calls[-1] == ("install new", 0)
+
+
+def test_zoo_train_refuses_what_is_no_folder(run, tmp_path):
+    (tmp_path / "file").write_text("")
+    for name in ("--out", "--sources"):
+        outcome = run("zoo", "train", name, str(tmp_path / "file"))
+        assert outcome.code == 2
+        assert len(outcome.error_lines) == 1
+
+
 def test_the_progress_bar_waits_and_leaves_nothing_behind():
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=60)

@@ -1,6 +1,6 @@
 """What the commands need from the rest of the library, loaded only when they ask: importing torch takes seconds."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -69,6 +69,22 @@ class Backend:
         from foredraft import zoo
 
         return {name: zoo.path(name) for name in zoo.names()}
+
+    def train(
+        self, out: Path, device: str, sources: Path | None, report: Callable[[str, int, int, float], None],
+        say: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        """Train the built-in models into a folder; a run that stopped goes on."""
+        from foredraft.zoo.build import build_all
+
+        build_all(out, device, root=sources, report=report, say=say)
+
+    def install(self, out: Path) -> None:
+        """Make what was trained the built-in models of this installation."""
+        from foredraft import zoo
+        from foredraft.zoo.build import install
+
+        install(out, Path(zoo.__path__[0]))
 
 
 def drafter_spec(options: ModelOptions, method: str) -> dict[str, Any] | None:

@@ -47,8 +47,16 @@ class Bar:
                 self._is_shown = True
 
     def advance(self, amount: float = 1, title: str | None = None) -> None:
-        """Move on; drawn at most every REDRAW seconds."""
+        """Move on."""
         self._progress.update(self._task, advance=amount, description=title)
+        self._redraw()
+
+    def move_to(self, done: float, total: float, title: str) -> None:
+        """Stand at `done` of `total`, which may be another total than before."""
+        self._progress.update(self._task, completed=done, total=total, description=title)
+        self._redraw()
+
+    def _redraw(self) -> None:
         now = time.monotonic()
         if self._is_shown and now - self._drawn > REDRAW:
             self._drawn = now

@@ -1,14 +1,16 @@
 """`foredraft zoo`: the models that ship inside the package."""
 
-import importlib
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from foredraft.cli.backend import Backend
-from foredraft.cli.shell import UsageError
+from foredraft.cli.progress import Bar
+from foredraft.cli.render import console
+from foredraft.cli.shell import UsageError, say
 from foredraft.errors import ForedraftError
 
 zoo = typer.Typer()
@@ -19,7 +21,9 @@ def _folder(ctx: typer.Context, name: str) -> Path:
     folders = (ctx.obj or Backend()).zoo()
     if name not in folders:
         known = (
-            f"use one of: {', '.join(folders)}" if folders else "this installation has none; run `foredraft zoo train`"
+            f"use one of: {', '.join(folders)}"
+            if folders
+            else "this installation has none; run `foredraft zoo train --install`"
         )
         raise UsageError(f"unknown built-in model {name!r}; {known}")
     return folders[name]
@@ -37,7 +41,7 @@ def list_models(ctx: typer.Context) -> None:
     """Every built-in model, its size on disk and its folder."""
     folders = (ctx.obj or Backend()).zoo()
     if not folders:
-        raise ForedraftError("this installation has no built-in models; run `foredraft zoo train`")
+        raise ForedraftError("this installation has no built-in models; run `foredraft zoo train --install`")
     for name, folder in folders.items():
         size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
         sys.stdout.write(f"{name:<12}{size / 2**20:7.1f} MiB  {folder}\n")
@@ -67,11 +71,47 @@ def show(
 
 @zoo.command("train")
 def train(
+    ctx: typer.Context,
     out: Annotated[Path, typer.Option(help="Where the models go; a run that stopped goes on from there.")] = Path(
         "zoo"
     ),
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    sources: Annotated[
+        Path | None, typer.Option(help="Learn from this tree of Python files, not from the standard library.")
+    ] = None,
+    put: Annotated[
+        bool, typer.Option("--install", help="Then use them as this installation's built-in models.")
+    ] = False,
 ) -> None:
     """Train the built-in models again from the standard library's sources: hours on two cores."""
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out {str(out)!r} is a file; give a folder")
-    importlib.import_module("foredraft.zoo.build").build_all(out)
+    if sources is not None and not sources.is_dir():
+        raise UsageError(f"--sources {str(sources)!r} is not a folder; give one that holds Python files")
+    backend: Backend = ctx.obj or Backend()
+    screen = console(sys.stderr, no_color=False)
+    with Bar(screen, "reading the sources", total=1) as bar:
+        backend.train(out, device, sources, Report(bar, is_written=not screen.is_terminal), say)
+    if put:
+        backend.install(out)
+    say(
+        f"the models are in {out}"
+        + (", and built in from now on" if put else "; --install makes them the built-in ones")
+    )
+
+
+@dataclass
+class Report:
+    """Shows training on: in the bar, and where there is none as a line for every twentieth of a part."""
+
+    bar: Bar
+    is_written: bool
+    written: tuple[str, int] = ("", -1)  # the part and the twentieth of the last line
+
+    def __call__(self, part: str, step: int, steps: int, loss: float) -> None:
+        line = f"{part}: step {step} of {steps}, loss {loss:.3f}"
+        self.bar.move_to(step, steps, line)
+        twentieth = (part, 20 * step // steps)
+        if self.is_written and twentieth != self.written:
+            self.written = twentieth
+            say(line)
