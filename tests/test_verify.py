@@ -1,0 +1,291 @@
+"""Rules as functions: exact laws of every tree shape, and what a rule owes to its batch.
+
+`laws/test_exact_law.py` runs the same checker over every sampling parameter.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from foredraft import noise
+from foredraft.noise import Purpose
+from foredraft.sampling import Sampling
+from foredraft.tree import TokenTree
+from foredraft.verify import LOSSY, RULES, Coins, Typical, draw, per_request
+from stats import total_variation
+from worlds import System, World, step_law
+
+BOUND = 5e-5
+V = 8
+
+#      0        0          0           0             0
+#      |        |        / | \        / \           / \
+#      1        1       1  2  3      1   2         1   2
+#               |                   / \            |   |
+#               2                  3   4           3   4
+SHAPES = {
+    "one": ((-1, 0), 8),
+    "two": ((-1, 0, 1), 6),
+    "three": ((-1, 0, 1, 2), 4),
+    "siblings": ((-1, 0, 0, 0), 6),
+    "two levels": ((-1, 0, 0, 1, 1), 4),
+    "two branches": ((-1, 0, 0, 1, 2), 4),
+}
+CHAINS = ("one", "two", "three")
+MIXED = {  # whose children are guesses
+    "guessed root": frozenset({0}),
+    "guessed leaves": frozenset({1, 2}),
+    "all guessed": frozenset(range(5)),
+}
+
+
+def worlds(shape: str, count: int = 20, **more) -> list[World]:
+    parents, size = SHAPES[shape]
+    filters = [Sampling(), Sampling(top_p=0.8), Sampling(temperature=0.7, top_k=3)]
+    kinds = ["near", "far", "far", "near", "equal", "disjoint", "one-hot"]
+    return [
+        World(seed=seed, size=size, parents=parents, q_kind=kinds[seed % 7], sampling=filters[seed % 3], **more)
+        for seed in range(count)
+    ]
+
+
+@pytest.mark.parametrize("shape", CHAINS)
+@pytest.mark.parametrize("name", ["reject", "block"])
+def test_twenty_worlds_of_chains_keep_the_law(name, shape):
+    """Guards the arithmetic of acceptance, residual and bonus: total variation at most 5e-5 by exact integration."""
+    accepts = rejects = 0.0
+    for world in worlds(shape, 20 if shape != "three" else 8):
+        law = step_law(System(RULES[name]), world, is_block=name == "block")
+        assert total_variation(law.joint, world.joint) < BOUND, world
+        accepts, rejects = accepts + law.accepts, rejects + law.rejects
+    assert accepts > 1
+    assert rejects > 1
+
+
+@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("shape", ["siblings", "two levels", "two branches"])
+def test_worlds_of_trees_keep_the_law_of_siblings_drawn_without_replacement(shape, part):
+    """Guards the residual and the draft law between siblings, and the walk down the accepted one."""
+    accepts = rejects = 0.0
+    for world in worlds(shape, 20)[part::4]:
+        law = step_law(System(RULES["reject"]), world)
+        assert total_variation(law.joint, world.joint) < BOUND, world
+        accepts, rejects = accepts + law.accepts, rejects + law.rejects
+    assert accepts > 0
+    assert rejects > 0
+
+
+@pytest.mark.parametrize("kind", MIXED)
+def test_guesses_and_draws_mix_in_one_tree(kind):
+    """Guards rows of zeros taken for a law, and laws taken for guesses."""
+    accepts = 0.0
+    for world in worlds("two levels", 20, guessed=MIXED[kind]):
+        law = step_law(System(RULES["reject"]), world)
+        assert total_variation(law.joint, world.joint) < BOUND, world
+        accepts += law.accepts
+    assert accepts > 0
+
+
+def test_block_verification_accepts_no_less_and_sometimes_more_than_token_verification():
+    """Theorem 3 of 2403.10444; with one drafted token, or q = p, the two are the same."""
+    gained = 0.0
+    for shape in CHAINS:
+        for world in worlds(shape, 8):
+            reject = step_law(System(RULES["reject"]), world).mean_accepted
+            block = step_law(System(RULES["block"]), world, is_block=True).mean_accepted
+            assert block >= reject - 1e-8
+            if shape == "one" or world.q_kind == "equal":
+                assert block == pytest.approx(reject, abs=1e-8)
+            gained += block - reject
+    assert gained > 0.05
+
+
+def test_one_drafted_token_is_accepted_as_often_as_the_laws_overlap():
+    for world in worlds("one", 10):
+        p, q = world.truth[0], world.drawn[0].numpy()
+        accepted = step_law(System(RULES["reject"]), world).mean_accepted
+        assert accepted == pytest.approx(1 - total_variation(p, q), abs=1e-7)
+
+
+def random_batch(b: int = 40, seed: int = 0, is_chain: bool = False) -> tuple[TokenTree, torch.Tensor, Coins]:
+    """A ragged batch, with q from which its tokens could have been drawn."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens, parents = [], []
+    for i in range(b):
+        size = 1 + i % 5
+        tokens.append([int(torch.randint(V, (), generator=generator)) for _ in range(size)])
+        parents.append([-1, *(n - 1 if is_chain else i * n // 7 % n for n in range(1, size))])
+    rows = sum(map(len, tokens))
+    q = torch.rand(rows, V, generator=generator).double() + 0.05
+    p = torch.rand(rows, V, generator=generator).double() ** 3
+    tree = TokenTree.of(tokens, parents, q / q.sum(-1, keepdim=True))
+    coins = Coins.of(tree, [(seed, i) for i in range(b)], list(range(b)))
+    return tree, p / p.sum(-1, keepdim=True), coins
+
+
+def rows_of(tree: TokenTree, requests) -> torch.Tensor:
+    return torch.tensor([r for b in requests for r in range(*tree.first_rows[b : b + 2])])
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_request_is_verified_as_if_it_were_alone(name):
+    """Guards one request's rows or coins read for another in a ragged batch."""
+    tree, p, coins = random_batch(is_chain=name == "block")
+    commit = RULES[name](tree, p, coins)
+    accepted = 0
+    for b in range(len(tree.sizes)):
+        rows = rows_of(tree, [b])
+        alone = RULES[name](tree.select([b]), p[rows], coins.select([b], rows))
+        assert alone.token_lists[0] == commit.token_lists[b]
+        assert alone.path_lists[0] == commit.path_lists[b]
+        accepted += len(alone.path_lists[0]) - 1
+    assert 0 < accepted < sum(tree.sizes) - len(tree.sizes)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_commit_is_a_path_of_the_tree_and_its_tokens(name):
+    """Guards KV kept for one path and tokens emitted for another; at least one token for every request."""
+    for seed in range(5):
+        tree, p, coins = random_batch(seed=seed, is_chain=name == "block")
+        commit = RULES[name](tree, p, coins)
+        assert not commit.failed
+        assert (commit.count >= 1).all()
+        for b, (path, tokens) in enumerate(zip(commit.path_lists, commit.token_lists, strict=True)):
+            assert path[0] == 0
+            assert [tree.parent_lists[b][n] for n in path[1:]] == path[:-1]
+            assert [tree.token_lists[b][n] for n in path[1:]] == tokens[:-1]
+            assert all(0 <= x < V for x in tokens)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_rule_is_pure(name):
+    """Guards target rows zeroed in place before somebody reads them, and hidden randomness."""
+    tree, p, coins = random_batch(is_chain=name == "block")
+    given = [tree.tokens, tree.parents, tree.q, p, coins.keys, coins.accept, coins.draw]
+    before = [x.clone() for x in given]
+    first, second = RULES[name](tree, p, coins), RULES[name](tree, p, coins)
+    assert torch.equal(first.tokens, second.tokens)
+    assert all(torch.equal(a, b) for a, b in zip(given, before, strict=True))
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_committed_tokens_before_the_root_are_kept_and_change_nothing_below(name):
+    """Guards a prompt chunk and a draft verified in one pass."""
+    tree, p, coins = random_batch(12, is_chain=name == "block")
+    prefixes = [[5] * (b % 3) for b in range(12)]
+    known = [[*row[1:], tree.token_lists[b][0]] if row else [] for b, row in enumerate(prefixes)]
+    grown = tree.after(prefixes, known)
+    moved = Coins.of(grown, [(0, i) for i in range(12)], [b - len(prefixes[b]) for b in range(12)])
+    assert torch.equal(moved.keys, coins.keys)
+    plain, full = RULES[name](tree, p, coins), RULES[name](grown, p, moved)
+    for b, prefix in enumerate(prefixes):
+        shift = len(prefix)
+        assert full.path_lists[b] == [*range(shift), *(n + shift for n in plain.path_lists[b])]
+        assert full.token_lists[b] == [*known[b], *plain.token_lists[b]]
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_chunk_whose_successors_are_all_known_is_kept_whole_without_a_law(name):
+    tree = TokenTree.chains([[3], [7, 1]]).after([[1, 2], []], known=[[2, 3, 4], []])
+    p = torch.full((2, V), 1 / V).double()
+    coins = Coins.of(tree, [(0, 0), (1, 0)], [0, 5])
+    commit = RULES[name](tree, p, coins)
+    assert commit.path_lists[0] == [0, 1, 2]
+    assert commit.token_lists[0] == [2, 3, 4]
+    assert commit.count[1] >= 1
+
+
+def test_match_gives_the_draw_after_every_node_and_walks_along_it():
+    tree, p, coins = random_batch()
+    commit = RULES["match"](tree, p, coins)
+    assert torch.equal(commit.choice, noise.race(p, coins.keys).argmax(-1))
+    for b, (path, tokens) in enumerate(zip(commit.path_lists, commit.token_lists, strict=True)):
+        assert tokens == [int(commit.choice[tree.row(b, n)]) for n in path]
+        below = [tree.token_lists[b][n] for n in tree.children[b][path[-1]]]
+        assert tokens[-1] not in below
+
+
+def test_greedy_laws_need_no_keys():
+    tree, p, coins = random_batch()
+    hot = torch.zeros_like(p).scatter_(1, p.argmax(-1, keepdim=True), 1)
+    by_noise = RULES["match"](tree, hot, coins)
+    without = RULES["match"](tree, hot, replace(coins, keys=None))
+    assert torch.equal(by_noise.tokens, without.tokens)
+    assert torch.equal(RULES["reject"](replace(tree, q=None), hot, coins).tokens, without.tokens)
+
+
+def test_the_keys_of_the_targets_draws_know_the_position_alone():
+    """Guards text that depends on where a step began. The other coins must know it, or two steps share them."""
+    long = TokenTree.chains([[1, 2, 3, 4]])
+    early, late = Coins.of(long, [(9, 0)], [10]), Coins.of(long, [(9, 0)], [11])
+    assert early.keys[1:].tolist() == late.keys[:-1].tolist()
+    assert early.keys.tolist() == [noise.key(9, 0, Purpose.TOKEN, position) for position in (11, 12, 13, 14)]
+    tree = TokenTree.of([[1, 2, 3, 4]], [[-1, 0, 0, 1]])
+    assert Coins.of(tree, [(9, 0)], [10]).keys.tolist() == early.keys[[0, 1, 1, 2]].tolist()
+    numbers = [*early.accept[0].tolist(), *early.draw[0].tolist(), *late.accept[0].tolist(), *late.draw[0].tolist()]
+    assert len(set(numbers)) == 16
+    assert all(0 < u < 1 for u in numbers)
+    other = Coins.of(long, [(9, 1)], [10])
+    assert not set(other.accept[0].tolist()) & set(numbers)
+
+
+def test_a_batch_of_requests_that_asked_for_different_rules_gives_each_its_own():
+    """Guards a chain under `block` beside a tree under `reject`: the one once refused the other."""
+    tree, p, coins = random_batch()
+    chains = [parents == list(range(-1, len(parents) - 1)) for parents in tree.parent_lists]
+    others = ["reject", "match", "typical"]
+    names = ["block" if is_chain and b % 2 else others[b % 3] for b, is_chain in enumerate(chains)]
+    assert set(names) == set(RULES)
+    broken = names.index("match")
+    p[tree.row(broken, 0)] = torch.nan
+    commit = per_request(names)(tree, p, coins)
+    assert commit.failed == {broken}
+    for b, name in enumerate(names):
+        rows = rows_of(tree, [b])
+        alone = RULES[name](tree.select([b]), p[rows], coins.select([b], rows))
+        assert alone.token_lists[0] == commit.token_lists[b]
+        assert alone.path_lists[0] == commit.path_lists[b]
+    assert per_request(["match"] * 3) is RULES["match"]
+
+
+def test_block_verification_refuses_trees_and_says_what_to_do():
+    tree = TokenTree.of([[0, 1, 2]], [[-1, 0, 0]])
+    with pytest.raises(ValueError, match="verify='reject'"):
+        RULES["block"](tree, torch.full((3, V), 1 / V), Coins.of(tree, [(0, 0)], [0]))
+
+
+def test_lossy_rules_are_named():
+    assert {"typical"} == LOSSY
+
+
+def test_typical_acceptance_keeps_what_is_likely_enough_and_the_longest_path():
+    """Section 2.3.1 of 2401.10774: p(x) above min(eps, delta exp(-H))."""
+    p = torch.tensor([[0.5, 0.3, 0.2, 0, 0, 0, 0, 0]]).double().expand(4, -1)
+    entropy = -sum(x * torch.tensor(x).double().log().item() for x in (0.5, 0.3, 0.2))
+    bar = 2.718281828459045**-entropy
+    tree = TokenTree.of([[0, 0, 1, 2]], [[-1, 0, 0, 2]])
+    coins = Coins.of(tree, [(0, 0)], [0])
+    assert Typical(1.0, 0.19 / bar)(tree, p, coins).path_lists == [[0, 2, 3]]
+    assert Typical(1.0, 0.25 / bar)(tree, p, coins).path_lists == [[0, 1]]
+    assert Typical(1.0, 0.55 / bar)(tree, p, coins).path_lists == [[0]]
+    assert Typical(0.25, 99)(tree, p, coins).path_lists == [[0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("law", "u", "token"),
+    [
+        ([0.25, 0.25, 0.5], 0.2, 0),
+        ([0.25, 0.25, 0.5], 0.25, 1),
+        ([0.25, 0.25, 0.5], 0.4999, 1),
+        ([0.25, 0.25, 0.5], 1 - 2**-53, 2),
+        ([0.0, 1.0, 0.0], 2**-53, 1),
+        ([0.0, 1.0, 0.0], 1 - 2**-53, 1),
+        ([0.5, 0.0, 0.5], 0.5, 2),
+        ([0.5, 0.5, 1e-30], 1 - 2**-53, 1),
+        ([1e-300, 1e-300], 0.6, 1),
+        ([2.0, 6.0], 0.2, 0),
+    ],
+)
+def test_a_draw_is_the_first_token_whose_cumulative_probability_exceeds_the_coin(law, u, token):
+    assert draw(torch.tensor(law, dtype=torch.float64), u) == token
