@@ -1,0 +1,123 @@
+"""Prompt lookup: what followed the last few tokens the last time they occurred in this very text.
+
+After "Prompt Lookup Decoding" (Saxena 2023) and LLMA (2304.04487); vLLM's `ngram` takes the same two bounds.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from foredraft.drafters.base import Context, Draft, plant
+from foredraft.errors import ForedraftError
+from foredraft.request import Batch, Request
+from foredraft.tree import Commit, TokenTree
+
+METHOD = "ngram"
+SCANNED_PER_BRANCH = 8  # earlier occurrences looked at for each continuation wanted; most repeat one another
+
+
+@dataclass(frozen=True)
+class Config:
+    """The longest match of prompt_lookup_max .. prompt_lookup_min tokens counts, and of several the latest.
+
+    A match shorter than the longest is weak evidence: it drafts `tokens_per_match` tokens for each of its own.
+    (On held-out code single-token matches then pay at any cost of verification, and do not without that bound.)
+    `branches`: this many different continuations, of num_speculative_tokens each, share one tree.
+    """
+
+    prompt_lookup_max: int = 4
+    prompt_lookup_min: int = 1
+    tokens_per_match: int = 2
+    branches: int = 1
+
+
+@dataclass
+class Index:
+    """Where every n-gram of one growing text was followed by what. Extending costs O(new tokens)."""
+
+    config: Config
+    tokens: list[int] = field(default_factory=list)
+    _places: dict[tuple[int, ...], list[int]] = field(default_factory=dict)  # n-gram -> places of the token after it
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            here = len(self.tokens)
+            for n in range(self.config.prompt_lookup_min, min(self.config.prompt_lookup_max, here) + 1):
+                self._places.setdefault(tuple(self.tokens[here - n :]), []).append(here)
+            self.tokens.append(token)
+
+    def matches(self) -> Iterator[tuple[int, int]]:
+        """(length of the match, place after it): longest first, then latest first, each place once."""
+        seen: set[int] = set()
+        longest = min(self.config.prompt_lookup_max, len(self.tokens))
+        for n in range(longest, self.config.prompt_lookup_min - 1, -1):
+            for place in reversed(self._places.get(tuple(self.tokens[-n:]), ())):
+                if place not in seen:
+                    seen.add(place)
+                    yield n, place
+
+    def continuation(self, place: int, length: int) -> tuple[int, ...]:
+        """`length` tokens from a place on; past the end of the text it goes on with itself, as a loop does."""
+        period = len(self.tokens) - place
+        once = self.tokens[place : place + length]
+        return tuple(once[i % period] for i in range(length))
+
+    def continuations(self, length: int) -> list[tuple[int, ...]]:
+        """At most `branches` different ones, best first."""
+        wanted = self.config.branches
+        found: dict[tuple[int, ...], None] = {}
+        for n, place in islice(self.matches(), wanted * SCANNED_PER_BRANCH):
+            is_longest = n == self.config.prompt_lookup_max
+            bound = length if is_longest else min(length, n * self.config.tokens_per_match)
+            found.setdefault(self.continuation(place, bound))
+            if len(found) == wanted:
+                break
+        return list(found)
+
+
+class Ngram:
+    """Guesses from the request's own tokens; q is one-hot."""
+
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, config: Config, num_tokens: int) -> None:
+        self.config = config
+        self.num_tokens = num_tokens
+        self._indices: dict[int, Index] = {}
+
+    @property
+    def num_nodes(self) -> int:
+        return self.num_tokens * self.config.branches
+
+    def propose(self, batch: Batch) -> TokenTree:
+        """One tree per request; no match, no draft."""
+        drafts = [Draft()] * len(batch)
+        for b in batch.drafting():
+            drafts[b] = self._draft(batch.requests[b], batch.budgets[b])
+        return plant(batch, drafts)
+
+    def observe(self, batch: Batch, commit: Commit) -> None:
+        """Nothing: the tokens are read from the request when it is drafted for."""
+
+    def forget(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self._indices.pop(slot, None)
+
+    def _draft(self, request: Request, budget: int) -> Draft:
+        index = self._indices.get(request.slot)
+        if index is None:
+            index = self._indices[request.slot] = Index(self.config)
+        index.extend(request.slice(len(index.tokens), request.num_tokens))
+        length = min(self.num_tokens, budget, request.room)
+        return Draft.merged(index.continuations(length), budget) if length > 0 else Draft()
+
+
+def create(config: Config, context: Context) -> Ngram:
+    """Raises ForedraftError for bounds no n-gram can meet."""
+    low, high = config.prompt_lookup_min, config.prompt_lookup_max
+    if not 1 <= low <= high:
+        raise ForedraftError(f"prompt_lookup_min ({low}) must lie in 1..prompt_lookup_max ({high})")
+    for name in ("branches", "tokens_per_match"):
+        if getattr(config, name) < 1:
+            raise ForedraftError(f"{name} must be at least 1, got {getattr(config, name)}")
+    return Ngram(config, context.num_tokens)
