@@ -130,6 +130,7 @@ class DraftModel:
             paths.append(path)
             self.valid[request.slot] = request.num_tokens - 1 + len(path)
         keep(self.lm.pool, paths, starts, [batch.requests[b].pages for b in rows], self.context.page_size, self.context.device)
+        self._held.clear()  # a step in which nobody may draft observes too, and wrote nothing here
 
     def forget(self, slots: Sequence[int]) -> None:
         for slot in slots:
@@ -154,8 +155,10 @@ class DraftModel:
                 self._forward([_chain(request, start, start + CHUNK)], last_only=True)
                 start += CHUNK
             spans.append(_chain(request, start, request.num_tokens))
-            self.valid[request.slot] = request.num_tokens
-        return self._forward(spans, last_only=True)
+        logits = self._forward(spans, last_only=True)
+        for sketch in sketches:  # not before the pass: it may fail
+            self.valid[sketch.request.slot] = sketch.request.num_tokens
+        return logits
 
     def _forward(self, spans: Sequence[Span], last_only: bool) -> Tensor:
         rows, offset = [], 0
