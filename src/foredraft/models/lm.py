@@ -11,17 +11,20 @@ from torch import Tensor, nn
 from foredraft.errors import ForedraftError
 from foredraft.kv.pool import KVPool
 from foredraft.models import attention
+from foredraft.models.support import examine
 from foredraft.models.window import Window
-
-_RECURRENT = ("mamba", "linear_attention", "recurrent", "conv", "rwkv", "ssm")
 
 
 class LM(Protocol):
     """The target, a draft model, or anything else that turns a window into logits."""
 
-    vocab_size: int
-    context_length: int
     pool: KVPool
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def context_length(self) -> int: ...
 
     def forward(self, window: Window, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
         """Logits [R, V] of window.logit_rows, and [T, F] hidden states at the tapped boundaries side by side."""
@@ -34,14 +37,15 @@ class HFModel:
     model: Any  # a PreTrainedModel; its own type is too loose to help
     name: str
     pool: KVPool
+    kv_numbers: int  # in the keys and values of one token
 
     @classmethod
     def adopt(cls, model: Any, name: str) -> "HFModel":
         """Take over a loaded model. Raises ForedraftError for architectures that paged attention cannot serve."""
-        refuse_unsupported(model, name)
-        model.set_attn_implementation(attention.NAME)
         model.eval()
-        return cls(model, name, KVPool())
+        calls = examine(model, name)
+        model.set_attn_implementation(attention.NAME)
+        return cls(model, name, KVPool(), sum(call.numbers for call in calls))
 
     @property
     def vocab_size(self) -> int:
@@ -49,8 +53,13 @@ class HFModel:
 
     @property
     def context_length(self) -> int:
+        """Tokens a text may have. Rotary factors that switch with the longest text of a batch end it at the switch."""
         config = self.model.config.get_text_config()
-        return int(getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or 1 << 30)
+        most = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or 1 << 30
+        rope = getattr(config, "rope_parameters", None) or {}
+        by_kind = [rope] if "rope_type" in rope else [kind for kind in rope.values() if isinstance(kind, dict)]
+        switches = [kind["original_max_position_embeddings"] for kind in by_kind if kind.get("rope_type") == "longrope"]
+        return int(min([most, *switches]))
 
     @property
     def num_layers(self) -> int:
@@ -65,11 +74,8 @@ class HFModel:
         return self.model.device  # type: ignore[no-any-return]
 
     def bytes_per_token(self) -> int:
-        """KV bytes one token takes, estimated from the configuration; sizes the pools."""
-        config = self.model.config.get_text_config()
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return int(2 * self.num_layers * heads * size * self.model.dtype.itemsize)
+        """KV bytes one token takes; sizes the pools."""
+        return self.kv_numbers * int(self.model.dtype.itemsize)
 
     def forward(self, window: Window, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
         """Logits [R, V] and tapped states [T, F]; boundary 0 is the embeddings, boundary k the output of layer k."""
@@ -118,20 +124,3 @@ def decoder_layers(model: Any) -> nn.ModuleList:
         if isinstance(module, nn.ModuleList) and len(module) == depth:
             return module
     raise ForedraftError(f"{type(model).__name__}: no stack of {depth} decoder layers was found to tap")
-
-
-def refuse_unsupported(model: Any, name: str) -> None:
-    """Raise ForedraftError, with the reason, for a model that paged attention cannot serve."""
-    kind = type(model).__name__
-    config = model.config.get_text_config()
-    if model.config.is_encoder_decoder:
-        raise ForedraftError(f"{name} ({kind}) is an encoder-decoder model; only causal LMs are supported")
-    kinds = [str(k) for k in getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()]
-    recurrent = [k for k in kinds if any(word in k for word in _RECURRENT)]
-    if recurrent or getattr(model, "_is_stateful", False):
-        why = f"layers of type {recurrent[0]!r}" if recurrent else "recurrent state"
-        raise ForedraftError(f"{name} ({kind}) has {why}, which cannot be rolled back when a draft is rejected")
-    if not getattr(model, "_supports_attention_backend", False):
-        raise ForedraftError(f"{name} ({kind}) does not route its attention through transformers' attention interface")
-    if "chunked_attention" in kinds:
-        raise ForedraftError(f"{name} ({kind}) uses chunked attention, which is not supported yet")

@@ -1,0 +1,143 @@
+"""Which models paged attention can serve: what their configuration says, and what a pass of two tokens shows.
+
+transformers' hook promises that attention goes through us, not that nothing else does. The two tokens go through the
+model with an attention that computes nothing and writes down what it was given; every refusal below was seen to give
+wrong text in silence without it.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from foredraft.errors import ForedraftError
+
+PROBE = "foredraft_probe"
+_RECURRENT = ("mamba", "linear_attention", "recurrent", "conv", "rwkv", "ssm")
+_FAR = 1 << 22  # a position beyond every window
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one layer gave to its attention."""
+
+    layer: int
+    is_causal: bool
+    sliding: int | None
+    mask: Tensor | None
+    numbers: int  # in one token's key and value
+
+
+def examine(model: Any, name: str) -> list[Call]:
+    """What every layer gives to its attention; leaves PROBE in place of it.
+
+    Raises ForedraftError, with the reason, for a model that paged attention cannot serve.
+    """
+    calls: list[Call] = []
+    why = _why_not_by_config(model)
+    if why is None:
+        why, calls = _why_not_by_probe(model)
+    if why is not None:
+        raise ForedraftError(f"{name} ({type(model).__name__}) {why}")
+    return calls
+
+
+def _why_not_by_config(model: Any) -> str | None:
+    if model.config.is_encoder_decoder:
+        return "is an encoder-decoder model; only causal LMs are supported"
+    config = model.config.get_text_config()
+    kinds = [str(k) for k in getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()]
+    recurrent = [k for k in kinds if any(word in k for word in _RECURRENT)]
+    if recurrent or getattr(model, "_is_stateful", False):
+        why = f"layers of type {recurrent[0]!r}" if recurrent else "recurrent state"
+        return f"has {why}, which cannot be rolled back when a draft is rejected"
+    if not getattr(model, "_supports_attention_backend", False):
+        return "does not route its attention through transformers' attention interface"
+    if "chunked_attention" in kinds:
+        return "uses chunked attention, which is not supported yet"
+    if any(
+        isinstance(m, nn.Embedding) and m.padding_idx is not None and "position" in n for n, m in model.named_modules()
+    ):
+        return "counts positions from its padding token, as encoders do; only causal LMs are supported"
+    return None
+
+
+def _why_not_by_probe(model: Any) -> tuple[str | None, list[Call]]:
+    try:
+        calls, num_rows = probe(model)
+    except Exception as error:  # whatever a model does with a pass it was not written for
+        return f"cannot run on paged attention ({type(error).__name__}: {str(error).splitlines()[0][:120]})", []
+    if num_rows != 1:
+        return "gives the logits of every token when asked for one (it ignores logits_to_keep)", calls
+    depth = model.config.get_text_config().num_hidden_layers
+    if sorted(call.layer for call in calls) != list(range(depth)):
+        return "attends more or less than once in some layer, and paged attention holds one set of keys for each", calls
+    reach = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _FAR
+    for call in calls:
+        if not call.is_causal:
+            return "lets tokens see later ones; only causal LMs are supported", calls
+        if call.mask is not None and not _is_known(call.mask, call.sliding, reach):
+            return f"masks the attention of layer {call.layer} in a way that paged attention does not see", calls
+    return None, calls
+
+
+@torch.no_grad()
+def probe(model: Any) -> tuple[list[Call], int]:
+    """What every layer gives to its attention, and how many rows of logits came when one was asked for."""
+    calls: list[Call] = []
+    model.set_attn_implementation(PROBE)
+    pair = torch.tensor([[0, 1]], device=model.device)
+    out = model(input_ids=pair, position_ids=pair, use_cache=False, logits_to_keep=pair[0, 1:], calls=calls)
+    return calls, out.logits.shape[1]
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,  # [1, Hq, T, D]
+    key: Tensor,
+    value: Tensor,  # [1, Hkv, T, Dv]
+    attention_mask: Tensor | None,
+    *,
+    sliding_window: int | None = None,
+    calls: list[Call] | None = None,
+    **unused: Any,
+) -> tuple[Tensor, None]:
+    if calls is None:
+        raise RuntimeError("keyword arguments do not reach the attention")
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    numbers = key.shape[1] * (key.shape[3] + value.shape[3])
+    calls.append(Call(layer, bool(getattr(module, "is_causal", True)), sliding_window, attention_mask, numbers))
+    shared = query.shape[1] // value.shape[1]
+    return value.repeat_interleave(shared, 1).transpose(1, 2).contiguous(), None
+
+
+def _mask(*, mask_function: Any, config: Any, device: Any, **unused: Any) -> Tensor:
+    """Instead of a mask, [1, 1, 2, D] some distances and whether it sees that far, from a place deep inside a text."""
+    distances = _distances(config)
+    zero, here = torch.tensor(0), torch.tensor(_FAR)
+    seen = [bool(mask_function(zero, zero, here, here - d)) for d in distances]
+    return torch.tensor([[[distances, seen]]], device=device)
+
+
+def _distances(config: Any) -> list[int]:
+    """Into the future, here, and to both sides of every power of two and of every number that may be a window."""
+    edges = {1 << i for i in range(22)}
+    edges |= {v for v in config.to_dict().values() if isinstance(v, int) and 1 < v < _FAR}
+    return sorted({-1} | {edge + side for edge in edges for side in (-1, 0)})
+
+
+def _is_known(mask: Tensor, sliding: int | None, reach: int) -> bool:
+    """Whether the mask of a layer is the one paged attention makes, as far as the context reaches."""
+    if mask.shape[:3] != (1, 1, 2) or mask.is_floating_point():
+        return False
+    return all(
+        bool(seen) == (distance >= 0 and (sliding is None or distance < sliding))
+        for distance, seen in mask[0, 0].T.tolist()
+        if distance < reach
+    )
+
+
+AttentionInterface.register(PROBE, _attention)
+AttentionMaskInterface.register(PROBE, _mask)

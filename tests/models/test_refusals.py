@@ -1,0 +1,125 @@
+"""What paged attention cannot serve is refused at the door, by name and with the reason in one line.
+
+Each model of NOT_SEEN says that it supports the attention interface and gave wrong logits through it, or none.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+
+from foredraft.errors import ForedraftError
+from foredraft.models.lm import HFModel
+from foredraft.models.support import probe
+from models.families import EXPERTS, TINY, VOCAB, made
+
+HEADS = {"head_dim": 8}
+STATE = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2}
+JAMBA = {
+    "use_mamba_kernels": False,
+    "mamba_d_state": 4,
+    "mamba_dt_rank": 4,
+    "num_experts": 2,
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
+}
+HYBRID = {
+    "num_experts": 2,
+    "moe_intermediate_size": 8,
+    "shared_expert_intermediate_size": 8,
+    "full_attention_interval": 2,
+    **HEADS,
+}
+
+REFUSED = {
+    "mamba": (lambda: hf.MambaConfig(**STATE, state_size=4), "'linear_attention', which cannot be rolled back"),
+    "rwkv": (lambda: hf.RwkvConfig(**STATE, attention_hidden_size=32), "recurrent state, which cannot be rolled back"),
+    "jamba": (lambda: hf.JambaConfig(**TINY, **JAMBA), "'linear_attention', which cannot be rolled back"),
+    "qwen3_next": (lambda: hf.Qwen3NextConfig(**TINY, **HYBRID), "'linear_attention', which cannot be rolled back"),
+    "falcon_h1": (
+        lambda: hf.FalconH1Config(**TINY, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8),
+        "recurrent state",
+    ),
+    "bloom": (lambda: hf.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4), "attention interface"),
+    "llama4": (lambda: hf.Llama4TextConfig(**TINY, **HEADS, num_local_experts=2, intermediate_size_mlp=48), "chunked"),
+}
+NOT_SEEN = {
+    "bert": (lambda: hf.BertConfig(**TINY), "lets tokens see later ones"),
+    "roberta": (lambda: hf.RobertaConfig(**TINY, is_decoder=True), "counts positions from its padding token"),
+    "doge": (lambda: hf.DogeConfig(**TINY), "masks the attention of layer 0 in a way"),
+    "qwen2_moe": (
+        lambda: hf.Qwen2MoeConfig(
+            **TINY, moe_intermediate_size=8, shared_expert_intermediate_size=8, num_experts=2, use_sliding_window=True,
+            sliding_window=6, max_window_layers=1, **EXPERTS,
+        ),
+        "masks the attention of layer 0 in a way",
+    ),
+    "phimoe": (
+        lambda: hf.PhimoeConfig(**TINY, sliding_window=6, num_local_experts=2, **EXPERTS),
+        "masks the attention of layer 0 in a way",
+    ),
+    "diffllama": (lambda: hf.DiffLlamaConfig(**TINY), "attends more or less than once in some layer"),
+    "nemotron": (lambda: hf.NemotronConfig(**TINY, head_dim=8), "keyword arguments do not reach the attention"),
+}  # fmt: skip
+
+
+def refusal(model: Any, name: str) -> str:
+    with pytest.raises(ForedraftError) as caught:
+        HFModel.adopt(model, name)
+    text = str(caught.value)
+    assert text.startswith(f"{name} ({type(model).__name__}) ")
+    assert "\n" not in text
+    return text
+
+
+@pytest.mark.parametrize("kind", REFUSED | NOT_SEEN)
+def test_refused_by_name_with_the_reason(kind: str) -> None:
+    config, reason = (REFUSED | NOT_SEEN)[kind]
+    torch.manual_seed(0)
+    assert reason in refusal(hf.AutoModelForCausalLM.from_config(config()), f"org/tiny-{kind}")
+
+
+def test_an_encoder_decoder_is_refused() -> None:
+    config = hf.T5Config(vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4)
+    assert "encoder-decoder" in refusal(hf.T5ForConditionalGeneration(config), "org/tiny-t5")
+
+
+def test_a_sliding_window_as_wide_as_the_context_hides_nothing() -> None:
+    # Phi-3.5-MoE: the window is in the mask alone, but no text is long enough to leave it
+    config = hf.PhimoeConfig(**TINY, sliding_window=TINY["max_position_embeddings"], num_local_experts=2, **EXPERTS)
+    HFModel.adopt(hf.AutoModelForCausalLM.from_config(config), "phimoe")
+
+
+def test_a_bidirectional_gemma_is_refused() -> None:
+    config = hf.Gemma3TextConfig(**TINY, **HEADS, use_bidirectional_attention=True)
+    assert "lets tokens see later ones" in refusal(hf.AutoModelForCausalLM.from_config(config), "embedding-gemma")
+
+
+def test_a_model_that_ignores_logits_to_keep_is_refused() -> None:
+    class Talkative(hf.LlamaForCausalLM):
+        def forward(self, *args: Any, logits_to_keep: Any = None, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs)
+
+    assert "ignores logits_to_keep" in refusal(Talkative(hf.LlamaConfig(**TINY)), "talkative")
+
+
+def test_kv_memory_is_counted_where_heads_differ_by_layer() -> None:
+    config = hf.Gemma4TextConfig(**TINY | {"hidden_size_per_layer_input": 0}, **HEADS, global_head_dim=16)
+    lm = HFModel.adopt(hf.AutoModelForCausalLM.from_config(config), "gemma4")
+    kinds = config.layer_types
+    assert "sliding_attention" in kinds
+    assert "full_attention" in kinds
+    sizes = [2 * 2 * (16 if kind == "full_attention" else 8) for kind in kinds]
+    assert lm.bytes_per_token() == 4 * sum(sizes)
+
+
+def test_the_probe_sees_every_layer_and_leaves_no_trace() -> None:
+    lm = made("gemma3")[1]
+    calls, num_rows = probe(lm.model)
+    assert [call.sliding for call in calls] == [6, None, 6]
+    assert num_rows == 1
+    adopted = HFModel.adopt(lm.model, "gemma3")
+    assert not adopted.pool.layers
+    assert all(isinstance(module, nn.Module) and not module.training for module in adopted.model.modules())
