@@ -34,10 +34,12 @@ def paged_attention(
 ) -> tuple[Tensor, None]:
     """[1, T, Hq, Dv]. Raises RuntimeError when called outside a Foredraft forward pass."""
     if window is None or pool is None:
-        raise RuntimeError("this model was given Foredraft's attention; call model.set_attn_implementation('sdpa') first")
-    keys, values = pool.write(
-        int(module.layer_idx), window.write, key[0].transpose(0, 1), value[0].transpose(0, 1), window.num_slots  # type: ignore[arg-type]
-    )
+        raise RuntimeError(
+            "this model was given Foredraft's attention; call model.set_attn_implementation('sdpa') first"
+        )
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    packed_keys, packed_values = key[0].transpose(0, 1), value[0].transpose(0, 1)  # [T, Hkv, D]
+    keys, values = pool.write(layer, window.write, packed_keys, packed_values, window.num_slots)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     packed = query[0].transpose(0, 1)  # [T, Hq, D]
     out: Tensor | None = None

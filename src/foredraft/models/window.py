@@ -102,7 +102,9 @@ class Window:
         every_row: Sequence[int] = (),
     ) -> "Window":
         """The pass that verifies a tree. Logits for its scored nodes, and for all nodes of requests in `every_row`."""
-        spans, logit_rows, offset = [], [], 0
+        spans: list[Span] = []
+        logit_rows: list[int] = []
+        offset = 0
         for b, (start, table) in enumerate(zip(starts, pages, strict=True)):
             size, parents = tree.sizes[b], tree.parent_lists[b]
             is_chain = parents == list(range(-1, size - 1))
