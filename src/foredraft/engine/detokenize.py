@@ -3,37 +3,71 @@
 from typing import Any
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+MAX_INCOMPLETE = 3  # bytes of a character that lacks its last; some tokenizers show each as one INCOMPLETE
+CONTEXT = 4  # ids before the first, because some tokenizers drop the space before the very first token
+MAX_PENDING = 32  # ids without a clean end before the window moves on all the same: this is no text
 
 
 class Detokenizer:
     """Text of a growing list of ids. Without a tokenizer every text is empty.
 
-    Decodes a short window before and after each new token and emits their difference; bytes that do not yet make a
-    character stay back until they do.
+    Decodes a short window that ends with the new token and gives out what is new in it; bytes that do not yet make a
+    character stay back until they do. What was given out is never taken back.
+
+        ids   [ the last ids that ended cleanly ][ since then ... the new one ]
+                                                  ^ fresh
     """
 
     def __init__(self, tokenizer: Any | None, prompt: list[int]) -> None:
         self.tokenizer = tokenizer
-        # a little context, because some tokenizers drop the space before the very first token
-        self._ids = prompt[-4:] if tokenizer is not None else []
-        self._seen = len(self._ids)  # ids whose text was emitted
+        self._ids = [] if tokenizer is None else self._context(prompt)
+        self._fresh = len(self._ids)
+        self._text = self._decode(self._ids)  # of the window, as far as it was given out
 
     def push(self, token: int) -> str:
         """The text this token completes; often a word, at times nothing."""
         if self.tokenizer is None:
             return ""
         self._ids.append(token)
-        before = self._decode(self._ids[: self._seen])
-        after = self._decode(self._ids)
-        if after.endswith(INCOMPLETE) and len(self._ids) - self._seen < 8:
-            return ""
-        self._ids = self._ids[self._seen - 1 if self._seen else 0 :]
-        self._seen = len(self._ids)
-        return after[len(before) :]
+        text = self._decode(self._ids)
+        whole, is_overdue = _whole(text), len(self._ids) - self._fresh > MAX_PENDING
+        # a prompt cut inside a character ends with INCOMPLETE until a token completes it
+        known = self._text if text.startswith(self._text) else _whole(self._text)
+        if whole != text and not text.startswith(known) and not is_overdue:
+            return ""  # byte fallback decodes a run of bytes as a whole: half a character garbles those before it too
+        piece = whole[len(known) :]
+        if piece:
+            self._text = whole
+        if piece and whole == text:
+            self._move(self._fresh)
+        elif is_overdue:
+            self._move(len(self._ids) - 2 * CONTEXT)
+        return piece
+
+    def _move(self, start: int) -> None:
+        """The window begins at `start`; what was held back stays so."""
+        self._ids = self._ids[start:]
+        self._fresh = len(self._ids)
+        self._text = _whole(self._decode(self._ids))
+
+    def _context(self, prompt: list[int]) -> list[int]:
+        """The end of the prompt, from where a character begins if that is near."""
+        size = CONTEXT
+        while size < 4 * CONTEXT and self._decode(prompt[-size:]).startswith(INCOMPLETE):
+            size += 1
+        return prompt[-size:]
 
     def _decode(self, ids: list[int]) -> str:
-        assert self.tokenizer is not None
+        if self.tokenizer is None:
+            return ""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         if backend is not None:  # the wrapper costs ten times what the decoding does
             return str(backend.decode(ids, skip_special_tokens=True))
         return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def _whole(text: str) -> str:
+    """Without what may be the beginning of a character."""
+    for _ in range(MAX_INCOMPLETE):
+        text = text.removesuffix(INCOMPLETE)
+    return text
