@@ -55,6 +55,15 @@ def test_a_method_that_cannot_be_had_is_skipped_by_default_and_a_failure_when_na
     assert outcome.error_lines == [f"error: {EMPTY_HANDED}"]
 
 
+def test_a_draft_model_given_to_no_method_by_name_goes_to_the_first_alone(run):
+    backend = FakeBackend()
+    run("generate", "p", "--compare", "--spec-model", "d", backend=backend)
+    assert backend.specs == [None, {"method": "draft_model", "model": "d"}, {"method": "ngram"}]
+    backend = FakeBackend()
+    run("generate", "p", "--compare", "--spec-model", "d", "--spec-method", "ngram", backend=backend)
+    assert backend.specs == [None, {"method": "ngram", "model": "d"}]
+
+
 def test_a_difference_is_told_with_its_place_and_never_excused_when_greedy(run):
     backend = FakeBackend({"ngram": FakeLLM("x", pieces=OTHER)})
     rows = json.loads(run("generate", "p", "--compare", "--json", backend=backend).stdout)["compare"]

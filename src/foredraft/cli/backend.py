@@ -1,5 +1,6 @@
 """What the commands need from the rest of the library, loaded only when they ask: importing torch takes seconds."""
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,11 +48,14 @@ class Backend:
 
     def load(self, options: ModelOptions, method: str) -> Generator:
         """The target with a drafter. Raises ForedraftError."""
-        from transformers.utils import logging
+        from transformers.utils import logging as transformers_logging
 
         from foredraft import LLM
 
-        logging.disable_progress_bar()  # ours says what is going on
+        # our own bar and our own one line say what is going on, a hub that cannot be reached included
+        transformers_logging.disable_progress_bar()
+        transformers_logging.set_verbosity_error()
+        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
         return LLM(
             options.model or "builtin",
             drafter_spec(options, method),

@@ -6,7 +6,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -100,12 +100,17 @@ class Job:
         for name in self.methods:
             try:
                 if name != NONE:
-                    generators[name] = self.backend.with_method(plain, self.options, name)
+                    generators[name] = self.backend.with_method(plain, self._options_of(name), name)
             except ForedraftError as error:
                 if self.options.methods:  # asked for by name: a failure. Taken by default: left out, and said so
                     raise
                 self.skipped[name] = str(error)
         return generators
+
+    def _options_of(self, name: str) -> GenerateOptions:
+        """A draft model given to no method by name is for the first one; another method could not read it."""
+        is_shared = bool(self.options.methods) or name == self.methods[0]
+        return self.options if is_shared else replace(self.options, spec_model=None)
 
     def run(self, generators: dict[str, Generator]) -> list[Completion]:
         """Show the text of the first method there is, measure if asked, print the figures."""
