@@ -1,10 +1,10 @@
 """Text as it comes, token by token: together the pieces are the text of the whole, and no piece is half a character."""
 
-import models_made
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import models_made
 from foredraft.engine.detokenize import Detokenizer
 
 TEXTS = [
