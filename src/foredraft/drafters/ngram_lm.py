@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from foredraft import noise
@@ -45,11 +46,17 @@ class Chain:
     drafted: list[int] = field(default_factory=list)
     laws: list[Tensor] = field(default_factory=list)  # [V] each, where the verification wants q
     confidence: float = 1.0
+    rates: Floats | None = None  # [limit, V] the noise of every depth
 
     @property
     def is_plain_greedy(self) -> bool:
         """The likeliest token is the draft, whatever came before."""
         return self.request.sampling.is_greedy and not self.request.sampling.shapes_logits
+
+    @property
+    def wants_q(self) -> bool:
+        """The verification weighs the draft's law; under `match` only the token counts, and a greedy q is one-hot."""
+        return self.request.verify in ("reject", "block") and not self.request.sampling.is_greedy
 
     def q(self, model: NgramModel) -> Floats:
         """[V] the model's law after the tokens drafted so far."""
@@ -57,16 +64,23 @@ class Chain:
         near = self.counts.tokens[-reach:] + self.drafted if reach else []
         return model.q(near, self.counts)
 
-    def take(self, token: int, top: float, min_confidence: float, law: Tensor | None = None) -> bool:
-        """Add a token whose law has `top` as its largest probability; False where the chain ends instead."""
-        confidence = self.confidence * top
-        if not (confidence > 0 and confidence >= min_confidence):  # NaN, where nothing may be drawn, ends it too
-            return False
-        self.confidence = confidence
+    def trusts(self, top: float, min_confidence: float) -> bool:
+        """Whether to draw once more, from a law with `top` as its largest probability."""
+        self.confidence *= top
+        return self.confidence > 0 and self.confidence >= min_confidence  # false for NaN, where nothing may be drawn
+
+    def draw(self, law: NDArray[np.float32]) -> int:
+        """The token that wins the race of `noise.race` from a law [V] after the tokens drafted so far."""
+        if self.rates is None:
+            # A race is its law times the race of ones: the noise of every depth at once costs half as much as one by
+            # one. In a chain the depth below which a node is drawn is that node's number too.
+            keys = torch.tensor([draft_key(self.request, depth, depth) for depth in range(self.limit)])
+            self.rates = noise.race(torch.ones(self.limit, len(law)), keys).numpy()
+        return int((law * self.rates[len(self.drafted)]).argmax())
+
+    def take(self, token: int) -> bool:
+        """Add a token; whether more may follow. An end of text can only be the last token of a draft."""
         self.drafted.append(token)
-        if law is not None:
-            self.laws.append(law)
-        # an end of text can only be the last token of a draft
         return len(self.drafted) < self.limit and token not in self.request.end_ids
 
     def draft(self) -> Draft:
@@ -124,30 +138,30 @@ class NgramLM:
                 drawing.append((chain, q))
                 continue
             token = int(q.argmax())
-            if chain.take(token, float(q[token]), self.config.min_confidence):
+            if chain.trusts(float(q[token]), self.config.min_confidence) and chain.take(token):
                 growing.append(chain)
         return growing + self._draw(drawing) if drawing else growing
 
     def _draw(self, drawing: Sequence[tuple[Chain, Floats]]) -> list[Chain]:
         """The same where a law is drawn from, or depends on what came before."""
         chains = [chain for chain, _ in drawing]
-        q = np.stack([q for _, q in drawing])
-        logits = torch.from_numpy(np.log(q.astype(np.float32)))
+        logits = torch.from_numpy(np.log(np.stack([q.astype(np.float32) for _, q in drawing])))
         laws = distribution(
             logits, [c.request.sampling for c in chains], [c.request.history(c.drafted) for c in chains]
         )
-        keys = torch.tensor([draft_key(c.request, len(c.drafted), len(c.drafted)) for c in chains])
-        drawn = (laws if all(c.request.sampling.is_greedy for c in chains) else noise.race(laws, keys)).argmax(-1)
-        growing: list[Chain] = []
-        for row, (chain, token, top) in enumerate(zip(chains, drawn.tolist(), laws.amax(-1).tolist(), strict=True)):
-            is_greedy = chain.request.sampling.is_greedy
-            needs_q = chain.request.verify in ("reject", "block") and not is_greedy
+        tops, likeliest = (part.tolist() for part in laws.max(-1))
+        drawn: list[int] = []
+        for row, (chain, q) in enumerate(drawing):
             # a greedy law is one-hot and says nothing of its own certainty
-            confidence = float(q[row, token]) if is_greedy and top == 1 else top
-            law = laws[row].to(self.device) if needs_q else None
-            if chain.take(token, confidence, self.config.min_confidence, law):
-                growing.append(chain)
-        return growing
+            is_greedy = chain.request.sampling.is_greedy and tops[row] == 1
+            top = float(q[likeliest[row]]) if is_greedy else tops[row]
+            if chain.trusts(top, self.config.min_confidence):
+                drawn.append(row)
+        for row in drawn:
+            if chains[row].wants_q:
+                chains[row].laws.append(laws[row].to(self.device))
+        values = laws.numpy()
+        return [chains[row] for row in drawn if chains[row].take(chains[row].draw(values[row]))]
 
 
 def create(config: Config, context: Context) -> NgramLM:

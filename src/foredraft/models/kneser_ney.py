@@ -63,7 +63,7 @@ def train(
     if max_entries is not None and total > max_entries:
         for left in range(num_rounds - 1, -1, -1):
             # geometric steps: what is least useful now may be needed once much else is gone
-            aim = int(max_entries * (total / max_entries) ** (left / num_rounds))
+            aim = int(max_entries * (total / max(max_entries, 1)) ** (left / num_rounds))
             kept = _prune(orders, kept, estimates, aim)
             estimates = estimate(orders, kept, vocab_size)
     return _model(orders, estimates, vocab_size)

@@ -23,7 +23,7 @@ def suffix_hashes(tokens: Sequence[int], longest: int) -> list[int]:
     return result
 
 
-@dataclass
+@dataclass(eq=False)
 class Counts:
     """What followed what in one growing text: absolute discounting over contexts of every length below `order`.
 

@@ -1,0 +1,140 @@
+"""Prompt lookup: what is found, how it is drafted, and that nothing is carried from one request to the next."""
+
+import random
+
+import pytest
+
+from foredraft.drafters import ngram
+from foredraft.drafters.base import Context
+from foredraft.errors import ForedraftError
+from foredraft.request import Batch, Request
+from foredraft.sampling import Sampling
+
+
+def made(num_tokens=5, **options):
+    return ngram.create(ngram.Config(**options), Context(vocab_size=50, num_tokens=num_tokens))
+
+
+def request(tokens, slot=0, **more):
+    """A request about to draw the token after `tokens`, of which the last three are output."""
+    made = Request(slot, list(tokens[:-3]), Sampling(max_tokens=more.pop("max_tokens", 100)), seed=1, **more)
+    made.output = list(tokens[-3:])
+    made.computed = made.num_tokens - 1
+    return made
+
+
+def proposed(drafter, *requests, budget=None):
+    """[b] -> (tokens, parents) below the root."""
+    budget = drafter.num_nodes if budget is None else budget
+    tree = drafter.propose(Batch(requests, (1,) * len(requests), (budget,) * len(requests)))
+    assert [row[0] for row in tree.token_lists] == [r.tokens[-1] for r in requests]
+    assert tree.q is None
+    return [(row[1:], links[1:]) for row, links in zip(tree.token_lists, tree.parent_lists, strict=True)]
+
+
+def drafted(drafter, *requests, **more):
+    return [tokens for tokens, _ in proposed(drafter, *requests, **more)]
+
+
+def brute_force(tokens, config, length):
+    """The draft by searching the whole text backwards."""
+    for n in range(config.prompt_lookup_max, config.prompt_lookup_min - 1, -1):
+        for place in range(len(tokens) - 1, n - 1, -1):
+            if n <= len(tokens) and tokens[place - n : place] == tokens[-n:]:
+                bound = length if n == config.prompt_lookup_max else min(length, n * config.tokens_per_match)
+                grown = list(tokens)
+                for i in range(bound):
+                    grown.append(grown[place + i])
+                return grown[len(tokens) :]
+    return []
+
+
+def test_the_longest_match_wins_over_a_later_shorter_one():
+    text = [1, 2, 3, 4, 10, 11, 12, 13, 14, 9, 3, 4, 20, 21, 22, 9, 1, 2, 3, 4]
+    assert drafted(made(), request(text)) == [[10, 11, 12, 13, 14]]
+
+
+def test_the_latest_of_equal_matches_wins():
+    text = [1, 2, 3, 4, 10, 8, 1, 2, 3, 4, 20, 21, 22, 23, 24, 9, 1, 2, 3, 4]
+    assert drafted(made(), request(text)) == [[20, 21, 22, 23, 24]]
+
+
+def test_no_match_is_no_draft():
+    assert drafted(made(), request([1, 2, 3, 4, 5, 6])) == [[]]
+    assert drafted(made(prompt_lookup_min=3), request([1, 2, 9, 8, 7, 1, 2])) == [[]]
+
+
+def test_a_loop_is_drafted_past_the_end_of_the_text():
+    assert drafted(made(8), request([9, 5, 6, 7, 5, 6, 7, 5, 6, 7])) == [[5, 6, 7, 5, 6, 7, 5, 6]]
+    assert drafted(made(8), request([5] * 9)) == [[5] * 8]
+
+
+def test_a_weak_match_drafts_less():
+    text = [1, 10, 11, 12, 13, 14, 15, 9, 1]
+    assert drafted(made(), request(text)) == [[10, 11]]
+    assert drafted(made(tokens_per_match=4), request(text)) == [[10, 11, 12, 13]]
+    assert drafted(made(prompt_lookup_max=1), request(text)) == [[10, 11, 12, 13, 14]]
+
+
+def test_branches_share_their_beginning():
+    text = [1, 2, 10, 11, 12, 9, 1, 2, 10, 20, 21, 9, 1, 2]
+    tree = proposed(made(3, branches=2, prompt_lookup_max=2), request(text))
+    assert tree == [([10, 20, 21, 11, 12], [0, 1, 2, 1, 4])]
+
+
+def test_equal_continuations_count_as_one_branch():
+    text = [1, 2, 10, 11, 12, 9, 1, 2, 30, 31, 32, 9, 1, 2, 30, 31, 32, 9, 1, 2]
+    tree = proposed(made(3, branches=2, prompt_lookup_max=2), request(text))
+    assert tree == [([30, 31, 32, 10, 11, 12], [0, 1, 2, 0, 4, 5])]
+
+
+@pytest.mark.parametrize("branches", [1, 3])
+@pytest.mark.parametrize("budget", [0, 1, 2, 4, 15])
+def test_budget_and_room_are_kept(branches, budget):
+    drafter = made(5, branches=branches)
+    assert drafter.num_nodes == 5 * branches
+    rng = random.Random(0)
+    for slot in range(30):
+        one = request([rng.randrange(4) for _ in range(40)], slot, max_tokens=5 + slot % 6)
+        ((tokens, parents),) = proposed(drafter, one, budget=budget)
+        assert len(tokens) <= min(budget, drafter.num_nodes)
+        assert all(0 <= parent <= node for node, parent in enumerate(parents))
+        assert len(set(zip(parents, tokens, strict=True))) == len(tokens)  # no sibling twice
+        depths = [0]
+        for parent in parents:
+            depths.append(depths[parent] + 1)
+        assert max(depths) <= one.room
+
+
+@pytest.mark.parametrize("vocab_size", [2, 6])
+def test_an_index_grown_step_by_step_finds_what_a_search_of_the_whole_text_finds(vocab_size):
+    rng = random.Random(vocab_size)
+    config = ngram.Config()
+    drafter = made(6)
+    one = request([rng.randrange(vocab_size) for _ in range(12)], max_tokens=1000)
+    for step in range(120):
+        if step % 5 != 3:  # it may be left out of a step
+            assert drafted(drafter, one) == [brute_force(one.tokens, config, 6)]
+        one.output += [rng.randrange(vocab_size) for _ in range(rng.randrange(1, 5))]
+        one.computed = one.num_tokens - 1
+
+
+def test_a_reused_slot_knows_nothing_of_the_former_request():
+    drafter = made()
+    drafted(drafter, request([1, 2, 3, 4, 40, 41, 42, 43, 44, 45]))
+    drafter.forget([0, 7])
+    assert drafted(drafter, request([7, 8, 9, 1, 2, 3, 4])) == [[]]
+
+
+def test_requests_of_a_batch_do_not_see_each_other():
+    a, b = request([1, 2, 3, 4, 40, 41, 42, 9, 9]), request([7, 8, 6, 1, 2, 3, 4], slot=1)
+    assert drafted(made(), b, a, budget=3)[0] == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"prompt_lookup_min": 0}, {"prompt_lookup_min": 5}, {"branches": 0}, {"tokens_per_match": 0}],
+)
+def test_impossible_options_are_refused(options):
+    with pytest.raises(ForedraftError, match=r"must"):
+        made(**options)
