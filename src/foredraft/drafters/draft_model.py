@@ -140,7 +140,8 @@ class DraftModel:
     def _sketch(self, batch: Batch, b: int) -> Sketch | None:
         request = batch.requests[b]
         depth = min(request.room, self.lm.context_length - request.num_tokens + 1)
-        shape = self.shape[: max(depth, 0)]
+        # block verification takes chains
+        shape = ((1,) * len(self.shape) if request.verify == "block" else self.shape)[: max(depth, 0)]
         while shape and _num_nodes(shape) > batch.budgets[b]:
             shape = shape[:-1]
         return Sketch(request, shape) if shape else None

@@ -3,6 +3,8 @@
 import logging
 from collections.abc import Sequence
 
+import torch
+
 from foredraft.drafters.base import Draft, Drafter, plant
 from foredraft.request import Batch
 from foredraft.tree import Commit, TokenTree
@@ -66,14 +68,21 @@ class Guard:
         """Why the tree cannot be verified; None if it can."""
         if len(tree.sizes) != len(batch):
             return f"{len(tree.sizes)} trees for {len(batch)} requests"
+        if tree.known is not None:
+            return "known successors, which are the engine's to say"
+        if tree.tokens.dtype != torch.int64 or tree.parents.dtype != torch.int64:
+            return f"tokens and parents of type {tree.tokens.dtype} and {tree.parents.dtype}, not int64"
         roots = plant(batch, [Draft()] * len(batch)).token_lists
         for b, (tokens, parents) in enumerate(zip(tree.token_lists, tree.parent_lists, strict=True)):
             if tokens[:1] != roots[b]:
                 return "node 0 is not the last committed token"
             if len(tokens) - 1 > batch.budgets[b]:
                 return f"{len(tokens) - 1} nodes drafted, {batch.budgets[b]} allowed"
-            if len(parents) != len(tokens) or any(not 0 <= p < n for n, p in enumerate(parents[1:], 1)):
+            is_before = all(0 <= parent < node for node, parent in enumerate(parents[1:], 1))
+            if len(parents) != len(tokens) or parents[0] != -1 or not is_before:
                 return "a parent is not an earlier node"
+            if batch.requests[b].verify == "block" and parents != list(range(-1, len(parents) - 1)):
+                return "branches for a request under block verification, which takes chains"
             if not all(0 <= token < self.vocab_size for token in tokens):
                 return "a token outside the vocabulary"
             if len(tokens) > 1 and max(tree.depths[b]) > batch.requests[b].room:

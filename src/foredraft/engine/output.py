@@ -62,11 +62,13 @@ class Transcript:
             self._end("stop", token if token in sampling.stop_token_ids else None)
             self._pieces.append(self._release())
             return True
+        old = len(self._held)
         self._held += self._detokenizer.push(token)
-        stop = self._find_stop() if self.num_tokens >= sampling.min_tokens else None
+        stop = self._find_stop(old) if self.num_tokens >= sampling.min_tokens else None
         if stop is not None:
-            self._held = self._held[: self._held.index(stop)]
-            self._end("stop", stop)
+            at, word = stop
+            self._held = self._held[:at]
+            self._end("stop", word)
         elif self.num_tokens >= sampling.max_tokens or len(request.prompt) + self.num_tokens >= request.max_length:
             self._end("length")
         self._pieces.append(self._release())
@@ -134,10 +136,12 @@ class Transcript:
     def _end(self, reason: FinishReason, stop_reason: str | int | None = None) -> None:
         self.finish_reason, self.stop_reason = reason, stop_reason
 
-    def _find_stop(self) -> str | None:
-        """The stop string that begins first in the held text; the longest of those that begin together."""
-        found = [(self._held.index(stop), -len(stop), stop) for stop in self._stops if stop in self._held]
-        return min(found)[2] if found else None
+    def _find_stop(self, old: int) -> tuple[int, str] | None:
+        """(place, stop string) of the first to begin among those that end beyond the first `old` held characters, the
+        longest of those that begin together. What ended before is no stop: min_tokens had not been reached."""
+        places = ((self._held.find(stop, max(0, old - len(stop) + 1)), -len(stop), stop) for stop in self._stops)
+        found = [place for place in places if place[0] >= 0]
+        return (min(found)[0], min(found)[2]) if found else None
 
     def _release(self) -> str:
         """The held text that can no longer begin a stop string; all of it once the text has ended."""
