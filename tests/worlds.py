@@ -43,7 +43,7 @@ SETTINGS: dict[str, tuple[Sampling, Tokens]] = {  # with the ids min_tokens forb
     "typical-p 0.7": (Sampling(typical_p=0.7), ()),
     "penalties": (Sampling(repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.7), ()),
     "bias": (Sampling(logit_bias={1: 2.0, 5: -2.0}), ()),
-    "bad words": (Sampling(bad_words=((7,), (0, 3), (1, 5), (3, 0, 2))), ()),
+    "bad words": (Sampling(bad_words=((4,), (0, 3), (1, 5), (3, 0, 2))), ()),
     "min tokens": (Sampling(min_tokens=4), (4, 5)),
     "everything": (
         Sampling(
