@@ -115,6 +115,22 @@ def test_kv_memory_is_counted_where_heads_differ_by_layer() -> None:
     assert lm.bytes_per_token() == 4 * sum(sizes)
 
 
+def test_a_refused_model_still_runs_as_it_did() -> None:
+    model = hf.AutoModelForCausalLM.from_config(hf.DogeConfig(**TINY), attn_implementation="eager").eval()
+    ids = torch.tensor([[5, 6, 7]])
+    before = model(input_ids=ids).logits
+    refusal(model, "doge")
+    assert torch.equal(model(input_ids=ids).logits, before)
+
+
+def test_an_error_without_words_is_a_reason_too() -> None:
+    class Silent(hf.LlamaForCausalLM):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            raise NotImplementedError
+
+    assert "cannot run on paged attention (NotImplementedError" in refusal(Silent(hf.LlamaConfig(**TINY)), "silent")
+
+
 def test_the_probe_sees_every_layer_and_leaves_no_trace() -> None:
     lm = made("gemma3")[1]
     calls, num_rows = probe(lm.model)

@@ -68,7 +68,8 @@ def _reason(name: str, error: Exception) -> ForedraftError:
         )
     if not is_local and ("not a local folder" in text or "404 client" in text or "repository not found" in text):
         return ForedraftError(f"{name} is neither a local folder nor a model on the hub; check the spelling")
-    return ForedraftError(f"{name} could not be loaded ({type(error).__name__}: {str(error).splitlines()[0][:200]})")
+    first = str(error).strip().partition("\n")[0]
+    return ForedraftError(f"{name} could not be loaded ({type(error).__name__}: {first[:200]})")
 
 
 def _config_class(text: str) -> str:

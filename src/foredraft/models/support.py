@@ -31,7 +31,7 @@ class Call:
 
 
 def examine(model: Any, name: str) -> list[Call]:
-    """What every layer gives to its attention; leaves PROBE in place of it.
+    """What every layer gives to its attention.
 
     Raises ForedraftError, with the reason, for a model that paged attention cannot serve.
     """
@@ -68,7 +68,8 @@ def _why_not_by_probe(model: Any) -> tuple[str | None, list[Call]]:
     try:
         calls, num_rows = probe(model)
     except Exception as error:  # whatever a model does with a pass it was not written for
-        return f"cannot run on paged attention ({type(error).__name__}: {str(error).splitlines()[0][:120]})", []
+        first = str(error).strip().partition("\n")[0]
+        return f"cannot run on paged attention ({type(error).__name__}: {first[:120]})", []
     if num_rows != 1:
         return "gives the logits of every token when asked for one (it ignores logits_to_keep)", calls
     depth = model.config.get_text_config().num_hidden_layers
@@ -87,9 +88,13 @@ def _why_not_by_probe(model: Any) -> tuple[str | None, list[Call]]:
 def probe(model: Any) -> tuple[list[Call], int]:
     """What every layer gives to its attention, and how many rows of logits came when one was asked for."""
     calls: list[Call] = []
-    model.set_attn_implementation(PROBE)
+    own = model.config._attn_implementation
     pair = torch.tensor([[0, 1]], device=model.device)
-    out = model(input_ids=pair, position_ids=pair, use_cache=False, logits_to_keep=pair[0, 1:], calls=calls)
+    model.set_attn_implementation(PROBE)
+    try:
+        out = model(input_ids=pair, position_ids=pair, use_cache=False, logits_to_keep=pair[0, 1:], calls=calls)
+    finally:
+        model.set_attn_implementation(own)
     return calls, out.logits.shape[1]
 
 

@@ -1,0 +1,97 @@
+"""Keys and values by slot: writes, growth and compaction against a list of what each slot should hold."""
+
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from foredraft.kv.pool import KVPool, keep, moves, slot
+
+PAGE_SIZE = 4
+CPU = torch.device("cpu")
+
+
+def marks(values: list[int], dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """[T, 2, 3] keys and [T, 2, 5] values that tell their number."""
+    column = torch.tensor(values, dtype=dtype).view(-1, 1, 1)
+    return column.expand(-1, 2, 3), -column.expand(-1, 2, 5)
+
+
+def held(pool: KVPool, layer: int, slots: list[int]) -> list[int]:
+    keys, values = pool.layers[layer]
+    assert torch.equal(keys[slots, :, 0], -values[slots, :, 0])
+    assert (keys[slots] == keys[slots, :1, :1]).all()
+    return [int(x) for x in keys[slots, 0, 0].tolist()]
+
+
+@given(st.lists(st.lists(st.integers(0, 300), min_size=1, max_size=6, unique=True), min_size=1, max_size=8))
+def test_growth_keeps_what_was_written_and_new_slots_are_zero(steps: list[list[int]]) -> None:
+    pool, naive, number = KVPool(), dict.fromkeys(range(301), 0), 0
+    for slots in steps:
+        numbers = list(range(number + 1, number + 1 + len(slots)))
+        number += len(slots)
+        naive |= dict(zip(slots, numbers, strict=True))
+        for layer in (0, 3):
+            keys, values = pool.write(layer, torch.tensor(slots), *marks(numbers), max(slots) + 1)
+            assert keys is pool.layers[layer][0]
+            assert values is pool.layers[layer][1]
+    size = len(pool.layers[0][0])
+    for layer in (0, 3):
+        assert held(pool, layer, list(range(min(size, 301)))) == [naive[i] for i in range(min(size, 301))]
+
+
+Step = tuple[list[list[int]], list[int], list[list[int]]]
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> Step:
+    """(paths, starts, pages) of a step: increasing nodes from 0, as many as a tree may keep."""
+    free = list(range(1, 60))
+    Random(draw(st.integers(0, 99))).shuffle(free)
+    paths, starts, pages = [], [], []
+    for _ in range(draw(st.integers(1, 4))):
+        start, nodes = draw(st.integers(0, 9)), draw(st.integers(1, 9))
+        path = sorted(draw(st.sets(st.integers(1, nodes), max_size=nodes)))
+        paths.append([0, *path] if draw(st.booleans()) else [])  # [] = a request that failed
+        starts.append(start)
+        pages.append([free.pop() for _ in range(-(-(start + nodes + 1) // PAGE_SIZE))])
+    return paths, starts, pages
+
+
+@given(steps())
+def test_kept_paths_stand_in_front_and_nothing_else_moves(
+    step: tuple[list[list[int]], list[int], list[list[int]]],
+) -> None:
+    paths, starts, pages = step
+    pool, everything = KVPool(), list(range(60 * PAGE_SIZE))
+    for layer in (0, 1):
+        pool.write(layer, torch.tensor(everything), *marks(everything), len(everything))
+    naive = dict(zip(everything, everything, strict=True))
+    for path, start, table in zip(paths, starts, pages, strict=True):
+        was = [naive[slot(table, start + node, PAGE_SIZE)] for node in path]
+        naive |= {slot(table, start + i, PAGE_SIZE): number for i, number in enumerate(was)}
+    keep(pool, paths, starts, pages, PAGE_SIZE, CPU)
+    for layer in (0, 1):
+        assert held(pool, layer, everything) == list(naive.values())
+
+
+def test_a_chain_moves_nothing() -> None:
+    assert moves([[0, 1, 2], [0], []], [5, 0, 3], [[1, 2], [3], [4]], PAGE_SIZE) == ([], [])
+
+
+def test_paths_that_overlap_their_targets_are_read_before_they_are_written() -> None:
+    # node 2 -> 1 and node 3 -> 2: a copy in place, one by one and backwards, would lose node 2
+    sources, targets = moves([[0, 2, 3]], [0], [[1]], PAGE_SIZE)
+    assert (sources, targets) == ([6, 7], [5, 6])
+
+
+def test_the_check_of_the_null_page_finds_a_write() -> None:
+    pool = KVPool()
+    pool.write(2, torch.tensor([PAGE_SIZE]), *marks([1]), 2 * PAGE_SIZE)
+    pool.check_null_page(PAGE_SIZE)
+    pool.write(2, torch.tensor([PAGE_SIZE - 1]), *marks([1]), 2 * PAGE_SIZE)
+    with pytest.raises(AssertionError, match="layer 2 were written to the null page"):
+        pool.check_null_page(PAGE_SIZE)
