@@ -163,7 +163,8 @@ def _score(batch: Batch, tree: TokenTree, logits: Tensor, wanted: Sequence[int])
             kept.append(logits[offset + extra : offset + extra + size - root])
             offset += extra + size - root
         logits = torch.cat(kept)
-    nodes = [(b, n) for b, (root, size) in enumerate(zip(tree.roots, tree.sizes, strict=True)) for n in range(root, size)]
+    spans = zip(tree.roots, tree.sizes, strict=True)
+    nodes = [(b, n) for b, (root, size) in enumerate(spans) for n in range(root, size)]
     sampling = [batch.requests[b].sampling for b, _ in nodes]
     shaped = any(s.shapes_logits for s in sampling)
     history = [batch.requests[b].history(tree.path(b, n)) for b, n in nodes] if shaped else None
@@ -210,7 +211,9 @@ def _note_prompt(transcript: Transcript, tree: TokenTree, b: int, scored: Scored
     count = transcript.request.sampling.prompt_logprobs
     if count is None or b not in scored.prompt_rows or tree.known is None:
         return
-    for row, token in zip(scored.prompt_rows[b], tree.known[b], strict=True):
+    had = len(transcript.prompt_logprobs) - 1 - transcript.request.computed  # before a preemption
+    rows = list(zip(scored.prompt_rows[b], tree.known[b], strict=True))
+    for row, token in rows[had:]:
         transcript.prompt_logprobs.append(token_logprob(row, None, token, count))
 
 

@@ -48,10 +48,11 @@ class Transcript:
 
     @property
     def wants_prompt_rows(self) -> bool:
-        """Prompt log-probabilities are wanted from where the computation stands; a recomputed prompt has them already."""
+        """Some prompt log-probabilities beyond where the computation stands are missing; a recomputed prompt may have
+        the first of them already."""
         request, done = self.request, len(self.prompt_logprobs) - 1
         wanted = request.sampling.prompt_logprobs is not None
-        return wanted and done == request.computed and done < len(request.prompt) - 1
+        return wanted and request.computed <= done < len(request.prompt) - 1
 
     def push(self, token: int) -> bool:
         """Take the next token; True if it ended the text. Order of the checks: end id, stop string, length."""

@@ -1,7 +1,7 @@
 """Who runs in a step. No prefill phase and no decode phase: each request's computed tokens catch up with its tokens.
 
-    tokens   [0 ......... computed)[computed ... num_tokens)[ draft ]
-              KV is written         this step's chunk        verified by the same pass
+tokens   [0 ......... computed)[computed ... num_tokens)[ draft ]
+          KV is written         this step's chunk        verified by the same pass
 """
 
 import heapq
@@ -41,25 +41,40 @@ class Scheduler:
         self.waiting.append(request)
 
     def next(self, num_nodes: int) -> Batch:
-        """The next step's batch; every request may be drafted for with up to `num_nodes` nodes."""
+        """The next step's batch. Every request goes on before any is drafted for, with up to `num_nodes` nodes each."""
         self._admit()
+        rows = self._chunks()
+        left = self.limits.max_step_tokens - sum(chunk for _, chunk in rows)
+        budgets = []
+        for request, chunk in rows:
+            wanted = num_nodes if request.num_drafts is None else min(num_nodes, request.num_drafts)
+            budgets.append(self._draft_budget(request, chunk, min(wanted, left)))
+            left -= budgets[-1]
+        return Batch(tuple(request for request, _ in rows), tuple(chunk for _, chunk in rows), tuple(budgets))
+
+    def _chunks(self) -> list[tuple[Request, int]]:
+        """Who computes how many committed tokens, with pages for them."""
         left = self.limits.max_step_tokens
-        rows: list[tuple[Request, int, int]] = []
+        rows: list[tuple[Request, int]] = []
         for request in list(self.running):
             if request not in self.running or left <= 0:  # preempted a moment ago, or no budget in this step
                 continue
             chunk = min(request.num_tokens - request.computed, self.limits.max_chunk, left)
-            is_scored = request.computed + chunk == request.num_tokens
-            wanted = num_nodes if request.num_drafts is None else min(num_nodes, request.num_drafts)
-            drafts = min(wanted, left - chunk) if is_scored and request.room > 0 else 0
-            drafts = self._reserve(request, request.computed + chunk, drafts)
-            if drafts is None:
-                continue
-            rows.append((request, chunk, drafts))
-            left -= chunk + drafts
-        rows = [row for row in rows if row[0] in self.running]
-        requests, chunks, budgets = zip(*rows, strict=True) if rows else ((), (), ())
-        return Batch(requests, chunks, budgets)
+            if self._reserve(request, request.computed + chunk):
+                rows.append((request, chunk))
+                left -= chunk
+        return [row for row in rows if row[0] in self.running]
+
+    def _draft_budget(self, request: Request, chunk: int, wanted: int) -> int:
+        """`wanted` nodes if the chunk reaches the last token and pages are free; nobody gives way to a draft."""
+        length = request.computed + chunk
+        if length < request.num_tokens or request.room <= 0 or wanted <= 0:
+            return 0
+        try:
+            self.allocator.grow(request.pages, length + wanted)
+        except OutOfPagesError:
+            return 0
+        return wanted
 
     def commit(self, batch: Batch, commit: Commit) -> None:
         """Move every request on by what was kept, and return the slots that nothing was committed to."""
@@ -94,20 +109,17 @@ class Scheduler:
             request.slot = heapq.heappop(self._slots)
             self.running.append(request)
 
-    def _reserve(self, request: Request, length: int, drafts: int) -> int | None:
-        """Pages for the chunk and as much draft as fits; preempts younger requests for the chunk, not for a draft."""
+    def _reserve(self, request: Request, length: int) -> bool:
+        """Pages for `length` tokens; preempts younger requests for them, or in the end this one."""
         while True:
             try:
-                self.allocator.grow(request.pages, length + drafts)
-                return drafts
+                self.allocator.grow(request.pages, length)
+                return True
             except OutOfPagesError:
-                if drafts:
-                    drafts = 0
-                    continue
                 youngest = self.running[-1]
                 self._preempt(youngest)
                 if youngest is request:
-                    return None
+                    return False
 
     def _preempt(self, request: Request) -> None:
         self.running.remove(request)

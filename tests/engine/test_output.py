@@ -1,0 +1,172 @@
+"""The output side of one request, token by token: stop strings held back and found, figures, logprobs of the prompt."""
+
+import pytest
+
+import fakes
+import models_made
+from fakes import TableLM
+from foredraft import Sampling
+from foredraft.engine.output import Transcript
+from foredraft.sampling import distribution
+
+V = 23
+LM = TableLM.random(V, seed=2)
+
+
+def transcript(text: str, **sampling: object) -> tuple[Transcript, list[int]]:
+    """A fresh transcript and the ids of a text."""
+    tokenizer = models_made.tokenizer()
+    made = fakes.transcript_of([5], Sampling(max_tokens=200, **sampling), tokenizer=tokenizer)  # type: ignore[arg-type]
+    return made, tokenizer(text).input_ids
+
+
+def pushed(made: Transcript, ids: list[int]) -> list[str]:
+    """The texts of the deltas, one a token, until it ends."""
+    texts = []
+    for token in ids:
+        is_end = made.push(token)
+        made.request.output.append(token)
+        made.emit(["plain"])
+        texts.append(made.deltas[-1].text)
+        if is_end:
+            break
+    return texts
+
+
+def test_text_that_may_begin_a_stop_string_waits() -> None:
+    """A client must never see the first half of a stop string."""
+    made, ids = transcript("def the", stop=("theX",))
+    texts = pushed(made, ids)
+    assert "the" not in "".join(texts)
+    assert made.text + made._held == "def the"
+    more, _ = transcript("")
+    assert more.text == ""
+
+
+def test_text_that_waited_comes_when_it_turns_out_otherwise() -> None:
+    made, ids = transcript("the end, then", stop=("there", "end!"))
+    pushed(made, ids)
+    made.fail("abort")
+    assert made.text == "the end, then"
+    assert "".join(delta.text for delta in made.deltas) == made.text
+
+
+def test_a_stop_string_ends_the_text_before_it() -> None:
+    made, ids = transcript("for word in the end of it", stop=("the end",))
+    texts = pushed(made, ids)
+    assert (made.text, made.finish_reason, made.stop_reason) == ("for word in ", "stop", "the end")
+    assert "".join(texts) == made.text
+
+
+def test_of_two_stop_strings_the_first_to_begin_counts() -> None:
+    """And of two that begin together the longer, in one token or in several."""
+    for stops in (("b", "abc"), ("abc", "b")):
+        made, _ = transcript("", stop=stops)
+        tokenizer = models_made.tokenizer()
+        pushed(made, [tokenizer.convert_tokens_to_ids(c) for c in "xab"])
+        assert (made.text, made.stop_reason) == ("xa", "b"), "b is complete before abc is"
+    word = transcript(" the")[1]
+    assert len(word) == 1, "one token"
+    made, _ = transcript("", stop=("e", "h", "he"))
+    pushed(made, word)
+    assert (made.text, made.stop_reason) == (" t", "he")
+
+
+def test_what_ended_before_min_tokens_is_no_stop() -> None:
+    """It was found after all, later, if another stop string happened to hold its text back."""
+    tokenizer = models_made.tokenizer()
+    ids = [tokenizer.convert_tokens_to_ids(c) for c in "abxyb."]
+    made, _ = transcript("", stop=("b", "abc"), min_tokens=3)
+    pushed(made, ids)
+    assert (made.text, made.stop_reason, made.num_tokens) == ("abxy", "b", 5)
+
+
+def test_an_end_id_is_counted_and_has_no_text() -> None:
+    made, ids = transcript("the", stop_token_ids=(70,))
+    pushed(made, [*ids, 70])
+    assert (made.text, made.stop_reason) == ("the", 70)
+    assert made.completion().token_ids == [*ids, 70]
+    assert made.completion().stats.num_tokens == len(ids) + 1
+
+
+def test_an_end_comes_before_the_length() -> None:
+    """Stop string, then cap, on the same token: the cap used to win elsewhere, and the stop string leaked."""
+    tokenizer = models_made.tokenizer()
+    ids = tokenizer("the end").input_ids
+    made = fakes.transcript_of([5], Sampling(max_tokens=len(ids), stop=("end",)), tokenizer=tokenizer)
+    pushed(made, ids)
+    assert (made.finish_reason, made.stop_reason, made.text) == ("stop", "end", "the ")
+
+
+def test_figures_count_what_was_kept() -> None:
+    made, _ = transcript("")
+    made.count_step(num_drafted=4, num_accepted=2, draft_time=0.5)
+    made.count_step(num_drafted=0, num_accepted=0, draft_time=0.25)
+    made.count_step(num_drafted=4, num_accepted=4, draft_time=0.25)
+    stats = made.stats()
+    assert (stats.target_passes, stats.num_drafts, stats.num_drafted, stats.num_accepted) == (3, 2, 8, 6)
+    assert stats.accepted_at == (2, 2, 1, 1)
+    assert stats.per_position == (1.0, 1.0, 0.5, 0.5)
+    assert stats.acceptance_rate == 0.75
+    assert stats.draft_time == 1.0
+
+
+@pytest.mark.parametrize("max_chunk", [1, 3, 100])
+@pytest.mark.parametrize("is_drafted", [False, True])
+def test_prompt_logprobs_are_those_of_the_raw_law(max_chunk: int, is_drafted: bool) -> None:
+    """Every prompt token but the first, however the prompt was cut into chunks, and whoever else was in the batch."""
+    prompts = [[1, 2, 3, 4, 5, 6, 7], [8], [9, 10], [3, 1, 4, 1, 5]]
+    sampling = Sampling(max_tokens=4, temperature=0.5, seed=1, prompt_logprobs=2, logprobs=1)
+    drafter = fakes.drafter_of(LM.perturbed(0.5), 3) if is_drafted else None
+    engine = fakes.engine_of(LM, drafter, max_chunk=max_chunk)
+    quiet = fakes.transcript_of([2, 2, 2, 2], Sampling(max_tokens=4), 9)
+    loud = [fakes.transcript_of(p, sampling, n) for n, p in enumerate(prompts)]
+    done = fakes.run(engine, [loud[0], quiet, *loud[1:]])
+    check_prompts([done[0][0], *[completion for completion, _ in done[2:]]], prompts)
+
+
+def check_prompts(completions: list, prompts: list[list[int]]) -> None:
+    for completion, prompt in zip(completions, prompts, strict=True):
+        found = completion.prompt_logprobs
+        assert found[0] is None
+        assert [entry.token_id for entry in found[1:]] == prompt[1:]
+        for i, entry in enumerate(found[1:], 1):
+            raw = LM.after(prompt[:i]).log_softmax(-1)
+            assert entry.raw_logprob == entry.logprob == pytest.approx(float(raw[prompt[i]]), abs=1e-9)
+            assert [token for token, _ in entry.raw_top] == raw.topk(2).indices.tolist()
+
+
+def test_prompt_logprobs_survive_a_preemption_in_the_middle_of_the_prompt() -> None:
+    """They were to go on where the computation had stood; recomputed in chunks that did not end there, they stopped
+    for good."""
+    sampling = Sampling(max_tokens=12, temperature=0, prompt_logprobs=2)
+    prompts = [[1, 2, 3], list(range(20))]
+    engine = fakes.engine_of(LM, None, num_pages=9, max_chunk=5)
+    transcripts = [fakes.transcript_of(p, sampling, n) for n, p in enumerate(prompts)]
+    for t in transcripts:
+        engine.add(t)
+    engine.step()
+    engine.step()
+    young = transcripts[1].request
+    assert 0 < young.computed < len(young.prompt)
+    engine.scheduler._preempt(young)
+    engine.scheduler.limits = type(engine.scheduler.limits)(max_chunk=3)
+    while engine.has_work:
+        engine.step()
+    check_prompts([t.deltas[-1].completion for t in transcripts], prompts)
+
+
+def test_logprobs_are_of_the_law_drawn_from() -> None:
+    """Temperature, filters and penalties in `logprob`, the model's own law in `raw_logprob`."""
+    sampling = Sampling(max_tokens=5, temperature=0.5, top_k=3, seed=1, logprobs=4)
+    ((done, _),) = fakes.run(fakes.engine_of(LM, None), [fakes.transcript_of([1, 2], sampling)])
+    assert done.logprobs is not None
+    tokens = [1, 2]
+    for entry in done.logprobs:
+        logits = LM.after(tokens)
+        law = distribution(logits[None], sampling)[0]
+        assert entry.logprob == pytest.approx(float(law[entry.token_id].log()), abs=1e-12)
+        assert entry.raw_logprob == pytest.approx(float(logits.log_softmax(-1)[entry.token_id]), abs=1e-12)
+        assert len(entry.top) == 3, "only three tokens are possible"
+        assert len(entry.raw_top) == 4
+        tokens.append(entry.token_id)
