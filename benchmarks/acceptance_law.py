@@ -13,10 +13,9 @@ import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from speedup import ours
-
 from foredraft import LLM, Completion
 from foredraft.zoo.corpus import held_out_prompts
+from speedup import ours
 
 DRAFTS = range(1, 9)
 

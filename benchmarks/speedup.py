@@ -119,13 +119,17 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=50)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--sampled", action="store_true", help="temperature 1 instead of greedy")
-    parser.add_argument("--methods", default=",".join(sorted(methods())), help="method or method:K, separated by commas")
+    parser.add_argument(
+        "--methods", default=",".join(sorted(methods())), help="method or method:K, separated by commas"
+    )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     llm = LLM(drafter=None)
     prompts = [llm.tokenizer(text).input_ids for text in held_out_prompts(args.prompts)]
     rows = measure(contenders(args.methods.split(","), not args.sampled), prompts, args.tokens)
-    print(f"{torch.get_num_threads()} threads, torch {torch.__version__}, {args.prompts} prompts x {args.tokens} tokens\n")
+    print(
+        f"{torch.get_num_threads()} threads, torch {torch.__version__}, {args.prompts} prompts x {args.tokens} tokens\n"
+    )
     print(table(rows))
     if args.json:
         args.json.write_text(json.dumps([asdict(r) for r in rows], indent=1) + "\n")

@@ -18,7 +18,7 @@ from foredraft.engine.scheduler import Limits
 from foredraft.errors import ForedraftError
 from foredraft.kv.blocks import PageAllocator
 from foredraft.models.lm import HFModel
-from foredraft.models.load import load_model, load_tokenizer, parse_device, parse_dtype
+from foredraft.models.load import load_model, load_tokenizer, parse_device
 from foredraft.request import Request
 from foredraft.sampling import Sampling
 from foredraft.verify import RULES
@@ -186,7 +186,9 @@ class LLM:
             if outside:
                 raise ForedraftError(f"{name} holds {outside[0]}, which is outside the vocabulary of {size} tokens")
         if s.stop and self.tokenizer is None:
-            raise ForedraftError(f"{self.target.name} has no tokenizer, so stop strings cannot be found; use stop_token_ids")
+            raise ForedraftError(
+                f"{self.target.name} has no tokenizer, so stop strings cannot be found; use stop_token_ids"
+            )
 
     def _bad_words(self, s: Sampling) -> tuple[tuple[int, ...], ...]:
         """As token ids; a string is forbidden with and without a space before it."""
@@ -229,6 +231,8 @@ class LLM:
         module = known[method]
         count = options.pop("num_speculative_tokens", None)
         count = num_tokens if num_tokens is not None else count
+        if count is not None and (not isinstance(count, int) or isinstance(count, bool)):
+            raise ForedraftError(f"num_speculative_tokens must be an integer, got {count!r}")
         context = self._context(method, options.pop("model", None), DEFAULT_TOKENS if count is None else count)
         try:
             return module.create(parse(module.Config, options), context), method
@@ -239,7 +243,9 @@ class LLM:
 
     def _context(self, method: str, model: str | Path | None, num_tokens: int) -> Context:
         if num_tokens < 1:
-            raise ForedraftError(f"num_speculative_tokens must be at least 1, got {num_tokens}; use drafter=None for none")
+            raise ForedraftError(
+                f"num_speculative_tokens must be at least 1, got {num_tokens}; use drafter=None for none"
+            )
         return Context(
             vocab_size=self.target.vocab_size,
             num_tokens=num_tokens,
@@ -270,7 +276,10 @@ def _free_memory(device: torch.device) -> int:
 
 
 def _eos_ids(model: Any, tokenizer: Any | None) -> frozenset[int]:
-    found: list[Any] = [getattr(model.generation_config, "eos_token_id", None), model.config.get_text_config().eos_token_id]
+    found: list[Any] = [
+        getattr(model.generation_config, "eos_token_id", None),
+        model.config.get_text_config().eos_token_id,
+    ]
     if tokenizer is not None:
         found.append(tokenizer.eos_token_id)
     ids: set[int] = set()
@@ -286,5 +295,3 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if not len(prompts):
         raise ForedraftError("the prompt is empty; give at least one token of text")
     return list(prompts)  # type: ignore[arg-type]
-
-

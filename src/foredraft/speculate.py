@@ -16,8 +16,8 @@ from transformers.generation import stopping_criteria as criteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from foredraft.errors import ForedraftError
-from foredraft.models import attention
 from foredraft.llm import LLM, DrafterSpec
+from foredraft.models import attention
 from foredraft.sampling import Sampling
 
 # prepared by generate() for its own loop; ours derives them from the tokens
@@ -64,7 +64,9 @@ def speculate(
         finally:
             model.set_attn_implementation(before)
         sequences = _padded(input_ids, rows, plan.pad_id)
-        return GenerateDecoderOnlyOutput(sequences=sequences) if generation_config.return_dict_in_generate else sequences
+        return (
+            GenerateDecoderOnlyOutput(sequences=sequences) if generation_config.return_dict_in_generate else sequences
+        )
 
     return decode
 
@@ -109,7 +111,9 @@ def _with_criterion(s: Sampling, criterion: Any, prompt_length: int, tokenizer: 
             return replace(s, stop_token_ids=tuple(int(i) for i in criterion.eos_token_id.flatten()))
         case criteria.StopStringCriteria():
             if tokenizer is None:
-                raise ForedraftError("stop_strings need the tokenizer: use foredraft.speculate(..., tokenizer=tokenizer)")
+                raise ForedraftError(
+                    "stop_strings need the tokenizer: use foredraft.speculate(..., tokenizer=tokenizer)"
+                )
             return replace(s, stop=tuple(criterion.stop_strings))
     raise ForedraftError(f"the stopping criterion {type(criterion).__name__} is not supported with foredraft.speculate")
 
@@ -143,7 +147,10 @@ def _with_processor(s: Sampling, processor: Any, prompt_length: int) -> Sampling
 
 
 def _run(llm: LLM, input_ids: Tensor, mask: Tensor | None, plan: Plan, streamer: Any) -> list[list[int]]:
-    prompts = [row[keep.bool()] if mask is not None else row for row, keep in zip(input_ids, _mask(input_ids, mask), strict=True)]
+    prompts = [
+        row[keep.bool()] if mask is not None else row
+        for row, keep in zip(input_ids, _mask(input_ids, mask), strict=True)
+    ]
     # torch.manual_seed governs generate(); it governs this loop through the seeds drawn here
     seeds = torch.randint(1 << 62, (len(prompts),)).tolist()
     greedy = plan.sampling.is_greedy

@@ -54,7 +54,7 @@ Rule = Callable[[TokenTree, Tensor, Coins], Commit]
 Walk = tuple[list[int], list[int]]  # nodes from the root down, and the token after each
 
 
-class NotALaw(Exception):
+class NotALawError(Exception):
     """A row of p was not finite: this request fails, alone."""
 
 
@@ -73,7 +73,7 @@ def match(tree: TokenTree, p: Tensor, coins: Coins) -> Commit:
         while True:
             row = tree.row(b, node)
             if not is_law[row]:
-                raise NotALaw
+                raise NotALawError
             nodes.append(node)
             tokens.append(drawn[row])
             child = [c for c in tree.children[b][node] if tree.token_lists[b][c] == drawn[row]]
@@ -196,7 +196,7 @@ def _commit(tree: TokenTree, walk: Callable[[int], Walk], choice: Tensor | None 
             try:
                 more_nodes, more_following = walk(b)
                 nodes, following = nodes + more_nodes, following + more_following
-            except NotALaw:
+            except NotALawError:
                 failed.add(b)
                 nodes, following = [], []
         paths.append(nodes)
@@ -208,7 +208,7 @@ def _law(p: Tensor, row: int) -> Tensor:
     law = p[row].double().cpu()
     total = law.sum()
     if not total.isfinite() or total <= 0:
-        raise NotALaw
+        raise NotALawError
     return law / total
 
 

@@ -15,7 +15,6 @@ from foredraft.noise import Purpose
 from foredraft.request import Batch, Request
 from foredraft.tree import Commit, TokenTree
 
-
 C = TypeVar("C")
 
 
@@ -110,7 +109,6 @@ class Draft:
                     child = index[node, token] = len(tokens)
                 node = child
         return cls(tuple(tokens), tuple(parents))
-
 
     def trimmed(self, depth: int) -> "Draft":
         """Without the nodes deeper than `depth`."""

@@ -129,7 +129,8 @@ class DraftModel:
             starts.append(request.num_tokens - 1)
             paths.append(path)
             self.valid[request.slot] = request.num_tokens - 1 + len(path)
-        keep(self.lm.pool, paths, starts, [batch.requests[b].pages for b in rows], self.context.page_size, self.context.device)
+        pages = [batch.requests[b].pages for b in rows]
+        keep(self.lm.pool, paths, starts, pages, self.context.page_size, self.context.device)
         self._held.clear()  # a step in which nobody may draft observes too, and wrote nothing here
 
     def forget(self, slots: Sequence[int]) -> None:
@@ -162,7 +163,8 @@ class DraftModel:
         return logits
 
     def _forward(self, spans: Sequence[Span], last_only: bool) -> Tensor:
-        rows, offset = [], 0
+        rows: list[int] = []
+        offset = 0
         for span in spans:
             n = len(span.tokens)
             rows += [offset + n - 1] if last_only else range(offset, offset + n)

@@ -35,7 +35,11 @@ def build_all(
     out.mkdir(parents=True, exist_ok=True)
     train_ids, held_ids, about = _corpus(out, root)
     say(f"{len(train_ids):,} tokens to train on, {len(held_ids):,} held out")
-    _part(out, "target", lambda folder: train(target, train_ids, folder, next_token_loss, device, _named(report, "target")))
+    _part(
+        out,
+        "target",
+        lambda folder: train(target, train_ids, folder, next_token_loss, device, _named(report, "target")),
+    )
     model = AutoModelForCausalLM.from_pretrained(out / "target", dtype=torch.bfloat16).eval()
     teacher = distillation_loss(model.to(device))
     _part(out, "draft", lambda folder: train(draft, train_ids, folder, teacher, device, _named(report, "draft")))

@@ -70,10 +70,10 @@ def held_out_prompts(count: int, max_chars: int = 600, root: Path | None = None)
         lines = source.text.splitlines(keepends=True)
         starts = [i for i, line in enumerate(lines) if line.lstrip().startswith("def ") and i > 20]
         cuts.append(["".join(lines[: i + 1])[-max_chars:] for i in starts])
-    prompts: list[str] = []
+    prompts: dict[str, None] = {}
     depth = 0
     while len(prompts) < count and depth < max(map(len, cuts)):
         # every file in turn; the odd stride spreads the picks over a file
-        prompts += [file[(7 * depth + 3) % len(file)] for file in cuts if depth < len(file)]
+        prompts.update((file[(7 * depth + 3) % len(file)], None) for file in cuts if depth < len(file))
         depth += 1
-    return prompts[:count]
+    return list(prompts)[:count]

@@ -27,6 +27,7 @@ class Recipe:
     warmup: int = 40
     decay: float = 0.3  # share of all steps over which the rate falls to zero
     seed: int = 0
+    checkpoint_every: int = 100
 
     @property
     def steps(self) -> int:
@@ -36,9 +37,9 @@ class Recipe:
 # Half the depth first, then the layers stacked on themselves: the early steps cost half as much.
 TARGET = Recipe(
     hidden=384, intermediate=1024, heads=6, kv_heads=2,
-    stages=(Stage(6, 256, 800), Stage(12, 256, 400), Stage(12, 1024, 80)),
+    stages=(Stage(6, 256, 700), Stage(12, 256, 220), Stage(12, 1024, 40)),
 )  # fmt: skip
 DRAFT = Recipe(
     hidden=256, intermediate=448, heads=4, kv_heads=2,
-    stages=(Stage(2, 256, 700), Stage(2, 1024, 60)),
+    stages=(Stage(2, 256, 420), Stage(2, 1024, 40)),
 )  # fmt: skip

@@ -206,12 +206,12 @@ def _run_stage(run: Run, stage: Stage, first: int, model: LlamaForCausalLM) -> i
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step(rate(recipe, step))
         smooth = loss.item() if math.isnan(smooth) else 0.95 * smooth + 0.05 * loss.item()
-        run.progress(step + 1, recipe.steps, smooth)
         if step % 20 == 19 or step + 1 == end:
             speed = (step + 1 - done) * recipe.batch_tokens / (time.time() - began)
             row = {"step": step + 1, "loss": round(smooth, 4), "tokens_per_s": round(speed)}
             with (run.folder / "log.jsonl").open("a") as log:
                 log.write(json.dumps(row) + "\n")
-        if step % 100 == 99 or step + 1 == end:
+        if (step + 1) % recipe.checkpoint_every == 0 or step + 1 == end:
             _save(run, step + 1, stage, model, optimizer)
+        run.progress(step + 1, recipe.steps, smooth)
     return end
