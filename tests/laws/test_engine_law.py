@@ -1,0 +1,127 @@
+"""The law of whole texts out of the whole engine: unseeded requests in batches, counted against enumeration.
+
+The rules have exact tests of their own; this one guards what lies between them: coins or draft noise shared between
+requests, steps or positions, a q that is not the law drawn from, penalties of the wrong history, a bonus token of the
+wrong row, and a draft length that tells something of the draft.
+"""
+
+import itertools
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from scipy import stats
+from transformers import LlamaForCausalLM
+
+import models_made
+from foredraft import LLM, Sampling
+from foredraft.drafters.base import Context, Drafter, methods
+from foredraft.sampling import History, distribution
+
+V = 6
+LENGTH = 3  # tokens counted jointly; one more is drawn, so that a draft can reach beyond them
+PROMPT = [1, 2, 3, 1, 2]
+SAMPLING = Sampling(
+    max_tokens=LENGTH + 1, temperature=0.9, top_p=0.95, frequency_penalty=0.4, repetition_penalty=1.1, ignore_eos=True
+)
+
+
+@cache
+def model() -> LlamaForCausalLM:
+    made = models_made.llama(V, seed=3, hidden=16)
+    made.lm_head.weight.data *= 0.6  # flat enough that most texts have a chance
+    return made
+
+
+def _draft_model(branching: tuple[int, ...] | None = None) -> Drafter:
+    return models_made.draft_model(3, branching, models_made.perturbed(model(), 0.3))
+
+
+def _ngram_lm() -> Drafter:
+    module = methods()["ngram_lm"]
+    options = module.Config(min_confidence=0.05)
+    return module.create(options, Context(vocab_size=V, num_tokens=3, dtype=torch.float64))
+
+
+CASES = {
+    "plain": (lambda: None, "reject"),
+    "draft_model, reject": (_draft_model, "reject"),
+    "draft_model, block": (_draft_model, "block"),
+    "draft_model tree, reject": (lambda: _draft_model((2, 2, 1)), "reject"),
+    "draft_model, match": (_draft_model, "match"),
+    "ngram_lm, reject": (_ngram_lm, "reject"),
+    "ngram_lm, block": (_ngram_lm, "block"),
+}
+
+
+@cache
+def expected() -> dict[tuple[int, ...], float]:
+    """The probability of every text of LENGTH tokens, from transformers' own forward pass over each prefix."""
+    reference = models_made.llama(V, seed=3, hidden=16)
+    reference.load_state_dict(model().state_dict())
+    texts = list(itertools.product(range(V), repeat=LENGTH))
+    result = dict.fromkeys(texts, 1.0)
+    for size in range(LENGTH):
+        prefixes = list(itertools.product(range(V), repeat=size))
+        with torch.inference_mode():
+            logits = reference(torch.tensor([PROMPT + list(prefix) for prefix in prefixes])).logits[:, -1]
+        law = distribution(logits, SAMPLING, [History(PROMPT, prefix) for prefix in prefixes])
+        rows = dict(zip(prefixes, law.tolist(), strict=True))
+        for text in texts:
+            result[text] *= rows[text[:size]][text[size]]
+    assert sum(result.values()) == pytest.approx(1)
+    return result
+
+
+def p_value(counts: Counter[tuple[int, ...]]) -> float:
+    """Chi-square over the cells that expect five or more, the rest as one. A text of no probability fails outright."""
+    total, law = sum(counts.values()), expected()
+    impossible = [text for text in counts if law[text] == 0]
+    assert not impossible, f"texts of probability zero: {impossible[:3]}"
+    large = [text for text in law if law[text] * total >= 5]
+    observed = [counts[text] for text in large]
+    wanted = [law[text] * total for text in large]
+    rest = total - sum(wanted)
+    if rest >= 5:
+        observed, wanted = [*observed, total - sum(observed)], [*wanted, rest]
+    else:
+        wanted = [w * sum(observed) / sum(wanted) for w in wanted]
+    return float(stats.chisquare(observed, wanted).pvalue)
+
+
+def check(case: str, num_requests: int) -> None:
+    make, rule = CASES[case]
+    llm: LLM = LLM(model(), None).with_drafter(make(), verify=rule)
+    counts: Counter[tuple[int, ...]] = Counter()
+    accepted = rejected = 0
+    for first in range(0, num_requests, 1024):
+        for done in llm.generate([PROMPT] * min(1024, num_requests - first), SAMPLING):
+            counts[tuple(done.token_ids[:LENGTH])] += 1
+            accepted += done.stats.num_accepted
+            rejected += done.stats.num_drafted - done.stats.num_accepted
+    assert p_value(counts) > 1e-6  # a false alarm once in a million runs
+    assert llm.engine.drafter.num_failures == 0
+    if case != "plain":
+        assert accepted > num_requests // 20
+        assert rejected > num_requests // 20
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_texts_have_the_law_of_the_target(case: str) -> None:
+    check(case, 1500)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("case", CASES)
+def test_many_texts_have_the_law_of_the_target(case: str) -> None:
+    check(case, 200_000)
+
+
+def test_the_count_has_teeth() -> None:
+    """The same number of texts without the frequency penalty is told apart."""
+    other = replace(SAMPLING, frequency_penalty=0.0)
+    done = LLM(model(), None, verify="match").generate([PROMPT] * 1500, other)
+    texts = [tuple(completion.token_ids[:LENGTH]) for completion in done]
+    assert p_value(Counter(text for text in texts if expected()[text] > 0)) < 1e-6
