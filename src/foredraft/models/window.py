@@ -42,13 +42,15 @@ class Group:
     query_positions: Tensor  # [b, n]
     key_positions: Tensor  # [b, L]
     visible: Tensor | None  # [b, n, L] bool; None = everything
-    _biases: dict[tuple[int | None, torch.dtype], Tensor | None] = field(default_factory=dict)
+    _biases: dict[tuple[int | None, torch.dtype, int], Tensor | None] = field(default_factory=dict)
 
-    def bias(self, sliding: int | None, dtype: torch.dtype) -> Tensor | None:
-        """[b, 1, n, L] additive mask, at most `sliding` positions back; computed once per step, not per layer."""
-        if (sliding, dtype) not in self._biases:
-            self._biases[sliding, dtype] = self._make_bias(sliding, dtype)
-        return self._biases[sliding, dtype]
+    def bias(self, sliding: int | None, dtype: torch.dtype, repeats: int = 1) -> Tensor | None:
+        """[b, 1, repeats * n, L] additive mask, at most `sliding` positions back; made once per step, not per layer."""
+        key = (sliding, dtype, repeats)
+        if key not in self._biases:
+            once = self._make_bias(sliding, dtype)
+            self._biases[key] = None if once is None else once.repeat(1, 1, repeats, 1)
+        return self._biases[key]
 
     def _make_bias(self, sliding: int | None, dtype: torch.dtype) -> Tensor | None:
         visible = self.visible
