@@ -21,7 +21,10 @@ class KVPool:
         """Store [T, H, D] keys and values at [T] slots below num_slots; returns the layer's whole [S, H, D] tensors."""
         held = self.layers.get(layer)
         if held is None or len(held[0]) < num_slots:
-            held = self.layers[layer] = (self._grown(held and held[0], keys, num_slots), self._grown(held and held[1], values, num_slots))
+            held = self.layers[layer] = (
+                self._grown(held and held[0], keys, num_slots),
+                self._grown(held and held[1], values, num_slots),
+            )
         held[0].index_copy_(0, slots, keys)
         held[1].index_copy_(0, slots, values)
         return held
@@ -48,7 +51,9 @@ class KVPool:
             assert not values[null].any(), f"values of layer {layer} were written to the null page"
 
 
-def moves(paths: list[list[int]], starts: list[int], pages: list[list[int]], page_size: int) -> tuple[list[int], list[int]]:
+def moves(
+    paths: list[list[int]], starts: list[int], pages: list[list[int]], page_size: int
+) -> tuple[list[int], list[int]]:
     """(source slots, target slots) that bring accepted paths to the front of the slots of their step.
 
     Node n of a request was written to position starts[b] + n. A chain's path is 0, 1, 2, ... and moves nothing.
@@ -69,7 +74,12 @@ def slot(pages: list[int], position: int, page_size: int) -> int:
 
 
 def keep(
-    pool: KVPool, paths: list[list[int]], starts: list[int], pages: list[list[int]], page_size: int, device: torch.device
+    pool: KVPool,
+    paths: list[list[int]],
+    starts: list[int],
+    pages: list[list[int]],
+    page_size: int,
+    device: torch.device,
 ) -> None:
     """Compact the accepted paths of a step: a chain moves nothing, a tree moves its path to the front."""
     sources, targets = moves(paths, starts, pages, page_size)

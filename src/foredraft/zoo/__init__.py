@@ -13,7 +13,7 @@ def path(name: str) -> Path:
     """The folder of a built-in model. Raises ForedraftError if the package came without it."""
     folder = _FOLDER / name
     if not (folder / "config.json").exists():
-        raise ForedraftError(f"the built-in model {name!r} is not in this installation; run `foredraft zoo train`")
+        raise ForedraftError(f"the built-in model {name!r} is not in this installation; run `foredraft zoo train --install`")
     return folder
 
 
