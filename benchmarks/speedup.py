@@ -21,7 +21,7 @@ from foredraft import LLM, Completion, Sampling, zoo
 from foredraft.drafters.base import methods
 from foredraft.zoo.corpus import held_out_prompts
 
-DEFAULT_TOKENS = {"draft_model": 4, "ngram": 8, "ngram_lm": 3}
+DEFAULT_TOKENS = {"draft_model": 2, "ngram": 8, "ngram_lm": 5}
 
 
 @dataclass(frozen=True)

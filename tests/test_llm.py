@@ -218,23 +218,17 @@ def test_a_draft_model_is_loaded_from_its_folder(tmp_path) -> None:
         models_made.plain().with_drafter({"method": "draft_model", "model": str(tmp_path / "other")})
 
 
-# Faults found here and not yet mended: each of these marks goes when its fault does.
-
-
-@pytest.mark.xfail(strict=True, reason="a token id of bad_words is not checked; the step raises IndexError")
 def test_a_bad_word_outside_the_vocabulary_is_refused() -> None:
     with pytest.raises(ForedraftError, match="bad_words"):
         models_made.plain().generate([5], Sampling(bad_words=((1, 200),)))
 
 
-@pytest.mark.xfail(strict=True, reason="requests are queued before the first delta is asked for")
 def test_a_stream_that_is_never_read_leaves_nothing_behind() -> None:
     llm = models_made.plain().with_drafter(None)
     llm.stream([5], GREEDY).close()
     assert not llm.engine.has_work
 
 
-@pytest.mark.xfail(strict=True, reason="the requests before the one refused stay queued")
 def test_a_call_that_is_refused_leaves_nothing_behind() -> None:
     llm = models_made.limited(models_made.plain(), None, MemoryLimits(kv_tokens=32, page_size=4))
     with pytest.raises(ForedraftError):
@@ -242,9 +236,6 @@ def test_a_call_that_is_refused_leaves_nothing_behind() -> None:
     assert not llm.engine.has_work
 
 
-@pytest.mark.xfail(
-    strict=True, raises=ValueError, reason="limits are not checked: the page allocator's own error shows"
-)
 def test_memory_too_small_for_a_page_is_refused() -> None:
     with pytest.raises(ForedraftError, match="kv_tokens"):
         models_made.limited(models_made.plain(), None, MemoryLimits(kv_tokens=3, page_size=4))

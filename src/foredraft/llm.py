@@ -113,11 +113,14 @@ class LLM:
         """The same, piece by piece as the text comes; leaving the loop early aborts what is left."""
         transcripts = self._transcripts(_as_list(prompts), sampling or Sampling())
         for transcript in transcripts:
-            self.engine.add(transcript)
+            self.engine.check(transcript.request)
         return self._drain(transcripts)
 
     def _drain(self, transcripts: list[Transcript]) -> Iterator[Delta]:
         try:
+            # not before the stream is read: one that never is must not hold pages
+            for transcript in transcripts:
+                self.engine.add(transcript)
             while transcripts:
                 self.engine.step()
                 for transcript in transcripts:
@@ -181,8 +184,10 @@ class LLM:
 
     def _check(self, s: Sampling, ids: list[int]) -> None:
         size = self.target.vocab_size
-        for name in ("allowed_token_ids", "logit_bias", "stop_token_ids"):
-            outside = [token for token in getattr(s, name) or () if not 0 <= token < size]
+        ids_of = {name: getattr(s, name) or () for name in ("allowed_token_ids", "logit_bias", "stop_token_ids")}
+        ids_of["bad_words"] = [token for word in s.bad_words if not isinstance(word, str) for token in word]
+        for name, named in ids_of.items():
+            outside = [token for token in named if not 0 <= token < size]
             if outside:
                 raise ForedraftError(f"{name} holds {outside[0]}, which is outside the vocabulary of {size} tokens")
         if s.stop and self.tokenizer is None:
@@ -233,7 +238,10 @@ class LLM:
         count = num_tokens if num_tokens is not None else count
         if count is not None and (not isinstance(count, int) or isinstance(count, bool)):
             raise ForedraftError(f"num_speculative_tokens must be an integer, got {count!r}")
-        context = self._context(method, options.pop("model", None), DEFAULT_TOKENS if count is None else count)
+        model = options.pop("model", None)
+        if count is None:
+            count = zoo.builtin_tokens(method) if self.is_builtin and model is None else None
+        context = self._context(method, model, DEFAULT_TOKENS if count is None else count)
         try:
             return module.create(parse(module.Config, options), context), method
         except ForedraftError:
@@ -263,6 +271,8 @@ class LLM:
         """Every request of a full batch at full context, if that fits the memory budget."""
         limits, size = self.limits, self.limits.page_size
         if limits.kv_tokens is not None:
+            if limits.kv_tokens < size:
+                raise ForedraftError(f"kv_tokens must hold at least one page of {size} tokens, got {limits.kv_tokens}")
             return limits.kv_tokens // size + 1
         most = limits.max_batch * min(self.target.context_length, 1 << 20)
         fits = _free_memory(self.target.device) // 4 // self.target.bytes_per_token()

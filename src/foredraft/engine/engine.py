@@ -59,15 +59,20 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
-    def add(self, transcript: Transcript) -> None:
-        """Queue a request. Raises ForedraftError if it could never run."""
-        request, allocator = transcript.request, self.scheduler.allocator
+    def check(self, request: Request) -> None:
+        """Raise ForedraftError for a request that could never run."""
+        allocator = self.scheduler.allocator
         most = min(len(request.prompt) + request.sampling.max_tokens, request.max_length)
         if allocator.pages_for(most) > allocator.num_pages - 1:
             raise ForedraftError(
                 f"prompt and max_tokens need {most} tokens of KV memory and the pool holds "
                 f"{(allocator.num_pages - 1) * self.page_size}; raise kv_tokens or lower max_tokens"
             )
+
+    def add(self, transcript: Transcript) -> None:
+        """Queue a request. Raises ForedraftError if it could never run."""
+        request = transcript.request
+        self.check(request)
         self.transcripts[request] = transcript
         self.scheduler.add(request)
 

@@ -13,10 +13,12 @@ from transformers import AutoModelForCausalLM
 
 from foredraft.zoo import corpus, tokens
 from foredraft.zoo.measure import MAX_DRAFT, PairFigures, measure
+from foredraft.zoo.ngram import build_table
 from foredraft.zoo.recipe import DRAFT, TARGET, Recipe
 from foredraft.zoo.train import Report, distillation_loss, next_token_loss, train
 
 PARTS = ("target", "draft", "draft-undistilled")
+SHIPPED = ("target", "draft", "ngram")
 
 
 def build_all(
@@ -48,6 +50,7 @@ def build_all(
         "draft-undistilled",
         lambda folder: train(draft, train_ids, folder, next_token_loss, device, _named(report, "draft-undistilled")),
     )
+    _part(out, "ngram", lambda folder: build_table(train_ids, held_ids, folder, about))
     model.to("cpu")
     figures = {name: measure(model, _load(out / name), held_ids) for name in PARTS[1:]}
     (out / "figures.json").write_text(json.dumps({k: asdict(v) for k, v in figures.items()}, indent=1) + "\n")
@@ -59,16 +62,10 @@ def build_all(
 
 
 def install(out: Path, package: Path) -> None:
-    """Copy the finished pair into a source checkout's zoo folder."""
-    for name in PARTS[:2]:
-        folder = package / name
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        for file in ("config.json", "generation_config.json", "model.safetensors", "README.md"):
-            shutil.copy(out / name / file, folder / file)
-        for path in (out / name).glob("tokenizer*"):
-            shutil.copy(path, folder / path.name)
-        shutil.copy(out / name / "log.jsonl", folder / "log.jsonl")
+    """Copy the finished models into the package's zoo folder, with their cards and logs."""
+    for name in SHIPPED:
+        shutil.rmtree(package / name, ignore_errors=True)
+        shutil.copytree(out / name, package / name, ignore=shutil.ignore_patterns("checkpoint.*"))
 
 
 def card(name: str, recipe: Recipe, figures: dict[str, PairFigures], about: dict[str, str]) -> str:
