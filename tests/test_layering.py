@@ -19,7 +19,7 @@ LAYERS = (
     ("kv", "models", "kernels", "checkpoints"),
     ("drafters",),
     ("engine",),
-    ("llm", "speculate", "config", "server", "train", "bench", "certify", "doctor", "deploy", "zoo", "cli"),
+    ("llm", "custom_generate", "config", "server", "train", "bench", "certify", "doctor", "deploy", "zoo", "cli"),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 TOP = len(LAYERS) - 1

@@ -90,3 +90,10 @@ def test_the_arguments_of_the_front_door():
     assert {"dtype", "device", "verify", "num_speculative_tokens", "tokenizer"} <= set(parameters)
     for method in ("generate", "stream", "with_drafter", "tokenizer", "num_parameters", "drafter_name"):
         assert hasattr(foredraft.LLM, method) or method == "tokenizer"
+
+
+def test_no_public_name_is_shadowed_by_a_module() -> None:
+    """An imported submodule becomes an attribute of the package, and then answers to the name."""
+    for name in foredraft.__all__:
+        getattr(foredraft, name)
+    assert not [name for name in foredraft.__all__ if inspect.ismodule(getattr(foredraft, name))]

@@ -4,13 +4,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from foredraft.completion import Completion, Delta, Stats, TokenLogprob
+    from foredraft.custom_generate import speculate
     from foredraft.errors import ForedraftError
     from foredraft.llm import LLM, MemoryLimits
     from foredraft.sampling import Sampling, distribution
-    from foredraft.speculate import speculate
 
 __version__ = "0.1.0"
 
+# no home may bear the name of what it holds: once imported, the module would stand in its place
 _HOMES = {
     "LLM": "llm",
     "Completion": "completion",
@@ -21,7 +22,7 @@ _HOMES = {
     "Stats": "completion",
     "TokenLogprob": "completion",
     "distribution": "sampling",
-    "speculate": "speculate",
+    "speculate": "custom_generate",
 }
 
 __all__ = [
