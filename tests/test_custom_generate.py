@@ -129,8 +129,8 @@ def test_a_streamer_gets_the_prompt_and_every_token(model, batch):
 
     streamer, ids = Collector(), batch["input_ids"][:1]
     out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=10, do_sample=False, streamer=streamer,
-        custom_generate=foredraft.speculate("ngram"),
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=10, do_sample=False,
+        custom_generate=foredraft.speculate("ngram", streamer=streamer),
     )  # fmt: skip
     assert streamer.is_ended
     assert streamer.tokens == out[0].tolist()

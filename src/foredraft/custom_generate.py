@@ -31,9 +31,12 @@ def speculate(
     num_speculative_tokens: int | None = None,
     verify: str = "auto",
     tokenizer: Any = None,
+    streamer: Any = None,
 ) -> Callable[..., Any]:
     """A decoding loop for generate(). The arguments are LLM's; a tokenizer is needed for stop_strings and for drafts
     whose vocabulary is to be compared. Batches (left-padded), sampling and num_return_sequences work.
+
+    A streamer must be given here: transformers 5 does not hand the one of generate() on to a custom loop.
 
     Raises ForedraftError for beams, processors or criteria that have no counterpart here.
     """
@@ -45,7 +48,6 @@ def speculate(
         logits_processor: Any,
         stopping_criteria: Any,
         generation_config: Any,
-        streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
         # a parameter of this name would reach us twice
