@@ -39,10 +39,10 @@ class Point:
         return self.expected_length / (self.num_tokens * self.cost + 1)
 
 
-def looked_at(completion: Completion) -> tuple[int, int]:
+def looked_at(completion: Completion, k: int) -> tuple[int, int]:
     """(accepted, looked at): a draft cut at its first rejection was looked at once more than it was accepted."""
     s = completion.stats
-    full = s.accepted_at[-1] if s.num_drafts and len(s.accepted_at) * s.num_drafts == s.num_drafted else 0
+    full = s.accepted_at[k - 1] if len(s.accepted_at) >= k else 0
     return s.num_accepted, s.num_accepted + s.num_drafts - full
 
 
@@ -63,7 +63,7 @@ def sweep(prompts: list[list[int]], tokens: int, draft: str | None, label: str, 
 
 
 def point(k: int, results: list, base: list, target_pass: float, label: str, is_greedy: bool) -> Point:
-    pairs = [looked_at(c) for _, _, c in results]
+    pairs = [looked_at(c, k) for _, _, c in results]
     passes = sum(c.stats.target_passes for _, _, c in results)
     draft_pass = sum(c.stats.draft_time for _, _, c in results) / passes / k
     return Point(
