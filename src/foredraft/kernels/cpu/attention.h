@@ -1,0 +1,158 @@
+/* Attention of one row and one key head over paged KV.
+ *
+ * A row sees keys by rank: the committed tokens through the page table, then its own path through the step's tree. The
+ * order, and so every bit of the result, is that of decoding the same text one token at a time.
+ */
+#ifndef FD_ATTENTION_H
+#define FD_ATTENTION_H
+
+#include "foredraft.h"
+#include "simd.h"
+
+#define BLOCK 16  /* keys scored together */
+#define SHARED 4  /* query heads that share the reading of a key */
+#define COLUMNS 64 /* of the values summed together */
+
+INLINE long attention_scratch(const fd_window *w, int group) { /* bytes of one thread */
+    long ranks = (w->longest + BLOCK - 1) / BLOCK * BLOCK;
+    return (ranks * 4 * (1 + group) + 63) / 64 * 64 + 64;
+}
+
+INLINE void find_slots(const fd_window *w, int row, int from, int to, int32_t *slots) {
+    const int32_t *pages = w->pages + w->page_at[row], *tail = w->tails + w->tail_at[row];
+    int start = w->start[row], size = w->page_size, rank = from;
+    while (rank < to && rank < start) {
+        int page = rank / size, end = (page + 1) * size;
+        if (end > start) end = start;
+        if (end > to) end = to;
+        for (int slot = pages[page] * size + rank % size; rank < end;) slots[rank++ - from] = slot++;
+    }
+    for (; rank < to; rank++) slots[rank - from] = tail[rank - start];
+}
+
+INLINE vf load_kv(const void *p, long i, int has_bf16) {
+    return has_bf16 ? load_bf16((const uint16_t *)p + i) : load((const float *)p + i);
+}
+
+/* [16] sums of the lanes of 16 vectors. */
+INLINE void sums(vf *v, float *to) {
+#if LANES == 16
+    __m512 *x = (__m512 *)v;
+    for (int i = 0; i < 16; i += 2) { /* halves of each 128 bits: pairs of keys side by side */
+        __m512 a = _mm512_unpacklo_ps(x[i], x[i + 1]), b = _mm512_unpackhi_ps(x[i], x[i + 1]);
+        x[i / 2] = _mm512_add_ps(a, b);
+    }
+    for (int i = 0; i < 8; i += 2) {
+        __m512 a = (__m512)_mm512_unpacklo_pd((__m512d)x[i], (__m512d)x[i + 1]);
+        __m512 b = (__m512)_mm512_unpackhi_pd((__m512d)x[i], (__m512d)x[i + 1]);
+        x[i / 2] = _mm512_add_ps(a, b);
+    }
+    for (int i = 0; i < 4; i += 2)
+        x[i / 2] = _mm512_add_ps(_mm512_shuffle_f32x4(x[i], x[i + 1], 0x88), _mm512_shuffle_f32x4(x[i], x[i + 1], 0xdd));
+    __m512 y = _mm512_add_ps(_mm512_shuffle_f32x4(x[0], x[1], 0x88), _mm512_shuffle_f32x4(x[0], x[1], 0xdd));
+    _mm512_storeu_ps(to, y);
+#else
+    for (int i = 0; i < BLOCK; i++) to[i] = sum(v[i]);
+#endif
+}
+
+INLINE void score(const float *q, const void *keys, const int32_t *slots, int count, long stride, long head, int dim,
+                  int has_bf16, float *to, long to_stride, const int G) {
+    vf part[SHARED][BLOCK];
+    for (int i = 0; i < BLOCK; i++) {
+        long at = slots[i < count ? i : count - 1] * stride + head;
+        vf acc[SHARED];
+        _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) acc[g] = (vf){0};
+        for (int d = 0; d < dim; d += LANES) {
+            vf k = load_kv(keys, at + d, has_bf16);
+            _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) acc[g] += k * load(q + g * dim + d);
+        }
+        _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) part[g][i] = acc[g];
+    }
+    for (int g = 0; g < G; g++) sums(part[g], to + g * to_stride);
+}
+
+INLINE void gather(const float *weight, long weight_stride, const void *values, const int32_t *slots, int count,
+                   long stride, long head, int has_bf16, float *to, int dim, const int G, const int V) {
+    vf acc[SHARED * COLUMNS / LANES];
+    _Pragma("GCC unroll 16") for (int i = 0; i < G * V; i++) acc[i] = (vf){0};
+    for (int r = 0; r < count; r++) {
+        long at = slots[r] * stride + head;
+        _Pragma("GCC unroll 16") for (int j = 0; j < V; j++) {
+            vf v = load_kv(values, at + j * LANES, has_bf16);
+            _Pragma("GCC unroll 4") for (int g = 0; g < G; g++)
+                acc[g * V + j] += v * weight[g * weight_stride + r];
+        }
+    }
+    _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) {
+        _Pragma("GCC unroll 16") for (int j = 0; j < V; j++) store(to + g * dim + j * LANES, acc[g * V + j]);
+    }
+}
+
+/* In place: e^(s - max) / sum. What stands behind the last rank counts as nothing. */
+static void soften(float *s, int count, float scale, float softcap) {
+    int padded = (count + LANES - 1) / LANES * LANES;
+    vf most = all(-3e38f), total = {0};
+    for (int i = count; i < padded; i++) s[i] = 0;
+    for (int i = 0; i < padded; i += LANES) {
+        vf x = load(s + i) * scale;
+        if (softcap > 0) x = softcap * tangent(x / softcap);
+        store(s + i, x);
+    }
+    for (int i = count; i < padded; i++) s[i] = -3e38f;
+    for (int i = 0; i < padded; i += LANES) most = greater(most, load(s + i));
+    vf top = all(largest(most));
+    for (int i = 0; i < padded; i += LANES) {
+        vf x = load(s + i);
+        vf e = pick(x > -2e38f, exponential(x - top), (vf){0});
+        store(s + i, e);
+        total += e;
+    }
+    vf share = all(1.0f / sum(total));
+    for (int i = 0; i < padded; i += LANES) store(s + i, load(s + i) * share);
+}
+
+#define SCORE(G)                                                                                                       \
+    case G:                                                                                                            \
+        score(q, a->keys, slots + i, count - i, stride, head, dim, has_bf16, weight + g * ranks + i, ranks, G);        \
+        break;
+#define GATHER(G)                                                                                                      \
+    case G:                                                                                                            \
+        if (dim - d >= COLUMNS)                                                                                        \
+            gather(weight + g * ranks, ranks, a->values, slots, count, stride, head + d, has_bf16, out + d, dim, G,    \
+                   COLUMNS / LANES);                                                                                   \
+        else                                                                                                           \
+            gather(weight + g * ranks, ranks, a->values, slots, count, stride, head + d, has_bf16, out + d, dim, G,    \
+                   16 / LANES);                                                                                        \
+        break;
+
+INLINE void attend_as(const fd_attention *a, const fd_window *w, int row, int kv_head, char *scratch,
+                      const int has_bf16) {
+    int group = a->heads / a->kv_heads, dim = a->head_dim;
+    long stride = (long)a->kv_heads * dim, head = (long)kv_head * dim;
+    int length = w->start[row] + w->tail[row];
+    int from = a->sliding && length > a->sliding ? length - a->sliding : 0, count = length - from;
+    long ranks = (count + BLOCK - 1) / BLOCK * BLOCK;
+    int32_t *slots = (int32_t *)scratch;
+    float *weight = (float *)(slots + ranks);
+    find_slots(w, row, from, length, slots);
+    for (int g = 0; g < group; g += SHARED) {
+        int heads = group - g < SHARED ? group - g : SHARED;
+        const float *q = a->query + ((long)row * a->heads + kv_head * group + g) * dim;
+        float *out = a->out + ((long)row * a->heads + kv_head * group + g) * dim;
+        for (int i = 0; i < count; i += BLOCK) {
+            switch (heads) { SCORE(1) SCORE(2) SCORE(3) SCORE(4) }
+        }
+        for (int h = 0; h < heads; h++) soften(weight + (g + h) * ranks, count, a->scale, a->softcap);
+        for (int d = 0; d < dim; d += dim - d >= COLUMNS ? COLUMNS : 16) {
+            switch (heads) { GATHER(1) GATHER(2) GATHER(3) GATHER(4) }
+        }
+    }
+}
+
+static void attend(const fd_attention *a, const fd_window *w, int row, int kv_head, char *scratch) {
+    if (a->has_bf16_kv) attend_as(a, w, row, kv_head, scratch, 1);
+    else attend_as(a, w, row, kv_head, scratch, 0);
+}
+
+#endif

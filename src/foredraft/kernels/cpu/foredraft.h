@@ -1,0 +1,97 @@
+/* What the kernels share: the records that Python fills in (library.py mirrors them field by field) and the team. */
+#ifndef FOREDRAFT_H
+#define FOREDRAFT_H
+
+#include <stdatomic.h>
+#include <stdint.h>
+
+#define FD_PANEL 32 /* outputs whose weights lie together */
+
+enum { FD_BF16, FD_F32, FD_INT8, FD_INT4 };
+enum { FD_SILU, FD_GELU_TANH };
+
+/* A packed matrix [n, k]. bf16: [n/32][k/2][32][2]; f32: [n/32][k][32]; int8, int4: quant.h. */
+typedef struct {
+    const void *data;
+    const float *scale; /* int8, int4 */
+    const float *bias;  /* [n] or NULL */
+    int32_t n, k, kind, group;
+} fd_weight;
+
+/* Row t of a pass sees `start[t]` committed tokens, found through its page table, and then its own path. */
+typedef struct {
+    int32_t rows, page_size, num_logits, longest;
+    const int32_t *tokens, *write;      /* [rows] token ids, slots to write */
+    const int32_t *pages, *page_at;     /* page tables end to end; [rows] where a row's begins */
+    const int32_t *tails, *tail_at;     /* slots of the paths end to end; [rows] where a row's begins */
+    const int32_t *start, *tail;        /* [rows] committed tokens, length of the path, the row itself included */
+    const int32_t *logit_rows;          /* [num_logits] */
+} fd_window;
+
+typedef struct {
+    const float *attention_norm, *mlp_norm; /* [hidden] */
+    const float *q_norm, *k_norm;           /* [head_dim] or NULL */
+    fd_weight qkv, out, gate_up, down;      /* gate_up: 16 rows of gate, 16 of up, and so on */
+    int32_t sliding;                        /* keys a row may see at most; 0 = all */
+} fd_layer;
+
+typedef struct {
+    int32_t layers, hidden, heads, kv_heads, head_dim, rotary, inner, activation, has_bf16_kv, has_bf16_embedding;
+    float eps, scale, softcap, embedding_scale, residual_scale, logit_scale;
+    const void *embedding;   /* [V, hidden] */
+    const float *norm;       /* [hidden] */
+    const float *cos, *sin;  /* [positions, rotary / 2] */
+    const fd_layer *layer;
+    fd_weight head;
+} fd_model;
+
+typedef struct {
+    void *const *keys, *const *values; /* [layers] of [slots, kv_heads, head_dim] */
+    const int32_t *taps;               /* [num_taps] boundaries */
+    int32_t num_taps;
+    float *features; /* [rows, num_taps * hidden] */
+    float *logits;   /* [num_logits, V] */
+    char *scratch;
+} fd_pass;
+
+typedef struct {
+    const float *query; /* [rows, heads, head_dim] */
+    const void *keys, *values;
+    float *out; /* [rows, heads, head_dim] */
+    int32_t heads, kv_heads, head_dim, has_bf16_kv, sliding;
+    float scale, softcap;
+} fd_attention;
+
+typedef struct {
+    const fd_weight *weight;
+    const float *x; /* [rows, k] */
+    float *out;     /* [rows, n] */
+    char *scratch;
+    int32_t rows;
+} fd_product;
+
+typedef struct {
+    atomic_int size, arrived, generation, next;
+} fd_team;
+
+/* Every member calls body(what, team); `next` hands out work, a barrier starts it again from zero. */
+typedef void (*fd_body)(void *what, fd_team *team);
+void fd_parallel(fd_body body, void *what);
+void fd_barrier(fd_team *team);
+int fd_num_threads(void);
+
+static inline int fd_take(fd_team *team, int count) {
+    return atomic_fetch_add_explicit(&team->next, count, memory_order_relaxed);
+}
+
+/* One instruction set's entry points. */
+typedef struct {
+    const char *name;
+    int64_t (*scratch)(const fd_model *, const fd_window *, int threads);
+    void (*forward)(const fd_model *, const fd_window *, const fd_pass *);
+    int64_t (*linear_scratch)(const fd_weight *, int rows);
+    void (*linear)(const fd_product *);
+    void (*attention)(const fd_attention *, const fd_window *, char *scratch);
+} fd_kernels;
+
+#endif

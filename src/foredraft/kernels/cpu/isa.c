@@ -1,0 +1,45 @@
+/* Everything that depends on the instruction set. Compiled once for each, with FD_ISA its name. */
+#include "attention.h"
+#include "linear.h"
+#include "stack.h"
+
+#define JOIN(a, b) a##b
+#define NAME(isa) JOIN(fd_, isa)
+#define QUOTE(x) #x
+#define STRING(x) QUOTE(x)
+
+static int64_t linear_scratch(const fd_weight *w, int rows) { return row_bytes(w) * rows + 64; }
+
+static void linear_body(void *what, fd_team *team) {
+    const fd_product *p = what;
+    char *x = align(p->scratch);
+    for (int r; (r = fd_take(team, 1)) < p->rows;)
+        prepare(p->weight, p->x + (long)r * p->weight->k, x + r * row_bytes(p->weight));
+    fd_barrier(team);
+    sink s = {SINK_STORE, 0, p->weight->n, p->out, p->weight->n, p->weight->bias, 1.0f};
+    product(team, p->weight, x, p->rows, &s);
+}
+
+static void linear(const fd_product *p) { fd_parallel(linear_body, (void *)p); }
+
+typedef struct {
+    const fd_attention *a;
+    const fd_window *w;
+    char *scratch;
+    atomic_int members;
+} attention_job;
+
+static void attention_body(void *what, fd_team *team) {
+    attention_job *j = what;
+    int me = atomic_fetch_add(&j->members, 1);
+    char *mine = align(j->scratch) + me * attention_scratch(j->w, j->a->heads / j->a->kv_heads);
+    for (int i; (i = fd_take(team, 1)) < j->w->rows * j->a->kv_heads;)
+        attend(j->a, j->w, i / j->a->kv_heads, i % j->a->kv_heads, mine);
+}
+
+static void attention(const fd_attention *a, const fd_window *w, char *scratch) {
+    attention_job j = {.a = a, .w = w, .scratch = scratch};
+    fd_parallel(attention_body, &j);
+}
+
+const fd_kernels NAME(FD_ISA) = {STRING(FD_ISA), stack_scratch, forward, linear_scratch, linear, attention};

@@ -1,0 +1,129 @@
+/* y = x W^T for any number of rows. Every output is one chain of additions over k, whatever rows are computed with it. */
+#ifndef FD_LINEAR_H
+#define FD_LINEAR_H
+
+#include "foredraft.h"
+#include "quant.h"
+#include "simd.h"
+#include "sink.h"
+
+#define VECTORS (FD_PANEL / LANES) /* in a panel */
+
+INLINE long row_bytes(const fd_weight *w) {
+    if (w->kind == FD_BF16) return ((long)w->k * 2 + 127) / 64 * 64;
+    if (w->kind == FD_F32) return ((long)w->k * 4 + 63) / 64 * 64;
+    return quant_row_bytes(w);
+}
+
+INLINE long panel_bytes(const fd_weight *w) {
+    if (w->kind == FD_BF16) return (long)((w->k + 1) / 2) * FD_PANEL * 4;
+    if (w->kind == FD_F32) return (long)w->k * FD_PANEL * 4;
+    return quant_panel_bytes(w);
+}
+
+/* One row of activations as this weight's kernel reads it. */
+static void prepare(const fd_weight *w, const float *x, char *to) {
+    if (w->kind == FD_F32) {
+        memcpy(to, x, (size_t)w->k * 4);
+    } else if (w->kind == FD_BF16) {
+        uint16_t *h = (uint16_t *)to;
+        int i = 0;
+        for (; i + LANES <= w->k; i += LANES) store_bf16(h + i, load(x + i));
+        for (; i < w->k; i++) h[i] = narrow_one(x[i]);
+        if (w->k & 1) h[w->k] = 0;
+    } else {
+        quant_prepare(w, x, to);
+    }
+}
+
+/* M rows times V vectors of outputs; column j begins at col[j] and moves a panel's width per step. */
+#define TILE(NAME, WORD, LOAD, BROADCAST, STEP)                                                                        \
+    INLINE void NAME(const WORD *const *col, int steps, const WORD *x, long stride, float *to, const int M,            \
+                     const int V) {                                                                                    \
+        vf acc[ACCUMULATORS];                                                                                          \
+        _Pragma("GCC unroll 24") for (int i = 0; i < M * V; i++) acc[i] = (vf){0};                                     \
+        for (int k = 0; k < steps; k++) {                                                                              \
+            _Pragma("GCC unroll 12") for (int m = 0; m < M; m++) {                                                     \
+                _Pragma("GCC unroll 8") for (int j = 0; j < V; j++) acc[m * V + j] = STEP(                             \
+                    acc[m * V + j], LOAD(col[j] + (long)k * FD_PANEL), BROADCAST(x[m * stride + k]));                  \
+            }                                                                                                          \
+        }                                                                                                              \
+        _Pragma("GCC unroll 12") for (int m = 0; m < M; m++) {                                                         \
+            _Pragma("GCC unroll 8") for (int j = 0; j < V; j++)                                                        \
+                store(to + m * 4 * FD_PANEL + j * LANES, acc[m * V + j]);                                              \
+        }                                                                                                              \
+    }
+
+#define MULTIPLY_ADD(acc, w, x) ((acc) + (w) * (x))
+TILE(tile_bf16, uint32_t, load_words, all_words, dot2)
+TILE(tile_f32, float, load, all, MULTIPLY_ADD)
+
+#define CASES(TILE_, V, M)                                                                                             \
+    case (V) * 16 + (M):                                                                                               \
+        TILE_(col, steps, x, stride, to, M, V);                                                                        \
+        break;
+#if ACCUMULATORS == 24
+#define ALL_CASES(T)                                                                                                   \
+    CASES(T, 8, 1) CASES(T, 8, 2) CASES(T, 8, 3) CASES(T, 4, 1) CASES(T, 4, 2) CASES(T, 4, 3) CASES(T, 4, 4)           \
+    CASES(T, 4, 5) CASES(T, 4, 6) CASES(T, 2, 1) CASES(T, 2, 2) CASES(T, 2, 3) CASES(T, 2, 4) CASES(T, 2, 5)           \
+    CASES(T, 2, 6) CASES(T, 2, 7) CASES(T, 2, 8) CASES(T, 2, 9) CASES(T, 2, 10) CASES(T, 2, 11) CASES(T, 2, 12)
+#else
+#define ALL_CASES(T)                                                                                                   \
+    CASES(T, 8, 1) CASES(T, 4, 1) CASES(T, 4, 2) CASES(T, 4, 3) CASES(T, 2, 1) CASES(T, 2, 2) CASES(T, 2, 3)           \
+    CASES(T, 2, 4) CASES(T, 2, 5) CASES(T, 2, 6)
+#endif
+
+static void run_bf16(const uint32_t *const *col, int steps, const uint32_t *x, long stride, float *to, int m, int v) {
+    switch (v * 16 + m) { ALL_CASES(tile_bf16) }
+}
+static void run_f32(const float *const *col, int steps, const float *x, long stride, float *to, int m, int v) {
+    switch (v * 16 + m) { ALL_CASES(tile_f32) }
+}
+
+/* `count` panels from `panel` on for m rows; count * VECTORS vectors, or the panel in halves where registers are few. */
+static void block(const fd_weight *w, const char *x, long stride, int panel, int count, int m, int v, float *to) {
+    const char *data = (const char *)w->data + panel * panel_bytes(w);
+    for (int j0 = 0; j0 < count * VECTORS; j0 += v) {
+        const char *col[8];
+        for (int j = 0; j < v; j++)
+            col[j] = data + (j0 + j) / VECTORS * panel_bytes(w) + (j0 + j) % VECTORS * LANES * 4;
+        if (w->kind == FD_BF16)
+            run_bf16((const uint32_t *const *)col, (w->k + 1) / 2, (const uint32_t *)x, stride / 4, to + j0 * LANES, m, v);
+        else
+            run_f32((const float *const *)col, w->k, (const float *)x, stride / 4, to + j0 * LANES, m, v);
+    }
+}
+
+/* Panels [first, last) of every row. */
+static void multiply(const fd_weight *w, const char *x, int rows, int first, int last, const sink *s) {
+    long stride = row_bytes(w);
+    int v = rows <= ACCUMULATORS / 8 ? 8 : rows <= ACCUMULATORS / 4 ? 4 : 2;
+    int most = ACCUMULATORS / v, tiles = (rows + most - 1) / most, height = (rows + tiles - 1) / tiles;
+    for (int panel = first, count; panel < last; panel += count) {
+        count = v > VECTORS ? v / VECTORS : 1;
+        while (count > last - panel) count /= 2;
+        int vectors = v < count * VECTORS ? v : count * VECTORS;
+        for (int r = 0; r < rows; r += height) {
+            float to[12 * 4 * FD_PANEL];
+            int m = rows - r < height ? rows - r : height;
+            block(w, x + r * stride, stride, panel, count, m, vectors, to);
+            for (int i = 0; i < m; i++)
+                for (int p = 0; p < count; p++) drain(s, panel + p, r + i, to + i * 4 * FD_PANEL + p * FD_PANEL);
+        }
+    }
+}
+
+/* The team shares a product: panels are handed out a few at a time. */
+static void product(fd_team *team, const fd_weight *w, const char *x, int rows, const sink *s) {
+    int panels = (w->n + FD_PANEL - 1) / FD_PANEL, share = (panels + team->size * 4 - 1) / (team->size * 4);
+    int most = (int)((256 << 10) / panel_bytes(w));
+    if (most < 4) most = 4;
+    if (share > most) share = most;
+    for (int p; (p = fd_take(team, share)) < panels;) {
+        int last = p + share < panels ? p + share : panels;
+        if (w->kind == FD_INT8 || w->kind == FD_INT4) quant_multiply(w, x, rows, p, last, s);
+        else multiply(w, x, rows, p, last, s);
+    }
+}
+
+#endif

@@ -1,0 +1,107 @@
+/* Vectors of one register, in the compiler's own notation; intrinsics only where it has none. */
+#ifndef FD_SIMD_H
+#define FD_SIMD_H
+
+#include <stdint.h>
+#include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+#define LANES 16
+#define ACCUMULATORS 24
+#elif defined(__AVX2__)
+#define LANES 8
+#define ACCUMULATORS 12
+#else
+#define LANES 4
+#define ACCUMULATORS 12
+#endif
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float vf __attribute__((vector_size(LANES * 4)));
+typedef int32_t vi __attribute__((vector_size(LANES * 4)));
+typedef uint32_t vu __attribute__((vector_size(LANES * 4)));
+typedef uint16_t vh __attribute__((vector_size(LANES * 2)));
+typedef float vf_at __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef uint32_t vu_at __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef uint16_t vh_at __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
+
+INLINE vf load(const float *p) { return *(const vf_at *)p; }
+INLINE void store(float *p, vf x) { *(vf_at *)p = x; }
+INLINE vu load_words(const uint32_t *p) { return *(const vu_at *)p; }
+INLINE vf all(float x) { return x - (vf){0}; }
+INLINE vu all_words(uint32_t x) { return x - (vu){0}; }
+INLINE vf pick(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
+INLINE vf greater(vf a, vf b) { return pick(a > b, a, b); }
+INLINE vf smaller(vf a, vf b) { return pick(a < b, a, b); }
+
+INLINE float sum(vf x) {
+    float total = 0;
+    for (int i = 0; i < LANES; i++) total += x[i];
+    return total;
+}
+
+INLINE float largest(vf x) {
+    float most = x[0];
+    for (int i = 1; i < LANES; i++) most = x[i] > most ? x[i] : most;
+    return most;
+}
+
+INLINE float widen(uint16_t h) {
+    uint32_t u = (uint32_t)h << 16;
+    float f;
+    memcpy(&f, &u, 4);
+    return f;
+}
+
+INLINE vf load_bf16(const uint16_t *p) { return (vf)(__builtin_convertvector(*(const vh_at *)p, vu) << 16); }
+
+/* To nearest, ties to even; NaN stays NaN. */
+INLINE vh narrow(vf x) {
+    vu u = (vu)x;
+    vu rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+    vi nan = x != x;
+    rounded = ((vu)nan & 0x7fc0) | (~(vu)nan & rounded);
+    return __builtin_convertvector(rounded, vh);
+}
+INLINE void store_bf16(uint16_t *p, vf x) { *(vh_at *)p = narrow(x); }
+
+INLINE uint16_t narrow_one(float x) {
+    uint32_t u;
+    memcpy(&u, &x, 4);
+    return x != x ? 0x7fc0 : (uint16_t)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
+}
+
+/* acc + w.low * x.low + w.high * x.high, w and x pairs of bf16. */
+INLINE vf dot2(vf acc, vu w, vu x) {
+#ifdef __AVX512BF16__
+    return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)x);
+#else
+    acc += (vf)(w << 16) * (vf)(x << 16);
+    return acc + (vf)(w & 0xffff0000u) * (vf)(x & 0xffff0000u);
+#endif
+}
+
+/* e^x to about 1 ulp, by 2^n * e^r with |r| <= ln2 / 2. */
+INLINE vf exponential(vf x) {
+    x = smaller(greater(x, all(-87.3f)), all(88.7f));
+    vf shifted = x * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: rounds to an integer */
+    vf n = shifted - 12582912.0f;
+    vf r = x - n * 0.693359375f;
+    r = r + n * 2.12194440e-4f;
+    vf y = all(1.9875691500e-4f);
+    y = y * r + 1.3981999507e-3f;
+    y = y * r + 8.3334519073e-3f;
+    y = y * r + 4.1665795894e-2f;
+    y = y * r + 1.6666665459e-1f;
+    y = y * r + 5.0000001201e-1f;
+    y = y * r * r + r + 1.0f;
+    return y * (vf)((__builtin_convertvector(n, vi) + 127) << 23);
+}
+
+INLINE vf sigmoid(vf x) { return 1.0f / (1.0f + exponential(-x)); }
+INLINE vf tangent(vf x) { return 2.0f * sigmoid(2.0f * x) - 1.0f; }
+
+#endif

@@ -1,0 +1,173 @@
+/* Threads and the choice of instruction set.
+ *
+ * torch brings an OpenMP runtime whose idle threads spin. A second pool beside it would fight for the cores, so the team
+ * is torch's own: library.py hands over the entry points of the runtime that torch loaded. Without one (clang's runtime
+ * under another name, or none) a pool of our own takes its place.
+ */
+#define _GNU_SOURCE
+#include "foredraft.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <stddef.h>
+#include <string.h>
+
+typedef void (*gomp_parallel)(void (*)(void *), void *, unsigned, unsigned);
+typedef int (*omp_count)(void);
+
+static gomp_parallel shared_parallel;
+static omp_count shared_count;
+static int num_threads = 1;
+
+int fd_num_threads(void) { return num_threads; }
+void fd_set_threads(int n) { num_threads = n < 1 ? 1 : n; }
+void fd_share(void *parallel, void *count) {
+    shared_parallel = (gomp_parallel)parallel;
+    shared_count = (omp_count)count;
+}
+
+static inline void relax(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+void fd_barrier(fd_team *team) {
+    if (team->size == 1) {
+        atomic_store_explicit(&team->next, 0, memory_order_relaxed);
+        return;
+    }
+    int generation = atomic_load_explicit(&team->generation, memory_order_acquire);
+    if (atomic_fetch_add_explicit(&team->arrived, 1, memory_order_acq_rel) == team->size - 1) {
+        atomic_store_explicit(&team->arrived, 0, memory_order_relaxed);
+        atomic_store_explicit(&team->next, 0, memory_order_relaxed);
+        atomic_store_explicit(&team->generation, generation + 1, memory_order_release);
+        return;
+    }
+    /* the others are at most a few microseconds away, unless the system took their core */
+    for (int spins = 0; atomic_load_explicit(&team->generation, memory_order_acquire) == generation; spins++) {
+        if (spins < 1 << 14) relax();
+        else sched_yield();
+    }
+}
+
+typedef struct {
+    fd_body body;
+    void *what;
+    fd_team team;
+} job;
+
+static void enter(void *of) {
+    job *j = of;
+    /* the runtime may give fewer threads than were asked for, and a barrier waits for as many as there are */
+    atomic_store_explicit(&j->team.size, shared_count(), memory_order_relaxed);
+    j->body(j->what, &j->team);
+}
+
+/* The pool of our own. */
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t wake = PTHREAD_COND_INITIALIZER, done = PTHREAD_COND_INITIALIZER;
+static pthread_mutex_t turn = PTHREAD_MUTEX_INITIALIZER; /* one job at a time */
+static job *current;
+static int started, wanted, running, round_number;
+
+static void *serve(void *number) {
+    int seen = 0, mine = (int)(intptr_t)number;
+    pthread_mutex_lock(&lock);
+    for (;;) {
+        while (round_number == seen) pthread_cond_wait(&wake, &lock);
+        seen = round_number;
+        if (mine >= wanted) continue;
+        job *j = current;
+        pthread_mutex_unlock(&lock);
+        j->body(j->what, &j->team);
+        pthread_mutex_lock(&lock);
+        if (--running == 0) pthread_cond_signal(&done);
+    }
+    return NULL;
+}
+
+static void own_parallel(job *j) {
+    pthread_mutex_lock(&turn);
+    pthread_mutex_lock(&lock);
+    while (started < j->team.size - 1) {
+        pthread_t thread;
+        /* a thread joins before the round it is to take part in is announced */
+        if (pthread_create(&thread, NULL, serve, (void *)(intptr_t)(started)) != 0) break;
+        pthread_detach(thread);
+        started++;
+    }
+    if (started < j->team.size - 1) j->team.size = started + 1;
+    current = j;
+    wanted = running = j->team.size - 1;
+    round_number++;
+    pthread_cond_broadcast(&wake);
+    pthread_mutex_unlock(&lock);
+    j->body(j->what, &j->team);
+    pthread_mutex_lock(&lock);
+    while (running) pthread_cond_wait(&done, &lock);
+    pthread_mutex_unlock(&lock);
+    pthread_mutex_unlock(&turn);
+}
+
+void fd_parallel(fd_body body, void *what) {
+    job j = {.body = body, .what = what};
+    j.team.size = num_threads;
+    if (num_threads == 1) body(what, &j.team);
+    else if (shared_parallel) shared_parallel(enter, &j, (unsigned)num_threads, 0);
+    else own_parallel(&j);
+}
+
+/* Instruction sets, the best first. */
+#ifdef FD_X86
+extern const fd_kernels fd_avx512bf16, fd_avx512, fd_avx2;
+#endif
+extern const fd_kernels fd_portable;
+static const fd_kernels *chosen;
+
+static int can_run(const char *name) {
+    if (!strcmp(name, "portable")) return 1;
+#ifdef FD_X86
+    __builtin_cpu_init();
+    int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                 __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    if (!strcmp(name, "avx2")) return avx2;
+    if (!strcmp(name, "avx512")) return avx512;
+    if (!strcmp(name, "avx512bf16"))
+        return avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+#endif
+    return 0;
+}
+
+static const fd_kernels *const all[] = {
+#ifdef FD_X86
+    &fd_avx512bf16, &fd_avx512, &fd_avx2,
+#endif
+    &fd_portable,
+};
+
+/* 0 if this processor has it. NULL or "" = the best there is. */
+int fd_select(const char *name) {
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
+        if (name && *name && strcmp(name, all[i]->name)) continue;
+        if (!can_run(all[i]->name)) continue;
+        chosen = all[i];
+        return 0;
+    }
+    return -1;
+}
+
+const char *fd_selected(void) { return chosen->name; }
+int64_t fd_scratch(const fd_model *m, const fd_window *w) { return chosen->scratch(m, w, num_threads); }
+void fd_forward(const fd_model *m, const fd_window *w, const fd_pass *p) { chosen->forward(m, w, p); }
+int64_t fd_linear_scratch(const fd_weight *w, int rows) { return chosen->linear_scratch(w, rows); }
+void fd_linear(const fd_product *p) { chosen->linear(p); }
+void fd_attend(const fd_attention *a, const fd_window *w, char *scratch) { chosen->attention(a, w, scratch); }
+int64_t fd_sizeof(int what) {
+    const int64_t sizes[] = {sizeof(fd_weight), sizeof(fd_window),    sizeof(fd_layer), sizeof(fd_model),
+                             sizeof(fd_pass),   sizeof(fd_attention), sizeof(fd_product)};
+    return what < (int)(sizeof sizes / sizeof *sizes) ? sizes[what] : 0;
+}
