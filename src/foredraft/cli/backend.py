@@ -48,14 +48,9 @@ class Backend:
 
     def load(self, options: ModelOptions, method: str) -> Generator:
         """The target with a drafter. Raises ForedraftError."""
-        from transformers.utils import logging as transformers_logging
-
         from foredraft import LLM
 
-        # our own bar and our own one line say what is going on, a hub that cannot be reached included
-        transformers_logging.disable_progress_bar()
-        transformers_logging.set_verbosity_error()
-        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+        hush()
         return LLM(
             options.model or "builtin",
             drafter_spec(options, method),
@@ -89,6 +84,15 @@ class Backend:
         from foredraft.zoo.build import install
 
         install(out, Path(zoo.__path__[0]))
+
+
+def hush() -> None:
+    """Our own bar and our own one line say what is going on, a hub that cannot be reached included."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 
 def drafter_spec(options: ModelOptions, method: str) -> dict[str, Any] | None:
