@@ -1,8 +1,9 @@
 """Token trees and what a verification keeps of them. Pure data: no model, no randomness."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
+from operator import index
 
 import torch
 from torch import Tensor
@@ -19,6 +20,32 @@ def unpad(rows: Tensor) -> list[list[int]]:
     return [[x for x in row if x >= 0] for row in rows.tolist()]
 
 
+class Padded:
+    """A field of ragged rows, given as lists or as a padded tensor. It reads as the tensor, made when first asked for:
+    a step looks at its few nodes as lists, and every small tensor costs it microseconds."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._tensor, self._rows = f"_{name}_tensor", f"_{name}_rows"
+
+    def __get__(self, instance: object | None, owner: type | None = None) -> Tensor:
+        if instance is None:
+            raise AttributeError("a field without a default")
+        tensor: Tensor | None = instance.__dict__.get(self._tensor)
+        if tensor is None:
+            tensor = instance.__dict__[self._tensor] = pad(instance.__dict__[self._rows])
+        return tensor
+
+    def __set__(self, instance: object, value: Tensor | list[list[int]]) -> None:
+        instance.__dict__[self._rows if isinstance(value, list) else self._tensor] = value
+
+    def rows(self, instance: object) -> list[list[int]] | None:
+        """The lists, if it was given as such."""
+        return instance.__dict__.get(self._rows)
+
+
+_TOKENS, _PARENTS, _PATH, _FOLLOWING = Padded(), Padded(), Padded(), Padded()
+
+
 @dataclass(frozen=True)
 class TokenTree:
     """What one target pass verifies for each request.
@@ -27,8 +54,8 @@ class TokenTree:
     preempted request recomputes). The node after them is the last committed token; everything below it is drafted.
     """
 
-    tokens: Tensor  # [B, N] int64, -1 = no node
-    parents: Tensor  # [B, N] int64, parents[:, 0] == -1, otherwise parents[b, n] < n; -1 = no node
+    tokens: Padded = _TOKENS  # [B, N] int64, -1 = no node
+    parents: Padded = _PARENTS  # [B, N] int64, parents[:, 0] == -1, otherwise parents[b, n] < n; -1 = no node
     q: Tensor | None = None  # [R, V] by row; children of a node were drawn, in order, without replacement from its row
     known: tuple[tuple[int, ...], ...] | None = None  # B lists: the successors of the leading nodes
 
@@ -37,7 +64,7 @@ class TokenTree:
         cls, tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]], q: Tensor | None = None
     ) -> "TokenTree":
         """From ragged lists: B lists of token ids, B lists of parent indices."""
-        return cls(pad(tokens), pad(parents), q)
+        return cls([list(map(index, row)) for row in tokens], [list(map(index, row)) for row in parents], q)
 
     @classmethod
     def chains(cls, tokens: Sequence[Sequence[int]], q: Tensor | None = None) -> "TokenTree":
@@ -47,14 +74,18 @@ class TokenTree:
     @cached_property
     def sizes(self) -> list[int]:
         """B numbers of nodes."""
-        return (self.tokens >= 0).sum(1).tolist()
+        return list(map(len, self.token_lists))
 
     @cached_property
     def token_lists(self) -> list[list[int]]:
-        return unpad(self.tokens)
+        rows = _TOKENS.rows(self)
+        return unpad(self.tokens) if rows is None else rows
 
     @cached_property
     def parent_lists(self) -> list[list[int]]:
+        rows = _PARENTS.rows(self)
+        if rows is not None:
+            return rows
         return [row[:size] for row, size in zip(self.parents.tolist(), self.sizes, strict=True)]
 
     @cached_property
@@ -123,7 +154,7 @@ class TokenTree:
         mine = list(requests)
         q = None if self.q is None else torch.cat([self.q[slice(*self.first_rows[b : b + 2])] for b in mine])
         known = None if self.known is None else tuple(self.known[b] for b in mine)
-        return TokenTree(self.tokens[mine], self.parents[mine], q, known)
+        return TokenTree([self.token_lists[b] for b in mine], [self.parent_lists[b] for b in mine], q, known)
 
     def after(self, prefixes: Sequence[Sequence[int]], known: Sequence[Sequence[int]]) -> "TokenTree":
         """The tree with B runs of committed tokens put before its roots; a root whose successor is known is a leaf."""
@@ -132,37 +163,43 @@ class TokenTree:
             shift = len(prefix)
             tokens.append([*prefix, *old])
             parents.append([*range(-1, shift), *[link + shift for link in links[1:]]])
-        grown = TokenTree.of(tokens, parents, self.q)
-        return replace(grown, known=tuple(tuple(row) for row in known))
+        return TokenTree(tokens, parents, self.q, tuple(tuple(row) for row in known))
 
 
 @dataclass(frozen=True)
 class Commit:
     """What survives of a tree: per request a path of nodes, each with the token that follows it."""
 
-    path: Tensor  # [B, P] int64 surviving nodes, node 0 first; -1 pads
-    tokens: Tensor  # [B, P] int64 tokens[:, i] follows node path[:, i]; -1 pads
-    choice: Tensor | None = None  # [R] int64 the target's own draw after every scored node, where the rule made it
+    path: Padded = _PATH  # [B, P] int64 surviving nodes, node 0 first; -1 pads
+    tokens: Padded = _FOLLOWING  # [B, P] int64 tokens[:, i] follows node path[:, i]; -1 pads
+    choice: Tensor | None = None  # [R] int64 the target's own draw after a scored node; -1 where the rule made none
     features: Tensor | None = None  # [B, P, F] target states at the path
     failed: frozenset[int] = frozenset()  # requests whose law was not finite: nothing of theirs is committed
 
     @classmethod
     def of(cls, paths: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]], **more: object) -> "Commit":
         """From ragged lists of equal lengths."""
-        return cls(pad(paths), pad(tokens), **more)  # type: ignore[arg-type]
+        return cls(list(map(list, paths)), list(map(list, tokens)), **more)  # type: ignore[arg-type]
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """B numbers of KV entries kept, and of tokens that follow them; at least one unless the request failed."""
+        return list(map(len, self.token_lists))
 
     @cached_property
     def count(self) -> Tensor:
-        """[B] int64: KV entries kept, and tokens that follow them; at least one unless the request failed."""
-        return (self.tokens >= 0).sum(1)
+        """[B] int64: the counts."""
+        return torch.tensor(self.counts, dtype=torch.int64)
 
     @cached_property
     def path_lists(self) -> list[list[int]]:
-        return unpad(self.path)
+        rows = _PATH.rows(self)
+        return unpad(self.path) if rows is None else rows
 
     @cached_property
     def token_lists(self) -> list[list[int]]:
-        return unpad(self.tokens)
+        rows = _FOLLOWING.rows(self)
+        return unpad(self.tokens) if rows is None else rows
 
     def cut(self, counts: Sequence[int]) -> "Commit":
         """Only the first counts[b] entries of every request."""
@@ -170,4 +207,4 @@ class Commit:
         tokens = [row[:n] for row, n in zip(self.token_lists, counts, strict=True)]
         width = max(counts, default=0)
         features = None if self.features is None else self.features[:, :width]
-        return replace(self, path=pad(paths), tokens=pad(tokens), features=features)
+        return Commit(paths, tokens, self.choice, features, self.failed)
