@@ -91,6 +91,7 @@ typedef struct {
     void (*forward)(const fd_model *, const fd_window *, const fd_pass *);
     int64_t (*linear_scratch)(const fd_weight *, int rows);
     void (*linear)(const fd_product *);
+    int64_t (*attention_scratch)(const fd_attention *, const fd_window *, int threads);
     void (*attention)(const fd_attention *, const fd_window *, char *scratch);
 } fd_kernels;
 

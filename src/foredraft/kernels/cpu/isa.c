@@ -37,9 +37,14 @@ static void attention_body(void *what, fd_team *team) {
         attend(j->a, j->w, i / j->a->kv_heads, i % j->a->kv_heads, mine);
 }
 
+static int64_t attention_bytes(const fd_attention *a, const fd_window *w, int threads) {
+    return threads * attention_scratch(w, a->heads / a->kv_heads) + 64;
+}
+
 static void attention(const fd_attention *a, const fd_window *w, char *scratch) {
     attention_job j = {.a = a, .w = w, .scratch = scratch};
     fd_parallel(attention_body, &j);
 }
 
-const fd_kernels NAME(FD_ISA) = {STRING(FD_ISA), stack_scratch, forward, linear_scratch, linear, attention};
+const fd_kernels NAME(FD_ISA) = {STRING(FD_ISA), stack_scratch, forward, linear_scratch, linear, attention_bytes,
+                                 attention};

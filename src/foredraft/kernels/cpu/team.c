@@ -48,7 +48,7 @@ void fd_barrier(fd_team *team) {
     }
     /* the others are at most a few microseconds away, unless the system took their core */
     for (int spins = 0; atomic_load_explicit(&team->generation, memory_order_acquire) == generation; spins++) {
-        if (spins < 1 << 14) relax();
+        if (spins < 1 << 10) relax();
         else sched_yield();
     }
 }
@@ -57,12 +57,36 @@ typedef struct {
     fd_body body;
     void *what;
     fd_team team;
+    atomic_ullong cores; /* on which the members run, of the first 64 */
 } job;
+
+/* The scheduler may wake a thread on the core that its waker keeps busy, and take long to see it: whoever comes second
+ * to a core moves on, and is free to be moved again. */
+static void spread(job *j) {
+#ifdef __linux__
+    int core = sched_getcpu();
+    if (core < 0 || core >= 64) return;
+    unsigned long long taken = atomic_fetch_or_explicit(&j->cores, 1ull << core, memory_order_relaxed);
+    if (!(taken >> core & 1)) return;
+    cpu_set_t mine, others;
+    if (sched_getaffinity(0, sizeof mine, &mine)) return;
+    others = mine;
+    for (int i = 0; i < 64; i++)
+        if (taken >> i & 1) CPU_CLR(i, &others);
+    if (!CPU_COUNT(&others) || sched_setaffinity(0, sizeof others, &others)) return;
+    core = sched_getcpu();
+    if (core < 64) atomic_fetch_or_explicit(&j->cores, 1ull << core, memory_order_relaxed);
+    sched_setaffinity(0, sizeof mine, &mine);
+#else
+    (void)j;
+#endif
+}
 
 static void enter(void *of) {
     job *j = of;
     /* the runtime may give fewer threads than were asked for, and a barrier waits for as many as there are */
     atomic_store_explicit(&j->team.size, shared_count(), memory_order_relaxed);
+    spread(j);
     j->body(j->what, &j->team);
 }
 
@@ -82,6 +106,7 @@ static void *serve(void *number) {
         if (mine >= wanted) continue;
         job *j = current;
         pthread_mutex_unlock(&lock);
+        spread(j);
         j->body(j->what, &j->team);
         pthread_mutex_lock(&lock);
         if (--running == 0) pthread_cond_signal(&done);
@@ -105,6 +130,7 @@ static void own_parallel(job *j) {
     round_number++;
     pthread_cond_broadcast(&wake);
     pthread_mutex_unlock(&lock);
+    spread(j);
     j->body(j->what, &j->team);
     pthread_mutex_lock(&lock);
     while (running) pthread_cond_wait(&done, &lock);
@@ -160,11 +186,15 @@ int fd_select(const char *name) {
     return -1;
 }
 
+const char *fd_source(void) { return FD_SOURCE; }
 const char *fd_selected(void) { return chosen->name; }
 int64_t fd_scratch(const fd_model *m, const fd_window *w) { return chosen->scratch(m, w, num_threads); }
 void fd_forward(const fd_model *m, const fd_window *w, const fd_pass *p) { chosen->forward(m, w, p); }
 int64_t fd_linear_scratch(const fd_weight *w, int rows) { return chosen->linear_scratch(w, rows); }
 void fd_linear(const fd_product *p) { chosen->linear(p); }
+int64_t fd_attend_scratch(const fd_attention *a, const fd_window *w) {
+    return chosen->attention_scratch(a, w, num_threads);
+}
 void fd_attend(const fd_attention *a, const fd_window *w, char *scratch) { chosen->attention(a, w, scratch); }
 int64_t fd_sizeof(int what) {
     const int64_t sizes[] = {sizeof(fd_weight), sizeof(fd_window),    sizeof(fd_layer), sizeof(fd_model),

@@ -1,0 +1,210 @@
+"""The native library: found, loaded by raw pointers, and tied to torch's threads.
+
+There is nothing to link: it takes addresses. The records mirror foredraft.h field by field.
+"""
+
+import ctypes
+import os
+import warnings
+from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from foredraft.errors import ForedraftError
+from foredraft.kernels.cpu import build
+
+CHOICE = "FOREDRAFT_KERNELS"  # an instruction set by name, or "torch" for none
+SETS = ("avx512bf16", "avx512", "avx2", "portable")
+
+
+class Weight(ctypes.Structure):
+    _fields_ = (
+        ("data", c_void_p),
+        ("scale", c_void_p),
+        ("bias", c_void_p),
+        ("n", c_int32),
+        ("k", c_int32),
+        ("kind", c_int32),
+        ("group", c_int32),
+    )
+
+
+class Rows(ctypes.Structure):
+    """fd_window: the rows of a pass."""
+
+    _fields_ = (
+        ("rows", c_int32),
+        ("page_size", c_int32),
+        ("num_logits", c_int32),
+        ("longest", c_int32),
+        ("tokens", c_void_p),
+        ("write", c_void_p),
+        ("pages", c_void_p),
+        ("page_at", c_void_p),
+        ("tails", c_void_p),
+        ("tail_at", c_void_p),
+        ("start", c_void_p),
+        ("tail", c_void_p),
+        ("logit_rows", c_void_p),
+    )
+
+
+class Layer(ctypes.Structure):
+    _fields_ = (
+        ("attention_norm", c_void_p),
+        ("mlp_norm", c_void_p),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("qkv", Weight),
+        ("out", Weight),
+        ("gate_up", Weight),
+        ("down", Weight),
+        ("sliding", c_int32),
+    )
+
+
+class Model(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int32) for name in "layers hidden heads kv_heads head_dim rotary inner activation".split()),
+        ("has_bf16_kv", c_int32),
+        ("has_bf16_embedding", c_int32),
+        *((name, c_float) for name in "eps scale softcap embedding_scale residual_scale logit_scale".split()),
+        ("embedding", c_void_p),
+        ("norm", c_void_p),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("layer", POINTER(Layer)),
+        ("head", Weight),
+    )
+
+
+class Pass(ctypes.Structure):
+    _fields_ = (
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("taps", c_void_p),
+        ("num_taps", c_int32),
+        ("features", c_void_p),
+        ("logits", c_void_p),
+        ("scratch", c_void_p),
+    )
+
+
+class Attention(ctypes.Structure):
+    _fields_ = (
+        ("query", c_void_p),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("out", c_void_p),
+        *((name, c_int32) for name in "heads kv_heads head_dim has_bf16_kv sliding".split()),
+        ("scale", c_float),
+        ("softcap", c_float),
+    )
+
+
+class Product(ctypes.Structure):
+    _fields_ = (("weight", POINTER(Weight)), ("x", c_void_p), ("out", c_void_p), ("scratch", c_void_p), ("rows", c_int32))
+
+
+RECORDS = (Weight, Rows, Layer, Model, Pass, Attention, Product)
+
+
+@dataclass(frozen=True)
+class Library:
+    """Entry points of the loaded library. Calls release the interpreter's lock."""
+
+    handle: ctypes.CDLL
+
+    @property
+    def instruction_set(self) -> str:
+        return str(self.handle.fd_selected().decode())
+
+    def select(self, name: str = "") -> None:
+        """Use an instruction set by name; "" = the best there is. Raises ForedraftError where there is no such one."""
+        if self.handle.fd_select(name.encode()):
+            known = ", ".join(SETS)
+            raise ForedraftError(f"this processor has no {name!r} kernels; use one of {known} that it has, or torch")
+
+    def has(self, name: str) -> bool:
+        """Whether this processor runs an instruction set; leaves the best one selected."""
+        found = self.handle.fd_select(name.encode()) == 0
+        self.handle.fd_select(b"")
+        return found
+
+    def follow_threads(self) -> None:
+        """As many threads as torch uses now."""
+        self.handle.fd_set_threads(torch.get_num_threads())
+
+
+@cache
+def library() -> Library | None:
+    """The native library, or None (said once) where it was not built or is switched off."""
+    choice = os.environ.get(CHOICE, "")
+    if choice == "torch":
+        return None
+    if not build.LIBRARY.exists():
+        warnings.warn(
+            "Foredraft was installed without its native CPU kernels (no C compiler); decoding on CPU runs on torch's "
+            "operators, several times slower. Install gcc and run: python -m foredraft.kernels.cpu.build",
+            stacklevel=2,
+        )
+        return None
+    found = _load(build.LIBRARY)
+    found.select(choice)
+    return found
+
+
+def _load(path: Path) -> Library:
+    handle = ctypes.CDLL(str(path))
+    _declare(handle)
+    is_foreign = any(handle.fd_sizeof(i) != ctypes.sizeof(record) for i, record in enumerate(RECORDS))
+    if is_foreign or handle.fd_source().decode() != build.fingerprint():
+        raise ForedraftError(
+            "the native kernels were built from other sources; run: python -m foredraft.kernels.cpu.build"
+        )
+    runtime = _openmp()
+    if runtime is not None:
+        handle.fd_share(_address(runtime.GOMP_parallel), _address(runtime.omp_get_num_threads))
+    return Library(handle)
+
+
+def _declare(handle: ctypes.CDLL) -> None:
+    handle.fd_sizeof.restype = c_int64
+    handle.fd_source.restype = c_char_p
+    handle.fd_selected.restype = c_char_p
+    handle.fd_select.argtypes = [c_char_p]
+    handle.fd_set_threads.argtypes = [c_int]
+    handle.fd_share.argtypes = [c_void_p, c_void_p]
+    handle.fd_scratch.argtypes = [POINTER(Model), POINTER(Rows)]
+    handle.fd_scratch.restype = c_int64
+    handle.fd_forward.argtypes = [POINTER(Model), POINTER(Rows), POINTER(Pass)]
+    handle.fd_forward.restype = None
+    handle.fd_linear_scratch.argtypes = [POINTER(Weight), c_int]
+    handle.fd_linear_scratch.restype = c_int64
+    handle.fd_linear.argtypes = [POINTER(Product)]
+    handle.fd_linear.restype = None
+    handle.fd_attend_scratch.argtypes = [POINTER(Attention), POINTER(Rows)]
+    handle.fd_attend_scratch.restype = c_int64
+    handle.fd_attend.argtypes = [POINTER(Attention), POINTER(Rows), c_void_p]
+    handle.fd_attend.restype = None
+
+
+def _openmp() -> ctypes.CDLL | None:
+    """The OpenMP runtime that torch has loaded, if it speaks GNU's interface."""
+    try:
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    paths = {line.split(maxsplit=5)[5] for line in maps.splitlines() if "libgomp" in line or "libomp" in line}
+    for path in sorted(paths):
+        runtime = ctypes.CDLL(path)
+        if hasattr(runtime, "GOMP_parallel"):
+            return runtime
+    return None
+
+
+def _address(function: "ctypes._NamedFuncPointer") -> int | None:
+    return ctypes.cast(function, c_void_p).value
