@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
-NEVER = -math.inf
+from foredraft import filters
+from foredraft.filters import NEVER
 
 
 def _is_int(value: object) -> bool:
@@ -158,23 +159,24 @@ def distribution(
     (NaN or +inf among its logits, or nothing left to draw) comes back as NaN throughout.
     """
     rows = [sampling] * len(logits) if isinstance(sampling, Sampling) else list(sampling)
-    x = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
-    if any(s.shapes_logits for s in rows):
-        x = shape_logits(x, rows, history or [_NO_HISTORY] * len(rows))
+    if len(rows) != len(logits):
+        raise ValueError(f"{len(rows)} sets of sampling parameters for {len(logits)} rows of logits")
+    x = shaped(logits, rows, history)
     if all(s.is_greedy for s in rows):
-        return _one_hot(x)
+        return filters.one_hot(x)
     p = _sampled(x, rows)
     if any(s.is_greedy for s in rows):
         greedy = torch.tensor([s.is_greedy for s in rows], device=x.device)
-        p = torch.where(greedy[:, None], _one_hot(x), p)
+        p = torch.where(greedy[:, None], filters.one_hot(x), p)
     return p
 
 
-def _one_hot(x: Tensor) -> Tensor:
-    top, index = x.max(-1)
-    one = torch.where(top.isfinite(), 1.0, math.nan).to(x.dtype)
-    p = torch.zeros_like(x).scatter_(-1, index[:, None], one[:, None])
-    return p if bool(top.isfinite().all()) else p + (one - one)[:, None]  # NaN spreads over its row
+def shaped(logits: Tensor, rows: Sequence[Sampling], history: Sequence[History] | None = None) -> Tensor:
+    """[R, V] float32, or float64 as given: the logits a temperature acts on, whose largest is the greedy choice."""
+    x = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
+    if any(s.shapes_logits for s in rows):
+        return shape_logits(x, rows, history or [_NO_HISTORY] * len(rows))
+    return x
 
 
 def shape_logits(logits: Tensor, rows: Sequence[Sampling], history: Sequence[History]) -> Tensor:
@@ -227,6 +229,12 @@ def _column(rows: Sequence[Sampling], name: str, x: Tensor) -> Tensor:
     return torch.tensor([getattr(s, name) for s in rows], dtype=x.dtype, device=x.device)[:, None]
 
 
+def _shared(rows: Sequence[Sampling], name: str, x: Tensor) -> filters.Column:
+    """One number where all rows agree, which spares the step of a lone request some small tensors; else [R, 1]."""
+    values = [getattr(s, name) for s in rows]
+    return values[0] if values and values.count(values[0]) == len(values) else _column(rows, name, x)
+
+
 def _penalised(x: Tensor, rows: Sequence[Sampling], history: Sequence[History]) -> Tensor:
     out, prompt = _counts(history, x.shape[-1], x.device)
     repetition = _column(rows, "repetition_penalty", x)
@@ -237,54 +245,20 @@ def _penalised(x: Tensor, rows: Sequence[Sampling], history: Sequence[History]) 
 
 
 def _sampled(x: Tensor, rows: Sequence[Sampling]) -> Tensor:
-    # a temperature below the smallest normal number would round to zero; greedy rows are replaced later
-    temperature = _column(rows, "temperature", x).clamp_min(torch.finfo(x.dtype).tiny)
-    # the largest logit moves to zero first, so a small temperature cannot overflow
-    x = (x - x.amax(-1, keepdim=True)) / temperature
+    temperature = _shared(rows, "temperature", x)
+    if isinstance(temperature, Tensor) or temperature != 1:
+        # the largest logit moves to zero first, so a small temperature cannot overflow; one below the smallest normal
+        # number would round to zero (greedy rows are replaced later)
+        tiny = torch.finfo(x.dtype).tiny
+        x = x - x.amax(-1, keepdim=True)
+        x /= temperature.clamp_min(tiny) if isinstance(temperature, Tensor) else max(temperature, tiny)
     if any(s.top_k for s in rows):
-        x = _keep_top_k(x, [s.top_k for s in rows])
+        x = filters.keep_top_k(x, [s.top_k for s in rows])
     p = x.softmax(-1)
     if any(s.top_p < 1 for s in rows):
-        p = _renormalised(p, _nucleus(p, _column(rows, "top_p", p), p))
+        p = filters.keep_top_p(p, _shared(rows, "top_p", p))
     if any(s.min_p for s in rows):
-        p = _renormalised(p, p >= _column(rows, "min_p", p) * p.amax(-1, keepdim=True))
+        p = filters.keep_min_p(p, _shared(rows, "min_p", p))
     if any(s.typical_p < 1 for s in rows):
-        p = _renormalised(p, _nucleus(p, _column(rows, "typical_p", p), -_surprise_gap(p)))
+        p = filters.keep_typical(p, _shared(rows, "typical_p", p))
     return p
-
-
-def _keep_top_k(x: Tensor, top_k: Sequence[int]) -> Tensor:
-    """Ties with the k-th largest are kept, as in transformers."""
-    size = x.shape[-1]
-    wanted = [min(k, size) or size for k in top_k]
-    largest = max(k for k in wanted if k < size) if any(k < size for k in wanted) else 0
-    if not largest:
-        return x
-    sorted_top = x.topk(largest, -1).values
-    index = torch.tensor([min(k, largest) - 1 for k in wanted], device=x.device)[:, None]
-    floor = sorted_top.gather(-1, index)
-    floor = torch.where(torch.tensor([k < size for k in wanted], device=x.device)[:, None], floor, NEVER)
-    return x.masked_fill(x < floor, NEVER)
-
-
-def _nucleus(p: Tensor, mass: Tensor, rank: Tensor) -> Tensor:
-    """[R, V] bool: the first tokens by falling `rank` whose probabilities reach `mass`, the crossing one included."""
-    order = rank.argsort(dim=-1, descending=True, stable=True)
-    ordered = p.gather(-1, order)
-    before = ordered.cumsum(-1) - ordered
-    keep = (before < mass) | (mass >= 1)
-    keep[..., 0] = True  # a mass that rounds to zero still leaves one token
-    return torch.zeros_like(keep).scatter(-1, order, keep)
-
-
-def _surprise_gap(p: Tensor) -> Tensor:
-    """|-log p - H| of locally typical sampling (2202.00666); +inf where p is zero."""
-    surprise = -p.log()
-    entropy = torch.where(p > 0, p * surprise, 0).sum(-1, keepdim=True)
-    return (surprise - entropy).abs()
-
-
-def _renormalised(p: Tensor, keep: Tensor) -> Tensor:
-    # a row that loses nothing is not divided: its bits may not depend on the other rows of the batch
-    p = torch.where(keep | p.isnan(), p, 0)
-    return p / torch.where(keep.all(-1, keepdim=True), 1, p.sum(-1, keepdim=True))
