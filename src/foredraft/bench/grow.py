@@ -18,6 +18,7 @@ from torch import Tensor
 from foredraft.errors import ForedraftError
 
 FIELD = "foredraft_grown_from"  # in config.json: every figure of such a model names what it was grown from
+BUILT_IN = "Foredraft's built-in target"  # as an origin
 MULTIPLE = 128  # of the intermediate size
 NEAR = 0.005  # of the size asked for: within it the proportions of the original decide
 RATIOS = (1024, 256, 64, 16, 4, 1)  # powers of 4, so that the scale of the norms, a square root, is a power of 2
@@ -195,7 +196,7 @@ def grow_to(name: str | None, parameters: int, out: Path, seed: int = 0) -> Shap
     model = load_model(place, "auto", torch.device("cpu"))
     _check(model.config)
     small = Shape.of(model.config)
-    label = "Foredraft's built-in target" if name is None else Path(name).name
+    label = BUILT_IN if name is None else Path(name).name
     origin = f"{label} ({small.parameters / 1e6:.1f}M parameters)"
     shape = plan(small, parameters)
     save(grown(model, shape, origin, seed), load_tokenizer(place), out, origin)

@@ -1,12 +1,27 @@
 """`foredraft bench`: how fast it is, measured so that the figures can be believed."""
 
+import contextlib
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+from rich.style import Style
+from rich.table import Table as RichTable
+from rich.text import Text
 
 from foredraft.cli.backend import hush
+from foredraft.cli.bench_options import LatencyOptions
+from foredraft.cli.options import takes
+from foredraft.cli.progress import Bar
+from foredraft.cli.render import console
 from foredraft.cli.shell import UsageError, say
+
+if TYPE_CHECKING:
+    from foredraft.bench.latency_report import Job
+    from foredraft.bench.report import Report
 
 bench = typer.Typer(no_args_is_help=False)
 
@@ -41,3 +56,58 @@ def grow(
         f"{shape.heads} heads on {shape.kv_heads}, {shape.layers} layers; it writes the text of "
         f"{model or 'the built-in target'}"
     )
+
+
+@bench.command("latency")
+@takes(LatencyOptions)
+def latency(ctx: typer.Context, options: LatencyOptions) -> None:
+    """Plain decoding against drafting methods: the same weights and prompts, in turn, prompt by prompt."""
+    screen = console(sys.stdout, options.no_color)
+    progress = console(sys.stderr, options.no_color)
+    with contextlib.redirect_stdout(sys.stderr):
+        outputs = options.outputs()
+        with Bar(progress, "loading") as bar:
+            options.set_threads()
+            job = _latency_job(options, lambda title: bar.advance(0, title))
+            report = job.run()
+    show(report, screen)
+    outputs.write(report, job.draw)
+
+
+def _latency_job(options: LatencyOptions, step: Callable[[str], None]) -> "Job":
+    from foredraft import LLM
+    from foredraft.bench import flatness, latency_report, methods, questions
+    from foredraft.drafters.base import methods as registered
+
+    known = sorted(registered())
+    plan = latency_report.Plan(
+        methods=tuple(methods.parse_all(options.methods or known, known)),
+        is_default=not options.methods,
+        questions=() if options.prompts == 0 else tuple(questions.questions(options.questions, options.prompts)),
+        sampling=options.sampling(),
+        rounds=options.rounds,
+        spec_model=options.spec_model,
+        verify_rows=tuple(flatness.parse_rows(options.verify_cost)) if options.verify_cost else (),
+        context=options.context,
+    )
+    if not plan.questions and not plan.verify_rows:
+        raise UsageError("--prompts 0 leaves nothing to measure; add --verify-cost 1,2,4,8,16")
+    hush()
+    llm = LLM(options.model or "builtin", None, dtype=options.dtype, device=options.device, verify=options.verify)
+    return latency_report.Job(plan, llm, step)
+
+
+def show(report: "Report", screen: Console) -> None:
+    """Tables for a person; where nobody watches, Markdown."""
+    if not screen.is_terminal:
+        screen.file.write(report.markdown)
+        return
+    for table in report.tables:
+        shown = RichTable(title=table.title, title_justify="left", header_style=Style(bold=True))
+        for number, title in enumerate(table.header):
+            shown.add_column(title, justify="right" if number else "left")
+        for row in table.rows:
+            shown.add_row(*(Text(cell) for cell in row))
+        screen.print(shown)
+    for note in report.notes:
+        screen.print(Text(f"· {note}", Style(dim=True)))

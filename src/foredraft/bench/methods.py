@@ -1,0 +1,64 @@
+"""The methods to measure, as written on a command line: `ngram:8`, `draft_model:2:model=PATH`, `ngram:8:branches=2`."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from foredraft import zoo
+from foredraft.bench.grow import BUILT_IN, grown_from
+from foredraft.errors import ForedraftError
+
+PLAIN = "plain"
+
+
+@dataclass(frozen=True)
+class Method:
+    """One method with its settings; the label is what was written."""
+
+    label: str
+    spec: dict[str, Any]  # in the keys of vLLM's speculative_config
+
+    @property
+    def name(self) -> str:
+        return str(self.spec["method"])
+
+
+def parse(text: str, known: Sequence[str]) -> Method:
+    """`name`, then the draft length and `key=value` settings in any order, separated by colons."""
+    name, *settings = text.strip().split(":")
+    if name not in known:
+        raise ForedraftError(f"unknown method {name!r}; use one of: {', '.join(known)}")
+    spec: dict[str, Any] = {"method": name}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals:
+            key, value = "num_speculative_tokens", key
+            if not value.isdecimal() or not int(value):
+                raise ForedraftError(f"{text!r}: {value!r} is no draft length; write a method as {name}:8")
+        spec[key] = _value(value)
+    return Method(text.strip(), spec)
+
+
+def parse_all(texts: Sequence[str], known: Sequence[str]) -> list[Method]:
+    """Lists separated by commas, each method once."""
+    found = [parse(entry, known) for text in texts for entry in text.split(",") if entry.strip()]
+    return list({method.label: method for method in found}.values())
+
+
+def with_models(methods: Sequence[Method], config: Any, spec_model: str | None) -> Iterator[Method]:
+    """The methods with what they draft with: their own model, the one given to all, or that of the built-in pair.
+
+    A model grown from the built-in target writes its text, so what drafts for the one drafts for the other.
+    """
+    has_builtin = (grown_from(config) or "").startswith(BUILT_IN)
+    for method in methods:
+        model = spec_model or (zoo.builtin_drafter(method.name) if has_builtin else None)
+        yield Method(method.label, ({} if model is None else {"model": model}) | method.spec)
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text  # a path needs no quotes

@@ -1,0 +1,80 @@
+"""Plots of the benchmarks, as PNG."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from foredraft.bench.flatness import Cost
+from foredraft.bench.latency import Row
+from foredraft.bench.report import require_matplotlib
+
+GREY, OURS, PEER = "#8a8f98", "#1f6fb2", "#d97b29"
+DPI = 120
+
+
+def _figure(panels: int, height: float, caption: str) -> tuple[Any, list[Any]]:
+    require_matplotlib()
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, panels, figsize=(5.2 * panels, height), layout="constrained", squeeze=False)
+    figure.suptitle(caption, fontsize=8, color="#444444")
+    return figure, list(axes[0])
+
+
+def _save(figure: Any, path: Path) -> None:
+    from matplotlib import pyplot
+
+    figure.savefig(path, dpi=DPI)
+    pyplot.close(figure)
+
+
+def bars(
+    axis: Any, labels: Sequence[str], values: Sequence[float], notes: Sequence[str], colors: Sequence[str]
+) -> None:
+    """Horizontal bars, the first on top, each with a note at its end."""
+    places = list(range(len(labels)))
+    axis.barh(places, values, color=colors)
+    axis.set_yticks(places, labels)
+    axis.invert_yaxis()
+    for place, value, note in zip(places, values, notes, strict=True):
+        axis.text(value, place, f" {note}", va="center", fontsize=8)
+    axis.set_xlim(0, 1.22 * max([*values, 1e-9]))
+    axis.set_xlabel("tokens/s")
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def flatness(axis: Any, curves: Mapping[str, Sequence[Cost]]) -> None:
+    """Cost of a pass over k tokens, over that of one."""
+    for label, costs in curves.items():
+        axis.plot([c.rows for c in costs], [c.ratio for c in costs], "o-", label=label, markersize=4)
+    axis.set_xticks(sorted({c.rows for costs in curves.values() for c in costs}))
+    axis.axhline(1, color=GREY, linewidth=0.8)
+    axis.set(xlabel="tokens in one pass", ylabel="time over a pass of one token", title="Cost of verification")
+    axis.set_ylim(0, max(2.0, *(1.1 * c.ratio for costs in curves.values() for c in costs)))
+    axis.legend(fontsize=8)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def latency(rows: Sequence[Row], costs: Sequence[Cost], caption: str, path: Path) -> None:
+    """Speed, acceptance by position, and the cost of verification where it was measured."""
+    figure, axes = _figure(2 * bool(rows) + bool(costs), 3.6, caption)
+    if rows:
+        notes = [f"{row.tokens_per_second:.1f}  {row.speed_up:.2f}x" for row in rows]
+        colors = [GREY, *[OURS] * (len(rows) - 1)]
+        bars(axes[0], [row.method for row in rows], [row.tokens_per_second for row in rows], notes, colors)
+        axes[0].set_title("Speed, and over plain decoding")
+        for row in rows[1:]:
+            axes[1].plot(range(1, len(row.per_position) + 1), row.per_position, "o-", label=row.method, markersize=4)
+        axes[1].set(
+            xlabel="position in the draft", ylabel="share of drafts kept so far", ylim=(0, 1), title="Acceptance"
+        )
+        axes[1].xaxis.get_major_locator().set_params(integer=True)
+        axes[1].spines[["top", "right"]].set_visible(False)
+        if len(rows) > 1:
+            axes[1].legend(fontsize=8)
+    if costs:
+        flatness(axes[-1], {"foredraft": costs})
+    _save(figure, path)

@@ -1,0 +1,158 @@
+"""What a benchmark says: tables and notes for people, the figures for programs, and where they are written to."""
+
+import json
+import os
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from foredraft.bench.grow import grown_from
+from foredraft.errors import ForedraftError
+
+INSTALL = "pip install 'foredraft[bench]'"
+
+
+@dataclass(frozen=True)
+class Table:
+    """The first column names the row, the others hold figures."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    @property
+    def markdown(self) -> str:
+        cells = [self.header, ("---", *["---:"] * (len(self.header) - 1)), *self.rows]
+        return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells)
+
+
+@dataclass(frozen=True)
+class Report:
+    """One run of one benchmark."""
+
+    title: str
+    notes: tuple[str, ...]  # what the figures cannot be read without
+    tables: tuple[Table, ...]
+    data: dict[str, Any]  # the same for programs; dataclasses are written as objects
+
+    @property
+    def markdown(self) -> str:
+        parts = [f"# {self.title}", "\n".join(f"- {note}" for note in self.notes)]
+        for table in self.tables:
+            parts += [f"## {table.title}", table.markdown]
+        return "\n\n".join(parts) + "\n"
+
+    @property
+    def json(self) -> str:
+        values = {"title": self.title, "notes": self.notes, **self.data}
+        return json.dumps(values, indent=1, default=_plain, ensure_ascii=False) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    raise TypeError(f"{type(value).__name__} has no form in JSON")
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The files asked for."""
+
+    json: Path | None = None
+    markdown: Path | None = None
+    plot: Path | None = None
+
+    def check(self) -> None:
+        """Say before an hour of measuring what could not be written after it. Raises ForedraftError."""
+        for option, path in (("--json", self.json), ("--markdown", self.markdown), ("--plot", self.plot)):
+            if path is None:
+                continue
+            if path.is_dir():
+                raise ForedraftError(f"{option} {str(path)!r} is a folder; give a file")
+            if not path.parent.is_dir():
+                raise ForedraftError(f"{option} {str(path)!r}: there is no folder {str(path.parent)!r}; make it first")
+            if not os.access(path if path.exists() else path.parent, os.W_OK):
+                raise ForedraftError(f"{option} {str(path)!r} cannot be written; give another place")
+        if self.plot is not None:
+            if self.plot.suffix != ".png":
+                raise ForedraftError(f"--plot {str(self.plot)!r}: plots are PNG; give a name that ends in .png")
+            require_matplotlib()
+
+    def write(self, report: Report, draw: Callable[[Path], None]) -> None:
+        if self.json is not None:
+            self.json.write_text(report.json, encoding="utf-8")
+        if self.markdown is not None:
+            self.markdown.write_text(report.markdown, encoding="utf-8")
+        if self.plot is not None:
+            draw(self.plot)
+
+
+def require_matplotlib() -> None:
+    """Raises ForedraftError with the command that installs it."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise ForedraftError(f"plots need matplotlib; run {INSTALL}") from None
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on, beside the model."""
+    import torch
+    import transformers
+
+    import foredraft
+    from foredraft.cli.version import cpu_features
+
+    return {
+        "foredraft": foredraft.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "cpu": cpu_name(),
+        "cpu_features": cpu_features(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    try:
+        lines = cpuinfo.read_text(errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def machine_note(facts: dict[str, Any]) -> str:
+    features = f" ({' '.join(facts['cpu_features'])})" if facts["cpu_features"] else ""
+    return (
+        f"{facts['threads']} threads on {facts['cores']} cores of {facts['cpu']}{features}; foredraft "
+        f"{facts['foredraft']}, torch {facts['torch']}, transformers {facts['transformers']}"
+    )
+
+
+def model_name(llm: Any) -> str:
+    """A folder by its own name: where it lies says nothing to a reader."""
+    name = str(llm.target.name)
+    return "built-in" if llm.is_builtin else Path(name).name if Path(name).is_dir() else name
+
+
+def model_notes(name: str, config: Any, parameters: int, dtype: str) -> list[str]:
+    """The target in a line; in another one what it was grown from, wherever a figure of it stands."""
+    notes = [f"target {name}: {parameters / 1e6:.1f}M parameters, {dtype}"]
+    origin = grown_from(config)
+    if origin is not None:
+        notes.append(
+            f"the target is a grown model: the text, and so the acceptance, of {origin}, at the cost of its size"
+        )
+    return notes
+
+
+def percent(share: float) -> str:
+    return f"{share:.0%}"
+
+
+def positions(rates: Sequence[float]) -> tuple[str, ...]:
+    return tuple(f"{rate:.2f}" for rate in rates)

@@ -1,0 +1,103 @@
+"""The options of `foredraft bench`, in the words of `foredraft generate`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foredraft.cli.shell import UsageError
+
+if TYPE_CHECKING:
+    from foredraft.bench.report import Outputs
+    from foredraft.sampling import Sampling
+
+
+def _option(help: str, *names: str, panel: str, low: float | None = None, high: float | None = None) -> Any:  # noqa: A002
+    # typer's own word is `help`
+    return typer.Option(*names, help=help, rich_help_panel=panel, min=low, max=high)
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What every measurement takes."""
+
+    model: Annotated[
+        str | None, _option("Folder or Hub id of the target; the built-in model if not given.", panel="Model")
+    ] = None
+    methods: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Methods, by commas: ngram:8 drafts 8 tokens, further settings follow as key=value, e.g. "
+            "draft_model:2:model=PATH. Not given: all there are.",
+            rich_help_panel="Model",
+            metavar="METHOD[:K],...",
+        ),
+    ] = None
+    spec_model: Annotated[
+        str | None, _option("Folder or Hub id of the draft model, for every method asked for.", panel="Model")
+    ] = None
+    dtype: Annotated[str, _option("auto, bfloat16, float16, float32 or float64.", panel="Model")] = "auto"
+    threads: Annotated[int | None, _option("CPU threads; torch's own number if not given.", panel="Model", low=1)] = (
+        None
+    )
+    prompts: Annotated[
+        int | None,
+        _option("How many; 20 built-in ones, or all of --questions, if not given.", panel="Prompts", low=0),
+    ] = None
+    questions: Annotated[
+        Path | None, _option('JSONL of {"turns": ["...", ...]}, as Spec-Bench and MT-bench.', panel="Prompts")
+    ] = None
+    max_tokens: Annotated[int, _option("Longest output.", panel="Prompts", low=1)] = 128
+    json: Annotated[Path | None, _option("Write the figures here.", "--json", panel="Output")] = None
+    markdown: Annotated[Path | None, _option("Write the tables here.", panel="Output")] = None
+    plot: Annotated[Path | None, _option("Write a plot here, as PNG.", panel="Output")] = None
+    no_color: Annotated[bool, _option("No colours; NO_COLOR does the same.", "--no-color", panel="Output")] = False
+
+    def outputs(self) -> "Outputs":
+        """Raises ForedraftError for a file that could not be written."""
+        from foredraft.bench.report import Outputs
+
+        outputs = Outputs(self.json, self.markdown, self.plot)
+        outputs.check()
+        return outputs
+
+    def set_threads(self) -> int:
+        """The number of threads, from here on torch's."""
+        import torch
+
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        return torch.get_num_threads()
+
+
+@dataclass(frozen=True)
+class LatencyOptions(BenchOptions):
+    rounds: Annotated[int, _option("Times every prompt is run; the median counts.", panel="Prompts", low=1)] = 1
+    temperature: Annotated[float, _option("0 is greedy.", panel="Sampling")] = 0.0
+    top_k: Annotated[int, _option("Draw from this many likeliest tokens; 0 is off.", panel="Sampling")] = 0
+    top_p: Annotated[float, _option("Draw from the smallest set of this probability.", panel="Sampling")] = 1.0
+    seed: Annotated[int | None, _option("Same seed, same text.", panel="Sampling")] = None
+    stop_at_eos: Annotated[
+        bool, _option("End where the text ends; else every text has --max-tokens.", "--stop-at-eos", panel="Sampling")
+    ] = False
+    verify: Annotated[str, _option("Rule: auto, match, reject, block; typical is lossy.", panel="Model")] = "auto"
+    device: Annotated[str, _option("auto, cpu or cuda.", panel="Model")] = "auto"
+    verify_cost: Annotated[
+        str | None,
+        _option("Time a target pass over so many tokens, e.g. 1,2,4,5,8,16; --prompts 0: only that.", panel="Cost"),
+    ] = None
+    context: Annotated[int, _option("Tokens before those of --verify-cost.", panel="Cost", low=1)] = 256
+
+    def sampling(self) -> "Sampling":
+        """Raises UsageError on impossible values."""
+        from foredraft.sampling import Sampling
+
+        try:
+            return Sampling(
+                max_tokens=self.max_tokens, temperature=self.temperature, top_k=self.top_k, top_p=self.top_p,
+                seed=self.seed, ignore_eos=not self.stop_at_eos,
+            )  # fmt: skip
+        except ValueError as error:
+            name, _, rest = str(error).partition(" ")
+            raise UsageError(f"--{name.replace('_', '-')} {rest}" if hasattr(self, name) else str(error)) from None
