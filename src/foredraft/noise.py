@@ -5,9 +5,14 @@ preemption. The mixing function is the finaliser of SplitMix64 (Steele, Lea, Flo
 """
 
 import enum
+from functools import lru_cache
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+Bits = NDArray[np.uint64]
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -54,8 +59,34 @@ def _mix_tensor(x: Tensor) -> Tensor:
     return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 
+@lru_cache(maxsize=8)
+def _steps(count: int) -> Bits:
+    """[count] what every column adds to the key."""
+    return np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+
+
+def _uniform_bits(states: Bits) -> NDArray[np.float64]:
+    """Numbers in (0, 1) from the states before mixing, which are overwritten. The processor's own unsigned integers,
+    in place: a third of the time of the tensor arithmetic, and the same bits."""
+    spare = states >> 30
+    states ^= spare
+    states *= np.uint64(_MIX_1)
+    np.right_shift(states, 27, out=spare)
+    states ^= spare
+    states *= np.uint64(_MIX_2)
+    np.right_shift(states, 31, out=spare)
+    states ^= spare
+    states >>= 12
+    u = states.astype(np.float64)
+    u += 0.5
+    u *= 2.0**-52
+    return u
+
+
 def uniforms(keys: Tensor, count: int) -> Tensor:
     """[R] int64 keys -> [R, count] float64 in the open interval (0, 1); column i depends on (key, i) alone."""
+    if keys.device.type == "cpu":
+        return torch.from_numpy(_uniform_bits(keys.numpy().view(np.uint64)[:, None] + _steps(count)))
     index = torch.arange(1, count + 1, device=keys.device) * _signed(_GOLDEN)
     bits = _mix_tensor(keys[:, None] + index)
     # 52 bits and a half: the largest value is below one and exactly representable
@@ -69,3 +100,20 @@ def race(p: Tensor, keys: Tensor) -> Tensor:
     zero the score is zero and never wins.
     """
     return p.double() / uniforms(keys, p.shape[-1]).log_().neg_()
+
+
+def winner(p: NDArray[np.floating], key: int) -> int:
+    """The argmax of `race` for one row p [V] that has some mass. Only tokens of some probability run."""
+    size = len(p)
+    if np.count_nonzero(p) * 4 < size:
+        ids = np.flatnonzero(p)
+        u = _uniform_bits(_steps(size)[ids] + np.uint64(key & _MASK))
+        return int(ids[_scores(p[ids], u).argmin()])
+    return int(_scores(p, _uniform_bits(_steps(size) + np.uint64(key & _MASK))).argmin())
+
+
+def _scores(p: NDArray[np.floating], u: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The scores of `race` with their signs turned. The logarithm is torch's, whose last bit is not numpy's."""
+    torch.from_numpy(u).log_()
+    np.divide(p, u, out=u)
+    return u

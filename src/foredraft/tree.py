@@ -1,5 +1,6 @@
 """Token trees and what a verification keeps of them. Pure data: no model, no randomness."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -126,6 +127,11 @@ class TokenTree:
     def row(self, b: int, node: int) -> int:
         """The row of p and q that follows a scored node."""
         return self.first_rows[b] + node - self.roots[b]
+
+    def place(self, row: int) -> tuple[int, int]:
+        """The request and the node a row of p and q follows: the inverse of `row`."""
+        b = bisect_right(self.first_rows, row) - 1
+        return b, row - self.first_rows[b] + self.roots[b]
 
     @cached_property
     def is_chain(self) -> bool:

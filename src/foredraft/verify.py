@@ -2,24 +2,74 @@
 
 p is the target's law, q the draft's. Randomness is an argument, so every rule can be tested exactly and replayed.
 Coins lie in the open interval (0, 1) and comparisons are strict: a token the target gives probability zero is never
-accepted. All arithmetic on probabilities is float64.
+accepted. All arithmetic on probabilities is float64. A rule asks for laws and coins at the nodes it visits, so both
+may be made on demand (`Laws`, `Keyed`) or be there already (a tensor, `Coins`).
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from foredraft import noise
+from foredraft.laws import NO_LAW, Floats, Law, NotALawError, Rows, Table
 from foredraft.noise import Purpose
 from foredraft.tree import Commit, TokenTree
 
 
+class Randomness(Protocol):
+    """What decides in one verification."""
+
+    def key(self, row: int) -> int | None:
+        """The noise key of the target's own draw after a scored node; None where every law is one-hot."""
+
+    def accepts(self, b: int, node: int) -> float:
+        """The coin that decides on a drafted node."""
+
+    def draws(self, b: int, node: int) -> float:
+        """The coin that draws the token after the node where the walk ends."""
+
+    def select(self, requests: Sequence[int], rows: Tensor) -> "Randomness":
+        """That of some requests, whose rows of p are given."""
+
+
+@dataclass(frozen=True)
+class Keyed:
+    """Randomness by (seed, sample) and the sequence position of each request's first node, made where it is needed.
+
+    The target's draws depend on the position drawn for alone. The coins of `reject` also depend on where the step
+    began: a later step must not see again the coins by which an earlier one rejected.
+    """
+
+    tree: TokenTree
+    seeds: Sequence[tuple[int, int]]
+    positions: Sequence[int]
+
+    def key(self, row: int) -> int:
+        b, node = self.tree.place(row)
+        return noise.key(*self.seeds[b], Purpose.TOKEN, self.positions[b] + self.tree.depths[b][node] + 1)
+
+    def accepts(self, b: int, node: int) -> float:
+        return self._coin(Purpose.ACCEPT, b, node)
+
+    def draws(self, b: int, node: int) -> float:
+        return self._coin(Purpose.DRAW, b, node)
+
+    def select(self, requests: Sequence[int], rows: Tensor) -> "Keyed":
+        seeds, positions = [self.seeds[b] for b in requests], [self.positions[b] for b in requests]
+        return Keyed(self.tree.select(requests), seeds, positions)
+
+    def _coin(self, purpose: Purpose, b: int, node: int) -> float:
+        root = self.tree.roots[b]
+        return noise.coin(*self.seeds[b], purpose, self.positions[b] + root, node - root)
+
+
 @dataclass(frozen=True)
 class Coins:
-    """The randomness of one verification."""
+    """The randomness of one verification as tables."""
 
     keys: Tensor | None  # [R] int64 noise keys of the target's own draws; None where every law is one-hot
     accept: Tensor  # [B, N] float64 decides on a drafted node
@@ -27,99 +77,106 @@ class Coins:
 
     @classmethod
     def of(cls, tree: TokenTree, seeds: Sequence[tuple[int, int]], positions: Sequence[int]) -> "Coins":
-        """Keyed by (seed, sample) and the sequence position of each request's first node.
-
-        The target's draws depend on the position drawn for alone. The coins of `reject` also depend on where the step
-        began: a later step must not see again the coins by which an earlier one rejected.
-        """
-        keys: list[int] = []
-        width = tree.tokens.shape[1]
-        accept, draw = torch.full((len(seeds), width), 0.5).double(), torch.full((len(seeds), width), 0.5).double()
-        for b, ((seed, sample), start) in enumerate(zip(seeds, positions, strict=True)):
-            root, began = tree.roots[b], start + tree.roots[b]
-            for node in range(root, tree.sizes[b]):
-                keys.append(noise.key(seed, sample, Purpose.TOKEN, start + tree.depths[b][node] + 1))
-                accept[b, node] = noise.coin(seed, sample, Purpose.ACCEPT, began, node - root)
-                draw[b, node] = noise.coin(seed, sample, Purpose.DRAW, began, node - root)
+        """All of `Keyed`."""
+        keyed = Keyed(tree, seeds, positions)
+        accept, draw = (torch.full(tree.tokens.shape, 0.5, dtype=torch.float64) for _ in range(2))
+        for b, (root, size) in enumerate(zip(tree.roots, tree.sizes, strict=True)):
+            for node in range(root, size):
+                accept[b, node], draw[b, node] = keyed.accepts(b, node), keyed.draws(b, node)
+        keys = [keyed.key(row) for row in range(tree.first_rows[-1])]
         return cls(torch.tensor(keys, dtype=torch.int64), accept, draw)
 
+    def key(self, row: int) -> int | None:
+        return None if self.keys is None else int(self.keys[row])
+
+    def accepts(self, b: int, node: int) -> float:
+        return float(self.accept[b, node])
+
+    def draws(self, b: int, node: int) -> float:
+        return float(self.draw[b, node])
+
     def select(self, requests: Sequence[int], rows: Tensor) -> "Coins":
-        """The coins of some requests, whose rows of p are given."""
         mine = list(requests)
         keys = None if self.keys is None else self.keys[rows.to(self.keys.device)]
         return Coins(keys, self.accept[mine], self.draw[mine])
 
 
-Rule = Callable[[TokenTree, Tensor, Coins], Commit]
+Rule = Callable[[TokenTree, Tensor | Rows, Randomness], Commit]
 Walk = tuple[list[int], list[int]]  # nodes from the root down, and the token after each
 
 
-class NotALawError(Exception):
-    """A row of p was not finite: this request fails, alone."""
-
-
-def match(tree: TokenTree, p: Tensor, coins: Coins) -> Commit:
+def match(tree: TokenTree, p: Tensor | Rows, coins: Randomness) -> Commit:
     """The target draws after every node by keyed noise; a drafted child is accepted if it equals the draw.
 
     The text is the same whatever the drafter, the draft length, the batch or preemption (2408.07978 for chains).
+    All requests walk down together, one level at a time, so that their draws are made together too.
     """
-    choice = p.argmax(-1) if coins.keys is None else noise.race(p, coins.keys.to(p.device)).argmax(-1)
-    drawn = choice.tolist()
-    total = p.sum(-1)
-    is_law = (total.isfinite() & (total > 0)).tolist()
+    laws = Table.of(p)
+    walks: dict[int, Walk | None] = {b: ([], []) for b in range(len(tree.sizes)) if tree.roots[b] < tree.sizes[b]}
+    nodes = {b: tree.roots[b] for b in walks}
+    while nodes:
+        drawn = laws.tokens([tree.row(b, node) for b, node in nodes.items()], coins.key)
+        below: dict[int, int] = {}
+        for (b, node), token in zip(nodes.items(), drawn, strict=True):
+            walk = walks[b]
+            if token == NO_LAW or walk is None:
+                walks[b] = None
+                continue
+            walk[0].append(node)
+            walk[1].append(token)
+            tokens = tree.token_lists[b]
+            child = next((child for child in tree.children[b][node] if tokens[child] == token), None)
+            if child is not None:
+                below[b] = child
+        nodes = below
 
-    def walk(b: int) -> Walk:
-        node, nodes, tokens = tree.roots[b], [], []
-        while True:
-            row = tree.row(b, node)
-            if not is_law[row]:
-                raise NotALawError
-            nodes.append(node)
-            tokens.append(drawn[row])
-            child = [c for c in tree.children[b][node] if tree.token_lists[b][c] == drawn[row]]
-            if not child:
-                return nodes, tokens
-            node = child[0]
+    def walked(b: int) -> Walk:
+        walk = walks[b]
+        if walk is None:
+            raise NotALawError
+        return walk
 
-    return _commit(tree, walk, choice)
+    return _commit(tree, walked, laws.drawn)
 
 
-def reject(tree: TokenTree, p: Tensor, coins: Coins) -> Commit:
+def reject(tree: TokenTree, p: Tensor | Rows, coins: Randomness) -> Commit:
     """Speculative sampling (2211.17192, 2302.01318), on trees by recursive rejection over siblings drawn without
     replacement (SpecInfer 2305.09781, Sequoia 2402.12374)."""
+    laws = Table.of(p)
 
     def walk(b: int) -> Walk:
         node, nodes, tokens = tree.roots[b], [], []
         while True:
             nodes.append(node)
-            residual = _law(p, tree.row(b, node))
+            residual = laws.law(tree.row(b, node))
             accepted = None
-            for child, x, q in _siblings(tree, b, node, len(residual)):
-                if float(coins.accept[b, child]) * q[x] < residual[x]:
+            for child, x, q in _siblings(tree, b, node, residual.size):
+                if coins.accepts(b, child) * q[x] < residual[x]:
                     accepted = child
                     tokens.append(x)
                     break
-                residual = _normalised((residual - q).clamp_min(0), residual)
+                residual = residual.residual(q).scaled(residual)
             if accepted is None:
-                tokens.append(draw(residual, float(coins.draw[b, node])))
+                tokens.append(residual.draw(coins.draws(b, node)))
                 return nodes, tokens
             node = accepted
 
     return _commit(tree, walk)
 
 
-def block(tree: TokenTree, p: Tensor, coins: Coins) -> Commit:
+def block(tree: TokenTree, p: Tensor | Rows, coins: Randomness) -> Commit:
     """Block verification (2403.10444, algorithm 2): chains only, accepts no less than `reject` in expectation."""
     if not tree.is_chain:
         raise ValueError("block verification takes chains; use verify='reject' with a drafter that proposes trees")
+    laws = Table.of(p)
 
     def walk(b: int) -> Walk:
         chain = list(range(tree.roots[b], tree.sizes[b]))
         drafted = tree.token_lists[b]
-        steps: list[tuple[Tensor, Tensor]] = []  # (law, q) at every node that has a usable draft below it
+        steps: list[tuple[Law, Law]] = []  # (law, q) at every node that has a usable draft below it
         for node in chain[:-1]:
-            law = _law(p, tree.row(b, node))
-            below = list(_siblings(tree, b, node, len(law)))
+            law = laws.law(tree.row(b, node))
+            below = list(_siblings(tree, b, node, law.size))
             if not below:
                 break
             steps.append((law, below[0][2]))
@@ -128,20 +185,20 @@ def block(tree: TokenTree, p: Tensor, coins: Coins) -> Commit:
         weights, survived = [1.0], 0  # weights[i]: p_i of the paper, the joint ratio capped at one on the way
         for i, (law, q) in enumerate(steps):
             x = drafted[chain[i + 1]]
-            weights.append(min(weights[-1] * float(law[x]) / float(q[x]), 1.0))
+            weights.append(min(weights[-1] * law[x] / q[x], 1.0))
             if i + 1 < len(steps):
                 following, q_following = steps[i + 1]
-                rest = float((weights[-1] * following - q_following).clamp_min(0).sum())
+                rest = following.residual(q_following, weights[-1]).total
                 bar = rest / (rest + 1 - weights[-1]) if rest + 1 - weights[-1] > 0 else 1.0
             else:
                 bar = weights[-1]
-            if float(coins.accept[b, chain[i + 1]]) < bar:
+            if coins.accepts(b, chain[i + 1]) < bar:
                 survived = i + 1
         nodes = chain[: survived + 1]
-        law = _law(p, tree.row(b, nodes[-1]))
+        law = laws.law(tree.row(b, nodes[-1]))
         if survived < len(steps):
-            law = _normalised((weights[survived] * law - steps[survived][1]).clamp_min(0), law)
-        last = draw(law, float(coins.draw[b, nodes[-1]]))
+            law = law.residual(steps[survived][1], weights[survived]).scaled(law)
+        last = law.draw(coins.draws(b, nodes[-1]))
         return nodes, [*(drafted[n] for n in nodes[1:]), last]
 
     return _commit(tree, walk)
@@ -155,29 +212,30 @@ class Typical:
     threshold: float = 0.3  # eps, `posterior_threshold` there
     alpha: float = 0.09  # delta, `posterior_alpha` there
 
-    def __call__(self, tree: TokenTree, p: Tensor, coins: Coins) -> Commit:
+    def __call__(self, tree: TokenTree, p: Tensor | Rows, coins: Randomness) -> Commit:
+        laws = Table.of(p)
+
         def walk(b: int) -> Walk:
             paths = [[tree.roots[b]]]
             for path in paths:  # grows while it is read: breadth first, so the last path is a longest one
-                law = _law(p, tree.row(b, path[-1]))
-                bar = min(self.threshold, self.alpha * float(torch.exp(torch.special.entr(law).sum().neg())))
+                law = laws.law(tree.row(b, path[-1]))
+                bar = min(self.threshold, self.alpha * math.exp(-law.entropy))
                 children = tree.children[b][path[-1]]
-                inside = [c for c in children if tree.token_lists[b][c] < len(law)]
-                good = [c for c in inside if float(law[tree.token_lists[b][c]]) > bar]
+                inside = [c for c in children if tree.token_lists[b][c] < law.size]
+                good = [c for c in inside if law[tree.token_lists[b][c]] > bar]
                 paths += [[*path, c] for c in good]
             longest = max(map(len, paths))
             path = next(path for path in paths if len(path) == longest)
-            last = draw(_law(p, tree.row(b, path[-1])), float(coins.draw[b, path[-1]]))
+            last = laws.law(tree.row(b, path[-1])).draw(coins.draws(b, path[-1]))
             return path, [*(tree.token_lists[b][n] for n in path[1:]), last]
 
         return _commit(tree, walk)
 
 
 def draw(law: Tensor, u: float) -> int:
-    """The first token whose cumulative probability exceeds u; never one of probability zero."""
-    mass = law.cumsum(0)
-    index = int((mass <= u * mass[-1]).sum())
-    return index if index < len(law) and law[index] > 0 else int(law.nonzero()[-1])
+    """`Law.draw` of masses [V] given as a tensor."""
+    mass: Floats = law.double().cpu().numpy()
+    return Law(mass, len(mass)).draw(u)
 
 
 def force(tree: TokenTree, b: int) -> Walk:
@@ -204,21 +262,7 @@ def _commit(tree: TokenTree, walk: Callable[[int], Walk], choice: Tensor | None 
     return Commit.of(paths, tokens, choice=choice, failed=frozenset(failed))
 
 
-def _law(p: Tensor, row: int) -> Tensor:
-    law = p[row].double().cpu()
-    total = law.sum()
-    if not total.isfinite() or total <= 0:
-        raise NotALawError
-    return law / total
-
-
-def _normalised(residual: Tensor, fallback: Tensor) -> Tensor:
-    """A residual of no mass arises from rounding where p and q agree; p itself is then the law."""
-    total = residual.sum()
-    return residual / total if total > 0 else fallback
-
-
-def _siblings(tree: TokenTree, b: int, node: int, size: int) -> Iterator[tuple[int, int, Tensor]]:
+def _siblings(tree: TokenTree, b: int, node: int, size: int) -> Iterator[tuple[int, int, Law]]:
     """(child, its token, the law it was drawn from given its elder siblings), in order.
 
     Guesses (no q, or a row of zeros) are one-hot: lossless however they were found, for they knew no coin.
@@ -229,26 +273,21 @@ def _siblings(tree: TokenTree, b: int, node: int, size: int) -> Iterator[tuple[i
     if not children:
         return
     tokens = tree.token_lists[b]
-    q = torch.zeros(size).double() if tree.q is None else tree.q[tree.row(b, node)].double().cpu()
-    guesses = not bool(q.any())
+    drawn_from = None if tree.q is None else tree.q[tree.row(b, node)].double().cpu().numpy()
+    left = None if drawn_from is None or not drawn_from.any() else Law(drawn_from, len(drawn_from))
     for child in children:
         x = tokens[child]
-        if x >= size or len(q) != size:  # not of the target's vocabulary
+        if x >= size or (drawn_from is not None and len(drawn_from) != size):  # not of the target's vocabulary
             return
-        q = _one_hot(x, size) if guesses else q
-        total = float(q.sum())
-        if not math.isfinite(total) or total <= 0 or float(q[x]) <= 0 or float(q.min()) < 0:
+        if left is None:
+            yield child, x, Law.one_hot(x, size)
+            continue
+        total = left.total
+        if not math.isfinite(total) or total <= 0 or left[x] <= 0 or float(left.mass.min()) < 0:
             return
-        q = q / total
+        q = left.scaled(left)
         yield child, x, q
-        q = q.clone()
-        q[x] = 0
-
-
-def _one_hot(x: int, size: int) -> Tensor:
-    q = torch.zeros(size, dtype=torch.float64)
-    q[x] = 1
-    return q
+        left = q.without(x)
 
 
 def per_request(names: Sequence[str]) -> Rule:
@@ -256,14 +295,15 @@ def per_request(names: Sequence[str]) -> Rule:
     if len(set(names)) == 1:
         return RULES[names[0]]
 
-    def rule(tree: TokenTree, p: Tensor, coins: Coins) -> Commit:
+    def rule(tree: TokenTree, p: Tensor | Rows, coins: Randomness) -> Commit:
+        laws = Table.of(p)
         paths: list[list[int]] = [[] for _ in names]
         tokens: list[list[int]] = [[] for _ in names]
         failed: set[int] = set()
         for name in sorted(set(names)):  # every rule sees its own requests alone: `block` would refuse others' trees
             mine = [b for b, other in enumerate(names) if other == name]
             rows = torch.tensor([r for b in mine for r in range(*tree.first_rows[b : b + 2])], dtype=torch.int64)
-            commit = RULES[name](tree.select(mine), p[rows.to(p.device)], coins.select(mine, rows))
+            commit = RULES[name](tree.select(mine), laws.select(rows.tolist()), coins.select(mine, rows))
             for i, b in enumerate(mine):
                 paths[b], tokens[b] = commit.path_lists[i], commit.token_lists[i]
             failed |= {mine[i] for i in commit.failed}

@@ -16,12 +16,13 @@ from foredraft.engine.scheduler import Limits, Scheduler
 from foredraft.errors import ForedraftError
 from foredraft.kv.blocks import PageAllocator
 from foredraft.kv.pool import keep
+from foredraft.laws import Laws
 from foredraft.models.lm import LM
 from foredraft.models.window import Window
 from foredraft.request import Batch, Request
-from foredraft.sampling import distribution
+from foredraft.sampling import History
 from foredraft.tree import Commit, TokenTree
-from foredraft.verify import Coins, per_request
+from foredraft.verify import Keyed, per_request
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Scored:
     """Logits and laws of one pass, by row of the tree; `prompt_rows` are the other rows asked for."""
 
     logits: Tensor  # [R, V]
-    p: Tensor  # [R, V]
+    laws: Laws  # R
     prompt_rows: dict[int, Tensor]  # b -> [known, V] logits after the request's known nodes
 
 
@@ -96,7 +97,7 @@ class Engine:
         window, wanted = self._window(batch, tree)
         logits, features = self.target.forward(window, self.drafter.taps)
         scored = _score(batch, tree, logits, wanted)
-        commit = per_request([r.verify for r in batch.requests])(tree, scored.p, _coins(batch, tree))
+        commit = per_request([r.verify for r in batch.requests])(tree, scored.laws, _randomness(batch, tree))
         commit = self._cut(batch, tree, commit, scored, draft_time)
         starts, pages = [r.computed for r in batch.requests], [r.pages for r in batch.requests]
         keep(self.target.pool, commit.path_lists, starts, pages, self.page_size, self.device)
@@ -130,7 +131,7 @@ class Engine:
                 num_accepted = min(used - known, len(path) - known - 1)
                 transcript.count_step(tree.sizes[b] - known - 1, num_accepted, draft_time)
             counts.append(used)
-        return commit if counts == commit.count.tolist() else commit.cut(counts)
+        return commit if counts == commit.counts else commit.cut(counts)
 
     def _publish(self, batch: Batch, tree: TokenTree, commit: Commit) -> None:
         """Queue the new text, and take out the requests that ended."""
@@ -168,19 +169,24 @@ def _score(batch: Batch, tree: TokenTree, logits: Tensor, wanted: Sequence[int])
             kept.append(logits[offset + extra : offset + extra + size - root])
             offset += extra + size - root
         logits = torch.cat(kept)
-    spans = zip(tree.roots, tree.sizes, strict=True)
-    nodes = [(b, n) for b, (root, size) in enumerate(spans) for n in range(root, size)]
-    sampling = [batch.requests[b].sampling for b, _ in nodes]
-    shaped = any(s.shapes_logits for s in sampling)
-    history = [batch.requests[b].history(tree.path(b, n)) for b, n in nodes] if shaped else None
-    return Scored(logits, distribution(logits, sampling, history), prompt_rows)
+    return Scored(logits, _laws(batch, tree, logits), prompt_rows)
 
 
-def _coins(batch: Batch, tree: TokenTree) -> Coins:
-    if all(r.sampling.is_greedy and r.verify == "match" for r in batch.requests):
-        blank = torch.empty(0)
-        return Coins(None, blank, blank)
-    return Coins.of(tree, [(r.seed, r.sample) for r in batch.requests], [r.computed for r in batch.requests])
+def _laws(batch: Batch, tree: TokenTree, logits: Tensor) -> Laws:
+    spans = zip(batch.requests, tree.roots, tree.sizes, strict=True)
+    samplings = [request.sampling for request, root, size in spans for _ in range(root, size)]
+    if not any(request.sampling.shapes_logits for request in batch.requests):
+        return Laws(logits, samplings)
+
+    def history(row: int) -> History:
+        b, node = tree.place(row)
+        return batch.requests[b].history(tree.path(b, node))
+
+    return Laws(logits, samplings, history)
+
+
+def _randomness(batch: Batch, tree: TokenTree) -> Keyed:
+    return Keyed(tree, [(r.seed, r.sample) for r in batch.requests], [r.computed for r in batch.requests])
 
 
 def _with_features(commit: Commit, tree: TokenTree, features: Tensor | None) -> Commit:
@@ -224,4 +230,4 @@ def _note_prompt(transcript: Transcript, tree: TokenTree, b: int, scored: Scored
 
 def _logprob(tree: TokenTree, b: int, node: int, token: int, scored: Scored, count: int) -> TokenLogprob:
     row = tree.row(b, node)
-    return token_logprob(scored.logits[row], scored.p[row], token, count)
+    return token_logprob(scored.logits[row], scored.laws.p(row), token, count)

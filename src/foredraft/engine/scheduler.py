@@ -78,7 +78,7 @@ class Scheduler:
 
     def commit(self, batch: Batch, commit: Commit) -> None:
         """Move every request on by what was kept, and return the slots that nothing was committed to."""
-        for request, tokens, count in zip(batch.requests, commit.token_lists, commit.count.tolist(), strict=True):
+        for request, tokens, count in zip(batch.requests, commit.token_lists, commit.counts, strict=True):
             known = request.num_tokens - request.computed - 1
             request.output += tokens[known:]
             request.computed += count
