@@ -44,7 +44,8 @@ class LLM:
 
     model: a folder, a hub id, "builtin", or a loaded transformers model. drafter: None (plain decoding), a method
     name, a dict with the keys of vLLM's speculative_config, or a Drafter. verify: "auto" (a seeded or greedy request
-    uses `match`, any other `reject`) or a rule by name. Raises ForedraftError with one line that says what to do.
+    uses `match`, any other `reject`) or a rule by name. fused: run recognised models as native code on CPU; a model that was
+    handed over loaded stays as it is. Raises ForedraftError with one line that says what to do.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class LLM:
         num_speculative_tokens: int | None = None,
         tokenizer: Any = "auto",
         limits: MemoryLimits | None = None,
+        fused: bool = True,
         is_debug: bool = False,
     ) -> None:
         if verify not in VERIFY:
@@ -74,7 +76,9 @@ class LLM:
             self.tokenizer = None if isinstance(tokenizer, str) else tokenizer
         if loaded.dtype in (torch.float16,) and loaded.device.type == "cpu":
             raise ForedraftError("float16 is slow and inexact on CPU; use dtype='bfloat16' or 'float32'")
-        self.target = HFModel.adopt(loaded, name)
+        is_ours = isinstance(model, (str, Path)) or model is None
+        self.fused = fused
+        self.target = HFModel.adopt(loaded, name, fused and is_ours, is_ours)
         self._is_debug = is_debug
         if drafter == "auto":
             drafter = "draft_model" if model is None else None
@@ -93,7 +97,7 @@ class LLM:
     ) -> "LLM":
         """The same loaded target with another drafter and KV memory of its own."""
         other = copy.copy(self)
-        other.target = HFModel.adopt(self.target.model, self.target.name)
+        other.target = self.target.sibling()
         other._equip(drafter, num_speculative_tokens, verify or self.verify)
         return other
 
@@ -264,6 +268,7 @@ class LLM:
             dtype=self.target.model.dtype,
             device=self.target.device,
             page_size=self.limits.page_size,
+            fused=self.fused,
             builtin=zoo.builtin_drafter(method) if self.is_builtin else None,
         )
 

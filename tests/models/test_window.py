@@ -28,8 +28,8 @@ def spans(draw: st.DrawFn) -> list[Span]:
         tree = TokenTree.of([[7] * count], [parents if is_tree else range(-1, count - 1)])
         first = draw(st.integers(0, count - 1)) if is_tree else 0
         pages = [free.pop(0) for _ in range(-(-(start + count) // PAGE_SIZE))]
-        ancestors = tree.ancestors(0)[first:] if is_tree else None
-        result.append(Span(pages, start, [7] * (count - first), tree.depths[0], ancestors, first))
+        known = parents if is_tree else None
+        result.append(Span(pages, start, [7] * (count - first), tree.depths[0], known, first))
     return result
 
 
@@ -62,7 +62,7 @@ def expected(spans: list[Span], sliding: int | None) -> dict[int, set[int]]:
     for span in spans:
         for i in range(len(span.tokens)):
             node = span.first + i
-            above = range(node + 1) if span.ancestors is None else span.ancestors[i].nonzero().flatten().tolist()
+            above = range(node + 1) if span.parents is None else span.ancestors()[i].nonzero().flatten().tolist()
             here = span.start + span.depths[node]
             keys = [(at, at) for at in range(span.start)] + [
                 (span.start + n, span.start + span.depths[n]) for n in above

@@ -66,22 +66,11 @@ class Sketch:
 
     def span(self) -> Span:
         """The frontier as part of a window, seeing its ancestors among the nodes before it."""
-        first, size = self.frontier[0], len(self.depths)
-        is_chain = self.parents == list(range(size - 1))
-        start = self.request.num_tokens - 1
+        is_chain = self.parents == list(range(len(self.parents)))
+        parents = None if is_chain else [-1, *self.parents]
         tokens = [self.tokens[node - 1] for node in self.frontier]
-        return Span(self.request.pages, start, tokens, self.depths, None if is_chain else self._ancestors(first), first)
-
-    def _ancestors(self, first: int) -> Tensor:
-        size = len(self.depths)
-        mask = torch.zeros(size - first, size, dtype=torch.bool)
-        for row, node in enumerate(range(first, size)):
-            up = node
-            mask[row, 0] = True
-            while up:
-                mask[row, up] = True
-                up = self.parents[up - 1]
-        return mask
+        start = self.request.num_tokens - 1
+        return Span(self.request.pages, start, tokens, self.depths, parents, self.frontier[0])
 
     def draft(self) -> Draft:
         if not self.laws:
@@ -233,7 +222,7 @@ def create(config: Config, context: Context) -> DraftModel:
         raise ForedraftError("the method draft_model needs a draft: give --spec-model PATH (or {'model': PATH})")
     if config.branching is not None and (not config.branching or min(config.branching) < 1):
         raise ForedraftError(f"branching takes positive numbers of children by depth, got {config.branching}")
-    lm = HFModel.adopt(load_model(name, context.dtype, context.device), name)
+    lm = HFModel.adopt(load_model(name, context.dtype, context.device), name, context.fused, is_ours=True)
     check_vocabularies(
         (context.target_name, context.tokenizer, context.vocab_size), (name, load_tokenizer(name), lm.vocab_size)
     )

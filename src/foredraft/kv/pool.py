@@ -1,5 +1,7 @@
 """Keys and values by slot. A pool holds one model's KV; every pool shares the allocator's page ids."""
 
+import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -28,6 +30,21 @@ class KVPool:
         held[0].index_copy_(0, slots, keys)
         held[1].index_copy_(0, slots, values)
         return held
+
+    def reserve(self, like: Sequence[Tensor], num_slots: int) -> None:
+        """Make room in every layer at once; like[i] is an empty tensor [0, H, D] of the keys and values of layer i."""
+        for layer, sample in enumerate(like):
+            held = self.layers.get(layer)
+            if held is None or len(held[0]) < num_slots:
+                keys, values = held or (None, None)
+                self.layers[layer] = self._grown(keys, sample, num_slots), self._grown(values, sample, num_slots)
+
+    @property
+    def addresses(self) -> "tuple[ctypes.Array[ctypes.c_void_p], ctypes.Array[ctypes.c_void_p]]":
+        """Where the keys and the values of every layer lie, for native code."""
+        held = [self.layers[layer] for layer in range(len(self.layers))]
+        places = ctypes.c_void_p * len(held)
+        return places(*(k.data_ptr() for k, _ in held)), places(*(v.data_ptr() for _, v in held))
 
     @staticmethod
     def _grown(old: Tensor | None, like: Tensor, num_slots: int) -> Tensor:

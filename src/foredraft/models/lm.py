@@ -2,15 +2,17 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from foredraft.errors import ForedraftError
+from foredraft.kernels.linear import PackedWeight
 from foredraft.kv.pool import KVPool
 from foredraft.models import attention
+from foredraft.models.fused import FusedDecoder, why_not
 from foredraft.models.support import examine
 from foredraft.models.window import Window
 
@@ -38,14 +40,28 @@ class HFModel:
     name: str
     pool: KVPool
     kv_numbers: int  # in the keys and values of one token
+    num_parameters: int
+    fused: FusedDecoder | None = None
 
     @classmethod
-    def adopt(cls, model: Any, name: str) -> "HFModel":
-        """Take over a loaded model. Raises ForedraftError for architectures that paged attention cannot serve."""
+    def adopt(cls, model: Any, name: str, is_fused: bool = False, is_ours: bool = False) -> "HFModel":
+        """Take over a loaded model. Raises ForedraftError for architectures that paged attention cannot serve.
+
+        is_fused: run natively if the model is recognised. is_ours: nobody else uses it, so that its weights may go.
+        """
         model.eval()
         calls = examine(model, name)
+        count = sum(p.numel() for p in model.parameters())
         model.set_attn_implementation(attention.NAME)
-        return cls(model, name, KVPool(), sum(call.numbers for call in calls))
+        fused = None
+        if is_fused and why_not(model) is None:
+            sliding = [call.sliding for call in sorted(calls, key=lambda call: call.layer)]
+            fused = FusedDecoder.of(model, sliding, PackedWeight.pack, PackedWeight.pack, is_ours)
+        return cls(model, name, KVPool(), sum(call.numbers for call in calls), count, fused)
+
+    def sibling(self) -> "HFModel":
+        """The same weights with KV memory of their own."""
+        return replace(self, pool=KVPool())
 
     @property
     def vocab_size(self) -> int:
@@ -66,10 +82,6 @@ class HFModel:
         return int(self.model.config.get_text_config().num_hidden_layers)
 
     @property
-    def num_parameters(self) -> int:
-        return sum(p.numel() for p in self.model.parameters())
-
-    @property
     def device(self) -> torch.device:
         return self.model.device  # type: ignore[no-any-return]
 
@@ -79,6 +91,11 @@ class HFModel:
 
     def forward(self, window: Window, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
         """Logits [R, V] and tapped states [T, F]; boundary 0 is the embeddings, boundary k the output of layer k."""
+        for tap in taps:
+            if not 0 <= tap <= self.num_layers:
+                raise ForedraftError(f"tap {tap} is not a boundary of {self.name}: it has {self.num_layers} layers")
+        if self.fused is not None:
+            return self.fused.forward(window, self.pool, taps)
         with self._tapped(taps) as captured:
             out = self.model(
                 input_ids=window.tokens,
@@ -97,9 +114,6 @@ class HFModel:
         layers = decoder_layers(self.model) if taps else nn.ModuleList()
         handles = []
         for tap in taps:
-            if not 0 <= tap <= len(layers):
-                raise ForedraftError(f"tap {tap} is not a boundary of {self.name}: it has {len(layers)} layers")
-
             def before(_: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], tap: int = tap) -> None:
                 captured[tap] = args[0] if args else kwargs["hidden_states"]
 

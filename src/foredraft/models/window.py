@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from foredraft.kernels.rows import PackedRows
 from foredraft.kv.blocks import NULL_PAGE
 from foredraft.tree import TokenTree
 
@@ -24,13 +25,24 @@ class Span:
     start: int  # committed tokens whose KV is written; position of node 0
     tokens: Sequence[int]
     depths: Sequence[int]  # of the nodes from 0: as many as first + len(tokens)
-    ancestors: Tensor | None = None  # [n, first + n] bool over those nodes; None = a chain
+    parents: Sequence[int] | None = None  # of those nodes, -1 for node 0; None = a chain
     first: int = 0
 
     @property
     def length(self) -> int:
         """Keys the last row may see."""
         return self.start + self.first + len(self.tokens)
+
+    def ancestors(self) -> Tensor:
+        """[n, first + n] bool: which of the step's nodes every row sees, itself included."""
+        n, own = len(self.tokens), self.first + len(self.tokens)
+        if self.parents is None:
+            return torch.ones(n, own, dtype=torch.bool).tril(own - n)
+        mask = torch.eye(own, dtype=torch.bool)
+        for node, parent in enumerate(self.parents[:own]):
+            if parent >= 0:
+                mask[node] |= mask[parent]
+        return mask[self.first :]
 
 
 @dataclass(frozen=True)
@@ -65,33 +77,18 @@ class Group:
 
 @dataclass(frozen=True)
 class Window:
-    tokens: Tensor  # [1, T] packed ids
-    positions: Tensor  # [1, T] committed length + depth
-    write: Tensor  # [T] the slot each key goes to
-    groups: tuple[Group, ...]
-    logit_rows: Tensor  # [R] packed rows whose logits are wanted
-    num_slots: int  # every slot named here lies below this
+    """Rows are in the order of the spans, nodes in order within each. Tensors are made when first asked for."""
+
+    spans: tuple[Span, ...]
+    logit_row_list: Sequence[int]  # R packed rows whose logits are wanted
+    page_size: int
+    device: torch.device | str
 
     @classmethod
     def build(
         cls, spans: Sequence[Span], logit_rows: Sequence[int], page_size: int, device: torch.device | str
     ) -> "Window":
-        """Pack spans; rows are in the order of the spans, nodes in order within each."""
-        tokens = [token for span in spans for token in span.tokens]
-        positions = [span.start + depth for span in spans for depth in span.depths[span.first :]]
-        write = [
-            span.pages[i // page_size] * page_size + i % page_size
-            for span in spans
-            for i in range(span.start + span.first, span.length)
-        ]
-        return cls(
-            torch.tensor([tokens], device=device),
-            torch.tensor([positions], device=device),
-            torch.tensor(write, device=device),
-            _group(spans, page_size, device),
-            torch.tensor(logit_rows, dtype=torch.int64, device=device),
-            (max(max(span.pages) for span in spans) + 1) * page_size,
-        )
+        return cls(tuple(spans), logit_rows, page_size, device)
 
     @classmethod
     def of_trees(
@@ -110,16 +107,56 @@ class Window:
         for b, (start, table) in enumerate(zip(starts, pages, strict=True)):
             size, parents = tree.sizes[b], tree.parent_lists[b]
             is_chain = parents == list(range(-1, size - 1))
-            spans.append(
-                Span(table, start, tree.token_lists[b], tree.depths[b], None if is_chain else tree.ancestors(b))
-            )
+            spans.append(Span(table, start, tree.token_lists[b], tree.depths[b], None if is_chain else parents))
             logit_rows += range(offset + (0 if b in every_row else tree.roots[b]), offset + size)
             offset += size
         return cls.build(spans, logit_rows, page_size, device)
 
     @cached_property
     def num_rows(self) -> int:
-        return self.tokens.shape[1]
+        return sum(len(span.tokens) for span in self.spans)
+
+    @cached_property
+    def num_slots(self) -> int:
+        """Every slot named here lies below this."""
+        return (max(max(span.pages) for span in self.spans) + 1) * self.page_size
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        """[1, T] packed ids."""
+        return torch.tensor([[token for span in self.spans for token in span.tokens]], device=self.device)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """[1, T] committed length + depth."""
+        found = [span.start + depth for span in self.spans for depth in span.depths[span.first :]]
+        return torch.tensor([found], device=self.device)
+
+    @cached_property
+    def write(self) -> Tensor:
+        """[T] the slot each key goes to."""
+        size = self.page_size
+        found = [
+            span.pages[i // size] * size + i % size
+            for span in self.spans
+            for i in range(span.start + span.first, span.length)
+        ]
+        return torch.tensor(found, device=self.device)
+
+    @cached_property
+    def logit_rows(self) -> Tensor:
+        """[R] packed rows whose logits are wanted."""
+        return torch.tensor(self.logit_row_list, dtype=torch.int64, device=self.device)
+
+    @cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """The attention calls of the plain path."""
+        return _group(self.spans, self.page_size, self.device)
+
+    @cached_property
+    def packed(self) -> PackedRows:
+        """The same rows for the native path."""
+        return PackedRows.pack(self.spans, self.logit_row_list, self.page_size)
 
 
 def _group(spans: Sequence[Span], page_size: int, device: torch.device | str) -> tuple[Group, ...]:
@@ -147,11 +184,10 @@ def _slots(pages: Sequence[int], length: int, page_size: int) -> slice | Tensor:
 
 def _visible(span: Span) -> Tensor | None:
     """[n, L] bool: every committed key, and the ancestors among the step's own nodes. None = all."""
-    n, own = len(span.tokens), span.first + len(span.tokens)
-    if span.ancestors is None and n == 1:
+    n = len(span.tokens)
+    if span.parents is None and n == 1:
         return None
-    inside = torch.ones(n, own, dtype=torch.bool).tril(own - n) if span.ancestors is None else span.ancestors
-    return torch.cat([torch.ones(n, span.start, dtype=torch.bool), inside], 1)
+    return torch.cat([torch.ones(n, span.start, dtype=torch.bool), span.ancestors()], 1)
 
 
 def _positions(span: Span) -> tuple[Tensor, Tensor]:

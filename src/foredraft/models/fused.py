@@ -1,0 +1,212 @@
+"""Decoders that run as one native call per pass: Llama and what shares its structure, on CPU.
+
+Weights are packed once, query, key and value together and gate and up interleaved; a pass then enters a team of threads
+once and stays in it from the embeddings to the logits. What is not recognised keeps the plain path.
+"""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foredraft.kernels.arena import Arena
+from foredraft.kernels.cpu.library import Layer, Library, Model, Pass, library
+from foredraft.kernels.linear import PackedWeight
+from foredraft.kv.pool import KVPool
+from foredraft.models.window import Window
+
+FAMILIES = ("llama", "mistral", "ministral", "qwen2", "qwen3", "granite")  # by config.model_type
+ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1}
+STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # factors that do not depend on the text's length
+LANES = 16  # head widths come in whole vectors
+
+Packer = Callable[[Tensor, Tensor | None, Arena], PackedWeight]
+
+
+def why_not(model: Any) -> str | None:
+    """Why a model keeps the plain path; None if it can run fused."""
+    config = model.config.get_text_config()
+    if model.device.type != "cpu" or model.dtype not in (torch.bfloat16, torch.float32):
+        return f"{model.dtype} on {model.device.type}"
+    if config.model_type not in FAMILIES:
+        return f"models of type {config.model_type}"
+    if config.hidden_act not in ACTIVATIONS:
+        return f"the activation {config.hidden_act}"
+    if (getattr(config, "rope_parameters", None) or {}).get("rope_type") not in STATIC_ROPE:
+        return "rotary factors that change with the text"
+    blocks = model.model.layers
+    linears = [m for block in blocks for m in _linears(block)]
+    if not all(type(m) is nn.Linear for m in [*linears, model.lm_head]):
+        return "linear layers that were replaced"
+    if blocks[0].self_attn.head_dim % LANES:
+        return f"heads of width {blocks[0].self_attn.head_dim}"
+    if library() is None:
+        return "no native kernels"
+    return None
+
+
+def _linears(block: Any) -> list[nn.Module]:
+    attention, mlp = block.self_attn, block.mlp
+    return [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+
+
+@dataclass
+class FusedDecoder:
+    """The native side's view of a model. Thread-safe: a pass brings its own scratch memory."""
+
+    native: Library
+    record: Model
+    weights: list[PackedWeight]
+    tensors: list[Tensor]  # whatever else the record points to
+    samples: list[Tensor]  # [0, H, D] of every layer, for its KV pool
+    dtype: torch.dtype
+    rotary: Callable[[int], tuple[Tensor, Tensor]]  # positions -> cos and sin [positions, rotary / 2]
+    num_positions: int = 0
+    _free: list[Tensor] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, model: Any, sliding: Sequence[int | None], pack: Packer, pack_head: Packer, is_ours: bool) -> "FusedDecoder":
+        """Pack a model for which `why_not` is None. One that is ours gives up each weight as it is packed."""
+        native = library()
+        assert native is not None, "why_not was not asked"
+        build = _Build(model, pack, pack_head, is_ours)
+        record = build.model(sliding)
+        attention = model.model.layers[0].self_attn
+        heads, width = record.kv_heads, attention.head_dim
+        samples = [torch.empty(0, heads, width, dtype=model.dtype) for _ in sliding]
+        rotary = _rotary(model.model.rotary_emb)
+        return cls(native, record, build.weights, build.tensors, samples, model.dtype, rotary)
+
+    def forward(self, window: Window, pool: KVPool, taps: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
+        """Logits [R, V] in float32, and the tapped states [T, F] in the model's type."""
+        rows = window.packed
+        self._see(rows.record.longest)
+        pool.reserve(self.samples, window.num_slots)
+        logits = torch.empty(rows.num_logits, self.record.head.n)
+        features = torch.empty(rows.num_rows, len(taps) * self.record.hidden) if taps else None
+        self.native.follow_threads()
+        scratch = self._scratch(self.native.handle.fd_scratch(self.record, rows.record))
+        keys, values = pool.addresses
+        job = Pass(
+            ctypes.addressof(keys),
+            ctypes.addressof(values),
+            ctypes.addressof((ctypes.c_int32 * len(taps))(*taps)) if taps else None,
+            len(taps),
+            None if features is None else features.data_ptr(),
+            logits.data_ptr(),
+            scratch.data_ptr(),
+        )
+        self.native.handle.fd_forward(self.record, rows.record, job)
+        self._free.append(scratch)
+        return logits, None if features is None else features.to(self.dtype)
+
+    def _scratch(self, size: int) -> Tensor:
+        try:
+            held = self._free.pop()
+        except IndexError:
+            return torch.empty(size, dtype=torch.uint8)
+        return held if len(held) >= size else torch.empty(2 * size, dtype=torch.uint8)
+
+    def _see(self, positions: int) -> None:
+        if positions <= self.num_positions:
+            return
+        self.num_positions = max(1024, 1 << (positions - 1).bit_length())
+        cos, sin = self.rotary(self.num_positions)
+        self.tensors += [cos, sin]  # a pass under way may still read the old ones
+        self.record.cos, self.record.sin = cos.data_ptr(), sin.data_ptr()
+
+
+def _rotary(module: Any) -> Callable[[int], tuple[Tensor, Tensor]]:
+    def table(positions: int) -> tuple[Tensor, Tensor]:
+        with torch.inference_mode():
+            cos, sin = module(torch.empty(0), position_ids=torch.arange(positions)[None])
+        half = cos.shape[-1] // 2
+        return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
+
+    return table
+
+
+@dataclass
+class _Build:
+    """Packs a model layer by layer and keeps alive what the records point to."""
+
+    source: Any
+    pack: Packer
+    pack_head: Packer
+    is_ours: bool
+    arena: Arena = field(default_factory=Arena)
+    weights: list[PackedWeight] = field(default_factory=list)
+    tensors: list[Tensor] = field(default_factory=list)
+
+    def model(self, sliding: Sequence[int | None]) -> Model:
+        source, config = self.source, self.source.config.get_text_config()
+        layers = (Layer * len(sliding))(*(self.layer(b, s) for b, s in zip(source.model.layers, sliding, strict=True)))
+        attention, norm = source.model.layers[0].self_attn, source.model.norm
+        embedding = source.model.embed_tokens.weight.detach()
+        self.tensors.append(embedding)
+        return Model(
+            layers=len(layers),
+            hidden=embedding.shape[1],
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_dim=attention.head_dim,
+            rotary=2 * len(source.model.rotary_emb.inv_freq),
+            inner=layers[0].gate_up.n // 2,
+            activation=ACTIVATIONS[config.hidden_act],
+            has_bf16_kv=source.dtype == torch.bfloat16,
+            has_bf16_embedding=embedding.dtype == torch.bfloat16,
+            eps=norm.variance_epsilon,
+            scale=attention.scaling,
+            softcap=0.0,
+            embedding_scale=getattr(config, "embedding_multiplier", 1.0),
+            residual_scale=getattr(config, "residual_multiplier", 1.0),
+            logit_scale=1.0 / getattr(config, "logits_scaling", 1.0),
+            embedding=embedding.data_ptr(),
+            norm=self.numbers(norm.weight),
+            layer=ctypes.cast(layers, ctypes.POINTER(Layer)),
+            head=self.hold(self.pack_head(source.lm_head.weight, source.lm_head.bias, self.arena)),
+        )
+
+    def layer(self, block: Any, sliding: int | None) -> Layer:
+        attention, mlp = block.self_attn, block.mlp
+        is_normed = hasattr(attention, "q_norm")
+        layer = Layer(
+            attention_norm=self.numbers(block.input_layernorm.weight),
+            mlp_norm=self.numbers(block.post_attention_layernorm.weight),
+            q_norm=self.numbers(attention.q_norm.weight) if is_normed else None,
+            k_norm=self.numbers(attention.k_norm.weight) if is_normed else None,
+            qkv=self.joined(torch.cat, attention.q_proj, attention.k_proj, attention.v_proj),
+            out=self.joined(torch.cat, attention.o_proj),
+            gate_up=self.joined(_interleaved, mlp.gate_proj, mlp.up_proj),
+            down=self.joined(torch.cat, mlp.down_proj),
+            sliding=sliding or 0,
+        )
+        if self.is_ours:
+            for linear in _linears(block):
+                linear.weight = nn.Parameter(linear.weight.new_empty(0), requires_grad=False)
+        return layer
+
+    def joined(self, join: Callable[[Sequence[Tensor]], Tensor], *linears: Any) -> Any:
+        bias = None
+        if any(linear.bias is not None for linear in linears):
+            rows = [x.weight.new_zeros(x.out_features) if x.bias is None else x.bias.detach() for x in linears]
+            bias = join([row[:, None] for row in rows])[:, 0]
+        return self.hold(self.pack(join([linear.weight.detach() for linear in linears]), bias, self.arena))
+
+    def hold(self, weight: PackedWeight) -> Any:
+        self.weights.append(weight)
+        return weight.record
+
+    def numbers(self, parameter: Tensor) -> int:
+        self.tensors.append(parameter.detach().float().contiguous())
+        return self.tensors[-1].data_ptr()
+
+
+def _interleaved(pair: Sequence[Tensor]) -> Tensor:
+    """16 rows of gate, 16 rows of up, and so on; rows of zeros fill the last."""
+    missing = -len(pair[0]) % LANES
+    padded = [torch.cat([half, half.new_zeros(missing, half.shape[1])]).view(-1, LANES, half.shape[1]) for half in pair]
+    return torch.stack(padded, 1).flatten(0, 2)
