@@ -20,6 +20,7 @@ from foredraft.sampling import History, Sampling, distribution, shaped
 Floats = NDArray[np.float64]
 Key = Callable[[int], int | None]  # row -> the noise key of its draw; None where every law is one-hot
 NO_LAW = -1  # in place of a token
+SMALL = 1 << 16  # logits on the CPU: to look at all of them for the largest takes less than to ask twice
 
 
 class NotALawError(Exception):
@@ -128,14 +129,16 @@ class Laws:
         self.logits = logits  # [R, V]
         self.samplings = samplings  # R
         self._history = history  # of a row; None where no logits are shaped
+        # a device would have to be waited for at every level of a tree
+        is_small = all(s.is_greedy for s in samplings) and history is None and logits.numel() <= SMALL
+        self._at_once = is_small or logits.device.type != "cpu"
         self._p: dict[int, Tensor] = {}  # [V] each
         self._tokens: dict[int, int] = {}
 
     def tokens(self, rows: Sequence[int], key: Key) -> list[int]:
         missing = [row for row in rows if row not in self._tokens]
         if missing:
-            # a device would have to be waited for at every level of the tree
-            every = missing if self.logits.device.type == "cpu" else range(len(self.samplings))
+            every = range(len(self.samplings)) if self._at_once else missing
             greedy = [row for row in every if self.samplings[row].is_greedy]
             if greedy:
                 self._choose(greedy)

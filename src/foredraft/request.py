@@ -69,6 +69,11 @@ class Batch:
     def __len__(self) -> int:
         return len(self.requests)
 
+    def root(self, b: int) -> int:
+        """The last committed token of a request's chunk, below which its draft stands."""
+        request = self.requests[b]
+        return request.token(request.computed + self.chunks[b] - 1)
+
     def drafting(self) -> list[int]:
         """Indices of the requests that may be drafted for."""
         return [b for b, budget in enumerate(self.budgets) if budget > 0]

@@ -1,13 +1,16 @@
 """Token trees and what a verification keeps of them. Pure data: no model, no randomness."""
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from operator import index
+from itertools import accumulate
+from operator import index, sub
+from typing import Generic, TypeVar, overload
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 def pad(rows: Sequence[Sequence[int]]) -> Tensor:
@@ -19,6 +22,23 @@ def pad(rows: Sequence[Sequence[int]]) -> Tensor:
 def unpad(rows: Tensor) -> list[list[int]]:
     """The ragged rows behind `pad`."""
     return [[x for x in row if x >= 0] for row in rows.tolist()]
+
+
+class lazy(Generic[T]):  # noqa: N801 - a decorator
+    """functools.cached_property without its lock, which until Python 3.12 costs more than most of what is below."""
+
+    def __init__(self, make: Callable[..., T]) -> None:
+        self._make, self._name, self.__doc__ = make, make.__name__, make.__doc__
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> "lazy[T]": ...
+    @overload
+    def __get__(self, instance: object, owner: type) -> T: ...
+    def __get__(self, instance: object | None, owner: type) -> "lazy[T] | T":
+        if instance is None:
+            return self
+        value = instance.__dict__[self._name] = self._make(instance)
+        return value
 
 
 class Padded:
@@ -72,29 +92,29 @@ class TokenTree:
         """Every request's tokens in a line: the last committed token, then the draft."""
         return cls.of(tokens, [range(-1, len(row) - 1) for row in tokens], q)
 
-    @cached_property
+    @lazy
     def sizes(self) -> list[int]:
         """B numbers of nodes."""
         return list(map(len, self.token_lists))
 
-    @cached_property
+    @lazy
     def token_lists(self) -> list[list[int]]:
         rows = _TOKENS.rows(self)
         return unpad(self.tokens) if rows is None else rows
 
-    @cached_property
+    @lazy
     def parent_lists(self) -> list[list[int]]:
         rows = _PARENTS.rows(self)
         if rows is not None:
             return rows
         return [row[:size] for row, size in zip(self.parents.tolist(), self.sizes, strict=True)]
 
-    @cached_property
+    @lazy
     def roots(self) -> list[int]:
         """B indices of the last committed token; equal to the size where the successor of every node is known."""
         return [len(known) for known in self.known] if self.known else [0] * len(self.sizes)
 
-    @cached_property
+    @lazy
     def children(self) -> list[list[list[int]]]:
         """[b][n] -> the drafted children of a node, in the order they were drawn."""
         result = []
@@ -105,7 +125,7 @@ class TokenTree:
             result.append(below)
         return result
 
-    @cached_property
+    @lazy
     def depths(self) -> list[list[int]]:
         """[b][n] -> distance from node 0."""
         result = []
@@ -116,13 +136,10 @@ class TokenTree:
             result.append(depth)
         return result
 
-    @cached_property
+    @lazy
     def first_rows(self) -> list[int]:
         """B + 1 offsets: the rows of p and q of request b are [first_rows[b], first_rows[b + 1])."""
-        offsets = [0]
-        for size, root in zip(self.sizes, self.roots, strict=True):
-            offsets.append(offsets[-1] + size - root)
-        return offsets
+        return [0, *accumulate(map(sub, self.sizes, self.roots))]
 
     def row(self, b: int, node: int) -> int:
         """The row of p and q that follows a scored node."""
@@ -133,7 +150,7 @@ class TokenTree:
         b = bisect_right(self.first_rows, row) - 1
         return b, row - self.first_rows[b] + self.roots[b]
 
-    @cached_property
+    @lazy
     def is_chain(self) -> bool:
         return all(parents == list(range(-1, len(parents) - 1)) for parents in self.parent_lists)
 
@@ -187,22 +204,22 @@ class Commit:
         """From ragged lists of equal lengths."""
         return cls(list(map(list, paths)), list(map(list, tokens)), **more)  # type: ignore[arg-type]
 
-    @cached_property
+    @lazy
     def counts(self) -> list[int]:
         """B numbers of KV entries kept, and of tokens that follow them; at least one unless the request failed."""
         return list(map(len, self.token_lists))
 
-    @cached_property
+    @lazy
     def count(self) -> Tensor:
         """[B] int64: the counts."""
         return torch.tensor(self.counts, dtype=torch.int64)
 
-    @cached_property
+    @lazy
     def path_lists(self) -> list[list[int]]:
         rows = _PATH.rows(self)
         return unpad(self.path) if rows is None else rows
 
-    @cached_property
+    @lazy
     def token_lists(self) -> list[list[int]]:
         rows = _FOLLOWING.rows(self)
         return unpad(self.tokens) if rows is None else rows

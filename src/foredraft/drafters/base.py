@@ -113,6 +113,8 @@ class Draft:
 
     def trimmed(self, depth: int) -> "Draft":
         """Without the nodes deeper than `depth`."""
+        if len(self.tokens) <= depth:  # cannot be deeper than that
+            return self
         depths = [0]
         for parent in self.parents:
             depths.append(depths[parent] + 1)
@@ -133,8 +135,7 @@ def plant(batch: Batch, drafts: Sequence[Draft]) -> TokenTree:
     q is stacked only if some draft brings one; a row of zeros stands for guesses.
     """
     drafts = [draft.trimmed(r.room) for r, draft in zip(batch.requests, drafts, strict=True)]
-    roots = [r.token(r.computed + chunk - 1) for r, chunk in zip(batch.requests, batch.chunks, strict=True)]
-    tokens = [[root, *draft.tokens] for root, draft in zip(roots, drafts, strict=True)]
+    tokens = [[batch.root(b), *draft.tokens] for b, draft in enumerate(drafts)]
     parents = [[-1, *draft.parents] for draft in drafts]
     return TokenTree.of(tokens, parents, _stack_q(batch, drafts))
 

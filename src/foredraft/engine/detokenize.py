@@ -20,6 +20,7 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Any | None, prompt: list[int]) -> None:
         self.tokenizer = tokenizer
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self._ids = [] if tokenizer is None else self._context(prompt)
         self._fresh = len(self._ids)
         self._text = self._decode(self._ids)  # of the window, as far as it was given out
@@ -60,14 +61,15 @@ class Detokenizer:
     def _decode(self, ids: list[int]) -> str:
         if self.tokenizer is None:
             return ""
-        backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        if backend is not None:  # the wrapper costs ten times what the decoding does
-            return str(backend.decode(ids, skip_special_tokens=True))
+        if self._backend is not None:  # the wrapper costs ten times what the decoding does
+            return str(self._backend.decode(ids, skip_special_tokens=True))
         return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def _whole(text: str) -> str:
     """Without what may be the beginning of a character."""
+    if not text.endswith(INCOMPLETE):
+        return text
     for _ in range(MAX_INCOMPLETE):
         text = text.removesuffix(INCOMPLETE)
     return text

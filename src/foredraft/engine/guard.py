@@ -2,8 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-
-import torch
+from itertools import chain
 
 from foredraft.drafters.base import Draft, Drafter, plant
 from foredraft.request import Batch
@@ -70,24 +69,25 @@ class Guard:
             return f"{len(tree.sizes)} trees for {len(batch)} requests"
         if tree.known is not None:
             return "known successors, which are the engine's to say"
-        if tree.tokens.dtype != torch.int64 or tree.parents.dtype != torch.int64:
-            return f"tokens and parents of type {tree.tokens.dtype} and {tree.parents.dtype}, not int64"
-        roots = plant(batch, [Draft()] * len(batch)).token_lists
         for b, (tokens, parents) in enumerate(zip(tree.token_lists, tree.parent_lists, strict=True)):
-            if tokens[:1] != roots[b]:
+            if not all(type(number) is int for number in chain(tokens, parents)):
+                return "tokens or parents that are no integers"
+            if tokens[:1] != [batch.root(b)]:
                 return "node 0 is not the last committed token"
             if len(tokens) - 1 > batch.budgets[b]:
                 return f"{len(tokens) - 1} nodes drafted, {batch.budgets[b]} allowed"
-            is_before = all(0 <= parent < node for node, parent in enumerate(parents[1:], 1))
+            is_chain = parents == list(range(-1, len(tokens) - 1))
+            is_before = is_chain or all(0 <= parent < node for node, parent in enumerate(parents[1:], 1))
             if len(parents) != len(tokens) or parents[0] != -1 or not is_before:
                 return "a parent is not an earlier node"
-            if batch.requests[b].verify == "block" and parents != list(range(-1, len(parents) - 1)):
+            if batch.requests[b].verify == "block" and not is_chain:
                 return "branches for a request under block verification, which takes chains"
-            if not all(0 <= token < self.vocab_size for token in tokens):
+            if min(tokens) < 0 or max(tokens) >= self.vocab_size:
                 return "a token outside the vocabulary"
             if len(tokens) > 1 and max(tree.depths[b]) > batch.requests[b].room:
                 return "deeper than the request has room for"
-        rows = sum(size for size, scored in zip(tree.sizes, batch.scored, strict=True) if scored)
-        if tree.q is not None and tuple(tree.q.shape) != (rows, self.vocab_size):
-            return f"q has shape {tuple(tree.q.shape)}, not {(rows, self.vocab_size)}"
+        if tree.q is not None:
+            rows = sum(size for size, scored in zip(tree.sizes, batch.scored, strict=True) if scored)
+            if tuple(tree.q.shape) != (rows, self.vocab_size):
+                return f"q has shape {tuple(tree.q.shape)}, not {(rows, self.vocab_size)}"
         return None

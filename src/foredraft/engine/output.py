@@ -39,6 +39,8 @@ class Transcript:
         self._detokenizer = Detokenizer(self.tokenizer, self.request.prompt)
         self._held = ""  # the end of the text, while it may turn out to begin a stop string
         self._stops = self.request.sampling.stop
+        self._longest_stop = max(map(len, self._stops), default=0)
+        self._end_ids = self.request.end_ids
         self._pieces: list[str] = []
         self._tokens: list[int] = []
 
@@ -59,13 +61,13 @@ class Transcript:
         sampling, request = self.request.sampling, self.request
         self.num_tokens += 1
         self._tokens.append(token)
-        if token in request.end_ids:
+        if token in self._end_ids:
             self._end("stop", token if token in sampling.stop_token_ids else None)
             self._pieces.append(self._release())
             return True
         old = len(self._held)
         self._held += self._detokenizer.push(token)
-        stop = self._find_stop(old) if self.num_tokens >= sampling.min_tokens else None
+        stop = self._find_stop(old) if self._stops and self.num_tokens >= sampling.min_tokens else None
         if stop is not None:
             at, word = stop
             self._held = self._held[:at]
@@ -147,8 +149,8 @@ class Transcript:
     def _release(self) -> str:
         """The held text that can no longer begin a stop string; all of it once the text has ended."""
         back = 0
-        if not self.is_finished:
-            longest = min(len(self._held), max(map(len, self._stops), default=0) - 1)
+        if self._stops and not self.is_finished:
+            longest = min(len(self._held), self._longest_stop - 1)
             for size in range(longest, 0, -1):
                 if any(stop.startswith(self._held[-size:]) for stop in self._stops):
                     back = size
