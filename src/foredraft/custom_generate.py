@@ -32,11 +32,13 @@ def speculate(
     verify: str = "auto",
     tokenizer: Any = None,
     streamer: Any = None,
+    fused: bool = False,
 ) -> Callable[..., Any]:
     """A decoding loop for generate(). The arguments are LLM's; a tokenizer is needed for stop_strings and for drafts
     whose vocabulary is to be compared. Batches (left-padded), sampling and num_return_sequences work.
 
-    A streamer must be given here: transformers 5 does not hand the one of generate() on to a custom loop.
+    A streamer must be given here: transformers 5 does not hand the one of generate() on to a custom loop. fused=True
+    runs a recognised model natively on CPU, from a copy of its weights made at the first call.
 
     Raises ForedraftError for beams, processors or criteria that have no counterpart here.
     """
@@ -58,7 +60,12 @@ def speculate(
         try:
             if model not in engines:
                 engines[model] = LLM(
-                    model, drafter, verify=verify, num_speculative_tokens=num_speculative_tokens, tokenizer=tokenizer
+                    model,
+                    drafter,
+                    verify=verify,
+                    num_speculative_tokens=num_speculative_tokens,
+                    tokenizer=tokenizer,
+                    fused=fused,
                 )
             llm = engines[model]
             model.set_attn_implementation(attention.NAME)

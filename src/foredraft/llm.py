@@ -44,8 +44,9 @@ class LLM:
 
     model: a folder, a hub id, "builtin", or a loaded transformers model. drafter: None (plain decoding), a method
     name, a dict with the keys of vLLM's speculative_config, or a Drafter. verify: "auto" (a seeded or greedy request
-    uses `match`, any other `reject`) or a rule by name. fused: run recognised models as native code on CPU; a model that was
-    handed over loaded stays as it is. Raises ForedraftError with one line that says what to do.
+    uses `match`, any other `reject`) or a rule by name. fused: run recognised models as native code on CPU; None =
+    those loaded here; True = a model that was handed over too, from a packed copy of its weights as they are now.
+    Raises ForedraftError with one line that says what to do.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class LLM:
         num_speculative_tokens: int | None = None,
         tokenizer: Any = "auto",
         limits: MemoryLimits | None = None,
-        fused: bool = True,
+        fused: bool | None = None,
         is_debug: bool = False,
     ) -> None:
         if verify not in VERIFY:
@@ -77,8 +78,8 @@ class LLM:
         if loaded.dtype in (torch.float16,) and loaded.device.type == "cpu":
             raise ForedraftError("float16 is slow and inexact on CPU; use dtype='bfloat16' or 'float32'")
         is_ours = isinstance(model, (str, Path)) or model is None
-        self.fused = fused
-        self.target = HFModel.adopt(loaded, name, fused and is_ours, is_ours)
+        self.fused = fused is not False
+        self.target = HFModel.adopt(loaded, name, is_ours if fused is None else fused, is_ours)
         self._is_debug = is_debug
         if drafter == "auto":
             drafter = "draft_model" if model is None else None

@@ -57,6 +57,7 @@ class Backend:
             dtype=options.dtype,
             device=options.device,
             verify=options.verify,
+            fused=False if options.no_fused else None,
         )
 
     def with_method(self, llm: Generator, options: ModelOptions, method: str) -> Generator:

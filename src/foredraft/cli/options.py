@@ -47,6 +47,9 @@ class ModelOptions:
     verify: Annotated[str, _option("Rule: auto, match, reject, block; typical is lossy.", panel="Model")] = "auto"
     dtype: Annotated[str, _option("auto, bfloat16, float16, float32 or float64.", panel="Model")] = "auto"
     device: Annotated[str, _option("auto, cpu or cuda.", panel="Model")] = "auto"
+    no_fused: Annotated[
+        bool, _option("Run the model's own modules, not native code, on CPU.", "--no-fused", panel="Model")
+    ] = False
 
     @property
     def methods(self) -> list[str]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from foredraft.errors import ForedraftError
 from foredraft.kernels.arena import Arena
@@ -97,39 +97,3 @@ def linear(x: Tensor, weight: PackedWeight) -> Tensor:
     product = Product(ctypes.pointer(weight.record), rows.data_ptr(), out.data_ptr(), scratch.data_ptr(), len(rows))
     native.handle.fd_linear(product)
     return out
-
-
-
-_operators = torch.library.Library("foredraft", "DEF")  # lives as long as the process: torch looks operators up by name
-_operators.define(
-    "linear(Tensor x, Tensor data, Tensor? bias, Tensor? scale, int n, int k, int kind, int group) -> Tensor"
-)
-
-
-@torch.library.impl(_operators, "linear", "CPU")
-def _linear(
-    x: Tensor, data: Tensor, bias: Tensor | None, scale: Tensor | None, n: int, k: int, kind: int, group: int
-) -> Tensor:
-    flat = x.reshape(-1, k)
-    out = linear(flat, PackedWeight(data, n, k, kind, bias, scale, group))
-    return out.to(x.dtype).view(*x.shape[:-1], n)
-
-
-@torch.library.register_fake("foredraft::linear")
-def _linear_fake(
-    x: Tensor, data: Tensor, bias: Tensor | None, scale: Tensor | None, n: int, k: int, kind: int, group: int
-) -> Tensor:
-    return x.new_empty(*x.shape[:-1], n)
-
-
-class NativeLinear(nn.Module):
-    """In place of an nn.Linear whose weights were packed."""
-
-    def __init__(self, weight: PackedWeight) -> None:
-        super().__init__()
-        self.packed = weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        w = self.packed
-        out: Tensor = torch.ops.foredraft.linear(x, w.data, w.bias, w.scale, w.n, w.k, w.kind, w.group)
-        return out

@@ -1,9 +1,11 @@
 """The rows of a pass as the native side reads them: one array of 32-bit numbers and where in it each list begins."""
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+import torch
+from torch import Tensor
 
 from foredraft.kernels.cpu.library import Rows
 
@@ -28,15 +30,22 @@ class PackedRows:
     """`record` points into `numbers`, and is valid as long as this object lives."""
 
     record: Rows
-    numbers: "ctypes.Array[ctypes.c_int32]"
-    num_rows: int
-    num_logits: int
+    numbers: Tensor  # int32: the nine lists of fd_window end to end
+    counts: tuple[int, ...]  # their lengths
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.record.rows)
+
+    @property
+    def num_logits(self) -> int:
+        return int(self.record.num_logits)
 
     @classmethod
     def pack(cls, spans: Sequence[RowSpan], logit_rows: Sequence[int], page_size: int) -> "PackedRows":
         """Rows in the order of the spans. A row's path is the slots of its ancestors in the step, itself included."""
-        columns: list[list[int]] = [[] for _ in range(8)]
-        tokens, write, pages, page_at, tails, tail_at, start, tail = columns
+        lists: list[list[int]] = [[] for _ in range(8)]
+        tokens, write, pages, page_at, tails, tail_at, start, tail = lists
         for span in spans:
             n = len(span.tokens)
             stop = span.start + span.first + n
@@ -56,20 +65,38 @@ class PackedRows:
                 tail_at.append(len(tails))
                 tail.append(len(path))
                 tails += [slots[i] for i in path]
-        longest = max(map(int.__add__, start, tail))
-        return cls._of(columns, logit_rows, page_size, longest)
+        lists.append(list(logit_rows))
+        flat = [number for numbers in lists for number in numbers]
+        return cls._of(torch.tensor(flat, dtype=torch.int32), [len(x) for x in lists], page_size, start, tail)
 
     @classmethod
-    def _of(cls, columns: list[list[int]], logit_rows: Sequence[int], page_size: int, longest: int) -> "PackedRows":
-        lists = [*columns, list(logit_rows)]
-        flat = [number for numbers in lists for number in numbers]
-        numbers = (ctypes.c_int32 * len(flat))(*flat)
-        address, places = ctypes.addressof(numbers), []
-        for numbers_of in lists:
+    def of(cls, numbers: Tensor, counts: Sequence[int], page_size: int) -> "PackedRows":
+        """From `numbers` and `counts` of another."""
+        lists = _lists(numbers, counts)
+        return cls._of(numbers, counts, page_size, lists[6], lists[7])
+
+    @classmethod
+    def _of(
+        cls, numbers: Tensor, counts: Sequence[int], page_size: int, start: list[int], tail: list[int]
+    ) -> "PackedRows":
+        address, places = numbers.data_ptr(), []
+        for count in counts:
             places.append(address)
-            address += 4 * len(numbers_of)
-        record = Rows(len(columns[0]), page_size, len(logit_rows), longest, *places)
-        return cls(record, numbers, len(columns[0]), len(logit_rows))
+            address += 4 * count
+        longest = max(map(int.__add__, start, tail))
+        return cls(Rows(counts[0], page_size, counts[8], longest, *places), numbers, tuple(counts))
+
+    def slots(self, row: int) -> list[int]:
+        """The pool slots a row sees, in order."""
+        _, _, pages, page_at, tails, tail_at, start, tail, _ = _lists(self.numbers, self.counts)
+        size = int(self.record.page_size)
+        table = pages[page_at[row] :]
+        committed = [table[i // size] * size + i % size for i in range(start[row])]
+        return committed + tails[tail_at[row] : tail_at[row] + tail[row]]
+
+
+def _lists(numbers: Tensor, counts: Sequence[int]) -> list[list[int]]:
+    return [part.tolist() for part in torch.split(numbers, list(counts))]
 
 
 def _path(parents: Sequence[int], node: int) -> list[int]:

@@ -17,6 +17,7 @@ class KVPool:
     Rows start as zeros: padding reads the null page, and a masked NaN would still poison a sum.
     """
 
+    is_native: bool = False  # read by native kernels where they can
     layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # layer -> [S, H, D] keys, values
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:

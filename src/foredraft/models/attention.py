@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
+from foredraft.kernels.attention import can_attend
+from foredraft.kernels.operators import attend
 from foredraft.kv.pool import KVPool
 from foredraft.models.window import PADDED_ROWS, Group, Window
 
@@ -42,6 +44,8 @@ def paged_attention(
     keys, values = pool.write(layer, window.write, packed_keys, packed_values, window.num_slots)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     packed = query[0].transpose(0, 1)  # [T, Hq, D]
+    if pool.is_native and s_aux is None and can_attend(packed, keys, values):
+        return attend(packed, keys, values, window.packed, scale, sliding_window or 0, softcap or 0.0)[None], None
     out: Tensor | None = None
     for group in window.groups:
         k, v = _gather(keys, group), _gather(values, group)

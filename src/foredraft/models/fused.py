@@ -48,9 +48,17 @@ def why_not(model: Any) -> str | None:
     return None
 
 
-def _linears(block: Any) -> list[nn.Module]:
+def _linears(block: Any) -> list[Any]:
     attention, mlp = block.self_attn, block.mlp
-    return [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    return [
+        attention.q_proj,
+        attention.k_proj,
+        attention.v_proj,
+        attention.o_proj,
+        mlp.gate_proj,
+        mlp.up_proj,
+        mlp.down_proj,
+    ]
 
 
 @dataclass
@@ -68,7 +76,9 @@ class FusedDecoder:
     _free: list[Tensor] = field(default_factory=list)
 
     @classmethod
-    def of(cls, model: Any, sliding: Sequence[int | None], pack: Packer, pack_head: Packer, is_ours: bool) -> "FusedDecoder":
+    def of(
+        cls, model: Any, sliding: Sequence[int | None], pack: Packer, pack_head: Packer, is_ours: bool
+    ) -> "FusedDecoder":
         """Pack a model for which `why_not` is None. One that is ours gives up each weight as it is packed."""
         native = library()
         assert native is not None, "why_not was not asked"
@@ -142,8 +152,10 @@ class _Build:
     tensors: list[Tensor] = field(default_factory=list)
 
     def model(self, sliding: Sequence[int | None]) -> Model:
-        source, config = self.source, self.source.config.get_text_config()
-        layers = (Layer * len(sliding))(*(self.layer(b, s) for b, s in zip(source.model.layers, sliding, strict=True)))
+        source: Any = self.source
+        config = source.config.get_text_config()
+        blocks = zip(source.model.layers, sliding, strict=True)
+        layers = (Layer * len(sliding))(*(self.layer(block, reach) for block, reach in blocks))
         attention, norm = source.model.layers[0].self_attn, source.model.norm
         embedding = source.model.embed_tokens.weight.detach()
         self.tensors.append(embedding)
@@ -178,10 +190,10 @@ class _Build:
             mlp_norm=self.numbers(block.post_attention_layernorm.weight),
             q_norm=self.numbers(attention.q_norm.weight) if is_normed else None,
             k_norm=self.numbers(attention.k_norm.weight) if is_normed else None,
-            qkv=self.joined(torch.cat, attention.q_proj, attention.k_proj, attention.v_proj),
-            out=self.joined(torch.cat, attention.o_proj),
+            qkv=self.joined(_stacked, attention.q_proj, attention.k_proj, attention.v_proj),
+            out=self.joined(_stacked, attention.o_proj),
             gate_up=self.joined(_interleaved, mlp.gate_proj, mlp.up_proj),
-            down=self.joined(torch.cat, mlp.down_proj),
+            down=self.joined(_stacked, mlp.down_proj),
             sliding=sliding or 0,
         )
         if self.is_ours:
@@ -203,6 +215,10 @@ class _Build:
     def numbers(self, parameter: Tensor) -> int:
         self.tensors.append(parameter.detach().float().contiguous())
         return self.tensors[-1].data_ptr()
+
+
+def _stacked(blocks: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(blocks))
 
 
 def _interleaved(pair: Sequence[Tensor]) -> Tensor:

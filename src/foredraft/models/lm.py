@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from foredraft.errors import ForedraftError
+from foredraft.kernels.cpu.library import library
 from foredraft.kernels.linear import PackedWeight
 from foredraft.kv.pool import KVPool
 from foredraft.models import attention
@@ -57,11 +58,12 @@ class HFModel:
         if is_fused and why_not(model) is None:
             sliding = [call.sliding for call in sorted(calls, key=lambda call: call.layer)]
             fused = FusedDecoder.of(model, sliding, PackedWeight.pack, PackedWeight.pack, is_ours)
-        return cls(model, name, KVPool(), sum(call.numbers for call in calls), count, fused)
+        pool = KVPool(is_fused and model.device.type == "cpu" and library() is not None)
+        return cls(model, name, pool, sum(call.numbers for call in calls), count, fused)
 
     def sibling(self) -> "HFModel":
         """The same weights with KV memory of their own."""
-        return replace(self, pool=KVPool())
+        return replace(self, pool=KVPool(self.pool.is_native))
 
     @property
     def vocab_size(self) -> int:
@@ -114,6 +116,7 @@ class HFModel:
         layers = decoder_layers(self.model) if taps else nn.ModuleList()
         handles = []
         for tap in taps:
+
             def before(_: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], tap: int = tap) -> None:
                 captured[tap] = args[0] if args else kwargs["hidden_states"]
 

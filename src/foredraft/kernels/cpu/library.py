@@ -106,7 +106,13 @@ class Attention(ctypes.Structure):
 
 
 class Product(ctypes.Structure):
-    _fields_ = (("weight", POINTER(Weight)), ("x", c_void_p), ("out", c_void_p), ("scratch", c_void_p), ("rows", c_int32))
+    _fields_ = (
+        ("weight", POINTER(Weight)),
+        ("x", c_void_p),
+        ("out", c_void_p),
+        ("scratch", c_void_p),
+        ("rows", c_int32),
+    )
 
 
 RECORDS = (Weight, Rows, Layer, Model, Pass, Attention, Product)
@@ -130,7 +136,7 @@ class Library:
 
     def has(self, name: str) -> bool:
         """Whether this processor runs an instruction set; leaves the best one selected."""
-        found = self.handle.fd_select(name.encode()) == 0
+        found = bool(self.handle.fd_select(name.encode()) == 0)
         self.handle.fd_select(b"")
         return found
 

@@ -1,0 +1,72 @@
+"""Attention of few query rows over paged KV: every row sees the committed tokens and its own path through the tree."""
+
+import torch
+from torch import Tensor
+
+from foredraft.errors import ForedraftError
+from foredraft.kernels.cpu.library import Attention, library
+from foredraft.kernels.rows import PackedRows
+
+WIDTH = 16  # head widths come in whole vectors
+
+
+def can_attend(query: Tensor, keys: Tensor, values: Tensor) -> bool:
+    """Whether the native kernel takes [T, Hq, D] queries and [S, Hkv, D] keys and values of these kinds."""
+    return (
+        query.device.type == "cpu"
+        and keys.dtype in (torch.bfloat16, torch.float32)
+        and keys.shape == values.shape
+        and keys.is_contiguous()
+        and values.is_contiguous()
+        and query.shape[-1] % WIDTH == 0
+    )
+
+
+def attend(
+    query: Tensor,  # [T, Hq, D]
+    keys: Tensor,  # [S, Hkv, D]
+    values: Tensor,  # [S, Hkv, D]
+    rows: PackedRows,
+    scale: float,
+    sliding: int = 0,  # keys a row sees at most; 0 = all
+    softcap: float = 0.0,  # 0 = none
+) -> Tensor:
+    """[T, Hq, D] float32, without a copy of any key. Raises ForedraftError where the kernels are not installed."""
+    native = library()
+    if native is None:
+        raise ForedraftError("the native kernels are not installed; run: python -m foredraft.kernels.cpu.build")
+    wide = query.float().contiguous()
+    out = torch.empty_like(wide)
+    job = Attention(
+        wide.data_ptr(),
+        keys.data_ptr(),
+        values.data_ptr(),
+        out.data_ptr(),
+        query.shape[1],
+        keys.shape[1],
+        query.shape[2],
+        keys.dtype == torch.bfloat16,
+        sliding,
+        scale,
+        softcap,
+    )
+    native.follow_threads()
+    scratch = torch.empty(native.handle.fd_attend_scratch(job, rows.record), dtype=torch.uint8)
+    native.handle.fd_attend(job, rows.record, scratch.data_ptr())
+    return out
+
+
+def attend_reference(
+    query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows, scale: float, sliding: int = 0, softcap: float = 0.0
+) -> Tensor:
+    """The same, row by row in float64 torch."""
+    shared = query.shape[1] // keys.shape[1]
+    out = []
+    for row in range(rows.num_rows):
+        slots = rows.slots(row)[-sliding:]
+        k, v = (x[slots].double().repeat_interleave(shared, 1) for x in (keys, values))  # [L, Hq, D]
+        scores = torch.einsum("hd,lhd->hl", query[row].double(), k) * scale
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        out.append(torch.einsum("hl,lhd->hd", scores.softmax(-1), v))
+    return torch.stack(out).float()

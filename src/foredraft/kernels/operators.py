@@ -1,0 +1,83 @@
+"""The kernels as torch operators with fake implementations, so that torch.compile and export see through them."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from foredraft.kernels import attention
+from foredraft.kernels.linear import PackedWeight
+from foredraft.kernels.linear import linear as native_linear
+from foredraft.kernels.rows import PackedRows
+
+_LINEAR = "linear(Tensor x, Tensor data, Tensor? bias, Tensor? scale, int n, int k, int kind, int group) -> Tensor"
+_ATTEND = (
+    "attend(Tensor query, Tensor keys, Tensor values, Tensor numbers, int[] counts, int page_size, float scale, "
+    "int sliding, float softcap) -> Tensor"
+)
+
+
+def _linear(
+    x: Tensor, data: Tensor, bias: Tensor | None, scale: Tensor | None, n: int, k: int, kind: int, group: int
+) -> Tensor:
+    out = native_linear(x.reshape(-1, k), PackedWeight(data, n, k, kind, bias, scale, group))
+    return out.to(x.dtype).view(*x.shape[:-1], n)
+
+
+def _linear_fake(
+    x: Tensor, data: Tensor, bias: Tensor | None, scale: Tensor | None, n: int, k: int, kind: int, group: int
+) -> Tensor:
+    return x.new_empty(*x.shape[:-1], n)
+
+
+def _attend(
+    query: Tensor, keys: Tensor, values: Tensor, numbers: Tensor, counts: Sequence[int], page_size: int, scale: float,
+    sliding: int, softcap: float,
+) -> Tensor:  # fmt: skip
+    rows = PackedRows.of(numbers, counts, page_size)
+    return attention.attend(query, keys, values, rows, scale, sliding, softcap).to(query.dtype)
+
+
+def _attend_fake(
+    query: Tensor, keys: Tensor, values: Tensor, numbers: Tensor, counts: Sequence[int], page_size: int, scale: float,
+    sliding: int, softcap: float,
+) -> Tensor:  # fmt: skip
+    return torch.empty_like(query)
+
+
+# torch finds operators by name, in a registry that is its own; these live as long as the process
+_registry = torch.library.Library("foredraft", "DEF")  # type: ignore[no-untyped-call]
+for _schema, _run, _fake in ((_LINEAR, _linear, _linear_fake), (_ATTEND, _attend, _attend_fake)):
+    _registry.define(_schema)  # type: ignore[no-untyped-call]
+    _name = _schema.partition("(")[0]
+    _registry.impl(_name, _run, "CPU")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"foredraft::{_name}", _fake)
+
+
+def linear(x: Tensor, weight: PackedWeight) -> Tensor:
+    """[..., k] -> [..., n] in the type of x."""
+    w = weight
+    out: Tensor = torch.ops.foredraft.linear(x, w.data, w.bias, w.scale, w.n, w.k, w.kind, w.group)
+    return out
+
+
+def attend(
+    query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows, scale: float, sliding: int = 0, softcap: float = 0.0
+) -> Tensor:
+    """[T, Hq, D] in the type of the queries; arguments as in kernels.attention."""
+    numbers, counts = rows.numbers, list(rows.counts)
+    out: Tensor = torch.ops.foredraft.attend(
+        query, keys, values, numbers, counts, rows.record.page_size, scale, sliding, softcap
+    )
+    return out
+
+
+class NativeLinear(nn.Module):
+    """In place of an nn.Linear whose weights were packed."""
+
+    def __init__(self, weight: PackedWeight) -> None:
+        super().__init__()
+        self.packed = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.packed)
