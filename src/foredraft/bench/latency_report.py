@@ -89,8 +89,9 @@ class Job:
         for name, reason in self.skipped.items():
             notes.append(f"{name} was left out: {reason}")
         if self.too_long:
-            count = len(self.too_long)
-            notes.append(f"{count} of {len(self.plan.questions)} questions, or their later turns, exceed the context")
+            notes.append(
+                f"{len(self.too_long)} of {len(self.plan.questions)} questions, or their later turns, exceed the context"
+            )
         lossy = sorted({row.verification for row in self.rows} & LOSSY)
         if lossy:
             notes.append(f"lossy rule {lossy[0]}: the texts are not the target's own")

@@ -46,15 +46,22 @@ def parse_all(texts: Sequence[str], known: Sequence[str]) -> list[Method]:
     return list({method.label: method for method in found}.values())
 
 
-def with_models(methods: Sequence[Method], config: Any, spec_model: str | None) -> Iterator[Method]:
-    """The methods with what they draft with: their own model, the one given to all, or that of the built-in pair.
+def with_models(
+    methods: Sequence[Method], config: Any, spec_model: str | None, is_builtin: bool = False
+) -> Iterator[Method]:
+    """The methods with what they draft with: their own model, the one given to all, or that of the built-in pair."""
+    for method in methods:
+        model = companion(method.name, config, spec_model, is_builtin)
+        yield Method(method.label, ({} if model is None else {"model": model}) | method.spec)
+
+
+def companion(method: str, config: Any, spec_model: str | None, is_builtin: bool = False) -> str | None:
+    """The model a method drafts with beside a target of this configuration.
 
     A model grown from the built-in target writes its text, so what drafts for the one drafts for the other.
     """
-    has_builtin = (grown_from(config) or "").startswith(BUILT_IN)
-    for method in methods:
-        model = spec_model or (zoo.builtin_drafter(method.name) if has_builtin else None)
-        yield Method(method.label, ({} if model is None else {"model": model}) | method.spec)
+    has_builtin = is_builtin or (grown_from(config) or "").startswith(BUILT_IN)
+    return spec_model or (zoo.builtin_drafter(method) if has_builtin else None)
 
 
 def _value(text: str) -> Any:

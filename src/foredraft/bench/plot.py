@@ -4,8 +4,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from foredraft.bench.compare import Row as Result
 from foredraft.bench.flatness import Cost
 from foredraft.bench.latency import Row
+from foredraft.bench.participants import OURS as US
 from foredraft.bench.report import require_matplotlib
 
 GREY, OURS, PEER = "#8a8f98", "#1f6fb2", "#d97b29"
@@ -77,4 +79,18 @@ def latency(rows: Sequence[Row], costs: Sequence[Cost], caption: str, path: Path
             axes[1].legend(fontsize=8)
     if costs:
         flatness(axes[-1], {"foredraft": costs})
+    _save(figure, path)
+
+
+def compare(rows: Sequence[Result], costs: Mapping[str, Sequence[Cost]], caption: str, path: Path) -> None:
+    """Speed of every mode of every program, ours in a colour of its own, and the cost of verification."""
+    shown = [row for row in rows if row.tokens_per_second is not None]
+    figure, axes = _figure(1 + bool(costs), max(3.6, 1.2 + 0.3 * len(shown)), caption)
+    labels = [f"{row.program} {row.mode} ({row.weights})" for row in shown]
+    speeds = [row.tokens_per_second or 0.0 for row in shown]
+    notes = [f"{row.tokens_per_second:.1f}" for row in shown]
+    bars(axes[0], labels, speeds, notes, [OURS if row.program == US else PEER for row in shown])
+    axes[0].set_title("Speed on the same weights and prompts")
+    if costs:
+        flatness(axes[1], costs)
     _save(figure, path)

@@ -16,15 +16,16 @@ INSTALL = "pip install 'foredraft[bench]'"
 
 @dataclass(frozen=True)
 class Table:
-    """The first column names the row, the others hold figures."""
+    """The first columns name the row, the others hold figures."""
 
     title: str
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+    names: int = 1  # columns of names
 
     @property
     def markdown(self) -> str:
-        cells = [self.header, ("---", *["---:"] * (len(self.header) - 1)), *self.rows]
+        cells = [self.header, ("---" if i < self.names else "---:" for i in range(len(self.header))), *self.rows]
         return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells)
 
 
@@ -128,7 +129,7 @@ def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 def machine_note(facts: dict[str, Any]) -> str:
     features = f" ({' '.join(facts['cpu_features'])})" if facts["cpu_features"] else ""
     return (
-        f"{facts['threads']} threads on {facts['cores']} cores of {facts['cpu']}{features}; foredraft "
+        f"{count(facts['threads'], 'thread')} on {facts['cores']} cores of {facts['cpu']}{features}; foredraft "
         f"{facts['foredraft']}, torch {facts['torch']}, transformers {facts['transformers']}"
     )
 
@@ -140,14 +141,20 @@ def model_name(llm: Any) -> str:
 
 
 def model_notes(name: str, config: Any, parameters: int, dtype: str) -> list[str]:
-    """The target in a line; in another one what it was grown from, wherever a figure of it stands."""
-    notes = [f"target {name}: {parameters / 1e6:.1f}M parameters, {dtype}"]
+    """The target in a line; in another one what it was grown from."""
+    return [f"target {name}: {parameters / 1e6:.1f}M parameters, {dtype}", *grown_notes(config)]
+
+
+def grown_notes(config: Any) -> list[str]:
+    """Stands wherever a figure of a grown model stands."""
     origin = grown_from(config)
-    if origin is not None:
-        notes.append(
-            f"the target is a grown model: the text, and so the acceptance, of {origin}, at the cost of its size"
-        )
-    return notes
+    if origin is None:
+        return []
+    return [f"the target is a grown model: the text, and so the acceptance, of {origin}, at the cost of its size"]
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def percent(share: float) -> str:

@@ -13,13 +13,14 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from foredraft.cli.backend import hush
-from foredraft.cli.bench_options import LatencyOptions
+from foredraft.cli.bench_options import CompareOptions, LatencyOptions
 from foredraft.cli.options import takes
 from foredraft.cli.progress import Bar
 from foredraft.cli.render import console
 from foredraft.cli.shell import UsageError, say
 
 if TYPE_CHECKING:
+    from foredraft.bench.compare_report import Job as CompareJob
     from foredraft.bench.latency_report import Job
     from foredraft.bench.report import Report
 
@@ -93,8 +94,63 @@ def _latency_job(options: LatencyOptions, step: Callable[[str], None]) -> "Job":
     if not plan.questions and not plan.verify_rows:
         raise UsageError("--prompts 0 leaves nothing to measure; add --verify-cost 1,2,4,8,16")
     hush()
-    llm = LLM(options.model or "builtin", None, dtype=options.dtype, device=options.device, verify=options.verify)
+    llm = LLM(
+        options.model or "builtin",
+        None,
+        dtype=options.dtype,
+        device=options.device,
+        verify=options.verify,
+        **options.settings,
+    )
     return latency_report.Job(plan, llm, step)
+
+
+@bench.command("compare")
+@takes(CompareOptions)
+def compare(ctx: typer.Context, options: CompareOptions) -> None:
+    """The same weights and prompts through transformers, llama.cpp and vLLM, in turn, each from its own environment.
+
+    Greedy. A program whose Python is not given is reported as absent, one that fails as failed.
+    """
+    screen = console(sys.stdout, options.no_color)
+    progress = console(sys.stderr, options.no_color)
+    with contextlib.redirect_stdout(sys.stderr):
+        outputs = options.outputs()
+        with Bar(progress, "loading") as bar:
+            job = _compare_job(options, lambda title: bar.advance(0, title))
+            report = job.run()
+    show(report, screen)
+    outputs.write(report, job.draw)
+
+
+def _compare_job(options: CompareOptions, step: Callable[[str], None]) -> "CompareJob":
+    from foredraft.bench import compare_report, flatness, methods, questions
+    from foredraft.bench.participants import Pythons
+    from foredraft.drafters.base import methods as registered
+
+    known = sorted(registered())
+    quantizations = options.quantizations()
+    hush()
+    own = Path(sys.executable)
+    plan = compare_report.Plan(
+        model=options.model,
+        spec_model=options.spec_model,
+        pythons=Pythons(own, options.transformers or own, options.llama_cpp, options.vllm),
+        methods=tuple(methods.parse_all(options.methods or known, known)),
+        questions=() if options.prompts == 0 else tuple(questions.questions(options.questions, options.prompts)),
+        dtype=options.dtype,
+        threads=options.set_threads(),
+        max_tokens=options.max_tokens,
+        draft_tokens=options.spec_tokens,
+        lookup=(options.lookup_tokens, options.lookup_match),
+        quantizations=quantizations,
+        verify_rows=tuple(flatness.parse_rows(options.verify_cost)) if options.verify_cost else (),
+        context=options.context,
+        settings=options.settings,
+    )
+    if not plan.questions and not plan.verify_rows:
+        raise UsageError("--prompts 0 leaves nothing to measure; add --verify-cost 1,2,4,8,16")
+    return compare_report.Job(plan, step)
 
 
 def show(report: "Report", screen: Console) -> None:
@@ -105,7 +161,7 @@ def show(report: "Report", screen: Console) -> None:
     for table in report.tables:
         shown = RichTable(title=table.title, title_justify="left", header_style=Style(bold=True))
         for number, title in enumerate(table.header):
-            shown.add_column(title, justify="right" if number else "left")
+            shown.add_column(title, justify="left" if number < table.names else "right")
         for row in table.rows:
             shown.add_row(*(Text(cell) for cell in row))
         screen.print(shown)

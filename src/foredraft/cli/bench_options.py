@@ -41,6 +41,9 @@ class BenchOptions:
     threads: Annotated[int | None, _option("CPU threads; torch's own number if not given.", panel="Model", low=1)] = (
         None
     )
+    no_fused: Annotated[
+        bool, _option("Run the model's own modules, not native code, on CPU.", "--no-fused", panel="Model")
+    ] = False
     prompts: Annotated[
         int | None,
         _option("How many; 20 built-in ones, or all of --questions, if not given.", panel="Prompts", low=0),
@@ -49,6 +52,11 @@ class BenchOptions:
         Path | None, _option('JSONL of {"turns": ["...", ...]}, as Spec-Bench and MT-bench.', panel="Prompts")
     ] = None
     max_tokens: Annotated[int, _option("Longest output.", panel="Prompts", low=1)] = 128
+    verify_cost: Annotated[
+        str | None,
+        _option("Time a target pass over so many tokens, e.g. 1,2,4,5,8,16; --prompts 0: only that.", panel="Cost"),
+    ] = None
+    context: Annotated[int, _option("Tokens before those of --verify-cost.", panel="Cost", low=1)] = 256
     json: Annotated[Path | None, _option("Write the figures here.", "--json", panel="Output")] = None
     markdown: Annotated[Path | None, _option("Write the tables here.", panel="Output")] = None
     plot: Annotated[Path | None, _option("Write a plot here, as PNG.", panel="Output")] = None
@@ -61,6 +69,11 @@ class BenchOptions:
         outputs = Outputs(self.json, self.markdown, self.plot)
         outputs.check()
         return outputs
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Of the LLM, beside its model, dtype and device; what is not asked for is left to it."""
+        return {"fused": False} if self.no_fused else {}
 
     def set_threads(self) -> int:
         """The number of threads, from here on torch's."""
@@ -83,11 +96,6 @@ class LatencyOptions(BenchOptions):
     ] = False
     verify: Annotated[str, _option("Rule: auto, match, reject, block; typical is lossy.", panel="Model")] = "auto"
     device: Annotated[str, _option("auto, cpu or cuda.", panel="Model")] = "auto"
-    verify_cost: Annotated[
-        str | None,
-        _option("Time a target pass over so many tokens, e.g. 1,2,4,5,8,16; --prompts 0: only that.", panel="Cost"),
-    ] = None
-    context: Annotated[int, _option("Tokens before those of --verify-cost.", panel="Cost", low=1)] = 256
 
     def sampling(self) -> "Sampling":
         """Raises UsageError on impossible values."""
@@ -101,3 +109,39 @@ class LatencyOptions(BenchOptions):
         except ValueError as error:
             name, _, rest = str(error).partition(" ")
             raise UsageError(f"--{name.replace('_', '-')} {rest}" if hasattr(self, name) else str(error)) from None
+
+
+@dataclass(frozen=True)
+class CompareOptions(BenchOptions):
+    dtype: Annotated[str, _option("bfloat16 or float32.", panel="Model")] = "bfloat16"
+    quantization: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Also int8 or int4 weights, beside llama.cpp's Q8_0 or Q4_0; repeatable, or by commas.",
+            rich_help_panel="Model",
+            metavar="KIND",
+        ),
+    ] = None
+    spec_tokens: Annotated[
+        int, _option("Draft length of the other programs' draft model.", panel="Programs", low=1)
+    ] = 3
+    lookup_tokens: Annotated[
+        int, _option("Draft length of the other programs' prompt lookup.", panel="Programs", low=1)
+    ] = 8
+    lookup_match: Annotated[int, _option("Longest match of their prompt lookup.", panel="Programs", low=1)] = 4
+    transformers: Annotated[
+        Path | None,
+        _option("Python that has transformers, or its environment; our own if not given.", panel="Programs"),
+    ] = None
+    llama_cpp: Annotated[
+        Path | None, _option("Python that has llama-cpp-python and gguf, or its environment.", panel="Programs")
+    ] = None
+    vllm: Annotated[Path | None, _option("Python that has vLLM, or its environment.", panel="Programs")] = None
+
+    def quantizations(self) -> tuple[str, ...]:
+        """Raises UsageError for one that nobody knows."""
+        asked = [name.strip() for text in self.quantization or [] for name in text.split(",") if name.strip()]
+        for name in asked:
+            if name not in ("int8", "int4"):
+                raise UsageError(f"unknown quantization {name!r}; use one of: int8, int4")
+        return tuple(dict.fromkeys(asked))

@@ -1,0 +1,144 @@
+"""A Hugging Face folder of a Llama as a GGUF file for llama.cpp. Runs where the `gguf` package is installed."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_STORED: dict[str, Any] = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32}
+
+
+def convert(folder: Path, out: Path, dtype: str) -> None:
+    """Write `out` with matrices in dtype (bfloat16 or float32) and norms in float32. Raises ValueError."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    _check(config)
+    writer = gguf.GGUFWriter(str(out), "llama")
+    _describe(writer, config, dtype)
+    _add_tokens(writer, folder, config)
+    for name, values in _tensors(folder):
+        if name == "lm_head.weight" and config.get("tie_word_embeddings"):
+            continue  # llama.cpp reads the embeddings where there is no output matrix
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            is_query = name.endswith("q_proj.weight")
+            values = _interleaved(values, config["num_attention_heads" if is_query else "num_key_value_heads"])
+        if values.ndim == 1 or dtype == "float32":
+            writer.add_tensor(_renamed(name), values)
+        else:
+            halves = _bfloat16(values)
+            writer.add_tensor(_renamed(name), halves.view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _check(config: dict[str, Any]) -> None:
+    if config["model_type"] != "llama" or config.get("attention_bias") or config.get("mlp_bias"):
+        raise ValueError(f"only Llama models without biases are converted, and this is {config['model_type']!r}")
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if rope.get("rope_type", "default") != "default":
+        raise ValueError(f"rotary positions of type {rope['rope_type']!r} are not converted")
+
+
+def _describe(writer: Any, config: dict[str, Any], dtype: str) -> None:
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    rope = config.get("rope_parameters") or {}
+    writer.add_name("benchmark")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    kind = gguf.LlamaFileType.ALL_F32 if dtype == "float32" else gguf.LlamaFileType.MOSTLY_BF16
+    writer.add_file_type(kind)
+
+
+def _add_tokens(writer: Any, folder: Path, config: dict[str, Any]) -> None:
+    """A byte-level BPE as it is; any other vocabulary is left out, which ids do not need."""
+    file = folder / "tokenizer.json"
+    data = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    model = data.get("model", {})
+    if model.get("type") != "BPE":
+        writer.add_tokenizer_model("none")
+        return
+    texts = {i: token for token, i in model["vocab"].items()}
+    special = {token["id"]: token["content"] for token in data.get("added_tokens", [])}
+    texts |= special
+    tokens = [texts.get(i, f"[unused {i}]") for i in range(config["vocab_size"])]
+    normal, control, unused = gguf.TokenType.NORMAL, gguf.TokenType.CONTROL, gguf.TokenType.UNUSED
+    kinds = [control if i in special else normal if i in texts else unused for i in range(len(tokens))]
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges(merges)
+    for add, key in ((writer.add_bos_token_id, "bos_token_id"), (writer.add_eos_token_id, "eos_token_id")):
+        if isinstance(config.get(key), int):
+            add(config[key])
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, Any]]:
+    """Every tensor of a folder as float32."""
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(size))
+        data = np.memmap(file, dtype=np.uint8, mode="r", offset=8 + size)
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            if entry["dtype"] not in _STORED:
+                raise ValueError(f"{name} is stored as {entry['dtype']}, which is not converted")
+            begin, end = entry["data_offsets"]
+            yield name, _float32(data[begin:end].view(_STORED[entry["dtype"]]).reshape(entry["shape"]))
+
+
+def _float32(values: Any) -> Any:
+    if values.dtype == np.uint16:
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float32)
+
+
+def _bfloat16(values: Any) -> Any:
+    """float32 -> bits of bfloat16, to the nearest, ties to even; exact for what was bfloat16."""
+    bits = values.view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def _interleaved(values: Any, heads: int) -> Any:
+    """llama.cpp turns neighbouring rows of a head by one angle, transformers a row of each half."""
+    rows, columns = values.shape
+    pairs = values.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2)
+    return np.ascontiguousarray(pairs).reshape(rows, columns)
+
+
+def _renamed(name: str) -> str:
+    parts = name.removesuffix(".weight").split(".")
+    if parts[:2] == ["model", "layers"]:
+        return f"blk.{parts[2]}.{NAMES['.'.join(parts[3:])]}.weight"
+    return f"{NAMES['.'.join(parts)]}.weight"

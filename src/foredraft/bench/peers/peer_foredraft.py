@@ -1,0 +1,48 @@
+"""Foredraft itself, as one more participant: in a process of its own, by the same protocol."""
+
+import os
+import time
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import torch
+from serve import serve
+
+from foredraft import LLM, Sampling, __version__
+from foredraft.bench import flatness
+
+
+class Peer:
+    """One target, with every drafter it is asked for."""
+
+    plain: LLM
+    modes: dict[str, LLM]
+
+    def load(
+        self, model: str, dtype: str, threads: int, drafters: dict[str, dict[str, Any]], settings: dict[str, Any],
+        **_: Any,
+    ) -> dict[str, Any]:  # fmt: skip
+        torch.set_num_threads(threads)
+        self.plain = LLM(model, None, dtype=dtype, device="cpu", **settings)
+        self.modes = {"plain": self.plain}
+        self.modes |= {name: self.plain.with_drafter(spec) for name, spec in drafters.items()}
+        return {"version": f"foredraft {__version__}, torch {torch.__version__}"}
+
+    def generate(self, mode: str, prompt: list[int], max_tokens: int, **_: Any) -> dict[str, Any]:
+        sampling = Sampling(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+        began = time.perf_counter()
+        (completion,) = self.modes[mode].generate([prompt], sampling)
+        seconds = time.perf_counter() - began
+        if completion.error is not None:
+            raise RuntimeError(completion.error)
+        return {"tokens": completion.token_ids, "seconds": seconds, "passes": completion.stats.target_passes}
+
+    def verify(self, rows: list[int], context: list[int], repeats: int) -> dict[str, Any]:
+        costs = flatness.costs(self.plain, rows, len(context), repeats)
+        return {"seconds": {str(cost.rows): cost.seconds for cost in costs}}
+
+
+if __name__ == "__main__":
+    peer = Peer()
+    serve({"load": peer.load, "generate": peer.generate, "verify": peer.verify})

@@ -1,0 +1,74 @@
+"""transformers: plain, assisted and prompt-lookup generation."""
+
+import os
+import time
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import torch
+import transformers
+from serve import serve, verify_costs
+
+
+class Peer:
+    """One model, and its assistant where it has one."""
+
+    model: Any
+    assistant: Any = None
+
+    def load(self, model: str, draft: str | None, dtype: str, threads: int, **_: Any) -> dict[str, Any]:
+        torch.set_num_threads(threads)
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        self.model = _loaded(model, dtype)
+        self.assistant = None if draft is None else _loaded(draft, dtype)
+        return {"version": f"transformers {transformers.__version__}, torch {torch.__version__}"}
+
+    @torch.inference_mode()
+    def generate(
+        self, mode: str, prompt: list[int], max_tokens: int, draft_tokens: int, lookup: list[int]
+    ) -> dict[str, Any]:
+        ids, passes = torch.tensor([prompt]), [0]
+        extra: dict[str, Any] = {}
+        if mode == "assisted":
+            if self.assistant is None:
+                raise ValueError("assisted generation needs a draft model")
+            # a constant draft length, as everywhere else in the comparison; no confidence threshold cuts it
+            config = self.assistant.generation_config
+            config.num_assistant_tokens, config.num_assistant_tokens_schedule = draft_tokens, "constant"
+            config.assistant_confidence_threshold = 0.0
+            extra["assistant_model"] = self.assistant
+        elif mode == "prompt_lookup":
+            extra |= {"prompt_lookup_num_tokens": lookup[0], "max_matching_ngram_size": lookup[1]}
+        handle = self.model.register_forward_hook(lambda *_: passes.__setitem__(0, passes[0] + 1))
+        began = time.perf_counter()
+        out = self.model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, min_new_tokens=max_tokens,
+            do_sample=False, pad_token_id=0, **extra,
+        )  # fmt: skip
+        seconds = time.perf_counter() - began
+        handle.remove()
+        return {"tokens": out[0, len(prompt) :].tolist(), "seconds": seconds, "passes": passes[0]}
+
+    @torch.inference_mode()
+    def verify(self, rows: list[int], context: list[int], repeats: int) -> dict[str, Any]:
+        cache = transformers.DynamicCache(config=self.model.config)
+        self.model(torch.tensor([context]), past_key_values=cache, logits_to_keep=1)
+        windows = {count: torch.tensor([context[:count]]) for count in rows}
+        costs: dict[str, Any] = verify_costs(
+            rows,
+            repeats,
+            lambda count: self.model(windows[count], past_key_values=cache),
+            lambda count: cache.crop(-count),
+        )
+        return costs
+
+
+def _loaded(name: str, dtype: str) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=False).eval()
+
+
+if __name__ == "__main__":
+    peer = Peer()
+    serve({"load": peer.load, "generate": peer.generate, "verify": peer.verify})

@@ -1,0 +1,62 @@
+"""vLLM on CPU: one engine, with or without a drafter; a mode is an engine, so every mode is a process of its own."""
+
+import os
+import time
+from typing import Any
+
+from serve import serve
+
+# The engine in this very process, so that stopping the process stops all of it.
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+
+
+class Peer:
+    """One engine, compiled; prefix caching is off, for a prompt is asked more than once."""
+
+    engine: Any
+    params: Any
+
+    def load(
+        self, model: str, draft: str | None, dtype: str, threads: int, context: int, mode: str, draft_tokens: int,
+        lookup: list[int], **_: Any,
+    ) -> dict[str, Any]:  # fmt: skip
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        cores = sorted(os.sched_getaffinity(0))
+        if threads <= len(cores):
+            os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(str(core) for core in cores[:threads])
+        import vllm
+
+        spec = {
+            "plain": None,
+            "ngram": {"method": "ngram", "num_speculative_tokens": lookup[0], "prompt_lookup_max": lookup[1],
+                      "prompt_lookup_min": 1},
+            "draft_model": {"method": "draft_model", "model": draft, "num_speculative_tokens": draft_tokens},
+        }[mode]  # fmt: skip
+        if mode == "draft_model" and draft is None:
+            raise ValueError("this mode needs a draft model")
+        self.params = vllm.SamplingParams
+        self.engine = vllm.LLM(
+            model=model, dtype=dtype, max_model_len=context, max_num_seqs=1, enable_prefix_caching=False,
+            disable_log_stats=False, **({"speculative_config": spec} if spec else {}),
+        )  # fmt: skip
+        return {"version": f"vllm {vllm.__version__}"}
+
+    def generate(self, prompt: list[int], max_tokens: int, **_: Any) -> dict[str, Any]:
+        params = self.params(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        before = self._counts()
+        began = time.perf_counter()
+        (out,) = self.engine.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
+        seconds = time.perf_counter() - began
+        tokens = list(out.outputs[0].token_ids)
+        accepted = self._counts() - before
+        return {"tokens": tokens, "seconds": seconds, "passes": len(tokens) - accepted}
+
+    def _counts(self) -> int:
+        """Drafted tokens kept so far: every token that is not one of them took a pass."""
+        return sum(m.value for m in self.engine.get_metrics() if m.name == "vllm:spec_decode_num_accepted_tokens")
+
+
+if __name__ == "__main__":
+    peer = Peer()
+    serve({"load": peer.load, "generate": peer.generate})
