@@ -13,9 +13,10 @@ import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from foredraft import LLM, Completion
-from foredraft.zoo.corpus import held_out_prompts
-from speedup import ours
+from foredraft import LLM, Completion, Sampling
+from foredraft.bench.latency import Run, measure
+from foredraft.bench.methods import PLAIN
+from foredraft.bench.questions import Question, questions
 
 DRAFTS = range(1, 9)
 
@@ -46,34 +47,30 @@ def looked_at(completion: Completion, k: int) -> tuple[int, int]:
     return s.num_accepted, s.num_accepted + s.num_drafts - full
 
 
-def sweep(prompts: list[list[int]], tokens: int, draft: str | None, label: str, is_greedy: bool) -> list[Point]:
-    plain_llm = LLM(drafter=None)
+def sweep(asked: list[Question], tokens: int, draft: str | None, label: str, is_greedy: bool) -> list[Point]:
+    plain = LLM(drafter=None)
     spec = {"method": "draft_model", **({"model": draft} if draft else {})}
-    runs = {k: ours(plain_llm.with_drafter(spec, k), is_greedy) for k in DRAFTS}
-    plain = ours(plain_llm, is_greedy)
-    for run in [plain, *runs.values()]:
-        run(prompts[0], 16)
-    base, seen = [], {k: [] for k in DRAFTS}
-    for prompt in prompts:
-        base.append(plain(prompt, tokens))
-        for k, run in runs.items():
-            seen[k].append(run(prompt, tokens))
-    target_pass = statistics.median(time / tokens for time, _, _ in base)
-    return [point(k, seen[k], base, target_pass, label, is_greedy) for k in DRAFTS]
+    generators = {PLAIN: plain} | {str(k): plain.with_drafter(spec, k) for k in DRAFTS}
+    sampling = Sampling(max_tokens=tokens, temperature=0.0 if is_greedy else 1.0, ignore_eos=True)
+    outcome = measure(generators, asked, plain.tokenizer, plain.target.context_length, sampling, 1, lambda name: None)
+    base = outcome.runs[PLAIN]
+    target_pass = statistics.median(run.seconds / tokens for run in base)
+    return [point(k, outcome.runs[str(k)], base, target_pass, label, is_greedy) for k in DRAFTS]
 
 
-def point(k: int, results: list, base: list, target_pass: float, label: str, is_greedy: bool) -> Point:
-    pairs = [looked_at(c, k) for _, _, c in results]
-    passes = sum(c.stats.target_passes for _, _, c in results)
-    draft_pass = sum(c.stats.draft_time for _, _, c in results) / passes / k
+def point(k: int, runs: list[Run], base: list[Run], target_pass: float, label: str, is_greedy: bool) -> Point:
+    completions = [run.completions[0] for run in runs]
+    pairs = [looked_at(c, k) for c in completions]
+    passes = sum(c.stats.target_passes for c in completions)
+    draft_pass = sum(c.stats.draft_time for c in completions) / passes / k
     return Point(
         draft=label,
         is_greedy=is_greedy,
         num_tokens=k,
         alpha=sum(a for a, _ in pairs) / max(1, sum(n for _, n in pairs)),
         cost=draft_pass / target_pass,
-        speedup=statistics.median(b[0] / r[0] for b, r in zip(base, results, strict=True)),
-        acceptance_length=sum(c.stats.num_tokens for _, _, c in results) / passes,
+        speedup=statistics.median(b.seconds / r.seconds for b, r in zip(base, runs, strict=True)),
+        acceptance_length=sum(c.stats.num_tokens for c in completions) / passes,
     )
 
 
@@ -120,12 +117,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/acceptance-law.png"))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    tokenizer = LLM(drafter=None).tokenizer
-    prompts = [tokenizer(text).input_ids for text in held_out_prompts(args.prompts)]
+    asked = questions(None, args.prompts)
     drafts = [(None, "distilled")] + ([(args.undistilled, "undistilled")] if args.undistilled else [])
     points = [
         p for draft, label in drafts for is_greedy in (True, False)
-        for p in sweep(prompts, args.tokens, draft, label, is_greedy)
+        for p in sweep(asked, args.tokens, draft, label, is_greedy)
     ]  # fmt: skip
     print(table(points))
     plot(points, args.out)

@@ -113,8 +113,8 @@ class Job:
             "for every prompt, after a warm-up; 'over ours' is the median over prompts",
             f"draft lengths: {plan.draft_tokens} with a draft model, {plan.lookup[0]} by prompt lookup (matches of up "
             f"to {plan.lookup[1]} tokens), ours as named",
-            f"every program is a process of its own with {report.count(plan.threads, 'thread')}, stopped (SIGSTOP) while it is not its "
-            "turn, so that none spins beside another",
+            f"every program is a process of its own with {report.count(plan.threads, 'thread')}, stopped "
+            "(SIGSTOP) while it is not its turn, so that none spins beside another",
         ]
         if self.comparison.too_long:
             notes.append(f"{len(self.comparison.too_long)} questions, or their later turns, exceed the context")

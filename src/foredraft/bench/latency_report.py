@@ -90,7 +90,7 @@ class Job:
             notes.append(f"{name} was left out: {reason}")
         if self.too_long:
             notes.append(
-                f"{len(self.too_long)} of {len(self.plan.questions)} questions, or their later turns, exceed the context"
+                f"{len(self.too_long)} of {len(self.plan.questions)} questions, or later turns, exceed the context"
             )
         lossy = sorted({row.verification for row in self.rows} & LOSSY)
         if lossy:
