@@ -5,6 +5,7 @@ preemption. The mixing function is the finaliser of SplitMix64 (Steele, Lea, Flo
 """
 
 import enum
+from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Bits = NDArray[np.uint64]
+KEPT = 1 << 20  # numbers of noise kept for each vocabulary size: 8 MB
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -104,16 +106,29 @@ def race(p: Tensor, keys: Tensor) -> Tensor:
 
 def winner(p: NDArray[np.floating], key: int) -> int:
     """The argmax of `race` for one row p [V] that has some mass. Only tokens of some probability run."""
-    size = len(p)
-    if np.count_nonzero(p) * 4 < size:
+    if np.count_nonzero(p) * 4 < len(p):
         ids = np.flatnonzero(p)
-        u = _uniform_bits(_steps(size)[ids] + np.uint64(key & _MASK))
-        return int(ids[_scores(p[ids], u).argmin()])
-    return int(_scores(p, _uniform_bits(_steps(size) + np.uint64(key & _MASK))).argmin())
+        states = _steps(len(p))[ids] + np.uint64(key & _MASK)
+        return int(ids[(p[ids] / _logs(states)).argmin()])  # both signs turned, so the largest is the smallest
+    return int((p / _every_log(len(p))(key)).argmin())
 
 
-def _scores(p: NDArray[np.floating], u: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The scores of `race` with their signs turned. The logarithm is torch's, whose last bit is not numpy's."""
+def _logs(states: Bits) -> NDArray[np.float64]:
+    """The logarithm is torch's, as in `race`: its last bit is not numpy's."""
+    u = _uniform_bits(states)
     torch.from_numpy(u).log_()
-    np.divide(p, u, out=u)
     return u
+
+
+@lru_cache(maxsize=4)
+def _every_log(count: int) -> Callable[[int], NDArray[np.float64]]:
+    """key -> [count], the newest of them kept: under `match` the target races where the drafter did before, and again
+    where a draft was rejected."""
+
+    @lru_cache(maxsize=max(4, KEPT // count))
+    def logs(key: int) -> NDArray[np.float64]:
+        made = _logs(_steps(count) + np.uint64(key & _MASK))
+        made.flags.writeable = False
+        return made
+
+    return logs

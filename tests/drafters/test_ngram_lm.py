@@ -173,7 +173,7 @@ def test_a_reused_slot_knows_nothing_of_the_former_request(folder):
     drafter = made(folder)
     drafted(drafter, request([7, 8, 9, 7, 8, 9] * 20))
     drafter.forget([0, 3])
-    assert not drafter._counts
+    assert not drafter._learnt
     fresh = [request([*text(20, seed)[:17], 7, 8, 9], 0) for seed in range(10)]
     for one in fresh:
         assert drafted(drafter, one) == drafted(made(folder), one)

@@ -2,10 +2,11 @@
 
 import importlib
 import pkgutil
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from types import ModuleType
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -127,6 +128,59 @@ class Draft:
             tuple(index[self.parents[node - 1]] for node in kept[1:]),
             None if self.q is None else self.q[kept],
         )
+
+
+class Learnt(Protocol):
+    """What a text alone teaches, token by token."""
+
+    tokens: list[int]
+
+    def extend(self, tokens: Sequence[int]) -> None: ...
+
+
+L = TypeVar("L", bound=Learnt)
+
+
+class TextDrafter(ABC, Generic[L]):
+    """The verbs of a drafter that needs nothing but each request's own tokens, read when it is drafted for."""
+
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+        self._learnt: dict[int, L] = {}  # by slot
+
+    @property
+    def num_nodes(self) -> int:
+        return self.num_tokens
+
+    @abstractmethod
+    def start(self) -> L:
+        """What is known of a request before its first token."""
+
+    @abstractmethod
+    def draft(self, learnt: L, request: Request, depth: int, budget: int) -> Draft:
+        """At most `budget` nodes, none deeper than `depth`, which is at least one."""
+
+    def propose(self, batch: Batch) -> TokenTree:
+        drafts = [Draft()] * len(batch)
+        for b in batch.drafting():
+            request, budget = batch.requests[b], batch.budgets[b]
+            learnt = self._learnt.get(request.slot)
+            if learnt is None:
+                learnt = self._learnt[request.slot] = self.start()
+            learnt.extend(request.slice(len(learnt.tokens), request.num_tokens))
+            depth = min(self.num_tokens, budget, request.room)
+            if depth > 0:
+                drafts[b] = self.draft(learnt, request, depth, budget)
+        return plant(batch, drafts)
+
+    def observe(self, batch: Batch, commit: Commit) -> None:
+        """Nothing: the text says it all."""
+
+    def forget(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self._learnt.pop(slot, None)
 
 
 def plant(batch: Batch, drafts: Sequence[Draft]) -> TokenTree:

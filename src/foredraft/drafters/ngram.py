@@ -7,10 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from foredraft.drafters.base import Context, Draft, plant
+from foredraft.drafters.base import Context, Draft, TextDrafter
 from foredraft.errors import ForedraftError
-from foredraft.request import Batch, Request
-from foredraft.tree import Commit, TokenTree
+from foredraft.request import Request
 
 METHOD = "ngram"
 SCANNED_PER_BRANCH = 8  # earlier occurrences looked at for each continuation wanted; most repeat one another
@@ -75,41 +74,22 @@ class Index:
         return list(found)
 
 
-class Ngram:
-    """Guesses from the request's own tokens; q is one-hot."""
-
-    taps: tuple[int, ...] = ()
+class Ngram(TextDrafter[Index]):
+    """Guesses from the request's own tokens; q is one-hot. No match, no draft."""
 
     def __init__(self, config: Config, num_tokens: int) -> None:
+        super().__init__(num_tokens)
         self.config = config
-        self.num_tokens = num_tokens
-        self._indices: dict[int, Index] = {}
 
     @property
     def num_nodes(self) -> int:
         return self.num_tokens * self.config.branches
 
-    def propose(self, batch: Batch) -> TokenTree:
-        """One tree per request; no match, no draft."""
-        drafts = [Draft()] * len(batch)
-        for b in batch.drafting():
-            drafts[b] = self._draft(batch.requests[b], batch.budgets[b])
-        return plant(batch, drafts)
+    def start(self) -> Index:
+        return Index(self.config)
 
-    def observe(self, batch: Batch, commit: Commit) -> None:
-        """Nothing: the tokens are read from the request when it is drafted for."""
-
-    def forget(self, slots: Sequence[int]) -> None:
-        for slot in slots:
-            self._indices.pop(slot, None)
-
-    def _draft(self, request: Request, budget: int) -> Draft:
-        index = self._indices.get(request.slot)
-        if index is None:
-            index = self._indices[request.slot] = Index(self.config)
-        index.extend(request.slice(len(index.tokens), request.num_tokens))
-        length = min(self.num_tokens, budget, request.room)
-        return Draft.merged(index.continuations(length), budget) if length > 0 else Draft()
+    def draft(self, learnt: Index, request: Request, depth: int, budget: int) -> Draft:
+        return Draft.merged(learnt.continuations(depth), budget)
 
 
 def create(config: Config, context: Context) -> Ngram:

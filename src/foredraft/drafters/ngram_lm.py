@@ -4,7 +4,6 @@ Unlike prompt lookup it has a law q, so it follows temperature and penalties, sh
 and knows when it does not know. The table is optional; see `foredraft.models.ngram` for it and for the blend.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,13 +12,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foredraft import noise
-from foredraft.drafters.base import Context, Draft, draft_key, plant
+from foredraft.drafters.base import Context, Draft, TextDrafter, draft_key
 from foredraft.errors import ForedraftError
 from foredraft.models.ngram import NgramModel
 from foredraft.models.ngram_counts import Counts, Floats
-from foredraft.request import Batch, Request
+from foredraft.request import Request
 from foredraft.sampling import distribution
-from foredraft.tree import Commit, TokenTree
 
 METHOD = "ngram_lm"
 
@@ -46,7 +44,6 @@ class Chain:
     drafted: list[int] = field(default_factory=list)
     laws: list[Tensor] = field(default_factory=list)  # [V] each, where the verification wants q
     confidence: float = 1.0
-    rates: Floats | None = None  # [limit, V] the noise of every depth
 
     @property
     def is_plain_greedy(self) -> bool:
@@ -69,14 +66,17 @@ class Chain:
         self.confidence *= top
         return self.confidence > 0 and self.confidence >= min_confidence  # false for NaN, where nothing may be drawn
 
+    def law(self, q: Floats) -> Tensor:
+        """[V] what the sampling parameters make of q."""
+        sampling = self.request.sampling
+        history = [self.request.history(self.drafted)] if sampling.shapes_logits else None
+        return distribution(torch.from_numpy(np.log(q.astype(np.float32)))[None], [sampling], history)[0]
+
     def draw(self, law: NDArray[np.float32]) -> int:
-        """The token that wins the race of `noise.race` from a law [V] after the tokens drafted so far."""
-        if self.rates is None:
-            # A race is its law times the race of ones: the noise of every depth at once costs half as much as one by
-            # one. In a chain the depth below which a node is drawn is that node's number too.
-            keys = torch.tensor([draft_key(self.request, depth, depth) for depth in range(self.limit)])
-            self.rates = noise.race(torch.ones(self.limit, len(law)), keys).numpy()
-        return int((law * self.rates[len(self.drafted)]).argmax())
+        """The token that wins the race from a law [V] after the tokens drafted so far. In a chain the depth below
+        which a node is drawn is that node's number too."""
+        depth = len(self.drafted)
+        return noise.winner(law, draft_key(self.request, depth, depth))
 
     def take(self, token: int) -> bool:
         """Add a token; whether more may follow. An end of text can only be the last token of a draft."""
@@ -89,79 +89,46 @@ class Chain:
         return Draft.chain(self.drafted, torch.stack([*self.laws, torch.zeros_like(self.laws[0])]))
 
 
-class NgramLM:
-    """Chains drawn from an n-gram law, all requests of a batch one token at a time."""
-
-    taps: tuple[int, ...] = ()
+class NgramLM(TextDrafter[Counts]):
+    """Chains drawn from an n-gram law, as long as budget, room and confidence allow."""
 
     def __init__(self, model: NgramModel, config: Config, context: Context) -> None:
+        super().__init__(context.num_tokens)
         self.model = model
         self.config = config
-        self.num_tokens = context.num_tokens
         self.device = context.device
-        self._counts: dict[int, Counts] = {}
 
-    @property
-    def num_nodes(self) -> int:
-        return self.num_tokens
+    def start(self) -> Counts:
+        config = self.config
+        return Counts(self.model.vocab_size, config.order, config.discount, config.base_weight)
 
-    def propose(self, batch: Batch) -> TokenTree:
-        """One chain per request, as long as its budget, its room and its confidence allow."""
-        chains = {b: self._chain(batch.requests[b], batch.budgets[b]) for b in batch.drafting()}
-        growing = [chain for chain in chains.values() if chain.limit > 0]
-        while growing:
-            growing = self._grow(growing)
-        return plant(batch, [chains[b].draft() if b in chains else Draft() for b in range(len(batch))])
+    def draft(self, learnt: Counts, request: Request, depth: int, budget: int) -> Draft:
+        chain = Chain(request, learnt, depth)
+        grow = self._grow_greedily if chain.is_plain_greedy else self._grow
+        while grow(chain):
+            pass
+        return chain.draft()
 
-    def observe(self, batch: Batch, commit: Commit) -> None:
-        """Nothing: the tokens are read from the request when it is drafted for."""
+    def _grow_greedily(self, chain: Chain) -> bool:
+        """One token more, the likeliest; whether yet more may follow."""
+        q = chain.q(self.model)
+        token = int(q.argmax())
+        return chain.trusts(float(q[token]), self.config.min_confidence) and chain.take(token)
 
-    def forget(self, slots: Sequence[int]) -> None:
-        for slot in slots:
-            self._counts.pop(slot, None)
-
-    def _chain(self, request: Request, budget: int) -> Chain:
-        counts = self._counts.get(request.slot)
-        if counts is None:
-            options = (self.config.order, self.config.discount, self.config.base_weight)
-            counts = self._counts[request.slot] = Counts(self.model.vocab_size, *options)
-        counts.extend(request.slice(len(counts.tokens), request.num_tokens))
-        return Chain(request, counts, min(budget, self.num_tokens, request.room))
-
-    def _grow(self, chains: Sequence[Chain]) -> list[Chain]:
-        """One token more for every chain; those that may grow further."""
-        growing: list[Chain] = []
-        drawing: list[tuple[Chain, Floats]] = []
-        for chain in chains:
-            q = chain.q(self.model)
-            if not chain.is_plain_greedy:
-                drawing.append((chain, q))
-                continue
-            token = int(q.argmax())
-            if chain.trusts(float(q[token]), self.config.min_confidence) and chain.take(token):
-                growing.append(chain)
-        return growing + self._draw(drawing) if drawing else growing
-
-    def _draw(self, drawing: Sequence[tuple[Chain, Floats]]) -> list[Chain]:
+    def _grow(self, chain: Chain) -> bool:
         """The same where a law is drawn from, or depends on what came before."""
-        chains = [chain for chain, _ in drawing]
-        logits = torch.from_numpy(np.log(np.stack([q.astype(np.float32) for _, q in drawing])))
-        laws = distribution(
-            logits, [c.request.sampling for c in chains], [c.request.history(c.drafted) for c in chains]
-        )
-        tops, likeliest = (part.tolist() for part in laws.max(-1))
-        drawn: list[int] = []
-        for row, (chain, q) in enumerate(drawing):
-            # a greedy law is one-hot and says nothing of its own certainty
-            is_greedy = chain.request.sampling.is_greedy and tops[row] == 1
-            top = float(q[likeliest[row]]) if is_greedy else tops[row]
-            if chain.trusts(top, self.config.min_confidence):
-                drawn.append(row)
-        for row in drawn:
-            if chains[row].wants_q:
-                chains[row].laws.append(laws[row].to(self.device))
-        values = laws.numpy()
-        return [chains[row] for row in drawn if chains[row].take(chains[row].draw(values[row]))]
+        q = chain.q(self.model)
+        law = chain.law(q)
+        values = law.numpy()
+        likeliest = int(values.argmax())
+        # a greedy law is one-hot and says nothing of its own certainty
+        is_greedy = chain.request.sampling.is_greedy and values[likeliest] == 1
+        if not chain.trusts(float(q[likeliest] if is_greedy else values[likeliest]), self.config.min_confidence):
+            return False
+        token = likeliest if is_greedy else chain.draw(values)
+        if chain.wants_q:
+            chain.laws.append(law.to(self.device))
+        return chain.take(token)
 
 
 def create(config: Config, context: Context) -> NgramLM:

@@ -43,9 +43,11 @@ class Counts:
 
     def __post_init__(self) -> None:
         self._bare = np.zeros(self.vocab_size)
+        self._base: Floats | None = None  # the last answer of `base`, until a count changes
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Learn from the text's next tokens: O(order) for each."""
+        self._base = None if tokens else self._base
         for token in tokens:
             self._add(suffix_hashes(self.tokens, self.order - 1), token)
             self.tokens.append(token)
@@ -71,8 +73,10 @@ class Counts:
         return {after: 1} if isinstance(after, int) else after
 
     def base(self, base: Floats) -> Floats:
-        """[V] the law after the empty context, given the table's."""
-        return (base * self.base_weight + self._bare) / (self.base_weight + self._num_bare)
+        """[V] the law after the empty context, given the table's, which is always the same one."""
+        if self._base is None:
+            self._base = (base * self.base_weight + self._bare) / (self.base_weight + self._num_bare)
+        return self._base
 
 
 class Sparse:
