@@ -1,4 +1,18 @@
-/* Weight-only int8 and int4. */
+/* int8 and int4 weights times activations of 8 bits, exact within a group.
+ *
+ * A row of activations is cut into groups of w->group, each with a scale of its own. Within a group everything is
+ * integer and so exact; groups are added in float32, in their order, each product rounded by itself. So a result is the
+ * same bits whatever rows, threads or instruction sets computed it.
+ *
+ * Weights are stored unsigned (w + 128, w + 8), as the dot product of bytes wants one side; what that adds, offset
+ * times the sum of the group's activations, is where an accumulator starts.
+ *
+ * A step is 32 outputs times 4 bytes: 4 numbers of k in int8, 8 in int4 (the low halves first).
+ * int8 panel: float32 scales [32], steps [k/4][32][4].       k is padded to 4
+ * int4 panel: for every group bfloat16 scales [32], steps [group/8][32][4].   k is padded to 8
+ * Row: float32 scales [groups], int32 starts [groups], numbers: bytes where the processor multiplies bytes, otherwise
+ * 16-bit words, the four of a step as 0 2 1 3.
+ */
 #ifndef FD_QUANT_H
 #define FD_QUANT_H
 
@@ -6,11 +20,256 @@
 #include "simd.h"
 #include "sink.h"
 
-INLINE long quant_row_bytes(const fd_weight *w) { return (long)w->k * 4; }
-INLINE long quant_panel_bytes(const fd_weight *w) { return (long)w->k * FD_PANEL; }
-static void quant_prepare(const fd_weight *w, const float *x, char *to) { (void)w, (void)x, (void)to; }
+#define QUANT_V (FD_PANEL / LANES)
+#define STEP_BYTES (FD_PANEL * 4)
+#if defined(__AVX512VNNI__)
+#define HAS_BYTES 1 /* products of bytes */
+#else
+#define HAS_BYTES 0
+#endif
+#if LANES == 16
+#define QUANT_ROWS 8 /* rows times QUANT_V accumulators in registers */
+#elif LANES == 8
+#define QUANT_ROWS 2
+#else
+#define QUANT_ROWS 1
+#endif
+#define NUMBER_BYTES (HAS_BYTES ? 1 : 2)
+
+INLINE int quant_step(int kind) { return kind == FD_INT8 ? 4 : 8; }
+INLINE long quant_padded(const fd_weight *w) {
+    int step = quant_step(w->kind);
+    return ((long)w->k + step - 1) / step * step;
+}
+INLINE long quant_groups(const fd_weight *w) { return (w->k + w->group - 1) / w->group; }
+INLINE long quant_header(const fd_weight *w) { return (quant_groups(w) * 8 + 63) / 64 * 64; }
+INLINE long quant_row_bytes(const fd_weight *w) {
+    return quant_header(w) + quant_groups(w) * w->group * NUMBER_BYTES;
+}
+INLINE long quant_panel_bytes(const fd_weight *w) {
+    long steps = quant_padded(w) / quant_step(w->kind);
+    return steps * STEP_BYTES + (w->kind == FD_INT8 ? FD_PANEL * 4 : quant_groups(w) * FD_PANEL * 2);
+}
+
+/* Keeps the compiler from joining the product with an addition to come: fused, it would be rounded once, not twice. */
+INLINE vf rounded(vf x) {
+#if defined(__AVX512F__)
+    __asm__("" : "+v"(x));
+#elif defined(__x86_64__)
+    __asm__("" : "+x"(x));
+#endif
+    return x;
+}
+
+/* acc + w.0 * x.0 + w.1 * x.1, words; or the same of four bytes, w unsigned and x signed. */
+INLINE vi dot(vi acc, vu w, vu x) {
+#if HAS_BYTES
+    return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, (__m512i)x);
+#elif LANES == 16
+    return acc + (vi)_mm512_madd_epi16((__m512i)w, (__m512i)x);
+#elif LANES == 8
+    return acc + (vi)_mm256_madd_epi16((__m256i)w, (__m256i)x);
+#elif defined(__SSE2__)
+    return acc + (vi)_mm_madd_epi16((__m128i)w, (__m128i)x);
+#else
+    return acc + (vi)(w & 0xffff) * ((vi)(x << 16) >> 16) + (vi)(w >> 16) * ((vi)x >> 16);
+#endif
+}
+
+/* One vector of a step as what `dot` takes. Returns the number of them. */
+INLINE int unpack(vu w, vu *to, const int kind) {
+#if HAS_BYTES
+    if (kind == FD_INT8) return to[0] = w, 1;
+    to[0] = w & 0x0f0f0f0f;
+    to[1] = (w >> 4) & 0x0f0f0f0f;
+    return 2;
+#else
+    if (kind == FD_INT8) {
+        to[0] = w & 0x00ff00ff;
+        to[1] = (w >> 8) & 0x00ff00ff;
+        return 2;
+    }
+    to[0] = w & 0x000f000f;
+    to[1] = (w >> 8) & 0x000f000f;
+    to[2] = (w >> 4) & 0x000f000f;
+    to[3] = (w >> 12) & 0x000f000f;
+    return 4;
+#endif
+}
+
+typedef int8_t vb __attribute__((vector_size(LANES)));
+typedef int16_t vw __attribute__((vector_size(LANES * 2)));
+typedef int8_t vb_at __attribute__((vector_size(LANES), aligned(1), may_alias));
+typedef int16_t vw_at __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
+
+INLINE vi lanes(void) {
+    vi i;
+    for (int l = 0; l < LANES; l++) i[l] = l;
+    return i;
+}
+
+INLINE int32_t most_of(vi x) {
+    for (int step = LANES / 2; step; step /= 2) {
+        vi y = __builtin_shuffle(x, lanes() ^ step), larger = x > y;
+        x = (x & larger) | (y & ~larger);
+    }
+    return x[0];
+}
+
+INLINE int32_t sum_of(vi x) {
+    for (int step = LANES / 2; step; step /= 2) x += __builtin_shuffle(x, lanes() ^ step);
+    return x[0];
+}
+
+INLINE void store_numbers(char *to, vi n) {
+#if HAS_BYTES
+    *(vb_at *)to = __builtin_convertvector(n, vb);
+#else
+    vi order = (lanes() & ~3) | ((lanes() & 1) << 1) | ((lanes() >> 1) & 1);
+    *(vw_at *)to = __builtin_convertvector(__builtin_shuffle(n, order), vw);
+#endif
+}
+
+/* One group, a multiple of LANES; returns its scale, NaN if not all of it is finite, and so will every result be. */
+INLINE float quantise(const float *x, int count, char *to, int32_t *total) {
+    vi most = {0}, sums = {0};
+    for (int i = 0; i < count; i += LANES) {
+        vi size = (vi)load(x + i) & 0x7fffffff, larger = size > most; /* sizes are ordered like the bits they have */
+        most = (size & larger) | (most & ~larger);
+    }
+    int32_t bits = most_of(most);
+    float top;
+    memcpy(&top, &bits, 4);
+    float inverse = top > 1e-30f && bits < 0x7f800000 ? 127.0f / top : 0;
+    for (int i = 0; i < count; i += LANES) {
+        vf shifted = rounded(load(x + i) * inverse) + 12582912.0f; /* 1.5 * 2^23: rounds to an integer */
+        vi n = (vi)shifted - (vi)all(12582912.0f);
+        sums += n;
+        store_numbers(to + i * NUMBER_BYTES, n);
+    }
+    *total = sum_of(sums);
+    return bits < 0x7f800000 ? (inverse > 0 ? top / 127.0f : 0) : __builtin_nanf("");
+}
+
+static void quant_prepare(const fd_weight *w, const float *x, char *to) {
+    long groups = quant_groups(w);
+    float *scale = (float *)to;
+    int32_t *start = (int32_t *)(scale + groups);
+    char *numbers = to + quant_header(w);
+    int offset = w->kind == FD_INT8 ? -128 : -8;
+    for (long g = 0; g < groups; g++) {
+        long at = g * w->group;
+        const float *from = x + at;
+        float tail[w->group];
+        if (w->k - at < w->group) { /* the last one may be short; zeros change nothing */
+            memset(tail, 0, sizeof tail);
+            from = memcpy(tail, from, (size_t)(w->k - at) * 4);
+        }
+        scale[g] = quantise(from, w->group, numbers + at * NUMBER_BYTES, start + g);
+        start[g] *= offset;
+    }
+}
+
+/* The steps of one group for M rows, added to acc [M][QUANT_V]. The processor's own prefetcher keeps up where a step has
+ * little to do; further on it is told what to fetch. */
+INLINE void quant_steps(const char *w, const char *x, long stride, int steps, vi *acc, const int M, const int kind) {
+    const int words = quant_step(kind) * NUMBER_BYTES / 4;
+    for (int s = 0; s < steps; s++, w += STEP_BYTES, x += words * 4) {
+        if (kind == FD_INT8 && M > 4) {
+            __builtin_prefetch(w + 8192, 0, 2);
+            __builtin_prefetch(w + 8192 + 64, 0, 2);
+        } else if (kind == FD_INT4 && M > 2) {
+            __builtin_prefetch(w + 2048);
+            __builtin_prefetch(w + 2048 + 64);
+        }
+        _Pragma("GCC unroll 8") for (int v = 0; v < QUANT_V; v++) {
+            vu part[4];
+            const int parts = unpack(load_words((const uint32_t *)w + v * LANES), part, kind);
+            _Pragma("GCC unroll 8") for (int m = 0; m < M; m++) {
+                const uint32_t *n = (const uint32_t *)(x + m * stride);
+                _Pragma("GCC unroll 4") for (int p = 0; p < parts; p++)
+                    acc[m * QUANT_V + v] = dot(acc[m * QUANT_V + v], part[p], all_words(n[p]));
+            }
+        }
+    }
+}
+
+/* What a tile of rows reads besides its weights. */
+typedef struct {
+    const char *row; /* the first, and the distance of the others */
+    long stride, groups, header, padded;
+    int group;
+} quant_rows;
+
+/* M rows of one panel; `to` [M][32]. */
+INLINE void quant_tile(const char *w, const quant_rows *x, float *to, const int M, const int kind) {
+    const char *row = x->row, *panel = w;
+    const long stride = x->stride, groups = x->groups;
+    if (kind == FD_INT8) w += FD_PANEL * 4;
+    for (int i = 0; i < M * QUANT_V; i++) store(to + i * LANES, (vf){0});
+    for (long g = 0; g < groups; g++) {
+        vi acc[QUANT_ROWS * QUANT_V];
+        _Pragma("GCC unroll 8") for (int m = 0; m < M; m++) {
+            uint32_t start = ((const uint32_t *)(row + m * stride))[groups + g];
+            _Pragma("GCC unroll 8") for (int v = 0; v < QUANT_V; v++) acc[m * QUANT_V + v] = (vi)all_words(start);
+        }
+        const char *scales = w;
+        if (kind == FD_INT4) w += FD_PANEL * 2;
+        long from = g * x->group, left = x->padded - from;
+        int steps = (int)(left < x->group ? left : x->group) / quant_step(kind);
+        const char *numbers = row + x->header + from * NUMBER_BYTES;
+        quant_steps(w, numbers, stride, steps, acc, M, kind);
+        w += steps * STEP_BYTES;
+        vf of_weights[QUANT_V]; /* read once: the compiler cannot know that sums lie elsewhere */
+        if (kind == FD_INT4)
+            for (int v = 0; v < QUANT_V; v++) of_weights[v] = load_bf16((const uint16_t *)scales + v * LANES);
+        _Pragma("GCC unroll 8") for (int m = 0; m < M; m++) {
+            vf scale = all(((const float *)(row + m * stride))[g]);
+            _Pragma("GCC unroll 8") for (int v = 0; v < QUANT_V; v++) {
+                float *sum = to + m * FD_PANEL + v * LANES;
+                vf y = rounded(__builtin_convertvector(acc[m * QUANT_V + v], vf) * scale);
+                if (kind == FD_INT4) y = rounded(y * of_weights[v]);
+                store(sum, load(sum) + y);
+            }
+        }
+    }
+    if (kind == FD_INT8)
+        for (int i = 0; i < M * QUANT_V; i++)
+            store(to + i * LANES, load(to + i * LANES) * load((const float *)panel + i % QUANT_V * LANES));
+}
+
+#define QUANT_CASE(M)                                                                                                  \
+    case M:                                                                                                            \
+        if (kind == FD_INT8) quant_tile(w, x, to, M, FD_INT8);                                                  \
+        else quant_tile(w, x, to, M, FD_INT4);                                                                  \
+        break;
+
+static void quant_run(const char *w, const quant_rows *x, float *to, int m, int kind) {
+    switch (m) {
+        QUANT_CASE(1)
+#if QUANT_ROWS > 1
+        QUANT_CASE(2)
+#endif
+#if QUANT_ROWS > 2
+        QUANT_CASE(3) QUANT_CASE(4) QUANT_CASE(5) QUANT_CASE(6) QUANT_CASE(7) QUANT_CASE(8)
+#endif
+    }
+}
+
+/* Panels [first, last) of every row. */
 static void quant_multiply(const fd_weight *w, const char *x, int rows, int first, int last, const sink *s) {
-    (void)w, (void)x, (void)rows, (void)first, (void)last, (void)s;
+    quant_rows tile = {x, quant_row_bytes(w), quant_groups(w), quant_header(w), quant_padded(w), w->group};
+    int tiles = (rows + QUANT_ROWS - 1) / QUANT_ROWS, height = (rows + tiles - 1) / tiles;
+    for (int p = first; p < last; p++) {
+        const char *panel = (const char *)w->data + p * quant_panel_bytes(w);
+        for (int r = 0; r < rows; r += height) {
+            _Alignas(64) float to[QUANT_ROWS * FD_PANEL];
+            int m = rows - r < height ? rows - r : height;
+            tile.row = x + r * tile.stride;
+            quant_run(panel, &tile, to, m, w->kind);
+            for (int i = 0; i < m; i++) drain(s, p, r + i, to + i * FD_PANEL);
+        }
+    }
 }
 
 #endif
