@@ -8,7 +8,7 @@ from scipy import stats as scipy_stats
 
 from bits import MASK, seed_giving, signed, unmix
 from foredraft import noise
-from foredraft.noise import Purpose, coin, key, race, uniforms
+from foredraft.noise import Purpose, coin, key, race, uniforms, winner
 from stats import ALPHA, chi_square
 
 EXTREMES = [0, 1, (1 << 12) - 1, 1 << 12, 1 << 63, MASK >> 1, MASK ^ ((1 << 12) - 1), MASK - 1, MASK]
@@ -189,3 +189,27 @@ def test_half_precision_laws_race_in_double():
     p = torch.rand(4, 9)
     assert race(p, keys_of(4)).dtype == torch.float64
     assert torch.equal(race(p.bfloat16(), keys_of(4)), race(p.bfloat16().double(), keys_of(4)))
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.1, 0.01])
+@pytest.mark.parametrize("size", [5, 8, 1000, 4096, 40_000])
+def test_the_winner_of_one_row_is_that_of_the_race(size, share):
+    """Guards the seed contract: noise belongs to a token id, whether few tokens run or all of them."""
+    generator = torch.Generator().manual_seed(size)
+    for i in range(20):
+        p = torch.rand(size, generator=generator) ** 8
+        p[torch.rand(size, generator=generator) > share] = 0
+        p[i % size] = 0.5
+        for dtype in (torch.float32, torch.float64):
+            row = p.to(dtype) / p.sum()
+            for k in (key(3, i), key(3, i)):  # the second time its noise is there already
+                assert winner(row.numpy(), k) == int(race(row[None], torch.tensor([k])).argmax())
+
+
+def test_a_logarithm_has_the_same_bits_wherever_it_stands():
+    """What makes a race among few tokens the race among all: vector units and their remainders must agree."""
+    u = uniforms(torch.tensor([key(1)]), 5000)[0]
+    whole = u.log()
+    for size in (1, 2, 3, 7, 8, 9, 31, 64, 777):
+        ids = torch.randperm(5000, generator=torch.Generator().manual_seed(size))[:size]
+        assert torch.equal(u[ids].log(), whole[ids])

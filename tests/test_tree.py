@@ -207,3 +207,24 @@ def test_a_cut_is_a_prefix_and_cutting_twice_is_cutting_once(rows, data):
     assert cut.path_lists == [list(range(len(row)))[:n] for row, n in zip(rows, counts, strict=True)]
     assert cut.failed == commit.failed
     assert torch.equal(cut.cut(counts).tokens, cut.tokens)
+
+
+@given(batches())
+def test_a_tree_of_lists_and_a_tree_of_their_tensors_are_the_same(trees):
+    """Guards the two ways in which a drafter may give its nodes."""
+    lists = tree_of(trees)
+    tensors = TokenTree(pad([t for t, _ in trees]), pad([p for _, p in trees]))
+    for name in ("token_lists", "parent_lists", "sizes", "roots", "children", "depths", "first_rows", "is_chain"):
+        assert getattr(lists, name) == getattr(tensors, name)
+    assert torch.equal(lists.tokens, tensors.tokens)
+    assert torch.equal(lists.parents, tensors.parents)
+    places = [(b, n) for b, (tokens, _) in enumerate(trees) for n in range(len(tokens))]
+    assert [lists.place(row) for row in range(lists.first_rows[-1])] == places
+
+
+def test_node_numbers_of_any_integer_type_are_integers_and_others_are_refused():
+    """Guards ids of numpy that reach the text, and fractions cut off in silence."""
+    tree = TokenTree.of([list(torch.tensor([3, 4]).numpy())], [[-1, 0]])
+    assert all(type(token) is int for token in tree.token_lists[0])
+    with pytest.raises(TypeError):
+        TokenTree.of([[3.5]], [[-1]])

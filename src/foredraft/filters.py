@@ -16,7 +16,12 @@ from torch import Tensor
 NEVER = -math.inf
 Column = Tensor | float  # one number for every row, or one for all of them
 Row = NDArray[np.floating]
-RELATIVE_BARS = (2.0**-8, 2.0**-12, 2.0**-16)  # of the largest probability: where a nucleus is searched, in turn
+RELATIVE_BARS = (
+    2.0**-6,
+    2.0**-9,
+    2.0**-12,
+    2.0**-16,
+)  # of the largest probability: where a nucleus is searched, in turn
 SURPRISE_BARS = (1.0, 2.0, 4.0)  # nats from the entropy: the same for locally typical sampling
 SURE = 1e-6  # mass beyond the one asked for, so that rounding cannot bring in a token below the bar
 
@@ -116,7 +121,8 @@ def _keep_nucleus(p: Tensor, mass: Column, rank: Tensor, bars: Callable[[Row], S
             continue
         kept = result[i : i + 1]
         kept[0].numpy()[ids] = row[ids]
-        kept /= kept.sum(-1, keepdim=True)
+        if len(ids) < len(row):
+            kept /= kept.sum(-1, keepdim=True)
     return result
 
 
@@ -127,10 +133,12 @@ def _search(row: Row, rank: Row, mass: float, bars: Sequence[float]) -> NDArray[
     """
     for bar in bars:
         ids = np.flatnonzero(rank >= bar)
+        if not len(ids) or row[ids].sum() < mass:
+            continue
         ids = ids[np.argsort(-rank[ids], kind="stable")]
         kept = row[ids]
         reached = np.cumsum(kept, dtype=np.float64).astype(row.dtype)  # torch, too, accumulates in double
-        if len(ids) and reached[-1] >= mass + SURE and len(ids) < len(row):
+        if len(ids) == len(row) or reached[-1] >= mass + SURE:
             is_kept = reached - kept < row.dtype.type(mass)
             is_kept[0] = True
             return ids[is_kept]
