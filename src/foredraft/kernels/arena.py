@@ -1,6 +1,7 @@
 """Memory for weights. Streaming them is most of a pass, and on huge pages it runs half as fast again."""
 
 import mmap
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -37,5 +38,6 @@ def _mapping(size: int) -> Tensor:
     if not hasattr(mmap, "MADV_HUGEPAGE"):  # not Linux
         return torch.empty(size, dtype=torch.uint8)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has other pages
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    with suppress(OSError):  # a system without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)

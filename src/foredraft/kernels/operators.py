@@ -42,7 +42,7 @@ def _attend_fake(
     query: Tensor, keys: Tensor, values: Tensor, numbers: Tensor, counts: Sequence[int], page_size: int, scale: float,
     sliding: int, softcap: float,
 ) -> Tensor:  # fmt: skip
-    return torch.empty_like(query)
+    return query.new_empty(query.shape)  # contiguous, whatever the queries are
 
 
 # torch finds operators by name, in a registry that is its own; these live as long as the process

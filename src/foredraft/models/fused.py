@@ -7,6 +7,7 @@ once and stays in it from the embeddings to the logits. What is not recognised k
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any
 
 import torch
@@ -74,6 +75,7 @@ class FusedDecoder:
     rotary: Callable[[int], tuple[Tensor, Tensor]]  # positions -> cos and sin [positions, rotary / 2]
     num_positions: int = 0
     _free: list[Tensor] = field(default_factory=list)
+    _growing: Lock = field(default_factory=Lock)
 
     @classmethod
     def of(
@@ -100,10 +102,11 @@ class FusedDecoder:
         self.native.follow_threads()
         scratch = self._scratch(self.native.handle.fd_scratch(self.record, rows.record))
         keys, values = pool.addresses
+        boundaries = (ctypes.c_int32 * len(taps))(*taps)
         job = Pass(
             ctypes.addressof(keys),
             ctypes.addressof(values),
-            ctypes.addressof((ctypes.c_int32 * len(taps))(*taps)) if taps else None,
+            ctypes.addressof(boundaries),
             len(taps),
             None if features is None else features.data_ptr(),
             logits.data_ptr(),
@@ -123,10 +126,14 @@ class FusedDecoder:
     def _see(self, positions: int) -> None:
         if positions <= self.num_positions:
             return
-        self.num_positions = max(1024, 1 << (positions - 1).bit_length())
-        cos, sin = self.rotary(self.num_positions)
-        self.tensors += [cos, sin]  # a pass under way may still read the old ones
-        self.record.cos, self.record.sin = cos.data_ptr(), sin.data_ptr()
+        with self._growing:
+            if positions <= self.num_positions:  # another pass was first
+                return
+            size = max(1024, 1 << (positions - 1).bit_length())
+            cos, sin = self.rotary(size)
+            self.tensors += [cos, sin]  # a pass under way may still read the old ones
+            self.record.cos, self.record.sin = cos.data_ptr(), sin.data_ptr()
+            self.num_positions = size
 
 
 def _rotary(module: Any) -> Callable[[int], tuple[Tensor, Tensor]]:

@@ -104,7 +104,7 @@ static void soften(float *s, int count, float scale, float softcap) {
     vf top = all(largest(most));
     for (int i = 0; i < padded; i += LANES) {
         vf x = load(s + i);
-        vf e = pick(x > -2e38f, exponential(x - top), (vf){0});
+        vf e = pick(x < -2e38f, (vf){0}, exponential(x - top));
         store(s + i, e);
         total += e;
     }

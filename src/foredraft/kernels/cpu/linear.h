@@ -115,6 +115,7 @@ static void multiply(const fd_weight *w, const char *x, int rows, int first, int
 
 /* The team shares a product: panels are handed out a few at a time. */
 static void product(fd_team *team, const fd_weight *w, const char *x, int rows, const sink *s) {
+    if (!rows) return;
     int panels = (w->n + FD_PANEL - 1) / FD_PANEL, share = (panels + team->size * 4 - 1) / (team->size * 4);
     int most = (int)((256 << 10) / panel_bytes(w));
     if (most < 4) most = 4;

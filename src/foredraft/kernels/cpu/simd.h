@@ -34,6 +34,7 @@ INLINE vu load_words(const uint32_t *p) { return *(const vu_at *)p; }
 INLINE vf all(float x) { return x - (vf){0}; }
 INLINE vu all_words(uint32_t x) { return x - (vu){0}; }
 INLINE vf pick(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
+/* Where b is NaN, so is the result. */
 INLINE vf greater(vf a, vf b) { return pick(a > b, a, b); }
 INLINE vf smaller(vf a, vf b) { return pick(a < b, a, b); }
 
@@ -86,7 +87,7 @@ INLINE vf dot2(vf acc, vu w, vu x) {
 
 /* e^x to about 1 ulp, by 2^n * e^r with |r| <= ln2 / 2. */
 INLINE vf exponential(vf x) {
-    x = smaller(greater(x, all(-87.3f)), all(88.7f));
+    x = smaller(all(88.7f), greater(all(-87.3f), x));
     vf shifted = x * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: rounds to an integer */
     vf n = shifted - 12582912.0f;
     vf r = x - n * 0.693359375f;

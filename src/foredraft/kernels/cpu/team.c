@@ -17,7 +17,7 @@ typedef int (*omp_count)(void);
 
 static gomp_parallel shared_parallel;
 static omp_count shared_count;
-static int num_threads = 1;
+static _Thread_local int num_threads = 1; /* of the caller: another must not change it between scratch and pass */
 
 int fd_num_threads(void) { return num_threads; }
 void fd_set_threads(int n) { num_threads = n < 1 ? 1 : n; }
