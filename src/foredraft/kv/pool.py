@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from foredraft.kernels.arena import zeros
 from foredraft.kv.blocks import NULL_PAGE
 
 
@@ -47,10 +48,10 @@ class KVPool:
         places = ctypes.c_void_p * len(held)
         return places(*(k.data_ptr() for k, _ in held)), places(*(v.data_ptr() for _, v in held))
 
-    @staticmethod
-    def _grown(old: Tensor | None, like: Tensor, num_slots: int) -> Tensor:
+    def _grown(self, old: Tensor | None, like: Tensor, num_slots: int) -> Tensor:
         size = 1 << (num_slots - 1).bit_length()  # doubling: copies stay a constant share of the writes
-        grown = like.new_zeros(size, *like.shape[1:])
+        shape = (size, *like.shape[1:])
+        grown = zeros(shape, like.dtype) if self.is_native else like.new_zeros(shape)
         if old is not None:
             grown[: len(old)] = old
         return grown

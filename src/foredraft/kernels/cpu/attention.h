@@ -11,6 +11,7 @@
 
 #define BLOCK 16  /* keys scored together */
 #define SHARED 4  /* query heads that share the reading of a key */
+#define AHEAD 8 /* values fetched before they are needed */
 #define COLUMNS 64 /* of the values summed together */
 
 INLINE long attention_scratch(const fd_window *w, int group) { /* bytes of one thread */
@@ -28,6 +29,12 @@ INLINE void find_slots(const fd_window *w, int row, int from, int to, int32_t *s
         for (int slot = pages[page] * size + rank % size; rank < end;) slots[rank++ - from] = slot++;
     }
     for (; rank < to; rank++) slots[rank - from] = tail[rank - start];
+}
+
+/* A key or value is a few lines far from the last: the processor does not guess where the next one lies. */
+INLINE void fetch(const void *p, long at, int dim, int has_bf16) {
+    const char *first = (const char *)p + at * (has_bf16 ? 2 : 4);
+    for (int i = 0; i < dim * (has_bf16 ? 2 : 4); i += 64) __builtin_prefetch(first + i);
 }
 
 INLINE vf load_kv(const void *p, long i, int has_bf16) {
@@ -61,6 +68,7 @@ INLINE void score(const float *q, const void *keys, const int32_t *slots, int co
     vf part[SHARED][BLOCK];
     for (int i = 0; i < BLOCK; i++) {
         long at = slots[i < count ? i : count - 1] * stride + head;
+        if (i + BLOCK < count) fetch(keys, slots[i + BLOCK] * stride + head, dim, has_bf16);
         vf acc[SHARED];
         _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) acc[g] = (vf){0};
         for (int d = 0; d < dim; d += LANES) {
@@ -78,6 +86,7 @@ INLINE void gather(const float *weight, long weight_stride, const void *values, 
     _Pragma("GCC unroll 16") for (int i = 0; i < G * V; i++) acc[i] = (vf){0};
     for (int r = 0; r < count; r++) {
         long at = slots[r] * stride + head;
+        if (r + AHEAD < count) fetch(values, slots[r + AHEAD] * stride + head, V * LANES, has_bf16);
         _Pragma("GCC unroll 16") for (int j = 0; j < V; j++) {
             vf v = load_kv(values, at + j * LANES, has_bf16);
             _Pragma("GCC unroll 4") for (int g = 0; g < G; g++)
@@ -150,7 +159,116 @@ INLINE void attend_as(const fd_attention *a, const fd_window *w, int row, int kv
     }
 }
 
+#ifdef __AVX512BF16__
+/* Queries and weights rounded to bf16, as the keys and values are: half the instructions. */
+INLINE void score_bf16(const uint16_t *q, const uint16_t *keys, const int32_t *slots, int count, long stride, long head,
+                       int dim, float *to, long to_stride, const int G) {
+    vf part[SHARED][BLOCK];
+    for (int i = 0; i < BLOCK; i++) {
+        const uint32_t *k = (const uint32_t *)(keys + slots[i < count ? i : count - 1] * stride + head);
+        if (i + BLOCK < count) fetch(keys, slots[i + BLOCK] * stride + head, dim, 1);
+        vf acc[SHARED];
+        _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) acc[g] = (vf){0};
+        for (int d = 0; d < dim / 2; d += LANES) {
+            vu words = load_words(k + d);
+            _Pragma("GCC unroll 4") for (int g = 0; g < G; g++)
+                acc[g] = dot2(acc[g], words, load_words((const uint32_t *)(q + g * dim) + d));
+        }
+        _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) part[g][i] = acc[g];
+    }
+    for (int g = 0; g < G; g++) sums(part[g], to + g * to_stride);
+}
+
+/* Two keys at a time, 64 columns: their values side by side in the order that the processor interleaves them in. */
+INLINE void gather_bf16(const uint16_t *weight, long weight_stride, const uint16_t *values, const int32_t *slots,
+                        int count, long stride, long head, float *to, int dim, const int G, const int V) {
+    __m512 acc[SHARED * 4];
+    _Pragma("GCC unroll 16") for (int i = 0; i < G * V; i++) acc[i] = _mm512_setzero_ps();
+    for (int r = 0; r < count; r += 2) {
+        const uint16_t *a = values + slots[r] * stride + head;
+        const uint16_t *b = values + slots[r + 1 < count ? r + 1 : r] * stride + head;
+        if (r + AHEAD + 1 < count) {
+            fetch(values, slots[r + AHEAD] * stride + head, V * LANES, 1);
+            fetch(values, slots[r + AHEAD + 1] * stride + head, V * LANES, 1);
+        }
+        _Pragma("GCC unroll 4") for (int j = 0; j < V; j += 2) {
+            __m512i x = _mm512_loadu_si512(a + j * LANES), y = _mm512_loadu_si512(b + j * LANES);
+            __m512bh low = (__m512bh)_mm512_unpacklo_epi16(x, y), high = (__m512bh)_mm512_unpackhi_epi16(x, y);
+            _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) {
+                __m512bh w = (__m512bh)all_words(*(const uint32_t *)(weight + g * weight_stride + r));
+                acc[g * V + j] = _mm512_dpbf16_ps(acc[g * V + j], low, w);
+                acc[g * V + j + 1] = _mm512_dpbf16_ps(acc[g * V + j + 1], high, w);
+            }
+        }
+    }
+    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+    _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) {
+        _Pragma("GCC unroll 4") for (int j = 0; j < V; j += 2) {
+            __m512 low = acc[g * V + j], high = acc[g * V + j + 1];
+            _mm512_storeu_ps(to + g * dim + j * LANES, _mm512_permutex2var_ps(low, first, high));
+            _mm512_storeu_ps(to + g * dim + (j + 1) * LANES, _mm512_permutex2var_ps(low, second, high));
+        }
+    }
+}
+
+/* In place: count weights as bf16 at the front of their floats; the place after an odd count is zero. */
+INLINE void narrow_weights(float *s, int count) {
+    uint16_t *to = (uint16_t *)s;
+    int padded = (count + LANES - 1) / LANES * LANES;
+    for (int i = 0; i < padded; i += LANES) store_bf16(to + i, load(s + i));
+    if (count & 1) to[count] = 0;
+}
+
+#define SCORE_BF16(G)                                                                                                  \
+    case G:                                                                                                            \
+        score_bf16(q, a->keys, slots + i, count - i, stride, head, dim, weight + g * ranks + i, ranks, G);             \
+        break;
+#define GATHER_BF16(G)                                                                                                 \
+    case G:                                                                                                            \
+        if (dim - d >= COLUMNS)                                                                                        \
+            gather_bf16(narrowed, 2 * ranks, a->values, slots, count, stride, head + d, out + d, dim, G, 4);           \
+        else                                                                                                           \
+            gather_bf16(narrowed, 2 * ranks, a->values, slots, count, stride, head + d, out + d, dim, G, 2);           \
+        break;
+
+static void attend_bf16(const fd_attention *a, const fd_window *w, int row, int kv_head, char *scratch) {
+    int group = a->heads / a->kv_heads, dim = a->head_dim;
+    long stride = (long)a->kv_heads * dim, head = (long)kv_head * dim;
+    int length = w->start[row] + w->tail[row];
+    int from = a->sliding && length > a->sliding ? length - a->sliding : 0, count = length - from;
+    long ranks = (count + BLOCK - 1) / BLOCK * BLOCK;
+    int32_t *slots = (int32_t *)scratch;
+    float *weight = (float *)(slots + ranks);
+    uint16_t q[SHARED * dim];
+    find_slots(w, row, from, length, slots);
+    for (int g = 0; g < group; g += SHARED) {
+        int heads = group - g < SHARED ? group - g : SHARED;
+        const float *wide = a->query + ((long)row * a->heads + kv_head * group + g) * dim;
+        float *out = a->out + ((long)row * a->heads + kv_head * group + g) * dim;
+        for (int i = 0; i < heads * dim; i += LANES) store_bf16(q + i, load(wide + i));
+        for (int i = 0; i < count; i += BLOCK) {
+            switch (heads) { SCORE_BF16(1) SCORE_BF16(2) SCORE_BF16(3) SCORE_BF16(4) }
+        }
+        for (int h = 0; h < heads; h++) {
+            soften(weight + (g + h) * ranks, count, a->scale, a->softcap);
+            narrow_weights(weight + (g + h) * ranks, count);
+        }
+        const uint16_t *narrowed = (const uint16_t *)(weight + g * ranks);
+        for (int d = 0; d < dim; d += dim - d >= COLUMNS ? COLUMNS : 32) {
+            switch (heads) { GATHER_BF16(1) GATHER_BF16(2) GATHER_BF16(3) GATHER_BF16(4) }
+        }
+    }
+}
+#endif
+
 static void attend(const fd_attention *a, const fd_window *w, int row, int kv_head, char *scratch) {
+#ifdef __AVX512BF16__
+    if (a->has_bf16_kv && a->head_dim % 32 == 0) {
+        attend_bf16(a, w, row, kv_head, scratch);
+        return;
+    }
+#endif
     if (a->has_bf16_kv) attend_as(a, w, row, kv_head, scratch, 1);
     else attend_as(a, w, row, kv_head, scratch, 0);
 }
