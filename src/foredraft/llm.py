@@ -16,6 +16,7 @@ from foredraft.engine.engine import Engine
 from foredraft.engine.output import Transcript
 from foredraft.engine.scheduler import Limits
 from foredraft.errors import ForedraftError
+from foredraft.kernels.quantize import check_quantization
 from foredraft.kv.blocks import PageAllocator
 from foredraft.models.lm import HFModel
 from foredraft.models.load import load_model, load_tokenizer, parse_device
@@ -46,6 +47,8 @@ class LLM:
     name, a dict with the keys of vLLM's speculative_config, or a Drafter. verify: "auto" (a seeded or greedy request
     uses `match`, any other `reject`) or a rule by name. fused: run recognised models as native code on CPU; None =
     those loaded here; True = a model that was handed over too, from a packed copy of its weights as they are now.
+    quantization: "int8" or "int4" weights on CPU, rounded from the ordinary ones while loading; the drafter has a
+    `quantization` of its own.
     Raises ForedraftError with one line that says what to do.
     """
 
@@ -55,6 +58,7 @@ class LLM:
         drafter: DrafterSpec = "auto",
         *,
         dtype: str | torch.dtype = "auto",
+        quantization: str | None = None,
         device: str | torch.device = "auto",
         verify: str = "auto",
         num_speculative_tokens: int | None = None,
@@ -65,6 +69,7 @@ class LLM:
     ) -> None:
         if verify not in VERIFY:
             raise ForedraftError(f"unknown verification rule {verify!r}; use one of {', '.join(VERIFY)}")
+        check_quantization(quantization)
         self.limits = limits or MemoryLimits()
         self.is_builtin = model is None or model == "builtin"
         name = str(zoo.path("target")) if self.is_builtin else model
@@ -79,7 +84,8 @@ class LLM:
             raise ForedraftError("float16 is slow and inexact on CPU; use dtype='bfloat16' or 'float32'")
         is_ours = isinstance(model, (str, Path)) or model is None
         self.fused = fused is not False
-        self.target = HFModel.adopt(loaded, name, is_ours if fused is None else fused, is_ours)
+        is_fused = is_ours or quantization is not None if fused is None else fused
+        self.target = HFModel.adopt(loaded, name, is_fused, is_ours, quantization)
         self._is_debug = is_debug
         if drafter == "auto":
             drafter = "draft_model" if model is None else None

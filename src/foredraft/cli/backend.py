@@ -58,6 +58,7 @@ class Backend:
             device=options.device,
             verify=options.verify,
             fused=False if options.no_fused else None,
+            quantization=options.quantization,
         )
 
     def with_method(self, llm: Generator, options: ModelOptions, method: str) -> Generator:
@@ -100,5 +101,10 @@ def drafter_spec(options: ModelOptions, method: str) -> dict[str, Any] | None:
     """The drafter in the words of vLLM's speculative_config; None for plain decoding."""
     if method == NONE:
         return None
-    spec = {"method": method, "model": options.spec_model, "num_speculative_tokens": options.spec_tokens}
+    spec = {
+        "method": method,
+        "model": options.spec_model,
+        "num_speculative_tokens": options.spec_tokens,
+        "quantization": options.spec_quantization,
+    }
     return {name: value for name, value in spec.items() if value is not None}

@@ -41,6 +41,10 @@ class ModelOptions:
         ),
     ] = None
     spec_model: Annotated[str | None, _option("Folder or Hub id of the draft model.", panel="Model")] = None
+    quantization: Annotated[
+        str | None, _option("int8 or int4: round the target's weights while loading.", panel="Model")
+    ] = None
+    spec_quantization: Annotated[str | None, _option("The same for the draft model.", panel="Model")] = None
     spec_tokens: Annotated[int | None, typer.Option(help="Longest draft per pass.", rich_help_panel="Model", min=1)] = (
         None
     )

@@ -15,12 +15,14 @@ from torch.nn import functional as F
 from foredraft import noise
 from foredraft.drafters.base import Context, Draft, draft_key, plant
 from foredraft.errors import ForedraftError
+from foredraft.filters import likeliest
+from foredraft.kernels.quantize import check_quantization
 from foredraft.kv.pool import keep
 from foredraft.models.lm import LM, HFModel
 from foredraft.models.load import check_vocabularies, load_model, load_tokenizer
 from foredraft.models.window import Span, Window
 from foredraft.request import Batch, Request
-from foredraft.sampling import Sampling, distribution
+from foredraft.sampling import Sampling, distribution, shaped
 from foredraft.tree import Commit, TokenTree
 
 METHOD = "draft_model"
@@ -29,9 +31,13 @@ CHUNK = 512  # prompt tokens read in one pass
 
 @dataclass(frozen=True)
 class Config:
-    """`branching`: children of every node by depth, e.g. (3, 2, 1, 1); None = a chain of num_speculative_tokens."""
+    """`branching`: children of every node by depth, e.g. (3, 2, 1, 1); None = a chain of num_speculative_tokens.
+
+    `quantization`: "int8" or "int4" weights of the draft, None = as stored.
+    """
 
     branching: tuple[int, ...] | None = None
+    quantization: str | None = None
 
 
 @dataclass
@@ -166,12 +172,15 @@ class DraftModel:
     def _extend(self, sketches: Sequence[Sketch], logits: Tensor) -> None:
         """Draw the children of every frontier node from its row of logits [R, V]."""
         nodes = [(s, node) for s in sketches for node in s.frontier]
-        q = distribution(
-            logits,
-            [_sampling(s) for s, _ in nodes],
-            [s.request.history(s.path(node)) for s, node in nodes],
-        )
-        drawn = self._draw(nodes, q)
+        samplings = [_sampling(s) for s, _ in nodes]
+        history = None
+        if any(sampling.shapes_logits for sampling in samplings):
+            history = [s.request.history(s.path(node)) for s, node in nodes]
+        if all(sampling.is_greedy for sampling in samplings):  # and one child each: see _sampling
+            found = likeliest(shaped(logits, samplings, history))
+            drawn = [[token] if token >= 0 else [] for token in found]
+        else:
+            drawn = self._draw(nodes, distribution(logits, samplings, history))
         children = iter(drawn)
         for s in sketches:
             self._held[s.request.slot] = len(s.depths)
@@ -222,7 +231,9 @@ def create(config: Config, context: Context) -> DraftModel:
         raise ForedraftError("the method draft_model needs a draft: give --spec-model PATH (or {'model': PATH})")
     if config.branching is not None and (not config.branching or min(config.branching) < 1):
         raise ForedraftError(f"branching takes positive numbers of children by depth, got {config.branching}")
-    lm = HFModel.adopt(load_model(name, context.dtype, context.device), name, context.fused, is_ours=True)
+    check_quantization(config.quantization)
+    model = load_model(name, context.dtype, context.device)
+    lm = HFModel.adopt(model, name, context.fused, is_ours=True, quantization=config.quantization)
     check_vocabularies(
         (context.target_name, context.tokenizer, context.vocab_size), (name, load_tokenizer(name), lm.vocab_size)
     )

@@ -23,7 +23,7 @@ KINDS = {"int8": INT8, "int4": INT4}
 STEP = {INT8: 4, INT4: 8}  # inputs that lie together
 # of the scale that would just fit the largest weight of a group: a little less clips it and serves the others better
 SCALES_TRIED = (0.9, 0.95, 1.0, 1.06, 1.12)
-CHUNK = 1 << 18  # weights worked on at a time, about what the caches hold
+CHUNK = 1 << 20  # weights worked on at a time
 LARGEST_PART = 1 << 25  # numbers in what the slow product makes at a time
 
 Packer = Callable[[Tensor, Tensor | None, Arena], PackedWeight]
@@ -57,11 +57,11 @@ class Codes:
     group: int = GROUP
 
     def dequantised(self) -> Tensor:
-        """[n, k] float32, exact."""
-        n, k = self.codes.shape
+        """[n, k] float64, exact."""
+        scale = self.scale.double()
         if self.kind == INT8:
-            return self.codes * self.scale[:, None]
-        return self.codes * self.scale.float().repeat_interleave(self.group, 1)[:, :k]
+            return self.codes * scale[:, None]
+        return self.codes * scale.repeat_interleave(self.group, 1)[:, : self.codes.shape[1]]
 
 
 def quantise(weight: Tensor, kind: int, group: int = GROUP) -> Codes:

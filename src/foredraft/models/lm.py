@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from foredraft.errors import ForedraftError
 from foredraft.kernels.cpu.library import library
-from foredraft.kernels.linear import PackedWeight
+from foredraft.kernels.quantize import packers
 from foredraft.kv.pool import KVPool
 from foredraft.models import attention
 from foredraft.models.fused import FusedDecoder, why_not
+from foredraft.models.quantized import check, quantized
 from foredraft.models.support import examine
 from foredraft.models.window import Window
 
@@ -45,19 +46,25 @@ class HFModel:
     fused: FusedDecoder | None = None
 
     @classmethod
-    def adopt(cls, model: Any, name: str, is_fused: bool = False, is_ours: bool = False) -> "HFModel":
+    def adopt(
+        cls, model: Any, name: str, is_fused: bool = False, is_ours: bool = False, quantization: str | None = None
+    ) -> "HFModel":
         """Take over a loaded model. Raises ForedraftError for architectures that paged attention cannot serve.
 
         is_fused: run natively if the model is recognised. is_ours: nobody else uses it, so that its weights may go.
+        quantization: int8 or int4, None = the weights as they are.
         """
         model.eval()
+        check(model, quantization)
         calls = examine(model, name)
         count = sum(p.numel() for p in model.parameters())
         model.set_attn_implementation(attention.NAME)
         fused = None
         if is_fused and why_not(model) is None:
             sliding = [call.sliding for call in sorted(calls, key=lambda call: call.layer)]
-            fused = FusedDecoder.of(model, sliding, PackedWeight.pack, PackedWeight.pack, is_ours)
+            fused = FusedDecoder.of(model, sliding, *packers(quantization), is_ours)
+        elif quantization is not None:
+            model = quantized(model, quantization, is_ours)
         pool = KVPool(is_fused and model.device.type == "cpu" and library() is not None)
         return cls(model, name, pool, sum(call.numbers for call in calls), count, fused)
 
