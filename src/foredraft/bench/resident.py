@@ -40,6 +40,7 @@ class Resident:
                 process_group=0,
             )  # fmt: skip
         except OSError as error:
+            self._log.close()
             raise PeerError(f"{python} cannot be run: {error.strerror}") from None
         self._unread = b""
 

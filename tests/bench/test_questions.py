@@ -1,0 +1,90 @@
+"""Question files and conversations: what is read, what is refused by line, what the model is told."""
+
+import json
+
+import pytest
+
+import models_made
+from foredraft import ForedraftError
+from foredraft.bench.questions import Conversation, questions, read
+
+
+def write(path, *lines: str):
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
+def test_lines_in_the_form_of_spec_bench_are_read(tmp_path):
+    line = {"question_id": 81, "category": "writing", "turns": ["one", "two\n"], "reference": []}
+    file = write(tmp_path / "q.jsonl", json.dumps(line), "", json.dumps({"turns": ["three"]}))
+    assert [q.turns for q in read(file)] == [("one", "two\n"), ("three",)]
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("{", r"line 2 is not JSON \(Expecting"),
+        ("[]", 'line 2 has no list of texts under "turns"'),
+        ("{}", 'line 2 has no list of texts under "turns"'),
+        ('{"turns": []}', 'line 2 has no list of texts under "turns"'),
+        ('{"turns": "one"}', 'line 2 has no list of texts under "turns"'),
+        ('{"turns": ["one", 2]}', 'line 2 has no list of texts under "turns"'),
+        ('{"turns": [""]}', 'line 2 has no list of texts under "turns"'),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, line, complaint):
+    file = write(tmp_path / "q.jsonl", '{"turns": ["good"]}', line)
+    with pytest.raises(ForedraftError, match=complaint):
+        read(file)
+
+
+def test_files_that_cannot_be_read_are_one_line(tmp_path):
+    with pytest.raises(ForedraftError, match="does not exist; check the path"):
+        read(tmp_path / "none.jsonl")
+    with pytest.raises(ForedraftError, match="cannot be read"):
+        read(tmp_path)
+    with pytest.raises(ForedraftError, match="is empty"):
+        read(write(tmp_path / "empty.jsonl", "", " "))
+    (tmp_path / "latin.jsonl").write_bytes(b'{"turns": ["\xe9"]}')
+    with pytest.raises(ForedraftError, match="not UTF-8"):
+        read(tmp_path / "latin.jsonl")
+
+
+def test_fewer_questions_than_there_are_cover_the_whole_file(tmp_path):
+    file = write(tmp_path / "q.jsonl", *(json.dumps({"turns": [str(i)]}) for i in range(100)))
+    assert [q.turns[0] for q in questions(file, 4)] == ["0", "25", "50", "75"]
+    assert len(questions(file, None)) == 100
+    assert len(questions(file, 1000)) == 100
+
+
+def test_built_in_prompts_need_no_file():
+    assert len({q.turns for q in questions(None, 3)}) == 3
+
+
+def test_an_answer_goes_into_the_next_prompt():
+    tokenizer = models_made.tokenizer()
+    talk = Conversation(tokenizer)
+    first = talk.ask("the end")
+    talk.answer([5, 6, 7], "ignored without a template")
+    second = talk.ask("then")
+    assert second[: len(first) + 3] == [*first, 5, 6, 7]
+    assert tokenizer.decode(second[len(first) + 3 :]) == "\n\nthen"
+
+
+def test_a_chat_template_is_used_where_there_is_one():
+    class Templated:
+        chat_template = "yes"
+
+        def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+            assert not tokenize
+            assert add_generation_prompt
+            return "|".join(f"{m['role']}:{m['content']}" for m in messages)
+
+        def __call__(self, text, add_special_tokens):
+            assert not add_special_tokens
+            return type("Encoding", (), {"input_ids": [text]})
+
+    talk = Conversation(Templated())
+    talk.ask("one")
+    talk.answer([1], "answer")
+    assert talk.ask("two") == ["user:one|assistant:answer|user:two"]
