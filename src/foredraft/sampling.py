@@ -7,6 +7,7 @@ Greedy is the one-hot law. This file knows nothing of models, requests or specul
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -111,15 +112,15 @@ class Sampling:
         for bias in self.logit_bias.values():
             _check(math.isfinite(bias), f"logit_bias must be finite numbers, got {bias}; bad_words forbids a token")
 
-    @property
+    @cached_property
     def is_greedy(self) -> bool:
         return self.temperature == 0
 
-    @property
+    @cached_property
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
-    @property
+    @cached_property
     def shapes_logits(self) -> bool:
         """Something acts on the logits before the temperature, so the history of each row matters or may matter."""
         return bool(

@@ -211,7 +211,7 @@ def _origins(tree: TokenTree, b: int, path: Sequence[int], tokens: Sequence[int]
     origins: list[Origin] = []
     for node, token in zip(path[known:], tokens[known:], strict=True):
         below = tree.children[b][node]
-        if any(drafted[child] == token for child in below):
+        if token in [drafted[child] for child in below]:
             origins.append("accepted")
         else:
             origins.append("corrected" if below else "bonus")
