@@ -201,10 +201,10 @@ def test_who_takes_part():
     assert ours.job["settings"] == {"fused": False}
     assert quantized.job["settings"] == {"fused": False, "quantization": "int4"}
     assert [(p.weights, p.group, p.modes) for p in parts if p.program == "llama.cpp"] == [
-        ("bfloat16", "bfloat16", ("plain", "prompt_lookup", "draft_model")),
+        ("bfloat16", "bfloat16", ("plain", "prompt_lookup", "draft")),
         ("Q4_0", "int4", ("plain",)),
     ]
-    assert [p.modes for p in parts if p.program == "vllm"] == [("plain",), ("ngram",), ("draft_model",)]
+    assert [p.modes for p in parts if p.program == "vllm"] == [("plain",), ("ngram",), ("draft",)]
     assert all((PEERS / p.script).exists() for p in parts)
 
 

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import sys
 import types
 
@@ -123,3 +124,9 @@ def test_the_peers_that_are_always_here_keep_to_the_protocol(scripts, tmp_path, 
     if len(modes) == 3:
         assert answers[2]["passes"] == 3  # the target drafts for itself: two drafted tokens and one more, every time
     assert set(peer.verify(rows=[1, 2], context=[1] * 8, repeats=1)["seconds"]) == {"1", "2"}
+
+
+def test_no_peer_but_our_own_needs_this_package():
+    imports = re.compile(r"^\s*(from|import) foredraft", re.M)
+    importers = {p.name for p in PEERS.glob("*.py") if imports.search(p.read_text())}
+    assert importers == {"peer_foredraft.py"}

@@ -88,6 +88,7 @@ def test_latency_of_a_grown_model_says_so_wherever_it_writes(run, grown, small, 
     assert GROWN in outcome.stdout
     figures = json.loads(files[0].read_text())
     assert any(GROWN in note for note in figures["notes"])
+    assert figures["model"]["grown_from"].startswith("small")
     assert [row["method"] for row in figures["methods"]] == ["plain", draft]
     assert [row["identical"] for row in figures["methods"]] == [3, 3]
     assert [row["acceptance_length"] for row in figures["methods"]] == [1.0, 3.0]
@@ -140,6 +141,7 @@ def test_only_the_cost_of_verification(run, small, asked):
         (("--methods", "ngram:x"), "'x' is no draft length"),
         (("--methods", "ngram:branches=0"), "branches"),
         (("--methods", "ngram:sizes=4"), "sizes"),
+        (("--quantization", "int3"), "int3"),
         (("--dtype", "float8"), "unknown dtype 'float8'"),
         (("--verify", "never"), "unknown verification rule 'never'"),
         (("--temperature", "-1"), "--temperature"),
@@ -178,6 +180,7 @@ def test_a_comparison_writes_what_it_says(run, fake_peers, grown, asked, tmp_pat
     assert GROWN in outcome.stdout
     figures = json.loads(files[0].read_text())
     assert any(GROWN in note for note in figures["notes"])
+    assert figures["model"]["grown_from"].startswith("small")
     status = {(r["program"], r["mode"], r["weights"]): r["status"] for r in figures["results"]}
     assert status["foredraft", "ngram:3", "bfloat16"] == "ok"
     assert status["foredraft", "plain", "int8"] == "ok"

@@ -98,14 +98,17 @@ class Job:
     def draw(self, path: Path) -> None:
         plot.compare(self.rows, self.comparison.costs, "\n".join(self._notes()[:3]), path)
 
+    @property
+    def _name(self) -> str:
+        return "built-in" if self.plan.model is None else self.folder.name
+
     def _notes(self) -> list[str]:
         plan, weights = self.plan, self.folder.glob("*.safetensors")
         size = sum(file.stat().st_size for file in weights)
-        name = "built-in" if plan.model is None else self.folder.name
         versions = "; ".join(self.comparison.versions.values())
         facts = report.machine() | {"threads": plan.threads}
         notes = [
-            f"target {name}: {size / 1e6:.0f} MB of weights, run in {plan.dtype}",
+            f"target {self._name}: {size / 1e6:.0f} MB of weights, run in {plan.dtype}",
             *report.grown_notes(self.config),
             report.machine_note(facts),
             f"versions: {versions}",
@@ -125,6 +128,7 @@ class Job:
     def _report(self) -> report.Report:
         tables = [result_table(self.rows), lead_table(leads(self.rows)), cost_table(self.comparison.costs)]
         data = {
+            "model": report.model_facts(self._name, self.config, self.plan.dtype),
             "machine": report.machine() | {"threads": self.plan.threads},
             "versions": self.comparison.versions,
             "results": self.rows,

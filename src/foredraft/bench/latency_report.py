@@ -28,6 +28,7 @@ class Plan:
     sampling: Sampling
     rounds: int
     spec_model: str | None = None
+    quantization: str | None = None  # what the target was loaded with
     verify_rows: tuple[int, ...] = ()  # numbers of tokens in a target pass; () = not measured
     context: int = 256  # tokens before them
 
@@ -73,15 +74,16 @@ class Job:
                 self.skipped[method.label] = str(error)
         return generators
 
+    @property
+    def _weights(self) -> str:
+        dtype = str(self.llm.target.model.dtype).removeprefix("torch.")
+        return dtype if self.plan.quantization is None else f"{dtype} with {self.plan.quantization} weights"
+
     def _notes(self) -> list[str]:
         target = self.llm.target
         notes = [
-            *report.model_notes(
-                report.model_name(self.llm),
-                target.model.config,
-                target.num_parameters,
-                str(target.model.dtype).removeprefix("torch."),
-            ),
+            f"target {report.model_name(self.llm)}: {target.num_parameters / 1e6:.1f}M parameters, {self._weights}",
+            *report.grown_notes(target.model.config),
             report.machine_note(report.machine()),
         ]
         if self.rows:
@@ -120,6 +122,7 @@ class Job:
         if self.costs:
             tables.append(cost_table(self.costs))
         data = {
+            "model": report.model_facts(report.model_name(self.llm), self.llm.target.model.config, self._weights),
             "machine": report.machine(),
             "sampling": self.plan.sampling,
             "rounds": self.plan.rounds,

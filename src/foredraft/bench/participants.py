@@ -54,7 +54,7 @@ def participants(
             OURS, "peer_foredraft.py", pythons.ours, (PLAIN, *drafters), group, group,
             {"drafters": drafters, "settings": own},
         )  # fmt: skip
-        modes = (PLAIN, "prompt_lookup", "draft_model") if quantization is None else (PLAIN,)
+        modes = (PLAIN, "prompt_lookup", "draft") if quantization is None else (PLAIN,)
         yield Participant(
             "llama.cpp", "peer_llama_cpp.py", pythons.llama_cpp, modes, GGUF_NAMES.get(group, group), group,
             {"quantization": quantization},
@@ -62,7 +62,7 @@ def participants(
     yield Participant(
         "transformers", "peer_transformers.py", pythons.transformers, (PLAIN, "prompt_lookup", "assisted"), dtype, dtype
     )
-    for mode in (PLAIN, "ngram", "draft_model"):
+    for mode in (PLAIN, "ngram", "draft"):
         yield Participant(
             "vllm", "peer_vllm.py", pythons.vllm, (mode,), dtype, dtype, {"mode": mode}, times_verification=False
         )

@@ -140,9 +140,9 @@ def model_name(llm: Any) -> str:
     return "built-in" if llm.is_builtin else Path(name).name if Path(name).is_dir() else name
 
 
-def model_notes(name: str, config: Any, parameters: int, dtype: str) -> list[str]:
-    """The target in a line; in another one what it was grown from."""
-    return [f"target {name}: {parameters / 1e6:.1f}M parameters, {dtype}", *grown_notes(config)]
+def model_facts(name: str, config: Any, dtype: str) -> dict[str, Any]:
+    """The target, for programs."""
+    return {"name": name, "dtype": dtype, "grown_from": grown_from(config)}
 
 
 def grown_notes(config: Any) -> list[str]:

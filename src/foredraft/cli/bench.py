@@ -13,7 +13,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from foredraft.cli.backend import hush
-from foredraft.cli.bench_options import CompareOptions, LatencyOptions
+from foredraft.cli.bench_options import CompareOptions, LatencyOptions, MicroOptions
 from foredraft.cli.options import takes
 from foredraft.cli.progress import Bar
 from foredraft.cli.render import console
@@ -88,6 +88,7 @@ def _latency_job(options: LatencyOptions, step: Callable[[str], None]) -> "Job":
         sampling=options.sampling(),
         rounds=options.rounds,
         spec_model=options.spec_model,
+        quantization=options.quantization,
         verify_rows=tuple(flatness.parse_rows(options.verify_cost)) if options.verify_cost else (),
         context=options.context,
     )
@@ -151,6 +152,22 @@ def _compare_job(options: CompareOptions, step: Callable[[str], None]) -> "Compa
     if not plan.questions and not plan.verify_rows:
         raise UsageError("--prompts 0 leaves nothing to measure; add --verify-cost 1,2,4,8,16")
     return compare_report.Job(plan, step)
+
+
+@bench.command("micro")
+@takes(MicroOptions)
+def micro(ctx: typer.Context, options: MicroOptions) -> None:
+    """The native kernels by themselves: products and attention against memory bandwidth and torch."""
+    from foredraft.bench import micro as kernels
+    from foredraft.bench.report import Outputs
+
+    outputs = Outputs(options.json, options.markdown)
+    outputs.check()
+    options.set_threads()
+    with Bar(console(sys.stderr, options.no_color), "measuring") as bar:
+        report = kernels.run(options.plan(), lambda title: bar.advance(0, title))
+    show(report, console(sys.stdout, options.no_color))
+    outputs.write(report, lambda path: None)
 
 
 def show(report: "Report", screen: Console) -> None:

@@ -9,6 +9,7 @@ import typer
 from foredraft.cli.shell import UsageError
 
 if TYPE_CHECKING:
+    from foredraft.bench.micro import Plan
     from foredraft.bench.report import Outputs
     from foredraft.sampling import Sampling
 
@@ -86,6 +87,9 @@ class BenchOptions:
 
 @dataclass(frozen=True)
 class LatencyOptions(BenchOptions):
+    quantization: Annotated[
+        str | None, _option("int8 or int4: round the target's weights while loading.", panel="Model")
+    ] = None
     rounds: Annotated[int, _option("Times every prompt is run; the median counts.", panel="Prompts", low=1)] = 1
     temperature: Annotated[float, _option("0 is greedy.", panel="Sampling")] = 0.0
     top_k: Annotated[int, _option("Draw from this many likeliest tokens; 0 is off.", panel="Sampling")] = 0
@@ -96,6 +100,10 @@ class LatencyOptions(BenchOptions):
     ] = False
     verify: Annotated[str, _option("Rule: auto, match, reject, block; typical is lossy.", panel="Model")] = "auto"
     device: Annotated[str, _option("auto, cpu or cuda.", panel="Model")] = "auto"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return super().settings | ({} if self.quantization is None else {"quantization": self.quantization})
 
     def sampling(self) -> "Sampling":
         """Raises UsageError on impossible values."""
@@ -145,3 +153,48 @@ class CompareOptions(BenchOptions):
             if name not in ("int8", "int4"):
                 raise UsageError(f"unknown quantization {name!r}; use one of: int8, int4")
         return tuple(dict.fromkeys(asked))
+
+
+@dataclass(frozen=True)
+class MicroOptions:
+    kinds: Annotated[str, _option("Of weights, by commas.", panel="Kernels")] = "bfloat16,float32,int8,int4"
+    shapes: Annotated[str, _option("Outputs x inputs, by commas.", panel="Kernels")] = "6144x1536,1536x4096"
+    rows: Annotated[str, _option("Rows multiplied together, by commas; the first is the base.", panel="Kernels")] = (
+        "1,2,4,5,8,16,32"
+    )
+    contexts: Annotated[str, _option("Keys attended to, by commas.", panel="Kernels")] = "256,1024"
+    rounds: Annotated[int, _option("Times each is measured; the median counts.", panel="Kernels", low=1)] = 7
+    threads: Annotated[int | None, _option("CPU threads; torch's own number if not given.", panel="Kernels", low=1)] = (
+        None
+    )
+    json: Annotated[Path | None, _option("Write the figures here.", "--json", panel="Output")] = None
+    markdown: Annotated[Path | None, _option("Write the tables here.", panel="Output")] = None
+    no_color: Annotated[bool, _option("No colours; NO_COLOR does the same.", "--no-color", panel="Output")] = False
+
+    def plan(self) -> "Plan":
+        """Raises UsageError for what is no number."""
+        from foredraft.bench.micro import Plan
+
+        shapes = [_numbers("--shapes", text, "x") for text in self.shapes.split(",")]
+        if any(len(shape) != 2 for shape in shapes):
+            raise UsageError(f"--shapes {self.shapes!r}: write outputs x inputs, e.g. 6144x1536,1536x4096")
+        return Plan(
+            shapes=tuple((n, k) for n, k in shapes),
+            rows=_numbers("--rows", self.rows),
+            kinds=tuple(kind.strip() for kind in self.kinds.split(",")),
+            contexts=_numbers("--contexts", self.contexts),
+            rounds=self.rounds,
+        )
+
+    def set_threads(self) -> None:
+        import torch
+
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+
+
+def _numbers(option: str, text: str, separator: str = ",") -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(separator)]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise UsageError(f"{option} {text!r}: numbers from 1 on are wanted")
+    return tuple(map(int, parts))

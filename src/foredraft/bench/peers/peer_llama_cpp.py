@@ -89,9 +89,9 @@ class Peer:
         propose: Callable[[list[int], int], list[int]] = {
             "plain": lambda tokens, room: [],
             "prompt_lookup": lambda tokens, room: looked_up(tokens, min(lookup[0], room), lookup[1]),
-            "draft_model": lambda tokens, room: self._drafted(tokens, min(draft_tokens, room)),
+            "draft": lambda tokens, room: self._drafted(tokens, min(draft_tokens, room)),
         }[mode]
-        if mode == "draft_model" and self.draft is None:
+        if mode == "draft" and self.draft is None:
             raise ValueError("this mode needs a draft model")
         for context in (self.target, self.draft):
             if context is not None:

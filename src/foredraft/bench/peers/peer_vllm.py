@@ -16,6 +16,7 @@ class Peer:
 
     engine: Any
     params: Any
+    is_counting: bool
 
     def load(
         self, model: str, draft: str | None, dtype: str, threads: int, context: int, mode: str, draft_tokens: int,
@@ -31,14 +32,14 @@ class Peer:
             "plain": None,
             "ngram": {"method": "ngram", "num_speculative_tokens": lookup[0], "prompt_lookup_max": lookup[1],
                       "prompt_lookup_min": 1},
-            "draft_model": {"method": "draft_model", "model": draft, "num_speculative_tokens": draft_tokens},
+            "draft": {"method": "draft_model", "model": draft, "num_speculative_tokens": draft_tokens},
         }[mode]  # fmt: skip
-        if mode == "draft_model" and draft is None:
+        if mode == "draft" and draft is None:
             raise ValueError("this mode needs a draft model")
-        self.params = vllm.SamplingParams
+        self.params, self.is_counting = vllm.SamplingParams, spec is not None
         self.engine = vllm.LLM(
             model=model, dtype=dtype, max_model_len=context, max_num_seqs=1, enable_prefix_caching=False,
-            disable_log_stats=False, **({"speculative_config": spec} if spec else {}),
+            disable_log_stats=not self.is_counting, **({"speculative_config": spec} if spec else {}),
         )  # fmt: skip
         return {"version": f"vllm {vllm.__version__}"}
 
@@ -54,6 +55,8 @@ class Peer:
 
     def _counts(self) -> int:
         """Drafted tokens kept so far: every token that is not one of them took a pass."""
+        if not self.is_counting:
+            return 0
         return sum(m.value for m in self.engine.get_metrics() if m.name == "vllm:spec_decode_num_accepted_tokens")
 
 
