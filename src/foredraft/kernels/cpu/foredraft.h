@@ -93,6 +93,7 @@ typedef struct {
     void (*linear)(const fd_product *);
     int64_t (*attention_scratch)(const fd_attention *, const fd_window *, int threads);
     void (*attention)(const fd_attention *, const fd_window *, char *scratch);
+    uint32_t (*read)(const void *, int64_t bytes);
 } fd_kernels;
 
 #endif

@@ -6,7 +6,7 @@ There is nothing to link: it takes addresses. The records mirror foredraft.h fie
 import ctypes
 import os
 import warnings
-from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_uint32, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -171,10 +171,15 @@ def _load(path: Path) -> Library:
         raise ForedraftError(
             "the native kernels were built from other sources; run: python -m foredraft.kernels.cpu.build"
         )
+    share_threads(handle)
+    return Library(handle)
+
+
+def share_threads(handle: ctypes.CDLL) -> None:
+    """Let the team be made of torch's threads, where they can be had."""
     runtime = _openmp()
     if runtime is not None:
         handle.fd_share(_address(runtime.GOMP_parallel), _address(runtime.omp_get_num_threads))
-    return Library(handle)
 
 
 def _declare(handle: ctypes.CDLL) -> None:
@@ -196,6 +201,8 @@ def _declare(handle: ctypes.CDLL) -> None:
     handle.fd_attend_scratch.restype = c_int64
     handle.fd_attend.argtypes = [POINTER(Attention), POINTER(Rows), c_void_p]
     handle.fd_attend.restype = None
+    handle.fd_read.argtypes = [c_void_p, c_int64]
+    handle.fd_read.restype = c_uint32
 
 
 def _openmp() -> ctypes.CDLL | None:

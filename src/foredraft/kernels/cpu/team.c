@@ -196,6 +196,7 @@ int64_t fd_attend_scratch(const fd_attention *a, const fd_window *w) {
     return chosen->attention_scratch(a, w, num_threads);
 }
 void fd_attend(const fd_attention *a, const fd_window *w, char *scratch) { chosen->attention(a, w, scratch); }
+uint32_t fd_read(const void *from, int64_t bytes) { return chosen->read(from, bytes); }
 int64_t fd_sizeof(int what) {
     const int64_t sizes[] = {sizeof(fd_weight), sizeof(fd_window),    sizeof(fd_layer), sizeof(fd_model),
                              sizeof(fd_pass),   sizeof(fd_attention), sizeof(fd_product)};

@@ -1,0 +1,63 @@
+"""The kernel benchmark: what it measures is what it says, on shapes too small to time anything."""
+
+import pytest
+import torch
+
+from foredraft.bench import micro
+from foredraft.errors import ForedraftError
+from foredraft.kernels.cpu.library import library
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> micro.Plan:
+    monkeypatch.setattr(micro, "COLD", 1 << 18)
+    monkeypatch.setattr(micro, "READ", 1 << 20)
+    return micro.Plan(shapes=((64, 48),), rows=(1, 3), contexts=(20,), heads=(4, 2, 16), rounds=2)
+
+
+def test_every_kind_and_row_count_has_a_row(small):
+    report = micro.run(small)
+    products = report.data["products"]
+    assert [(p.kind, p.rows) for p in products] == [(kind, rows) for kind in micro.KINDS for rows in (1, 3)]
+    assert all(p.ratio == 1 for p in products if p.rows == 1)
+    assert all((p.over_torch is None) == p.kind.startswith("int") for p in products)
+    assert [(m.context, m.rows) for m in report.data["attention"]] == [(20, 1), (20, 3)]
+    assert "GB/s" in report.markdown
+
+
+def test_gigabytes_are_the_bytes_of_the_weights(small):
+    """Guards the sizes: int4 is counted as half a byte and its scales, not as what it stands for."""
+    for product in micro.run(small).data["products"]:
+        size = product.gigabytes * product.microseconds * 1e3
+        per_weight = {"bfloat16": 2, "float32": 4, "int8": 1, "int4": 0.5}[product.kind]
+        assert per_weight * 64 * 48 <= size * 1.001
+        assert size <= 64 * 64 * (per_weight + 0.5)
+
+
+def test_reading_touches_every_byte():
+    native = library()
+    assert native is not None, "the native kernels were not built"
+    data = torch.randint(0, 255, (1 << 20,), dtype=torch.uint8)
+    before = native.handle.fd_read(data.data_ptr(), len(data))
+    for place in (0, 5, 12345, len(data) - 1):
+        data[place] ^= 1
+        after = native.handle.fd_read(data.data_ptr(), len(data))
+        assert after != before, f"byte {place} made no difference"
+        before = after
+
+
+def test_threads_are_as_before(small):
+    before = torch.get_num_threads()
+    micro.run(small)
+    assert torch.get_num_threads() == before
+
+
+def test_without_kernels_it_says_what_to_run(monkeypatch):
+    monkeypatch.setattr(micro, "library", lambda: None)
+    with pytest.raises(ForedraftError, match=r"foredraft\.kernels\.cpu\.build"):
+        micro.run(micro.Plan())
+
+
+def test_unknown_kind():
+    with pytest.raises(ForedraftError, match="int3"):
+        micro.Plan(kinds=("int3",))
