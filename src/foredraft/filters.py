@@ -39,11 +39,12 @@ def likeliest(x: Tensor) -> list[int]:
     if x.device.type != "cpu":
         top, index = x.max(-1)
         return torch.where(top.isfinite(), index, -1).tolist()
-    result = []
-    for row in x.numpy():  # five times faster than a maximum over dimension -1, with the same first of equals
-        token = int(row.argmax())
-        result.append(token if math.isfinite(row[token]) else -1)
-    return result
+    rows = x.numpy()
+    index = rows.argmax(
+        -1
+    )  # numpy's is five times as fast as a maximum over dimension -1, with the same first of equals
+    top = rows[np.arange(len(rows)), index]
+    return np.where(np.isfinite(top), index, -1).tolist()  # type: ignore[no-any-return]
 
 
 def keep_top_k(x: Tensor, top_k: Sequence[int]) -> Tensor:

@@ -136,7 +136,8 @@ class Laws:
         self._tokens: dict[int, int] = {}
 
     def tokens(self, rows: Sequence[int], key: Key) -> list[int]:
-        missing = [row for row in rows if row not in self._tokens]
+        known = self._tokens
+        missing = [row for row in rows if row not in known]
         if missing:
             every = range(len(self.samplings)) if self._at_once else missing
             greedy = [row for row in every if self.samplings[row].is_greedy]
@@ -144,7 +145,7 @@ class Laws:
                 self._choose(greedy)
             if len(greedy) < len(every):
                 self._draw([row for row in every if not self.samplings[row].is_greedy], key)
-        return [self._tokens[row] for row in rows]
+        return [known[row] for row in rows]
 
     @property
     def drawn(self) -> Tensor:

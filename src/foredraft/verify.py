@@ -112,22 +112,24 @@ def match(tree: TokenTree, p: Tensor | Rows, coins: Randomness) -> Commit:
     All requests walk down together, one level at a time, so that their draws are made together too.
     """
     laws = Table.of(p)
-    walks: dict[int, Walk | None] = {b: ([], []) for b in range(len(tree.sizes)) if tree.roots[b] < tree.sizes[b]}
-    nodes = {b: tree.roots[b] for b in walks}
+    walks: dict[int, Walk | None] = {}  # None: no law
+    nodes = {b: root for b, root in enumerate(tree.roots) if root < tree.sizes[b]}
     while nodes:
         drawn = laws.tokens([tree.row(b, node) for b, node in nodes.items()], coins.key)
         below: dict[int, int] = {}
         for (b, node), token in zip(nodes.items(), drawn, strict=True):
-            walk = walks[b]
-            if token == NO_LAW or walk is None:
+            if token == NO_LAW:
                 walks[b] = None
                 continue
-            walk[0].append(node)
-            walk[1].append(token)
+            path, following = walks.get(b) or ([], [])
+            walks[b] = (path, following)
+            path.append(node)
+            following.append(token)
             tokens = tree.token_lists[b]
-            child = next((child for child in tree.children[b][node] if tokens[child] == token), None)
-            if child is not None:
-                below[b] = child
+            for child in tree.children[b][node]:
+                if tokens[child] == token:
+                    below[b] = child
+                    break
         nodes = below
 
     def walked(b: int) -> Walk:
