@@ -66,6 +66,8 @@ class Codes:
 
 def quantise(weight: Tensor, kind: int, group: int = GROUP) -> Codes:
     """Round [n, k] of any floating type to the nearest codes. Raises ForedraftError if it is not finite."""
+    assert group % 16 == 0, "whole vectors"
+    assert group <= 1024, "float32 holds the sums of a group exactly"
     n, k = weight.shape
     groups = -(-k // group)
     codes = torch.empty(n, k, dtype=torch.int8)
@@ -167,7 +169,8 @@ def round_activations(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     cut = F.pad(x, (0, -x.shape[1] % group)).view(len(x), -1, group)
     top = cut.abs().amax(-1)
     is_used = top > 1e-30
-    inverse = torch.where(is_used, 127 / top, 0)
+    # not 127 / top: torch multiplies by the reciprocal then, which rounds twice
+    inverse = torch.where(is_used, torch.full_like(top, 127) / top, 0)
     codes = (cut * inverse[..., None]).round()
     scale = torch.where(is_used, top / 127, 0)
     return codes.nan_to_num(0, 0, 0), torch.where(cut.isfinite().all(-1), scale, torch.nan)
