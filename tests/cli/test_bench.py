@@ -150,6 +150,7 @@ def test_only_the_cost_of_verification(run, small, asked):
         (("--verify-cost", "8", "--context", "300", "--prompts", "0"), "do not fit the model's context"),
         (("--max-tokens", "500"), "no prompt fits the model's context"),
         (("--json", "/nowhere/f.json"), "there is no folder '/nowhere'"),
+        (("--json", "/proc/f.json"), "cannot be written"),
         (("--plot", "/tmp/f.svg"), "plots are PNG"),
         (("--markdown", "/tmp"), "is a folder"),
         (("--questions", "/nowhere.jsonl"), "does not exist"),
@@ -200,7 +201,8 @@ def test_a_comparison_writes_what_it_says(run, fake_peers, grown, asked, tmp_pat
     [
         (("--quantization", "int3"), "unknown quantization 'int3'; use one of: int8, int4"),
         (("--dtype", "float16"), "takes --dtype bfloat16 or float32"),
-        (("--model", "org/name"), "is no model folder"),
+        (("--model", "org/name"), "is no model folder; a comparison takes a local --model"),
+        (("--spec-model", "org/name"), "is no model folder; a comparison takes a local --spec-model"),
         (("--max-tokens", "256"), "does not fit the 256 tokens"),
         (("--verify-cost", "16", "--context", "250"), "--context 250 does not fit"),
         (("--prompts", "0"), "leaves nothing to measure"),

@@ -66,6 +66,9 @@ class Job:
         file = self.folder / "config.json"
         if not file.exists():
             raise ForedraftError(f"{self.folder} is no model folder; a comparison takes a local --model")
+        draft = plan.spec_model and Path(plan.spec_model).expanduser()
+        if draft and not (draft / "config.json").exists():
+            raise ForedraftError(f"{draft} is no model folder; a comparison takes a local --spec-model")
         self.config = _Config(json.loads(file.read_text(encoding="utf-8")))
         self.tokenizer = load_tokenizer(str(self.folder))
         if self.tokenizer is None:

@@ -74,8 +74,7 @@ class Outputs:
                 raise ForedraftError(f"{option} {str(path)!r} is a folder; give a file")
             if not path.parent.is_dir():
                 raise ForedraftError(f"{option} {str(path)!r}: there is no folder {str(path.parent)!r}; make it first")
-            if not os.access(path if path.exists() else path.parent, os.W_OK):
-                raise ForedraftError(f"{option} {str(path)!r} cannot be written; give another place")
+            _try(path, option)
         if self.plot is not None:
             if self.plot.suffix != ".png":
                 raise ForedraftError(f"--plot {str(self.plot)!r}: plots are PNG; give a name that ends in .png")
@@ -88,6 +87,19 @@ class Outputs:
             self.markdown.write_text(report.markdown, encoding="utf-8")
         if self.plot is not None:
             draw(self.plot)
+
+
+def _try(path: Path, option: str) -> None:
+    """Open a file for writing and leave things as they were: permissions alone do not tell."""
+    was_there = path.exists()
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise ForedraftError(
+            f"{option} {str(path)!r} cannot be written ({error.strerror}); give another place"
+        ) from None
+    if not was_there:
+        path.unlink()
 
 
 def require_matplotlib() -> None:

@@ -4,8 +4,11 @@ Runs in the interpreter of a peer, so it imports nothing but the standard librar
 {"error": one line}; the program goes on.
 """
 
+import contextlib
+import ctypes
 import json
 import os
+import signal
 import statistics
 import sys
 import time
@@ -17,6 +20,7 @@ WARM_UP = 2  # first rounds that do not count
 
 def serve(handlers: dict[str, Callable[..., dict[str, Any]]]) -> None:
     """Answer {"op": name, ...} with handlers[name](...) until standard input ends."""
+    _die_with_parent()
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a library prints must not stand between the answers
     for line in sys.stdin:
@@ -28,6 +32,12 @@ def serve(handlers: dict[str, Callable[..., dict[str, Any]]]) -> None:
             answer = {"error": f"{type(error).__name__}: {text}"[:300]}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
+
+
+def _die_with_parent() -> None:
+    """A benchmark that is killed in the middle of a job must not leave the job behind."""
+    with contextlib.suppress(AttributeError, OSError):  # Linux has it
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def verify_costs(
