@@ -1,0 +1,274 @@
+"""The native library: found or not, chosen by name, stale, built without a compiler or with a broken one."""
+
+import ctypes
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as hf
+
+from foredraft import LLM, ForedraftError, Sampling
+from foredraft.kernels.arena import Arena
+from foredraft.kernels.attention import attend
+from foredraft.kernels.cpu import build
+from foredraft.kernels.cpu import library as module
+from foredraft.kernels.cpu.library import CHOICE, RECORDS, SETS, Library, library
+from foredraft.kernels.linear import PackedWeight, linear, linear_reference
+from foredraft.kernels.rows import PackedRows
+from foredraft.models.fused import why_not
+from foredraft.models.lm import HFModel
+from foredraft.models.window import Span
+from kernels.running import NATIVE, normal
+from models.families import TINY
+
+GREEDY = Sampling(max_tokens=24, temperature=0, ignore_eos=True)
+PROMPTS = [[5, 6, 7, 8], [9], list(range(10, 60))]
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    """Found anew by the test, and anew after it."""
+    library.cache_clear()
+    yield
+    library.cache_clear()
+    if build.LIBRARY.exists():
+        library()
+
+
+def tiny() -> hf.LlamaForCausalLM:
+    torch.manual_seed(0)
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**TINY | {"hidden_size": 64})).eval()
+
+
+def texts(llm: LLM) -> list[list[int]]:
+    return [done.token_ids for done in llm.generate(PROMPTS, GREEDY)]
+
+
+@pytest.fixture
+def missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As after an installation without a compiler."""
+    monkeypatch.delenv(CHOICE, raising=False)
+    monkeypatch.setattr(build, "LIBRARY", tmp_path / "_foredraft.so")
+
+
+@NATIVE
+def test_without_the_library_the_text_is_the_same_and_it_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv(CHOICE, raising=False)
+    fused = LLM(tiny(), None, fused=True)
+    assert fused.target.fused is not None
+    expected = texts(fused)
+    monkeypatch.setattr(build, "LIBRARY", tmp_path / "_foredraft.so")
+    library.cache_clear()
+    with pytest.warns(UserWarning, match=r"run: python -m foredraft\.kernels\.cpu\.build"):
+        plain = LLM(tiny(), None, fused=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        others = [LLM(tiny(), None, fused=True), plain.with_drafter("ngram", 3)]
+        assert library() is None
+    assert plain.target.fused is None
+    assert not plain.target.pool.is_native
+    assert all(texts(llm) == expected for llm in (plain, *others))
+
+
+@pytest.mark.usefixtures("missing")
+@pytest.mark.filterwarnings("ignore:Foredraft was installed without")
+def test_without_the_library_what_needs_it_says_how_to_get_it() -> None:
+    weight = PackedWeight.pack(torch.ones(2, 4), None, Arena())
+    with pytest.raises(ForedraftError, match=r"not installed; run: python -m foredraft\.kernels\.cpu\.build"):
+        linear(torch.ones(1, 4), weight)
+    keys, rows = torch.zeros(16, 1, 16), PackedRows.pack([Span([1], 0, [7], [0])], [0], 4)
+    with pytest.raises(ForedraftError, match=r"not installed; run: python -m foredraft\.kernels\.cpu\.build"):
+        attend(keys[:1], keys, keys, rows, 1.0)
+    assert why_not(tiny()) == "no native kernels"
+
+
+def test_switched_off_it_is_not_loaded_and_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CHOICE, "torch")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert library() is None
+        llm = LLM(tiny(), None, fused=True)
+    assert (llm.target.fused, llm.target.pool.is_native) == (None, False)
+    assert len(texts(llm)) == 3
+
+
+@NATIVE
+@pytest.mark.parametrize("name", SETS)
+def test_an_instruction_set_by_name(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(CHOICE, "")
+    best = library()
+    assert best is not None
+    if not best.has(name):
+        pytest.skip(f"this processor has no {name}")
+    monkeypatch.setenv(CHOICE, name)
+    library.cache_clear()
+    chosen = library()
+    assert chosen is not None
+    assert chosen.instruction_set == name
+    chosen.select()
+    assert chosen.instruction_set == next(one for one in SETS if chosen.has(one))
+
+
+@NATIVE
+def test_an_instruction_set_that_is_none_is_refused_with_those_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what was selected before stays so."""
+    monkeypatch.setenv(CHOICE, "nonsense")
+    message = "no 'nonsense' kernels; use one of avx512bf16, avx512, avx2, portable that it has, or torch"
+    with pytest.raises(ForedraftError, match=message) as caught:
+        LLM(tiny(), None, fused=True)
+    assert "\n" not in str(caught.value)
+    monkeypatch.setenv(CHOICE, "")
+    native = library()
+    assert native is not None
+    assert not native.has("nonsense")
+    before = native.instruction_set
+    with pytest.raises(ForedraftError):
+        native.select("avx1024")
+    assert native.instruction_set == before
+
+
+@NATIVE
+def test_a_library_of_other_sources_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its records may lie otherwise: to call it would be to read memory at random."""
+    monkeypatch.setenv(CHOICE, "")
+    monkeypatch.setattr(build, "fingerprint", lambda: "0123456789abcdef")
+    with pytest.raises(ForedraftError, match=r"other sources; run: python -m foredraft\.kernels\.cpu\.build") as caught:
+        library()
+    assert "\n" not in str(caught.value)
+
+
+class Longer(ctypes.Structure):
+    _fields_ = (("one_more", ctypes.c_int64 * 99),)
+
+
+@NATIVE
+@pytest.mark.parametrize("which", range(len(RECORDS)), ids=[record.__name__ for record in RECORDS])
+def test_a_record_of_another_size_is_noticed(monkeypatch: pytest.MonkeyPatch, which: int) -> None:
+    records = [*RECORDS]
+    records[which] = Longer  # type: ignore[call-overload]
+    monkeypatch.setattr(module, "RECORDS", tuple(records))
+    with pytest.raises(ForedraftError, match="other sources"):
+        library()
+
+
+def test_the_fingerprint_is_of_every_source(tmp_path: Path) -> None:
+    for file in [*build.HERE.glob("*.c"), *build.HERE.glob("*.h")]:
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    whole = build.fingerprint(tmp_path)
+    for file in sorted(tmp_path.iterdir()):
+        before = file.read_bytes()
+        file.write_bytes(before + b"\n")
+        assert build.fingerprint(tmp_path) != whole, file.name
+        file.write_bytes(before)
+    assert build.fingerprint(tmp_path) == whole
+
+
+def test_a_compiler_that_exists_is_preferred_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("gcc", "clang", "mine"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CC", "mine -m64")
+    assert build.compiler() == ["mine", "-m64"]
+    monkeypatch.setenv("CC", "/nonexistent")
+    assert build.compiler() == ["gcc"]
+    monkeypatch.delenv("CC")
+    (tmp_path / "gcc").unlink()
+    assert build.compiler() == ["clang"]
+
+
+def test_without_a_compiler_the_build_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CC", "/nonexistent")
+    with pytest.raises(RuntimeError, match="no C compiler was found; install gcc or clang, or set CC"):
+        build.build(tmp_path / "_foredraft.so")
+    assert not list(tmp_path.iterdir())
+    assert build.main() == 1
+    assert capsys.readouterr().err.startswith("error: no C compiler was found")
+
+
+BROKEN = {
+    "in words": ("echo 'isa.c:1: error: unknown type' >&2; exit 1", "isa.c:1: error: unknown type"),
+    "in silence": ("exit 3", "exit status 3"),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_compiler_that_fails_is_quoted_and_the_library_of_before_stays(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, how: str
+) -> None:
+    script, words = BROKEN[how]
+    broken, out = tmp_path / "cc", tmp_path / "_foredraft.so"
+    broken.write_text(f"#!/bin/sh\n{script}\n")
+    broken.chmod(0o755)
+    out.write_text("of before")
+    monkeypatch.setenv("CC", str(broken))
+    with pytest.raises(RuntimeError, match=words) as caught:
+        build.build(out)
+    assert str(broken) in str(caught.value).splitlines()[0]
+    assert out.read_text() == "of before"
+
+
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library as another kind of processor builds it: without the instruction sets of this one."""
+    if build.compiler() is None:
+        pytest.skip("no C compiler here")
+    out = tmp_path_factory.mktemp("built") / "_foredraft.so"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build.platform, "machine", lambda: "riscv64")
+        patch.setattr(build, "COMMON", ["-O1" if flag == "-O3" else flag for flag in build.COMMON])
+        build.build(out)
+    return out
+
+
+def test_another_kind_of_processor_has_portable_kernels(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "LIBRARY", elsewhere)
+    monkeypatch.delenv(CHOICE, raising=False)
+    native = library()
+    assert native is not None
+    assert native.instruction_set == "portable"
+    assert [name for name in SETS if native.has(name)] == ["portable"]
+    for dtype in (torch.bfloat16, torch.float32):
+        weight = PackedWeight.pack(normal(70, 33, seed=0, dtype=dtype), None, Arena())
+        x = normal(7, 33, seed=1)
+        torch.testing.assert_close(linear(x, weight), linear_reference(x, weight), rtol=0, atol=1e-4)
+    assert len(texts(LLM(tiny(), None, fused=True))) == 3
+
+
+def test_an_openmp_that_is_not_there_leaves_the_pool_of_our_own(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """clang's runtime has another name, and a torch without OpenMP has none."""
+    monkeypatch.setattr(build, "LIBRARY", elsewhere)
+    monkeypatch.setattr(module, "_openmp", lambda: None)
+    native = library()
+    assert native is not None
+    native.handle.fd_share(None, None)  # the process may have loaded this file before
+    weight, x = PackedWeight.pack(normal(300, 33, seed=0), None, Arena()), normal(7, 33, seed=1)
+    alone = linear(x, weight)
+    torch.set_num_threads(2)
+    try:
+        assert all(torch.equal(linear(x, weight), alone) for _ in range(20))
+    finally:
+        torch.set_num_threads(1)
+
+
+@NATIVE
+def test_a_model_adopted_plain_keeps_torchs_attention() -> None:
+    """fused=False is the way back to torch's own operators, all of them."""
+    lm = HFModel.adopt(tiny(), "tiny", is_fused=False)
+    assert (lm.fused, lm.pool.is_native) == (None, False)
+
+
+@NATIVE
+def test_the_library_is_loaded_once() -> None:
+    first = library()
+    assert isinstance(first, Library)
+    assert library() is first
