@@ -210,7 +210,7 @@ class Comparison:
             version=base.version,
             tokens_per_second=tokens / sum(a.seconds for a in answers),
             over_ours=statistics.median(b.seconds / a.seconds for a, b in pairs) if pairs else None,
-            acceptance_length=tokens / passes,
+            acceptance_length=tokens / passes if passes else None,
             identical=sum(a.tokens == b.tokens for a, b in pairs) if pairs and is_same_weights else None,
             prompts=len(answers),
         )

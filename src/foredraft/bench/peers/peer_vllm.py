@@ -10,6 +10,8 @@ from serve import serve
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
 
+COUNTERS = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
+
 
 class Peer:
     """One engine, compiled; prefix caching is off, for a prompt is asked more than once."""
@@ -50,14 +52,17 @@ class Peer:
         (out,) = self.engine.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
         seconds = time.perf_counter() - began
         tokens = list(out.outputs[0].token_ids)
-        accepted = self._counts() - before
-        return {"tokens": tokens, "seconds": seconds, "passes": len(tokens) - accepted}
+        after = self._counts()
+        drafts, accepted = (after[name] - before[name] for name in COUNTERS)
+        # What is accepted beyond the last token wanted is counted too, so that tokens - accepted falls short of the
+        # passes; a pass without a draft is not counted, so that the prompt's and the drafts' fall short as well.
+        return {"tokens": tokens, "seconds": seconds, "passes": max(len(tokens) - accepted, 1 + drafts)}
 
-    def _counts(self) -> int:
-        """Drafted tokens kept so far: every token that is not one of them took a pass."""
-        if not self.is_counting:
-            return 0
-        return sum(m.value for m in self.engine.get_metrics() if m.name == "vllm:spec_decode_num_accepted_tokens")
+    def _counts(self) -> dict[str, int]:
+        counts = dict.fromkeys(COUNTERS, 0)
+        if self.is_counting:
+            counts |= {m.name: m.value for m in self.engine.get_metrics() if m.name in COUNTERS}
+        return counts
 
 
 if __name__ == "__main__":
