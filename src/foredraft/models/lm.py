@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from foredraft.errors import ForedraftError
 from foredraft.kernels.cpu.library import library
+from foredraft.kernels.linear import KINDS
 from foredraft.kernels.quantize import packers
 from foredraft.kv.pool import KVPool
 from foredraft.models import attention
 from foredraft.models.fused import FusedDecoder, why_not
-from foredraft.models.quantized import check, quantized
+from foredraft.models.packed import check, packed
 from foredraft.models.support import examine
 from foredraft.models.window import Window
 
@@ -51,21 +52,22 @@ class HFModel:
     ) -> "HFModel":
         """Take over a loaded model. Raises ForedraftError for architectures that paged attention cannot serve.
 
-        is_fused: run natively if the model is recognised. is_ours: nobody else uses it, so that its weights may go.
-        quantization: int8 or int4, None = the weights as they are.
+        is_fused: run natively what can be, the whole model if it is recognised. is_ours: nobody else uses it, so that
+        its weights may go. quantization: int8 or int4, None = the weights as they are.
         """
         model.eval()
         check(model, quantization)
         calls = examine(model, name)
         count = sum(p.numel() for p in model.parameters())
         model.set_attn_implementation(attention.NAME)
+        is_native = is_fused and model.device.type == "cpu" and library() is not None
         fused = None
-        if is_fused and why_not(model) is None:
+        if is_native and why_not(model) is None:
             sliding = [call.sliding for call in sorted(calls, key=lambda call: call.layer)]
             fused = FusedDecoder.of(model, sliding, *packers(quantization), is_ours)
-        elif quantization is not None:
-            model = quantized(model, quantization, is_ours)
-        pool = KVPool(is_fused and model.device.type == "cpu" and library() is not None)
+        elif quantization is not None or (is_native and is_ours and model.dtype in KINDS):
+            model = packed(model, quantization, is_ours)
+        pool = KVPool(is_native)
         return cls(model, name, pool, sum(call.numbers for call in calls), count, fused)
 
     def sibling(self) -> "HFModel":

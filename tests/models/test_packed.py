@@ -23,7 +23,7 @@ from foredraft.kernels.cpu.library import CHOICE
 from foredraft.kernels.linear import PANEL
 from foredraft.kernels.quantize import INT4, INT8, multiply
 from foredraft.models.lm import HFModel
-from foredraft.models.quantized import QuantizedLinear, quantized
+from foredraft.models.packed import PackedLinear, packed
 from foredraft.zoo import corpus
 from kernels.running import NATIVE
 from models.families import FAMILIES, Paged, made, reference, tokens
@@ -56,8 +56,8 @@ def test_every_family_runs_quantised_and_the_callers_model_stays_as_it_was(famil
 
 def test_the_head_has_eight_bits_and_small_matrices_stay() -> None:
     model, _ = made("qwen3_moe")
-    found = quantized(model, "int4", is_ours=False)
-    kinds = {name: m.packed.kind for name, m in found.named_modules() if isinstance(m, QuantizedLinear)}
+    found = packed(model, "int4", is_ours=False)
+    kinds = {name: m.packed.kind for name, m in found.named_modules() if isinstance(m, PackedLinear)}
     assert kinds.pop("lm_head") == INT8
     assert kinds
     assert set(kinds.values()) == {INT4}
@@ -69,7 +69,7 @@ def test_the_head_has_eight_bits_and_small_matrices_stay() -> None:
 def test_a_module_gives_the_bits_of_the_slow_product_with_its_own_weight(family: str) -> None:
     """gpt2 keeps its matrices transposed."""
     model, _ = made(family)
-    found = quantized(model, "int8", is_ours=False)
+    found = packed(model, "int8", is_ours=False)
     for name in large(model):
         was, now = model.get_submodule(name), found.get_submodule(name)
         weight = was.weight if type(was) is nn.Linear else was.weight.T
@@ -145,7 +145,7 @@ def test_what_quantisation_costs_in_quality() -> None:
     ids = held_out(16, 160)
     laws = {None: model(ids[:, :-1], use_cache=False).logits.log_softmax(-1)}
     for name in ("int8", "int4"):
-        laws[name] = quantized(model, name, is_ours=False)(ids[:, :-1], use_cache=False).logits.log_softmax(-1)
+        laws[name] = packed(model, name, is_ours=False)(ids[:, :-1], use_cache=False).logits.log_softmax(-1)
     loss = {name: F.nll_loss(law.flatten(0, 1), ids[:, 1:].flatten()).item() for name, law in laws.items()}
     away = {name: (laws[None].exp() * (laws[None] - law)).sum(-1).mean().item() for name, law in laws.items()}
     assert away["int8"] < 0.0006

@@ -1,4 +1,4 @@
-"""Quantised matrices in a model that keeps its own modules: those of transformers are replaced, one for one."""
+"""Packed matrices in a model that keeps its own modules: those of transformers are replaced, one for one."""
 
 import copy
 import warnings
@@ -17,8 +17,8 @@ from foredraft.kernels.operators import linear
 from foredraft.kernels.quantize import check_quantization, multiply, packers
 
 
-class QuantizedLinear(nn.Module):
-    """y = x W^T + b with W in 8 or 4 bits: by the native kernel, or slowly, with the same bits, in plain torch."""
+class PackedLinear(nn.Module):
+    """y = x W^T + b by the native kernel. With W in 8 or 4 bits also, slowly and with the same bits, in plain torch."""
 
     def __init__(self, packed: PackedWeight, dtype: torch.dtype) -> None:
         super().__init__()
@@ -53,8 +53,8 @@ def check(model: Any, name: str | None) -> None:
         raise ForedraftError(f"quantization {name} runs on the CPU; use device='cpu' or load the model without it")
 
 
-def quantized(model: Any, name: str, is_ours: bool) -> Any:
-    """The model with its matrices quantised; another object around the same tensors where it is not ours to change.
+def packed(model: Any, quantization: str | None, is_ours: bool) -> Any:
+    """The model with its matrices packed; another object around the same tensors where it is not ours to change.
 
     Matrices of fewer than a panel's outputs or inputs (routers of experts, for one) stay as they are: they weigh
     nothing and decide much. So do embeddings, and weights that no linear module holds.
@@ -62,7 +62,7 @@ def quantized(model: Any, name: str, is_ours: bool) -> Any:
     if not is_ours:
         shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
         model = copy.deepcopy(model, shared)
-    pack, pack_head = packers(name)
+    pack, pack_head = packers(quantization)
     arena, head = Arena(), model.get_output_embeddings()
     found = [(path, module) for path, module in model.named_modules() if type(module) in (nn.Linear, Conv1D)]
     for path, module in found:
@@ -70,7 +70,7 @@ def quantized(model: Any, name: str, is_ours: bool) -> Any:
         weight = weight if type(module) is nn.Linear else weight.T
         if min(weight.shape) < PANEL:
             continue
-        packed = (pack_head if module is head else pack)(weight, module.bias, arena)
+        held = (pack_head if module is head else pack)(weight, module.bias, arena)
         parent, _, child = path.rpartition(".")
-        setattr(model.get_submodule(parent), child, QuantizedLinear(packed, weight.dtype))
+        setattr(model.get_submodule(parent), child, PackedLinear(held, weight.dtype))
     return model
