@@ -39,7 +39,7 @@ def generate(mode, prompt, max_tokens, **rest):
         time.sleep(60)
     step = 2 if mode == "other" else 1
     tokens = [(prompt[-1] + step * (i + 1)) % 97 for i in range(max_tokens)]
-    return {{"tokens": tokens, "seconds": load.pace * max_tokens, "passes": max_tokens // 2}}
+    return {{"tokens": tokens, "seconds": load.pace * max_tokens, "passes": max_tokens // 2 * (mode != "uncounted")}}
 
 def verify(rows, context, repeats):
     return {{"seconds": {{str(k): 1.0 + k for k in rows}}}}
@@ -141,6 +141,11 @@ def test_the_figures_of_a_comparison(script):
     assert ours.acceptance_length == 2.0
     assert comparison.versions == {OURS: "fake 11", "peer": "fake 11"}
     assert [(c.rows, c.ratio) for c in comparison.costs["peer (bfloat16)"]] == [(1, 1.0), (4, 2.5)]
+
+
+def test_a_program_that_counts_no_passes_has_no_acceptance_length(script):
+    (row,) = run(one(script, "peer", "uncounted")).rows()
+    assert (row.status, row.acceptance_length) == ("ok", None)
 
 
 def test_whoever_fails_or_is_absent_is_a_row_and_the_rest_goes_on(script):
