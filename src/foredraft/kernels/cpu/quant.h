@@ -102,31 +102,39 @@ typedef int16_t vw __attribute__((vector_size(LANES * 2)));
 typedef int8_t vb_at __attribute__((vector_size(LANES), aligned(1), may_alias));
 typedef int16_t vw_at __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
 
-INLINE vi lanes(void) {
-    vi i;
-    for (int l = 0; l < LANES; l++) i[l] = l;
-    return i;
-}
-
 INLINE int32_t most_of(vi x) {
-    for (int step = LANES / 2; step; step /= 2) {
-        vi y = __builtin_shuffle(x, lanes() ^ step), larger = x > y;
-        x = (x & larger) | (y & ~larger);
-    }
-    return x[0];
+#if LANES == 16
+    return _mm512_reduce_max_epi32((__m512i)x);
+#else
+    int32_t most = x[0];
+    for (int i = 1; i < LANES; i++) most = x[i] > most ? x[i] : most;
+    return most;
+#endif
 }
 
 INLINE int32_t sum_of(vi x) {
-    for (int step = LANES / 2; step; step /= 2) x += __builtin_shuffle(x, lanes() ^ step);
-    return x[0];
+#if LANES == 16
+    return _mm512_reduce_add_epi32((__m512i)x);
+#else
+    int32_t total = 0;
+    for (int i = 0; i < LANES; i++) total += x[i];
+    return total;
+#endif
 }
 
+/* Words lie as `unpack` takes weights apart: 0 2 1 3. */
 INLINE void store_numbers(char *to, vi n) {
 #if HAS_BYTES
     *(vb_at *)to = __builtin_convertvector(n, vb);
 #else
-    vi order = (lanes() & ~3) | ((lanes() & 1) << 1) | ((lanes() >> 1) & 1);
-    *(vw_at *)to = __builtin_convertvector(__builtin_shuffle(n, order), vw);
+#if LANES == 16
+    n = (vi)_mm512_shuffle_epi32((__m512i)n, 0xd8);
+#elif LANES == 8
+    n = (vi)_mm256_shuffle_epi32((__m256i)n, 0xd8);
+#else
+    n = (vi){n[0], n[2], n[1], n[3]};
+#endif
+    *(vw_at *)to = __builtin_convertvector(n, vw);
 #endif
 }
 
