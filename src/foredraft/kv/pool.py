@@ -3,12 +3,15 @@
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from foredraft.kernels.arena import zeros
 from foredraft.kv.blocks import NULL_PAGE
+
+Places: TypeAlias = "tuple[ctypes.Array[ctypes.c_void_p], ctypes.Array[ctypes.c_void_p]]"
 
 
 @dataclass
@@ -20,6 +23,7 @@ class KVPool:
 
     is_native: bool = False  # read by native kernels where they can
     layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # layer -> [S, H, D] keys, values
+    _places: Places | None = None  # of the layers as they are now
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
         """Store [T, H, D] keys and values at [T] slots below num_slots; returns the layer's whole [S, H, D] tensors."""
@@ -42,13 +46,16 @@ class KVPool:
                 self.layers[layer] = self._grown(keys, sample, num_slots), self._grown(values, sample, num_slots)
 
     @property
-    def addresses(self) -> "tuple[ctypes.Array[ctypes.c_void_p], ctypes.Array[ctypes.c_void_p]]":
+    def addresses(self) -> Places:
         """Where the keys and the values of every layer lie, for native code."""
-        held = [self.layers[layer] for layer in range(len(self.layers))]
-        places = ctypes.c_void_p * len(held)
-        return places(*(k.data_ptr() for k, _ in held)), places(*(v.data_ptr() for _, v in held))
+        if self._places is None:
+            held = [self.layers[layer] for layer in range(len(self.layers))]
+            places = ctypes.c_void_p * len(held)
+            self._places = places(*(k.data_ptr() for k, _ in held)), places(*(v.data_ptr() for _, v in held))
+        return self._places
 
     def _grown(self, old: Tensor | None, like: Tensor, num_slots: int) -> Tensor:
+        self._places = None
         size = 1 << (num_slots - 1).bit_length()  # doubling: copies stay a constant share of the writes
         shape = (size, *like.shape[1:])
         grown = zeros(shape, like.dtype) if self.is_native else like.new_zeros(shape)
