@@ -23,7 +23,7 @@ class KVPool:
 
     is_native: bool = False  # read by native kernels where they can
     layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # layer -> [S, H, D] keys, values
-    _places: Places | None = None  # of the layers as they are now
+    _places: "Places | None" = None  # of the layers as they are now
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
         """Store [T, H, D] keys and values at [T] slots below num_slots; returns the layer's whole [S, H, D] tensors."""
