@@ -5,6 +5,7 @@ Biases, norms and multipliers are drawn at random: transformers starts them at z
 """
 
 import copy
+import warnings
 from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
@@ -17,6 +18,8 @@ import transformers as hf
 from torch import Tensor, nn
 
 from foredraft import LLM, Sampling
+from foredraft.drafters.base import Context
+from foredraft.drafters.draft_model import DraftModel
 from foredraft.models.fused import why_not
 from foredraft.models.lm import HFModel
 from foredraft.tree import TokenTree
@@ -167,14 +170,12 @@ def test_a_text_has_the_same_bits_in_any_company(family: str, dtype: torch.dtype
 @EACH_TYPE
 def test_every_node_of_a_tree_has_the_bits_of_its_own_text(family: str, dtype: torch.dtype) -> None:
     """And so has what follows the accepted path, once it was moved to the front."""
-    lm, random, paged = fused(family, dtype), Random(family), Paged(fused(family, dtype))
+    lm, random, paged = fused(family, dtype), Random(family), Paged(fused(family, dtype).sibling())
     prefixes = {0: tokens(13, seed=3), 1: tokens(5, seed=4), 2: tokens(9, seed=5)}
     paged.read(prefixes, rows=[])
     drawn = [random_tree(random, 14), random_tree(random, 9), ([5], [-1])]
     tree = TokenTree.of([t for t, _ in drawn], [p for _, p in drawn])
     ours, at, paths = paged.verify(tree), 0, []
-    tables = {b: paged.table(b) for b in prefixes}
-    held = dict(paged.held), {i: (k.clone(), v.clone()) for i, (k, v) in lm.pool.layers.items()}
     for b, prefix in prefixes.items():
         for node in range(tree.sizes[b]):
             path = [node]
@@ -187,9 +188,6 @@ def test_every_node_of_a_tree_has_the_bits_of_its_own_text(family: str, dtype: t
         paths.append([deepest])
         while tree.parent_lists[b][paths[b][0]] >= 0:
             paths[b].insert(0, tree.parent_lists[b][paths[b][0]])
-    paged = Paged(lm)
-    paged.held, paged.tables = held[0], tables
-    lm.pool.layers.update(held[1])
     assert paged.keep(paths) > 0
     more = {b: tokens(6, seed=20 + b) for b in prefixes}
     after = paged.read(more)
@@ -265,6 +263,29 @@ def test_siblings_in_several_threads_share_weights_and_nothing_else(has_own_pool
             assert all(at_once(run))
 
 
+@pytest.mark.parametrize("ids", [[5, VOCAB], [-1], [1 << 30]])
+def test_a_token_outside_the_vocabulary_is_refused(ids: list[int]) -> None:
+    """As torch does, instead of reading whatever lies behind the embeddings."""
+    with pytest.raises(IndexError, match=f"outside the vocabulary of {VOCAB} tokens"):
+        Paged(fused("llama, 16", torch.float32)).read({0: [3, 4], 1: ids})
+
+
+def test_a_draft_of_a_narrower_vocabulary_is_not_asked_beyond_it() -> None:
+    """Padded widths differ within a family: a token that only the target has costs the draft, and no text."""
+    config = FUSED["llama, 16"]()
+    config.vocab_size = VOCAB - 7
+    draft = HFModel.adopt(hf.LlamaForCausalLM(config), "narrow", is_fused=True)
+    assert draft.fused is not None
+    target = LLM(copy.deepcopy(original("llama, 16", torch.float32)), None, fused=True)
+    llm = target.with_drafter(DraftModel(draft, Context(vocab_size=VOCAB, num_tokens=3)))
+    for prompt in ([5, 6, 7], [5, VOCAB - 1, 7]):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that the drafter failed
+            done = llm.generate([prompt], GREEDY)
+        assert [c.token_ids for c in done] == [c.token_ids for c in target.generate([prompt], GREEDY)]
+        assert (llm.engine.drafter.num_failures > 0) == (VOCAB - 1 in prompt)
+
+
 # what is not recognised
 
 
@@ -288,6 +309,15 @@ def _adapt(model: Any) -> None:
 
 def _adapt_head(model: Any) -> None:
     model.lm_head = Adapted(model.lm_head.in_features, model.lm_head.out_features, bias=False)
+
+
+class Shifted(nn.Embedding):
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) + 0.1
+
+
+def _shift(model: Any) -> None:
+    model.model.embed_tokens = Shifted(VOCAB, model.config.hidden_size)
 
 
 def _llama(**more: Any) -> Any:
@@ -320,6 +350,7 @@ PLAIN: dict[str, tuple[Callable[[], Any], str]] = {
     "float64": (lambda: _with(lambda model: model.double()), "torch.float64 on cpu"),
     "an adapter": (lambda: _with(_adapt), "linear layers that were replaced"),
     "an adapter on the head": (lambda: _with(_adapt_head), "linear layers that were replaced"),
+    "embeddings of another kind": (lambda: _with(_shift), "embeddings that were replaced"),
     "narrow heads": (lambda: _llama(head_dim=8), "heads of width 8"),
     "another activation": (lambda: _llama(head_dim=16, hidden_act="relu"), "the activation relu"),
 }  # fmt: skip

@@ -42,6 +42,8 @@ def why_not(model: Any) -> str | None:
     linears = [m for block in blocks for m in _linears(block)]
     if not all(type(m) is nn.Linear for m in [*linears, model.lm_head]):
         return "linear layers that were replaced"
+    if type(model.model.embed_tokens) is not nn.Embedding:
+        return "embeddings that were replaced"
     if blocks[0].self_attn.head_dim % LANES:
         return f"heads of width {blocks[0].self_attn.head_dim}"
     if library() is None:
@@ -72,6 +74,7 @@ class FusedDecoder:
     tensors: list[Tensor]  # whatever else the record points to
     samples: list[Tensor]  # [0, H, D] of every layer, for its KV pool
     dtype: torch.dtype
+    vocab_size: int  # of the tokens it reads
     rotary: Callable[[int], tuple[Tensor, Tensor]]  # positions -> cos and sin [positions, rotary / 2]
     num_positions: int = 0
     _free: list[Tensor] = field(default_factory=list)
@@ -89,12 +92,14 @@ class FusedDecoder:
         attention = model.model.layers[0].self_attn
         heads, width = record.kv_heads, attention.head_dim
         samples = [torch.empty(0, heads, width, dtype=model.dtype) for _ in sliding]
+        vocabulary = len(model.model.embed_tokens.weight)
         rotary = _rotary(model.model.rotary_emb)
-        return cls(native, record, build.weights, build.tensors, samples, model.dtype, rotary)
+        return cls(native, record, build.weights, build.tensors, samples, model.dtype, vocabulary, rotary)
 
     def forward(self, window: Window, pool: KVPool, taps: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
         """Logits [R, V] in float32, and the tapped states [T, F] in the model's type."""
         rows = window.packed
+        self._check(window)
         self._see(rows.record.longest)
         pool.reserve(self.samples, window.num_slots)
         logits = torch.empty(rows.num_logits, self.record.head.n)
@@ -115,6 +120,11 @@ class FusedDecoder:
         self.native.handle.fd_forward(self.record, rows.record, job)
         self._free.append(scratch)
         return logits, None if features is None else features.to(self.dtype)
+
+    def _check(self, window: Window) -> None:
+        """Refuse what torch would refuse: a draft's vocabulary may be the narrower one."""
+        if not all(min(span.tokens) >= 0 and max(span.tokens) < self.vocab_size for span in window.spans):
+            raise IndexError(f"a token id is outside the vocabulary of {self.vocab_size} tokens")
 
     def _scratch(self, size: int) -> Tensor:
         try:
