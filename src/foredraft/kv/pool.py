@@ -11,7 +11,7 @@ from torch import Tensor
 from foredraft.kernels.arena import zeros
 from foredraft.kv.blocks import NULL_PAGE
 
-Places: TypeAlias = "tuple[ctypes.Array[ctypes.c_void_p], ctypes.Array[ctypes.c_void_p]]"
+Places: TypeAlias = tuple["ctypes.Array[ctypes.c_void_p]", "ctypes.Array[ctypes.c_void_p]"]
 
 
 @dataclass
