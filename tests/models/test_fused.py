@@ -26,7 +26,7 @@ from foredraft.tree import TokenTree
 from kernels.running import EACH_SET, NATIVE, WAYS, Way, at_once, running
 from models import families
 from models.families import ALTERNATING, EXACT, SLIDING, TINY, VOCAB, Paged, reference, tokens
-from models.test_families import _boundaries, random_tree
+from models.test_families import _boundaries, along_paths, random_tree
 
 pytestmark = NATIVE
 
@@ -368,6 +368,9 @@ def test_what_is_not_recognised_keeps_the_plain_path_and_says_why(name: str) -> 
     ids, paged = tokens(30), Paged(lm)
     parts = torch.cat([paged.read({0: ids[a:b]}) for a, b in ((0, 1), (1, 9), (9, 27), (27, 30))])
     assert (parts - reference(model, ids)).abs().max() < 2e-5
+    drawn = random_tree(Random(name), 12)
+    tree = TokenTree.of([drawn[0]], [drawn[1]])
+    assert (paged.verify(tree) - along_paths(model, ids, tree, 0)).abs().max() < 2e-5
 
 
 # whose weights they are
