@@ -16,9 +16,12 @@ FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd"
 
 
 def facts() -> dict[str, Any]:
-    """Versions, CPU features and threads, GPU."""
+    """Versions, CPU features and threads, the native kernels in use, GPU."""
     import torch
 
+    from foredraft.kernels.cpu.library import library
+
+    native = library()
     has_cuda = torch.cuda.is_available()
     return {
         "foredraft": foredraft.__version__,
@@ -28,6 +31,7 @@ def facts() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "cpu_features": cpu_features(),
         "threads": torch.get_num_threads(),
+        "kernels": None if native is None else native.instruction_set,
         "cuda": torch.cuda.get_device_name(0) if has_cuda else None,
     }
 
@@ -48,7 +52,7 @@ def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
 def version(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
 ) -> None:
-    """Versions, CPU features and threads, GPU."""
+    """Versions, CPU features and threads, the native kernels in use, GPU."""
     found = facts()
     if as_json:
         sys.stdout.write(json.dumps(found) + "\n")
