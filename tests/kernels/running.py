@@ -1,10 +1,13 @@
 """Every way the native library can run: instruction sets, numbers of threads, whose threads they are."""
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from threading import Barrier
 from typing import TypeVar
 
@@ -14,13 +17,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from foredraft.kernels.cpu import build
-from foredraft.kernels.cpu.library import CHOICE, SETS, Library, library, share_threads
+from foredraft.kernels.cpu.library import CHOICE, SETS, TILED, Library, _load, library, share_threads
 
 T = TypeVar("T")
 ROUNDING = 2.0**-24  # of a float32, relative
 IS_BUILT = build.LIBRARY.exists() and os.environ.get(CHOICE) != "torch"
 NATIVE = pytest.mark.skipif(not IS_BUILT and build.compiler() is None, reason="no C compiler built the kernels here")
-EACH_SET = pytest.mark.parametrize("instruction_set", SETS)
+EMULATED = "amx emulated"
+EACH_SET = pytest.mark.parametrize("instruction_set", [*SETS, EMULATED])
 
 
 @dataclass(frozen=True)
@@ -33,23 +37,49 @@ WAYS = (Way(1, False), Way(2, False), Way(2, True))
 ways = st.sampled_from(WAYS)
 
 
+@cache
+def emulated() -> Library:
+    """The library with the tiles of AMX in plain C, on top of the best that this processor has."""
+    with running() as native:
+        flags = build.machine_sets().get(native.instruction_set, [])
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "emulated.so"
+        build.build(path, {TILED: [*flags, "-DFD_AMX_EMULATED"]}, ["-DFD_AMX_EMULATED"])
+        return _load(path)
+
+
+@contextmanager
+def loaded(instruction_set: str) -> Iterator[tuple[Library, str]]:
+    """The library that has a set, in the place of the usual one, and what it calls the set."""
+    native = library()
+    assert native is not None
+    if instruction_set != EMULATED:
+        yield native, instruction_set
+        return
+    own, other = native.handle, emulated().handle
+    object.__setattr__(native, "handle", other)  # a hack: whoever asks for the library gets this object
+    try:
+        yield native, TILED
+    finally:
+        object.__setattr__(native, "handle", own)
+
+
 @contextmanager
 def running(instruction_set: str = "", way: Way = WAYS[0]) -> Iterator[Library]:
     """The library in one of its ways, and afterwards as every other test expects it."""
-    native = library()
-    assert native is not None
-    if instruction_set and not native.has(instruction_set):
-        pytest.skip(f"this processor has no {instruction_set}")
-    native.select(instruction_set)
-    torch.set_num_threads(way.threads)
-    if way.has_own_pool:
-        native.handle.fd_share(None, None)
-    try:
-        yield native
-    finally:
-        share_threads(native.handle)
-        torch.set_num_threads(1)
-        native.select(os.environ.get(CHOICE, ""))
+    with loaded(instruction_set) as (native, name):
+        if name and not native.has(name):
+            pytest.skip(f"this processor has no {name}")
+        native.select(name)
+        torch.set_num_threads(way.threads)
+        if way.has_own_pool:
+            native.handle.fd_share(None, None)
+        try:
+            yield native
+        finally:
+            share_threads(native.handle)
+            torch.set_num_threads(1)
+            native.select(os.environ.get(CHOICE, "") if name == instruction_set else TILED)
 
 
 def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -117,7 +117,7 @@ def test_an_instruction_set_by_name(monkeypatch: pytest.MonkeyPatch, name: str) 
 def test_an_instruction_set_that_is_none_is_refused_with_those_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """And what was selected before stays so."""
     monkeypatch.setenv(CHOICE, "nonsense")
-    message = "no 'nonsense' kernels; use one of avx512bf16, avx512, avx2, portable that it has, or torch"
+    message = "no 'nonsense' kernels; use one of amx, avx512bf16, avx512, avx2, portable that it has, or torch"
     with pytest.raises(ForedraftError, match=message) as caught:
         LLM(tiny(), None, fused=True)
     assert "\n" not in str(caught.value)

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,8 +19,10 @@ LIBRARY = HERE / "_foredraft.so"
 COMMON = "-O3 -std=c11 -fPIC -ffp-contract=fast -fno-math-errno -Wno-psabi -pthread".split()
 AVX2 = "-mavx2 -mfma".split()
 AVX512 = "-mavx512f -mavx512bw -mavx512vl -mavx512dq".split()
+AVX512BF16 = [*AVX2, *AVX512, "-mavx512bf16", "-mavx512vnni"]
 X86 = {
-    "avx512bf16": [*AVX2, *AVX512, "-mavx512bf16", "-mavx512vnni"],
+    "amx": [*AVX512BF16, "-mamx-tile", "-mamx-bf16"],
+    "avx512bf16": AVX512BF16,
     "avx512": [*AVX2, *AVX512],
     "avx2": AVX2,
 }
@@ -42,30 +45,48 @@ def compiler() -> list[str] | None:
     return [found] if found else None
 
 
-def build(out: Path = LIBRARY) -> None:
-    """Compile every instruction set into one library. Raises RuntimeError with the compiler's words."""
+def machine_sets() -> dict[str, list[str]]:
+    """The instruction sets beyond the portable one that processors of this kind may have, the best first."""
+    return X86 if platform.machine().lower() in ("x86_64", "amd64") else {}
+
+
+def build(
+    out: Path = LIBRARY, sets: Mapping[str, Sequence[str]] | None = None, defines: Sequence[str] = ()
+) -> tuple[str, ...]:
+    """Compile every instruction set into one library, and say which those are: a compiler may not know the latest.
+
+    Raises RuntimeError with the compiler's words.
+    """
     command = compiler()
     if command is None:
         raise RuntimeError("no C compiler was found; install gcc or clang, or set CC")
-    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
-    sets = {**(X86 if is_x86 else {}), "portable": []}
-    defines = ["-DFD_X86"] if is_x86 else []
+    wanted = {**(machine_sets() if sets is None else sets), "portable": []}
     with tempfile.TemporaryDirectory() as work:
-        jobs = [("team.c", "team", ["-O2", f'-DFD_SOURCE="{fingerprint()}"', *defines])]
-        jobs += [("isa.c", name, [*flags, f"-DFD_ISA={name}", *defines]) for name, flags in sets.items()]
 
-        def compile_one(job: tuple[str, str, list[str]]) -> str:
-            source, name, flags = job
+        def compiled(source: str, name: str, *flags: str) -> str:
             target = str(Path(work) / f"{name}.o")
             _run([*command, *COMMON, *flags, "-c", str(HERE / source), "-o", target])
             return target
 
+        def compiled_set(name: str) -> str | None:
+            try:
+                return compiled("isa.c", name, *wanted[name], f"-DFD_ISA={name}")
+            except RuntimeError:
+                if name == "portable":
+                    raise
+                return None  # the library does without it
+
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            objects = list(pool.map(compile_one, jobs))
+            objects = dict(zip(wanted, pool.map(compiled_set, wanted), strict=True))
+        made = tuple(name for name, target in objects.items() if target)
+        listed = " ".join(f"SET({name})" for name in made)
+        team = compiled("team.c", "team", "-O2", f'-DFD_SOURCE="{fingerprint()}"', f"-DFD_SETS={listed}", *defines)
         fresh = Path(work) / "library.so"
-        _run([*command, "-shared", "-pthread", *objects, "-lm", "-o", str(fresh)])
+        parts = [target for target in objects.values() if target]
+        _run([*command, "-shared", "-pthread", team, *parts, "-lm", "-o", str(fresh)])
         out.unlink(missing_ok=True)  # a library in use keeps its own copy
         shutil.copy(fresh, out)
+    return made
 
 
 def _run(command: list[str]) -> None:
@@ -77,11 +98,13 @@ def _run(command: list[str]) -> None:
 
 def main() -> int:
     try:
-        build()
+        made = build()
     except RuntimeError as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 1
-    print(f"built {LIBRARY.name} for {platform.machine()}")  # noqa: T201
+    left_out = [name for name in machine_sets() if name not in made]
+    note = f"; this compiler cannot do {', '.join(left_out)}" if left_out else ""
+    print(f"built {LIBRARY.name} for {platform.machine()}: {', '.join(made)}{note}")  # noqa: T201
     return 0
 
 

@@ -8,7 +8,7 @@ import os
 import warnings
 from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_uint32, c_void_p
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 import torch
@@ -17,7 +17,8 @@ from foredraft.errors import ForedraftError
 from foredraft.kernels.cpu import build
 
 CHOICE = "FOREDRAFT_KERNELS"  # an instruction set by name, or "torch" for none
-SETS = ("avx512bf16", "avx512", "avx2", "portable")
+SETS = ("amx", "avx512bf16", "avx512", "avx2", "portable")
+TILED = "amx"
 
 
 class Weight(ctypes.Structure):
@@ -130,15 +131,56 @@ class Library:
 
     def select(self, name: str = "") -> None:
         """Use an instruction set by name; "" = the best there is. Raises ForedraftError where there is no such one."""
+        if name in ("", TILED) and not self.has_right_tiles:
+            self.handle.fd_forbid(TILED.encode())
         if self.handle.fd_select(name.encode()):
             known = ", ".join(SETS)
             raise ForedraftError(f"this processor has no {name!r} kernels; use one of {known} that it has, or torch")
 
     def has(self, name: str) -> bool:
         """Whether this processor runs an instruction set; leaves the best one selected."""
+        self.select()
         found = bool(self.handle.fd_select(name.encode()) == 0)
         self.handle.fd_select(b"")
         return found
+
+    @cached_property
+    def has_right_tiles(self) -> bool:
+        """False, and said so, if this processor has tiles that compute wrongly: ours have run in emulation only."""
+        is_right = self._agrees(TILED)
+        if not is_right:
+            warnings.warn(
+                f"the {TILED!r} kernels compute wrongly on this processor, and Foredraft does without them; please "
+                "report it, with the processor's name",
+                stacklevel=3,
+            )
+        return is_right
+
+    def _agrees(self, name: str) -> bool:
+        """Whether a set's bfloat16 products are the portable set's, to the rounding of float32, and a row's the same
+        alone and among others; or there is no such set here."""
+        self.follow_threads()  # every one of them has tiles of its own
+        for rows, n, k in ((1, 32, 64), (2, 300, 96), (9, 45, 67), (16, 70, 31), (17, 64, 352), (50, 33, 130)):
+            noise = torch.Generator().manual_seed(k)
+            x = torch.randn(rows, k, generator=noise)
+            data = torch.randn(-(-n // 32), -(-k // 2), 32, 2, generator=noise).bfloat16()  # a packed weight
+            weight = Weight(data.data_ptr(), None, None, n, k)
+            ours, alone = self._product_by(name, weight, x), self._product_by(name, weight, x[-1:])
+            theirs = self._product_by("portable", weight, x)
+            if ours is None or alone is None or theirs is None:
+                return True
+            dense = data.transpose(1, 2).reshape(len(data) * 32, -1)[:n, :k]
+            size = x.abs() @ dense.abs().float().T  # what every product and every sum may round, relatively
+            is_close = ((ours - theirs).abs() <= 4 * (k + 2) * 2.0**-24 * size).all()
+            if not is_close or not torch.equal(ours[-1:], alone):
+                return False
+        return True
+
+    def _product_by(self, name: str, weight: Weight, x: torch.Tensor) -> torch.Tensor | None:
+        out = torch.full((len(x), weight.n), torch.nan)
+        scratch = torch.empty(self.handle.fd_linear_scratch(weight, len(x)), dtype=torch.uint8)
+        product = Product(ctypes.pointer(weight), x.data_ptr(), out.data_ptr(), scratch.data_ptr(), len(x))
+        return None if self.handle.fd_linear_by(name.encode(), product) else out
 
     def follow_threads(self) -> None:
         """As many threads as torch uses now."""
@@ -187,6 +229,8 @@ def _declare(handle: ctypes.CDLL) -> None:
     handle.fd_source.restype = c_char_p
     handle.fd_selected.restype = c_char_p
     handle.fd_select.argtypes = [c_char_p]
+    handle.fd_forbid.argtypes = [c_char_p]
+    handle.fd_forbid.restype = None
     handle.fd_set_threads.argtypes = [c_int]
     handle.fd_share.argtypes = [c_void_p, c_void_p]
     handle.fd_scratch.argtypes = [POINTER(Model), POINTER(Rows)]
@@ -197,6 +241,7 @@ def _declare(handle: ctypes.CDLL) -> None:
     handle.fd_linear_scratch.restype = c_int64
     handle.fd_linear.argtypes = [POINTER(Product)]
     handle.fd_linear.restype = None
+    handle.fd_linear_by.argtypes = [c_char_p, POINTER(Product)]
     handle.fd_attend_scratch.argtypes = [POINTER(Attention), POINTER(Rows)]
     handle.fd_attend_scratch.restype = c_int64
     handle.fd_attend.argtypes = [POINTER(Attention), POINTER(Rows), c_void_p]

@@ -21,6 +21,8 @@ INLINE long panel_bytes(const fd_weight *w) {
     return quant_panel_bytes(w);
 }
 
+#include "linear_amx.h" /* reads the two above */
+
 /* One row of activations as this weight's kernel reads it. */
 static void prepare(const fd_weight *w, const float *x, char *to) {
     if (w->kind == FD_F32) {
@@ -38,14 +40,14 @@ static void prepare(const fd_weight *w, const float *x, char *to) {
 
 /* M rows times V vectors of outputs; column j begins at col[j] and moves a panel's width per step. */
 #define TILE(NAME, WORD, LOAD, BROADCAST, STEP)                                                                        \
-    INLINE void NAME(const WORD *const *col, int steps, const WORD *x, long stride, float *to, const int M,            \
+    INLINE void NAME(const char *const *col, int steps, const WORD *x, long stride, float *to, const int M,            \
                      const int V) {                                                                                    \
         vf acc[ACCUMULATORS];                                                                                          \
         _Pragma("GCC unroll 24") for (int i = 0; i < M * V; i++) acc[i] = (vf){0};                                     \
         for (int k = 0; k < steps; k++) {                                                                              \
             _Pragma("GCC unroll 12") for (int m = 0; m < M; m++) {                                                     \
                 _Pragma("GCC unroll 8") for (int j = 0; j < V; j++) acc[m * V + j] = STEP(                             \
-                    acc[m * V + j], LOAD(col[j] + (long)k * FD_PANEL), BROADCAST(x[m * stride + k]));                  \
+                    acc[m * V + j], LOAD((const WORD *)col[j] + (long)k * FD_PANEL), BROADCAST(x[m * stride + k]));    \
             }                                                                                                          \
         }                                                                                                              \
         _Pragma("GCC unroll 12") for (int m = 0; m < M; m++) {                                                         \
@@ -73,10 +75,10 @@ TILE(tile_f32, float, load, all, MULTIPLY_ADD)
     CASES(T, 2, 4) CASES(T, 2, 5) CASES(T, 2, 6)
 #endif
 
-static void run_bf16(const uint32_t *const *col, int steps, const uint32_t *x, long stride, float *to, int m, int v) {
+static void run_bf16(const char *const *col, int steps, const uint32_t *x, long stride, float *to, int m, int v) {
     switch (v * 16 + m) { ALL_CASES(tile_bf16) }
 }
-static void run_f32(const float *const *col, int steps, const float *x, long stride, float *to, int m, int v) {
+static void run_f32(const char *const *col, int steps, const float *x, long stride, float *to, int m, int v) {
     switch (v * 16 + m) { ALL_CASES(tile_f32) }
 }
 
@@ -88,9 +90,9 @@ static void block(const fd_weight *w, const char *x, long stride, int panel, int
         for (int j = 0; j < v; j++)
             col[j] = data + (j0 + j) / VECTORS * panel_bytes(w) + (j0 + j) % VECTORS * LANES * 4;
         if (w->kind == FD_BF16)
-            run_bf16((const uint32_t *const *)col, (w->k + 1) / 2, (const uint32_t *)x, stride / 4, to + j0 * LANES, m, v);
+            run_bf16(col, (w->k + 1) / 2, (const uint32_t *)x, stride / 4, to + j0 * LANES, m, v);
         else
-            run_f32((const float *const *)col, w->k, (const float *)x, stride / 4, to + j0 * LANES, m, v);
+            run_f32(col, w->k, (const float *)x, stride / 4, to + j0 * LANES, m, v);
     }
 }
 
@@ -120,11 +122,15 @@ static void product(fd_team *team, const fd_weight *w, const char *x, int rows, 
     int most = (int)((256 << 10) / panel_bytes(w));
     if (most < 4) most = 4;
     if (share > most) share = most;
+    int by_tiles = HAS_TILES && w->kind == FD_BF16;
+    if (by_tiles) begin_tiles(rows);
     for (int p; (p = fd_take(team, share)) < panels;) {
         int last = p + share < panels ? p + share : panels;
         if (w->kind == FD_INT8 || w->kind == FD_INT4) quant_multiply(w, x, rows, p, last, s);
+        else if (by_tiles) multiply_by_tiles(w, x, rows, p, last, s);
         else multiply(w, x, rows, p, last, s);
     }
+    if (by_tiles) tile_release();
 }
 
 #endif

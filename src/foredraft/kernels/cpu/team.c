@@ -11,6 +11,11 @@
 #include <sched.h>
 #include <stddef.h>
 #include <string.h>
+#if defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 typedef void (*gomp_parallel)(void (*)(void *), void *, unsigned, unsigned);
 typedef int (*omp_count)(void);
@@ -146,44 +151,74 @@ void fd_parallel(fd_body body, void *what) {
     else own_parallel(&j);
 }
 
-/* Instruction sets, the best first. */
-#ifdef FD_X86
-extern const fd_kernels fd_avx512bf16, fd_avx512, fd_avx2;
+/* Instruction sets, the best first: those that build.py could compile. */
+#define SET(name) extern const fd_kernels fd_##name;
+FD_SETS
+#undef SET
+#define SET(name) &fd_##name,
+static const fd_kernels *const all[] = {FD_SETS};
+static int is_forbidden[sizeof all / sizeof *all];
+static const fd_kernels *chosen = &fd_portable;
+
+/* Tiles are 8 KiB that the system saves at every switch of threads, so it wants to be asked for them. The answer holds
+ * for all threads of the process, those that run already too. */
+static int may_use_tiles(void) {
+#if defined(__x86_64__) && defined(__linux__)
+    enum { FEATURES = 7, HAS_AMX = 1 << 22 | 1 << 24 /* bf16, tile */ };
+    enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
+    unsigned a, b, c, d;
+    if (!__get_cpuid_count(FEATURES, 0, &a, &b, &c, &d) || (d & HAS_AMX) != HAS_AMX) return 0;
+    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+#else
+    return 0;
 #endif
-extern const fd_kernels fd_portable;
-static const fd_kernels *chosen;
+}
 
 static int can_run(const char *name) {
     if (!strcmp(name, "portable")) return 1;
-#ifdef FD_X86
+#ifdef FD_AMX_EMULATED
+    if (!strcmp(name, "amx")) return 1;
+#endif
+#ifdef __x86_64__
     __builtin_cpu_init();
     int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                  __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    int avx512bf16 = avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
     if (!strcmp(name, "avx2")) return avx2;
     if (!strcmp(name, "avx512")) return avx512;
-    if (!strcmp(name, "avx512bf16"))
-        return avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+    if (!strcmp(name, "avx512bf16")) return avx512bf16;
+    if (!strcmp(name, "amx")) return avx512bf16 && may_use_tiles();
 #endif
     return 0;
 }
 
-static const fd_kernels *const all[] = {
-#ifdef FD_X86
-    &fd_avx512bf16, &fd_avx512, &fd_avx2,
-#endif
-    &fd_portable,
-};
+static const fd_kernels *find(const char *name) {
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
+        if (name && *name && strcmp(name, all[i]->name)) continue;
+        if (!is_forbidden[i] && can_run(all[i]->name)) return all[i];
+    }
+    return NULL;
+}
+
+/* A set that turned out wrong on this processor. */
+void fd_forbid(const char *name) {
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        if (!strcmp(name, all[i]->name)) is_forbidden[i] = 1;
+}
 
 /* 0 if this processor has it. NULL or "" = the best there is. */
 int fd_select(const char *name) {
-    for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
-        if (name && *name && strcmp(name, all[i]->name)) continue;
-        if (!can_run(all[i]->name)) continue;
-        chosen = all[i];
-        return 0;
-    }
-    return -1;
+    const fd_kernels *found = find(name);
+    if (found) chosen = found;
+    return found ? 0 : -1;
+}
+
+/* A product by a set that need not be the chosen one. 0 if this processor has it. */
+int fd_linear_by(const char *name, const fd_product *p) {
+    const fd_kernels *found = find(name);
+    if (found) found->linear(p);
+    return found ? 0 : -1;
 }
 
 const char *fd_source(void) { return FD_SOURCE; }

@@ -1,0 +1,125 @@
+/* The bf16 product by tiles of the processor: up to 16 rows of activations times 16 outputs, 32 numbers of k at a time.
+ *
+ * A packed panel is what the processor wants: 16 pairs of k times 16 outputs are a tile, 128 bytes from row to row, the
+ * panel's other half beside it. What is left of k is added by vectors, in order. A row of a tile is summed by itself,
+ * so its bits do not depend on the rows beside it, nor on how many there are.
+ */
+#ifndef FD_LINEAR_AMX_H
+#define FD_LINEAR_AMX_H
+
+#include "amx.h"
+
+#if HAS_TILES
+
+enum { PAIR_BYTES = FD_PANEL * 4, STEP_PAIRS = 16 }; /* a pair of k in a panel; pairs of a tile */
+
+/* All tiles of a product have one height, so that it is configured once. Beyond one tile they work in twos. */
+INLINE int tile_height(int rows) {
+    int tiles = rows <= TILE_ROWS ? 1 : (rows + 2 * TILE_ROWS - 1) / (2 * TILE_ROWS) * 2;
+    return (rows + tiles - 1) / tiles;
+}
+
+/* Tiles 0 to 3 are sums, 4 and 5 activations, 6 and 7 weights. */
+static void begin_tiles(int rows) {
+    tile_shapes s = {.palette = 1};
+    for (int t = 0; t < TILES; t++) {
+        s.rows[t] = (uint8_t)(t < 6 ? tile_height(rows) : STEP_PAIRS);
+        s.row_bytes[t] = TILE_BYTES;
+    }
+    tile_configure(&s);
+}
+
+typedef struct {
+    const char *x[2], *panel[2]; /* what the block's two results are products of */
+    int row[2], number[2];       /* of the first of the rows, of the panel */
+    long stride;                 /* of rows */
+    int steps;                   /* whole tiles of k */
+} tile_block;
+
+/* A tile of rows times a panel, and besides it a second tile of rows or a second panel; to[i] is [16, 32]. */
+INLINE void sum_tiles(const tile_block *b, float to[2][TILE_ROWS * FD_PANEL], const int two_x, const int two_panels) {
+    tile_zero(0);
+    tile_zero(1);
+    tile_zero(2);
+    tile_zero(3);
+    for (long s = 0; s < b->steps; s++) {
+        const char *w = b->panel[0] + s * STEP_PAIRS * PAIR_BYTES;
+        tile_load(4, b->x[0] + s * TILE_BYTES, b->stride);
+        tile_load(6, w, PAIR_BYTES);
+        tile_dot(0, 4, 6);
+        tile_load(7, w + TILE_BYTES, PAIR_BYTES);
+        tile_dot(1, 4, 7);
+        if (two_x) {
+            tile_load(5, b->x[1] + s * TILE_BYTES, b->stride);
+            tile_dot(2, 5, 6);
+            tile_dot(3, 5, 7);
+        }
+        if (two_panels) {
+            w = b->panel[1] + s * STEP_PAIRS * PAIR_BYTES;
+            tile_load(6, w, PAIR_BYTES);
+            tile_dot(2, 4, 6);
+            tile_load(7, w + TILE_BYTES, PAIR_BYTES);
+            tile_dot(3, 4, 7);
+        }
+    }
+    tile_store(0, to[0], PAIR_BYTES);
+    tile_store(1, to[0] + TILE_BYTES / 4, PAIR_BYTES);
+    tile_store(2, to[1], PAIR_BYTES);
+    tile_store(3, to[1] + TILE_BYTES / 4, PAIR_BYTES);
+}
+
+/* The pairs of k behind the last whole tile, on top of what the tiles have summed up. */
+static void add_tail(const tile_block *b, int i, int rows, int pairs, float *sums) {
+    for (int r = 0; r < rows; r++) {
+        const uint32_t *x = (const uint32_t *)(b->x[i] + r * b->stride), *w = (const uint32_t *)b->panel[i];
+        for (int j = 0; j < FD_PANEL; j += LANES) {
+            vf acc = load(sums + r * FD_PANEL + j);
+            for (long k = (long)b->steps * STEP_PAIRS; k < pairs; k++)
+                acc = dot2(acc, load_words(w + k * FD_PANEL + j), all_words(x[k]));
+            store(sums + r * FD_PANEL + j, acc);
+        }
+    }
+}
+
+/* Result i of a block goes to its place, without the rows that an earlier block has been through. */
+static void finish(const fd_weight *w, const tile_block *b, int i, int height, int done, float *sums, const sink *s) {
+    int pairs = (w->k + 1) / 2;
+    if (b->steps * STEP_PAIRS < pairs) add_tail(b, i, height, pairs, sums);
+    for (int r = done; r < height; r++) drain(s, b->number[i], b->row[i] + r, sums + r * FD_PANEL);
+}
+
+/* Panels [first, last) of every row, between begin_tiles(rows) and tile_release. */
+static void multiply_by_tiles(const fd_weight *w, const char *x, int rows, int first, int last, const sink *s) {
+    int height = tile_height(rows), two_x = rows > TILE_ROWS;
+    tile_block b = {.stride = row_bytes(w), .steps = w->k / (2 * STEP_PAIRS)};
+    for (int panel = first, count; panel < last; panel += count) {
+        count = !two_x && last - panel > 1 ? 2 : 1;
+        for (int r = 0; r < rows; r += (1 + two_x) * height) {
+            float to[2][TILE_ROWS * FD_PANEL];
+            int wanted[2] = {r, r + two_x * height};
+            for (int i = 0; i < 2; i++) {
+                /* the last tiles reach back over rows that are done, instead of being lower than the others */
+                b.row[i] = wanted[i] < rows - height ? wanted[i] : rows - height;
+                b.number[i] = panel + i * (count - 1);
+                b.x[i] = x + b.row[i] * b.stride;
+                b.panel[i] = (const char *)w->data + b.number[i] * panel_bytes(w);
+            }
+            if (two_x) sum_tiles(&b, to, 1, 0);
+            else if (count > 1) sum_tiles(&b, to, 0, 1);
+            else sum_tiles(&b, to, 0, 0);
+            for (int i = 0; i < (two_x ? 2 : count); i++) finish(w, &b, i, height, wanted[i] - b.row[i], to[i], s);
+        }
+    }
+}
+
+#else
+
+/* Never called. */
+INLINE void begin_tiles(int rows) { (void)rows; }
+INLINE void tile_release(void) {}
+INLINE void multiply_by_tiles(const fd_weight *w, const char *x, int rows, int first, int last, const sink *s) {
+    (void)w, (void)x, (void)rows, (void)first, (void)last, (void)s;
+}
+
+#endif
+#endif
