@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from foredraft import zoo
 from foredraft.errors import ForedraftError
 from foredraft.models.ngram import NgramModel
 from foredraft.models.ngram_counts import Counts
@@ -279,3 +280,9 @@ def table_entry(model, context):
     share = np.zeros(model.vocab_size)
     share[level.tokens[start : start + level.sizes[node]]] = level.probs[start : start + level.sizes[node]]
     return share, 1 - share.sum()
+
+
+def test_a_model_is_no_table():
+    """Guards the message: numpy would trip over bfloat16 tensors before the format is looked at."""
+    with pytest.raises(ForedraftError, match="is no n-gram table: its format is 'llama'"):
+        NgramModel.load(zoo.path("draft"))

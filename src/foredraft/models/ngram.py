@@ -214,11 +214,12 @@ class NgramModel:
         folder = Path(folder)
         try:
             config = json.loads((folder / "config.json").read_text())
+            if config.get("format") != FORMAT:  # before the tensors: a model's may be of types numpy does not know
+                found = config.get("format") or config.get("model_type")
+                raise ForedraftError(f"{folder} is no n-gram table: its format is {found!r}, not {FORMAT!r}")
             tensors = load_file(folder / "model.safetensors")
-        except (OSError, ValueError, SafetensorError) as error:
+        except (OSError, json.JSONDecodeError, UnicodeDecodeError, SafetensorError) as error:
             raise ForedraftError(f"no n-gram table can be read from {folder}: {error}") from None
-        if config.get("format") != FORMAT:
-            raise ForedraftError(f"{folder} is no n-gram table: its format is {config.get('format')!r}, not {FORMAT!r}")
         if vocab_size is not None and config.get("vocab_size") != vocab_size:
             raise ForedraftError(
                 f"the n-gram table {folder} is for {config.get('vocab_size')} tokens and the target has {vocab_size}; "

@@ -135,20 +135,36 @@ static void soften(float *s, int count, float scale, float softcap) {
                    16 / LANES);                                                                                        \
         break;
 
-INLINE void attend_as(const fd_attention *a, const fd_window *w, int row, int kv_head, char *scratch,
-                      const int has_bf16) {
-    int group = a->heads / a->kv_heads, dim = a->head_dim;
-    long stride = (long)a->kv_heads * dim, head = (long)kv_head * dim;
+/* What one row sees through one key head. */
+typedef struct {
+    int group, count;         /* query heads of the key head; keys seen */
+    long stride, head, ranks; /* numbers from slot to slot, to the head; count in whole blocks */
+    int32_t *slots;           /* [count] */
+    float *weight;            /* [group, ranks] */
+} sight;
+
+INLINE sight look(const fd_attention *a, const fd_window *w, int row, int kv_head, char *scratch) {
     int length = w->start[row] + w->tail[row];
     int from = a->sliding && length > a->sliding ? length - a->sliding : 0, count = length - from;
     long ranks = (count + BLOCK - 1) / BLOCK * BLOCK;
     int32_t *slots = (int32_t *)scratch;
-    float *weight = (float *)(slots + ranks);
     find_slots(w, row, from, length, slots);
-    for (int g = 0; g < group; g += SHARED) {
-        int heads = group - g < SHARED ? group - g : SHARED;
-        const float *q = a->query + ((long)row * a->heads + kv_head * group + g) * dim;
-        float *out = a->out + ((long)row * a->heads + kv_head * group + g) * dim;
+    return (sight){.group = a->heads / a->kv_heads, .count = count, .stride = (long)a->kv_heads * a->head_dim,
+                   .head = (long)kv_head * a->head_dim, .ranks = ranks, .slots = slots,
+                   .weight = (float *)(slots + ranks)};
+}
+
+INLINE void attend_as(const fd_attention *a, const fd_window *w, int row, int kv_head, char *scratch,
+                      const int has_bf16) {
+    const sight v = look(a, w, row, kv_head, scratch);
+    const long stride = v.stride, head = v.head, ranks = v.ranks;
+    const int dim = a->head_dim, count = v.count;
+    const int32_t *slots = v.slots;
+    float *weight = v.weight;
+    for (int g = 0; g < v.group; g += SHARED) {
+        int heads = v.group - g < SHARED ? v.group - g : SHARED;
+        const float *q = a->query + ((long)row * a->heads + kv_head * v.group + g) * dim;
+        float *out = a->out + ((long)row * a->heads + kv_head * v.group + g) * dim;
         for (int i = 0; i < count; i += BLOCK) {
             switch (heads) { SCORE(1) SCORE(2) SCORE(3) SCORE(4) }
         }
@@ -233,19 +249,16 @@ INLINE void narrow_weights(float *s, int count) {
         break;
 
 static void attend_bf16(const fd_attention *a, const fd_window *w, int row, int kv_head, char *scratch) {
-    int group = a->heads / a->kv_heads, dim = a->head_dim;
-    long stride = (long)a->kv_heads * dim, head = (long)kv_head * dim;
-    int length = w->start[row] + w->tail[row];
-    int from = a->sliding && length > a->sliding ? length - a->sliding : 0, count = length - from;
-    long ranks = (count + BLOCK - 1) / BLOCK * BLOCK;
-    int32_t *slots = (int32_t *)scratch;
-    float *weight = (float *)(slots + ranks);
+    const sight v = look(a, w, row, kv_head, scratch);
+    const long stride = v.stride, head = v.head, ranks = v.ranks;
+    const int dim = a->head_dim, count = v.count;
+    const int32_t *slots = v.slots;
+    float *weight = v.weight;
     uint16_t q[SHARED * dim];
-    find_slots(w, row, from, length, slots);
-    for (int g = 0; g < group; g += SHARED) {
-        int heads = group - g < SHARED ? group - g : SHARED;
-        const float *wide = a->query + ((long)row * a->heads + kv_head * group + g) * dim;
-        float *out = a->out + ((long)row * a->heads + kv_head * group + g) * dim;
+    for (int g = 0; g < v.group; g += SHARED) {
+        int heads = v.group - g < SHARED ? v.group - g : SHARED;
+        const float *wide = a->query + ((long)row * a->heads + kv_head * v.group + g) * dim;
+        float *out = a->out + ((long)row * a->heads + kv_head * v.group + g) * dim;
         for (int i = 0; i < heads * dim; i += LANES) store_bf16(q + i, load(wide + i));
         for (int i = 0; i < count; i += BLOCK) {
             switch (heads) { SCORE_BF16(1) SCORE_BF16(2) SCORE_BF16(3) SCORE_BF16(4) }
