@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from foredraft.kernels import attention, linear, operators
 from foredraft.kernels.arena import Arena
 from foredraft.kernels.linear import PackedWeight
-from foredraft.kernels.operators import NativeLinear
 from foredraft.kernels.rows import PackedRows
 from foredraft.models.window import Span
 from kernels.running import NATIVE, laid_out, normal
@@ -77,13 +76,13 @@ class Block(nn.Module):
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        self.project = NativeLinear(PackedWeight.pack(normal(128, 24, seed=0, dtype=dtype), None, Arena()))
-        self.out = NativeLinear(PackedWeight.pack(normal(24, 128, seed=1, dtype=dtype), None, Arena()))
+        self.project = PackedWeight.pack(normal(128, 24, seed=0, dtype=dtype), None, Arena())
+        self.out = PackedWeight.pack(normal(24, 128, seed=1, dtype=dtype), None, Arena())
 
     def forward(self, x: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        query = self.project(x).view(-1, 4, 32).transpose(0, 1).relu().transpose(0, 1)
+        query = operators.linear(x, self.project).view(-1, 4, 32).transpose(0, 1).relu().transpose(0, 1)
         mixed = operators.attend(query, keys, values, ROWS, 0.2)
-        return x + self.out(mixed.flatten(1))
+        return x + operators.linear(mixed.flatten(1), self.out)
 
 
 def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

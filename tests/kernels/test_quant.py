@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from foredraft.errors import ForedraftError
+from foredraft.kernels import operators
 from foredraft.kernels.arena import Arena
 from foredraft.kernels.linear import PackedWeight, linear
-from foredraft.kernels.operators import NativeLinear
 from foredraft.kernels.quantize import (
     INT4,
     INT8,
@@ -182,10 +182,10 @@ def test_zeros_and_numbers_too_small_for_a_scale(instruction_set: str, kind: int
 @NATIVE
 @EACH_KIND
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_module_keeps_shape_and_type(kind: int, dtype: torch.dtype) -> None:
+def test_the_operator_keeps_shape_and_type(kind: int, dtype: torch.dtype) -> None:
     made = pack(normal(45, 50, seed=0), normal(45, seed=1), Arena(), kind)
     x = normal(6, 50, seed=2, dtype=dtype).view(2, 3, 50)
-    assert torch.equal(NativeLinear(made)(x), multiply(x.view(6, 50), made).to(dtype).view(2, 3, 45))
+    assert torch.equal(operators.linear(x, made), multiply(x.view(6, 50), made).to(dtype).view(2, 3, 45))
 
 
 @EACH_KIND

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from foredraft.kernels import attention
 from foredraft.kernels.linear import PackedWeight
@@ -70,14 +70,3 @@ def attend(
         query, keys, values, numbers, counts, rows.record.page_size, scale, sliding, softcap
     )
     return out
-
-
-class NativeLinear(nn.Module):
-    """In place of an nn.Linear whose weights were packed."""
-
-    def __init__(self, weight: PackedWeight) -> None:
-        super().__init__()
-        self.packed = weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.packed)

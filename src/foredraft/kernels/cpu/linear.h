@@ -8,6 +8,8 @@
 #include "sink.h"
 
 #define VECTORS (FD_PANEL / LANES) /* in a panel */
+/* Steps that many rows fetch into the second cache before they are due. Few rows leave the processor time to guess. */
+#define AHEAD_OF_MANY 48L
 
 INLINE long row_bytes(const fd_weight *w) {
     if (w->kind == FD_BF16) return ((long)w->k * 2 + 127) / 64 * 64;
@@ -45,6 +47,10 @@ static void prepare(const fd_weight *w, const float *x, char *to) {
         vf acc[ACCUMULATORS];                                                                                          \
         _Pragma("GCC unroll 24") for (int i = 0; i < M * V; i++) acc[i] = (vf){0};                                     \
         for (int k = 0; k < steps; k++) {                                                                              \
+            if (V <= 2) {                                                                                              \
+                _Pragma("GCC unroll 2") for (int j = 0; j < V; j++)                                                    \
+                    __builtin_prefetch(col[j] + (k + AHEAD_OF_MANY) * FD_PANEL * 4, 0, 2);                             \
+            }                                                                                                          \
             _Pragma("GCC unroll 12") for (int m = 0; m < M; m++) {                                                     \
                 _Pragma("GCC unroll 8") for (int j = 0; j < V; j++) acc[m * V + j] = STEP(                             \
                     acc[m * V + j], LOAD((const WORD *)col[j] + (long)k * FD_PANEL), BROADCAST(x[m * stride + k]));    \
