@@ -33,10 +33,12 @@ static void drain(const sink *s, int panel, long row, float *v) {
         return;
     }
     float *out = s->out + row * s->stride + first;
-    if (s->mode == SINK_ADD)
-        for (int i = 0; i < count; i++) out[i] += s->scale * v[i];
-    else
-        for (int i = 0; i < count; i++) out[i] = s->scale * v[i];
+    if (count == FD_PANEL) {
+        for (int i = 0; i < FD_PANEL; i += LANES)
+            store(out + i, s->mode == SINK_ADD ? load(out + i) + s->scale * load(v + i) : s->scale * load(v + i));
+        return;
+    }
+    for (int i = 0; i < count; i++) out[i] = s->mode == SINK_ADD ? out[i] + s->scale * v[i] : s->scale * v[i];
 }
 
 #endif
