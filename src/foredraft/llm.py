@@ -16,8 +16,10 @@ from foredraft.engine.engine import Engine
 from foredraft.engine.output import Transcript
 from foredraft.engine.scheduler import Limits
 from foredraft.errors import ForedraftError
+from foredraft.kernels.cpu.library import library
 from foredraft.kernels.quantize import check_quantization
 from foredraft.kv.blocks import PageAllocator
+from foredraft.models.fused import why_not
 from foredraft.models.lm import HFModel
 from foredraft.models.load import load_model, load_tokenizer, parse_device
 from foredraft.request import Request
@@ -46,7 +48,7 @@ class LLM:
     model: a folder, a hub id, "builtin", or a loaded transformers model. drafter: None (plain decoding), a method
     name, a dict with the keys of vLLM's speculative_config, or a Drafter. verify: "auto" (a seeded or greedy request
     uses `match`, any other `reject`) or a rule by name. fused: run recognised models as native code on CPU; None =
-    those loaded here; True = a model that was handed over too, from a packed copy of its weights as they are now.
+    those loaded here; True = also one handed over, from a packed copy of its weights as they are now, or an error.
     quantization: "int8" or "int4" weights on CPU, rounded from the ordinary ones while loading; the drafter has a
     `quantization` of its own.
     Raises ForedraftError with one line that says what to do.
@@ -83,6 +85,10 @@ class LLM:
         if loaded.dtype in (torch.float16,) and loaded.device.type == "cpu":
             raise ForedraftError("float16 is slow and inexact on CPU; use dtype='bfloat16' or 'float32'")
         is_ours = isinstance(model, (str, Path)) or model is None
+        # without the kernels there is a warning, and everything runs on torch
+        why = why_not(loaded) if fused and library() is not None else None
+        if why is not None:
+            raise ForedraftError(f"{name} cannot run as native code ({why}); leave fused out")
         self.fused = fused is not False
         is_fused = is_ours or quantization is not None if fused is None else fused
         self.target = HFModel.adopt(loaded, name, is_fused, is_ours, quantization)

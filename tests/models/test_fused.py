@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from foredraft import LLM, Sampling
 from foredraft.drafters.base import Context
 from foredraft.drafters.draft_model import DraftModel
+from foredraft.errors import ForedraftError
 from foredraft.models.fused import why_not
 from foredraft.models.lm import HFModel
 from foredraft.tree import TokenTree
@@ -447,3 +448,11 @@ def test_a_model_from_a_folder_runs_fused_unless_told_otherwise(tmp_path: Any) -
     for each in (llm, plain, other, draft):
         assert each.generate([IDS[:9]], GREEDY)[0].token_ids == expected
     assert draft.generate([IDS[:9]], GREEDY)[0].stats.acceptance_rate == 1.0
+
+
+@NATIVE
+def test_asking_for_what_cannot_be_had_is_an_error() -> None:
+    """Guards against an option that is taken and ignored."""
+    model, _ = families.made("gemma2")
+    with pytest.raises(ForedraftError, match=r"models of type gemma2.*leave fused out"):
+        LLM(copy.deepcopy(model), None, fused=True)
