@@ -273,6 +273,7 @@ class LLM:
             )
         return Context(
             vocab_size=self.target.vocab_size,
+            target=self.target,
             num_tokens=num_tokens,
             model=None if model is None else str(model),
             tokenizer=self.tokenizer,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from foredraft import noise
+from foredraft.models.lm import HFModel
 from foredraft.noise import Purpose
 from foredraft.request import Batch, Request
 from foredraft.tree import Commit, TokenTree
@@ -69,6 +70,7 @@ class Context:
     """What the engine tells a method when it makes a drafter."""
 
     vocab_size: int  # V of the target's logits; every q has this width
+    target: HFModel | None = None  # what a drafter may borrow from: embeddings, lm_head, and its shape
     num_tokens: int = 5  # draft length K
     model: str | None = None  # what the user gave as the draft model: a folder or hub id
     tokenizer: Any = None  # the target's, or None for a model folder without one

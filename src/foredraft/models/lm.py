@@ -17,7 +17,7 @@ from foredraft.models import attention
 from foredraft.models.fused import FusedDecoder, why_not
 from foredraft.models.packed import check, packed
 from foredraft.models.support import examine
-from foredraft.models.window import Window
+from foredraft.models.window import NORMED, Window
 
 
 class LM(Protocol):
@@ -96,14 +96,34 @@ class HFModel:
     def device(self) -> torch.device:
         return self.model.device  # type: ignore[no-any-return]
 
+    @property
+    def hidden_size(self) -> int:
+        return int(self.model.config.get_text_config().hidden_size)
+
+    @property
+    def embedding(self) -> Tensor:
+        """[V, H] the rows that token ids stand for, unscaled."""
+        return self.model.get_input_embeddings().weight.detach()  # type: ignore[no-any-return]
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits [.., V] of states [.., H] taken at NORMED, scaled and capped as the model does."""
+        logits = self.model.get_output_embeddings()(hidden)
+        config = self.model.config.get_text_config()
+        logits = logits / (getattr(config, "logits_scaling", None) or 1.0)
+        cap = getattr(config, "final_logit_softcapping", None)
+        return logits if cap is None else torch.tanh(logits / cap) * cap  # type: ignore[no-any-return]
+
     def bytes_per_token(self) -> int:
         """KV bytes one token takes; sizes the pools."""
         return self.kv_numbers * int(self.model.dtype.itemsize)
 
     def forward(self, window: Window, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
-        """Logits [R, V] and tapped states [T, F]; boundary 0 is the embeddings, boundary k the output of layer k."""
+        """Logits [R, V] and tapped states [T, F] side by side.
+
+        Boundary 0 is the embeddings, boundary k the residual stream after k layers, NORMED the last one normalised.
+        """
         for tap in taps:
-            if not 0 <= tap <= self.num_layers:
+            if tap != NORMED and not 0 <= tap <= self.num_layers:
                 raise ForedraftError(f"tap {tap} is not a boundary of {self.name}: it has {self.num_layers} layers")
         if self.fused is not None:
             return self.fused.forward(window, self.pool, taps)
@@ -132,7 +152,9 @@ class HFModel:
             def after(_: nn.Module, __: Any, output: Any, tap: int = tap) -> None:
                 captured[tap] = output if isinstance(output, Tensor) else output[0]
 
-            if tap == 0:
+            if tap == NORMED:
+                handles.append(self.model.get_decoder().register_forward_hook(after))
+            elif tap == 0:
                 handles.append(layers[0].register_forward_pre_hook(before, with_kwargs=True))
             else:
                 handles.append(layers[tap - 1].register_forward_hook(after))

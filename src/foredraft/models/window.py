@@ -14,6 +14,7 @@ from foredraft.kernels.rows import PackedRows
 from foredraft.kv.blocks import NULL_PAGE
 from foredraft.tree import TokenTree
 
+NORMED = -1  # the tap after the final norm: what lm_head reads, transformers' last_hidden_state
 PADDED_ROWS = 32  # requests with at most this many rows share one padded attention call
 
 

@@ -1,0 +1,94 @@
+"""What a published drafter is once it is read: one naming, one meaning of every number."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from foredraft.models.block import BlockShape
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """What a drafter's weights are checked against."""
+
+    name: str
+    hidden: int
+    vocab_size: int
+    num_layers: int
+
+
+@dataclass(frozen=True)
+class MedusaShape:
+    """Tensors: `{h}.{l}.linear.weight` [H, H], `{h}.{l}.linear.bias` [H], and `{h}.{num_layers}.weight` [V, H] of every
+    head that has a matrix of its own."""
+
+    hidden: int
+    vocab_size: int
+    num_heads: int
+    num_layers: int = 1
+    has_own_head: bool = True  # False: the target's lm_head serves ("version 2")
+    accuracies: tuple[tuple[float, ...], ...] | None = None  # by head and rank, measured when it was trained
+
+
+@dataclass(frozen=True)
+class SpeculatorShape:
+    """Tensors: `emb.{i}.weight` [V, inner], `proj.{i}.weight` [inner, H or inner], `ln.{i}.weight` and `.bias` [inner],
+    `head.{i}.weight` [V, inner]; with ties only those that differ: 0, and 1 of proj."""
+
+    hidden: int
+    inner: int
+    vocab_size: int
+    n_predict: int
+    is_tied: bool = False
+    scales_input: bool = False
+    branching: tuple[int, ...] | None = None  # top_k_tokens_per_head
+
+
+@dataclass(frozen=True)
+class EagleShape:
+    """EAGLE-1/2. Tensors: `fc.weight` [H, 2H] (embedding first), `fc.bias`, `layers.{i}.*`, `embed_tokens.weight`.
+    Layer 0 has no input_layernorm."""
+
+    block: BlockShape
+    vocab_size: int
+    num_layers: int = 1
+    has_fc_bias: bool = False
+    has_embedding: bool = False  # own rows for the tokens; otherwise the target's
+
+
+@dataclass(frozen=True)
+class Eagle3Shape:
+    """EAGLE-3. Tensors: `fc.weight` [H, taps * H_t], `fc.bias`, `layers.{i}.*` (never `midlayer`), `norm.weight`,
+    `lm_head.weight` [Vd, H], `d2t` [Vd] int64 offsets, `embed_tokens.weight`, `input_norm.weight`, `fc_norm.{i}.weight`.
+    """
+
+    block: BlockShape
+    vocab_size: int  # V of the target
+    draft_vocab_size: int  # Vd
+    target_hidden: int
+    taps: tuple[int, ...]  # boundaries of the target, ascending: k = the residual stream after k layers
+    num_layers: int = 1
+    has_fc: bool = True
+    has_fc_bias: bool = False
+    has_embedding: bool = False
+    has_own_head: bool = True
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    has_fc_norm: bool = False
+    norm_output: bool = False
+
+
+Shape = MedusaShape | SpeculatorShape | EagleShape | Eagle3Shape
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A drafter's weights under the names that its shape documents."""
+
+    method: str
+    format: str  # for people: whose layout it was
+    folder: str
+    shape: Shape
+    tensors: dict[str, Tensor]
+    config: dict[str, Any] = field(default_factory=dict)  # as on disk

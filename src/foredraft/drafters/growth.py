@@ -1,0 +1,254 @@
+"""How a draft grows: a chain, a tree of a fixed shape, or EAGLE-2's tree of the likeliest paths (2406.16858).
+
+A drafter gives logits after the nodes it is asked for, level by level; what is drawn or guessed from them, which nodes
+are looked at next and which are verified in the end is decided here, alike for every method.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from foredraft import noise
+from foredraft.drafters.base import Draft, draft_key
+from foredraft.errors import ForedraftError
+from foredraft.request import Request
+from foredraft.sampling import Sampling, distribution
+
+Child = tuple[int, float]  # a token, and the logarithm of the chance that it is right if its parent is
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a draft may become. Without `branching`, every level looks at the `width` likeliest nodes of the last and
+    gives each `width` children; the `nodes` likeliest of all are verified. Width 1 is a chain."""
+
+    depth: int
+    nodes: int
+    width: int = 1
+    branching: tuple[int, ...] | None = None  # children of every node by depth
+    min_confidence: float = 0.0  # a draft ends where no path of it is likelier than this
+
+    @classmethod
+    def of(
+        cls,
+        num_tokens: int,
+        tree_nodes: int | None = None,
+        top_k: int | None = None,
+        branching: Sequence[int] | None = None,
+        min_confidence: float = 0.0,
+    ) -> "Plan":
+        """From a method's options. Raises ForedraftError where they make no tree."""
+        if not 0 <= min_confidence < 1:
+            raise ForedraftError(f"min_confidence must lie in 0..1, got {min_confidence}")
+        if branching is not None:
+            if tree_nodes is not None or top_k is not None:
+                raise ForedraftError("branching fixes the whole tree; give it without tree_nodes and top_k")
+            if not branching or min(branching) < 1:
+                raise ForedraftError(f"branching takes positive numbers of children by depth, got {tuple(branching)}")
+            return cls(len(branching), shape_size(branching), max(branching), tuple(branching), min_confidence)
+        if tree_nodes is None and top_k is None:
+            return cls(num_tokens, num_tokens, min_confidence=min_confidence)
+        nodes = 16 if tree_nodes is None else tree_nodes
+        width = min(4, nodes) if top_k is None else top_k
+        if nodes < 1 or width < 1:
+            raise ForedraftError(f"tree_nodes and top_k must be positive, got {nodes} and {width}")
+        return cls(num_tokens, nodes, width, min_confidence=min_confidence)
+
+    def cut(self, depth: int, budget: int, is_chain: bool) -> "Plan":
+        """What a request has room for; `block` verification takes chains."""
+        depth = min(depth, self.depth)
+        if is_chain:
+            depth = min(depth, budget)
+            return Plan(depth, depth, min_confidence=self.min_confidence)
+        if self.branching is None:
+            return replace(self, depth=depth, nodes=min(self.nodes, budget))
+        shape = self.branching[:depth]
+        while shape and shape_size(shape) > budget:
+            shape = shape[:-1]
+        return replace(self, depth=len(shape), nodes=shape_size(shape), branching=shape)
+
+    @property
+    def is_fixed(self) -> bool:
+        """Its shape does not depend on what is drawn, so that children may be drawn from a law."""
+        return self.width == 1 or self.branching is not None
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Logits after some nodes. A drafter of a smaller vocabulary says which ids its columns are."""
+
+    logits: Tensor  # [R, W]
+    vocab_size: int
+    ids: Tensor | None = None  # [W] int64, rising; None = 0..W
+
+    def full(self) -> Tensor:
+        """[R, V] with -inf for tokens that are never drafted."""
+        if self.ids is None and self.logits.shape[-1] == self.vocab_size:
+            return self.logits
+        every = self.logits.new_full((len(self.logits), self.vocab_size), -torch.inf)
+        every[:, slice(self.logits.shape[-1]) if self.ids is None else self.ids] = self.logits
+        return every
+
+    def named(self, columns: list[list[int]]) -> list[list[int]]:
+        """Columns as token ids."""
+        return columns if self.ids is None else self.ids[torch.tensor(columns)].tolist()
+
+
+@dataclass
+class Growth:
+    """One request's draft while it grows. Node 0 is the root."""
+
+    request: Request
+    plan: Plan
+    tokens: list[int] = field(default_factory=list)  # [i] is node i + 1
+    parents: list[int] = field(default_factory=list)
+    depths: list[int] = field(default_factory=lambda: [0])
+    chances: list[float] = field(default_factory=lambda: [0.0])  # logarithm, that the path down to a node is right
+    laws: dict[int, Tensor] = field(default_factory=dict)  # node -> [V] the law its children were drawn from
+    frontier: list[int] = field(default_factory=lambda: [0])  # the nodes to look at next
+    seen: list[int] = field(default_factory=list)  # nodes looked at so far, in order; frontier excluded
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.request.sampling.is_greedy
+
+    @property
+    def draws(self) -> bool:
+        """Children come from a law q that the verification weighs; otherwise they are guesses."""
+        return not self.is_greedy and self.plan.is_fixed and self.request.verify in ("reject", "block")
+
+    @property
+    def shares_noise(self) -> bool:
+        return not self.is_greedy and self.request.verify == "match"
+
+    def path(self, node: int) -> list[int]:
+        """Tokens from below the root down to a node."""
+        result = []
+        while node:
+            result.append(self.tokens[node - 1])
+            node = self.parents[node - 1]
+        return result[::-1]
+
+    def width(self, node: int) -> int:
+        """Children a node gets."""
+        return self.plan.width if self.plan.branching is None else self.plan.branching[self.depths[node]]
+
+    def grow(self, children: Sequence[Sequence[Child]]) -> None:
+        """One level more: the children of every frontier node."""
+        below = []
+        for node, found in zip(self.frontier, children, strict=True):
+            for token, chance in found:
+                self.tokens.append(token)
+                self.parents.append(node)
+                self.depths.append(self.depths[node] + 1)
+                self.chances.append(self.chances[node] + chance)
+                below.append(len(self.tokens))
+        self.seen += self.frontier
+        self.frontier = self._next(below)
+
+    def _next(self, below: list[int]) -> list[int]:
+        """Which of the newest nodes to look at: none beyond an end of text, none that is hardly likely."""
+        if not below or self.depths[below[0]] >= self.plan.depth:
+            return []
+        ends, bar = self.request.end_ids, self.plan.min_confidence
+        bar = math.log(bar) if bar > 0 else -math.inf
+        if self.draws:  # a cut may depend on what q was before it, never on the tokens drawn after
+            below = below if self._certainty(below[0]) >= bar else []
+        else:
+            below = [node for node in below if self.chances[node] >= bar]
+        below = [node for node in below if self.tokens[node - 1] not in ends]
+        if self.plan.branching is None:
+            left = min(self.plan.width, self.plan.nodes - len(self.seen) + 1)  # those looked at may need a place each
+            below = sorted(sorted(below, key=lambda node: -self.chances[node])[: max(left, 0)])
+        return below
+
+    def _certainty(self, node: int) -> float:
+        """Logarithm of the product of the largest probabilities of q above a node, on its path."""
+        total = 0.0
+        while node:
+            node = self.parents[node - 1]
+            total += math.log(max(float(self.laws[node].max()), 1e-300))
+        return total
+
+    def draft(self) -> Draft:
+        if self.laws:
+            blank = torch.zeros_like(next(iter(self.laws.values())))
+            q = torch.stack([self.laws.get(node, blank) for node in range(len(self.depths))])
+            return Draft(tuple(self.tokens), tuple(self.parents), q)
+        if len(self.tokens) <= self.plan.nodes:
+            return Draft(tuple(self.tokens), tuple(self.parents))
+        # a node is never likelier than its parent and comes after it, so what is kept has its ancestors
+        order = sorted(range(1, len(self.depths)), key=lambda node: (-self.chances[node], node))
+        kept = sorted(order[: self.plan.nodes])
+        index = {0: 0} | {node: i + 1 for i, node in enumerate(kept)}
+        return Draft(
+            tuple(self.tokens[node - 1] for node in kept), tuple(index[self.parents[node - 1]] for node in kept)
+        )
+
+
+def extend(growths: Sequence[Growth], scores: Scores) -> None:
+    """One level more for every draft, from the logits after their frontier nodes, in order."""
+    nodes = [(g, node) for g in growths for node in g.frontier]
+    if all(g.is_greedy and not g.request.sampling.shapes_logits for g in growths):
+        found = _guesses(nodes, scores)
+    else:
+        found = _children(nodes, scores.full())
+    children = iter(found)
+    for g in growths:
+        g.grow([next(children) for _ in g.frontier])
+
+
+def _guesses(nodes: Sequence[tuple[Growth, int]], scores: Scores) -> list[list[Child]]:
+    """The likeliest tokens of every row, whatever the sampling."""
+    x = scores.logits.float() if scores.logits.dtype != torch.float64 else scores.logits
+    widths = [g.width(node) for g, node in nodes]
+    top = x.topk(min(max(widths), x.shape[-1]), -1)
+    chances = (top.values - x.logsumexp(-1, keepdim=True)).tolist()
+    ids = scores.named(top.indices.tolist())
+    return [_likely(row, values, width) for row, values, width in zip(ids, chances, widths, strict=True)]
+
+
+def _children(nodes: Sequence[tuple[Growth, int]], logits: Tensor) -> list[list[Child]]:
+    """Drawn, raced or guessed under the request's own parameters, from [R, V]."""
+    samplings = [_sampling(g) for g, _ in nodes]
+    history = None
+    if any(s.shapes_logits for s in samplings):
+        history = [g.request.history(g.path(node)) for g, node in nodes]
+    q = distribution(logits, samplings, history)
+    scores = q
+    if any(not g.is_greedy for g, _ in nodes):
+        keys = torch.tensor([draft_key(g.request, node, g.depths[node]) for g, node in nodes], device=q.device)
+        races = torch.tensor([g.draws or g.shares_noise for g, _ in nodes], device=q.device)
+        scores = torch.where(races[:, None], noise.race(q, keys), q.double())
+    widths = [g.width(node) for g, node in nodes]
+    top = scores.topk(min(max(widths), scores.shape[-1]), -1)
+    chances = (top.values.double() / scores.double().sum(-1, keepdim=True)).log().tolist()
+    ids = top.indices.tolist()
+    for row, (g, node) in enumerate(nodes):
+        if g.draws:
+            g.laws[node] = q[row]
+    return [_likely(row, values, width) for row, values, width in zip(ids, chances, widths, strict=True)]
+
+
+def _likely(ids: Sequence[int], chances: Sequence[float], width: int) -> list[Child]:
+    """Without what has no probability, and without NaN, which compares false."""
+    pairs = zip(ids[:width], chances[:width], strict=True)
+    return [(token, min(chance, 0.0)) for token, chance in pairs if chance > -math.inf]
+
+
+def _sampling(g: Growth) -> Sampling:
+    """Greedy drafts guess by rank, and a one-hot law has none: what is cut off to sample does not matter to them."""
+    s = g.request.sampling
+    return replace(s, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0) if s.is_greedy else s
+
+
+def shape_size(branching: Sequence[int]) -> int:
+    """Nodes below the root of a tree of a fixed shape."""
+    total, level = 0, 1
+    for width in branching:
+        level *= width
+        total += level
+    return total
