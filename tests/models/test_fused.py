@@ -23,6 +23,7 @@ from foredraft.drafters.draft_model import DraftModel
 from foredraft.errors import ForedraftError
 from foredraft.models.fused import why_not
 from foredraft.models.lm import HFModel
+from foredraft.models.window import NORMED
 from foredraft.tree import TokenTree
 from kernels.running import EACH_SET, NATIVE, WAYS, Way, at_once, running
 from models import families
@@ -137,6 +138,31 @@ def test_taps_are_the_states_between_layers(family: str, dtype: torch.dtype) -> 
         lm.model.config, "embedding_multiplier", 1.0
     )
     assert torch.equal(features.chunk(len(taps), -1)[1], embedded)
+
+
+@EACH
+@EACH_TYPE
+@torch.inference_mode()
+def test_the_normed_tap_is_the_last_hidden_state(family: str, dtype: torch.dtype) -> None:
+    """Of every row, whosever logits were asked for, and beside other taps."""
+    lm = fused(family, dtype)
+    depth = lm.num_layers
+    taps = (NORMED, depth, 0, NORMED)
+    logits, features = Paged(lm).read({0: IDS}, rows=[3], taps=taps)
+    assert features.dtype == dtype
+    first, last, _, again = features.chunk(4, -1)
+    assert torch.equal(first, again)
+    assert torch.equal(last, Paged(lm).read({0: IDS}, taps=(depth,))[1])
+    truth, theirs = (_last_hidden(model(family, dtype)) for model in (exact, original))
+    as_right(first, theirs, truth)
+    plain = HFModel.adopt(copy.deepcopy(original(family, dtype)), family)
+    as_right(first, Paged(plain).read({0: IDS}, taps=(NORMED,))[1], truth)
+    assert torch.equal(logits[0], Paged(lm).read({0: IDS})[3])
+    as_right(lm.head(first), Paged(plain).read({0: IDS}), reference(exact(family, dtype), IDS))
+
+
+def _last_hidden(model: Any) -> Tensor:
+    return model.model(input_ids=torch.tensor([IDS]), use_cache=False).last_hidden_state[0]
 
 
 @EACH

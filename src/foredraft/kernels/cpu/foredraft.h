@@ -9,6 +9,7 @@
 
 enum { FD_BF16, FD_F32, FD_INT8, FD_INT4 };
 enum { FD_SILU, FD_GELU_TANH };
+enum { FD_NORMED = -1 }; /* the boundary after the final norm; the others count layers */
 
 /* A packed matrix [n, k]. bf16: [n/32][k/2][32][2]; f32: [n/32][k][32]; int8, int4: quant.h. */
 typedef struct {

@@ -50,8 +50,12 @@ static void lay_out(stack *s) {
     s->scores = align((char *)(s->inner + rows * m->inner));
 }
 
-/* y = x / rms(x) * weight */
+/* y = x / rms(x) * weight; without a weight y = x */
 static void normalise(const float *x, const float *weight, float eps, int n, float *y) {
+    if (!weight) {
+        memcpy(y, x, (size_t)n * 4);
+        return;
+    }
     vf squares = {0};
     float rest = 0;
     int i = 0;
@@ -96,14 +100,6 @@ static void embed(const stack *s, int row) {
     }
 }
 
-static void tap(const stack *s, int boundary, int row) {
-    for (int t = 0; t < s->p->num_taps; t++) {
-        if (s->p->taps[t] != boundary) continue;
-        memcpy(s->p->features + ((long)row * s->p->num_taps + t) * s->m->hidden, s->hidden + (long)row * s->m->hidden,
-               (size_t)s->m->hidden * 4);
-    }
-}
-
 /* The residual row `of`, normalised, as row `to` of what `w` reads. */
 static void read_hidden(const stack *s, const fd_weight *w, const float *norm, int of, int to) {
     const float *h = s->hidden + (long)of * s->m->hidden;
@@ -132,6 +128,20 @@ static void place(const stack *s, int layer, int row, int head) {
 }
 
 #define EACH(i, count) for (int i; (i = fd_take(team, 1)) < (count);)
+
+/* Every place that asks for a boundary gets the residual stream as it is now. */
+static void tap(stack *s, fd_team *team, int boundary) {
+    const fd_model *m = s->m;
+    const float *norm = boundary == FD_NORMED ? m->norm : NULL;
+    for (int t = 0; t < s->p->num_taps; t++) {
+        if (s->p->taps[t] != boundary) continue;
+        EACH(r, s->w->rows) {
+            float *to = s->p->features + ((long)r * s->p->num_taps + t) * m->hidden;
+            normalise(s->hidden + (long)r * m->hidden, norm, m->eps, m->hidden, to);
+        }
+        fd_barrier(team);
+    }
+}
 
 static void mix(stack *s, fd_team *team, int layer, char *scores) {
     const fd_model *m = s->m;
@@ -178,19 +188,15 @@ static void stack_body(void *what, fd_team *team) {
     const fd_model *m = s->m;
     int me = atomic_fetch_add(&s->members, 1), rows = s->w->rows;
     char *scores = s->scores + me * attention_scratch(s->w, m->heads / m->kv_heads);
-    EACH(r, rows) {
-        embed(s, r);
-        tap(s, 0, r);
-    }
+    EACH(r, rows) embed(s, r);
     fd_barrier(team);
+    tap(s, team, 0);
     for (int i = 0; i < m->layers; i++) {
         mix(s, team, i, scores);
         transform(s, team, i);
-        if (s->p->num_taps) {
-            EACH(r, rows) tap(s, i + 1, r);
-            fd_barrier(team);
-        }
+        tap(s, team, i + 1);
     }
+    tap(s, team, FD_NORMED);
     EACH(r, s->w->num_logits) read_hidden(s, &m->head, m->norm, s->w->logit_rows[r], r);
     fd_barrier(team);
     sink to_logits = {SINK_STORE, 0, m->head.n, s->p->logits, m->head.n, m->head.bias, m->logit_scale};
