@@ -81,13 +81,11 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
 
 
-class Rotary(nn.Module):
-    """cos and sin by position, as transformers computes them for any kind of `rope_parameters`."""
-
-    inv_freq: Tensor  # [D / 2]
+class Rotary:
+    """cos and sin by position, as transformers computes them for any kind of `rope_parameters`. No module: its numbers
+    keep their precision when a network changes its own."""
 
     def __init__(self, shape: BlockShape) -> None:
-        super().__init__()
         config = LlamaConfig(
             hidden_size=shape.hidden,
             num_attention_heads=shape.heads,
@@ -97,12 +95,14 @@ class Rotary(nn.Module):
         )
         made = LlamaRotaryEmbedding(config)
         self.scaling: float = made.attention_scaling
-        self.register_buffer("inv_freq", made.inv_freq, persistent=False)
+        self.frequencies: Tensor = made.inv_freq.clone()  # [D / 2]
 
-    def forward(self, positions: Tensor, dtype: torch.dtype) -> Turn:
+    def __call__(self, positions: Tensor, dtype: torch.dtype) -> Turn:
         """[B, L] -> cos and sin [B, L, D]."""
         wide = torch.promote_types(dtype, torch.float32)
-        angles = positions[..., None].to(wide) * self.inv_freq.to(wide)
+        if self.frequencies.device != positions.device:
+            self.frequencies = self.frequencies.to(positions.device)
+        angles = positions[..., None].to(wide) * self.frequencies.to(wide)
         angles = torch.cat([angles, angles], -1)
         return (angles.cos() * self.scaling).to(dtype), (angles.sin() * self.scaling).to(dtype)
 
@@ -118,3 +118,20 @@ def causal(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Ordinary causal attention over whole sequences."""
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
+class Layer(nn.Module):
+    """A decoder layer. What its attention reads may be given, where it is more than its own normalised input."""
+
+    def __init__(self, shape: BlockShape, width: int | None = None, has_input_norm: bool = True) -> None:
+        super().__init__()
+        if has_input_norm:
+            self.input_layernorm = RMSNorm(shape.hidden, shape.eps)
+        self.self_attn = Attention(shape, width or shape.hidden)
+        self.post_attention_layernorm = RMSNorm(shape.hidden, shape.eps)
+        self.mlp = MLP(shape)
+
+    def forward(self, x: Tensor, turn: Turn, layer: int, attend: Attend, read: Tensor | None = None) -> Tensor:
+        """[B, L, hidden]; `read` [B, L, width] is what the attention reads, None = the normalised input."""
+        x = x + self.self_attn(self.input_layernorm(x) if read is None else read, turn, layer, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]

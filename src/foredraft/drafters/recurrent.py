@@ -1,0 +1,145 @@
+"""Drafting with a layer over the target's states that takes its own output for the next state: EAGLE and its like.
+
+The layer reads pairs: token t + 1 with feature t, kept at position t of its memory. After every target pass the pairs
+that survived are read with true features, in one go, so that what drafting wrote is overwritten; the last row gives the
+laws below the root. Below it every node reads its parent's output in place of the feature.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from foredraft.drafters.base import Context, Draft, plant
+from foredraft.drafters.growth import Growth, Plan, Scores, extend
+from foredraft.models.feature_lm import FeatureLM
+from foredraft.models.window import Span, Window
+from foredraft.request import Batch, Request
+from foredraft.tree import Commit, TokenTree
+
+
+@dataclass(frozen=True)
+class Root:
+    """What the last true pair of a request said."""
+
+    valid: int  # pairs in memory
+    logits: Tensor  # [1, W] after it
+    feature: Tensor  # [1, H] its output
+
+
+@dataclass
+class Branch:
+    """A draft that grows, with the outputs of the level before its frontier."""
+
+    growth: Growth
+    rows: dict[int, int] = field(default_factory=lambda: {0: 0})  # node -> row of the last level's features
+    places: dict[int, int] = field(default_factory=lambda: {0: 0})  # node -> place in memory after the root's pair
+
+    @property
+    def request(self) -> Request:
+        return self.growth.request
+
+    def span(self) -> Span:
+        """The frontier as part of a window. The root's pair, already written, is node 0."""
+        g, first = self.growth, len(self.places)
+        for node in g.frontier:
+            self.places[node] = len(self.places)
+        depths = [g.depths[node] for node in self.places]
+        parents = [-1, *(self.places[g.parents[node - 1]] for node in list(self.places)[1:])]
+        is_chain = parents == list(range(-1, len(parents) - 1))
+        tokens = [g.tokens[node - 1] for node in g.frontier]
+        start = g.request.num_tokens - 2
+        return Span(g.request.pages, start, tokens, depths, None if is_chain else parents, first)
+
+    def parents(self) -> list[int]:
+        """Rows of the last level's features that the frontier goes on from."""
+        return [self.rows[self.growth.parents[node - 1]] for node in self.growth.frontier]
+
+
+class FeatureDrafter:
+    """The verbs, for any network that a FeatureLM runs. `ids` [W]: the tokens its logits stand for; None = all."""
+
+    def __init__(
+        self, lm: FeatureLM, taps: tuple[int, ...], plan: Plan, context: Context, ids: Tensor | None = None
+    ) -> None:
+        self.lm = lm
+        self.taps = taps
+        self.plan = plan
+        self.context = context
+        self.ids = ids
+        self._roots: dict[int, Root] = {}  # by slot
+
+    @property
+    def num_nodes(self) -> int:
+        return self.plan.nodes
+
+    def propose(self, batch: Batch) -> TokenTree:
+        branches = {b: Branch(growth) for b in batch.drafting() if (growth := self._growth(batch, b)) is not None}
+        if branches:
+            self._grow(list(branches.values()))
+        empty = Draft()
+        return plant(batch, [branches[b].growth.draft() if b in branches else empty for b in range(len(batch))])
+
+    def observe(self, batch: Batch, commit: Commit) -> None:
+        """Read the pairs that survived, of every request whose pairs before them were read."""
+        if commit.features is None:
+            return
+        spans: list[Span] = []
+        features: list[Tensor] = []
+        slots: list[int] = []
+        for b, request in enumerate(batch.requests):
+            tokens, root = commit.token_lists[b], self._roots.get(request.slot)
+            if tokens and request.computed == (0 if root is None else root.valid):
+                spans.append(Span(request.pages, request.computed, tokens, range(len(tokens))))
+                features.append(commit.features[b, : len(tokens)])
+                slots.append(request.slot)
+        if spans:
+            self._read(spans, features, slots)
+
+    def forget(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self._roots.pop(slot, None)
+
+    def _growth(self, batch: Batch, b: int) -> Growth | None:
+        request = batch.requests[b]
+        root = self._roots.get(request.slot)
+        if root is None or root.valid != request.num_tokens - 1:
+            return None
+        plan = self.plan.cut(request.room, batch.budgets[b], request.verify == "block")
+        return Growth(request, plan) if plan.nodes > 0 and plan.depth > 0 else None
+
+    def _read(self, spans: Sequence[Span], features: Sequence[Tensor], slots: Sequence[int]) -> None:
+        ends, total = [], 0
+        for span in spans:
+            total += len(span.tokens)
+            ends.append(total - 1)
+        window = Window.build(spans, ends, self.context.page_size, self.context.device)
+        taken = self.lm.taken(features[0] if len(features) == 1 else torch.cat(list(features)))
+        logits, following = self.lm.forward(window, taken)
+        for i, (span, slot, end) in enumerate(zip(spans, slots, ends, strict=True)):
+            self._roots[slot] = Root(span.length, logits[i : i + 1], following[end : end + 1])
+
+    def _grow(self, branches: list[Branch]) -> None:
+        roots = [self._roots[branch.request.slot] for branch in branches]
+        features, logits = _joined([r.feature for r in roots]), _joined([r.logits for r in roots])
+        for row, branch in enumerate(branches):
+            branch.rows = {0: row}
+        while True:
+            extend([branch.growth for branch in branches], Scores(logits, self.context.vocab_size, self.ids))
+            branches = [branch for branch in branches if branch.growth.frontier]
+            if not branches:
+                return
+            above = [row for branch in branches for row in branch.parents()]
+            spans = [branch.span() for branch in branches]
+            window = Window.build(spans, range(len(above)), self.context.page_size, self.context.device)
+            is_same = above == list(range(len(features)))
+            logits, features = self.lm.forward(window, features if is_same else features[above])
+            row = 0
+            for branch in branches:
+                branch.rows = {node: row + i for i, node in enumerate(branch.growth.frontier)}
+                row += len(branch.growth.frontier)
+
+
+def _joined(rows: Sequence[Tensor]) -> Tensor:
+    return rows[0] if len(rows) == 1 else torch.cat(list(rows))
