@@ -55,6 +55,7 @@ class Engine:
         self.device = device
         self.is_debug = is_debug
         self._clock = clock
+        self._observing = 0.0  # seconds the drafter took to read the last step: part of the next draft's time
 
     @property
     def has_work(self) -> bool:
@@ -92,7 +93,7 @@ class Engine:
             return
         began = self._clock()
         draft = self.drafter.propose(batch)
-        draft_time = (self._clock() - began) / len(batch)
+        draft_time = (self._clock() - began + self._observing) / len(batch)
         tree = _on_chunks(batch, draft)
         window, wanted = self._window(batch, tree)
         logits, features = self.target.forward(window, self.drafter.taps)
@@ -101,7 +102,9 @@ class Engine:
         commit = self._cut(batch, tree, commit, scored, draft_time)
         starts, pages = [r.computed for r in batch.requests], [r.pages for r in batch.requests]
         keep(self.target.pool, commit.path_lists, starts, pages, self.page_size, self.device)
+        began = self._clock()
         self.drafter.observe(batch, _with_features(commit, tree, features))
+        self._observing = self._clock() - began
         self.scheduler.commit(batch, commit)
         self._publish(batch, tree, commit)
         if self.is_debug or not self.has_work:
