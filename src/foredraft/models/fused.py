@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from foredraft.kernels.arena import Arena
-from foredraft.kernels.cpu.library import Layer, Library, Model, Pass, library
+from foredraft.kernels.cpu.library import Layer, Library, Model, Pass, Weight, library
 from foredraft.kernels.linear import PackedWeight
 from foredraft.kv.pool import KVPool
 from foredraft.models.window import Window
@@ -25,6 +25,7 @@ STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # factors that do not dep
 LANES = 16  # head widths come in whole vectors
 
 Packer = Callable[[Tensor, Tensor | None, Arena], PackedWeight]
+Table = Callable[[int], tuple[Tensor, Tensor]]  # positions -> cos and sin [positions, rotary / 2]
 
 
 def why_not(model: Any) -> str | None:
@@ -39,7 +40,7 @@ def why_not(model: Any) -> str | None:
     if (getattr(config, "rope_parameters", None) or {}).get("rope_type") not in STATIC_ROPE:
         return "rotary factors that change with the text"
     blocks = model.model.layers
-    linears = [m for block in blocks for m in _linears(block)]
+    linears = [m for block in blocks for m in projections(block)]
     if not all(type(m) is nn.Linear for m in [*linears, model.lm_head]):
         return "linear layers that were replaced"
     if type(model.model.embed_tokens) is not nn.Embedding:
@@ -51,7 +52,7 @@ def why_not(model: Any) -> str | None:
     return None
 
 
-def _linears(block: Any) -> list[Any]:
+def projections(block: Any) -> list[Any]:
     attention, mlp = block.self_attn, block.mlp
     return [
         attention.q_proj,
@@ -75,7 +76,7 @@ class FusedDecoder:
     samples: list[Tensor]  # [0, H, D] of every layer, for its KV pool
     dtype: torch.dtype
     vocab_size: int  # of the tokens it reads
-    rotary: Callable[[int], tuple[Tensor, Tensor]]  # positions -> cos and sin [positions, rotary / 2]
+    rotary: Table
     num_positions: int = 0
     _free: list[Tensor] = field(default_factory=list)
     _growing: Lock = field(default_factory=Lock)
@@ -85,19 +86,31 @@ class FusedDecoder:
         cls, model: Any, sliding: Sequence[int | None], pack: Packer, pack_head: Packer, is_ours: bool
     ) -> "FusedDecoder":
         """Pack a model for which `why_not` is None. One that is ours gives up each weight as it is packed."""
+        packing = Packing(pack, is_ours)
+        record = _record(model, sliding, packing, pack_head)
+        vocabulary = len(model.model.embed_tokens.weight)
+        return cls.around(record, packing, model.dtype, vocabulary, _rotary(model.model.rotary_emb))
+
+    @classmethod
+    def around(
+        cls, record: Model, packing: "Packing", dtype: torch.dtype, vocab_size: int, rotary: Table
+    ) -> "FusedDecoder":
+        """`dtype`: of keys and values, as the record has it."""
         native = library()
         assert native is not None, "why_not was not asked"
-        build = _Build(model, pack, pack_head, is_ours)
-        record = build.model(sliding)
-        attention = model.model.layers[0].self_attn
-        heads, width = record.kv_heads, attention.head_dim
-        samples = [torch.empty(0, heads, width, dtype=model.dtype) for _ in sliding]
-        vocabulary = len(model.model.embed_tokens.weight)
-        rotary = _rotary(model.model.rotary_emb)
-        return cls(native, record, build.weights, build.tensors, samples, model.dtype, vocabulary, rotary)
+        samples = [torch.empty(0, record.kv_heads, record.head_dim, dtype=dtype)] * record.layers
+        return cls(native, record, packing.weights, packing.tensors, samples, dtype, vocab_size, rotary)
 
     def forward(self, window: Window, pool: KVPool, taps: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
         """Logits [R, V] in float32, and the tapped states [T, F] in the model's type."""
+        logits, features = self.run(window, pool, taps)
+        return logits, None if features is None else features.to(self.dtype)
+
+    def run(
+        self, window: Window, pool: KVPool, taps: tuple[int, ...], inputs: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits [R, V] and the tapped states [T, F], both in float32. `inputs` [T, H] float32: for a model that begins
+        with more than tokens."""
         rows = window.packed
         self._check(window)
         self._see(rows.record.longest)
@@ -113,13 +126,14 @@ class FusedDecoder:
             ctypes.addressof(values),
             ctypes.addressof(boundaries),
             len(taps),
+            None if inputs is None else inputs.data_ptr(),
             None if features is None else features.data_ptr(),
             logits.data_ptr(),
             scratch.data_ptr(),
         )
         self.native.handle.fd_forward(self.record, rows.record, job)
         self._free.append(scratch)
-        return logits, None if features is None else features.to(self.dtype)
+        return logits, features
 
     def _check(self, window: Window) -> None:
         """Refuse what torch would refuse: a draft's vocabulary may be the narrower one."""
@@ -146,91 +160,101 @@ class FusedDecoder:
             self.num_positions = size
 
 
-def _rotary(module: Any) -> Callable[[int], tuple[Tensor, Tensor]]:
+def _rotary(module: Any) -> Table:
     def table(positions: int) -> tuple[Tensor, Tensor]:
         with torch.inference_mode():
             cos, sin = module(torch.empty(0), position_ids=torch.arange(positions)[None])
-        half = cos.shape[-1] // 2
-        return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
+        return half(cos[0]), half(sin[0])
 
     return table
 
 
-@dataclass
-class _Build:
-    """Packs a model layer by layer and keeps alive what the records point to."""
+def half(factors: Tensor) -> Tensor:
+    """[positions, rotary] -> the first half of every row: the second is the same again."""
+    return factors[:, : factors.shape[-1] // 2].contiguous()
 
-    source: Any
+
+def _record(source: Any, sliding: Sequence[int | None], packing: "Packing", pack_head: Packer) -> Model:
+    config = source.config.get_text_config()
+    blocks = zip(source.model.layers, sliding, strict=True)
+    layers = (Layer * len(sliding))(*(packing.layer(block, reach) for block, reach in blocks))
+    attention, norm = source.model.layers[0].self_attn, source.model.norm
+    embedding = source.model.embed_tokens.weight
+    return Model(
+        layers=len(layers),
+        hidden=embedding.shape[1],
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=attention.head_dim,
+        rotary=2 * len(source.model.rotary_emb.inv_freq),
+        inner=layers[0].gate_up.n // 2,
+        activation=ACTIVATIONS[config.hidden_act],
+        has_bf16_kv=source.dtype == torch.bfloat16,
+        has_bf16_embedding=embedding.dtype == torch.bfloat16,
+        eps=norm.variance_epsilon,
+        scale=attention.scaling,
+        softcap=0.0,
+        embedding_scale=getattr(config, "embedding_multiplier", 1.0),
+        residual_scale=getattr(config, "residual_multiplier", 1.0),
+        logit_scale=1.0 / getattr(config, "logits_scaling", 1.0),
+        embedding=packing.rows(embedding),
+        norm=packing.norm(norm),
+        layer=ctypes.cast(layers, ctypes.POINTER(Layer)),
+        head=packing.hold(pack_head(source.lm_head.weight, source.lm_head.bias, packing.arena)),
+    )
+
+
+@dataclass
+class Packing:
+    """Packs a model module by module and keeps alive what the records point to."""
+
     pack: Packer
-    pack_head: Packer
-    is_ours: bool
+    is_ours: bool  # so that a weight can go once it is packed
     arena: Arena = field(default_factory=Arena)
     weights: list[PackedWeight] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
 
-    def model(self, sliding: Sequence[int | None]) -> Model:
-        source: Any = self.source
-        config = source.config.get_text_config()
-        blocks = zip(source.model.layers, sliding, strict=True)
-        layers = (Layer * len(sliding))(*(self.layer(block, reach) for block, reach in blocks))
-        attention, norm = source.model.layers[0].self_attn, source.model.norm
-        embedding = source.model.embed_tokens.weight.detach()
-        self.tensors.append(embedding)
-        return Model(
-            layers=len(layers),
-            hidden=embedding.shape[1],
-            heads=config.num_attention_heads,
-            kv_heads=config.num_key_value_heads,
-            head_dim=attention.head_dim,
-            rotary=2 * len(source.model.rotary_emb.inv_freq),
-            inner=layers[0].gate_up.n // 2,
-            activation=ACTIVATIONS[config.hidden_act],
-            has_bf16_kv=source.dtype == torch.bfloat16,
-            has_bf16_embedding=embedding.dtype == torch.bfloat16,
-            eps=norm.variance_epsilon,
-            scale=attention.scaling,
-            softcap=0.0,
-            embedding_scale=getattr(config, "embedding_multiplier", 1.0),
-            residual_scale=getattr(config, "residual_multiplier", 1.0),
-            logit_scale=1.0 / getattr(config, "logits_scaling", 1.0),
-            embedding=embedding.data_ptr(),
-            norm=self.numbers(norm.weight),
-            layer=ctypes.cast(layers, ctypes.POINTER(Layer)),
-            head=self.hold(self.pack_head(source.lm_head.weight, source.lm_head.bias, self.arena)),
-        )
-
     def layer(self, block: Any, sliding: int | None) -> Layer:
         attention, mlp = block.self_attn, block.mlp
-        is_normed = hasattr(attention, "q_norm")
-        layer = Layer(
-            attention_norm=self.numbers(block.input_layernorm.weight),
-            mlp_norm=self.numbers(block.post_attention_layernorm.weight),
-            q_norm=self.numbers(attention.q_norm.weight) if is_normed else None,
-            k_norm=self.numbers(attention.k_norm.weight) if is_normed else None,
-            qkv=self.joined(_stacked, attention.q_proj, attention.k_proj, attention.v_proj),
-            out=self.joined(_stacked, attention.o_proj),
-            gate_up=self.joined(_interleaved, mlp.gate_proj, mlp.up_proj),
-            down=self.joined(_stacked, mlp.down_proj),
+        return Layer(
+            attention_norm=self.norm(getattr(block, "input_layernorm", None)),
+            mlp_norm=self.norm(block.post_attention_layernorm),
+            q_norm=self.norm(getattr(attention, "q_norm", None)),
+            k_norm=self.norm(getattr(attention, "k_norm", None)),
+            qkv=self.stacked(attention.q_proj, attention.k_proj, attention.v_proj),
+            out=self.stacked(attention.o_proj),
+            gate_up=self.interleaved(mlp.gate_proj, mlp.up_proj),
+            down=self.stacked(mlp.down_proj),
             sliding=sliding or 0,
         )
-        if self.is_ours:
-            for linear in _linears(block):
-                linear.weight = nn.Parameter(linear.weight.new_empty(0), requires_grad=False)
-        return layer
 
-    def joined(self, join: Callable[[Sequence[Tensor]], Tensor], *linears: Any) -> Any:
+    def stacked(self, *linears: Any) -> Weight:
+        return self._joined(_stacked, linears)
+
+    def interleaved(self, *linears: Any) -> Weight:
+        return self._joined(_interleaved, linears)
+
+    def _joined(self, join: Callable[[Sequence[Tensor]], Tensor], linears: Sequence[Any]) -> Weight:
         bias = None
         if any(linear.bias is not None for linear in linears):
             rows = [x.weight.new_zeros(x.out_features) if x.bias is None else x.bias.detach() for x in linears]
             bias = join([row[:, None] for row in rows])[:, 0]
-        return self.hold(self.pack(join([linear.weight.detach() for linear in linears]), bias, self.arena))
+        packed = self.pack(join([linear.weight.detach() for linear in linears]), bias, self.arena)
+        if self.is_ours:
+            for linear in linears:
+                linear.weight = nn.Parameter(linear.weight.new_empty(0), requires_grad=False)
+        return self.hold(packed)
 
-    def hold(self, weight: PackedWeight) -> Any:
+    def hold(self, weight: PackedWeight) -> Weight:
         self.weights.append(weight)
         return weight.record
 
-    def numbers(self, parameter: Tensor) -> int:
-        self.tensors.append(parameter.detach().float().contiguous())
+    def norm(self, module: Any) -> int | None:
+        """Its weight in float32; None for no norm."""
+        return None if module is None else self.rows(module.weight.float())
+
+    def rows(self, parameter: Tensor) -> int:
+        self.tensors.append(parameter.detach().contiguous())
         return self.tensors[-1].data_ptr()
 
 

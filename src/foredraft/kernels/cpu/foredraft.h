@@ -9,6 +9,7 @@
 
 enum { FD_BF16, FD_F32, FD_INT8, FD_INT4 };
 enum { FD_SILU, FD_GELU_TANH };
+enum { FD_EMBEDDED, FD_JOINED, FD_PAIRED }; /* how the residual stream begins: fd_model.front */
 enum { FD_NORMED = -1 }; /* the boundary after the final norm; the others count layers */
 
 /* A packed matrix [n, k]. bf16: [n/32][k/2][32][2]; f32: [n/32][k][32]; int8, int4: quant.h. */
@@ -30,19 +31,25 @@ typedef struct {
 } fd_window;
 
 typedef struct {
-    const float *attention_norm, *mlp_norm; /* [hidden] */
+    const float *attention_norm, *mlp_norm; /* [hidden]; attention_norm may be NULL, and nothing is normed */
     const float *q_norm, *k_norm;           /* [head_dim] or NULL */
     fd_weight qkv, out, gate_up, down;      /* gate_up: 16 rows of gate, 16 of up, and so on */
     int32_t sliding;                        /* keys a row may see at most; 0 = all */
 } fd_layer;
 
+/* The stream begins as the token's embedding, or as a drafter makes it of that and a given input row:
+ * JOINED: a product of both side by side. PAIRED: the input, or its norm; the first layer's attention, twice as wide as
+ * the others', reads the embedding normed by attention_norm and the input normed by input_norm. */
 typedef struct {
     int32_t layers, hidden, heads, kv_heads, head_dim, rotary, inner, activation, has_bf16_kv, has_bf16_embedding;
+    int32_t front, norm_before_residual;
     float eps, scale, softcap, embedding_scale, residual_scale, logit_scale;
     const void *embedding;   /* [V, hidden] */
-    const float *norm;       /* [hidden] */
+    const float *norm;       /* [hidden] or NULL */
+    const float *input_norm; /* [hidden], PAIRED */
     const float *cos, *sin;  /* [positions, rotary / 2] */
     const fd_layer *layer;
+    fd_weight join; /* [hidden, 2 * hidden], JOINED */
     fd_weight head;
 } fd_model;
 
@@ -50,8 +57,9 @@ typedef struct {
     void *const *keys, *const *values; /* [layers] of [slots, kv_heads, head_dim] */
     const int32_t *taps;               /* [num_taps] boundaries */
     int32_t num_taps;
-    float *features; /* [rows, num_taps * hidden] */
-    float *logits;   /* [num_logits, V] */
+    const float *inputs; /* [rows, hidden] unless the model is EMBEDDED */
+    float *features;     /* [rows, num_taps * hidden] */
+    float *logits;       /* [num_logits, V] */
     char *scratch;
 } fd_pass;
 

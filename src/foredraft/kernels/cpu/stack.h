@@ -24,7 +24,7 @@ typedef struct {
 } stack;
 
 INLINE long input_row(const fd_model *m) {
-    long bytes = row_bytes(&m->head);
+    long bytes = most(row_bytes(&m->head), row_bytes(&m->join));
     for (int i = 0; i < m->layers; i++) {
         const fd_layer *l = m->layer + i;
         bytes = most(bytes, most(most(row_bytes(&l->qkv), row_bytes(&l->out)), most(row_bytes(&l->gate_up), row_bytes(&l->down))));
@@ -89,14 +89,13 @@ static void keep(void *to, long at, const float *x, int n, int has_bf16) {
     for (int i = 0; i < n; i += LANES) store_bf16((uint16_t *)to + at + i, load(x + i));
 }
 
-static void embed(const stack *s, int row) {
+static void embed(const stack *s, int row, float *to) {
     const fd_model *m = s->m;
-    float *h = s->hidden + (long)row * m->hidden;
     long at = (long)s->w->tokens[row] * m->hidden;
     for (int i = 0; i < m->hidden; i++) {
         float x = m->has_bf16_embedding ? widen(((const uint16_t *)m->embedding)[at + i])
                                         : ((const float *)m->embedding)[at + i];
-        h[i] = x * m->embedding_scale;
+        to[i] = x * m->embedding_scale;
     }
 }
 
@@ -106,6 +105,17 @@ static void read_hidden(const stack *s, const fd_weight *w, const float *norm, i
     float room[s->m->hidden];
     normalise(h, norm, s->m->eps, s->m->hidden, room);
     prepare(w, room, s->input + to * row_bytes(w));
+}
+
+/* A row's embedding beside its input, each normalised if there is a norm for it, as a row of what `w` reads. */
+static void read_pair(const stack *s, const fd_weight *w, const float *norm, const float *input_norm, int row) {
+    const fd_model *m = s->m;
+    const float *input = s->p->inputs + (long)row * m->hidden;
+    float room[2 * m->hidden];
+    embed(s, row, room);
+    if (norm) normalise(room, norm, m->eps, m->hidden, room);
+    normalise(input, input_norm, m->eps, m->hidden, room + m->hidden);
+    prepare(w, room, s->input + row * row_bytes(w));
 }
 
 /* Rotate one head of one row; keys and values go to the pool. Heads: queries, then keys, then values. */
@@ -143,12 +153,36 @@ static void tap(stack *s, fd_team *team, int boundary) {
     }
 }
 
+/* The residual stream before the first layer. */
+static void begin(stack *s, fd_team *team) {
+    const fd_model *m = s->m;
+    int rows = s->w->rows;
+    if (m->front == FD_JOINED) {
+        EACH(r, rows) read_pair(s, &m->join, NULL, NULL, r);
+        fd_barrier(team);
+        sink to_hidden = {SINK_STORE, 0, m->join.n, s->hidden, m->hidden, m->join.bias, 1.0f};
+        product(team, &m->join, s->input, rows, &to_hidden);
+    } else {
+        const float *norm = m->norm_before_residual ? m->input_norm : NULL;
+        EACH(r, rows) {
+            float *h = s->hidden + (long)r * m->hidden;
+            if (m->front == FD_EMBEDDED) embed(s, r, h);
+            else normalise(s->p->inputs + (long)r * m->hidden, norm, m->eps, m->hidden, h);
+        }
+    }
+    fd_barrier(team);
+}
+
 static void mix(stack *s, fd_team *team, int layer, char *scores) {
     const fd_model *m = s->m;
     const fd_layer *l = m->layer + layer;
     int rows = s->w->rows, heads = m->heads + 2 * m->kv_heads;
     long width = (long)m->heads * m->head_dim;
-    EACH(r, rows) read_hidden(s, &l->qkv, l->attention_norm, r, r);
+    int is_paired = m->front == FD_PAIRED && layer == 0;
+    EACH(r, rows) {
+        if (is_paired) read_pair(s, &l->qkv, l->attention_norm, m->input_norm, r);
+        else read_hidden(s, &l->qkv, l->attention_norm, r, r);
+    }
     fd_barrier(team);
     sink to_qkv = {SINK_STORE, 0, l->qkv.n, s->qkv, qkv_width(m), l->qkv.bias, 1.0f};
     product(team, &l->qkv, s->input, rows, &to_qkv);
@@ -186,10 +220,9 @@ static void transform(stack *s, fd_team *team, int layer) {
 static void stack_body(void *what, fd_team *team) {
     stack *s = what;
     const fd_model *m = s->m;
-    int me = atomic_fetch_add(&s->members, 1), rows = s->w->rows;
+    int me = atomic_fetch_add(&s->members, 1);
     char *scores = s->scores + me * attention_scratch(s->w, m->heads / m->kv_heads);
-    EACH(r, rows) embed(s, r);
-    fd_barrier(team);
+    begin(s, team);
     tap(s, team, 0);
     for (int i = 0; i < m->layers; i++) {
         mix(s, team, i, scores);
