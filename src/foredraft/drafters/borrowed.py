@@ -1,6 +1,7 @@
 """What a drafter on the target's states takes from the target: its size, its embeddings, its layers' shape."""
 
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from foredraft.checkpoints.base import TargetFacts
 from foredraft.drafters.base import Context
 from foredraft.errors import ForedraftError
 from foredraft.kernels.linear import PackedWeight
-from foredraft.models.block import BlockShape, Layer
+from foredraft.models.block import BlockShape
 from foredraft.models.lm import HFModel
 
 log = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ def own_rows(network: nn.Module) -> Tensor | None:
 
 
 @torch.no_grad()
-def pass_through(fc: nn.Linear, layers: list[Layer]) -> None:
+def pass_through(fc: nn.Linear, layers: Iterable[Any]) -> None:
     """Where training begins: the last state put in comes out, and a token later it is not far from itself."""
     width = fc.out_features
     fc.weight.zero_()

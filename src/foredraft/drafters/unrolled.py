@@ -1,7 +1,7 @@
-"""Training a recurrent drafter on its own outputs: the training-time test of EAGLE-3 (2503.01840), after HASS (2408.15766).
+"""Training a recurrent drafter on its own outputs: EAGLE-3's training-time test (2503.01840), after HASS (2408.15766).
 
-Step k drafts from position i as if k tokens had been drafted since the true pair i: it reads token i + 1 + k with its own
-output of step k - 1, and attends to the true pairs up to i and to its own k pairs after them.
+Step k drafts from position i as if k tokens had been drafted since the true pair i: it reads token i + 1 + k with its
+own output of step k - 1, and attends to the true pairs up to i and to its own k pairs after them.
 """
 
 from collections.abc import Callable, Iterator
@@ -57,7 +57,7 @@ class UnrolledAttention:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         self.held[-1][layer] = (key, value)
         length, groups = query.shape[1], query.shape[2] // key.shape[2]
-        q = query.unflatten(2, (-1, groups)) * query.shape[-1] ** -0.5  # [B, n, Hkv, G, D]
+        q = query.view(*query.shape[:2], -1, groups, query.shape[3]) * query.shape[-1] ** -0.5  # [B, n, Hkv, G, D]
         keys, values = (x[:, :length] for x in self.held[0][layer])
         scores = torch.einsum("bqhgd,bkhd->bhgqk", q, keys)
         future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)

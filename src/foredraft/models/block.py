@@ -95,14 +95,14 @@ class Rotary:
         )
         made = LlamaRotaryEmbedding(config)
         self.scaling: float = made.attention_scaling
-        self.frequencies: Tensor = made.inv_freq.clone()  # [D / 2]
+        self.inv_freq: Tensor = made.inv_freq.clone()  # [D / 2]
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> Turn:
         """[B, L] -> cos and sin [B, L, D]."""
         wide = torch.promote_types(dtype, torch.float32)
-        if self.frequencies.device != positions.device:
-            self.frequencies = self.frequencies.to(positions.device)
-        angles = positions[..., None].to(wide) * self.frequencies.to(wide)
+        if self.inv_freq.device != positions.device:
+            self.inv_freq = self.inv_freq.to(positions.device)
+        angles = positions[..., None].to(wide) * self.inv_freq.to(wide)
         angles = torch.cat([angles, angles], -1)
         return (angles.cos() * self.scaling).to(dtype), (angles.sin() * self.scaling).to(dtype)
 

@@ -1,0 +1,112 @@
+"""Every drafting method on held-out prompts, greedy and drawn at temperature 1, trees at several sizes: one table.
+
+    python benchmarks/heads.py [--prompts 50] [--max-tokens 128] [--budgets 4,8,16,32,64] [--json FILE] [--plot FILE]
+
+Speed-up is the median over prompts of plain decoding's time for a token over the method's, in one run, prompt by prompt
+in turn; acceptance length counts the bonus token. Drawn texts are not seeded: the rule is `reject`.
+    python benchmarks/heads.py --methods medusa:1,medusa:2,medusa:3,medusa:4,medusa:5,medusa:6,medusa:7,medusa:8 \\
+        --budgets "" --spec-model FOLDER --plot docs/medusa-heads.png
+is the plot over the number of heads.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from foredraft import LLM, Sampling
+from foredraft.bench import latency, methods, questions, report
+from foredraft.bench.latency import Row
+from foredraft.drafters.base import methods as registered
+
+CHAINS = "draft_model:2,ngram:8,ngram_lm:8,medusa:4,mlp_speculator:3,eagle:3,eagle3:3"
+TREES = ("medusa:4:tree_nodes={}", "mlp_speculator:4:tree_nodes={}", "eagle:5:tree_nodes={}", "eagle3:5:tree_nodes={}")
+MODES = {"greedy": Sampling(temperature=0.0, ignore_eos=True), "T = 1": Sampling(temperature=1.0, ignore_eos=True)}
+
+
+def wanted(options: argparse.Namespace) -> list[methods.Method]:
+    texts = options.methods.split(",")
+    for budget in filter(None, options.budgets.split(",")):
+        texts += [tree.format(budget) for tree in options.trees.split(",") if tree]
+    return methods.parse_all(texts, list(registered()))
+
+
+def measured(llm: LLM, chosen: Sequence[methods.Method], options: argparse.Namespace) -> dict[str, list[Row]]:
+    generators: dict[str, Any] = {methods.PLAIN: llm}
+    for method in methods.with_models(chosen, llm.target.model.config, options.spec_model, llm.is_builtin):
+        generators[method.label] = llm.with_drafter(dict(method.spec))
+    found: dict[str, list[Row]] = {}
+    for mode, sampling in MODES.items():
+        sampling = replace(sampling, max_tokens=options.max_tokens)
+        asked = questions.questions(None, options.prompts)
+
+        def step(name: str, mode: str = mode) -> None:
+            print(f"\r{mode}: {name:40}", end="", file=sys.stderr)
+
+        context = llm.target.context_length
+        outcome = latency.measure(generators, asked, llm.tokenizer, context, sampling, options.rounds, step)
+        found[mode] = latency.rows(outcome, sampling)
+    print(file=sys.stderr)
+    return found
+
+
+def table(found: dict[str, list[Row]]) -> str:
+    header = "| method | " + " | ".join(f"AL, {mode} | speed-up | drafting" for mode in found) + " | same text |"
+    lines = [header, "|---|" + "---:|---:|---:|" * len(found) + "---:|"]
+    for rows in zip(*found.values(), strict=True):
+        cells = [f"{r.acceptance_length:.2f} | {r.speed_up:.2f}x | {r.draft_share:.0%}" for r in rows]
+        lines.append(f"| {rows[0].method} | " + " | ".join(cells) + f" | {rows[0].agreement} |")
+    return "\n".join(lines)
+
+
+def draw(found: dict[str, list[Row]], path: Path) -> None:
+    """Acceptance length and speed-up, by method in the order of the table."""
+    report.require_matplotlib()
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    for axis, field, title in zip(
+        axes, ("acceptance_length", "speed_up"), ("acceptance length", "speed-up over plain decoding"), strict=True
+    ):
+        for mode, rows in found.items():
+            rest = [row for row in rows if row.method != methods.PLAIN]
+            axis.plot([row.method for row in rest], [getattr(row, field) for row in rest], marker="o", label=mode)
+        axis.set_title(title)
+        axis.set_ylim(bottom=0.9 if field == "acceptance_length" else 0.0)
+        axis.grid(alpha=0.3)
+        axis.tick_params(axis="x", rotation=90 if len(rest) > 8 else 30)
+        axis.legend()
+    axes[1].axhline(1.0, color="#8a8f98", linewidth=0.8)
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=None)
+    parser.add_argument("--spec-model", default=None)
+    parser.add_argument("--methods", default=CHAINS)
+    parser.add_argument("--trees", default=",".join(TREES))
+    parser.add_argument("--budgets", default="4,8,16,32,64")
+    parser.add_argument("--prompts", type=int, default=50)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    options = parser.parse_args()
+    llm = LLM(options.model, drafter=None)
+    found = measured(llm, wanted(options), options)
+    print(table(found))
+    if options.json:
+        options.json.write_text(json.dumps({mode: [asdict(row) for row in rows] for mode, rows in found.items()}))
+    if options.plot:
+        draw(found, options.plot)
+
+
+if __name__ == "__main__":
+    main()

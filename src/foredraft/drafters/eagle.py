@@ -1,0 +1,157 @@
+"""EAGLE (2401.15077) and its dynamic tree, EAGLE-2 (2406.16858): one decoder layer over the target's last states.
+
+It reads the embedding of token t + 1 beside the state h_t that led to it, and its output stands for h_{t+1}: the
+target's own head makes logits of it.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from foredraft.checkpoints.base import EagleShape
+from foredraft.checkpoints.read import read
+from foredraft.checkpoints.write import write
+from foredraft.drafters.base import Context
+from foredraft.drafters.borrowed import block_like, embedding_of, facts, own_rows, packed_head, pass_through, required
+from foredraft.drafters.growth import Plan
+from foredraft.drafters.recurrent import FeatureDrafter
+from foredraft.drafters.training import Losses, Trace, check_loss, draft_loss, mean
+from foredraft.drafters.unrolled import Step, unroll, weighted
+from foredraft.kv.pool import KVPool
+from foredraft.models.block import Attend, Layer, Rotary
+from foredraft.models.feature_lm import FeatureLM
+from foredraft.models.fused_features import FusedFeatures, Joined, why_not
+from foredraft.models.lm import HFModel
+from foredraft.models.window import NORMED
+
+METHOD = "eagle"
+
+
+@dataclass(frozen=True)
+class Config:
+    """A chain of num_speculative_tokens, or with `tree_nodes` or `top_k` EAGLE-2's dynamic tree of that depth: at every
+    level the top_k likeliest nodes get top_k children each, and the tree_nodes likeliest of all are verified.
+
+    `branching` fixes the tree's shape instead: children of every node by depth. `min_confidence`: a draft ends where
+    its likeliest path is less likely than this.
+    """
+
+    tree_nodes: int | None = None
+    top_k: int | None = None
+    branching: tuple[int, ...] | None = None
+    min_confidence: float = 0.0
+
+    def plan(self, num_tokens: int) -> Plan:
+        return Plan.of(num_tokens, self.tree_nodes, self.top_k, self.branching, self.min_confidence)
+
+
+class EagleNetwork(nn.Module):
+    """State-dict names are those of a published checkpoint."""
+
+    def __init__(self, shape: EagleShape, target: HFModel) -> None:
+        super().__init__()
+        hidden = shape.block.hidden
+        self.shape = shape
+        self.target = (target,)  # a tuple: its weights are none of ours
+        self.fc = nn.Linear(2 * hidden, hidden, bias=shape.has_fc_bias)
+        self.layers = nn.ModuleList(Layer(shape.block, has_input_norm=i > 0) for i in range(shape.num_layers))
+        self.rotary = Rotary(shape.block)
+        if shape.has_embedding:
+            self.embed_tokens = nn.Embedding(shape.vocab_size, hidden)
+        self.embedding = target.embedding  # [V, H]
+
+    def taken(self, features: Tensor) -> Tensor:
+        return features
+
+    def forward(self, tokens: Tensor, features: Tensor, positions: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
+        embedded = F.embedding(tokens, self.embedding).to(features.dtype)
+        x = self.fc(torch.cat([embedded, features], -1))
+        turn = self.rotary(positions, x.dtype)
+        for i, layer in enumerate(self.layers):
+            x = layer(x, turn, i, attend, x if i == 0 else None)
+        return x, x
+
+    def logits(self, states: Tensor) -> Tensor:
+        return self.target[0].head(states.to(self.embedding.dtype))
+
+
+def create(config: Config, context: Context) -> FeatureDrafter:
+    """Raises ForedraftError for a head of another kind or another target."""
+    target, name = required(context, METHOD)
+    checkpoint = read(name, facts(target), METHOD)
+    assert isinstance(checkpoint.shape, EagleShape), "the reader was asked for this method"
+    network = EagleNetwork(checkpoint.shape, target)
+    network.load_state_dict(checkpoint.tensors)
+    network.to(context.device, context.dtype).eval()
+    network.embedding = embedding_of(own_rows(network), target, name)
+    lm = FeatureLM(network, context.dtype, KVPool(is_native=context.fused), _fused(network, context))
+    return FeatureDrafter(lm, (NORMED,), config.plan(context.num_tokens), context)
+
+
+def _fused(network: EagleNetwork, context: Context) -> FusedFeatures | None:
+    head = packed_head(network.target[0])
+    layers, embedding = list(network.layers), network.embedding
+    if not context.fused or head is None or why_not(layers, embedding) is not None:
+        return None
+    block, rotary = network.shape.block, network.rotary
+    return FusedFeatures.of(layers, Joined(network.fc), None, False, embedding, head, block, rotary)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """`loss` of the logits against the target's law; `regression`: weight of the smooth L1 distance between outputs and
+    the states they stand for; `noise`: half-width of what is added to the states read (2401.15077, section 4);
+    `steps`: how many tokens deep it drafts on its own outputs while it learns (2408.15766), 1 = EAGLE's own recipe;
+    `decay`: weight of each further step."""
+
+    loss: str = "kl"
+    regression: float = 1.0
+    noise: float = 0.1
+    steps: int = 1
+    decay: float = 0.9
+    num_layers: int = 1
+    has_fc_bias: bool = False
+
+
+@dataclass(frozen=True)
+class EagleTrainee:
+    config: TrainConfig
+    network: EagleNetwork
+    taps: tuple[int, ...] = (NORMED,)
+
+    def loss(self, trace: Trace) -> Losses:
+        first = trace.features.to(self.network.fc.weight.dtype)
+        if self.config.noise:
+            first = first + (torch.rand_like(first) * 2 - 1) * self.config.noise
+        total, parts = weighted(unroll(self.network, trace, first, self.config.steps), self._loss, self.config.decay)
+        return Losses(total, parts)
+
+    def _loss(self, step: Step) -> Tensor:
+        loss = draft_loss(self.config.loss, step.logits, step.trace.law.at(step.law_rows), step.tokens)
+        if self.config.regression:
+            true = step.true_features.to(step.features.dtype)
+            distance = F.smooth_l1_loss(step.features, true, reduction="none").mean(-1)
+            loss = loss + self.config.regression * distance
+        return mean(loss, step.mask)
+
+    def save(self, folder: Path) -> None:
+        """In the layout of its authors."""
+        write(folder, METHOD, self.network.shape, self.network.state_dict(), {})
+
+
+def trainee(config: TrainConfig, target: HFModel, start: Path | None = None) -> EagleTrainee:
+    """A new head for a target, or one to go on with. Raises ForedraftError for a loss that is not known."""
+    check_loss(config.loss)
+    if start is not None:
+        checkpoint = read(start, facts(target), METHOD)
+        assert isinstance(checkpoint.shape, EagleShape), "the reader was asked for this method"
+        network = EagleNetwork(checkpoint.shape, target)
+        network.load_state_dict({name: tensor.float() for name, tensor in checkpoint.tensors.items()})
+        return EagleTrainee(config, network.to(target.device))
+    shape = EagleShape(block_like(target), target.vocab_size, config.num_layers, config.has_fc_bias)
+    network = EagleNetwork(shape, target).to(target.device)
+    pass_through(network.fc, network.layers)
+    return EagleTrainee(config, network)

@@ -1,0 +1,234 @@
+"""EAGLE-3 (2503.01840): one decoder layer over states of several depths of the target, with a head of its own.
+
+It learns from nothing but the tokens it drafts, several deep on its own outputs, so that its output need not look like
+a state of the target. Its vocabulary may be a part of the target's.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from foredraft.checkpoints.base import Eagle3Shape
+from foredraft.checkpoints.read import read
+from foredraft.checkpoints.write import write
+from foredraft.drafters.base import Context
+from foredraft.drafters.borrowed import (
+    block_like,
+    embedding_of,
+    facts,
+    own_rows,
+    packed_head,
+    pass_through,
+    required,
+)
+from foredraft.drafters.growth import Plan
+from foredraft.drafters.recurrent import FeatureDrafter
+from foredraft.drafters.training import Losses, Trace, check_loss, draft_loss, mean
+from foredraft.drafters.unrolled import Step, unroll, weighted
+from foredraft.errors import ForedraftError
+from foredraft.kv.pool import KVPool
+from foredraft.models.block import Attend, Layer, RMSNorm, Rotary
+from foredraft.models.feature_lm import FeatureLM
+from foredraft.models.fused_features import FusedFeatures, Paired, why_not
+from foredraft.models.lm import HFModel
+
+METHOD = "eagle3"
+NEVER = -30.0  # log-probability of what the target may say and the draft's vocabulary does not hold
+
+
+@dataclass(frozen=True)
+class Config:
+    """A chain of num_speculative_tokens, or with `tree_nodes` or `top_k` EAGLE-2's dynamic tree of that depth: at every
+    level the top_k likeliest nodes get top_k children each, and the tree_nodes likeliest of all are verified.
+
+    `branching` fixes the tree's shape instead: children of every node by depth. `min_confidence`: a draft ends where
+    its likeliest path is less likely than this.
+    """
+
+    tree_nodes: int | None = None
+    top_k: int | None = None
+    branching: tuple[int, ...] | None = None
+    min_confidence: float = 0.0
+
+    def plan(self, num_tokens: int) -> Plan:
+        return Plan.of(num_tokens, self.tree_nodes, self.top_k, self.branching, self.min_confidence)
+
+
+class Eagle3Network(nn.Module):
+    """State-dict names are those of a published checkpoint, with `layers.0` for `midlayer`."""
+
+    def __init__(self, shape: Eagle3Shape, target: HFModel) -> None:
+        super().__init__()
+        block, hidden = shape.block, shape.block.hidden
+        self.shape = shape
+        self.target = (target,)  # a tuple: its weights are none of ours
+        width = len(shape.taps) * shape.target_hidden
+        if shape.has_fc:
+            self.fc = nn.Linear(width, hidden, bias=shape.has_fc_bias)
+        if shape.norm_before_fc:
+            self.input_norm = RMSNorm(width, block.eps)
+        if shape.has_fc_norm:
+            self.fc_norm = nn.ModuleList(RMSNorm(shape.target_hidden, block.eps) for _ in shape.taps)
+        self.layers = nn.ModuleList(Layer(block, 2 * hidden if i == 0 else None) for i in range(shape.num_layers))
+        self.layers[0].hidden_norm = RMSNorm(hidden, block.eps)
+        self.norm = RMSNorm(hidden, block.eps)
+        self.rotary = Rotary(block)
+        if shape.has_own_head:
+            self.lm_head = nn.Linear(hidden, shape.draft_vocab_size, bias=False)
+        if shape.draft_vocab_size != shape.vocab_size:
+            self.register_buffer("d2t", torch.zeros(shape.draft_vocab_size, dtype=torch.int64))
+        if shape.has_embedding:
+            self.embed_tokens = nn.Embedding(shape.vocab_size, hidden)
+        self.embedding = target.embedding  # [V, H]
+
+    @property
+    def ids(self) -> Tensor | None:
+        """[Vd] the target's ids of the draft's, None where they are the same."""
+        offsets = getattr(self, "d2t", None)
+        return None if offsets is None else torch.arange(len(offsets), device=offsets.device) + offsets
+
+    def taken(self, features: Tensor) -> Tensor:
+        if self.shape.norm_before_fc:
+            features = self.input_norm(features)
+        if self.shape.has_fc_norm:
+            chunks = features.chunk(len(self.shape.taps), -1)
+            features = torch.cat([norm(x) for norm, x in zip(self.fc_norm, chunks, strict=True)], -1)
+        return self.fc(features) if self.shape.has_fc else features
+
+    def forward(self, tokens: Tensor, features: Tensor, positions: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
+        first: Any = self.layers[0]
+        embedded = first.input_layernorm(F.embedding(tokens, self.embedding).to(features.dtype))
+        normed = first.hidden_norm(features)
+        x = normed if self.shape.norm_before_residual else features
+        turn = self.rotary(positions, x.dtype)
+        for i, layer in enumerate(self.layers):
+            x = layer(x, turn, i, attend, torch.cat([embedded, normed], -1) if i == 0 else None)
+        states = self.norm(x)
+        return states, states if self.shape.norm_output else x
+
+    def logits(self, states: Tensor) -> Tensor:
+        if self.shape.has_own_head:
+            return self.lm_head(states)  # type: ignore[no-any-return]
+        return self.target[0].head(states.to(self.embedding.dtype))
+
+
+def create(config: Config, context: Context) -> FeatureDrafter:
+    """Raises ForedraftError for a head of another kind or another target."""
+    target, name = required(context, METHOD)
+    network = _load(name, target).to(context.device, context.dtype).eval()
+    network.embedding = embedding_of(own_rows(network), target, name)
+    lm = FeatureLM(network, context.dtype, KVPool(is_native=context.fused), _fused(network, context))
+    return FeatureDrafter(lm, network.shape.taps, config.plan(context.num_tokens), context, network.ids)
+
+
+def _load(name: str | Path, target: HFModel) -> Eagle3Network:
+    checkpoint = read(name, facts(target), METHOD)
+    assert isinstance(checkpoint.shape, Eagle3Shape), "the reader was asked for this method"
+    network = Eagle3Network(checkpoint.shape, target)
+    network.load_state_dict(checkpoint.tensors)
+    if not checkpoint.shape.has_embedding and checkpoint.shape.block.hidden != target.hidden_size:
+        raise ForedraftError(
+            f"{name} is {checkpoint.shape.block.hidden} wide, {target.name} {target.hidden_size}, and it brings no "
+            "embed_tokens of its own; it was exported for another target or without them"
+        )
+    return network
+
+
+def _fused(network: Eagle3Network, context: Context) -> FusedFeatures | None:
+    shape, layers = network.shape, list(network.layers)
+    head = network.lm_head.weight.detach() if shape.has_own_head else packed_head(network.target[0])
+    if not context.fused or head is None or why_not(layers, network.embedding) is not None:
+        return None
+    first: Any = layers[0]
+    front = Paired(first.hidden_norm, shape.norm_before_residual)
+    return FusedFeatures.of(
+        layers, front, network.norm, shape.norm_output, network.embedding, head, shape.block, network.rotary
+    )
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """`loss` of the logits against the target's law; `steps`: how many tokens deep it drafts on its own outputs while
+    it learns, `decay`: weight of each further step; `taps`: boundaries of the target to see, None = 2, n/2, n - 3;
+    `draft_vocab_size`: how many of the data's most frequent tokens it may draft, None = all."""
+
+    loss: str = "kl"
+    steps: int = 5
+    decay: float = 0.8
+    taps: tuple[int, ...] | None = None
+    num_layers: int = 1
+    draft_vocab_size: int | None = None
+
+
+@dataclass
+class Eagle3Trainee:
+    config: TrainConfig
+    network: Eagle3Network
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.network.shape.taps
+
+    def prepare(self, counts: Tensor) -> None:
+        """Choose the draft's vocabulary by how often tokens occur in the data, counts [V]."""
+        shape = self.network.shape
+        if shape.draft_vocab_size == shape.vocab_size:
+            return
+        offsets: Tensor = self.network.get_buffer("d2t")
+        ids = counts.topk(shape.draft_vocab_size).indices.sort().values.to(offsets.device)
+        offsets.copy_(ids - torch.arange(len(ids), device=ids.device))
+        _copy_head(self.network, ids)
+
+    def loss(self, trace: Trace) -> Losses:
+        first = self.network.taken(trace.features.to(self.network.norm.weight.dtype))
+        total, parts = weighted(unroll(self.network, trace, first, self.config.steps), self._loss, self.config.decay)
+        return Losses(total, parts)
+
+    def _loss(self, step: Step) -> Tensor:
+        law, ids = step.trace.law.at(step.law_rows), self.network.ids
+        if ids is None:
+            return mean(draft_loss(self.config.loss, step.logits, law, step.tokens), step.mask)
+        logits = step.logits.new_full((*step.logits.shape[:-1], self.network.shape.vocab_size), -torch.inf)
+        log_q = step.logits.float().log_softmax(-1)
+        logits = logits.float().index_copy(-1, ids, log_q).clamp_min(NEVER)
+        return mean(draft_loss(self.config.loss, logits, law, step.tokens), step.mask)
+
+    def save(self, folder: Path) -> None:
+        """In the layout of its authors."""
+        write(folder, METHOD, self.network.shape, self.network.state_dict(), {})
+
+
+def trainee(config: TrainConfig, target: HFModel, start: Path | None = None) -> Eagle3Trainee:
+    """A new head for a target, or one to go on with. Raises ForedraftError for options that make none."""
+    check_loss(config.loss)
+    if start is not None:
+        return Eagle3Trainee(config, _load(start, target).float().to(target.device))
+    network = Eagle3Network(_shape(config, target), target).to(target.device)
+    pass_through(network.fc, network.layers)
+    _copy_head(network, torch.arange(network.shape.draft_vocab_size))
+    return Eagle3Trainee(config, network)
+
+
+def _shape(config: TrainConfig, target: HFModel) -> Eagle3Shape:
+    n, size = target.num_layers, config.draft_vocab_size or target.vocab_size
+    taps = (2, n // 2, n - 3) if config.taps is None else tuple(config.taps)
+    if sorted(set(taps)) != list(taps) or not taps or taps[0] < 1 or taps[-1] >= n:
+        raise ForedraftError(
+            f"taps must be different boundaries between 1 and {n - 1} of {target.name}'s {n} layers, rising; got {taps}"
+        )
+    if not 1 <= size <= target.vocab_size:
+        raise ForedraftError(f"draft_vocab_size must lie in 1..{target.vocab_size}, got {size}")
+    block = replace(block_like(target), max_positions=max(2048, block_like(target).max_positions))
+    return Eagle3Shape(block, target.vocab_size, size, target.hidden_size, taps, config.num_layers)
+
+
+@torch.no_grad()
+def _copy_head(network: Eagle3Network, ids: Tensor) -> None:
+    """The target's rows of these tokens, and its final norm, are where the head begins."""
+    target = network.target[0]
+    weight = target.model.get_output_embeddings().weight
+    network.lm_head.weight.copy_(weight[ids.to(weight.device)])

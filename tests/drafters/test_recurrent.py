@@ -1,0 +1,194 @@
+"""EAGLE's recurrence: what is computed while drafting is what training computed, to the last digit of float64."""
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import models_made
+from foredraft.checkpoints.base import Eagle3Shape, EagleShape
+from foredraft.drafters import eagle, eagle3
+from foredraft.drafters.base import Context
+from foredraft.drafters.growth import Plan
+from foredraft.drafters.recurrent import FeatureDrafter
+from foredraft.drafters.training import TargetLaw, Trace
+from foredraft.drafters.unrolled import unroll
+from foredraft.kv.blocks import PageAllocator
+from foredraft.models.block import BlockShape
+from foredraft.models.feature_lm import FeatureLM
+from foredraft.models.window import NORMED
+from foredraft.request import Batch, Request
+from foredraft.sampling import Sampling
+from foredraft.tree import Commit
+
+BLOCK = BlockShape(hidden=32, intermediate=48, heads=4, kv_heads=2, head_dim=8)
+GREEDY = Sampling(max_tokens=64, temperature=0, ignore_eos=True)
+
+
+def _scattered(network: nn.Module) -> nn.Module:
+    """Weights so large that no two tokens are alike to it."""
+    torch.manual_seed(5)
+    for name, parameter in network.named_parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.4)
+        elif "norm" in name:
+            nn.init.uniform_(parameter, 0.5, 1.5)
+    return network.double().eval().requires_grad_(False)
+
+
+@cache
+def networks() -> dict[str, tuple[nn.Module, tuple[int, ...]]]:
+    target = models_made.plain().target
+    size = target.vocab_size
+    shapes = {
+        "eagle": EagleShape(BLOCK, size),
+        "eagle, two layers, bias": EagleShape(BLOCK, size, num_layers=2, has_fc_bias=True),
+    }
+    made: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
+        name: (eagle.EagleNetwork(shape, target), (NORMED,)) for name, shape in shapes.items()
+    }
+    taps = (1, 2)
+    for name, more in {
+        "eagle3": {},
+        "eagle3, two layers": {"num_layers": 2},
+        "eagle3, norms": {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
+        "eagle3, chunk norms": {"has_fc_norm": True, "has_fc_bias": True},
+        "eagle3, few tokens": {"draft_vocab_size": 40},
+        "eagle3, target's head": {"has_own_head": False},
+    }.items():
+        shape = Eagle3Shape(BLOCK, size, **({"draft_vocab_size": size, "target_hidden": 32, "taps": taps} | more))
+        made[name] = eagle3.Eagle3Network(shape, target), taps
+    for network, _ in made.values():
+        _scattered(network)
+    torch.manual_seed(6)
+    few = made["eagle3, few tokens"][0]
+    few.d2t.copy_(torch.randperm(size)[:40].sort().values - torch.arange(40))
+    return made
+
+
+def drafter(name: str, plan: Plan) -> FeatureDrafter:
+    network, taps = networks()[name]
+    target = models_made.plain().target
+    context = Context(vocab_size=target.vocab_size, target=target, dtype=torch.float64)
+    return FeatureDrafter(FeatureLM(network, torch.float64), taps, plan, context, getattr(network, "ids", None))
+
+
+def request(slot: int, tokens: list[int], pages: list[int]) -> Request:
+    return Request(slot, tokens, GREEDY, seed=0, pages=pages)
+
+
+class Played:
+    """A text that a target commits piece by piece, with states that are noise: only who reads what matters."""
+
+    def __init__(self, made: FeatureDrafter, lengths: list[int], width: int) -> None:
+        generator = torch.Generator().manual_seed(7)
+        size = made.context.vocab_size
+        self.drafter = made
+        self.texts = [torch.randint(0, size, (60,), generator=generator).tolist() for _ in lengths]
+        self.features = torch.randn(len(lengths), 60, width, generator=generator, dtype=torch.float64)
+        allocator = PageAllocator(64, 16)
+        self.requests = []
+        for slot, text in enumerate(self.texts):
+            pages: list[int] = []
+            allocator.grow(pages, 90)
+            self.requests.append(request(slot, text[:1], pages))
+
+    def commit(self, counts: list[int]) -> None:
+        """The target keeps so many more positions of every text."""
+        batch = Batch(tuple(self.requests), tuple(1 for _ in counts), tuple(0 for _ in counts))
+        starts = [r.computed for r in self.requests]
+        paths = [list(range(n)) for n in counts]
+        tokens = [text[s + 1 : s + 1 + n] for text, s, n in zip(self.texts, starts, counts, strict=True)]
+        at_path = torch.zeros(len(counts), max(counts), self.features.shape[-1], dtype=torch.float64)
+        for b, (start, n) in enumerate(zip(starts, counts, strict=True)):
+            at_path[b, :n] = self.features[b, start : start + n]
+        self.drafter.observe(batch, Commit.of(paths, tokens, features=at_path))
+        for r, new, n in zip(self.requests, tokens, counts, strict=True):
+            r.output += new
+            r.computed += n
+
+    def drafts(self, budget: int) -> list[list[int]]:
+        batch = Batch(tuple(self.requests), tuple(1 for _ in self.requests), tuple(budget for _ in self.requests))
+        return [row[1:] for row in self.drafter.propose(batch).token_lists]
+
+
+def unrolled(name: str, text: list[int], features: Tensor, drafted: list[int]) -> list[int]:
+    """The likeliest token of every training step at the last true pair, where the text goes on as drafted."""
+    network, _ = networks()[name]
+    n, steps = len(text), len(drafted)
+    tokens = torch.tensor([[*text, *drafted]])
+    padded = torch.cat([features[: n - 1], torch.zeros(steps, features.shape[-1], dtype=torch.float64)])[None]
+    law = TargetLaw.of(torch.zeros(1, padded.shape[1], 2))
+    trace = Trace(tokens, padded, law, torch.ones_like(tokens, dtype=torch.bool))
+    rows = [step.logits[0, n - 2] for step in unroll(network, trace, network.taken(padded), steps)]
+    ids = getattr(network, "ids", None)
+    best = [int(row.argmax()) for row in rows]
+    return best if ids is None else ids[best].tolist()
+
+
+@pytest.mark.parametrize("name", networks())
+def test_a_chain_is_what_training_unrolled(name: str) -> None:
+    """Wrong positions, pairs shifted by one, stale memory of drafts and a missing fc all change some token here."""
+    made = drafter(name, Plan.of(4))
+    played = Played(made, [1, 1, 1], len(made.taps) * 32)
+    for counts in ([5, 20, 1], [1, 3, 2], [4, 1, 1], [2, 2, 9]):
+        played.commit(counts)
+        for r, features, drafted in zip(played.requests, played.features, played.drafts(4), strict=True):
+            assert len(drafted) == 4
+            assert drafted == unrolled(name, r.tokens, features, drafted), f"after {r.num_tokens} tokens"
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "eagle3, two layers"])
+@pytest.mark.parametrize("plan", [Plan.of(4, 14, 3), Plan.of(4, branching=(3, 2, 1, 2))], ids=["dynamic", "fixed"])
+def test_every_path_of_a_tree_is_what_a_chain_would_be(name: str, plan: Plan) -> None:
+    """A branch that saw its sibling's memory, or another parent's output, would not."""
+    made = drafter(name, plan)
+    played = Played(made, [1, 1], len(made.taps) * 32)
+    played.commit([12, 30])
+    played.drafts(40)
+    played.commit([2, 1])
+    batch = Batch(tuple(played.requests), (1, 1), (40, 40))
+    tree = made.propose(batch)
+    network = networks()[name][0]
+    for b, r in enumerate(played.requests):
+        depths, tokens = tree.depths[b], tree.token_lists[b]
+        assert max(depths) > 2
+        for node in range(1, len(tokens)):
+            path = tree.path(b, node)
+            rows = _rows(network, r.tokens, played.features[b], path)
+            order = rows[len(path) - 1].topk(3).indices.tolist()
+            assert tokens[node] in order[: plan.width], f"node {node}"
+            elder = [c for c in tree.children[b][tree.parent_lists[b][node]] if c < node]
+            if not elder:
+                assert tokens[node] == order[0]
+
+
+def _rows(network: nn.Module, text: list[int], features: Tensor, path: list[int]) -> list[Tensor]:
+    n, steps = len(text), len(path)
+    tokens = torch.tensor([[*text, *path]])
+    padded = torch.cat([features[: n - 1], torch.zeros(steps, features.shape[-1], dtype=torch.float64)])[None]
+    law = TargetLaw.of(torch.zeros(1, padded.shape[1], 2))
+    trace = Trace(tokens, padded, law, torch.ones_like(tokens, dtype=torch.bool))
+    return [step.logits[0, n - 2] for step in unroll(network, trace, network.taken(padded), steps)]
+
+
+def test_a_gap_in_what_was_seen_ends_drafting_for_that_text_alone() -> None:
+    made = drafter("eagle", Plan.of(3))
+    played = Played(made, [1, 1], 32)
+    played.commit([8, 8])
+    played.requests[0].computed += 1  # a position that the drafter never saw
+    played.requests[0].output.append(3)
+    played.commit([2, 2])
+    first, second = played.drafts(3)
+    assert first == []
+    assert len(second) == 3
+    made.forget([0, 1])
+    assert played.drafts(3) == [[], []]
+
+
+@pytest.mark.parametrize("make", [lambda: Plan.of(3, branching=()), lambda: Plan.of(3, 4, 2, (1, 2))])
+def test_plans_that_make_no_tree_are_refused(make: Callable[[], Plan]) -> None:
+    with pytest.raises(Exception, match="branching"):
+        make()
