@@ -60,7 +60,8 @@ class EagleShape:
 @dataclass(frozen=True)
 class Eagle3Shape:
     """EAGLE-3. Tensors: `fc.weight` [H, taps * H_t], `fc.bias`, `layers.{i}.*` (never `midlayer`), `norm.weight`,
-    `lm_head.weight` [Vd, H], `d2t` [Vd] int64 offsets, `embed_tokens.weight`, `input_norm.weight`, `fc_norm.{i}.weight`.
+    `lm_head.weight` [Vd, H], `d2t` [Vd] int64 offsets where Vd < V, `embed_tokens.weight`, `input_norm.weight`,
+    `fc_norm.{i}.weight`.
     """
 
     block: BlockShape

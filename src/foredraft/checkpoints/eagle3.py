@@ -1,0 +1,173 @@
+"""EAGLE-3 heads as their authors, SpecForge and ModelOpt write them; `speculators` brings its own config here."""
+
+import logging
+from typing import Any
+
+import torch
+
+from foredraft.checkpoints import aux_layers, vocabulary
+from foredraft.checkpoints.base import Checkpoint, Eagle3Shape, TargetFacts
+from foredraft.checkpoints.claims import Claims, Expected
+from foredraft.checkpoints.eagle import check_vocabulary
+from foredraft.checkpoints.layers import block_shape, count_layers, layer_tensors
+from foredraft.checkpoints.tensors import TensorFiles
+
+METHOD, TITLE = "eagle3", "an EAGLE-3 head"
+ALIASES = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
+FIRST_NORM, SECOND_NORM = ".input_layernorm.weight", ".hidden_norm.weight"
+log = logging.getLogger(__name__)
+
+
+def read(files: TensorFiles, config: dict[str, Any], target: TargetFacts, kind: str | None = None) -> Checkpoint:
+    """`kind` names the layout where the caller knows it."""
+    names, twins = _renamed(files)
+    claims = Claims(files, names)
+    shape = _shape(claims, config, target)
+    claims.check(expected(shape) | dict.fromkeys(twins, (shape.block.hidden,)) | vocabulary.optional(claims, shape))
+    vocabulary.check(claims, shape)
+    tensors = claims.read()
+    for name in twins:
+        other = name.replace(SECOND_NORM, FIRST_NORM)
+        if not torch.equal(tensors[name], tensors[other]):
+            raise claims.refuse(f"{name} and {other} differ, and engines disagree which of them a later layer reads")
+    needed = expected(shape).keys()
+    return Checkpoint(
+        METHOD,
+        kind or _kind(files, config),
+        files.folder,
+        shape,
+        {name: tensor for name, tensor in tensors.items() if name in needed},
+        config,
+    )
+
+
+def _kind(files: TensorFiles, config: dict[str, Any]) -> str:
+    """Whose layout it is, for people; nothing else follows from it."""
+    if not any(name.startswith("midlayer.") for name in files.stored):
+        return "ModelOpt EAGLE-3"
+    is_named = any("Eagle3" in str(name) for name in config.get("architectures") or ())
+    return "SpecForge EAGLE-3" if is_named else "EAGLE-3"
+
+
+def _renamed(files: TensorFiles) -> tuple[dict[str, str], list[str]]:
+    """Ours -> as stored, and those of ours that only repeat another.
+
+    Layers after the first have one norm before attention, which SGLang calls hidden_norm: either may be there, or both.
+    """
+    found: dict[str, str] = {}
+    for stored in files.stored:
+        if stored.endswith(".rotary_emb.inv_freq"):
+            continue
+        head, _, rest = stored.partition(".")
+        name = f"layers.0.{rest}" if head == "midlayer" else f"{ALIASES.get(head, head)}.{rest}" if rest else stored
+        if name in found:
+            raise files.refuse(f"{found[name]} and {stored} are the same tensor in two naming schemes; keep one")
+        found[name] = stored
+    twins = []
+    for name in [name for name in found if name.endswith(SECOND_NORM) and not name.startswith("layers.0.")]:
+        first = name.replace(SECOND_NORM, FIRST_NORM)
+        if first in found:
+            twins.append(name)
+        else:
+            found[first] = found.pop(name)
+    return found, twins
+
+
+def _shape(claims: Claims, config: dict[str, Any], target: TargetFacts) -> Eagle3Shape:
+    hidden = claims.shape("norm.weight", 1)[0]
+    said = config.get("target_hidden_size") or target.hidden
+    claims.check_target("hidden size", said, target.name, target.hidden)
+    check_vocabulary(claims, config, target)
+    nested = config.get("eagle_config") or {}
+    has_fc, count = _has_fc(claims, nested), 1
+    if has_fc:
+        width = claims.shape("fc.weight", 2)[1]
+        count, rest = divmod(width, target.hidden)
+        if rest or not count:
+            raise claims.refuse(
+                f"fc.weight reads {width} numbers, which is no multiple of the hidden size {target.hidden} of "
+                f"{target.name}; use a drafter for this target"
+            )
+    elif hidden != target.hidden:
+        claims.check_target("hidden size", hidden, target.name, target.hidden)
+    if hidden != target.hidden and "embed_tokens.weight" not in claims:
+        raise claims.missing("embed_tokens.weight", f"rows of {target.name} have width {target.hidden}, not {hidden}")
+    return Eagle3Shape(
+        block=block_shape(claims, config, hidden),
+        vocab_size=target.vocab_size,
+        draft_vocab_size=_draft_vocabulary(claims, config, target, hidden),
+        target_hidden=target.hidden,
+        taps=aux_layers.resolve(claims, config, target.num_layers, count) if has_fc else aux_layers.last_state(claims),
+        num_layers=count_layers(claims),
+        has_fc=has_fc,
+        has_fc_bias="fc.bias" in claims,
+        has_embedding="embed_tokens.weight" in claims,
+        has_own_head="lm_head.weight" in claims,
+        norm_before_residual=bool(config.get("norm_before_residual", False)),
+        norm_before_fc=_norm(claims, config, nested, "norm_before_fc", "input_norm.weight"),
+        has_fc_norm=_norm(claims, config, nested, "fc_norm", "fc_norm.0.weight"),
+        norm_output=bool(config.get("norm_output", False)),
+    )
+
+
+def _has_fc(claims: Claims, nested: dict[str, Any]) -> bool:
+    if nested.get("use_aux_hidden_state", True):
+        if "fc.weight" not in claims:
+            raise claims.missing(
+                "fc.weight", "without it config.json has to say eagle_config.use_aux_hidden_state false"
+            )
+        return True
+    if "fc.weight" in claims:
+        raise claims.refuse("config.json says use_aux_hidden_state false, and fc.weight is there; one of them is wrong")
+    return False
+
+
+def _norm(claims: Claims, config: dict[str, Any], nested: dict[str, Any], flag: str, tensor: str) -> bool:
+    """A norm that tensors show; one that config.json promises has to be among them."""
+    if tensor not in claims and nested.get(flag, config.get(flag)):
+        raise claims.missing(tensor, f"config.json says {flag}")
+    return tensor in claims
+
+
+def _draft_vocabulary(claims: Claims, config: dict[str, Any], target: TargetFacts, hidden: int) -> int:
+    """Vd. Without a head of its own, the rows of the target's that d2t names, or all of them."""
+    if "lm_head.weight" in claims:
+        size = claims.shape("lm_head.weight", 2)[0]
+    elif hidden != target.hidden:
+        raise claims.missing("lm_head.weight", f"the head of {target.name} reads width {target.hidden}, not {hidden}")
+    else:
+        size = claims.shape("d2t", 1)[0] if "d2t" in claims else target.vocab_size
+    if size > target.vocab_size:
+        raise claims.refuse(
+            f"lm_head.weight has {size} rows, and {target.name} has {target.vocab_size} tokens; use a drafter for it"
+        )
+    if size != target.vocab_size and "d2t" not in claims:
+        raise claims.missing("d2t", f"{size} of {target.vocab_size} tokens are drafted, and nothing says which")
+    said = config.get("draft_vocab_size")
+    if said not in (None, size):
+        log.info("%s: config.json says draft_vocab_size %s, the weights hold %d", claims.files.folder, said, size)
+    return size
+
+
+def expected(shape: Eagle3Shape) -> dict[str, Expected | tuple[int, ...]]:
+    """The tensors of a shape; `d2t` is there where fewer tokens are drafted than there are."""
+    hidden, states = shape.block.hidden, len(shape.taps)
+    found: dict[str, Expected | tuple[int, ...]] = {"norm.weight": (hidden,)}
+    if shape.has_fc:
+        found["fc.weight"] = (hidden, states * shape.target_hidden)
+    if shape.has_fc_bias:
+        found["fc.bias"] = (hidden,)
+    if shape.has_embedding:
+        found["embed_tokens.weight"] = (shape.vocab_size, hidden)
+    if shape.has_own_head:
+        found["lm_head.weight"] = (shape.draft_vocab_size, hidden)
+    if shape.draft_vocab_size != shape.vocab_size:
+        found["d2t"] = vocabulary.offsets(shape)
+    if shape.norm_before_fc:
+        found["input_norm.weight"] = (states * shape.target_hidden,)
+    if shape.has_fc_norm:
+        found |= {f"fc_norm.{i}.weight": (shape.target_hidden,) for i in range(states)}
+    for layer in range(shape.num_layers):
+        norms = ("input_layernorm", "post_attention_layernorm", "hidden_norm")[: 3 if layer == 0 else 2]
+        found |= layer_tensors(shape.block, layer, hidden if layer else 2 * hidden, norms)
+    return found

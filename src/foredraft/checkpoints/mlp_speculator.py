@@ -1,0 +1,112 @@
+"""MLP speculators as IBM publishes them."""
+
+import logging
+import re
+from typing import Any
+
+import torch
+
+from foredraft.checkpoints.base import Checkpoint, SpeculatorShape, TargetFacts
+from foredraft.checkpoints.claims import Claims
+from foredraft.checkpoints.tensors import TensorFiles
+
+METHOD, TITLE = "mlp_speculator", "an MLP speculator"
+NAME = re.compile(r"^(?:speculator\.)?((emb|proj|ln|head)\.(\d+)\.(?:weight|bias))$")
+log = logging.getLogger(__name__)
+
+
+def is_mine(name: str) -> bool:
+    return NAME.match(name) is not None
+
+
+def read(files: TensorFiles, config: dict[str, Any], target: TargetFacts) -> Checkpoint:
+    """Tied steps are kept once, whether the file repeats them or not."""
+    stored: dict[str, str] = {}
+    for name in files.stored:
+        match = NAME.match(name)
+        ours = match[1] if match else name
+        if ours in stored:
+            raise files.refuse(f"{stored[ours]} and {name} are the same tensor in two naming schemes; keep one")
+        stored[ours] = name
+    claims = Claims(files, stored)
+    shape = _shape(claims, config, target)
+    once = expected(shape)
+    repeats = _repeats(claims, shape)
+    claims.check(once | {name: once[_first(name)] for name in repeats})
+    tensors = claims.read()
+    for name in repeats:
+        if not torch.equal(tensors[name], tensors[_first(name)]):
+            raise files.refuse(
+                f"{stored[name]} differs from {stored[_first(name)]}, and config.json says tie_weights; one is wrong"
+            )
+        del tensors[name]
+    return Checkpoint(METHOD, "MLPSpeculator", files.folder, shape, tensors, config)
+
+
+def _shape(claims: Claims, config: dict[str, Any], target: TargetFacts) -> SpeculatorShape:
+    inner, hidden = claims.shape("proj.0.weight", 2)
+    vocab_size = claims.shape("emb.0.weight", 2)[0]
+    claims.check_target("hidden size", hidden, target.name, target.hidden)
+    claims.check_target("vocabulary size", vocab_size, target.name, target.vocab_size)
+    steps = [int(match[3]) for name in claims.stored if (match := NAME.match(name)) and match[2] == "head"]
+    held = 1 + max(steps, default=0)
+    if held > len(claims.stored):
+        raise claims.missing("head.1.weight")
+    said = config.get("n_predict")
+    is_tied = bool(config.get("tie_weights")) or (held == 1 and said not in (None, 1))
+    n_predict = held
+    if is_tied and held == 1:
+        if not isinstance(said, int) or said < 1:
+            raise claims.refuse("config.json has to say n_predict, which tied weights do not tell")
+        n_predict = said
+    elif said not in (None, held):
+        log.info("%s: config.json says n_predict %s, the weights hold %d steps", claims.files.folder, said, held)
+    return SpeculatorShape(
+        hidden=hidden,
+        inner=inner,
+        vocab_size=vocab_size,
+        n_predict=n_predict,
+        is_tied=is_tied,
+        scales_input=bool(config.get("scale_input", False)),
+        branching=_branching(claims, config, n_predict),
+    )
+
+
+def _branching(claims: Claims, config: dict[str, Any], n_predict: int) -> tuple[int, ...] | None:
+    given = config.get("top_k_tokens_per_head")
+    if given is None:
+        return None
+    is_list = isinstance(given, list) and all(isinstance(k, int) and k > 0 for k in given)
+    if not is_list or len(given) != n_predict:
+        raise claims.refuse(f"top_k_tokens_per_head in config.json has to be {n_predict} positive numbers, not {given}")
+    return tuple(given)
+
+
+def expected(shape: SpeculatorShape) -> dict[str, tuple[int, ...]]:
+    """The tensors of a shape; with ties only those that differ."""
+    found: dict[str, tuple[int, ...]] = {}
+    for i in range(shape.n_predict):
+        if i == 0 or not shape.is_tied:
+            found |= {f"emb.{i}.weight": (shape.vocab_size, shape.inner)}
+            found |= {f"ln.{i}.weight": (shape.inner,), f"ln.{i}.bias": (shape.inner,)}
+            found |= {f"head.{i}.weight": (shape.vocab_size, shape.inner)}
+        if i <= 1 or not shape.is_tied:
+            found[f"proj.{i}.weight"] = (shape.inner, shape.inner if i else shape.hidden)
+    return found
+
+
+def _first(name: str) -> str:
+    """The tensor that a tied one repeats."""
+    kind, _, rest = name.partition(".")
+    return f"{kind}.{1 if kind == 'proj' else 0}.{rest.partition('.')[2]}"
+
+
+def _repeats(claims: Claims, shape: SpeculatorShape) -> list[str]:
+    if not shape.is_tied:
+        return []
+    once, whole = expected(shape), expected(_untied(shape))
+    return [name for name in whole if name in claims and name not in once]
+
+
+def _untied(shape: SpeculatorShape) -> SpeculatorShape:
+    return SpeculatorShape(shape.hidden, shape.inner, shape.vocab_size, shape.n_predict)

@@ -1,0 +1,183 @@
+"""The files of a checkpoint: which tensors they hold, of what shape, known before one byte of a weight is read.
+
+A pickle is opened only by torch's restricted reader and mapped, not read. This file does not know what the names mean.
+"""
+
+import json
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from foredraft.errors import ForedraftError
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "BOOL": torch.bool,
+}
+INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+SINGLE = (
+    "medusa_lm_head.safetensors",
+    "model.safetensors",
+    "medusa_lm_head.pt",
+    "hydra_lm_head.pt",
+    "pytorch_model.bin",
+)
+MAX_HEADER = 100 * 2**20  # bytes; what the safetensors format allows
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor as its file announces it. A dtype we have no use for keeps the name it has there."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype | str
+    mapped: Tensor | None = None  # of a pickle: over the file's pages
+
+
+@dataclass(frozen=True)
+class TensorFiles:
+    """Every tensor of a checkpoint by its stored name. `folder` is what the user wrote, for messages."""
+
+    folder: str
+    stored: dict[str, Stored]
+
+    def refuse(self, what: str) -> ForedraftError:
+        return ForedraftError(f"{self.folder}: {what}")
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.stored[name].shape
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """The tensors themselves, in memory of their own and as stored. NaN and infinity are refused."""
+        found = {}
+        by_file: dict[Path, list[str]] = {}
+        for name in names:
+            by_file.setdefault(self.stored[name].file, []).append(name)
+        for file, held in by_file.items():
+            for name, tensor in self._open(file, held):
+                if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                    raise self.refuse(f"{name} holds NaN or infinite numbers; the training run that wrote it diverged")
+                found[name] = tensor
+        return found
+
+    def _open(self, file: Path, names: list[str]) -> Iterable[tuple[str, Tensor]]:
+        if self.stored[names[0]].mapped is not None:
+            for name in names:
+                mapped = self.stored[name].mapped
+                assert mapped is not None
+                yield name, mapped.clone(memory_format=torch.contiguous_format)
+            return
+        with safe_open(file, "pt") as opened:
+            for name in names:
+                yield name, opened.get_tensor(name)
+
+
+def open_tensors(folder: Path, shown: str) -> TensorFiles:
+    """The tensors of a folder, from a sharded index or the one weight file known by name. Raises ForedraftError."""
+    for index in INDEXES:
+        if (folder / index).exists():
+            return TensorFiles(shown, _sharded(folder, index, shown))
+    for name in SINGLE:
+        if (folder / name).exists():
+            return TensorFiles(shown, _held(folder / name, shown))
+    others = sorted(folder.glob("*.safetensors"))
+    if len(others) == 1:
+        return TensorFiles(shown, _held(others[0], shown))
+    if others:
+        raise ForedraftError(
+            f"{shown} holds {len(others)} safetensors files ({others[0].name}, ...) and no {INDEXES[0]} that says "
+            "which belong together; fetch the index too"
+        )
+    unknown = sorted(file.name for kind in ("*.pt", "*.bin", "*.pth") for file in folder.glob(kind))
+    hint = f"; {unknown[0]} is not a file that drafters are published in" if unknown else ""
+    raise ForedraftError(f"{shown} holds no weights (model.safetensors, {', '.join(SINGLE[2:])}){hint}")
+
+
+def _sharded(folder: Path, index: str, shown: str) -> dict[str, Stored]:
+    mapping = read_json(folder / index, shown).get("weight_map")
+    if not isinstance(mapping, dict) or not all(isinstance(file, str) for file in mapping.values()):
+        raise ForedraftError(f"{shown}: {index} has no weight_map; fetch it again")
+    shards = {}
+    for file in sorted(set(mapping.values())):
+        if Path(file).name != file:
+            raise ForedraftError(f"{shown}: {index} points outside the folder ({file!r})")
+        if not (folder / file).exists():
+            raise ForedraftError(f"{shown}: {file} is missing, which {index} names; fetch it too")
+        shards[file] = _held(folder / file, shown)
+    for name, file in mapping.items():
+        if name not in shards[file]:
+            raise ForedraftError(f"{shown}: {file} does not hold {name}, which {index} says it does; fetch both again")
+    return {name: shards[file][name] for name, file in mapping.items()}
+
+
+def _held(file: Path, shown: str) -> dict[str, Stored]:
+    return _of_safetensors(file, shown) if file.suffix == ".safetensors" else _of_pickle(file, shown)
+
+
+def _of_safetensors(file: Path, shown: str) -> dict[str, Stored]:
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        start = opened.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else MAX_HEADER + 1
+        text = opened.read(length) if length <= MAX_HEADER else b""
+    if size < 8 or (0 < length <= MAX_HEADER and len(text) < length):
+        raise ForedraftError(f"{shown}: {file.name} is cut off within its header; fetch it again")
+    try:
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        end = max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
+        stored = {
+            name: Stored(file, tuple(map(int, entry["shape"])), DTYPES.get(entry["dtype"], str(entry["dtype"])))
+            for name, entry in header.items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        raise ForedraftError(f"{shown}: {file.name} is not a safetensors file; fetch it again") from None
+    whole = 8 + length + end
+    if size < whole:
+        raise ForedraftError(f"{shown}: {file.name} is cut off: {size} of {whole} bytes are there; fetch it again")
+    return stored
+
+
+def _of_pickle(file: Path, shown: str) -> dict[str, Stored]:
+    try:
+        try:
+            held = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError as error:
+            if "mmap" not in str(error):  # files from before torch 1.6 cannot be mapped
+                raise
+            held = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # the reader raises a dozen kinds
+        if "weights only load failed" in str(error).lower() or "unsupported" in str(error).lower():
+            raise ForedraftError(
+                f"{shown}: {file.name} is a pickle with more than tensors in it, which could run code; "
+                "save its state dict as safetensors where it comes from"
+            ) from None
+        raise ForedraftError(f"{shown}: {file.name} is cut off or not a torch file; fetch it again") from None
+    if not isinstance(held, dict) or not all(isinstance(value, Tensor) for value in held.values()):
+        raise ForedraftError(f"{shown}: {file.name} is not a flat table of tensors; save the state dict alone")
+    return {str(name): Stored(file, tuple(value.shape), value.dtype, value) for name, value in held.items()}
+
+
+def read_json(file: Path, shown: str) -> dict[str, Any]:
+    """A JSON object. Raises ForedraftError."""
+    try:
+        held = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ForedraftError(f"{shown} is a folder without a {file.name}; it is not a drafter's folder") from None
+    except ValueError:
+        raise ForedraftError(f"{shown}: its {file.name} is not valid JSON; fetch it again") from None
+    if not isinstance(held, dict):
+        raise ForedraftError(f"{shown}: its {file.name} is not a JSON object; fetch it again")
+    return held

@@ -1,0 +1,45 @@
+"""The tokens that an EAGLE-3 head drafts: `d2t` holds offsets, so target id = draft id + d2t[draft id]."""
+
+import torch
+from torch import Tensor
+
+from foredraft.checkpoints.base import Eagle3Shape
+from foredraft.checkpoints.claims import INTEGERS, Claims, Expected
+
+
+def offsets(shape: Eagle3Shape) -> Expected:
+    return Expected((shape.draft_vocab_size,), INTEGERS)
+
+
+def optional(claims: Claims, shape: Eagle3Shape) -> dict[str, Expected]:
+    """The maps that are there though nobody needs them: t2d says nothing new, nor does d2t of a whole vocabulary."""
+    known = {"d2t": offsets(shape), "t2d": Expected((shape.vocab_size,), (torch.bool,))}
+    return {name: want for name, want in known.items() if name in claims}
+
+
+def target_ids(d2t: Tensor) -> Tensor:
+    """[Vd] the target's id of every draft id."""
+    return torch.arange(len(d2t)) + d2t.long()
+
+
+def check(claims: Claims, shape: Eagle3Shape) -> None:
+    """Read the maps alone and refuse what cannot be a table of offsets, before any weight is read."""
+    maps = claims.read(name for name in ("d2t", "t2d") if name in claims)
+    if "d2t" not in maps:
+        return
+    ids = target_ids(maps["d2t"])
+    lowest, highest = int(ids.min()), int(ids.max())
+    if lowest < 0 or highest >= shape.vocab_size:
+        raise claims.refuse(
+            f"d2t leads to token {lowest if lowest < 0 else highest}, out of range 0 to {shape.vocab_size - 1}; it has "
+            "to hold offsets (target id - draft id), not ids, of this target's tokens"
+        )
+    falls = (ids[1:] <= ids[:-1]).nonzero()
+    if len(falls):
+        i = int(falls[0]) + 1
+        raise claims.refuse(
+            f"d2t is not ascending: draft tokens {i - 1} and {i} are tokens {int(ids[i - 1])} and {int(ids[i])}; "
+            "it has to hold offsets (target id - draft id) of sorted ids"
+        )
+    if "t2d" in maps and not torch.equal(maps["t2d"].nonzero().flatten(), ids):
+        raise claims.refuse("t2d and d2t name different tokens; one of them belongs to another drafter")

@@ -1,0 +1,57 @@
+"""A drafter as a folder that `read` and the engines load: what the trainer leaves behind."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from foredraft.checkpoints.base import Shape
+from foredraft.checkpoints.layouts import Layout, layout
+from foredraft.errors import ForedraftError
+
+
+def write(
+    folder: str | Path,
+    method: str,
+    shape: Shape,
+    tensors: Mapping[str, Tensor],
+    config_extra: Mapping[str, Any] | None = None,
+) -> None:
+    """Tensors under the names of `base` into the published layout; `config_extra` adds to config.json, no more."""
+    made = layout(shape, tensors)
+    if made.method != method:
+        raise ForedraftError(f"{type(shape).__name__} is the shape of a {made.method} drafter, not of {method}")
+    save(folder, made, config_extra)
+
+
+def save(folder: str | Path, made: Layout, config_extra: Mapping[str, Any] | None = None) -> None:
+    """Both files appear whole or not at all, the config last: a folder with a config has its weights."""
+    place = Path(folder)
+    place.mkdir(parents=True, exist_ok=True)
+    dtype = next(value.dtype for value in made.tensors.values() if value.is_floating_point())
+    said = str(dtype).removeprefix("torch.")
+    config = {**(config_extra or {}), **made.config, "dtype": said, "torch_dtype": said}
+    weights = place / f".{made.file}.part"
+    save_file(_apart(made.tensors), weights, {"format": "pt"})
+    os.replace(weights, place / made.file)
+    text = place / ".config.json.part"
+    text.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    os.replace(text, place / "config.json")
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """On the CPU, contiguous, and no two over the same memory, which the format forbids."""
+    seen: set[int] = set()
+    found = {}
+    for name, tensor in tensors.items():
+        held = tensor.detach().to("cpu").contiguous()
+        if held.untyped_storage().data_ptr() in seen or held.untyped_storage().nbytes() != held.nbytes:
+            held = held.clone(memory_format=torch.contiguous_format)
+        seen.add(held.untyped_storage().data_ptr())
+        found[name] = held
+    return found
