@@ -13,6 +13,7 @@ from torch import Tensor
 
 from foredraft import noise
 from foredraft.drafters.base import Draft, draft_key
+from foredraft.drafters.rank_tree import RankTree
 from foredraft.errors import ForedraftError
 from foredraft.request import Request
 from foredraft.sampling import Sampling, distribution
@@ -22,13 +23,13 @@ Child = tuple[int, float]  # a token, and the logarithm of the chance that it is
 
 @dataclass(frozen=True)
 class Plan:
-    """What a draft may become. Without `branching`, every level looks at the `width` likeliest nodes of the last and
+    """What a draft may become. Without a `shape`, every level looks at the `width` likeliest nodes of the last and
     gives each `width` children; the `nodes` likeliest of all are verified. Width 1 is a chain."""
 
     depth: int
     nodes: int
     width: int = 1
-    branching: tuple[int, ...] | None = None  # children of every node by depth
+    shape: RankTree | None = None  # where it is known before anything is drafted
     min_confidence: float = 0.0  # a draft ends where no path of it is likelier than this
 
     @classmethod
@@ -48,7 +49,7 @@ class Plan:
                 raise ForedraftError("branching fixes the whole tree; give it without tree_nodes and top_k")
             if not branching or min(branching) < 1:
                 raise ForedraftError(f"branching takes positive numbers of children by depth, got {tuple(branching)}")
-            return cls(len(branching), shape_size(branching), max(branching), tuple(branching), min_confidence)
+            return cls.shaped(RankTree.complete(branching), min_confidence)
         if tree_nodes is None and top_k is None:
             return cls(num_tokens, num_tokens, min_confidence=min_confidence)
         nodes = 16 if tree_nodes is None else tree_nodes
@@ -57,23 +58,24 @@ class Plan:
             raise ForedraftError(f"tree_nodes and top_k must be positive, got {nodes} and {width}")
         return cls(num_tokens, nodes, width, min_confidence=min_confidence)
 
+    @classmethod
+    def shaped(cls, shape: RankTree, min_confidence: float = 0.0) -> "Plan":
+        return cls(shape.depth, len(shape), shape.width, shape, min_confidence)
+
     def cut(self, depth: int, budget: int, is_chain: bool) -> "Plan":
         """What a request has room for; `block` verification takes chains."""
         depth = min(depth, self.depth)
         if is_chain:
             depth = min(depth, budget)
             return Plan(depth, depth, min_confidence=self.min_confidence)
-        if self.branching is None:
+        if self.shape is None:
             return replace(self, depth=depth, nodes=min(self.nodes, budget))
-        shape = self.branching[:depth]
-        while shape and shape_size(shape) > budget:
-            shape = shape[:-1]
-        return replace(self, depth=len(shape), nodes=shape_size(shape), branching=shape)
+        return Plan.shaped(self.shape.cut(depth, budget), self.min_confidence)
 
     @property
     def is_fixed(self) -> bool:
         """Its shape does not depend on what is drawn, so that children may be drawn from a law."""
-        return self.width == 1 or self.branching is not None
+        return self.width == 1 or self.shape is not None
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,7 @@ class Growth:
     laws: dict[int, Tensor] = field(default_factory=dict)  # node -> [V] the law its children were drawn from
     frontier: list[int] = field(default_factory=lambda: [0])  # the nodes to look at next
     seen: list[int] = field(default_factory=list)  # nodes looked at so far, in order; frontier excluded
+    places: list[int] = field(default_factory=lambda: [0])  # every node's number in the plan's shape, if it has one
 
     @property
     def is_greedy(self) -> bool:
@@ -134,12 +137,15 @@ class Growth:
 
     def width(self, node: int) -> int:
         """Children a node gets."""
-        return self.plan.width if self.plan.branching is None else self.plan.branching[self.depths[node]]
+        shape = self.plan.shape
+        return self.plan.width if shape is None else len(shape.children[self.places[node]])
 
     def grow(self, children: Sequence[Sequence[Child]]) -> None:
         """One level more: the children of every frontier node."""
         below = []
         for node, found in zip(self.frontier, children, strict=True):
+            if self.plan.shape is not None:
+                self.places += self.plan.shape.children[self.places[node]][: len(found)]
             for token, chance in found:
                 self.tokens.append(token)
                 self.parents.append(node)
@@ -160,10 +166,10 @@ class Growth:
         else:
             below = [node for node in below if self.chances[node] >= bar]
         below = [node for node in below if self.tokens[node - 1] not in ends]
-        if self.plan.branching is None:
-            left = min(self.plan.width, self.plan.nodes - len(self.seen) + 1)  # those looked at may need a place each
-            below = sorted(sorted(below, key=lambda node: -self.chances[node])[: max(left, 0)])
-        return below
+        if self.plan.shape is not None:
+            return [node for node in below if self.width(node) > 0]
+        left = min(self.plan.width, self.plan.nodes - len(self.seen) + 1)  # those looked at may need a place each
+        return sorted(sorted(below, key=lambda node: -self.chances[node])[: max(left, 0)])
 
     def _certainty(self, node: int) -> float:
         """Logarithm of the product of the largest probabilities of q above a node, on its path."""
@@ -243,12 +249,3 @@ def _sampling(g: Growth) -> Sampling:
     """Greedy drafts guess by rank, and a one-hot law has none: what is cut off to sample does not matter to them."""
     s = g.request.sampling
     return replace(s, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0) if s.is_greedy else s
-
-
-def shape_size(branching: Sequence[int]) -> int:
-    """Nodes below the root of a tree of a fixed shape."""
-    total, level = 0, 1
-    for width in branching:
-        level *= width
-        total += level
-    return total

@@ -1,0 +1,130 @@
+"""Training an MLP speculator: on long texts first, then on what the target writes (2404.19124, section 4).
+
+Both stages have one loss: every state of a text is the root of a draft whose tokens are the text's own. What differs is
+the data, which is the trainer's to give.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foredraft.checkpoints.base import Checkpoint, SpeculatorShape
+from foredraft.drafters.mlp_network import MLPSpeculator
+from foredraft.drafters.newest_training import answers, asked, mean_loss
+from foredraft.drafters.training import Losses, Trace, check_loss
+from foredraft.errors import ForedraftError
+from foredraft.models.lm import HFModel
+from foredraft.models.window import NORMED
+
+PUBLISHED_BRANCHING = (4, 3, 2)  # top_k_tokens_per_head of the smallest published one; later steps have 2
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """`n_predict`: steps. `inner`: width of the state, None = the target's. `tied`: all steps share embeddings, norms
+    and output matrix, and all but the first their state's matrix. `decay`: step i's loss counts decay^i."""
+
+    loss: str = "kl"
+    n_predict: int = 4
+    inner: int | None = None
+    tied: bool = True
+    scale_input: bool = True
+    decay: float = 1.0
+
+
+class SpeculatorTrainee:
+    """A speculator while it learns: step i from state t reads token t + 1 + i and is asked for token t + 2 + i."""
+
+    taps: tuple[int, ...] = (NORMED,)
+
+    def __init__(self, network: MLPSpeculator, target: HFModel, config: TrainConfig) -> None:
+        self.network = network
+        self.target = target
+        self.config = config
+
+    def loss(self, trace: Trace) -> Losses:
+        shape = self.network.shape
+        total, weight, parts = trace.features.new_zeros(()).float(), 0.0, {}
+        rows = asked(trace, 1)
+        states = self.network.begin(trace.features[rows])
+        for step in range(shape.n_predict):
+            rows, states = _deeper(trace, rows, states, step + 1)
+            states = self.network(step, states, trace.tokens[rows[0], rows[1] + 1 + step])
+            law, tokens = answers(trace, rows, step + 1)
+            logits_of = partial(self.network.logits, step)
+            loss = mean_loss(self.config.loss, logits_of, states, law, tokens, shape.vocab_size)
+            total, weight = total + self.config.decay**step * loss, weight + self.config.decay**step
+            parts[f"loss_{step + 1}"] = float(loss.detach())
+        return Losses(total / weight, parts)
+
+    def published(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        shape = self.network.shape
+        branching = shape.branching or (*PUBLISHED_BRANCHING, *[2] * shape.n_predict)[: shape.n_predict]
+        config: dict[str, Any] = {
+            "architectures": ["MLPSpeculatorPreTrainedModel"],
+            "model_type": "mlp_speculator",
+            "vocab_size": shape.vocab_size,
+            "emb_dim": shape.hidden,
+            "inner_dim": shape.inner,
+            "n_predict": shape.n_predict,
+            "n_candidates": 5,
+            "top_k_tokens_per_head": list(branching),
+            "tie_weights": shape.is_tied,
+            "scale_input": shape.scales_input,
+            "base_model_name_or_path": self.target.name,
+        }
+        return {f"speculator.{name}": tensor.detach() for name, tensor in self.network.state_dict().items()}, config
+
+
+def _deeper(
+    trace: Trace, rows: tuple[Tensor, Tensor], states: Tensor, depth: int
+) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Those of some drafts whose text is to be learnt down to `depth` below the root."""
+    text, position = rows
+    end = position + depth + 1
+    is_inside = end < trace.mask.shape[1]
+    kept = is_inside & trace.mask[text, end.clamp_max(trace.mask.shape[1] - 1)]
+    return (text[kept], position[kept]), states[kept]
+
+
+def trainee(config: TrainConfig, target: HFModel, start: Checkpoint | None = None) -> SpeculatorTrainee:
+    """A speculator to train on a target, in float32: a new one, or the one of `start`."""
+    check_loss(config.loss)
+    if start is not None:
+        if not isinstance(start.shape, SpeculatorShape):
+            raise ForedraftError(f"{start.folder} holds no MLP speculator but {start.format}; it cannot be trained on")
+        network = MLPSpeculator(start.shape).float()
+        network.load_state_dict(start.tensors)
+        return SpeculatorTrainee(network.to(target.device), target, config)
+    inner = target.hidden_size if config.inner is None else config.inner
+    if config.n_predict < 1 or inner < 1:
+        raise ForedraftError(f"n_predict and inner must be positive, got {config.n_predict} and {inner}")
+    if not 0 < config.decay <= 1:
+        raise ForedraftError(f"decay must lie in 0..1, got {config.decay}")
+    shape = SpeculatorShape(
+        hidden=target.hidden_size,
+        inner=inner,
+        vocab_size=target.vocab_size,
+        n_predict=config.n_predict,
+        is_tied=config.tied,
+        scales_input=config.scale_input,
+    )
+    network = MLPSpeculator(shape).float()
+    if inner == target.hidden_size:
+        _begin_like(network, target)
+    return SpeculatorTrainee(network.to(target.device), target, config)
+
+
+@torch.no_grad()
+def _begin_like(network: MLPSpeculator, target: HFModel) -> None:
+    """Where the widths agree the target's own tokens begin better than noise does; at the size noise would have."""
+    spread = network.shape.inner**-0.5
+    read, said = target.embedding.float(), target.model.get_output_embeddings().weight.detach().float()
+    for name, parameter in network.named_parameters():
+        if name.startswith("emb"):
+            parameter.copy_(read / read.std() * spread)
+        elif name.startswith("head"):
+            parameter.copy_(said / said.std() * spread)
