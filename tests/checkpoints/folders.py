@@ -166,8 +166,8 @@ def mlp_speculator(
     if tied and not repeated:
         made = {name: value for name, value in made.items() if ".0." in name or ".proj.1." in name}
     said = {
-        "architectures": ["MLPSpeculatorPreTrainedModel"], "model_type": "mlp_speculator", "vocab_size": V, "emb_dim": H,
-        "inner_dim": 0 if inner == H else inner, "n_predict": n, "n_candidates": 5,
+        "architectures": ["MLPSpeculatorPreTrainedModel"], "model_type": "mlp_speculator", "vocab_size": V,
+        "emb_dim": H, "inner_dim": 0 if inner == H else inner, "n_predict": n, "n_candidates": 5,
         "top_k_tokens_per_head": [4, 3, 2, 2, 2][:n], "tie_weights": tied, "scale_input": scaled,
     }  # fmt: skip
     return save(folder, said | config, made)
@@ -219,7 +219,8 @@ def d2t(step: int = 1) -> Tensor:
 
 def eagle3(
     folder: Path, *, first: str = "midlayer", states: int = 3, whole: bool = False, embedding: bool = False,
-    head: bool = True, fc: bool = True, layers: int = 1, qkv_bias: bool = False, qk_norm: bool = False, norms: tuple[str, ...] = (),
+    head: bool = True, fc: bool = True, layers: int = 1, qkv_bias: bool = False, qk_norm: bool = False,
+    norms: tuple[str, ...] = (),
     hidden: int = H, later: tuple[str, ...] = ("input_layernorm",), dtype: torch.dtype = torch.float32,
     file: str = "model.safetensors", base: Mapping[str, Any] = LLAMA, **config: Any,
 ) -> Path:  # fmt: skip

@@ -26,7 +26,7 @@ from foredraft.errors import ForedraftError
         lambda f: folders.eagle3(f, states=2, **{IDS: [0, 12]}),
         lambda f: folders.modelopt(f, fc=False),
         lambda f: folders.speculators(f, [1, 2, 3], rope_scaling={"rope_type": "linear", "factor": 4.0}),
-        lambda f: folders.eagle3(f, head=False),
+        lambda f: folders.eagle3(f, head=False, whole=True),
     ],
 )
 def test_what_is_written_reads_back_the_same(tmp_path, make):

@@ -130,13 +130,16 @@ def _norm(claims: Claims, config: dict[str, Any], nested: dict[str, Any], flag: 
 
 
 def _draft_vocabulary(claims: Claims, config: dict[str, Any], target: TargetFacts, hidden: int) -> int:
-    """Vd. Without a head of its own, the rows of the target's that d2t names, or all of them."""
+    """Vd. Without a head of its own all that the target's knows, so that a map of some is a contradiction."""
     if "lm_head.weight" in claims:
         size = claims.shape("lm_head.weight", 2)[0]
     elif hidden != target.hidden:
         raise claims.missing("lm_head.weight", f"the head of {target.name} reads width {target.hidden}, not {hidden}")
     else:
-        size = claims.shape("d2t", 1)[0] if "d2t" in claims else target.vocab_size
+        size = target.vocab_size
+        drafted = claims.shape("d2t", 1)[0] if "d2t" in claims else size
+        if drafted != size:
+            raise claims.missing("lm_head.weight", f"d2t names {drafted} of the {size} tokens, for a head of that size")
     if size > target.vocab_size:
         raise claims.refuse(
             f"lm_head.weight has {size} rows, and {target.name} has {target.vocab_size} tokens; use a drafter for it"
