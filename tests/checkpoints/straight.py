@@ -1,0 +1,179 @@
+"""What every published drafter computes, straight from its formulas and the names on disk: whole sequences, float64.
+
+Nothing here is shared with the library, so that a mistake has to be made twice to go unseen.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Weights = Mapping[str, Tensor]
+
+
+def wide(tensors: Weights) -> dict[str, Tensor]:
+    return {name: value.double() if value.is_floating_point() else value for name, value in tensors.items()}
+
+
+def silu(x: Tensor) -> Tensor:
+    return x / (1 + torch.exp(-x))
+
+
+def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
+
+
+def medusa(w: Weights, head: int, layers: int, h: Tensor, lm_head: Tensor | None = None) -> Tensor:
+    """Logits [.., V] of x_{t+2+head} from the state h_t [.., H]."""
+    x = h
+    for layer in range(layers):
+        x = x + silu(x @ w[f"{head}.{layer}.linear.weight"].T + w[f"{head}.{layer}.linear.bias"])
+    return x @ (w[f"{head}.{layers}.weight"] if lm_head is None else lm_head).T
+
+
+def speculator(w: Weights, n: int, is_tied: bool, is_scaled: bool, h: Tensor, tokens: Sequence[int]) -> list[Tensor]:
+    """Logits [V] of x_{t+2}, x_{t+3}, ... from h_t [H] and the tokens x_{t+1}, x_{t+2}, ..."""
+    inner = w["speculator.proj.0.weight"].shape[0]
+    state_weight = 0.5 ** (0.5 / n)
+    token_weight = math.sqrt((1 - state_weight**2) * inner / 2)
+    one = torch.ones(())
+    s = rms(h, one, 1e-6) / math.sqrt(2) if is_scaled else h
+    out = []
+    for i, token in enumerate(tokens):
+        j, k = (0, min(i, 1)) if is_tied else (i, i)
+        z = w[f"speculator.emb.{j}.weight"][token]
+        s = w[f"speculator.proj.{k}.weight"] @ s + token_weight / state_weight * z
+        s = rms(s, w[f"speculator.ln.{j}.weight"], 1e-6) + w[f"speculator.ln.{j}.bias"]
+        s = s * 0.5 * (1 + torch.erf(s / math.sqrt(2)))
+        out.append(w[f"speculator.head.{j}.weight"] @ s)
+    return out
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Of a decoder layer, as config.json gives them."""
+
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 8
+    eps: float = 1e-5
+    theta: float = 500.0
+    factor: float = 1.0  # of linear rope scaling
+
+
+def turned(x: Tensor, numbers: Numbers) -> Tensor:
+    """[L, heads, D] by position: pairs (i, i + D/2) turn by position / theta^(2i/D)."""
+    half = x.shape[-1] // 2
+    out = torch.empty_like(x)
+    for position in range(len(x)):
+        for i in range(half):
+            angle = position / numbers.factor / numbers.theta ** (2 * i / (2 * half))
+            a, b = x[position, :, i], x[position, :, i + half]
+            out[position, :, i] = a * math.cos(angle) - b * math.sin(angle)
+            out[position, :, i + half] = b * math.cos(angle) + a * math.sin(angle)
+    return out
+
+
+def attention(w: Weights, prefix: str, x: Tensor, n: Numbers) -> Tensor:
+    """[L, width] -> [L, H], every row sees itself and those before it."""
+
+    def project(name: str, heads: int) -> Tensor:
+        y = x @ w[f"{prefix}.{name}_proj.weight"].T
+        if f"{prefix}.{name}_proj.bias" in w:
+            y = y + w[f"{prefix}.{name}_proj.bias"]
+        y = y.view(len(x), heads, n.head_dim)
+        norm = w.get(f"{prefix}.{name}_norm.weight")
+        return y if norm is None else rms(y, norm, n.eps)
+
+    q, k, v = turned(project("q", n.heads), n), turned(project("k", n.kv_heads), n), project("v", n.kv_heads)
+    mixed = torch.zeros(len(x), n.heads, n.head_dim, dtype=x.dtype)
+    for head in range(n.heads):
+        kv = head // (n.heads // n.kv_heads)
+        for row in range(len(x)):
+            scores = k[: row + 1, kv] @ q[row, head] / math.sqrt(n.head_dim)
+            share = torch.exp(scores - scores.max())
+            mixed[row, head] = (share / share.sum()) @ v[: row + 1, kv]
+    return mixed.flatten(1) @ w[f"{prefix}.o_proj.weight"].T
+
+
+def mlp(w: Weights, prefix: str, x: Tensor) -> Tensor:
+    gated = silu(x @ w[f"{prefix}.gate_proj.weight"].T) * (x @ w[f"{prefix}.up_proj.weight"].T)
+    return gated @ w[f"{prefix}.down_proj.weight"].T
+
+
+def eagle_layers(w: Weights, layers: int, tokens: Sequence[int], features: Tensor, rows: Tensor, n: Numbers) -> Tensor:
+    """[L, H]: the state that stands for h_{t+1}, from x_{t+1} and feature t at every t. `rows` embed tokens."""
+    f = torch.cat([rows[list(tokens)], features], -1) @ w["fc.weight"].T
+    if "fc.bias" in w:
+        f = f + w["fc.bias"]
+    for i in range(layers):
+        read = f if i == 0 else rms(f, w[f"layers.{i}.input_layernorm.weight"], n.eps)
+        f = f + attention(w, f"layers.{i}.self_attn", read, n)
+        f = f + mlp(w, f"layers.{i}.mlp", rms(f, w[f"layers.{i}.post_attention_layernorm.weight"], n.eps))
+    return f
+
+
+def eagle(
+    w: Weights, layers: int, tokens: Sequence[int], h: Tensor, rows: Tensor, lm_head: Tensor, n: Numbers
+) -> tuple[Tensor, Tensor]:
+    """Logits and features of as many rows as there are tokens: the first len(h) read true states, the others the output
+    before them. Everything is computed again for every row."""
+    features = h
+    while True:
+        out = eagle_layers(w, layers, tokens[: len(features)], features, rows, n)
+        if len(features) == len(tokens):
+            return out @ lm_head.T, out
+        features = torch.cat([features, out[-1:]])
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What an EAGLE-3 config says beside its layer."""
+
+    first: str = "midlayer"
+    layers: int = 1
+    norm_before_residual: bool = False
+    norm_output: bool = False
+
+
+def taken(w: Weights, states: Sequence[Tensor], n: Numbers) -> Tensor:
+    """[L, H] what the layer reads in place of the target's states [L, H_t] at its boundaries."""
+    names = [[f"fc_norm.{i}.weight", f"aux_norm_{place}.weight"] for i, place in enumerate(("low", "mid", "high"))]
+    parts = list(states)
+    for i, aliases in enumerate(names):
+        for name in aliases:
+            if name in w:
+                parts[i] = rms(parts[i], w[name], n.eps)
+    x = torch.cat(parts, -1)
+    if "input_norm.weight" in w:
+        x = rms(x, w["input_norm.weight"], n.eps)
+    return x @ w["fc.weight"].T if "fc.weight" in w else x
+
+
+def eagle3_layers(w: Weights, tokens: Sequence[int], g: Tensor, rows: Tensor, n: Numbers, flags: Flags) -> Tensor:
+    first = flags.first
+    normed = rms(g, w[f"{first}.hidden_norm.weight"], n.eps)
+    embedded = rms(rows[list(tokens)], w[f"{first}.input_layernorm.weight"], n.eps)
+    residual = normed if flags.norm_before_residual else g
+    h = residual + attention(w, f"{first}.self_attn", torch.cat([embedded, normed], -1), n)
+    h = h + mlp(w, f"{first}.mlp", rms(h, w[f"{first}.post_attention_layernorm.weight"], n.eps))
+    for i in range(1, flags.layers):
+        h = h + attention(w, f"layers.{i}.self_attn", rms(h, w[f"layers.{i}.input_layernorm.weight"], n.eps), n)
+        h = h + mlp(w, f"layers.{i}.mlp", rms(h, w[f"layers.{i}.post_attention_layernorm.weight"], n.eps))
+    return h
+
+
+def eagle3(
+    w: Weights, tokens: Sequence[int], states: Sequence[Tensor], rows: Tensor, lm_head: Tensor, n: Numbers, flags: Flags
+) -> tuple[Tensor, Tensor]:
+    """As `eagle`, of the target's states [L, H_t] at every boundary; logits are over the drafted tokens."""
+    features = taken(w, states, n)
+    while True:
+        h = eagle3_layers(w, tokens[: len(features)], features, rows, n, flags)
+        normed = rms(h, w["norm.weight"], n.eps)
+        following = normed if flags.norm_output else h
+        if len(features) == len(tokens):
+            return normed @ lm_head.T, following
+        features = torch.cat([features, following[-1:]])
