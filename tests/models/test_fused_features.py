@@ -127,9 +127,7 @@ CASES = {
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 EACH = pytest.mark.parametrize("name", CASES)
 EACH_TYPE = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-SOME = pytest.mark.parametrize(
-    "name", ["joined, biases", "paired", "paired, 2 layers, odd sizes, one key head"]
-)  # fmt: skip
+SOME = pytest.mark.parametrize("name", ["joined, biases", "paired", "paired, 2 layers, odd sizes, one key head"])
 
 
 @cache

@@ -96,7 +96,7 @@ class FusedFeatures:
             heads=shape.heads,
             kv_heads=shape.kv_heads,
             head_dim=shape.head_dim,
-            rotary=2 * len(rotary.inv_freq),
+            rotary=shape.head_dim,
             inner=records[0].gate_up.n // 2,
             has_bf16_kv=dtype == torch.bfloat16,
             has_bf16_embedding=embedding.dtype == torch.bfloat16,
