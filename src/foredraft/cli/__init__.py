@@ -11,6 +11,7 @@ import foredraft
 from foredraft.cli import shell
 from foredraft.cli.bench import bench
 from foredraft.cli.generate import generate
+from foredraft.cli.train import train
 from foredraft.cli.version import version
 from foredraft.cli.zoo import zoo
 
@@ -44,6 +45,7 @@ def root(
 
 
 app.command("generate")(generate)
+app.command("train")(train)
 app.command("version")(version)
 app.add_typer(bench, name="bench")
 app.add_typer(zoo, name="zoo")

@@ -1,0 +1,213 @@
+"""The loop: batches of traces in, losses back, steps of the optimizer; it knows no method.
+
+A run is a function of its plan and seed alone: what a step reads and draws depends on its number, so that a run which
+was stopped and taken up again ends with the same bits.
+"""
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from foredraft.drafters.training import Losses, Trace
+from foredraft.errors import ForedraftError
+from foredraft.train.checkpoint import Checkpoints
+from foredraft.train.metrics import Metrics
+from foredraft.train.optimizer import Optimizer, Schedule
+from foredraft.train.place import Place
+from foredraft.train.windows import Order
+
+LOG_EVERY = 10  # steps between entries of metrics.jsonl
+SMOOTHING = 0.9
+
+
+class Source(Protocol):
+    """Where traces come from."""
+
+    def read(self, rows: Sequence[int], step: int) -> Trace: ...
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long a run goes on and what it does on its way."""
+
+    steps: int
+    rows: int  # of a step, over all processes
+    parts: int = 1  # passes that one step is made of
+    clip: float = 1.0
+    save_every: int = 200
+    eval_every: int = 0  # 0 = at the end
+    max_steps: int | None = None  # of this run, after which it stops as if interrupted
+    max_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a watcher is told after every step."""
+
+    step: int
+    steps: int
+    loss: float  # smoothed
+    tokens_per_second: float
+    seconds_left: float
+    figures: Mapping[str, Any] | None = None  # of the last measurement, once there is one
+
+
+@dataclass
+class Loop:
+    place: Place
+    networks: Mapping[str, nn.Module]  # whose state a checkpoint holds
+    loss: Callable[[Trace, int], Losses]  # of a part of a step's batch
+    source: Source
+    order: Order
+    optimizer: Optimizer
+    schedule: Schedule
+    pace: Pace
+    seed: int
+    checkpoints: Checkpoints
+    metrics: Metrics
+    about: Mapping[str, Any]  # goes into every checkpoint
+    measure: Callable[[], Mapping[str, Any]]
+    publish: Callable[[], None]  # write what can be drafted with now
+    watch: Callable[[Standing], None] = lambda standing: None
+    step: int = 0
+    smooth: float = math.nan
+    figures: Mapping[str, Any] | None = None
+    _is_stopped: bool = field(default=False, init=False)
+    _num_tokens: int = field(default=0, init=False)  # this run has read
+    _paused: float = field(default=0.0, init=False)  # seconds spent on anything but steps
+
+    def run(self) -> bool:
+        """Go on until all steps are done; False if stopped before. Either way the checkpoint is of the last step."""
+        first, began = self.step, time.monotonic()
+        with self._stoppable():
+            while self.step < self.pace.steps and not self._must_stop(first, began):
+                parts = self._advance()
+                self._tell(first, began, parts)
+                if self.pace.eval_every and self.step % self.pace.eval_every == 0 and self.step < self.pace.steps:
+                    self._measure()
+                if self.step % self.pace.save_every == 0 and self.step < self.pace.steps:
+                    self._save()
+            is_done = self.step >= self.pace.steps
+            if is_done:
+                self._measure()
+            self._save()
+        return is_done
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Go on from what a checkpoint says."""
+        self.step, self.smooth = int(state["step"]), float(state["loss"])
+
+    def _advance(self) -> dict[str, float]:
+        """One step; the parts of its loss, and the norm of its gradient."""
+        place, pace, step = self.place, self.pace, self.step
+        torch.manual_seed((self.seed * 1_000_003 + step) * 1009 + place.rank)
+        own = pace.rows // place.num_processes
+        rows = self.order.take(step * pace.rows + place.rank * own, own)
+        size = -(-own // pace.parts)
+        sums: dict[str, float] = {}
+        for first in range(0, own, size):
+            trace = self.source.read(rows[first : first + size], step)
+            self._num_tokens += trace.tokens[:, 1:].numel() * place.num_processes
+            with place.autocast():
+                losses = self.loss(trace, step)
+            learnt = float(trace.mask.sum())
+            (losses.total * learnt).backward()  # type: ignore[no-untyped-call]
+            found = {**losses.parts, "loss": losses.total.item(), "learnt": 1.0}
+            sums = {name: sums.get(name, 0.0) + value * learnt for name, value in found.items()}
+        means = self._combine(sums)
+        loss = means.pop("loss")
+        if not math.isfinite(loss):
+            raise ForedraftError(f"the loss is {loss} at step {step + 1}; lower --learning-rate and begin again")
+        norm = self.optimizer.step(self.schedule.scale(step), pace.clip)
+        self.smooth = loss if math.isnan(self.smooth) else SMOOTHING * self.smooth + (1 - SMOOTHING) * loss
+        self.step += 1
+        return {**means, "grad_norm": norm}
+
+    def _combine(self, sums: dict[str, float]) -> dict[str, float]:
+        """Sums over this process's tokens to learn become means over all processes'; so do the gradients."""
+        names = sorted(sums)
+        values = torch.tensor([sums[name] for name in names], dtype=torch.float64, device=self.place.device)
+        self.place.add(values)
+        total = dict(zip(names, values.tolist(), strict=True))
+        learnt = max(total.pop("learnt"), 1.0)
+        for parameter in self.optimizer.parameters:
+            if parameter.grad is None:  # every process has to send something
+                parameter.grad = torch.zeros_like(parameter)
+            self.place.add(parameter.grad)
+            parameter.grad /= learnt
+        return {name: value / learnt for name, value in total.items()}
+
+    def _tell(self, first: int, began: float, parts: Mapping[str, float]) -> None:
+        spent = max(time.monotonic() - began - self._paused, 1e-9)
+        speed = self._num_tokens / spent
+        left = spent / (self.step - first) * (self.pace.steps - self.step)
+        if self.step % LOG_EVERY == 0 or self.step == self.pace.steps or self.step == 1:
+            scale = self.schedule.scale(self.step - 1) * self.optimizer.learning_rate
+            figures = {"loss": self.smooth, "learning_rate": scale, "tokens_per_second": speed, **parts}
+            self.metrics.note(self.step, {name: float(f"{x:.6g}") for name, x in figures.items()})
+        self.watch(Standing(self.step, self.pace.steps, self.smooth, speed, left, self.figures))
+
+    def _measure(self) -> None:
+        """Between steps; only the first process measures, the others wait."""
+        began = time.monotonic()
+        if self.place.is_main:
+            with _evaluating(self.networks.values()):
+                self.figures = self.measure()
+            if self.figures:
+                self.metrics.note(self.step, {"eval": dict(self.figures)})
+        self.place.wait()
+        self._paused += time.monotonic() - began
+
+    def _save(self) -> None:
+        began = time.monotonic()
+        if self.place.is_main:
+            self.publish()
+            self.checkpoints.save(self.step, self.networks, self.optimizer, {**self.about, "loss": self.smooth})
+        self.place.wait()
+        self._paused += time.monotonic() - began
+
+    def _must_stop(self, first: int, began: float) -> bool:
+        pace, done = self.pace, self.step - first
+        is_late = pace.max_seconds is not None and done > 0 and time.monotonic() - began >= pace.max_seconds
+        is_enough = pace.max_steps is not None and done >= pace.max_steps
+        return self.place.any(self._is_stopped or is_late or is_enough)
+
+    @contextmanager
+    def _stoppable(self) -> Iterator[None]:
+        """Ctrl-C and SIGTERM stop after the step under way; a second Ctrl-C stops at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def stop(number: int, frame: object) -> None:
+            if self._is_stopped and number == signal.SIGINT:
+                raise KeyboardInterrupt
+            self._is_stopped = True
+
+        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+@contextmanager
+def _evaluating(networks: Any) -> Iterator[None]:
+    modes = [(network, network.training) for network in networks]
+    for network, _ in modes:
+        network.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for network, is_training in modes:
+            network.train(is_training)

@@ -1,0 +1,203 @@
+"""One training run from a plan to a folder with a drafter in it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from foredraft import LLM
+from foredraft.checkpoints import read
+from foredraft.checkpoints.base import TargetFacts
+from foredraft.drafters.training import Losses, Trace, Trainee
+from foredraft.errors import ForedraftError
+from foredraft.models.lm import HFModel
+from foredraft.train.checkpoint import Checkpoints
+from foredraft.train.data import Reader
+from foredraft.train.documents import Document, digest, hold_out
+from foredraft.train.loop import Loop, Pace, Standing
+from foredraft.train.metrics import Metrics
+from foredraft.train.optimizer import Group, Optimizer, Schedule
+from foredraft.train.place import Place
+from foredraft.train.plan import Plan, settle
+from foredraft.train.publish import publish
+from foredraft.train.settings import config_of, method_of
+from foredraft.train.trace import Tracer, default_top
+from foredraft.train.windows import Order, Windows
+
+DEFAULT_STEPS = 1000
+HELD_ROWS = 16  # rows of held-out text that the loss is measured on
+Say = Callable[[str], None]
+Watch = Callable[[Standing], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    folder: Path
+    is_done: bool
+    step: int
+    steps: int
+    figures: dict[str, Any] = field(default_factory=dict)  # of the last measurement
+
+
+def train(
+    plan: Plan, say: Say = lambda line: None, watch: Watch = lambda standing: None, module: Any = None
+) -> Outcome:
+    """Run a plan, or go on with it where it stopped. Raises ForedraftError with one line that says what to do.
+
+    module: what trains, where it is not the method of that name.
+    """
+    plan.check()
+    module = method_of(plan.method) if module is None else module
+    config = config_of(module, plan.settings or {})
+    place = Place.find(plan.device, plan.precision)
+    if not place.is_main:
+        say = _silent
+    llm = LLM(plan.model, None, dtype=plan.dtype, device=place.device)
+    if plan.data.context > llm.target.context_length:
+        raise ForedraftError(
+            f"--context {plan.data.context} is longer than the {llm.target.context_length} tokens of {llm.target.name}"
+        )
+    documents, held = _documents(plan, llm, say)
+    if hasattr(module, "learn"):
+        module.learn(config, [document.ids for document in documents], llm.target, plan.out)
+        return Outcome(plan.out, True, 1, 1)
+    return _Run(plan, module, config, place, llm, documents, held, say, watch).go()
+
+
+def _silent(line: str) -> None:
+    return
+
+
+def _documents(plan: Plan, llm: LLM, say: Say) -> tuple[list[Document], list[Document]]:
+    """(to learn from, to measure on)"""
+    reader = Reader(llm.tokenizer, llm.target.vocab_size, _end_ids(llm))
+    documents = reader.documents(plan.data.files)
+    if plan.data.held_out:
+        return documents, reader.documents(plan.data.held_out)
+    return hold_out(documents, plan.data.held_out_share)
+
+
+@dataclass
+class _Run:
+    plan: Plan
+    module: Any
+    config: Any
+    place: Place
+    llm: LLM
+    documents: Sequence[Document]
+    held: Sequence[Document]
+    say: Say
+    watch: Watch
+
+    def go(self) -> Outcome:
+        plan, place = self.plan, self.place
+        checkpoints = Checkpoints(plan.out)
+        found = checkpoints.latest()
+        identity = plan.identity(target=_fingerprint(self.llm.target), text=digest(self.documents))
+        if place.is_main:
+            settle(plan.out, identity, found is not None)
+        place.wait()
+        torch.manual_seed(plan.steps.seed)
+        self.trainee: Trainee = self.module.trainee(self.config, self.llm.target, self._start())
+        loop = self._loop(checkpoints)
+        if found is not None:
+            loop.resume(checkpoints.load(found, loop.networks, loop.optimizer))
+            self.say(f"going on after step {loop.step} of {loop.pace.steps}")
+        loop.metrics = Metrics.open(plan.out, loop.step, plan.tensorboard) if place.is_main else Metrics(None)
+        is_done = loop.run()
+        loop.metrics.close()
+        return Outcome(plan.out, is_done, loop.step, loop.pace.steps, dict(loop.figures or {}))
+
+    def _start(self) -> Any:
+        """A checkpoint that was read, or the folder where it is a whole model."""
+        if self.plan.start is None:
+            return None
+        if not Path(self.plan.start).is_dir():
+            raise ForedraftError(f"--start {self.plan.start!r} is not a folder; give one that holds a drafter")
+        target = self.llm.target
+        found, _ = read.recognise(self.plan.start)
+        if found not in read.READERS:
+            return Path(self.plan.start)
+        facts = TargetFacts(target.name, target.hidden_size, target.vocab_size, target.num_layers)
+        return read.read(self.plan.start, facts, self.plan.method)
+
+    def _loop(self, checkpoints: Checkpoints) -> Loop:
+        plan, steps, place = self.plan, self.plan.steps, self.place
+        network = self.trainee.network.to(place.device).train()
+        for parameter in network.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()  # what is updated in small steps
+        place.share(tensor.data for tensor in network.state_dict().values())
+        windows = Windows.pack(self.documents, plan.data.context)
+        rows = max(steps.batch_tokens // plan.data.context, place.num_processes)
+        rows -= rows % place.num_processes
+        total = steps.steps or min(-(-len(windows) // rows), DEFAULT_STEPS)
+        self.say(
+            f"{len(self.documents):,} texts, {len(windows):,} rows of {plan.data.context} tokens; {total} steps of "
+            f"{rows} rows ({total * rows / len(windows):.2g} passes over the data)"
+        )
+        top = plan.data.top or default_top(self.llm.target.vocab_size, is_cached=plan.data.cache is not None)
+        self.tracer = Tracer(self.llm.target, self.trainee.taps, top)
+        return Loop(
+            place=place,
+            networks={"drafter": network},
+            loss=self._loss,
+            source=Live(windows, self.tracer),
+            order=Order(len(windows), steps.seed),
+            optimizer=Optimizer(
+                steps.optimizer, [Group.of(network)], steps.learning_rate, steps.weight_decay
+            ),
+            schedule=Schedule(total, max(1, round(steps.warmup * total)), steps.decay),
+            pace=Pace(
+                steps=total, rows=rows, parts=steps.parts, clip=steps.clip, save_every=plan.save_every,
+                eval_every=plan.evaluation.every, max_steps=plan.max_steps,
+                max_seconds=None if plan.max_minutes is None else 60 * plan.max_minutes,
+            ),
+            seed=steps.seed,
+            checkpoints=checkpoints,
+            metrics=Metrics(None),
+            about={},
+            measure=self._measure,
+            publish=self._publish,
+            watch=self.watch if place.is_main else lambda standing: None,
+        )  # fmt: skip
+
+    def _loss(self, trace: Trace, step: int) -> Losses:
+        return self.trainee.loss(trace)
+
+    def _publish(self) -> None:
+        publish(self.trainee, self.plan.method, self.plan.out)
+
+    def _measure(self) -> dict[str, Any]:
+        return {}
+
+
+@dataclass(frozen=True)
+class Live:
+    """Traces made when they are read."""
+
+    windows: Windows
+    tracer: Tracer
+
+    def read(self, rows: Sequence[int], step: int) -> Trace:
+        return self.tracer.trace(*self.windows.read(rows))
+
+
+def _end_ids(llm: LLM) -> frozenset[int]:
+    """What separates texts in an array of ids."""
+    configured = llm.target.model.config.get_text_config().eos_token_id
+    own = getattr(llm.tokenizer, "eos_token_id", None)
+    found = [*(configured if isinstance(configured, list) else [configured]), own]
+    return frozenset(int(one) for one in found if one is not None)
+
+
+def _fingerprint(target: HFModel) -> dict[str, Any]:
+    """Of the target, without reading all of it: a name may stay while the weights change."""
+    sample = target.embedding[:: max(1, len(target.embedding) // 64)].double()
+    return {
+        "parameters": target.num_parameters,
+        "vocab_size": target.vocab_size,
+        "sum": float(f"{float(sample.sum()):.9g}"),
+    }

@@ -1,0 +1,84 @@
+"""Words of the command line as the options of a method: `key=value` into the frozen dataclass it calls TrainConfig."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from types import ModuleType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from foredraft.drafters.base import methods, parse
+from foredraft.drafters.training import check_loss
+from foredraft.errors import ForedraftError
+
+
+def trainable() -> dict[str, ModuleType]:
+    """The methods that can be trained, by name."""
+    return {name: module for name, module in methods().items() if hasattr(module, "TrainConfig")}
+
+
+def method_of(name: str) -> ModuleType:
+    """Raises ForedraftError naming those there are."""
+    found = trainable()
+    if name not in found:
+        raise ForedraftError(f"{name!r} cannot be trained; use one of {', '.join(sorted(found))}")
+    return found[name]
+
+
+def pairs(settings: Sequence[str]) -> dict[str, str]:
+    """From key=value."""
+    found = {}
+    for setting in settings:
+        key, sign, value = setting.partition("=")
+        if not sign or not key:
+            raise ForedraftError(f"--set takes key=value, got {setting!r}")
+        found[key.strip().replace("-", "_")] = value.strip()
+    return found
+
+
+def config_of(module: Any, settings: Mapping[str, str]) -> Any:
+    """The method's TrainConfig. Raises ForedraftError for an option it does not have or a value of another type."""
+    kind = module.TrainConfig
+    hints = get_type_hints(kind)
+    known = [spec.name for spec in fields(kind)]
+    values = {}
+    for key, value in settings.items():
+        values[key] = _value(key, value, hints[key]) if key in known else value
+    try:
+        config = parse(kind, values)
+    except ValueError:
+        unknown = next(key for key in settings if key not in known)
+        raise ForedraftError(
+            f"unknown training option {unknown!r}; this method takes: {', '.join(sorted(known)) or 'none'}"
+        ) from None
+    if "loss" in known:
+        check_loss(config.loss)
+    return config
+
+
+def _value(key: str, text: str, hint: Any) -> Any:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        value = {"None": None, "True": True, "False": False}.get(text, text)
+    if hint is str:
+        return text
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    for one in kinds:
+        plain = get_origin(one) or one
+        if plain is type(None) and value is None:
+            return None
+        if plain is bool and isinstance(value, bool):
+            return value
+        if plain in (int, float) and isinstance(value, int | float) and not isinstance(value, bool):
+            if plain is float or value == int(value):
+                return plain(value)
+        elif plain is tuple and isinstance(value, list):
+            return _frozen(value)
+        elif plain is str and isinstance(value, str):
+            return value
+    wanted = " or ".join("None" if k is type(None) else getattr(get_origin(k) or k, "__name__", str(k)) for k in kinds)
+    raise ForedraftError(f"the training option {key} takes {wanted}, got {text!r}")
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
