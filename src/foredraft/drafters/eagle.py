@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from foredraft.checkpoints.base import EagleShape
+from foredraft.checkpoints.base import Checkpoint, EagleShape
 from foredraft.checkpoints.read import read
 from foredraft.checkpoints.write import write
 from foredraft.drafters.base import Context
@@ -20,6 +20,7 @@ from foredraft.drafters.growth import Plan
 from foredraft.drafters.recurrent import FeatureDrafter
 from foredraft.drafters.training import Losses, Trace, check_loss, draft_loss, mean
 from foredraft.drafters.unrolled import Step, unroll, weighted
+from foredraft.errors import ForedraftError
 from foredraft.kv.pool import KVPool
 from foredraft.models.block import Attend, Layer, Rotary
 from foredraft.models.feature_lm import FeatureLM
@@ -81,14 +82,24 @@ class EagleNetwork(nn.Module):
 def create(config: Config, context: Context) -> FeatureDrafter:
     """Raises ForedraftError for a head of another kind or another target."""
     target, name = required(context, METHOD)
-    checkpoint = read(name, facts(target), METHOD)
-    assert isinstance(checkpoint.shape, EagleShape), "the reader was asked for this method"
-    network = EagleNetwork(checkpoint.shape, target)
-    network.load_state_dict(checkpoint.tensors)
-    network.to(context.device, context.dtype).eval()
-    network.embedding = embedding_of(own_rows(network), target, name)
+    return from_checkpoint(config, read(name, facts(target), METHOD), context)
+
+
+def from_checkpoint(config: Config, checkpoint: Checkpoint, context: Context) -> FeatureDrafter:
+    """From a head that is loaded, beside context.target."""
+    assert context.target is not None, "a drafter on the target's states was made without a target"
+    network = _network(checkpoint, context.target).to(context.device, context.dtype).eval()
+    network.embedding = embedding_of(own_rows(network), context.target, checkpoint.folder)
     lm = FeatureLM(network, context.dtype, KVPool(is_native=context.fused), _fused(network, context))
     return FeatureDrafter(lm, (NORMED,), config.plan(context.num_tokens), context)
+
+
+def _network(checkpoint: Checkpoint, target: HFModel) -> EagleNetwork:
+    if not isinstance(checkpoint.shape, EagleShape):
+        raise ForedraftError(f"{checkpoint.folder} holds no EAGLE head but {checkpoint.format}")
+    network = EagleNetwork(checkpoint.shape, target)
+    network.load_state_dict(checkpoint.tensors)
+    return network
 
 
 def _fused(network: EagleNetwork, context: Context) -> FusedFeatures | None:
@@ -142,15 +153,13 @@ class EagleTrainee:
         write(folder, METHOD, self.network.shape, self.network.state_dict(), {})
 
 
-def trainee(config: TrainConfig, target: HFModel, start: Path | None = None) -> EagleTrainee:
-    """A new head for a target, or one to go on with. Raises ForedraftError for a loss that is not known."""
+def trainee(config: TrainConfig, target: HFModel, start: Checkpoint | None = None) -> EagleTrainee:
+    """A new head for a target, or one to go on with. Raises ForedraftError for options that make none."""
     check_loss(config.loss)
+    if config.steps < 1 or config.num_layers < 1 or not 0 < config.decay <= 1:
+        raise ForedraftError("steps and num_layers must be positive, and decay lie in 0..1")
     if start is not None:
-        checkpoint = read(start, facts(target), METHOD)
-        assert isinstance(checkpoint.shape, EagleShape), "the reader was asked for this method"
-        network = EagleNetwork(checkpoint.shape, target)
-        network.load_state_dict({name: tensor.float() for name, tensor in checkpoint.tensors.items()})
-        return EagleTrainee(config, network.to(target.device))
+        return EagleTrainee(config, _network(start, target).float().to(target.device))
     shape = EagleShape(block_like(target), target.vocab_size, config.num_layers, config.has_fc_bias)
     network = EagleNetwork(shape, target).to(target.device)
     pass_through(network.fc, network.layers)

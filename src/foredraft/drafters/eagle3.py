@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from foredraft.checkpoints.base import Eagle3Shape
+from foredraft.checkpoints.base import Checkpoint, Eagle3Shape
 from foredraft.checkpoints.read import read
 from foredraft.checkpoints.write import write
 from foredraft.drafters.base import Context
@@ -119,22 +119,30 @@ class Eagle3Network(nn.Module):
 def create(config: Config, context: Context) -> FeatureDrafter:
     """Raises ForedraftError for a head of another kind or another target."""
     target, name = required(context, METHOD)
-    network = _load(name, target).to(context.device, context.dtype).eval()
-    network.embedding = embedding_of(own_rows(network), target, name)
+    return from_checkpoint(config, read(name, facts(target), METHOD), context)
+
+
+def from_checkpoint(config: Config, checkpoint: Checkpoint, context: Context) -> FeatureDrafter:
+    """From a head that is loaded, beside context.target."""
+    assert context.target is not None, "a drafter on the target's states was made without a target"
+    network = _network(checkpoint, context.target).to(context.device, context.dtype).eval()
+    network.embedding = embedding_of(own_rows(network), context.target, checkpoint.folder)
     lm = FeatureLM(network, context.dtype, KVPool(is_native=context.fused), _fused(network, context))
     return FeatureDrafter(lm, network.shape.taps, config.plan(context.num_tokens), context, network.ids)
 
 
-def _load(name: str | Path, target: HFModel) -> Eagle3Network:
-    checkpoint = read(name, facts(target), METHOD)
-    assert isinstance(checkpoint.shape, Eagle3Shape), "the reader was asked for this method"
-    network = Eagle3Network(checkpoint.shape, target)
-    network.load_state_dict(checkpoint.tensors)
-    if not checkpoint.shape.has_embedding and checkpoint.shape.block.hidden != target.hidden_size:
+def _network(checkpoint: Checkpoint, target: HFModel) -> Eagle3Network:
+    shape = checkpoint.shape
+    if not isinstance(shape, Eagle3Shape):
+        raise ForedraftError(f"{checkpoint.folder} holds no EAGLE-3 head but {checkpoint.format}")
+    is_narrower = shape.block.hidden != target.hidden_size
+    if is_narrower and not (shape.has_embedding and shape.has_own_head):
         raise ForedraftError(
-            f"{name} is {checkpoint.shape.block.hidden} wide, {target.name} {target.hidden_size}, and it brings no "
-            "embed_tokens of its own; it was exported for another target or without them"
+            f"{checkpoint.folder} is {shape.block.hidden} wide and {target.name} {target.hidden_size}, and it lacks "
+            "embed_tokens or lm_head of its own; it was made for another target, or exported without them"
         )
+    network = Eagle3Network(shape, target)
+    network.load_state_dict(checkpoint.tensors)
     return network
 
 
@@ -202,11 +210,13 @@ class Eagle3Trainee:
         write(folder, METHOD, self.network.shape, self.network.state_dict(), {})
 
 
-def trainee(config: TrainConfig, target: HFModel, start: Path | None = None) -> Eagle3Trainee:
+def trainee(config: TrainConfig, target: HFModel, start: Checkpoint | None = None) -> Eagle3Trainee:
     """A new head for a target, or one to go on with. Raises ForedraftError for options that make none."""
     check_loss(config.loss)
+    if config.steps < 1 or config.num_layers < 1 or not 0 < config.decay <= 1:
+        raise ForedraftError("steps and num_layers must be positive, and decay lie in 0..1")
     if start is not None:
-        return Eagle3Trainee(config, _load(start, target).float().to(target.device))
+        return Eagle3Trainee(config, _network(start, target).float().to(target.device))
     network = Eagle3Network(_shape(config, target), target).to(target.device)
     pass_through(network.fc, network.layers)
     _copy_head(network, torch.arange(network.shape.draft_vocab_size))
