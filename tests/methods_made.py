@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
+import heads_made
 import models_made
+import recurrent_made
 from foredraft.drafters.base import Context, Drafter, methods
 
 
@@ -32,6 +34,18 @@ def _created(method: str, num_tokens: int, **options: object) -> Drafter:
 MADE: dict[str, Made] = {
     "draft_model": Made(models_made.draft_model),
     "draft_model, tree": Made(lambda k: models_made.draft_model(k, (3, 2, 1, 1, 2, 1, 1, 1)[:k]), is_chain=False),
+    "eagle": Made(recurrent_made.eagle_drafter),
+    "eagle, tree": Made(lambda k: recurrent_made.eagle_drafter(k, tree_nodes=3 * k, top_k=3), is_chain=False),
+    "eagle, fixed tree": Made(
+        lambda k: recurrent_made.eagle_drafter(k, branching=(3, 2, 1, 1, 2, 1, 1, 1)[:k]), is_chain=False
+    ),
+    "eagle3": Made(recurrent_made.eagle3_drafter),
+    "eagle3, tree": Made(lambda k: recurrent_made.eagle3_drafter(k, tree_nodes=3 * k, top_k=3), is_chain=False),
+    "eagle3, few tokens": Made(lambda k: recurrent_made.eagle3_drafter(k, draft_vocab_size=60)),
+    "medusa": Made(heads_made.medusa_drafter),
+    "medusa, tree": Made(lambda k: heads_made.medusa_drafter(k, tree_nodes=3 * k), is_chain=False),
+    "mlp_speculator": Made(heads_made.speculator_drafter),
+    "mlp_speculator, tree": Made(lambda k: heads_made.speculator_drafter(k, tree_nodes=3 * k), is_chain=False),
     "ngram": Made(lambda k: _created("ngram", k, prompt_lookup_min=1)),
     "ngram, branches": Made(lambda k: _created("ngram", k, prompt_lookup_min=1, branches=3), is_chain=False),
     "ngram_lm": Made(lambda k: _created("ngram_lm", k, min_confidence=0.01)),
