@@ -422,6 +422,13 @@ def test_a_model_that_is_ours_gives_up_the_weights_that_were_packed(family: str)
 
 
 @EACH
+def test_the_packed_head_can_be_shared(family: str) -> None:
+    lm = fused(family, torch.bfloat16)
+    assert lm.fused is not None
+    assert torch.equal(lm.fused.head.unpacked(), lm.model.lm_head.weight)
+
+
+@EACH
 def test_a_model_that_was_handed_over_keeps_its_weights(family: str) -> None:
     """They are its owner's; what runs is a copy of them as they were."""
     model = copy.deepcopy(original(family, torch.float32))

@@ -71,7 +71,7 @@ class FusedDecoder:
 
     native: Library
     record: Model
-    weights: list[PackedWeight]
+    weights: list[PackedWeight]  # the head's comes last
     tensors: list[Tensor]  # whatever else the record points to
     samples: list[Tensor]  # [0, H, D] of every layer, for its KV pool
     dtype: torch.dtype
@@ -100,6 +100,11 @@ class FusedDecoder:
         assert native is not None, "why_not was not asked"
         samples = [torch.empty(0, record.kv_heads, record.head_dim, dtype=dtype)] * record.layers
         return cls(native, record, packing.weights, packing.tensors, samples, dtype, vocab_size, rotary)
+
+    @property
+    def head(self) -> PackedWeight:
+        """For drafters to share."""
+        return self.weights[-1]
 
     def forward(self, window: Window, pool: KVPool, taps: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
         """Logits [R, V] in float32, and the tapped states [T, F] in the model's type."""
