@@ -47,6 +47,14 @@ def recognise(folder: str | Path) -> tuple[str, str]:
     return _recognised(files, config)
 
 
+def named_target(folder: str | Path) -> str | None:
+    """The target that a drafter's config names, if it names one. Raises ForedraftError."""
+    config = _opened(str(folder))[1]
+    verifier = (config.get("speculators_config") or {}).get("verifier") or {}
+    found = config.get("base_model_name_or_path") or verifier.get("name_or_path")
+    return found if isinstance(found, str) else None
+
+
 def read(folder: str | Path, target: TargetFacts, method: str | None = None) -> Checkpoint:
     """A drafter for `target`, checked whole; `method` is what the caller believes it to be. Raises ForedraftError."""
     files, config = _opened(str(folder))

@@ -10,6 +10,7 @@ import typer
 import foredraft
 from foredraft.cli import shell
 from foredraft.cli.bench import bench
+from foredraft.cli.export import export
 from foredraft.cli.generate import generate
 from foredraft.cli.train import train
 from foredraft.cli.version import version
@@ -44,6 +45,7 @@ def root(
         raise typer.Exit(shell.MISUSED)
 
 
+app.command("export")(export)
 app.command("generate")(generate)
 app.command("train")(train)
 app.command("version")(version)

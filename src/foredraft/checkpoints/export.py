@@ -1,0 +1,134 @@
+"""A drafter as other engines load it. What an engine would read wrongly or drop in silence is refused.
+
+What is said of engines here was read in vLLM 0.32 and SGLang 0.5.23.
+"""
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from foredraft.checkpoints import eagle, eagle3, medusa, mlp_speculator
+from foredraft.checkpoints.base import Checkpoint
+from foredraft.checkpoints.export_eagle import eagle_for_sglang, eagle_for_vllm
+from foredraft.checkpoints.export_eagle3 import as_speculators, for_sglang, for_vllm, portable
+from foredraft.checkpoints.layouts import Layout
+from foredraft.checkpoints.layouts import layout as published
+from foredraft.checkpoints.read import TITLES
+from foredraft.checkpoints.target import Target
+from foredraft.checkpoints.tensors import INDEXES, SINGLE
+from foredraft.checkpoints.write import save
+from foredraft.errors import ForedraftError
+
+Route = Callable[[Checkpoint, Target], tuple[Layout, list[str]]]
+FORMATS = ("eagle3", "speculators", "medusa", "mlp_speculator", "vllm", "sglang")
+NUM_TOKENS = 3  # in the commands shown: what the engines' own documents begin with
+
+
+@dataclass(frozen=True)
+class Exported:
+    notes: tuple[str, ...]  # what the user has to know of it
+    command: str | None  # that serves it
+
+
+def export(checkpoint: Checkpoint, fmt: str, out: str | Path, target: Target, is_forced: bool = False) -> Exported:
+    """Write `checkpoint` into folder `out`. Raises ForedraftError where the format or its engine cannot carry it."""
+    routes = ROUTES[checkpoint.method]
+    if fmt not in routes:
+        why = NOWHERE.get((checkpoint.method, fmt), f"{fmt} is no format for it")
+        raise ForedraftError(
+            f"{checkpoint.folder} holds {TITLES[checkpoint.method]}: {why}; use --format {' or '.join(routes)}"
+        )
+    made, notes = routes[fmt](checkpoint, target)
+    _check_place(Path(out), made.file, is_forced)
+    save(out, made, {"base_model_name_or_path": target.facts.name})
+    served = SERVED.get((checkpoint.method, fmt))
+    return Exported(tuple(notes), served and served(target.facts.name, str(out), checkpoint.method))
+
+
+def _check_place(out: Path, file: str, is_forced: bool) -> None:
+    if out.exists() and not out.is_dir():
+        raise ForedraftError(f"{out} is a file; give a folder")
+    if out.is_dir() and any(out.iterdir()) and not is_forced:
+        raise ForedraftError(f"{out} is not empty; give another folder, or --force to write over what is there")
+    others = [name for name in _weights(out) if name != file]
+    if others:
+        raise ForedraftError(
+            f"{out} holds other weights ({others[0]}) that engines would load too; give another folder"
+        )
+
+
+def _weights(folder: Path) -> Iterable[str]:
+    known = {*INDEXES, *SINGLE, *(file.name for file in folder.glob("*.safetensors"))}
+    return sorted(name for name in known if (folder / name).exists())
+
+
+def _medusa(checkpoint: Checkpoint, target: Target) -> tuple[Layout, list[str]]:
+    return published(checkpoint.shape, checkpoint.tensors), ["SGLang loads no Medusa heads; vLLM and TGI do"]
+
+
+def _medusa_for_vllm(checkpoint: Checkpoint, target: Target) -> tuple[Layout, list[str]]:
+    """Its own names, with the counts where it looks for them and the biases announced, which it drops otherwise."""
+    made = published(checkpoint.shape, checkpoint.tensors)
+    shape = checkpoint.shape
+    heads, layers = made.config.pop("medusa_num_heads"), made.config.pop("medusa_num_layers")
+    if made.config.pop("version", None) is not None:
+        raise ForedraftError(
+            f"{checkpoint.folder} borrows the target's lm_head, and vLLM loads a matrix for every Medusa head; "
+            "train heads with matrices of their own for it"
+        )
+    tensors = {}
+    for name, value in made.tensors.items():
+        head, layer, rest = name.split(".", 2)
+        is_output = rest == "weight"
+        ours = (
+            f"lm_heads.{head}.weight" if is_output else f"blocks.{head}.layers.{layer}.{rest.removeprefix('linear.')}"
+        )
+        tensors[ours] = value
+    config = made.config | {"num_heads": heads, "num_hidden_layers": layers, "truncated_vocab_size": shape.vocab_size}
+    return Layout(made.method, tensors, config), ["vLLM drafts a chain of the likeliest token of every head, no tree"]
+
+
+def _mlp_speculator(checkpoint: Checkpoint, target: Target) -> tuple[Layout, list[str]]:
+    notes = ["neither vLLM nor SGLang loads MLP speculators now; TGI and Arctic Inference do"]
+    return published(checkpoint.shape, checkpoint.tensors), notes
+
+
+def _vllm(target: str, out: str, method: str) -> str:
+    config = json.dumps({"method": method, "model": out, "num_speculative_tokens": NUM_TOKENS})
+    return f"vllm serve {target} --speculative-config '{config}'"
+
+
+def _speculators(target: str, out: str, method: str) -> str:
+    return f"vllm serve {out}"
+
+
+def _sglang(target: str, out: str, method: str) -> str:
+    return (
+        f"python -m sglang.launch_server --model-path {target} --speculative-algorithm {method.upper()} "
+        f"--speculative-draft-model-path {out} --speculative-num-steps {NUM_TOKENS} --speculative-eagle-topk 1 "
+        f"--speculative-num-draft-tokens {NUM_TOKENS + 1}"
+    )
+
+
+ROUTES: dict[str, dict[str, Route]] = {
+    eagle3.METHOD: {"eagle3": portable, "speculators": as_speculators, "vllm": for_vllm, "sglang": for_sglang},
+    eagle.METHOD: {"vllm": eagle_for_vllm, "sglang": eagle_for_sglang},
+    medusa.METHOD: {"medusa": _medusa, "vllm": _medusa_for_vllm},
+    mlp_speculator.METHOD: {"mlp_speculator": _mlp_speculator},
+}
+NOWHERE = {
+    (medusa.METHOD, "sglang"): "SGLang loads no Medusa heads",
+    (mlp_speculator.METHOD, "vllm"): "vLLM has its MLP speculator switched off",
+    (mlp_speculator.METHOD, "sglang"): "SGLang loads no MLP speculators",
+}
+SERVED = {
+    (eagle3.METHOD, "eagle3"): _vllm,
+    (eagle3.METHOD, "vllm"): _vllm,
+    (eagle3.METHOD, "speculators"): _speculators,
+    (eagle3.METHOD, "sglang"): _sglang,
+    (eagle.METHOD, "vllm"): _vllm,
+    (eagle.METHOD, "sglang"): _sglang,
+    (medusa.METHOD, "medusa"): _vllm,
+    (medusa.METHOD, "vllm"): _vllm,
+}

@@ -1,0 +1,30 @@
+"""The facts about a target that its config.json tells: enough to check a drafter without loading the model."""
+
+from dataclasses import dataclass
+
+from transformers import AutoConfig
+
+from foredraft.checkpoints import hub
+from foredraft.checkpoints.base import TargetFacts
+from foredraft.errors import ForedraftError
+
+
+@dataclass(frozen=True)
+class Target:
+    facts: TargetFacts
+    architectures: tuple[str, ...]
+
+
+def look_at(name: str) -> Target:
+    """A target by folder or hub id. Raises ForedraftError."""
+    folder = hub.find(name, ["config.json"])
+    if not (folder / "config.json").exists():
+        raise ForedraftError(f"{name} is a folder without a config.json; it is not a model folder")
+    try:
+        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+        text = config.get_text_config()
+        facts = TargetFacts(name, int(text.hidden_size), int(text.vocab_size), int(text.num_hidden_layers))
+    except Exception as error:  # transformers raises dozens of kinds
+        first = str(error).strip().partition("\n")[0]
+        raise ForedraftError(f"{name} is no language model that transformers knows ({first[:160]})") from None
+    return Target(facts, tuple(config.architectures or ()))
