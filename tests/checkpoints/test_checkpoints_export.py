@@ -112,6 +112,13 @@ def test_speculators(tmp_path, options, kind):
     assert read(tmp_path / "out-speculators", TARGET).format == "speculators EAGLE-3"
 
 
+@pytest.mark.parametrize(("ids", "said"), [([3, 7], 2), ([1, 3, 5], None)])
+def test_in_speculators_another_number_of_states_is_said_where_vllm_sizes_fc_by_it(tmp_path, ids, said):
+    folder = folders.eagle3(tmp_path / "in", states=len(ids), **{IDS: ids})
+    config, _, _ = exported(tmp_path, folder, "speculators")
+    assert config["transformer_layer_config"].get("num_aux_hidden_states") == said
+
+
 def test_vllms_qwen3_variant_is_named_for_norms_of_queries_and_keys(tmp_path):
     config, _, _ = exported(tmp_path, folders.eagle3(tmp_path / "in", qk_norm=True), "vllm")
     assert (config["architectures"], config["model_type"]) == (["Eagle3Qwen3ForCausalLM"], "qwen3")

@@ -46,7 +46,7 @@ def target() -> HFModel:
 
 def context(folder: Path | None = None, fused: bool = False) -> Context:
     model = None if folder is None else str(folder)
-    return Context(V, target(), model=model, dtype=torch.float64, page_size=PAGE, fused=fused, num_tokens=3)
+    return Context(V, target(), model=model, dtype=torch.float64, fused=fused, num_tokens=3)
 
 
 def states(count: int, seed: int = 1) -> list[Tensor]:

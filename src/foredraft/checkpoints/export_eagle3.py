@@ -13,6 +13,7 @@ from foredraft.errors import ForedraftError
 from foredraft.models.window import NORMED
 
 SPECULATIVE_TOKENS = 3
+USUAL_STATES = 3  # of the target that fc reads, where nothing says another number
 
 
 def portable(checkpoint: Checkpoint, target: Target) -> tuple[Layout, list[str]]:
@@ -40,6 +41,8 @@ def as_speculators(checkpoint: Checkpoint, target: Target) -> tuple[Layout, list
     shape, made = _shape(checkpoint), _made(checkpoint, target)
     kind = "qwen3" if shape.block.has_qk_norm else "llama"
     layer = layer_config(shape.block, shape.num_layers) | {"model_type": kind, "vocab_size": shape.vocab_size}
+    if len(shape.taps) != USUAL_STATES:  # vLLM builds fc by this, and takes it from nowhere else in this format
+        layer["num_aux_hidden_states"] = len(shape.taps)
     proposal = {"proposal_type": "greedy", "speculative_tokens": SPECULATIVE_TOKENS}
     config: dict[str, Any] = {
         "architectures": ["Eagle3DraftModel"],
