@@ -64,7 +64,7 @@ class TableLM:
 
 
 def drafter_of(lm: TableLM, num_tokens: int, branching: tuple[int, ...] | None = None) -> DraftModel:
-    return DraftModel(lm, Context(vocab_size=lm.vocab_size, num_tokens=num_tokens, page_size=4), branching)
+    return DraftModel(lm, Context(vocab_size=lm.vocab_size, num_tokens=num_tokens), branching)
 
 
 def engine_of(target: TableLM, drafter: Drafter | None, num_pages: int = 4000, **limits: int) -> Engine:

@@ -42,7 +42,7 @@ class Life:
 
     def __init__(self, branching: tuple[int, ...] | None, num_tokens: int, verify: str, seed: int) -> None:
         self.random = random.Random(seed)
-        self.drafter: DraftModel = models_made.draft_model(num_tokens, branching, page_size=LIMITS.page_size)
+        self.drafter: DraftModel = models_made.draft_model(num_tokens, branching)
         self.llm: LLM = models_made.limited(models_made.plain(), self.drafter, LIMITS, verify, max_chunk=7)
         self.references = [_reference(models_made.target()), _reference(models_made.draft())]
         self.transcripts: list[Transcript] = []

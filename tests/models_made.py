@@ -76,13 +76,10 @@ def draft_model(
     num_tokens: int,
     branching: tuple[int, ...] | None = None,
     model: LlamaForCausalLM | None = None,
-    page_size: int = 16,
 ) -> DraftModel:
     """The perturbed copy as a drafter."""
     model = model or draft()
-    context = Context(
-        vocab_size=model.config.vocab_size, num_tokens=num_tokens, dtype=torch.float64, page_size=page_size
-    )
+    context = Context(vocab_size=model.config.vocab_size, num_tokens=num_tokens, dtype=torch.float64)
     return DraftModel(HFModel.adopt(model, "draft"), context, branching)
 
 

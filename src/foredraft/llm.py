@@ -105,6 +105,11 @@ class LLM:
     def drafter_name(self) -> str:
         return self._drafter_name
 
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Token ids that end a text."""
+        return self._eos_ids
+
     def with_drafter(
         self, drafter: DrafterSpec, num_speculative_tokens: int | None = None, verify: str | None = None
     ) -> "LLM":
@@ -281,7 +286,6 @@ class LLM:
             target_parameters=self.target.num_parameters,
             dtype=self.target.model.dtype,
             device=self.target.device,
-            page_size=self.limits.page_size,
             fused=self.fused,
             builtin=zoo.builtin_drafter(method) if self.is_builtin else None,
         )

@@ -65,6 +65,7 @@ class Batch:
     requests: tuple[Request, ...]
     chunks: tuple[int, ...]  # committed tokens to compute: `computed` moves on by this much before any draft
     budgets: tuple[int, ...]  # drafted nodes allowed; 0 where the chunk does not reach the last committed token
+    page_size: int = 16  # tokens of one page of every request's table
 
     def __len__(self) -> int:
         return len(self.requests)

@@ -129,8 +129,6 @@ def test_preemption_and_chunked_prompts_change_no_bit(name: str) -> None:
     limits = MemoryLimits(kv_tokens=132, page_size=4, max_batch=8, max_step_tokens=48)
     for mode, sampling in MODES.items():
         made = drafter(name, 4, torch.bfloat16)
-        if isinstance(made, DraftModel):
-            made.context = Context(vocab_size=97, num_tokens=4, dtype=torch.bfloat16, page_size=4)
         llm = models_made.limited(plain(torch.bfloat16), made, limits, max_chunk=5)
         assert told(llm.generate(PROMPTS, sampling)) == expected(mode, torch.bfloat16)
         assert llm.engine.scheduler.num_preempted > 0

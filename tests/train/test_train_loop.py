@@ -107,7 +107,7 @@ def test_entries_beyond_the_checkpoint_are_noted_once(folder):
     with (out / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "loss": 9.0}\n{"st')
     train(plan(folder), module=MODULE)
-    assert [entry["step"] for entry in entries(out)] == sorted({entry["step"] for entry in entries(out)})
+    assert [entry["step"] for entry in entries(out) if "loss" in entry] == [1, 6]
 
 
 def test_a_loss_that_is_no_number_ends_the_run(folder):

@@ -1,9 +1,10 @@
 """`foredraft train`: a drafter for a model, from text or from what the model writes itself."""
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from foredraft.train.loop import Standing
     from foredraft.train.plan import Plan
 
+SHORT = ("loss", "heads", "layers", "hidden", "draft_config")  # options of methods that have a word of their own
 DATA, STEPS, MEASURE, RUN = "Data", "Steps", "Measurement", "Run"
 
 
@@ -43,6 +45,11 @@ class TrainOptions:
     ] = None
     loss: Annotated[str | None, _option("ce, kl, reverse_kl, tv or lk; short for --set loss=.")] = None
     heads: Annotated[int | None, _option("Short for --set heads=.")] = None
+    layers: Annotated[int | None, _option("Short for --set layers=.")] = None
+    hidden: Annotated[int | None, _option("Width; short for --set hidden=.")] = None
+    draft_config: Annotated[
+        str | None, _option("config.json of a draft model; short for --set draft_config=.", metavar="PATH")
+    ] = None
 
     context: Annotated[int, _option("Tokens of a row.", panel=DATA)] = 256
     held_out: Annotated[list[str] | None, _option("Texts to measure on; repeatable.", panel=DATA, metavar="PATH")] = (
@@ -98,10 +105,12 @@ class TrainOptions:
             found = pairs(self.option or ())
         except ForedraftError as error:
             raise UsageError(str(error)) from None
-        for name in ("loss", "heads"):
+        for name in SHORT:
             value = getattr(self, name)
             if value is not None and found.setdefault(name, str(value)) != str(value):
-                raise UsageError(f"--{name} {value} and --set {name}={found[name]} disagree; give one of them")
+                raise UsageError(
+                    f"--{name.replace('_', '-')} {value} and --set {name}={found[name]} disagree; give one of them"
+                )
         return found
 
     def plan(self) -> "Plan":
@@ -141,7 +150,7 @@ def train(ctx: typer.Context, options: TrainOptions) -> None:
     with Bar(screen, "reading", total=1) as bar:
         outcome = run(plan, say, Watch(bar, is_written=not screen.is_terminal))
     if outcome.figures:
-        say(", ".join(f"{name} {_shown(value)}" for name, value in outcome.figures.items()))
+        say("on held-out text: " + ", ".join(_figures(outcome.figures)))
     if not outcome.is_done:
         say(f"stopped after step {outcome.step} of {outcome.steps}; {outcome.folder} can be drafted with as it is, "
             "and the same command goes on from here")  # fmt: skip
@@ -177,8 +186,7 @@ class Watch:
             f"step {standing.step} of {standing.steps}, loss {standing.loss:.4f}, "
             f"{standing.tokens_per_second:,.0f} tokens/s, {left // 60}:{left % 60:02} left"
         )
-        for name, value in (standing.figures or {}).items():
-            line += f", {name} {_shown(value)}"
+        line += "".join(f", {piece}" for piece in _figures(standing.figures or {}))
         self.bar.move_to(standing.step, standing.steps, line)
         twentieth = 20 * standing.step // standing.steps
         if self.is_written and twentieth != self.written:
@@ -186,9 +194,10 @@ class Watch:
             say(line)
 
 
-def _shown(value: object) -> str:
-    if isinstance(value, list | tuple):
-        return "/".join(map(_shown, value))
-    if isinstance(value, dict):
-        return " ".join(f"{name} {_shown(one)}" for name, one in value.items())
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+def _figures(measured: Mapping[str, Any]) -> list[str]:
+    """Of the last measurement: the loss, and tokens per pass of the target."""
+    found = [f"loss {measured['loss']:.3f}"] if "loss" in measured else []
+    for regime, figures in measured.items():
+        if isinstance(figures, dict):
+            found.append(f"{regime} acceptance length {figures['length']:.2f}")
+    return found

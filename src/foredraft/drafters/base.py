@@ -78,7 +78,6 @@ class Context:
     target_parameters: int = 0
     dtype: torch.dtype = torch.float32
     device: torch.device = torch.device("cpu")  # noqa: RUF009 (immutable)
-    page_size: int = 16
     fused: bool = True  # run recognised draft models as native code
     builtin: str | None = None  # the zoo entry beside the built-in target for this method, if there is one
 

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from foredraft import noise
 from foredraft.drafters.base import Context, Draft, draft_key, plant
+from foredraft.drafters.draft_training import TrainConfig, trainee
 from foredraft.errors import ForedraftError
 from foredraft.filters import likeliest
 from foredraft.kernels.quantize import check_quantization
@@ -24,6 +25,8 @@ from foredraft.models.window import Span, Window
 from foredraft.request import Batch, Request
 from foredraft.sampling import Sampling, distribution, shaped
 from foredraft.tree import Commit, TokenTree
+
+__all__ = ["METHOD", "Config", "DraftModel", "TrainConfig", "create", "trainee"]
 
 METHOD = "draft_model"
 CHUNK = 512  # prompt tokens read in one pass
@@ -96,6 +99,7 @@ class DraftModel:
         self.context = context
         self.shape = branching or (1,) * context.num_tokens
         self.valid: dict[int, int] = {}  # slot -> committed tokens whose draft KV is right
+        self._page_size = 0  # of the batch that is drafted for
         self._held: dict[int, int] = {}  # slot -> nodes of the last draft whose KV was written, root included
 
     @property
@@ -106,6 +110,7 @@ class DraftModel:
         self._held.clear()
         sketches = {b: s for b in batch.drafting() if (s := self._sketch(batch, b)) is not None}
         if sketches:
+            self._page_size = batch.page_size
             self._extend(list(sketches.values()), self._read_in(list(sketches.values())))
             for depth in range(1, max(len(s.shape) for s in sketches.values())):
                 growing = [s for s in sketches.values() if depth < len(s.shape) and s.frontier]
@@ -125,7 +130,7 @@ class DraftModel:
             paths.append(path)
             self.valid[request.slot] = request.num_tokens - 1 + len(path)
         pages = [batch.requests[b].pages for b in rows]
-        keep(self.lm.pool, paths, starts, pages, self.context.page_size, self.context.device)
+        keep(self.lm.pool, paths, starts, pages, batch.page_size, self.context.device)
         self._held.clear()  # a step in which nobody may draft observes too, and wrote nothing here
 
     def forget(self, slots: Sequence[int]) -> None:
@@ -164,7 +169,7 @@ class DraftModel:
             n = len(span.tokens)
             rows += [offset + n - 1] if last_only else range(offset, offset + n)
             offset += n
-        window = Window.build(spans, rows, self.context.page_size, self.context.device)
+        window = Window.build(spans, rows, self._page_size, self.context.device)
         logits, _ = self.lm.forward(window)
         missing = self.context.vocab_size - logits.shape[-1]
         return F.pad(logits, (0, missing), value=-torch.inf) if missing else logits

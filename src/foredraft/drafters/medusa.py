@@ -147,8 +147,7 @@ class Medusa:
 
         That depends on laws which were there before anything was drawn, so the length tells nothing of the draft.
         """
-        x = logits.float()
-        sure = (x.amax(-1) - x.logsumexp(-1)).cumsum(-1).exp() >= self.min_confidence  # [R, D], falling
+        sure = logits.float().log_softmax(-1).amax(-1).cumsum(-1).exp() >= self.min_confidence  # [R, D], falling
         depths = sure.sum(-1).tolist()
         kept = [i for i, depth in enumerate(depths) if depth > 0]
         cut = [replace(asked[i], tree=asked[i].tree.cut(depths[i], len(asked[i].tree))) for i in kept]

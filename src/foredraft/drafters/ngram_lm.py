@@ -4,7 +4,10 @@ Unlike prompt lookup it has a law q, so it follows temperature and penalties, sh
 and knows when it does not know. The table is optional; see `foredraft.models.ngram` for it and for the blend.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +17,7 @@ from torch import Tensor
 from foredraft import noise
 from foredraft.drafters.base import Context, Draft, TextDrafter, draft_key
 from foredraft.errors import ForedraftError
+from foredraft.models.lm import HFModel
 from foredraft.models.ngram import NgramModel
 from foredraft.models.ngram_counts import Counts, Floats
 from foredraft.request import Request
@@ -32,6 +36,16 @@ class Config:
     order: int = 7  # of the running text's own counts: contexts of up to order - 1 tokens; 1 = single tokens only
     discount: float = 0.6  # taken from each of those counts, in 0..1
     base_weight: float = 100.0  # the table's single-token law weighs as much as this many tokens of the text
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Of the table: contexts of up to order - 1 tokens, the `max_entries` entries that matter most."""
+
+    order: int = 4
+    max_entries: int | None = 1_000_000  # about five bytes each; None = all
+    min_count: int = 1
+    once_per_text: bool = True  # what one text repeats, the running text's own counts will learn by themselves
 
 
 @dataclass
@@ -129,6 +143,17 @@ class NgramLM(TextDrafter[Counts]):
         if chain.wants_q:
             chain.laws.append(law.to(self.device))
         return chain.take(token)
+
+
+def learn(config: TrainConfig, documents: Sequence[NDArray[Any]], target: HFModel, out: Path) -> None:
+    """Count token ids [n] of texts into a table that `create` loads."""
+    if config.order < 1 or config.min_count < 1:
+        raise ForedraftError(f"order and min_count must be at least 1, got {config.order} and {config.min_count}")
+    ids = [document.astype(np.int64) for document in documents]
+    model = NgramModel.train(
+        ids, config.order, target.vocab_size, config.min_count, config.max_entries, config.once_per_text
+    )
+    model.quantised().save(out)
 
 
 def create(config: Config, context: Context) -> NgramLM:

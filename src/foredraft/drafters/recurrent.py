@@ -77,7 +77,7 @@ class FeatureDrafter:
     def propose(self, batch: Batch) -> TokenTree:
         branches = {b: Branch(growth) for b in batch.drafting() if (growth := self._growth(batch, b)) is not None}
         if branches:
-            self._grow(list(branches.values()))
+            self._grow(list(branches.values()), batch.page_size)
         empty = Draft()
         return plant(batch, [branches[b].growth.draft() if b in branches else empty for b in range(len(batch))])
 
@@ -95,7 +95,7 @@ class FeatureDrafter:
                 features.append(commit.features[b, : len(tokens)])
                 slots.append(request.slot)
         if spans:
-            self._read(spans, features, slots)
+            self._read(spans, features, slots, batch.page_size)
 
     def forget(self, slots: Sequence[int]) -> None:
         for slot in slots:
@@ -109,18 +109,18 @@ class FeatureDrafter:
         plan = self.plan.cut(request.room, batch.budgets[b], request.verify == "block")
         return Growth(request, plan) if plan.nodes > 0 and plan.depth > 0 else None
 
-    def _read(self, spans: Sequence[Span], features: Sequence[Tensor], slots: Sequence[int]) -> None:
+    def _read(self, spans: Sequence[Span], features: Sequence[Tensor], slots: Sequence[int], page_size: int) -> None:
         ends, total = [], 0
         for span in spans:
             total += len(span.tokens)
             ends.append(total - 1)
-        window = Window.build(spans, ends, self.context.page_size, self.context.device)
+        window = Window.build(spans, ends, page_size, self.context.device)
         taken = self.lm.taken(features[0] if len(features) == 1 else torch.cat(list(features)))
         logits, following = self.lm.forward(window, taken)
         for i, (span, slot, end) in enumerate(zip(spans, slots, ends, strict=True)):
             self._roots[slot] = Root(span.length, logits[i : i + 1], following[end : end + 1])
 
-    def _grow(self, branches: list[Branch]) -> None:
+    def _grow(self, branches: list[Branch], page_size: int) -> None:
         roots = [self._roots[branch.request.slot] for branch in branches]
         features, logits = _joined([r.feature for r in roots]), _joined([r.logits for r in roots])
         for row, branch in enumerate(branches):
@@ -132,7 +132,7 @@ class FeatureDrafter:
                 return
             above = [row for branch in branches for row in branch.parents()]
             spans = [branch.span() for branch in branches]
-            window = Window.build(spans, range(len(above)), self.context.page_size, self.context.device)
+            window = Window.build(spans, range(len(above)), page_size, self.context.device)
             is_same = above == list(range(len(features)))
             logits, features = self.lm.forward(window, features if is_same else features[above])
             row = 0

@@ -50,7 +50,8 @@ class Scheduler:
             wanted = num_nodes if request.num_drafts is None else min(num_nodes, request.num_drafts)
             budgets.append(self._draft_budget(request, chunk, min(wanted, left)))
             left -= budgets[-1]
-        return Batch(tuple(request for request, _ in rows), tuple(chunk for _, chunk in rows), tuple(budgets))
+        requests, chunks = tuple(request for request, _ in rows), tuple(chunk for _, chunk in rows)
+        return Batch(requests, chunks, tuple(budgets), self.allocator.page_size)
 
     def _chunks(self) -> list[tuple[Request, int]]:
         """Who computes how many committed tokens, with pages for them."""

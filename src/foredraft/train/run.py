@@ -16,6 +16,7 @@ from foredraft.models.lm import HFModel
 from foredraft.train.checkpoint import Checkpoints
 from foredraft.train.data import Reader
 from foredraft.train.documents import Document, digest, hold_out
+from foredraft.train.evaluate import Evaluator
 from foredraft.train.loop import Loop, Pace, Standing
 from foredraft.train.metrics import Metrics
 from foredraft.train.optimizer import Group, Optimizer, Schedule
@@ -27,7 +28,6 @@ from foredraft.train.trace import Tracer, default_top
 from foredraft.train.windows import Order, Windows
 
 DEFAULT_STEPS = 1000
-HELD_ROWS = 16  # rows of held-out text that the loss is measured on
 Say = Callable[[str], None]
 Watch = Callable[[Standing], None]
 
@@ -61,9 +61,24 @@ def train(
         )
     documents, held = _documents(plan, llm, say)
     if hasattr(module, "learn"):
-        module.learn(config, [document.ids for document in documents], llm.target, plan.out)
-        return Outcome(plan.out, True, 1, 1)
+        return _learn(plan, module, config, llm, documents, held)
     return _Run(plan, module, config, place, llm, documents, held, say, watch).go()
+
+
+def _learn(
+    plan: Plan, module: Any, config: Any, llm: LLM, documents: Sequence[Document], held: Sequence[Document]
+) -> Outcome:
+    """A method that counts: one pass, nothing to go on from."""
+    module.learn(config, [document.ids for document in documents], llm.target, plan.out)
+    figures = Evaluator(llm, plan.method, plan.evaluation, held, plan.data.context, _no_trace).replayed(plan.out)
+    metrics = Metrics.open(plan.out, 0, plan.tensorboard)
+    metrics.note(1, {"eval": figures})
+    metrics.close()
+    return Outcome(plan.out, True, 1, 1, figures)
+
+
+def _no_trace(windows: Windows, rows: Sequence[int]) -> Trace:
+    raise AssertionError("a method that counts has no loss")
 
 
 def _silent(line: str) -> None:
@@ -72,7 +87,7 @@ def _silent(line: str) -> None:
 
 def _documents(plan: Plan, llm: LLM, say: Say) -> tuple[list[Document], list[Document]]:
     """(to learn from, to measure on)"""
-    reader = Reader(llm.tokenizer, llm.target.vocab_size, _end_ids(llm))
+    reader = Reader(llm.tokenizer, llm.target.vocab_size, llm.end_ids)
     documents = reader.documents(plan.data.files)
     if plan.data.held_out:
         return documents, reader.documents(plan.data.held_out)
@@ -139,12 +154,16 @@ class _Run:
             f"{rows} rows ({total * rows / len(windows):.2g} passes over the data)"
         )
         top = plan.data.top or default_top(self.llm.target.vocab_size, is_cached=plan.data.cache is not None)
-        self.tracer = Tracer(self.llm.target, self.trainee.taps, top)
+        tracer = Tracer(self.llm.target, self.trainee.taps, top)
+        self.evaluator = Evaluator(
+            self.llm, plan.method, plan.evaluation, self.held, plan.data.context,
+            lambda rows, indices: tracer.trace(*rows.read(indices)),
+        )  # fmt: skip
         return Loop(
             place=place,
             networks={"drafter": network},
             loss=self._loss,
-            source=Live(windows, self.tracer),
+            source=Live(windows, tracer),
             order=Order(len(windows), steps.seed),
             optimizer=Optimizer(
                 steps.optimizer, [Group.of(network)], steps.learning_rate, steps.weight_decay
@@ -160,18 +179,25 @@ class _Run:
             metrics=Metrics(None),
             about={},
             measure=self._measure,
-            publish=self._publish,
+            publish=lambda: self._publish(plan.out),
             watch=self.watch if place.is_main else lambda standing: None,
         )  # fmt: skip
 
     def _loss(self, trace: Trace, step: int) -> Losses:
         return self.trainee.loss(trace)
 
-    def _publish(self) -> None:
-        publish(self.trainee, self.plan.method, self.plan.out)
+    def _publish(self, folder: Path) -> None:
+        """What can be drafted with; a trainee may first look at held-out text, for the trees it drafts."""
+        finish = getattr(self.trainee, "finish", None)
+        traces = self.evaluator.traces() if finish is not None else []
+        if finish is not None and traces:
+            finish(traces)
+        publish(self.trainee, self.plan.method, folder)
 
     def _measure(self) -> dict[str, Any]:
-        return {}
+        with self.place.autocast():
+            found: dict[str, Any] = self.evaluator.loss(self.trainee.loss)
+        return found | self.evaluator.acceptance(self._publish)
 
 
 @dataclass(frozen=True)
@@ -183,14 +209,6 @@ class Live:
 
     def read(self, rows: Sequence[int], step: int) -> Trace:
         return self.tracer.trace(*self.windows.read(rows))
-
-
-def _end_ids(llm: LLM) -> frozenset[int]:
-    """What separates texts in an array of ids."""
-    configured = llm.target.model.config.get_text_config().eos_token_id
-    own = getattr(llm.tokenizer, "eos_token_id", None)
-    found = [*(configured if isinstance(configured, list) else [configured]), own]
-    return frozenset(int(one) for one in found if one is not None)
 
 
 def _fingerprint(target: HFModel) -> dict[str, Any]:
