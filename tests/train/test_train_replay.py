@@ -1,0 +1,70 @@
+"""The replayed verifier against real runs of the same drafter, prompts and seeds."""
+
+import pytest
+
+import models_made
+from foredraft import LLM, Sampling
+from foredraft.train.replay import REGIMES, Figures, Recording, Replay
+
+PROMPTS = [[5, 9, 33, 7], [61, 3, 12], list(range(10, 50)), [4]]
+TOKENS = 40
+
+
+@pytest.fixture(scope="module")
+def recordings():
+    return {name: Recording.make(models_made.plain(), PROMPTS, t, TOKENS) for name, t in REGIMES.items()}
+
+
+def real(llm, regime):
+    samplings = [Sampling(max_tokens=TOKENS, temperature=REGIMES[regime], seed=i) for i in range(len(PROMPTS))]
+    return [completion.stats for completion in llm.generate(PROMPTS, samplings)]
+
+
+def counts(stats):
+    return [(s.num_tokens, s.target_passes, s.num_drafts, s.num_drafted, s.num_accepted, s.accepted_at) for s in stats]
+
+
+DRAFTERS = {
+    "chain": lambda: models_made.draft_model(4),
+    "tree": lambda: models_made.draft_model(3, (3, 2, 1)),
+    "ngram": lambda: "ngram",
+    "ngram_lm": lambda: "ngram_lm",
+}
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_replay_counts_what_a_real_run_counts(recordings, regime, name):
+    replayed = Replay(models_made.plain().with_drafter(DRAFTERS[name]()), recordings[regime]).run()
+    run = real(models_made.plain().with_drafter(DRAFTERS[name]()), regime)
+    assert counts(replayed) == counts(run)
+    assert Figures.of(replayed) == Figures.of(run)
+    if name in ("chain", "tree"):
+        assert Figures.of(run).acceptance_length > 1.2  # something was accepted
+
+
+def test_a_batch_smaller_than_the_prompts_is_replayed_in_turns(recordings):
+    from foredraft.llm import MemoryLimits
+
+    def llm():
+        limits = MemoryLimits(max_batch=2, max_step_tokens=24)
+        return LLM(models_made.target(), models_made.draft_model(4), limits=limits)
+
+    assert counts(Replay(llm(), recordings["sampled"]).run()) == counts(real(llm(), "sampled"))
+
+
+def test_a_drafter_that_fails_is_replayed_as_none(recordings):
+    class Broken:
+        taps, num_nodes = (), 3
+
+        def propose(self, batch):
+            raise RuntimeError("no")
+
+        def observe(self, batch, commit):
+            pass
+
+        def forget(self, slots):
+            pass
+
+    figures = Figures.of(Replay(models_made.plain().with_drafter(Broken()), recordings["greedy"]).run())
+    assert figures == Figures(1.0, ())
