@@ -3,52 +3,82 @@
 A new method adds one entry here; `tests/laws/test_lossless.py` fails until it does.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 import heads_made
 import models_made
-import recurrent_made
+from foredraft import LLM
 from foredraft.drafters.base import Context, Drafter, methods
+from heads_made import Head
+
+
+class Make(Protocol):
+    """Draft length, and the target to draft for: the tiny one in float64 if none is given."""
+
+    def __call__(self, num_tokens: int, llm: LLM | None = None) -> Drafter: ...
 
 
 @dataclass(frozen=True)
 class Made:
     """How to make a drafter of one method."""
 
-    make: Callable[[int], Drafter]  # draft length -> drafter
+    make: Make
     is_chain: bool = True  # `block` verifies it
 
 
-def _context(num_tokens: int) -> Context:
-    return Context(vocab_size=models_made.VOCAB, num_tokens=num_tokens, dtype=torch.float64)
+FIXED = (3, 2, 1, 1, 2, 1, 1, 1)  # children by depth
 
 
-def _created(method: str, num_tokens: int, **options: object) -> Drafter:
-    module = methods()[method]
-    return module.create(module.Config(**options), _context(num_tokens))
+def _draft_model(num_tokens: int, llm: LLM | None = None) -> Drafter:
+    return models_made.draft_model(num_tokens)
+
+
+def _draft_tree(num_tokens: int, llm: LLM | None = None) -> Drafter:
+    return models_made.draft_model(num_tokens, FIXED[:num_tokens])
+
+
+def _created(method: str, **options: object) -> Make:
+    def make(num_tokens: int, llm: LLM | None = None) -> Drafter:
+        module = methods()[method]
+        context = Context(vocab_size=models_made.VOCAB, num_tokens=num_tokens, dtype=torch.float64)
+        return module.create(module.Config(**options), context)
+
+    return make
+
+
+def _tree(head: Head, **options: object) -> Made:
+    def make(num_tokens: int, llm: LLM | None = None) -> Drafter:
+        return head.drafter(num_tokens, llm, tree_nodes=3 * num_tokens, **options)
+
+    return Made(make, is_chain=False)
+
+
+def _fixed_tree(head: Head) -> Made:
+    def make(num_tokens: int, llm: LLM | None = None) -> Drafter:
+        return head.drafter(num_tokens, llm, branching=FIXED[:num_tokens])
+
+    return Made(make, is_chain=False)
 
 
 MADE: dict[str, Made] = {
-    "draft_model": Made(models_made.draft_model),
-    "draft_model, tree": Made(lambda k: models_made.draft_model(k, (3, 2, 1, 1, 2, 1, 1, 1)[:k]), is_chain=False),
-    "eagle": Made(recurrent_made.eagle_drafter),
-    "eagle, tree": Made(lambda k: recurrent_made.eagle_drafter(k, tree_nodes=3 * k, top_k=3), is_chain=False),
-    "eagle, fixed tree": Made(
-        lambda k: recurrent_made.eagle_drafter(k, branching=(3, 2, 1, 1, 2, 1, 1, 1)[:k]), is_chain=False
-    ),
-    "eagle3": Made(recurrent_made.eagle3_drafter),
-    "eagle3, tree": Made(lambda k: recurrent_made.eagle3_drafter(k, tree_nodes=3 * k, top_k=3), is_chain=False),
-    "eagle3, few tokens": Made(lambda k: recurrent_made.eagle3_drafter(k, draft_vocab_size=60)),
-    "medusa": Made(heads_made.medusa_drafter),
-    "medusa, tree": Made(lambda k: heads_made.medusa_drafter(k, tree_nodes=3 * k), is_chain=False),
-    "mlp_speculator": Made(heads_made.speculator_drafter),
-    "mlp_speculator, tree": Made(lambda k: heads_made.speculator_drafter(k, tree_nodes=3 * k), is_chain=False),
-    "ngram": Made(lambda k: _created("ngram", k, prompt_lookup_min=1)),
-    "ngram, branches": Made(lambda k: _created("ngram", k, prompt_lookup_min=1, branches=3), is_chain=False),
-    "ngram_lm": Made(lambda k: _created("ngram_lm", k, min_confidence=0.01)),
+    "draft_model": Made(_draft_model),
+    "draft_model, tree": Made(_draft_tree, is_chain=False),
+    "eagle": Made(heads_made.EAGLE.drafter),
+    "eagle, tree": _tree(heads_made.EAGLE, top_k=3),
+    "eagle, fixed tree": _fixed_tree(heads_made.EAGLE),
+    "eagle3": Made(heads_made.EAGLE3.drafter),
+    "eagle3, tree": _tree(heads_made.EAGLE3, top_k=3),
+    "eagle3, few tokens": Made(heads_made.EAGLE3_FEW.drafter),
+    "medusa": Made(heads_made.MEDUSA.drafter),
+    "medusa, tree": _tree(heads_made.MEDUSA),
+    "mlp_speculator": Made(heads_made.SPECULATOR.drafter),
+    "mlp_speculator, tree": _tree(heads_made.SPECULATOR),
+    "ngram": Made(_created("ngram", prompt_lookup_min=1)),
+    "ngram, branches": Made(_created("ngram", prompt_lookup_min=1, branches=3), is_chain=False),
+    "ngram_lm": Made(_created("ngram_lm", min_confidence=0.01)),
 }
 
 
