@@ -1,7 +1,7 @@
 """Small heads on the target's states, fitted for seconds to a tiny target's own text: now right, now wrong.
 
-The target is close to chaotic, and no head of this size foresees it; so they learn by heart how it goes on from a few of
-the prompts that the laws use, and from others no more than a tendency.
+The target is close to chaotic, and no head of this size foresees it; so they learn by heart how it goes on from a few
+of the prompts that the laws use, and from others no more than a tendency.
 """
 
 from dataclasses import dataclass, field

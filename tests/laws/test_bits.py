@@ -67,7 +67,7 @@ def drafter(name: str, num_tokens: int, dtype: torch.dtype) -> Drafter:
     """As the laws make it; a draft model of this type of its own, its trees wide at the root."""
     method, _, variant = name.partition(", ")
     if method != "draft_model":
-        return MADE[name].make(num_tokens)
+        return MADE[name].make(num_tokens, plain(dtype))
     context = Context(vocab_size=models_made.VOCAB, num_tokens=num_tokens, dtype=dtype)
     return DraftModel(draft_lm(dtype).sibling(), context, (3, 2, 1, 1, 2, 1, 1, 1)[:num_tokens] if variant else None)
 

@@ -75,7 +75,7 @@ def packed_head(target: HFModel) -> PackedWeight | None:
     the target's own function."""
     config = target.model.config.get_text_config()
     is_plain = getattr(config, "logits_scaling", 1.0) == 1.0 and not getattr(config, "final_logit_softcapping", None)
-    return target.fused.weights[-1] if target.fused is not None and is_plain else None
+    return target.fused.head if target.fused is not None and is_plain else None
 
 
 def block_like(target: HFModel) -> BlockShape:
