@@ -25,8 +25,10 @@ from foredraft.drafters.training import TargetLaw, Trace
 from foredraft.errors import ForedraftError
 from foredraft.kernels.cpu.library import library
 from foredraft.kernels.linear import KINDS
+from foredraft.models.window import NORMED
 from foredraft.request import Batch, Request
 from foredraft.tree import Commit
+from heads_made import MEDUSA
 from stats import chi_square
 
 V = successor_made.V
@@ -97,7 +99,7 @@ def test_a_prompt_and_a_missed_step_draft_nothing() -> None:
 
 
 def test_forgotten_slots_hold_nothing() -> None:
-    drafter = heads_made.medusa_drafter(4)
+    drafter = MEDUSA.drafter(4)
     llm = models_made.plain().with_drafter(drafter)
     llm.generate([[5, 6], [7], [8]], replace(GREEDY, max_tokens=6))
     assert not drafter._states._held
@@ -219,7 +221,7 @@ def test_level_by_level_and_at_once_are_the_same_drafts(verify: str) -> None:
     for temperature in (0.0, 0.8):
         texts = []
         for penalty in (0.0, 1e-12):
-            llm = models_made.plain().with_drafter(heads_made.medusa_drafter(4, tree_nodes=9), verify=verify)
+            llm = models_made.plain().with_drafter(MEDUSA.drafter(4, tree_nodes=9), verify=verify)
             sampling = Sampling(max_tokens=24, temperature=temperature, presence_penalty=penalty, ignore_eos=True)
             done = llm.generate([[33], [44, 45], [9]], replace(sampling, seed=3))
             texts.append([(c.token_ids, c.stats.num_accepted, c.stats.num_drafted) for c in done])
@@ -231,8 +233,8 @@ def test_level_by_level_and_at_once_are_the_same_drafts(verify: str) -> None:
 
 def test_confidence_cuts_by_laws_alone() -> None:
     """Under `reject` a length that depended on the tokens drawn would tell something of them."""
-    llm = models_made.plain().with_drafter(heads_made.medusa_drafter(4, min_confidence=0.2), verify="reject")
-    full = models_made.plain().with_drafter(heads_made.medusa_drafter(4), verify="reject")
+    llm = models_made.plain().with_drafter(MEDUSA.drafter(4, min_confidence=0.2), verify="reject")
+    full = models_made.plain().with_drafter(MEDUSA.drafter(4), verify="reject")
     sampling = Sampling(max_tokens=24, temperature=0.8, seed=3, ignore_eos=True)
     few, many = (sum(c.stats.num_drafted for c in x.generate([[33], [9], [50]], sampling)) for x in (llm, full))
     assert 0 < few < many
@@ -269,7 +271,7 @@ def some_trace(length: int = 9) -> Trace:
 
 @pytest.mark.parametrize("depth", [1, 2, 4, 9, 10])
 def test_training_asks_each_state_for_the_token_its_draft_would_hold(depth: int) -> None:
-    """Position by position, from the definition: state i, root i + 1, the token at `depth` below it is i + 1 + depth."""
+    """Position by position, from the definition: state i, root i + 1, the token `depth` below it is i + 1 + depth."""
     trace = some_trace()
     wanted = [
         (b, i) for b in range(3) for i in range(9)
@@ -314,10 +316,10 @@ def test_new_heads_begin_as_the_targets_own_and_learn_alone() -> None:
     assert torch.allclose(trainee.logits(1, hidden).double(), wanted, atol=1e-4)
     before = target.model.lm_head.weight.clone()
     optimizer = torch.optim.SGD(trainee.network.parameters(), 0.1)
-    first = trainee.loss(heads_made.trace())
+    first = trainee.loss(heads_made.trace(models_made.plain(), (NORMED,)))
     first.total.backward()
     optimizer.step()
-    assert trainee.loss(heads_made.trace()).total < first.total
+    assert trainee.loss(heads_made.trace(models_made.plain(), (NORMED,))).total < first.total
     assert torch.equal(before, target.model.lm_head.weight)
     assert target.model.lm_head.weight.grad is None
 
@@ -327,7 +329,7 @@ def test_large_logits_are_made_twice_and_learn_the_same(monkeypatch: pytest.Monk
     for kept in (1 << 26, 1):
         monkeypatch.setattr("foredraft.drafters.newest_training.KEPT_LOGITS", kept)
         trainee = medusa.trainee(medusa.TrainConfig(heads=2), models_made.plain().target)
-        trainee.loss(heads_made.trace()).total.backward()
+        trainee.loss(heads_made.trace(models_made.plain(), (NORMED,))).total.backward()
         gradients.append([p.grad for p in trainee.network.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
@@ -336,7 +338,7 @@ def test_large_logits_are_made_twice_and_learn_the_same(monkeypatch: pytest.Monk
 def test_trained_heads_are_read_back_with_their_accuracies(own_head: bool, tmp_path: Any) -> None:
     target = models_made.plain().target
     trainee = medusa.trainee(medusa.TrainConfig(heads=3, own_head=own_head), target)
-    trainee.finish([heads_made.trace()])
+    trainee.finish([heads_made.trace(models_made.plain(), (NORMED,))])
     tensors, config = trainee.published()
     assert config["medusa_num_heads"] == 3
     write(tmp_path, "medusa", trainee.network.shape, trainee.network.state_dict(), config)
