@@ -4,7 +4,7 @@ The state after the last token but one, h_{n-2}, has seen every committed token 
 root of the next draft. No other state will do: one position off, and every guess answers another question.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -92,10 +92,3 @@ def packed_product(packed: PackedWeight) -> Product:
     if library() is None:
         return lambda x: multiply(x, packed)
     return lambda x: linear(x, packed)
-
-
-def check_finite(tensors: Iterable[tuple[str, Tensor]], name: str) -> None:
-    """Raises ForedraftError naming the first tensor with a NaN or an infinity."""
-    for key, tensor in tensors:
-        if not tensor.isfinite().all():
-            raise ForedraftError(f"{name}: {key} holds NaN or infinity; fetch it again or train it again")

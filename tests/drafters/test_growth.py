@@ -1,0 +1,168 @@
+"""How drafts grow: chains, trees of a fixed shape and trees of the likeliest paths, against slow definitions."""
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from foredraft.drafters.growth import Growth, Plan, Scores, extend
+from foredraft.drafters.rank_tree import RankTree
+from foredraft.errors import ForedraftError
+from foredraft.request import Request
+from foredraft.sampling import Sampling
+
+V = 12
+GREEDY = Sampling(temperature=0, max_tokens=50)
+LOPSIDED = RankTree.of([[0], [1], [2], [0, 0], [0, 1], [2, 0], [0, 0, 0], [0, 1, 0]])
+
+
+def request(sampling: Sampling = GREEDY, verify: str = "match", **more: Any) -> Request:
+    return Request(slot=0, prompt=[1, 2, 3], sampling=sampling, seed=5, verify=verify, **more)
+
+
+def logits_after(path: list[int]) -> Tensor:
+    """[V] some law of its own for every path."""
+    seed = sum((token + 1) * 31**i for i, token in enumerate(path))
+    return 2 * torch.randn(V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def grown(growths: list[Growth], after: Callable[[list[int]], Tensor] = logits_after) -> list[Growth]:
+    """To the end, all together, as a drafter does."""
+    while growing := [g for g in growths if g.frontier]:
+        rows = [after(g.path(node)) for g in growing for node in g.frontier]
+        extend(growing, Scores(torch.stack(rows), V))
+    return growths
+
+
+def log_chance(path: list[int]) -> float:
+    return sum(float(logits_after(path[:i]).log_softmax(-1)[token]) for i, token in enumerate(path))
+
+
+def paths_of(tokens: tuple[int, ...], parents: tuple[int, ...]) -> set[tuple[int, ...]]:
+    found: list[tuple[int, ...]] = [()]
+    for token, parent in zip(tokens, parents, strict=True):
+        found.append((*found[parent], token))
+    return set(found[1:])
+
+
+@pytest.mark.parametrize("nodes", [1, 3, 7, 15])
+def test_a_free_tree_holds_the_likeliest_paths(nodes: int) -> None:
+    """With a width that hides nothing, the nodes kept are the likeliest of all paths, by enumeration."""
+    draft = grown([Growth(request(), Plan(2, nodes, V))])[0].draft()
+    every = [path for size in (1, 2) for path in itertools.product(range(V), repeat=size)]
+    best = sorted(every, key=lambda path: -log_chance(list(path)))[:nodes]
+    assert paths_of(draft.tokens, draft.parents) == set(best)
+
+
+def test_a_chain_is_the_likeliest_token_again_and_again() -> None:
+    draft = grown([Growth(request(), Plan.of(4))])[0].draft()
+    path: list[int] = []
+    for _ in range(4):
+        path.append(int(logits_after(path).argmax()))
+    assert draft.tokens == tuple(path)
+    assert draft.parents == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "verify"),
+    [(GREEDY, "match"), (Sampling(max_tokens=50), "reject"), (Sampling(max_tokens=50), "match")],
+    ids=str,
+)
+def test_a_fixed_shape_gives_every_node_its_own_number_of_children(sampling: Sampling, verify: str) -> None:
+    growth = grown([Growth(request(sampling, verify), Plan.shaped(LOPSIDED))])[0]
+    draft = growth.draft()
+    assert draft.parents == LOPSIDED.parents
+    for node, children in enumerate(LOPSIDED.children):
+        tokens = [draft.tokens[child - 1] for child in children]
+        assert len(set(tokens)) == len(tokens)
+        law = logits_after(growth.path(node)).softmax(-1)
+        if sampling.is_greedy:
+            assert tokens == law.topk(len(children)).indices.tolist()
+        if growth.draws and children:
+            assert draft.q is not None
+            assert torch.allclose(draft.q[node], law)
+
+
+def test_nobody_looks_at_a_leaf_of_a_fixed_shape() -> None:
+    looked_at: list[tuple[int, ...]] = []
+
+    def after(path: list[int]) -> Tensor:
+        looked_at.append(tuple(path))
+        return logits_after(path)
+
+    growth = grown([Growth(request(), Plan.shaped(LOPSIDED))], after)[0]
+    assert len(looked_at) == len(LOPSIDED.inner)
+    assert growth.seen == list(LOPSIDED.inner)
+
+
+def test_requests_of_other_shapes_grow_side_by_side() -> None:
+    """What a request gets does not depend on who else is in the batch."""
+    plans = [Plan.of(3), Plan.of(3, tree_nodes=6), Plan.shaped(LOPSIDED), Plan.of(5, branching=(2, 1))]
+    samplings = [GREEDY, Sampling(seed=3), Sampling(presence_penalty=0.5), Sampling(temperature=0, bad_words=((4,),))]
+    for shift in range(4):
+        chosen = [*samplings[shift:], *samplings[:shift]]
+        alone = [grown([Growth(request(s), plan)])[0].draft() for s, plan in zip(chosen, plans, strict=True)]
+        together = grown([Growth(request(s), plan) for s, plan in zip(chosen, plans, strict=True)])
+        for draft, growth in zip(alone, together, strict=True):
+            assert (draft.tokens, draft.parents) == (growth.draft().tokens, growth.draft().parents)
+
+
+def test_tokens_without_probability_are_not_drafted_and_their_branch_ends() -> None:
+    """Three children from a law of two tokens are two children, and the third's descendants are nobody's."""
+    sampling = Sampling(top_k=2, max_tokens=50)
+    for verify in ("match", "reject"):
+        draft = grown([Growth(request(sampling, verify), Plan.shaped(LOPSIDED))])[0].draft()
+        assert draft.parents.count(0) == 2
+        assert len(draft.tokens) == 6
+
+
+def test_nothing_grows_below_an_end_of_text() -> None:
+    end = int(logits_after([]).argmax())
+    draft = grown([Growth(request(eos_ids=frozenset([end])), Plan.of(4))])[0].draft()
+    assert draft.tokens == (end,)
+
+
+def test_confidence_ends_a_chain_where_its_path_is_unlikely() -> None:
+    full = grown([Growth(request(), Plan.of(6))])[0]
+    bar = math.exp(full.chances[3]) * 1.0001  # just above the path of three
+    draft = grown([Growth(request(), Plan.of(6, min_confidence=bar))])[0].draft()
+    assert draft.tokens == tuple(full.tokens[:3])  # the third is drafted, and nothing below it
+
+
+def test_cut_plans_have_room_for_what_they_draft() -> None:
+    for plan in (Plan.of(4), Plan.of(4, tree_nodes=9), Plan.of(4, branching=(3, 2, 1)), Plan.shaped(LOPSIDED)):
+        for depth, budget, is_chain in itertools.product((1, 2, 9), (1, 2, 5, 99), (False, True)):
+            cut = plan.cut(depth, budget, is_chain)
+            draft = grown([Growth(request(), cut)])[0].draft()
+            assert 1 <= len(draft.tokens) <= budget
+            assert draft.trimmed(depth) is draft or draft.trimmed(depth).tokens == draft.tokens
+            if is_chain:
+                assert draft.parents == tuple(range(len(draft.tokens)))
+
+
+def test_a_smaller_vocabulary_is_named_in_the_targets() -> None:
+    ids = torch.tensor([2, 3, 5, 11])
+    logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]])
+    for sampling, wanted in ((GREEDY, (3, 11)), (Sampling(temperature=0, presence_penalty=1e-9), (3, 11))):
+        growth = Growth(request(sampling), Plan.of(1, tree_nodes=2, top_k=2))
+        extend([growth], Scores(logits, V, ids))
+        assert growth.draft().tokens == wanted
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"tree_nodes": 0}, "positive"),
+        ({"top_k": 0}, "positive"),
+        ({"branching": ()}, "positive numbers"),
+        ({"branching": (2,), "top_k": 2}, "without tree_nodes"),
+        ({"min_confidence": 1.0}, "min_confidence"),
+    ],
+)
+def test_options_that_make_no_tree_are_refused(options: dict[str, Any], why: str) -> None:
+    with pytest.raises(ForedraftError, match=why):
+        Plan.of(4, **options)
