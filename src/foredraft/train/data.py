@@ -26,14 +26,16 @@ class Reader:
     vocab_size: int
     end_ids: frozenset[int]
 
-    def documents(self, paths: Sequence[str]) -> list[Document]:
-        """In the order of the files. Raises ForedraftError for the first that cannot be used."""
+    def documents(self, paths: Sequence[str], is_held_out: bool = False) -> list[Document]:
+        """In the order of the files; of the built-in corpus those to learn from, or those held out. Raises
+        ForedraftError for the first that cannot be used."""
         found: list[Document] = []
         for path in paths:
             if path.endswith(".npy"):
                 found += self._ids(Path(path))
             else:
-                found += [document(record, self.tokenizer, where) for record, where in _records(path)]
+                records = _records(path, is_held_out)
+                found += [document(record, self.tokenizer, where) for record, where in records]
         found = [one for one in found if len(one.ids) > 1]
         if not found:
             raise ForedraftError(f"{', '.join(paths)}: no text in it to learn from")
@@ -74,9 +76,9 @@ class Reader:
                 )
 
 
-def _records(name: str) -> Iterator[Record]:
+def _records(name: str, is_held_out: bool = False) -> Iterator[Record]:
     if name == BUILTIN:
-        yield from _builtin()
+        yield from _builtin(is_held_out)
         return
     path = Path(name).expanduser()
     if not path.exists():
@@ -156,8 +158,8 @@ def _rows(loaded: Any, path: Path) -> Iterator[Record]:
         yield {key: value for key, value in record.items() if value is not None}, f"{path}, row {number}"
 
 
-def _builtin() -> Iterator[Record]:
+def _builtin(is_held_out: bool) -> Iterator[Record]:
     from foredraft.zoo import corpus
 
-    for source in corpus.split()[0]:
+    for source in corpus.split()[is_held_out]:
         yield {"text": source.text}, source.name

@@ -13,6 +13,7 @@ from foredraft.drafters.training import Losses, Trace
 from foredraft.train.documents import Document
 from foredraft.train.plan import Evaluation
 from foredraft.train.replay import REGIMES, Figures, Recording, Replay
+from foredraft.train.trace import Tracer
 from foredraft.train.windows import Windows
 
 ROWS = 16  # of held-out text that the loss is measured on
@@ -44,16 +45,18 @@ class Evaluator:
     asked: Evaluation
     held: Sequence[Document]
     context: int
-    trace: Callable[[Windows, Sequence[int]], Trace]
+    tracer: Tracer
     _recordings: dict[str, Recording] = field(default_factory=dict)
 
     def traces(self) -> list[Trace]:
         """Of a few rows of held-out text; none if there is none."""
-        if not self.held:
+        told = [document for document in self.held if document.mask.any()]  # others are prompts alone
+        if not told:
             return []
-        windows = Windows.pack(self.held, self.context)
+        windows = Windows.pack(told, self.context)
         rows = sorted({i * len(windows) // ROWS for i in range(ROWS)})
-        return [self.trace(windows, rows[i : i + ROWS_AT_ONCE]) for i in range(0, len(rows), ROWS_AT_ONCE)]
+        parts = [rows[i : i + ROWS_AT_ONCE] for i in range(0, len(rows), ROWS_AT_ONCE)]
+        return [self.tracer.trace(*windows.read(part)) for part in parts]
 
     def loss(self, loss_of: Callable[[Trace], Losses]) -> dict[str, float]:
         """Of the drafter as it is, by token to learn."""

@@ -169,7 +169,8 @@ class Loop:
     def _save(self) -> None:
         began = time.monotonic()
         if self.place.is_main:
-            self.publish()
+            with _evaluating(self.networks.values()):
+                self.publish()
             self.checkpoints.save(self.step, self.networks, self.optimizer, {**self.about, "loss": self.smooth})
         self.place.wait()
         self._paused += time.monotonic() - began

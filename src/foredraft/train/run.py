@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from foredraft import LLM
 from foredraft.checkpoints import read
@@ -13,17 +14,21 @@ from foredraft.checkpoints.base import TargetFacts
 from foredraft.drafters.training import Losses, Trace, Trainee
 from foredraft.errors import ForedraftError
 from foredraft.models.lm import HFModel
+from foredraft.train.cache import Cache
 from foredraft.train.checkpoint import Checkpoints
-from foredraft.train.data import Reader
-from foredraft.train.documents import Document, digest, hold_out
+from foredraft.train.documents import Document, digest
 from foredraft.train.evaluate import Evaluator
-from foredraft.train.loop import Loop, Pace, Standing
+from foredraft.train.joint import WARMUP, Joint
+from foredraft.train.joint import Live as LiveTarget
+from foredraft.train.loop import Loop, Pace, Source, Standing
 from foredraft.train.metrics import Metrics
 from foredraft.train.optimizer import Group, Optimizer, Schedule
 from foredraft.train.place import Place
 from foredraft.train.plan import Plan, settle
+from foredraft.train.policy import OnPolicy
 from foredraft.train.publish import publish
 from foredraft.train.settings import config_of, method_of
+from foredraft.train.texts import texts
 from foredraft.train.trace import Tracer, default_top
 from foredraft.train.windows import Order, Windows
 
@@ -53,16 +58,20 @@ def train(
     config = config_of(module, plan.settings or {})
     place = Place.find(plan.device, plan.precision)
     if not place.is_main:
-        say = _silent
+        say, watch = _silent, _silent
     llm = LLM(plan.model, None, dtype=plan.dtype, device=place.device)
     if plan.data.context > llm.target.context_length:
         raise ForedraftError(
             f"--context {plan.data.context} is longer than the {llm.target.context_length} tokens of {llm.target.name}"
         )
-    documents, held = _documents(plan, llm, say)
+    documents, held = texts(plan, llm, place, say)
     if hasattr(module, "learn"):
         return _learn(plan, module, config, llm, documents, held)
     return _Run(plan, module, config, place, llm, documents, held, say, watch).go()
+
+
+def _silent(said: object) -> None:
+    return
 
 
 def _learn(
@@ -70,28 +79,13 @@ def _learn(
 ) -> Outcome:
     """A method that counts: one pass, nothing to go on from."""
     module.learn(config, [document.ids for document in documents], llm.target, plan.out)
-    figures = Evaluator(llm, plan.method, plan.evaluation, held, plan.data.context, _no_trace).replayed(plan.out)
+    figures = Evaluator(llm, plan.method, plan.evaluation, held, plan.data.context, Tracer(llm.target)).replayed(
+        plan.out
+    )
     metrics = Metrics.open(plan.out, 0, plan.tensorboard)
     metrics.note(1, {"eval": figures})
     metrics.close()
     return Outcome(plan.out, True, 1, 1, figures)
-
-
-def _no_trace(windows: Windows, rows: Sequence[int]) -> Trace:
-    raise AssertionError("a method that counts has no loss")
-
-
-def _silent(line: str) -> None:
-    return
-
-
-def _documents(plan: Plan, llm: LLM, say: Say) -> tuple[list[Document], list[Document]]:
-    """(to learn from, to measure on)"""
-    reader = Reader(llm.tokenizer, llm.target.vocab_size, llm.end_ids)
-    documents = reader.documents(plan.data.files)
-    if plan.data.held_out:
-        return documents, reader.documents(plan.data.held_out)
-    return hold_out(documents, plan.data.held_out_share)
 
 
 @dataclass
@@ -110,7 +104,8 @@ class _Run:
         plan, place = self.plan, self.place
         checkpoints = Checkpoints(plan.out)
         found = checkpoints.latest()
-        identity = plan.identity(target=_fingerprint(self.llm.target), text=digest(self.documents))
+        self.target_facts = _fingerprint(self.llm.target)
+        identity = plan.identity(target=self.target_facts, text=digest(self.documents))
         if place.is_main:
             settle(plan.out, identity, found is not None)
         place.wait()
@@ -140,11 +135,6 @@ class _Run:
 
     def _loop(self, checkpoints: Checkpoints) -> Loop:
         plan, steps, place = self.plan, self.plan.steps, self.place
-        network = self.trainee.network.to(place.device).train()
-        for parameter in network.parameters():
-            if parameter.requires_grad:
-                parameter.data = parameter.data.float()  # what is updated in small steps
-        place.share(tensor.data for tensor in network.state_dict().values())
         windows = Windows.pack(self.documents, plan.data.context)
         rows = max(steps.batch_tokens // plan.data.context, place.num_processes)
         rows -= rows % place.num_processes
@@ -154,20 +144,17 @@ class _Run:
             f"{rows} rows ({total * rows / len(windows):.2g} passes over the data)"
         )
         top = plan.data.top or default_top(self.llm.target.vocab_size, is_cached=plan.data.cache is not None)
-        tracer = Tracer(self.llm.target, self.trainee.taps, top)
-        self.evaluator = Evaluator(
-            self.llm, plan.method, plan.evaluation, self.held, plan.data.context,
-            lambda rows, indices: tracer.trace(*rows.read(indices)),
-        )  # fmt: skip
+        self.tracer = Tracer(self.llm.target, self.trainee.taps, top)
+        self.evaluator = self._evaluator_of(self.llm, self.tracer)
+        self.joint = self._joint(total)
+        networks, groups = self._networks()
         return Loop(
             place=place,
-            networks={"drafter": network},
-            loss=self._loss,
-            source=Live(windows, tracer),
+            networks=networks,
+            loss=self.joint or self._loss,
+            source=self._source(windows),
             order=Order(len(windows), steps.seed),
-            optimizer=Optimizer(
-                steps.optimizer, [Group.of(network)], steps.learning_rate, steps.weight_decay
-            ),
+            optimizer=Optimizer(steps.optimizer, groups, steps.learning_rate, steps.weight_decay),
             schedule=Schedule(total, max(1, round(steps.warmup * total)), steps.decay),
             pace=Pace(
                 steps=total, rows=rows, parts=steps.parts, clip=steps.clip, save_every=plan.save_every,
@@ -179,25 +166,83 @@ class _Run:
             metrics=Metrics(None),
             about={},
             measure=self._measure,
-            publish=lambda: self._publish(plan.out),
-            watch=self.watch if place.is_main else lambda standing: None,
+            publish=self._publish_out,
+            watch=self.watch,
         )  # fmt: skip
+
+    def _joint(self, total: int) -> Joint | None:
+        """Where the trainee wants its target to learn too."""
+        if getattr(self.trainee, "backbone", None) is None:
+            return None
+        if self.plan.data.cache is not None:
+            raise ForedraftError("a target that learns too has no traces to keep; leave --cache out")
+        warmup = getattr(self.trainee, "warmup_heads", None)
+        loss = getattr(self.config, "loss", "kl")
+        live = LiveTarget.of(self.llm.target, self.trainee.taps)
+        return Joint(self.trainee, live, loss, round(WARMUP * total) if warmup is None else int(warmup))
+
+    def _networks(self) -> tuple[dict[str, nn.Module], list[Group]]:
+        """What is trained, on its device and in float32, the same in every process."""
+        networks: dict[str, nn.Module] = {"drafter": self.trainee.network.to(self.place.device).train()}
+        rates = {"drafter": 1.0}
+        if self.joint is not None:
+            networks["target"], rates["target"] = self.joint.live.model, float(getattr(self.trainee, "backbone", 0.0))
+        for network in networks.values():
+            for parameter in network.parameters():
+                if parameter.requires_grad:
+                    parameter.data = parameter.data.float()
+            self.place.share(tensor.data for tensor in network.state_dict().values())
+        return networks, [Group.of(network, rates[name]) for name, network in networks.items()]
+
+    def _source(self, windows: Windows) -> Source:
+        plan, source = self.plan, Live(windows, self.tracer)
+        if plan.data.cache is not None:
+            cache = Cache(Path(plan.data.cache), windows, self.tracer, {
+                "target": self.target_facts, "taps": self.tracer.taps, "top": self.tracer.top,
+                "text": digest(self.documents), "context": plan.data.context,
+            })  # fmt: skip
+            if self.place.is_main:
+                cache.fill(self.say)
+            self.place.wait()
+            return cache
+        share = getattr(self.trainee, "on_policy", 0.0)
+        if not share:
+            return source
+        policy: Any = self.trainee
+        return OnPolicy(source, windows, self.tracer, share, plan.steps.seed, policy.policy)
 
     def _loss(self, trace: Trace, step: int) -> Losses:
         return self.trainee.loss(trace)
 
-    def _publish(self, folder: Path) -> None:
+    def _evaluator_of(self, llm: LLM, tracer: Tracer) -> Evaluator:
+        plan = self.plan
+        return Evaluator(llm, plan.method, plan.evaluation, self.held, plan.data.context, tracer)
+
+    def _now(self) -> Evaluator:
+        """Measures against the target as it is: a copy, where it learns too."""
+        if self.joint is None:
+            return self.evaluator
+        llm = self.joint.llm(self.llm.target.model.dtype, self.llm.tokenizer)
+        return self._evaluator_of(llm, Tracer(llm.target, self.trainee.taps, self.tracer.top))
+
+    def _publish_out(self) -> None:
+        self._publish(self.plan.out, self._now())
+        if self.joint is not None:
+            self.joint.save(self.plan.out, self.llm.target.model.dtype, self.llm.tokenizer)
+
+    def _publish(self, folder: Path, evaluator: Evaluator) -> None:
         """What can be drafted with; a trainee may first look at held-out text, for the trees it drafts."""
         finish = getattr(self.trainee, "finish", None)
-        traces = self.evaluator.traces() if finish is not None else []
+        traces = evaluator.traces() if finish is not None else []
         if finish is not None and traces:
             finish(traces)
         publish(self.trainee, self.plan.method, folder)
 
     def _measure(self) -> dict[str, Any]:
+        evaluator = self._now()
         with self.place.autocast():
-            found: dict[str, Any] = self.evaluator.loss(self.trainee.loss)
-        return found | self.evaluator.acceptance(self._publish)
+            found: dict[str, Any] = evaluator.loss(self.trainee.loss)
+        return found | evaluator.acceptance(lambda folder: self._publish(folder, evaluator))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,146 @@
+"""Traces against the model's own modules, and traces on disk against those made on the fly."""
+
+from collections import namedtuple
+
+import numpy as np
+import pytest
+import torch
+from train_fakes import MODULE, plan, weights, write_ids
+
+import models_made
+from foredraft import Sampling
+from foredraft.errors import ForedraftError
+from foredraft.models.lm import HFModel
+from foredraft.models.window import NORMED
+from foredraft.train import cache as cache_module
+from foredraft.train import trace as trace_module
+from foredraft.train.cache import Cache
+from foredraft.train.documents import Document
+from foredraft.train.run import train
+from foredraft.train.trace import Tracer
+from foredraft.train.windows import Windows
+
+
+@pytest.fixture(scope="module")
+def target():
+    return HFModel.adopt(models_made.llama(), "target")
+
+
+@pytest.fixture
+def tokens():
+    return torch.randint(4, 97, (3, 34), generator=torch.Generator().manual_seed(0))
+
+
+def reference(tokens, taps):
+    model = models_made.llama()
+    with torch.no_grad():
+        out = model(tokens, output_hidden_states=True, use_cache=False)
+    states = {0: out.hidden_states[0], 1: out.hidden_states[1], NORMED: out.hidden_states[2]}
+    return torch.cat([states[tap] for tap in taps], -1), out.logits.log_softmax(-1)
+
+
+@pytest.mark.parametrize("rows_at_once", [1 << 20, 40, 10])
+@pytest.mark.parametrize("taps", [(), (NORMED,), (0, 1, NORMED)])
+def test_a_trace_is_what_the_model_itself_computes(target, tokens, monkeypatch, rows_at_once, taps):
+    # 10 positions a pass: a row goes in several passes, and sees its own keys of the passes before
+    monkeypatch.setattr(trace_module, "LOGIT_BYTES", 4 * 97 * rows_at_once)
+    trace = Tracer(target, taps).trace(tokens, torch.ones_like(tokens, dtype=torch.bool))
+    if taps:
+        states, _ = reference(tokens[:, :-1], taps)
+        assert torch.allclose(trace.features, states, atol=1e-9)
+    assert trace.features.shape[:2] == (3, 33)
+    assert torch.allclose(trace.law.logprobs.double(), reference(tokens[:, :-1], (0,))[1], atol=1e-5)
+    assert not trace.features.is_inference()  # a network has to learn from them
+    assert torch.equal(trace.tokens, tokens)
+
+
+def test_the_top_of_the_law_is_its_largest_part(target, tokens):
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    whole, top = (Tracer(target, (), k).trace(tokens, mask).law for k in (None, 5))
+    assert whole.ids is None
+    assert torch.equal(whole.logprobs.topk(5).values, top.logprobs)
+    assert torch.equal(whole.logprobs.gather(-1, top.ids), top.logprobs)
+
+
+def test_tracing_leaves_the_memory_of_requests_alone(tokens):
+    llm = models_made.plain()
+    before = llm.generate([[5, 6, 7]], Sampling(temperature=0, max_tokens=20))[0].token_ids
+    Tracer(llm.target).follow(tokens)
+    assert llm.generate([[5, 6, 7]], Sampling(temperature=0, max_tokens=20))[0].token_ids == before
+
+
+def made(tmp_path, target, identity="a", top=7, taps=(NORMED,)):
+    rng = np.random.default_rng(0)
+    windows = Windows.pack([Document(rng.integers(4, 97, 40)) for _ in range(30)], 8)
+    return Cache(tmp_path / "traces", windows, Tracer(target, taps, top), {"of": identity})
+
+
+def test_a_cached_trace_is_the_trace(tmp_path, target, monkeypatch):
+    monkeypatch.setattr(cache_module, "SHARD", 16)
+    cache, said = made(tmp_path, target), []
+    cache.fill(said.append)
+    rows = [0, 17, 5, len(cache.windows) - 1]
+    kept, live = cache.read(rows, 0), cache.tracer.trace(*cache.windows.read(rows))
+    assert torch.equal(kept.features, live.features.bfloat16())
+    assert torch.equal(kept.law.logprobs, live.law.logprobs)
+    assert torch.equal(kept.law.ids, live.law.ids)
+    assert torch.equal(kept.tokens, live.tokens)
+    assert torch.equal(kept.mask, live.mask)
+    # the estimate was said before the first shard, and was right
+    size = sum(file.stat().st_size for file in (tmp_path / "traces").glob("*.safetensors"))
+    assert abs(cache._row_bytes() * len(cache.windows) - size) < 0.1 * size
+    assert "MB more in" in said[0]
+
+
+def test_a_cache_that_was_stopped_goes_on(tmp_path, target, monkeypatch):
+    monkeypatch.setattr(cache_module, "SHARD", 16)
+    cache = made(tmp_path, target)
+    cache.fill(lambda line: None)
+    first, second = sorted((tmp_path / "traces").glob("*.safetensors"))[:2]
+    second.unlink()
+    stamp = first.stat().st_mtime_ns
+    cache.fill(lambda line: None)
+    assert second.exists()
+    assert first.stat().st_mtime_ns == stamp
+
+
+def test_traces_of_something_else_are_refused(tmp_path, target):
+    made(tmp_path, target).fill(lambda line: None)
+    with pytest.raises(ForedraftError, match="are others: of was 'a' and is 'b'; give another --cache"):
+        made(tmp_path, target, identity="b").fill(lambda line: None)
+
+
+def test_a_folder_of_other_files_is_no_cache(tmp_path, target):
+    (tmp_path / "traces").mkdir()
+    (tmp_path / "traces" / "letter.txt").write_text("dear")
+    with pytest.raises(ForedraftError, match="is not empty and holds no traces"):
+        made(tmp_path, target).fill(lambda line: None)
+
+
+def test_a_full_disk_is_seen_before_it_is_full(tmp_path, target, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(cache_module.shutil, "disk_usage", lambda path: usage(1, 1, 1000))
+    with pytest.raises(ForedraftError, match=r"traces need .* MB and .* has 0\.0 MB free"):
+        made(tmp_path, target).fill(lambda line: None)
+    assert not list((tmp_path / "traces").glob("*.safetensors"))
+
+
+def test_a_damaged_shard_is_named(tmp_path, target):
+    cache = made(tmp_path, target)
+    cache.fill(lambda line: None)
+    file = cache._file(0)
+    file.write_bytes(file.read_bytes()[:50])
+    with pytest.raises(ForedraftError, match=r"traces-000000\.safetensors is damaged"):
+        cache.read([0], 0)
+
+
+def test_a_run_on_cached_traces_learns_the_same(tmp_path):
+    models_made.llama().bfloat16().save_pretrained(tmp_path / "model")  # whose states bfloat16 keeps whole
+    write_ids(tmp_path)
+    same = {"settings": {"loss": "kl"}, "top": 20}
+    live = train(plan(tmp_path, "live", **same), module=MODULE)
+    kept = train(plan(tmp_path, "kept", cache=str(tmp_path / "traces"), **same), module=MODULE)
+    assert all(torch.equal(weights(live.folder)[n], weights(kept.folder)[n]) for n in weights(live.folder))
+    again = plan(tmp_path, "two", cache=str(tmp_path / "traces"), settings={"taps": "[0]"}, top=20)
+    with pytest.raises(ForedraftError, match="are others: taps was"):
+        train(again, module=MODULE)
