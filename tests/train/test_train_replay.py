@@ -5,6 +5,7 @@ import pytest
 import models_made
 from foredraft import LLM, Sampling
 from foredraft.train.replay import REGIMES, Figures, Recording, Replay
+from methods_made import MADE
 
 PROMPTS = [[5, 9, 33, 7], [61, 3, 12], list(range(10, 50)), [4]]
 TOKENS = 40
@@ -24,23 +25,17 @@ def counts(stats):
     return [(s.num_tokens, s.target_passes, s.num_drafts, s.num_drafted, s.num_accepted, s.accepted_at) for s in stats]
 
 
-DRAFTERS = {
-    "chain": lambda: models_made.draft_model(4),
-    "tree": lambda: models_made.draft_model(3, (3, 2, 1)),
-    "ngram": lambda: "ngram",
-    "ngram_lm": lambda: "ngram_lm",
-}
-
-
 @pytest.mark.parametrize("regime", REGIMES)
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", MADE)
 def test_a_replay_counts_what_a_real_run_counts(recordings, regime, name):
-    replayed = Replay(models_made.plain().with_drafter(DRAFTERS[name]()), recordings[regime]).run()
-    run = real(models_made.plain().with_drafter(DRAFTERS[name]()), regime)
+    # states traced text by text differ from those of the steps by rounding: nothing sits on a tie in float64
+    def drafting():
+        return models_made.plain().with_drafter(MADE[name].make(4, models_made.plain()))
+
+    replayed, run = Replay(drafting(), recordings[regime]).run(), real(drafting(), regime)
     assert counts(replayed) == counts(run)
     assert Figures.of(replayed) == Figures.of(run)
-    if name in ("chain", "tree"):
-        assert Figures.of(run).acceptance_length > 1.2  # something was accepted
+    assert Figures.of(run).acceptance_length > 1  # something was accepted
 
 
 def test_a_batch_smaller_than_the_prompts_is_replayed_in_turns(recordings):
