@@ -127,7 +127,7 @@ def test_nothing_grows_below_an_end_of_text() -> None:
 
 
 def test_confidence_ends_a_chain_where_its_path_is_unlikely() -> None:
-    full = grown([Growth(request(), Plan.of(6))])[0]
+    full = grown([Growth(request(), Plan.of(6, min_confidence=1e-12))])[0]
     bar = math.exp(full.chances[3]) * 1.0001  # just above the path of three
     draft = grown([Growth(request(), Plan.of(6, min_confidence=bar))])[0].draft()
     assert draft.tokens == tuple(full.tokens[:3])  # the third is drafted, and nothing below it

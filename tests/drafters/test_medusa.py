@@ -15,7 +15,8 @@ import models_made
 import successor_made
 from foredraft import LLM, Sampling
 from foredraft.checkpoints.base import Checkpoint, MedusaShape
-from foredraft.checkpoints.write import write
+from foredraft.checkpoints.layouts import Layout
+from foredraft.checkpoints.write import save
 from foredraft.drafters import medusa
 from foredraft.drafters.base import Context
 from foredraft.drafters.medusa_heads import RANKS, Heads, MedusaHeads, outputs
@@ -341,7 +342,7 @@ def test_trained_heads_are_read_back_with_their_accuracies(own_head: bool, tmp_p
     trainee.finish([heads_made.trace(models_made.plain(), (NORMED,))])
     tensors, config = trainee.published()
     assert config["medusa_num_heads"] == 3
-    write(tmp_path, "medusa", trainee.network.shape, trainee.network.state_dict(), config)
+    save(tmp_path, Layout("medusa", tensors, config))
     llm = models_made.plain().with_drafter({"method": "medusa", "model": str(tmp_path), "tree_nodes": 5})
     assert llm.engine.drafter.num_nodes == 5
     loaded = medusa.read(str(tmp_path), medusa.facts(target), "medusa")
@@ -354,7 +355,12 @@ def test_trained_heads_are_read_back_with_their_accuracies(own_head: bool, tmp_p
 
 @pytest.mark.parametrize(
     ("options", "why"),
-    [({"heads": 0}, "heads and layers"), ({"decay": 0.0}, "decay"), ({"loss": "mse"}, "unknown loss")],
+    [
+        ({"heads": 0}, "heads and layers"),
+        ({"backbone": 0.1, "own_head": False}, "own_head"),
+        ({"decay": 0.0}, "decay"),
+        ({"loss": "mse"}, "unknown loss"),
+    ],
 )
 def test_training_options_that_make_no_sense_are_refused(options: dict[str, Any], why: str) -> None:
     with pytest.raises(ForedraftError, match=why):

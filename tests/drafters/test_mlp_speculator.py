@@ -13,7 +13,8 @@ import models_made
 import successor_made
 from foredraft import LLM, Sampling
 from foredraft.checkpoints.base import Checkpoint, SpeculatorShape
-from foredraft.checkpoints.write import write
+from foredraft.checkpoints.layouts import Layout
+from foredraft.checkpoints.write import save
 from foredraft.drafters import mlp_speculator
 from foredraft.drafters.mlp_network import MLPSpeculator, Steps
 from foredraft.drafters.newest import Products
@@ -276,7 +277,7 @@ def test_a_trained_speculator_is_read_back(tied: bool, tmp_path: Any) -> None:
     trainee = mlp_speculator.trainee(mlp_speculator.TrainConfig(n_predict=3, inner=24, tied=tied), target)
     tensors, config = trainee.published()
     assert (config["n_predict"], config["inner_dim"], config["tie_weights"]) == (3, 24, tied)
-    write(tmp_path, "mlp_speculator", trainee.network.shape, trainee.network.state_dict(), config)
+    save(tmp_path, Layout("mlp_speculator", tensors, config))
     options = {"method": "mlp_speculator", "model": str(tmp_path), "branching": "published"}
     llm = models_made.plain().with_drafter(options)
     assert llm.engine.drafter.num_nodes == 4 + 12 + 24

@@ -1,7 +1,7 @@
 """Training Medusa's heads: Medusa-1 with the target frozen, Medusa-2 together with it (2401.10774, section 2.2)."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from foredraft.checkpoints.base import Checkpoint, MedusaShape
+from foredraft.checkpoints.layouts import layout
 from foredraft.drafters.medusa_heads import RANKS, MedusaHeads
 from foredraft.drafters.newest_training import answers, asked, choice, mean_loss
 from foredraft.drafters.training import Losses, Trace, check_loss
@@ -67,7 +68,8 @@ class MedusaTrainee:
                 guesses = logits.topk(min(RANKS, logits.shape[-1]), -1).indices
                 hits[head, : guesses.shape[1]] += (guesses == choice(law)[:, None]).sum(0).cpu()
                 counts[head] += len(guesses)
-        self.accuracies = tuple(map(tuple, (hits / counts.clamp_min(1)).tolist()))
+        rates = (hits / counts.clamp_min(1)).tolist()
+        self.accuracies = tuple(tuple(round(rate, 4) for rate in row) for row in rates)
 
     def logits(self, head: int, states: Tensor) -> Tensor:
         """[R, H] -> [R, V]"""
@@ -77,19 +79,9 @@ class MedusaTrainee:
         return self.target.head(x.to(self.target.model.dtype))
 
     def published(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        shape = self.network.shape
-        config: dict[str, Any] = {
-            "medusa_num_heads": shape.num_heads,
-            "medusa_num_layers": shape.num_layers,
-            "hidden_size": shape.hidden,
-            "vocab_size": shape.vocab_size,
-            "base_model_name_or_path": self.target.name,
-        }
-        if not shape.has_own_head:
-            config["version"] = "2"
-        if self.accuracies is not None:
-            config["foredraft_head_accuracies"] = [[round(x, 4) for x in row] for row in self.accuracies]
-        return {name: tensor.detach() for name, tensor in self.network.state_dict().items()}, config
+        """As FasterDecoding has it; with the accuracies measured, which no other engine reads."""
+        made = layout(replace(self.network.shape, accuracies=self.accuracies), self.network.state_dict())
+        return made.tensors, made.config | {"base_model_name_or_path": self.target.name}
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -107,6 +99,8 @@ def trainee(config: TrainConfig, target: HFModel, start: Checkpoint | None = Non
         return MedusaTrainee(network.to(target.device), target, config)
     if config.heads < 1 or config.layers < 1:
         raise ForedraftError(f"heads and layers must be positive, got {config.heads} and {config.layers}")
+    if config.backbone is not None and not config.own_head:
+        raise ForedraftError("a target that learns too changes its head under those that borrow it; use own_head")
     if not 0 < config.decay <= 1:
         raise ForedraftError(f"decay must lie in 0..1, got {config.decay}")
     shape = MedusaShape(target.hidden_size, target.vocab_size, config.heads, config.layers, config.own_head)

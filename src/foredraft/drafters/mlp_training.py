@@ -4,7 +4,7 @@ Both stages have one loss: every state of a text is the root of a draft whose to
 the data, which is the trainer's to give.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from foredraft.checkpoints.base import Checkpoint, SpeculatorShape
+from foredraft.checkpoints.layouts import layout
 from foredraft.drafters.mlp_network import MLPSpeculator
 from foredraft.drafters.newest_training import answers, asked, mean_loss
 from foredraft.drafters.training import Losses, Trace, check_loss
@@ -61,22 +62,11 @@ class SpeculatorTrainee:
         return Losses(total / weight, parts)
 
     def published(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """As IBM has it, with the trees of its smallest: only those who draft trees read that."""
         shape = self.network.shape
         branching = shape.branching or (*PUBLISHED_BRANCHING, *[2] * shape.n_predict)[: shape.n_predict]
-        config: dict[str, Any] = {
-            "architectures": ["MLPSpeculatorPreTrainedModel"],
-            "model_type": "mlp_speculator",
-            "vocab_size": shape.vocab_size,
-            "emb_dim": shape.hidden,
-            "inner_dim": shape.inner,
-            "n_predict": shape.n_predict,
-            "n_candidates": 5,
-            "top_k_tokens_per_head": list(branching),
-            "tie_weights": shape.is_tied,
-            "scale_input": shape.scales_input,
-            "base_model_name_or_path": self.target.name,
-        }
-        return {f"speculator.{name}": tensor.detach() for name, tensor in self.network.state_dict().items()}, config
+        made = layout(replace(shape, branching=branching), self.network.state_dict())
+        return made.tensors, made.config | {"n_candidates": 5, "base_model_name_or_path": self.target.name}
 
 
 def _deeper(
