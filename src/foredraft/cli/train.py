@@ -150,7 +150,7 @@ def train(ctx: typer.Context, options: TrainOptions) -> None:
     with Bar(screen, "reading", total=1) as bar:
         outcome = run(plan, say, Watch(bar, is_written=not screen.is_terminal))
     if outcome.figures:
-        say("on held-out text: " + ", ".join(_figures(outcome.figures)))
+        say(", ".join(_figures(outcome.figures)))
     if not outcome.is_done:
         say(f"stopped after step {outcome.step} of {outcome.steps}; {outcome.folder} can be drafted with as it is, "
             "and the same command goes on from here")  # fmt: skip
@@ -196,7 +196,7 @@ class Watch:
 
 def _figures(measured: Mapping[str, Any]) -> list[str]:
     """Of the last measurement: the loss, and tokens per pass of the target."""
-    found = [f"loss {measured['loss']:.3f}"] if "loss" in measured else []
+    found = [f"held-out loss {measured['loss']:.3f}"] if "loss" in measured else []
     for regime, figures in measured.items():
         if isinstance(figures, dict):
             found.append(f"{regime} acceptance length {figures['length']:.2f}")
