@@ -180,12 +180,7 @@ class Medusa:
                 runs = [(node, one.tree.depth_of(node)) for node in one.tree.inner]
             rows += [i * depth + level for _, level in runs]
             keys += [draft_key(one.request, node, level) for node, level in runs]
-        raced = noise.race(laws[rows], torch.tensor(keys, device=laws.device))
-        best = raced.topk(min(max(one.tree.width for one in asked), size), -1)
-        ids = [
-            [token if score > 0 else -1 for token, score in zip(*row, strict=True)]  # what has no mass was not drawn
-            for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        ]
+        ids = _drawn(laws, rows, keys, max(one.tree.width for one in asked))
         drafts, first = [], 0
         for i, one in enumerate(asked):
             if one.draws:
@@ -206,6 +201,20 @@ class Medusa:
                 rows = [i for i, g in growing for _ in g.frontier]
                 extend([g for _, g in growing], Scores(logits[rows, depth], self.context.vocab_size))
         return [growth.draft() for growth in growths]
+
+
+def _drawn(laws: Tensor, rows: Sequence[int], keys: Sequence[int], width: int) -> list[list[int]]:
+    """The first of the races from some rows of laws, one key each; -1 for what has no probability and was not drawn."""
+    if width == 1 and laws.device.type == "cpu":  # the noise is kept for the target, which draws by it under `match`
+        values = laws.numpy()
+        found = [noise.winner(values[row], key) for row, key in zip(rows, keys, strict=True)]
+        return [[token if values[row, token] > 0 else -1] for row, token in zip(rows, found, strict=True)]
+    raced = noise.race(laws[list(rows)], torch.tensor(keys, device=laws.device))
+    best = raced.topk(min(width, laws.shape[-1]), -1)
+    return [
+        [token if score > 0 else -1 for token, score in zip(*row, strict=True)]
+        for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    ]
 
 
 def _guessed(asked: Sequence[Asked], logits: Tensor) -> list[Draft]:
