@@ -4,6 +4,9 @@ import dataclasses
 import json
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -148,3 +151,39 @@ def test_a_plan_is_what_training_json_says(folder):
     said = json.loads((out / "training.json").read_text())
     assert said["steps"]["learning_rate"] == 1e-2
     assert dataclasses.asdict(plan(folder).steps).keys() == said["steps"].keys()
+
+
+def test_a_folder_of_something_else_is_not_written_to(folder):
+    with pytest.raises(ForedraftError, match=r"holds config\.json and no training run; give an empty folder"):
+        train(plan(folder, "model"), module=MODULE)
+
+
+def test_tensorboard_gets_the_same_figures(folder):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    out = train(plan(folder, tensorboard=True), module=MODULE).folder
+    board = EventAccumulator(str(out / "tensorboard"))
+    board.Reload()
+    written = {event.step: event.value for event in board.Scalars("loss")}
+    assert written == {entry["step"]: pytest.approx(entry["loss"]) for entry in entries(out) if "loss" in entry}
+
+
+def test_a_run_without_accelerate_says_what_to_install(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    with pytest.raises(ForedraftError, match=r"pip install 'foredraft\[train\]'"):
+        train(plan(folder), module=MODULE)
+
+
+@pytest.mark.soak
+def test_two_processes_learn_what_one_does(folder):
+    code = (
+        "import sys; from pathlib import Path; from train_fakes import MODULE, plan; "
+        "from foredraft.train.run import train; train(plan(Path(sys.argv[1]), 'two'), module=MODULE)"
+    )
+    (folder / "two.py").write_text(code)
+    asked = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "two.py", str(folder)]
+    places = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])])
+    subprocess.run(asked, check=True, cwd=folder, env={**os.environ, "PYTHONPATH": places, "OMP_NUM_THREADS": "1"})
+    one, two = weights(train(plan(folder, "one"), module=MODULE).folder), weights(folder / "two")
+    assert all(torch.allclose(one[name], two[name], atol=1e-5) for name in one)

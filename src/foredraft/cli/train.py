@@ -149,6 +149,8 @@ def train(ctx: typer.Context, options: TrainOptions) -> None:
     screen = console(sys.stderr, no_color=False)
     with Bar(screen, "reading", total=1) as bar:
         outcome = run(plan, say, Watch(bar, is_written=not screen.is_terminal))
+    if not outcome.is_main:
+        raise typer.Exit(0 if outcome.is_done else INTERRUPTED)
     if outcome.figures:
         say(", ".join(_figures(outcome.figures)))
     if not outcome.is_done:

@@ -36,6 +36,7 @@ class Place:
         wanted = parse_device(device)
         state = PartialState(cpu=wanted.type == "cpu")
         found = state.device if state.num_processes > 1 or wanted.index is None else wanted
+        found = torch.device("cpu") if found.type == "cpu" else found  # a numbered one is not equal to it
         is_mixed = precision == "bf16" or (precision == "auto" and _has_bfloat16(found))
         return cls(found, state.process_index, state.num_processes, is_mixed)
 

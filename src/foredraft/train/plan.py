@@ -79,6 +79,12 @@ class Plan:
             raise ForedraftError("no data; give files with --data, or --data builtin")
         if self.out.exists() and not self.out.is_dir():
             raise ForedraftError(f"{self.out} is a file; give a folder to write to")
+        if self.out.is_dir() and not (self.out / FILE).exists():
+            others = sorted(file.name for file in self.out.iterdir() if not file.name.startswith("generated."))
+            if others:  # it may be a model's folder, whose config.json must live
+                raise ForedraftError(
+                    f"{self.out} holds {others[0]} and no training run; give an empty folder to write to"
+                )
         for name, value in (
             ("context", data.context - 1),
             ("batch-tokens", steps.batch_tokens),

@@ -44,6 +44,7 @@ class Outcome:
     step: int
     steps: int
     figures: dict[str, Any] = field(default_factory=dict)  # of the last measurement
+    is_main: bool = True  # False in all processes of a run but one
 
 
 def train(
@@ -78,6 +79,7 @@ def _learn(
     plan: Plan, module: Any, config: Any, llm: LLM, documents: Sequence[Document], held: Sequence[Document]
 ) -> Outcome:
     """A method that counts: one pass, nothing to go on from."""
+    settle(plan.out, plan.identity(target=_fingerprint(llm.target), text=digest(documents)), has_checkpoint=False)
     module.learn(config, [document.ids for document in documents], llm.target, plan.out)
     figures = Evaluator(llm, plan.method, plan.evaluation, held, plan.data.context, Tracer(llm.target)).replayed(
         plan.out
@@ -118,7 +120,7 @@ class _Run:
         loop.metrics = Metrics.open(plan.out, loop.step, plan.tensorboard) if place.is_main else Metrics(None)
         is_done = loop.run()
         loop.metrics.close()
-        return Outcome(plan.out, is_done, loop.step, loop.pace.steps, dict(loop.figures or {}))
+        return Outcome(plan.out, is_done, loop.step, loop.pace.steps, dict(loop.figures or {}), place.is_main)
 
     def _start(self) -> Any:
         """A checkpoint that was read, or the folder where it is a whole model."""
