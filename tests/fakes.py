@@ -9,6 +9,7 @@ from torch import Tensor
 from foredraft.completion import Completion, Delta
 from foredraft.drafters.base import Context, Draft, Drafter, plant
 from foredraft.drafters.draft_model import DraftModel
+from foredraft.drafters.growth import TreeOptions
 from foredraft.engine.engine import Engine
 from foredraft.engine.output import Transcript
 from foredraft.engine.scheduler import Limits
@@ -64,7 +65,7 @@ class TableLM:
 
 
 def drafter_of(lm: TableLM, num_tokens: int, branching: tuple[int, ...] | None = None) -> DraftModel:
-    return DraftModel(lm, Context(vocab_size=lm.vocab_size, num_tokens=num_tokens), branching)
+    return DraftModel(lm, Context(vocab_size=lm.vocab_size, num_tokens=num_tokens), TreeOptions(branching=branching))
 
 
 def engine_of(target: TableLM, drafter: Drafter | None, num_pages: int = 4000, **limits: int) -> Engine:

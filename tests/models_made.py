@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from foredraft import LLM
 from foredraft.drafters.base import Context
 from foredraft.drafters.draft_model import DraftModel
+from foredraft.drafters.growth import TreeOptions
 from foredraft.llm import MemoryLimits
 from foredraft.models.lm import HFModel
 
@@ -80,7 +81,7 @@ def draft_model(
     """The perturbed copy as a drafter."""
     model = model or draft()
     context = Context(vocab_size=model.config.vocab_size, num_tokens=num_tokens, dtype=torch.float64)
-    return DraftModel(HFModel.adopt(model, "draft"), context, branching)
+    return DraftModel(HFModel.adopt(model, "draft"), context, TreeOptions(branching=branching))
 
 
 def limited(

@@ -39,7 +39,7 @@ def likeliest(x: Tensor) -> list[int]:
     if x.device.type != "cpu":
         top, index = x.max(-1)
         return torch.where(top.isfinite(), index, -1).tolist()
-    rows = x.numpy()
+    rows = x.detach().numpy()
     index = rows.argmax(
         -1
     )  # numpy's is five times as fast as a maximum over dimension -1, with the same first of equals

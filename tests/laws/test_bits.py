@@ -18,11 +18,12 @@ import models_made
 from foredraft import LLM, Completion, Sampling
 from foredraft.drafters.base import Context, Drafter, methods
 from foredraft.drafters.draft_model import DraftModel
+from foredraft.drafters.growth import TreeOptions
 from foredraft.llm import MemoryLimits
 from foredraft.models.lm import HFModel
 from foredraft.models.window import Window
 from kernels.running import EACH_SET, NATIVE, WAYS, running
-from methods_made import MADE, missing
+from methods_made import FIXED, MADE, missing
 
 pytestmark = NATIVE
 PROMPTS: list[list[int]] = [
@@ -69,7 +70,9 @@ def drafter(name: str, num_tokens: int, dtype: torch.dtype) -> Drafter:
     if method != "draft_model":
         return MADE[name].make(num_tokens, plain(dtype))
     context = Context(vocab_size=models_made.VOCAB, num_tokens=num_tokens, dtype=dtype)
-    return DraftModel(draft_lm(dtype).sibling(), context, (3, 2, 1, 1, 2, 1, 1, 1)[:num_tokens] if variant else None)
+    return DraftModel(
+        draft_lm(dtype).sibling(), context, TreeOptions(branching=FIXED[:num_tokens] if variant else None)
+    )
 
 
 def told(completions: list[Completion]) -> list[tuple[Any, ...]]:

@@ -16,7 +16,7 @@ from foredraft.checkpoints.read import read
 from foredraft.checkpoints.write import write
 from foredraft.drafters.base import Context
 from foredraft.drafters.borrowed import block_like, embedding_of, facts, own_rows, packed_head, pass_through, required
-from foredraft.drafters.growth import Plan
+from foredraft.drafters.growth import TreeOptions as Config
 from foredraft.drafters.recurrent import FeatureDrafter
 from foredraft.drafters.training import Losses, Trace, check_loss, draft_loss, mean
 from foredraft.drafters.unrolled import Step, unroll, weighted
@@ -28,25 +28,9 @@ from foredraft.models.fused_features import FusedFeatures, Joined, why_not
 from foredraft.models.lm import HFModel
 from foredraft.models.window import NORMED
 
+__all__ = ["METHOD", "Config", "TrainConfig", "create", "trainee"]
+
 METHOD = "eagle"
-
-
-@dataclass(frozen=True)
-class Config:
-    """A chain of num_speculative_tokens, or with `tree_nodes` or `top_k` EAGLE-2's dynamic tree of that depth: at every
-    level the top_k likeliest nodes get top_k children each, and the tree_nodes likeliest of all are verified.
-
-    `branching` fixes the tree's shape instead: children of every node by depth. `min_confidence`: a draft ends where
-    its likeliest path is less likely than this.
-    """
-
-    tree_nodes: int | None = None
-    top_k: int | None = None
-    branching: tuple[int, ...] | None = None
-    min_confidence: float = 0.0
-
-    def plan(self, num_tokens: int) -> Plan:
-        return Plan.of(num_tokens, self.tree_nodes, self.top_k, self.branching, self.min_confidence)
 
 
 class EagleNetwork(nn.Module):

@@ -15,6 +15,7 @@ from foredraft import noise
 from foredraft.drafters.base import Draft, draft_key
 from foredraft.drafters.rank_tree import RankTree
 from foredraft.errors import ForedraftError
+from foredraft.filters import likeliest
 from foredraft.request import Request
 from foredraft.sampling import Sampling, distribution
 
@@ -65,7 +66,7 @@ class Plan:
     def cut(self, depth: int, budget: int, is_chain: bool) -> "Plan":
         """What a request has room for; `block` verification takes chains."""
         depth = min(depth, self.depth)
-        if is_chain:
+        if is_chain or (self.width == 1 and self.shape is None):
             depth = min(depth, budget)
             return Plan(depth, depth, min_confidence=self.min_confidence)
         if self.shape is None:
@@ -76,6 +77,24 @@ class Plan:
     def is_fixed(self) -> bool:
         """Its shape does not depend on what is drawn, so that children may be drawn from a law."""
         return self.width == 1 or self.shape is not None
+
+
+@dataclass(frozen=True)
+class TreeOptions:
+    """A chain of num_speculative_tokens, or with `tree_nodes` or `top_k` EAGLE-2's dynamic tree of that depth: at every
+    level the top_k likeliest nodes get top_k children each, and the tree_nodes likeliest of all are verified.
+
+    `branching` fixes the tree's shape instead: children of every node by depth. `min_confidence`: a draft ends where
+    its likeliest path is less likely than this.
+    """
+
+    tree_nodes: int | None = None
+    top_k: int | None = None
+    branching: tuple[int, ...] | None = None
+    min_confidence: float = 0.0
+
+    def plan(self, num_tokens: int) -> Plan:
+        return Plan.of(num_tokens, self.tree_nodes, self.top_k, self.branching, self.min_confidence)
 
 
 @dataclass(frozen=True)
@@ -179,6 +198,15 @@ class Growth:
             total += math.log(max(float(self.laws[node].max()), 1e-300))
         return total
 
+    @property
+    def kept(self) -> list[int]:
+        """The nodes that are verified, rising, the root first."""
+        every = range(len(self.depths))
+        if self.laws or len(every) <= self.plan.nodes + 1:
+            return list(every)
+        # a node is never likelier than its parent and comes after it, so what is kept has its ancestors
+        return sorted(sorted(every, key=lambda node: (-self.chances[node], node))[: self.plan.nodes + 1])
+
     def draft(self) -> Draft:
         if self.laws:
             blank = torch.zeros_like(next(iter(self.laws.values())))
@@ -186,13 +214,10 @@ class Growth:
             return Draft(tuple(self.tokens), tuple(self.parents), q)
         if len(self.tokens) <= self.plan.nodes:
             return Draft(tuple(self.tokens), tuple(self.parents))
-        # a node is never likelier than its parent and comes after it, so what is kept has its ancestors
-        order = sorted(range(1, len(self.depths)), key=lambda node: (-self.chances[node], node))
-        kept = sorted(order[: self.plan.nodes])
-        index = {0: 0} | {node: i + 1 for i, node in enumerate(kept)}
-        return Draft(
-            tuple(self.tokens[node - 1] for node in kept), tuple(index[self.parents[node - 1]] for node in kept)
-        )
+        kept = self.kept
+        index = {node: i for i, node in enumerate(kept)}
+        tokens = tuple(self.tokens[node - 1] for node in kept[1:])
+        return Draft(tokens, tuple(index[self.parents[node - 1]] for node in kept[1:]))
 
 
 def extend(growths: Sequence[Growth], scores: Scores) -> None:
@@ -210,6 +235,10 @@ def extend(growths: Sequence[Growth], scores: Scores) -> None:
 def _guesses(nodes: Sequence[tuple[Growth, int]], scores: Scores) -> list[list[Child]]:
     """The likeliest tokens of every row, whatever the sampling."""
     x = scores.logits.float() if scores.logits.dtype != torch.float64 else scores.logits
+    if all(g.plan.width == 1 and not g.plan.min_confidence for g, _ in nodes):  # nothing depends on the chances
+        best = likeliest(x)
+        ids = scores.named([[max(column, 0)] for column in best])
+        return [[(row[0], 0.0)] if column >= 0 else [] for row, column in zip(ids, best, strict=True)]
     widths = [g.width(node) for g, node in nodes]
     top = x.log_softmax(-1).topk(min(max(widths), x.shape[-1]), -1)  # a third of the time of logsumexp
     chances, ids = top.values.tolist(), scores.named(top.indices.tolist())

@@ -6,16 +6,17 @@ laws below the root. Below it every node reads its parent's output in place of t
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from foredraft.drafters.base import Context, Draft, plant
+from foredraft.drafters.branch import Branch
 from foredraft.drafters.growth import Growth, Plan, Scores, extend
 from foredraft.models.feature_lm import FeatureLM
 from foredraft.models.window import Span, Window
-from foredraft.request import Batch, Request
+from foredraft.request import Batch
 from foredraft.tree import Commit, TokenTree
 
 
@@ -26,35 +27,6 @@ class Root:
     valid: int  # pairs in memory
     logits: Tensor  # [1, W] after it
     feature: Tensor  # [1, H] its output
-
-
-@dataclass
-class Branch:
-    """A draft that grows, with the outputs of the level before its frontier."""
-
-    growth: Growth
-    rows: dict[int, int] = field(default_factory=lambda: {0: 0})  # node -> row of the last level's features
-    places: dict[int, int] = field(default_factory=lambda: {0: 0})  # node -> place in memory after the root's pair
-
-    @property
-    def request(self) -> Request:
-        return self.growth.request
-
-    def span(self) -> Span:
-        """The frontier as part of a window. The root's pair, already written, is node 0."""
-        g, first = self.growth, len(self.places)
-        for node in g.frontier:
-            self.places[node] = len(self.places)
-        depths = [g.depths[node] for node in self.places]
-        parents = [-1, *(self.places[g.parents[node - 1]] for node in list(self.places)[1:])]
-        is_chain = parents == list(range(-1, len(parents) - 1))
-        tokens = [g.tokens[node - 1] for node in g.frontier]
-        start = g.request.num_tokens - 2
-        return Span(g.request.pages, start, tokens, depths, None if is_chain else parents, first)
-
-    def parents(self) -> list[int]:
-        """Rows of the last level's features that the frontier goes on from."""
-        return [self.rows[self.growth.parents[node - 1]] for node in self.growth.frontier]
 
 
 class FeatureDrafter:
@@ -75,7 +47,11 @@ class FeatureDrafter:
         return self.plan.nodes
 
     def propose(self, batch: Batch) -> TokenTree:
-        branches = {b: Branch(growth) for b in batch.drafting() if (growth := self._growth(batch, b)) is not None}
+        branches = {
+            b: Branch(growth, growth.request.num_tokens - 2)
+            for b in batch.drafting()
+            if (growth := self._growth(batch, b)) is not None
+        }
         if branches:
             self._grow(list(branches.values()), batch.page_size)
         empty = Draft()
@@ -121,7 +97,7 @@ class FeatureDrafter:
             self._roots[slot] = Root(span.length, logits[i : i + 1], following[end : end + 1])
 
     def _grow(self, branches: list[Branch], page_size: int) -> None:
-        roots = [self._roots[branch.request.slot] for branch in branches]
+        roots = [self._roots[branch.growth.request.slot] for branch in branches]
         features, logits = _joined([r.feature for r in roots]), _joined([r.logits for r in roots])
         for row, branch in enumerate(branches):
             branch.rows = {0: row}
@@ -137,8 +113,7 @@ class FeatureDrafter:
             logits, features = self.lm.forward(window, features if is_same else features[above])
             row = 0
             for branch in branches:
-                branch.rows = {node: row + i for i, node in enumerate(branch.growth.frontier)}
-                row += len(branch.growth.frontier)
+                row = branch.passed(row)
 
 
 def _joined(rows: Sequence[Tensor]) -> Tensor:

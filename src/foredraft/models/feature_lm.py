@@ -1,4 +1,4 @@
-"""A drafter's layer over the target's states, as an LM of its own: (token, feature) pairs in, logits and features out."""
+"""A drafter's layer over the states of a target, as an LM: (token, feature) pairs in, logits and features out."""
 
 from dataclasses import dataclass, field
 from typing import Protocol
