@@ -9,7 +9,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from foredraft import LLM, Sampling
 from foredraft.zoo import build, corpus
+from foredraft.zoo.heads import RECIPES, Heads
 from foredraft.zoo.measure import PairFigures, measure
 from foredraft.zoo.recipe import Recipe, Stage
 from foredraft.zoo.train import build as untrained
@@ -57,11 +59,24 @@ def test_prompts_come_from_held_out_modules_only():
 def test_everything_is_built_and_measured_and_loads_in_transformers(python_tree, tmp_path):
     out = tmp_path / "out"
     steps = []
+    taps = {"taps": "[1]"}  # a target of two layers has no others
+    tiny = tuple(replace(h, steps=2, settings=h.settings | (taps if h.method == "eagle3" else {})) for h in RECIPES)
+    heads = Heads(tiny, documents=4, corpus_tokens=4000, prompts=2)
     figures = build.build_all(
-        out, target=TINY, draft=TINY_DRAFT, root=python_tree, report=lambda part, step, of, loss: steps.append(part)
+        out,
+        target=TINY,
+        draft=TINY_DRAFT,
+        root=python_tree,
+        report=lambda part, step, of, loss: steps.append(part),
+        heads=heads,
     )
     assert 0 < figures.alpha < 1
-    assert set(steps) == set(build.PARTS)
+    assert set(steps) == {*build.PARTS, *(head.method for head in RECIPES)}
+    for head in RECIPES:
+        llm = LLM(str(out / "target"), {"method": head.method, "model": str(out / head.method)})
+        (done,) = llm.generate("def f(", Sampling(max_tokens=8, temperature=0, ignore_eos=True))
+        assert done.stats.num_drafted > 0
+        assert f"foredraft train {head.method}" in (out / head.method / "README.md").read_text()
     for part in build.PARTS:
         model = AutoModelForCausalLM.from_pretrained(out / part)
         assert model.dtype == torch.bfloat16

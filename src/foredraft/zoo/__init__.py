@@ -6,7 +6,14 @@ from foredraft.errors import ForedraftError
 
 _FOLDER = Path(__file__).parent
 # what a method uses beside the built-in target when it is given nothing
-_DRAFTERS = {"draft_model": "draft", "ngram_lm": "ngram"}
+_DRAFTERS = {
+    "draft_model": "draft",
+    "ngram_lm": "ngram",
+    "medusa": "medusa",
+    "mlp_speculator": "mlp_speculator",
+    "eagle": "eagle",
+    "eagle3": "eagle3",
+}
 # draft lengths that `foredraft bench latency` found best for the built-in pair: its draft costs a fifth of its target
 _TOKENS = {"draft_model": 2}
 

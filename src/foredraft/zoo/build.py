@@ -12,13 +12,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from foredraft.zoo import corpus, tokens
+from foredraft.zoo.heads import EVERY, RECIPES, Heads, train_heads
 from foredraft.zoo.measure import MAX_DRAFT, PairFigures, measure
 from foredraft.zoo.ngram import build_table
 from foredraft.zoo.recipe import DRAFT, TARGET, Recipe
 from foredraft.zoo.train import Report, distillation_loss, next_token_loss, train
 
 PARTS = ("target", "draft", "draft-undistilled")
-SHIPPED = ("target", "draft", "ngram")
+SHIPPED = ("target", "draft", "ngram", *(head.method for head in RECIPES))
 
 
 def build_all(
@@ -26,11 +27,13 @@ def build_all(
     device: str = "cpu",
     target: Recipe = TARGET,
     draft: Recipe = DRAFT,
+    heads: Heads = EVERY,
     root: Path | None = None,
     report: Report = lambda part, step, steps, loss: None,
     say: Callable[[str], None] = lambda line: None,
 ) -> PairFigures:
-    """Everything, resumable: a part whose folder holds a finished model is kept. Writes out/{target,draft,...}.
+    """Everything, resumable: a part whose folder holds a finished model is kept. Writes out/{target,draft,...}, and the
+    heads last, each for the finished target.
 
     `root` is another tree of Python files than the standard library's.
     """
@@ -58,6 +61,7 @@ def build_all(
         tokens.save_tokenizer(tokens.load_tokenizer(out), out / name)
         recipe = target if name == "target" else draft
         (out / name / "README.md").write_text(card(name, recipe, figures, about))
+    train_heads(out, device, train_ids, report, say, heads)
     return figures["draft"]
 
 
@@ -65,7 +69,7 @@ def install(out: Path, package: Path) -> None:
     """Copy the finished models into the package's zoo folder, with their cards and logs."""
     for name in SHIPPED:
         shutil.rmtree(package / name, ignore_errors=True)
-        shutil.copytree(out / name, package / name, ignore=shutil.ignore_patterns("checkpoint.*"))
+        shutil.copytree(out / name, package / name, ignore=shutil.ignore_patterns("checkpoint*", "training.json"))
 
 
 def card(name: str, recipe: Recipe, figures: dict[str, PairFigures], about: dict[str, str]) -> str:
@@ -115,6 +119,7 @@ def _corpus(out: Path, root: Path | None) -> tuple[np.ndarray, np.ndarray, dict[
         tokens.train_tokenizer(train_files).save(str(out / "tokenizer.json"))
     tokenizer = tokens.load_tokenizer(out)
     train_ids, held_ids = tokens.encode(tokenizer, train_files), tokens.encode(tokenizer, held_files)
+    np.save(out / "held.npy", held_ids)
     about = {
         "python": platform.python_version(),
         "digest": corpus.digest(train_files),
