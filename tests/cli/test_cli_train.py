@@ -1,6 +1,8 @@
 """`foredraft train` on a tiny model: what is said, what is written, what is refused before a model is loaded."""
 
+import copy
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -60,6 +62,27 @@ def test_a_stopped_run_says_how_to_go_on_and_does(run, small, tmp_path):
     assert other.error_lines[-1].endswith("steps.steps was 4 and is 5; give another --out, or delete it to begin again")
 
 
+def test_a_chat_model_writes_its_own_texts_unless_told_otherwise(run, small, tmp_path):
+    chatty = tmp_path / "chatty"
+    shutil.copytree(small, chatty)
+    tokenizer = copy.deepcopy(models_made.tokenizer())
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    tokenizer.save_pretrained(chatty)
+    chats = [
+        {"messages": [{"role": "user", "content": f"the {i}"}, {"role": "assistant", "content": "end"}]}
+        for i in range(4)
+    ]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    asked = ["train", "draft_model", "--model", str(chatty), "-d", str(tmp_path / "chats.jsonl"), *FEW, *DRAFT]
+    own = run(*asked, "-o", str(tmp_path / "own"), "--steps", "2", "--written", "20")
+    assert own.code == 0, own.stderr
+    assert "answers 4 prompts into" in own.stderr
+    assert len((tmp_path / "own" / "generated.jsonl").read_text().splitlines()) == 4
+    given = run(*asked, "-o", str(tmp_path / "given"), "--steps", "2", "--no-generate")
+    assert given.code == 0, given.stderr
+    assert not (tmp_path / "given" / "generated.jsonl").exists()
+
+
 def test_a_table_is_counted(run, small, tmp_path):
     asked = ["--model", str(small), *data(small), "-o", str(tmp_path / "o"), "--held-out-share", "0.4", *FEW]
     made = run("train", "ngram_lm", *asked, "--set", "order=3")
@@ -72,6 +95,8 @@ def test_a_table_is_counted(run, small, tmp_path):
     [
         (["guesswork", "-d", "x"], "error: 'guesswork' cannot be trained; use one of draft_model,"),
         (["ngram", "-d", "x"], "error: 'ngram' cannot be trained"),
+        ([], "error: no data; give files with --data, or --data builtin"),
+        (["-d", "x"], "error: no method; use one of draft_model,"),
         (["ngram_lm"], "error: no data; give files with --data, or --data builtin"),
         (["ngram_lm", "-d", "x", "--set", "order"], "error: --set takes key=value, got 'order'"),
         (["ngram_lm", "-d", "x", "--set", "size=3"], "error: unknown training option 'size'; this method takes: max"),

@@ -184,3 +184,9 @@ def test_held_out_texts_are_not_learnt_from():
     assert digest(kept + held) != digest(documents)
     assert not {id(d) for d in kept} & {id(d) for d in held}
     assert hold_out(documents[:1], 0.5)[1] == []
+
+
+def test_of_one_long_text_the_end_is_held_out():
+    [kept], [held] = hold_out([doc(range(1000))], 0.1)
+    assert (kept.ids.tolist(), held.ids.tolist()) == (list(range(900)), list(range(900, 1000)))
+    assert hold_out([doc(range(100))], 0.1)[1] == []

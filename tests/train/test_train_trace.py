@@ -62,6 +62,15 @@ def test_the_top_of_the_law_is_its_largest_part(target, tokens):
     assert torch.equal(whole.logprobs.gather(-1, top.ids), top.logprobs)
 
 
+def test_a_trace_does_not_depend_on_the_precision_of_training(tokens):
+    target = HFModel.adopt(models_made.llama().float(), "target")
+    features, law = Tracer(target, (NORMED,)).follow(tokens)
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed, mixed_law = Tracer(target, (NORMED,)).follow(tokens)
+    assert torch.equal(features, mixed)
+    assert torch.equal(law.logprobs, mixed_law.logprobs)
+
+
 def test_tracing_leaves_the_memory_of_requests_alone(tokens):
     llm = models_made.plain()
     before = llm.generate([[5, 6, 7]], Sampling(temperature=0, max_tokens=20))[0].token_ids

@@ -140,7 +140,7 @@ class TrainOptions:
 def train(ctx: typer.Context, options: TrainOptions) -> None:
     """Train a drafter for a model. The same command goes on where a run stopped; Ctrl-C leaves a usable drafter.
 
-    Example: foredraft train medusa --data builtin --out medusa --max-minutes 10
+    Example: foredraft train medusa --data builtin --out medusa --steps 600
     """
     plan = checked(options)
     from foredraft.train.run import train as run

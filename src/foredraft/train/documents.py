@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ids = NDArray[Any]  # one-dimensional, any integer type
+ENOUGH = 64  # tokens that are worth measuring on
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,9 @@ class Document:
             return self.ids[:1].tolist()  # type: ignore[no-any-return]
         found = np.flatnonzero(self.learnt)
         return self.ids[: int(found[0]) if len(found) else len(self.ids)].tolist()  # type: ignore[no-any-return]
+
+    def part(self, start: int, stop: int | None) -> "Document":
+        return Document(self.ids[start:stop], None if self.learnt is None else self.learnt[start:stop])
 
     def opening(self, length: int) -> list[int]:
         """A prompt to go on from: up to the first token to learn, or of plain text the first `length` tokens."""
@@ -51,9 +55,13 @@ def digest(documents: Sequence[Document]) -> str:
 
 
 def hold_out(documents: Sequence[Document], share: float) -> tuple[list[Document], list[Document]]:
-    """(to learn from, to measure on): every n-th document is held out, at least one if there are two."""
-    if share <= 0 or len(documents) < 2:
+    """(to learn from, to measure on): every n-th document is held out, at least one; of a single one its end."""
+    if share <= 0 or not documents:
         return list(documents), []
+    if len(documents) == 1:
+        [whole] = documents
+        at = min(round(len(whole.ids) * (1 - share)), len(whole.ids) - ENOUGH)
+        return ([whole.part(0, at)], [whole.part(at, None)]) if at >= ENOUGH else ([whole], [])
     every = max(2, round(1 / share))
     held = set(range(every - 1, len(documents), every)) or {len(documents) - 1}
     kept = [document for i, document in enumerate(documents) if i not in held]

@@ -16,9 +16,11 @@ def trainable() -> dict[str, ModuleType]:
     return {name: module for name, module in methods().items() if hasattr(module, "TrainConfig")}
 
 
-def method_of(name: str) -> ModuleType:
+def method_of(name: str | None) -> ModuleType:
     """Raises ForedraftError naming those there are."""
     found = trainable()
+    if not name:
+        raise ForedraftError(f"no method; use one of {', '.join(sorted(found))}")
     if name not in found:
         raise ForedraftError(f"{name!r} cannot be trained; use one of {', '.join(sorted(found))}")
     return found[name]

@@ -54,7 +54,8 @@ class Tracer:
         ids = torch.empty_like(logprobs, dtype=torch.int64) if width < target.vocab_size else None
         features = logprobs.new_empty(num_rows, length, 0)
         for piece in _pieces(num_rows, length, max(1, LOGIT_BYTES // (4 * target.vocab_size))):
-            logits, states = target.forward(self._window(tokens, piece), self.taps)
+            with torch.autocast(target.device.type, enabled=False):  # the target is what it is when it serves
+                logits, states = target.forward(self._window(tokens, piece), self.taps)
             place = slice(piece.rows.start, piece.rows.stop), slice(piece.start, piece.stop)
             shape = len(piece.rows), piece.stop - piece.start
             law = TargetLaw.of(logits, self.top)
