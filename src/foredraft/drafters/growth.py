@@ -140,7 +140,7 @@ class Growth:
     @property
     def draws(self) -> bool:
         """Children come from a law q that the verification weighs; otherwise they are guesses."""
-        return not self.is_greedy and self.plan.is_fixed and self.request.verify in ("reject", "block")
+        return not self.is_greedy and self.request.verify in ("reject", "block")
 
     @property
     def shares_noise(self) -> bool:
@@ -158,6 +158,22 @@ class Growth:
         """Children a node gets."""
         shape = self.plan.shape
         return self.plan.width if shape is None else len(shape.children[self.places[node]])
+
+    def allotted(self, likeliest: Sequence[Sequence[float]]) -> list[int]:
+        """How many children to draw below every frontier node, from the largest probabilities of its law, falling.
+
+        Which tokens will be drawn is not known yet, and what is drawn stays: a tree that kept the likeliest of them
+        afterwards would have no q. The nodes left are spread over the levels left, the upper ones getting more.
+        """
+        levels = self.plan.depth - self.depths[self.frontier[0]]
+        left = self.plan.nodes - len(self.tokens)
+        gains = [
+            (self.chances[node] + math.log(max(q, 1e-300)), -i)
+            for i, (node, top) in enumerate(zip(self.frontier, likeliest, strict=True))
+            for q in top[: self.plan.width]
+        ]
+        best = sorted(gains, reverse=True)[: -(-2 * left // (levels + 1))]
+        return [sum(-place == i for _, place in best[:left]) for i in range(len(self.frontier))]
 
     def grow(self, children: Sequence[Sequence[Child]]) -> None:
         """One level more: the children of every frontier node."""
@@ -257,14 +273,27 @@ def _children(nodes: Sequence[tuple[Growth, int]], logits: Tensor) -> list[list[
         keys = torch.tensor([draft_key(g.request, node, g.depths[node]) for g, node in nodes], device=q.device)
         races = torch.tensor([g.draws or g.shares_noise for g, _ in nodes], device=q.device)
         scores = torch.where(races[:, None], noise.race(q, keys), q.double())
-    widths = [g.width(node) for g, node in nodes]
-    top = scores.topk(min(max(widths), scores.shape[-1]), -1)
+    widths = _widths(nodes, q)
+    top = scores.topk(min(max(1, *widths), scores.shape[-1]), -1)
     chances = (top.values.double() / scores.double().sum(-1, keepdim=True)).log().tolist()
     ids = top.indices.tolist()
     for row, (g, node) in enumerate(nodes):
         if g.draws:
             g.laws[node] = q[row]
     return [_likely(row, values, width) for row, values, width in zip(ids, chances, widths, strict=True)]
+
+
+def _widths(nodes: Sequence[tuple[Growth, int]], q: Tensor) -> list[int]:
+    """Children of every node; those to be drawn in a tree of no fixed shape are allotted by their laws [R, V]."""
+    widths: list[int] = []
+    while len(widths) < len(nodes):
+        g, first = nodes[len(widths)][0], len(widths)
+        rows = q[first : first + len(g.frontier)]
+        if g.draws and not g.plan.is_fixed:
+            widths += g.allotted(rows.topk(min(g.plan.width, rows.shape[-1]), -1).values.tolist())
+        else:
+            widths += [g.width(node) for node in g.frontier]
+    return widths
 
 
 def _likely(ids: Sequence[int], chances: Sequence[float], width: int) -> list[Child]:
