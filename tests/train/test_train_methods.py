@@ -4,8 +4,10 @@ import json
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from train_fakes import Linear, plan, weights, write_ids
 from transformers import AutoModelForCausalLM
 
@@ -215,3 +217,18 @@ def test_live_states_are_those_of_the_traces(folder):
 def test_a_target_that_learns_keeps_no_traces(folder):
     with pytest.raises(ForedraftError, match="leave --cache out"):
         train(plan(folder, cache=str(folder / "traces")), module=JOINT)
+
+
+def test_a_draft_of_few_tokens_takes_the_most_frequent(folder):
+    """A published head says which ids its columns are; those chosen before any was counted would be the first ones."""
+    rng = np.random.default_rng(1)
+    common = np.array([7, 11, 40, 41, 90])
+    texts = [[3, *rng.choice(common, 50)] for _ in range(12)] + [[3, *(4 + rng.integers(0, 93, 50))]]
+    np.save(folder / "ids.npy", np.concatenate(texts).astype(np.uint16))
+    settings = {"taps": "[1]", "draft_vocab_size": "5", "steps": "2"}
+    outcome = run(folder, "eagle3", settings=settings, steps=2)
+    offsets = load_file(outcome.folder / "model.safetensors")["d2t"]
+    assert (torch.arange(5) + offsets).tolist() == common.tolist()
+    llm = LLM(str(folder / "model"), {"method": "eagle3", "model": str(outcome.folder)})
+    (done,) = llm.generate([[7, 11, 40]], Sampling(max_tokens=12, temperature=0, ignore_eos=True))
+    assert done.stats.num_drafted > 0

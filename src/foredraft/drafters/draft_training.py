@@ -132,6 +132,6 @@ def _borrow(model: Any, target: HFModel) -> None:
     own = model.get_input_embeddings().weight
     if own.shape == target.embedding.shape:
         own.copy_(target.embedding.float())
-        head, theirs = model.get_output_embeddings().weight, target.model.get_output_embeddings().weight
-        if head.shape == theirs.shape and theirs.device.type != "meta":
+        head, theirs = model.get_output_embeddings().weight, target.head_weight
+        if head.shape == theirs.shape:
             head.copy_(theirs.float())

@@ -223,6 +223,5 @@ def _shape(config: TrainConfig, target: HFModel) -> Eagle3Shape:
 @torch.no_grad()
 def _copy_head(network: Eagle3Network, ids: Tensor) -> None:
     """The target's rows of these tokens, and its final norm, are where the head begins."""
-    target = network.target[0]
-    weight = target.model.get_output_embeddings().weight
+    weight = network.target[0].head_weight
     network.lm_head.weight.copy_(weight[ids.to(weight.device)])

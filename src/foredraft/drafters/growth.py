@@ -75,7 +75,7 @@ class Plan:
 
     @property
     def is_fixed(self) -> bool:
-        """Its shape does not depend on what is drawn, so that children may be drawn from a law."""
+        """Its shape does not depend on what is drawn."""
         return self.width == 1 or self.shape is not None
 
 

@@ -105,7 +105,7 @@ def trainee(config: TrainConfig, target: HFModel, start: Checkpoint | None = Non
         raise ForedraftError(f"decay must lie in 0..1, got {config.decay}")
     shape = MedusaShape(target.hidden_size, target.vocab_size, config.heads, config.layers, config.own_head)
     network = MedusaHeads(shape).float()
-    weight = target.model.get_output_embeddings().weight.detach().float()
+    weight = target.head_weight.float()
     scaling = getattr(target.model.config.get_text_config(), "logits_scaling", None) or 1.0
     with torch.no_grad():
         for name, parameter in network.named_parameters():

@@ -112,7 +112,7 @@ def trainee(config: TrainConfig, target: HFModel, start: Checkpoint | None = Non
 def _begin_like(network: MLPSpeculator, target: HFModel) -> None:
     """Where the widths agree the target's own tokens begin better than noise does; at the size noise would have."""
     spread = network.shape.inner**-0.5
-    read, said = target.embedding.float(), target.model.get_output_embeddings().weight.detach().float()
+    read, said = target.embedding.float(), target.head_weight.float()
     for name, parameter in network.named_parameters():
         if name.startswith("emb"):
             parameter.copy_(read / read.std() * spread)

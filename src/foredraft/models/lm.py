@@ -3,10 +3,12 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from foredraft.errors import ForedraftError
 from foredraft.kernels.cpu.library import library
@@ -105,13 +107,23 @@ class HFModel:
         """[V, H] the rows that token ids stand for, unscaled."""
         return self.model.get_input_embeddings().weight.detach()  # type: ignore[no-any-return]
 
+    @cached_property
+    def head_weight(self) -> Tensor:
+        """[V, H] the matrix behind `head`, unpacked where it was packed."""
+        module = self.model.get_output_embeddings()
+        packed = getattr(module, "packed", None)
+        return module.weight.detach() if packed is None else packed.unpacked()  # type: ignore[no-any-return]
+
     def head(self, hidden: Tensor) -> Tensor:
         """Logits [.., V] of states [.., H] taken at NORMED, scaled and capped as the model does."""
-        logits = self.model.get_output_embeddings()(hidden)
+        module = self.model.get_output_embeddings()
+        is_learning = hasattr(module, "packed") and torch.is_grad_enabled() and hidden.requires_grad
+        bias = None if module.bias is None else module.bias.to(hidden.dtype)
+        logits = F.linear(hidden, self.head_weight, bias) if is_learning else module(hidden)
         config = self.model.config.get_text_config()
         logits = logits / (getattr(config, "logits_scaling", None) or 1.0)
         cap = getattr(config, "final_logit_softcapping", None)
-        return logits if cap is None else torch.tanh(logits / cap) * cap  # type: ignore[no-any-return]
+        return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def bytes_per_token(self) -> int:
         """KV bytes one token takes; sizes the pools."""

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from foredraft import LLM
 from foredraft.checkpoints import read
@@ -113,6 +114,8 @@ class _Run:
         place.wait()
         torch.manual_seed(plan.steps.seed)
         self.trainee: Trainee = self.module.trainee(self.config, self.llm.target, self._start())
+        if plan.start is None and hasattr(self.trainee, "prepare"):
+            self.trainee.prepare(self._counts())
         loop = self._loop(checkpoints)
         if found is not None:
             loop.resume(checkpoints.load(found, loop.networks, loop.optimizer))
@@ -121,6 +124,13 @@ class _Run:
         is_done = loop.run()
         loop.metrics.close()
         return Outcome(plan.out, is_done, loop.step, loop.pace.steps, dict(loop.figures or {}), place.is_main)
+
+    def _counts(self) -> Tensor:
+        """[V] how often each token is one to learn."""
+        counts = np.zeros(self.llm.target.vocab_size, dtype=np.int64)
+        for document in self.documents:
+            counts += np.bincount(document.ids[document.mask].astype(np.int64), minlength=len(counts))
+        return torch.from_numpy(counts)
 
     def _start(self) -> Any:
         """A checkpoint that was read, or the folder where it is a whole model."""
