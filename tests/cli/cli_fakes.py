@@ -74,6 +74,9 @@ class FakeBackend:
         rules = ("auto", "match", "reject", "block", "typical")
         return Choices(("draft_model", "ngram"), rules, frozenset({"typical"}), ("auto", "bfloat16", "float32"))
 
+    def method_of(self, drafter: str) -> str:
+        return "draft_model"
+
     def load(self, options: ModelOptions, method: str) -> FakeLLM:
         if self.load_error is not None:
             raise self.load_error

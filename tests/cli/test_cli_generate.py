@@ -215,7 +215,7 @@ def test_a_warning_is_one_line(run):
         (("--spec-tokens", "0"), "--spec-tokens"),
         (("--spec-method", "telepathy"), "unknown method 'telepathy'; use one of: none, draft_model, ngram"),
         (("--spec-method", "ngram,draft_model"), "--compare"),
-        (("--spec-method", "none", "--spec-tokens", "2"), "leave --spec-model and --spec-tokens out"),
+        (("--spec-method", "none", "--spec-tokens", "2"), "leave --spec-model, --spec-tokens and --spec-option out"),
         (("--verify", "hope"), "unknown verification rule 'hope'; use one of: auto, match"),
         (("--dtype", "int3"), "unknown dtype 'int3'; use one of: auto"),
         (("--logprobs", "1"), "add --json"),
@@ -228,3 +228,14 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(run, args, words):
     assert outcome.stdout == ""
     [line] = outcome.error_lines
     assert words in line
+
+
+def test_settings_of_a_method_reach_it_as_numbers_and_lists(run):
+    """Trees are lists; a setting passed on as text would be refused by every method."""
+    backend = FakeBackend()
+    options = ("--spec-option", "tree_nodes=16", "--spec-option", "branching=[3,1]", "--spec-option", "model=x")
+    assert run("generate", "x", "--spec-method", "ngram", *options, backend=backend).code == 0
+    assert backend.specs[-1] == {"method": "ngram", "tree_nodes": 16, "branching": [3, 1], "model": "x"}
+    refused = run("generate", "x", "--spec-option", "tree_nodes", backend=backend)
+    assert refused.code == 2
+    assert "KEY=VALUE" in refused.stderr

@@ -9,6 +9,7 @@ from foredraft.checkpoints import eagle, eagle3, hub, medusa, mlp_speculator, sp
 from foredraft.checkpoints.base import Checkpoint, TargetFacts
 from foredraft.checkpoints.tensors import TensorFiles, open_tensors, read_json
 from foredraft.errors import ForedraftError
+from foredraft.models import ngram
 
 Reader = Callable[[TensorFiles, dict[str, Any], TargetFacts], Checkpoint]
 READERS: dict[str, Reader] = {
@@ -21,6 +22,8 @@ TITLES = {module.METHOD: module.TITLE for module in (medusa, mlp_speculator, eag
 WHOLE_MODEL = "draft_model"
 TITLES[WHOLE_MODEL] = "a whole language model"
 SPECULATORS = "speculators"
+TABLE = "ngram_lm"
+TITLES[TABLE] = "an n-gram table"
 
 # Drafters that are known and not read: what config or a tensor's name shows them by.
 FOREIGN_KEYS = {
@@ -74,6 +77,8 @@ def _opened(folder: str) -> tuple[TensorFiles, dict[str, Any]]:
 
 def _recognised(files: TensorFiles, config: dict[str, Any]) -> tuple[str, str]:
     names = list(files.stored)
+    if config.get("format") == ngram.FORMAT:
+        return TABLE, "n-gram table"
     kind = config.get(speculators.KEY)
     if kind is not None:
         if kind not in speculators.METHODS:

@@ -46,6 +46,12 @@ class Backend:
 
         return Choices(tuple(sorted(methods())), ("auto", *RULES), LOSSY, ("auto", *DTYPES))
 
+    def method_of(self, drafter: str) -> str:
+        """What drafts with a folder or hub id, by what lies there. Raises ForedraftError where nothing does."""
+        from foredraft.checkpoints.read import recognise
+
+        return recognise(drafter)[0]
+
     def load(self, options: ModelOptions, method: str) -> Generator:
         """The target with a drafter. Raises ForedraftError."""
         from foredraft import LLM
@@ -107,4 +113,4 @@ def drafter_spec(options: ModelOptions, method: str) -> dict[str, Any] | None:
         "num_speculative_tokens": options.spec_tokens,
         "quantization": options.spec_quantization,
     }
-    return {name: value for name, value in spec.items() if value is not None}
+    return {name: value for name, value in spec.items() if value is not None} | options.method_settings

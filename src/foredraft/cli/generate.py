@@ -43,7 +43,8 @@ def generate(ctx: typer.Context, options: GenerateOptions) -> None:
     with contextlib.redirect_stdout(sys.stderr):
         with Bar(screen.err, "loading"):
             sampling, choices = options.sampling(), backend.choices()
-            job = Job(backend, options, choices, prompts, sampling, screen, wanted(options, choices))
+            first = backend.method_of(options.spec_model) if options.spec_model and not options.methods else None
+            job = Job(backend, options, choices, prompts, sampling, screen, wanted(options, choices, first))
             generators = job.load()
         completions = job.run(generators)
     failed = [c.error or "the request failed" for c in completions if c.finish_reason == "error"]
@@ -53,8 +54,9 @@ def generate(ctx: typer.Context, options: GenerateOptions) -> None:
         raise typer.Exit(FAILED)
 
 
-def wanted(options: GenerateOptions, choices: Choices) -> list[str]:
-    """The methods to run, the one whose text is shown first. Raises UsageError for a name nobody knows."""
+def wanted(options: GenerateOptions, choices: Choices, first: str | None = None) -> list[str]:
+    """The methods to run, the one whose text is shown first; `first` is that of --spec-model where none was asked for.
+    Raises UsageError for a name nobody knows."""
     known = [NONE, *choices.methods]
     asked = options.methods
     for value, names, what in [
@@ -64,16 +66,16 @@ def wanted(options: GenerateOptions, choices: Choices) -> list[str]:
     ]:
         if value not in names:
             raise UsageError(f"unknown {what} {value!r}; use one of: {', '.join(names)}")
-    if asked == [NONE] and (options.spec_model is not None or options.spec_tokens is not None):
-        raise UsageError("--spec-method none drafts nothing; leave --spec-model and --spec-tokens out")
+    drafting = (options.spec_model, options.spec_tokens, options.spec_option)
+    if asked == [NONE] and any(option is not None for option in drafting):
+        raise UsageError("--spec-method none drafts nothing; leave --spec-model, --spec-tokens and --spec-option out")
     if options.logprobs is not None and not options.as_json:
         raise UsageError("--logprobs are printed with --json only; add --json")
     if len(asked) > 1 and not options.compare:
         raise UsageError("several methods need --compare; without it give one --spec-method")
     if asked:
         return asked
-    has_draft = options.model is None or options.spec_model is not None
-    first = WITH_DRAFT if has_draft else WITHOUT_DRAFT
+    first = first or (WITH_DRAFT if options.model is None else WITHOUT_DRAFT)
     return [first, *(name for name in choices.methods if name != first)] if options.compare else [first]
 
 
@@ -110,7 +112,7 @@ class Job:
     def _options_of(self, name: str) -> GenerateOptions:
         """A draft model given to no method by name is for the first one; another method could not read it."""
         is_shared = bool(self.options.methods) or name == self.methods[0]
-        return self.options if is_shared else replace(self.options, spec_model=None)
+        return self.options if is_shared else replace(self.options, spec_model=None, spec_option=None)
 
     def run(self, generators: dict[str, Generator]) -> list[Completion]:
         """Show the text of the first method there is, measure if asked, print the figures."""

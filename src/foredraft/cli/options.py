@@ -4,6 +4,7 @@ The words are vLLM's where vLLM has one: --spec-method, --spec-model, --spec-tok
 """
 
 import inspect
+import json
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -24,6 +25,14 @@ def _option(help: str, *names: str, panel: str | None = None, metavar: str | Non
     return typer.Option(*names, help=help, rich_help_panel=panel, metavar=metavar, show_default=True)
 
 
+def _value(text: str) -> Any:
+    """Numbers and lists as JSON; what is no JSON is a word."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
 @dataclass(frozen=True)
 class ModelOptions:
     """Which models run, and where."""
@@ -40,7 +49,14 @@ class ModelOptions:
             metavar="METHOD",
         ),
     ] = None
-    spec_model: Annotated[str | None, _option("Folder or Hub id of the draft model.", panel="Model")] = None
+    spec_model: Annotated[
+        str | None,
+        _option("Folder or Hub id of the draft model or head; it says by itself which method it is.", panel="Model"),
+    ] = None
+    spec_option: Annotated[
+        list[str] | None,
+        _option("A further setting of the method, e.g. tree_nodes=16; repeatable.", panel="Model", metavar="KEY=VALUE"),
+    ] = None
     quantization: Annotated[
         str | None, _option("int8 or int4: round the target's weights while loading.", panel="Model")
     ] = None
@@ -54,6 +70,17 @@ class ModelOptions:
     no_fused: Annotated[
         bool, _option("Run the model's own modules, not native code, on CPU.", "--no-fused", panel="Model")
     ] = False
+
+    @property
+    def method_settings(self) -> dict[str, Any]:
+        """Raises UsageError where one is no KEY=VALUE."""
+        found = {}
+        for text in self.spec_option or []:
+            key, equals, value = text.partition("=")
+            if not equals or not key:
+                raise UsageError(f"--spec-option takes KEY=VALUE, got {text!r}")
+            found[key.strip()] = _value(value)
+        return found
 
     @property
     def methods(self) -> list[str]:
