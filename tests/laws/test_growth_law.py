@@ -31,7 +31,7 @@ from stats import ALPHA, chi_square
 V, LENGTH = 6, 3  # tokens of a step that are counted jointly; a draft is that deep
 PROMPT = [1, 2]
 SAMPLING = Sampling(temperature=0.9, max_tokens=50)
-STEPS = 4000
+STEPS = 3000
 CONTEXTS = [c for n in range(LENGTH + 1) for c in itertools.product(range(V), repeat=n)]
 ROW = {context: row for row, context in enumerate(CONTEXTS)}
 
@@ -54,6 +54,7 @@ class Case:
 
 
 TREE = Plan.of(LENGTH, tree_nodes=7, top_k=3)
+WIDE = Plan.of(LENGTH, branching=(4, 2, 1))
 CASES = {
     "free": Case(TREE),
     "top-k and top-p": Case(TREE, replace(SAMPLING, top_k=4, top_p=0.9)),
@@ -161,31 +162,11 @@ def _likeliest_kept(g: Growth) -> Draft:
     return _without(g, sorted(sorted(range(len(chances)), key=lambda node: (-chances[node], node))[:6]))
 
 
-def _first_in_the_race_kept(g: Growth) -> Draft:
-    """The same by the nodes' shares of the race, which are what the tree grew by."""
-    every = range(len(g.depths))
-    return _without(g, sorted(sorted(every, key=lambda node: (-g.chances[node], node))[:4]))
-
-
 def _unlikely_dropped(g: Growth) -> Draft:
     """Drawn leaves that q gives little are dropped."""
     inner = set(g.parents)
-    likely = [
-        n for n in range(1, len(g.depths)) if n in inner or g.laws[g.parents[n - 1]][g.tokens[n - 1]] > 0.15
-    ]
+    likely = [n for n in range(1, len(g.depths)) if n in inner or g.laws[g.parents[n - 1]][g.tokens[n - 1]] > 0.25]
     return _without(g, [0, *likely])
-
-
-def _sorted_siblings(g: Growth) -> Draft:
-    """Siblings in the order of their ids instead of the order they were drawn in."""
-    draft = g.draft()
-    tokens = list(draft.tokens)
-    leaves = [n for n in range(1, len(g.depths)) if n not in set(g.parents)]
-    for parent in set(g.parents):
-        mine = [n for n in leaves if g.parents[n - 1] == parent]
-        for n, token in zip(mine, sorted(tokens[n - 1] for n in mine), strict=True):
-            tokens[n - 1] = token
-    return replace(draft, tokens=tuple(tokens))
 
 
 def _rows_shifted(g: Growth) -> Draft:
@@ -199,10 +180,8 @@ def _rows_shifted(g: Growth) -> Draft:
 
 
 DRAFTS = {
-    "the likeliest of the drawn": (_likeliest_kept, Plan.of(LENGTH, branching=(3, 2, 1))),
-    "the first in the race of the drawn": (_first_in_the_race_kept, TREE),
-    "the unlikely dropped": (_unlikely_dropped, TREE),
-    "siblings out of order": (_sorted_siblings, TREE),
+    "the likeliest of the drawn": (_likeliest_kept, WIDE),
+    "the unlikely dropped": (_unlikely_dropped, WIDE),
     "q of the node before": (_rows_shifted, TREE),
 }
 
