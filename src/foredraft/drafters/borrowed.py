@@ -53,10 +53,16 @@ def embedding_of(own: Tensor | None, target: HFModel, name: str) -> Tensor:
     return own
 
 
-def own_rows(network: nn.Module) -> Tensor | None:
-    """[V, H] the embeddings a checkpoint brought along."""
+def lender(context: Context) -> HFModel:
+    assert context.target is not None, "a drafter on the target's states was made without a target"
+    return context.target
+
+
+def settle(network: Any, name: str, context: Context) -> None:
+    """Where and in what type it will draft, with the rows it will read tokens by."""
+    network.to(context.device, context.dtype).eval()
     own = getattr(network, "embed_tokens", None)
-    return None if own is None else own.weight.detach()
+    network.embedding = embedding_of(None if own is None else own.weight.detach(), lender(context), name)
 
 
 @torch.no_grad()

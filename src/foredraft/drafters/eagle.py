@@ -15,15 +15,13 @@ from foredraft.checkpoints.base import Checkpoint, EagleShape
 from foredraft.checkpoints.read import read
 from foredraft.checkpoints.write import write
 from foredraft.drafters.base import Context
-from foredraft.drafters.borrowed import block_like, embedding_of, facts, own_rows, packed_head, pass_through, required
+from foredraft.drafters.borrowed import block_like, facts, lender, packed_head, pass_through, required, settle
 from foredraft.drafters.growth import TreeOptions as Config
-from foredraft.drafters.recurrent import FeatureDrafter
+from foredraft.drafters.recurrent import FeatureDrafter, feature_lm
 from foredraft.drafters.training import Losses, Trace, check_loss, draft_loss, mean
 from foredraft.drafters.unrolled import Step, unroll, weighted
 from foredraft.errors import ForedraftError
-from foredraft.kv.pool import KVPool
 from foredraft.models.block import Attend, Layer, Rotary
-from foredraft.models.feature_lm import FeatureLM
 from foredraft.models.fused_features import FusedFeatures, Joined, why_not
 from foredraft.models.lm import HFModel
 from foredraft.models.window import NORMED
@@ -71,11 +69,9 @@ def create(config: Config, context: Context) -> FeatureDrafter:
 
 def from_checkpoint(config: Config, checkpoint: Checkpoint, context: Context) -> FeatureDrafter:
     """From a head that is loaded, beside context.target."""
-    assert context.target is not None, "a drafter on the target's states was made without a target"
-    network = _network(checkpoint, context.target).to(context.device, context.dtype).eval()
-    network.embedding = embedding_of(own_rows(network), context.target, checkpoint.folder)
-    lm = FeatureLM(network, context.dtype, KVPool(is_native=context.fused), _fused(network, context))
-    return FeatureDrafter(lm, (NORMED,), config.plan(context.num_tokens), context)
+    network = _network(checkpoint, lender(context))
+    settle(network, checkpoint.folder, context)
+    return FeatureDrafter(feature_lm(network, _fused, context), (NORMED,), config.plan(context.num_tokens), context)
 
 
 def _network(checkpoint: Checkpoint, target: HFModel) -> EagleNetwork:
@@ -86,10 +82,10 @@ def _network(checkpoint: Checkpoint, target: HFModel) -> EagleNetwork:
     return network
 
 
-def _fused(network: EagleNetwork, context: Context) -> FusedFeatures | None:
+def _fused(network: EagleNetwork) -> FusedFeatures | None:
     head = packed_head(network.target[0])
     layers, embedding = list(network.layers), network.embedding
-    if not context.fused or head is None or why_not(layers, embedding) is not None:
+    if head is None or why_not(layers, embedding) is not None:
         return None
     block, rotary = network.shape.block, network.rotary
     return FusedFeatures.of(layers, Joined(network.fc), None, False, embedding, head, block, rotary)

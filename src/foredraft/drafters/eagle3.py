@@ -16,23 +16,13 @@ from foredraft.checkpoints.base import Checkpoint, Eagle3Shape
 from foredraft.checkpoints.read import read
 from foredraft.checkpoints.write import write
 from foredraft.drafters.base import Context
-from foredraft.drafters.borrowed import (
-    block_like,
-    embedding_of,
-    facts,
-    own_rows,
-    packed_head,
-    pass_through,
-    required,
-)
+from foredraft.drafters.borrowed import block_like, facts, lender, packed_head, pass_through, required, settle
 from foredraft.drafters.growth import TreeOptions as Config
-from foredraft.drafters.recurrent import FeatureDrafter
+from foredraft.drafters.recurrent import FeatureDrafter, feature_lm
 from foredraft.drafters.training import Losses, Trace, check_loss, draft_loss, mean
 from foredraft.drafters.unrolled import Step, unroll, weighted
 from foredraft.errors import ForedraftError
-from foredraft.kv.pool import KVPool
 from foredraft.models.block import Attend, Layer, RMSNorm, Rotary
-from foredraft.models.feature_lm import FeatureLM
 from foredraft.models.fused_features import FusedFeatures, Paired, why_not
 from foredraft.models.lm import HFModel
 
@@ -108,11 +98,10 @@ def create(config: Config, context: Context) -> FeatureDrafter:
 
 def from_checkpoint(config: Config, checkpoint: Checkpoint, context: Context) -> FeatureDrafter:
     """From a head that is loaded, beside context.target."""
-    assert context.target is not None, "a drafter on the target's states was made without a target"
-    network = _network(checkpoint, context.target).to(context.device, context.dtype).eval()
-    network.embedding = embedding_of(own_rows(network), context.target, checkpoint.folder)
-    lm = FeatureLM(network, context.dtype, KVPool(is_native=context.fused), _fused(network, context))
-    return FeatureDrafter(lm, network.shape.taps, config.plan(context.num_tokens), context, network.ids)
+    network = _network(checkpoint, lender(context))
+    settle(network, checkpoint.folder, context)
+    lm, plan = feature_lm(network, _fused, context), config.plan(context.num_tokens)
+    return FeatureDrafter(lm, network.shape.taps, plan, context, network.ids)
 
 
 def _network(checkpoint: Checkpoint, target: HFModel) -> Eagle3Network:
@@ -130,10 +119,10 @@ def _network(checkpoint: Checkpoint, target: HFModel) -> Eagle3Network:
     return network
 
 
-def _fused(network: Eagle3Network, context: Context) -> FusedFeatures | None:
+def _fused(network: Eagle3Network) -> FusedFeatures | None:
     shape, layers = network.shape, list(network.layers)
     head = network.lm_head.weight.detach() if shape.has_own_head else packed_head(network.target[0])
-    if not context.fused or head is None or why_not(layers, network.embedding) is not None:
+    if head is None or why_not(layers, network.embedding) is not None:
         return None
     first: Any = layers[0]
     front = Paired(first.hidden_norm, shape.norm_before_residual)

@@ -5,8 +5,9 @@ that survived are read with true features, in one go, so that what drafting wrot
 laws below the root. Below it every node reads its parent's output in place of the feature.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -14,7 +15,9 @@ from torch import Tensor
 from foredraft.drafters.base import Context, Draft, plant
 from foredraft.drafters.branch import Branch
 from foredraft.drafters.growth import Growth, Plan, Scores, extend
-from foredraft.models.feature_lm import FeatureLM
+from foredraft.kernels.cpu.library import library
+from foredraft.kv.pool import KVPool
+from foredraft.models.feature_lm import FeatureLM, FeatureNetwork, NativeFeatures
 from foredraft.models.window import Span, Window
 from foredraft.request import Batch
 from foredraft.tree import Commit, TokenTree
@@ -114,6 +117,15 @@ class FeatureDrafter:
             row = 0
             for branch in branches:
                 row = branch.passed(row)
+
+
+N = TypeVar("N", bound=FeatureNetwork)
+
+
+def feature_lm(network: N, fused: Callable[[N], NativeFeatures | None], context: Context) -> FeatureLM:
+    """The network over memory of its own, as native code where `fused` makes it such."""
+    is_native = context.fused and context.device.type == "cpu" and library() is not None
+    return FeatureLM(network, context.dtype, KVPool(is_native), fused(network) if is_native else None)
 
 
 def _joined(rows: Sequence[Tensor]) -> Tensor:
