@@ -19,7 +19,20 @@ LAYERS = (
     ("kv", "models", "kernels", "checkpoints"),
     ("drafters",),
     ("engine",),
-    ("llm", "custom_generate", "config", "server", "train", "bench", "certify", "doctor", "deploy", "zoo", "cli"),
+    (
+        "llm",
+        "custom_generate",
+        "config",
+        "server",
+        "train",
+        "bench",
+        "certify",
+        "doctor",
+        "deploy",
+        "zoo",
+        "cli",
+        "__main__",
+    ),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 TOP = len(LAYERS) - 1
