@@ -76,6 +76,7 @@ def test_everything_is_built_and_measured_and_loads_in_transformers(python_tree,
         llm = LLM(str(out / "target"), {"method": head.method, "model": str(out / head.method)})
         (done,) = llm.generate("def f(", Sampling(max_tokens=8, temperature=0, ignore_eos=True))
         assert done.stats.num_drafted > 0
+        assert str(out) not in (out / head.method / "config.json").read_text()
         assert f"foredraft train {head.method}" in (out / head.method / "README.md").read_text()
     for part in build.PARTS:
         model = AutoModelForCausalLM.from_pretrained(out / part)

@@ -5,8 +5,8 @@ import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from types import ModuleType
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from types import ModuleType, NoneType, UnionType
+from typing import Any, Generic, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from foredraft.request import Batch, Request
 from foredraft.tree import Commit, TokenTree
 
 C = TypeVar("C")
+KINDS = {int: "whole number", float: "number", str: "string", bool: "bool"}
 
 
 @runtime_checkable
@@ -57,12 +58,37 @@ def methods() -> dict[str, ModuleType]:
 
 
 def parse(config: type[C], options: dict[str, Any]) -> C:
-    """A method's Config from a dict. Raises ValueError naming what is unknown and what is known."""
+    """A method's Config from a dict. Raises ValueError naming what is unknown and what is known, or what is of another
+    type than the Config says."""
     known = {spec.name for spec in fields(config)}  # type: ignore[arg-type]
     unknown = sorted(set(options) - known)
     if unknown:
         raise ValueError(f"unknown drafter option {unknown[0]!r}; this method takes: {', '.join(sorted(known))}")
+    hints = get_type_hints(config)
+    for name, value in options.items():
+        if not _fits(value, hints[name]):
+            raise ValueError(f"the option {name} takes {_said(hints[name])}, got {value!r}")
     return config(**options)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value is what a field is annotated with; lists serve as tuples, whole numbers as any."""
+    kind, inner = get_origin(hint), get_args(hint)
+    if kind in (Union, UnionType):
+        return any(_fits(value, one) for one in inner)
+    if kind is tuple:
+        return isinstance(value, list | tuple) and all(_fits(entry, inner[0]) for entry in value)
+    if isinstance(value, bool):
+        return hint is bool
+    return isinstance(value, int | float if hint is float else hint)
+
+
+def _said(hint: Any, article: str = "a ", plural: str = "") -> str:
+    if get_origin(hint) in (Union, UnionType):
+        return " or ".join(_said(one) for one in get_args(hint) if one is not NoneType)
+    if get_origin(hint) is tuple:
+        return f"{article}list{plural} of {_said(get_args(hint)[0], '', 's')}"
+    return f"{article}{KINDS.get(hint, str(hint))}{plural}"
 
 
 @dataclass(frozen=True)

@@ -5,15 +5,15 @@ target's own head makes logits of it.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from foredraft.checkpoints.base import Checkpoint, EagleShape
+from foredraft.checkpoints.layouts import layout
 from foredraft.checkpoints.read import read
-from foredraft.checkpoints.write import write
 from foredraft.drafters.base import Context
 from foredraft.drafters.borrowed import block_like, facts, lender, packed_head, pass_through, required, settle
 from foredraft.drafters.growth import TreeOptions as Config
@@ -128,9 +128,10 @@ class EagleTrainee:
             loss = loss + self.config.regression * distance
         return mean(loss, step.mask)
 
-    def save(self, folder: Path) -> None:
+    def published(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """In the layout of its authors."""
-        write(folder, METHOD, self.network.shape, self.network.state_dict(), {})
+        made = layout(self.network.shape, self.network.state_dict())
+        return made.tensors, made.config | {"base_model_name_or_path": self.network.target[0].name}
 
 
 def trainee(config: TrainConfig, target: HFModel, start: Checkpoint | None = None) -> EagleTrainee:

@@ -5,7 +5,6 @@ a state of the target. Its vocabulary may be a part of the target's.
 """
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from foredraft.checkpoints.base import Checkpoint, Eagle3Shape
+from foredraft.checkpoints.layouts import layout
 from foredraft.checkpoints.read import read
-from foredraft.checkpoints.write import write
 from foredraft.drafters.base import Context
 from foredraft.drafters.borrowed import block_like, facts, lender, packed_head, pass_through, required, settle
 from foredraft.drafters.growth import TreeOptions as Config
@@ -178,9 +177,10 @@ class Eagle3Trainee:
         logits = logits.float().index_copy(-1, ids, log_q).clamp_min(NEVER)
         return mean(draft_loss(self.config.loss, logits, law, step.tokens), step.mask)
 
-    def save(self, folder: Path) -> None:
+    def published(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """In the layout of its authors."""
-        write(folder, METHOD, self.network.shape, self.network.state_dict(), {})
+        made = layout(self.network.shape, self.network.state_dict())
+        return made.tensors, made.config | {"base_model_name_or_path": self.network.target[0].name}
 
 
 def trainee(config: TrainConfig, target: HFModel, start: Checkpoint | None = None) -> Eagle3Trainee:

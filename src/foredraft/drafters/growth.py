@@ -4,7 +4,9 @@ A drafter gives logits after the nodes it is asked for, level by level; what is 
 are looked at next and which are verified in the end is decided here, alike for every method.
 """
 
+import itertools
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -19,6 +21,7 @@ from foredraft.filters import likeliest
 from foredraft.request import Request
 from foredraft.sampling import Sampling, distribution
 
+MOST_NODES, WIDEST = 2048, 256  # of a draft; beyond that it is a slip of the finger, and would take all memory
 Child = tuple[int, float]  # a token, and the logarithm of the chance that it is right if its parent is
 
 
@@ -50,13 +53,20 @@ class Plan:
                 raise ForedraftError("branching fixes the whole tree; give it without tree_nodes and top_k")
             if not branching or min(branching) < 1:
                 raise ForedraftError(f"branching takes positive numbers of children by depth, got {tuple(branching)}")
+            size = sum(itertools.accumulate(branching, operator.mul))
+            if size > MOST_NODES:
+                raise ForedraftError(
+                    f"branching {tuple(branching)} is {size} nodes; a draft takes {MOST_NODES} at most"
+                )
             return cls.shaped(RankTree.complete(branching), min_confidence)
         if tree_nodes is None and top_k is None:
             return cls(num_tokens, num_tokens, min_confidence=min_confidence)
         nodes = 16 if tree_nodes is None else tree_nodes
         width = min(4, nodes) if top_k is None else top_k
-        if nodes < 1 or width < 1:
-            raise ForedraftError(f"tree_nodes and top_k must be positive, got {nodes} and {width}")
+        if not 1 <= nodes <= MOST_NODES:
+            raise ForedraftError(f"tree_nodes must be positive and at most {MOST_NODES}, got {nodes}")
+        if not 1 <= width <= WIDEST:
+            raise ForedraftError(f"top_k must be positive and at most {WIDEST}, got {width}")
         return cls(num_tokens, nodes, width, min_confidence=min_confidence)
 
     @classmethod

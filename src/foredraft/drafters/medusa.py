@@ -16,7 +16,7 @@ from foredraft.checkpoints.base import Checkpoint, MedusaShape
 from foredraft.checkpoints.read import read
 from foredraft.drafters.base import Context, Draft, draft_key, plant
 from foredraft.drafters.borrowed import facts, required
-from foredraft.drafters.growth import Growth, Plan, Scores, extend
+from foredraft.drafters.growth import MOST_NODES, Growth, Plan, Scores, extend
 from foredraft.drafters.medusa_heads import RANKS, Heads, outputs
 from foredraft.drafters.medusa_training import TrainConfig, trainee
 from foredraft.drafters.newest import NewestStates, Products, stacked
@@ -54,8 +54,8 @@ class Config:
             return RankTree.of(self.tree, accuracies[:num_heads])
         if self.tree_nodes is None:
             return chain(min(num_tokens, num_heads))
-        if self.tree_nodes < 1:
-            raise ForedraftError(f"tree_nodes must be positive, got {self.tree_nodes}")
+        if not 1 <= self.tree_nodes <= MOST_NODES:
+            raise ForedraftError(f"tree_nodes must be positive and at most {MOST_NODES}, got {self.tree_nodes}")
         return RankTree.best(accuracies[: min(num_tokens, num_heads)], self.tree_nodes)
 
 

@@ -248,7 +248,7 @@ class _Run:
         traces = evaluator.traces() if finish is not None else []
         if finish is not None and traces:
             finish(traces)
-        publish(self.trainee, self.plan.method, folder)
+        publish(self.trainee, self.plan.method, folder, self.llm.target.model.dtype)
 
     def _measure(self) -> dict[str, Any]:
         evaluator = self._now()

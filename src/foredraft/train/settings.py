@@ -42,16 +42,15 @@ def config_of(module: Any, settings: Mapping[str, str]) -> Any:
     kind = module.TrainConfig
     hints = get_type_hints(kind)
     known = [spec.name for spec in fields(kind)]
-    values = {}
-    for key, value in settings.items():
-        values[key] = _value(key, value, hints[key]) if key in known else value
-    try:
-        config = parse(kind, values)
-    except ValueError:
-        unknown = next(key for key in settings if key not in known)
+    unknown = [key for key in settings if key not in known]
+    if unknown:
         raise ForedraftError(
-            f"unknown training option {unknown!r}; this method takes: {', '.join(sorted(known)) or 'none'}"
-        ) from None
+            f"unknown training option {unknown[0]!r}; this method takes: {', '.join(sorted(known)) or 'none'}"
+        )
+    try:
+        config = parse(kind, {key: _value(key, value, hints[key]) for key, value in settings.items()})
+    except ValueError as error:
+        raise ForedraftError(str(error)) from None
     if "loss" in known:
         check_loss(config.loss)
     return config

@@ -71,7 +71,15 @@ def train_heads(out: Path, device: str, train_ids: np.ndarray, report: Report, s
             say,
             lambda now, part=head.method: report(part, now.step, now.steps, now.loss),  # type: ignore[misc]
         )
+        _forget_place(folder / "config.json")
         (folder / "README.md").write_text(card(head, outcome.figures))
+
+
+def _forget_place(config: Path) -> None:
+    """The target's folder of today is none of a shipped head's business."""
+    told = json.loads(config.read_text())
+    told.pop("base_model_name_or_path", None)
+    config.write_text(json.dumps(told, indent=2, sort_keys=True) + "\n")
 
 
 def _plan(head: Head, out: Path, texts: Path, held: Path, device: str, prompts: int) -> Plan:
