@@ -158,6 +158,9 @@ def test_a_smaller_vocabulary_is_named_in_the_targets() -> None:
     [
         ({"tree_nodes": 0}, "positive"),
         ({"top_k": 0}, "positive"),
+        ({"tree_nodes": 10**9}, "at most 2048"),
+        ({"top_k": 10**5}, "at most 256"),
+        ({"branching": (100, 100, 100, 100)}, "101010100 nodes"),
         ({"branching": ()}, "positive numbers"),
         ({"branching": (2,), "top_k": 2}, "without tree_nodes"),
         ({"min_confidence": 1.0}, "min_confidence"),

@@ -246,6 +246,7 @@ def test_confidence_cuts_by_laws_alone() -> None:
     [
         ({"tree": ((0,), (0, 0)), "tree_nodes": 2}, "without tree_nodes"),
         ({"tree_nodes": 0}, "tree_nodes must be positive"),
+        ({"tree_nodes": 10**9}, "at most 2048"),
         ({"min_confidence": 1.0}, "min_confidence"),
         ({"tree": ((0,), (0, 0), (0, 0, 0), (0, 0, 0, 0), (0, 0, 0, 0, 0))}, "deeper than there are heads"),
         ({"tree": tuple((i,) for i in range(RANKS + 1))}, "ranks lie in 0..9"),

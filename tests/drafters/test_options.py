@@ -1,0 +1,65 @@
+"""The options of every method, from a dict: what is unknown or of another type is refused by name.
+
+Guards against a value that nobody looks at until it is compared or counted with in the middle of a step.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import pytest
+
+from foredraft.drafters.base import methods, parse
+
+
+@dataclass(frozen=True)
+class Options:
+    count: int = 1
+    share: float = 0.5
+    name: str | None = None
+    flag: bool = False
+    shape: tuple[int, ...] | str | None = None
+    paths: tuple[tuple[int, ...], ...] | None = None
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("count", 2.5, "a whole number"),
+        ("count", "many", "a whole number"),
+        ("count", True, "a whole number"),
+        ("count", None, "a whole number"),
+        ("share", "nan", "a number"),
+        ("name", 3, "a string"),
+        ("flag", 1, "a bool"),
+        ("shape", 3, "a list of whole numbers or a string"),
+        ("shape", [2, "a"], "a list of whole numbers or a string"),
+        ("paths", [0, 1], "a list of lists of whole numbers"),
+        ("paths", [[0], [True]], "a list of lists of whole numbers"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_by_name(name: str, value: Any, wanted: str) -> None:
+    with pytest.raises(ValueError, match=f"^the option {name} takes {wanted}, got "):
+        parse(Options, {name: value})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"count": 3, "share": 1, "name": "x", "flag": True},
+        {"name": None, "shape": "published", "paths": [[0], [0, 1]]},
+        {"shape": (2, 1), "paths": ((0,),)},
+        {"shape": None, "paths": None, "share": 0.25},
+    ],
+)
+def test_values_of_the_right_type_are_taken(options: dict[str, Any]) -> None:
+    """A list where a tuple is meant, and a whole number where any will do: JSON knows no better."""
+    made = parse(Options, options)
+    assert {name: getattr(made, name) for name in options} == options
+
+
+@pytest.mark.parametrize("method", methods())
+def test_every_options_default_is_of_its_own_type(method: str) -> None:
+    """Or the check would refuse what is the default."""
+    for config in (getattr(methods()[method], name, None) for name in ("Config", "TrainConfig")):
+        if config is not None:
+            parse(config, {spec.name: getattr(config(), spec.name) for spec in fields(config)})
