@@ -1,7 +1,8 @@
 """A random life of requests under speculation, and the KV they leave compared with a recomputation.
 
 The reference is transformers' own attention and cache over the committed tokens: no page, no tree, no window of ours.
-Shared by `tests/laws/test_kv.py` and `benchmarks/kv_equality.py`.
+For heads it is their network over whole texts, with the states that transformers gives: no memory that lives from step
+to step. Shared by `tests/laws/test_kv.py` and `benchmarks/kv_equality.py`.
 """
 
 import copy
@@ -14,11 +15,16 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 import models_made
 from foredraft import Sampling
+from foredraft.drafters.base import Drafter
 from foredraft.drafters.draft_model import DraftModel
+from foredraft.drafters.growth import TreeOptions
+from foredraft.drafters.recurrent import FeatureDrafter
 from foredraft.engine.output import Transcript
 from foredraft.kv.pool import KVPool
 from foredraft.llm import LLM, MemoryLimits
+from foredraft.models.block import causal
 from foredraft.request import Request
+from heads_made import Head
 
 LIMITS = MemoryLimits(kv_tokens=116, page_size=4, max_batch=5, max_step_tokens=40)
 
@@ -40,10 +46,10 @@ class Tally:
 class Life:
     """Steps an engine by hand: requests arrive, draft, are accepted, rejected, preempted, aborted, and end."""
 
-    def __init__(self, branching: tuple[int, ...] | None, num_tokens: int, verify: str, seed: int) -> None:
+    def __init__(self, drafter: Drafter, verify: str, seed: int) -> None:
         self.random = random.Random(seed)
-        self.drafter: DraftModel = models_made.draft_model(num_tokens, branching)
-        self.llm: LLM = models_made.limited(models_made.plain(), self.drafter, LIMITS, verify, max_chunk=7)
+        self.drafter = drafter
+        self.llm: LLM = models_made.limited(models_made.plain(), drafter, LIMITS, verify, max_chunk=7)
         self.references = [_reference(models_made.target()), _reference(models_made.draft())]
         self.transcripts: list[Transcript] = []
         self.tally = Tally()
@@ -74,20 +80,31 @@ class Life:
     def compare(self) -> None:
         """Every layer, keys and values, of target and draft, for every running request."""
         for request in self.engine.scheduler.running:
-            valid = self.drafter.valid.get(request.slot, 0)
-            assert valid <= request.num_tokens, "draft KV beyond the committed tokens"
-            self._compare(self.references[0], self.llm.target.pool, request, request.computed)
-            self._compare(self.references[1], self.drafter.lm.pool, request, valid)
-            self.tally.compared += valid
+            if request.computed:
+                expected = _recomputed(self.references[0], request.tokens[: request.computed])
+                self._compare(expected, self.llm.target.pool, request)
+            self.tally.compared += self.compare_draft(request)
 
-    def _compare(self, reference: LlamaForCausalLM, pool: KVPool, request: Request, length: int) -> None:
-        if not length:
-            return
-        size = LIMITS.page_size
+    def compare_draft(self, request: Request) -> int:
+        """What the drafter holds of a request; how many tokens that was."""
+        assert isinstance(self.drafter, DraftModel)
+        valid = self.drafter.valid.get(request.slot, 0)
+        assert valid <= request.num_tokens, "draft KV beyond the committed tokens"
+        if valid:
+            expected = _recomputed(self.references[1], request.tokens[:valid])
+            self._compare(expected, self.drafter.lm.pool, request)
+        return valid
+
+    def _compare(self, expected: list[tuple[Tensor, Tensor]], pool: KVPool, request: Request) -> None:
+        """[layer] -> ([L, H, D] keys, values) with what the first L places of a request hold."""
+        size, length = LIMITS.page_size, len(expected[0][0])
         slots = torch.tensor([request.pages[i // size] * size + i % size for i in range(length)])
-        for layer, expected in enumerate(_recomputed(reference, request.tokens[:length])):
-            for held, wanted in zip(pool.layers[layer], expected, strict=True):
-                self.tally.difference = max(self.tally.difference, float((held[slots] - wanted).abs().max()))
+        for layer, one in enumerate(expected):
+            for held, wanted in zip(pool.layers[layer], one, strict=True):
+                self._note(held[slots], wanted)
+
+    def _note(self, held: Tensor, wanted: Tensor) -> None:
+        self.tally.difference = max(self.tally.difference, float((held - wanted).abs().max()))
 
     def _arrive(self) -> None:
         r = self.random
@@ -111,6 +128,42 @@ class Life:
         self.tally.rejected += transcript.num_drafted - transcript.num_accepted
 
 
+class HeadLife(Life):
+    """The same for a head on the target's states: its memory, and what its last true pair said."""
+
+    def compare_draft(self, request: Request) -> int:
+        made = self.drafter
+        assert isinstance(made, FeatureDrafter)
+        root = made._roots.get(request.slot)
+        assert (root.valid if root else 0) == request.computed, "pairs were missed, or read that are not committed"
+        if root is None:
+            return 0
+        tokens, n = request.tokens, root.valid
+        expected, logits, following = _reread(made, self.references[0], tokens[: n + 1])
+        self._compare(expected, made.lm.pool, request)
+        self._note(root.feature, following[-1:])
+        self._note(root.logits, logits[-1:])
+        return n
+
+
+@torch.inference_mode()
+def _reread(
+    made: FeatureDrafter, target: LlamaForCausalLM, tokens: list[int]
+) -> tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor]:
+    """A head's memory, logits and next features over the pairs of a text: token t + 1 with the target's state t."""
+    all_states = target(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
+    features = made.lm.network.taken(torch.cat([all_states[boundary] for boundary in made.taps], -1))
+    kept: list[tuple[Tensor, Tensor]] = []
+
+    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        kept.append((key[0], value[0]))
+        return causal(layer, query, key, value)
+
+    positions = torch.arange(len(tokens) - 1)[None]
+    states, following = made.lm.network(torch.tensor([tokens[1:]]), features, positions, attend)
+    return kept, made.lm.network.logits(states[0]), following[0]
+
+
 def _reference(model: LlamaForCausalLM) -> LlamaForCausalLM:
     """The same weights under transformers' own attention."""
     own = copy.deepcopy(model)
@@ -126,8 +179,20 @@ def _recomputed(model: LlamaForCausalLM, tokens: list[int]) -> list[tuple[Tensor
     return [(layer.keys[0].transpose(0, 1), layer.values[0].transpose(0, 1)) for layer in cache.layers]
 
 
-def lived(steps: int, branching: tuple[int, ...] | None, num_tokens: int, verify: str, seed: int) -> Tally:
-    life = Life(branching, num_tokens, verify, seed)
+def lived(
+    steps: int, branching: tuple[int, ...] | TreeOptions | None, num_tokens: int, verify: str, seed: int
+) -> Tally:
+    """Under a draft model."""
+    options = branching if isinstance(branching, TreeOptions) else TreeOptions(branching=branching)
+    return _through(Life(models_made.draft_model(num_tokens, options=options), verify, seed), steps)
+
+
+def lived_with(head: Head, steps: int, num_tokens: int, verify: str, seed: int, **options: object) -> Tally:
+    return _through(HeadLife(head.drafter(num_tokens, **options), verify, seed), steps)
+
+
+def _through(life: Life, steps: int) -> Tally:
     for _ in range(steps):
         life.step()
+    assert life.engine.drafter.num_failures == 0
     return replace(life.tally)

@@ -77,11 +77,12 @@ def draft_model(
     num_tokens: int,
     branching: tuple[int, ...] | None = None,
     model: LlamaForCausalLM | None = None,
+    options: TreeOptions | None = None,
 ) -> DraftModel:
     """The perturbed copy as a drafter."""
     model = model or draft()
     context = Context(vocab_size=model.config.vocab_size, num_tokens=num_tokens, dtype=torch.float64)
-    return DraftModel(HFModel.adopt(model, "draft"), context, TreeOptions(branching=branching))
+    return DraftModel(HFModel.adopt(model, "draft"), context, options or TreeOptions(branching=branching))
 
 
 def limited(

@@ -1,12 +1,18 @@
 """After every step, what target and draft hold of a request is what a fresh forward pass over its tokens would hold.
 
 Guards against rollback off by one, a fully accepted draft whose last token the draft never read, positions of rejected
-nodes, a tree whose accepted path was not moved to the front, and draft KV held valid that no pass ever wrote.
+nodes, a tree whose accepted path was not moved to the front, and draft KV held valid that no pass ever wrote; for heads
+also against pairs shifted by one, drafted features kept as true ones, and laws of a root that was left behind.
 """
+
+from typing import Any
 
 import pytest
 
-from kv_compared import lived
+import heads_made
+from foredraft.drafters.growth import TreeOptions
+from heads_made import Head
+from kv_compared import Tally, lived, lived_with
 
 CASES = {
     "chain, match": (None, 4, "match"),
@@ -14,6 +20,15 @@ CASES = {
     "chain, block": (None, 3, "block"),
     "tree, match": ((3, 2, 1), 3, "match"),
     "tree, reject": ((2, 2, 1, 1), 4, "reject"),
+    "free tree, match": (TreeOptions(tree_nodes=8, top_k=3), 4, "match"),
+    "free tree, reject": (TreeOptions(tree_nodes=8, top_k=3, min_confidence=0.05), 4, "reject"),
+}
+FREE = {"tree_nodes": 8, "top_k": 3}
+HEADS: dict[str, tuple[Head, str, dict[str, Any]]] = {
+    "eagle, match": (heads_made.EAGLE, "match", {}),
+    "eagle, block": (heads_made.EAGLE, "block", {}),
+    "eagle free tree, reject": (heads_made.EAGLE, "reject", FREE),
+    "eagle3 free tree, match": (heads_made.EAGLE3, "match", FREE),
 }
 
 
@@ -21,7 +36,17 @@ CASES = {
 def test_kv_equals_a_recomputation_after_every_step(case: str) -> None:
     """Differences of 1e-12 are rounding; one wrong token in a cache is of the order of one."""
     branching, num_tokens, verify = CASES[case]
-    tally = lived(100, branching, num_tokens, verify, seed=len(case))
+    check(lived(100, branching, num_tokens, verify, seed=len(case)))
+
+
+@pytest.mark.parametrize("case", HEADS)
+def test_the_memory_of_heads_equals_a_recomputation_after_every_step(case: str) -> None:
+    """From true states at every place, whatever was drafted there before, and never a step behind."""
+    head, verify, options = HEADS[case]
+    check(lived_with(head, 100, 4, verify, seed=len(case), **options))
+
+
+def check(tally: Tally) -> None:
     assert tally.difference <= 1e-12
     assert tally.accepted > 0
     assert tally.rejected > 0
@@ -37,3 +62,10 @@ def test_kv_equals_a_recomputation_over_ten_thousand_steps(case: str) -> None:
     """2,000 steps of each kind."""
     branching, num_tokens, verify = CASES[case]
     assert lived(2000, branching, num_tokens, verify, seed=1).difference <= 1e-12
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("case", HEADS)
+def test_the_memory_of_heads_equals_a_recomputation_over_thousands_of_steps(case: str) -> None:
+    head, verify, options = HEADS[case]
+    assert lived_with(head, 2000, 4, verify, seed=1, **options).difference <= 1e-12
