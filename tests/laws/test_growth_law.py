@@ -31,7 +31,7 @@ from stats import ALPHA, chi_square
 V, LENGTH = 6, 3  # tokens of a step that are counted jointly; a draft is that deep
 PROMPT = [1, 2]
 SAMPLING = Sampling(temperature=0.9, max_tokens=50)
-STEPS = 3000
+STEPS = 2500
 CONTEXTS = [c for n in range(LENGTH + 1) for c in itertools.product(range(V), repeat=n)]
 ROW = {context: row for row, context in enumerate(CONTEXTS)}
 

@@ -1,0 +1,118 @@
+"""A drafter that missed a step: whatever it then holds is stale, and it may cost drafts but no text.
+
+Guards against states of an older position taken for the newest, memory with a hole read as if there were none, and
+drafts of a step that failed half-way being counted on in the next.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+
+import models_made
+from foredraft import Completion, Sampling
+from foredraft.drafters.base import Drafter
+from foredraft.llm import LLM
+from methods_made import MADE
+
+PROMPTS = [[33], [50] * 5, [61, 62, 63, 64, 61, 62]]
+GREEDY = Sampling(max_tokens=14, temperature=0, ignore_eos=True)
+SAMPLED = Sampling(max_tokens=14, temperature=0.6, top_p=0.9, seed=11, ignore_eos=True)
+ON_STATES = [name for name in MADE if name.split(",")[0] in ("eagle", "eagle3", "medusa", "mlp_speculator")]
+
+
+class FailsAt:
+    """A call that raises when it is made for the nth time, before or after it does its work."""
+
+    def __init__(self, call: Callable[..., Any], nth: int, is_late: bool = False) -> None:
+        self.call, self.nth, self.is_late, self.count = call, nth, is_late, 0
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        self.count += 1
+        if self.count == self.nth and not self.is_late:
+            raise RuntimeError("once")
+        result = self.call(*args, **options)
+        if self.count == self.nth:
+            raise RuntimeError("once")
+        return result
+
+
+def drafting(name: str) -> tuple[LLM, Drafter]:
+    made = MADE[name].make(4)
+    return models_made.plain().with_drafter(made, verify="match"), made
+
+
+def ids(done: list[Completion]) -> list[list[int]]:
+    return [c.token_ids for c in done]
+
+
+@cache
+def plain(is_greedy: bool) -> list[list[int]]:
+    return ids(models_made.plain().generate(PROMPTS, GREEDY if is_greedy else SAMPLED))
+
+
+@pytest.mark.parametrize(("verb", "is_late"), [("propose", False), ("propose", True), ("observe", False)])
+@pytest.mark.parametrize("name", MADE)
+def test_one_failed_call_changes_no_text(name: str, verb: str, is_late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, made = drafting(name)
+    monkeypatch.setattr(made, verb, FailsAt(getattr(made, verb), 3, is_late))
+    assert ids(llm.generate(PROMPTS, SAMPLED)) == plain(is_greedy=False)
+    assert llm.engine.drafter.num_failures == 1
+    [after] = llm.generate(PROMPTS[:1], GREEDY)
+    assert after.stats.num_drafted > 0, "texts that come after the failure are drafted for again"
+
+
+@pytest.mark.parametrize("name", [name for name in MADE if name.split(",")[0] in ("eagle", "eagle3", "draft_model")])
+def test_a_pass_that_fails_while_a_draft_grows_changes_no_text(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Part of the draft's memory is written, and the step is verified without it."""
+    for nth in (3, 4, 5):
+        llm, made = drafting(name)
+        monkeypatch.setattr(made.lm, "forward", FailsAt(made.lm.forward, nth))  # type: ignore[attr-defined]
+        done = llm.generate(PROMPTS, GREEDY)
+        assert ids(done) == plain(is_greedy=True)
+        assert llm.engine.drafter.num_failures == 1
+        assert sum(c.stats.num_accepted for c in done) > 0
+
+
+@pytest.mark.parametrize("name", ON_STATES)
+def test_a_text_whose_step_was_missed_is_drafted_for_no_more_or_from_true_states(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What keeps one state has it again a step later; memory with a hole in it is never read again."""
+    llm, made = drafting(name)
+    monkeypatch.setattr(made, "observe", FailsAt(made.observe, 3))
+    sizes = []
+    propose = made.propose
+
+    def watched(batch: Any) -> Any:
+        tree = propose(batch)
+        sizes.append(max(tree.sizes) - 1)
+        return tree
+
+    monkeypatch.setattr(made, "propose", watched)
+    llm.generate([[33]], GREEDY)
+    assert sizes[0] == 0, "drafted for a prompt of which no state is known"
+    assert min(sizes[1:3]) > 0, "nothing was drafted before the failure"
+    assert sizes[3] == 0, "drafted from what was stale"
+    has_memory = name.startswith("eagle")
+    assert (sum(sizes[4:]) == 0) == has_memory
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_steps_without_a_draft_leave_what_the_next_draft_needs(name: str) -> None:
+    """`num_drafts` = 0 for a while: a draft afterwards is the one that would have been made anyway."""
+    llm, _ = drafting(name)
+    transcripts = llm._transcripts(list(PROMPTS), GREEDY)
+    for transcript in transcripts:
+        llm.engine.add(transcript)
+    accepted = step = 0
+    while llm.engine.has_work:
+        for transcript in transcripts:
+            transcript.request.num_drafts = 0 if step % 5 in (1, 2, 3) else None
+        llm.engine.step()
+        step += 1
+        accepted = sum(t.num_accepted for t in transcripts)
+    assert [t.request.output for t in transcripts] == plain(is_greedy=True)
+    assert accepted > 0
+    assert llm.engine.drafter.num_failures == 0
