@@ -71,6 +71,13 @@ def test_a_whole_model_needs_no_export(run, tmp_path, target):
     assert "load the folder as it is" in done.stderr
 
 
+def test_an_n_gram_table_is_nobody_elses(run, tmp_path, target):
+    """It was called a whole language model that other engines load."""
+    done = run("export", "ngram", "--format", "vllm", "--out", str(tmp_path / "out"), "--model", target)
+    assert (done.code, len(done.error_lines)) == (1, 1)
+    assert "an n-gram table, which no other engine loads" in done.stderr
+
+
 @pytest.mark.parametrize("args", [("--format", "gguf"), ("--format", "medusa", "--out", ".")])
 def test_a_wrong_command_line(run, tmp_path, monkeypatch, args):
     monkeypatch.chdir(folders.medusa(tmp_path))

@@ -29,13 +29,16 @@ def export(
         raise UsageError(f"--out {str(out)!r} is the drafter's own folder; give another one")
     from foredraft.checkpoints.export import ROUTES
     from foredraft.checkpoints.export import export as write
-    from foredraft.checkpoints.read import read, recognise
+    from foredraft.checkpoints.read import TITLES, WHOLE_MODEL, read, recognise
     from foredraft.cli.backend import hush
 
     hush()
     place = _builtin(drafter) or drafter
-    if recognise(place)[0] not in ROUTES:
+    method = recognise(place)[0]
+    if method == WHOLE_MODEL:
         raise ForedraftError(f"{drafter} is a whole language model: vLLM and SGLang load the folder as it is")
+    if method not in ROUTES:
+        raise ForedraftError(f"{drafter} is {TITLES[method]}, which no other engine loads")
     target = _target(place, model)
     exported = write(read(place, target.facts), fmt, out, target, force)
     for note in exported.notes:
