@@ -161,6 +161,8 @@ def test_a_sampling_outside_the_vocabulary_is_refused(texting: LLM, case: str) -
 
 WRONG_DRAFTERS = {
     "unknown method": ("telepathy", "unknown method 'telepathy'; use none or one of .*draft_model"),
+    "a list of methods": ({"method": ["ngram"]}, "unknown method"),
+    "an option of another type": ({"method": "ngram", "branches": 2.5}, "branches takes a whole number, got 2.5"),
     "no method": ({"num_speculative_tokens": 3}, "unknown method None"),
     "unknown option": ({"method": "ngram", "colour": 1}, "unknown drafter option 'colour'"),
     "impossible option": ({"method": "ngram", "prompt_lookup_min": 0}, "prompt_lookup_min"),

@@ -253,7 +253,7 @@ class LLM:
         options = {"method": spec} if isinstance(spec, str) else dict(spec)
         method = options.pop("method", None)
         known = methods()
-        if method not in known:
+        if not isinstance(method, str) or method not in known:
             raise ForedraftError(f"unknown method {method!r}; use none or one of {', '.join(sorted(known))}")
         module = known[method]
         count = options.pop("num_speculative_tokens", None)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from foredraft.drafters.base import draft_key
 from foredraft.drafters.growth import Growth, Plan, Scores, extend
 from foredraft.drafters.rank_tree import RankTree
 from foredraft.errors import ForedraftError
@@ -131,6 +132,18 @@ def test_confidence_ends_a_chain_where_its_path_is_unlikely() -> None:
     bar = math.exp(full.chances[3]) * 1.0001  # just above the path of three
     draft = grown([Growth(request(), Plan.of(6, min_confidence=bar))])[0].draft()
     assert draft.tokens == tuple(full.tokens[:3])  # the third is drafted, and nothing below it
+
+
+def test_no_step_sees_again_the_noise_of_an_earlier_draft() -> None:
+    """Under `block` a whole draft decides how much of it stays, so that what is drawn next must know none of it; under
+    `match` it is the target's own noise of the position drawn for, whoever asks."""
+    for verify, is_shared in (("match", True), ("reject", False), ("block", False)):
+        early, late = (request(Sampling(), verify) for _ in range(2))
+        late.output = [4, 5]
+        keys = [[draft_key(r, node, node) for node in range(5)] for r in (early, late)]
+        assert (keys[0][2:] == keys[1][:3]) == is_shared
+        assert is_shared or not {*keys[0]} & {*keys[1]}
+        assert len({*keys[0]}) == 5
 
 
 def test_cut_plans_have_room_for_what_they_draft() -> None:

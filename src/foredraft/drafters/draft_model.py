@@ -135,6 +135,7 @@ def create(config: Config, context: Context) -> DraftModel:
     if name is None:
         raise ForedraftError("the method draft_model needs a draft: give --spec-model PATH (or {'model': PATH})")
     check_quantization(config.quantization)
+    config.plan(context.num_tokens)  # options that make none are refused before anything is loaded
     model = load_model(name, context.dtype, context.device)
     lm = HFModel.adopt(model, name, context.fused, is_ours=True, quantization=config.quantization)
     check_vocabularies(

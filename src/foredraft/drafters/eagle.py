@@ -64,6 +64,7 @@ class EagleNetwork(nn.Module):
 def create(config: Config, context: Context) -> FeatureDrafter:
     """Raises ForedraftError for a head of another kind or another target."""
     target, name = required(context, METHOD)
+    config.plan(context.num_tokens)  # options that make none are refused before anything is loaded
     return from_checkpoint(config, read(name, facts(target), METHOD), context)
 
 
