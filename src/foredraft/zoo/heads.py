@@ -1,21 +1,24 @@
 """The built-in target's drafting heads: what `foredraft train` makes of the recipes below."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from foredraft.llm import LLM
 from foredraft.train.plan import Data, Evaluation, Plan, Steps
+from foredraft.train.replay import REGIMES, Figures, Recording, Replay
 from foredraft.train.run import train
+from foredraft.zoo.corpus import held_out_prompts
 from foredraft.zoo.generated import CORPUS_TOKENS, DOCUMENTS, write
+from foredraft.zoo.measure import MAX_DRAFT
 
 Say = Callable[[str], None]
 Report = Callable[[str, int, int, float], None]  # part, step, steps, loss
 TEXTS = "texts.npy"
+WRITTEN_EACH = 128  # tokens after a prompt, for the card
 
 
 @dataclass(frozen=True)
@@ -66,13 +69,31 @@ def train_heads(out: Path, device: str, train_ids: np.ndarray, report: Report, s
         folder = out / head.method
         if (folder / "README.md").exists():
             continue
-        outcome = train(
-            _plan(head, out, texts, held, device, heads.prompts),
+        train(
+            _plan(head, out, texts, held, device),
             say,
             lambda now, part=head.method: report(part, now.step, now.steps, now.loss),  # type: ignore[misc]
         )
         _forget_place(folder / "config.json")
-        (folder / "README.md").write_text(card(head, outcome.figures))
+        llm = LLM(out / "target", None, dtype="bfloat16", device=device)
+        (folder / "README.md").write_text(card(head, measure(llm, head.method, folder, heads.prompts)))
+
+
+def measure(llm: LLM, method: str, folder: Path, prompts: int, tokens: int = WRITTEN_EACH) -> dict[str, list[float]]:
+    """Acceptance lengths of chains of 1, 2, ... tokens by regime, replayed after held-out prompts."""
+    assert llm.tokenizer is not None
+    asked = [llm.tokenizer(text).input_ids for text in held_out_prompts(prompts)]
+    found: dict[str, list[float]] = {}
+    for regime, temperature in REGIMES.items():
+        recording = Recording.make(llm, asked, temperature, tokens)
+        lengths = found[regime] = []
+        for depth in range(1, MAX_DRAFT + 1):
+            drafting = llm.with_drafter({"method": method, "model": str(folder), "num_speculative_tokens": depth})
+            assert drafting.drafter is not None
+            if drafting.drafter.num_nodes < depth:
+                break  # it has no more heads
+            lengths.append(Figures.of(Replay(drafting, recording).run()).acceptance_length)
+    return found
 
 
 def _forget_place(config: Path) -> None:
@@ -82,20 +103,20 @@ def _forget_place(config: Path) -> None:
     config.write_text(json.dumps(told, indent=2, sort_keys=True) + "\n")
 
 
-def _plan(head: Head, out: Path, texts: Path, held: Path, device: str, prompts: int) -> Plan:
+def _plan(head: Head, out: Path, texts: Path, held: Path, device: str) -> Plan:
     return Plan(
         method=head.method,
         model=str(out / "target"),
         out=out / head.method,
         data=Data((str(texts),), (str(held),)),
         steps=Steps(steps=head.steps, learning_rate=head.learning_rate, optimizer=head.optimizer),
-        evaluation=Evaluation(prompts=prompts, tokens=128),
+        evaluation=Evaluation(prompts=0),  # the card's figures are measured after
         settings=head.settings,
         device=device,
     )
 
 
-def card(head: Head, figures: Mapping[str, Any]) -> str:
+def card(head: Head, lengths: Mapping[str, Sequence[float]]) -> str:
     """The model card, as Markdown."""
     settings = "".join(f" --set {key}={value}" for key, value in head.settings.items())
     lines = [
@@ -107,7 +128,15 @@ def card(head: Head, figures: Mapping[str, Any]) -> str:
         "of the standard library (`foredraft.zoo.generated`); nothing of the held-out modules.",
         f"- Recipe: `foredraft train {head.method}{settings} --steps {head.steps} --optimizer {head.optimizer} "
         f"--lr {head.learning_rate}`, batches of 2,048 tokens. `foredraft zoo train` repeats it.",
-        f"- Figures: {json.dumps(figures)}" if figures else "- Figures: see docs/performance.md.",
         "",
+        "Acceptance length, bonus included, of chains of K tokens after held-out prompts of the standard library: text",
+        "of the target, greedy and drawn at temperature 1 with shared noise (`match`), replayed through the drafter.",
+        "",
+        "| | " + " | ".join(f"K={k + 1}" for k in range(MAX_DRAFT)) + " |",
+        "|---|" + "---|" * MAX_DRAFT,
     ]
+    for regime, values in lengths.items():
+        cells = [f"{value:.2f}" for value in values] + [""] * (MAX_DRAFT - len(values))
+        lines.append(f"| {regime} | " + " | ".join(cells) + " |")
+    lines.append("")
     return "\n".join(lines)
