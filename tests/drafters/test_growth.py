@@ -14,7 +14,7 @@ from foredraft.drafters.growth import Growth, Plan, Scores, extend
 from foredraft.drafters.rank_tree import RankTree
 from foredraft.errors import ForedraftError
 from foredraft.request import Request
-from foredraft.sampling import Sampling
+from foredraft.sampling import Sampling, distribution
 from foredraft.tree import TokenTree
 from foredraft.verify import Keyed
 
@@ -134,6 +134,22 @@ def test_confidence_ends_a_chain_where_its_path_is_unlikely() -> None:
     bar = math.exp(full.chances[3]) * 1.0001  # just above the path of three
     draft = grown([Growth(request(), Plan.of(6, min_confidence=bar))])[0].draft()
     assert draft.tokens == tuple(full.tokens[:3])  # the third is drafted, and nothing below it
+
+
+def test_penalties_count_the_path_above_a_node() -> None:
+    """Or drafts repeat themselves where the target may not; no text would be wrong, and hardly a draft right."""
+    sampling = Sampling(frequency_penalty=2.0, repetition_penalty=1.5, max_tokens=50)
+    growth = grown([Growth(request(sampling, "reject"), Plan.of(3, tree_nodes=9, top_k=3))])[0]
+    assert max(growth.depths[node] for node in growth.laws) == 2
+    for node, law in growth.laws.items():
+        path = growth.path(node)
+        assert torch.equal(law[None], distribution(logits_after(path)[None], sampling, [growth.request.history(path)]))
+
+
+def test_a_path_without_doubt_is_kept_from_its_beginning() -> None:
+    """All of its nodes are equally likely: one kept without its parent would be no tree."""
+    growth = grown([Growth(request(), Plan(5, 3, 2))], lambda path: 1e4 * torch.eye(V, dtype=torch.float64)[len(path)])
+    assert (growth[0].draft().tokens, growth[0].draft().parents) == ((0, 1, 2), (0, 1, 2))
 
 
 def test_no_step_sees_again_the_noise_of_an_earlier_draft() -> None:
