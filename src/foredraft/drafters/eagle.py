@@ -140,6 +140,8 @@ def trainee(config: TrainConfig, target: HFModel, start: Checkpoint | None = Non
     check_loss(config.loss)
     if config.steps < 1 or config.num_layers < 1 or not 0 < config.decay <= 1:
         raise ForedraftError("steps and num_layers must be positive, and decay lie in 0..1")
+    if config.noise < 0 or config.regression < 0:
+        raise ForedraftError("noise and regression are no less than 0; 0 leaves them out")
     if start is not None:
         return EagleTrainee(config, _network(start, target).float().to(target.device))
     shape = EagleShape(block_like(target), target.vocab_size, config.num_layers, config.has_fc_bias)

@@ -101,6 +101,8 @@ class Plan:
             )
         if not steps.learning_rate > 0:
             raise ForedraftError(f"--learning-rate must be positive, got {steps.learning_rate}")
+        if not steps.clip > 0:
+            raise ForedraftError(f"--clip must be positive, got {steps.clip}")
         if not 0 <= data.held_out_share < 1:
             raise ForedraftError(f"--held-out-share must lie in 0..1, got {data.held_out_share}")
         for word, known in ((steps.decay, DECAYS), (steps.optimizer, OPTIMIZERS)):
