@@ -33,7 +33,7 @@ class Head:
 
 
 RECIPES = (
-    Head("medusa", 800),
+    Head("medusa", 450),
     Head("mlp_speculator", 1000),
     Head("eagle", 850, {"steps": "2"}),
     Head("eagle3", 850, {"steps": "4"}),
