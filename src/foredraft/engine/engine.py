@@ -196,9 +196,14 @@ def _with_features(commit: Commit, tree: TokenTree, features: Tensor | None) -> 
     """The tapped states of the surviving nodes, [T, F] -> [B, P, F]."""
     if features is None:
         return commit
-    at_path = features.new_zeros(*commit.path.shape, features.shape[-1])
+    paths = commit.path_lists
+    if len(paths) == 1:
+        (path,) = paths
+        is_front = path == list(range(len(path)))  # a chain's always is
+        return replace(commit, features=(features[: len(path)] if is_front else features[path])[None])
+    at_path = features.new_zeros(len(paths), max(map(len, paths)), features.shape[-1])
     offset = 0
-    for b, (path, size) in enumerate(zip(commit.path_lists, tree.sizes, strict=True)):
+    for b, (path, size) in enumerate(zip(paths, tree.sizes, strict=True)):
         at_path[b, : len(path)] = features[[offset + node for node in path]]
         offset += size
     return replace(commit, features=at_path)

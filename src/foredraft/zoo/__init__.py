@@ -14,8 +14,8 @@ _DRAFTERS = {
     "eagle": "eagle",
     "eagle3": "eagle3",
 }
-# draft lengths that `foredraft bench latency` found best for the built-in pair: its draft costs a fifth of its target
-_TOKENS = {"draft_model": 2}
+# draft lengths that `benchmarks/heads.py` found best: on a model this small every further token to verify costs
+_TOKENS = {"draft_model": 2, "eagle": 2, "eagle3": 2, "mlp_speculator": 2, "medusa": 2}
 
 
 def path(name: str) -> Path:
