@@ -44,7 +44,7 @@ def list_models(ctx: typer.Context) -> None:
         raise ForedraftError("this installation has no built-in models; run `foredraft zoo train --install`")
     for name, folder in folders.items():
         size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-        sys.stdout.write(f"{name:<12}{size / 2**20:7.1f} MiB  {folder}\n")
+        sys.stdout.write(f"{name:<16}{size / 2**20:7.1f} MiB  {folder}\n")
 
 
 @zoo.command("path")
