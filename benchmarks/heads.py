@@ -76,7 +76,13 @@ def draw(found: dict[str, list[Row]], path: Path) -> None:
     ):
         for mode, rows in found.items():
             rest = [row for row in rows if row.method != methods.PLAIN]
-            axis.plot([row.method for row in rest], [getattr(row, field) for row in rest], marker="o", linewidth=0.6, label=mode)
+            axis.plot(
+                [row.method for row in rest],
+                [getattr(row, field) for row in rest],
+                marker="o",
+                linewidth=0.6,
+                label=mode,
+            )
         axis.set_title(title)
         axis.set_ylim(bottom=0.9 if field == "acceptance_length" else 0.0)
         axis.grid(alpha=0.3)
