@@ -22,7 +22,7 @@ from foredraft.kv.blocks import PageAllocator
 from foredraft.models.fused import why_not
 from foredraft.models.lm import HFModel
 from foredraft.models.load import load_model, load_tokenizer, parse_device
-from foredraft.request import Request
+from foredraft.request import Request, RequestOptions
 from foredraft.sampling import Sampling
 from foredraft.verify import RULES
 
@@ -159,18 +159,36 @@ class LLM:
             raise ForedraftError(f"{len(prompts)} prompts and {len(params)} Samplings; give one Sampling or one each")
         result: list[Transcript] = []
         for prompt, s in zip(prompts, params, strict=True):
-            ids = self._encode(prompt)
-            self._check(s, ids)
-            seed = int.from_bytes(os.urandom(8), "little") if s.seed is None else s.seed
-            bad_words = self._bad_words(s)
-            for sample in range(s.n):
-                request = self._request(ids, s, seed, sample, bad_words)
-                text = prompt if isinstance(prompt, str) else None
-                result.append(Transcript(request, len(result), self.tokenizer, text))
+            result += self.prepare(prompt, s, first_index=len(result))
+        return result
+
+    def prepare(
+        self, prompt: Prompt, s: Sampling, options: RequestOptions | None = None, first_index: int = 0
+    ) -> list[Transcript]:
+        """The n samples of one prompt, checked and ready for an engine. Touches no engine, so any thread may call it.
+
+        Raises ForedraftError for what this model cannot do.
+        """
+        ids = self._encode(prompt)
+        self._check(s, ids)
+        seed = int.from_bytes(os.urandom(8), "little") if s.seed is None else s.seed
+        bad_words = self._bad_words(s)
+        text = prompt if isinstance(prompt, str) else None
+        result: list[Transcript] = []
+        for sample in range(s.n):
+            request = self._request(ids, s, seed, sample, bad_words, options or RequestOptions())
+            request.after = result[0].request if result else None
+            result.append(Transcript(request, first_index + sample, self.tokenizer, text))
         return result
 
     def _request(
-        self, ids: list[int], s: Sampling, seed: int, sample: int, bad_words: tuple[tuple[int, ...], ...]
+        self,
+        ids: list[int],
+        s: Sampling,
+        seed: int,
+        sample: int,
+        bad_words: tuple[tuple[int, ...], ...],
+        options: RequestOptions,
     ) -> Request:
         verify = self.verify
         if verify == "auto":
@@ -184,7 +202,11 @@ class LLM:
             eos_ids=self._eos_ids,
             bad_words=bad_words,
             max_length=self.target.context_length,
+            num_drafts=options.num_speculative_tokens,
             verify=verify,
+            priority=options.priority,
+            salt=options.salt,
+            prediction=options.prediction,
         )
 
     def _encode(self, prompt: Prompt) -> list[int]:

@@ -6,6 +6,16 @@ from dataclasses import dataclass, field
 from foredraft.sampling import History, Sampling
 
 
+@dataclass(frozen=True)
+class RequestOptions:
+    """What a request may say beside how its tokens are drawn."""
+
+    priority: int = 0  # lower runs first
+    num_speculative_tokens: int | None = None  # longest draft, fixed; 0 = none; None = the engine's choice
+    prediction: tuple[int, ...] = ()  # tokens the output is expected to hold, to draft from
+    salt: bytes = b""  # prefix pages are shared among requests of one salt only
+
+
 @dataclass(eq=False)  # two requests are never the same, however alike
 class Request:
     """One text being generated. The scheduler alone changes it."""
@@ -18,8 +28,12 @@ class Request:
     eos_ids: frozenset[int] = frozenset()
     bad_words: tuple[tuple[int, ...], ...] = ()
     max_length: int = 1 << 62  # context window: prompt and output together
-    num_drafts: int | None = None  # draft length; None = the engine's
+    num_drafts: int | None = None  # longest draft, fixed by the request; None = the engine's choice
     verify: str = "match"
+    priority: int = 0  # lower runs first and is preempted last
+    salt: bytes = b""  # prefix pages are shared among requests of one salt
+    after: "Request | None" = None  # the first sample of the same prompt, whose pages this one waits for
+    prediction: tuple[int, ...] = ()  # what the output is expected to be: tokens to draft from
     output: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     computed: int = 0  # tokens whose KV the target holds: a prefix of `tokens`

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from foredraft.controller import Fixed
 from foredraft.engine.scheduler import Limits, Scheduler
 from foredraft.kv.blocks import PageAllocator
 from foredraft.request import Batch, Request
@@ -32,7 +33,7 @@ class Run:
 
     def step(self, num_nodes: int = 0, accepts: int = 0) -> Batch:
         """One step; ends requests that reached their length, as the engine does."""
-        batch = self.scheduler.next(num_nodes)
+        batch = self.scheduler.next(num_nodes, Fixed())
         paths, tokens = [], []
         for r, chunk, budget, scored in zip(batch.requests, batch.chunks, batch.budgets, batch.scored, strict=True):
             assert len(r.pages) * PAGE >= r.computed + chunk + budget, "no slots for what the step computes"
@@ -231,7 +232,7 @@ def test_integrity_notices_a_lost_page(page: int) -> None:
     run = Run()
     r = request(6)
     run.add(r)
-    run.scheduler.next(0)
+    run.scheduler.next(0, Fixed())
     del r.pages[-page:]
     with pytest.raises(AssertionError, match="used page"):
         run.scheduler.check_integrity()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from foredraft.completion import Origin, TokenLogprob
+from foredraft.controller import Fixed, Lengths, Outcome, StepReport
 from foredraft.drafters.base import Drafter
 from foredraft.engine.guard import Guard
 from foredraft.engine.logprobs import token_logprob
@@ -46,16 +47,19 @@ class Engine:
         device: torch.device,
         clock: Callable[[], float] = time.perf_counter,
         is_debug: bool = False,
+        lengths: Lengths | None = None,
     ) -> None:
         self.target = target
         self.drafter = Guard(drafter, target.vocab_size)
-        self.scheduler = Scheduler(allocator, limits, self.drafter.forget)
+        self.lengths = lengths or Fixed()
+        self.scheduler = Scheduler(allocator, limits, self._forget)
         self.transcripts: dict[Request, Transcript] = {}
         self.page_size = allocator.page_size
         self.device = device
         self.is_debug = is_debug
         self._clock = clock
         self._observing = 0.0  # seconds the drafter took to read the last step: part of the next draft's time
+        self.last: StepReport | None = None
 
     @property
     def has_work(self) -> bool:
@@ -88,12 +92,14 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> None:
         """One pass of the target over every request that runs; new text is queued on the transcripts."""
-        batch = self.scheduler.next(self.drafter.num_nodes)
+        start = self._clock()
+        batch = self.scheduler.next(self.drafter.num_nodes, self.lengths)
         if not batch.requests:
             return
         began = self._clock()
         draft = self.drafter.propose(batch)
-        draft_time = (self._clock() - began + self._observing) / len(batch)
+        drafting = self._clock() - began
+        draft_time = (drafting + self._observing) / len(batch)
         tree = _on_chunks(batch, draft)
         window, wanted = self._window(batch, tree)
         logits, features = self.target.forward(window, self.drafter.taps)
@@ -105,10 +111,26 @@ class Engine:
         began = self._clock()
         self.drafter.observe(batch, _with_features(commit, tree, features))
         self._observing = self._clock() - began
+        outcomes = _outcomes(batch, tree, commit)
+        context = sum(n * (r.computed + n) for n, r in zip(tree.sizes, batch.requests, strict=True))
         self.scheduler.commit(batch, commit)
         self._publish(batch, tree, commit)
+        self.last = StepReport(
+            num_requests=len(batch),
+            num_rows=sum(tree.sizes),
+            num_scored=tree.first_rows[-1],
+            context=context,
+            draft_time=drafting + self._observing,
+            step_time=self._clock() - start,
+            outcomes=outcomes,
+        )
+        self.lengths.learn(self.last)
         if self.is_debug or not self.has_work:
             self.scheduler.check_integrity()
+
+    def _forget(self, slots: Sequence[int]) -> None:
+        self.drafter.forget(slots)
+        self.lengths.forget(slots)
 
     def _window(self, batch: Batch, tree: TokenTree) -> tuple[Window, list[int]]:
         """The window, and the requests whose prompt rows are wanted too."""
@@ -147,6 +169,17 @@ class Engine:
             if transcript.is_finished:
                 del self.transcripts[request]
                 self.scheduler.finish(request)
+
+
+def _outcomes(batch: Batch, tree: TokenTree, commit: Commit) -> tuple[Outcome, ...]:
+    """What came of the draft of every request whose last token was scored."""
+    found = []
+    for b, (request, budget) in enumerate(zip(batch.requests, batch.budgets, strict=True)):
+        root = tree.roots[b]
+        if root < tree.sizes[b] and b not in commit.failed:
+            accepted = tuple(node - root for node in commit.path_lists[b][root + 1 :])
+            found.append(Outcome(request.slot, budget, tree.sizes[b] - root - 1, accepted))
+    return tuple(found)
 
 
 def _on_chunks(batch: Batch, draft: TokenTree) -> TokenTree:

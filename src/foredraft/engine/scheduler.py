@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from foredraft.controller import Ask, Lengths
 from foredraft.kv.blocks import OutOfPagesError, PageAllocator
 from foredraft.request import Batch, Request
 from foredraft.tree import Commit
@@ -40,18 +41,32 @@ class Scheduler:
     def add(self, request: Request) -> None:
         self.waiting.append(request)
 
-    def next(self, num_nodes: int) -> Batch:
+    def next(self, num_nodes: int, lengths: Lengths) -> Batch:
         """The next step's batch. Every request goes on before any is drafted for, with up to `num_nodes` nodes each."""
         self._admit()
         rows = self._chunks()
+        wanted = self._wanted(rows, num_nodes, lengths)
         left = self.limits.max_step_tokens - sum(chunk for _, chunk in rows)
         budgets = []
         for request, chunk in rows:
-            wanted = num_nodes if request.num_drafts is None else min(num_nodes, request.num_drafts)
-            budgets.append(self._draft_budget(request, chunk, min(wanted, left)))
+            budgets.append(self._draft_budget(request, chunk, min(wanted.get(request.slot, 0), left)))
             left -= budgets[-1]
         requests, chunks = tuple(request for request, _ in rows), tuple(chunk for _, chunk in rows)
         return Batch(requests, chunks, tuple(budgets), self.allocator.page_size)
+
+    def _wanted(self, rows: Sequence[tuple[Request, int]], num_nodes: int, lengths: Lengths) -> dict[int, int]:
+        """slot -> nodes its draft should have; only requests whose chunk reaches their last token are in it."""
+        asks = []
+        for request, chunk in rows:
+            is_scored = request.computed + chunk == request.num_tokens
+            own = num_nodes if request.num_drafts is None else min(num_nodes, request.num_drafts)
+            if is_scored and own > 0 and request.room > 0:
+                asks.append(Ask(request.slot, own, request.num_drafts is not None))
+        if not asks:
+            return {}
+        context = sum(chunk * (request.computed + chunk) for request, chunk in rows)
+        budgets = lengths.allot(asks, sum(chunk for _, chunk in rows), context)
+        return {ask.slot: budget for ask, budget in zip(asks, budgets, strict=True)}
 
     def _chunks(self) -> list[tuple[Request, int]]:
         """Who computes how many committed tokens, with pages for them."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from foredraft import LLM, Sampling
 from foredraft.completion import Stats
+from foredraft.controller import Fixed
 from foredraft.engine.guard import Guard
 from foredraft.engine.output import Transcript
 from foredraft.engine.scheduler import Scheduler
@@ -116,7 +117,7 @@ class Replay:
         return [transcript.stats() for transcript in self.transcripts.values()]
 
     def _step(self) -> None:
-        batch = self.scheduler.next(self.drafter.num_nodes)
+        batch = self.scheduler.next(self.drafter.num_nodes, Fixed())
         tree = self.drafter.propose(batch)
         walks = [self._walk(batch, tree, b) for b in range(len(batch))]
         commit = Commit.of([path for path, _ in walks], [tokens for _, tokens in walks])
