@@ -50,6 +50,17 @@ class Stats:
 
 
 @dataclass(frozen=True)
+class StepTree:
+    """What one target pass verified of a draft, for those who watch: node 0 is the last committed token."""
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]  # -1 for node 0
+    pieces: tuple[str, ...]  # each node's token as text, on its own
+    accepted: tuple[int, ...]  # nodes that were kept, node 0 first
+    emitted: tuple[int, ...]  # the tokens the pass put out: the last follows the last kept node
+
+
+@dataclass(frozen=True)
 class Completion:
     text: str
     token_ids: list[int]
@@ -76,3 +87,4 @@ class Delta:
     pieces: tuple[str, ...]  # the text each token added; together they are `text`
     finish_reason: FinishReason | None = None
     completion: Completion | None = None  # with the last delta
+    steps: tuple[StepTree, ...] = ()  # of a request that asked to be traced

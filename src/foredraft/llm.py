@@ -207,6 +207,7 @@ class LLM:
             priority=options.priority,
             salt=options.salt,
             prediction=options.prediction,
+            is_traced=options.is_traced,
         )
 
     def _encode(self, prompt: Prompt) -> list[int]:

@@ -14,6 +14,7 @@ class RequestOptions:
     num_speculative_tokens: int | None = None  # longest draft, fixed; 0 = none; None = the engine's choice
     prediction: tuple[int, ...] = ()  # tokens the output is expected to hold, to draft from
     salt: bytes = b""  # prefix pages are shared among requests of one salt only
+    is_traced: bool = False  # every delta carries the trees of its steps
 
 
 @dataclass(eq=False)  # two requests are never the same, however alike
@@ -34,6 +35,7 @@ class Request:
     salt: bytes = b""  # prefix pages are shared among requests of one salt
     after: "Request | None" = None  # the first sample of the same prompt, whose pages this one waits for
     prediction: tuple[int, ...] = ()  # what the output is expected to be: tokens to draft from
+    is_traced: bool = False  # every delta carries the trees of its steps
     output: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     computed: int = 0  # tokens whose KV the target holds: a prefix of `tokens`

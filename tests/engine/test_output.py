@@ -7,6 +7,7 @@ import models_made
 from fakes import TableLM
 from foredraft import Sampling
 from foredraft.engine.output import Transcript
+from foredraft.request import RequestOptions
 from foredraft.sampling import distribution
 
 V = 23
@@ -170,3 +171,18 @@ def test_logprobs_are_of_the_law_drawn_from() -> None:
         assert len(entry.top) == 3, "only three tokens are possible"
         assert len(entry.raw_top) == 4
         tokens.append(entry.token_id)
+
+
+def test_a_traced_request_shows_the_drafted_part_of_its_trees() -> None:
+    llm = models_made.plain().with_drafter("ngram", 3)
+    options = RequestOptions(is_traced=True)
+    (transcript,) = llm.prepare([1, 2, 3, 1, 2, 3, 1, 2], Sampling(max_tokens=12, temperature=0), options)
+    for delta in llm._drain([transcript]):
+        (step,) = delta.steps
+        assert step.emitted == delta.token_ids
+        assert step.parents[0] == -1
+        assert len(step.tokens) == len(step.parents) == len(step.pieces)
+        assert step.accepted[0] == 0
+        follows = [step.tokens[node] for node in step.accepted[1:]]
+        assert list(step.emitted[: len(follows)]) == follows, "an accepted node is the token put out before it"
+    assert transcript.num_drafted > 0

@@ -45,6 +45,10 @@ class Detokenizer:
             self._move(len(self._ids) - 2 * CONTEXT)
         return piece
 
+    def alone(self, token: int) -> str:
+        """The text of one token by itself, for show: a part of a character is INCOMPLETE, a first space may be lost."""
+        return self._decode([token])
+
     def _move(self, start: int) -> None:
         """The window begins at `start`; what was held back stays so."""
         self._ids = self._ids[start:]

@@ -165,7 +165,9 @@ class Engine:
             if b in commit.failed:
                 transcript.fail("error", "the model gave logits that are no law (NaN, infinite, or nothing allowed)")
             elif len(commit.token_lists[b]) > tree.roots[b]:
-                transcript.emit(_origins(tree, b, commit.path_lists[b], commit.token_lists[b]))
+                path, tokens = commit.path_lists[b], commit.token_lists[b]
+                seen = [transcript.step_tree(tree, b, path, tokens)] if request.is_traced else ()
+                transcript.emit(_origins(tree, b, path, tokens), seen)
             if transcript.is_finished:
                 del self.transcripts[request]
                 self.scheduler.finish(request)

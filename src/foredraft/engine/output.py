@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from foredraft.completion import Completion, Delta, FinishReason, Origin, Stats, TokenLogprob
+from foredraft.completion import Completion, Delta, FinishReason, Origin, Stats, StepTree, TokenLogprob
 from foredraft.engine.detokenize import Detokenizer
 from foredraft.request import Request
+from foredraft.tree import TokenTree
 
 
 @dataclass
@@ -90,14 +91,24 @@ class Transcript:
         for depth in range(num_accepted):
             self.accepted_at[depth] += 1
 
-    def emit(self, origins: Sequence[Origin]) -> None:
+    def emit(self, origins: Sequence[Origin], steps: Sequence[StepTree] = ()) -> None:
         """Queue what was pushed since the last delta."""
         completion = self.completion() if self.is_finished else None
         pieces, tokens = tuple(self._pieces), tuple(self._tokens)
         self._pieces, self._tokens = [], []
+        text = "".join(pieces)
         self.deltas.append(
-            Delta(self.index, "".join(pieces), tokens, tuple(origins), pieces, self.finish_reason, completion)
+            Delta(self.index, text, tokens, tuple(origins), pieces, self.finish_reason, completion, tuple(steps))
         )
+
+    def step_tree(self, tree: TokenTree, b: int, path: Sequence[int], tokens: Sequence[int]) -> StepTree:
+        """The drafted part of one pass, from row b of its tree."""
+        root = tree.roots[b]
+        drafted = tree.token_lists[b][root:]
+        parents = [max(parent - root, -1) for parent in tree.parent_lists[b][root:]]
+        pieces = tuple(self._detokenizer.alone(token) for token in drafted)
+        accepted = tuple(node - root for node in path[root:])
+        return StepTree(tuple(drafted), tuple(parents), pieces, accepted, tuple(tokens[root:]))
 
     def fail(self, reason: FinishReason, error: str | None = None) -> None:
         """End without another token: an error of this request, or an abort."""
