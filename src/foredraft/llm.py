@@ -11,7 +11,7 @@ import torch
 
 from foredraft import zoo
 from foredraft.completion import Completion, Delta
-from foredraft.drafters.base import Context, Drafter, methods, parse
+from foredraft.drafters.base import Context, Drafter, methods, parse, reads_model
 from foredraft.engine.engine import Engine
 from foredraft.engine.output import Transcript
 from foredraft.engine.scheduler import Limits
@@ -284,6 +284,8 @@ class LLM:
         if count is not None and (not isinstance(count, int) or isinstance(count, bool)):
             raise ForedraftError(f"num_speculative_tokens must be an integer, got {count!r}")
         model = options.pop("model", None)
+        if model is not None and not reads_model(module):
+            raise ForedraftError(f"the method {method} drafts from the text alone; leave its model {model!r} out")
         if count is None:
             count = zoo.builtin_tokens(method) if self.is_builtin and model is None else None
         context = self._context(method, model, DEFAULT_TOKENS if count is None else count)

@@ -58,6 +58,9 @@ class FakeLLM:
         )
 
 
+TEXT_ONLY = frozenset({"ngram"})
+
+
 @dataclass
 class FakeBackend:
     """The library as the command sees it. `models` gives a method another FakeLLM; `missing` cannot be had."""
@@ -72,7 +75,9 @@ class FakeBackend:
 
     def choices(self) -> Choices:
         rules = ("auto", "match", "reject", "block", "typical")
-        return Choices(("draft_model", "ngram"), rules, frozenset({"typical"}), ("auto", "bfloat16", "float32"))
+        return Choices(
+            ("draft_model", "ngram"), rules, frozenset({"typical"}), ("auto", "bfloat16", "float32"), TEXT_ONLY
+        )
 
     def method_of(self, drafter: str) -> str:
         return "draft_model"

@@ -85,3 +85,10 @@ def test_a_difference_is_expected_of_unseeded_sampling_and_of_lossy_rules(run):
 def test_comparing_nothing_but_plain_decoding_still_works(run):
     outcome = run("generate", "p", "--compare", "--spec-method", "none", "--json")
     assert [row["method"] for row in json.loads(outcome.stdout)["compare"]] == ["plain"]
+
+
+def test_a_draft_model_is_not_given_to_a_method_that_reads_none(run):
+    backend = FakeBackend()
+    run("generate", "p", "--compare", "--spec-model", "d", "--spec-method", "draft_model,ngram", backend=backend)
+    assert {"method": "draft_model", "model": "d"} in backend.specs
+    assert {"method": "ngram"} in backend.specs

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+import models_made
 from foredraft.drafters.base import methods, parse
+from foredraft.errors import ForedraftError
 
 
 @dataclass(frozen=True)
@@ -63,3 +65,9 @@ def test_every_options_default_is_of_its_own_type(method: str) -> None:
     for config in (getattr(methods()[method], name, None) for name in ("Config", "TrainConfig")):
         if config is not None:
             parse(config, {spec.name: getattr(config(), spec.name) for spec in fields(config)})
+
+
+def test_a_method_that_drafts_from_the_text_alone_refuses_a_model() -> None:
+    """To ignore it would let a user believe that his draft model ran."""
+    with pytest.raises(ForedraftError, match="leave its model 'somewhere' out"):
+        models_made.plain().with_drafter({"method": "ngram", "model": "somewhere"})

@@ -7,6 +7,8 @@ from typing import Any
 
 from foredraft import zoo
 from foredraft.bench.grow import BUILT_IN, grown_from
+from foredraft.drafters.base import methods as methods_known
+from foredraft.drafters.base import reads_model
 from foredraft.errors import ForedraftError
 
 PLAIN = "plain"
@@ -60,6 +62,8 @@ def companion(method: str, config: Any, spec_model: str | None, is_builtin: bool
 
     A model grown from the built-in target writes its text, so what drafts for the one drafts for the other.
     """
+    if not reads_model(methods_known()[method]):
+        return None
     has_builtin = is_builtin or (grown_from(config) or "").startswith(BUILT_IN)
     return spec_model or (zoo.builtin_drafter(method) if has_builtin else None)
 

@@ -34,17 +34,20 @@ class Choices:
     rules: tuple[str, ...]
     lossy: frozenset[str]  # the rules that change the text
     dtypes: tuple[str, ...]
+    text_only: frozenset[str] = frozenset()  # the methods that read no model of their own
 
 
 class Backend:
     """The library. A test passes another object of this shape as the context object of the command line."""
 
     def choices(self) -> Choices:
-        from foredraft.drafters.base import methods
+        from foredraft.drafters.base import methods, reads_model
         from foredraft.models.load import DTYPES
         from foredraft.verify import LOSSY, RULES
 
-        return Choices(tuple(sorted(methods())), ("auto", *RULES), LOSSY, ("auto", *DTYPES))
+        known = methods()
+        text_only = frozenset(name for name, module in known.items() if not reads_model(module))
+        return Choices(tuple(sorted(known)), ("auto", *RULES), LOSSY, ("auto", *DTYPES), text_only)
 
     def method_of(self, drafter: str) -> str:
         """What drafts with a folder or hub id, by what lies there. Raises ForedraftError where nothing does."""
@@ -110,7 +113,7 @@ def drafter_spec(options: ModelOptions, method: str) -> dict[str, Any] | None:
     spec = {
         "method": method,
         "model": options.spec_model,
-        "num_speculative_tokens": options.spec_tokens,
+        "num_speculative_tokens": options.draft_length,
         "quantization": options.spec_quantization,
     }
     return {name: value for name, value in spec.items() if value is not None} | options.method_settings

@@ -66,7 +66,7 @@ def wanted(options: GenerateOptions, choices: Choices, first: str | None = None)
     ]:
         if value not in names:
             raise UsageError(f"unknown {what} {value!r}; use one of: {', '.join(names)}")
-    drafting = (options.spec_model, options.spec_tokens, options.spec_option)
+    drafting = (options.spec_model, options.draft_length, options.spec_option)
     if asked == [NONE] and any(option is not None for option in drafting):
         raise UsageError("--spec-method none drafts nothing; leave --spec-model, --spec-tokens and --spec-option out")
     if options.logprobs is not None and not options.as_json:
@@ -112,7 +112,9 @@ class Job:
     def _options_of(self, name: str) -> GenerateOptions:
         """A draft model given to no method by name is for the first one; another method could not read it."""
         is_shared = bool(self.options.methods) or name == self.methods[0]
-        return self.options if is_shared else replace(self.options, spec_model=None, spec_option=None)
+        options = self.options if is_shared else replace(self.options, spec_model=None, spec_option=None)
+        others = len(self.methods) > 1
+        return replace(options, spec_model=None) if others and name in self.choices.text_only else options
 
     def run(self, generators: dict[str, Generator]) -> list[Completion]:
         """Show the text of the first method there is, measure if asked, print the figures."""

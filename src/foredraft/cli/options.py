@@ -61,9 +61,12 @@ class ModelOptions:
         str | None, _option("int8 or int4: round the target's weights while loading.", panel="Model")
     ] = None
     spec_quantization: Annotated[str | None, _option("The same for the draft model.", panel="Model")] = None
-    spec_tokens: Annotated[int | None, typer.Option(help="Longest draft per pass.", rich_help_panel="Model", min=1)] = (
-        None
-    )
+    spec_tokens: Annotated[
+        str,
+        _option(
+            "Longest draft per pass; auto: as long as measurement says it pays.", panel="Model", metavar="auto|NUMBER"
+        ),
+    ] = "auto"
     verify: Annotated[str, _option("Rule: auto, match, reject, block; typical is lossy.", panel="Model")] = "auto"
     dtype: Annotated[str, _option("auto, bfloat16, float16, float32 or float64.", panel="Model")] = "auto"
     device: Annotated[str, _option("auto, cpu or cuda.", panel="Model")] = "auto"
@@ -81,6 +84,15 @@ class ModelOptions:
                 raise UsageError(f"--spec-option takes KEY=VALUE, got {text!r}")
             found[key.strip()] = _value(value)
         return found
+
+    @property
+    def draft_length(self) -> int | None:
+        """None = found by measurement. Raises UsageError for anything but a positive number or auto."""
+        if self.spec_tokens == "auto":
+            return None
+        if not self.spec_tokens.isascii() or not self.spec_tokens.isdecimal() or int(self.spec_tokens) < 1:
+            raise UsageError(f"--spec-tokens takes auto or a number from 1 up, got {self.spec_tokens!r}")
+        return int(self.spec_tokens)
 
     @property
     def methods(self) -> list[str]:

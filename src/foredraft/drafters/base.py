@@ -57,6 +57,11 @@ def methods() -> dict[str, ModuleType]:
     return found
 
 
+def reads_model(method: ModuleType) -> bool:
+    """Whether a method drafts with something that a user can name; one that reads nothing but text says so."""
+    return bool(getattr(method, "READS_MODEL", True))
+
+
 def parse(config: type[C], options: dict[str, Any]) -> C:
     """A method's Config from a dict. Raises ValueError naming what is unknown and what is known, or what is of another
     type than the Config says."""

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from foredraft.checkpoints.base import TargetFacts
+from foredraft.checkpoints.base import Checkpoint, TargetFacts
+from foredraft.checkpoints.read import read
 from foredraft.drafters.base import Context
 from foredraft.errors import ForedraftError
 from foredraft.kernels.linear import PackedWeight
@@ -24,8 +25,8 @@ def facts(target: HFModel) -> TargetFacts:
     return TargetFacts(target.name, target.hidden_size, target.vocab_size, target.num_layers)
 
 
-def required(context: Context, method: str) -> tuple[HFModel, str]:
-    """The target, and the folder or hub id of the head. Raises ForedraftError where one is not given."""
+def loaded(context: Context, method: str) -> Checkpoint:
+    """The head that was asked for. Raises ForedraftError where none is given, or one of another kind or target."""
     name = context.model or context.builtin
     if name is None:
         raise ForedraftError(
@@ -34,7 +35,7 @@ def required(context: Context, method: str) -> tuple[HFModel, str]:
         )
     if context.target is None:
         raise ForedraftError(f"the method {method} reads the target's states; give Context a target")
-    return context.target, name
+    return read(name, facts(context.target), method)
 
 
 def embedding_of(own: Tensor | None, target: HFModel, name: str) -> Tensor:

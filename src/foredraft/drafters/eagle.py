@@ -13,9 +13,8 @@ from torch.nn import functional as F
 
 from foredraft.checkpoints.base import Checkpoint, EagleShape
 from foredraft.checkpoints.layouts import layout
-from foredraft.checkpoints.read import read
 from foredraft.drafters.base import Context
-from foredraft.drafters.borrowed import block_like, facts, lender, packed_head, pass_through, required, settle
+from foredraft.drafters.borrowed import block_like, lender, loaded, packed_head, pass_through, settle
 from foredraft.drafters.growth import TreeOptions as Config
 from foredraft.drafters.recurrent import FeatureDrafter, feature_lm
 from foredraft.drafters.training import Losses, Trace, check_loss, draft_loss, mean
@@ -63,9 +62,8 @@ class EagleNetwork(nn.Module):
 
 def create(config: Config, context: Context) -> FeatureDrafter:
     """Raises ForedraftError for a head of another kind or another target."""
-    target, name = required(context, METHOD)
     config.plan(context.num_tokens)  # options that make none are refused before anything is loaded
-    return from_checkpoint(config, read(name, facts(target), METHOD), context)
+    return from_checkpoint(config, loaded(context, METHOD), context)
 
 
 def from_checkpoint(config: Config, checkpoint: Checkpoint, context: Context) -> FeatureDrafter:

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from foredraft import noise
 from foredraft.checkpoints.base import Checkpoint, MedusaShape
-from foredraft.checkpoints.read import read
 from foredraft.drafters.base import Context, Draft, draft_key, plant
-from foredraft.drafters.borrowed import facts, required
+from foredraft.drafters.borrowed import loaded
 from foredraft.drafters.growth import MOST_NODES, Growth, Plan, Scores, extend
 from foredraft.drafters.medusa_heads import RANKS, Heads, outputs
 from foredraft.drafters.medusa_training import TrainConfig, trainee
@@ -254,8 +253,7 @@ def _filled(tree: RankTree, ids: Sequence[Sequence[int]], of_node: Sequence[int]
 
 def create(config: Config, context: Context) -> Medusa:
     """Load the heads. Raises ForedraftError if they are not the target's."""
-    target, name = required(context, METHOD)
-    return from_checkpoint(config, read(name, facts(target), METHOD), context)
+    return from_checkpoint(config, loaded(context, METHOD), context)
 
 
 def from_checkpoint(config: Config, checkpoint: Checkpoint, context: Context) -> Medusa:

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from foredraft.checkpoints.base import Checkpoint, SpeculatorShape
-from foredraft.checkpoints.read import read
 from foredraft.drafters.base import Context, Draft, plant
-from foredraft.drafters.borrowed import facts, required
+from foredraft.drafters.borrowed import loaded
 from foredraft.drafters.growth import Growth, Plan, Scores, extend
 from foredraft.drafters.mlp_network import Steps
 from foredraft.drafters.mlp_training import TrainConfig, trainee
@@ -160,8 +159,7 @@ def _rows(states: Tensor, rows: Sequence[int]) -> Tensor:
 
 def create(config: Config, context: Context) -> Speculator:
     """Load the speculator. Raises ForedraftError if it is not the target's."""
-    target, name = required(context, METHOD)
-    return from_checkpoint(config, read(name, facts(target), METHOD), context)
+    return from_checkpoint(config, loaded(context, METHOD), context)
 
 
 def from_checkpoint(config: Config, checkpoint: Checkpoint, context: Context) -> Speculator:

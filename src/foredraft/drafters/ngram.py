@@ -12,6 +12,7 @@ from foredraft.errors import ForedraftError
 from foredraft.request import Request
 
 METHOD = "ngram"
+READS_MODEL = False
 SCANNED_PER_BRANCH = 8  # earlier occurrences looked at for each continuation wanted; most repeat one another
 
 
