@@ -30,16 +30,23 @@ class Expected:
 
 
 def text_of(tokenizer: Any, prompt: Sequence[int], output: Sequence[int]) -> str:
-    """What the output adds to the decoding of all; up to three bytes of an incomplete character are dropped."""
+    """What the output adds to the decoding of all, without an incomplete character at its end."""
     if tokenizer is None:
         return ""
     before = tokenizer.backend_tokenizer.decode(list(prompt), skip_special_tokens=True)
     whole = tokenizer.backend_tokenizer.decode([*prompt, *output], skip_special_tokens=True)
     assert whole.startswith(before), "the prompt ends inside a character: choose another"
     text = whole[len(before) :]
-    for _ in range(3):
-        text = text.removesuffix(LOST)
-    return text
+    return text.removesuffix(LOST) if _is_incomplete(tokenizer, [*prompt, *output], len(whole)) else text
+
+
+def _is_incomplete(tokenizer: Any, tokens: list[int], size: int) -> bool:
+    """Some byte 0x80, 0x90, 0xA0 or 0xB0 would go on with the last character; after one that is complete or broken for
+    good it is a character of its own."""
+    following = tokenizer.convert_tokens_to_ids(list("ĢĲł°"))
+    return any(
+        len(tokenizer.backend_tokenizer.decode([*tokens, byte], skip_special_tokens=True)) == size for byte in following
+    )
 
 
 def complete(

@@ -1,11 +1,73 @@
 """Token ids to text, one at a time, whole characters only."""
 
-from typing import Any
+import codecs
+from functools import cache
+from typing import Any, Protocol
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 MAX_INCOMPLETE = 3  # bytes of a character that lacks its last; some tokenizers show each as one INCOMPLETE
 CONTEXT = 4  # ids before the first, because some tokenizers drop the space before the very first token
 MAX_PENDING = 32  # ids without a clean end before the window moves on all the same: this is no text
+
+
+class Detokenizing(Protocol):
+    def push(self, token: int) -> str:
+        """The text this token completes; often a word, at times nothing."""
+
+    def alone(self, token: int) -> str:
+        """The text of one token by itself, for show: a part of a character is INCOMPLETE, a first space may be lost."""
+
+
+def detokenizer(tokenizer: Any | None, prompt: list[int]) -> Detokenizing:
+    """For what follows the prompt; tokens that are plain bytes are told from their names alone."""
+    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+    is_bytes = type(decoder).__name__ == "ByteLevel"
+    return ByteDetokenizer(tokenizer, prompt) if is_bytes else Detokenizer(tokenizer, prompt)
+
+
+class ByteDetokenizer:
+    """Text of tokens that stand for runs of bytes (byte-level BPE), whatever stands beside them: a tenth of the time
+    of decoding a window twice."""
+
+    def __init__(self, tokenizer: Any, prompt: list[int]) -> None:
+        self._backend = tokenizer.backend_tokenizer
+        added = self._backend.get_added_tokens_decoder()
+        self._silent = {token for token, entry in added.items() if entry.special}
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._utf8.decode(b"".join(map(self._bytes, prompt[-4 * CONTEXT :])))
+        self._pending = self._utf8.getstate()[0]  # the prompt ends inside a character
+
+    def push(self, token: int) -> str:
+        new = self._bytes(token)
+        piece = self._utf8.decode(new)
+        if self._pending:
+            self._pending += new
+            if piece:
+                # what was broken before the text began is no part of it
+                is_whole = self._pending.startswith(INCOMPLETE.encode())
+                piece = piece if is_whole else piece.removeprefix(INCOMPLETE)
+                self._pending = b""
+        return piece
+
+    def alone(self, token: int) -> str:
+        return self._bytes(token).decode(errors="replace")
+
+    def _bytes(self, token: int) -> bytes:
+        name = self._backend.id_to_token(token)
+        if name is None or token in self._silent:
+            return b""
+        try:
+            return bytes(map(_alphabet().__getitem__, name))
+        except KeyError:  # an added token is spelt as it is
+            return str(name).encode()
+
+
+@cache
+def _alphabet() -> dict[str, int]:
+    """The character that stands for every byte in byte-level BPE: itself where it can be seen, else one from 256 up."""
+    seen = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    unseen = [byte for byte in range(256) if byte not in seen]
+    return {chr(byte): byte for byte in seen} | {chr(256 + i): byte for i, byte in enumerate(unseen)}
 
 
 class Detokenizer:
@@ -26,7 +88,6 @@ class Detokenizer:
         self._text = self._decode(self._ids)  # of the window, as far as it was given out
 
     def push(self, token: int) -> str:
-        """The text this token completes; often a word, at times nothing."""
         if self.tokenizer is None:
             return ""
         self._ids.append(token)
@@ -46,7 +107,6 @@ class Detokenizer:
         return piece
 
     def alone(self, token: int) -> str:
-        """The text of one token by itself, for show: a part of a character is INCOMPLETE, a first space may be lost."""
         return self._decode([token])
 
     def _move(self, start: int) -> None:

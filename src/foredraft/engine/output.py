@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from foredraft.completion import Completion, Delta, FinishReason, Origin, Stats, StepTree, TokenLogprob
-from foredraft.engine.detokenize import Detokenizer
+from foredraft.engine.detokenize import detokenizer
 from foredraft.request import Request
 from foredraft.tree import TokenTree
 
@@ -35,15 +35,25 @@ class Transcript:
     target_passes: int = 0
     draft_time: float = 0.0
     started: float = field(default_factory=time.perf_counter)
+    num_emitted: int = 0  # tokens that are in a delta: these are never taken back
 
     def __post_init__(self) -> None:
-        self._detokenizer = Detokenizer(self.tokenizer, self.request.prompt)
-        self._held = ""  # the end of the text, while it may turn out to begin a stop string
+        self._begin()
+        self._uncounted: tuple[int, int, int, list[int], int, float] | None = None  # figures before the current step
         self._stops = self.request.sampling.stop
         self._longest_stop = max(map(len, self._stops), default=0)
         self._end_ids = self.request.end_ids
         self._pieces: list[str] = []
         self._tokens: list[int] = []
+
+    def _begin(self) -> None:
+        self._detokenizer = detokenizer(self.tokenizer, self.request.prompt)
+        self._held = ""  # the end of the text, while it may turn out to begin a stop string
+
+    @property
+    def is_told(self) -> bool:
+        """The last delta is out."""
+        return self.is_finished and bool(self.deltas) and self.deltas[-1].completion is not None
 
     @property
     def is_finished(self) -> bool:
@@ -80,6 +90,8 @@ class Transcript:
 
     def count_step(self, num_drafted: int, num_accepted: int, draft_time: float) -> None:
         """Figures of one target pass that emitted tokens."""
+        drafted, at = (self.num_drafts, self.num_drafted, self.num_accepted), list(self.accepted_at)
+        self._uncounted = (*drafted, at, self.target_passes, self.draft_time)
         self.target_passes += 1
         self.draft_time += draft_time
         if not num_drafted:
@@ -95,11 +107,35 @@ class Transcript:
         """Queue what was pushed since the last delta."""
         completion = self.completion() if self.is_finished else None
         pieces, tokens = tuple(self._pieces), tuple(self._tokens)
-        self._pieces, self._tokens = [], []
         text = "".join(pieces)
         self.deltas.append(
             Delta(self.index, text, tokens, tuple(origins), pieces, self.finish_reason, completion, tuple(steps))
         )
+        self._pieces, self._tokens = [], []
+        self.num_emitted, self._uncounted = self.num_tokens, None
+
+    def rewind(self) -> None:
+        """Back to the last delta: forget what a step pushed and counted and did not hand out. The request's output must
+        be cut to `num_emitted` tokens before. Raises what the tokenizer raises, and then stands at the last delta too,
+        except that nothing but `fail` may follow."""
+        text = self.text[: len(self.text) - sum(map(len, self._pieces))]
+        if self._uncounted is not None:
+            drafts, drafted, accepted, self.accepted_at, self.target_passes, self.draft_time = self._uncounted
+            self.num_drafts, self.num_drafted, self.num_accepted, self._uncounted = drafts, drafted, accepted, None
+        del self.logprobs[self.num_emitted :]
+        self.finish_reason = self.stop_reason = self.error = None
+        try:
+            self._begin()
+            self.text, self.num_tokens = "", 0
+            for token in self.request.output:
+                self.push(token)
+        finally:
+            is_same = self.text == text
+            self.text, self.num_tokens = text, self.num_emitted
+            self._pieces, self._tokens = [], []
+            if not is_same:
+                self._held = ""
+        assert is_same, "a tokenizer that decodes the same tokens to another text"
 
     def step_tree(self, tree: TokenTree, b: int, path: Sequence[int], tokens: Sequence[int]) -> StepTree:
         """The drafted part of one pass, from row b of its tree."""
