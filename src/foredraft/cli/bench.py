@@ -13,7 +13,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from foredraft.cli.backend import hush
-from foredraft.cli.bench_options import CompareOptions, LatencyOptions, MicroOptions
+from foredraft.cli.bench_options import CompareOptions, LatencyOptions, LoadOptions, MicroOptions
 from foredraft.cli.options import takes
 from foredraft.cli.progress import Bar
 from foredraft.cli.render import console
@@ -22,6 +22,7 @@ from foredraft.cli.shell import UsageError, say
 if TYPE_CHECKING:
     from foredraft.bench.compare_report import Job as CompareJob
     from foredraft.bench.latency_report import Job
+    from foredraft.bench.load_report import Job as LoadJob
     from foredraft.bench.report import Report
 
 bench = typer.Typer(no_args_is_help=False)
@@ -152,6 +153,43 @@ def _compare_job(options: CompareOptions, step: Callable[[str], None]) -> "Compa
     if not plan.questions and not plan.verify_rows:
         raise UsageError("--prompts 0 leaves nothing to measure; add --verify-cost 1,2,4,8,16")
     return compare_report.Job(plan, step)
+
+
+@bench.command("load")
+@takes(LoadOptions)
+def load(ctx: typer.Context, options: LoadOptions) -> None:
+    """Many requests at once, by the number of streams: draft lengths that adapt, fixed ones, and none, in turn.
+
+    Throughput, time to the first token and between tokens; the engine in this process, or a server's.
+    """
+    screen = console(sys.stdout, options.no_color)
+    progress = console(sys.stderr, options.no_color)
+    with contextlib.redirect_stdout(sys.stderr):
+        outputs = options.outputs()
+        with Bar(progress, "loading") as bar:
+            options.set_threads()
+            job = _load_job(options, lambda title: bar.advance(0, title))
+            report = job.run()
+    show(report, screen)
+    outputs.write(report, job.draw)
+
+
+def _load_job(options: LoadOptions, step: Callable[[str], None]) -> "LoadJob":
+    from foredraft import LLM
+    from foredraft.bench import load_report, methods
+    from foredraft.drafters.base import methods as registered
+    from foredraft.llm import MemoryLimits
+
+    plan = options.plan()
+    method = methods.parse(options.method, sorted(registered()))
+    if "num_speculative_tokens" in method.spec:
+        raise UsageError(f"--method {options.method!r} names a length; lengths are --fixed and --more")
+    hush()
+    limits = MemoryLimits(max_batch=max(plan.concurrency))
+    llm = LLM(options.model or "builtin", None, dtype=options.dtype, device=options.device, limits=limits)
+    (method,) = methods.with_models([method], llm.target.model.config, options.spec_model, llm.is_builtin)
+    job = load_report.Job(plan, llm, dict(method.spec), step)
+    return job if options.url is None else job.against(options.url, options.api_key)
 
 
 @bench.command("micro")

@@ -9,6 +9,7 @@ import typer
 from foredraft.cli.shell import UsageError
 
 if TYPE_CHECKING:
+    from foredraft.bench.load_report import Plan as LoadPlan
     from foredraft.bench.micro import Plan
     from foredraft.bench.report import Outputs
     from foredraft.sampling import Sampling
@@ -153,6 +154,101 @@ class CompareOptions(BenchOptions):
             if name not in ("int8", "int4"):
                 raise UsageError(f"unknown quantization {name!r}; use one of: int8, int4")
         return tuple(dict.fromkeys(asked))
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    model: Annotated[
+        str | None, _option("Folder or Hub id of the target; the built-in model if not given.", panel="Model")
+    ] = None
+    method: Annotated[
+        str, _option("What drafts; settings follow as key=value, e.g. draft_model:model=PATH.", panel="Model")
+    ] = "draft_model"
+    spec_model: Annotated[str | None, _option("Folder or Hub id of the draft model.", panel="Model")] = None
+    dtype: Annotated[str, _option("auto, bfloat16, float16, float32 or float64.", panel="Model")] = "auto"
+    device: Annotated[str, _option("auto, cpu or cuda.", panel="Model")] = "auto"
+    threads: Annotated[int | None, _option("CPU threads; torch's own number if not given.", panel="Model", low=1)] = (
+        None
+    )
+    url: Annotated[
+        str | None,
+        _option("Measure a running server, e.g. http://127.0.0.1:8000/v1; --model is what it runs.", panel="Server"),
+    ] = None
+    api_key: Annotated[str | None, _option("Of that server.", panel="Server")] = None
+    concurrency: Annotated[str, _option("Streams at once, by commas.", panel="Load")] = "1,2,4,8,16,32,64"
+    fixed: Annotated[str, _option("Fixed draft lengths to measure, by commas.", panel="Load")] = "4"
+    more: Annotated[
+        str, _option("Further ones at few streams, among which the best is looked for; '' for none.", panel="Load")
+    ] = "1,2,3,6,8"
+    more_until: Annotated[int, _option("Streams up to which --more is measured.", panel="Load", low=0)] = 4
+    rounds: Annotated[int, _option("Times all modes answer in turn, at most.", panel="Load", low=1)] = 5
+    minutes: Annotated[
+        float | None, _option("For everything: rounds are left out, but two, to keep to it.", panel="Load", low=0.01)
+    ] = None
+    waves: Annotated[float, _option("Requests for each stream in a round.", panel="Load", low=1)] = 2.0
+    least: Annotated[int, _option("Requests of a round at least.", panel="Load", low=1)] = 8
+    prompts: Annotated[
+        int | None,
+        _option("How many; 20 built-in ones, or all of --questions, if not given.", panel="Prompts", low=1),
+    ] = None
+    questions: Annotated[
+        Path | None, _option('JSONL of {"turns": ["...", ...]}; the first turn is asked.', panel="Prompts")
+    ] = None
+    prompt_tokens: Annotated[
+        int | None, _option("Cut prompts to their last so many tokens.", panel="Prompts", low=1)
+    ] = None
+    max_tokens: Annotated[
+        int, _option("Mean length of a text; lengths are spread from half to one and a half.", panel="Prompts", low=1)
+    ] = 96
+    temperature: Annotated[float, _option("0 is greedy.", panel="Sampling")] = 0.0
+    top_p: Annotated[float, _option("Draw from the smallest set of this probability.", panel="Sampling")] = 1.0
+    seed: Annotated[int | None, _option("Same seed, same text.", panel="Sampling")] = None
+    json: Annotated[Path | None, _option("Write the figures here.", "--json", panel="Output")] = None
+    markdown: Annotated[Path | None, _option("Write the tables here.", panel="Output")] = None
+    plot: Annotated[Path | None, _option("Write a plot here, as PNG.", panel="Output")] = None
+    no_color: Annotated[bool, _option("No colours; NO_COLOR does the same.", "--no-color", panel="Output")] = False
+
+    def outputs(self) -> "Outputs":
+        """Raises ForedraftError for a file that could not be written."""
+        from foredraft.bench.report import Outputs
+
+        outputs = Outputs(self.json, self.markdown, self.plot)
+        outputs.check()
+        return outputs
+
+    def plan(self) -> "LoadPlan":
+        """Raises UsageError for what is no number or impossible."""
+        from foredraft.bench import questions
+        from foredraft.bench.load_report import Plan
+        from foredraft.sampling import Sampling
+
+        try:
+            sampling = Sampling(
+                max_tokens=self.max_tokens, temperature=self.temperature, top_p=self.top_p, seed=self.seed,
+                ignore_eos=True,
+            )  # fmt: skip
+        except ValueError as error:
+            option, _, rest = str(error).partition(" ")
+            raise UsageError(f"--{option.replace('_', '-')} {rest}") from None
+        return Plan(
+            concurrency=tuple(sorted(set(_numbers("--concurrency", self.concurrency)))),
+            fixed=_numbers("--fixed", self.fixed) if self.fixed else (),
+            more=_numbers("--more", self.more) if self.more else (),
+            more_until=self.more_until,
+            questions=tuple(questions.questions(self.questions, self.prompts)),
+            sampling=sampling,
+            prompt_tokens=self.prompt_tokens,
+            waves=self.waves,
+            least=self.least,
+            rounds=self.rounds,
+            minutes=self.minutes,
+        )
+
+    def set_threads(self) -> None:
+        import torch
+
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
 
 
 @dataclass(frozen=True)

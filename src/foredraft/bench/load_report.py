@@ -1,0 +1,205 @@
+"""`foredraft bench load` from the loaded model to the report."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from foredraft.bench import load, load_plot, report
+from foredraft.bench.load import AUTO, OFF, Cell, Driver, Effort, Point, Work
+from foredraft.bench.load_drivers import InProcess, Server, served_model
+from foredraft.bench.questions import Conversation, Question
+from foredraft.errors import ForedraftError
+from foredraft.sampling import Sampling
+
+if TYPE_CHECKING:
+    from foredraft.llm import LLM
+
+Step = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure."""
+
+    concurrency: tuple[int, ...]
+    fixed: tuple[int, ...]  # draft lengths measured at every concurrency
+    more: tuple[int, ...]  # further ones, up to `more_until` streams: among them the best is looked for
+    more_until: int
+    questions: tuple[Question, ...]
+    sampling: Sampling  # its max_tokens is the mean length of a text
+    prompt_tokens: int | None  # a prompt is cut to its last so many tokens
+    waves: float
+    least: int
+    rounds: int
+    minutes: float | None  # for everything
+
+    def modes(self, concurrency: int) -> list[str]:
+        more = self.more if concurrency <= self.more_until else ()
+        return [OFF, AUTO, *map(str, sorted({*self.fixed, *more}))]
+
+    @property
+    def all_modes(self) -> list[str]:
+        return max((self.modes(count) for count in self.concurrency), key=len)
+
+
+@dataclass
+class Job:
+    """One run. `drivers` may come from elsewhere, a server for one; else they are engines in this thread."""
+
+    plan: Plan
+    llm: "LLM"
+    spec: dict[str, Any]  # what drafts, in the keys of vLLM's speculative_config, without a length
+    step: Step
+    drivers: Mapping[str, Driver] | None = None
+    origin: str = "the engine, stepped in the thread that measures"  # of the figures, for the notes
+    points: list[Point] = field(default_factory=list)
+    num_prompts: int = 0
+
+    def run(self) -> report.Report:
+        plan, began = self.plan, time.perf_counter()
+        work, drivers = self.work(), self.drivers or self._engines()
+        for index, concurrency in enumerate(plan.concurrency):
+            seconds = None
+            if plan.minutes is not None:
+                left = 60 * plan.minutes - (time.perf_counter() - began)
+                seconds = left / (len(plan.concurrency) - index)
+            chosen = {name: drivers[name] for name in plan.modes(concurrency)}
+            effort = Effort(plan.rounds, seconds=seconds)
+            self.points.append(load.measure(chosen, work, concurrency, effort, self.step))
+        return self._report(time.perf_counter() - began)
+
+    def against(self, url: str, api_key: str | None) -> "Job":
+        """The same against a server. Raises ForedraftError where none answers."""
+        model = served_model(url, api_key)
+        lengths = {OFF: 0, AUTO: None} | {mode: int(mode) for mode in self.plan.all_modes if mode not in (OFF, AUTO)}
+        drivers = {
+            mode: Server(url, model, self.plan.sampling, length, api_key).driver() for mode, length in lengths.items()
+        }
+        origin = f"the server of {model!r} over HTTP, whose drafter stays warm where a request asks for no drafts"
+        return replace(self, drivers=drivers, origin=origin)
+
+    def draw(self, path: Path) -> None:
+        load_plot.draw([(self._title, self.points)], "\n".join(self._notes()[:3]), path)
+
+    def work(self) -> Work:
+        """Raises ForedraftError where no prompt fits."""
+        tokenizer, most = self.llm.tokenizer, self.plan.prompt_tokens
+        if tokenizer is None:
+            raise ForedraftError(f"{self.llm.target.name} has no tokenizer; put tokenizer.json beside its weights")
+        asked = [Conversation(tokenizer).ask(question.turns[0]) for question in self.plan.questions]
+        longest = self.llm.target.context_length - round(1.5 * self.plan.sampling.max_tokens) - 1
+        prompts = [tuple(ids if most is None else ids[-most:]) for ids in asked]
+        fitting = tuple(ids for ids in prompts if len(ids) <= longest)
+        if not fitting:
+            raise ForedraftError(
+                f"no prompt and a text of up to {1.5 * self.plan.sampling.max_tokens:.0f} tokens fit the model's "
+                f"context of {self.llm.target.context_length}; ask for fewer --max-tokens or --prompt-tokens"
+            )
+        self.num_prompts = len(fitting)
+        return Work(fitting, self.plan.sampling.max_tokens, self.plan.waves, self.plan.least)
+
+    def _engines(self) -> dict[str, Driver]:
+        """An engine for every mode, all on the same weights; off has no drafter at all."""
+        found: dict[str, Driver] = {}
+        for mode in self.plan.all_modes:
+            self.step(f"preparing {mode}")
+            if mode == OFF:
+                llm = self.llm.with_drafter(None)
+            else:
+                llm = self.llm.with_drafter(dict(self.spec), None if mode == AUTO else int(mode))
+            found[mode] = InProcess(llm, self.plan.sampling)
+        return found
+
+    @property
+    def _title(self) -> str:
+        size = self.llm.target.num_parameters / 1e6
+        return f"{report.model_name(self.llm)} ({size:.0f}M), {self.spec['method']}"
+
+    def _notes(self) -> list[str]:
+        target, plan = self.llm.target, self.plan
+        dtype = str(target.model.dtype).removeprefix("torch.")
+        s = plan.sampling
+        law = "greedy" if s.is_greedy else f"temperature {s.temperature}, top-p {s.top_p}, seed {s.seed}"
+        cut = "" if plan.prompt_tokens is None else f", cut to their last {plan.prompt_tokens} tokens"
+        return [
+            f"target {report.model_name(self.llm)}: {target.num_parameters / 1e6:.1f}M parameters, {dtype}; "
+            f"drafts by {self.spec['method']}",
+            *report.grown_notes(target.model.config),
+            report.machine_note(report.machine()),
+            f"{self.origin}; {report.count(self.num_prompts, 'prompt')}{cut}, texts of "
+            f"{0.5 * s.max_tokens:.0f} to {1.5 * s.max_tokens:.0f} tokens, {law}",
+            "closed loop: every stream sends its next request when the last has ended, all begin together, and time "
+            "ends when a stream finds no request left; all modes in turn for the same requests, medians over rounds of "
+            "the ratios within a round",
+            "TTFT: from sending to the first token; gap: between two deltas of a text, which may bring several tokens; "
+            "per token: the gap over its tokens, weighted by them",
+            "best fixed: the length with the highest median, whose luck is part of it",
+        ]
+
+    def _report(self, seconds: float) -> report.Report:
+        cells = [cell for point in self.points for cell in point.cells]
+        data = {
+            "model": report.model_facts(
+                report.model_name(self.llm), self.llm.target.model.config, str(self.llm.target.model.dtype)
+            ),
+            "machine": report.machine(),
+            "title": self._title,
+            "spec": {name: str(value) for name, value in self.spec.items() if name != "model"},
+            "sampling": self.plan.sampling,
+            "origin": self.origin,
+            "prompt_tokens": self.plan.prompt_tokens,
+            "waves": self.plan.waves,
+            "seconds": seconds,
+            "points": self.points,
+        }
+        notes = (*self._notes(), f"the run took {seconds / 60:.1f} minutes")
+        title = f"Load: {self._title}"
+        return report.Report(title, notes, (ratio_table(self.points), cell_table(cells)), data)
+
+
+def ratio_table(points: Sequence[Point]) -> report.Table:
+    """Throughput of every mode over off's."""
+    modes = list(dict.fromkeys(cell.mode for point in points for cell in point.cells if cell.mode != OFF))
+    header = ("streams", "off, tokens/s", *(f"{name(mode)} / off" for mode in modes), "best fixed", "auto / best fixed")
+    rows = []
+    for point in points:
+        found = [point.cell(mode) for mode in modes]
+        off = point.cell(OFF)
+        over = point.auto_over_best
+        rows.append(
+            (
+                str(point.concurrency),
+                "-" if off is None else f"{off.tokens_per_second:.1f}",
+                *("-" if cell is None else f"{cell.over_off:.2f}x" for cell in found),
+                "-" if point.best_fixed is None else name(point.best_fixed),
+                "-" if over is None else f"{over:.2f}x",
+            )
+        )
+    return report.Table("Throughput over no speculation", header, tuple(rows))
+
+
+def cell_table(cells: Sequence[Cell]) -> report.Table:
+    header = (
+        "streams", "mode", "tokens/s", "/ off", "lowest and highest round", "TTFT p50, ms", "p99", "gap p50, ms",
+        "p99", "per token p50, ms", "p99", "acceptance length", "drafted a pass", "requests", "rounds",
+    )  # fmt: skip
+    rows = [
+        (
+            str(cell.concurrency), name(cell.mode), f"{cell.tokens_per_second:.1f}", f"{cell.over_off:.2f}x",
+            f"{min(cell.over_off_rounds):.2f} {max(cell.over_off_rounds):.2f}",
+            *(f"{1000 * value:.1f}" for value in (
+                cell.first_p50, cell.first_p99, cell.gap_p50, cell.gap_p99, cell.token_p50, cell.token_p99
+            )),
+            "-" if cell.acceptance_length is None else f"{cell.acceptance_length:.2f}",
+            "-" if cell.drafted is None else f"{cell.drafted:.2f}",
+            str(cell.requests), str(cell.rounds),
+        )
+        for cell in cells
+    ]  # fmt: skip
+    return report.Table("Every mode", header, tuple(rows), names=2)
+
+
+def name(mode: str) -> str:
+    return mode if mode in (OFF, AUTO) else f"K = {mode}"
