@@ -15,6 +15,7 @@ NAMES = [
     "Completion",
     "Delta",
     "ForedraftError",
+    "Grammar",
     "MemoryLimits",
     "Sampling",
     "Stats",
@@ -73,6 +74,7 @@ def test_the_names_and_defaults_of_sampling():
         "ignore_eos": False,
         "logprobs": None,
         "prompt_logprobs": None,
+        "grammar": None,
     }
 
 

@@ -6,6 +6,7 @@ if TYPE_CHECKING:
     from foredraft.completion import Completion, Delta, Stats, TokenLogprob
     from foredraft.custom_generate import speculate
     from foredraft.errors import ForedraftError
+    from foredraft.grammar import Grammar
     from foredraft.llm import LLM, MemoryLimits
     from foredraft.sampling import Sampling, distribution
 
@@ -17,6 +18,7 @@ _HOMES = {
     "Completion": "completion",
     "Delta": "completion",
     "ForedraftError": "errors",
+    "Grammar": "grammar",
     "MemoryLimits": "llm",
     "Sampling": "sampling",
     "Stats": "completion",
@@ -30,6 +32,7 @@ __all__ = [
     "Completion",
     "Delta",
     "ForedraftError",
+    "Grammar",
     "MemoryLimits",
     "Sampling",
     "Stats",

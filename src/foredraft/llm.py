@@ -16,6 +16,7 @@ from foredraft.engine.engine import Engine
 from foredraft.engine.output import Transcript
 from foredraft.engine.scheduler import Limits
 from foredraft.errors import ForedraftError
+from foredraft.grammar import Grammars, Matcher
 from foredraft.kernels.cpu.library import library
 from foredraft.kernels.quantize import check_quantization
 from foredraft.kv.blocks import PageAllocator
@@ -92,6 +93,7 @@ class LLM:
         self.fused = fused is not False
         is_fused = is_ours or quantization is not None if fused is None else fused
         self.target = HFModel.adopt(loaded, name, is_fused, is_ours, quantization)
+        self._grammars = Grammars(self.tokenizer, self.target.vocab_size)
         self._is_debug = is_debug
         if drafter == "auto":
             drafter = "draft_model" if model is None else None
@@ -207,8 +209,14 @@ class LLM:
             priority=options.priority,
             salt=options.salt,
             prediction=options.prediction,
+            matcher=self._matcher(s),
             is_traced=options.is_traced,
         )
+
+    def _matcher(self, s: Sampling) -> Matcher | None:
+        if s.grammar is None:
+            return None
+        return self._grammars.matcher(s.grammar, () if s.ignore_eos else self._eos_ids, s.stop_token_ids)
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from foredraft.grammar import Matcher
 from foredraft.sampling import History, Sampling
 
 
@@ -36,6 +37,7 @@ class Request:
     after: "Request | None" = None  # the first sample of the same prompt, whose pages this one waits for
     prediction: tuple[int, ...] = ()  # what the output is expected to be: tokens to draft from
     is_traced: bool = False  # every delta carries the trees of its steps
+    matcher: Matcher | None = None  # of sampling.grammar, for this text alone
     output: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     computed: int = 0  # tokens whose KV the target holds: a prefix of `tokens`
@@ -71,7 +73,7 @@ class Request:
 
     def history(self, drafted: Sequence[int] = ()) -> History:
         """What precedes a row of logits after the committed tokens and a drafted path."""
-        return History(self.prompt, self.output, drafted, tuple(self.end_ids), self.bad_words)
+        return History(self.prompt, self.output, drafted, tuple(self.end_ids), self.bad_words, self.matcher)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from foredraft import filters
 from foredraft.filters import NEVER
+from foredraft.grammar import Grammar, Matcher
 
 
 def _is_int(value: object) -> bool:
@@ -29,8 +30,8 @@ def _check(condition: bool, message: str) -> None:
 class Sampling:
     """How one request draws its tokens, and when it ends. Raises ValueError on impossible values.
 
-    Order of operations (as in vLLM and transformers): allowed ids, bad words, min_tokens, logit bias; repetition,
-    frequency and presence penalties; temperature; top-k; top-p; min-p; typical-p.
+    Order of operations (as in vLLM and transformers): grammar, allowed ids, bad words, min_tokens, logit bias;
+    repetition, frequency and presence penalties; temperature; top-k; top-p; min-p; typical-p.
     """
 
     max_tokens: int = 128
@@ -53,6 +54,7 @@ class Sampling:
     ignore_eos: bool = False
     logprobs: int | None = None  # also report this many of the likeliest tokens
     prompt_logprobs: int | None = None
+    grammar: Grammar | None = None  # what the text must follow
 
     def __post_init__(self) -> None:
         as_tuple: dict[str, tuple[object, ...]] = {
@@ -96,6 +98,10 @@ class Sampling:
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(self, name)
             _check(count is None or count >= 0, f"{name} must be >= 0 or None, got {count}")
+        _check(
+            self.grammar is None or isinstance(self.grammar, Grammar),
+            f"grammar must be a Grammar (Grammar.json_schema(...) and so on) or None, got {self.grammar!r:.80}",
+        )
         self._validate_ids()
 
     def _validate_ids(self) -> None:
@@ -129,6 +135,7 @@ class Sampling:
             or self.bad_words
             or self.min_tokens
             or self.allowed_token_ids is not None
+            or self.grammar is not None
         )
 
 
@@ -141,6 +148,7 @@ class History:
     drafted: Sequence[int] = ()  # the path from below the root to this row's node
     end_ids: Sequence[int] = ()  # ids min_tokens forbids: end of text and stop ids
     bad_words: Sequence[Sequence[int]] = ()  # token-id sequences
+    matcher: Matcher | None = None  # of the request's grammar
 
     @property
     def num_output(self) -> int:
@@ -181,9 +189,14 @@ def shaped(logits: Tensor, rows: Sequence[Sampling], history: Sequence[History] 
 
 
 def shape_logits(logits: Tensor, rows: Sequence[Sampling], history: Sequence[History]) -> Tensor:
-    """Allowed ids, bad words, min_tokens and bias, then the penalties. [R, V] -> a new [R, V]."""
+    """Grammar, allowed ids, bad words, min_tokens and bias, then the penalties. [R, V] -> a new [R, V].
+
+    Where a grammar leaves nothing but the end of the text, no other parameter forbids it.
+    """
     x = logits.clone()
     for i, (s, h) in enumerate(zip(rows, history, strict=True)):
+        if s.grammar is not None and _follow(x[i], h):
+            continue
         if s.allowed_token_ids is not None:
             keep = torch.full_like(x[i], NEVER)
             keep[list(s.allowed_token_ids)] = 0
@@ -197,6 +210,16 @@ def shape_logits(logits: Tensor, rows: Sequence[Sampling], history: Sequence[His
             ids = torch.tensor(list(s.logit_bias), device=x.device)
             x[i, ids] += torch.tensor(list(s.logit_bias.values()), dtype=x.dtype, device=x.device)
     return _penalised(x, rows, history) if any(s.has_penalties for s in rows) else x
+
+
+def _follow(x: Tensor, history: History) -> bool:
+    """Forbid, in place, what the grammar does not allow in this row [V]; True if only an end is left."""
+    if history.matcher is None:
+        raise ValueError("a grammar needs History.matcher, made by Grammars.matcher")
+    allowed = history.matcher.after(history.output, history.drafted)
+    if allowed.mask is not None:
+        x += torch.where(allowed.mask.to(x.device), 0.0, NEVER)  # added: a NaN stays one
+    return allowed.is_finished
 
 
 def _ends_with(history: History, prefix: Sequence[int]) -> bool:

@@ -163,7 +163,7 @@ class Engine:
         for b, request in enumerate(batch.requests):
             transcript = self.transcripts[request]
             if b in commit.failed:
-                transcript.fail("error", "the model gave logits that are no law (NaN, infinite, or nothing allowed)")
+                transcript.fail("error", _no_law(request))
             elif len(commit.token_lists[b]) > tree.roots[b]:
                 path, tokens = commit.path_lists[b], commit.token_lists[b]
                 seen = [transcript.step_tree(tree, b, path, tokens)] if request.is_traced else ()
@@ -171,6 +171,12 @@ class Engine:
             if transcript.is_finished:
                 del self.transcripts[request]
                 self.scheduler.finish(request)
+
+
+def _no_law(request: Request) -> str:
+    if request.matcher is not None and request.matcher.error is not None:
+        return f"the grammar cannot be followed any further: {request.matcher.error}"
+    return "the model gave logits that are no law (NaN, infinite, or nothing allowed)"
 
 
 def _outcomes(batch: Batch, tree: TokenTree, commit: Commit) -> tuple[Outcome, ...]:

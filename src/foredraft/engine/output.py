@@ -68,7 +68,8 @@ class Transcript:
         return wanted and request.computed <= done < len(request.prompt) - 1
 
     def push(self, token: int) -> bool:
-        """Take the next token; True if it ended the text. Order of the checks: end id, stop string, length."""
+        """Take the next token; True if it ended the text. Order of the checks: end id, stop string, end of
+        the grammar, length."""
         sampling, request = self.request.sampling, self.request
         self.num_tokens += 1
         self._tokens.append(token)
@@ -83,10 +84,20 @@ class Transcript:
             at, word = stop
             self._held = self._held[:at]
             self._end("stop", word)
+        elif self._is_complete():
+            self._end("stop")
         elif self.num_tokens >= sampling.max_tokens or len(request.prompt) + self.num_tokens >= request.max_length:
             self._end("length")
         self._pieces.append(self._release())
         return self.is_finished
+
+    def _is_complete(self) -> bool:
+        """The grammar ends here, and the request has no end id to say so."""
+        matcher, output = self.request.matcher, self.request.output
+        new = self.num_tokens - len(output)  # not committed yet; less than one while a text is pushed anew
+        if matcher is None or self._end_ids or new < 1:
+            return False
+        return matcher.after(output, self._tokens[-new:]).is_finished
 
     def count_step(self, num_drafted: int, num_accepted: int, draft_time: float) -> None:
         """Figures of one target pass that emitted tokens."""
