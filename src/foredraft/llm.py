@@ -3,7 +3,7 @@
 import copy
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from foredraft.grammar import Grammars, Matcher
 from foredraft.kernels.cpu.library import library
 from foredraft.kernels.quantize import check_quantization
 from foredraft.kv.blocks import PageAllocator
+from foredraft.kv.sizing import MemoryLimits as MemoryLimits
 from foredraft.models.fused import why_not
 from foredraft.models.lm import HFModel
 from foredraft.models.load import load_model, load_tokenizer, parse_device
@@ -31,16 +32,6 @@ Prompt = str | Sequence[int]
 DrafterSpec = None | str | dict[str, Any] | Drafter
 DEFAULT_TOKENS = 5  # draft length
 VERIFY = ("auto", *RULES)
-
-
-@dataclass(frozen=True)
-class MemoryLimits:
-    """Sizes of the KV memory and of a step. kv_tokens None: what fits a quarter of the free memory."""
-
-    kv_tokens: int | None = None
-    page_size: int = 16
-    max_batch: int = 32
-    max_step_tokens: int = 2048
 
 
 class LLM:
@@ -176,9 +167,12 @@ class LLM:
         seed = int.from_bytes(os.urandom(8), "little") if s.seed is None else s.seed
         bad_words = self._bad_words(s)
         text = prompt if isinstance(prompt, str) else None
+        options = options or RequestOptions()
+        if not self.limits.prefix_cache:  # a salt that nobody else has
+            options = replace(options, salt=os.urandom(16))
         result: list[Transcript] = []
         for sample in range(s.n):
-            request = self._request(ids, s, seed, sample, bad_words, options or RequestOptions())
+            request = self._request(ids, s, seed, sample, bad_words, options)
             request.after = result[0].request if result else None
             result.append(Transcript(request, first_index + sample, self.tokenizer, text))
         return result
@@ -266,14 +260,19 @@ class LLM:
         self._eos_ids = _eos_ids(self.target.model, self.tokenizer)
         self.drafter, self._drafter_name = self._make_drafter(drafter, num_tokens)
         limits = self.limits
-        allocator = PageAllocator(self._num_pages(), limits.page_size)
+        memory = getattr(self.drafter, "memory", None)
+        per_token = self.target.bytes_per_token() + (0 if memory is None else memory.bytes_per_token)
+        num_pages = limits.num_pages(self.target.context_length, per_token, self.target.device)
+        for pool in (self.target.pool, *([] if memory is None else [memory.pool])):
+            pool.capacity = num_pages * limits.page_size
         self.engine = Engine(
             self.target,
             self.drafter,
-            allocator,
+            PageAllocator(num_pages, limits.page_size),
             Limits(limits.max_batch, limits.max_step_tokens),
             self.target.device,
             is_debug=self._is_debug,
+            prefix_cache=limits.prefix_cache,
         )
 
     def _make_drafter(self, spec: DrafterSpec, num_tokens: int | None) -> tuple[Drafter | None, str]:
@@ -322,23 +321,6 @@ class LLM:
             fused=self.fused,
             builtin=zoo.builtin_drafter(method) if self.is_builtin else None,
         )
-
-    def _num_pages(self) -> int:
-        """Every request of a full batch at full context, if that fits the memory budget."""
-        limits, size = self.limits, self.limits.page_size
-        if limits.kv_tokens is not None:
-            if limits.kv_tokens < size:
-                raise ForedraftError(f"kv_tokens must hold at least one page of {size} tokens, got {limits.kv_tokens}")
-            return limits.kv_tokens // size + 1
-        most = limits.max_batch * min(self.target.context_length, 1 << 20)
-        fits = _free_memory(self.target.device) // 4 // self.target.bytes_per_token()
-        return max(min(most, fits) // size, 2) + 1
-
-
-def _free_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
 def _eos_ids(model: Any, tokenizer: Any | None) -> frozenset[int]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 from foredraft.grammar import Matcher
 from foredraft.sampling import History, Sampling
@@ -16,6 +17,16 @@ class RequestOptions:
     prediction: tuple[int, ...] = ()  # tokens the output is expected to hold, to draft from
     salt: bytes = b""  # prefix pages are shared among requests of one salt only
     is_traced: bool = False  # every delta carries the trees of its steps
+
+
+class State(Enum):
+    """Where a request is. One that was preempted waits too; what it had computed may be lost."""
+
+    NEW = auto()
+    WAITING = auto()
+    RUNNING = auto()
+    PREEMPTED = auto()
+    OVER = auto()
 
 
 @dataclass(eq=False)  # two requests are never the same, however alike
@@ -41,6 +52,14 @@ class Request:
     output: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     computed: int = 0  # tokens whose KV the target holds: a prefix of `tokens`
+    state: State = State.NEW
+    arrival: int = -1  # place in the order of coming
+    last_step: int = -1  # the step it ran in last
+    num_cached: int | None = None  # prompt tokens that the prefix cache had when it first ran; None = it has not yet
+    hashes: list[bytes] = field(default_factory=list)  # of its full pages, each with all before it
+    inserted: set[bytes] = field(default_factory=set)  # those of them that it brought into the prefix cache
+    num_sealed: int = 0  # leading pages the prefix cache has taken up
+    num_noted: int = 0  # leading ones of them whose draft KV it knows to be right
 
     @property
     def num_tokens(self) -> int:

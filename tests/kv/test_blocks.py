@@ -86,7 +86,7 @@ def test_pages_freed_twice_are_an_error() -> None:
     table: list[int] = []
     allocator.grow(table, 5)
     allocator.free(table)
-    with pytest.raises(ValueError, match="page 1 is not in use"):
+    with pytest.raises(ValueError, match="page 2 is not in use"):
         allocator.free(table)
 
 
@@ -98,7 +98,7 @@ def test_a_pool_of_the_null_page_alone_is_refused() -> None:
 @pytest.mark.parametrize(
     ("tables", "fault"),
     [
-        ([[1, 2], [2]], "two block tables"),
+        ([[1, 2], [2]], "count of holders"),
         ([[1]], "in no block table"),
         ([[1, 2, 3]], "in no block table"),
     ],

@@ -2,7 +2,9 @@
 (SpecInfer 2305.09781, EAGLE-2 2406.16858).
 
 It keeps its own KV on the target's page ids. What it holds valid is a prefix of the committed tokens; whatever is
-missing (the prompt, a token its last draft ended with, a stretch without drafting) is read in before it drafts.
+missing (the prompt, a token its last draft ended with, a stretch without drafting) is read in before it drafts. Pages
+that the request shares may be written while they are: entry t comes from the tokens up to t alone, which are the same
+for everyone who holds the page.
 """
 
 import warnings
@@ -17,6 +19,7 @@ from foredraft.drafters.draft_training import TrainConfig, trainee
 from foredraft.drafters.growth import Growth, Scores, TreeOptions, extend
 from foredraft.errors import ForedraftError
 from foredraft.kernels.quantize import check_quantization
+from foredraft.kv.memory import DraftMemory
 from foredraft.kv.pool import keep
 from foredraft.models.lm import LM, HFModel
 from foredraft.models.load import check_vocabularies, load_model, load_tokenizer
@@ -46,12 +49,18 @@ class DraftModel:
         self.lm = lm
         self.context = context
         self.plan = (options or TreeOptions()).plan(context.num_tokens)
-        self.valid: dict[int, int] = {}  # slot -> committed tokens whose draft KV is right
+        measure = getattr(lm, "bytes_per_token", None)  # an LM without keys and values takes none
+        self.memory = DraftMemory(lm.pool, 0 if measure is None else measure())
         self._drafted: dict[int, Branch] = {}  # slot -> the last draft
 
     @property
     def num_nodes(self) -> int:
         return self.plan.nodes
+
+    @property
+    def valid(self) -> dict[int, int]:
+        """Slot -> committed tokens whose draft KV is right."""
+        return self.memory.valid
 
     def propose(self, batch: Batch) -> TokenTree:
         self._drafted.clear()

@@ -1,13 +1,17 @@
 """Drafting with a layer over the target's states that takes its own output for the next state: EAGLE and its like.
 
-The layer reads pairs: token t + 1 with feature t, kept at position t of its memory. After every target pass the pairs
-that survived are read with true features, in one go, so that what drafting wrote is overwritten; the last row gives the
-laws below the root. Below it every node reads its parent's output in place of the feature.
+The layer reads pairs: token t + 1 with feature t, kept at position t of its memory. Before it drafts, the pairs that
+survived the target's passes are read with true features, in one go, so that what drafting wrote is overwritten; the
+last row gives the laws below the root. Below it every node reads its parent's output in place of the feature.
+
+Pairs are put off until someone drafts, so that a stretch without drafts costs next to nothing and leaves the memory as
+it would be. Of a text that begins with pages of another, the pairs on these are right already: the prefix cache gives
+it only pages whose last pair was made with the token that follows here too.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,20 +20,38 @@ from foredraft.drafters.base import Context, Draft, plant
 from foredraft.drafters.branch import Branch
 from foredraft.drafters.growth import Growth, Plan, Scores, extend
 from foredraft.kernels.cpu.library import library
+from foredraft.kv.memory import DraftMemory
 from foredraft.kv.pool import KVPool
 from foredraft.models.feature_lm import FeatureLM, FeatureNetwork, NativeFeatures
 from foredraft.models.window import Span, Window
-from foredraft.request import Batch
+from foredraft.request import Batch, Request
 from foredraft.tree import Commit, TokenTree
+
+PENDING = 256  # pairs of a request that may be put off: what is kept of the target's states is bounded
 
 
 @dataclass(frozen=True)
 class Root:
     """What the last true pair of a request said."""
 
-    valid: int  # pairs in memory
     logits: Tensor  # [1, W] after it
     feature: Tensor  # [1, H] its output
+
+
+@dataclass
+class Pending:
+    """Pairs of one request that are yet to be read, on top of those in memory."""
+
+    request: Request
+    page_size: int
+    tokens: list[int] = field(default_factory=list)
+    features: list[Tensor] = field(default_factory=list)  # [n, F] each
+
+    def add(self, tokens: Sequence[int], features: Tensor) -> None:
+        """features: [P, F], of which the first len(tokens) are the request's."""
+        mine = features[: len(tokens)]
+        self.features.append(mine if len(features) <= 2 * len(tokens) else mine.clone())  # do not hold what is others'
+        self.tokens += tokens
 
 
 class FeatureDrafter:
@@ -43,7 +65,9 @@ class FeatureDrafter:
         self.plan = plan
         self.context = context
         self.ids = ids
-        self._roots: dict[int, Root] = {}  # by slot
+        self.memory = DraftMemory(lm.pool, _bytes_per_token(lm), 1, is_rereadable=False, settle=self.settle)
+        self._roots: dict[int, Root] = {}  # by slot, of those whose memory was read and not only found
+        self._pending: dict[int, Pending] = {}  # by slot
 
     @property
     def num_nodes(self) -> int:
@@ -56,48 +80,75 @@ class FeatureDrafter:
             if (growth := self._growth(batch, b)) is not None
         }
         if branches:
+            self._read(branch.growth.request.slot for branch in branches.values())
             self._grow(list(branches.values()), batch.page_size)
         empty = Draft()
         return plant(batch, [branches[b].growth.draft() if b in branches else empty for b in range(len(batch))])
 
     def observe(self, batch: Batch, commit: Commit) -> None:
-        """Read the pairs that survived, of every request whose pairs before them were read."""
+        """Note the pairs that survived, of every request whose pairs before them are known."""
         if commit.features is None:
             return
-        spans: list[Span] = []
-        features: list[Tensor] = []
-        slots: list[int] = []
+        full: list[int] = []
         for b, request in enumerate(batch.requests):
-            tokens, root = commit.token_lists[b], self._roots.get(request.slot)
-            if tokens and request.computed == (0 if root is None else root.valid):
-                spans.append(Span(request.pages, request.computed, tokens, range(len(tokens))))
-                features.append(commit.features[b, : len(tokens)])
-                slots.append(request.slot)
-        if spans:
-            self._read(spans, features, slots, batch.page_size)
+            tokens, slot = commit.token_lists[b], request.slot
+            if tokens and request.computed == self._known(slot):
+                pending = self._pending.get(slot)
+                if pending is None:
+                    pending = self._pending[slot] = Pending(request, batch.page_size)
+                pending.add(tokens, commit.features[b])
+                if len(pending.tokens) >= PENDING:
+                    full.append(slot)
+        self._read(full)
 
     def forget(self, slots: Sequence[int]) -> None:
         for slot in slots:
             self._roots.pop(slot, None)
+            self._pending.pop(slot, None)
+            self.memory.valid.pop(slot, None)
+
+    @torch.inference_mode()
+    def settle(self, slots: Sequence[int]) -> None:
+        """Read what was put off of these slots, where it completes a page: the others are nobody's to share."""
+        self._read([slot for slot in slots if self._completes_page(slot)])
+
+    def _completes_page(self, slot: int) -> bool:
+        pending, valid = self._pending.get(slot), self.memory.valid.get(slot, 0)
+        return pending is not None and valid % pending.page_size + len(pending.tokens) >= pending.page_size
+
+    def _known(self, slot: int) -> int:
+        """Leading pairs of a request that were seen."""
+        pending = self._pending.get(slot)
+        return self.memory.valid.get(slot, 0) + (0 if pending is None else len(pending.tokens))
 
     def _growth(self, batch: Batch, b: int) -> Growth | None:
         request = batch.requests[b]
-        root = self._roots.get(request.slot)
-        if root is None or root.valid != request.num_tokens - 1:
+        known = self._known(request.slot)
+        has_root = request.slot in self._roots or request.slot in self._pending  # not where all was found
+        if not has_root or known != request.num_tokens - 1:
             return None
         plan = self.plan.cut(request.room, batch.budgets[b], request.verify == "block")
         return Growth(request, plan) if plan.nodes > 0 and plan.depth > 0 else None
 
-    def _read(self, spans: Sequence[Span], features: Sequence[Tensor], slots: Sequence[int], page_size: int) -> None:
-        ends, total = [], 0
-        for span in spans:
-            total += len(span.tokens)
+    def _read(self, slots: Iterable[int]) -> None:
+        """Bring the memory of these slots up to all that was seen."""
+        late = {slot: self._pending[slot] for slot in slots if slot in self._pending}
+        if not late:
+            return
+        ends, total, spans, features = [], 0, [], []
+        for slot, pending in late.items():
+            total += len(pending.tokens)
             ends.append(total - 1)
+            start, tokens = self.memory.valid.get(slot, 0), pending.tokens
+            spans.append(Span(pending.request.pages, start, tokens, range(len(tokens))))
+            features += pending.features
+        page_size = next(iter(late.values())).page_size
         window = Window.build(spans, ends, page_size, self.context.device)
-        taken = self.lm.taken(features[0] if len(features) == 1 else torch.cat(list(features)))
-        logits, following = self.lm.forward(window, taken)
-        for i, (span, slot, end) in enumerate(zip(spans, slots, ends, strict=True)):
-            self._roots[slot] = Root(span.length, logits[i : i + 1], following[end : end + 1])
+        logits, following = self.lm.forward(window, self.lm.taken(_joined(features)))
+        for i, (span, slot, end) in enumerate(zip(spans, late, ends, strict=True)):
+            self._roots[slot] = Root(logits[i : i + 1], following[end : end + 1])
+            self.memory.valid[slot] = span.length
+            del self._pending[slot]
 
     def _grow(self, branches: list[Branch], page_size: int) -> None:
         roots = [self._roots[branch.growth.request.slot] for branch in branches]
@@ -126,6 +177,11 @@ def feature_lm(network: N, fused: Callable[[N], NativeFeatures | None], context:
     """The network over memory of its own, as native code where `fused` makes it such."""
     is_native = context.fused and context.device.type == "cpu" and library() is not None
     return FeatureLM(network, context.dtype, KVPool(is_native), fused(network) if is_native else None)
+
+
+def _bytes_per_token(lm: FeatureLM) -> int:
+    shape: Any = lm.network.shape  # type: ignore[attr-defined]
+    return int(2 * shape.num_layers * shape.block.kv_heads * shape.block.head_dim * lm.dtype.itemsize)
 
 
 def _joined(rows: Sequence[Tensor]) -> Tensor:

@@ -1,5 +1,6 @@
 """The step: propose, verify in one target pass, commit."""
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -7,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from foredraft.completion import Origin, TokenLogprob
+from foredraft.completion import FinishReason, Origin, TokenLogprob
 from foredraft.controller import Fixed, Lengths, Outcome, StepReport
 from foredraft.drafters.base import Drafter
 from foredraft.engine.guard import Guard
@@ -17,6 +18,7 @@ from foredraft.engine.scheduler import Limits, Scheduler
 from foredraft.errors import ForedraftError
 from foredraft.kv.blocks import PageAllocator
 from foredraft.kv.pool import keep
+from foredraft.kv.prefix import PrefixCache
 from foredraft.laws import Laws
 from foredraft.models.lm import LM
 from foredraft.models.window import Window
@@ -24,6 +26,8 @@ from foredraft.request import Batch, Request
 from foredraft.sampling import History
 from foredraft.tree import Commit, TokenTree
 from foredraft.verify import Keyed, per_request
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -48,11 +52,14 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
         is_debug: bool = False,
         lengths: Lengths | None = None,
+        prefix_cache: bool = True,
     ) -> None:
+        """prefix_cache: requests find again what others computed; False = only samples of one prompt do."""
         self.target = target
         self.drafter = Guard(drafter, target.vocab_size)
         self.lengths = lengths or Fixed()
-        self.scheduler = Scheduler(allocator, limits, self._forget)
+        prefix = PrefixCache(allocator, self.drafter, is_shared=prefix_cache)
+        self.scheduler = Scheduler(allocator, limits, self._forget, prefix)
         self.transcripts: dict[Request, Transcript] = {}
         self.page_size = allocator.page_size
         self.device = device
@@ -60,6 +67,7 @@ class Engine:
         self._clock = clock
         self._observing = 0.0  # seconds the drafter took to read the last step: part of the next draft's time
         self.last: StepReport | None = None
+        self.tried: tuple[Request, ...] = ()  # who the last step ran, or was about to run when it raised
 
     @property
     def has_work(self) -> bool:
@@ -82,18 +90,40 @@ class Engine:
         self.transcripts[request] = transcript
         self.scheduler.add(request)
 
-    def abort(self, request: Request) -> None:
+    def abort(self, request: Request, reason: FinishReason = "abort", why: str | None = None) -> None:
         """End a request now, wherever it is; what it holds is free at once."""
         transcript = self.transcripts.pop(request, None)
         if transcript is not None:
             self.scheduler.finish(request)
-            transcript.fail("abort")
+            transcript.fail(reason, why)
+
+    def recover(self) -> None:
+        """After a step that raised, wherever it did: nothing that was computed is trusted, and every request goes on
+        from the last token that was handed out. Raises nothing for the fault of one request: that one ends."""
+        self.scheduler.reset()
+        self.target.pool.clear()
+        self._observing = 0.0
+        for request, transcript in list(self.transcripts.items()):
+            if transcript.is_told:  # the step raised between its last delta and taking it out
+                self.scheduler.finish(request)
+                del self.transcripts[request]
+                continue
+            del request.output[transcript.num_emitted :]
+            try:
+                transcript.rewind()
+            except Exception:
+                log.exception("a text could not be rebuilt; its request ends")
+                self.abort(request, "error", "the text of this request cannot be decoded")
 
     @torch.inference_mode()
-    def step(self) -> None:
-        """One pass of the target over every request that runs; new text is queued on the transcripts."""
+    def step(self, only: frozenset[Request] | None = None) -> None:
+        """One pass of the target over every request that runs, or over `only` some of them; new text is queued on the
+        transcripts. Where it raises, `recover` makes the engine whole again."""
         start = self._clock()
-        batch = self.scheduler.next(self.drafter.num_nodes, self.lengths)
+        self.tried = ()
+        nodes = self.drafter.num_nodes
+        batch = self.scheduler.next(nodes, self.lengths, only)
+        self.tried = batch.requests
         if not batch.requests:
             return
         began = self._clock()
@@ -169,8 +199,8 @@ class Engine:
                 seen = [transcript.step_tree(tree, b, path, tokens)] if request.is_traced else ()
                 transcript.emit(_origins(tree, b, path, tokens), seen)
             if transcript.is_finished:
+                self.scheduler.finish(request, is_poisoned=b in commit.failed)
                 del self.transcripts[request]
-                self.scheduler.finish(request)
 
 
 def _no_law(request: Request) -> str:

@@ -1,24 +1,46 @@
 """A drafter is untrusted: whatever it does may cost speed, never output."""
 
 import logging
-from collections.abc import Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
 from itertools import chain
+from typing import Literal
 
 from foredraft.drafters.base import Draft, Drafter, plant
+from foredraft.kv.memory import DraftMemory
 from foredraft.request import Batch
 from foredraft.tree import Commit, TokenTree
 
 log = logging.getLogger(__name__)
 MAX_FAILURES = 3
+TIMEOUT = 5.0  # seconds one proposal may take
+Kind = Literal["raised", "malformed", "slow"]
 
 
 class Guard:
-    """Wraps a drafter: an exception or a malformed tree is no draft; after a few failures the drafter is left alone."""
+    """Wraps a drafter: an exception or a malformed tree is no draft; after a few failures the drafter is left alone.
 
-    def __init__(self, drafter: Drafter | None, vocab_size: int) -> None:
+    A proposal that took longer than `timeout` seconds is used and counts as a failure afterwards: a thread cannot be
+    stopped, so that one that never returns holds up its engine, which the worker's heartbeat shows.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter | None,
+        vocab_size: int,
+        timeout: float = TIMEOUT,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.drafter = drafter
         self.vocab_size = vocab_size
-        self.num_failures = 0
+        self.timeout = timeout
+        self.failures: Counter[Kind] = Counter()
+        self._clock = clock
+
+    @property
+    def num_failures(self) -> int:
+        return self.failures.total()
 
     @property
     def is_active(self) -> bool:
@@ -35,14 +57,19 @@ class Guard:
     def propose(self, batch: Batch) -> TokenTree:
         """The drafter's tree, or one of roots alone."""
         if self.drafter is not None and self.is_active and batch.drafting():
+            began = self._clock()
+            kind: Kind = "raised"
             try:
                 tree = self.drafter.propose(batch)
+                taken, kind = self._clock() - began, "malformed"
                 fault = self._fault(batch, tree)
             except Exception as error:  # it may raise anything
                 fault = f"{type(error).__name__}: {error}"
             if fault is None:
+                if taken > self.timeout:
+                    self._failed("slow", f"propose: {taken:.1f} s, and {self.timeout:g} s are allowed")
                 return tree
-            self._failed(f"propose: {fault}")
+            self._failed(kind, f"propose: {fault}")
         return plant(batch, [Draft()] * len(batch))
 
     def observe(self, batch: Batch, commit: Commit) -> None:
@@ -50,17 +77,31 @@ class Guard:
             try:
                 self.drafter.observe(batch, commit)
             except Exception as error:
-                self._failed(f"observe: {type(error).__name__}: {error}")
+                self._failed("raised", f"observe: {type(error).__name__}: {error}")
 
     def forget(self, slots: Sequence[int]) -> None:
         if self.drafter is not None:
             try:
                 self.drafter.forget(slots)
             except Exception as error:
-                self._failed(f"forget: {type(error).__name__}: {error}")
+                self._failed("raised", f"forget: {type(error).__name__}: {error}")
 
-    def _failed(self, what: str) -> None:
-        self.num_failures += 1
+    @property
+    def memory(self) -> DraftMemory | None:
+        """What the drafter keeps on the target's pages; None once it is left alone."""
+        return getattr(self.drafter, "memory", None) if self.is_active else None
+
+    def settle(self, slots: Sequence[int]) -> None:
+        """Have the drafter read in what it put off."""
+        memory = self.memory
+        if memory is not None:
+            try:
+                memory.settle(slots)
+            except Exception as error:
+                self._failed("raised", f"settle: {type(error).__name__}: {error}")
+
+    def _failed(self, kind: Kind, what: str) -> None:
+        self.failures[kind] += 1
         log.warning("the drafter failed (%s); %s", what, "ignored" if self.is_active else "it is not used any more")
 
     def _fault(self, batch: Batch, tree: TokenTree) -> str | None:

@@ -22,6 +22,7 @@ class KVPool:
     """
 
     is_native: bool = False  # read by native kernels where they can
+    capacity: int | None = None  # slots it may ever need: growth ends there
     layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # layer -> [S, H, D] keys, values
     _places: "Places | None" = None  # of the layers as they are now
 
@@ -45,6 +46,11 @@ class KVPool:
                 keys, values = held or (None, None)
                 self.layers[layer] = self._grown(keys, sample, num_slots), self._grown(values, sample, num_slots)
 
+    def clear(self) -> None:
+        """Give the memory back: whatever was written is lost, and the first write begins anew."""
+        self.layers.clear()
+        self._places = None
+
     @property
     def addresses(self) -> Places:
         """Where the keys and the values of every layer lie, for native code."""
@@ -57,6 +63,8 @@ class KVPool:
     def _grown(self, old: Tensor | None, like: Tensor, num_slots: int) -> Tensor:
         self._places = None
         size = 1 << (num_slots - 1).bit_length()  # doubling: copies stay a constant share of the writes
+        if self.capacity is not None:
+            size = max(min(size, self.capacity), num_slots)
         shape = (size, *like.shape[1:])
         grown = zeros(shape, like.dtype) if self.is_native else like.new_zeros(shape)
         if old is not None:
