@@ -1,0 +1,1 @@
+"""The OpenAI-compatible server. Needs the extra [serve]: FastAPI, uvicorn, prometheus-client."""

@@ -1,0 +1,53 @@
+"""What both routes write around their choices."""
+
+import time
+import uuid
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from foredraft.server.errors import ApiError
+from foredraft.server.generation import Generation
+from foredraft.server.parameters import speculation
+from foredraft.server.protocol import Generating
+from foredraft.server.sse import event
+from foredraft.verify import LOSSY
+
+if TYPE_CHECKING:
+    from foredraft.server.service import Service
+
+
+@dataclass(frozen=True)
+class Head:
+    """The same in every chunk of a response."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    verification: str | None = None  # the rule, where it changes the text
+
+    @classmethod
+    def of(cls, service: "Service", request: Generating, prefix: str, kind: str) -> "Head":
+        name = f"{prefix}-{request.request_id or uuid.uuid4().hex}"
+        rule = service.llm.verify
+        model = request.model or service.settings.names[0]
+        return cls(name, kind, int(time.time()), model, rule if rule in LOSSY else None)
+
+    def body(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        body = {
+            "id": self.id, "object": self.object, "created": self.created, "model": self.model, "choices": choices
+        }  # fmt: skip
+        return body if self.verification is None else body | {"verification": self.verification}
+
+
+def finished(service: "Service", request: Generating, generation: Generation) -> dict[str, Any]:
+    """Figures of speculation, where they are asked for and there is one completion."""
+    is_wanted = request.speculative_metrics or service.settings.has_spec_metrics
+    if not is_wanted or len(generation.completions) != 1:
+        return {}
+    (completion,) = generation.completions.values()
+    return {"metrics": {"speculative_decoding": speculation(completion.stats)}}
+
+
+def error_event(error: ApiError) -> bytes:
+    return event(error.body)

@@ -1,0 +1,119 @@
+"""The first thing a request meets: key, sizes, time. Pure ASGI; nothing is parsed before this has passed.
+
+The body is read here, bounded in size and time, and handed on whole.
+"""
+
+import asyncio
+import base64
+import binascii
+import hmac
+import re
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from foredraft.server.errors import ApiError
+from foredraft.server.settings import Limits
+
+OPEN = frozenset({"/health", "/ready"})  # what a load balancer asks without a key
+_LENGTH = re.compile(rb"[0-9]{1,15}")
+
+
+class Gate:
+    """Lets through what is allowed to come in; everything else gets its 4xx here."""
+
+    def __init__(self, app: ASGIApp, limits: Limits, api_key: str | None) -> None:
+        self.app, self.limits = app, limits
+        self._key = None if api_key is None else api_key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            return  # no websockets
+        try:
+            self._check_key(scope)
+            self._check_head(scope)
+            body = await self._body(scope, receive)
+        except ApiError as error:
+            # what is left of a refused body is not read: the connection goes with it
+            error.headers.setdefault("Connection", "close")
+            await error.response(scope, receive, send)
+            return
+        if body is None:
+            return
+        await self.app(scope, _replay(body, receive), send)
+
+    def _check_key(self, scope: Scope) -> None:
+        if self._key is None or scope["path"] in OPEN:
+            return
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        if not hmac.compare_digest(_key_of(given), self._key):
+            # a browser asks for user and password then; the password is the key
+            challenge = "Basic" if scope["path"] == "/" else "Bearer"
+            headers = {"WWW-Authenticate": f'{challenge} realm="foredraft"'}
+            raise ApiError(401, "the API key is missing or wrong; send Authorization: Bearer KEY", headers=headers)
+
+    def _check_head(self, scope: Scope) -> None:
+        limits = self.limits
+        if len(scope["raw_path"]) + len(scope["query_string"]) > limits.target:
+            raise ApiError(414, f"path and query are longer than {limits.target} bytes")
+        if sum(len(name) + len(value) + 4 for name, value in scope["headers"]) > limits.headers:
+            raise ApiError(431, f"the headers are larger than {limits.headers} bytes")
+        for name, value in scope["headers"]:
+            if name == b"content-length":
+                if not _LENGTH.fullmatch(value):
+                    raise ApiError(400, "Content-Length is no number")
+                if int(value) > limits.body:
+                    raise self._too_large()
+            if name == b"content-encoding" and value.lower() != b"identity":
+                raise ApiError(415, "a compressed body is not read; send it plain")
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"the body is larger than {self.limits.body} bytes")
+
+    async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
+        """The whole body; None if the client left before its end."""
+        parts, size = [], 0
+        try:
+            async with asyncio.timeout(self.limits.body_seconds):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    if size > self.limits.body:
+                        raise self._too_large()
+                    if not message.get("more_body", False):
+                        return b"".join(parts)
+        except TimeoutError:
+            raise ApiError(408, f"the body did not arrive within {self.limits.body_seconds:g} seconds") from None
+
+
+def _key_of(header: bytes) -> bytes:
+    """The key a client sent: as a Bearer token, or as the password of a browser's own dialogue."""
+    scheme, _, value = header.partition(b" ")
+    value = value.strip()
+    if scheme.lower() == b"bearer":
+        return value
+    if scheme.lower() == b"basic":
+        try:
+            return base64.b64decode(value, validate=True).partition(b":")[2]
+        except binascii.Error:
+            return b""
+    return b""
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """The body once, then whatever the connection has to say."""
+    is_read = False
+
+    async def replayed() -> Message:
+        nonlocal is_read
+        if not is_read:
+            is_read = True
+            return {"type": "http.request", "body": body, "more_body": False}
+        return await receive()
+
+    return replayed

@@ -1,0 +1,49 @@
+"""Text that spells control tokens, kept apart from the control tokens themselves."""
+
+import re
+import secrets
+from typing import Any
+
+from foredraft.server.errors import ApiError
+from foredraft.server.vocabulary import Vocabulary
+
+
+class Hidden:
+    """Replaces what spells a control token by marks nobody can guess, and turns the marks into ordinary tokens."""
+
+    def __init__(self, spellings: tuple[str, ...]) -> None:
+        longest_first = sorted(filter(None, spellings), key=len, reverse=True)
+        self._spelt = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+        self._nonce = f"{secrets.randbits(64):020d}"
+        self._mark = re.compile(f"\ue000{self._nonce}:(\\d+)\ue001")
+        self._words: list[str] = []
+
+    def hide(self, text: str) -> str:
+        return text if self._spelt is None else self._spelt.sub(self._hide, text)
+
+    def _hide(self, found: re.Match[str]) -> str:
+        self._words.append(found[0])
+        return f"\ue000{self._nonce}:{len(self._words) - 1}\ue001"
+
+    def encode(self, text: str, tokenizer: Any, vocabulary: Vocabulary) -> list[int]:
+        """Control tokens of the rest as such, hidden ones as text."""
+        ids: list[int] = []
+        for i, part in enumerate(self._mark.split(text)):
+            if i % 2:
+                ids += as_text(self._words[int(part)], tokenizer, vocabulary)
+            elif part:
+                ids += tokenizer(part, add_special_tokens=False).input_ids
+        return ids
+
+
+def as_text(word: str, tokenizer: Any, vocabulary: Vocabulary) -> list[int]:
+    """A control token's spelling as ordinary tokens: cut in two, it is one no longer. Raises ApiError if even so the
+    tokenizer reads a control token."""
+    special = set(vocabulary.special.values())
+    for cut in range(1, len(word)):
+        ids = [
+            token for part in (word[:cut], word[cut:]) for token in tokenizer(part, add_special_tokens=False).input_ids
+        ]
+        if special.isdisjoint(ids):
+            return ids
+    raise ApiError(400, "a message holds text that this tokenizer can read only as a control token", "messages")

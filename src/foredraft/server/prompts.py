@@ -1,0 +1,68 @@
+"""The prompts of a completion request as token ids, with what an echo needs of them."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from foredraft.server.errors import ApiError
+from foredraft.server.protocol import CompletionRequest
+
+if TYPE_CHECKING:
+    from foredraft.server.service import Service
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One prompt. `offsets`: where each token's text begins in `text`."""
+
+    ids: list[int]
+    text: str = ""
+    offsets: tuple[int, ...] = ()
+
+
+def encode_prompts(service: "Service", request: CompletionRequest) -> list[Encoded]:
+    """Raises ApiError for a prompt that cannot be read or is far too long."""
+    prompt = request.prompt
+    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+        prompts: list[Any] = [prompt]
+    else:
+        prompts = list(prompt)
+    return [_encoded(service, request, one) for one in prompts]
+
+
+def _encoded(service: "Service", request: CompletionRequest, prompt: str | list[int]) -> Encoded:
+    most = request.truncate_prompt_tokens
+    offsets: list[int] | None = None
+    if isinstance(prompt, str):
+        text, (ids, offsets) = prompt, encode_text(service, prompt, request.add_special_tokens, request.echo)
+    else:
+        ids, text = list(prompt), ""
+        if not all(0 <= token < service.llm.target.vocab_size for token in ids):
+            raise ApiError(400, f"a prompt token id is outside the vocabulary of {service.llm.target.vocab_size} tokens", "prompt")  # fmt: skip
+    if most is not None and len(ids) > most:
+        ids, offsets = ids[-most:], None
+    if not ids:
+        raise ApiError(400, "the prompt is empty; give at least one token", "prompt")
+    service.check_length(len(ids))
+    if not request.echo:
+        return Encoded(ids)
+    if offsets is None:
+        pieces = service.vocabulary.pieces(ids)
+        text, ends = "".join(pieces), [0]
+        for piece in pieces:
+            ends.append(ends[-1] + len(piece))
+        offsets = ends[:-1]
+    return Encoded(ids, text, tuple(offsets))
+
+
+def encode_text(
+    service: "Service", text: str, has_special: bool | None = None, has_offsets: bool = False
+) -> tuple[list[int], list[int] | None]:
+    """Token ids of a text, and where each begins in it if that is wanted and the tokenizer can tell."""
+    tokenizer = service.vocabulary.need()
+    most = service.llm.target.context_length * service.vocabulary.longest
+    if len(text) > most:  # tokenising it would be a long way to the same answer
+        raise ApiError(400, f"the prompt has {len(text)} characters, more than the model's context can hold", "prompt")
+    is_fast = has_offsets and getattr(tokenizer, "is_fast", False)
+    encoded = tokenizer(text, add_special_tokens=has_special is not False, return_offsets_mapping=is_fast)
+    offsets = [start for start, _ in encoded["offset_mapping"]] if is_fast else None
+    return list(encoded.input_ids), offsets

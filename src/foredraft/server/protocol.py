@@ -1,0 +1,212 @@
+"""What a client may send. A field that is not here is refused by name; none is ignored.
+
+Two more things are taken that have no effect. `user` is accepted and neither kept nor logged. The fields of NEUTRAL are
+accepted at the values listed there, at which they ask for what happens anyway; at any other value they are refused.
+
+Beyond OpenAI's and vLLM's words: `typical_p`; `speculative` ({"num_speculative_tokens": K}, 0 = none);
+`speculative_metrics` (figures of this request in `metrics.speculative_decoding`); `foredraft_trace` (tokens, pieces,
+origins and draft trees in every chunk of a stream); `regex`, short for structured_outputs.regex.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from foredraft.server.errors import ApiError, shown
+
+SEED = 1 << 63
+Count = Annotated[int, Field(ge=0, le=1 << 31)]
+TokenId = Annotated[int, Field(ge=0, le=1 << 31)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+# name -> values at which a field we do not implement asks for nothing
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "audio": (None,),
+    "chat_template": (None,),
+    "chat_template_kwargs": (None, {}),
+    "documents": (None,),
+    "early_stopping": (None, False),
+    "function_call": (None, "none"),
+    "functions": (None,),
+    "length_penalty": (None, 1, 1.0),
+    "logits_processors": (None,),
+    "logprob_token_ids": (None,),
+    "metadata": (None, {}),
+    "modalities": (None, ["text"]),
+    "parallel_tool_calls": (None, True, False),
+    "reasoning_effort": (None, "none"),
+    "safety_identifier": (None,),
+    "service_tier": (None, "auto", "default"),
+    "skip_special_tokens": (None, True),
+    "spaces_between_special_tokens": (None, True),
+    "store": (None, False),
+    "suffix": (None, ""),
+    "thinking_token_budget": (None,),
+    "tool_choice": (None, "none"),
+    "tools": (None,),
+    "use_beam_search": (None, False),
+    "verbosity": (None,),
+    "web_search_options": (None,),
+}
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Strict):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class Speculative(Strict):
+    num_speculative_tokens: Annotated[int, Field(ge=0, le=1024)]
+
+
+class JsonSchema(Strict):
+    name: Annotated[str, Field(max_length=256)] | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | bool, Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(Strict):
+    """Exactly one of these."""
+
+    json_: Annotated[str | dict[str, Any] | None, Field(alias="json")] = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None  # Lark
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(Strict):
+    type: Literal["content"]
+    content: str | list[TextPart]
+
+
+class Message(Strict):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart] | None = None
+    name: Annotated[str, Field(max_length=64)] | None = None
+    refusal: None = None
+    tool_calls: None = None
+
+    @property
+    def text(self) -> str:
+        return text_of(self.content or "")
+
+
+def text_of(content: str | list[TextPart]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+class Generating(Strict):
+    """What both routes take."""
+
+    model: str | None = None
+    max_tokens: Count | None = None
+    min_tokens: Count = 0
+    n: Annotated[int, Field(ge=1)] = 1
+    temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=1 << 31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    typical_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    allowed_token_ids: list[TokenId] | None = None
+    bad_words: list[str] | None = None
+    seed: Annotated[int, Field(ge=-SEED, lt=SEED)] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    regex: str | None = None
+    prediction: Prediction | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=1, le=1 << 31)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    priority: Annotated[int, Field(ge=-(1 << 31), le=1 << 31)] = 0
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    request_id: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[\w.-]+$")] | None = None
+    user: str | None = None
+    speculative: Speculative | None = None
+    speculative_metrics: bool = False
+    foredraft_trace: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_neutral(cls, data: Any) -> Any:
+        return {name: value for name, value in data.items() if name in cls.model_fields or not _is_neutral(name, value)}
+
+    @property
+    def is_streaming(self) -> bool:
+        return bool(self.stream)
+
+
+class CompletionRequest(Generating):
+    """POST /v1/completions."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    echo: bool = False
+    logprobs: Annotated[int, Field(ge=0)] | None = None
+    best_of: int | None = None
+
+
+class ChatRequest(Generating):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    echo: Literal[False] = False
+
+
+class TokenizeRequest(Strict):
+    """POST /tokenize: a text, or messages as a chat would render them."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Strict):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+def _is_neutral(name: str, value: Any) -> bool:
+    """Raises ApiError for a field we know and do not implement, at a value that asks for something."""
+    if name not in NEUTRAL:
+        return False
+    if not any(type(value) is type(other) and value == other for other in NEUTRAL[name]):
+        raise ApiError(400, f"{shown(name)} is not implemented; leave it out", name)
+    return True

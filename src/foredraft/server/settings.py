@@ -1,0 +1,44 @@
+"""What an operator decides, and what a client may ask for at most."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The most one request may hold; one more is a 4xx before anything is tokenised."""
+
+    n: int = 16
+    prompts: int = 64
+    samples: int = 256  # prompts * n
+    messages: int = 1024
+    stops: int = 4
+    stop_length: int = 1024  # characters
+    logprobs: int = 20
+    bias: int = 300
+    token_ids: int = 4096  # stop_token_ids, allowed_token_ids, bad_words
+    schema: int = 64 << 10  # bytes of a grammar or JSON schema
+    body: int = 2 << 20
+    headers: int = 64 << 10
+    target: int = 8 << 10  # path and query
+    depth: int = 64  # of the JSON body
+    body_seconds: float = 30.0  # for the whole body to arrive
+    header_seconds: float = 10.0  # for the headers of a fresh connection
+    stall_seconds: float = 30.0  # a stream nobody reads
+    template_seconds: float = 2.0
+    template_chars: int = 8 << 20
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of one server."""
+
+    names: tuple[str, ...] = ("foredraft",)  # what clients may call the model; the first is reported
+    api_key: str | None = None
+    request_timeout: float | None = 600.0  # seconds from arrival to the last token
+    drain_timeout: float = 30.0  # seconds a stopping server lets requests go on
+    chat_template: str | None = None  # source; None = the tokenizer's own
+    has_plain_template: bool = True  # for a model without any; False = such a request is refused
+    has_spec_metrics: bool = False  # figures of speculation in every response
+    has_vllm_names: bool = True  # metrics also under vLLM's names
+    keep_alive: float = 10.0  # seconds of silence after which a stream says that it lives
+    limits: Limits = field(default_factory=Limits)

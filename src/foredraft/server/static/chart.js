@@ -1,0 +1,69 @@
+// A small line chart over seconds, drawn by hand: up to two lines, the run and plain decoding.
+
+import { svg } from "./svg.js";
+
+const LEFT = 42;
+const BOTTOM = 20;
+const TOP = 8;
+const RIGHT = 26;
+
+// The end of an axis that holds `most`, and its ticks: 1, 2 or 5 times a power of ten apart.
+function ticks(most, about) {
+  const raw = Math.max(most, 1e-9) / about;
+  const power = 10 ** Math.floor(Math.log10(raw));
+  const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= raw - 1e-12);
+  const end = Math.ceil(most / step - 1e-9) * step;
+  const marks = [];
+  for (let i = 0; i * step <= end + step / 2; i++) marks.push(i * step);
+  return { end, marks, digits: Math.max(0, -Math.floor(Math.log10(step) + 1e-9)) };
+}
+
+export class Chart {
+  // lowest: what the value axis must reach at least, so that an idle chart has one
+  constructor(root, name, lowest) {
+    this.root = root;
+    this.lowest = lowest;
+    this.axes = svg("g", { class: "axes" });
+    this.lines = ["plain", "main"].map((kind) => svg("path", { class: `line ${kind}` }));
+    this.picture = svg("svg", { role: "img", "aria-label": name }, this.axes, ...this.lines);
+    root.append(this.picture);
+    this.data = [[], []];
+    new ResizeObserver(() => this.draw(...this.data)).observe(root);
+  }
+
+  // main, plain: points [seconds, value]
+  draw(main, plain) {
+    this.data = [main, plain];
+    const { clientWidth: width, clientHeight: height } = this.root;
+    if (width < 60 || height < 50) return;
+    const all = [...main, ...plain].filter((point) => Number.isFinite(point[1]));
+    const x = ticks(Math.max(0.1, ...all.map((point) => point[0])), Math.max(2, Math.floor(width / 80)));
+    const y = ticks(Math.max(this.lowest, ...all.map((point) => point[1])), Math.max(2, Math.floor(height / 45)));
+    const toX = (value) => LEFT + (value / x.end) * (width - LEFT - RIGHT);
+    const toY = (value) => height - BOTTOM - (value / y.end) * (height - BOTTOM - TOP);
+    this.picture.setAttribute("viewBox", `0 0 ${width} ${height}`);
+    this.#drawAxes(x, y, toX, toY, width, height);
+    [plain, main].forEach((points, i) => {
+      const known = points.filter((point) => Number.isFinite(point[1]));
+      const path = known.map(([s, value], k) => `${k ? "L" : "M"}${toX(s).toFixed(1)} ${toY(value).toFixed(1)}`);
+      this.lines[i].setAttribute("d", path.join(""));
+    });
+  }
+
+  #drawAxes(x, y, toX, toY, width, height) {
+    const found = `${x.end} ${y.end} ${width} ${height}`;
+    if (found === this.drawn) return;
+    this.drawn = found;
+    const text = (value, axis, attributes) => svg("text", attributes, value.toFixed(axis.digits));
+    const marks = y.marks.flatMap((value) => [
+      svg("line", { x1: LEFT, x2: width - RIGHT, y1: toY(value), y2: toY(value) }),
+      text(value, y, { x: LEFT - 6, y: toY(value) + 4, "text-anchor": "end" }),
+    ]);
+    const seconds = x.marks.map((value) => {
+      const made = text(value, x, { x: toX(value), y: height - 4, "text-anchor": "middle" });
+      made.append(value === x.marks.at(-1) ? " s" : "");
+      return made;
+    });
+    this.axes.replaceChildren(...marks, ...seconds);
+  }
+}

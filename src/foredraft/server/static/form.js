@@ -1,0 +1,42 @@
+// The request's form: reads it, and keeps the API key for this tab alone.
+
+import { ApiError } from "./api.js";
+
+const KEY = "foredraft.key";
+const NUMBERS = ["max_tokens", "temperature", "top_p", "top_k", "seed"];
+const field = (id) => document.getElementById(id);
+
+// What the fields say; an empty one is left out, so the server's own default holds.
+export function readRequest(model) {
+  const body = { stream: true, stream_options: { include_usage: true }, foredraft_trace: true };
+  if (model) body.model = model;
+  for (const id of NUMBERS) {
+    const input = field(id);
+    if (input.validity.badInput) throw new ApiError(`${input.labels[0].textContent} is not a number.`, 0);
+    if (input.value !== "") body[id] = Number(input.value);
+  }
+  const draft = field("draft").value;
+  if (draft !== "auto") body.speculative = { num_speculative_tokens: Number(draft) };
+  const prompt = field("prompt").value;
+  const isChat = document.querySelector("input[name=kind]:checked").value === "chat";
+  if (isChat) body.messages = [{ role: "user", content: prompt }];
+  else body.prompt = prompt;
+  return { path: isChat ? "v1/chat/completions" : "v1/completions", body };
+}
+
+export const plainly = (request) => ({
+  ...request,
+  body: { ...request.body, speculative: { num_speculative_tokens: 0 } },
+});
+
+export function savedKey() {
+  const input = field("key");
+  if (input.value) sessionStorage.setItem(KEY, input.value);
+  else if (!field("key-field").hidden) sessionStorage.removeItem(KEY);
+  return sessionStorage.getItem(KEY) ?? "";
+}
+
+export function askForKey() {
+  field("key-field").hidden = false;
+  field("key").focus();
+}

@@ -1,0 +1,253 @@
+// The page: runs requests, and draws what came once per frame.
+
+import { ApiError, firstModel, stream } from "./api.js";
+import { Card } from "./card.js";
+import { Chart } from "./chart.js";
+import { askForKey, plainly, readRequest, savedKey } from "./form.js";
+import { Pane } from "./pane.js";
+import { ORIGINS, Record } from "./record.js";
+import { describe, drawTree } from "./tree.js";
+
+const $ = (selector) => document.querySelector(selector);
+const card = new Card($("#card"), $("#spoken"));
+const charts = { length: new Chart($("#length-chart"), "Tokens per pass over seconds", 2), rate: new Chart($("#rate-chart"), "Tokens per second over seconds", 10) };
+const panes = { main: new Pane($("#output"), chosen), plain: new Pane($("#plain-output"), chosen) };
+const records = { main: null, plain: null };
+const DRAW_EVERY = 40; // milliseconds: drawing shares the processor with a server on the same machine
+const CHART_EVERY = 200;
+let model = null;
+let running = null; // AbortController of the request in flight
+let isWaiting = false; // for the next frame
+let isHeld = false; // the tree shows the pass of the token that is pointed at
+let drawn = 0;
+let chartsDrawn = 0;
+
+const shown = {
+  tokens: (value) => String(value),
+  passes: (value) => String(value),
+  length: (value) => value.toFixed(2),
+  rate: (value) => value.toFixed(value < 10 ? 1 : 0),
+  first: seconds,
+  total: seconds,
+};
+
+function seconds(value) {
+  return value < 1 ? `${(value * 1000).toFixed(0)} ms` : `${value.toFixed(2)} s`;
+}
+
+const write = (element, text) => {
+  if (element.textContent !== text) element.textContent = text;
+};
+
+function chosen(token, span, record, isByKey) {
+  isHeld = Boolean(token?.pass);
+  if (!token) {
+    card.hide();
+    drawLastPass();
+    return;
+  }
+  card.show(token, span, record, model?.foredraft?.drafter ?? model?.drafter, isByKey);
+  if (token.pass) showPass(token.pass, record, `Pass ${token.pass.number}`);
+}
+
+function showPass(pass, record, title) {
+  drawTree($("#tree"), pass, record);
+  write($("#tree-title"), title);
+  write($("#tree-note"), pass ? `${describe(pass)}` : "");
+}
+
+function drawLastPass() {
+  const record = records.main;
+  const pass = record?.passes.at(-1);
+  if (!isHeld) showPass(pass, record, pass ? `Last pass (${pass.number})` : "Last pass");
+}
+
+function drawFigures() {
+  for (const [name, attribute] of [["main", "figure"], ["plain", "plain"]]) {
+    const figures = records[name]?.figures;
+    for (const element of document.querySelectorAll(`[data-${attribute}]`)) {
+      const key = element.dataset[attribute];
+      const isKnown = figures && figures.tokens > 0 && Number.isFinite(figures[key]);
+      const text = isKnown ? shown[key](figures[key]) : name === "main" ? "–" : "";
+      write(element, text && name === "plain" ? `plain ${text}` : text);
+    }
+  }
+}
+
+function drawLegend() {
+  const record = records.main;
+  ORIGINS.forEach((origin, i) => {
+    const count = record?.counts[origin] ?? 0;
+    const share = record?.numTokens ? count / record.numTokens : 0;
+    write($(`[data-count=${origin}]`), count ? `${count} · ${(share * 100).toFixed(0)} %` : "0");
+    $(".shares").children[i].style.flexGrow = share;
+  });
+}
+
+function drawCharts() {
+  chartsDrawn = performance.now();
+  const [main, plain] = [records.main, records.plain].map((record) => record?.series() ?? []);
+  const column = (points, i) => points.map((point) => [point[0], point[i]]);
+  charts.length.draw(column(main, 1), column(plain, 1));
+  charts.rate.draw(column(main, 2), column(plain, 2));
+}
+
+function draw() {
+  drawn = performance.now();
+  panes.main.draw();
+  panes.plain.draw();
+  drawFigures();
+  drawLegend();
+  drawLastPass();
+  if (performance.now() - chartsDrawn > CHART_EVERY) drawCharts();
+}
+
+function drawSoon() {
+  if (isWaiting) return;
+  isWaiting = true;
+  requestAnimationFrame(function wait(now) {
+    if (now - drawn < DRAW_EVERY) {
+      requestAnimationFrame(wait);
+      return;
+    }
+    isWaiting = false;
+    draw();
+  });
+}
+
+function note(name, text) {
+  write($(`[data-note=${name}]`), text);
+}
+
+async function execute(name, request, signal) {
+  const record = new Record();
+  records[name] = record;
+  panes[name].show(record);
+  note(name, "streaming");
+  try {
+    await stream(request.path, request.body, {
+      key: savedKey(),
+      signal,
+      onChunk: (chunk) => {
+        record.add(chunk);
+        drawSoon();
+      },
+    });
+    note(name, record.finish === "length" ? "stopped at max tokens" : "ended by itself");
+  } catch (error) {
+    note(name, error.name === "AbortError" ? "stopped" : "broken off");
+    throw error;
+  } finally {
+    draw();
+    drawCharts();
+  }
+  return record;
+}
+
+function verdict(main, plain, isSampledFreely) {
+  const [a, b] = [main.figures, plain.figures];
+  const same = main.text === plain.text;
+  const times = `${seconds(a.total)} against ${seconds(b.total)}`;
+  const faster = `${(a.rate / b.rate).toFixed(2)}× the speed of plain decoding (${times})`;
+  let texts = "the texts are identical";
+  if (!same && isSampledFreely) texts = "the texts are two samples; give a seed, or temperature 0, to compare them";
+  else if (!same) texts = `the texts differ from letter ${firstDifference(main.text, plain.text) + 1}`;
+  write($("#verdict"), `${faster}; ${texts}.`);
+  $("#verdict").classList.toggle("same", same);
+}
+
+function firstDifference(a, b) {
+  let at = 0;
+  while (at < a.length && a[at] === b[at]) at++;
+  return at;
+}
+
+function reset(isCompared) {
+  records.main = records.plain = null;
+  panes.main.show(null);
+  panes.plain.show(null);
+  isHeld = false;
+  for (const id of ["#error", "#verdict", "#status"]) write($(id), "");
+  $("#verdict").classList.remove("same");
+  $("#plain-pane").hidden = $("#verdict").hidden = !isCompared;
+  for (const key of document.querySelectorAll("[data-key]")) key.hidden = !isCompared;
+  note("main", "");
+  note("plain", isCompared ? "waits for the first" : "");
+}
+
+function setBusy(isBusy) {
+  $("#run").disabled = isBusy;
+  $("#stop").disabled = !isBusy;
+  document.body.classList.toggle("busy", isBusy);
+}
+
+async function run() {
+  if (running) return;
+  const isCompared = $("#compare").checked;
+  reset(isCompared);
+  running = new AbortController();
+  setBusy(true);
+  try {
+    const request = readRequest(model?.id);
+    write($("#status"), "Running.");
+    const main = await execute("main", request, running.signal);
+    if (isCompared) {
+      write($("#status"), "Running again without drafts.");
+      const plain = await execute("plain", plainly(request), running.signal);
+      const { temperature = 1, seed } = request.body;
+      verdict(main, plain, temperature > 0 && seed === undefined);
+    }
+    write($("#status"), summary(main));
+  } catch (error) {
+    report(error);
+  } finally {
+    running = null;
+    setBusy(false);
+  }
+}
+
+function summary(record) {
+  const { tokens, passes } = record.figures;
+  return passes ? `Done: ${tokens} tokens in ${passes} passes.` : "Done; this server sends no trace.";
+}
+
+function report(error) {
+  if (error.name === "AbortError") {
+    write($("#status"), `Stopped after ${records.plain?.numTokens ?? records.main?.numTokens ?? 0} tokens.`);
+    return;
+  }
+  write($("#status"), "");
+  write($("#error"), error instanceof ApiError ? error.message : `The page failed: ${error.message}`);
+  if (error.status === 401) askForKey();
+}
+
+async function greet() {
+  try {
+    model = await firstModel(savedKey());
+    write($("#model"), model?.id ?? "");
+  } catch (error) {
+    report(error);
+  }
+}
+
+$("#form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  run();
+});
+$("#stop").addEventListener("click", () => running?.abort());
+$("#key").addEventListener("change", async () => {
+  write($("#error"), "");
+  await greet();
+});
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
+    event.preventDefault();
+    run();
+  }
+  if (event.key === "Escape") {
+    running?.abort();
+    card.hide();
+  }
+});
+drawCharts();
+greet();
