@@ -82,7 +82,6 @@ class Worker:
         # written by the engine's thread, read by all
         self._beat = clock()
         self._is_idle = False
-        self._num_waiting = self._num_running = 0
         self._interval = 0.0  # seconds from one end of a request to the next, lately
         # of the engine's thread alone
         self._driver = Driver(llm.engine, self.limits, observer, clock, self._leave)
@@ -110,7 +109,7 @@ class Worker:
                 raise Draining("the engine takes no new requests: it is shutting down")
             if self._is_closed or not self._thread.is_alive():
                 raise ForedraftError("the engine is not running")
-            if self._num_sent + self._num_waiting + len(transcripts) > self.limits.max_queue:
+            if self.num_waiting + len(transcripts) > self.limits.max_queue:
                 raise QueueFull(self._retry_after())
             if transcripts:
                 self._streams[stream] = len(transcripts)
@@ -164,15 +163,15 @@ class Worker:
 
     @property
     def num_waiting(self) -> int:
-        return self._num_sent + self._num_waiting
+        return self._num_sent + len(self.engine.scheduler.waiting)  # a length is read whole from any thread
 
     @property
     def num_running(self) -> int:
-        return self._num_running
+        return len(self.engine.scheduler.running)
 
     def _retry_after(self) -> int:
         """Until half of those that wait have begun."""
-        return max(1, min(LONGEST_RETRY, math.ceil(self._interval * self._num_waiting / 2)))
+        return max(1, min(LONGEST_RETRY, math.ceil(self._interval * self.num_waiting / 2)))
 
     def _run(self) -> None:
         torch.set_num_threads(self._num_threads)
@@ -181,7 +180,6 @@ class Worker:
                 self._obey()
                 if not self._is_stopping:
                     self._driver.turn()
-                self._count()
                 self._beat = self._clock()
         except Exception:
             log.exception("the engine's thread ended")
@@ -204,16 +202,11 @@ class Worker:
 
     def _add(self, stream: Stream, deadline: float) -> None:
         self._driver.add(stream, deadline)
-        self._count(len(stream.transcripts))
+        with self._lock:
+            self._num_sent -= len(stream.transcripts)
 
     def _stop(self) -> None:
         self._is_stopping = True
-
-    def _count(self, num_received: int = 0) -> None:
-        scheduler = self.engine.scheduler
-        with self._lock:
-            self._num_sent -= num_received
-            self._num_running, self._num_waiting = len(scheduler.running), len(scheduler.waiting)
 
     def _leave(self, stream: Stream) -> None:
         """One request of a stream ended."""
@@ -233,7 +226,6 @@ class Worker:
         try:
             self._driver.end_all("abort", STOPPED)
             self._driver.turn()
-            self._count()
         except Exception:
             log.exception("requests could not be ended one by one")
         self._close_streams()
