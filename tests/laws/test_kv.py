@@ -53,6 +53,7 @@ def check(tally: Tally) -> None:
     assert tally.aborted > 0
     assert tally.finished > 0
     assert tally.preempted > 0
+    assert tally.found > 0
     assert tally.compared > 1000
 
 

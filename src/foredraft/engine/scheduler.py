@@ -49,7 +49,7 @@ class Scheduler:
         self._slots = list(range(limits.max_batch))
         self._num_arrived = 0
         self._step = 0
-        self._blocked: tuple[Request, int] | None = None  # who did not fit, and how many pages there were
+        self._blocked = (-1, 0)  # the arrival of who did not fit, and how many pages there were
 
     @property
     def has_work(self) -> bool:
@@ -106,7 +106,7 @@ class Scheduler:
             memory.pool.clear()
         self.running.clear()
         self._slots = list(range(self.limits.max_batch))
-        self._blocked = None
+        self._blocked = (-1, 0)
         self.prefix.clear()
         for request in running:
             request.pages.clear()
@@ -226,13 +226,13 @@ class Scheduler:
         allocator = self.allocator
         promised = sum(max(allocator.pages_for(r.num_tokens) - len(r.pages), 0) for r in self.running)
         room = allocator.num_available - promised - len(self.running)
-        if self._blocked is not None and self._blocked[0] is request and room <= self._blocked[1]:
+        if self._blocked[0] == request.arrival and room <= self._blocked[1]:
             return None
         hit = self.prefix.match(request)
         missing = allocator.pages_for(request.num_tokens) - sum(map(bool, map(allocator.num_holders, hit.pages)))
         if missing <= room:
             return hit
-        self._blocked = request, room
+        self._blocked = request.arrival, room
         return None
 
     def _enter(self, request: Request, hit: Hit) -> None:
