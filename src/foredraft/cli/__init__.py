@@ -12,6 +12,7 @@ from foredraft.cli import shell
 from foredraft.cli.bench import bench
 from foredraft.cli.export import export
 from foredraft.cli.generate import generate
+from foredraft.cli.serve import serve
 from foredraft.cli.train import train
 from foredraft.cli.version import version
 from foredraft.cli.zoo import zoo
@@ -47,6 +48,7 @@ def root(
 
 app.command("export")(export)
 app.command("generate")(generate)
+app.command("serve")(serve)
 app.command("train")(train)
 app.command("version")(version)
 app.add_typer(bench, name="bench")

@@ -1,11 +1,12 @@
 """A request body as JSON, read so that no body can hurt: strict, of bounded depth, off the event loop where long."""
 
+import asyncio
 import json
 import re
+from collections import Counter
 from concurrent.futures import Executor
 from typing import Any, NoReturn
 
-import asyncio
 import numpy as np
 
 from foredraft.server.errors import ApiError, shown
@@ -58,8 +59,7 @@ def depth_of(body: bytes) -> int:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
         raise ApiError(400, f"the JSON body holds the key {shown(twice)} twice", twice[:64])
     return found
 

@@ -77,7 +77,8 @@ def _check_prompt(body: dict[str, Any], limits: Limits) -> None:
         raise ApiError(400, "prompt is an empty list", "prompt")
     kinds = {type(item) for item in prompt}
     if kinds not in ({str}, {int}, {list}):
-        raise ApiError(400, "prompt must be a string, a list of strings, a list of token ids, or a list of such lists", "prompt")  # fmt: skip
+        words = "prompt must be a string, a list of strings, a list of token ids, or a list of such lists"
+        raise ApiError(400, words, "prompt")
     if kinds == {int}:
         return
     if len(prompt) > limits.prompts:

@@ -115,7 +115,7 @@ class Answer:
         if request.logprobs and (part.entries or "message" in content):
             as_ids = bool(request.return_tokens_as_token_ids)
             logprobs = chat_logprobs(self.service.vocabulary, part.entries, request.top_logprobs or 0, as_ids)
-        body = {
+        body: dict[str, Any] = {
             "index": choice.index,
             **content,
             "logprobs": logprobs,

@@ -1,5 +1,6 @@
 """From the fields of a request to Sampling and RequestOptions."""
 
+from itertools import pairwise
 from typing import Any
 
 from foredraft.completion import Stats
@@ -62,7 +63,7 @@ def speculation(stats: Stats) -> dict[str, Any]:
     return {
         "mean_acceptance_length": 1 + stats.num_accepted / stats.num_drafts if stats.num_drafts else 1.0,
         "draft_acceptance_rate": stats.acceptance_rate,
-        "acceptance_histogram": [more - less for more, less in zip(kept, kept[1:], strict=False)],
+        "acceptance_histogram": [more - less for more, less in pairwise(kept)],
         "num_spec_steps": stats.num_drafts,
         "num_draft_tokens": stats.num_drafted,
         "num_accepted_draft_tokens": stats.num_accepted,

@@ -37,7 +37,8 @@ def _encoded(service: "Service", request: CompletionRequest, prompt: str | list[
     else:
         ids, text = list(prompt), ""
         if not all(0 <= token < service.llm.target.vocab_size for token in ids):
-            raise ApiError(400, f"a prompt token id is outside the vocabulary of {service.llm.target.vocab_size} tokens", "prompt")  # fmt: skip
+            size = service.llm.target.vocab_size
+            raise ApiError(400, f"a prompt token id is outside the vocabulary of {size} tokens", "prompt")
     if most is not None and len(ids) > most:
         ids, offsets = ids[-most:], None
     if not ids:

@@ -74,6 +74,11 @@ class Service:
         return self._there.templates
 
     @property
+    def is_open(self) -> bool:
+        """The model is loaded."""
+        return self._open is not None
+
+    @property
     def is_healthy(self) -> bool:
         """Alive; a model that is still loading is no reason to be killed."""
         return self._open is None or self._open.worker.is_healthy

@@ -59,7 +59,8 @@ class Templates:
                 "messages",
             )  # fmt: skip
         if goes_on and has_prompt:
-            raise ApiError(400, "continue_final_message goes with add_generation_prompt = false", "continue_final_message")  # fmt: skip
+            words = "continue_final_message goes with add_generation_prompt = false"
+            raise ApiError(400, words, "continue_final_message")
         hidden = Hidden(tuple(self.vocabulary.special))
         rows = [self._row(message, hidden) for message in messages]
         mark = ""

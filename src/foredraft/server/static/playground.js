@@ -19,6 +19,7 @@ let model = null;
 let running = null; // AbortController of the request in flight
 let isWaiting = false; // for the next frame
 let isHeld = false; // the tree shows the pass of the token that is pointed at
+let passShown = null;
 let drawn = 0;
 let chartsDrawn = 0;
 
@@ -51,7 +52,8 @@ function chosen(token, span, record, isByKey) {
 }
 
 function showPass(pass, record, title) {
-  drawTree($("#tree"), pass, record);
+  if (pass !== passShown) drawTree($("#tree"), pass, record);
+  passShown = pass;
   write($("#tree-title"), title);
   write($("#tree-note"), pass ? `${describe(pass)}` : "");
 }
@@ -188,6 +190,7 @@ async function run() {
   running = new AbortController();
   setBusy(true);
   try {
+    if (!model) await greet();
     const request = readRequest(model?.id);
     write($("#status"), "Running.");
     const main = await execute("main", request, running.signal);
@@ -222,12 +225,8 @@ function report(error) {
 }
 
 async function greet() {
-  try {
-    model = await firstModel(savedKey());
-    write($("#model"), model?.id ?? "");
-  } catch (error) {
-    report(error);
-  }
+  model = await firstModel(savedKey());
+  write($("#model"), model?.id ?? "");
 }
 
 $("#form").addEventListener("submit", (event) => {
@@ -237,7 +236,7 @@ $("#form").addEventListener("submit", (event) => {
 $("#stop").addEventListener("click", () => running?.abort());
 $("#key").addEventListener("change", async () => {
   write($("#error"), "");
-  await greet();
+  await greet().catch(report);
 });
 document.addEventListener("keydown", (event) => {
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
@@ -250,4 +249,4 @@ document.addEventListener("keydown", (event) => {
   }
 });
 drawCharts();
-greet();
+greet().catch(report);

@@ -1,0 +1,206 @@
+"""`foredraft serve`: a model behind OpenAI's API."""
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foredraft.cli.backend import Backend, Choices, drafter_spec, hush
+from foredraft.cli.options import NONE, ModelOptions, _option, takes
+from foredraft.cli.shell import UsageError, say
+from foredraft.errors import ForedraftError
+
+if TYPE_CHECKING:
+    from foredraft.engine.worker import WorkerLimits
+    from foredraft.llm import LLM
+    from foredraft.server.settings import Settings
+
+SERVER, LOAD = "Server", "Load"
+API_KEY = "FOREDRAFT_API_KEY"
+INSTALL = "foredraft serve needs FastAPI, uvicorn and prometheus-client: pip install 'foredraft[serve]'"
+LOCAL = ("127.0.0.1", "localhost", "::1")
+WITH_DRAFT, WITHOUT_DRAFT = "draft_model", "ngram"
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(?:i?B)?|B)?\s*", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class ServeOptions(ModelOptions):
+    host: Annotated[str, _option("Address to listen on; 0.0.0.0 is every one.", panel=SERVER)] = "127.0.0.1"
+    port: Annotated[int, typer.Option(help="0 is any free one.", rich_help_panel=SERVER, min=0, max=65535)] = 8000
+    served_model_name: Annotated[
+        list[str] | None,
+        _option("What clients call the model; repeatable. Not given: the folder's name or Hub id.", panel=SERVER),
+    ] = None
+    api_key: Annotated[str | None, _option(f"Asked of every client; {API_KEY} does the same.", panel=SERVER)] = None
+    chat_template: Annotated[
+        str | None,
+        _option(
+            "File with a Jinja template; 'plain' writes role: content lines where the model has none (the default), "
+            "'none' refuses chats then.",
+            panel=SERVER,
+        ),
+    ] = None
+    per_request_spec_metrics: Annotated[
+        bool, _option("Figures of speculation in every response.", "--per-request-spec-metrics", panel=SERVER)
+    ] = False
+    no_vllm_metrics: Annotated[
+        bool, _option("Metrics under our own names alone.", "--no-vllm-metrics", panel=SERVER)
+    ] = False
+
+    max_batch: Annotated[int, typer.Option(help="Requests that run at once.", rich_help_panel=LOAD, min=1)] = 32
+    max_chunk: Annotated[
+        int, typer.Option(help="Prompt tokens of one request in one pass.", rich_help_panel=LOAD, min=1)
+    ] = 512
+    kv_memory: Annotated[
+        str | None, _option("For keys and values, e.g. 2GiB; a quarter of what is free if not given.", panel=LOAD)
+    ] = None
+    no_prefix_cache: Annotated[
+        bool, _option("Do not keep the prompts of ended requests.", "--no-prefix-cache", panel=LOAD)
+    ] = False
+    max_queue: Annotated[
+        int, typer.Option(help="Requests that wait; more are sent away with 429.", rich_help_panel=LOAD, min=1)
+    ] = 256
+    request_timeout: Annotated[
+        float, typer.Option(help="Seconds a request may take in all; 0 is any.", rich_help_panel=LOAD, min=0)
+    ] = 600.0
+    drain_timeout: Annotated[
+        float, typer.Option(help="Seconds requests may go on when the server stops.", rich_help_panel=LOAD, min=0)
+    ] = 30.0
+
+
+@takes(ServeOptions)
+def serve(ctx: typer.Context, options: ServeOptions) -> None:
+    """Serve a model over OpenAI's API, with metrics for Prometheus, until SIGTERM or Ctrl-C.
+
+    Example: foredraft serve --port 8000, then curl localhost:8000/v1/models
+    """
+    backend: Backend = ctx.obj or Backend()
+    settings = settings_of(options)
+    kv_memory = None if options.kv_memory is None else size_of(options.kv_memory)
+    method = method_of(options, backend)
+    try:
+        from foredraft.server.lifecycle import listen
+        from foredraft.server.lifecycle import serve as run
+        from foredraft.server.service import Service
+    except ModuleNotFoundError as error:
+        if str(error.name).startswith("foredraft"):
+            raise
+        raise ForedraftError(INSTALL) from None
+    with listen(options.host, options.port) as sock:
+        where = f"http://{options.host}:{sock.getsockname()[1]}"
+        if settings.api_key is None and options.host not in LOCAL:
+            say(f"warning: whoever reaches {where} can use the model; set --api-key or {API_KEY}")
+        say(f"loading {settings.names[0]}; {where} already answers")
+        service = Service(settings, _worker_limits(options))
+        loader = _loader(options, method, kv_memory)
+        run(service, sock, loader, lambda: say(f"serving {settings.names[0]} at {where} with --spec-method {method}"))
+
+
+def settings_of(options: ServeOptions) -> "Settings":
+    """Raises UsageError."""
+    from foredraft.server.settings import Settings
+
+    key = options.api_key if options.api_key is not None else os.environ.get(API_KEY)
+    if key is not None and not key.strip():
+        raise UsageError(f"the API key is empty; give --api-key or {API_KEY} a value, or leave it out")
+    return Settings(
+        names=names_of(options),
+        api_key=key,
+        request_timeout=options.request_timeout or None,
+        drain_timeout=options.drain_timeout,
+        chat_template=_template(options.chat_template),
+        has_plain_template=options.chat_template != NONE,
+        has_spec_metrics=options.per_request_spec_metrics,
+        has_vllm_names=not options.no_vllm_metrics,
+    )
+
+
+def names_of(options: ServeOptions) -> tuple[str, ...]:
+    """What clients call the model: a folder of this machine goes by its own name, not by its path."""
+    if options.served_model_name:
+        names = tuple(dict.fromkeys(options.served_model_name))
+        if not all(name.strip() for name in names):
+            raise UsageError("--served-model-name is empty; give a name or leave it out")
+        return names
+    if options.model is None:
+        return ("builtin",)
+    folder = Path(options.model).expanduser()
+    return (folder.resolve().name if folder.is_dir() else options.model,)
+
+
+def size_of(text: str) -> int:
+    """Bytes of a size such as 2GiB, 512M or 1.5g; a unit is a power of 1024. Raises UsageError."""
+    found = _SIZE.fullmatch(text)
+    size = 0 if found is None else int(float(found[1]) * 1024 ** " KMGT".index((found[2] or " ").upper()))
+    if size < 1:
+        raise UsageError(f"--kv-memory takes a size such as 2GiB or 512M, got {text!r}")
+    return size
+
+
+def method_of(options: ServeOptions, backend: Backend) -> str:
+    """The drafting method. Raises UsageError for a word that nobody knows."""
+    choices: Choices = backend.choices()
+    known = [NONE, *choices.methods]
+    asked = options.methods
+    for value, names, what in [
+        *((name, known, "method") for name in asked),
+        (options.verify, choices.rules, "verification rule"),
+        (options.dtype, choices.dtypes, "dtype"),
+    ]:
+        if value not in names:
+            raise UsageError(f"unknown {what} {value!r}; use one of: {', '.join(names)}")
+    is_drafting = options.draft_length is not None or options.spec_model is not None or options.spec_option is not None
+    if len(asked) > 1:
+        raise UsageError("a server drafts with one method; give one --spec-method")
+    if asked == [NONE] and is_drafting:
+        raise UsageError("--spec-method none drafts nothing; leave --spec-model, --spec-tokens and --spec-option out")
+    if asked:
+        return asked[0]
+    if options.spec_model:
+        return backend.method_of(options.spec_model)
+    return WITH_DRAFT if options.model is None else WITHOUT_DRAFT
+
+
+def _template(chosen: str | None) -> str | None:
+    """The source of a template file; None where a word was given, or nothing."""
+    if chosen is None or chosen in (NONE, "plain"):
+        return None
+    try:
+        return Path(chosen).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no UTF-8 text"
+        raise UsageError(f"--chat-template {chosen!r} cannot be read: {reason.lower()}") from None
+
+
+def _worker_limits(options: ServeOptions) -> "WorkerLimits":
+    from foredraft.engine.worker import WorkerLimits
+
+    return WorkerLimits(max_queue=options.max_queue)
+
+
+def _loader(options: ServeOptions, method: str, kv_memory: int | None) -> "Callable[[], LLM]":
+    def load() -> "LLM":
+        from foredraft.llm import LLM, MemoryLimits
+
+        hush()
+        given: dict[str, Any] = {} if kv_memory is None else {"kv_memory": kv_memory}
+        limits = MemoryLimits(max_batch=options.max_batch, prefix_cache=not options.no_prefix_cache, **given)
+        llm = LLM(
+            options.model or "builtin",
+            drafter_spec(options, method),
+            dtype=options.dtype,
+            device=options.device,
+            verify=options.verify,
+            fused=False if options.no_fused else None,
+            quantization=options.quantization,
+            limits=limits,
+        )
+        scheduler = llm.engine.scheduler
+        scheduler.limits = replace(scheduler.limits, max_chunk=options.max_chunk)
+        return llm
+
+    return load

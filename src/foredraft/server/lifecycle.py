@@ -1,0 +1,152 @@
+"""A server as a process: listens at once, loads meanwhile, drains when told to stop, and leaves with code 0.
+
+SIGTERM, SIGINT   not ready any more; what runs goes on for drain_timeout seconds, then it is aborted
+once more         what runs is aborted now
+"""
+
+import asyncio
+import logging
+import socket
+import threading
+from asyncio import TimerHandle, Transport
+from collections.abc import Callable
+from types import FrameType
+from typing import TYPE_CHECKING, Any, cast
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from foredraft.errors import ForedraftError
+from foredraft.server.app import create_app
+from foredraft.server.service import Service
+from foredraft.server.settings import Limits
+
+if TYPE_CHECKING:
+    from foredraft.llm import LLM
+
+log = logging.getLogger(__name__)
+LAST_SECONDS = 5  # for the last bytes of aborted answers to leave
+SLACK = 16 << 10  # of headers beyond the limit, so that the answer to too many can say so
+
+
+class Connection(H11Protocol):
+    """Closed if the headers of a request take too long to come; uvicorn itself would wait for ever."""
+
+    seconds = Limits.header_seconds
+    _timer: TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(cast(Transport, transport))
+        self._wait()
+
+    def data_received(self, data: bytes) -> None:
+        before = self.cycle
+        super().data_received(data)
+        if self.cycle is None or (self.cycle is before and self.cycle.response_complete):
+            self._wait()
+        else:
+            self._stop_waiting()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _wait(self) -> None:
+        if self._timer is None:
+            self._timer = self.loop.call_later(self.seconds, self.transport.close)
+
+    def _stop_waiting(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class Server(uvicorn.Server):
+    """Serves one service until a signal, or until loading its model fails."""
+
+    def __init__(self, service: Service, header_seconds: float | None = None) -> None:
+        limits = service.settings.limits
+        protocol = type("Connection", (Connection,), {"seconds": header_seconds or limits.header_seconds})
+        config = uvicorn.Config(
+            create_app(service),
+            http=protocol,
+            loop="asyncio",
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=LAST_SECONDS,
+            h11_max_incomplete_event_size=limits.headers + limits.target + SLACK,
+        )
+        super().__init__(config)
+        self.service = service
+        self.failure: Exception | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._draining: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Not the inherited one: that ends the process by the signal, and we leave with a code."""
+        is_again, self.service.is_stopping = self.service.is_stopping, True
+        if self._loop is None or not self.service.is_open:
+            self.should_exit = True
+        else:
+            self._loop.call_soon_threadsafe(self._abort if is_again else self._drain)
+
+    def load(self, loader: "Callable[[], LLM]", on_ready: Callable[[], None]) -> None:
+        """Load the model on a thread of its own, which nobody waits for when the server stops first."""
+        threading.Thread(target=self._load, args=(loader, on_ready), name="foredraft-load", daemon=True).start()
+
+    def _load(self, loader: "Callable[[], LLM]", on_ready: Callable[[], None]) -> None:
+        try:
+            self.service.open(loader())
+            on_ready()
+        except Exception as error:  # shown by whoever started us
+            self.failure = error
+            self.should_exit = True
+
+    def _drain(self) -> None:
+        self._draining = asyncio.ensure_future(self._drained())
+
+    async def _drained(self) -> None:
+        seconds = self.service.settings.drain_timeout
+        if not await self.service.worker.drain(seconds):
+            log.warning("requests that still ran after %g seconds are aborted", seconds)
+            self.service.worker.abort_all()
+        self.should_exit = True
+
+    def _abort(self) -> None:
+        self.service.worker.abort_all()
+        self.should_exit = True
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises ForedraftError where it cannot be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        sock = socket.socket(family, kind, protocol)
+    except OSError:
+        raise ForedraftError(f"--host {host!r} is no address of this machine") from None
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except OSError as error:
+        sock.close()
+        reason = (error.strerror or str(error)).lower()
+        raise ForedraftError(f"cannot listen on {host} port {port}: {reason}; give another --port or --host") from None
+    return sock
+
+
+def serve(service: Service, sock: socket.socket, loader: "Callable[[], LLM]", on_ready: Callable[[], Any]) -> None:
+    """Until a signal. Raises what the loader raised."""
+    server = Server(service)
+    server.load(loader, on_ready)
+    server.run(sockets=[sock])
+    if server.failure is not None:
+        raise server.failure
