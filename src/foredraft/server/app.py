@@ -18,6 +18,7 @@ from foredraft.server.caps import checked
 from foredraft.server.document import describe, documented
 from foredraft.server.errors import ApiError, on_api_error, on_crash, on_http_error
 from foredraft.server.gate import Gate
+from foredraft.server.playground import playground
 from foredraft.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from foredraft.server.service import Service
 
@@ -41,6 +42,7 @@ def create_app(service: Service) -> FastAPI:
     _add_state(app, service)
     _add_models(app, service)
     _add_posts(app, service)
+    app.include_router(playground())
     describe(app)
     return app
 
@@ -112,6 +114,7 @@ def _card(service: Service, name: str) -> dict[str, Any]:
         "parent": None,
         "max_model_len": service.longest,
         "permission": [],
+        "drafter": service.llm.drafter_name,
     }
 
 

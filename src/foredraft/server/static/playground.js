@@ -47,7 +47,7 @@ function chosen(token, span, record, isByKey) {
     drawLastPass();
     return;
   }
-  card.show(token, span, record, model?.foredraft?.drafter ?? model?.drafter, isByKey);
+  card.show(token, span, record, model?.drafter, isByKey);
   if (token.pass) showPass(token.pass, record, `Pass ${token.pass.number}`);
 }
 
@@ -226,7 +226,7 @@ function report(error) {
 
 async function greet() {
   model = await firstModel(savedKey());
-  write($("#model"), model?.id ?? "");
+  write($("#model"), [model?.id, model?.drafter && `drafter ${model.drafter}`].filter(Boolean).join(" · "));
 }
 
 $("#form").addEventListener("submit", (event) => {
