@@ -6,7 +6,9 @@ once more         what runs is aborted now
 
 import asyncio
 import logging
+import os
 import socket
+import sys
 import threading
 from asyncio import TimerHandle, Transport
 from collections.abc import Callable
@@ -84,6 +86,7 @@ class Server(uvicorn.Server):
         self.failure: Exception | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
+        self._loading: threading.Thread | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -99,7 +102,12 @@ class Server(uvicorn.Server):
 
     def load(self, loader: "Callable[[], LLM]", on_ready: Callable[[], None]) -> None:
         """Load the model on a thread of its own, which nobody waits for when the server stops first."""
-        threading.Thread(target=self._load, args=(loader, on_ready), name="foredraft-load", daemon=True).start()
+        self._loading = threading.Thread(target=self._load, args=(loader, on_ready), name="foredraft-load", daemon=True)
+        self._loading.start()
+
+    @property
+    def is_loading(self) -> bool:
+        return self._loading is not None and self._loading.is_alive()
 
     def _load(self, loader: "Callable[[], LLM]", on_ready: Callable[[], None]) -> None:
         try:
@@ -148,5 +156,9 @@ def serve(service: Service, sock: socket.socket, loader: "Callable[[], LLM]", on
     server = Server(service)
     server.load(loader, on_ready)
     server.run(sockets=[sock])
+    if server.is_loading:  # inside native code, which an ordinary end would pull the ground from under
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
     if server.failure is not None:
         raise server.failure
