@@ -1,12 +1,18 @@
 """How long the drafts of a step may be. Pure: no model, no tensors, no clock of its own.
 
 A length is chosen before anything is drafted and from earlier steps alone: under rejection sampling one that depended
-on the drafted tokens would change the law.
+on the drafted tokens would change the law. docs/controller.md explains `Adaptive` in a page.
 """
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import numpy as np
+
+from foredraft.costs import CostCurve, DraftCost
+from foredraft.survival import Survival
 
 
 @dataclass(frozen=True)
@@ -65,3 +71,330 @@ class Fixed:
 
     def forget(self, slots: Sequence[int]) -> None:
         """Nothing is kept."""
+
+
+Reason = Literal["start", "pays", "does not pay", "probe", "measure", "guard", "fixed"]
+
+MARGIN = 0.01  # predicted gain that a change between drafting and not drafting needs
+ALLOWANCE = 0.01  # of the time may be lost: to probes, to the start, and to drafts that were to pay and did not
+PURSE = 24.0  # plain steps' worth of it that may be saved up...
+FIRST_PURSE = 10.0  # ... and that there is to begin with
+START = (0, 0, 3, 3, 3, 3)  # nodes of the first steps, of at most FEW requests: two plain ones to compare with
+FEW = 4
+PROBE_NODES, PROBE_STEPS = 2, 4
+SOONEST, LATEST = 32, 256  # steps between probes: twice as many after each that showed nothing new
+MEASURED = 0.1  # weight of the newest plain step in what plain steps cost against the prediction
+REUSE = 4  # steps a plan holds while the same requests ask for the same, and twice that from 16 requests on
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What was decided for a step, and why."""
+
+    reason: Reason
+    nodes: int = 0  # granted, over all requests
+    depth: int = 0  # the most that one request was granted
+    plain_rate: float = 0.0  # tokens per second predicted without drafts; 0 before anything is known
+    rate: float = 0.0  # with the best drafts there are, taken or not
+    acceptance: float = 0.0  # of the nodes of those drafts, the share that should be kept
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A step before its drafts: what plans are compared on."""
+
+    requests: int  # that will have a new token
+    rows: int
+    context: float  # that a row attends to
+    fixed_depth: int = 0
+    fixed_nodes: int = 0
+    fixed_gain: float = 0.0  # tokens that drafts of a fixed length should win
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The best drafts there are, whether or not they pay."""
+
+    nodes: dict[int, int] = field(default_factory=dict)  # by slot
+    depth: int = 0
+    plain_rate: float = 0.0
+    rate: float = 0.0
+    acceptance: float = 0.0
+
+    @property
+    def gain(self) -> float:
+        return self.rate / self.plain_rate if self.plain_rate > 0.0 else 0.0
+
+
+class Planner:
+    """Maximises tokens per second over all admissible sets of nodes, for given costs and estimates."""
+
+    def __init__(self, curve: CostCurve, draft: DraftCost, survival: Survival) -> None:
+        self.curve, self.draft, self.survival = curve, draft, survival
+        self.measured = 1.0  # plain steps took so many times what was predicted for them
+
+    def best(self, scene: Scene, asks: Sequence[Ask]) -> Plan:
+        """Every set is a prefix of some request's nodes, the likeliest nodes first, none deeper than some depth.
+
+        All sets are looked at: a pass costs by steps, and what does not pay on one shelf may pay on the next.
+        """
+        most = max(ask.most for ask in asks)
+        slots = [ask.slot for ask in asks]
+        gains, rows = self.survival.gains(slots, most), self.survival.rows(slots, most)
+        if len(asks) == 1:
+            return self._one(scene, slots[0], gains[0], rows[0])
+        return self._many(scene, asks, np.array(gains), np.array(rows))
+
+    def verify(self, scene: Scene, nodes: float) -> float:
+        rows, scored = scene.rows + nodes, scene.requests + nodes
+        return self.curve.predict(scene.requests, rows, scored, scene.context * rows)
+
+    def base(self, scene: Scene) -> tuple[float, float]:
+        """Tokens and seconds of the step if nobody else drafts.
+
+        A prompt's chunk is paid for whether anyone drafts or not, so the step counts as if it had none; only what the
+        nodes add is taken at the real number of rows.
+        """
+        alone = Scene(scene.requests, scene.requests, scene.context)
+        seconds = self.measured * self.verify(alone, 0) + self.draft.predict(
+            scene.requests, scene.fixed_depth, scene.fixed_nodes
+        )
+        if scene.fixed_nodes:
+            seconds += self.verify(scene, scene.fixed_nodes) - self.verify(scene, 0)
+        return scene.requests + scene.fixed_gain, max(seconds, 1e-9)
+
+    def _one(self, scene: Scene, slot: int, gains: Sequence[float], rows: Sequence[float]) -> Plan:
+        tokens, seconds = plain = self.base(scene)
+        before = self.verify(scene, scene.fixed_nodes)
+        seconds -= self.draft.predict(scene.requests, scene.fixed_depth, scene.fixed_nodes)
+        nodes, best, found = float(scene.fixed_nodes), 0.0, (0, 0.0)
+        for n, (gain, chance) in enumerate(zip(gains, rows, strict=True), start=1):
+            after = self.verify(scene, scene.fixed_nodes + n)
+            tokens, nodes, seconds = tokens + gain, nodes + chance, seconds + chance * (after - before)
+            before = after
+            drafting = self.draft.predict(scene.requests, max(n, scene.fixed_depth), nodes)
+            rate = tokens / max(seconds + drafting, 1e-9)
+            if rate > best:
+                best, found = rate, (n, tokens - plain[0])
+        return Plan({slot: found[0]}, found[0], plain[0] / plain[1], best, found[1] / found[0] if found[0] else 0.0)
+
+    def _many(self, scene: Scene, asks: Sequence[Ask], gains: np.ndarray, rows: np.ndarray) -> Plan:
+        """gains, rows [B, N]."""
+        tokens, seconds = self.base(scene)
+        count, most = gains.shape
+        order = np.argsort(-gains, axis=None, kind="stable")  # equal nodes of one request stay in their order
+        which, node = order // most, order % most + 1
+        allowed = node <= np.array([ask.most for ask in asks])[which]
+        order, which, node = order[allowed], which[allowed], node[allowed]
+        gains, rows = gains.ravel()[order], rows.ravel()[order]
+        fixed = self.verify(scene, scene.fixed_nodes) + self.draft.predict(
+            scene.requests, scene.fixed_depth, scene.fixed_nodes
+        )
+        best, found = 0.0, (0, 0, 0.0)
+        for depth in _depths(most):
+            inside = node <= depth
+            gain, row = np.cumsum(gains[inside]), np.cumsum(rows[inside]) + scene.fixed_nodes
+            total = scene.rows + row
+            cost = self.curve.predict_many(scene.requests, total, scene.requests + row, scene.context * total)
+            cost += self.draft.predict_many(scene.requests, max(depth, scene.fixed_depth), row) + (seconds - fixed)
+            rate = (tokens + gain) / np.maximum(cost, 1e-9)
+            n = int(rate.argmax())
+            if rate[n] > best:
+                best, found = float(rate[n]), (depth, n + 1, float(gain[n]))
+        depth, size, won = found
+        granted = np.bincount(which[node <= depth][:size], minlength=count).tolist()
+        nodes = {ask.slot: n for ask, n in zip(asks, granted, strict=True)}
+        return Plan(nodes, max(granted), tokens / seconds, best, won / size if size else 0.0)
+
+
+class Adaptive:
+    """As many nodes as make the most tokens per second, none where none pay. Never much slower than plain decoding.
+
+    Three parts: a plan from measured costs and estimated survival; probes and single plain steps, which keep both
+    honest; and a purse. Whatever drafting loses against plain decoding is taken from the purse and what it wins goes
+    in, as does ALLOWANCE of the time that passes. Probes are bought from it, and when it is empty nobody drafts,
+    whatever the plan says. So over any long run at most ALLOWANCE of the time is lost.
+    """
+
+    def __init__(self, curve: CostCurve | None = None, draft: DraftCost | None = None) -> None:
+        self.curve, self.draft, self.survival = curve or CostCurve(), draft or DraftCost(), Survival()
+        self.planner = Planner(self.curve, self.draft, self.survival)
+        self.decision = Decision("start")
+        self.counts: Counter[Reason] = Counter()  # steps by reason
+        self._plan, self._key, self._age = Plan(), (), 0
+        self._unread: dict[int, int] = {}  # tokens of a request since it last drafted; absent = never did
+        self._asked, self._others, self._has_fixed = 0, 0, False
+        self._step, self._start = 0, 0
+        self._on = True
+        self._since_plain = 0
+        self._purse, self._floor, self._plain = 0.0, 0.0, 0.0  # seconds
+        self._probed: tuple[int, ...] = ()
+        self._probe_left, self._interval, self._next_probe, self._load = 0, SOONEST, 0, 0
+
+    # -- deciding
+
+    def allot(self, asks: Sequence[Ask], num_rows: int, context: int = 0) -> list[int]:
+        free = [ask for ask in asks if not ask.is_fixed and ask.most > 0]
+        budgets = {ask.slot: ask.most for ask in asks if ask.is_fixed}
+        self._asked, self._has_fixed = len(asks), bool(budgets)
+        reason: Reason = "fixed"
+        if free:
+            self._replan(asks, free, num_rows, context)
+            reason, own = self._choose(free, num_rows)
+            budgets |= own
+        granted = [min(budgets.get(ask.slot, 0), ask.most) for ask in asks]
+        plan = self._plan if free else Plan()
+        self.decision = Decision(
+            reason, sum(granted), max(granted, default=0), plan.plain_rate, plan.rate, plan.acceptance
+        )
+        self.counts[reason] += 1
+        return granted
+
+    def _replan(self, asks: Sequence[Ask], free: Sequence[Ask], num_rows: int, context: int) -> None:
+        key = (num_rows, tuple(asks), self._others, self.survival.is_tree)
+        self._age += 1
+        if key == self._key and self._age < (REUSE if len(free) < 16 else 2 * REUSE):
+            return
+        self._key, self._age = key, 0
+        fixed = [ask for ask in asks if ask.is_fixed]
+        most = max((ask.most for ask in fixed), default=0)
+        gains = self.survival.gains([ask.slot for ask in fixed], most) if most else []
+        scene = Scene(
+            len(asks) + self._others,
+            num_rows,
+            context / max(num_rows, 1),
+            most,
+            sum(ask.most for ask in fixed),
+            sum(sum(gain[: ask.most]) for ask, gain in zip(fixed, gains, strict=False)),
+        )
+        self._plan = self.planner.best(scene, free)
+
+    def _choose(self, free: Sequence[Ask], num_rows: int) -> tuple[Reason, dict[int, int]]:
+        if self._start < len(START):
+            nodes = START[self._start]
+            return "start", {ask.slot: min(nodes, ask.most) for ask in free[:FEW]}
+        self._switch(free)
+        reason: Reason = "pays" if self._on else "guard" if self._plan.gain > 1.0 + MARGIN else "does not pay"
+        granted = self._plan.nodes if self._on else {}
+        if self._on and self._since_plain >= min(max(200 * (self._plan.gain - 1.0), 16), 256):
+            return "measure", {}
+        self._probe(free, granted, num_rows)
+        if self._probed:
+            granted = granted | {slot: max(PROBE_NODES, granted.get(slot, 0)) for slot in self._probed}
+            reason = reason if self._on else "probe"
+        return reason, granted
+
+    def _switch(self, free: Sequence[Ask]) -> None:
+        """Drafting begins when it pays and the purse can bear it, and ends when it does not or the purse is empty."""
+        if self._on:
+            self._on = self._plan.gain >= 1.0 - MARGIN and self._purse >= self._floor
+            if not self._on:
+                self._probed, self._next_probe = (), self._step + self._interval
+        elif self._plan.gain > 1.0 + MARGIN and self._purse > self._plain:
+            # What was not read has to be, once: a loan, if the drafts would pay it back soon.
+            reading = self._reading([ask.slot for ask in free if self._plan.nodes[ask.slot]])
+            if reading <= 100 * (self._plan.gain - 1.0) * self._plain:
+                self._on, self._floor, self._interval = True, -min(reading, PURSE * self._plain / 2), SOONEST
+
+    def _reading(self, slots: Sequence[int]) -> float:
+        unread, newcomers = self._behind(slots)
+        return self.draft.predict(0, 1, 0, unread, newcomers) - self.draft.predict(0, 1, 0)
+
+    def _behind(self, slots: Sequence[int]) -> tuple[int, int]:
+        """Tokens that the drafter has yet to read, and requests of which it has read nothing."""
+        known = [self._unread[slot] for slot in slots if slot in self._unread]
+        return sum(known), len(slots) - len(known)
+
+    def _probe(self, free: Sequence[Ask], granted: dict[int, int], num_rows: int) -> None:
+        """A few short drafts in a row of requests that have none, when the purse has saved up what they may lose.
+
+        In a row, because the first has to read what the drafter missed: that is part of the price of the probe, and
+        known to be no part of the price of a draft.
+        """
+        if self._probe_left:
+            self._probe_left -= 1
+            if self._probe_left:
+                return
+            has_paid = any(granted.get(slot, 0) for slot in self._probed)
+            self._interval = SOONEST if has_paid else min(2 * self._interval, LATEST)
+            self._probed, self._next_probe = (), self._step + self._interval
+        load = len(free)
+        if not self._load / 2 < load < self._load * 2:
+            self._load, self._interval, self._next_probe = load, SOONEST, min(self._next_probe, self._step)
+        if self._step < self._next_probe:
+            return
+        left = [ask.slot for ask in free if not granted.get(ask.slot, 0)]
+        if not left:
+            return
+        left.sort(key=lambda slot: -self._unread.get(slot, 0))
+        slots = tuple(left[: max(1, load // 16)])
+        nodes = PROBE_NODES * len(slots)
+        scene = Scene(load + self._others, num_rows, 0.0)
+        once = self.planner.verify(scene, nodes) - self.planner.verify(scene, 0)
+        if not self._on:
+            once += self.draft.predict(load, PROBE_NODES, nodes) - self.draft.predict(load, 0, 0)
+        if self._purse > PROBE_STEPS * once + self._reading(slots) + 2 * self._plain:
+            self._probed, self._probe_left = slots, PROBE_STEPS
+
+    # -- learning
+
+    def learn(self, report: StepReport) -> None:
+        outcomes = report.outcomes
+        slots = [o.slot for o in outcomes if o.budget > 0]
+        depth = max((o.budget for o in outcomes), default=0)
+        nodes = sum([o.drafted for o in outcomes])
+        unread, newcomers = self._behind(slots)
+        verifying = max(report.step_time - report.draft_time, 0.0)
+        predicted = self.curve.predict(report.num_requests, report.num_rows, report.num_scored, report.context)
+        believed = self.curve.learn(report.num_requests, report.num_rows, report.num_scored, report.context, verifying)
+        if not depth and predicted > 0.0:
+            self.planner.measured += MEASURED * (believed / predicted - self.planner.measured)
+        believed += self.draft.learn(len(outcomes), depth, nodes, unread, newcomers, report.draft_time, believed)
+        if outcomes:
+            self._account(report, nodes, depth, believed)
+        for o in outcomes:
+            self.survival.learn(o.slot, o.budget, o.drafted, o.accepted)
+            if o.budget > 0 or o.slot in self._unread:
+                self._unread[o.slot] = 0 if o.budget > 0 else self._unread[o.slot] + 1
+        if not depth:
+            self.survival.pause()
+        self._others, self._asked = max(0, len(outcomes) - self._asked) if self._asked else 0, 0
+        self._since_plain = self._since_plain + 1 if depth else 0
+        if self._start < len(START) and outcomes:
+            self._start = self._start + 1 if self._purse >= 0.0 else len(START)
+        self._step += 1
+
+    def _account(self, report: StepReport, nodes: int, depth: int, seconds: float) -> None:
+        """Book what the step lost or won against the same step without drafts."""
+        count, context = len(report.outcomes), report.context / max(report.num_rows, 1)
+        idle = self.draft.predict(count, 0, 0)
+        rows, scored = report.num_rows - nodes, report.num_scored - nodes
+        measured = self.planner.measured
+        plain = measured * self.curve.predict(report.num_requests, rows, scored, context * rows) + idle
+        alone = plain if rows == count else measured * self.curve.predict(count, count, count, context * count) + idle
+        if not self._plain:
+            self._purse = FIRST_PURSE * alone
+        self._plain = alone
+        self._purse += ALLOWANCE * plain
+        if depth and not self._has_fixed:
+            won = sum([len(o.accepted) for o in report.outcomes])
+            self._purse += plain + won * alone / count - seconds
+        self._purse = min(self._purse, PURSE * alone)
+        if self._purse >= 0.0:
+            self._floor = 0.0
+
+    def forget(self, slots: Sequence[int]) -> None:
+        self.survival.forget(slots)
+        for slot in slots:
+            self._unread.pop(slot, None)
+        if not set(self._probed).isdisjoint(slots):
+            self._probed, self._probe_left = (), 0
+        self._key = ()
+
+
+def _depths(most: int) -> list[int]:
+    """Every depth up to 8, then ever further apart: a pass over the candidates each."""
+    depths = list(range(1, min(most, 8) + 1))
+    while depths[-1] < most:
+        depths.append(min(most, depths[-1] + max(1, depths[-1] // 4)))
+    return depths
