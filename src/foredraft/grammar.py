@@ -109,7 +109,8 @@ def _check_schema(schema: Any) -> None:
     """Level by level, so that neither depth nor an object that holds itself costs anything."""
     if not isinstance(schema, dict):
         raise ForedraftError(f"a JSON schema is an object, got {type(schema).__name__}")
-    level, seen = [schema], 0
+    level: list[Any] = [schema]
+    seen = 0
     for _ in range(MAX_DEPTH):
         below = [inner for value in level for inner in _inner(value)]
         seen += len(below)
@@ -277,16 +278,9 @@ class Grammars:
         vocabulary, _ = self._known()
         from llguidance import LLMatcher, LLParserLimits
 
-        source = {
-            "json_object": lambda: LLMatcher.grammar_from_json_schema('{"type": "object"}'),
-            "json_schema": lambda: LLMatcher.grammar_from_json_schema(grammar.source),
-            "regex": lambda: LLMatcher.grammar_from_regex(grammar.source),
-            "choice": lambda: LLMatcher.grammar_from_lark(_alternatives(json.loads(grammar.source))),
-            "lark": lambda: LLMatcher.grammar_from_lark(grammar.source),
-        }[grammar.kind]
         limits = LLParserLimits(verbose_errors=False)  # the whole state of the parser is no message
         try:
-            made = LLMatcher(vocabulary, source(), log_level=0, limits=limits)
+            made = LLMatcher(vocabulary, _source(grammar, LLMatcher), log_level=0, limits=limits)
         except ValueError as error:
             raise ForedraftError(f"the {grammar.kind} grammar cannot be used: {error}") from error
         if made.is_error():
@@ -299,8 +293,18 @@ class Grammars:
         return self._vocabulary
 
 
-def _alternatives(choices: Sequence[str]) -> str:
-    return "start: " + " | ".join(json.dumps(one, ensure_ascii=False) for one in choices)
+def _source(grammar: Grammar, matcher: Any) -> str:
+    """In llguidance's own form. Raises ValueError."""
+    if grammar.kind == "regex":
+        made = matcher.grammar_from_regex(grammar.source)
+    elif grammar.kind == "choice":
+        words = (json.dumps(one, ensure_ascii=False) for one in json.loads(grammar.source))
+        made = matcher.grammar_from_lark("start: " + " | ".join(words))
+    elif grammar.kind == "lark":
+        made = matcher.grammar_from_lark(grammar.source)
+    else:
+        made = matcher.grammar_from_json_schema(grammar.source or '{"type": "object"}')
+    return str(made)
 
 
 def _vocabulary(tokenizer: Any) -> tuple[Any, int]:

@@ -12,7 +12,10 @@ import torch
 from foredraft import zoo
 from foredraft.completion import Completion, Delta
 from foredraft.drafters.base import Context, Drafter, methods, parse, reads_model
+from foredraft.drafters.overlay import Overlay
+from foredraft.drafters.prediction import Prediction
 from foredraft.engine.engine import Engine
+from foredraft.engine.guard import Guard
 from foredraft.engine.output import Transcript
 from foredraft.engine.scheduler import Limits
 from foredraft.errors import ForedraftError
@@ -31,6 +34,7 @@ from foredraft.verify import RULES
 Prompt = str | Sequence[int]
 DrafterSpec = None | str | dict[str, Any] | Drafter
 DEFAULT_TOKENS = 5  # draft length
+PREDICTED_TOKENS = 15  # of a draft from a request's prediction: sixteen rows, which one pass takes well
 VERIFY = ("auto", *RULES)
 
 
@@ -163,7 +167,8 @@ class LLM:
         Raises ForedraftError for what this model cannot do.
         """
         ids = self._encode(prompt)
-        self._check(s, ids)
+        options = options or RequestOptions()
+        self._check(s, options)
         seed = int.from_bytes(os.urandom(8), "little") if s.seed is None else s.seed
         bad_words = self._bad_words(s)
         text = prompt if isinstance(prompt, str) else None
@@ -229,9 +234,10 @@ class LLM:
             )
         return ids
 
-    def _check(self, s: Sampling, ids: list[int]) -> None:
+    def _check(self, s: Sampling, options: RequestOptions) -> None:
         size = self.target.vocab_size
         ids_of = {name: getattr(s, name) or () for name in ("allowed_token_ids", "logit_bias", "stop_token_ids")}
+        ids_of["prediction"] = options.prediction
         ids_of["bad_words"] = [token for word in s.bad_words if not isinstance(word, str) for token in word]
         for name, named in ids_of.items():
             outside = [token for token in named if not 0 <= token < size]
@@ -267,13 +273,19 @@ class LLM:
             pool.capacity = num_pages * limits.page_size
         self.engine = Engine(
             self.target,
-            self.drafter,
+            self._overlaid(),
             PageAllocator(num_pages, limits.page_size),
             Limits(limits.max_batch, limits.max_step_tokens),
             self.target.device,
             is_debug=self._is_debug,
             prefix_cache=limits.prefix_cache,
         )
+
+    def _overlaid(self) -> Drafter:
+        """What requests say their output will be goes before any other draft; each fails alone."""
+        size = self.target.vocab_size
+        main = None if self.drafter is None else Guard(self.drafter, size)
+        return Overlay(Guard(Prediction(PREDICTED_TOKENS), size), main)
 
     def _make_drafter(self, spec: DrafterSpec, num_tokens: int | None) -> tuple[Drafter | None, str]:
         if spec is None or spec == "none":

@@ -58,7 +58,7 @@ def test_heads_that_know_the_target_are_never_wrong(dtype: torch.dtype, options:
     llm = drafting(seer(), dtype, **options)
     for done in llm.generate([[3], [5, 12], [9] * 20], replace(GREEDY, max_tokens=41)):
         # the prompt's step drafts nothing and gives one token, every other one gives the depth of the tree and one
-        depth = llm.engine.drafter.drafter.tree.depth
+        depth = llm.drafter.tree.depth
         assert done.stats.target_passes == 1 + -(-40 // (depth + 1))
         assert len(set(done.stats.accepted_at)) == 1
         assert depth >= 3

@@ -35,8 +35,13 @@ class Guard:
         self.drafter = drafter
         self.vocab_size = vocab_size
         self.timeout = timeout
-        self.failures: Counter[Kind] = Counter()
+        self._own: Counter[str] = Counter()
         self._clock = clock
+
+    @property
+    def failures(self) -> Counter[str]:
+        """By kind; those that drafters inside this one count themselves are among them."""
+        return self._own + Counter(getattr(self.drafter, "failures", None))
 
     @property
     def num_failures(self) -> int:
@@ -44,7 +49,7 @@ class Guard:
 
     @property
     def is_active(self) -> bool:
-        return self.drafter is not None and self.num_failures < MAX_FAILURES
+        return self.drafter is not None and self._own.total() < MAX_FAILURES
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -101,7 +106,7 @@ class Guard:
                 self._failed("raised", f"settle: {type(error).__name__}: {error}")
 
     def _failed(self, kind: Kind, what: str) -> None:
-        self.failures[kind] += 1
+        self._own[kind] += 1
         log.warning("the drafter failed (%s); %s", what, "ignored" if self.is_active else "it is not used any more")
 
     def _fault(self, batch: Batch, tree: TokenTree) -> str | None:

@@ -1,0 +1,446 @@
+"""What a grammar may be, what may follow a path, and that finished texts are valid however they were drafted.
+
+Guards against masks of another position, a matcher that drafts have moved, siblings that disturb each other, ids that
+end a text in the middle of a value, rows after impossible drafts that fail their request, and hostile schemas.
+"""
+
+import builtins
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import models_made
+from fakes import Scripted, TableLM, drafter_of, engine_of, run, transcript_of
+from foredraft import LLM, ForedraftError, Sampling
+from foredraft import grammar as grammar_module
+from foredraft.drafters.base import Draft, plant
+from foredraft.grammar import Grammar, Grammars, Matcher
+from foredraft.llm import MemoryLimits
+from foredraft.request import Batch
+from foredraft.sampling import History, distribution
+from foredraft.tree import TokenTree
+from foredraft.verify import LOSSY, RULES
+from grammars_made import END, NINE, TIGHT, grammars, is_valid, nine, schema_of, speaker
+from methods_made import MADE
+
+PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8], [44, 45, 46], [70] * 6, [(7 * i) % 31 + 4 for i in range(40)]]
+LOSSLESS = [name for name in RULES if name not in LOSSY]
+FIXED = {
+    "json": Grammar.json_schema(
+        TIGHT
+        | {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "maxLength": 6},
+                "tags": {"type": "array", "items": {"enum": ["red", "green", "grey"]}, "minItems": 1, "maxItems": 4},
+                "n": {"type": "integer", "minimum": 0, "maximum": 5000},
+            },
+            "required": ["name", "tags", "n"],
+            "additionalProperties": False,
+        }
+    ),
+    "regex": Grammar.regex("(ab|abc|[0-9]{2,5}-)+x"),
+    "choice": Grammar.choice(["yes", "yesterday", "no", "none"]),
+}
+GREEDY = Sampling(max_tokens=60, temperature=0)
+SEEDED = Sampling(max_tokens=60, temperature=0.8, top_p=0.95, seed=4, repetition_penalty=1.1)
+
+
+def allowed(matcher: Matcher, output: Sequence[int] = (), drafted: Sequence[int] = ()) -> set[str] | None:
+    mask = matcher.after(output, drafted).mask
+    return None if mask is None else {NINE[i] for i in mask.nonzero().flatten().tolist()}
+
+
+def matcher_of(pattern: str, eos: Sequence[int] = (END,), stops: Sequence[int] = (), vocab_size: int = 9) -> Matcher:
+    return grammars(vocab_size).matcher(Grammar.regex(pattern), eos, stops)
+
+
+# what a grammar may be
+
+
+def _deep(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"items": schema}
+    return schema
+
+
+def _endless() -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    schema["not"] = schema
+    return schema
+
+
+def _bushy() -> dict[str, Any]:
+    """2^40 values that are forty objects."""
+    schema: dict[str, Any] = {}
+    for _ in range(40):
+        schema = {"a": schema, "b": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Grammar("xml", "<a/>"), "unknown kind"),
+        (lambda: Grammar.json_schema("{"), "must be JSON"),
+        (lambda: Grammar.json_schema("[]"), "is an object, got list"),
+        (lambda: Grammar.json_schema([]), "is an object, got list"),
+        (lambda: Grammar.json_schema({"a": {1, 2}}), "no JSON"),
+        (lambda: Grammar.json_schema(_deep(70)), "nested"),
+        (lambda: Grammar.json_schema("[" * 60_000), "nested"),
+        (lambda: Grammar.json_schema(json.dumps(_deep(300))), "nested"),
+        (lambda: Grammar.json_schema(_endless()), "nested"),
+        (lambda: Grammar.json_schema(_bushy()), "more than 65,536 values"),
+        (lambda: Grammar.json_schema({"const": "x" * 200_000}), "bytes"),
+        (lambda: Grammar.regex("a" * 200_000), "bytes"),
+        (lambda: Grammar.regex(""), "is empty"),
+        (lambda: Grammar("json_object", "{}"), "takes no source"),
+        (lambda: Grammar.lark(b"start: "), "is a string"),
+        (lambda: Grammar.choice([]), "one string or more"),
+        (lambda: Grammar.choice("yes"), "got one string"),
+        (lambda: Grammar.choice(["a", 1]), "one string or more"),
+        (lambda: Grammar.choice(["a", ""]), "empty string"),
+        (lambda: Grammar.choice([f"{i}" for i in range(5000)]), "at most 4,096"),
+        (lambda: Sampling(grammar="[0-9]+"), "must be a Grammar"),
+    ],
+)
+def test_what_is_no_grammar_is_refused_by_name(make, said):
+    with pytest.raises(ValueError, match=said):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("grammar", "said"),
+    [
+        (Grammar.json_schema({"type": "objekt"}), "objekt"),
+        (Grammar.json_schema({"type": "object", "contains": {}}), "contains"),
+        (Grammar.json_schema({"$ref": "#/nowhere"}), "nowhere"),
+        (Grammar.json_schema({"$ref": "#"}), "no text follows"),
+        (Grammar.regex("(a"), "unclosed group"),
+        (Grammar.regex("(" * 20_000 + "a" + ")" * 20_000), "cannot be used"),
+        (Grammar.regex("(?=a)b"), "look-around"),
+        (Grammar.lark("start: nowhere"), "nowhere"),
+        (Grammar.lark("start: " + "(" * 5000 + '"a"' + ")" * 5000), "nested"),
+        (Grammar.choice(["é"]), "no text follows the choice grammar"),
+    ],
+)
+def test_what_the_compiler_refuses_is_said_before_anything_runs(grammar, said):
+    """`choice`: the vocabulary of nine tokens has no bytes of it."""
+    with pytest.raises(ForedraftError, match=said):
+        grammars().matcher(grammar, (END,))
+
+
+def test_without_llguidance_the_error_names_the_extra(monkeypatch):
+    real = builtins.__import__
+
+    def missing(name, *args, **more):
+        if name == "llguidance":
+            raise ImportError(name)
+        return real(name, *args, **more)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    with pytest.raises(ForedraftError, match=r"pip install 'foredraft\[grammar\]'"):
+        Grammars(nine(), 9).matcher(Grammar.json_object(), (END,))
+
+
+def test_a_model_without_a_readable_tokenizer_takes_no_grammar():
+    with pytest.raises(ForedraftError, match="no tokenizer"):
+        models_made.plain().generate([[5]], Sampling(grammar=Grammar.json_object()))
+    with pytest.raises(ForedraftError, match="fast tokenizer"):
+        Grammars(object(), 9).matcher(Grammar.json_object(), ())
+
+
+# what may follow a path
+
+
+def test_what_may_follow_is_said_after_the_output_and_the_path():
+    matcher = matcher_of("abc+|b{2}")
+    assert allowed(matcher) == {"a", "ab", "b"}
+    assert allowed(matcher, (), [0]) == {"b", "bc"}
+    assert allowed(matcher, (), [3]) == {"c", "cc"}
+    assert allowed(matcher, (), [0, 4]) == {"c", "cc", "<end>"}
+    assert allowed(matcher, (), [1]) == {"b"}
+    assert allowed(matcher, [3]) == {"c", "cc"}
+    assert allowed(matcher, [3], [2, 5]) == {"c", "cc", "<end>"}
+    assert allowed(matcher, [3, 5]) == {"c", "cc", "<end>"}
+
+
+def test_siblings_and_repeated_questions_leave_the_state_alone():
+    """Random walks over the paths of a grammar, in any order, against a fresh matcher for every question."""
+    rng = random.Random(0)
+    for _ in range(12):
+        pattern = "".join(rng.choice(["a", "b+", "(ab|c)", "(bc)?", "[ac]{1,3}"]) for _ in range(4))
+        matcher, output = matcher_of(pattern), []
+        while True:
+            for _ in range(12):
+                drafted: list[int] = []
+                while rng.random() < 0.8:
+                    options = allowed(matcher_of(pattern), output, drafted)
+                    known = options is not None and rng.random() < 0.8
+                    drafted.append(NINE.index(rng.choice(sorted(options))) if known else rng.randrange(9))
+                assert allowed(matcher, output, drafted) == allowed(matcher_of(pattern), output, drafted)
+            token = NINE.index(rng.choice(sorted(allowed(matcher, output))))
+            if token == END:
+                break
+            output = [*output, token]
+
+
+def test_every_node_of_a_step_costs_one_mask():
+    matcher = matcher_of("[abc]+")
+    made = matcher.num_masks
+    for _ in range(3):
+        for path in ([], [0], [0, 1], [0, 2], [1]):
+            matcher.after([0], path)
+    assert matcher.num_masks - made == 5
+
+
+def test_no_row_after_an_impossible_draft_is_masked_or_fails():
+    """Forbidden tokens, the end and what comes after it, and ids without a text, of a model with more ids."""
+    matcher = matcher_of("ab", vocab_size=14)
+    for path in ([2], [2, 0], [3, 8], [3, 8, 0], [13], [9], [0, 12, 1]):
+        assert allowed(matcher, (), path) is None
+    assert allowed(matcher, (), [3]) == {"<end>"}
+    law = distribution(torch.randn(2, 14), SEEDED_GRAMMAR, [History(drafted=p, matcher=matcher) for p in ([2], [13])])
+    assert law.isfinite().all()
+    assert (law.sum(-1) - 1).abs().max() < 1e-5
+
+
+SEEDED_GRAMMAR = Sampling(grammar=Grammar.regex("ab"))
+
+
+def test_a_model_with_fewer_ids_than_the_tokenizer():
+    matcher = matcher_of("(ab|c)+", vocab_size=3)
+    assert allowed(matcher) == {"a", "c"}
+    assert allowed(matcher, (), [0, 1]) == {"a", "c"}  # the end is no id of this model
+
+
+def test_a_text_ends_only_where_the_grammar_is_satisfied():
+    """Also where the end is a token of the grammar, and by the ids of the request."""
+    matcher = matcher_of("a[abc]b", eos=(2, END), stops=(6,))
+    assert allowed(matcher, (), [0]) == {"a", "b", "ab", "bc"} - {"bc"}
+    assert allowed(matcher, [0, 1], [1]) == {"c", "<end>", "{"}
+    own = matcher_of("a[abc]b", eos=(), stops=(2,))
+    assert "c" in allowed(own, (), [0])
+
+
+def test_a_finished_grammar_leaves_the_end_and_nothing_else():
+    """Whatever min_tokens, bad words and allowed ids say; and everything where there is no end, for the engine ends the
+    text there."""
+    sampling = Sampling(grammar=Grammar.regex("ab"), min_tokens=5, allowed_token_ids=(0, 1), bad_words=((8,),))
+    history = History(output=[3], end_ids=(END,), bad_words=((8,),), matcher=matcher_of("ab"))
+    assert distribution(torch.randn(1, 9), sampling, [history])[0].tolist() == [0.0] * 8 + [1.0]
+    endless = matcher_of("ab", eos=())
+    assert endless.after([3]).is_finished
+    assert endless.after([3]).mask is None
+    assert not matcher_of("ab", eos=()).after([0]).is_finished
+
+
+def test_an_output_that_was_cut_back_is_followed_again():
+    matcher = matcher_of("(ab|c)+")
+    assert allowed(matcher, [0, 1, 2]) == {"a", "ab", "c", "cc", "<end>"}
+    assert allowed(matcher, [0]) == {"b"} | {"bc"}
+    assert allowed(matcher, [0, 4]) == {"a", "ab", "c", "cc", "<end>"}
+
+
+def test_a_grammar_without_a_matcher_is_refused():
+    with pytest.raises(ValueError, match="matcher"):
+        distribution(torch.randn(1, 9), SEEDED_GRAMMAR)
+
+
+def test_forbidden_tokens_keep_a_nan():
+    logits = torch.zeros(1, 9)
+    logits[0, 5] = torch.nan
+    assert distribution(logits, SEEDED_GRAMMAR, [History(matcher=matcher_of("ab"))]).isnan().all()
+
+
+# texts
+
+
+def test_random_schemas_give_valid_texts():
+    """240 of them, with and without drafts, over 320 tokens (and 20 ids without a text)."""
+    model = models_made.llama(340)
+    plain = LLM(model, None, tokenizer=models_made.tokenizer(), is_debug=True)
+    drafted = plain.with_drafter(models_made.draft_model(4, model=models_made.perturbed(model, 0.04)))
+    rng = random.Random(1)
+    found = [Grammar.json_schema(TIGHT | schema_of(rng)) for _ in range(240)]
+    prompts = [[rng.randrange(3, 300) for _ in range(rng.randint(1, 9))] for _ in found]
+    params = [
+        Sampling(max_tokens=200, temperature=rng.choice([0.0, 0.7, 1.3]), seed=rng.choice([None, i]), grammar=g)
+        for i, g in enumerate(found)
+    ]
+    num_accepted = 0
+    for llm in (plain, drafted):
+        done = llm.generate(prompts, params)
+        ended = [i for i, c in enumerate(done) if c.finish_reason == "stop"]
+        assert len(ended) > 230
+        assert {c.finish_reason for c in done} <= {"stop", "length"}
+        for i in ended:
+            assert is_valid(done[i].text, found[i]), (done[i].text, found[i].source)
+        num_accepted += sum(c.stats.num_accepted for c in done)
+    assert num_accepted > 500
+    assert drafted.engine.drafter.num_failures == 0
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_without_the_grammar_the_text_is_another_and_invalid(name):
+    done = speaker().generate(PROMPTS, SEEDED)
+    under = speaker().generate(PROMPTS, replace(SEEDED, grammar=FIXED[name]))
+    assert [c.text for c in done] != [c.text for c in under]
+    assert not any(is_valid(c.text, FIXED[name]) for c in done)
+    assert any(is_valid(c.text, FIXED[name]) for c in under)
+
+
+@pytest.mark.parametrize("rule", LOSSLESS)
+@pytest.mark.parametrize("name", MADE)
+def test_text_is_the_same_with_and_without_a_drafter(name, rule):
+    """Greedy under every rule, seeds under `match`; n samples, and a batch of several grammars."""
+    if rule == "block" and not MADE[name].is_chain:
+        pytest.skip("block verification takes chains")
+    modes = [GREEDY, replace(SEEDED, n=2)] if rule == "match" else [GREEDY]
+    params = [replace(s, grammar=g) for s in modes for g in FIXED.values()]
+    prompts = [prompt for prompt in PROMPTS for _ in params]
+    params = params * len(PROMPTS)
+    alone = speaker().generate(prompts, params)
+    accepted = rejected = 0
+    for num_tokens in (1, 4):
+        llm = speaker().with_drafter(MADE[name].make(num_tokens), verify=rule)
+        done = llm.generate(prompts, params)
+        assert [(c.token_ids, c.finish_reason) for c in done] == [(c.token_ids, c.finish_reason) for c in alone]
+        assert llm.engine.drafter.num_failures == 0
+        accepted += sum(c.stats.num_accepted for c in done)
+        rejected += sum(c.stats.num_drafted - c.stats.num_accepted for c in done)
+    assert accepted > 0
+    assert rejected > 0
+
+
+@pytest.mark.parametrize("rule", ["reject", "block"])
+def test_sampled_texts_under_every_rule_are_valid(rule):
+    llm = speaker().with_drafter(models_made.draft_model(4), verify=rule)
+    params = [Sampling(max_tokens=90, n=8, grammar=g) for g in FIXED.values()]
+    done = llm.generate([PROMPTS[0]] * len(params), params)
+    ended = [c for c in done if c.finish_reason == "stop"]
+    assert len(ended) > len(done) // 2
+    assert all(is_valid(c.text, list(FIXED.values())[i // 8]) for i, c in enumerate(done) if c in ended)
+    assert len({c.text for c in done}) > 8
+    assert sum(c.stats.num_accepted for c in done) > 0
+
+
+def test_preemption_changes_no_text():
+    limits = MemoryLimits(kv_tokens=76, page_size=4, max_batch=8, max_step_tokens=48)
+    params = [replace(s, grammar=FIXED["json"]) for s in (GREEDY, replace(SEEDED, n=4))]
+    alone = speaker().generate([PROMPTS[0]] * len(params), params)
+    llm = models_made.limited(speaker(), models_made.draft_model(4), limits, max_chunk=5)
+    done = llm.generate([PROMPTS[0]] * len(params), params)
+    assert llm.engine.scheduler.num_preempted > 0
+    assert [c.token_ids for c in done] == [c.token_ids for c in alone]
+
+
+def test_log_probabilities_are_those_of_the_law():
+    """A choice that is forced has probability one."""
+    sampling = replace(GREEDY, grammar=Grammar.choice(["zyx"]), logprobs=2)
+    for llm in (speaker(), speaker().with_drafter(models_made.draft_model(4))):
+        done = llm.generate([PROMPTS[0]], sampling)[0]
+        assert done.text == "zyx"
+        assert len(done.logprobs) == len(done.token_ids) == 4
+
+
+@pytest.mark.parametrize("drafter", [None, "draft"])
+def test_a_request_without_an_end_stops_where_its_grammar_does(drafter):
+    llm = speaker() if drafter is None else speaker().with_drafter(models_made.draft_model(5))
+    sampling = replace(SEEDED, ignore_eos=True, grammar=FIXED["json"], n=6, max_tokens=90)
+    done = llm.generate([PROMPTS[0]], sampling)
+    assert {c.finish_reason for c in done} == {"stop"}
+    assert all(is_valid(c.text, FIXED["json"]) for c in done)
+    assert {speaker().tokenizer.decode(c.token_ids[-1]) for c in done} == {"}"}
+
+
+def test_stop_strings_and_lengths_still_cut_a_text_short():
+    sampling = replace(GREEDY, grammar=Grammar.choice(["zyxwv"]))
+    assert speaker().generate([PROMPTS[0]], replace(sampling, stop=("x",)))[0].text == "zy"
+    short = speaker().generate([PROMPTS[0]], replace(sampling, max_tokens=3))[0]
+    assert (short.text, short.finish_reason) == ("zyx", "length")
+
+
+# drafts that break the grammar
+
+
+def _nonsense(seed: int) -> Scripted:
+    rng = random.Random(seed)
+
+    def propose(batch: Batch) -> TokenTree:
+        drafts = []
+        for budget in batch.budgets:
+            tokens = [rng.randrange(9) for _ in range(budget)]
+            drafts.append(Draft(tuple(tokens), tuple(rng.randint(0, i) for i in range(budget))))
+        return plant(batch, drafts)
+
+    return Scripted(propose, num_nodes=6)
+
+
+@pytest.mark.parametrize("rule", ["match", "reject"])
+def test_guesses_that_the_grammar_forbids_never_survive(rule):
+    """Random trees: most of them hold forbidden tokens, ends and tokens after ends."""
+    lm = TableLM.random(9, seed=3)
+    kinds = grammars()
+    grammar = Grammar.regex("(a(bc)+|c{2,4}|[{]b*[}])+")
+    texts = {}
+    for name, drafter in {"plain": None, "drafted": _nonsense(1)}.items():
+        transcripts = []
+        for i in range(40):
+            sampling = Sampling(max_tokens=30, seed=i, temperature=0.8, grammar=grammar)
+            made = transcript_of([i % 8], sampling, i, nine(), rule, (END,))
+            made.request.matcher = kinds.matcher(grammar, (END,))
+            transcripts.append(made)
+        done = [c for c, _ in run(engine_of(lm, drafter), transcripts)]
+        assert all(is_valid(c.text, grammar) for c in done if c.finish_reason == "stop")
+        assert sum(c.finish_reason == "stop" for c in done) > 20
+        assert not any(c.finish_reason == "error" for c in done)
+        texts[name] = [c.token_ids for c in done]
+        accepted = sum(c.stats.num_accepted for c in done)
+    assert accepted > 0
+    if rule == "match":
+        assert texts["plain"] == texts["drafted"]
+
+
+# errors
+
+
+def test_a_matcher_that_fails_ends_its_own_request_alone(monkeypatch):
+    """Limits of llguidance so low that the second mask is too much for one of two requests."""
+    import llguidance
+
+    hard = Grammar.regex("(a|b)*a(a|b|c){40}")
+    lm, kinds = TableLM.random(9, seed=3), Grammars(nine(), 9)
+    real = llguidance.LLParserLimits
+
+    def strict(**more):
+        return real(max_lexer_states=30, **more)
+
+    monkeypatch.setattr(llguidance, "LLParserLimits", strict)
+    transcripts = []
+    for i, grammar in enumerate((hard, Grammar.regex("[abc]{9}"))):
+        made = transcript_of([1], Sampling(max_tokens=60, seed=3, grammar=grammar), i, nine(), "match", (END,))
+        made.request.matcher = kinds.matcher(grammar, (END,))
+        transcripts.append(made)
+    engine = engine_of(lm, drafter_of(lm.perturbed(0.3), 3))
+    (first, _), (second, _) = run(engine, transcripts)
+    assert first.finish_reason == "error"
+    assert "grammar" in first.error
+    assert "too many states" in first.error
+    assert second.finish_reason == "stop"
+    assert len(second.text) == 9
+    assert engine.drafter.num_failures == 0
+
+
+def test_compiled_grammars_are_kept_within_limits(monkeypatch):
+    monkeypatch.setattr(grammar_module, "KEPT", 3)
+    kinds = Grammars(nine(), 9)
+    for i in range(1, 9):
+        kinds.matcher(Grammar.regex(f"a{{{i}}}"), (END,))
+    assert len(kinds._compiled) == 3
