@@ -2,14 +2,16 @@
 
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from foredraft.server.errors import ApiError
+from foredraft.server.errors import ApiError, unavailable
 from foredraft.server.generation import Generation
 from foredraft.server.parameters import speculation
 from foredraft.server.protocol import Generating
 from foredraft.server.sse import event
+from foredraft.server.writing import Part
 from foredraft.verify import LOSSY
 
 if TYPE_CHECKING:
@@ -38,6 +40,14 @@ class Head:
             "id": self.id, "object": self.object, "created": self.created, "model": self.model, "choices": choices
         }  # fmt: skip
         return body if self.verification is None else body | {"verification": self.verification}
+
+
+def check_begun(service: "Service", parts: Sequence[Part]) -> None:
+    """Raises ApiError if nothing was written before all of it was aborted: by the deadline, or by a shutdown."""
+    if all(part.finish_reason == "abort" and not part.tokens for part in parts):
+        if service.is_stopping:
+            raise unavailable("the server is shutting down")
+        raise ApiError(504, str(parts[0].stop_reason or "the request was aborted"))
 
 
 def finished(service: "Service", request: Generating, generation: Generation) -> dict[str, Any]:

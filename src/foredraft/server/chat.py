@@ -6,7 +6,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from foredraft.server.answers import Head, error_event, finished
+from foredraft.server.answers import Head, check_begun, error_event, finished
 from foredraft.server.errors import ApiError
 from foredraft.server.generation import Generation
 from foredraft.server.logprobs import chat_logprobs, prompt_logprobs
@@ -77,6 +77,7 @@ class Answer:
         parts = [Part() for _ in self.choices]
         async for delta in self.generation.deltas():
             parts[delta.index].add(self.choices[delta.index].take(delta))
+        check_begun(self.service, parts)
         choices = []
         for choice, part in zip(self.choices, parts, strict=True):
             message = {"role": "assistant", "content": part.text, "refusal": None}

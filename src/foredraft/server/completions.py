@@ -7,7 +7,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from foredraft.server.answers import Head, error_event, finished
+from foredraft.server.answers import Head, check_begun, error_event, finished
 from foredraft.server.errors import ApiError
 from foredraft.server.generation import Generation
 from foredraft.server.logprobs import Entry, completion_logprobs, prompt_logprobs
@@ -83,6 +83,7 @@ class Answer:
         parts = [Part() for _ in self.choices]
         async for delta in self.generation.deltas():
             parts[delta.index].add(self.choices[delta.index].take(delta))
+        check_begun(self.service, parts)
         pairs = zip(self.choices, parts, strict=True)
         choices = [self._choice(choice, part, is_first=True) for choice, part in pairs]
         body = self.head.body(choices) | {"usage": usage_of(self.choices, self.request.n)}

@@ -1,7 +1,7 @@
 """The figures as Prometheus families, each under our name and, where vLLM has it, under vLLM's."""
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -43,6 +43,8 @@ def _histograms(m: "Metrics", prefix: str) -> Iterator[Metric]:
 def _counters(m: "Metrics", prefix: str) -> Iterator[Metric]:
     shown: dict[str, tuple[float, str]] = {
         "prompt_tokens": (m.prompt_tokens, "Tokens of the prompts of ended requests."),
+        "prefix_cache_queries": (m.looked_up, "Prompt tokens looked up in the prefix cache."),
+        "prefix_cache_hits": (m.found, "Prompt tokens found there."),
         "generation_tokens": (m.generated, "Tokens generated."),
         "spec_decode_num_drafts": (m.drafts, "Drafts verified."),
         "spec_decode_num_draft_tokens": (m.drafted, "Tokens drafted."),
@@ -51,11 +53,6 @@ def _counters(m: "Metrics", prefix: str) -> Iterator[Metric]:
     if m.worker is not None:
         scheduler = m.worker.engine.scheduler
         shown["num_preemptions"] = (scheduler.num_preempted, "Requests that gave way and were computed again.")
-        prefix_cache = getattr(scheduler, "prefix", None)
-        for name, what in (("queries", "Tokens looked up in the prefix cache."), ("hits", "Tokens found there.")):
-            count = getattr(prefix_cache, f"num_{name}", None)
-            if count is not None:
-                shown[f"prefix_cache_{name}"] = (count, what)
     for name, (value, what) in shown.items():
         family = CounterMetricFamily(f"{prefix}:{name}", what, labels=list(m.labels))
         family.add_metric(list(m.labels.values()), value)
@@ -87,16 +84,26 @@ def _own(m: "Metrics") -> Iterator[Metric]:
     """What vLLM has no name for."""
     yield m.step_time.family(f"{OURS}:step_time_seconds", "One step, drafting included.", m.labels)
     yield m.draft_time.family(f"{OURS}:draft_time_seconds", "The drafter's part of a step.", m.labels)
-    name, what = f"{OURS}:draft_length_decisions", "Steps by why their drafts were as long as they were."
-    yield _labelled(m, name, what, "reason", m.decisions)
-    yield _gauge(m, f"{OURS}:predicted_speedup", "Over plain decoding, as the last step expected it.", m.speed_up)
     resets = {what: m.failures[what] for what in ("step", "request", "engine")}
     yield _labelled(m, f"{OURS}:engine_failures", "Steps taken back, requests ended for it, engines.", "kind", resets)
     engine: Engine | None = None if m.worker is None else m.worker.engine
     if engine is not None:
+        yield from _decisions(m, engine)
         failures = {str(kind): count for kind, count in engine.drafter.failures.items()}
         shown = {kind: failures.get(kind, 0) for kind in ("raised", "malformed", "slow")}
         yield _labelled(m, f"{OURS}:drafter_failures", "What a drafter did wrong; output is unchanged.", "kind", shown)
+
+
+def _decisions(m: "Metrics", engine: Engine) -> Iterator[Metric]:
+    """How long drafts were and why, where somebody decides."""
+    counts: Mapping[str, float] = getattr(engine.lengths, "counts", {})
+    name, what = f"{OURS}:draft_length_decisions", "Steps by why their drafts were as long as they were."
+    yield _labelled(m, name, what, "reason", counts or {"fixed": m.step_time.count})
+    decision: Any = getattr(engine.lengths, "decision", None)
+    plain, rate = getattr(decision, "plain_rate", 0.0), getattr(decision, "rate", 0.0)
+    what = "Tokens per second that the best drafts should bring, over those without; 1 before anything is known."
+    yield _gauge(m, f"{OURS}:predicted_speedup", what, rate / plain if plain > 0 else 1.0)
+    yield _gauge(m, f"{OURS}:draft_nodes", "Nodes granted in the last step.", getattr(decision, "nodes", 0))
 
 
 def _labelled(m: "Metrics", name: str, what: str, label: str, counts: Mapping[str, float]) -> Metric:

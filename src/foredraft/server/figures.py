@@ -30,6 +30,10 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
     def family(self, name: str, help_text: str, labels: dict[str, str]) -> HistogramMetricFamily:
         family = HistogramMetricFamily(name, help_text, labels=list(labels))
         family.add_metric(list(labels.values()), list(self._buckets()), self.total)

@@ -6,9 +6,10 @@ Recorded per step and per request, never per token; nothing that goes wrong here
 clients see (first token, time between tokens), the engine's thread the rest.
 """
 
+import time
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
@@ -17,6 +18,7 @@ from prometheus_client.registry import Collector
 from foredraft.controller import StepReport
 from foredraft.engine.engine import Engine
 from foredraft.engine.output import Transcript
+from foredraft.request import Request
 from foredraft.server import exposition
 from foredraft.server.figures import ROWS, SAMPLES, SECONDS, STEP_SECONDS, TOKENS, Histogram
 
@@ -42,8 +44,8 @@ class Metrics(Collector):
         self.accepted_at: list[int] = []
         self.ended: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
-        self.decisions: Counter[str] = Counter()
-        self.speed_up = 1.0
+        self.looked_up = self.found = 0  # tokens, in the prefix cache
+        self._begun: dict[Request, float] = {}  # who runs -> since when
         self.registry.register(self)
 
     def watch(self, worker: "Worker") -> None:
@@ -64,10 +66,9 @@ class Metrics(Collector):
                 self.accepted_at += [0] * (kept - len(self.accepted_at))
                 for depth in range(kept):
                     self.accepted_at[depth] += 1
-        decision: Any = getattr(engine.lengths, "decision", None)
-        if decision is not None:
-            self.decisions[str(getattr(decision, "reason", "unknown"))] += 1
-            self.speed_up = float(getattr(decision, "speed_up", self.speed_up))
+        began = time.perf_counter() - report.step_time
+        for request in engine.tried:
+            self._begun.setdefault(request, began)
 
     def finished(self, transcript: Transcript) -> None:
         """On the engine's thread."""
@@ -80,10 +81,12 @@ class Metrics(Collector):
             self.samples.observe(request.sampling.n)
         self.output_size.observe(transcript.num_tokens)
         self.e2e.observe(stats.wall_time)
-        waited = getattr(transcript, "waited", None)
-        if waited is not None:
-            self.queue.observe(waited)
-            self.inference.observe(max(stats.wall_time - waited, 0.0))
+        begun = self._begun.pop(request, None)
+        if begun is not None:
+            self.queue.observe(max(begun - transcript.started, 0.0))
+            self.inference.observe(time.perf_counter() - begun)
+            self.looked_up += len(request.prompt)
+            self.found += request.num_cached or 0
         if transcript.num_tokens > 1:
             self.per_token.observe(stats.wall_time / transcript.num_tokens)
 

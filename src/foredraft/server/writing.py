@@ -69,6 +69,8 @@ class Choice:
         if delta.finish_reason is not None:
             part.finish_reason = delta.finish_reason
             part.stop_reason = self.transcript.stop_reason
+            if delta.finish_reason == "abort":
+                part.stop_reason = self.transcript.error
             if self.includes_stop and isinstance(part.stop_reason, str):
                 part.text += part.stop_reason
         if self.has_trace:
@@ -96,7 +98,7 @@ def usage_of(choices: Sequence[Choice], n: int) -> dict[str, Any]:
     first = choices[::n]
     prompt = sum(len(choice.transcript.request.prompt) for choice in first)
     output = sum(choice.used for choice in choices)
-    cached = sum(getattr(choice.transcript.request, "num_cached", 0) for choice in first)
+    cached = sum(choice.transcript.request.num_cached or 0 for choice in first)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": output,
