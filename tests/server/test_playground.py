@@ -385,9 +385,9 @@ def test_the_server_streams_to_the_page_and_plain_decoding_says_the_same(browser
         assert page.locator("#output .corrected").count() > 5
         assert page.locator("#plain-output .t:not(.none)").count() == 0
         page.evaluate("document.querySelector('#output').scrollTop = 0")
-        page.hover("#output .t.corrected:text-matches('[a-z]') >> nth=3")
-        assert page.locator("#card s").count() > 0
         assert "proposed by draft_model" in hovered(page, "#output .t.accepted:text-matches('[a-z]') >> nth=8")
+        hovered(page, "#output .t.corrected:text-matches('[a-z]') >> nth=3")
+        assert page.locator("#card s").count() > 0
         name = "playground.png" if scheme == "light" else "playground-dark.png"
         page.screenshot(path=artefacts() / name)
 
@@ -395,6 +395,15 @@ def test_the_server_streams_to_the_page_and_plain_decoding_says_the_same(browser
 def hovered(page, selector: str) -> str:
     page.hover(selector)
     return page.inner_text("#card")
+
+
+def test_a_chat_streams_with_its_origins_too(browser, real):
+    with opened(browser, real) as page:
+        page.check("input[value=chat]", force=True)
+        run(page, "What is a list?", max_tokens="24")
+        assert page.inner_text("#error") == ""
+        assert page.inner_text("[data-figure=tokens]") == "24"
+        assert page.locator("#output .t:not(.none)").count() > 5
 
 
 def test_the_stop_button_frees_the_request_of_the_server(browser, real):

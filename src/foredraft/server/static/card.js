@@ -37,7 +37,7 @@ export class Card {
     this.root.replaceChildren(head);
     if (pass) this.#describe(pass, depth, token, record, drafter);
     this.root.hidden = false;
-    this.#place(span.getBoundingClientRect());
+    this.#place(span.getBoundingClientRect(), span.parentElement.getBoundingClientRect());
     if (isByKey) this.spoken.textContent = this.#sentence(token, pass, depth);
   }
 
@@ -81,10 +81,13 @@ export class Card {
     return `${token.piece}, ${token.origin}, pass ${pass.number}, depth ${depth}${ending}`;
   }
 
-  #place(box) {
+  // Below the token; above it where that would hide what stands below the pane.
+  #place(box, pane) {
     const { style, offsetWidth, offsetHeight } = this.root;
-    const below = box.bottom + 8 + offsetHeight <= innerHeight;
+    const above = box.top - offsetHeight - 8;
+    const below = box.bottom + 8;
+    const end = below + offsetHeight;
     style.left = `${Math.max(8, Math.min(box.left, innerWidth - offsetWidth - 8))}px`;
-    style.top = `${below ? box.bottom + 8 : Math.max(8, box.top - offsetHeight - 8)}px`;
+    style.top = `${end <= Math.min(pane.bottom, innerHeight) || above < 8 ? below : above}px`;
   }
 }
