@@ -18,6 +18,9 @@ from foredraft.request import Batch, Request, State
 from foredraft.tree import Commit
 
 
+SPARE = 128  # one in so many pages is not given to who comes in
+
+
 @dataclass(frozen=True)
 class Limits:
     max_batch: int = 32  # requests that run at once
@@ -110,7 +113,7 @@ class Scheduler:
         self.prefix.clear()
         for request in running:
             request.pages.clear()
-            request.computed = request.num_sealed = request.num_noted = 0
+            request.computed = request.num_found = request.num_sealed = request.num_noted = 0
             self._wait(request, State.PREEMPTED)
         for request in self.waiting:  # its output may be cut after this
             request.hashes.clear()
@@ -200,7 +203,7 @@ class Scheduler:
         for request in self.waiting:
             if len(self.running) == self.limits.max_batch:
                 break
-            if self._is_early(request):
+            if (only is not None and request not in only) or self._is_early(request):
                 early.append(request)
             elif (hit := self._fit(request)) is not None:
                 self._enter(request, hit)
@@ -219,13 +222,13 @@ class Scheduler:
         return request.sampling.prompt_logprobs is None and first.computed < (len(request.prompt) - 1) // size * size
 
     def _fit(self, request: Request) -> Hit | None:
-        """What the prefix cache has of a request, or None if there are no pages for all its tokens. A page is left for
-        everyone who runs, so that nobody has to give way at once."""
+        """What the prefix cache has of a request, or None if there are no pages for all its tokens. A few are left over,
+        so that nobody has to give way at once."""
         if not self.running:
             return self.prefix.match(request)
         allocator = self.allocator
         promised = sum(max(allocator.pages_for(r.num_tokens) - len(r.pages), 0) for r in self.running)
-        room = allocator.num_available - promised - len(self.running)
+        room = allocator.num_available - promised - 1 - allocator.num_pages // SPARE
         if self._blocked[0] == request.arrival and room <= self._blocked[1]:
             return None
         hit = self.prefix.match(request)
