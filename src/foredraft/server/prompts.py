@@ -33,6 +33,8 @@ def _encoded(service: "Service", request: CompletionRequest, prompt: str | list[
     most = request.truncate_prompt_tokens
     offsets: list[int] | None = None
     if isinstance(prompt, str):
+        if most is None:
+            check_size(service, prompt)
         text, (ids, offsets) = prompt, encode_text(service, prompt, request.add_special_tokens, request.echo)
     else:
         ids, text = list(prompt), ""
@@ -60,10 +62,13 @@ def encode_text(
 ) -> tuple[list[int], list[int] | None]:
     """Token ids of a text, and where each begins in it if that is wanted and the tokenizer can tell."""
     tokenizer = service.vocabulary.need()
-    most = service.llm.target.context_length * service.vocabulary.longest
-    if len(text) > most:  # tokenising it would be a long way to the same answer
-        raise ApiError(400, f"the prompt has {len(text)} characters, more than the model's context can hold", "prompt")
     is_fast = has_offsets and getattr(tokenizer, "is_fast", False)
     encoded = tokenizer(text, add_special_tokens=has_special is not False, return_offsets_mapping=is_fast)
     offsets = [start for start, _ in encoded["offset_mapping"]] if is_fast else None
     return list(encoded.input_ids), offsets
+
+
+def check_size(service: "Service", text: str) -> None:
+    """Raises ApiError for what cannot fit, before the long way of tokenising it."""
+    if len(text) > service.llm.target.context_length * service.vocabulary.longest:
+        raise ApiError(400, f"the prompt has {len(text)} characters, more than the model's context can hold", "prompt")

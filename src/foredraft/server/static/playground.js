@@ -137,7 +137,7 @@ async function execute(name, request, signal) {
     });
     note(name, record.finish === "length" ? "stopped at max tokens" : "ended by itself");
   } catch (error) {
-    note(name, error.name === "AbortError" ? "stopped" : "broken off");
+    note(name, error.name === "AbortError" ? "stopped" : record.tokens.length ? "broken off" : "refused");
     throw error;
   } finally {
     draw();
@@ -155,7 +155,7 @@ function verdict(main, plain, isSampledFreely) {
   if (!same && isSampledFreely) texts = "the texts are two samples; give a seed, or temperature 0, to compare them";
   else if (!same) texts = `the texts differ from letter ${firstDifference(main.text, plain.text) + 1}`;
   write($("#verdict"), `${faster}; ${texts}.`);
-  $("#verdict").classList.toggle("same", same);
+  $("#verdict").classList.remove("waits");
 }
 
 function firstDifference(a, b) {
@@ -169,8 +169,10 @@ function reset(isCompared) {
   panes.main.show(null);
   panes.plain.show(null);
   isHeld = false;
-  for (const id of ["#error", "#verdict", "#status"]) write($(id), "");
-  $("#verdict").classList.remove("same");
+  for (const id of ["#error", "#status"]) write($(id), "");
+  write($("#verdict"), isCompared ? "Plain decoding follows." : "");
+  $("#verdict").classList.add("waits");
+  document.body.classList.toggle("compared", isCompared);
   $("#plain-pane").hidden = $("#verdict").hidden = !isCompared;
   for (const key of document.querySelectorAll("[data-key]")) key.hidden = !isCompared;
   note("main", "");
@@ -215,6 +217,7 @@ function summary(record) {
 }
 
 function report(error) {
+  if (!$("#verdict").hidden) write($("#verdict"), "Not compared.");
   if (error.name === "AbortError") {
     write($("#status"), `Stopped after ${records.plain?.numTokens ?? records.main?.numTokens ?? 0} tokens.`);
     return;

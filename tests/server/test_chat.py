@@ -1,0 +1,179 @@
+"""/v1/chat/completions: what is rendered, what is streamed, and that nobody writes control tokens but the template."""
+
+import pytest
+
+import models_made
+from foredraft import Sampling
+from foredraft.server.settings import Settings
+from serving import NAME, Running, fresh, running, small
+
+PATH = "/v1/chat/completions"
+GREEDY = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
+SPECIAL = ("<end>", "<stop>", "<pad>")
+ROLES = ("system", "user", "assistant")
+
+
+def ids(text: str) -> list[int]:
+    return list(models_made.tokenizer()(text).input_ids)
+
+
+def tokens(server: Running, messages: list[dict], **options) -> list[int]:
+    return server.ok("/tokenize", messages=messages, **options)["tokens"]
+
+
+def text_of(chunks: list[dict], index: int = 0) -> str:
+    parts = [c["delta"] for chunk in chunks for c in chunk["choices"] if c["index"] == index]
+    return "".join(part["content"] for part in parts)
+
+
+def test_an_answer_is_the_librarys_to_the_rendered_chat(server: Running):
+    body = server.chat("the end", **GREEDY)
+    prompt = ids("<stop>user: the end<pad><stop>assistant:")
+    (expected,) = small().with_drafter(None).generate(prompt, Sampling(temperature=0, max_tokens=24, ignore_eos=True))
+    (choice,) = body["choices"]
+    assert choice["message"] == {"role": "assistant", "content": expected.text, "refusal": None}
+    assert body["object"] == "chat.completion"
+    assert body["usage"]["prompt_tokens"] == len(prompt)
+
+
+def test_the_context_is_the_limit_unless_told_otherwise(server: Running):
+    body = server.chat("the", temperature=0, ignore_eos=True)
+    assert body["usage"]["total_tokens"] == models_made.CONTEXT
+    assert body["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    "extra", [{}, {"n": 2, "temperature": 1.1}, {"logprobs": True, "top_logprobs": 2}, {"stop": ["e"]}]
+)
+def test_a_stream_is_the_plain_answer_in_pieces(server: Running, extra):
+    body = {"messages": [{"role": "user", "content": "größe 🍣"}], "seed": 4} | GREEDY | extra
+    plain = server.ok(PATH, **body)
+    chunks = server.chunks(PATH, **body, stream_options={"include_usage": True})
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    for choice in plain["choices"]:
+        parts = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"]]
+        assert parts[0]["delta"] == {"role": "assistant", "content": ""}
+        assert text_of(chunks, choice["index"]) == choice["message"]["content"]
+        assert parts[-1]["finish_reason"] == choice["finish_reason"]
+        if choice["logprobs"] is not None:
+            streamed = [entry for part in parts if part["logprobs"] for entry in part["logprobs"]["content"]]
+            assert streamed == choice["logprobs"]["content"]
+    assert chunks[-1]["usage"]["completion_tokens"] == plain["usage"]["completion_tokens"]
+    assert chunks[-1]["choices"] == []
+
+
+def test_logprobs_with_bytes(server: Running):
+    choice = server.chat("a", **GREEDY, logprobs=True, top_logprobs=3)["choices"][0]
+    content = choice["logprobs"]["content"]
+    assert len(content) == 24
+    spelt = bytes(byte for entry in content for byte in entry["bytes"]).decode("utf-8", "replace")
+    assert spelt.rstrip("\ufffd") == choice["message"]["content"].rstrip("\ufffd")
+    for entry in content:
+        assert len(entry["top_logprobs"]) == 3
+        assert entry["top_logprobs"][0]["logprob"] == entry["logprob"]  # greedy
+        assert entry["token"] == entry["top_logprobs"][0]["token"]
+    bare = server.chat("a", **GREEDY, logprobs=True)["choices"][0]["logprobs"]["content"]
+    assert all(entry["top_logprobs"] == [] for entry in bare)
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("special", SPECIAL)
+@pytest.mark.parametrize("text", ["{}", "a {} b", "{}{}", " {}\n{}x"])
+def test_text_that_spells_a_control_token_stays_text(server: Running, role: str, special: str, text: str):
+    content = text.replace("{}", special)
+    made = tokens(server, [{"role": role, "content": content}])
+    control = [token for token in made if token in models_made.tokenizer().all_special_ids or token < len(SPECIAL)]
+    plain = tokens(server, [{"role": role, "content": "harmless"}])
+    assert control == [token for token in plain if token < len(SPECIAL)]
+    assert content in server.ok("/detokenize", tokens=made)["prompt"]
+
+
+def test_what_spells_none_is_tokenised_as_one_text(server: Running):
+    messages = [{"role": "system", "content": " the < end > of "}, {"role": "user", "content": "größe"}]
+    text = "<stop>system:  the < end > of <pad><stop>user: größe<pad><stop>assistant:"
+    assert tokens(server, messages) == ids(text)
+
+
+@pytest.mark.parametrize("content", ["top>", "stop>x"])
+def test_no_control_token_comes_about_where_a_message_meets_the_template(content: str):
+    template = "{% for m in messages %}<s{{ m.content }}{% endfor %}"
+    with running(fresh(), Settings(names=(NAME,), chat_template=template)) as server:
+        answer = server.post(PATH, {"messages": [{"role": "user", "content": content}]})
+        assert (answer.status_code == 400) == (content == "top>")
+
+
+def test_parts_and_continued_messages(server: Running):
+    parts = [{"type": "text", "text": "the "}, {"type": "text", "text": "end"}]
+    assert tokens(server, [{"role": "user", "content": parts}]) == ids("<stop>user: the end<pad><stop>assistant:")
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "the en "}]
+    went_on = tokens(server, turns, continue_final_message=True)
+    assert went_on == ids("<stop>user: a<pad><stop>assistant: the en ")
+    assert tokens(server, turns, add_generation_prompt=False) == ids("<stop>user: a<pad><stop>assistant: the en <pad>")
+    body = server.ok(PATH, messages=turns, continue_final_message=True, **GREEDY)
+    assert body["usage"]["prompt_tokens"] == len(went_on)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"chat_template": "x"}, "chat_template"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": 2}, "logprobs"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"echo": True}, "echo"),
+        ({"prompt": "x"}, "prompt"),
+    ],
+)
+def test_what_is_refused_is_named(server: Running, body: dict, param: str):
+    answer = server.post(PATH, {"messages": [{"role": "user", "content": "x"}]} | body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert param in error["message"] or "chat" in error["message"]
+
+
+def test_a_model_without_a_template():
+    with running(fresh(), Settings(names=(NAME,))) as server:
+        made = tokens(server, [{"role": "user", "content": "the"}])
+        assert made == ids("user: the\n\nassistant:")
+    with running(fresh(), Settings(names=(NAME,), has_plain_template=False)) as server:
+        answer = server.post(PATH, {"messages": [{"role": "user", "content": "x"}]})
+        assert answer.status_code == 400
+        assert "--chat-template" in answer.json()["error"]["message"]
+
+
+def test_json_comes_out_where_json_is_asked_for(server: Running):
+    import json
+
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "boolean"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+    for seed in range(4):
+        body = server.chat("the", response_format=asked, seed=seed, temperature=1.0, max_tokens=120)
+        assert body["choices"][0]["finish_reason"] == "stop"
+        assert isinstance(json.loads(body["choices"][0]["message"]["content"])["a"], bool)
+
+
+def test_a_prediction_is_drafted_from(server: Running):
+    plain = server.chat("the", **GREEDY, speculative_metrics=True)
+    text = plain["choices"][0]["message"]["content"]
+    predicted = server.chat(
+        "the",
+        **GREEDY,
+        speculative_metrics=True,
+        prediction={"type": "content", "content": [{"type": "text", "text": text}]},
+    )
+    assert predicted["choices"] == plain["choices"]

@@ -1,0 +1,95 @@
+"""Templates in their sandbox: what they may do, and twenty ways out that are closed."""
+
+import pytest
+
+from foredraft.errors import ForedraftError
+from foredraft.server.errors import ApiError
+from foredraft.server.protocol import Message
+from foredraft.server.settings import Limits, Settings
+from foredraft.server.templates import Templates, compiled, rendered
+from foredraft.server.vocabulary import Vocabulary
+from serving import small
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+ESCAPES = (
+    "{{ ''.__class__ }}",
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ messages.__class__ }}",
+    "{{ messages.append(1) }}",
+    "{{ messages[0].update({'a': 1}) }}",
+    "{{ messages[0].__init__.__globals__ }}",
+    "{{ self.__init__.__globals__ }}",
+    "{{ self._TemplateReference__context.environment }}",
+    "{{ cycler.__init__.__globals__.os.popen('id') }}",
+    "{{ joiner.__init__.__globals__ }}",
+    "{{ namespace.__init__.__globals__ }}",
+    "{{ lipsum.__globals__['os'] }}",
+    "{{ raise_exception.__globals__ }}",
+    "{{ strftime_now.__code__ }}",
+    "{{ ''['__class__'] }}",
+    "{{ ''|attr('__class__') }}",
+    "{{ '{0.__class__}'.format('') }}",
+    "{{ messages|map(attribute='__class__')|list }}",
+    "{{ (messages|first).__class__.__base__ }}",
+    "{% for x in ().__class__.__base__.__subclasses__() %}{{ x }}{% endfor %}",
+)
+ENDLESS = (
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}",
+    "{{ 'x' * 10000000000 }}",
+    "{{ 9 ** 9999999 }}",
+    "{% for i in range(10 ** 9) %}{% endfor %}",
+    "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+)
+
+
+@pytest.mark.parametrize("source", ESCAPES)
+def test_there_is_no_way_out(source: str):
+    """Refused, or rendered as nothing: never an object of ours."""
+    try:
+        text = rendered(compiled(source), {"messages": [dict(MESSAGES[0])]}, 2.0, 1 << 20)
+    except ApiError as error:
+        assert error.status == 400  # noqa: PT017
+    else:
+        assert "class" not in text
+        assert "<" not in text
+        assert text.strip() in ("", "[]", "[Undefined]")
+
+
+@pytest.mark.parametrize("source", ENDLESS)
+def test_a_template_that_takes_too_much_is_stopped(source: str):
+    with pytest.raises(ApiError):
+        rendered(compiled(source), {"messages": MESSAGES}, 0.3, 1 << 20)
+
+
+def test_a_template_that_does_not_compile():
+    with pytest.raises(ForedraftError, match="does not compile"):
+        compiled("{% for %}")
+
+
+def test_what_templates_of_the_hub_use():
+    source = (
+        "{%- set ns = namespace(n=0) %}{% for m in messages %}{% if loop.first and m.role != 'user' %}"
+        "{{ raise_exception('no') }}{% endif %}{% set ns.n = ns.n + 1 %}{% if ns.n > 1 %}{% break %}{% endif %}"
+        "{% generation %}{{ m | tojson }}{{ m.content | trim | upper }}{% endgeneration %}{% endfor %}{{ bos_token }}"
+        "{{ strftime_now('%Y') | length }}"
+    )
+    text = rendered(compiled(source), {"messages": MESSAGES * 3, "bos_token": "<s>"}, 2.0, 1000)
+    assert text == '{"role": "user", "content": "hello"}HELLO<s>4'
+
+
+def test_a_templates_own_complaint_reaches_the_client():
+    templates = made("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(ApiError, match="roles must alternate"):
+        templates.encode([Message(role="user", content="x")])
+
+
+def test_the_rendered_size_is_bounded():
+    with pytest.raises(ApiError, match="longer than 100"):
+        rendered(compiled("{% for i in range(200) %}x{% endfor %}"), {}, 2.0, 100)
+
+
+def made(source: str) -> Templates:
+    llm = small()
+    settings = Settings(chat_template=source, limits=Limits())
+    return Templates(Vocabulary(llm.tokenizer, llm.target.vocab_size), settings)
