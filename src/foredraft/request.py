@@ -58,6 +58,7 @@ class Request:
     num_cached: int | None = None  # prompt tokens that the prefix cache had when it first ran; None = it has not yet
     hashes: list[bytes] = field(default_factory=list)  # of its full pages, each with all before it
     inserted: set[bytes] = field(default_factory=set)  # those of them that it brought into the prefix cache
+    num_found: int = 0  # leading pages that it took from the prefix cache and did not write
     num_sealed: int = 0  # leading pages the prefix cache has taken up
     num_noted: int = 0  # leading ones of them whose draft KV it knows to be right
 

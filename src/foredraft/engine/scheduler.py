@@ -17,7 +17,6 @@ from foredraft.kv.prefix import Hit, PrefixCache
 from foredraft.request import Batch, Request, State
 from foredraft.tree import Commit
 
-
 SPARE = 128  # one in so many pages is not given to who comes in
 
 
@@ -222,7 +221,7 @@ class Scheduler:
         return request.sampling.prompt_logprobs is None and first.computed < (len(request.prompt) - 1) // size * size
 
     def _fit(self, request: Request) -> Hit | None:
-        """What the prefix cache has of a request, or None if there are no pages for all its tokens. A few are left over,
+        """What the prefix cache has of a request, or None if there are no pages for all its tokens. A few are left,
         so that nobody has to give way at once."""
         if not self.running:
             return self.prefix.match(request)

@@ -74,7 +74,7 @@ class PrefixCache:
         size, memory = self.allocator.page_size, self.owner.memory
         self.allocator.hold(hit.pages)
         request.pages += hit.pages
-        request.num_sealed = len(hit.pages)
+        request.num_sealed = request.num_found = len(hit.pages)
         request.computed = len(hit.pages) * size
         if memory is not None and hit.num_drafted:
             memory.valid[request.slot] = hit.num_drafted * size
@@ -198,8 +198,9 @@ class PrefixCache:
             request.num_noted = i + 1
 
     def _restore(self, request: Request) -> None:
-        """Pages equal to the request's own may have been evicted since: then its own take their place."""
-        for i in range(request.num_sealed):
+        """Pages equal to the request's own may have been evicted since: then its own take their place. Those it found
+        are known as long as it holds them, unless whoever wrote them failed."""
+        for i in range(request.num_found, request.num_sealed):
             if request.hashes[i] not in self._page_of:
                 self._put(request.hashes[i], request.pages[i], request)
 
@@ -226,4 +227,4 @@ class PrefixCache:
                 if known != page:
                     self.allocator.touch(known)
         request.pages.clear()
-        request.num_sealed = request.num_noted = request.computed = 0
+        request.num_found = request.num_sealed = request.num_noted = request.computed = 0
