@@ -80,9 +80,11 @@ ALLOWANCE = 0.01  # of the time may be lost: to probes, to the start, and to dra
 PURSE = 24.0  # plain steps' worth of it that may be saved up...
 FIRST_PURSE = 10.0  # ... and that there is to begin with
 START = (0, 0, 3, 3, 3, 3)  # nodes of the first steps, of at most FEW requests: two plain ones to compare with
-FEW = 4
+FEW = 2
 PROBE_NODES, PROBE_STEPS = 2, 4
 SOONEST, LATEST = 32, 256  # steps between probes: twice as many after each that showed nothing new
+STRETCH = 32  # steps between drafts half as long again as what is thought best: nothing else tests that they are not
+PACE = 0.2  # weight of the newest step in how fast the machine is just now
 MEASURED = 0.1  # weight of the newest plain step in what plain steps cost against the prediction
 REUSE = 4  # steps a plan holds while the same requests ask for the same, and twice that from 16 requests on
 
@@ -221,12 +223,14 @@ class Adaptive:
         self.planner = Planner(self.curve, self.draft, self.survival)
         self.decision = Decision("start")
         self.counts: Counter[Reason] = Counter()  # steps by reason
-        self._plan, self._key, self._age = Plan(), (), 0
+        self._plan, self._age = Plan(), 0
+        self._key: object = None  # what the plan was made for
         self._unread: dict[int, int] = {}  # tokens of a request since it last drafted; absent = never did
         self._asked, self._others, self._has_fixed = 0, 0, False
         self._step, self._start = 0, 0
         self._on = True
         self._since_plain = 0
+        self._pace = 1.0  # how slow the machine is just now; all other times are in seconds at pace 1
         self._purse, self._floor, self._plain = 0.0, 0.0, 0.0  # seconds
         self._probed: tuple[int, ...] = ()
         self._probe_left, self._interval, self._next_probe, self._load = 0, SOONEST, 0, 0
@@ -245,7 +249,12 @@ class Adaptive:
         granted = [min(budgets.get(ask.slot, 0), ask.most) for ask in asks]
         plan = self._plan if free else Plan()
         self.decision = Decision(
-            reason, sum(granted), max(granted, default=0), plan.plain_rate, plan.rate, plan.acceptance
+            reason,
+            sum(granted),
+            max(granted, default=0),
+            plan.plain_rate / self._pace,
+            plan.rate / self._pace,
+            plan.acceptance,
         )
         self.counts[reason] += 1
         return granted
@@ -278,6 +287,8 @@ class Adaptive:
         granted = self._plan.nodes if self._on else {}
         if self._on and self._since_plain >= min(max(200 * (self._plan.gain - 1.0), 16), 256):
             return "measure", {}
+        if self._on and self._step % STRETCH == 0:
+            granted = {slot: nodes + -(-nodes // 2) for slot, nodes in granted.items()}
         self._probe(free, granted, num_rows)
         if self._probed:
             granted = granted | {slot: max(PROBE_NODES, granted.get(slot, 0)) for slot in self._probed}
@@ -287,7 +298,10 @@ class Adaptive:
     def _switch(self, free: Sequence[Ask]) -> None:
         """Drafting begins when it pays and the purse can bear it, and ends when it does not or the purse is empty."""
         if self._on:
-            self._on = self._plan.gain >= 1.0 - MARGIN and self._purse >= self._floor
+            is_empty = self._purse < self._floor
+            self._on = self._plan.gain >= 1.0 - MARGIN and not is_empty
+            if is_empty:
+                self.survival.doubt()
             if not self._on:
                 self._probed, self._next_probe = (), self._step + self._interval
         elif self._plan.gain > 1.0 + MARGIN and self._purse > self._plain:
@@ -327,14 +341,22 @@ class Adaptive:
         if not left:
             return
         left.sort(key=lambda slot: -self._unread.get(slot, 0))
-        slots = tuple(left[: max(1, load // 16)])
+        price = self._price(left[:1], load, num_rows)
+        count = 1
+        while count < len(left) and self._price(left[: 2 * count], load, num_rows) <= 1.5 * price:
+            count *= 2  # where rows are free the others come along
+        price = self._price(left[:count], load, num_rows)
+        if self._purse > price + 2 * self._plain:
+            self._probed, self._probe_left = tuple(left[:count]), PROBE_STEPS
+
+    def _price(self, slots: Sequence[int], load: int, num_rows: int) -> float:
+        """Seconds that a probe of these requests adds, if it wins nothing."""
         nodes = PROBE_NODES * len(slots)
         scene = Scene(load + self._others, num_rows, 0.0)
         once = self.planner.verify(scene, nodes) - self.planner.verify(scene, 0)
         if not self._on:
             once += self.draft.predict(load, PROBE_NODES, nodes) - self.draft.predict(load, 0, 0)
-        if self._purse > PROBE_STEPS * once + self._reading(slots) + 2 * self._plain:
-            self._probed, self._probe_left = slots, PROBE_STEPS
+        return PROBE_STEPS * once + self._reading(slots)
 
     # -- learning
 
@@ -344,14 +366,18 @@ class Adaptive:
         depth = max((o.budget for o in outcomes), default=0)
         nodes = sum([o.drafted for o in outcomes])
         unread, newcomers = self._behind(slots)
-        verifying = max(report.step_time - report.draft_time, 0.0)
-        predicted = self.curve.predict(report.num_requests, report.num_rows, report.num_scored, report.context)
-        believed = self.curve.learn(report.num_requests, report.num_rows, report.num_scored, report.context, verifying)
-        if not depth and predicted > 0.0:
-            self.planner.measured += MEASURED * (believed / predicted - self.planner.measured)
-        believed += self.draft.learn(len(outcomes), depth, nodes, unread, newcomers, report.draft_time, believed)
+        counts = report.num_requests, report.num_rows, report.num_scored, report.context
+        predicted = self.curve.predict(*counts)
+        believed = self.curve.learn(*counts, max(report.step_time - report.draft_time, 0.0) / self._pace)
+        drafting = report.draft_time / self._pace
+        drafting = self.draft.learn(len(outcomes), depth, nodes, unread, newcomers, drafting, believed)
+        if predicted > 0.0:
+            ratio = believed / predicted
+            self._pace *= 1.0 + PACE * (ratio - 1.0)
+            if not depth:
+                self.planner.measured += MEASURED * (ratio - self.planner.measured)
         if outcomes:
-            self._account(report, nodes, depth, believed)
+            self._account(report, nodes, depth, believed + drafting)
         for o in outcomes:
             self.survival.learn(o.slot, o.budget, o.drafted, o.accepted)
             if o.budget > 0 or o.slot in self._unread:
@@ -389,7 +415,7 @@ class Adaptive:
             self._unread.pop(slot, None)
         if not set(self._probed).isdisjoint(slots):
             self._probed, self._probe_left = (), 0
-        self._key = ()
+        self._key = None
 
 
 def _depths(most: int) -> list[int]:

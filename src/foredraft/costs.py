@@ -69,20 +69,18 @@ class Line:
     def _fit(self) -> None:
         """Normal equations over the coefficients that may be positive; those that come out below zero leave."""
         total = (1.0 - (1.0 - 1.0 / MEMORY) ** self._count) * MEMORY
-        own = self._pull * self._gram.diagonal() / total
-        gram = self._gram + np.diag(own + 1e-9 * self._gram.diagonal().max())
-        moment = self._moment + own * self._prior
-        kept = np.flatnonzero(self._gram.diagonal())
-        weights = list(self.weights)
+        seen = np.sqrt(self._gram.diagonal())  # size of each feature; one that was always 0 keeps its prior
+        kept = np.flatnonzero(seen)
+        gram = self._gram / np.outer(seen, seen).clip(1e-30) + np.diag(self._pull / total + 1e-9)
+        moment = self._moment / seen.clip(1e-15) + (self._pull / total + 1e-9) * self._prior * seen
+        weights = np.where(seen > 0.0, 0.0, self._prior)
         while kept.size:
             found = np.linalg.solve(gram[np.ix_(kept, kept)], moment[kept])
             if found.min() >= 0.0:
+                weights[kept] = found / seen[kept]
                 break
             kept = kept[found > 0.0]
-            weights = [0.0 if d > 0.0 else w for w, d in zip(weights, self._gram.diagonal().tolist(), strict=True)]
-        for i, weight in zip(kept.tolist(), found.tolist() if kept.size else [], strict=True):
-            weights[i] = weight
-        self.weights = weights
+        self.weights = weights.tolist()
 
 
 class CostCurve:

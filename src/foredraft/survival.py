@@ -8,8 +8,8 @@ what lies beyond starts from the estimate of the last node.
 from collections.abc import Sequence
 
 FIRST = 0.6  # of a first node nobody has tried yet
-SHARED_MEMORY, OWN_MEMORY = 512, 96  # drafts
-SHARED_PRIOR, OWN_PRIOR = 1.0, 8.0  # tries that the estimate a node starts from is worth
+SHARED_MEMORY, OWN_MEMORY = 256, 96  # drafts
+SHARED_PRIOR, OWN_PRIOR = 2.0, 8.0  # tries that the estimate a node starts from is worth
 PAUSE = 4  # steps without a draft that age the evidence as much as one draft...
 FRESH = 8.0  # ... until so many tries are left: a pause makes uncertain, it does not make good or bad
 
@@ -40,6 +40,11 @@ class Tally:
         for node in hit:
             self.hits[node - 1] += self.weight
 
+    def doubt(self) -> None:
+        """What was counted has misled: keep the shares, and let FRESH tries of what comes weigh as much."""
+        most = max(self.tries, default=0.0)
+        self.weight = max(self.weight, most / FRESH)
+
     def pause(self) -> None:
         """A step went by without a draft."""
         if self.tries and self.tries[0] > FRESH * self.weight:
@@ -67,6 +72,10 @@ class Shares:
         if own is None:
             own = self._own[slot] = Tally(OWN_MEMORY)
         own.count(tried, hit)
+
+    def doubt(self) -> None:
+        for tally in (self._shared, *self._own.values()):
+            tally.doubt()
 
     def pause(self, slot: int) -> None:
         own = self._own.get(slot)
@@ -136,6 +145,11 @@ class Survival:
         """A step in which nobody drafted."""
         self._kept.pause_all()
         self._drafted.pause_all()
+
+    def doubt(self) -> None:
+        """Drafts that these estimates spoke for have lost time: learn afresh from what is known."""
+        self._kept.doubt()
+        self._drafted.doubt()
 
     def forget(self, slots: Sequence[int]) -> None:
         for slot in slots:
