@@ -184,10 +184,11 @@ class Driver:
 
     def _recover(self) -> None:
         self._tell(lambda observer: observer.failed("step"))
-        culprit = self._suspects.failed(self.engine.tried or list(self._entries))
+        tried = self.engine.tried or tuple(self._entries)
+        culprit = self._suspects.failed(tried)
         self.engine.recover()
         self._ended = list(self._entries)  # it may have ended any of them
-        if self._suspects.is_hopeless:
+        if self._suspects.is_hopeless(tried, self._entries):
             log.error("%d steps failed in a row; every request is ended", self._suspects.num_resets)
             self.is_broken = True
             self._tell(lambda observer: observer.failed("engine"))

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from foredraft.request import Request
 
-MAX_RESETS = 3  # failed steps in a row, without a token between them, until the engine itself is to blame
+MAX_RESETS = 3  # failed steps in a row, without a token between them, until the engine itself may be to blame
 RELIEF = 256  # steps without a failure until more requests run together again
 
 
@@ -13,6 +13,7 @@ class Suspects:
 
     One that fails alone is the culprit. Between two culprits the others take a step, which shows that the engine is
     sound. Where nobody fails alone, it was the number that did it (memory): half as many run together for a while.
+    Where everybody fails, it is the engine.
     """
 
     def __init__(self) -> None:
@@ -24,10 +25,6 @@ class Suspects:
         self._calm = 0  # steps since a failure
         self._skipped = 0  # suspects in a row that could not run
 
-    @property
-    def is_hopeless(self) -> bool:
-        return self.num_resets >= MAX_RESETS
-
     def choose(self, live: Collection[Request]) -> frozenset[Request] | None:
         """Who of the live requests, oldest first, may run in the next step; None = all."""
         self._suspects = [request for request in self._suspects if request in live]
@@ -35,6 +32,11 @@ class Suspects:
             return None if self._most is None or len(live) <= self._most else frozenset(list(live)[: self._most])
         others = frozenset(live).difference(self._suspects)
         return others if self._is_breather and others else frozenset(self._suspects[:1])
+
+    def is_hopeless(self, tried: Sequence[Request], live: Collection[Request]) -> bool:
+        """Whether, once a step over `tried` failed, there is nothing left to try: several that had no part in the first
+        failure failed too, or nobody else is there."""
+        return self.num_resets >= MAX_RESETS and (len(tried) > 1 or set(live) <= set(tried))
 
     def failed(self, tried: Sequence[Request]) -> Request | None:
         """A step over these raised; the culprit, if there can be no doubt."""
@@ -44,7 +46,9 @@ class Suspects:
             self._suspects.remove(tried[0])
             self._is_breather, self._failed_together = True, 0
             return tried[0]
-        self._suspects += [request for request in tried if request not in self._suspects]
+        added = [request for request in tried if request not in self._suspects]
+        # who has come far has worked so far
+        self._suspects += sorted(added, key=lambda request: len(request.output), reverse=True)
         self._is_breather, self._failed_together = False, len(tried)
         return None
 
