@@ -169,6 +169,7 @@ def main() -> None:
     llm = LLM(drafter=None, limits=MemoryLimits(max_batch=options.streams))
     texts = [llm.tokenizer(q.turns[0]).input_ids for q in questions.questions(None, 96)]
     work = Work(tuple(tuple(ids[-options.prompt_tokens :]) for ids in texts), options.max_tokens, 2.0, 1)
+    llm.limits = MemoryLimits(max_batch=options.streams, kv_tokens=work.memory(options.streams))
     sampling = Sampling(temperature=options.temperature, max_tokens=options.max_tokens, ignore_eos=True)
     drivers: dict[str, InProcess] = {}
     for mode in options.modes.split(","):

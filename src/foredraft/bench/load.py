@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Protocol
 
 from foredraft.cli.figures import total
@@ -17,6 +18,7 @@ from foredraft.completion import Stats
 from foredraft.errors import ForedraftError
 
 OFF, AUTO = "off", "auto"
+ROOM = 64  # tokens of a request beside its text: its draft, and what its last page lacks
 GOLDEN = 0.6180339887498949  # its multiples, modulo 1, are spread evenly whatever their number
 
 
@@ -47,7 +49,7 @@ class Timeline:
 
     def gaps(self) -> Iterator[tuple[float, int]]:
         """(seconds since the delta before, tokens it brought) of every delta but the first."""
-        for (before, _), (now, count) in zip(self.arrivals, self.arrivals[1:], strict=False):
+        for (before, _), (now, count) in pairwise(self.arrivals):
             yield now - before, count
 
 
@@ -73,6 +75,9 @@ class Driver(Protocol):
     def run(self, jobs: Sequence[Job], concurrency: int) -> Loop:
         """Raises ForedraftError where a request fails. `jobs` are at least as many as the streams."""
 
+    def close(self) -> None:
+        """No more will be asked."""
+
 
 @dataclass(frozen=True)
 class Work:
@@ -88,6 +93,12 @@ class Work:
         count = max(self.least, concurrency, round(concurrency * (self.waves if number >= 0 else 1)))
         first = number * count
         return [self._job(first + i) for i in range(count)]
+
+    def memory(self, concurrency: int) -> int:
+        """Tokens of KV memory in which nobody is ever preempted, drafts and a cache of half as much included: an
+        engine that may have more would fill it all with prompts that nobody sends again."""
+        longest = max(map(len, self.prompts)) + round(1.5 * self.max_tokens) + ROOM
+        return round(1.5 * concurrency * longest) + ROOM
 
     def _job(self, index: int) -> Job:
         # texts of one length would end, and prompts be read, all in the same step
@@ -116,12 +127,13 @@ class Cell:
     tokens_per_second: float  # median over the rounds
     over_off: float  # median over the rounds of the ratio of throughputs
     over_off_rounds: tuple[float, ...]
-    first_p50: float  # seconds to the first token
-    first_p99: float
-    gap_p50: float  # seconds between two deltas of a text, which may bring several tokens
-    gap_p99: float
-    token_p50: float  # seconds for a token: the gap over the tokens that came with it, weighted by them
-    token_p99: float
+    # None where no text came as far
+    first_p50: float | None  # seconds to the first token
+    first_p99: float | None
+    gap_p50: float | None  # seconds between two deltas of a text, which may bring several tokens
+    gap_p99: float | None
+    token_p50: float | None  # seconds for a token: the gap over the tokens that came with it, weighted by them
+    token_p99: float | None
     acceptance_length: float | None  # tokens for each pass and request, bonus included; None where nobody says
     drafted: float | None  # tokens drafted for each pass and request
 
@@ -212,12 +224,12 @@ def _cell(concurrency: int, mode: str, loops: Sequence[Loop], ratios: Sequence[f
     )
 
 
-def quantile(weighted: Sequence[tuple[float, int]], share: float) -> float:
-    """The smallest value that at least `share` of the weight does not exceed; NaN of nothing."""
+def quantile(weighted: Sequence[tuple[float, int]], share: float) -> float | None:
+    """The smallest value that at least `share` of the weight does not exceed; None of nothing."""
     ordered = sorted(weighted)
     rest = share * sum(weight for _, weight in ordered)
     for value, weight in ordered:
         rest -= weight
         if rest <= 0:
             return value
-    return ordered[-1][0] if ordered else float("nan")
+    return ordered[-1][0] if ordered else None

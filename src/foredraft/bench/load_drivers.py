@@ -3,10 +3,11 @@
 import asyncio
 import itertools
 import json
+import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +57,9 @@ class InProcess:
             engine.abort(transcript.request)
         return Loop(seconds, tuple(timelines))
 
+    def close(self) -> None:
+        """Nothing is held."""
+
 
 def prepared(llm: "LLM", job: Job, sampling: Sampling, salt: bytes) -> "Transcript":
     """A request whose prompt no earlier round can have left in a prefix cache."""
@@ -75,9 +79,9 @@ def take(delta: Delta, timeline: Timeline, now: float) -> None:
 
 
 def _salts() -> Callable[[], bytes]:
-    """One salt after another."""
-    numbers = itertools.count()
-    return lambda: f"load-{next(numbers)}".encode()
+    """One salt after another; those of two drivers at one server differ."""
+    numbers, own = itertools.count(), secrets.token_hex(4)
+    return lambda: f"load-{own}-{next(numbers)}".encode()
 
 
 @dataclass(frozen=True)
@@ -88,18 +92,25 @@ class Arrival:
     stats: Stats | None = None  # with the last, where the other side gives them
 
 
-Opener = Callable[[Job], AsyncIterator[Arrival]]  # leaving the iterator early aborts the request
+Opener = Callable[[Job], AsyncGenerator[Arrival, None]]  # leaving the iterator early aborts the request
 
 
 class Streams:
     """A closed loop of asynchronous streams; `session` makes what opens them, for one loop."""
 
-    def __init__(self, session: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> None:
-        self._session = session  # () -> async context manager of an Opener
+    def __init__(
+        self,
+        session: Callable[[], AbstractAsyncContextManager[Opener]],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._session = session
         self._clock = clock
 
     def run(self, jobs: Sequence[Job], concurrency: int) -> Loop:
         return asyncio.run(self._loop(jobs, concurrency))
+
+    def close(self) -> None:
+        """Every loop closes its own session."""
 
     async def _loop(self, jobs: Sequence[Job], concurrency: int) -> Loop:
         queue, timelines = deque(jobs), list[Timeline]()
@@ -125,11 +136,43 @@ class Streams:
         while queue:
             timeline = Timeline(self._clock())
             timelines.append(timeline)
-            async with aclosing(opener(queue.popleft())) as arrivals:  # type: ignore[type-var]
+            async with aclosing(opener(queue.popleft())) as arrivals:
                 async for arrival in arrivals:
                     if arrival.tokens:
                         timeline.arrivals.append((self._clock(), arrival.tokens))
                     timeline.stats = arrival.stats or timeline.stats
+
+
+class Threaded(Streams):
+    """The LLM's engine on its worker's thread, which lives until `close`."""
+
+    def __init__(self, llm: "LLM", sampling: Sampling) -> None:
+        from foredraft.engine.worker import Worker
+
+        super().__init__(self._session_of_loop)
+        self._llm, self._sampling, self._salts = llm, sampling, _salts()
+        self._worker = Worker(llm)
+        self._worker.start()
+
+    def close(self) -> None:
+        self._worker.stop()
+
+    @asynccontextmanager
+    async def _session_of_loop(self) -> AsyncIterator[Opener]:
+        yield self._open
+        while self._worker.num_running or self._worker.num_waiting:  # what was aborted is no load of the next mode
+            await asyncio.sleep(0.001)
+
+    async def _open(self, job: Job) -> AsyncGenerator[Arrival, None]:
+        stream = await self._worker.submit([prepared(self._llm, job, self._sampling, self._salts())])
+        try:
+            async for delta in stream:
+                done = delta.completion
+                if done is not None and done.error is not None:
+                    raise ForedraftError(f"a request failed: {done.error}")
+                yield Arrival(len(delta.token_ids), None if done is None else done.stats)
+        finally:
+            stream.cancel()
 
 
 @dataclass(frozen=True)
@@ -144,7 +187,7 @@ class Server:
     salts: Callable[[], bytes] = field(default_factory=lambda: _salts())
 
     def driver(self) -> Streams:
-        return Streams(lambda: _Session(self))
+        return Streams(lambda: _connected(self))
 
     def body(self, job: Job) -> dict[str, Any]:
         s = self.sampling
@@ -158,6 +201,7 @@ class Server:
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
             "cache_salt": self.salts().decode(),
+            "speculative_metrics": True,
         }
         if s.seed is not None:
             body["seed"] = s.seed
@@ -166,42 +210,33 @@ class Server:
         return body
 
 
-class _Session:
+@asynccontextmanager
+async def _connected(server: Server) -> AsyncIterator[Opener]:
     """The connections of one loop."""
+    httpx = require_httpx()
+    headers = {} if server.api_key is None else {"Authorization": f"Bearer {server.api_key}"}
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(headers=headers, limits=limits, timeout=TIMEOUT) as client:
+        yield lambda job: _answered(client, server, job)
 
-    def __init__(self, server: Server) -> None:
-        self._server = server
 
-    async def __aenter__(self) -> Opener:
-        httpx = require_httpx()
-        key = self._server.api_key
-        self._client = httpx.AsyncClient(
-            headers={} if key is None else {"Authorization": f"Bearer {key}"},
-            limits=httpx.Limits(max_connections=None),
-            timeout=TIMEOUT,
-        )
-        return self._open
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._client.aclose()
-
-    async def _open(self, job: Job) -> AsyncIterator[Arrival]:
-        url = f"{self._server.url.rstrip('/')}/completions"
-        told = 0
-        async with self._client.stream("POST", url, json=self._server.body(job)) as response:
-            if response.status_code != 200:
-                said = (await response.aread()).decode(errors="replace")[:300]
-                raise ForedraftError(f"{url} answered {response.status_code}: {said}")
-            async for line in response.aiter_lines():
-                data = line.removeprefix("data:").strip()
-                if not line.startswith("data:") or data == "[DONE]":
-                    continue
-                chunk = json.loads(data)
-                if "error" in chunk:
-                    raise ForedraftError(f"{url} failed: {chunk['error']}")
-                count = (chunk.get("usage") or {}).get("completion_tokens", told)
-                yield Arrival(count - told, stats_of(chunk, count))
-                told = count
+async def _answered(client: Any, server: Server, job: Job) -> AsyncGenerator[Arrival, None]:
+    url = f"{server.url.rstrip('/')}/completions"
+    told = 0
+    async with client.stream("POST", url, json=server.body(job)) as response:
+        if response.status_code != 200:
+            said = (await response.aread()).decode(errors="replace")[:300]
+            raise ForedraftError(f"{url} answered {response.status_code}: {said}")
+        async for line in response.aiter_lines():
+            data = line.removeprefix("data:").strip()
+            if not line.startswith("data:") or data == "[DONE]":
+                continue
+            chunk = json.loads(data)
+            if "error" in chunk:
+                raise ForedraftError(f"{url} failed: {chunk['error']}")
+            count = (chunk.get("usage") or {}).get("completion_tokens", told)
+            yield Arrival(count - told, stats_of(chunk, count))
+            told = count
 
 
 def stats_of(chunk: dict[str, Any], num_tokens: int) -> Stats | None:
@@ -211,7 +246,7 @@ def stats_of(chunk: dict[str, Any], num_tokens: int) -> Stats | None:
         return None
     accepted, steps = said["num_accepted_draft_tokens"], said["num_spec_steps"]
     rate = said["draft_acceptance_rate"]
-    drafted = round(accepted / rate) if rate else 0
+    drafted = said.get("num_draft_tokens", round(accepted / rate) if rate else 0)  # ours says so itself
     # passes without a draft are not among its steps
     return Stats(num_tokens, steps, drafted, accepted, target_passes=num_tokens - accepted)
 

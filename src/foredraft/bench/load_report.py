@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from foredraft.bench import load, load_plot, report
 from foredraft.bench.load import AUTO, OFF, Cell, Driver, Effort, Point, Work
-from foredraft.bench.load_drivers import InProcess, Server, served_model
+from foredraft.bench.load_drivers import InProcess, Server, Threaded, served_model
 from foredraft.bench.questions import Conversation, Question
 from foredraft.errors import ForedraftError
 from foredraft.sampling import Sampling
@@ -52,14 +52,25 @@ class Job:
     llm: "LLM"
     spec: dict[str, Any]  # what drafts, in the keys of vLLM's speculative_config, without a length
     step: Step
+    driver: Callable[["LLM", Sampling], Driver] = InProcess
     drivers: Mapping[str, Driver] | None = None
     origin: str = "the engine, stepped in the thread that measures"  # of the figures, for the notes
     points: list[Point] = field(default_factory=list)
     num_prompts: int = 0
 
     def run(self) -> report.Report:
-        plan, began = self.plan, time.perf_counter()
-        work, drivers = self.work(), self.drivers or self._engines()
+        began = time.perf_counter()
+        work = self.work()
+        drivers = self.drivers or self._engines(work)
+        try:
+            self._measure(work, drivers, began)
+        finally:
+            for driver in drivers.values():
+                driver.close()
+        return self._report(time.perf_counter() - began)
+
+    def _measure(self, work: Work, drivers: Mapping[str, Driver], began: float) -> None:
+        plan = self.plan
         for index, concurrency in enumerate(plan.concurrency):
             seconds = None
             if plan.minutes is not None:
@@ -68,7 +79,10 @@ class Job:
             chosen = {name: drivers[name] for name in plan.modes(concurrency)}
             effort = Effort(plan.rounds, seconds=seconds)
             self.points.append(load.measure(chosen, work, concurrency, effort, self.step))
-        return self._report(time.perf_counter() - began)
+
+    def through_workers(self) -> "Job":
+        """The same with every engine on a thread of its own, as a server runs it."""
+        return replace(self, driver=Threaded, origin="an engine's worker, on a thread of its own")
 
     def against(self, url: str, api_key: str | None) -> "Job":
         """The same against a server. Raises ForedraftError where none answers."""
@@ -100,8 +114,9 @@ class Job:
         self.num_prompts = len(fitting)
         return Work(fitting, self.plan.sampling.max_tokens, self.plan.waves, self.plan.least)
 
-    def _engines(self) -> dict[str, Driver]:
+    def _engines(self, work: Work) -> dict[str, Driver]:
         """An engine for every mode, all on the same weights; off has no drafter at all."""
+        self.llm.limits = replace(self.llm.limits, kv_tokens=work.memory(max(self.plan.concurrency)))
         found: dict[str, Driver] = {}
         for mode in self.plan.all_modes:
             self.step(f"preparing {mode}")
@@ -109,7 +124,7 @@ class Job:
                 llm = self.llm.with_drafter(None)
             else:
                 llm = self.llm.with_drafter(dict(self.spec), None if mode == AUTO else int(mode))
-            found[mode] = InProcess(llm, self.plan.sampling)
+            found[mode] = self.driver(llm, self.plan.sampling)
         return found
 
     @property
@@ -189,7 +204,7 @@ def cell_table(cells: Sequence[Cell]) -> report.Table:
         (
             str(cell.concurrency), name(cell.mode), f"{cell.tokens_per_second:.1f}", f"{cell.over_off:.2f}x",
             f"{min(cell.over_off_rounds):.2f} {max(cell.over_off_rounds):.2f}",
-            *(f"{1000 * value:.1f}" for value in (
+            *("-" if value is None else f"{1000 * value:.1f}" for value in (
                 cell.first_p50, cell.first_p99, cell.gap_p50, cell.gap_p99, cell.token_p50, cell.token_p99
             )),
             "-" if cell.acceptance_length is None else f"{cell.acceptance_length:.2f}",

@@ -184,12 +184,16 @@ def _load_job(options: LoadOptions, step: Callable[[str], None]) -> "LoadJob":
     method = methods.parse(options.method, sorted(registered()))
     if "num_speculative_tokens" in method.spec:
         raise UsageError(f"--method {options.method!r} names a length; lengths are --fixed and --more")
+    if options.url is not None and options.worker:
+        raise UsageError("--worker is of an engine in this process, and --url is of a server; give one of them")
     hush()
     limits = MemoryLimits(max_batch=max(plan.concurrency))
     llm = LLM(options.model or "builtin", None, dtype=options.dtype, device=options.device, limits=limits)
     (method,) = methods.with_models([method], llm.target.model.config, options.spec_model, llm.is_builtin)
     job = load_report.Job(plan, llm, dict(method.spec), step)
-    return job if options.url is None else job.against(options.url, options.api_key)
+    if options.url is not None:
+        return job.against(options.url, options.api_key)
+    return job.through_workers() if options.worker else job
 
 
 @bench.command("micro")

@@ -175,6 +175,9 @@ class LoadOptions:
         _option("Measure a running server, e.g. http://127.0.0.1:8000/v1; --model is what it runs.", panel="Server"),
     ] = None
     api_key: Annotated[str | None, _option("Of that server.", panel="Server")] = None
+    worker: Annotated[
+        bool, _option("Put the engine on a thread of its own, as a server does.", "--worker", panel="Server")
+    ] = False
     concurrency: Annotated[str, _option("Streams at once, by commas.", panel="Load")] = "1,2,4,8,16,32,64"
     fixed: Annotated[str, _option("Fixed draft lengths to measure, by commas.", panel="Load")] = "4"
     more: Annotated[
