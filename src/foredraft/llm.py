@@ -11,9 +11,12 @@ import torch
 
 from foredraft import zoo
 from foredraft.completion import Completion, Delta
+from foredraft.controller import Adaptive, Fixed
+from foredraft.costs import CostCurve
 from foredraft.drafters.base import Context, Drafter, methods, parse, reads_model
 from foredraft.drafters.overlay import Overlay
 from foredraft.drafters.prediction import Prediction
+from foredraft.engine.calibrate import pass_times
 from foredraft.engine.engine import Engine
 from foredraft.engine.guard import Guard
 from foredraft.engine.output import Transcript
@@ -33,7 +36,9 @@ from foredraft.verify import RULES
 
 Prompt = str | Sequence[int]
 DrafterSpec = None | str | dict[str, Any] | Drafter
-DEFAULT_TOKENS = 5  # draft length
+AUTO = "auto"  # a draft length found by measurement...
+AUTO_TOKENS = 8  # ... and the longest it may be
+DraftLength = int | str | None
 PREDICTED_TOKENS = 15  # of a draft from a request's prediction: sixteen rows, which one pass takes well
 VERIFY = ("auto", *RULES)
 
@@ -47,6 +52,7 @@ class LLM:
     those loaded here; True = also one handed over, from a packed copy of its weights as they are now, or an error.
     quantization: "int8" or "int4" weights on CPU, rounded from the ordinary ones while loading; the drafter has a
     `quantization` of its own.
+    num_speculative_tokens: the longest draft; "auto": as long as measurement says it pays, at times not at all.
     Raises ForedraftError with one line that says what to do.
     """
 
@@ -59,7 +65,7 @@ class LLM:
         quantization: str | None = None,
         device: str | torch.device = "auto",
         verify: str = "auto",
-        num_speculative_tokens: int | None = None,
+        num_speculative_tokens: DraftLength = AUTO,
         tokenizer: Any = "auto",
         limits: MemoryLimits | None = None,
         fused: bool | None = None,
@@ -108,7 +114,7 @@ class LLM:
         return self._eos_ids
 
     def with_drafter(
-        self, drafter: DrafterSpec, num_speculative_tokens: int | None = None, verify: str | None = None
+        self, drafter: DrafterSpec, num_speculative_tokens: DraftLength = AUTO, verify: str | None = None
     ) -> "LLM":
         """The same loaded target with another drafter and KV memory of its own."""
         other = copy.copy(self)
@@ -261,10 +267,12 @@ class LLM:
                 found.append(tuple(self.tokenizer(spelling, add_special_tokens=False).input_ids))
         return tuple(dict.fromkeys(found))
 
-    def _equip(self, drafter: DrafterSpec, num_tokens: int | None, verify: str) -> None:
+    def _equip(self, drafter: DrafterSpec, num_tokens: DraftLength, verify: str) -> None:
         self.verify = verify
         self._eos_ids = _eos_ids(self.target.model, self.tokenizer)
-        self.drafter, self._drafter_name = self._make_drafter(drafter, num_tokens)
+        length = _draft_length(drafter, num_tokens)
+        self.drafter, self._drafter_name = self._make_drafter(drafter, AUTO_TOKENS if length is None else length)
+        self.is_adaptive = length is None and (self.drafter is None or self._drafter_name in methods())
         limits = self.limits
         memory = getattr(self.drafter, "memory", None)
         per_token = self.target.bytes_per_token() + (0 if memory is None else memory.bytes_per_token)
@@ -279,7 +287,18 @@ class LLM:
             self.target.device,
             is_debug=self._is_debug,
             prefix_cache=limits.prefix_cache,
+            lengths=Adaptive() if self.is_adaptive else Fixed(),
         )
+
+    def calibrate(self, most_seconds: float = 2.0) -> list[tuple[int, float]]:
+        """Measure what a pass costs by its rows, [(rows, seconds)], so that adaptive lengths need not find it out on
+        the way: for a server at its start. Raises ForedraftError while requests run."""
+        if self.engine.has_work:
+            raise ForedraftError("calibrate measures an idle engine; call it before there are requests")
+        points = pass_times(self.target, self.engine.scheduler.allocator, self.target.device, most_seconds)
+        if self.is_adaptive:
+            self.engine.lengths = Adaptive(CostCurve(points))
+        return points
 
     def _overlaid(self) -> Drafter:
         """What requests say their output will be goes before any other draft; each fails alone."""
@@ -287,7 +306,7 @@ class LLM:
         main = None if self.drafter is None else Guard(self.drafter, size)
         return Overlay(Guard(Prediction(PREDICTED_TOKENS), size), main)
 
-    def _make_drafter(self, spec: DrafterSpec, num_tokens: int | None) -> tuple[Drafter | None, str]:
+    def _make_drafter(self, spec: DrafterSpec, num_tokens: int) -> tuple[Drafter | None, str]:
         if spec is None or spec == "none":
             return None, "none"
         if not isinstance(spec, (str, dict)):
@@ -298,16 +317,11 @@ class LLM:
         if not isinstance(method, str) or method not in known:
             raise ForedraftError(f"unknown method {method!r}; use none or one of {', '.join(sorted(known))}")
         module = known[method]
-        count = options.pop("num_speculative_tokens", None)
-        count = num_tokens if num_tokens is not None else count
-        if count is not None and (not isinstance(count, int) or isinstance(count, bool)):
-            raise ForedraftError(f"num_speculative_tokens must be an integer, got {count!r}")
+        options.pop("num_speculative_tokens", None)
         model = options.pop("model", None)
         if model is not None and not reads_model(module):
             raise ForedraftError(f"the method {method} drafts from the text alone; leave its model {model!r} out")
-        if count is None:
-            count = zoo.builtin_tokens(method) if self.is_builtin and model is None else None
-        context = self._context(method, model, DEFAULT_TOKENS if count is None else count)
+        context = self._context(method, model, num_tokens)
         try:
             return module.create(parse(module.Config, options), context), method
         except ForedraftError:
@@ -333,6 +347,17 @@ class LLM:
             fused=self.fused,
             builtin=zoo.builtin_drafter(method) if self.is_builtin else None,
         )
+
+
+def _draft_length(spec: DrafterSpec, asked: DraftLength) -> int | None:
+    """The longest draft, or None where it is to be found by measurement."""
+    given = spec.get("num_speculative_tokens", AUTO) if isinstance(spec, dict) else AUTO
+    count = given if asked in (AUTO, None) else asked
+    if count in (AUTO, None):
+        return None
+    if not isinstance(count, int) or isinstance(count, bool):
+        raise ForedraftError(f"num_speculative_tokens must be an integer or 'auto', got {count!r}")
+    return count
 
 
 def _eos_ids(model: Any, tokenizer: Any | None) -> frozenset[int]:

@@ -14,8 +14,6 @@ _DRAFTERS = {
     "eagle": "eagle",
     "eagle3": "eagle3",
 }
-# draft lengths that `benchmarks/heads.py` found best: on a model this small every further token to verify costs
-_TOKENS = {"draft_model": 2, "eagle": 2, "eagle3": 2, "mlp_speculator": 2, "medusa": 2}
 
 
 def path(name: str) -> Path:
@@ -37,8 +35,3 @@ def builtin_drafter(method: str) -> str | None:
     """The built-in model a method drafts with beside the built-in target."""
     name = _DRAFTERS.get(method)
     return str(path(name)) if name is not None and (_FOLDER / name / "config.json").exists() else None
-
-
-def builtin_tokens(method: str) -> int | None:
-    """The draft length for a method beside the built-in target, where it differs from the usual one."""
-    return _TOKENS.get(method)
