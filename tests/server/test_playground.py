@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import httpx
@@ -240,6 +241,21 @@ def test_the_tree_of_the_last_pass_is_drawn(page):
         page.get_attribute(f"#tree .node.{kind} >> nth=0", "transform") for kind in ("root", "accepted", "corrected")
     ]
     assert len({place.split()[1] for place in kept}) == 1, "the kept path runs straight"
+
+
+@pytest.mark.parametrize("width", [360, 1000])
+def test_the_page_fits_its_window_and_every_control_has_a_name(page, width):
+    page.set_viewport_size({"width": width, "height": 760})
+    page.check("#compare")
+    run(page, "origins")
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    boxes = [page.locator(selector).bounding_box() for selector in ("#verdict", ".panes", ".below")]
+    assert all(above["y"] + above["height"] <= below["y"] for above, below in pairwise(boxes)), "parts overlap"
+    controls = page.locator("input, select, textarea, button, [tabindex]")
+    for name in controls.evaluate_all(
+        "all => all.map(e => e.labels?.[0]?.textContent || e.ariaLabel || e.textContent)"
+    ):
+        assert name.strip()
 
 
 def test_charts_have_axes_and_lines(page):

@@ -251,5 +251,7 @@ document.addEventListener("keydown", (event) => {
     card.hide();
   }
 });
+// what scrolls away from under the card
+for (const scroller of [document, $(".work")]) scroller.addEventListener("scroll", () => card.hide(), { passive: true });
 drawCharts();
 greet().catch(report);
