@@ -6,12 +6,10 @@ on the drafted tokens would change the law. docs/controller.md explains `Adaptiv
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
-import numpy as np
-
-from foredraft.costs import CostCurve, DraftCost
+from foredraft.costs import CostCurve, DraftCost, Plan, Planner, Scene
 from foredraft.survival import Survival
 
 
@@ -78,9 +76,10 @@ Reason = Literal["start", "pays", "does not pay", "probe", "measure", "guard", "
 MARGIN = 0.01  # predicted gain that a change between drafting and not drafting needs
 ALLOWANCE = 0.01  # of the time may be lost: to probes, to the start, and to drafts that were to pay and did not
 PURSE = 24.0  # plain steps' worth of it that may be saved up...
-FIRST_PURSE = 10.0  # ... and that there is to begin with
-START = (0, 0, 3, 3, 3, 3)  # nodes of the first steps, of at most FEW requests: two plain ones to compare with
+FIRST_PURSE = 14.0  # ... and that there is to begin with
+START = (0, 0, 1, 1, 3, 3, 3)  # nodes of the first steps, of at most FEW requests: plain ones, then a look at the price
 FEW = 2
+START_AT_LEAST = 3  # before that the price of a draft cannot be told from that of reading the prompt
 PROBE_NODES, PROBE_STEPS = 2, 4
 SOONEST, LATEST = 32, 256  # steps between probes: twice as many after each that showed nothing new
 STRETCH = 32  # steps between drafts half as long again as what is thought best: nothing else tests that they are not
@@ -101,114 +100,6 @@ class Decision:
     acceptance: float = 0.0  # of the nodes of those drafts, the share that should be kept
 
 
-@dataclass(frozen=True)
-class Scene:
-    """A step before its drafts: what plans are compared on."""
-
-    requests: int  # that will have a new token
-    rows: int
-    context: float  # that a row attends to
-    fixed_depth: int = 0
-    fixed_nodes: int = 0
-    fixed_gain: float = 0.0  # tokens that drafts of a fixed length should win
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The best drafts there are, whether or not they pay."""
-
-    nodes: dict[int, int] = field(default_factory=dict)  # by slot
-    depth: int = 0
-    plain_rate: float = 0.0
-    rate: float = 0.0
-    acceptance: float = 0.0
-
-    @property
-    def gain(self) -> float:
-        return self.rate / self.plain_rate if self.plain_rate > 0.0 else 0.0
-
-
-class Planner:
-    """Maximises tokens per second over all admissible sets of nodes, for given costs and estimates."""
-
-    def __init__(self, curve: CostCurve, draft: DraftCost, survival: Survival) -> None:
-        self.curve, self.draft, self.survival = curve, draft, survival
-        self.measured = 1.0  # plain steps took so many times what was predicted for them
-
-    def best(self, scene: Scene, asks: Sequence[Ask]) -> Plan:
-        """Every set is a prefix of some request's nodes, the likeliest nodes first, none deeper than some depth.
-
-        All sets are looked at: a pass costs by steps, and what does not pay on one shelf may pay on the next.
-        """
-        most = max(ask.most for ask in asks)
-        slots = [ask.slot for ask in asks]
-        gains, rows = self.survival.gains(slots, most), self.survival.rows(slots, most)
-        if len(asks) == 1:
-            return self._one(scene, slots[0], gains[0], rows[0])
-        return self._many(scene, asks, np.array(gains), np.array(rows))
-
-    def verify(self, scene: Scene, nodes: float) -> float:
-        rows, scored = scene.rows + nodes, scene.requests + nodes
-        return self.curve.predict(scene.requests, rows, scored, scene.context * rows)
-
-    def base(self, scene: Scene) -> tuple[float, float]:
-        """Tokens and seconds of the step if nobody else drafts.
-
-        A prompt's chunk is paid for whether anyone drafts or not, so the step counts as if it had none; only what the
-        nodes add is taken at the real number of rows.
-        """
-        alone = Scene(scene.requests, scene.requests, scene.context)
-        seconds = self.measured * self.verify(alone, 0) + self.draft.predict(
-            scene.requests, scene.fixed_depth, scene.fixed_nodes
-        )
-        if scene.fixed_nodes:
-            seconds += self.verify(scene, scene.fixed_nodes) - self.verify(scene, 0)
-        return scene.requests + scene.fixed_gain, max(seconds, 1e-9)
-
-    def _one(self, scene: Scene, slot: int, gains: Sequence[float], rows: Sequence[float]) -> Plan:
-        tokens, seconds = plain = self.base(scene)
-        before = self.verify(scene, scene.fixed_nodes)
-        seconds -= self.draft.predict(scene.requests, scene.fixed_depth, scene.fixed_nodes)
-        nodes, best, found = float(scene.fixed_nodes), 0.0, (0, 0.0)
-        for n, (gain, chance) in enumerate(zip(gains, rows, strict=True), start=1):
-            after = self.verify(scene, scene.fixed_nodes + n)
-            tokens, nodes, seconds = tokens + gain, nodes + chance, seconds + chance * (after - before)
-            before = after
-            drafting = self.draft.predict(scene.requests, max(n, scene.fixed_depth), nodes)
-            rate = tokens / max(seconds + drafting, 1e-9)
-            if rate > best:
-                best, found = rate, (n, tokens - plain[0])
-        return Plan({slot: found[0]}, found[0], plain[0] / plain[1], best, found[1] / found[0] if found[0] else 0.0)
-
-    def _many(self, scene: Scene, asks: Sequence[Ask], gains: np.ndarray, rows: np.ndarray) -> Plan:
-        """gains, rows [B, N]."""
-        tokens, seconds = self.base(scene)
-        count, most = gains.shape
-        order = np.argsort(-gains, axis=None, kind="stable")  # equal nodes of one request stay in their order
-        which, node = order // most, order % most + 1
-        allowed = node <= np.array([ask.most for ask in asks])[which]
-        order, which, node = order[allowed], which[allowed], node[allowed]
-        gains, rows = gains.ravel()[order], rows.ravel()[order]
-        fixed = self.verify(scene, scene.fixed_nodes) + self.draft.predict(
-            scene.requests, scene.fixed_depth, scene.fixed_nodes
-        )
-        best, found = 0.0, (0, 0, 0.0)
-        for depth in _depths(most):
-            inside = node <= depth
-            gain, row = np.cumsum(gains[inside]), np.cumsum(rows[inside]) + scene.fixed_nodes
-            total = scene.rows + row
-            cost = self.curve.predict_many(scene.requests, total, scene.requests + row, scene.context * total)
-            cost += self.draft.predict_many(scene.requests, max(depth, scene.fixed_depth), row) + (seconds - fixed)
-            rate = (tokens + gain) / np.maximum(cost, 1e-9)
-            n = int(rate.argmax())
-            if rate[n] > best:
-                best, found = float(rate[n]), (depth, n + 1, float(gain[n]))
-        depth, size, won = found
-        granted = np.bincount(which[node <= depth][:size], minlength=count).tolist()
-        nodes = {ask.slot: n for ask, n in zip(asks, granted, strict=True)}
-        return Plan(nodes, max(granted), tokens / seconds, best, won / size if size else 0.0)
-
-
 class Adaptive:
     """As many nodes as make the most tokens per second, none where none pay. Never much slower than plain decoding.
 
@@ -220,7 +111,7 @@ class Adaptive:
 
     def __init__(self, curve: CostCurve | None = None, draft: DraftCost | None = None) -> None:
         self.curve, self.draft, self.survival = curve or CostCurve(), draft or DraftCost(), Survival()
-        self.planner = Planner(self.curve, self.draft, self.survival)
+        self.planner = Planner(self.curve, self.draft)
         self.decision = Decision("start")
         self.counts: Counter[Reason] = Counter()  # steps by reason
         self._plan, self._age = Plan(), 0
@@ -276,7 +167,10 @@ class Adaptive:
             sum(ask.most for ask in fixed),
             sum(sum(gain[: ask.most]) for ask, gain in zip(fixed, gains, strict=False)),
         )
-        self._plan = self.planner.best(scene, free)
+        slots, most_of = [ask.slot for ask in free], [ask.most for ask in free]
+        most = max(most_of)
+        gains, rows = self.survival.gains(slots, most), self.survival.rows(slots, most)
+        self._plan = self.planner.best(scene, slots, most_of, gains, rows)
 
     def _choose(self, free: Sequence[Ask], num_rows: int) -> tuple[Reason, dict[int, int]]:
         if self._start < len(START):
@@ -387,7 +281,8 @@ class Adaptive:
         self._others, self._asked = max(0, len(outcomes) - self._asked) if self._asked else 0, 0
         self._since_plain = self._since_plain + 1 if depth else 0
         if self._start < len(START) and outcomes:
-            self._start = self._start + 1 if self._purse >= 0.0 else len(START)
+            is_ruinous = self._purse < 0.0 and self._start >= START_AT_LEAST
+            self._start = len(START) if is_ruinous else self._start + 1
         self._step += 1
 
     def _account(self, report: StepReport, nodes: int, depth: int, seconds: float) -> None:
@@ -416,11 +311,3 @@ class Adaptive:
         if not set(self._probed).isdisjoint(slots):
             self._probed, self._probe_left = (), 0
         self._key = None
-
-
-def _depths(most: int) -> list[int]:
-    """Every depth up to 8, then ever further apart: a pass over the candidates each."""
-    depths = list(range(1, min(most, 8) + 1))
-    while depths[-1] < most:
-        depths.append(min(most, depths[-1] + max(1, depths[-1] // 4)))
-    return depths

@@ -1,20 +1,24 @@
-"""What a step costs: the target's pass from a measured curve, the draft from what drafts have cost. Seconds throughout.
+"""What a step costs, and which drafts are worth it. Seconds throughout.
 
-Both are lines through a few features, fitted as the steps go by. Pure: numbers in, numbers out, no clock.
+The target's pass is priced from a measured curve, the draft from what drafts have cost. Both are lines through a few
+features, fitted as the steps go by. Pure: numbers in, numbers out, no clock.
 """
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 MEMORY = 128  # steps after which an observation has lost two thirds of its weight
 OUTLIER = 0.5  # a time further than this share from the prediction is cut to it...
 EAGER = 16  # ... and the line is fitted anew after each of this many first observations, later after every EVERY
 EVERY = 4
+SHORT_PROMPT = 64  # tokens; a guess on the short side, so that reading is thought dear rather than cheap
 
 
 class Line:
@@ -99,7 +103,7 @@ class CostCurve:
         known = 1.0 if points else 0.0
         # The pass as a whole becomes faster or slower far more often than one of its parts does.
         pull = (0.01, 0.1 if points else 0.01, 0.1, 0.1, 0.2)
-        self._line = Line((known, 0.0, 0.0, 0.0, 0.0), pull, 0 if points else EAGER)
+        self._line = Line((known, 0.0, 0.0, 0.0, 0.0), pull, 0 if points else 8)
 
     def at(self, rows: float) -> float:
         """The curve as measured; 0 without points."""
@@ -140,15 +144,18 @@ class DraftCost:
     """
 
     def __init__(self) -> None:
+        self._has_resumed = False  # nobody has drafted after a pause yet: go by what reading the prompts took
         self._idle = Line((0.0,), (0.0,), naive=1)  # by requests
         # 1, depth, nodes, unread, newcomers. Coefficients that cannot be told apart share what they explain.
-        self._line = Line((0.0,) * 5, (0.02, 0.01, 0.02, 0.02, 0.02), naive=4)
+        self._line = Line((0.0,) * 5, (0.02, 0.005, 0.2, 0.02, 0.02), naive=4)
 
     def predict(self, requests: int, depth: int, nodes: float, unread: int = 0, newcomers: int = 0) -> float:
         idle = self._idle.weights[0] * requests
         if not depth:
             return idle
         a, b, c, d, e = self._line.weights
+        if not self._has_resumed:
+            d = e / SHORT_PROMPT
         return idle + a + b * depth + c * nodes + d * unread + e * newcomers
 
     def predict_many(self, requests: int, depth: int, nodes: Floats) -> Floats:
@@ -161,4 +168,125 @@ class DraftCost:
         if not depth:
             return self._idle.learn((requests,), seconds, scale)
         idle = self._idle.weights[0] * requests
+        self._has_resumed = self._has_resumed or unread > 4
         return idle + self._line.learn((1.0, depth, nodes, unread, newcomers), max(seconds - idle, 0.0), scale)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A step before its drafts: what plans are compared on."""
+
+    requests: int  # that will have a new token
+    rows: int
+    context: float  # that a row attends to
+    fixed_depth: int = 0
+    fixed_nodes: int = 0
+    fixed_gain: float = 0.0  # tokens that drafts of a fixed length should win
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The best drafts there are, whether or not they pay."""
+
+    nodes: dict[int, int] = field(default_factory=dict)  # by slot
+    depth: int = 0
+    plain_rate: float = 0.0
+    rate: float = 0.0
+    acceptance: float = 0.0
+
+    @property
+    def gain(self) -> float:
+        return self.rate / self.plain_rate if self.plain_rate > 0.0 else 0.0
+
+
+class Planner:
+    """Maximises tokens per second over all admissible sets of nodes, for given costs and estimates."""
+
+    def __init__(self, curve: CostCurve, draft: DraftCost) -> None:
+        self.curve, self.draft = curve, draft
+        self.measured = 1.0  # plain steps took so many times what was predicted for them
+
+    def best(
+        self, scene: Scene, slots: Sequence[int], most: Sequence[int], gains: list[list[float]], rows: list[list[float]]
+    ) -> Plan:
+        """Every set is a prefix of some request's nodes, the likeliest nodes first, none deeper than some depth.
+
+        All sets are looked at: a pass costs by steps, and what does not pay on one shelf may pay on the next.
+        `most` nodes of each slot, `gains` and `rows` [B, max(most)] as Survival gives them.
+        """
+        if len(slots) == 1:
+            return self._one(scene, slots[0], gains[0], rows[0])
+        return self._many(scene, slots, np.array(most), np.array(gains), np.array(rows))
+
+    def verify(self, scene: Scene, nodes: float) -> float:
+        rows, scored = scene.rows + nodes, scene.requests + nodes
+        return self.curve.predict(scene.requests, rows, scored, scene.context * rows)
+
+    def base(self, scene: Scene) -> tuple[float, float]:
+        """Tokens and seconds of the step if nobody else drafts.
+
+        A prompt's chunk is paid for whether anyone drafts or not, so the step counts as if it had none; only what the
+        nodes add is taken at the real number of rows.
+        """
+        alone = Scene(scene.requests, scene.requests, scene.context)
+        seconds = self.measured * self.verify(alone, 0) + self.draft.predict(
+            scene.requests, scene.fixed_depth, scene.fixed_nodes
+        )
+        if scene.fixed_nodes:
+            seconds += self.verify(scene, scene.fixed_nodes) - self.verify(scene, 0)
+        return scene.requests + scene.fixed_gain, max(seconds, 1e-9)
+
+    def _one(self, scene: Scene, slot: int, gains: Sequence[float], rows: Sequence[float]) -> Plan:
+        tokens, seconds = plain = self.base(scene)
+        before = self.verify(scene, scene.fixed_nodes)
+        seconds -= self.draft.predict(scene.requests, scene.fixed_depth, scene.fixed_nodes)
+        nodes, best, found = float(scene.fixed_nodes), 0.0, (0, 0.0)
+        for n, (gain, chance) in enumerate(zip(gains, rows, strict=True), start=1):
+            after = self.verify(scene, scene.fixed_nodes + n)
+            tokens, nodes, seconds = tokens + gain, nodes + chance, seconds + chance * (after - before)
+            before = after
+            drafting = self.draft.predict(scene.requests, max(n, scene.fixed_depth), nodes)
+            rate = tokens / max(seconds + drafting, 1e-9)
+            if rate > best:
+                best, found = rate, (n, tokens - plain[0])
+        return Plan({slot: found[0]}, found[0], plain[0] / plain[1], best, found[1] / found[0] if found[0] else 0.0)
+
+    def _many(self, scene: Scene, slots: Sequence[int], most: Ints, gains: Floats, rows: Floats) -> Plan:
+        """most [B], gains and rows [B, N]."""
+        tokens, seconds = self.base(scene)
+        count, width = gains.shape
+        order = np.argsort(-gains, axis=None, kind="stable")  # equal nodes of one request stay in their order
+        which, node = order // width, order % width + 1
+        allowed = node <= most[which]
+        order, which, node = order[allowed], which[allowed], node[allowed]
+        gains, rows = gains.ravel()[order], rows.ravel()[order]
+        missed = np.where(node == 1, np.log1p(-np.minimum(rows, 1.0 - 1e-9)), 0.0)  # chance that a request has no draft
+        before = self.verify(scene, scene.fixed_nodes)
+        rest = seconds - before - self.draft.predict(scene.requests, scene.fixed_depth, scene.fixed_nodes)
+        best, found = 0.0, (0, 0, 0.0)
+        for depth in _depths(width):
+            inside = node <= depth
+            gain, row = np.cumsum(gains[inside]), np.cumsum(rows[inside])
+            any_draft = -np.expm1(np.cumsum(missed[inside]))
+            # Rare drafts come whole or not at all, and the pass costs by steps: so not the cost of the mean.
+            more = row / any_draft + scene.fixed_nodes
+            total, scored = scene.rows + more, scene.requests + more
+            cost = any_draft * self.curve.predict_many(scene.requests, total, scored, scene.context * total)
+            cost += (1.0 - any_draft) * before + rest
+            cost += self.draft.predict_many(scene.requests, max(depth, scene.fixed_depth), row + scene.fixed_nodes)
+            rate = (tokens + gain) / np.maximum(cost, 1e-9)
+            n = int(rate.argmax())
+            if rate[n] > best:
+                best, found = float(rate[n]), (depth, n + 1, float(gain[n]))
+        depth, size, won = found
+        granted = np.bincount(which[node <= depth][:size], minlength=count).tolist()
+        nodes = dict(zip(slots, granted, strict=True))
+        return Plan(nodes, max(granted), tokens / seconds, best, won / size if size else 0.0)
+
+
+def _depths(most: int) -> list[int]:
+    """Every depth up to 8, then ever further apart: a pass over the candidates each."""
+    depths = list(range(1, min(most, 8) + 1))
+    while depths[-1] < most:
+        depths.append(min(most, depths[-1] + max(1, depths[-1] // 4)))
+    return depths

@@ -11,6 +11,7 @@ FIRST = 0.6  # of a first node nobody has tried yet
 SHARED_MEMORY, OWN_MEMORY = 256, 96  # drafts
 SHARED_PRIOR, OWN_PRIOR = 2.0, 8.0  # tries that the estimate a node starts from is worth
 PAUSE = 4  # steps without a draft that age the evidence as much as one draft...
+DOUBTED = 24.0  # tries' worth of evidence that is left when it has misled
 FRESH = 8.0  # ... until so many tries are left: a pause makes uncertain, it does not make good or bad
 
 
@@ -41,9 +42,9 @@ class Tally:
             self.hits[node - 1] += self.weight
 
     def doubt(self) -> None:
-        """What was counted has misled: keep the shares, and let FRESH tries of what comes weigh as much."""
+        """What was counted has misled: keep the shares, and let DOUBTED tries of what comes weigh as much."""
         most = max(self.tries, default=0.0)
-        self.weight = max(self.weight, most / FRESH)
+        self.weight = max(self.weight, most / DOUBTED)
 
     def pause(self) -> None:
         """A step went by without a draft."""
