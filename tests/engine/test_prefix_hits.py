@@ -24,17 +24,6 @@ from foredraft.tree import Commit
 
 PAGE = 4
 OPENING = [5, 6, 7, 8, 5, 6, 7, 8, 9, 9]  # what prompts share; its pages repeat: only the chain tells them apart
-    5,
-    6,
-    7,
-    8,
-    5,
-    6,
-    7,
-    8,
-    9,
-    9,
-]  # what prompts share; its pages repeat, so that only the chain tells them apart
 
 
 class World:

@@ -117,13 +117,15 @@ def pressed(name: str, rule: str = "match") -> LLM:
 
 @pytest.mark.parametrize("name", MADE)
 def test_preemption_and_chunked_prompts_change_no_text(name: str) -> None:
-    """A preempted request is recomputed from its tokens: drafts, KV and noise of before must not show."""
-    chosen = [i for i, prompt in enumerate(PROMPTS) if len(prompt) < 100]
+    """A preempted request is recomputed from its tokens, or from pages that it or another filled with them: drafts, KV
+    and noise of before must not show. Every prompt comes three times."""
+    chosen = [i for i, prompt in enumerate(PROMPTS) if len(prompt) < 100 for _ in range(3)]
     accepted = rejected = 0
     for mode, sampling in MODES.items():
         llm = pressed(name)
         done = llm.generate([PROMPTS[i] for i in chosen], sampling)
         assert llm.engine.scheduler.num_preempted > 0
+        assert llm.engine.scheduler.prefix_hits > 0
         assert ids(done) == [expected(mode)[i] for i in chosen]
         assert llm.engine.drafter.num_failures == 0
         assert llm.engine.scheduler.allocator.num_used == 0
