@@ -18,9 +18,9 @@ from foredraft.bench import load_plot
 from foredraft.bench.load import Cell, Point
 
 PARTS = {
-    "builtin": "--minutes 8 --prompts 96 --prompt-tokens 128 --max-tokens 96 --least 8 --waves 2 --rounds 7",
+    "builtin": "--minutes 8 --prompts 96 --prompt-tokens 64 --max-tokens 96 --least 8 --waves 3 --rounds 7",
     # a pass over 16 tokens takes as long as its arithmetic: short prompts leave the time to what is compared
-    "grown": "--minutes 12 --prompts 96 --prompt-tokens 32 --max-tokens 48 --least 4 --waves 2 --rounds 5",
+    "grown": "--minutes 12 --prompts 96 --prompt-tokens 32 --max-tokens 40 --least 4 --waves 3 --rounds 5",
 }
 QUICK = "--minutes 0.5 --prompts 8 --prompt-tokens 16 --max-tokens 8 --least 2 --waves 1 --rounds 1 --more 2"
 QUICK_STREAMS = "1,4"

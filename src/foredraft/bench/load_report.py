@@ -122,8 +122,11 @@ class Job:
             self.step(f"preparing {mode}")
             if mode == OFF:
                 llm = self.llm.with_drafter(None)
+            elif mode == AUTO:
+                llm = self.llm.with_drafter(dict(self.spec))
+                llm.calibrate()  # as a server does
             else:
-                llm = self.llm.with_drafter(dict(self.spec), None if mode == AUTO else int(mode))
+                llm = self.llm.with_drafter(dict(self.spec), int(mode))
             found[mode] = self.driver(llm, self.plan.sampling)
         return found
 
