@@ -291,6 +291,8 @@ def test_a_reader_that_never_comes_back_is_left() -> None:
         other = await (await worker.submit(asked(1))).completions()
         assert other[0].token_ids == PLAIN[1]
         assert stream.transcripts[0].finish_reason is None
+        while not worker.is_healthy:  # as soon as it waits for the reader, and for nothing else
+            await asyncio.sleep(0)
         clock.now += 2
         await (await worker.submit(asked(2))).completions()
         (completion,) = await stream.completions()
@@ -489,6 +491,29 @@ def test_a_hang_shows_and_so_does_its_end() -> None:
     asyncio.run(main(worker))
     worker.stop()
     assert not worker.is_healthy
+
+
+def test_a_scheduler_that_runs_nobody_is_a_hang_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread is alive and does nothing: elsewhere such a server calls itself well."""
+    clock, llm, looked = Clock(), table(), threading.Semaphore(0)
+
+    def nobody(*_: object) -> Batch:
+        looked.release()
+        return Batch((), (), ())
+
+    async def main(worker: Worker) -> None:
+        stream = await worker.submit(asked(0))
+        await asyncio.to_thread(looked.acquire)
+        clock.now += 11
+        await asyncio.to_thread(looked.acquire)
+        assert not worker.is_healthy
+        monkeypatch.undo()
+        assert (await stream.completions())[0].token_ids == PLAIN[0]
+        assert worker.is_healthy
+
+    monkeypatch.setattr(llm.engine.scheduler, "next", nobody)
+    with running(llm, clock=clock) as worker:
+        asyncio.run(main(worker))
 
 
 def test_stopping_a_worker_that_hangs_leaves_it_behind() -> None:

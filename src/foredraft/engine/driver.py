@@ -76,6 +76,7 @@ class Driver:
         self.limits = limits
         self.observer = observer
         self.is_broken = False  # too many steps failed, and none went well since
+        self.is_stuck = False  # the last step found nobody to run
         self._clock = clock
         self._left = left
         self._entries: dict[Request, Entry] = {}  # oldest first
@@ -83,13 +84,13 @@ class Driver:
         self._held: dict[Stream, float] = {}  # readers that are too far behind -> since when
         self._suspects = Suspects()
         self._next_deadline = math.inf
-        self._is_stuck = False  # the last step found nobody to run
 
     def turn(self) -> None:
         """A step, if there is anything to step, and all that goes with it."""
         self._expire()
         self._hold()
         self._deliver()
+        self.is_stuck = self.is_stuck and bool(self._entries)
         if self._entries:
             self._step()
             self._deliver()
@@ -101,11 +102,11 @@ class Driver:
         if not self._entries:
             return None
         is_paused = len(self._held) > 0 and all(entry.stream in self._held for entry in self._entries.values())
-        if not is_paused and not self._is_stuck:
+        if not is_paused and not self.is_stuck:
             return 0
         stalls = min(self._held.values(), default=math.inf) + self.limits.stall_after
         wait = max(min(stalls, self._next_deadline) - self._clock(), 0.001)
-        return min(wait, NAP) if self._is_stuck else min(wait, LONGEST_WAIT)
+        return min(wait, NAP) if self.is_stuck else min(wait, LONGEST_WAIT)
 
     def add(self, stream: Stream, deadline: float) -> None:
         start_by = self._clock() + self.limits.queue_timeout
@@ -161,6 +162,9 @@ class Driver:
     def _step(self) -> None:
         """One step; one that raises is taken back."""
         live = [request for request, entry in self._entries.items() if entry.stream not in self._held]
+        if not live:
+            self.is_stuck = False  # every reader is waited for: nothing is wrong
+            return
         only = self._suspects.choose(live)
         if only is None and self._held:
             only = frozenset(live)
@@ -176,7 +180,7 @@ class Driver:
         tried = self.engine.tried
         scored = [r for r in tried if r in self._entries and self._entries[r].transcript.deltas]
         self._suspects.passed(tried, scored)
-        self._is_stuck = not tried
+        self.is_stuck = not tried
         self.is_broken = self.is_broken and not scored
         report = self.engine.last
         if report is not None and tried:

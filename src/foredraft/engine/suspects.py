@@ -61,7 +61,7 @@ class Suspects:
         was_on_trial = bool(self._suspects)
         self._skipped = 0 if tried else self._skipped + 1
         if self._skipped > len(self._suspects):
-            self._suspects = []  # they wait for each other: together, then
+            self._suspects, self._failed_together = [], 0  # they wait for each other: together, then
         elif not tried:  # another one may be able to
             self._suspects = self._suspects[1:] + self._suspects[:1]
         elif len(tried) == 1:

@@ -180,25 +180,31 @@ class Worker:
                 self._obey()
                 if not self._is_stopping:
                     self._driver.turn()
-                self._beat = self._clock()
+                self._tick()
         except Exception:
             log.exception("the engine's thread ended")
         finally:
             self._close()
+
+    def _tick(self) -> None:
+        """A sign of life; none while there are requests and the scheduler runs nobody, which is a hang too."""
+        if not self._driver.is_stuck:
+            self._beat = self._clock()
+        self._is_idle = False
 
     def _obey(self) -> None:
         """Carry out every command that came; wait for one where there is nothing to step."""
         wait = self._driver.wait()
         try:
             if wait != 0:
-                self._is_idle = True
+                self._is_idle = not self._driver.is_stuck
                 command = self._inbox.get(timeout=wait)
-                self._beat, self._is_idle = self._clock(), False
+                self._tick()
                 command()
             while True:
                 self._inbox.get_nowait()()
         except Empty:
-            self._beat, self._is_idle = self._clock(), False
+            self._tick()
 
     def _add(self, stream: Stream, deadline: float) -> None:
         self._driver.add(stream, deadline)
@@ -214,9 +220,9 @@ class Worker:
         self._interval += 0.1 * (now - self._last_end - self._interval)
         self._last_end = now
         with self._lock:
-            self._streams[stream] -= 1
-            if not self._streams[stream]:
-                del self._streams[stream]
+            left = self._streams.pop(stream, 1) - 1  # gone already where `stop` gave up on a thread that hung
+            if left:
+                self._streams[stream] = left
             if not self._streams:
                 drained, self._drained = self._drained, []
         _tell(drained, True)
