@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from foredraft.controller import Fixed
 from foredraft.engine.scheduler import Limits, Scheduler
 from foredraft.kv.blocks import PageAllocator
-from foredraft.request import Batch, Request
+from foredraft.request import Batch, Request, State
 from foredraft.sampling import Sampling
 from foredraft.tree import Commit
 
@@ -236,3 +236,95 @@ def test_integrity_notices_a_lost_page(page: int) -> None:
     del r.pages[-page:]
     with pytest.raises(AssertionError, match="used page"):
         run.scheduler.check_integrity()
+
+
+def test_a_long_prompt_holds_up_streams_by_no_more_than_a_chunk() -> None:
+    """However many prompts there are; the older is read before the younger. Alone they take the whole step."""
+    run = Run(max_chunk=6, max_step_tokens=40)
+    prompts = [request(30) for _ in range(3)]
+    run.add(*prompts)
+    assert run.step().chunks == (6, 6, 6)
+    run.add(stream := request(2, max_tokens=60))
+    run.step()
+    while any(not p.output for p in prompts):
+        batch = run.step()
+        assert stream in batch.requests
+        reading = [(r, n) for r, n in zip(batch.requests, batch.chunks, strict=True) if n > 1]
+        assert sum(n for _, n in reading) <= 6
+        assert [r.arrival for r, _ in reading] == sorted(r.arrival for r, _ in reading)
+
+
+def test_drafts_get_what_streams_and_prompts_leave() -> None:
+    run = Run(max_chunk=6, max_step_tokens=10)
+    run.add(request(2), request(2))
+    run.step()
+    run.add(request(30))
+    batch = run.step(num_nodes=5)
+    assert batch.chunks == (1, 1, 6)
+    assert batch.budgets == (2, 0, 0)
+
+
+def test_lower_priority_numbers_run_first_and_give_way_last() -> None:
+    run = Run(num_pages=8, max_batch=3)
+    late, early, middle = (request(7, max_tokens=9) for _ in range(3))
+    late.priority, early.priority, middle.priority = 5, -1, 2
+    run.add(late)
+    run.step()
+    run.add(early, middle)
+    ended = []
+    while run.scheduler.has_work:
+        batch = run.step()
+        assert batch.requests, "there is work and nobody runs"
+        ended += [r for r in batch.requests if r.state is State.OVER]
+        if late.state is State.PREEMPTED:
+            assert run.scheduler.waiting[-1] is late
+    assert run.scheduler.num_preempted > 0
+    assert ended == [early, middle, late]
+
+
+def test_a_preempted_request_returns_to_its_place() -> None:
+    run = Run(max_batch=2)
+    requests = [request(3) for _ in range(4)]
+    run.add(*requests)
+    run.step()
+    run.scheduler._preempt(requests[1])
+    assert run.scheduler.waiting == requests[1:]
+    assert list(run.step().requests) == requests[:2]
+
+
+@pytest.mark.parametrize("max_step_tokens", [1, 2, 3, 7])
+def test_everyone_moves_within_a_bounded_number_of_steps(max_step_tokens: int) -> None:
+    """Even where a step has not a token for everyone: streams and prompts take turns."""
+    run = Run(num_pages=2000, max_batch=8, max_step_tokens=max_step_tokens, max_chunk=3)
+    requests = [request(1 + 5 * i, max_tokens=900) for i in range(8)]
+    run.add(*requests)
+    last: dict[Request, int] = {}
+    for step in range(400):
+        batch = run.step(num_nodes=3)
+        assert sum(batch.chunks) + sum(batch.budgets) <= max_step_tokens
+        last |= dict.fromkeys(batch.requests, step)
+        assert all(step - last.get(r, 0) <= 80 for r in requests)
+    assert all(r.output for r in requests)
+
+
+def test_only_some_run_and_nobody_is_admitted_beside_them() -> None:
+    run = Run(max_batch=4)
+    requests = [request(3) for _ in range(3)]
+    run.add(*requests)
+    run.step()
+    run.add(request(3))
+    some = frozenset(requests[1:])
+    batch = run.scheduler.next(0, Fixed(), some)
+    assert frozenset(batch.requests) == some
+    assert len(run.scheduler.waiting) == 1
+    assert len(run.step().requests) == 4
+
+
+def test_who_comes_in_does_not_have_to_go_at_once() -> None:
+    """A prompt is admitted when there are pages for all of it, those that others were promised counted too."""
+    run = Run(num_pages=13, max_batch=4, max_chunk=4)
+    run.add(request(24, max_tokens=2), request(24, max_tokens=2), request(24, max_tokens=2))
+    run.step()
+    assert len(run.scheduler.running) == 1
+    run.to_end()
+    assert run.scheduler.num_preempted == 0
