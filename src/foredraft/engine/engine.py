@@ -126,6 +126,9 @@ class Engine:
         self.tried = batch.requests
         if not batch.requests:
             return
+        if self.is_debug:
+            for request in batch.requests:
+                self.scheduler.check_writes(request)
         began = self._clock()
         draft = self.drafter.propose(batch)
         drafting = self._clock() - began
