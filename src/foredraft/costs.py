@@ -35,7 +35,7 @@ class Line:
         self._moment = np.zeros(len(prior))
         self._naive = naive
         self._count = 0
-        self._outliers = 0  # in a row, all to the same side: the longer, the further one is believed
+        self._outliers = 0  # lately, above (+) or below (-): the more, the further one is believed
 
     def predict(self, features: Sequence[float]) -> float:
         return sum([w * x for w, x in zip(self.weights, features, strict=True)])
@@ -47,7 +47,7 @@ class Line:
         """
         predicted = self.predict(features)
         believed = self._believe(seconds, predicted, max(predicted, scale))
-        unit = 1.0 / max(believed, predicted, scale, 1e-9)
+        unit = 1.0 / (max(predicted, scale) or max(believed, 1e-9))
         x = np.array(features) * unit
         self._gram *= 1.0 - 1.0 / MEMORY
         self._moment *= 1.0 - 1.0 / MEMORY
@@ -64,7 +64,7 @@ class Line:
             return seconds
         reach = scale * OUTLIER * 2.0 ** min(abs(self._outliers), 30)
         if abs(seconds - predicted) <= reach:
-            self._outliers = 0
+            self._outliers -= (self._outliers > 0) - (self._outliers < 0)
             return seconds
         side = 1 if seconds > predicted else -1
         self._outliers = self._outliers + side if self._outliers * side >= 0 else side

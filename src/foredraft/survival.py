@@ -105,6 +105,7 @@ class Shares:
         own = self._own.get(slot)
         if own is None:
             return list(shared)
+        shared = [min(max(share, 1e-6), 1.0 - 1e-6) for share in shared]
         found: list[float] = []
         odds = 1.0  # this request's over everybody's
         pull = OWN_PRIOR * own.weight

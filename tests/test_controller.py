@@ -1,0 +1,193 @@
+"""The promises of docs/controller.md, on engines that exist on paper only (simulated.py). Nothing here is timed."""
+
+from dataclasses import replace
+
+import pytest
+
+from foredraft.controller import START, Adaptive, Ask, Fixed, Outcome, StepReport
+from foredraft.costs import CostCurve
+from simulated import CURVES, Totals, World, bend, best_fixed, linear, run, stairs
+
+PLAIN, BEST = 0.97, 0.95  # of plain decoding's speed, at any load; of the best fixed K's, for few requests
+
+
+def adaptive(world: World, has_curve: bool = True) -> Adaptive:
+    return Adaptive(CostCurve(world.points()) if has_curve else None)
+
+
+def lived(world: World, steps: int = 3000, has_curve: bool = True) -> tuple[Adaptive, Totals]:
+    lengths = adaptive(world, has_curve)
+    return lengths, run(world, lengths, steps)
+
+
+def constant(chance: float):
+    return lambda step, request: chance
+
+
+@pytest.mark.parametrize("has_curve", [True, False])
+@pytest.mark.parametrize("draft", [0.0, 0.2, 1.0])
+@pytest.mark.parametrize("curve", CURVES)
+def test_one_request_is_never_slower_than_plain_and_near_the_best_length(curve, draft, has_curve):
+    for chance in (0.05, 0.5, 0.95):
+        world = World(CURVES[curve], draft=draft, accept=constant(chance), reading=0.02 * draft, outliers=0.002)
+        _, totals = lived(world, has_curve=has_curve)
+        assert totals.speed >= PLAIN, chance
+        # A shelf that was not measured is found only by walking over its edge.
+        near = BEST if has_curve or curve != "stairs" else 0.85
+        assert totals.speed >= near * best_fixed(world, 1500)[1], chance
+
+
+@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize("load", [4, 16, 64])
+def test_more_requests_are_never_slower_than_plain(curve, load):
+    for chance, draft, sampled in ((0.05, 0.2, 0.0), (0.5, 0.0, 0.1), (0.9, 0.05, 0.0)):
+        world = World(CURVES[curve], sampled, draft=draft, accept=constant(chance), load=lambda step: load)
+        assert lived(world, 3000 if load < 64 else 1000)[1].speed >= PLAIN, (chance, draft)
+
+
+@pytest.mark.parametrize("chance", [0.3, 0.6, 0.9])
+def test_four_requests_are_near_the_best_length(chance):
+    world = World(bend, draft=0.1, accept=constant(chance), load=lambda step: 4)
+    assert lived(world)[1].speed >= BEST * best_fixed(world, 1000)[1]
+
+
+@pytest.mark.parametrize(
+    "world",
+    [
+        World(per_scored=0.3, draft=0.1, accept=constant(0.4)),
+        World(draft=0.2, accept=constant(0.1), outliers=0.03, noise=0.1, reading=0.02),
+        World(draft=10.0, accept=constant(0.3), reading=0.05),
+        World(draft=0.2, accept=constant(0.1), reading=0.1),
+        World(draft=0.2, accept=constant(0.1), follow=0.1),
+        World(bend, draft=0.1, load=lambda step: 8, life=100, reading=0.002, prompt=300),
+        World(draft=0.2, load=lambda step: 4, life=30, reading=0.01, prompt=500, accept=constant(0.6)),
+        World(bend, draft=0.1, load=lambda step: 1 + abs(step % 126 - 63), reading=0.002),
+        World(bend, draft_row=0.05, load=lambda step: 16, accept=constant(0.8)),
+        World(draft=1.0, accept=lambda step, request: 0.95 if step // 100 % 2 else 0.1, reading=0.02),
+        World(stairs, proposes=0.1, accept=constant(0.6), load=lambda step: 16),
+        World(bend, branches=4, draft=0.05, accept=constant(0.2), load=lambda step: 4),
+    ],
+    ids="sampled outliers ruinous reading follow churn short-lives load rows drift lookup tree".split(),
+)
+def test_nothing_makes_it_slower_than_plain(world):
+    for seed in range(2):
+        assert lived(replace(world, seed=seed))[1].speed >= PLAIN
+
+
+def test_a_curve_that_is_wrong_is_found_out():
+    """Measured as flat, in truth every row costs: the model says yes, the purse says no."""
+    world = World(linear, accept=constant(0.7))
+    totals = run(world, Adaptive(CostCurve([(1, 1.0), (64, 1.0)])))
+    assert totals.speed >= PLAIN
+
+
+@pytest.mark.parametrize("proposes", [0.1, 0.5])
+def test_a_lookup_that_seldom_finds_anything_is_left_on(proposes):
+    world = World(bend, proposes=proposes, accept=constant(0.8))
+    _, totals = lived(world)
+    assert totals.speed >= BEST * best_fixed(world, 3000)[1]
+
+
+def test_drifting_acceptance_is_followed_better_than_by_any_fixed_length():
+    world = World(draft=0.2, accept=lambda step, request: 0.1 if step // 1000 % 2 else 0.9, reading=0.004)
+    assert lived(world)[1].speed >= BEST * best_fixed(world, 3000)[1]
+
+
+def test_drafting_resumes_after_acceptance_recovers():
+    world = World(draft=0.2, accept=lambda step, request: 0.05 if step < 800 else 0.9, reading=0.004)
+    lengths, totals = lived(world, 2500)
+    assert sum(budget > 0 for budget in totals.budgets[300:800]) < 50
+    assert sum(budget > 0 for budget in totals.budgets[1800:]) > 600
+    assert {"start", "does not pay", "probe", "pays", "measure"} <= set(lengths.counts)
+
+
+def test_a_machine_that_swings_is_followed():
+    world = World(bend, draft=0.2, accept=constant(0.6), swing=lambda step: 1 + step // 400 % 2)
+    assert lived(world)[1].speed >= BEST * best_fixed(world, 1500)[1]
+
+
+def test_what_is_accepted_more_is_drafted_more():
+    world = World(stairs, draft=0.02, load=lambda step: 6, accept=lambda step, request: 0.95 if request == 0 else 0.1)
+    _, totals = lived(world, 1000)
+    assert totals.nodes[0] > 2 * max(totals.nodes[request] for request in range(1, 6))
+
+
+def test_it_does_not_flap():
+    world = World(bend, draft=0.2, accept=constant(0.7))
+    _, totals = lived(world, 1500)
+    without = [
+        i for i, budget in enumerate(totals.budgets) if not budget and totals.reasons[i] not in ("start", "measure")
+    ]
+    assert not without
+
+
+def test_a_step_is_the_same_every_time():
+    world = World(bend, draft=0.1, load=lambda step: 5, life=80, accept=constant(0.6), outliers=0.01)
+    (_, one), (_, two) = lived(world, 500), lived(world, 500)
+    assert one == two
+
+
+def test_a_length_never_depends_on_what_is_drafted_afterwards():
+    """Two runs that part in the outcome of one step had the same budgets up to and including that step."""
+    for parting in (8, 20, 77):
+        runs = []
+        for kept in ((), (1, 2)):
+            lengths, budgets = Adaptive(CostCurve([(1, 1.0), (64, 1.5)])), []
+            for step in range(100):
+                [budget] = lengths.allot([Ask(0, 6)], 1, 100)
+                budgets.append(budget)
+                accepted = kept[:budget] if step == parting else tuple(range(1, min(budget, step % 4) + 1))
+                rows = 1 + budget
+                lengths.learn(
+                    StepReport(
+                        1, rows, rows, 100, 0.1 * budget, 1.0 + 0.1 * budget, (Outcome(0, budget, budget, accepted),)
+                    )
+                )
+            runs.append(budgets)
+        assert runs[0][: parting + 1] == runs[1][: parting + 1]
+
+
+def test_nobody_has_more_than_it_may_and_a_wish_is_a_wish():
+    lengths = Adaptive()
+    for step in range(60):
+        asks = [Ask(0, 5, is_fixed=True), Ask(1, step % 4), Ask(2, 1), Ask(3, 0)]
+        budgets = lengths.allot(asks, 4, 400)
+        assert budgets[0] == 5
+        assert all(0 <= budget <= ask.most for budget, ask in zip(budgets, asks, strict=True))
+        outcomes = tuple(Outcome(a.slot, b, b, tuple(range(1, b + 1))) for a, b in zip(asks, budgets, strict=True))
+        rows = 4 + sum(budgets)
+        lengths.learn(StepReport(4, rows, rows, 100 * rows, 0.01, 1.0, outcomes))
+        assert lengths.decision.nodes == sum(budgets)
+    assert lengths.allot([Ask(0, 5, is_fixed=True)], 1) == [5]
+    assert lengths.decision.reason == "fixed"
+
+
+def test_forgotten_slots_leave_nothing():
+    world = World(bend, draft=0.1, load=lambda step: 4, life=40, accept=constant(0.6))
+    lengths, _ = lived(world, 400)
+    lengths.forget(range(16))
+    assert not lengths._unread
+    assert not lengths._probed
+    assert not lengths.survival._kept._own
+    assert not lengths.survival._drafted._own
+
+
+def test_steps_without_a_scored_row_are_harmless():
+    lengths = Adaptive(CostCurve([(1, 1.0), (512, 8.0)]))
+    for _ in range(5):
+        lengths.learn(StepReport(1, 512, 0, 512 * 256, 0.0, 8.0))
+    assert lengths.allot([Ask(0, 4)], 1) == [START[0]]
+
+
+def test_the_decision_says_what_it_expects():
+    world = World(draft=0.1, accept=constant(0.8))
+    lengths, totals = lived(world, 1000)
+    decision = lengths.decision
+    assert sum(lengths.counts.values()) == 1000
+    assert decision.plain_rate == pytest.approx(1.0, rel=0.1)
+    assert decision.rate / decision.plain_rate == pytest.approx(totals.speed, rel=0.15)
+    assert 0.3 < decision.acceptance < 1.0
+
+
+def test_fixed_gives_what_is_asked_for():
+    assert Fixed().allot([Ask(0, 3), Ask(1, 7, is_fixed=True)], 2) == [3, 7]
