@@ -1,5 +1,7 @@
 """/v1/chat/completions: what is rendered, what is streamed, and that nobody writes control tokens but the template."""
 
+import json
+
 import pytest
 
 import models_made
@@ -152,8 +154,6 @@ def test_a_model_without_a_template():
 
 
 def test_json_comes_out_where_json_is_asked_for(server: Running):
-    import json
-
     schema = {
         "type": "object",
         "properties": {"a": {"type": "boolean"}},

@@ -94,7 +94,7 @@ def serve(ctx: typer.Context, options: ServeOptions) -> None:
         where = f"http://{options.host}:{sock.getsockname()[1]}"
         if settings.api_key is None and options.host not in LOCAL:
             say(f"warning: whoever reaches {where} can use the model; set --api-key or {API_KEY}")
-        say(f"loading {settings.names[0]}; {where} already answers")
+        say(f"loading {settings.names[0]}; {where} answers meanwhile")
         service = Service(settings, _worker_limits(options))
         loader = _loader(options, method, kv_memory)
         run(service, sock, loader, lambda: say(f"serving {settings.names[0]} at {where} with --spec-method {method}"))

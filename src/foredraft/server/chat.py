@@ -9,6 +9,7 @@ from starlette.responses import JSONResponse, Response
 from foredraft.server.answers import Head, check_begun, error_event, finished
 from foredraft.server.errors import ApiError
 from foredraft.server.generation import Generation
+from foredraft.server.grammars import grammar_field
 from foredraft.server.logprobs import chat_logprobs, prompt_logprobs
 from foredraft.server.parameters import options_of, sampling_of
 from foredraft.server.protocol import ChatRequest
@@ -61,7 +62,7 @@ def _prepare(service: Service, request: ChatRequest) -> Job:
     most = request.max_completion_tokens or request.max_tokens or service.longest - len(ids)
     count = (request.top_logprobs or 0) if request.logprobs else None
     sampling = sampling_of(request, most, count, request.prompt_logprobs)
-    return Job(ids, sampling, options_of(request, service.predicted(request)))
+    return Job(ids, sampling, options_of(request, service.predicted(request)), grammar_field(request))
 
 
 class Answer:

@@ -10,6 +10,7 @@ from starlette.responses import JSONResponse, Response
 from foredraft.server.answers import Head, check_begun, error_event, finished
 from foredraft.server.errors import ApiError
 from foredraft.server.generation import Generation
+from foredraft.server.grammars import grammar_field
 from foredraft.server.logprobs import Entry, completion_logprobs, prompt_logprobs
 from foredraft.server.parameters import options_of, sampling_of
 from foredraft.server.prompts import Encoded, encode_prompts
@@ -63,7 +64,7 @@ def _prepare(service: Service, request: CompletionRequest) -> _Work:
     prediction = service.predicted(request)
     prompts = encode_prompts(service, request)
     options = options_of(request, prediction)
-    return _Work([Job(prompt.ids, sampling, options) for prompt in prompts], prompts)
+    return _Work([Job(prompt.ids, sampling, options, grammar_field(request)) for prompt in prompts], prompts)
 
 
 class Answer:

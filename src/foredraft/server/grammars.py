@@ -11,16 +11,21 @@ from foredraft.server.protocol import Generating, ResponseFormat, StructuredOutp
 
 def grammar_of(request: Generating) -> Grammar | None:
     """None where none is asked for. Raises ApiError for two of them, or for one that is malformed."""
-    asked = [name for name in ("response_format", "structured_outputs", "regex") if _asks(getattr(request, name))]
-    if not asked:
+    name = grammar_field(request)
+    if name is None:
         return None
-    if len(asked) > 1:
-        raise ApiError(400, f"{asked[0]} and {asked[1]} exclude each other", asked[1])
-    (name,) = asked
     try:
         return _grammar(getattr(request, name))
     except ForedraftError as error:
         raise ApiError(400, f"{name}: {error}", name) from None
+
+
+def grammar_field(request: Generating) -> str | None:
+    """The field that asks for a grammar. Raises ApiError for two of them."""
+    asked = [name for name in ("response_format", "structured_outputs", "regex") if _asks(getattr(request, name))]
+    if len(asked) > 1:
+        raise ApiError(400, f"{asked[0]} and {asked[1]} exclude each other", asked[1])
+    return asked[0] if asked else None
 
 
 def _asks(value: Any) -> bool:

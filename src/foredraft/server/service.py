@@ -34,6 +34,7 @@ class Job:
     ids: list[int]
     sampling: Sampling
     options: RequestOptions
+    grammar_field: str | None = None  # what asked for its grammar
 
 
 class Service:
@@ -156,7 +157,11 @@ class Service:
     def _prepare(self, jobs: Sequence[Job]) -> list[Any]:
         result: list[Any] = []
         for job in jobs:
-            result += self.llm.prepare(job.ids, job.sampling, job.options, first_index=len(result))
+            try:
+                result += self.llm.prepare(job.ids, job.sampling, job.options, first_index=len(result))
+            except ForedraftError as error:
+                param = job.grammar_field if "grammar" in str(error) else None
+                raise ApiError(400, self._without_name(str(error)), param) from None
         return result
 
     def _without_name(self, message: str) -> str:

@@ -1,0 +1,99 @@
+"""`foredraft serve`: what the command line turns into, and one line for each mistake."""
+
+import sys
+
+import pytest
+from cli_fakes import FakeBackend
+
+from foredraft.cli.serve import API_KEY, ServeOptions, method_of, names_of, settings_of, size_of
+from foredraft.cli.shell import UsageError
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--port", "99999"], "--port"),
+        (["--port", "x"], "--port"),
+        (["--kv-memory", "much"], "--kv-memory takes a size"),
+        (["--kv-memory", "0"], "--kv-memory takes a size"),
+        (["--spec-method", "guess"], "unknown method 'guess'"),
+        (["--spec-method", "ngram,draft_model"], "one --spec-method"),
+        (["--spec-method", "none", "--spec-tokens", "3"], "drafts nothing"),
+        (["--verify", "trust"], "unknown verification rule 'trust'"),
+        (["--dtype", "int1"], "unknown dtype 'int1'"),
+        (["--chat-template", "gone.jinja"], "cannot be read"),
+        (["--api-key", " "], "API key is empty"),
+        (["--served-model-name", ""], "--served-model-name is empty"),
+        (["--spec-tokens", "0"], "--spec-tokens"),
+        (["--max-queue", "0"], "--max-queue"),
+        (["--request-timeout", "-1"], "--request-timeout"),
+        (["--nonsense"], "--nonsense"),
+    ],
+)
+def test_a_mistake_is_one_line_and_code_2(run, args: list[str], words: str):
+    done = run("serve", *args)
+    assert (done.code, done.stdout, len(done.error_lines)) == (2, "", 1)
+    assert words in done.stderr
+
+
+def test_an_address_of_another_machine_is_code_1(run):
+    done = run("serve", "--host", "192.0.2.7", "--port", "0")
+    assert (done.code, len(done.error_lines)) == (1, 1)
+    assert "cannot listen on 192.0.2.7" in done.stderr
+
+
+def test_without_the_extra_there_is_a_command_to_run(run, monkeypatch: pytest.MonkeyPatch):
+    for name in [name for name in sys.modules if name.startswith(("foredraft.server.", "fastapi"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    done = run("serve", "--port", "0")
+    assert (done.code, len(done.error_lines)) == (1, 1)
+    assert "pip install 'foredraft[serve]'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("2GiB", 2 << 30),
+        ("512M", 512 << 20),
+        ("1.5g", 3 << 29),
+        ("100", 100),
+        ("64 KB", 64 << 10),
+        ("7B", 7),
+        ("1TiB", 1 << 40),
+    ],
+)
+def test_sizes(text: str, size: int):
+    assert size_of(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "G", "-1G", "1X", "1e9", "1 2", "0G"])
+def test_what_is_no_size(text: str):
+    with pytest.raises(UsageError, match="--kv-memory"):
+        size_of(text)
+
+
+def test_settings(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(API_KEY, "from-env")
+    template = tmp_path / "chat.jinja"
+    template.write_text("{{ messages }}")
+    settings = settings_of(ServeOptions(chat_template=str(template), request_timeout=0, no_vllm_metrics=True))
+    assert (settings.api_key, settings.chat_template) == ("from-env", "{{ messages }}")
+    assert (settings.request_timeout, settings.has_vllm_names, settings.names) == (None, False, ("builtin",))
+    assert settings_of(ServeOptions(api_key="given")).api_key == "given"
+    assert settings_of(ServeOptions(chat_template="plain")).has_plain_template
+    assert not settings_of(ServeOptions(chat_template="none")).has_plain_template
+
+
+def test_a_folder_is_served_under_its_own_name(tmp_path):
+    (tmp_path / "tiny").mkdir()
+    assert names_of(ServeOptions(model=str(tmp_path / "tiny"))) == ("tiny",)
+    assert names_of(ServeOptions(model="org/model")) == ("org/model",)
+    assert names_of(ServeOptions(model="x", served_model_name=["a", "b", "a"])) == ("a", "b")
+
+
+def test_the_method():
+    backend = FakeBackend()
+    assert method_of(ServeOptions(), backend) == "draft_model"
+    assert method_of(ServeOptions(model="org/model"), backend) == "ngram"
+    assert method_of(ServeOptions(spec_method=["none"]), backend) == "none"

@@ -1,0 +1,187 @@
+"""Every field does something or says that it asks for nothing; every other field is refused by name."""
+
+import pytest
+
+import models_made
+from foredraft.server.protocol import NEUTRAL, ChatRequest, CompletionRequest
+from serving import Running
+
+BASE = {"prompt": "the end", "temperature": 1.0, "seed": 7, "max_tokens": 30, "ignore_eos": True}
+CHAT = {
+    "messages": [{"role": "user", "content": "a"}],
+    "temperature": 1.0,
+    "seed": 7,
+    "max_tokens": 30,
+    "ignore_eos": True,
+}
+ALL = list(range(20, 120))
+
+# field -> a value at which the answer must differ from BASE's
+CHANGES = {
+    "prompt": "def",
+    "max_tokens": 5,
+    "min_tokens": None,  # below: it needs an end
+    "n": 2,
+    "temperature": 0.0,
+    "top_p": 0.1,
+    "top_k": 1,
+    "min_p": 0.9,
+    "typical_p": 0.05,
+    "repetition_penalty": 5.0,
+    "presence_penalty": 2.0,
+    "frequency_penalty": 2.0,
+    "logit_bias": {"30": 100},
+    "allowed_token_ids": ALL[:3],
+    "bad_words": None,
+    "seed": 8,
+    "stop": None,
+    "stop_token_ids": ALL,
+    "include_stop_str_in_output": None,
+    "ignore_eos": None,
+    "stream": None,
+    "stream_options": None,
+    "response_format": {"type": "json_object"},
+    "structured_outputs": {"choice": ["the", "end"]},
+    "regex": "[0-9]{4}",
+    "prediction": None,
+    "prompt_logprobs": 1,
+    "truncate_prompt_tokens": 1,
+    "add_special_tokens": None,
+    "return_token_ids": True,
+    "return_tokens_as_token_ids": None,
+    "priority": None,
+    "cache_salt": None,
+    "request_id": "mine",
+    "model": None,
+    "user": None,
+    "speculative": None,
+    "speculative_metrics": True,
+    "foredraft_trace": True,
+    "echo": True,
+    "logprobs": 1,
+    "best_of": None,
+}
+# changed nowhere but tested elsewhere, or without effect on the text; every field is in one of the two
+ELSEWHERE = {
+    "stream", "stream_options", "prediction", "priority", "cache_salt", "model", "user", "speculative", "best_of",
+    "add_special_tokens", "min_tokens", "bad_words", "stop", "include_stop_str_in_output", "ignore_eos",
+    "return_tokens_as_token_ids",
+}  # fmt: skip
+
+
+def answer(server: Running, body: dict) -> dict:
+    found = server.ok("/v1/completions", **body)
+    return {name: value for name, value in found.items() if name not in ("id", "created", "usage")}
+
+
+def test_the_lists_are_complete():
+    assert set(CHANGES) == set(CompletionRequest.model_fields)
+    assert {name for name, value in CHANGES.items() if value is None} == ELSEWHERE
+
+
+@pytest.mark.parametrize("name", [name for name, value in CHANGES.items() if value is not None])
+def test_a_field_changes_the_answer(server: Running, name: str):
+    assert answer(server, BASE) == answer(server, BASE)
+    body = BASE | {name: CHANGES[name]}
+    if name == "request_id":
+        assert server.ok("/v1/completions", **body)["id"] == "cmpl-mine"
+    else:
+        assert answer(server, body) != answer(server, BASE)
+
+
+def test_fields_that_need_each_other(server: Running):
+    text = answer(server, BASE)["choices"][0]["text"]
+    assert answer(server, BASE | {"stop": text[5:8]})["choices"][0]["text"] == text[: text.index(text[5:8])]
+    token_ids = server.complete(**{k: v for k, v in BASE.items() if k != "prompt"}, return_token_ids=True)
+    first = token_ids["choices"][0]["token_ids"][0]
+    word = models_made.tokenizer().decode([first])
+    banned = server.ok("/v1/completions", **BASE, bad_words=[word], return_token_ids=True)
+    assert first not in banned["choices"][0]["token_ids"]
+    ended = BASE | {"stop_token_ids": [first]}
+    assert answer(server, ended)["choices"][0]["stop_reason"] == first
+    later = server.ok("/v1/completions", **ended, min_tokens=9)
+    assert later["usage"]["completion_tokens"] > 9
+    eos = BASE | {"logit_bias": {"3": 100}}
+    assert server.ok("/v1/completions", **eos)["usage"]["completion_tokens"] == 30
+    assert server.ok("/v1/completions", **eos | {"ignore_eos": False})["usage"]["completion_tokens"] == 1
+    spelt = server.ok("/v1/completions", **BASE, logprobs=0, return_tokens_as_token_ids=True)
+    assert spelt["choices"][0]["logprobs"]["tokens"][0] == f"token_id:{first}"
+
+
+def test_fields_without_effect_on_the_text(server: Running):
+    plain = answer(server, BASE)
+    for extra in (
+        {"user": "somebody"}, {"priority": -3}, {"cache_salt": "x"}, {"model": "small"}, {"best_of": 1},
+        {"model": None},
+        {"speculative": {"num_speculative_tokens": 2}}, {"prediction": {"type": "content", "content": "the"}},
+        {"response_format": {"type": "text"}}, {"add_special_tokens": False}, {"stream": False}, {"top_k": -1},
+    ):  # fmt: skip
+        assert answer(server, BASE | extra) == plain, extra
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", BASE), ("/v1/chat/completions", CHAT)])
+def test_neutral_values_are_taken_and_all_others_named(server: Running, path: str, body: dict):
+    plain = server.ok(path, **body)["choices"]
+    known = CompletionRequest if "prompt" in body else ChatRequest
+    for name, values in NEUTRAL.items():
+        assert name not in known.model_fields
+        for value in values:
+            assert server.ok(path, **body | {name: value})["choices"] == plain, (name, value)
+        for value in ("nonsense", 3.5, [1], {"a": 1}):
+            refused = server.post(path, body | {name: value})
+            assert refused.status_code == 400, (name, value)
+            assert refused.json()["error"]["param"] == name
+            assert name in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+@pytest.mark.parametrize("name", ["nonsense", "best_off", "Temperature", "", "logprob", "guided_json"])
+def test_an_unknown_field_is_named(server: Running, path: str, name: str):
+    body = {
+        "/v1/completions": BASE,
+        "/v1/chat/completions": CHAT,
+        "/tokenize": {"prompt": "a"},
+        "/detokenize": {"tokens": [9]},
+    }
+    for value in (None, 1, "x"):
+        refused = server.post(path, body[path] | {name: value})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == name
+        assert name in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -0.1), ("temperature", "1"), ("temperature", True), ("top_p", 0), ("top_p", 1.01),
+        ("top_k", -2),
+        ("min_p", 1.5), ("typical_p", 0), ("repetition_penalty", 0), ("presence_penalty", 2.1),
+        ("frequency_penalty", -2.1),
+        ("logit_bias", {"30": 101}), ("logit_bias", {"x": 1}), ("logit_bias", {"-1": 1}), ("logit_bias", {"99999": 1}),
+        ("logit_bias", []), ("seed", 1 << 63), ("seed", 1.5), ("n", 0), ("n", 17), ("n", 10**30), ("max_tokens", -1),
+        ("max_tokens", 10**30), ("min_tokens", 31), ("stop", [""]), ("stop", 3), ("stop_token_ids", [-1]),
+        ("stop_token_ids", [99999]), ("allowed_token_ids", []), ("allowed_token_ids", [99999]), ("bad_words", [""]),
+        ("logprobs", -1), ("logprobs", 21), ("logprobs", True), ("prompt_logprobs", -1), ("best_of", 2),
+        ("stream", "yes"), ("stream_options", {"include_usage": True}), ("response_format", {"type": "xml"}),
+        ("response_format", {"type": "json_schema"}), ("structured_outputs", {}), ("regex", "("), ("regex", ""),
+        ("structured_outputs", {"regex": "a", "choice": ["b"]}), ("structured_outputs", {"structural_tag": "x"}),
+        ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}),
+        ("prompt", []), ("prompt", ""), ("prompt", None), ("prompt", [[]]), ("prompt", [-1]), ("prompt", [99999]),
+        ("prompt", [1, "a"]), ("prompt", [["a"]]), ("prompt", {"a": 1}), ("prompt", [True]), ("echo", 1),
+        ("speculative", {"num_speculative_tokens": -1}), ("speculative", {"k": 1}), ("cache_salt", ""),
+        ("request_id", "a b"), ("priority", 1 << 40), ("truncate_prompt_tokens", 0), ("prediction", {"type": "x"}),
+    ],
+)  # fmt: skip
+def test_a_value_that_cannot_be_is_a_400_with_its_field(server: Running, name: str, value: object):
+    refused = server.post("/v1/completions", BASE | {name: value})
+    assert refused.status_code == 400, refused.text
+    error = refused.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["code"], error["type"]) == (400, "invalid_request_error")
+    assert name in (error["param"] or error["message"])
+    assert "/" not in error["message"]
+
+
+def test_two_grammars_exclude_each_other(server: Running):
+    refused = server.post("/v1/completions", BASE | {"regex": "a", "response_format": {"type": "json_object"}})
+    assert "exclude each other" in refused.json()["error"]["message"]
