@@ -69,8 +69,8 @@ def test_a_lasting_change_is_believed():
     for _ in range(100):
         curve.learn(1, 4, 4, 0, 1.0)
     for _ in range(300):
-        curve.learn(1, 4, 4, 0, 10.0)
-    assert curve.predict(1, 4, 4, 0) == pytest.approx(10.0, rel=0.15)
+        curve.learn(1, 4, 4, 0, 2.0)
+    assert curve.predict(1, 4, 4, 0) == pytest.approx(2.0, rel=0.1)
 
 
 def test_reading_is_no_part_of_the_price_of_a_draft():

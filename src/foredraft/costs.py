@@ -17,7 +17,7 @@ Ints = NDArray[np.int64]
 MEMORY = 128  # steps after which an observation has lost two thirds of its weight
 OUTLIER = 0.5  # a time further than this share from the prediction is cut to it...
 EAGER = 16  # ... and the line is fitted anew after each of this many first observations, later after every EVERY
-EVERY = 4
+EVERY = 12
 SHORT_PROMPT = 64  # tokens; a guess on the short side, so that reading is thought dear rather than cheap
 
 
@@ -79,7 +79,7 @@ class Line:
         moment = self._moment / seen.clip(1e-15) + (self._pull / total + 1e-9) * self._prior * seen
         weights = np.where(seen > 0.0, 0.0, self._prior)
         while kept.size:
-            found = np.linalg.solve(gram[np.ix_(kept, kept)], moment[kept])
+            found = np.linalg.solve(gram[kept][:, kept], moment[kept])
             if found.min() >= 0.0:
                 weights[kept] = found / seen[kept]
                 break
