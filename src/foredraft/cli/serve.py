@@ -201,6 +201,8 @@ def _loader(options: ServeOptions, method: str, kv_memory: int | None) -> "Calla
         )
         scheduler = llm.engine.scheduler
         scheduler.limits = replace(scheduler.limits, max_chunk=options.max_chunk)
+        if llm.is_adaptive:
+            llm.calibrate()
         return llm
 
     return load
