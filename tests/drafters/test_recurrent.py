@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import models_made
 from foredraft.checkpoints.base import Eagle3Shape, EagleShape
-from foredraft.drafters import eagle, eagle3
+from foredraft.drafters import eagle, eagle3, recurrent
 from foredraft.drafters.base import Context
 from foredraft.drafters.growth import Plan
 from foredraft.drafters.recurrent import FeatureDrafter
@@ -192,3 +192,51 @@ def test_a_gap_in_what_was_seen_ends_drafting_for_that_text_alone() -> None:
 def test_plans_that_make_no_tree_are_refused(make: Callable[[], Plan]) -> None:
     with pytest.raises(Exception, match="branching"):
         make()
+
+
+def test_a_stretch_without_drafts_costs_no_pass_and_the_next_draft_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pairs are put off; read in together they are what they would have been one by one."""
+    made, always = drafter("eagle3", Plan.of(4)), drafter("eagle3", Plan.of(4))
+    played, drafted = Played(made, [1, 1], 64), Played(always, [1, 1], 64)
+    passes = []
+    forward = made.lm.forward
+    monkeypatch.setattr(made.lm, "forward", lambda *args: passes.append(1) or forward(*args))
+    for counts in ([5, 9], *[[1, 1]] * 20, [3, 2]):
+        played.commit(counts)
+        drafted.commit(counts)
+        drafted.drafts(4)
+    assert not passes
+    assert played.drafts(4) == drafted.drafts(4)
+    assert len(passes) == 4, "one to read in, and one for each level but the first"
+    assert not made._pending
+
+
+def test_what_is_put_off_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or states of a long text would pile up while nobody drafts."""
+    monkeypatch.setattr(recurrent, "PENDING", 8)
+    made = drafter("eagle", Plan.of(3))
+    played = Played(made, [1, 1], 32)
+    for _ in range(9):
+        played.commit([2, 1])
+        assert all(len(pending.tokens) < 8 for pending in made._pending.values())
+        assert [made._known(slot) for slot in (0, 1)] == [r.computed for r in played.requests]
+    assert made.memory.valid == {0: 16, 1: 8}
+    made.forget([0, 1])
+    assert not made._pending
+    assert not made.memory.valid
+
+
+def test_settling_reads_what_completes_a_page_and_no_more() -> None:
+    made = drafter("eagle", Plan.of(3))
+    played = Played(made, [1, 1], 32)
+    played.commit([15, 16])
+    made.settle([0, 1])
+    assert made.memory.valid == {1: 16}
+
+
+def test_what_is_put_off_keeps_no_tensor_of_others_alive() -> None:
+    made = drafter("eagle", Plan.of(3))
+    played = Played(made, [1, 1], 32)
+    played.commit([20, 1])
+    [small] = made._pending[1].features
+    assert small.untyped_storage().nbytes() == small.nbytes

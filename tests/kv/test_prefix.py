@@ -241,15 +241,19 @@ class TestDraftMemory:
         assert cache.match(request([*TEXT, 1])) == Hit((1, 2, 3))
 
     def test_a_page_that_is_used_again_for_other_tokens_has_lost_its_note(self) -> None:
+        """The same pages, and the same tokens after each of them."""
         owner = Owner(lookahead=1)
         cache = cache_of(num_pages=4, owner=owner)
         first = filled(cache, request([*TEXT, 1]), 12)
         owner.memory.valid[0] = 12
         cache.leave(first, is_over=True)
         owner.memory.valid.clear()
-        second = filled(cache, request([*TEXT[::-1], 1], slot=1), 12)
+        other = [99, *TEXT[1:], 1]
+        second = filled(cache, request(other, slot=1), 12)
+        assert second.pages == [1, 2, 3]
         cache.leave(second, is_over=True)
-        assert cache.match(request([*TEXT[::-1], 1])) == Hit()
+        assert cache.match(request(other)) == Hit()
+        cache.check_integrity()
 
 
 def test_pages_that_are_not_kept_cannot_be_taken() -> None:
