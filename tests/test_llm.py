@@ -5,6 +5,7 @@ import torch
 
 import models_made
 from foredraft import LLM, ForedraftError, Sampling
+from foredraft.controller import Adaptive, Fixed
 from foredraft.llm import MemoryLimits
 from foredraft.sampling import distribution
 
@@ -241,3 +242,44 @@ def test_a_call_that_is_refused_leaves_nothing_behind() -> None:
 def test_memory_too_small_for_a_page_is_refused() -> None:
     with pytest.raises(ForedraftError, match="kv_tokens"):
         models_made.limited(models_made.plain(), None, MemoryLimits(kv_tokens=3, page_size=4))
+
+
+def test_draft_lengths_are_measured_unless_one_is_named() -> None:
+    llm = models_made.plain()
+    for spec, length in [
+        ("ngram", "auto"),
+        ("ngram", None),
+        ({"method": "ngram", "num_speculative_tokens": "auto"}, None),
+    ]:
+        other = llm.with_drafter(spec, length)
+        assert other.is_adaptive
+        assert isinstance(other.engine.lengths, Adaptive)
+    for spec, length in [("ngram", 3), ({"method": "ngram", "num_speculative_tokens": 3}, None)]:
+        other = llm.with_drafter(spec, length)
+        assert isinstance(other.engine.lengths, Fixed)
+        assert other.drafter.num_nodes == 3
+    with pytest.raises(ForedraftError, match="must be an integer or 'auto'"):
+        llm.with_drafter("ngram", "many")
+
+
+def test_the_text_is_that_of_plain_decoding_whatever_lengths_are_found() -> None:
+    llm = models_made.plain()
+    prompts = [[1, 2, 3, 1, 2, 3, 1], [5, 6, 5, 6, 5], [9]]
+    for sampling in (Sampling(max_tokens=60, temperature=0), Sampling(max_tokens=60, seed=5)):
+        plain = [c.token_ids for c in llm.with_drafter(None).generate(prompts, sampling)]
+        adaptive = llm.with_drafter("ngram")
+        found = adaptive.generate(prompts, sampling)
+        assert [c.token_ids for c in found] == plain
+    assert sum(adaptive.engine.lengths.counts.values()) > 0, "nobody was asked for a length"
+
+
+def test_calibration_measures_an_idle_engine() -> None:
+    llm = models_made.plain().with_drafter("ngram")
+    points = llm.calibrate(0.05)
+    assert points
+    assert llm.engine.lengths.curve.is_measured
+    stream = llm.stream([1, 2, 3], Sampling(max_tokens=60, ignore_eos=True))
+    next(stream)
+    with pytest.raises(ForedraftError, match="idle engine"):
+        llm.calibrate()
+    stream.close()
