@@ -49,7 +49,7 @@ def panel(figures: Path) -> tuple[str, list[Point]]:
     for entry in data["points"]:
         cells = tuple(Cell(**cell) for cell in entry["cells"])
         points.append(Point(entry["concurrency"], cells, entry["best_fixed"], entry["auto_over_best"]))
-    return data["title"], points
+    return data["title"] + (", a grown model" if data["model"]["grown_from"] else ""), points
 
 
 def verdict(points: list[Point], until: int = 4) -> str:

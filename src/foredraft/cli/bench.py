@@ -30,7 +30,7 @@ bench = typer.Typer(no_args_is_help=False)
 
 @bench.callback()
 def root() -> None:
-    """Measure: each method against plain decoding, other programs on the same weights, kernels."""
+    """Measure: each method against plain decoding, many requests at once, other programs, kernels."""
 
 
 @bench.command("grow")
