@@ -34,7 +34,7 @@ def test_one_request_is_never_slower_than_plain_and_near_the_best_length(curve, 
         assert totals.speed >= PLAIN, chance
         # A shelf that was not measured is found only by walking over its edge.
         near = BEST if has_curve or curve != "stairs" else 0.85
-        assert totals.speed >= near * best_fixed(world, 1500)[1], chance
+        assert totals.speed >= near * best_fixed(world, 800)[1], chance
 
 
 @pytest.mark.parametrize("curve", CURVES)
@@ -70,8 +70,8 @@ def test_four_requests_are_near_the_best_length(chance):
     ids="sampled outliers ruinous reading follow churn short-lives load rows drift lookup tree".split(),
 )
 def test_nothing_makes_it_slower_than_plain(world):
-    for seed in range(2):
-        assert lived(replace(world, seed=seed))[1].speed >= PLAIN
+    assert lived(world)[1].speed >= PLAIN
+    assert lived(replace(world, seed=1), 2000)[1].speed >= PLAIN
 
 
 def test_a_curve_that_is_wrong_is_found_out():

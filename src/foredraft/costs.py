@@ -47,7 +47,7 @@ class Line:
         """
         predicted = self.predict(features)
         believed = self._believe(seconds, predicted, max(predicted, scale))
-        unit = 1.0 / (max(predicted, scale) or max(believed, 1e-9))
+        unit = 1.0 / (scale or predicted or max(believed, 1e-9))
         x = np.array(features) * unit
         self._gram *= 1.0 - 1.0 / MEMORY
         self._moment *= 1.0 - 1.0 / MEMORY
