@@ -191,3 +191,9 @@ def test_the_decision_says_what_it_expects():
 
 def test_fixed_gives_what_is_asked_for():
     assert Fixed().allot([Ask(0, 3), Ask(1, 7, is_fixed=True)], 2) == [3, 7]
+
+
+def test_a_dear_drafter_that_reads_slowly_is_given_up_although_it_would_pay():
+    """A known shortfall: a gain of a tenth that the purse does not last to find. It must at least cost nothing."""
+    world = World(stairs, draft=1.0, reading=0.02, accept=constant(0.95), load=lambda step: 4)
+    assert lived(world)[1].speed >= 0.98
