@@ -16,9 +16,11 @@ import successor_made
 from foredraft import LLM, Sampling
 from foredraft.checkpoints.base import Checkpoint, MedusaShape
 from foredraft.checkpoints.layouts import Layout
+from foredraft.checkpoints.read import read
 from foredraft.checkpoints.write import save
 from foredraft.drafters import medusa
 from foredraft.drafters.base import Context
+from foredraft.drafters.borrowed import facts
 from foredraft.drafters.medusa_heads import RANKS, Heads, MedusaHeads, outputs
 from foredraft.drafters.newest import NewestStates, Products
 from foredraft.drafters.newest_training import answers, asked
@@ -346,7 +348,7 @@ def test_trained_heads_are_read_back_with_their_accuracies(own_head: bool, tmp_p
     save(tmp_path, Layout("medusa", tensors, config))
     llm = models_made.plain().with_drafter({"method": "medusa", "model": str(tmp_path), "tree_nodes": 5})
     assert llm.engine.drafter.num_nodes == 5
-    loaded = medusa.read(str(tmp_path), medusa.facts(target), "medusa")
+    loaded = read(str(tmp_path), facts(target), "medusa")
     assert loaded.shape.num_heads == 3
     assert loaded.shape.has_own_head == own_head
     for row, measured in zip(loaded.shape.accuracies, trainee.accuracies, strict=True):

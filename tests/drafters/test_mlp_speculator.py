@@ -14,8 +14,10 @@ import successor_made
 from foredraft import LLM, Sampling
 from foredraft.checkpoints.base import Checkpoint, SpeculatorShape
 from foredraft.checkpoints.layouts import Layout
+from foredraft.checkpoints.read import read
 from foredraft.checkpoints.write import save
 from foredraft.drafters import mlp_speculator
+from foredraft.drafters.borrowed import facts
 from foredraft.drafters.mlp_network import MLPSpeculator, Steps
 from foredraft.drafters.newest import Products
 from foredraft.drafters.training import draft_loss
@@ -281,7 +283,7 @@ def test_a_trained_speculator_is_read_back(tied: bool, tmp_path: Any) -> None:
     options = {"method": "mlp_speculator", "model": str(tmp_path), "branching": "published"}
     llm = models_made.plain().with_drafter(options)
     assert llm.engine.drafter.num_nodes == 4 + 12 + 24
-    loaded = mlp_speculator.read(str(tmp_path), mlp_speculator.facts(target), "mlp_speculator")
+    loaded = read(str(tmp_path), facts(target), "mlp_speculator")
     assert loaded.shape == replace(trainee.network.shape, branching=(4, 3, 2))
     assert all(torch.equal(loaded.tensors[name.removeprefix("speculator.")], t) for name, t in tensors.items())
 
