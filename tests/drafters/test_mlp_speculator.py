@@ -110,9 +110,9 @@ def formula(
     add = math.sqrt((1 - keep * keep) * (shape.inner / 2))
     state = rms(hidden) / math.sqrt(2) if shape.scales_input else hidden
     found = []
-    for i, read in enumerate(tokens):
+    for i, token in enumerate(tokens):
         a, b = (0, min(i, 1)) if shape.is_tied else (i, i)
-        z = tensors[f"emb.{a}.weight"][read]
+        z = tensors[f"emb.{a}.weight"][token]
         state = state @ tensors[f"proj.{b}.weight"].T + (add / keep) * z
         y = rms(state) * tensors[f"ln.{a}.weight"] + tensors[f"ln.{a}.bias"]
         state = y * 0.5 * (1 + torch.erf(y / math.sqrt(2)))
@@ -145,8 +145,8 @@ def test_steps_and_network_have_the_numbers_of_the_formula(shape: SpeculatorShap
     states, trained = steps.begin(hidden), network.begin(hidden.double())
     assert states.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 5e-2}[dtype]
-    for i, read in enumerate(tokens):
-        states, logits = steps(i, states, read)
+    for i, token in enumerate(tokens):
+        states, logits = steps(i, states, token)
         assert (logits.double() - wanted[i]).norm() <= tolerance * wanted[i].norm()
         trained = network(i, trained, torch.tensor(read))
         assert torch.allclose(network.logits(i, trained), wanted[i], atol=1e-10)
