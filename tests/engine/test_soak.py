@@ -154,4 +154,5 @@ def _soak(method: str, lengths: str, run: Callable[[LLM, int], Judge]) -> None:
     print(f"{preempted} preemptions, {judge.accepted} drafted tokens accepted, {judge.rejected} not; memory ", end="")
     print({f"{percent} %": f"{size / MEGABYTE:.1f} MB" for percent, size in judge.memory.items()})
     check(judge, lengths, preempted, 101)
-    assert judge.memory[100] <= 1.02 * judge.memory[25] + 2 * MEGABYTE
+    # what is bounded may still fill: noise keeps a million numbers, and a vocabulary this small takes long to get there
+    assert judge.memory[100] <= judge.memory[25] + 12 * MEGABYTE
