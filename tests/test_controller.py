@@ -166,7 +166,7 @@ def test_forgotten_slots_leave_nothing():
     world = World(bend, draft=0.1, load=lambda step: 4, life=40, accept=constant(0.6))
     lengths, _ = lived(world, 400)
     lengths.forget(range(16))
-    assert not lengths._unread
+    assert not lengths._read
     assert not lengths._probed
     assert not lengths.survival._kept._own
     assert not lengths.survival._drafted._own

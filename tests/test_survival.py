@@ -108,7 +108,7 @@ def test_a_pause_makes_uncertain():
     for survival in (steady, paused):
         chain(survival, 0, 0.0, 2, 200)
     for _ in range(2000):
-        paused.learn(0, 0, 0, ())
+        paused.rest(0)
         paused.pause()
     before = paused.gains([0], 1)[0][0]
     for survival in (steady, paused):

@@ -6,15 +6,13 @@ on the drafted tokens would change the law. docs/controller.md explains `Adaptiv
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from foredraft.costs import CostCurve, DraftCost, Plan, Planner, Scene
 from foredraft.survival import Survival
 
 
-@dataclass(frozen=True)
-class Ask:
+class Ask(NamedTuple):
     """One request that could be drafted for in this step."""
 
     slot: int
@@ -22,8 +20,7 @@ class Ask:
     is_fixed: bool = False  # the request named its length itself
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What came of one request's draft."""
 
     slot: int
@@ -32,8 +29,7 @@ class Outcome:
     accepted: tuple[int, ...] = ()  # those that were kept, 1 = the first node below the root; a chain's are 1, 2, ...
 
 
-@dataclass(frozen=True)
-class StepReport:
+class StepReport(NamedTuple):
     """One step, after the fact."""
 
     num_requests: int
@@ -85,11 +81,11 @@ SOONEST, LATEST = 32, 256  # steps between probes: twice as many after each that
 STRETCH = 32  # steps between drafts half as long again as what is thought best: nothing else tests that they are not
 PACE = 0.2  # weight of the newest step in how fast the machine is just now
 MEASURED = 0.1  # weight of the newest plain step in what plain steps cost against the prediction
-REUSE = 4  # steps a plan holds while the same requests ask for the same, and twice that from 16 requests on
+REUSE = 8  # steps a plan holds while the same requests ask for the same; twice that from 16 requests on, or at rest
+UNSEEN = 3  # steps that pass unseen between two looks, while nobody drafts
 
 
-@dataclass(frozen=True)
-class Decision:
+class Decision(NamedTuple):
     """What was decided for a step, and why."""
 
     reason: Reason
@@ -116,7 +112,8 @@ class Adaptive:
         self.counts: Counter[Reason] = Counter()  # steps by reason
         self._plan, self._age = Plan(), 0
         self._key: object = None  # what the plan was made for
-        self._unread: dict[int, int] = {}  # tokens of a request since it last drafted; absent = never did
+        self._read: dict[int, int] = {}  # the step after a request's last draft; absent = never drafted
+        self._quiet = 0  # steps that were not looked at
         self._asked, self._others, self._has_fixed = 0, 0, False
         self._step, self._start = 0, 0
         self._on = True
@@ -153,7 +150,7 @@ class Adaptive:
     def _replan(self, asks: Sequence[Ask], free: Sequence[Ask], num_rows: int, context: int) -> None:
         key = (num_rows, tuple(asks), self._others, self.survival.is_tree)
         self._age += 1
-        if key == self._key and self._age < (REUSE if len(free) < 16 else 2 * REUSE):
+        if key == self._key and self._age < (REUSE if self._on and len(free) < 16 else 2 * REUSE):
             return
         self._key, self._age = key, 0
         fixed = [ask for ask in asks if ask.is_fixed]
@@ -210,7 +207,7 @@ class Adaptive:
 
     def _behind(self, slots: Sequence[int]) -> tuple[int, int]:
         """Tokens that the drafter has yet to read, and requests of which it has read nothing."""
-        known = [self._unread[slot] for slot in slots if slot in self._unread]
+        known = [self._step - self._read[slot] for slot in slots if slot in self._read]
         return sum(known), len(slots) - len(known)
 
     def _probe(self, free: Sequence[Ask], granted: dict[int, int], num_rows: int) -> None:
@@ -234,7 +231,7 @@ class Adaptive:
         left = [ask.slot for ask in free if not granted.get(ask.slot, 0)]
         if not left:
             return
-        left.sort(key=lambda slot: -self._unread.get(slot, 0))
+        left.sort(key=lambda slot: self._read.get(slot, self._step))
         price = self._price(left[:1], load, num_rows)
         count = 1
         while count < len(left) and self._price(left[: 2 * count], load, num_rows) <= 1.5 * price:
@@ -257,6 +254,8 @@ class Adaptive:
     def learn(self, report: StepReport) -> None:
         outcomes = report.outcomes
         slots = [o.slot for o in outcomes if o.budget > 0]
+        if self._rests(bool(slots)):
+            return
         depth = max((o.budget for o in outcomes), default=0)
         nodes = sum([o.drafted for o in outcomes])
         unread, newcomers = self._behind(slots)
@@ -273,17 +272,30 @@ class Adaptive:
         if outcomes:
             self._account(report, nodes, depth, believed + drafting)
         for o in outcomes:
-            self.survival.learn(o.slot, o.budget, o.drafted, o.accepted)
-            if o.budget > 0 or o.slot in self._unread:
-                self._unread[o.slot] = 0 if o.budget > 0 else self._unread[o.slot] + 1
+            if o.budget > 0:
+                self.survival.learn(o.slot, o.budget, o.drafted, o.accepted)
+                self._read[o.slot] = self._step + 1
+            else:
+                self.survival.rest(o.slot, self._quiet + 1)
         if not depth:
-            self.survival.pause()
+            self.survival.pause(self._quiet + 1)
+        self._quiet = 0
         self._others, self._asked = max(0, len(outcomes) - self._asked) if self._asked else 0, 0
         self._since_plain = self._since_plain + 1 if depth else 0
         if self._start < len(START) and outcomes:
             is_ruinous = self._purse < 0.0 and self._start >= START_AT_LEAST
             self._start = len(START) if is_ruinous else self._start + 1
         self._step += 1
+
+    def _rests(self, has_drafts: bool) -> bool:
+        """While nobody drafts most steps pass unseen: to know plain steps better would cost more than it is worth."""
+        if has_drafts or self._on or self._start < len(START) or self._quiet == UNSEEN:
+            return False
+        self._quiet += 1
+        self._step += 1
+        self._since_plain = 0
+        self._purse = min(self._purse + ALLOWANCE * self._plain, PURSE * self._plain)
+        return True
 
     def _account(self, report: StepReport, nodes: int, depth: int, seconds: float) -> None:
         """Book what the step lost or won against the same step without drafts."""
@@ -307,7 +319,7 @@ class Adaptive:
     def forget(self, slots: Sequence[int]) -> None:
         self.survival.forget(slots)
         for slot in slots:
-            self._unread.pop(slot, None)
+            self._read.pop(slot, None)
         if not set(self._probed).isdisjoint(slots):
             self._probed, self._probe_left = (), 0
         self._key = None

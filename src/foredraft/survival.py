@@ -46,10 +46,10 @@ class Tally:
         most = max(self.tries, default=0.0)
         self.weight = max(self.weight, most / DOUBTED)
 
-    def pause(self) -> None:
-        """A step went by without a draft."""
+    def pause(self, steps: int) -> None:
+        """So many steps went by without a draft."""
         if self.tries and self.tries[0] > FRESH * self.weight:
-            self.weight *= self._idle
+            self.weight *= self._idle**steps
 
 
 class Shares:
@@ -78,13 +78,13 @@ class Shares:
         for tally in (self._shared, *self._own.values()):
             tally.doubt()
 
-    def pause(self, slot: int) -> None:
+    def rest(self, slot: int, steps: int) -> None:
         own = self._own.get(slot)
         if own is not None:
-            own.pause()
+            own.pause(steps)
 
-    def pause_all(self) -> None:
-        self._shared.pause()
+    def pause(self, steps: int) -> None:
+        self._shared.pause(steps)
 
     def shared(self, most: int, decline: float) -> list[float]:
         """Of a request nothing is known about. A node starts from `decline` times the one before it."""
@@ -130,8 +130,7 @@ class Survival:
     def learn(self, slot: int, budget: int, drafted: int, kept: Sequence[int]) -> None:
         """What came of one request's draft of at most `budget` nodes. Nodes count from 1."""
         if budget <= 0:
-            self._kept.pause(slot)
-            self._drafted.pause(slot)
+            self.rest(slot)
             return
         if kept and kept[-1] != len(kept) and not self.is_tree:
             self.is_tree = True
@@ -143,10 +142,15 @@ class Survival:
         if self.is_short:
             self._drafted.count(slot, range(1, min(drafted + 1, budget) + 1), range(1, drafted + 1))
 
-    def pause(self) -> None:
-        """A step in which nobody drafted."""
-        self._kept.pause_all()
-        self._drafted.pause_all()
+    def rest(self, slot: int, steps: int = 1) -> None:
+        """Steps in which this request did not draft."""
+        self._kept.rest(slot, steps)
+        self._drafted.rest(slot, steps)
+
+    def pause(self, steps: int = 1) -> None:
+        """Steps in which nobody drafted."""
+        self._kept.pause(steps)
+        self._drafted.pause(steps)
 
     def doubt(self) -> None:
         """Drafts that these estimates spoke for have lost time: learn afresh from what is known."""
