@@ -12,6 +12,7 @@ from foredraft.server.generation import Generation
 from foredraft.server.grammars import grammar_field
 from foredraft.server.logprobs import chat_logprobs, prompt_logprobs
 from foredraft.server.parameters import options_of, sampling_of
+from foredraft.server.prompts import check_size
 from foredraft.server.protocol import ChatRequest
 from foredraft.server.service import Job, Service
 from foredraft.server.sse import DONE, EventStream, event, unless_gone
@@ -55,10 +56,12 @@ def _prepare(service: Service, request: ChatRequest) -> Job:
     has_prompt = request.add_generation_prompt
     if request.continue_final_message and "add_generation_prompt" not in request.model_fields_set:
         has_prompt = False
+    if request.truncate_prompt_tokens is None:
+        check_size(service, sum(len(message.text) for message in request.messages), "messages")
     ids = service.templates.encode(request.messages, has_prompt, request.continue_final_message)
     if request.truncate_prompt_tokens is not None:
         ids = ids[-request.truncate_prompt_tokens :]
-    service.check_length(len(ids))
+    service.check_length(len(ids), "messages")
     most = request.max_completion_tokens or request.max_tokens or service.longest - len(ids)
     count = (request.top_logprobs or 0) if request.logprobs else None
     sampling = sampling_of(request, most, count, request.prompt_logprobs)

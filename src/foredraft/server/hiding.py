@@ -27,12 +27,17 @@ class Hidden:
 
     def encode(self, text: str, tokenizer: Any, vocabulary: Vocabulary) -> list[int]:
         """Control tokens of the rest as such, hidden ones as text."""
+        parts = self._mark.split(text)
+        texts = list(filter(None, parts[::2]))
+        # in one call and each word once: a message may be nothing but a million such words
+        plain = iter(tokenizer(texts, add_special_tokens=False).input_ids if texts else ())
+        words = {word: as_text(word, tokenizer, vocabulary) for word in dict.fromkeys(self._words)}
         ids: list[int] = []
-        for i, part in enumerate(self._mark.split(text)):
+        for i, part in enumerate(parts):
             if i % 2:
-                ids += as_text(self._words[int(part)], tokenizer, vocabulary)
+                ids += words[self._words[int(part)]]
             elif part:
-                ids += tokenizer(part, add_special_tokens=False).input_ids
+                ids += next(plain)
         return ids
 
 

@@ -53,6 +53,9 @@ class Connection(H11Protocol):
         self._stop_waiting()
         super().connection_lost(exc)
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """Not the inherited one: it tells the log, at every such request, to install what we do not use."""
+
     def _wait(self) -> None:
         if self._timer is None:
             self._timer = self.loop.call_later(self.seconds, self.transport.close)

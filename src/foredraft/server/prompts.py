@@ -34,7 +34,7 @@ def _encoded(service: "Service", request: CompletionRequest, prompt: str | list[
     offsets: list[int] | None = None
     if isinstance(prompt, str):
         if most is None:
-            check_size(service, prompt)
+            check_size(service, len(prompt), "prompt")
         text, (ids, offsets) = prompt, encode_text(service, prompt, request.add_special_tokens, request.echo)
     else:
         ids, text = list(prompt), ""
@@ -68,7 +68,7 @@ def encode_text(
     return list(encoded.input_ids), offsets
 
 
-def check_size(service: "Service", text: str) -> None:
-    """Raises ApiError for what cannot fit, before the long way of tokenising it."""
-    if len(text) > service.llm.target.context_length * service.vocabulary.longest:
-        raise ApiError(400, f"the prompt has {len(text)} characters, more than the model's context can hold", "prompt")
+def check_size(service: "Service", size: int, param: str) -> None:
+    """Raises ApiError for a text of this many characters that cannot fit, before the long way of tokenising it."""
+    if size > service.llm.target.context_length * service.vocabulary.longest:
+        raise ApiError(400, f"{param}: {size} characters are more than the model's context can hold", param)

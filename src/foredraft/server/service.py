@@ -14,7 +14,7 @@ from foredraft.sampling import Sampling
 from foredraft.server.errors import ApiError, shown, too_busy, unavailable
 from foredraft.server.generation import Generation
 from foredraft.server.metrics import Metrics
-from foredraft.server.prompts import encode_text
+from foredraft.server.prompts import check_size, encode_text
 from foredraft.server.protocol import Generating, text_of
 from foredraft.server.settings import Settings
 from foredraft.server.templates import Templates
@@ -99,10 +99,10 @@ class Service:
         allocator = self.llm.engine.scheduler.allocator
         return min(self.llm.target.context_length, (allocator.num_pages - 1) * allocator.page_size)
 
-    def check_length(self, num_tokens: int) -> None:
+    def check_length(self, num_tokens: int, param: str = "prompt") -> None:
         if num_tokens >= self.longest:
             raise ApiError(
-                400, f"the prompt has {num_tokens} tokens and the model takes {self.longest - 1}; shorten it", "prompt"
+                400, f"the prompt has {num_tokens} tokens and the model takes {self.longest - 1}; shorten it", param
             )
 
     async def off_loop(self, work: Callable[..., Value], *args: Any) -> Value:
@@ -117,6 +117,7 @@ class Service:
         if request.prediction is None:
             return ()
         text = text_of(request.prediction.content)
+        check_size(self, len(text), "prediction")
         return tuple(encode_text(self, text, has_special=False)[0]) if text else ()
 
     async def submit(self, jobs: Sequence[Job]) -> Generation:

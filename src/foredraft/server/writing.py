@@ -7,6 +7,7 @@ from typing import Any
 from foredraft.completion import Delta, TokenLogprob
 from foredraft.engine.output import Transcript
 from foredraft.server.errors import ApiError
+from foredraft.server.grammars import grammar_field
 from foredraft.server.protocol import Generating
 
 
@@ -43,6 +44,7 @@ class Choice:
     has_begun: bool = False
     has_trace: bool = False
     includes_stop: bool = False
+    grammar_field: str | None = None  # what asked for a grammar
     is_silent: bool = False  # an echo alone was wanted: what is generated is not written
 
     @classmethod
@@ -52,12 +54,17 @@ class Choice:
             transcript,
             has_trace=request.foredraft_trace,
             includes_stop=request.include_stop_str_in_output,
+            grammar_field=grammar_field(request),
         )
 
     def take(self, delta: Delta) -> Part:
-        """Raises ApiError if the text ended in an error of ours."""
+        """Raises ApiError if the text ended in an error: of ours, or of a grammar that only its text shows."""
         if delta.finish_reason == "error":
-            raise ApiError(500, (delta.completion and delta.completion.error) or "the request failed")
+            message = (delta.completion and delta.completion.error) or "the request failed"
+            matcher = self.transcript.request.matcher
+            if matcher is not None and matcher.error is not None:
+                raise ApiError(400, message, self.grammar_field)
+            raise ApiError(500, message)
         if self.is_silent:
             return Part(finish_reason="length" if delta.finish_reason else None)
         end = self.used + len(delta.token_ids)
