@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 import foredraft
 from foredraft.server import chat, completions, tokens
-from foredraft.server.body import parsed
+from foredraft.server.body import read
 from foredraft.server.caps import checked
 from foredraft.server.document import describe, documented
 from foredraft.server.errors import ApiError, on_api_error, on_crash, on_http_error
@@ -66,8 +66,8 @@ def _post(app: FastAPI, service: Service, path: str, model: type[Model], handler
         kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise ApiError(415, "the body must be sent as Content-Type: application/json")
-        body = await parsed(await http.body(), limits.depth, service.pool)
-        return await handler(service, http, checked(model, body, limits))
+        request = await read(await http.body(), service.pool, limits.depth, lambda body: checked(model, body, limits))
+        return await handler(service, http, request)
 
     route.__doc__ = model.__doc__
     app.post(path, openapi_extra=documented(model), response_class=JSONResponse)(route)

@@ -4,25 +4,35 @@ import asyncio
 import json
 import re
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import Executor
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
 from foredraft.server.errors import ApiError, shown
 
-SHORT = 16 << 10  # bytes; parsed where we stand
-MAX_DIGITS = 64
-_STRINGS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+Value = TypeVar("Value")
+SHORT = 8 << 10  # bytes; read where we stand
+MAX_DIGITS, MAX_EXPONENT = 64, 3
+MAX_KEYS = 4096  # of one object
+MAX_VALUES = 200_000  # numbers, strings and so on of a body: more would hold the interpreter's lock for too long
+# a string that never ends takes the rest, or every quote in it would start a search of its own
+_STRINGS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
+_LONG_NUMBER = re.compile(rb"[0-9]{%d}" % (MAX_DIGITS + 1))
+_LARGE_NUMBER = re.compile(rb"[eE]\+?[0-9]{%d}" % MAX_EXPONENT)
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_OPEN, _CLOSE = (np.frombuffer(pair, dtype=np.uint8) for pair in (b"[{", b"]}"))
+_STEPS = np.zeros(256, dtype=np.int8)
+_STEPS[list(b"[{")], _STEPS[list(b"]}")] = 1, -1
 
 
-async def parsed(body: bytes, depth: int, pool: Executor) -> dict[str, Any]:
-    """The object in a body. Raises ApiError 400 with what is wrong."""
-    if len(body) <= SHORT:
-        return parse(body, depth)
-    return await asyncio.get_running_loop().run_in_executor(pool, parse, body, depth)
+async def read(body: bytes, pool: Executor, depth: int, check: Callable[[dict[str, Any]], Value]) -> Value:
+    """What `check` makes of the object in a body; a long one is read on another thread. Raises ApiError."""
+
+    def work() -> Value:
+        return check(parse(body, depth))
+
+    return work() if len(body) <= SHORT else await asyncio.get_running_loop().run_in_executor(pool, work)
 
 
 def parse(body: bytes, depth: int) -> dict[str, Any]:
@@ -31,12 +41,16 @@ def parse(body: bytes, depth: int) -> dict[str, Any]:
         text = body.decode("utf-8")
     except UnicodeDecodeError:
         raise ApiError(400, "the body is not UTF-8") from None
-    if depth_of(body) > depth:
+    bare = _STRINGS.sub(b'"', body) if body.count(b'"') <= MAX_VALUES else b""
+    if not bare or bare.count(b",") > MAX_VALUES:
+        raise ApiError(400, f"the JSON body holds more than {MAX_VALUES} values" if body else "the body is empty")
+    if depth_of(bare) > depth:
         raise ApiError(400, f"the JSON body is nested deeper than {depth}")
+    if _LONG_NUMBER.search(bare):
+        raise ApiError(400, f"a number has more than {MAX_DIGITS} digits")
+    read_float = _float if _LARGE_NUMBER.search(bare) else None
     try:
-        value = json.loads(
-            text, object_pairs_hook=_object, parse_constant=_no_constant, parse_int=_int, parse_float=_float
-        )
+        value = json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant, parse_float=read_float)
     except json.JSONDecodeError as error:
         raise ApiError(400, f"the body is not JSON: {error.msg} at character {error.pos}") from None
     except RecursionError:
@@ -49,14 +63,15 @@ def parse(body: bytes, depth: int) -> dict[str, Any]:
     return value
 
 
-def depth_of(body: bytes) -> int:
-    """How deep brackets nest outside strings; right for valid JSON, and some number for anything else."""
-    marks = np.frombuffer(_STRINGS.sub(b"", body), dtype=np.uint8)
-    steps = np.isin(marks, _OPEN).astype(np.int32) - np.isin(marks, _CLOSE).astype(np.int32)
-    return int(np.cumsum(steps).max(initial=0))
+def depth_of(bare: bytes) -> int:
+    """How deep brackets nest in JSON without its strings; some number for anything that is no JSON."""
+    steps = _STEPS[np.frombuffer(bare, dtype=np.uint8)]
+    return int(np.cumsum(steps, dtype=np.int32).max(initial=0))
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(pairs) > MAX_KEYS:
+        raise ApiError(400, f"an object of the JSON body has more than {MAX_KEYS} keys")
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
@@ -68,15 +83,7 @@ def _no_constant(name: str) -> NoReturn:
     raise ApiError(400, f"{name} is not JSON; give a finite number")
 
 
-def _int(digits: str) -> int:
-    if len(digits) > MAX_DIGITS:
-        raise ApiError(400, f"a number has more than {MAX_DIGITS} digits")
-    return int(digits)
-
-
 def _float(digits: str) -> float:
-    if len(digits) > 4 * MAX_DIGITS:
-        raise ApiError(400, f"a number has more than {4 * MAX_DIGITS} digits")
     value = float(digits)
     if value in (float("inf"), float("-inf")):
         raise ApiError(400, "a number is too large")

@@ -10,6 +10,7 @@ from foredraft.server.errors import ApiError, shown
 from foredraft.server.settings import Limits
 
 Model = TypeVar("Model", bound=BaseModel)
+_BRANCHES = frozenset({"str", "int", "float", "bool", "dict", "text", "texts", "ids", "lists", "parts"})
 _Cap = tuple[int, Callable[[Any], int], str]  # the most, how it is counted, how that is said
 
 
@@ -104,4 +105,4 @@ def _explained(error: ValidationError, model: type[BaseModel]) -> ApiError:
 
 def _is_branch(part: object, model: type[BaseModel]) -> bool:
     """Pydantic names the member of a union it tried ("list[str]"), which is nothing the client wrote."""
-    return isinstance(part, str) and ("[" in part or part in ("str", "int", "float", "bool", "dict"))
+    return isinstance(part, str) and ("[" in part or part in _BRANCHES)

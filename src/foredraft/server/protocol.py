@@ -10,7 +10,7 @@ origins and draft trees in every chunk of a stream); `regex`, short for structur
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from foredraft.server.errors import ApiError, shown
 
@@ -81,7 +81,7 @@ class StructuredOutputs(Strict):
     json_: Annotated[str | dict[str, Any] | None, Field(alias="json")] = None
     json_object: bool | None = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Annotated[list[str], Field(fail_fast=True)] | None = None
     grammar: str | None = None  # Lark
 
 
@@ -90,14 +90,19 @@ class TextPart(Strict):
     text: str
 
 
+Parts = Annotated[list[TextPart], Field(fail_fast=True, max_length=1024)]
+# Told apart by a look, for a validator that tried them in turn would complain of every entry under each of them.
+Content = Annotated[Annotated[str, Tag("text")] | Annotated[Parts, Tag("parts")], Discriminator(lambda v: _kind(v))]
+
+
 class Prediction(Strict):
     type: Literal["content"]
-    content: str | list[TextPart]
+    content: Content
 
 
 class Message(Strict):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart] | None = None
+    content: Content | None = None
     name: Annotated[str, Field(max_length=64)] | None = None
     refusal: None = None
     tool_calls: None = None
@@ -127,11 +132,11 @@ class Generating(Strict):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
-    allowed_token_ids: list[TokenId] | None = None
-    bad_words: list[str] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = None
+    bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
     seed: Annotated[int, Field(ge=-SEED, lt=SEED)] | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     stream: bool | None = None
@@ -163,10 +168,19 @@ class Generating(Strict):
         return bool(self.stream)
 
 
+Prompt = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[list[str], Field(fail_fast=True), Tag("texts")]
+    | Annotated[list[int], Field(fail_fast=True), Tag("ids")]
+    | Annotated[list[list[int]], Field(fail_fast=True), Tag("lists")],
+    Discriminator(lambda v: _kind_of_prompt(v)),
+]
+
+
 class CompletionRequest(Generating):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Prompt
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0)] | None = None
     best_of: int | None = None
@@ -175,7 +189,7 @@ class CompletionRequest(Generating):
 class ChatRequest(Generating):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
@@ -189,7 +203,7 @@ class TokenizeRequest(Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -200,7 +214,18 @@ class DetokenizeRequest(Strict):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
+
+
+def _kind(content: Any) -> str | None:
+    return "text" if isinstance(content, str) else "parts" if isinstance(content, list) else None
+
+
+def _kind_of_prompt(prompt: Any) -> str | None:
+    if isinstance(prompt, str):
+        return "text"
+    first = prompt[0] if isinstance(prompt, list) and prompt else None
+    return {str: "texts", int: "ids", list: "lists"}.get(type(first))
 
 
 def _is_neutral(name: str, value: Any) -> bool:
