@@ -289,10 +289,12 @@ class Adaptive:
 
     def _rests(self, has_drafts: bool) -> bool:
         """While nobody drafts most steps pass unseen: to know plain steps better would cost more than it is worth."""
-        if has_drafts or self._on or self._start < len(START) or self._quiet == UNSEEN:
+        is_busy = self._asked > 0 and (self._on or self._start < len(START))
+        if has_drafts or is_busy or self._quiet == UNSEEN:
             return False
         self._quiet += 1
         self._step += 1
+        self._asked = 0
         self._since_plain = 0
         self._purse = min(self._purse + ALLOWANCE * self._plain, PURSE * self._plain)
         return True
