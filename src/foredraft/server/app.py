@@ -34,7 +34,7 @@ def create_app(service: Service) -> FastAPI:
         yield
         service.close()
 
-    app = FastAPI(title="foredraft", version=foredraft.__version__, lifespan=lifespan)
+    app = FastAPI(title="foredraft", version=foredraft.__version__, lifespan=lifespan, redirect_slashes=False)
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(Exception, on_crash)

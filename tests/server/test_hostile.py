@@ -1,0 +1,240 @@
+"""Requests no friend sends: every one is refused, quickly, and nobody else notices."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from hostile_corpus import COMPLETE, corpus, keys
+from hostile_wire import CANARY, Hostile, exchange, fault, get, post
+
+from foredraft.server.protocol import Message
+from foredraft.server.settings import Limits, Settings
+from serving import CHATML, NAME, Running, fresh, running
+
+KEY = "sk-canary-77aa-key"
+STALL = 1.0  # seconds; the strict figures are benchmarks/hostile.py's
+GOOD = {"prompt": "def the end", "max_tokens": 120, "ignore_eos": True, "stream": True, "n": 2, "seed": 5}
+
+
+class Neighbour:
+    """Streams good requests for as long as the block lasts. `texts`: of every answer."""
+
+    def __init__(self, server: Running, temperature: float) -> None:
+        self.server, self.body = server, GOOD | {"temperature": temperature}
+        self.expected = self.ask()
+        self.texts: list[tuple[str, ...]] = []
+        self._is_over = False
+
+    def ask(self) -> tuple[str, ...]:
+        found = ["", ""]
+        for chunk in self.server.chunks(COMPLETE, **self.body):
+            for choice in chunk["choices"]:
+                found[choice["index"]] += choice["text"]
+        return tuple(found)
+
+    def _work(self) -> None:
+        while not self._is_over:
+            self.texts.append(self.ask())
+            time.sleep(0.02)
+
+    def __enter__(self) -> "Neighbour":
+        self._thread = threading.Thread(target=self._work)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over = True
+        self._thread.join(60)
+
+
+@contextlib.contextmanager
+def pulse(server: Running) -> Iterator[list[float]]:
+    """Seconds between the beats of the server's event loop."""
+    gaps: list[float] = []
+
+    async def beat() -> None:
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(0.005)
+            now = time.monotonic()
+            gaps.append(now - last)
+            last = now
+
+    loop = server.server._loop
+    assert loop is not None
+    task = asyncio.run_coroutine_threadsafe(beat(), loop)
+    try:
+        yield gaps
+    finally:
+        task.cancel()
+
+
+def assert_unharmed(server: Running) -> None:
+    assert server.is_idle()
+    scheduler = server.engine.scheduler
+    scheduler.check_integrity()
+    allocator = scheduler.allocator
+    assert allocator.num_available == allocator.num_pages - 1
+    assert server.get("/health", headers=server.headers).status_code == 200
+
+
+def faults(server: Running, asked: Iterator[Hostile], secret: str) -> tuple[int, list[str]]:
+    count, found = 0, []
+    for one in asked:
+        count += 1
+        answer = exchange(server.port, one.data)
+        wrong = fault(one, answer, secret)
+        if wrong is not None:
+            found.append(f"{one.name}: {wrong}: {answer.body[:200]!r}")
+    return count, found
+
+
+def test_every_hostile_request_is_refused_and_nobody_else_notices(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO)
+    with running(fresh(), Settings(names=(NAME,), chat_template=CHATML)) as server:
+        info = server.get("/tokenizer_info").json()
+        greedy, drawn = Neighbour(server, 0.0), Neighbour(server, 1.0)
+        with greedy, drawn, pulse(server) as gaps:
+            count, found = faults(server, corpus(info["vocab_size"], info["model_max_length"]), CANARY)
+        assert found == []
+        assert count >= 700
+        for neighbour in (greedy, drawn):
+            assert len(neighbour.texts) > 3
+            assert set(neighbour.texts) == {neighbour.expected}
+            assert neighbour.ask() == neighbour.expected
+        assert max(gaps) < STALL
+        assert_unharmed(server)
+    assert CANARY not in caplog.text
+    assert "Traceback" not in caplog.text
+
+
+def test_no_wrong_key_opens_and_no_key_is_repeated(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO)
+    with running(fresh(), Settings(names=(NAME,), api_key=KEY)) as server:
+        server.headers = {"Authorization": f"Bearer {KEY}"}
+        count, found = faults(server, keys(KEY), KEY)
+        assert found == []
+        assert count > 60
+        for one in keys(KEY):
+            answer = exchange(server.port, one.data)
+            assert answer.status in (400, 401, 431, 0), one.name
+        refused = exchange(server.port, post(COMPLETE, {"prompt": CANARY, "max_tokens": 10**6}))
+        assert refused.status == 401
+        assert not server.engine.has_work
+        good = exchange(server.port, get("/v1/models", authorization=f"Bearer {KEY}".encode()))
+        assert good.status == 200
+        assert_unharmed(server)
+    assert KEY not in caplog.text
+    assert CANARY not in caplog.text
+
+
+STREAM = post(COMPLETE, GOOD)
+WHOLE = post(COMPLETE, GOOD | {"max_tokens": 20, "stream": False})
+BROKEN = post(COMPLETE, b"[" * 5000)
+
+
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_a_client_may_leave_at_any_byte(server: Running, is_reset: bool):
+    """After none of its bytes, some, all; after some of the answer's, or none."""
+    expected = server.complete("the end", max_tokens=60, temperature=0)["choices"]
+    head = STREAM.index(b"\r\n\r\n") + 4
+    cuts = (0, 1, 9, head - 3, head, head + 5, len(STREAM) - 1)
+    for data in [STREAM[:cut] for cut in cuts] + [STREAM, WHOLE, BROKEN]:
+        for num_read in (0, 1, 1500):
+            if len(data) < len(STREAM) and data not in (WHOLE, BROKEN) and num_read:
+                continue
+            leave(server, data, num_read, is_reset)
+    assert_unharmed(server)
+    assert server.complete("the end", max_tokens=60, temperature=0)["choices"] == expected
+
+
+def leave(server: Running, data: bytes, num_read: int, is_reset: bool) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as sock:
+        if is_reset:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        sock.sendall(data)
+        while num_read > 0 and (part := sock.recv(num_read)):
+            num_read -= len(part)
+
+
+def test_a_client_that_sends_no_more_may_still_be_one_who_left(server: Running):
+    """Half a connection closed: it is answered or let go, and never kept."""
+    for data in (STREAM, WHOLE, STREAM[:40], b""):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as sock:
+            sock.sendall(data)
+            sock.shutdown(socket.SHUT_WR)
+            while sock.recv(1 << 16):
+                pass
+    assert_unharmed(server)
+
+
+def test_headers_that_drip_end_and_hold_up_nobody():
+    limits = replace(Limits(), header_seconds=0.4)
+    with running(fresh(), Settings(names=(NAME,), limits=limits)) as server, contextlib.ExitStack() as stack:
+        slow = [stack.enter_context(socket.create_connection(("127.0.0.1", server.port))) for _ in range(50)]
+        for sock in slow:
+            sock.sendall(b"GET /v1/models HTTP/1.1\r\nhost: x\r\nx: ")
+        for _ in range(20):
+            for sock in slow:
+                with contextlib.suppress(OSError):
+                    sock.sendall(b"y")
+            assert server.get("/health").status_code == 200
+            time.sleep(0.05)
+        for sock in slow:
+            sock.settimeout(5)
+            with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+                assert sock.recv(100) == b""
+        assert_unharmed(server)
+
+
+def test_a_chat_of_nothing_but_control_tokens_is_cheap(server: Running):
+    """Each is spelt out as text, which may not cost a call of the tokenizer for each of a hundred thousand."""
+    calls = []
+    templates = server.service.templates
+
+    class Counting:
+        def __init__(self, inner):
+            self.inner = inner
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+        def __call__(self, *args, **options):
+            calls.append(args)
+            return self.inner(*args, **options)
+
+    vocabulary = server.service.vocabulary
+    vocabulary.tokenizer, real = Counting(vocabulary.tokenizer), vocabulary.tokenizer
+    try:
+        made = templates.encode([Message(role="user", content="<end>a<pad>" * 2000)])
+    finally:
+        vocabulary.tokenizer = real
+    assert len(calls) < 40
+    assert made.count(0) == 0  # <end>
+
+
+def test_a_slash_too_many_leads_nowhere(server: Running):
+    """A redirect would name whatever host the client wrote."""
+    for path in (COMPLETE + "/", "/v1/models/", "/health/", "/metrics/"):
+        answer = exchange(server.port, post(path, {"prompt": "a"}, host=b"evil.example"))
+        assert answer.status in (404, 405), path
+        assert "location" not in answer.headers
+        assert json.loads(answer.body)["error"]["type"]
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_grammar_that_fails_on_its_way_is_the_clients_fault(server: Running, is_stream: bool):
+    body = {"prompt": "a", "max_tokens": 200, "regex": "b{1000000}" if is_stream else "a{1000000}", "stream": is_stream}
+    answer = server.post(COMPLETE, body)
+    text = answer.text.removeprefix("data: ").partition("\n")[0] if is_stream else answer.text
+    error = json.loads(text)["error"]
+    assert (error["code"], error["param"]) == (400, "regex")
+    assert answer.status_code == (200 if is_stream else 400)
+    assert_unharmed(server)
