@@ -17,6 +17,7 @@ NAMES = [
     "ForedraftError",
     "Grammar",
     "MemoryLimits",
+    "RequestOptions",
     "Sampling",
     "Stats",
     "TokenLogprob",

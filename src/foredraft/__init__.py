@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from foredraft.errors import ForedraftError
     from foredraft.grammar import Grammar
     from foredraft.llm import LLM, MemoryLimits
+    from foredraft.request import RequestOptions
     from foredraft.sampling import Sampling, distribution
 
 __version__ = "0.1.0"
@@ -20,6 +21,7 @@ _HOMES = {
     "ForedraftError": "errors",
     "Grammar": "grammar",
     "MemoryLimits": "llm",
+    "RequestOptions": "request",
     "Sampling": "sampling",
     "Stats": "completion",
     "TokenLogprob": "completion",
@@ -34,6 +36,7 @@ __all__ = [
     "ForedraftError",
     "Grammar",
     "MemoryLimits",
+    "RequestOptions",
     "Sampling",
     "Stats",
     "TokenLogprob",
