@@ -35,6 +35,11 @@ class Answer:
     seconds: float
 
     @property
+    def is_cut(self) -> bool:
+        """A server that closes before it has read everything may take its own answer back."""
+        return len(self.body) < int(self.headers.get("content-length", 0))
+
+    @property
     def error(self) -> dict[str, Any]:
         return json.loads(self.body)["error"]
 
@@ -49,6 +54,8 @@ def fault(asked: Hostile, answer: Answer, secret: str = CANARY) -> str | None:
         return f"answered {answer.status}"
     if secret in answer.body.decode(errors="replace"):
         return "the answer repeats what must stay secret"
+    if asked.may_close and answer.is_cut:
+        return None
     if asked.may_close and not answer.headers.get("content-type", "").startswith("application/json"):
         return None if len(answer.body) < 200 else "an answer of the HTTP layer that says too much"
     return None if asked.data.startswith(b"HEAD") else _fault_of_body(asked, answer)
@@ -61,7 +68,8 @@ def _fault_of_body(asked: Hostile, answer: Answer) -> str | None:
         return "the answer is no error of OpenAI's shape"
     if set(error) != {"message", "type", "param", "code"} or error["code"] != answer.status:
         return "the answer is no error of OpenAI's shape"
-    if not error["message"] or _INTERNALS.search(error["message"]):
+    shown = [word for word in _INTERNALS.findall(error["message"]) if word.encode() not in asked.data]
+    if not error["message"] or shown:
         return "the message shows what is inside"
     if asked.fields and not any(name in f"{error['param']} {error['message']}" for name in asked.fields):
         return "the field is not named"
