@@ -6,6 +6,7 @@ on the drafted tokens would change the law. docs/controller.md explains `Adaptiv
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal, NamedTuple, Protocol
 
 from foredraft.costs import CostCurve, DraftCost, Plan, Planner, Scene
@@ -81,7 +82,8 @@ SOONEST, LATEST = 32, 256  # steps between probes: twice as many after each that
 STRETCH = 32  # steps between drafts half as long again as what is thought best: nothing else tests that they are not
 PACE = 0.2  # weight of the newest step in how fast the machine is just now
 MEASURED = 0.1  # weight of the newest plain step in what plain steps cost against the prediction
-REUSE = 8  # steps a plan holds while the same requests ask for the same; twice that from 16 requests on, or at rest
+REUSE = 8  # steps a plan holds while the same requests ask for the same; twice that among many, or at rest
+MANY = 16  # requests
 UNSEEN = 3  # steps that pass unseen between two looks, while nobody drafts
 
 
@@ -150,7 +152,7 @@ class Adaptive:
     def _replan(self, asks: Sequence[Ask], free: Sequence[Ask], num_rows: int, context: int) -> None:
         key = (num_rows, tuple(asks), self._others, self.survival.is_tree)
         self._age += 1
-        if key == self._key and self._age < (REUSE if self._on and len(free) < 16 else 2 * REUSE):
+        if self._holds(key, len(free)):
             return
         self._key, self._age = key, 0
         fixed = [ask for ask in asks if ask.is_fixed]
@@ -168,6 +170,17 @@ class Adaptive:
         most = max(most_of)
         gains, rows = self.survival.gains(slots, most), self.survival.rows(slots, most)
         self._plan = self.planner.best(scene, slots, most_of, gains, rows)
+
+    def _holds(self, key: object, count: int) -> bool:
+        """Whether the plan is good enough for this step. At rest it only has to say when to begin; among many, one
+        that has just come can wait for its first draft."""
+        if self._start < len(START) or self._key is None:
+            return False
+        if not self._on:
+            return self._age < 2 * REUSE
+        if key == self._key:
+            return self._age < (REUSE if count < MANY else 2 * REUSE)
+        return count >= MANY and self._age < REUSE // 2
 
     def _choose(self, free: Sequence[Ask], num_rows: int) -> tuple[Reason, dict[int, int]]:
         if self._start < len(START):
@@ -197,7 +210,7 @@ class Adaptive:
                 self._probed, self._next_probe = (), self._step + self._interval
         elif self._plan.gain > 1.0 + MARGIN and self._purse > self._plain:
             # What was not read has to be, once: a loan, if the drafts would pay it back soon.
-            reading = self._reading([ask.slot for ask in free if self._plan.nodes[ask.slot]])
+            reading = self._reading([ask.slot for ask in free if self._plan.nodes.get(ask.slot)])
             if reading <= 100 * (self._plan.gain - 1.0) * self._plain:
                 self._on, self._floor, self._interval = True, -min(reading, PURSE * self._plain / 2), SOONEST
 
@@ -324,4 +337,7 @@ class Adaptive:
             self._read.pop(slot, None)
         if not set(self._probed).isdisjoint(slots):
             self._probed, self._probe_left = (), 0
-        self._key = None
+        left = {slot: nodes for slot, nodes in self._plan.nodes.items() if slot not in slots}
+        self._plan = replace(self._plan, nodes=left)
+        if self._on and len(left) < MANY:
+            self._key = None
