@@ -15,6 +15,7 @@ from hostile_corpus import COMPLETE, corpus, keys
 from hostile_wire import CANARY, Hostile, exchange, fault, get, post
 
 from foredraft.server.protocol import Message
+from foredraft.server.service import Service
 from foredraft.server.settings import Limits, Settings
 from serving import CHATML, NAME, Running, fresh, running
 
@@ -239,3 +240,19 @@ def test_a_grammar_that_fails_on_its_way_is_the_clients_fault(server: Running, i
     assert (error["code"], error["param"]) == (400, "regex")
     assert answer.status_code == (200 if is_stream else 400)
     assert_unharmed(server)
+
+
+def test_a_long_prompt_of_ids_is_not_looked_up_one_by_one(server: Running, monkeypatch: pytest.MonkeyPatch):
+    """A look at a model goes through torch's own attributes: a hundred thousand of them were a second."""
+    looks = []
+    real = Service.llm.fget
+    assert real is not None
+
+    def counted(service: Service) -> object:
+        looks.append(1)
+        return real(service)
+
+    monkeypatch.setattr(Service, "llm", property(counted))
+    answer = exchange(server.port, post(COMPLETE, {"prompt": [9] * 3000}))
+    assert (answer.status, answer.error["param"]) == (400, "prompt")
+    assert 0 < len(looks) < 100

@@ -5,6 +5,7 @@ once more         what runs is aborted now
 """
 
 import asyncio
+import gc
 import logging
 import os
 import socket
@@ -115,6 +116,7 @@ class Server(uvicorn.Server):
     def _load(self, loader: "Callable[[], LLM]", on_ready: Callable[[], None]) -> None:
         try:
             self.service.open(loader())
+            gc.freeze()  # the collector, started by a body of many lists, need not walk through torch every time
             on_ready()
         except Exception as error:  # shown by whoever started us
             self.failure = error

@@ -38,8 +38,8 @@ def _encoded(service: "Service", request: CompletionRequest, prompt: str | list[
         text, (ids, offsets) = prompt, encode_text(service, prompt, request.add_special_tokens, request.echo)
     else:
         ids, text = list(prompt), ""
-        if not all(0 <= token < service.llm.target.vocab_size for token in ids):
-            size = service.llm.target.vocab_size
+        size = service.llm.target.vocab_size  # once: a look at the model costs more than a token
+        if ids and not 0 <= min(ids) <= max(ids) < size:
             raise ApiError(400, f"a prompt token id is outside the vocabulary of {size} tokens", "prompt")
     if most is not None and len(ids) > most:
         ids, offsets = ids[-most:], None
