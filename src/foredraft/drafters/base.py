@@ -226,6 +226,11 @@ def plant(batch: Batch, drafts: Sequence[Draft]) -> TokenTree:
     return TokenTree.of(tokens, parents, _stack_q(batch, drafts))
 
 
+def bare(batch: Batch) -> TokenTree:
+    """No draft for anyone: roots alone."""
+    return TokenTree([[batch.root(b)] for b in range(len(batch))], [[-1] for _ in batch.requests])
+
+
 def _stack_q(batch: Batch, drafts: Sequence[Draft]) -> Tensor | None:
     laws = [draft.q for draft in drafts if draft.q is not None]
     if not laws:

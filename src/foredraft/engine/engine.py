@@ -177,7 +177,8 @@ class Engine:
         for b, request in enumerate(batch.requests):
             transcript, known = self.transcripts[request], tree.roots[b]
             path, tokens = commit.path_lists[b], commit.token_lists[b]
-            _note_prompt(transcript, tree, b, scored)
+            if b in scored.prompt_rows:
+                _note_prompt(transcript, tree, b, scored)
             used = min(known, len(tokens))
             for node, token in zip(path[used:], tokens[used:], strict=True):
                 used += 1
@@ -216,10 +217,10 @@ def _outcomes(batch: Batch, tree: TokenTree, commit: Commit) -> tuple[Outcome, .
     """What came of the draft of every request whose last token was scored."""
     found = []
     for b, (request, budget) in enumerate(zip(batch.requests, batch.budgets, strict=True)):
-        root = tree.roots[b]
-        if root < tree.sizes[b] and b not in commit.failed:
-            accepted = tuple(node - root for node in commit.path_lists[b][root + 1 :])
-            found.append(Outcome(request.slot, budget, tree.sizes[b] - root - 1, accepted))
+        root, size = tree.roots[b], tree.sizes[b]
+        if root < size and b not in commit.failed:
+            accepted = tuple([node - root for node in commit.path_lists[b][root + 1 :]]) if root + 1 < size else ()
+            found.append(Outcome(request.slot, budget, size - root - 1, accepted))
     return tuple(found)
 
 
@@ -302,7 +303,7 @@ def _origins(tree: TokenTree, b: int, path: Sequence[int], tokens: Sequence[int]
 
 def _note_prompt(transcript: Transcript, tree: TokenTree, b: int, scored: Scored) -> None:
     count = transcript.request.sampling.prompt_logprobs
-    if count is None or b not in scored.prompt_rows or tree.known is None:
+    if count is None or tree.known is None:
         return
     had = len(transcript.prompt_logprobs) - 1 - transcript.request.computed  # before a preemption
     rows = list(zip(scored.prompt_rows[b], tree.known[b], strict=True))

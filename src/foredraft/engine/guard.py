@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Literal
 
-from foredraft.drafters.base import Draft, Drafter, plant
+from foredraft.drafters.base import Drafter, bare
 from foredraft.kv.memory import DraftMemory
 from foredraft.request import Batch
 from foredraft.tree import Commit, TokenTree
@@ -75,7 +75,7 @@ class Guard:
                     self._failed("slow", f"propose: {taken:.1f} s, and {self.timeout:g} s are allowed")
                 return tree
             self._failed(kind, f"propose: {fault}")
-        return plant(batch, [Draft()] * len(batch))
+        return bare(batch)
 
     def observe(self, batch: Batch, commit: Commit) -> None:
         if self.drafter is not None and self.is_active:

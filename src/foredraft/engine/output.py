@@ -43,6 +43,7 @@ class Transcript:
         self._stops = self.request.sampling.stop
         self._longest_stop = max(map(len, self._stops), default=0)
         self._end_ids = self.request.end_ids
+        self._most = min(self.request.sampling.max_tokens, self.request.max_length - len(self.request.prompt))
         self._pieces: list[str] = []
         self._tokens: list[int] = []
 
@@ -77,16 +78,16 @@ class Transcript:
             self._end("stop", token if token in sampling.stop_token_ids else None)
             self._pieces.append(self._release())
             return True
-        old = len(self._held)
-        self._held += self._detokenizer.push(token)
+        old, piece = len(self._held), self._detokenizer.push(token)
+        self._held += piece
         stop = self._find_stop(old) if self._stops and self.num_tokens >= sampling.min_tokens else None
         if stop is not None:
             at, word = stop
             self._held = self._held[:at]
             self._end("stop", word)
-        elif self._is_complete():
+        elif request.matcher is not None and self._is_complete():
             self._end("stop")
-        elif self.num_tokens >= sampling.max_tokens or len(request.prompt) + self.num_tokens >= request.max_length:
+        elif self.num_tokens >= self._most:
             self._end("length")
         self._pieces.append(self._release())
         return self.is_finished
@@ -101,8 +102,8 @@ class Transcript:
 
     def count_step(self, num_drafted: int, num_accepted: int, draft_time: float) -> None:
         """Figures of one target pass that emitted tokens."""
-        drafted, at = (self.num_drafts, self.num_drafted, self.num_accepted), list(self.accepted_at)
-        self._uncounted = (*drafted, at, self.target_passes, self.draft_time)
+        drafts, drafted, accepted, at = self.num_drafts, self.num_drafted, self.num_accepted, self.accepted_at.copy()
+        self._uncounted = drafts, drafted, accepted, at, self.target_passes, self.draft_time
         self.target_passes += 1
         self.draft_time += draft_time
         if not num_drafted:
@@ -206,8 +207,12 @@ class Transcript:
 
     def _release(self) -> str:
         """The held text that can no longer begin a stop string; all of it once the text has ended."""
+        if not self._stops:
+            piece, self._held = self._held, ""
+            self.text += piece
+            return piece
         back = 0
-        if self._stops and not self.is_finished:
+        if not self.is_finished:
             longest = min(len(self._held), self._longest_stop - 1)
             for size in range(longest, 0, -1):
                 if any(stop.startswith(self._held[-size:]) for stop in self._stops):

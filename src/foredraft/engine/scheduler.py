@@ -88,7 +88,8 @@ class Scheduler:
             known = request.num_tokens - request.computed - 1
             request.output += tokens[known:] if known else tokens
             request.computed += count
-            self.allocator.shrink(request.pages, request.computed)
+            if len(request.pages) * size >= request.computed + size:
+                self.allocator.shrink(request.pages, request.computed)
             if request.computed // size > request.num_sealed:
                 self.prefix.insert(request)
 

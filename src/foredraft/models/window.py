@@ -6,6 +6,7 @@ A window travels as an ordinary keyword argument through the model to the attent
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +19,7 @@ NORMED = -1  # the tap after the final norm: what lm_head reads, transformers' l
 PADDED_ROWS = 32  # requests with at most this many rows share one padded attention call
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """One request's part of a window: nodes [first, first + len(tokens)) of its tree, on top of `start` tokens."""
 
     pages: Sequence[int]
@@ -107,7 +107,7 @@ class Window:
         offset = 0
         for b, (start, table) in enumerate(zip(starts, pages, strict=True)):
             size, parents = tree.sizes[b], tree.parent_lists[b]
-            is_chain = parents == list(range(-1, size - 1))
+            is_chain = size == 1 or parents == list(range(-1, size - 1))
             spans.append(Span(table, start, tree.token_lists[b], tree.depths[b], None if is_chain else parents))
             logit_rows += range(offset + (0 if b in every_row else tree.roots[b]), offset + size)
             offset += size
