@@ -12,8 +12,9 @@ from dataclasses import replace
 
 import pytest
 from hostile_corpus import COMPLETE, corpus, keys
-from hostile_wire import CANARY, Hostile, exchange, fault, get, post
+from hostile_wire import CANARY, Hostile, chunked, exchange, fault, get, post
 
+from foredraft.server.lifecycle import READ, Connection
 from foredraft.server.protocol import Message
 from foredraft.server.service import Service
 from foredraft.server.settings import Limits, Settings
@@ -256,3 +257,19 @@ def test_a_long_prompt_of_ids_is_not_looked_up_one_by_one(server: Running, monke
     answer = exchange(server.port, post(COMPLETE, {"prompt": [9] * 3000}))
     assert (answer.status, answer.error["param"]) == (400, "prompt")
     assert 0 < len(looks) < 100
+
+
+def test_no_connection_is_read_much_at_a_time(server: Running, monkeypatch: pytest.MonkeyPatch):
+    """What has been read is parsed in one go, and as chunks of one byte a little is long to parse."""
+    sizes = []
+    real = Connection.data_received
+
+    def noted(self: Connection, data: bytes) -> None:
+        sizes.append(len(data))
+        real(self, data)
+
+    monkeypatch.setattr(Connection, "data_received", noted)
+    answer = exchange(server.port, chunked(COMPLETE, [b" "] * 50_000))
+    assert answer.status == 400
+    assert sum(sizes) > 300_000
+    assert max(sizes) <= READ

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 LAST_SECONDS = 5  # for the last bytes of aborted answers to leave
+READ = 16 << 10  # bytes of one connection at a time: as chunks of one byte, more of them would hold up all others
 SLACK = 16 << 10  # of headers beyond the limit, so that the answer to too many can say so
 
 
@@ -40,6 +41,8 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast(Transport, transport))
+        if hasattr(transport, "max_size"):  # asyncio's own sockets
+            transport.max_size = READ
         self._wait()
 
     def data_received(self, data: bytes) -> None:
