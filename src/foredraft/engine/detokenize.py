@@ -33,12 +33,15 @@ class ByteDetokenizer:
         self._backend = tokenizer.backend_tokenizer
         added = self._backend.get_added_tokens_decoder()
         self._silent = {token for token, entry in added.items() if entry.special}
+        self._spelt: dict[int, bytes] = {}
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._utf8.decode(b"".join(map(self._bytes, prompt[-4 * CONTEXT :])))
         self._pending = self._utf8.getstate()[0]  # the prompt ends inside a character
 
     def push(self, token: int) -> str:
-        new = self._bytes(token)
+        new = self._spelt.get(token)
+        if new is None:
+            new = self._spelt[token] = self._bytes(token)
         piece = self._utf8.decode(new)
         if self._pending:
             self._pending += new
