@@ -163,6 +163,14 @@ def _prompts(vocab_size: int, context: int) -> Iterator[Hostile]:
     yield _asked("best_of", COMPLETE, {"best_of": 16}, "best_of")
     yield _asked("echo a lot", COMPLETE, {"prompt": long * 40, "echo": True, "logprobs": 20}, "prompt")
     yield _asked("truncated", COMPLETE, {"prompt": long * 100, "truncate_prompt_tokens": 1}, "prompt", may_pass=True)
+    for name, path, extra in (
+        ("too much to tokenize", TOKENIZE, {}), ("spelt out", TOKENIZE, {"return_token_strs": True}),
+        ("cut to one token", COMPLETE, {"truncate_prompt_tokens": 1}),
+    ):  # fmt: skip
+        yield _asked(name, path, {"prompt": "ab( " * (MEGA // 4)} | extra, "prompt")
+    said = [{"role": "user", "content": "<end>a" * 150_000}]
+    yield _asked("cut to one token", CHAT, {"messages": said, "truncate_prompt_tokens": 1}, "messages")
+    yield Hostile("a chat to tokenize", post(TOKENIZE, {"messages": said}), ("messages",))
 
 
 def _samplings(vocab_size: int) -> Iterator[Hostile]:

@@ -273,3 +273,12 @@ def test_no_connection_is_read_much_at_a_time(server: Running, monkeypatch: pyte
     assert answer.status == 400
     assert sum(sizes) > 300_000
     assert max(sizes) <= READ
+
+
+def test_a_text_that_need_not_fit_is_bounded_too(server: Running):
+    """Two of two megabytes would keep everybody else from being tokenised for seconds."""
+    most = server.service.settings.limits.text
+    assert server.ok("/tokenize", prompt="a " * (most // 2))["count"] > 1000
+    for path, body in (("/tokenize", {}), (COMPLETE, {"truncate_prompt_tokens": 1})):
+        answer = server.post(path, {"prompt": "a" * (most + 1)} | body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")

@@ -56,8 +56,8 @@ def _prepare(service: Service, request: ChatRequest) -> Job:
     has_prompt = request.add_generation_prompt
     if request.continue_final_message and "add_generation_prompt" not in request.model_fields_set:
         has_prompt = False
-    if request.truncate_prompt_tokens is None:
-        check_size(service, sum(len(message.text) for message in request.messages), "messages")
+    is_cut = request.truncate_prompt_tokens is not None
+    check_size(service, sum(len(message.text) for message in request.messages), "messages", is_cut)
     ids = service.templates.encode(request.messages, has_prompt, request.continue_final_message)
     if request.truncate_prompt_tokens is not None:
         ids = ids[-request.truncate_prompt_tokens :]

@@ -33,8 +33,7 @@ def _encoded(service: "Service", request: CompletionRequest, prompt: str | list[
     most = request.truncate_prompt_tokens
     offsets: list[int] | None = None
     if isinstance(prompt, str):
-        if most is None:
-            check_size(service, len(prompt), "prompt")
+        check_size(service, len(prompt), "prompt", is_cut=most is not None)
         text, (ids, offsets) = prompt, encode_text(service, prompt, request.add_special_tokens, request.echo)
     else:
         ids, text = list(prompt), ""
@@ -68,7 +67,11 @@ def encode_text(
     return list(encoded.input_ids), offsets
 
 
-def check_size(service: "Service", size: int, param: str) -> None:
-    """Raises ApiError for a text of this many characters that cannot fit, before the long way of tokenising it."""
-    if size > service.llm.target.context_length * service.vocabulary.longest:
-        raise ApiError(400, f"{param}: {size} characters are more than the model's context can hold", param)
+def check_size(service: "Service", size: int, param: str, is_cut: bool = False) -> None:
+    """Raises ApiError for a text of this many characters that cannot fit, before the long way of tokenising it.
+    is_cut: it need not fit, as its tokens are only counted or cut; then it is bounded by the limit on texts."""
+    most = service.llm.target.context_length * service.vocabulary.longest
+    if is_cut:
+        most = max(most, service.settings.limits.text)
+    if size > most:
+        raise ApiError(400, f"{param}: {size} characters are too many, at most {most} are taken", param)

@@ -17,6 +17,7 @@ class Limits:
     bias: int = 300
     token_ids: int = 4096  # stop_token_ids, allowed_token_ids, bad_words
     schema: int = 64 << 10  # bytes of a grammar or JSON schema
+    text: int = 256 << 10  # characters to tokenise where more than the context may hold is wanted
     body: int = 2 << 20
     headers: int = 64 << 10
     target: int = 8 << 10  # path and query

@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from foredraft.server.errors import ApiError
-from foredraft.server.prompts import encode_text
+from foredraft.server.prompts import check_size, encode_text
 from foredraft.server.protocol import DetokenizeRequest, TokenizeRequest
 from foredraft.server.service import Service
 
@@ -20,9 +20,11 @@ async def tokenize(service: Service, http: Request, request: TokenizeRequest) ->
 
 def _tokenize(service: Service, request: TokenizeRequest) -> dict[str, Any]:
     if request.messages is not None:
+        check_size(service, sum(len(message.text) for message in request.messages), "messages", is_cut=True)
         has_prompt = request.add_generation_prompt and not request.continue_final_message
         ids = service.templates.encode(request.messages, has_prompt, request.continue_final_message)
     else:
+        check_size(service, len(request.prompt or ""), "prompt", is_cut=True)
         ids, _ = encode_text(service, request.prompt or "", request.add_special_tokens)
     found: dict[str, Any] = {"count": len(ids), "max_model_len": service.longest, "tokens": ids}
     if request.return_token_strs:
