@@ -63,7 +63,7 @@ class Life:
         """One step of the engine after whatever else may happen between two, then the comparison."""
         while len(self.transcripts) < 4:
             self._arrive()
-        if self.random.random() < 0.04:
+        if self.random.random() < 0.07:
             self._abort(self.random.choice(self.transcripts))
         for transcript in self.transcripts:  # draft lengths vary, down to none while the others draft or none does
             transcript.request.num_drafts = self.random.choice([None, None, None, 0, 1, 3])

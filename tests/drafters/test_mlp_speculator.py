@@ -148,7 +148,7 @@ def test_steps_and_network_have_the_numbers_of_the_formula(shape: SpeculatorShap
     for i, token in enumerate(tokens):
         states, logits = steps(i, states, token)
         assert (logits.double() - wanted[i]).norm() <= tolerance * wanted[i].norm()
-        trained = network(i, trained, torch.tensor(read))
+        trained = network(i, trained, torch.tensor(token))
         assert torch.allclose(network.logits(i, trained), wanted[i], atol=1e-10)
 
 

@@ -49,7 +49,7 @@ def test_a_draft_learns_under_every_loss(folder, loss):
 
 def test_the_replay_of_a_trained_draft_is_a_real_run_of_it(folder):
     outcome = run(folder, "draft_model", settings={"hidden": "32", "layers": "2"}, steps=80, **REPLAYED)
-    llm = LLM(str(folder / "model"), {"method": "draft_model", "model": str(outcome.folder)})
+    llm = LLM(str(folder / "model"), {"method": "draft_model", "model": str(outcome.folder)}, num_speculative_tokens=5)
     measured = outcome.figures["sampled"]
     from foredraft.train.data import Reader
     from foredraft.train.documents import hold_out

@@ -85,7 +85,7 @@ class TrainOptions:
     eval_every: Annotated[int, _option("Steps between measurements; 0 is only at the end.", panel=MEASURE)] = 0
     eval_prompts: Annotated[int, _option("Held-out prompts to replay; 0 is none.", panel=MEASURE)] = 16
     eval_tokens: Annotated[int, _option("Tokens after each.", panel=MEASURE)] = 64
-    spec_tokens: Annotated[int | None, _option("Longest draft per pass.", panel=MEASURE)] = None
+    spec_tokens: Annotated[int, _option("Longest draft per pass.", panel=MEASURE)] = 5
 
     max_steps: Annotated[int | None, _option("Stop this run after so many steps.", panel=RUN)] = None
     max_minutes: Annotated[float | None, _option("Stop this run after so long.", panel=RUN)] = None

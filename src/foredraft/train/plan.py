@@ -51,7 +51,7 @@ class Evaluation:
     every: int = 0  # steps; 0 = at the end
     prompts: int = 16
     tokens: int = 64
-    num_tokens: int | None = None  # draft length; None = what the method would use
+    num_tokens: int = 5  # draft length
 
 
 @dataclass(frozen=True)
