@@ -82,7 +82,7 @@ SOONEST, LATEST = 32, 256  # steps between probes: twice as many after each that
 STRETCH = 32  # steps between drafts half as long again as what is thought best: nothing else tests that they are not
 PACE = 0.2  # weight of the newest step in how fast the machine is just now
 MEASURED = 0.1  # weight of the newest plain step in what plain steps cost against the prediction
-REUSE = 8  # steps a plan holds while the same requests ask for the same; twice that among many, or at rest
+REUSE = 16  # steps a plan holds while the same requests ask for the same; twice that among many, or at rest
 MANY = 16  # requests
 UNSEEN = 3  # steps that pass unseen between two looks, while nobody drafts
 
@@ -128,6 +128,8 @@ class Adaptive:
     # -- deciding
 
     def allot(self, asks: Sequence[Ask], num_rows: int, context: int = 0) -> list[int]:
+        if self._is_idle(asks):
+            return [0] * len(asks)
         free = [ask for ask in asks if not ask.is_fixed and ask.most > 0]
         budgets = {ask.slot: ask.most for ask in asks if ask.is_fixed}
         self._asked, self._has_fixed = len(asks), bool(budgets)
@@ -148,6 +150,19 @@ class Adaptive:
         )
         self.counts[reason] += 1
         return granted
+
+    def _is_idle(self, asks: Sequence[Ask]) -> bool:
+        """Nobody drafts, and nothing is due that could change it: a step like the last, which must cost next to
+        nothing."""
+        if self._on or self._probed or self._start < len(START) or self._age + 1 >= 2 * REUSE:
+            return False
+        is_calm = self.decision.nodes == 0 and self._plan.gain <= 1.0 + MARGIN and self._step < self._next_probe
+        if not is_calm or not self._load / 2 < len(asks) < self._load * 2 or any([ask.is_fixed for ask in asks]):
+            return False
+        self._age += 1
+        self._asked, self._has_fixed = len(asks), False
+        self.counts[self.decision.reason] += 1
+        return True
 
     def _replan(self, asks: Sequence[Ask], free: Sequence[Ask], num_rows: int, context: int) -> None:
         key = (num_rows, tuple(asks), self._others, self.survival.is_tree)

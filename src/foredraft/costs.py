@@ -18,6 +18,7 @@ MEMORY = 128  # steps after which an observation has lost two thirds of its weig
 OUTLIER = 0.5  # a time further than this share from the prediction is cut to it...
 EAGER = 16  # ... and the line is fitted anew after each of this many first observations, later after every EVERY
 EVERY = 12
+KNOWN = 64  # observations; after them every second one is taken in
 SHORT_PROMPT = 64  # tokens; a guess on the short side, so that reading is thought dear rather than cheap
 
 
@@ -47,13 +48,16 @@ class Line:
         """
         predicted = self.predict(features)
         believed = self._believe(seconds, predicted, max(predicted, scale))
+        self._count += 1
+        if self._count > KNOWN and self._count % 2:  # to take it in costs more than all the rest of a decision
+            return believed
         unit = 1.0 / (scale or predicted or max(believed, 1e-9))
         x = np.array(features) * unit
-        self._gram *= 1.0 - 1.0 / MEMORY
-        self._moment *= 1.0 - 1.0 / MEMORY
+        left = (1.0 - 1.0 / MEMORY) ** (2 if self._count > KNOWN else 1)
+        self._gram *= left
+        self._moment *= left
         self._gram += x[:, None] * x
         self._moment += x * (believed * unit)
-        self._count += 1
         if self._count <= EAGER or self._count % EVERY == 0:
             self._fit()
         return believed
