@@ -157,7 +157,7 @@ class Adaptive:
         if self._on or self._probed or self._start < len(START) or self._age + 1 >= 2 * REUSE:
             return False
         is_calm = self.decision.nodes == 0 and self._plan.gain <= 1.0 + MARGIN and self._step < self._next_probe
-        if not is_calm or not self._load / 2 < len(asks) < self._load * 2 or any([ask.is_fixed for ask in asks]):
+        if not is_calm or not self._load / 2 < len(asks) < self._load * 2 or any(ask.is_fixed for ask in asks):
             return False
         self._age += 1
         self._asked, self._has_fixed = len(asks), False
