@@ -11,6 +11,7 @@ which other programs on the machine do not lengthen; a pass of the target is on 
 
 import argparse
 import contextlib
+import gc
 import json
 import statistics
 import time
@@ -162,6 +163,8 @@ def engine_of(llm: LLM, mode: str, method: str) -> LLM:
         return llm.with_drafter(method, int(mode))
     made = llm.with_drafter(method)
     made.calibrate()
+    gc.collect()
+    gc.freeze()  # as a server does, once its model is loaded
     return made
 
 

@@ -78,7 +78,12 @@ class Transcript:
             self._end("stop", token if token in sampling.stop_token_ids else None)
             self._pieces.append(self._release())
             return True
-        old, piece = len(self._held), self._detokenizer.push(token)
+        piece = self._detokenizer.push(token)
+        if not self._stops and request.matcher is None and self.num_tokens < self._most:  # nothing can end here
+            self.text += piece
+            self._pieces.append(piece)
+            return False
+        old = len(self._held)
         self._held += piece
         stop = self._find_stop(old) if self._stops and self.num_tokens >= sampling.min_tokens else None
         if stop is not None:

@@ -140,9 +140,10 @@ class Scheduler:
         """slot -> nodes its draft should have; only requests whose chunk reaches their last token are in it."""
         asks = []
         for request, chunk in rows:
-            own = num_nodes if request.num_drafts is None else min(num_nodes, request.num_drafts)
+            fixed = request.num_drafts
+            own = num_nodes if fixed is None else min(num_nodes, fixed)
             if own > 0 and request.computed + chunk == request.num_tokens and request.room > 0:
-                asks.append(Ask(request.slot, own, request.num_drafts is not None))
+                asks.append(Ask(request.slot, own, fixed is not None))
         if not asks:
             return {}
         context = sum(chunk * (request.computed + chunk) for request, chunk in rows)
