@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from foredraft.cli.options import NONE, ModelOptions
+from foredraft.cli.shell import UsageError
 from foredraft.completion import Completion, Delta
 
 if TYPE_CHECKING:
+    from foredraft.llm import LLM, MemoryLimits
     from foredraft.sampling import Sampling
 
 
@@ -36,6 +38,22 @@ class Choices:
     dtypes: tuple[str, ...]
     text_only: frozenset[str] = frozenset()  # the methods that read no model of their own
 
+    def check(self, options: ModelOptions) -> None:
+        """Raises UsageError for a word that nobody knows, and for settings of a drafter where none is wanted."""
+        asked, known = options.methods, [NONE, *self.methods]
+        for value, names, what in [
+            *((name, known, "method") for name in asked),
+            (options.verify, self.rules, "verification rule"),
+            (options.dtype, self.dtypes, "dtype"),
+        ]:
+            if value not in names:
+                raise UsageError(f"unknown {what} {value!r}; use one of: {', '.join(names)}")
+        drafting = (options.spec_model, options.draft_length, options.spec_option)
+        if asked == [NONE] and any(option is not None for option in drafting):
+            raise UsageError(
+                "--spec-method none drafts nothing; leave --spec-model, --spec-tokens and --spec-option out"
+            )
+
 
 class Backend:
     """The library. A test passes another object of this shape as the context object of the command line."""
@@ -57,18 +75,7 @@ class Backend:
 
     def load(self, options: ModelOptions, method: str) -> Generator:
         """The target with a drafter. Raises ForedraftError."""
-        from foredraft import LLM
-
-        hush()
-        return LLM(
-            options.model or "builtin",
-            drafter_spec(options, method),
-            dtype=options.dtype,
-            device=options.device,
-            verify=options.verify,
-            fused=False if options.no_fused else None,
-            quantization=options.quantization,
-        )
+        return load_llm(options, method)
 
     def with_method(self, llm: Generator, options: ModelOptions, method: str) -> Generator:
         """The same target weights with another drafter. Raises ForedraftError where that method cannot be had."""
@@ -95,6 +102,23 @@ class Backend:
         from foredraft.zoo.build import install
 
         install(out, Path(zoo.__path__[0]))
+
+
+def load_llm(options: ModelOptions, method: str, limits: "MemoryLimits | None" = None) -> "LLM":
+    """The target with a drafter. Raises ForedraftError."""
+    from foredraft import LLM
+
+    hush()
+    return LLM(
+        options.model or "builtin",
+        drafter_spec(options, method),
+        dtype=options.dtype,
+        device=options.device,
+        verify=options.verify,
+        fused=False if options.no_fused else None,
+        quantization=options.quantization,
+        limits=limits,
+    )
 
 
 def hush() -> None:

@@ -57,18 +57,8 @@ def generate(ctx: typer.Context, options: GenerateOptions) -> None:
 def wanted(options: GenerateOptions, choices: Choices, first: str | None = None) -> list[str]:
     """The methods to run, the one whose text is shown first; `first` is that of --spec-model where none was asked for.
     Raises UsageError for a name nobody knows."""
-    known = [NONE, *choices.methods]
+    choices.check(options)
     asked = options.methods
-    for value, names, what in [
-        *((name, known, "method") for name in asked),
-        (options.verify, choices.rules, "verification rule"),
-        (options.dtype, choices.dtypes, "dtype"),
-    ]:
-        if value not in names:
-            raise UsageError(f"unknown {what} {value!r}; use one of: {', '.join(names)}")
-    drafting = (options.spec_model, options.draft_length, options.spec_option)
-    if asked == [NONE] and any(option is not None for option in drafting):
-        raise UsageError("--spec-method none drafts nothing; leave --spec-model, --spec-tokens and --spec-option out")
     if options.logprobs is not None and not options.as_json:
         raise UsageError("--logprobs are printed with --json only; add --json")
     if len(asked) > 1 and not options.compare:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foredraft.cli.backend import Backend, Choices, drafter_spec, hush
+from foredraft.cli.backend import Backend, load_llm
 from foredraft.cli.options import NONE, ModelOptions, _option, takes
 from foredraft.cli.shell import UsageError, say
 from foredraft.errors import ForedraftError
@@ -143,21 +143,10 @@ def size_of(text: str) -> int:
 
 def method_of(options: ServeOptions, backend: Backend) -> str:
     """The drafting method. Raises UsageError for a word that nobody knows."""
-    choices: Choices = backend.choices()
-    known = [NONE, *choices.methods]
+    backend.choices().check(options)
     asked = options.methods
-    for value, names, what in [
-        *((name, known, "method") for name in asked),
-        (options.verify, choices.rules, "verification rule"),
-        (options.dtype, choices.dtypes, "dtype"),
-    ]:
-        if value not in names:
-            raise UsageError(f"unknown {what} {value!r}; use one of: {', '.join(names)}")
-    is_drafting = options.draft_length is not None or options.spec_model is not None or options.spec_option is not None
     if len(asked) > 1:
         raise UsageError("a server drafts with one method; give one --spec-method")
-    if asked == [NONE] and is_drafting:
-        raise UsageError("--spec-method none drafts nothing; leave --spec-model, --spec-tokens and --spec-option out")
     if asked:
         return asked[0]
     if options.spec_model:
@@ -184,21 +173,11 @@ def _worker_limits(options: ServeOptions) -> "WorkerLimits":
 
 def _loader(options: ServeOptions, method: str, kv_memory: int | None) -> "Callable[[], LLM]":
     def load() -> "LLM":
-        from foredraft.llm import LLM, MemoryLimits
+        from foredraft.llm import MemoryLimits
 
-        hush()
         given: dict[str, Any] = {} if kv_memory is None else {"kv_memory": kv_memory}
         limits = MemoryLimits(max_batch=options.max_batch, prefix_cache=not options.no_prefix_cache, **given)
-        llm = LLM(
-            options.model or "builtin",
-            drafter_spec(options, method),
-            dtype=options.dtype,
-            device=options.device,
-            verify=options.verify,
-            fused=False if options.no_fused else None,
-            quantization=options.quantization,
-            limits=limits,
-        )
+        llm = load_llm(options, method, limits)
         scheduler = llm.engine.scheduler
         scheduler.limits = replace(scheduler.limits, max_chunk=options.max_chunk)
         if llm.is_adaptive:

@@ -2,15 +2,18 @@
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from foredraft.server.errors import ApiError, unavailable
 from foredraft.server.generation import Generation
 from foredraft.server.parameters import speculation
 from foredraft.server.protocol import Generating
-from foredraft.server.sse import event
+from foredraft.server.sse import EventStream, event, unless_gone
 from foredraft.server.writing import Part
 from foredraft.verify import LOSSY
 
@@ -40,6 +43,28 @@ class Head:
             "id": self.id, "object": self.object, "created": self.created, "model": self.model, "choices": choices
         }  # fmt: skip
         return body if self.verification is None else body | {"verification": self.verification}
+
+
+class Answer(Protocol):
+    """What a route makes of its generation."""
+
+    def events(self) -> AsyncIterator[bytes]: ...
+
+    def whole(self) -> Coroutine[Any, Any, dict[str, Any]]: ...
+
+
+async def respond(
+    service: "Service", http: Request, request: Generating, generation: Generation, answer: Answer
+) -> Response:
+    """A stream, or all at once; whoever leaves before the end ends the generation."""
+    if request.is_streaming:
+        settings = service.settings
+        return EventStream(answer.events(), generation.cancel, settings.keep_alive, settings.limits.stall_seconds)
+    try:
+        body = await unless_gone(http.receive, answer.whole())
+    finally:
+        generation.cancel()
+    return Response(status_code=499) if body is None else JSONResponse(body)
 
 
 def check_begun(service: "Service", parts: Sequence[Part]) -> None:

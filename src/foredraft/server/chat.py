@@ -4,9 +4,9 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
-from foredraft.server.answers import Head, check_begun, error_event, finished
+from foredraft.server.answers import Head, check_begun, error_event, finished, respond
 from foredraft.server.errors import ApiError
 from foredraft.server.generation import Generation
 from foredraft.server.grammars import grammar_field
@@ -15,7 +15,7 @@ from foredraft.server.parameters import options_of, sampling_of
 from foredraft.server.prompts import check_size
 from foredraft.server.protocol import ChatRequest
 from foredraft.server.service import Job, Service
-from foredraft.server.sse import DONE, EventStream, event, unless_gone
+from foredraft.server.sse import DONE, event
 from foredraft.server.writing import Choice, Part, usage_of
 
 
@@ -25,15 +25,7 @@ async def serve(service: Service, http: Request, request: ChatRequest) -> Respon
     _check(request)
     job = await service.off_loop(_prepare, service, request)
     generation = await service.submit([job])
-    answer = Answer(service, request, generation)
-    if request.is_streaming:
-        settings = service.settings
-        return EventStream(answer.events(), generation.cancel, settings.keep_alive, settings.limits.stall_seconds)
-    try:
-        body = await unless_gone(http.receive, answer.whole())
-    finally:
-        generation.cancel()
-    return Response(status_code=499) if body is None else JSONResponse(body)
+    return await respond(service, http, request, generation, Answer(service, request, generation))
 
 
 def _check(request: ChatRequest) -> None:
