@@ -6,6 +6,7 @@ from enum import Enum, auto
 
 from foredraft.grammar import Matcher
 from foredraft.sampling import History, Sampling
+from foredraft.source import Source
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Request:
     salt: bytes = b""  # prefix pages are shared among requests of one salt
     after: "Request | None" = None  # the first sample of the same prompt, whose pages this one waits for
     prediction: tuple[int, ...] = ()  # what the output is expected to be: tokens to draft from
+    source: Source | None = None  # what the encoder reads, where the model has one; `prompt` is then the decoder's
     is_traced: bool = False  # every delta carries the trees of its steps
     matcher: Matcher | None = None  # of sampling.grammar, for this text alone
     output: list[int] = field(default_factory=list)

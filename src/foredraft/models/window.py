@@ -13,6 +13,7 @@ from torch import Tensor
 
 from foredraft.kernels.rows import PackedRows
 from foredraft.kv.blocks import NULL_PAGE
+from foredraft.source import Source
 from foredraft.tree import TokenTree
 
 NORMED = -1  # the tap after the final norm: what lm_head reads, transformers' last_hidden_state
@@ -28,6 +29,7 @@ class Span(NamedTuple):
     depths: Sequence[int]  # of the nodes from 0: as many as first + len(tokens)
     parents: Sequence[int] | None = None  # of those nodes, -1 for node 0; None = a chain
     first: int = 0
+    source: Source | None = None  # what the encoder read, for a model that has one
 
     @property
     def length(self) -> int:
