@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 
-@dataclass(frozen=True, eq=False)  # two sources are never the same, however alike: what a model makes of one is kept by it
+@dataclass(frozen=True, eq=False)  # two sources are never the same, however alike
 class Source:
     """The n samples of one prompt share it, and whoever keeps what an encoder made of it keeps that weakly by it.
 
