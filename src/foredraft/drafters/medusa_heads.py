@@ -7,9 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from foredraft.checkpoints.base import MedusaShape
-from foredraft.drafters.borrowed import packed_head
-from foredraft.drafters.newest import Product, Products, packed_product
-from foredraft.errors import ForedraftError
+from foredraft.drafters.newest import Product, Products, targets_head
 from foredraft.models.lm import HFModel
 
 RANKS = 10  # guesses of a head that a tree may use, as in the published ones
@@ -74,7 +72,7 @@ def outputs(
     """Logits of at most `size` tokens. Heads that share one matrix share one product."""
     shared: Product | None = None
     if not shape.has_own_head:
-        shared = _head_of(target, products)
+        shared = targets_head(target, products)
         vocab_size = size
     else:
         weights = [tensors[f"{h}.{shape.num_layers}.weight"][:size] for h in range(depth)]
@@ -83,13 +81,3 @@ def outputs(
             return products.grouped(weights, is_head=True)
         shared = products.make(weights[0], is_head=True)
     return lambda x, depth: shared(x.flatten(0, 1)).view(len(x), depth, vocab_size)
-
-
-def _head_of(target: HFModel | None, products: Products) -> Product:
-    if target is None:
-        raise ForedraftError("these heads draft with the target's lm_head; give Context a target")
-    packed = packed_head(target) if products.is_native else None
-    if packed is not None:
-        return packed_product(packed)
-    dtype = target.embedding.dtype
-    return lambda x: target.head(x.to(dtype))

@@ -5,7 +5,6 @@ the data, which is the trainer's to give.
 """
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from foredraft.checkpoints.base import Checkpoint, SpeculatorShape
 from foredraft.checkpoints.layouts import layout
 from foredraft.drafters.mlp_network import MLPSpeculator
-from foredraft.drafters.newest_training import answers, asked, mean_loss
+from foredraft.drafters.stepped_training import stepped_loss
 from foredraft.drafters.training import Losses, Trace, check_loss
 from foredraft.errors import ForedraftError
 from foredraft.models.lm import HFModel
@@ -47,19 +46,10 @@ class SpeculatorTrainee:
         self.config = config
 
     def loss(self, trace: Trace) -> Losses:
-        shape = self.network.shape
-        total, weight, parts = trace.features.new_zeros(()).float(), 0.0, {}
-        rows = asked(trace, 1)
-        states = self.network.begin(trace.features[rows])
-        for step in range(shape.n_predict):
-            rows, states = _deeper(trace, rows, states, step + 1)
-            states = self.network(step, states, trace.tokens[rows[0], rows[1] + 1 + step])
-            law, tokens = answers(trace, rows, step + 1)
-            logits_of = partial(self.network.logits, step)
-            loss = mean_loss(self.config.loss, logits_of, states, law, tokens, shape.vocab_size)
-            total, weight = total + self.config.decay**step * loss, weight + self.config.decay**step
-            parts[f"loss_{step + 1}"] = float(loss.detach())
-        return Losses(total / weight, parts)
+        shape, config = self.network.shape, self.config
+        return stepped_loss(
+            self.network, trace, trace.features, config.loss, shape.n_predict, config.decay, shape.vocab_size
+        )
 
     def published(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """As IBM has it, with the trees of its smallest: only those who draft trees read that."""
@@ -67,17 +57,6 @@ class SpeculatorTrainee:
         branching = shape.branching or (*PUBLISHED_BRANCHING, *[2] * shape.n_predict)[: shape.n_predict]
         made = layout(replace(shape, branching=branching), self.network.state_dict())
         return made.tensors, made.config | {"n_candidates": 5, "base_model_name_or_path": self.target.name}
-
-
-def _deeper(
-    trace: Trace, rows: tuple[Tensor, Tensor], states: Tensor, depth: int
-) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Those of some drafts whose text is to be learnt down to `depth` below the root."""
-    text, position = rows
-    end = position + depth + 1
-    is_inside = end < trace.mask.shape[1]
-    kept = is_inside & trace.mask[text, end.clamp_max(trace.mask.shape[1] - 1)]
-    return (text[kept], position[kept]), states[kept]
 
 
 def trainee(config: TrainConfig, target: HFModel, start: Checkpoint | None = None) -> SpeculatorTrainee:

@@ -11,11 +11,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from foredraft.drafters.base import Context
+from foredraft.drafters.borrowed import packed_head
 from foredraft.errors import ForedraftError
 from foredraft.kernels.arena import Arena
 from foredraft.kernels.cpu.library import library
 from foredraft.kernels.linear import KINDS, PackedWeight, linear
 from foredraft.kernels.quantize import multiply, packers
+from foredraft.models.lm import HFModel
 from foredraft.request import Batch, Request
 from foredraft.tree import Commit
 
@@ -92,3 +94,14 @@ def packed_product(packed: PackedWeight) -> Product:
     if library() is None:
         return lambda x: multiply(x, packed)
     return lambda x: linear(x, packed)
+
+
+def targets_head(target: HFModel | None, products: Products) -> Product:
+    """[R, H] -> [R, V] by the target's own output matrix, as its native pass holds it where it does."""
+    if target is None:
+        raise ForedraftError("these heads draft with the target's lm_head; give Context a target")
+    packed = packed_head(target) if products.is_native else None
+    if packed is not None:
+        return packed_product(packed)
+    dtype = target.embedding.dtype
+    return lambda x: target.head(x.to(dtype))
