@@ -21,6 +21,7 @@ from foredraft.zoo.recipe import VOCAB_SIZE, Recipe, Stage
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # (ids [B, L], logits [B*L, V], next ids [B*L])
 Progress = Callable[[int, int, float], None]  # (step, steps, smoothed loss)
 Report = Callable[[str, int, int, float], None]  # the same, after the part's name
+_OUTER = ("embed", "shared", "relative_attention_bias")  # matrices that are tables: Muon is not meant for them
 
 
 def build(recipe: Recipe, layers: int, dtype: torch.dtype = torch.bfloat16) -> LlamaForCausalLM:
@@ -60,9 +61,9 @@ class Optimizer:
 
     def __init__(self, model: nn.Module, learning_rate: float) -> None:
         self.pairs = [(p, nn.Parameter(p.detach().float())) for p in model.parameters()]
-        names = [name for name, _ in model.named_parameters()]
-        matrices = [m for n, (_, m) in zip(names, self.pairs, strict=True) if m.ndim == 2 and "embed" not in n]
-        others = [m for n, (_, m) in zip(names, self.pairs, strict=True) if m.ndim != 2 or "embed" in n]
+        inner = [p.ndim == 2 and not any(word in name for word in _OUTER) for name, p in model.named_parameters()]
+        matrices = [m for is_inner, (_, m) in zip(inner, self.pairs, strict=True) if is_inner]
+        others = [m for is_inner, (_, m) in zip(inner, self.pairs, strict=True) if not is_inner]
         self.learning_rate = learning_rate
         self.parts: list[torch.optim.Optimizer] = [
             torch.optim.Muon(matrices, lr=learning_rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
