@@ -80,7 +80,23 @@ class Eagle3Shape:
     norm_output: bool = False
 
 
-Shape = MedusaShape | SpeculatorShape | EagleShape | Eagle3Shape
+@dataclass(frozen=True)
+class ChimeraShape:
+    """Chimera. Tensors: `fc.weight` [H, taps * H] where there are several taps, `trigram.weight` [H, 3H] (oldest token
+    first), `join.weight` [H, 2H] (embedding first), `layers.0.*`, `heads.{k}.weight` [H, 2H] (context encoder first)
+    and `.bias` [H], `norm.weight` [H]."""
+
+    block: BlockShape
+    vocab_size: int
+    taps: tuple[int, ...]  # boundaries of the target, NORMED = the last state, normalised
+    num_heads: int = 4
+
+    @property
+    def has_fc(self) -> bool:
+        return len(self.taps) > 1
+
+
+Shape = MedusaShape | SpeculatorShape | EagleShape | Eagle3Shape | ChimeraShape
 
 
 @dataclass(frozen=True)

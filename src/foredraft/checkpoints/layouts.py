@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foredraft.checkpoints import eagle, eagle3, medusa, mlp_speculator, vocabulary
+from foredraft.checkpoints import chimera, eagle, eagle3, medusa, mlp_speculator, vocabulary
 from foredraft.checkpoints.aux_layers import IDS, default_taps
-from foredraft.checkpoints.base import Eagle3Shape, EagleShape, MedusaShape, Shape, SpeculatorShape
+from foredraft.checkpoints.base import ChimeraShape, Eagle3Shape, EagleShape, MedusaShape, Shape, SpeculatorShape
 from foredraft.checkpoints.layers import layer_config
 from foredraft.models.window import NORMED
 
@@ -129,6 +129,18 @@ def eagle3_config(shape: Eagle3Shape, num_layers: int | None = None) -> dict[str
         config["num_aux_hidden_states"] = len(shape.taps)
         config["eagle_config"] = {IDS: [tap - 1 for tap in shape.taps], "use_aux_hidden_state": True}
     return config
+
+
+@layout.register
+def _chimera(shape: ChimeraShape, tensors: Mapping[str, Tensor]) -> Layout:
+    config = layer_config(shape.block, 1) | {
+        "architectures": ["ChimeraModel"],
+        "model_type": "chimera",
+        "vocab_size": shape.vocab_size,
+        "chimera_num_heads": shape.num_heads,
+        chimera.TAPS: list(shape.taps),
+    }
+    return Layout(chimera.METHOD, _named(tensors, chimera.expected(shape)), config)
 
 
 def _named(tensors: Mapping[str, Tensor], expected: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from foredraft.checkpoints import eagle, eagle3, hub, medusa, mlp_speculator, speculators
+from foredraft.checkpoints import chimera, eagle, eagle3, hub, medusa, mlp_speculator, speculators
 from foredraft.checkpoints.base import Checkpoint, TargetFacts
 from foredraft.checkpoints.tensors import TensorFiles, open_tensors, read_json
 from foredraft.errors import ForedraftError
@@ -17,8 +17,9 @@ READERS: dict[str, Reader] = {
     mlp_speculator.METHOD: mlp_speculator.read,
     eagle.METHOD: eagle.read,
     eagle3.METHOD: eagle3.read,
+    chimera.METHOD: chimera.read,
 }
-TITLES = {module.METHOD: module.TITLE for module in (medusa, mlp_speculator, eagle, eagle3)}
+TITLES = {module.METHOD: module.TITLE for module in (medusa, mlp_speculator, eagle, eagle3, chimera)}
 WHOLE_MODEL = "draft_model"
 TITLES[WHOLE_MODEL] = "a whole language model"
 SPECULATORS = "speculators"
@@ -103,6 +104,8 @@ def _recognised(files: TensorFiles, config: dict[str, Any]) -> tuple[str, str]:
 
 def _by_names(names: Iterable[str]) -> str | None:
     held = set(names)
+    if any(map(chimera.is_mine, held)):
+        return chimera.METHOD
     if any(map(mlp_speculator.is_mine, held)):
         return mlp_speculator.METHOD
     marks = {"d2t", "t2d", "layers.0.hidden_norm.weight", "layers.0.input_layernorm.weight", "input_norm.weight"}
