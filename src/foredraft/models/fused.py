@@ -65,6 +65,22 @@ def projections(block: Any) -> list[Any]:
     ]
 
 
+@dataclass(frozen=True)
+class Part:
+    """The first layers of a decoder, then its own norm and head."""
+
+    layers: int
+    adapter: Layer | None = None  # of whose MLP alone runs before the norm
+
+    def of(self, record: Model) -> Model:
+        """The record cut short; it points where the whole one does."""
+        cut = Model.from_buffer_copy(record)
+        cut.layers = self.layers
+        if self.adapter is not None:
+            cut.adapter = ctypes.pointer(self.adapter)
+        return cut
+
+
 @dataclass
 class FusedDecoder:
     """The native side's view of a model. Thread-safe: a pass brings its own scratch memory."""
@@ -112,10 +128,15 @@ class FusedDecoder:
         return logits, None if features is None else features.to(self.dtype)
 
     def run(
-        self, window: Window, pool: KVPool, taps: tuple[int, ...], inputs: Tensor | None = None
+        self,
+        window: Window,
+        pool: KVPool,
+        taps: tuple[int, ...],
+        inputs: Tensor | None = None,
+        part: Part | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Logits [R, V] and the tapped states [T, F], both in float32. `inputs` [T, H] float32: for a model that begins
-        with more than tokens."""
+        with more than tokens. `part`: not all of its layers; taps lie within them."""
         rows = window.packed
         self._check(window)
         self._see(rows.record.longest)
@@ -123,7 +144,8 @@ class FusedDecoder:
         logits = torch.empty(rows.num_logits, self.record.head.n)
         features = torch.empty(rows.num_rows, len(taps) * self.record.hidden) if taps else None
         self.native.follow_threads()
-        scratch = self._scratch(self.native.handle.fd_scratch(self.record, rows.record))
+        record = self.record if part is None else part.of(self.record)
+        scratch = self._scratch(self.native.handle.fd_scratch(record, rows.record))
         keys, values = pool.addresses
         boundaries = (ctypes.c_int32 * len(taps))(*taps)
         job = Pass(
@@ -136,7 +158,7 @@ class FusedDecoder:
             logits.data_ptr(),
             scratch.data_ptr(),
         )
-        self.native.handle.fd_forward(self.record, rows.record, job)
+        self.native.handle.fd_forward(record, rows.record, job)
         self._free.append(scratch)
         return logits, features
 

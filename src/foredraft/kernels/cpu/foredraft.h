@@ -51,6 +51,7 @@ typedef struct {
     const fd_layer *layer;
     fd_weight join; /* [hidden, 2 * hidden], JOINED */
     fd_weight head;
+    const fd_layer *adapter; /* of whose MLP alone, with SiLU and unscaled, runs between layers and final norm; or NULL */
 } fd_model;
 
 typedef struct {

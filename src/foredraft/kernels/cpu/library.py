@@ -83,6 +83,7 @@ class Model(ctypes.Structure):
         ("layer", POINTER(Layer)),
         ("join", Weight),
         ("head", Weight),
+        ("adapter", POINTER(Layer)),
     )
 
 

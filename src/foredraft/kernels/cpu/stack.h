@@ -23,11 +23,14 @@ typedef struct {
     atomic_int members;
 } stack;
 
+INLINE long mlp_row(const fd_layer *l) { return most(row_bytes(&l->gate_up), row_bytes(&l->down)); }
+
 INLINE long input_row(const fd_model *m) {
     long bytes = most(row_bytes(&m->head), row_bytes(&m->join));
+    if (m->adapter) bytes = most(bytes, mlp_row(m->adapter));
     for (int i = 0; i < m->layers; i++) {
         const fd_layer *l = m->layer + i;
-        bytes = most(bytes, most(most(row_bytes(&l->qkv), row_bytes(&l->out)), most(row_bytes(&l->gate_up), row_bytes(&l->down))));
+        bytes = most(bytes, most(most(row_bytes(&l->qkv), row_bytes(&l->out)), mlp_row(l)));
     }
     return bytes;
 }
@@ -201,18 +204,17 @@ static void mix(stack *s, fd_team *team, int layer, char *scores) {
     fd_barrier(team);
 }
 
-static void transform(stack *s, fd_team *team, int layer) {
+static void transform(stack *s, fd_team *team, const fd_layer *l, int activation, float scale) {
     const fd_model *m = s->m;
-    const fd_layer *l = m->layer + layer;
     int rows = s->w->rows;
     EACH(r, rows) read_hidden(s, &l->gate_up, l->mlp_norm, r, r);
     fd_barrier(team);
-    sink to_inner = {SINK_GATE, m->activation, l->gate_up.n, s->inner, m->inner, l->gate_up.bias, 1.0f};
+    sink to_inner = {SINK_GATE, activation, l->gate_up.n, s->inner, m->inner, l->gate_up.bias, 1.0f};
     product(team, &l->gate_up, s->input, rows, &to_inner);
     fd_barrier(team);
     EACH(r, rows) prepare(&l->down, s->inner + (long)r * m->inner, s->input + r * row_bytes(&l->down));
     fd_barrier(team);
-    sink to_hidden = {SINK_ADD, 0, l->down.n, s->hidden, m->hidden, l->down.bias, m->residual_scale};
+    sink to_hidden = {SINK_ADD, 0, l->down.n, s->hidden, m->hidden, l->down.bias, scale};
     product(team, &l->down, s->input, rows, &to_hidden);
     fd_barrier(team);
 }
@@ -226,9 +228,10 @@ static void stack_body(void *what, fd_team *team) {
     tap(s, team, 0);
     for (int i = 0; i < m->layers; i++) {
         mix(s, team, i, scores);
-        transform(s, team, i);
+        transform(s, team, m->layer + i, m->activation, m->residual_scale);
         tap(s, team, i + 1);
     }
+    if (m->adapter) transform(s, team, m->adapter, FD_SILU, 1.0f);
     tap(s, team, FD_NORMED);
     EACH(r, s->w->num_logits) read_hidden(s, &m->head, m->norm, s->w->logit_rows[r], r);
     fd_barrier(team);
