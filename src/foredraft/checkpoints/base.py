@@ -46,6 +46,33 @@ class SpeculatorShape:
 
 
 @dataclass(frozen=True)
+class BlockwiseShape:
+    """Blockwise parallel decoding. Tensors: `hidden.weight` [inner, H], `hidden.bias` [inner], `output.weight`
+    [num_heads * H, inner], `output.bias` [num_heads * H]; head h has the rows from h * H on."""
+
+    hidden: int
+    vocab_size: int
+    num_heads: int  # beside the target's own
+    inner: int  # of all heads together
+
+
+@dataclass(frozen=True)
+class HydraShape:
+    """Hydra. Tensors of head h: `hydra_mlp.{h}.0.linear.weight` and `hydra_mlp.{h}.0.res_connection.weight`
+    [H, (h + 2) H], `hydra_mlp.{h}.{l}.linear.weight` [H, H] of later layers, a `.bias` [H] beside each, and
+    `hydra_lm_head.{h}.weight` [V, H] and `.bias` [V] where heads have their own. With a rank the first layer is
+    [H, rank] and reads `hydra_reduce.{h}.weight` [rank, (h + 2) H] times its input."""
+
+    hidden: int
+    vocab_size: int
+    num_heads: int
+    num_layers: int = 1
+    has_own_head: bool = True  # False: the target's lm_head serves
+    rank: int | None = None
+    offset: int = 0  # which state is read: 0 = the last, after its norm; k = the residual stream k layers before it
+
+
+@dataclass(frozen=True)
 class EagleShape:
     """EAGLE-1/2. Tensors: `fc.weight` [H, 2H] (embedding first), `fc.bias`, `layers.{i}.*`, `embed_tokens.weight`.
     Layer 0 has no input_layernorm."""
@@ -96,7 +123,7 @@ class ChimeraShape:
         return len(self.taps) > 1
 
 
-Shape = MedusaShape | SpeculatorShape | EagleShape | Eagle3Shape | ChimeraShape
+Shape = MedusaShape | SpeculatorShape | BlockwiseShape | HydraShape | EagleShape | Eagle3Shape | ChimeraShape
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foredraft.checkpoints import chimera, eagle, eagle3, medusa, mlp_speculator, vocabulary
+from foredraft.checkpoints import blockwise, chimera, eagle, eagle3, hydra, medusa, mlp_speculator, vocabulary
 from foredraft.checkpoints.aux_layers import IDS, default_taps
-from foredraft.checkpoints.base import ChimeraShape, Eagle3Shape, EagleShape, MedusaShape, Shape, SpeculatorShape
+from foredraft.checkpoints.base import (
+    BlockwiseShape,
+    ChimeraShape,
+    Eagle3Shape,
+    EagleShape,
+    HydraShape,
+    MedusaShape,
+    Shape,
+    SpeculatorShape,
+)
 from foredraft.checkpoints.layers import layer_config
 from foredraft.models.window import NORMED
 
@@ -66,6 +75,38 @@ def _speculator(shape: SpeculatorShape, tensors: Mapping[str, Tensor]) -> Layout
     if shape.branching is not None:
         config["top_k_tokens_per_head"] = list(shape.branching)
     return Layout(mlp_speculator.METHOD, {f"speculator.{name}": value for name, value in held.items()}, config)
+
+
+@layout.register
+def _blockwise(shape: BlockwiseShape, tensors: Mapping[str, Tensor]) -> Layout:
+    """Ours: there is no other."""
+    held = _named(tensors, blockwise.expected(shape))
+    config = {
+        "architectures": ["BlockwiseHeads"],
+        "model_type": "blockwise",
+        "blockwise_num_heads": shape.num_heads,
+        "hidden_size": shape.hidden,
+        "vocab_size": shape.vocab_size,
+    }
+    return Layout(blockwise.METHOD, {f"{blockwise.PREFIX}{name}": value for name, value in held.items()}, config)
+
+
+@layout.register
+def _hydra(shape: HydraShape, tensors: Mapping[str, Tensor]) -> Layout:
+    """The authors' names; what is missing from them is said under keys that their code does not read."""
+    config = {
+        "model_type": "hydra",
+        "hydra_num_heads": shape.num_heads,
+        "hydra_num_layers": shape.num_layers,
+        "hydra_head_arch": "mlp",
+        "grounded_heads": True,
+        "hidden_state_offset": shape.offset,
+        "hidden_size": shape.hidden,
+        "vocab_size": shape.vocab_size,
+    }
+    if not shape.has_own_head:
+        config[hydra.BORROWED] = "target"
+    return Layout(hydra.METHOD, _named(tensors, hydra.expected(shape)), config)
 
 
 @layout.register

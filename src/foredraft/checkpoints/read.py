@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from foredraft.checkpoints import chimera, eagle, eagle3, hub, medusa, mlp_speculator, speculators
+from foredraft.checkpoints import blockwise, chimera, eagle, eagle3, hub, hydra, medusa, mlp_speculator, speculators
 from foredraft.checkpoints.base import Checkpoint, TargetFacts
 from foredraft.checkpoints.tensors import TensorFiles, open_tensors, read_json
 from foredraft.errors import ForedraftError
@@ -18,8 +18,11 @@ READERS: dict[str, Reader] = {
     eagle.METHOD: eagle.read,
     eagle3.METHOD: eagle3.read,
     chimera.METHOD: chimera.read,
+    blockwise.METHOD: blockwise.read,
+    hydra.METHOD: hydra.read,
 }
-TITLES = {module.METHOD: module.TITLE for module in (medusa, mlp_speculator, eagle, eagle3, chimera)}
+MODULES = (medusa, mlp_speculator, eagle, eagle3, chimera, blockwise, hydra)
+TITLES = {module.METHOD: module.TITLE for module in MODULES}
 WHOLE_MODEL = "draft_model"
 TITLES[WHOLE_MODEL] = "a whole language model"
 SPECULATORS = "speculators"
@@ -28,12 +31,11 @@ TITLES[TABLE] = "an n-gram table"
 
 # Drafters that are known and not read: what config or a tensor's name shows them by.
 FOREIGN_KEYS = {
-    "hydra_num_heads": "Hydra", "hydra_head_arch": "Hydra", "dflash_config": "DFlash", "dspark_config": "DSpark",
+    "dflash_config": "DFlash", "dspark_config": "DSpark",
     "markov_rank": "DSpark", "pard_token": "P-EAGLE or PARD", "ptd_token_id": "P-EAGLE",
 }  # fmt: skip
-FOREIGN_ARCHITECTURES = {"dflash": "DFlash", "dspark": "DSpark", "peagle": "P-EAGLE", "hydra": "Hydra"}
+FOREIGN_ARCHITECTURES = {"dflash": "DFlash", "dspark": "DSpark", "peagle": "P-EAGLE"}
 FOREIGN_TENSORS = {
-    r"(hydra_mlp|hydra_lm_head|prefix_embeding_layer)\.": "Hydra",
     r"markov_(w1|w2|head)\b": "DSpark",
     r"mask_hidden$": "P-EAGLE",
     r"hidden_norm\.weight$": "DFlash",
@@ -87,6 +89,8 @@ def _recognised(files: TensorFiles, config: dict[str, Any]) -> tuple[str, str]:
         return speculators.METHODS[kind], SPECULATORS
     if any(map(medusa.is_mine, names)):
         return medusa.METHOD, "medusa"
+    if hydra.is_mine(names, config):
+        return hydra.METHOD, "hydra"
     is_whole = any(map(WHOLE.match, names))
     foreign = _foreign(names, config, is_whole)
     if foreign:
@@ -108,6 +112,8 @@ def _by_names(names: Iterable[str]) -> str | None:
         return chimera.METHOD
     if any(map(mlp_speculator.is_mine, held)):
         return mlp_speculator.METHOD
+    if any(map(blockwise.is_mine, held)):
+        return blockwise.METHOD
     marks = {"d2t", "t2d", "layers.0.hidden_norm.weight", "layers.0.input_layernorm.weight", "input_norm.weight"}
     if held & marks or any(name.startswith(("midlayer.", "fc_norm.", "aux_norm_")) for name in held):
         return eagle3.METHOD
