@@ -122,6 +122,11 @@ class ChimeraShape:
     def has_fc(self) -> bool:
         return len(self.taps) > 1
 
+    @property
+    def num_layers(self) -> int:
+        """Of the context encoder."""
+        return 1
+
 
 Shape = MedusaShape | SpeculatorShape | BlockwiseShape | HydraShape | EagleShape | Eagle3Shape | ChimeraShape
 
