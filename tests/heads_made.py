@@ -14,7 +14,7 @@ import torch
 import models_made
 from foredraft import LLM, Sampling
 from foredraft.checkpoints.base import Checkpoint
-from foredraft.drafters import eagle, eagle3, medusa, mlp_speculator
+from foredraft.drafters import chimera, eagle, eagle3, medusa, mlp_speculator
 from foredraft.drafters.base import Context, Drafter
 from foredraft.drafters.training import Trace
 from foredraft.train.trace import Tracer
@@ -94,3 +94,5 @@ EAGLE3 = Head.of(eagle3, 1e-2, taps=(1,), steps=2)
 EAGLE3_FEW = Head.of(eagle3, 1e-2, taps=(1,), steps=2, draft_vocab_size=60)
 MEDUSA = Head.of(medusa, 2e-2, heads=4, layers=2)
 SPECULATOR = Head.of(mlp_speculator, 2e-2, n_predict=4, inner=48, tied=False)
+CHIMERA = Head.of(chimera, 1e-2, taps=(1, -1), steps=4, heads=2)
+CHIMERA_ONE_TAP = Head.of(chimera, 1e-2, taps=(1,), steps=3, heads=1)

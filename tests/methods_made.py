@@ -64,6 +64,10 @@ def _fixed_tree(head: Head) -> Made:
 
 
 MADE: dict[str, Made] = {
+    "chimera": Made(heads_made.CHIMERA.drafter),
+    "chimera, tree": _tree(heads_made.CHIMERA, top_k=3),
+    "chimera, fixed tree": _fixed_tree(heads_made.CHIMERA),
+    "chimera, one tap": Made(heads_made.CHIMERA_ONE_TAP.drafter),
     "draft_model": Made(_draft_model),
     "draft_model, tree": Made(_draft_tree, is_chain=False),
     "eagle": Made(heads_made.EAGLE.drafter),

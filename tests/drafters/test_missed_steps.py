@@ -19,7 +19,7 @@ from methods_made import MADE
 PROMPTS = [[33], [50] * 5, [61, 62, 63, 64, 61, 62]]
 GREEDY = Sampling(max_tokens=14, temperature=0, ignore_eos=True)
 SAMPLED = Sampling(max_tokens=14, temperature=0.6, top_p=0.9, seed=11, ignore_eos=True)
-ON_STATES = [name for name in MADE if name.split(",")[0] in ("eagle", "eagle3", "medusa", "mlp_speculator")]
+ON_STATES = [name for name in MADE if name.split(",")[0] in ("eagle", "eagle3", "chimera", "medusa", "mlp_speculator")]
 
 
 class FailsAt:
@@ -63,7 +63,7 @@ def test_one_failed_call_changes_no_text(name: str, verb: str, is_late: bool, mo
     assert after.stats.num_drafted > 0, "texts that come after the failure are drafted for again"
 
 
-@pytest.mark.parametrize("name", [name for name in MADE if name.split(",")[0] in ("eagle", "eagle3", "draft_model")])
+@pytest.mark.parametrize("name", [name for name in MADE if name.split(",")[0] in ("eagle", "eagle3", "chimera", "draft_model")])
 def test_a_pass_that_fails_while_a_draft_grows_changes_no_text(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Part of the draft's memory is written, and the step is verified without it."""
     for nth in (3, 4, 5):
@@ -95,7 +95,7 @@ def test_a_text_whose_step_was_missed_is_drafted_for_no_more_or_from_true_states
     assert sizes[0] == 0, "drafted for a prompt of which no state is known"
     assert min(sizes[1:3]) > 0, "nothing was drafted before the failure"
     assert sizes[3] == 0, "drafted from what was stale"
-    has_memory = name.startswith("eagle")
+    has_memory = name.startswith(("eagle", "chimera"))
     assert (sum(sizes[4:]) == 0) == has_memory
 
 

@@ -28,7 +28,7 @@ SAMPLINGS = {
     "greedy": Sampling(max_tokens=14, temperature=0, ignore_eos=True),
     "sampled": Sampling(max_tokens=14, temperature=0.6, top_p=0.9, seed=11, ignore_eos=True, n=2),
 }
-ON_PAGES = [name for name in MADE if name.split(",")[0] in ("draft_model", "eagle", "eagle3")]
+ON_PAGES = [name for name in MADE if name.split(",")[0] in ("draft_model", "eagle", "eagle3", "chimera")]
 LIMITS = MemoryLimits(kv_tokens=4000, page_size=4)
 APART = replace(LIMITS, prefix_cache=False)
 
