@@ -1,0 +1,97 @@
+"""Training Hydra heads on a frozen target (2402.05109, section 4): every head reads the text's own tokens."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foredraft.checkpoints.base import Checkpoint, HydraShape
+from foredraft.checkpoints.layouts import layout
+from foredraft.drafters.hydra_network import HydraHeads, tap
+from foredraft.drafters.stepped_training import stepped_loss
+from foredraft.drafters.training import Losses, Trace, check_loss
+from foredraft.errors import ForedraftError
+from foredraft.models.lm import HFModel
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """`own_head`: every head has an output matrix, a copy of the target's to begin with, as published; without, the
+    target's serves all. `rank`: heads read a projection of this width of what they see, None = all of it, as published.
+    `decay`: head h's loss counts decay^h."""
+
+    loss: str = "kl"
+    heads: int = 4
+    layers: int = 1
+    own_head: bool = True
+    rank: int | None = None
+    decay: float = 0.8
+
+
+class HydraTrainee:
+    """Heads while they learn: head h from state t reads tokens t + 1 to t + 1 + h and is asked for token t + 2 + h."""
+
+    def __init__(self, network: HydraHeads, config: TrainConfig) -> None:
+        self.network = network
+        self.config = config
+        self.taps: tuple[int, ...] = (tap(network.shape, network.target[0]),)
+
+    def loss(self, trace: Trace) -> Losses:
+        shape, config = self.network.shape, self.config
+        return stepped_loss(
+            self.network, trace, trace.features, config.loss, shape.num_heads, config.decay, shape.vocab_size
+        )
+
+    def published(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """As its authors have it, the two shorter forms excepted."""
+        made = layout(self.network.shape, self.network.state_dict())
+        return made.tensors, made.config | {"base_model_name_or_path": self.network.target[0].name}
+
+
+def trainee(config: TrainConfig, target: HFModel, start: Checkpoint | None = None) -> HydraTrainee:
+    """Heads to train on a target, in float32: new ones guess what the target's own head would, or those of `start`."""
+    check_loss(config.loss)
+    if not 0 < config.decay <= 1:
+        raise ForedraftError(f"decay must lie in 0..1, got {config.decay}")
+    if start is not None:
+        if not isinstance(start.shape, HydraShape):
+            raise ForedraftError(f"{start.folder} holds no Hydra heads but {start.format}; it cannot be trained on")
+        network = HydraHeads(start.shape, target).float()
+        network.load_state_dict(start.tensors)
+        return HydraTrainee(network.to(target.device), config)
+    if config.heads < 1 or config.layers < 1:
+        raise ForedraftError(f"heads and layers must be positive, got {config.heads} and {config.layers}")
+    if config.rank is not None and not 1 <= config.rank <= target.hidden_size:
+        raise ForedraftError(f"rank must lie in 1..{target.hidden_size}, the target's width, got {config.rank}")
+    shape = HydraShape(
+        hidden=target.hidden_size,
+        vocab_size=target.vocab_size,
+        num_heads=config.heads,
+        num_layers=config.layers,
+        has_own_head=config.own_head,
+        rank=config.rank,
+    )
+    network = HydraHeads(shape, target).float()
+    _begin(network, target)
+    return HydraTrainee(network.to(target.device), config)
+
+
+@torch.no_grad()
+def _begin(network: HydraHeads, target: HFModel) -> None:
+    """Heads pass the state through; with a rank, what of it the target's output matrix reads most."""
+    hidden, said = network.shape.hidden, target.head_weight.float().cpu()
+    for name, parameter in network.named_parameters():
+        if "hydra_lm_head" not in name or name.endswith("bias"):
+            parameter.zero_()
+        else:
+            scaling = getattr(target.model.config.get_text_config(), "logits_scaling", None) or 1.0
+            parameter.copy_(said / scaling)
+    kept = torch.eye(hidden)  # [rank or H, H]
+    if network.shape.rank is not None:
+        kept = torch.linalg.eigh(said.T @ said).eigenvectors[:, -network.shape.rank :].T
+    for name, parameter in network.named_parameters():
+        if name.startswith("hydra_reduce"):
+            parameter[:, :hidden] = kept
+        elif name.endswith("res_connection.weight"):
+            parameter[:, : len(kept)] = kept.T
