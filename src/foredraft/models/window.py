@@ -57,6 +57,7 @@ class Group:
     query_positions: Tensor  # [b, n]
     key_positions: Tensor  # [b, L]
     visible: Tensor | None  # [b, n, L] bool; None = everything
+    members: tuple[int, ...] = (0,)  # which spans of the window these are
     _biases: dict[tuple[int | None, torch.dtype, int], Tensor | None] = field(default_factory=dict)
 
     def bias(self, sliding: int | None, dtype: torch.dtype, repeats: int = 1) -> Tensor | None:
@@ -102,6 +103,7 @@ class Window:
         page_size: int,
         device: torch.device | str,
         every_row: Sequence[int] = (),
+        sources: Sequence[Source | None] | None = None,
     ) -> "Window":
         """The pass that verifies a tree. Logits for its scored nodes, and for all nodes of requests in `every_row`."""
         spans: list[Span] = []
@@ -110,7 +112,9 @@ class Window:
         for b, (start, table) in enumerate(zip(starts, pages, strict=True)):
             size, parents = tree.sizes[b], tree.parent_lists[b]
             is_chain = size == 1 or parents == list(range(-1, size - 1))
-            spans.append(Span(table, start, tree.token_lists[b], tree.depths[b], None if is_chain else parents))
+            source = None if sources is None else sources[b]
+            shape = None if is_chain else parents
+            spans.append(Span(table, start, tree.token_lists[b], tree.depths[b], shape, 0, source))
             logit_rows += range(offset + (0 if b in every_row else tree.roots[b]), offset + size)
             offset += size
         return cls.build(spans, logit_rows, page_size, device)
@@ -164,14 +168,14 @@ class Window:
 
 def _group(spans: Sequence[Span], page_size: int, device: torch.device | str) -> tuple[Group, ...]:
     if len(spans) == 1:
-        return (_alone(spans[0], None, page_size, device),)
+        return (_alone(spans[0], 0, None, page_size, device),)
     groups, padded, offset = [], [], 0
-    for span in spans:
+    for i, span in enumerate(spans):
         if len(span.tokens) > PADDED_ROWS:
             rows = torch.arange(offset, offset + len(span.tokens), device=device)[None]
-            groups.append(_alone(span, rows, page_size, device))
+            groups.append(_alone(span, i, rows, page_size, device))
         else:
-            padded.append((span, offset))
+            padded.append((i, span, offset))
         offset += len(span.tokens)
     if padded:
         groups.append(_padded(padded, page_size, device))
@@ -198,7 +202,7 @@ def _positions(span: Span) -> tuple[Tensor, Tensor]:
     return span.start + depths[span.first :], torch.cat([torch.arange(span.start), span.start + depths])
 
 
-def _alone(span: Span, rows: Tensor | None, page_size: int, device: torch.device | str) -> Group:
+def _alone(span: Span, place: int, rows: Tensor | None, page_size: int, device: torch.device | str) -> Group:
     slots = _slots(span.pages, span.length, page_size)
     visible, (queries, keys) = _visible(span), _positions(span)
     return Group(
@@ -207,19 +211,20 @@ def _alone(span: Span, rows: Tensor | None, page_size: int, device: torch.device
         queries[None].to(device),
         keys[None].to(device),
         None if visible is None else visible[None].to(device),
+        (place,),
     )
 
 
-def _padded(spans: Sequence[tuple[Span, int]], page_size: int, device: torch.device | str) -> Group:
-    n = max(len(span.tokens) for span, _ in spans)
-    longest = max(span.length for span, _ in spans)
+def _padded(spans: Sequence[tuple[int, Span, int]], page_size: int, device: torch.device | str) -> Group:
+    n = max(len(span.tokens) for _, span, _ in spans)
+    longest = max(span.length for _, span, _ in spans)
     b = len(spans)
     rows = torch.empty(b, n, dtype=torch.int64)
     slots = torch.full((b, longest), NULL_PAGE * page_size)
     queries, keys = torch.zeros(b, n, dtype=torch.int64), torch.zeros(b, longest, dtype=torch.int64)
     visible = torch.zeros(b, n, longest, dtype=torch.bool)
     visible[:, :, 0] = True  # a padded row sees one key: a row that sees nothing is NaN
-    for i, (span, offset) in enumerate(spans):
+    for i, (_, span, offset) in enumerate(spans):
         size = len(span.tokens)
         # a padded row repeats the last real one, so that scattering it back changes nothing
         rows[i] = offset + torch.arange(n).clamp_max(size - 1)
@@ -230,4 +235,5 @@ def _padded(spans: Sequence[tuple[Span, int]], page_size: int, device: torch.dev
         visible[i, :size, : span.length] = True if seen is None else seen
         visible[i, size:] = visible[i, size - 1]
         queries[i, size:] = queries[i, size - 1]
-    return Group(rows.to(device), slots.to(device), queries.to(device), keys.to(device), visible.to(device))
+    members = tuple(place for place, _, _ in spans)
+    return Group(rows.to(device), slots.to(device), queries.to(device), keys.to(device), visible.to(device), members)
