@@ -128,7 +128,26 @@ class ChimeraShape:
         return 1
 
 
-Shape = MedusaShape | SpeculatorShape | BlockwiseShape | HydraShape | EagleShape | Eagle3Shape | ChimeraShape
+@dataclass(frozen=True)
+class EarlyExitShape:
+    """An adapter after the target's first layers. Tensors: `norm.weight` [H], `gate_proj.weight` and `up_proj.weight`
+    [rank, H], `down_proj.weight` [H, rank]."""
+
+    hidden: int
+    rank: int
+    exit_layer: int  # boundary of the target that it reads: the residual stream after so many layers
+
+
+Shape = (
+    MedusaShape
+    | SpeculatorShape
+    | BlockwiseShape
+    | HydraShape
+    | EagleShape
+    | Eagle3Shape
+    | ChimeraShape
+    | EarlyExitShape
+)
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foredraft.checkpoints import blockwise, chimera, eagle, eagle3, hydra, medusa, mlp_speculator, vocabulary
+from foredraft.checkpoints import (
+    blockwise,
+    chimera,
+    eagle,
+    eagle3,
+    early_exit,
+    hydra,
+    medusa,
+    mlp_speculator,
+    vocabulary,
+)
 from foredraft.checkpoints.aux_layers import IDS, default_taps
 from foredraft.checkpoints.base import (
     BlockwiseShape,
     ChimeraShape,
     Eagle3Shape,
     EagleShape,
+    EarlyExitShape,
     HydraShape,
     MedusaShape,
     Shape,
@@ -182,6 +193,20 @@ def _chimera(shape: ChimeraShape, tensors: Mapping[str, Tensor]) -> Layout:
         chimera.TAPS: list(shape.taps),
     }
     return Layout(chimera.METHOD, _named(tensors, chimera.expected(shape)), config)
+
+
+@layout.register
+def _early_exit(shape: EarlyExitShape, tensors: Mapping[str, Tensor]) -> Layout:
+    """Ours alone."""
+    config = {
+        "architectures": ["EarlyExitAdapter"],
+        "model_type": "early_exit",
+        "hidden_size": shape.hidden,
+        "rank": shape.rank,
+        "exit_layer": shape.exit_layer,
+    }
+    held = _named(tensors, early_exit.expected(shape))
+    return Layout(early_exit.METHOD, {f"{early_exit.PREFIX}{name}": value for name, value in held.items()}, config)
 
 
 def _named(tensors: Mapping[str, Tensor], expected: Mapping[str, Any]) -> dict[str, Tensor]:

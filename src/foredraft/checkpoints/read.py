@@ -5,7 +5,18 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from foredraft.checkpoints import blockwise, chimera, eagle, eagle3, hub, hydra, medusa, mlp_speculator, speculators
+from foredraft.checkpoints import (
+    blockwise,
+    chimera,
+    eagle,
+    eagle3,
+    early_exit,
+    hub,
+    hydra,
+    medusa,
+    mlp_speculator,
+    speculators,
+)
 from foredraft.checkpoints.base import Checkpoint, TargetFacts
 from foredraft.checkpoints.tensors import TensorFiles, open_tensors, read_json
 from foredraft.errors import ForedraftError
@@ -20,8 +31,9 @@ READERS: dict[str, Reader] = {
     chimera.METHOD: chimera.read,
     blockwise.METHOD: blockwise.read,
     hydra.METHOD: hydra.read,
+    early_exit.METHOD: early_exit.read,
 }
-MODULES = (medusa, mlp_speculator, eagle, eagle3, chimera, blockwise, hydra)
+MODULES = (medusa, mlp_speculator, eagle, eagle3, chimera, blockwise, hydra, early_exit)
 TITLES = {module.METHOD: module.TITLE for module in MODULES}
 WHOLE_MODEL = "draft_model"
 TITLES[WHOLE_MODEL] = "a whole language model"
@@ -110,6 +122,8 @@ def _by_names(names: Iterable[str]) -> str | None:
     held = set(names)
     if any(map(chimera.is_mine, held)):
         return chimera.METHOD
+    if any(map(early_exit.is_mine, held)):
+        return early_exit.METHOD
     if any(map(mlp_speculator.is_mine, held)):
         return mlp_speculator.METHOD
     if any(map(blockwise.is_mine, held)):

@@ -1,0 +1,42 @@
+"""Adapters for an early exit: a format of our own, for no other program has one."""
+
+from typing import Any
+
+from foredraft.checkpoints.base import Checkpoint, EarlyExitShape, TargetFacts
+from foredraft.checkpoints.claims import Claims
+from foredraft.checkpoints.tensors import TensorFiles
+
+METHOD, TITLE = "early_exit", "an early-exit adapter"
+PREFIX = "exit_adapter."
+
+
+def is_mine(name: str) -> bool:
+    """Whether a stored name says early exit."""
+    return name.startswith(PREFIX)
+
+
+def read(files: TensorFiles, config: dict[str, Any], target: TargetFacts) -> Checkpoint:
+    """The rank is counted from the tensors; the layer is config's to say."""
+    claims = Claims(files, {name.removeprefix(PREFIX): name for name in files.stored})
+    rank, hidden = claims.shape("gate_proj.weight", 2)
+    claims.check_target("hidden size", hidden, target.name, target.hidden)
+    layer = config.get("exit_layer")
+    if not isinstance(layer, int) or isinstance(layer, bool):
+        raise claims.refuse(f"config.json has to say after which layer it is read (exit_layer), and says {layer!r}")
+    layers = config.get("target_num_layers", target.num_layers)
+    claims.check_target("number of layers", layers, target.name, target.num_layers)
+    if not 1 <= layer < target.num_layers:
+        raise claims.refuse(f"exit_layer is {layer}, and {target.name} is left after 1..{target.num_layers - 1} layers")
+    shape = EarlyExitShape(hidden, rank, layer)
+    claims.check(expected(shape))
+    return Checkpoint(METHOD, "early exit", files.folder, shape, claims.read(), config)
+
+
+def expected(shape: EarlyExitShape) -> dict[str, tuple[int, ...]]:
+    """The tensors of a shape."""
+    return {
+        "norm.weight": (shape.hidden,),
+        "gate_proj.weight": (shape.rank, shape.hidden),
+        "up_proj.weight": (shape.rank, shape.hidden),
+        "down_proj.weight": (shape.hidden, shape.rank),
+    }
