@@ -190,6 +190,27 @@ class TokenTree:
 
 
 @dataclass(frozen=True)
+class Answers:
+    """The target's likeliest token after every scored node of a pass, whether the node survived or not.
+
+    For drafters with `wants_answers`. They are looked up by path, so that they hold for whatever tree was verified:
+    one of another drafter, or one that several were merged into.
+    """
+
+    tree: TokenTree
+    tokens: Sequence[int]  # R
+
+    def after(self, b: int, path: Sequence[int]) -> int | None:
+        """The answer to a drafted path below a request's root; None where the pass has no such node, or no law."""
+        tree, drafted = self.tree, self.tree.token_lists[b]
+        nodes = [tree.roots[b]] if tree.roots[b] < tree.sizes[b] else []
+        for token in path:  # equal siblings may be there: what is below them is below the same text
+            nodes = [child for node in nodes for child in tree.children[b][node] if drafted[child] == token]
+        answer = self.tokens[tree.row(b, nodes[0])] if nodes else -1
+        return answer if answer >= 0 else None
+
+
+@dataclass(frozen=True)
 class Commit:
     """What survives of a tree: per request a path of nodes, each with the token that follows it."""
 
@@ -198,6 +219,7 @@ class Commit:
     choice: Tensor | None = None  # [R] int64 the target's own draw after a scored node; -1 where the rule made none
     features: Tensor | None = None  # [B, P, F] target states at the path
     failed: frozenset[int] = frozenset()  # requests whose law was not finite: nothing of theirs is committed
+    answers: Answers | None = None  # for drafters that want them
 
     @classmethod
     def of(cls, paths: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]], **more: object) -> "Commit":
@@ -230,4 +252,4 @@ class Commit:
         tokens = [row[:n] for row, n in zip(self.token_lists, counts, strict=True)]
         width = max(counts, default=0)
         features = None if self.features is None else self.features[:, :width]
-        return Commit(paths, tokens, self.choice, features, self.failed)
+        return Commit(paths, tokens, self.choice, features, self.failed, self.answers)

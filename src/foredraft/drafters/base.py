@@ -27,7 +27,8 @@ class Drafter(Protocol):
 
     `propose` returns one tree row per request of the batch, node 0 the last committed token, at most
     `batch.budgets[b]` drafted nodes below it. `observe` follows every target pass, prompts included. `forget` ends
-    what is kept for slots whose request ended, was aborted or preempted.
+    what is kept for slots whose request ended, was aborted or preempted. One with `wants_answers` = True finds in
+    `Commit.answers` what the target says after every node of the tree, the rejected ones included.
     """
 
     @property

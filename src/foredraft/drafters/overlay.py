@@ -38,6 +38,10 @@ class Overlay:
         return () if self.main is None else self.main.taps
 
     @property
+    def wants_answers(self) -> bool:
+        return any(getattr(part, "wants_answers", False) for part in self.parts)
+
+    @property
     def num_nodes(self) -> int:
         return max(part.num_nodes for part in self.parts)
 

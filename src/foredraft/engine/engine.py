@@ -16,6 +16,7 @@ from foredraft.engine.logprobs import token_logprob
 from foredraft.engine.output import Transcript
 from foredraft.engine.scheduler import Limits, Scheduler
 from foredraft.errors import ForedraftError
+from foredraft.filters import likeliest
 from foredraft.kv.blocks import PageAllocator
 from foredraft.kv.pool import keep
 from foredraft.kv.prefix import PrefixCache
@@ -23,8 +24,8 @@ from foredraft.laws import Laws
 from foredraft.models.lm import LM
 from foredraft.models.window import Window
 from foredraft.request import Batch, Request
-from foredraft.sampling import History
-from foredraft.tree import Commit, TokenTree
+from foredraft.sampling import History, shaped
+from foredraft.tree import Answers, Commit, TokenTree
 from foredraft.verify import Keyed, per_request
 
 log = logging.getLogger(__name__)
@@ -142,6 +143,7 @@ class Engine:
         starts, pages = [r.computed for r in batch.requests], [r.pages for r in batch.requests]
         keep(self.target.pool, commit.path_lists, starts, pages, self.page_size, self.device)
         began = self._clock()
+        commit = _with_answers(commit, tree, scored.logits) if self.drafter.wants_answers else commit
         self.drafter.observe(batch, _with_features(commit, tree, features))
         self._observing = self._clock() - began
         outcomes = _outcomes(batch, tree, commit)
@@ -265,6 +267,10 @@ def _laws(batch: Batch, tree: TokenTree, logits: Tensor) -> Laws:
 
 def _randomness(batch: Batch, tree: TokenTree) -> Keyed:
     return Keyed(tree, [(r.seed, r.sample) for r in batch.requests], [r.computed for r in batch.requests])
+
+
+def _with_answers(commit: Commit, tree: TokenTree, logits: Tensor) -> Commit:
+    return replace(commit, answers=Answers(tree, likeliest(shaped(logits, ()))))
 
 
 def _with_features(commit: Commit, tree: TokenTree, features: Tensor | None) -> Commit:

@@ -56,6 +56,10 @@ class Guard:
         return self.drafter.taps if self.drafter is not None and self.is_active else ()
 
     @property
+    def wants_answers(self) -> bool:
+        return bool(getattr(self.drafter, "wants_answers", False)) and self.is_active
+
+    @property
     def num_nodes(self) -> int:
         return self.drafter.num_nodes if self.drafter is not None and self.is_active else 0
 
