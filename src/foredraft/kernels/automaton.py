@@ -17,8 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-CONTEXTS = 8  # that a law looks at, the longest first
-SCANNED = 32  # continuations of each, the latest first
+CONTEXTS = 6  # that a law looks at, the longest first...
+LEAST = 0.02  # ... while at least this much of it is unsaid
+SCANNED = 16  # continuations of each, the latest first
 MOST = 64  # different continuations of a law
 LONGEST = 64  # beyond this length all contexts are equally good
 BREAK = -1  # stands between texts; never drafted
@@ -230,6 +231,8 @@ def _law(places: Sequence[Place], trust: "Trust[float]") -> Law:
     found: dict[int, float] = {}
     weight = 1.0
     for _ in range(CONTEXTS):
+        if weight < LEAST:
+            break
         s = max(range(len(cursors)), key=lambda i: (cursors[i][1], -i), default=-1)
         if s < 0 or cursors[s][1] < 1:
             break

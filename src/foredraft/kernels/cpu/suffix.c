@@ -3,7 +3,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { CONTEXTS = 8, SCANNED = 32, MOST = 64, LONGEST = 64 };
+enum { CONTEXTS = 6, SCANNED = 16, MOST = 64, LONGEST = 64 };
+#define LEAST 0.02 /* of a law, that a shorter context is looked at for */
 #define FEW 12 /* continuations of a state that are searched one by one; more are in the table */
 #define NONE -1
 
@@ -259,17 +260,18 @@ static void weigh(fd_law *law, int32_t token, double chance) {
     law->chances[law->size++] = chance;
 }
 
-/* The likeliest first; of equal ones that which was met first. */
-static void sort(fd_law *law) {
-    for (int32_t i = 1; i < law->size; i++) {
-        int32_t token = law->tokens[i], j = i;
-        double chance = law->chances[i];
-        for (; j > 0 && law->chances[j - 1] < chance; j--) {
-            law->tokens[j] = law->tokens[j - 1];
-            law->chances[j] = law->chances[j - 1];
-        }
-        law->tokens[j] = token;
-        law->chances[j] = chance;
+/* The `count` likeliest to the front, falling; of equal ones that which was met first. */
+static void sort(fd_law *law, int32_t count) {
+    for (int32_t i = 0; i < law->size && i < count; i++) {
+        int32_t best = i, token;
+        for (int32_t j = i + 1; j < law->size; j++)
+            if (law->chances[j] > law->chances[best]) best = j;
+        double chance = law->chances[best];
+        token = law->tokens[best];
+        memmove(law->tokens + i + 1, law->tokens + i, (size_t)(best - i) * sizeof token);
+        memmove(law->chances + i + 1, law->chances + i, (size_t)(best - i) * sizeof chance);
+        law->tokens[i] = token;
+        law->chances[i] = chance;
     }
 }
 
@@ -277,7 +279,7 @@ static void sort(fd_law *law) {
 static void blend(fd_place *places, int32_t num, const double *trust, fd_law *law) {
     double weight = 1.0;
     law->size = 0;
-    for (int k = 0; k < CONTEXTS; k++) {
+    for (int k = 0; k < CONTEXTS && weight >= LEAST; k++) {
         fd_place *p = NULL;
         for (int32_t i = 0; i < num; i++)
             if (!p || places[i].length > p->length) p = places + i;
@@ -294,12 +296,12 @@ static void blend(fd_place *places, int32_t num, const double *trust, fd_law *la
             if (s->edges[e].token >= 0) weigh(law, s->edges[e].token, share * (s->edges[e].count - discount));
         weight *= discount * at->kinds / at->total;
     }
-    sort(law);
 }
 
 int32_t fd_suffix_law(fd_place *places, int32_t num, const double *trust, int32_t *tokens, double *chances) {
     fd_law law;
     blend(places, num, trust, &law);
+    sort(&law, law.size);
     memcpy(tokens, law.tokens, (size_t)law.size * sizeof *tokens);
     memcpy(chances, law.chances, (size_t)law.size * sizeof *chances);
     return law.size;
@@ -327,6 +329,7 @@ static void look(fd_growth *g, int32_t node, double chance, const fd_shape *shap
     fd_law law;
     memcpy(spare, g->at + (int64_t)node * g->num, (size_t)g->num * sizeof *spare);
     blend(spare, g->num, shape->trust, &law);
+    sort(&law, shape->width);
     for (int32_t i = 0; i < law.size && i < shape->width; i++)
         g->open[g->num_open++] = (fd_open){chance * law.chances[i], node, law.tokens[i]};
 }

@@ -109,4 +109,7 @@ def _handle() -> ctypes.CDLL:
 
 
 def _raw(places: Sequence[Place]) -> "ctypes.Array[_Place]":
-    return (_Place * len(places))(*[(place.text.address, place.state, place.length) for place in places])  # type: ignore[attr-defined]
+    raw = (_Place * len(places))()
+    for one, (text, state, length) in zip(raw, places, strict=True):
+        one.text, one.state, one.length = text.address, state, length  # type: ignore[attr-defined]
+    return raw
