@@ -1,4 +1,4 @@
-"""What the benchmarks ask: a question file in the form of Spec-Bench and MT-bench, or held-out openings of functions.
+"""What the benchmarks ask: a question file in the form of Spec-Bench and MT-bench, or a built-in workload.
 
 A line of such a file is a JSON object with "turns", a list of texts; other keys do not matter. The answer to
 one turn goes into the prompt of the next.
@@ -22,12 +22,15 @@ class Question:
 
 
 def questions(file: Path | None, count: int | None) -> list[Question]:
-    """`count` questions, spread evenly over a file, or the built-in ones. Raises ForedraftError."""
-    if file is None:
-        from foredraft.zoo.corpus import held_out_prompts
+    """`count` questions, spread evenly over a file, or built-in ones: of the workload whose name stands for a file, of
+    `code` where there is none. Raises ForedraftError."""
+    from foredraft.bench.workloads import WORKLOADS
 
-        texts = held_out_prompts(BUILT_IN if count is None else count)
-        return [Question((text,), f"held-out prompt {i + 1}") for i, text in enumerate(texts)]
+    name = "code" if file is None else str(file)
+    if name in WORKLOADS:
+        texts = WORKLOADS[name](BUILT_IN if count is None else count)
+        return [Question((text,), f"{name} {i + 1}") for i, text in enumerate(texts)]
+    assert file is not None
     found = read(file)
     wanted = len(found) if count is None else min(count, len(found))
     # a file is sorted by category: its first lines alone would be a single one

@@ -51,7 +51,12 @@ class BenchOptions:
         _option("How many; 20 built-in ones, or all of --questions, if not given.", panel="Prompts", low=0),
     ] = None
     questions: Annotated[
-        Path | None, _option('JSONL of {"turns": ["...", ...]}, as Spec-Bench and MT-bench.', panel="Prompts")
+        Path | None,
+        _option(
+            'JSONL of {"turns": ["...", ...]}, as Spec-Bench and MT-bench; or a built-in set by name: code, editing, logs, '
+            "prose, corrections (for an encoder-decoder).",
+            panel="Prompts",
+        ),
     ] = None
     max_tokens: Annotated[int, _option("Longest output.", panel="Prompts", low=1)] = 128
     verify_cost: Annotated[

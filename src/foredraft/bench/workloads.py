@@ -1,0 +1,108 @@
+"""Prompts of four kinds of work for the built-in target, and texts to correct for the built-in encoder-decoder.
+
+All are made from modules of the standard library that no built-in model has learnt from, the logs by a fixed recipe.
+"""
+
+import ast
+import random
+import re
+from collections.abc import Callable, Iterator
+
+from foredraft.zoo.corpus import Source, held_out_prompts, split
+from foredraft.zoo.errors_made import spoilt
+from foredraft.zoo.prose import passages
+
+MOST_CHARS = 1500  # of a prompt
+ERRORS = 0.05  # of the words of a text to correct
+
+
+def code(count: int) -> list[str]:
+    """Openings of functions, with what stands before them."""
+    return held_out_prompts(count)
+
+
+def editing(count: int) -> list[str]:
+    """A function, and the first lines of it again with one name exchanged for another."""
+    return _some(("\n".join(_edit(text, name)) for text, name in _functions()), count)
+
+
+def _edit(text: str, name: str) -> Iterator[str]:
+    lines = text.splitlines()
+    yield from lines
+    yield ""
+    yield ""
+    yield from (_renamed(line, name) for line in lines[: 2 + len(lines) // 6])
+    yield ""
+
+
+def _renamed(line: str, name: str) -> str:
+    return re.sub(rf"\b{name}\b", f"new_{name}", line)
+
+
+def _functions() -> Iterator[tuple[str, str]]:
+    """Functions of held-out files that are worth editing, with the name of their first parameter that is used often."""
+    for file in _held():
+        for node in ast.walk(ast.parse(file.text)):
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            text = ast.get_source_segment(file.text, node) or ""
+            names = [a.arg for a in node.args.args if a.arg not in ("self", "cls")]
+            often = [name for name in names if len(re.findall(rf"\b{name}\b", text)) >= 4]
+            if often and 500 <= len(text) <= MOST_CHARS and node.col_offset == 0:
+                yield text, often[0]
+
+
+def logs(count: int) -> list[str]:
+    """Lines of a server's log: times that rise, a few kinds of messages, a few names."""
+    return ["\n".join(_log_lines(random.Random(seed), 22)) + "\n" for seed in range(count)]
+
+
+def _log_lines(rng: random.Random, count: int) -> Iterator[str]:
+    modules = rng.sample(["http.server", "socketserver", "asyncio", "logging.handlers", "xmlrpc.server"], 2)
+    paths = [f"/{name}/index.html" for name in rng.sample(["lib", "docs", "static", "archive", "tools"], 3)]
+    second = rng.randrange(3600)
+    for number in range(count):
+        second += rng.randrange(1, 4)
+        time = f"2026-03-{1 + count % 28:02d} {second // 3600:02d}:{second // 60 % 60:02d}:{second % 60:02d}"
+        path, module = rng.choice(paths), rng.choice(modules)
+        if rng.random() < 0.15:
+            yield f"{time} WARNING {module}: connection reset by peer while reading {path}"
+        else:
+            yield f'{time} INFO {module}: "GET {path} HTTP/1.1" 200 {512 * (1 + number % 3)}'
+
+
+def prose(count: int) -> list[str]:
+    """Module docstrings and long comments, broken off in the middle."""
+    found = (text[: 2 * len(text) // 3].rsplit(" ", 1)[0] for text in passages(_held()) if len(text) >= 200)
+    return _some((f'"""{text}' for text in found), count)
+
+
+def corrections(count: int) -> list[str]:
+    """Passages with errors of typing: for an encoder-decoder that undoes them."""
+    rng = random.Random(0)
+    return [spoilt(text, rng, ERRORS) for text in clean(count)]
+
+
+def clean(count: int) -> list[str]:
+    """The passages that `corrections` spoils."""
+    return _some((text for text in passages(_held()) if 160 <= len(text) <= 320), count)
+
+
+WORKLOADS: dict[str, Callable[[int], list[str]]] = {
+    "code": code,
+    "editing": editing,
+    "logs": logs,
+    "prose": prose,
+    "corrections": corrections,
+}
+
+
+def _held() -> list[Source]:
+    return [file for file in split()[1] if not file.name.startswith("test/")]
+
+
+def _some(texts: Iterator[str], count: int) -> list[str]:
+    """`count` of them, spread evenly over all."""
+    every = list(dict.fromkeys(texts))
+    count = min(count, len(every))
+    return [every[i * len(every) // count] for i in range(count)]

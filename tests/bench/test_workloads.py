@@ -1,0 +1,66 @@
+"""The built-in prompts: as many as asked for, all different, and of the kind they say."""
+
+import random
+
+import pytest
+
+from foredraft.bench.questions import questions
+from foredraft.bench.workloads import WORKLOADS, clean, corrections
+from foredraft.zoo.corpus import Source, split
+from foredraft.zoo.errors_made import EDITS, spoilt
+from foredraft.zoo.prose import passages
+
+
+@pytest.mark.parametrize("name", sorted(WORKLOADS))
+def test_every_workload_gives_different_prompts_the_same_each_time(name):
+    made = WORKLOADS[name](8)
+    assert len(set(made)) == 8
+    assert made == WORKLOADS[name](8)
+
+
+def test_a_workload_is_asked_for_by_its_name():
+    assert [q.turns[0] for q in questions("logs", 3)] == WORKLOADS["logs"](3)
+    assert [q.name for q in questions("logs", 3)] == ["logs 1", "logs 2", "logs 3"]
+
+
+def test_an_edit_begins_as_the_source_that_stands_before_it():
+    for prompt in WORKLOADS["editing"](8):
+        old, new = prompt.rstrip("\n").split("\n\n\n")[0], prompt.rstrip("\n").split("\n\n\n")[-1]
+        first = new.splitlines()[0]
+        assert "new_" in new
+        assert old.splitlines()[0] == first.replace("new_", "")
+
+
+def test_what_is_to_be_corrected_is_held_out_and_wrong():
+    wrong, right = corrections(20), clean(20)
+    learnt = set(passages(split()[0]))
+    assert not learnt & set(right)
+    assert sum(w != r for w, r in zip(wrong, right, strict=True)) > 14
+
+
+@pytest.mark.parametrize("edit", sorted(set(EDITS), key=lambda e: e.__name__))
+def test_an_error_changes_one_word_a_little(edit):
+    rng = random.Random(0)
+    for word in ("quick", "the", "function's", "a.b.c", "(brown)"):
+        made = edit(rng, word)
+        assert abs(len(made) - len(word)) <= 1
+        assert sum(c not in word for c in made) <= 1
+
+
+def test_the_rate_of_errors_is_what_was_asked_for():
+    text = "these quick words stand here without any errors whatever" * 50
+    words = text.split(" ")
+    changed = sum(a != b for a, b in zip(words, spoilt(text, random.Random(1), 0.1).split(" "), strict=False))
+    assert spoilt(text, random.Random(1), 0.0) == text
+    assert changed > 0.05 * len(words)
+
+
+def test_prose_is_docstrings_and_comments_and_no_code():
+    text = (
+        '"""A module that says what it is made for."""\nx = 1\n\n# A comment that goes on\n# over two lines.\ny = 2\n'
+    )
+    assert passages([Source("a.py", text)]) == [
+        "A module that says what it is made for.",
+        "A comment that goes on over two lines.",
+    ]
+    assert passages([Source("b.py", "def broken(:")]) == []
