@@ -1,7 +1,7 @@
 """What the commands need from the rest of the library, loaded only when they ask: importing torch takes seconds."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -37,6 +37,8 @@ class Choices:
     lossy: frozenset[str]  # the rules that change the text
     dtypes: tuple[str, ...]
     text_only: frozenset[str] = frozenset()  # the methods that read no model of their own
+    vocabs: tuple[str, ...] = ()  # the words of --spec-vocab
+    translating: frozenset[str] = frozenset()  # the methods that take them
 
     def check(self, options: ModelOptions) -> None:
         """Raises UsageError for a word that nobody knows, and for settings of a drafter where none is wanted."""
@@ -48,11 +50,27 @@ class Choices:
         ]:
             if value not in names:
                 raise UsageError(f"unknown {what} {value!r}; use one of: {', '.join(names)}")
+        if options.spec_vocab is not None:
+            self._check_vocab(options.spec_vocab, asked)
         drafting = (options.spec_model, options.draft_length, options.spec_option)
         if asked == [NONE] and any(option is not None for option in drafting):
             raise UsageError(
                 "--spec-method none drafts nothing; leave --spec-model, --spec-tokens and --spec-option out"
             )
+
+    def _check_vocab(self, vocab: str, asked: Sequence[str]) -> None:
+        if vocab not in self.vocabs:
+            raise UsageError(f"unknown --spec-vocab {vocab!r}; use one of: {', '.join(self.vocabs)}")
+        for name in asked:
+            if name not in self.translating:
+                raise UsageError(_no_vocab(name, self.translating))
+
+
+def _no_vocab(method: str, translating: Collection[str]) -> str:
+    return (
+        f"--spec-vocab is for a draft model with a tokenizer of its own, and --spec-method {method} has none; "
+        f"leave it out, or use --spec-method {', '.join(sorted(translating))}"
+    )
 
 
 class Backend:
@@ -60,12 +78,14 @@ class Backend:
 
     def choices(self) -> Choices:
         from foredraft.drafters.base import methods, reads_model
+        from foredraft.drafters.foreign import words
         from foredraft.models.load import DTYPES
         from foredraft.verify import LOSSY, RULES
 
         known = methods()
         text_only = frozenset(name for name, module in known.items() if not reads_model(module))
-        return Choices(tuple(sorted(known)), ("auto", *RULES), LOSSY, ("auto", *DTYPES), text_only)
+        rules, dtypes = ("auto", *RULES), ("auto", *DTYPES)
+        return Choices(tuple(sorted(known)), rules, LOSSY, dtypes, text_only, words(), _translating())
 
     def method_of(self, drafter: str) -> str:
         """What drafts with a folder or hub id, by what lies there. Raises ForedraftError where nothing does."""
@@ -121,6 +141,13 @@ def load_llm(options: ModelOptions, method: str, limits: "MemoryLimits | None" =
     )
 
 
+def _translating() -> frozenset[str]:
+    """The methods whose options say how to draft in another vocabulary."""
+    from foredraft.drafters.base import methods
+
+    return frozenset(name for name, module in methods().items() if hasattr(module.Config, "vocab"))
+
+
 def hush() -> None:
     """Our own bar and our own one line say what is going on, a hub that cannot be reached included."""
     from transformers.utils import logging as transformers_logging
@@ -134,10 +161,13 @@ def drafter_spec(options: ModelOptions, method: str) -> dict[str, Any] | None:
     """The drafter in the words of vLLM's speculative_config; None for plain decoding."""
     if method == NONE:
         return None
+    if options.spec_vocab is not None and method not in (translating := _translating()):
+        raise UsageError(_no_vocab(method, translating))
     spec = {
         "method": method,
         "model": options.spec_model,
         "num_speculative_tokens": options.draft_length,
         "quantization": options.spec_quantization,
+        "vocab": options.spec_vocab,
     }
     return {name: value for name, value in spec.items() if value is not None} | options.method_settings

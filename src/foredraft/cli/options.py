@@ -61,6 +61,13 @@ class ModelOptions:
         str | None, _option("int8 or int4: round the target's weights while loading.", panel="Model")
     ] = None
     spec_quantization: Annotated[str | None, _option("The same for the draft model.", panel="Model")] = None
+    spec_vocab: Annotated[
+        str | None,
+        _option(
+            "How a draft model of another vocabulary drafts: auto, tli (shared tokens alone), slem (as text).",
+            panel="Model",
+        ),
+    ] = None
     spec_tokens: Annotated[
         str,
         _option(

@@ -16,13 +16,16 @@ from torch import Tensor
 from foredraft.drafters.base import Context, Draft, plant
 from foredraft.drafters.branch import Branch
 from foredraft.drafters.draft_training import TrainConfig, trainee
+from foredraft.drafters.foreign import Side, check_word, way
 from foredraft.drafters.growth import Growth, Scores, TreeOptions, extend
+from foredraft.drafters.slem import has_tree
+from foredraft.drafters.translated import Translated
 from foredraft.errors import ForedraftError
 from foredraft.kernels.quantize import check_quantization
 from foredraft.kv.memory import DraftMemory
 from foredraft.kv.pool import keep
 from foredraft.models.lm import LM, HFModel
-from foredraft.models.load import check_vocabularies, load_model, load_tokenizer
+from foredraft.models.load import load_model, load_tokenizer
 from foredraft.models.window import Span, Window
 from foredraft.request import Batch, Request
 from foredraft.tree import Commit, TokenTree
@@ -35,15 +38,22 @@ CHUNK = 512  # prompt tokens read in one pass
 
 @dataclass(frozen=True)
 class Config(TreeOptions):
-    """`quantization`: "int8" or "int4" weights of the draft, None = as stored."""
+    """`quantization`: "int8" or "int4" weights of the draft, None = as stored.
+
+    `vocab`: what to do where the draft's vocabulary is not the target's (`foreign.py`). `draft_kv_tokens`: what its KV
+    memory holds then, of all requests together; None = a quarter of the free memory at most.
+    """
 
     quantization: str | None = None
+    vocab: str = "auto"
+    draft_kv_tokens: int | None = None
 
 
 class DraftModel:
     """Drafts with an LM of its own, level by level, all requests of a batch in one pass per level."""
 
     taps: tuple[int, ...] = ()
+    vocab = "same"
 
     def __init__(self, lm: LM, context: Context, options: TreeOptions | None = None) -> None:
         self.lm = lm
@@ -138,22 +148,24 @@ def _chain(request: Request, start: int, stop: int) -> Span:
     return Span(request.pages, start, tokens, range(len(tokens)))
 
 
-def create(config: Config, context: Context) -> DraftModel:
-    """Load the draft beside the target. Raises ForedraftError if it does not share the target's vocabulary."""
+def create(config: Config, context: Context) -> DraftModel | Translated:
+    """Load the draft beside the target. Raises ForedraftError if it has another vocabulary that nothing can be done
+    about."""
     name = context.model or context.builtin
     if name is None:
         raise ForedraftError("the method draft_model needs a draft: give --spec-model PATH (or {'model': PATH})")
     check_quantization(config.quantization)
+    check_word(config.vocab)
     config.plan(context.num_tokens)  # options that make none are refused before anything is loaded
     model = load_model(name, context.dtype, context.device)
     lm = HFModel.adopt(model, name, context.fused, is_ours=True, quantization=config.quantization)
-    check_vocabularies(
-        (context.target_name, context.tokenizer, context.vocab_size), (name, load_tokenizer(name), lm.vocab_size)
-    )
+    draft = Side(name, load_tokenizer(name), lm.vocab_size)
+    target = Side(context.target_name, context.tokenizer, context.vocab_size)
+    make = way(config.vocab, target, draft, has_tree(config))
     if context.target_parameters and lm.num_parameters > context.target_parameters:
         warnings.warn(
             f"the draft {name} has more parameters ({lm.num_parameters:,}) than its target "
             f"({context.target_parameters:,}); it will slow generation down",
             stacklevel=2,
         )
-    return DraftModel(lm, context, config)
+    return DraftModel(lm, context, config) if make is None else make(lm, context, config, config.draft_kv_tokens)

@@ -169,25 +169,36 @@ def load_tokenizer(name: str) -> Any | None:
 def check_vocabularies(target: tuple[str, Any | None, int], draft: tuple[str, Any | None, int]) -> None:
     """Refuse a draft whose tokens are not the target's. Each side is (name, tokenizer or None, width of its logits).
 
-    Vocabularies padded to different widths with the same tokens are accepted. Raises ForedraftError with both names
-    and the first token, by id, that differs.
+    Raises ForedraftError with both names and the first token, by id, that differs.
+    """
+    found = difference(target, draft)
+    if found is not None:
+        raise ForedraftError(f"{found}; use a draft with the target's tokenizer")
+
+
+def difference(target: tuple[str, Any | None, int], draft: tuple[str, Any | None, int]) -> str | None:
+    """Where two vocabularies differ, in words, or None. Each side is (name, tokenizer or None, width of its logits).
+
+    Vocabularies padded to different widths with the same tokens are one. Without both tokenizers only the widths can be
+    compared.
     """
     (target_name, target_tok, target_size), (draft_name, draft_tok, draft_size) = target, draft
     if target_tok is None or draft_tok is None:
-        if target_size != draft_size:
-            raise ForedraftError(
-                f"{draft_name} has {draft_size} tokens and {target_name} {target_size}, and without both tokenizers "
-                "they cannot be compared; use a draft made for this target"
-            )
-        return
+        if target_size == draft_size:
+            return None
+        return (
+            f"{draft_name} has {draft_size} tokens and {target_name} {target_size}, and without both tokenizers "
+            "they cannot be compared"
+        )
     ours = {i: token for token, i in target_tok.get_vocab().items() if i < target_size}
     theirs = {i: token for token, i in draft_tok.get_vocab().items() if i < draft_size}
     for i in sorted(ours.keys() | theirs.keys()):
         if ours.get(i) != theirs.get(i):
-            raise ForedraftError(
+            return (
                 f"{draft_name} does not share the vocabulary of {target_name}: token {i} is {_spelled(theirs, i)} in "
-                f"the draft and {_spelled(ours, i)} in the target; use a draft with the target's tokenizer"
+                f"the draft and {_spelled(ours, i)} in the target"
             )
+    return None
 
 
 def _spelled(vocabulary: dict[int, str], i: int) -> str:
