@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from foredraft.checkpoints import eagle, eagle3, medusa, mlp_speculator
+from foredraft.checkpoints import eagle, eagle3, hydra, medusa, mlp_speculator
 from foredraft.checkpoints.base import Checkpoint
 from foredraft.checkpoints.export_eagle import eagle_for_sglang, eagle_for_vllm
 from foredraft.checkpoints.export_eagle3 import as_speculators, for_sglang, for_vllm, portable
@@ -21,7 +21,7 @@ from foredraft.checkpoints.write import save
 from foredraft.errors import ForedraftError
 
 Route = Callable[[Checkpoint, Target], tuple[Layout, list[str]]]
-FORMATS = ("eagle3", "speculators", "medusa", "mlp_speculator", "vllm", "sglang")
+FORMATS = ("eagle3", "speculators", "medusa", "mlp_speculator", "hydra", "vllm", "sglang")
 NUM_TOKENS = 3  # in the commands shown: what the engines' own documents begin with
 
 
@@ -33,7 +33,9 @@ class Exported:
 
 def export(checkpoint: Checkpoint, fmt: str, out: str | Path, target: Target, is_forced: bool = False) -> Exported:
     """Write `checkpoint` into folder `out`. Raises ForedraftError where the format or its engine cannot carry it."""
-    routes = ROUTES[checkpoint.method]
+    routes = ROUTES.get(checkpoint.method, {})
+    if not routes:
+        raise ForedraftError(f"{checkpoint.folder} holds {TITLES[checkpoint.method]}, which no other engine loads")
     if fmt not in routes:
         why = NOWHERE.get((checkpoint.method, fmt), f"{fmt} is no format for it")
         raise ForedraftError(
@@ -94,6 +96,15 @@ def _mlp_speculator(checkpoint: Checkpoint, target: Target) -> tuple[Layout, lis
     return published(checkpoint.shape, checkpoint.tensors), notes
 
 
+def _hydra(checkpoint: Checkpoint, target: Target) -> tuple[Layout, list[str]]:
+    if checkpoint.format != "Hydra":
+        raise ForedraftError(
+            f"{checkpoint.folder} has heads of a form of ours, and the authors' code would leave what it misses at "
+            "random; train with --set own_head=true --set rank=None for it"
+        )
+    return published(checkpoint.shape, checkpoint.tensors), ["neither vLLM nor SGLang loads Hydra heads"]
+
+
 def _vllm(target: str, out: str, method: str) -> str:
     config = json.dumps({"method": method, "model": out, "num_speculative_tokens": NUM_TOKENS})
     return f"vllm serve {target} --speculative-config '{config}'"
@@ -116,11 +127,14 @@ ROUTES: dict[str, dict[str, Route]] = {
     eagle.METHOD: {"vllm": eagle_for_vllm, "sglang": eagle_for_sglang},
     medusa.METHOD: {"medusa": _medusa, "vllm": _medusa_for_vllm},
     mlp_speculator.METHOD: {"mlp_speculator": _mlp_speculator},
+    hydra.METHOD: {"hydra": _hydra},
 }
 NOWHERE = {
     (medusa.METHOD, "sglang"): "SGLang loads no Medusa heads",
     (mlp_speculator.METHOD, "vllm"): "vLLM has its MLP speculator switched off",
     (mlp_speculator.METHOD, "sglang"): "SGLang loads no MLP speculators",
+    (hydra.METHOD, "vllm"): "vLLM loads no Hydra heads",
+    (hydra.METHOD, "sglang"): "SGLang loads no Hydra heads",
 }
 SERVED = {
     (eagle3.METHOD, "eagle3"): _vllm,

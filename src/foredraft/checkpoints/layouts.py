@@ -117,7 +117,7 @@ def _hydra(shape: HydraShape, tensors: Mapping[str, Tensor]) -> Layout:
     }
     if not shape.has_own_head:
         config[hydra.BORROWED] = "target"
-    return Layout(hydra.METHOD, _named(tensors, hydra.expected(shape)), config)
+    return Layout(hydra.METHOD, _named(tensors, hydra.expected(shape)), config, "hydra_lm_head.pt")
 
 
 @layout.register

@@ -37,7 +37,10 @@ def save(folder: str | Path, made: Layout, config_extra: Mapping[str, Any] | Non
     said = str(dtype).removeprefix("torch.")
     config = {**(config_extra or {}), **made.config, "dtype": said, "torch_dtype": said}
     weights = place / f".{made.file}.part"
-    save_file(_apart(made.tensors), weights, {"format": "pt"})
+    if made.file.endswith(".pt"):  # what some authors' own code opens
+        torch.save(_apart(made.tensors), weights)
+    else:
+        save_file(_apart(made.tensors), weights, {"format": "pt"})
     os.replace(weights, place / made.file)
     text = place / ".config.json.part"
     text.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -9,7 +9,7 @@ import typer
 from foredraft.cli.shell import UsageError, say
 from foredraft.errors import ForedraftError
 
-FORMATS = ("eagle3", "speculators", "medusa", "mlp_speculator", "vllm", "sglang")
+FORMATS = ("eagle3", "speculators", "medusa", "mlp_speculator", "hydra", "vllm", "sglang")
 BUILTIN = "builtin"
 
 

@@ -11,6 +11,8 @@ _DRAFTERS = {
     "ngram_lm": "ngram",
     "medusa": "medusa",
     "mlp_speculator": "mlp_speculator",
+    "blockwise": "blockwise",
+    "hydra": "hydra",
     "eagle": "eagle",
     "eagle3": "eagle3",
 }
