@@ -53,8 +53,8 @@ class BenchOptions:
     questions: Annotated[
         Path | None,
         _option(
-            'JSONL of {"turns": ["...", ...]}, as Spec-Bench and MT-bench; or a built-in set by name: code, editing, logs, '
-            "prose, corrections (for an encoder-decoder).",
+            'JSONL of {"turns": ["...", ...]}, as Spec-Bench and MT-bench; or a built-in set by name: code, editing, '
+            "logs, prose, or for an encoder-decoder corrections.",
             panel="Prompts",
         ),
     ] = None
