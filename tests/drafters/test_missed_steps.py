@@ -19,7 +19,11 @@ from methods_made import MADE
 PROMPTS = [[33], [50] * 5, [61, 62, 63, 64, 61, 62]]
 GREEDY = Sampling(max_tokens=14, temperature=0, ignore_eos=True)
 SAMPLED = Sampling(max_tokens=14, temperature=0.6, top_p=0.9, seed=11, ignore_eos=True)
-ON_STATES = [name for name in MADE if name.split(",")[0] in ("eagle", "eagle3", "chimera", "medusa", "mlp_speculator")]
+ON_STATES = [
+    name
+    for name in MADE
+    if name.split(",")[0] in ("eagle", "eagle3", "chimera", "medusa", "mlp_speculator", "blockwise", "hydra")
+]
 
 
 class FailsAt:
@@ -63,7 +67,9 @@ def test_one_failed_call_changes_no_text(name: str, verb: str, is_late: bool, mo
     assert after.stats.num_drafted > 0, "texts that come after the failure are drafted for again"
 
 
-@pytest.mark.parametrize("name", [name for name in MADE if name.split(",")[0] in ("eagle", "eagle3", "chimera", "draft_model")])
+@pytest.mark.parametrize(
+    "name", [name for name in MADE if name.split(",")[0] in ("eagle", "eagle3", "chimera", "draft_model")]
+)
 def test_a_pass_that_fails_while_a_draft_grows_changes_no_text(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Part of the draft's memory is written, and the step is verified without it."""
     for nth in (3, 4, 5):

@@ -62,8 +62,8 @@ def trainee(config: TrainConfig, target: HFModel, start: Checkpoint | None = Non
         return HydraTrainee(network.to(target.device), config)
     if config.heads < 1 or config.layers < 1:
         raise ForedraftError(f"heads and layers must be positive, got {config.heads} and {config.layers}")
-    if config.rank is not None and not 1 <= config.rank <= target.hidden_size:
-        raise ForedraftError(f"rank must lie in 1..{target.hidden_size}, the target's width, got {config.rank}")
+    if config.rank is not None and config.rank < 1:
+        raise ForedraftError(f"rank must be positive, got {config.rank}")
     shape = HydraShape(
         hidden=target.hidden_size,
         vocab_size=target.vocab_size,
@@ -87,11 +87,12 @@ def _begin(network: HydraHeads, target: HFModel) -> None:
         else:
             scaling = getattr(target.model.config.get_text_config(), "logits_scaling", None) or 1.0
             parameter.copy_(said / scaling)
-    kept = torch.eye(hidden)  # [rank or H, H]
+    kept = torch.eye(hidden)  # [H or less, H]
     if network.shape.rank is not None:
         kept = torch.linalg.eigh(said.T @ said).eigenvectors[:, -network.shape.rank :].T
     for name, parameter in network.named_parameters():
         if name.startswith("hydra_reduce"):
-            parameter[:, :hidden] = kept
+            parameter[: len(kept), :hidden] = kept
+            torch.nn.init.normal_(parameter[len(kept) :], std=parameter.shape[1] ** -0.5)
         elif name.endswith("res_connection.weight"):
             parameter[:, : len(kept)] = kept.T
