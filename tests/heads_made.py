@@ -14,7 +14,7 @@ import torch
 import models_made
 from foredraft import LLM, Sampling
 from foredraft.checkpoints.base import Checkpoint
-from foredraft.drafters import chimera, eagle, eagle3, medusa, mlp_speculator
+from foredraft.drafters import blockwise, chimera, eagle, eagle3, early_exit, hydra, medusa, mlp_speculator
 from foredraft.drafters.base import Context, Drafter
 from foredraft.drafters.training import Trace
 from foredraft.train.trace import Tracer
@@ -96,3 +96,7 @@ MEDUSA = Head.of(medusa, 2e-2, heads=4, layers=2)
 SPECULATOR = Head.of(mlp_speculator, 2e-2, n_predict=4, inner=48, tied=False)
 CHIMERA = Head.of(chimera, 1e-2, taps=(1, -1), steps=4, heads=2)
 CHIMERA_ONE_TAP = Head.of(chimera, 1e-2, taps=(1,), steps=3, heads=1)
+EARLY_EXIT = Head.of(early_exit, 1e-2, exit_layer=1, rank=24)
+BLOCKWISE = Head.of(blockwise, 1e-2, heads=4, inner=16)
+HYDRA = Head.of(hydra, 2e-2, heads=4)
+HYDRA_LEAN = Head.of(hydra, 2e-2, heads=4, layers=2, own_head=False, rank=24)

@@ -49,6 +49,18 @@ def _created(method: str, **options: object) -> Make:
     return make
 
 
+def _early_exit(**options: object) -> Make:
+    """With the target's own layers and nothing else."""
+
+    def make(num_tokens: int, llm: LLM | None = None) -> Drafter:
+        target = (llm or models_made.plain()).target
+        module = methods()["early_exit"]
+        context = Context(models_made.VOCAB, target, num_tokens, dtype=target.model.dtype)
+        return module.create(module.Config(**options), context)
+
+    return make
+
+
 def _tree(head: Head, **options: object) -> Made:
     def make(num_tokens: int, llm: LLM | None = None) -> Drafter:
         return head.drafter(num_tokens, llm, tree_nodes=3 * num_tokens, **options)
@@ -64,6 +76,7 @@ def _fixed_tree(head: Head) -> Made:
 
 
 MADE: dict[str, Made] = {
+    "blockwise": Made(heads_made.BLOCKWISE.drafter),
     "chimera": Made(heads_made.CHIMERA.drafter),
     "chimera, tree": _tree(heads_made.CHIMERA, top_k=3),
     "chimera, fixed tree": _fixed_tree(heads_made.CHIMERA),
@@ -76,6 +89,14 @@ MADE: dict[str, Made] = {
     "eagle3": Made(heads_made.EAGLE3.drafter),
     "eagle3, tree": _tree(heads_made.EAGLE3, top_k=3),
     "eagle3, few tokens": Made(heads_made.EAGLE3_FEW.drafter),
+    "early_exit": Made(_early_exit()),
+    "early_exit, tree": Made(_early_exit(tree_nodes=12, top_k=3), is_chain=False),
+    "early_exit, adapter": Made(heads_made.EARLY_EXIT.drafter),
+    "lookahead": Made(_created("lookahead"), is_chain=False),
+    "lookahead, window alone": Made(_created("lookahead", ngram_size=3, from_text=False), is_chain=False),
+    "hydra": Made(heads_made.HYDRA.drafter),
+    "hydra, tree": _tree(heads_made.HYDRA, top_k=3),
+    "hydra, lean tree": _tree(heads_made.HYDRA_LEAN),
     "medusa": Made(heads_made.MEDUSA.drafter),
     "medusa, tree": _tree(heads_made.MEDUSA),
     "mlp_speculator": Made(heads_made.SPECULATOR.drafter),

@@ -27,14 +27,14 @@ from foredraft.kernels.cpu.library import library
 from foredraft.kernels.quantize import check_quantization
 from foredraft.kv.blocks import PageAllocator
 from foredraft.kv.sizing import MemoryLimits as MemoryLimits
-from foredraft.models.fused import why_not
-from foredraft.models.lm import HFModel
+from foredraft.models.adopt import adopt, why_not_native
 from foredraft.models.load import load_model, load_tokenizer, parse_device
+from foredraft.models.prompts import Prompt, read_prompt
 from foredraft.request import Request, RequestOptions
 from foredraft.sampling import Sampling
+from foredraft.source import Seq2Seq
 from foredraft.verify import RULES
 
-Prompt = str | Sequence[int]
 DrafterSpec = None | str | dict[str, Any] | Drafter
 AUTO = "auto"  # a draft length found by measurement...
 AUTO_TOKENS = 8  # ... and the longest it may be
@@ -46,7 +46,7 @@ VERIFY = ("auto", *RULES)
 class LLM:
     """A target model with a drafter. `LLM()` alone is the built-in pair.
 
-    model: a folder, a hub id, "builtin", or a loaded transformers model. drafter: None (plain decoding), a method
+    model: a folder, a hub id, "builtin", "builtin-seq2seq", or a loaded transformers model. drafter: None (plain decoding), a method
     name, a dict with the keys of vLLM's speculative_config, or a Drafter. verify: "auto" (a seeded or greedy request
     uses `match`, any other `reject`) or a rule by name. fused: run recognised models as native code on CPU; None =
     those loaded here; True = also one handed over, from a packed copy of its weights as they are now, or an error.
@@ -75,8 +75,9 @@ class LLM:
             raise ForedraftError(f"unknown verification rule {verify!r}; use one of {', '.join(VERIFY)}")
         check_quantization(quantization)
         self.limits = limits or MemoryLimits()
-        self.is_builtin = model is None or model == "builtin"
-        name = str(zoo.path("target")) if self.is_builtin else model
+        self.builtin = zoo.target_name(model)
+        self.is_builtin = self.builtin == zoo.FIRST
+        name = model if self.builtin is None else str(zoo.target(self.builtin))
         if isinstance(name, (str, Path)):
             name = str(name)
             loaded = load_model(name, dtype, parse_device(device))
@@ -88,16 +89,17 @@ class LLM:
             raise ForedraftError("float16 is slow and inexact on CPU; use dtype='bfloat16' or 'float32'")
         is_ours = isinstance(model, (str, Path)) or model is None
         # without the kernels there is a warning, and everything runs on torch
-        why = why_not(loaded) if fused and library() is not None else None
+        why = why_not_native(loaded) if fused and library() is not None else None
         if why is not None:
             raise ForedraftError(f"{name} cannot run as native code ({why}); leave fused out")
         self.fused = fused is not False
         is_fused = is_ours or quantization is not None if fused is None else fused
-        self.target = HFModel.adopt(loaded, name, is_fused, is_ours, quantization)
+        self.target = adopt(loaded, name, is_fused, is_ours, quantization)
         self._grammars = Grammars(self.tokenizer, self.target.vocab_size)
         self._is_debug = is_debug
         if drafter == "auto":
-            drafter = "draft_model" if model is None else None
+            is_plain = self.builtin is None or model == zoo.FIRST
+            drafter = None if is_plain else zoo.drafter_of(self.builtin or zoo.FIRST, methods())
         self._equip(drafter, num_speculative_tokens, verify)
 
     @property
@@ -125,7 +127,8 @@ class LLM:
     def generate(
         self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None
     ) -> list[Completion]:
-        """Complete every prompt, n samples each, in order. Prompts are strings or lists of token ids."""
+        """Complete every prompt, n samples each, in order. Prompts are strings or lists of token ids, for
+        a model with an encoder what that reads, or Seq2Seq."""
         done: dict[int, Completion] = {}
         for delta in self.stream(prompts, sampling):
             if delta.completion is not None:
@@ -172,18 +175,21 @@ class LLM:
 
         Raises ForedraftError for what this model cannot do.
         """
-        ids = self._encode(prompt)
+        ids, source = read_prompt(self.target, self.tokenizer, prompt)
         options = options or RequestOptions()
         self._check(s, options)
         seed = int.from_bytes(os.urandom(8), "little") if s.seed is None else s.seed
         bad_words = self._bad_words(s)
-        text = prompt if isinstance(prompt, str) else None
-        options = options or RequestOptions()
+        given = prompt.source if isinstance(prompt, Seq2Seq) else prompt
+        text = given if isinstance(given, str) else None
+        if source is not None:  # what the decoder's layers hold is of the source too
+            options = replace(options, salt=source.digest + options.salt)
         if not self.limits.prefix_cache:  # a salt that nobody else has
             options = replace(options, salt=os.urandom(16))
         result: list[Transcript] = []
         for sample in range(s.n):
             request = self._request(ids, s, seed, sample, bad_words, options)
+            request.source = source
             request.after = result[0].request if result else None
             result.append(Transcript(request, first_index + sample, self.tokenizer, text))
         return result
@@ -223,23 +229,6 @@ class LLM:
             return None
         return self._grammars.matcher(s.grammar, () if s.ignore_eos else self._eos_ids, s.stop_token_ids)
 
-    def _encode(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ForedraftError(f"{self.target.name} has no tokenizer: give the prompt as a list of token ids")
-            ids = list(self.tokenizer(prompt).input_ids)
-        else:
-            ids = [int(token) for token in prompt]
-        if not ids:
-            raise ForedraftError("the prompt is empty; give at least one token of text")
-        if not all(0 <= token < self.target.vocab_size for token in ids):
-            raise ForedraftError(f"a prompt token id is outside the vocabulary of {self.target.vocab_size} tokens")
-        if len(ids) >= self.target.context_length:
-            raise ForedraftError(
-                f"the prompt has {len(ids)} tokens and the model's context is {self.target.context_length}; shorten it"
-            )
-        return ids
-
     def _check(self, s: Sampling, options: RequestOptions) -> None:
         size = self.target.vocab_size
         ids_of = {name: getattr(s, name) or () for name in ("allowed_token_ids", "logit_bias", "stop_token_ids")}
@@ -272,6 +261,9 @@ class LLM:
         self._eos_ids = _eos_ids(self.target.model, self.tokenizer)
         length = _draft_length(drafter, num_tokens)
         self.drafter, self._drafter_name = self._make_drafter(drafter, AUTO_TOKENS if length is None else length)
+        attach = getattr(self.drafter, "attach", None)
+        if attach is not None:  # it drafts in the target's own memory
+            attach(self.target)
         self.is_adaptive = length is None and (self.drafter is None or self._drafter_name in methods())
         limits = self.limits
         memory = getattr(self.drafter, "memory", None)
@@ -295,7 +287,8 @@ class LLM:
         the way: for a server at its start. Raises ForedraftError while requests run."""
         if self.engine.has_work:
             raise ForedraftError("calibrate measures an idle engine; call it before there are requests")
-        points = pass_times(self.target, self.engine.scheduler.allocator, self.target.device, most_seconds)
+        allocator, source = self.engine.scheduler.allocator, self.target.measured_source
+        points = pass_times(self.target, allocator, self.target.device, most_seconds, source=source)
         if self.is_adaptive:
             self.engine.lengths = Adaptive(CostCurve(points))
         return points
@@ -345,7 +338,7 @@ class LLM:
             dtype=self.target.model.dtype,
             device=self.target.device,
             fused=self.fused,
-            builtin=zoo.builtin_drafter(method) if self.is_builtin else None,
+            builtin=None if self.builtin is None else zoo.builtin_drafter(method, self.builtin),
         )
 
 
@@ -375,7 +368,7 @@ def _eos_ids(model: Any, tokenizer: Any | None) -> frozenset[int]:
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many: a list of integers is one prompt of token ids."""
-    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+    if isinstance(prompts, str | Seq2Seq) or (len(prompts) > 0 and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     if not len(prompts):
         raise ForedraftError("the prompt is empty; give at least one token of text")

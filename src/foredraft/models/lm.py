@@ -20,6 +20,7 @@ from foredraft.models.fused import FusedDecoder, why_not
 from foredraft.models.packed import check, packed
 from foredraft.models.support import examine
 from foredraft.models.window import NORMED, Window
+from foredraft.source import Source
 
 
 class LM(Protocol):
@@ -91,6 +92,16 @@ class HFModel:
         return int(min([most, *switches]))
 
     @property
+    def has_encoder(self) -> bool:
+        """Whether every request needs a source."""
+        return False
+
+    @property
+    def measured_source(self) -> Source | None:
+        """A source of ordinary length, for passes that measure; None for a model that reads none."""
+        return None
+
+    @property
     def num_layers(self) -> int:
         return int(self.model.config.get_text_config().num_hidden_layers)
 
@@ -117,11 +128,13 @@ class HFModel:
     def head(self, hidden: Tensor) -> Tensor:
         """Logits [.., V] of states [.., H] taken at NORMED, scaled and capped as the model does."""
         module = self.model.get_output_embeddings()
-        is_learning = hasattr(module, "packed") and torch.is_grad_enabled() and hidden.requires_grad
+        is_learning = torch.is_grad_enabled() and hidden.requires_grad  # not the head, which is only borrowed
         bias = None if module.bias is None else module.bias.to(hidden.dtype)
         logits = F.linear(hidden, self.head_weight, bias) if is_learning else module(hidden)
         config = self.model.config.get_text_config()
         logits = logits / (getattr(config, "logits_scaling", None) or 1.0)
+        scale = getattr(config, "logit_scale", None)
+        logits = logits if scale is None else logits * scale
         cap = getattr(config, "final_logit_softcapping", None)
         return logits if cap is None else torch.tanh(logits / cap) * cap
 

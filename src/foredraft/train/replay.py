@@ -19,6 +19,7 @@ from foredraft.engine.output import Transcript
 from foredraft.engine.scheduler import Scheduler
 from foredraft.kv.blocks import PageAllocator
 from foredraft.models.lm import HFModel
+from foredraft.models.window import Span, Window
 from foredraft.request import Batch, Request
 from foredraft.train.trace import Tracer
 from foredraft.tree import Commit, TokenTree
@@ -92,6 +93,7 @@ class Replay:
         """llm: the target with the drafter, whose engine is left alone."""
         engine = llm.engine.scheduler
         self.drafter = Guard(llm.drafter, llm.target.vocab_size)
+        self.target = llm.target if getattr(llm.drafter, "shares_memory", False) else None
         allocator = PageAllocator(engine.allocator.num_pages, engine.allocator.page_size)
         self.scheduler = Scheduler(allocator, engine.limits, self.drafter.forget)
         self.texts: dict[Request, Text] = {}
@@ -123,6 +125,8 @@ class Replay:
         commit = Commit.of([path for path, _ in walks], [tokens for _, tokens in walks])
         if self.states:
             commit = Commit(commit.path_lists, commit.token_lists, features=self._features(batch, commit))
+        if self.target is not None:
+            self._write(self.target, batch, commit)
         self.drafter.observe(batch, commit)
         self.scheduler.commit(batch, commit)
         for request in batch.requests:
@@ -149,6 +153,14 @@ class Replay:
             node, at = child, at + 1
         transcript.count_step(tree.sizes[b] - 1, num_accepted, 0.0)
         return path, tokens
+
+    def _write(self, target: HFModel, batch: Batch, commit: Commit) -> None:
+        """What the pass would have left in the target's memory, for a drafter that reads it there."""
+        spans = []
+        for request, count in zip(batch.requests, commit.counts, strict=True):
+            tokens = self.texts[request].tokens[request.computed : request.computed + count]
+            spans.append(Span(request.pages, request.computed, tokens, range(count)))
+        target.forward(Window.build(spans, [0], batch.page_size, target.device))
 
     def _features(self, batch: Batch, commit: Commit) -> Tensor:
         """[B, P, F]: along the text, so those of its own positions."""
