@@ -79,6 +79,7 @@ class TokenTree:
     parents: Padded = _PARENTS  # [B, N] int64, parents[:, 0] == -1, otherwise parents[b, n] < n; -1 = no node
     q: Tensor | None = None  # [R, V] by row; children of a node were drawn, in order, without replacement from its row
     known: tuple[tuple[int, ...], ...] | None = None  # B lists: the successors of the leading nodes
+    drawn: tuple[int, ...] | None = None  # R: first children that were drawn from q, the others are guesses; None = all
 
     @classmethod
     def of(
@@ -177,7 +178,10 @@ class TokenTree:
         mine = list(requests)
         q = None if self.q is None else torch.cat([self.q[slice(*self.first_rows[b : b + 2])] for b in mine])
         known = None if self.known is None else tuple(self.known[b] for b in mine)
-        return TokenTree([self.token_lists[b] for b in mine], [self.parent_lists[b] for b in mine], q, known)
+        drawn = None
+        if self.drawn is not None:
+            drawn = tuple(count for b in mine for count in self.drawn[slice(*self.first_rows[b : b + 2])])
+        return TokenTree([self.token_lists[b] for b in mine], [self.parent_lists[b] for b in mine], q, known, drawn)
 
     def after(self, prefixes: Sequence[Sequence[int]], known: Sequence[Sequence[int]]) -> "TokenTree":
         """The tree with B runs of committed tokens put before its roots; a root whose successor is known is a leaf."""
@@ -186,7 +190,7 @@ class TokenTree:
             shift = len(prefix)
             tokens.append([*prefix, *old])
             parents.append([*range(-1, shift), *[link + shift for link in links[1:]]])
-        return TokenTree(tokens, parents, self.q, tuple(tuple(row) for row in known))
+        return TokenTree(tokens, parents, self.q, tuple(tuple(row) for row in known), self.drawn)
 
 
 @dataclass(frozen=True)

@@ -270,18 +270,33 @@ def _siblings(tree: TokenTree, b: int, node: int, size: int) -> Iterator[tuple[i
     Guesses (no q, or a row of zeros) are one-hot: lossless however they were found, for they knew no coin.
     Ends where q is no law of this vocabulary, or could not have drawn the token: what a broken drafter proposes there
     is no draft.
+
+    Where trees were merged, guesses stand after what was drawn (`tree.drawn`). That is the order to have them in:
+
+    - It is lossless. Every candidate is tried against what its elders left, r, by the law it came from given them: q
+      without the elders if it was drawn, one-hot if it was guessed. If x comes from q_x, accepting it with
+      min(1, r(x) / q_x(x)) and going on with norm(max(0, r - q_x)) gives the law r, whatever q_x is (SpecInfer
+      2305.09781, theorem 4.2, one law per candidate). A guess may depend on everything that was drawn, its siblings'
+      descendants included: none of that knows the coins, or the target.
+    - A guess that was drawn too needs no node of its own. A drawn token that was not accepted has r(x) < q_x(x), so
+      nothing of it is left, and to try it once more changes nothing. The other way round it would: a draw that is
+      dropped because it was guessed already leaves a q that nobody drew from.
+    - It accepts no less than the other order. With one guess g and one draw, this one accepts
+      p(g) + sum over y != g of min(p(y), q(y)), the other p(g) + sum over y != g of min(p(y), (1 - p(g)) q(y)).
     """
     children = tree.children[b][node]
     if not children:
         return
     tokens = tree.token_lists[b]
-    drawn_from = None if tree.q is None else tree.q[tree.row(b, node)].double().cpu().numpy()
+    row = tree.row(b, node)
+    drawn_from = None if tree.q is None else tree.q[row].double().cpu().numpy()
     left = None if drawn_from is None or not drawn_from.any() else Law(drawn_from, len(drawn_from))
-    for child in children:
+    num_drawn = 0 if left is None else len(children) if tree.drawn is None else tree.drawn[row]
+    for place, child in enumerate(children):
         x = tokens[child]
         if x >= size or (drawn_from is not None and len(drawn_from) != size):  # not of the target's vocabulary
             return
-        if left is None:
+        if left is None or place >= num_drawn:
             yield child, x, Law.one_hot(x, size)
             continue
         total = left.total

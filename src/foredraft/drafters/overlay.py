@@ -88,17 +88,22 @@ def _bounded(batch: Batch, most: int, served: Sequence[bool] | None = None) -> B
 def _chosen(batch: Batch, first: TokenTree, main: TokenTree, served: Sequence[bool]) -> TokenTree:
     """The rows of `first` where it serves, else those of `main`."""
     trees = [first if done else main for done in served]
-    tokens = [tree.token_lists[b] for b, tree in enumerate(trees)]
-    parents = [tree.parent_lists[b] for b, tree in enumerate(trees)]
-    return TokenTree.of(tokens, parents, _stacked(batch, first, main, trees))
+    tokens = [list(tree.token_lists[b]) for b, tree in enumerate(trees)]
+    parents = [list(tree.parent_lists[b]) for b, tree in enumerate(trees)]
+    q, drawn = _stacked(batch, first, main, trees)
+    return TokenTree(tokens, parents, q, drawn=drawn)
 
 
-def _stacked(batch: Batch, first: TokenTree, main: TokenTree, trees: Sequence[TokenTree]) -> Tensor | None:
-    """[R, V] q by scored row; zeros stand for guesses."""
+def _stacked(
+    batch: Batch, first: TokenTree, main: TokenTree, trees: Sequence[TokenTree]
+) -> tuple[Tensor | None, tuple[int, ...] | None]:
+    """[R, V] q by scored row, zeros for guesses; and R counts of the children drawn from it, None = all of them."""
     some = first.q if first.q is not None else main.q
     if some is None:
-        return None
-    rows, at = [], {id(first): 0, id(main): 0}
+        return None, None
+    rows: list[Tensor] = []
+    drawn: list[int] = []
+    at = {id(first): 0, id(main): 0}
     for b, is_scored in enumerate(batch.scored):
         if not is_scored:
             continue
@@ -107,4 +112,5 @@ def _stacked(batch: Batch, first: TokenTree, main: TokenTree, trees: Sequence[To
             at[id(tree)] += size
             if tree is trees[b]:
                 rows.append(some.new_zeros(size, some.shape[-1]) if tree.q is None else tree.q[start : start + size])
-    return torch.cat(rows)
+                drawn += [len(c) for c in tree.children[b]] if tree.drawn is None else tree.drawn[start : start + size]
+    return torch.cat(rows), None if first.drawn is None and main.drawn is None else tuple(drawn)

@@ -73,7 +73,8 @@ class Intersecting(Translated):
                 continue
             held, branch = drafted[request.slot]
             kept, offset = branch.growth.kept, batch.chunks[b] - 1
-            nodes = [kept[node - offset] for node in commit.path_lists[b][offset:]]
+            below = [node - offset for node in commit.path_lists[b][offset:]]
+            nodes = [kept[node] for node in below if node < len(kept)]  # beyond: of a tree this one was merged into
             written = [node for node in nodes if node in branch.places]  # the last may not be
             starts.append(branch.start)
             paths.append([branch.places[node] for node in written])

@@ -140,4 +140,6 @@ class Guard:
             rows = sum(size for size, scored in zip(tree.sizes, batch.scored, strict=True) if scored)
             if tuple(tree.q.shape) != (rows, self.vocab_size):
                 return f"q has shape {tuple(tree.q.shape)}, not {(rows, self.vocab_size)}"
+            if tree.drawn is not None and [type(count) for count in tree.drawn] != [int] * rows:
+                return f"drawn does not say of {rows} rows how many children were drawn"
         return None
