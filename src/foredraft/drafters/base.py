@@ -3,8 +3,8 @@
 import importlib
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from types import ModuleType, NoneType, UnionType
 from typing import Any, Generic, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints, runtime_checkable
 
@@ -56,6 +56,27 @@ def methods() -> dict[str, ModuleType]:
         if hasattr(module, "METHOD"):
             found[module.METHOD] = module
     return found
+
+
+def named(name: str) -> tuple[ModuleType, dict[str, Any]]:
+    """The module that a method's name means, and the options that the name implies. Raises ValueError for a word that
+    nobody knows.
+
+    A module with `named(name) -> options or None` takes names beyond its METHOD: `a+b`, `auto`.
+    """
+    known = methods()
+    if name in known:
+        return known[name], {}
+    for module in known.values():
+        implied = module.named(name) if hasattr(module, "named") else None
+        if implied is not None:
+            return module, implied
+    raise ValueError(f"unknown method {name!r}; use none, auto, several as a+b, or one of {', '.join(sorted(known))}")
+
+
+def configured(method: ModuleType, options: dict[str, Any]) -> Any:
+    """A method's Config from its options. Raises ValueError naming what is wrong."""
+    return method.configure(options) if hasattr(method, "configure") else parse(method.Config, options)
 
 
 def reads_model(method: ModuleType) -> bool:
@@ -112,6 +133,8 @@ class Context:
     device: torch.device = torch.device("cpu")  # noqa: RUF009 (immutable)
     fused: bool = True  # run recognised draft models as native code
     builtin: str | None = None  # the zoo entry beside the built-in target for this method, if there is one
+    builtins: Mapping[str, str] = field(default_factory=dict)  # the same for every method that has one
+    guarded: "Callable[[Drafter], Drafter]" = lambda drafter: drafter  # so that parts of one fail alone
 
 
 @dataclass(frozen=True)
@@ -195,18 +218,42 @@ class TextDrafter(ABC, Generic[L]):
     def draft(self, learnt: L, request: Request, depth: int, budget: int) -> Draft:
         """At most `budget` nodes, none deeper than `depth`, which is at least one."""
 
+    def weigh(self, learnt: L) -> int:
+        """How much speaks for the draft that would be made now, from the committed text alone: the tokens of a match,
+        say. Drafts for which the same speaks are taken to be equally good; 0 = it cannot tell."""
+        return 0
+
+    def extend(self, learnt: L, request: Request, path: Sequence[int], depth: int, budget: int) -> Draft:
+        """The draft that would be made if `path` (at least one token) were committed too; none where it cannot say."""
+        return Draft()
+
     def propose(self, batch: Batch) -> TokenTree:
         drafts = [Draft()] * len(batch)
         for b in batch.drafting():
-            request, budget = batch.requests[b], batch.budgets[b]
-            learnt = self._learnt.get(request.slot)
-            if learnt is None:
-                learnt = self._learnt[request.slot] = self.start()
-            learnt.extend(request.slice(len(learnt.tokens), request.num_tokens))
-            depth = min(self.num_tokens, budget, request.room)
-            if depth > 0:
-                drafts[b] = self.draft(learnt, request, depth, budget)
+            drafts[b] = self.drafted(batch.requests[b], batch.budgets[b])
         return plant(batch, drafts)
+
+    def drafted(self, request: Request, budget: int) -> Draft:
+        """Of one request, at most `budget` nodes."""
+        learnt = self._read(request)
+        depth = min(self.num_tokens, budget, request.room)
+        return self.draft(learnt, request, depth, budget) if depth > 0 else Draft()
+
+    def weighed(self, request: Request) -> int:
+        """`weigh`, of one request that was just drafted for."""
+        return self.weigh(self._learnt[request.slot])
+
+    def extended(self, request: Request, path: Sequence[int], budget: int) -> Draft:
+        """`extend`, of one request: at most `budget` nodes below the last token of `path`."""
+        depth = min(self.num_tokens, budget, request.room - len(path))
+        return self.extend(self._read(request), request, path, depth, budget) if depth > 0 else Draft()
+
+    def _read(self, request: Request) -> L:
+        learnt = self._learnt.get(request.slot)
+        if learnt is None:
+            learnt = self._learnt[request.slot] = self.start()
+        learnt.extend(request.slice(len(learnt.tokens), request.num_tokens))
+        return learnt
 
     def observe(self, batch: Batch, commit: Commit) -> None:
         """Nothing: the text says it all."""

@@ -1,9 +1,9 @@
 """Drafts of several drafters as one tree (SpecInfer's boosted speculation, 2305.09781).
 
-What was drawn stands first, as it was drawn, and is never dropped: its nodes keep their numbers and its q. Guesses come
-after it, and share the nodes that are there already. `foredraft.verify` says why that order is lossless, and why a guess
-that was drawn too needs no node of its own. Drafts of two drafters that both drew are not merged: a row of q speaks for
-one of them.
+What was drawn stands first, as it was drawn, and is never dropped: its nodes keep their numbers and its q. Guesses
+come after it, and share the nodes that are there already. `foredraft.verify` says why that order is lossless, and why a
+guess that was drawn too needs no node of its own. Drafts of two drafters that both drew are not merged: a row of q
+speaks for one of them.
 """
 
 from collections.abc import Sequence

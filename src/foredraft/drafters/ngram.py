@@ -13,6 +13,7 @@ from foredraft.request import Request
 
 METHOD = "ngram"
 READS_MODEL = False
+AUTO_RANK = 10  # among the methods that read nothing but the text; more is better
 SCANNED_PER_BRANCH = 8  # earlier occurrences looked at for each continuation wanted; most repeat one another
 
 
@@ -62,6 +63,22 @@ class Index:
         once = self.tokens[place : place + length]
         return tuple(once[i % period] for i in range(length))
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest match."""
+        return next((n for n, _ in self.matches()), 0)
+
+    def below(self, path: Sequence[int], length: int) -> tuple[int, ...]:
+        """What would come next if `path` had followed: after the longest match, and of several the latest."""
+        config = self.config
+        tail = [*self.tokens[-config.prompt_lookup_max :], *path][-config.prompt_lookup_max :]
+        for n in range(len(tail), config.prompt_lookup_min - 1, -1):
+            places = self._places.get(tuple(tail[-n:]))
+            if places:
+                bound = length if n == config.prompt_lookup_max else min(length, n * config.tokens_per_match)
+                return self.continuation(places[-1], bound)
+        return ()
+
     def continuations(self, length: int) -> list[tuple[int, ...]]:
         """At most `branches` different ones, best first."""
         wanted = self.config.branches
@@ -91,6 +108,12 @@ class Ngram(TextDrafter[Index]):
 
     def draft(self, learnt: Index, request: Request, depth: int, budget: int) -> Draft:
         return Draft.merged(learnt.continuations(depth), budget)
+
+    def weigh(self, learnt: Index) -> int:
+        return learnt.longest
+
+    def extend(self, learnt: Index, request: Request, path: Sequence[int], depth: int, budget: int) -> Draft:
+        return Draft.chain(learnt.below(path, depth))
 
 
 def create(config: Config, context: Context) -> Ngram:
