@@ -104,6 +104,9 @@ MADE: dict[str, Made] = {
     "ngram": Made(_created("ngram", prompt_lookup_min=1)),
     "ngram, branches": Made(_created("ngram", prompt_lookup_min=1, branches=3), is_chain=False),
     "ngram_lm": Made(_created("ngram_lm", min_confidence=0.01)),
+    "suffix": Made(_created("suffix", min_confidence=0.01)),
+    "suffix, store": Made(_created("suffix", min_confidence=0.01, store_tokens=1024)),
+    "suffix, tree": Made(_created("suffix", min_confidence=0.01, tree_nodes=12, top_k=3), is_chain=False),
 }
 
 
