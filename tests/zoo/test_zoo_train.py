@@ -14,6 +14,8 @@ from foredraft.zoo import build, corpus
 from foredraft.zoo.heads import RECIPES, Heads
 from foredraft.zoo.measure import PairFigures, measure
 from foredraft.zoo.recipe import Recipe, Stage
+from foredraft.zoo.seq2seq import SEQ2SEQ, SEQ2SEQ_DRAFT
+from foredraft.zoo.seq2seq_build import PairRecipe
 from foredraft.zoo.train import build as untrained
 from foredraft.zoo.train import distillation_loss, rate, stacked, train, windows
 
@@ -22,6 +24,10 @@ TINY = Recipe(
     stages=(Stage(1, 16, 3), Stage(2, 32, 2)),
 )  # fmt: skip
 TINY_DRAFT = replace(TINY, hidden=16, stages=(Stage(1, 16, 3),))
+TINY_PAIR = PairRecipe(
+    replace(SEQ2SEQ, hidden=16, intermediate=16, heads=2, encoder_layers=1, decoder_layers=1, steps=3, batch_tokens=64),
+    replace(SEQ2SEQ_DRAFT, hidden=8, intermediate=8, heads=1, encoder_layers=1, steps=2, batch_tokens=64),
+)
 
 
 @pytest.fixture
@@ -32,7 +38,7 @@ def python_tree(tmp_path):
     (root / "encodings").mkdir()
     body = "".join(f"def function_{i}(argument):\n    return argument + {i}\n\n" for i in range(60))
     for name in ("alpha.py", "beta.py", "heapq.py", "test/test_heapq.py", "test/test_alpha.py", "encodings/big.py"):
-        (root / name).write_text(f"# {name}\n{body}")
+        (root / name).write_text(f"# What the module {name} is made for, and how it is used.\n{body}")
     (root / "latin.py").write_bytes(b"# caf\xe9\n")
     return root
 
@@ -69,9 +75,10 @@ def test_everything_is_built_and_measured_and_loads_in_transformers(python_tree,
         root=python_tree,
         report=lambda part, step, of, loss: steps.append(part),
         heads=heads,
+        pair=TINY_PAIR,
     )
     assert 0 < figures.alpha < 1
-    assert set(steps) == {*build.PARTS, *(head.method for head in RECIPES)}
+    assert set(steps) == {*build.PARTS, *(head.method for head in RECIPES), "seq2seq", "seq2seq_draft"}
     for head in RECIPES:
         llm = LLM(str(out / "target"), {"method": head.method, "model": str(out / head.method)})
         (done,) = llm.generate("def f(", Sampling(max_tokens=8, temperature=0, ignore_eos=True))

@@ -16,10 +16,13 @@ from foredraft.zoo.heads import EVERY, RECIPES, Heads, train_heads
 from foredraft.zoo.measure import MAX_DRAFT, PairFigures, measure
 from foredraft.zoo.ngram import build_table
 from foredraft.zoo.recipe import DRAFT, TARGET, Recipe
+from foredraft.zoo.seq2seq_build import DRAFT as SEQ2SEQ_DRAFT
+from foredraft.zoo.seq2seq_build import PAIR, PairRecipe, build_pair
+from foredraft.zoo.seq2seq_build import TARGET as SEQ2SEQ
 from foredraft.zoo.train import Report, distillation_loss, next_token_loss, train
 
 PARTS = ("target", "draft", "draft-undistilled")
-SHIPPED = ("target", "draft", "ngram", *(head.method for head in RECIPES))
+SHIPPED = ("target", "draft", "ngram", *(head.method for head in RECIPES), SEQ2SEQ, SEQ2SEQ_DRAFT)
 
 
 def build_all(
@@ -28,12 +31,13 @@ def build_all(
     target: Recipe = TARGET,
     draft: Recipe = DRAFT,
     heads: Heads = EVERY,
+    pair: PairRecipe = PAIR,
     root: Path | None = None,
     report: Report = lambda part, step, steps, loss: None,
     say: Callable[[str], None] = lambda line: None,
 ) -> PairFigures:
-    """Everything, resumable: a part whose folder holds a finished model is kept. Writes out/{target,draft,...}, and the
-    heads last, each for the finished target.
+    """Everything, resumable: a part whose folder holds a finished model is kept. Writes out/{target,draft,...}, the
+    heads for the finished target, and last the encoder-decoder pair.
 
     `root` is another tree of Python files than the standard library's.
     """
@@ -62,6 +66,7 @@ def build_all(
         recipe = target if name == "target" else draft
         (out / name / "README.md").write_text(card(name, recipe, figures, about))
     train_heads(out, device, train_ids, report, say, heads)
+    build_pair(out, device, tokens.load_tokenizer(out), *corpus.split(root), report, pair)
     return figures["draft"]
 
 

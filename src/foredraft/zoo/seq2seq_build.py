@@ -1,0 +1,101 @@
+"""From the standard library's prose to the built-in encoder-decoder pair: target, draft, cards."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from transformers import T5ForConditionalGeneration
+
+from foredraft.zoo import tokens
+from foredraft.zoo.corpus import Source
+from foredraft.zoo.errors_made import CLEAN, RATE
+from foredraft.zoo.prose import passages
+from foredraft.zoo.seq2seq import (
+    SEQ2SEQ,
+    SEQ2SEQ_DRAFT,
+    Job,
+    Loss,
+    Seq2SeqRecipe,
+    clean_loss,
+    closed,
+    distillation_loss,
+    train,
+)
+
+Report = Callable[[str, int, int, float], None]  # part, step, steps, loss
+TARGET, DRAFT = "seq2seq", "seq2seq_draft"
+
+
+@dataclass(frozen=True)
+class PairRecipe:
+    target: Seq2SeqRecipe = SEQ2SEQ
+    draft: Seq2SeqRecipe = SEQ2SEQ_DRAFT
+
+
+PAIR = PairRecipe()
+
+
+def build_pair(
+    out: Path,
+    device: str,
+    tokenizer: Tokenizer,
+    train_files: Sequence[Source],
+    held_files: Sequence[Source],
+    report: Report,
+    pair: PairRecipe = PAIR,
+) -> None:
+    """Both models below `out`; a finished one is kept, a stopped one goes on."""
+    texts, held = passages(train_files), passages(held_files)
+    ending = closed(tokenizer)
+    for name, recipe in ((TARGET, pair.target), (DRAFT, pair.draft)):
+        folder = out / name
+        if (folder / "README.md").exists():
+            continue
+        loss: Loss = clean_loss
+        if name == DRAFT:
+            teacher = T5ForConditionalGeneration.from_pretrained(out / TARGET, dtype=torch.bfloat16)
+            loss = distillation_loss(teacher.eval().to(device))
+
+        def progress(step: int, steps: int, value: float, part: str = name) -> None:
+            report(part, step, steps, value)
+
+        train(Job(recipe, ending, texts, held, folder, loss, device, progress))
+        tokens.save_tokenizer(ending, folder)
+        (folder / "README.md").write_text(card(name, recipe, _last(folder), len(texts)))
+
+
+def _last(folder: Path) -> dict[str, float]:
+    """The last line of the log that was measured on held-out passages."""
+    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return next(row for row in reversed(rows) if "held_loss" in row)
+
+
+def card(name: str, recipe: Seq2SeqRecipe, figures: dict[str, float], count: int) -> str:
+    """The model card, as Markdown."""
+    learnt = "the clean passage" if name == TARGET else "the target's law, KL(p || q)"
+    use = (
+        '`foredraft generate --model builtin-seq2seq --spec-method aggressive "teh qiuck ..."`.'
+        if name == TARGET
+        else "Drafts for the other: `foredraft generate --model builtin-seq2seq --spec-method draft_model`."
+    )
+    lines = [
+        f"# Foredraft built-in {name}",
+        "",
+        "A small T5 that undoes typing errors in English prose about code, for trying speculative decoding on an",
+        f"encoder-decoder. It has read little and knows few words. {use}",
+        "",
+        f"- Data: {count:,} passages of docstrings and comments of the standard library (`foredraft.zoo.prose`), none "
+        f"of the held-out modules; about {RATE:.0%} of the words spoilt anew every time (`foredraft.zoo.errors_made`), "
+        f"{CLEAN:.0%} of the passages left clean.",
+        f"- Recipe: T5 with {recipe.encoder_layers} layers of encoder and {recipe.decoder_layers} of decoder, width "
+        f"{recipe.hidden}; it learns {learnt}; {recipe.steps} steps of about {recipe.batch_tokens} tokens; Muon for "
+        f"matrices, AdamW for the rest, learning rate {recipe.learning_rate}, linear decay over the last "
+        f"{recipe.decay:.0%}; seed {recipe.seed}. `foredraft zoo train` repeats it.",
+        f"- Held-out passages, the clean text before every place given: {figures['held_loss']:.3f} nats per token, "
+        f"{figures['held_right']:.1%} of the tokens guessed right.",
+        "",
+    ]
+    return "\n".join(lines)
