@@ -135,8 +135,8 @@ def final_norm(model: Any) -> nn.Module | None:
     """What stands between the last layer and the head; None where it cannot be told."""
     layers = decoder_layers(model)
     path = next(path for path, module in model.named_modules() if module is layers)
-    children = list(model.get_submodule(path.rpartition(".")[0]).children())
-    norms = [child for child in children if getattr(getattr(child, "weight", None), "ndim", 0) == 1]
+    children: list[nn.Module] = list(model.get_submodule(path.rpartition(".")[0]).children())
+    norms: list[nn.Module] = [child for child in children if getattr(getattr(child, "weight", None), "ndim", 0) == 1]
     later = [child for child in norms if children.index(child) > children.index(layers)]
     for found in (norms, later):
         if len(found) == 1:
