@@ -19,6 +19,7 @@ NAMES = [
     "MemoryLimits",
     "RequestOptions",
     "Sampling",
+    "Seq2Seq",
     "Stats",
     "TokenLogprob",
     "distribution",

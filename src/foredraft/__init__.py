@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from foredraft.llm import LLM, MemoryLimits
     from foredraft.request import RequestOptions
     from foredraft.sampling import Sampling, distribution
+    from foredraft.source import Seq2Seq
 
 __version__ = "0.1.0"
 
@@ -23,6 +24,7 @@ _HOMES = {
     "MemoryLimits": "llm",
     "RequestOptions": "request",
     "Sampling": "sampling",
+    "Seq2Seq": "source",
     "Stats": "completion",
     "TokenLogprob": "completion",
     "distribution": "sampling",
@@ -38,6 +40,7 @@ __all__ = [
     "MemoryLimits",
     "RequestOptions",
     "Sampling",
+    "Seq2Seq",
     "Stats",
     "TokenLogprob",
     "distribution",

@@ -46,9 +46,10 @@ VERIFY = ("auto", *RULES)
 class LLM:
     """A target model with a drafter. `LLM()` alone is the built-in pair.
 
-    model: a folder, a hub id, "builtin", "builtin-seq2seq", or a loaded transformers model. drafter: None (plain decoding), a method
-    name, a dict with the keys of vLLM's speculative_config, or a Drafter. verify: "auto" (a seeded or greedy request
-    uses `match`, any other `reject`) or a rule by name. fused: run recognised models as native code on CPU; None =
+    model: a folder, a hub id, "builtin", "builtin-seq2seq", or a loaded transformers model; an encoder-decoder model
+    takes prompts as what its encoder reads. drafter: None (plain decoding), a method name, a dict with the keys of
+    vLLM's speculative_config, or a Drafter. verify: "auto" (a seeded or greedy request uses `match`, any other
+    `reject`) or a rule by name. fused: run recognised models as native code on CPU; None =
     those loaded here; True = also one handed over, from a packed copy of its weights as they are now, or an error.
     quantization: "int8" or "int4" weights on CPU, rounded from the ordinary ones while loading; the drafter has a
     `quantization` of its own.
@@ -127,8 +128,8 @@ class LLM:
     def generate(
         self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None
     ) -> list[Completion]:
-        """Complete every prompt, n samples each, in order. Prompts are strings or lists of token ids, for
-        a model with an encoder what that reads, or Seq2Seq."""
+        """Complete every prompt, n samples each, in order. Prompts are strings or lists of token ids, or Seq2Seq for a
+        model with an encoder."""
         done: dict[int, Completion] = {}
         for delta in self.stream(prompts, sampling):
             if delta.completion is not None:

@@ -1,8 +1,12 @@
-"""What an encoder reads: the input of an encoder-decoder model, one per prompt."""
+"""What an encoder reads: the input of an encoder-decoder model, one per prompt, and a prompt that says it."""
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, uint8
 
 
 @dataclass(frozen=True, eq=False)  # two sources are never the same, however alike
@@ -15,3 +19,29 @@ class Source:
 
     tokens: tuple[int, ...] = ()
     features: Tensor | None = field(default=None, repr=False)
+
+    @property
+    def digest(self) -> bytes:
+        """Equal for sources that an encoder makes the same of."""
+        made = blake2b(array("q", self.tokens).tobytes(), digest_size=32)
+        if self.features is not None:
+            numbers = self.features.detach().cpu().contiguous()
+            made.update(repr((numbers.dtype, tuple(numbers.shape))).encode())
+            made.update(numbers.view(uint8).numpy().tobytes())
+        return made.digest()
+
+
+@dataclass(frozen=True)
+class Seq2Seq:
+    """A prompt of an encoder-decoder model where text alone does not say it all.
+
+    source: what the encoder reads, as text or token ids (ids are taken as they are, with their end token).
+    prefix: how the decoder's text begins after its start token, as text or ids: it is given, not generated, and no part
+    of the completion. None = what the model's generation_config forces, such as the language of the output.
+    features: instead of a source, what an encoder of sound reads, as the model's own processor makes it: a tensor or
+    array [mel bins, frames].
+    """
+
+    source: str | Sequence[int] = ()
+    prefix: str | Sequence[int] | None = None
+    features: Any = field(default=None, repr=False)

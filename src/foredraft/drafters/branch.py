@@ -24,7 +24,8 @@ class Branch:
         parents = [-1, *(self.places[g.parents[node - 1]] for node in list(self.places)[1:])]
         is_chain = parents == list(range(-1, len(parents) - 1))
         tokens = [g.tokens[node - 1] for node in g.frontier]
-        return Span(g.request.pages, self.start, tokens, depths, None if is_chain else parents, first)
+        shape = None if is_chain else parents
+        return Span(g.request.pages, self.start, tokens, depths, shape, first, g.request.source)
 
     def parents(self) -> list[int]:
         """Rows of the last pass that the frontier goes on from."""

@@ -24,7 +24,8 @@ from foredraft.errors import ForedraftError
 from foredraft.kernels.quantize import check_quantization
 from foredraft.kv.memory import DraftMemory
 from foredraft.kv.pool import keep
-from foredraft.models.lm import LM, HFModel
+from foredraft.models.adopt import adopt
+from foredraft.models.lm import LM
 from foredraft.models.load import load_model, load_tokenizer
 from foredraft.models.window import Span, Window
 from foredraft.request import Batch, Request
@@ -87,7 +88,8 @@ class DraftModel:
             request, offset = batch.requests[b], batch.chunks[b] - 1
             branch = self._drafted[request.slot]
             kept = branch.growth.kept
-            nodes = [kept[node - offset] for node in commit.path_lists[b][offset:]]
+            below = [node - offset for node in commit.path_lists[b][offset:]]
+            nodes = [kept[node] for node in below if node < len(kept)]  # beyond: of a tree this one was merged into
             path = [branch.places[node] for node in nodes if node in branch.places]  # the last may not be written
             starts.append(request.num_tokens - 1)
             paths.append(path)
@@ -145,7 +147,18 @@ class DraftModel:
 
 def _chain(request: Request, start: int, stop: int) -> Span:
     tokens = request.slice(start, stop)
-    return Span(request.pages, start, tokens, range(len(tokens)))
+    return Span(request.pages, start, tokens, range(len(tokens)), source=request.source)
+
+
+def check_kinds(context: Context, has_encoder: bool, name: str) -> None:
+    """Raises ForedraftError where one of target and draft reads a source and the other has nowhere to put it."""
+    if context.target is None or context.target.has_encoder == has_encoder:
+        return
+    one, other = ("an encoder-decoder model", "a decoder alone")[:: 1 if has_encoder else -1]
+    raise ForedraftError(
+        f"{name} is {one} and {context.target_name} {other}; use a draft that is built like its target, or a method "
+        "without a model, such as ngram"
+    )
 
 
 def create(config: Config, context: Context) -> DraftModel | Translated:
@@ -158,7 +171,8 @@ def create(config: Config, context: Context) -> DraftModel | Translated:
     check_word(config.vocab)
     config.plan(context.num_tokens)  # options that make none are refused before anything is loaded
     model = load_model(name, context.dtype, context.device)
-    lm = HFModel.adopt(model, name, context.fused, is_ours=True, quantization=config.quantization)
+    check_kinds(context, model.config.is_encoder_decoder, name)
+    lm = adopt(model, name, context.fused, is_ours=True, quantization=config.quantization)
     draft = Side(name, load_tokenizer(name), lm.vocab_size)
     target = Side(context.target_name, context.tokenizer, context.vocab_size)
     make = way(config.vocab, target, draft, has_tree(config))

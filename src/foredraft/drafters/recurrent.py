@@ -140,7 +140,8 @@ class FeatureDrafter:
             total += len(pending.tokens)
             ends.append(total - 1)
             start, tokens = self.memory.valid.get(slot, 0), pending.tokens
-            spans.append(Span(pending.request.pages, start, tokens, range(len(tokens))))
+            source = pending.request.source
+            spans.append(Span(pending.request.pages, start, tokens, range(len(tokens)), source=source))
             features += pending.features
         page_size = next(iter(late.values())).page_size
         window = Window.build(spans, ends, page_size, self.context.device)

@@ -171,7 +171,8 @@ class Engine:
         """The window, and the requests whose prompt rows are wanted too."""
         wanted = [b for b, r in enumerate(batch.requests) if self.transcripts[r].wants_prompt_rows]
         starts, pages = [r.computed for r in batch.requests], [r.pages for r in batch.requests]
-        return Window.of_trees(tree, starts, pages, self.page_size, self.device, wanted), wanted
+        sources = [r.source for r in batch.requests]
+        return Window.of_trees(tree, starts, pages, self.page_size, self.device, wanted, sources), wanted
 
     def _cut(self, batch: Batch, tree: TokenTree, commit: Commit, scored: Scored, draft_time: float) -> Commit:
         """End every run at the first end id, stop string or length, before anything is counted or kept."""

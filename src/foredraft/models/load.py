@@ -5,7 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    AutoTokenizer,
+)
 
 from foredraft.errors import ForedraftError
 
@@ -99,15 +106,16 @@ def _check_place(name: str) -> None:
 
 
 def load_model(name: str, dtype: str | torch.dtype, device: torch.device) -> Any:
-    """A causal LM with safetensors weights; no remote code, no pickles, no weight made up. Raises ForedraftError."""
+    """A causal LM or an encoder-decoder model with safetensors weights; no remote code, no pickles, no weight made up.
+
+    Raises ForedraftError.
+    """
     _check_place(name)
     place = str(Path(name).expanduser())
     wanted = parse_dtype(dtype) or "auto"
     try:
         config = AutoConfig.from_pretrained(place, trust_remote_code=False)
-        if config.is_encoder_decoder:
-            raise ForedraftError(f"{name} is an encoder-decoder model; only causal LMs are supported")
-        model, report = AutoModelForCausalLM.from_pretrained(
+        model, report = _class_for(config).from_pretrained(
             place,
             dtype=wanted,
             trust_remote_code=False,
@@ -121,6 +129,13 @@ def load_model(name: str, dtype: str | torch.dtype, device: torch.device) -> Any
         raise _reason(name, error) from error
     _check_weights(name, model, report)
     return model.to(device)
+
+
+def _class_for(config: Any) -> Any:
+    if not config.is_encoder_decoder:
+        return AutoModelForCausalLM
+    is_speech = type(config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
+    return AutoModelForSpeechSeq2Seq if is_speech else AutoModelForSeq2SeqLM
 
 
 def _check_weights(name: str, model: Any, report: dict[str, Any]) -> None:

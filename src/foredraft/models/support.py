@@ -5,17 +5,21 @@ model with an attention that computes nothing and writes down what it was given;
 wrong text in silence without it.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.modeling_outputs import BaseModelOutput
 
 from foredraft.errors import ForedraftError
 
 PROBE = "foredraft_probe"
 _RECURRENT = ("mamba", "linear_attention", "recurrent", "conv", "rwkv", "ssm")
+PAIR = (6, 5)  # tokens and states that an encoder-decoder model is tried with
+PAIR_ERROR = 2.0  # allowed beyond the square root of the type's precision, of the spread of the logits
 _FAR = 1 << 22  # a position beyond every window
 
 
@@ -46,7 +50,7 @@ def examine(model: Any, name: str) -> list[Call]:
 
 def _why_not_by_config(model: Any) -> str | None:
     if model.config.is_encoder_decoder:
-        return "is an encoder-decoder model; only causal LMs are supported"
+        return "is an encoder-decoder model, which is not loaded as a causal LM"
     config = model.config.get_text_config()
     kinds = [str(k) for k in getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()]
     recurrent = [k for k in kinds if any(word in k for word in _RECURRENT)]
@@ -142,6 +146,41 @@ def _is_known(mask: Tensor, sliding: int | None, reach: int) -> bool:
         for distance, seen in mask[0, 0].T.tolist()
         if distance < reach
     )
+
+
+def examine_pair(model: Any, name: str, families: Sequence[str]) -> None:
+    """Raises ForedraftError, with the reason, for an encoder-decoder model whose decoder is of no known family."""
+    kind = model.config.model_type
+    why = None
+    if kind not in families:
+        known = ", ".join(sorted(families))
+        why = f"is an encoder-decoder model of type {kind!r}; those that can be run are: {known}"
+    elif not model.can_generate():
+        why = "has no head that makes text; use its class for generation"
+    if why is not None:
+        raise ForedraftError(f"{name} ({type(model).__name__}) {why}")
+
+
+@torch.no_grad()
+def compare_decoders(model: Any, name: str, ours: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Try what was recognised: our logits [T, V] of a short text over made-up states [S, H] must be the model's own.
+
+    Raises ForedraftError where they are not: a release of transformers, or a configuration, that means something else.
+    """
+    noise = torch.Generator().manual_seed(0)
+    states = torch.randn(PAIR[1], model.config.d_model, generator=noise).to(model.device, model.dtype)
+    most = min(model.config.vocab_size, 1 << 10)
+    tokens = (torch.arange(PAIR[0], device=model.device) * 7 + 3) % most
+    pair = BaseModelOutput(last_hidden_state=states[None])
+    theirs = model(encoder_outputs=pair, decoder_input_ids=tokens[None], use_cache=False).logits[0].double()
+    error = (ours(tokens, states).double() - theirs).abs().max()
+    spread = theirs.std()
+    precision = max(torch.finfo(model.dtype).eps, torch.finfo(torch.float32).eps)  # T5 squares in float32
+    if not error <= PAIR_ERROR * precision**0.5 * spread:
+        raise ForedraftError(
+            f"{name} ({type(model).__name__}) is not computed as models of its type are: logits differ by "
+            f"{float(error):.2g} where they spread by {float(spread):.2g}"
+        )
 
 
 AttentionInterface.register(PROBE, _attention)

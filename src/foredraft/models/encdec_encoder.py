@@ -1,0 +1,91 @@
+"""The encoder of a pair: transformers' own, over many sources at once where padding costs nothing but time."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foredraft.errors import ForedraftError
+from foredraft.source import Source
+
+MOST_AT_ONCE = 1 << 14  # tokens of one pass, padding included
+EXAMPLE = 64  # tokens of a source that is made up
+
+
+class Encoder:
+    """is_padded: sources of different lengths may share a pass. Without that a source's states do not depend on the
+    sources encoded with it, down to their bits."""
+
+    def __init__(self, model: Any, is_padded: bool) -> None:
+        self.module = model.get_encoder()
+        self.takes_features = model.main_input_name != "input_ids"
+        self.config, self.dtype, self.device = model.config, model.dtype, model.device
+        self.is_padded = is_padded
+
+    @property
+    def feature_shape(self) -> tuple[int, int]:
+        """Of a source of sound, as its processor gives it."""
+        stride = self.module.conv1.stride[0] * self.module.conv2.stride[0]
+        return int(self.config.num_mel_bins), int(self.config.max_source_positions * stride)
+
+    def check(self, source: Source, name: str) -> None:
+        """Raises ForedraftError for a source of another kind than this encoder reads."""
+        if self.takes_features:
+            shape = self.feature_shape
+            if source.features is None:
+                raise ForedraftError(f"{name} reads sound: give Seq2Seq(features=...) of shape {list(shape)}")
+            if tuple(source.features.shape) != shape:
+                found = list(source.features.shape)
+                raise ForedraftError(
+                    f"{name} takes features of shape {list(shape)}, got {found}; use its own processor"
+                )
+        elif source.features is not None:
+            raise ForedraftError(f"{name} reads text: give a source, not features")
+
+    def example(self) -> Source:
+        """A source that means nothing."""
+        if self.takes_features:
+            return Source(features=torch.zeros(self.feature_shape))
+        return Source(tokens=(int(self.config.vocab_size > 1),) * EXAMPLE)
+
+    def states(self, sources: Sequence[Source]) -> tuple[Tensor, list[int]]:
+        """[T, H] the states of every source in turn, and how many each has."""
+        found: dict[int, Tensor] = {}
+        for batch in self._batches(sources):
+            states = self._features(sources, batch) if self.takes_features else self._text(sources, batch)
+            found.update(zip(batch, states, strict=True))
+        ordered = [found[i] for i in range(len(sources))]
+        return torch.cat(ordered), [len(states) for states in ordered]
+
+    def _batches(self, sources: Sequence[Source]) -> list[list[int]]:
+        sizes = [1 if self.takes_features else len(source.tokens) for source in sources]
+        if self.takes_features:
+            return [[i] for i in range(len(sources))]
+        batches: list[list[int]] = []
+        for i in sorted(range(len(sources)), key=sizes.__getitem__):
+            last = batches[-1] if batches else None
+            is_alike = last is not None and (self.is_padded or sizes[last[0]] == sizes[i])
+            if last is not None and is_alike and (len(last) + 1) * sizes[i] <= MOST_AT_ONCE:
+                last.append(i)
+            else:
+                batches.append([i])
+        return batches
+
+    def _text(self, sources: Sequence[Source], batch: Sequence[int]) -> list[Tensor]:
+        sizes = [len(sources[i].tokens) for i in batch]
+        longest = max(sizes)
+        ids = torch.zeros(len(batch), longest, dtype=torch.int64)
+        mask = torch.zeros(len(batch), longest, dtype=torch.int64)
+        for row, i in enumerate(batch):
+            ids[row, : sizes[row]] = torch.tensor(sources[i].tokens)
+            mask[row, : sizes[row]] = 1
+        is_even = min(sizes) == longest
+        given = None if is_even else mask.to(self.device)
+        out = self.module(input_ids=ids.to(self.device), attention_mask=given).last_hidden_state
+        return [states[:size] for states, size in zip(out, sizes, strict=True)]
+
+    def _features(self, sources: Sequence[Source], batch: Sequence[int]) -> list[Tensor]:
+        rows = [source.features for source in (sources[i] for i in batch)]
+        stacked = torch.stack([row for row in rows if row is not None]).to(self.device, self.dtype)
+        return list(self.module(stacked).last_hidden_state)

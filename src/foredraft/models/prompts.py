@@ -1,0 +1,106 @@
+"""Prompts as a model takes them. Of an encoder-decoder model: what the encoder reads, and how the decoder begins."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from foredraft.errors import ForedraftError
+from foredraft.models.encdec import EncoderDecoder
+from foredraft.models.lm import HFModel
+from foredraft.source import Seq2Seq, Source
+
+EMPTY = "the prompt is empty; give at least one token of text"
+Prompt = str | Sequence[int] | Seq2Seq
+
+
+def read_prompt(model: HFModel, tokenizer: Any | None, prompt: Prompt) -> tuple[list[int], Source | None]:
+    """The prompt's token ids, and the source of a model that has an encoder.
+
+    Raises ForedraftError for what the model does not take.
+    """
+    if isinstance(model, EncoderDecoder):
+        source, ids = _pair(model, tokenizer, prompt)
+        return ids, source
+    if isinstance(prompt, Seq2Seq):
+        raise ForedraftError(f"{model.name} has no encoder: give the prompt as text or a list of token ids")
+    ids = _ids(model, tokenizer, prompt)
+    if not ids:
+        raise ForedraftError(EMPTY)
+    if len(ids) >= model.context_length:
+        raise ForedraftError(
+            f"the prompt has {len(ids)} tokens and the model's context is {model.context_length}; shorten it"
+        )
+    return ids, None
+
+
+def _pair(model: EncoderDecoder, tokenizer: Any | None, prompt: Prompt) -> tuple[Source, list[int]]:
+    """The source, and the decoder's first tokens. A prompt that is text or ids is the source."""
+    given = prompt if isinstance(prompt, Seq2Seq) else Seq2Seq(prompt)
+    source = _source(model, tokenizer, given)
+    prefix = forced(model) if given.prefix is None else _ids(model, tokenizer, given.prefix, has_special=False)
+    begun = start_of(model) + prefix
+    if len(begun) >= model.context_length:
+        raise ForedraftError(
+            f"the decoder's prefix has {len(begun)} tokens, the model's context is {model.context_length}; shorten it"
+        )
+    return source, begun
+
+
+def _source(model: EncoderDecoder, tokenizer: Any | None, given: Seq2Seq) -> Source:
+    if given.features is not None:
+        if len(given.source):
+            raise ForedraftError("a prompt has a source or features, not both")
+        source = Source(features=torch.as_tensor(given.features))
+        model.encoder.check(source, model.name)
+        return source
+    if model.encoder.takes_features:
+        model.encoder.check(Source(), model.name)
+    ids = _ids(model, tokenizer, given.source)
+    if not ids:
+        raise ForedraftError(EMPTY)
+    if len(ids) > model.source_length:
+        raise ForedraftError(
+            f"the prompt has {len(ids)} tokens and the model's encoder takes {model.source_length}; shorten it"
+        )
+    return Source(tokens=tuple(ids))
+
+
+def _ids(model: HFModel, tokenizer: Any | None, text: str | Sequence[int], has_special: bool = True) -> list[int]:
+    if isinstance(text, str):
+        if tokenizer is None:
+            raise ForedraftError(f"{model.name} has no tokenizer: give the prompt as a list of token ids")
+        ids = list((tokenizer(text) if has_special else tokenizer(text, add_special_tokens=False)).input_ids)
+    else:
+        ids = [int(token) for token in text]
+    size = model.vocab_size
+    if not all(0 <= token < size for token in ids):
+        raise ForedraftError(f"a prompt token id is outside the vocabulary of {size} tokens")
+    return ids
+
+
+def start_of(model: EncoderDecoder) -> list[int]:
+    """What the decoder's text begins with. Raises ForedraftError for a model that does not say."""
+    start = _setting(model, "decoder_start_token_id")
+    start = _setting(model, "bos_token_id") if start is None else start
+    if start is None:
+        raise ForedraftError(f"{model.name}: its configuration names no decoder_start_token_id; set it there")
+    return [int(start)] if not isinstance(start, (list, tuple)) else [int(start[0])]
+
+
+def forced(model: EncoderDecoder) -> list[int]:
+    """The tokens after the first that the model's generation_config leaves no choice about."""
+    first = _setting(model, "forced_bos_token_id")
+    if first is not None:
+        return [int(first)]
+    found: list[int] = []
+    for place, token in sorted(_setting(model, "forced_decoder_ids") or ()):
+        if place != len(found) + 1 or token is None:
+            break
+        found.append(int(token))
+    return found
+
+
+def _setting(model: EncoderDecoder, name: str) -> Any:
+    own = getattr(model.model.generation_config, name, None)
+    return getattr(model.model.config, name, None) if own is None else own
