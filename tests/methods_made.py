@@ -81,6 +81,8 @@ MADE: dict[str, Made] = {
     "chimera, tree": _tree(heads_made.CHIMERA, top_k=3),
     "chimera, fixed tree": _fixed_tree(heads_made.CHIMERA),
     "chimera, one tap": Made(heads_made.CHIMERA_ONE_TAP.drafter),
+    "aggressive": Made(_created("aggressive")),
+    "aggressive, branches": Made(_created("aggressive", branches=3, tokens_per_match=2), is_chain=False),
     "draft_model": Made(_draft_model),
     "draft_model, tree": Made(_draft_tree, is_chain=False),
     "eagle": Made(heads_made.EAGLE.drafter),

@@ -261,7 +261,7 @@ class LLM:
         self.verify = verify
         self._eos_ids = _eos_ids(self.target.model, self.tokenizer)
         length = _draft_length(drafter, num_tokens)
-        self.drafter, self._drafter_name = self._make_drafter(drafter, AUTO_TOKENS if length is None else length)
+        self.drafter, self._drafter_name = self._make_drafter(drafter, _longest(drafter) if length is None else length)
         attach = getattr(self.drafter, "attach", None)
         if attach is not None:  # it drafts in the target's own memory
             attach(self.target)
@@ -352,6 +352,13 @@ def _draft_length(spec: DrafterSpec, asked: DraftLength) -> int | None:
     if not isinstance(count, int) or isinstance(count, bool):
         raise ForedraftError(f"num_speculative_tokens must be an integer or 'auto', got {count!r}")
     return count
+
+
+def _longest(spec: DrafterSpec) -> int:
+    """The longest draft where measurement finds the length; a method that lives from long ones names its own."""
+    method = spec.get("method") if isinstance(spec, dict) else spec
+    module = methods().get(method) if isinstance(method, str) else None
+    return int(getattr(module, "AUTO_TOKENS", AUTO_TOKENS))
 
 
 def _eos_ids(model: Any, tokenizer: Any | None) -> frozenset[int]:

@@ -12,7 +12,8 @@ import pytest
 
 import models_made
 from foredraft import LLM, Completion, ForedraftError, Sampling
-from foredraft.drafters.prediction import LONGEST, PER_MATCH, Follower, Prediction
+from foredraft.drafters.follower import LONGEST, PER_MATCH, Follower
+from foredraft.drafters.prediction import Prediction
 from foredraft.llm import PREDICTED_TOKENS, MemoryLimits
 from foredraft.request import Batch, Request, RequestOptions
 from foredraft.tree import Commit
