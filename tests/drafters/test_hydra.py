@@ -1,0 +1,296 @@
+"""Hydra heads: what each reads and guesses, the formula, trees, which state of the target, and what training asks."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import heads_made
+import models_made
+import successor_made
+from foredraft import LLM, Sampling
+from foredraft.checkpoints.base import Checkpoint, HydraShape
+from foredraft.checkpoints.layouts import Layout
+from foredraft.checkpoints.read import read
+from foredraft.checkpoints.write import save, write
+from foredraft.drafters import hydra
+from foredraft.drafters.base import Context
+from foredraft.drafters.borrowed import facts
+from foredraft.drafters.hydra_network import HydraHeads, HydraSteps
+from foredraft.drafters.newest import Products
+from foredraft.drafters.training import LOSSES, draft_loss
+from foredraft.errors import ForedraftError
+from foredraft.kernels.cpu.library import library
+from foredraft.kernels.linear import KINDS
+from foredraft.models.window import NORMED
+
+V = successor_made.V
+GREEDY = Sampling(max_tokens=41, temperature=0)
+
+
+def seer(kind: str, shift: int = 0, heads: int = 4, is_lean: bool = False) -> Checkpoint:
+    """Knows the successor target from one part of what its heads read: the state, the first token after it, or the
+    last. Blind for the others. A lean one has no output matrices, and makes the state of the token it means."""
+    tensors: dict[str, Tensor] = {}
+    for head in range(heads):
+        part = {"state": 0, "first": 1, "last": head + 1}[kind]
+        ahead = head + 2 - part + shift  # places from the token of that part to the one guessed
+        width, size = (head + 2) * V, 1.0 if kind == "state" else V**0.5  # embeddings are shorter than states
+        kept = torch.zeros(V, width, dtype=torch.float64)
+        kept[:, part * V : (part + 1) * V] = size * (successor_made.power(ahead - 1) if is_lean else torch.eye(V))
+        tensors[f"hydra_mlp.{head}.0.res_connection.weight"] = kept
+        tensors[f"hydra_mlp.{head}.0.linear.weight"] = torch.zeros(V, width, dtype=torch.float64)
+        for name in ("res_connection", "linear"):
+            tensors[f"hydra_mlp.{head}.0.{name}.bias"] = torch.zeros(V, dtype=torch.float64)
+        if not is_lean:
+            tensors[f"hydra_lm_head.{head}.weight"] = successor_made.power(ahead)
+            tensors[f"hydra_lm_head.{head}.bias"] = torch.zeros(V, dtype=torch.float64)
+    return Checkpoint("hydra", "made", "made", HydraShape(V, V, heads, has_own_head=not is_lean), tensors)
+
+
+def drafting(
+    checkpoint: Checkpoint,
+    num_tokens: int = 4,
+    dtype: torch.dtype = torch.float64,
+    verify: str = "match",
+    **options: Any,
+) -> LLM:
+    made = hydra.from_checkpoint(hydra.Config(**options), checkpoint, successor_made.context(num_tokens, dtype))
+    return successor_made.llm(dtype).with_drafter(made, verify=verify)
+
+
+WRITTEN = ((0,), (1,), (0, 0), (0, 1), (0, 0, 0), (0, 0, 0, 0))  # as hydra_choices are
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", ["state", "first", "last"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"tree_nodes": 12}, {"branching": (2, 1, 1, 1)}, {"tree": WRITTEN}, {"min_confidence": 0.3}],
+    ids=str,
+)
+def test_heads_that_know_the_target_are_never_wrong(options: dict[str, Any], kind: str, dtype: torch.dtype) -> None:
+    """Off by one in the state, a token read or the head, and not a token would be accepted."""
+    llm = drafting(seer(kind), dtype=dtype, **options)
+    for done in llm.generate([[3], [5, 12], [9] * 20], GREEDY):
+        assert done.stats.target_passes == 1 + 8  # one token from the prompt's step, five from each that drafts
+        assert done.stats.accepted_at == (8, 8, 8, 8)
+    assert llm.engine.drafter.num_failures == 0
+
+
+@pytest.mark.parametrize("kind", ["state", "first", "last"])
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_heads_one_position_off_are_never_right(shift: int, kind: str) -> None:
+    """The test above has teeth."""
+    done = drafting(seer(kind, shift)).generate([[3], [5, 12]], GREEDY)
+    assert sum(c.stats.num_accepted for c in done) == 0
+    assert sum(c.stats.num_drafted for c in done) > 0
+
+
+@pytest.mark.parametrize("verify", ["match", "reject", "block"])
+@pytest.mark.parametrize("options", [{}, {"branching": (2, 2, 1, 1)}, {"tree_nodes": 8}], ids=str)
+def test_sampled_drafts_of_heads_that_know_are_mostly_right(options: dict[str, Any], verify: str) -> None:
+    llm = drafting(seer("last", is_lean=True), verify=verify, **options)
+    done = llm.generate([[3], [5, 12], [9] * 20], Sampling(max_tokens=60, temperature=1, seed=4))
+    assert sum(c.stats.acceptance_length for c in done) > 3 * 3  # the likeliest token has a probability of 0.95
+    assert llm.engine.drafter.num_failures == 0
+
+
+def test_another_state_of_the_target_is_read_where_the_heads_were_trained_on_one() -> None:
+    """The residual stream before the norm holds the token itself, at another size; a layer less is the embedding."""
+    for offset, tap in ((0, NORMED), (1, 0)):
+        checkpoint = seer("state")
+        shape = replace(checkpoint.shape, offset=offset)  # type: ignore[type-var]
+        made = hydra.from_checkpoint(hydra.Config(), replace(checkpoint, shape=shape), successor_made.context(4))
+        assert made.taps == (tap,)
+        done = successor_made.llm().with_drafter(made).generate([[3]], GREEDY)[0]
+        assert done.stats.accepted_at == (8, 8, 8, 8)
+
+
+def random_heads(shape: HydraShape) -> dict[str, Tensor]:
+    torch.manual_seed(6)
+    network = HydraHeads(shape, successor_made.llm().target).double()
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return dict(network.state_dict())
+
+
+def formula(tensors: dict[str, Tensor], seen: list[Tensor], head: int, lm_head: Tensor) -> Tensor:
+    """Logits [R, V] of a head from the state and the embeddings that it reads, written out from the paper."""
+
+    def linear(name: str, x: Tensor) -> Tensor:
+        bias = tensors.get(f"{name}.bias")
+        return x @ tensors[f"{name}.weight"].T + (0 if bias is None else bias)
+
+    x = torch.cat(seen, 1)
+    if f"hydra_reduce.{head}.weight" in tensors:
+        x = linear(f"hydra_reduce.{head}", x)
+    layer = 0
+    while f"hydra_mlp.{head}.{layer}.linear.weight" in tensors:
+        z = linear(f"hydra_mlp.{head}.{layer}.linear", x)
+        x = (linear(f"hydra_mlp.{head}.0.res_connection", x) if layer == 0 else x) + z / (1 + torch.exp(-z))
+        layer += 1
+    return linear(f"hydra_lm_head.{head}", x) if f"hydra_lm_head.{head}.weight" in tensors else x @ lm_head.T
+
+
+SHAPES = [HydraShape(V, V, 3, layers, own, rank) for layers in (1, 3) for own in (True, False) for rank in (None, 20)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s.num_layers}-{s.has_own_head}-{s.rank}")
+def test_steps_and_network_have_the_numbers_of_the_formula(shape: HydraShape, dtype: torch.dtype) -> None:
+    """The state before the tokens, the tokens in order, SiLU on the right half: else it is a plausible draft."""
+    if dtype in KINDS and library() is None:
+        pytest.skip("the native kernels are not installed")
+    tensors, target = random_heads(shape), successor_made.llm(dtype).target
+    hidden = torch.randn(4, V, dtype=torch.float64).to(dtype)
+    tokens = [[3, 9, 1, 7], [9, 9, 40, 2], [0, 5, 5, 47]]
+    products = Products(successor_made.context(3, dtype))
+    assert products.is_native == (dtype in KINDS)
+    steps, network = HydraSteps(shape, tensors, 3, products, target, V), HydraHeads(shape, target).double()
+    network.load_state_dict(tensors)
+    states, trained = steps.begin(hidden), network.begin(hidden)
+    lm_head, rows = (x.double() for x in (target.model.get_output_embeddings().weight, target.embedding))
+    seen = [hidden.double()]
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 5e-2}[dtype]
+    for head, token in enumerate(tokens):
+        seen.append(rows[token])
+        wanted = formula(tensors, seen, head, lm_head)
+        states, logits = steps(head, states, token)
+        assert (logits.double() - wanted).norm() <= tolerance * wanted.norm()
+        trained = network(head, trained, torch.tensor(token))
+        learnt = network.logits(head, trained)
+        assert (learnt.double() - wanted).norm() <= max(tolerance, 1e-10) * wanted.norm()
+
+
+def test_a_draft_is_no_deeper_than_there_are_heads() -> None:
+    assert hydra.from_checkpoint(hydra.Config(), seer("last", heads=2), successor_made.context(8)).num_nodes == 2
+    tree = hydra.from_checkpoint(hydra.Config(tree=WRITTEN), seer("last"), successor_made.context(2))
+    assert tree.num_nodes == len(WRITTEN)  # a tree that was written down is what it is
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"branching": (2, 2, 1, 1, 1)}, "5 deep, and there are 4 heads"),
+        ({"branching": (2, 1), "tree_nodes": 4}, "without tree_nodes"),
+        ({"tree": ((0,),), "top_k": 4}, "without tree_nodes"),
+        ({"tree": ((0,), (0, 0), (0, 0, 0), (0, 0, 0, 0), (0, 0, 0, 0, 0))}, "deeper than there are heads"),
+        ({"tree": ((1,),)}, "elder sibling"),
+        ({"tree_nodes": 0}, "must be positive"),
+        ({"min_confidence": -0.1}, "min_confidence"),
+    ],
+)
+def test_options_that_make_no_draft_are_refused(options: dict[str, Any], why: str) -> None:
+    with pytest.raises(ForedraftError, match=why):
+        drafting(seer("last"), **options)
+
+
+def trained(**options: Any) -> Any:
+    return hydra.trainee(hydra.TrainConfig(**options), models_made.plain().target)
+
+
+@pytest.mark.parametrize("options", [{}, {"layers": 2, "own_head": False}, {"rank": 40}])
+def test_new_heads_say_what_the_target_says(options: dict[str, Any]) -> None:
+    """And with a rank below the width, what is left of it there."""
+    target, trainee = models_made.plain().target, trained(heads=2, **options)
+    states, tokens = torch.randn(5, 32), torch.tensor([4, 5, 6, 7, 8])
+    wanted, seen = target.head(states.double()), states
+    silent = trainee.network.shape.num_layers == 1
+    for head in range(2):
+        seen = trainee.network(head, trainee.network.begin(seen), tokens)
+        found = trainee.network.logits(head, seen)
+        assert not silent or torch.allclose(found.double(), wanted, atol=1e-4)
+        assert torch.allclose(found.double(), wanted, atol=1e-4)
+
+
+def test_a_rank_keeps_what_the_target_reads_most() -> None:
+    target, trainee = models_made.plain().target, trained(heads=1, rank=8)
+    said = target.head_weight.float()
+    top = torch.linalg.svd(said).Vh[:8]
+    states = torch.randn(5, 32)
+    seen = trainee.network(0, trainee.network.begin(states), torch.tensor([4, 5, 6, 7, 8]))
+    assert torch.allclose(trainee.network.logits(0, seen), states @ top.T @ top @ said.T, atol=1e-3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("loss", LOSSES)
+def test_training_runs_every_position_as_drafting_would(loss: str) -> None:
+    """Vectorised over positions that drop out one by one; here position by position, from the formula."""
+    trace = heads_made.trace(models_made.plain(), (NORMED,))
+    shown = torch.rand(trace.mask.shape, generator=torch.Generator().manual_seed(1)) < 0.7
+    trace = replace(trace, mask=trace.mask & shown)
+    target, trainee = models_made.plain().target, trained(loss=loss, heads=3, rank=12, decay=0.5)
+    for name, parameter in trainee.network.named_parameters():
+        if "lm_head" not in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    tensors = {k: v.double() for k, v in trainee.network.state_dict().items()}
+    found = trainee.loss(trace)
+    losses: list[list[Tensor]] = [[], [], []]
+    for b in range(len(trace.features)):
+        for i in range(trace.features.shape[1]):
+            seen, end = [trace.features[b, i][None].double()], i + 1
+            while end < trace.mask.shape[1] and trace.mask[b, end] and (depth := end - i - 2) < 3:
+                if depth >= 0:  # the root, and every token above, is one to learn
+                    law, token = trace.law.at((b, slice(end - 1, end))), trace.tokens[b, end][None]
+                    logits = formula(tensors, seen, depth, torch.zeros(0))
+                    losses[depth].append(draft_loss(loss, logits, law, token).mean())
+                seen.append(target.embedding[trace.tokens[b, end]][None])
+                end += 1
+    means = [float(torch.stack(x).mean()) for x in losses]
+    for depth, mean in enumerate(means):
+        assert found.parts[f"loss_{depth + 1}"] == pytest.approx(mean, rel=1e-4)
+    assert float(found.total) == pytest.approx((means[0] + 0.5 * means[1] + 0.25 * means[2]) / 1.75, rel=1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, {"own_head": False, "rank": 12, "layers": 2}])
+def test_trained_heads_are_read_back(options: dict[str, Any], tmp_path: Any) -> None:
+    target, trainee = models_made.plain().target, trained(heads=3, **options)
+    tensors, config = trainee.published()
+    assert (config["hydra_num_heads"], config["hydra_head_arch"], config["hidden_state_offset"]) == (3, "mlp", 0)
+    assert config.get("foredraft_lm_head") == (None if not options else "target")
+    save(tmp_path, Layout("hydra", tensors, config))
+    llm = models_made.plain().with_drafter({"method": "hydra", "model": str(tmp_path), "tree_nodes": 9})
+    assert llm.engine.drafter.num_nodes == 9
+    loaded = read(str(tmp_path), facts(target), "hydra")
+    assert loaded.shape == trainee.network.shape
+    assert all(torch.equal(loaded.tensors[name], t) for name, t in tensors.items())
+    again = hydra.trainee(hydra.TrainConfig(), target, loaded)
+    assert all(torch.equal(again.network.state_dict()[name], t) for name, t in tensors.items())
+
+
+def test_heads_in_the_authors_file_draft_as_they_were_written(tmp_path: Any) -> None:
+    checkpoint = seer("last")
+    write(tmp_path, "hydra", checkpoint.shape, checkpoint.tensors)
+    assert (tmp_path / "hydra_lm_head.pt").exists()
+    made = hydra.create(
+        hydra.Config(),
+        Context(V, successor_made.llm().target, 4, str(tmp_path), dtype=torch.float64),
+    )
+    done = successor_made.llm().with_drafter(made).generate([[3]], GREEDY)
+    assert done[0].stats.accepted_at == (8, 8, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"heads": 0}, "heads and layers must be positive"),
+        ({"layers": 0}, "heads and layers must be positive"),
+        ({"rank": 0}, "rank must be positive"),
+        ({"decay": 0.0}, "decay"),
+        ({"loss": "mse"}, "unknown loss"),
+    ],
+)
+def test_training_options_that_make_no_sense_are_refused(options: dict[str, Any], why: str) -> None:
+    with pytest.raises(ForedraftError, match=why):
+        trained(**options)
+
+
+def test_other_heads_are_not_taken_for_these() -> None:
+    other = heads_made.MEDUSA.checkpoint(models_made.plain())
+    with pytest.raises(ForedraftError, match="no Hydra heads but fitted"):
+        hydra.from_checkpoint(hydra.Config(), other, successor_made.context(4))
+    with pytest.raises(ForedraftError, match="cannot be trained on"):
+        hydra.trainee(hydra.TrainConfig(), models_made.plain().target, other)
