@@ -173,6 +173,45 @@ def mlp_speculator(
     return save(folder, said | config, made)
 
 
+def blockwise(folder: Path, *, heads: int = 3, inner: int = 20, **config: Any) -> Path:
+    g = torch.Generator().manual_seed(11)
+    tensors = {
+        "blockwise.hidden.weight": rand(g, inner, H), "blockwise.hidden.bias": rand(g, inner),
+        "blockwise.output.weight": rand(g, heads * H, inner), "blockwise.output.bias": rand(g, heads * H),
+    }  # fmt: skip
+    said = {"model_type": "blockwise", "blockwise_num_heads": heads, "hidden_size": H, "vocab_size": V}
+    return save(folder, said | config, tensors)
+
+
+def hydra(
+    folder: Path, *, heads: int = 3, layers: int = 1, file: str = "hydra_lm_head.pt", own_head: bool = True,
+    rank: int | None = None, embedding: bool = True, **config: Any,
+) -> Path:  # fmt: skip
+    """The authors' upload, the target's embeddings that they forgot to leave out included; all later layers of a head
+    are one module. Without `own_head`, or with a rank, one of our shorter forms."""
+    g = torch.Generator().manual_seed(12)
+    tensors = {"input_embed_fn.weight": rand(g, V, H)} if embedding else {}
+    for head in range(heads):
+        width = rank or (head + 2) * H
+        for name in ("linear", "res_connection"):
+            tensors[f"hydra_mlp.{head}.0.{name}.weight"] = rand(g, H, width)
+            tensors[f"hydra_mlp.{head}.0.{name}.bias"] = rand(g, H)
+        weight, bias = rand(g, H, H), rand(g, H)
+        for layer in range(1, layers):
+            tensors[f"hydra_mlp.{head}.{layer}.linear.weight"] = weight.clone()
+            tensors[f"hydra_mlp.{head}.{layer}.linear.bias"] = bias.clone()
+        if rank is not None:
+            tensors[f"hydra_reduce.{head}.weight"] = rand(g, rank, (head + 2) * H)
+        if own_head:
+            tensors[f"hydra_lm_head.{head}.weight"] = rand(g, V, H)
+            tensors[f"hydra_lm_head.{head}.bias"] = rand(g, V)
+    said = {
+        "hydra_num_heads": heads, "hydra_num_layers": layers, "hydra_head_arch": "mlp", "grounded_heads": True,
+        "base_model_name_or_path": "lmsys/vicuna-7b-v1.3", "hidden_state_offset": 0,
+    } | ({} if own_head else {"foredraft_lm_head": "target", "vocab_size": V})  # fmt: skip
+    return save(folder, said | config, tensors, file)
+
+
 def layer(
     g: torch.Generator,
     width: int,

@@ -51,6 +51,30 @@ def speculator(w: Weights, n: int, is_tied: bool, is_scaled: bool, h: Tensor, to
     return out
 
 
+def blockwise(w: Weights, head: int, h: Tensor, lm_head: Tensor) -> Tensor:
+    """Logits [.., V] of x_{t+2+head} from the state h_t [.., H]."""
+    x = (h @ w["blockwise.hidden.weight"].T + w["blockwise.hidden.bias"]).clamp_min(0)
+    every = x @ w["blockwise.output.weight"].T + w["blockwise.output.bias"]
+    return (h + every[..., head * h.shape[-1] : (head + 1) * h.shape[-1]]) @ lm_head.T
+
+
+def hydra(
+    w: Weights, head: int, layers: int, h: Tensor, read: Sequence[Tensor], lm_head: Tensor | None = None
+) -> Tensor:
+    """Logits [.., V] of x_{t+2+head} from h_t and the embeddings of x_{t+1}, ..., x_{t+1+head}, [.., H] each."""
+    x = torch.cat([h, *read[: head + 1]], -1)
+    if f"hydra_reduce.{head}.weight" in w:
+        x = x @ w[f"hydra_reduce.{head}.weight"].T
+    name = f"hydra_mlp.{head}"
+    kept = x @ w[f"{name}.0.res_connection.weight"].T + w[f"{name}.0.res_connection.bias"]
+    for layer in range(layers):
+        kept = kept + silu(x @ w[f"{name}.{layer}.linear.weight"].T + w[f"{name}.{layer}.linear.bias"])
+        x = kept
+    if lm_head is not None:
+        return x @ lm_head.T
+    return x @ w[f"hydra_lm_head.{head}.weight"].T + w[f"hydra_lm_head.{head}.bias"]
+
+
 @dataclass(frozen=True)
 class Numbers:
     """Of a decoder layer, as config.json gives them."""

@@ -186,6 +186,27 @@ def test_an_mlp_speculator_is_written_and_who_loads_it_is_said(tmp_path):
         assert "use --format mlp_speculator" in refusal(tmp_path, folder, fmt)
 
 
+def test_hydra_heads_are_written_as_their_authors_load_them(tmp_path):
+    folder = folders.hydra(tmp_path / "in", layers=2)
+    config, tensors, said = exported(tmp_path, folder, "hydra")
+    assert tensors.keys() == folders.stored(folder).keys() - {"input_embed_fn.weight"}
+    assert (tmp_path / "out-hydra" / "hydra_lm_head.pt").exists()
+    assert (config["hydra_num_heads"], config["hydra_num_layers"], config["hydra_head_arch"]) == (3, 2, "mlp")
+    assert (config["grounded_heads"], config["hidden_state_offset"]) == (True, 0)
+    assert "neither vLLM nor SGLang" in said.notes[0]
+    assert "vLLM loads no Hydra heads; use --format hydra" in refusal(tmp_path, folder, "vllm")
+
+
+@pytest.mark.parametrize("options", [{"own_head": False}, {"rank": 9}])
+def test_short_forms_of_hydra_heads_are_not_for_others(tmp_path, options):
+    assert "a form of ours" in refusal(tmp_path, folders.hydra(tmp_path / "in", **options), "hydra")
+
+
+@pytest.mark.parametrize("fmt", ["hydra", "vllm"])
+def test_blockwise_heads_are_loaded_by_nobody_else(tmp_path, fmt):
+    assert "which no other engine loads" in refusal(tmp_path, folders.blockwise(tmp_path / "in"), fmt)
+
+
 @pytest.mark.parametrize("fmt", ["eagle3", "speculators", "mlp_speculator"])
 def test_a_format_of_another_method(tmp_path, fmt):
     assert f"{fmt} is no format for it; use --format medusa or vllm" in refusal(

@@ -21,7 +21,9 @@ from foredraft.checkpoints.base import MedusaShape, SpeculatorShape
 from foredraft.checkpoints.read import read
 from foredraft.drafters import eagle, eagle3
 from foredraft.drafters.base import Context
+from foredraft.drafters.blockwise_network import BlockSteps
 from foredraft.drafters.borrowed import facts
+from foredraft.drafters.hydra_network import HydraSteps
 from foredraft.drafters.medusa_heads import Heads, MedusaHeads, outputs
 from foredraft.drafters.mlp_network import MLPSpeculator, Steps
 from foredraft.drafters.newest import Products
@@ -229,3 +231,29 @@ def test_mlp_speculator(tmp_path, tied, repeated, scaled, inner):
             close(network.logits(i, ours), wanted[i])
             laid_out, logits = steps(i, laid_out, [token])
             close(logits[0], wanted[i])
+
+
+def test_blockwise(tmp_path):
+    folder = folders.blockwise(tmp_path)
+    checkpoint, [h] = read(folder, facts(target())), states(1)
+    steps = BlockSteps(checkpoint.shape, checkpoint.tensors, 3, Products(context()), target())
+    rows, raw, head = steps.begin(h), straight.wide(folders.stored(folder)), target().model.lm_head.weight.detach()
+    for i in range(3):
+        rows, logits = steps(i, rows, TOKENS[:TRUE])
+        close(logits.detach(), straight.blockwise(raw, i, h, head))
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("options", [{}, {"own_head": False}, {"rank": 9}])
+def test_hydra(tmp_path, options, layers):
+    folder = folders.hydra(tmp_path, layers=layers, **options)
+    checkpoint, [h] = read(folder, facts(target())), states(1)
+    steps = HydraSteps(checkpoint.shape, checkpoint.tensors, 3, Products(context()), target(), V)
+    raw, head = straight.wide(folders.stored(folder)), target().model.lm_head.weight.detach()
+    rows, lent = steps.begin(h), None if options.get("own_head", True) else head
+    embedded = []
+    for i in range(3):
+        tokens = TOKENS[i : i + TRUE]
+        embedded.append(target().embedding[tokens].double())
+        rows, logits = steps(i, rows, tokens)
+        close(logits.detach(), straight.hydra(raw, i, layers, h, embedded, lent))

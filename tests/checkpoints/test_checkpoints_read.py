@@ -7,7 +7,14 @@ import torch
 
 from checkpoints import folders
 from checkpoints.folders import HEAD_DIM, HEADS, INNER, KV_HEADS, TARGET, VD, H, V
-from foredraft.checkpoints.base import Eagle3Shape, EagleShape, MedusaShape, SpeculatorShape
+from foredraft.checkpoints.base import (
+    BlockwiseShape,
+    Eagle3Shape,
+    EagleShape,
+    HydraShape,
+    MedusaShape,
+    SpeculatorShape,
+)
 from foredraft.checkpoints.read import read, recognise
 from foredraft.models.window import NORMED
 
@@ -79,6 +86,31 @@ def test_untied_steps_are_counted_by_tensors(tmp_path):
     assert read(folder, TARGET).shape.n_predict == 3
 
 
+def test_blockwise_heads(tmp_path):
+    held = read(folders.blockwise(tmp_path, heads=4), TARGET)
+    assert held.shape == BlockwiseShape(H, V, num_heads=4, inner=20)
+    raw = folders.stored(tmp_path)
+    assert raw.keys() == {f"blockwise.{name}" for name in held.tensors}
+    assert all(torch.equal(value, raw[f"blockwise.{name}"]) for name, value in held.tensors.items())
+
+
+@pytest.mark.parametrize("file", ["hydra_lm_head.pt", "model.safetensors"])
+@pytest.mark.parametrize("layers", [1, 3])
+def test_hydra_heads_and_none_of_the_targets_embeddings(tmp_path, layers, file):
+    folder = folders.hydra(tmp_path, heads=4, layers=layers, file=file, hidden_state_offset=2)
+    held = read(folders.edit_config(folder, drop=("grounded_heads",), hydra_num_heads=2), TARGET)
+    assert held.shape == HydraShape(H, V, num_heads=4, num_layers=layers, offset=2)
+    raw = folders.stored(folder)
+    assert raw.keys() - held.tensors.keys() == {"input_embed_fn.weight"}
+    assert all(torch.equal(value, raw[name]) for name, value in held.tensors.items())
+
+
+def test_short_forms_of_hydra_heads(tmp_path):
+    held = read(folders.hydra(tmp_path, own_head=False, rank=9), TARGET)
+    assert held.shape == HydraShape(H, V, num_heads=3, has_own_head=False, rank=9)
+    assert held.format == "lean Hydra"
+
+
 @pytest.mark.parametrize("file", ["pytorch_model.bin", "model.safetensors", "sharded"])
 @pytest.mark.parametrize("fc_bias", [False, True])
 def test_eagle_with_and_without_the_bias_of_fc(tmp_path, file, fc_bias):
@@ -124,6 +156,8 @@ def test_eagle3_of_every_writer(tmp_path, make, whole):
         (folders.medusa, "medusa", "medusa"),
         (folders.medusa2, "medusa", "medusa"),
         (folders.mlp_speculator, "mlp_speculator", "mlp_speculator"),
+        (folders.blockwise, "blockwise", "blockwise"),
+        (folders.hydra, "hydra", "hydra"),
         (folders.eagle, "eagle", "eagle"),
         (folders.eagle3, "eagle3", "eagle3"),
         (folders.speculators, "eagle3", "speculators"),

@@ -40,7 +40,7 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 MAKERS: list[Callable[[Path], Path]] = [
-    folders.medusa, folders.mlp_speculator, folders.eagle, folders.eagle3, folders.modelopt, folders.speculators,
+    folders.medusa, folders.mlp_speculator, folders.blockwise, folders.hydra, folders.eagle, folders.eagle3, folders.modelopt, folders.speculators,
 ]  # fmt: skip
 
 
@@ -68,6 +68,8 @@ def test_a_drafter_for_a_target_of_another_vocabulary(tmp_path, make):
         (folders.eagle, "an EAGLE head", "eagle"),
         (folders.medusa, "Medusa heads", "medusa"),
         (folders.mlp_speculator, "an MLP speculator", "mlp_speculator"),
+        (folders.blockwise, "blockwise heads", "blockwise"),
+        (folders.hydra, "Hydra heads", "hydra"),
     ],
 )
 def test_a_folder_given_as_another_method(tmp_path, make, holds, method):
@@ -96,7 +98,6 @@ def test_a_whole_model_of_another_architecture(tmp_path, name):
 @pytest.mark.parametrize(
     ("config", "tensor", "name"),
     [
-        ({"hydra_num_heads": 4}, "hydra_mlp.0.0.linear.weight", "Hydra"),
         ({"dflash_config": {}}, "hidden_norm.weight", "DFlash"),
         ({"architectures": ["DFlashDraftModel"]}, "fc.weight", "DFlash"),
         ({}, "markov_w1", "DSpark"),
@@ -139,6 +140,10 @@ def test_a_tensor_left_over(tmp_path, make):
         (lambda f: folders.medusa(f, file="medusa_lm_head.safetensors"), "1.1.weight"),
         (folders.vllm_medusa, "medusa_heads.lm_heads.1.weight"),
         (folders.mlp_speculator, "speculator.ln.1.bias"),
+        (lambda f: folders.hydra(f, file="model.safetensors"), "hydra_mlp.2.0.res_connection.bias"),
+        (lambda f: folders.hydra(f, file="model.safetensors"), "hydra_lm_head.1.bias"),
+        (lambda f: folders.hydra(f, file="model.safetensors", rank=9), "hydra_reduce.1.weight"),
+        (lambda f: folders.hydra(f, file="model.safetensors", layers=2), "hydra_mlp.0.1.linear.weight"),
         (lambda f: folders.mlp_speculator(f, tied=True), "speculator.proj.1.weight"),
         (lambda f: folders.eagle(f, file="model.safetensors"), "layers.0.self_attn.k_proj.weight"),
         (lambda f: folders.eagle(f, file="model.safetensors"), "layers.0.post_attention_layernorm.weight"),
@@ -165,6 +170,11 @@ def test_a_missing_tensor(tmp_path, make, name):
         (lambda f: folders.medusa(f, file="medusa_lm_head.safetensors"), "2.0.linear.weight", [H, 2 * H]),
         (lambda f: folders.medusa(f, file="medusa_lm_head.safetensors"), "2.1.weight", [V + 1, H]),
         (folders.mlp_speculator, "speculator.proj.1.weight", [24, 20]),
+        (folders.blockwise, "blockwise.hidden.bias", [21]),
+        (folders.blockwise, "blockwise.output.weight", [3 * H, 19]),
+        (lambda f: folders.hydra(f, file="model.safetensors"), "hydra_mlp.1.0.linear.weight", [H, 2 * H]),
+        (lambda f: folders.hydra(f, file="model.safetensors"), "hydra_lm_head.2.weight", [V + 1, H]),
+        (lambda f: folders.hydra(f, file="model.safetensors", rank=9), "hydra_reduce.2.weight", [9, 3 * H]),
         (lambda f: folders.eagle(f, file="model.safetensors"), "layers.0.mlp.down_proj.weight", [H, 3]),
         (lambda f: folders.eagle(f, file="model.safetensors"), "fc.weight", [H, H]),
         (folders.eagle3, "midlayer.self_attn.q_proj.weight", [H, H]),
@@ -440,3 +450,64 @@ def test_a_count_no_file_could_hold(tmp_path):
     folder = folders.medusa(tmp_path, file="medusa_lm_head.safetensors")
     folders.edit_tensors(folder, more={"999999999.0.linear.weight": torch.ones(H, H)})
     assert "is missing" in refusal(folder)
+
+
+@pytest.mark.usefixtures("unread")
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"hydra_head_arch": "cross-attn"}, "'cross-attn', which is not supported (its heads attend"),
+        ({"hydra_head_arch": "eagle-attn"}, "'eagle-attn', which is not supported (it is a decoder layer"),
+        ({"hydra_head_arch": "transformer"}, "'transformer', which is not supported (nothing of that name"),
+        ({"hydra_head_arch": ["mlp"]}, "['mlp'], which is not supported"),
+        ({"grounded_heads": False}, "not grounded"),
+        ({"hidden_state_offset": 13}, "0 to the 12 layers of the-target"),
+        ({"hidden_state_offset": -1}, "hidden_state_offset in config.json is -1"),
+        ({"hidden_state_offset": True}, "hidden_state_offset in config.json is True"),
+    ],
+)
+def test_hydra_heads_that_compute_something_else(tmp_path, config, said):
+    assert said in refusal(folders.hydra(tmp_path, **config))
+
+
+@pytest.mark.usefixtures("unread")
+def test_hydra_heads_without_matrices_that_nobody_said_were_borrowed(tmp_path):
+    folder = folders.hydra(tmp_path, own_head=False)
+    assert "hydra_lm_head.0.weight is missing" in refusal(folders.edit_config(folder, drop=("foredraft_lm_head",)))
+    whole = folders.hydra(tmp_path / "whole", file="model.safetensors", foredraft_lm_head="target")
+    torn = folders.edit_tensors(whole, drop=("hydra_lm_head.0.weight",))
+    assert "hydra_lm_head.0.weight is missing" in refusal(torn)
+
+
+@pytest.mark.usefixtures("unread")
+def test_hydra_heads_of_an_architecture_known_by_config_alone(tmp_path):
+    folder = folders.save(tmp_path, {"hydra_head_arch": "eagle-attn"}, {"fc.weight": torch.ones(H, 2 * H)})
+    assert "its hydra_head_arch is 'eagle-attn'" in refusal(folder)
+    nothing = folders.save(tmp_path / "b", {"hydra_num_heads": 4}, {"x": torch.ones(2)})
+    assert "hydra_mlp.0.0.linear.weight is missing" in refusal(nothing)
+
+
+@pytest.mark.usefixtures("unread")
+def test_a_count_of_hydra_heads_no_file_could_hold(tmp_path):
+    folder = folders.hydra(tmp_path, file="model.safetensors")
+    folders.edit_tensors(folder, more={"hydra_mlp.999999999.0.linear.weight": torch.ones(H, H)})
+    assert "is missing" in refusal(folder)
+
+
+@pytest.mark.usefixtures("unread")
+def test_blockwise_heads_of_another_number_than_config_says(tmp_path):
+    assert "says blockwise_num_heads 4, and the weights hold 3" in refusal(
+        folders.blockwise(tmp_path, blockwise_num_heads=4)
+    )
+    folder = folders.blockwise(tmp_path / "b")
+    text = refusal(folders.edit_tensors(folder, more={"blockwise.output.weight": torch.zeros(3 * H + 1, 20)}))
+    assert "has 97 rows and has to have 32 for every head" in text
+    empty = folders.edit_tensors(folder, more={"blockwise.output.weight": torch.zeros(0, 20)})
+    assert "has 0 rows" in refusal(empty)
+
+
+@pytest.mark.parametrize("name", ["blockwise.hidden.weight", "blockwise.output.weight"])
+@pytest.mark.usefixtures("unread")
+def test_blockwise_heads_that_are_torn(tmp_path, name):
+    folder = folders.edit_tensors(folders.blockwise(tmp_path), drop=(name,))
+    assert f"{name.removeprefix('blockwise.')} is missing" in refusal(folder)
