@@ -13,7 +13,7 @@ from foredraft import zoo
 from foredraft.completion import Completion, Delta
 from foredraft.controller import Adaptive, Fixed
 from foredraft.costs import CostCurve
-from foredraft.drafters.base import Context, Drafter, methods, parse, reads_model
+from foredraft.drafters.base import Context, Drafter, configured, meant_by, methods, reads_model
 from foredraft.drafters.overlay import Overlay
 from foredraft.drafters.prediction import Prediction
 from foredraft.engine.calibrate import pass_times
@@ -36,6 +36,7 @@ from foredraft.source import Seq2Seq
 from foredraft.verify import RULES
 
 DrafterSpec = None | str | dict[str, Any] | Drafter
+DEFAULT = "default"  # a drafter: the built-in one beside the built-in target, otherwise none
 AUTO = "auto"  # a draft length found by measurement...
 AUTO_TOKENS = 8  # ... and the longest it may be
 DraftLength = int | str | None
@@ -47,12 +48,12 @@ class LLM:
     """A target model with a drafter. `LLM()` alone is the built-in pair.
 
     model: a folder, a hub id, "builtin", "builtin-seq2seq", or a loaded transformers model; an encoder-decoder model
-    takes prompts as what its encoder reads. drafter: None (plain decoding), a method name, a dict with the keys of
-    vLLM's speculative_config, or a Drafter. verify: "auto" (a seeded or greedy request uses `match`, any other
-    `reject`) or a rule by name. fused: run recognised models as native code on CPU; None =
-    those loaded here; True = also one handed over, from a packed copy of its weights as they are now, or an error.
-    quantization: "int8" or "int4" weights on CPU, rounded from the ordinary ones while loading; the drafter has a
-    `quantization` of its own.
+    takes prompts as what its encoder reads. drafter: None (plain decoding), a method name, several as "a+b", "auto"
+    (the best there are), a dict with the keys of vLLM's speculative_config, or a Drafter. verify: "auto" (a seeded or
+    greedy request uses `match`, any other `reject`) or a rule by name. fused: run recognised models as native code on
+    CPU; None = those loaded here; True = also one handed over, from a packed copy of its weights as they are now, or an
+    error. quantization: "int8" or "int4" weights on CPU, rounded from the ordinary ones while loading; the drafter has
+    a `quantization` of its own.
     num_speculative_tokens: the longest draft; "auto": as long as measurement says it pays, at times not at all.
     Raises ForedraftError with one line that says what to do.
     """
@@ -60,7 +61,7 @@ class LLM:
     def __init__(
         self,
         model: str | Path | Any | None = None,
-        drafter: DrafterSpec = "auto",
+        drafter: DrafterSpec = DEFAULT,
         *,
         dtype: str | torch.dtype = "auto",
         quantization: str | None = None,
@@ -98,7 +99,7 @@ class LLM:
         self.target = adopt(loaded, name, is_fused, is_ours, quantization)
         self._grammars = Grammars(self.tokenizer, self.target.vocab_size)
         self._is_debug = is_debug
-        if drafter == "auto":
+        if drafter == DEFAULT:
             is_plain = self.builtin is None or model == zoo.FIRST
             drafter = None if is_plain else zoo.drafter_of(self.builtin or zoo.FIRST, methods())
         self._equip(drafter, num_speculative_tokens, verify)
@@ -265,7 +266,7 @@ class LLM:
         attach = getattr(self.drafter, "attach", None)
         if attach is not None:  # it drafts in the target's own memory
             attach(self.target)
-        self.is_adaptive = length is None and (self.drafter is None or self._drafter_name in methods())
+        self.is_adaptive = length is None and (self.drafter is None or isinstance(drafter, (str, dict)))
         limits = self.limits
         memory = getattr(self.drafter, "memory", None)
         per_token = self.target.bytes_per_token() + (0 if memory is None else memory.bytes_per_token)
@@ -307,17 +308,15 @@ class LLM:
             return spec, type(spec).__name__
         options = {"method": spec} if isinstance(spec, str) else dict(spec)
         method = options.pop("method", None)
-        known = methods()
-        if not isinstance(method, str) or method not in known:
-            raise ForedraftError(f"unknown method {method!r}; use none or one of {', '.join(sorted(known))}")
-        module = known[method]
         options.pop("num_speculative_tokens", None)
         model = options.pop("model", None)
-        if model is not None and not reads_model(module):
-            raise ForedraftError(f"the method {method} drafts from the text alone; leave its model {model!r} out")
-        context = self._context(method, model, num_tokens)
         try:
-            return module.create(parse(module.Config, options), context), method
+            module, implied = meant_by(method)
+            if model is not None and not reads_model(module):
+                raise ForedraftError(f"the method {method} drafts from the text alone; leave its model {model!r} out")
+            context = self._context(module.METHOD, model, num_tokens)
+            made: Drafter = module.create(configured(module, implied | options), context)
+            return made, str(getattr(made, "title", method))
         except ForedraftError:
             raise
         except (TypeError, ValueError) as error:
@@ -339,8 +338,13 @@ class LLM:
             dtype=self.target.model.dtype,
             device=self.target.device,
             fused=self.fused,
-            builtin=None if self.builtin is None else zoo.builtin_drafter(method, self.builtin),
+            builtin=self._builtin_drafter(method),
+            builtins={name: path for name in methods() if (path := self._builtin_drafter(name)) is not None},
+            guarded=lambda drafter: Guard(drafter, self.target.vocab_size),
         )
+
+    def _builtin_drafter(self, method: str) -> str | None:
+        return None if self.builtin is None else zoo.builtin_drafter(method, self.builtin)
 
 
 def _draft_length(spec: DrafterSpec, asked: DraftLength) -> int | None:

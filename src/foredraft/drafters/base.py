@@ -46,6 +46,21 @@ class Drafter(Protocol):
     def forget(self, slots: Sequence[int]) -> None: ...
 
 
+@runtime_checkable
+class TextPart(Protocol):
+    """What a composition asks of a drafter that needs nothing but the committed text. TextDrafter has it."""
+
+    def drafted(self, request: Request, budget: int) -> "Draft":
+        """The draft of one request, at most `budget` nodes."""
+
+    def weighed(self, request: Request) -> int:
+        """How much speaks for what was just drafted, from the committed text alone: the tokens of a match, say. Drafts
+        for which the same speaks are taken to be equally good; 0 = it cannot tell."""
+
+    def extended(self, request: Request, path: Sequence[int], budget: int) -> "Draft":
+        """Guesses below the last token of `path` (at least one token), as if that were committed too."""
+
+
 def methods() -> dict[str, ModuleType]:
     """Every method: a module of this package that has METHOD, Config and create."""
     import foredraft.drafters as package
@@ -58,20 +73,22 @@ def methods() -> dict[str, ModuleType]:
     return found
 
 
-def named(name: str) -> tuple[ModuleType, dict[str, Any]]:
+def meant_by(name: object) -> tuple[ModuleType, dict[str, Any]]:
     """The module that a method's name means, and the options that the name implies. Raises ValueError for a word that
     nobody knows.
 
     A module with `named(name) -> options or None` takes names beyond its METHOD: `a+b`, `auto`.
     """
     known = methods()
+    if not isinstance(name, str):
+        raise ValueError(f"unknown method {name!r}; give its name, or several as a+b")
     if name in known:
         return known[name], {}
     for module in known.values():
         implied = module.named(name) if hasattr(module, "named") else None
         if implied is not None:
             return module, implied
-    raise ValueError(f"unknown method {name!r}; use none, auto, several as a+b, or one of {', '.join(sorted(known))}")
+    raise ValueError(f"unknown method {name!r}; use none or one of {', '.join(sorted(known))}; auto, or several as a+b")
 
 
 def configured(method: ModuleType, options: dict[str, Any]) -> Any:

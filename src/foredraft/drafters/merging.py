@@ -101,7 +101,8 @@ def planted(batch: Batch, joints: Sequence[Joint]) -> TokenTree:
             if known < len(joint.tokens):
                 rows.append(some.new_zeros(len(joint.tokens) - known, some.shape[-1]))
             drawn += [*joint.drawn, *[0] * (len(joint.tokens) - known)]
-    return TokenTree(tokens, parents, torch.cat(rows), drawn=tuple(drawn))
+    q = rows[0] if len(rows) == 1 else torch.cat(rows)
+    return TokenTree(tokens, parents, q, drawn=tuple(drawn))
 
 
 def first_rows(batch: Batch, tree: TokenTree) -> list[int]:

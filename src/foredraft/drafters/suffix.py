@@ -27,6 +27,7 @@ from foredraft.tree import Commit, TokenTree
 
 METHOD = "suffix"
 READS_MODEL = False
+AUTO_RANK = 20  # among the methods that read nothing but the text; more is better
 
 # taken from every count of contexts of 1, 2, ... tokens, the last of all longer ones: least loss, in bits per token, on
 # greedy and sampled code of the built-in target; those published for the sequence memoizer on prose are much the same
@@ -65,6 +66,7 @@ class Reading:
     num_read: int = 0
     stored: dict[Section, tuple[int, Place]] = field(default_factory=dict)  # the version it was found in, and where
     filed: list[Place] = field(default_factory=list)
+    places: list[Place] = field(default_factory=list)  # of all sources, as they were read last
     matched: int = 0  # tokens of the longest match when it was last drafted for
     expected: float = 0.0  # tokens of that draft which should be accepted, going by its law
 
@@ -126,6 +128,25 @@ class Suffix:
             drafts[b] = self._draft(batch.requests[b], batch.budgets[b])
         return plant(batch, drafts)
 
+    def drafted(self, request: Request, budget: int) -> Draft:
+        self._settle()
+        return self._draft(request, budget)
+
+    def weighed(self, request: Request) -> int:
+        return self.matched(request.slot)
+
+    def extended(self, request: Request, path: Sequence[int], budget: int) -> Draft:
+        """By rank, whatever the sampling."""
+        config = self.config
+        places = self.make.follow(self._reading(request).places, list(path))
+        matched = max((place.length for place in places), default=0)
+        most = int(matched * config.tokens_per_match) + config.free_tokens
+        depth = min(self.num_tokens, request.room - len(path), most, budget)
+        if matched < config.min_match or depth < 1:
+            return Draft()
+        grown = self.make.draft(places, self.trust, Shape(depth, depth, 1, config.min_confidence, request.end_ids))
+        return Draft(tuple(grown.tokens), tuple(grown.parents))
+
     def observe(self, batch: Batch, commit: Commit) -> None:
         """Texts are read when they are drafted for; a store wants to know whose they are."""
         if self.store is not None:
@@ -158,6 +179,7 @@ class Suffix:
         reading = self._reading(request)
         places = reading.read(() if self.store is None else self.store.sections(request.salt))
         config = self.config
+        reading.places = places
         reading.matched, reading.expected = max(place.length for place in places), 0.0
         most = int(reading.matched * config.tokens_per_match) + config.free_tokens
         plan = self.plan.cut(min(self.num_tokens, request.room, most), budget, request.verify == "block")

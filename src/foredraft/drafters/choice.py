@@ -1,0 +1,205 @@
+"""Which parts of a composition draft for whom: the most expected tokens per second. Numbers alone.
+
+A step's value is (tokens it should win) - (seconds it adds) x (tokens per second made just now): what has a value above
+zero makes the rate better, and what has the largest makes it best, once the rate has settled (Dinkelbach's method). A
+part that every request shares one pass of is paid for once.
+
+A choice looks at earlier steps, at the committed text (what speaks for a text part's draft, and how long that is) and
+at nothing that is drawn in this step. So under rejection sampling it tells nothing of a draft.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from foredraft.drafters.base import Draft
+from foredraft.drafters.worth import Key, Trend, Worth, gain
+
+Mode = Literal["auto", "merge", "sequence"]
+MODES: tuple[Mode, ...] = ("auto", "merge", "sequence")
+ENOUGH = 3.0  # drafts of a part before its estimates are gone by
+SOONEST, LATEST = 32, 512  # steps without a part until it is tried again: twice as many each time it was not worth it
+LEAST = 4  # nodes below which it is not worth while to merge
+RATE_MEMORY = 32.0  # steps
+
+
+@dataclass(eq=False)
+class Use:
+    """What is known of a part that costs a pass of its own."""
+
+    index: int
+    most: int = 1 << 30  # nodes of a draft
+    cost: Trend = field(default_factory=lambda: Trend(is_proportional=True))  # seconds by depth
+    depths: dict[int, float] = field(default_factory=dict)  # nodes allowed -> how deep its drafts were
+    count: int = 0  # steps in which it was asked
+    idle: int = 0  # steps since
+    interval: int = SOONEST
+
+    @property
+    def key(self) -> Key:
+        return self.index, 0
+
+    def depth(self, nodes: int) -> float:
+        """How deep a draft of so many nodes should be."""
+        nodes = min(nodes, self.most)
+        return self.depths.get(nodes, float(nodes))
+
+    def saw(self, nodes: int, depth: int) -> None:
+        """What came of `nodes` that it was allowed."""
+        self.depths[nodes] = 0.8 * self.depth(nodes) + 0.2 * depth if nodes in self.depths else float(depth)
+
+
+@dataclass(slots=True)
+class Offer:
+    """A draft that is there already, of a part that reads nothing but the text."""
+
+    draft: Draft
+    key: Key
+    parts: tuple[int, ...]
+    size: int
+    depth: int
+    is_drawn: bool  # it has a q: its tokens may not be looked at
+    trial: int = -1  # its place among the drafts whose fate is counted
+    gain: float = 0.0
+
+
+@dataclass(slots=True)
+class Case:
+    """One request of a step."""
+
+    slot: int
+    budget: int
+    offers: list[Offer]  # the last one is all of them together, if they are guesses
+    may_merge: bool = True
+    may_merge_all: bool = True  # drafts of several parts that cost a pass: where they are guesses
+
+
+@dataclass(slots=True)
+class Plan:
+    """What one request gets: an offer, a part's own draft with so many nodes, or one tree of both."""
+
+    offer: Offer | None = None
+    nodes: int = 0  # for every part that is asked; 0 = none is
+    value: float = 0.0
+
+
+class Choice:
+    """Estimates, and what follows from them."""
+
+    def __init__(self, uses: Sequence[Use], mode: Mode) -> None:
+        self.uses, self.mode = uses, mode
+        self.worth = Worth()
+        self.passes = Trend(is_proportional=False)  # seconds of the target's pass by rows
+        self._tokens = self._seconds = 0.0
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second just now; 0 before anything is known."""
+        return self._tokens / self._seconds if self._seconds > 0.0 else 0.0
+
+    def passed(self, tokens: int, seconds: float) -> None:
+        """A whole step."""
+        fade = 1.0 - 1.0 / RATE_MEMORY
+        self._tokens, self._seconds = self._tokens * fade + tokens, self._seconds * fade + seconds
+
+    def best_offer(self, case: Case) -> Plan:
+        """Of what is there; none where nothing pays for its rows."""
+        best = Plan()
+        for offer in case.offers:
+            offer.gain = gain(self.worth.shares(case.slot, offer.key), offer.depth)
+            value = offer.gain - self._rows(offer.size)
+            if value > best.value or self.mode == "merge":
+                best = Plan(offer, 0, value)
+        return best
+
+    def choose(self, cases: Sequence[Case]) -> tuple[list[Use], list[Plan]]:
+        """The parts to ask in this step, and everybody's plan. The first of them is for all, the others are for those
+        that may have drafts of several merged."""
+        plans = [self.best_offer(case) for case in cases]
+        if self.mode == "merge":
+            return self._all(cases, plans)
+        chosen, most, best = None, 0.0, plans
+        for use in self.uses:
+            others = [self._with(case, use, plan) for case, plan in zip(cases, plans, strict=True)]
+            if self._is_due(use):
+                use.interval = min(2 * use.interval, LATEST)
+                return [use], others
+            wins = [other.value - plan.value for other, plan in zip(others, plans, strict=True)]
+            wanted = [other if win > 0.0 else plan for other, plan, win in zip(others, plans, wins, strict=True)]
+            deepest = max([use.depth(plan.nodes) for plan in wanted if plan.nodes], default=0.0)
+            won = sum([win for win in wins if win > 0.0]) - self.rate * use.cost.at(deepest)
+            if deepest and won > most:
+                chosen, most, best = use, won, wanted
+        if chosen is None:
+            return [], plans
+        chosen.interval = SOONEST
+        return [chosen], best
+
+    def _all(self, cases: Sequence[Case], plans: Sequence[Plan]) -> tuple[list[Use], list[Plan]]:
+        """Everybody drafts, the best part first; the nodes are shared out evenly."""
+        uses = sorted([use for use in self.uses if use.most], key=self._worth_all, reverse=True)
+        if not uses:
+            return [], list(plans)
+        found = []
+        for case, plan in zip(cases, plans, strict=True):
+            offer = plan.offer if case.may_merge and plan.offer is not None and not plan.offer.is_drawn else None
+            shares = (len(uses) if case.may_merge_all else 1) + (offer is not None)
+            found.append(Plan(offer, -(-case.budget // shares)))
+        return uses, found
+
+    def _worth_all(self, use: Use) -> float:
+        """To everybody, by what its drafts cost."""
+        if use.count < ENOUGH:
+            return float("inf")
+        depth = use.depth(use.most)
+        return gain(self.worth.shares(-1, use.key), depth) - self.rate * use.cost.at(depth)
+
+    def takes(self, slot: int, key: Key, reach: float, size: int) -> bool:
+        """Whether an extension of `size` nodes, reached with chance `reach`, pays for its rows."""
+        if self.worth.tries(key) < ENOUGH:
+            return True
+        return reach * gain(self.worth.shares(slot, key), size) > self._rows(size)
+
+    def asked(self, chosen: Sequence[Use]) -> None:
+        for use in self.uses:
+            is_asked = use in chosen
+            use.idle = 0 if is_asked else use.idle + 1
+            use.count += is_asked
+
+    def _is_due(self, use: Use) -> bool:
+        return use.most > 0 and (use.count < ENOUGH or use.idle >= use.interval)
+
+    def _rows(self, count: float) -> float:
+        """Tokens that could be made in the time that so many rows of the target's pass take."""
+        return self.rate * self.passes.slope * count
+
+    def _with(self, case: Case, use: Use, plan: Plan) -> Plan:
+        """The best plan in which a part drafts: alone, or beside the best offer."""
+        budget = min(case.budget, use.most)
+        shares = self.worth.shares(case.slot, use.key)
+        depth = use.depth(budget)
+        alone = Plan(None, budget, gain(shares, depth) - self._rows(depth))
+        offer = plan.offer
+        if offer is None or offer.is_drawn or not case.may_merge or self.mode == "sequence" or case.budget < LEAST:
+            return alone
+        beside = min(offer.size, case.budget // 2)
+        nodes = min(case.budget - beside, use.most)
+        depth = use.depth(nodes)
+        shares = self.worth.shares(case.slot, union(use, offer), *_either(shares, self._of(case, offer)))
+        value = gain(shares, max(depth, min(offer.depth, beside))) - self._rows(depth + beside)
+        merged = Plan(offer, nodes, value)
+        return merged if value > alone.value or self._is_due(use) else alone
+
+    def _of(self, case: Case, offer: Offer) -> tuple[float, float]:
+        return self.worth.shares(case.slot, offer.key)
+
+
+def union(use: Use, offer: Offer) -> Key:
+    """The estimate of a part's draft and an offer as one tree."""
+    return (use.index, *offer.parts), offer.key[1]
+
+
+def _either(a: tuple[float, float], b: tuple[float, float]) -> tuple[float, float]:
+    """Where nothing is known of both together: drafters are right and wrong at the same places, mostly."""
+    best = max(a, b, key=lambda shares: shares[0] * shares[1])
+    return best[0] + 0.25 * min(a[0], b[0]) * (1.0 - best[0]), best[1]
