@@ -40,7 +40,8 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 MAKERS: list[Callable[[Path], Path]] = [
-    folders.medusa, folders.mlp_speculator, folders.blockwise, folders.hydra, folders.eagle, folders.eagle3, folders.modelopt, folders.speculators,
+    folders.medusa, folders.mlp_speculator, folders.blockwise, folders.hydra,
+    folders.eagle, folders.eagle3, folders.modelopt, folders.speculators,
 ]  # fmt: skip
 
 
