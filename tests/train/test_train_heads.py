@@ -1,0 +1,77 @@
+"""Blockwise and Hydra heads, trained from a plan to a folder that drafts."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from train_fakes import plan, weights, write_ids
+
+import models_made
+from foredraft import LLM, Sampling
+from foredraft.drafters.training import LOSSES
+from foredraft.errors import ForedraftError
+from foredraft.train.plan import Evaluation
+from foredraft.train.run import train
+
+SMALL = {
+    "blockwise": {"heads": "3", "inner": "8"},
+    "hydra": {"heads": "3", "own_head": "false", "rank": "12"},
+}
+RECIPES = [
+    ("blockwise", {}),
+    ("blockwise", {"heads_per_step": "one"}),
+    ("hydra", {}),
+    ("hydra", {"own_head": "true", "rank": "None", "layers": "2"}),
+]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    models_made.llama().float().save_pretrained(tmp_path / "model")
+    write_ids(tmp_path)
+    return tmp_path
+
+
+def run(folder, method, settings, **more):
+    return train(replace(plan(folder, settings=SMALL[method] | settings, **more), method=method))
+
+
+@pytest.mark.parametrize(("method", "settings"), RECIPES)
+def test_a_run_that_was_stopped_ends_with_the_same_bits(folder, method, settings):
+    whole = run(folder, method, settings, out="whole")
+    assert not run(folder, method, settings, out="halves", max_steps=3).is_done
+    torch.rand(7)  # something else uses the generator in between
+    halves = run(folder, method, settings, out="halves")
+    a, b = weights(whole.folder), weights(halves.folder)
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("method", SMALL)
+def test_heads_learn_under_every_loss_and_draft(folder, method, loss):
+    asked = {"evaluation": Evaluation(prompts=3, tokens=16), "held_out_share": 0.2}
+    outcome = run(folder, method, {"loss": loss}, steps=30, batch_tokens=128, **asked)
+    rows = [json.loads(line) for line in (outcome.folder / "metrics.jsonl").read_text().splitlines()]
+    found = [row["loss"] for row in rows if "loss" in row]
+    assert found[-1] < found[0]
+    assert {"greedy", "sampled"} <= outcome.figures.keys()
+    llm = LLM(str(folder / "model"), {"method": method, "model": str(outcome.folder)})
+    (done,) = llm.generate([[5, 6, 7]], Sampling(max_tokens=12, temperature=0, ignore_eos=True))
+    assert done.stats.num_drafted > 0
+
+
+@pytest.mark.parametrize("method", SMALL)
+def test_heads_go_on_from_others(folder, method):
+    first = run(folder, method, {}, out="first").folder
+    second = run(folder, method, {}, out="second", start=str(first), learning_rate=1e-9, steps=1).folder
+    a, b = weights(first), weights(second)
+    assert all(torch.allclose(a[name], b[name], atol=1e-6) for name in a)
+
+
+def test_an_unknown_setting_is_answered_with_the_known_ones(folder):
+    with pytest.raises(ForedraftError, match=r"heads_per_step.*inner"):
+        run(folder, "blockwise", {"layers": "2"})
+    with pytest.raises(ForedraftError, match=r"own_head.*rank"):
+        run(folder, "hydra", {"inner": "2"})
