@@ -51,7 +51,6 @@ class Config:
     free_tokens: int = 2
     tree_nodes: int | None = None
     top_k: int | None = None
-    sharpness: float = 2.0  # where a draft is drawn, from the frequencies to this power
     store_tokens: int = 0
     store_tenants: int = 64
     files: str | tuple[str, ...] = ()
@@ -215,7 +214,7 @@ class Suffix:
         """[R, V] -inf for what was never seen here."""
         logits = torch.full((len(laws), self.vocab_size), -math.inf)
         for row, law in zip(logits, laws, strict=True):
-            row[law.tokens] = torch.tensor(law.chances, dtype=torch.float64).log().mul(self.config.sharpness).float()
+            row[law.tokens] = torch.tensor(law.chances, dtype=torch.float64).log().float()
         return logits.to(self.device)
 
 
@@ -227,8 +226,8 @@ def create(config: Config, context: Context) -> Suffix:
     for name, least in (("min_match", 1), ("free_tokens", 0), ("tokens_per_match", 0), ("store_tenants", 1)):
         if not getattr(config, name) >= least:
             raise ForedraftError(f"{name} must be at least {least}, got {getattr(config, name)}")
-    if not 0 < config.sharpness < math.inf or config.tokens_per_match == math.inf:
-        raise ForedraftError("sharpness and tokens_per_match must be positive and finite")
+    if config.tokens_per_match == math.inf:
+        raise ForedraftError("tokens_per_match must be finite; num_speculative_tokens bounds a draft in any case")
     if config.store_tokens and config.store_tokens < LEAST_STORE:
         raise ForedraftError(f"store_tokens must be 0 (none) or at least {LEAST_STORE}, got {config.store_tokens}")
     paths = (config.files,) if isinstance(config.files, str) else config.files
