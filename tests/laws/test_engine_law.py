@@ -20,7 +20,7 @@ from transformers import LlamaForCausalLM
 import models_made
 from foredraft import LLM, Sampling
 from foredraft.checkpoints.base import Checkpoint
-from foredraft.drafters import draft_model, eagle, medusa, mlp_speculator, ngram_lm
+from foredraft.drafters import blockwise, draft_model, eagle, hydra, medusa, mlp_speculator, ngram_lm
 from foredraft.drafters.base import Context, Drafter
 from foredraft.models.lm import HFModel
 from foredraft.sampling import History, distribution
@@ -82,6 +82,14 @@ def _speculator(**options: Any) -> Drafter:
     return _head(mlp_speculator, {"n_predict": 3, "inner": 12, "tied": False}, **options)
 
 
+def _blockwise(**options: Any) -> Drafter:
+    return _head(blockwise, {"heads": 3, "inner": 8}, **options)
+
+
+def _hydra(**options: Any) -> Drafter:
+    return _head(hydra, {"heads": 3, "own_head": False, "rank": 12}, **options)
+
+
 FREE = {"tree_nodes": 7, "top_k": 3}  # a tree of no fixed shape
 CASES = {
     "plain": (lambda: None, "reject"),
@@ -97,6 +105,8 @@ CASES = {
     "eagle free tree, reject": (lambda: _eagle(**FREE), "reject"),
     "medusa tree, reject": (lambda: _medusa(tree_nodes=7), "reject"),
     "mlp_speculator free tree, reject": (lambda: _speculator(**FREE), "reject"),
+    "blockwise, block": (_blockwise, "block"),
+    "hydra free tree, reject": (lambda: _hydra(**FREE), "reject"),
 }
 
 
