@@ -30,6 +30,7 @@ def attend(
     scale: float,
     sliding: int = 0,  # keys a row sees at most; 0 = all
     softcap: float = 0.0,  # 0 = none
+    bias: Tensor | None = None,  # [Hq, far + 1] float32: added for a key far, ... 1, 0 ranks back; the first beyond
 ) -> Tensor:
     """[T, Hq, D] float32, without a copy of any key. Raises ForedraftError where the kernels are not installed."""
     native = library()
@@ -49,6 +50,8 @@ def attend(
         sliding,
         scale,
         softcap,
+        None if bias is None else bias.data_ptr(),
+        0 if bias is None else bias.shape[1] - 1,
     )
     native.follow_threads()
     scratch = torch.empty(native.handle.fd_attend_scratch(job, rows.record), dtype=torch.uint8)
@@ -57,7 +60,14 @@ def attend(
 
 
 def attend_reference(
-    query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows, scale: float, sliding: int = 0, softcap: float = 0.0
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: PackedRows,
+    scale: float,
+    sliding: int = 0,
+    softcap: float = 0.0,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """The same, row by row in float64 torch."""
     shared = query.shape[1] // keys.shape[1]
@@ -68,5 +78,9 @@ def attend_reference(
         scores = torch.einsum("hd,lhd->hl", query[row].double(), k) * scale
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
+        if bias is not None:
+            far = bias.shape[1] - 1
+            back = torch.arange(len(slots) - 1, -1, -1).clamp_max(far)
+            scores = scores + bias[:, far - back]
         out.append(torch.einsum("hl,lhd->hd", scores.softmax(-1), v))
     return torch.stack(out).float()

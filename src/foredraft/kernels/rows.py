@@ -76,14 +76,22 @@ class PackedRows:
         return cls._of(numbers, counts, page_size, lists[6], lists[7])
 
     @classmethod
+    def held(cls, numbers: Tensor, counts: Sequence[int], page_size: int, longest: int) -> "PackedRows":
+        """From lists end to end, for a caller that knows how far the row sees that sees most."""
+        return cls._at(numbers, counts, page_size, longest)
+
+    @classmethod
     def _of(
         cls, numbers: Tensor, counts: Sequence[int], page_size: int, start: list[int], tail: list[int]
     ) -> "PackedRows":
+        return cls._at(numbers, counts, page_size, max(map(int.__add__, start, tail)))
+
+    @classmethod
+    def _at(cls, numbers: Tensor, counts: Sequence[int], page_size: int, longest: int) -> "PackedRows":
         address, places = numbers.data_ptr(), []
         for count in counts:
             places.append(address)
             address += 4 * count
-        longest = max(map(int.__add__, start, tail))
         return cls(Rows(counts[0], page_size, counts[8], longest, *places), numbers, tuple(counts))
 
     def slots(self, row: int) -> list[int]:

@@ -14,15 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from foredraft.errors import ForedraftError
-from foredraft.kernels.arena import Arena
-from foredraft.kernels.cpu.library import library
-from foredraft.kernels.linear import KINDS
 from foredraft.kernels.quantize import packers
 from foredraft.kv.pool import KVPool
 from foredraft.models import encdec_bart, encdec_t5
-from foredraft.models.encdec_attention import NativeSight, Sight
-from foredraft.models.encdec_decoder import AnyProduct, NativeProduct, Product, Stack
+from foredraft.models.encdec_attention import Sight
+from foredraft.models.encdec_decoder import Product, Stack
 from foredraft.models.encdec_encoder import Encoder
+from foredraft.models.encdec_fused import FusedPair, why_not
 from foredraft.models.encdec_memory import DecoderPool, SourceMemory
 from foredraft.models.lm import HFModel
 from foredraft.models.packed import check, packed
@@ -39,6 +37,7 @@ class EncoderDecoder(HFModel):
 
     stack: Stack = field(kw_only=True)
     encoder: Encoder = field(kw_only=True)
+    native: FusedPair | None = field(kw_only=True, default=None)
     sources: SourceMemory = field(init=False)
     _measured: Source | None = None
 
@@ -57,28 +56,29 @@ class EncoderDecoder(HFModel):
         examine_pair(model, name, (*encdec_t5.FAMILIES, *encdec_bart.FAMILIES))
         count = sum(p.numel() for p in model.parameters())
         family = encdec_t5 if model.config.model_type in encdec_t5.FAMILIES else encdec_bart
-        plain = family.stack(model, lambda modules: Product(modules, is_ours=False))
-        compare_decoders(model, name, partial(_logits, plain, model.dtype))
-        is_native = model.device.type == "cpu" and library() is not None and model.dtype in KINDS and is_fused
-        if is_native or quantization is not None:
-            stack = _native(family.stack(model, _packing(quantization, is_ours)))
+        stack = family.stack(model, lambda modules: Product(modules, is_ours=False))
+        compare_decoders(model, name, partial(_logits, stack, model.dtype))
+        why, fused = why_not(model, stack), None
+        if quantization is not None and why is not None:
+            raise ForedraftError(f"{name} cannot be quantised: it cannot run as native code ({why})")
+        if why is None and (is_fused or quantization is not None):
+            fused = FusedPair.of(model, stack, *packers(quantization), is_ours)
             if is_ours:
                 packed(model.get_encoder(), quantization, True)
-        else:
-            stack = family.stack(model, partial(_product, is_ours=is_ours)) if is_ours else plain
-        numbers = 2 * len(stack.blocks) * stack.shape.heads * stack.shape.head_dim
+        elif is_ours:
+            stack = family.stack(model, lambda modules: Product(modules, is_ours=True))
+        is_native = fused is not None
         # a token of KV memory is one of the text and one of a source
-        return cls(
-            model, name, KVPool(is_native), 2 * numbers, count, stack=stack, encoder=Encoder(model, not is_native)
-        )
+        numbers = 4 * len(stack.blocks) * stack.shape.heads * stack.shape.head_dim
+        encoder = Encoder(model, is_padded=not is_native)
+        return cls(model, name, KVPool(is_native), numbers, count, stack=stack, encoder=encoder, native=fused)
 
     def sibling(self) -> "EncoderDecoder":
         return replace(self)
 
     @property
     def vocab_size(self) -> int:
-        weights = self.stack.head.product
-        return weights.packed.n if isinstance(weights, NativeProduct) else len(weights.dense)
+        return len(self.stack.head.product.dense)
 
     @property
     def context_length(self) -> int:
@@ -127,46 +127,26 @@ class EncoderDecoder(HFModel):
         if len(given) < len(window.spans):
             raise ForedraftError(f"{self.name} is an encoder-decoder model: every request needs a source")
         places = self.sources.places(given)
-        make = NativeSight if self.pool.is_native else Sight
-        stack, dtype = self.stack, self.model.dtype
-        sight = make(stack.shape, window, self.pool, self.sources, places, stack.biases, dtype)
-        logits, features = stack.forward(
-            window.tokens[0], window.positions[0], sight.own, sight.cross, taps, window.logit_rows
-        )
+        stack, dtype, tokens, positions = self.stack, self.model.dtype, window.tokens[0], window.positions[0]
+        if self.native is not None:
+            inputs = stack.embed(tokens, positions)
+            logits, features = self.native.forward(window, inputs, self.pool, self.sources, places, taps)
+        else:
+            sight = Sight(stack.shape, window, self.pool, self.sources, places, stack.biases, dtype)
+            logits, features = stack.forward(tokens, positions, sight.own, sight.cross, taps, window.logit_rows)
         return logits, None if features is None else features.to(dtype)
 
     def _read(self, sources: Sequence[Source]) -> tuple[list[tuple[Tensor, Tensor]], list[int]]:
         """Keys and values of every layer [T, H, D] of the sources in turn, and their lengths."""
         states, lengths = self.encoder.states(sources)
+        if self.native is not None:
+            return self.native.read(states), lengths
         sizes = (2, self.stack.shape.heads, self.stack.shape.head_dim)
         dtype, made = self.model.dtype, []
         for block in self.stack.blocks:
             keys, values = block.cross_kv(states).to(dtype).view(-1, *sizes).unbind(1)
             made.append((keys, values))
         return made, lengths
-
-
-def _product(modules: Sequence[nn.Linear], is_ours: bool) -> AnyProduct:
-    return Product(modules, is_ours)
-
-
-def _packing(quantization: str | None, is_ours: bool) -> Callable[[Sequence[nn.Linear]], AnyProduct]:
-    pack, pack_head = packers(quantization)
-    arena = Arena()
-
-    def join(modules: Sequence[nn.Linear]) -> AnyProduct:
-        is_head = len(modules) == 1 and modules[0].out_features > 8 * modules[0].in_features
-        # the matrix of the logits may be that of the embeddings
-        return NativeProduct.of(modules, pack_head if is_head else pack, arena, is_ours and not is_head)
-
-    return join
-
-
-def _native(stack: Stack) -> Stack:
-    norm = None if stack.norm is None else stack.norm.in_float32()
-    biases = None if stack.biases is None else tuple(table.float() for table in stack.biases)
-    blocks = tuple(block.in_float32() for block in stack.blocks)
-    return replace(stack, blocks=blocks, norm=norm, biases=biases, has_float32_rows=True)
 
 
 def _logits(stack: Stack, dtype: torch.dtype, tokens: Tensor, states: Tensor) -> Tensor:

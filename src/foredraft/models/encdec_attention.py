@@ -1,8 +1,5 @@
-"""The two attentions of a decoder layer: over the text so far, with a bias by distance where the model has one, and
-over the source.
-
-On CPU in bfloat16 and float32 both are native: every row finds its keys through a page table, whatever else is in the
-pass. Elsewhere the groups of the window are padded and masked for torch's attention.
+"""The two attentions of a decoder layer on torch's operators: over the text so far, with a bias by distance where the
+model has one, and over the source. The groups of the window are padded and masked.
 """
 
 from collections.abc import Sequence
@@ -12,11 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from foredraft.kernels.attention import attend
-from foredraft.kernels.rows import PackedRows
 from foredraft.kv.pool import KVPool
 from foredraft.models.encdec_decoder import Shape
-from foredraft.models.encdec_memory import PAGE, Place, SourceMemory
+from foredraft.models.encdec_memory import Place, SourceMemory
 from foredraft.models.window import Group, Window
 
 
@@ -100,37 +95,6 @@ class Sight:
             is_ragged = any(place.length < longest for place in places)
             found.append((slots.to(device), mask.to(device) if is_ragged else None))
         return found
-
-
-class NativeSight(Sight):
-    """The same by the native kernel, row by row."""
-
-    def own(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if self.biases is not None:
-            return super().own(layer, q, k, v)
-        window = self.window
-        keys, values = self.pool.write(layer, window.write, k.to(self.dtype), v.to(self.dtype), window.num_slots)
-        return attend(q, keys, values, window.packed, self.shape.scale).flatten(1)
-
-    def cross(self, layer: int, q: Tensor) -> Tensor:
-        keys, values = self.memory.pool.layers[layer]
-        return attend(q, keys, values, self._source_rows, self.shape.scale).flatten(1)
-
-    @cached_property
-    def _source_rows(self) -> PackedRows:
-        """Every row sees the whole source of its request and nothing of the text."""
-        pages: list[int] = []
-        page_at: list[int] = []
-        length: list[int] = []
-        for span, place in zip(self.window.spans, self.places, strict=True):
-            n = len(span.tokens)
-            page_at += [len(pages)] * n
-            length += [place.length] * n
-            pages += place.pages
-        nothing = [0] * len(length)
-        lists = [nothing, nothing, pages, page_at, [], nothing, length, nothing, []]
-        numbers = torch.tensor([number for each in lists for number in each], dtype=torch.int32)
-        return PackedRows.of(numbers, [len(each) for each in lists], PAGE)
 
 
 def _gather(held: Tensor, slots: Tensor | slice) -> Tensor:

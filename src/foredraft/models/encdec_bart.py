@@ -29,6 +29,7 @@ def stack(model: Any, join: Join) -> Stack:
         is_gated=False,
         norms_after=config.model_type in NORMS_AFTER,
         activation=activation_of(config.activation_function, first.activation_fn),
+        activation_name=config.activation_function,
     )
     blocks = tuple(_block(layer, join) for layer in decoder.layers)
     last = getattr(decoder, "layer_norm", None)

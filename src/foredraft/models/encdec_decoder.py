@@ -14,10 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from foredraft.kernels.arena import Arena
-from foredraft.kernels.cpu.library import library
 from foredraft.kernels.linear import PackedWeight
-from foredraft.kernels.linear import linear as native_linear
-from foredraft.kernels.quantize import multiply
 from foredraft.models.window import NORMED
 
 Packer = Callable[[Tensor, Tensor | None, Arena], PackedWeight]
@@ -47,9 +44,6 @@ class Norm:
         bias = module.bias.detach() if isinstance(module, nn.LayerNorm) else None
         return cls(module.weight.detach(), bias, float(eps))
 
-    def in_float32(self) -> "Norm":
-        return Norm(self.weight.float(), None if self.bias is None else self.bias.float(), self.eps)
-
     def __call__(self, x: Tensor) -> Tensor:
         if self.bias is not None:
             return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
@@ -65,6 +59,7 @@ class Product:
     """
 
     def __init__(self, modules: Sequence[nn.Linear], is_ours: bool) -> None:
+        self._modules = modules
         has_bias = any(module.bias is not None for module in modules)
         self.bias: Tensor | None = None
         self.weights = [module.weight.detach() for module in modules]
@@ -91,32 +86,14 @@ class Product:
         """[n, k]"""
         return self.weights[0] if len(self.weights) == 1 else torch.cat(self.weights)
 
-
-class NativeProduct:
-    """The same by the native kernel: rows in float32, and a row's bits do not depend on the others."""
-
-    def __init__(self, packed: PackedWeight) -> None:
-        self.packed = packed
-
-    @classmethod
-    def of(cls, modules: Sequence[nn.Linear], pack: Packer, arena: Arena, is_ours: bool) -> "NativeProduct":
-        product = Product(modules, is_ours=False)
-        made = cls(pack(product.dense, product.bias, arena))
-        if is_ours:  # its modules will not run again
-            for module in modules:
-                module.weight = nn.Parameter(module.weight.new_empty(0), requires_grad=False)
-        return made
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return native_linear(x, self.packed) if library() is not None else multiply(x, self.packed)
-
-    @property
-    def dense(self) -> Tensor:
-        return self.packed.unpacked()
+    def release(self) -> None:
+        """Give up the weights: the numbers are somewhere else, and its modules will not run again."""
+        for module in self._modules:
+            module.weight = nn.Parameter(module.weight.new_empty(0), requires_grad=False)
+        self.weights = []
 
 
-AnyProduct = Product | NativeProduct
-Join = Callable[[Sequence[nn.Linear]], AnyProduct]
+Join = Callable[[Sequence[nn.Linear]], Product]
 
 
 @dataclass(frozen=True)
@@ -124,20 +101,15 @@ class Block:
     """One decoder layer."""
 
     own_norm: Norm
-    qkv: AnyProduct  # of the text so far
-    own_out: AnyProduct
+    qkv: Product  # of the text so far
+    own_out: Product
     cross_norm: Norm
-    query: AnyProduct  # of the source, whose keys and values `cross_kv` makes once
-    cross_kv: AnyProduct
-    cross_out: AnyProduct
+    query: Product  # of the source, whose keys and values `cross_kv` makes once
+    cross_kv: Product
+    cross_out: Product
     inner_norm: Norm
-    wide: AnyProduct  # gate and value side by side where it is gated
-    narrow: AnyProduct
-
-    def in_float32(self) -> "Block":
-        norms = [norm.in_float32() for norm in (self.own_norm, self.cross_norm, self.inner_norm)]
-        parts = (self.qkv, self.own_out), (self.query, self.cross_kv, self.cross_out), (self.wide, self.narrow)
-        return Block(norms[0], *parts[0], norms[1], *parts[1], norms[2], *parts[2])
+    wide: Product  # gate and value side by side where it is gated
+    narrow: Product
 
 
 @dataclass(frozen=True)
@@ -150,6 +122,7 @@ class Shape:
     is_gated: bool
     norms_after: bool
     activation: Activation
+    activation_name: str
 
 
 # (layer, queries [T, H, D] of the text so far or of the source) -> [T, H * D]
@@ -161,7 +134,7 @@ Cross = Callable[[int, Tensor], Tensor]
 class Head:
     """Logits of normalised states."""
 
-    product: AnyProduct
+    product: Product
     scale: float = 1.0  # of the states
     bias: Tensor | None = None  # [V]
 
@@ -181,14 +154,12 @@ class Stack:
     head: Head
     # buckets by distance [far + 1, H] of every layer, or of all; None where positions are embedded
     biases: tuple[Tensor, ...] | None = None
-    has_float32_rows: bool = False  # between native products
 
     def forward(
         self, tokens: Tensor, positions: Tensor, own: Own, cross: Cross, taps: tuple[int, ...], logit_rows: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """Logits [R, V] and the tapped states [T, F], of packed rows."""
         x = self.embed(tokens, positions)
-        x = x.float() if self.has_float32_rows else x
         seen = {0: x}
         for i, block in enumerate(self.blocks):
             x = self._layer(i, block, x, own, cross)

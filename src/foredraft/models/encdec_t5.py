@@ -23,6 +23,7 @@ def stack(model: Any, join: Join) -> Stack:
         is_gated=bool(config.is_gated_act),
         norms_after=False,
         activation=activation_of(config.dense_act_fn, feed.act),
+        activation_name=config.dense_act_fn,
     )
     embedding = decoder.embed_tokens
 

@@ -259,7 +259,7 @@ class Packing:
         return self._joined(_stacked, linears)
 
     def interleaved(self, *linears: Any) -> Weight:
-        return self._joined(_interleaved, linears)
+        return self._joined(interleaved, linears)
 
     def _joined(self, join: Callable[[Sequence[Tensor]], Tensor], linears: Sequence[Any]) -> Weight:
         bias = None
@@ -289,7 +289,7 @@ def _stacked(blocks: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(blocks))
 
 
-def _interleaved(pair: Sequence[Tensor]) -> Tensor:
+def interleaved(pair: Sequence[Tensor]) -> Tensor:
     """16 rows of gate, 16 rows of up, and so on; rows of zeros fill the last."""
     missing = -len(pair[0]) % LANES
     padded = [torch.cat([half, half.new_zeros(missing, half.shape[1])]).view(-1, LANES, half.shape[1]) for half in pair]

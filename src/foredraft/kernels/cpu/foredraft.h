@@ -8,7 +8,7 @@
 #define FD_PANEL 32 /* outputs whose weights lie together */
 
 enum { FD_BF16, FD_F32, FD_INT8, FD_INT4 };
-enum { FD_SILU, FD_GELU_TANH };
+enum { FD_SILU, FD_GELU_TANH, FD_RELU, FD_GELU }; /* gates know the first two */
 enum { FD_EMBEDDED, FD_JOINED, FD_PAIRED }; /* how the residual stream begins: fd_model.front */
 enum { FD_NORMED = -1 }; /* the boundary after the final norm; the others count layers */
 
@@ -70,7 +70,39 @@ typedef struct {
     float *out; /* [rows, heads, head_dim] */
     int32_t heads, kv_heads, head_dim, has_bf16_kv, sliding;
     float scale, softcap;
+    const float *bias; /* [heads, far + 1] or NULL: added for a key `far`, far - 1, ... 0 ranks back; first for all beyond */
+    int32_t far;
 } fd_attention;
+
+typedef struct {
+    const float *weight, *shift; /* [hidden]; without a shift no mean is taken off */
+} fd_norm;
+
+/* A decoder layer that also reads a source: pair.h. */
+typedef struct {
+    fd_norm own_norm, cross_norm, inner_norm;
+    fd_weight qkv, out, query, cross_out, wide, narrow; /* wide: as gate_up where it is gated */
+    const float *bias;                                  /* as in fd_attention */
+} fd_pair_layer;
+
+typedef struct {
+    int32_t layers, hidden, heads, head_dim, inner, activation, is_gated, norms_after, has_bf16_kv, far;
+    float eps, scale, logit_scale;
+    fd_norm norm; /* the last; its weight may be NULL */
+    const fd_pair_layer *layer;
+    fd_weight head;
+} fd_pair;
+
+typedef struct {
+    void *const *keys, *const *values;             /* [layers] of [slots, heads, head_dim] */
+    void *const *cross_keys, *const *cross_values; /* the same, of sources */
+    const int32_t *taps;                           /* [num_taps] boundaries */
+    int32_t num_taps;
+    const float *inputs; /* [rows, hidden] embedded */
+    float *features;     /* [rows, num_taps * hidden] */
+    float *logits;       /* [num_logits, V] */
+    char *scratch;
+} fd_pair_pass;
 
 typedef struct {
     const fd_weight *weight;
@@ -104,6 +136,8 @@ typedef struct {
     int64_t (*attention_scratch)(const fd_attention *, const fd_window *, int threads);
     void (*attention)(const fd_attention *, const fd_window *, char *scratch);
     uint32_t (*read)(const void *, int64_t bytes);
+    int64_t (*pair_scratch)(const fd_pair *, const fd_window *, const fd_window *sources, int threads);
+    void (*pair_forward)(const fd_pair *, const fd_window *, const fd_window *sources, const fd_pair_pass *);
 } fd_kernels;
 
 #endif

@@ -1,6 +1,7 @@
 /* Everything that depends on the instruction set. Compiled once for each, with FD_ISA its name. */
 #include "attention.h"
 #include "linear.h"
+#include "pair.h"
 #include "stack.h"
 
 #define JOIN(a, b) a##b
@@ -78,4 +79,4 @@ static uint32_t read_through(const void *from, int64_t bytes) {
 }
 
 const fd_kernels NAME(FD_ISA) = {STRING(FD_ISA), stack_scratch, forward, linear_scratch, linear, attention_bytes,
-                                 attention, read_through};
+                                 attention, read_through, pair_scratch, pair_forward};

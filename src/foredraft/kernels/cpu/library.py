@@ -109,6 +109,41 @@ class Attention(ctypes.Structure):
         *((name, c_int32) for name in "heads kv_heads head_dim has_bf16_kv sliding".split()),
         ("scale", c_float),
         ("softcap", c_float),
+        ("bias", c_void_p),
+        ("far", c_int32),
+    )
+
+
+class Norm(ctypes.Structure):
+    _fields_ = (("weight", c_void_p), ("shift", c_void_p))
+
+
+class PairLayer(ctypes.Structure):
+    _fields_ = (
+        *((name, Norm) for name in "own_norm cross_norm inner_norm".split()),
+        *((name, Weight) for name in "qkv out query cross_out wide narrow".split()),
+        ("bias", c_void_p),
+    )
+
+
+class Pair(ctypes.Structure):
+    """fd_pair: the decoder of an encoder-decoder model."""
+
+    _fields_ = (
+        *((name, c_int32) for name in "layers hidden heads head_dim inner activation".split()),
+        *((name, c_int32) for name in "is_gated norms_after has_bf16_kv far".split()),
+        *((name, c_float) for name in "eps scale logit_scale".split()),
+        ("norm", Norm),
+        ("layer", POINTER(PairLayer)),
+        ("head", Weight),
+    )
+
+
+class PairPass(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in "keys values cross_keys cross_values taps".split()),
+        ("num_taps", c_int32),
+        *((name, c_void_p) for name in "inputs features logits scratch".split()),
     )
 
 
@@ -122,7 +157,7 @@ class Product(ctypes.Structure):
     )
 
 
-RECORDS = (Weight, Rows, Layer, Model, Pass, Attention, Product)
+RECORDS = (Weight, Rows, Layer, Model, Pass, Attention, Product, PairLayer, Pair, PairPass)
 
 
 @dataclass(frozen=True)
@@ -252,6 +287,10 @@ def _declare(handle: ctypes.CDLL) -> None:
     handle.fd_attend_scratch.restype = c_int64
     handle.fd_attend.argtypes = [POINTER(Attention), POINTER(Rows), c_void_p]
     handle.fd_attend.restype = None
+    handle.fd_pair_scratch.argtypes = [POINTER(Pair), POINTER(Rows), POINTER(Rows)]
+    handle.fd_pair_scratch.restype = c_int64
+    handle.fd_pair_forward.argtypes = [POINTER(Pair), POINTER(Rows), POINTER(Rows), POINTER(PairPass)]
+    handle.fd_pair_forward.restype = None
     handle.fd_read.argtypes = [c_void_p, c_int64]
     handle.fd_read.restype = c_uint32
 

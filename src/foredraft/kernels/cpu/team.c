@@ -232,8 +232,15 @@ int64_t fd_attend_scratch(const fd_attention *a, const fd_window *w) {
 }
 void fd_attend(const fd_attention *a, const fd_window *w, char *scratch) { chosen->attention(a, w, scratch); }
 uint32_t fd_read(const void *from, int64_t bytes) { return chosen->read(from, bytes); }
+int64_t fd_pair_scratch(const fd_pair *m, const fd_window *w, const fd_window *sources) {
+    return chosen->pair_scratch(m, w, sources, num_threads);
+}
+void fd_pair_forward(const fd_pair *m, const fd_window *w, const fd_window *sources, const fd_pair_pass *p) {
+    chosen->pair_forward(m, w, sources, p);
+}
 int64_t fd_sizeof(int what) {
     const int64_t sizes[] = {sizeof(fd_weight), sizeof(fd_window),    sizeof(fd_layer), sizeof(fd_model),
-                             sizeof(fd_pass),   sizeof(fd_attention), sizeof(fd_product)};
+                             sizeof(fd_pass),   sizeof(fd_attention), sizeof(fd_product),
+                             sizeof(fd_pair_layer), sizeof(fd_pair), sizeof(fd_pair_pass)};
     return what < (int)(sizeof sizes / sizeof *sizes) ? sizes[what] : 0;
 }
