@@ -3,15 +3,26 @@
 A new method adds one entry here; `tests/laws/test_lossless.py` fails until it does.
 """
 
+import itertools
 from dataclasses import dataclass
-from typing import Protocol
+from functools import cache
+from typing import Any, Protocol
 
 import torch
 
 import heads_made
 import models_made
-from foredraft import LLM
+import vocab_made
+from foredraft import LLM, Sampling
+from foredraft.drafters import aggressive
 from foredraft.drafters.base import Context, Drafter, methods
+from foredraft.drafters.follower import Follower
+from foredraft.request import Request
+from foredraft.drafters.choice import Mode
+from foredraft.drafters.composed import Composed
+from foredraft.drafters.growth import TreeOptions
+from foredraft.drafters.parts import Part
+from foredraft.engine.guard import Guard
 from heads_made import Head
 
 
@@ -40,6 +51,15 @@ def _draft_tree(num_tokens: int, llm: LLM | None = None) -> Drafter:
     return models_made.draft_model(num_tokens, FIXED[:num_tokens])
 
 
+def _translated(vocab: str, **options: Any) -> Make:
+    """A draft of another vocabulary."""
+
+    def make(num_tokens: int, llm: LLM | None = None) -> Drafter:
+        return vocab_made.drafter(vocab, num_tokens, TreeOptions(**options))
+
+    return make
+
+
 def _created(method: str, **options: object) -> Make:
     def make(num_tokens: int, llm: LLM | None = None) -> Drafter:
         module = methods()[method]
@@ -61,6 +81,32 @@ def _early_exit(**options: object) -> Make:
     return make
 
 
+@cache
+def _edited(prompt: tuple[int, ...]) -> tuple[int, ...]:
+    """What the target says after a prompt, with tokens exchanged and left out."""
+    room = models_made.CONTEXT - len(prompt) - 1
+    sampling = Sampling(max_tokens=min(60, room), temperature=0, ignore_eos=True)
+    tokens = models_made.plain().generate([list(prompt)], sampling)[0].token_ids
+    return tuple(5 if i % 6 == 4 else token for i, token in enumerate(tokens) if i % 7 != 6)
+
+
+def _copying(**options: object) -> Make:
+    """From a source beside the prompt, or from a prompt that has it behind it."""
+
+    def make(num_tokens: int, llm: LLM | None = None) -> Drafter:
+        config = aggressive.Config(**options)  # type: ignore[arg-type]
+
+        def follow(request: Request) -> Follower:
+            source = _edited(tuple(request.prompt))
+            if config.source == "prompt":
+                return Follower.lost(source, request.prompt, config.tokens_per_match)
+            return Follower(source, per_match=config.tokens_per_match)
+
+        return aggressive.Aggressive(config, num_tokens, follow)
+
+    return make
+
+
 def _tree(head: Head, **options: object) -> Made:
     def make(num_tokens: int, llm: LLM | None = None) -> Drafter:
         return head.drafter(num_tokens, llm, tree_nodes=3 * num_tokens, **options)
@@ -75,16 +121,37 @@ def _fixed_tree(head: Head) -> Made:
     return Made(make, is_chain=False)
 
 
+def _composed(mode: Mode, *names: str, is_chain: bool = True) -> Made:
+    """Other entries together. Its clock counts how often it was looked at, so that every run makes the same choices."""
+
+    def make(num_tokens: int, llm: LLM | None = None) -> Drafter:
+        made = {name: MADE[name].make(num_tokens, llm) for name in names}
+        parts = [Part(name, drafter, Guard(drafter, models_made.VOCAB)) for name, drafter in made.items()]
+        ticks = itertools.count()
+        return Composed(parts, mode, " + ".join(names), clock=lambda: 1e-3 * next(ticks))
+
+    return Made(make, is_chain)
+
+
 MADE: dict[str, Made] = {
+    "compose": _composed("auto", "ngram", "draft_model"),
+    "compose, merged": _composed("merge", "suffix", "eagle3"),
+    "compose, merged trees": _composed("merge", "ngram, branches", "medusa, tree", is_chain=False),
+    "compose, two memories": _composed("merge", "eagle", "draft_model"),
+    "compose, sequence": _composed("sequence", "ngram_lm", "mlp_speculator"),
     "blockwise": Made(heads_made.BLOCKWISE.drafter),
     "chimera": Made(heads_made.CHIMERA.drafter),
     "chimera, tree": _tree(heads_made.CHIMERA, top_k=3),
     "chimera, fixed tree": _fixed_tree(heads_made.CHIMERA),
     "chimera, one tap": Made(heads_made.CHIMERA_ONE_TAP.drafter),
-    "aggressive": Made(_created("aggressive")),
-    "aggressive, branches": Made(_created("aggressive", branches=3, tokens_per_match=2), is_chain=False),
+    "aggressive": Made(_copying()),
+    "aggressive, branches": Made(_copying(branches=3, tokens_per_match=2), is_chain=False),
+    "aggressive, prompt": Made(_copying(source="prompt")),
     "draft_model": Made(_draft_model),
     "draft_model, tree": Made(_draft_tree, is_chain=False),
+    "draft_model, slem": Made(_translated("slem")),
+    "draft_model, tli": Made(_translated("tli")),
+    "draft_model, tli tree": Made(_translated("tli", tree_nodes=8, top_k=3), is_chain=False),
     "eagle": Made(heads_made.EAGLE.drafter),
     "eagle, tree": _tree(heads_made.EAGLE, top_k=3),
     "eagle, fixed tree": _fixed_tree(heads_made.EAGLE),

@@ -24,6 +24,7 @@ from foredraft.models.lm import HFModel
 from foredraft.models.window import Window
 from kernels.running import EACH_SET, NATIVE, WAYS, running
 from methods_made import FIXED, MADE, missing
+from vocab_made import TRANSLATED
 
 pytestmark = NATIVE
 PROMPTS: list[list[int]] = [
@@ -67,7 +68,7 @@ def draft_lm(dtype: torch.dtype) -> HFModel:
 def drafter(name: str, num_tokens: int, dtype: torch.dtype) -> Drafter:
     """As the laws make it; a draft model of this type of its own, its trees wide at the root."""
     method, _, variant = name.partition(", ")
-    if method != "draft_model":
+    if method != "draft_model" or name in TRANSLATED:
         return MADE[name].make(num_tokens, plain(dtype))
     context = Context(vocab_size=models_made.VOCAB, num_tokens=num_tokens, dtype=dtype)
     return DraftModel(

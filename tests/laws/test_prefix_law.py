@@ -13,6 +13,7 @@ from foredraft import LLM, Completion, ForedraftError, Sampling
 from foredraft.llm import MemoryLimits
 from foredraft.request import RequestOptions
 from methods_made import MADE
+from vocab_made import TRANSLATED
 
 BASE = [61, 62, 63, 64, 61, 62, 50, 50, 5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 33, 44]
 PROMPTS = [
@@ -28,7 +29,8 @@ SAMPLINGS = {
     "greedy": Sampling(max_tokens=14, temperature=0, ignore_eos=True),
     "sampled": Sampling(max_tokens=14, temperature=0.6, top_p=0.9, seed=11, ignore_eos=True, n=2),
 }
-ON_PAGES = [name for name in MADE if name.split(",")[0] in ("draft_model", "eagle", "eagle3", "chimera")]
+METHODS_ON_PAGES = ("draft_model", "eagle", "eagle3", "chimera")
+ON_PAGES = [name for name in MADE if name.split(",")[0] in METHODS_ON_PAGES and name not in TRANSLATED]
 LIMITS = MemoryLimits(kv_tokens=4000, page_size=4)
 APART = replace(LIMITS, prefix_cache=False)
 

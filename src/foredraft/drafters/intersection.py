@@ -38,7 +38,8 @@ class Pair:
         found: dict[int, int | bytes | None] = {}
         for name, token in target.controls.items():
             own = draft.controls.get(name)
-            found[token] = name.encode() if own is None else own
+            text = None if token in target.silent else name.encode()
+            found[token] = text if own is None else own
         if target.bos is not None:
             found[target.bos] = draft.bos
         if target.eos is not None:  # after the beginning: many models have one token for both

@@ -38,6 +38,10 @@ class Vocabulary(Protocol):
     def bos(self) -> int | None: ...
 
     @property
+    def silent(self) -> frozenset[int]:
+        """Control tokens that say nothing: padding, the unknown, the beginning of a text."""
+
+    @property
     def opening(self) -> tuple[int, ...]:
         """What every text begins with."""
 
@@ -65,6 +69,8 @@ class TokenizerVocabulary:
                 found[i] = literal[i].encode() if i in literal else spell(i, name)
         self.spelt = found
         self.eos, self.bos = _within(tokenizer.eos_token_id, size), _within(tokenizer.bos_token_id, size)
+        silent = (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id)
+        self.silent = frozenset(i for i in silent if i is not None and i != self.eos)
         self.opening = _opening(tokenizer, self.eos)
         self.ids = _by_bytes(names, found)
         if not self.ids:
