@@ -333,3 +333,17 @@ def speculators(folder: Path, ids: list[int] | None = None, kind: str = "eagle3"
     config |= {name: inner.pop(name) for name in moved if name in inner}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def chimera(folder: Path, *, taps: tuple[int, ...] = (1, -1), heads: int = 2, **config: Any) -> Path:
+    """As `foredraft train chimera` writes it."""
+    g = torch.Generator().manual_seed(8)
+    tensors = {"trigram.weight": rand(g, H, 3 * H), "join.weight": rand(g, H, 2 * H), "norm.weight": near_one(g, H)}
+    if len(taps) > 1:
+        tensors["fc.weight"] = rand(g, H, len(taps) * H)
+    for i in range(heads):
+        tensors |= {f"heads.{i}.weight": rand(g, H, 2 * H), f"heads.{i}.bias": rand(g, H)}
+    norms = ("input_layernorm", "post_attention_layernorm")
+    tensors |= {f"layers.0.{name}": value for name, value in layer(g, H, norms).items()}
+    said = {"architectures": ["ChimeraModel"], "model_type": "chimera", "target_layer_taps": list(taps)}
+    return save(folder, LLAMA | said | config, tensors)

@@ -160,6 +160,7 @@ def test_eagle3_of_every_writer(tmp_path, make, whole):
         (folders.hydra, "hydra", "hydra"),
         (folders.eagle, "eagle", "eagle"),
         (folders.eagle3, "eagle3", "eagle3"),
+        (folders.chimera, "chimera", "chimera"),
         (folders.speculators, "eagle3", "speculators"),
     ],
 )

@@ -30,6 +30,8 @@ from foredraft.errors import ForedraftError
         lambda f: folders.modelopt(f, fc=False),
         lambda f: folders.speculators(f, [1, 2, 3], rope_scaling={"rope_type": "linear", "factor": 4.0}),
         lambda f: folders.eagle3(f, head=False, whole=True),
+        lambda f: folders.chimera(f, heads=3),
+        lambda f: folders.chimera(f, taps=(-1,), heads=1, rope_scaling={"rope_type": "linear", "factor": 4.0}),
     ],
 )
 def test_what_is_written_reads_back_the_same(tmp_path, make):

@@ -113,5 +113,6 @@ def _linears(modules: nn.ModuleList) -> list[Any]:
 
 def trigrams(tokens: Tensor) -> Tensor:
     """[B, L, 3] from [B, L]: every token with the two before it, oldest first; the first stands for what is missing."""
-    before = [torch.cat([tokens[:, :1].expand(-1, n), tokens[:, : tokens.shape[1] - n]], 1) for n in (2, 1)]
-    return torch.stack([*before, tokens], -1)
+    before = torch.arange(1 - READ, 1, device=tokens.device)
+    places = torch.arange(tokens.shape[1], device=tokens.device)[:, None] + before
+    return tokens[:, places.clamp_min(0)]

@@ -1,0 +1,290 @@
+"""Chimera: what is drafted is what the formulas say, over memory that is read in piece by piece; native as plain."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import models_made
+from checkpoints import straight
+from checkpoints.straight import Numbers
+from foredraft.checkpoints.base import Checkpoint, ChimeraShape
+from foredraft.drafters import chimera
+from foredraft.drafters.base import Context
+from foredraft.drafters.chimera import Chimera
+from foredraft.drafters.chimera_network import ChimeraNetwork, trigrams
+from foredraft.drafters.chimera_training import TrainConfig, steps, trainee
+from foredraft.drafters.growth import Plan
+from foredraft.drafters.training import TargetLaw, Trace
+from foredraft.errors import ForedraftError
+from foredraft.kernels.cpu.library import library
+from foredraft.kv.blocks import PageAllocator
+from foredraft.models.block import BlockShape
+from foredraft.models.lm import HFModel
+from foredraft.models.window import NORMED
+from foredraft.request import Batch, Request
+from foredraft.sampling import Sampling
+from foredraft.tree import Commit
+
+BLOCK = BlockShape(hidden=32, intermediate=48, heads=4, kv_heads=2, head_dim=8)
+NUMBERS = Numbers(eps=BLOCK.eps, theta=10000.0)
+GREEDY = Sampling(max_tokens=64, temperature=0, ignore_eos=True)
+SHAPES = {
+    "two taps": ChimeraShape(BLOCK, models_made.VOCAB, (1, NORMED), num_heads=3),
+    "one tap, one head": ChimeraShape(replace(BLOCK, has_qkv_bias=True), models_made.VOCAB, (2,), num_heads=1),
+}
+
+
+@cache
+def network(name: str) -> ChimeraNetwork:
+    """Weights so large that no two tokens are alike to it."""
+    made = ChimeraNetwork(SHAPES[name], models_made.plain().target)
+    torch.manual_seed(5)
+    for key, parameter in made.named_parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.4)
+        elif "norm" in key:
+            nn.init.uniform_(parameter, 0.5, 1.5)
+        else:
+            nn.init.normal_(parameter, std=0.3)
+    made.double().eval().requires_grad_(False)
+    return made
+
+
+def drafter(name: str, plan: Plan) -> Chimera:
+    target = models_made.plain().target
+    context = Context(vocab_size=target.vocab_size, target=target, dtype=torch.float64)
+    return Chimera(network(name), plan, context)
+
+
+def formula(name: str, text: Sequence[int], states: Tensor, path: Sequence[int]) -> list[Tensor]:
+    """Logits [V] after the root and after every token of a path below it, straight from the weights: states [n, F] of
+    all tokens of the text but the last."""
+    w = network(name).state_dict()
+    rows, lm_head = models_made.target().model.embed_tokens.weight, models_made.target().lm_head.weight
+    tokens, n = [*text, *path], len(text) - 1
+    true = states[:n] @ w["fc.weight"].T if "fc.weight" in w else states[:n]
+    x = []
+    for i, token in enumerate(tokens):
+        read = [tokens[max(i - 2, 0)], tokens[max(i - 1, 0)], token]
+        state = true[i] if i < n else straight.silu(w["trigram.weight"] @ rows[read].flatten())
+        x.append(w["join.weight"] @ torch.cat([rows[token], state]))
+    h = torch.stack(x)
+    h = h + straight.attention(w, "layers.0.self_attn", _rms(h, w["layers.0.input_layernorm.weight"]), NUMBERS)
+    h = h + straight.mlp(w, "layers.0.mlp", _rms(h, w["layers.0.post_attention_layernorm.weight"]))
+    found = []
+    for depth in range(len(path) + 1):
+        head = min(depth, SHAPES[name].num_heads - 1)
+        pair = torch.cat([h[n + depth], true[n - 1]])
+        z = h[n + depth] + straight.silu(w[f"heads.{head}.weight"] @ pair + w[f"heads.{head}.bias"])
+        found.append(lm_head @ _rms(z, w["norm.weight"]))
+    return found
+
+
+def _rms(x: Tensor, weight: Tensor) -> Tensor:
+    return straight.rms(x, weight, BLOCK.eps)
+
+
+class Played:
+    """Texts that a target commits piece by piece, with states that are noise: only who reads what matters."""
+
+    def __init__(self, made: Chimera, count: int) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.drafter = made
+        self.texts = [torch.randint(0, models_made.VOCAB, (70,), generator=generator).tolist() for _ in range(count)]
+        self.features = torch.randn(count, 70, 32 * len(made.taps), generator=generator, dtype=torch.float64)
+        allocator = PageAllocator(64, 16)
+        self.requests = []
+        for slot, text in enumerate(self.texts):
+            pages: list[int] = []
+            allocator.grow(pages, 100)
+            self.requests.append(Request(slot, text[:1], GREEDY, seed=0, pages=pages))
+
+    def batch(self, budget: int) -> Batch:
+        return Batch(tuple(self.requests), tuple(1 for _ in self.requests), tuple(budget for _ in self.requests))
+
+    def commit(self, *counts: int) -> None:
+        """The target keeps so many more positions of every text."""
+        starts = [r.computed for r in self.requests]
+        tokens = [text[s + 1 : s + 1 + n] for text, s, n in zip(self.texts, starts, counts, strict=True)]
+        rows = torch.zeros(len(counts), max(counts), self.features.shape[-1], dtype=torch.float64)
+        for b, (start, n) in enumerate(zip(starts, counts, strict=True)):
+            rows[b, :n] = self.features[b, start : start + n]
+        self.drafter.observe(self.batch(0), Commit.of([list(range(n)) for n in counts], tokens, features=rows))
+        for r, new, n in zip(self.requests, tokens, counts, strict=True):
+            r.output += new
+            r.computed += n
+
+    def drafts(self, budget: int) -> list[list[int]]:
+        return [row[1:] for row in self.drafter.propose(self.batch(budget)).token_lists]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_chain_is_what_the_formulas_say(name: str) -> None:
+    """A state at the wrong position, a stale draft left in memory, or the head of another depth changes some token."""
+    played = Played(drafter(name, Plan.of(5)), 3)
+    for counts in ((1, 5, 20), (1, 1, 3), (4, 1, 1), (2, 9, 2)):
+        played.commit(*counts)
+        for r, states, drafted in zip(played.requests, played.features, played.drafts(5), strict=True):
+            assert len(drafted) == 5
+            rows = formula(name, r.tokens, states, drafted[:-1])
+            assert drafted == [int(row.argmax()) for row in rows], f"after {r.num_tokens} tokens"
+
+
+@pytest.mark.parametrize("plan", [Plan.of(4, 14, 3), Plan.of(4, branching=(3, 2, 1, 2))], ids=["dynamic", "fixed"])
+def test_every_path_of_a_tree_is_what_a_chain_would_be(plan: Plan) -> None:
+    """A branch that saw its sibling, or the trigram of another path, would not."""
+    played = Played(drafter("two taps", plan), 2)
+    played.commit(12, 1)
+    played.drafts(40)
+    played.commit(2, 1)
+    tree = played.drafter.propose(played.batch(40))
+    for b, r in enumerate(played.requests):
+        assert max(tree.depths[b]) > 2
+        for node in range(1, len(tree.token_lists[b])):
+            path = tree.path(b, node)
+            order = formula("two taps", r.tokens, played.features[b], path[:-1])[-1].topk(3).indices.tolist()
+            parent = tree.parent_lists[b][node]
+            place = [child for child in tree.children[b][parent] if child <= node]
+            assert path[-1] == order[len(place) - 1], f"node {node}"
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_training_sees_what_drafting_does(name: str) -> None:
+    made, played = network(name), Played(drafter(name, Plan.of(4)), 1)
+    played.commit(18)
+    [drafted], [request] = played.drafts(4), played.requests
+    tokens = torch.tensor([[*request.tokens, *drafted]])
+    states = torch.cat([played.features[:, :18], torch.zeros(1, 4, played.features.shape[-1]).double()], 1)
+    trace = Trace(tokens, states, TargetLaw.of(torch.zeros(1, 22, 2)), torch.ones_like(tokens, dtype=torch.bool))
+    rows = formula(name, request.tokens, played.features[0], drafted[:-1])
+    for step, row in zip(steps(made, trace, 4), rows, strict=True):
+        assert torch.allclose(step.logits[0, 17], row, atol=1e-4)  # its softmax is in float32
+        assert int(step.tokens[0, 17]) == drafted[step.index]
+
+
+def test_the_first_token_stands_for_those_before_it() -> None:
+    assert trigrams(torch.tensor([[7, 8, 9, 10]])).tolist() == [[[7, 7, 7], [7, 7, 8], [7, 8, 9], [8, 9, 10]]]
+    assert trigrams(torch.tensor([[7]])).tolist() == [[[7, 7, 7]]]
+
+
+def test_a_stretch_without_drafts_costs_no_pass_and_the_next_draft_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """States are put off; read in together with the root they are what they would have been one by one."""
+    made, always = drafter("two taps", Plan.of(4)), drafter("two taps", Plan.of(4))
+    played, drafted = Played(made, 2), Played(always, 2)
+    passes = []
+    forward = made.lm.forward
+    monkeypatch.setattr(made.lm, "forward", lambda *args: passes.append(1) or forward(*args))
+    for counts in ((5, 9), *[(1, 1)] * 20, (3, 2)):
+        played.commit(*counts)
+        drafted.commit(*counts)
+        drafted.drafts(4)
+    assert not passes
+    assert played.drafts(4) == drafted.drafts(4)
+    assert len(passes) == 4, "one for what was put off and the root, and one for each level but the first"
+    assert played.drafts(4) == drafted.drafts(4), "again with nothing put off"
+
+
+@torch.inference_mode()  # as the engine runs it, for `settle` brings its own
+def test_what_is_put_off_is_bounded_and_settles_by_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = drafter("two taps", Plan.of(3))
+    played = Played(made, 2)
+    played.commit(15, 16)
+    made.settle([0, 1])
+    assert made.memory.valid == {1: 16}
+    assert (made.memory.lookahead, made.memory.is_rereadable) == (0, False)
+    monkeypatch.setattr(chimera, "PENDING", 8)
+    played.commit(1, 7)
+    played.commit(1, 1)
+    assert made.memory.valid == {0: 16, 1: 24}
+    assert {slot: len(pending.tokens) for slot, pending in made._pending.items()} == {0: 1}
+    made.forget([0, 1])
+    assert not made.memory.valid
+    assert played.drafts(3) == [[], []]
+
+
+def test_a_gap_in_what_was_seen_ends_drafting_for_that_text_alone() -> None:
+    made = drafter("two taps", Plan.of(3))
+    played = Played(made, 2)
+    played.commit(8, 8)
+    played.requests[0].computed += 1  # a position that the drafter never saw
+    played.requests[0].output.append(3)
+    played.commit(2, 2)
+    first, second = played.drafts(3)
+    assert first == []
+    assert len(second) == 3
+
+
+@pytest.mark.skipif(library() is None, reason="no native kernels here")
+@pytest.mark.parametrize("taps", [(1, NORMED), (NORMED,)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_native_passes_give_the_numbers_of_plain_ones(taps: tuple[int, ...], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    target = HFModel.adopt(models_made.llama(hidden=128).to(dtype), "wide", True, is_ours=False)
+    assert target.fused is not None
+    torch.manual_seed(1)
+    block = BlockShape(hidden=128, intermediate=96, heads=4, kv_heads=2, head_dim=32)
+    made = ChimeraNetwork(ChimeraShape(block, target.vocab_size, taps, 2), target)
+    checkpoint = Checkpoint("chimera", "Chimera", "random heads", made.shape, made.state_dict())
+    found = []
+    for fused in (True, False):
+        context = Context(target.vocab_size, target, 4, dtype=dtype, fused=fused)
+        drafting = chimera.from_checkpoint(chimera.Config(), checkpoint, context)
+        assert (drafting.lm.fused is not None) == fused
+        allocator, pages = PageAllocator(8, 16), []
+        allocator.grow(pages, 60)
+        request = Request(0, list(range(5, 25)), GREEDY, seed=0, pages=pages)
+        states = torch.randn(1, 20, 128 * len(taps), generator=torch.Generator().manual_seed(2)).to(dtype)
+        batch = Batch((request,), (20,), (4,))
+        drafting.observe(batch, Commit.of([list(range(20))], [[*range(6, 25), 33]], features=states))
+        request.output.append(33)
+        request.computed = 20
+        seen: list[Tensor] = []
+        drafting.heads.output = _kept(drafting.heads.output, seen)
+        tree = drafting.propose(Batch((request,), (1,), (4,)))
+        assert len(tree.token_lists[0]) == 5
+        found.append((seen[0].float(), seen[1].float(), tree.token_lists[0]))
+    (root, second, tokens), (plain_root, plain_second, plain_tokens) = found
+    tolerance = 1e-3 if dtype == torch.float32 else 0.06
+    assert (root - plain_root).abs().max() < tolerance * plain_root.abs().max()
+    if tokens[1] == plain_tokens[1]:
+        assert (second - plain_second).abs().max() < tolerance * plain_second.abs().max()
+    assert dtype == torch.bfloat16 or tokens == plain_tokens
+
+
+def _kept(call, seen):
+    def keeping(states: Tensor) -> Tensor:
+        seen.append(call(states))
+        return seen[-1]
+
+    return keeping
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"taps": ()}, "different boundaries"),
+        ({"taps": (1, 1)}, "different boundaries"),
+        ({"taps": (3,)}, "between 1 and 2"),
+        ({"heads": 0}, "steps and heads"),
+        ({"steps": 0}, "steps and heads"),
+        ({"decay": 0.0}, "decay"),
+        ({"intermediate": 0}, "intermediate"),
+        ({"loss": "mse"}, "unknown loss"),
+    ],
+)
+def test_options_that_make_no_heads_are_refused(options: dict[str, object], says: str) -> None:
+    with pytest.raises(ForedraftError, match=says):
+        trainee(TrainConfig(**options), models_made.plain().target)  # type: ignore[arg-type]
+
+
+def test_training_begins_at_the_size_of_what_the_head_reads() -> None:
+    """The target's final norm is where its scale is, whatever the target keeps it as."""
+    target = models_made.plain().target
+    made = trainee(TrainConfig(taps=(NORMED,)), target).network
+    assert torch.allclose(made.norm.weight.double(), models_made.target().model.norm.weight.double(), atol=1e-6)
+    encoded = made.trigram(made.embedded(trigrams(torch.randint(0, models_made.VOCAB, (4, 30)))).flatten(-2))
+    assert 0.7 < float(encoded.detach().std()) < 1.4
