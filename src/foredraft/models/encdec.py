@@ -5,7 +5,7 @@ values of it are kept as long as somebody holds the source. The decoder runs by 
 transformers' forward has no place for the positions of a tree.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any

@@ -1,0 +1,238 @@
+"""Encoder-decoder models give the text that transformers' own generate() gives, whatever the batch and the draft."""
+
+import gc
+from dataclasses import replace
+from typing import Any
+
+import pairs_made
+import pytest
+import torch
+from pairs_made import FAMILIES, pair, reference, sources
+
+from foredraft import LLM, MemoryLimits, RequestOptions, Sampling, Seq2Seq
+from foredraft.errors import ForedraftError
+from foredraft.kernels.cpu.library import library
+from foredraft.models.encdec import EncoderDecoder
+from foredraft.models.window import NORMED, Span, Window
+from foredraft.source import Source
+
+GREEDY = Sampling(temperature=0.0, max_tokens=24)
+VARIANTS = [
+    *((family, {}) for family in FAMILIES),
+    ("t5", {"feed_forward_proj": "gated-gelu"}),
+    ("t5", {"tie_word_embeddings": False}),
+    ("bart", {"scale_embedding": True}),
+    ("marian", {"scale_embedding": True, "activation_function": "swish"}),
+]
+names = [family + "".join(f"-{value}" for value in options.values()) for family, options in VARIANTS]
+
+
+def window(sizes: list[int], given: list[Source], start: int = 0, parents: list[int] | None = None) -> Window:
+    generator = torch.Generator().manual_seed(5)
+    spans = []
+    for i, (size, source) in enumerate(zip(sizes, given, strict=True)):
+        tokens = torch.randint(4, pairs_made.VOCAB, (size,), generator=generator).tolist()
+        spans.append(Span(list(range(1 + 10 * i, 11 + 10 * i)), start, tokens, range(size), parents, 0, source))
+    return Window.build(spans, range(sum(sizes)), 16, "cpu")
+
+
+def source_of(prompt: Any) -> Source:
+    return Source(features=prompt.features) if isinstance(prompt, Seq2Seq) else Source(tokens=tuple(prompt))
+
+
+@pytest.mark.parametrize(("family", "options"), VARIANTS, ids=names)
+def test_greedy_text_is_that_of_transformers(family: str, options: dict[str, Any]) -> None:
+    model = pair(family, **options)
+    prompts = sources(family)
+    wanted = [reference(model, prompt, GREEDY.max_tokens) for prompt in prompts]
+    for drafter in (None, "ngram"):
+        completions = LLM(model, drafter, is_debug=True).generate(prompts, GREEDY)
+        assert [completion.token_ids for completion in completions] == wanted
+    assert len({tuple(text) for text in wanted}) > 1, "the sources make no difference"
+
+
+@pytest.mark.skipif(library() is None, reason="no native kernels")
+@pytest.mark.parametrize(("family", "options"), VARIANTS, ids=names)
+def test_the_native_pass_is_the_same_model(family: str, options: dict[str, Any]) -> None:
+    model = pair(family, **options).float()
+    torch_lm = EncoderDecoder.adopt(model, "torch")
+    native = EncoderDecoder.adopt(model, "native", is_fused=True)
+    assert native.native is not None
+    given = [source_of(prompt) for prompt in sources(family, (5, 11, 7))]
+    taps = (0, 1, 2, NORMED)
+    with torch.inference_mode():
+        logits, features = torch_lm.forward(window([4, 40, 9], given), taps)
+        ours, seen = native.forward(window([4, 40, 9], given), taps)
+    assert features is not None and seen is not None
+    torch.testing.assert_close(ours, logits, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(seen, features, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.skipif(library() is None, reason="no native kernels")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_a_native_row_does_not_depend_on_the_others(family: str, dtype: torch.dtype) -> None:
+    lm = EncoderDecoder.adopt(pair(family).to(dtype), family, is_fused=True)
+    given = [source_of(prompt) for prompt in sources(family, (5, 11, 7))]
+    with torch.inference_mode():
+        together, _ = lm.forward(window([4, 40, 9], given))
+        lm.pool.clear()
+        offset = 0
+        for span in window([4, 40, 9], given).spans:
+            alone = []
+            for i, token in enumerate(span.tokens):
+                one = Span(span.pages, i, [token], [0], None, 0, span.source)
+                alone.append(lm.forward(Window.build([one], [0], 16, "cpu"))[0])
+            assert torch.equal(torch.cat(alone), together[offset : offset + len(span.tokens)])
+            offset += len(span.tokens)
+
+
+@pytest.mark.parametrize("is_native", [False, True])
+@pytest.mark.parametrize("family", ["t5", "umt5", "bart"])
+def test_a_branch_of_a_tree_is_computed_as_if_it_were_the_text(family: str, is_native: bool) -> None:
+    if is_native and library() is None:
+        pytest.skip("no native kernels")
+    model = pair(family)
+    lm = EncoderDecoder.adopt(model.float() if is_native else model, family, is_fused=is_native)
+    source = source_of(sources(family)[0])
+    tokens, parents = [9, 10, 11, 12, 13, 14], [-1, 0, 0, 1, 2, 4]
+    depths = [0, 1, 1, 2, 2, 3]
+    with torch.inference_mode():
+        tree = Span([1, 2], 0, tokens, depths, parents, 0, source)
+        logits, _ = lm.forward(Window.build([tree], range(6), 16, "cpu"))
+        for node in range(6):
+            path = [node]
+            while parents[path[0]] >= 0:
+                path.insert(0, parents[path[0]])
+            text = Span([3], 0, [tokens[i] for i in path], range(len(path)), None, 0, source)
+            alone, _ = lm.forward(Window.build([text], [len(path) - 1], 16, "cpu"))
+            torch.testing.assert_close(alone[0], logits[node], rtol=1e-9, atol=0 if is_native else 1e-9)
+
+
+@pytest.mark.parametrize("options", [{}, {"branching": (2, 2, 1)}, {"branching": (3, 1)}])
+def test_a_smaller_pair_drafts_and_the_text_stays(options: dict[str, Any]) -> None:
+    prompts = sources("t5")
+    drafter = pairs_made.draft_model(6 if options else 3, **options)
+    llm = LLM(pairs_made.t5(), drafter, is_debug=True)
+    wanted = [reference(pairs_made.t5(), prompt, GREEDY.max_tokens) for prompt in prompts]
+    completions = llm.generate(prompts, GREEDY)
+    assert [c.token_ids for c in completions] == wanted
+    assert sum(c.stats.num_accepted for c in completions) > 0
+    seeded = Sampling(temperature=1.0, max_tokens=24, seed=7, n=2)
+    plain = pairs_made.plain().generate(prompts, seeded)
+    assert [c.token_ids for c in llm.generate(prompts, seeded)] == [c.token_ids for c in plain]
+
+
+def test_a_draft_may_have_other_dimensions() -> None:
+    small = pair("t5", seed=3, layers=1, width=16)
+    llm = LLM(pairs_made.t5(), pairs_made.draft_model(3, model=small), is_debug=True)
+    prompts = sources("t5")
+    plain = pairs_made.plain().generate(prompts, GREEDY)
+    assert [c.token_ids for c in llm.generate(prompts, GREEDY)] == [c.token_ids for c in plain]
+
+
+def test_preempted_and_recomputed_requests_keep_their_source() -> None:
+    prompts = sources("t5", (5, 11, 7, 20, 9, 13))
+    sampling = replace(GREEDY, max_tokens=60, ignore_eos=True)
+    limits = MemoryLimits(kv_tokens=16 * 14, max_batch=6)
+    llm = LLM(pairs_made.t5(), pairs_made.draft_model(3), limits=limits, is_debug=True)
+    wanted = pairs_made.plain().generate(prompts, sampling)
+    assert [c.token_ids for c in llm.generate(prompts, sampling)] == [c.token_ids for c in wanted]
+    assert llm.engine.scheduler.num_preempted > 0
+
+
+def test_what_a_source_takes_is_freed_with_its_requests() -> None:
+    llm = LLM(pairs_made.t5(), pairs_made.draft_model(3), is_debug=True)
+    memories = [llm.target.sources, llm.drafter.lm.sources]  # type: ignore[attr-defined]
+    stream = llm.stream(sources("t5"), replace(GREEDY, n=2, ignore_eos=True))
+    for _ in range(12):
+        next(stream)
+    assert [memory.num_held for memory in memories] == [4, 4], "samples of one prompt share its source"
+    stream.close()  # aborts
+    llm.engine.tried = ()
+    gc.collect()
+    assert [memory.num_held for memory in memories] == [0, 0]
+
+
+def test_idle_sources_give_way_and_are_read_again() -> None:
+    model = pairs_made.t5()
+    llm = LLM(model, None, limits=MemoryLimits(kv_tokens=64, max_batch=2), is_debug=True)
+    prompts = sources("t5", (20, 18, 30, 25, 16))
+    held = [llm.prepare(prompt, GREEDY)[0].request.source for prompt in prompts]
+    memory = llm.target.sources  # type: ignore[attr-defined]
+    with torch.inference_mode():
+        first = [llm.target.forward(window([4], [source]))[0] for source in held]  # type: ignore[list-item]
+        assert memory.num_slots <= 64 + 2 * 16 and memory.num_held < 5
+        again = [llm.target.forward(window([4], [source]))[0] for source in held]  # type: ignore[list-item]
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_pages_are_shared_among_requests_of_one_source_only() -> None:
+    llm = LLM(pairs_made.t5(), None, is_debug=True)
+    prefix = list(range(4, 44))
+    one, other = sources("t5", (9, 9))
+    sampling = replace(GREEDY, max_tokens=8, ignore_eos=True)
+    wanted = llm.with_drafter(None).generate([Seq2Seq(other, prefix)], sampling)[0].token_ids
+
+    def hits() -> int:
+        return llm.engine.scheduler.prefix_hits
+
+    llm.generate([Seq2Seq(one, prefix)], sampling)
+    assert hits() == 0
+    assert llm.generate([Seq2Seq(other, prefix)], sampling)[0].token_ids == wanted and hits() == 0
+    llm.generate([Seq2Seq(list(one), prefix)], sampling)
+    assert hits() == 32
+    options = RequestOptions(salt=b"another tenant")
+    assert llm.prepare(Seq2Seq(one, prefix), sampling, options)[0].request.salt != b"another tenant"
+
+
+def test_what_the_configuration_forces_is_part_of_the_decoders_prompt() -> None:
+    model = pair("bart", ids={"forced_bos_token_id": 7})
+    prompts = sources("bart")
+    wanted = [reference(model, prompt, 12) for prompt in prompts]
+    completions = LLM(model, None).generate(prompts, replace(GREEDY, max_tokens=11))
+    assert [c.prompt_token_ids for c in completions] == [[pairs_made.START, 7]] * 4
+    assert [[7, *c.token_ids] for c in completions] == wanted
+    own = LLM(model, None).generate(Seq2Seq(prompts[0], prefix=[9, 8]), GREEDY)[0]
+    assert own.prompt_token_ids == [pairs_made.START, 9, 8]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ([], "empty"),
+        (Seq2Seq(()), "empty"),
+        ([4, 61], "outside the vocabulary of 61"),
+        (Seq2Seq([4], prefix=[99]), "outside the vocabulary of 61"),
+        (Seq2Seq([4], features=torch.zeros(8, 60)), "a source or features, not both"),
+        (Seq2Seq(features=torch.zeros(8, 60)), "reads text"),
+        ([4] * 20000, "encoder takes 16384"),
+        ("text", "no tokenizer"),
+    ],
+)
+def test_prompts_that_are_refused(prompt: Any, words: str) -> None:
+    with pytest.raises(ForedraftError, match=words):
+        pairs_made.plain().generate(prompt if isinstance(prompt, Seq2Seq) else [prompt], GREEDY)
+
+
+def test_sound_is_refused_by_its_shape() -> None:
+    llm = LLM(pair("whisper"), None)
+    with pytest.raises(ForedraftError, match=r"shape \[8, 60\], got \[8, 61\]"):
+        llm.generate(Seq2Seq(features=torch.zeros(8, 61)), GREEDY)
+    with pytest.raises(ForedraftError, match="reads sound"):
+        llm.generate([[4, 5]], GREEDY)
+
+
+def test_a_model_of_another_kind_says_so() -> None:
+    import transformers as hf
+
+    config = hf.LEDConfig(vocab_size=61, d_model=32, encoder_layers=1, decoder_layers=1, attention_window=8)
+    with pytest.raises(ForedraftError, match="of type 'led'; those that can be run are: bart"):
+        LLM(hf.LEDForConditionalGeneration(config), None)
+
+
+def test_a_model_that_is_not_computed_as_its_type_is_refused() -> None:
+    model = pair("bart")
+    model.model.decoder.layernorm_embedding.register_forward_hook(lambda *args: 2 * args[-1])
+    with pytest.raises(ForedraftError, match="is not computed as models of its type are"):
+        LLM(model, None)
