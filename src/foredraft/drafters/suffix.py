@@ -69,15 +69,15 @@ class Reading:
     matched: int = 0  # tokens of the longest match when it was last drafted for
     expected: float = 0.0  # tokens of that draft which should be accepted, going by its law
 
-    def read(self, sections: Sequence[Section]) -> list[Place]:
-        """Take in what is new of the text; the places of all sources, the own text's first."""
+    def read(self, sections: Sequence[Section]) -> None:
+        """Take in what is new of the text."""
         request = self.request
         fresh = request.slice(self.num_read, request.num_tokens)
-        self.num_read = request.num_tokens
         self.own.extend(fresh)
+        self.num_read = request.num_tokens
         self.filed = self.own.follow(self.filed, fresh)
         self.stored = {section: self._found(section, fresh) for section in sections}
-        return [self.own.end(), *(place for _, place in self.stored.values()), *self.filed]
+        self.places = [self.own.end(), *(place for _, place in self.stored.values()), *self.filed]
 
     def _found(self, section: Section, fresh: list[int]) -> tuple[int, Place]:
         version, place = self.stored.get(section, (-1, Place(section.text)))
@@ -137,10 +137,9 @@ class Suffix:
     def extended(self, request: Request, path: Sequence[int], budget: int) -> Draft:
         """By rank, whatever the sampling."""
         config = self.config
-        places = self.make.follow(self._reading(request).places, list(path))
-        matched = max((place.length for place in places), default=0)
-        most = int(matched * config.tokens_per_match) + config.free_tokens
-        depth = min(self.num_tokens, request.room - len(path), most, budget)
+        places = self.make.follow(self._read(request).places, path)
+        matched = max(place.length for place in places)
+        depth = min(self._most(matched, request.room - len(path)), budget)
         if matched < config.min_match or depth < 1:
             return Draft()
         grown = self.make.draft(places, self.trust, Shape(depth, depth, 1, config.min_confidence, request.end_ids))
@@ -167,21 +166,24 @@ class Suffix:
                 self.store.add(request.salt, request.output)
         self._left.clear()
 
-    def _reading(self, request: Request) -> Reading:
+    def _read(self, request: Request) -> Reading:
+        """A request's reading, at the end of its text."""
         reading = self._readings.get(request.slot)
         if reading is None or reading.request is not request or reading.num_read > request.num_tokens:
             filed = [] if self.files is None else [Place(self.files)]
             reading = self._readings[request.slot] = Reading(request, self.make(), filed=filed)
+        reading.read(() if self.store is None else self.store.sections(request.salt))
         return reading
 
+    def _most(self, matched: int, room: int) -> int:
+        """How deep a draft may be on the strength of a match."""
+        return int(min(matched * self.config.tokens_per_match + self.config.free_tokens, self.num_tokens, room))
+
     def _draft(self, request: Request, budget: int) -> Draft:
-        reading = self._reading(request)
-        places = reading.read(() if self.store is None else self.store.sections(request.salt))
-        config = self.config
-        reading.places = places
+        reading, config = self._read(request), self.config
+        places = reading.places
         reading.matched, reading.expected = max(place.length for place in places), 0.0
-        most = int(reading.matched * config.tokens_per_match) + config.free_tokens
-        plan = self.plan.cut(min(self.num_tokens, request.room, most), budget, request.verify == "block")
+        plan = self.plan.cut(self._most(reading.matched, request.room), budget, request.verify == "block")
         if reading.matched < config.min_match or plan.nodes < 1 or plan.depth < 1:
             return Draft()
         if request.sampling.is_greedy and not request.sampling.shapes_logits:
@@ -226,8 +228,6 @@ def create(config: Config, context: Context) -> Suffix:
     for name, least in (("min_match", 1), ("free_tokens", 0), ("tokens_per_match", 0), ("store_tenants", 1)):
         if not getattr(config, name) >= least:
             raise ForedraftError(f"{name} must be at least {least}, got {getattr(config, name)}")
-    if config.tokens_per_match == math.inf:
-        raise ForedraftError("tokens_per_match must be finite; num_speculative_tokens bounds a draft in any case")
     if config.store_tokens and config.store_tokens < LEAST_STORE:
         raise ForedraftError(f"store_tokens must be 0 (none) or at least {LEAST_STORE}, got {config.store_tokens}")
     paths = (config.files,) if isinstance(config.files, str) else config.files
