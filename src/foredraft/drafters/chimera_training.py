@@ -26,14 +26,15 @@ from foredraft.models.window import NORMED
 class TrainConfig:
     """`loss` of the logits against the target's law; `steps`: how many tokens deep it learns to draft, `decay`: weight
     of each further one; `heads`: depths with a head of their own, the last serves what is deeper; `taps`: boundaries
-    of the target to see, -1 = the last state, normalised; `intermediate`: width of the context encoder's inner layer,
+    of the target to see, -1 = the last state, normalised, from which far more can be foretold than from early ones;
+    `intermediate`: width of the context encoder's inner layer,
     None = the target's."""
 
     loss: str = "kl"
     steps: int = 5
     decay: float = 0.9
     heads: int = 4
-    taps: tuple[int, ...] = (1, NORMED)
+    taps: tuple[int, ...] = (NORMED,)
     intermediate: int | None = None
 
 
