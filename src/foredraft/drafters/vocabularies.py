@@ -87,7 +87,7 @@ class TokenizerVocabulary:
         """Tokens that spell `data`, cut as in a text in which it follows `before`; UNKNOWN for a byte without a token.
 
         Where the tokenizer would cut across the seam, what is left of that token is spelt by itself. At the very
-        beginning (`before` is empty) the space that some tokenizers put there stays in the first token.
+        beginning (`before` is empty) the space that some tokenizers put there stays.
         """
         whole, wanted = _from_character(before) + data, len(data)
         ids: list[int] = []
@@ -121,7 +121,9 @@ class TokenizerVocabulary:
             if piece is None or piece[-left:] != part[max(left - len(piece), 0) : left]:
                 return self.spell(part)  # normalised to something else, or unknown
             left -= len(piece)
-            if left == 0 or (left == -1 and is_first and piece[:1] == b" "):
+            if left == 0:
+                return ids if is_first and i == 1 and self._piece(ids[0]) == b" " else ids[i:]
+            if left == -1 and is_first and piece[:1] == b" ":
                 return ids[i:]
             if left < 0:
                 return self.spell(piece[-left:]) + ids[i + 1 :]
