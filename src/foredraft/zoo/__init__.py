@@ -22,6 +22,7 @@ _DRAFTERS = {
     "hydra": "hydra",
     "eagle": "eagle",
     "eagle3": "eagle3",
+    "chimera": "chimera",
 }
 
 

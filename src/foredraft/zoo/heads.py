@@ -39,6 +39,7 @@ RECIPES = (
     Head("hydra", 350, {"heads": "3", "own_head": "false", "rank": "320"}),
     Head("eagle", 850, {"steps": "2"}),
     Head("eagle3", 850, {"steps": "4"}),
+    Head("chimera", 350, {"heads": "2", "intermediate": "224", "steps": "4"}),
 )
 
 
