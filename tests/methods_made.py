@@ -16,13 +16,13 @@ import vocab_made
 from foredraft import LLM, Sampling
 from foredraft.drafters import aggressive
 from foredraft.drafters.base import Context, Drafter, methods
-from foredraft.drafters.follower import Follower
-from foredraft.request import Request
 from foredraft.drafters.choice import Mode
 from foredraft.drafters.composed import Composed
+from foredraft.drafters.follower import Follower
 from foredraft.drafters.growth import TreeOptions
 from foredraft.drafters.parts import Part
 from foredraft.engine.guard import Guard
+from foredraft.request import Request
 from heads_made import Head
 
 
