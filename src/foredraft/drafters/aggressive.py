@@ -38,7 +38,7 @@ class Config:
     source: str = "auto"
     start: str | None = None
     end: str | None = None
-    tokens_per_match: int = 8
+    tokens_per_match: int = 4
     branches: int = 1
 
 
