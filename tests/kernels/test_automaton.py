@@ -127,7 +127,7 @@ def test_a_law_is_one_falling_and_of_known_tokens(kind, seed):
     assert min(law.tokens) >= 0
     assert len(set(law.tokens)) == len(law.tokens)
     assert law.chances == sorted(law.chances, reverse=True)
-    assert 0 < law.chances[-1]
+    assert law.chances[-1] > 0
     assert sum(law.chances) < 1
 
 

@@ -1,0 +1,266 @@
+"""Suffix decoding as a drafter: what it drafts from which source, within its bounds, and what it keeps of a request.
+
+Guards against drafts that outlive their request, a draft cut by what was drawn after the cut, and text of one tenant
+in the drafts of another.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import models_made
+from foredraft.drafters import suffix
+from foredraft.drafters.base import Context
+from foredraft.errors import ForedraftError
+from foredraft.llm import MemoryLimits
+from foredraft.request import Batch, Request, State
+from foredraft.sampling import Sampling
+from foredraft.tree import Commit
+
+VOCAB = 50
+LOOP = [9, 5, 6, 7, 5, 6, 7, 5, 6, 7]
+GREEDY = Sampling(temperature=0)
+SECRET = [30, 31, 32, 33, 34, 35, 36, 37]
+
+
+def made(num_tokens=5, **options):
+    return suffix.create(suffix.Config(**options), Context(vocab_size=VOCAB, num_tokens=num_tokens))
+
+
+def request(tokens, slot=0, sampling=GREEDY, max_tokens=100, num_output=3, **more):
+    """A request about to draw the token after `tokens`, of which the last three are output."""
+    split = len(tokens) - num_output
+    one = Request(slot, list(tokens[:split]), replace(sampling, max_tokens=max_tokens), seed=1, **more)
+    one.output = list(tokens[split:])
+    one.computed = one.num_tokens - 1
+    one.state = State.RUNNING
+    return one
+
+
+def batch(*requests, budget=8):
+    return Batch(requests, (1,) * len(requests), (budget,) * len(requests))
+
+
+def drafted(drafter, *requests, budget=8):
+    return [row[1:] for row in drafter.propose(batch(*requests, budget=budget)).token_lists]
+
+
+def ended(drafter, one, state=State.OVER):
+    """As the engine ends, or preempts, a request: it observes, gives up the slot, and only then says why."""
+    drafter.observe(batch(one), Commit.of([[0]], [[1]]))
+    drafter.forget([one.slot])
+    one.state = state
+
+
+def test_what_followed_the_longest_match_is_drafted():
+    text = [1, 2, 3, 4, 10, 11, 12, 13, 14, 9, 3, 4, 20, 21, 22, 9, 1, 2, 3, 4]
+    assert drafted(made(), request(text)) == [[10, 11, 12, 13, 14]]
+    assert drafted(made(8), request(LOOP)) == [[5, 6, 7, 5, 6, 7, 5, 6]]
+
+
+def test_no_match_is_no_draft_and_short_ones_need_not_be_one():
+    assert drafted(made(), request([1, 2, 3, 4, 5, 6])) == [[]]
+    text = [1, 2, 9, 8, 7, 1, 2]
+    assert drafted(made(min_match=3), request(text)) == [[]]
+    assert drafted(made(min_match=2), request(text))[0][:1] == [9]
+
+
+def test_a_draft_is_as_long_as_the_match_bears():
+    text = [1, 2, 9, 8, 7, 6, 5, 4, 3, 1, 2]
+    options = {"min_confidence": 0.0, "num_tokens": 8}
+    assert len(drafted(made(tokens_per_match=1.0, free_tokens=0, **options), request(text))[0]) == 2
+    assert len(drafted(made(tokens_per_match=1.5, free_tokens=1, **options), request(text))[0]) == 4
+    assert len(drafted(made(tokens_per_match=1e300, **options), request(text))[0]) == 8
+
+
+def test_budget_and_room_bound_every_draft():
+    for num in range(8):
+        one = request(LOOP)
+        assert len(drafted(made(8), one, budget=num)[0]) == num
+        assert len(drafted(made(8), request(LOOP, max_tokens=4 + num))[0]) == num
+
+
+def test_an_end_of_text_is_the_last_token_of_a_draft():
+    assert drafted(made(8), request(LOOP, eos_ids=frozenset([6]))) == [[5, 6]]
+
+
+def test_two_likely_continuations_make_a_tree_of_the_likeliest():
+    text = [1, 2, 3, 0, 1, 2, 4, 0, 1, 2, 3, 5, 1, 2]
+    tree = made(tree_nodes=6, top_k=2, min_confidence=0.01).propose(batch(request(text)))
+    assert [t for t, p in zip(tree.token_lists[0], tree.parent_lists[0], strict=True) if p == 0] == [3, 4]
+    chain = made(tree_nodes=6, top_k=2, min_confidence=0.01).propose(batch(request(text, verify="block")))
+    assert chain.is_chain
+
+
+def test_text_that_came_in_unseen_steps_counts_and_another_request_starts_afresh():
+    drafter, one = made(min_confidence=0.0), request([*LOOP, 40])
+    assert drafted(drafter, one) == [[]]
+    one.output += [41, 42, 40]  # in steps that had no budget
+    one.computed = one.num_tokens - 1
+    assert drafted(drafter, one) == [[41, 42, 40, 41, 42]]
+    other = request([20, 21, 40], slot=0)
+    assert drafted(drafter, other) == [[]], "even where nobody forgot the slot"
+    drafter.forget([0])
+    assert not drafter._readings
+    assert drafted(drafter, one) == [[41, 42, 40, 41, 42]]
+
+
+def test_match_and_expectation_say_what_a_draft_is_worth():
+    drafter = made()
+    assert (drafter.matched(0), drafter.expected(0)) == (0, 0.0)
+    drafted(drafter, request(LOOP), request([1, 2, 3, 4], slot=1))
+    assert drafter.matched(0) == 6
+    assert 3.5 < drafter.expected(0) < 5
+    assert (drafter.matched(1), drafter.expected(1)) == (0, 0.0)
+
+
+@pytest.mark.parametrize("verify", ["reject", "block"])
+def test_a_drawn_draft_brings_the_law_it_was_drawn_from(verify):
+    text = [1, 2, 3, 0, 1, 2, 4, 9, 1, 2]
+    drafter = made(1, min_confidence=0.0)
+    law = drafter.make.law([drafter._read(request(text)).own.end()], drafter.trust)
+    seen = set()
+    for seed in range(40):
+        one = request(text, slot=seed, sampling=Sampling(), verify=verify)
+        one.seed = seed
+        tree = drafter.propose(batch(one))
+        (token,) = tree.token_lists[0][1:]
+        seen.add(token)
+        q = torch.zeros(VOCAB).index_put((torch.tensor(law.tokens),), torch.tensor(law.chances))
+        assert torch.allclose(tree.q[0].float(), q / q.sum(), atol=1e-6)
+    assert seen == {3, 4}
+
+
+def test_the_length_of_a_drawn_draft_does_not_tell_how_likely_its_last_token_was():
+    """After "1 2" come 3 or, less often, 4: neither is rare enough on its path to be left out once it was drawn."""
+    text = [1, 2, 3, 0, 1, 2, 3, 9, 1, 2, 4, 8, 7, 1, 2, 3, 5, 1, 2]
+    drafter = made(1, min_confidence=0.15)
+    lengths = set()
+    for seed in range(60):
+        one = request(text, slot=seed, sampling=Sampling(), verify="reject")
+        one.seed = seed
+        (tokens,) = drafted(drafter, one)
+        lengths.add((len(tokens), *tokens))
+    assert {(1, 3), (1, 4)} <= lengths
+    assert all(length == 1 for length, *_ in lengths)
+
+
+def test_past_outputs_of_the_same_tenant_are_drafted_from_and_no_others():
+    drafter = made(store_tokens=1024)
+    ended(drafter, request([1, *SECRET], num_output=8, salt=b"a"))
+    assert drafted(drafter, request([2, 3, 30, 31, 32], salt=b"a")) == [[33, 34, 35, 36, 37]]
+    stranger = request([2, 3, 30, 31, 32], slot=1, salt=b"b")
+    assert drafted(drafter, stranger) == [[]]
+    assert (drafter.matched(1), drafter.expected(1)) == (0, 0.0)
+
+
+def test_what_other_tenants_wrote_changes_no_draft_at_all():
+    texts = [[(7 * i + j) % 11 for i in range(40)] for j in range(6)]
+    alone, crowded = made(store_tokens=4096), made(store_tokens=4096)
+    for j, text in enumerate(texts[:3]):
+        ended(crowded, request(text, slot=j, num_output=30, salt=b"a"))
+        ended(alone, request(text[::-1], slot=j, num_output=30, salt=b"b"))
+        ended(crowded, request(text[::-1], slot=j, num_output=30, salt=b"b"))
+    for slot, sampling in enumerate((GREEDY, Sampling(), Sampling(temperature=0, repetition_penalty=1.2))):
+        for text in texts:
+            seen = []
+            for drafter in (alone, crowded):
+                one = request(text, slot, sampling, salt=b"b", verify="reject")
+                tree = drafter.propose(batch(one))
+                q = None if tree.q is None else tree.q.tolist()
+                seen.append((tree.token_lists, q, drafter.matched(slot), drafter.expected(slot)))
+                drafter.forget([slot])
+            assert seen[0] == seen[1]
+
+
+def test_an_output_is_kept_once_and_only_when_its_request_is_over():
+    drafter, one = made(store_tokens=1024), request([1, *SECRET], num_output=8)
+    ended(drafter, one, State.PREEMPTED)
+    assert drafted(drafter, request([2, 30, 31, 32], slot=1)) == [[]]
+    assert drafter.store.num_tokens == 0
+    one.state = State.RUNNING
+    ended(drafter, one, State.RUNNING)  # preempted, and running again before anybody asked
+    drafter.propose(batch(request([1, 2, 3, 4], slot=1)))
+    assert drafter.store.num_tokens == 0
+    ended(drafter, one)
+    drafter.forget([7])
+    assert drafter.store.num_tokens == len(SECRET) + 1
+    drafter.forget([0])
+    assert drafter.store.num_tokens == len(SECRET) + 1
+    assert not drafter._requests
+    assert not drafter._left
+
+
+def test_prompts_are_never_kept():
+    drafter = made(store_tokens=1024)
+    ended(drafter, request([*SECRET, 1, 2, 3]))
+    assert drafted(drafter, request([2, 30, 31, 32], slot=1)) == [[]]
+
+
+def test_a_longer_match_that_came_into_the_store_meanwhile_is_found():
+    drafter, one = made(store_tokens=1024), request([40, 30, 31, 32])
+    ended(drafter, request([1, 31, 32, 20], slot=1))
+    assert drafted(drafter, one)[0][0] == 20
+    assert drafter.matched(0) == 2
+    ended(drafter, request([1, *SECRET], slot=2, num_output=8))
+    assert drafted(drafter, one)[0][0] == 33
+    assert drafter.matched(0) == 3
+
+
+def test_files_are_drafted_from_by_every_request(tmp_path):
+    path = tmp_path / "texts.jsonl"
+    path.write_text(f'{{"tokens": {SECRET}}}\n')
+    for files in (str(path), (str(path),)):
+        drafter = made(files=files)
+        assert drafted(drafter, request([1, 2, 30, 31], salt=b"a"), request([32, 33, 34], slot=1)) == [
+            [32, 33, 34, 35, 36],
+            [35, 36, 37],
+        ]
+        size = len(drafter.files)
+        ended(drafter, request([1, 2, 30, 31]))
+        assert len(drafter.files) == size
+
+
+def repeated(**limits):
+    """Tokens accepted of the first and of the second run of one prompt, by an engine, and the drafter."""
+    context = Context(vocab_size=models_made.VOCAB, num_tokens=4, dtype=torch.float64)
+    drafter = suffix.create(suffix.Config(store_tokens=512), context)
+    llm = models_made.limited(models_made.plain(), drafter, MemoryLimits(**limits))
+    sampling = Sampling(max_tokens=40, temperature=0, ignore_eos=True)
+    runs = [llm.generate([[33, 34]], sampling)[0] for _ in range(2)]
+    assert runs[0].token_ids == runs[1].token_ids
+    return [run.stats.num_accepted for run in runs], drafter
+
+
+def test_a_text_written_again_is_drafted_from_its_first_writing():
+    (first, second), drafter = repeated()
+    assert second > first
+    assert drafter.store.num_tenants == 1
+
+
+def test_without_a_prefix_cache_every_request_is_a_tenant_of_its_own():
+    (first, second), drafter = repeated(prefix_cache=False)
+    assert second == first
+    assert drafter.store.num_tokens <= 512
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"min_confidence": 1.0},
+        {"min_confidence": float("nan")},
+        {"min_match": 0},
+        {"free_tokens": -1},
+        {"tokens_per_match": -1.0},
+        {"tokens_per_match": float("nan")},
+        {"store_tokens": 5},
+        {"store_tokens": -1},
+        {"store_tenants": 0},
+        {"top_k": 0},
+        {"tree_nodes": 0},
+    ],
+)
+def test_options_that_make_no_draft_are_refused_by_name(options):
+    with pytest.raises(ForedraftError, match=next(iter(options))):
+        made(**options)
