@@ -17,6 +17,7 @@ from foredraft.controller import Fixed
 from foredraft.engine.guard import Guard
 from foredraft.engine.output import Transcript
 from foredraft.engine.scheduler import Scheduler
+from foredraft.errors import ForedraftError
 from foredraft.kv.blocks import PageAllocator
 from foredraft.models.lm import HFModel
 from foredraft.models.window import Span, Window
@@ -90,9 +91,12 @@ class Replay:
     """One drafter along one recording."""
 
     def __init__(self, llm: LLM, recording: Recording) -> None:
-        """llm: the target with the drafter, whose engine is left alone."""
+        """llm: the target with the drafter, whose engine is left alone. Raises ForedraftError for a drafter that asks
+        the target about tokens that were not taken: a recording does not say."""
         engine = llm.engine.scheduler
         self.drafter = Guard(llm.drafter, llm.target.vocab_size)
+        if self.drafter.wants_answers:
+            raise ForedraftError(f"{llm.drafter_name} learns from what the target says to its guesses; run it instead")
         self.target = llm.target if getattr(llm.drafter, "shares_memory", False) else None
         allocator = PageAllocator(engine.allocator.num_pages, engine.allocator.page_size)
         self.scheduler = Scheduler(allocator, engine.limits, self.drafter.forget)
