@@ -82,11 +82,11 @@ def _early_exit(**options: object) -> Make:
 
 
 @cache
-def _edited(prompt: tuple[int, ...]) -> tuple[int, ...]:
+def _edited(llm: LLM, prompt: tuple[int, ...]) -> tuple[int, ...]:
     """What the target says after a prompt, with tokens exchanged and left out."""
-    room = models_made.CONTEXT - len(prompt) - 1
+    room = llm.target.context_length - len(prompt) - 1
     sampling = Sampling(max_tokens=min(60, room), temperature=0, ignore_eos=True)
-    tokens = models_made.plain().generate([list(prompt)], sampling)[0].token_ids
+    tokens = llm.generate([list(prompt)], sampling)[0].token_ids
     return tuple(5 if i % 6 == 4 else token for i, token in enumerate(tokens) if i % 7 != 6)
 
 
@@ -97,7 +97,7 @@ def _copying(**options: object) -> Make:
         config = aggressive.Config(**options)  # type: ignore[arg-type]
 
         def follow(request: Request) -> Follower:
-            source = _edited(tuple(request.prompt))
+            source = _edited(llm or models_made.plain(), tuple(request.prompt))
             if config.source == "prompt":
                 return Follower.lost(source, request.prompt, config.tokens_per_match)
             return Follower(source, per_match=config.tokens_per_match)
