@@ -1,4 +1,5 @@
-"""The methods to measure, as written on a command line: `ngram:8`, `draft_model:2:model=PATH`, `ngram:8:branches=2`."""
+"""The methods to measure, as written on a command line: `ngram:8`, `draft_model:2:model=PATH`, `ngram:8:branches=2`,
+`suffix+eagle3`, `ngram+medusa:4:ngram.branches=2`."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -7,8 +8,8 @@ from typing import Any
 
 from foredraft import zoo
 from foredraft.bench.grow import BUILT_IN, grown_from
-from foredraft.drafters.base import methods as methods_known
-from foredraft.drafters.base import reads_model
+from foredraft.drafters.base import meant_by, reads_model
+from foredraft.drafters.compose import AUTO, PLUS
 from foredraft.errors import ForedraftError
 
 PLAIN = "plain"
@@ -29,8 +30,8 @@ class Method:
 def parse(text: str, known: Sequence[str]) -> Method:
     """`name`, then the draft length and `key=value` settings in any order, separated by colons."""
     name, *settings = text.strip().split(":")
-    if name not in known:
-        raise ForedraftError(f"unknown method {name!r}; use one of: {', '.join(known)}")
+    if name != AUTO and any(part not in known for part in name.split(PLUS)):
+        raise ForedraftError(f"unknown method {name!r}; use one of: {', '.join(known)}; {AUTO}, or several as a{PLUS}b")
     spec: dict[str, Any] = {"method": name}
     for setting in settings:
         key, equals, value = setting.partition("=")
@@ -53,8 +54,14 @@ def with_models(
 ) -> Iterator[Method]:
     """The methods with what they draft with: their own model, the one given to all, or that of the built-in pair."""
     for method in methods:
-        model = companion(method.name, config, spec_model, is_builtin)
-        yield Method(method.label, ({} if model is None else {"model": model}) | method.spec)
+        parts = method.name.split(PLUS)
+        models = {part: companion(part, config, spec_model if len(parts) == 1 else None, is_builtin) for part in parts}
+        given: dict[str, Any] = {f"{part}.model": model for part, model in models.items() if model is not None}
+        if len(parts) == 1:
+            given = {} if models[method.name] is None else {"model": models[method.name]}
+        elif spec_model is not None:
+            given = {"model": spec_model}
+        yield Method(method.label, given | method.spec)
 
 
 def companion(method: str, config: Any, spec_model: str | None, is_builtin: bool = False) -> str | None:
@@ -62,7 +69,7 @@ def companion(method: str, config: Any, spec_model: str | None, is_builtin: bool
 
     A model grown from the built-in target writes its text, so what drafts for the one drafts for the other.
     """
-    if not reads_model(methods_known()[method]):
+    if not reads_model(meant_by(method)[0]):
         return None
     has_builtin = is_builtin or (grown_from(config) or "").startswith(BUILT_IN)
     return spec_model or (zoo.builtin_drafter(method) if has_builtin else None)

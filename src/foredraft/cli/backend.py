@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from foredraft.cli.options import NONE, ModelOptions
+from foredraft.cli.options import AUTO, NONE, PLUS, ModelOptions
 from foredraft.cli.shell import UsageError
 from foredraft.completion import Completion, Delta
 
@@ -40,11 +40,21 @@ class Choices:
     vocabs: tuple[str, ...] = ()  # the words of --spec-vocab
     translating: frozenset[str] = frozenset()  # the methods that take them
 
+    def knows(self, method: str) -> bool:
+        """A method, none, `auto`, or several methods as a+b."""
+        return method in (NONE, AUTO) or all(part in self.methods for part in method.split(PLUS))
+
+    def is_text_only(self, method: str) -> bool:
+        return all(part in self.text_only for part in method.split(PLUS))
+
     def check(self, options: ModelOptions) -> None:
         """Raises UsageError for a word that nobody knows, and for settings of a drafter where none is wanted."""
-        asked, known = options.methods, [NONE, *self.methods]
+        asked = options.methods
+        for name in asked:
+            if not self.knows(name):
+                known = ", ".join([NONE, *self.methods])
+                raise UsageError(f"unknown method {name!r}; use one of: {known}; {AUTO}, or several as a{PLUS}b")
         for value, names, what in [
-            *((name, known, "method") for name in asked),
             (options.verify, self.rules, "verification rule"),
             (options.dtype, self.dtypes, "dtype"),
         ]:
@@ -62,7 +72,7 @@ class Choices:
         if vocab not in self.vocabs:
             raise UsageError(f"unknown --spec-vocab {vocab!r}; use one of: {', '.join(self.vocabs)}")
         for name in asked:
-            if name not in self.translating:
+            if self.translating.isdisjoint(name.split(PLUS)):
                 raise UsageError(_no_vocab(name, self.translating))
 
 

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.style import Style
 
+from foredraft import zoo
 from foredraft.cli import compare
 from foredraft.cli.backend import Backend, Choices, Generator
 from foredraft.cli.figures import Figures, completion_json
-from foredraft.cli.options import NONE, GenerateOptions, takes
+from foredraft.cli.options import AUTO, NONE, GenerateOptions, takes
 from foredraft.cli.progress import Bar
 from foredraft.cli.prompts import read_prompts
 from foredraft.cli.render import Reel, Screen
@@ -26,8 +27,7 @@ from foredraft.errors import ForedraftError
 if TYPE_CHECKING:
     from foredraft.sampling import Sampling
 
-# Without --spec-method: a draft model where there is one, else the method that needs nothing but the prompt.
-WITH_DRAFT, WITHOUT_DRAFT = "draft_model", "ngram"
+WITHOUT_DRAFT = "ngram"
 
 
 @takes(GenerateOptions)
@@ -54,6 +54,12 @@ def generate(ctx: typer.Context, options: GenerateOptions) -> None:
         raise typer.Exit(FAILED)
 
 
+def default_of(model: str | None, choices: Choices) -> str:
+    """The method where none is asked for: the best that a built-in target has here, else what needs only the prompt."""
+    builtin = zoo.target_name(model)
+    return (None if builtin is None else zoo.drafter_of(builtin, choices.methods)) or WITHOUT_DRAFT
+
+
 def wanted(options: GenerateOptions, choices: Choices, first: str | None = None) -> list[str]:
     """The methods to run, the one whose text is shown first; `first` is that of --spec-model where none was asked for.
     Raises UsageError for a name nobody knows."""
@@ -65,7 +71,7 @@ def wanted(options: GenerateOptions, choices: Choices, first: str | None = None)
         raise UsageError("several methods need --compare; without it give one --spec-method")
     if asked:
         return asked
-    first = first or (WITH_DRAFT if options.model is None else WITHOUT_DRAFT)
+    first = first or default_of(options.model, choices)
     return [first, *(name for name in choices.methods if name != first)] if options.compare else [first]
 
 
@@ -104,7 +110,7 @@ class Job:
         is_shared = bool(self.options.methods) or name == self.methods[0]
         options = self.options if is_shared else replace(self.options, spec_model=None, spec_option=None)
         others = len(self.methods) > 1
-        return replace(options, spec_model=None) if others and name in self.choices.text_only else options
+        return replace(options, spec_model=None) if others and self.choices.is_text_only(name) else options
 
     def run(self, generators: dict[str, Generator]) -> list[Completion]:
         """Show the text of the first method there is, measure if asked, print the figures."""
@@ -114,7 +120,7 @@ class Job:
         if self.options.as_json:
             self._print_json(completions, rows)
         else:
-            self._print_figures(shown, figures, rows)
+            self._print_figures(shown, figures, rows, generators[shown].drafter_name)
         return completions
 
     def _show(self, generator: Generator) -> tuple[list[Completion], Figures]:
@@ -155,7 +161,7 @@ class Job:
             )
         return compare.table(measured, self.skipped, self.sampling, self.choices.lossy)
 
-    def _print_figures(self, shown: str, figures: Figures, rows: Sequence[compare.Row]) -> None:
+    def _print_figures(self, shown: str, figures: Figures, rows: Sequence[compare.Row], drafter: str) -> None:
         if self.screen.is_live:
             self.screen.legend(self.origins)
         line = figures.line
@@ -167,6 +173,8 @@ class Job:
             line = f"{shown}: {row.figures.line}" if row.figures else line
             if row.speed_up is not None:
                 line += f" · {row.speed_up:.2f}x plain decoding"
+        if shown == AUTO:  # it says what it picked
+            line += f" · {drafter}"
         if self.options.verify in self.choices.lossy:
             line += f" · lossy rule {self.options.verify}"
         self.screen.note(line, Style(bold=True))

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from foredraft.sampling import Sampling
 
 Options = TypeVar("Options")
-NONE = "none"  # --spec-method of plain decoding
+NONE = "none"  # --spec-method of plain decoding...
+AUTO, PLUS = "auto", "+"  # ... of the best there are, and between several
 
 
 def _option(help: str, *names: str, panel: str | None = None, metavar: str | None = None) -> Any:  # noqa: A002
@@ -43,8 +44,8 @@ class ModelOptions:
     spec_method: Annotated[
         list[str] | None,
         _option(
-            "Drafting method, or 'none'; with --compare several, by repetition or commas. Not given: draft_model where "
-            "there is a draft model, otherwise ngram.",
+            "Drafting method, 'none', several together as ngram+eagle3, or 'auto', the best there are; with --compare "
+            "a list, by repetition or commas. Not given: draft_model where there is a draft model, otherwise ngram.",
             panel="Model",
             metavar="METHOD",
         ),
@@ -55,7 +56,11 @@ class ModelOptions:
     ] = None
     spec_option: Annotated[
         list[str] | None,
-        _option("A further setting of the method, e.g. tree_nodes=16; repeatable.", panel="Model", metavar="KEY=VALUE"),
+        _option(
+            "A further setting of the method, e.g. tree_nodes=16, or of one of several: ngram.branches=2; repeatable.",
+            panel="Model",
+            metavar="KEY=VALUE",
+        ),
     ] = None
     quantization: Annotated[
         str | None, _option("int8 or int4: round the target's weights while loading.", panel="Model")

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foredraft.cli.backend import Backend, load_llm
-from foredraft.cli.options import NONE, ModelOptions, _option, takes
+from foredraft.cli.generate import default_of
+from foredraft.cli.options import AUTO, NONE, ModelOptions, _option, takes
 from foredraft.cli.shell import UsageError, say
 from foredraft.errors import ForedraftError
 
@@ -23,7 +24,6 @@ SERVER, LOAD = "Server", "Load"
 API_KEY = "FOREDRAFT_API_KEY"
 INSTALL = "foredraft serve needs FastAPI, uvicorn and prometheus-client: pip install 'foredraft[serve]'"
 LOCAL = ("127.0.0.1", "localhost", "::1")
-WITH_DRAFT, WITHOUT_DRAFT = "draft_model", "ngram"
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(?:i?B)?|B)?\s*", re.IGNORECASE)
 
 
@@ -97,7 +97,12 @@ def serve(ctx: typer.Context, options: ServeOptions) -> None:
         say(f"loading {settings.names[0]}; {where} answers meanwhile")
         service = Service(settings, _worker_limits(options))
         loader = _loader(options, method, kv_memory)
-        run(service, sock, loader, lambda: say(f"serving {settings.names[0]} at {where} with --spec-method {method}"))
+
+        def ready() -> None:
+            drafter = f" ({service.llm.drafter_name})" if method == AUTO else ""  # it says what it picked
+            say(f"serving {settings.names[0]} at {where} with --spec-method {method}{drafter}")
+
+        run(service, sock, loader, ready)
 
 
 def settings_of(options: ServeOptions) -> "Settings":
@@ -151,7 +156,7 @@ def method_of(options: ServeOptions, backend: Backend) -> str:
         return asked[0]
     if options.spec_model:
         return backend.method_of(options.spec_model)
-    return WITH_DRAFT if options.model is None else WITHOUT_DRAFT
+    return default_of(options.model, backend.choices())
 
 
 def _template(chosen: str | None) -> str | None:
