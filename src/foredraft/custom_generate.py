@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as processors
 from transformers.generation import stopping_criteria as criteria
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from foredraft.errors import ForedraftError
 from foredraft.llm import LLM, DrafterSpec
 from foredraft.models import attention
+from foredraft.models.prompts import Prompt
 from foredraft.sampling import Sampling
+from foredraft.source import Begun, Source
 
 # prepared by generate() for its own loop; ours derives them from the tokens
 _DERIVED = frozenset({"use_cache", "cache_position", "position_ids", "past_key_values", "logits_to_keep"})
@@ -53,7 +55,10 @@ def speculate(
         **model_kwargs: Any,
     ) -> Any:
         # a parameter of this name would reach us twice
-        attention_mask: Tensor | None = model_kwargs.pop("attention_mask", None)  # [B, L]
+        attention_mask: Tensor | None = model_kwargs.pop(
+            "attention_mask", None
+        )  # [B, L], of the encoder if there is one
+        encoded = model_kwargs.pop("encoder_outputs", None)
         _refuse(generation_config, model_kwargs, streamer, len(input_ids))
         plan = _plan(generation_config, logits_processor, stopping_criteria, tokenizer, input_ids.shape[1])
         before = model.config._attn_implementation
@@ -68,14 +73,18 @@ def speculate(
                     fused=fused,
                 )
             llm = engines[model]
-            model.set_attn_implementation(attention.NAME)
-            rows = _run(llm, input_ids, attention_mask, plan, streamer)
+            if encoded is None:
+                model.set_attn_implementation(attention.NAME)
+                rows = _run(llm, input_ids, _prompts(input_ids, attention_mask), plan, streamer)
+            else:
+                rows = _run(llm, input_ids, _begun(input_ids, encoded[0], attention_mask), plan, streamer)
         finally:
             model.set_attn_implementation(before)
         sequences = _padded(input_ids, rows, plan.pad_id)
-        return (
-            GenerateDecoderOnlyOutput(sequences=sequences) if generation_config.return_dict_in_generate else sequences
-        )
+        if not generation_config.return_dict_in_generate:
+            return sequences
+        kind = GenerateDecoderOnlyOutput if encoded is None else GenerateEncoderDecoderOutput
+        return kind(sequences=sequences)
 
     return decode
 
@@ -155,11 +164,18 @@ def _with_processor(s: Sampling, processor: Any, prompt_length: int) -> Sampling
     raise ForedraftError(f"the logits processor {type(processor).__name__} is not supported with foredraft.speculate")
 
 
-def _run(llm: LLM, input_ids: Tensor, mask: Tensor | None, plan: Plan, streamer: Any) -> list[list[int]]:
-    prompts = [
-        row[keep.bool()] if mask is not None else row
-        for row, keep in zip(input_ids, _mask(input_ids, mask), strict=True)
-    ]
+def _prompts(input_ids: Tensor, mask: Tensor | None) -> list[Prompt]:
+    return [row[keep.bool()].tolist() for row, keep in zip(input_ids, _mask(input_ids, mask), strict=True)]
+
+
+def _begun(input_ids: Tensor, states: Tensor, mask: Tensor | None) -> list[Prompt]:
+    """What generate()'s own pass of the encoder made of every row [B, S, H], and the decoder's first tokens."""
+    kept = _mask(states[..., 0], mask).bool() if mask is None or mask.shape == states.shape[:2] else None
+    rows = states if kept is None else [row[keep] for row, keep in zip(states, kept, strict=True)]
+    return [Begun(Source(states=row), ids.tolist()) for row, ids in zip(rows, input_ids, strict=True)]
+
+
+def _run(llm: LLM, input_ids: Tensor, prompts: list[Prompt], plan: Plan, streamer: Any) -> list[list[int]]:
     # torch.manual_seed governs generate(); it governs this loop through the seeds drawn here
     seeds = torch.randint(1 << 62, (len(prompts),)).tolist()
     greedy = plan.sampling.is_greedy
@@ -167,7 +183,7 @@ def _run(llm: LLM, input_ids: Tensor, mask: Tensor | None, plan: Plan, streamer:
     outputs: list[list[int]] = [[] for _ in prompts]
     if streamer is not None:
         streamer.put(input_ids.cpu())
-    for delta in llm.stream([p.tolist() for p in prompts], params):
+    for delta in llm.stream(prompts, params):
         outputs[delta.index] += delta.token_ids
         if streamer is not None:
             for token in delta.token_ids:

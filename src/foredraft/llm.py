@@ -32,7 +32,7 @@ from foredraft.models.load import load_model, load_tokenizer, parse_device
 from foredraft.models.prompts import Prompt, read_prompt
 from foredraft.request import Request, RequestOptions
 from foredraft.sampling import Sampling
-from foredraft.source import Seq2Seq
+from foredraft.source import Begun, Seq2Seq
 from foredraft.verify import RULES
 
 DrafterSpec = None | str | dict[str, Any] | Drafter
@@ -182,7 +182,7 @@ class LLM:
         self._check(s, options)
         seed = int.from_bytes(os.urandom(8), "little") if s.seed is None else s.seed
         bad_words = self._bad_words(s)
-        given = prompt.source if isinstance(prompt, Seq2Seq) else prompt
+        given = prompt.source if isinstance(prompt, Seq2Seq | Begun) else prompt
         text = given if isinstance(given, str) else None
         if source is not None:  # what the decoder's layers hold is of the source too
             options = replace(options, salt=source.digest + options.salt)
@@ -380,7 +380,7 @@ def _eos_ids(model: Any, tokenizer: Any | None) -> frozenset[int]:
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many: a list of integers is one prompt of token ids."""
-    if isinstance(prompts, str | Seq2Seq) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+    if isinstance(prompts, str | Seq2Seq | Begun) or (len(prompts) > 0 and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     if not len(prompts):
         raise ForedraftError("the prompt is empty; give at least one token of text")

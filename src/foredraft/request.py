@@ -69,6 +69,11 @@ class Request:
         return len(self.prompt) + len(self.output)
 
     @property
+    def num_given(self) -> int:
+        """Tokens that the user gave: those the encoder reads, where there is one."""
+        return len(self.source.tokens) if self.source is not None and self.source.tokens else len(self.prompt)
+
+    @property
     def tokens(self) -> list[int]:
         """Prompt and output: every committed token."""
         return self.prompt + self.output

@@ -14,21 +14,33 @@ class Source:
     """The n samples of one prompt share it, and whoever keeps what an encoder made of it keeps that weakly by it.
 
     tokens: ids for an encoder that reads text; drafts may copy from them. features: [S, F] or [F, S] what an encoder of
-    sound or the like reads instead, as its own processor gives it.
+    sound or the like reads instead, as its own processor gives it. states: [S, H] what one model's encoder made of it
+    already; no other model can read those.
     """
 
     tokens: tuple[int, ...] = ()
     features: Tensor | None = field(default=None, repr=False)
+    states: Tensor | None = field(default=None, repr=False)
 
     @property
     def digest(self) -> bytes:
         """Equal for sources that an encoder makes the same of."""
         made = blake2b(array("q", self.tokens).tobytes(), digest_size=32)
-        if self.features is not None:
-            numbers = self.features.detach().cpu().contiguous()
+        for numbers in (self.features, self.states):
+            if numbers is None:
+                continue
+            numbers = numbers.detach().cpu().contiguous()
             made.update(repr((numbers.dtype, tuple(numbers.shape))).encode())
             made.update(numbers.view(uint8).numpy().tobytes())
         return made.digest()
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A prompt that is read already: what the encoder reads, and the decoder's first tokens."""
+
+    source: Source
+    tokens: list[int]
 
 
 @dataclass(frozen=True)

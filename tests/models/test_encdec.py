@@ -2,19 +2,21 @@
 
 import gc
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-import pairs_made
 import pytest
 import torch
-from pairs_made import FAMILIES, pair, reference, sources
 
-from foredraft import LLM, MemoryLimits, RequestOptions, Sampling, Seq2Seq
+import models_made
+import pairs_made
+from foredraft import LLM, Grammar, MemoryLimits, RequestOptions, Sampling, Seq2Seq, speculate
 from foredraft.errors import ForedraftError
 from foredraft.kernels.cpu.library import library
 from foredraft.models.encdec import EncoderDecoder
 from foredraft.models.window import NORMED, Span, Window
 from foredraft.source import Source
+from pairs_made import FAMILIES, pair, reference, sources
 
 GREEDY = Sampling(temperature=0.0, max_tokens=24)
 VARIANTS = [
@@ -63,7 +65,8 @@ def test_the_native_pass_is_the_same_model(family: str, options: dict[str, Any])
     with torch.inference_mode():
         logits, features = torch_lm.forward(window([4, 40, 9], given), taps)
         ours, seen = native.forward(window([4, 40, 9], given), taps)
-    assert features is not None and seen is not None
+    assert features is not None
+    assert seen is not None
     torch.testing.assert_close(ours, logits, rtol=2e-3, atol=2e-3)
     torch.testing.assert_close(seen, features, rtol=2e-3, atol=2e-3)
 
@@ -162,7 +165,8 @@ def test_idle_sources_give_way_and_are_read_again() -> None:
     memory = llm.target.sources  # type: ignore[attr-defined]
     with torch.inference_mode():
         first = [llm.target.forward(window([4], [source]))[0] for source in held]  # type: ignore[list-item]
-        assert memory.num_slots <= 64 + 2 * 16 and memory.num_held < 5
+        assert memory.num_slots <= 64 + 2 * 16
+        assert memory.num_held < 5
         again = [llm.target.forward(window([4], [source]))[0] for source in held]  # type: ignore[list-item]
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
@@ -179,7 +183,8 @@ def test_pages_are_shared_among_requests_of_one_source_only() -> None:
 
     llm.generate([Seq2Seq(one, prefix)], sampling)
     assert hits() == 0
-    assert llm.generate([Seq2Seq(other, prefix)], sampling)[0].token_ids == wanted and hits() == 0
+    assert llm.generate([Seq2Seq(other, prefix)], sampling)[0].token_ids == wanted
+    assert hits() == 0
     llm.generate([Seq2Seq(list(one), prefix)], sampling)
     assert hits() == 32
     options = RequestOptions(salt=b"another tenant")
@@ -236,3 +241,112 @@ def test_a_model_that_is_not_computed_as_its_type_is_refused() -> None:
     model.model.decoder.layernorm_embedding.register_forward_hook(lambda *args: 2 * args[-1])
     with pytest.raises(ForedraftError, match="is not computed as models of its type are"):
         LLM(model, None)
+
+
+@pytest.mark.parametrize("family", ["t5", "marian", "whisper"])
+def test_transformers_own_generate_with_our_loop(family: str) -> None:
+    import transformers as hf
+
+    model, prompts = pair(family), sources(family)
+    if family == "whisper":
+        given = {"input_features": torch.stack([prompt.features for prompt in prompts])}
+    else:
+        longest = max(map(len, prompts))
+        padded = [[*prompt, *[pairs_made.PAD] * (longest - len(prompt))] for prompt in prompts]
+        given = {"input_ids": torch.tensor(padded)}
+        given["attention_mask"] = (given["input_ids"] != pairs_made.PAD).long()
+    plan = {"max_new_tokens": 16, "do_sample": False, "return_dict_in_generate": True}
+    wanted = hf.GenerationMixin.generate(model, **given, **plan).sequences
+    ours = hf.GenerationMixin.generate(model, **given, **plan, custom_generate=speculate("ngram")).sequences
+    assert ours.tolist() == wanted.tolist()
+
+
+def test_a_draft_of_another_kind_is_refused(tmp_path: Path) -> None:
+    models_made.llama(pairs_made.VOCAB).save_pretrained(tmp_path / "decoder")
+    pairs_made.t5().save_pretrained(tmp_path / "pair")
+    with pytest.raises(ForedraftError, match=r"is a decoder alone and .* an encoder-decoder model; use a draft"):
+        LLM(pairs_made.t5(), {"method": "draft_model", "model": str(tmp_path / "decoder")})
+    with pytest.raises(ForedraftError, match=r"is an encoder-decoder model and .* a decoder alone; use a draft"):
+        LLM(models_made.llama(pairs_made.VOCAB), {"method": "draft_model", "model": str(tmp_path / "pair")})
+    with pytest.raises(ForedraftError, match="has no encoder"):
+        models_made.plain().generate(Seq2Seq([4, 5]), GREEDY)
+
+
+@pytest.mark.parametrize("family", ["t5", "bart", "whisper"])
+def test_a_folder_loads_as_what_it_is(family: str, tmp_path: Path) -> None:
+    model = pair(family)
+    model.save_pretrained(tmp_path)
+    draft = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 3}
+    prompts = sources(family)
+    llm = LLM(tmp_path, draft, is_debug=True)
+    completions = llm.generate(prompts, GREEDY)
+    assert [c.token_ids for c in completions] == [reference(model, prompt, GREEDY.max_tokens) for prompt in prompts]
+    assert all(c.stats.acceptance_rate == 1.0 or c.finish_reason == "stop" for c in completions)
+    assert llm.calibrate(0.05)
+
+
+@pytest.mark.skipif(library() is None, reason="no native kernels")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_drafts_change_nothing_in_low_precision(family: str, dtype: str, tmp_path: Path) -> None:
+    """On the native path a text does not depend on the batch, the draft or the chunks, in any precision."""
+    pair(family).save_pretrained(tmp_path / "target")
+    pairs_made.perturbed(pair(family)).save_pretrained(tmp_path / "draft")
+    prompts = sources(family)
+    plain = LLM(tmp_path / "target", None, dtype=dtype)
+    draft = {"method": "draft_model", "model": str(tmp_path / "draft"), "num_speculative_tokens": 4}
+    for sampling in (GREEDY, Sampling(temperature=1.0, seed=3, max_tokens=24)):
+        wanted = [plain.generate([prompt], sampling)[0].token_ids for prompt in prompts]
+        for drafter in (None, draft, "ngram"):
+            found = plain.with_drafter(drafter).generate(prompts, sampling)
+            assert [c.token_ids for c in found] == wanted
+
+
+@pytest.mark.skipif(library() is None, reason="no native kernels")
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantised_weights(quantization: str, tmp_path: Path) -> None:
+    model = pair("bart", width=64)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight *= 0.4 if weight.dim() > 1 else 1.0
+    model.save_pretrained(tmp_path)
+    exact = LLM(tmp_path, None, dtype="float32").target
+    rounded = LLM(tmp_path, None, dtype="float32", quantization=quantization).target
+    given = [source_of(prompt) for prompt in sources("bart", (5, 11, 7))]
+    with torch.inference_mode():
+        logits, near = (lm.forward(window([4, 6, 9], given))[0] for lm in (exact, rounded))
+    likeness = torch.nn.functional.cosine_similarity(logits, near, dim=-1).min()
+    assert (0.98 if quantization == "int8" else 0.8) < likeness < 0.9999999
+
+
+def test_heads_read_the_decoders_states() -> None:
+    """Boundaries of the decoder are there for drafters that read them."""
+    target = LLM(pairs_made.t5(), None).target
+    with torch.inference_mode():
+        given = [source_of(prompt) for prompt in sources("t5", (5, 11, 7))]
+        logits, features = target.forward(window([4, 6, 9], given), (0, NORMED))
+        assert features is not None
+        assert features.shape == (19, 2 * target.hidden_size)
+        torch.testing.assert_close(target.head(features[:, target.hidden_size :]), logits)
+
+
+def test_text_in_text_out_streams_stops_and_grammars() -> None:
+    tokenizer = models_made.tokenizer()
+    model = pair("t5", vocab=len(tokenizer))
+    llm = LLM(model, "ngram", tokenizer=tokenizer, is_debug=True)
+    plain = LLM(model, None, tokenizer=tokenizer)
+    sampling = Sampling(temperature=1.0, seed=5, max_tokens=20, n=2, logprobs=2, ignore_eos=True)
+    (one, two), again = llm.generate("the end", sampling), plain.generate("the end", sampling)
+    assert [one.text, two.text] == [c.text for c in again]
+    assert one.prompt == "the end"
+    assert one.text != two.text
+    assert [entry.raw_logprob for entry in one.logprobs or []] == pytest.approx(
+        [entry.raw_logprob for entry in again[0].logprobs or []]
+    )
+    assert "".join(delta.text for delta in llm.stream("the end", replace(sampling, n=1))) == one.text
+    stop = one.text[3:5]
+    assert llm.generate("the end", replace(sampling, n=1, stop=(stop,)))[0].text == one.text[: one.text.index(stop)]
+    shaped = Sampling(temperature=1.0, seed=5, max_tokens=20, grammar=Grammar("regex", "[ab]{4}"))
+    found = llm.generate("the end", shaped)[0].text
+    assert len(found) == 4
+    assert set(found) <= set("ab")

@@ -32,7 +32,8 @@ def pass_times(
     encoder.
     """
     pages: list[int] = []
-    length = min(CONTEXT, (allocator.num_free - 1) * allocator.page_size - max(ROWS_EACH, 8))
+    room = min((allocator.num_free - 1) * allocator.page_size, target.context_length)
+    length = min(CONTEXT, room - max(ROWS_EACH, 8))
     if length <= 0:
         return []
     allocator.grow(pages, length + max(ROWS_EACH, 8))

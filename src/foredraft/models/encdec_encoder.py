@@ -51,7 +51,7 @@ class Encoder:
 
     def states(self, sources: Sequence[Source]) -> tuple[Tensor, list[int]]:
         """[T, H] the states of every source in turn, and how many each has."""
-        found: dict[int, Tensor] = {}
+        found = {i: self._made(s.states) for i, s in enumerate(sources) if s.states is not None}
         for batch in self._batches(sources):
             states = self._features(sources, batch) if self.takes_features else self._text(sources, batch)
             found.update(zip(batch, states, strict=True))
@@ -60,10 +60,11 @@ class Encoder:
 
     def _batches(self, sources: Sequence[Source]) -> list[list[int]]:
         sizes = [1 if self.takes_features else len(source.tokens) for source in sources]
+        unread = [i for i, source in enumerate(sources) if source.states is None]
         if self.takes_features:
-            return [[i] for i in range(len(sources))]
+            return [[i] for i in unread]
         batches: list[list[int]] = []
-        for i in sorted(range(len(sources)), key=sizes.__getitem__):
+        for i in sorted(unread, key=sizes.__getitem__):
             last = batches[-1] if batches else None
             is_alike = last is not None and (self.is_padded or sizes[last[0]] == sizes[i])
             if last is not None and is_alike and (len(last) + 1) * sizes[i] <= MOST_AT_ONCE:
@@ -71,6 +72,15 @@ class Encoder:
             else:
                 batches.append([i])
         return batches
+
+    def _made(self, states: Tensor) -> Tensor:
+        """Raises ForedraftError for states that another model's encoder made."""
+        if states.shape[-1] != self.config.d_model:
+            raise ForedraftError(
+                f"a source was given as states {states.shape[-1]} wide; this encoder makes {self.config.d_model}; "
+                "give the source itself"
+            )
+        return states.to(self.device, self.dtype)
 
     def _text(self, sources: Sequence[Source], batch: Sequence[int]) -> list[Tensor]:
         sizes = [len(sources[i].tokens) for i in batch]

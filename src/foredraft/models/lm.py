@@ -97,6 +97,11 @@ class HFModel:
         return False
 
     @property
+    def source_length(self) -> int | None:
+        """Tokens a source may have; None for a model that reads none."""
+        return None
+
+    @property
     def measured_source(self) -> Source | None:
         """A source of ordinary length, for passes that measure; None for a model that reads none."""
         return None

@@ -8,10 +8,10 @@ import torch
 from foredraft.errors import ForedraftError
 from foredraft.models.encdec import EncoderDecoder
 from foredraft.models.lm import HFModel
-from foredraft.source import Seq2Seq, Source
+from foredraft.source import Begun, Seq2Seq, Source
 
 EMPTY = "the prompt is empty; give at least one token of text"
-Prompt = str | Sequence[int] | Seq2Seq
+Prompt = str | Sequence[int] | Seq2Seq | Begun
 
 
 def read_prompt(model: HFModel, tokenizer: Any | None, prompt: Prompt) -> tuple[list[int], Source | None]:
@@ -22,7 +22,7 @@ def read_prompt(model: HFModel, tokenizer: Any | None, prompt: Prompt) -> tuple[
     if isinstance(model, EncoderDecoder):
         source, ids = _pair(model, tokenizer, prompt)
         return ids, source
-    if isinstance(prompt, Seq2Seq):
+    if isinstance(prompt, Seq2Seq | Begun):
         raise ForedraftError(f"{model.name} has no encoder: give the prompt as text or a list of token ids")
     ids = _ids(model, tokenizer, prompt)
     if not ids:
@@ -36,6 +36,8 @@ def read_prompt(model: HFModel, tokenizer: Any | None, prompt: Prompt) -> tuple[
 
 def _pair(model: EncoderDecoder, tokenizer: Any | None, prompt: Prompt) -> tuple[Source, list[int]]:
     """The source, and the decoder's first tokens. A prompt that is text or ids is the source."""
+    if isinstance(prompt, Begun):
+        return prompt.source, prompt.tokens
     given = prompt if isinstance(prompt, Seq2Seq) else Seq2Seq(prompt)
     source = _source(model, tokenizer, given)
     prefix = forced(model) if given.prefix is None else _ids(model, tokenizer, given.prefix, has_special=False)

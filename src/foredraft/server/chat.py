@@ -45,6 +45,8 @@ def _check(request: ChatRequest) -> None:
 
 def _prepare(service: Service, request: ChatRequest) -> Job:
     """Rendering, tokenising and checking; not on the event loop."""
+    if service.llm.target.has_encoder and request.prompt_logprobs is not None:
+        raise ApiError(400, "what an encoder reads has no log-probabilities; leave it out", "prompt_logprobs")
     has_prompt = request.add_generation_prompt
     if request.continue_final_message and "add_generation_prompt" not in request.model_fields_set:
         has_prompt = False
@@ -54,7 +56,8 @@ def _prepare(service: Service, request: ChatRequest) -> Job:
     if request.truncate_prompt_tokens is not None:
         ids = ids[-request.truncate_prompt_tokens :]
     service.check_length(len(ids), "messages")
-    most = request.max_completion_tokens or request.max_tokens or service.longest - len(ids)
+    room = service.longest - (1 if service.llm.target.has_encoder else len(ids))
+    most = request.max_completion_tokens or request.max_tokens or room
     count = (request.top_logprobs or 0) if request.logprobs else None
     sampling = sampling_of(request, most, count, request.prompt_logprobs)
     return Job(ids, sampling, options_of(request, service.predicted(request)), grammar_field(request))

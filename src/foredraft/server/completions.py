@@ -49,6 +49,8 @@ def _check(request: CompletionRequest) -> None:
 def _prepare(service: Service, request: CompletionRequest) -> _Work:
     """Tokenising and checking; not on the event loop."""
     wanted = request.prompt_logprobs
+    if service.llm.target.has_encoder and (wanted is not None or (request.echo and request.logprobs is not None)):
+        raise ApiError(400, "what an encoder reads has no log-probabilities; leave those of the prompt out", "logprobs")
     if request.echo and request.logprobs is not None:
         wanted = max(wanted or 0, request.logprobs)
     most = DEFAULT_TOKENS if request.max_tokens is None else max(request.max_tokens, 1)

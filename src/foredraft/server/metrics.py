@@ -76,8 +76,8 @@ class Metrics(Collector):
         self.ended[transcript.finish_reason or "abort"] += 1
         is_first = request.sample == 0  # the samples of a prompt share it
         if is_first:
-            self.prompt_tokens += len(request.prompt)
-            self.prompt_size.observe(len(request.prompt))
+            self.prompt_tokens += request.num_given
+            self.prompt_size.observe(request.num_given)
             self.samples.observe(request.sampling.n)
         self.output_size.observe(transcript.num_tokens)
         self.e2e.observe(stats.wall_time)

@@ -70,7 +70,8 @@ def encode_text(
 def check_size(service: "Service", size: int, param: str, is_cut: bool = False) -> None:
     """Raises ApiError for a text of this many characters that cannot fit, before the long way of tokenising it.
     is_cut: it need not fit, as its tokens are only counted or cut; then it is bounded by the limit on texts."""
-    most = service.llm.target.context_length * service.vocabulary.longest
+    target = service.llm.target
+    most = (target.source_length or target.context_length) * service.vocabulary.longest
     if is_cut:
         most = max(most, service.settings.limits.text)
     if size > most:

@@ -99,11 +99,15 @@ class Service:
         allocator = self.llm.engine.scheduler.allocator
         return min(self.llm.target.context_length, (allocator.num_pages - 1) * allocator.page_size)
 
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens a prompt may have: what an encoder reads leaves the output its whole length."""
+        return self.longest - 1 if self.llm.target.source_length is None else self.llm.target.source_length
+
     def check_length(self, num_tokens: int, param: str = "prompt") -> None:
-        if num_tokens >= self.longest:
-            raise ApiError(
-                400, f"the prompt has {num_tokens} tokens and the model takes {self.longest - 1}; shorten it", param
-            )
+        most = self.longest_prompt
+        if num_tokens > most:
+            raise ApiError(400, f"the prompt has {num_tokens} tokens and the model takes {most}; shorten it", param)
 
     async def off_loop(self, work: Callable[..., Value], *args: Any) -> Value:
         """Run on one of the few threads. Raises ApiError for what the library refuses."""

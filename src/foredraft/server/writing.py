@@ -103,7 +103,7 @@ def _joined(one: dict[str, list[Any]], other: dict[str, list[Any]]) -> dict[str,
 def usage_of(choices: Sequence[Choice], n: int) -> dict[str, Any]:
     """Tokens so far. The samples of a prompt share it, so it counts once."""
     first = choices[::n]
-    prompt = sum(len(choice.transcript.request.prompt) for choice in first)
+    prompt = sum(choice.transcript.request.num_given for choice in first)
     output = sum(choice.used for choice in choices)
     cached = sum(choice.transcript.request.num_cached or 0 for choice in first)
     return {
