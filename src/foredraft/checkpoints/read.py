@@ -56,7 +56,9 @@ FOREIGN_TENSORS = {
     r"(fusion_fc|embedding_layernorm|pre_lm_head_layernorm|transformer\.self_attn)\b": "retired EAGLE/HASS",
 }
 # What an upload of a whole model looks like; a drafter of ours has no such tensor.
-WHOLE = re.compile(r"^((model|transformer|gpt_neox|backbone)\.|language_model\.|wte\.|h\.\d)")
+WHOLE = re.compile(
+    r"^((model|transformer|gpt_neox|backbone)\.|language_model\.|wte\.|h\.\d|shared\.weight|(en|de)coder\.block\.)"
+)
 
 
 def recognise(folder: str | Path) -> tuple[str, str]:
