@@ -62,10 +62,14 @@ def renamed(model: LlamaForCausalLM, rows: list[int], seed: int = 5) -> LlamaFor
     return copy
 
 
+def draft_rows() -> list[int]:
+    """The target's id for every id of the draft."""
+    return [TARGET_NAMES.index(name) if name in TARGET_NAMES else -1 for name in DRAFT_NAMES]
+
+
 @cache
 def draft() -> LlamaForCausalLM:
-    rows = [TARGET_NAMES.index(name) if name in TARGET_NAMES else -1 for name in DRAFT_NAMES]
-    return renamed(models_made.draft(), rows)
+    return renamed(models_made.draft(), draft_rows())
 
 
 def drafter(
