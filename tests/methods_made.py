@@ -99,7 +99,7 @@ def _copying(**options: object) -> Make:
         def follow(request: Request) -> Follower:
             source = _edited(llm or models_made.plain(), tuple(request.prompt))
             if config.source == "prompt":
-                return Follower.lost(source, request.prompt, config.tokens_per_match)
+                return Follower.lost((*request.prompt, *source), request.prompt, config.tokens_per_match)
             return Follower(source, per_match=config.tokens_per_match)
 
         return aggressive.Aggressive(config, num_tokens, follow)
