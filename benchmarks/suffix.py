@@ -5,8 +5,8 @@
 The standard library as tokens of the built-in target (repeated with a shift of every id where it has too few), and as
 many at random, which branch more. `update`: every token is added to a text. `own text`: and a draft of eight is made
 after it. `files`: the history is a file's; another text is followed through it, with a draft after every token.
-`store`: the same, the history eight sections of past outputs of one tenant, all followed at once. Times are this thread's
-processor time, the median over blocks and the worst block; memory is what the automata hold.
+`store`: the same, the history eight sections of past outputs of one tenant, all followed at once. Times are this
+thread's processor time, the median over blocks and the worst block; memory is what the automata hold.
 """
 
 import argparse
