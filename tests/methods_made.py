@@ -166,6 +166,8 @@ MADE: dict[str, Made] = {
     "hydra": Made(heads_made.HYDRA.drafter),
     "hydra, tree": _tree(heads_made.HYDRA, top_k=3),
     "hydra, lean tree": _tree(heads_made.HYDRA_LEAN),
+    "hydra, prefix": Made(heads_made.HYDRA_PREFIX.drafter),
+    "hydra, prefix tree": _tree(heads_made.HYDRA_PREFIX, top_k=3),
     "medusa": Made(heads_made.MEDUSA.drafter),
     "medusa, tree": _tree(heads_made.MEDUSA),
     "mlp_speculator": Made(heads_made.SPECULATOR.drafter),

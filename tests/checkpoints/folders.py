@@ -185,10 +185,10 @@ def blockwise(folder: Path, *, heads: int = 3, inner: int = 20, **config: Any) -
 
 def hydra(
     folder: Path, *, heads: int = 3, layers: int = 1, file: str = "hydra_lm_head.pt", own_head: bool = True,
-    rank: int | None = None, embedding: bool = True, **config: Any,
+    rank: int | None = None, embedding: bool = True, prefix: bool = False, **config: Any,
 ) -> Path:  # fmt: skip
     """The authors' upload, the target's embeddings that they forgot to leave out included; all later layers of a head
-    are one module. Without `own_head`, or with a rank, one of our shorter forms."""
+    are one module. `prefix` = Hydra++. Without `own_head`, or with a rank, one of our shorter forms."""
     g = torch.Generator().manual_seed(12)
     tensors = {"input_embed_fn.weight": rand(g, V, H)} if embedding else {}
     for head in range(heads):
@@ -205,11 +205,38 @@ def hydra(
         if own_head:
             tensors[f"hydra_lm_head.{head}.weight"] = rand(g, V, H)
             tensors[f"hydra_lm_head.{head}.bias"] = rand(g, V)
+    if prefix:
+        tensors = {_with_dropout(name): value for name, value in tensors.items()} | _prefix_layer(g)
     said = {
-        "hydra_num_heads": heads, "hydra_num_layers": layers, "hydra_head_arch": "mlp", "grounded_heads": True,
+        "hydra_num_heads": heads, "hydra_num_layers": layers, "hydra_head_arch": "prefix-mlp" if prefix else "mlp",
+        "grounded_heads": True,
         "base_model_name_or_path": "lmsys/vicuna-7b-v1.3", "hidden_state_offset": 0,
     } | ({} if own_head else {"foredraft_lm_head": "target", "vocab_size": V})  # fmt: skip
     return save(folder, said | config, tensors, file)
+
+
+def _with_dropout(name: str) -> str:
+    parts = name.split(".")
+    if parts[0] == "hydra_mlp":
+        parts[2] = str(2 * int(parts[2]) + 1)
+    elif parts[0] == "hydra_lm_head":
+        parts.insert(2, "1")
+    return ".".join(parts)
+
+
+def _prefix_layer(g: torch.Generator) -> dict[str, Tensor]:
+    """Of the proportions that the target in test_checkpoints_forward.py has."""
+    made = {"prefix_embeding_layer.embed_tokens.weight": rand(g, V, H)}
+    sizes = {"q_proj": HEADS * HEAD_DIM, "k_proj": KV_HEADS * HEAD_DIM, "v_proj": KV_HEADS * HEAD_DIM}
+    layer = {f"self_attn.{name}": rand(g, rows, H) for name, rows in sizes.items()}
+    layer |= {"self_attn.o_proj": rand(g, H, HEADS * HEAD_DIM), "mlp.down_proj": rand(g, H, 8)}
+    layer |= {f"mlp.{name}_proj": rand(g, 8, H) for name in ("gate", "up")}
+    layer |= {f"{name}_layernorm": near_one(g, H) for name in ("input", "post_attention")}
+    made |= {f"prefix_embeding_layer.layers.0.{name}.weight": value for name, value in layer.items()}
+    return made | {
+        "prefix_embeding_layer.norm.weight": near_one(g, H),
+        "prefix_embeding_layer.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(HEAD_DIM // 2),
+    }
 
 
 def layer(

@@ -152,6 +152,14 @@ def eagle(
         features = torch.cat([features, out[-1:]])
 
 
+def hydra_prefix(w: Weights, h: Tensor, n: Numbers) -> Tensor:
+    """[L, H] what Hydra++'s heads read at every position, from the target's states h [L, H]."""
+    layer = "prefix_embeding_layer.layers.0"
+    x = h + attention(w, f"{layer}.self_attn", rms(h, w[f"{layer}.input_layernorm.weight"], n.eps), n)
+    x = x + mlp(w, f"{layer}.mlp", rms(x, w[f"{layer}.post_attention_layernorm.weight"], n.eps))
+    return rms(x, w["prefix_embeding_layer.norm.weight"], n.eps)
+
+
 @dataclass(frozen=True)
 class Flags:
     """What an EAGLE-3 config says beside its layer."""

@@ -19,11 +19,12 @@ from checkpoints.folders import HEAD_DIM, IDS, LAYERS, H, V
 from checkpoints.straight import Flags, Numbers
 from foredraft.checkpoints.base import MedusaShape, SpeculatorShape
 from foredraft.checkpoints.read import read
-from foredraft.drafters import eagle, eagle3
+from foredraft.drafters import eagle, eagle3, hydra
 from foredraft.drafters.base import Context
 from foredraft.drafters.blockwise_network import BlockSteps
 from foredraft.drafters.borrowed import facts
-from foredraft.drafters.hydra_network import HydraSteps
+from foredraft.drafters.hydra_network import HydraHeads, HydraSteps
+from foredraft.drafters.hydra_prefix import PrefixDrafter
 from foredraft.drafters.medusa_heads import Heads, MedusaHeads, outputs
 from foredraft.drafters.mlp_network import MLPSpeculator, Steps
 from foredraft.drafters.newest import Products
@@ -257,3 +258,38 @@ def test_hydra(tmp_path, options, layers):
         embedded.append(target().embedding[tokens].double())
         rows, logits = steps(i, rows, tokens)
         close(logits.detach(), straight.hydra(raw, i, layers, h, embedded, lent))
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_hydra_with_a_prefix_layer(tmp_path, layers):
+    """In two passes over paged memory as it drafts, and at once as it is trained."""
+    folder = folders.hydra(tmp_path, layers=layers, prefix=True)
+    drafter, [h] = hydra.create(hydra.Config(), context(folder)), states(1)
+    assert isinstance(drafter, PrefixDrafter)
+    raw = straight.wide(folders.stored(folder))
+    wanted = straight.hydra_prefix(raw, h, Numbers(eps=1e-6, theta=10000.0))
+    found = []
+    for start, stop in ((0, 4), (4, TRUE)):
+        tokens = TOKENS[start:stop]
+        window = Window.build([Span([3, 1, 5, 2], start, tokens, range(len(tokens)))], [0], PAGE, "cpu")
+        found.append(drafter.lm.forward(window, h[start:stop])[1].detach())
+    close(torch.cat(found), wanted)
+    checkpoint = read(folder, facts(target()))
+    network = HydraHeads(checkpoint.shape, target()).double()
+    network.load_state_dict(checkpoint.tensors)
+    close(network.read(h[None])[0].detach(), wanted)
+    _, logits = drafter.steps(0, wanted, TOKENS[:TRUE])
+    embedded = [target().embedding[TOKENS[:TRUE]].double()]
+    close(logits.detach(), straight.hydra(names_without_dropout(raw), 0, layers, wanted, embedded))
+
+
+def names_without_dropout(raw):
+    found = {}
+    for name, value in raw.items():
+        parts = name.split(".")
+        if parts[0] == "hydra_mlp":
+            parts[2] = str(int(parts[2]) // 2)
+        elif parts[0] == "hydra_lm_head":
+            del parts[2]
+        found[".".join(parts)] = value
+    return found

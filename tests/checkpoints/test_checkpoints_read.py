@@ -13,6 +13,7 @@ from foredraft.checkpoints.base import (
     EagleShape,
     HydraShape,
     MedusaShape,
+    PrefixShape,
     SpeculatorShape,
 )
 from foredraft.checkpoints.read import read, recognise
@@ -103,6 +104,19 @@ def test_hydra_heads_and_none_of_the_targets_embeddings(tmp_path, layers, file):
     raw = folders.stored(folder)
     assert raw.keys() - held.tensors.keys() == {"input_embed_fn.weight"}
     assert all(torch.equal(value, raw[name]) for name, value in held.tensors.items())
+
+
+def test_hydra_heads_behind_a_prefix_layer(tmp_path):
+    folder = folders.hydra(tmp_path, layers=2, prefix=True, file="model.safetensors")
+    held, raw = read(folder, TARGET), folders.stored(folder)
+    assert held.shape == HydraShape(H, V, num_heads=3, num_layers=2, prefix=PrefixShape(H, 16, 8))
+    assert torch.equal(held.tensors["hydra_mlp.1.1.linear.weight"], raw["hydra_mlp.1.3.linear.weight"])
+    assert torch.equal(held.tensors["hydra_mlp.1.0.res_connection.bias"], raw["hydra_mlp.1.1.res_connection.bias"])
+    assert torch.equal(held.tensors["hydra_lm_head.2.bias"], raw["hydra_lm_head.2.1.bias"])
+    assert "prefix_embeding_layer.norm.weight" in held.tensors
+    assert "prefix_embeding_layer.embed_tokens.weight" not in held.tensors
+    unsaid = read(folders.edit_config(folder, drop=("hydra_head_arch",)), TARGET)
+    assert unsaid.shape == held.shape
 
 
 def test_short_forms_of_hydra_heads(tmp_path):

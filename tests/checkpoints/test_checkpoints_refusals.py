@@ -481,6 +481,17 @@ def test_hydra_heads_without_matrices_that_nobody_said_were_borrowed(tmp_path):
 
 
 @pytest.mark.usefixtures("unread")
+def test_hydra_heads_whose_names_are_of_another_architecture(tmp_path):
+    plain = folders.hydra(tmp_path, hydra_head_arch="prefix-mlp")
+    assert "hydra_mlp.0.0.linear.weight is missing" in refusal(plain)
+    behind = folders.hydra(tmp_path / "b", prefix=True, hydra_head_arch="mlp")
+    assert "is missing" in refusal(behind)
+    torn = folders.hydra(tmp_path / "c", prefix=True, file="model.safetensors")
+    folders.edit_tensors(torn, drop=("prefix_embeding_layer.norm.weight",))
+    assert "prefix_embeding_layer.norm.weight is missing" in refusal(torn)
+
+
+@pytest.mark.usefixtures("unread")
 def test_hydra_heads_of_an_architecture_known_by_config_alone(tmp_path):
     folder = folders.save(tmp_path, {"hydra_head_arch": "eagle-attn"}, {"fc.weight": torch.ones(H, 2 * H)})
     assert "its hydra_head_arch is 'eagle-attn'" in refusal(folder)

@@ -21,6 +21,7 @@ from foredraft.errors import ForedraftError
         lambda f: folders.blockwise(f),
         lambda f: folders.hydra(f, layers=2, hidden_state_offset=1),
         lambda f: folders.hydra(f, own_head=False, rank=9),
+        lambda f: folders.hydra(f, layers=2, prefix=True),
         lambda f: folders.eagle(f, layers=2, qkv_bias=True, dtype=torch.float16),
         lambda f: folders.eagle(f, fc_bias=False, embedding=False),
         lambda f: folders.eagle3(f, norms=("input_norm", "fc_norm"), norm_before_residual=True, norm_output=True),

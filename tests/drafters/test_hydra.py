@@ -11,11 +11,11 @@ import heads_made
 import models_made
 import successor_made
 from foredraft import LLM, Sampling
-from foredraft.checkpoints.base import Checkpoint, HydraShape
+from foredraft.checkpoints.base import Checkpoint, HydraShape, PrefixShape
 from foredraft.checkpoints.layouts import Layout
 from foredraft.checkpoints.read import read
 from foredraft.checkpoints.write import save, write
-from foredraft.drafters import hydra
+from foredraft.drafters import hydra, hydra_network
 from foredraft.drafters.base import Context
 from foredraft.drafters.borrowed import facts
 from foredraft.drafters.hydra_network import HydraHeads, HydraSteps
@@ -290,3 +290,45 @@ def test_other_heads_are_not_taken_for_these() -> None:
         hydra.from_checkpoint(hydra.Config(), other, successor_made.context(4))
     with pytest.raises(ForedraftError, match="cannot be trained on"):
         hydra.trainee(hydra.TrainConfig(), models_made.plain().target, other)
+
+
+@pytest.mark.parametrize("kind", ["state", "last"])
+@pytest.mark.parametrize("options", [{}, {"tree_nodes": 12}], ids=str)
+def test_heads_behind_a_layer_that_adds_nothing_know_as_much_as_without(kind: str, options: dict[str, Any]) -> None:
+    """The newest state that went through the layer, at the newest position, and no other."""
+    checkpoint, target = seer(kind), successor_made.llm().target
+    layer = hydra.trainee(hydra.TrainConfig(heads=1, prefix=True), target).network
+    held = {name: value for name, value in layer.state_dict().items() if name.startswith("prefix")}
+    shape = replace(checkpoint.shape, prefix=layer.shape.prefix)  # type: ignore[type-var]
+    llm = drafting(replace(checkpoint, shape=shape, tensors=checkpoint.tensors | held), **options)
+    for done in llm.generate([[3], [5, 12], [9] * 20], GREEDY):
+        assert done.stats.accepted_at == (8, 8, 8, 8)
+    assert llm.engine.drafter.num_failures == 0
+
+
+def test_a_prefix_layer_learns_and_is_read_back(tmp_path: Any) -> None:
+    """In the authors' names; its gradient comes from every head, over the states before."""
+    llm, trainee = models_made.plain(), trained(heads=2, prefix=True)
+    assert trainee.loss(heads_made.trace(llm, (NORMED,))).total.isfinite()
+    trainee.loss(heads_made.trace(llm, (NORMED,))).total.backward()
+    assert trainee.network.prefix_embeding_layer.layers[0].self_attn.o_proj.weight.grad.abs().sum() > 0
+    tensors, config = trainee.published()
+    assert config["hydra_head_arch"] == "prefix-mlp"
+    assert "hydra_mlp.1.1.res_connection.weight" in tensors
+    save(tmp_path, Layout("hydra", tensors, config))
+    loaded = read(str(tmp_path), facts(llm.target), "hydra")
+    assert loaded.shape == trainee.network.shape
+    again = hydra.trainee(hydra.TrainConfig(), llm.target, loaded).network.state_dict()
+    assert all(torch.equal(value, again[name]) for name, value in trainee.network.state_dict().items())
+
+
+def test_a_prefix_layer_of_other_proportions_than_the_targets_is_refused() -> None:
+    target = models_made.plain().target
+    shape = replace(trained(heads=1, prefix=True).network.shape, prefix=PrefixShape(32, 32, 64))
+    checkpoint = Checkpoint("hydra", "made", "a folder", shape, {})
+    for make in (
+        lambda: hydra_network.prefix_of(checkpoint, target),
+        lambda: hydra.trainee(hydra.TrainConfig(), target, checkpoint),
+    ):
+        with pytest.raises(ForedraftError, match="a folder: its prefix layer has 32 rows of queries, 32 of keys"):
+            make()

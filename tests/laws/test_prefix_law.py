@@ -30,7 +30,11 @@ SAMPLINGS = {
     "sampled": Sampling(max_tokens=14, temperature=0.6, top_p=0.9, seed=11, ignore_eos=True, n=2),
 }
 METHODS_ON_PAGES = ("draft_model", "eagle", "eagle3", "chimera")
-ON_PAGES = [name for name in MADE if name.split(",")[0] in METHODS_ON_PAGES and name not in TRANSLATED]
+ON_PAGES = [
+    name
+    for name in MADE
+    if (name.split(",")[0] in METHODS_ON_PAGES or name.startswith("hydra, prefix")) and name not in TRANSLATED
+]
 LIMITS = MemoryLimits(kv_tokens=4000, page_size=4)
 APART = replace(LIMITS, prefix_cache=False)
 

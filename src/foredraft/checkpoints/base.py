@@ -57,11 +57,21 @@ class BlockwiseShape:
 
 
 @dataclass(frozen=True)
+class PrefixShape:
+    """What the weights tell of Hydra's prefix layer; the rest is as in the target, whose layers it is like."""
+
+    query: int  # rows of q_proj
+    key: int  # rows of k_proj and v_proj
+    intermediate: int
+
+
+@dataclass(frozen=True)
 class HydraShape:
     """Hydra. Tensors of head h: `hydra_mlp.{h}.0.linear.weight` and `hydra_mlp.{h}.0.res_connection.weight`
     [H, (h + 2) H], `hydra_mlp.{h}.{l}.linear.weight` [H, H] of later layers, a `.bias` [H] beside each, and
     `hydra_lm_head.{h}.weight` [V, H] and `.bias` [V] where heads have their own. With a rank the first layer is
-    [H, rank] and reads `hydra_reduce.{h}.weight` [rank, (h + 2) H] times its input."""
+    [H, rank] and reads `hydra_reduce.{h}.weight` [rank, (h + 2) H] times its input. With a prefix,
+    `prefix_embeding_layer.layers.0.*` and `prefix_embeding_layer.norm.weight` [H]."""
 
     hidden: int
     vocab_size: int
@@ -70,6 +80,7 @@ class HydraShape:
     has_own_head: bool = True  # False: the target's lm_head serves
     rank: int | None = None
     offset: int = 0  # which state is read: 0 = the last, after its norm; k = the residual stream k layers before it
+    prefix: PrefixShape | None = None  # of a decoder layer over the states ("prefix-mlp"), whose output is read instead
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,16 @@
 """Hydra heads as their authors publish them, and two shorter forms of ours.
 
-Of the authors' architectures "mlp" is read. Ours differ by what is missing: a folder without `hydra_lm_head.*`
-whose config.json says `foredraft_lm_head: "target"` borrows the target's output matrix; one with `hydra_reduce.*` has
-heads that read a projection of their input.
+Of the authors' architectures "mlp" and "prefix-mlp" are read, and what the latter names otherwise is renamed. Ours
+differ by what is missing: a folder without `hydra_lm_head.*` whose config.json says `foredraft_lm_head: "target"`
+borrows the target's output matrix; one with `hydra_reduce.*` has heads that read a projection of their input.
 """
 
 import logging
 import re
+from dataclasses import replace
 from typing import Any
 
-from foredraft.checkpoints.base import Checkpoint, HydraShape, TargetFacts
+from foredraft.checkpoints.base import Checkpoint, HydraShape, PrefixShape, TargetFacts
 from foredraft.checkpoints.claims import Claims
 from foredraft.checkpoints.tensors import TensorFiles
 
@@ -17,9 +18,10 @@ METHOD, TITLE = "hydra", "Hydra heads"
 ARCHITECTURE, BORROWED = "hydra_head_arch", "foredraft_lm_head"
 BLOCK = re.compile(r"^hydra_mlp\.(\d+)\.(\d+)\.")
 MINE = re.compile(r"^(hydra_mlp|hydra_lm_head|hydra_reduce|prefix_embeding_layer)\.")
-EMBEDDING = "input_embed_fn.weight"  # the target's own, which torch stores with the heads
+PREFIX = "prefix_embeding_layer."
+IGNORED = re.compile(r"^(input_embed_fn\.weight|prefix_embeding_layer\.(embed_tokens\.weight|.*rotary_emb\.inv_freq))$")
+DROPOUTS = re.compile(r"^(hydra_mlp\.\d+)\.(\d+)\.(.*)$|^(hydra_lm_head\.\d+)\.1\.(.*)$")  # count as layers there
 UNREAD = {
-    "prefix-mlp": "its heads read a decoder layer over the target's states",
     "cross-attn": "its heads attend to the target's states",
     "eagle-attn": "it is a decoder layer and no heads",
 }
@@ -34,9 +36,12 @@ def is_mine(names: list[str], config: dict[str, Any]) -> bool:
 
 def read(files: TensorFiles, config: dict[str, Any], target: TargetFacts) -> Checkpoint:
     """Heads and layers are counted from the keys."""
-    _check_architecture(files, config)
-    claims = Claims(files, {name: name for name in files.stored if name != EMBEDDING})
+    has_prefix = _is_prefix(files, config)
+    held = [name for name in files.stored if not IGNORED.match(name)]  # the target's own rows, and no weights
+    claims = Claims(files, {_ours(name) if has_prefix else name: name for name in held})
     shape = _shape(claims, config, target)
+    if has_prefix:
+        shape = replace(shape, prefix=_prefix(claims))
     claims.check(expected(shape))
     said = config.get("hydra_num_heads", shape.num_heads)
     if said != shape.num_heads:
@@ -45,15 +50,41 @@ def read(files: TensorFiles, config: dict[str, Any], target: TargetFacts) -> Che
     return Checkpoint(METHOD, kind, files.folder, shape, claims.read(), config)
 
 
-def _check_architecture(files: TensorFiles, config: dict[str, Any]) -> None:
-    found = config.get(ARCHITECTURE, "mlp")
-    if any(name.startswith("prefix_embeding_layer.") for name in files.stored):
-        found = "prefix-mlp"
-    if found != "mlp":
+def _is_prefix(files: TensorFiles, config: dict[str, Any]) -> bool:
+    """Whether the architecture is prefix-mlp; any but that and mlp is refused."""
+    is_there = any(name.startswith(PREFIX) for name in files.stored)
+    found = config.get(ARCHITECTURE, "prefix-mlp" if is_there else "mlp")
+    if found not in ("mlp", "prefix-mlp"):
         why = UNREAD.get(str(found), "nothing of that name is known")
-        raise files.refuse(f"its {ARCHITECTURE} is {found!r}, which is not supported ({why}); only 'mlp' is")
+        raise files.refuse(f"its {ARCHITECTURE} is {found!r}, which is not supported ({why}); mlp and prefix-mlp are")
     if not config.get("grounded_heads", True):
         raise files.refuse("its heads are not grounded (grounded_heads false), which is not supported")
+    return bool(found == "prefix-mlp")
+
+
+def _ours(name: str) -> str:
+    """Without the places that dropout takes among the layers: a block stands at every second."""
+    match = DROPOUTS.match(name)
+    if match is None:
+        return name
+    if match[1] is None:
+        return f"{match[4]}.{match[5]}"
+    place = int(match[2])
+    return f"{match[1]}.{place // 2}.{match[3]}" if place % 2 else name + " (between layers)"
+
+
+def theirs(name: str) -> str:
+    """As it is stored in prefix-mlp."""
+    head, _, rest = name.rpartition(".")
+    if name.startswith("hydra_lm_head."):
+        return f"{head}.1.{rest}"
+    match = BLOCK.match(name)
+    return name if match is None else f"hydra_mlp.{match[1]}.{2 * int(match[2]) + 1}.{name[match.end() :]}"
+
+
+def _prefix(claims: Claims) -> PrefixShape:
+    names = ("self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj")
+    return PrefixShape(*(claims.shape(f"{PREFIX}layers.0.{name}.weight", 2)[0] for name in names))
 
 
 def _shape(claims: Claims, config: dict[str, Any], target: TargetFacts) -> HydraShape:
@@ -90,7 +121,7 @@ def _shape(claims: Claims, config: dict[str, Any], target: TargetFacts) -> Hydra
 
 def expected(shape: HydraShape) -> dict[str, tuple[int, ...]]:
     """The tensors of a shape."""
-    found: dict[str, tuple[int, ...]] = {}
+    found: dict[str, tuple[int, ...]] = {} if shape.prefix is None else _prefix_tensors(shape.hidden, shape.prefix)
     for head in range(shape.num_heads):
         seen = (head + 2) * shape.hidden
         for layer in range(shape.num_layers):
@@ -106,3 +137,14 @@ def expected(shape: HydraShape) -> dict[str, tuple[int, ...]]:
             found[f"hydra_lm_head.{head}.weight"] = (shape.vocab_size, shape.hidden)
             found[f"hydra_lm_head.{head}.bias"] = (shape.vocab_size,)
     return found
+
+
+def _prefix_tensors(hidden: int, prefix: PrefixShape) -> dict[str, tuple[int, ...]]:
+    sizes: dict[str, tuple[int, ...]] = {f"layers.0.self_attn.{name}_proj": (prefix.key, hidden) for name in "kv"}
+    sizes |= {f"layers.0.mlp.{name}_proj": (prefix.intermediate, hidden) for name in ("gate", "up")}
+    sizes["layers.0.self_attn.q_proj"] = (prefix.query, hidden)
+    sizes["layers.0.self_attn.o_proj"] = (hidden, prefix.query)
+    sizes["layers.0.mlp.down_proj"] = (hidden, prefix.intermediate)
+    sizes |= {f"layers.0.{name}_layernorm": (hidden,) for name in ("input", "post_attention")}
+    sizes["norm"] = (hidden,)
+    return {f"{PREFIX}{name}.weight": size for name, size in sizes.items()}

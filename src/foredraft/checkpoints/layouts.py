@@ -109,7 +109,7 @@ def _hydra(shape: HydraShape, tensors: Mapping[str, Tensor]) -> Layout:
         "model_type": "hydra",
         "hydra_num_heads": shape.num_heads,
         "hydra_num_layers": shape.num_layers,
-        "hydra_head_arch": "mlp",
+        "hydra_head_arch": "mlp" if shape.prefix is None else "prefix-mlp",
         "grounded_heads": True,
         "hidden_state_offset": shape.offset,
         "hidden_size": shape.hidden,
@@ -117,7 +117,10 @@ def _hydra(shape: HydraShape, tensors: Mapping[str, Tensor]) -> Layout:
     }
     if not shape.has_own_head:
         config[hydra.BORROWED] = "target"
-    return Layout(hydra.METHOD, _named(tensors, hydra.expected(shape)), config, "hydra_lm_head.pt")
+    held = _named(tensors, hydra.expected(shape))
+    if shape.prefix is not None:
+        held = {hydra.theirs(name): value for name, value in held.items()}
+    return Layout(hydra.METHOD, held, config, "hydra_lm_head.pt")
 
 
 @layout.register

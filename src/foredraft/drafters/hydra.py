@@ -2,7 +2,8 @@
 embeddings of all tokens since, x_{n-1} and those drafted before its own, and guesses the next.
 
 Heads are asked one after another, but none has memory: what a node's head reads is its own path, so a tree costs one
-row for every node looked at. Of the authors' architectures this is "mlp".
+row for every node looked at. The authors' "prefix-mlp", Hydra++, puts a layer with memory between the target and the
+heads: see `hydra_prefix`.
 """
 
 from dataclasses import dataclass
@@ -11,10 +12,12 @@ from foredraft.checkpoints.base import Checkpoint, HydraShape
 from foredraft.drafters.base import Context
 from foredraft.drafters.borrowed import lender, loaded
 from foredraft.drafters.growth import Plan
-from foredraft.drafters.hydra_network import HydraSteps, tap
+from foredraft.drafters.hydra_network import HydraSteps, prefix_of, tap
+from foredraft.drafters.hydra_prefix import PrefixDrafter
 from foredraft.drafters.hydra_training import TrainConfig, trainee
 from foredraft.drafters.newest import Products
 from foredraft.drafters.rank_tree import RankTree, usual
+from foredraft.drafters.recurrent import feature_lm
 from foredraft.drafters.stepped import SteppedDrafter
 from foredraft.errors import ForedraftError
 
@@ -50,12 +53,12 @@ class Config:
         return Plan.shaped(RankTree.of(self.tree, usual(shape.num_heads, RANKS)), self.min_confidence)
 
 
-def create(config: Config, context: Context) -> SteppedDrafter:
+def create(config: Config, context: Context) -> SteppedDrafter | PrefixDrafter:
     """Load the heads. Raises ForedraftError if they are not the target's, or of an architecture that is not read."""
     return from_checkpoint(config, loaded(context, METHOD), context)
 
 
-def from_checkpoint(config: Config, checkpoint: Checkpoint, context: Context) -> SteppedDrafter:
+def from_checkpoint(config: Config, checkpoint: Checkpoint, context: Context) -> SteppedDrafter | PrefixDrafter:
     """From heads that are loaded, beside context.target."""
     shape = checkpoint.shape
     if not isinstance(shape, HydraShape):
@@ -63,4 +66,7 @@ def from_checkpoint(config: Config, checkpoint: Checkpoint, context: Context) ->
     plan, target = config.plan(context.num_tokens, shape), lender(context)
     products = Products(context, config.quantization)
     steps = HydraSteps(shape, checkpoint.tensors, plan.depth, products, target, context.vocab_size)
-    return SteppedDrafter(steps, plan, context, tap(shape, target))
+    if shape.prefix is None:
+        return SteppedDrafter(steps, plan, context, tap(shape, target))
+    network = prefix_of(checkpoint, target).to(context.device, context.dtype).eval()
+    return PrefixDrafter(feature_lm(network, lambda network: None, context), tap(shape, target), steps, plan, context)

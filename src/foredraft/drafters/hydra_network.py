@@ -10,7 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from foredraft.checkpoints.base import HydraShape
+from foredraft.checkpoints.base import Checkpoint, HydraShape
+from foredraft.checkpoints.hydra import PREFIX
+from foredraft.drafters.borrowed import block_like
+from foredraft.drafters.hydra_prefix import PrefixLayer, check
 from foredraft.drafters.newest import Product, Products, targets_head
 from foredraft.models.lm import HFModel
 from foredraft.models.window import NORMED
@@ -24,6 +27,17 @@ def tap(shape: HydraShape, target: HFModel) -> int:
 def joined(states: Tensor, read: Tensor) -> Tensor:
     """[R, n H] and [R, H] -> [R, (n + 1) H], in the wider of their types."""
     return torch.cat([states, read.to(torch.promote_types(states.dtype, read.dtype))], -1)
+
+
+def prefix_of(checkpoint: Checkpoint, target: HFModel) -> PrefixLayer:
+    """The layer of a checkpoint that has one, like a layer of the target. Raises ForedraftError where it is not."""
+    assert isinstance(checkpoint.shape, HydraShape)
+    block = block_like(target)
+    check(checkpoint.shape, block, checkpoint.folder)
+    layer = PrefixLayer(block)
+    held = {name: value for name, value in checkpoint.tensors.items() if name.startswith(PREFIX)}
+    layer.load_state_dict({name.removeprefix(PREFIX): value for name, value in held.items()})
+    return layer
 
 
 class ResBlock(nn.Module):
@@ -60,6 +74,13 @@ class HydraHeads(nn.Module):
             self.hydra_reduce = nn.ModuleList(nn.Linear(width, rank, bias=False) for width in seen)
         if shape.has_own_head:
             self.hydra_lm_head = nn.ModuleList(nn.Linear(shape.hidden, shape.vocab_size) for _ in seen)
+        if shape.prefix is not None:
+            self.prefix_embeding_layer = PrefixLayer(block_like(target))
+
+    def read(self, features: Tensor) -> Tensor:
+        """[B, L, H] states of the target over whole texts -> what the heads begin from."""
+        x = self.begin(features)
+        return x if self.shape.prefix is None else self.prefix_embeding_layer.over(x)
 
     def begin(self, hidden: Tensor) -> Tensor:
         return hidden.to(next(self.parameters()).dtype)

@@ -93,7 +93,10 @@ def drafted(steps: Steps, branches: Sequence[Branch], vocab_size: int) -> list[D
     """A draft for every branch; logits of fewer tokens than `vocab_size` leave the others undrafted."""
     if not branches:
         return []
-    return _chains(steps, branches) if all(b.is_plain for b in branches) else _grown(steps, branches, vocab_size)
+    if all(branch.is_plain for branch in branches):
+        return _chains(steps, branches)
+    grown(steps, branches, vocab_size)
+    return [branch.growth.draft() for branch in branches]
 
 
 def _chains(steps: Steps, branches: Sequence[Branch]) -> list[Draft]:
@@ -110,7 +113,8 @@ def _chains(steps: Steps, branches: Sequence[Branch]) -> list[Draft]:
     return [Draft.chain(tokens) for tokens in found]
 
 
-def _grown(steps: Steps, branches: Sequence[Branch], vocab_size: int) -> list[Draft]:
+def grown(steps: Steps, branches: Sequence[Branch], vocab_size: int) -> None:
+    """Every branch's growth to its end, level by level."""
     states = steps.begin(stacked([branch.state for branch in branches]))
     for i, branch in enumerate(branches):
         branch.rows = {0: i}
@@ -127,7 +131,6 @@ def _grown(steps: Steps, branches: Sequence[Branch], vocab_size: int) -> list[Dr
             branch.rows = {node: first + i for i, node in enumerate(branch.growth.frontier)}
             first += len(branch.growth.frontier)
         extend([branch.growth for branch in growing], Scores(logits, vocab_size))
-    return [branch.growth.draft() for branch in branches]
 
 
 def _rows(states: Tensor, rows: Sequence[int]) -> Tensor:
