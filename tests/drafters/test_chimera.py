@@ -12,7 +12,7 @@ import models_made
 from checkpoints import straight
 from checkpoints.straight import Numbers
 from foredraft.checkpoints.base import Checkpoint, ChimeraShape
-from foredraft.drafters import chimera
+from foredraft.drafters import chimera, chimera_network
 from foredraft.drafters.base import Context
 from foredraft.drafters.chimera import Chimera
 from foredraft.drafters.chimera_network import ChimeraNetwork, trigrams
@@ -219,9 +219,13 @@ def test_a_gap_in_what_was_seen_ends_drafting_for_that_text_alone() -> None:
 
 
 @pytest.mark.skipif(library() is None, reason="no native kernels here")
-@pytest.mark.parametrize("taps", [(1, NORMED), (NORMED,)])
+@pytest.mark.parametrize(("taps", "table"), [((1, NORMED), 1 << 20), ((NORMED,), 1 << 20), ((NORMED,), 0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_native_passes_give_the_numbers_of_plain_ones(taps: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_native_passes_give_the_numbers_of_plain_ones(
+    taps: tuple[int, ...], table: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trigrams looked up and multiplied alike."""
+    monkeypatch.setattr(chimera_network, "TABLE", table)
     torch.manual_seed(0)
     target = HFModel.adopt(models_made.llama(hidden=128).to(dtype), "wide", True, is_ours=False)
     assert target.fused is not None
@@ -234,6 +238,7 @@ def test_native_passes_give_the_numbers_of_plain_ones(taps: tuple[int, ...], dty
         context = Context(target.vocab_size, target, 4, dtype=dtype, fused=fused)
         drafting = chimera.from_checkpoint(chimera.Config(), checkpoint, context)
         assert (drafting.lm.fused is not None) == fused
+        assert drafting.heads.is_looked_up == (fused and table > 0)
         allocator, pages = PageAllocator(8, 16), []
         allocator.grow(pages, 60)
         request = Request(0, list(range(5, 25)), GREEDY, seed=0, pages=pages)

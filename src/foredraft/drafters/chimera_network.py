@@ -20,6 +20,7 @@ from foredraft.models.fused_features import FusedFeatures, Joined, why_not
 from foredraft.models.lm import HFModel
 
 READ = 3  # tokens that the trigram encoder reads
+TABLE = 64 << 20  # bytes that what every token adds to a trigram may take
 
 
 class ChimeraNetwork(nn.Module):
@@ -83,7 +84,9 @@ class DraftingHeads:
         self.network = network
         self.dtype = torch.float32 if products.is_native else products.dtype  # of states
         self.norms = torch.promote_types(products.dtype, torch.float32)
-        self.trigram = products.make(network.trigram.weight.detach())
+        size, hidden = network.embedding.shape
+        self.is_looked_up = products.is_native and READ * size * hidden * torch.float32.itemsize <= TABLE
+        self.trigram = self._looked_up() if self.is_looked_up else self._multiplied(products)
         self.fc = products.make(network.fc.weight.detach()) if network.shape.has_fc else None
         self.heads = [products.make(head.weight.detach(), head.bias.detach()) for head in _linears(network.heads)]
         packed = packed_head(network.target[0]) if products.is_native else None
@@ -96,8 +99,23 @@ class DraftingHeads:
 
     def encoded(self, last: Sequence[Sequence[int]]) -> Tensor:
         """[R, H] in place of the target's states."""
-        ids = torch.tensor(last, device=self.network.embedding.device)
-        return F.silu(self.trigram(F.embedding(ids, self.network.embedding).flatten(1))).to(self.dtype)
+        return F.silu(self.trigram(last)).to(self.dtype)
+
+    def _looked_up(self) -> Callable[[Sequence[Sequence[int]]], Tensor]:
+        """A trigram's sum of rows made once: what each token adds at each of the three places."""
+        embedding, weight = self.network.embedding.float(), self.network.trigram.weight.detach().float()
+        table = torch.cat([embedding @ block.T for block in weight.chunk(READ, 1)])  # [3 V, H]
+        size = len(embedding)
+
+        def look_up(last: Sequence[Sequence[int]]) -> Tensor:
+            ids = torch.tensor([[a, b + size, c + 2 * size] for a, b, c in last])
+            return F.embedding_bag(ids, table, mode="sum")
+
+        return look_up
+
+    def _multiplied(self, products: Products) -> Callable[[Sequence[Sequence[int]]], Tensor]:
+        embedding, product = self.network.embedding, products.make(self.network.trigram.weight.detach())
+        return lambda last: product(F.embedding(torch.tensor(last, device=embedding.device), embedding).flatten(1))
 
     def __call__(self, depth: int, encoded: Tensor, newest: Tensor) -> Tensor:
         """[R, V] from [R, H] each."""
