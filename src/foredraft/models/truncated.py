@@ -22,6 +22,8 @@ from foredraft.models.fused import Packing, Part
 from foredraft.models.lm import HFModel, decoder_layers
 from foredraft.models.window import Window
 
+GAIN = 2.0  # of a new adapter's inner products: states are large after some layers, and small changes are slow to show
+
 
 class Adapter(nn.Module):
     """x + down(silu(gate(norm x)) * up(norm x)): in place of the layers that are left out. New, it changes nothing."""
@@ -32,6 +34,8 @@ class Adapter(nn.Module):
         self.gate_proj = nn.Linear(hidden, rank, bias=False)
         self.up_proj = nn.Linear(hidden, rank, bias=False)
         self.down_proj = nn.Linear(rank, hidden, bias=False)
+        for inner in (self.gate_proj, self.up_proj):
+            nn.init.normal_(inner.weight, std=GAIN * hidden**-0.5)
         nn.init.zeros_(self.down_proj.weight)
 
     def forward(self, x: Tensor) -> Tensor:
