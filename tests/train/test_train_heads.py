@@ -23,6 +23,7 @@ RECIPES = [
     ("blockwise", {"heads_per_step": "one"}),
     ("hydra", {}),
     ("hydra", {"own_head": "true", "rank": "None", "layers": "2"}),
+    ("hydra", {"prefix": "true"}),
 ]
 
 
