@@ -8,6 +8,7 @@ A choice looks at earlier steps, at the committed text (what speaks for a text p
 at nothing that is drawn in this step. So under rejection sampling it tells nothing of a draft.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -120,7 +121,8 @@ class Choice:
             return self._all(cases, plans)
         chosen, most, best = None, 0.0, plans
         for use in self.uses:
-            others = [self._with(case, use, plan) for case, plan in zip(cases, plans, strict=True)]
+            dear = self.rate * (self.passes.slope + use.cost.slope / len(cases))
+            others = [self._with(case, use, plan, dear) for case, plan in zip(cases, plans, strict=True)]
             if self._is_due(use):
                 use.interval = min(2 * use.interval, LATEST)
                 return [use], others
@@ -173,22 +175,32 @@ class Choice:
         """Tokens that could be made in the time that so many rows of the target's pass take."""
         return self.rate * self.passes.slope * count
 
-    def _with(self, case: Case, use: Use, plan: Plan) -> Plan:
-        """The best plan in which a part drafts: alone, or beside the best offer."""
-        budget = min(case.budget, use.most)
+    def _with(self, case: Case, use: Use, plan: Plan, dear: float) -> Plan:
+        """The best plan in which a part drafts: alone, or beside the best offer. `dear`: tokens that could be made in
+        the time of one more node."""
         shares = self.worth.shares(case.slot, use.key)
+        budget = self._length(use, shares, min(case.budget, use.most), dear)
         depth = use.depth(budget)
         alone = Plan(None, budget, gain(shares, depth) - self._rows(depth))
         offer = plan.offer
         if offer is None or offer.is_drawn or not case.may_merge or self.mode == "sequence" or case.budget < LEAST:
             return alone
         beside = min(offer.size, case.budget // 2)
-        nodes = min(case.budget - beside, use.most)
+        nodes = min(case.budget - beside, budget)
         depth = use.depth(nodes)
         shares = self.worth.shares(case.slot, union(use, offer), *_either(shares, self._of(case, offer)))
         value = gain(shares, max(depth, min(offer.depth, beside))) - self._rows(depth + beside)
         merged = Plan(offer, nodes, value)
         return merged if value > alone.value or self._is_due(use) else alone
+
+    def _length(self, use: Use, shares: tuple[float, float], most: int, dear: float) -> int:
+        """Nodes of a draft: as many as win more than they cost, where each is one level."""
+        first, later = shares
+        if self._is_due(use) or use.depth(most) < 0.9 * most or not 0.0 < later < 1.0 or dear <= 0.0:
+            return most
+        if dear >= first:
+            return min(most, 1)
+        return min(most, 1 + int(math.log(dear / first) / math.log(later)))
 
     def _of(self, case: Case, offer: Offer) -> tuple[float, float]:
         return self.worth.shares(case.slot, offer.key)
