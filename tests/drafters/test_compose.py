@@ -165,7 +165,7 @@ def test_one_that_fails_fails_alone() -> None:
         raise RuntimeError("broken")
 
     text = ngram()
-    text.draft = broken  # type: ignore[method-assign]
+    text.draft = text.extend = broken  # type: ignore[method-assign]
     both = composed("merge", text, scripted([3, 4]), Scripted(broken, num_nodes=4))
     sizes = [both.propose(batch_of(TEXT)).sizes[0] for _ in range(MAX_FAILURES + 6)]
     assert max(sizes) == 3

@@ -136,3 +136,8 @@ def create(config: Config, context: Context) -> Aggressive:
             "a part of the prompt is found in its text, and there is no tokenizer; use source='prompt'"
         )
     return Aggressive(config, context.num_tokens, Sources(config, context.tokenizer).follower)
+
+
+def auto_rank(context: Context) -> float | None:
+    """Among the methods that read nothing but the text: the best where an encoder reads what is to be edited."""
+    return 30.0 if context.target is not None and context.target.has_encoder else None

@@ -163,8 +163,8 @@ def _made(name: str, options: Options, context: Context) -> Part:
 def _picked(given: Composition, context: Context) -> dict[str, Part]:
     """The best method that reads nothing but the text, and the best that reads a model, as far as there are any.
 
-    A method says by AUTO_RANK how good it is among its kind (a number, or a function of the context; None = not to be
-    picked). A model that was given is used whatever it is.
+    A method says by AUTO_RANK how good it is among its kind, or by `auto_rank(context)` where that depends on the
+    target; one that says nothing, or None, is not picked. A model that was given is used whatever it is.
     """
     found: dict[str, Part] = {}
     wanted = None if context.model is None else recognise(context.model)[0]
@@ -193,6 +193,7 @@ def _picked(given: Composition, context: Context) -> dict[str, Part]:
 
 
 def _rank(method: ModuleType, context: Context) -> float | None:
-    rank = getattr(method, "AUTO_RANK", None)
-    found: float | None = rank(context) if callable(rank) else rank
+    found: float | None = (
+        method.auto_rank(context) if hasattr(method, "auto_rank") else getattr(method, "AUTO_RANK", None)
+    )
     return found

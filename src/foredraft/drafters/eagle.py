@@ -28,6 +28,7 @@ from foredraft.models.window import NORMED
 __all__ = ["METHOD", "Config", "TrainConfig", "create", "trainee"]
 
 METHOD = "eagle"
+AUTO_RANK = 50  # among the methods that read a model, as measured on the built-in target
 
 
 class EagleNetwork(nn.Module):

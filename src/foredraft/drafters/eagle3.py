@@ -27,6 +27,7 @@ from foredraft.models.lm import HFModel
 __all__ = ["METHOD", "Config", "TrainConfig", "create", "trainee"]
 
 METHOD = "eagle3"
+AUTO_RANK = 40  # among the methods that read a model, as measured on the built-in target
 NEVER = -30.0  # log-probability of what the target may say and the draft's vocabulary does not hold
 
 
