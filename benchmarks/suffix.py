@@ -5,7 +5,7 @@
 The standard library as tokens of the built-in target (repeated with a shift of every id where it has too few), and as
 many at random, which branch more. `update`: every token is added to a text. `own text`: and a draft of eight is made
 after it. `files`: the history is a file's; another text is followed through it, with a draft after every token.
-`store`: the same, the history eight sections of past outputs of one tenant, all followed at once. Times are this
+`store`: the same, the history four sections of past outputs of one tenant, all followed at once. Times are this
 thread's processor time, the median over blocks and the worst block; memory is what the automata hold.
 """
 
@@ -21,7 +21,7 @@ from pathlib import Path
 
 from foredraft import zoo
 from foredraft.drafters.suffix import DISCOUNTS
-from foredraft.drafters.suffix_store import Store
+from foredraft.drafters.suffix_store import Store, best
 from foredraft.kernels.automaton import Place, Shape, trust
 from foredraft.kernels.cpu.suffix import automaton
 from foredraft.models.load import load_tokenizer
@@ -86,7 +86,7 @@ def measured(name: str, history: Sequence[int], other: Sequence[int], block: int
 
     def follow(token: int) -> None:
         places[:] = kind.follow(places, [token])
-        kind.draft(places, table, DRAFT)
+        kind.draft(best(places), table, DRAFT)
 
     rows: list[Row] = []
     rows.append(row("update", blocks(lambda token: added.extend([token]), history, block), added.num_bytes))

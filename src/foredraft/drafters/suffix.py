@@ -18,7 +18,7 @@ from torch import Tensor
 from foredraft.drafters.base import Context, Draft, plant
 from foredraft.drafters.growth import Growth, Plan, Scores, extend
 from foredraft.drafters.suffix_files import read
-from foredraft.drafters.suffix_store import Section, Store
+from foredraft.drafters.suffix_store import Section, Store, best
 from foredraft.errors import ForedraftError
 from foredraft.kernels.automaton import LONGEST, Automaton, Law, Place, Shape, trust
 from foredraft.kernels.cpu.suffix import automaton
@@ -77,7 +77,7 @@ class Reading:
         self.num_read = request.num_tokens
         self.filed = self.own.follow(self.filed, fresh)
         self.stored = {section: self._found(section, fresh) for section in sections}
-        self.places = [self.own.end(), *(place for _, place in self.stored.values()), *self.filed]
+        self.places = [self.own.end(), *best(place for _, place in self.stored.values()), *self.filed]
 
     def _found(self, section: Section, fresh: list[int]) -> tuple[int, Place]:
         version, place = self.stored.get(section, (-1, Place(section.text)))

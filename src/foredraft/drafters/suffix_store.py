@@ -1,12 +1,23 @@
 """Past outputs to draft from: bounded, the oldest evicted first, and never looked up across tenants."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from heapq import nlargest
 
-from foredraft.kernels.automaton import BREAK, Automaton
+from foredraft.kernels.automaton import BREAK, Automaton, Place
 
-PARTS = 8  # of the store: nothing can be taken out of an automaton, so an eighth of the tokens goes at once
+PARTS = 4  # of the store: nothing can be taken out of an automaton, so a quarter of the tokens goes at once
+BEST = 1  # sections that a draft looks at: every one costs a look per node, and the longest match wins
+
+
+def best(places: Iterable[Place]) -> list[Place]:
+    """Those of the longest matches, of equal ones the first."""
+    return nlargest(BEST, places, key=_length)
+
+
+def _length(place: Place) -> int:
+    return place.length
 
 
 @dataclass(eq=False)
