@@ -20,6 +20,7 @@ _DRAFTERS = {
     "mlp_speculator": "mlp_speculator",
     "blockwise": "blockwise",
     "hydra": "hydra",
+    "early_exit": "early_exit",
     "eagle": "eagle",
     "eagle3": "eagle3",
     "chimera": "chimera",
