@@ -104,7 +104,7 @@ class EncoderDecoder(HFModel):
 
     def head(self, hidden: Tensor) -> Tensor:
         logits = self.stack.head(hidden.flatten(0, -2))
-        return logits.to(hidden.dtype).view(*hidden.shape[:-1], -1)
+        return logits.to(hidden.dtype).view(*hidden.shape[:-1], self.vocab_size)
 
     @property
     def has_encoder(self) -> bool:
