@@ -61,7 +61,7 @@ class Offer:
     depth: int
     is_drawn: bool  # it has a q: its tokens may not be looked at
     trial: int = -1  # its place among the drafts whose fate is counted
-    gain: float = 0.0
+    shares: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclass(slots=True)
@@ -107,8 +107,8 @@ class Choice:
         """Of what is there; none where nothing pays for its rows."""
         best = Plan()
         for offer in case.offers:
-            offer.gain = gain(self.worth.shares(case.slot, offer.key), offer.depth)
-            value = offer.gain - self._rows(offer.size)
+            offer.shares = self.worth.shares(case.slot, offer.key)
+            value = gain(offer.shares, offer.depth) - self._rows(offer.size)
             if value > best.value or self.mode == "merge":
                 best = Plan(offer, 0, value)
         return best
@@ -188,7 +188,7 @@ class Choice:
         beside = min(offer.size, case.budget // 2)
         nodes = min(case.budget - beside, budget)
         depth = use.depth(nodes)
-        shares = self.worth.shares(case.slot, union(use, offer), *_either(shares, self._of(case, offer)))
+        shares = self.worth.shares(case.slot, union(use, offer), *_either(shares, offer.shares))
         value = gain(shares, max(depth, min(offer.depth, beside))) - self._rows(depth + beside)
         merged = Plan(offer, nodes, value)
         return merged if value > alone.value or self._is_due(use) else alone
@@ -201,9 +201,6 @@ class Choice:
         if dear >= first:
             return min(most, 1)
         return min(most, 1 + int(math.log(dear / first) / math.log(later)))
-
-    def _of(self, case: Case, offer: Offer) -> tuple[float, float]:
-        return self.worth.shares(case.slot, offer.key)
 
 
 def union(use: Use, offer: Offer) -> Key:

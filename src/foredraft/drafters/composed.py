@@ -47,6 +47,7 @@ class Composed:
         self._seen: dict[tuple[int, int], int] = {}  # (part, slot) -> the step it was last asked in
         self._count = 0
         self._began = self._ended = 0.0  # of the last proposal
+        self._num_nodes = self._most()
         self._rows = 0
 
     # -- what it is
@@ -70,6 +71,10 @@ class Composed:
 
     @property
     def num_nodes(self) -> int:
+        """Asked for several times a step, and only ever less once a part is given up."""
+        return self._num_nodes
+
+    def _most(self) -> int:
         texts = [self.parts[i].num_nodes for i in self.texts]
         others = [self.parts[i].num_nodes for i in self.uses]
         if self.mode == "merge":
@@ -121,6 +126,7 @@ class Composed:
     def forget(self, slots: Sequence[int]) -> None:
         for part in self.parts:
             part.guarded.forget(slots)
+        self._num_nodes = self._most()
         for slot in slots:
             self.choice.worth.forget(slot)
             self._steps.pop(slot, None)

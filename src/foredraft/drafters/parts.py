@@ -38,7 +38,9 @@ class Part:
 
     @property
     def num_nodes(self) -> int:
-        return self.guarded.num_nodes if self.failures < MAX_FAILURES else 0
+        if self.is_text:
+            return self.drafter.num_nodes if self.failures < MAX_FAILURES else 0
+        return self.guarded.num_nodes
 
     def offer(self, i: int, request: Request, budget: int) -> Offer | None:
         """What it drafts from the text, as the i-th part; None for nothing."""
