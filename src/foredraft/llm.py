@@ -3,7 +3,6 @@
 import copy
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -184,14 +183,15 @@ class LLM:
         bad_words = self._bad_words(s)
         given = prompt.source if isinstance(prompt, Seq2Seq | Begun) else prompt
         text = given if isinstance(given, str) else None
+        salt = options.salt
         if source is not None:  # what the decoder's layers hold is of the source too
-            options = replace(options, salt=source.digest + options.salt)
-        if not self.limits.prefix_cache:  # a salt that nobody else has
-            options = replace(options, salt=os.urandom(16))
+            salt = source.digest + salt
+        if not self.limits.prefix_cache:  # one that nobody else has
+            salt = os.urandom(16)
         result: list[Transcript] = []
         for sample in range(s.n):
             request = self._request(ids, s, seed, sample, bad_words, options)
-            request.source = source
+            request.salt, request.source = salt, source
             request.after = result[0].request if result else None
             result.append(Transcript(request, first_index + sample, self.tokenizer, text))
         return result
@@ -220,7 +220,7 @@ class LLM:
             num_drafts=options.num_speculative_tokens,
             verify=verify,
             priority=options.priority,
-            salt=options.salt,
+            tenant=options.salt,
             prediction=options.prediction,
             matcher=self._matcher(s),
             is_traced=options.is_traced,

@@ -16,7 +16,7 @@ class RequestOptions:
     priority: int = 0  # lower runs first
     num_speculative_tokens: int | None = None  # longest draft, fixed; 0 = none; None = the engine's choice
     prediction: tuple[int, ...] = ()  # tokens the output is expected to hold, to draft from
-    salt: bytes = b""  # prefix pages are shared among requests of one salt only
+    salt: bytes = b""  # prefix pages and past outputs are shared among requests of one salt only
     is_traced: bool = False  # every delta carries the trees of its steps
 
 
@@ -45,7 +45,10 @@ class Request:
     num_drafts: int | None = None  # longest draft, fixed by the request; None = the engine's choice
     verify: str = "match"
     priority: int = 0  # lower runs first and is preempted last
-    salt: bytes = b""  # prefix pages are shared among requests of one salt
+    salt: bytes = (
+        b""  # prefix pages are shared among requests of one salt: the caller's, and what else a page depends on
+    )
+    tenant: bytes = b""  # the caller's salt alone: past outputs are drafted from for requests of one tenant
     after: "Request | None" = None  # the first sample of the same prompt, whose pages this one waits for
     prediction: tuple[int, ...] = ()  # what the output is expected to be: tokens to draft from
     source: Source | None = None  # what the encoder reads, where the model has one; `prompt` is then the decoder's

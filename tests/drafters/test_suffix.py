@@ -10,11 +10,12 @@ import pytest
 import torch
 
 import models_made
+import pairs_made
 from foredraft.drafters import suffix
 from foredraft.drafters.base import Context
 from foredraft.errors import ForedraftError
 from foredraft.llm import MemoryLimits
-from foredraft.request import Batch, Request, State
+from foredraft.request import Batch, Request, RequestOptions, State
 from foredraft.sampling import Sampling
 from foredraft.tree import Commit
 
@@ -148,9 +149,9 @@ def test_the_length_of_a_drawn_draft_does_not_tell_how_likely_its_last_token_was
 
 def test_past_outputs_of_the_same_tenant_are_drafted_from_and_no_others():
     drafter = made(store_tokens=1024)
-    ended(drafter, request([1, *SECRET], num_output=8, salt=b"a"))
-    assert drafted(drafter, request([2, 3, 30, 31, 32], salt=b"a")) == [[33, 34, 35, 36, 37]]
-    stranger = request([2, 3, 30, 31, 32], slot=1, salt=b"b")
+    ended(drafter, request([1, *SECRET], num_output=8, tenant=b"a"))
+    assert drafted(drafter, request([2, 3, 30, 31, 32], tenant=b"a")) == [[33, 34, 35, 36, 37]]
+    stranger = request([2, 3, 30, 31, 32], slot=1, tenant=b"b")
     assert drafted(drafter, stranger) == [[]]
     assert (drafter.matched(1), drafter.expected(1)) == (0, 0.0)
 
@@ -159,14 +160,14 @@ def test_what_other_tenants_wrote_changes_no_draft_at_all():
     texts = [[(7 * i + j) % 11 for i in range(40)] for j in range(6)]
     alone, crowded = made(store_tokens=4096), made(store_tokens=4096)
     for j, text in enumerate(texts[:3]):
-        ended(crowded, request(text, slot=j, num_output=30, salt=b"a"))
-        ended(alone, request(text[::-1], slot=j, num_output=30, salt=b"b"))
-        ended(crowded, request(text[::-1], slot=j, num_output=30, salt=b"b"))
+        ended(crowded, request(text, slot=j, num_output=30, tenant=b"a"))
+        ended(alone, request(text[::-1], slot=j, num_output=30, tenant=b"b"))
+        ended(crowded, request(text[::-1], slot=j, num_output=30, tenant=b"b"))
     for slot, sampling in enumerate((GREEDY, Sampling(), Sampling(temperature=0, repetition_penalty=1.2))):
         for text in texts:
             seen = []
             for drafter in (alone, crowded):
-                one = request(text, slot, sampling, salt=b"b", verify="reject")
+                one = request(text, slot, sampling, tenant=b"b", verify="reject")
                 tree = drafter.propose(batch(one))
                 q = None if tree.q is None else tree.q.tolist()
                 seen.append((tree.token_lists, q, drafter.matched(slot), drafter.expected(slot)))
@@ -213,7 +214,7 @@ def test_files_are_drafted_from_by_every_request(tmp_path):
     path.write_text(f'{{"tokens": {SECRET}}}\n')
     for files in (str(path), (str(path),)):
         drafter = made(files=files)
-        assert drafted(drafter, request([1, 2, 30, 31], salt=b"a"), request([32, 33, 34], slot=1)) == [
+        assert drafted(drafter, request([1, 2, 30, 31], tenant=b"a"), request([32, 33, 34], slot=1)) == [
             [32, 33, 34, 35, 36],
             [35, 36, 37],
         ]
@@ -239,10 +240,18 @@ def test_a_text_written_again_is_drafted_from_its_first_writing():
     assert drafter.store.num_tenants == 1
 
 
-def test_without_a_prefix_cache_every_request_is_a_tenant_of_its_own():
+def test_past_outputs_are_the_callers_with_or_without_a_prefix_cache():
     (first, second), drafter = repeated(prefix_cache=False)
-    assert second == first
-    assert drafter.store.num_tokens <= 512
+    assert second > first
+    assert drafter.store.num_tenants == 1
+
+
+def test_a_tenant_is_the_caller_whatever_an_encoder_reads():
+    """Pages of an encoder-decoder's decoder depend on the source; what was said before does not."""
+    asked = [([5, 6], b"a"), ([7, 8], b"a"), ([5, 6], b"b")]
+    said = [pairs_made.plain().prepare(ids, Sampling(), RequestOptions(salt=salt))[0].request for ids, salt in asked]
+    assert [one.tenant for one in said] == [b"a", b"a", b"b"]
+    assert len({one.salt for one in said}) == 3
 
 
 @pytest.mark.parametrize(

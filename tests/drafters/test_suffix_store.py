@@ -60,7 +60,7 @@ def test_tenants_are_bounded_and_who_wrote_longest_ago_goes():
 
 
 def test_an_endless_row_of_tenants_holds_no_more_than_the_bounds():
-    """As without a prefix cache, where every request has a salt of its own."""
+    """As where every caller brings a salt of its own."""
     store = made(capacity=10_000, most_tenants=8)
     for i in range(500):
         store.add(str(i).encode(), list(range(30)))

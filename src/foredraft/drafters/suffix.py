@@ -163,7 +163,7 @@ class Suffix:
         request has, or is preempted and comes back; by the next call of any kind its state does."""
         for request in self._left:
             if request.state is State.OVER and self.store is not None:
-                self.store.add(request.salt, request.output)
+                self.store.add(request.tenant, request.output)
         self._left.clear()
 
     def _read(self, request: Request) -> Reading:
@@ -172,7 +172,7 @@ class Suffix:
         if reading is None or reading.request is not request or reading.num_read > request.num_tokens:
             filed = [] if self.files is None else [Place(self.files)]
             reading = self._readings[request.slot] = Reading(request, self.make(), filed=filed)
-        reading.read(() if self.store is None else self.store.sections(request.salt))
+        reading.read(() if self.store is None else self.store.sections(request.tenant))
         return reading
 
     def _most(self, matched: int, room: int) -> int:

@@ -29,7 +29,7 @@ class Section:
 
 
 class Store:
-    """`capacity` tokens (breaks included) of at most `most_tenants` tenants; a tenant is a request's salt.
+    """`capacity` tokens (breaks included) of at most `most_tenants` tenants; a tenant is a caller's salt.
 
     Sections know one tenant each, and `sections` is the only way to them: what a salt cannot name it cannot draft.
     """
