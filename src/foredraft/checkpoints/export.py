@@ -72,7 +72,7 @@ def _medusa(checkpoint: Checkpoint, target: Target) -> tuple[Layout, list[str]]:
 def _medusa_for_vllm(checkpoint: Checkpoint, target: Target) -> tuple[Layout, list[str]]:
     """Its own names, with the counts where it looks for them and the biases announced, which it drops otherwise."""
     made = published(checkpoint.shape, checkpoint.tensors)
-    shape = checkpoint.shape
+    size = made.config["vocab_size"]
     heads, layers = made.config.pop("medusa_num_heads"), made.config.pop("medusa_num_layers")
     if made.config.pop("version", None) is not None:
         raise ForedraftError(
@@ -87,7 +87,7 @@ def _medusa_for_vllm(checkpoint: Checkpoint, target: Target) -> tuple[Layout, li
             f"lm_heads.{head}.weight" if is_output else f"blocks.{head}.layers.{layer}.{rest.removeprefix('linear.')}"
         )
         tensors[ours] = value
-    config = made.config | {"num_heads": heads, "num_hidden_layers": layers, "truncated_vocab_size": shape.vocab_size}
+    config = made.config | {"num_heads": heads, "num_hidden_layers": layers, "truncated_vocab_size": size}
     return Layout(made.method, tensors, config), ["vLLM drafts a chain of the likeliest token of every head, no tree"]
 
 

@@ -112,7 +112,7 @@ class Measured:
         rows = _emitted(batch, commit)[: min(ROWS, self._left)]
         if not rows:
             return
-        states = torch.stack([features[b, i] for b, i, _, _ in rows]).unflatten(-1, (len(self.costs) + 1, -1))
+        states = torch.stack([features[b, i] for b, i, _, _ in rows]).view(len(rows), len(self.costs) + 1, -1)
         hits = _agreed(self.logits_of(states), [request for _, _, request, _ in rows], [token for *_, token in rows])
         self.agreement.add(hits.sum(0).tolist(), len(rows))
         self._left -= len(rows)
@@ -165,7 +165,8 @@ def _reader(target: HFModel, norm: nn.Module) -> Callable[[Tensor], Tensor]:
 
     def read(states: Tensor) -> Tensor:
         normed = torch.cat([norm(states[:, :-1]), states[:, -1:]], 1)
-        return logits(normed.flatten(0, 1)).unflatten(0, states.shape[:2])
+        found: Tensor = logits(normed.flatten(0, 1))
+        return found.view(*states.shape[:2], -1)
 
     return read
 
