@@ -22,6 +22,7 @@ from foredraft.models.encdec_decoder import Product, Stack
 from foredraft.models.encdec_encoder import Encoder
 from foredraft.models.encdec_fused import FusedPair, why_not
 from foredraft.models.encdec_memory import DecoderPool, SourceMemory
+from foredraft.models.encdec_native_encoder import NativeEncoder
 from foredraft.models.lm import HFModel
 from foredraft.models.packed import check, packed
 from foredraft.models.support import compare_decoders, examine_pair
@@ -58,19 +59,20 @@ class EncoderDecoder(HFModel):
         family = encdec_t5 if model.config.model_type in encdec_t5.FAMILIES else encdec_bart
         stack = family.stack(model, lambda modules: Product(modules, is_ours=False))
         compare_decoders(model, name, partial(_logits, stack, model.dtype))
-        why, fused = why_not(model, stack), None
+        why, fused, reader = why_not(model, stack), None, None
         if quantization is not None and why is not None:
             raise ForedraftError(f"{name} cannot be quantised: it cannot run as native code ({why})")
         if why is None and (is_fused or quantization is not None):
             fused = FusedPair.of(model, stack, *packers(quantization), is_ours)
-            if is_ours:
+            reader = NativeEncoder.of(model, stack.shape, packers(quantization)[0], is_ours)
+            if is_ours and reader is None:
                 packed(model.get_encoder(), quantization, True)
         elif is_ours:
             stack = family.stack(model, lambda modules: Product(modules, is_ours=True))
         is_native = fused is not None
         # a token of KV memory is one of the text and one of a source
         numbers = 4 * len(stack.blocks) * stack.shape.heads * stack.shape.head_dim
-        encoder = Encoder(model, is_padded=not is_native)
+        encoder = Encoder(model, is_padded=not is_native, native=reader)
         return cls(model, name, KVPool(is_native), numbers, count, stack=stack, encoder=encoder, native=fused)
 
     def sibling(self) -> "EncoderDecoder":

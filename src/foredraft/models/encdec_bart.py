@@ -6,7 +6,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from foredraft.models.encdec_decoder import Block, Head, Join, Norm, Shape, Stack, activation_of
+from foredraft.models.encdec_decoder import (
+    Block,
+    EncoderBlock,
+    EncoderParts,
+    Head,
+    Join,
+    Norm,
+    Product,
+    Shape,
+    Stack,
+    activation_of,
+)
 
 NORMS_AFTER = ("bart", "plbart", "marian", "blenderbot-small")
 NORMS_BEFORE = ("mbart", "pegasus", "blenderbot", "m2m_100", "whisper")
@@ -36,6 +47,31 @@ def stack(model: Any, join: Join) -> Stack:
     bias = getattr(model, "final_logits_bias", None)
     head = Head(join([model.get_output_embeddings()]), bias=None if bias is None or not bias.any() else bias[0])
     return Stack(shape, _embed(decoder, config.model_type), blocks, None if last is None else Norm.of(last), head)
+
+
+def encoder(model: Any) -> EncoderParts:
+    """The encoder's layers."""
+    module = model.get_encoder()
+    attention, last = module.layers[0].self_attn, getattr(module, "layer_norm", None)
+    return EncoderParts(
+        heads=attention.num_heads,
+        head_dim=attention.head_dim,
+        embed=_embed(module, "any"),
+        blocks=tuple(_encoder_block(layer) for layer in module.layers),
+        norm=None if last is None else Norm.of(last),
+    )
+
+
+def _encoder_block(layer: Any) -> EncoderBlock:
+    a = layer.self_attn
+    return EncoderBlock(
+        own_norm=Norm.of(layer.self_attn_layer_norm),
+        qkv=Product([a.q_proj, a.k_proj, a.v_proj], False),
+        out=Product([a.out_proj], False),
+        inner_norm=Norm.of(layer.final_layer_norm),
+        wide=Product([layer.fc1], False),
+        narrow=Product([layer.fc2], False),
+    )
 
 
 def _embed(decoder: Any, family: str) -> Embed:

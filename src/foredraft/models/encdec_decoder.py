@@ -196,6 +196,30 @@ class Stack:
         return block.narrow(wide)
 
 
+@dataclass(frozen=True)
+class EncoderBlock:
+    """One layer of an encoder."""
+
+    own_norm: Norm
+    qkv: Product
+    out: Product
+    inner_norm: Norm
+    wide: Product
+    narrow: Product
+
+
+@dataclass(frozen=True)
+class EncoderParts:
+    """An encoder of text. biases: [2 far + 1, H] by key position minus query position, from -far on, of every layer."""
+
+    heads: int
+    head_dim: int
+    embed: Callable[[Tensor, Tensor], Tensor]
+    blocks: tuple[EncoderBlock, ...]
+    norm: Norm | None
+    biases: tuple[Tensor, ...] = ()
+
+
 def activation_of(name: str, module: Any) -> Activation:
     """The activation in one operator if there is one, else transformers' own."""
     found: Activation = ONE_OPERATOR.get(name, module)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from foredraft.errors import ForedraftError
+from foredraft.models.encdec_native_encoder import NativeEncoder
 from foredraft.source import Source
 
 MOST_AT_ONCE = 1 << 14  # tokens of one pass, padding included
@@ -17,7 +18,8 @@ class Encoder:
     """is_padded: sources of different lengths may share a pass. Without that a source's states do not depend on the
     sources encoded with it, down to their bits."""
 
-    def __init__(self, model: Any, is_padded: bool) -> None:
+    def __init__(self, model: Any, is_padded: bool, native: NativeEncoder | None = None) -> None:
+        self.native = native
         self.module = model.get_encoder()
         self.takes_features = model.main_input_name != "input_ids"
         self.config, self.dtype, self.device = model.config, model.dtype, model.device
@@ -52,7 +54,10 @@ class Encoder:
     def states(self, sources: Sequence[Source]) -> tuple[Tensor, list[int]]:
         """[T, H] the states of every source in turn, and how many each has."""
         found = {i: self._made(s.states) for i, s in enumerate(sources) if s.states is not None}
-        for batch in self._batches(sources):
+        unread = [i for i in range(len(sources)) if i not in found]
+        if self.native is not None and unread:
+            found.update(zip(unread, self.native.states([sources[i].tokens for i in unread]), strict=True))
+        for batch in self._batches(sources) if self.native is None else ():
             states = self._features(sources, batch) if self.takes_features else self._text(sources, batch)
             found.update(zip(batch, states, strict=True))
         ordered = [found[i] for i in range(len(sources))]
@@ -80,7 +85,7 @@ class Encoder:
                 f"a source was given as states {states.shape[-1]} wide; this encoder makes {self.config.d_model}; "
                 "give the source itself"
             )
-        return states.to(self.device, self.dtype)
+        return states.to(self.device, self.dtype if self.native is None else torch.float32)
 
     def _text(self, sources: Sequence[Source], batch: Sequence[int]) -> list[Tensor]:
         sizes = [len(sources[i].tokens) for i in batch]

@@ -64,7 +64,7 @@ class FusedPair:
         """Pack a decoder for which `why_not` is None. One that is ours gives up each weight as it is packed."""
         native = library()
         assert native is not None, "why_not was not asked"
-        packing = _Packing(pack, is_ours)
+        packing = Packing(pack, is_ours)
         record = packing.record(stack, model.dtype == torch.bfloat16, pack_head)
         sample = torch.empty(0, stack.shape.heads, stack.shape.head_dim, dtype=model.dtype)
         size = len(model.get_decoder().embed_tokens.weight)
@@ -134,7 +134,7 @@ def source_rows(window: Window, places: Sequence[Place]) -> PackedRows:
 
 
 @dataclass
-class _Packing:
+class Packing:
     """Packs a decoder layer by layer and keeps alive what the records point to."""
 
     pack: Packer
@@ -147,7 +147,7 @@ class _Packing:
     def record(self, stack: Stack, has_bf16: bool, pack_head: Packer) -> Pair:
         shape, head = stack.shape, stack.head
         biases = stack.biases or ()
-        tables = [self._kept(table.T.flip(1)) for table in biases]  # from far to near
+        tables = [self.kept(table.T.flip(1)) for table in biases]  # from far to near
         of_layer = [tables[i if len(tables) > 1 else 0] if tables else None for i in range(len(stack.blocks))]
         blocks = zip(stack.blocks, of_layer, strict=True)
         layers = (PairLayer * len(stack.blocks))(
@@ -171,36 +171,39 @@ class _Packing:
             eps=stack.blocks[0].own_norm.eps,
             scale=shape.scale,
             logit_scale=head.scale,
-            norm=Norm(None, None) if stack.norm is None else self._norm(stack.norm),
+            norm=Norm(None, None) if stack.norm is None else self.norm(stack.norm),
             layer=ctypes.cast(layers, ctypes.POINTER(PairLayer)),
             head=packed.record,
         )
 
     def _layer(self, block: Block, is_gated: bool, table: int | None) -> PairLayer:
-        self.cross_kv.append(self._packed(block.cross_kv))
-        wide = block.wide.dense
-        bias = block.wide.bias
-        if is_gated:
-            wide = interleaved(wide.chunk(2))
-            bias = None if bias is None else interleaved([half[:, None] for half in bias.chunk(2)])[:, 0]
-        packed = [self._packed(each) for each in (block.qkv, block.own_out, block.query, block.cross_out)]
-        packed += [self.pack(wide, bias, self.arena), self._packed(block.narrow)]
-        if self.is_ours:
-            block.wide.release()
+        self.cross_kv.append(self.joined(block.cross_kv))
+        packed = [self.joined(each) for each in (block.qkv, block.own_out, block.query, block.cross_out)]
+        packed += [self.wide(block.wide, is_gated), self.joined(block.narrow)]
         self.weights += packed
-        norms = [self._norm(norm) for norm in (block.own_norm, block.cross_norm, block.inner_norm)]
+        norms = [self.norm(norm) for norm in (block.own_norm, block.cross_norm, block.inner_norm)]
         return PairLayer(*norms, *(each.record for each in packed), table)
 
-    def _packed(self, product: Product) -> PackedWeight:
+    def wide(self, product: Product, is_gated: bool) -> PackedWeight:
+        dense, bias = product.dense, product.bias
+        if is_gated:
+            dense = interleaved(dense.chunk(2))
+            bias = None if bias is None else interleaved([half[:, None] for half in bias.chunk(2)])[:, 0]
+        made = self.pack(dense, bias, self.arena)
+        if self.is_ours:
+            product.release()
+        return made
+
+    def joined(self, product: Product) -> PackedWeight:
         made = self.pack(product.dense, product.bias, self.arena)
         if self.is_ours:
             product.release()
         return made
 
-    def _norm(self, norm: encdec_decoder.Norm) -> Norm:
-        return Norm(self._kept(norm.weight), None if norm.bias is None else self._kept(norm.bias))
+    def norm(self, norm: encdec_decoder.Norm) -> Norm:
+        return Norm(self.kept(norm.weight), None if norm.bias is None else self.kept(norm.bias))
 
-    def _kept(self, tensor: Tensor) -> int:
+    def kept(self, tensor: Tensor) -> int:
         """The address of its numbers in float32."""
         self.tensors.append(tensor.detach().float().contiguous())
         return self.tensors[-1].data_ptr()

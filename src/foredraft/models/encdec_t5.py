@@ -6,7 +6,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foredraft.models.encdec_decoder import Block, Head, Join, Norm, Shape, Stack, activation_of
+from foredraft.models.encdec_decoder import (
+    Block,
+    EncoderBlock,
+    EncoderParts,
+    Head,
+    Join,
+    Norm,
+    Product,
+    Shape,
+    Stack,
+    activation_of,
+)
 
 FAMILIES = ("t5", "mt5", "umt5")
 
@@ -75,10 +86,51 @@ def distance_biases(attentions: Sequence[Any]) -> tuple[Tensor, ...]:
     return tuple(found)
 
 
-def buckets(attention: Any, relative: Tensor) -> Tensor:
-    """Of key position minus query position, as the module itself does it for a decoder."""
+def encoder(model: Any) -> EncoderParts:
+    """The encoder's layers."""
+    module = model.get_encoder()
+    first = module.block[0].layer[0].SelfAttention
+    words = module.embed_tokens
+    attentions = [block.layer[0].SelfAttention for block in module.block]
+    found = [_both_sides(attention) for attention in attentions if attention.has_relative_attention_bias]
+
+    def embed(tokens: Tensor, positions: Tensor) -> Tensor:
+        return words(tokens)  # type: ignore[no-any-return]
+
+    return EncoderParts(
+        heads=first.n_heads,
+        head_dim=first.key_value_proj_dim,
+        embed=embed,
+        blocks=tuple(_encoder_block(block) for block in module.block),
+        norm=Norm.of(module.final_layer_norm),
+        biases=tuple(found if len(found) > 1 else found * len(attentions)),
+    )
+
+
+def _encoder_block(module: Any) -> EncoderBlock:
+    own, feed = module.layer[0], module.layer[1]
+    a, d = own.SelfAttention, feed.DenseReluDense
+    return EncoderBlock(
+        own_norm=Norm.of(own.layer_norm),
+        qkv=Product([a.q, a.k, a.v], False),
+        out=Product([a.o], False),
+        inner_norm=Norm.of(feed.layer_norm),
+        wide=Product([d.wi_0, d.wi_1] if hasattr(d, "wi_0") else [d.wi], False),
+        narrow=Product([d.wo], False),
+    )
+
+
+def _both_sides(attention: Any) -> Tensor:
+    table, far = attention.relative_attention_bias.weight.detach(), attention.relative_attention_max_distance
+    relative = torch.arange(-far, far + 1, device=table.device)
+    found: Tensor = table[buckets(attention, relative, is_decoder=False)]
+    return found
+
+
+def buckets(attention: Any, relative: Tensor, is_decoder: bool = True) -> Tensor:
+    """Of key position minus query position, as the module itself does it."""
     count, far = attention.relative_attention_num_buckets, attention.relative_attention_max_distance
     make = attention._relative_position_bucket
     if isinstance(type(attention).__dict__.get("_relative_position_bucket"), staticmethod):
-        return make(relative, bidirectional=False, num_buckets=count, max_distance=far)  # type: ignore[no-any-return]
+        return make(relative, bidirectional=not is_decoder, num_buckets=count, max_distance=far)  # type: ignore[no-any-return]
     return make(relative)  # type: ignore[no-any-return]

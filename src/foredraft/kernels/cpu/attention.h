@@ -99,7 +99,7 @@ INLINE void gather(const float *weight, long weight_stride, const void *values, 
 }
 
 /* In place: e^(s - max) / sum, of s * scale and what is added by distance. What stands behind the last rank counts as nothing. */
-static void soften(float *s, int count, float scale, float softcap, const float *bias, int far) {
+static void soften(float *s, int count, float scale, float softcap, const float *bias, int far, int ahead, int span) {
     int padded = (count + LANES - 1) / LANES * LANES;
     vf most = all(-3e38f), total = {0};
     for (int i = count; i < padded; i++) s[i] = 0;
@@ -109,9 +109,10 @@ static void soften(float *s, int count, float scale, float softcap, const float 
         store(s + i, x);
     }
     if (bias) { /* one number for all that is far, then the table */
-        int near = count - 1 - far;
-        for (int i = 0; i < near; i++) s[i] += bias[0];
-        for (int i = near > 0 ? near : 0; i < count; i++) s[i] += bias[i - near];
+        int near = count - 1 - ahead - far, last = near + span < count ? near + span : count;
+        for (int i = 0; i < near && i < count; i++) s[i] += bias[0];
+        for (int i = near > 0 ? near : 0; i < last; i++) s[i] += bias[i - near];
+        for (int i = last > 0 ? last : 0; i < count; i++) s[i] += bias[span];
     }
     for (int i = count; i < padded; i++) s[i] = -3e38f;
     for (int i = 0; i < padded; i += LANES) most = greater(most, load(s + i));
@@ -126,8 +127,12 @@ static void soften(float *s, int count, float scale, float softcap, const float 
     for (int i = 0; i < padded; i += LANES) store(s + i, load(s + i) * share);
 }
 
+INLINE int top_of(const fd_attention *a) { return a->places ? 2 * a->far : a->far; }
+INLINE int ahead_of(const fd_attention *a, const fd_window *w, int row) { /* keys beyond the row's own */
+    return a->places ? w->start[row] + w->tail[row] - a->places->start[row] - a->places->tail[row] : 0;
+}
 INLINE const float *bias_of(const fd_attention *a, int head) {
-    return a->bias ? a->bias + (long)head * (a->far + 1) : NULL;
+    return a->bias ? a->bias + (long)head * (top_of(a) + 1) : NULL;
 }
 
 #define SCORE(G)                                                                                                       \
@@ -177,7 +182,8 @@ INLINE void attend_as(const fd_attention *a, const fd_window *w, int row, int kv
         for (int i = 0; i < count; i += BLOCK) {
             switch (heads) { SCORE(1) SCORE(2) SCORE(3) SCORE(4) }
         }
-        for (int h = 0; h < heads; h++) soften(weight + (g + h) * ranks, count, a->scale, a->softcap, bias_of(a, kv_head * v.group + g + h), a->far);
+        for (int h = 0; h < heads; h++) soften(weight + (g + h) * ranks, count, a->scale, a->softcap, bias_of(a, kv_head * v.group + g + h), a->far,
+                   ahead_of(a, w, row), top_of(a));
         for (int d = 0; d < dim; d += dim - d >= COLUMNS ? COLUMNS : 16) {
             switch (heads) { GATHER(1) GATHER(2) GATHER(3) GATHER(4) }
         }
@@ -273,7 +279,8 @@ static void attend_bf16(const fd_attention *a, const fd_window *w, int row, int 
             switch (heads) { SCORE_BF16(1) SCORE_BF16(2) SCORE_BF16(3) SCORE_BF16(4) }
         }
         for (int h = 0; h < heads; h++) {
-            soften(weight + (g + h) * ranks, count, a->scale, a->softcap, bias_of(a, kv_head * v.group + g + h), a->far);
+            soften(weight + (g + h) * ranks, count, a->scale, a->softcap, bias_of(a, kv_head * v.group + g + h), a->far,
+                   ahead_of(a, w, row), top_of(a));
             narrow_weights(weight + (g + h) * ranks, count);
         }
         const uint16_t *narrowed = (const uint16_t *)(weight + g * ranks);

@@ -72,6 +72,7 @@ typedef struct {
     float scale, softcap;
     const float *bias; /* [heads, far + 1] or NULL: added for a key `far`, far - 1, ... 0 ranks back; first for all beyond */
     int32_t far;
+    const fd_window *places; /* NULL: a row is the last it sees. Else the bias has as much again for 1, ... far ahead */
 } fd_attention;
 
 typedef struct {
@@ -87,6 +88,7 @@ typedef struct {
 
 typedef struct {
     int32_t layers, hidden, heads, head_dim, inner, activation, is_gated, norms_after, has_bf16_kv, far;
+    int32_t is_encoder; /* rows see all of their source's, which are rows themselves, and nothing else; no logits */
     float eps, scale, logit_scale;
     fd_norm norm; /* the last; its weight may be NULL */
     const fd_pair_layer *layer;

@@ -111,6 +111,7 @@ class Attention(ctypes.Structure):
         ("softcap", c_float),
         ("bias", c_void_p),
         ("far", c_int32),
+        ("places", c_void_p),
     )
 
 
@@ -131,7 +132,7 @@ class Pair(ctypes.Structure):
 
     _fields_ = (
         *((name, c_int32) for name in "layers hidden heads head_dim inner activation".split()),
-        *((name, c_int32) for name in "is_gated norms_after has_bf16_kv far".split()),
+        *((name, c_int32) for name in "is_gated norms_after has_bf16_kv far is_encoder".split()),
         *((name, c_float) for name in "eps scale logit_scale".split()),
         ("norm", Norm),
         ("layer", POINTER(PairLayer)),

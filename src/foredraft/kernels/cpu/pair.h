@@ -25,9 +25,9 @@ typedef struct {
 } pair;
 
 INLINE long pair_row(const fd_pair *m) {
-    long bytes = row_bytes(&m->head);
+    long bytes = m->is_encoder ? 0 : row_bytes(&m->head);
     for (int i = 0; i < m->layers; i++) {
-        const fd_pair_layer *l = m->layer + i;
+        const fd_pair_layer *l = m->layer + i; /* an encoder's layers have zeros where they would read a source */
         bytes = most(bytes, most(most(row_bytes(&l->qkv), row_bytes(&l->out)), row_bytes(&l->query)));
         bytes = most(bytes, most(most(row_bytes(&l->cross_out), row_bytes(&l->wide)), row_bytes(&l->narrow)));
     }
@@ -123,8 +123,9 @@ static void pair_own(pair *s, fd_team *team, int layer, const fd_norm *after, ch
     fd_barrier(team);
     fd_attention a = {.query = s->mixed, .keys = s->p->keys[layer], .values = s->p->values[layer], .out = s->mixed,
                       .heads = m->heads, .kv_heads = m->heads, .head_dim = m->head_dim, .has_bf16_kv = m->has_bf16_kv,
-                      .scale = m->scale, .bias = l->bias, .far = m->far};
-    EACH(i, rows * m->heads) attend(&a, s->w, i / m->heads, i % m->heads, scores);
+                      .scale = m->scale, .bias = l->bias, .far = m->far, .places = m->is_encoder ? s->w : NULL};
+    const fd_window *seen = m->is_encoder ? s->sources : s->w;
+    EACH(i, rows * m->heads) attend(&a, seen, i / m->heads, i % m->heads, scores);
     fd_barrier(team);
     pair_add(s, team, &l->out, s->mixed, width);
 }
@@ -208,8 +209,8 @@ static void pair_body(void *what, fd_team *team) {
     for (int i = 0; i < m->layers; i++) {
         const fd_pair_layer *l = m->layer + i;
         pair_own(s, team, i, after, scores);
-        pair_cross(s, team, i, m->norms_after ? &l->own_norm : NULL, scores);
-        pair_transform(s, team, i, m->norms_after ? &l->cross_norm : NULL);
+        if (!m->is_encoder) pair_cross(s, team, i, m->norms_after ? &l->own_norm : NULL, scores);
+        pair_transform(s, team, i, !m->norms_after ? NULL : m->is_encoder ? &l->own_norm : &l->cross_norm);
         after = m->norms_after ? &l->inner_norm : NULL;
         pair_tap(s, team, i + 1, after);
     }
@@ -221,6 +222,7 @@ static void pair_body(void *what, fd_team *team) {
     }
     const fd_norm *last = m->norm.weight ? &m->norm : after;
     pair_tap(s, team, FD_NORMED, last);
+    if (m->is_encoder) return;
     EACH(i, s->w->num_logits) pair_read(s, &m->head, last, NULL, s->w->logit_rows[i], i);
     fd_barrier(team);
     sink to_logits = {SINK_STORE, 0, m->head.n, s->p->logits, m->head.n, m->head.bias, m->logit_scale};
