@@ -62,6 +62,10 @@ def train(
     if not place.is_main:
         say, watch = _silent, _silent
     llm = LLM(plan.model, None, dtype=plan.dtype, device=place.device)
+    if llm.target.has_encoder:
+        raise ForedraftError(
+            f"{llm.target.name} is an encoder-decoder model; drafters are trained for decoders, from texts alone"
+        )
     if plan.data.context > llm.target.context_length:
         raise ForedraftError(
             f"--context {plan.data.context} is longer than the {llm.target.context_length} tokens of {llm.target.name}"
