@@ -46,9 +46,9 @@ class Seq2SeqRecipe:
     checkpoint_every: int = 100
 
 
-SEQ2SEQ = Seq2SeqRecipe(hidden=192, intermediate=512, heads=3, encoder_layers=4, decoder_layers=6, steps=6000,
+SEQ2SEQ = Seq2SeqRecipe(hidden=192, intermediate=512, heads=3, encoder_layers=4, decoder_layers=6, steps=3000,
                         learning_rate=2e-3)  # fmt: skip
-SEQ2SEQ_DRAFT = Seq2SeqRecipe(hidden=96, intermediate=192, heads=2, encoder_layers=2, decoder_layers=1, steps=3000,
+SEQ2SEQ_DRAFT = Seq2SeqRecipe(hidden=96, intermediate=192, heads=2, encoder_layers=2, decoder_layers=1, steps=2000,
                               learning_rate=3e-3)  # fmt: skip
 
 
