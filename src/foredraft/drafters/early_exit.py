@@ -56,7 +56,7 @@ class EarlyExit:
         self.plan = plan
         self.adapter = adapter
         self._cuts: dict[int, Truncated] = {}
-        self._has_drafted = False
+        self._is_attached = False
         self._cut(choice.layer)  # refused now rather than at the first draft
 
     @property
@@ -68,21 +68,22 @@ class EarlyExit:
         return self.plan.nodes
 
     def attach(self, target: HFModel) -> None:
-        """Say whose memory it drafts in. Raises ForedraftError for another model, or once it drafts for another engine:
-        pages of the one are not those of the other."""
+        """Say whose memory it drafts in, once. Raises ForedraftError for another model, or a second engine: pages of
+        the one are not those of the other, and both would go on drafting."""
         if target.model is not self.target.model:
             raise ForedraftError(f"this early_exit drafter is made of {self.target.name}; make one for {target.name}")
-        if target.pool is self.target.pool:
-            return
-        if self._has_drafted:
-            raise ForedraftError("this early_exit drafter drafts in another engine's memory; make one for each engine")
-        self.target = target
-        self._cuts.clear()
+        if target.pool is not self.target.pool:
+            if self._is_attached:
+                raise ForedraftError(
+                    "this early_exit drafter drafts in another engine's memory; make one for each engine"
+                )
+            self.target = target
+            self._cuts.clear()
+        self._is_attached = True
 
     def propose(self, batch: Batch) -> TokenTree:
         branches = {b: branch for b in batch.drafting() if (branch := self._branch(batch, b)) is not None}
         if branches:
-            self._has_drafted = True
             self._grow(list(branches.values()), batch.page_size)
         empty = Draft()
         return plant(batch, [branches[b].growth.draft() if b in branches else empty for b in range(len(batch))])
