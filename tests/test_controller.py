@@ -45,6 +45,21 @@ def test_more_requests_are_never_slower_than_plain(curve, load):
         assert lived(world, 3000 if load < 64 else 1000)[1].speed >= PLAIN, (chance, draft)
 
 
+@pytest.mark.parametrize("slope", [0.1, 0.25])
+def test_long_drafts_that_fail_in_bursts_are_not_given_up(slope):
+    """Copying an input: right for long, then wrong for a while. A wrong draft of 31 nodes costs up to eight plain steps,
+    and a purse of plain steps was empty after a few of them: drafting then rested for hundreds of steps."""
+    world = World(
+        lambda rows: 1 + slope * (rows - 1),
+        accept=lambda step, _: 0.98 if step % 72 < 60 else 0.02,
+        most=31,
+        lookup=0.0,
+    )
+    lengths, totals = lived(world, 2000)
+    assert lengths.counts["guard"] < 100
+    assert totals.speed >= 2.2
+
+
 @pytest.mark.parametrize("chance", [0.3, 0.6, 0.9])
 def test_four_requests_are_near_the_best_length(chance):
     world = World(bend, draft=0.1, accept=constant(chance), load=lambda step: 4)

@@ -72,8 +72,9 @@ Reason = Literal["start", "pays", "does not pay", "probe", "measure", "guard", "
 
 MARGIN = 0.01  # predicted gain that a change between drafting and not drafting needs
 ALLOWANCE = 0.01  # of the time may be lost: to probes, to the start, and to drafts that were to pay and did not
-PURSE = 24.0  # plain steps' worth of it that may be saved up...
-FIRST_PURSE = 14.0  # ... and that there is to begin with
+PURSE = 24.0  # steps' worth that may be saved up: plain ones, or such as there are with drafts...
+DEAR = 0.99  # ... of late
+FIRST_PURSE = 14.0  # plain steps' worth that there is to begin with
 START = (0, 0, 1, 1, 3, 3, 3)  # nodes of the first steps, of at most FEW requests: plain ones, then a look at the price
 FEW = 2
 START_AT_LEAST = 3  # before that the price of a draft cannot be told from that of reading the prompt
@@ -122,6 +123,7 @@ class Adaptive:
         self._since_plain = 0
         self._pace = 1.0  # how slow the machine is just now; all other times are in seconds at pace 1
         self._purse, self._floor, self._plain = 0.0, 0.0, 0.0  # seconds
+        self._dear = 0.0  # seconds of the dearest step with drafts, of late
         self._probed: tuple[int, ...] = ()
         self._probe_left, self._interval, self._next_probe, self._load = 0, SOONEST, 0, 0
 
@@ -212,7 +214,23 @@ class Adaptive:
         if self._probed:
             granted = granted | {slot: max(PROBE_NODES, granted.get(slot, 0)) for slot in self._probed}
             reason = reason if self._on else "probe"
-        return reason, granted
+        return reason, self._affordable(granted, num_rows) if self._on else granted
+
+    def _affordable(self, granted: dict[int, int], num_rows: int) -> dict[int, int]:
+        """Halved until the purse can bear that nothing of them is kept. A few long drafts gone wrong would empty it
+        otherwise, and shut out the short ones that fill it again."""
+        room = max(self._purse - self._floor, 2 * self._plain)
+        while granted and (PURSE / 2) * self._plain > room < self._risk(granted, num_rows):
+            granted = {slot: nodes // 2 for slot, nodes in granted.items() if nodes > 1}
+        return granted
+
+    def _risk(self, granted: dict[int, int], num_rows: int) -> float:
+        """Seconds that these drafts add to the step."""
+        scene, nodes = Scene(self._load + self._others, num_rows, 0.0), sum(granted.values())
+        drafting = self.draft.predict(len(granted), max(granted.values()), nodes) - self.draft.predict(
+            len(granted), 0, 0
+        )
+        return self.planner.verify(scene, nodes) - self.planner.verify(scene, 0) + drafting
 
     def _switch(self, free: Sequence[Ask]) -> None:
         """Drafting begins when it pays and the purse can bear it, and ends when it does not or the purse is empty."""
@@ -339,10 +357,12 @@ class Adaptive:
             self._purse = FIRST_PURSE * alone
         self._plain = alone
         self._purse += ALLOWANCE * plain
+        self._dear *= DEAR
         if depth and not self._has_fixed:
             won = sum([len(o.accepted) for o in report.outcomes])
             self._purse += plain + won * alone / count - seconds
-        self._purse = min(self._purse, PURSE * alone)
+            self._dear = max(self._dear, seconds)
+        self._purse = min(self._purse, PURSE * max(alone, self._dear))
         if self._purse >= 0.0:
             self._floor = 0.0
 
