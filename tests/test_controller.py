@@ -47,8 +47,8 @@ def test_more_requests_are_never_slower_than_plain(curve, load):
 
 @pytest.mark.parametrize("slope", [0.1, 0.25])
 def test_long_drafts_that_fail_in_bursts_are_not_given_up(slope):
-    """Copying an input: right for long, then wrong for a while. A wrong draft of 31 nodes costs up to eight plain steps,
-    and a purse of plain steps was empty after a few of them: drafting then rested for hundreds of steps."""
+    """Copying an input: right for long, then wrong for a while. A wrong draft of 31 nodes costs up to eight plain
+    steps, and a purse of plain steps was empty after a few of them: drafting then rested for hundreds of steps."""
     world = World(
         lambda rows: 1 + slope * (rows - 1),
         accept=lambda step, _: 0.98 if step % 72 < 60 else 0.02,

@@ -12,6 +12,7 @@ import pytest
 
 import models_made
 from foredraft import LLM, Completion, ForedraftError, Sampling
+from foredraft.controller import Fixed
 from foredraft.drafters.follower import LONGEST, PER_MATCH, Follower
 from foredraft.drafters.prediction import Prediction
 from foredraft.llm import PREDICTED_TOKENS, MemoryLimits
@@ -141,6 +142,7 @@ class _Counted(dict):  # type: ignore[type-arg]
 def test_predictions_change_the_passes_and_not_the_text(mode, main):
     plain = models_made.plain().generate([PROMPT], mode)[0]
     llm = models_made.plain().with_drafter(None if main is None else models_made.draft_model(3), verify="match")
+    llm.engine.lengths = Fixed()  # the adaptive ones go by the clock
     right, rng = plain.token_ids, random.Random(1)
     without = generate(llm, mode, [()])[0].stats.target_passes
     edited = [*right[:40], 96, *right[41:70], *right[75:]]
@@ -148,7 +150,7 @@ def test_predictions_change_the_passes_and_not_the_text(mode, main):
         done = generate(llm, mode, [prediction])[0]
         assert done.token_ids == right
         if prediction is right:
-            assert done.stats.target_passes < without / 3  # the engine may choose drafts that are not the longest
+            assert done.stats.target_passes < without / 3
             assert done.stats.acceptance_rate > 0.95
         elif prediction is edited:
             assert done.stats.target_passes < without / 2
@@ -159,6 +161,7 @@ def test_a_preempted_request_finds_its_place_again():
     limits = MemoryLimits(kv_tokens=140, page_size=4, max_batch=8, max_step_tokens=64)
     plain = models_made.plain().generate([PROMPT], GREEDY)[0]
     llm = models_made.limited(models_made.plain(), None, limits, max_chunk=5)
+    llm.engine.lengths = Fixed()
     done = generate(llm, GREEDY, [plain.token_ids] * 3 + [()])
     assert llm.engine.scheduler.num_preempted > 0
     assert all(c.token_ids == plain.token_ids for c in done)
