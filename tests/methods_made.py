@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
 
+import pytest
 import torch
 
 import heads_made
@@ -179,6 +180,15 @@ MADE: dict[str, Made] = {
     "suffix, store": Made(_created("suffix", min_confidence=0.01, store_tokens=1024)),
     "suffix, tree": Made(_created("suffix", min_confidence=0.01, tree_nodes=12, top_k=3), is_chain=False),
 }
+
+
+# Variants with machinery of their own: another memory, another tree, another vocabulary. The other variants differ by
+# options; the main laws run over all of MADE, the lesser ones over these, and `make soak` runs those over the rest.
+APART = {
+    "chimera, tree", "compose, merged trees", "compose, two memories", "draft_model, slem", "draft_model, tli",
+    "draft_model, tree", "eagle, tree", "eagle3, few tokens", "early_exit, tree", "hydra, prefix tree", "suffix, store",
+}  # fmt: skip
+EACH = [pytest.param(name, marks=() if "," not in name or name in APART else pytest.mark.soak) for name in MADE]
 
 
 def covered() -> set[str]:

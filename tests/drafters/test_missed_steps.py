@@ -14,7 +14,7 @@ import models_made
 from foredraft import Completion, Sampling
 from foredraft.drafters.base import Drafter
 from foredraft.llm import LLM
-from methods_made import MADE
+from methods_made import EACH, MADE
 
 PROMPTS = [[33], [50] * 5, [61, 62, 63, 64, 61, 62]]
 GREEDY = Sampling(max_tokens=14, temperature=0, ignore_eos=True)
@@ -57,7 +57,7 @@ def plain(is_greedy: bool) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("verb", "is_late"), [("propose", False), ("propose", True), ("observe", False)])
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", EACH)
 def test_one_failed_call_changes_no_text(name: str, verb: str, is_late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     llm, made = drafting(name)
     monkeypatch.setattr(made, verb, FailsAt(getattr(made, verb), 3, is_late))
@@ -105,7 +105,7 @@ def test_a_text_whose_step_was_missed_is_drafted_for_no_more_or_from_true_states
     assert (sum(sizes[4:]) == 0) == has_memory
 
 
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", EACH)
 def test_steps_without_a_draft_leave_what_the_next_draft_needs(name: str) -> None:
     """`num_drafts` = 0 for a while: a draft afterwards is the one that would have been made anyway."""
     llm, _ = drafting(name)

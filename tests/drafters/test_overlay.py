@@ -26,7 +26,7 @@ from foredraft.engine.guard import MAX_FAILURES, Guard
 from foredraft.request import Batch, Request
 from foredraft.sampling import distribution
 from foredraft.tree import Commit, TokenTree
-from methods_made import MADE
+from methods_made import EACH, MADE
 from stats import ALPHA, chi_square
 
 PROMPTS = [[5, 6, 7, 8, 9, 5, 6, 7], [33], [11, 12] * 6, [44, 45]]
@@ -156,7 +156,7 @@ def mixed(plain: Sequence[list[int]]) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("mode", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", EACH)
 def test_text_is_the_same_under_an_overlay_of_any_method(name, mode):
     """A mixed batch: who has no prediction is drafted for by the method, side by side with those who have."""
     texts = [c.token_ids for c in models_made.plain().generate(PROMPTS, mode)]

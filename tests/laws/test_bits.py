@@ -23,7 +23,7 @@ from foredraft.llm import MemoryLimits
 from foredraft.models.lm import HFModel
 from foredraft.models.window import Window
 from kernels.running import EACH_SET, NATIVE, WAYS, running
-from methods_made import FIXED, MADE, missing
+from methods_made import EACH, FIXED, MADE, missing
 from vocab_made import TRANSLATED
 
 pytestmark = NATIVE
@@ -110,7 +110,7 @@ def test_every_registered_method_is_under_the_law() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", EACH)
 def test_every_bit_is_that_of_plain_decoding(name: str, dtype: torch.dtype, mode: str) -> None:
     """Every method, chains and trees, several draft lengths, in a batch of ragged prompts."""
     found = difference(name, mode, dtype, lambda k: plain(dtype).with_drafter(drafter(name, k, dtype), verify="match"))
@@ -118,7 +118,7 @@ def test_every_bit_is_that_of_plain_decoding(name: str, dtype: torch.dtype, mode
 
 
 @pytest.mark.parametrize("rule", ["reject", "block"])
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", EACH)
 def test_greedy_decoding_has_the_same_bits_under_every_lossless_rule(name: str, rule: str) -> None:
     if rule == "block" and not MADE[name].is_chain:
         pytest.skip("block verification takes chains")
@@ -127,7 +127,7 @@ def test_greedy_decoding_has_the_same_bits_under_every_lossless_rule(name: str, 
     assert llm.engine.drafter.num_failures == 0
 
 
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", EACH)
 def test_preemption_and_chunked_prompts_change_no_bit(name: str) -> None:
     """What was decoded one by one is recomputed in chunks, from other pages. Every prompt comes three times."""
     order = [i for i in range(len(PROMPTS)) for _ in range(3)]

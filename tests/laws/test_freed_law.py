@@ -22,7 +22,7 @@ import pairs_made
 from foredraft import LLM, Completion, MemoryLimits, Sampling
 from foredraft.engine.output import Transcript
 from foredraft.kv.blocks import PageAllocator
-from methods_made import MADE
+from methods_made import EACH, MADE
 
 LIMITS = MemoryLimits(kv_tokens=36, page_size=4, max_batch=4)  # of which a request takes half at most
 PROMPTS = [[5, 6, 7, 8, 9, 5, 6, 7, 8, 9], [33], [11, 12] * 6, [50] * 5, [61, 62, 63, 64, 61, 62], [44, 45], [9] * 14]
@@ -163,7 +163,7 @@ def expected() -> list[list[int]]:
     return [c.token_ids for c in models_made.plain().generate(PROMPTS, SAMPLINGS)]
 
 
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", EACH)
 def test_nothing_of_a_request_is_kept(name: str) -> None:
     llm = models_made.limited(models_made.plain(), MADE[name].make(3), LIMITS)
     before, requests = contents(llm.engine.drafter), watched(llm)

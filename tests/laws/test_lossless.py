@@ -14,7 +14,7 @@ import models_made
 from foredraft import Completion, Sampling
 from foredraft.llm import LLM, MemoryLimits
 from foredraft.verify import LOSSY, RULES
-from methods_made import MADE, missing
+from methods_made import EACH, MADE, missing
 
 # ragged, with repetition for the methods that look text up; the last one ends near the context limit
 PROMPTS: list[list[int]] = [
@@ -95,7 +95,7 @@ def test_greedy_text_is_the_same_under_every_lossless_rule(name: str, rule: str)
     assert rejected > 0
 
 
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", EACH)
 def test_samples_and_seeds_do_not_depend_on_a_drafter(name: str) -> None:
     """n samples of one prompt differ from each other, and each is the same with and without speculation."""
     sampling = replace(SAMPLED, n=4, max_tokens=12, ignore_eos=True)
@@ -116,7 +116,7 @@ def pressed(name: str, rule: str = "match") -> LLM:
     return models_made.limited(models_made.plain(), MADE[name].make(4), limits, rule, max_chunk=5)
 
 
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", EACH)
 def test_preemption_and_chunked_prompts_change_no_text(name: str) -> None:
     """A preempted request is recomputed from its tokens, or from pages that it or another filled with them: drafts, KV
     and noise of before must not show. Every prompt comes three times."""
@@ -135,7 +135,7 @@ def test_preemption_and_chunked_prompts_change_no_text(name: str) -> None:
     assert rejected > 0
 
 
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", EACH)
 def test_a_mixed_batch_leaks_nothing_between_its_requests(name: str) -> None:
     """Seeded and unseeded, greedy and sampled, under `match` and `reject`, side by side: the unseeded ones may not
     disturb the others (an index copied and not written back once gave token 0 for every mixed batch)."""
@@ -172,7 +172,7 @@ def test_unseeded_requests_differ(rule: str) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", EACH)
 def test_greedy_text_is_the_same_over_a_thousand_prompts(name: str) -> None:
     """1,000 ragged prompts of 128 tokens, at every draft length, in batches of 32."""
     sampling = Sampling(max_tokens=128, temperature=0, ignore_eos=True)

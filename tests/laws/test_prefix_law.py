@@ -12,7 +12,7 @@ import models_made
 from foredraft import LLM, Completion, ForedraftError, Sampling
 from foredraft.llm import MemoryLimits
 from foredraft.request import RequestOptions
-from methods_made import MADE
+from methods_made import EACH, MADE
 from vocab_made import TRANSLATED
 
 BASE = [61, 62, 63, 64, 61, 62, 50, 50, 5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 33, 44]
@@ -53,7 +53,7 @@ def figures(done: list[Completion]) -> list[tuple[int, int, int, tuple[int, ...]
 
 
 @pytest.mark.parametrize("mode", SAMPLINGS)
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", EACH)
 def test_texts_after_hits_are_those_without(name: str, mode: str) -> None:
     """All prompts at once, then again one by one, then a text that goes on from one that was generated."""
     llm, apart, sampling = made(name, LIMITS), made(name, APART), SAMPLINGS[mode]
