@@ -1,7 +1,11 @@
 """Templates in their sandbox: what they may do, and twenty ways out that are closed."""
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
+import models_made
 from foredraft.errors import ForedraftError
 from foredraft.server.errors import ApiError
 from foredraft.server.protocol import Message
@@ -10,6 +14,7 @@ from foredraft.server.templates import Templates, compiled, rendered
 from foredraft.server.vocabulary import Vocabulary
 from serving import small
 
+SAID = [Message(role="user", content="the end")]
 MESSAGES = [{"role": "user", "content": "hello"}]
 ESCAPES = (
     "{{ ''.__class__ }}",
@@ -93,3 +98,36 @@ def made(source: str) -> Templates:
     llm = small()
     settings = Settings(chat_template=source, limits=Limits())
     return Templates(Vocabulary(llm.tokenizer, llm.target.vocab_size), settings)
+
+
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_an_encoder_sees_the_end_that_the_tokenizer_puts(is_plain: bool):
+    """T5 has an end token after every source, which a template does not write; once, where it does."""
+    vocabulary = Vocabulary(_framing(), 320)
+    begin, end = vocabulary.tokenizer.convert_tokens_to_ids(["<pad>", "<end>"])
+    assert vocabulary.around == ([begin], [end])
+    bare = vocabulary.tokenizer("user: the end", add_special_tokens=False).input_ids
+    own = "{% for m in messages %}user: {{ m.content }}{% endfor %}"
+    of_encoder = Templates(vocabulary, _settings(is_plain, own), is_source=True).encode(SAID)
+    of_decoder = Templates(vocabulary, _settings(is_plain, own)).encode(SAID)
+    assert of_encoder == [*of_decoder, end]
+    assert of_decoder[: 1 + len(bare)] == [begin, *bare] if is_plain else of_decoder == bare
+    written = Templates(vocabulary, Settings(chat_template=own + "<end>"), is_source=True).encode(SAID)
+    assert written == [*bare, end]
+
+
+def _settings(is_plain: bool, own: str) -> Settings:
+    return Settings() if is_plain else Settings(chat_template=own)
+
+
+def _framing() -> PreTrainedTokenizerFast:
+    """A tokenizer that puts <pad> before every text and <end> after it."""
+    made = Tokenizer.from_str(models_made.tokenizer().backend_tokenizer.to_str())
+    ids = {word: made.token_to_id(word) for word in ("<pad>", "<end>")}
+    made.post_processor = TemplateProcessing(single="<pad> $A <end>", special_tokens=list(ids.items()))
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>")
+
+
+def test_nothing_is_put_around_where_the_tokenizer_puts_nothing():
+    assert Vocabulary(models_made.tokenizer(), 320).around == ([], [])
+    assert Vocabulary(None, 320).around == ([], [])

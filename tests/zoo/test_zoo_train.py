@@ -65,8 +65,8 @@ def test_prompts_come_from_held_out_modules_only():
 def test_everything_is_built_and_measured_and_loads_in_transformers(python_tree, tmp_path):
     out = tmp_path / "out"
     steps = []
-    taps = {"taps": "[1]"}  # a target of two layers has no others
-    tiny = tuple(replace(h, steps=2, settings=h.settings | (taps if h.method == "eagle3" else {})) for h in RECIPES)
+    of_two_layers = {"eagle3": {"taps": "[1]"}, "early_exit": {"exit_layer": "1", "rank": "8"}}
+    tiny = tuple(replace(h, steps=2, settings=h.settings | of_two_layers.get(h.method, {})) for h in RECIPES)
     heads = Heads(tiny, documents=4, corpus_tokens=4000, prompts=2)
     figures = build.build_all(
         out,

@@ -81,6 +81,11 @@ def _ids(model: HFModel, tokenizer: Any | None, text: str | Sequence[int], has_s
     return ids
 
 
+def prompt_length(model: HFModel, count: int) -> int:
+    """Tokens before the completion in the text that the decoder reads, for a prompt of `count` tokens."""
+    return len(start_of(model) + forced(model)) if isinstance(model, EncoderDecoder) else count
+
+
 def start_of(model: EncoderDecoder) -> list[int]:
     """What the decoder's text begins with. Raises ForedraftError for a model that does not say."""
     start = _setting(model, "decoder_start_token_id")

@@ -6,6 +6,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from foredraft.models.prompts import prompt_length
 from foredraft.server.answers import Head, check_begun, error_event, finished, respond
 from foredraft.server.errors import ApiError
 from foredraft.server.generation import Generation
@@ -56,7 +57,7 @@ def _prepare(service: Service, request: ChatRequest) -> Job:
     if request.truncate_prompt_tokens is not None:
         ids = ids[-request.truncate_prompt_tokens :]
     service.check_length(len(ids), "messages")
-    room = service.longest - (1 if service.llm.target.has_encoder else len(ids))
+    room = service.longest - prompt_length(service.llm.target, len(ids))
     most = request.max_completion_tokens or request.max_tokens or room
     count = (request.top_logprobs or 0) if request.logprobs else None
     sampling = sampling_of(request, most, count, request.prompt_logprobs)

@@ -54,7 +54,7 @@ class Service:
         worker = Worker(llm, self._limits, self.metrics)
         self.metrics.watch(worker)
         vocabulary = Vocabulary(llm.tokenizer, llm.target.vocab_size)
-        templates = Templates(vocabulary, self.settings)
+        templates = Templates(vocabulary, self.settings, llm.target.has_encoder)
         worker.start()
         self._open = _Open(llm, worker, vocabulary, templates)
 

@@ -35,10 +35,13 @@ MOST_REPEATED = 1 << 20  # characters or entries that `*` may make
 
 
 class Templates:
-    """One model's template, compiled once. Raises ForedraftError for one that does not compile."""
+    """One model's template, compiled once. `is_source`: an encoder reads the conversation.
 
-    def __init__(self, vocabulary: Vocabulary, settings: Settings) -> None:
-        self.vocabulary, self.limits = vocabulary, settings.limits
+    Raises ForedraftError for a template that does not compile.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, settings: Settings, is_source: bool = False) -> None:
+        self.vocabulary, self.limits, self.is_source = vocabulary, settings.limits, is_source
         own = _own_template(vocabulary.tokenizer)
         source = settings.chat_template if settings.chat_template is not None else own
         self.is_plain = source is None and settings.has_plain_template
@@ -74,7 +77,7 @@ class Templates:
                 raise ApiError(400, "the chat template does not show the last message", "continue_final_message")
         self._check_own(text, rows, has_prompt, goes_on)
         ids = hidden.encode(text, tokenizer, self.vocabulary)
-        return self._begun(ids) if self.is_plain else ids
+        return self._whole(ids)
 
     def _row(self, message: Message, hidden: Hidden) -> dict[str, Any]:
         row = {"role": message.role, "content": hidden.hide(message.text)}
@@ -113,10 +116,12 @@ class Templates:
         }  # fmt: skip
         return rendered(self._template, values, self.limits.template_seconds, self.limits.template_chars)
 
-    def _begun(self, ids: list[int]) -> list[int]:
-        """The plain template knows no beginning of text; a tokenizer that puts one before any text does."""
-        start = list(self.vocabulary.need()("").input_ids)[:1]
-        return start + ids if start and start[0] == self.vocabulary.tokenizer.bos_token_id else ids  # type: ignore[union-attr]
+    def _whole(self, ids: list[int]) -> list[int]:
+        """The plain template knows no beginning of text, and none knows the end that an encoder sees; the tokenizer
+        does."""
+        before, after = self.vocabulary.around
+        is_open = self.is_source and ids[len(ids) - len(after) :] != after
+        return (before if self.is_plain else []) + ids + (after if is_open else [])
 
 
 def compiled(source: str) -> jinja2.Template:

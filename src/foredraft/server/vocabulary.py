@@ -47,6 +47,16 @@ class Vocabulary:
         return found | {str(token): int(i) for token, i in named}
 
     @cached_property
+    def around(self) -> tuple[list[int], list[int]]:
+        """The control tokens that the tokenizer puts before and after every text."""
+        if self.tokenizer is None:
+            return [], []
+        whole = list(self.tokenizer("a").input_ids)
+        bare = list(self.tokenizer("a", add_special_tokens=False).input_ids)
+        before = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), len(whole))
+        return (whole[:before], whole[before + len(bare) :]) if before < len(whole) else ([], [])
+
+    @cached_property
     def longest(self) -> int:
         """Characters of the longest token, about: bytes spelt as letters count one each."""
         if self.tokenizer is None:
