@@ -12,7 +12,7 @@ import models_made
 from checkpoints import straight
 from checkpoints.straight import Numbers
 from foredraft.checkpoints.base import Checkpoint, ChimeraShape
-from foredraft.drafters import chimera, chimera_network
+from foredraft.drafters import chimera, chimera_network, recurrent
 from foredraft.drafters.base import Context
 from foredraft.drafters.chimera import Chimera
 from foredraft.drafters.chimera_network import ChimeraNetwork, trigrams
@@ -196,7 +196,7 @@ def test_what_is_put_off_is_bounded_and_settles_by_page(monkeypatch: pytest.Monk
     made.settle([0, 1])
     assert made.memory.valid == {1: 16}
     assert (made.memory.lookahead, made.memory.is_rereadable) == (0, False)
-    monkeypatch.setattr(chimera, "PENDING", 8)
+    monkeypatch.setattr(recurrent, "PENDING", 8)
     played.commit(1, 7)
     played.commit(1, 1)
     assert made.memory.valid == {0: 16, 1: 24}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from foredraft.checkpoints.base import Checkpoint
-from foredraft.drafters.base import Context, Draft, plant
+from foredraft.drafters.base import Context
 from foredraft.drafters.borrowed import lender, loaded, settle
 from foredraft.drafters.branch import Branch
 from foredraft.drafters.chimera_network import READ, ChimeraNetwork, DraftingHeads
@@ -19,10 +19,9 @@ from foredraft.drafters.chimera_training import TrainConfig, network_of, trainee
 from foredraft.drafters.growth import Growth, Plan, Scores, extend
 from foredraft.drafters.growth import TreeOptions as Config
 from foredraft.drafters.newest import Products, stacked
-from foredraft.drafters.recurrent import PENDING, FeatureDrafter, Pending, feature_lm
+from foredraft.drafters.recurrent import FeatureDrafter, Pending, feature_lm
 from foredraft.models.window import Span, Window
-from foredraft.request import Batch
-from foredraft.tree import Commit, TokenTree
+from foredraft.request import Request
 
 __all__ = ["METHOD", "Chimera", "Config", "TrainConfig", "create", "trainee"]
 
@@ -39,42 +38,16 @@ class Chimera(FeatureDrafter):
         self.memory.lookahead = 0
         self._newest: dict[int, Tensor] = {}  # slot -> [H] the last state that was read
 
-    def propose(self, batch: Batch) -> TokenTree:
-        branches = {b: branch for b in batch.drafting() if (branch := self._branch(batch, b)) is not None}
-        if branches:
-            self._draft(list(branches.values()), batch.page_size)
-        empty = Draft()
-        return plant(batch, [branches[b].growth.draft() if b in branches else empty for b in range(len(batch))])
-
-    def observe(self, batch: Batch, commit: Commit) -> None:
-        """Note the states of what was verified, of every request whose states before them are known."""
-        if commit.features is None:
-            return
-        full: list[int] = []
-        for b, request in enumerate(batch.requests):
-            following, slot = commit.token_lists[b], request.slot
-            if following and request.computed == self._known(slot):
-                pending = self._pending.get(slot)
-                if pending is None:
-                    pending = self._pending[slot] = Pending(request, batch.page_size)
-                pending.add([request.token(request.computed), *following[:-1]], commit.features[b])
-                if len(pending.tokens) >= PENDING:
-                    full.append(slot)
-        self._read(full)
-
     def forget(self, slots: Sequence[int]) -> None:
         super().forget(slots)
         for slot in slots:
             self._newest.pop(slot, None)
 
-    def _branch(self, batch: Batch, b: int) -> Branch | None:
-        request = batch.requests[b]
-        root = request.num_tokens - 1
-        is_known = request.slot in self._newest or request.slot in self._pending  # not where all was found
-        if not is_known or self._known(request.slot) != root:
-            return None
-        plan = self.plan.cut(request.room, batch.budgets[b], request.verify == "block")
-        return Branch(Growth(request, plan), root) if plan.nodes > 0 and plan.depth > 0 else None
+    def _paired(self, request: Request, following: Sequence[int]) -> Sequence[int]:
+        return [request.token(request.computed), *following[:-1]]
+
+    def _is_read(self, slot: int) -> bool:
+        return slot in self._newest or slot in self._pending
 
     def _read(self, slots: Iterable[int]) -> None:
         """Bring the memory of these slots up to all that was seen."""

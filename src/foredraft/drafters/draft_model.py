@@ -18,7 +18,6 @@ from foredraft.drafters.branch import Branch
 from foredraft.drafters.draft_training import TrainConfig, trainee
 from foredraft.drafters.foreign import Side, check_word, way
 from foredraft.drafters.growth import Growth, Scores, TreeOptions, extend
-from foredraft.drafters.slem import has_tree
 from foredraft.drafters.translated import Translated
 from foredraft.errors import ForedraftError
 from foredraft.kernels.quantize import check_quantization
@@ -176,7 +175,7 @@ def create(config: Config, context: Context) -> DraftModel | Translated:
     lm = adopt(model, name, context.fused, is_ours=True, quantization=config.quantization)
     draft = Side(name, load_tokenizer(name), lm.vocab_size)
     target = Side(context.target_name, context.tokenizer, context.vocab_size)
-    make = way(config.vocab, target, draft, has_tree(config))
+    make = way(config.vocab, target, draft, config.has_tree)
     if context.target_parameters and lm.num_parameters > context.target_parameters:
         warnings.warn(
             f"the draft {name} has more parameters ({lm.num_parameters:,}) than its target "

@@ -46,7 +46,7 @@ def way(vocab: str, target: Side, draft: Side, has_tree: bool = False) -> Make |
     """How to make the drafter; None: the vocabularies are the same, so that nothing needs translating.
 
     `auto` is None for equal vocabularies, tli where the shared tokens make up ENOUGH of a text (or a tree is wanted),
-    and slem otherwise. Raises ForedraftError where that cannot work.
+    and slem otherwise. Raises ForedraftError where that cannot work, a tree by slem included.
     """
     differs = difference(target, draft)
     if vocab == AUTO and differs is None:
@@ -56,6 +56,11 @@ def way(vocab: str, target: Side, draft: Side, has_tree: bool = False) -> Make |
     if vocab == AUTO:
         chosen = Intersecting.vocab if pair.coverage >= (LEAST if has_tree else ENOUGH) else Retokenising.vocab
     _check(chosen, pair, target, draft)
+    if chosen == Retokenising.vocab and has_tree:
+        raise ForedraftError(
+            "a draft that is cut into the target's tokens afterwards (vocab slem) is a chain; "
+            "leave tree_nodes, top_k and branching out, or give vocab tli (--spec-vocab tli)"
+        )
     made = WAYS[chosen]
     log.info(
         "%s drafts for %s by %s: %.0f %% of a text's tokens are shared",

@@ -103,6 +103,10 @@ class TreeOptions:
     branching: tuple[int, ...] | None = None
     min_confidence: float = 0.0
 
+    @property
+    def has_tree(self) -> bool:
+        return (self.tree_nodes, self.top_k, self.branching) != (None, None, None)
+
     def plan(self, num_tokens: int) -> Plan:
         return Plan.of(num_tokens, self.tree_nodes, self.top_k, self.branching, self.min_confidence)
 

@@ -74,14 +74,9 @@ class FeatureDrafter:
         return self.plan.nodes
 
     def propose(self, batch: Batch) -> TokenTree:
-        branches = {
-            b: Branch(growth, growth.request.num_tokens - 2)
-            for b in batch.drafting()
-            if (growth := self._growth(batch, b)) is not None
-        }
+        branches = {b: branch for b in batch.drafting() if (branch := self._branch(batch, b)) is not None}
         if branches:
-            self._read(branch.growth.request.slot for branch in branches.values())
-            self._grow(list(branches.values()), batch.page_size)
+            self._draft(list(branches.values()), batch.page_size)
         empty = Draft()
         return plant(batch, [branches[b].growth.draft() if b in branches else empty for b in range(len(batch))])
 
@@ -96,7 +91,7 @@ class FeatureDrafter:
                 pending = self._pending.get(slot)
                 if pending is None:
                     pending = self._pending[slot] = Pending(request, batch.page_size)
-                pending.add(tokens, commit.features[b])
+                pending.add(self._paired(request, tokens), commit.features[b])
                 if len(pending.tokens) >= PENDING:
                     full.append(slot)
         self._read(full)
@@ -121,14 +116,26 @@ class FeatureDrafter:
         pending = self._pending.get(slot)
         return self.memory.valid.get(slot, 0) + (0 if pending is None else len(pending.tokens))
 
-    def _growth(self, batch: Batch, b: int) -> Growth | None:
+    def _paired(self, request: Request, following: Sequence[int]) -> Sequence[int]:
+        """The tokens that stand with the features of the newest pass, of which `following` are those after them."""
+        return following
+
+    def _is_read(self, slot: int) -> bool:
+        """Not where all was found: then nobody knows what the last entry said."""
+        return slot in self._roots or slot in self._pending
+
+    def _branch(self, batch: Batch, b: int) -> Branch | None:
         request = batch.requests[b]
         known = self._known(request.slot)
-        has_root = request.slot in self._roots or request.slot in self._pending  # not where all was found
-        if not has_root or known != request.num_tokens - 1:
+        if not self._is_read(request.slot) or known != request.num_tokens - 1:
             return None
         plan = self.plan.cut(request.room, batch.budgets[b], request.verify == "block")
-        return Growth(request, plan) if plan.nodes > 0 and plan.depth > 0 else None
+        has_room = plan.nodes > 0 and plan.depth > 0
+        return Branch(Growth(request, plan), known - self.memory.lookahead) if has_room else None
+
+    def _draft(self, branches: list[Branch], page_size: int) -> None:
+        self._read(branch.growth.request.slot for branch in branches)
+        self._grow(branches, page_size)
 
     def _read(self, slots: Iterable[int]) -> None:
         """Bring the memory of these slots up to all that was seen."""

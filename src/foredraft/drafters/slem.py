@@ -10,14 +10,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from foredraft.drafters.base import Context, Draft
-from foredraft.drafters.growth import Plan, TreeOptions
+from foredraft.drafters.base import Draft
+from foredraft.drafters.growth import Plan
 from foredraft.drafters.intersection import Pair
 from foredraft.drafters.translated import Held, Translated
 from foredraft.drafters.vocabularies import whole
-from foredraft.errors import ForedraftError
 from foredraft.filters import likeliest
-from foredraft.models.lm import LM
 from foredraft.models.window import Span
 from foredraft.request import Batch
 from foredraft.tree import Commit
@@ -71,22 +69,6 @@ class Retokenising(Translated):
 
     vocab = "slem"
 
-    def __init__(
-        self,
-        lm: LM,
-        context: Context,
-        pair: Pair,
-        options: TreeOptions | None = None,
-        kv_tokens: int | None = None,
-    ) -> None:
-        """Raises ForedraftError for options that ask for a tree."""
-        if options is not None and has_tree(options):
-            raise ForedraftError(
-                "a draft that is cut into the target's tokens afterwards (vocab slem) is a chain; "
-                "leave tree_nodes, top_k and branching out, or give vocab tli (--spec-vocab tli)"
-            )
-        super().__init__(lm, context, pair, options, kv_tokens)
-
     def num_own(self, plan: Plan) -> int:
         return plan.depth + AHEAD
 
@@ -117,7 +99,3 @@ class Retokenising(Translated):
 
     def _has_room(self, line: Line) -> bool:
         return line.held.length + len(line.tokens) <= self.lm.context_length
-
-
-def has_tree(options: TreeOptions) -> bool:
-    return options.tree_nodes is not None or options.top_k is not None or options.branching is not None

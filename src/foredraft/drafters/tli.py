@@ -6,19 +6,28 @@ law that was drawn from, and every rule keeps the target's law exactly.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from foredraft.drafters.base import Context, Draft
+from foredraft.drafters.base import Draft
 from foredraft.drafters.branch import Branch
-from foredraft.drafters.growth import Growth, Plan, Scores, TreeOptions, extend
-from foredraft.drafters.intersection import Pair
+from foredraft.drafters.growth import Growth, Plan, Scores, extend
 from foredraft.drafters.translated import PAGE, Held, Translated
 from foredraft.kv.pool import keep
-from foredraft.models.lm import LM
 from foredraft.models.window import Span
 from foredraft.request import Batch
 from foredraft.tree import Commit, TokenTree
+
+
+class Shared(NamedTuple):
+    """The tokens that both have."""
+
+    own: dict[int, int]  # of the target -> of the draft
+    ids: Tensor  # [W] of the target, rising
+    columns: Tensor  # [W] of the draft
 
 
 class Intersecting(Translated):
@@ -26,38 +35,29 @@ class Intersecting(Translated):
 
     vocab = "tli"
 
-    def __init__(
-        self,
-        lm: LM,
-        context: Context,
-        pair: Pair,
-        options: TreeOptions | None = None,
-        kv_tokens: int | None = None,
-    ) -> None:
-        super().__init__(lm, context, pair, options, kv_tokens)
-        shared = {
-            token: own for token, own in pair.shared.items() if token < context.vocab_size and own < lm.vocab_size
-        }
-        self._own = shared
-        self._ids = torch.tensor(list(shared), device=context.device)  # [W] of the target, rising
-        self._columns = torch.tensor(list(shared.values()), device=context.device)  # [W] of the draft
-        self._drafted: dict[int, tuple[Held, Branch]] = {}  # by slot: the last draft
+    @cached_property
+    def _shared(self) -> Shared:
+        pairs = self.pair.shared.items()
+        own = {token: o for token, o in pairs if token < self.context.vocab_size and o < self.lm.vocab_size}
+        device = self.context.device
+        return Shared(own, torch.tensor(list(own), device=device), torch.tensor(list(own.values()), device=device))
 
     def num_own(self, plan: Plan) -> int:
         return plan.nodes
 
     def propose(self, batch: Batch) -> TokenTree:
-        self._drafted.clear()
+        for held in self._held.values():  # a pass that failed may have left one
+            held.branch = None
         return super().propose(batch)
 
     def draft(self, held: Sequence[Held]) -> list[Draft]:
         drafted = [(h, Branch(Growth(h.request, h.plan), h.length - 1)) for h in held]
         logits = self.read_in(held)
         for h, branch in drafted:
-            self._drafted[h.request.slot] = h, branch
+            h.branch = branch
         growing = drafted
         while True:
-            scores = Scores(logits[:, self._columns], self.context.vocab_size, self._ids)
+            scores = Scores(logits[:, self._shared.columns], self.context.vocab_size, self._shared.ids)
             extend([branch.growth for _, branch in growing], scores)
             growing = [(h, branch) for h, branch in growing if branch.growth.frontier]
             if not growing:
@@ -66,12 +66,12 @@ class Intersecting(Translated):
 
     def observe(self, batch: Batch, commit: Commit) -> None:
         """The KV of what was accepted moves to where the text will have it."""
-        drafted, self._drafted = self._drafted, {}  # first of all: nothing of it may be counted on twice
         starts, paths, pages = [], [], []
         for b, request in enumerate(batch.requests):
-            if request.slot not in drafted:
+            held = self._held.get(request.slot)
+            if held is None or held.branch is None:
                 continue
-            held, branch = drafted[request.slot]
+            branch, held.branch = held.branch, None  # first of all: nothing of it may be counted on twice
             kept, offset = branch.growth.kept, batch.chunks[b] - 1
             below = [node - offset for node in commit.path_lists[b][offset:]]
             nodes = [kept[node] for node in below if node < len(kept)]  # beyond: of a tree this one was merged into
@@ -79,15 +79,10 @@ class Intersecting(Translated):
             starts.append(branch.start)
             paths.append([branch.places[node] for node in written])
             pages.append(held.pages)
-            own = [self._own[branch.growth.tokens[node - 1]] for node in written[1:]]
+            own = [self._shared.own[branch.growth.tokens[node - 1]] for node in written[1:]]
             held.reading.expect(own, held.length + len(own))
         keep(self.lm.pool, paths, starts, pages, PAGE, self.context.device)
 
-    def forget(self, slots: Sequence[int]) -> None:
-        super().forget(slots)
-        for slot in slots:
-            self._drafted.pop(slot, None)
-
     def _span(self, held: Held, branch: Branch) -> Span:
         span = branch.span()
-        return span._replace(pages=held.pages, tokens=[self._own[token] for token in span.tokens])
+        return span._replace(pages=held.pages, tokens=[self._shared.own[token] for token in span.tokens])

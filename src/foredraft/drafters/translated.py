@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from foredraft.drafters.base import Context, Draft, plant
+from foredraft.drafters.branch import Branch
 from foredraft.drafters.growth import Plan, TreeOptions
 from foredraft.drafters.intersection import Pair
 from foredraft.drafters.readings import Reading
@@ -33,6 +34,7 @@ class Held:
     reading: Reading
     plan: Plan  # of this step
     pages: list[int] = field(default_factory=list)
+    branch: Branch | None = None  # of this step, where its KV is to be kept
 
     @property
     def length(self) -> int:
