@@ -191,8 +191,10 @@ def markov() -> tuple[LLM, np.ndarray]:
     return llm, (state @ other.lm_head.weight.T).softmax(-1).detach().numpy()
 
 
-@pytest.mark.parametrize("penalty", [0.0, 1e-9])
-@pytest.mark.parametrize(("verify", "options"), [("reject", {"tree_nodes": 7}), ("reject", {}), ("block", {})])
+@pytest.mark.parametrize(
+    ("verify", "options", "penalty"),
+    [("reject", {"tree_nodes": 7}, 0.0), ("reject", {"tree_nodes": 7}, 1e-9), ("reject", {}, 1e-9), ("block", {}, 0.0)],
+)
 def test_drawn_trees_leave_the_law_of_the_target(verify: str, options: dict[str, Any], penalty: float) -> None:
     """Children of a node drawn with one coin, or from another law than the q handed over, shift the text's law. The
     smallest penalty takes the way that goes level by level."""

@@ -108,12 +108,12 @@ def test_every_registered_method_is_under_the_law() -> None:
     assert {name.partition(",")[0] for name in MADE} == set(methods())
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize(("dtype", "mode"), [("bf16", "greedy"), ("bf16", "sampled"), ("fp32", "sampled")])
 @pytest.mark.parametrize("name", EACH)
-def test_every_bit_is_that_of_plain_decoding(name: str, dtype: torch.dtype, mode: str) -> None:
+def test_every_bit_is_that_of_plain_decoding(name: str, dtype: str, mode: str) -> None:
     """Every method, chains and trees, several draft lengths, in a batch of ragged prompts."""
-    found = difference(name, mode, dtype, lambda k: plain(dtype).with_drafter(drafter(name, k, dtype), verify="match"))
+    kind = DTYPES[dtype]
+    found = difference(name, mode, kind, lambda k: plain(kind).with_drafter(drafter(name, k, kind), verify="match"))
     assert not found
 
 

@@ -78,14 +78,14 @@ def test_text_is_the_same_with_and_without_a_drafter(name: str, mode: str) -> No
     assert rejected > 0, "no draft was ever rejected: nothing was ever rolled back"
 
 
-@pytest.mark.parametrize("rule", LOSSLESS)
+@pytest.mark.parametrize("rule", [rule for rule in LOSSLESS if rule != "match"])
 @pytest.mark.parametrize("name", MADE)
 def test_greedy_text_is_the_same_under_every_lossless_rule(name: str, rule: str) -> None:
-    """A greedy law has one outcome, so no rule may differ; trees do not go under `block`."""
+    """A greedy law has one outcome, so no rule may differ from `match`; trees do not go under `block`."""
     if rule == "block" and not MADE[name].is_chain:
         pytest.skip("block verification takes chains")
     accepted = rejected = 0
-    for num_tokens in LENGTHS:
+    for num_tokens in (1, 2, 5, 8):
         llm = models_made.plain().with_drafter(MADE[name].make(num_tokens), verify=rule)
         done = llm.generate(PROMPTS, GREEDY)
         assert ids(done) == expected("greedy"), f"K={num_tokens}"

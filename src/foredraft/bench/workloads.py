@@ -43,12 +43,12 @@ def _functions() -> Iterator[tuple[str, str]]:
     """Functions of held-out files that are worth editing, with the name of their first parameter that is used often."""
     for file in _held():
         for node in ast.walk(ast.parse(file.text)):
-            if not isinstance(node, ast.FunctionDef):
+            if not isinstance(node, ast.FunctionDef) or node.col_offset:
                 continue
             text = ast.get_source_segment(file.text, node) or ""
             names = [a.arg for a in node.args.args if a.arg not in ("self", "cls")]
             often = [name for name in names if len(re.findall(rf"\b{name}\b", text)) >= 4]
-            if often and 500 <= len(text) <= MOST_CHARS and node.col_offset == 0:
+            if often and 500 <= len(text) <= MOST_CHARS:
                 yield text, often[0]
 
 
