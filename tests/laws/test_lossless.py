@@ -135,27 +135,34 @@ def test_preemption_and_chunked_prompts_change_no_text(name: str) -> None:
     assert rejected > 0
 
 
+MIXED = [
+    GREEDY,
+    replace(SAMPLED, seed=None, max_tokens=17),
+    SAMPLED,
+    replace(SAMPLED, seed=None, n=2),
+    replace(SAMPLED, temperature=1.3, top_p=1.0, top_k=20, min_p=0.02, seed=5),
+    replace(GREEDY, repetition_penalty=1.3, logit_bias={7: 2.0}),
+    replace(SAMPLED, seed=None, frequency_penalty=0.0),
+    GREEDY,
+]
+
+
+@cache
+def each_alone() -> list[list[Completion]]:
+    """One by one, without a drafter."""
+    return [models_made.plain().generate([p], s) for p, s in zip(PROMPTS, MIXED, strict=True)]
+
+
 @pytest.mark.parametrize("name", EACH)
 def test_a_mixed_batch_leaks_nothing_between_its_requests(name: str) -> None:
     """Seeded and unseeded, greedy and sampled, under `match` and `reject`, side by side: the unseeded ones may not
     disturb the others (an index copied and not written back once gave token 0 for every mixed batch)."""
-    params = [
-        GREEDY,
-        replace(SAMPLED, seed=None, max_tokens=17),
-        SAMPLED,
-        replace(SAMPLED, seed=None, n=2),
-        replace(SAMPLED, temperature=1.3, top_p=1.0, top_k=20, min_p=0.02, seed=5),
-        replace(GREEDY, repetition_penalty=1.3, logit_bias={7: 2.0}),
-        replace(SAMPLED, seed=None, frequency_penalty=0.0),
-        GREEDY,
-    ]
-    reference = [models_made.plain().generate([p], s) for p, s in zip(PROMPTS, params, strict=True)]
     llm = models_made.plain().with_drafter(MADE[name].make(4), verify="auto")
     for _ in range(2):
-        done = llm.generate(PROMPTS, params)
+        done = llm.generate(PROMPTS, MIXED)
         assert {c.verification for c in done} == {"match", "reject"}
         at = 0
-        for s, alone in zip(params, reference, strict=True):
+        for s, alone in zip(MIXED, each_alone(), strict=True):
             mine, at = done[at : at + s.n], at + s.n
             if s.seed is not None or s.is_greedy:
                 assert ids(mine) == ids(alone)
