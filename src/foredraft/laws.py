@@ -132,6 +132,7 @@ class Laws:
         # a device would have to be waited for at every level of a tree
         is_small = all(s.is_greedy for s in samplings) and history is None and logits.numel() <= SMALL
         self._at_once = is_small or logits.device.type != "cpu"
+        self._ahead = 1  # rows looked at together: those after one that was asked for are likely to be asked for next
         self._p: dict[int, Tensor] = {}  # [V] each
         self._tokens: dict[int, int] = {}
 
@@ -139,13 +140,22 @@ class Laws:
         known = self._tokens
         missing = [row for row in rows if row not in known]
         if missing:
-            every = range(len(self.samplings)) if self._at_once else missing
+            every = range(len(self.samplings)) if self._at_once else self._with_next(missing)
             greedy = [row for row in every if self.samplings[row].is_greedy]
             if greedy:
                 self._choose(greedy)
             if len(greedy) < len(every):
                 self._draw([row for row in every if not self.samplings[row].is_greedy], key)
         return [known[row] for row in rows]
+
+    def _with_next(self, missing: list[int]) -> list[int]:
+        """Twice as many at every call: at most half are looked at in vain, and a long draft takes few calls."""
+        if self._history is not None:
+            return missing
+        ahead, self._ahead = self._ahead, 2 * self._ahead
+        last = len(self.samplings)
+        near = dict.fromkeys(i for row in missing for i in range(row, min(row + ahead, last)) if i not in self._tokens)
+        return [i for i in near if self.samplings[i].is_greedy or i in missing]
 
     @property
     def drawn(self) -> Tensor:
@@ -193,9 +203,10 @@ class Laws:
             self._p |= zip(rows, distribution(self._logits(rows), some, self._histories(rows)), strict=True)
 
     def _logits(self, rows: Sequence[int]) -> Tensor:
-        if len(rows) == 1:
-            return self.logits[rows[0] : rows[0] + 1]
-        return self.logits if len(rows) == len(self.samplings) else self.logits[list(rows)]
+        first, size = rows[0], len(rows)
+        if rows[-1] == first + size - 1 and list(rows) == list(range(first, first + size)):
+            return self.logits[first : first + size]
+        return self.logits[list(rows)]
 
     def _histories(self, rows: Sequence[int]) -> list[History] | None:
         return None if self._history is None else [self._history(row) for row in rows]

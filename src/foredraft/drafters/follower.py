@@ -98,6 +98,7 @@ class Follower:
 
     def _index(self) -> None:
         """Not before a text leaves its source; most do not."""
+        known = self.source[:-1]  # nothing follows the last
         for n in range(1, LONGEST + 1):
-            for place in range(n, len(self.source)):
-                self._places.setdefault(self.source[place - n : place], []).append(place)
+            for place, gram in enumerate(zip(*(known[i:] for i in range(n)), strict=False), n):
+                self._places.setdefault(gram, []).append(place)

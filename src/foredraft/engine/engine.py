@@ -160,8 +160,10 @@ class Engine:
             outcomes=outcomes,
         )
         self.lengths.learn(self.last)
-        if self.is_debug or not self.has_work:
+        if self.is_debug:
             self.scheduler.check_integrity()
+        elif not self.has_work:
+            self.scheduler.check_idle()
 
     def _forget(self, slots: Sequence[int]) -> None:
         self.drafter.forget(slots)
