@@ -76,7 +76,7 @@ class Recite:
         self._best = lm.rows.argmax(-1).tolist()
 
     def propose(self, batch: Batch) -> TokenTree:
-        drafts = [Draft()] * len(batch)
+        drafts: dict[int, Draft] = {}
         for b in batch.drafting():
             first = batch.requests[b].num_tokens - 1
             places = range(first, first + batch.budgets[b])

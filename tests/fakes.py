@@ -139,4 +139,4 @@ def good_draft(lm: TableLM, batch: Batch, length: int = 3) -> TokenTree:
         for _ in range(min(length, budget)):
             tokens.append(int(lm.after(tokens).argmax()))
         drafts.append(Draft.chain(tokens[request.num_tokens :]))
-    return plant(batch, drafts)
+    return plant(batch, dict(enumerate(drafts)))

@@ -390,7 +390,7 @@ def _nonsense(seed: int) -> Scripted:
         for budget in batch.budgets:
             tokens = [rng.randrange(9) for _ in range(budget)]
             drafts.append(Draft(tuple(tokens), tuple(rng.randint(0, i) for i in range(budget))))
-        return plant(batch, drafts)
+        return plant(batch, dict(enumerate(drafts)))
 
     return Scripted(propose, num_nodes=6)
 

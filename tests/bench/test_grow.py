@@ -8,10 +8,12 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import models_made
 from foredraft import LLM, ForedraftError, Sampling
-from foredraft.bench.grow import FIELD, Shape, grown, grown_from, parse_size, plan, save
+from foredraft.bench.grow import FIELD, grown, grown_from, parse_size, save
+from foredraft.bench.grow_llama import Llama
+from foredraft.bench.grow_shape import plan
 from foredraft.models.load import load_model
 
-SMALL = Shape(hidden=384, intermediate=1024, heads=6, kv_heads=2, layers=12, head_dim=64, embeddings=4096)
+SMALL = Llama(hidden=384, intermediate=1024, heads=6, kv_heads=2, layers=12, head_dim=64, embeddings=4096)
 PROMPT = [5, 9, 3, 44, 12]
 
 
@@ -30,7 +32,7 @@ def small(tied: bool = False, kv_heads: int = 2) -> LlamaForCausalLM:
     return model
 
 
-def larger(shape: Shape, ratio: int, layers: int) -> Shape:
+def larger(shape: Llama, ratio: int, layers: int) -> Llama:
     return replace(
         shape, hidden=ratio * shape.hidden, intermediate=128 * ratio, heads=ratio * shape.heads,
         kv_heads=ratio * shape.kv_heads, layers=layers,
@@ -38,7 +40,7 @@ def larger(shape: Shape, ratio: int, layers: int) -> Shape:
 
 
 def grow(model: LlamaForCausalLM, ratio: int = 4, layers: int = 5) -> LlamaForCausalLM:
-    return grown(model, larger(Shape.of(model.config), ratio, layers), "a test model")
+    return grown(model, larger(Llama.of(model), ratio, layers), "a test model")
 
 
 def logits(model: LlamaForCausalLM) -> torch.Tensor:
@@ -70,7 +72,7 @@ def test_the_greedy_text_stays():
 def test_the_count_is_that_of_the_shape():
     for tied in (True, False):
         model = grow(small(tied))
-        assert sum(p.numel() for p in model.parameters()) == Shape.of(model.config).parameters
+        assert sum(p.numel() for p in model.parameters()) == Llama.of(model).parameters
 
 
 def test_what_reads_the_hidden_state_has_no_zero():
@@ -120,7 +122,15 @@ def test_what_is_no_size_is_refused(text):
 
 def test_other_architectures_are_refused():
     model = GPT2LMHeadModel(GPT2Config(vocab_size=17, n_positions=8, n_embd=8, n_layer=1, n_head=1))
-    with pytest.raises(ForedraftError, match="only Llama models without biases"):
+    with pytest.raises(ForedraftError, match=r"only Llama models without biases and T5 models can be grown.*'gpt2'"):
+        grown(model, SMALL, "a test model")
+
+
+@pytest.mark.parametrize("name", ["attention_bias", "mlp_bias"])
+def test_a_llama_with_biases_is_refused(name):
+    model = small()
+    setattr(model.config, name, True)
+    with pytest.raises(ForedraftError, match="a Llama model with biases cannot be grown"):
         grown(model, SMALL, "a test model")
 
 

@@ -47,7 +47,7 @@ def scripted(chain: Sequence[int], q: bool = False, seen: list[Any] | None = Non
         for budget in batch.budgets:
             tokens = list(chain)[:budget]
             drafts.append(Draft.chain(tokens, torch.eye(V)[[*tokens, 0]] if q and tokens else None))
-        return plant(batch, drafts)
+        return plant(batch, dict(enumerate(drafts)))
 
     drafter = Scripted(propose, num_nodes=4, **more)
     if seen is not None:

@@ -50,7 +50,7 @@ def scripted(tokens: dict[int, list[int]], q: bool = False, num_nodes: int = 4, 
             if q and chain:
                 law = torch.eye(V)[[(request.slot + n) % V for n in range(len(chain) + 1)]]
             drafts.append(Draft.chain(chain, law))
-        return plant(batch, drafts)
+        return plant(batch, dict(enumerate(drafts)))
 
     return Scripted(propose, num_nodes=num_nodes, **more)
 

@@ -13,7 +13,7 @@ import torch
 import fakes
 from fakes import Scripted, TableLM
 from foredraft import Sampling
-from foredraft.drafters.base import Draft, plant
+from foredraft.drafters.base import plant
 from foredraft.engine.guard import MAX_FAILURES
 from foredraft.request import Batch
 from foredraft.tree import TokenTree
@@ -65,12 +65,12 @@ def _parents(tree: TokenTree, column: int, parent: int) -> TokenTree:
 
 def _deep(batch: Batch) -> TokenTree:
     """Deeper than max_tokens leaves room for, and wider than any budget."""
-    roots = plant(batch, [Draft()] * len(batch)).token_lists
+    roots = plant(batch, {}).token_lists
     return TokenTree.chains([[*root, *[1] * 40] for root in roots])
 
 
 def _wide(batch: Batch) -> TokenTree:
-    roots = plant(batch, [Draft()] * len(batch)).token_lists
+    roots = plant(batch, {}).token_lists
     return TokenTree.of([[*root, *range(20)] for root in roots], [[-1, *[0] * 20] for _ in roots])
 
 
@@ -116,7 +116,7 @@ def _laws(tree: TokenTree, batch: Batch, value: float) -> TokenTree:
 
 def _twins(batch: Batch) -> TokenTree:
     """Two children of the root with one token, twice."""
-    roots = plant(batch, [Draft()] * len(batch)).token_lists
+    roots = plant(batch, {}).token_lists
     widths = [min(4, budget) for budget in batch.budgets]
     tokens = [[*root, *[5, 5, 6, 6][:n]] for root, n in zip(roots, widths, strict=True)]
     return TokenTree.of(tokens, [[-1, *[0] * n] for n in widths])
@@ -130,7 +130,7 @@ ODDITIES: dict[str, Callable[[Batch], TokenTree]] = {
     "q that does not sum to one": changed(lambda batch, tree: _laws(tree, batch, 3.0)),
     "twin siblings": _twins,
     "negative ids": changed(lambda batch, tree: _set(tree, -7)),
-    "nothing but roots": lambda batch: plant(batch, [Draft()] * len(batch)),
+    "nothing but roots": lambda batch: plant(batch, {}),
     "wrong tokens": changed(lambda batch, tree: _set(tree, 0)),
 }
 

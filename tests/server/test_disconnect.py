@@ -28,11 +28,11 @@ class Slow:
         self.steps = 0
 
     def propose(self, batch):
-        from foredraft.drafters.base import Draft, plant
+        from foredraft.drafters.base import plant
 
         time.sleep(self.seconds)
         self.steps += 1
-        return plant(batch, [Draft()] * len(batch))
+        return plant(batch, {})
 
     def observe(self, batch, commit) -> None: ...
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from foredraft import zoo
-from foredraft.bench.grow import BUILT_IN, grown_from
+from foredraft.bench.grow import grown_from_built_in
 from foredraft.drafters.base import meant_by, reads_model
 from foredraft.drafters.compose import AUTO, PLUS
 from foredraft.errors import ForedraftError
@@ -71,8 +71,8 @@ def companion(method: str, config: Any, spec_model: str | None, is_builtin: bool
     """
     if not reads_model(meant_by(method)[0]):
         return None
-    has_builtin = is_builtin or (grown_from(config) or "").startswith(BUILT_IN)
-    return spec_model or (zoo.builtin_drafter(method) if has_builtin else None)
+    built_in = zoo.FIRST if is_builtin else grown_from_built_in(config)
+    return spec_model or (None if built_in is None else zoo.builtin_drafter(method, built_in))
 
 
 def _value(text: str) -> Any:

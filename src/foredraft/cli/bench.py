@@ -38,11 +38,12 @@ def grow(
     params: Annotated[str, typer.Option(help="Parameters to reach, as 430M or 1.5B.")],
     out: Annotated[Path, typer.Option(help="Folder to write; must be new or empty.")],
     model: Annotated[
-        str | None, typer.Option(help="Folder or Hub id of a Llama model; the built-in target if not given.")
+        str | None,
+        typer.Option(help="Folder or Hub id of a Llama or T5 model, or builtin-seq2seq; the built-in target if none."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the random weights that nothing reads.")] = 0,
 ) -> None:
-    """Enlarge the built-in target to a model of the same function: real acceptance at a real cost, no download.
+    """Enlarge the built-in target, another Llama or a T5 to a model of the same function: real acceptance, real cost.
 
     Whatever is measured with such a model says so.
     """
@@ -54,8 +55,7 @@ def grow(
         raise UsageError(f"--out {str(out)!r} exists and is not an empty folder; give another")
     shape = growth.grow_to(model, size, out, seed)
     say(
-        f"{out}: {shape.parameters / 1e6:.1f}M parameters, hidden {shape.hidden}, intermediate {shape.intermediate}, "
-        f"{shape.heads} heads on {shape.kv_heads}, {shape.layers} layers; it writes the text of "
+        f"{out}: {shape.parameters / 1e6:.1f}M parameters, {shape}; it writes the text of "
         f"{model or 'the built-in target'}"
     )
 

@@ -96,7 +96,7 @@ class Aggressive:
         return self.num_tokens * self.config.branches
 
     def propose(self, batch: Batch) -> TokenTree:
-        drafts = [Draft()] * len(batch)
+        drafts: dict[int, Draft] = {}
         for b in batch.drafting():
             request, budget = batch.requests[b], batch.budgets[b]
             depth = min(self.num_tokens, budget, request.room)

@@ -245,10 +245,7 @@ class TextDrafter(ABC, Generic[L]):
         return Draft()
 
     def propose(self, batch: Batch) -> TokenTree:
-        drafts = [Draft()] * len(batch)
-        for b in batch.drafting():
-            drafts[b] = self.drafted(batch.requests[b], batch.budgets[b])
-        return plant(batch, drafts)
+        return plant(batch, {b: self.drafted(batch.requests[b], batch.budgets[b]) for b in batch.drafting()})
 
     def drafted(self, request: Request, budget: int) -> Draft:
         """Of one request, at most `budget` nodes."""
@@ -280,15 +277,17 @@ class TextDrafter(ABC, Generic[L]):
             self._learnt.pop(slot, None)
 
 
-def plant(batch: Batch, drafts: Sequence[Draft]) -> TokenTree:
-    """Drafts below the last committed token of every request's chunk, cut to the depth each request has room for.
+def plant(batch: Batch, drafts: Mapping[int, Draft]) -> TokenTree:
+    """Drafts below the last committed token of a request's chunk, by place in the batch, cut to the depth each request
+    has room for; nothing for the others.
 
     q is stacked only if some draft brings one; a row of zeros stands for guesses.
     """
-    drafts = [draft.trimmed(r.room) for r, draft in zip(batch.requests, drafts, strict=True)]
-    tokens = [[batch.root(b), *draft.tokens] for b, draft in enumerate(drafts)]
-    parents = [[-1, *draft.parents] for draft in drafts]
-    return TokenTree.of(tokens, parents, _stack_q(batch, drafts))
+    empty = Draft()
+    every = [drafts.get(b, empty).trimmed(request.room) for b, request in enumerate(batch.requests)]
+    tokens = [[batch.root(b), *draft.tokens] for b, draft in enumerate(every)]
+    parents = [[-1, *draft.parents] for draft in every]
+    return TokenTree.of(tokens, parents, _stack_q(batch, every))
 
 
 def bare(batch: Batch) -> TokenTree:

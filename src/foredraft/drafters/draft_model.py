@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from foredraft.drafters.base import Context, Draft, plant
+from foredraft.drafters.base import Context, plant
 from foredraft.drafters.branch import Branch
 from foredraft.drafters.draft_training import TrainConfig, trainee
 from foredraft.drafters.foreign import Side, check_word, way
@@ -78,8 +78,7 @@ class DraftModel:
         branches = {b: branch for b in batch.drafting() if (branch := self._branch(batch, b)) is not None}
         if branches:
             self._grow(list(branches.values()), batch.page_size)
-        empty = Draft()
-        return plant(batch, [branches[b].growth.draft() if b in branches else empty for b in range(len(batch))])
+        return plant(batch, {b: branch.growth.draft() for b, branch in branches.items()})
 
     def observe(self, batch: Batch, commit: Commit) -> None:
         rows = [b for b, r in enumerate(batch.requests) if r.slot in self._drafted]
@@ -135,13 +134,7 @@ class DraftModel:
         return logits
 
     def _forward(self, spans: Sequence[Span], page_size: int, last_only: bool) -> Tensor:
-        rows: list[int] = []
-        offset = 0
-        for span in spans:
-            n = len(span.tokens)
-            rows += [offset + n - 1] if last_only else range(offset, offset + n)
-            offset += n
-        logits, _ = self.lm.forward(Window.build(spans, rows, page_size, self.context.device))
+        logits, _ = self.lm.forward(Window.after(spans, page_size, self.context.device, last_only))
         return logits[:, : self.context.vocab_size]  # padding of a draft's vocabulary is never drafted
 
 

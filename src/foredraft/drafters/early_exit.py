@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from foredraft.checkpoints.base import Checkpoint, EarlyExitShape
-from foredraft.drafters.base import Context, Draft, plant
+from foredraft.drafters.base import Context, plant
 from foredraft.drafters.borrowed import loaded
 from foredraft.drafters.branch import Branch
 from foredraft.drafters.early_exit_adapter import ExitAdapter
@@ -85,8 +85,7 @@ class EarlyExit:
         branches = {b: branch for b in batch.drafting() if (branch := self._branch(batch, b)) is not None}
         if branches:
             self._grow(list(branches.values()), batch.page_size)
-        empty = Draft()
-        return plant(batch, [branches[b].growth.draft() if b in branches else empty for b in range(len(batch))])
+        return plant(batch, {b: branch.growth.draft() for b, branch in branches.items()})
 
     def observe(self, batch: Batch, commit: Commit) -> None:
         self.choice.see(batch, commit)

@@ -113,14 +113,13 @@ class Medusa:
         return len(self.tree)
 
     def propose(self, batch: Batch) -> TokenTree:
-        drafts = [Draft()] * len(batch)
+        drafts: dict[int, Draft] = {}
         asked = [one for b in batch.drafting() if (one := self._asked(batch, b)) is not None]
         if asked:
             logits = self.logits(stacked([one.state for one in asked]), max(one.tree.depth for one in asked))
             if self.min_confidence > 0:
                 asked, logits = self._sure(asked, logits)
-            for one, draft in zip(asked, self._drafted(asked, logits), strict=True):
-                drafts[one.b] = draft
+            drafts = dict(zip([one.b for one in asked], self._drafted(asked, logits), strict=True))
         return plant(batch, drafts)
 
     def observe(self, batch: Batch, commit: Commit) -> None:

@@ -26,7 +26,7 @@ class Prediction:
         return self.num_tokens if self._followers else 0
 
     def propose(self, batch: Batch) -> TokenTree:
-        drafts = [Draft()] * len(batch)
+        drafts: dict[int, Draft] = {}
         for b in batch.drafting():
             request = batch.requests[b]
             follower = self._followers.get(request.slot)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from foredraft.drafters.base import Context, Draft, plant
+from foredraft.drafters.base import Context, plant
 from foredraft.drafters.branch import Branch
 from foredraft.drafters.growth import Growth, Plan, Scores, extend
 from foredraft.kernels.cpu.library import library
@@ -77,8 +77,7 @@ class FeatureDrafter:
         branches = {b: branch for b in batch.drafting() if (branch := self._branch(batch, b)) is not None}
         if branches:
             self._draft(list(branches.values()), batch.page_size)
-        empty = Draft()
-        return plant(batch, [branches[b].growth.draft() if b in branches else empty for b in range(len(batch))])
+        return plant(batch, {b: branch.growth.draft() for b, branch in branches.items()})
 
     def observe(self, batch: Batch, commit: Commit) -> None:
         """Note the pairs that survived, of every request whose pairs before them are known."""

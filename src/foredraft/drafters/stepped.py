@@ -68,11 +68,9 @@ class SteppedDrafter:
         return self.plan.nodes
 
     def propose(self, batch: Batch) -> TokenTree:
-        drafts = [Draft()] * len(batch)
         branches = [branch for b in batch.drafting() if (branch := self._branch(batch, b)) is not None]
-        for branch, draft in zip(branches, drafted(self.steps, branches, self.context.vocab_size), strict=True):
-            drafts[branch.b] = draft
-        return plant(batch, drafts)
+        drafts = drafted(self.steps, branches, self.context.vocab_size)
+        return plant(batch, dict(zip([branch.b for branch in branches], drafts, strict=True)))
 
     def observe(self, batch: Batch, commit: Commit) -> None:
         self._states.observe(batch, commit)

@@ -122,10 +122,7 @@ class Suffix:
 
     def propose(self, batch: Batch) -> TokenTree:
         self._settle()
-        drafts = [Draft()] * len(batch)
-        for b in batch.drafting():
-            drafts[b] = self._draft(batch.requests[b], batch.budgets[b])
-        return plant(batch, drafts)
+        return plant(batch, {b: self._draft(batch.requests[b], batch.budgets[b]) for b in batch.drafting()})
 
     def drafted(self, request: Request, budget: int) -> Draft:
         self._settle()

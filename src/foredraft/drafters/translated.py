@@ -86,11 +86,8 @@ class Translated(ABC):
 
     def propose(self, batch: Batch) -> TokenTree:
         ready = {b: held for b in batch.drafting() if (held := self._ready(batch, b)) is not None}
-        drafts = [Draft()] * len(batch)
-        if ready:
-            for b, draft in zip(ready, self.draft(list(ready.values())), strict=True):
-                drafts[b] = draft
-        return plant(batch, drafts)
+        drafts = self.draft(list(ready.values())) if ready else []
+        return plant(batch, dict(zip(ready, drafts, strict=True)))
 
     @abstractmethod
     def observe(self, batch: Batch, commit: Commit) -> None: ...
@@ -135,11 +132,4 @@ class Translated(ABC):
         return logits
 
     def forward(self, spans: Sequence[Span], last_only: bool) -> Tensor:
-        rows: list[int] = []
-        offset = 0
-        for span in spans:
-            n = len(span.tokens)
-            rows += [offset + n - 1] if last_only else range(offset, offset + n)
-            offset += n
-        logits, _ = self.lm.forward(Window.build(spans, rows, PAGE, self.context.device))
-        return logits
+        return self.lm.forward(Window.after(spans, PAGE, self.context.device, last_only))[0]

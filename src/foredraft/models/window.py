@@ -6,6 +6,7 @@ A window travels as an ordinary keyword argument through the model to the attent
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -93,6 +94,14 @@ class Window:
         cls, spans: Sequence[Span], logit_rows: Sequence[int], page_size: int, device: torch.device | str
     ) -> "Window":
         return cls(tuple(spans), logit_rows, page_size, device)
+
+    @classmethod
+    def after(
+        cls, spans: Sequence[Span], page_size: int, device: torch.device | str, last_only: bool = False
+    ) -> "Window":
+        """With logits after every token, or after each span's last."""
+        ends = list(accumulate(len(span.tokens) for span in spans))
+        return cls.build(spans, [end - 1 for end in ends] if last_only else range(ends[-1]), page_size, device)
 
     @classmethod
     def of_trees(

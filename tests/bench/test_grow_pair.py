@@ -1,0 +1,179 @@
+"""Grown encoder-decoder models: the same function, both stacks deeper, nothing to skip, and drafts of their own."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import T5Config, T5EncoderModel, T5ForConditionalGeneration
+
+import models_made
+from foredraft import LLM, ForedraftError, Sampling, zoo
+from foredraft.bench import methods
+from foredraft.bench.grow import (
+    BUILT_IN_PAIR,
+    FIELD,
+    grow_to,
+    grown,
+    grown_from,
+    grown_from_built_in,
+    parse_size,
+    save,
+    shape_of,
+)
+from foredraft.bench.grow_pair import Pair
+from foredraft.bench.grow_shape import plan
+from foredraft.drafters.base import methods as registered
+from foredraft.models.load import load_model
+
+SMALL = Pair(  # the built-in one
+    hidden=192, intermediate=512, heads=3, head_dim=64, encoder_layers=4, decoder_layers=6, wide=1, buckets=32,
+    embeddings=4096,
+)  # fmt: skip
+WRITERS = (".o.weight", ".wo.weight", "shared.weight")
+SOURCE = [5, 9, 3, 44, 12, 7, 7, 20]
+
+
+def small(feed: str = "relu", tied: bool = True, layers: tuple[int, int] = (2, 3)) -> T5ForConditionalGeneration:
+    """Random; not tied as T5 1.1 is not: its configuration says it is, its weights and the scale say otherwise."""
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=61, d_model=32, d_kv=16, d_ff=48, num_heads=3, num_layers=layers[0], num_decoder_layers=layers[1],
+        feed_forward_proj=feed, layer_norm_epsilon=0.01, dropout_rate=0.0, tie_word_embeddings=tied,
+        decoder_start_token_id=0, pad_token_id=0, eos_token_id=None,
+        initializer_factor=1.5 if tied else 0.7,  # so that the greedy text is no single token
+    )  # fmt: skip
+    model = T5ForConditionalGeneration(config).double().eval()
+    with torch.no_grad():  # norms of ones would hide a scale that is applied twice, or to the wrong norm
+        if not tied:
+            model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.shared.weight))
+        for name, weight in model.named_parameters():
+            if name.endswith("norm.weight"):
+                weight.add_(0.3 * torch.randn_like(weight))
+    return model
+
+
+def grow(model: T5ForConditionalGeneration, ratio: int = 4, further: int = 2) -> T5ForConditionalGeneration:
+    shape = replace(Pair.of(model).wider(ratio, further), intermediate=128 * ratio)
+    return grown(model, shape, "a test model")
+
+
+def logits(model: T5ForConditionalGeneration) -> torch.Tensor:
+    with torch.inference_mode():
+        asked = torch.arange(40)[None]
+        return model(input_ids=asked * 7 % 61, decoder_input_ids=asked * 11 % 61).logits
+
+
+def text(model: T5ForConditionalGeneration, fused: bool = False) -> tuple[int, ...]:
+    llm = LLM(model, None, fused=fused)
+    return tuple(llm.generate([SOURCE], Sampling(max_tokens=32, temperature=0))[0].token_ids)
+
+
+@pytest.mark.parametrize(("feed", "tied"), [("relu", True), ("gated-gelu", False), ("gated-silu", True)])
+@pytest.mark.parametrize("ratio", [1, 4, 16])
+def test_the_logits_stay(feed, tied, ratio):
+    model = small(feed, tied)
+    assert model.config.scale_decoder_outputs is tied
+    torch.testing.assert_close(logits(grow(model, ratio)), logits(model), rtol=0, atol=1e-11)
+
+
+def test_in_float32_too():
+    model = small().float()
+    torch.testing.assert_close(logits(grow(model)), logits(model), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(("feed", "tied"), [("relu", True), ("gated-gelu", False)])
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_greedy_text_stays_in_bfloat16(feed, tied, fused):
+    model = small(feed, tied).to(torch.bfloat16)
+    expected = text(model, fused)
+    assert len(set(expected)) > 4
+    assert text(grow(model), fused) == expected
+
+
+@pytest.mark.parametrize(("feed", "tied"), [("relu", True), ("gated-gelu", False), ("gated-silu", True)])
+def test_the_count_is_that_of_the_shape(feed, tied):
+    for model in (small(feed, tied), grow(small(feed, tied))):
+        assert sum(p.numel() for p in model.parameters()) == Pair.of(model).parameters
+
+
+@pytest.mark.parametrize("layers", [(2, 3), (3, 1), (1, 1)])
+def test_both_stacks_become_deeper_in_proportion(layers):
+    model = grow(small(layers=layers), further=max(layers))
+    assert (len(model.encoder.block), len(model.decoder.block)) == (2 * layers[0], 2 * layers[1])
+
+
+@pytest.mark.parametrize(("feed", "tied"), [("relu", True), ("gated-gelu", False)])
+def test_what_reads_the_hidden_state_has_no_zero(feed, tied):
+    for name, weight in grow(small(feed, tied)).named_parameters():
+        assert bool((weight == 0).any()) is name.endswith(WRITERS), name
+
+
+def test_random_weights_are_no_larger_than_usual():
+    model = small()
+    bigger = grow(model)
+    for name in (
+        "encoder.block.0.layer.0.SelfAttention.relative_attention_bias",
+        "decoder.block.0.layer.1.EncDecAttention.q",
+    ):
+        old, new = model.get_parameter(f"{name}.weight"), bigger.get_parameter(f"{name}.weight")
+        assert new[: len(old), old.shape[1] :].abs().max() <= old.std()
+
+
+@pytest.mark.parametrize("size", ["8M", "20M", "60M", "120M", "220M", "770M", "3B"])
+def test_the_size_asked_for_is_met(size):
+    wanted = parse_size(size)
+    shape = plan(SMALL, wanted)
+    assert abs(shape.parameters / wanted - 1) < 0.03
+    assert shape.encoder_layers >= SMALL.encoder_layers
+    assert shape.decoder_layers >= SMALL.decoder_layers
+    assert shape.intermediate >= SMALL.intermediate
+    assert shape.head_dim == SMALL.head_dim
+
+
+def test_less_than_the_model_has_is_refused():
+    with pytest.raises(ForedraftError, match=r"parameters cannot be grown to 1\.0M"):
+        plan(SMALL, 1_000_000)
+
+
+def test_an_encoder_alone_is_refused():
+    with pytest.raises(ForedraftError, match="a T5 without its decoder cannot be grown"):
+        grown(T5EncoderModel(small().config), SMALL, "a test model")
+
+
+def test_other_pairs_are_refused():
+    model = small()
+    model.config.model_type = "bart"
+    with pytest.raises(ForedraftError, match=r"only Llama models without biases and T5 models can be grown.*'bart'"):
+        grown(model, SMALL, "a test model")
+
+
+@pytest.mark.parametrize(("feed", "tied"), [("relu", True), ("gated-gelu", False)])
+def test_a_saved_model_names_its_origin_and_loads(tmp_path, feed, tied):
+    model, out = grow(small(feed, tied).to(torch.bfloat16)), tmp_path / "out"
+    save(model, models_made.tokenizer(), out, "a test model")
+    again = load_model(str(out), "auto", torch.device("cpu"))
+    assert again.dtype == torch.bfloat16
+    assert grown_from(again.config) == "a test model"
+    assert torch.equal(logits(again), logits(model))
+    card = (out / "README.md").read_text()
+    assert "a test model" in card
+    assert "3 layers of encoder and 5 of decoder" in card
+
+
+def test_the_built_in_pair_grows_and_keeps_its_draft(tmp_path):
+    shape = grow_to("builtin-seq2seq", parse_size("8M"), tmp_path / "out")
+    big = LLM(tmp_path / "out", None)
+    config = big.target.model.config
+    assert getattr(config, FIELD).startswith(BUILT_IN_PAIR)
+    assert grown_from_built_in(config) == "builtin-seq2seq"
+    assert big.num_parameters == shape.parameters
+    assert shape_of(big.target.model) == shape
+    (asked,) = methods.parse_all(["draft_model:4"], sorted(registered()))
+    (method,) = methods.with_models([asked], config, None)
+    assert method.spec["model"] == zoo.builtin_drafter("draft_model", "builtin-seq2seq")
+    assert next(methods.with_models([asked], config, "mine")).spec["model"] == "mine"
+    sampling = Sampling(max_tokens=24, temperature=0)
+    source = "Retrun the numbr of items in teh list."
+    small_text = LLM("builtin-seq2seq", None).generate(source, sampling)[0].text
+    drafted = big.with_drafter(dict(method.spec))
+    assert [llm.generate(source, sampling)[0].text for llm in (big, drafted)] == [small_text] * 2
