@@ -113,8 +113,7 @@ class EarlyExit:
             spans = [branch.span() for branch in branches]
 
     def _forward(self, spans: Sequence[Span], page_size: int) -> Tensor:
-        rows = range(sum(len(span.tokens) for span in spans))
-        window = Window.build(spans, rows, page_size, self.target.device)
+        window = Window.after(spans, page_size, self.target.device)
         return self._cut(self.choice.layer).forward(window)[0]
 
     def _cut(self, layers: int) -> Truncated:
