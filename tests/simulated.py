@@ -51,6 +51,7 @@ class World:
     proposes: float = 1.0  # chance that there is a draft at all
     load: Callable[[int], int] = lambda step: 1
     life: int = 10**9  # tokens of a request
+    kind: Callable[[int], int] = lambda request: 0
     most: int = 8
     noise: float = 0.02
     outliers: float = 0.0  # chance of a step that takes ten times as long
@@ -123,7 +124,7 @@ def run(world: World, lengths: Lengths, steps: int = 3000) -> Totals:
 
 def _step(world: World, lengths: Lengths, step: int, running: list, chance: random.Random, totals: Totals) -> None:
     count = len(running)
-    asks = [Ask(r.slot, min(world.most, r.left - 1)) for r in running if r.left > 1]
+    asks = [Ask(r.slot, min(world.most, r.left - 1), kind=world.kind(r.number)) for r in running if r.left > 1]
     granted = lengths.allot(asks, count, 200 * count)
     budgets = {ask.slot: budget for ask, budget in zip(asks, granted, strict=True)}
     outcomes, read = [], 0

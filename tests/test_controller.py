@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from foredraft.controller import START, Adaptive, Ask, Fixed, Outcome, StepReport
+from foredraft.controller import PROBE_NODES, PROBE_STEPS, START, Adaptive, Ask, Fixed, Outcome, StepReport
 from foredraft.costs import CostCurve
 from simulated import CURVES, Totals, World, bend, best_fixed, linear, run, stairs
 
@@ -125,6 +125,21 @@ def test_what_is_accepted_more_is_drafted_more():
     world = World(stairs, draft=0.02, load=lambda step: 6, accept=lambda step, request: 0.95 if request == 0 else 0.1)
     _, totals = lived(world, 1000)
     assert totals.nodes[0] > 2 * max(totals.nodes[request] for request in range(1, 6))
+
+
+def test_drawn_texts_that_keep_nothing_do_not_spoil_greedy_ones():
+    """Greedy requests whose drafts are kept, then drawn ones whose drafts are not, until nobody drafts any more: the
+    next greedy one is drafted for at once, the next drawn one is not."""
+    greedy = World(curve=lambda rows: 0.9 + 0.1 * rows, draft=0.1, accept=constant(0.9))
+    drawn = replace(greedy, accept=constant(0.02), kind=lambda request: 1)
+    lengths = adaptive(greedy)
+    budgets = []
+    for world, steps in ((greedy, 300), (drawn, 1000), (drawn, 20), (greedy, 20)):
+        budgets.append(run(world, lengths, steps).budgets)
+        lengths.forget([0])
+    assert sum(budgets[1][-200:]) <= 3 * PROBE_NODES * PROBE_STEPS
+    assert sum(budgets[2]) <= PROBE_NODES * PROBE_STEPS
+    assert min(budgets[3]) > 0
 
 
 def test_it_does_not_flap():

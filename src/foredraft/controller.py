@@ -19,6 +19,7 @@ class Ask(NamedTuple):
     slot: int
     most: int  # nodes it may have: what is left of its length, of the drafter's size, of its own wish
     is_fixed: bool = False  # the request named its length itself
+    kind: int = 0  # drafts of one kind are kept alike: 0 = greedy, 1 = drawn
 
 
 class Outcome(NamedTuple):
@@ -115,6 +116,7 @@ class Adaptive:
         self.counts: Counter[Reason] = Counter()  # steps by reason
         self._plan, self._age = Plan(), 0
         self._key: object = None  # what the plan was made for
+        self._kinds: frozenset[int] = frozenset()  # of requests that it was made for
         self._read: dict[int, int] = {}  # the step after a request's last draft; absent = never drafted
         self._quiet = 0  # steps that were not looked at
         self._asked, self._others, self._has_fixed = 0, 0, False
@@ -132,6 +134,8 @@ class Adaptive:
     def allot(self, asks: Sequence[Ask], num_rows: int, context: int = 0) -> list[int]:
         if self._is_idle(asks):
             return [0] * len(asks)
+        for ask in asks:
+            self.survival.meet(ask.slot, ask.kind)
         free = [ask for ask in asks if not ask.is_fixed and ask.most > 0]
         budgets = {ask.slot: ask.most for ask in asks if ask.is_fixed}
         self._asked, self._has_fixed = len(asks), bool(budgets)
@@ -158,6 +162,9 @@ class Adaptive:
         nothing."""
         if self._on or self._probed or self._start < len(START) or self._age + 1 >= 2 * REUSE:
             return False
+        if any(ask.kind not in self._kinds for ask in asks):  # a plan for others says nothing of these
+            self._key = None
+            return False
         is_calm = self.decision.nodes == 0 and self._plan.gain <= 1.0 + MARGIN and self._step < self._next_probe
         if not is_calm or not self._load / 2 < len(asks) < self._load * 2 or any(ask.is_fixed for ask in asks):
             return False
@@ -171,7 +178,7 @@ class Adaptive:
         self._age += 1
         if self._holds(key, len(free)):
             return
-        self._key, self._age = key, 0
+        self._key, self._age, self._kinds = key, 0, frozenset(ask.kind for ask in asks)
         fixed = [ask for ask in asks if ask.is_fixed]
         most = max((ask.most for ask in fixed), default=0)
         gains = self.survival.gains([ask.slot for ask in fixed], most) if most else []

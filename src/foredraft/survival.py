@@ -5,6 +5,7 @@ allowed. Either way an estimate is a share of tries, so a window that was kept w
 what lies beyond starts from the estimate of the last node.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 FIRST = 0.6  # of a first node nobody has tried yet
@@ -53,29 +54,29 @@ class Tally:
 
 
 class Shares:
-    """One share for every node of every request: what all have in common, and what one does differently."""
+    """One share for every node of every request: what all of a kind have in common, and what one does differently."""
 
     def __init__(self, first: float) -> None:
         self._first = first
-        self._shared = Tally(SHARED_MEMORY)
+        self._shared: defaultdict[int, Tally] = defaultdict(lambda: Tally(SHARED_MEMORY))  # by kind
         self._own: dict[int, Tally] = {}
 
     def clear(self) -> None:
-        self._shared = Tally(SHARED_MEMORY)
+        self._shared.clear()
         self._own.clear()
 
     def forget(self, slot: int) -> None:
         self._own.pop(slot, None)
 
-    def count(self, slot: int, tried: Sequence[int] | range, hit: Sequence[int] | range) -> None:
-        self._shared.count(tried, hit)
+    def count(self, slot: int, kind: int, tried: Sequence[int] | range, hit: Sequence[int] | range) -> None:
+        self._shared[kind].count(tried, hit)
         own = self._own.get(slot)
         if own is None:
             own = self._own[slot] = Tally(OWN_MEMORY)
         own.count(tried, hit)
 
     def doubt(self) -> None:
-        for tally in (self._shared, *self._own.values()):
+        for tally in (*self._shared.values(), *self._own.values()):
             tally.doubt()
 
     def rest(self, slot: int, steps: int) -> None:
@@ -84,12 +85,13 @@ class Shares:
             own.pause(steps)
 
     def pause(self, steps: int) -> None:
-        self._shared.pause(steps)
+        for tally in self._shared.values():
+            tally.pause(steps)
 
-    def shared(self, most: int, decline: float) -> list[float]:
-        """Of a request nothing is known about. A node starts from `decline` times the one before it."""
+    def shared(self, kind: int, most: int, decline: float) -> list[float]:
+        """Of a request of which its kind alone is known. A node starts from `decline` times the one before it."""
         found: list[float] = []
-        last, tally = self._first, self._shared
+        last, tally = self._first, self._shared[kind]
         pull = SHARED_PRIOR * tally.weight
         for t, h in zip(tally.tries[:most], tally.hits, strict=False):
             last = (h + pull * last) / (t + pull)
@@ -126,6 +128,11 @@ class Survival:
         self._kept, self._drafted = Shares(FIRST), Shares(1.0)
         self.is_tree = False  # some draft was kept by nodes that are not 1, 2, ...
         self.is_short = False  # some draft had fewer nodes than it was allowed
+        self._kinds: dict[int, int] = {}  # by slot
+
+    def meet(self, slot: int, kind: int) -> None:
+        """A request is of this kind: what is kept of its drafts says nothing of another kind's."""
+        self._kinds[slot] = kind
 
     def learn(self, slot: int, budget: int, drafted: int, kept: Sequence[int]) -> None:
         """What came of one request's draft of at most `budget` nodes. Nodes count from 1."""
@@ -137,10 +144,11 @@ class Survival:
             self._kept.clear()
         # A node that was allowed and not drafted is a node that was not kept: what a budget wins is what counts.
         tried = range(1, budget + 1) if self.is_tree else range(1, min(len(kept) + 1, budget) + 1)
-        self._kept.count(slot, tried, kept)
+        kind = self._kinds.get(slot, 0)
+        self._kept.count(slot, kind, tried, kept)
         self.is_short = self.is_short or drafted < budget
         if self.is_short:
-            self._drafted.count(slot, range(1, min(drafted + 1, budget) + 1), range(1, drafted + 1))
+            self._drafted.count(slot, kind, range(1, min(drafted + 1, budget) + 1), range(1, drafted + 1))
 
     def rest(self, slot: int, steps: int = 1) -> None:
         """Steps in which this request did not draft."""
@@ -161,19 +169,23 @@ class Survival:
         for slot in slots:
             self._kept.forget(slot)
             self._drafted.forget(slot)
+            self._kinds.pop(slot, None)
 
     def gains(self, slots: Sequence[int], most: int) -> list[list[float]]:
         """For each slot [most]: the tokens that node j wins if it is allowed. Falling in j."""
-        shared = self._kept.shared(most, 0.9 if self.is_tree else 1.0)
-        found = [self._kept.of(slot, shared) for slot in slots]
+        found = self._estimated(self._kept, slots, most, 0.9 if self.is_tree else 1.0)
         return [_falling(shares) if self.is_tree else _products(shares) for shares in found]
 
     def rows(self, slots: Sequence[int], most: int) -> list[list[float]]:
         """For each slot [most]: the chance that node j is drafted if it is allowed."""
         if not self.is_short:
             return [[1.0] * most for _ in slots]
-        shared = self._drafted.shared(most, 1.0)
-        return [_products(self._drafted.of(slot, shared)) for slot in slots]
+        return [_products(shares) for shares in self._estimated(self._drafted, slots, most, 1.0)]
+
+    def _estimated(self, shares: Shares, slots: Sequence[int], most: int, decline: float) -> list[list[float]]:
+        kinds = [self._kinds.get(slot, 0) for slot in slots]
+        shared = {kind: shares.shared(kind, most, decline) for kind in set(kinds)}
+        return [shares.of(slot, shared[kind]) for slot, kind in zip(slots, kinds, strict=True)]
 
 
 def _products(shares: Sequence[float]) -> list[float]:

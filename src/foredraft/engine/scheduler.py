@@ -148,7 +148,7 @@ class Scheduler:
             fixed = request.num_drafts
             own = num_nodes if fixed is None else min(num_nodes, fixed)
             if own > 0 and request.computed + chunk == request.num_tokens and request.room > 0:
-                asks.append(Ask(request.slot, own, fixed is not None))
+                asks.append(Ask(request.slot, own, fixed is not None, int(not request.sampling.is_greedy)))
         if not asks:
             return {}
         context = sum(chunk * (request.computed + chunk) for request, chunk in rows)
