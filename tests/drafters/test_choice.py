@@ -142,6 +142,8 @@ def test_shares_start_from_what_is_known_of_others_and_come_to_their_own() -> No
     assert worth.shares(0, (0, 3))[0] > 0.95
     assert worth.shares(0, (0, 1))[0] < 0.1  # another request's weak matches say what its own are worth
     assert 0.2 < worth.shares(0, (0, 2))[0] < 0.8  # of the part as a whole
+    worth.meet(2, is_drawn=True)
+    assert worth.shares(2, (0, 3)) == (FIRST, LATER)  # greedy texts say nothing of drawn ones
     worth.forget(0)
     assert worth.shares(0, (0, 3))[0] > 0.9
 

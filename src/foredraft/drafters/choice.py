@@ -158,7 +158,7 @@ class Choice:
 
     def takes(self, slot: int, key: Key, reach: float, size: int) -> bool:
         """Whether an extension of `size` nodes, reached with chance `reach`, pays for its rows."""
-        if self.worth.tries(key) < ENOUGH:
+        if self.worth.tries(slot, key) < ENOUGH:
             return True
         return reach * gain(self.worth.shares(slot, key), size) > self._rows(size)
 

@@ -136,6 +136,7 @@ class Composed:
 
     def _case(self, batch: Batch, b: int) -> Case:
         request, budget = batch.requests[b], batch.budgets[b]
+        self.choice.worth.meet(request.slot, not request.sampling.is_greedy)
         offers = [offer for i in self.texts if (offer := self.parts[i].offer(i, request, budget)) is not None]
         is_chain = request.verify == "block"
         if len(offers) > 1 and self.mode != "sequence" and not is_chain and not any(o.is_drawn for o in offers):

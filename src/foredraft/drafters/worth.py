@@ -48,37 +48,47 @@ Key = tuple[object, int]  # a part or several, and how much spoke for the draft
 
 @dataclass
 class Worth:
-    """Estimates by part, by how much speaks for its draft, and by request: each starts from the one before it."""
+    """Estimates by part, by how much speaks for its draft, and by request: each starts from the one before it.
 
-    _whole: dict[object, Track] = field(default_factory=dict)
-    _shared: dict[Key, Track] = field(default_factory=dict)
+    Greedy and drawn texts are apart, for drafts that are kept in the one may not be in the other.
+    """
+
+    _whole: dict[tuple[bool, object], Track] = field(default_factory=dict)
+    _shared: dict[tuple[bool, Key], Track] = field(default_factory=dict)
     _own: dict[int, dict[Key, Track]] = field(default_factory=dict)  # by slot
+    _drawn: set[int] = field(default_factory=set)  # slots whose texts are drawn
+
+    def meet(self, slot: int, is_drawn: bool) -> None:
+        if is_drawn:
+            self._drawn.add(slot)
 
     def learn(self, slot: int, key: Key, kept: int, reached: int) -> None:
         if reached <= 0:
             return
-        own = self._own.setdefault(slot, {})
+        own, is_drawn = self._own.setdefault(slot, {}), slot in self._drawn
         for track in (
-            self._whole.setdefault(key[0], Track(SHARED_MEMORY)),
-            self._shared.setdefault(key, Track(SHARED_MEMORY)),
+            self._whole.setdefault((is_drawn, key[0]), Track(SHARED_MEMORY)),
+            self._shared.setdefault((is_drawn, key), Track(SHARED_MEMORY)),
             own.setdefault(key, Track(OWN_MEMORY)),
         ):
             track.count(kept, reached)
 
     def shares(self, slot: int, key: Key, first: float = FIRST, later: float = LATER) -> tuple[float, float]:
         """Of first nodes and of later ones."""
-        tracks = self._whole.get(key[0]), self._shared.get(key), self._own.get(slot, {}).get(key)
+        is_drawn, own = slot in self._drawn, self._own.get(slot, {})
+        tracks = self._whole.get((is_drawn, key[0])), self._shared.get((is_drawn, key)), own.get(key)
         for track, pull in zip(tracks, PULLS, strict=True):
             if track is not None:
                 first, later = track.over(first, later, pull)
         return first, later
 
-    def tries(self, key: Key) -> float:
-        track = self._shared.get(key)
+    def tries(self, slot: int, key: Key) -> float:
+        track = self._shared.get((slot in self._drawn, key))
         return 0.0 if track is None else track.first
 
     def forget(self, slot: int) -> None:
         self._own.pop(slot, None)
+        self._drawn.discard(slot)
 
 
 def gain(shares: tuple[float, float], depth: float) -> float:
