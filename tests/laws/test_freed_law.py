@@ -37,6 +37,7 @@ SHARED = {
     "Worth._whole": "numbers by part: how good its drafts are",
     "Worth._shared": "numbers by part: how good its drafts are",
     "Composed.counts": "numbers by part",
+    "Intersecting._shared": "the tokens of both vocabularies, made when they are first needed",
     "Composed._own_taps": "boundaries of every part",
     "Composed._asked": "parts that were asked in the last step",
     "Part.columns": "boundaries of a part",

@@ -146,7 +146,7 @@ def test_memory_is_counted_for_target_and_drafter_together() -> None:
         assert own > 0
         num_pages = 100_000 // (target + own) // 4 + 1
         assert llm.engine.scheduler.allocator.num_pages == num_pages
-        for _ in range(6):
+        for _ in range(2):
             llm.generate([[*range(4, 60)]] * 2, replace(SAMPLINGS["greedy"], max_tokens=40))
         for pool in (llm.target.pool, llm.drafter.memory.pool):  # type: ignore[union-attr]
             sizes = [(len(k), k[0].nbytes + v[0].nbytes) for k, v in pool.layers.values()]

@@ -180,5 +180,7 @@ def test_the_law_kills_a_q_that_was_not_drawn_from(fault: type[Intersecting]) ->
 def test_a_wrong_map_into_the_drafts_tokens_costs_drafts_and_no_text() -> None:
     """Whatever the draft is told to go on from."""
     made = drafter(Intersecting)
-    made._own = {token: (own + 1) % len(OWN) for token, own in made._own.items()}  # type: ignore[attr-defined]
+    shared = made._shared  # type: ignore[attr-defined]
+    wrong = {token: (own + 1) % len(OWN) for token, own in shared.own.items()}
+    made._shared = shared._replace(own=wrong)  # type: ignore[attr-defined]
     assert p_value(made) > ALPHA

@@ -5,7 +5,7 @@ import pytest
 import models_made
 from foredraft import LLM, ForedraftError, Sampling
 from foredraft.train.replay import REGIMES, Figures, Recording, Replay
-from methods_made import MADE
+from methods_made import EACH, MADE
 
 PROMPTS = [[5, 9, 33, 7], [61, 3, 12], list(range(10, 50)), [4]]
 TOKENS = 40
@@ -26,7 +26,7 @@ def counts(stats):
 
 
 @pytest.mark.parametrize("regime", REGIMES)
-@pytest.mark.parametrize("name", [name for name in MADE if "lookahead" not in name])
+@pytest.mark.parametrize("name", [each for each in EACH if "lookahead" not in each.values[0]])
 def test_a_replay_counts_what_a_real_run_counts(recordings, regime, name):
     # states traced text by text differ from those of the steps by rounding: nothing sits on a tie in float64
     def drafting():

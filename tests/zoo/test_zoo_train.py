@@ -67,7 +67,7 @@ def test_everything_is_built_and_measured_and_loads_in_transformers(python_tree,
     steps = []
     of_two_layers = {"eagle3": {"taps": "[1]"}, "early_exit": {"exit_layer": "1", "rank": "8"}}
     tiny = tuple(replace(h, steps=2, settings=h.settings | of_two_layers.get(h.method, {})) for h in RECIPES)
-    heads = Heads(tiny, documents=4, corpus_tokens=4000, prompts=2)
+    heads = Heads(tiny, documents=4, corpus_tokens=4000, prompts=2, tokens=16)
     figures = build.build_all(
         out,
         target=TINY,

@@ -106,16 +106,16 @@ class HFModel:
         """A source of ordinary length, for passes that measure; None for a model that reads none."""
         return None
 
-    @property
-    def num_layers(self) -> int:
+    @cached_property
+    def num_layers(self) -> int:  # a configuration is slow to ask
         return int(self.model.config.get_text_config().num_hidden_layers)
 
     @property
     def device(self) -> torch.device:
         return self.model.device  # type: ignore[no-any-return]
 
-    @property
-    def hidden_size(self) -> int:
+    @cached_property
+    def hidden_size(self) -> int:  # a configuration is slow to ask
         return int(self.model.config.get_text_config().hidden_size)
 
     @property

@@ -51,7 +51,8 @@ class Heads:
     recipes: tuple[Head, ...] = RECIPES
     documents: int = DOCUMENTS  # that the target writes
     corpus_tokens: int = CORPUS_TOKENS
-    prompts: int = 50  # for the figures on the card
+    prompts: int = 50  # for the figures on the card...
+    tokens: int = WRITTEN_EACH  # ... and what is written after each
 
 
 EVERY = Heads()
@@ -80,7 +81,7 @@ def train_heads(out: Path, device: str, train_ids: np.ndarray, report: Report, s
         )
         _forget_place(folder / "config.json")
         llm = LLM(out / "target", None, dtype="bfloat16", device=device)
-        (folder / "README.md").write_text(card(head, measure(llm, head.method, folder, heads.prompts)))
+        (folder / "README.md").write_text(card(head, measure(llm, head.method, folder, heads.prompts, heads.tokens)))
 
 
 def measure(llm: LLM, method: str, folder: Path, prompts: int, tokens: int = WRITTEN_EACH) -> dict[str, list[float]]:
