@@ -10,7 +10,7 @@ import torch
 
 from foredraft import zoo
 from foredraft.completion import Completion, Delta
-from foredraft.controller import Adaptive, Fixed
+from foredraft.controller import Adaptive, Fixed, Lengths
 from foredraft.costs import CostCurve
 from foredraft.drafters.base import Context, Drafter, configured, meant_by, methods, reads_model
 from foredraft.drafters.overlay import Overlay
@@ -33,6 +33,7 @@ from foredraft.request import Request, RequestOptions
 from foredraft.sampling import Sampling
 from foredraft.source import Begun, Seq2Seq
 from foredraft.verify import RULES
+from foredraft.watched import Watched
 
 DrafterSpec = None | str | dict[str, Any] | Drafter
 DEFAULT = "default"  # a drafter: the built-in one beside the built-in target, otherwise none
@@ -281,8 +282,13 @@ class LLM:
             self.target.device,
             is_debug=self._is_debug,
             prefix_cache=limits.prefix_cache,
-            lengths=Adaptive() if self.is_adaptive else Fixed(),
+            lengths=self._lengths(),
         )
+
+    def _lengths(self, curve: CostCurve | None = None) -> Lengths:
+        if not self.is_adaptive:
+            return Fixed()
+        return Watched(curve) if getattr(self.drafter, "decides_length", False) else Adaptive(curve)
 
     def calibrate(self, most_seconds: float = 2.0) -> list[tuple[int, float]]:
         """Measure what a pass costs by its rows, [(rows, seconds)], so that adaptive lengths need not find it out on
@@ -292,7 +298,7 @@ class LLM:
         allocator, source = self.engine.scheduler.allocator, self.target.measured_source
         points = pass_times(self.target, allocator, self.target.device, most_seconds, source=source)
         if self.is_adaptive:
-            self.engine.lengths = Adaptive(CostCurve(points))
+            self.engine.lengths = self._lengths(CostCurve(points))
         return points
 
     def _overlaid(self) -> Drafter:

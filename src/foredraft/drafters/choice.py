@@ -30,7 +30,8 @@ class Use:
 
     index: int
     most: int = 1 << 30  # nodes of a draft
-    cost: Trend = field(default_factory=lambda: Trend(is_proportional=True))  # seconds by depth
+    cost: Trend = field(default_factory=lambda: Trend(is_proportional=True))  # seconds by depth...
+    reading: float = 0.0  # ... and more where it has to read first what it was not asked about
     depths: dict[int, float] = field(default_factory=dict)  # nodes allowed -> how deep its drafts were
     count: int = 0  # steps in which it was asked
     idle: int = 0  # steps since
@@ -44,6 +45,12 @@ class Use:
         """How deep a draft of so many nodes should be."""
         nodes = min(nodes, self.most)
         return self.depths.get(nodes, float(nodes))
+
+    def took(self, depth: int, seconds: float, is_fresh: bool) -> None:
+        if is_fresh:
+            self.cost.learn(depth, seconds)
+        elif self.cost.is_known:
+            self.reading += 0.2 * (max(seconds - self.cost.at(depth), 0.0) - self.reading)
 
     def saw(self, nodes: int, depth: int) -> None:
         """What came of `nodes` that it was allowed."""
@@ -73,6 +80,7 @@ class Case:
     offers: list[Offer]  # the last one is all of them together, if they are guesses
     may_merge: bool = True
     may_merge_all: bool = True  # drafts of several parts that cost a pass: where they are guesses
+    stale: tuple[int, ...] = ()  # parts that have to read first
 
 
 @dataclass(slots=True)
@@ -129,7 +137,9 @@ class Choice:
             wins = [other.value - plan.value for other, plan in zip(others, plans, strict=True)]
             wanted = [other if win > 0.0 else plan for other, plan, win in zip(others, plans, wins, strict=True)]
             deepest = max([use.depth(plan.nodes) for plan in wanted if plan.nodes], default=0.0)
-            won = sum([win for win in wins if win > 0.0]) - self.rate * use.cost.at(deepest)
+            is_stale = any(plan.nodes and use.index in case.stale for case, plan in zip(cases, wanted, strict=True))
+            seconds = use.cost.at(deepest) + (use.reading if is_stale else 0.0)
+            won = sum([win for win in wins if win > 0.0]) - self.rate * seconds
             if deepest and won > most:
                 chosen, most, best = use, won, wanted
         if chosen is None:
@@ -188,8 +198,10 @@ class Choice:
         beside = min(offer.size, case.budget // 2)
         nodes = min(case.budget - beside, budget)
         depth = use.depth(nodes)
-        shares = self.worth.shares(case.slot, union(use, offer), *_either(shares, offer.shares))
-        value = gain(shares, max(depth, min(offer.depth, beside))) - self._rows(depth + beside)
+        first, _ = self.worth.shares(case.slot, union(use, offer), *_either(shares, offer.shares))
+        # where the offer's first node is wrong and the part's is right, no more is won than the part has drafted
+        instead = max(first - offer.shares[0], 0.0) * gain((1.0, shares[1]), depth)
+        value = gain(offer.shares, min(offer.depth, beside)) + instead - self._rows(depth + beside)
         merged = Plan(offer, nodes, value)
         return merged if value > alone.value or self._is_due(use) else alone
 

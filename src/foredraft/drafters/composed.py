@@ -87,6 +87,11 @@ class Composed:
         return joined([memory for memory in held if memory is not None])
 
     @property
+    def decides_length(self) -> bool:
+        """Every draft is weighed against its price here, with more to go by than its length."""
+        return self.mode != "merge"
+
+    @property
     def wants_answers(self) -> bool:
         return any(getattr(part.guarded, "wants_answers", False) for part in self.parts)
 
@@ -148,7 +153,8 @@ class Composed:
             if not offer.is_drawn:  # a draw that is not verified says nothing of those that are
                 offer.trial = step.tries(offer.key, offer.draft.tokens, offer.draft.parents)
         draws = not request.sampling.is_greedy and request.verify == "reject"
-        return Case(request.slot, budget, offers, not is_chain, not is_chain and not draws)
+        stale = tuple(i for i in self.uses if not self._is_fresh(i, request.slot))
+        return Case(request.slot, budget, offers, not is_chain, not is_chain and not draws, stale)
 
     def _ask(self, batch: Batch, use: Use, n: int, cases: dict[int, Case], plans: dict[int, Plan]) -> TokenTree:
         """What a part, the n-th that is asked, proposes for the requests whose plans want it."""
@@ -164,12 +170,15 @@ class Composed:
                 depth = max(tree.depths[b])
                 use.saw(budget, depth)
                 deepest = max(deepest, depth)
-                key = use.index, batch.requests[b].slot
-                is_fresh &= self._count - self._seen.get(key, -BACKLOG - 1) <= BACKLOG
-                self._seen[key] = self._count
-        if deepest and is_fresh:
-            use.cost.learn(deepest, seconds)
+                slot = batch.requests[b].slot
+                is_fresh &= self._is_fresh(use.index, slot)
+                self._seen[use.index, slot] = self._count
+        if deepest:
+            use.took(deepest, seconds, is_fresh)
         return tree
+
+    def _is_fresh(self, part: int, slot: int) -> bool:
+        return self._count - self._seen.get((part, slot), -BACKLOG - 1) <= BACKLOG
 
     def _merged(
         self, batch: Batch, trees: Sequence[TokenTree], cases: dict[int, Case], plans: dict[int, Plan]
