@@ -6,43 +6,44 @@ from foredraft.controller import START, Adaptive, Ask, Decision, Reason
 from foredraft.costs import CostCurve
 
 MEASURE = 256  # steps with drafts between plain ones
-LOAN = 4.0  # plain steps that requests of a kind may lose before they have won anything
+LOAN = 4.0  # plain steps that may be lost before anything has been won
 RETURN = 1.0  # plain steps' worth in the purse that drafting begins again with
 MOST_RETURN = 8.0  # twice as much after every time that it failed again, up to this
 
 
 class Watched(Adaptive):
-    """The purse of `Adaptive` without its plan: a composition weighs every draft against its price, with more to go by
-    (who drafts, and how much speaks for it) than survival by node. What is left to do from outside is to see that it
-    does win time. Where it does not, requests of the kinds that drafted rest until the purse has filled again."""
+    """The purse of `Adaptive` without its plan, while all texts are greedy.
+
+    A composition weighs every draft against its price, with more to go by (who drafts, and how much speaks for it) than
+    survival by node. What is left to do from outside is to see that it does win time, and to let nobody draft for a
+    while where it does not. Drawn texts are planned for: what it costs to draw a draft is no part of what a composition weighs.
+    """
 
     def __init__(self, curve: CostCurve | None = None) -> None:
         super().__init__(curve)
-        self._start = len(START)  # nothing has to be found out
-        self._resting: set[int] = set()  # kinds
-        self._return: dict[int, float] = {}  # by kind that has failed: what it next comes back with
-        self._drafting: frozenset[int] = frozenset()  # kinds, in the step before
+        self._is_resting, self._return = False, 0.0
 
     def allot(self, asks: Sequence[Ask], num_rows: int, context: int = 0) -> list[int]:
+        if any(ask.kind for ask in asks):
+            return super().allot(asks, num_rows, context)
+        self._start = len(START)  # nothing has to be found out
         self._asked, self._has_fixed = len(asks), any(ask.is_fixed for ask in asks)
         self._load = len(asks)
+        for ask in asks:
+            self.survival.meet(ask.slot, ask.kind)
         self._judge()
-        reason: Reason = "measure" if self._since_plain >= MEASURE else "pays"
-        free = () if reason == "measure" else {ask.kind for ask in asks if not ask.is_fixed} - self._resting
-        granted = [ask.most if ask.is_fixed or ask.kind in free else 0 for ask in asks]
-        self._drafting, self._on = frozenset(free), bool(free)
-        reason = reason if free or reason == "measure" else "guard"
+        self._on = not self._is_resting
+        reason: Reason = "guard" if self._is_resting else "measure" if self._since_plain >= MEASURE else "pays"
+        granted = [ask.most if ask.is_fixed or reason == "pays" else 0 for ask in asks]
         self.decision = Decision(reason, sum(granted), max(granted, default=0))
         self.counts[reason] += 1
         return granted
 
     def _judge(self) -> None:
-        """Who drafted while the purse ran empty rests; who rests comes back when it has filled."""
-        for kind in self._drafting:
-            allowed = 0.0 if kind in self._return else -LOAN * self._plain
-            if self._purse < allowed:
-                self._resting.add(kind)
-                self._return[kind] = min(2 * self._return.get(kind, RETURN / 2), MOST_RETURN)
-            elif self._purse > MOST_RETURN * self._plain:
-                self._return.pop(kind, None)
-        self._resting -= {kind for kind in self._resting if self._purse > self._return[kind] * self._plain}
+        """It rests when the purse is empty, and comes back when that has filled again."""
+        if self._is_resting:
+            self._is_resting = self._purse <= self._return * self._plain
+        elif self._purse < (0.0 if self._return else -LOAN * self._plain):
+            self._is_resting, self._return = True, min(max(2 * self._return, RETURN), MOST_RETURN)
+        elif self._purse > MOST_RETURN * self._plain:
+            self._return = 0.0
