@@ -16,7 +16,7 @@ class Watched(Adaptive):
 
     A composition weighs every draft against its price, with more to go by (who drafts, and how much speaks for it) than
     survival by node. What is left to do from outside is to see that it does win time, and to let nobody draft for a
-    while where it does not. Drawn texts are planned for: what it costs to draw a draft is no part of what a composition weighs.
+    while where it does not. Drawn texts are planned for: what it costs to draw a draft is no part of what it weighs.
     """
 
     def __init__(self, curve: CostCurve | None = None) -> None:
