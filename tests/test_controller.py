@@ -142,6 +142,20 @@ def test_drawn_texts_that_keep_nothing_do_not_spoil_greedy_ones():
     assert min(budgets[3]) > 0
 
 
+def test_what_drawing_costs_is_not_what_guessing_costs():
+    """Drafts that are dear to draw are given up; the next greedy request, whose drafts are cheap, has them at once."""
+    greedy = World(draft=0.05, accept=constant(0.6))
+    drawn = replace(greedy, draft=1.5, kind=lambda request: 1)
+    lengths = adaptive(greedy)
+    budgets = []
+    for world, steps in ((greedy, 300), (drawn, 600), (greedy, 20), (drawn, 20)):
+        budgets.append(run(world, lengths, steps).budgets)
+        lengths.forget([0])
+    assert sum(budgets[1][-100:]) <= 2 * PROBE_NODES * PROBE_STEPS
+    assert min(budgets[2]) > 0
+    assert sum(budgets[3]) <= PROBE_NODES * PROBE_STEPS
+
+
 def test_it_does_not_flap():
     world = World(bend, draft=0.2, accept=constant(0.7))
     _, totals = lived(world, 1500)

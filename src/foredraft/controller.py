@@ -6,6 +6,7 @@ on the drafted tokens would change the law. docs/controller.md explains `Adaptiv
 
 from collections import Counter
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import replace
 from typing import Literal, NamedTuple, Protocol
 
@@ -112,6 +113,7 @@ class Adaptive:
     def __init__(self, curve: CostCurve | None = None, draft: DraftCost | None = None) -> None:
         self.curve, self.draft, self.survival = curve or CostCurve(), draft or DraftCost(), Survival()
         self.planner = Planner(self.curve, self.draft)
+        self._priced, self._prices = 0, dict[int, tuple[CostCurve, DraftCost, Planner]]()  # by kind of text
         self.decision = Decision("start")
         self.counts: Counter[Reason] = Counter()  # steps by reason
         self._plan, self._age = Plan(), 0
@@ -134,8 +136,7 @@ class Adaptive:
     def allot(self, asks: Sequence[Ask], num_rows: int, context: int = 0) -> list[int]:
         if self._is_idle(asks):
             return [0] * len(asks)
-        for ask in asks:
-            self.survival.meet(ask.slot, ask.kind)
+        self._meet(asks)
         free = [ask for ask in asks if not ask.is_fixed and ask.most > 0]
         budgets = {ask.slot: ask.most for ask in asks if ask.is_fixed}
         self._asked, self._has_fixed = len(asks), bool(budgets)
@@ -156,6 +157,20 @@ class Adaptive:
         )
         self.counts[reason] += 1
         return granted
+
+    def _meet(self, asks: Sequence[Ask]) -> None:
+        """Turn to what is known of texts of this kind: to draw a token, or a draft, costs more than to take the
+        likeliest."""
+        for ask in asks:
+            self.survival.meet(ask.slot, ask.kind)
+        kind = max((ask.kind for ask in asks), default=self._priced)
+        if kind != self._priced:
+            self._prices[self._priced] = self.curve, self.draft, self.planner
+            if kind not in self._prices:
+                curve, draft = deepcopy(self.curve), DraftCost()
+                self._prices[kind] = curve, draft, Planner(curve, draft)
+            self.curve, self.draft, self.planner = self._prices[kind]
+            self._priced, self._key = kind, None
 
     def _is_idle(self, asks: Sequence[Ask]) -> bool:
         """Nobody drafts, and nothing is due that could change it: a step like the last, which must cost next to

@@ -29,8 +29,7 @@ class Watched(Adaptive):
         self._start = len(START)  # nothing has to be found out
         self._asked, self._has_fixed = len(asks), any(ask.is_fixed for ask in asks)
         self._load = len(asks)
-        for ask in asks:
-            self.survival.meet(ask.slot, ask.kind)
+        self._meet(asks)
         self._judge()
         self._on = not self._is_resting
         reason: Reason = "guard" if self._is_resting else "measure" if self._since_plain >= MEASURE else "pays"
