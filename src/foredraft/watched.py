@@ -6,8 +6,8 @@ from foredraft.controller import START, Adaptive, Ask, Decision, Reason
 from foredraft.costs import CostCurve
 
 MEASURE = 256  # steps with drafts between plain ones
-LOAN = 4.0  # plain steps that may be lost before anything has been won
-RETURN = 1.0  # plain steps' worth in the purse that drafting begins again with
+LOAN = 12.0  # plain steps that may be lost before anything has been won
+RETURN = 2.0  # plain steps' worth in the purse that drafting begins again with
 MOST_RETURN = 8.0  # twice as much after every time that it failed again, up to this
 
 

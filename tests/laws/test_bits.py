@@ -129,8 +129,8 @@ def test_greedy_decoding_has_the_same_bits_under_every_lossless_rule(name: str, 
 
 @pytest.mark.parametrize("name", EACH)
 def test_preemption_and_chunked_prompts_change_no_bit(name: str) -> None:
-    """What was decoded one by one is recomputed in chunks, from other pages. Every prompt comes twice."""
-    order = [i for i in range(len(PROMPTS)) for _ in range(2)]
+    """What was decoded one by one is recomputed in chunks, from other pages. Every prompt comes three times."""
+    order = [i for i in range(len(PROMPTS)) for _ in range(3)]
     limits = MemoryLimits(kv_tokens=132, page_size=4, max_batch=8, max_step_tokens=48)
     for mode, sampling in MODES.items():
         made = drafter(name, 4, torch.bfloat16)
