@@ -108,7 +108,15 @@ def test_every_registered_method_is_under_the_law() -> None:
     assert {name.partition(",")[0] for name in MADE} == set(methods())
 
 
-@pytest.mark.parametrize(("dtype", "mode"), [("bf16", "greedy"), ("bf16", "sampled"), ("fp32", "sampled")])
+@pytest.mark.parametrize(
+    ("dtype", "mode"),
+    [
+        ("bf16", "greedy"),
+        ("bf16", "sampled"),
+        ("fp32", "sampled"),
+        pytest.param("fp32", "greedy", marks=pytest.mark.soak),
+    ],
+)
 @pytest.mark.parametrize("name", EACH)
 def test_every_bit_is_that_of_plain_decoding(name: str, dtype: str, mode: str) -> None:
     """Every method, chains and trees, several draft lengths, in a batch of ragged prompts."""

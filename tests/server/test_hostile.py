@@ -21,7 +21,7 @@ from foredraft.server.settings import Limits, Settings
 from serving import CHATML, NAME, Running, fresh, running
 
 KEY = "sk-canary-77aa-key"
-STALL = 10.0  # seconds, on however busy a machine; the strict figures are benchmarks/hostile.py's
+STALL = 1.0  # seconds; the strict figures are benchmarks/hostile.py's
 GOOD = {"prompt": "def the end", "max_tokens": 120, "ignore_eos": True, "stream": True, "n": 2, "seed": 5}
 
 
