@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from foredraft.cli.backend import Choices, drafter_spec, TrainingOptions
+from foredraft.cli.backend import Choices, TrainingOptions, drafter_spec
 from foredraft.cli.options import ModelOptions
 from foredraft.completion import Completion, Delta, Origin, Stats, TokenLogprob
 from foredraft.errors import ForedraftError

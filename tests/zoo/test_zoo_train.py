@@ -106,7 +106,7 @@ def interrupt_at(at):
 
 
 def test_an_interrupted_run_resumes_to_the_same_weights(tmp_path):
-    """A resumed run that repeats or skips a batch gives other weights. Cut at either depth, at a seam, and in the decay."""
+    """A resumed run that repeats or skips a batch gives other weights. Cut at either depth, at a seam, in the decay."""
     ids = np.random.default_rng(0).integers(0, 4096, 4000).astype(np.uint16)
     whole = train(Run(TINY, ids, tmp_path / "whole")).state_dict()
     cut = Run(replace(TINY, checkpoint_seconds=0.0), ids, tmp_path / "cut")

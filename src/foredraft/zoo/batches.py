@@ -1,4 +1,4 @@
-"""The corpus cut to windows, in an order that the step alone decides: a stopped run goes on with the very next batch."""
+"""The corpus cut to windows, in an order that the step alone decides: a stopped run goes on with the next batch."""
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ class Batches:
         if number != self._pass:
             rng = np.random.default_rng((self._seed, number))
             offset = int(rng.integers(self._context))
-            starts = offset + self._context * rng.permutation(self._windows)
-            self._pass, self._starts = number, torch.from_numpy(starts).to(self._ids.device)
+            order = torch.from_numpy(rng.permutation(self._windows))
+            self._pass, self._starts = number, (offset + self._context * order).to(self._ids.device)
         starts = self._starts[place * self._rows : (place + 1) * self._rows]
         return self._ids[starts[:, None] + self._along].long()

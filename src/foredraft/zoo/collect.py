@@ -48,7 +48,10 @@ class About:
     @property
     def of_library(self) -> str:
         """The standard library alone, for what learns from no more."""
-        return f"the standard library of CPython {self.python}, {self.library_tokens:,} training tokens (digest {self.library})"
+        return (
+            f"the standard library of CPython {self.python}, {self.library_tokens:,} training tokens "
+            f"(digest {self.library})"
+        )
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Near-duplicates among files, found by the lines that they share.
 
-A line counts if it is long enough to mean something. A file is a near-duplicate if most of its lines stand in files that
-were kept before it, in whichever of them: exact-line containment, which sees copied parts as well as copied files.
+A line counts if it is long enough to mean something. A file is a near-duplicate if most of its lines stand in files
+that were kept before it, in whichever of them: exact-line containment, which sees copied parts as well as copied files.
 """
 
 import hashlib

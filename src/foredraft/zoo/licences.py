@@ -38,7 +38,7 @@ _OSI = "License :: OSI Approved :: "
 
 
 def permissive_licence(metadata: Message) -> str | None:
-    """The licence by its SPDX expression, else by its classifiers, else by the free field; None if it is not allowed."""
+    """The licence from SPDX expression, classifiers or free field, whichever comes first; None if it is not allowed."""
     expression = metadata.get("License-Expression")
     if expression is not None:
         return expression if is_allowed(expression) else None

@@ -1,8 +1,8 @@
 """Training of the built-in pair: next-token loss for the target, the target's law for the draft.
 
-Weights and gradients are bf16, the optimizer's copies fp32. Matrices are updated by Muon, the rest by AdamW. The rate is
-constant until the last stage ends, then decays; the decay is a run of its own that starts from the last checkpoint at the
-constant rate and leaves that as it is.
+Weights and gradients are bf16, the optimizer's copies fp32. Matrices are updated by Muon, the rest by AdamW. The rate
+is constant until the last stage ends, then decays; the decay is a run of its own that starts from the last checkpoint
+at the constant rate and leaves that as it is.
 """
 
 import json
@@ -167,8 +167,8 @@ class State:
 def train(run: Run, finish: bool = False) -> LlamaForCausalLM:
     """Run the recipe, from the run's checkpoint if it has one; its folder gets the model at the end, and a log.
 
-    `finish` begins the decay at that checkpoint, however few steps it has. A signal to stop saves a checkpoint and raises
-    KeyboardInterrupt. Raises ForedraftError if the checkpoint was made with batches of another size.
+    `finish` begins the decay at that checkpoint, however few steps it has. A signal to stop saves a checkpoint and
+    raises KeyboardInterrupt. Raises ForedraftError if the checkpoint was made with batches of another size.
     """
     run.folder.mkdir(parents=True, exist_ok=True)
     with stoppable() as is_signalled:
@@ -259,7 +259,7 @@ def _last_step(recipe: Recipe, state: State) -> int:
 def _step(run: Run, state: State, batch: Tensor) -> float:
     """One update from a batch [rows, L + 1]; its loss."""
     total = torch.zeros((), device=batch.device)
-    for part in batch.split(max(1, run.recipe.micro_tokens // (batch.shape[1] - 1))):
+    for part in torch.split(batch, max(1, run.recipe.micro_tokens // (batch.shape[1] - 1))):
         loss = run.loss_of(part[:, :-1], logits_of(state.model, part[:, :-1]), part[:, 1:].flatten())
         loss = loss * (len(part) / len(batch))
         loss.backward()  # type: ignore[no-untyped-call]
