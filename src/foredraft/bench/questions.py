@@ -24,12 +24,14 @@ class Question:
 def questions(file: Path | None, count: int | None) -> list[Question]:
     """`count` questions, spread evenly over a file, or built-in ones: of the workload whose name stands for a file, of
     `code` where there is none. Raises ForedraftError."""
-    from foredraft.bench.workloads import WORKLOADS
+    from foredraft.bench.workloads import CONVERSATIONS, WORKLOADS
 
     name = "code" if file is None else str(file)
+    built_in = BUILT_IN if count is None else count
     if name in WORKLOADS:
-        texts = WORKLOADS[name](BUILT_IN if count is None else count)
-        return [Question((text,), f"{name} {i + 1}") for i, text in enumerate(texts)]
+        return [Question((text,), f"{name} {i + 1}") for i, text in enumerate(WORKLOADS[name](built_in))]
+    if name in CONVERSATIONS:
+        return [Question(turns, f"{name} {i + 1}") for i, turns in enumerate(CONVERSATIONS[name](built_in))]
     assert file is not None
     found = read(file)
     wanted = len(found) if count is None else min(count, len(found))
@@ -40,7 +42,8 @@ def questions(file: Path | None, count: int | None) -> list[Question]:
 def read(file: Path) -> list[Question]:
     """Every question of a JSONL file. Raises ForedraftError that names the line."""
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        # not splitlines(): JSON may hold U+2028 and its like, which are no ends of lines there
+        lines = file.read_text(encoding="utf-8").split("\n")
     except FileNotFoundError:
         raise ForedraftError(
             f"question file {str(file)!r} does not exist; check the path given to --questions"
