@@ -72,6 +72,7 @@ class FakeBackend:
     calls: list[tuple[str, int]] = field(default_factory=list)
     specs: list[dict | None] = field(default_factory=list)
     options: ModelOptions | None = None
+    training: TrainingOptions | None = None
 
     def choices(self) -> Choices:
         rules = ("auto", "match", "reject", "block", "typical")
@@ -95,6 +96,7 @@ class FakeBackend:
         return self.folders
 
     def train(self, out: Path, options: TrainingOptions, report, say) -> None:
+        self.training = options
         say("5 tokens to train on, 2 held out")
         for step in range(1, 41):
             report("target", step, 40, 1 / step)
