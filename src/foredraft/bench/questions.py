@@ -1,7 +1,7 @@
 """What the benchmarks ask: a question file in the form of Spec-Bench and MT-bench, or a built-in workload.
 
-A line of such a file is a JSON object with "turns", a list of texts; other keys do not matter. The answer to
-one turn goes into the prompt of the next.
+A line of such a file is a JSON object with "turns", a list of texts, and perhaps "category"; other keys do not
+matter. The answer to one turn goes into the prompt of the next.
 """
 
 import json
@@ -19,6 +19,7 @@ BUILT_IN = 20  # prompts, where nothing else is asked for
 class Question:
     turns: tuple[str, ...]
     name: str  # as a message would name it
+    category: str = ""
 
 
 def questions(file: Path | None, count: int | None) -> list[Question]:
@@ -67,7 +68,8 @@ def _parsed(line: str, where: str) -> Question:
     is_texts = isinstance(turns, list) and all(isinstance(turn, str) and turn for turn in turns)
     if not turns or not is_texts:
         raise ForedraftError(f'{where} has no list of texts under "turns"; write {{"turns": ["first", "second"]}}')
-    return Question(tuple(turns), where)
+    category = entry.get("category")
+    return Question(tuple(turns), where, category if isinstance(category, str) else "")
 
 
 class Conversation:
