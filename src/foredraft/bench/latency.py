@@ -105,7 +105,8 @@ def measure(
                     step(name)
                     seen[name].append(_timed(name, generators[name], prompt, sampling))
             for name, pairs in seen.items():
-                outcome.runs[name].append(Run(*zip(*pairs, strict=True), question.category))
+                completions, times = zip(*pairs, strict=True)
+                outcome.runs[name].append(Run(completions, times, question.category))
             answer = outcome.runs[PLAIN][-1].completions[0]
             conversation.answer(answer.token_ids, answer.text)
     return outcome
