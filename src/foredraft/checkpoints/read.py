@@ -18,7 +18,8 @@ from foredraft.checkpoints import (
     speculators,
 )
 from foredraft.checkpoints.base import Checkpoint, TargetFacts
-from foredraft.checkpoints.tensors import TensorFiles, open_tensors, read_json
+from foredraft.checkpoints.regular import read_json
+from foredraft.checkpoints.tensors import TensorFiles, open_tensors
 from foredraft.errors import ForedraftError
 from foredraft.models import ngram
 

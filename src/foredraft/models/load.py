@@ -6,15 +6,30 @@ from typing import Any
 
 import torch
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
     MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
     AutoTokenizer,
 )
 
+from transformers.utils import cached_file
+
 from foredraft.errors import ForedraftError
+from foredraft.models.folder import (
+    CONFIG,
+    check_numbers,
+    check_place,
+    check_shapes,
+    outline,
+    read_config,
+    stored_shapes,
+)
+from foredraft.models.quantized import check_kind, check_left_out, check_stored
 
 DTYPES = {
     "float32": torch.float32,
@@ -84,39 +99,24 @@ def _config_class(text: str) -> str:
     return found[1] if found else "by its configuration"
 
 
-def _check_place(name: str) -> None:
-    path = Path(name).expanduser()
-    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
-    if looks_local and not path.exists():
-        raise ForedraftError(f"{name} does not exist; give a model folder or a hub id such as org/name")
-    if path.is_file():
-        raise ForedraftError(f"{name} is a file; give the folder that holds config.json and the weights")
-    if not path.is_dir():
-        return
-    if not (path / "config.json").exists():
-        raise ForedraftError(f"{name} is a folder without a config.json; it is not a model folder")
-    if not any(path.glob("*.safetensors")):
-        pickled = sorted(file.name for kind in ("*.bin", "*.pt", "*.pth") for file in path.glob(kind))
-        raise ForedraftError(
-            f"{name} holds its weights only as a pickle ({pickled[0]}), which can run code when opened; "
-            "save them as safetensors (model.save_pretrained does)"
-            if pickled
-            else f"{name} holds no safetensors weights (model.safetensors)"
-        )
-
-
 def load_model(name: str, dtype: str | torch.dtype, device: torch.device) -> Any:
     """A causal LM or an encoder-decoder model with safetensors weights; no remote code, no pickles, no weight made up.
 
     Raises ForedraftError.
     """
-    _check_place(name)
-    place = str(Path(name).expanduser())
+    check_place(name)
+    place = Path(name).expanduser()
     wanted = parse_dtype(dtype) or "auto"
+    stored = _inspect(place, name) if place.is_dir() else None
     try:
-        config = AutoConfig.from_pretrained(place, trust_remote_code=False)
-        model, report = _class_for(config).from_pretrained(
-            place,
+        config = AutoConfig.from_pretrained(str(place), trust_remote_code=False)
+        kind = _class_for(config)
+        if stored is not None:
+            check_shapes(outline(kind, config), stored, name)
+        else:
+            check_kind(config.to_dict(), name)
+        model, report = kind.from_pretrained(
+            str(place),
             dtype=wanted,
             trust_remote_code=False,
             use_safetensors=True,
@@ -127,15 +127,50 @@ def load_model(name: str, dtype: str | torch.dtype, device: torch.device) -> Any
         raise
     except Exception as error:  # transformers and the hub raise dozens of kinds
         raise _reason(name, error) from error
+    if stored is None:
+        _inspect(_snapshot(name), name)
     _check_weights(name, model, report)
+    _check_ends(name, model)
     return model.to(device)
 
 
+def _inspect(folder: Path, name: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """What a folder announces, checked before a weight is read. Raises ForedraftError."""
+    config = read_config(folder, name)
+    stored = stored_shapes(folder, name)
+    check_numbers(config, stored, name)
+    check_stored(folder, stored, check_kind(config, name), name)
+    return stored
+
+
+def _snapshot(name: str) -> Path:
+    """The folder of a hub id that was fetched."""
+    return Path(cached_file(name, CONFIG, local_files_only=True)).parent
+
+
 def _class_for(config: Any) -> Any:
-    if not config.is_encoder_decoder:
-        return AutoModelForCausalLM
-    is_speech = type(config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
-    return AutoModelForSpeechSeq2Seq if is_speech else AutoModelForSeq2SeqLM
+    if config.is_encoder_decoder:
+        is_speech = type(config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
+        return AutoModelForSpeechSeq2Seq if is_speech else AutoModelForSeq2SeqLM
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING:
+        return AutoModelForMultimodalLM  # its text part is decoded; what else it reads is never given
+    return AutoModelForCausalLM
+
+
+def _check_ends(name: str, model: Any) -> None:
+    """Refuse an end id that is no token: such a text would never end."""
+    output = model.get_output_embeddings()
+    size = model.config.get_text_config().vocab_size if output is None else int(output.weight.shape[0])
+    said = {CONFIG: model.config.get_text_config().eos_token_id}
+    if model.generation_config is not None:
+        said["generation_config.json"] = model.generation_config.eos_token_id
+    for file, given in said.items():
+        for token in given if isinstance(given, list | tuple) else [given]:
+            if token is not None and not 0 <= token < size:
+                raise ForedraftError(
+                    f"{name}: {file} says eos_token_id {token}, and the vocabulary has {size} tokens; correct it, or "
+                    "set it to null"
+                )
 
 
 def _check_weights(name: str, model: Any, report: dict[str, Any]) -> None:
@@ -150,6 +185,7 @@ def _check_weights(name: str, model: Any, report: dict[str, Any]) -> None:
         raise ForedraftError(f"{name}: its weights lack {missing[0]}{_and_more(missing)}; the checkpoint is incomplete")
     if report.get("error_msgs"):
         raise ForedraftError(f"{name} could not be loaded ({str(report['error_msgs'][0]).splitlines()[0][:200]})")
+    check_left_out(report["unexpected_keys"], name)
     held = {key for key, _ in model.named_parameters()}
     alike = {re.sub(r"\d+", "#", key) for key in held}
     # a layer beyond the last, or the bias of a weight that has none: the model computes something else without it
