@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from foredraft.checkpoints import hub
 from foredraft.errors import ForedraftError
 
 MAX_JSON = 100 * 2**20  # bytes
@@ -20,7 +21,7 @@ def check_regular(file: Path, shown: str) -> None:
 def read_json(file: Path, shown: str, kind: str = "a drafter's folder") -> dict[str, Any]:
     """A JSON object. Raises ForedraftError with the folder, the file and what to do."""
     if not file.is_symlink() and not file.exists():
-        raise ForedraftError(f"{shown} is a folder without a {file.name}; it is not {kind}")
+        raise ForedraftError(f"{shown} is a folder without a {file.name}; {hub.unreadable(file.parent, kind)}")
     check_regular(file, shown)
     if file.stat().st_size > MAX_JSON:
         raise ForedraftError(f"{shown}: its {file.name} is larger than {MAX_JSON >> 20} MiB; fetch it again")

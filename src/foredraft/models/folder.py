@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 
+from foredraft.checkpoints import hub
 from foredraft.checkpoints.header import read_header
 from foredraft.checkpoints.regular import check_regular, read_json
 from foredraft.errors import ForedraftError
 
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 OPENED = (".json", ".safetensors", ".model", ".txt", ".jinja")  # endings of files that transformers may open
+MODEL = "a model folder"
 PARSED = (
     "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "chat_template.json",
@@ -37,44 +39,19 @@ def check_place(name: str) -> None:
     if looks_local and not path.exists():
         raise ForedraftError(f"{name} does not exist; give a model folder or a hub id such as org/name")
     if path.is_file():
-        raise ForedraftError(_file_instead(name, path))
+        raise ForedraftError(hub.file_instead(name, path))
     if not path.is_dir():
         return
     if not (path / CONFIG).is_symlink() and not (path / CONFIG).exists():
-        raise ForedraftError(f"{name} is a folder without a {CONFIG}; {kind_of_folder(path)}")
+        raise ForedraftError(f"{name} is a folder without a {CONFIG}; {hub.unreadable(path, MODEL)}")
     if not any(path.glob("*.safetensors")):
         pickled = sorted(file.name for kind in ("*.bin", "*.pt", "*.pth") for file in path.glob(kind))
         raise ForedraftError(
             f"{name} holds its weights only as a pickle ({pickled[0]}), which can run code when opened; "
             "save them as safetensors (model.save_pretrained does)"
             if pickled
-            else f"{name} holds no safetensors weights (model.safetensors); {kind_of_folder(path)}"
+            else f"{name} holds no safetensors weights (model.safetensors); {hub.unreadable(path, MODEL)}"
         )
-
-
-def _file_instead(name: str, path: Path) -> str:
-    if path.suffix.lower() == ".gguf":
-        return f"{name} is a GGUF file, which is not read; {_UNPACKED}"
-    return f"{name} is a file; give the folder that holds config.json and the weights"
-
-
-_UNPACKED = (
-    "give the folder of the safetensors model that it was made from, or convert it with transformers "
-    "(from_pretrained(folder, gguf_file=name), then save_pretrained)"
-)
-
-
-def kind_of_folder(path: Path) -> str:
-    """What lies in a folder that is no model's, and what to do with it."""
-    packed = sorted(file.name for file in path.glob("*.gguf"))
-    if packed:
-        return f"it holds {packed[0]}, and GGUF files are not read: {_UNPACKED}"
-    if (path / "adapter_config.json").exists():
-        return (
-            "it holds an adapter (LoRA): merge it into its base model first (PEFT's merge_and_unload, then "
-            "save_pretrained), and give that folder"
-        )
-    return "it is not a model folder"
 
 
 def read_config(path: Path, name: str) -> dict[str, Any]:
@@ -84,7 +61,7 @@ def read_config(path: Path, name: str) -> dict[str, Any]:
             check_regular(file, name)
             if file.name in PARSED:
                 _check_json(file, name)
-    return read_json(path / CONFIG, name, "a model folder")
+    return read_json(path / CONFIG, name, MODEL)
 
 
 def _check_json(file: Path, name: str) -> None:
@@ -110,7 +87,7 @@ def _shards(path: Path, name: str) -> list[str]:
     if not (path / INDEX).exists():
         first = min(file.name for file in path.glob("*.safetensors"))
         raise ForedraftError(f"{name} holds {first} and neither {SINGLE} nor {INDEX}; fetch the whole folder again")
-    mapping = read_json(path / INDEX, name, "a model folder").get("weight_map")
+    mapping = read_json(path / INDEX, name, MODEL).get("weight_map")
     if not isinstance(mapping, dict) or not mapping or not all(isinstance(file, str) for file in mapping.values()):
         raise ForedraftError(f"{name}: its {INDEX} has no weight_map; fetch it again")
     files = sorted(set(mapping.values()))

@@ -19,6 +19,7 @@ from transformers import (
 
 from transformers.utils import cached_file
 
+from foredraft.checkpoints import hub
 from foredraft.errors import ForedraftError
 from foredraft.models.folder import (
     CONFIG,
@@ -31,6 +32,7 @@ from foredraft.models.folder import (
 )
 from foredraft.models.quantized import check_kind, check_left_out, check_stored
 
+LEAST_NAMED = 0.5  # share of a model's tokens that its tokenizer names; what is missing is padding, to 0.67 in ByT5
 DTYPES = {
     "float32": torch.float32,
     "float64": torch.float64,
@@ -75,7 +77,9 @@ def _reason(name: str, error: Exception) -> ForedraftError:
             f"{name} is gated or private: ask for access on its page, then log in with `hf auth login`"
         )
     if "unrecognized configuration class" in text:
-        return ForedraftError(f"{name} is not a causal language model ({_config_class(str(error))})")
+        return ForedraftError(
+            f"{name} is not a causal language model ({_config_class(str(error))}); give a model that writes text"
+        )
     if "unrecognized model" in text or "model type" in text or "model_type" in text:
         return ForedraftError(f"{name}: its config.json names no architecture that this transformers version knows")
     if "not a valid json" in text or "jsondecodeerror" in text:
@@ -85,9 +89,7 @@ def _reason(name: str, error: Exception) -> ForedraftError:
     if not is_local and (
         "couldn't connect" in text or "offline" in text or "locate" in text or "localentrynotfound" in text
     ):
-        return ForedraftError(
-            f"{name} is not in the local cache and could not be fetched; check the name or the network"
-        )
+        return hub.not_fetched(name)
     if not is_local and ("not a local folder" in text or "404 client" in text or "repository not found" in text):
         return ForedraftError(f"{name} is neither a local folder nor a model on the hub; check the spelling")
     first = str(error).strip().partition("\n")[0]
@@ -157,10 +159,16 @@ def _class_for(config: Any) -> Any:
     return AutoModelForCausalLM
 
 
+def width(model: Any) -> int:
+    """Tokens that a loaded model's logits are over."""
+    output = model.get_output_embeddings()
+    size = model.config.get_text_config().vocab_size if output is None else output.weight.shape[0]
+    return int(size)
+
+
 def _check_ends(name: str, model: Any) -> None:
     """Refuse an end id that is no token: such a text would never end."""
-    output = model.get_output_embeddings()
-    size = model.config.get_text_config().vocab_size if output is None else int(output.weight.shape[0])
+    size = width(model)
     said = {CONFIG: model.config.get_text_config().eos_token_id}
     if model.generation_config is not None:
         said["generation_config.json"] = model.generation_config.eos_token_id
@@ -205,16 +213,26 @@ def _and_more(keys: list[str]) -> str:
     return f" (and {len(keys) - 1} more)" if len(keys) > 1 else ""
 
 
-def load_tokenizer(name: str) -> Any | None:
-    """The tokenizer beside a model, or None for a folder without one."""
+def load_tokenizer(name: str, size: int | None = None) -> Any | None:
+    """The tokenizer beside a model, or None for a folder without one.
+
+    size: width of the model's logits, None = not compared. Raises ForedraftError for a damaged one, and for one with
+    far fewer tokens than the model.
+    """
     path = Path(name).expanduser()
     files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
     if path.is_dir() and not any((path / file).exists() for file in files):
         return None
     try:
-        return AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
     except Exception as error:
         raise _reason(f"the tokenizer of {name}", error) from error
+    if size is not None and len(tokenizer) < LEAST_NAMED * size:
+        raise ForedraftError(
+            f"{name}: its tokenizer has {len(tokenizer)} tokens and the model {size}, so that it cannot spell most of "
+            "what the model writes; fetch the model's own tokenizer, or give tokenizer=None to use token ids"
+        )
+    return tokenizer
 
 
 def check_vocabularies(target: tuple[str, Any | None, int], draft: tuple[str, Any | None, int]) -> None:

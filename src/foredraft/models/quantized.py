@@ -47,9 +47,7 @@ def check_kind(config: Mapping[str, Any], name: str) -> str | None:
     )
 
 
-def check_stored(
-    folder: Path, stored: Mapping[str, tuple[str, tuple[int, ...]]], kind: str | None, name: str
-) -> None:
+def check_stored(folder: Path, stored: Mapping[str, tuple[str, tuple[int, ...]]], kind: str | None, name: str) -> None:
     """Raises ForedraftError where files or dtypes show a quantisation that config.json does not name."""
     if kind == "bitsandbytes":
         _check_bitsandbytes(stored, name)
