@@ -1,7 +1,7 @@
-"""A model's folder, looked through before transformers opens it: its files, its configuration, the shapes it announces.
+"""A model's folder, looked through before transformers opens it: files, configuration, the shapes that are announced.
 
-transformers builds whatever a configuration asks for and looks at the weights afterwards, so that a damaged number costs
-all the memory there is. Here the numbers are held against the headers of the weights first.
+transformers builds whatever a configuration asks for and looks at the weights afterwards, so that a damaged number
+costs all the memory there is. Here the numbers are held against the headers of the weights first.
 """
 
 import json

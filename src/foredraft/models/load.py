@@ -16,7 +16,6 @@ from transformers import (
     AutoModelForSpeechSeq2Seq,
     AutoTokenizer,
 )
-
 from transformers.utils import cached_file
 
 from foredraft.checkpoints import hub

@@ -60,8 +60,9 @@ def config_of(module: Any, settings: Mapping[str, str]) -> Any:
 def _value(key: str, text: str, hint: Any) -> Any:
     if hint is str:
         return text
-    value = _read(text)
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    is_list = any(get_origin(kind) is tuple for kind in kinds)
+    value = _read(f"[{text}]" if is_list and "," in text and not text.startswith("[") else text)
     for one in kinds:
         plain = get_origin(one) or one
         if plain is type(None) and value is None:
@@ -80,13 +81,11 @@ def _value(key: str, text: str, hint: Any) -> Any:
 
 
 def _read(text: str) -> Any:
-    """JSON, Python's words, or numbers with commas between them; anything else is a word."""
-    for spelling in (text, f"[{text}]") if "," in text else (text,):
-        try:
-            return json.loads(spelling)
-        except json.JSONDecodeError:
-            continue
-    return {"None": None, "True": True, "False": False}.get(text, text)
+    """JSON, or Python's words; anything else is a word."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return {"None": None, "True": True, "False": False}.get(text, text)
 
 
 def _spelling(key: str, kind: Any) -> str:
