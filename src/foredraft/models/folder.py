@@ -4,9 +4,8 @@ transformers builds whatever a configuration asks for and looks at the weights a
 costs all the memory there is. Here the numbers are held against the headers of the weights first.
 """
 
-import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from foredraft.checkpoints.header import read_header
 from foredraft.checkpoints.regular import check_regular, read_json
 from foredraft.errors import ForedraftError
 
+Stored = Mapping[str, tuple[str, tuple[int, ...]]]  # (dtype, shape) by stored name
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 OPENED = (".json", ".safetensors", ".model", ".txt", ".jinja")  # endings of files that transformers may open
 MODEL = "a model folder"
@@ -60,18 +60,11 @@ def read_config(path: Path, name: str) -> dict[str, Any]:
         if file.suffix in OPENED:
             check_regular(file, name)
             if file.name in PARSED:
-                _check_json(file, name)
+                read_json(file, name, MODEL)
     return read_json(path / CONFIG, name, MODEL)
 
 
-def _check_json(file: Path, name: str) -> None:
-    try:
-        json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
-        raise ForedraftError(f"{name}: its {file.name} is not valid JSON; fetch it again") from None
-
-
-def stored_shapes(path: Path, name: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+def stored_shapes(path: Path, name: str) -> Stored:
     """(dtype, shape) of every tensor of a model's folder by its stored name. Raises ForedraftError."""
     files = [SINGLE] if (path / SINGLE).exists() or (path / SINGLE).is_symlink() else _shards(path, name)
     found = {}
@@ -99,7 +92,7 @@ def _shards(path: Path, name: str) -> list[str]:
     return files
 
 
-def check_numbers(config: dict[str, Any], stored: dict[str, tuple[str, tuple[int, ...]]], name: str) -> None:
+def check_numbers(config: dict[str, Any], stored: Stored, name: str) -> None:
     """Raises ForedraftError for numbers of config.json that no model with these tensors has.
 
     A layer has a tensor of its own at least; an expert has one, or a row of the router's matrix.
@@ -130,7 +123,7 @@ def _numbers(config: dict[str, Any], prefix: str = "", depth: int = 0) -> Iterat
             yield from _numbers(value, f"{prefix}{key}.", depth + 1)
 
 
-def check_shapes(model: Any, stored: dict[str, tuple[str, tuple[int, ...]]], name: str) -> None:
+def check_shapes(model: Any, stored: Stored, name: str) -> None:
     """Hold a model without memory (device meta) against what is stored. Raises ForedraftError.
 
     Only tensors that are stored as they are used can be compared by shape; for all of them together there is a bound.

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
@@ -22,6 +23,7 @@ from foredraft.checkpoints import hub
 from foredraft.errors import ForedraftError
 from foredraft.models.folder import (
     CONFIG,
+    Stored,
     check_numbers,
     check_place,
     check_shapes,
@@ -91,8 +93,13 @@ def _reason(name: str, error: Exception) -> ForedraftError:
         return hub.not_fetched(name)
     if not is_local and ("not a local folder" in text or "404 client" in text or "repository not found" in text):
         return ForedraftError(f"{name} is neither a local folder nor a model on the hub; check the spelling")
-    first = str(error).strip().partition("\n")[0]
-    return ForedraftError(f"{name} could not be loaded ({type(error).__name__}: {first[:200]})")
+    return ForedraftError(f"{name} could not be loaded ({_words(error)})")
+
+
+def _words(error: Exception) -> str:
+    """Kind and first words of an error; transformers names a field in one line and what is wrong in the next."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:2])[:200]}"
 
 
 def _config_class(text: str) -> str:
@@ -109,13 +116,8 @@ def load_model(name: str, dtype: str | torch.dtype, device: torch.device) -> Any
     place = Path(name).expanduser()
     wanted = parse_dtype(dtype) or "auto"
     stored = _inspect(place, name) if place.is_dir() else None
+    kind = _kind(place, stored, name)
     try:
-        config = AutoConfig.from_pretrained(str(place), trust_remote_code=False)
-        kind = _class_for(config)
-        if stored is not None:
-            check_shapes(outline(kind, config), stored, name)
-        else:
-            check_kind(config.to_dict(), name)
         model, report = kind.from_pretrained(
             str(place),
             dtype=wanted,
@@ -135,7 +137,27 @@ def load_model(name: str, dtype: str | torch.dtype, device: torch.device) -> Any
     return model.to(device)
 
 
-def _inspect(folder: Path, name: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _kind(place: Path, stored: Stored | None, name: str) -> Any:
+    """The class that loads a model, after a look at what config.json makes. Raises ForedraftError."""
+    try:
+        config = AutoConfig.from_pretrained(str(place), trust_remote_code=False)
+        kind = _class_for(config)
+        if stored is not None:
+            check_shapes(outline(kind, config), stored, name)
+        else:
+            check_kind(config.to_dict(), name)
+    except ForedraftError:
+        raise
+    except (KeyError, TypeError, ArithmeticError, AttributeError, RuntimeError, StrictDataclassError) as error:
+        raise ForedraftError(
+            f"{name}: its config.json makes no model ({_words(error)}); correct it or fetch it again"
+        ) from error
+    except Exception as error:  # transformers and the hub raise dozens of kinds
+        raise _reason(name, error) from error
+    return kind
+
+
+def _inspect(folder: Path, name: str) -> Stored:
     """What a folder announces, checked before a weight is read. Raises ForedraftError."""
     config = read_config(folder, name)
     stored = stored_shapes(folder, name)
@@ -225,6 +247,11 @@ def load_tokenizer(name: str, size: int | None = None) -> Any | None:
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
     except Exception as error:
+        if path.is_dir():
+            raise ForedraftError(
+                f"the tokenizer of {name} could not be loaded ({_words(error)}); fetch tokenizer.json and "
+                "tokenizer_config.json again"
+            ) from error
         raise _reason(f"the tokenizer of {name}", error) from error
     if size is not None and len(tokenizer) < LEAST_NAMED * size:
         raise ForedraftError(

@@ -12,6 +12,7 @@ from typing import Any
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from foredraft.errors import ForedraftError
+from foredraft.models.folder import Stored
 
 # tensors beside a rounded weight, without which it is another weight; not k_scale and v_scale, which are of a KV cache
 BESIDE = re.compile(
@@ -47,7 +48,7 @@ def check_kind(config: Mapping[str, Any], name: str) -> str | None:
     )
 
 
-def check_stored(folder: Path, stored: Mapping[str, tuple[str, tuple[int, ...]]], kind: str | None, name: str) -> None:
+def check_stored(folder: Path, stored: Stored, kind: str | None, name: str) -> None:
     """Raises ForedraftError where files or dtypes show a quantisation that config.json does not name."""
     if kind == "bitsandbytes":
         _check_bitsandbytes(stored, name)
@@ -67,7 +68,7 @@ def check_stored(folder: Path, stored: Mapping[str, tuple[str, tuple[int, ...]]]
     check_left_out(stored, name)
 
 
-def _check_bitsandbytes(stored: Mapping[str, tuple[str, tuple[int, ...]]], name: str) -> None:
+def _check_bitsandbytes(stored: Stored, name: str) -> None:
     """Either every weight is still a float, and is rounded while loading, or the packed ones have their scales."""
     packed = sorted(key for key, (dtype, _) in stored.items() if dtype in ("U8", "I8") and key.endswith(".weight"))
     if packed and not any(map(BITSANDBYTES.search, stored)):
