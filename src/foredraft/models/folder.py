@@ -27,6 +27,7 @@ PARSED = (
 MAX_CONTEXT = 2**31 - 1  # positions are 32-bit numbers in many kernels
 PER_BYTE = 8  # weights that one stored byte can stand for, at one bit each
 DEPTH = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+POSITIVE = (*DEPTH, "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size", "hidden_size")
 LAYERS = (*DEPTH, "encoder_layers", "decoder_layers", "num_decoder_layers")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "moe_num_experts")
 CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
@@ -101,8 +102,8 @@ def check_numbers(config: dict[str, Any], stored: Stored, name: str) -> None:
     for key, value in _numbers(config):
         place = f"{name}: config.json says {key} {value!r}"
         plain = key.removeprefix("text_config.")
-        if plain in DEPTH and value < 1:
-            raise ForedraftError(f"{place}, and a model has at least one layer; fetch config.json again")
+        if plain in POSITIVE and value < 1:
+            raise ForedraftError(f"{place}, and a model has at least one; fetch config.json again")
         plain = key.rpartition(".")[2]
         if plain in LAYERS and value > len(stored):
             raise ForedraftError(f"{place}, and its weights are {len(stored)} tensors; fetch config.json again")

@@ -104,9 +104,9 @@ class Loop:
                 if self.step % self.pace.save_every == 0 and self.step < self.steps:
                     self._save()
             is_done = self.step >= self.steps
+            self._save()  # before the measurement, which may fail
             if is_done:
                 self._measure()
-            self._save()
         return is_done
 
     def resume(self, state: Mapping[str, Any]) -> None:

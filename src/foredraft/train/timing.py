@@ -18,14 +18,19 @@ class Timing:
     clock: Clock = time.monotonic
     began: float = field(init=False)
     _recent: deque[tuple[float, int]] = field(init=False)
+    _stepping: float = field(init=False)  # seconds of all steps
+    _count: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.began = self.clock()
         self._recent = deque(maxlen=WINDOW)
+        self._stepping, self._count = 0.0, 0
 
     def note(self, seconds: float, tokens: int) -> None:
         """A step has ended. Measurements and checkpoints between steps are no part of it."""
         self._recent.append((max(seconds, 1e-9), tokens))
+        self._stepping += seconds
+        self._count += 1
 
     @property
     def spent(self) -> float:
@@ -43,4 +48,5 @@ class Timing:
     def fit(self, step: int, most: int, max_seconds: float) -> int:
         """How many steps in all end within `max_seconds` of this run, at most `most`, after `step` steps."""
         left = MARGIN * (max_seconds - self.spent)
-        return min(most, step + max(1, int(left / self.step_seconds)))
+        between = max(0.0, self.spent - self._stepping) / self._count  # measurements and checkpoints, by step
+        return min(most, step + max(1, int(left / (self.step_seconds + between))))
