@@ -166,7 +166,7 @@ def create(config: Config, context: Context) -> DraftModel | Translated:
     model = load_model(name, context.dtype, context.device)
     check_kinds(context, model.config.is_encoder_decoder, name)
     lm = adopt(model, name, context.fused, is_ours=True, quantization=config.quantization)
-    draft = Side(name, load_tokenizer(name), lm.vocab_size)
+    draft = Side(name, load_tokenizer(name, lm.vocab_size), lm.vocab_size)
     target = Side(context.target_name, context.tokenizer, context.vocab_size)
     make = way(config.vocab, target, draft, config.has_tree)
     if context.target_parameters and lm.num_parameters > context.target_parameters:
