@@ -25,7 +25,6 @@ COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
 AT_ONCE = 40  # requests
 SECONDS = 600.0  # one request may take, on a busy machine
 GROWTH = 1.0  # MiB per 1,000 requests of the second half that count as flat
-MIB = 1 << 20
 WORDS = ("def", "the", "class", "return", "self", "for", "in", "if", "x", "import", "(", "):", "=", "end", "1", '"a"')
 REFUSED: tuple[dict[str, Any], ...] = (
     {"prompt": "a", "temperature": -1}, {"prompt": "a", "x": 1}, {"prompt": []}, {"max_tokens": 1},
@@ -75,6 +74,8 @@ class Report:
     def growth(self) -> float:
         """MiB per 1,000 requests: the least-squares line through the second half."""
         points = [(sample.requests / 1000, sample.memory) for sample in self.second_half]
+        if not points:
+            return 0.0
         middle = sum(x for x, _ in points) / len(points)
         spread = sum((x - middle) ** 2 for x, _ in points)
         return sum((x - middle) * y for x, y in points) / spread if spread else 0.0
@@ -275,9 +276,14 @@ def look(server: Running, requests: int, began: float) -> Sample:
         files = min(files, _num_files())
         if not server.server.server_state.connections:
             break
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    memory = pages * os.sysconf("SC_PAGE_SIZE") / MIB
-    return Sample(requests, time.monotonic() - began, memory, len(os.listdir("/proc/self/task")), _num_files())
+    threads = len(os.listdir("/proc/self/task"))
+    return Sample(requests, time.monotonic() - began, _memory(), threads, _num_files())
+
+
+def _memory() -> float:
+    """MiB of its own: pages of mapped files come and go with what else the machine does."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon:", "VmSwap:"))) / 1024
 
 
 def _num_files() -> int:

@@ -23,7 +23,7 @@ def report(samples: list[Sample]) -> Report:
 def test_a_hundred_and_twenty_mixed_requests(tmp_path: Path) -> None:
     llm = small().with_drafter(None)
     llm.limits = MemoryLimits(kv_tokens=256, page_size=4)
-    found = soak(llm.with_drafter(small().drafter), 120, each=60, out=tmp_path / "soak.json")
+    found = soak(llm.with_drafter(small().drafter), 120, each=40, out=tmp_path / "soak.json")
     assert found.faults == []
     assert sum(found.kinds.values()) == 120
     assert found.kinds["grammar"] == 4
