@@ -11,7 +11,7 @@ import re
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from foredraft.server.errors import ApiError
+from foredraft.server.errors import ApiError, unavailable
 from foredraft.server.settings import Limits
 
 OPEN = frozenset({"/health", "/ready"})  # what a load balancer asks without a key
@@ -89,6 +89,8 @@ class Gate:
                         return b"".join(parts)
         except TimeoutError:
             raise ApiError(408, f"the body did not arrive within {self.limits.body_seconds:g} seconds") from None
+        except asyncio.CancelledError:  # the server has drained, and waits for nobody who is still sending
+            raise unavailable("the server is shutting down") from None
 
 
 def _key_of(header: bytes) -> bytes:
