@@ -175,6 +175,34 @@ def test_one_that_fails_fails_alone() -> None:
     assert failures == {"0": MAX_FAILURES, "2": MAX_FAILURES}, "each has a count of its own, by name"
 
 
+def test_a_part_that_changes_a_request_is_found_and_comes_back_after_its_rest() -> None:
+    """The part that reads text alone has no guard before it when it drafts."""
+    now = 0.0
+    text, good = ngram(), ngram()
+
+    def spoil(learnt: Any, request: Request, *_: Any) -> Draft:
+        request.output.append(1)
+        return Draft()
+
+    text.draft = spoil  # type: ignore[method-assign]
+    parts = [Part(name, one, Guard(one, V), clock=lambda: now) for name, one in (("bad", text), ("good", good))]
+    both = Composed(parts, "merge", "made", clock=lambda: now)
+    batch = batch_of(TEXT)
+    for _ in range(2 * MAX_FAILURES):
+        assert both.propose(batch).sizes == [4]
+        assert not batch.requests[0].output
+    assert {one.name: dict(one.failures) for one in both.probations if one.failures} == {
+        "bad": {"mutated": MAX_FAILURES}
+    }
+    assert both.parts[0].num_nodes == 0
+    both.observe(batch, Commit.of([[0]], [[3]]))
+    assert both.num_nodes == 3
+    now += 1000.0
+    both.observe(batch, Commit.of([[0]], [[3]]))
+    assert both.parts[0].num_nodes == 3
+    assert both.num_nodes == 6
+
+
 def test_memories_as_one() -> None:
     """A hit ends where the memory ends that cannot be read again; who can read again is left to do so."""
     draft, head = DraftMemory(KVPool(), 4), DraftMemory(KVPool(), 6, 1, is_rereadable=False)

@@ -198,3 +198,45 @@ def test_a_drafter_with_taps_beyond_the_target_is_refused_with_the_boundaries_th
     drafter.taps = (99,)
     with pytest.raises(ForedraftError, match=r"taps must be boundaries of the target, -1 or 0 to \d+, got \(99,\)"):
         models_made.plain().with_drafter(drafter)
+
+
+# rests
+
+
+def test_a_drafter_that_failed_is_tried_again_and_used_again() -> None:
+    """It used to be off for the rest of the process."""
+    now = 0.0
+
+    def propose(batch: Batch) -> TokenTree:
+        if drafter.num_proposed <= MAX_FAILURES:
+            raise RuntimeError("no draft today")
+        return good(batch)
+
+    drafter = Scripted(propose)
+    guard = Guard(drafter, V, clock=lambda: now)
+    engine = fakes.engine_of(LM, guard, max_chunk=4)
+    sampling = Sampling(max_tokens=14, temperature=0)
+    assert fakes.run(engine, [fakes.transcript_of(PROMPTS[0], sampling)])[0][0].token_ids == PLAIN[0]
+    assert drafter.num_proposed == MAX_FAILURES
+    assert not guard.is_active
+    now += 1000.0
+    [(done, _)] = fakes.run(engine, [fakes.transcript_of(PROMPTS[0], sampling)])
+    assert done.token_ids == PLAIN[0]
+    assert done.stats.num_accepted > 0
+    assert guard.is_active
+
+
+def test_a_rest_ends_between_two_steps_and_not_within_one() -> None:
+    """Else the target would compute without the states that the drafter is then shown to lack."""
+    now = 0.0
+    guard = Guard(Scripted(lambda batch: None, taps=(1,)), V, clock=lambda: now)  # type: ignore[arg-type,return-value]
+    batch = Batch((Request(0, [1, 2], SAMPLINGS[0], seed=0, computed=1),), (1,), (3,))
+    for _ in range(MAX_FAILURES):
+        guard.propose(batch)
+    assert guard.taps == ()
+    now += 1000.0
+    assert (guard.num_nodes, guard.taps) == (0, ())
+    guard.propose(batch)
+    assert guard.taps == ()
+    guard.observe(batch, Commit.of([[0]], [[1]]))
+    assert (guard.num_nodes, guard.taps) == (4, (1,))
