@@ -172,6 +172,7 @@ static void own_parallel(job *j) {
  * the cores nobody waits that long. All in nanoseconds. */
 static const int64_t LATE = 1000000, FIRST_ALONE = 20000000, LAST_ALONE = 5000000000, REPAID = 8;
 static _Thread_local int64_t alone_for, alone_until;
+static _Thread_local int is_untried; /* since it went alone */
 
 static void stay_alone(int64_t from, int64_t lost) {
     int is_again = alone_for && from - alone_until < 4 * alone_for;
@@ -179,6 +180,7 @@ static void stay_alone(int64_t from, int64_t lost) {
     if (alone_for < REPAID * lost) alone_for = REPAID * lost;
     if (alone_for > LAST_ALONE) alone_for = LAST_ALONE;
     alone_until = from + alone_for;
+    is_untried = 1;
 }
 
 static void together(fd_body body, void *what) {
@@ -199,10 +201,11 @@ static void meet(void *what, fd_team *team) {
 
 static int is_alone(void) {
     if (num_threads == 1) return 1;
-    if (!alone_until) return 0;
-    int64_t time = now();
-    if (time >= alone_until && time < alone_until + alone_for) together(meet, NULL);
-    return time < alone_until; /* which a meeting that took long has moved on */
+    if (!is_untried) return 0;
+    if (now() < alone_until) return 1;
+    is_untried = 0;
+    together(meet, NULL);
+    return is_untried;
 }
 
 void fd_parallel(fd_body body, void *what) {
