@@ -2,9 +2,8 @@
 
 import logging
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
-from statistics import median
 from typing import Literal
 
 log = logging.getLogger(__name__)
@@ -19,7 +18,8 @@ PENANCE = 20  # times its own duration that a failed call counts: slow ones cost
 TIMEOUT = 5.0  # seconds one proposal may take
 LEAST = 1.0  # seconds that are never too long for a proposal
 RATIO = 50  # passes of the target that a proposal may take
-FEWEST, MOST = 8, 63  # passes seen until their median counts, and those of which it is taken
+FEWEST = 8  # passes seen until their median counts
+FOLLOW = 1.05  # factor by which the running median moves towards every pass
 
 
 class Pace:
@@ -31,30 +31,35 @@ class Pace:
 
     def __init__(self, timeout: float = TIMEOUT) -> None:
         self.timeout = timeout
-        self._passes: deque[float] = deque(maxlen=MOST)  # seconds
+        self._num_passes = 0
+        self._median = 0.0  # seconds of a pass without prompts, about
         self._read = 0.0  # seconds of passes with prompts since the last proposal
 
     def passed(self, seconds: float, has_prompt: bool) -> None:
         """Note what the target took for a pass."""
         if has_prompt:
             self._read += seconds
-        else:
-            self._passes.append(seconds)
+            return
+        self._num_passes += 1
+        if self._num_passes == 1:
+            self._median = seconds
+        elif seconds != self._median:
+            self._median *= FOLLOW if seconds > self._median else 1 / FOLLOW
 
-    def limit(self) -> float:
+    def _limit(self) -> float:
         """Seconds that the proposal just made may have taken."""
         read, self._read = self._read, 0.0
         most = self.timeout
-        if len(self._passes) >= FEWEST:
-            most = min(most, max(LEAST, RATIO * median(self._passes)))
+        if self._num_passes >= FEWEST:
+            most = min(most, max(LEAST, RATIO * self._median))
         return most + read
 
     def proposed(self, seconds: float) -> float | None:
         """Note a proposal. Returns the limit if it took longer than that."""
-        if seconds <= min(LEAST, self.timeout):  # the common case, without a median
+        if seconds <= min(LEAST, self.timeout):  # the common case
             self._read = 0.0
             return None
-        most = self.limit()
+        most = self._limit()
         return most if seconds > most else None
 
 

@@ -47,7 +47,8 @@ class Guard:
         self._num_layers = num_layers
         self._witness = Witness()
         self._clock = clock
-        self._proposed_at = clock()
+        self._pass_from = clock()  # when this step's pass began; where no draft was asked for, when the last step ended
+        self._has_proposed = False  # in this step
         self.timeout = timeout
 
     @property
@@ -116,7 +117,7 @@ class Guard:
             tree = self._proposed(self.drafter, batch)
         else:
             tree = bare(batch)
-        self._proposed_at = self._clock()
+        self._pass_from, self._has_proposed = self._clock(), True
         return tree
 
     def _proposed(self, drafter: Drafter, batch: Batch) -> TokenTree:
@@ -150,9 +151,12 @@ class Guard:
         if self.probation.is_resting:
             self.probation.wake()
             return
-        self.probation.pace.passed(self._clock() - self._proposed_at, max(batch.chunks, default=1) > 1)
+        has_prompt = max(batch.chunks, default=1) > 1
+        if self._has_proposed or has_prompt:
+            self.probation.pace.passed(self._clock() - self._pass_from, has_prompt)
         drafter, own = self.drafter, commit.copied()
         attempt(self.probation, self._note(batch.requests), "observe", lambda: drafter.observe(batch, own))
+        self._pass_from, self._has_proposed = self._clock(), False
 
     def forget(self, slots: Sequence[int]) -> None:
         if self.drafter is not None:
