@@ -18,7 +18,7 @@ from foredraft.drafters.prediction import Prediction
 from foredraft.drafters.spec import Spec
 from foredraft.engine.calibrate import pass_times
 from foredraft.engine.engine import Engine
-from foredraft.engine.guard import Guard
+from foredraft.engine.guard import Guard, checked
 from foredraft.engine.output import Transcript
 from foredraft.engine.scheduler import Limits
 from foredraft.errors import ForedraftError
@@ -304,15 +304,17 @@ class LLM:
 
     def _overlaid(self) -> Drafter:
         """What requests say their output will be goes before any other draft; each fails alone."""
-        size = self.target.vocab_size
-        main = None if self.drafter is None else Guard(self.drafter, size)
-        return Overlay(Guard(Prediction(PREDICTED_TOKENS), size), main)
+        main = None if self.drafter is None else self._guarded(self.drafter, self._drafter_name)
+        return Overlay(self._guarded(Prediction(PREDICTED_TOKENS), "prediction"), main)
+
+    def _guarded(self, drafter: Drafter, name: str) -> Guard:
+        return Guard(drafter, self.target.vocab_size, name=name, num_layers=self.target.num_layers)
 
     def _make_drafter(self, spec: DrafterSpec, num_tokens: int) -> tuple[Drafter | None, str]:
         if spec is None or spec == "none":
             return None, "none"
         if not isinstance(spec, (str, dict)):
-            return spec, type(spec).__name__
+            return checked(spec, self.target.num_layers), type(spec).__name__
         given = Spec.read(spec)
         method, model = given.method, given.model
         try:
@@ -345,7 +347,7 @@ class LLM:
             fused=self.fused,
             builtin=self._builtin_drafter(method),
             builtins={name: path for name in methods() if (path := self._builtin_drafter(name)) is not None},
-            guarded=lambda drafter: Guard(drafter, self.target.vocab_size),
+            guarded=self._guarded,
         )
 
     def _builtin_drafter(self, method: str) -> str | None:

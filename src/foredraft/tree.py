@@ -93,6 +93,11 @@ class TokenTree:
         """Every request's tokens in a line: the last committed token, then the draft."""
         return cls.of(tokens, [range(-1, len(row) - 1) for row in tokens], q)
 
+    def copied(self) -> "TokenTree":
+        """The same tree in lists of its own; q is shared."""
+        tokens, parents = [list(row) for row in self.token_lists], [list(row) for row in self.parent_lists]
+        return TokenTree(tokens, parents, self.q, self.known, None if self.drawn is None else tuple(self.drawn))
+
     @lazy
     def sizes(self) -> list[int]:
         """B numbers of nodes."""
@@ -229,6 +234,16 @@ class Commit:
     def of(cls, paths: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]], **more: object) -> "Commit":
         """From ragged lists of equal lengths."""
         return cls(list(map(list, paths)), list(map(list, tokens)), **more)  # type: ignore[arg-type]
+
+    def copied(self) -> "Commit":
+        """The same in lists of its own; tensors are shared."""
+        paths, tokens = [list(row) for row in self.path_lists], [list(row) for row in self.token_lists]
+        answers = self.answers and Answers(self.answers.tree.copied(), list(self.answers.tokens))
+        return Commit(paths, tokens, self.choice, self.features, self.failed, answers)
+
+    def shown(self, features: Tensor | None, answers: Answers | None) -> "Commit":
+        """The same with what drafters see of it."""
+        return Commit(self.path_lists, self.token_lists, self.choice, features, self.failed, answers)
 
     @lazy
     def counts(self) -> list[int]:

@@ -23,7 +23,8 @@ from foredraft.drafters.joint_memory import joined
 from foredraft.drafters.merging import Joint, own_path
 from foredraft.drafters.ngram import Config as NgramConfig
 from foredraft.drafters.ngram import Ngram
-from foredraft.drafters.parts import MAX_FAILURES, Part, fate
+from foredraft.drafters.parts import Part, fate
+from foredraft.drafters.probation import MAX_FAILURES
 from foredraft.engine.guard import Guard
 from foredraft.kv.memory import DraftMemory
 from foredraft.kv.pool import KVPool
@@ -57,7 +58,7 @@ def scripted(chain: Sequence[int], q: bool = False, seen: list[Any] | None = Non
 
 def composed(mode: Mode, *drafters: Drafter) -> Composed:
     ticks = itertools.count()
-    parts = [Part(str(i), drafter, Guard(drafter, V)) for i, drafter in enumerate(drafters)]
+    parts = [Part(str(i), drafter, Guard(drafter, V, name=str(i))) for i, drafter in enumerate(drafters)]
     return Composed(parts, mode, "made", clock=lambda: float(next(ticks)))
 
 
@@ -170,7 +171,36 @@ def test_one_that_fails_fails_alone() -> None:
     sizes = [both.propose(batch_of(TEXT)).sizes[0] for _ in range(MAX_FAILURES + 6)]
     assert max(sizes) == 3
     assert sizes[-1] == 3
-    assert both.failures["raised"] == 2 * MAX_FAILURES
+    failures = {one.name: one.failures["raised"] for one in both.probations if one.failures}
+    assert failures == {"0": MAX_FAILURES, "2": MAX_FAILURES}, "each has a count of its own, by name"
+
+
+def test_a_part_that_changes_a_request_is_found_and_comes_back_after_its_rest() -> None:
+    """The part that reads text alone has no guard before it when it drafts."""
+    now = 0.0
+    text, good = ngram(), ngram()
+
+    def spoil(learnt: Any, request: Request, *_: Any) -> Draft:
+        request.output.append(1)
+        return Draft()
+
+    text.draft = spoil  # type: ignore[method-assign]
+    parts = [Part(name, one, Guard(one, V), clock=lambda: now) for name, one in (("bad", text), ("good", good))]
+    both = Composed(parts, "merge", "made", clock=lambda: now)
+    batch = batch_of(TEXT)
+    for _ in range(2 * MAX_FAILURES):
+        assert both.propose(batch).sizes == [4]
+        assert not batch.requests[0].output
+    assert {one.name: dict(one.failures) for one in both.probations if one.failures} == {
+        "bad": {"mutated": MAX_FAILURES}
+    }
+    assert both.parts[0].num_nodes == 0
+    both.observe(batch, Commit.of([[0]], [[3]]))
+    assert both.num_nodes == 3
+    now += 1000.0
+    both.observe(batch, Commit.of([[0]], [[3]]))
+    assert both.parts[0].num_nodes == 3
+    assert both.num_nodes == 6
 
 
 def test_memories_as_one() -> None:

@@ -146,6 +146,41 @@ def test_a_part_that_fails_leaves_the_other_alone(broken, how):
     assert sum(outer.failures.values()) == MAX_FAILURES
 
 
+@pytest.mark.parametrize("slow", [0, 1], ids=["first", "main"])
+def test_a_part_that_is_slow_rests_alone_and_comes_back(slow):
+    """The guard around both used to count the time of the one against the other."""
+    now = 0.0
+
+    def dawdle(batch: Batch) -> TokenTree:
+        nonlocal now
+        now += 6.0
+        return scripted({0: [3], 1: [3]}).proposal(batch)
+
+    parts = [scripted({0: [1, 2]}), scripted({1: [1, 2]})]
+    parts[slow] = Scripted(dawdle)
+    guards = [Guard(part, V, clock=lambda: now, name=name) for part, name in zip(parts, ("first", "main"), strict=True)]
+    outer = Guard(Overlay(*guards), V, clock=lambda: now)
+    batch, commit = Batch(tuple(requests(2)), (1, 1), (4, 4)), Commit.of([[0], [0]], [[1], [1]])
+    for _ in range(2 * MAX_FAILURES):
+        tree = outer.propose(batch)
+        outer.observe(batch, commit)
+    assert [guard.is_active for guard in guards] == [slow != 0, slow != 1]
+    assert outer.is_active
+    assert tree.sizes == ([1, 3] if slow == 0 else [3, 1])
+    assert outer.failures == {"slow": MAX_FAILURES}
+    assert [one.name for one in outer.probations if one.failures] == [("first", "main")[slow]]
+    now += 1000.0
+    outer.observe(batch, commit)
+    assert all(guard.is_active for guard in guards)
+    assert outer.num_nodes == 4
+
+
+def test_a_timeout_set_from_outside_holds_for_every_part():
+    guards = [Guard(scripted({}), V), Guard(scripted({}), V)]
+    Guard(Overlay(*guards), V).timeout = 0.5
+    assert [guard.timeout for guard in guards] == [0.5, 0.5]
+
+
 # texts
 
 

@@ -1,4 +1,4 @@
-"""A drafter is untrusted: whatever it does, the text is that of no drafter, and after three faults it is left alone.
+"""A drafter is untrusted: whatever it does, the text is that of no drafter, and after three faults it rests.
 
 Guards against the crashes of others: one slot's overlong draft aborting all slots, an id of -1 or of the vocabulary's
 size reaching the embedding, NaN in q turning into token 0, an exception that ends every stream.
@@ -100,13 +100,13 @@ FAULTS: dict[str, Callable[[Batch], TokenTree]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_faulty_proposal_is_no_draft(fault: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Three of them, each logged, and the drafter is asked no more."""
+    """Three of them, each logged, and the drafter rests."""
     drafter = Scripted(FAULTS[fault])
     with caplog.at_level(logging.WARNING):
         assert texts(drafter) == PLAIN
     assert drafter.num_proposed == MAX_FAILURES
     assert len(caplog.records) == MAX_FAILURES
-    assert "not used any more" in caplog.messages[-1]
+    assert "it rests for" in caplog.messages[-1]
 
 
 def _laws(tree: TokenTree, batch: Batch, value: float) -> TokenTree:

@@ -28,6 +28,7 @@ from foredraft.engine.worker import Worker, WorkerLimits
 from foredraft.llm import LLM
 from foredraft.models.window import Window
 from foredraft.request import Batch
+from foredraft.tree import TokenTree
 
 V = 61
 LM = TableLM.random(V, seed=3)
@@ -380,10 +381,16 @@ def test_random_faults_of_a_drafter_cost_no_request() -> None:
 
 def test_a_drafter_that_is_far_too_slow_is_left_alone() -> None:
     """What it drafted in time or late is used all the same: time changes no text."""
-    ticks = iter(range(0, 10_000, 3))
-    drafter = Scripted(lambda batch: fakes.good_draft(sound(), batch))
+    now = 0.0
+
+    def propose(batch: Batch) -> TokenTree:
+        nonlocal now
+        now += 3
+        return fakes.good_draft(sound(), batch)
+
+    drafter = Scripted(propose)
     engine = fakes.engine_of(sound(), drafter)
-    engine.drafter = Guard(drafter, V, clock=lambda: float(next(ticks)))
+    engine.drafter = Guard(drafter, V, clock=lambda: now)
     transcripts, plain = many(1, {})
 
     async def main(worker: Worker) -> list[Completion]:

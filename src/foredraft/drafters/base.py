@@ -161,7 +161,7 @@ class Context:
     fused: bool = True  # run recognised draft models as native code
     builtin: str | None = None  # the zoo entry beside the built-in target for this method, if there is one
     builtins: Mapping[str, str] = field(default_factory=dict)  # the same for every method that has one
-    guarded: "Callable[[Drafter], Drafter]" = lambda drafter: drafter  # so that parts of one fail alone
+    guarded: "Callable[[Drafter, str], Drafter]" = lambda drafter, name: drafter  # so that parts of one fail alone
 
 
 @dataclass(frozen=True)

@@ -157,7 +157,7 @@ def _made(name: str, options: Options, context: Context) -> Part:
         raise ForedraftError(f"{name}: {error}") from error
     except (TypeError, ValueError) as error:
         raise ForedraftError(f"{name}: {error}") from error
-    return Part(name, drafter, context.guarded(drafter))
+    return Part(name, drafter, context.guarded(drafter, name))
 
 
 def _picked(given: Composition, context: Context) -> dict[str, Part]:

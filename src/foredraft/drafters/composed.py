@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from foredraft.drafters.base import Draft, bare
 from foredraft.drafters.choice import Case, Choice, Mode, Offer, Plan, Use, union
 from foredraft.drafters.joint_memory import joined
 from foredraft.drafters.merging import Joint, first_rows, own_path, planted
-from foredraft.drafters.parts import MAX_FAILURES, Part, Step, alone, fate, together
+from foredraft.drafters.parts import Part, Step, alone, fate, together
+from foredraft.drafters.probation import Probation
 from foredraft.kv.memory import DraftMemory
 from foredraft.request import Batch, Request
 from foredraft.tree import Commit, TokenTree
@@ -71,7 +73,7 @@ class Composed:
 
     @property
     def num_nodes(self) -> int:
-        """Asked for several times a step, and only ever less once a part is given up."""
+        """Asked for several times a step; it changes between steps, when a part begins or ends a rest."""
         return self._num_nodes
 
     def _most(self) -> int:
@@ -96,9 +98,9 @@ class Composed:
         return any(getattr(part.guarded, "wants_answers", False) for part in self.parts)
 
     @property
-    def failures(self) -> Counter[str]:
-        own = Counter({"raised": sum(part.failures for part in self.parts)})
-        return sum((Counter(getattr(part.guarded, "failures", None)) for part in self.parts), own)
+    def probations(self) -> tuple[Probation, ...]:
+        """Of all parts: each fails, and rests, alone."""
+        return tuple(one for part in self.parts for one in part.probations)
 
     # -- the verbs
 
@@ -123,15 +125,16 @@ class Composed:
         if self._steps:
             self._learn(batch, commit, now)
         for i, part in enumerate(self.parts):
-            if part.observes and part.failures < MAX_FAILURES:
+            if part.observes and not part.probation.is_resting:
                 part.guarded.observe(batch, self._view(i, batch, commit))
+            part.probation.wake()
+        self._num_nodes = self._most()
         self._places.clear()
         self._steps.clear()
 
     def forget(self, slots: Sequence[int]) -> None:
         for part in self.parts:
-            part.guarded.forget(slots)
-        self._num_nodes = self._most()
+            part.forget(slots)
         for slot in slots:
             self.choice.worth.forget(slot)
             self._steps.pop(slot, None)
@@ -245,11 +248,7 @@ class Composed:
             text, key = part.text, (("below", i), 0)
             if text is None:
                 continue
-            try:
-                draft = text.extended(request, path, left)
-            except Exception as error:  # it may raise anything
-                part.failed(error)
-                continue
+            draft = part.ask("extend", request, partial(text.extended, request, path, left)) or Draft()
             reach = first * later ** (len(path) - 1)
             if draft.tokens and draft.q is None and self.choice.takes(request.slot, key, reach, len(draft.tokens)):
                 joint.graft(draft, budget, tip)

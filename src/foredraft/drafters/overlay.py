@@ -1,6 +1,5 @@
 """Two drafters as one: the first serves the requests it has something for, the second all others."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor
 
 from foredraft.drafters.base import Drafter
+from foredraft.drafters.probation import Probation
 from foredraft.errors import ForedraftError
 from foredraft.request import Batch
 from foredraft.tree import Commit, TokenTree
@@ -51,9 +51,9 @@ class Overlay:
         return getattr(self.main, "memory", None)
 
     @property
-    def failures(self) -> Counter[str]:
-        """Of both, where they count them (each in a Guard of its own)."""
-        return sum((Counter(getattr(part, "failures", None)) for part in self.parts), Counter())
+    def probations(self) -> tuple[Probation, ...]:
+        """Of both, where they fail alone (each in a Guard of its own)."""
+        return tuple(one for part in self.parts for one in getattr(part, "probations", ()))
 
     def propose(self, batch: Batch) -> TokenTree:
         if self.main is not None and not self.first.num_nodes:

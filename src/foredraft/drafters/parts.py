@@ -1,18 +1,20 @@
 """What a composition is made of: its parts, the drafts they propose in a step, and what becomes of those."""
 
-import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from foredraft.drafters.base import Draft, Drafter, TextDrafter, TextPart
 from foredraft.drafters.choice import Offer
 from foredraft.drafters.merging import Joint
+from foredraft.drafters.probation import Clock, Probation
+from foredraft.drafters.witness import Witness, attempt
 from foredraft.drafters.worth import Key
 from foredraft.request import Request
 from foredraft.tree import TokenTree
 
-log = logging.getLogger(__name__)
-MAX_FAILURES = 3  # of a text part, which no guard stands before
+T = TypeVar("T")
 MOST_WEIGHT = 12  # of what speaks for a draft: more is no better
 
 
@@ -24,22 +26,29 @@ class Part:
     drafter: Drafter
     guarded: Drafter  # the same, failing alone
     columns: list[int] = field(default_factory=list)  # which of all boundaries it sees
-    failures: int = 0
+    clock: Clock = time.perf_counter
 
     def __post_init__(self) -> None:
+        self.probation = Probation(self.name, self.clock)  # of a text part, which no guard stands before
+        self._witness = Witness()
         self.is_text = isinstance(self.drafter, TextPart) and not self.drafter.taps
         # one that keeps nothing of what it sees is not shown it
         self.observes = getattr(type(self.drafter), "observe", None) is not TextDrafter.observe
 
     @property
+    def probations(self) -> tuple[Probation, ...]:
+        """Of its calls here, and of those behind its guard."""
+        return (self.probation, *getattr(self.guarded, "probations", ()))
+
+    @property
     def text(self) -> TextPart | None:
-        """The drafter, if it reads nothing but the text and is still trusted."""
-        return self.drafter if self.is_text and self.failures < MAX_FAILURES else None  # type: ignore[return-value]
+        """The drafter, if it reads nothing but the text and does not rest."""
+        return self.drafter if self.is_text and not self.probation.is_resting else None  # type: ignore[return-value]
 
     @property
     def num_nodes(self) -> int:
         if self.is_text:
-            return self.drafter.num_nodes if self.failures < MAX_FAILURES else 0
+            return 0 if self.probation.is_resting else self.drafter.num_nodes
         return self.guarded.num_nodes
 
     def offer(self, i: int, request: Request, budget: int) -> Offer | None:
@@ -47,21 +56,23 @@ class Part:
         text, most = self.text, min(budget, self.num_nodes)
         if text is None or most <= 0:
             return None
-        try:
-            draft = text.drafted(request, most)
-            weight = min(text.weighed(request), MOST_WEIGHT) if draft.tokens else 0
-        except Exception as error:  # it may raise anything
-            self.failed(error)
+        found = self.ask("draft", request, lambda: _weighed(text, request, most))
+        if found is None:
             return None
+        draft, weight = found
         if not draft.tokens:
             return None
         is_drawn = draft.q is not None
         size = most if is_drawn else len(draft.tokens)
         return Offer(draft, (i, weight), (i,), size, most if is_drawn else _depth(draft.parents), is_drawn)
 
-    def failed(self, error: Exception) -> None:
-        self.failures += 1
-        log.warning("the part %s failed; %s: %s", self.name, type(error).__name__, error)
+    def ask(self, verb: str, request: Request, call: Callable[[], T]) -> T | None:
+        """What a call of the text part returns; None where it failed."""
+        return attempt(self.probation, self._witness.note((request,)), verb, call, is_timed=True)
+
+    def forget(self, slots: Sequence[int]) -> None:
+        self.guarded.forget(slots)
+        self._witness.forget(slots)
 
 
 @dataclass(slots=True)
@@ -102,6 +113,11 @@ def together(offers: Sequence[Offer], budget: int) -> Offer:
 def alone(draft: Draft, root: int) -> Joint:
     """One request's draft, with its q."""
     return Joint.of(TokenTree([[root, *draft.tokens]], [[-1, *draft.parents]], draft.q), 0, 0)
+
+
+def _weighed(text: TextPart, request: Request, most: int) -> tuple[Draft, int]:
+    draft = text.drafted(request, most)
+    return draft, min(text.weighed(request), MOST_WEIGHT) if draft.tokens else 0
 
 
 def _depth(parents: Sequence[int]) -> int:

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -55,9 +55,10 @@ class Engine:
         lengths: Lengths | None = None,
         prefix_cache: bool = True,
     ) -> None:
-        """prefix_cache: requests find again what others computed; False = only samples of one prompt do."""
+        """drafter: put behind a Guard, unless it is one. prefix_cache: requests find again what others computed;
+        False = only samples of one prompt do."""
         self.target = target
-        self.drafter = Guard(drafter, target.vocab_size)
+        self.drafter = drafter if isinstance(drafter, Guard) else Guard(drafter, target.vocab_size, clock=clock)
         self.lengths = lengths or Fixed()
         prefix = PrefixCache(allocator, self.drafter, is_shared=prefix_cache)
         self.scheduler = Scheduler(allocator, limits, self._forget, prefix)
@@ -273,7 +274,7 @@ def _randomness(batch: Batch, tree: TokenTree) -> Keyed:
 
 
 def _with_answers(commit: Commit, tree: TokenTree, logits: Tensor) -> Commit:
-    return replace(commit, answers=Answers(tree, likeliest(shaped(logits, ()))))
+    return commit.shown(commit.features, Answers(tree, likeliest(shaped(logits, ()))))
 
 
 def _with_features(commit: Commit, tree: TokenTree, features: Tensor | None) -> Commit:
@@ -284,13 +285,13 @@ def _with_features(commit: Commit, tree: TokenTree, features: Tensor | None) -> 
     if len(paths) == 1:
         (path,) = paths
         is_front = path == list(range(len(path)))  # a chain's always is
-        return replace(commit, features=(features[: len(path)] if is_front else features[path])[None])
+        return commit.shown((features[: len(path)] if is_front else features[path])[None], commit.answers)
     at_path = features.new_zeros(len(paths), max(map(len, paths)), features.shape[-1])
     offset = 0
     for b, (path, size) in enumerate(zip(paths, tree.sizes, strict=True)):
         at_path[b, : len(path)] = features[[offset + node for node in path]]
         offset += size
-    return replace(commit, features=at_path)
+    return commit.shown(at_path, commit.answers)
 
 
 def _origins(tree: TokenTree, b: int, path: Sequence[int], tokens: Sequence[int]) -> list[Origin]:

@@ -1,10 +1,12 @@
 """The figures as Prometheus families, each under our name and, where vLLM has it, under vLLM's."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from foredraft.drafters.probation import KINDS
 from foredraft.engine.engine import Engine
 
 if TYPE_CHECKING:
@@ -89,9 +91,16 @@ def _own(m: "Metrics") -> Iterator[Metric]:
     engine: Engine | None = None if m.worker is None else m.worker.engine
     if engine is not None:
         yield from _decisions(m, engine)
-        failures = {str(kind): count for kind, count in engine.drafter.failures.items()}
-        shown = {kind: failures.get(kind, 0) for kind in ("raised", "malformed", "slow")}
+        drafter = engine.drafter
+        shown: dict[str, float] = {kind: drafter.failures[kind] for kind in KINDS}
         yield _labelled(m, f"{OURS}:drafter_failures", "What a drafter did wrong; output is unchanged.", "kind", shown)
+        parts: Counter[str] = Counter()
+        for probation in drafter.probations:
+            parts[probation.name] += probation.failures.total()
+        what = "The same by the drafter, or the part of one, that failed."
+        yield _labelled(m, f"{OURS}:drafter_part_failures", what, "part", {k: n for k, n in parts.items() if k or n})
+        resting = sum(probation.is_resting for probation in drafter.probations)
+        yield _gauge(m, f"{OURS}:drafters_resting", "Drafters, and parts of one, that rest after failures.", resting)
 
 
 def _decisions(m: "Metrics", engine: Engine) -> Iterator[Metric]:

@@ -11,6 +11,7 @@
 #include <sched.h>
 #include <stddef.h>
 #include <string.h>
+#include <time.h>
 #if defined(__x86_64__) && defined(__linux__)
 #include <cpuid.h>
 #include <sys/syscall.h>
@@ -39,6 +40,14 @@ static inline void relax(void) {
 #endif
 }
 
+static inline int64_t now(void) { /* nanoseconds */
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * (int64_t)1000000000 + t.tv_nsec;
+}
+
+static _Thread_local int64_t waited; /* nanoseconds that a member waited at the barriers of its region */
+
 void fd_barrier(fd_team *team) {
     if (team->size == 1) {
         atomic_store_explicit(&team->next, 0, memory_order_relaxed);
@@ -52,10 +61,15 @@ void fd_barrier(fd_team *team) {
         return;
     }
     /* the others are at most a few microseconds away, unless the system took their core */
+    int64_t began = 0;
     for (int spins = 0; atomic_load_explicit(&team->generation, memory_order_acquire) == generation; spins++) {
         if (spins < 1 << 10) relax();
-        else sched_yield();
+        else {
+            if (!began) began = now();
+            sched_yield();
+        }
     }
+    if (began) waited += now() - began;
 }
 
 typedef struct {
@@ -63,6 +77,7 @@ typedef struct {
     void *what;
     fd_team team;
     atomic_ullong cores; /* on which the members run, of the first 64 */
+    _Atomic int64_t idle; /* over the members, the largest of: waited, less the time at which the body ended */
 } job;
 
 /* The scheduler may wake a thread on the core that its waker keeps busy, and take long to see it: whoever comes second
@@ -87,12 +102,21 @@ static void spread(job *j) {
 #endif
 }
 
+static void take_part(job *j) {
+    spread(j);
+    waited = 0;
+    j->body(j->what, &j->team);
+    int64_t mine = waited - now(), most = atomic_load_explicit(&j->idle, memory_order_relaxed);
+    while (mine > most && !atomic_compare_exchange_weak_explicit(&j->idle, &most, mine, memory_order_relaxed,
+                                                                 memory_order_relaxed)) {
+    }
+}
+
 static void enter(void *of) {
     job *j = of;
     /* the runtime may give fewer threads than were asked for, and a barrier waits for as many as there are */
     atomic_store_explicit(&j->team.size, shared_count(), memory_order_relaxed);
-    spread(j);
-    j->body(j->what, &j->team);
+    take_part(j);
 }
 
 /* The pool of our own. */
@@ -111,8 +135,7 @@ static void *serve(void *number) {
         if (mine >= wanted) continue;
         job *j = current;
         pthread_mutex_unlock(&lock);
-        spread(j);
-        j->body(j->what, &j->team);
+        take_part(j);
         pthread_mutex_lock(&lock);
         if (--running == 0) pthread_cond_signal(&done);
     }
@@ -135,20 +158,61 @@ static void own_parallel(job *j) {
     round_number++;
     pthread_cond_broadcast(&wake);
     pthread_mutex_unlock(&lock);
-    spread(j);
-    j->body(j->what, &j->team);
+    take_part(j);
     pthread_mutex_lock(&lock);
     while (running) pthread_cond_wait(&done, &lock);
     pthread_mutex_unlock(&lock);
     pthread_mutex_unlock(&turn);
 }
 
-void fd_parallel(fd_body body, void *what) {
-    job j = {.body = body, .what = what};
+/* A member that has lost its core to another program holds up the others until the system gives it one again, which
+ * takes milliseconds, at every barrier: then one thread is faster than several. After a region that one thread would
+ * have done sooner the caller goes on alone, for REPAID times what that has cost, and for twice as long as before if it
+ * happens again. A region of barriers alone tries the team before it is given work again. Where no other program wants
+ * the cores nobody waits that long. All in nanoseconds. */
+static const int64_t LATE = 1000000, FIRST_ALONE = 20000000, LAST_ALONE = 5000000000, REPAID = 8;
+static _Thread_local int64_t alone_for, alone_until;
+static _Thread_local int is_untried; /* since it went alone */
+
+static void stay_alone(int64_t from, int64_t lost) {
+    int is_again = alone_for && from - alone_until < 4 * alone_for;
+    alone_for = is_again ? 2 * alone_for : FIRST_ALONE;
+    if (alone_for < REPAID * lost) alone_for = REPAID * lost;
+    if (alone_for > LAST_ALONE) alone_for = LAST_ALONE;
+    alone_until = from + alone_for;
+    is_untried = 1;
+}
+
+static void together(fd_body body, void *what) {
+    job j = {.body = body, .what = what, .idle = INT64_MIN};
     j.team.size = num_threads;
-    if (num_threads == 1) body(what, &j.team);
-    else if (shared_parallel) shared_parallel(enter, &j, (unsigned)num_threads, 0);
+    int64_t began = now();
+    if (shared_parallel) shared_parallel(enter, &j, (unsigned)num_threads, 0);
     else own_parallel(&j);
+    int64_t ended = now(), idle = atomic_load_explicit(&j.idle, memory_order_relaxed) + ended;
+    int64_t busy = ended - began - idle, lost = ended - began - busy * num_threads; /* against one thread */
+    if (idle > LATE && lost > 0) stay_alone(ended, lost);
+}
+
+static void meet(void *what, fd_team *team) {
+    (void)what;
+    for (int i = 0; i < 4; i++) fd_barrier(team);
+}
+
+static int is_alone(void) {
+    if (num_threads == 1) return 1;
+    if (!is_untried) return 0;
+    if (now() < alone_until) return 1;
+    is_untried = 0;
+    together(meet, NULL);
+    return is_untried;
+}
+
+void fd_parallel(fd_body body, void *what) {
+    if (is_alone()) {
+        fd_team team = {.size = 1};
+        body(what, &team);
+    } else together(body, what);
 }
 
 /* Instruction sets, the best first: those that build.py could compile. */
