@@ -376,8 +376,9 @@ class LLM:
             raise ForedraftError(
                 f"num_speculative_tokens must be at least 1, got {num_tokens}; use drafter=None for none"
             )
+        size = self.target.vocab_size
         return Context(
-            vocab_size=self.target.vocab_size,
+            vocab_size=size,
             target=self.target,
             num_tokens=num_tokens,
             model=None if model is None else str(model),
@@ -389,7 +390,7 @@ class LLM:
             fused=self.fused,
             builtin=self._builtin_drafter(method),
             builtins={name: path for name in methods() if (path := self._builtin_drafter(name)) is not None},
-            guarded=lambda drafter: Guard(drafter, self.target.vocab_size),
+            guarded=lambda drafter: Guard(drafter, size),  # which holds no LLM
         )
 
     def _builtin_drafter(self, method: str) -> str | None:

@@ -21,6 +21,7 @@ from foredraft.kernels.process import check_process
 from foredraft.kv.blocks import PageAllocator
 from foredraft.kv.pool import keep
 from foredraft.kv.prefix import PrefixCache
+from foredraft.kv.weak import weakly
 from foredraft.laws import Laws
 from foredraft.models.lm import LM
 from foredraft.models.window import Window
@@ -62,7 +63,7 @@ class Engine:
         self.drafter = Guard(drafter, target.vocab_size)
         self.lengths = lengths or Fixed()
         prefix = PrefixCache(allocator, self.drafter, is_shared=prefix_cache)
-        self.scheduler = Scheduler(allocator, limits, self._forget, prefix)
+        self.scheduler = Scheduler(allocator, limits, weakly(self._forget), prefix)
         self.transcripts: dict[Request, Transcript] = {}
         self.page_size = allocator.page_size
         self.device = device
