@@ -12,8 +12,8 @@ import pytest
 
 import models_made
 import pairs_made
-from other_process import answer
 from foredraft import LLM, ForedraftError, Sampling
+from other_process import answer
 
 SHORT = Sampling(max_tokens=5, temperature=0, ignore_eos=True)
 LONG = Sampling(max_tokens=60, temperature=0, ignore_eos=True)
