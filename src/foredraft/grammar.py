@@ -182,6 +182,10 @@ class Matcher:
             found = self._answers[path] = self._answer(output, path)
         return found
 
+    def restart(self) -> None:
+        """Read the output anew at the next question: an answer was interrupted, and may have moved halfway."""
+        self._live, self._length = None, -1
+
     def _answer(self, output: Sequence[int], path: Sequence[int]) -> Allowed:
         if self._live is None or len(output) < self._done:
             self._live, self._done, self._above = self.start.deep_copy(), 0, []

@@ -1,10 +1,13 @@
 """The front door: a model, a drafter, and text in and out."""
 
+import asyncio
 import copy
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -15,34 +18,34 @@ from foredraft.costs import CostCurve
 from foredraft.drafters.base import Context, Drafter, configured, meant_by, methods, reads_model
 from foredraft.drafters.overlay import Overlay
 from foredraft.drafters.prediction import Prediction
-from foredraft.drafters.spec import Spec
+from foredraft.drafters.spec import AUTO, DraftLength, Spec, draft_length, longest_draft
+from foredraft.drafters.spec import DrafterSpec as DrafterSpec
 from foredraft.engine.calibrate import pass_times
 from foredraft.engine.engine import Engine
 from foredraft.engine.guard import Guard, checked
 from foredraft.engine.output import Transcript
 from foredraft.engine.scheduler import Limits
+from foredraft.engine.shared import CLOSED, SharedEngine
 from foredraft.errors import ForedraftError
 from foredraft.grammar import Grammars, Matcher
 from foredraft.kernels.cpu.library import library
+from foredraft.kernels.process import check_process
 from foredraft.kernels.quantize import check_quantization
 from foredraft.kv.blocks import PageAllocator
 from foredraft.kv.sizing import MemoryLimits as MemoryLimits
 from foredraft.models.adopt import adopt, why_not_native
 from foredraft.models.load import load_model, load_tokenizer, parse_device, width
-from foredraft.models.prompts import Prompt, read_prompt
+from foredraft.models.prompts import Prompt, end_ids_of, listed, read_prompt, spelt
 from foredraft.request import Request, RequestOptions
 from foredraft.sampling import Sampling
 from foredraft.source import Begun, Seq2Seq
 from foredraft.verify import RULES
 from foredraft.watched import Watched
 
-DrafterSpec = None | str | dict[str, Any] | Drafter
 DEFAULT = "default"  # a drafter: the built-in one beside the built-in target, otherwise none
-AUTO = "auto"  # a draft length found by measurement...
-AUTO_TOKENS = 8  # ... and the longest it may be
-DraftLength = int | str | None
 PREDICTED_TOKENS = 15  # of a draft from a request's prediction: sixteen rows, which one pass takes well
 VERIFY = ("auto", *RULES)
+FREED = ("target", "drafter", "tokenizer", "engine", "_shared", "_grammars")  # by close
 
 
 class LLM:
@@ -57,6 +60,12 @@ class LLM:
     a `quantization` of its own.
     num_speculative_tokens: the longest draft; "auto": as long as measurement says it pays, at times not at all.
     Raises ForedraftError with one line that says what to do.
+
+    Threads may share one: what they ask for is decoded together, whoever lacks a token does a step for all, and the
+    texts are those each would get alone. A step that raises, or is interrupted, does so in the thread that did it; the
+    others go on. `astream` and `agenerate` are the same for an event loop. A Worker has its LLM to itself while it
+    runs. An LLM does not survive a fork: make one in each process, and spawn the processes. It cannot be pickled. Its
+    memory is free once the last reference is gone, or by `close`, which a `with` block calls.
     """
 
     def __init__(
@@ -74,6 +83,7 @@ class LLM:
         fused: bool | None = None,
         is_debug: bool = False,
     ) -> None:
+        check_process()
         if verify not in VERIFY:
             raise ForedraftError(f"unknown verification rule {verify!r}; use one of {', '.join(VERIFY)}")
         check_quantization(quantization)
@@ -127,40 +137,81 @@ class LLM:
         other._equip(drafter, num_speculative_tokens, verify or self.verify)
         return other
 
+    def close(self) -> None:
+        """Free the model and its memory now. Streams that are open raise at their next token, and so does all other
+        use; LLMs made of this one by with_drafter go on. Raises ForedraftError while a Worker runs it."""
+        if "_shared" in vars(self):
+            self._shared.close()
+            for name in FREED:
+                delattr(self, name)
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """For what is not there."""
+        if name in FREED:
+            raise ForedraftError(CLOSED)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __copy__(self) -> "LLM":
+        other = object.__new__(type(self))
+        vars(other).update(vars(self))
+        return other
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an LLM holds native memory and cannot be pickled or copied deeply: make one in each process, or use "
+            "with_drafter for a second engine on the same weights"
+        )
+
     def generate(
         self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None
     ) -> list[Completion]:
         """Complete every prompt, n samples each, in order. Prompts are strings or lists of token ids, or Seq2Seq for a
         model with an encoder."""
-        done: dict[int, Completion] = {}
-        for delta in self.stream(prompts, sampling):
-            if delta.completion is not None:
-                done[delta.index] = delta.completion
+        done = {delta.index: delta.completion for delta in self.stream(prompts, sampling) if delta.completion}
         return [done[index] for index in sorted(done)]
 
     def stream(
         self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None
     ) -> Iterator[Delta]:
         """The same, piece by piece as the text comes; leaving the loop early aborts what is left."""
-        transcripts = self._transcripts(_as_list(prompts), sampling or Sampling())
+        return self._drain(self._admitted(prompts, sampling))
+
+    async def agenerate(
+        self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None
+    ) -> list[Completion]:
+        """As generate, for an event loop, which is never blocked; cancelling aborts what is left."""
+        async with aclosing(self.astream(prompts, sampling)) as deltas:
+            done = {delta.index: delta.completion async for delta in deltas if delta.completion}
+        return [done[index] for index in sorted(done)]
+
+    async def astream(
+        self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None
+    ) -> AsyncGenerator[Delta, None]:
+        """As stream, for an event loop: steps are done on a thread. Cancelling, or `aclose` after leaving the loop
+        early (contextlib.aclosing), aborts what is left. Errors are raised at the first delta."""
+        transcripts = await asyncio.to_thread(self._admitted, prompts, sampling)
+        async with aclosing(self._shared.read_async(transcripts)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    def _admitted(
+        self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None
+    ) -> list[Transcript]:
+        self._shared.check()
+        transcripts = self._transcripts(listed(prompts), sampling or Sampling())
         for transcript in transcripts:
             self.engine.check(transcript.request)
-        return self._drain(transcripts)
+        return transcripts
 
     def _drain(self, transcripts: list[Transcript]) -> Iterator[Delta]:
-        try:
-            # not before the stream is read: one that never is must not hold pages
-            for transcript in transcripts:
-                self.engine.add(transcript)
-            while transcripts:
-                self.engine.step()
-                for transcript in transcripts:
-                    while transcript.deltas:
-                        yield transcript.deltas.popleft()
-                transcripts = [t for t in transcripts if not t.is_finished or t.deltas]
-        finally:
-            for transcript in transcripts:
-                self.engine.abort(transcript.request)
+        # not before the stream is read: one that never is must not hold pages
+        return self._shared.read(transcripts)
 
     def _transcripts(self, prompts: list[Prompt], sampling: Sampling | Sequence[Sampling]) -> list[Transcript]:
         params = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
@@ -182,7 +233,7 @@ class LLM:
         options = options or RequestOptions()
         self._check(s, options)
         seed = int.from_bytes(os.urandom(8), "little") if s.seed is None else s.seed
-        bad_words = self._bad_words(s)
+        bad_words = spelt(self.target, self.tokenizer, s.bad_words)
         given = prompt.source if isinstance(prompt, Seq2Seq | Begun) else prompt
         text = given if isinstance(given, str) else None
         salt = options.salt
@@ -247,24 +298,13 @@ class LLM:
                 f"{self.target.name} has no tokenizer, so stop strings cannot be found; use stop_token_ids"
             )
 
-    def _bad_words(self, s: Sampling) -> tuple[tuple[int, ...], ...]:
-        """As token ids; a string is forbidden with and without a space before it."""
-        found: list[tuple[int, ...]] = []
-        for word in s.bad_words:
-            if not isinstance(word, str):
-                found.append(word)
-                continue
-            if self.tokenizer is None:
-                raise ForedraftError(f"{self.target.name} has no tokenizer: give bad_words as token ids")
-            for spelling in (word, " " + word.lstrip()):
-                found.append(tuple(self.tokenizer(spelling, add_special_tokens=False).input_ids))
-        return tuple(dict.fromkeys(found))
-
     def _equip(self, drafter: DrafterSpec, num_tokens: DraftLength, verify: str) -> None:
         self.verify = verify
-        self._eos_ids = _eos_ids(self.target.model, self.tokenizer)
-        length = _draft_length(drafter, num_tokens)
-        self.drafter, self._drafter_name = self._make_drafter(drafter, _longest(drafter) if length is None else length)
+        self._eos_ids = end_ids_of(self.target, self.tokenizer)
+        length = draft_length(drafter, num_tokens)
+        self.drafter, self._drafter_name = self._make_drafter(
+            drafter, longest_draft(drafter) if length is None else length
+        )
         attach = getattr(self.drafter, "attach", None)
         if attach is not None:  # it drafts in the target's own memory
             attach(self.target)
@@ -285,6 +325,7 @@ class LLM:
             prefix_cache=limits.prefix_cache,
             lengths=self._lengths(),
         )
+        self._shared = SharedEngine(self.engine)
 
     def _lengths(self, curve: CostCurve | None = None) -> Lengths:
         if not self.is_adaptive:
@@ -294,21 +335,21 @@ class LLM:
     def calibrate(self, most_seconds: float = 2.0) -> list[tuple[int, float]]:
         """Measure what a pass costs by its rows, [(rows, seconds)], so that adaptive lengths need not find it out on
         the way: for a server at its start. Raises ForedraftError while requests run."""
-        if self.engine.has_work:
-            raise ForedraftError("calibrate measures an idle engine; call it before there are requests")
-        allocator, source = self.engine.scheduler.allocator, self.target.measured_source
-        points = pass_times(self.target, allocator, self.target.device, most_seconds, source=source)
-        if self.is_adaptive:
-            self.engine.lengths = self._lengths(CostCurve(points))
+        check_process()
+        with self._shared.claimed() as engine:
+            if engine.has_work:
+                raise ForedraftError("calibrate measures an idle engine; call it before there are requests")
+            allocator, source = engine.scheduler.allocator, self.target.measured_source
+            points = pass_times(self.target, allocator, self.target.device, most_seconds, source=source)
+            if self.is_adaptive:
+                engine.lengths = self._lengths(CostCurve(points))
         return points
 
     def _overlaid(self) -> Drafter:
         """What requests say their output will be goes before any other draft; each fails alone."""
-        main = None if self.drafter is None else self._guarded(self.drafter, self._drafter_name)
-        return Overlay(self._guarded(Prediction(PREDICTED_TOKENS), "prediction"), main)
-
-    def _guarded(self, drafter: Drafter, name: str) -> Guard:
-        return Guard(drafter, self.target.vocab_size, name=name, num_layers=self.target.num_layers)
+        guarded = partial(_guarded, self.target.vocab_size, self.target.num_layers)
+        main = None if self.drafter is None else guarded(self.drafter, self._drafter_name)
+        return Overlay(guarded(Prediction(PREDICTED_TOKENS), "prediction"), main)
 
     def _make_drafter(self, spec: DrafterSpec, num_tokens: int) -> tuple[Drafter | None, str]:
         if spec is None or spec == "none":
@@ -334,8 +375,9 @@ class LLM:
             raise ForedraftError(
                 f"num_speculative_tokens must be at least 1, got {num_tokens}; use drafter=None for none"
             )
+        size = self.target.vocab_size
         return Context(
-            vocab_size=self.target.vocab_size,
+            vocab_size=size,
             target=self.target,
             num_tokens=num_tokens,
             model=model,
@@ -347,48 +389,12 @@ class LLM:
             fused=self.fused,
             builtin=self._builtin_drafter(method),
             builtins={name: path for name in methods() if (path := self._builtin_drafter(name)) is not None},
-            guarded=self._guarded,
+            guarded=partial(_guarded, size, self.target.num_layers),  # holds no LLM
         )
 
     def _builtin_drafter(self, method: str) -> str | None:
         return None if self.builtin is None else zoo.builtin_drafter(method, self.builtin)
 
 
-def _draft_length(spec: DrafterSpec, asked: DraftLength) -> int | None:
-    """The longest draft, or None where it is to be found by measurement."""
-    given = spec.get("num_speculative_tokens", AUTO) if isinstance(spec, dict) else AUTO
-    count = given if asked in (AUTO, None) else asked
-    if count in (AUTO, None):
-        return None
-    if not isinstance(count, int) or isinstance(count, bool):
-        raise ForedraftError(f"num_speculative_tokens must be an integer or 'auto', got {count!r}")
-    return count
-
-
-def _longest(spec: DrafterSpec) -> int:
-    """The longest draft where measurement finds the length; a method that lives from long ones names its own."""
-    method = spec.get("method") if isinstance(spec, dict) else spec
-    module = methods().get(method) if isinstance(method, str) else None
-    return int(getattr(module, "AUTO_TOKENS", AUTO_TOKENS))
-
-
-def _eos_ids(model: Any, tokenizer: Any | None) -> frozenset[int]:
-    found: list[Any] = [
-        getattr(model.generation_config, "eos_token_id", None),
-        model.config.get_text_config().eos_token_id,
-    ]
-    if tokenizer is not None:
-        found.append(tokenizer.eos_token_id)
-    ids: set[int] = set()
-    for entry in found:
-        ids |= set(entry) if isinstance(entry, (list, tuple)) else {entry} if entry is not None else set()
-    return frozenset(ids)
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many: a list of integers is one prompt of token ids."""
-    if isinstance(prompts, str | Seq2Seq | Begun) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    if not len(prompts):
-        raise ForedraftError("the prompt is empty; give at least one token of text")
-    return list(prompts)  # type: ignore[arg-type]
+def _guarded(vocab_size: int, num_layers: int, drafter: Drafter, name: str) -> Guard:
+    return Guard(drafter, vocab_size, name=name, num_layers=num_layers)

@@ -22,6 +22,7 @@ from foredraft.drafters.growth import Growth, Plan, Scores, extend
 from foredraft.kernels.cpu.library import library
 from foredraft.kv.memory import DraftMemory
 from foredraft.kv.pool import KVPool
+from foredraft.kv.weak import weakly
 from foredraft.models.feature_lm import FeatureLM, FeatureNetwork, NativeFeatures
 from foredraft.models.window import Span, Window
 from foredraft.request import Batch, Request
@@ -65,7 +66,7 @@ class FeatureDrafter:
         self.plan = plan
         self.context = context
         self.ids = ids
-        self.memory = DraftMemory(lm.pool, _bytes_per_token(lm), 1, is_rereadable=False, settle=self.settle)
+        self.memory = DraftMemory(lm.pool, _bytes_per_token(lm), 1, is_rereadable=False, settle=weakly(self.settle))
         self._roots: dict[int, Root] = {}  # by slot, of those whose memory was read and not only found
         self._pending: dict[int, Pending] = {}  # by slot
 

@@ -17,9 +17,11 @@ from foredraft.engine.output import Transcript
 from foredraft.engine.scheduler import Limits, Scheduler
 from foredraft.errors import ForedraftError
 from foredraft.filters import likeliest
+from foredraft.kernels.process import check_process
 from foredraft.kv.blocks import PageAllocator
 from foredraft.kv.pool import keep
 from foredraft.kv.prefix import PrefixCache
+from foredraft.kv.weak import weakly
 from foredraft.laws import Laws
 from foredraft.models.lm import LM
 from foredraft.models.window import Window
@@ -41,7 +43,8 @@ class Scored:
 
 
 class Engine:
-    """Runs requests to their end, all of them together, one step at a time. Not thread-safe: one thread steps it."""
+    """Runs requests to their end, all of them together, one step at a time. Not thread-safe, as
+    `SharedEngine` and `Worker` are."""
 
     def __init__(
         self,
@@ -61,7 +64,7 @@ class Engine:
         self.drafter = drafter if isinstance(drafter, Guard) else Guard(drafter, target.vocab_size, clock=clock)
         self.lengths = lengths or Fixed()
         prefix = PrefixCache(allocator, self.drafter, is_shared=prefix_cache)
-        self.scheduler = Scheduler(allocator, limits, self._forget, prefix)
+        self.scheduler = Scheduler(allocator, limits, weakly(self._forget), prefix)
         self.transcripts: dict[Request, Transcript] = {}
         self.page_size = allocator.page_size
         self.device = device
@@ -70,13 +73,15 @@ class Engine:
         self._observing = 0.0  # seconds the drafter took to read the last step: part of the next draft's time
         self.last: StepReport | None = None
         self.tried: tuple[Request, ...] = ()  # who the last step ran, or was about to run when it raised
+        self.is_reserved = False  # a Worker's thread steps it, and nobody else may
 
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
     def check(self, request: Request) -> None:
-        """Raise ForedraftError for a request that could never run."""
+        """Raise ForedraftError for a request that could never run, or not in this process."""
+        check_process()
         allocator = self.scheduler.allocator
         most = min(len(request.prompt) + request.sampling.max_tokens, request.max_length)
         if allocator.pages_for(most) > allocator.num_pages - 1:
@@ -89,8 +94,8 @@ class Engine:
         """Queue a request. Raises ForedraftError if it could never run."""
         request = transcript.request
         self.check(request)
-        self.transcripts[request] = transcript
         self.scheduler.add(request)
+        self.transcripts[request] = transcript
 
     def abort(self, request: Request, reason: FinishReason = "abort", why: str | None = None) -> None:
         """End a request now, wherever it is; what it holds is free at once."""
@@ -100,17 +105,20 @@ class Engine:
             transcript.fail(reason, why)
 
     def recover(self) -> None:
-        """After a step that raised, wherever it did: nothing that was computed is trusted, and every request goes on
-        from the last token that was handed out. Raises nothing for the fault of one request: that one ends."""
-        self.scheduler.reset()
-        self.target.pool.clear()
+        """After a step, an `add` or an `abort` that raised, wherever it did: nothing that was computed is trusted, and
+        every request goes on from the last token that was handed out. Call it before anybody takes a delta, and again
+        if it was interrupted itself. Raises nothing for the fault of one request: that one ends."""
         self._observing = 0.0
         for request, transcript in list(self.transcripts.items()):
+            transcript.settle()
             if transcript.is_told:  # the step raised between its last delta and taking it out
-                self.scheduler.finish(request)
                 del self.transcripts[request]
-                continue
+        self.scheduler.reset(self.transcripts)
+        self.target.pool.clear()
+        for request, transcript in list(self.transcripts.items()):
             del request.output[transcript.num_emitted :]
+            if request.matcher is not None:
+                request.matcher.restart()
             try:
                 transcript.rewind()
             except Exception:

@@ -35,10 +35,11 @@ class Transcript:
     target_passes: int = 0
     draft_time: float = 0.0
     started: float = field(default_factory=time.perf_counter)
-    num_emitted: int = 0  # tokens that are in a delta: these are never taken back
 
     def __post_init__(self) -> None:
         self._begin()
+        self._emitted = (0, "")  # tokens and text that are in deltas: these are never taken back
+        self._emitting: tuple[Delta, tuple[int, str]] | None = None  # the delta under way, and what that will be
         self._uncounted: tuple[int, int, int, list[int], int, float] | None = None  # figures before the current step
         self._stops = self.request.sampling.stop
         self._longest_stop = max(map(len, self._stops), default=0)
@@ -50,6 +51,11 @@ class Transcript:
     def _begin(self) -> None:
         self._detokenizer = detokenizer(self.tokenizer, self.request.prompt)
         self._held = ""  # the end of the text, while it may turn out to begin a stop string
+
+    @property
+    def num_emitted(self) -> int:
+        """Tokens that are in a delta: these are never taken back."""
+        return self._emitted[0]
 
     @property
     def is_told(self) -> bool:
@@ -125,17 +131,24 @@ class Transcript:
         completion = self.completion() if self.is_finished else None
         pieces, tokens = tuple(self._pieces), tuple(self._tokens)
         text = "".join(pieces)
-        self.deltas.append(
-            Delta(self.index, text, tokens, tuple(origins), pieces, self.finish_reason, completion, tuple(steps))
-        )
-        self._pieces, self._tokens = [], []
-        self.num_emitted, self._uncounted = self.num_tokens, None
+        delta = Delta(self.index, text, tokens, tuple(origins), pieces, self.finish_reason, completion, tuple(steps))
+        self._emitting = delta, (self.num_tokens, self.text)
+        self.deltas.append(delta)
+        self.settle()
+
+    def settle(self) -> None:
+        """Count the last delta as handed out. Again, after a step that raised: an interrupt may come between the two.
+        Nobody may have taken the delta yet."""
+        if self._emitting is not None and self.deltas and self.deltas[-1] is self._emitting[0]:
+            self._emitted = self._emitting[1]
+            self._pieces, self._tokens, self._uncounted = [], [], None
+            self._emitting = None
 
     def rewind(self) -> None:
         """Back to the last delta: forget what a step pushed and counted and did not hand out. The request's output must
         be cut to `num_emitted` tokens before. Raises what the tokenizer raises, and then stands at the last delta too,
         except that nothing but `fail` may follow."""
-        text = self.text[: len(self.text) - sum(map(len, self._pieces))]
+        text = self._emitted[1]
         if self._uncounted is not None:
             drafts, drafted, accepted, self.accepted_at, self.target_passes, self.draft_time = self._uncounted
             self.num_drafts, self.num_drafted, self.num_accepted, self._uncounted = drafts, drafted, accepted, None

@@ -8,7 +8,7 @@ A request whose chunk is one token is a stream. A step's budget goes to streams 
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from foredraft.controller import Ask, Lengths
@@ -95,29 +95,36 @@ class Scheduler:
 
     def finish(self, request: Request, is_poisoned: bool = False) -> None:
         """Take a request out, wherever it is, and free what it holds. is_poisoned: what it computed is not trusted."""
-        if request.state is State.RUNNING:
-            self._release(request, True, is_poisoned)
-        elif request.state in (State.WAITING, State.PREEMPTED):
-            _take_out(self.waiting, request)
-        request.state = State.OVER
+        try:
+            if request.state is State.RUNNING:
+                self._release(request, True, is_poisoned)
+            elif request.state in (State.WAITING, State.PREEMPTED):
+                _take_out(self.waiting, request)
+        finally:  # others may wait for this one's pages
+            request.state = State.OVER
 
-    def reset(self) -> None:
-        """After a device error: nothing that was computed is trusted, and whoever ran waits again in its place."""
-        running, memory = list(self.running), self.prefix.owner.memory
-        self._forget([request.slot for request in running])
+    def reset(self, live: Iterable[Request] | None = None) -> None:
+        """After an error: nothing that was computed is trusted, and the live requests wait in their places, whatever an
+        interrupted step made of the lines. live: None = all that run or wait; any other request is over."""
+        known = {*self.running, *self.waiting}
+        kept = known if live is None else set(live)
+        for request in known - kept:
+            request.state = State.OVER
+        self._forget(range(self.limits.max_batch))  # a slot may have lost its request on the way
+        memory = self.prefix.owner.memory
         if memory is not None:
             memory.pool.clear()
-        self.running.clear()
         self._slots = list(range(self.limits.max_batch))
         self._blocked = (-1, 0)
         self.prefix.clear()
-        for request in running:
+        for request in kept:
+            request.state = State.WAITING if request.state is State.WAITING else State.PREEMPTED
             request.pages.clear()
             request.computed = request.num_found = request.num_sealed = request.num_noted = 0
-            self._wait(request, State.PREEMPTED)
-        for request in self.waiting:  # its output may be cut after this
-            request.hashes.clear()
+            request.hashes.clear()  # its output may be cut after this
             request.inserted.clear()
+        self.running.clear()
+        self.waiting[:] = sorted(kept, key=_place)
 
     def check_idle(self) -> None:
         """The part of `check_integrity` that takes no time: nothing runs, so nothing is held."""

@@ -46,7 +46,7 @@ class Draining(ForedraftError):  # noqa: N818
 
 
 class HasEngine(Protocol):
-    """An LLM, of which nobody else may use the engine meanwhile."""
+    """An LLM, of which nobody else may use the engine while a worker runs."""
 
     engine: Engine
 
@@ -89,6 +89,12 @@ class Worker:
         self._is_stopping = False
 
     def start(self) -> None:
+        """Raises ForedraftError where the LLM has requests of its own, or another worker."""
+        if self.engine.is_reserved:
+            raise ForedraftError("another Worker runs this LLM; stop it first, or give this one with_drafter's LLM")
+        if self.engine.has_work:
+            raise ForedraftError("the LLM has unfinished streams; read or close them before its Worker starts")
+        self.engine.is_reserved = True
         self._beat = self._clock()
         self._thread.start()
 
@@ -234,6 +240,7 @@ class Worker:
             self._driver.turn()
         except Exception:
             log.exception("requests could not be ended one by one")
+        self.engine.is_reserved = False
         self._close_streams()
 
     def _close_streams(self) -> None:

@@ -16,6 +16,7 @@ from hashlib import blake2b
 
 from foredraft.kv.blocks import PageAllocator
 from foredraft.kv.memory import DraftMemory, MemoryOwner, NoMemory
+from foredraft.kv.weak import weakly
 from foredraft.request import Request
 
 HASH_BYTES = 16
@@ -50,7 +51,7 @@ class PrefixCache:
         self.is_active = is_active
         self._key = os.urandom(32)
         self._forget_all()
-        allocator.evicted = self._drop_note
+        allocator.evicted = weakly(self._drop_note)
 
     def match(self, request: Request) -> Hit:
         """The longest hit that leaves the last token to compute. Takes nothing."""

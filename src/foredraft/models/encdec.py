@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from foredraft.errors import ForedraftError
 from foredraft.kernels.quantize import packers
 from foredraft.kv.pool import KVPool
+from foredraft.kv.weak import weakly
 from foredraft.models import encdec_bart, encdec_t5
 from foredraft.models.encdec_attention import Sight
 from foredraft.models.encdec_decoder import Product, Stack
@@ -45,7 +46,7 @@ class EncoderDecoder(HFModel):
     def __post_init__(self) -> None:
         pool = DecoderPool(self.pool.is_native)
         self.pool = pool
-        self.sources = pool.sources = SourceMemory(pool.is_native, self._read, lambda: pool.capacity)
+        self.sources = pool.sources = SourceMemory(pool.is_native, weakly(self._read), weakly(pool.limit))
 
     @classmethod
     def adopt(

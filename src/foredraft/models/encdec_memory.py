@@ -126,6 +126,9 @@ class DecoderPool(KVPool):
 
     sources: SourceMemory | None = None
 
+    def limit(self) -> int | None:
+        return self.capacity
+
     def clear(self) -> None:
         super().clear()
         if self.sources is not None:

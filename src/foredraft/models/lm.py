@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from threading import Lock
 from typing import Any, Protocol
 
 import torch
@@ -48,6 +49,7 @@ class HFModel:
     kv_numbers: int  # in the keys and values of one token
     num_parameters: int
     fused: FusedDecoder | None = None
+    modules: Lock = field(default_factory=Lock)  # of the model's own, whose hooks are every pass's: siblings share them
 
     @classmethod
     def adopt(
@@ -157,7 +159,7 @@ class HFModel:
                 raise ForedraftError(f"tap {tap} is not a boundary of {self.name}: it has {self.num_layers} layers")
         if self.fused is not None:
             return self.fused.forward(window, self.pool, taps)
-        with self._tapped(taps) as captured:
+        with self.modules, self._tapped(taps) as captured:
             out = self.model(
                 input_ids=window.tokens,
                 position_ids=window.positions,

@@ -81,6 +81,43 @@ def _ids(model: HFModel, tokenizer: Any | None, text: str | Sequence[int], has_s
     return ids
 
 
+def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many: a list of integers is one prompt of token ids."""
+    if isinstance(prompts, str | Seq2Seq | Begun) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    if not len(prompts):
+        raise ForedraftError(EMPTY)
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def spelt(model: HFModel, tokenizer: Any | None, words: Sequence[str | tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """Bad words as token ids; a string is forbidden with and without a space before it."""
+    found: list[tuple[int, ...]] = []
+    for word in words:
+        if not isinstance(word, str):
+            found.append(word)
+            continue
+        if tokenizer is None:
+            raise ForedraftError(f"{model.name} has no tokenizer: give bad_words as token ids")
+        for spelling in (word, " " + word.lstrip()):
+            found.append(tuple(tokenizer(spelling, add_special_tokens=False).input_ids))
+    return tuple(dict.fromkeys(found))
+
+
+def end_ids_of(model: HFModel, tokenizer: Any | None) -> frozenset[int]:
+    """Token ids that end a text, by the model's configurations and the tokenizer."""
+    found: list[Any] = [
+        getattr(model.model.generation_config, "eos_token_id", None),
+        model.model.config.get_text_config().eos_token_id,
+    ]
+    if tokenizer is not None:
+        found.append(tokenizer.eos_token_id)
+    ids: set[int] = set()
+    for entry in found:
+        ids |= set(entry) if isinstance(entry, (list, tuple)) else {entry} if entry is not None else set()
+    return frozenset(ids)
+
+
 def prompt_length(model: HFModel, count: int) -> int:
     """Tokens before the completion in the text that the decoder reads, for a prompt of `count` tokens."""
     return len(start_of(model) + forced(model)) if isinstance(model, EncoderDecoder) else count

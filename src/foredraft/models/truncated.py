@@ -80,14 +80,15 @@ class Truncated:
         assert not taps, "a truncated pass has no taps"
         if self.target.fused is not None:
             return self.target.fused.run(window, self.pool, (), part=self._part)
-        out = self._view(
-            input_ids=window.tokens,
-            position_ids=window.positions,
-            use_cache=False,
-            logits_to_keep=window.logit_rows,
-            window=window,
-            pool=self.pool,
-        )
+        with self.target.modules:
+            out = self._view(
+                input_ids=window.tokens,
+                position_ids=window.positions,
+                use_cache=False,
+                logits_to_keep=window.logit_rows,
+                window=window,
+                pool=self.pool,
+            )
         return out.logits[0], None
 
     def _packed(self, widest: int, packing: Packing) -> Layer | None:
