@@ -21,7 +21,7 @@ LAYERS = (
     ("engine",),
     (
         "llm",
-        "custom_generate",
+        "hf_generate",
         "config",
         "server",
         "train",
