@@ -2,13 +2,14 @@
 
 import copy
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from foredraft import zoo
+from foredraft.chat import Message, encode_chat, has_chat_template
 from foredraft.completion import Completion, Delta
 from foredraft.controller import Adaptive, Fixed, Lengths
 from foredraft.costs import CostCurve
@@ -54,6 +55,7 @@ class LLM:
     CPU; None = those loaded here; True = also one handed over, from a packed copy of its weights as they are now, or an
     error. quantization: "int8" or "int4" weights on CPU, rounded from the ordinary ones while loading; the drafter has
     a `quantization` of its own.
+    max_model_len: context in tokens, prompt and output together; None = the model's own.
     num_speculative_tokens: the longest draft; "auto": as long as measurement says it pays, at times not at all.
     Raises ForedraftError with one line that says what to do.
     """
@@ -70,6 +72,7 @@ class LLM:
         num_speculative_tokens: DraftLength = AUTO,
         tokenizer: Any = "auto",
         limits: MemoryLimits | None = None,
+        max_model_len: int | None = None,
         fused: bool | None = None,
         is_debug: bool = False,
     ) -> None:
@@ -96,7 +99,7 @@ class LLM:
             raise ForedraftError(f"{name} cannot run as native code ({why}); leave fused out")
         self.fused = fused is not False
         is_fused = is_ours or quantization is not None if fused is None else fused
-        self.target = adopt(loaded, name, is_fused, is_ours, quantization)
+        self.target = adopt(loaded, name, is_fused, is_ours, quantization).with_context(max_model_len)
         self._grammars = Grammars(self.tokenizer, self.target.vocab_size)
         self._is_debug = is_debug
         if drafter == DEFAULT:
@@ -136,6 +139,50 @@ class LLM:
             if delta.completion is not None:
                 done[delta.index] = delta.completion
         return [done[index] for index in sorted(done)]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        **template: Any,
+    ) -> list[Completion]:
+        """Answer one conversation, or several, in the model's chat template.
+
+        `messages`: dicts with role and content, oldest first; a list of such lists is several conversations. `template`:
+        the keyword arguments of `encode_chat`. Raises ForedraftError for malformed messages or a missing template.
+        """
+        many = list(messages) if len(messages) and isinstance(messages[0], list | tuple) else [messages]
+        return self.generate([self.encode_chat(one, **template) for one in many], sampling)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of one conversation, a prompt for `generate` and `stream`; arguments as in `foredraft.chat`."""
+        return encode_chat(
+            self.tokenizer,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template=chat_template,
+            template_options=template_options,
+            is_source=self.target.has_encoder,
+        )
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the model brings a chat template, as instruct models do."""
+        return has_chat_template(self.tokenizer)
+
+    @property
+    def context_length(self) -> int:
+        """Longest sequence in tokens, prompt and output together."""
+        return self.target.context_length
 
     def stream(
         self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None

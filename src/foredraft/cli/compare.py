@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from foredraft.cli.backend import Generator
+from foredraft.cli.backend import CliPrompt, Generator
 from foredraft.cli.figures import Figures
 from foredraft.completion import Completion
 
@@ -78,7 +78,7 @@ class Runs:
 
 
 def measure(
-    generators: Mapping[str, Generator], prompts: Sequence[str], sampling: "Sampling", repeats: int,
+    generators: Mapping[str, Generator], prompts: Sequence[CliPrompt], sampling: "Sampling", repeats: int,
     step: Callable[[str], None],
 ) -> dict[str, Runs]:  # fmt: skip
     """Warm every generator up, then run them in turn `repeats` times, so that a drifting clock speed favours none."""

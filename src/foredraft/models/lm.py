@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -48,6 +48,7 @@ class HFModel:
     kv_numbers: int  # in the keys and values of one token
     num_parameters: int
     fused: FusedDecoder | None = None
+    max_context: int | None = field(kw_only=True, default=None)  # tokens; None = the model's own limit
 
     @classmethod
     def adopt(
@@ -73,6 +74,16 @@ class HFModel:
         pool = KVPool(is_native)
         return cls(model, name, pool, sum(call.numbers for call in calls), count, fused)
 
+    def with_context(self, most: int | None) -> "HFModel":
+        """The same model with a shorter context. Raises ForedraftError if it is longer than the model's own."""
+        if most is None:
+            return self
+        if not 1 < most <= self.own_context_length:
+            raise ForedraftError(
+                f"max_model_len must lie in 2..{self.own_context_length}, the context of {self.name}; got {most}"
+            )
+        return replace(self, max_context=most)
+
     def sibling(self) -> "HFModel":
         """The same weights with KV memory of their own."""
         return replace(self, pool=KVPool(self.pool.is_native))
@@ -83,7 +94,13 @@ class HFModel:
 
     @property
     def context_length(self) -> int:
-        """Tokens a text may have. Rotary factors that switch with the longest text of a batch end it at the switch."""
+        """Longest sequence in tokens, prompt and output together."""
+        own = self.own_context_length
+        return own if self.max_context is None else min(own, self.max_context)
+
+    @property
+    def own_context_length(self) -> int:
+        """The model's own limit. Rotary factors that switch with the longest text of a batch end it at the switch."""
         config = self.model.config.get_text_config()
         most = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or 1 << 30
         rope = getattr(config, "rope_parameters", None) or {}
