@@ -9,11 +9,20 @@ from foredraft.errors import ForedraftError
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}, and further keys that a template reads
 
+Conversation = Sequence[Message]
+
 PLAIN_TEMPLATE = """\
 {%- for message in messages %}{{ message.role }}: {{ message.content }}
 
 {% endfor %}
 {%- if add_generation_prompt %}assistant:{% endif %}"""
+
+
+def conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
+    """One conversation, or several, as a list of conversations."""
+    if isinstance(messages, list | tuple) and messages and all(isinstance(one, list | tuple) for one in messages):
+        return list(messages)
+    return [messages]  # type: ignore[list-item]
 
 
 def has_chat_template(tokenizer: Any | None) -> bool:
@@ -23,7 +32,7 @@ def has_chat_template(tokenizer: Any | None) -> bool:
 
 def encode_chat(
     tokenizer: Any | None,
-    messages: Sequence[Message],
+    messages: Conversation,
     *,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
@@ -69,7 +78,7 @@ def encode_chat(
     return [*ids, end] if is_source and end is not None and ids[-1:] != [end] else ids
 
 
-def _check(messages: Sequence[Message]) -> None:
+def _check(messages: Conversation) -> None:
     if isinstance(messages, str | Mapping) or not len(messages):
         raise ForedraftError('messages must be a list such as [{"role": "user", "content": "Hello"}]')
     for i, message in enumerate(messages):

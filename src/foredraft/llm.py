@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from foredraft import zoo
-from foredraft.chat import Message, encode_chat, has_chat_template
+from foredraft.chat import Conversation, conversations, encode_chat, has_chat_template
 from foredraft.completion import Completion, Delta
 from foredraft.controller import Adaptive, Fixed, Lengths
 from foredraft.costs import CostCurve
@@ -142,21 +142,32 @@ class LLM:
 
     def chat(
         self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        messages: Conversation | Sequence[Conversation],
         sampling: Sampling | Sequence[Sampling] | None = None,
-        **template: Any,
+        *,
+        chat_template: str | None = None,
+        template_options: Mapping[str, Any] | None = None,
     ) -> list[Completion]:
-        """Answer one conversation, or several, in the model's chat template.
+        """Answer one conversation, or each of several, in the model's chat template.
 
-        `messages`: dicts with role and content, oldest first; a list of such lists is several conversations. `template`:
-        the keyword arguments of `encode_chat`. Raises ForedraftError for malformed messages or a missing template.
+        Args:
+            messages: dicts with `role` and `content`, oldest first; a list of such lists is several conversations.
+            sampling: as for `generate`.
+            chat_template: Jinja source in place of the model's own.
+            template_options: further variables of the template, for instance {"enable_thinking": False}.
+
+        Raises:
+            ForedraftError: for malformed messages, or without a template.
         """
-        many = list(messages) if len(messages) and isinstance(messages[0], list | tuple) else [messages]
-        return self.generate([self.encode_chat(one, **template) for one in many], sampling)
+        prompts = [
+            self.encode_chat(one, chat_template=chat_template, template_options=template_options)
+            for one in conversations(messages)
+        ]
+        return self.generate(prompts, sampling)
 
     def encode_chat(
         self,
-        messages: Sequence[Message],
+        messages: Conversation,
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,

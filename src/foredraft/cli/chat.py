@@ -1,6 +1,7 @@
 """`foredraft chat`: a conversation with a model in the terminal."""
 
 import contextlib
+import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -226,8 +227,6 @@ class Conversation:
         self.screen.note("system message set" if text else "system message removed", Style(dim=True))
 
     def _save(self, name: str) -> None:
-        import json
-
         if not name:
             self.screen.note("give a file: /save FILE")
             return

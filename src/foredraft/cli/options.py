@@ -59,7 +59,7 @@ class ModelOptions:
             "--model-draft",
             "-md",
             panel="Model",
-        ),  # fmt: skip
+        ),
     ] = None
     spec_option: Annotated[
         list[str] | None,
@@ -89,7 +89,7 @@ class ModelOptions:
             "--draft-max",
             panel="Model",
             metavar="auto|NUMBER",
-        ),  # fmt: skip
+        ),
     ] = "auto"
     verify: Annotated[str, _option("Rule: auto, match, reject, block; typical is lossy.", panel="Model")] = "auto"
     dtype: Annotated[str, _option("auto, bfloat16, float16, float32 or float64.", panel="Model")] = "auto"
@@ -101,10 +101,10 @@ class ModelOptions:
     speculative_config: Annotated[
         str | None,
         _option(
-            "vLLM's form of the drafter: a JSON object with method, model, num_speculative_tokens and further settings.",
+            "The drafter as vLLM takes it: a JSON object of method, model, num_speculative_tokens and more.",
             panel="Model",
             metavar="JSON",
-        ),  # fmt: skip
+        ),
     ] = None
     no_fused: Annotated[
         bool, _option("Run the model's own modules, not native code, on CPU.", "--no-fused", panel="Model")

@@ -7,13 +7,13 @@ from typing import TypeVar
 from foredraft.cli.options import ModelOptions
 from foredraft.cli.shell import UsageError
 
-O = TypeVar("O", bound=ModelOptions)
+Options = TypeVar("Options", bound=ModelOptions)
 OPTION = "--speculative-config"
 # key of the JSON object -> field of ModelOptions
 FIELDS = {"method": "spec_method", "model": "spec_model", "num_speculative_tokens": "spec_tokens"}
 
 
-def read_speculative_config(options: O) -> O:
+def read_speculative_config(options: Options) -> Options:
     """The options with the JSON object taken apart. Raises UsageError for what is no object, or given twice."""
     if options.speculative_config is None:
         return options
