@@ -43,7 +43,7 @@ class FakeLLM:
                 yield Delta(index, piece, (i,), (origin,), (piece,), reason, completion)
 
     has_chat_template = False
-    context_length = 64
+    context_length = 4096
 
     def encode_chat(self, messages, *, chat_template=None):
         text = "".join(f"{m['role']}: {m['content']}\n" for m in messages) + "assistant:"

@@ -26,6 +26,7 @@ from foredraft.errors import ForedraftError
 
 if TYPE_CHECKING:
     from foredraft.sampling import Sampling
+FIXED_TOKENS = 3  # draft length that --compare adds for a method that the automatic length does not draft with
 
 
 @takes(GenerateOptions)
@@ -167,7 +168,26 @@ class Job:
                 self.options.repeats,
                 lambda name: bar.advance(1, f"measuring {name}"),
             )
-        return compare.table(measured, self.skipped, self.sampling, self.choices.lossy)
+        rows = compare.table(measured, self.skipped, self.sampling, self.choices.lossy)
+        return self._with_fixed_lengths(generators[compare.PLAIN], rows)
+
+    def _with_fixed_lengths(self, plain: Generator, rows: list[compare.Row]) -> list[compare.Row]:
+        """Add a row of fixed drafts for every named method that the automatic length hardly drafted with.
+
+        Without it a new head would show acceptance length 1.00, as if it were broken.
+        """
+        named = self.options.methods or (self.methods[:1] if self.options.spec_model else [])
+        idle = [row.method for row in rows if row.method in named and row.is_idle]
+        if not idle or self.options.draft_length is not None:
+            return rows
+        fixed = {compare.PLAIN: plain}
+        for name in idle:
+            options = replace(self._options_of(name), spec_tokens=str(FIXED_TOKENS))
+            fixed[f"{name}:{FIXED_TOKENS}"] = self.backend.with_method(plain, options, name)
+        measured = compare.measure(fixed, self._rendered(plain), self.sampling, self.options.repeats, lambda _: None)
+        extra = compare.table(measured, {}, self.sampling, self.choices.lossy)[1:]
+        last = max(i for i, row in enumerate(rows) if row.figures is not None) + 1
+        return [*rows[:last], *extra, *rows[last:]]
 
     def _print_figures(self, shown: str, figures: Figures, rows: Sequence[compare.Row], drafter: str) -> None:
         if self.screen.is_live:
@@ -175,7 +195,7 @@ class Job:
         line = figures.line
         if rows:
             self.screen.table(rows)
-            if remark := compare.note(rows):
+            for remark in compare.notes(rows):
                 self.screen.note(remark, Style(dim=True))
             row = next(row for row in rows if row.method == shown)
             line = f"{shown}: {row.figures.line}" if row.figures else line
