@@ -7,10 +7,7 @@ from foredraft.chat import PLAIN_TEMPLATE, conversations, encode_chat, has_chat_
 from foredraft.models.load import load_tokenizer
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say hello."}]
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
-TEMPLATE += "{% if add_generation_prompt %}<bot>{% endif %}"
-)
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{{ '<bot>' if add_generation_prompt }}"
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +54,8 @@ def test_a_model_without_a_tokenizer_says_so():
 
 def test_an_encoder_reads_a_closed_conversation(tokenizer):
     open_end = encode_chat(tokenizer, MESSAGES, chat_template=TEMPLATE)
-    assert encode_chat(tokenizer, MESSAGES, chat_template=TEMPLATE, is_source=True) == [
+    closed = encode_chat(tokenizer, MESSAGES, chat_template=TEMPLATE, is_source=True)
+    assert closed == [*open_end, tokenizer.eos_token_id]
         *open_end,
         tokenizer.eos_token_id,
     ]
