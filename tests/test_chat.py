@@ -56,9 +56,6 @@ def test_an_encoder_reads_a_closed_conversation(tokenizer):
     open_end = encode_chat(tokenizer, MESSAGES, chat_template=TEMPLATE)
     closed = encode_chat(tokenizer, MESSAGES, chat_template=TEMPLATE, is_source=True)
     assert closed == [*open_end, tokenizer.eos_token_id]
-        *open_end,
-        tokenizer.eos_token_id,
-    ]
 
 
 def test_one_conversation_or_several():
