@@ -56,7 +56,15 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'foredraft' has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module(f"foredraft.{_HOMES[name]}"), name)
+    try:
+        return getattr(importlib.import_module(f"foredraft.{_HOMES[name]}"), name)
+    except ImportError as error:
+        from foredraft.models.versions import installed, untested
+
+        newer = untested(installed())
+        if not newer:
+            raise
+        raise ImportError("; ".join([str(error), *newer])) from error
 
 
 def __dir__() -> list[str]:

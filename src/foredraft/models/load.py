@@ -15,6 +15,7 @@ from transformers import (
 )
 
 from foredraft.errors import ForedraftError
+from foredraft.models.versions import warn_if_untested
 
 DTYPES = {
     "float32": torch.float32,
@@ -111,6 +112,7 @@ def load_model(name: str, dtype: str | torch.dtype, device: torch.device) -> Any
     Raises ForedraftError.
     """
     _check_place(name)
+    warn_if_untested()
     place = str(Path(name).expanduser())
     wanted = parse_dtype(dtype) or "auto"
     try:
