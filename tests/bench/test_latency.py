@@ -8,6 +8,7 @@ import models_made
 from foredraft import Completion, ForedraftError, Sampling
 from foredraft.bench import flatness, latency, methods
 from foredraft.bench.grow import BUILT_IN, FIELD
+from foredraft.bench.latency_report import category_table
 from foredraft.bench.questions import Question
 from foredraft.completion import Stats
 
@@ -185,3 +186,24 @@ def test_passes_of_the_sizes_asked_for_are_timed_after_the_context():
     assert llm.generate([[5, 6]], GREEDY)  # its own KV memory was left alone
     with pytest.raises(ForedraftError, match="do not fit the model's context of 256"):
         flatness.costs(llm, [1, 3], 254)
+
+
+def test_figures_by_category_count_its_questions_alone(clock):
+    asked = [
+        Question(("the end",), "a", "writing"),
+        Question(("and", "then"), "b", "qa"),
+        Question(("the end",), "c", "writing"),
+        Question(("the",), "d"),
+    ]
+    outcome, rows = measured(clock, Timed("ngram", clock, 0.1), asked=asked)
+    found = latency.rows_by_category(outcome, GREEDY)
+    assert {name: [row.prompts for row in part] for name, part in found.items()} == {"writing": [2, 2], "qa": [2, 2]}
+    assert rows[1].prompts == 5
+    table = category_table(found)
+    assert table.header == ("category", "prompts", "ngram")
+    assert table.rows[0] == ("writing", "2", "4.00x (2.00)")
+
+
+def test_questions_without_categories_make_no_such_table(clock):
+    outcome, _ = measured(clock)
+    assert category_table(latency.rows_by_category(outcome, GREEDY)).rows == ()

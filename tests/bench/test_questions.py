@@ -18,6 +18,14 @@ def test_lines_in_the_form_of_spec_bench_are_read(tmp_path):
     line = {"question_id": 81, "category": "writing", "turns": ["one", "two\n"], "reference": []}
     file = write(tmp_path / "q.jsonl", json.dumps(line), "", json.dumps({"turns": ["three"]}))
     assert [q.turns for q in read(file)] == [("one", "two\n"), ("three",)]
+    assert [q.category for q in read(file)] == ["writing", ""]
+
+
+def test_a_separator_inside_a_text_ends_no_line(tmp_path):
+    turn = "one\u2028two\x85three"
+    file = tmp_path / "q.jsonl"
+    file.write_bytes(json.dumps({"turns": [turn]}, ensure_ascii=False).encode() + b'\r\n{"turns": ["next"]}\r\n')
+    assert [q.turns for q in read(file)] == [(turn,), ("next",)]
 
 
 @pytest.mark.parametrize(

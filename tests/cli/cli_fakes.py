@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from foredraft.cli.backend import Choices, drafter_spec
+from foredraft.cli.backend import Choices, TrainingOptions, drafter_spec
 from foredraft.cli.options import ModelOptions
 from foredraft.completion import Completion, Delta, Origin, Stats, TokenLogprob
 from foredraft.errors import ForedraftError
@@ -80,6 +80,7 @@ class FakeBackend:
     calls: list[tuple[str, int]] = field(default_factory=list)
     specs: list[dict | None] = field(default_factory=list)
     options: ModelOptions | None = None
+    training: TrainingOptions | None = None
 
     def choices(self) -> Choices:
         rules = ("auto", "match", "reject", "block", "typical")
@@ -102,11 +103,12 @@ class FakeBackend:
     def zoo(self) -> dict[str, Path]:
         return self.folders
 
-    def train(self, out: Path, device: str, sources: Path | None, report, say) -> None:
+    def train(self, out: Path, options: TrainingOptions, report, say) -> None:
+        self.training = options
         say("5 tokens to train on, 2 held out")
         for step in range(1, 41):
             report("target", step, 40, 1 / step)
-        self.calls.append((f"train {out.name} {device} {sources}", 40))
+        self.calls.append((f"train {out.name} {options.device} {options.sources}", 40))
 
     def install(self, out: Path) -> None:
         self.calls.append((f"install {out.name}", 0))

@@ -10,7 +10,7 @@ import pytest
 from cli_fakes import FakeBackend
 from rich.console import Console
 
-from foredraft.cli.backend import Backend, Generator
+from foredraft.cli.backend import Backend, Generator, TrainingOptions
 from foredraft.cli.figures import total
 from foredraft.cli.options import ModelOptions
 from foredraft.cli.progress import Bar
@@ -86,6 +86,14 @@ def test_zoo_train_reports_sparsely_off_a_terminal_and_installs_when_asked(run, 
     assert "--install" in outcome.error_lines[-1]
     run("zoo", "train", "--out", str(tmp_path / "new"), "--install", backend=backend)
     assert backend.calls[-1] == ("install new", 0)
+
+
+def test_zoo_train_hands_its_options_on(run, tmp_path):
+    backend = FakeBackend()
+    options = "--device cuda --threads 1 --tokens 2000000 --batch-tokens 65536 --finish".split()
+    assert run("zoo", "train", "--out", str(tmp_path / "new"), *options, backend=backend).code == 0
+    assert backend.training == TrainingOptions("cuda", None, 1, 2_000_000, 65536, True)
+    assert run("zoo", "train", "--threads", "0").code == 2
 
 
 def test_zoo_train_refuses_what_is_no_folder(run, tmp_path):

@@ -1,6 +1,8 @@
 """The recipe that makes the built-in pair, run end to end in miniature."""
 
 import json
+import os
+import signal
 from dataclasses import replace
 
 import numpy as np
@@ -9,19 +11,20 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from foredraft import LLM, Sampling
+from foredraft import LLM, ForedraftError, Sampling
 from foredraft.zoo import build, corpus
+from foredraft.zoo.batches import Batches
 from foredraft.zoo.heads import RECIPES, Heads
 from foredraft.zoo.measure import PairFigures, measure
-from foredraft.zoo.recipe import Recipe, Stage
+from foredraft.zoo.recipe import TARGET, Recipe, Stage
 from foredraft.zoo.seq2seq import SEQ2SEQ, SEQ2SEQ_DRAFT
 from foredraft.zoo.seq2seq_build import PairRecipe
+from foredraft.zoo.train import Run, distillation_loss, rate, stacked, train
 from foredraft.zoo.train import build as untrained
-from foredraft.zoo.train import distillation_loss, rate, stacked, train, windows
 
 TINY = Recipe(
-    hidden=32, intermediate=48, heads=2, kv_heads=1, batch_tokens=64, warmup=1,
-    stages=(Stage(1, 16, 3), Stage(2, 32, 2)),
+    hidden=32, intermediate=48, heads=2, kv_heads=1, batch_tokens=64, micro_tokens=32, warmup=1,
+    stages=(Stage(1, 16, 3), Stage(2, 16, 2)), decay=0.6, long_context=32,
 )  # fmt: skip
 TINY_DRAFT = replace(TINY, hidden=16, stages=(Stage(1, 16, 3),))
 TINY_PAIR = PairRecipe(
@@ -94,22 +97,26 @@ def test_everything_is_built_and_measured_and_loads_in_transformers(python_tree,
     assert json.loads((out / "figures.json").read_text())["draft"]["alpha"] == figures.alpha
 
 
-def test_an_interrupted_run_resumes_to_the_same_weights(tmp_path):
-    """A resumed run that repeats or skips a batch gives other weights."""
-    ids = np.random.default_rng(0).integers(0, 4096, 4000).astype(np.uint16)
-    whole = train(TINY, ids, tmp_path / "whole").state_dict()
-
+def interrupt_at(at):
     def interrupt(step, steps, loss):
-        if step == 4:
+        if step == at:
             raise KeyboardInterrupt
 
-    long = replace(TINY, checkpoint_every=1)
-    with pytest.raises(KeyboardInterrupt):
-        train(long, ids, tmp_path / "cut", progress=interrupt)
-    resumed = train(long, ids, tmp_path / "cut").state_dict()
+    return interrupt
+
+
+def test_an_interrupted_run_resumes_to_the_same_weights(tmp_path):
+    """A resumed run that repeats or skips a batch gives other weights. Cut at either depth, at a seam, in the decay."""
+    ids = np.random.default_rng(0).integers(0, 4096, 4000).astype(np.uint16)
+    whole = train(Run(TINY, ids, tmp_path / "whole")).state_dict()
+    cut = Run(replace(TINY, checkpoint_seconds=0.0), ids, tmp_path / "cut")
+    for at in (2, 3, 4, 5, 6):
+        with pytest.raises(KeyboardInterrupt):
+            train(replace(cut, progress=interrupt_at(at)))
+    resumed = train(cut).state_dict()
     for name, weight in whole.items():
         assert torch.equal(weight, resumed[name]), name
-    assert not (tmp_path / "cut" / "checkpoint.pt").exists()
+    assert not cut.decaying.exists()
     saved = load_file(tmp_path / "cut" / "model.safetensors")
     assert "lm_head.weight" not in saved, "tied embeddings are stored once"
 
@@ -123,20 +130,77 @@ def test_stacking_repeats_the_layers_in_order():
     assert torch.equal(deep.lm_head.weight, shallow.lm_head.weight)
 
 
-def test_the_rate_warms_up_and_ends_at_zero():
+def test_the_rate_warms_up_at_every_depth_and_ends_at_zero():
     recipe = replace(TINY, stages=(Stage(1, 16, 100),), warmup=10, decay=0.5)
-    rates = [rate(recipe, step) for step in range(101)]
-    assert rates[0] == 0.1
-    assert rates[20] == rates[50] == 1
-    assert rates[100] == 0
-    assert rates == sorted(rates[:50]) + sorted(rates[50:], reverse=True)
+    assert [rate(recipe, step, 0, None) for step in (0, 4, 9, 50)] == [0.1, 0.5, 1, 1]
+    assert rate(recipe, 60, 60, None) == 0.1
+    falling = [rate(recipe, step, 0, 100) for step in range(100, 151)]
+    assert falling[0] == 1
+    assert falling[-1] == 0
+    assert falling == sorted(falling, reverse=True)
 
 
-def test_every_window_is_met_once_in_a_pass():
+def test_a_decay_that_begins_early_is_shorter_and_as_deep():
+    early, late = TINY.ending(5), replace(TINY, stages=(Stage(1, 16, 300), Stage(2, 16, 200))).ending(500)
+    assert [(stage.layers, stage.context, stage.steps) for stage in early] == [(2, 16, 2), (2, 32, 1)]
+    assert [stage.steps for stage in late] == [240, 60]
+
+
+def test_another_number_of_tokens_keeps_the_proportions():
+    recipe = replace(TARGET, stages=(Stage(6, 256, 3000), Stage(12, 256, 1000)))
+    longer = recipe.scaled(3 * recipe.tokens, None, "cpu")
+    assert [stage.steps for stage in longer.stages] == [9000, 3000]
+    on_gpu = recipe.scaled(16 * recipe.tokens, None, "cuda")
+    assert [stage.steps for stage in on_gpu.stages] == [6000, 2000]
+    assert on_gpu.batch_tokens == on_gpu.micro_tokens == 8 * recipe.batch_tokens
+
+
+def test_a_run_finished_early_keeps_its_checkpoint_and_can_go_on(tmp_path):
+    ids = np.random.default_rng(0).integers(0, 4096, 4000).astype(np.uint16)
+    run = Run(replace(TINY, checkpoint_seconds=0.0), ids, tmp_path / "cut", held=ids)
+    with pytest.raises(KeyboardInterrupt):
+        train(replace(run, progress=interrupt_at(2)))
+    assert train(run, finish=True).config.num_hidden_layers == 2
+    rows = [json.loads(line) for line in (tmp_path / "cut" / "log.jsonl").read_text().splitlines()]
+    assert rows[-1]["decay_from"] == 2
+    assert torch.load(run.constant, weights_only=True)["step"] == 2
+    whole = train(replace(run, folder=tmp_path / "whole")).state_dict()
+    resumed = train(run).state_dict()
+    assert all(torch.equal(weight, resumed[name]) for name, weight in whole.items())
+
+
+def test_a_checkpoint_of_other_batches_is_refused(tmp_path):
+    ids = np.random.default_rng(0).integers(0, 4096, 4000).astype(np.uint16)
+    run = Run(TINY, ids, tmp_path)
+    train(run)
+    with pytest.raises(ForedraftError, match="give --batch-tokens 64"):
+        train(replace(run, recipe=replace(TINY, batch_tokens=128)))
+
+
+def test_a_signal_saves_a_checkpoint_after_the_step_under_way(tmp_path):
+    ids = np.random.default_rng(0).integers(0, 4096, 4000).astype(np.uint16)
+
+    def terminate(step, steps, loss):
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    run = Run(TINY, ids, tmp_path, progress=terminate)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        train(run)
+    assert torch.load(run.constant, weights_only=True)["step"] == 3
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_every_window_comes_once_in_a_pass_whatever_step_a_run_goes_on_from():
     ids = np.arange(1000).astype(np.uint16)
-    batches = windows(ids, 10, 3, seed=0)
-    starts = [int(row[0]) for _ in range(30) for row in next(batches)]
-    assert len(set(starts)) == 90
+    batches = Batches(ids, 10, 3, seed=0)
+    passes = [[row.tolist() for row in batches.at(i)] for i in range(2 * batches.per_pass)]
+    starts = [row[0] for batch in passes[: batches.per_pass] for row in batch]
+    assert len(set(starts)) == len(starts) == 99
+    assert all(row == list(range(row[0], row[0] + 11)) for batch in passes for row in batch)
+    assert [row.tolist() for row in Batches(ids, 10, 3, seed=0).at(40)] == passes[40]
+    assert {row[0] % 10 for row in passes[0]} != {row[0] % 10 for row in passes[-1]}
 
 
 def test_distilling_a_model_into_itself_costs_nothing():

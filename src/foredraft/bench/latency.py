@@ -33,6 +33,7 @@ class Run:
 
     completions: tuple[Completion, ...]  # of every round
     times: tuple[float, ...]
+    category: str = ""  # of the question
 
     @property
     def seconds(self) -> float:
@@ -104,7 +105,8 @@ def measure(
                     step(name)
                     seen[name].append(_timed(name, generators[name], prompt, sampling))
             for name, pairs in seen.items():
-                outcome.runs[name].append(Run(*zip(*pairs, strict=True)))
+                completions, times = zip(*pairs, strict=True)
+                outcome.runs[name].append(Run(completions, times, question.category))
             answer = outcome.runs[PLAIN][-1].completions[0]
             conversation.answer(answer.token_ids, answer.text)
     return outcome
@@ -125,6 +127,16 @@ def rows(outcome: Outcome, sampling: Sampling) -> list[Row]:
     if not plain:
         raise ForedraftError("no prompt fits the model's context with --max-tokens; ask for fewer tokens")
     return [_row(name, runs, plain, sampling) for name, runs in outcome.runs.items()]
+
+
+def rows_by_category(outcome: Outcome, sampling: Sampling) -> dict[str, list[Row]]:
+    """The same table for every category of the questions, in their order; none if the questions have none."""
+    names = dict.fromkeys(run.category for run in outcome.runs[PLAIN] if run.category)
+    parts = {
+        name: Outcome({method: [run for run in runs if run.category == name] for method, runs in outcome.runs.items()})
+        for name in names
+    }
+    return {name: rows(part, sampling) for name, part in parts.items()}
 
 
 def _row(name: str, runs: Sequence[Run], plain: Sequence[Run], sampling: Sampling) -> Row:

@@ -1,6 +1,6 @@
 """`foredraft bench latency` from the loaded model to the report."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,6 +42,7 @@ class Job:
     step: Step
     skipped: dict[str, str] = field(default_factory=dict)
     rows: list[latency.Row] = field(default_factory=list)
+    categories: dict[str, list[latency.Row]] = field(default_factory=dict)
     costs: list[flatness.Cost] = field(default_factory=list)
     too_long: list[str] = field(default_factory=list)
 
@@ -55,6 +56,7 @@ class Job:
                 plan.rounds, self.step,
             )  # fmt: skip
             self.rows, self.too_long = latency.rows(outcome, plan.sampling), outcome.too_long
+            self.categories = latency.rows_by_category(outcome, plan.sampling)
         if plan.verify_rows:
             self.step("cost of verification")
             self.costs = flatness.costs(self.llm, plan.verify_rows, plan.context)
@@ -118,7 +120,7 @@ class Job:
     def _report(self) -> report.Report:
         tables = []
         if self.rows:
-            tables += [speed_table(self.rows), position_table(self.rows)]
+            tables += [speed_table(self.rows), category_table(self.categories), position_table(self.rows)]
         if self.costs:
             tables.append(cost_table(self.costs))
         data = {
@@ -127,6 +129,7 @@ class Job:
             "sampling": self.plan.sampling,
             "rounds": self.plan.rounds,
             "methods": self.rows,
+            "categories": self.categories,
             "skipped": self.skipped,
             "too_long": self.too_long,
             "verify_cost": {"context": self.plan.context, "passes": self.costs} if self.costs else None,
@@ -147,6 +150,17 @@ def speed_table(rows: Sequence[latency.Row]) -> report.Table:
         for row in rows
     ]  # fmt: skip
     return report.Table("Speed", header, tuple(cells))
+
+
+def category_table(categories: Mapping[str, Sequence[latency.Row]]) -> report.Table:
+    """Speed-up and acceptance length of every method but plain decoding, by the questions' category."""
+    methods = [row.method for row in next(iter(categories.values()), ()) if row.method != PLAIN]
+    cells = [
+        (name, str(rows[0].prompts), *(f"{row.speed_up:.2f}x ({row.acceptance_length:.2f})" for row in rows[1:]))
+        for name, rows in categories.items()
+        if methods
+    ]
+    return report.Table("Speed-up (acceptance length) by category", ("category", "prompts", *methods), tuple(cells))
 
 
 def position_table(rows: Sequence[latency.Row]) -> report.Table:

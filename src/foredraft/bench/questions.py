@@ -1,7 +1,7 @@
 """What the benchmarks ask: a question file in the form of Spec-Bench and MT-bench, or a built-in workload.
 
-A line of such a file is a JSON object with "turns", a list of texts; other keys do not matter. The answer to
-one turn goes into the prompt of the next.
+A line of such a file is a JSON object with "turns", a list of texts, and perhaps "category"; other keys do not
+matter. The answer to one turn goes into the prompt of the next.
 """
 
 import json
@@ -19,17 +19,20 @@ BUILT_IN = 20  # prompts, where nothing else is asked for
 class Question:
     turns: tuple[str, ...]
     name: str  # as a message would name it
+    category: str = ""
 
 
 def questions(file: Path | None, count: int | None) -> list[Question]:
     """`count` questions, spread evenly over a file, or built-in ones: of the workload whose name stands for a file, of
     `code` where there is none. Raises ForedraftError."""
-    from foredraft.bench.workloads import WORKLOADS
+    from foredraft.bench.workloads import CONVERSATIONS, WORKLOADS
 
     name = "code" if file is None else str(file)
+    built_in = BUILT_IN if count is None else count
     if name in WORKLOADS:
-        texts = WORKLOADS[name](BUILT_IN if count is None else count)
-        return [Question((text,), f"{name} {i + 1}") for i, text in enumerate(texts)]
+        return [Question((text,), f"{name} {i + 1}") for i, text in enumerate(WORKLOADS[name](built_in))]
+    if name in CONVERSATIONS:
+        return [Question(turns, f"{name} {i + 1}") for i, turns in enumerate(CONVERSATIONS[name](built_in))]
     assert file is not None
     found = read(file)
     wanted = len(found) if count is None else min(count, len(found))
@@ -40,7 +43,8 @@ def questions(file: Path | None, count: int | None) -> list[Question]:
 def read(file: Path) -> list[Question]:
     """Every question of a JSONL file. Raises ForedraftError that names the line."""
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        # not splitlines(): JSON may hold U+2028 and its like, which are no ends of lines there
+        lines = file.read_text(encoding="utf-8").split("\n")
     except FileNotFoundError:
         raise ForedraftError(
             f"question file {str(file)!r} does not exist; check the path given to --questions"
@@ -64,7 +68,8 @@ def _parsed(line: str, where: str) -> Question:
     is_texts = isinstance(turns, list) and all(isinstance(turn, str) and turn for turn in turns)
     if not turns or not is_texts:
         raise ForedraftError(f'{where} has no list of texts under "turns"; write {{"turns": ["first", "second"]}}')
-    return Question(tuple(turns), where)
+    category = entry.get("category")
+    return Question(tuple(turns), where, category if isinstance(category, str) else "")
 
 
 class Conversation:

@@ -1,4 +1,4 @@
-"""Prompts of four kinds of work for the built-in target, and texts to correct for the built-in encoder-decoder.
+"""Prompts of several kinds of work for the built-in target, and texts to correct for the built-in encoder-decoder.
 
 All are made from modules of the standard library that no built-in model has learnt from, the logs by a fixed recipe.
 """
@@ -7,12 +7,15 @@ import ast
 import random
 import re
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
+from foredraft.bench import documents
 from foredraft.zoo.corpus import Source, held_out_prompts, split
 from foredraft.zoo.errors_made import spoilt
 from foredraft.zoo.prose import passages
 
 MOST_CHARS = 1500  # of a prompt
+Prompt = TypeVar("Prompt", str, tuple[str, ...])
 ERRORS = 0.05  # of the words of a text to correct
 
 
@@ -88,20 +91,39 @@ def clean(count: int) -> list[str]:
     return _some((text for text in passages(_held()) if 160 <= len(text) <= 320), count)
 
 
+def summaries(count: int) -> list[str]:
+    """Documentation to summarise, after two examples."""
+    return _some(documents.summaries(_held()), count)
+
+
+def answers(count: int) -> list[str]:
+    """A page of documentation and a question whose answer stands in it."""
+    return _some(documents.answers(_held()), count)
+
+
+def chat(count: int) -> list[tuple[str, ...]]:
+    """Questions about one page of documentation, turn after turn."""
+    return _some(documents.talks(_held()), count)
+
+
 WORKLOADS: dict[str, Callable[[int], list[str]]] = {
     "code": code,
     "editing": editing,
     "logs": logs,
     "prose": prose,
+    "summaries": summaries,
+    "answers": answers,
     "corrections": corrections,
 }
+# the turns of every question
+CONVERSATIONS: dict[str, Callable[[int], list[tuple[str, ...]]]] = {"chat": chat}
 
 
 def _held() -> list[Source]:
     return [file for file in split()[1] if not file.name.startswith("test/")]
 
 
-def _some(texts: Iterator[str], count: int) -> list[str]:
+def _some(texts: Iterator[Prompt], count: int) -> list[Prompt]:
     """`count` of them, spread evenly over all."""
     every = list(dict.fromkeys(texts))
     count = min(count, len(every))

@@ -44,6 +44,18 @@ class Generator(Protocol):
 
 
 @dataclass(frozen=True)
+class TrainingOptions:
+    """The options of `foredraft zoo train`; None is the recipe's own."""
+
+    device: str = "cpu"
+    sources: Path | None = None
+    threads: int | None = None
+    tokens: int | None = None
+    batch_tokens: int | None = None
+    finish: bool = False
+
+
+@dataclass(frozen=True)
 class Choices:
     """The words the options take."""
 
@@ -133,13 +145,23 @@ class Backend:
         return {name: zoo.path(name) for name in zoo.names()}
 
     def train(
-        self, out: Path, device: str, sources: Path | None, report: Callable[[str, int, int, float], None],
+        self, out: Path, options: TrainingOptions, report: Callable[[str, int, int, float], None],
         say: Callable[[str], None],
     ) -> None:  # fmt: skip
         """Train the built-in models into a folder; a run that stopped goes on."""
-        from foredraft.zoo.build import build_all
+        import torch
 
-        build_all(out, device, root=sources, report=report, say=say)
+        from foredraft.zoo.build import build_all
+        from foredraft.zoo.recipe import DRAFT, TARGET
+
+        if options.threads is not None:
+            torch.set_num_threads(options.threads)
+        target = TARGET.scaled(options.tokens, options.batch_tokens, options.device)
+        drafts = None if options.tokens is None else options.tokens * DRAFT.tokens // TARGET.tokens
+        draft = DRAFT.scaled(drafts, options.batch_tokens, options.device)
+        build_all(
+            out, options.device, target, draft, root=options.sources, report=report, say=say, finish=options.finish
+        )
 
     def install(self, out: Path) -> None:
         """Make what was trained the built-in models of this installation."""

@@ -54,7 +54,7 @@ class BenchOptions:
         Path | None,
         _option(
             'JSONL of {"turns": ["...", ...]}, as Spec-Bench and MT-bench; or a built-in set by name: code, editing, '
-            "logs, prose, or for an encoder-decoder corrections.",
+            "logs, prose, summaries, answers, chat, or for an encoder-decoder corrections.",
             panel="Prompts",
         ),
     ] = None

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from foredraft.cli.backend import Backend
+from foredraft.cli.backend import Backend, TrainingOptions
 from foredraft.cli.progress import Bar
 from foredraft.cli.render import console
 from foredraft.cli.shell import UsageError, say
@@ -77,13 +77,24 @@ def train(
     ),
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     sources: Annotated[
-        Path | None, typer.Option(help="Learn from this tree of Python files, not from the standard library.")
+        Path | None, typer.Option(help="Learn from this tree of Python files, not from library and packages.")
     ] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; as many as PyTorch takes if absent.")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens the target reads; 61 million if absent. Drafts in proportion.")
+    ] = None,
+    batch_tokens: Annotated[
+        int | None, typer.Option(min=1024, help="Tokens of one step; 8,192 if absent, 65,536 on CUDA.")
+    ] = None,
+    finish: Annotated[
+        bool, typer.Option("--finish", help="Begin the decay at the last checkpoint of the part under way.")
+    ] = False,
     put: Annotated[
         bool, typer.Option("--install", help="Then use them as this installation's built-in models.")
     ] = False,
 ) -> None:
-    """Train the built-in models again from the standard library's sources: hours on two cores."""
+    """Train the built-in models again from the sources of the standard library and of permissively licensed packages:
+    a day on two cores. Stop with Ctrl-C or SIGTERM; the same command goes on."""
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out {str(out)!r} is a file; give a folder")
     if sources is not None and not sources.is_dir():
@@ -91,7 +102,8 @@ def train(
     backend: Backend = ctx.obj or Backend()
     screen = console(sys.stderr, no_color=False)
     with Bar(screen, "reading the sources", total=1) as bar:
-        backend.train(out, device, sources, Report(bar, is_written=not screen.is_terminal), say)
+        options = TrainingOptions(device, sources, threads, tokens, batch_tokens, finish)
+        backend.train(out, options, Report(bar, is_written=not screen.is_terminal), say)
     if put:
         backend.install(out)
     say(

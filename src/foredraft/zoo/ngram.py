@@ -42,7 +42,7 @@ def measure_table(model: NgramModel, ids: np.ndarray, count: int = 4000) -> Tabl
     return TableFigures(hits / count, float(np.exp(loss / count)), count)
 
 
-def card(figures: TableFigures, about: dict[str, str]) -> str:
+def card(figures: TableFigures, data: str) -> str:
     """The model card, as Markdown."""
     return "\n".join(
         [
@@ -51,8 +51,7 @@ def card(figures: TableFigures, about: dict[str, str]) -> str:
             f"Interpolated modified Kneser-Ney of order {ORDER}, pruned to {MAX_ENTRIES:,} entries; what `ngram_lm`",
             "drafts with beside the built-in target, below what the running text itself has shown.",
             "",
-            f"- Data: the standard library of CPython {about['python']}, {about['train_tokens']} training tokens "
-            f"(digest {about['digest']}), every n-gram counted once per file.",
+            f"- Data: {data}, every n-gram counted once per file.",
             f"- Held-out text, the table alone: {figures.top_1:.1%} of next tokens right, perplexity "
             f"{figures.perplexity:.1f} ({figures.num_tokens:,} tokens).",
             "",
@@ -60,8 +59,8 @@ def card(figures: TableFigures, about: dict[str, str]) -> str:
     )
 
 
-def build_table(train_ids: np.ndarray, held_ids: np.ndarray, folder: Path, about: dict[str, str]) -> None:
-    """Train, save and describe the table."""
+def build_table(train_ids: np.ndarray, held_ids: np.ndarray, folder: Path, data: str) -> None:
+    """Train, save and describe the table; `data` is what the card says that it learnt from."""
     model = train_builtin(train_ids)
     model.save(folder)
-    (folder / "README.md").write_text(card(measure_table(model, held_ids), about))
+    (folder / "README.md").write_text(card(measure_table(model, held_ids), data))

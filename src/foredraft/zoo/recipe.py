@@ -1,6 +1,6 @@
 """The fixed numbers behind the built-in models: shapes, stages, learning rates."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 VOCAB_SIZE = 4096
 END_OF_TEXT = "<|endoftext|>"
@@ -17,29 +17,62 @@ class Stage:
 
 @dataclass(frozen=True)
 class Recipe:
+    """Warm-up, a constant rate, then a decay to zero that may begin at any step: an early end still gives a good model.
+
+    `stages` are the steps at the constant rate; the decay comes on top of them.
+    """
+
     hidden: int
     intermediate: int
     heads: int
     kv_heads: int
     stages: tuple[Stage, ...]
     batch_tokens: int = 8192
-    learning_rate: float = 3e-3
-    warmup: int = 40
-    decay: float = 0.3  # share of all steps over which the rate falls to zero
+    micro_tokens: int = 2048  # tokens whose gradients are computed at once: what a core's cache holds
+    learning_rate: float = 2e-3
+    warmup: int = 40  # steps, again after every change of depth
+    decay: float = 0.25  # steps of the decay, as a share of the steps before it
+    long_share: float = 0.2  # of the decay's steps, the last ones, with long windows
+    long_context: int = 1024  # tokens
     seed: int = 0
-    checkpoint_every: int = 100
+    checkpoint_seconds: float = 600.0
 
     @property
     def steps(self) -> int:
+        """Steps at the constant rate."""
         return sum(stage.steps for stage in self.stages)
 
+    @property
+    def tokens(self) -> int:
+        """Tokens read in all, the decay included."""
+        return self.batch_tokens * (self.steps + sum(stage.steps for stage in self.ending(self.steps)))
 
-# Half the depth first, then the layers stacked on themselves: the early steps cost half as much.
+    def ending(self, done: int) -> tuple[Stage, Stage]:
+        """The stages of a decay that begins after `done` steps."""
+        steps = max(2, round(self.decay * done))
+        long = max(1, round(self.long_share * steps))
+        last = self.stages[-1]
+        return Stage(last.layers, last.context, steps - long), Stage(last.layers, self.long_context, long)
+
+    def scaled(self, tokens: int | None, batch_tokens: int | None, device: str) -> "Recipe":
+        """The same stages in proportion for another number of tokens in all, or for other batches. On CUDA a batch is
+        one computation."""
+        batch = batch_tokens or (CUDA_BATCH_TOKENS if device.startswith("cuda") else self.batch_tokens)
+        factor = (tokens or self.tokens) / self.tokens * self.batch_tokens / batch
+        stages = tuple(replace(stage, steps=max(1, round(factor * stage.steps))) for stage in self.stages)
+        micro = batch if device.startswith("cuda") else min(self.micro_tokens, batch)
+        return replace(self, stages=stages, batch_tokens=batch, micro_tokens=micro)
+
+
+CUDA_BATCH_TOKENS = 65536
+
+# Half the depth first, then the layers stacked on themselves: the early steps cost half as much. 61 M tokens.
 TARGET = Recipe(
     hidden=384, intermediate=1024, heads=6, kv_heads=2,
-    stages=(Stage(6, 256, 700), Stage(12, 256, 220), Stage(12, 1024, 40)),
+    stages=(Stage(6, 256, 4600), Stage(12, 256, 1400)),
 )  # fmt: skip
+# 100 M tokens
 DRAFT = Recipe(
-    hidden=256, intermediate=448, heads=4, kv_heads=2,
-    stages=(Stage(2, 256, 420), Stage(2, 1024, 40)),
+    hidden=256, intermediate=448, heads=4, kv_heads=2, learning_rate=3e-3,
+    stages=(Stage(2, 256, 9800),),
 )  # fmt: skip

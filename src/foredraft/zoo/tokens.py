@@ -8,6 +8,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from foredraft.zoo.corpus import Source
 from foredraft.zoo.recipe import END_OF_TEXT, VOCAB_SIZE
 
+ROUND = 256  # files encoded together: an encoding takes a hundred times the memory of its ids
+
 
 def train_tokenizer(files: list[Source]) -> Tokenizer:
     """A byte-level BPE of VOCAB_SIZE tokens; id 0 ends a text."""
@@ -42,7 +44,8 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 def encode(tokenizer: Tokenizer, files: list[Source]) -> np.ndarray:
     """[T] uint16: every file, each preceded by the end-of-text id."""
-    parts: list[np.ndarray] = []
-    for encoding in tokenizer.encode_batch([source.text for source in files]):
-        parts.append(np.array([0, *encoding.ids], dtype=np.uint16))
+    parts: list[np.ndarray] = [np.empty(0, dtype=np.uint16)]
+    for first in range(0, len(files), ROUND):
+        for encoding in tokenizer.encode_batch([source.text for source in files[first : first + ROUND]]):
+            parts.append(np.array([0, *encoding.ids], dtype=np.uint16))
     return np.concatenate(parts)

@@ -1,13 +1,15 @@
 """Training of the built-in pair: next-token loss for the target, the target's law for the draft.
 
-Weights and gradients are bf16, the optimizer's copies fp32. Matrices are updated by Muon, the rest by AdamW.
+Weights and gradients are bf16, the optimizer's copies fp32. Matrices are updated by Muon, the rest by AdamW. The rate
+is constant until the last stage ends, then decays; the decay is a run of its own that starts from the last checkpoint
+at the constant rate and leaves that as it is.
 """
 
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +18,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from foredraft.zoo.recipe import VOCAB_SIZE, Recipe, Stage
+from foredraft.errors import ForedraftError
+from foredraft.zoo.batches import Batches
+from foredraft.zoo.recipe import VOCAB_SIZE, Recipe
+from foredraft.zoo.stopping import stoppable
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # (ids [B, L], logits [B*L, V], next ids [B*L])
 Progress = Callable[[int, int, float], None]  # (step, steps, smoothed loss)
 Report = Callable[[str, int, int, float], None]  # the same, after the part's name
+LOG_EVERY = 20  # steps
+HELD_EVERY = 200  # steps between measurements of the held-out loss
+HELD_WINDOWS = 16  # of such a measurement
 _OUTER = ("embed", "shared", "relative_attention_bias")  # matrices that are tables: Muon is not meant for them
 
 
@@ -34,7 +42,7 @@ def build(recipe: Recipe, layers: int, dtype: torch.dtype = torch.bfloat16) -> L
         num_attention_heads=recipe.heads,
         num_key_value_heads=recipe.kv_heads,
         head_dim=64,
-        max_position_embeddings=1024,
+        max_position_embeddings=max(1024, recipe.long_context),
         tie_word_embeddings=True,
         bos_token_id=0,
         eos_token_id=0,
@@ -96,23 +104,6 @@ class Optimizer:
                 master.copy_(saved)
 
 
-def windows(ids: np.ndarray, context: int, rows: int, seed: int) -> Iterator[Tensor]:
-    """[rows, context + 1] batches without end: each pass over the corpus cuts it at a fresh offset."""
-    rng = np.random.default_rng(seed)
-    while True:
-        offset = int(rng.integers(context))
-        starts = rng.permutation(np.arange(offset, len(ids) - context - 1, context))
-        for i in range(0, len(starts) - rows + 1, rows):
-            batch = np.stack([ids[s : s + context + 1] for s in starts[i : i + rows]])
-            yield torch.from_numpy(batch.astype(np.int64))
-
-
-def rate(recipe: Recipe, step: int) -> float:
-    """Warm-up, level, then a linear fall to zero, as a share of the learning rate."""
-    left = (recipe.steps - step) / (recipe.decay * recipe.steps)
-    return min(1.0, (step + 1) / recipe.warmup, left)
-
-
 def logits_of(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
     """[B*L, V] logits in the model's dtype."""
     hidden = model.model(ids, use_cache=False).last_hidden_state
@@ -142,77 +133,188 @@ class Run:
     recipe: Recipe
     ids: np.ndarray
     folder: Path
-    loss_of: Loss
-    device: str
-    progress: Progress
+    loss_of: Loss = next_token_loss
+    device: str = "cpu"
+    progress: Progress = lambda step, steps, loss: None
+    held: np.ndarray | None = None  # ids whose loss goes into the log
+    must_stop: Callable[[], bool] = lambda: False
 
     @property
-    def checkpoint(self) -> Path:
+    def constant(self) -> Path:
         return self.folder / "checkpoint.pt"
 
+    @property
+    def decaying(self) -> Path:
+        return self.folder / "checkpoint-decay.pt"
 
-def train(
-    recipe: Recipe,
-    ids: np.ndarray,
-    folder: Path,
-    loss_of: Loss = next_token_loss,
-    device: str = "cpu",
-    progress: Progress = lambda step, steps, loss: None,
-) -> LlamaForCausalLM:
-    """Run the recipe; `folder` holds a checkpoint to resume from and log.jsonl, and at the end the model."""
-    folder.mkdir(parents=True, exist_ok=True)
-    run = Run(recipe, ids, folder, loss_of, device, progress)
-    done, model = 0, build(recipe, recipe.stages[0].layers).to(device)
+
+@dataclass
+class State:
+    """What a checkpoint holds."""
+
+    model: LlamaForCausalLM
+    optimizer: Optimizer
+    step: int = 0
+    since: int = 0  # the step at which training at this depth began
+    decay_from: int | None = None  # the step at which the decay began
+    smooth: float = math.nan  # training loss, smoothed
+
+    @property
+    def layers(self) -> int:
+        return int(self.model.config.num_hidden_layers)
+
+
+def train(run: Run, finish: bool = False) -> LlamaForCausalLM:
+    """Run the recipe, from the run's checkpoint if it has one; its folder gets the model at the end, and a log.
+
+    `finish` begins the decay at that checkpoint, however few steps it has. A signal to stop saves a checkpoint and
+    raises KeyboardInterrupt. Raises ForedraftError if the checkpoint was made with batches of another size.
+    """
+    run.folder.mkdir(parents=True, exist_ok=True)
+    with stoppable() as is_signalled:
+        run = replace(run, must_stop=is_signalled)
+        state = _load(run, run.decaying)
+        if state is None:
+            state = _at_constant_rate(run, finish)
+        _decay(run, state)
+    state.model.config.dtype = "bfloat16"
+    state.model.save_pretrained(run.folder)
+    run.decaying.unlink()
+    return state.model
+
+
+def _at_constant_rate(run: Run, finish: bool) -> State:
+    recipe = run.recipe
+    state = _load(run, run.constant)
+    if state is not None and finish:
+        return state
+    if state is None:
+        model = build(recipe, recipe.stages[0].layers).to(run.device)
+        state = State(model, Optimizer(model, recipe.learning_rate))
+    end = 0
     for stage in recipe.stages:
-        model = stacked(recipe, model, stage.layers).to(device)
-        done = _run_stage(run, stage, done, model)
-    model.config.dtype = "bfloat16"
-    model.save_pretrained(folder)
-    run.checkpoint.unlink(missing_ok=True)
-    return model
+        end += stage.steps
+        if state.step < end:
+            _deepen(run, state, stage.layers)
+            _advance(run, state, stage.context, end, run.constant)
+    return state
 
 
-def _resume(run: Run, stage: Stage, first: int, model: LlamaForCausalLM, optimizer: Optimizer) -> int:
-    """Load what a checkpoint holds of this stage; the step to go on from."""
-    if not run.checkpoint.exists():
-        return first
-    saved = torch.load(run.checkpoint, weights_only=True, map_location=run.device)
-    end = first + stage.steps
-    if saved["step"] < first or (saved["step"] <= end and saved["layers"] != stage.layers):
-        return first
-    if saved["step"] <= end:
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-    return min(int(saved["step"]), end)
+def _decay(run: Run, state: State) -> None:
+    if state.decay_from is None:
+        _deepen(run, state, run.recipe.stages[-1].layers)
+        state.decay_from = state.step
+        _save(run, state, run.decaying)
+    end = state.decay_from
+    for stage in run.recipe.ending(state.decay_from):
+        end += stage.steps
+        if state.step < end:
+            _advance(run, state, stage.context, end, run.decaying)
 
 
-def _save(run: Run, step: int, stage: Stage, model: LlamaForCausalLM, optimizer: Optimizer) -> None:
-    partial = run.checkpoint.with_suffix(".tmp")
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    torch.save({"step": step, "layers": stage.layers, **state}, partial)
-    partial.replace(run.checkpoint)
+def _deepen(run: Run, state: State, layers: int) -> None:
+    """More layers if the stage has more; the optimizer begins anew then."""
+    if state.layers < layers:
+        state.model = stacked(run.recipe, state.model, layers).to(run.device)
+        state.optimizer = Optimizer(state.model, run.recipe.learning_rate)
+        state.since = state.step
 
 
-def _run_stage(run: Run, stage: Stage, first: int, model: LlamaForCausalLM) -> int:
-    recipe, end = run.recipe, first + stage.steps
-    optimizer = Optimizer(model, recipe.learning_rate)
-    done = _resume(run, stage, first, model, optimizer)
-    batches = windows(run.ids, stage.context, recipe.batch_tokens // stage.context, recipe.seed + first)
-    for _ in range(done - first):
-        next(batches)
-    smooth, began = math.nan, time.time()
-    for step in range(done, end):
-        batch = next(batches).to(run.device)
-        loss = run.loss_of(batch[:, :-1], logits_of(model, batch[:, :-1]), batch[:, 1:].flatten())
+def rate(recipe: Recipe, step: int, since: int, decay_from: int | None) -> float:
+    """The share of the learning rate at a step: a rise after every change of depth, level, a linear fall to zero."""
+    rise = (step - since + 1) / recipe.warmup
+    if decay_from is None:
+        return min(1.0, rise)
+    length = sum(stage.steps for stage in recipe.ending(decay_from))
+    return min(1.0, rise, (decay_from + length - step) / length)
+
+
+def _advance(run: Run, state: State, context: int, end: int, checkpoint: Path) -> None:
+    recipe = run.recipe
+    rows = recipe.batch_tokens // context
+    batches = Batches(run.ids, context, rows, recipe.seed, run.device)
+    saved = began = time.monotonic()
+    first = state.step
+    while state.step < end:
+        loss = _step(run, state, batches.at(state.step))
+        state.smooth = loss if math.isnan(state.smooth) else 0.95 * state.smooth + 0.05 * loss
+        state.step += 1
+        if state.step % LOG_EVERY == 0 or state.step == end:
+            seconds = max(time.monotonic() - began, 1e-9)
+            _log(run, state, round((state.step - first) * recipe.batch_tokens / seconds))
+        is_stopped = run.must_stop()
+        if is_stopped or state.step == end or time.monotonic() - saved >= recipe.checkpoint_seconds:
+            _save(run, state, checkpoint)
+            saved = time.monotonic()
+        run.progress(state.step, _last_step(recipe, state), state.smooth)
+        if is_stopped:
+            raise KeyboardInterrupt
+
+
+def _last_step(recipe: Recipe, state: State) -> int:
+    before = recipe.steps if state.decay_from is None else state.decay_from
+    return before + sum(stage.steps for stage in recipe.ending(before))
+
+
+def _step(run: Run, state: State, batch: Tensor) -> float:
+    """One update from a batch [rows, L + 1]; its loss."""
+    total = torch.zeros((), device=batch.device)
+    for part in torch.split(batch, max(1, run.recipe.micro_tokens // (batch.shape[1] - 1))):
+        loss = run.loss_of(part[:, :-1], logits_of(state.model, part[:, :-1]), part[:, 1:].flatten())
+        loss = loss * (len(part) / len(batch))
         loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step(rate(recipe, step))
-        smooth = loss.item() if math.isnan(smooth) else 0.95 * smooth + 0.05 * loss.item()
-        if step % 20 == 19 or step + 1 == end:
-            speed = (step + 1 - done) * recipe.batch_tokens / (time.time() - began)
-            row = {"step": step + 1, "loss": round(smooth, 4), "tokens_per_s": round(speed)}
-            with (run.folder / "log.jsonl").open("a") as log:
-                log.write(json.dumps(row) + "\n")
-        if (step + 1) % recipe.checkpoint_every == 0 or step + 1 == end:
-            _save(run, step + 1, stage, model, optimizer)
-        run.progress(step + 1, recipe.steps, smooth)
-    return end
+        total += loss.detach()
+    state.optimizer.step(rate(run.recipe, state.step, state.since, state.decay_from))
+    return float(total)
+
+
+def _log(run: Run, state: State, tokens_per_second: int) -> None:
+    row: dict[str, float] = {
+        "step": state.step,
+        "tokens": state.step * run.recipe.batch_tokens,
+        "layers": state.layers,
+        "loss": round(state.smooth, 4),
+        "tokens_per_s": tokens_per_second,
+    }
+    if state.decay_from is not None:
+        row["decay_from"] = state.decay_from
+    if run.held is not None and state.step % HELD_EVERY == 0:
+        row["held_loss"] = round(held_loss(run, state.model, run.held), 4)
+    with (run.folder / "log.jsonl").open("a") as log:
+        log.write(json.dumps(row) + "\n")
+
+
+@torch.no_grad()
+def held_loss(run: Run, model: LlamaForCausalLM, held: np.ndarray) -> float:
+    """Next-token loss in nats over evenly spaced windows of held-out ids [T], of the first stage's length."""
+    context = run.recipe.stages[0].context
+    losses = []
+    for start in np.linspace(0, len(held) - context - 1, HELD_WINDOWS).astype(int):
+        window = torch.from_numpy(held[start : start + context + 1].astype(np.int64)).to(run.device)[None]
+        losses.append(next_token_loss(window, logits_of(model, window[:, :-1]), window[0, 1:]))
+    return float(torch.stack(losses).mean())
+
+
+def _save(run: Run, state: State, path: Path) -> None:
+    partial = path.with_suffix(".tmp")
+    numbers = {"step": state.step, "since": state.since, "decay_from": state.decay_from, "smooth": state.smooth}
+    weights = {"model": state.model.state_dict(), "optimizer": state.optimizer.state_dict()}
+    shape = {"layers": state.layers, "batch_tokens": run.recipe.batch_tokens}
+    torch.save({**numbers, **weights, **shape}, partial)
+    partial.replace(path)
+
+
+def _load(run: Run, path: Path) -> State | None:
+    if not path.exists():
+        return None
+    saved = torch.load(path, weights_only=True, map_location=run.device)
+    if saved["batch_tokens"] != run.recipe.batch_tokens:
+        raise ForedraftError(
+            f"{path} was made with batches of {saved['batch_tokens']} tokens; give --batch-tokens "
+            f"{saved['batch_tokens']}, or another --out"
+        )
+    model = build(run.recipe, saved["layers"]).to(run.device)
+    model.load_state_dict(saved["model"])
+    optimizer = Optimizer(model, run.recipe.learning_rate)
+    optimizer.load_state_dict(saved["optimizer"])
+    return State(model, optimizer, saved["step"], saved["since"], saved["decay_from"], saved["smooth"])
