@@ -1,7 +1,7 @@
 """Build hooks: compile the native library, and make the README fit for a package index.
 
-Environment: FOREDRAFT_REQUIRE_NATIVE=1 fails the build if the library cannot be compiled. FOREDRAFT_PROJECT_URL is the home of
-the source, for instance a GitHub address; with it links and images of the README become absolute.
+Environment: FOREDRAFT_REQUIRE_NATIVE=1 fails the build if the library cannot be compiled. FOREDRAFT_PROJECT_URL is the
+home of the source, for instance a GitHub address; with it links and images of the README become absolute.
 """
 
 import importlib.util

@@ -3,6 +3,7 @@
 import copy
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from foredraft.costs import CostCurve
 from foredraft.drafters.base import Context, Drafter, configured, meant_by, methods, reads_model
 from foredraft.drafters.overlay import Overlay
 from foredraft.drafters.prediction import Prediction
+from foredraft.drafters.spec import Spec
 from foredraft.engine.calibrate import pass_times
 from foredraft.engine.engine import Engine
 from foredraft.engine.guard import Guard
@@ -28,7 +30,7 @@ from foredraft.kernels.quantize import check_quantization
 from foredraft.kv.blocks import PageAllocator
 from foredraft.kv.sizing import MemoryLimits as MemoryLimits
 from foredraft.models.adopt import adopt, why_not_native
-from foredraft.models.load import load_model, load_tokenizer, parse_device
+from foredraft.models.load import load_model, load_tokenizer, parse_device, width
 from foredraft.models.prompts import Prompt, read_prompt
 from foredraft.request import Request, RequestOptions
 from foredraft.sampling import Sampling
@@ -86,7 +88,7 @@ class LLM:
         if isinstance(name, (str, Path)):
             name = str(name)
             loaded = load_model(name, dtype, parse_device(device))
-            self.tokenizer = load_tokenizer(name) if isinstance(tokenizer, str) else tokenizer
+            self.tokenizer = load_tokenizer(name, width(loaded)) if isinstance(tokenizer, str) else tokenizer
         else:
             loaded, name = name, getattr(name, "name_or_path", "") or type(name).__name__
             self.tokenizer = None if isinstance(tokenizer, str) else tokenizer
@@ -370,23 +372,23 @@ class LLM:
             return None, "none"
         if not isinstance(spec, (str, dict)):
             return spec, type(spec).__name__
-        options = {"method": spec} if isinstance(spec, str) else dict(spec)
-        method = options.pop("method", None)
-        options.pop("num_speculative_tokens", None)
-        model = options.pop("model", None)
+        given = Spec.read(spec)
+        method, model = given.method, given.model
         try:
             module, implied = meant_by(method)
             if model is not None and not reads_model(module):
                 raise ForedraftError(f"the method {method} drafts from the text alone; leave its model {model!r} out")
-            context = self._context(module.METHOD, model, num_tokens)
-            made: Drafter = module.create(configured(module, implied | options), context)
+            if given.loaded is not None and not getattr(module, "TAKES_LOADED", False):
+                raise ForedraftError(f"the method {method} takes a folder or hub id as its model, not a loaded one")
+            context = replace(self._context(module.METHOD, model, num_tokens), loaded=given.loaded)
+            made: Drafter = module.create(configured(module, implied | given.options), context)
             return made, str(getattr(made, "title", method))
         except ForedraftError:
             raise
         except (TypeError, ValueError) as error:
             raise ForedraftError(str(error)) from error
 
-    def _context(self, method: str, model: str | Path | None, num_tokens: int) -> Context:
+    def _context(self, method: str, model: str | None, num_tokens: int) -> Context:
         if num_tokens < 1:
             raise ForedraftError(
                 f"num_speculative_tokens must be at least 1, got {num_tokens}; use drafter=None for none"
@@ -395,7 +397,7 @@ class LLM:
             vocab_size=self.target.vocab_size,
             target=self.target,
             num_tokens=num_tokens,
-            model=None if model is None else str(model),
+            model=model,
             tokenizer=self.tokenizer,
             target_name=self.target.name,
             target_parameters=self.target.num_parameters,

@@ -119,12 +119,12 @@ def test_no_weights_at_all(folder: Path) -> None:
 def test_weights_cut_off(folder: Path, size: int) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:size])
-    assert "damaged or cut off" in refusal(folder)
+    assert "model.safetensors is cut off" in refusal(folder)
 
 
 def test_weights_that_are_something_else(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
-    assert "damaged or cut off" in refusal(folder)
+    assert "model.safetensors is not a safetensors file" in refusal(folder)
 
 
 def test_a_shard_that_is_missing(folder: Path) -> None:

@@ -14,6 +14,7 @@ from foredraft.checkpoints.export_eagle import eagle_for_sglang, eagle_for_vllm
 from foredraft.checkpoints.export_eagle3 import as_speculators, for_sglang, for_vllm, portable
 from foredraft.checkpoints.layouts import Layout
 from foredraft.checkpoints.layouts import layout as published
+from foredraft.checkpoints.naming import describe
 from foredraft.checkpoints.read import TITLES
 from foredraft.checkpoints.target import Target
 from foredraft.checkpoints.tensors import INDEXES, SINGLE
@@ -43,7 +44,9 @@ def export(checkpoint: Checkpoint, fmt: str, out: str | Path, target: Target, is
         )
     made, notes = routes[fmt](checkpoint, target)
     _check_place(Path(out), made.file, is_forced)
-    save(out, made, {"base_model_name_or_path": target.facts.name})
+    save(
+        out, made, describe(target.facts.name), "give --out a folder with more room; what it held before is still there"
+    )
     served = SERVED.get((checkpoint.method, fmt))
     return Exported(tuple(notes), served and served(target.facts.name, str(out), checkpoint.method))
 

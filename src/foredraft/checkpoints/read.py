@@ -18,7 +18,9 @@ from foredraft.checkpoints import (
     speculators,
 )
 from foredraft.checkpoints.base import Checkpoint, TargetFacts
-from foredraft.checkpoints.tensors import TensorFiles, open_tensors, read_json
+from foredraft.checkpoints.naming import find_target
+from foredraft.checkpoints.regular import read_json
+from foredraft.checkpoints.tensors import TensorFiles, open_tensors
 from foredraft.errors import ForedraftError
 from foredraft.models import ngram
 
@@ -70,9 +72,7 @@ def recognise(folder: str | Path) -> tuple[str, str]:
 def named_target(folder: str | Path) -> str | None:
     """The target that a drafter's config names, if it names one. Raises ForedraftError."""
     config = _opened(str(folder))[1]
-    verifier = (config.get("speculators_config") or {}).get("verifier") or {}
-    found = config.get("base_model_name_or_path") or verifier.get("name_or_path")
-    return found if isinstance(found, str) else None
+    return find_target(config, hub.find(str(folder)))
 
 
 def read(folder: str | Path, target: TargetFacts, method: str | None = None) -> Checkpoint:

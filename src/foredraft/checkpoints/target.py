@@ -6,6 +6,7 @@ from transformers import AutoConfig
 
 from foredraft.checkpoints import hub
 from foredraft.checkpoints.base import TargetFacts
+from foredraft.checkpoints.regular import read_json
 from foredraft.errors import ForedraftError
 
 
@@ -18,8 +19,7 @@ class Target:
 def look_at(name: str) -> Target:
     """A target by folder or hub id. Raises ForedraftError."""
     folder = hub.find(name, ["config.json"])
-    if not (folder / "config.json").exists():
-        raise ForedraftError(f"{name} is a folder without a config.json; it is not a model folder")
+    read_json(folder / "config.json", name, "a model folder")
     try:
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
         text = config.get_text_config()

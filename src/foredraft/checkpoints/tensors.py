@@ -3,17 +3,16 @@
 A pickle is opened only by torch's restricted reader and mapped, not read. This file does not know what the names mean.
 """
 
-import json
-import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from foredraft.checkpoints.header import read_header
+from foredraft.checkpoints.regular import check_regular, read_json
 from foredraft.errors import ForedraftError
 
 DTYPES = {
@@ -33,7 +32,6 @@ SINGLE = (
     "hydra_lm_head.pt",
     "pytorch_model.bin",
 )
-MAX_HEADER = 100 * 2**20  # bytes; what the safetensors format allows
 
 
 @dataclass(frozen=True)
@@ -79,9 +77,12 @@ class TensorFiles:
                 assert mapped is not None
                 yield name, mapped.clone(memory_format=torch.contiguous_format)
             return
-        with safe_open(file, "pt") as opened:
-            for name in names:
-                yield name, opened.get_tensor(name)
+        try:
+            with safe_open(file, "pt") as opened:
+                for name in names:
+                    yield name, opened.get_tensor(name)
+        except (SafetensorError, OSError):
+            raise self.refuse(f"{file.name} is damaged; fetch it again") from None
 
 
 def open_tensors(folder: Path, shown: str) -> TensorFiles:
@@ -123,31 +124,13 @@ def _sharded(folder: Path, index: str, shown: str) -> dict[str, Stored]:
 
 
 def _held(file: Path, shown: str) -> dict[str, Stored]:
+    check_regular(file, shown)
     return _of_safetensors(file, shown) if file.suffix == ".safetensors" else _of_pickle(file, shown)
 
 
 def _of_safetensors(file: Path, shown: str) -> dict[str, Stored]:
-    size = file.stat().st_size
-    with file.open("rb") as opened:
-        start = opened.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else MAX_HEADER + 1
-        text = opened.read(length) if length <= MAX_HEADER else b""
-    if size < 8 or (0 < length <= MAX_HEADER and len(text) < length):
-        raise ForedraftError(f"{shown}: {file.name} is cut off within its header; fetch it again")
-    try:
-        header = json.loads(text)
-        header.pop("__metadata__", None)
-        end = max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
-        stored = {
-            name: Stored(file, tuple(map(int, entry["shape"])), DTYPES.get(entry["dtype"], str(entry["dtype"])))
-            for name, entry in header.items()
-        }
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
-        raise ForedraftError(f"{shown}: {file.name} is not a safetensors file; fetch it again") from None
-    whole = 8 + length + end
-    if size < whole:
-        raise ForedraftError(f"{shown}: {file.name} is cut off: {size} of {whole} bytes are there; fetch it again")
-    return stored
+    entries = read_header(file, shown)
+    return {name: Stored(file, entry.shape, DTYPES.get(entry.dtype, entry.dtype)) for name, entry in entries.items()}
 
 
 def _of_pickle(file: Path, shown: str) -> dict[str, Stored]:
@@ -168,16 +151,3 @@ def _of_pickle(file: Path, shown: str) -> dict[str, Stored]:
     if not isinstance(held, dict) or not all(isinstance(value, Tensor) for value in held.values()):
         raise ForedraftError(f"{shown}: {file.name} is not a flat table of tensors; save the state dict alone")
     return {str(name): Stored(file, tuple(value.shape), value.dtype, value) for name, value in held.items()}
-
-
-def read_json(file: Path, shown: str) -> dict[str, Any]:
-    """A JSON object. Raises ForedraftError."""
-    try:
-        held = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ForedraftError(f"{shown} is a folder without a {file.name}; it is not a drafter's folder") from None
-    except ValueError:
-        raise ForedraftError(f"{shown}: its {file.name} is not valid JSON; fetch it again") from None
-    if not isinstance(held, dict):
-        raise ForedraftError(f"{shown}: its {file.name} is not a JSON object; fetch it again")
-    return held

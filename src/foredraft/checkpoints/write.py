@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from foredraft.checkpoints.base import Shape
+from foredraft.checkpoints.disk import replace_text, writing
 from foredraft.checkpoints.layouts import Layout, layout
 from foredraft.errors import ForedraftError
 
@@ -29,22 +30,36 @@ def write(
     save(folder, made, config_extra)
 
 
-def save(folder: str | Path, made: Layout, config_extra: Mapping[str, Any] | None = None) -> None:
-    """Both files appear whole or not at all, the config last: a folder with a config has its weights."""
+def save(
+    folder: str | Path,
+    made: Layout,
+    config_extra: Mapping[str, Any] | None = None,
+    then: str = "make room and try again",
+) -> None:
+    """Both files appear whole or not at all, the config last: a folder with a config has its weights.
+
+    then: what to do where the disk is full. Raises ForedraftError.
+    """
     place = Path(folder)
-    place.mkdir(parents=True, exist_ok=True)
+    weights = place / f".{made.file}.part"
+    with writing(place, then):
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            _save(place, weights, made, config_extra or {})
+        finally:
+            weights.unlink(missing_ok=True)
+
+
+def _save(place: Path, weights: Path, made: Layout, config_extra: Mapping[str, Any]) -> None:
     dtype = next(value.dtype for value in made.tensors.values() if value.is_floating_point())
     said = str(dtype).removeprefix("torch.")
-    config = {**(config_extra or {}), **made.config, "dtype": said, "torch_dtype": said}
-    weights = place / f".{made.file}.part"
+    config = {**config_extra, **made.config, "dtype": said, "torch_dtype": said}
     if made.file.endswith(".pt"):  # what some authors' own code opens
         torch.save(_apart(made.tensors), weights)
     else:
         save_file(_apart(made.tensors), weights, {"format": "pt"})
     os.replace(weights, place / made.file)
-    text = place / ".config.json.part"
-    text.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    os.replace(text, place / "config.json")
+    replace_text(place / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

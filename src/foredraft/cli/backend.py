@@ -10,6 +10,7 @@ from foredraft import zoo
 from foredraft.cli.options import AUTO, NONE, PLUS, ModelOptions
 from foredraft.cli.shell import UsageError
 from foredraft.completion import Completion, Delta
+from foredraft.errors import suggest
 
 if TYPE_CHECKING:
     from foredraft.llm import LLM, MemoryLimits
@@ -80,7 +81,8 @@ class Choices:
         for name in asked:
             if not self.knows(name):
                 known = ", ".join([NONE, *self.methods])
-                raise UsageError(f"unknown method {name!r}; use one of: {known}; {AUTO}, or several as a{PLUS}b")
+                near = suggest(name, [NONE, AUTO, *self.methods])
+                raise UsageError(f"unknown method {name!r}; use one of: {known}; {AUTO}, or several as a{PLUS}b{near}")
         for value, names, what in [
             (options.verify, self.rules, "verification rule"),
             (options.dtype, self.dtypes, "dtype"),

@@ -88,7 +88,7 @@ class TrainOptions:
     spec_tokens: Annotated[int, _option("Longest draft per pass.", panel=MEASURE)] = 5
 
     max_steps: Annotated[int | None, _option("Stop this run after so many steps.", panel=RUN)] = None
-    max_minutes: Annotated[float | None, _option("Stop this run after so long.", panel=RUN)] = None
+    max_minutes: Annotated[float | None, _option("End this run after so long, with fewer steps.", panel=RUN)] = None
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints.", rich_help_panel=RUN, min=1)] = 200
     precision: Annotated[str, _option("auto, bf16 (products only) or fp32.", panel=RUN)] = "auto"
     dtype: Annotated[str, _option("Of the target: auto, bfloat16, float32.", panel=RUN)] = "auto"

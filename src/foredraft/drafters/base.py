@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from foredraft import noise
+from foredraft.errors import suggest
 from foredraft.models.lm import HFModel
 from foredraft.noise import Purpose
 from foredraft.request import Batch, Request
 from foredraft.tree import Commit, TokenTree
 
 C = TypeVar("C")
+COMMON = ("method", "num_speculative_tokens", "model")  # keys of every drafter's dict; the last of those that read one
 KINDS = {int: "whole number", float: "number", str: "string", bool: "bool"}
 
 
@@ -81,19 +83,24 @@ def meant_by(name: object) -> tuple[ModuleType, dict[str, Any]]:
     """
     known = methods()
     if not isinstance(name, str):
-        raise ValueError(f"unknown method {name!r}; give its name, or several as a+b")
+        raise ValueError(f"unknown method {name!r}; give its name, several as a+b, or a model whose folder tells it")
     if name in known:
         return known[name], {}
     for module in known.values():
         implied = module.named(name) if hasattr(module, "named") else None
         if implied is not None:
             return module, implied
-    raise ValueError(f"unknown method {name!r}; use none or one of {', '.join(sorted(known))}; auto, or several as a+b")
+    raise ValueError(
+        f"unknown method {name!r}; use none or one of {', '.join(sorted(known))}; auto, or several as a+b"
+        f"{suggest(name, ['none', 'auto', *known])}"
+    )
 
 
 def configured(method: ModuleType, options: dict[str, Any]) -> Any:
     """A method's Config from its options. Raises ValueError naming what is wrong."""
-    return method.configure(options) if hasattr(method, "configure") else parse(method.Config, options)
+    if hasattr(method, "configure"):
+        return method.configure(options)
+    return parse(method.Config, options, COMMON if reads_model(method) else COMMON[:2])
 
 
 def reads_model(method: ModuleType) -> bool:
@@ -101,13 +108,16 @@ def reads_model(method: ModuleType) -> bool:
     return bool(getattr(method, "READS_MODEL", True))
 
 
-def parse(config: type[C], options: dict[str, Any]) -> C:
+def parse(config: type[C], options: dict[str, Any], beside: Sequence[str] = ()) -> C:
     """A method's Config from a dict. Raises ValueError naming what is unknown and what is known, or what is of another
-    type than the Config says."""
+    type than the Config says. beside: keys that are read before and belong in the list of what is known."""
     known = {spec.name for spec in fields(config)}  # type: ignore[arg-type]
     unknown = sorted(set(options) - known)
     if unknown:
-        raise ValueError(f"unknown drafter option {unknown[0]!r}; this method takes: {', '.join(sorted(known))}")
+        names = sorted({*known, *beside})
+        raise ValueError(
+            f"unknown drafter option {unknown[0]!r}; this method takes: {', '.join(names)}{suggest(unknown[0], names)}"
+        )
     hints = get_type_hints(config)
     for name, value in options.items():
         if not _fits(value, hints[name]):
@@ -143,6 +153,7 @@ class Context:
     target: HFModel | None = None  # what a drafter may borrow from: embeddings, lm_head, and its shape
     num_tokens: int = 5  # draft length K
     model: str | None = None  # what the user gave as the draft model: a folder or hub id
+    loaded: Any = None  # a loaded transformers model, given in its place
     tokenizer: Any = None  # the target's, or None for a model folder without one
     target_name: str = "target"
     target_parameters: int = 0

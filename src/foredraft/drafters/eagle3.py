@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from foredraft.checkpoints.aux_layers import default_taps, is_ascending
 from foredraft.checkpoints.base import Checkpoint, Eagle3Shape
 from foredraft.checkpoints.layouts import layout
 from foredraft.drafters.base import Context
@@ -133,8 +134,9 @@ def _fused(network: Eagle3Network) -> FusedFeatures | None:
 @dataclass(frozen=True)
 class TrainConfig:
     """`loss` of the logits against the target's law; `steps`: how many tokens deep it drafts on its own outputs while
-    it learns, `decay`: weight of each further step; `taps`: boundaries of the target to see, None = 2, n/2, n - 3;
-    `draft_vocab_size`: how many of the data's most frequent tokens it may draft, None = all."""
+    it learns, `decay`: weight of each further step; `taps`: boundaries of the target to see, None = 2, n/2, n - 3, or
+    three others for a target of fewer than 7 layers; `draft_vocab_size`: how many of the data's most frequent tokens it
+    may draft, None = all."""
 
     loss: str = "kl"
     steps: int = 5
@@ -198,15 +200,32 @@ def trainee(config: TrainConfig, target: HFModel, start: Checkpoint | None = Non
 
 def _shape(config: TrainConfig, target: HFModel) -> Eagle3Shape:
     n, size = target.num_layers, config.draft_vocab_size or target.vocab_size
-    taps = (2, n // 2, n - 3) if config.taps is None else tuple(config.taps)
-    if sorted(set(taps)) != list(taps) or not taps or taps[0] < 1 or taps[-1] >= n:
+    if n < 2:
         raise ForedraftError(
-            f"taps must be different boundaries between 1 and {n - 1} of {target.name}'s {n} layers, rising; got {taps}"
+            f"{target.name} has {n} layer, and EAGLE-3 reads states between layers; train medusa for it"
+        )
+    taps = _default_taps(n) if config.taps is None else tuple(config.taps)
+    if sorted(set(taps)) != list(taps) or not taps or taps[0] < 1 or taps[-1] >= n:
+        example = ",".join(map(str, _default_taps(n)))
+        raise ForedraftError(
+            f"taps must be different boundaries between 1 and {n - 1} of {target.name}'s {n} layers, rising "
+            f"(--set taps={example}); got {taps}"
         )
     if not 1 <= size <= target.vocab_size:
         raise ForedraftError(f"draft_vocab_size must lie in 1..{target.vocab_size}, got {size}")
     block = replace(block_like(target), max_positions=max(2048, block_like(target).max_positions))
     return Eagle3Shape(block, target.vocab_size, size, target.hidden_size, taps, config.num_layers)
+
+
+def _default_taps(num_layers: int) -> tuple[int, ...]:
+    """The authors', which engines take for granted; where these are not three, as many as there are, spread evenly."""
+    published = default_taps(num_layers)
+    if is_ascending(published) and published[-1] < num_layers:
+        return published
+    count, last = min(3, num_layers - 1), num_layers - 1
+    if count < 2:
+        return (1,)
+    return tuple(1 + round(i * (last - 1) / (count - 1)) for i in range(count))
 
 
 @torch.no_grad()

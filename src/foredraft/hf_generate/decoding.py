@@ -5,7 +5,8 @@ argument is honoured or refused by name.
 """
 
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -117,16 +118,14 @@ class Speculation:
         _refuse(config, inputs.model_kwargs, options.streamer, len(ids))
         make = partial(make_plan, config, inputs.processors, inputs.criteria, self.settings.tokenizer)
         plan = make(ids.shape[1], len(ids), options.stop_strings)
-        before = model.config._attn_implementation
-        try:
+        prompts = _prompts(ids, mask) if encoded is None else _begun(ids, encoded[0], mask)
+        with _attention_kept(model, assistant):
             llm = self._engine(model, assistant)
             if encoded is None:
                 model.set_attn_implementation(attention.NAME)
-                rows = _run(llm, ids, _prompts(ids, mask), plan, options)
-            else:
-                rows = _run(llm, ids, _begun(ids, encoded[0], mask), plan, options)
-        finally:
-            model.set_attn_implementation(before)
+            if assistant is not None:
+                assistant.set_attn_implementation(attention.NAME)
+            rows = _run(llm, ids, prompts, plan, options)
         sequences = _padded(ids, rows, plan.pad_id)
         if not config.return_dict_in_generate:
             return sequences
@@ -224,6 +223,17 @@ def generate(
         drafter, num_speculative_tokens=num_speculative_tokens, verify=verify, tokenizer=tokenizer, fused=fused
     )
     return loop.generate(model, inputs, **kwargs)
+
+
+@contextmanager
+def _attention_kept(*models: Any) -> Iterator[None]:
+    """Give every model its own attention back afterwards: with ours a plain forward pass fails."""
+    before = [(model, model.config._attn_implementation) for model in models if model is not None]
+    try:
+        yield
+    finally:
+        for model, name in before:
+            model.set_attn_implementation(name)
 
 
 def _refuse(config: Any, model_kwargs: dict[str, Any], streamer: Any, num_rows: int) -> None:

@@ -5,18 +5,36 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
     MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
     AutoTokenizer,
 )
+from transformers.utils import cached_file
 
+from foredraft.checkpoints import hub
 from foredraft.errors import ForedraftError
+from foredraft.models.folder import (
+    CONFIG,
+    Stored,
+    check_numbers,
+    check_place,
+    check_shapes,
+    outline,
+    read_config,
+    stored_shapes,
+)
+from foredraft.models.quantized import check_kind, check_left_out, check_stored
 from foredraft.models.versions import warn_if_untested
 
+LEAST_NAMED = 0.5  # share of a model's tokens that its tokenizer names; what is missing is padding, to 0.67 in ByT5
 DTYPES = {
     "float32": torch.float32,
     "float64": torch.float64,
@@ -61,7 +79,9 @@ def _reason(name: str, error: Exception) -> ForedraftError:
             f"{name} is gated or private: ask for access on its page, then log in with `hf auth login`"
         )
     if "unrecognized configuration class" in text:
-        return ForedraftError(f"{name} is not a causal language model ({_config_class(str(error))})")
+        return ForedraftError(
+            f"{name} is not a causal language model ({_config_class(str(error))}); give a model that writes text"
+        )
     if "unrecognized model" in text or "model type" in text or "model_type" in text:
         return ForedraftError(f"{name}: its config.json names no architecture that this transformers version knows")
     if "not a valid json" in text or "jsondecodeerror" in text:
@@ -71,13 +91,16 @@ def _reason(name: str, error: Exception) -> ForedraftError:
     if not is_local and (
         "couldn't connect" in text or "offline" in text or "locate" in text or "localentrynotfound" in text
     ):
-        return ForedraftError(
-            f"{name} is not in the local cache and could not be fetched; check the name or the network"
-        )
+        return hub.not_fetched(name)
     if not is_local and ("not a local folder" in text or "404 client" in text or "repository not found" in text):
         return ForedraftError(f"{name} is neither a local folder nor a model on the hub; check the spelling")
-    first = str(error).strip().partition("\n")[0]
-    return ForedraftError(f"{name} could not be loaded ({type(error).__name__}: {first[:200]})")
+    return ForedraftError(f"{name} could not be loaded ({_words(error)})")
+
+
+def _words(error: Exception) -> str:
+    """Kind and first words of an error; transformers names a field in one line and what is wrong in the next."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:2])[:200]}"
 
 
 def _config_class(text: str) -> str:
@@ -85,40 +108,20 @@ def _config_class(text: str) -> str:
     return found[1] if found else "by its configuration"
 
 
-def _check_place(name: str) -> None:
-    path = Path(name).expanduser()
-    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
-    if looks_local and not path.exists():
-        raise ForedraftError(f"{name} does not exist; give a model folder or a hub id such as org/name")
-    if path.is_file():
-        raise ForedraftError(f"{name} is a file; give the folder that holds config.json and the weights")
-    if not path.is_dir():
-        return
-    if not (path / "config.json").exists():
-        raise ForedraftError(f"{name} is a folder without a config.json; it is not a model folder")
-    if not any(path.glob("*.safetensors")):
-        pickled = sorted(file.name for kind in ("*.bin", "*.pt", "*.pth") for file in path.glob(kind))
-        raise ForedraftError(
-            f"{name} holds its weights only as a pickle ({pickled[0]}), which can run code when opened; "
-            "save them as safetensors (model.save_pretrained does)"
-            if pickled
-            else f"{name} holds no safetensors weights (model.safetensors)"
-        )
-
-
 def load_model(name: str, dtype: str | torch.dtype, device: torch.device) -> Any:
     """A causal LM or an encoder-decoder model with safetensors weights; no remote code, no pickles, no weight made up.
 
     Raises ForedraftError.
     """
-    _check_place(name)
+    check_place(name)
     warn_if_untested()
-    place = str(Path(name).expanduser())
+    place = Path(name).expanduser()
     wanted = parse_dtype(dtype) or "auto"
+    stored = _inspect(place, name) if place.is_dir() else None
+    kind = _kind(place, stored, name)
     try:
-        config = AutoConfig.from_pretrained(place, trust_remote_code=False)
-        model, report = _class_for(config).from_pretrained(
-            place,
+        model, report = kind.from_pretrained(
+            str(place),
             dtype=wanted,
             trust_remote_code=False,
             use_safetensors=True,
@@ -129,15 +132,76 @@ def load_model(name: str, dtype: str | torch.dtype, device: torch.device) -> Any
         raise
     except Exception as error:  # transformers and the hub raise dozens of kinds
         raise _reason(name, error) from error
+    if stored is None:
+        _inspect(_snapshot(name), name)
     _check_weights(name, model, report)
+    _check_ends(name, model)
     return model.to(device)
 
 
+def _kind(place: Path, stored: Stored | None, name: str) -> Any:
+    """The class that loads a model, after a look at what config.json makes. Raises ForedraftError."""
+    try:
+        config = AutoConfig.from_pretrained(str(place), trust_remote_code=False)
+        kind = _class_for(config)
+        if stored is not None:
+            check_shapes(outline(kind, config), stored, name)
+        else:
+            check_kind(config.to_dict(), name)
+    except ForedraftError:
+        raise
+    except (KeyError, TypeError, ArithmeticError, AttributeError, RuntimeError, StrictDataclassError) as error:
+        raise ForedraftError(
+            f"{name}: its config.json makes no model ({_words(error)}); correct it or fetch it again"
+        ) from error
+    except Exception as error:  # transformers and the hub raise dozens of kinds
+        raise _reason(name, error) from error
+    return kind
+
+
+def _inspect(folder: Path, name: str) -> Stored:
+    """What a folder announces, checked before a weight is read. Raises ForedraftError."""
+    config = read_config(folder, name)
+    stored = stored_shapes(folder, name)
+    check_numbers(config, stored, name)
+    check_stored(folder, stored, check_kind(config, name), name)
+    return stored
+
+
+def _snapshot(name: str) -> Path:
+    """The folder of a hub id that was fetched."""
+    return Path(cached_file(name, CONFIG, local_files_only=True)).parent
+
+
 def _class_for(config: Any) -> Any:
-    if not config.is_encoder_decoder:
-        return AutoModelForCausalLM
-    is_speech = type(config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
-    return AutoModelForSpeechSeq2Seq if is_speech else AutoModelForSeq2SeqLM
+    if config.is_encoder_decoder:
+        is_speech = type(config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
+        return AutoModelForSpeechSeq2Seq if is_speech else AutoModelForSeq2SeqLM
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING:
+        return AutoModelForMultimodalLM  # its text part is decoded; what else it reads is never given
+    return AutoModelForCausalLM
+
+
+def width(model: Any) -> int:
+    """Tokens that a loaded model's logits are over."""
+    output = model.get_output_embeddings()
+    size = model.config.get_text_config().vocab_size if output is None else output.weight.shape[0]
+    return int(size)
+
+
+def _check_ends(name: str, model: Any) -> None:
+    """Refuse an end id that is no token: such a text would never end."""
+    size = width(model)
+    said = {CONFIG: model.config.get_text_config().eos_token_id}
+    if model.generation_config is not None:
+        said["generation_config.json"] = model.generation_config.eos_token_id
+    for file, given in said.items():
+        for token in given if isinstance(given, list | tuple) else [given]:
+            if token is not None and not 0 <= token < size:
+                raise ForedraftError(
+                    f"{name}: {file} says eos_token_id {token}, and the vocabulary has {size} tokens; correct it, or "
+                    "set it to null"
+                )
 
 
 def _check_weights(name: str, model: Any, report: dict[str, Any]) -> None:
@@ -152,6 +216,7 @@ def _check_weights(name: str, model: Any, report: dict[str, Any]) -> None:
         raise ForedraftError(f"{name}: its weights lack {missing[0]}{_and_more(missing)}; the checkpoint is incomplete")
     if report.get("error_msgs"):
         raise ForedraftError(f"{name} could not be loaded ({str(report['error_msgs'][0]).splitlines()[0][:200]})")
+    check_left_out(report["unexpected_keys"], name)
     held = {key for key, _ in model.named_parameters()}
     alike = {re.sub(r"\d+", "#", key) for key in held}
     # a layer beyond the last, or the bias of a weight that has none: the model computes something else without it
@@ -171,16 +236,31 @@ def _and_more(keys: list[str]) -> str:
     return f" (and {len(keys) - 1} more)" if len(keys) > 1 else ""
 
 
-def load_tokenizer(name: str) -> Any | None:
-    """The tokenizer beside a model, or None for a folder without one."""
+def load_tokenizer(name: str, size: int | None = None) -> Any | None:
+    """The tokenizer beside a model, or None for a folder without one.
+
+    size: width of the model's logits, None = not compared. Raises ForedraftError for a damaged one, and for one with
+    far fewer tokens than the model.
+    """
     path = Path(name).expanduser()
     files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
     if path.is_dir() and not any((path / file).exists() for file in files):
         return None
     try:
-        return AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
     except Exception as error:
+        if path.is_dir():
+            raise ForedraftError(
+                f"the tokenizer of {name} could not be loaded ({_words(error)}); fetch tokenizer.json and "
+                "tokenizer_config.json again"
+            ) from error
         raise _reason(f"the tokenizer of {name}", error) from error
+    if size is not None and len(tokenizer) < LEAST_NAMED * size:
+        raise ForedraftError(
+            f"{name}: its tokenizer has {len(tokenizer)} tokens and the model {size}, so that it cannot spell most of "
+            "what the model writes; fetch the model's own tokenizer, or give tokenizer=None to use token ids"
+        )
+    return tokenizer
 
 
 def check_vocabularies(target: tuple[str, Any | None, int], draft: tuple[str, Any | None, int]) -> None:

@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from foredraft.checkpoints.disk import replace_files, writing
 from foredraft.errors import ForedraftError
 from foredraft.models.ngram_counts import EMPTY, PRIME, Counts, Floats, Sparse, suffix_hashes
 
@@ -190,7 +191,6 @@ class NgramModel:
     def save(self, folder: str | Path) -> None:
         """Write config.json and model.safetensors."""
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
         tensors: dict[str, NDArray[Any]] = {"base": self.base}
         distinct = np.unique(np.concatenate([level.probs for level in self.levels])) if self.levels else np.zeros(0)
         if 0 < len(distinct) <= 256:
@@ -204,9 +204,14 @@ class NgramModel:
             codes = np.searchsorted(distinct, level.probs).astype(np.uint8)
             tensors[f"{n}.probs"] = codes if "levels" in tensors else level.probs
             above = len(level.first)
-        save_file(tensors, folder / "model.safetensors")
         config = {"format": FORMAT, "vocab_size": self.vocab_size, "order": self.order, "num_entries": self.num_entries}
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+        def write(place: Path) -> None:
+            save_file(tensors, place / "model.safetensors")
+            (place / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+        with writing(folder, "make room and try again"):
+            replace_files(folder, write)
 
     @classmethod
     def load(cls, folder: str | Path, vocab_size: int | None = None) -> "NgramModel":

@@ -5,8 +5,10 @@ model with an attention that computes nothing and writes down what it was given;
 wrong text in silence without it.
 """
 
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,7 +58,10 @@ def _why_not_by_config(model: Any) -> str | None:
     recurrent = [k for k in kinds if any(word in k for word in _RECURRENT)]
     if recurrent or getattr(model, "_is_stateful", False):
         why = f"layers of type {recurrent[0]!r}" if recurrent else "recurrent state"
-        return f"has {why}, which cannot be rolled back when a draft is rejected"
+        return (
+            f"has {why}, which cannot be rolled back when a draft is rejected, and which the engine does not keep for "
+            "plain decoding either; use a model whose layers all attend, or transformers' generate()"
+        )
     if not getattr(model, "_supports_attention_backend", False):
         return "does not route its attention through transformers' attention interface"
     if "chunked_attention" in kinds:
@@ -72,8 +77,7 @@ def _why_not_by_probe(model: Any) -> tuple[str | None, list[Call]]:
     try:
         calls, num_rows = probe(model)
     except Exception as error:  # whatever a model does with a pass it was not written for
-        first = str(error).strip().partition("\n")[0]
-        return f"cannot run on paged attention ({type(error).__name__}: {first[:120]})", []
+        return f"cannot run on paged attention ({_words(error)})", []
     if num_rows != 1:
         return "gives the logits of every token when asked for one (it ignores logits_to_keep)", calls
     depth = model.config.get_text_config().num_hidden_layers
@@ -86,6 +90,15 @@ def _why_not_by_probe(model: Any) -> tuple[str | None, list[Call]]:
         if call.mask is not None and not _is_known(call.mask, call.sliding, reach):
             return f"masks the attention of layer {call.layer} in a way that paged attention does not see", calls
     return None, calls
+
+
+def _words(error: Exception) -> str:
+    """The first line of an error, or the place where one without words was raised."""
+    first = str(error).strip().partition("\n")[0][:120]
+    if not first:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        first = f"in {place.name}, {Path(place.filename).name} line {place.lineno}; its files may be damaged"
+    return f"{type(error).__name__}: {first}"
 
 
 @torch.no_grad()

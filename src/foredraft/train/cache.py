@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from foredraft.checkpoints.disk import writing
 from foredraft.drafters.training import TargetLaw, Trace
 from foredraft.errors import ForedraftError
 from foredraft.train.plan import differs
@@ -81,8 +82,12 @@ class Cache:
                 parts["ids"].append(trace.law.ids.int().cpu())
         tensors = {name: torch.cat(found) for name, found in parts.items() if found}
         partial = self._file(shard).with_suffix(".partial")
-        save_file(tensors, partial)
-        partial.replace(self._file(shard))
+        try:
+            with writing(self.folder, "make room or give another --cache; the same command goes on from this shard"):
+                save_file(tensors, partial)
+                partial.replace(self._file(shard))
+        finally:
+            partial.unlink(missing_ok=True)
 
     def _file(self, shard: int) -> Path:
         return self.folder / f"traces-{shard:06}.safetensors"

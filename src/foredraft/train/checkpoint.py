@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from foredraft.checkpoints.disk import writing
 from foredraft.errors import ForedraftError
 from foredraft.train.optimizer import Optimizer
 
@@ -42,17 +43,20 @@ class Checkpoints:
         return max(found, key=lambda path: int(path.name.removeprefix(PREFIX)), default=None)
 
     def save(self, step: int, networks: Mapping[str, nn.Module], optimizer: Optimizer, about: dict[str, Any]) -> None:
-        """`about` is the caller's own, as JSON."""
+        """`about` is the caller's own, as JSON. Raises ForedraftError where the disk is full; the one before stays."""
         final = self.folder / f"{PREFIX}{step}"
         partial = final.with_name(f"{final.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        save_file(
-            {name: tensor.cpu().contiguous().clone() for name, tensor in tensors_of(networks).items()},
-            partial / "weights.safetensors",
-        )
-        torch.save(optimizer.state_dict(), partial / "optimizer.pt")
-        (partial / "state.json").write_text(json.dumps({"step": step, **about}, indent=1) + "\n")
+        tensors = {name: tensor.cpu().contiguous().clone() for name, tensor in tensors_of(networks).items()}
+        try:
+            with writing(self.folder, f"make room, and the same command goes on {self._from()}"):
+                partial.mkdir(parents=True)
+                save_file(tensors, partial / "weights.safetensors")
+                torch.save(optimizer.state_dict(), partial / "optimizer.pt")
+                (partial / "state.json").write_text(json.dumps({"step": step, **about}, indent=1) + "\n")
+        except ForedraftError:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
         old = [path for path in self.folder.glob(f"{PREFIX}*") if path != partial]
         if final.exists():  # the same step again, after a stop just behind it
             shutil.rmtree(final)
@@ -60,6 +64,10 @@ class Checkpoints:
         for path in old:
             if path != final:
                 shutil.rmtree(path, ignore_errors=True)
+
+    def _from(self) -> str:
+        found = self.latest()
+        return "from the beginning" if found is None else f"from {found.name}"
 
     def load(self, path: Path, networks: Mapping[str, nn.Module], optimizer: Optimizer) -> dict[str, Any]:
         """Put everything back; what `save` was told about. Raises ForedraftError if it is damaged or another's."""

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from foredraft import LLM, Sampling
+from foredraft.checkpoints.disk import writing
 from foredraft.errors import ForedraftError
+from foredraft.train.publish import FULL
 
 ROUND = 64  # prompts answered together, and lost together when a run is stopped
 FILE, HEADER = "generated.jsonl", "generated.json"
@@ -46,7 +48,7 @@ class Writer:
         tenth = -1
         for start in range(done, len(fitting), ROUND):
             lines = list(self._answers(fitting, range(start, min(start + ROUND, len(fitting)))))
-            with self.file.open("a", encoding="utf-8") as file:
+            with writing(self.folder, FULL), self.file.open("a", encoding="utf-8") as file:
                 file.write("".join(f"{line}\n" for line in lines))
             now = 10 * (start + len(lines)) // len(fitting)
             if now != tenth:

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from foredraft import LLM
+from foredraft.checkpoints.disk import replace_files, writing
 from foredraft.drafters.training import Losses, Trace, Trainee, draft_loss, mean
 from foredraft.models.fused import why_not
 from foredraft.models.lm import HFModel, decoder_layers
 from foredraft.models.load import load_model
 from foredraft.models.window import NORMED
+from foredraft.train.publish import FULL
 
 FOLDER = "target"  # beside the heads
 WARMUP = 0.2  # share of the steps, where the trainee does not say
@@ -90,9 +92,15 @@ class Joint:
 
     def save(self, folder: Path, dtype: torch.dtype, tokenizer: Any) -> None:
         """The tuned target, as a model folder."""
-        copy.deepcopy(self.live.model).to(dtype).save_pretrained(folder / FOLDER)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder / FOLDER)
+        model = copy.deepcopy(self.live.model).to(dtype)
+
+        def write(place: Path) -> None:
+            model.save_pretrained(place)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(place)
+
+        with writing(folder / FOLDER, FULL):
+            replace_files(folder / FOLDER, write)
 
     def llm(self, dtype: torch.dtype, tokenizer: Any) -> LLM:
         """To draft for the target as it is now."""

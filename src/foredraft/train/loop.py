@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +22,7 @@ from foredraft.train.checkpoint import Checkpoints
 from foredraft.train.metrics import Metrics
 from foredraft.train.optimizer import Optimizer, Schedule
 from foredraft.train.place import Place
+from foredraft.train.timing import FIT_EVERY, Clock, Timing
 from foredraft.train.windows import Order
 
 LOG_EVERY = 10  # steps between entries of metrics.jsonl
@@ -77,33 +78,41 @@ class Loop:
     measure: Callable[[], Mapping[str, Any]]
     publish: Callable[[], None]  # write what can be drafted with now
     watch: Callable[[Standing], None] = lambda standing: None
+    clock: Clock = time.monotonic
     step: int = 0
     smooth: float = math.nan
     figures: Mapping[str, Any] | None = None
+    steps: int = field(init=False)  # in all; fewer than asked for where the time is short
     _is_stopped: bool = field(default=False, init=False)
-    _num_tokens: int = field(default=0, init=False)  # this run has read
-    _paused: float = field(default=0.0, init=False)  # seconds spent on anything but steps
+    _num_tokens: int = field(default=0, init=False)  # of the step under way
+
+    def __post_init__(self) -> None:
+        self.steps = self.pace.steps
 
     def run(self) -> bool:
         """Go on until all steps are done; False if stopped before. Either way the checkpoint is of the last step."""
-        first, began = self.step, time.monotonic()
+        first, timing = self.step, Timing(self.clock)
         with self._stoppable():
-            while self.step < self.pace.steps and not self._must_stop(first, began):
+            while self.step < self.steps and not self._must_stop(first, timing):
+                began, self._num_tokens = self.clock(), 0
                 parts = self._advance()
-                self._tell(first, began, parts)
-                if self.pace.eval_every and self.step % self.pace.eval_every == 0 and self.step < self.pace.steps:
+                timing.note(self.clock() - began, self._num_tokens)
+                self._fit(first, timing)
+                self._tell(timing, parts)
+                if self.pace.eval_every and self.step % self.pace.eval_every == 0 and self.step < self.steps:
                     self._measure()
-                if self.step % self.pace.save_every == 0 and self.step < self.pace.steps:
+                if self.step % self.pace.save_every == 0 and self.step < self.steps:
                     self._save()
-            is_done = self.step >= self.pace.steps
+            is_done = self.step >= self.steps
+            self._save()  # before the measurement, which may fail
             if is_done:
                 self._measure()
-            self._save()
         return is_done
 
     def resume(self, state: Mapping[str, Any]) -> None:
         """Go on from what a checkpoint says."""
         self.step, self.smooth = int(state["step"]), float(state["loss"])
+        self._plan_for(int(state.get("steps", self.pace.steps)))
 
     def _advance(self) -> dict[str, float]:
         """One step; the parts of its loss, and the norm of its gradient."""
@@ -145,39 +154,49 @@ class Loop:
             parameter.grad /= learnt
         return {name: value / learnt for name, value in total.items()}
 
-    def _tell(self, first: int, began: float, parts: Mapping[str, float]) -> None:
-        spent = max(time.monotonic() - began - self._paused, 1e-9)
-        speed = self._num_tokens / spent
-        left = spent / (self.step - first) * (self.pace.steps - self.step)
-        if self.step % LOG_EVERY == 0 or self.step == self.pace.steps or self.step == 1:
+    def _fit(self, first: int, timing: Timing) -> None:
+        """As many steps as the time allows, so that the learning rate reaches zero with it."""
+        done, seconds = self.step - first, self.pace.max_seconds
+        if seconds is None or done == 0 or done % FIT_EVERY:
+            return
+        fitted = torch.tensor(timing.fit(self.step, self.pace.steps, seconds), device=self.place.device)
+        self.place.share([fitted])  # clocks differ between processes
+        self._plan_for(int(fitted))
+
+    def _plan_for(self, steps: int) -> None:
+        if steps != self.steps:
+            share = self.schedule.warmup / self.schedule.steps
+            self.schedule = replace(self.schedule, steps=steps, warmup=max(1, round(share * steps)))
+            self.steps = steps
+
+    def _tell(self, timing: Timing, parts: Mapping[str, float]) -> None:
+        speed, left = timing.tokens_per_second, timing.step_seconds * (self.steps - self.step)
+        if self.step % LOG_EVERY == 0 or self.step == self.steps or self.step == 1:
             scale = self.schedule.scale(self.step - 1) * self.optimizer.learning_rate
             figures = {"loss": self.smooth, "learning_rate": scale, "tokens_per_second": speed, **parts}
             self.metrics.note(self.step, {name: float(f"{x:.6g}") for name, x in figures.items()})
-        self.watch(Standing(self.step, self.pace.steps, self.smooth, speed, left, self.figures))
+        self.watch(Standing(self.step, self.steps, self.smooth, speed, left, self.figures))
 
     def _measure(self) -> None:
         """Between steps; only the first process measures, the others wait."""
-        began = time.monotonic()
         if self.place.is_main:
             with _evaluating(self.networks.values()):
                 self.figures = self.measure()
             if self.figures:
                 self.metrics.note(self.step, {"eval": dict(self.figures)})
         self.place.wait()
-        self._paused += time.monotonic() - began
 
     def _save(self) -> None:
-        began = time.monotonic()
         if self.place.is_main:
             with _evaluating(self.networks.values()):
                 self.publish()
-            self.checkpoints.save(self.step, self.networks, self.optimizer, {**self.about, "loss": self.smooth})
+            about = {**self.about, "loss": self.smooth, "steps": self.steps}
+            self.checkpoints.save(self.step, self.networks, self.optimizer, about)
         self.place.wait()
-        self._paused += time.monotonic() - began
 
-    def _must_stop(self, first: int, began: float) -> bool:
+    def _must_stop(self, first: int, timing: Timing) -> bool:
         pace, done = self.pace, self.step - first
-        is_late = pace.max_seconds is not None and done > 0 and time.monotonic() - began >= pace.max_seconds
+        is_late = pace.max_seconds is not None and done > 0 and timing.spent >= pace.max_seconds
         is_enough = pace.max_steps is not None and done >= pace.max_steps
         return self.place.any(self._is_stopped or is_late or is_enough)
 

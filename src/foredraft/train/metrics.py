@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from foredraft.checkpoints.disk import replace_text, writing
 from foredraft.errors import ForedraftError
+from foredraft.train.publish import FULL
 
 
 @dataclass(frozen=True)
@@ -22,14 +24,15 @@ class Metrics:
         file = folder / "metrics.jsonl"
         if file.exists():
             lines = [line for line in file.read_text(encoding="utf-8").splitlines() if _step(line) <= step]
-            file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+            with writing(folder, FULL):
+                replace_text(file, "".join(f"{line}\n" for line in lines))
         return cls(file, _board(folder, step) if has_board else None)
 
     def note(self, step: int, figures: Mapping[str, Any]) -> None:
         """One entry."""
         if self.file is None:
             return
-        with self.file.open("a", encoding="utf-8") as file:
+        with writing(self.file.parent, FULL), self.file.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **figures}) + "\n")
         if self.board is not None:
             for name, value in _flat(figures).items():

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from foredraft.checkpoints.disk import replace_text, writing
 from foredraft.errors import ForedraftError
 from foredraft.train.optimizer import DECAYS, OPTIMIZERS
 
@@ -150,5 +151,6 @@ def settle(out: Path, identity: dict[str, Any], has_checkpoint: bool) -> None:
             raise ForedraftError(
                 f"{out} holds the checkpoint of another run: {fault}; give another --out, or delete it to begin again"
             )
-    out.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(identity, indent=1) + "\n")
+    with writing(out, "make room, or give another --out"):
+        out.mkdir(parents=True, exist_ok=True)
+        replace_text(file, json.dumps(identity, indent=1) + "\n")

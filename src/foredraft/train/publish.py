@@ -5,20 +5,25 @@ from typing import Any
 
 import torch
 
+from foredraft.checkpoints.disk import replace_files, writing
 from foredraft.checkpoints.layouts import Layout
+from foredraft.checkpoints.naming import describe
 from foredraft.checkpoints.write import save
 from foredraft.drafters.training import Trainee
 
+FULL = "make room, and the same command goes on from the last checkpoint"
 
-def publish(trainee: Trainee, method: str, folder: Path, dtype: torch.dtype) -> None:
-    """In the layout its checkpoints have on the hub, in the target's type, which it will draft in.
+
+def publish(trainee: Trainee, method: str, folder: Path, dtype: torch.dtype, target: str) -> None:
+    """In the layout its checkpoints have on the hub, in the target's type, which it will draft in, with `target` named.
 
     A trainee that writes its own files has `save`.
     """
     own: Any = getattr(trainee, "save", None)
     if own is not None:
-        own(folder)
+        with writing(folder, FULL):
+            replace_files(folder, own)
         return
     tensors, config = trainee.published()
     tensors = {name: x.to(dtype) if x.is_floating_point() else x for name, x in tensors.items()}
-    save(folder, Layout(method, tensors, config))
+    save(folder, Layout(method, tensors, config | describe(target, folder)), then=FULL)

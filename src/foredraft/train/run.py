@@ -1,5 +1,6 @@
 """One training run from a plan to a folder with a drafter in it."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,7 @@ from foredraft.train.policy import OnPolicy
 from foredraft.train.publish import publish
 from foredraft.train.settings import config_of, method_of
 from foredraft.train.texts import texts
+from foredraft.train.timing import Clock
 from foredraft.train.trace import Tracer, default_top
 from foredraft.train.windows import Order, Windows
 
@@ -49,11 +51,15 @@ class Outcome:
 
 
 def train(
-    plan: Plan, say: Say = lambda line: None, watch: Watch = lambda standing: None, module: Any = None
+    plan: Plan,
+    say: Say = lambda line: None,
+    watch: Watch = lambda standing: None,
+    module: Any = None,
+    clock: Clock = time.monotonic,
 ) -> Outcome:
     """Run a plan, or go on with it where it stopped. Raises ForedraftError with one line that says what to do.
 
-    module: what trains, where it is not the method of that name.
+    module: what trains, where it is not the method of that name. clock: seconds, for `max_minutes` and the figures.
     """
     plan.check()
     module = method_of(plan.method) if module is None else module
@@ -73,7 +79,7 @@ def train(
     documents, held = texts(plan, llm, place, say)
     if hasattr(module, "learn"):
         return _learn(plan, module, config, llm, documents, held)
-    return _Run(plan, module, config, place, llm, documents, held, say, watch).go()
+    return _Run(plan, module, config, place, llm, documents, held, say, watch, clock).go()
 
 
 def _silent(said: object) -> None:
@@ -106,6 +112,7 @@ class _Run:
     held: Sequence[Document]
     say: Say
     watch: Watch
+    clock: Clock
 
     def go(self) -> Outcome:
         plan, place = self.plan, self.place
@@ -123,11 +130,11 @@ class _Run:
         loop = self._loop(checkpoints)
         if found is not None:
             loop.resume(checkpoints.load(found, loop.networks, loop.optimizer))
-            self.say(f"going on after step {loop.step} of {loop.pace.steps}")
+            self.say(f"going on after step {loop.step} of {loop.steps}")
         loop.metrics = Metrics.open(plan.out, loop.step, plan.tensorboard) if place.is_main else Metrics(None)
         is_done = loop.run()
         loop.metrics.close()
-        return Outcome(plan.out, is_done, loop.step, loop.pace.steps, dict(loop.figures or {}), place.is_main)
+        return Outcome(plan.out, is_done, loop.step, loop.steps, dict(loop.figures or {}), place.is_main)
 
     def _counts(self) -> Tensor:
         """[V] how often each token is one to learn."""
@@ -184,6 +191,7 @@ class _Run:
             measure=self._measure,
             publish=self._publish_out,
             watch=self.watch,
+            clock=self.clock,
         )  # fmt: skip
 
     def _joint(self, total: int) -> Joint | None:
@@ -252,7 +260,7 @@ class _Run:
         traces = evaluator.traces() if finish is not None else []
         if finish is not None and traces:
             finish(traces)
-        publish(self.trainee, self.plan.method, folder, self.llm.target.model.dtype)
+        publish(self.trainee, self.plan.method, folder, self.llm.target.model.dtype, self.llm.target.name)
 
     def _measure(self) -> dict[str, Any]:
         evaluator = self._now()

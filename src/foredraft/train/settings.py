@@ -8,7 +8,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from foredraft.drafters.base import methods, parse
 from foredraft.drafters.training import check_loss
-from foredraft.errors import ForedraftError
+from foredraft.errors import ForedraftError, suggest
 
 
 def trainable() -> dict[str, ModuleType]:
@@ -22,7 +22,7 @@ def method_of(name: str | None) -> ModuleType:
     if not name:
         raise ForedraftError(f"no method; use one of {', '.join(sorted(found))}")
     if name not in found:
-        raise ForedraftError(f"{name!r} cannot be trained; use one of {', '.join(sorted(found))}")
+        raise ForedraftError(f"{name!r} cannot be trained; use one of {', '.join(sorted(found))}{suggest(name, found)}")
     return found[name]
 
 
@@ -46,6 +46,7 @@ def config_of(module: Any, settings: Mapping[str, str]) -> Any:
     if unknown:
         raise ForedraftError(
             f"unknown training option {unknown[0]!r}; this method takes: {', '.join(sorted(known)) or 'none'}"
+            f"{suggest(unknown[0], known)}"
         )
     try:
         config = parse(kind, {key: _value(key, value, hints[key]) for key, value in settings.items()})
@@ -57,13 +58,11 @@ def config_of(module: Any, settings: Mapping[str, str]) -> Any:
 
 
 def _value(key: str, text: str, hint: Any) -> Any:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
-        value = {"None": None, "True": True, "False": False}.get(text, text)
     if hint is str:
         return text
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    is_list = any(get_origin(kind) is tuple for kind in kinds)
+    value = _read(f"[{text}]" if is_list and "," in text and not text.startswith("[") else text)
     for one in kinds:
         plain = get_origin(one) or one
         if plain is type(None) and value is None:
@@ -73,12 +72,29 @@ def _value(key: str, text: str, hint: Any) -> Any:
         if plain in (int, float) and isinstance(value, int | float) and not isinstance(value, bool):
             if plain is float or value == int(value):
                 return plain(value)
-        elif plain is tuple and isinstance(value, list):
-            return _frozen(value)
+        elif plain is tuple and isinstance(value, list | int):
+            return _frozen(value if isinstance(value, list) else [value])
         elif plain is str and isinstance(value, str):
             return value
-    wanted = " or ".join("None" if k is type(None) else getattr(get_origin(k) or k, "__name__", str(k)) for k in kinds)
+    wanted = " or ".join(_spelling(key, kind) for kind in kinds)
     raise ForedraftError(f"the training option {key} takes {wanted}, got {text!r}")
+
+
+def _read(text: str) -> Any:
+    """JSON, or Python's words; anything else is a word."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return {"None": None, "True": True, "False": False}.get(text, text)
+
+
+def _spelling(key: str, kind: Any) -> str:
+    plain = get_origin(kind) or kind
+    if plain is type(None):
+        return "None"
+    if plain is tuple:
+        return f"numbers with commas between them ({key}=1,3,5)"
+    return str(getattr(plain, "__name__", plain))
 
 
 def _frozen(value: Any) -> Any:

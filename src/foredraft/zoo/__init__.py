@@ -53,6 +53,11 @@ def target(name: str) -> Path:
     return path(_TARGETS[name])
 
 
+def name_of(folder: Path) -> str | None:
+    """Which built-in target lies in a folder; None for any other folder."""
+    return next((name for name, entry in _TARGETS.items() if (_FOLDER / entry).resolve() == folder), None)
+
+
 def drafter_of(name: str, known: Container[str]) -> str | None:
     """The method a built-in target drafts with when nothing is asked for, among those that are known and have what they
     need here."""

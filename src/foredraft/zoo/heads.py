@@ -106,6 +106,7 @@ def _forget_place(config: Path) -> None:
     """The target's folder of today is none of a shipped head's business."""
     told = json.loads(config.read_text())
     told.pop("base_model_name_or_path", None)
+    told.pop("foredraft_target", None)
     config.write_text(json.dumps(told, indent=2, sort_keys=True) + "\n")
 
 

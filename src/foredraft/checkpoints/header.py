@@ -1,0 +1,81 @@
+"""The header of a safetensors file, checked against the format's own rules before a byte of a weight is read."""
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from foredraft.checkpoints.regular import check_regular
+from foredraft.errors import ForedraftError
+
+MAX_HEADER = 100 * 2**20  # bytes; what the safetensors format allows
+BITS = {
+    "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32,
+    "U16": 16, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "C64": 64,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a header."""
+
+    dtype: str  # the format's own name
+    shape: tuple[int, ...]
+    start: int  # bytes after the header
+    end: int
+
+
+def read_header(file: Path, shown: str) -> dict[str, Entry]:
+    """Every tensor of a safetensors file by name. `shown`: the folder as the user wrote it.
+
+    Raises ForedraftError for a file that is cut off or is none, and for tensors that overlap or leave gaps.
+    """
+    check_regular(file, shown)
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        start = opened.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else MAX_HEADER + 1
+        text = opened.read(length) if length <= MAX_HEADER else b""
+    if size < 8 or (0 < length <= MAX_HEADER and len(text) < length):
+        raise ForedraftError(f"{shown}: {file.name} is cut off within its header; fetch it again")
+    try:
+        entries = _entries(json.loads(text))
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
+        raise ForedraftError(f"{shown}: {file.name} is not a safetensors file; fetch it again") from None
+    end = _end(entries, f"{shown}: {file.name}")
+    whole = 8 + length + end
+    if size < whole:
+        raise ForedraftError(f"{shown}: {file.name} is cut off: {size} of {whole} bytes are there; fetch it again")
+    return entries
+
+
+def _entries(header: dict[str, Any]) -> dict[str, Entry]:
+    return {
+        name: Entry(str(entry["dtype"]), tuple(map(_count, entry["shape"])), *map(_count, entry["data_offsets"]))
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
+
+
+def _count(number: Any) -> int:
+    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+        raise ValueError(number)
+    return number
+
+
+def _end(entries: dict[str, Entry], place: str) -> int:
+    """Bytes of all tensors. They lie side by side, each as long as its shape says."""
+    end = 0
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
+        bits = BITS.get(entry.dtype)
+        is_long = bits is None or 8 * (entry.end - entry.start) == bits * math.prod(entry.shape)
+        if entry.start != end or entry.end < entry.start or not is_long:
+            raise ForedraftError(
+                f"{place} is damaged: by its header {name} {list(entry.shape)} of {entry.dtype} lies in bytes "
+                f"{entry.start} to {entry.end}, which overlaps another tensor, leaves a gap or is of another length; "
+                "fetch it again"
+            )
+        end = entry.end
+    return end

@@ -1,0 +1,118 @@
+"""About 150 damaged folders: each loads and decodes as the undamaged one does, or is refused in one line that names it.
+
+No other exception, no wait without end, no memory for what a damaged number asks for.
+"""
+
+import resource
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import damaged_made
+import models_made
+from checkpoints import folders
+from foredraft import LLM, Sampling
+from foredraft.checkpoints.read import read
+from foredraft.errors import ForedraftError
+
+TARGETS = damaged_made.targets()
+MAKERS: dict[str, Callable[..., Path]] = {
+    "eagle3": folders.eagle3,
+    "mlp_speculator": folders.mlp_speculator,
+    "medusa": folders.medusa,
+}
+FILES = {"eagle3": "model.safetensors", "mlp_speculator": "model.safetensors", "medusa": "medusa_lm_head.pt"}
+DRAFTERS = [(kind, what) for kind, file in FILES.items() for what in damaged_made.drafters(file)]
+MOST_SECONDS = 30  # a hang, not a measurement
+MOST_MEMORY = 1 << 30  # bytes beyond what the process held
+
+
+@pytest.fixture(autouse=True)
+def bounded() -> Iterator[None]:
+    """A hang is an error, and so is memory."""
+
+    def stop(number: int, frame: object) -> None:
+        raise TimeoutError("it waits for ever")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(MOST_SECONDS)
+    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - held) * 1024 < MOST_MEMORY
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("good") / "llama"
+    models_made.llama(vocab_size=320).float().save_pretrained(folder)
+    models_made.tokenizer().save_pretrained(folder)
+    return folder
+
+
+def decoded(folder: Path) -> tuple[list[int], str]:
+    llm = LLM(str(folder), None)
+    [completion] = llm.generate([[40, 50, 60]], Sampling(max_tokens=6, temperature=0))
+    return list(completion.token_ids), llm.tokenizer.decode([70, 71, 72])
+
+
+def read_all(folder: Path) -> tuple[Any, dict[str, list[Any]]]:
+    """A drafter's shape and numbers, in memory of their own: tensors that are read lie over the file's pages."""
+    held = read(folder, folders.TARGET)
+    return held.shape, {name: tensor.flatten().tolist() for name, tensor in held.tensors.items()}
+
+
+@pytest.fixture(scope="module")
+def undamaged(good: Path) -> tuple[list[int], str]:
+    return decoded(good)
+
+
+def tried(what: Callable[[Path], Any], folder: Path) -> Any:
+    """What comes of a folder, None where it is refused in one line that names it. Any other exception passes."""
+    try:
+        return what(folder)
+    except ForedraftError as error:
+        text = str(error)
+    assert "\n" not in text
+    assert str(folder) in text
+    return None
+
+
+@pytest.mark.parametrize("what", TARGETS)
+def test_a_damaged_target_decodes_as_before_or_is_refused(
+    what: str, good: Path, undamaged: tuple[list[int], str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(good, folder)
+    TARGETS[what](folder)
+    assert tried(decoded, folder) in (None, undamaged)
+
+
+@pytest.mark.parametrize(("kind", "what"), DRAFTERS)
+def test_a_damaged_drafter_reads_as_before_or_is_refused(
+    kind: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = MAKERS[kind](tmp_path / "head")
+    whole = read_all(folder)
+    damaged_made.drafters(FILES[kind])[what](folder)
+    assert tried(read_all, folder) in (None, whole)
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_the_damage_is_seen(good: Path, tmp_path: Path) -> None:
+    # anti-vacuity: nearly all of it is refused, and the undamaged folder is not
+    refused = 0
+    for i, damage in enumerate(damaged_made.drafters("model.safetensors").values()):
+        folder = folders.eagle3(tmp_path / str(i))
+        damage(folder)
+        refused += tried(read_all, folder) is None
+    assert refused >= i  # one damage is none here: the first tensor is I64 already
+    assert decoded(good)
