@@ -1,6 +1,6 @@
 PYTHON ?= python
 
-.PHONY: check test soak format
+.PHONY: check test soak format dist
 
 check:
 	$(PYTHON) -m ruff format --check .
@@ -13,6 +13,13 @@ format:
 
 test:
 	$(PYTHON) -m pytest -n 2
+
+# What a package index takes: a source distribution, and a wheel with a manylinux tag. FOREDRAFT_PROJECT_URL sets the links.
+dist:
+	rm -rf dist && FOREDRAFT_REQUIRE_NATIVE=1 $(PYTHON) -m build --outdir dist/raw
+	$(PYTHON) -m auditwheel repair --wheel-dir dist dist/raw/*.whl && mv dist/raw/*.tar.gz dist/ && rm -r dist/raw
+	$(PYTHON) -m twine check --strict dist/*
+	@ls -l dist
 
 soak:
 	$(PYTHON) -m pytest -m soak --timeout 0

@@ -14,14 +14,14 @@ MAX_FILE, MAX_FUNCTION = 400, 60
 
 # From the bottom up; a module may import from its own layer and from those below it. docs/design.md says why.
 LAYERS = (
-    ("errors", "noise", "completion", "filters", "grammar", "sampling", "laws", "tree", "source", "request"),
+    ("errors", "chat", "noise", "completion", "filters", "grammar", "sampling", "laws", "tree", "source", "request"),
     ("verify", "controller", "watched", "survival", "costs"),
     ("kv", "models", "kernels", "checkpoints"),
     ("drafters",),
     ("engine",),
     (
         "llm",
-        "custom_generate",
+        "hf_generate",
         "config",
         "server",
         "train",

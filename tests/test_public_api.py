@@ -1,6 +1,8 @@
 """What users rely on, written down once more: a change here is a change for them."""
 
 import inspect
+import subprocess
+import sys
 import tomllib
 from dataclasses import fields
 from importlib import metadata
@@ -23,6 +25,7 @@ NAMES = [
     "Stats",
     "TokenLogprob",
     "distribution",
+    "generate",
     "speculate",
 ]
 
@@ -77,6 +80,7 @@ def test_the_names_and_defaults_of_sampling():
         "logprobs": None,
         "prompt_logprobs": None,
         "grammar": None,
+        "logits_processors": (),
     }
 
 
@@ -101,3 +105,15 @@ def test_no_public_name_is_shadowed_by_a_module() -> None:
     for name in foredraft.__all__:
         getattr(foredraft, name)
     assert not [name for name in foredraft.__all__ if inspect.ismodule(getattr(foredraft, name))]
+
+
+def test_completion_offers_every_public_name_before_any_is_imported():
+    """Fault: dir(foredraft) was ['Any', 'TYPE_CHECKING'], so that IPython completed nothing."""
+    done = subprocess.run(
+        [sys.executable, "-c", "import foredraft; print(*dir(foredraft))"], capture_output=True, text=True
+    )
+    assert set(NAMES) <= set(done.stdout.split())
+
+
+def test_type_checkers_find_the_annotations():
+    assert (Path(foredraft.__file__).parent / "py.typed").exists()

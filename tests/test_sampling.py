@@ -373,3 +373,27 @@ def test_sampling_is_a_value():
     assert a == Sampling(stop=("x",), allowed_token_ids=(1, 2), bad_words=((1, 2), "no"))
     assert replace(a, temperature=0).is_greedy
     assert not a.is_greedy
+
+
+def test_a_logits_processor_sees_prompt_output_and_drafted_tokens_of_its_row():
+    seen = []
+
+    def processor(ids, scores):
+        seen.append(ids.tolist())
+        scores[:, 2] += 100.0
+        return scores
+
+    logits = torch.zeros(2, 4)
+    history = [History(prompt=[1], output=[2], drafted=[3]), History(prompt=[0])]
+    rows = [Sampling(temperature=0, logits_processors=(processor,)), Sampling(temperature=0)]
+    p = distribution(logits, rows, history)
+    assert seen == [[[1, 2, 3]]]
+    assert p.argmax(-1).tolist() == [2, 0]
+    assert not logits.any(), "the caller's logits were changed"
+
+
+def test_a_logits_processor_of_another_shape_is_refused():
+    with pytest.raises(ValueError, match="must return scores"):
+        distribution(torch.zeros(1, 4), Sampling(logits_processors=(lambda ids, scores: scores[:, :2],)), [History()])
+    with pytest.raises(ValueError, match="logits_processors takes functions"):
+        Sampling(logits_processors=(3,))

@@ -4,9 +4,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from foredraft.completion import Completion, Delta, Stats, TokenLogprob
-    from foredraft.custom_generate import speculate
     from foredraft.errors import ForedraftError
     from foredraft.grammar import Grammar
+    from foredraft.hf_generate.decoding import generate, speculate
     from foredraft.llm import LLM, MemoryLimits
     from foredraft.request import RequestOptions
     from foredraft.sampling import Sampling, distribution
@@ -28,7 +28,8 @@ _HOMES = {
     "Stats": "completion",
     "TokenLogprob": "completion",
     "distribution": "sampling",
-    "speculate": "custom_generate",
+    "generate": "hf_generate.decoding",
+    "speculate": "hf_generate.decoding",
 }
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "Stats",
     "TokenLogprob",
     "distribution",
+    "generate",
     "speculate",
 ]
 
@@ -54,4 +56,17 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'foredraft' has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module(f"foredraft.{_HOMES[name]}"), name)
+    try:
+        return getattr(importlib.import_module(f"foredraft.{_HOMES[name]}"), name)
+    except ImportError as error:
+        from foredraft.models.versions import installed, untested
+
+        newer = untested(installed())
+        if not newer:
+            raise
+        raise ImportError("; ".join([str(error), *newer])) from error
+
+
+def __dir__() -> list[str]:
+    """Names that completion offers, before any of them is imported."""
+    return sorted({*globals(), *__all__})

@@ -3,8 +3,9 @@
 import asyncio
 import copy
 import os
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 
 from foredraft import zoo
+from foredraft.chat import Conversation, conversations, encode_chat, has_chat_template
 from foredraft.completion import Completion, Delta
 from foredraft.controller import Adaptive, Fixed, Lengths
 from foredraft.costs import CostCurve
@@ -58,6 +60,7 @@ class LLM:
     CPU; None = those loaded here; True = also one handed over, from a packed copy of its weights as they are now, or an
     error. quantization: "int8" or "int4" weights on CPU, rounded from the ordinary ones while loading; the drafter has
     a `quantization` of its own.
+    max_model_len: context in tokens, prompt and output together; None = the model's own.
     num_speculative_tokens: the longest draft; "auto": as long as measurement says it pays, at times not at all.
     Raises ForedraftError with one line that says what to do.
 
@@ -80,6 +83,7 @@ class LLM:
         num_speculative_tokens: DraftLength = AUTO,
         tokenizer: Any = "auto",
         limits: MemoryLimits | None = None,
+        max_model_len: int | None = None,
         fused: bool | None = None,
         is_debug: bool = False,
     ) -> None:
@@ -107,7 +111,7 @@ class LLM:
             raise ForedraftError(f"{name} cannot run as native code ({why}); leave fused out")
         self.fused = fused is not False
         is_fused = is_ours or quantization is not None if fused is None else fused
-        self.target = adopt(loaded, name, is_fused, is_ours, quantization)
+        self.target = adopt(loaded, name, is_fused, is_ours, quantization).with_context(max_model_len)
         self._grammars = Grammars(self.tokenizer, self.target.vocab_size)
         self._is_debug = is_debug
         if drafter == DEFAULT:
@@ -175,6 +179,61 @@ class LLM:
         model with an encoder."""
         done = {delta.index: delta.completion for delta in self.stream(prompts, sampling) if delta.completion}
         return [done[index] for index in sorted(done)]
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        *,
+        chat_template: str | None = None,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> list[Completion]:
+        """Answer one conversation, or each of several, in the model's chat template.
+
+        Args:
+            messages: dicts with `role` and `content`, oldest first; a list of such lists is several conversations.
+            sampling: as for `generate`.
+            chat_template: Jinja source in place of the model's own.
+            template_options: further variables of the template, for instance {"enable_thinking": False}.
+
+        Raises:
+            ForedraftError: for malformed messages, or without a template.
+        """
+        prompts = [
+            self.encode_chat(one, chat_template=chat_template, template_options=template_options)
+            for one in conversations(messages)
+        ]
+        return self.generate(prompts, sampling)
+
+    def encode_chat(
+        self,
+        messages: Conversation,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of one conversation, a prompt for `generate` and `stream`; arguments as in `foredraft.chat`."""
+        return encode_chat(
+            self.tokenizer,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template=chat_template,
+            template_options=template_options,
+            is_source=self.target.has_encoder,
+        )
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the model brings a chat template, as instruct models do."""
+        return has_chat_template(self.tokenizer)
+
+    @property
+    def context_length(self) -> int:
+        """Longest sequence in tokens, prompt and output together."""
+        return self.target.context_length
 
     def stream(
         self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None
@@ -362,7 +421,9 @@ class LLM:
             module, implied = meant_by(method)
             if model is not None and not reads_model(module):
                 raise ForedraftError(f"the method {method} drafts from the text alone; leave its model {model!r} out")
-            context = self._context(module.METHOD, model, num_tokens)
+            if given.loaded is not None and not getattr(module, "TAKES_LOADED", False):
+                raise ForedraftError(f"the method {method} takes a folder or hub id as its model, not a loaded one")
+            context = replace(self._context(module.METHOD, model, num_tokens), loaded=given.loaded)
             made: Drafter = module.create(configured(module, implied | given.options), context)
             return made, str(getattr(made, "title", method))
         except ForedraftError:

@@ -5,7 +5,7 @@ Greedy is the one-hot law. This file knows nothing of models, requests or specul
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 
@@ -15,6 +15,9 @@ from torch import Tensor
 from foredraft import filters
 from foredraft.filters import NEVER
 from foredraft.grammar import Grammar, Matcher
+
+# (ids [1, L] int64, scores [1, V]) -> scores [1, V]; transformers' LogitsProcessor is one
+LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 
 
 def _is_int(value: object) -> bool:
@@ -31,7 +34,7 @@ class Sampling:
     """How one request draws its tokens, and when it ends. Raises ValueError on impossible values.
 
     Order of operations (as in vLLM and transformers): grammar, allowed ids, bad words, min_tokens, logit bias;
-    repetition, frequency and presence penalties; temperature; top-k; top-p; min-p; typical-p.
+    repetition, frequency and presence penalties; logits_processors; temperature; top-k; top-p; min-p; typical-p.
     """
 
     max_tokens: int = 128
@@ -55,6 +58,9 @@ class Sampling:
     logprobs: int | None = None  # also report this many of the likeliest tokens
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None  # what the text must follow
+    # Functions of (ids [1, L], scores [1, V]) that return new scores [1, V], applied in order. `ids` are the prompt,
+    # the output and the drafted tokens before the position. Each must be pure: it also runs for drafts, in any order.
+    logits_processors: tuple[LogitsProcessor, ...] = ()
 
     def __post_init__(self) -> None:
         as_tuple: dict[str, tuple[object, ...]] = {
@@ -63,6 +69,7 @@ class Sampling:
         words = (self.bad_words,) if isinstance(self.bad_words, str) else self.bad_words
         as_tuple["bad_words"] = tuple(w if isinstance(w, str) else tuple(w) for w in words)
         as_tuple["stop_token_ids"] = tuple(self.stop_token_ids)
+        as_tuple["logits_processors"] = tuple(self.logits_processors)
         if self.allowed_token_ids is not None:
             as_tuple["allowed_token_ids"] = tuple(self.allowed_token_ids)
         for name, value in as_tuple.items():
@@ -102,6 +109,8 @@ class Sampling:
             self.grammar is None or isinstance(self.grammar, Grammar),
             f"grammar must be a Grammar (Grammar.json_schema(...) and so on) or None, got {self.grammar!r:.80}",
         )
+        for processor in self.logits_processors:
+            _check(callable(processor), f"logits_processors takes functions of (ids, scores), got {processor!r:.80}")
         self._validate_ids()
 
     def _validate_ids(self) -> None:
@@ -136,6 +145,7 @@ class Sampling:
             or self.min_tokens
             or self.allowed_token_ids is not None
             or self.grammar is not None
+            or self.logits_processors
         )
 
 
@@ -189,13 +199,15 @@ def shaped(logits: Tensor, rows: Sequence[Sampling], history: Sequence[History] 
 
 
 def shape_logits(logits: Tensor, rows: Sequence[Sampling], history: Sequence[History]) -> Tensor:
-    """Grammar, allowed ids, bad words, min_tokens and bias, then the penalties. [R, V] -> a new [R, V].
+    """Grammar, allowed ids, bad words, min_tokens and bias, the penalties, logits processors. [R, V] -> a new [R, V].
 
     Where a grammar leaves nothing but the end of the text, no other parameter forbids it.
     """
     x = logits.clone()
+    is_over = [False] * len(rows)
     for i, (s, h) in enumerate(zip(rows, history, strict=True)):
         if s.grammar is not None and _follow(x[i], h):
+            is_over[i] = True
             continue
         if s.allowed_token_ids is not None:
             keep = torch.full_like(x[i], NEVER)
@@ -209,7 +221,23 @@ def shape_logits(logits: Tensor, rows: Sequence[Sampling], history: Sequence[His
         if s.logit_bias:
             ids = torch.tensor(list(s.logit_bias), device=x.device)
             x[i, ids] += torch.tensor(list(s.logit_bias.values()), dtype=x.dtype, device=x.device)
-    return _penalised(x, rows, history) if any(s.has_penalties for s in rows) else x
+    if any(s.has_penalties for s in rows):
+        x = _penalised(x, rows, history)
+    for i, (s, h) in enumerate(zip(rows, history, strict=True)):
+        if s.logits_processors and not is_over[i]:
+            x[i] = _process(x[i], s.logits_processors, h)
+    return x
+
+
+def _process(row: Tensor, processors: Sequence[LogitsProcessor], history: History) -> Tensor:
+    """Apply logits processors to one row [V]. Raises ValueError if one returns another shape."""
+    ids = torch.tensor([[*history.prompt, *history.output, *history.drafted]], device=row.device)  # [1, L]
+    scores = row[None].clone()  # a processor may write in place
+    for processor in processors:
+        scores = processor(ids, scores)
+        if not isinstance(scores, Tensor) or scores.shape != (1, len(row)):
+            raise ValueError(f"the logits processor {type(processor).__name__} must return scores [1, {len(row)}]")
+    return scores[0].to(row.dtype)
 
 
 def _follow(x: Tensor, history: History) -> bool:

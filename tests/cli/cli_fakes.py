@@ -42,6 +42,14 @@ class FakeLLM:
                 completion = self._completion(prompts, sampling, index) if reason else None
                 yield Delta(index, piece, (i,), (origin,), (piece,), reason, completion)
 
+    has_chat_template = False
+    context_length = 4096
+
+    def encode_chat(self, messages, *, chat_template=None):
+        text = "".join(f"{m['role']}: {m['content']}\n" for m in messages) + "assistant:"
+        self.calls.append((text, len(messages)))
+        return [ord(character) % 50 for character in text]
+
     def _completion(self, prompts, sampling, index: int) -> Completion:
         ids = list(range(len(self.pieces)))
         entry = TokenLogprob(1, -0.5, float("-inf"), ((1, -0.5),), ((2, float("-inf")),))

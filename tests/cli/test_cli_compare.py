@@ -1,6 +1,7 @@
 """`--compare`: who runs, how often, and what the table says about it."""
 
 import json
+from dataclasses import replace
 
 from cli_fakes import EMPTY_HANDED, PIECES, TEXT, FakeBackend, FakeLLM
 
@@ -92,3 +93,30 @@ def test_a_draft_model_is_not_given_to_a_method_that_reads_none(run):
     run("generate", "p", "--compare", "--spec-model", "d", "--spec-method", "draft_model,ngram", backend=backend)
     assert {"method": "draft_model", "model": "d"} in backend.specs
     assert {"method": "ngram"} in backend.specs
+
+
+def test_a_named_method_that_auto_does_not_draft_with_is_measured_with_fixed_drafts(run):
+    """Fault: the first figure about one's own head was acceptance length 1.00."""
+    backend = FakeBackend({"ngram": IdleLLM("ngram")})
+    outcome = run("generate", "p", "--compare", "--json", "--spec-method", "ngram", backend=backend)
+    rows = {row["method"]: row for row in json.loads(outcome.stdout)["compare"]}
+    assert list(rows) == ["plain", "ngram", "ngram:3"]
+    assert backend.specs[-1] == {"method": "ngram", "num_speculative_tokens": 3}
+    shown = run("generate", "p", "--compare", "--spec-method", "ngram", backend=backend).stderr
+    assert "ngram: drafts do not pay here" in shown
+    unnamed = run("generate", "p", "--compare", backend=backend).stderr
+    assert "ngram:3" not in unnamed
+
+
+def test_methods_left_out_take_one_line(run):
+    outcome = run("generate", "p", "--compare", backend=FakeBackend(missing=frozenset({"draft_model", "ngram"})))
+    lines = [line for line in outcome.error_lines if "left out" in line]
+    assert lines == ["left out: draft_model, ngram; give one to --spec-method to see why"]
+
+
+class IdleLLM(FakeLLM):
+    """Decodes without a draft."""
+
+    def _completion(self, prompts, sampling, index):
+        completion = super()._completion(prompts, sampling, index)
+        return replace(completion, stats=replace(completion.stats, num_drafts=0, num_drafted=0, target_passes=5))

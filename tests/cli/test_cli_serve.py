@@ -5,7 +5,8 @@ import sys
 import pytest
 from cli_fakes import FakeBackend
 
-from foredraft.cli.serve import API_KEY, ServeOptions, method_of, names_of, settings_of, size_of
+from foredraft.cli.backend import single_method
+from foredraft.cli.serve import API_KEY, ServeOptions, names_of, settings_of, size_of
 from foredraft.cli.shell import UsageError
 
 
@@ -94,6 +95,6 @@ def test_a_folder_is_served_under_its_own_name(tmp_path):
 
 def test_the_method():
     backend = FakeBackend()
-    assert method_of(ServeOptions(), backend) == "draft_model"
-    assert method_of(ServeOptions(model="org/model"), backend) == "ngram"
-    assert method_of(ServeOptions(spec_method=["none"]), backend) == "none"
+    assert single_method(ServeOptions(), backend, "a server") == "draft_model"
+    assert single_method(ServeOptions(model="org/model"), backend, "a server") == "ngram"
+    assert single_method(ServeOptions(spec_method=["none"]), backend, "a server") == "none"

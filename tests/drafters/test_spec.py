@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import models_made
-from foredraft import LLM
+from foredraft import LLM, Sampling
 from foredraft.drafters.base import configured, meant_by
 from foredraft.drafters.eagle3 import TrainConfig, trainee
 from foredraft.errors import ForedraftError
@@ -27,13 +27,24 @@ def test_the_folder_tells_the_method_as_on_the_command_line(pair: tuple[LLM, Pat
         assert drafting.drafter_name == "draft_model"
 
 
-def test_a_loaded_model_as_a_draft_is_refused_in_one_line(pair: tuple[LLM, Path]) -> None:
-    for spec in ({"model": models_made.draft()}, {"method": "draft_model", "model": models_made.draft()}):
-        with pytest.raises(
-            ForedraftError, match="LlamaForCausalLM is an object; write it with save_pretrained"
-        ) as caught:
-            pair[0].with_drafter(spec)
-        assert "\n" not in str(caught.value)
+def test_a_loaded_model_drafts_as_its_folder_does(pair: tuple[LLM, Path]) -> None:
+    llm, folder = pair
+    sampling = Sampling(max_tokens=12, temperature=0)
+    loaded = llm.with_drafter({"method": "draft_model", "model": models_made.draft(), "num_speculative_tokens": 3})
+    stored = llm.with_drafter({"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3})
+    [one], [other] = (each.generate([[5, 6, 7]], sampling) for each in (loaded, stored))
+    assert one.token_ids == other.token_ids
+    assert one.stats.num_drafted == other.stats.num_drafted > 0
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [({}, "needs its method beside it"), ({"method": "ngram"}, "takes a folder or hub id as its model")],
+)
+def test_a_loaded_model_that_no_method_can_use_is_one_line(pair: tuple[LLM, Path], spec: object, said: str) -> None:
+    with pytest.raises(ForedraftError, match=said) as caught:
+        pair[0].with_drafter(spec | {"model": models_made.draft()})  # type: ignore[operator]
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import typer
 import foredraft
 from foredraft.cli import shell
 from foredraft.cli.bench import bench
+from foredraft.cli.chat import chat
 from foredraft.cli.export import export
 from foredraft.cli.generate import generate
 from foredraft.cli.serve import serve
@@ -46,6 +47,7 @@ def root(
         raise typer.Exit(shell.MISUSED)
 
 
+app.command("chat")(chat)
 app.command("export")(export)
 app.command("generate")(generate)
 app.command("serve")(serve)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from foredraft import zoo
 from foredraft.cli.options import AUTO, NONE, PLUS, ModelOptions
 from foredraft.cli.shell import UsageError
 from foredraft.completion import Completion, Delta
@@ -16,17 +17,31 @@ if TYPE_CHECKING:
     from foredraft.sampling import Sampling
 
 
+WITHOUT_DRAFT = "ngram"  # the method that needs nothing but the prompt
+
+
+CliPrompt = str | list[int]  # text, or the token ids of a rendered chat
+
+
 class Generator(Protocol):
     """An LLM, as the commands see it."""
 
     @property
     def drafter_name(self) -> str: ...
 
-    def generate(self, prompts: Sequence[str], sampling: "Sampling") -> list[Completion]: ...
+    def generate(self, prompts: "Sequence[CliPrompt]", sampling: "Sampling") -> list[Completion]: ...
 
-    def stream(self, prompts: Sequence[str], sampling: "Sampling") -> Iterator[Delta]: ...
+    def stream(self, prompts: "Sequence[CliPrompt]", sampling: "Sampling") -> Iterator[Delta]: ...
 
     def with_drafter(self, drafter: dict[str, Any] | None) -> "Generator": ...
+
+    @property
+    def has_chat_template(self) -> bool: ...
+
+    @property
+    def context_length(self) -> int: ...
+
+    def encode_chat(self, messages: Sequence[dict[str, str]], *, chat_template: str | None = None) -> list[int]: ...
 
 
 @dataclass(frozen=True)
@@ -158,6 +173,25 @@ class Backend:
         install(out, Path(zoo.__path__[0]))
 
 
+def default_of(model: str | None, choices: Choices) -> str:
+    """The method if none is given: the best one of a built-in target, else the one that needs only the prompt."""
+    builtin = zoo.target_name(model)
+    return (None if builtin is None else zoo.drafter_of(builtin, choices.methods)) or WITHOUT_DRAFT
+
+
+def single_method(options: ModelOptions, backend: Backend, user: str) -> str:
+    """The one drafting method of a command; `user` names the command in errors. Raises UsageError."""
+    backend.choices().check(options)
+    asked = options.methods
+    if len(asked) > 1:
+        raise UsageError(f"{user} drafts with one method; give one --spec-method")
+    if asked:
+        return asked[0]
+    if options.spec_model:
+        return backend.method_of(options.spec_model)
+    return default_of(options.model, backend.choices())
+
+
 def load_llm(options: ModelOptions, method: str, limits: "MemoryLimits | None" = None) -> "LLM":
     """The target with a drafter. Raises ForedraftError."""
     from foredraft import LLM
@@ -171,6 +205,7 @@ def load_llm(options: ModelOptions, method: str, limits: "MemoryLimits | None" =
         verify=options.verify,
         fused=False if options.no_fused else None,
         quantization=options.quantization,
+        max_model_len=options.max_model_len,
         limits=limits,
     )
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from foredraft.cli.backend import Generator
+from foredraft.cli.backend import CliPrompt, Generator
 from foredraft.cli.figures import Figures
 from foredraft.completion import Completion
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 PLAIN = "plain"
 WARM_UP_TOKENS = 16
+IDLE = 0.1  # share of passes with a draft, below which a method counts as not drafting
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,11 @@ class Row:
             rate,
             self._verdict,
         )
+
+    @property
+    def is_idle(self) -> bool:
+        """Hardly any pass had a draft."""
+        return self.figures is not None and self.figures.stats.num_drafts < IDLE * self.figures.stats.target_passes
 
     @property
     def _verdict(self) -> str:
@@ -78,7 +84,7 @@ class Runs:
 
 
 def measure(
-    generators: Mapping[str, Generator], prompts: Sequence[str], sampling: "Sampling", repeats: int,
+    generators: Mapping[str, Generator], prompts: Sequence[CliPrompt], sampling: "Sampling", repeats: int,
     step: Callable[[str], None],
 ) -> dict[str, Runs]:  # fmt: skip
     """Warm every generator up, then run them in turn `repeats` times, so that a drifting clock speed favours none."""
@@ -143,11 +149,24 @@ def _first_difference(ours: Sequence[Completion], theirs: Sequence[Completion]) 
     return None
 
 
-def note(rows: Sequence[Row]) -> str | None:
-    """What to make of a text that should have been the same."""
+def notes(rows: Sequence[Row]) -> list[str]:
+    """Remarks below the table: methods that did not draft or took no part, and differences that should not be."""
+    found = []
+    names = {row.method for row in rows}
+    for row in rows:
+        if (fixed := [name for name in names if name.startswith(f"{row.method}:")]) and row.is_idle:
+            found.append(
+                f"{row.method}: drafts do not pay here, so --spec-tokens auto makes none; {fixed[0]} always does"
+            )
+    skipped = [row.method for row in rows if row.figures is None]
+    if len(skipped) > 1:
+        found.append(f"left out: {', '.join(skipped)}; give one to --spec-method to see why")
+    elif skipped:
+        [row] = (row for row in rows if row.figures is None)
+        found.append(f"{row.method} was left out: {row.reason}")
     if any(row.differs_at is not None and not row.excuse for row in rows):
-        return (
+        found.append(
             "A text differs from plain decoding: where two tokens are equally likely within the rounding of the dtype, "
             "one pass over many tokens may round the other way. --dtype float32 or float64 tells."
         )
-    return None
+    return found

@@ -12,22 +12,21 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.style import Style
 
-from foredraft import zoo
 from foredraft.cli import compare
-from foredraft.cli.backend import Backend, Choices, Generator
+from foredraft.cli.backend import Backend, Choices, CliPrompt, Generator, default_of
 from foredraft.cli.figures import Figures, completion_json
 from foredraft.cli.options import AUTO, NONE, GenerateOptions, takes
 from foredraft.cli.progress import Bar
 from foredraft.cli.prompts import read_prompts
 from foredraft.cli.render import Reel, Screen
 from foredraft.cli.shell import FAILED, UsageError, say
+from foredraft.cli.speculative_config import read_speculative_config
 from foredraft.completion import Completion, Origin
 from foredraft.errors import ForedraftError
 
 if TYPE_CHECKING:
     from foredraft.sampling import Sampling
-
-WITHOUT_DRAFT = "ngram"
+FIXED_TOKENS = 3  # draft length that --compare adds for a method that the automatic length does not draft with
 
 
 @takes(GenerateOptions)
@@ -36,8 +35,9 @@ def generate(ctx: typer.Context, options: GenerateOptions) -> None:
 
     Greedy unless --temperature is given. A pipe receives the text alone; figures go to standard error.
     """
+    options = read_speculative_config(options)
     screen = Screen(options.no_color)
-    prompts = read_prompts(options.prompt, options.file)
+    prompts = read_prompts(_argument(options), options.file)
     backend: Backend = ctx.obj or Backend()
     # the screen holds the real standard output; whatever a library prints on the way goes elsewhere
     with contextlib.redirect_stdout(sys.stderr):
@@ -46,6 +46,8 @@ def generate(ctx: typer.Context, options: GenerateOptions) -> None:
             first = backend.method_of(options.spec_model) if options.spec_model and not options.methods else None
             job = Job(backend, options, choices, prompts, sampling, screen, wanted(options, choices, first))
             generators = job.load()
+        if not options.chat and generators[next(iter(generators))].has_chat_template:
+            say("note: the model has a chat template; --chat puts the prompt into it, `foredraft chat` talks with it")
         completions = job.run(generators)
     failed = [c.error or "the request failed" for c in completions if c.finish_reason == "error"]
     for reason in failed:
@@ -54,10 +56,11 @@ def generate(ctx: typer.Context, options: GenerateOptions) -> None:
         raise typer.Exit(FAILED)
 
 
-def default_of(model: str | None, choices: Choices) -> str:
-    """The method where none is asked for: the best that a built-in target has here, else what needs only the prompt."""
-    builtin = zoo.target_name(model)
-    return (None if builtin is None else zoo.drafter_of(builtin, choices.methods)) or WITHOUT_DRAFT
+def _argument(options: GenerateOptions) -> str | None:
+    """The prompt of the command line, as an argument or as --prompt."""
+    if options.prompt is not None and options.prompt_option is not None:
+        raise UsageError("the prompt stands as an argument and in --prompt; give it once")
+    return options.prompt if options.prompt_option is None else options.prompt_option
 
 
 def wanted(options: GenerateOptions, choices: Choices, first: str | None = None) -> list[str]:
@@ -130,7 +133,7 @@ class Job:
         most = len(self.prompts) * self.sampling.n * self.sampling.max_tokens
         done: dict[int, Completion] = {}
         began = time.perf_counter()
-        stream = generator.stream(self.prompts, self.sampling)
+        stream = generator.stream(self._rendered(generator), self.sampling)
         with Bar(self.screen.err, "generating", most) if not self.screen.is_live else contextlib.nullcontext() as bar:
             try:
                 if is_text:
@@ -149,17 +152,42 @@ class Job:
         completions = [done[index] for index in sorted(done)]
         return completions, Figures.of(completions, time.perf_counter() - began)
 
+    def _rendered(self, generator: Generator) -> list[CliPrompt]:
+        """The prompts as the model is given them: with --chat in its template."""
+        if not self.options.chat:
+            return list(self.prompts)
+        return [generator.encode_chat([{"role": "user", "content": prompt}]) for prompt in self.prompts]
+
     def _measure(self, generators: dict[str, Generator]) -> list[compare.Row]:
         runs = len(generators) * (self.options.repeats + 1)
         with Bar(self.screen.err, "measuring", runs) as bar:
             measured = compare.measure(
                 generators,
-                self.prompts,
+                self._rendered(generators[compare.PLAIN]),
                 self.sampling,
                 self.options.repeats,
                 lambda name: bar.advance(1, f"measuring {name}"),
             )
-        return compare.table(measured, self.skipped, self.sampling, self.choices.lossy)
+        rows = compare.table(measured, self.skipped, self.sampling, self.choices.lossy)
+        return self._with_fixed_lengths(generators[compare.PLAIN], rows)
+
+    def _with_fixed_lengths(self, plain: Generator, rows: list[compare.Row]) -> list[compare.Row]:
+        """Add a row of fixed drafts for every named method that the automatic length hardly drafted with.
+
+        Without it a new head would show acceptance length 1.00, as if it were broken.
+        """
+        named = self.options.methods or (self.methods[:1] if self.options.spec_model else [])
+        idle = [row.method for row in rows if row.method in named and row.is_idle]
+        if not idle or self.options.draft_length is not None:
+            return rows
+        fixed = {compare.PLAIN: plain}
+        for name in idle:
+            options = replace(self._options_of(name), spec_tokens=str(FIXED_TOKENS))
+            fixed[f"{name}:{FIXED_TOKENS}"] = self.backend.with_method(plain, options, name)
+        measured = compare.measure(fixed, self._rendered(plain), self.sampling, self.options.repeats, lambda _: None)
+        extra = compare.table(measured, {}, self.sampling, self.choices.lossy)[1:]
+        last = max(i for i, row in enumerate(rows) if row.figures is not None) + 1
+        return [*rows[:last], *extra, *rows[last:]]
 
     def _print_figures(self, shown: str, figures: Figures, rows: Sequence[compare.Row], drafter: str) -> None:
         if self.screen.is_live:
@@ -167,7 +195,7 @@ class Job:
         line = figures.line
         if rows:
             self.screen.table(rows)
-            if remark := compare.note(rows):
+            for remark in compare.notes(rows):
                 self.screen.note(remark, Style(dim=True))
             row = next(row for row in rows if row.method == shown)
             line = f"{shown}: {row.figures.line}" if row.figures else line

@@ -39,7 +39,8 @@ class ModelOptions:
     """Which models run, and where."""
 
     model: Annotated[
-        str | None, _option("Folder or Hub id of the target; the built-in model if not given.", panel="Model")
+        str | None,
+        _option("Folder or Hub id of the target; the built-in model if not given.", "--model", "-m", panel="Model"),
     ] = None
     spec_method: Annotated[
         list[str] | None,
@@ -52,7 +53,13 @@ class ModelOptions:
     ] = None
     spec_model: Annotated[
         str | None,
-        _option("Folder or Hub id of the draft model or head; it says by itself which method it is.", panel="Model"),
+        _option(
+            "Folder or Hub id of the draft model or head; it says by itself which method it is.",
+            "--spec-model",
+            "--model-draft",
+            "-md",
+            panel="Model",
+        ),
     ] = None
     spec_option: Annotated[
         list[str] | None,
@@ -76,19 +83,36 @@ class ModelOptions:
     spec_tokens: Annotated[
         str,
         _option(
-            "Longest draft per pass; auto: as long as measurement says it pays.", panel="Model", metavar="auto|NUMBER"
+            "Longest draft per pass; auto: as long as measurement says it pays.",
+            "--spec-tokens",
+            "--num-speculative-tokens",
+            "--draft-max",
+            panel="Model",
+            metavar="auto|NUMBER",
         ),
     ] = "auto"
     verify: Annotated[str, _option("Rule: auto, match, reject, block; typical is lossy.", panel="Model")] = "auto"
     dtype: Annotated[str, _option("auto, bfloat16, float16, float32 or float64.", panel="Model")] = "auto"
     device: Annotated[str, _option("auto, cpu or cuda.", panel="Model")] = "auto"
+    max_model_len: Annotated[
+        int | None,
+        _option("Context in tokens, prompt and output together; the model's own if not given.", panel="Model"),
+    ] = None
+    speculative_config: Annotated[
+        str | None,
+        _option(
+            "The drafter as vLLM takes it: a JSON object of method, model, num_speculative_tokens and more.",
+            panel="Model",
+            metavar="JSON",
+        ),
+    ] = None
     no_fused: Annotated[
         bool, _option("Run the model's own modules, not native code, on CPU.", "--no-fused", panel="Model")
     ] = False
 
     @property
     def method_settings(self) -> dict[str, Any]:
-        """Raises UsageError where one is no KEY=VALUE."""
+        """Further settings of the method. Raises UsageError for one that is not KEY=VALUE."""
         found = {}
         for text in self.spec_option or []:
             key, equals, value = text.partition("=")
@@ -170,6 +194,12 @@ class OutputOptions:
 @dataclass(frozen=True)
 class GenerateOptions(OutputOptions, SamplingOptions, ModelOptions):
     prompt: Annotated[str | None, typer.Argument(help="The text to go on from; '-' is standard input.")] = None
+    prompt_option: Annotated[
+        str | None, _option("The same as an option, as in llama.cpp.", "--prompt", "-p", metavar="TEXT")
+    ] = None
+    chat: Annotated[bool, _option("Put each prompt into the model's chat template, as one user message.", "--chat")] = (
+        False
+    )
     file: Annotated[
         list[str], _option("Read a prompt from this file; repeatable, one prompt each.", "--file", "-f", metavar="PATH")
     ] = field(default_factory=list)

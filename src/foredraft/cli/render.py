@@ -86,9 +86,6 @@ class Screen:
             if row.figures is not None:
                 table.add_row(*row.cells(row.figures))
         self.err.print(table)
-        for row in rows:
-            if row.figures is None:
-                self.note(f"{row.method} was left out: {row.reason}", DIM)
 
 
 class Reel:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foredraft.cli.backend import Backend, load_llm
-from foredraft.cli.generate import default_of
+from foredraft.cli.backend import Backend, load_llm, single_method
 from foredraft.cli.options import AUTO, NONE, ModelOptions, _option, takes
 from foredraft.cli.shell import UsageError, say
+from foredraft.cli.speculative_config import read_speculative_config
 from foredraft.errors import ForedraftError
 
 if TYPE_CHECKING:
@@ -29,6 +29,9 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(?:i?B)?|B)?\s*", re.IGNORE
 
 @dataclass(frozen=True)
 class ServeOptions(ModelOptions):
+    model_argument: Annotated[
+        str | None, typer.Argument(help="The same as --model.", metavar="[MODEL]", show_default=False)
+    ] = None
     host: Annotated[str, _option("Address to listen on; 0.0.0.0 is every one.", panel=SERVER)] = "127.0.0.1"
     port: Annotated[int, typer.Option(help="0 is any free one.", rich_help_panel=SERVER, min=0, max=65535)] = 8000
     served_model_name: Annotated[
@@ -78,10 +81,11 @@ def serve(ctx: typer.Context, options: ServeOptions) -> None:
 
     Example: foredraft serve --port 8000, then curl localhost:8000/v1/models
     """
+    options = read_speculative_config(_with_positional(options))
     backend: Backend = ctx.obj or Backend()
     settings = settings_of(options)
     kv_memory = None if options.kv_memory is None else size_of(options.kv_memory)
-    method = method_of(options, backend)
+    method = single_method(options, backend, "a server")
     try:
         from foredraft.server.lifecycle import listen
         from foredraft.server.lifecycle import serve as run
@@ -103,6 +107,15 @@ def serve(ctx: typer.Context, options: ServeOptions) -> None:
             say(f"serving {settings.names[0]} at {where} with --spec-method {method}{drafter}")
 
         run(service, sock, loader, ready)
+
+
+def _with_positional(options: ServeOptions) -> ServeOptions:
+    """`serve MODEL`, as vLLM has it. Raises UsageError if --model is given too."""
+    if options.model_argument is None:
+        return options
+    if options.model is not None:
+        raise UsageError("the model stands as an argument and in --model; give it once")
+    return replace(options, model=options.model_argument, model_argument=None)
 
 
 def settings_of(options: ServeOptions) -> "Settings":
@@ -144,19 +157,6 @@ def size_of(text: str) -> int:
     if size < 1:
         raise UsageError(f"--kv-memory takes a size such as 2GiB or 512M, got {text!r}")
     return size
-
-
-def method_of(options: ServeOptions, backend: Backend) -> str:
-    """The drafting method. Raises UsageError for a word that nobody knows."""
-    backend.choices().check(options)
-    asked = options.methods
-    if len(asked) > 1:
-        raise UsageError("a server drafts with one method; give one --spec-method")
-    if asked:
-        return asked[0]
-    if options.spec_model:
-        return backend.method_of(options.spec_model)
-    return default_of(options.model, backend.choices())
 
 
 def _template(chosen: str | None) -> str | None:

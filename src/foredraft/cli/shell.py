@@ -12,12 +12,14 @@ from typing import Any, TextIO
 import typer
 from typer.core import TyperGroup
 
+from foredraft.cli.suggest import suggest_option
 from foredraft.errors import ForedraftError
 
 DONE, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
 
 # The base of every complaint about a command line; typer exports only this child of it.
 _UsageError: Any = typer.BadParameter.__bases__[0]
+_NoSuchOption: Any = next(kind for kind in _UsageError.__subclasses__() if kind.__name__ == "NoSuchOption")
 
 
 class UsageError(ForedraftError):
@@ -56,7 +58,7 @@ def _report(error: Exception) -> int:
         return FAILED
     if isinstance(error, _UsageError):
         path = error.ctx.command_path if error.ctx else "foredraft"
-        say(f"error: {error.format_message()} (try '{path} --help')")
+        say(f"error: {_complaint(error)} (try '{path} --help')")
         return MISUSED
     if isinstance(error, UsageError):
         say(f"error: {error}")
@@ -68,6 +70,15 @@ def _report(error: Exception) -> int:
         say(f"error: {error}")
         return FAILED
     raise error
+
+
+def _complaint(error: Any) -> str:
+    """The message of a wrong command line; an unknown option with the one that was probably meant."""
+    if not isinstance(error, _NoSuchOption):
+        return str(error.format_message())
+    known = [name for parameter in (error.ctx.command.params if error.ctx else ()) for name in parameter.opts]
+    meant = suggest_option(error.option_name, known)
+    return f"unknown option {error.option_name}" + ("" if meant is None else f"; use {meant}")
 
 
 def say(line: str) -> None:

@@ -153,6 +153,7 @@ class Context:
     target: HFModel | None = None  # what a drafter may borrow from: embeddings, lm_head, and its shape
     num_tokens: int = 5  # draft length K
     model: str | None = None  # what the user gave as the draft model: a folder or hub id
+    loaded: Any = None  # a loaded transformers model, given in its place
     tokenizer: Any = None  # the target's, or None for a model folder without one
     target_name: str = "target"
     target_parameters: int = 0

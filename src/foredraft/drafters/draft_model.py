@@ -33,6 +33,7 @@ from foredraft.tree import Commit, TokenTree
 __all__ = ["METHOD", "Config", "DraftModel", "TrainConfig", "create", "trainee"]
 
 METHOD = "draft_model"
+TAKES_LOADED = True  # a model in memory serves as well as a folder
 AUTO_RANK = 60  # among the methods that read a model, as measured on the built-in target
 CHUNK = 512  # prompt tokens read in one pass
 
@@ -158,15 +159,20 @@ def create(config: Config, context: Context) -> DraftModel | Translated:
     """Load the draft beside the target. Raises ForedraftError if it has another vocabulary that nothing can be done
     about."""
     name = context.model or context.builtin
+    if context.loaded is not None:
+        name = getattr(context.loaded, "name_or_path", "") or type(context.loaded).__name__
     if name is None:
         raise ForedraftError("the method draft_model needs a draft: give --spec-model PATH (or {'model': PATH})")
     check_quantization(config.quantization)
     check_word(config.vocab)
     config.plan(context.num_tokens)  # options that make none are refused before anything is loaded
-    model = load_model(name, context.dtype, context.device)
+    is_ours = context.loaded is None
+    model = load_model(name, context.dtype, context.device) if is_ours else context.loaded
     check_kinds(context, model.config.is_encoder_decoder, name)
-    lm = adopt(model, name, context.fused, is_ours=True, quantization=config.quantization)
-    draft = Side(name, load_tokenizer(name, lm.vocab_size), lm.vocab_size)
+    lm = adopt(model, name, context.fused, is_ours=is_ours, quantization=config.quantization)
+    # a loaded model comes without a tokenizer: its vocabulary is the target's, or the sizes differ and it is refused
+    tokenizer = load_tokenizer(name, lm.vocab_size) if is_ours else context.tokenizer
+    draft = Side(name, tokenizer, lm.vocab_size)
     target = Side(context.target_name, context.tokenizer, context.vocab_size)
     make = way(config.vocab, target, draft, config.has_tree)
     if context.target_parameters and lm.num_parameters > context.target_parameters:

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from foredraft.checkpoints.read import recognise
 from foredraft.drafters.base import Drafter, methods
 from foredraft.errors import ForedraftError
@@ -21,6 +23,7 @@ class Spec:
     method: Any  # a word; checked where methods are looked up
     model: str | None  # folder or hub id
     options: dict[str, Any]  # of the method
+    loaded: Any | None = None  # a loaded transformers model in place of `model`
 
     @classmethod
     def read(cls, given: str | dict[str, Any]) -> "Spec":
@@ -31,10 +34,13 @@ class Spec:
         options = {"method": given} if isinstance(given, str) else dict(given)
         method, model = options.pop("method", None), options.pop("model", None)
         options.pop("num_speculative_tokens", None)
+        if isinstance(model, nn.Module):
+            if method is None:
+                raise ForedraftError("a loaded draft model needs its method beside it, as in {'method': 'draft_model'}")
+            return cls(method, None, options, model)
         if model is not None and not isinstance(model, str | Path):
             raise ForedraftError(
-                f"a drafter's model is a folder or a hub id, and {type(model).__name__} is an object; write it with "
-                "save_pretrained and give the folder"
+                f"a drafter's model is a folder, a hub id or a loaded model; {type(model).__name__} is none of them"
             )
         name = None if model is None else str(model)
         if method is None and name is not None:

@@ -84,7 +84,7 @@ class EncoderDecoder(HFModel):
         return len(self.stack.head.product.dense)
 
     @property
-    def context_length(self) -> int:
+    def own_context_length(self) -> int:
         """Tokens the decoder's text may have."""
         return encdec_bart.num_positions(self.model) if self.stack.biases is None else BOUNDLESS
 

@@ -50,6 +50,7 @@ class HFModel:
     num_parameters: int
     fused: FusedDecoder | None = None
     modules: Lock = field(default_factory=Lock)  # of the model's own, whose hooks are every pass's: siblings share them
+    max_context: int | None = field(kw_only=True, default=None)  # tokens; None = the model's own limit
 
     @classmethod
     def adopt(
@@ -75,6 +76,16 @@ class HFModel:
         pool = KVPool(is_native)
         return cls(model, name, pool, sum(call.numbers for call in calls), count, fused)
 
+    def with_context(self, most: int | None) -> "HFModel":
+        """The same model with a shorter context. Raises ForedraftError if it is longer than the model's own."""
+        if most is None:
+            return self
+        if not 1 < most <= self.own_context_length:
+            raise ForedraftError(
+                f"max_model_len must lie in 2..{self.own_context_length}, the context of {self.name}; got {most}"
+            )
+        return replace(self, max_context=most)
+
     def sibling(self) -> "HFModel":
         """The same weights with KV memory of their own."""
         return replace(self, pool=KVPool(self.pool.is_native))
@@ -85,7 +96,13 @@ class HFModel:
 
     @property
     def context_length(self) -> int:
-        """Tokens a text may have. Rotary factors that switch with the longest text of a batch end it at the switch."""
+        """Longest sequence in tokens, prompt and output together."""
+        own = self.own_context_length
+        return own if self.max_context is None else min(own, self.max_context)
+
+    @property
+    def own_context_length(self) -> int:
+        """The model's own limit. Rotary factors that switch with the longest text of a batch end it at the switch."""
         config = self.model.config.get_text_config()
         most = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or 1 << 30
         rope = getattr(config, "rope_parameters", None) or {}

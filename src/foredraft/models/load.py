@@ -32,6 +32,7 @@ from foredraft.models.folder import (
     stored_shapes,
 )
 from foredraft.models.quantized import check_kind, check_left_out, check_stored
+from foredraft.models.versions import warn_if_untested
 
 LEAST_NAMED = 0.5  # share of a model's tokens that its tokenizer names; what is missing is padding, to 0.67 in ByT5
 DTYPES = {
@@ -113,6 +114,7 @@ def load_model(name: str, dtype: str | torch.dtype, device: torch.device) -> Any
     Raises ForedraftError.
     """
     check_place(name)
+    warn_if_untested()
     place = Path(name).expanduser()
     wanted = parse_dtype(dtype) or "auto"
     stored = _inspect(place, name) if place.is_dir() else None

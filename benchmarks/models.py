@@ -1,0 +1,164 @@
+"""Which models run: a small random model of every causal family that transformers knows, tried one by one.
+
+Each is saved, loaded as a user's folder and decoded greedily with prompt lookup; its text must equal transformers'.
+`python benchmarks/models.py --write docs/models.md` puts the tables into the page, between its markers.
+"""
+
+import argparse
+import gc
+import logging
+import re
+import tempfile
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
+
+from foredraft import LLM, ForedraftError, Sampling, Seq2Seq
+
+VOCAB, NEW_TOKENS = 128, 24
+PROMPT = [5, 9, 7, 11, 5, 9, 7, 11, 5, 9]
+# Sizes by the names that configurations give them; a configuration takes those that it has.
+SIZES = {
+    "vocab_size": VOCAB, "hidden_size": 64, "n_embd": 64, "d_model": 64, "dim": 64, "emb_dim": 64, "embed_dim": 64,
+    "word_embed_proj_dim": 64, "intermediate_size": 96, "ffn_dim": 96, "n_inner": 96, "ffn_hidden_size": 96, "d_ff": 96,
+    "decoder_ffn_dim": 96, "encoder_ffn_dim": 96, "num_hidden_layers": 4, "n_layer": 4, "num_layers": 2, "n_layers": 4,
+    "encoder_layers": 2, "decoder_layers": 2, "num_decoder_layers": 2, "num_attention_heads": 4, "n_head": 4,
+    "n_heads": 4, "num_heads": 4, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "d_kv": 16, "max_position_embeddings": 256, "n_positions": 256, "max_seq_len": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "moe_intermediate_size": 32, "num_experts": 4,
+    "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+    "kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
+    "first_k_dense_replace": 1, "n_shared_experts": 1, "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": VOCAB, "initializer_range": 0.2, "init_std": 0.2, "rotary_dim": 8,
+}  # fmt: skip
+# tried in turn: latent attention wants as many keys as queries, and derives the width of a head
+VARIANTS = ({}, {"num_key_value_heads": 4}, {"num_key_value_heads": 4, "head_dim": None})
+FORMATS_TEXT = re.compile(r"(?<=<!-- models: begin -->\n).*?(?=<!-- models: end -->)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    family: str
+    kind: str  # native, runs, refused, differs, unmade
+    words: str = ""
+
+
+def names(is_seq2seq: bool) -> list[str]:
+    """Model types with a language-model head, as transformers lists them."""
+    known = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES if is_seq2seq else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    both = set() if is_seq2seq else set(MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES)
+    return sorted(set(known) - both)
+
+
+def make(family: str, is_seq2seq: bool, variant: dict[str, int | None]) -> Any:
+    """A small random model of the family."""
+    wanted = {name: value for name, value in (SIZES | variant).items() if value is not None}
+    kind = transformers.CONFIG_MAPPING[family]
+    default = kind()
+    text = default if is_seq2seq else default.get_text_config(decoder=True)
+    sizes = {name: value for name, value in wanted.items() if getattr(text, name, None) is not None}
+    config = kind(**sizes) if text is default else kind(**{_text_key(default, text): text.__class__(**sizes).to_dict()})
+    auto = transformers.AutoModelForSeq2SeqLM if is_seq2seq else transformers.AutoModelForCausalLM
+    torch.manual_seed(0)
+    return auto.from_config(config).eval().float()
+
+
+def _text_key(config: Any, text: Any) -> str:
+    return next(name for name in config.sub_configs if getattr(config, name, None) is text)
+
+
+def tried(family: str, is_seq2seq: bool, folder: Path) -> Outcome:
+    expected, words = None, ""
+    for variant in VARIANTS:
+        try:
+            expected = decoded(make(family, is_seq2seq, variant), folder)
+            break
+        except Exception as error:  # a family may object to these sizes in any way
+            words = words or f"{type(error).__name__}: {error}".splitlines()[0]
+    if expected is None:
+        return Outcome(family, "unmade", words)
+    try:
+        llm = LLM(folder, drafter="ngram", num_speculative_tokens=3)
+        prompt = Seq2Seq(PROMPT) if is_seq2seq else PROMPT
+        [out] = llm.generate([prompt], Sampling(temperature=0, max_tokens=NEW_TOKENS, min_tokens=NEW_TOKENS))
+    except ForedraftError as error:
+        return Outcome(family, "refused", str(error).replace(str(folder), "it"))
+    if out.token_ids != expected[-NEW_TOKENS:]:
+        return Outcome(family, "differs")
+    is_native = getattr(llm.target, "native" if is_seq2seq else "fused", None) is not None
+    return Outcome(family, "native" if is_native else "runs")
+
+
+def decoded(model: Any, folder: Path) -> list[int]:
+    """The text of transformers' own generate; the model is left in `folder`."""
+    if model.config.is_encoder_decoder and model.generation_config.decoder_start_token_id is None:
+        model.generation_config.decoder_start_token_id = model.config.decoder_start_token_id = 0
+    model.generation_config.forced_eos_token_id = None  # BART's own ends every text at its longest
+    ids = torch.tensor([PROMPT])
+    options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
+    text = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0].tolist()
+    model.save_pretrained(folder)
+    return list(text)
+
+
+def every(families: Iterable[str], is_seq2seq: bool) -> list[Outcome]:
+    outcomes = []
+    for family in families:
+        with tempfile.TemporaryDirectory() as folder:
+            outcomes.append(tried(family, is_seq2seq, Path(folder)))
+        print(f"{family}: {outcomes[-1].kind} {outcomes[-1].words}", flush=True)
+        gc.collect()
+    return outcomes
+
+
+def table(outcomes: list[Outcome]) -> str:
+    """Markdown: families by what came of them, refusals by their reason."""
+
+    def listed(kind: str) -> str:
+        return ", ".join(f"`{o.family}`" for o in outcomes if o.kind == kind) or "none"
+
+    lines = ["| | families |", "|---|---|", f"| native code on CPU | {listed('native')} |"]
+    lines.append(f"| on torch's operators | {listed('runs')} |")
+    reasons: dict[str, list[str]] = {}
+    for outcome in outcomes:
+        if outcome.kind == "refused":
+            reasons.setdefault(outcome.words, []).append(f"`{outcome.family}`")
+    lines += [f"| refused: {reason} | {', '.join(found)} |" for reason, found in sorted(reasons.items())]
+    lines.append(f"| not tried: no small model could be made | {listed('unmade')} |")
+    wrong = [o.family for o in outcomes if o.kind == "differs"]
+    return "\n".join(lines) + (f"\n\n**Different text: {', '.join(wrong)}**" if wrong else "") + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="*", help="families to try")
+    parser.add_argument("--write", type=Path, help="page to put the tables into")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    parts = []
+    for title, is_seq2seq in (("Decoder-only", False), ("Encoder-decoder", True)):
+        found = [name for name in names(is_seq2seq) if not options.only or name in options.only]
+        parts.append(f"### {title} models\n\n{table(every(found, is_seq2seq))}")
+    text = f"transformers {transformers.__version__}, torch {torch.__version__.split('+')[0]}.\n\n" + "\n".join(parts)
+    if options.write is None:
+        print(text)
+    else:
+        page = options.write.read_text(encoding="utf-8")
+        options.write.write_text(FORMATS_TEXT.sub(lambda _: text, page), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

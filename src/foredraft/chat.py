@@ -1,0 +1,86 @@
+"""Turn chat messages into prompt tokens with the tokenizer's own template."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jinja2
+
+from foredraft.errors import ForedraftError
+
+Message = Mapping[str, Any]  # {"role": "user", "content": "..."}, and further keys that a template reads
+
+Conversation = Sequence[Message]
+
+PLAIN_TEMPLATE = """\
+{%- for message in messages %}{{ message.role }}: {{ message.content }}
+
+{% endfor %}
+{%- if add_generation_prompt %}assistant:{% endif %}"""
+
+
+def conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
+    """One conversation, or several, as a list of conversations."""
+    if isinstance(messages, list | tuple) and messages and all(isinstance(one, list | tuple) for one in messages):
+        return list(messages)
+    return [messages]  # type: ignore[list-item]
+
+
+def has_chat_template(tokenizer: Any | None) -> bool:
+    """Whether the tokenizer brings a template of its own, as instruct models do."""
+    return bool(getattr(tokenizer, "chat_template", None))
+
+
+def encode_chat(
+    tokenizer: Any | None,
+    messages: Conversation,
+    *,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    chat_template: str | None = None,
+    template_options: Mapping[str, Any] | None = None,
+    is_source: bool = False,
+) -> list[int]:
+    """Render one conversation and return its token ids.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        messages: dicts with `role` and `content`, oldest first.
+        add_generation_prompt: end with the opening of the assistant's turn.
+        continue_final_message: leave the last message open, so that the model continues it; then no generation prompt.
+        chat_template: Jinja source in place of the tokenizer's own; PLAIN_TEMPLATE writes `role: content` lines.
+        template_options: further variables of the template, for instance {"enable_thinking": False}.
+        is_source: an encoder reads the conversation, which ends with the tokenizer's end token then.
+
+    Raises:
+        ForedraftError: without a tokenizer or template, for malformed messages, or if the template refuses them.
+    """
+    if tokenizer is None:
+        raise ForedraftError("chat needs a tokenizer; pass token ids to generate() instead")
+    _check(messages)
+    if chat_template is None and not has_chat_template(tokenizer):
+        raise ForedraftError(
+            "the model has no chat template; give chat_template=... (foredraft.chat.PLAIN_TEMPLATE writes "
+            "role: content lines), or pass bare text to generate()"
+        )
+    try:
+        text = tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            chat_template=chat_template,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt and not continue_final_message,
+            continue_final_message=continue_final_message,
+            **dict(template_options or {}),
+        )
+    except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:
+        raise ForedraftError(f"the chat template refuses these messages: {error}") from None
+    ids: list[int] = tokenizer(text, add_special_tokens=chat_template == PLAIN_TEMPLATE).input_ids
+    end = tokenizer.eos_token_id
+    return [*ids, end] if is_source and end is not None and ids[-1:] != [end] else ids
+
+
+def _check(messages: Conversation) -> None:
+    if isinstance(messages, str | Mapping) or not len(messages):
+        raise ForedraftError('messages must be a list such as [{"role": "user", "content": "Hello"}]')
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
+            raise ForedraftError(f"message {i} must be a dict with 'role' and 'content', got {message!r:.80}")

@@ -1,0 +1,240 @@
+"""`foredraft chat`: a conversation with a model in the terminal."""
+
+import contextlib
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.style import Style
+
+from foredraft.cli.backend import Backend, Generator, single_method
+from foredraft.cli.figures import Figures
+from foredraft.cli.options import ModelOptions, SamplingOptions, _option, takes
+from foredraft.cli.progress import Bar
+from foredraft.cli.render import STYLES, Screen
+from foredraft.cli.shell import UsageError, say
+from foredraft.cli.speculative_config import read_speculative_config
+from foredraft.completion import Completion, Origin
+from foredraft.errors import ForedraftError
+
+if TYPE_CHECKING:
+    from foredraft.sampling import Sampling
+
+PROMPT = "> "
+HELP = """\
+/stats    speculation so far     /clear    forget the conversation    /undo      take back the last turn
+/history  show the conversation  /system TEXT  set the system message  /save FILE  write it as JSON
+/exit     leave (Ctrl-D too); Ctrl-C stops a reply"""
+
+
+@dataclass(frozen=True)
+class ChatOptions(SamplingOptions, ModelOptions):
+    """Options of the command."""
+
+    max_tokens: Annotated[int, _option("Longest reply, in tokens.", panel="Sampling")] = 1024
+    system: Annotated[str | None, _option("System message of the conversation.", panel="Chat")] = None
+    chat_template: Annotated[
+        str | None,
+        _option("File with a Jinja template; 'plain' writes role: content lines.", panel="Chat", metavar="FILE|plain"),
+    ] = None
+    no_color: Annotated[bool, _option("No colours; NO_COLOR does the same.", "--no-color", panel="Output")] = False
+
+
+@takes(ChatOptions)
+def chat(ctx: typer.Context, options: ChatOptions) -> None:
+    """Talk with a model. Drafted tokens that the model accepted are green; /help lists the commands.
+
+    Without a terminal every line of standard input is one turn, and standard output receives the replies alone.
+    """
+    options = read_speculative_config(options)
+    if options.n != 1 or options.logprobs is not None:
+        raise UsageError("chat gives one reply at a time; leave --n and --logprobs out")
+    screen = Screen(options.no_color)
+    backend: Backend = ctx.obj or Backend()
+    with contextlib.redirect_stdout(sys.stderr):
+        with Bar(screen.err, "loading"):
+            sampling = options.sampling()
+            template = read_template(options.chat_template)
+            method = single_method(options, backend, "a chat")
+            llm = backend.load(options, method)
+        if template is None and not llm.has_chat_template:
+            say("note: the model has no chat template; messages are written as 'role: content' lines")
+            template = read_template("plain")
+        Conversation(llm, sampling, screen, template, options.system).run(_read_lines(screen))
+
+
+def read_template(chosen: str | None) -> str | None:
+    """Source of --chat-template; None = the model's own. Raises UsageError if the file cannot be read."""
+    if chosen is None:
+        return None
+    if chosen == "plain":
+        from foredraft.chat import PLAIN_TEMPLATE
+
+        return PLAIN_TEMPLATE
+    try:
+        return Path(chosen).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise UsageError(f"--chat-template {chosen!r} cannot be read: {reason.lower()}") from None
+
+
+def _read_lines(screen: Screen) -> Iterator[str]:
+    """Lines of the user. On a terminal with line editing; a line that ends with a backslash goes on."""
+    if not screen.is_live or sys.stdin is None or not sys.stdin.isatty():
+        for line in sys.stdin or ():
+            yield line.rstrip("\n")
+        return
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 - gives input() editing and a history
+    while True:
+        try:
+            line = _input(PROMPT)
+            while line.endswith("\\"):
+                line = line[:-1] + "\n" + _input("… ")
+        except (EOFError, KeyboardInterrupt):
+            screen.note("")
+            return
+        yield line
+
+
+def _input(prompt: str) -> str:
+    with contextlib.redirect_stdout(sys.__stdout__ or sys.stdout):
+        return input(prompt)
+
+
+@dataclass
+class Conversation:
+    """Messages so far, and the commands on them."""
+
+    llm: Generator
+    sampling: "Sampling"
+    screen: Screen
+    template: str | None
+    system: str | None
+    turns: list[dict[str, str]] = field(default_factory=list)
+    completions: list[Completion] = field(default_factory=list)
+    origins: Counter[Origin] = field(default_factory=Counter)
+    seconds: float = 0.0
+
+    def run(self, lines: Iterator[str]) -> None:
+        """Answer every line until the end of input or /exit."""
+        if self.screen.is_live:
+            self.screen.note("/help lists the commands", Style(dim=True))
+        for line in lines:
+            if not line.strip():
+                continue
+            if line.startswith("/"):
+                if line.split()[0] in ("/exit", "/quit"):
+                    return
+                self.command(line)
+            else:
+                self.reply(line)
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return system + self.turns
+
+    def command(self, line: str) -> None:
+        """Carry out one /command."""
+        name, _, argument = line.partition(" ")
+        commands: dict[str, Callable[[str], None]] = {
+            "/help": lambda _: self.screen.note(HELP),
+            "/stats": self._show_stats,
+            "/history": self._show_history,
+            "/clear": self._clear,
+            "/undo": self._undo,
+            "/system": self._set_system,
+            "/save": self._save,
+        }
+        if name not in commands:
+            self.screen.note(f"unknown command {name}; /help lists them")
+            return
+        commands[name](argument.strip())
+
+    def reply(self, text: str) -> None:
+        """Add one user message, and stream the answer. Ctrl-C keeps what was said so far."""
+        self.turns.append({"role": "user", "content": text})
+        try:
+            prompt = self._prompt()
+        except ForedraftError as error:
+            self.turns.pop()
+            self.screen.note(f"error: {error}")
+            return
+        said: list[str] = []
+        completion = None
+        try:
+            for delta in self.llm.stream([prompt], self.sampling):
+                self.origins.update(delta.origins)
+                styles = [STYLES[origin] for origin in delta.origins]
+                self.screen.text(list(zip(delta.pieces, styles, strict=False)))
+                said.append(delta.text)
+                completion = delta.completion or completion
+        except KeyboardInterrupt:
+            self.screen.note(" (stopped)", Style(dim=True))
+        self.screen.text([("\n", Style())])
+        self.turns.append({"role": "assistant", "content": "".join(said)})
+        if completion is not None:
+            self.completions.append(completion)
+            self.seconds += completion.stats.wall_time
+            if completion.error is not None:
+                self.screen.note(f"error: {completion.error}")
+
+    def _prompt(self) -> list[int]:
+        """Prompt tokens; the oldest turns are left out if the context is too short for them and a reply."""
+        dropped = 0
+        while True:
+            ids = self.llm.encode_chat(self.messages, chat_template=self.template)
+            room = self.llm.context_length - len(ids)
+            if room > min(self.sampling.max_tokens, self.llm.context_length // 4) or len(self.turns) <= 1:
+                break
+            del self.turns[:2]
+            dropped += 1
+        if dropped:
+            self.screen.note(f"(the context is full: the oldest {dropped} turns were left out)", Style(dim=True))
+        if room < 1:
+            raise ForedraftError(
+                f"the message has {len(ids)} tokens, the context {self.llm.context_length}; shorten it"
+            )
+        return ids
+
+    def _show_stats(self, _: str) -> None:
+        if not self.completions:
+            self.screen.note("no reply yet")
+            return
+        self.screen.legend(self.origins)
+        self.screen.note(f"{self.llm.drafter_name}: {Figures.of(self.completions, self.seconds).line}")
+
+    def _show_history(self, _: str) -> None:
+        for message in self.messages:
+            self.screen.note(f"{message['role']}: {message['content']}")
+
+    def _clear(self, _: str) -> None:
+        self.turns.clear()
+        self.screen.note("the conversation starts anew", Style(dim=True))
+
+    def _undo(self, _: str) -> None:
+        del self.turns[-2:]
+        self.screen.note(f"{len(self.turns) // 2} turns are left", Style(dim=True))
+
+    def _set_system(self, text: str) -> None:
+        self.system = text or None
+        self.screen.note("system message set" if text else "system message removed", Style(dim=True))
+
+    def _save(self, name: str) -> None:
+        if not name:
+            self.screen.note("give a file: /save FILE")
+            return
+        try:
+            Path(name).expanduser().write_text(
+                json.dumps({"messages": self.messages}, ensure_ascii=False, indent=1) + "\n"
+            )
+        except OSError as error:
+            self.screen.note(f"error: {name} cannot be written: {error.strerror}")
+            return
+        self.screen.note(f"saved {len(self.messages)} messages to {name}", Style(dim=True))

@@ -1,0 +1,36 @@
+"""Read vLLM's `--speculative-config` into our own options."""
+
+import json
+from dataclasses import replace
+from typing import TypeVar
+
+from foredraft.cli.options import ModelOptions
+from foredraft.cli.shell import UsageError
+
+Options = TypeVar("Options", bound=ModelOptions)
+OPTION = "--speculative-config"
+# key of the JSON object -> field of ModelOptions
+FIELDS = {"method": "spec_method", "model": "spec_model", "num_speculative_tokens": "spec_tokens"}
+
+
+def read_speculative_config(options: Options) -> Options:
+    """The options with the JSON object taken apart. Raises UsageError for what is no object, or given twice."""
+    if options.speculative_config is None:
+        return options
+    try:
+        given = json.loads(options.speculative_config)
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{OPTION} is not JSON ({error.msg} at character {error.pos})") from None
+    if not isinstance(given, dict):
+        raise UsageError(f'{OPTION} takes a JSON object such as {{"method": "ngram", "num_speculative_tokens": 4}}')
+    changes: dict[str, object] = {"speculative_config": None}
+    settings = list(options.spec_option or [])
+    for key, value in given.items():
+        if key not in FIELDS:
+            settings.append(f"{key}={json.dumps(value)}")
+            continue
+        name = FIELDS[key]
+        if getattr(options, name) != getattr(ModelOptions(), name):
+            raise UsageError(f"{key} stands in {OPTION} and in --{name.replace('_', '-')}; give it once")
+        changes[name] = [value] if name == "spec_method" else str(value)
+    return replace(options, **changes, spec_option=settings or None)  # type: ignore[arg-type]

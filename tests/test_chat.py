@@ -1,0 +1,84 @@
+"""Chat messages to prompt tokens, with a real tokenizer and template."""
+
+import pytest
+
+from foredraft import LLM, ForedraftError, Sampling, zoo
+from foredraft.chat import PLAIN_TEMPLATE, conversations, encode_chat, has_chat_template
+from foredraft.models.load import load_tokenizer
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say hello."}]
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{{ '<bot>' if add_generation_prompt }}"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(str(zoo.target(zoo.FIRST)))
+
+
+def test_a_conversation_is_rendered_by_the_template(tokenizer):
+    ids = encode_chat(tokenizer, MESSAGES, chat_template=TEMPLATE)
+    assert tokenizer.decode(ids) == "<system>Be brief.\n<user>Say hello.\n<bot>"
+    open_end = encode_chat(tokenizer, MESSAGES, chat_template=TEMPLATE, continue_final_message=True)
+    assert tokenizer.decode(open_end) == "<system>Be brief.\n<user>Say hello."
+    plain = encode_chat(tokenizer, MESSAGES, chat_template=PLAIN_TEMPLATE)
+    assert tokenizer.decode(plain).endswith("user: Say hello.\n\nassistant:")
+
+
+def test_template_options_reach_the_template(tokenizer):
+    ids = encode_chat(tokenizer, MESSAGES, chat_template="{{ mood }}", template_options={"mood": "calm"})
+    assert tokenizer.decode(ids) == "calm"
+
+
+@pytest.mark.parametrize(
+    ("messages", "template", "words"),
+    [
+        (MESSAGES, None, "no chat template"),
+        ("hello", TEMPLATE, "must be a list"),
+        ([], TEMPLATE, "must be a list"),
+        ([{"role": "user"}], TEMPLATE, "message 0"),
+        (["hello"], TEMPLATE, "message 0"),
+        (MESSAGES, "{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        (MESSAGES, "{% for %}", "refuses"),
+    ],
+)
+def test_what_cannot_be_rendered_is_one_line(tokenizer, messages, template, words):
+    with pytest.raises(ForedraftError, match=words) as raised:
+        encode_chat(tokenizer, messages, chat_template=template)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_model_without_a_tokenizer_says_so():
+    with pytest.raises(ForedraftError, match="needs a tokenizer"):
+        encode_chat(None, MESSAGES)
+
+
+def test_an_encoder_reads_a_closed_conversation(tokenizer):
+    open_end = encode_chat(tokenizer, MESSAGES, chat_template=TEMPLATE)
+    closed = encode_chat(tokenizer, MESSAGES, chat_template=TEMPLATE, is_source=True)
+    assert closed == [*open_end, tokenizer.eos_token_id]
+
+
+def test_one_conversation_or_several():
+    assert conversations(MESSAGES) == [MESSAGES]
+    assert conversations([MESSAGES, MESSAGES[1:]]) == [MESSAGES, MESSAGES[1:]]
+
+
+def test_llm_chat_answers_what_generate_answers_to_the_rendered_prompt(tokenizer):
+    llm = LLM()
+    sampling = Sampling(max_tokens=8, temperature=0)
+    assert not llm.has_chat_template
+    assert not has_chat_template(tokenizer)
+    answers = llm.chat([MESSAGES, MESSAGES[1:]], sampling, chat_template=TEMPLATE)
+    prompts = [encode_chat(tokenizer, m, chat_template=TEMPLATE) for m in (MESSAGES, MESSAGES[1:])]
+    assert [a.text for a in answers] == [c.text for c in llm.generate(prompts, sampling)]
+    with pytest.raises(ForedraftError, match="no chat template"):
+        llm.chat(MESSAGES)
+
+
+def test_a_shorter_context_ends_the_text_there_and_a_longer_one_is_refused():
+    llm = LLM(drafter=None, max_model_len=32)
+    [completion] = llm.generate([list(range(5, 25))], Sampling(max_tokens=100, temperature=0, ignore_eos=True))
+    assert len(completion.token_ids) == 12
+    assert llm.context_length == 32
+    with pytest.raises(ForedraftError, match="max_model_len must lie in"):
+        LLM(drafter=None, max_model_len=1 << 20)
