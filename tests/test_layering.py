@@ -21,7 +21,9 @@ LAYERS = (
     ("engine",),
     (
         "llm",
+        "drafting",
         "hf_generate",
+        "preparation",
         "config",
         "server",
         "train",

@@ -2,11 +2,8 @@
 
 import asyncio
 import copy
-import os
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,19 +14,17 @@ from foredraft.chat import Conversation, conversations, encode_chat, has_chat_te
 from foredraft.completion import Completion, Delta
 from foredraft.controller import Adaptive, Fixed, Lengths
 from foredraft.costs import CostCurve
-from foredraft.drafters.base import Context, Drafter, configured, meant_by, methods, reads_model
-from foredraft.drafters.overlay import Overlay
-from foredraft.drafters.prediction import Prediction
-from foredraft.drafters.spec import AUTO, DraftLength, Spec, draft_length, longest_draft
+from foredraft.drafters.base import methods
+from foredraft.drafters.spec import AUTO, DraftLength, draft_length, longest_draft
 from foredraft.drafters.spec import DrafterSpec as DrafterSpec
+from foredraft.drafting import DrafterFactory
 from foredraft.engine.calibrate import pass_times
 from foredraft.engine.engine import Engine
-from foredraft.engine.guard import Guard, checked
 from foredraft.engine.output import Transcript
 from foredraft.engine.scheduler import Limits
 from foredraft.engine.shared import CLOSED, SharedEngine
 from foredraft.errors import ForedraftError
-from foredraft.grammar import Grammars, Matcher
+from foredraft.grammar import Grammars
 from foredraft.kernels.cpu.library import library
 from foredraft.kernels.process import check_process
 from foredraft.kernels.quantize import check_quantization
@@ -37,17 +32,16 @@ from foredraft.kv.blocks import PageAllocator
 from foredraft.kv.sizing import MemoryLimits as MemoryLimits
 from foredraft.models.adopt import adopt, why_not_native
 from foredraft.models.load import load_model, load_tokenizer, parse_device, width
-from foredraft.models.prompts import Prompt, end_ids_of, listed, read_prompt, spelt
-from foredraft.request import Request, RequestOptions
+from foredraft.models.prompts import Prompt, end_ids_of, listed
+from foredraft.preparation import RequestFactory
+from foredraft.request import RequestOptions
 from foredraft.sampling import Sampling
-from foredraft.source import Begun, Seq2Seq
 from foredraft.verify import RULES
 from foredraft.watched import Watched
 
 DEFAULT = "default"  # a drafter: the built-in one beside the built-in target, otherwise none
-PREDICTED_TOKENS = 15  # of a draft from a request's prediction: sixteen rows, which one pass takes well
 VERIFY = ("auto", *RULES)
-FREED = ("target", "drafter", "tokenizer", "engine", "_shared", "_grammars")  # by close
+FREED = ("target", "drafter", "tokenizer", "engine", "_shared", "_grammars", "_requests")  # by close
 
 
 class LLM:
@@ -130,7 +124,7 @@ class LLM:
     @property
     def end_ids(self) -> frozenset[int]:
         """Token ids that end a text."""
-        return self._eos_ids
+        return self._requests.end_ids
 
     def with_drafter(
         self, drafter: DrafterSpec, num_speculative_tokens: DraftLength = AUTO, verify: str | None = None
@@ -288,87 +282,27 @@ class LLM:
 
         Raises ForedraftError for what this model cannot do.
         """
-        ids, source = read_prompt(self.target, self.tokenizer, prompt)
-        options = options or RequestOptions()
-        self._check(s, options)
-        seed = int.from_bytes(os.urandom(8), "little") if s.seed is None else s.seed
-        bad_words = spelt(self.target, self.tokenizer, s.bad_words)
-        given = prompt.source if isinstance(prompt, Seq2Seq | Begun) else prompt
-        text = given if isinstance(given, str) else None
-        salt = options.salt
-        if source is not None:  # what the decoder's layers hold is of the source too
-            salt = source.digest + salt
-        if not self.limits.prefix_cache:  # one that nobody else has
-            salt = os.urandom(16)
-        result: list[Transcript] = []
-        for sample in range(s.n):
-            request = self._request(ids, s, seed, sample, bad_words, options)
-            request.salt, request.source = salt, source
-            request.after = result[0].request if result else None
-            result.append(Transcript(request, first_index + sample, self.tokenizer, text))
-        return result
-
-    def _request(
-        self,
-        ids: list[int],
-        s: Sampling,
-        seed: int,
-        sample: int,
-        bad_words: tuple[tuple[int, ...], ...],
-        options: RequestOptions,
-    ) -> Request:
-        verify = self.verify
-        if verify == "auto":
-            verify = "match" if s.is_greedy or s.seed is not None else "reject"
-        return Request(
-            slot=-1,
-            prompt=ids,
-            sampling=s,
-            seed=seed,
-            sample=sample,
-            eos_ids=self._eos_ids,
-            bad_words=bad_words,
-            max_length=self.target.context_length,
-            num_drafts=options.num_speculative_tokens,
-            verify=verify,
-            priority=options.priority,
-            tenant=options.salt,
-            prediction=options.prediction,
-            matcher=self._matcher(s),
-            is_traced=options.is_traced,
-        )
-
-    def _matcher(self, s: Sampling) -> Matcher | None:
-        if s.grammar is None:
-            return None
-        return self._grammars.matcher(s.grammar, () if s.ignore_eos else self._eos_ids, s.stop_token_ids)
-
-    def _check(self, s: Sampling, options: RequestOptions) -> None:
-        size = self.target.vocab_size
-        ids_of = {name: getattr(s, name) or () for name in ("allowed_token_ids", "logit_bias", "stop_token_ids")}
-        ids_of["prediction"] = options.prediction
-        ids_of["bad_words"] = [token for word in s.bad_words if not isinstance(word, str) for token in word]
-        for name, named in ids_of.items():
-            outside = [token for token in named if not 0 <= token < size]
-            if outside:
-                raise ForedraftError(f"{name} holds {outside[0]}, which is outside the vocabulary of {size} tokens")
-        if s.stop and self.tokenizer is None:
-            raise ForedraftError(
-                f"{self.target.name} has no tokenizer, so stop strings cannot be found; use stop_token_ids"
-            )
+        return self._requests.prepare(prompt, s, options or RequestOptions(), first_index)
 
     def _equip(self, drafter: DrafterSpec, num_tokens: DraftLength, verify: str) -> None:
         self.verify = verify
-        self._eos_ids = end_ids_of(self.target, self.tokenizer)
-        length = draft_length(drafter, num_tokens)
-        self.drafter, self._drafter_name = self._make_drafter(
-            drafter, longest_draft(drafter) if length is None else length
+        limits = self.limits
+        self._requests = RequestFactory(
+            self.target,
+            self.tokenizer,
+            self._grammars,
+            end_ids_of(self.target, self.tokenizer),
+            verify,
+            limits.prefix_cache,
         )
+        drafters = DrafterFactory(self.target, self.tokenizer, self.fused, self.builtin)
+        length = draft_length(drafter, num_tokens)
+        longest = longest_draft(drafter) if length is None else length
+        self.drafter, self._drafter_name = drafters.make(drafter, longest)
         attach = getattr(self.drafter, "attach", None)
         if attach is not None:  # it drafts in the target's own memory
             attach(self.target)
         self.is_adaptive = length is None and (self.drafter is None or isinstance(drafter, (str, dict)))
-        limits = self.limits
         memory = getattr(self.drafter, "memory", None)
         per_token = self.target.bytes_per_token() + (0 if memory is None else memory.bytes_per_token)
         num_pages = limits.num_pages(self.target.context_length, per_token, self.target.device)
@@ -376,7 +310,7 @@ class LLM:
             pool.capacity = num_pages * limits.page_size
         self.engine = Engine(
             self.target,
-            self._overlaid(),
+            drafters.with_predictions(self.drafter, self._drafter_name),
             PageAllocator(num_pages, limits.page_size),
             Limits(limits.max_batch, limits.max_step_tokens),
             self.target.device,
@@ -403,59 +337,3 @@ class LLM:
             if self.is_adaptive:
                 engine.lengths = self._lengths(CostCurve(points))
         return points
-
-    def _overlaid(self) -> Drafter:
-        """What requests say their output will be goes before any other draft; each fails alone."""
-        guarded = partial(_guarded, self.target.vocab_size, self.target.num_layers)
-        main = None if self.drafter is None else guarded(self.drafter, self._drafter_name)
-        return Overlay(guarded(Prediction(PREDICTED_TOKENS), "prediction"), main)
-
-    def _make_drafter(self, spec: DrafterSpec, num_tokens: int) -> tuple[Drafter | None, str]:
-        if spec is None or spec == "none":
-            return None, "none"
-        if not isinstance(spec, (str, dict)):
-            return checked(spec, self.target.num_layers), type(spec).__name__
-        given = Spec.read(spec)
-        method, model = given.method, given.model
-        try:
-            module, implied = meant_by(method)
-            if model is not None and not reads_model(module):
-                raise ForedraftError(f"the method {method} drafts from the text alone; leave its model {model!r} out")
-            if given.loaded is not None and not getattr(module, "TAKES_LOADED", False):
-                raise ForedraftError(f"the method {method} takes a folder or hub id as its model, not a loaded one")
-            context = replace(self._context(module.METHOD, model, num_tokens), loaded=given.loaded)
-            made: Drafter = module.create(configured(module, implied | given.options), context)
-            return made, str(getattr(made, "title", method))
-        except ForedraftError:
-            raise
-        except (TypeError, ValueError) as error:
-            raise ForedraftError(str(error)) from error
-
-    def _context(self, method: str, model: str | None, num_tokens: int) -> Context:
-        if num_tokens < 1:
-            raise ForedraftError(
-                f"num_speculative_tokens must be at least 1, got {num_tokens}; use drafter=None for none"
-            )
-        size = self.target.vocab_size
-        return Context(
-            vocab_size=size,
-            target=self.target,
-            num_tokens=num_tokens,
-            model=model,
-            tokenizer=self.tokenizer,
-            target_name=self.target.name,
-            target_parameters=self.target.num_parameters,
-            dtype=self.target.model.dtype,
-            device=self.target.device,
-            fused=self.fused,
-            builtin=self._builtin_drafter(method),
-            builtins={name: path for name in methods() if (path := self._builtin_drafter(name)) is not None},
-            guarded=partial(_guarded, size, self.target.num_layers),  # holds no LLM
-        )
-
-    def _builtin_drafter(self, method: str) -> str | None:
-        return None if self.builtin is None else zoo.builtin_drafter(method, self.builtin)
-
-
-def _guarded(vocab_size: int, num_layers: int, drafter: Drafter, name: str) -> Guard:
-    return Guard(drafter, vocab_size, name=name, num_layers=num_layers)

@@ -15,7 +15,8 @@ from foredraft import LLM, Completion, ForedraftError, Sampling
 from foredraft.controller import Fixed
 from foredraft.drafters.follower import LONGEST, PER_MATCH, Follower
 from foredraft.drafters.prediction import Prediction
-from foredraft.llm import PREDICTED_TOKENS, MemoryLimits
+from foredraft.drafting import PREDICTED_TOKENS
+from foredraft.llm import MemoryLimits
 from foredraft.request import Batch, Request, RequestOptions
 from foredraft.tree import Commit
 
