@@ -20,7 +20,7 @@ MAX_VALUES = 200_000  # numbers, strings and so on of a body: more would hold th
 # Of a body without escaped characters. A string that never ends takes the rest, or every quote in it would start a
 # search of its own.
 _STRINGS = re.compile(rb'"[^"]*+(?:"|\Z)')
-# Every digit becomes 0 and everything that is no part of a number a blank, so that two plain searches find what a pattern
+# Every digit becomes 0 and everything that is no part of a number a blank: plain searches then find what a pattern
 # takes 100 ms for on 2 MB without a number.
 _NUMBERS = bytes.maketrans(bytes(range(256)), re.sub(rb"[^0e+]", b" ", re.sub(rb"\d", b"0", bytes(range(256)).lower())))
 _LONG_NUMBER = b"0" * (MAX_DIGITS + 1)
