@@ -29,6 +29,7 @@ from foredraft.kv.sizing import MemoryLimits as MemoryLimits
 from foredraft.models.adopt import adopt, why_not_native
 from foredraft.models.load import load_model, load_tokenizer, parse_device
 from foredraft.models.prompts import Prompt, read_prompt
+from foredraft.models.tokenizing import encode
 from foredraft.request import Request, RequestOptions
 from foredraft.sampling import Sampling
 from foredraft.source import Begun, Seq2Seq
@@ -256,7 +257,7 @@ class LLM:
             if self.tokenizer is None:
                 raise ForedraftError(f"{self.target.name} has no tokenizer: give bad_words as token ids")
             for spelling in (word, " " + word.lstrip()):
-                found.append(tuple(self.tokenizer(spelling, add_special_tokens=False).input_ids))
+                found.append(tuple(encode(self.tokenizer, spelling, has_special=False).input_ids))
         return tuple(dict.fromkeys(found))
 
     def _equip(self, drafter: DrafterSpec, num_tokens: DraftLength, verify: str) -> None:

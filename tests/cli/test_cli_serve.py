@@ -48,7 +48,8 @@ def test_without_the_extra_there_is_a_command_to_run(run, monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "fastapi", None)
     done = run("serve", "--port", "0")
     assert (done.code, len(done.error_lines)) == (1, 1)
-    assert "pip install 'foredraft[serve]'" in done.stderr
+    for command in ("pip install -e '.[serve]'", "pip install 'foredraft[serve]'"):
+        assert command in done.stderr
 
 
 @pytest.mark.parametrize(

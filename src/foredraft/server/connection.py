@@ -55,7 +55,7 @@ class Connection(H11Protocol):
         else:
             self._stop_waiting()
 
-    def eof_received(self) -> bool:
+    def eof_received(self) -> bool:  # type: ignore[override]
         """True keeps the connection: the request is whole and its answer is still to come. A client that closed its
         sending side alone reads that answer; one that closed everything looks the same until something is sent."""
         if self.cycle is None or self.cycle.more_body or self.cycle.response_complete:
