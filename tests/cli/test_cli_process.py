@@ -57,8 +57,6 @@ def test_a_prompt_in_utf8_is_read_whatever_the_locale():
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 @pytest.mark.parametrize(("command", "code"), [("serve", 0), ("generate", None)])
 def test_a_signal_while_a_server_imports_ends_it_with_0(tmp_path: Path, name: str, command: str, code: int | None):
-    tmp_path: Path, name: str, command: str, code: int | None
-):
     (tmp_path / "typer.py").write_text(SIGNALLED.format(name))
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     process = [sys.executable, "-m", "foredraft", command]
