@@ -32,6 +32,8 @@ class Stats:
     target_passes: int = 0  # passes that emitted tokens
     draft_time: float = 0.0  # seconds, shared evenly with the batch
     wall_time: float = 0.0  # seconds from admission to the last token
+    num_predicted: int = 0  # of the tokens drafted, those copied from the request's prediction
+    num_predicted_accepted: int = 0  # of them, those kept
 
     @property
     def acceptance_length(self) -> float:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foredraft.errors import ForedraftError
+from foredraft.errors import ForedraftError, how_to_install
 
 KINDS = ("json_object", "json_schema", "regex", "choice", "lark")
 MAX_BYTES = 1 << 17  # of a grammar's source
@@ -23,7 +23,7 @@ MAX_DEPTH = 64  # nested values of a schema
 MAX_CHOICES = 4096
 MAX_VALUES = 1 << 16  # values in a schema given as a dict, which may repeat one object without end
 KEPT = 32  # compiled grammars of one model
-INSTALL = "structured output needs llguidance: pip install 'foredraft[grammar]'"
+INSTALL = f"structured output needs llguidance: {how_to_install('grammar')}"
 END = "<|end of grammar|>"  # a token of its own, so that the ids that end a text are ours to say
 
 

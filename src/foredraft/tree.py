@@ -80,6 +80,7 @@ class TokenTree:
     q: Tensor | None = None  # [R, V] by row; children of a node were drawn, in order, without replacement from its row
     known: tuple[tuple[int, ...], ...] | None = None  # B lists: the successors of the leading nodes
     drawn: tuple[int, ...] | None = None  # R: first children that were drawn from q, the others are guesses; None = all
+    predicted: frozenset[int] = frozenset()  # requests whose draft is copied from their prediction
 
     @classmethod
     def of(
@@ -186,7 +187,9 @@ class TokenTree:
         drawn = None
         if self.drawn is not None:
             drawn = tuple(count for b in mine for count in self.drawn[slice(*self.first_rows[b : b + 2])])
-        return TokenTree([self.token_lists[b] for b in mine], [self.parent_lists[b] for b in mine], q, known, drawn)
+        predicted = frozenset(i for i, b in enumerate(mine) if b in self.predicted)
+        tokens, parents = [self.token_lists[b] for b in mine], [self.parent_lists[b] for b in mine]
+        return TokenTree(tokens, parents, q, known, drawn, predicted)
 
     def after(self, prefixes: Sequence[Sequence[int]], known: Sequence[Sequence[int]]) -> "TokenTree":
         """The tree with B runs of committed tokens put before its roots; a root whose successor is known is a leaf."""
@@ -195,7 +198,7 @@ class TokenTree:
             shift = len(prefix)
             tokens.append([*prefix, *old])
             parents.append([*range(-1, shift), *[link + shift for link in links[1:]]])
-        return TokenTree(tokens, parents, self.q, tuple(tuple(row) for row in known), self.drawn)
+        return TokenTree(tokens, parents, self.q, tuple(tuple(row) for row in known), self.drawn, self.predicted)
 
 
 @dataclass(frozen=True)

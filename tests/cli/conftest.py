@@ -12,7 +12,7 @@ import pytest
 from cli_fakes import FakeBackend
 from typer.testing import CliRunner
 
-from foredraft.cli import app
+from foredraft.cli.commands import app
 
 
 @dataclass(frozen=True)

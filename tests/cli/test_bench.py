@@ -10,6 +10,7 @@ import pytest
 import models_made
 from foredraft.bench import resident
 from foredraft.bench.grow import FIELD
+from foredraft.errors import how_to_install
 
 GROWN = "the target is a grown model: the text, and so the acceptance, of small"
 FAKE_PEER = """
@@ -168,7 +169,7 @@ def test_what_makes_no_sense_is_one_line(run, small, asked, args, complaint):
 def test_a_plot_without_matplotlib_is_refused_with_the_command(run, small, asked, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     outcome = latency(run, small, asked, "--plot", str(tmp_path / "f.png"))
-    assert (outcome.code, outcome.stderr) == (1, "error: plots need matplotlib; run pip install 'foredraft[bench]'\n")
+    assert (outcome.code, outcome.stderr) == (1, f"error: plots need matplotlib; run {how_to_install('bench')}\n")
 
 
 def test_a_comparison_writes_what_it_says(run, fake_peers, grown, asked, tmp_path):

@@ -24,6 +24,10 @@ from foredraft.cli.shell import UsageError
         (["--dtype", "int1"], "unknown dtype 'int1'"),
         (["--chat-template", "gone.jinja"], "cannot be read"),
         (["--api-key", " "], "API key is empty"),
+        (["--api-key", "schlüssel"], "in ASCII"),
+        (["--protect-metrics"], "--protect-metrics needs an API key"),
+        (["--allowed-host", "box", "--host", "0.0.0.0"], "--allowed-host is for a server"),
+        (["--allowed-host", "box", "--api-key", "k"], "--allowed-host is for a server"),
         (["--served-model-name", ""], "--served-model-name is empty"),
         (["--spec-tokens", "0"], "--spec-tokens"),
         (["--max-queue", "0"], "--max-queue"),
@@ -49,7 +53,8 @@ def test_without_the_extra_there_is_a_command_to_run(run, monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "fastapi", None)
     done = run("serve", "--port", "0")
     assert (done.code, len(done.error_lines)) == (1, 1)
-    assert "pip install 'foredraft[serve]'" in done.stderr
+    for command in ("pip install -e '.[serve]'", "pip install 'foredraft[serve]'"):
+        assert command in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -82,8 +87,27 @@ def test_settings(tmp_path, monkeypatch: pytest.MonkeyPatch):
     assert (settings.api_key, settings.chat_template) == ("from-env", "{{ messages }}")
     assert (settings.request_timeout, settings.has_vllm_names, settings.names) == (None, False, ("builtin",))
     assert settings_of(ServeOptions(api_key="given")).api_key == "given"
+    monkeypatch.setenv(API_KEY, " from a file \n")
+    assert settings_of(ServeOptions()).api_key == "from a file"
     assert settings_of(ServeOptions(chat_template="plain")).has_plain_template
     assert not settings_of(ServeOptions(chat_template="none")).has_plain_template
+
+
+def test_names_of_the_host_are_checked_where_only_this_machine_comes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv(API_KEY, raising=False)
+    for host in ("127.0.0.1", "127.0.0.9", "localhost", "::1"):
+        assert settings_of(ServeOptions(host=host, allowed_host=["Box"])).allowed_hosts == ("box",)
+        assert settings_of(ServeOptions(host=host)).allowed_hosts == ()
+    for options in (ServeOptions(host="0.0.0.0"), ServeOptions(host="box"), ServeOptions(api_key="k")):
+        assert settings_of(options).allowed_hosts is None
+
+
+def test_switches(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv(API_KEY, raising=False)
+    plain = settings_of(ServeOptions())
+    assert (plain.is_strict, plain.has_access_log, plain.protects_metrics) == (False, False, False)
+    asked = settings_of(ServeOptions(api_key="k", strict_max_tokens=True, access_log=True, protect_metrics=True))
+    assert (asked.is_strict, asked.has_access_log, asked.protects_metrics) == (True, True, True)
 
 
 def test_a_folder_is_served_under_its_own_name(tmp_path):

@@ -19,7 +19,7 @@ from foredraft.completion import Stats
 
 
 def test_the_command_line_is_imported_without_torch():
-    code = "import sys, foredraft.cli; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    code = "import sys, foredraft.cli.commands; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -158,6 +158,22 @@ def test_predictions_change_the_passes_and_not_the_text(mode, main):
     assert llm.engine.drafter.num_failures == 0
 
 
+@pytest.mark.parametrize("main", [None, "draft"])
+def test_what_a_prediction_drafted_is_counted_apart(main):
+    output = models_made.plain().generate([PROMPT], GREEDY)[0].token_ids
+    llm = models_made.plain().with_drafter(None if main is None else models_made.draft_model(3), verify="match")
+    llm.engine.lengths = Fixed()
+    edited = [*output[:40], 96, *output[41:]]
+    right, wrong, none = (c.stats for c in generate(llm, GREEDY, [output, edited, ()]))
+    copied = len(output) - right.target_passes  # every pass adds one token of the target's own
+    assert (right.num_predicted, right.num_predicted_accepted) == (copied, copied)
+    assert 0 < wrong.num_predicted_accepted < wrong.num_predicted
+    assert (none.num_predicted, none.num_predicted_accepted) == (0, 0)
+    assert (none.num_drafted > 0) == (main is not None)
+    for stats in (right, wrong) if main is None else ():
+        assert (stats.num_predicted, stats.num_predicted_accepted) == (stats.num_drafted, stats.num_accepted)
+
+
 def test_a_preempted_request_finds_its_place_again():
     limits = MemoryLimits(kv_tokens=140, page_size=4, max_batch=8, max_step_tokens=64)
     plain = models_made.plain().generate([PROMPT], GREEDY)[0]

@@ -1,16 +1,20 @@
 """Keys, names, methods: who may ask for what, over every route there is."""
 
 import base64
+import logging
+import re
 from collections.abc import Iterator
 
 import httpx
 import pytest
+from hostile_wire import exchange
 
+from foredraft.errors import ForedraftError
 from foredraft.server.settings import Settings
 from serving import NAME, Running, fresh, running
 
 KEY = "sk-canary-5f1e"
-OPEN = {"/health", "/ready"}
+OPEN = {"/health", "/ready", "/metrics", "/version"}
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +39,7 @@ def routes(server: Running) -> list[tuple[str, str]]:
     return found
 
 
-def test_no_route_is_open_but_two(locked: Running):
+def test_no_route_is_open_but_those_that_probes_and_prometheus_read(locked: Running):
     seen = routes(locked)
     paths = {path for _, path in seen}
     assert paths >= {
@@ -48,7 +52,7 @@ def test_no_route_is_open_but_two(locked: Running):
         "/openapi.json",
         *OPEN,
     }
-    for method, path in [*seen, ("GET", "/nowhere"), ("POST", "/v1"), ("OPTIONS", "/v1/models"), ("HEAD", "/metrics")]:
+    for method, path in [*seen, ("GET", "/nowhere"), ("POST", "/v1"), ("OPTIONS", "/v1/models"), ("HEAD", "/nowhere")]:
         for headers in ({}, {"Authorization": "Bearer x"}, {"Authorization": KEY}, {"Authorization": f"Bearer {KEY}x"}):
             answer = httpx.request(method, locked.url + path, headers=headers)
             assert (answer.status_code == 401) == (path not in OPEN), (method, path)
@@ -56,6 +60,88 @@ def test_no_route_is_open_but_two(locked: Running):
             if answer.status_code == 401 and method != "HEAD":
                 assert answer.json()["error"]["type"] == "authentication_error"
                 assert "WWW-Authenticate" in answer.headers
+
+
+def test_the_figures_can_be_protected_too():
+    settings = Settings(names=(NAME,), api_key=KEY, protects_metrics=True)
+    with running(settings=settings, is_open=False) as server:
+        for path in ("/metrics", "/version"):
+            assert server.get(path).status_code == 401
+            assert server.get(path, headers={"Authorization": f"Bearer {KEY}"}).status_code == 200
+        assert server.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("key", ["", " k", "k\n", "schlüssel", "a\0b"])
+def test_a_key_that_no_client_could_send_is_refused(key: str):
+    with pytest.raises(ForedraftError, match="printable ASCII"):
+        Settings(api_key=key)
+
+
+LOCAL_NAMES = ["localhost", "LOCALHOST:8000", "app.localhost", "localhost.", "127.0.0.1:8000", "[::1]:8000", "10.1.2.3"]
+FOREIGN_NAMES = [
+    "evil.example",
+    "evil.example:8000",
+    "localhost.evil.example",
+    "127.0.0.1.evil.example",
+    "x",
+    "[x]",
+    "",
+]
+
+
+def test_a_server_for_this_machine_alone_does_not_answer_to_other_names():
+    settings = Settings(names=(NAME,), allowed_hosts=("box",))
+    with running(settings=settings, is_open=False) as server:
+
+        def status(path: str, **headers: str) -> int:
+            return server.get(path, headers=headers).status_code
+
+        for name in [*LOCAL_NAMES, "box", "Box:80"]:
+            assert status("/version", Host=name) == 200, name
+        for name in FOREIGN_NAMES:
+            answer = server.get("/version", headers={"Host": name})
+            assert (answer.status_code, answer.json()["error"]["type"]) == (403, "permission_error"), name
+            assert "--allowed-host" in answer.json()["error"]["message"]
+            assert status("/health", Host=name) == 200
+        answer = exchange(server.port, b"GET /version HTTP/1.0\r\n\r\n")
+        assert answer.status == 200
+    with running(is_open=False) as server:
+        assert server.get("/version", headers={"Host": "evil.example"}).status_code == 200
+
+
+def test_the_access_log_has_a_line_for_every_request(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO, "foredraft.access")
+    with running(settings=Settings(names=(NAME,), api_key=KEY, has_access_log=True)) as server:
+        headers = {"Authorization": f"Bearer {KEY}"}
+        body = {"prompt": "the canary", "max_tokens": 5, "ignore_eos": True, "request_id": "mine"}
+        used = server.post("/v1/completions?secret=canary", body, headers=headers).json()["usage"]
+        server.post("/v1/completions", body | {"stream": True}, headers=headers)
+        chat = {"messages": [{"role": "user", "content": "canary"}], "max_tokens": 3, "ignore_eos": True}
+        server.post("/v1/chat/completions", chat | {"request_id": "other"}, headers=headers)
+        server.post("/v1/completions", {"prompt": 3}, headers=headers)
+        server.get("/v1/models")
+        server.get("/no%0Awhere%20there", headers=headers)
+    lines = [record.getMessage() for record in caplog.records if record.name == "foredraft.access"]
+    shown = [re.sub(r" ms=\d+\.\d ", " ", line) for line in lines]
+    tokens = f"prompt_tokens={used['prompt_tokens']} completion_tokens=5"
+    assert shown[:2] == [f"method=POST path=/v1/completions status=200 {tokens} id=cmpl-mine"] * 2
+    assert re.fullmatch(
+        r"method=POST path=/v1/chat/completions status=200 .* completion_tokens=3 id=chatcmpl-other", shown[2]
+    )
+    none = "prompt_tokens=- completion_tokens=- id=-"
+    assert shown[3:] == [
+        f"method=POST path=/v1/completions status=400 {none}",
+        f"method=GET path=/v1/models status=401 {none}",
+        f"method=GET path=/no?where?there status=404 {none}",
+    ]
+    for secret in ("canary", KEY):
+        assert secret not in "".join(lines)
+
+
+def test_no_access_log_unless_it_is_wanted(server: Running, caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO, "foredraft.access")
+    server.complete("the", max_tokens=1)
+    assert not [record for record in caplog.records if record.name == "foredraft.access"]
 
 
 def test_the_key_opens(locked: Running):

@@ -143,6 +143,29 @@ def test_escapes_that_are_fine():
     assert parse(b'{"a": "\\ud83c\\udf63 \\"[[[\\\\"}', 2) == {"a": '\U0001f363 "[[[\\'}
 
 
+def test_escaped_quotes_are_characters_of_one_value():
+    text = '"\\' * 250_000
+    assert parse(json.dumps({"prompt": text}).encode(), 2) == {"prompt": text}
+
+
+def test_brackets_and_numbers_are_found_behind_any_run_of_escapes():
+    for length in range(9):
+        text = "\\" * length
+        inside, outside = f'{text}"[[[{"1" * 99}', [[]]
+        body = json.dumps({"a": inside, "b": outside}).encode()
+        assert parse(body, 3) == {"a": inside, "b": outside}
+        with pytest.raises(ApiError, match="nested deeper than 2"):
+            parse(body, 2)
+        with pytest.raises(ApiError, match="64 digits"):
+            parse(body[:-1] + b', "c": ' + b"1" * 65 + b"}", 3)
+
+
+@pytest.mark.parametrize("number", ["1e999", "1E+999", "-12.5e400"])
+def test_a_number_beyond_the_largest_is_refused_wherever_it_stands(number: str):
+    with pytest.raises(ApiError, match="too large"):
+        parse(f'{{"a": "\\"", "b": [{number}]}}'.encode(), 3)
+
+
 @pytest.mark.parametrize(
     ("text", "depth"),
     [(b"{}", 1), (b'{"[[[": "]["}', 1), (b'{"a": [[{}], []]}', 4), (b'{"\\"": ["\\\\"]}', 2), (b"1", 0)],

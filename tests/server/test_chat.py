@@ -167,6 +167,31 @@ def test_json_comes_out_where_json_is_asked_for(server: Running):
         assert isinstance(json.loads(body["choices"][0]["message"]["content"])["a"], bool)
 
 
+def details(answer: dict) -> tuple[int, int]:
+    found = answer["usage"]["completion_tokens_details"]
+    assert set(found) == {"accepted_prediction_tokens", "rejected_prediction_tokens"}
+    return found["accepted_prediction_tokens"], found["rejected_prediction_tokens"]
+
+
+def test_usage_says_how_much_of_a_prediction_was_drafted_and_kept():
+    fixed = {"speculative": {"num_speculative_tokens": 15}, "speculative_metrics": True}
+    with running(fresh().with_drafter(None)) as server:
+        plain = server.chat("the", **GREEDY)
+        assert "completion_tokens_details" not in plain["usage"]
+        text = plain["choices"][0]["message"]["content"]
+        for content in (text, "zzzzzz"):
+            body = {**GREEDY, **fixed, "prediction": {"type": "content", "content": content}}
+            answer = server.chat("the", **body)
+            figures = answer["metrics"]["speculative_decoding"]
+            accepted, rejected = details(answer)
+            assert accepted == figures["num_accepted_draft_tokens"]
+            assert accepted + rejected == figures["num_draft_tokens"] > 0
+            assert (accepted > 0) == (content == text)
+            assert details(server.chat("the", **body, n=2)) == (2 * accepted, 2 * rejected)
+            messages = {"messages": [{"role": "user", "content": "the"}], "stream_options": {"include_usage": True}}
+            assert details(server.chunks("/v1/chat/completions", **messages, **body)[-1]) == (accepted, rejected)
+
+
 def test_a_prediction_is_drafted_from(server: Running):
     plain = server.chat("the", **GREEDY, speculative_metrics=True)
     text = plain["choices"][0]["message"]["content"]

@@ -4,7 +4,8 @@ import pytest
 
 import models_made
 from foredraft.server.protocol import NEUTRAL, ChatRequest, CompletionRequest
-from serving import Running
+from foredraft.server.settings import Settings
+from serving import CHATML, NAME, Running, running
 
 BASE = {"prompt": "the end", "temperature": 1.0, "seed": 7, "max_tokens": 30, "ignore_eos": True}
 CHAT = {
@@ -185,3 +186,33 @@ def test_a_value_that_cannot_be_is_a_400_with_its_field(server: Running, name: s
 def test_two_grammars_exclude_each_other(server: Running):
     refused = server.post("/v1/completions", BASE | {"regex": "a", "response_format": {"type": "json_object"}})
     assert "exclude each other" in refused.json()["error"]["message"]
+
+
+def test_more_tokens_than_the_context_holds_are_as_many_as_fit_or_refused(server: Running):
+    cut = server.complete(max_tokens=1000, prompt="the end", ignore_eos=True)["usage"]
+    assert cut["total_tokens"] == 256
+    room = 256 - cut["prompt_tokens"]
+    with running(settings=Settings(names=(NAME,), chat_template=CHATML, is_strict=True)) as strict:
+        refused = strict.post("/v1/completions", {"prompt": ["the", "the end"], "max_tokens": room + 1})
+        error = refused.json()["error"]
+        assert (refused.status_code, error["param"]) == (400, "max_tokens")
+        assert (
+            f"max_tokens is {room + 1}, the prompt has {256 - room} tokens and the context holds 256"
+            in error["message"]
+        )
+        assert f"at most {room}" in error["message"]
+        whole = strict.complete(prompt="the end", max_tokens=room, ignore_eos=True)
+        assert whole["usage"]["completion_tokens"] == room
+        for name in ("max_tokens", "max_completion_tokens"):
+            refused = strict.post("/v1/chat/completions", {"messages": CHAT["messages"], name: 256})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+        unbounded = strict.chat("a", ignore_eos=True)  # nothing was asked for that cannot be had
+        assert unbounded["usage"]["total_tokens"] == 256
+
+
+def test_no_tools_may_be_given_and_none_of_them_used(server: Running):
+    plain = server.ok("/v1/chat/completions", **CHAT)["choices"]
+    assert server.ok("/v1/chat/completions", **CHAT, tools=[], tool_choice="none")["choices"] == plain
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    refused = server.post("/v1/chat/completions", CHAT | {"tools": [tool]})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")

@@ -14,7 +14,7 @@ import pytest
 from hostile_corpus import COMPLETE, corpus, keys
 from hostile_wire import CANARY, Hostile, chunked, exchange, fault, get, post
 
-from foredraft.server.lifecycle import READ, Connection
+from foredraft.server.connection import READ, Connection
 from foredraft.server.protocol import Message
 from foredraft.server.service import Service
 from foredraft.server.settings import Limits, Settings

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from foredraft.bench.grow import grown_from
-from foredraft.errors import ForedraftError
+from foredraft.errors import ForedraftError, how_to_install
 
-INSTALL = "pip install 'foredraft[bench]'"
+INSTALL = how_to_install("bench")
 
 
 @dataclass(frozen=True)

@@ -1,70 +1,26 @@
-"""The command line. Nothing here imports torch before a command needs it, so that --help answers at once."""
+"""The command line. This file is what a process starts with, so that it imports next to nothing."""
 
-import contextlib
-import io
+import os
+import signal
 import sys
-from typing import Annotated
 
-import typer
-
-import foredraft
-from foredraft.cli import shell
-from foredraft.cli.bench import bench
-from foredraft.cli.chat import chat
-from foredraft.cli.export import export
-from foredraft.cli.generate import generate
-from foredraft.cli.serve import serve
-from foredraft.cli.train import train
-from foredraft.cli.version import version
-from foredraft.cli.zoo import zoo
-
-app = typer.Typer(
-    cls=shell.Group,
-    name="foredraft",
-    help="Language models generate several tokens per forward pass, and the text does not change.",
-    pretty_exceptions_enable=False,
-    add_completion=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-
-def _print_version(is_wanted: bool) -> None:
-    if is_wanted:
-        sys.stdout.write(f"foredraft {foredraft.__version__}\n")
-        raise typer.Exit
-
-
-@app.callback(invoke_without_command=True)
-def root(
-    ctx: typer.Context,
-    show_version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
-    if ctx.invoked_subcommand is None:
-        with contextlib.redirect_stdout(sys.stderr):  # typer prints the help itself, where Rich is installed
-            ctx.get_help()
-        raise typer.Exit(shell.MISUSED)
-
-
-app.command("chat")(chat)
-app.command("export")(export)
-app.command("generate")(generate)
-app.command("serve")(serve)
-app.command("train")(train)
-app.command("version")(version)
-app.add_typer(bench, name="bench")
-app.add_typer(zoo, name="zoo")
+SERVE = "serve"
 
 
 def main() -> None:
     """The `foredraft` command."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            if stream.isatty():
-                stream.reconfigure(
-                    errors="backslashreplace"
-                )  # a terminal keeps its encoding; nothing it lacks may raise
-            else:
-                stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+    if SERVE in sys.argv[1:2]:
+        leave_on_signals()
+    from foredraft.cli.streams import open_streams
+
+    open_streams()
+    from foredraft.cli.commands import app
+
     app()
+
+
+def leave_on_signals() -> None:
+    """SIGTERM and Ctrl-C end the process with code 0 until the server has handlers of its own, and after that: nothing
+    is to be finished then, and what runs at the time (an import, a library loading) need not be able to end early."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: os._exit(0))

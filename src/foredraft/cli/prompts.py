@@ -1,5 +1,6 @@
 """Where the prompts come from: the argument, files, or standard input. Bytes in, checked text out."""
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,11 +47,15 @@ def _decoded(data: bytes, where: str) -> str:
 
 
 def _encodable(text: str) -> str:
-    # the shell's bytes that are not UTF-8 arrive as lone surrogates
+    """The argument as its bytes read in UTF-8: those that the locale's encoding lacks arrive as lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise UsageError(f"the prompt is not UTF-8 (at character {error.start}); pass it as UTF-8 text") from None
+        try:
+            return os.fsencode(text).decode("utf-8")
+        except UnicodeError:
+            words = f"the prompt is not UTF-8 (at character {error.start}); pass it as UTF-8 text"
+            raise UsageError(words) from None
     return text
 
 

@@ -1,5 +1,7 @@
 """`foredraft serve`: a model behind OpenAI's API."""
 
+import ipaddress
+import logging
 import os
 import re
 from collections.abc import Callable
@@ -13,7 +15,7 @@ from foredraft.cli.backend import Backend, load_llm, single_method
 from foredraft.cli.options import AUTO, NONE, ModelOptions, _option, takes
 from foredraft.cli.shell import UsageError, say
 from foredraft.cli.speculative_config import read_speculative_config
-from foredraft.errors import ForedraftError
+from foredraft.errors import ForedraftError, how_to_install
 
 if TYPE_CHECKING:
     from foredraft.engine.worker import WorkerLimits
@@ -22,8 +24,7 @@ if TYPE_CHECKING:
 
 SERVER, LOAD = "Server", "Load"
 API_KEY = "FOREDRAFT_API_KEY"
-INSTALL = "foredraft serve needs FastAPI, uvicorn and prometheus-client: pip install 'foredraft[serve]'"
-LOCAL = ("127.0.0.1", "localhost", "::1")
+INSTALL = f"foredraft serve needs FastAPI, uvicorn and prometheus-client: {how_to_install('serve')}"
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(?:i?B)?|B)?\s*", re.IGNORECASE)
 
 
@@ -47,6 +48,29 @@ class ServeOptions(ModelOptions):
             panel=SERVER,
         ),
     ] = None
+    allowed_host: Annotated[
+        list[str] | None,
+        _option(
+            "Without an API key, on an address of this machine alone: a further name that clients may use for it; "
+            "repeatable.",
+            panel=SERVER,
+            metavar="NAME",
+        ),
+    ] = None
+    strict_max_tokens: Annotated[
+        bool,
+        _option(
+            "Refuse a max_tokens that the context has no room for; otherwise as many as fit.",
+            "--strict-max-tokens",
+            panel=SERVER,
+        ),
+    ] = False
+    access_log: Annotated[
+        bool, _option("One line on standard error for every request.", "--access-log", panel=SERVER)
+    ] = False
+    protect_metrics: Annotated[
+        bool, _option("Ask for the API key at /metrics and /version too.", "--protect-metrics", panel=SERVER)
+    ] = False
     per_request_spec_metrics: Annotated[
         bool, _option("Figures of speculation in every response.", "--per-request-spec-metrics", panel=SERVER)
     ] = False
@@ -94,9 +118,11 @@ def serve(ctx: typer.Context, options: ServeOptions) -> None:
         if str(error.name).startswith("foredraft"):
             raise
         raise ForedraftError(INSTALL) from None
+    if settings.has_access_log:
+        _show_access_log()
     with listen(options.host, options.port) as sock:
         where = f"http://{options.host}:{sock.getsockname()[1]}"
-        if settings.api_key is None and options.host not in LOCAL:
+        if settings.api_key is None and not is_local(options.host):
             say(f"warning: whoever reaches {where} can use the model; set --api-key or {API_KEY}")
         say(f"loading {settings.names[0]}; {where} answers meanwhile")
         service = Service(settings, _worker_limits(options))
@@ -123,11 +149,20 @@ def settings_of(options: ServeOptions) -> "Settings":
     from foredraft.server.settings import Settings
 
     key = options.api_key if options.api_key is not None else os.environ.get(API_KEY)
-    if key is not None and not key.strip():
+    key = None if key is None else key.strip()  # one from a file ends with a line break
+    if key == "":
         raise UsageError(f"the API key is empty; give --api-key or {API_KEY} a value, or leave it out")
+    if key is not None and not (key.isascii() and key.isprintable()):
+        raise UsageError(f"the API key holds characters that no HTTP header can; give --api-key or {API_KEY} in ASCII")
+    if options.protect_metrics and key is None:
+        raise UsageError(f"--protect-metrics needs an API key; give --api-key or {API_KEY}")
     return Settings(
         names=names_of(options),
         api_key=key,
+        allowed_hosts=_hosts_of(options, key),
+        is_strict=options.strict_max_tokens,
+        has_access_log=options.access_log,
+        protects_metrics=options.protect_metrics,
         request_timeout=options.request_timeout or None,
         drain_timeout=options.drain_timeout,
         chat_template=_template(options.chat_template),
@@ -135,6 +170,35 @@ def settings_of(options: ServeOptions) -> "Settings":
         has_spec_metrics=options.per_request_spec_metrics,
         has_vllm_names=not options.no_vllm_metrics,
     )
+
+
+def is_local(host: str) -> bool:
+    """Whether no other machine can reach it."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _hosts_of(options: ServeOptions, key: str | None) -> tuple[str, ...] | None:
+    """A server that only this machine reaches, and that asks for no key, must not answer to a web page's name."""
+    if options.allowed_host and (key is not None or not is_local(options.host)):
+        raise UsageError(
+            "--allowed-host is for a server without an API key on an address of this machine; leave it out"
+        )
+    if key is not None or not is_local(options.host):
+        return None
+    return tuple(name.lower() for name in options.allowed_host or ())
+
+
+def _show_access_log() -> None:
+    """To standard error, one line each, without the level and name that no line would differ in."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    access = logging.getLogger("foredraft.access")
+    access.addHandler(handler)
+    access.setLevel(logging.INFO)
+    access.propagate = False
 
 
 def names_of(options: ServeOptions) -> tuple[str, ...]:

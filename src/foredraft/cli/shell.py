@@ -12,6 +12,7 @@ from typing import Any, TextIO
 import typer
 from typer.core import TyperGroup
 
+from foredraft.cli.streams import STDOUT
 from foredraft.cli.suggest import suggest_option
 from foredraft.errors import ForedraftError
 
@@ -52,9 +53,10 @@ class Group(TyperGroup):
 
 
 def _report(error: Exception) -> int:
-    if isinstance(error, BrokenPipeError):
-        # whoever read our output has left; a second failing flush at exit would print a traceback
+    if isinstance(error, BrokenPipeError) or (isinstance(error, OSError) and error.filename == STDOUT):
+        # what is left of the output has nowhere to go; a second failing flush at exit would print a traceback
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if isinstance(error, BrokenPipeError):
         return FAILED
     if isinstance(error, _UsageError):
         path = error.ctx.command_path if error.ctx else "foredraft"
@@ -65,6 +67,9 @@ def _report(error: Exception) -> int:
         return MISUSED
     if isinstance(error, MemoryError) or "out of memory" in str(error).lower():
         say("error: out of memory; take fewer prompts at once, fewer --max-tokens, --dtype bfloat16 or a smaller model")
+        return FAILED
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        say(f"error: {error.filename}: {error.strerror.lower()}")
         return FAILED
     if isinstance(error, ForedraftError | OSError):
         say(f"error: {error}")

@@ -91,7 +91,7 @@ def _chosen(batch: Batch, first: TokenTree, main: TokenTree, served: Sequence[bo
     tokens = [list(tree.token_lists[b]) for b, tree in enumerate(trees)]
     parents = [list(tree.parent_lists[b]) for b, tree in enumerate(trees)]
     q, drawn = _stacked(batch, first, main, trees)
-    return TokenTree(tokens, parents, q, drawn=drawn)
+    return TokenTree(tokens, parents, q, drawn=drawn, predicted=first.predicted)
 
 
 def _stacked(

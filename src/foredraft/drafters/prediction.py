@@ -34,7 +34,9 @@ class Prediction:
             if follower is not None and length > 0:
                 follower.read(request.output[follower.num_read :])
                 drafts[b] = Draft.chain(follower.draft(length))
-        return plant(batch, drafts)
+        tree = plant(batch, drafts)
+        predicted = frozenset(b for b in drafts if tree.sizes[b] > 1)
+        return TokenTree(tree.token_lists, tree.parent_lists, predicted=predicted) if predicted else tree
 
     def observe(self, batch: Batch, commit: Commit) -> None:
         for request in batch.requests:

@@ -4,6 +4,8 @@ import codecs
 from functools import cache
 from typing import Any, Protocol
 
+from foredraft.errors import ForedraftError, is_panic
+
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 MAX_INCOMPLETE = 3  # bytes of a character that lacks its last; some tokenizers show each as one INCOMPLETE
 CONTEXT = 4  # ids before the first, because some tokenizers drop the space before the very first token
@@ -128,8 +130,17 @@ class Detokenizer:
     def _decode(self, ids: list[int]) -> str:
         if self.tokenizer is None:
             return ""
+        try:
+            return self._decoded(ids)
+        except BaseException as error:
+            if is_panic(error):  # no Exception: it would end the thread instead of the request
+                raise ForedraftError("the tokenizer cannot decode this text") from error
+            raise
+
+    def _decoded(self, ids: list[int]) -> str:
         if self._backend is not None:  # the wrapper costs ten times what the decoding does
             return str(self._backend.decode(ids, skip_special_tokens=True))
+        assert self.tokenizer is not None
         return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 

@@ -202,7 +202,7 @@ class Engine:
                     break
             if used > known:
                 num_accepted = min(used - known, len(path) - known - 1)
-                transcript.count_step(tree.sizes[b] - known - 1, num_accepted, draft_time)
+                transcript.count_step(tree.sizes[b] - known - 1, num_accepted, draft_time, b in tree.predicted)
             counts.append(used)
         return commit if counts == commit.counts else commit.cut(counts)
 

@@ -11,6 +11,8 @@ from foredraft.engine.detokenize import detokenizer
 from foredraft.request import Request
 from foredraft.tree import TokenTree
 
+_Counts = tuple[int, int, int, list[int], int, float, tuple[int, int]]
+
 
 @dataclass
 class Transcript:
@@ -31,6 +33,8 @@ class Transcript:
     num_drafts: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
+    num_predicted: int = 0
+    num_predicted_accepted: int = 0
     accepted_at: list[int] = field(default_factory=list)
     target_passes: int = 0
     draft_time: float = 0.0
@@ -40,7 +44,7 @@ class Transcript:
         self._begin()
         self._emitted = (0, "")  # tokens and text that are in deltas: these are never taken back
         self._emitting: tuple[Delta, tuple[int, str]] | None = None  # the delta under way, and what that will be
-        self._uncounted: tuple[int, int, int, list[int], int, float] | None = None  # figures before the current step
+        self._uncounted: _Counts | None = None  # figures before the current step
         self._stops = self.request.sampling.stop
         self._longest_stop = max(map(len, self._stops), default=0)
         self._end_ids = self.request.end_ids
@@ -111,10 +115,11 @@ class Transcript:
             return False
         return matcher.after(output, self._tokens[-new:]).is_finished
 
-    def count_step(self, num_drafted: int, num_accepted: int, draft_time: float) -> None:
-        """Figures of one target pass that emitted tokens."""
+    def count_step(self, num_drafted: int, num_accepted: int, draft_time: float, is_predicted: bool = False) -> None:
+        """Figures of one target pass that emitted tokens. is_predicted: its draft came from the prediction."""
         drafts, drafted, accepted, at = self.num_drafts, self.num_drafted, self.num_accepted, self.accepted_at.copy()
-        self._uncounted = drafts, drafted, accepted, at, self.target_passes, self.draft_time
+        predicted = self.num_predicted, self.num_predicted_accepted
+        self._uncounted = drafts, drafted, accepted, at, self.target_passes, self.draft_time, predicted
         self.target_passes += 1
         self.draft_time += draft_time
         if not num_drafted:
@@ -122,6 +127,9 @@ class Transcript:
         self.num_drafts += 1
         self.num_drafted += num_drafted
         self.num_accepted += num_accepted
+        if is_predicted:
+            self.num_predicted += num_drafted
+            self.num_predicted_accepted += num_accepted
         self.accepted_at += [0] * (num_accepted - len(self.accepted_at))
         for depth in range(num_accepted):
             self.accepted_at[depth] += 1
@@ -150,7 +158,10 @@ class Transcript:
         except that nothing but `fail` may follow."""
         text = self._emitted[1]
         if self._uncounted is not None:
-            drafts, drafted, accepted, self.accepted_at, self.target_passes, self.draft_time = self._uncounted
+            drafts, drafted, accepted, self.accepted_at, self.target_passes, self.draft_time, predicted = (
+                self._uncounted
+            )
+            self.num_predicted, self.num_predicted_accepted = predicted
             self.num_drafts, self.num_drafted, self.num_accepted, self._uncounted = drafts, drafted, accepted, None
         del self.logprobs[self.num_emitted :]
         self.finish_reason = self.stop_reason = self.error = None
@@ -207,6 +218,8 @@ class Transcript:
             num_drafts=self.num_drafts,
             num_drafted=self.num_drafted,
             num_accepted=self.num_accepted,
+            num_predicted=self.num_predicted,
+            num_predicted_accepted=self.num_predicted_accepted,
             accepted_at=tuple(self.accepted_at),
             target_passes=self.target_passes,
             draft_time=self.draft_time,

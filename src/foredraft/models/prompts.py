@@ -8,6 +8,7 @@ import torch
 from foredraft.errors import ForedraftError
 from foredraft.models.encdec import EncoderDecoder
 from foredraft.models.lm import HFModel
+from foredraft.models.tokenizing import encode
 from foredraft.source import Begun, Seq2Seq, Source
 
 EMPTY = "the prompt is empty; give at least one token of text"
@@ -72,7 +73,7 @@ def _ids(model: HFModel, tokenizer: Any | None, text: str | Sequence[int], has_s
     if isinstance(text, str):
         if tokenizer is None:
             raise ForedraftError(f"{model.name} has no tokenizer: give the prompt as a list of token ids")
-        ids = list((tokenizer(text) if has_special else tokenizer(text, add_special_tokens=False)).input_ids)
+        ids = list(encode(tokenizer, text, has_special).input_ids)
     else:
         ids = [int(token) for token in text]
     size = model.vocab_size
@@ -100,7 +101,7 @@ def spelt(model: HFModel, tokenizer: Any | None, words: Sequence[str | tuple[int
         if tokenizer is None:
             raise ForedraftError(f"{model.name} has no tokenizer: give bad_words as token ids")
         for spelling in (word, " " + word.lstrip()):
-            found.append(tuple(tokenizer(spelling, add_special_tokens=False).input_ids))
+            found.append(tuple(encode(tokenizer, spelling, has_special=False).input_ids))
     return tuple(dict.fromkeys(found))
 
 

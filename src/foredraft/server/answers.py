@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from foredraft.server.access import note_served
 from foredraft.server.errors import ApiError, unavailable
 from foredraft.server.generation import Generation
 from foredraft.server.parameters import speculation
@@ -48,6 +49,10 @@ class Head:
 class Answer(Protocol):
     """What a route makes of its generation."""
 
+    head: Head
+
+    def usage(self) -> dict[str, Any]: ...
+
     def events(self) -> AsyncIterator[bytes]: ...
 
     def whole(self) -> Coroutine[Any, Any, dict[str, Any]]: ...
@@ -57,6 +62,7 @@ async def respond(
     service: "Service", http: Request, request: Generating, generation: Generation, answer: Answer
 ) -> Response:
     """A stream, or all at once; whoever leaves before the end ends the generation."""
+    note_served(http, answer.head.id, answer)
     if request.is_streaming:
         settings = service.settings
         return EventStream(answer.events(), generation.cancel, settings.keep_alive, settings.limits.stall_seconds)

@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 import foredraft
 from foredraft.server import chat, completions, tokens
+from foredraft.server.access import AccessLog
 from foredraft.server.body import read
 from foredraft.server.caps import checked
 from foredraft.server.document import describe, documented
@@ -38,7 +39,9 @@ def create_app(service: Service) -> FastAPI:
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(Exception, on_crash)
-    app.add_middleware(Gate, limits=service.settings.limits, api_key=service.settings.api_key)
+    app.add_middleware(Gate, settings=service.settings)
+    if service.settings.has_access_log:
+        app.add_middleware(AccessLog)  # the last to be added is the first to see a request
     _add_state(app, service)
     _add_models(app, service)
     _add_posts(app, service)

@@ -17,13 +17,17 @@ SHORT = 8 << 10  # bytes; read where we stand
 MAX_DIGITS, MAX_EXPONENT = 64, 3
 MAX_KEYS = 4096  # of one object
 MAX_VALUES = 200_000  # numbers, strings and so on of a body: more would hold the interpreter's lock for too long
-# a string that never ends takes the rest, or every quote in it would start a search of its own
-_STRINGS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
-_LONG_NUMBER = re.compile(rb"[0-9]{%d}" % (MAX_DIGITS + 1))
-_LARGE_NUMBER = re.compile(rb"[eE]\+?[0-9]{%d}" % MAX_EXPONENT)
+# Of a body without escaped characters. A string that never ends takes the rest, or every quote in it would start a
+# search of its own.
+_STRINGS = re.compile(rb'"[^"]*+(?:"|\Z)')
+# Every digit becomes 0 and everything that is no part of a number a blank: plain searches then find what a pattern
+# takes 100 ms for on 2 MB without a number.
+_NUMBERS = bytes.maketrans(bytes(range(256)), re.sub(rb"[^0e+]", b" ", re.sub(rb"\d", b"0", bytes(range(256)).lower())))
+_LONG_NUMBER = b"0" * (MAX_DIGITS + 1)
+_LARGE_NUMBERS = (b"e" + b"0" * MAX_EXPONENT, b"e+" + b"0" * MAX_EXPONENT)
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_STEPS = np.zeros(256, dtype=np.int8)
-_STEPS[list(b"[{")], _STEPS[list(b"]}")] = 1, -1
+_STEPS = bytes.maketrans(b"[{]}", bytes([1, 1, 255, 255]))  # as int8: one level down, one up
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[{]}"))
 
 
 async def read(body: bytes, pool: Executor, depth: int, check: Callable[[dict[str, Any]], Value]) -> Value:
@@ -37,18 +41,23 @@ async def read(body: bytes, pool: Executor, depth: int, check: Callable[[dict[st
 
 def parse(body: bytes, depth: int) -> dict[str, Any]:
     """Strict JSON: an object, UTF-8, no key twice, no NaN, no lone surrogates, no NUL, no endless numbers."""
+    if not body:
+        raise ApiError(400, "the body is empty")
     try:
         text = body.decode("utf-8")
     except UnicodeDecodeError:
         raise ApiError(400, "the body is not UTF-8") from None
-    bare = _STRINGS.sub(b'"', body) if body.count(b'"') <= MAX_VALUES else b""
-    if not bare or bare.count(b",") > MAX_VALUES:
-        raise ApiError(400, f"the JSON body holds more than {MAX_VALUES} values" if body else "the body is empty")
+    # a pattern that steps over escaped characters takes 5 times as long, on a body made of them, as two searches
+    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in body else body
+    bare = _STRINGS.sub(b'"', plain) if plain.count(b'"') <= MAX_VALUES else None
+    if bare is None or bare.count(b",") > MAX_VALUES:
+        raise ApiError(400, f"the JSON body holds more than {MAX_VALUES} values")
     if depth_of(bare) > depth:
         raise ApiError(400, f"the JSON body is nested deeper than {depth}")
-    if _LONG_NUMBER.search(bare):
+    numbers = bare.translate(_NUMBERS)
+    if _LONG_NUMBER in numbers:
         raise ApiError(400, f"a number has more than {MAX_DIGITS} digits")
-    read_float = _float if _LARGE_NUMBER.search(bare) else None
+    read_float = _float if any(large in numbers for large in _LARGE_NUMBERS) else None
     try:
         value = json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant, parse_float=read_float)
     except json.JSONDecodeError as error:
@@ -65,7 +74,7 @@ def parse(body: bytes, depth: int) -> dict[str, Any]:
 
 def depth_of(bare: bytes) -> int:
     """How deep brackets nest in JSON without its strings; some number for anything that is no JSON."""
-    steps = _STEPS[np.frombuffer(bare, dtype=np.uint8)]
+    steps = np.frombuffer(bare.translate(_STEPS, _NO_BRACKETS), dtype=np.int8)
     return int(np.cumsum(steps, dtype=np.int32).max(initial=0))
 
 

@@ -6,7 +6,6 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from foredraft.models.prompts import prompt_length
 from foredraft.server.answers import Head, check_begun, error_event, finished, respond
 from foredraft.server.errors import ApiError
 from foredraft.server.generation import Generation
@@ -57,8 +56,9 @@ def _prepare(service: Service, request: ChatRequest) -> Job:
     if request.truncate_prompt_tokens is not None:
         ids = ids[-request.truncate_prompt_tokens :]
     service.check_length(len(ids), "messages")
-    room = service.longest - prompt_length(service.llm.target, len(ids))
-    most = request.max_completion_tokens or request.max_tokens or room
+    name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+    service.check_room(len(ids), getattr(request, name), name)
+    most = getattr(request, name) or service.room_after(len(ids))
     count = (request.top_logprobs or 0) if request.logprobs else None
     sampling = sampling_of(request, most, count, request.prompt_logprobs)
     return Job(ids, sampling, options_of(request, service.predicted(request)), grammar_field(request))
@@ -73,6 +73,9 @@ class Answer:
         self.head = Head.of(service, request, "chatcmpl", kind)
         self.choices = [Choice.of(request, t, i) for i, t in enumerate(generation.transcripts)]
 
+    def usage(self) -> dict[str, Any]:
+        return usage_of(self.choices, self.request.n)
+
     async def whole(self) -> dict[str, Any]:
         parts = [Part() for _ in self.choices]
         async for delta in self.generation.deltas():
@@ -82,7 +85,7 @@ class Answer:
         for choice, part in zip(self.choices, parts, strict=True):
             message = {"role": "assistant", "content": part.text, "refusal": None}
             choices.append(self._choice(choice, part, message=message))
-        body = self.head.body(choices) | {"usage": usage_of(self.choices, self.request.n)}
+        body = self.head.body(choices) | {"usage": self.usage()}
         return body | self._prompt() | finished(self.service, self.request, self.generation)
 
     async def events(self) -> AsyncIterator[bytes]:
@@ -98,7 +101,7 @@ class Answer:
                 yield self._event([self._choice(choice, part, delta={"content": part.text})], is_continuous)
             last = finished(self.service, self.request, self.generation) | self._prompt()
             if options is not None and options.include_usage:
-                last["usage"] = usage_of(self.choices, self.request.n)
+                last["usage"] = self.usage()
             if last:
                 yield event(self.head.body([]) | last)
         except ApiError as error:
@@ -107,7 +110,7 @@ class Answer:
 
     def _event(self, choices: list[dict[str, Any]], has_usage: bool) -> bytes:
         body = self.head.body(choices)
-        return event(body | {"usage": usage_of(self.choices, self.request.n)} if has_usage else body)
+        return event(body | {"usage": self.usage()} if has_usage else body)
 
     def _choice(self, choice: Choice, part: Part, **content: dict[str, Any]) -> dict[str, Any]:
         """`content`: the message, or what is new of it."""

@@ -57,6 +57,8 @@ def _prepare(service: Service, request: CompletionRequest) -> _Work:
     sampling = sampling_of(request, most, request.logprobs, wanted)
     prediction = service.predicted(request)
     prompts = encode_prompts(service, request)
+    for prompt in prompts:
+        service.check_room(len(prompt.ids), request.max_tokens)
     options = options_of(request, prediction)
     return _Work([Job(prompt.ids, sampling, options, grammar_field(request)) for prompt in prompts], prompts)
 
@@ -74,6 +76,9 @@ class Answer:
             choice.is_silent = request.max_tokens == 0
             choice.length = len(self._prompt_of(choice).text) if request.echo else 0
 
+    def usage(self) -> dict[str, Any]:
+        return usage_of(self.choices, self.request.n)
+
     async def whole(self) -> dict[str, Any]:
         parts = [Part() for _ in self.choices]
         async for delta in self.generation.deltas():
@@ -81,7 +86,7 @@ class Answer:
         check_begun(self.service, parts)
         pairs = zip(self.choices, parts, strict=True)
         choices = [self._choice(choice, part, is_first=True) for choice, part in pairs]
-        body = self.head.body(choices) | {"usage": usage_of(self.choices, self.request.n)}
+        body = self.head.body(choices) | {"usage": self.usage()}
         return body | finished(self.service, self.request, self.generation)
 
     async def events(self) -> AsyncIterator[bytes]:
@@ -93,11 +98,11 @@ class Answer:
                 body = self.head.body([self._choice(choice, part, is_first=not choice.has_begun)])
                 choice.has_begun = True
                 if options is not None and options.continuous_usage_stats:
-                    body["usage"] = usage_of(self.choices, self.request.n)
+                    body["usage"] = self.usage()
                 yield event(body)
             last = finished(self.service, self.request, self.generation)
             if options is not None and options.include_usage:
-                last["usage"] = usage_of(self.choices, self.request.n)
+                last["usage"] = self.usage()
             if last:
                 yield event(self.head.body([]) | last)
         except ApiError as error:

@@ -15,6 +15,7 @@ _PATH = re.compile(r"(?<![\w.])~?/[^\s'\",;:)]+")  # an absolute path has no bus
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     429: "rate_limit_error",
     500: "server_error",

@@ -7,23 +7,27 @@ import asyncio
 import base64
 import binascii
 import hmac
+import ipaddress
 import re
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from foredraft.server.errors import ApiError, unavailable
-from foredraft.server.settings import Limits
+from foredraft.errors import is_panic
+from foredraft.server.errors import ApiError, shown, unavailable
+from foredraft.server.settings import Settings
 
 OPEN = frozenset({"/health", "/ready"})  # what a load balancer asks without a key
+FIGURES = frozenset({"/metrics", "/version"})  # open too, as vLLM's are, unless the settings protect them
 _LENGTH = re.compile(rb"[0-9]{1,15}")
 
 
 class Gate:
     """Lets through what is allowed to come in; everything else gets its 4xx here."""
 
-    def __init__(self, app: ASGIApp, limits: Limits, api_key: str | None) -> None:
-        self.app, self.limits = app, limits
-        self._key = None if api_key is None else api_key.encode()
+    def __init__(self, app: ASGIApp, settings: Settings) -> None:
+        self.app, self.limits, self._hosts = app, settings.limits, settings.allowed_hosts
+        self._key = None if settings.api_key is None else settings.api_key.encode()
+        self._open = OPEN if settings.protects_metrics else OPEN | FIGURES
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -32,6 +36,7 @@ class Gate:
         if scope["type"] != "http":
             return  # no websockets
         try:
+            self._check_host(scope)
             self._check_key(scope)
             self._check_head(scope)
             body = await self._body(scope, receive)
@@ -42,10 +47,30 @@ class Gate:
             return
         if body is None:
             return
-        await self.app(scope, _replay(body, receive), send)
+        try:
+            await self.app(scope, _replay(body, receive), send)
+        except BaseException as error:
+            if is_panic(error):  # no Exception: the error page further out would not see it
+                raise RuntimeError("native code panicked") from error
+            raise
+
+    def _check_host(self, scope: Scope) -> None:
+        """Against DNS rebinding: a page whose own name was made to stand for this machine sends that name. An address
+        cannot be rebound, and whoever is no browser may leave the header out."""
+        given = next((value for name, value in scope["headers"] if name == b"host"), None)
+        if self._hosts is None or given is None or scope["path"] in OPEN:
+            return
+        name = _name_of(given.decode("latin-1"))
+        is_ours = name == "localhost" or name.endswith(".localhost") or name in self._hosts or _is_address(name)
+        if not is_ours:
+            raise ApiError(
+                403,
+                f"this server does not go by the name {shown(name)}: without an API key it answers to localhost and to "
+                "addresses alone; ask it by one of them, or start it with --api-key or --allowed-host NAME",
+            )
 
     def _check_key(self, scope: Scope) -> None:
-        if self._key is None or scope["path"] in OPEN:
+        if self._key is None or scope["path"] in self._open:
             return
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         if not hmac.compare_digest(_key_of(given), self._key):
@@ -91,6 +116,21 @@ class Gate:
             raise ApiError(408, f"the body did not arrive within {self.limits.body_seconds:g} seconds") from None
         except asyncio.CancelledError:  # the server has drained, and waits for nobody who is still sending
             raise unavailable("the server is shutting down") from None
+
+
+def _name_of(host: str) -> str:
+    """A Host header without its port."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0].strip().rstrip(".").lower()
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _key_of(header: bytes) -> bytes:

@@ -4,6 +4,7 @@ import re
 import secrets
 from typing import Any
 
+from foredraft.models.tokenizing import encode
 from foredraft.server.errors import ApiError
 from foredraft.server.vocabulary import Vocabulary
 
@@ -30,7 +31,7 @@ class Hidden:
         parts = self._mark.split(text)
         texts = list(filter(None, parts[::2]))
         # in one call and each word once: a message may be nothing but a million such words
-        plain = iter(tokenizer(texts, add_special_tokens=False).input_ids if texts else ())
+        plain = iter(encode(tokenizer, texts, has_special=False).input_ids if texts else ())
         words = {word: as_text(word, tokenizer, vocabulary) for word in dict.fromkeys(self._words)}
         ids: list[int] = []
         for i, part in enumerate(parts):
@@ -46,9 +47,8 @@ def as_text(word: str, tokenizer: Any, vocabulary: Vocabulary) -> list[int]:
     tokenizer reads a control token."""
     special = set(vocabulary.special.values())
     for cut in range(1, len(word)):
-        ids = [
-            token for part in (word[:cut], word[cut:]) for token in tokenizer(part, add_special_tokens=False).input_ids
-        ]
+        halves = [encode(tokenizer, part, has_special=False).input_ids for part in (word[:cut], word[cut:])]
+        ids = [token for half in halves for token in half]
         if special.isdisjoint(ids):
             return ids
     raise ApiError(400, "a message holds text that this tokenizer can read only as a control token", "messages")

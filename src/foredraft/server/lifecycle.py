@@ -11,63 +11,25 @@ import os
 import socket
 import sys
 import threading
-from asyncio import TimerHandle, Transport
 from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from foredraft.errors import ForedraftError
 from foredraft.server.app import create_app
+from foredraft.server.connection import Connection
+from foredraft.server.room import QUEUE, Room
 from foredraft.server.service import Service
-from foredraft.server.settings import Limits
+from foredraft.server.sparing import sparing_logger
 
 if TYPE_CHECKING:
     from foredraft.llm import LLM
 
 log = logging.getLogger(__name__)
 LAST_SECONDS = 5  # for the last bytes of aborted answers to leave
-READ = 16 << 10  # bytes of one connection at a time: as chunks of one byte, more of them would hold up all others
 SLACK = 16 << 10  # of headers beyond the limit, so that the answer to too many can say so
-
-
-class Connection(H11Protocol):
-    """Closed if the headers of a request take too long to come; uvicorn itself would wait for ever."""
-
-    seconds = Limits.header_seconds
-    _timer: TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(cast(Transport, transport))
-        if hasattr(transport, "max_size"):  # asyncio's own sockets
-            transport.max_size = READ
-        self._wait()
-
-    def data_received(self, data: bytes) -> None:
-        before = self.cycle
-        super().data_received(data)
-        if self.cycle is None or (self.cycle is before and self.cycle.response_complete):
-            self._wait()
-        else:
-            self._stop_waiting()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_waiting()
-        super().connection_lost(exc)
-
-    def _unsupported_upgrade_warning(self) -> None:
-        """Not the inherited one: it tells the log, at every such request, to install what we do not use."""
-
-    def _wait(self) -> None:
-        if self._timer is None:
-            self._timer = self.loop.call_later(self.seconds, self.transport.close)
-
-    def _stop_waiting(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
 
 
 class Server(uvicorn.Server):
@@ -75,7 +37,9 @@ class Server(uvicorn.Server):
 
     def __init__(self, service: Service, header_seconds: float | None = None) -> None:
         limits = service.settings.limits
-        protocol = type("Connection", (Connection,), {"seconds": header_seconds or limits.header_seconds})
+        self.room = Room.of_process(sparing_logger(__name__))
+        its = {"seconds": header_seconds or limits.header_seconds, "room": self.room}
+        protocol = type("Connection", (Connection,), its)
         config = uvicorn.Config(
             create_app(service),
             http=protocol,
@@ -85,6 +49,7 @@ class Server(uvicorn.Server):
             log_config=None,
             access_log=False,
             server_header=False,
+            backlog=self.room.accepted,
             timeout_graceful_shutdown=LAST_SECONDS,
             h11_max_incomplete_event_size=limits.headers + limits.target + SLACK,
         )
@@ -97,7 +62,10 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
+        self._loop.set_exception_handler(self._note)
         await super().startup(sockets)
+        for sock in sockets or []:
+            sock.listen(QUEUE)  # asyncio made it as short as what it takes in one turn
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Not the inherited one: that ends the process by the signal, and we leave with a code."""
@@ -124,6 +92,13 @@ class Server(uvicorn.Server):
         except Exception as error:  # shown by whoever started us
             self.failure = error
             self.should_exit = True
+
+    def _note(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """What went wrong in the loop. asyncio tries again and again to accept what there is no file for."""
+        if context["message"] == "socket.accept() out of system resource":
+            self.room.log.warning("connections cannot be accepted: %s", context["exception"])
+        else:
+            loop.default_exception_handler(context)
 
     def _drain(self) -> None:
         self._draining = asyncio.ensure_future(self._drained())
@@ -152,6 +127,7 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
+        sock.listen(QUEUE)  # two sockets may be bound to one port, but only one of them can listen
     except OSError as error:
         sock.close()
         reason = (error.strerror or str(error)).lower()

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from foredraft.models.tokenizing import encode
 from foredraft.server.errors import ApiError
 from foredraft.server.protocol import CompletionRequest
 
@@ -62,7 +63,7 @@ def encode_text(
     """Token ids of a text, and where each begins in it if that is wanted and the tokenizer can tell."""
     tokenizer = service.vocabulary.need()
     is_fast = has_offsets and getattr(tokenizer, "is_fast", False)
-    encoded = tokenizer(text, add_special_tokens=has_special is not False, return_offsets_mapping=is_fast)
+    encoded = encode(tokenizer, text, has_special is not False, is_fast)
     offsets = [start for start, _ in encoded["offset_mapping"]] if is_fast else None
     return list(encoded.input_ids), offsets
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from foredraft.engine.worker import Draining, QueueFull, Worker, WorkerLimits
 from foredraft.errors import ForedraftError
+from foredraft.models.prompts import prompt_length
 from foredraft.request import RequestOptions
 from foredraft.sampling import Sampling
 from foredraft.server.errors import ApiError, shown, too_busy, unavailable
@@ -108,6 +109,22 @@ class Service:
         most = self.longest_prompt
         if num_tokens > most:
             raise ApiError(400, f"the prompt has {num_tokens} tokens and the model takes {most}; shorten it", param)
+
+    def room_after(self, num_tokens: int) -> int:
+        """Tokens an output may have after a prompt of this many."""
+        return self.longest - prompt_length(self.llm.target, num_tokens)
+
+    def check_room(self, num_tokens: int, most: int | None, param: str = "max_tokens") -> None:
+        """Raises ApiError 400 for an output that may become longer than the context has room for, where the settings
+        are strict; otherwise it ends there. `most`: what the client wants, None = whatever fits."""
+        room = self.room_after(num_tokens)
+        if self.settings.is_strict and most is not None and most > room:
+            raise ApiError(
+                400,
+                f"{param} is {most}, the prompt has {num_tokens} tokens and the context holds {self.longest}; "
+                f"ask for at most {room}",
+                param,
+            )
 
     async def off_loop(self, work: Callable[..., Value], *args: Any) -> Value:
         """Run on one of the few threads. Raises ApiError for what the library refuses."""

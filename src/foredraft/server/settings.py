@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from foredraft.errors import ForedraftError
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -41,5 +43,15 @@ class Settings:
     has_plain_template: bool = True  # for a model without any; False = such a request is refused
     has_spec_metrics: bool = False  # figures of speculation in every response
     has_vllm_names: bool = True  # metrics also under vLLM's names
+    protects_metrics: bool = False  # /metrics and /version need the key too
+    has_access_log: bool = False
+    is_strict: bool = False  # max_tokens beyond the context is refused; False = as many as fit
+    allowed_hosts: tuple[str, ...] | None = None  # names in the Host header, beside localhost; None = any
     keep_alive: float = 10.0  # seconds of silence after which a stream says that it lives
     limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        """Raises ForedraftError for a key that no client could send."""
+        key = self.api_key
+        if key is not None and (not key or key != key.strip() or not (key.isascii() and key.isprintable())):
+            raise ForedraftError("the API key must be printable ASCII characters without blanks at either end")

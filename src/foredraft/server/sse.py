@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from foredraft.server.connection import FIRST_PROBE, HALF_CLOSED
+
 Value = TypeVar("Value")
 DONE = b"data: [DONE]\n\n"
 PING = b": still here\n\n"
@@ -58,12 +60,12 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await unless_gone(receive, self._write(send))
+            await unless_gone(receive, self._write(send, scope.get("state", {}).get(HALF_CLOSED)))
         finally:
             self._close()
 
-    async def _write(self, send: Send) -> None:
-        pinger = asyncio.ensure_future(self._ping(send))
+    async def _write(self, send: Send, half_closed: asyncio.Event | None) -> None:
+        pinger = asyncio.ensure_future(self._ping(send, half_closed or asyncio.Event()))
         try:
             async for data in self._events:
                 await self._put(send, data)
@@ -79,12 +81,27 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": data, "more_body": True})
         self._written = time.monotonic()
 
-    async def _ping(self, send: Send) -> None:
+    async def _ping(self, send: Send, half_closed: asyncio.Event) -> None:
+        """A comment after every `keep_alive` seconds of silence; at once and more often if the client sends no more,
+        for only a write that fails tells whether it has left."""
         self._written = time.monotonic()
-        while True:
-            await asyncio.sleep(max(0.01, self._written + self._keep_alive - time.monotonic()))
+        while not await _happens(half_closed, max(0.01, self._written + self._keep_alive - time.monotonic())):
             if time.monotonic() - self._written >= self._keep_alive:
                 await self._put(send, PING)
+        seconds = FIRST_PROBE
+        while True:
+            await self._put(send, PING)
+            await asyncio.sleep(seconds)
+            seconds = min(2 * seconds, self._keep_alive)
+
+
+async def _happens(event: asyncio.Event, seconds: float) -> bool:
+    """Whether it is set within this time."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await event.wait()
+    except TimeoutError:
+        return False
 
 
 async def _end(task: "asyncio.Future[Any]") -> None:

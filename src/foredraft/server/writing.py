@@ -106,9 +106,20 @@ def usage_of(choices: Sequence[Choice], n: int) -> dict[str, Any]:
     prompt = sum(choice.transcript.request.num_given for choice in first)
     output = sum(choice.used for choice in choices)
     cached = sum(choice.transcript.request.num_cached or 0 for choice in first)
-    return {
+    usage: dict[str, Any] = {
         "prompt_tokens": prompt,
         "completion_tokens": output,
         "total_tokens": prompt + output,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
+    if any(choice.transcript.request.prediction for choice in choices):
+        usage["completion_tokens_details"] = _predicted(choices)
+    return usage
+
+
+def _predicted(choices: Sequence[Choice]) -> dict[str, int]:
+    """Tokens drafted from the prediction: those that are in the completion, and those that the target rejected. Unlike
+    OpenAI's, the rejected are no part of completion_tokens."""
+    drafted = sum(choice.transcript.num_predicted for choice in choices)
+    accepted = sum(choice.transcript.num_predicted_accepted for choice in choices)
+    return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}

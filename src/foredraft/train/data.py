@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from foredraft.errors import ForedraftError
+from foredraft.errors import ForedraftError, how_to_install
 from foredraft.train.documents import Document
 from foredraft.train.records import document, question
 
@@ -129,7 +129,7 @@ def _datasets() -> Any:
         import datasets
     except ImportError:
         raise ForedraftError(
-            "reading datasets, parquet and arrow needs the datasets library: pip install 'foredraft[data]'"
+            f"reading datasets, parquet and arrow needs the datasets library: {how_to_install('data')}"
         ) from None
     return datasets
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foredraft.errors import ForedraftError
+from foredraft.errors import ForedraftError, how_to_install
 
 PRECISIONS = ("auto", "bf16", "fp32")
 
@@ -30,7 +30,7 @@ class Place:
         try:
             from accelerate import PartialState
         except ImportError:
-            raise ForedraftError("training needs accelerate: pip install 'foredraft[train]'") from None
+            raise ForedraftError(f"training needs accelerate: {how_to_install('train')}") from None
         from foredraft.models.load import parse_device
 
         wanted = parse_device(device)

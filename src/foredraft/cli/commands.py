@@ -1,0 +1,56 @@
+"""Every command, put together. Nothing here imports torch before a command needs it, so that --help answers at once."""
+
+import contextlib
+import sys
+from typing import Annotated
+
+import typer
+
+import foredraft
+from foredraft.cli import shell
+from foredraft.cli.bench import bench
+from foredraft.cli.chat import chat
+from foredraft.cli.export import export
+from foredraft.cli.generate import generate
+from foredraft.cli.serve import serve
+from foredraft.cli.train import train
+from foredraft.cli.version import version
+from foredraft.cli.zoo import zoo
+
+app = typer.Typer(
+    cls=shell.Group,
+    name="foredraft",
+    help="Language models generate several tokens per forward pass, and the text does not change.",
+    pretty_exceptions_enable=False,
+    add_completion=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        sys.stdout.write(f"foredraft {foredraft.__version__}\n")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    ctx: typer.Context,
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    if ctx.invoked_subcommand is None:
+        with contextlib.redirect_stdout(sys.stderr):  # typer prints the help itself, where Rich is installed
+            ctx.get_help()
+        raise typer.Exit(shell.MISUSED)
+
+
+app.command("chat")(chat)
+app.command("export")(export)
+app.command("generate")(generate)
+app.command("serve")(serve)
+app.command("train")(train)
+app.command("version")(version)
+app.add_typer(bench, name="bench")
+app.add_typer(zoo, name="zoo")
