@@ -20,7 +20,7 @@ from fakes import Scripted, TableLM, drafter_of, engine_of, run, transcript_of
 from foredraft import LLM, Completion, ForedraftError, Sampling
 from foredraft import grammar as grammar_module
 from foredraft.drafters.base import Draft, plant
-from foredraft.grammar import Grammar, Grammars, Matcher
+from foredraft.grammar import LIMITS, Grammar, Grammars, Matcher
 from foredraft.llm import MemoryLimits
 from foredraft.request import Batch
 from foredraft.sampling import History, distribution
@@ -423,18 +423,10 @@ def test_guesses_that_the_grammar_forbids_never_survive(rule):
 # errors
 
 
-def test_a_matcher_that_fails_ends_its_own_request_alone(monkeypatch):
-    """Limits of llguidance so low that the second mask is too much for one of two requests."""
-    import llguidance
-
+def test_a_matcher_that_fails_ends_its_own_request_alone():
+    """Limits of llguidance so low that some mask is too much for one of two requests."""
     hard = Grammar.regex("(a|b)*a(a|b|c){40}")
-    lm, kinds = TableLM.random(9, seed=3), Grammars(nine(), 9)
-    real = llguidance.LLParserLimits
-
-    def strict(**more):
-        return real(max_lexer_states=30, **more)
-
-    monkeypatch.setattr(llguidance, "LLParserLimits", strict)
+    lm, kinds = TableLM.random(9, seed=3), Grammars(nine(), 9, LIMITS | {"max_lexer_states": 30})
     transcripts = []
     for i, grammar in enumerate((hard, Grammar.regex("[abc]{9}"))):
         made = transcript_of([1], Sampling(max_tokens=60, seed=3, grammar=grammar), i, nine(), "match", (END,))
