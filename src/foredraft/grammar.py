@@ -208,12 +208,19 @@ class Matcher:
                 return self._failed("" if self._live.is_error() else PAST_LIMITS)
             self._done, self._above = len(output), []
         if not self._move(path):
-            return self._failed("") if self._live.is_error() else Allowed()
+            if self._live.is_error() or self._is_allowed(path, len(self._above)):
+                return self._failed("" if self._live.is_error() else PAST_LIMITS)
+            return Allowed()
         bits = np.frombuffer(self._live.compute_bitmask(), np.uint8)
         if self._live.is_error():
             return self._failed("")
         self.num_masks += 1
         return self._allowed(torch.from_numpy(np.unpackbits(bits, bitorder="little").astype(bool)))
+
+    def _is_allowed(self, path: Sequence[int], place: int) -> bool:
+        """Whether the token of a path at this place was allowed, so that it must be possible to follow it."""
+        above, token = self._answers.get(tuple(path[:place])), path[place]
+        return above is not None and above.mask is not None and token not in self.end_ids and bool(above.mask[token])
 
     def _allowed(self, bits: Tensor) -> Allowed:
         """From what llguidance allows, [num_known + 1] or more: its own end is the last."""
@@ -258,9 +265,8 @@ class Matcher:
 def _first_line(message: str) -> str:
     """What llguidance says, with the number of a limit that it leaves out."""
     line = message.strip().split("\n")[0] or "unknown error of llguidance"
-    missing = {"too many expressions": "initial_lexer_fuel", "too many states": "max_lexer_states"}
-    numbers = [f" (limit {LIMITS[name]:,})" for said, name in missing.items() if said in line and "limit" not in line]
-    return line + "".join(numbers)
+    is_bare = line.endswith("too many expressions constructed")
+    return f"{line} (limit {LIMITS['initial_lexer_fuel']:,})" if is_bare else line
 
 
 class Grammars:

@@ -234,13 +234,22 @@ def test_a_slash_too_many_leads_nowhere(server: Running):
 
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_a_grammar_that_fails_on_its_way_is_the_clients_fault(server: Running, is_stream: bool):
-    body = {"prompt": "a", "max_tokens": 200, "regex": "b{1000000}" if is_stream else "a{1000000}", "stream": is_stream}
+    letter = "b" if is_stream else "a"
+    body = {"prompt": "a", "max_tokens": 200, "regex": f"({letter}{{5,100}}){{12,100}}", "stream": is_stream}
     answer = server.post(COMPLETE, body)
     text = answer.text.removeprefix("data: ").partition("\n")[0] if is_stream else answer.text
     error = json.loads(text)["error"]
     assert (error["code"], error["param"]) == (400, "regex")
     assert answer.status_code == (200 if is_stream else 400)
     assert_unharmed(server)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_grammar_that_repeats_too_much_is_refused_before_anything_runs(server: Running, is_stream: bool):
+    answer = server.post(COMPLETE, {"prompt": "a", "regex": "(a{1000}){1000}", "stream": is_stream})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "regex")
+    assert "1,000,000 times" in error["message"]
 
 
 def test_a_long_prompt_of_ids_is_not_looked_up_one_by_one(server: Running, monkeypatch: pytest.MonkeyPatch):
