@@ -5,8 +5,8 @@
 The requests are those of tests/server/hostile_corpus.py. Without --url a server of its own is started. Printed: answers
 and faults, milliseconds from the first byte sent to the last one read (p50, p99, max, by the median of a request's
 rounds), the slowest requests, and how long /health took meanwhile. Requests that are odd but may pass generate tokens;
-they count for faults alone. --crowd "a{10000}": instead, 32 requests that follow this regular expression, and how long
-small requests of 8 tokens take alone and beside them. Exit code 1 for any fault. Nothing else should run on the machine.
+they count for faults alone. --crowd "a{10000}": instead, 32 requests that follow this regular expression, and how
+long small requests of 8 tokens take alone and beside them. Exit code 1 for any fault. Nothing else should run on the machine.
 """
 
 import argparse

@@ -219,8 +219,10 @@ class Matcher:
 
     def _is_allowed(self, path: Sequence[int], place: int) -> bool:
         """Whether the token of a path at this place was allowed, so that it must be possible to follow it."""
-        above, token = self._answers.get(tuple(path[:place])), path[place]
-        return above is not None and above.mask is not None and token not in self.end_ids and bool(above.mask[token])
+        if any(token in self.end_ids or token >= self.num_known for token in path[place:]):  # not even tried
+            return False
+        above = self._answers.get(tuple(path[:place]))
+        return above is not None and above.mask is not None and bool(above.mask[path[place]])
 
     def _allowed(self, bits: Tensor) -> Allowed:
         """From what llguidance allows, [num_known + 1] or more: its own end is the last."""

@@ -1,5 +1,5 @@
-"""Grammars that are slow to follow: they hold others up for a bounded part of the time, come to their end, and change no
-text. The clock and the matchers are fakes."""
+"""Grammars that are slow to follow: they hold others up for a bounded part of the time, come to their end, and change
+no text. The clock and the matchers are fakes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
