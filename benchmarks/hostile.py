@@ -6,7 +6,8 @@ The requests are those of tests/server/hostile_corpus.py. Without --url a server
 and faults, milliseconds from the first byte sent to the last one read (p50, p99, max, by the median of a request's
 rounds), the slowest requests, and how long /health took meanwhile. Requests that are odd but may pass generate tokens;
 they count for faults alone. --crowd "a{10000}": instead, 32 requests that follow this regular expression, and how
-long small requests of 8 tokens take alone and beside them. Exit code 1 for any fault. Nothing else should run on the machine.
+long small requests of 8 tokens take alone and beside them. Exit code 1 for any fault. Nothing else should
+run on the machine.
 """
 
 import argparse
@@ -109,10 +110,10 @@ def crowd(url: str, pattern: str, size: int = 32, num_asked: int = 5) -> None:
         thread.start()
     time.sleep(0.2)
     beside = [small() for _ in range(num_asked)]
+    print(f"8 tokens, s: alone {statistics.median(alone):.3f}  beside {size} of {pattern}, one after the other: "
+          + " ".join(f"{seconds:.3f}" for seconds in beside), flush=True)  # fmt: skip
     for thread in threads:
         thread.join()
-    print(f"8 tokens, s: alone {statistics.median(alone):.3f}  beside {size} of {pattern}, one after the other: "
-          + " ".join(f"{seconds:.3f}" for seconds in beside))  # fmt: skip
     print(f"those took {time.monotonic() - began:.1f} s; ends: {sorted(set(answers))}")
 
 
