@@ -150,7 +150,9 @@ def reject(tree: TokenTree, p: Tensor | Rows, coins: Randomness) -> Commit:
     laws = Table.of(p)
 
     def walk(b: int) -> Walk:
-        node, nodes, tokens = tree.roots[b], [], []
+        node = tree.roots[b]
+        nodes: list[int] = []
+        tokens: list[int] = []
         while True:
             try:
                 residual = laws.law(tree.row(b, node))
