@@ -5,7 +5,9 @@
 The requests are those of tests/server/hostile_corpus.py. Without --url a server of its own is started. Printed: answers
 and faults, milliseconds from the first byte sent to the last one read (p50, p99, max, by the median of a request's
 rounds), the slowest requests, and how long /health took meanwhile. Requests that are odd but may pass generate tokens;
-they count for faults alone. Exit code 1 for any fault. Nothing else should run on the machine.
+they count for faults alone. --crowd "a{10000}": instead, 32 requests that follow this regular expression, and how
+long small requests of 8 tokens take alone and beside them. Exit code 1 for any fault. Nothing else should
+run on the machine.
 """
 
 import argparse
@@ -17,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import httpx
@@ -85,6 +87,36 @@ def measure(url: str, rounds: int) -> tuple[dict[str, list[float]], list[str]]:
     return seconds, faults
 
 
+def crowd(url: str, pattern: str, size: int = 32, num_asked: int = 5) -> None:
+    """What small requests feel of others with a grammar that is slow to follow."""
+    answers: list[str] = []
+
+    def ask(**body: object) -> httpx.Response:
+        return httpx.post(url + "/v1/completions", json={"prompt": "def f(", "temperature": 0} | body, timeout=600)
+
+    def follow() -> None:
+        body = ask(regex=pattern, max_tokens=64).json()
+        answers.append(body["error"]["message"] if "error" in body else body["choices"][0]["finish_reason"])
+
+    def small() -> float:
+        began = time.monotonic()
+        ask(max_tokens=8).raise_for_status()
+        return time.monotonic() - began
+
+    alone = [small() for _ in range(num_asked)]
+    threads = [threading.Thread(target=follow, daemon=True) for _ in range(size)]
+    began = time.monotonic()
+    for thread in threads:
+        thread.start()
+    time.sleep(0.2)
+    beside = [small() for _ in range(num_asked)]
+    print(f"8 tokens, s: alone {statistics.median(alone):.3f}  beside {size} of {pattern}, one after the other: "
+          + " ".join(f"{seconds:.3f}" for seconds in beside), flush=True)  # fmt: skip
+    for thread in threads:
+        thread.join()
+    print(f"those took {time.monotonic() - began:.1f} s; ends: {sorted(set(answers))}")
+
+
 def context_of(url: str) -> int:
     """Tokens of the model's context."""
     return int(httpx.get(url + "/v1/models", timeout=60).json()["data"][0]["max_model_len"])
@@ -120,7 +152,12 @@ def main() -> None:
     parser.add_argument("--url")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--serve", default="", help="options for the server that is started")
+    parser.add_argument("--crowd", metavar="REGEX")
     options = parser.parse_args()
+    if options.crowd:
+        with nullcontext(options.url) if options.url else served(options.serve) as url:
+            crowd(url.rstrip("/"), options.crowd)
+        return
     if options.url:
         sys.exit(not run(options.url.rstrip("/"), options.rounds))
     with served(options.serve) as url:

@@ -20,6 +20,7 @@ from fakes import Scripted, TableLM, drafter_of, engine_of, run, transcript_of
 from foredraft import LLM, Completion, ForedraftError, Sampling
 from foredraft import grammar as grammar_module
 from foredraft.drafters.base import Draft, plant
+from foredraft.engine.output import Transcript
 from foredraft.grammar import Grammar, Grammars, Matcher
 from foredraft.llm import MemoryLimits
 from foredraft.request import Batch
@@ -48,6 +49,7 @@ FIXED = {
     "regex": Grammar.regex("(ab|abc|[0-9]{2,5}-)+x"),
     "choice": Grammar.choice(["yes", "yesterday", "no", "none"]),
 }
+LETTERS = str.maketrans("01", "ab")
 GREEDY = Sampling(max_tokens=60, temperature=0)
 SEEDED = Sampling(max_tokens=60, temperature=0.8, top_p=0.95, seed=4, repetition_penalty=1.1)
 
@@ -108,6 +110,17 @@ def _bushy() -> dict[str, Any]:
         (lambda: Grammar.choice(["a", 1]), "one string or more"),
         (lambda: Grammar.choice(["a", ""]), "empty string"),
         (lambda: Grammar.choice([f"{i}" for i in range(5000)]), "at most 4,096"),
+        (lambda: Grammar.choice(["a", "\ud800"]), "surrogate"),
+        (lambda: Grammar.json_schema({}, whitespace="none"), "unknown whitespace"),
+        (lambda: Grammar.regex("a{100000}"), "100,000 times.*at most 16,384"),
+        (lambda: Grammar.regex("(a{1000}){1000}"), "1,000,000 times"),
+        (lambda: Grammar.regex("((a{100})?b{2,9}){300}"), "30,000 times"),
+        (lambda: Grammar.regex("a{99999999999999999999}"), "times"),
+        (lambda: Grammar.lark('start: (("a" ~ 1..300){300})'), "90,000 times"),
+        (lambda: Grammar.lark("start: T\nT: /(a{1000}){1000}/"), "1,000,000 times"),
+        (lambda: Grammar.json_schema({"items": {"pattern": "(a{1000}){1000}"}}), "pattern repeats.*1,000,000"),
+        (lambda: Grammar.json_schema({"patternProperties": {"a{20000}": {}}}), "pattern repeats.*20,000"),
+        (lambda: Grammar.json_schema({"type": "integer", "multipleOf": 9_999_991}), "multipleOf 9999991"),
         (lambda: Sampling(grammar="[0-9]+"), "must be a Grammar"),
     ],
 )
@@ -129,6 +142,7 @@ def test_what_is_no_grammar_is_refused_by_name(make, said):
         (Grammar.lark("start: nowhere"), "nowhere"),
         (Grammar.lark("start: " + "(" * 5000 + '"a"' + ")" * 5000), "nested"),
         (Grammar.choice(["é"]), "no text follows the choice grammar"),
+        (Grammar.lark("start: " + " | ".join(f'"c{i:012b}"' for i in range(2500)).translate(LETTERS)), "max is 2000"),
     ],
 )
 def test_what_the_compiler_refuses_is_said_before_anything_runs(grammar, said):
@@ -155,6 +169,82 @@ def test_a_model_without_a_readable_tokenizer_takes_no_grammar():
         models_made.plain().generate([[5]], Sampling(grammar=Grammar.json_object()))
     with pytest.raises(ForedraftError, match="fast tokenizer"):
         Grammars(object(), 9).matcher(Grammar.json_object(), ())
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        Grammar.regex("[ab]{0,100000}c"),
+        Grammar.regex(r"[^\]a\\]{50000}"),
+        Grammar.regex(r"(\(a\){300}){300}|a[{9999999}]b"),
+        Grammar.lark('start: "a{99999999}" // "a"{99999999}'),
+    ],
+)
+def test_repeats_that_cost_nothing_or_are_none_are_taken(made):
+    """A class is counted by the lexer; strings, comments and escapes repeat nothing."""
+    assert made.source
+
+
+@pytest.mark.parametrize("source", ["[" * 60_000, "{1" + " " * 60_000, "\\p{" * 20_000, "(" * 60_000, "/" * 60_000])
+def test_no_source_is_read_more_than_once(source):
+    """Guards patterns that take quadratic time: minutes, of sources this long."""
+    for kind in ("regex", "lark"):
+        Grammar(kind, source)
+
+
+HARD_WORDS = [
+    "yes",
+    "yesterday",
+    "a b\n\tc",
+    "\\d+",
+    "[x]",
+    "é",
+    "日本",
+    "\x00z",
+    "/*",
+    "<|end|>",
+    "a{3}",
+    "#c",
+    "&&",
+    "^$",
+]
+
+
+@cache
+def llama_grammars() -> Grammars:
+    return Grammars(speaker().tokenizer, speaker().target.vocab_size)
+
+
+def spelt(text: str) -> list[int]:
+    return list(speaker().tokenizer(text, add_special_tokens=False).input_ids)
+
+
+def test_choices_are_taken_letter_by_letter():
+    """Whatever is special to a regular expression, and where one begins another."""
+    words = HARD_WORDS + [chr(i) + "Z" for i in range(32, 127)]
+    sayable = [word for word in words if speaker().tokenizer.decode(spelt(word)) == word]
+    assert len(sayable) > 90
+    grammar = Grammar.choice(sayable)
+    for word in sayable:
+        matcher, ids = llama_grammars().matcher(grammar, (speaker().tokenizer.eos_token_id,)), spelt(word)
+        for i, token in enumerate(ids):
+            mask = matcher.after(ids[:i]).mask
+            assert mask is not None
+            assert mask[token], word
+        mask = matcher.after(ids).mask
+        assert mask is not None
+        assert mask[speaker().tokenizer.eos_token_id]
+        assert not mask[spelt("Q")[0]]
+
+
+def test_as_many_choices_as_are_promised_work_with_and_without_drafts():
+    """An alternation of 2,000 is too much for llguidance: such lists were taken and failed at their first token."""
+    chosen = [f"c{i}" for i in range(4096)]
+    params = [replace(s, grammar=Grammar.choice(chosen)) for s in (GREEDY, SEEDED, replace(SEEDED, seed=5))]
+    plain = speaker().generate([PROMPTS[0]] * 3, params)
+    drafted = speaker().with_drafter(models_made.draft_model(4)).generate([PROMPTS[0]] * 3, params)
+    assert written(plain) == written(drafted)
+    assert all(c.finish_reason == "stop" and c.text in chosen for c in plain)
 
 
 # what may follow a path
@@ -423,31 +513,73 @@ def test_guesses_that_the_grammar_forbids_never_survive(rule):
 # errors
 
 
-def test_a_matcher_that_fails_ends_its_own_request_alone(monkeypatch):
-    """Limits of llguidance so low that the second mask is too much for one of two requests."""
-    import llguidance
+class GivesUp:
+    """llguidance's matcher of (a|b|c|ab|bc|cc)*, too much for it after some tokens."""
 
-    hard = Grammar.regex("(a|b)*a(a|b|c){40}")
-    lm, kinds = TableLM.random(9, seed=3), Grammars(nine(), 9)
-    real = llguidance.LLParserLimits
+    def __init__(self, most: int) -> None:
+        self.most, self.num_tokens = most, 0
 
-    def strict(**more):
-        return real(max_lexer_states=30, **more)
+    def deep_copy(self) -> "GivesUp":
+        return GivesUp(self.most)
 
-    monkeypatch.setattr(llguidance, "LLParserLimits", strict)
-    transcripts = []
-    for i, grammar in enumerate((hard, Grammar.regex("[abc]{9}"))):
-        made = transcript_of([1], Sampling(max_tokens=60, seed=3, grammar=grammar), i, nine(), "match", (END,))
-        made.request.matcher = kinds.matcher(grammar, (END,))
-        transcripts.append(made)
+    def try_consume_tokens(self, tokens: Sequence[int]) -> int:
+        self.num_tokens += len(tokens)
+        return 0 if self.is_error() else len(tokens)
+
+    def rollback(self, num_tokens: int) -> None:
+        self.num_tokens -= num_tokens
+
+    def compute_bitmask(self) -> bytes:
+        return bytes([0b00111111, 0])
+
+    def is_error(self) -> bool:
+        return self.num_tokens > self.most
+
+    def get_error(self) -> str:
+        return f"too many states (limit {self.most})\nand more"
+
+
+def gives_up(index: int, most: int) -> Transcript:
+    grammar = Grammar.regex("([abc]|ab|bc|cc)*")
+    made = transcript_of([1], Sampling(max_tokens=20, seed=index, grammar=grammar), index, nine(), "match", (END,))
+    made.request.matcher = Matcher(GivesUp(most), 9, 9, frozenset([END]), frozenset([END]))
+    return made
+
+
+def test_a_matcher_that_fails_ends_its_own_request_alone():
+    """And says what llguidance said, not that the text was wrong."""
+    lm = TableLM.random(9, seed=3)
+    fine = transcript_of(
+        [1], Sampling(max_tokens=60, seed=3, grammar=Grammar.regex("[abc]{9}")), 1, nine(), "match", [END]
+    )
+    fine.request.matcher = grammars().matcher(Grammar.regex("[abc]{9}"), (END,))
     engine = engine_of(lm, drafter_of(lm.perturbed(0.3), 3))
-    (first, _), (second, _) = run(engine, transcripts)
+    (first, _), (second, _) = run(engine, [gives_up(0, 6), fine])
     assert first.finish_reason == "error"
-    assert "grammar" in first.error
-    assert "too many states" in first.error
+    assert first.error == "the grammar cannot be followed any further: too many states (limit 6)"
     assert second.finish_reason == "stop"
     assert len(second.text) == 9
     assert engine.drafter.num_failures == 0
+
+
+def test_a_grammar_that_fails_on_its_way_gives_the_same_text_with_and_without_drafts():
+    """The draft looks ahead to where llguidance gives up: what comes before is handed out all the same."""
+    lm, found = TableLM.random(9, seed=3), []
+    for drafter in (None, drafter_of(lm.perturbed(0.3), 3), _nonsense(2)):
+        done = [c for c, _ in run(engine_of(lm, drafter), [gives_up(i, i) for i in range(12)])]
+        found.append([(c.token_ids, c.finish_reason, c.error) for c in done])
+    assert found[0] == found[1] == found[2]
+    assert [len(tokens) for tokens, _, _ in found[0]] == list(range(1, 13))
+    assert {reason for _, reason, _ in found[0]} == {"error"}
+
+
+def test_the_limits_of_a_matcher_count_its_text_alone():
+    """What was asked about drafts before counts in llguidance too; the same text must not fail with drafts alone."""
+    matcher = Matcher(GivesUp(6), 9, 9, frozenset([END]), frozenset([END]))
+    matcher.after([])
+    matcher._live.most = 1
+    assert matcher.after([0, 1]).error is None
+    assert matcher.after([0] * 7).error == "too many states (limit 6)"
 
 
 def test_compiled_grammars_are_kept_within_limits(monkeypatch):
@@ -456,3 +588,71 @@ def test_compiled_grammars_are_kept_within_limits(monkeypatch):
     for i in range(1, 9):
         kinds.matcher(Grammar.regex(f"a{{{i}}}"), (END,))
     assert len(kinds._compiled) == 3
+
+
+def test_compiled_grammars_are_kept_within_bytes():
+    kinds = Grammars(nine(), 9)
+    for i in range(9):
+        kinds.matcher(Grammar.regex("|".join(["ab" * 50 + "c" * (i + 1)] * 900)), (END,))
+    assert 1 < len(kinds._compiled) < 9
+    assert sum(len(grammar.source) for grammar in kinds._compiled) <= grammar_module.MAX_KEPT
+
+
+# white space
+
+SCHEMAS = {
+    "boolean": {"x": {"type": "boolean"}},
+    "two": {"a": {"type": "integer", "minimum": 0, "maximum": 999}, "b": {"type": "string", "maxLength": 20}},
+    "array": {"a": {"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 3}, "c": {"const": None}},
+}
+
+
+@cache
+def builtin() -> LLM:
+    return LLM(drafter=None)
+
+
+def schema_with(properties: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+@pytest.mark.parametrize("whitespace", ["bounded", "compact"])
+def test_json_of_a_small_model_ends(whitespace):
+    """Guards {"x": and then blanks up to max_tokens."""
+    schemas = [schema_with(properties) for properties in SCHEMAS.values()]
+    params = [Sampling(max_tokens=160, temperature=0, grammar=Grammar.json_schema(s, whitespace)) for s in schemas]
+    for prompt in ("def f(x):\n    return ", "Answer in JSON:\n"):
+        for schema, done in zip(schemas, builtin().generate([prompt] * len(params), params), strict=True):
+            assert done.finish_reason == "stop", done.text
+            value = json.loads(done.text)
+            assert list(value) == schema["required"]
+            if whitespace == "compact":
+                assert done.text == json.dumps(value, separators=(",", ":"), ensure_ascii=False) or "\\" in done.text
+
+
+@pytest.mark.parametrize(
+    ("text", "taken"),
+    [
+        ('{"a":1,"b":[true]}', {"bounded", "compact", "flexible"}),
+        ('{"a": 1, "b": [true, false]}', {"bounded", "flexible"}),
+        (json.dumps({"a": 1, "b": [True, False]}, indent=2), {"bounded", "flexible"}),
+        (json.dumps({"a": 1, "b": [True]}, indent="\t"), {"bounded", "flexible"}),
+        ('{"a":  1,"b":[]}', {"flexible"}),
+        ('{"a":1,\n\n"b":[]}', {"flexible"}),
+    ],
+)
+def test_white_space_is_what_it_is_said_to_be(text, taken):
+    inner = {"a": {"type": "integer"}, "b": {"type": "array", "items": {"type": "boolean"}}}
+    kinds = Grammars(builtin().tokenizer, builtin().target.vocab_size)
+    ids = builtin().tokenizer(text, add_special_tokens=False).input_ids
+    for whitespace in ("bounded", "compact", "flexible"):
+        matcher = kinds.matcher(Grammar.json_schema(schema_with(inner), whitespace), builtin().end_ids)
+        masks = [matcher.after(ids[:i]).mask for i in range(len(ids))]
+        follows = all(mask is not None and bool(mask[token]) for mask, token in zip(masks, ids, strict=True))
+        assert follows == (whitespace in taken), (whitespace, text)
+
+
+def test_a_schemas_own_white_space_goes_first():
+    made = Grammars(nine(), 9)
+    tight = made.matcher(Grammar.json_object(whitespace="compact"), (END,))
+    assert allowed(tight, [6]) == {"}"}

@@ -14,7 +14,20 @@ MAX_FILE, MAX_FUNCTION = 400, 60
 
 # From the bottom up; a module may import from its own layer and from those below it. docs/design.md says why.
 LAYERS = (
-    ("errors", "chat", "noise", "completion", "filters", "grammar", "sampling", "laws", "tree", "source", "request"),
+    (
+        "errors",
+        "chat",
+        "noise",
+        "completion",
+        "filters",
+        "grammar_checks",
+        "grammar",
+        "sampling",
+        "laws",
+        "tree",
+        "source",
+        "request",
+    ),
     ("verify", "controller", "watched", "survival", "costs"),
     ("kv", "models", "kernels", "checkpoints"),
     ("drafters",),

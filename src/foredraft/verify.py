@@ -4,6 +4,9 @@ p is the target's law, q the draft's. Randomness is an argument, so every rule c
 Coins lie in the open interval (0, 1) and comparisons are strict: a token the target gives probability zero is never
 accepted. All arithmetic on probabilities is float64. A rule asks for laws and coins at the nodes it visits, so both
 may be made on demand (`Laws`, `Keyed`) or be there already (a tensor, `Coins`).
+
+A request fails if the first node of its walk has no law. Further down the walk ends before such a node, so that what
+leads there is committed, as it is without a draft, and the next step decides.
 """
 
 import math
@@ -119,7 +122,7 @@ def match(tree: TokenTree, p: Tensor | Rows, coins: Randomness) -> Commit:
         below: dict[int, int] = {}
         for (b, node), token in zip(nodes.items(), drawn, strict=True):
             if token == NO_LAW:
-                walks[b] = None
+                walks.setdefault(b, None)
                 continue
             path, following = walks.get(b) or ([], [])
             walks[b] = (path, following)
@@ -147,10 +150,17 @@ def reject(tree: TokenTree, p: Tensor | Rows, coins: Randomness) -> Commit:
     laws = Table.of(p)
 
     def walk(b: int) -> Walk:
-        node, nodes, tokens = tree.roots[b], [], []
+        node = tree.roots[b]
+        nodes: list[int] = []
+        tokens: list[int] = []
         while True:
+            try:
+                residual = laws.law(tree.row(b, node))
+            except NotALawError:
+                if not nodes:
+                    raise
+                return nodes, tokens
             nodes.append(node)
-            residual = laws.law(tree.row(b, node))
             accepted = None
             for child, x, q in _siblings(tree, b, node, residual.size):
                 if coins.accepts(b, child) * q[x] < residual[x]:
@@ -177,7 +187,12 @@ def block(tree: TokenTree, p: Tensor | Rows, coins: Randomness) -> Commit:
         drafted = tree.token_lists[b]
         steps: list[tuple[Law, Law]] = []  # (law, q) at every node that has a usable draft below it
         for node in chain[:-1]:
-            law = laws.law(tree.row(b, node))
+            try:
+                law = laws.law(tree.row(b, node))
+            except NotALawError:
+                if not steps:
+                    raise
+                break
             below = list(_siblings(tree, b, node, law.size))
             if not below:
                 break
@@ -197,7 +212,12 @@ def block(tree: TokenTree, p: Tensor | Rows, coins: Randomness) -> Commit:
             if coins.accepts(b, chain[i + 1]) < bar:
                 survived = i + 1
         nodes = chain[: survived + 1]
-        law = laws.law(tree.row(b, nodes[-1]))
+        try:
+            law = laws.law(tree.row(b, nodes[-1]))
+        except NotALawError:
+            if not survived:
+                raise
+            return nodes[:-1], [drafted[n] for n in nodes[1:]]
         if survived < len(steps):
             law = law.residual(steps[survived][1], weights[survived]).scaled(law)
         last = law.draw(coins.draws(b, nodes[-1]))
@@ -220,7 +240,12 @@ class Typical:
         def walk(b: int) -> Walk:
             paths = [[tree.roots[b]]]
             for path in paths:  # grows while it is read: breadth first, so the last path is a longest one
-                law = laws.law(tree.row(b, path[-1]))
+                try:
+                    law = laws.law(tree.row(b, path[-1]))
+                except NotALawError:
+                    if len(path) == 1:
+                        raise
+                    continue
                 bar = min(self.threshold, self.alpha * math.exp(-law.entropy))
                 children = tree.children[b][path[-1]]
                 inside = [c for c in children if tree.token_lists[b][c] < law.size]
@@ -228,8 +253,12 @@ class Typical:
                 paths += [[*path, c] for c in good]
             longest = max(map(len, paths))
             path = next(path for path in paths if len(path) == longest)
-            last = laws.law(tree.row(b, path[-1])).draw(coins.draws(b, path[-1]))
-            return path, [*(tree.token_lists[b][n] for n in path[1:]), last]
+            tokens = [tree.token_lists[b][n] for n in path[1:]]
+            try:
+                last = laws.law(tree.row(b, path[-1])).draw(coins.draws(b, path[-1]))
+            except NotALawError:
+                return path[:-1], tokens
+            return path, [*tokens, last]
 
         return _commit(tree, walk)
 

@@ -1,11 +1,12 @@
 """/v1/chat/completions: what is rendered, what is streamed, and that nobody writes control tokens but the template."""
 
 import json
+from typing import Any
 
 import pytest
 
 import models_made
-from foredraft import Sampling
+from foredraft import LLM, Sampling
 from foredraft.server.settings import Settings
 from serving import NAME, Running, fresh, running, small
 
@@ -190,6 +191,21 @@ def test_usage_says_how_much_of_a_prediction_was_drafted_and_kept():
             assert details(server.chat("the", **body, n=2)) == (2 * accepted, 2 * rejected)
             messages = {"messages": [{"role": "user", "content": "the"}], "stream_options": {"include_usage": True}}
             assert details(server.chunks("/v1/chat/completions", **messages, **body)[-1]) == (accepted, rejected)
+
+
+def test_json_of_a_model_fond_of_blanks_ends():
+    """Guards {"x" : and then blanks up to max_tokens, of the built-in model."""
+    schemas: list[dict[str, Any]] = [
+        {"x": {"type": "boolean"}},
+        {"a": {"type": "integer", "minimum": 0, "maximum": 999}, "b": {"type": "string", "maxLength": 20}},
+    ]
+    with running(LLM(drafter=None), Settings(names=(NAME,))) as server:
+        for inner in schemas:
+            schema = {"type": "object", "properties": inner, "required": list(inner), "additionalProperties": False}
+            asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+            body = server.complete("Answer in JSON:", response_format=asked, temperature=0, max_tokens=120)
+            assert body["choices"][0]["finish_reason"] == "stop"
+            assert list(json.loads(body["choices"][0]["text"])) == list(inner)
 
 
 def test_a_prediction_is_drafted_from(server: Running):

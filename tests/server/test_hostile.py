@@ -14,6 +14,7 @@ import pytest
 from hostile_corpus import COMPLETE, corpus, keys
 from hostile_wire import CANARY, Hostile, chunked, exchange, fault, get, post
 
+from foredraft.grammar import LIMITS, Grammars
 from foredraft.server.connection import READ, Connection
 from foredraft.server.protocol import Message
 from foredraft.server.service import Service
@@ -233,14 +234,27 @@ def test_a_slash_too_many_leads_nowhere(server: Running):
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_a_grammar_that_fails_on_its_way_is_the_clients_fault(server: Running, is_stream: bool):
-    body = {"prompt": "a", "max_tokens": 200, "regex": "b{1000000}" if is_stream else "a{1000000}", "stream": is_stream}
-    answer = server.post(COMPLETE, body)
-    text = answer.text.removeprefix("data: ").partition("\n")[0] if is_stream else answer.text
-    error = json.loads(text)["error"]
-    assert (error["code"], error["param"]) == (400, "regex")
-    assert answer.status_code == (200 if is_stream else 400)
-    assert_unharmed(server)
+def test_a_grammar_that_fails_on_its_way_is_the_clients_fault(is_stream: bool):
+    """One state for every letter, and fewer than there are letters."""
+    llm = fresh()
+    llm._grammars = Grammars(llm.tokenizer, llm.target.vocab_size, LIMITS | {"max_lexer_states": 80})
+    with running(llm, Settings(names=(NAME,))) as server:
+        body = {"prompt": "a", "max_tokens": 200, "regex": "[ab]{300}", "stream": is_stream}
+        answer = server.post(COMPLETE, body)
+        said = answer.text.split("data: ") if is_stream else [answer.text]
+        error = next(json.loads(one)["error"] for one in said if '"error"' in one)
+        assert (error["code"], error["param"]) == (400, "regex")
+        assert "limit" in error["message"] or "too many" in error["message"]
+        assert answer.status_code == (200 if is_stream else 400)
+        assert_unharmed(server)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_grammar_that_repeats_too_much_is_refused_before_anything_runs(server: Running, is_stream: bool):
+    answer = server.post(COMPLETE, {"prompt": "a", "regex": "(a{1000}){1000}", "stream": is_stream})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "regex")
+    assert "1,000,000 times" in error["message"]
 
 
 def test_a_long_prompt_of_ids_is_not_looked_up_one_by_one(server: Running, monkeypatch: pytest.MonkeyPatch):

@@ -13,6 +13,7 @@ from foredraft.controller import Fixed, Lengths, Outcome, StepReport
 from foredraft.drafters.base import Drafter
 from foredraft.engine.guard import Guard
 from foredraft.engine.logprobs import token_logprob
+from foredraft.engine.masks import MaskBudget
 from foredraft.engine.output import Transcript
 from foredraft.engine.scheduler import Limits, Scheduler
 from foredraft.errors import ForedraftError
@@ -66,6 +67,7 @@ class Engine:
         prefix = PrefixCache(allocator, self.drafter, is_shared=prefix_cache)
         self.scheduler = Scheduler(allocator, limits, weakly(self._forget), prefix)
         self.transcripts: dict[Request, Transcript] = {}
+        self.masks = MaskBudget()
         self.page_size = allocator.page_size
         self.device = device
         self.is_debug = is_debug
@@ -96,6 +98,7 @@ class Engine:
         self.check(request)
         self.scheduler.add(request)
         self.transcripts[request] = transcript
+        self.masks.enter(request)
 
     def abort(self, request: Request, reason: FinishReason = "abort", why: str | None = None) -> None:
         """End a request now, wherever it is; what it holds is free at once."""
@@ -131,8 +134,7 @@ class Engine:
         transcripts. Where it raises, `recover` makes the engine whole again."""
         start = self._clock()
         self.tried = ()
-        nodes = self.drafter.num_nodes
-        batch = self.scheduler.next(nodes, self.lengths, only)
+        batch = self._next(only)
         self.tried = batch.requests
         if not batch.requests:
             return
@@ -169,10 +171,19 @@ class Engine:
             outcomes=outcomes,
         )
         self.lengths.learn(self.last)
+        self.masks.settle(batch.requests, self.last.step_time)
         if self.is_debug:
             self.scheduler.check_integrity()
         elif not self.has_work:
             self.scheduler.check_idle()
+
+    def _next(self, only: frozenset[Request] | None) -> Batch:
+        """The next batch, without those whose masks take too long, unless nothing else can run."""
+        resting = self.masks.resting()
+        batch = self.scheduler.next(self.drafter.num_nodes, self.lengths, only, resting)
+        if resting and not batch.requests and self.masks.let_off(only):
+            batch = self.scheduler.next(self.drafter.num_nodes, self.lengths, only, self.masks.resting())
+        return batch
 
     def _forget(self, slots: Sequence[int]) -> None:
         self.drafter.forget(slots)

@@ -62,12 +62,23 @@ class Scheduler:
         self._num_arrived += 1
         self._wait(request, State.WAITING)
 
-    def next(self, num_nodes: int, lengths: Lengths, only: frozenset[Request] | None = None) -> Batch:
+    def next(
+        self,
+        num_nodes: int,
+        lengths: Lengths,
+        only: frozenset[Request] | None = None,
+        resting: frozenset[Request] = frozenset(),
+    ) -> Batch:
         """The next step's batch. Every request goes on before any is drafted for, with up to `num_nodes` nodes each.
 
-        only: leave the others where they are, and admit none of them.
+        only: leave the others where they are, and admit none of them. resting: leave these too; they give their places
+        up to requests that wait for one.
         """
         self._step += 1
+        if resting:
+            everyone = (*self.running, *self.waiting)
+            only = frozenset(r for r in everyone if r not in resting and (only is None or r in only))
+            self._make_room(only, resting)
         if self.waiting:
             self._admit(only)
         rows = self._chunks(self.running if only is None else [r for r in self.running if r in only])
@@ -225,6 +236,14 @@ class Scheduler:
             num_seen += 1
         if num_seen > len(early):
             self.waiting[:num_seen] = early
+
+    def _make_room(self, only: frozenset[Request], resting: frozenset[Request]) -> None:
+        """Where every place is taken: preempt, the last in order first, as many that rest as others wait."""
+        if len(self.running) == self.limits.max_batch:
+            num_wanted = sum(request in only and not self._is_early(request) for request in self.waiting)
+            idle = [request for request in reversed(self.running) if request in resting]
+            for request in idle[:num_wanted]:
+                self._preempt(request)
 
     def _is_early(self, request: Request) -> bool:
         """Whether the pages it is to share are being computed by another request."""
