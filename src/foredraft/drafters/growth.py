@@ -28,7 +28,10 @@ Child = tuple[int, float]  # a token, and the logarithm of the chance that it is
 @dataclass(frozen=True)
 class Plan:
     """What a draft may become. Without a `shape`, every level looks at the `width` likeliest nodes of the last and
-    gives each `width` children; the `nodes` likeliest of all are verified. Width 1 is a chain."""
+    gives each `width` children; the `nodes` likeliest of all are verified. Width 1 is a chain.
+
+    EAGLE-2's authors write total_tokens = nodes + 1 and depth = `depth` - 1 of the same tree.
+    """
 
     depth: int
     nodes: int
@@ -144,7 +147,7 @@ class Growth:
     chances: list[float] = field(default_factory=lambda: [0.0])  # logarithm, that the path down to a node is right
     laws: dict[int, Tensor] = field(default_factory=dict)  # node -> [V] the law its children were drawn from
     frontier: list[int] = field(default_factory=lambda: [0])  # the nodes to look at next
-    seen: list[int] = field(default_factory=list)  # nodes looked at so far, in order; frontier excluded
+    best: list[int] = field(default_factory=list)  # of a tree that is chosen by its chances: what it keeps so far
     places: list[int] = field(default_factory=lambda: [0])  # every node's number in the plan's shape, if it has one
 
     @property
@@ -155,6 +158,11 @@ class Growth:
     def draws(self) -> bool:
         """Children come from a law q that the verification weighs; otherwise they are guesses."""
         return not self.is_greedy and self.request.verify in ("reject", "block")
+
+    @property
+    def drops_nodes(self) -> bool:
+        """Only the likeliest of what was found are verified. Nothing drawn is dropped, and no part of a fixed shape."""
+        return not self.draws and not self.plan.is_fixed
 
     @property
     def shares_noise(self) -> bool:
@@ -201,7 +209,9 @@ class Growth:
                 self.depths.append(self.depths[node] + 1)
                 self.chances.append(self.chances[node] + chance)
                 below.append(len(self.tokens))
-        self.seen += self.frontier
+        if self.drops_nodes:
+            every = [*self.best, *below]
+            self.best = sorted(every, key=lambda node: (-self.chances[node], node))[: self.plan.nodes]
         self.frontier = self._next(below)
 
     def _next(self, below: list[int]) -> list[int]:
@@ -217,8 +227,12 @@ class Growth:
         below = [node for node in below if self.tokens[node - 1] not in ends]
         if self.plan.shape is not None:
             return [node for node in below if self.width(node) > 0]
-        left = min(self.plan.width, self.plan.nodes - len(self.seen) + 1)  # those looked at may need a place each
-        return sorted(sorted(below, key=lambda node: -self.chances[node])[: max(left, 0)])
+        if self.draws and len(self.tokens) >= self.plan.nodes:  # nothing is left to allot
+            return []
+        if self.drops_nodes:  # a child is behind its parent: none of the last one kept is ever kept
+            alive = set(self.best[: self.plan.nodes - 1])
+            below = [node for node in below if node in alive]
+        return sorted(sorted(below, key=lambda node: -self.chances[node])[: self.plan.width])
 
     def _certainty(self, node: int) -> float:
         """Logarithm of the product of the largest probabilities of q above a node, on its path."""
@@ -231,18 +245,15 @@ class Growth:
     @property
     def kept(self) -> list[int]:
         """The nodes that are verified, rising, the root first."""
-        every = range(len(self.depths))
-        if self.laws or len(every) <= self.plan.nodes + 1:
-            return list(every)
         # a node is never likelier than its parent and comes after it, so what is kept has its ancestors
-        return sorted(sorted(every, key=lambda node: (-self.chances[node], node))[: self.plan.nodes + 1])
+        return [0, *sorted(self.best)] if self.drops_nodes else list(range(len(self.depths)))
 
     def draft(self) -> Draft:
         if self.laws:
             blank = torch.zeros_like(next(iter(self.laws.values())))
             q = torch.stack([self.laws.get(node, blank) for node in range(len(self.depths))])
             return Draft(tuple(self.tokens), tuple(self.parents), q)
-        if len(self.tokens) <= self.plan.nodes:
+        if not self.drops_nodes:
             return Draft(tuple(self.tokens), tuple(self.parents))
         kept = self.kept
         index = {node: i for i, node in enumerate(kept)}
