@@ -110,7 +110,9 @@ def layer_tensors(shape: BlockShape, layer: int, width: int, norms: tuple[str, .
 def layer_config(shape: BlockShape, num_layers: int) -> dict[str, Any]:
     """The fields of a LlamaConfig, rope in both spellings."""
     scaling = {name: value for name, value in shape.rope.items() if name != "rope_theta"}
-    return {
+    kinds = ["full_attention" if size is None else "sliding_attention" for size in shape.windows]
+    windows = {"layer_types": kinds, "sliding_window": max(size or 0 for size in shape.windows)} if kinds else {}
+    return windows | {
         "hidden_size": shape.hidden,
         "intermediate_size": shape.intermediate,
         "num_hidden_layers": num_layers,

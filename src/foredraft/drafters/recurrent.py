@@ -183,7 +183,9 @@ N = TypeVar("N", bound=FeatureNetwork)
 def feature_lm(network: N, fused: Callable[[N], NativeFeatures | None], context: Context) -> FeatureLM:
     """The network over memory of its own, as native code where `fused` makes it such."""
     is_native = context.fused and context.device.type == "cpu" and library() is not None
-    return FeatureLM(network, context.dtype, KVPool(is_native), fused(network) if is_native else None)
+    shape: Any = network.shape  # type: ignore[attr-defined]
+    native = fused(network) if is_native else None
+    return FeatureLM(network, context.dtype, KVPool(is_native), native, shape.block.windows)
 
 
 def _bytes_per_token(lm: FeatureLM) -> int:
