@@ -1,6 +1,7 @@
 """EAGLE-3 heads as their authors, SpecForge and ModelOpt write them; `speculators` brings its own config here."""
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from foredraft.checkpoints import aux_layers, vocabulary
 from foredraft.checkpoints.base import Checkpoint, Eagle3Shape, TargetFacts
 from foredraft.checkpoints.claims import Claims, Expected
 from foredraft.checkpoints.eagle import check_vocabulary
-from foredraft.checkpoints.layers import block_shape, count_layers, layer_tensors
+from foredraft.checkpoints.layers import block_shape, count_layers, layer_tensors, windows
 from foredraft.checkpoints.tensors import TensorFiles
 
 METHOD, TITLE = "eagle3", "an EAGLE-3 head"
@@ -20,12 +21,16 @@ FIRST_NORM, SECOND_NORM = ".input_layernorm.weight", ".hidden_norm.weight"
 log = logging.getLogger(__name__)
 
 
-def read(files: TensorFiles, config: dict[str, Any], target: TargetFacts, kind: str | None = None) -> Checkpoint:
-    """`kind` names the layout where the caller knows it."""
+def read(
+    files: TensorFiles, config: dict[str, Any], target: TargetFacts, kind: str | None = None, slides: bool = False
+) -> Checkpoint:
+    """`kind` names the layout where the caller knows it; `slides`: its trainer heeds layer_types and sliding_window."""
     names, twins = _renamed(files)
     claims = Claims(files, names)
     kind = kind or _kind(files, config)
     shape = _shape(claims, config, target, kind)
+    if slides:
+        shape = replace(shape, block=replace(shape.block, windows=windows(claims, config, shape.num_layers)))
     claims.check(expected(shape) | dict.fromkeys(twins, (shape.block.hidden,)) | vocabulary.optional(claims, shape))
     vocabulary.check(claims, shape)
     tensors = claims.read()

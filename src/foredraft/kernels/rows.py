@@ -109,4 +109,3 @@ class PackedRows:
 
 def _lists(numbers: Tensor, counts: Sequence[int]) -> list[list[int]]:
     return [part.tolist() for part in torch.split(numbers, list(counts))]
-
