@@ -4,6 +4,7 @@
 """
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -282,7 +283,7 @@ def typical_of_the_authors(tree, b, p):
         while path[0]:
             path.insert(0, parents[path[0]])
         length, likelihood = 0, 0.0
-        for above, below in zip(path, path[1:], strict=False):
+        for above, below in pairwise(path):
             law = p[tree.row(b, above)]
             entropy = -(law * (law + 1e-5).log()).sum()
             if law[tokens[below]] <= min(0.09, 0.3 * float((-entropy).exp())):
@@ -313,6 +314,10 @@ def test_typical_acceptance_is_that_of_its_authors_generate():
         assert (commit.path_lists[0], commit.token_lists[0]) == (path, following)
         several += len(path) > 2
     assert several > 10
+    coins = Coins(None, torch.full((1, len(parents)), 0.5), torch.full((1, len(parents)), 0.999))
+    sampled = Typical(samples_last=True)(tree, p, coins)
+    assert sampled.path_lists == commit.path_lists
+    assert sampled.token_lists[0][-1] == draw(p[tree.row(0, path[-1])], 0.999) != following[-1]
 
 
 @pytest.mark.parametrize(

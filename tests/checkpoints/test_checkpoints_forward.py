@@ -287,8 +287,8 @@ def test_hydra(tmp_path, options, layers):
 
 @pytest.mark.parametrize(("layers", "said"), [(1, {}), (2, {}), (1, {"rope_theta": 77.0})])
 def test_hydra_with_a_prefix_layer(tmp_path, layers, said):
-    """In two passes over paged memory as it drafts, and at once as it is trained. Its rotary base is the authors' unless
-    the folder names another, and never the target's."""
+    """In two passes over paged memory as it drafts, and at once as it is trained. Its rotary base is the authors'
+    unless the folder names another, and never the target's."""
     assert target().model.config.rope_parameters["rope_theta"] != 10000.0
     folder = folders.hydra(tmp_path, layers=layers, prefix=True, **said)
     drafter, [h] = hydra.create(hydra.Config(), context(folder)), states(1)

@@ -83,8 +83,8 @@ def chances_after(seed: int) -> Callable[[tuple[int, ...]], Tensor]:
 def tree_of_the_authors(
     after: Callable[[tuple[int, ...]], Tensor], total: int, depth: int, top_k: int
 ) -> set[tuple[int, ...]]:
-    """EAGLE-2's expansion and reranking (2406.16858, section 4): after the root, `depth` times the top_k likeliest nodes
-    of the newest level get top_k children each; the total - 1 likeliest nodes of all are drafted."""
+    """EAGLE-2's expansion and reranking (2406.16858, section 4): after the root, `depth` times the top_k likeliest
+    nodes of the newest level get top_k children each; the total - 1 likeliest nodes of all are drafted."""
     found: dict[tuple[int, ...], float] = {}
     level: dict[tuple[int, ...], float] = {(): 0.0}
     for _ in range(1 + depth):
@@ -126,7 +126,7 @@ def test_a_draft_needs_no_more_places_than_its_tree_has_nodes(total: int, depth:
         extend([growth], Scores(after(())[None], WORDS))
         while growth.frontier:
             span = branch.span()
-            written |= {place: token for place, token in zip(span.nodes, span.tokens, strict=True)}
+            written |= dict(zip(span.nodes, span.tokens, strict=True))
             window = Window.after([span], 16, "cpu")
             for row, node in enumerate(growth.frontier):
                 path = growth.path(node)

@@ -43,6 +43,7 @@ class SpeculatorShape:
     is_tied: bool = False
     scales_input: bool = False
     branching: tuple[int, ...] | None = None  # top_k_tokens_per_head
+    candidates: int | None = None  # n_candidates: whole paths of that tree that are verified; None = all
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ def _feeds_normed(claims: Claims, config: dict[str, Any], kind: str) -> bool:
         return bool(said == NORMED_STATE)
     if config.get("norm_output") and kind == SPECFORGE:
         log.info(
-            "%s: norm_output as SpecForge trains it: the raw state is fed back; --spec-option feedback=normed changes it",
+            "%s: norm_output as SpecForge trains it, raw states are fed back; --spec-option feedback=normed changes it",
             claims.files.folder,
         )
         return False

@@ -85,6 +85,8 @@ def _speculator(shape: SpeculatorShape, tensors: Mapping[str, Tensor]) -> Layout
     }
     if shape.branching is not None:
         config["top_k_tokens_per_head"] = list(shape.branching)
+    if shape.candidates is not None:
+        config["n_candidates"] = shape.candidates
     return Layout(mlp_speculator.METHOD, {f"speculator.{name}": value for name, value in held.items()}, config)
 
 

@@ -37,6 +37,7 @@ class Plan:
     nodes: int
     width: int = 1
     shape: RankTree | None = None  # where it is known before anything is drafted
+    candidates: int | None = None  # so many whole paths of the shape are verified, the likeliest; None = all of it
     min_confidence: float = 0.0  # a draft ends where no path of it is likelier than this
 
     @classmethod
@@ -74,7 +75,11 @@ class Plan:
 
     @classmethod
     def shaped(cls, shape: RankTree, min_confidence: float = 0.0) -> "Plan":
-        return cls(shape.depth, len(shape), shape.width, shape, min_confidence)
+        return cls(shape.depth, len(shape), shape.width, shape, min_confidence=min_confidence)
+
+    def whole_paths(self, count: int) -> "Plan":
+        """Of a shape that is drafted whole, only the `count` likeliest paths from the root to a leaf are verified."""
+        return replace(self, candidates=count, nodes=min(self.nodes, count * self.depth))
 
     def cut(self, depth: int, budget: int, is_chain: bool) -> "Plan":
         """What a request has room for; `block` verification takes chains."""
@@ -84,6 +89,10 @@ class Plan:
             return Plan(depth, depth, min_confidence=self.min_confidence)
         if self.shape is None:
             return replace(self, depth=depth, nodes=min(self.nodes, budget))
+        if self.candidates is not None:
+            made = Plan.shaped(self.shape.cut(min(depth, budget), len(self.shape)), self.min_confidence)
+            made = made.whole_paths(self.candidates)
+            return replace(made, nodes=min(made.nodes, budget))
         return Plan.shaped(self.shape.cut(depth, budget), self.min_confidence)
 
     @property
@@ -149,6 +158,10 @@ class Growth:
     frontier: list[int] = field(default_factory=lambda: [0])  # the nodes to look at next
     best: list[int] = field(default_factory=list)  # of a tree that is chosen by its chances: what it keeps so far
     places: list[int] = field(default_factory=lambda: [0])  # every node's number in the plan's shape, if it has one
+
+    def __post_init__(self) -> None:
+        if self.draws and self.plan.candidates is not None:  # nothing drawn is dropped: its nodes are allotted instead
+            self.plan = replace(self.plan, shape=None, candidates=None)
 
     @property
     def is_greedy(self) -> bool:
@@ -246,16 +259,31 @@ class Growth:
     def kept(self) -> list[int]:
         """The nodes that are verified, rising, the root first."""
         # a node is never likelier than its parent and comes after it, so what is kept has its ancestors
+        if self.plan.candidates is not None:
+            return self._whole_paths(self.plan.candidates)
         return [0, *sorted(self.best)] if self.drops_nodes else list(range(len(self.depths)))
+
+    def _whole_paths(self, count: int) -> list[int]:
+        """The nodes of the likeliest paths that end at a leaf, as many as the plan has room for."""
+        inner, kept = set(self.parents), {0}
+        leaves = [node for node in range(1, len(self.depths)) if node not in inner]
+        for leaf in sorted(leaves, key=lambda node: (-self.chances[node], node))[:count]:
+            path, node = {leaf}, leaf
+            while node:
+                node = self.parents[node - 1]
+                path.add(node)
+            if len(kept | path) <= self.plan.nodes + 1:
+                kept |= path
+        return sorted(kept)
 
     def draft(self) -> Draft:
         if self.laws:
             blank = torch.zeros_like(next(iter(self.laws.values())))
             q = torch.stack([self.laws.get(node, blank) for node in range(len(self.depths))])
             return Draft(tuple(self.tokens), tuple(self.parents), q)
-        if not self.drops_nodes:
-            return Draft(tuple(self.tokens), tuple(self.parents))
         kept = self.kept
+        if len(kept) == len(self.depths):
+            return Draft(tuple(self.tokens), tuple(self.parents))
         index = {node: i for i, node in enumerate(kept)}
         tokens = tuple(self.tokens[node - 1] for node in kept[1:])
         return Draft(tokens, tuple(index[self.parents[node - 1]] for node in kept[1:]))
