@@ -13,6 +13,7 @@ from foredraft.checkpoints import (
     early_exit,
     hub,
     hydra,
+    identity,
     medusa,
     mlp_speculator,
     speculators,
@@ -68,8 +69,12 @@ def recognise(folder: str | Path) -> tuple[str, str]:
 
 
 def named_target(folder: str | Path) -> str | None:
-    """The target that a drafter's config names, if it names one. Raises ForedraftError."""
+    """The target that a drafter's config names, if it names one; the one it was trained together with, before any
+    other. Raises ForedraftError."""
     config = _opened(str(folder))[1]
+    own = identity.beside(config, hub.find(str(folder)))
+    if own is not None:
+        return str(own)
     verifier = (config.get("speculators_config") or {}).get("verifier") or {}
     found = config.get("base_model_name_or_path") or verifier.get("name_or_path")
     return found if isinstance(found, str) else None

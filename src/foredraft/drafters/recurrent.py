@@ -18,6 +18,7 @@ from torch import Tensor
 
 from foredraft.drafters.base import Context, plant
 from foredraft.drafters.branch import Branch
+from foredraft.drafters.fit import Fit
 from foredraft.drafters.growth import Growth, Plan, Scores, extend
 from foredraft.kernels.cpu.library import library
 from foredraft.kv.memory import DraftMemory
@@ -68,6 +69,7 @@ class FeatureDrafter:
         self.memory = DraftMemory(lm.pool, _bytes_per_token(lm), 1, is_rereadable=False, settle=self.settle)
         self._roots: dict[int, Root] = {}  # by slot, of those whose memory was read and not only found
         self._pending: dict[int, Pending] = {}  # by slot
+        self.fit = Fit(context)
 
     @property
     def num_nodes(self) -> int:
@@ -77,10 +79,11 @@ class FeatureDrafter:
         branches = {b: branch for b in batch.drafting() if (branch := self._branch(batch, b)) is not None}
         if branches:
             self._draft(list(branches.values()), batch.page_size)
-        return plant(batch, {b: branch.growth.draft() for b, branch in branches.items()})
+        return self.fit.proposed(batch, plant(batch, {b: branch.growth.draft() for b, branch in branches.items()}))
 
     def observe(self, batch: Batch, commit: Commit) -> None:
         """Note the pairs that survived, of every request whose pairs before them are known."""
+        self.fit.observed(batch, commit)
         if commit.features is None:
             return
         full: list[int] = []

@@ -1,5 +1,6 @@
 """A drafter in training as a folder that can be drafted with."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,11 @@ from foredraft.checkpoints.write import save
 from foredraft.drafters.training import Trainee
 
 
-def publish(trainee: Trainee, method: str, folder: Path, dtype: torch.dtype) -> None:
-    """In the layout its checkpoints have on the hub, in the target's type, which it will draft in.
+def publish(
+    trainee: Trainee, method: str, folder: Path, dtype: torch.dtype, about: Mapping[str, Any] | None = None
+) -> None:
+    """In the layout its checkpoints have on the hub, in the target's type, which it will draft in. `about`: what its
+    config says beside, of its target.
 
     A trainee that writes its own files has `save`.
     """
@@ -21,4 +25,4 @@ def publish(trainee: Trainee, method: str, folder: Path, dtype: torch.dtype) -> 
         return
     tensors, config = trainee.published()
     tensors = {name: x.to(dtype) if x.is_floating_point() else x for name, x in tensors.items()}
-    save(folder, Layout(method, tensors, config))
+    save(folder, Layout(method, tensors, config | dict(about or {})))
