@@ -15,8 +15,8 @@ METHOD = "ngram"
 READS_MODEL = False
 AUTO_RANK = 10  # among the methods that read nothing but the text; more is better
 SCANNED_PER_BRANCH = 8  # earlier occurrences looked at for each continuation wanted; most repeat one another
-FADE = 0.9  # of what one more case says, where the first and the latest occurrence disagreed
-MARGIN = 3.0  # cases by which the first occurrence has to be ahead of the latest, the newest counting most
+FADE = 0.97  # of what one more case says, where the first and the latest occurrence disagreed
+MARGIN = 8.0  # cases by which the first occurrence has to be ahead of the latest, the newest counting most
 LEARNING = 0.05  # share of one more case in how often matches of a length are right
 TRUSTED = 0.6  # matches of a length that are right so often draft as the longest do
 
