@@ -4,6 +4,7 @@
 """
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -270,6 +271,53 @@ def test_typical_acceptance_keeps_what_is_likely_enough_and_the_longest_path():
     assert Typical(1.0, 0.25 / bar)(tree, p, coins).path_lists == [[0, 1]]
     assert Typical(1.0, 0.55 / bar)(tree, p, coins).path_lists == [[0]]
     assert Typical(0.25, 99)(tree, p, coins).path_lists == [[0, 1]]
+
+
+def typical_of_the_authors(tree, b, p):
+    """`evaluate_posterior` of Medusa with the values that `medusa_generate` gives it, over paths from root to leaf, and
+    the argmax after the path. Paths are not padded."""
+    tokens, parents = tree.token_lists[b], tree.parent_lists[b]
+    best = ([0], 0.0)
+    for node in range(len(tokens)):
+        path = [node]
+        while path[0]:
+            path.insert(0, parents[path[0]])
+        length, likelihood = 0, 0.0
+        for above, below in pairwise(path):
+            law = p[tree.row(b, above)]
+            entropy = -(law * (law + 1e-5).log()).sum()
+            if law[tokens[below]] <= min(0.09, 0.3 * float((-entropy).exp())):
+                break
+            length, likelihood = length + 1, likelihood + float(law[tokens[below]].log())
+        if (length, likelihood) > (len(best[0]) - 1, best[1]):
+            best = (path[: length + 1], likelihood)
+    path = best[0]
+    return path, [*(tokens[n] for n in path[1:]), int(p[tree.row(b, path[-1])].argmax())]
+
+
+def test_typical_acceptance_is_that_of_its_authors_generate():
+    """Guards threshold 0.3 and alpha 0.09, default arguments that their loop never uses, the first of several longest
+    paths in place of the likeliest, and a sampled token after the path in place of the target's argmax."""
+    generator = torch.Generator().manual_seed(3)
+    parents = [-1, 0, 0, 0, 1, 1, 2, 2, 3, 4, 6]
+    several = 0
+    for _ in range(60):
+        tokens = [0]
+        for node in range(1, len(parents)):  # siblings differ
+            taken = {tokens[i] for i in range(1, node) if parents[i] == parents[node]}
+            free = [x for x in range(V) if x not in taken]
+            tokens.append(free[int(torch.randint(len(free), (), generator=generator))])
+        tree = TokenTree.of([tokens], [parents])
+        p = (1.2 * torch.randn(len(parents), V, generator=generator).double()).softmax(-1)
+        commit = Typical()(tree, p, Coins.of(tree, [(1, 0)], [5]))
+        path, following = typical_of_the_authors(tree, 0, p)
+        assert (commit.path_lists[0], commit.token_lists[0]) == (path, following)
+        several += len(path) > 2
+    assert several > 10
+    coins = Coins(None, torch.full((1, len(parents)), 0.5), torch.full((1, len(parents)), 0.999))
+    sampled = Typical(samples_last=True)(tree, p, coins)
+    assert sampled.path_lists == commit.path_lists
+    assert sampled.token_lists[0][-1] == draw(p[tree.row(0, path[-1])], 0.999) != following[-1]
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,12 @@ class Law:
         some = self.mass[self.mass > 0]
         return -float((some * np.log(some)).sum())
 
+    @property
+    def likeliest(self) -> int:
+        """The token of the largest mass; of equal ones the lowest id."""
+        place = int(self.mass.argmax())
+        return place if self.ids is None else int(self.ids[place])
+
     def over(self, ids: NDArray[np.intp] | None) -> Floats:
         """Its masses of other tokens; None = the whole vocabulary."""
         if self.ids is None:

@@ -228,18 +228,26 @@ def block(tree: TokenTree, p: Tensor | Rows, coins: Randomness) -> Commit:
 
 @dataclass(frozen=True)
 class Typical:
-    """Medusa's typical acceptance (2401.10774, section 2.3.1). Lossy: accepts x where p(x) > min(eps, delta e^-H(p)),
-    takes the longest accepted path and draws the next token from p."""
+    """Medusa's typical acceptance (2401.10774, section 2.3.1). Lossy: accepts x where p(x) > min(eps, delta e^-H(p))
+    and takes the longest accepted path, of several the one of the largest joint probability.
 
-    threshold: float = 0.3  # eps, `posterior_threshold` there
-    alpha: float = 0.09  # delta, `posterior_alpha` there
+    The defaults are those of the authors' `medusa_generate`, where delta is the square root of eps. There the token
+    after the path is the likeliest one (`fast=True`), so that a text depends on no seed; `samples_last` samples it
+    from p instead. The authors also pad short paths with token 0, judged by the logits of another node; that is a
+    fault there and is left out.
+    """
+
+    threshold: float = 0.09  # eps, `posterior_threshold` there
+    alpha: float = 0.3  # delta, `posterior_alpha` there
+    samples_last: bool = False
 
     def __call__(self, tree: TokenTree, p: Tensor | Rows, coins: Randomness) -> Commit:
         laws = Table.of(p)
 
         def walk(b: int) -> Walk:
-            paths = [[tree.roots[b]]]
-            for path in paths:  # grows while it is read: breadth first, so the last path is a longest one
+            tokens = tree.token_lists[b]
+            paths = [([tree.roots[b]], 0.0)]  # with the logarithm of the joint probability of the tokens below the root
+            for path, chance in paths:  # grows while it is read: breadth first
                 try:
                     law = laws.law(tree.row(b, path[-1]))
                 except NotALawError:
@@ -247,18 +255,16 @@ class Typical:
                         raise
                     continue
                 bar = min(self.threshold, self.alpha * math.exp(-law.entropy))
-                children = tree.children[b][path[-1]]
-                inside = [c for c in children if tree.token_lists[b][c] < law.size]
-                good = [c for c in inside if law[tree.token_lists[b][c]] > bar]
-                paths += [[*path, c] for c in good]
-            longest = max(map(len, paths))
-            path = next(path for path in paths if len(path) == longest)
-            tokens = [tree.token_lists[b][n] for n in path[1:]]
+                inside = [c for c in tree.children[b][path[-1]] if tokens[c] < law.size]
+                paths += [([*path, c], chance + math.log(law[tokens[c]])) for c in inside if law[tokens[c]] > bar]
+            best = max(paths, key=lambda found: (len(found[0]), found[1]))[0]
+            accepted = [tokens[n] for n in best[1:]]
             try:
-                last = laws.law(tree.row(b, path[-1])).draw(coins.draws(b, path[-1]))
+                law = laws.law(tree.row(b, best[-1]))
             except NotALawError:
-                return path[:-1], tokens
-            return path, [*tokens, last]
+                return best[:-1], accepted
+            last = law.draw(coins.draws(b, best[-1])) if self.samples_last else law.likeliest
+            return best, [*accepted, last]
 
         return _commit(tree, walk)
 

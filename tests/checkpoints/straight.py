@@ -5,7 +5,7 @@ Nothing here is shared with the library, so that a mistake has to be made twice 
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -85,6 +85,7 @@ class Numbers:
     eps: float = 1e-5
     theta: float = 500.0
     factor: float = 1.0  # of linear rope scaling
+    window: int | None = None  # positions that a row sees, its own included
 
 
 def turned(x: Tensor, numbers: Numbers) -> Tensor:
@@ -116,9 +117,10 @@ def attention(w: Weights, prefix: str, x: Tensor, n: Numbers) -> Tensor:
     for head in range(n.heads):
         kv = head // (n.heads // n.kv_heads)
         for row in range(len(x)):
-            scores = k[: row + 1, kv] @ q[row, head] / math.sqrt(n.head_dim)
+            first = 0 if n.window is None else max(0, row + 1 - n.window)
+            scores = k[first : row + 1, kv] @ q[row, head] / math.sqrt(n.head_dim)
             share = torch.exp(scores - scores.max())
-            mixed[row, head] = (share / share.sum()) @ v[: row + 1, kv]
+            mixed[row, head] = (share / share.sum()) @ v[first : row + 1, kv]
     return mixed.flatten(1) @ w[f"{prefix}.o_proj.weight"].T
 
 
@@ -168,6 +170,7 @@ class Flags:
     layers: int = 1
     norm_before_residual: bool = False
     norm_output: bool = False
+    windows: tuple[int | None, ...] = (None, None)
 
 
 def taken(w: Weights, states: Sequence[Tensor], n: Numbers) -> Tensor:
@@ -185,14 +188,15 @@ def taken(w: Weights, states: Sequence[Tensor], n: Numbers) -> Tensor:
 
 
 def eagle3_layers(w: Weights, tokens: Sequence[int], g: Tensor, rows: Tensor, n: Numbers, flags: Flags) -> Tensor:
-    first = flags.first
+    first, by_layer = flags.first, [replace(n, window=window) for window in flags.windows]
     normed = rms(g, w[f"{first}.hidden_norm.weight"], n.eps)
     embedded = rms(rows[list(tokens)], w[f"{first}.input_layernorm.weight"], n.eps)
     residual = normed if flags.norm_before_residual else g
-    h = residual + attention(w, f"{first}.self_attn", torch.cat([embedded, normed], -1), n)
+    h = residual + attention(w, f"{first}.self_attn", torch.cat([embedded, normed], -1), by_layer[0])
     h = h + mlp(w, f"{first}.mlp", rms(h, w[f"{first}.post_attention_layernorm.weight"], n.eps))
     for i in range(1, flags.layers):
-        h = h + attention(w, f"layers.{i}.self_attn", rms(h, w[f"layers.{i}.input_layernorm.weight"], n.eps), n)
+        read = rms(h, w[f"layers.{i}.input_layernorm.weight"], n.eps)
+        h = h + attention(w, f"layers.{i}.self_attn", read, by_layer[i])
         h = h + mlp(w, f"layers.{i}.mlp", rms(h, w[f"layers.{i}.post_attention_layernorm.weight"], n.eps))
     return h
 

@@ -88,6 +88,20 @@ def test_biases_that_engines_have_no_place_for(tmp_path, fmt):
     assert "uses a bias in fc" in refusal(tmp_path, tmp_path / "in", fmt)
 
 
+def test_sliding_attention_goes_where_it_is_read_and_nowhere_else(tmp_path):
+    options = {"layer_types": ["sliding_attention"], "sliding_window": 3, "ids": [2, 6, 9]}
+    folder = folders.speculators(tmp_path / "in", norm_before_residual=False, **options)
+    for fmt in ("eagle3", "vllm", "sglang"):
+        assert "uses sliding attention" in refusal(tmp_path, folder, fmt)
+    exported(tmp_path, folder, "speculators")
+    assert read(tmp_path / "out-speculators", TARGET).shape.block.windows == (3,)
+
+
+def test_a_hydra_head_of_another_rotary_base_than_the_authors_is_refused(tmp_path):
+    folder = folders.hydra(tmp_path / "in", prefix=True, rope_theta=77.0)
+    assert "knows base 10000 alone" in refusal(tmp_path, folder, "hydra")
+
+
 def test_a_head_of_the_last_state_is_vllms_alone(tmp_path):
     folder = folders.modelopt(tmp_path / "in", fc=False)
     config, _, _ = exported(tmp_path, folder, "vllm")

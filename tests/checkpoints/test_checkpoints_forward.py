@@ -29,6 +29,7 @@ from foredraft.drafters.medusa_heads import Heads, MedusaHeads, outputs
 from foredraft.drafters.mlp_network import MLPSpeculator, Steps
 from foredraft.drafters.newest import Products
 from foredraft.drafters.recurrent import FeatureDrafter
+from foredraft.errors import ForedraftError
 from foredraft.models.lm import HFModel
 from foredraft.models.window import NORMED, Span, Window
 
@@ -43,6 +44,7 @@ def target() -> HFModel:
     config = LlamaConfig(
         vocab_size=V, hidden_size=H, intermediate_size=8, num_hidden_layers=LAYERS, num_attention_heads=4,
         num_key_value_heads=2, initializer_range=0.3, bos_token_id=None, eos_token_id=None,
+        rope_parameters={"rope_type": "default", "rope_theta": 300.0},
     )  # fmt: skip
     return HFModel.adopt(LlamaForCausalLM(config).double(), "the-target")
 
@@ -134,6 +136,9 @@ def numbers_of(options: dict[str, Any]) -> Numbers:
     return Numbers(theta=rope.get("rope_theta", 500.0), factor=rope.get("factor", 1.0))
 
 
+SPECULATED = {"norm_before_residual": False}
+SLIDES = {"layer_types": ["sliding_attention"], "sliding_window": 3}
+TWO = {"layers": 2, "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 5}
 CASES: list[tuple[Any, dict[str, Any], Flags]] = [
     (folders.eagle3, {}, Flags()),
     (folders.eagle3, {"whole": True}, Flags()),
@@ -154,6 +159,13 @@ CASES: list[tuple[Any, dict[str, Any], Flags]] = [
     (folders.modelopt, {"fc": False}, Flags(first="layers.0")),
     (folders.speculators, {"ids": [2, 6, 9]}, Flags(first="layers.0", norm_before_residual=True)),
     (folders.speculators, {"norm_before_residual": False}, Flags(first="layers.0")),
+    (folders.speculators, SPECULATED | SLIDES, Flags(first="layers.0", windows=(3,))),
+    (folders.speculators, SPECULATED | TWO, Flags(first="layers.0", layers=2, windows=(None, 5))),
+    (folders.speculators, SPECULATED | {"sliding_window": 3}, Flags(first="layers.0")),
+    (folders.specforge, {"sliding_window": 3}, Flags()),
+    (folders.specforge, {"norm_output": True}, Flags()),
+    (folders.specforge, {"norm_output": True, "foredraft_feedback": "normed"}, Flags(norm_output=True)),
+    (folders.speculators, SPECULATED | {"norm_output": True}, Flags(first="layers.0", norm_output=True)),
 ]
 
 
@@ -173,6 +185,19 @@ def test_eagle3(tmp_path, make, options, flags):
     close(features, wanted[1])
     if "d2t" in raw:
         assert drafter.ids.tolist() == [i + int(offset) for i, offset in enumerate(raw["d2t"])]
+
+
+def test_the_feedback_that_is_asked_for_is_what_drafted_tokens_read(tmp_path):
+    """Of one head whose trainer and whose engines disagree, both readings can be had."""
+    folder = folders.specforge(tmp_path, norm_output=True)
+    seen, raw = states(3), straight.wide(folders.stored(folder))
+    for word in ("normed", "raw"):
+        drafter = eagle3.create(eagle3.Config(feedback=word), context(folder))
+        flags = Flags(norm_output=word == "normed")
+        wanted = straight.eagle3(raw, TOKENS, seen, rows_of(folder), raw["lm_head.weight"], Numbers(), flags)
+        close(drafted(drafter, seen)[0], wanted[0])
+    with pytest.raises(ForedraftError, match="'normed' or 'raw'"):
+        eagle3.create(eagle3.Config(feedback="neither"), context(folder))
 
 
 @pytest.mark.parametrize("layers", [1, 2])
@@ -260,14 +285,16 @@ def test_hydra(tmp_path, options, layers):
         close(logits.detach(), straight.hydra(raw, i, layers, h, embedded, lent))
 
 
-@pytest.mark.parametrize("layers", [1, 2])
-def test_hydra_with_a_prefix_layer(tmp_path, layers):
-    """In two passes over paged memory as it drafts, and at once as it is trained."""
-    folder = folders.hydra(tmp_path, layers=layers, prefix=True)
+@pytest.mark.parametrize(("layers", "said"), [(1, {}), (2, {}), (1, {"rope_theta": 77.0})])
+def test_hydra_with_a_prefix_layer(tmp_path, layers, said):
+    """In two passes over paged memory as it drafts, and at once as it is trained. Its rotary base is the authors'
+    unless the folder names another, and never the target's."""
+    assert target().model.config.rope_parameters["rope_theta"] != 10000.0
+    folder = folders.hydra(tmp_path, layers=layers, prefix=True, **said)
     drafter, [h] = hydra.create(hydra.Config(), context(folder)), states(1)
     assert isinstance(drafter, PrefixDrafter)
     raw = straight.wide(folders.stored(folder))
-    wanted = straight.hydra_prefix(raw, h, Numbers(eps=1e-6, theta=10000.0))
+    wanted = straight.hydra_prefix(raw, h, Numbers(eps=1e-6, theta=said.get("rope_theta", 10000.0)))
     found = []
     for start, stop in ((0, 4), (4, TRUE)):
         tokens = TOKENS[start:stop]

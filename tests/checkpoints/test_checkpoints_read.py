@@ -70,7 +70,9 @@ def test_of_a_whole_model_with_medusa_heads_only_the_heads_are_read(tmp_path, ca
 def test_an_mlp_speculator(tmp_path, tied, inner):
     folder = folders.mlp_speculator(tmp_path, tied=tied, inner=inner, scaled=True)
     held, raw = read(folder, TARGET), folders.stored(folder)
-    assert held.shape == SpeculatorShape(H, inner, V, 3, is_tied=tied, scales_input=True, branching=(4, 3, 2))
+    assert held.shape == SpeculatorShape(
+        H, inner, V, 3, is_tied=tied, scales_input=True, branching=(4, 3, 2), candidates=5
+    )
     assert {f"speculator.{name}" for name in held.tensors} == raw.keys()
 
 

@@ -523,3 +523,22 @@ def test_blockwise_heads_of_another_number_than_config_says(tmp_path):
 def test_blockwise_heads_that_are_torn(tmp_path, name):
     folder = folders.edit_tensors(folders.blockwise(tmp_path), drop=(name,))
     assert f"{name.removeprefix('blockwise.')} is missing" in refusal(folder)
+
+
+@pytest.mark.usefixtures("unread")
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ({"layer_types": ["sliding_attention"]}, "sliding_window in config.json has to be a positive number"),
+        ({"layer_types": ["sliding_attention"], "sliding_window": 0}, "sliding_window in config.json has to be"),
+        ({"layer_types": ["linear_attention"]}, "layer_types in config.json has to be 1 of"),
+        ({"layer_types": ["full_attention"] * 2}, "layer_types in config.json has to be 1 of"),
+    ],
+)
+def test_attention_that_config_json_does_not_describe_is_refused(tmp_path, said, why):
+    assert why in refusal(folders.speculators(tmp_path, **said))
+
+
+@pytest.mark.usefixtures("unread")
+def test_a_feedback_of_no_known_name_is_refused(tmp_path):
+    assert "foredraft_feedback in config.json" in refusal(folders.eagle3(tmp_path, foredraft_feedback="half"))

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ import torch
 from torch import Tensor
 
 from foredraft.drafters.base import draft_key
+from foredraft.drafters.branch import Branch
 from foredraft.drafters.growth import Growth, Plan, Scores, extend
 from foredraft.drafters.rank_tree import RankTree
 from foredraft.errors import ForedraftError
+from foredraft.models.window import Window
 from foredraft.request import Request
 from foredraft.sampling import Sampling, distribution
 from foredraft.tree import TokenTree
@@ -61,6 +64,87 @@ def test_a_free_tree_holds_the_likeliest_paths(nodes: int) -> None:
     assert paths_of(draft.tokens, draft.parents) == set(best)
 
 
+AUTHORS = [(60, 7, 10), (32, 7, 8), (26, 4, 8), (16, 4, 5)]  # total_tokens, depth, top_k as EAGLE-2 is started with
+WORDS = 24
+
+
+def chances_after(seed: int) -> Callable[[tuple[int, ...]], Tensor]:
+    """[WORDS] logarithms of a law for every path, some of them nearly certain."""
+
+    @cache
+    def after(path: tuple[int, ...]) -> Tensor:
+        generator = torch.Generator().manual_seed(hash((seed, *path)) % 2**31)
+        scale = (1.0, 2.0, 6.0)[int(torch.randint(3, (), generator=generator))]
+        return (scale * torch.randn(WORDS, generator=generator, dtype=torch.float64)).log_softmax(-1)
+
+    return after
+
+
+def tree_of_the_authors(
+    after: Callable[[tuple[int, ...]], Tensor], total: int, depth: int, top_k: int
+) -> set[tuple[int, ...]]:
+    """EAGLE-2's expansion and reranking (2406.16858, section 4): after the root, `depth` times the top_k likeliest
+    nodes of the newest level get top_k children each; the total - 1 likeliest nodes of all are drafted."""
+    found: dict[tuple[int, ...], float] = {}
+    level: dict[tuple[int, ...], float] = {(): 0.0}
+    for _ in range(1 + depth):
+        below: dict[tuple[int, ...], float] = {}
+        for path, chance in level.items():
+            top = after(path).topk(top_k)
+            below |= {(*path, int(i)): chance + float(x) for x, i in zip(top.values, top.indices, strict=True)}
+        found |= below
+        level = dict(sorted(below.items(), key=lambda item: -item[1])[:top_k])
+    return {path for path, _ in sorted(found.items(), key=lambda item: -item[1])[: total - 1]}
+
+
+@pytest.mark.parametrize(("total", "depth", "top_k"), AUTHORS)
+def test_a_free_tree_is_the_tree_of_eagle_2s_authors(total: int, depth: int, top_k: int) -> None:
+    """Guards a bound on the nodes looked at, which ended trees early: none was as deep as theirs."""
+    deepest = 0
+    for seed in range(12):
+        after = chances_after(seed)
+        plan = Plan.of(depth + 1, tree_nodes=total - 1, top_k=top_k)
+        growth = Growth(request(), plan)
+        while growth.frontier:
+            rows = [after(tuple(growth.path(node))) for node in growth.frontier]
+            extend([growth], Scores(torch.stack(rows), WORDS))
+        draft = growth.draft()
+        assert len(draft.tokens) == total - 1
+        assert paths_of(draft.tokens, draft.parents) == tree_of_the_authors(after, total, depth, top_k)
+        deepest = max(deepest, *growth.depths)
+    assert deepest == depth + 1
+
+
+@pytest.mark.parametrize(("total", "depth", "top_k"), AUTHORS)
+def test_a_draft_needs_no_more_places_than_its_tree_has_nodes(total: int, depth: int, top_k: int) -> None:
+    """And every node that is looked at finds its own path in memory, though places serve one node after another."""
+    reused = 0
+    for seed in range(12):
+        after = chances_after(seed)
+        growth = Growth(request(pages=[0, 1, 2, 3]), Plan.of(depth + 1, tree_nodes=total - 1, top_k=top_k))
+        branch, written, looked_at = Branch(growth, 7), {0: 0}, 0
+        extend([growth], Scores(after(())[None], WORDS))
+        while growth.frontier:
+            span = branch.span()
+            written |= dict(zip(span.nodes, span.tokens, strict=True))
+            window = Window.after([span], 16, "cpu")
+            for row, node in enumerate(growth.frontier):
+                path = growth.path(node)
+                assert [written[place] for place in span.path(span.nodes[row])[1:]] == path
+                assert window.packed.slots(row) == [*range(7), *(7 + place for place in span.path(span.nodes[row]))]
+                assert span.ancestors()[row].nonzero().flatten().tolist() == sorted(span.path(span.nodes[row]))
+                assert int(window.positions[0, row]) == 7 + len(path)
+            assert window.write.tolist() == [7 + place for place in span.nodes]
+            assert span.length <= 7 + total
+            looked_at += len(growth.frontier)
+            rows = [after(tuple(growth.path(node))) for node in growth.frontier]
+            extend([growth], Scores(torch.stack(rows), WORDS))
+        looked_at_and_kept = [node for node in growth.kept if node in branch.places]
+        assert len({branch.places[node] for node in looked_at_and_kept}) == len(looked_at_and_kept)
+        reused += looked_at > max(branch.places.values())
+    assert reused
+
+
 def test_a_chain_is_the_likeliest_token_again_and_again() -> None:
     draft = grown([Growth(request(), Plan.of(4))])[0].draft()
     path: list[int] = []
@@ -98,8 +182,7 @@ def test_nobody_looks_at_a_leaf_of_a_fixed_shape() -> None:
         return logits_after(path)
 
     growth = grown([Growth(request(), Plan.shaped(LOPSIDED))], after)[0]
-    assert len(looked_at) == len(LOPSIDED.inner)
-    assert growth.seen == list(LOPSIDED.inner)
+    assert looked_at == [tuple(growth.path(node)) for node in LOPSIDED.inner]
 
 
 def test_requests_of_other_shapes_grow_side_by_side() -> None:
@@ -148,7 +231,7 @@ def test_penalties_count_the_path_above_a_node() -> None:
 
 def test_a_path_without_doubt_is_kept_from_its_beginning() -> None:
     """All of its nodes are equally likely: one kept without its parent would be no tree."""
-    growth = grown([Growth(request(), Plan(5, 3, 2))], lambda path: torch.eye(V, dtype=torch.float64)[len(path)].log())
+    growth = grown([Growth(request(), Plan(5, 3, 2))], lambda path: 50 * torch.eye(V, dtype=torch.float64)[len(path)])
     assert len(growth[0].tokens) > 3
     assert (growth[0].draft().tokens, growth[0].draft().parents) == ((0, 1, 2), (0, 1, 2))
 

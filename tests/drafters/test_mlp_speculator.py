@@ -17,14 +17,18 @@ from foredraft.checkpoints.layouts import Layout
 from foredraft.checkpoints.read import read
 from foredraft.checkpoints.write import save
 from foredraft.drafters import mlp_speculator
+from foredraft.drafters.base import Draft
 from foredraft.drafters.borrowed import facts
+from foredraft.drafters.growth import Growth
 from foredraft.drafters.mlp_network import MLPSpeculator, Steps
 from foredraft.drafters.newest import Products
+from foredraft.drafters.stepped import Branch, drafted
 from foredraft.drafters.training import draft_loss
 from foredraft.errors import ForedraftError
 from foredraft.kernels.cpu.library import library
 from foredraft.kernels.linear import KINDS
 from foredraft.models.window import NORMED
+from foredraft.request import Request
 from heads_made import SPECULATOR
 
 V = successor_made.V
@@ -273,6 +277,55 @@ def test_training_runs_every_position_as_drafting_would(loss: str) -> None:
         assert found.parts[f"loss_{d + 1}"] == pytest.approx(float(mean), rel=1e-4)
 
 
+def suffixes_of_the_authors(
+    tensors: dict[str, Tensor], shape: SpeculatorShape, hidden: Tensor, root: int
+) -> set[tuple[int, ...]]:
+    """`generate_suffixes`: every node gets its step's top_k children, and the n likeliest of the leaves are kept, each
+    with the path to it."""
+    chances: dict[tuple[int, ...], float] = {(): 0.0}
+    assert shape.branching is not None
+    for width in shape.branching:
+        below = {}
+        for path, chance in chances.items():
+            logits = formula(tensors, shape, hidden[None], [[token] for token in (root, *path)])[-1][0]
+            top = logits.log_softmax(-1).topk(width)
+            below |= {(*path, int(i)): chance + float(x) for x, i in zip(top.values, top.indices, strict=True)}
+        chances = below
+    best = sorted(chances, key=lambda path: -chances[path])[: shape.candidates]
+    return {path[:n] for path in best for n in range(1, len(path) + 1)}
+
+
+@pytest.mark.parametrize(("branching", "candidates"), [((5, 4, 3), 5), ((4, 3, 2, 2), 4)])
+def test_the_published_tree_holds_the_whole_paths_that_its_authors_verify(
+    branching: tuple[int, ...], candidates: int
+) -> None:
+    """Guards the whole of the tree, which is eight times as many nodes to verify."""
+    shape = SpeculatorShape(V, 24, V, len(branching), branching=branching, candidates=candidates)
+    tensors = random_speculator(shape)
+    context = successor_made.context(4, torch.float64)
+    steps = Steps(shape, tensors, len(branching), Products(context), V)
+    plan = mlp_speculator.Config(branching="published").plan(4, shape)
+    for seed in range(5):
+        hidden = torch.randn(V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        request = Request(slot=0, prompt=[1, 2, 3 + seed], sampling=GREEDY, seed=5, verify="match")
+        [draft] = drafted(steps, [Branch(0, Growth(request, plan.cut(9, 99, False)), hidden)], V)
+        assert paths_of(draft) == suffixes_of_the_authors(tensors, shape, hidden, 3 + seed)
+        [less] = drafted(steps, [Branch(0, Growth(request, plan.cut(9, 7, False)), hidden)], V)
+        assert paths_of(less) < paths_of(draft)
+        assert 3 < len(less.tokens) <= 7
+        sampled = Request(slot=0, prompt=[1, 2], sampling=Sampling(max_tokens=9), seed=5, verify="reject")
+        [drawn] = drafted(steps, [Branch(0, Growth(sampled, plan.cut(9, 99, False)), hidden)], V)
+        assert drawn.q is not None
+        assert len(drawn.tokens) == plan.nodes == candidates * len(branching)
+
+
+def paths_of(draft: Draft) -> set[tuple[int, ...]]:
+    found: list[tuple[int, ...]] = [()]
+    for token, parent in zip(draft.tokens, draft.parents, strict=True):
+        found.append((*found[parent], token))
+    return set(found[1:])
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_trained_speculator_is_read_back(tied: bool, tmp_path: Any) -> None:
     target = models_made.plain().target
@@ -282,9 +335,9 @@ def test_a_trained_speculator_is_read_back(tied: bool, tmp_path: Any) -> None:
     save(tmp_path, Layout("mlp_speculator", tensors, config))
     options = {"method": "mlp_speculator", "model": str(tmp_path), "branching": "published"}
     llm = models_made.plain().with_drafter(options)
-    assert llm.engine.drafter.num_nodes == 4 + 12 + 24
+    assert llm.engine.drafter.num_nodes == 5 * 3
     loaded = read(str(tmp_path), facts(target), "mlp_speculator")
-    assert loaded.shape == replace(trainee.network.shape, branching=(4, 3, 2))
+    assert loaded.shape == replace(trainee.network.shape, branching=(4, 3, 2), candidates=5)
     assert all(torch.equal(loaded.tensors[name.removeprefix("speculator.")], t) for name, t in tensors.items())
 
 

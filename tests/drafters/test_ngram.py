@@ -36,12 +36,37 @@ def drafted(drafter, *requests, **more):
     return [tokens for tokens, _ in proposed(drafter, *requests, **more)]
 
 
+def occurrences(tokens, end, config):
+    """(length of the longest match of what stands before `end`, the places after it, rising)."""
+    for n in range(min(config.prompt_lookup_max, end), config.prompt_lookup_min - 1, -1):
+        places = [place for place in range(n, end) if tokens[place - n : place] == tokens[end - n : end]]
+        if places:
+            return n, places
+    return 0, []
+
+
+def learnt(tokens, config):
+    """(whether the first occurrence is better than the latest, how often matches of a length are right)."""
+    lead, right = 0.0, {}
+    for end, token in enumerate(tokens):
+        n, places = occurrences(tokens, end, config)
+        if places:
+            first, latest = tokens[places[0]] == token, tokens[places[-1]] == token
+            share = right.get(n, 0.5)
+            right[n] = share + ngram.LEARNING * ((first if lead > ngram.MARGIN else latest) - share)
+            lead = lead if first == latest else ngram.FADE * lead + first - latest
+    return lead > ngram.MARGIN, right
+
+
 def brute_force(tokens, config, length):
-    """The draft by searching the whole text backwards."""
+    """The draft by searching the whole text."""
+    takes_first, right = learnt(tokens, config)
     for n in range(config.prompt_lookup_max, config.prompt_lookup_min - 1, -1):
-        for place in range(len(tokens) - 1, n - 1, -1):
+        order = range(n, len(tokens)) if takes_first else range(len(tokens) - 1, n - 1, -1)
+        for place in order:
             if n <= len(tokens) and tokens[place - n : place] == tokens[-n:]:
-                bound = length if n == config.prompt_lookup_max else min(length, n * config.tokens_per_match)
+                is_trusted = n == config.prompt_lookup_max or right.get(n, 0.5) > ngram.TRUSTED
+                bound = length if is_trusted else min(length, n * config.tokens_per_match)
                 grown = list(tokens)
                 for i in range(bound):
                     grown.append(grown[place + i])
@@ -52,6 +77,26 @@ def brute_force(tokens, config, length):
 def test_the_longest_match_wins_over_a_later_shorter_one():
     text = [1, 2, 3, 4, 10, 11, 12, 13, 14, 9, 3, 4, 20, 21, 22, 9, 1, 2, 3, 4]
     assert drafted(made(), request(text)) == [[10, 11, 12, 13, 14]]
+
+
+def test_the_first_of_equal_matches_wins_where_it_foretold_the_text_better():
+    """Guards texts that go back to their beginning again and again, and change a little in between."""
+    text = [1, 2, 3, 4, 10, 11, 12, 9]
+    for other in range(20, 34):
+        text += [1, 2, 3, 4, other, other + 15, 9, 1, 2, 3, 4, 10, 11, 12, 9]
+    text += [1, 2, 3, 4, 30, 40, 9, 1, 2, 3, 4]
+    assert learnt(text, ngram.Config())[0]
+    assert drafted(made(3), request(text)) == [[10, 11, 12]]
+    branches = proposed(made(3, branches=2), request(text))[0][0]
+    assert sorted(branches) == [9, 10, 11, 12, 30, 40]
+
+
+def test_short_matches_draft_as_far_as_long_ones_once_they_foretell_a_text():
+    """Guards texts of one pattern, where a bound by the length of a match halves every draft after something new."""
+    line = [5, 6, 7, 8, 9, 10, 11]
+    text = [token for number in range(12) for token in (*line, 20 + number)] + [5, 6]
+    assert drafted(made(6), request([*line, 20, 5, 6])) == [[7, 8, 9, 10]]
+    assert drafted(made(6), request(text)) == [[7, 8, 9, 10, 11, 31]]
 
 
 def test_the_latest_of_equal_matches_wins():

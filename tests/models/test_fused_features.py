@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from foredraft.kernels.arena import Arena
 from foredraft.kernels.linear import PackedWeight
@@ -93,10 +94,18 @@ class Head(nn.Module):
             x = read = self.fc(torch.cat([e, f], -1))
         for i, layer in enumerate(self.layers):
             read = read if i == 0 else layer.input_layernorm(x)
-            x = x + layer.self_attn(read[None], turn, i, causal)[0]
+            x = x + layer.self_attn(read[None], turn, i, self._attend)[0]
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         normed = self.norm(x)
         return self.lm_head(normed), normed if self.case.norm_output else x
+
+    def _attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        size, n = self.case.shape.window(layer), query.shape[1]
+        if size is None:
+            return causal(layer, query, key, value)
+        mask = torch.ones(n, n, dtype=torch.bool).tril().triu(1 - size)
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
 
     def fused(self, is_ours: bool = False, head: PackedWeight | None = None, **more: Any) -> FusedFeatures:
         layers, case = list(self.layers), self.case
@@ -117,6 +126,9 @@ CASES = {
     "joined, 3 layers, q and k normed": Case(replace(TINY, has_qk_norm=True), layers=3),
     "joined, 2 layers, a norm, output normed": Case(layers=2, has_norm=True, norm_output=True),
     "paired": Case(is_paired=True, has_norm=True, width=40),
+    "paired, 2 layers, a window of 5 in the second": Case(
+        replace(TINY, windows=(None, 5)), is_paired=True, has_norm=True, layers=2
+    ),
     "paired, norm before residual": Case(is_paired=True, has_norm=True, norm_before_residual=True),
     "paired, output normed, llama3": Case(replace(TINY, rope=LLAMA3), is_paired=True, has_norm=True, norm_output=True),
     "paired, 2 layers, odd sizes, one key head": Case(

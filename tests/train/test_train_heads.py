@@ -9,6 +9,9 @@ from train_fakes import plan, weights, write_ids
 
 import models_made
 from foredraft import LLM, Sampling
+from foredraft.checkpoints.export import export
+from foredraft.checkpoints.read import named_target, read
+from foredraft.checkpoints.target import look_at
 from foredraft.drafters.training import LOSSES
 from foredraft.errors import ForedraftError
 from foredraft.train.plan import Evaluation
@@ -76,3 +79,33 @@ def test_an_unknown_setting_is_answered_with_the_known_ones(folder):
         run(folder, "blockwise", {"layers": "2"})
     with pytest.raises(ForedraftError, match=r"own_head.*rank"):
         run(folder, "hydra", {"inner": "2"})
+
+
+def test_heads_name_the_target_that_learnt_with_them(folder, caplog):
+    """Guards Medusa-2 heads whose config and hand-over named the target that they were not trained for."""
+    settings = {"heads": "2", "backbone": "0.1"}
+    made = train(replace(plan(folder, settings=settings, steps=4, generate=False), method="medusa")).folder
+    own = str(made / "target")
+    assert json.loads((made / "config.json").read_text())["base_model_name_or_path"] == own
+    assert named_target(made) == own
+    moved = made.rename(folder / "moved")
+    assert named_target(moved) == str(moved / "target")
+    target = look_at(named_target(moved))
+    said = export(read(moved, target.facts), "vllm", folder / "out", target)
+    assert said.command.startswith(f"vllm serve {moved / 'target'} ")
+    drafter = {"method": "medusa", "model": str(moved)}
+    LLM(str(moved / "target"), drafter)
+    assert not caplog.messages
+    LLM(str(folder / "model"), drafter)
+    assert "was trained together with the target in" in caplog.text
+
+
+def test_heads_of_another_target_of_the_same_size_are_noticed_when_they_are_loaded(folder, caplog):
+    made = run(folder, "blockwise", {}, steps=1).folder
+    drafter = {"method": "blockwise", "model": str(made)}
+    LLM(str(folder / "model"), drafter)
+    LLM(str(folder / "model"), drafter, dtype="bfloat16")
+    assert not caplog.messages
+    models_made.llama(seed=5).float().save_pretrained(folder / "other")
+    LLM(str(folder / "other"), drafter)
+    assert f"was trained for {folder / 'model'}, not for {folder / 'other'}" in caplog.text

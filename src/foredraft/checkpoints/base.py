@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from foredraft.models.block import BlockShape
+from foredraft.models.block import BlockShape, plain_rope
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class SpeculatorShape:
     is_tied: bool = False
     scales_input: bool = False
     branching: tuple[int, ...] | None = None  # top_k_tokens_per_head
+    candidates: int | None = None  # n_candidates: whole paths of that tree that are verified; None = all
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,15 @@ class BlockwiseShape:
 
 @dataclass(frozen=True)
 class PrefixShape:
-    """What the weights tell of Hydra's prefix layer; the rest is as in the target, whose layers it is like."""
+    """Hydra's prefix layer: what its weights and config tell; the rest is as in the target, whose layers it is like.
+
+    Its rotary base is 10,000 whatever the target's is, as in the authors' code, unless config.json names another.
+    """
 
     query: int  # rows of q_proj
     key: int  # rows of k_proj and v_proj
     intermediate: int
+    rope: dict[str, Any] = field(default_factory=plain_rope)
 
 
 @dataclass(frozen=True)
@@ -115,7 +120,7 @@ class Eagle3Shape:
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     has_fc_norm: bool = False
-    norm_output: bool = False
+    feeds_normed: bool = False  # a drafted token reads the state before it after the final norm
 
 
 @dataclass(frozen=True)

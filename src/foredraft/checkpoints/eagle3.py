@@ -1,6 +1,7 @@
 """EAGLE-3 heads as their authors, SpecForge and ModelOpt write them; `speculators` brings its own config here."""
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,20 +10,27 @@ from foredraft.checkpoints import aux_layers, vocabulary
 from foredraft.checkpoints.base import Checkpoint, Eagle3Shape, TargetFacts
 from foredraft.checkpoints.claims import Claims, Expected
 from foredraft.checkpoints.eagle import check_vocabulary
-from foredraft.checkpoints.layers import block_shape, count_layers, layer_tensors
+from foredraft.checkpoints.layers import block_shape, count_layers, layer_tensors, windows
 from foredraft.checkpoints.tensors import TensorFiles
 
 METHOD, TITLE = "eagle3", "an EAGLE-3 head"
+SPECFORGE = "SpecForge EAGLE-3"
+FEEDBACK, NORMED_STATE, RAW_STATE = "foredraft_feedback", "normed", "raw"  # a key of ours, and what it may say
 ALIASES = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
 FIRST_NORM, SECOND_NORM = ".input_layernorm.weight", ".hidden_norm.weight"
 log = logging.getLogger(__name__)
 
 
-def read(files: TensorFiles, config: dict[str, Any], target: TargetFacts, kind: str | None = None) -> Checkpoint:
-    """`kind` names the layout where the caller knows it."""
+def read(
+    files: TensorFiles, config: dict[str, Any], target: TargetFacts, kind: str | None = None, slides: bool = False
+) -> Checkpoint:
+    """`kind` names the layout where the caller knows it; `slides`: its trainer heeds layer_types and sliding_window."""
     names, twins = _renamed(files)
     claims = Claims(files, names)
-    shape = _shape(claims, config, target)
+    kind = kind or _kind(files, config)
+    shape = _shape(claims, config, target, kind)
+    if slides:
+        shape = replace(shape, block=replace(shape.block, windows=windows(claims, config, shape.num_layers)))
     claims.check(expected(shape) | dict.fromkeys(twins, (shape.block.hidden,)) | vocabulary.optional(claims, shape))
     vocabulary.check(claims, shape)
     tensors = claims.read()
@@ -33,7 +41,7 @@ def read(files: TensorFiles, config: dict[str, Any], target: TargetFacts, kind: 
     needed = expected(shape).keys()
     return Checkpoint(
         METHOD,
-        kind or _kind(files, config),
+        kind,
         files.folder,
         shape,
         {name: tensor for name, tensor in tensors.items() if name in needed},
@@ -42,11 +50,11 @@ def read(files: TensorFiles, config: dict[str, Any], target: TargetFacts, kind: 
 
 
 def _kind(files: TensorFiles, config: dict[str, Any]) -> str:
-    """Whose layout it is, for people; nothing else follows from it."""
+    """Whose layout it is."""
     if not any(name.startswith("midlayer.") for name in files.stored):
         return "ModelOpt EAGLE-3"
     is_named = any("Eagle3" in str(name) for name in config.get("architectures") or ())
-    return "SpecForge EAGLE-3" if is_named else "EAGLE-3"
+    return SPECFORGE if is_named else "EAGLE-3"
 
 
 def _renamed(files: TensorFiles) -> tuple[dict[str, str], list[str]]:
@@ -73,7 +81,7 @@ def _renamed(files: TensorFiles) -> tuple[dict[str, str], list[str]]:
     return found, twins
 
 
-def _shape(claims: Claims, config: dict[str, Any], target: TargetFacts) -> Eagle3Shape:
+def _shape(claims: Claims, config: dict[str, Any], target: TargetFacts, kind: str) -> Eagle3Shape:
     hidden = claims.shape("norm.weight", 1)[0]
     said = config.get("target_hidden_size") or target.hidden
     claims.check_target("hidden size", said, target.name, target.hidden)
@@ -106,8 +114,28 @@ def _shape(claims: Claims, config: dict[str, Any], target: TargetFacts) -> Eagle
         norm_before_residual=bool(config.get("norm_before_residual", False)),
         norm_before_fc=_norm(claims, config, nested, "norm_before_fc", "input_norm.weight"),
         has_fc_norm=_norm(claims, config, nested, "fc_norm", "fc_norm.0.weight"),
-        norm_output=bool(config.get("norm_output", False)),
+        feeds_normed=_feeds_normed(claims, config, kind),
     )
+
+
+def _feeds_normed(claims: Claims, config: dict[str, Any], kind: str) -> bool:
+    """Whether a drafted token reads the state before it after the final norm, or as the layer gave it.
+
+    `norm_output` says so, except in what SpecForge trained: there the logits alone are of the normed state, and the
+    raw one is fed back. A config of ours says it in a word of its own.
+    """
+    said = config.get(FEEDBACK)
+    if said is not None:
+        if said not in (NORMED_STATE, RAW_STATE):
+            raise claims.refuse(f"{FEEDBACK} in config.json is {said!r} and has to be {NORMED_STATE} or {RAW_STATE}")
+        return bool(said == NORMED_STATE)
+    if config.get("norm_output") and kind == SPECFORGE:
+        log.info(
+            "%s: norm_output as SpecForge trains it, raw states are fed back; --spec-option feedback=normed changes it",
+            claims.files.folder,
+        )
+        return False
+    return bool(config.get("norm_output", False))
 
 
 def _has_fc(claims: Claims, nested: dict[str, Any]) -> bool:

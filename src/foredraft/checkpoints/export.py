@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from foredraft.checkpoints import eagle, eagle3, hydra, medusa, mlp_speculator
-from foredraft.checkpoints.base import Checkpoint
+from foredraft.checkpoints.base import Checkpoint, HydraShape
 from foredraft.checkpoints.export_eagle import eagle_for_sglang, eagle_for_vllm
 from foredraft.checkpoints.export_eagle3 import as_speculators, for_sglang, for_vllm, portable
 from foredraft.checkpoints.layouts import Layout
@@ -20,6 +20,7 @@ from foredraft.checkpoints.target import Target
 from foredraft.checkpoints.tensors import INDEXES, SINGLE
 from foredraft.checkpoints.write import save
 from foredraft.errors import ForedraftError
+from foredraft.models.block import plain_rope
 
 Route = Callable[[Checkpoint, Target], tuple[Layout, list[str]]]
 FORMATS = ("eagle3", "speculators", "medusa", "mlp_speculator", "hydra", "vllm", "sglang")
@@ -104,6 +105,13 @@ def _hydra(checkpoint: Checkpoint, target: Target) -> tuple[Layout, list[str]]:
         raise ForedraftError(
             f"{checkpoint.folder} has heads of a form of ours, and the authors' code would leave what it misses at "
             "random; train with --set own_head=true --set rank=None for it"
+        )
+    assert isinstance(checkpoint.shape, HydraShape)
+    prefix = checkpoint.shape.prefix
+    if prefix is not None and prefix.rope != plain_rope():
+        raise ForedraftError(
+            f"{checkpoint.folder} has a prefix layer of the rotary parameters {prefix.rope}, and the authors' code "
+            "knows base 10000 alone; train heads for it anew"
         )
     return published(checkpoint.shape, checkpoint.tensors), ["neither vLLM nor SGLang loads Hydra heads"]
 

@@ -60,7 +60,7 @@ def as_speculators(checkpoint: Checkpoint, target: Target) -> tuple[Layout, list
         "norm_before_residual": shape.norm_before_residual,
         "norm_before_fc": shape.norm_before_fc,
         "fc_norm": shape.has_fc_norm,
-        "norm_output": shape.norm_output,
+        "norm_output": shape.feeds_normed,
         "tie_word_embeddings": False,
         IDS: list(shape.taps),
     }
@@ -104,11 +104,12 @@ def _check(
     plain = {
         "norm_before_residual": shape.norm_before_residual,
         "norm_before_fc": shape.norm_before_fc,
-        "norm_output": shape.norm_output,
+        "norm_output": shape.feeds_normed,
         "biases in its attention": block.has_qkv_bias,
         "norms of queries and keys": block.has_qk_norm,
         "the target's lm_head": not shape.has_own_head,
     }
+    everywhere |= {} if is_fed else {"sliding attention": bool(block.windows)}
     fed = {"the target's last state without fc": shape.taps == (NORMED,)}
     faults = everywhere | (plain if is_plain else {}) | (fed if is_plain or is_fed else {})
     for what, is_there in faults.items():

@@ -12,6 +12,7 @@ from typing import Any
 
 from foredraft.checkpoints.base import Checkpoint, HydraShape, PrefixShape, TargetFacts
 from foredraft.checkpoints.claims import Claims
+from foredraft.checkpoints.layers import rope
 from foredraft.checkpoints.tensors import TensorFiles
 
 METHOD, TITLE = "hydra", "Hydra heads"
@@ -41,7 +42,7 @@ def read(files: TensorFiles, config: dict[str, Any], target: TargetFacts) -> Che
     claims = Claims(files, {_ours(name) if has_prefix else name: name for name in held})
     shape = _shape(claims, config, target)
     if has_prefix:
-        shape = replace(shape, prefix=_prefix(claims))
+        shape = replace(shape, prefix=_prefix(claims, config))
     claims.check(expected(shape))
     said = config.get("hydra_num_heads", shape.num_heads)
     if said != shape.num_heads:
@@ -82,9 +83,10 @@ def theirs(name: str) -> str:
     return name if match is None else f"hydra_mlp.{match[1]}.{2 * int(match[2]) + 1}.{name[match.end() :]}"
 
 
-def _prefix(claims: Claims) -> PrefixShape:
+def _prefix(claims: Claims, config: dict[str, Any]) -> PrefixShape:
     names = ("self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj")
-    return PrefixShape(*(claims.shape(f"{PREFIX}layers.0.{name}.weight", 2)[0] for name in names))
+    query, key, intermediate = (claims.shape(f"{PREFIX}layers.0.{name}.weight", 2)[0] for name in names)
+    return PrefixShape(query, key, intermediate, rope(claims, config))
 
 
 def _shape(claims: Claims, config: dict[str, Any], target: TargetFacts) -> HydraShape:

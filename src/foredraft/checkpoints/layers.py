@@ -9,6 +9,7 @@ from foredraft.models.block import BlockShape
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj")
 LAYER = re.compile(r"^layers\.(\d+)\.")
+FULL, SLIDING = "full_attention", "sliding_attention"
 THETA = 10000.0  # of a LlamaConfig that names none
 
 
@@ -79,6 +80,20 @@ def rope(claims: Claims, config: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def windows(claims: Claims, config: dict[str, Any], num_layers: int) -> tuple[int | None, ...]:
+    """How far every layer sees, () = all as far as there is anything. `sliding_window` counts for layers that
+    `layer_types` calls sliding, and for no other."""
+    kinds = config.get("layer_types") or [FULL] * num_layers
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not {*map(str, kinds)} <= {FULL, SLIDING}:
+        raise claims.refuse(f"layer_types in config.json has to be {num_layers} of {FULL} and {SLIDING}, not {kinds!r}")
+    if SLIDING not in kinds:
+        return ()
+    size = config.get("sliding_window")
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise claims.refuse(f"sliding_window in config.json has to be a positive number of positions, not {size!r}")
+    return tuple(size if kind == SLIDING else None for kind in kinds)
+
+
 def count_layers(claims: Claims) -> int:
     """How many layers the tensors make; a gap between them shows as a missing tensor later."""
     found = {int(match[1]) for name in claims.stored if (match := LAYER.match(name))}
@@ -110,7 +125,9 @@ def layer_tensors(shape: BlockShape, layer: int, width: int, norms: tuple[str, .
 def layer_config(shape: BlockShape, num_layers: int) -> dict[str, Any]:
     """The fields of a LlamaConfig, rope in both spellings."""
     scaling = {name: value for name, value in shape.rope.items() if name != "rope_theta"}
-    return {
+    kinds = [FULL if size is None else SLIDING for size in shape.windows]
+    windows = {"layer_types": kinds, "sliding_window": max(size or 0 for size in shape.windows)} if kinds else {}
+    return windows | {
         "hidden_size": shape.hidden,
         "intermediate_size": shape.intermediate,
         "num_hidden_layers": num_layers,

@@ -85,6 +85,8 @@ def _speculator(shape: SpeculatorShape, tensors: Mapping[str, Tensor]) -> Layout
     }
     if shape.branching is not None:
         config["top_k_tokens_per_head"] = list(shape.branching)
+    if shape.candidates is not None:
+        config["n_candidates"] = shape.candidates
     return Layout(mlp_speculator.METHOD, {f"speculator.{name}": value for name, value in held.items()}, config)
 
 
@@ -117,6 +119,8 @@ def _hydra(shape: HydraShape, tensors: Mapping[str, Tensor]) -> Layout:
     }
     if not shape.has_own_head:
         config[hydra.BORROWED] = "target"
+    if shape.prefix is not None:
+        config["rope_parameters"] = dict(shape.prefix.rope)
     held = _named(tensors, hydra.expected(shape))
     if shape.prefix is not None:
         held = {hydra.theirs(name): value for name, value in held.items()}
@@ -175,7 +179,8 @@ def eagle3_config(shape: Eagle3Shape, num_layers: int | None = None) -> dict[str
         "norm_before_residual": shape.norm_before_residual,
         "norm_before_fc": shape.norm_before_fc,
         "fc_norm": shape.has_fc_norm,
-        "norm_output": shape.norm_output,
+        "norm_output": shape.feeds_normed,
+        eagle3.FEEDBACK: eagle3.NORMED_STATE if shape.feeds_normed else eagle3.RAW_STATE,
     }
     if shape.taps == (NORMED,):
         config["eagle_config"] = {"use_aux_hidden_state": False}

@@ -69,6 +69,7 @@ def _shape(claims: Claims, config: dict[str, Any], target: TargetFacts) -> Specu
         is_tied=is_tied,
         scales_input=bool(config.get("scale_input", False)),
         branching=_branching(claims, config, n_predict),
+        candidates=_candidates(claims, config),
     )
 
 
@@ -80,6 +81,13 @@ def _branching(claims: Claims, config: dict[str, Any], n_predict: int) -> tuple[
     if not is_list or len(given) != n_predict:
         raise claims.refuse(f"top_k_tokens_per_head in config.json has to be {n_predict} positive numbers, not {given}")
     return tuple(given)
+
+
+def _candidates(claims: Claims, config: dict[str, Any]) -> int | None:
+    given = config.get("n_candidates")
+    if given is not None and (not isinstance(given, int) or isinstance(given, bool) or given < 1):
+        raise claims.refuse(f"n_candidates in config.json has to be a positive number of paths, not {given!r}")
+    return given
 
 
 def expected(shape: SpeculatorShape) -> dict[str, tuple[int, ...]]:

@@ -13,6 +13,7 @@ from foredraft.checkpoints import (
     early_exit,
     hub,
     hydra,
+    identity,
     medusa,
     mlp_speculator,
     speculators,
@@ -70,9 +71,12 @@ def recognise(folder: str | Path) -> tuple[str, str]:
 
 
 def named_target(folder: str | Path) -> str | None:
-    """The target that a drafter's config names, if it names one. Raises ForedraftError."""
+    """The target that a drafter's config names, if it names one; the one it was trained together with, before any
+    other. Raises ForedraftError."""
     config = _opened(str(folder))[1]
-    return find_target(config, hub.find(str(folder)))
+    place = hub.find(str(folder))
+    own = identity.beside(config, place)
+    return find_target(config, place) if own is None else str(own)
 
 
 def read(folder: str | Path, target: TargetFacts, method: str | None = None) -> Checkpoint:

@@ -9,7 +9,7 @@ from foredraft.checkpoints.tensors import TensorFiles
 
 KEY = "speculators_model_type"
 METHODS = {eagle3.METHOD: eagle3.METHOD}  # its name for a method -> ours
-OWN = ("draft_vocab_size", "target_hidden_size", "norm_before_fc", "fc_norm", "norm_output", IDS)
+OWN = ("draft_vocab_size", "target_hidden_size", "norm_before_fc", "fc_norm", "norm_output", eagle3.FEEDBACK, IDS)
 
 
 def read(files: TensorFiles, config: dict[str, Any], target: TargetFacts) -> Checkpoint:
@@ -19,5 +19,5 @@ def read(files: TensorFiles, config: dict[str, Any], target: TargetFacts) -> Che
         raise files.refuse("config.json has no transformer_layer_config, which the speculators format requires")
     merged = dict(layer) | {name: config[name] for name in OWN if config.get(name) is not None}
     merged["norm_before_residual"] = config.get("norm_before_residual", True)
-    made = eagle3.read(files, merged, target, kind="speculators EAGLE-3")
+    made = eagle3.read(files, merged, target, kind="speculators EAGLE-3", slides=True)
     return Checkpoint(made.method, made.format, made.folder, made.shape, made.tensors, config)

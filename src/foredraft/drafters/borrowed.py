@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from foredraft.checkpoints.base import Checkpoint, TargetFacts
+from foredraft.checkpoints.identity import beside, is_other
 from foredraft.checkpoints.read import read
 from foredraft.drafters.base import Context
 from foredraft.errors import ForedraftError
@@ -35,7 +37,16 @@ def loaded(context: Context, method: str) -> Checkpoint:
         )
     if context.target is None:
         raise ForedraftError(f"the method {method} reads the target's states; give Context a target")
-    return read(name, facts(context.target), method)
+    checkpoint = read(name, facts(context.target), method)
+    own = beside(checkpoint.config, Path(name))
+    if own is not None and own.resolve() != Path(context.target.name).resolve():
+        log.warning("%s was trained together with the target in %s, not for %s", name, own, context.target.name)
+    elif is_other(checkpoint.config, context.target.embedding):
+        said = checkpoint.config.get("base_model_name_or_path") or "a target of other weights"
+        log.warning(
+            "%s was trained for %s, not for %s: expect few of its drafts to be kept", name, said, context.target.name
+        )
+    return checkpoint
 
 
 def embedding_of(own: Tensor | None, target: HFModel, name: str) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 from foredraft.drafters.base import Context, plant
 from foredraft.drafters.branch import Branch
 from foredraft.drafters.draft_training import TrainConfig, trainee
+from foredraft.drafters.fit import Fit
 from foredraft.drafters.foreign import Side, check_word, way
 from foredraft.drafters.growth import Growth, Scores, TreeOptions, extend
 from foredraft.drafters.translated import Translated
@@ -64,6 +65,7 @@ class DraftModel:
         measure = getattr(lm, "bytes_per_token", None)  # an LM without keys and values takes none
         self.memory = DraftMemory(lm.pool, 0 if measure is None else measure())
         self._drafted: dict[int, Branch] = {}  # slot -> the last draft
+        self.fit = Fit(context)
 
     @property
     def num_nodes(self) -> int:
@@ -79,9 +81,10 @@ class DraftModel:
         branches = {b: branch for b in batch.drafting() if (branch := self._branch(batch, b)) is not None}
         if branches:
             self._grow(list(branches.values()), batch.page_size)
-        return plant(batch, {b: branch.growth.draft() for b, branch in branches.items()})
+        return self.fit.proposed(batch, plant(batch, {b: branch.growth.draft() for b, branch in branches.items()}))
 
     def observe(self, batch: Batch, commit: Commit) -> None:
+        self.fit.observed(batch, commit)
         rows = [b for b, r in enumerate(batch.requests) if r.slot in self._drafted]
         starts, paths = [], []
         for b in rows:

@@ -13,10 +13,11 @@ from torch.nn import functional as F
 
 from foredraft.checkpoints.aux_layers import default_taps, is_ascending
 from foredraft.checkpoints.base import Checkpoint, Eagle3Shape
+from foredraft.checkpoints.eagle3 import NORMED_STATE, RAW_STATE
 from foredraft.checkpoints.layouts import layout
 from foredraft.drafters.base import Context
 from foredraft.drafters.borrowed import block_like, lender, loaded, packed_head, pass_through, settle
-from foredraft.drafters.growth import TreeOptions as Config
+from foredraft.drafters.growth import TreeOptions
 from foredraft.drafters.recurrent import FeatureDrafter, feature_lm
 from foredraft.drafters.training import Losses, Trace, check_loss, draft_loss, mean
 from foredraft.drafters.unrolled import Step, unroll, weighted
@@ -30,6 +31,13 @@ __all__ = ["METHOD", "Config", "TrainConfig", "create", "trainee"]
 METHOD = "eagle3"
 AUTO_RANK = 40  # among the methods that read a model, as measured on the built-in target
 NEVER = -30.0  # log-probability of what the target may say and the draft's vocabulary does not hold
+
+
+@dataclass(frozen=True)
+class Config(TreeOptions):
+    """`feedback`: the state that a drafted token reads, "normed" or "raw"; None = as the folder says."""
+
+    feedback: str | None = None
 
 
 class Eagle3Network(nn.Module):
@@ -82,7 +90,7 @@ class Eagle3Network(nn.Module):
         for i, layer in enumerate(self.layers):
             x = layer(x, turn, i, attend, torch.cat([embedded, normed], -1) if i == 0 else None)
         states = self.norm(x)
-        return states, states if self.shape.norm_output else x
+        return states, states if self.shape.feeds_normed else x
 
     def logits(self, states: Tensor) -> Tensor:
         if self.shape.has_own_head:
@@ -98,10 +106,20 @@ def create(config: Config, context: Context) -> FeatureDrafter:
 
 def from_checkpoint(config: Config, checkpoint: Checkpoint, context: Context) -> FeatureDrafter:
     """From a head that is loaded, beside context.target."""
-    network = _network(checkpoint, lender(context))
+    network = _network(_fed(checkpoint, config.feedback), lender(context))
     settle(network, checkpoint.folder, context)
     lm, plan = feature_lm(network, _fused, context), config.plan(context.num_tokens)
     return FeatureDrafter(lm, network.shape.taps, plan, context, network.ids)
+
+
+def _fed(checkpoint: Checkpoint, feedback: str | None) -> Checkpoint:
+    """With the feedback that was asked for. Raises ForedraftError for a word that is none."""
+    if feedback not in (None, NORMED_STATE, RAW_STATE):
+        raise ForedraftError(f"feedback is {NORMED_STATE!r} or {RAW_STATE!r}, got {feedback!r}; leave it out otherwise")
+    shape = checkpoint.shape
+    if feedback is None or not isinstance(shape, Eagle3Shape):
+        return checkpoint
+    return replace(checkpoint, shape=replace(shape, feeds_normed=feedback == NORMED_STATE))
 
 
 def _network(checkpoint: Checkpoint, target: HFModel) -> Eagle3Network:
@@ -127,7 +145,7 @@ def _fused(network: Eagle3Network) -> FusedFeatures | None:
     first: Any = layers[0]
     front = Paired(first.hidden_norm, shape.norm_before_residual)
     return FusedFeatures.of(
-        layers, front, network.norm, shape.norm_output, network.embedding, head, shape.block, network.rotary
+        layers, front, network.norm, shape.feeds_normed, network.embedding, head, shape.block, network.rotary
     )
 
 
@@ -191,6 +209,8 @@ def trainee(config: TrainConfig, target: HFModel, start: Checkpoint | None = Non
     if config.steps < 1 or config.num_layers < 1 or not 0 < config.decay <= 1:
         raise ForedraftError("steps and num_layers must be positive, and decay lie in 0..1")
     if start is not None:
+        if isinstance(start.shape, Eagle3Shape) and start.shape.block.windows:
+            raise ForedraftError(f"{start.folder} has sliding attention, which is not trained here; start without it")
         return Eagle3Trainee(config, _network(start, target).float().to(target.device))
     network = Eagle3Network(_shape(config, target), target).to(target.device)
     pass_through(network.fc, network.layers)

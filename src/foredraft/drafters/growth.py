@@ -28,12 +28,16 @@ Child = tuple[int, float]  # a token, and the logarithm of the chance that it is
 @dataclass(frozen=True)
 class Plan:
     """What a draft may become. Without a `shape`, every level looks at the `width` likeliest nodes of the last and
-    gives each `width` children; the `nodes` likeliest of all are verified. Width 1 is a chain."""
+    gives each `width` children; the `nodes` likeliest of all are verified. Width 1 is a chain.
+
+    EAGLE-2's authors write total_tokens = nodes + 1 and depth = `depth` - 1 of the same tree.
+    """
 
     depth: int
     nodes: int
     width: int = 1
     shape: RankTree | None = None  # where it is known before anything is drafted
+    candidates: int | None = None  # so many whole paths of the shape are verified, the likeliest; None = all of it
     min_confidence: float = 0.0  # a draft ends where no path of it is likelier than this
 
     @classmethod
@@ -71,7 +75,11 @@ class Plan:
 
     @classmethod
     def shaped(cls, shape: RankTree, min_confidence: float = 0.0) -> "Plan":
-        return cls(shape.depth, len(shape), shape.width, shape, min_confidence)
+        return cls(shape.depth, len(shape), shape.width, shape, min_confidence=min_confidence)
+
+    def whole_paths(self, count: int) -> "Plan":
+        """Of a shape that is drafted whole, only the `count` likeliest paths from the root to a leaf are verified."""
+        return replace(self, candidates=count, nodes=min(self.nodes, count * self.depth))
 
     def cut(self, depth: int, budget: int, is_chain: bool) -> "Plan":
         """What a request has room for; `block` verification takes chains."""
@@ -81,6 +89,10 @@ class Plan:
             return Plan(depth, depth, min_confidence=self.min_confidence)
         if self.shape is None:
             return replace(self, depth=depth, nodes=min(self.nodes, budget))
+        if self.candidates is not None:
+            made = Plan.shaped(self.shape.cut(min(depth, budget), len(self.shape)), self.min_confidence)
+            made = made.whole_paths(self.candidates)
+            return replace(made, nodes=min(made.nodes, budget))
         return Plan.shaped(self.shape.cut(depth, budget), self.min_confidence)
 
     @property
@@ -144,8 +156,12 @@ class Growth:
     chances: list[float] = field(default_factory=lambda: [0.0])  # logarithm, that the path down to a node is right
     laws: dict[int, Tensor] = field(default_factory=dict)  # node -> [V] the law its children were drawn from
     frontier: list[int] = field(default_factory=lambda: [0])  # the nodes to look at next
-    seen: list[int] = field(default_factory=list)  # nodes looked at so far, in order; frontier excluded
+    best: list[int] = field(default_factory=list)  # of a tree that is chosen by its chances: what it keeps so far
     places: list[int] = field(default_factory=lambda: [0])  # every node's number in the plan's shape, if it has one
+
+    def __post_init__(self) -> None:
+        if self.draws and self.plan.candidates is not None:  # nothing drawn is dropped: its nodes are allotted instead
+            self.plan = replace(self.plan, shape=None, candidates=None)
 
     @property
     def is_greedy(self) -> bool:
@@ -155,6 +171,11 @@ class Growth:
     def draws(self) -> bool:
         """Children come from a law q that the verification weighs; otherwise they are guesses."""
         return not self.is_greedy and self.request.verify in ("reject", "block")
+
+    @property
+    def drops_nodes(self) -> bool:
+        """Only the likeliest of what was found are verified. Nothing drawn is dropped, and no part of a fixed shape."""
+        return not self.draws and not self.plan.is_fixed
 
     @property
     def shares_noise(self) -> bool:
@@ -201,7 +222,9 @@ class Growth:
                 self.depths.append(self.depths[node] + 1)
                 self.chances.append(self.chances[node] + chance)
                 below.append(len(self.tokens))
-        self.seen += self.frontier
+        if self.drops_nodes:
+            every = [*self.best, *below]
+            self.best = sorted(every, key=lambda node: (-self.chances[node], node))[: self.plan.nodes]
         self.frontier = self._next(below)
 
     def _next(self, below: list[int]) -> list[int]:
@@ -217,8 +240,12 @@ class Growth:
         below = [node for node in below if self.tokens[node - 1] not in ends]
         if self.plan.shape is not None:
             return [node for node in below if self.width(node) > 0]
-        left = min(self.plan.width, self.plan.nodes - len(self.seen) + 1)  # those looked at may need a place each
-        return sorted(sorted(below, key=lambda node: -self.chances[node])[: max(left, 0)])
+        if self.draws and len(self.tokens) >= self.plan.nodes:  # nothing is left to allot
+            return []
+        if self.drops_nodes:  # a child is behind its parent: none of the last one kept is ever kept
+            alive = set(self.best[: self.plan.nodes - 1])
+            below = [node for node in below if node in alive]
+        return sorted(sorted(below, key=lambda node: -self.chances[node])[: self.plan.width])
 
     def _certainty(self, node: int) -> float:
         """Logarithm of the product of the largest probabilities of q above a node, on its path."""
@@ -231,20 +258,32 @@ class Growth:
     @property
     def kept(self) -> list[int]:
         """The nodes that are verified, rising, the root first."""
-        every = range(len(self.depths))
-        if self.laws or len(every) <= self.plan.nodes + 1:
-            return list(every)
         # a node is never likelier than its parent and comes after it, so what is kept has its ancestors
-        return sorted(sorted(every, key=lambda node: (-self.chances[node], node))[: self.plan.nodes + 1])
+        if self.plan.candidates is not None:
+            return self._whole_paths(self.plan.candidates)
+        return [0, *sorted(self.best)] if self.drops_nodes else list(range(len(self.depths)))
+
+    def _whole_paths(self, count: int) -> list[int]:
+        """The nodes of the likeliest paths that end at a leaf, as many as the plan has room for."""
+        inner, kept = set(self.parents), {0}
+        leaves = [node for node in range(1, len(self.depths)) if node not in inner]
+        for leaf in sorted(leaves, key=lambda node: (-self.chances[node], node))[:count]:
+            path, node = {leaf}, leaf
+            while node:
+                node = self.parents[node - 1]
+                path.add(node)
+            if len(kept | path) <= self.plan.nodes + 1:
+                kept |= path
+        return sorted(kept)
 
     def draft(self) -> Draft:
         if self.laws:
             blank = torch.zeros_like(next(iter(self.laws.values())))
             q = torch.stack([self.laws.get(node, blank) for node in range(len(self.depths))])
             return Draft(tuple(self.tokens), tuple(self.parents), q)
-        if len(self.tokens) <= self.plan.nodes:
-            return Draft(tuple(self.tokens), tuple(self.parents))
         kept = self.kept
+        if len(kept) == len(self.depths):
+            return Draft(tuple(self.tokens), tuple(self.parents))
         index = {node: i for i, node in enumerate(kept)}
         tokens = tuple(self.tokens[node - 1] for node in kept[1:])
         return Draft(tokens, tuple(index[self.parents[node - 1]] for node in kept[1:]))

@@ -12,8 +12,7 @@ from torch.nn import functional as F
 
 from foredraft.checkpoints.base import Checkpoint, HydraShape
 from foredraft.checkpoints.hydra import PREFIX
-from foredraft.drafters.borrowed import block_like
-from foredraft.drafters.hydra_prefix import PrefixLayer, check
+from foredraft.drafters.hydra_prefix import PrefixLayer, check, prefix_block
 from foredraft.drafters.newest import Product, Products, targets_head
 from foredraft.models.lm import HFModel
 from foredraft.models.window import NORMED
@@ -32,7 +31,7 @@ def joined(states: Tensor, read: Tensor) -> Tensor:
 def prefix_of(checkpoint: Checkpoint, target: HFModel) -> PrefixLayer:
     """The layer of a checkpoint that has one, like a layer of the target. Raises ForedraftError where it is not."""
     assert isinstance(checkpoint.shape, HydraShape)
-    block = block_like(target)
+    block = prefix_block(checkpoint.shape, target)
     check(checkpoint.shape, block, checkpoint.folder)
     layer = PrefixLayer(block)
     held = {name: value for name, value in checkpoint.tensors.items() if name.startswith(PREFIX)}
@@ -75,7 +74,7 @@ class HydraHeads(nn.Module):
         if shape.has_own_head:
             self.hydra_lm_head = nn.ModuleList(nn.Linear(shape.hidden, shape.vocab_size) for _ in seen)
         if shape.prefix is not None:
-            self.prefix_embeding_layer = PrefixLayer(block_like(target))
+            self.prefix_embeding_layer = PrefixLayer(prefix_block(shape, target))
 
     def read(self, features: Tensor) -> Tensor:
         """[B, L, H] states of the target over whole texts -> what the heads begin from."""

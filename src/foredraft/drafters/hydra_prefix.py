@@ -6,7 +6,7 @@ does, so a draft costs one pass over the states that survived since the last one
 operators; the heads run as they do without it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -14,18 +14,26 @@ from torch import Tensor, nn
 from foredraft.checkpoints.base import HydraShape
 from foredraft.drafters import branch as paged
 from foredraft.drafters.base import Context
+from foredraft.drafters.borrowed import block_like
 from foredraft.drafters.growth import Plan
 from foredraft.drafters.recurrent import FeatureDrafter
 from foredraft.drafters.stepped import Branch, Steps, grown
 from foredraft.errors import ForedraftError
 from foredraft.models.block import Attend, BlockShape, Layer, RMSNorm, Rotary, causal
 from foredraft.models.feature_lm import FeatureLM
+from foredraft.models.lm import HFModel
 
 
 @dataclass(frozen=True)
 class LayerShape:
     block: BlockShape
     num_layers: int = 1
+
+
+def prefix_block(shape: HydraShape, target: HFModel) -> BlockShape:
+    """A layer of the target's proportions with the rotary parameters that the heads were trained with."""
+    assert shape.prefix is not None
+    return replace(block_like(target), rope=shape.prefix.rope)
 
 
 class PrefixLayer(nn.Module):

@@ -15,6 +15,7 @@ from foredraft import noise
 from foredraft.checkpoints.base import Checkpoint, MedusaShape
 from foredraft.drafters.base import Context, Draft, draft_key, plant
 from foredraft.drafters.borrowed import loaded
+from foredraft.drafters.fit import Fit
 from foredraft.drafters.growth import MOST_NODES, Growth, Plan, Scores, extend
 from foredraft.drafters.medusa_heads import RANKS, Heads, outputs
 from foredraft.drafters.medusa_training import TrainConfig, trainee
@@ -104,6 +105,7 @@ class Medusa:
         self.min_confidence = min_confidence
         self._chain = chain(tree.depth)
         self._states = NewestStates()
+        self.fit = Fit(context)
         products = Products(context, quantization)
         self._heads = Heads(shape, tensors, tree.depth, products)
         self._outputs = outputs(shape, tensors, tree.depth, products, context.target, context.vocab_size)
@@ -120,9 +122,10 @@ class Medusa:
             if self.min_confidence > 0:
                 asked, logits = self._sure(asked, logits)
             drafts = dict(zip([one.b for one in asked], self._drafted(asked, logits), strict=True))
-        return plant(batch, drafts)
+        return self.fit.proposed(batch, plant(batch, drafts))
 
     def observe(self, batch: Batch, commit: Commit) -> None:
+        self.fit.observed(batch, commit)
         self._states.observe(batch, commit)
 
     def forget(self, slots: Sequence[int]) -> None:

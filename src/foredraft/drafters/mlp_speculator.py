@@ -24,8 +24,9 @@ METHOD = "mlp_speculator"
 @dataclass(frozen=True)
 class Config:
     """`tree_nodes` and `top_k`: a tree of the likeliest paths, every level looking at `top_k` nodes. `branching`: a
-    tree of that shape, or "published" for the one in the checkpoint's config. Neither: a chain. `min_confidence`: a
-    draft ends where no path of it is likelier than this."""
+    tree of that shape, or "published" for the one in the checkpoint's config, of which the `n_candidates` likeliest
+    whole paths are verified as its authors do (under `reject` as many nodes, drawn). Neither: a chain.
+    `min_confidence`: a draft ends where no path of it is likelier than this."""
 
     tree_nodes: int | None = None
     top_k: int | None = None
@@ -35,19 +36,20 @@ class Config:
 
     def plan(self, num_tokens: int, shape: SpeculatorShape) -> Plan:
         """What to draft, no deeper than the speculator was trained for. Raises ForedraftError where that is nothing."""
-        branching = self.branching
+        branching, candidates = self.branching, None
         if isinstance(branching, str):
             if branching != "published":
                 raise ForedraftError(f'branching takes numbers of children by depth, or "published", got {branching!r}')
             if shape.branching is None:
                 raise ForedraftError("the checkpoint says no top_k_tokens_per_head; give branching as numbers")
-            branching = shape.branching
+            branching, candidates = shape.branching, shape.candidates
         if branching is not None and len(branching) > shape.n_predict:
             raise ForedraftError(
                 f"branching is {len(branching)} deep, and the speculator was trained for {shape.n_predict} steps"
             )
         depth = min(num_tokens, shape.n_predict)
-        return Plan.of(depth, self.tree_nodes, self.top_k, branching, self.min_confidence)
+        plan = Plan.of(depth, self.tree_nodes, self.top_k, branching, self.min_confidence)
+        return plan if candidates is None else plan.whole_paths(candidates)
 
 
 def create(config: Config, context: Context) -> SteppedDrafter:

@@ -56,7 +56,10 @@ class SpeculatorTrainee:
         shape = self.network.shape
         branching = shape.branching or (*PUBLISHED_BRANCHING, *[2] * shape.n_predict)[: shape.n_predict]
         made = layout(replace(shape, branching=branching), self.network.state_dict())
-        return made.tensors, made.config | {"n_candidates": 5, "base_model_name_or_path": self.target.name}
+        return made.tensors, made.config | {
+            "n_candidates": shape.candidates or 5,
+            "base_model_name_or_path": self.target.name,
+        }
 
 
 def trainee(config: TrainConfig, target: HFModel, start: Checkpoint | None = None) -> SpeculatorTrainee:

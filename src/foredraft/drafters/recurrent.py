@@ -18,6 +18,7 @@ from torch import Tensor
 
 from foredraft.drafters.base import Context, plant
 from foredraft.drafters.branch import Branch
+from foredraft.drafters.fit import Fit
 from foredraft.drafters.growth import Growth, Plan, Scores, extend
 from foredraft.kernels.cpu.library import library
 from foredraft.kv.memory import DraftMemory
@@ -69,6 +70,7 @@ class FeatureDrafter:
         self.memory = DraftMemory(lm.pool, _bytes_per_token(lm), 1, is_rereadable=False, settle=weakly(self.settle))
         self._roots: dict[int, Root] = {}  # by slot, of those whose memory was read and not only found
         self._pending: dict[int, Pending] = {}  # by slot
+        self.fit = Fit(context)
 
     @property
     def num_nodes(self) -> int:
@@ -78,10 +80,11 @@ class FeatureDrafter:
         branches = {b: branch for b in batch.drafting() if (branch := self._branch(batch, b)) is not None}
         if branches:
             self._draft(list(branches.values()), batch.page_size)
-        return plant(batch, {b: branch.growth.draft() for b, branch in branches.items()})
+        return self.fit.proposed(batch, plant(batch, {b: branch.growth.draft() for b, branch in branches.items()}))
 
     def observe(self, batch: Batch, commit: Commit) -> None:
         """Note the pairs that survived, of every request whose pairs before them are known."""
+        self.fit.observed(batch, commit)
         if commit.features is None:
             return
         full: list[int] = []
@@ -184,7 +187,9 @@ N = TypeVar("N", bound=FeatureNetwork)
 def feature_lm(network: N, fused: Callable[[N], NativeFeatures | None], context: Context) -> FeatureLM:
     """The network over memory of its own, as native code where `fused` makes it such."""
     is_native = context.fused and context.device.type == "cpu" and library() is not None
-    return FeatureLM(network, context.dtype, KVPool(is_native), fused(network) if is_native else None)
+    shape: Any = network.shape  # type: ignore[attr-defined]
+    native = fused(network) if is_native else None
+    return FeatureLM(network, context.dtype, KVPool(is_native), native, shape.block.windows)
 
 
 def _bytes_per_token(lm: FeatureLM) -> int:

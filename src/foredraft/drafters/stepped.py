@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from foredraft.drafters.base import Context, Draft, plant
+from foredraft.drafters.fit import Fit
 from foredraft.drafters.growth import Growth, Plan, Scores, extend
 from foredraft.drafters.newest import NewestStates, stacked
 from foredraft.filters import likeliest
@@ -62,6 +63,7 @@ class SteppedDrafter:
         self.context = context
         self.taps: tuple[int, ...] = (tap,)
         self._states = NewestStates()
+        self.fit = Fit(context)
 
     @property
     def num_nodes(self) -> int:
@@ -70,9 +72,10 @@ class SteppedDrafter:
     def propose(self, batch: Batch) -> TokenTree:
         branches = [branch for b in batch.drafting() if (branch := self._branch(batch, b)) is not None]
         drafts = drafted(self.steps, branches, self.context.vocab_size)
-        return plant(batch, dict(zip([branch.b for branch in branches], drafts, strict=True)))
+        return self.fit.proposed(batch, plant(batch, dict(zip([branch.b for branch in branches], drafts, strict=True))))
 
     def observe(self, batch: Batch, commit: Commit) -> None:
+        self.fit.observed(batch, commit)
         self._states.observe(batch, commit)
 
     def forget(self, slots: Sequence[int]) -> None:

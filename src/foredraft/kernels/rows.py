@@ -20,9 +20,14 @@ class RowSpan(Protocol):
     @property
     def tokens(self) -> Sequence[int]: ...
     @property
-    def first(self) -> int: ...
-    @property
     def parents(self) -> Sequence[int] | None: ...
+    @property
+    def rows(self) -> Sequence[int] | None: ...
+    @property
+    def nodes(self) -> Sequence[int]: ...
+    @property
+    def length(self) -> int: ...
+    def path(self, node: int) -> list[int]: ...
 
 
 @dataclass(frozen=True)
@@ -47,21 +52,20 @@ class PackedRows:
         lists: list[list[int]] = [[] for _ in range(8)]
         tokens, write, pages, page_at, tails, tail_at, start, tail = lists
         for span in spans:
-            n = len(span.tokens)
-            stop = span.start + span.first + n
+            n, stop, nodes = len(span.tokens), span.length, span.nodes
             slots = [span.pages[i // page_size] * page_size + i % page_size for i in range(span.start, stop)]
             tokens += span.tokens
-            write += slots[span.first :]
+            write += slots[-n:] if span.rows is None else [slots[node] for node in nodes]
             page_at += [len(pages)] * n
             start += [span.start] * n
             pages += span.pages[: -(-stop // page_size)]
             if span.parents is None:
                 tail_at += [len(tails)] * n
-                tail += range(span.first + 1, span.first + n + 1)
+                tail += [node + 1 for node in nodes]
                 tails += slots
                 continue
-            for node in range(span.first, span.first + n):
-                path = _path(span.parents, node)
+            for node in nodes:
+                path = span.path(node)
                 tail_at.append(len(tails))
                 tail.append(len(path))
                 tails += [slots[i] for i in path]
@@ -105,11 +109,3 @@ class PackedRows:
 
 def _lists(numbers: Tensor, counts: Sequence[int]) -> list[list[int]]:
     return [part.tolist() for part in torch.split(numbers, list(counts))]
-
-
-def _path(parents: Sequence[int], node: int) -> list[int]:
-    path = []
-    while node >= 0:
-        path.append(node)
-        node = parents[node]
-    return path[::-1]

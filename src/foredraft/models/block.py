@@ -18,6 +18,11 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 Turn = tuple[Tensor, Tensor]  # cos and sin [B, L, D]
 
 
+def plain_rope() -> dict[str, Any]:
+    """The rotary parameters of a Llama layer that names none."""
+    return {"rope_type": "default", "rope_theta": 10000.0}
+
+
 @dataclass(frozen=True)
 class BlockShape:
     """What a decoder layer is built from."""
@@ -29,10 +34,15 @@ class BlockShape:
     head_dim: int
     eps: float = 1e-6
     max_positions: int = 2048
-    rope: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+    rope: dict[str, Any] = field(default_factory=plain_rope)
     has_qkv_bias: bool = False
     has_out_bias: bool = False
     has_qk_norm: bool = False
+    windows: tuple[int | None, ...] = ()  # by layer: positions a row sees at most, its own included; () = all
+
+    def window(self, layer: int) -> int | None:
+        """Positions that a row of a layer sees at most; None = all."""
+        return self.windows[layer] if self.windows else None
 
 
 class RMSNorm(nn.Module):

@@ -45,6 +45,7 @@ class FeatureLM:
     dtype: torch.dtype
     pool: KVPool = field(default_factory=KVPool)
     fused: NativeFeatures | None = None
+    windows: tuple[int | None, ...] = ()  # by layer: positions a row sees at most; () = all
 
     def taken(self, features: Tensor) -> Tensor:
         """[T, F] states of the target -> [T, H] features."""
@@ -57,7 +58,8 @@ class FeatureLM:
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-            return paged_attention(_Place(layer), q, k, v, None, window=window, pool=self.pool)[0]  # type: ignore[arg-type]
+            sliding, place = self.windows[layer] if self.windows else None, _Place(layer)
+            return paged_attention(place, q, k, v, None, sliding_window=sliding, window=window, pool=self.pool)[0]  # type: ignore[arg-type]
 
         states, following = self.network(window.tokens, features.to(self.dtype)[None], window.positions, attend)
         return self.network.logits(states[0, window.logit_rows]), following[0]

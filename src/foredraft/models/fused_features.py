@@ -89,7 +89,7 @@ class FusedFeatures:
         is packed already is shared."""
         packing = Packing(PackedWeight.pack, is_ours)
         dtype = layers[0].self_attn.q_proj.weight.dtype
-        records = (Layer * len(layers))(*(packing.layer(layer, None) for layer in layers))
+        records = (Layer * len(layers))(*(packing.layer(layer, shape.window(i)) for i, layer in enumerate(layers)))
         record = Model(
             layers=len(layers),
             hidden=shape.hidden,

@@ -22,31 +22,52 @@ PADDED_ROWS = 32  # requests with at most this many rows share one padded attent
 
 
 class Span(NamedTuple):
-    """One request's part of a window: nodes [first, first + len(tokens)) of its tree, on top of `start` tokens."""
+    """One request's part of a window: nodes of its tree, on top of `start` tokens. Node n is written n places after
+    them."""
 
     pages: Sequence[int]
     start: int  # committed tokens whose KV is written; position of node 0
     tokens: Sequence[int]
-    depths: Sequence[int]  # of the nodes from 0: as many as first + len(tokens)
+    depths: Sequence[int]  # of all nodes from 0
     parents: Sequence[int] | None = None  # of those nodes, -1 for node 0; None = a chain
     first: int = 0
     source: Source | None = None  # what the encoder read, for a model that has one
+    rows: Sequence[int] | None = None  # the nodes that the tokens are; None = those from `first` on, the last
+
+    @property
+    def nodes(self) -> Sequence[int]:
+        """The nodes that the tokens are."""
+        return range(self.first, self.first + len(self.tokens)) if self.rows is None else self.rows
+
+    @property
+    def size(self) -> int:
+        """All nodes, those of passes before included."""
+        return self.first + len(self.tokens) if self.rows is None else len(self.depths)
 
     @property
     def length(self) -> int:
-        """Keys the last row may see."""
-        return self.start + self.first + len(self.tokens)
+        """Keys that a row may see at most."""
+        return self.start + self.size
+
+    def path(self, node: int) -> list[int]:
+        """From the tree's first node down to this one."""
+        if self.parents is None:
+            return list(range(node + 1))
+        path = []
+        while node >= 0:
+            path.append(node)
+            node = self.parents[node]
+        return path[::-1]
 
     def ancestors(self) -> Tensor:
-        """[n, first + n] bool: which of the step's nodes every row sees, itself included."""
-        n, own = len(self.tokens), self.first + len(self.tokens)
+        """[n, size] bool: which of the step's nodes every row sees, itself included."""
+        n, own = len(self.tokens), self.size
         if self.parents is None:
             return torch.ones(n, own, dtype=torch.bool).tril(own - n)
-        mask = torch.eye(own, dtype=torch.bool)
-        for node, parent in enumerate(self.parents[:own]):
-            if parent >= 0:
-                mask[node] |= mask[parent]
-        return mask[self.first :]
+        mask = torch.zeros(n, own, dtype=torch.bool)
+        for row, node in enumerate(self.nodes):
+            mask[row, self.path(node)] = True
+        return mask
 
 
 @dataclass(frozen=True)
@@ -145,7 +166,7 @@ class Window:
     @cached_property
     def positions(self) -> Tensor:
         """[1, T] committed length + depth."""
-        found = [span.start + depth for span in self.spans for depth in span.depths[span.first :]]
+        found = [span.start + span.depths[node] for span in self.spans for node in span.nodes]
         return torch.tensor([found], device=self.device)
 
     @cached_property
@@ -155,7 +176,7 @@ class Window:
         found = [
             span.pages[i // size] * size + i % size
             for span in self.spans
-            for i in range(span.start + span.first, span.length)
+            for i in (span.start + node for node in span.nodes)
         ]
         return torch.tensor(found, device=self.device)
 
@@ -208,7 +229,7 @@ def _visible(span: Span) -> Tensor | None:
 
 def _positions(span: Span) -> tuple[Tensor, Tensor]:
     depths = torch.tensor(span.depths)
-    return span.start + depths[span.first :], torch.cat([torch.arange(span.start), span.start + depths])
+    return span.start + depths[list(span.nodes)], torch.cat([torch.arange(span.start), span.start + depths])
 
 
 def _alone(span: Span, place: int, rows: Tensor | None, page_size: int, device: torch.device | str) -> Group:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from foredraft import LLM
-from foredraft.checkpoints import read
+from foredraft.checkpoints import identity, read
 from foredraft.checkpoints.base import TargetFacts
+from foredraft.checkpoints.naming import NAME
 from foredraft.drafters.training import Losses, Trace, Trainee
 from foredraft.errors import ForedraftError
 from foredraft.models.lm import HFModel
@@ -20,7 +21,7 @@ from foredraft.train.cache import Cache
 from foredraft.train.checkpoint import Checkpoints
 from foredraft.train.documents import Document, digest
 from foredraft.train.evaluate import Evaluator
-from foredraft.train.joint import WARMUP, Joint
+from foredraft.train.joint import FOLDER, WARMUP, Joint
 from foredraft.train.joint import Live as LiveTarget
 from foredraft.train.loop import Loop, Pace, Source, Standing
 from foredraft.train.metrics import Metrics
@@ -260,7 +261,11 @@ class _Run:
         traces = evaluator.traces() if finish is not None else []
         if finish is not None and traces:
             finish(traces)
-        publish(self.trainee, self.plan.method, folder, self.llm.target.model.dtype, self.llm.target.name)
+        target: str | None = self.llm.target.name
+        about: dict[str, Any] = {identity.KEY: identity.norms(evaluator.llm.target.embedding)}
+        if self.joint is not None:  # the heads are for the target that learnt with them
+            target, about = None, about | {identity.BESIDE: FOLDER, NAME: FOLDER}
+        publish(self.trainee, self.plan.method, folder, self.llm.target.model.dtype, target, about)
 
     def _measure(self) -> dict[str, Any]:
         evaluator = self._now()
