@@ -53,7 +53,7 @@ def networks() -> dict[str, tuple[nn.Module, tuple[int, ...]]]:
     for name, more in {
         "eagle3": {},
         "eagle3, two layers": {"num_layers": 2},
-        "eagle3, norms": {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
+        "eagle3, norms": {"norm_before_residual": True, "norm_before_fc": True, "feeds_normed": True},
         "eagle3, chunk norms": {"has_fc_norm": True, "has_fc_bias": True},
         "eagle3, few tokens": {"draft_vocab_size": 40},
         "eagle3, target's head": {"has_own_head": False},
