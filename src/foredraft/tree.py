@@ -97,7 +97,8 @@ class TokenTree:
     def copied(self) -> "TokenTree":
         """The same tree in lists of its own; q is shared."""
         tokens, parents = [list(row) for row in self.token_lists], [list(row) for row in self.parent_lists]
-        return TokenTree(tokens, parents, self.q, self.known, None if self.drawn is None else tuple(self.drawn))
+        drawn = None if self.drawn is None else tuple(self.drawn)
+        return TokenTree(tokens, parents, self.q, self.known, drawn, frozenset(self.predicted))
 
     @lazy
     def sizes(self) -> list[int]:

@@ -93,8 +93,7 @@ def test_a_pass_that_depends_on_its_rows_is_seen() -> None:
 def test_a_lost_page_and_a_failed_drafter_are_seen() -> None:
     llm = engine_of(world("float64"), "ngram", mix_of("float64", 1, SMALL))
     assert leaks(llm) == []
-    guard = llm.engine.drafter
-    guard.forget(None)  # type: ignore[arg-type]
+    llm.engine.drafter.probation.failed("raised", "for this test")
     assert "failed" in leaks(llm)[0]
     llm.engine.scheduler.allocator.grow([], 1)
     with pytest.raises(AssertionError, match="in no block table"):

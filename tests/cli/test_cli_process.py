@@ -1,6 +1,7 @@
 """The command as a process: standard streams that are closed or full, signals before it has begun."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -54,11 +55,19 @@ def test_a_prompt_in_utf8_is_read_whatever_the_locale():
     assert read_prompts(arrived, []) == ["é = 1"]
 
 
+def _restore_interrupt() -> None:
+    """Children of a shell's background job ignore SIGINT."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 @pytest.mark.parametrize(("command", "code"), [("serve", 0), ("generate", None)])
 def test_a_signal_while_a_server_imports_ends_it_with_0(tmp_path: Path, name: str, command: str, code: int | None):
     (tmp_path / "typer.py").write_text(SIGNALLED.format(name))
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     process = [sys.executable, "-m", "foredraft", command]
-    done = subprocess.run(process, env={**os.environ, "PYTHONPATH": path}, capture_output=True, check=False, timeout=60)
+    done = subprocess.run(
+        process, env={**os.environ, "PYTHONPATH": path}, capture_output=True, stdin=subprocess.DEVNULL, check=False,
+        timeout=60, preexec_fn=_restore_interrupt,
+    )  # fmt: skip
     assert done.returncode == code if code is not None else done.returncode != 0

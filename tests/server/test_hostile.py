@@ -237,7 +237,8 @@ def test_a_slash_too_many_leads_nowhere(server: Running):
 def test_a_grammar_that_fails_on_its_way_is_the_clients_fault(is_stream: bool):
     """One state for every letter, and fewer than there are letters."""
     llm = fresh()
-    llm._grammars = Grammars(llm.tokenizer, llm.target.vocab_size, LIMITS | {"max_lexer_states": 80})
+    small = Grammars(llm.tokenizer, llm.target.vocab_size, LIMITS | {"max_lexer_states": 80})
+    llm._requests = replace(llm._requests, grammars=small)
     with running(llm, Settings(names=(NAME,))) as server:
         body = {"prompt": "a", "max_tokens": 200, "regex": "[ab]{300}", "stream": is_stream}
         answer = server.post(COMPLETE, body)

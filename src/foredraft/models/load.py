@@ -1,5 +1,6 @@
 """Loading of models and tokenizers from folders or the hub's cache, with errors a person can act on."""
 
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,9 @@ from foredraft.models.folder import (
 from foredraft.models.quantized import check_kind, check_left_out, check_stored
 from foredraft.models.versions import warn_if_untested
 
-LEAST_NAMED = 0.5  # share of a model's tokens that its tokenizer names; what is missing is padding, to 0.67 in ByT5
+log = logging.getLogger(__name__)
+LEAST_NAMED = 0.05  # share of a model's tokens that its tokenizer names; fewer belong to another model
+PADDED = 0.5  # share below which a warning is due; what is missing is padding, to 0.67 in ByT5
 DTYPES = {
     "float32": torch.float32,
     "float64": torch.float64,
@@ -259,6 +262,10 @@ def load_tokenizer(name: str, size: int | None = None) -> Any | None:
         raise ForedraftError(
             f"{name}: its tokenizer has {len(tokenizer)} tokens and the model {size}, so that it cannot spell most of "
             "what the model writes; fetch the model's own tokenizer, or give tokenizer=None to use token ids"
+        )
+    if size is not None and len(tokenizer) < PADDED * size:
+        log.warning(
+            "%s: its tokenizer has %d tokens and the model %d; is it the model's own?", name, len(tokenizer), size
         )
     return tokenizer
 
