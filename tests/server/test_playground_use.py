@@ -90,6 +90,7 @@ def test_the_last_pass_with_a_draft_stays_in_view(page):
 def test_a_click_pins_the_pass_of_a_token(page):
     run(page, "origins")
     page.click("#output .t.corrected >> nth=0")
+    assert page.inner_text("#tree-title") == "Pass 3, pinned"
     page.hover("h1")
     assert page.inner_text("#tree-title") == "Pass 3, pinned"
     assert page.locator("#tree .node.rejected").count() == 2
@@ -124,6 +125,10 @@ def test_keys_pin_a_pass_and_escape_unpins_it(page):
     page.keyboard.press("ArrowDown")
     until(lambda: page.text_content("#output .here") == " mean", "the next pass")
     page.keyboard.press("Enter")
+    assert page.inner_text("#tree-title") == "Pass 2, pinned"
+    page.keyboard.press("Enter")
+    assert page.inner_text("#tree-title") == "Pass 2"
+    page.keyboard.press(" ")
     page.focus("#run")
     assert page.inner_text("#tree-title") == "Pass 2, pinned"
     page.keyboard.press("Escape")

@@ -101,6 +101,7 @@ export class Pane {
     if (event.key === "Enter" || event.key === " ") {
       event.preventDefault();
       this.#togglePin(this.#current);
+      this.choose(this.#current, true);
       return;
     }
     const tokens = this.#record.tokens;

@@ -19,8 +19,8 @@ const ONE_COLUMN = "(max-width: 999px)"; // as in the style sheet
 let model = null;
 let running = null; // AbortController of the request in flight
 let isWaiting = false; // for the next frame
-let isHeld = false; // the tree shows the pass of the token that is pointed at
-let pinned = null; // {pass, record}: what the tree shows while no token is pointed at
+let held = null; // {pass, record} of the token that is pointed at
+let pinned = null; // {pass, record} of the token that was clicked
 let passShown = null;
 let drawn = 0;
 let chartsDrawn = 0;
@@ -43,14 +43,10 @@ const write = (element, text) => {
 };
 
 function chosen(token, span, record, isByKey) {
-  isHeld = Boolean(token?.pass);
-  if (!token) {
-    card.hide();
-    drawPass();
-    return;
-  }
-  card.show(token, span, record, model?.drafter, isByKey);
-  if (token.pass) showPass(token.pass, record, `Pass ${token.pass.number}`);
+  held = token?.pass ? { pass: token.pass, record } : null;
+  if (token) card.show(token, span, record, model?.drafter, isByKey);
+  else card.hide();
+  drawPass();
 }
 
 function pin(token, record, pane) {
@@ -72,11 +68,12 @@ function showPass(pass, record, title) {
   write($("#tree-note"), pass ? `${describe(pass)}` : "");
 }
 
-// The tree while no token is pointed at: the pinned pass, or the last one that had a draft, or the last.
+// The pass of the token that is pointed at, or the pinned one, or the last one that had a draft, or the last.
 function drawPass() {
-  if (isHeld) return;
-  if (pinned) {
-    showPass(pinned.pass, pinned.record, `Pass ${pinned.pass.number}, pinned`);
+  const chosen = held ?? pinned;
+  if (chosen) {
+    const ending = chosen.pass === pinned?.pass ? ", pinned" : "";
+    showPass(chosen.pass, chosen.record, `Pass ${chosen.pass.number}${ending}`);
     return;
   }
   const record = records.main;
@@ -204,8 +201,7 @@ function reset(isCompared) {
   records.main = records.plain = null;
   panes.main.show(null);
   panes.plain.show(null);
-  isHeld = false;
-  pinned = null;
+  held = pinned = null;
   for (const id of ["#error", "#status"]) write($(id), "");
   write($("#verdict"), isCompared ? "Plain decoding follows." : "");
   $("#verdict").classList.add("waits");
