@@ -1,7 +1,12 @@
 """Chat messages to prompt tokens, with a real tokenizer and template."""
 
+import asyncio
+import copy
+import logging
+
 import pytest
 
+import models_made
 from foredraft import LLM, ForedraftError, Sampling, zoo
 from foredraft.chat import PLAIN_TEMPLATE, conversations, encode_chat, has_chat_template
 from foredraft.models.load import load_tokenizer
@@ -82,3 +87,54 @@ def test_a_shorter_context_ends_the_text_there_and_a_longer_one_is_refused():
     assert llm.context_length == 32
     with pytest.raises(ForedraftError, match="max_model_len must lie in"):
         LLM(drafter=None, max_model_len=1 << 20)
+
+
+HINT = "the model has a chat template"
+
+
+@pytest.fixture
+def instruct(caplog) -> LLM:
+    caplog.set_level(logging.WARNING, logger="foredraft.llm")
+    tokenizer = copy.deepcopy(models_made.tokenizer())  # the original is shared by all tests
+    tokenizer.chat_template = TEMPLATE
+    return LLM(models_made.llama(len(tokenizer), seed=5), None, tokenizer=tokenizer)
+
+
+def test_text_for_an_instruct_model_logs_one_hint(instruct, caplog):
+    sampling = Sampling(max_tokens=1)
+    instruct.generate(["the end", [5, 6]], sampling)
+    [record] = caplog.records
+    assert (record.name, record.levelname) == ("foredraft.llm", "WARNING")
+    assert HINT in record.message
+    assert "LLM.chat" in record.message
+    instruct.generate("again", sampling)
+    list(instruct.stream("again", sampling))
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("how", ["stream", "astream"])
+def test_streams_log_the_hint_too(instruct, caplog, how):
+    async def read() -> None:
+        async for _ in instruct.astream("the end", Sampling(max_tokens=1)):
+            pass
+
+    if how == "stream":
+        list(instruct.stream("the end", Sampling(max_tokens=1)))
+    else:
+        asyncio.run(read())
+    assert [HINT in record.message for record in caplog.records] == [True]
+
+
+def test_chats_token_ids_and_prepared_requests_log_no_hint(instruct, caplog):
+    sampling = Sampling(max_tokens=1)
+    instruct.chat(MESSAGES, sampling)
+    instruct.generate([5, 6], sampling)
+    instruct.prepare("the end", sampling)  # as the server does
+    assert caplog.records == []
+
+
+def test_text_for_a_model_without_a_template_logs_no_hint(caplog):
+    caplog.set_level(logging.WARNING, logger="foredraft.llm")
+    tokenizer = models_made.tokenizer()
+    LLM(models_made.llama(len(tokenizer), seed=5), None, tokenizer=tokenizer).generate("a", Sampling(max_tokens=1))
+    assert caplog.records == []

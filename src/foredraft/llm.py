@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import logging
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -39,6 +40,7 @@ from foredraft.sampling import Sampling
 from foredraft.verify import RULES
 from foredraft.watched import Watched
 
+log = logging.getLogger(__name__)
 DEFAULT = "default"  # a drafter: the built-in one beside the built-in target, otherwise none
 VERIFY = ("auto", *RULES)
 FREED = ("target", "drafter", "tokenizer", "engine", "_shared", "_grammars", "_requests")  # by close
@@ -108,6 +110,7 @@ class LLM:
         self.target = adopt(loaded, name, is_fused, is_ours, quantization).with_context(max_model_len)
         self._grammars = Grammars(self.tokenizer, self.target.vocab_size)
         self._is_debug = is_debug
+        self._has_hinted = False
         if drafter == DEFAULT:
             is_plain = self.builtin is None or model == zoo.FIRST
             drafter = None if is_plain else zoo.drafter_of(self.builtin or zoo.FIRST, methods())
@@ -170,7 +173,7 @@ class LLM:
         self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None
     ) -> list[Completion]:
         """Complete every prompt, n samples each, in order. Prompts are strings or lists of token ids, or Seq2Seq for a
-        model with an encoder."""
+        model with an encoder. Text is taken as it is, without the model's chat template; `chat` applies that."""
         done = {delta.index: delta.completion for delta in self.stream(prompts, sampling) if delta.completion}
         return [done[index] for index in sorted(done)]
 
@@ -257,10 +260,21 @@ class LLM:
         self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None
     ) -> list[Transcript]:
         self._shared.check()
-        transcripts = self._transcripts(listed(prompts), sampling or Sampling())
+        several = listed(prompts)
+        self._hint_at_chat(several)
+        transcripts = self._transcripts(several, sampling or Sampling())
         for transcript in transcripts:
             self.engine.check(transcript.request)
         return transcripts
+
+    def _hint_at_chat(self, prompts: list[Prompt]) -> None:
+        """Log once that text goes to an instruct model without its chat template."""
+        if not self._has_hinted and self.has_chat_template and any(isinstance(prompt, str) for prompt in prompts):
+            self._has_hinted = True
+            log.warning(
+                "the model has a chat template, and prompts given as text do not go through it; "
+                "LLM.chat puts messages into the template"
+            )
 
     def _drain(self, transcripts: list[Transcript]) -> Iterator[Delta]:
         # not before the stream is read: one that never is must not hold pages

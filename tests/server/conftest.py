@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 
 import pytest
+from browsing import CHROMIUM, FLAGS, opened, serving
+from playground_fake import Fake
 
 from serving import Running, running
 
@@ -11,3 +13,34 @@ from serving import Running, running
 def server() -> Iterator[Running]:
     with running() as found:
         yield found
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if CHROMIUM is None:
+        pytest.skip("no Chromium on this machine; install the package chromium to test the page")
+    api = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+    with api.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def served():
+    fake = Fake()
+    with serving(fake.app()) as url:
+        yield fake, url
+
+
+@pytest.fixture
+def fake(served):
+    served[0].bodies.clear()
+    served[0].key = None
+    return served[0]
+
+
+@pytest.fixture
+def page(browser, served, fake):
+    with opened(browser, served[1]) as page:
+        yield page

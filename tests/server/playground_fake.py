@@ -64,6 +64,7 @@ SCRIPTS: dict[str, list[Chunk]] = {
         chain_pass(":\n", [], ["    pass", "\n"], "    return"),
         tree_pass(),
     ],
+    "trailing": [plain_pass("def"), chain_pass("def", [" mean"], ["("], ":"), plain_pass("\n")],
     "evil": [plain_pass(EVIL), chain_pass(EVIL, [EVIL], [EVIL + "2"], EVIL)],
     "broken": [plain_pass("so far"), {"error": {"message": "the model gave\n logits that are no law", "code": 500}}],
     "untraced": [{"choices": [{"index": 0, "text": "no trace", "finish_reason": None}]}],

@@ -2,11 +2,7 @@
 
 import os
 import re
-import shutil
-import socket
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,10 +11,10 @@ import pytest
 
 pytest.importorskip("fastapi", reason="pip install foredraft[serve]")
 
-import uvicorn
+from browsing import opened, run, serving, styles, until
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
-from playground_fake import EVIL, Fake
+from playground_fake import EVIL
 
 from foredraft import LLM
 from foredraft.server.app import create_app
@@ -72,98 +68,6 @@ def test_every_file_that_is_named_exists():
 
 # -- in a browser --
 
-FLAGS = (
-    "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
-    " --disable-component-update --disable-sync"
-).split()
-CHROMIUM = shutil.which("chromium")
-
-
-@pytest.fixture(scope="module")
-def browser():
-    if CHROMIUM is None:
-        pytest.skip("no Chromium on this machine; install the package chromium to test the page")
-    api = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
-    with api.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        yield browser
-        browser.close()
-
-
-@contextmanager
-def serving(app: FastAPI) -> Iterator[str]:
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join(20)
-        listener.close()
-
-
-def until(holds: Callable[[], bool], what: str, seconds: float = 20) -> None:
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end, what
-        time.sleep(0.02)
-
-
-@pytest.fixture(scope="module")
-def served():
-    fake = Fake()
-    with serving(fake.app()) as url:
-        yield fake, url
-
-
-@pytest.fixture
-def fake(served):
-    served[0].bodies.clear()
-    served[0].key = None
-    return served[0]
-
-
-@contextmanager
-def opened(browser, url: str, **context):
-    """A page on which nothing may go wrong unseen: no console errors, no request to another host."""
-
-    def is_complaint(message) -> bool:
-        # a refused request is logged by the browser itself; what the page makes of it is tested
-        return message.type in ("error", "warning") and "Failed to load" not in message.text
-
-    context = browser.new_context(viewport={"width": 1440, "height": 900}, **context)
-    page = context.new_page()
-    wrong: list[str] = []
-    page.on("pageerror", lambda error: wrong.append(str(error)))
-    page.on("console", lambda m: wrong.append(m.text) if is_complaint(m) else None)
-    page.on("request", lambda r: None if r.url.startswith(url) else wrong.append(f"request to {r.url}"))
-    page.goto(url)
-    yield page
-    assert wrong == []
-    context.close()
-
-
-@pytest.fixture
-def page(browser, served, fake):
-    with opened(browser, served[1]) as page:
-        yield page
-
-
-def run(page, prompt: str, **fields: str) -> None:
-    page.fill("#prompt", prompt)
-    for name, value in fields.items():
-        page.fill(f"#{name}", value)
-    page.keyboard.press("Control+Enter")
-    page.wait_for_selector("body:not(.busy)")
-
-
-def styles(page, selector: str, *names: str) -> tuple[str, ...]:
-    return tuple(
-        page.eval_on_selector(selector, "(e, names) => names.map((name) => getComputedStyle(e)[name])", list(names))
-    )
-
 
 def test_tokens_stream_in_the_colours_of_their_origins(page):
     run(page, "origins")
@@ -205,7 +109,7 @@ def test_a_token_shows_the_drafts_rejected_in_its_pass(page):
     assert page.is_visible("#card")
     assert page.locator("#card s").all_inner_texts() == ["·->", "·int"]
     assert styles(page, "#card s", "textDecorationLine") == ("line-through",)
-    assert "Pass 3 · depth 2 · drawn by the target" in page.inner_text("#card")
+    assert "Pass 3 · depth 2 · chosen by the target" in page.inner_text("#card")
     assert page.inner_text("#tree-title") == "Pass 3"
     page.hover("#output .t.accepted >> nth=2")
     assert "depth 1 · proposed by ngram" in page.inner_text("#card")

@@ -224,6 +224,7 @@ def hush() -> None:
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    logging.getLogger("foredraft.llm").setLevel(logging.ERROR)  # its hint names LLM.chat; generate's own names --chat
 
 
 def drafter_spec(options: ModelOptions, method: str) -> dict[str, Any] | None:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 from rich.style import Style
-from rich.table import Table as RichTable
 from rich.text import Text
 
 from foredraft.cli.backend import hush
@@ -18,6 +17,7 @@ from foredraft.cli.options import takes
 from foredraft.cli.progress import Bar
 from foredraft.cli.render import console
 from foredraft.cli.shell import UsageError, say
+from foredraft.cli.tables import Grid, print_grid
 
 if TYPE_CHECKING:
     from foredraft.bench.compare_report import Job as CompareJob
@@ -218,11 +218,6 @@ def show(report: "Report", screen: Console) -> None:
         screen.file.write(report.markdown)
         return
     for table in report.tables:
-        shown = RichTable(title=table.title, title_justify="left", header_style=Style(bold=True))
-        for number, title in enumerate(table.header):
-            shown.add_column(title, justify="left" if number < table.names else "right")
-        for row in table.rows:
-            shown.add_row(*(Text(cell) for cell in row))
-        screen.print(shown)
+        print_grid(screen, Grid(table.header, table.rows, table.names, table.title))
     for note in report.notes:
         screen.print(Text(f"· {note}", Style(dim=True)))

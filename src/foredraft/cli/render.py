@@ -13,10 +13,10 @@ from typing import TextIO
 from rich.console import Console
 from rich.segment import Segment, Segments
 from rich.style import Style
-from rich.table import Table
 from rich.text import Text
 
 from foredraft.cli.compare import Row
+from foredraft.cli.tables import Grid, print_grid
 from foredraft.completion import Delta, Origin
 
 STYLES: dict[Origin, Style] = {
@@ -78,14 +78,9 @@ class Screen:
     def table(self, rows: Sequence[Row]) -> None:
         """The comparison, plain decoding first."""
         self.out.file.flush()
-        table = Table(header_style=Style(bold=True))
-        for title in ("method", "tokens/s", "speed-up", "acceptance length", "acceptance rate"):
-            table.add_column(title, justify="left" if title == "method" else "right")
-        table.add_column("identical", min_width=14)
-        for row in rows:
-            if row.figures is not None:
-                table.add_row(*row.cells(row.figures))
-        self.err.print(table)
+        header = ("method", "tokens/s", "speed-up", "acceptance length", "acceptance rate", "identical")
+        cells = tuple(row.cells(row.figures) for row in rows if row.figures is not None)
+        print_grid(self.err, Grid(header, cells))
 
 
 class Reel:

@@ -5,9 +5,9 @@ import { depths, visible } from "./record.js";
 const MOST_SIBLINGS = 6;
 const SAID = {
   accepted: "drafted and kept",
-  corrected: "the target's own, in place of a rejected draft",
-  bonus: "the target's own, after a draft kept whole",
-  plain: "the target's own; nothing was drafted",
+  corrected: "the target's own token, in place of a rejected draft",
+  bonus: "the target's own token, after a draft that was kept whole",
+  plain: "the target's own token; nothing was drafted",
 };
 
 function element(name, className, ...content) {
@@ -43,7 +43,7 @@ export class Card {
 
   #describe({ tree, first, number }, depth, token, record, drafter) {
     const drafted = tree.tokens.length - 1;
-    const who = token.origin === "accepted" ? `proposed by ${drafter || "the drafter"}` : "drawn by the target";
+    const who = token.origin === "accepted" ? `proposed by ${drafter || "the drafter"}` : "chosen by the target";
     const line = `Pass ${number} · depth ${depth} · ${who}`;
     this.root.append(element("p", "muted", line));
     if (!drafted) return;

@@ -18,6 +18,23 @@ function ticks(most, about) {
   return { end, marks, digits: Math.max(0, -Math.floor(Math.log10(step) + 1e-9)) };
 }
 
+// The marks of an axis from `first` to `last`, at least two: 1, 2 or 5 times a power of ten apart.
+function marksBetween(first, last, about) {
+  const raw = (last - first) / about;
+  const power = 10 ** Math.floor(Math.log10(raw));
+  const step = [5, 2, 1].map((factor) => factor * power).find((size) => size <= raw + 1e-12) ?? power;
+  const marks = [];
+  for (let i = Math.ceil(first / step - 1e-9); i * step <= last + step * 1e-9; i++) marks.push(i * step);
+  return { first, last, marks, digits: Math.max(0, -Math.floor(Math.log10(step) + 1e-9)) };
+}
+
+// From the first point to the last: the time before the first token, and until rates are known, has no line.
+function timeAxis(points, width) {
+  const times = points.map((point) => point[0]);
+  const first = times.length ? Math.min(...times) : 0;
+  return marksBetween(first, Math.max(first + 0.01, ...(times.length ? times : [0.1])), Math.max(2, Math.floor(width / 120)));
+}
+
 export class Chart {
   // lowest: what the value axis must reach at least, so that an idle chart has one
   constructor(root, name, lowest) {
@@ -37,9 +54,9 @@ export class Chart {
     const { clientWidth: width, clientHeight: height } = this.root;
     if (width < 60 || height < 50) return;
     const all = [...main, ...plain].filter((point) => Number.isFinite(point[1]));
-    const x = ticks(Math.max(0.1, ...all.map((point) => point[0])), Math.max(2, Math.floor(width / 80)));
+    const x = timeAxis(all, width);
     const y = ticks(Math.max(this.lowest, ...all.map((point) => point[1])), Math.max(2, Math.floor(height / 45)));
-    const toX = (value) => LEFT + (value / x.end) * (width - LEFT - RIGHT);
+    const toX = (value) => LEFT + ((value - x.first) / (x.last - x.first)) * (width - LEFT - RIGHT);
     const toY = (value) => height - BOTTOM - (value / y.end) * (height - BOTTOM - TOP);
     this.picture.setAttribute("viewBox", `0 0 ${width} ${height}`);
     this.#drawAxes(x, y, toX, toY, width, height);
@@ -51,7 +68,7 @@ export class Chart {
   }
 
   #drawAxes(x, y, toX, toY, width, height) {
-    const found = `${x.end} ${y.end} ${width} ${height}`;
+    const found = `${x.first} ${x.last} ${y.end} ${width} ${height}`;
     if (found === this.drawn) return;
     this.drawn = found;
     const text = (value, axis, attributes) => svg("text", attributes, value.toFixed(axis.digits));

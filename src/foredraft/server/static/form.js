@@ -24,6 +24,19 @@ export function readRequest(model) {
   return { path: isChat ? "v1/chat/completions" : "v1/completions", body };
 }
 
+// The prompt's box is as high as its text; the style sheet bounds it.
+function fitPrompt() {
+  const box = field("prompt");
+  box.style.height = "auto";
+  box.style.height = `${box.scrollHeight + box.offsetHeight - box.clientHeight}px`;
+}
+
+export function keepPromptFitted() {
+  field("prompt").addEventListener("input", fitPrompt);
+  addEventListener("resize", fitPrompt);
+  fitPrompt();
+}
+
 export const plainly = (request) => ({
   ...request,
   body: { ...request.body, speculative: { num_speculative_tokens: 0 } },

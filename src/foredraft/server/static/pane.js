@@ -5,20 +5,26 @@ export class Pane {
   #marked = [];
   #record = null;
   #current = -1;
+  #pinned = -1;
   #chosen;
+  #pin;
 
   // chosen(token, span, record, isByKey) when a token is pointed at or walked to; chosen(null) when it is left.
-  constructor(root, chosen) {
+  // pin(token, record, pane) when a token is clicked, or Enter is pressed on it; pin(null) when it is again.
+  constructor(root, { chosen, pin }) {
     this.root = root;
     this.#chosen = chosen;
+    this.#pin = pin;
     root.addEventListener("pointerover", (event) => this.#point(event.target));
     root.addEventListener("pointerleave", () => this.choose(-1));
+    root.addEventListener("click", (event) => this.#click(event));
     root.addEventListener("blur", () => this.choose(-1));
     root.addEventListener("scroll", () => this.#record && this.#marked.length && this.choose(-1), { passive: true });
     root.addEventListener("keydown", (event) => this.#walk(event));
   }
 
   show(record) {
+    this.unpin();
     this.choose(-1);
     this.root.replaceChildren();
     this.#spans = [];
@@ -62,14 +68,42 @@ export class Pane {
     this.#chosen(token, here, this.#record, isByKey);
   }
 
+  unpin() {
+    this.#spans[this.#pinned]?.classList.remove("pinned");
+    this.#pinned = -1;
+  }
+
   #point(target) {
     const span = target.closest?.(".t");
     this.choose(span ? span.index : -1);
   }
 
+  #click(event) {
+    if (!getSelection().isCollapsed) return; // text was selected
+    const index = event.target.closest?.(".t")?.index ?? -1;
+    this.#togglePin(index);
+    this.choose(index);
+  }
+
+  #togglePin(index) {
+    const token = index === this.#pinned ? null : this.#record?.tokens[index];
+    this.unpin();
+    if (token?.pass) {
+      this.#pinned = index;
+      this.#spans[index].classList.add("pinned");
+    }
+    this.#pin(token?.pass ? token : null, this.#record, this);
+  }
+
   #walk(event) {
     const last = this.#spans.length - 1;
     if (last < 0 || event.ctrlKey || event.metaKey || event.altKey) return;
+    if (event.key === "Enter" || event.key === " ") {
+      event.preventDefault();
+      this.#togglePin(this.#current);
+      this.choose(this.#current, true);
+      return;
+    }
     const tokens = this.#record.tokens;
     const at = Math.min(this.#current, last);
     const pass = tokens[Math.max(at, 0)].pass;

@@ -3,7 +3,7 @@
 import { ApiError, firstModel, stream } from "./api.js";
 import { Card } from "./card.js";
 import { Chart } from "./chart.js";
-import { askForKey, plainly, readRequest, savedKey } from "./form.js";
+import { askForKey, keepPromptFitted, plainly, readRequest, savedKey } from "./form.js";
 import { Pane } from "./pane.js";
 import { ORIGINS, Record } from "./record.js";
 import { describe, drawTree } from "./tree.js";
@@ -11,14 +11,16 @@ import { describe, drawTree } from "./tree.js";
 const $ = (selector) => document.querySelector(selector);
 const card = new Card($("#card"), $("#spoken"));
 const charts = { length: new Chart($("#length-chart"), "Tokens per pass over seconds", 2), rate: new Chart($("#rate-chart"), "Tokens per second over seconds", 10) };
-const panes = { main: new Pane($("#output"), chosen), plain: new Pane($("#plain-output"), chosen) };
+const panes = { main: new Pane($("#output"), { chosen, pin }), plain: new Pane($("#plain-output"), { chosen, pin }) };
 const records = { main: null, plain: null };
 const DRAW_EVERY = 40; // milliseconds: drawing shares the processor with a server on the same machine
 const CHART_EVERY = 200;
+const ONE_COLUMN = "(max-width: 999px)"; // as in the style sheet
 let model = null;
 let running = null; // AbortController of the request in flight
 let isWaiting = false; // for the next frame
-let isHeld = false; // the tree shows the pass of the token that is pointed at
+let held = null; // {pass, record} of the token that is pointed at
+let pinned = null; // {pass, record} of the token that was clicked
 let passShown = null;
 let drawn = 0;
 let chartsDrawn = 0;
@@ -41,14 +43,22 @@ const write = (element, text) => {
 };
 
 function chosen(token, span, record, isByKey) {
-  isHeld = Boolean(token?.pass);
-  if (!token) {
-    card.hide();
-    drawLastPass();
-    return;
-  }
-  card.show(token, span, record, model?.drafter, isByKey);
-  if (token.pass) showPass(token.pass, record, `Pass ${token.pass.number}`);
+  held = token?.pass ? { pass: token.pass, record } : null;
+  if (token) card.show(token, span, record, model?.drafter, isByKey);
+  else card.hide();
+  drawPass();
+}
+
+function pin(token, record, pane) {
+  for (const other of Object.values(panes)) if (other !== pane) other.unpin();
+  pinned = token && { pass: token.pass, record };
+  drawPass();
+}
+
+function unpin() {
+  for (const pane of Object.values(panes)) pane.unpin();
+  pinned = null;
+  drawPass();
 }
 
 function showPass(pass, record, title) {
@@ -58,10 +68,19 @@ function showPass(pass, record, title) {
   write($("#tree-note"), pass ? `${describe(pass)}` : "");
 }
 
-function drawLastPass() {
+// The pass of the token that is pointed at, or the pinned one, or the last one that had a draft, or the last.
+function drawPass() {
+  const chosen = held ?? pinned;
+  if (chosen) {
+    const ending = chosen.pass === pinned?.pass ? ", pinned" : "";
+    showPass(chosen.pass, chosen.record, `Pass ${chosen.pass.number}${ending}`);
+    return;
+  }
   const record = records.main;
-  const pass = record?.passes.at(-1);
-  if (!isHeld) showPass(pass, record, pass ? `Last pass (${pass.number})` : "Last pass");
+  const last = record?.passes.at(-1);
+  const pass = record?.drafted ?? last;
+  const name = pass === last ? "Last pass" : "Last pass with a draft";
+  showPass(pass, record, pass ? `${name} (${pass.number})` : name);
 }
 
 function drawFigures() {
@@ -100,7 +119,7 @@ function draw() {
   panes.plain.draw();
   drawFigures();
   drawLegend();
-  drawLastPass();
+  drawPass();
   if (performance.now() - chartsDrawn > CHART_EVERY) drawCharts();
 }
 
@@ -125,6 +144,7 @@ async function execute(name, request, signal) {
   const record = new Record();
   records[name] = record;
   panes[name].show(record);
+  let isShown = false;
   note(name, "streaming");
   try {
     await stream(request.path, request.body, {
@@ -132,6 +152,7 @@ async function execute(name, request, signal) {
       signal,
       onChunk: (chunk) => {
         record.add(chunk);
+        if (name === "main" && !isShown) isShown = showWork(record);
         drawSoon();
       },
     });
@@ -146,6 +167,18 @@ async function execute(name, request, signal) {
   return record;
 }
 
+function bringIntoView(element, block) {
+  const isStill = matchMedia("(prefers-reduced-motion: reduce)").matches;
+  element.scrollIntoView({ block, behavior: isStill ? "instant" : "smooth" });
+}
+
+// Where the page is one column, its text stands below the form.
+function showWork(record) {
+  if (!record.tokens.length) return false;
+  if (matchMedia(ONE_COLUMN).matches) bringIntoView($(".work"), "start");
+  return true;
+}
+
 function verdict(main, plain, isSampledFreely) {
   const [a, b] = [main.figures, plain.figures];
   const same = main.text === plain.text;
@@ -153,7 +186,7 @@ function verdict(main, plain, isSampledFreely) {
   const faster = `${(a.rate / b.rate).toFixed(2)}× the speed of plain decoding (${times})`;
   let texts = "the texts are identical";
   if (!same && isSampledFreely) texts = "the texts are two samples; give a seed, or temperature 0, to compare them";
-  else if (!same) texts = `the texts differ from letter ${firstDifference(main.text, plain.text) + 1}`;
+  else if (!same) texts = `the texts differ from character ${firstDifference(main.text, plain.text) + 1}`;
   write($("#verdict"), `${faster}; ${texts}.`);
   $("#verdict").classList.remove("waits");
 }
@@ -168,7 +201,7 @@ function reset(isCompared) {
   records.main = records.plain = null;
   panes.main.show(null);
   panes.plain.show(null);
-  isHeld = false;
+  held = pinned = null;
   for (const id of ["#error", "#status"]) write($(id), "");
   write($("#verdict"), isCompared ? "Plain decoding follows." : "");
   $("#verdict").classList.add("waits");
@@ -224,6 +257,7 @@ function report(error) {
   }
   write($("#status"), "");
   write($("#error"), error instanceof ApiError ? error.message : `The page failed: ${error.message}`);
+  bringIntoView($("#error"), "nearest");
   if (error.status === 401) askForKey();
 }
 
@@ -249,9 +283,11 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") {
     running?.abort();
     card.hide();
+    unpin();
   }
 });
 // what scrolls away from under the card
 for (const scroller of [document, $(".work")]) scroller.addEventListener("scroll", () => card.hide(), { passive: true });
+keepPromptFitted();
 drawCharts();
 greet().catch(report);

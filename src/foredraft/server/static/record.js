@@ -6,6 +6,7 @@ export class Record {
   constructor() {
     this.tokens = []; // {piece, origin, pass}: origin null where the server named none, pass null without a trace
     this.passes = []; // {tree, first, number}: tokens first .. first + tree.emitted.length - 1
+    this.drafted = null; // the last pass that had a draft
     this.counts = { accepted: 0, corrected: 0, bonus: 0, plain: 0 };
     this.arrivals = []; // {seconds, tokens, passes}: sums so far
     this.numTokens = 0;
@@ -34,6 +35,7 @@ export class Record {
     for (const tree of steps) {
       const pass = { tree, first: at, number: this.passes.length + 1 };
       this.passes.push(pass);
+      if (tree.tokens.length > 1) this.drafted = pass;
       for (let i = 0; i < tree.emitted.length; i++) ends.push(pass);
       at += tree.emitted.length;
     }
@@ -69,7 +71,7 @@ export class Record {
     if (list.length < 3) return [];
     const begin = list[0].seconds;
     const span = list.at(-1).seconds - begin;
-    const width = Math.max(span / 8, Math.min(span, 0.1));
+    const width = Math.max(span / 8, Math.min(span / 2, 0.1));
     const points = [];
     let left = 0;
     let right = 0;

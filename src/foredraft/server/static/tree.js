@@ -98,5 +98,5 @@ export function drawTree(root, pass, record) {
 
 export function describe({ tree }) {
   const drafted = tree.tokens.length - 1;
-  return drafted ? `${tree.accepted.length - 1} of ${drafted} drafted tokens kept` : "nothing was drafted";
+  return drafted ? `${tree.accepted.length - 1} of ${drafted} drafts kept` : "nothing was drafted";
 }

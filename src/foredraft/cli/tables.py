@@ -1,0 +1,82 @@
+"""Tables for a terminal, as wide as it is: the headers take two lines, then the box goes, then columns go below."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rich import box
+from rich.console import Console
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+UNBOUNDED = 10_000  # columns of a terminal without a right edge
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Titles and cells; the first `names` columns name the row and stand flush left, figures stand flush right."""
+
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    names: int = 1
+    title: str | None = None
+
+    def with_columns(self, kept: Sequence[int]) -> "Grid":
+        rows = tuple(tuple(row[i] for i in kept) for row in self.rows)
+        return Grid(tuple(self.header[i] for i in kept), rows, self.names, self.title)
+
+    def halved(self) -> "Grid":
+        """The same with headers of two lines."""
+        return Grid(tuple(map(_halved, self.header)), self.rows, self.names, self.title)
+
+    def table(self, frame: box.Box | None) -> Table:
+        table = Table(
+            title=self.title,
+            title_justify="left",
+            header_style=Style(bold=True),
+            box=frame,
+            padding=(0, 1) if frame else (0, 2, 0, 0),
+            pad_edge=frame is not None,
+        )
+        for number, name in enumerate(self.header):
+            justify: Literal["left", "right"] = "left" if number < self.names else "right"
+            table.add_column(Text(name), justify=justify, vertical="bottom", overflow="fold")
+        for row in self.rows:
+            table.add_row(*(Text(cell) for cell in row))
+        return table
+
+
+def print_grid(console: Console, grid: Grid) -> None:
+    """Print a table in the roomiest form that the console has the width for; no column and no cell is cut."""
+    halved = grid.halved()
+    for table in (grid.table(box.HEAVY_HEAD), halved.table(box.HEAVY_HEAD), halved.table(None)):
+        if _fits(console, table):
+            console.print(table)
+            return
+    for columns in _parts(console, halved):
+        console.print(halved.with_columns(columns).table(None))
+
+
+def _parts(console: Console, grid: Grid) -> list[list[int]]:
+    """The columns of tables that stand below each other, each with the names of the rows."""
+    names = list(range(grid.names))
+    parts = [list(names)]
+    for column in range(grid.names, len(grid.header)):
+        wider = [*parts[-1], column]
+        if len(wider) > grid.names + 1 and not _fits(console, grid.with_columns(wider).table(None)):
+            wider = [*names, column]
+            parts.append(wider)
+        parts[-1] = wider
+    return parts
+
+
+def _fits(console: Console, table: Table) -> bool:
+    return console.measure(table, options=console.options.update(width=UNBOUNDED)).maximum <= console.width
+
+
+def _halved(name: str) -> str:
+    """The name on two lines, broken at the space that makes it narrowest."""
+    words = name.split(" ")
+    breaks = [(" ".join(words[:i]), " ".join(words[i:])) for i in range(1, len(words))]
+    return "\n".join(min(breaks, key=lambda lines: max(map(len, lines)))) if breaks else name
