@@ -8,6 +8,7 @@ import argparse
 import gc
 import logging
 import re
+import signal
 import tempfile
 import warnings
 from collections.abc import Iterable
@@ -25,6 +26,7 @@ from transformers.models.auto.modeling_auto import (
 from foredraft import LLM, ForedraftError, Sampling, Seq2Seq
 
 VOCAB, NEW_TOKENS = 128, 24
+MOST_SECONDS = 60  # for one family
 PROMPT = [5, 9, 7, 11, 5, 9, 7, 11, 5, 9]
 # Sizes by the names that configurations give them; a configuration takes those that it has.
 SIZES = {
@@ -83,6 +85,8 @@ def tried(family: str, is_seq2seq: bool, folder: Path) -> Outcome:
         try:
             expected = decoded(make(family, is_seq2seq, variant), folder)
             break
+        except TimeoutError as error:
+            return Outcome(family, "unmade", str(error))
         except Exception as error:  # a family may object to these sizes in any way
             words = words or f"{type(error).__name__}: {error}".splitlines()[0]
     if expected is None:
@@ -111,11 +115,19 @@ def decoded(model: Any, folder: Path) -> list[int]:
     return list(text)
 
 
+def too_long(*_: object) -> None:
+    raise TimeoutError(f"took longer than {MOST_SECONDS} s")
+
+
 def every(families: Iterable[str], is_seq2seq: bool) -> list[Outcome]:
     outcomes = []
     for family in families:
         with tempfile.TemporaryDirectory() as folder:
-            outcomes.append(tried(family, is_seq2seq, Path(folder)))
+            signal.alarm(MOST_SECONDS)  # default parts of some families are large whatever the sizes
+            try:
+                outcomes.append(tried(family, is_seq2seq, Path(folder)))
+            finally:
+                signal.alarm(0)
         print(f"{family}: {outcomes[-1].kind} {outcomes[-1].words}", flush=True)
         gc.collect()
     return outcomes
@@ -148,6 +160,7 @@ def main() -> None:
     logging.disable(logging.WARNING)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    signal.signal(signal.SIGALRM, too_long)
     parts = []
     for title, is_seq2seq in (("Decoder-only", False), ("Encoder-decoder", True)):
         found = [name for name in names(is_seq2seq) if not options.only or name in options.only]

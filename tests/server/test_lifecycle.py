@@ -19,13 +19,20 @@ BODY = {"prompt": "canary-prompt-71ab def main(", "temperature": 0, "ignore_eos"
 KEY = "sk-canary-99c2"
 
 
+def restore_signals() -> None:
+    """Background jobs of a shell, and nohup, ignore these two; a server started by hand does not."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 class Process:
     """`foredraft serve` with the built-in pair."""
 
     def __init__(self, *args: str) -> None:
         command = [sys.executable, "-m", "foredraft", "serve", "--port", "0", "--kv-memory", "256M", *args]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "FOREDRAFT_API_KEY": KEY}
-        self.process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        pipes = {"stderr": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen(command, env=env, preexec_fn=restore_signals, **pipes)
         self.lines: list[str] = []
         self.reader = threading.Thread(target=lambda: self.lines.extend(self.process.stderr))
         self.reader.start()
