@@ -26,6 +26,7 @@ from transformers.models.auto.modeling_auto import (
 from foredraft import LLM, ForedraftError, Sampling, Seq2Seq
 
 VOCAB, NEW_TOKENS = 128, 24
+FAULTS = ("differs", "fails")
 MOST_SECONDS = 60  # for one family
 PROMPT = [5, 9, 7, 11, 5, 9, 7, 11, 5, 9]
 # Sizes by the names that configurations give them; a configuration takes those that it has.
@@ -51,7 +52,7 @@ FORMATS_TEXT = re.compile(r"(?<=<!-- models: begin -->\n).*?(?=<!-- models: end 
 @dataclass(frozen=True)
 class Outcome:
     family: str
-    kind: str  # native, runs, refused, differs, unmade
+    kind: str  # native, runs, refused, differs, fails, unmade
     words: str = ""
 
 
@@ -97,6 +98,8 @@ def tried(family: str, is_seq2seq: bool, folder: Path) -> Outcome:
         [out] = llm.generate([prompt], Sampling(temperature=0, max_tokens=NEW_TOKENS, min_tokens=NEW_TOKENS))
     except ForedraftError as error:
         return Outcome(family, "refused", str(error).replace(str(folder), "it"))
+    except Exception as error:  # not our refusal: a fault, and shown as one
+        return Outcome(family, "fails", f"{type(error).__name__}: {error}".splitlines()[0])
     if out.token_ids != expected[-NEW_TOKENS:]:
         return Outcome(family, "differs")
     is_native = getattr(llm.target, "native" if is_seq2seq else "fused", None) is not None
@@ -147,8 +150,10 @@ def table(outcomes: list[Outcome]) -> str:
             reasons.setdefault(outcome.words, []).append(f"`{outcome.family}`")
     lines += [f"| refused: {reason} | {', '.join(found)} |" for reason, found in sorted(reasons.items())]
     lines.append(f"| not tried: no small model could be made | {listed('unmade')} |")
-    wrong = [o.family for o in outcomes if o.kind == "differs"]
-    return "\n".join(lines) + (f"\n\n**Different text: {', '.join(wrong)}**" if wrong else "") + "\n"
+    lines += [
+        f"| fault: {o.words or 'other text than transformers'} | `{o.family}` |" for o in outcomes if o.kind in FAULTS
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:

@@ -195,7 +195,7 @@ def width(model: Any) -> int:
 def _check_ends(name: str, model: Any) -> None:
     """Refuse an end id that is no token: such a text would never end."""
     size = width(model)
-    said = {CONFIG: model.config.get_text_config().eos_token_id}
+    said = {CONFIG: getattr(model.config.get_text_config(), "eos_token_id", None)}
     if model.generation_config is not None:
         said["generation_config.json"] = model.generation_config.eos_token_id
     for file, given in said.items():

@@ -109,7 +109,7 @@ def end_ids_of(model: HFModel, tokenizer: Any | None) -> frozenset[int]:
     """Token ids that end a text, by the model's configurations and the tokenizer."""
     found: list[Any] = [
         getattr(model.model.generation_config, "eos_token_id", None),
-        model.model.config.get_text_config().eos_token_id,
+        getattr(model.model.config.get_text_config(), "eos_token_id", None),  # CPM-Ant's has none
     ]
     if tokenizer is not None:
         found.append(tokenizer.eos_token_id)
