@@ -16,6 +16,7 @@ from foredraft.cli.backend import Backend, Generator, single_method
 from foredraft.cli.figures import Figures
 from foredraft.cli.options import ModelOptions, SamplingOptions, _option, takes
 from foredraft.cli.progress import Bar
+from foredraft.cli.prompts import read_template_file
 from foredraft.cli.render import STYLES, Screen
 from foredraft.cli.shell import UsageError, say
 from foredraft.cli.speculative_config import read_speculative_config
@@ -76,11 +77,7 @@ def read_template(chosen: str | None) -> str | None:
         from foredraft.chat import PLAIN_TEMPLATE
 
         return PLAIN_TEMPLATE
-    try:
-        return Path(chosen).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise UsageError(f"--chat-template {chosen!r} cannot be read: {reason.lower()}") from None
+    return read_template_file(chosen)
 
 
 def _read_lines(screen: Screen) -> Iterator[str]:

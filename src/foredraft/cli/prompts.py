@@ -26,6 +26,15 @@ def read_prompts(argument: str | None, files: Sequence[str]) -> list[str]:
     return [_read(name) for name in files or [STDIN]]
 
 
+def read_template_file(name: str) -> str:
+    """Source of a chat template. Raises UsageError if the file cannot be read."""
+    try:
+        return Path(name).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise UsageError(f"--chat-template {name!r} cannot be read: {reason.lower()}") from None
+
+
 def _read(name: str) -> str:
     if name == STDIN:
         return _not_empty(_decoded(sys.stdin.buffer.read(), "standard input"), "standard input")

@@ -13,6 +13,7 @@ import typer
 
 from foredraft.cli.backend import Backend, load_llm, single_method
 from foredraft.cli.options import AUTO, NONE, ModelOptions, _option, takes
+from foredraft.cli.prompts import read_template_file
 from foredraft.cli.shell import UsageError, say
 from foredraft.cli.speculative_config import read_speculative_config
 from foredraft.errors import ForedraftError, how_to_install
@@ -227,11 +228,7 @@ def _template(chosen: str | None) -> str | None:
     """The source of a template file; None where a word was given, or nothing."""
     if chosen is None or chosen in (NONE, "plain"):
         return None
-    try:
-        return Path(chosen).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is no UTF-8 text"
-        raise UsageError(f"--chat-template {chosen!r} cannot be read: {reason.lower()}") from None
+    return read_template_file(chosen)
 
 
 def _worker_limits(options: ServeOptions) -> "WorkerLimits":

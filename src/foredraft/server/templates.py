@@ -18,6 +18,7 @@ import jinja2
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from foredraft.chat import PLAIN_TEMPLATE
 from foredraft.errors import ForedraftError
 from foredraft.server.errors import ApiError
 from foredraft.server.hiding import Hidden
@@ -26,11 +27,6 @@ from foredraft.server.settings import Settings
 from foredraft.server.vocabulary import Vocabulary
 
 log = logging.getLogger(__name__)
-PLAIN = """\
-{%- for message in messages %}{{ message.role }}: {{ message.content }}
-
-{% endfor %}
-{%- if add_generation_prompt %}assistant:{% endif %}"""
 MOST_REPEATED = 1 << 20  # characters or entries that `*` may make
 
 
@@ -46,7 +42,7 @@ class Templates:
         source = settings.chat_template if settings.chat_template is not None else own
         self.is_plain = source is None and settings.has_plain_template
         if self.is_plain:
-            source = PLAIN
+            source = PLAIN_TEMPLATE
             log.warning("the model has no chat template; messages are written as 'role: content' lines")
         self.source = source
         self._template = None if source is None else compiled(source)
