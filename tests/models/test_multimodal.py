@@ -41,16 +41,17 @@ KINDS: dict[str, Callable[[], Any]] = {
 PROMPT, SAMPLING = [5, 6, 7, 8, 9], Sampling(max_tokens=12, temperature=0, ignore_eos=True)
 
 
+@pytest.mark.parametrize("dtype", ["float64", "float32"])  # the second has native code, which finds layers elsewhere
 @pytest.mark.parametrize("kind", KINDS)
-def test_text_alone_is_decoded_as_transformers_does(tmp_path: Path, kind: str) -> None:
+def test_text_alone_is_decoded_as_transformers_does(tmp_path: Path, kind: str, dtype: str) -> None:
     torch.manual_seed(0)
     hf.AutoModelForImageTextToText.from_config(KINDS[kind]()).save_pretrained(tmp_path / kind)
-    theirs = load_model(str(tmp_path / kind), "float64", torch.device("cpu")).eval()
+    theirs = load_model(str(tmp_path / kind), dtype, torch.device("cpu")).eval()
     ids = torch.tensor([PROMPT])
     with torch.no_grad():
         for _ in range(SAMPLING.max_tokens):
             ids = torch.cat([ids, theirs(input_ids=ids, use_cache=False).logits[:, -1:].argmax(-1)], 1)
-    plain = LLM(str(tmp_path / kind), None, dtype="float64")
+    plain = LLM(str(tmp_path / kind), None, dtype=dtype)
     [completion] = plain.generate([PROMPT], SAMPLING)
     assert list(completion.token_ids) == ids[0, len(PROMPT) :].tolist()
     [drafted] = plain.with_drafter("ngram").generate([PROMPT], SAMPLING)

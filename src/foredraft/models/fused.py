@@ -35,6 +35,8 @@ def why_not(model: Any) -> str | None:
         return f"{model.dtype} on {model.device.type}"
     if config.model_type not in FAMILIES:
         return f"models of type {config.model_type}"
+    if config is not model.config:  # its layers lie deeper, beside those for images
+        return f"the text part of a model of type {model.config.model_type}"
     if config.hidden_act not in ACTIVATIONS:
         return f"the activation {config.hidden_act}"
     if (getattr(config, "rope_parameters", None) or {}).get("rope_type") not in STATIC_ROPE:

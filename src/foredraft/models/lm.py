@@ -19,7 +19,7 @@ from foredraft.kv.pool import KVPool
 from foredraft.models import attention
 from foredraft.models.fused import FusedDecoder, why_not
 from foredraft.models.packed import check, packed
-from foredraft.models.support import examine
+from foredraft.models.support import examine, probe
 from foredraft.models.window import NORMED, Window
 from foredraft.source import Source
 
@@ -72,7 +72,7 @@ class HFModel:
             sliding = [call.sliding for call in sorted(calls, key=lambda call: call.layer)]
             fused = FusedDecoder.of(model, sliding, *packers(quantization), is_ours)
         elif quantization is not None or (is_native and is_ours and model.dtype in KINDS):
-            model = packed(model, quantization, is_ours)
+            model = packed(model, quantization, is_ours, probe)
         pool = KVPool(is_native)
         return cls(model, name, pool, sum(call.numbers for call in calls), count, fused)
 

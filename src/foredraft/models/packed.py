@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -15,6 +16,7 @@ from foredraft.kernels.cpu.library import library
 from foredraft.kernels.linear import PANEL, PackedWeight
 from foredraft.kernels.operators import linear
 from foredraft.kernels.quantize import check_quantization, multiply, packers
+from foredraft.models.weight_use import WeightOutline, weights_read
 
 
 class PackedLinear(nn.Module):
@@ -25,7 +27,7 @@ class PackedLinear(nn.Module):
         self.packed = packed
         self.in_features, self.out_features = packed.k, packed.n
         # models ask for the shape and the type of a weight; it has no numbers, and is not a parameter
-        self.weight = torch.empty(packed.n, packed.k, dtype=dtype, device="meta")
+        self.weight = WeightOutline.of(packed.n, packed.k, dtype)
         self.bias = packed.bias
 
     def forward(self, x: Tensor) -> Tensor:
@@ -53,11 +55,12 @@ def check(model: Any, name: str | None) -> None:
         raise ForedraftError(f"quantization {name} runs on the CPU; use device='cpu' or load the model without it")
 
 
-def packed(model: Any, quantization: str | None, is_ours: bool) -> Any:
+def packed(model: Any, quantization: str | None, is_ours: bool, try_out: Callable[[Any], object] | None = None) -> Any:
     """The model with its matrices packed; another object around the same tensors where it is not ours to change.
 
     Matrices of fewer than a panel's outputs or inputs (routers of experts, for one) stay as they are: they weigh
-    nothing and decide much. So do embeddings, and weights that no linear module holds.
+    nothing and decide much. So do embeddings, weights that no linear module holds, and weights that the model reads by
+    itself, as a short pass shows (`try_out`; None = none is tried).
     """
     if not is_ours:
         shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
@@ -65,7 +68,13 @@ def packed(model: Any, quantization: str | None, is_ours: bool) -> Any:
     pack, pack_head = packers(quantization)
     arena, head = Arena(), model.get_output_embeddings()
     found = [(path, module) for path, module in model.named_modules() if type(module) in (nn.Linear, Conv1D)]
+    read: list[nn.Module] = []
+    if try_out is not None:
+        with weights_read([module for _, module in found]) as read:
+            try_out(model)
     for path, module in found:
+        if any(module is one for one in read):
+            continue
         weight = module.weight.detach()
         weight = weight if type(module) is nn.Linear else weight.T
         if min(weight.shape) < PANEL:
