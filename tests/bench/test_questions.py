@@ -49,6 +49,8 @@ def test_a_bad_line_is_named(tmp_path, line, complaint):
 def test_files_that_cannot_be_read_are_one_line(tmp_path):
     with pytest.raises(ForedraftError, match="does not exist; check the path"):
         read(tmp_path / "none.jsonl")
+    with pytest.raises(ForedraftError, match="or name a built-in set: answers, chat, code"):
+        read(tmp_path / "chats")
     with pytest.raises(ForedraftError, match="cannot be read"):
         read(tmp_path)
     with pytest.raises(ForedraftError, match="is empty"):

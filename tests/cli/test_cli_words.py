@@ -62,7 +62,6 @@ def test_a_prompt_given_twice_is_refused(run):
         ("--gpu-memory-utilization", "--kv-memory"),
         ("--ctx-size", "--max-model-len"),
         ("--spec-tokns", "--spec-tokens"),
-        ("--tensor-parallel-size", "one process"),
     ],
 )
 def test_an_unknown_option_is_answered_with_the_one_that_was_meant(run, wrong, right):
@@ -71,6 +70,17 @@ def test_an_unknown_option_is_answered_with_the_one_that_was_meant(run, wrong, r
     assert outcome.code == 2
     assert f"unknown option {wrong}; use " in outcome.error_lines[-1]
     assert right in outcome.error_lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [("--tensor-parallel-size", "one process"), ("--lora", "merge the adapter"), ("--draft-min", "from above")],
+)
+def test_an_option_that_has_no_counterpart_is_answered_with_the_reason(run, wrong, reason):
+    """Fault: "use no option: one process ..." for the first; --lora was answered with --no-color."""
+    complaint = run("serve", wrong, "1").error_lines[-1]
+    assert f"unknown option {wrong}; there is none here: " in complaint
+    assert reason in complaint
 
 
 def test_an_option_that_resembles_nothing_gets_no_guess(run):

@@ -193,6 +193,26 @@ def test_a_drafter_handed_to_an_llm_is_looked_at_first(which: str) -> None:
         models_made.plain().with_drafter(odd(which))
 
 
+class Unfinished:
+    """Someone's first attempt at a drafter."""
+
+    taps: tuple[int, ...] = ()
+    num_nodes = 4
+
+    def propose(self, batch: Batch) -> TokenTree:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("drafter", "missing"),
+    [(Unfinished(), "it has no observe, forget; give the name"), (3, "it has no taps, num_nodes")],
+)
+def test_a_drafter_that_lacks_members_is_refused_with_those_it_needs(drafter: Any, missing: str) -> None:
+    """Fault: an object without `observe` and `forget` was taken."""
+    with pytest.raises(ForedraftError, match=missing):
+        models_made.plain().with_drafter(drafter)
+
+
 def test_a_drafter_with_taps_beyond_the_target_is_refused_with_the_boundaries_there_are() -> None:
     drafter = Odd()
     drafter.taps = (99,)

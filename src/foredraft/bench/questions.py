@@ -40,6 +40,13 @@ def questions(file: Path | None, count: int | None) -> list[Question]:
     return [found[i * len(found) // wanted] for i in range(wanted)]
 
 
+def built_in_sets() -> list[str]:
+    """Names of the built-in workloads, as `--questions` takes them."""
+    from foredraft.bench.workloads import CONVERSATIONS, WORKLOADS
+
+    return sorted([*WORKLOADS, *CONVERSATIONS])
+
+
 def read(file: Path) -> list[Question]:
     """Every question of a JSONL file. Raises ForedraftError that names the line."""
     try:
@@ -47,7 +54,8 @@ def read(file: Path) -> list[Question]:
         lines = file.read_text(encoding="utf-8").split("\n")
     except FileNotFoundError:
         raise ForedraftError(
-            f"question file {str(file)!r} does not exist; check the path given to --questions"
+            f"question file {str(file)!r} does not exist; check the path given to --questions, or name a built-in set: "
+            f"{', '.join(built_in_sets())}"
         ) from None
     except OSError as error:
         raise ForedraftError(f"question file {str(file)!r} cannot be read: {error.strerror}") from None

@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from foredraft.cli.streams import STDOUT
-from foredraft.cli.suggest import suggest_option
+from foredraft.cli.suggest import answer_unknown
 from foredraft.errors import ForedraftError
 
 DONE, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
@@ -82,8 +82,7 @@ def _complaint(error: Any) -> str:
     if not isinstance(error, _NoSuchOption):
         return str(error.format_message())
     known = [name for parameter in (error.ctx.command.params if error.ctx else ()) for name in parameter.opts]
-    meant = suggest_option(error.option_name, known)
-    return f"unknown option {error.option_name}" + ("" if meant is None else f"; use {meant}")
+    return answer_unknown(error.option_name, known)
 
 
 def say(line: str) -> None:

@@ -3,6 +3,8 @@
 import difflib
 from collections.abc import Sequence
 
+NO_OPTION = "no option: "  # begins the reason why there is none
+
 # An option of another program -> ours, or what to do in its place.
 ELSEWHERE = {
     "--gpu-memory-utilization": "--kv-memory",
@@ -35,11 +37,25 @@ ELSEWHERE = {
     "--tokenizer": "a folder with the model and its tokenizer, given to --model",
     "--threads": "OMP_NUM_THREADS=N in the environment",
     "-t": "OMP_NUM_THREADS=N in the environment",
-    "--tensor-parallel-size": "no option: one process runs one model on one device",
+    "--tensor-parallel-size": f"{NO_OPTION}one process runs one model on one device",
     "--n-gpu-layers": "--device cuda",
     "-ngl": "--device cuda",
-    "--trust-remote-code": "no option: code that comes with a model is never run",
+    "--trust-remote-code": f"{NO_OPTION}code that comes with a model is never run",
+    "--lora": f"{NO_OPTION}merge the adapter into its base model first (PEFT's merge_and_unload)",
+    "--enable-lora": f"{NO_OPTION}merge the adapter into its base model first (PEFT's merge_and_unload)",
+    "--draft-min": f"{NO_OPTION}--spec-tokens bounds a draft from above alone",
+    "--swap-space": f"{NO_OPTION}a sequence that gives way is computed again, not swapped",
+    "--disable-log-requests": f"{NO_OPTION}requests are logged only with --access-log",
 }
+
+
+def answer_unknown(wrong: str, known: Sequence[str]) -> str:
+    """The message for an unknown option: what to type in its place, or why there is none."""
+    meant = suggest_option(wrong, known)
+    if meant is None:
+        return f"unknown option {wrong}"
+    reason = meant.removeprefix(NO_OPTION)
+    return f"unknown option {wrong}; " + (f"use {meant}" if reason == meant else f"there is none here: {reason}")
 
 
 def suggest_option(wrong: str, known: Sequence[str]) -> str | None:

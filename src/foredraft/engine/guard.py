@@ -18,6 +18,7 @@ from foredraft.request import Batch, Request
 from foredraft.tree import Commit, TokenTree
 
 T = TypeVar("T")
+MEMBERS = ("taps", "num_nodes", "propose", "observe", "forget")  # of every Drafter
 
 
 class Guard:
@@ -222,6 +223,7 @@ def checked(drafter: Drafter, num_layers: int) -> Drafter:
     """A drafter that was handed in, before it is used. Raises ForedraftError for properties of no use. num_layers: of
     the target."""
     try:
+        _members(drafter)
         _taps(drafter, num_layers)
         _num_nodes(drafter)
         _memory(drafter)
@@ -230,6 +232,15 @@ def checked(drafter: Drafter, num_layers: int) -> Drafter:
         what = " ".join(str(error).split()) or type(error).__name__
         raise ForedraftError(f"the drafter {type(drafter).__name__} cannot be used: {what}") from error
     return drafter
+
+
+def _members(drafter: Drafter) -> None:
+    missing = [name for name in MEMBERS if not hasattr(drafter, name)]
+    if missing:
+        raise TypeError(
+            f"it has no {', '.join(missing)}; give the name of a method, a dict of options, or an object with "
+            f"{', '.join(MEMBERS)}"
+        )
 
 
 def _taps(drafter: Drafter, num_layers: int | None) -> tuple[int, ...]:
