@@ -95,7 +95,7 @@ def tried(family: str, is_seq2seq: bool, folder: Path) -> Outcome:
     try:
         llm = LLM(folder, drafter="ngram", num_speculative_tokens=3)
         prompt = Seq2Seq(PROMPT) if is_seq2seq else PROMPT
-        [out] = llm.generate([prompt], Sampling(temperature=0, max_tokens=NEW_TOKENS, min_tokens=NEW_TOKENS))
+        [out] = llm.generate([prompt], Sampling(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True))
     except ForedraftError as error:
         return Outcome(family, "refused", str(error).replace(str(folder), "it"))
     except Exception as error:  # not our refusal: a fault, and shown as one
@@ -111,8 +111,9 @@ def decoded(model: Any, folder: Path) -> list[int]:
     if model.config.is_encoder_decoder and model.generation_config.decoder_start_token_id is None:
         model.generation_config.decoder_start_token_id = model.config.decoder_start_token_id = 0
     model.generation_config.forced_eos_token_id = None  # BART's own ends every text at its longest
+    model.generation_config.eos_token_id = None  # all tokens are made on both sides
     ids = torch.tensor([PROMPT])
-    options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
     text = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0].tolist()
     model.save_pretrained(folder)
     return list(text)

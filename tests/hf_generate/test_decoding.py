@@ -201,7 +201,7 @@ def test_an_assistant_model_drafts(model, batch):
     [engine] = loop._engines[model].values()
     assert engine.drafter_name == "draft_model"
     with pytest.raises(ForedraftError, match="leave one out"):
-        model.generate(ids, **given, assistant_model=assistant, custom_generate=foredraft.speculate("suffix"))
+        model.generate(ids, **given, assistant_model=assistant, custom_generate=foredraft.speculate("ngram"))
 
 
 def test_stop_strings_end_the_text():

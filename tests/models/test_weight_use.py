@@ -4,7 +4,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, LongcatFlashConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GotOcr2Config,
+    LongcatFlashConfig,
+    Qwen2Config,
+)
 
 from foredraft import LLM, Sampling
 from foredraft.models.weight_use import WeightOutline, weights_read
@@ -33,6 +39,25 @@ def test_a_weight_read_outside_its_module_is_noticed_and_all_is_as_before():
     assert model.called.weight is own[0]
     assert model.read.weight is own[1]
     assert not model.called._forward_hooks
+
+
+def test_a_multimodal_model_attends_as_before_after_it_was_tried(tmp_path):
+    """Fault: its text attended without a cache after packing, because one name was given back for all of its parts."""
+    text = Qwen2Config(
+        vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.2,
+    )  # fmt: skip
+    sight = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "mlp_dim": 32, "output_channels": 16}
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(GotOcr2Config(text_config=text, vision_config=sight)).eval().float()
+    model.save_pretrained(tmp_path)
+    ids = torch.tensor([PROMPT])
+    with torch.no_grad():
+        for _ in range(12):
+            ids = torch.cat([ids, model(input_ids=ids, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+    sampling = Sampling(temperature=0, max_tokens=12, ignore_eos=True)
+    [out] = LLM(tmp_path, drafter="ngram").generate([PROMPT], sampling)
+    assert out.token_ids == ids[0, len(PROMPT) :].tolist()
 
 
 def test_an_outline_has_a_shape_and_a_type_and_no_numbers():

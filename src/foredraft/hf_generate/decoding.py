@@ -20,7 +20,7 @@ from foredraft.errors import ForedraftError
 from foredraft.hf_generate.caller import read_caller
 from foredraft.hf_generate.plan import Plan, make_plan
 from foredraft.hf_generate.scores import ScoredOutputs, score_sequences
-from foredraft.llm import LLM, DrafterSpec
+from foredraft.llm import DEFAULT, LLM, DrafterSpec
 from foredraft.models import attention
 from foredraft.models.prompts import Prompt
 from foredraft.source import Begun, Source
@@ -28,7 +28,7 @@ from foredraft.source import Begun, Source
 # prepared by generate() for its own loop; ours derives them from the tokens
 _DERIVED = frozenset({"use_cache", "cache_position", "position_ids", "past_key_values", "logits_to_keep"})
 _REFUSED_OUTPUTS = ("output_attentions", "output_hidden_states")
-DEFAULT_DRAFTER = "ngram"
+WITHOUT_ASSISTANT = "ngram"  # drafts if neither a drafter nor an assistant_model is given
 
 
 @dataclass(frozen=True)
@@ -143,9 +143,11 @@ class Speculation:
             settings = self.settings
             drafter = settings.drafter
             if assistant is not None:
-                if drafter != DEFAULT_DRAFTER:
+                if drafter != DEFAULT:
                     raise ForedraftError("an assistant_model and a drafter were given; leave one out")
                 drafter = {"method": "draft_model", "model": assistant}
+            elif drafter == DEFAULT:
+                drafter = WITHOUT_ASSISTANT
             engines[key] = LLM(
                 model,
                 drafter,
@@ -170,7 +172,7 @@ class Inputs:
 
 
 def speculate(
-    drafter: DrafterSpec = DEFAULT_DRAFTER,
+    drafter: DrafterSpec = DEFAULT,
     *,
     num_speculative_tokens: int | None = None,
     verify: str = "auto",
@@ -184,7 +186,7 @@ def speculate(
     work. Keep the loop for many calls: it holds one engine per model.
 
     Args:
-        drafter: as for `LLM`; default prompt lookup. `assistant_model=` of generate() takes its place.
+        drafter: as for `LLM`; default the assistant_model of generate(), or prompt lookup without one.
         num_speculative_tokens: longest draft in tokens; None = found by measurement.
         verify: verification rule, as for `LLM`.
         tokenizer: needed for stop strings, and for draft models of another vocabulary.
@@ -204,7 +206,7 @@ def generate(
     model: Any,
     inputs: Tensor | None = None,
     *,
-    drafter: DrafterSpec = DEFAULT_DRAFTER,
+    drafter: DrafterSpec = DEFAULT,
     num_speculative_tokens: int | None = None,
     verify: str = "auto",
     tokenizer: Any = None,
@@ -228,12 +230,12 @@ def generate(
 @contextmanager
 def _attention_kept(*models: Any) -> Iterator[None]:
     """Give every model its own attention back afterwards: with ours a plain forward pass fails."""
-    before = [(model, model.config._attn_implementation) for model in models if model is not None]
+    before = [(model, attention.implementations(model)) for model in models if model is not None]
     try:
         yield
     finally:
-        for model, name in before:
-            model.set_attn_implementation(name)
+        for model, names in before:
+            model.set_attn_implementation(names)
 
 
 def _refuse(config: Any, model_kwargs: dict[str, Any], streamer: Any, num_rows: int) -> None:

@@ -19,6 +19,20 @@ from foredraft.models.window import PADDED_ROWS, Group, Window
 NAME = "foredraft"
 
 
+def implementations(model: Any) -> dict[str, str]:
+    """Names of the attention of a model and of its parts, a dict for `set_attn_implementation`.
+
+    Parts for images may have another one than the text, so that one name for all would not bring them back.
+    """
+    config = model.config
+    found = {"": config._attn_implementation}
+    for key in config.sub_configs:
+        part = getattr(config, key, None)
+        if part is not None:
+            found[key] = part._attn_implementation
+    return found
+
+
 def paged_attention(
     module: nn.Module,
     query: Tensor,  # [1, Hq, T, D]

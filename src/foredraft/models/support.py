@@ -17,6 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_outputs import BaseModelOutput
 
 from foredraft.errors import ForedraftError
+from foredraft.models.attention import implementations
 
 PROBE = "foredraft_probe"
 _RECURRENT = ("mamba", "linear_attention", "recurrent", "conv", "rwkv", "ssm")
@@ -105,7 +106,7 @@ def _words(error: Exception) -> str:
 def probe(model: Any) -> tuple[list[Call], int]:
     """What every layer gives to its attention, and how many rows of logits came when one was asked for."""
     calls: list[Call] = []
-    own = model.config._attn_implementation
+    own = implementations(model)
     pair = torch.tensor([[0, 1]], device=model.device)
     model.set_attn_implementation(PROBE)
     try:
