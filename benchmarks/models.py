@@ -24,6 +24,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from foredraft import LLM, ForedraftError, Sampling, Seq2Seq
+from foredraft.models import encdec_bart, encdec_t5
 
 VOCAB, NEW_TOKENS = 128, 24
 FAULTS = ("differs", "fails")
@@ -59,8 +60,9 @@ class Outcome:
 def names(is_seq2seq: bool) -> list[str]:
     """Model types with a language-model head, as transformers lists them."""
     known = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES if is_seq2seq else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    both = set() if is_seq2seq else set(MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES)
-    return sorted(set(known) - both)
+    if is_seq2seq:  # the others are refused by name; some make models of many gigabytes whatever the sizes
+        return sorted(set(known) & {*encdec_t5.FAMILIES, *encdec_bart.FAMILIES})
+    return sorted(set(known) - set(MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES))
 
 
 def make(family: str, is_seq2seq: bool, variant: dict[str, int | None]) -> Any:
