@@ -60,7 +60,7 @@ class LLM:
     num_speculative_tokens: the longest draft; "auto": as long as measurement says it pays, at times not at all.
     Raises ForedraftError with one line that says what to do.
 
-    Threads may share one: what they ask for is decoded together, whoever lacks a token does a step for all, and the
+    Threads may share one: their requests are decoded together, a thread that lacks a token does a step for all, and the
     texts are those each would get alone. A step that raises, or is interrupted, does so in the thread that did it; the
     others go on. `astream` and `agenerate` are the same for an event loop. A Worker has its LLM to itself while it
     runs. An LLM does not survive a fork: make one in each process, and spawn the processes. It cannot be pickled. Its

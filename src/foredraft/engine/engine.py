@@ -75,7 +75,7 @@ class Engine:
         self._observing = 0.0  # seconds the drafter took to read the last step: part of the next draft's time
         self.last: StepReport | None = None
         self.tried: tuple[Request, ...] = ()  # who the last step ran, or was about to run when it raised
-        self.is_reserved = False  # a Worker's thread steps it, and nobody else may
+        self.is_reserved = False  # a Worker's thread steps it, and no other may
 
     @property
     def has_work(self) -> bool:

@@ -16,7 +16,7 @@ class MaskBudget:
     that is paid; what its first masks took before it was queued counts too.
 
     Each step pays `SHARE` of its other work, to the request that has waited the longest first, so that they come back
-    one by one. Where nothing else can run nobody is held up, and debts are let off. So the masks of slow grammars take
+    one by one. If nothing else can run, no request is held up and debts are let off. So the masks of slow grammars take
     a bounded part of the time, and every request goes on in the end. Which steps a request runs in changes no text.
     """
 

@@ -146,7 +146,7 @@ class Transcript:
 
     def settle(self) -> None:
         """Count the last delta as handed out. Again, after a step that raised: an interrupt may come between the two.
-        Nobody may have taken the delta yet."""
+        The delta must not have been taken yet."""
         if self._emitting is not None and self.deltas and self.deltas[-1] is self._emitting[0]:
             self._emitted = self._emitting[1]
             self._pieces, self._tokens, self._uncounted = [], [], None

@@ -3,8 +3,8 @@
     reader A  --take-->  [ one at a time: join and leave, recover, step ]  --deltas of A and B, on their transcripts
     reader B  --take-->  waits; finds its deltas there, or does the next step
 
-Whoever lacks a token does a step for all. Nothing is held while a reader looks at its deltas. The engine is used under
-a claim, not under a lock: a lock that its holder takes again at once would never come to those who wait for it.
+A reader that lacks a token does a step for all. Nothing is held while a reader looks at its deltas. The engine is used
+under a claim, not under a lock: a lock that its holder takes again at once would never come to those who wait for it.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ class Reader:
 class SharedEngine:
     """Steps an engine for the readers of several threads. Every method may be called from any thread.
 
-    A step that raises does so in the thread that did it. Nothing is lost for the others: whoever uses the engine next
+    A step that raises does so in the thread that did it. Nothing is lost for the others: the next use of the engine
     recovers it first, and then each of them runs by itself until it has a token, so that a request that makes steps
     fail is met by its own reader. The same holds for an interrupt (KeyboardInterrupt) at any line.
     """
@@ -71,10 +71,10 @@ class SharedEngine:
         # of who has the claim
         self._is_torn = False  # the engine was left in the middle of something
         self._suspects: set[Reader] = set()  # were there when a step of another's raised
-        self._async = ThreadPoolExecutor(1, "foredraft-async")  # one: whoever comes to it steps for all
+        self._async = ThreadPoolExecutor(1, "foredraft-async")  # one thread: it steps for all
 
     def check(self) -> None:
-        """Raises ForedraftError where nobody may use the engine this way."""
+        """Raises ForedraftError if the engine must not be used this way."""
         if self._is_closed:
             raise ForedraftError(CLOSED)
         if self.engine.is_reserved:
@@ -142,7 +142,7 @@ class SharedEngine:
             self._release(claim)
 
     def _wait(self, claim: object, reader: Reader | None) -> None:
-        """Until nobody uses the engine, and nobody else waits who has deltas to take."""
+        """Wait until the engine is free and no other waiting reader has deltas to take."""
         with self._news:
             if self._claim is not None or self._waiting:
                 self._queue(reader)

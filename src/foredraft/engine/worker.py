@@ -46,7 +46,7 @@ class Draining(ForedraftError):  # noqa: N818
 
 
 class HasEngine(Protocol):
-    """An LLM, of which nobody else may use the engine while a worker runs."""
+    """An LLM whose engine is the worker's alone while it runs."""
 
     engine: Engine
 
