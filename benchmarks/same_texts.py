@@ -1,0 +1,135 @@
+"""Texts of every method, rule and kind of setting, written to a file; or compared with those of another version.
+
+    python benchmarks/same_texts.py --out before.json          # with the older version
+    python benchmarks/same_texts.py --compare before.json      # with the newer one: exit code 1 at the first difference
+
+Seeds and draft lengths are fixed, so a change that only renames or moves code gives the same tokens, the same numbers of
+drafted and accepted tokens, and the same log-probabilities, bit for bit, on the same processor.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from foredraft import LLM, Grammar, Sampling, Seq2Seq
+
+TOKENS = 40
+PROMPTS = (
+    "def fibonacci(n):\n",
+    "import os\nimport sys\n\n\nclass Reader:\n    def __init__(self, path):\n",
+    "    for key, value in sorted(items.items()):\n        for key, value in sorted(",
+    '"""Return the sum of a list of numbers."""\n',
+)
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 1.0, "seed": 1},
+    {"temperature": 0.8, "top_p": 0.95, "seed": 2, "logprobs": 2},
+    {"temperature": 0.7, "top_k": 20, "seed": 3, "repetition_penalty": 1.1},
+    {"temperature": 1.0, "min_p": 0.05, "seed": 4, "n": 2},
+    {"temperature": 0.0, "frequency_penalty": 0.4, "presence_penalty": 0.2, "logprobs": 1},
+    {"temperature": 1.0, "typical_p": 0.9, "seed": 5, "bad_words": ["self"]},
+    {"temperature": 0.9, "seed": 6, "stop": ["\n\n"], "min_tokens": 8},
+    {"temperature": 0.0, "logit_bias": {100: 4.0, 200: -4.0}, "stop": ["return"]},
+    {"temperature": 0.0, "grammar": Grammar.regex("[a-z_ ]{5,60}")},
+)
+SINGLE = (
+    "draft_model:3", "ngram:6", "ngram_lm:5", "suffix:6", "lookahead:5", "aggressive:6", "medusa:4", "blockwise:3", "hydra:3",
+    "mlp_speculator:3", "chimera:3", "eagle:4", "eagle3:4", "early_exit:3",
+)  # fmt: skip
+TREES = ("medusa:4:tree_nodes=12", "eagle:4:tree_nodes=12", "eagle3:4:tree_nodes=12", "mlp_speculator:3:tree_nodes=10")
+ENSEMBLES = ("suffix+draft_model:4", "ngram+eagle3:4", "auto:4")  # choose by measured time: `match` alone is repeatable
+SEQ2SEQ = ("aggressive:8", "draft_model:3")
+
+
+def parse_spec(text: str) -> tuple[dict[str, Any], int]:
+    method, length, *options = text.split(":")
+    pairs = (option.split("=") for option in options)
+    return {"method": method, **{key: int(value) for key, value in pairs}}, int(length)
+
+
+def sample_settings(first: int, rule: str) -> list[Sampling]:
+    chosen = [SETTINGS[(first + i) % len(SETTINGS)] for i in range(len(PROMPTS))]
+    return [Sampling(max_tokens=TOKENS, ignore_eos=True, **settings) for settings in chosen]
+
+
+def cases(plain: LLM) -> Iterator[tuple[str, LLM, int]]:
+    """A name, an engine, and the index of the first setting."""
+    yield "none", plain, 0
+    yield "none", plain, 4
+    yield "none", plain, 8
+    for place, text in enumerate((*SINGLE, *TREES)):
+        spec, length = parse_spec(text)
+        rules = ("match", "reject", "typical") if text in TREES else ("match", "reject", "block", "typical")
+        for turn, rule in enumerate(rules):
+            yield f"{text} {rule}", plain.with_drafter(dict(spec), length, rule), place + 3 * turn
+    for place, text in enumerate(ENSEMBLES):
+        spec, length = parse_spec(text)
+        yield f"{text} match", plain.with_drafter(dict(spec), length, "match"), 2 * place
+
+
+def write_texts() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for kind, options in (("", {}), ("int8 ", {"quantization": "int8"}), ("torch ", {"fused": False})):
+        plain = LLM("builtin", None, num_speculative_tokens=4, **options)
+        for name, llm, first in cases(plain):
+            if kind and not name.startswith(("none", "draft_model", "eagle3")):
+                continue
+            note(f"{kind}{name}")
+            completions = llm.generate(list(PROMPTS), sample_settings(first, name))
+            for i, completion in enumerate(completions):
+                found[f"{kind}{name} [{first}] {i}"] = facts(completion, is_counted=name[:4] not in ("auto", "none") and "+" not in name)
+    pair = LLM("builtin-seq2seq", None)
+    sources = [Seq2Seq("The quick brown fox jumps ovr the lazy dog."), Seq2Seq("Retrun the sum of two nubmers.")]
+    for text in SEQ2SEQ:
+        spec, length = parse_spec(text)
+        for rule in ("match", "reject"):
+            note(f"seq2seq {text} {rule}")
+            llm = pair.with_drafter(dict(spec), length, rule)
+            samplings = [Sampling(max_tokens=TOKENS, temperature=t, seed=9) for t in (0.0, 0.9)]
+            for i, completion in enumerate(llm.generate(sources, samplings)):
+                found[f"seq2seq {text} {rule} {i}"] = facts(completion, is_counted=True)
+    print(file=sys.stderr)
+    return found
+
+
+def facts(completion: Any, is_counted: bool) -> dict[str, Any]:
+    logprobs = completion.logprobs or ()
+    counts = [completion.stats.num_drafted, completion.stats.num_accepted] if is_counted else []
+    return {
+        "tokens": list(completion.token_ids),
+        "text": completion.text,
+        "end": completion.finish_reason,
+        "logprobs": [entry.logprob.hex() for entry in logprobs],
+        "drafted and accepted": counts,
+    }
+
+
+def note(text: str) -> None:
+    print(f"\r{text:60}", end="", file=sys.stderr)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--compare", type=Path)
+    options = parser.parse_args()
+    found = write_texts()
+    if options.out:
+        options.out.write_text(json.dumps(found, indent=1))
+    different = []
+    if options.compare:
+        before = json.loads(options.compare.read_text())
+        different = sorted(name for name in before.keys() | found.keys() if before.get(name) != found.get(name))
+        for name in different[:20]:
+            print(f"{name}\n  before {before.get(name)}\n  now    {found.get(name)}")
+        print(f"{len(before)} texts before, {len(found)} now, {len(different)} different")
+    else:
+        print(f"{len(found)} texts")
+    return int(bool(different))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
