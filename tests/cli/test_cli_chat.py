@@ -111,3 +111,28 @@ def test_what_a_template_refuses_is_shown_and_taken_back(run):
     outcome = run("chat", stdin="hello\n/history\n", backend=FakeBackend({"draft_model": RefusingLLM("x")}))
     assert "error: the chat template refuses" in outcome.stderr
     assert "user: hello" not in outcome.stderr
+
+
+class StoppedLLM(FakeLLM):
+    """Ctrl-C comes after some tokens of the reply."""
+
+    num_tokens = 3
+
+    def stream(self, prompts, sampling):
+        for i, delta in enumerate(super().stream(prompts, sampling)):
+            if i == self.num_tokens:
+                raise KeyboardInterrupt
+            yield delta
+
+
+class UnstartedLLM(StoppedLLM):
+    num_tokens = 0
+
+
+def test_a_stopped_reply_has_statistics(run):
+    """Fault: /stats after Ctrl-C said "no reply yet"."""
+    outcome = run("chat", stdin="hello\n/stats\n", backend=FakeBackend({"draft_model": StoppedLLM("x")}))
+    assert "draft_model: 3 tokens in " in outcome.stderr
+    assert "3 target passes" in outcome.stderr
+    unstarted = run("chat", stdin="hello\n/stats\n", backend=FakeBackend({"draft_model": UnstartedLLM("x")}))
+    assert "no reply yet" in unstarted.stderr

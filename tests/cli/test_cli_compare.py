@@ -1,8 +1,10 @@
 """`--compare`: who runs, how often, and what the table says about it."""
 
 import json
+import time
 from dataclasses import replace
 
+import pytest
 from cli_fakes import EMPTY_HANDED, PIECES, TEXT, FakeBackend, FakeLLM
 
 OTHER = (*PIECES[:3], (" x", "bonus"))  # one token short of plain decoding: differs at token 4
@@ -108,6 +110,16 @@ def test_a_named_method_that_auto_does_not_draft_with_is_measured_with_fixed_dra
     assert "ngram:3" not in unnamed
 
 
+def test_every_speed_up_is_the_ratio_of_two_rates_of_the_table(run):
+    """Fault: the row of fixed drafts was divided by a second measurement of plain decoding that no row showed."""
+    backend = FakeBackend({"ngram": IdleLLM("ngram"), "none": SlowAtFirstLLM("none")})
+    outcome = run("generate", "p", "--compare", "--json", "--repeats", "1", "--spec-method", "ngram", backend=backend)
+    plain, *others = json.loads(outcome.stdout)["compare"]
+    assert [row["method"] for row in others] == ["ngram", "ngram:3"]
+    for row in others:
+        assert row["speed_up"] == pytest.approx(row["tokens_per_second"] / plain["tokens_per_second"])
+
+
 def test_methods_left_out_take_one_line(run):
     outcome = run("generate", "p", "--compare", backend=FakeBackend(missing=frozenset({"draft_model", "ngram"})))
     lines = [line for line in outcome.error_lines if "left out" in line]
@@ -120,3 +132,12 @@ class IdleLLM(FakeLLM):
     def _completion(self, prompts, sampling, index):
         completion = super()._completion(prompts, sampling, index)
         return replace(completion, stats=replace(completion.stats, num_drafts=0, num_drafted=0, target_passes=5))
+
+
+class SlowAtFirstLLM(FakeLLM):
+    """Plain decoding that is slow in its first two runs, as a cold processor is."""
+
+    def generate(self, prompts, sampling):
+        if [name for name, _ in self.calls].count(self.drafter_name) < 2:
+            time.sleep(0.05)
+        return super().generate(prompts, sampling)

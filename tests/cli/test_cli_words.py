@@ -1,14 +1,16 @@
 """Words of other programs: vLLM's and llama.cpp's options, and what an unknown option is answered with."""
 
 import pytest
+import torch
 from cli_fakes import FakeBackend
 
-from foredraft.cli.backend import drafter_spec
+from foredraft.cli.backend import Backend, drafter_spec
 from foredraft.cli.options import GenerateOptions
 from foredraft.cli.serve import ServeOptions, _with_positional
 from foredraft.cli.shell import UsageError
 from foredraft.cli.speculative_config import read_speculative_config
 from foredraft.cli.suggest import ELSEWHERE, suggest_option
+from foredraft.models.load import parse_dtype
 
 
 @pytest.mark.parametrize(
@@ -83,12 +85,77 @@ def test_an_option_that_has_no_counterpart_is_answered_with_the_reason(run, wron
     assert reason in complaint
 
 
+@pytest.mark.parametrize(
+    ("command", "args", "answer"),
+    [
+        ("generate", ("-ngl", "99"), "unknown option -ngl; use --device cuda"),
+        ("serve", ("-ngl=99",), "unknown option -ngl; use --device cuda"),
+        ("generate", ("-tp", "2"), "unknown option -tp; there is none here: one process runs one model on one device"),
+        ("generate", ("-fa",), "unknown option -fa; there is none here: the device decides"),
+        ("generate", ("-fa", "on"), "unknown option -fa; there is none here: the device decides"),
+        ("chat", ("-ctk", "q8_0"), "unknown option -ctk; there is none here: the KV cache has the model's dtype"),
+        ("serve", ("-np", "4"), "unknown option -np; use --max-batch"),
+        ("generate", ("-np", "4"), "--max-batch is an option of foredraft serve alone"),
+    ],
+)
+def test_an_option_with_one_dash_and_several_letters_is_answered(run, command, args, answer):
+    """Fault: -ngl 99 was read as -n gl ("not a valid integer"), -tp as -t, and -fa as the file a."""
+    outcome = run(command, *(["text"] if command == "generate" else []), *args)
+    assert outcome.code == 2
+    assert answer in outcome.error_lines[-1]
+
+
+def test_values_may_look_like_options_of_others(run):
+    assert run("generate", "text", "--stop", "-fa").code == 0
+    assert run("generate", "-n2", "--", "-fa").code == 0
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "answer"),
+    [
+        ("serve", "--gpu-memory-utilization", "use --kv-memory with a size such as 2GiB"),
+        ("generate", "--gpu-memory-utilization", "foredraft serve sets it with --kv-memory"),
+        ("serve", "--tensor-parallel-size", "one server for each device with CUDA_VISIBLE_DEVICES=N"),
+        ("generate", "--tensor-parallel-size", "one server for each device with CUDA_VISIBLE_DEVICES=N"),
+    ],
+)
+def test_a_word_of_vllm_is_answered_with_the_way_here(run, command, option, answer):
+    """Fault: `generate --gpu-memory-utilization` was answered with "unknown option" alone."""
+    outcome = run(command, *(["text"] if command == "generate" else []), option, "1")
+    assert (outcome.code, answer in outcome.error_lines[-1]) == (2, True), outcome.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "answer"),
+    [
+        ("latency", "--spec-method", "use --methods METHOD"),
+        ("latency", "--spec-tokens", "use --methods METHOD:TOKENS"),
+        ("load", "--spec-method", "use --method METHOD"),
+        ("compare", "--spec-method", "use --methods METHOD"),
+    ],
+)
+def test_bench_names_its_own_word_for_the_method(run, command, option, answer):
+    """Fault: `bench latency --spec-method` was answered with --spec-model."""
+    assert answer in run("bench", command, option, "ngram").error_lines[-1]
+
+
+def test_half_is_a_name_of_float16():
+    """Fault: vLLM's `--dtype half` was an unknown dtype."""
+    assert "half" in Backend().choices().dtypes
+    assert parse_dtype("half") is torch.float16
+
+
+def test_the_help_says_what_n_counts(run):
+    shown = " ".join(run("generate", "--help", COLUMNS="200").stdout.split())
+    assert "Samples of each prompt. The -n of llama.cpp is --max-tokens here." in shown
+
+
 def test_an_option_that_resembles_nothing_gets_no_guess(run):
     assert "; use" not in run("serve", "--xyzzy", "1").error_lines[-1]
 
 
 def test_no_word_of_others_shadows_one_of_ours():
-    ours = ["--kv-memory", "--max-batch", "--spec-tokens"]
+    ours = ["--kv-memory", "--max-batch", "--methods"]
     assert not set(ELSEWHERE) & set(ours)
     assert suggest_option("--parallel", ours) == "--max-batch"
     assert suggest_option("--parallel", ["--other"]) is None

@@ -31,7 +31,6 @@ def counted(kept: int, drafts: int = DRAFTS) -> Fit:
 def test_a_drafter_is_a_misfit_once_enough_first_tokens_were_refused(kept, drafts, is_misfit, caplog):
     assert counted(kept, drafts).is_misfit == is_misfit
     counts = f"the first token of {kept} in {DRAFTS}"
-    counts = f"the first token of {kept} in {DRAFTS}"
     said = [f"drafts of org/head are almost never accepted ({counts}); was it trained for org/model?"]
     assert caplog.messages == (said if is_misfit else [])
 

@@ -3,6 +3,7 @@
 import copy
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -258,3 +259,37 @@ def test_a_processor_that_keeps_state_is_refused(model, batch):
             **batch, max_new_tokens=4, logits_processor=LogitsProcessorList([Counting()]),
             custom_generate=foredraft.speculate("ngram"),
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("inputs", ["text", ["text"], [[1, 2]], {"input_ids": torch.ones(1, 2)}])
+def test_text_in_place_of_token_ids_is_refused(model, inputs):
+    """Fault: a bare AttributeError of transformers."""
+    with pytest.raises(ForedraftError, match=r"token ids as a tensor, got \w+; pass \*\*tokenizer"):
+        foredraft.generate(model, inputs)
+
+
+def test_a_model_that_is_not_loaded_is_refused():
+    with pytest.raises(ForedraftError, match=r"loaded transformers model, got str; foredraft\.LLM"):
+        foredraft.generate("org/model", "text")
+
+
+@pytest.mark.parametrize("is_one_loop", [True, False])
+def test_threads_that_share_a_model_get_the_texts_of_one(model, batch, is_one_loop):
+    """Fault: one thread restored the model's attention while the other decoded."""
+    prompts = [batch["input_ids"][i : i + 1] for i in (0, 2)]
+    given = {"max_new_tokens": 40, "do_sample": False}
+    expected = [model.generate(ids, attention_mask=torch.ones_like(ids), **given).tolist() for ids in prompts]
+    loops = [foredraft.speculate("ngram")] * 2 if is_one_loop else [foredraft.speculate("ngram") for _ in range(2)]
+    before = model.config._attn_implementation
+
+    def work(i):
+        ids = prompts[i % 2]
+        given_here = {**given, "attention_mask": torch.ones_like(ids)}
+        if i < 2:
+            return model.generate(ids, **given_here, custom_generate=loops[i]).tolist()
+        return loops[i % 2].generate(model, ids, **given_here).tolist()
+
+    with ThreadPoolExecutor(4) as pool:
+        texts = list(pool.map(work, [0, 1, 2, 3] * 3))
+    assert texts == expected * 6
+    assert model.config._attn_implementation == before

@@ -55,11 +55,25 @@ def test_no_route_is_open_but_those_that_probes_and_prometheus_read(locked: Runn
     for method, path in [*seen, ("GET", "/nowhere"), ("POST", "/v1"), ("OPTIONS", "/v1/models"), ("HEAD", "/nowhere")]:
         for headers in ({}, {"Authorization": "Bearer x"}, {"Authorization": KEY}, {"Authorization": f"Bearer {KEY}x"}):
             answer = httpx.request(method, locked.url + path, headers=headers)
-            assert (answer.status_code == 401) == (path not in OPEN), (method, path)
+            assert (answer.status_code == 401) == (path not in {*OPEN, "/"}), (method, path)
             assert KEY not in answer.text
             if answer.status_code == 401 and method != "HEAD":
                 assert answer.json()["error"]["type"] == "authentication_error"
-                assert "WWW-Authenticate" in answer.headers
+                assert answer.headers["WWW-Authenticate"].startswith("Bearer ")
+
+
+def test_the_page_opens_without_the_key_and_can_ask_for_it(locked: Running):
+    """Fault: the page itself was a 401, so that nothing was there to ask for the key."""
+    page = locked.get("/")
+    assert page.status_code == 200
+    assert '<input id="key" type="password"' in page.text
+    files = re.findall(r"static/[\w.]+", page.text)
+    assert len(files) >= 3
+    for name in [*files, "static/api.js", "static/form.js"]:
+        assert locked.get(f"/{name}").status_code == 200, name
+    for path in ("/static/nothing.js", "/static/..%2fv1/models", "/static/../v1/models", "//", "/v1/models"):
+        assert locked.get(path).status_code == 401, path
+    assert locked.post("/", {}).status_code == 405
 
 
 def test_the_figures_can_be_protected_too():

@@ -353,11 +353,17 @@ def test_the_servers_own_words_reach_the_reader(browser, real):
         assert "\n" not in page.inner_text("#error")
 
 
-def test_nobody_needs_a_second_key_where_the_browser_has_asked_for_one(browser, llm):
-    """The server guards the page too: the browser's own dialogue opens it, and what the page sends carries that."""
-    user = {"username": "any", "password": "secret"}
-    with served_by(llm.with_drafter("ngram"), "secret") as url, opened(browser, url, http_credentials=user) as page:
-        run(page, "import os", max_tokens="9")
+def test_the_page_asks_for_the_key_of_the_server_and_goes_on(browser, llm):
+    """Fault: without the key the page was a 401 that nothing followed."""
+    with served_by(llm.with_drafter("ngram"), "secret") as url, opened(browser, url) as page:
+        page.wait_for_selector("#key-field:not([hidden])")
+        assert page.inner_text("#error") == "This server needs its API key."
+        run(page, "import os", max_tokens="9", key="wrong")
+        assert page.inner_text("#error") == "The server refused this API key; type it again."
+        page.fill("#key", "secret")
+        page.press("#key", "Enter")
+        page.wait_for_selector("body:not(.busy)")
+        until(lambda: page.inner_text("[data-figure=tokens]") == "9", "the request was not sent")
         assert page.inner_text("#error") == ""
         assert page.inner_text("[data-figure=tokens]") == "9"
         assert page.inner_text("#model") == "builtin · drafter ngram"

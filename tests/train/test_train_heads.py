@@ -12,6 +12,7 @@ from foredraft import LLM, Sampling
 from foredraft.checkpoints.export import export
 from foredraft.checkpoints.read import named_target, read
 from foredraft.checkpoints.target import look_at
+from foredraft.drafters import fit
 from foredraft.drafters.training import LOSSES
 from foredraft.errors import ForedraftError
 from foredraft.train.plan import Evaluation
@@ -64,6 +65,18 @@ def test_heads_learn_under_every_loss_and_draft(folder, method, loss):
     llm = LLM(str(folder / "model"), {"method": method, "model": str(outcome.folder)})
     (done,) = llm.generate([[5, 6, 7]], Sampling(max_tokens=12, temperature=0, ignore_eos=True))
     assert done.stats.num_drafted > 0
+
+
+def test_the_evaluation_of_a_weak_head_logs_no_misfit(folder, monkeypatch, caplog):
+    """Fault: training asked of its own head, in the evaluation's temporary folder, for which target it was trained."""
+    monkeypatch.setattr(fit, "DRAFTS", 8)
+    monkeypatch.setattr(fit, "BAR", 2.0)  # every head is a misfit
+    asked = {"evaluation": Evaluation(prompts=3, tokens=16), "held_out_share": 0.2}
+    made = run(folder, "hydra", {}, **asked).folder
+    assert not [message for message in caplog.messages if "almost never accepted" in message]
+    llm = LLM(str(folder / "model"), {"method": "hydra", "model": str(made)}, num_speculative_tokens=2)
+    llm.generate([[5, 6, 7]], Sampling(max_tokens=40, temperature=0, ignore_eos=True))
+    assert "almost never accepted" in caplog.text
 
 
 @pytest.mark.parametrize("method", SMALL)

@@ -16,7 +16,7 @@ from foredraft.cli.bench_options import CompareOptions, LatencyOptions, LoadOpti
 from foredraft.cli.options import takes
 from foredraft.cli.progress import Bar
 from foredraft.cli.render import console
-from foredraft.cli.shell import UsageError, say
+from foredraft.cli.shell import Command, UsageError, say
 from foredraft.cli.tables import Grid, print_grid
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def grow(
     )
 
 
-@bench.command("latency")
+@bench.command("latency", cls=Command)
 @takes(LatencyOptions)
 def latency(ctx: typer.Context, options: LatencyOptions) -> None:
     """Plain decoding against drafting methods: the same weights and prompts, in turn, prompt by prompt."""
@@ -107,7 +107,7 @@ def _latency_job(options: LatencyOptions, step: Callable[[str], None]) -> "Job":
     return latency_report.Job(plan, llm, step)
 
 
-@bench.command("compare")
+@bench.command("compare", cls=Command)
 @takes(CompareOptions)
 def compare(ctx: typer.Context, options: CompareOptions) -> None:
     """The same weights and prompts through transformers, llama.cpp and vLLM, in turn, each from its own environment.
@@ -155,7 +155,7 @@ def _compare_job(options: CompareOptions, step: Callable[[str], None]) -> "Compa
     return compare_report.Job(plan, step)
 
 
-@bench.command("load")
+@bench.command("load", cls=Command)
 @takes(LoadOptions)
 def load(ctx: typer.Context, options: LoadOptions) -> None:
     """Many requests at once, by the number of streams: draft lengths that adapt, fixed ones, and none, in turn.

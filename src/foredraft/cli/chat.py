@@ -3,8 +3,9 @@
 import contextlib
 import json
 import sys
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,7 +21,7 @@ from foredraft.cli.prompts import read_template_file
 from foredraft.cli.render import STYLES, Screen
 from foredraft.cli.shell import UsageError, say
 from foredraft.cli.speculative_config import read_speculative_config
-from foredraft.completion import Completion, Origin
+from foredraft.completion import Completion, Delta, Origin, Stats
 from foredraft.errors import ForedraftError
 
 if TYPE_CHECKING:
@@ -104,6 +105,17 @@ def _input(prompt: str) -> str:
         return input(prompt)
 
 
+def _stopped(deltas: Sequence[Delta], seconds: float) -> Completion | None:
+    """Make the completion of a reply that was stopped; None if it has no token yet.
+
+    The number of draft tokens is unknown, so the reply has no part in the acceptance rate.
+    """
+    ids = [token for delta in deltas for token in delta.token_ids]
+    passes = sum(bool(delta.token_ids) for delta in deltas)
+    stats = Stats(num_tokens=len(ids), target_passes=passes, wall_time=seconds)
+    return Completion("".join(delta.text for delta in deltas), ids, "abort", stats=stats) if ids else None
+
+
 @dataclass
 class Conversation:
     """Messages so far, and the commands on them."""
@@ -163,19 +175,21 @@ class Conversation:
             self.turns.pop()
             self.screen.note(f"error: {error}")
             return
-        said: list[str] = []
+        deltas: list[Delta] = []
         completion = None
+        began = time.perf_counter()
         try:
             for delta in self.llm.stream([prompt], self.sampling):
+                deltas.append(delta)
                 self.origins.update(delta.origins)
                 styles = [STYLES[origin] for origin in delta.origins]
                 self.screen.text(list(zip(delta.pieces, styles, strict=False)))
-                said.append(delta.text)
                 completion = delta.completion or completion
         except KeyboardInterrupt:
             self.screen.note(" (stopped)", Style(dim=True))
+            completion = completion or _stopped(deltas, time.perf_counter() - began)
         self.screen.text([("\n", Style())])
-        self.turns.append({"role": "assistant", "content": "".join(said)})
+        self.turns.append({"role": "assistant", "content": "".join(delta.text for delta in deltas)})
         if completion is not None:
             self.completions.append(completion)
             self.seconds += completion.stats.wall_time

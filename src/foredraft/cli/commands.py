@@ -46,10 +46,10 @@ def root(
         raise typer.Exit(shell.MISUSED)
 
 
-app.command("chat")(chat)
+app.command("chat", cls=shell.Command)(chat)
 app.command("export")(export)
-app.command("generate")(generate)
-app.command("serve")(serve)
+app.command("generate", cls=shell.Command)(generate)
+app.command("serve", cls=shell.Command)(serve)
 app.command("train")(train)
 app.command("version")(version)
 app.add_typer(bench, name="bench")

@@ -169,25 +169,25 @@ class Job:
                 lambda name: bar.advance(1, f"measuring {name}"),
             )
         rows = compare.table(measured, self.skipped, self.sampling, self.choices.lossy)
-        return self._with_fixed_lengths(generators[compare.PLAIN], rows)
+        return self._with_fixed_lengths(generators, rows)
 
-    def _with_fixed_lengths(self, plain: Generator, rows: list[compare.Row]) -> list[compare.Row]:
+    def _with_fixed_lengths(self, generators: dict[str, Generator], rows: list[compare.Row]) -> list[compare.Row]:
         """Add a row of fixed drafts for every named method that the automatic length hardly drafted with.
 
-        Without it a new head would show acceptance length 1.00, as if it were broken.
+        Without it a new head would show acceptance length 1.00, as if it were broken. All rows are measured again, so
+        that every speed-up is the ratio of two rates of the table.
         """
         named = self.options.methods or (self.methods[:1] if self.options.spec_model else [])
         idle = [row.method for row in rows if row.method in named and row.is_idle]
         if not idle or self.options.draft_length is not None:
             return rows
-        fixed = {compare.PLAIN: plain}
+        plain = generators[compare.PLAIN]
+        fixed = dict(generators)
         for name in idle:
             options = replace(self._options_of(name), spec_tokens=str(FIXED_TOKENS))
             fixed[f"{name}:{FIXED_TOKENS}"] = self.backend.with_method(plain, options, name)
         measured = compare.measure(fixed, self._rendered(plain), self.sampling, self.options.repeats, lambda _: None)
-        extra = compare.table(measured, {}, self.sampling, self.choices.lossy)[1:]
-        last = max(i for i, row in enumerate(rows) if row.figures is not None) + 1
-        return [*rows[:last], *extra, *rows[last:]]
+        return compare.table(measured, self.skipped, self.sampling, self.choices.lossy)
 
     def _print_figures(self, shown: str, figures: Figures, rows: Sequence[compare.Row], drafter: str) -> None:
         if self.screen.is_live:

@@ -92,7 +92,7 @@ class ModelOptions:
         ),
     ] = "auto"
     verify: Annotated[str, _option("Rule: auto, match, reject, block; typical is lossy.", panel="Model")] = "auto"
-    dtype: Annotated[str, _option("auto, bfloat16, float16, float32 or float64.", panel="Model")] = "auto"
+    dtype: Annotated[str, _option("auto, bfloat16, float16 (or half), float32 or float64.", panel="Model")] = "auto"
     device: Annotated[str, _option("auto, cpu or cuda.", panel="Model")] = "auto"
     max_model_len: Annotated[
         int | None,
@@ -150,7 +150,10 @@ class SamplingOptions:
     presence_penalty: Annotated[float, _option("On tokens already put out; 0 is off.", panel="Sampling")] = 0.0
     frequency_penalty: Annotated[float, _option("On their counts; 0 is off.", panel="Sampling")] = 0.0
     seed: Annotated[int | None, _option("Same seed, same text, with or without speculation.", panel="Sampling")] = None
-    n: Annotated[int, _option("Samples of each prompt.", "--n", "-n", panel="Sampling")] = 1
+    n: Annotated[
+        int,
+        _option("Samples of each prompt. The -n of llama.cpp is --max-tokens here.", "--n", "-n", panel="Sampling"),
+    ] = 1
     max_tokens: Annotated[int, _option("Longest output.", panel="Sampling")] = 128
     min_tokens: Annotated[int, _option("Shortest output.", panel="Sampling")] = 0
     stop: Annotated[

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import Any, TextIO
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from foredraft.cli.streams import STDOUT
-from foredraft.cli.suggest import answer_unknown
+from foredraft.cli.suggest import answer_unknown, is_short_word
 from foredraft.errors import ForedraftError
 
 DONE, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
@@ -50,6 +50,27 @@ class Group(TyperGroup):
             except Exception as error:
                 code = _report(error)
         raise SystemExit(code or DONE)
+
+
+class Command(TyperCommand):
+    """A command that refuses other programs' options with one dash and several letters, such as -ngl.
+
+    The parser would read -ngl as -n with the value gl.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse; raises the parser's own NoSuchOption."""
+        known = {name for parameter in self.params for name in parameter.opts}
+        valued = {name for p in self.params if not getattr(p, "is_flag", False) for name in p.opts}
+        before = ""
+        for word in args:
+            if word == "--":
+                break
+            name = word.partition("=")[0]
+            if is_short_word(name) and name not in known and before not in valued:
+                raise _NoSuchOption(name, ctx=ctx)
+            before = word
+        return super().parse_args(ctx, args)
 
 
 def _report(error: Exception) -> int:

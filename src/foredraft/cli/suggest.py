@@ -5,9 +5,21 @@ from collections.abc import Sequence
 
 NO_OPTION = "no option: "  # begins the reason why there is none
 
-# An option of another program -> ours, or what to do in its place.
-ELSEWHERE = {
-    "--gpu-memory-utilization": "--kv-memory",
+_ONE_DEVICE = (
+    f"{NO_OPTION}one process runs one model on one device; start one server for each device with "
+    "CUDA_VISIBLE_DEVICES=N in the environment"
+)
+_KV_SIZE = "--kv-memory with a size such as 2GiB (default: a quarter of the free memory)"
+_FREE_ATTENTION = f"{NO_OPTION}the device decides the attention kernel"
+_KV_TYPE = f"{NO_OPTION}the KV cache has the model's dtype; --dtype changes both"
+_METHODS = ("--spec-method", "--methods METHOD", "--method METHOD")
+_LENGTHS = ("--spec-tokens", "--methods METHOD:TOKENS", "--fixed")
+
+# An option of another program, or of another of our commands -> ours, the first that the command has, or what to do.
+ELSEWHERE: dict[str, str | tuple[str, ...]] = {
+    "--gpu-memory-utilization": _KV_SIZE,
+    "--spec-method": _METHODS,
+    "--spec-tokens": _LENGTHS,
     "--max-num-seqs": "--max-batch",
     "--parallel": "--max-batch",
     "-np": "--max-batch",
@@ -22,13 +34,14 @@ ELSEWHERE = {
     "--temp": "--temperature",
     "--repeat-penalty": "--repetition-penalty",
     "--typical": "--typical-p",
-    "--draft": "--spec-tokens",
-    "--draft-n": "--spec-tokens",
-    "--spec-draft-n-max": "--spec-tokens",
-    "--num-assistant-tokens": "--spec-tokens",
+    "--draft": _LENGTHS,
+    "--draft-n": _LENGTHS,
+    "--spec-draft-n-max": _LENGTHS,
+    "--num-assistant-tokens": _LENGTHS,
+    "--num-speculative-tokens": _LENGTHS,
     "--assistant-model": "--spec-model",
-    "--spec-type": "--spec-method",
-    "--drafter": "--spec-method",
+    "--spec-type": _METHODS,
+    "--drafter": _METHODS,
     "--speculative-model": "--spec-model",
     "--quantize": "--quantization",
     "--enforce-eager": "--no-fused",
@@ -37,9 +50,38 @@ ELSEWHERE = {
     "--tokenizer": "a folder with the model and its tokenizer, given to --model",
     "--threads": "OMP_NUM_THREADS=N in the environment",
     "-t": "OMP_NUM_THREADS=N in the environment",
-    "--tensor-parallel-size": f"{NO_OPTION}one process runs one model on one device",
+    "-tb": "OMP_NUM_THREADS=N in the environment",
+    "--tensor-parallel-size": _ONE_DEVICE,
+    "-tp": _ONE_DEVICE,
+    "--pipeline-parallel-size": _ONE_DEVICE,
+    "-pp": _ONE_DEVICE,
+    "--data-parallel-size": _ONE_DEVICE,
+    "-dp": _ONE_DEVICE,
+    "--split-mode": _ONE_DEVICE,
+    "-sm": _ONE_DEVICE,
+    "--tensor-split": _ONE_DEVICE,
+    "-ts": _ONE_DEVICE,
     "--n-gpu-layers": "--device cuda",
     "-ngl": "--device cuda",
+    "-ngld": "--device cuda",
+    "-dev": "--device",
+    "--flash-attn": _FREE_ATTENTION,
+    "-fa": _FREE_ATTENTION,
+    "--cache-type-k": _KV_TYPE,
+    "-ctk": _KV_TYPE,
+    "--cache-type-v": _KV_TYPE,
+    "-ctv": _KV_TYPE,
+    "--cont-batching": f"{NO_OPTION}requests always join the running batch",
+    "-cb": f"{NO_OPTION}requests always join the running batch",
+    "--ubatch-size": "--max-chunk",
+    "-ub": "--max-chunk",
+    "-b": "--max-chunk",
+    "--hf-repo": "--model",
+    "-hf": "--model",
+    "--system-prompt": "--system",
+    "-sys": "--system",
+    "--conversation": f"{NO_OPTION}foredraft chat holds conversations",
+    "-cnv": f"{NO_OPTION}foredraft chat holds conversations",
     "--trust-remote-code": f"{NO_OPTION}code that comes with a model is never run",
     "--lora": f"{NO_OPTION}merge the adapter into its base model first (PEFT's merge_and_unload)",
     "--enable-lora": f"{NO_OPTION}merge the adapter into its base model first (PEFT's merge_and_unload)",
@@ -49,11 +91,24 @@ ELSEWHERE = {
 }
 
 
+# Options of `foredraft serve` alone -> how the other commands do it.
+SERVE_ONLY = {
+    name: f"{name} is an option of foredraft serve alone"
+    for name in ("--max-batch", "--max-chunk", "--no-prefix-cache", "--served-model-name")
+} | {"--kv-memory": "the KV cache takes at most a quarter of the free memory; foredraft serve sets it with --kv-memory"}
+
+
+def is_short_word(word: str) -> bool:
+    """Whether a word is an option of another program with one dash and several letters."""
+    return word in ELSEWHERE and not word.startswith("--") and len(word) > 2
+
+
 def answer_unknown(wrong: str, known: Sequence[str]) -> str:
     """The message for an unknown option: what to type in its place, or why there is none."""
     meant = suggest_option(wrong, known)
     if meant is None:
-        return f"unknown option {wrong}"
+        reasons = [SERVE_ONLY[name] for option in _counterparts(wrong) if (name := option.split()[0]) in SERVE_ONLY]
+        return f"unknown option {wrong}" + (f"; there is none here: {reasons[0]}" if reasons else "")
     reason = meant.removeprefix(NO_OPTION)
     return f"unknown option {wrong}; " + (f"use {meant}" if reason == meant else f"there is none here: {reason}")
 
@@ -61,7 +116,12 @@ def answer_unknown(wrong: str, known: Sequence[str]) -> str:
 def suggest_option(wrong: str, known: Sequence[str]) -> str | None:
     """What to type in place of an unknown option; None if nothing is near."""
     if wrong in ELSEWHERE:
-        ours = ELSEWHERE[wrong]
-        return ours if not ours.startswith("--") or ours.split()[0] in known else None
+        found = (ours for ours in _counterparts(wrong) if not ours.startswith("--") or ours.split()[0] in known)
+        return next(found, None)
     near = difflib.get_close_matches(wrong, known, n=1, cutoff=0.6)
     return near[0] if near else None
+
+
+def _counterparts(wrong: str) -> tuple[str, ...]:
+    ours = ELSEWHERE.get(wrong, ())
+    return (ours,) if isinstance(ours, str) else ours

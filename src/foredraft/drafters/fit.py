@@ -21,12 +21,13 @@ class Fit:
     Attributes:
         num_drafts: drafts that were verified, of the first `DRAFTS`.
         num_begun: those of them whose first token was kept.
-        is_misfit: whether the warning was logged.
+        is_misfit: whether too few first tokens were kept.
+        is_silent: whether the warning is left out, as for a drafter in training.
     """
 
     def __init__(self, context: Context) -> None:
         self.num_drafts = self.num_begun = 0
-        self.is_misfit = False
+        self.is_misfit = self.is_silent = False
         self._name = context.model or context.builtin or "the drafter"
         self._target = context.target_name
         self._drafted: set[int] = set()  # slots, in the step that is under way
@@ -49,6 +50,8 @@ class Fit:
         self._drafted = set()
         if self.num_drafts >= DRAFTS and self.num_begun < BAR * self.num_drafts:
             self.is_misfit = True
+            if self.is_silent:
+                return
             log.warning(
                 "drafts of %s are almost never accepted (the first token of %d in %d); was it trained for %s?",
                 self._name, self.num_begun, self.num_drafts, self._target,

@@ -4,9 +4,10 @@
 argument is honoured or refused by name.
 """
 
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -29,6 +30,8 @@ from foredraft.source import Begun, Source
 _DERIVED = frozenset({"use_cache", "cache_position", "position_ids", "past_key_values", "logits_to_keep"})
 _REFUSED_OUTPUTS = ("output_attentions", "output_hidden_states")
 WITHOUT_ASSISTANT = "ngram"  # drafts if neither a drafter nor an assistant_model is given
+_LOCKS: WeakKeyDictionary[Any, threading.RLock] = WeakKeyDictionary()  # one for each model that was decoded
+_MAKING = threading.Lock()  # of a lock
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,7 @@ class Speculation:
         Use it for `stop_strings`: transformers drops their tokenizer before a custom loop starts. Raises
         ForedraftError for what cannot be honoured.
         """
+        _check_arguments(model, inputs)
         if stop_strings is not None and self.settings.tokenizer is None:
             raise ForedraftError("stop_strings need a tokenizer: give tokenizer=... beside them")
         stops = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings or ())
@@ -108,9 +112,14 @@ class Speculation:
             given = Inputs(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
             return self._decode(given, options, assistant_model)
 
-        return model.generate(inputs, custom_generate=decode, **kwargs)
+        with _in_turn(model, assistant_model):
+            return model.generate(inputs, custom_generate=decode, **kwargs)
 
     def _decode(self, inputs: "Inputs", options: CallOptions, assistant: Any) -> Any:
+        with _in_turn(inputs.model, assistant):
+            return self._decode_alone(inputs, options, assistant)
+
+    def _decode_alone(self, inputs: "Inputs", options: CallOptions, assistant: Any) -> Any:
         # a parameter of this name would reach us twice
         mask: Tensor | None = inputs.model_kwargs.pop("attention_mask", None)  # [B, L], of the encoder if there is one
         encoded = inputs.model_kwargs.pop("encoder_outputs", None)
@@ -185,6 +194,10 @@ def speculate(
     Batches (left-padded), sampling, num_return_sequences, logits processors, max_time, output_scores and a streamer
     work. Keep the loop for many calls: it holds one engine per model.
 
+    Calls from several threads on one model take turns by a lock of that model, also calls of different loops. Threads
+    that share an encoder-decoder model must call the loop's method `generate`: `model.generate` runs the encoder
+    before the lock. Plain calls of the model must not run beside them. For requests in one batch use `LLM`.
+
     Args:
         drafter: as for `LLM`; default the assistant_model of generate(), or prompt lookup without one.
         num_speculative_tokens: longest draft in tokens; None = found by measurement.
@@ -217,14 +230,40 @@ def generate(
 
     The arguments before `kwargs` are those of `speculate`. `streamer`, `assistant_model` and `stop_strings` work. One
     engine is made per call; for many calls keep `loop = foredraft.speculate(...)` and use `loop.generate(model, ...)`.
+    Calls from several threads on one model take turns.
 
     Raises:
-        ForedraftError: for what cannot be honoured.
+        ForedraftError: for what cannot be honoured, and for text in place of token ids.
     """
     loop = speculate(
         drafter, num_speculative_tokens=num_speculative_tokens, verify=verify, tokenizer=tokenizer, fused=fused
     )
     return loop.generate(model, inputs, **kwargs)
+
+
+def _check_arguments(model: Any, inputs: Any) -> None:
+    """Raises ForedraftError for a model or inputs of the wrong type."""
+    if not hasattr(model, "generate") or isinstance(model, LLM):
+        raise ForedraftError(
+            f"generate takes a loaded transformers model, got {type(model).__name__}; foredraft.LLM takes a folder or "
+            "hub id, and has a method generate of its own"
+        )
+    if inputs is not None and not isinstance(inputs, Tensor):
+        raise ForedraftError(
+            f"generate takes token ids as a tensor, got {type(inputs).__name__}; pass "
+            "**tokenizer(text, return_tensors='pt'), or use foredraft.LLM(model, tokenizer=tokenizer).generate(text)"
+        )
+
+
+@contextmanager
+def _in_turn(*models: Any) -> Iterator[None]:
+    """Hold the locks of the models; always in one order, so that two threads never wait for each other."""
+    with _MAKING:
+        locks = [_LOCKS.setdefault(model, threading.RLock()) for model in models if model is not None]
+    with ExitStack() as held:
+        for lock in sorted(locks, key=id):
+            held.enter_context(lock)
+        yield
 
 
 @contextmanager

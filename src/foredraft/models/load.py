@@ -43,6 +43,7 @@ DTYPES = {
     "float64": torch.float64,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
+    "half": torch.float16,
 }
 
 

@@ -14,10 +14,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foredraft.errors import is_panic
 from foredraft.server.errors import ApiError, shown, unavailable
+from foredraft.server.playground import FOLDER, TYPES
 from foredraft.server.settings import Settings
 
 OPEN = frozenset({"/health", "/ready"})  # what a load balancer asks without a key
 FIGURES = frozenset({"/metrics", "/version"})  # open too, as vLLM's are, unless the settings protect them
+# The playground's files hold nothing of a model or a user, and the page asks for the key itself.
+PAGE = frozenset({"/", *(f"/static/{path.name}" for path in FOLDER.iterdir() if path.suffix in TYPES)})
 _LENGTH = re.compile(rb"[0-9]{1,15}")
 
 
@@ -27,7 +30,7 @@ class Gate:
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self.app, self.limits, self._hosts = app, settings.limits, settings.allowed_hosts
         self._key = None if settings.api_key is None else settings.api_key.encode()
-        self._open = OPEN if settings.protects_metrics else OPEN | FIGURES
+        self._open = OPEN | PAGE if settings.protects_metrics else OPEN | PAGE | FIGURES
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -74,9 +77,7 @@ class Gate:
             return
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         if not hmac.compare_digest(_key_of(given), self._key):
-            # a browser asks for user and password then; the password is the key
-            challenge = "Basic" if scope["path"] == "/" else "Bearer"
-            headers = {"WWW-Authenticate": f'{challenge} realm="foredraft"'}
+            headers = {"WWW-Authenticate": 'Bearer realm="foredraft"'}
             raise ApiError(401, "the API key is missing or wrong; send Authorization: Bearer KEY", headers=headers)
 
     def _check_head(self, scope: Scope) -> None:
@@ -134,7 +135,7 @@ def _is_address(name: str) -> bool:
 
 
 def _key_of(header: bytes) -> bytes:
-    """The key a client sent: as a Bearer token, or as the password of a browser's own dialogue."""
+    """The key a client sent: as a Bearer token, or as the password of Basic authentication."""
     scheme, _, value = header.partition(b" ")
     value = value.strip()
     if scheme.lower() == b"bearer":

@@ -51,8 +51,7 @@ class StaticFile:
 
 
 def playground() -> APIRouter:
-    """Routes `/` and `/static/...`. Whatever guards the rest of the server guards them too; where the page may be seen
-    without the API key, it asks for the key once a request is answered 401."""
+    """Routes `/` and `/static/...`. The files need no API key: the page asks for it if a request is answered 401."""
     files = {path.name: StaticFile.read(path) for path in sorted(FOLDER.iterdir()) if path.suffix in TYPES}
     router = APIRouter(include_in_schema=False)
 

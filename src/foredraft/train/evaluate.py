@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from foredraft import LLM
+from foredraft.drafters.fit import Fit
 from foredraft.drafters.training import Losses, Trace
 from foredraft.train.documents import Document
 from foredraft.train.plan import Evaluation
@@ -86,6 +87,9 @@ class Evaluator:
                 self._recordings[regime] = Recording.make(self.llm, prompts, temperature, self.asked.tokens)
             spec = {"method": self.method, "model": str(folder)}
             drafting = self.llm.with_drafter(spec, self.asked.num_tokens, "auto")
+            fit: Fit | None = getattr(drafting.drafter, "fit", None)
+            if fit is not None:  # a drafter in training is for this target, however weak it still is
+                fit.is_silent = True
             figures = Figures.of(Replay(drafting, self._recordings[regime]).run())
             length, positions = figures.acceptance_length, figures.per_position
             found[regime] = {"length": round(length, 4), "positions": [round(share, 4) for share in positions]}

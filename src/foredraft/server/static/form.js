@@ -49,7 +49,16 @@ export function savedKey() {
   return sessionStorage.getItem(KEY) ?? "";
 }
 
+// Shows the field; what to say beside it. A key that was refused is forgotten, and selected to be typed over.
 export function askForKey() {
+  const isFirst = !savedKey();
+  sessionStorage.removeItem(KEY);
   field("key-field").hidden = false;
   field("key").focus();
+  field("key").select();
+  return isFirst ? "This server needs its API key." : "The server refused this API key; type it again.";
+}
+
+export function hideKey() {
+  field("key-field").hidden = true;
 }

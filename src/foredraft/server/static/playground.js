@@ -3,7 +3,7 @@
 import { ApiError, firstModel, stream } from "./api.js";
 import { Card } from "./card.js";
 import { Chart } from "./chart.js";
-import { askForKey, keepPromptFitted, plainly, readRequest, savedKey } from "./form.js";
+import { askForKey, hideKey, keepPromptFitted, plainly, readRequest, savedKey } from "./form.js";
 import { Pane } from "./pane.js";
 import { ORIGINS, Record } from "./record.js";
 import { describe, drawTree } from "./tree.js";
@@ -256,13 +256,14 @@ function report(error) {
     return;
   }
   write($("#status"), "");
-  write($("#error"), error instanceof ApiError ? error.message : `The page failed: ${error.message}`);
+  const line = error instanceof ApiError ? error.message : `The page failed: ${error.message}`;
+  write($("#error"), error.status === 401 ? askForKey() : line);
   bringIntoView($("#error"), "nearest");
-  if (error.status === 401) askForKey();
 }
 
 async function greet() {
   model = await firstModel(savedKey());
+  hideKey();
   write($("#model"), [model?.id, model?.drafter && `drafter ${model.drafter}`].filter(Boolean).join(" · "));
 }
 
