@@ -135,3 +135,13 @@ def test_quick_and_general_agree_on_any_tokens(prompt: str, ids: list[int]) -> N
     """Special tokens and ids of nothing included."""
     tokenizer = models_made.tokenizer()
     pieces(tokenizer, tokenizer(prompt).input_ids, ids)
+
+
+@pytest.mark.parametrize("prompt", [[], ["í", "§"], ["a", "ï"]])
+def test_the_first_bytes_of_a_surrogate_are_shown_at_once(prompt: list[str]) -> None:
+    """No third byte makes ED A7 a character. Python's decoder kept both, and a request that ended there lost them."""
+    tokenizer = models_made.tokenizer()
+    known = tokenizer.get_vocab()
+    decoder = detokenizer(tokenizer, [known[letter] for letter in prompt])
+    found = "".join(decoder.push(known[letter]) for letter in "í§")
+    assert found == 2 * INCOMPLETE

@@ -37,14 +37,14 @@ class ByteDetokenizer:
         self._silent = {token for token, entry in added.items() if entry.special}
         self._spelt: dict[int, bytes] = {}
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._utf8.decode(b"".join(map(self._bytes, prompt[-4 * CONTEXT :])))
+        self._decode(b"".join(map(self._bytes, prompt[-4 * CONTEXT :])))
         self._pending = self._utf8.getstate()[0]  # the prompt ends inside a character
 
     def push(self, token: int) -> str:
         new = self._spelt.get(token)
         if new is None:
             new = self._spelt[token] = self._bytes(token)
-        piece = self._utf8.decode(new)
+        piece = self._decode(new)
         if self._pending:
             self._pending += new
             if piece:
@@ -56,6 +56,16 @@ class ByteDetokenizer:
 
     def alone(self, token: int) -> str:
         return self._bytes(token).decode(errors="replace")
+
+    def _decode(self, new: bytes) -> str:
+        """Decode the next bytes; those that may begin a character stay in the decoder.
+
+        Python's decoder also keeps the first two bytes of a surrogate, which no third byte can make valid.
+        """
+        piece = self._utf8.decode(new)
+        kept = self._utf8.getstate()[0]
+        is_surrogate = len(kept) == 2 and kept[0] == 0xED and kept[1] >= 0xA0
+        return piece + self._utf8.decode(b"", final=True) if is_surrogate else piece
 
     def _bytes(self, token: int) -> bytes:
         name = self._backend.id_to_token(token)

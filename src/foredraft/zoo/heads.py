@@ -35,7 +35,7 @@ class Head:
 RECIPES = (
     # without output matrices of their own: they would be nine tenths of its size
     Head("medusa", 450, {"own_head": "false", "layers": "2"}),
-    Head("mlp_speculator", 1000),
+    Head("mlp_speculator", 1000, {"inner": "192"}),
     Head("blockwise", 900, {"heads": "3", "inner": "192", "decay": "0.8"}),
     Head("hydra", 900, {"heads": "3", "own_head": "false", "rank": "320"}),
     Head("early_exit", 300, {"exit_layer": "4"}, learning_rate=0.04),
