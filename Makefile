@@ -1,11 +1,15 @@
 PYTHON ?= python
 
-.PHONY: check test soak format dist
+.PHONY: check test soak format dist docs
 
-check:
+check: docs
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m mypy
+
+# The documentation as a site, in site/. A broken link is an error. Nothing is downloaded, and the sources are not imported.
+docs:
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict
 
 format:
 	$(PYTHON) -m ruff format .
