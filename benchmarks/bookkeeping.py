@@ -1,10 +1,11 @@
-"""What a step costs besides models, drafts and laws, with 64 requests running on the built-in target.
+"""Cost of a step besides models, drafts and sampling, with 64 requests running on the built-in target.
 
     python benchmarks/bookkeeping.py [--streams 64] [--rounds 3] [--modes off,4,auto] [--json FILE] [--quick]
 
 A closed loop as in serving.py, so that admission, prompts, page tables, prefix hashes and ends are all in it. Every
 part is timed by itself, without what it calls of the others, so that the parts add up to the step; `target`, `drafter`
-and `laws and verification` are the work, the rest is bookkeeping, which should be 5 % of the step at most. The clocks
+and `sampling and verification` are the work, the rest is bookkeeping, which should be 5 % of the step at most. The
+clocks
 are in it too: about a third of a microsecond for each call. `--clock cpu` counts the time of the thread that steps,
 which other programs on the machine do not lengthen; a pass of the target is on that thread as well as on others.
 """
@@ -21,18 +22,18 @@ from pathlib import Path
 
 from foredraft import LLM, Sampling
 from foredraft.bench import questions
-from foredraft.bench.load import AUTO, OFF, Loop, Work
-from foredraft.bench.load_drivers import InProcess
+from foredraft.bench.load import AUTO, OFF, ClosedLoopResult, LoadWorkload
+from foredraft.bench.load_drivers import EngineDriver
 from foredraft.engine import engine as steps
 from foredraft.llm import MemoryLimits
 
 STEP = "everything else"
-WORK = ("target", "drafter", "laws and verification")
+WORK = ("target", "drafter", "sampling and verification")
 ALLOWED = 0.05
 CLOCKS = {"wall": time.perf_counter, "cpu": time.thread_time}
 
 
-class Parts:
+class PartTimer:
     """Seconds by part, each without the parts it called."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -41,7 +42,7 @@ class Parts:
         self.num_steps = 0
         self._inner: list[float] = []  # of every open call, the seconds its own calls took
 
-    def timed(self, part: str, call: Callable) -> Callable:
+    def wrap(self, part: str, call: Callable) -> Callable:
         def run(*args, **kwargs):
             self._inner.append(0.0)
             began = self.clock()
@@ -58,19 +59,21 @@ class Parts:
         return run
 
     @contextlib.contextmanager
-    def watching(self, llm: LLM) -> Iterator[None]:
+    def instrument(self, llm: LLM) -> Iterator[None]:
         """Time the parts of an engine's step."""
         with contextlib.ExitStack() as stack:
-            for owner, name, part in places(llm):
-                stack.enter_context(replaced(owner, name, self.timed(part, getattr(owner, name))))
-            verify = steps.per_request
-            rule = self.timed("laws and verification", lambda rule, *args: rule(*args))
-            stack.enter_context(replaced(steps, "per_request", lambda names: lambda *args: rule(verify(names), *args)))
+            for owner, name, part in list_timed_methods(llm):
+                stack.enter_context(replace_attribute(owner, name, self.wrap(part, getattr(owner, name))))
+            verify = steps.combine_rules
+            rule = self.wrap("sampling and verification", lambda rule, *args: rule(*args))
+            stack.enter_context(
+                replace_attribute(steps, "combine_rules", lambda names: lambda *args: rule(verify(names), *args))
+            )
             yield
 
 
 @contextlib.contextmanager
-def replaced(owner: object, name: str, other: Callable) -> Iterator[None]:
+def replace_attribute(owner: object, name: str, other: Callable) -> Iterator[None]:
     had = vars(owner).get(name)
     setattr(owner, name, other)
     try:
@@ -82,46 +85,46 @@ def replaced(owner: object, name: str, other: Callable) -> Iterator[None]:
             setattr(owner, name, had)
 
 
-def places(llm: LLM) -> list[tuple[object, str, str]]:
+def list_timed_methods(llm: LLM) -> list[tuple[object, str, str]]:
     """(whose, method, part). What a part is called must be right: a method that is gone raises AttributeError."""
     engine = llm.engine
     scheduler, drafter = engine.scheduler, llm.drafter
     found: list[tuple[object, str, str]] = [
         (engine, "step", STEP),
         (engine.target, "forward", "target"),
-        (steps, "_score", "laws and verification"),
-        (scheduler, "next", "scheduling"),
+        (steps, "_collect_output", "sampling and verification"),
+        (scheduler, "schedule", "scheduling"),
         (scheduler, "commit", "commit"),
         (scheduler, "finish", "ends"),
-        (engine, "_window", "window"),
-        (engine, "_cut", "text"),
-        (engine, "_publish", "deltas"),
-        (steps, "keep", "moving KV"),
-        (steps, "_on_chunks", "prompt chunks"),
-        (engine.lengths, "allot", "controller"),
-        (engine.lengths, "learn", "controller"),
+        (engine, "_build_forward_batch", "window"),
+        (engine, "_append_tokens", "text"),
+        (engine, "_emit_deltas", "deltas"),
+        (steps, "compact_accepted", "moving KV"),
+        (steps, "_prepend_chunks", "prompt chunks"),
+        (engine.length_policy, "allocate", "controller"),
+        (engine.length_policy, "record_step", "controller"),
         (engine.drafter, "propose", "guards of the drafter"),
         (engine.drafter, "observe", "guards of the drafter"),
     ]
     if drafter is not None:
         found += [(drafter, verb, "drafter") for verb in ("propose", "observe", "forget")]
-    prefix = getattr(scheduler, "prefix", None)
+    prefix = getattr(scheduler, "prefix_cache", None)
     if prefix is not None:
-        found += [(prefix, verb, "prefix cache") for verb in ("match", "take", "insert", "leave")]
+        found += [(prefix, verb, "prefix cache") for verb in ("match", "apply_hit", "insert", "release")]
     return found
 
 
 @dataclass
-class Seen:
+class ModeTimings:
     """One mode, all rounds."""
 
-    rounds: list[Parts] = field(default_factory=list)
+    rounds: list[PartTimer] = field(default_factory=list)
     outside: list[float] = field(default_factory=list)  # share of the loop's time that no step took
 
-    def milliseconds(self, part: str) -> float:
+    def compute_milliseconds(self, part: str) -> float:
         return 1000 * statistics.median(parts.seconds.get(part, 0.0) / parts.num_steps for parts in self.rounds)
 
-    def share(self, names: Sequence[str]) -> float:
+    def compute_share(self, names: Sequence[str]) -> float:
         """Median over the rounds of the share of the step."""
         return statistics.median(
             sum(parts.seconds.get(name, 0.0) for name in names) / sum(parts.seconds.values()) for parts in self.rounds
@@ -132,31 +135,31 @@ class Seen:
         return 1000 * statistics.median(sum(parts.seconds.values()) / parts.num_steps for parts in self.rounds)
 
 
-def measure(driver: InProcess, work: Work, streams: int, number: int, seen: Seen) -> None:
-    parts = Parts(driver.clock)
-    with parts.watching(driver.llm):
-        loop: Loop = driver.run(work.jobs(streams, number), streams)
+def measure_round(driver: EngineDriver, work: LoadWorkload, streams: int, number: int, seen: ModeTimings) -> None:
+    parts = PartTimer(driver.clock)
+    with parts.instrument(driver.llm):
+        loop: ClosedLoopResult = driver.run(work.make_requests(streams, number), streams)
     seen.rounds.append(parts)
     seen.outside.append(1 - sum(parts.seconds.values()) / loop.seconds)
 
 
-def table(found: dict[str, Seen]) -> str:
+def format_table(found: dict[str, ModeTimings]) -> str:
     names = sorted({name for seen in found.values() for parts in seen.rounds for name in parts.seconds})
     rest = [name for name in names if name not in WORK]
-    rest.sort(key=lambda name: -max(seen.milliseconds(name) for seen in found.values()))
+    rest.sort(key=lambda name: -max(seen.compute_milliseconds(name) for seen in found.values()))
     header = " | ".join(f"{mode}, ms a step | share" for mode in found)
     lines = [f"| part | {header} |", "|---|" + "---:|---:|" * len(found)]
     for name in (*WORK, *rest):
-        cells = [f"{seen.milliseconds(name):.3f} | {seen.share([name]):.2%}" for seen in found.values()]
+        cells = [f"{seen.compute_milliseconds(name):.3f} | {seen.compute_share([name]):.2%}" for seen in found.values()]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    cells = [f"{seen.step:.3f} | {seen.share(rest):.2%}" for seen in found.values()]
+    cells = [f"{seen.step:.3f} | {seen.compute_share(rest):.2%}" for seen in found.values()]
     lines.append("| **step, and bookkeeping's share** | " + " | ".join(cells) + " |")
     cells = [f"  | {statistics.median(seen.outside):.2%}" for seen in found.values()]
     lines.append("| outside the step: requests made, deltas read | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def engine_of(llm: LLM, mode: str, method: str) -> LLM:
+def create_llm(llm: LLM, mode: str, method: str) -> LLM:
     if mode == OFF:
         return llm.with_drafter(None)
     if mode != AUTO:
@@ -184,20 +187,20 @@ def main() -> None:
     if options.quick:
         options.streams, options.rounds, options.max_tokens, options.prompt_tokens = 8, 1, 8, 16
     llm = LLM(drafter=None, limits=MemoryLimits(max_batch=options.streams))
-    texts = [llm.tokenizer(q.turns[0]).input_ids for q in questions.questions(None, 96)]
-    work = Work(tuple(tuple(ids[-options.prompt_tokens :]) for ids in texts), options.max_tokens, 2.0, 1)
-    llm.limits = MemoryLimits(max_batch=options.streams, kv_tokens=work.memory(options.streams))
+    texts = [llm.tokenizer(q.turns[0]).input_ids for q in questions.load_questions(None, 96)]
+    work = LoadWorkload(tuple(tuple(ids[-options.prompt_tokens :]) for ids in texts), options.max_tokens, 2.0, 1)
+    llm.limits = MemoryLimits(max_batch=options.streams, kv_tokens=work.count_kv_tokens(options.streams))
     sampling = Sampling(temperature=options.temperature, max_tokens=options.max_tokens, ignore_eos=True)
-    drivers: dict[str, InProcess] = {}
+    drivers: dict[str, EngineDriver] = {}
     for mode in options.modes.split(","):
-        drivers[mode] = InProcess(engine_of(llm, mode, options.method), sampling, CLOCKS[options.clock])
-        drivers[mode].run(work.jobs(options.streams, -1), options.streams)
-    found = {mode: Seen() for mode in drivers}
+        drivers[mode] = EngineDriver(create_llm(llm, mode, options.method), sampling, CLOCKS[options.clock])
+        drivers[mode].run(work.make_requests(options.streams, -1), options.streams)
+    found = {mode: ModeTimings() for mode in drivers}
     for number in range(options.rounds):
         for mode in [*drivers][number % len(drivers) :] + [*drivers][: number % len(drivers)]:
-            measure(drivers[mode], work, options.streams, number, found[mode])
-    print(table(found))
-    rest = {mode: 1 - seen.share(WORK) for mode, seen in found.items()}
+            measure_round(drivers[mode], work, options.streams, number, found[mode])
+    print(format_table(found))
+    rest = {mode: 1 - seen.compute_share(WORK) for mode, seen in found.items()}
     for mode, share in rest.items():
         print(f"{mode}: bookkeeping {share:.2%} of the step" + ("" if share <= ALLOWED else f", above {ALLOWED:.0%}"))
     if options.json:

@@ -19,41 +19,43 @@ from typing import Any
 
 from foredraft import LLM, Sampling
 from foredraft.bench import latency, methods, questions, report
-from foredraft.bench.latency import Row
-from foredraft.drafters.base import methods as registered
+from foredraft.bench.latency import LatencyRow
+from foredraft.drafters.registry import load_methods as registered
 
 CHAINS = "draft_model:2,ngram:8,ngram_lm:8,medusa:4,mlp_speculator:3,eagle:3,eagle3:3"
 TREES = ("medusa:4:tree_nodes={}", "mlp_speculator:4:tree_nodes={}", "eagle:5:tree_nodes={}", "eagle3:5:tree_nodes={}")
 MODES = {"greedy": Sampling(temperature=0.0, ignore_eos=True), "T = 1": Sampling(temperature=1.0, ignore_eos=True)}
 
 
-def wanted(options: argparse.Namespace) -> list[methods.Method]:
+def parse_methods(options: argparse.Namespace) -> list[methods.BenchMethod]:
     texts = options.methods.split(",")
     for budget in filter(None, options.budgets.split(",")):
         texts += [tree.format(budget) for tree in options.trees.split(",") if tree]
     return methods.parse_all(texts, list(registered()))
 
 
-def measured(llm: LLM, chosen: Sequence[methods.Method], options: argparse.Namespace) -> dict[str, list[Row]]:
+def measure_methods(
+    llm: LLM, chosen: Sequence[methods.BenchMethod], options: argparse.Namespace
+) -> dict[str, list[LatencyRow]]:
     generators: dict[str, Any] = {methods.PLAIN: llm}
-    for method in methods.with_models(chosen, llm.target.model.config, options.spec_model, llm.is_builtin):
+    for method in methods.attach_models(chosen, llm.target.model.config, options.spec_model, llm.is_builtin):
         generators[method.label] = llm.with_drafter(dict(method.spec))
-    found: dict[str, list[Row]] = {}
+    found: dict[str, list[LatencyRow]] = {}
     for mode, sampling in MODES.items():
         sampling = replace(sampling, max_tokens=options.max_tokens)
-        asked = questions.questions(None, options.prompts)
+        asked = questions.load_questions(None, options.prompts)
 
         def step(name: str, mode: str = mode) -> None:
             print(f"\r{mode}: {name:40}", end="", file=sys.stderr)
 
         context = llm.target.context_length
         outcome = latency.measure(generators, asked, llm.tokenizer, context, sampling, options.rounds, step)
-        found[mode] = latency.rows(outcome, sampling)
+        found[mode] = latency.build_rows(outcome, sampling)
     print(file=sys.stderr)
     return found
 
 
-def table(found: dict[str, list[Row]]) -> str:
+def format_table(found: dict[str, list[LatencyRow]]) -> str:
     header = "| method | " + " | ".join(f"AL, {mode} | speed-up | drafting" for mode in found) + " | same text |"
     lines = [header, "|---|" + "---:|---:|---:|" * len(found) + "---:|"]
     for rows in zip(*found.values(), strict=True):
@@ -62,7 +64,7 @@ def table(found: dict[str, list[Row]]) -> str:
     return "\n".join(lines)
 
 
-def draw(found: dict[str, list[Row]], path: Path) -> None:
+def save_plot(found: dict[str, list[LatencyRow]], path: Path) -> None:
     """Acceptance length and speed-up, by method in the order of the table."""
     report.require_matplotlib()
     import matplotlib
@@ -106,12 +108,12 @@ def main() -> None:
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     llm = LLM(options.model, drafter=None)
-    found = measured(llm, wanted(options), options)
-    print(table(found))
+    found = measure_methods(llm, parse_methods(options), options)
+    print(format_table(found))
     if options.json:
         options.json.write_text(json.dumps({mode: [asdict(row) for row in rows] for mode, rows in found.items()}))
     if options.plot:
-        draw(found, options.plot)
+        save_plot(found, options.plot)
 
 
 if __name__ == "__main__":

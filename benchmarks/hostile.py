@@ -26,14 +26,14 @@ import httpx
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "server"))
 from hostile_corpus import corpus
-from hostile_wire import exchange, fault
+from hostile_wire import exchange, find_fault
 
 TARGET = 50  # milliseconds
 SLOWEST = 10
 
 
 @contextmanager
-def served(words: str) -> Iterator[str]:
+def start_server(words: str) -> Iterator[str]:
     """The address of a server of our own."""
     command = [sys.executable, "-m", "foredraft", "serve", "--port", "0", *shlex.split(words)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
@@ -51,7 +51,7 @@ def served(words: str) -> Iterator[str]:
             process.terminate()
 
 
-class Neighbour(threading.Thread):
+class HealthProbe(threading.Thread):
     """Asks /health all the time. `seconds`: what every answer took."""
 
     def __init__(self, url: str) -> None:
@@ -67,19 +67,19 @@ class Neighbour(threading.Thread):
                 time.sleep(0.002)
 
 
-def percentile(values: list[float], part: float) -> float:
+def compute_percentile(values: list[float], part: float) -> float:
     return sorted(values)[min(len(values) - 1, round(part * (len(values) - 1)))]
 
 
-def measure(url: str, rounds: int) -> tuple[dict[str, list[float]], list[str]]:
+def measure_refusals(url: str, rounds: int) -> tuple[dict[str, list[float]], list[str]]:
     """Seconds of every refused request, and what was wrong with answers."""
     info = httpx.get(url + "/tokenizer_info", timeout=60).json()
     seconds: dict[str, list[float]] = {}
     faults: list[str] = []
     for _ in range(rounds):
-        for i, asked in enumerate(corpus(info["vocab_size"], context_of(url))):
+        for i, asked in enumerate(corpus(info["vocab_size"], fetch_context_length(url))):
             answer = exchange(httpx.URL(url).port or 80, asked.data, timeout=120)
-            wrong = fault(asked, answer)
+            wrong = find_fault(asked, answer)
             if wrong is not None:
                 faults.append(f"{asked.name}: {wrong}")
             if answer.status != 200:
@@ -87,8 +87,8 @@ def measure(url: str, rounds: int) -> tuple[dict[str, list[float]], list[str]]:
     return seconds, faults
 
 
-def crowd(url: str, pattern: str, size: int = 32, num_asked: int = 5) -> None:
-    """What small requests feel of others with a grammar that is slow to follow."""
+def measure_crowd(url: str, pattern: str, size: int = 32, num_asked: int = 5) -> None:
+    """Measure the latency of small requests beside requests with a slow grammar."""
     answers: list[str] = []
 
     def ask(**body: object) -> httpx.Response:
@@ -117,19 +117,22 @@ def crowd(url: str, pattern: str, size: int = 32, num_asked: int = 5) -> None:
     print(f"those took {time.monotonic() - began:.1f} s; ends: {sorted(set(answers))}")
 
 
-def context_of(url: str) -> int:
+def fetch_context_length(url: str) -> int:
     """Tokens of the model's context."""
     return int(httpx.get(url + "/v1/models", timeout=60).json()["data"][0]["max_model_len"])
 
 
-def report(seconds: dict[str, list[float]], faults: list[str], others: list[float]) -> None:
+def print_report(seconds: dict[str, list[float]], faults: list[str], others: list[float]) -> None:
     typical = {name: 1000 * statistics.median(times) for name, times in seconds.items()}
     values = list(typical.values())
     slow = sum(value > TARGET for value in values)
     print(f"{len(typical)} hostile requests refused, {len(faults)} faults, {slow} slower than {TARGET} ms")
-    print(f"ms: p50 {percentile(values, 0.5):.2f}  p99 {percentile(values, 0.99):.1f}  max {max(values):.1f}")
-    print(f"/health meanwhile, ms: p50 {percentile(others, 0.5) * 1e3:.1f}  p99 {percentile(others, 0.99) * 1e3:.1f}"
-          f"  max {max(others) * 1e3:.1f}  ({len(others)} times)")  # fmt: skip
+    print(
+        f"ms: p50 {compute_percentile(values, 0.5):.2f}  p99 {compute_percentile(values, 0.99):.1f}  max "
+        f"{max(values):.1f}"
+    )
+    p50, p99 = (1e3 * compute_percentile(others, share) for share in (0.5, 0.99))
+    print(f"/health meanwhile, ms: p50 {p50:.1f}  p99 {p99:.1f}  max {max(others) * 1e3:.1f}  ({len(others)} times)")
     print("slowest, ms:")
     for name, value in sorted(typical.items(), key=lambda item: -item[1])[:SLOWEST]:
         print(f"  {value:8.1f}  {name.partition(' ')[2]}")
@@ -138,12 +141,12 @@ def report(seconds: dict[str, list[float]], faults: list[str], others: list[floa
 
 
 def run(url: str, rounds: int) -> bool:
-    neighbour = Neighbour(url)
+    neighbour = HealthProbe(url)
     neighbour.start()
-    seconds, faults = measure(url, rounds)
+    seconds, faults = measure_refusals(url, rounds)
     neighbour.is_over = True
     neighbour.join()
-    report(seconds, faults, neighbour.seconds)
+    print_report(seconds, faults, neighbour.seconds)
     return not faults
 
 
@@ -155,12 +158,12 @@ def main() -> None:
     parser.add_argument("--crowd", metavar="REGEX")
     options = parser.parse_args()
     if options.crowd:
-        with nullcontext(options.url) if options.url else served(options.serve) as url:
-            crowd(url.rstrip("/"), options.crowd)
+        with nullcontext(options.url) if options.url else start_server(options.serve) as url:
+            measure_crowd(url.rstrip("/"), options.crowd)
         return
     if options.url:
         sys.exit(not run(options.url.rstrip("/"), options.rounds))
-    with served(options.serve) as url:
+    with start_server(options.serve) as url:
         is_good = run(url, options.rounds)
     sys.exit(not is_good)
 

@@ -14,8 +14,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from kv_compared import lived
-from laws.test_kv import CASES
+from invariants.test_kv import CASES
+from kv_comparison import simulate_draft_model
 
 
 def main() -> None:
@@ -26,7 +26,7 @@ def main() -> None:
     worst = 0.0
     for name, (branching, num_tokens, verify) in CASES.items():
         began = time.perf_counter()
-        tally = lived(steps, branching, num_tokens, verify, seed=2)
+        tally = simulate_draft_model(steps, branching, num_tokens, verify, seed=2)
         worst = max(worst, tally.difference)
         print(
             f"{name:14} {tally.steps} steps: largest difference {tally.difference:.2e}; {tally.accepted} drafted "

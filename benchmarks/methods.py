@@ -19,22 +19,22 @@ from typing import Any
 
 from foredraft import LLM, Sampling
 from foredraft.bench import latency, methods, questions
-from foredraft.bench.latency import Row
-from foredraft.cli.backend import hush
-from foredraft.drafters.base import methods as registered
+from foredraft.bench.latency import LatencyRow
+from foredraft.cli.backend import silence_transformers
+from foredraft.drafters.registry import load_methods as registered
 
 METHODS = (
     "draft_model:2,ngram:8,ngram_lm:8,suffix:8,lookahead,aggressive:16,medusa:4,blockwise:4,hydra:3,mlp_speculator:3,"
     "chimera:3,eagle:3,eagle3:3,early_exit:2"
 )
 MODES = {"greedy": Sampling(temperature=0.0, ignore_eos=True), "T = 1": Sampling(temperature=1.0, ignore_eos=True)}
-Found = dict[tuple[str, str], list[Row]]  # (workload, mode) -> a row for every method
+RowsByColumn = dict[tuple[str, str], list[LatencyRow]]  # (workload, mode) -> a row for every method
 
 
-def measured(llm: LLM, generators: Mapping[str, Any], options: argparse.Namespace) -> Found:
-    found: Found = {}
+def measure_methods(llm: LLM, generators: Mapping[str, Any], options: argparse.Namespace) -> RowsByColumn:
+    found: RowsByColumn = {}
     for workload in options.workloads.split(","):
-        asked = questions.questions(Path(workload), options.prompts)
+        asked = questions.load_questions(Path(workload), options.prompts)
         for mode, sampling in MODES.items():
             sampling = replace(sampling, max_tokens=options.max_tokens)
 
@@ -43,12 +43,12 @@ def measured(llm: LLM, generators: Mapping[str, Any], options: argparse.Namespac
 
             context = llm.target.context_length
             outcome = latency.measure(generators, asked, llm.tokenizer, context, sampling, options.rounds, step)
-            found[workload, mode] = latency.rows(outcome, sampling)
+            found[workload, mode] = latency.build_rows(outcome, sampling)
     print(file=sys.stderr)
     return found
 
 
-def table(found: Found) -> list[str]:
+def format_table(found: RowsByColumn) -> list[str]:
     """A line for every method; in a cell the acceptance length, the speed-up, the share of drafting."""
     lines = ["| method | " + " | ".join(f"{workload}, {mode}" for workload, mode in found) + " | same text |"]
     lines.append("|---|" + "---:|" * len(found) + "---:|")
@@ -60,7 +60,7 @@ def table(found: Found) -> list[str]:
     return lines
 
 
-def compositions(found: Found) -> list[str]:
+def format_ensembles(found: RowsByColumn) -> list[str]:
     """For every composed method its speed over that of its best part, by column."""
     lines = []
     for place, row in enumerate(next(iter(found.values()))):
@@ -87,14 +87,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     options = parser.parse_args(argv)
-    hush()
+    silence_transformers()
     llm = LLM(options.model, drafter=None)
     chosen = methods.parse_all(options.methods.split(","), list(registered()))
     generators: dict[str, Any] = {methods.PLAIN: llm}
-    for method in methods.with_models(chosen, llm.target.model.config, options.spec_model, llm.is_builtin):
+    for method in methods.attach_models(chosen, llm.target.model.config, options.spec_model, llm.is_builtin):
         generators[method.label] = llm.with_drafter(dict(method.spec))
-    found = measured(llm, generators, options)
-    text = "\n".join(table(found) + compositions(found))
+    found = measure_methods(llm, generators, options)
+    text = "\n".join(format_table(found) + format_ensembles(found))
     print(text)
     if options.markdown:
         options.markdown.write_text(text + "\n")

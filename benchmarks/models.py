@@ -24,7 +24,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from foredraft import LLM, ForedraftError, Sampling, Seq2Seq
-from foredraft.models import encdec_bart, encdec_t5
+from foredraft.models.encdec import bart, t5
 
 VOCAB, NEW_TOKENS = 128, 24
 FAULTS = ("differs", "fails")
@@ -51,64 +51,66 @@ FORMATS_TEXT = re.compile(r"(?<=<!-- models: begin -->\n).*?(?=<!-- models: end 
 
 
 @dataclass(frozen=True)
-class Outcome:
+class FamilyOutcome:
     family: str
     kind: str  # native, runs, refused, differs, fails, unmade
     words: str = ""
 
 
-def names(is_seq2seq: bool) -> list[str]:
+def list_families(is_seq2seq: bool) -> list[str]:
     """Model types with a language-model head, as transformers lists them."""
     known = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES if is_seq2seq else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if is_seq2seq:  # the others are refused by name; some make models of many gigabytes whatever the sizes
-        return sorted(set(known) & {*encdec_t5.FAMILIES, *encdec_bart.FAMILIES})
+        return sorted(set(known) & {*t5.FAMILIES, *bart.FAMILIES})
     return sorted(set(known) - set(MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES))
 
 
-def make(family: str, is_seq2seq: bool, variant: dict[str, int | None]) -> Any:
+def make_model(family: str, is_seq2seq: bool, variant: dict[str, int | None]) -> Any:
     """A small random model of the family."""
     wanted = {name: value for name, value in (SIZES | variant).items() if value is not None}
     kind = transformers.CONFIG_MAPPING[family]
     default = kind()
     text = default if is_seq2seq else default.get_text_config(decoder=True)
     sizes = {name: value for name, value in wanted.items() if getattr(text, name, None) is not None}
-    config = kind(**sizes) if text is default else kind(**{_text_key(default, text): text.__class__(**sizes).to_dict()})
+    config = (
+        kind(**sizes) if text is default else kind(**{_find_text_key(default, text): text.__class__(**sizes).to_dict()})
+    )
     auto = transformers.AutoModelForSeq2SeqLM if is_seq2seq else transformers.AutoModelForCausalLM
     torch.manual_seed(0)
     return auto.from_config(config).eval().float()
 
 
-def _text_key(config: Any, text: Any) -> str:
+def _find_text_key(config: Any, text: Any) -> str:
     return next(name for name in config.sub_configs if getattr(config, name, None) is text)
 
 
-def tried(family: str, is_seq2seq: bool, folder: Path) -> Outcome:
+def try_family(family: str, is_seq2seq: bool, folder: Path) -> FamilyOutcome:
     expected, words = None, ""
     for variant in VARIANTS:
         try:
-            expected = decoded(make(family, is_seq2seq, variant), folder)
+            expected = decode_reference(make_model(family, is_seq2seq, variant), folder)
             break
         except TimeoutError as error:
-            return Outcome(family, "unmade", str(error))
+            return FamilyOutcome(family, "unmade", str(error))
         except Exception as error:  # a family may object to these sizes in any way
             words = words or f"{type(error).__name__}: {error}".splitlines()[0]
     if expected is None:
-        return Outcome(family, "unmade", words)
+        return FamilyOutcome(family, "unmade", words)
     try:
         llm = LLM(folder, drafter="ngram", num_speculative_tokens=3)
         prompt = Seq2Seq(PROMPT) if is_seq2seq else PROMPT
         [out] = llm.generate([prompt], Sampling(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True))
     except ForedraftError as error:
-        return Outcome(family, "refused", str(error).replace(str(folder), "it"))
+        return FamilyOutcome(family, "refused", str(error).replace(str(folder), "it"))
     except Exception as error:  # not our refusal: a fault, and shown as one
-        return Outcome(family, "fails", f"{type(error).__name__}: {error}".splitlines()[0])
+        return FamilyOutcome(family, "fails", f"{type(error).__name__}: {error}".splitlines()[0])
     if out.token_ids != expected[-NEW_TOKENS:]:
-        return Outcome(family, "differs")
+        return FamilyOutcome(family, "differs")
     is_native = getattr(llm.target, "native" if is_seq2seq else "fused", None) is not None
-    return Outcome(family, "native" if is_native else "runs")
+    return FamilyOutcome(family, "native" if is_native else "runs")
 
 
-def decoded(model: Any, folder: Path) -> list[int]:
+def decode_reference(model: Any, folder: Path) -> list[int]:
     """The text of transformers' own generate; the model is left in `folder`."""
     if model.config.is_encoder_decoder and model.generation_config.decoder_start_token_id is None:
         model.generation_config.decoder_start_token_id = model.config.decoder_start_token_id = 0
@@ -121,17 +123,17 @@ def decoded(model: Any, folder: Path) -> list[int]:
     return list(text)
 
 
-def too_long(*_: object) -> None:
+def raise_timeout(*_: object) -> None:
     raise TimeoutError(f"took longer than {MOST_SECONDS} s")
 
 
-def every(families: Iterable[str], is_seq2seq: bool) -> list[Outcome]:
+def try_families(families: Iterable[str], is_seq2seq: bool) -> list[FamilyOutcome]:
     outcomes = []
     for family in families:
         with tempfile.TemporaryDirectory() as folder:
             signal.alarm(MOST_SECONDS)  # default parts of some families are large whatever the sizes
             try:
-                outcomes.append(tried(family, is_seq2seq, Path(folder)))
+                outcomes.append(try_family(family, is_seq2seq, Path(folder)))
             finally:
                 signal.alarm(0)
         print(f"{family}: {outcomes[-1].kind} {outcomes[-1].words}", flush=True)
@@ -139,20 +141,20 @@ def every(families: Iterable[str], is_seq2seq: bool) -> list[Outcome]:
     return outcomes
 
 
-def table(outcomes: list[Outcome]) -> str:
+def format_table(outcomes: list[FamilyOutcome]) -> str:
     """Markdown: families by what came of them, refusals by their reason."""
 
-    def listed(kind: str) -> str:
+    def list_names(kind: str) -> str:
         return ", ".join(f"`{o.family}`" for o in outcomes if o.kind == kind) or "none"
 
-    lines = ["| | families |", "|---|---|", f"| native code on CPU | {listed('native')} |"]
-    lines.append(f"| on torch's operators | {listed('runs')} |")
+    lines = ["| | families |", "|---|---|", f"| native code on CPU | {list_names('native')} |"]
+    lines.append(f"| on torch's operators | {list_names('runs')} |")
     reasons: dict[str, list[str]] = {}
     for outcome in outcomes:
         if outcome.kind == "refused":
             reasons.setdefault(outcome.words, []).append(f"`{outcome.family}`")
     lines += [f"| refused: {reason} | {', '.join(found)} |" for reason, found in sorted(reasons.items())]
-    lines.append(f"| not tried: no small model could be made | {listed('unmade')} |")
+    lines.append(f"| not tried: no small model could be made | {list_names('unmade')} |")
     lines += [
         f"| fault: {o.words or 'other text than transformers'} | `{o.family}` |" for o in outcomes if o.kind in FAULTS
     ]
@@ -168,11 +170,11 @@ def main() -> None:
     logging.disable(logging.WARNING)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    signal.signal(signal.SIGALRM, too_long)
+    signal.signal(signal.SIGALRM, raise_timeout)
     parts = []
     for title, is_seq2seq in (("Decoder-only", False), ("Encoder-decoder", True)):
-        found = [name for name in names(is_seq2seq) if not options.only or name in options.only]
-        parts.append(f"### {title} models\n\n{table(every(found, is_seq2seq))}")
+        found = [name for name in list_families(is_seq2seq) if not options.only or name in options.only]
+        parts.append(f"### {title} models\n\n{format_table(try_families(found, is_seq2seq))}")
     text = f"transformers {transformers.__version__}, torch {torch.__version__.split('+')[0]}.\n\n" + "\n".join(parts)
     if options.write is None:
         print(text)

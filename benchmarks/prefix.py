@@ -1,4 +1,4 @@
-"""What the prefix cache saves: a second request whose prompt begins as the first one's, and what its drafts are worth.
+"""Saving by the prefix cache: time to first token and acceptance of a request that shares a prefix with an earlier one.
 
     python benchmarks/prefix.py [--prompts 12] [--prompt-tokens 512] [--shared 0.9] [--methods none,draft_model:2,...]
         [--json FILE] [--quick]
@@ -20,12 +20,12 @@ from pathlib import Path
 
 from foredraft import LLM, Completion, Sampling
 from foredraft.bench import methods
-from foredraft.cli.figures import total
-from foredraft.completion import Stats
-from foredraft.drafters.base import methods as registered
+from foredraft.cli.speed_figures import sum_stats
+from foredraft.drafters.registry import load_methods as registered
 from foredraft.llm import MemoryLimits
+from foredraft.outputs import Stats
 from foredraft.request import RequestOptions
-from foredraft.zoo.corpus import held_out_prompts
+from foredraft.zoo.corpus import make_held_out_prompts
 
 METHODS = "none,draft_model:2,eagle:2,ngram:8"
 CHARS = 8  # of a text, for every token wanted: more than any needs
@@ -33,7 +33,7 @@ ALLOWED, NEAR = 0.25, 0.02
 
 
 @dataclass(frozen=True)
-class Answer:
+class RequestResult:
     """One request, alone."""
 
     first: float  # seconds to the first token
@@ -42,7 +42,7 @@ class Answer:
 
 
 @dataclass
-class Row:
+class PrefixRow:
     """One method."""
 
     method: str
@@ -61,10 +61,10 @@ class Row:
     @property
     def acceptance(self) -> tuple[float, float]:
         """After a hit, and without."""
-        return total(self.hit).acceptance_length, total(self.miss).acceptance_length
+        return sum_stats(self.hit).acceptance_length, sum_stats(self.miss).acceptance_length
 
 
-def ask(llm: LLM, prompt: Sequence[int], sampling: Sampling, salt: str) -> Answer:
+def run_request(llm: LLM, prompt: Sequence[int], sampling: Sampling, salt: str) -> RequestResult:
     """Add a request and step it to its end."""
     engine, first = llm.engine, 0.0
     began = time.perf_counter()
@@ -77,12 +77,12 @@ def ask(llm: LLM, prompt: Sequence[int], sampling: Sampling, salt: str) -> Answe
     completion = transcript.deltas[-1].completion
     if completion is None or completion.error is not None:
         raise SystemExit(f"a request failed: {completion and completion.error}")
-    return Answer(first, transcript.request.num_cached or 0, completion)
+    return RequestResult(first, transcript.request.num_cached_tokens or 0, completion)
 
 
-def pairs(llm: LLM, count: int, size: int, shared: float) -> list[tuple[list[int], list[int]]]:
+def make_prompt_pairs(llm: LLM, count: int, size: int, shared: float) -> list[tuple[list[int], list[int]]]:
     """Prompts of `size` tokens that share their beginning; the rest of the second is the end of another text."""
-    texts = [llm.tokenizer(text).input_ids for text in held_out_prompts(4 * count + 4, max_chars=CHARS * size)]
+    texts = [llm.tokenizer(text).input_ids for text in make_held_out_prompts(4 * count + 4, max_chars=CHARS * size)]
     texts = [ids[-size:] for ids in texts if len(ids) >= size][: count + 1]
     if len(texts) <= count:
         raise SystemExit(f"only {len(texts) - 1} prompts have {size} tokens; ask for fewer or shorter ones")
@@ -90,13 +90,21 @@ def pairs(llm: LLM, count: int, size: int, shared: float) -> list[tuple[list[int
     return [(ids, ids[:split] + other[split:]) for ids, other in pairwise(texts)]
 
 
-def measure(llm: LLM, row: Row, prompts: tuple[list[int], list[int]], number: int, sampling: Sampling) -> None:
+def measure_pair(
+    llm: LLM, row: PrefixRow, prompts: tuple[list[int], list[int]], number: int, sampling: Sampling
+) -> None:
     first, second = prompts
-    one = ask(llm, first, sampling, f"{number}")
+    one = run_request(llm, first, sampling, f"{number}")
     if number % 2:  # what comes later may find warmer caches of the processor
-        miss, hit = ask(llm, second, sampling, f"{number} alone"), ask(llm, second, sampling, f"{number}")
+        miss, hit = (
+            run_request(llm, second, sampling, f"{number} alone"),
+            run_request(llm, second, sampling, f"{number}"),
+        )
     else:
-        hit, miss = ask(llm, second, sampling, f"{number}"), ask(llm, second, sampling, f"{number} alone")
+        hit, miss = (
+            run_request(llm, second, sampling, f"{number}"),
+            run_request(llm, second, sampling, f"{number} alone"),
+        )
     row.cold.append(one.first)
     row.warm.append(hit.first)
     row.again.append(miss.first)
@@ -106,7 +114,7 @@ def measure(llm: LLM, row: Row, prompts: tuple[list[int], list[int]], number: in
     row.same_text += hit.completion.token_ids == miss.completion.token_ids
 
 
-def table(rows: Sequence[Row]) -> str:
+def format_table(rows: Sequence[PrefixRow]) -> str:
     header = (
         "| method | TTFT of the first, ms | of the second | without the cache | second / first | of its prompt cached "
         "| acceptance length after a hit | without | texts equal |"
@@ -123,7 +131,7 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def verdict(row: Row) -> str:
+def format_verdict(row: PrefixRow) -> str:
     hit, miss = row.acceptance
     words = [f"{row.method}: TTFT {row.ratio:.2f}x", f"acceptance {hit / miss - 1:+.1%}"]
     words += [] if row.ratio <= ALLOWED else [f"TTFT above {ALLOWED}x"]
@@ -151,21 +159,21 @@ def main() -> None:
         if text == "none":
             engines[text] = llm.with_drafter(None)
             continue
-        (method,) = methods.with_models(
+        (method,) = methods.attach_models(
             [methods.parse(text, sorted(registered()))], llm.target.model.config, None, llm.is_builtin
         )
         engines[text] = llm.with_drafter(dict(method.spec))
-    prompts = pairs(llm, options.prompts, options.prompt_tokens, options.shared)
-    rows = {name: Row(name) for name in engines}
+    prompts = make_prompt_pairs(llm, options.prompts, options.prompt_tokens, options.shared)
+    rows = {name: PrefixRow(name) for name in engines}
     for name, engine in engines.items():  # warms up; what it leaves in the cache is under a salt of its own
-        measure(engine, Row(name), prompts[0], -1, sampling)
+        measure_pair(engine, PrefixRow(name), prompts[0], -1, sampling)
     for number, prompt in enumerate(prompts):
         names = [*engines][number % len(engines) :] + [*engines][: number % len(engines)]
         for name in names:
-            measure(engines[name], rows[name], prompt, number, sampling)
-    print(table([*rows.values()]))
+            measure_pair(engines[name], rows[name], prompt, number, sampling)
+    print(format_table([*rows.values()]))
     for row in rows.values():
-        print(verdict(row))
+        print(format_verdict(row))
     if options.json:
         options.json.write_text(json.dumps([asdict(row) | {"ratio": row.ratio} for row in rows.values()], indent=1))
 

@@ -3,7 +3,8 @@
     python benchmarks/same_texts.py --out before.json          # with the older version
     python benchmarks/same_texts.py --compare before.json      # with the newer one: exit code 1 at the first difference
 
-Seeds and draft lengths are fixed, so a change that only renames or moves code gives the same tokens, the same numbers of
+Seeds and draft lengths are fixed, so a change that only renames or moves code gives the same tokens, the same numbers
+of
 drafted and accepted tokens, and the same log-probabilities, bit for bit, on the same processor.
 """
 
@@ -36,8 +37,8 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "grammar": Grammar.regex("[a-z_ ]{5,60}")},
 )
 SINGLE = (
-    "draft_model:3", "ngram:6", "ngram_lm:5", "suffix:6", "lookahead:5", "aggressive:6", "medusa:4", "blockwise:3", "hydra:3",
-    "mlp_speculator:3", "chimera:3", "eagle:4", "eagle3:4", "early_exit:3",
+    "draft_model:3", "ngram:6", "ngram_lm:5", "suffix:6", "lookahead:5", "aggressive:6", "medusa:4", "blockwise:3",
+    "hydra:3", "mlp_speculator:3", "chimera:3", "eagle:4", "eagle3:4", "early_exit:3",
 )  # fmt: skip
 TREES = ("medusa:4:tree_nodes=12", "eagle:4:tree_nodes=12", "eagle3:4:tree_nodes=12", "mlp_speculator:3:tree_nodes=10")
 ENSEMBLES = ("suffix+draft_model:4", "ngram+eagle3:4", "auto:4")  # choose by measured time: `match` alone is repeatable
@@ -55,7 +56,7 @@ def sample_settings(first: int, rule: str) -> list[Sampling]:
     return [Sampling(max_tokens=TOKENS, ignore_eos=True, **settings) for settings in chosen]
 
 
-def cases(plain: LLM) -> Iterator[tuple[str, LLM, int]]:
+def generate_cases(plain: LLM) -> Iterator[tuple[str, LLM, int]]:
     """A name, an engine, and the index of the first setting."""
     yield "none", plain, 0
     yield "none", plain, 4
@@ -74,28 +75,30 @@ def write_texts() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for kind, options in (("", {}), ("int8 ", {"quantization": "int8"}), ("torch ", {"fused": False})):
         plain = LLM("builtin", None, num_speculative_tokens=4, **options)
-        for name, llm, first in cases(plain):
+        for name, llm, first in generate_cases(plain):
             if kind and not name.startswith(("none", "draft_model", "eagle3")):
                 continue
-            note(f"{kind}{name}")
+            print_progress(f"{kind}{name}")
             completions = llm.generate(list(PROMPTS), sample_settings(first, name))
             for i, completion in enumerate(completions):
-                found[f"{kind}{name} [{first}] {i}"] = facts(completion, is_counted=name[:4] not in ("auto", "none") and "+" not in name)
+                found[f"{kind}{name} [{first}] {i}"] = describe_completion(
+                    completion, is_counted=name[:4] not in ("auto", "none") and "+" not in name
+                )
     pair = LLM("builtin-seq2seq", None)
     sources = [Seq2Seq("The quick brown fox jumps ovr the lazy dog."), Seq2Seq("Retrun the sum of two nubmers.")]
     for text in SEQ2SEQ:
         spec, length = parse_spec(text)
         for rule in ("match", "reject"):
-            note(f"seq2seq {text} {rule}")
+            print_progress(f"seq2seq {text} {rule}")
             llm = pair.with_drafter(dict(spec), length, rule)
             samplings = [Sampling(max_tokens=TOKENS, temperature=t, seed=9) for t in (0.0, 0.9)]
             for i, completion in enumerate(llm.generate(sources, samplings)):
-                found[f"seq2seq {text} {rule} {i}"] = facts(completion, is_counted=True)
+                found[f"seq2seq {text} {rule} {i}"] = describe_completion(completion, is_counted=True)
     print(file=sys.stderr)
     return found
 
 
-def facts(completion: Any, is_counted: bool) -> dict[str, Any]:
+def describe_completion(completion: Any, is_counted: bool) -> dict[str, Any]:
     logprobs = completion.logprobs or ()
     counts = [completion.stats.num_drafted, completion.stats.num_accepted] if is_counted else []
     return {
@@ -107,7 +110,7 @@ def facts(completion: Any, is_counted: bool) -> dict[str, Any]:
     }
 
 
-def note(text: str) -> None:
+def print_progress(text: str) -> None:
     print(f"\r{text:60}", end="", file=sys.stderr)
 
 

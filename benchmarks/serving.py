@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from foredraft.bench import load_plot
-from foredraft.bench.load import Cell, Point
+from foredraft.bench.load import LoadCell, LoadPoint
 
 PARTS = {
     "builtin": "--minutes 8 --prompts 96 --prompt-tokens 64 --max-tokens 96 --least 8 --waves 3 --rounds 7",
@@ -26,7 +26,7 @@ QUICK = "--minutes 0.5 --prompts 8 --prompt-tokens 16 --max-tokens 8 --least 2 -
 QUICK_STREAMS = "1,4"
 
 
-def run(part: str, options: argparse.Namespace) -> Path:
+def run_part(part: str, options: argparse.Namespace) -> Path:
     """One part; where its figures are."""
     figures = Path(f"{options.json}-{part}.json")
     words = [*(QUICK if options.quick else PARTS[part]).split(), "--json", str(figures)]
@@ -42,21 +42,21 @@ def run(part: str, options: argparse.Namespace) -> Path:
     return figures
 
 
-def panel(figures: Path) -> tuple[str, list[Point]]:
-    """What a part's file says, for the plot."""
+def load_panel(figures: Path) -> tuple[str, list[LoadPoint]]:
+    """Load the points of one panel of the plot."""
     data = json.loads(figures.read_text())
     points = []
     for entry in data["points"]:
-        cells = tuple(Cell(**cell) for cell in entry["cells"])
-        points.append(Point(entry["concurrency"], cells, entry["best_fixed"], entry["auto_over_best"]))
+        cells = tuple(LoadCell(**cell) for cell in entry["cells"])
+        points.append(LoadPoint(entry["concurrency"], cells, entry["best_fixed"], entry["auto_over_best"]))
     return data["title"] + (", a grown model" if data["model"]["grown_from"] else ""), points
 
 
-def verdict(points: list[Point], until: int = 4) -> str:
-    """What was to be reached: auto against off at every point, and against the best fixed length at few streams."""
+def format_verdict(points: list[LoadPoint], until: int = 4) -> str:
+    """Compare with the goals: auto against off at every point, and against the best fixed length at few streams."""
     lines = []
     for point in points:
-        auto = point.cell("auto")
+        auto = point.find_cell("auto")
         if auto is not None:
             words = f"{point.concurrency:3} streams: auto {auto.over_off:.2f}x of off"
             words += "" if auto.over_off >= 0.97 else " (below 0.97)"
@@ -87,12 +87,14 @@ def main() -> None:
         parser.error(f"--parts are {', '.join(PARTS)}")
     if "grown" in parts and not options.grown and not options.draw:
         parser.error("the part grown needs --grown FOLDER: foredraft bench grow --params 430M --out FOLDER")
-    files = [Path(name) for name in options.draw.split(",")] if options.draw else [run(p, options) for p in parts]
-    panels = [panel(file) for file in files]
+    files = [Path(name) for name in options.draw.split(",")] if options.draw else [run_part(p, options) for p in parts]
+    panels = [load_panel(file) for file in files]
     for title, points in panels:
-        print(f"{title}\n{verdict(points)}", file=sys.stderr)
+        print(f"{title}\n{format_verdict(points)}", file=sys.stderr)
     if options.plot:
-        load_plot.draw(panels, "a band from the lowest to the highest round; what is above 1 pays", options.plot)
+        load_plot.save_load_plot(
+            panels, "a band from the lowest to the highest round; what is above 1 pays", options.plot
+        )
 
 
 if __name__ == "__main__":

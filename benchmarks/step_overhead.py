@@ -1,4 +1,4 @@
-"""What a step costs besides the models: the real engine over a target that only looks its logits up.
+"""Cost of a step besides the models: the real engine over a target that only looks its logits up.
 
     python benchmarks/step_overhead.py [--steps 300] [--batches 1,16] [--drafts 0,4] [--vocab 4096,131072] [--profile]
 
@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from foredraft import Sampling, zoo
-from foredraft.drafters.base import Draft, plant
+from foredraft.drafters.draft import Draft, to_token_tree
 from foredraft.engine.engine import Engine
-from foredraft.engine.output import Transcript
-from foredraft.engine.scheduler import Limits
-from foredraft.kv.blocks import PageAllocator
+from foredraft.engine.scheduler import SchedulerLimits
+from foredraft.engine.transcript import Transcript
+from foredraft.kv.allocator import PageAllocator
 from foredraft.kv.pool import KVPool
-from foredraft.models.load import load_tokenizer
-from foredraft.models.window import Window
+from foredraft.models.forward_batch import ForwardBatch
+from foredraft.models.loading import load_tokenizer
 from foredraft.request import Batch, Request
 from foredraft.tree import Commit, TokenTree
 
@@ -51,7 +51,7 @@ class StubLM:
     pool: KVPool = field(default_factory=KVPool)
 
     @classmethod
-    def of(cls, vocab_size: int, dtype: torch.dtype) -> "StubLM":
+    def from_vocab_size(cls, vocab_size: int, dtype: torch.dtype) -> "StubLM":
         generator = torch.Generator().manual_seed(0)
         rows = torch.randn(PERIOD, vocab_size, generator=generator) * 1.5
         common = torch.randint(5, 4000, (PERIOD, 30), generator=generator)  # ids the tokenizer knows
@@ -62,33 +62,33 @@ class StubLM:
     def vocab_size(self) -> int:
         return self.rows.shape[1]
 
-    def forward(self, window: Window, taps: tuple[int, ...] = ()) -> tuple[Tensor, None]:
-        return self.rows[window.positions[0][window.logit_rows] % PERIOD], None
+    def forward(self, forward_batch: ForwardBatch, hidden_layers: tuple[int, ...] = ()) -> tuple[Tensor, None]:
+        return self.rows[forward_batch.positions[0][forward_batch.logit_rows] % PERIOD], None
 
 
-class Recite:
+class TableDrafter:
     """Drafts the likeliest tokens, which it knows by heart."""
 
-    taps: tuple[int, ...] = ()
+    hidden_layers: tuple[int, ...] = ()
 
     def __init__(self, lm: StubLM, num_tokens: int) -> None:
-        self.num_nodes = num_tokens
+        self.max_nodes = num_tokens
         self._best = lm.rows.argmax(-1).tolist()
 
     def propose(self, batch: Batch) -> TokenTree:
         drafts: dict[int, Draft] = {}
-        for b in batch.drafting():
+        for b in batch.find_drafting():
             first = batch.requests[b].num_tokens - 1
-            places = range(first, first + batch.budgets[b])
-            drafts[b] = Draft.chain([self._best[i % PERIOD] + (i % ERROR == 0) for i in places])
-        return plant(batch, drafts)
+            places = range(first, first + batch.max_draft_nodes[b])
+            drafts[b] = Draft.from_chain([self._best[i % PERIOD] + (i % ERROR == 0) for i in places])
+        return to_token_tree(batch, drafts)
 
     def observe(self, batch: Batch, commit: Commit) -> None: ...
 
     def forget(self, slots: list[int]) -> None: ...
 
 
-class Timers:
+class StepTimers:
     """Seconds by part and step."""
 
     def __init__(self) -> None:
@@ -98,13 +98,13 @@ class Timers:
     def wrap(self, owner: object, name: str, part: str) -> None:
         call: Callable = getattr(owner, name)
 
-        def timed(*args, **kwargs):
+        def call_timed(*args, **kwargs):
             began = time.perf_counter()
             result = call(*args, **kwargs)
             self.now[part] = self.now.get(part, 0.0) + time.perf_counter() - began
             return result
 
-        setattr(owner, name, timed)
+        setattr(owner, name, call_timed)
 
     def step(self, engine: Engine) -> None:
         self.now = {}
@@ -113,7 +113,7 @@ class Timers:
         self.now["all"] = time.perf_counter() - began
         self.steps.append(self.now)
 
-    def quartile(self, part: str) -> float:
+    def compute_quartile(self, part: str) -> float:
         return statistics.quantiles([step.get(part, 0.0) for step in self.steps], n=4)[0] * 1e6
 
 
@@ -121,9 +121,9 @@ PARTS = ("schedule", "window", "text", "observe", "commit", "publish")
 MODELS = ("propose", "forward")
 
 
-def engine_of(lm: StubLM, num_requests: int, num_drafts: int, mode: str, tokenizer: object) -> Engine:
-    drafter = Recite(lm, num_drafts) if num_drafts else None
-    engine = Engine(lm, drafter, PageAllocator(20_000, 16), Limits(), torch.device("cpu"))
+def create_engine(lm: StubLM, num_requests: int, num_drafts: int, mode: str, tokenizer: object) -> Engine:
+    drafter = TableDrafter(lm, num_drafts) if num_drafts else None
+    engine = Engine(lm, drafter, PageAllocator(20_000, 16), SchedulerLimits(), torch.device("cpu"))
     sampling, verify = MODES[mode]
     for index in range(num_requests):
         request = Request(-1, [5 + index] * (40 + index), sampling, seed=index, verify=verify)
@@ -131,32 +131,32 @@ def engine_of(lm: StubLM, num_requests: int, num_drafts: int, mode: str, tokeniz
     return engine
 
 
-def timers_of(engine: Engine) -> Timers:
-    timers = Timers()
-    timers.wrap(engine.scheduler, "next", "schedule")
+def attach_timers(engine: Engine) -> StepTimers:
+    timers = StepTimers()
+    timers.wrap(engine.scheduler, "schedule", "schedule")
     timers.wrap(engine.drafter, "propose", "propose")
-    timers.wrap(engine, "_window", "window")
+    timers.wrap(engine, "_build_forward_batch", "window")
     timers.wrap(engine.target, "forward", "forward")
-    timers.wrap(engine, "_cut", "text")
+    timers.wrap(engine, "_append_tokens", "text")
     timers.wrap(engine.drafter, "observe", "observe")
     timers.wrap(engine.scheduler, "commit", "commit")
-    timers.wrap(engine, "_publish", "publish")
+    timers.wrap(engine, "_emit_deltas", "publish")
     return timers
 
 
-def clear(engine: Engine) -> None:
-    """What a caller that reads its stream would do."""
+def clear_deltas(engine: Engine) -> None:
+    """Take all deltas, as a caller that reads its stream does."""
     for transcript in engine.transcripts.values():
         transcript.deltas.clear()
 
 
-def measure(engine: Engine, num_steps: int) -> Timers:
+def measure(engine: Engine, num_steps: int) -> StepTimers:
     for _ in range(10):  # the prompts, and warm caches
         engine.step()
-    timers = timers_of(engine)
+    timers = attach_timers(engine)
     for _ in range(num_steps):
         timers.step(engine)
-        clear(engine)
+        clear_deltas(engine)
     return timers
 
 
@@ -169,42 +169,42 @@ def profile(engine: Engine, num_steps: int) -> None:
     pstats.Stats(profiler).sort_stats("tottime").print_stats(40)
 
 
-def line(label: str, timers: Timers) -> str:
-    every = [timers.quartile(part) for part in (*PARTS, *MODELS)]
-    total = timers.quartile("all") - sum(timers.quartile(part) for part in MODELS)
+def format_line(label: str, timers: StepTimers) -> str:
+    every = [timers.compute_quartile(part) for part in (*PARTS, *MODELS)]
+    total = timers.compute_quartile("all") - sum(timers.compute_quartile(part) for part in MODELS)
     rest = total - sum(every[: len(PARTS)])
     cells = [f"{value:.0f}" for value in (total, rest, *every)]
     return f"| {label} | " + " | ".join(cells) + " |"
 
 
-def numbers(text: str) -> list[int]:
+def parse_numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--batches", type=numbers, default=[1, 16])
-    parser.add_argument("--drafts", type=numbers, default=[0, 4])
-    parser.add_argument("--vocab", type=numbers, default=[4096, 131072])
+    parser.add_argument("--batches", type=parse_numbers, default=[1, 16])
+    parser.add_argument("--drafts", type=parse_numbers, default=[0, 4])
+    parser.add_argument("--vocab", type=parse_numbers, default=[4096, 131072])
     parser.add_argument("--modes", type=lambda text: text.split(","), default=list(MODES))
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    tokenizer = load_tokenizer(str(zoo.path("target")))
-    names = ("total", "law+rule", *PARTS, *(f"({part})" for part in MODELS))
+    tokenizer = load_tokenizer(str(zoo.find_folder("target")))
+    names = ("total", "probs+rule", *PARTS, *(f"({part})" for part in MODELS))
     print("| V, mode, B, K | " + " | ".join(names) + " |\n|---" + "|---" * len(names) + "|")
     for vocab_size in args.vocab:
-        lm = StubLM.of(vocab_size, getattr(torch, args.dtype))
+        lm = StubLM.from_vocab_size(vocab_size, getattr(torch, args.dtype))
         for mode, b, k in itertools.product(args.modes, args.batches, args.drafts):
-            engine = engine_of(lm, b, k, mode, tokenizer)
+            engine = create_engine(lm, b, k, mode, tokenizer)
             if args.profile:
                 profile(engine, args.steps)
             else:
                 steps = min(args.steps, max(20, args.steps * 4096 // vocab_size // b))
-                print(line(f"{vocab_size}, {mode}, {b}, {k}", measure(engine, steps)), flush=True)
+                print(format_line(f"{vocab_size}, {mode}, {b}, {k}", measure(engine, steps)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What suffix decoding costs: a token added to a long history and looked up in it, in every source.
+"""Cost of suffix decoding: a token added to a long history and looked up in it, in every source.
 
     python benchmarks/suffix.py [--tokens 1000000] [--block 10000] [--json FILE]
 
@@ -21,18 +21,18 @@ from pathlib import Path
 
 from foredraft import zoo
 from foredraft.drafters.suffix import DISCOUNTS
-from foredraft.drafters.suffix_store import Store, best
-from foredraft.kernels.automaton import Place, Shape, trust
-from foredraft.kernels.cpu.suffix import automaton
-from foredraft.models.load import load_tokenizer
+from foredraft.drafters.suffix_cache import SuffixCache, select_longest
+from foredraft.kernels.automaton import RankedDraftSpec, SuffixMatch, build_discount_table
+from foredraft.kernels.cpu.suffix import get_automaton_class
+from foredraft.models.loading import load_tokenizer
 
-DRAFT = Shape(nodes=8, depth=8, bar=0.1)
+DRAFT = RankedDraftSpec(max_nodes=8, max_depth=8, min_probability=0.1)
 VOCAB = 4096
 ALLOWED = 20.0  # microseconds for a token
 
 
 @dataclass(frozen=True)
-class Row:
+class SuffixRow:
     """One way of using a history."""
 
     text: str
@@ -42,9 +42,9 @@ class Row:
     bytes_per_token: float
 
 
-def code(count: int) -> list[int]:
+def load_code_tokens(count: int) -> list[int]:
     """Token ids of the standard library."""
-    tokenizer = load_tokenizer(str(zoo.path("target")))
+    tokenizer = load_tokenizer(str(zoo.find_folder("target")))
     ids: list[int] = []
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")):
         if len(ids) >= count:
@@ -57,7 +57,7 @@ def code(count: int) -> list[int]:
     return ids[:count]
 
 
-def blocks(work: Callable[[int], None], tokens: Sequence[int], size: int) -> list[float]:
+def time_blocks(work: Callable[[int], None], tokens: Sequence[int], size: int) -> list[float]:
     """Microseconds per token of every block."""
     found = []
     for start in range(0, len(tokens), size):
@@ -69,34 +69,34 @@ def blocks(work: Callable[[int], None], tokens: Sequence[int], size: int) -> lis
     return found
 
 
-def measured(name: str, history: Sequence[int], other: Sequence[int], block: int) -> list[Row]:
-    kind, table = automaton(), trust(DISCOUNTS)
+def measure_history(name: str, history: Sequence[int], other: Sequence[int], block: int) -> list[SuffixRow]:
+    kind, table = get_automaton_class(), build_discount_table(DISCOUNTS)
 
-    def row(source: str, times: Sequence[float], num_bytes: int) -> Row:
-        one = Row(name, source, statistics.median(times), max(times), num_bytes / len(history))
+    def row(source: str, times: Sequence[float], num_bytes: int) -> SuffixRow:
+        one = SuffixRow(name, source, statistics.median(times), max(times), num_bytes / len(history))
         print(f"{name:8} {source:10} {one.microseconds:9.2f} {one.worst:7.2f} {one.bytes_per_token:12.1f}", flush=True)
         return one
 
     own, added = kind(), kind()
-    places: list[Place] = []
+    places: list[SuffixMatch] = []
 
     def grow(token: int) -> None:
         own.extend([token])
-        kind.draft([own.end()], table, DRAFT)
+        kind.draft([own.match_end()], table, DRAFT)
 
     def follow(token: int) -> None:
-        places[:] = kind.follow(places, [token])
-        kind.draft(best(places), table, DRAFT)
+        places[:] = kind.advance(places, [token])
+        kind.draft(select_longest(places), table, DRAFT)
 
-    rows: list[Row] = []
-    rows.append(row("update", blocks(lambda token: added.extend([token]), history, block), added.num_bytes))
-    rows.append(row("own text", blocks(grow, history, block), own.num_bytes))
-    places[:] = [Place(own)]
-    rows.append(row("files", blocks(follow, other, block), own.num_bytes))
-    store = Store(len(history), 1, kind)
+    rows: list[SuffixRow] = []
+    rows.append(row("update", time_blocks(lambda token: added.extend([token]), history, block), added.num_bytes))
+    rows.append(row("own text", time_blocks(grow, history, block), own.num_bytes))
+    places[:] = [SuffixMatch(own)]
+    rows.append(row("files", time_blocks(follow, other, block), own.num_bytes))
+    store = SuffixCache(len(history), 1, kind)
     store.add(b"", history)
-    places[:] = [Place(section.text) for section in store.sections(b"")]
-    rows.append(row("store", blocks(follow, other, block), store.num_bytes))
+    places[:] = [SuffixMatch(section.automaton) for section in store.list_sections(b"")]
+    rows.append(row("store", time_blocks(follow, other, block), store.num_bytes))
     return rows
 
 
@@ -108,12 +108,12 @@ def main() -> None:
     args = parser.parse_args()
     draw = random.Random(0)
     part = max(args.tokens // 10, args.block)
-    ids = code(args.tokens + part)
-    print(f"{args.tokens} tokens of history, {automaton().__name__}")
+    ids = load_code_tokens(args.tokens + part)
+    print(f"{args.tokens} tokens of history, {get_automaton_class().__name__}")
     print(f"{'text':8} {'source':10} {'us/token':>9} {'worst':>7} {'bytes/token':>12}")
-    rows = measured("code", ids[: args.tokens], ids[args.tokens :], args.block)
+    rows = measure_history("code", ids[: args.tokens], ids[args.tokens :], args.block)
     noise = [draw.randrange(VOCAB) for _ in range(args.tokens + part)]
-    rows += measured("random", noise[: args.tokens], noise[args.tokens :], args.block)
+    rows += measure_history("random", noise[: args.tokens], noise[args.tokens :], args.block)
     slowest = max(row.microseconds for row in rows)
     print(f"slowest median: {slowest:.1f} us, {ALLOWED:g} allowed: {'held' if slowest < ALLOWED else 'NOT HELD'}")
     if args.json:

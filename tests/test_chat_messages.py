@@ -6,10 +6,10 @@ import logging
 
 import pytest
 
-import models_made
+import tiny_models
 from foredraft import LLM, ForedraftError, Sampling, zoo
-from foredraft.chat import PLAIN_TEMPLATE, conversations, encode_chat, has_chat_template
-from foredraft.models.load import load_tokenizer
+from foredraft.chat import PLAIN_TEMPLATE, encode_chat, has_chat_template, list_conversations
+from foredraft.models.loading import load_tokenizer
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say hello."}]
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{{ '<bot>' if add_generation_prompt }}"
@@ -17,7 +17,7 @@ TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{{
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return load_tokenizer(str(zoo.target(zoo.FIRST)))
+    return load_tokenizer(str(zoo.find_target_folder(zoo.DEFAULT_TARGET)))
 
 
 def test_a_conversation_is_rendered_by_the_template(tokenizer):
@@ -64,8 +64,8 @@ def test_an_encoder_reads_a_closed_conversation(tokenizer):
 
 
 def test_one_conversation_or_several():
-    assert conversations(MESSAGES) == [MESSAGES]
-    assert conversations([MESSAGES, MESSAGES[1:]]) == [MESSAGES, MESSAGES[1:]]
+    assert list_conversations(MESSAGES) == [MESSAGES]
+    assert list_conversations([MESSAGES, MESSAGES[1:]]) == [MESSAGES, MESSAGES[1:]]
 
 
 def test_llm_chat_answers_what_generate_answers_to_the_rendered_prompt(tokenizer):
@@ -95,9 +95,9 @@ HINT = "the model has a chat template"
 @pytest.fixture
 def instruct(caplog) -> LLM:
     caplog.set_level(logging.WARNING, logger="foredraft.llm")
-    tokenizer = copy.deepcopy(models_made.tokenizer())  # the original is shared by all tests
+    tokenizer = copy.deepcopy(tiny_models.tokenizer())  # the original is shared by all tests
     tokenizer.chat_template = TEMPLATE
-    return LLM(models_made.llama(len(tokenizer), seed=5), None, tokenizer=tokenizer)
+    return LLM(tiny_models.llama(len(tokenizer), seed=5), None, tokenizer=tokenizer)
 
 
 def test_text_for_an_instruct_model_logs_one_hint(instruct, caplog):
@@ -135,6 +135,6 @@ def test_chats_token_ids_and_prepared_requests_log_no_hint(instruct, caplog):
 
 def test_text_for_a_model_without_a_template_logs_no_hint(caplog):
     caplog.set_level(logging.WARNING, logger="foredraft.llm")
-    tokenizer = models_made.tokenizer()
-    LLM(models_made.llama(len(tokenizer), seed=5), None, tokenizer=tokenizer).generate("a", Sampling(max_tokens=1))
+    tokenizer = tiny_models.tokenizer()
+    LLM(tiny_models.llama(len(tokenizer), seed=5), None, tokenizer=tokenizer).generate("a", Sampling(max_tokens=1))
     assert caplog.records == []

@@ -3,20 +3,20 @@ import math
 import pytest
 import torch
 
-from edges import EDGES, EVEN, PAIRS, V, batch_of, impossible_tokens
+from edge_cases import EDGES, EVEN, PAIRS, V, find_impossible_tokens, make_batch
 from foredraft.tree import TokenTree
-from foredraft.verify import RULES, Coins
+from foredraft.verification.rules import RULES, NoiseTable
 
 CASES = [(name, edge) for name in RULES for edge in EDGES if not (name == "block" and edge.shape == "siblings")]
 
 
 @pytest.mark.parametrize(("name", "edge"), CASES, ids=str)
-def test_no_coin_makes_a_rule_emit_what_the_target_cannot(name, edge):
+def test_no_uniform_makes_a_rule_emit_what_the_target_cannot(name, edge):
     """Guards a non-strict comparison, a draw that falls off the end, 0 / 0, an empty residual and padding ids.
 
-    125 choices of extreme coins each: the ends of the open interval, and zero itself, which no coin should be.
+    125 choices of extreme uniforms each: the ends of the open interval, and zero itself, which no uniform should be.
     """
-    assert list(impossible_tokens(RULES[name], edge)) == []
+    assert list(find_impossible_tokens(RULES[name], edge)) == []
 
 
 def test_there_are_enough_directed_cases():
@@ -25,16 +25,16 @@ def test_there_are_enough_directed_cases():
 
 @pytest.mark.parametrize("pair", ["p = q", "support of one, drafted", "zero residual", "both tiny", "q unnormalised"])
 @pytest.mark.parametrize("name", ["reject", "block"])
-def test_a_draft_from_the_targets_own_law_is_accepted_at_every_coin(name, pair):
+def test_a_draft_from_the_targets_own_distribution_is_accepted_at_every_uniform(name, pair):
     """Guards p / q rounded below one. Of the last pair, q is far from p, so that the test is not empty."""
     edge = next(edge for edge in EDGES if edge.pair == pair and edge.shape == "chain")
-    tree, p, coins = batch_of(edge)
+    tree, p, noise = make_batch(edge)
     if pair == "support of one, drafted":
-        tree = TokenTree.chains([[0, 1, 1]] * len(tree.sizes), tree.q)
+        tree = TokenTree.from_chains([[0, 1, 1]] * len(tree.sizes), tree.q)
     if pair == "both tiny":
-        coins.accept.clamp_(max=0.4)  # of a number this small, most of it times a coin is all of it
-    commit = RULES[name](tree, p, coins)
-    accepts_all = bool((commit.count == 3).all())
+        noise.accept_table.clamp_(max=0.4)  # of a number this small, most of it times a uniform is all of it
+    commit = RULES[name](tree, p, noise)
+    accepts_all = bool((commit.counts_tensor == 3).all())
     assert accepts_all == (pair != "q unnormalised")
 
 
@@ -46,12 +46,12 @@ FAULTS = {
 }
 
 
-def chains(count: int = 5, seed: int = 0) -> tuple[TokenTree, torch.Tensor, Coins]:
+def chains(count: int = 5, seed: int = 0) -> tuple[TokenTree, torch.Tensor, NoiseTable]:
     """Requests that accept every drafted token, so that every row is reached."""
     p = torch.full((count * 3, V), 1e-9, dtype=torch.float64)
-    tree = TokenTree.chains([[0, 1, 2]] * count, EVEN.expand(count * 3, -1).clone())
+    tree = TokenTree.from_chains([[0, 1, 2]] * count, EVEN.expand(count * 3, -1).clone())
     p[0::3, 1] = p[1::3, 2] = p[2::3, 3] = 1
-    return tree, p, Coins.of(tree, [(seed, b) for b in range(count)], [4] * count)
+    return tree, p, NoiseTable.from_seeds(tree, [(seed, b) for b in range(count)], [4] * count)
 
 
 def spoil(row: torch.Tensor, fault: str, is_whole: bool) -> None:
@@ -65,14 +65,14 @@ def spoil(row: torch.Tensor, fault: str, is_whole: bool) -> None:
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("node", [0, 1, 2])
 @pytest.mark.parametrize("name", RULES)
-def test_a_target_row_that_is_no_law_fails_its_request_alone(name, node, fault, is_whole):
+def test_a_target_row_that_is_no_distribution_fails_its_request_alone(name, node, fault, is_whole):
     """Guards NaN logits that become token 0, the vocabulary size, or somebody else's trouble. Below the root the walk
     ends before such a row: what leads there is committed, as it is without a draft."""
-    tree, p, coins = chains()
-    clean = RULES[name](tree, p, coins)
-    assert (clean.count == 3).all()
-    spoil(p[tree.row(2, node)], fault, is_whole)
-    commit = RULES[name](tree, p, coins)
+    tree, p, noise = chains()
+    clean = RULES[name](tree, p, noise)
+    assert (clean.counts_tensor == 3).all()
+    spoil(p[tree.get_row(2, node)], fault, is_whole)
+    commit = RULES[name](tree, p, noise)
     assert commit.failed == ({2} if node == 0 else set())
     assert commit.token_lists[2] == clean.token_lists[2][:node]
     assert commit.path_lists[2] == clean.path_lists[2][:node]
@@ -83,14 +83,14 @@ def test_a_target_row_that_is_no_law_fails_its_request_alone(name, node, fault, 
 
 @pytest.mark.parametrize("name", RULES)
 def test_a_row_that_is_never_reached_may_be_anything(name):
-    """Guards a request that failed because no law exists below a draft the target forbids (a grammar's dead end)."""
-    tree, p, coins = chains()
-    p[tree.row(2, 0), 1] = 0
-    p[tree.row(2, 1)] = math.nan
-    commit = RULES[name](tree, p, coins)
+    """Guards a request that failed for want of a distribution below a forbidden draft (a grammar's dead end)."""
+    tree, p, noise = chains()
+    p[tree.get_row(2, 0), 1] = 0
+    p[tree.get_row(2, 1)] = math.nan
+    commit = RULES[name](tree, p, noise)
     assert not commit.failed
-    assert commit.count[2] == 1
-    assert commit.count[1] == 3
+    assert commit.counts_tensor[2] == 1
+    assert commit.counts_tensor[1] == 3
 
 
 Q_FAULTS = {
@@ -108,31 +108,31 @@ Q_FAULTS = {
 @pytest.mark.parametrize("fault", Q_FAULTS)
 @pytest.mark.parametrize("node", [0, 1])
 @pytest.mark.parametrize("name", ["reject", "block"])
-def test_a_draft_row_that_is_no_law_is_no_draft(name, node, fault):
+def test_a_draft_row_that_is_no_distribution_is_no_draft(name, node, fault):
     """Guards a NaN of the drafter that reaches the text: what stands below it is ignored, p alone draws."""
-    tree, p, coins = chains()
-    Q_FAULTS[fault](tree.q[tree.row(2, node)])
-    commit = RULES[name](tree, p, coins)
-    short = TokenTree.chains([[0, 1, 2][: node + 1] if b == 2 else [0, 1, 2] for b in range(5)], None)
+    tree, p, noise = chains()
+    Q_FAULTS[fault](tree.q[tree.get_row(2, node)])
+    commit = RULES[name](tree, p, noise)
+    short = TokenTree.from_chains([[0, 1, 2][: node + 1] if b == 2 else [0, 1, 2] for b in range(5)], None)
     rows = [r for r in range(15) if not 6 + node < r < 9]
-    expected = RULES[name](TokenTree(short.tokens, short.parents, tree.q[rows]), p[rows], coins)
+    expected = RULES[name](TokenTree(short.tokens, short.parents, tree.q[rows]), p[rows], noise)
     assert not commit.failed
     assert commit.token_lists == expected.token_lists
     assert commit.path_lists == expected.path_lists
-    assert commit.count.tolist() == [3, 3, node + 1, 3, 3]
+    assert commit.counts_tensor.tolist() == [3, 3, node + 1, 3, 3]
 
 
 @pytest.mark.parametrize("name", [name for name in RULES if name != "block"])
 @pytest.mark.parametrize("fault", Q_FAULTS)
-def test_siblings_below_a_draft_row_that_is_no_law_draw_from_the_target(name, fault):
+def test_siblings_below_a_draft_row_that_is_no_distribution_draw_from_the_target(name, fault):
     """Guards a second sibling judged by the NaN residual of the first."""
     q = EVEN.expand(3, -1).clone()
     Q_FAULTS[fault](q[0])
-    tree = TokenTree.of([[0, 1, 2]], [[-1, 0, 0]], q)
+    tree = TokenTree.from_lists([[0, 1, 2]], [[-1, 0, 0]], q)
     p = EVEN.expand(3, -1)
     for u in (0.01, 0.3, 0.6, 0.99):
-        coins = Coins(torch.tensor([7, 8, 9]), torch.full((1, 3), 0.5).double(), torch.full((1, 3), u).double())
-        commit = RULES[name](tree, p, coins)
+        noise = NoiseTable(torch.tensor([7, 8, 9]), torch.full((1, 3), 0.5).double(), torch.full((1, 3), u).double())
+        commit = RULES[name](tree, p, noise)
         assert not commit.failed
         if name == "reject":
             assert commit.token_lists == [[int(u * 6)]]
@@ -145,10 +145,10 @@ def test_a_drafted_id_outside_the_vocabulary_is_no_draft(name, token, has_q):
     """Guards an index error, or worse an emitted id, where draft and target disagree about the vocabulary."""
     p = EVEN.expand(4, -1)
     q = torch.full((4, V + 2), 1 / (V + 2)).double() if has_q else None
-    tree = TokenTree.chains([[0, token], [0, 3]], q)
-    commit = RULES[name](tree, p, Coins.of(tree, [(0, 0), (1, 0)], [0, 0]))
+    tree = TokenTree.from_chains([[0, token], [0, 3]], q)
+    commit = RULES[name](tree, p, NoiseTable.from_seeds(tree, [(0, 0), (1, 0)], [0, 0]))
     assert not commit.failed
-    assert commit.count[0] == 1
+    assert commit.counts_tensor[0] == 1
     assert all(0 <= x < V for row in commit.token_lists for x in row)
 
 
@@ -156,19 +156,21 @@ def test_a_drafted_id_outside_the_vocabulary_is_no_draft(name, token, has_q):
 def test_padding_ids_are_never_emitted_however_much_the_draft_likes_them(name):
     q = torch.full((200, V), 1e-3).double()
     q[:, 6:] = 0.5
-    tree = TokenTree.chains([[0, 6 + b % 2] for b in range(100)], q)
-    commit = RULES[name](tree, EVEN.expand(200, -1), Coins.of(tree, [(b, 0) for b in range(100)], [0] * 100))
-    assert commit.count.tolist() == [1] * 100
+    tree = TokenTree.from_chains([[0, 6 + b % 2] for b in range(100)], q)
+    commit = RULES[name](
+        tree, EVEN.expand(200, -1), NoiseTable.from_seeds(tree, [(b, 0) for b in range(100)], [0] * 100)
+    )
+    assert commit.counts_tensor.tolist() == [1] * 100
     assert {x for row in commit.token_lists for x in row} <= set(range(6))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("pair", sorted(set(PAIRS) - {"p = q in single precision"}))
-def test_laws_in_single_precision_are_verified_in_double(pair, dtype):
-    """Guards a residual of rounding errors: the coins have 53 bits, the arithmetic must too."""
+def test_distributions_in_single_precision_are_verified_in_double(pair, dtype):
+    """Guards a residual of rounding errors: the uniforms have 53 bits, the arithmetic must too."""
     p, q = PAIRS[pair]
     rows = None if q is None else q.expand(3, -1).to(dtype)
-    tree = TokenTree.chains([[0, 1, 2]], rows)
-    commit = RULES["reject"](tree, p.expand(3, -1).to(dtype), Coins.of(tree, [(3, 0)], [0]))
+    tree = TokenTree.from_chains([[0, 1, 2]], rows)
+    commit = RULES["reject"](tree, p.expand(3, -1).to(dtype), NoiseTable.from_seeds(tree, [(3, 0)], [0]))
     assert not commit.failed
     assert all(p[x] > 0 for x in commit.token_lists[0])

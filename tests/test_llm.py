@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-import models_made
+import tiny_models
 from foredraft import LLM, ForedraftError, Sampling
-from foredraft.controller import Adaptive, Fixed
+from foredraft.draft_length.adaptive import AdaptiveLengthPolicy
+from foredraft.draft_length.policy import FixedLengthPolicy
 from foredraft.llm import MemoryLimits
-from foredraft.sampling import distribution
+from foredraft.sampling.distribution import distribution
 
 GREEDY = Sampling(max_tokens=5, temperature=0, ignore_eos=True)
 
@@ -15,13 +16,13 @@ GREEDY = Sampling(max_tokens=5, temperature=0, ignore_eos=True)
 @pytest.fixture(scope="module")
 def texting() -> LLM:
     """A model as large as the tokenizer's vocabulary, so that it takes and gives text."""
-    tokenizer = models_made.tokenizer()
-    return LLM(models_made.llama(len(tokenizer), seed=5), None, tokenizer=tokenizer, is_debug=True)
+    tokenizer = tiny_models.tokenizer()
+    return LLM(tiny_models.llama(len(tokenizer), seed=5), None, tokenizer=tokenizer, is_debug=True)
 
 
 def test_a_prompt_is_text_or_ids_one_or_many(texting: LLM) -> None:
     """A list of integers is one prompt, not many."""
-    ids = models_made.tokenizer()("the end").input_ids
+    ids = tiny_models.tokenizer()("the end").input_ids
     (from_text,) = texting.generate("the end", GREEDY)
     (from_ids,) = texting.generate(ids, GREEDY)
     assert from_text.token_ids == from_ids.token_ids
@@ -34,7 +35,7 @@ def test_a_prompt_is_text_or_ids_one_or_many(texting: LLM) -> None:
 
 def test_text_is_what_the_tokenizer_makes_of_the_ids(texting: LLM) -> None:
     (done,) = texting.generate("for word in", Sampling(max_tokens=30, temperature=0, ignore_eos=True))
-    whole = models_made.tokenizer().decode(done.token_ids, skip_special_tokens=True)
+    whole = tiny_models.tokenizer().decode(done.token_ids, skip_special_tokens=True)
     assert whole.startswith(done.text)
     assert len(whole) - len(done.text) <= 3
     assert done.finish_reason == "length"
@@ -88,18 +89,18 @@ def test_seeds_are_kept_and_their_absence_is_noise(texting: LLM) -> None:
 
 
 def test_logprobs_are_those_of_a_direct_forward_pass() -> None:
-    """Of the output from the law drawn from, of the prompt from the model's own; with drafts accepted and rejected."""
+    """The output has those of the sampled distribution, the prompt those of the model. Drafts are also rejected."""
     sampling = Sampling(max_tokens=12, temperature=0.7, top_k=9, seed=6, logprobs=3, prompt_logprobs=2, ignore_eos=True)
-    llm = models_made.plain().with_drafter(models_made.draft_model(4))
+    llm = tiny_models.plain().with_drafter(tiny_models.draft_model(4))
     prompt = [5, 6, 7, 8, 9]
     (done,) = llm.generate(prompt, sampling)
     assert 0 < done.stats.num_accepted < done.stats.num_drafted
-    reference = models_made.llama().eval()
-    reference.load_state_dict(models_made.target().state_dict())
+    reference = tiny_models.llama().eval()
+    reference.load_state_dict(tiny_models.target().state_dict())
     with torch.inference_mode():
         logits = reference(torch.tensor([prompt + done.token_ids])).logits[0]
     raw = logits.log_softmax(-1)
-    law = distribution(logits, sampling).log()
+    log_probs = distribution(logits, sampling).log()
     assert done.prompt_logprobs is not None
     assert done.prompt_logprobs[0] is None
     assert len(done.prompt_logprobs) == len(prompt)
@@ -111,17 +112,17 @@ def test_logprobs_are_those_of_a_direct_forward_pass() -> None:
     assert done.logprobs is not None
     assert [entry.token_id for entry in done.logprobs] == done.token_ids
     for i, entry in enumerate(done.logprobs, len(prompt) - 1):
-        assert entry.logprob == pytest.approx(float(law[i, entry.token_id]), abs=1e-9)
+        assert entry.logprob == pytest.approx(float(log_probs[i, entry.token_id]), abs=1e-9)
         assert entry.raw_logprob == pytest.approx(float(raw[i, entry.token_id]), abs=1e-9)
-        assert [token for token, _ in entry.top] == law[i].topk(3).indices.tolist()
+        assert [token for token, _ in entry.top] == log_probs[i].topk(3).indices.tolist()
         assert [value for _, value in entry.raw_top] == pytest.approx(raw[i].topk(3).values.tolist(), abs=1e-9)
 
 
 def test_a_text_ends_at_the_context_limit() -> None:
     """A prompt of all but one token leaves room for one; drafts may not reach beyond."""
-    llm = models_made.plain().with_drafter(models_made.draft_model(4))
+    llm = tiny_models.plain().with_drafter(tiny_models.draft_model(4))
     for room in range(1, 7):
-        prompt = [7] * (models_made.CONTEXT - room)
+        prompt = [7] * (tiny_models.CONTEXT - room)
         (done,) = llm.generate(prompt, Sampling(max_tokens=50, temperature=0, ignore_eos=True))
         assert (len(done.token_ids), done.finish_reason) == (room, "length")
 
@@ -130,7 +131,7 @@ WRONG_PROMPTS = {
     "empty text": ("", "the prompt is empty"),
     "no ids": ([[]], "the prompt is empty"),
     "no prompts": ([], "the prompt is empty"),
-    "as long as the context": ([[5] * models_made.CONTEXT], "context is 256; shorten it"),
+    "as long as the context": ([[5] * tiny_models.CONTEXT], "context is 256; shorten it"),
     "an id beyond the vocabulary": ([[1, 320]], "outside the vocabulary of 320"),
     "a negative id": ([[-1]], "outside the vocabulary of 320"),
 }
@@ -177,18 +178,18 @@ WRONG_DRAFTERS = {
 def test_a_wrong_drafter_is_refused_in_one_line(case: str) -> None:
     spec, message = WRONG_DRAFTERS[case]
     with pytest.raises(ForedraftError, match=message) as caught:
-        models_made.plain().with_drafter(spec)  # type: ignore[arg-type]
+        tiny_models.plain().with_drafter(spec)  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
 
 
 def test_an_unknown_rule_is_refused() -> None:
     with pytest.raises(ForedraftError, match="unknown verification rule 'guess'; use one of auto, match, reject"):
-        LLM(models_made.target(), None, verify="guess")
+        LLM(tiny_models.target(), None, verify="guess")
 
 
 def test_a_model_without_a_tokenizer_takes_ids_alone() -> None:
     """Text, stop strings and bad words given as text are refused; ids work, and the text is empty."""
-    llm = models_made.plain()
+    llm = tiny_models.plain()
     for prompt, sampling in (
         ("text", GREEDY),
         ([5], Sampling(stop="x")),
@@ -201,7 +202,7 @@ def test_a_model_without_a_tokenizer_takes_ids_alone() -> None:
 
 
 def test_a_request_larger_than_the_memory_is_refused() -> None:
-    llm = models_made.limited(models_made.plain(), None, MemoryLimits(kv_tokens=32, page_size=4))
+    llm = tiny_models.limit_memory(tiny_models.plain(), None, MemoryLimits(kv_tokens=32, page_size=4))
     with pytest.raises(ForedraftError, match="kv_tokens"):
         llm.generate([5] * 20, Sampling(max_tokens=13))
     assert len(llm.generate([5] * 20, Sampling(max_tokens=12, ignore_eos=True))[0].token_ids) == 12
@@ -209,31 +210,31 @@ def test_a_request_larger_than_the_memory_is_refused() -> None:
 
 def test_a_draft_model_is_loaded_from_its_folder(tmp_path) -> None:
     """With the target's dtype; one of another vocabulary is refused with both sizes."""
-    models_made.draft().save_pretrained(tmp_path / "draft")
-    llm = models_made.plain().with_drafter(
+    tiny_models.draft().save_pretrained(tmp_path / "draft")
+    llm = tiny_models.plain().with_drafter(
         {"method": "draft_model", "model": str(tmp_path / "draft"), "num_speculative_tokens": 3}
     )
     (done,) = llm.generate([5, 6, 7], Sampling(max_tokens=20, temperature=0, ignore_eos=True))
     assert done.stats.num_accepted > 0
     assert llm.drafter_name == "draft_model"
-    models_made.llama(50).save_pretrained(tmp_path / "other")
+    tiny_models.llama(50).save_pretrained(tmp_path / "other")
     with pytest.raises(ForedraftError, match="has 50 tokens and LlamaForCausalLM 97"):
-        models_made.plain().with_drafter({"method": "draft_model", "model": str(tmp_path / "other")})
+        tiny_models.plain().with_drafter({"method": "draft_model", "model": str(tmp_path / "other")})
 
 
 def test_a_bad_word_outside_the_vocabulary_is_refused() -> None:
     with pytest.raises(ForedraftError, match="bad_words"):
-        models_made.plain().generate([5], Sampling(bad_words=((1, 200),)))
+        tiny_models.plain().generate([5], Sampling(bad_words=((1, 200),)))
 
 
 def test_a_stream_that_is_never_read_leaves_nothing_behind() -> None:
-    llm = models_made.plain().with_drafter(None)
+    llm = tiny_models.plain().with_drafter(None)
     llm.stream([5], GREEDY).close()
     assert not llm.engine.has_work
 
 
 def test_a_call_that_is_refused_leaves_nothing_behind() -> None:
-    llm = models_made.limited(models_made.plain(), None, MemoryLimits(kv_tokens=32, page_size=4))
+    llm = tiny_models.limit_memory(tiny_models.plain(), None, MemoryLimits(kv_tokens=32, page_size=4))
     with pytest.raises(ForedraftError):
         llm.generate([[5], [5] * 30], GREEDY)
     assert not llm.engine.has_work
@@ -241,11 +242,11 @@ def test_a_call_that_is_refused_leaves_nothing_behind() -> None:
 
 def test_memory_too_small_for_a_page_is_refused() -> None:
     with pytest.raises(ForedraftError, match="kv_tokens"):
-        models_made.limited(models_made.plain(), None, MemoryLimits(kv_tokens=3, page_size=4))
+        tiny_models.limit_memory(tiny_models.plain(), None, MemoryLimits(kv_tokens=3, page_size=4))
 
 
 def test_draft_lengths_are_measured_unless_one_is_named() -> None:
-    llm = models_made.plain()
+    llm = tiny_models.plain()
     for spec, length in [
         ("ngram", "auto"),
         ("ngram", None),
@@ -253,31 +254,31 @@ def test_draft_lengths_are_measured_unless_one_is_named() -> None:
     ]:
         other = llm.with_drafter(spec, length)
         assert other.is_adaptive
-        assert isinstance(other.engine.lengths, Adaptive)
+        assert isinstance(other.engine.length_policy, AdaptiveLengthPolicy)
     for spec, length in [("ngram", 3), ({"method": "ngram", "num_speculative_tokens": 3}, None)]:
         other = llm.with_drafter(spec, length)
-        assert isinstance(other.engine.lengths, Fixed)
-        assert other.drafter.num_nodes == 3
+        assert isinstance(other.engine.length_policy, FixedLengthPolicy)
+        assert other.drafter.max_nodes == 3
     with pytest.raises(ForedraftError, match="must be an integer or 'auto'"):
         llm.with_drafter("ngram", "many")
 
 
 def test_the_text_is_that_of_plain_decoding_whatever_lengths_are_found() -> None:
-    llm = models_made.plain()
+    llm = tiny_models.plain()
     prompts = [[1, 2, 3, 1, 2, 3, 1], [5, 6, 5, 6, 5], [9]]
     for sampling in (Sampling(max_tokens=60, temperature=0), Sampling(max_tokens=60, seed=5)):
         plain = [c.token_ids for c in llm.with_drafter(None).generate(prompts, sampling)]
         adaptive = llm.with_drafter("ngram")
         found = adaptive.generate(prompts, sampling)
         assert [c.token_ids for c in found] == plain
-    assert sum(adaptive.engine.lengths.counts.values()) > 0, "nobody was asked for a length"
+    assert sum(adaptive.engine.length_policy.counts.values()) > 0, "no length was requested"
 
 
 def test_calibration_measures_an_idle_engine() -> None:
-    llm = models_made.plain().with_drafter("ngram")
+    llm = tiny_models.plain().with_drafter("ngram")
     points = llm.calibrate(0.05)
     assert points
-    assert llm.engine.lengths.curve.is_measured
+    assert llm.engine.length_policy.curve.is_measured
     stream = llm.stream([1, 2, 3], Sampling(max_tokens=60, ignore_eos=True))
     next(stream)
     with pytest.raises(ForedraftError, match="idle engine"):

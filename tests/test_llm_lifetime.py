@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 import pytest
 
-import models_made
-import pairs_made
+import tiny_models
+import tiny_seq2seq
+from child_process import answer
 from foredraft import LLM, ForedraftError, Sampling
-from other_process import answer
 
 SHORT = Sampling(max_tokens=5, temperature=0, ignore_eos=True)
 LONG = Sampling(max_tokens=60, temperature=0, ignore_eos=True)
@@ -41,16 +41,16 @@ def test_an_llm_is_freed_with_its_last_reference(drafter: str | None) -> None:
 
 @pytest.mark.usefixtures("no_collector")
 def test_an_encoder_decoder_is_freed_with_its_last_reference() -> None:
-    llm = LLM(pairs_made.pair("t5"), None)
+    llm = LLM(tiny_seq2seq.make_model("t5"), None)
     llm.generate([5, 6, 7], SHORT)
-    parts = [weakref.ref(part) for part in (llm, llm.engine, llm.target, llm.target.sources)]  # type: ignore[attr-defined]
+    parts = [weakref.ref(part) for part in (llm, llm.engine, llm.target, llm.target.cross_kv)]  # type: ignore[attr-defined]
     del llm
     assert [part() for part in parts] == [None] * len(parts)
 
 
 @pytest.mark.usefixtures("no_collector")
 def test_a_closed_llm_is_freed_and_says_so() -> None:
-    with models_made.plain().with_drafter("ngram") as llm:
+    with tiny_models.plain().with_drafter("ngram") as llm:
         expected = llm.generate([5, 6], SHORT)[0].token_ids
         stream = llm.stream([7, 8], LONG)
         next(stream)
@@ -75,7 +75,7 @@ def test_a_closed_llm_is_freed_and_says_so() -> None:
 
 
 def test_closing_ends_the_streams_of_other_threads() -> None:
-    llm = models_made.plain().with_drafter(None)
+    llm = tiny_models.plain().with_drafter(None)
     begun, errors = threading.Event(), []
 
     def read() -> None:
@@ -95,7 +95,7 @@ def test_closing_ends_the_streams_of_other_threads() -> None:
 
 
 def test_an_llm_is_neither_pickled_nor_copied_deeply() -> None:
-    llm = models_made.plain().with_drafter("ngram")
+    llm = tiny_models.plain().with_drafter("ngram")
     for use in (pickle.dumps, copy.deepcopy):
         with pytest.raises(TypeError, match="make one in each process, or use with_drafter"):
             use(llm)

@@ -50,7 +50,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )  # fmt: skip
         torch.manual_seed(0)
         LlamaForCausalLM(config).save_pretrained(folder / name)
-        for file in zoo.target(zoo.FIRST).glob("tokenizer*"):
+        for file in zoo.find_target_folder(zoo.DEFAULT_TARGET).glob("tokenizer*"):
             shutil.copy(file, folder / name)
     (folder / "prompt.py").write_text("import os\nimport sys\n")
     text = "def area(width, height):\n    return width * height\n" * 12

@@ -10,7 +10,7 @@ from foredraft.tree import Commit, TokenTree, pad, unpad
 #       1     2              1
 #      / \     \
 #     3   4     5
-RAGGED = TokenTree.of(
+RAGGED = TokenTree.from_lists(
     [[9, 1, 2, 3, 4, 5], [7, 8]], [[-1, 0, 0, 1, 1, 2], [-1, 0]], torch.arange(8 * 10).view(8, 10).double()
 )
 
@@ -27,7 +27,7 @@ def batches(draw, min_size=1):
 
 
 def tree_of(trees) -> TokenTree:
-    return TokenTree.of([t for t, _ in trees], [p for _, p in trees])
+    return TokenTree.from_lists([t for t, _ in trees], [p for _, p in trees])
 
 
 def test_padding_keeps_the_rows_and_adds_minus_ones():
@@ -45,56 +45,56 @@ def test_a_ragged_batch_knows_its_shape():
     assert RAGGED.roots == [0, 0]
     assert RAGGED.children == [[[1, 2], [3, 4], [5], [], [], []], [[1], []]]
     assert RAGGED.depths == [[0, 1, 1, 2, 2, 2], [0, 1]]
-    assert RAGGED.first_rows == [0, 6, 8]
-    assert RAGGED.row(1, 1) == 7
+    assert RAGGED.row_offsets == [0, 6, 8]
+    assert RAGGED.get_row(1, 1) == 7
     assert not RAGGED.is_chain
 
 
 def test_chains_are_trees_whose_every_parent_is_the_node_before():
-    chain = TokenTree.chains([[5, 6, 7], [8]])
+    chain = TokenTree.from_chains([[5, 6, 7], [8]])
     assert chain.parent_lists == [[-1, 0, 1], [-1]]
     assert chain.parents.tolist() == [[-1, 0, 1], [-1, -1, -1]]
     assert chain.is_chain
-    assert TokenTree.of([[5, 6]], [[-1, 0]]).is_chain
-    assert not TokenTree.of([[5, 6, 7]], [[-1, 0, 0]]).is_chain
-    assert not TokenTree.of([[5], [5, 6, 7]], [[-1], [-1, 0, 0]]).is_chain
+    assert TokenTree.from_lists([[5, 6]], [[-1, 0]]).is_chain
+    assert not TokenTree.from_lists([[5, 6, 7]], [[-1, 0, 0]]).is_chain
+    assert not TokenTree.from_lists([[5], [5, 6, 7]], [[-1], [-1, 0, 0]]).is_chain
 
 
 def test_ancestors_are_the_path_to_the_root_and_the_node_itself():
     """Guards a tree attention mask that lets a node see its uncle."""
-    mask = RAGGED.ancestors(0)
+    mask = RAGGED.build_ancestor_mask(0)
     assert [row.nonzero()[:, 0].tolist() for row in mask] == [[0], [0, 1], [0, 2], [0, 1, 3], [0, 1, 4], [0, 2, 5]]
 
 
 def test_a_path_lists_the_drafted_tokens_from_below_the_root():
-    assert [RAGGED.path(0, n) for n in range(6)] == [[], [1], [2], [1, 3], [1, 4], [2, 5]]
+    assert [RAGGED.get_draft_path(0, n) for n in range(6)] == [[], [1], [2], [1, 3], [1, 4], [2, 5]]
 
 
 def test_committed_tokens_put_before_the_root_shift_the_tree_and_score_no_rows():
     """Guards a prompt chunk and a draft in one pass: rows of p and q start at the last committed token."""
-    grown = RAGGED.after([[20, 21], []], known=[[21, 9], []])
+    grown = RAGGED.prepend_committed([[20, 21], []], committed_next=[[21, 9], []])
     assert grown.token_lists == [[20, 21, 9, 1, 2, 3, 4, 5], [7, 8]]
     assert grown.parent_lists == [[-1, 0, 1, 2, 2, 3, 3, 4], [-1, 0]]
     assert grown.roots == [2, 0]
-    assert grown.first_rows == RAGGED.first_rows
-    assert grown.row(0, 3) == RAGGED.row(0, 1)
+    assert grown.row_offsets == RAGGED.row_offsets
+    assert grown.get_row(0, 3) == RAGGED.get_row(0, 1)
     assert grown.children[0] == [[], [], [3, 4], [5, 6], [7], [], [], []]
-    assert grown.path(0, 5) == [1, 3]
+    assert grown.get_draft_path(0, 5) == [1, 3]
     assert grown.depths[0] == [0, 1, 2, 3, 3, 4, 4, 4]
     assert grown.q is RAGGED.q
 
 
 def test_a_chunk_that_ends_before_the_last_token_has_no_rows_at_all():
     """Guards a middle chunk of a prompt: the successor of every node is known, so nothing is scored."""
-    tree = TokenTree.chains([[3], [7, 8]]).after([[1, 2], [5]], known=[[2, 3, 4], [7]])
+    tree = TokenTree.from_chains([[3], [7, 8]]).prepend_committed([[1, 2], [5]], committed_next=[[2, 3, 4], [7]])
     assert tree.roots == [3, 1]
     assert tree.sizes == [3, 3]
-    assert tree.first_rows == [0, 0, 2]
+    assert tree.row_offsets == [0, 0, 2]
     assert tree.children[0] == [[], [], []]
 
 
 def test_a_tree_after_nothing_is_the_tree():
-    grown = RAGGED.after([[], []], known=[[], []])
+    grown = RAGGED.prepend_committed([[], []], committed_next=[[], []])
     assert torch.equal(grown.tokens, RAGGED.tokens)
     assert torch.equal(grown.parents, RAGGED.parents)
     assert grown.roots == RAGGED.roots
@@ -107,7 +107,7 @@ def test_the_parts_of_any_tree_agree_with_walking_it_upwards(trees):
     tree = tree_of(trees)
     row = 0
     for b, (tokens, parents) in enumerate(trees):
-        mask = tree.ancestors(b)
+        mask = tree.build_ancestor_mask(b)
         assert mask.shape == (len(tokens), len(tokens))
         for node in range(len(tokens)):
             above = [node]
@@ -115,11 +115,11 @@ def test_the_parts_of_any_tree_agree_with_walking_it_upwards(trees):
                 above.append(parents[above[-1]])
             assert tree.depths[b][node] == len(above) - 1
             assert mask[node].nonzero()[:, 0].tolist() == sorted(above)
-            assert tree.path(b, node) == [tokens[n] for n in above[-2::-1]]
+            assert tree.get_draft_path(b, node) == [tokens[n] for n in above[-2::-1]]
             assert tree.children[b][node] == [n for n, parent in enumerate(parents) if parent == node]
-            assert tree.row(b, node) == row
+            assert tree.get_row(b, node) == row
             row += 1
-    assert tree.first_rows[-1] == row
+    assert tree.row_offsets[-1] == row
     assert tree.is_chain == all(p == list(range(-1, len(p) - 1)) for _, p in trees)
 
 
@@ -129,8 +129,8 @@ def test_growing_a_tree_keeps_everything_below_the_root(trees, data):
     tree = tree_of(trees)
     prefixes = [data.draw(st.lists(st.integers(0, 30), max_size=4)) for _ in trees]
     known = [[*prefix[1:], tree.token_lists[b][0]] if prefix else [] for b, prefix in enumerate(prefixes)]
-    grown = tree.after(prefixes, known)
-    assert grown.first_rows == tree.first_rows
+    grown = tree.prepend_committed(prefixes, known)
+    assert grown.row_offsets == tree.row_offsets
     for b, prefix in enumerate(prefixes):
         shift = len(prefix)
         assert grown.sizes[b] == tree.sizes[b] + shift
@@ -138,33 +138,33 @@ def test_growing_a_tree_keeps_everything_below_the_root(trees, data):
         assert grown.parents[b, 0] == -1
         assert all(parent < node for node, parent in enumerate(grown.parent_lists[b]))
         for node in range(tree.sizes[b]):
-            assert grown.path(b, node + shift) == tree.path(b, node)
-            assert grown.row(b, node + shift) == tree.row(b, node)
+            assert grown.get_draft_path(b, node + shift) == tree.get_draft_path(b, node)
+            assert grown.get_row(b, node + shift) == tree.get_row(b, node)
             assert grown.children[b][node + shift] == [n + shift for n in tree.children[b][node]]
             assert grown.depths[b][node + shift] == tree.depths[b][node] + shift
-        assert torch.equal(grown.ancestors(b)[shift:, shift:], tree.ancestors(b))
-        assert grown.ancestors(b)[shift:, :shift].all()
-        assert torch.equal(grown.ancestors(b)[:shift, :shift], torch.ones(shift, shift).tril().bool())
+        assert torch.equal(grown.build_ancestor_mask(b)[shift:, shift:], tree.build_ancestor_mask(b))
+        assert grown.build_ancestor_mask(b)[shift:, :shift].all()
+        assert torch.equal(grown.build_ancestor_mask(b)[:shift, :shift], torch.ones(shift, shift).tril().bool())
 
 
 @given(batches(), st.data())
 def test_selected_requests_keep_their_trees_and_rows(trees, data):
     """Guards a batch whose requests verify by different rules: each rule must see the right rows of q."""
     size = sum(len(t) for t, _ in trees)
-    tree = TokenTree.of([t for t, _ in trees], [p for _, p in trees], torch.arange(size)[:, None].double())
+    tree = TokenTree.from_lists([t for t, _ in trees], [p for _, p in trees], torch.arange(size)[:, None].double())
     mine = data.draw(st.lists(st.integers(0, len(trees) - 1), min_size=1, max_size=4, unique=True))
     chosen = tree.select(mine)
     for i, b in enumerate(mine):
         assert chosen.token_lists[i] == tree.token_lists[b]
         assert chosen.parent_lists[i] == tree.parent_lists[b]
         assert chosen.roots[i] == tree.roots[b]
-        rows = [chosen.q[chosen.row(i, n)].item() for n in range(tree.sizes[b])]
-        assert rows == [tree.row(b, n) for n in range(tree.sizes[b])]
+        rows = [chosen.q[chosen.get_row(i, n)].item() for n in range(tree.sizes[b])]
+        assert rows == [tree.get_row(b, n) for n in range(tree.sizes[b])]
 
 
 def test_a_commit_counts_what_it_keeps():
-    commit = Commit.of([[0, 2, 5], [0], []], [[4, 5, 6], [8], []], failed=frozenset({2}))
-    assert commit.count.tolist() == [3, 1, 0]
+    commit = Commit.from_lists([[0, 2, 5], [0], []], [[4, 5, 6], [8], []], failed=frozenset({2}))
+    assert commit.counts_tensor.tolist() == [3, 1, 0]
     assert commit.path.tolist() == [[0, 2, 5], [0, -1, -1], [-1, -1, -1]]
     assert commit.token_lists == [[4, 5, 6], [8], []]
     assert commit.path_lists == [[0, 2, 5], [0], []]
@@ -172,41 +172,43 @@ def test_a_commit_counts_what_it_keeps():
 
 
 def test_a_commit_of_nothing_has_no_width():
-    commit = Commit.of([[], []], [[], []])
-    assert commit.count.tolist() == [0, 0]
+    commit = Commit.from_lists([[], []], [[], []])
+    assert commit.counts_tensor.tolist() == [0, 0]
     assert commit.path.shape == (2, 0)
 
 
 def test_cutting_a_commit_cuts_path_tokens_and_features_alike():
     """Guards KV kept beyond a stop: after the cut, entries kept and tokens emitted are the same number."""
     features = torch.randn(2, 3, 4)
-    commit = Commit.of([[0, 1, 2], [0, 1]], [[4, 5, 6], [8, 9]], choice=torch.arange(5), features=features)
-    cut = commit.cut([2, 1])
+    commit = Commit.from_lists(
+        [[0, 1, 2], [0, 1]], [[4, 5, 6], [8, 9]], target_samples=torch.arange(5), features=features
+    )
+    cut = commit.truncate([2, 1])
     assert cut.path_lists == [[0, 1], [0]]
     assert cut.token_lists == [[4, 5], [8]]
-    assert cut.count.tolist() == [2, 1]
+    assert cut.counts_tensor.tolist() == [2, 1]
     assert torch.equal(cut.features, features[:, :2])
-    assert torch.equal(cut.choice, commit.choice)
-    assert commit.count.tolist() == [3, 2]
+    assert torch.equal(cut.target_samples, commit.target_samples)
+    assert commit.counts_tensor.tolist() == [3, 2]
 
 
 @pytest.mark.parametrize("counts", [[3, 2], [9, 9]])
 def test_a_cut_that_asks_for_more_than_there_is_changes_nothing(counts):
-    commit = Commit.of([[0, 1, 2], [0, 1]], [[4, 5, 6], [8, 9]])
-    cut = commit.cut(counts)
+    commit = Commit.from_lists([[0, 1, 2], [0, 1]], [[4, 5, 6], [8, 9]])
+    cut = commit.truncate(counts)
     assert torch.equal(cut.tokens, commit.tokens)
     assert torch.equal(cut.path, commit.path)
 
 
 @given(st.lists(st.lists(st.integers(0, 99), max_size=5), min_size=1, max_size=4), st.data())
 def test_a_cut_is_a_prefix_and_cutting_twice_is_cutting_once(rows, data):
-    commit = Commit.of([range(len(row)) for row in rows], rows, failed=frozenset({0}))
+    commit = Commit.from_lists([range(len(row)) for row in rows], rows, failed=frozenset({0}))
     counts = [data.draw(st.integers(0, 6)) for _ in rows]
-    cut = commit.cut(counts)
+    cut = commit.truncate(counts)
     assert cut.token_lists == [row[:n] for row, n in zip(rows, counts, strict=True)]
     assert cut.path_lists == [list(range(len(row)))[:n] for row, n in zip(rows, counts, strict=True)]
     assert cut.failed == commit.failed
-    assert torch.equal(cut.cut(counts).tokens, cut.tokens)
+    assert torch.equal(cut.truncate(counts).tokens, cut.tokens)
 
 
 @given(batches())
@@ -214,17 +216,17 @@ def test_a_tree_of_lists_and_a_tree_of_their_tensors_are_the_same(trees):
     """Guards the two ways in which a drafter may give its nodes."""
     lists = tree_of(trees)
     tensors = TokenTree(pad([t for t, _ in trees]), pad([p for _, p in trees]))
-    for name in ("token_lists", "parent_lists", "sizes", "roots", "children", "depths", "first_rows", "is_chain"):
+    for name in ("token_lists", "parent_lists", "sizes", "roots", "children", "depths", "row_offsets", "is_chain"):
         assert getattr(lists, name) == getattr(tensors, name)
     assert torch.equal(lists.tokens, tensors.tokens)
     assert torch.equal(lists.parents, tensors.parents)
     places = [(b, n) for b, (tokens, _) in enumerate(trees) for n in range(len(tokens))]
-    assert [lists.place(row) for row in range(lists.first_rows[-1])] == places
+    assert [lists.locate_row(row) for row in range(lists.row_offsets[-1])] == places
 
 
 def test_node_numbers_of_any_integer_type_are_integers_and_others_are_refused():
     """Guards ids of numpy that reach the text, and fractions cut off in silence."""
-    tree = TokenTree.of([list(torch.tensor([3, 4]).numpy())], [[-1, 0]])
+    tree = TokenTree.from_lists([list(torch.tensor([3, 4]).numpy())], [[-1, 0]])
     assert all(type(token) is int for token in tree.token_lists[0])
     with pytest.raises(TypeError):
-        TokenTree.of([[3.5]], [[-1]])
+        TokenTree.from_lists([[3.5]], [[-1]])

@@ -3,13 +3,14 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from foredraft.completion import Completion, Delta, Stats, TokenLogprob
     from foredraft.errors import ForedraftError
-    from foredraft.grammar import Grammar
     from foredraft.hf_generate.decoding import generate, speculate
     from foredraft.llm import LLM, MemoryLimits
+    from foredraft.outputs import Completion, Delta, Stats, TokenLogprob
     from foredraft.request import RequestOptions
-    from foredraft.sampling import Sampling, distribution
+    from foredraft.sampling.distribution import distribution
+    from foredraft.sampling.grammar import Grammar
+    from foredraft.sampling.params import Sampling
     from foredraft.source import Seq2Seq
 
 __version__ = "0.1.0"
@@ -17,17 +18,17 @@ __version__ = "0.1.0"
 # no home may bear the name of what it holds: once imported, the module would stand in its place
 _HOMES = {
     "LLM": "llm",
-    "Completion": "completion",
-    "Delta": "completion",
+    "Completion": "outputs",
+    "Delta": "outputs",
     "ForedraftError": "errors",
-    "Grammar": "grammar",
+    "Grammar": "sampling.grammar",
     "MemoryLimits": "llm",
     "RequestOptions": "request",
-    "Sampling": "sampling",
+    "Sampling": "sampling.params",
     "Seq2Seq": "source",
-    "Stats": "completion",
-    "TokenLogprob": "completion",
-    "distribution": "sampling",
+    "Stats": "outputs",
+    "TokenLogprob": "outputs",
+    "distribution": "sampling.distribution",
     "generate": "hf_generate.decoding",
     "speculate": "hf_generate.decoding",
 }
@@ -59,9 +60,9 @@ def __getattr__(name: str) -> Any:
     try:
         return getattr(importlib.import_module(f"foredraft.{_HOMES[name]}"), name)
     except ImportError as error:
-        from foredraft.models.versions import installed, untested
+        from foredraft.models.versions import describe_untested, read_installed_versions
 
-        newer = untested(installed())
+        newer = describe_untested(read_installed_versions())
         if not newer:
             raise
         raise ImportError("; ".join([str(error), *newer])) from error

@@ -18,9 +18,9 @@ PLAIN_TEMPLATE = """\
 {%- if add_generation_prompt %}assistant:{% endif %}"""
 
 
-def conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
-    """One conversation, or several, as a list of conversations."""
-    if isinstance(messages, list | tuple) and messages and all(isinstance(one, list | tuple) for one in messages):
+def list_conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
+    """Return one conversation, or several, as a list of conversations."""
+    if isinstance(messages, list | tuple) and messages and all(isinstance(entry, list | tuple) for entry in messages):
         return list(messages)
     return [messages]  # type: ignore[list-item]
 
@@ -46,17 +46,18 @@ def encode_chat(
         tokenizer: a transformers tokenizer.
         messages: dicts with `role` and `content`, oldest first.
         add_generation_prompt: end with the opening of the assistant's turn.
-        continue_final_message: leave the last message open, so that the model continues it; then no generation prompt.
+        continue_final_message: leave the last message open, so that the model continues it; there is then no
+            generation prompt.
         chat_template: Jinja source in place of the tokenizer's own; PLAIN_TEMPLATE writes `role: content` lines.
-        template_options: further variables of the template, for instance {"enable_thinking": False}.
-        is_source: an encoder reads the conversation, which ends with the tokenizer's end token then.
+        template_options: further variables of the template, such as {"enable_thinking": False}.
+        is_source: the conversation is the input of an encoder, so it ends with the tokenizer's end token.
 
     Raises:
-        ForedraftError: without a tokenizer or template, for malformed messages, or if the template refuses them.
+        ForedraftError: without a tokenizer or template, for malformed messages, or if the template raises.
     """
     if tokenizer is None:
         raise ForedraftError("chat needs a tokenizer; pass token ids to generate() instead")
-    _check(messages)
+    _check_messages(messages)
     if chat_template is None and not has_chat_template(tokenizer):
         raise ForedraftError(
             "the model has no chat template; give chat_template=... (foredraft.chat.PLAIN_TEMPLATE writes "
@@ -78,7 +79,7 @@ def encode_chat(
     return [*ids, end] if is_source and end is not None and ids[-1:] != [end] else ids
 
 
-def _check(messages: Conversation) -> None:
+def _check_messages(messages: Conversation) -> None:
     if isinstance(messages, str | Mapping) or not len(messages):
         raise ForedraftError('messages must be a list such as [{"role": "user", "content": "Hello"}]')
     for i, message in enumerate(messages):

@@ -5,23 +5,25 @@ from difflib import get_close_matches
 
 
 class ForedraftError(ValueError):
-    """Bad input, an unsupported model, an impossible combination. The message is the whole story."""
+    """Error caused by the user's input: its message is one line that says what to do. Shown without a traceback."""
 
 
-def suggest(word: str, known: Iterable[str]) -> str:
-    """The known word nearest to a mistyped one, as the end of a message; empty where none is near."""
-    found = get_close_matches(word, list(known), 1)
-    return f"; did you mean {found[0]!r}?" if found else ""
+def suggest(word: str, candidates: Iterable[str]) -> str:
+    """Return "; did you mean 'x'?" with the candidate nearest to a mistyped word; empty if none is near."""
+    matches = get_close_matches(word, list(candidates), 1)
+    return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether a Rust extension (a tokenizer, a grammar) stopped in the middle. Every extension has a class of its own
-    for that, which cannot be imported and is no Exception."""
+    """Whether an error is a panic of a Rust extension (tokenizer or grammar).
+
+    Every extension has its own panic class, which cannot be imported and is not an Exception.
+    """
     return type(error).__name__ == "PanicException" and type(error).__module__ == "pyo3_runtime"
 
 
-def how_to_install(extra: str) -> str:
-    """The command for what an extra brings, whether Foredraft was installed from a checkout or by name."""
+def format_install_command(extra: str) -> str:
+    """Return the commands that install an extra, from a checkout and by name."""
     return (
         f"pip install -e '.[{extra}]' in the checkout, or pip install 'foredraft[{extra}]' if it was installed by name"
     )

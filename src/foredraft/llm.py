@@ -1,4 +1,4 @@
-"""The front door: a model, a drafter, and text in and out."""
+"""`LLM`: the public entry point, a target model with a drafter that generates text."""
 
 import asyncio
 import copy
@@ -11,66 +11,82 @@ from typing import Any, NoReturn
 import torch
 
 from foredraft import zoo
-from foredraft.chat import Conversation, conversations, encode_chat, has_chat_template
-from foredraft.completion import Completion, Delta
-from foredraft.controller import Adaptive, Fixed, Lengths
-from foredraft.costs import CostCurve
-from foredraft.drafters.base import methods
-from foredraft.drafters.spec import AUTO, DraftLength, draft_length, longest_draft
-from foredraft.drafters.spec import DrafterSpec as DrafterSpec
-from foredraft.drafting import DrafterFactory
-from foredraft.engine.calibrate import pass_times
+from foredraft.chat import Conversation, encode_chat, has_chat_template, list_conversations
+from foredraft.draft_length.adaptive import AdaptiveLengthPolicy
+from foredraft.draft_length.costs import CostCurve
+from foredraft.draft_length.loss_budget import LossBudgetPolicy
+from foredraft.draft_length.policy import DraftLengthPolicy, FixedLengthPolicy
+from foredraft.drafter_factory import DrafterFactory
+from foredraft.drafters.drafter_spec import AUTO, DraftLength, get_max_draft_length, parse_draft_length
+from foredraft.drafters.drafter_spec import DrafterSpec as DrafterSpec
+from foredraft.drafters.registry import load_methods
+from foredraft.engine.calibrate import measure_pass_times
 from foredraft.engine.engine import Engine
-from foredraft.engine.output import Transcript
-from foredraft.engine.scheduler import Limits
-from foredraft.engine.shared import CLOSED, SharedEngine
+from foredraft.engine.scheduler import SchedulerLimits
+from foredraft.engine.shared_engine import CLOSED_ERROR, SharedEngine
+from foredraft.engine.transcript import Transcript
 from foredraft.errors import ForedraftError
-from foredraft.grammar import Grammars
-from foredraft.kernels.cpu.library import library
+from foredraft.kernels.cpu.library import load_library
 from foredraft.kernels.process import check_process
 from foredraft.kernels.quantize import check_quantization
-from foredraft.kv.blocks import PageAllocator
+from foredraft.kv.allocator import PageAllocator
 from foredraft.kv.sizing import MemoryLimits as MemoryLimits
-from foredraft.models.adopt import adopt, why_not_native
-from foredraft.models.load import load_model, load_tokenizer, parse_device, width
-from foredraft.models.prompts import Prompt, end_ids_of, listed
-from foredraft.preparation import RequestFactory
+from foredraft.models.loading import load_model, load_tokenizer, parse_device, read_vocab_size
+from foredraft.models.prompts import Prompt, find_end_ids, list_prompts
+from foredraft.models.wrap import get_native_obstacle, wrap_model
+from foredraft.outputs import Completion, Delta
 from foredraft.request import RequestOptions
-from foredraft.sampling import Sampling
-from foredraft.verify import RULES
-from foredraft.watched import Watched
+from foredraft.request_factory import RequestFactory
+from foredraft.sampling.grammar import GrammarCompiler
+from foredraft.sampling.params import Sampling
+from foredraft.verification.rules import RULES
 
 log = logging.getLogger(__name__)
-DEFAULT = "default"  # a drafter: the built-in one beside the built-in target, otherwise none
-VERIFY = ("auto", *RULES)
-FREED = ("target", "drafter", "tokenizer", "engine", "_shared", "_grammars", "_requests")  # by close
+DEFAULT_DRAFTER = "default"  # the built-in drafter for LLM() and "builtin-seq2seq", otherwise none
+VERIFY_OPTIONS = ("auto", *RULES)
+# Attributes that `close` deletes.
+FREED_ATTRIBUTES = ("target", "drafter", "tokenizer", "engine", "_shared", "_grammars", "_requests")
 
 
 class LLM:
-    """A target model with a drafter. `LLM()` alone is the built-in pair.
+    """Target model with a drafter; `LLM()` is the built-in pair.
 
-    model: a folder, a hub id, "builtin", "builtin-seq2seq", or a loaded transformers model; an encoder-decoder model
-    takes prompts as what its encoder reads. drafter: None (plain decoding), a method name, several as "a+b", "auto"
-    (the best there are), a dict with the keys of vLLM's speculative_config, or a Drafter. verify: "auto" (a seeded or
-    greedy request uses `match`, any other `reject`) or a rule by name. fused: run recognised models as native code on
-    CPU; None = those loaded here; True = also one handed over, from a packed copy of its weights as they are now, or an
-    error. quantization: "int8" or "int4" weights on CPU, rounded from the ordinary ones while loading; the drafter has
-    a `quantization` of its own.
-    max_model_len: context in tokens, prompt and output together; None = the model's own.
-    num_speculative_tokens: the longest draft; "auto": as long as measurement says it pays, at times not at all.
-    Raises ForedraftError with one line that says what to do.
+    Example:
+        >>> with LLM("Qwen/Qwen2.5-0.5B", drafter="ngram") as llm:
+        ...     print(llm.generate("Once upon a time", Sampling(temperature=0.0, max_tokens=64))[0].text)
 
-    Threads may share one: their requests are decoded together, a thread that lacks a token does a step for all, and the
-    texts are those each would get alone. A step that raises, or is interrupted, does so in the thread that did it; the
-    others go on. `astream` and `agenerate` are the same for an event loop. A Worker has its LLM to itself while it
-    runs. An LLM does not survive a fork: make one in each process, and spawn the processes. It cannot be pickled. Its
-    memory is free once the last reference is gone, or by `close`, which a `with` block calls.
+    Args:
+        model: folder, hub id, "builtin", "builtin-seq2seq" or loaded transformers model. Default None = "builtin". For
+            an encoder-decoder model, a prompt is the input of its encoder.
+        drafter: method name, several as "a+b", "auto" (the best available), dict with the keys of vLLM's
+            speculative_config, `Drafter`, or None for plain decoding. Default: the built-in one for `LLM()` and
+            "builtin-seq2seq", else None.
+        dtype: default "auto", the dtype of the checkpoint. float16 on CPU is refused.
+        quantization: "int8" or "int4" weights on CPU, rounded while loading. Default None = off. A drafter has its own
+            option `quantization`.
+        device: "cpu", "cuda" or "cuda:N". Default "auto" = the first GPU, else the CPU.
+        verify: name of a verification rule. Default "auto" = `match` for greedy and seeded requests, else `reject`.
+        num_speculative_tokens: longest draft. Default "auto" = chosen at every step from measured times, possibly 0.
+        tokenizer: a tokenizer, or None. Default "auto" = that of the folder or hub id; none for a loaded model.
+        limits: sizes of KV memory and steps. Default None = `MemoryLimits()`.
+        max_model_len: longest sequence in tokens, prompt and output together. Default None = the model's own.
+        fused: run recognised models as native code on CPU. Default None = if loaded here or quantized. True = also a
+            loaded model, from a packed copy of its current weights; an error if that is impossible.
+        is_debug: check invariants after every step. Default False.
+
+    Raises:
+        ForedraftError: one line that says what to do.
+
+    Threads may share an LLM: their requests are decoded in one batch, and every output is the same as alone. If a step
+    raises, it raises in the thread that ran it; the other threads continue. A `Worker` reserves its LLM while it runs.
+    An LLM does not survive a fork and cannot be pickled: create one in each spawned process. Its memory is freed with
+    the last reference, or by `close`, which a `with` block calls.
     """
 
     def __init__(
         self,
         model: str | Path | Any | None = None,
-        drafter: DrafterSpec = DEFAULT,
+        drafter: DrafterSpec = DEFAULT_DRAFTER,
         *,
         dtype: str | torch.dtype = "auto",
         quantization: str | None = None,
@@ -84,66 +100,71 @@ class LLM:
         is_debug: bool = False,
     ) -> None:
         check_process()
-        if verify not in VERIFY:
-            raise ForedraftError(f"unknown verification rule {verify!r}; use one of {', '.join(VERIFY)}")
+        if verify not in VERIFY_OPTIONS:
+            raise ForedraftError(f"unknown verification rule {verify!r}; use one of {', '.join(VERIFY_OPTIONS)}")
         check_quantization(quantization)
         self.limits = limits or MemoryLimits()
-        self.builtin = zoo.target_name(model)
-        self.is_builtin = self.builtin == zoo.FIRST
-        name = model if self.builtin is None else str(zoo.target(self.builtin))
+        self.builtin = zoo.resolve_target(model)
+        self.is_builtin = self.builtin == zoo.DEFAULT_TARGET
+        name = model if self.builtin is None else str(zoo.find_target_folder(self.builtin))
         if isinstance(name, (str, Path)):
             name = str(name)
             loaded = load_model(name, dtype, parse_device(device))
-            self.tokenizer = load_tokenizer(name, width(loaded)) if isinstance(tokenizer, str) else tokenizer
+            self.tokenizer = load_tokenizer(name, read_vocab_size(loaded)) if isinstance(tokenizer, str) else tokenizer
         else:
             loaded, name = name, getattr(name, "name_or_path", "") or type(name).__name__
             self.tokenizer = None if isinstance(tokenizer, str) else tokenizer
         if loaded.dtype in (torch.float16,) and loaded.device.type == "cpu":
             raise ForedraftError("float16 is slow and inexact on CPU; use dtype='bfloat16' or 'float32'")
         is_ours = isinstance(model, (str, Path)) or model is None
-        # without the kernels there is a warning, and everything runs on torch
-        why = why_not_native(loaded) if fused and library() is not None else None
-        if why is not None:
-            raise ForedraftError(f"{name} cannot run as native code ({why}); leave fused out")
+        # If the kernels are missing, load_library warns, and torch runs everything.
+        reason = get_native_obstacle(loaded) if fused and load_library() is not None else None
+        if reason is not None:
+            raise ForedraftError(f"{name} cannot run as native code ({reason}); leave fused out")
         self.fused = fused is not False
         is_fused = is_ours or quantization is not None if fused is None else fused
-        self.target = adopt(loaded, name, is_fused, is_ours, quantization).with_context(max_model_len)
-        self._grammars = Grammars(self.tokenizer, self.target.vocab_size)
+        self.target = wrap_model(loaded, name, is_fused, is_ours, quantization).with_context(max_model_len)
+        self._grammars = GrammarCompiler(self.tokenizer, self.target.vocab_size)
         self._is_debug = is_debug
-        self._has_hinted = False
-        if drafter == DEFAULT:
-            is_plain = self.builtin is None or model == zoo.FIRST
-            drafter = None if is_plain else zoo.drafter_of(self.builtin or zoo.FIRST, methods())
-        self._equip(drafter, num_speculative_tokens, verify)
+        self._has_warned_chat_template = False
+        if drafter == DEFAULT_DRAFTER:
+            is_plain = self.builtin is None or model == zoo.DEFAULT_TARGET
+            drafter = None if is_plain else zoo.choose_method(self.builtin or zoo.DEFAULT_TARGET, load_methods())
+        self._set_drafter(drafter, num_speculative_tokens, verify)
 
     @property
     def num_parameters(self) -> int:
+        """Number of parameters of the target."""
         return self.target.num_parameters
 
     @property
     def drafter_name(self) -> str:
+        """Name of the drafter's method; "none" for plain decoding."""
         return self._drafter_name
 
     @property
     def end_ids(self) -> frozenset[int]:
-        """Token ids that end a text."""
+        """Token ids that end an output."""
         return self._requests.end_ids
 
     def with_drafter(
         self, drafter: DrafterSpec, num_speculative_tokens: DraftLength = AUTO, verify: str | None = None
     ) -> "LLM":
-        """The same loaded target with another drafter and KV memory of its own."""
+        """Return an LLM with the same loaded target, another drafter and new KV memory; verify None = as here."""
         other = copy.copy(self)
-        other.target = self.target.sibling()
-        other._equip(drafter, num_speculative_tokens, verify or self.verify)
+        other.target = self.target.with_new_kv()
+        other._set_drafter(drafter, num_speculative_tokens, verify or self.verify)
         return other
 
     def close(self) -> None:
-        """Free the model and its memory now. Streams that are open raise at their next token, and so does all other
-        use; LLMs made of this one by with_drafter go on. Raises ForedraftError while a Worker runs it."""
+        """Free the model and its memory. LLMs from `with_drafter` stay usable; all other use raises ForedraftError.
+
+        Raises:
+            ForedraftError: if a Worker runs this LLM.
+        """
         if "_shared" in vars(self):
             self._shared.close()
-            for name in FREED:
+            for name in FREED_ATTRIBUTES:
                 delattr(self, name)
 
     def __enter__(self) -> "LLM":
@@ -153,9 +174,9 @@ class LLM:
         self.close()
 
     def __getattr__(self, name: str) -> NoReturn:
-        """For what is not there."""
-        if name in FREED:
-            raise ForedraftError(CLOSED)
+        """Raise ForedraftError for an attribute that `close` has deleted, AttributeError for any other."""
+        if name in FREED_ATTRIBUTES:
+            raise ForedraftError(CLOSED_ERROR)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __copy__(self) -> "LLM":
@@ -172,8 +193,20 @@ class LLM:
     def generate(
         self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None
     ) -> list[Completion]:
-        """Complete every prompt, n samples each, in order. Prompts are strings or lists of token ids, or Seq2Seq for a
-        model with an encoder. Text is taken as it is, without the model's chat template; `chat` applies that."""
+        """Generate completions of every prompt, `n` samples each, in order.
+
+        Args:
+            prompts: a string, a list of token ids, a `Seq2Seq` for an encoder-decoder model, or a list of these. The
+                chat template of the model is not applied; `chat` applies it.
+            sampling: one for all prompts, or one per prompt. Default None = `Sampling()`: temperature 1.0, at most 128
+                tokens. The default temperature of the command line is 0.0.
+
+        Returns:
+            One completion per prompt and sample. A request that fails alone has finish_reason "error".
+
+        Raises:
+            ForedraftError: for invalid prompts or options, and for requests that do not fit into the KV memory.
+        """
         done = {delta.index: delta.completion for delta in self.stream(prompts, sampling) if delta.completion}
         return [done[index] for index in sorted(done)]
 
@@ -185,20 +218,20 @@ class LLM:
         chat_template: str | None = None,
         template_options: Mapping[str, Any] | None = None,
     ) -> list[Completion]:
-        """Answer one conversation, or each of several, in the model's chat template.
+        """Answer one conversation, or each of several, with the chat template of the model.
 
         Args:
             messages: dicts with `role` and `content`, oldest first; a list of such lists is several conversations.
             sampling: as for `generate`.
-            chat_template: Jinja source in place of the model's own.
-            template_options: further variables of the template, for instance {"enable_thinking": False}.
+            chat_template: Jinja source. Default None = the template of the model.
+            template_options: further variables of the template, such as {"enable_thinking": False}. Default None.
 
         Raises:
             ForedraftError: for malformed messages, or without a template.
         """
         prompts = [
             self.encode_chat(one, chat_template=chat_template, template_options=template_options)
-            for one in conversations(messages)
+            for one in list_conversations(messages)
         ]
         return self.generate(prompts, sampling)
 
@@ -211,7 +244,7 @@ class LLM:
         chat_template: str | None = None,
         template_options: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of one conversation, a prompt for `generate` and `stream`; arguments as in `foredraft.chat`."""
+        """Return one conversation as token ids for `generate` or `stream`; arguments as in `foredraft.chat`."""
         return encode_chat(
             self.tokenizer,
             messages,
@@ -235,13 +268,16 @@ class LLM:
     def stream(
         self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None
     ) -> Iterator[Delta]:
-        """The same, piece by piece as the text comes; leaving the loop early aborts what is left."""
-        return self._drain(self._admitted(prompts, sampling))
+        """Yield deltas while text is generated; arguments and errors as for `generate`.
+
+        Leaving the loop early aborts the requests that have not finished.
+        """
+        return self._read_deltas(self._prepare_requests(prompts, sampling))
 
     async def agenerate(
         self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None
     ) -> list[Completion]:
-        """As generate, for an event loop, which is never blocked; cancelling aborts what is left."""
+        """Run `generate` without blocking the event loop. Cancelling aborts the requests."""
         async with aclosing(self.astream(prompts, sampling)) as deltas:
             done = {delta.index: delta.completion async for delta in deltas if delta.completion}
         return [done[index] for index in sorted(done)]
@@ -249,38 +285,44 @@ class LLM:
     async def astream(
         self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None
     ) -> AsyncGenerator[Delta, None]:
-        """As stream, for an event loop: steps are done on a thread. Cancelling, or `aclose` after leaving the loop
-        early (contextlib.aclosing), aborts what is left. Errors are raised at the first delta."""
-        transcripts = await asyncio.to_thread(self._admitted, prompts, sampling)
+        """Run `stream` without blocking the event loop: steps run on a thread, errors are raised at the first delta.
+
+        Cancelling aborts the requests. So does `aclose` after leaving the loop early: use contextlib.aclosing.
+        """
+        transcripts = await asyncio.to_thread(self._prepare_requests, prompts, sampling)
         async with aclosing(self._shared.read_async(transcripts)) as deltas:
             async for delta in deltas:
                 yield delta
 
-    def _admitted(
+    def _prepare_requests(
         self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None
     ) -> list[Transcript]:
         self._shared.check()
-        several = listed(prompts)
-        self._hint_at_chat(several)
-        transcripts = self._transcripts(several, sampling or Sampling())
+        several = list_prompts(prompts)
+        self._warn_about_chat_template(several)
+        transcripts = self._prepare_prompts(several, sampling or Sampling())
         for transcript in transcripts:
             self.engine.check(transcript.request)
         return transcripts
 
-    def _hint_at_chat(self, prompts: list[Prompt]) -> None:
+    def _warn_about_chat_template(self, prompts: list[Prompt]) -> None:
         """Log once that text goes to an instruct model without its chat template."""
-        if not self._has_hinted and self.has_chat_template and any(isinstance(prompt, str) for prompt in prompts):
-            self._has_hinted = True
+        if (
+            not self._has_warned_chat_template
+            and self.has_chat_template
+            and any(isinstance(prompt, str) for prompt in prompts)
+        ):
+            self._has_warned_chat_template = True
             log.warning(
                 "the model has a chat template, and prompts given as text do not go through it; "
                 "LLM.chat puts messages into the template"
             )
 
-    def _drain(self, transcripts: list[Transcript]) -> Iterator[Delta]:
-        # not before the stream is read: one that never is must not hold pages
+    def _read_deltas(self, transcripts: list[Transcript]) -> Iterator[Delta]:
+        # Requests are added when the stream is first read, so a stream that is never read holds no pages.
         return self._shared.read(transcripts)
 
-    def _transcripts(self, prompts: list[Prompt], sampling: Sampling | Sequence[Sampling]) -> list[Transcript]:
+    def _prepare_prompts(self, prompts: list[Prompt], sampling: Sampling | Sequence[Sampling]) -> list[Transcript]:
         params = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
         if len(params) != len(prompts):
             raise ForedraftError(f"{len(prompts)} prompts and {len(params)} Samplings; give one Sampling or one each")
@@ -292,32 +334,33 @@ class LLM:
     def prepare(
         self, prompt: Prompt, s: Sampling, options: RequestOptions | None = None, first_index: int = 0
     ) -> list[Transcript]:
-        """The n samples of one prompt, checked and ready for an engine. Touches no engine, so any thread may call it.
+        """Check one prompt and return its n samples, ready for an engine. Any thread may call it.
 
-        Raises ForedraftError for what this model cannot do.
+        Raises:
+            ForedraftError: for a prompt or an option that this model does not support.
         """
         return self._requests.prepare(prompt, s, options or RequestOptions(), first_index)
 
-    def _equip(self, drafter: DrafterSpec, num_tokens: DraftLength, verify: str) -> None:
+    def _set_drafter(self, drafter: DrafterSpec, num_tokens: DraftLength, verify: str) -> None:
         self.verify = verify
         limits = self.limits
         self._requests = RequestFactory(
             self.target,
             self.tokenizer,
             self._grammars,
-            end_ids_of(self.target, self.tokenizer),
+            find_end_ids(self.target, self.tokenizer),
             verify,
             limits.prefix_cache,
         )
         drafters = DrafterFactory(self.target, self.tokenizer, self.fused, self.builtin)
-        length = draft_length(drafter, num_tokens)
-        longest = longest_draft(drafter) if length is None else length
+        length = parse_draft_length(drafter, num_tokens)
+        longest = get_max_draft_length(drafter) if length is None else length
         self.drafter, self._drafter_name = drafters.make(drafter, longest)
         attach = getattr(self.drafter, "attach", None)
-        if attach is not None:  # it drafts in the target's own memory
+        if attach is not None:  # the drafter uses the KV pool of the target
             attach(self.target)
         self.is_adaptive = length is None and (self.drafter is None or isinstance(drafter, (str, dict)))
-        memory = getattr(self.drafter, "memory", None)
+        memory = getattr(self.drafter, "draft_kv", None)
         per_token = self.target.bytes_per_token() + (0 if memory is None else memory.bytes_per_token)
         num_pages = limits.num_pages(self.target.context_length, per_token, self.target.device)
         for pool in (self.target.pool, *([] if memory is None else [memory.pool])):
@@ -326,28 +369,32 @@ class LLM:
             self.target,
             drafters.with_predictions(self.drafter, self._drafter_name),
             PageAllocator(num_pages, limits.page_size),
-            Limits(limits.max_batch, limits.max_step_tokens),
+            SchedulerLimits(limits.max_batch, limits.max_step_tokens),
             self.target.device,
             is_debug=self._is_debug,
             prefix_cache=limits.prefix_cache,
-            lengths=self._lengths(),
+            length_policy=self._create_length_policy(),
         )
         self._shared = SharedEngine(self.engine)
 
-    def _lengths(self, curve: CostCurve | None = None) -> Lengths:
+    def _create_length_policy(self, curve: CostCurve | None = None) -> DraftLengthPolicy:
         if not self.is_adaptive:
-            return Fixed()
-        return Watched(curve) if getattr(self.drafter, "decides_length", False) else Adaptive(curve)
+            return FixedLengthPolicy()
+        return (
+            LossBudgetPolicy(curve) if getattr(self.drafter, "decides_length", False) else AdaptiveLengthPolicy(curve)
+        )
 
     def calibrate(self, most_seconds: float = 2.0) -> list[tuple[int, float]]:
-        """Measure what a pass costs by its rows, [(rows, seconds)], so that adaptive lengths need not find it out on
-        the way: for a server at its start. Raises ForedraftError while requests run."""
+        """Measure the time of a forward pass by its rows, within about `most_seconds`, for adaptive draft lengths.
+
+        Returns [(rows, seconds)]. Raises ForedraftError if there are requests.
+        """
         check_process()
-        with self._shared.claimed() as engine:
+        with self._shared.claim_engine() as engine:
             if engine.has_work:
                 raise ForedraftError("calibrate measures an idle engine; call it before there are requests")
-            allocator, source = engine.scheduler.allocator, self.target.measured_source
-            points = pass_times(self.target, allocator, self.target.device, most_seconds, source=source)
+            allocator, source = engine.scheduler.allocator, self.target.calibration_source
+            points = measure_pass_times(self.target, allocator, self.target.device, most_seconds, source=source)
             if self.is_adaptive:
-                engine.lengths = self._lengths(CostCurve(points))
+                engine.length_policy = self._create_length_policy(CostCurve(points))
         return points

@@ -1,4 +1,4 @@
-"""What an encoder reads: the input of an encoder-decoder model, one per prompt, and a prompt that says it."""
+"""Inputs of encoder-decoder models: the source that an encoder reads, and prompts with a source."""
 
 from array import array
 from collections.abc import Sequence
@@ -9,49 +9,47 @@ from typing import Any
 from torch import Tensor, uint8
 
 
-@dataclass(frozen=True, eq=False)  # two sources are never the same, however alike
-class Source:
-    """The n samples of one prompt share it, and whoever keeps what an encoder made of it keeps that weakly by it.
+@dataclass(frozen=True, eq=False)  # compared by identity
+class EncoderSource:
+    """Input of an encoder, shared by the n samples of a prompt. Caches of encoder outputs refer to it weakly."""
 
-    tokens: ids for an encoder that reads text; drafts may copy from them. features: [S, F] or [F, S] what an encoder of
-    sound or the like reads instead, as its own processor gives it. states: [S, H] what one model's encoder made of it
-    already; no other model can read those.
-    """
-
-    tokens: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()  # token ids for an encoder of text; drafts may copy from them
+    # [S, F] or [F, S]: input of an encoder of sound or images, from the processor of the model.
     features: Tensor | None = field(default=None, repr=False)
+    # [S, H]: output of the encoder, if it is computed already; valid for this model only.
     states: Tensor | None = field(default=None, repr=False)
 
     @property
     def digest(self) -> bytes:
-        """Equal for sources that an encoder makes the same of."""
-        made = blake2b(array("q", self.tokens).tobytes(), digest_size=32)
-        for numbers in (self.features, self.states):
-            if numbers is None:
+        """Hash of the content: equal for sources with equal encoder outputs. 32 bytes"""
+        hasher = blake2b(array("q", self.tokens).tobytes(), digest_size=32)
+        for tensor in (self.features, self.states):
+            if tensor is None:
                 continue
-            numbers = numbers.detach().cpu().contiguous()
-            made.update(repr((numbers.dtype, tuple(numbers.shape))).encode())
-            made.update(numbers.view(uint8).numpy().tobytes())
-        return made.digest()
+            tensor = tensor.detach().cpu().contiguous()
+            hasher.update(repr((tensor.dtype, tuple(tensor.shape))).encode())
+            hasher.update(tensor.view(uint8).numpy().tobytes())
+        return hasher.digest()
 
 
 @dataclass(frozen=True)
-class Begun:
-    """A prompt that is read already: what the encoder reads, and the decoder's first tokens."""
+class PreparedPrompt:
+    """Prompt that is already tokenised: the encoder's source and the decoder's first tokens."""
 
-    source: Source
+    source: EncoderSource
     tokens: list[int]
 
 
 @dataclass(frozen=True)
 class Seq2Seq:
-    """A prompt of an encoder-decoder model where text alone does not say it all.
+    """Prompt of an encoder-decoder model with more than the text of its source.
 
-    source: what the encoder reads, as text or token ids (ids are taken as they are, with their end token).
-    prefix: how the decoder's text begins after its start token, as text or ids: it is given, not generated, and no part
-    of the completion. None = what the model's generation_config forces, such as the language of the output.
-    features: instead of a source, what an encoder of sound reads, as the model's own processor makes it: a tensor or
-    array [mel bins, frames].
+    Args:
+        source: input of the encoder, as text or as token ids that include their end token.
+        prefix: first tokens of the decoder after its start token, as text or ids; not part of the completion. Default
+            None = the tokens that the model's generation_config forces, such as the language of the output.
+        features: input of an encoder of sound instead of a source, from the processor of the model: a tensor or array
+            [mel bins, frames]. Default None.
     """
 
     source: str | Sequence[int] = ()

@@ -1,4 +1,7 @@
-"""Token trees and what a verification keeps of them. Pure data: no model, no randomness."""
+"""Token trees, and the path of a tree that a verification commits.
+
+Pure data: no model, no randomness. Every step is one tree per request, prompt chunks and plain decoding included.
+"""
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -12,119 +15,154 @@ from torch import Tensor
 
 T = TypeVar("T")
 
+# Layout of one request b in a step: a chunk of 3 committed tokens (a b c) and 3 draft nodes (c -> d -> f, c -> e).
+#
+#                                              d --- f
+#                              a --- b --- c <
+#                                              e
+#
+#   node              0      1      2      3      4      5        index into tokens[b] and parents[b]
+#   tokens[b]         a      b      c      d      e      f
+#   parents[b]       -1      0      1      2      2      3        a parent stands before its children
+#   committed_next    b      c                                    tokens that follow the nodes before the root
+#   roots[b]                        2                             node of the last committed token
+#   row of p and q                  r     r+1    r+2    r+3       r = row_offsets[b]; only "scored" nodes have a row
+#
+# A row holds the distribution of the token AFTER its node: p decides on the children of the node, q proposed them.
+# Rows of all requests are packed one after another, so p and q are [R, V] with R = row_offsets[-1].
+# If a chunk ends before the last committed token, every node has a committed successor: roots[b] == sizes[b], no rows.
+#
+# The commit of this tree, if the target accepts d, rejects f, and samples x after d:
+#
+#   path[b]           0      1      2      3                      nodes whose KV entries stay
+#   tokens[b]         b      c      d      x                      token after each node; x corrects f
+
 
 def pad(rows: Sequence[Sequence[int]]) -> Tensor:
-    """[B, N] int64 of ragged rows, -1 where a row has ended."""
+    """Return ragged rows as [B, N] int64, padded with -1."""
     width = max(map(len, rows), default=0)
     return torch.tensor([[*row, *[-1] * (width - len(row))] for row in rows], dtype=torch.int64).view(len(rows), width)
 
 
 def unpad(rows: Tensor) -> list[list[int]]:
-    """The ragged rows behind `pad`."""
+    """Return the ragged rows of a padded tensor: the inverse of `pad`."""
     return [[x for x in row if x >= 0] for row in rows.tolist()]
 
 
-class lazy(Generic[T]):  # noqa: N801 - a decorator
-    """functools.cached_property without its lock, which until Python 3.12 costs more than most of what is below."""
+class lazy_property(Generic[T]):  # noqa: N801 - a decorator
+    """functools.cached_property without its lock.
 
-    def __init__(self, make: Callable[..., T]) -> None:
-        self._make, self._name, self.__doc__ = make, make.__name__, make.__doc__
+    Until Python 3.12 the lock takes longer than most properties of this file.
+    """
+
+    def __init__(self, compute: Callable[..., T]) -> None:
+        self._compute, self._name, self.__doc__ = compute, compute.__name__, compute.__doc__
 
     @overload
-    def __get__(self, instance: None, owner: type) -> "lazy[T]": ...
+    def __get__(self, instance: None, owner: type) -> "lazy_property[T]": ...
     @overload
     def __get__(self, instance: object, owner: type) -> T: ...
-    def __get__(self, instance: object | None, owner: type) -> "lazy[T] | T":
+    def __get__(self, instance: object | None, owner: type) -> "lazy_property[T] | T":
         if instance is None:
             return self
-        value = instance.__dict__[self._name] = self._make(instance)
+        value = instance.__dict__[self._name] = self._compute(instance)
         return value
 
 
-class Padded:
-    """A field of ragged rows, given as lists or as a padded tensor. It reads as the tensor, made when first asked for:
-    a step looks at its few nodes as lists, and every small tensor costs it microseconds."""
+class RaggedField:
+    """Dataclass field of ragged rows, assigned as lists or as a padded tensor.
+
+    Reading it returns the tensor, which is built at the first read. A step reads the lists, because building a small
+    tensor takes microseconds.
+    """
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self._tensor, self._rows = f"_{name}_tensor", f"_{name}_rows"
+        self._tensor_key, self._lists_key = f"_{name}_tensor", f"_{name}_rows"
 
     def __get__(self, instance: object | None, owner: type | None = None) -> Tensor:
         if instance is None:
             raise AttributeError("a field without a default")
-        tensor: Tensor | None = instance.__dict__.get(self._tensor)
+        tensor: Tensor | None = instance.__dict__.get(self._tensor_key)
         if tensor is None:
-            tensor = instance.__dict__[self._tensor] = pad(instance.__dict__[self._rows])
+            tensor = instance.__dict__[self._tensor_key] = pad(instance.__dict__[self._lists_key])
         return tensor
 
     def __set__(self, instance: object, value: Tensor | list[list[int]]) -> None:
-        instance.__dict__[self._rows if isinstance(value, list) else self._tensor] = value
+        instance.__dict__[self._lists_key if isinstance(value, list) else self._tensor_key] = value
 
-    def rows(self, instance: object) -> list[list[int]] | None:
-        """The lists, if it was given as such."""
-        return instance.__dict__.get(self._rows)
+    def get_lists(self, instance: object) -> list[list[int]] | None:
+        """Return the lists, or None if a tensor was assigned."""
+        return instance.__dict__.get(self._lists_key)
 
 
-_TOKENS, _PARENTS, _PATH, _FOLLOWING = Padded(), Padded(), Padded(), Padded()
+_TOKENS, _PARENTS, _PATH, _NEXT_TOKENS = RaggedField(), RaggedField(), RaggedField(), RaggedField()
 
 
 @dataclass(frozen=True)
 class TokenTree:
-    """What one target pass verifies for each request.
+    """Tokens that one forward pass of the target verifies: one tree per request.
 
-    The leading `known` nodes are committed tokens whose successor is committed too (a prompt chunk, or what a
-    preempted request recomputes). The node after them is the last committed token; everything below it is drafted.
+    The leading nodes are committed tokens whose successor is committed too: a prompt chunk, or the tokens that a
+    preempted request computes again. They cannot be rejected, and they have no rows in p and q. The next node is the
+    root: the last committed token. All nodes after the root are draft nodes. A picture is at the top of this file.
     """
 
-    tokens: Padded = _TOKENS  # [B, N] int64, -1 = no node
-    parents: Padded = _PARENTS  # [B, N] int64, parents[:, 0] == -1, otherwise parents[b, n] < n; -1 = no node
-    q: Tensor | None = None  # [R, V] by row; children of a node were drawn, in order, without replacement from its row
-    known: tuple[tuple[int, ...], ...] | None = None  # B lists: the successors of the leading nodes
-    drawn: tuple[int, ...] | None = None  # R: first children that were drawn from q, the others are guesses; None = all
-    predicted: frozenset[int] = frozenset()  # requests whose draft is copied from their prediction
+    tokens: RaggedField = _TOKENS  # [B, N] int64 token ids, padded with -1
+    parents: RaggedField = _PARENTS  # [B, N] int64 node indices: parents[:, 0] == -1, parents[b, n] < n, padded with -1
+    # [R, V] by row. Sampled children of a node were sampled in order, without replacement, from the row of that node.
+    # A row of zeros, or no q at all: the children are deterministic draft tokens, with a one-hot q.
+    q: Tensor | None = None
+    committed_next: tuple[tuple[int, ...], ...] | None = None  # B rows: tokens that follow the nodes before the root
+    # [R] leading children that were sampled from q; the others are deterministic draft tokens. None = all were sampled.
+    num_sampled_children: tuple[int, ...] | None = None
+    predicted: frozenset[int] = frozenset()  # batch indices of requests whose draft is copied from their prediction
 
     @classmethod
-    def of(
+    def from_lists(
         cls, tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]], q: Tensor | None = None
     ) -> "TokenTree":
-        """From ragged lists: B lists of token ids, B lists of parent indices."""
+        """Build trees from B lists of token ids and B lists of parent indices."""
         return cls([list(map(index, row)) for row in tokens], [list(map(index, row)) for row in parents], q)
 
     @classmethod
-    def chains(cls, tokens: Sequence[Sequence[int]], q: Tensor | None = None) -> "TokenTree":
-        """Every request's tokens in a line: the last committed token, then the draft."""
-        return cls.of(tokens, [range(-1, len(row) - 1) for row in tokens], q)
+    def from_chains(cls, tokens: Sequence[Sequence[int]], q: Tensor | None = None) -> "TokenTree":
+        """Build one chain per request: the last committed token, then its draft tokens."""
+        return cls.from_lists(tokens, [range(-1, len(row) - 1) for row in tokens], q)
 
-    def copied(self) -> "TokenTree":
-        """The same tree in lists of its own; q is shared."""
+    def copy(self) -> "TokenTree":
+        """Return the same trees with new lists; q is shared."""
         tokens, parents = [list(row) for row in self.token_lists], [list(row) for row in self.parent_lists]
-        drawn = None if self.drawn is None else tuple(self.drawn)
-        return TokenTree(tokens, parents, self.q, self.known, drawn, frozenset(self.predicted))
+        num_sampled = None if self.num_sampled_children is None else tuple(self.num_sampled_children)
+        return TokenTree(tokens, parents, self.q, self.committed_next, num_sampled, frozenset(self.predicted))
 
-    @lazy
+    @lazy_property
     def sizes(self) -> list[int]:
-        """B numbers of nodes."""
+        """Number of nodes of each request. [B]"""
         return list(map(len, self.token_lists))
 
-    @lazy
+    @lazy_property
     def token_lists(self) -> list[list[int]]:
-        rows = _TOKENS.rows(self)
+        rows = _TOKENS.get_lists(self)
         return unpad(self.tokens) if rows is None else rows
 
-    @lazy
+    @lazy_property
     def parent_lists(self) -> list[list[int]]:
-        rows = _PARENTS.rows(self)
+        rows = _PARENTS.get_lists(self)
         if rows is not None:
             return rows
         return [row[:size] for row, size in zip(self.parents.tolist(), self.sizes, strict=True)]
 
-    @lazy
+    @lazy_property
     def roots(self) -> list[int]:
-        """B indices of the last committed token; equal to the size where the successor of every node is known."""
-        return [len(known) for known in self.known] if self.known else [0] * len(self.sizes)
+        """Node of the last committed token of each request. [B]
 
-    @lazy
+        Equal to the size if the chunk ends before the last committed token: such a request has no rows and no draft.
+        """
+        return [len(following) for following in self.committed_next] if self.committed_next else [0] * len(self.sizes)
+
+    @lazy_property
     def children(self) -> list[list[list[int]]]:
-        """[b][n] -> the drafted children of a node, in the order they were drawn."""
+        """Draft children of every node, in proposal order: children[b][node] is a list of nodes."""
         result = []
         for parents, root in zip(self.parent_lists, self.roots, strict=True):
             below: list[list[int]] = [[] for _ in parents]
@@ -133,9 +171,9 @@ class TokenTree:
             result.append(below)
         return result
 
-    @lazy
+    @lazy_property
     def depths(self) -> list[list[int]]:
-        """[b][n] -> distance from node 0."""
+        """Distance of every node from node 0: depths[b][node]."""
         result = []
         for parents in self.parent_lists:
             depth: list[int] = []
@@ -144,26 +182,26 @@ class TokenTree:
             result.append(depth)
         return result
 
-    @lazy
-    def first_rows(self) -> list[int]:
-        """B + 1 offsets: the rows of p and q of request b are [first_rows[b], first_rows[b + 1])."""
+    @lazy_property
+    def row_offsets(self) -> list[int]:
+        """First row of each request, then R. [B + 1] Request b has rows row_offsets[b] to row_offsets[b + 1] - 1."""
         return [0, *accumulate(map(sub, self.sizes, self.roots))]
 
-    def row(self, b: int, node: int) -> int:
-        """The row of p and q that follows a scored node."""
-        return self.first_rows[b] + node - self.roots[b]
+    def get_row(self, b: int, node: int) -> int:
+        """Return the row of p and q that belongs to a scored node (the root or a draft node)."""
+        return self.row_offsets[b] + node - self.roots[b]
 
-    def place(self, row: int) -> tuple[int, int]:
-        """The request and the node a row of p and q follows: the inverse of `row`."""
-        b = bisect_right(self.first_rows, row) - 1
-        return b, row - self.first_rows[b] + self.roots[b]
+    def locate_row(self, row: int) -> tuple[int, int]:
+        """Return (batch index, node) of a row of p and q: the inverse of `get_row`."""
+        b = bisect_right(self.row_offsets, row) - 1
+        return b, row - self.row_offsets[b] + self.roots[b]
 
-    @lazy
+    @lazy_property
     def is_chain(self) -> bool:
         return all(parents == list(range(-1, len(parents) - 1)) for parents in self.parent_lists)
 
-    def ancestors(self, b: int) -> Tensor:
-        """[N, N] bool: node j is node i or stands above it."""
+    def build_ancestor_mask(self, b: int) -> Tensor:
+        """Return [N, N] bool: entry (i, j) is true if node j is node i or an ancestor of it."""
         parents = self.parent_lists[b]
         mask = torch.eye(len(parents), dtype=torch.bool)
         for node, parent in enumerate(parents):
@@ -171,8 +209,8 @@ class TokenTree:
                 mask[node] |= mask[parent]
         return mask
 
-    def path(self, b: int, node: int) -> list[int]:
-        """The drafted tokens from below the root down to a node, that node included."""
+    def get_draft_path(self, b: int, node: int) -> list[int]:
+        """Return the draft tokens on the path from the root (excluded) to a node (included)."""
         tokens, parents, root = self.token_lists[b], self.parent_lists[b], self.roots[b]
         result = []
         while node > root:
@@ -181,98 +219,122 @@ class TokenTree:
         return result[::-1]
 
     def select(self, requests: Sequence[int]) -> "TokenTree":
-        """The trees of some requests, in that order."""
-        mine = list(requests)
-        q = None if self.q is None else torch.cat([self.q[slice(*self.first_rows[b : b + 2])] for b in mine])
-        known = None if self.known is None else tuple(self.known[b] for b in mine)
-        drawn = None
-        if self.drawn is not None:
-            drawn = tuple(count for b in mine for count in self.drawn[slice(*self.first_rows[b : b + 2])])
-        predicted = frozenset(i for i, b in enumerate(mine) if b in self.predicted)
-        tokens, parents = [self.token_lists[b] for b in mine], [self.parent_lists[b] for b in mine]
-        return TokenTree(tokens, parents, q, known, drawn, predicted)
+        """Return the trees of these batch indices, in the given order."""
+        indices = list(requests)
+        q = None if self.q is None else torch.cat([self.q[slice(*self.row_offsets[b : b + 2])] for b in indices])
+        committed_next = None if self.committed_next is None else tuple(self.committed_next[b] for b in indices)
+        num_sampled = None
+        if self.num_sampled_children is not None:
+            num_sampled = tuple(
+                count for b in indices for count in self.num_sampled_children[slice(*self.row_offsets[b : b + 2])]
+            )
+        predicted = frozenset(i for i, b in enumerate(indices) if b in self.predicted)
+        tokens, parents = [self.token_lists[b] for b in indices], [self.parent_lists[b] for b in indices]
+        return TokenTree(tokens, parents, q, committed_next, num_sampled, predicted)
 
-    def after(self, prefixes: Sequence[Sequence[int]], known: Sequence[Sequence[int]]) -> "TokenTree":
-        """The tree with B runs of committed tokens put before its roots; a root whose successor is known is a leaf."""
+    def prepend_committed(
+        self, prefixes: Sequence[Sequence[int]], committed_next: Sequence[Sequence[int]]
+    ) -> "TokenTree":
+        """Return the trees with committed tokens before their roots: a draft's tree becomes the tree of a step.
+
+        Args:
+            prefixes: B rows of committed tokens that the step computes before each root.
+            committed_next: B rows of tokens that follow the nodes before the new root. A row that is one longer than
+                its prefix includes a committed successor of the old root; that root must have no draft.
+        """
         tokens, parents = [], []
-        for prefix, old, links in zip(prefixes, self.token_lists, self.parent_lists, strict=True):
+        for prefix, draft_tokens, draft_parents in zip(prefixes, self.token_lists, self.parent_lists, strict=True):
             shift = len(prefix)
-            tokens.append([*prefix, *old])
-            parents.append([*range(-1, shift), *[link + shift for link in links[1:]]])
-        return TokenTree(tokens, parents, self.q, tuple(tuple(row) for row in known), self.drawn, self.predicted)
+            tokens.append([*prefix, *draft_tokens])
+            parents.append([*range(-1, shift), *[parent + shift for parent in draft_parents[1:]]])
+        return TokenTree(
+            tokens,
+            parents,
+            self.q,
+            tuple(tuple(row) for row in committed_next),
+            self.num_sampled_children,
+            self.predicted,
+        )
 
 
 @dataclass(frozen=True)
-class Answers:
-    """The target's likeliest token after every scored node of a pass, whether the node survived or not.
+class TargetArgmax:
+    """Target argmax after every scored node of a forward pass, rejected nodes included.
 
-    For drafters with `wants_answers`. They are looked up by path, so that they hold for whatever tree was verified:
-    one of another drafter, or one that several were merged into.
+    For drafters with `needs_target_argmax`. Lookup is by path of tokens, because the verified tree may be that of
+    another drafter or a merge of several trees.
     """
 
     tree: TokenTree
     tokens: Sequence[int]  # R
 
-    def after(self, b: int, path: Sequence[int]) -> int | None:
-        """The answer to a drafted path below a request's root; None where the pass has no such node, or no law."""
-        tree, drafted = self.tree, self.tree.token_lists[b]
+    def look_up(self, b: int, path: Sequence[int]) -> int | None:
+        """Return the target argmax after a path of draft tokens below a root.
+
+        Returns None if the pass has no node with this path, or if the logits after it were not finite.
+        """
+        tree, tokens = self.tree, self.tree.token_lists[b]
         nodes = [tree.roots[b]] if tree.roots[b] < tree.sizes[b] else []
-        for token in path:  # equal siblings may be there: what is below them is below the same text
-            nodes = [child for node in nodes for child in tree.children[b][node] if drafted[child] == token]
-        answer = self.tokens[tree.row(b, nodes[0])] if nodes else -1
-        return answer if answer >= 0 else None
+        for token in path:  # siblings may hold equal tokens; the nodes below each of them continue the same sequence
+            nodes = [child for node in nodes for child in tree.children[b][node] if tokens[child] == token]
+        argmax = self.tokens[tree.get_row(b, nodes[0])] if nodes else -1
+        return argmax if argmax >= 0 else None
 
 
 @dataclass(frozen=True)
 class Commit:
-    """What survives of a tree: per request a path of nodes, each with the token that follows it."""
+    """Accepted path of every request: nodes of its tree, and the token that follows each node.
 
-    path: Padded = _PATH  # [B, P] int64 surviving nodes, node 0 first; -1 pads
-    tokens: Padded = _FOLLOWING  # [B, P] int64 tokens[:, i] follows node path[:, i]; -1 pads
-    choice: Tensor | None = None  # [R] int64 the target's own draw after a scored node; -1 where the rule made none
-    features: Tensor | None = None  # [B, P, F] target states at the path
-    failed: frozenset[int] = frozenset()  # requests whose law was not finite: nothing of theirs is committed
-    answers: Answers | None = None  # for drafters that want them
+    The path begins at node 0 and includes the nodes before the root. The last token is sampled by the target: bonus
+    token, corrected token, or token of plain decoding. It has no KV entry yet.
+    """
+
+    path: RaggedField = _PATH  # [B, P] int64 accepted nodes, node 0 first, padded with -1
+    tokens: RaggedField = _NEXT_TOKENS  # [B, P] int64: tokens[b, i] follows node path[b, i]; padded with -1
+    target_samples: Tensor | None = None  # [R] int64 token that the target sampled after a scored node; -1 = none
+    features: Tensor | None = None  # [B, P, F] hidden states of the target at the path
+    failed: frozenset[int] = frozenset()  # batch indices with invalid logits: nothing is committed for them
+    target_argmax: TargetArgmax | None = None  # for drafters with `needs_target_argmax`
 
     @classmethod
-    def of(cls, paths: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]], **more: object) -> "Commit":
-        """From ragged lists of equal lengths."""
+    def from_lists(cls, paths: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]], **more: object) -> "Commit":
+        """Build a commit from B paths and B rows of tokens of equal lengths; `more` holds the other fields."""
         return cls(list(map(list, paths)), list(map(list, tokens)), **more)  # type: ignore[arg-type]
 
-    def copied(self) -> "Commit":
-        """The same in lists of its own; tensors are shared."""
+    def copy(self) -> "Commit":
+        """Return the same commit with new lists; tensors are shared."""
         paths, tokens = [list(row) for row in self.path_lists], [list(row) for row in self.token_lists]
-        answers = self.answers and Answers(self.answers.tree.copied(), list(self.answers.tokens))
-        return Commit(paths, tokens, self.choice, self.features, self.failed, answers)
+        argmax = self.target_argmax and TargetArgmax(self.target_argmax.tree.copy(), list(self.target_argmax.tokens))
+        return Commit(paths, tokens, self.target_samples, self.features, self.failed, argmax)
 
-    def shown(self, features: Tensor | None, answers: Answers | None) -> "Commit":
-        """The same with what drafters see of it."""
-        return Commit(self.path_lists, self.token_lists, self.choice, features, self.failed, answers)
+    def with_target_outputs(self, features: Tensor | None, target_argmax: TargetArgmax | None) -> "Commit":
+        """Return the same commit with the outputs of the target that drafters read."""
+        return Commit(self.path_lists, self.token_lists, self.target_samples, features, self.failed, target_argmax)
 
-    @lazy
+    @lazy_property
     def counts(self) -> list[int]:
-        """B numbers of KV entries kept, and of tokens that follow them; at least one unless the request failed."""
+        """Number of KV entries that stay, and of tokens that follow them. [B] At least 1 unless the request failed."""
         return list(map(len, self.token_lists))
 
-    @lazy
-    def count(self) -> Tensor:
-        """[B] int64: the counts."""
+    @lazy_property
+    def counts_tensor(self) -> Tensor:
+        """`counts` as [B] int64."""
         return torch.tensor(self.counts, dtype=torch.int64)
 
-    @lazy
+    @lazy_property
     def path_lists(self) -> list[list[int]]:
-        rows = _PATH.rows(self)
+        rows = _PATH.get_lists(self)
         return unpad(self.path) if rows is None else rows
 
-    @lazy
+    @lazy_property
     def token_lists(self) -> list[list[int]]:
-        rows = _FOLLOWING.rows(self)
+        rows = _NEXT_TOKENS.get_lists(self)
         return unpad(self.tokens) if rows is None else rows
 
-    def cut(self, counts: Sequence[int]) -> "Commit":
-        """Only the first counts[b] entries of every request."""
+    def truncate(self, counts: Sequence[int]) -> "Commit":
+        """Return the commit with only the first counts[b] entries of request b."""
         paths = [row[:n] for row, n in zip(self.path_lists, counts, strict=True)]
         tokens = [row[:n] for row, n in zip(self.token_lists, counts, strict=True)]
         width = max(counts, default=0)
         features = None if self.features is None else self.features[:, :width]
-        return Commit(paths, tokens, self.choice, features, self.failed, self.answers)
+        return Commit(paths, tokens, self.target_samples, features, self.failed, self.target_argmax)

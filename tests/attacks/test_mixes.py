@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from mixing import alone, difference, engine_of, leaks, mix_of, run, run_on
-from worlds_mixed import DRAFTERS, WORLDS, world
+from mix_targets import DRAFTERS, MIX_TARGETS, get_mix_target
+from request_mixes import create_llm, describe_difference, find_leaks, generate_plain, make_mix, run_mix, run_mix_on
 
 from foredraft import Sampling
-from foredraft.models.window import Window
-from kernels.running import NATIVE
-from methods_made import MADE, missing
+from foredraft.models.forward_batch import ForwardBatch
+from kernels.library_setups import NATIVE
+from method_cases import METHOD_CASES, list_missing_methods
 
 SMALL, LARGE = 5, 24  # requests
 SAMPLE = [  # drafters that need no fitting to a target
@@ -37,73 +37,73 @@ def seeds() -> range:
 
 def rule(drafter: str, seed: int) -> str:
     """`auto` for half of the seeds; every other rule that is lossless for the rest."""
-    is_chain = drafter not in MADE or MADE[drafter].is_chain
+    is_chain = drafter not in METHOD_CASES or METHOD_CASES[drafter].is_chain
     return ("auto", "reject", "match", "block" if is_chain else "reject")[seed % 4]
 
 
 def test_every_registered_method_is_mixed() -> None:
-    assert not missing()
-    assert set(DRAFTERS["float64"]) == set(MADE)
+    assert not list_missing_methods()
+    assert set(DRAFTERS["float64"]) == set(METHOD_CASES)
 
 
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", METHOD_CASES)
 def test_a_mix_is_plain_decoding(name: str) -> None:
-    seed = list(MADE).index(name) % 3
-    assert run("float64", name, mix_of("float64", seed, SMALL)).faults == []
+    seed = list(METHOD_CASES).index(name) % 3
+    assert run_mix("float64", name, make_mix("float64", seed, SMALL)).faults == []
 
 
 @NATIVE
 @pytest.mark.parametrize(("kind", "name"), SAMPLE)
 def test_a_mix_on_the_native_path_is_plain_decoding_bit_for_bit(kind: str, name: str) -> None:
-    assert run(kind, name, mix_of(kind, 0, SMALL)).faults == []
+    assert run_mix(kind, name, make_mix(kind, 0, SMALL)).faults == []
 
 
 @pytest.mark.parametrize("name", ["draft_model, tree", "ngram", "suffix, store"])
 def test_a_mix_of_encoder_decoder_requests_is_plain_decoding(name: str) -> None:
-    assert run("seq2seq", name, mix_of("seq2seq", 5, SMALL)).faults == []
+    assert run_mix("seq2seq", name, make_mix("seq2seq", 5, SMALL)).faults == []
 
 
 @pytest.mark.parametrize("verify", ["reject", "block", "match"])
 def test_a_mix_under_another_rule_ends_and_leaves_nothing(verify: str) -> None:
-    assert run("float64", "draft_model", mix_of("float64", 3, SMALL), verify).faults == []
+    assert run_mix("float64", "draft_model", make_mix("float64", 3, SMALL), verify).faults == []
 
 
 def test_the_mixes_have_everything_in_them() -> None:
     """Over a few seeds: what a mix is there for does happen."""
     seen: Counter[str] = Counter()
     for seed in (0, 1, 2, 7):
-        seen += run("float64", "ngram", mix_of("float64", seed, 12)).seen
+        seen += run_mix("float64", "ngram", make_mix("float64", seed, 12)).seen
     for kind in ("length", "stop", "abort", "compared", "accepted", "rejected", "grammars", "preempted", "recovered"):
         assert seen[kind] > 0, f"no {kind}"
 
 
 def test_a_pass_that_depends_on_its_rows_is_seen() -> None:
-    place, mix = world("float64"), mix_of("float64", 1, SMALL)
-    llm = engine_of(place, "draft_model", mix)
+    place, mix = get_mix_target("float64"), make_mix("float64", 1, SMALL)
+    llm = create_llm(place, "draft_model", mix)
     own = llm.target.forward
 
-    def forward(window: Window, taps: tuple[int, ...] = ()) -> tuple[torch.Tensor, Any]:
+    def forward(window: ForwardBatch, taps: tuple[int, ...] = ()) -> tuple[torch.Tensor, Any]:
         logits, features = own(window, taps)
         return (logits.roll(1, dims=-1) if window.num_rows > 1 else logits), features
 
     llm.target.forward = forward  # type: ignore[method-assign]
-    assert run_on(llm, place, mix).faults
+    assert run_mix_on(llm, place, mix).faults
 
 
 def test_a_lost_page_and_a_failed_drafter_are_seen() -> None:
-    llm = engine_of(world("float64"), "ngram", mix_of("float64", 1, SMALL))
-    assert leaks(llm) == []
-    llm.engine.drafter.probation.failed("raised", "for this test")
-    assert "failed" in leaks(llm)[0]
+    llm = create_llm(get_mix_target("float64"), "ngram", make_mix("float64", 1, SMALL))
+    assert find_leaks(llm) == []
+    llm.engine.drafter.backoff.record_failure("raised", "for this test")
+    assert "failed" in find_leaks(llm)[0]
     llm.engine.scheduler.allocator.grow([], 1)
     with pytest.raises(AssertionError, match="in no block table"):
-        leaks(llm)
+        find_leaks(llm)
 
 
 def test_every_difference_from_plain_decoding_is_seen() -> None:
     sampling = Sampling(max_tokens=8, temperature=0, ignore_eos=True, logprobs=1, prompt_logprobs=0)
-    [wanted] = alone("float64", [5, 6, 7], sampling)
-    assert difference(wanted, wanted, is_exact=True) is None
+    [wanted] = generate_plain("float64", [5, 6, 7], sampling)
+    assert describe_difference(wanted, wanted, is_exact=True) is None
     tokens, reasons = wanted.token_ids, wanted.logprobs
     assert reasons is not None
     near = [replace(reasons[0], raw_logprob=reasons[0].raw_logprob * (1 - 2**-52)), *reasons[1:]]
@@ -120,18 +120,18 @@ def test_every_difference_from_plain_decoding_is_seen() -> None:
         replace(wanted, prompt_logprobs=[]),
     ]
     for i, done in enumerate(wrong):
-        assert difference(done, wanted, is_exact=True) is not None, i
-    assert difference(replace(wanted, logprobs=near), wanted, is_exact=False) is None
+        assert describe_difference(done, wanted, is_exact=True) is not None, i
+    assert describe_difference(replace(wanted, logprobs=near), wanted, is_exact=False) is None
     begun = replace(wanted, finish_reason="abort", token_ids=tokens[:3], text="", logprobs=reasons[:3])
-    assert difference(begun, wanted, is_exact=True) is None
+    assert describe_difference(begun, wanted, is_exact=True) is None
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in WORLDS for name in DRAFTERS[kind]])
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in MIX_TARGETS for name in DRAFTERS[kind]])
 def test_large_mixes_are_plain_decoding(kind: str, name: str) -> None:
     seen: Counter[str] = Counter()
     for seed in seeds():
-        outcome = run(kind, name, mix_of(kind, seed, LARGE), rule(name, seed))
+        outcome = run_mix(kind, name, make_mix(kind, seed, LARGE), rule(name, seed))
         assert outcome.faults == [], f"MIX_SEEDS={seed}:{seed + 1}"
         seen += outcome.seen
     print(f"\n{kind}, {name}: {dict(seen)}")

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-import models_made
-from foredraft.bench import compare, compare_report, resident
-from foredraft.bench.methods import Method
-from foredraft.bench.participants import OURS, Participant, Pythons, participants
+import tiny_models
+from foredraft.bench import compare, compare_report, subprocess_peer
+from foredraft.bench.methods import BenchMethod
+from foredraft.bench.participants import FOREDRAFT, Participant, PeerPythons, iter_participants
 from foredraft.bench.questions import Question
-from foredraft.bench.resident import PEERS, PeerError, Resident
+from foredraft.bench.subprocess_peer import PEERS_FOLDER, PeerError, SubprocessPeer
 
 # Answers one more than the last token, and again; what else it does is decided by the mode.
 FAKE = f"""
 import os, sys, time
-sys.path.insert(0, {str(PEERS)!r})
-from serve import serve, verify_costs
+sys.path.insert(0, {str(PEERS_FOLDER)!r})
+from serve import serve
 
 def load(**job):
     print("a library says something on standard output")
@@ -50,7 +50,7 @@ def ticks():
 
 serve({{"load": load, "generate": generate, "verify": verify, "ticks": ticks}})
 """
-SETTINGS = compare.Settings("model", None, "bfloat16", 1, 64, "scratch", 3, (8, 4), 6)
+SETTINGS = compare.PeerSettings("model", None, "bfloat16", 1, 64, "scratch", 3, (8, 4), 6)
 ASKED = (Question(("the end",), "a"), Question(("and", "then"), "b"))
 
 
@@ -61,65 +61,65 @@ def script(tmp_path) -> str:
     return str(file)
 
 
-def one(script: str, program: str = OURS, *modes: str, **job) -> Participant:
+def one(script: str, program: str = FOREDRAFT, *modes: str, **job) -> Participant:
     return Participant(program, script, Path(sys.executable), modes or ("plain",), "bfloat16", "bfloat16", job)
 
 
 def run(*parts: Participant, asked=ASKED, rows=()) -> compare.Comparison:
-    comparison = compare.Comparison.of(parts, SETTINGS, lambda title: None)
-    comparison.run(asked, models_made.tokenizer(), rows, 8)
+    comparison = compare.Comparison.from_participants(parts, SETTINGS, lambda title: None)
+    comparison.run(asked, tiny_models.tokenizer(), rows, 8)
     return comparison
 
 
 def test_a_resident_answers_job_after_job(script):
-    with Resident(Path(sys.executable), script, 7) as peer:
-        assert peer.ask("load", 20, threads=7) == {"version": "fake 77"}
+    with SubprocessPeer(Path(sys.executable), script, 7) as peer:
+        assert peer.call("load", 20, threads=7) == {"version": "fake 77"}
         for prompt in ([1], [5]):
-            assert peer.ask("generate", 20, mode="plain", prompt=prompt, max_tokens=2)["tokens"][0] == prompt[0] + 1
+            assert peer.call("generate", 20, mode="plain", prompt=prompt, max_tokens=2)["tokens"][0] == prompt[0] + 1
 
 
 def test_a_job_that_raises_is_one_line_and_the_next_is_answered(script):
-    with Resident(Path(sys.executable), script, 1) as peer:
+    with SubprocessPeer(Path(sys.executable), script, 1) as peer:
         with pytest.raises(PeerError, match=r"^RuntimeError: no such weights$"):
-            peer.ask("load", 20, threads=1, fault="load")
+            peer.call("load", 20, threads=1, fault="load")
         with pytest.raises(PeerError, match="KeyError"):
-            peer.ask("nonsense", 20)
-        assert peer.ask("load", 20, threads=1)
+            peer.call("nonsense", 20)
+        assert peer.call("load", 20, threads=1)
 
 
 def test_a_process_that_ends_leaves_its_last_line(script, tmp_path):
-    with Resident(Path(sys.executable), script, 1) as peer:
-        peer.ask("load", 20, threads=1)
+    with SubprocessPeer(Path(sys.executable), script, 1) as peer:
+        peer.call("load", 20, threads=1)
         with pytest.raises(PeerError, match=r"^KilledError: gone$"):
-            peer.ask("generate", 20, mode="dies", prompt=[1], max_tokens=1)
+            peer.call("generate", 20, mode="dies", prompt=[1], max_tokens=1)
         with pytest.raises(PeerError, match="KilledError"):
-            peer.ask("load", 20, threads=1)
+            peer.call("load", 20, threads=1)
     with (
-        Resident(Path(sys.executable), str(tmp_path / "none.py"), 1) as peer,
+        SubprocessPeer(Path(sys.executable), str(tmp_path / "none.py"), 1) as peer,
         pytest.raises(PeerError, match="No such file or directory"),
     ):
-        peer.ask("load", 20)
+        peer.call("load", 20)
 
 
 def test_a_program_that_cannot_be_run_is_one_line(tmp_path):
     with pytest.raises(PeerError, match="cannot be run: Permission denied"):
-        Resident(tmp_path, "serve.py", 1)
+        SubprocessPeer(tmp_path, "serve.py", 1)
 
 
 def test_a_job_that_takes_too_long_ends_its_process(script):
-    with Resident(Path(sys.executable), script, 1) as peer:
-        peer.ask("load", 20, threads=1)
+    with SubprocessPeer(Path(sys.executable), script, 1) as peer:
+        peer.call("load", 20, threads=1)
         with pytest.raises(PeerError, match="no answer to 'generate' within 0 s"):
-            peer.ask("generate", 0.2, mode="hangs", prompt=[1], max_tokens=1)
+            peer.call("generate", 0.2, mode="hangs", prompt=[1], max_tokens=1)
         began = time.monotonic()
         with pytest.raises(PeerError):
-            peer.ask("load", 20, threads=1)
+            peer.call("load", 20, threads=1)
         assert time.monotonic() - began < 15
 
 
 def test_between_jobs_the_process_is_stopped(script):
-    with Resident(Path(sys.executable), script, 1) as peer:
-        peer.ask("load", 20, threads=1)
+    with SubprocessPeer(Path(sys.executable), script, 1) as peer:
+        peer.call("load", 20, threads=1)
         state = Path(f"/proc/{peer._process.pid}/stat")
         if not state.exists():
             pytest.skip("no /proc here")
@@ -133,30 +133,30 @@ def test_between_jobs_the_process_is_stopped(script):
 
 def test_the_figures_of_a_comparison(script):
     comparison = run(one(script), one(script, "peer", "plain", "other", pace=0.5), rows=[1, 4])
-    ours, same, other = comparison.rows()
+    ours, same, other = comparison.build_rows()
     assert [r.status for r in (ours, same, other)] == ["ok"] * 3
     assert (ours.over_ours, same.over_ours) == (1.0, 2.0)
     assert (ours.tokens_per_second, same.tokens_per_second) == (1.0, 2.0)
     assert (ours.identical, same.identical, other.identical, ours.prompts) == (3, 3, 0, 3)
     assert ours.acceptance_length == 2.0
-    assert comparison.versions == {OURS: "fake 11", "peer": "fake 11"}
+    assert comparison.versions == {FOREDRAFT: "fake 11", "peer": "fake 11"}
     assert [(c.rows, c.ratio) for c in comparison.costs["peer (bfloat16)"]] == [(1, 1.0), (4, 2.5)]
 
 
 def test_a_program_that_counts_no_passes_has_no_acceptance_length(script):
-    (row,) = run(one(script, "peer", "uncounted")).rows()
+    (row,) = run(one(script, "peer", "uncounted")).build_rows()
     assert (row.status, row.acceptance_length) == ("ok", None)
 
 
-def test_whoever_fails_or_is_absent_is_a_row_and_the_rest_goes_on(script):
+def test_a_failed_or_absent_peer_is_a_row_and_the_rest_goes_on(script):
     gone = replace(one(script, "gone"), python=None)
     missing = replace(one(script, "missing"), python=Path("/nowhere/python"))
     rows = run(
         one(script), gone, missing, one(script, "unloaded", fault="load"), one(script, "crashed", fault="crash"),
         one(script, "half", "raises", "plain"), one(script, "dead", "dies", "plain"),
-    ).rows()  # fmt: skip
+    ).build_rows()  # fmt: skip
     found = {(r.program, r.mode): (r.status, r.reason) for r in rows}
-    assert found[OURS, "plain"] == ("ok", "")
+    assert found[FOREDRAFT, "plain"] == ("ok", "")
     assert found["gone", "plain"] == ("absent", "not given")
     assert found["missing", "plain"] == ("absent", "/nowhere/python does not exist")
     assert found["unloaded", "plain"] == ("failed", "RuntimeError: no such weights")
@@ -164,32 +164,36 @@ def test_whoever_fails_or_is_absent_is_a_row_and_the_rest_goes_on(script):
     assert found["half", "raises"] == ("failed", "ValueError: cannot")
     assert found["half", "plain"] == ("ok", "")
     assert found["dead", "plain"] == ("failed", "KilledError: gone")
-    table = compare_report.result_table(rows).markdown
+    table = compare_report.build_result_table(rows).markdown
     assert "absent: not given" in table
     assert "failed: KilledError: gone" in table
 
 
 def test_without_us_the_others_are_still_measured(script):
-    rows = run(one(script, OURS, fault="load"), one(script, "peer")).rows()
+    rows = run(one(script, FOREDRAFT, fault="load"), one(script, "peer")).build_rows()
     assert (rows[1].status, rows[1].tokens_per_second, rows[1].over_ours, rows[1].identical) == ("ok", 1.0, None, None)
-    assert compare_report.leads(rows) == []
+    assert compare_report.compute_leads(rows) == []
 
 
 def test_questions_beyond_the_context_are_named(script):
     comparison = run(one(script), asked=(ASKED[0], Question(("the end " * 60,), "long")))
     assert comparison.too_long == ["long"]
-    assert comparison.rows()[0].prompts == 1
+    assert comparison.build_rows()[0].prompts == 1
 
 
 def test_the_lead_is_plain_over_plain_and_best_over_best():
     def row(program, mode, speed, weights="bfloat16", group="bfloat16"):
-        return compare.Row(program, mode, weights, group, "ok", "", "", tokens_per_second=speed)
+        return compare.ComparisonRow(program, mode, weights, group, "ok", "", "", tokens_per_second=speed)
 
     rows = [
-        row(OURS, "plain", 10.0), row(OURS, "ngram", 30.0), row("peer", "plain", 8.0), row("peer", "lookup", 12.0),
-        row("slow", "other", 5.0), row(OURS, "plain", 20.0, "int8", "int8"), row("peer", "plain", 16.0, "Q8_0", "int8"),
+        row(FOREDRAFT, "plain", 10.0), row(FOREDRAFT, "ngram", 30.0), row("peer", "plain", 8.0),
+        row("peer", "lookup", 12.0),
+        row("slow", "other", 5.0), row(FOREDRAFT, "plain", 20.0, "int8", "int8"),
+        row("peer", "plain", 16.0, "Q8_0", "int8"),
     ]  # fmt: skip
-    found = [(x.program, x.weights, x.plain, x.best, x.our_best, x.its_best) for x in compare_report.leads(rows)]
+    found = [
+        (x.program, x.weights, x.plain, x.best, x.our_best, x.its_best) for x in compare_report.compute_leads(rows)
+    ]
     assert found == [
         ("peer", "bfloat16", 1.25, 2.5, "ngram", "lookup"),
         ("slow", "bfloat16", None, 6.0, "ngram", "other"),
@@ -198,19 +202,19 @@ def test_the_lead_is_plain_over_plain_and_best_over_best():
 
 
 def test_who_takes_part():
-    pythons = Pythons(Path("ours"), Path("hf"), Path("llama"), None)
-    methods = [Method("ngram:8", {"method": "ngram", "num_speculative_tokens": 8})]
-    parts = list(participants(pythons, methods, "bfloat16", ["int4"], {"fused": False}))
-    ours, quantized = (p for p in parts if p.program == OURS)
+    pythons = PeerPythons(Path("ours"), Path("hf"), Path("llama"), None)
+    methods = [BenchMethod("ngram:8", {"method": "ngram", "num_speculative_tokens": 8})]
+    parts = list(iter_participants(pythons, methods, "bfloat16", ["int4"], {"fused": False}))
+    ours, quantized = (p for p in parts if p.program == FOREDRAFT)
     assert ours.modes == ("plain", "ngram:8")
-    assert ours.job["settings"] == {"fused": False}
-    assert quantized.job["settings"] == {"fused": False, "quantization": "int4"}
+    assert ours.load_arguments["settings"] == {"fused": False}
+    assert quantized.load_arguments["settings"] == {"fused": False, "quantization": "int4"}
     assert [(p.weights, p.group, p.modes) for p in parts if p.program == "llama.cpp"] == [
         ("bfloat16", "bfloat16", ("plain", "prompt_lookup", "draft")),
         ("Q4_0", "int4", ("plain",)),
     ]
     assert [p.modes for p in parts if p.program == "vllm"] == [("plain",), ("ngram",), ("draft",)]
-    assert all((PEERS / p.script).exists() for p in parts)
+    assert all((PEERS_FOLDER / p.script).exists() for p in parts)
 
 
 def test_the_folder_of_an_environment_stands_for_its_python(tmp_path):
@@ -218,6 +222,6 @@ def test_the_folder_of_an_environment_stands_for_its_python(tmp_path):
 
 
 def test_residents_have_their_own_scripts():
-    assert {p.name for p in resident.PEERS.glob("peer_*.py")} == {
+    assert {p.name for p in subprocess_peer.PEERS_FOLDER.glob("peer_*.py")} == {
         "peer_foredraft.py", "peer_llama_cpp.py", "peer_transformers.py", "peer_vllm.py",
     }  # fmt: skip

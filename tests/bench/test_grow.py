@@ -6,14 +6,14 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-import models_made
+import tiny_models
 from foredraft import LLM, ForedraftError, Sampling
-from foredraft.bench.grow import FIELD, grown, grown_from, parse_size, save
-from foredraft.bench.grow_llama import Llama
-from foredraft.bench.grow_shape import plan
-from foredraft.models.load import load_model
+from foredraft.bench.grow import ORIGIN_FIELD, grow_model, parse_size, read_origin, save
+from foredraft.bench.grow_llama import LlamaShape
+from foredraft.bench.grow_shape import choose_shape
+from foredraft.models.loading import load_model
 
-SMALL = Llama(hidden=384, intermediate=1024, heads=6, kv_heads=2, layers=12, head_dim=64, embeddings=4096)
+SMALL = LlamaShape(hidden=384, intermediate=1024, heads=6, kv_heads=2, layers=12, head_dim=64, embedding_rows=4096)
 PROMPT = [5, 9, 3, 44, 12]
 
 
@@ -32,7 +32,7 @@ def small(tied: bool = False, kv_heads: int = 2) -> LlamaForCausalLM:
     return model
 
 
-def larger(shape: Llama, ratio: int, layers: int) -> Llama:
+def larger(shape: LlamaShape, ratio: int, layers: int) -> LlamaShape:
     return replace(
         shape, hidden=ratio * shape.hidden, intermediate=128 * ratio, heads=ratio * shape.heads,
         kv_heads=ratio * shape.kv_heads, layers=layers,
@@ -40,7 +40,7 @@ def larger(shape: Llama, ratio: int, layers: int) -> Llama:
 
 
 def grow(model: LlamaForCausalLM, ratio: int = 4, layers: int = 5) -> LlamaForCausalLM:
-    return grown(model, larger(Llama.of(model), ratio, layers), "a test model")
+    return grow_model(model, larger(LlamaShape.from_model(model), ratio, layers), "a test model")
 
 
 def logits(model: LlamaForCausalLM) -> torch.Tensor:
@@ -72,7 +72,7 @@ def test_the_greedy_text_stays():
 def test_the_count_is_that_of_the_shape():
     for tied in (True, False):
         model = grow(small(tied))
-        assert sum(p.numel() for p in model.parameters()) == Llama.of(model).parameters
+        assert sum(p.numel() for p in model.parameters()) == LlamaShape.from_model(model).parameters
 
 
 def test_what_reads_the_hidden_state_has_no_zero():
@@ -91,7 +91,7 @@ def test_random_weights_are_no_larger_than_usual():
 @pytest.mark.parametrize("size", ["22M", "40M", "150M", "430M", "1B", "3B"])
 def test_the_size_asked_for_is_met(size):
     wanted = parse_size(size)
-    shape = plan(SMALL, wanted)
+    shape = choose_shape(SMALL, wanted)
     assert abs(shape.parameters / wanted - 1) < 0.02
     assert shape.layers >= SMALL.layers
     assert shape.intermediate >= SMALL.intermediate
@@ -99,14 +99,14 @@ def test_the_size_asked_for_is_met(size):
 
 
 def test_a_size_is_reached_in_width_before_depth():
-    shape = plan(SMALL, 430_000_000)
+    shape = choose_shape(SMALL, 430_000_000)
     assert (shape.hidden, shape.heads, shape.kv_heads) == (1536, 24, 8)
     assert shape.layers < 24
 
 
 def test_less_than_the_model_has_is_refused():
     with pytest.raises(ForedraftError, match=r"20\.5M parameters cannot be grown to 10\.0M"):
-        plan(SMALL, 10_000_000)
+        choose_shape(SMALL, 10_000_000)
 
 
 @pytest.mark.parametrize(("text", "size"), [("430M", 430_000_000), ("1.5b", 1_500_000_000), (" 7000 ", 7000)])
@@ -123,7 +123,7 @@ def test_what_is_no_size_is_refused(text):
 def test_other_architectures_are_refused():
     model = GPT2LMHeadModel(GPT2Config(vocab_size=17, n_positions=8, n_embd=8, n_layer=1, n_head=1))
     with pytest.raises(ForedraftError, match=r"only Llama models without biases and T5 models can be grown.*'gpt2'"):
-        grown(model, SMALL, "a test model")
+        grow_model(model, SMALL, "a test model")
 
 
 @pytest.mark.parametrize("name", ["attention_bias", "mlp_bias"])
@@ -131,22 +131,22 @@ def test_a_llama_with_biases_is_refused(name):
     model = small()
     setattr(model.config, name, True)
     with pytest.raises(ForedraftError, match="a Llama model with biases cannot be grown"):
-        grown(model, SMALL, "a test model")
+        grow_model(model, SMALL, "a test model")
 
 
 def test_a_saved_model_names_its_origin_and_loads(tmp_path):
     model, out = grow(small(tied=True).to(torch.bfloat16)), tmp_path / "out"
-    save(model, models_made.tokenizer(), out, "a test model")
+    save(model, tiny_models.tokenizer(), out, "a test model")
     again = load_model(str(out), "auto", torch.device("cpu"))
     assert again.dtype == torch.bfloat16
-    assert grown_from(again.config) == "a test model"
+    assert read_origin(again.config) == "a test model"
     assert torch.equal(logits(again), logits(model))
     assert "a test model" in (out / "README.md").read_text()
-    assert FIELD in (out / "README.md").read_text()
+    assert ORIGIN_FIELD in (out / "README.md").read_text()
     assert (out / "tokenizer.json").exists()
     with pytest.raises(ForedraftError, match="not an empty folder"):
         save(model, None, out, "a test model")
 
 
 def test_an_ordinary_model_was_grown_from_nothing():
-    assert grown_from(small().config) is None
+    assert read_origin(small().config) is None

@@ -7,38 +7,38 @@ import pytest
 import torch
 from transformers import T5Config, T5EncoderModel
 
-import models_made
-import pairs_made
+import tiny_models
+import tiny_seq2seq
 from foredraft import LLM, ForedraftError, Sampling, zoo
 from foredraft.bench import methods
 from foredraft.bench.grow import (
-    BUILT_IN,
-    BUILT_IN_PAIR,
-    FIELD,
+    BUILT_IN_LABEL,
+    BUILT_IN_SEQ2SEQ_LABEL,
+    ORIGIN_FIELD,
+    find_built_in_origin,
+    grow_model,
     grow_to,
-    grown,
-    grown_from,
-    grown_from_built_in,
     parse_size,
+    read_origin,
+    read_shape,
     save,
-    shape_of,
 )
-from foredraft.bench.grow_pair import Pair
-from foredraft.bench.grow_shape import plan
-from foredraft.drafters.base import methods as registered
-from foredraft.models.load import load_model
+from foredraft.bench.grow_pair import T5Shape
+from foredraft.bench.grow_shape import choose_shape
+from foredraft.drafters.registry import load_methods as registered
+from foredraft.models.loading import load_model
 
-SMALL = Pair(  # the built-in one
-    hidden=192, intermediate=512, heads=3, head_dim=64, encoder_layers=4, decoder_layers=6, wide=1, buckets=32,
-    embeddings=4096,
+SMALL = T5Shape(  # the built-in one
+    hidden=192, intermediate=512, heads=3, head_dim=64, encoder_layers=4, decoder_layers=6, num_up_projections=1,
+    buckets=32, embedding_rows=4096,
 )  # fmt: skip
 WRITERS = (".o.weight", ".wo.weight", "shared.weight")
-SOURCES = pairs_made.sources("t5")
+SOURCES = tiny_seq2seq.sources("t5")
 
 
 def small(feed: str = "relu", tied: bool = True, layers: int = 3) -> Any:
     """Random, two layers of encoder; not tied as T5 1.1 is not: by its weights and scale, not by its configuration."""
-    model = pairs_made.pair(
+    model = tiny_seq2seq.make_model(
         "t5", layers=layers, feed_forward_proj=feed, tie_word_embeddings=tied, layer_norm_epsilon=0.01,
         ids={"eos_token_id": None},
     )  # fmt: skip
@@ -52,8 +52,8 @@ def small(feed: str = "relu", tied: bool = True, layers: int = 3) -> Any:
 
 
 def grow(model: Any, ratio: int = 4, further: int = 2) -> Any:
-    shape = replace(Pair.of(model).wider(ratio, further), intermediate=128 * ratio)
-    return grown(model, shape, "a test model")
+    shape = replace(T5Shape.from_model(model).widen(ratio, further), intermediate=128 * ratio)
+    return grow_model(model, shape, "a test model")
 
 
 def logits(model: Any) -> torch.Tensor:
@@ -97,7 +97,7 @@ def test_the_greedy_texts_stay_in_bfloat16(feed, tied, fused):
 @pytest.mark.parametrize(("feed", "tied"), [("relu", True), ("gated-gelu", False), ("gated-silu", True)])
 def test_the_count_is_that_of_the_shape(feed, tied):
     for model in (small(feed, tied), grow(small(feed, tied))):
-        assert sum(p.numel() for p in model.parameters()) == Pair.of(model).parameters
+        assert sum(p.numel() for p in model.parameters()) == T5Shape.from_model(model).parameters
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
@@ -126,7 +126,7 @@ def test_random_weights_are_no_larger_than_usual():
 @pytest.mark.parametrize("size", ["8M", "20M", "60M", "120M", "220M", "770M", "3B"])
 def test_the_size_asked_for_is_met(size):
     wanted = parse_size(size)
-    shape = plan(SMALL, wanted)
+    shape = choose_shape(SMALL, wanted)
     assert abs(shape.parameters / wanted - 1) < 0.03
     assert shape.encoder_layers >= SMALL.encoder_layers
     assert shape.decoder_layers >= SMALL.decoder_layers
@@ -136,28 +136,28 @@ def test_the_size_asked_for_is_met(size):
 
 def test_less_than_the_model_has_is_refused():
     with pytest.raises(ForedraftError, match=r"parameters cannot be grown to 1\.0M"):
-        plan(SMALL, 1_000_000)
+        choose_shape(SMALL, 1_000_000)
 
 
 def test_an_encoder_alone_is_refused():
     with pytest.raises(ForedraftError, match="a T5 without its decoder cannot be grown"):
-        grown(T5EncoderModel(small().config), SMALL, "a test model")
+        grow_model(T5EncoderModel(small().config), SMALL, "a test model")
 
 
 def test_other_pairs_are_refused():
     model = small()
     model.config.model_type = "bart"
     with pytest.raises(ForedraftError, match=r"only Llama models without biases and T5 models can be grown.*'bart'"):
-        grown(model, SMALL, "a test model")
+        grow_model(model, SMALL, "a test model")
 
 
 @pytest.mark.parametrize(("feed", "tied"), [("relu", True), ("gated-gelu", False)])
 def test_a_saved_model_names_its_origin_and_loads(tmp_path, feed, tied):
     model, out = grow(small(feed, tied).to(torch.bfloat16)), tmp_path / "out"
-    save(model, models_made.tokenizer(), out, "a test model")
+    save(model, tiny_models.tokenizer(), out, "a test model")
     again = load_model(str(out), "auto", torch.device("cpu"))
     assert again.dtype == torch.bfloat16
-    assert grown_from(again.config) == "a test model"
+    assert read_origin(again.config) == "a test model"
     assert torch.equal(logits(again), logits(model))
     card = (out / "README.md").read_text()
     assert "a test model" in card
@@ -169,15 +169,15 @@ def test_the_built_in_pair_grows_and_keeps_its_text_and_its_draft(tmp_path):
     big = LLM(tmp_path / "out", None)
     config = big.target.model.config
     assert big.target.model.dtype == torch.bfloat16
-    assert getattr(config, FIELD).startswith(BUILT_IN_PAIR)
-    assert shape_of(big.target.model) == shape
+    assert getattr(config, ORIGIN_FIELD).startswith(BUILT_IN_SEQ2SEQ_LABEL)
+    assert read_shape(big.target.model) == shape
     assert big.num_parameters == shape.parameters
 
     known = sorted(registered())
     asked = methods.parse_all(["aggressive", "draft_model:4"], known)
-    found = list(methods.with_models(asked, config, None))
-    assert found[1].spec["model"] == zoo.builtin_drafter("draft_model", "builtin-seq2seq")
-    assert next(methods.with_models(asked[1:], config, "mine")).spec["model"] == "mine"
+    found = list(methods.attach_models(asked, config, None))
+    assert found[1].spec["model"] == zoo.find_drafter("draft_model", "builtin-seq2seq")
+    assert next(methods.attach_models(asked[1:], config, "mine")).spec["model"] == "mine"
 
     sampling = Sampling(max_tokens=24, temperature=0)
     source = "Retrun the numbr of items in teh list."
@@ -187,7 +187,12 @@ def test_the_built_in_pair_grows_and_keeps_its_text_and_its_draft(tmp_path):
 
 
 def test_the_origin_tells_which_built_in_target_it_was():
-    assert grown_from_built_in(T5Config(**{FIELD: f"{BUILT_IN_PAIR} (5.0M parameters)"})) == "builtin-seq2seq"
-    assert grown_from_built_in(T5Config(**{FIELD: f"{BUILT_IN} (20.5M parameters)"})) == zoo.FIRST
-    assert grown_from_built_in(T5Config(**{FIELD: "another model"})) is None
-    assert grown_from_built_in(T5Config()) is None
+    assert (
+        find_built_in_origin(T5Config(**{ORIGIN_FIELD: f"{BUILT_IN_SEQ2SEQ_LABEL} (5.0M parameters)"}))
+        == "builtin-seq2seq"
+    )
+    assert (
+        find_built_in_origin(T5Config(**{ORIGIN_FIELD: f"{BUILT_IN_LABEL} (20.5M parameters)"})) == zoo.DEFAULT_TARGET
+    )
+    assert find_built_in_origin(T5Config(**{ORIGIN_FIELD: "another model"})) is None
+    assert find_built_in_origin(T5Config()) is None

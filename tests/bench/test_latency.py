@@ -4,13 +4,13 @@ from dataclasses import dataclass, field
 
 import pytest
 
-import models_made
+import tiny_models
 from foredraft import Completion, ForedraftError, Sampling
-from foredraft.bench import flatness, latency, methods
-from foredraft.bench.grow import BUILT_IN, FIELD
-from foredraft.bench.latency_report import category_table
+from foredraft.bench import latency, methods, verify_cost
+from foredraft.bench.grow import BUILT_IN_LABEL, ORIGIN_FIELD
+from foredraft.bench.latency_report import build_category_table
 from foredraft.bench.questions import Question
-from foredraft.completion import Stats
+from foredraft.outputs import Stats
 
 GREEDY = Sampling(max_tokens=4, temperature=0)
 QUESTIONS = (Question(("the end",), "a"), Question(("and", "then"), "b"))
@@ -60,9 +60,9 @@ def clock(monkeypatch) -> Clock:
 def measured(clock: Clock, *others: Timed, sampling=GREEDY, rounds=1, context=256, asked=QUESTIONS):
     generators = {"plain": Timed("plain", clock, 0.4)} | {other.name: other for other in others}
     outcome = latency.measure(
-        generators, asked, models_made.tokenizer(), context, sampling, rounds, lambda name: None
+        generators, asked, tiny_models.tokenizer(), context, sampling, rounds, lambda name: None
     )  # fmt: skip
-    return outcome, latency.rows(outcome, sampling)
+    return outcome, latency.build_rows(outcome, sampling)
 
 
 def test_all_warm_up_and_every_prompt_goes_through_all_in_rotating_order(clock):
@@ -160,32 +160,32 @@ def test_a_method_that_makes_no_sense_is_refused(text, complaint):
 
 
 def test_what_drafts_for_the_built_in_target_drafts_for_what_was_grown_from_it():
-    grown = type("Config", (), {FIELD: f"{BUILT_IN} (20.5M parameters)"})()
-    other = type("Config", (), {FIELD: "another model"})()
+    grown = type("Config", (), {ORIGIN_FIELD: f"{BUILT_IN_LABEL} (20.5M parameters)"})()
+    other = type("Config", (), {ORIGIN_FIELD: "another model"})()
     (asked,) = methods.parse_all(["draft_model"], KNOWN)
-    assert "model" in next(methods.with_models([asked], grown, None)).spec
-    assert "model" not in next(methods.with_models([asked], other, None)).spec
-    assert next(methods.with_models([asked], grown, "mine")).spec["model"] == "mine"
+    assert "model" in next(methods.attach_models([asked], grown, None)).spec
+    assert "model" not in next(methods.attach_models([asked], other, None)).spec
+    assert next(methods.attach_models([asked], grown, "mine")).spec["model"] == "mine"
     (own,) = methods.parse_all(["draft_model:model=its"], KNOWN)
-    assert next(methods.with_models([own], grown, "mine")).spec["model"] == "its"
+    assert next(methods.attach_models([own], grown, "mine")).spec["model"] == "its"
 
 
 def test_rows_to_time_always_hold_a_single_one():
-    assert flatness.parse_rows("8,2, 4,2") == [1, 2, 4, 8]
+    assert verify_cost.parse_rows("8,2, 4,2") == [1, 2, 4, 8]
     for text in ("", "a", "0", "-1,2", "1;2"):
         with pytest.raises(ForedraftError, match="--verify-cost takes numbers"):
-            flatness.parse_rows(text)
+            verify_cost.parse_rows(text)
 
 
 def test_passes_of_the_sizes_asked_for_are_timed_after_the_context():
-    llm = models_made.plain()
-    costs = flatness.costs(llm, [1, 3], 40, repeats=2)
+    llm = tiny_models.plain()
+    costs = verify_cost.measure_costs(llm, [1, 3], 40, repeats=2)
     assert [c.rows for c in costs] == [1, 3]
     assert costs[0].ratio == 1.0
     assert costs[1].ratio == pytest.approx(costs[1].seconds / costs[0].seconds)
     assert llm.generate([[5, 6]], GREEDY)  # its own KV memory was left alone
     with pytest.raises(ForedraftError, match="do not fit the model's context of 256"):
-        flatness.costs(llm, [1, 3], 254)
+        verify_cost.measure_costs(llm, [1, 3], 254)
 
 
 def test_figures_by_category_count_its_questions_alone(clock):
@@ -196,14 +196,14 @@ def test_figures_by_category_count_its_questions_alone(clock):
         Question(("the",), "d"),
     ]
     outcome, rows = measured(clock, Timed("ngram", clock, 0.1), asked=asked)
-    found = latency.rows_by_category(outcome, GREEDY)
+    found = latency.build_category_rows(outcome, GREEDY)
     assert {name: [row.prompts for row in part] for name, part in found.items()} == {"writing": [2, 2], "qa": [2, 2]}
     assert rows[1].prompts == 5
-    table = category_table(found)
+    table = build_category_table(found)
     assert table.header == ("category", "prompts", "ngram")
     assert table.rows[0] == ("writing", "2", "4.00x (2.00)")
 
 
 def test_questions_without_categories_make_no_such_table(clock):
     outcome, _ = measured(clock)
-    assert category_table(latency.rows_by_category(outcome, GREEDY)).rows == ()
+    assert build_category_table(latency.build_category_rows(outcome, GREEDY)).rows == ()

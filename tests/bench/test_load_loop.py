@@ -11,60 +11,69 @@ from itertools import count
 
 import pytest
 
-import models_made
+import tiny_models
 from foredraft import ForedraftError, Sampling
 from foredraft.bench import load, load_drivers, load_plot, load_report
-from foredraft.bench.load import AUTO, OFF, Effort, Job, Loop, Point, Timeline, Work
-from foredraft.bench.load_drivers import Arrival, InProcess, Server, Streams, Threaded
-from foredraft.completion import Stats
+from foredraft.bench.load import (
+    AUTO,
+    OFF,
+    ClosedLoopResult,
+    LoadBudget,
+    LoadPoint,
+    LoadRequest,
+    LoadWorkload,
+    RequestTimeline,
+)
+from foredraft.bench.load_drivers import AsyncStreamDriver, EngineDriver, OpenAIEndpoint, StreamDelta, WorkerDriver
 from foredraft.llm import LLM, MemoryLimits
+from foredraft.outputs import Stats
 
 GREEDY = Sampling(temperature=0, max_tokens=8, ignore_eos=True)
 PROMPTS = ((5, 6, 7, 5, 6, 7), (8, 9, 10), (11,) * 5)
-WORK = Work(PROMPTS, max_tokens=8, waves=2, least=4)
+WORK = LoadWorkload(PROMPTS, max_tokens=8, waves=2, min_requests=4)
 
 
 def test_requests_are_the_same_for_all_and_move_on_with_the_round():
-    assert WORK.jobs(4, 0) == WORK.jobs(4, 0)
-    assert WORK.jobs(4, 0) != WORK.jobs(4, 1)
-    assert [len(WORK.jobs(streams, 0)) for streams in (1, 2, 4)] == [4, 4, 8]
-    assert [len(WORK.jobs(streams, -1)) for streams in (1, 4, 9)] == [4, 4, 9]
-    assert {job.prompt for job in WORK.jobs(4, 0)} == set(PROMPTS)
+    assert WORK.make_requests(4, 0) == WORK.make_requests(4, 0)
+    assert WORK.make_requests(4, 0) != WORK.make_requests(4, 1)
+    assert [len(WORK.make_requests(streams, 0)) for streams in (1, 2, 4)] == [4, 4, 8]
+    assert [len(WORK.make_requests(streams, -1)) for streams in (1, 4, 9)] == [4, 4, 9]
+    assert {job.prompt for job in WORK.make_requests(4, 0)} == set(PROMPTS)
 
 
 def test_lengths_are_spread_around_the_mean():
-    lengths = [job.max_tokens for job in Work(PROMPTS, 100, 1, 400).jobs(1, 0)]
+    lengths = [job.max_tokens for job in LoadWorkload(PROMPTS, 100, 1, 400).make_requests(1, 0)]
     assert 50 <= min(lengths) < 53
     assert 147 < max(lengths) <= 150
     assert sum(lengths) / len(lengths) == pytest.approx(100, rel=0.02)
 
 
-def test_a_pool_of_the_memory_asked_for_preempts_nobody():
-    llm = models_made.plain().with_drafter(None)
-    llm.limits = MemoryLimits(kv_tokens=WORK.memory(6), max_batch=6)
+def test_a_pool_of_the_requested_memory_preempts_no_request():
+    llm = tiny_models.plain().with_drafter(None)
+    llm.limits = MemoryLimits(kv_tokens=WORK.count_kv_tokens(6), max_batch=6)
     llm = llm.with_drafter("ngram", 4)
-    InProcess(llm, GREEDY).run(WORK.jobs(6, 0), 6)
+    EngineDriver(llm, GREEDY).run(WORK.make_requests(6, 0), 6)
     assert llm.engine.scheduler.num_preempted == 0
 
 
 def test_quantiles_are_weighted():
-    assert load.quantile([(1.0, 1), (2.0, 1), (3.0, 1), (4.0, 1)], 0.5) == 2.0
-    assert load.quantile([(4.0, 97), (9.0, 3)], 0.97) == 4.0
-    assert load.quantile([(9.0, 3), (4.0, 97)], 0.99) == 9.0
-    assert load.quantile([], 0.5) is None
+    assert load.compute_quantile([(1.0, 1), (2.0, 1), (3.0, 1), (4.0, 1)], 0.5) == 2.0
+    assert load.compute_quantile([(4.0, 97), (9.0, 3)], 0.97) == 4.0
+    assert load.compute_quantile([(9.0, 3), (4.0, 97)], 0.99) == 9.0
+    assert load.compute_quantile([], 0.5) is None
 
 
 def test_the_time_between_tokens_of_one_text():
-    timeline = Timeline(1.0, [(1.5, 2), (2.5, 1), (4.5, 4)])
-    assert timeline.first == 0.5
-    assert list(timeline.gaps()) == [(1.0, 1), (2.0, 4)]
+    timeline = RequestTimeline(1.0, [(1.5, 2), (2.5, 1), (4.5, 4)])
+    assert timeline.first_token_seconds == 0.5
+    assert list(timeline.iter_gaps()) == [(1.0, 1), (2.0, 4)]
     assert timeline.num_tokens == 7
-    assert Timeline(1.0).first is None
+    assert RequestTimeline(1.0).first_token_seconds is None
 
 
 @dataclass
 class Timed:
-    """Writes so many tokens a second, in deltas of two; a minute of the machine slows everybody down."""
+    """Writes a fixed number of tokens per second, in deltas of two. One minute of the machine slows all requests."""
 
     name: str
     speed: float
@@ -72,12 +81,12 @@ class Timed:
     machine: dict[str, float] = field(default_factory=lambda: {"now": 0.0, "slow": 1.0})
     stats: Stats | None = None
 
-    def run(self, jobs: Sequence[Job], concurrency: int) -> Loop:
+    def run(self, jobs: Sequence[LoadRequest], concurrency: int) -> ClosedLoopResult:
         self.log.append(self.name)
         pace = self.machine["slow"] / self.speed
         times = [(2 * pace * (i + 1), 2) for i in range(5)]
         self.machine["now"] += times[-1][0]
-        return Loop(times[-1][0], (Timeline(0.0, times, self.stats),))
+        return ClosedLoopResult(times[-1][0], (RequestTimeline(0.0, times, self.stats),))
 
     def close(self) -> None: ...
 
@@ -101,7 +110,7 @@ def test_modes_take_turns_and_a_slow_minute_changes_no_ratio():
     def step(title: str) -> None:
         machine["slow"] = 9.0 if "round 2" in title else 1.0
 
-    point = load.measure(drivers, WORK, 3, Effort(rounds=3), step)
+    point = load.measure(drivers, WORK, 3, LoadBudget(max_rounds=3), step)
     assert log == [OFF, AUTO, "4", "2", OFF, AUTO, "4", "2", AUTO, "4", "2", OFF, "4", "2", OFF, AUTO]
     cells = {cell.mode: cell for cell in point.cells}
     assert {name: round(cell.over_off, 6) for name, cell in cells.items()} == {OFF: 1, AUTO: 1.9, "4": 0.5, "2": 2}
@@ -120,14 +129,14 @@ def test_rounds_that_would_end_too_late_are_not_begun(monkeypatch, seconds, roun
     """The warm-up takes two seconds, and so does a round."""
     driver = Timed(OFF, 5.0, [])
     monkeypatch.setattr(load, "time", driver)
-    point = load.measure({OFF: driver}, WORK, 1, Effort(rounds=6, seconds=seconds))
+    point = load.measure({OFF: driver}, WORK, 1, LoadBudget(max_rounds=6, max_seconds=seconds))
     assert point.cells[0].rounds == rounds
 
 
 def test_a_round_without_tokens_is_no_figure():
-    empty = Loop(1.0, (Timeline(0.0),))
+    empty = ClosedLoopResult(1.0, (RequestTimeline(0.0),))
     with pytest.raises(ForedraftError, match="no token came"):
-        load.point(1, {OFF: [empty], AUTO: [empty]})
+        load.build_point(1, {OFF: [empty], AUTO: [empty]})
 
 
 def watched(llm: LLM) -> list[int]:
@@ -144,11 +153,11 @@ def watched(llm: LLM) -> list[int]:
 
 
 def test_the_engine_keeps_all_streams_busy_until_one_finds_nothing():
-    llm = models_made.plain().with_drafter("ngram", 2)
+    llm = tiny_models.plain().with_drafter("ngram", 2)
     clock = count()
     seen = watched(llm)
-    jobs = WORK.jobs(3, 0)
-    loop = InProcess(llm, GREEDY, clock=lambda: float(next(clock))).run(jobs, 3)
+    jobs = WORK.make_requests(3, 0)
+    loop = EngineDriver(llm, GREEDY, clock=lambda: float(next(clock))).run(jobs, 3)
     assert len(loop.timelines) == len(jobs) == 6
     assert max(seen) <= 3
     whole = [t for t, job in zip(loop.timelines, jobs, strict=True) if t.num_tokens == job.max_tokens]
@@ -160,23 +169,23 @@ def test_the_engine_keeps_all_streams_busy_until_one_finds_nothing():
 
 
 def test_no_prompt_is_found_again_in_the_cache():
-    llm = models_made.plain().with_drafter(None)
-    driver = InProcess(llm, GREEDY)
-    jobs = [Job(tuple(range(5, 45)), 4)] * 3
+    llm = tiny_models.plain().with_drafter(None)
+    driver = EngineDriver(llm, GREEDY)
+    jobs = [LoadRequest(tuple(range(5, 45)), 4)] * 3
     driver.run(jobs, 1)
     driver.run(jobs, 1)
     assert llm.engine.scheduler.prefix_hits == 0
 
 
 def test_a_request_that_fails_is_an_error_and_no_figure():
-    llm = models_made.plain().with_drafter(None)
+    llm = tiny_models.plain().with_drafter(None)
     llm.engine.target = Poisoned(llm.engine.target)
-    with pytest.raises(ForedraftError, match="a request failed: the model gave logits"):
-        InProcess(llm, GREEDY).run(WORK.jobs(1, 0), 1)
+    with pytest.raises(ForedraftError, match="a request failed: the model returned invalid logits"):
+        EngineDriver(llm, GREEDY).run(WORK.make_requests(1, 0), 1)
 
 
 class Poisoned:
-    """A target whose logits are no law."""
+    """A target whose logits are no distribution."""
 
     def __init__(self, target: object) -> None:
         self._target = target
@@ -190,10 +199,10 @@ class Poisoned:
 
 
 def test_a_worker_writes_what_the_engine_writes():
-    jobs = WORK.jobs(1, 0)
-    here = InProcess(models_made.plain().with_drafter("ngram", 2), GREEDY).run(jobs, 1)
-    llm = models_made.plain().with_drafter("ngram", 2)
-    driver = Threaded(llm, GREEDY)
+    jobs = WORK.make_requests(1, 0)
+    here = EngineDriver(tiny_models.plain().with_drafter("ngram", 2), GREEDY).run(jobs, 1)
+    llm = tiny_models.plain().with_drafter("ngram", 2)
+    driver = WorkerDriver(llm, GREEDY)
     try:
         for concurrency in (1, 3):
             driver.run(jobs, concurrency)
@@ -206,17 +215,17 @@ def test_a_worker_writes_what_the_engine_writes():
     assert [t.stats and t.stats.num_tokens for t in there.timelines] == [t.num_tokens for t in there.timelines]
 
 
-def streams(log: list[str], error: str | None = None) -> Streams:
+def streams(log: list[str], error: str | None = None) -> AsyncStreamDriver:
     """Every text has four deltas; `log` says what began and ended."""
 
-    async def opener(job: Job):
+    async def opener(job: LoadRequest):
         log.append(f"begin {job.max_tokens}")
         try:
             for i in range(4):
                 await asyncio.sleep(0.001 * job.max_tokens)
                 if error is not None and i == 2:
                     raise ForedraftError(error)
-                yield Arrival(1, Stats(num_tokens=4) if i == 3 else None)
+                yield StreamDelta(1, Stats(num_tokens=4) if i == 3 else None)
             log.append(f"end {job.max_tokens}")
         finally:
             log.append(f"left {job.max_tokens}")
@@ -226,12 +235,12 @@ def streams(log: list[str], error: str | None = None) -> Streams:
         yield opener
         log.append("closed")
 
-    return Streams(session)
+    return AsyncStreamDriver(session)
 
 
 def test_streams_that_are_left_over_are_stopped_and_do_not_count():
     log: list[str] = []
-    loop = streams(log).run([Job((1,), 1), Job((1,), 500)], 2)
+    loop = streams(log).run([LoadRequest((1,), 1), LoadRequest((1,), 500)], 2)
     assert log == ["begin 1", "begin 500", "end 1", "left 1", "left 500", "closed"]
     assert [t.num_tokens for t in loop.timelines] == [4, 0]
     assert loop.timelines[0].stats == Stats(num_tokens=4)
@@ -240,7 +249,7 @@ def test_streams_that_are_left_over_are_stopped_and_do_not_count():
 
 def test_a_stream_that_fails_ends_the_run():
     with pytest.raises(ForedraftError, match="out of order"):
-        streams([], error="out of order").run([Job((1,), 1)] * 4, 2)
+        streams([], error="out of order").run([LoadRequest((1,), 1)] * 4, 2)
 
 
 EVENTS = [
@@ -294,9 +303,9 @@ def server() -> Iterator[tuple[str, type[Handler]]]:
 
 def test_a_server_is_asked_in_openais_words_and_counts_its_tokens(server):
     url, handler = server
-    name = load_drivers.served_model(url, "secret")
-    drivers = [Server(url, name, GREEDY, length, "secret").driver() for length in (0, None)]
-    loops = [driver.run([Job((5, 6), 7), Job((8,), 9)], 1) for driver in drivers]
+    name = load_drivers.fetch_model_name(url, "secret")
+    drivers = [OpenAIEndpoint(url, name, GREEDY, length, "secret").create_driver() for length in (0, None)]
+    loops = [driver.run([LoadRequest((5, 6), 7), LoadRequest((8,), 9)], 1) for driver in drivers]
     for loop in loops:
         assert [[n for _, n in t.arrivals] for t in loop.timelines] == [[1, 3], [1, 3]]
         assert loop.timelines[0].stats == Stats(4, 1, 4, 2, target_passes=2)
@@ -311,32 +320,32 @@ def test_a_server_is_asked_in_openais_words_and_counts_its_tokens(server):
 def test_what_a_server_refuses_is_said(server):
     url, handler = server
     with pytest.raises(ForedraftError, match=r'answered 401: \{"error": "no key"\}'):
-        Server(url, "small", GREEDY, None, "wrong").driver().run([Job((5,), 7)], 1)
+        OpenAIEndpoint(url, "small", GREEDY, None, "wrong").create_driver().run([LoadRequest((5,), 7)], 1)
     handler.events = [{"error": {"message": "overloaded"}}]
     with pytest.raises(ForedraftError, match="overloaded"):
-        Server(url, "small", GREEDY, None, "secret").driver().run([Job((5,), 7)], 1)
+        OpenAIEndpoint(url, "small", GREEDY, None, "secret").create_driver().run([LoadRequest((5,), 7)], 1)
     with pytest.raises(ForedraftError, match=r"no server answers at .*; give --url as"):
-        load_drivers.served_model("http://127.0.0.1:9", None)
+        load_drivers.fetch_model_name("http://127.0.0.1:9", None)
 
 
-def points() -> list[Point]:
-    def loops(speed: float) -> list[Loop]:
-        return [Loop(1.0, (Timeline(0.0, [(0.1, round(speed * k))]),)) for k in (1, 1, 2)]
+def points() -> list[LoadPoint]:
+    def loops(speed: float) -> list[ClosedLoopResult]:
+        return [ClosedLoopResult(1.0, (RequestTimeline(0.0, [(0.1, round(speed * k))]),)) for k in (1, 1, 2)]
 
-    few = load.point(1, {OFF: loops(10), AUTO: loops(20), "2": loops(21), "4": loops(18)})
-    return [few, load.point(8, {OFF: loops(10), AUTO: loops(10), "4": loops(6)})]
+    few = load.build_point(1, {OFF: loops(10), AUTO: loops(20), "2": loops(21), "4": loops(18)})
+    return [few, load.build_point(8, {OFF: loops(10), AUTO: loops(10), "4": loops(6)})]
 
 
 def test_the_tables_say_what_was_not_measured():
-    ratios = load_report.ratio_table(points())
+    ratios = load_report.build_ratio_table(points())
     assert ratios.header[2:5] == ("auto / off", "K = 2 / off", "K = 4 / off")
     assert ratios.rows[0] == ("1", "10.0", "2.00x", "2.10x", "1.80x", "K = 2", "0.95x")
     assert ratios.rows[1] == ("8", "10.0", "1.00x", "-", "0.60x", "K = 4", "1.67x")
-    cells = load_report.cell_table([cell for point in points() for cell in point.cells])
+    cells = load_report.build_cell_table([cell for point in points() for cell in point.cells])
     assert cells.rows[0][:5] == ("1", "off", "10.0", "1.00x", "1.00 1.00")
     assert cells.rows[0][7] == "-", "one delta has no gap"
 
 
 def test_the_plot_is_a_picture(tmp_path):
-    load_plot.draw([("a", points()), ("b", points()[:1])], "caption", tmp_path / "p.png")
+    load_plot.save_load_plot([("a", points()), ("b", points()[:1])], "caption", tmp_path / "p.png")
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")

@@ -5,20 +5,20 @@ import torch
 
 from foredraft.bench import micro
 from foredraft.errors import ForedraftError
-from foredraft.kernels.cpu.library import library
+from foredraft.kernels.cpu.library import load_library
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> micro.Plan:
-    monkeypatch.setattr(micro, "COLD", 1 << 18)
-    monkeypatch.setattr(micro, "READ", 1 << 20)
-    return micro.Plan(shapes=((64, 48),), rows=(1, 3), contexts=(20,), heads=(4, 2, 16), rounds=2)
+def small(monkeypatch: pytest.MonkeyPatch) -> micro.KernelBenchPlan:
+    monkeypatch.setattr(micro, "COLD_BYTES", 1 << 18)
+    monkeypatch.setattr(micro, "READ_BYTES", 1 << 20)
+    return micro.KernelBenchPlan(shapes=((64, 48),), rows=(1, 3), contexts=(20,), heads=(4, 2, 16), rounds=2)
 
 
 def test_every_kind_and_row_count_has_a_row(small):
     report = micro.run(small)
     products = report.data["products"]
-    assert [(p.kind, p.rows) for p in products] == [(kind, rows) for kind in micro.KINDS for rows in (1, 3)]
+    assert [(p.kind, p.rows) for p in products] == [(kind, rows) for kind in micro.WEIGHT_KINDS for rows in (1, 3)]
     assert all(p.ratio == 1 for p in products if p.rows == 1)
     assert all((p.over_torch is None) == p.kind.startswith("int") for p in products)
     assert [(m.context, m.rows) for m in report.data["attention"]] == [(20, 1), (20, 3)]
@@ -35,7 +35,7 @@ def test_gigabytes_are_the_bytes_of_the_weights(small):
 
 
 def test_reading_touches_every_byte():
-    native = library()
+    native = load_library()
     assert native is not None, "the native kernels were not built"
     data = torch.randint(0, 255, (1 << 20,), dtype=torch.uint8)
     before = native.handle.fd_read(data.data_ptr(), len(data))
@@ -53,11 +53,11 @@ def test_threads_are_as_before(small):
 
 
 def test_without_kernels_it_says_what_to_run(monkeypatch):
-    monkeypatch.setattr(micro, "library", lambda: None)
+    monkeypatch.setattr(micro, "load_library", lambda: None)
     with pytest.raises(ForedraftError, match=r"foredraft\.kernels\.cpu\.build"):
-        micro.run(micro.Plan())
+        micro.run(micro.KernelBenchPlan())
 
 
 def test_unknown_kind():
     with pytest.raises(ForedraftError, match="int3"):
-        micro.Plan(kinds=("int3",))
+        micro.KernelBenchPlan(kinds=("int3",))

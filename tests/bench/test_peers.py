@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-import models_made
-from foredraft.bench.resident import PEERS
+import tiny_models
+from foredraft.bench.subprocess_peer import PEERS_FOLDER
 
 
 @pytest.fixture
 def scripts(monkeypatch):
     """The peers' folder on the path, as when an interpreter runs a script there."""
-    monkeypatch.syspath_prepend(str(PEERS))
+    monkeypatch.syspath_prepend(str(PEERS_FOLDER))
     monkeypatch.setitem(sys.modules, "gguf", types.ModuleType("gguf"))  # lives in llama.cpp's environment
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # the scripts set it for good
     for name in ("serve", "gguf_from_hf", "peer_foredraft", "peer_transformers"):
@@ -39,7 +39,7 @@ def scripts(monkeypatch):
     ],
 )
 def test_prompt_lookup(scripts, tokens, count, longest, drafted):
-    assert scripts("serve").lookup(tokens, count, longest) == drafted
+    assert scripts("serve").draft_by_lookup(tokens, count, longest) == drafted
 
 
 def test_costs_are_medians_without_the_warm_up(scripts, monkeypatch):
@@ -50,29 +50,29 @@ def test_costs_are_medians_without_the_warm_up(scripts, monkeypatch):
     def verify(count):
         now[0] += next(rounds)
 
-    costs = serve.verify_costs([1, 4], 3, verify, undone.append)
+    costs = serve.measure_verify_costs([1, 4], 3, verify, undone.append)
     assert costs == {"seconds": {"1": 1.0, "4": 4.0}}
     assert undone == [1, 4] * 5
 
 
 def test_weights_are_read_as_they_were_written(scripts, tmp_path):
-    model = models_made.llama().to(torch.bfloat16)
+    model = tiny_models.llama().to(torch.bfloat16)
     model.save_pretrained(tmp_path)
     convert = scripts("gguf_from_hf")
-    tensors = dict(convert._tensors(tmp_path))
+    tensors = dict(convert._read_tensors(tmp_path))
     assert tensors.keys() == model.state_dict().keys()
     for name, values in tensors.items():
         weight = model.state_dict()[name]
         assert np.array_equal(values, weight.float().numpy())
-        assert np.array_equal(convert._bfloat16(values), weight.view(torch.uint16).numpy())  # and back, bit by bit
-        assert convert._renamed(name).endswith(".weight")
+        assert np.array_equal(convert._to_bfloat16(values), weight.view(torch.uint16).numpy())  # and back, bit by bit
+        assert convert._rename_tensor(name).endswith(".weight")
 
 
 def test_rounding_to_bfloat16_is_that_of_torch(scripts):
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     values[:2] = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8])  # ties go to even
     expected = values.to(torch.bfloat16).view(torch.uint16).numpy()
-    assert np.array_equal(scripts("gguf_from_hf")._bfloat16(values.numpy()), expected)
+    assert np.array_equal(scripts("gguf_from_hf")._to_bfloat16(values.numpy()), expected)
 
 
 def test_rotation_by_neighbours_of_the_interleaved_rows_is_rotation_by_halves(scripts):
@@ -80,7 +80,7 @@ def test_rotation_by_neighbours_of_the_interleaved_rows_is_rotation_by_halves(sc
     generator, heads, dim, width = np.random.default_rng(0), 3, 8, 5
     weight, x = generator.normal(size=(heads * dim, width)), generator.normal(size=width)
     angles = generator.normal(size=dim // 2)
-    turned = scripts("gguf_from_hf")._interleaved(weight, heads)
+    turned = scripts("gguf_from_hf")._interleave_rows(weight, heads)
     halves, pairs = (weight @ x).reshape(heads, 2, dim // 2), (turned @ x).reshape(heads, dim // 2, 2)
     a, b = halves[:, 0], halves[:, 1]
     by_halves = np.stack([a * np.cos(angles) - b * np.sin(angles), a * np.sin(angles) + b * np.cos(angles)], -1)
@@ -98,18 +98,21 @@ def test_rotation_by_neighbours_of_the_interleaved_rows_is_rotation_by_halves(sc
     ],
 )
 def test_what_cannot_be_converted_is_refused(scripts, change, complaint):
-    config = json.loads(models_made.llama().config.to_json_string()) | change
+    config = json.loads(tiny_models.llama().config.to_json_string()) | change
     with pytest.raises(ValueError, match=complaint):
-        scripts("gguf_from_hf")._check(config)
+        scripts("gguf_from_hf")._check_config(config)
 
 
 @pytest.mark.parametrize(
-    ("script", "modes"),
-    [("peer_foredraft", ("plain", "ngram:3")), ("peer_transformers", ("plain", "prompt_lookup", "assisted"))],
+    ("script", "peer_class", "modes"),
+    [
+        ("peer_foredraft", "ForedraftPeer", ("plain", "ngram:3")),
+        ("peer_transformers", "TransformersPeer", ("plain", "prompt_lookup", "assisted")),
+    ],
 )
-def test_the_peers_that_are_always_here_keep_to_the_protocol(scripts, tmp_path, script, modes):
-    models_made.llama().float().save_pretrained(tmp_path)
-    peer = scripts(script).Peer()
+def test_the_peers_that_are_always_here_keep_to_the_protocol(scripts, tmp_path, script, peer_class, modes):
+    tiny_models.llama().float().save_pretrained(tmp_path)
+    peer = getattr(scripts(script), peer_class)()
     drafters = {"ngram:3": {"method": "ngram", "num_speculative_tokens": 3}}
     peer.load(
         model=str(tmp_path), draft=str(tmp_path), dtype="float32", threads=1, drafters=drafters,
@@ -128,5 +131,5 @@ def test_the_peers_that_are_always_here_keep_to_the_protocol(scripts, tmp_path, 
 
 def test_no_peer_but_our_own_needs_this_package():
     imports = re.compile(r"^\s*(from|import) foredraft", re.M)
-    importers = {p.name for p in PEERS.glob("*.py") if imports.search(p.read_text())}
+    importers = {p.name for p in PEERS_FOLDER.glob("*.py") if imports.search(p.read_text())}
     assert importers == {"peer_foredraft.py"}

@@ -1,12 +1,12 @@
-"""Question files and conversations: what is read, what is refused by line, what the model is told."""
+"""Question files and conversations: fields that are read, lines that are refused, and the messages for the model."""
 
 import json
 
 import pytest
 
-import models_made
+import tiny_models
 from foredraft import ForedraftError
-from foredraft.bench.questions import Conversation, questions, read
+from foredraft.bench.questions import PromptBuilder, load_questions, read
 
 
 def write(path, *lines: str):
@@ -62,21 +62,21 @@ def test_files_that_cannot_be_read_are_one_line(tmp_path):
 
 def test_fewer_questions_than_there_are_cover_the_whole_file(tmp_path):
     file = write(tmp_path / "q.jsonl", *(json.dumps({"turns": [str(i)]}) for i in range(100)))
-    assert [q.turns[0] for q in questions(file, 4)] == ["0", "25", "50", "75"]
-    assert len(questions(file, None)) == 100
-    assert len(questions(file, 1000)) == 100
+    assert [q.turns[0] for q in load_questions(file, 4)] == ["0", "25", "50", "75"]
+    assert len(load_questions(file, None)) == 100
+    assert len(load_questions(file, 1000)) == 100
 
 
 def test_built_in_prompts_need_no_file():
-    assert len({q.turns for q in questions(None, 3)}) == 3
+    assert len({q.turns for q in load_questions(None, 3)}) == 3
 
 
 def test_an_answer_goes_into_the_next_prompt():
-    tokenizer = models_made.tokenizer()
-    talk = Conversation(tokenizer)
-    first = talk.ask("the end")
-    talk.answer([5, 6, 7], "ignored without a template")
-    second = talk.ask("then")
+    tokenizer = tiny_models.tokenizer()
+    talk = PromptBuilder(tokenizer)
+    first = talk.add_user_turn("the end")
+    talk.add_answer([5, 6, 7], "ignored without a template")
+    second = talk.add_user_turn("then")
     assert second[: len(first) + 3] == [*first, 5, 6, 7]
     assert tokenizer.decode(second[len(first) + 3 :]) == "\n\nthen"
 
@@ -94,7 +94,7 @@ def test_a_chat_template_is_used_where_there_is_one():
             assert not add_special_tokens
             return type("Encoding", (), {"input_ids": [text]})
 
-    talk = Conversation(Templated())
-    talk.ask("one")
-    talk.answer([1], "answer")
-    assert talk.ask("two") == ["user:one|assistant:answer|user:two"]
+    talk = PromptBuilder(Templated())
+    talk.add_user_turn("one")
+    talk.add_answer([1], "answer")
+    assert talk.add_user_turn("two") == ["user:one|assistant:answer|user:two"]

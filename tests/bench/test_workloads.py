@@ -5,11 +5,11 @@ import re
 
 import pytest
 
-from foredraft.bench.questions import questions
-from foredraft.bench.workloads import WORKLOADS, clean, corrections
-from foredraft.zoo.corpus import Source, split
-from foredraft.zoo.errors_made import EDITS, spoilt
-from foredraft.zoo.prose import passages
+from foredraft.bench.questions import load_questions
+from foredraft.bench.workloads import WORKLOADS, make_clean_passages, make_correction_prompts
+from foredraft.zoo.corpus import SourceFile, split
+from foredraft.zoo.prose import extract_passages
+from foredraft.zoo.typos import EDITS, add_typos
 
 
 @pytest.mark.parametrize("name", sorted(WORKLOADS))
@@ -20,8 +20,8 @@ def test_every_workload_gives_different_prompts_the_same_each_time(name):
 
 
 def test_a_workload_is_asked_for_by_its_name():
-    assert [q.turns[0] for q in questions("logs", 3)] == WORKLOADS["logs"](3)
-    assert [q.name for q in questions("logs", 3)] == ["logs 1", "logs 2", "logs 3"]
+    assert [q.turns[0] for q in load_questions("logs", 3)] == WORKLOADS["logs"](3)
+    assert [q.name for q in load_questions("logs", 3)] == ["logs 1", "logs 2", "logs 3"]
 
 
 def test_an_edit_begins_as_the_source_that_stands_before_it():
@@ -34,7 +34,7 @@ def test_an_edit_begins_as_the_source_that_stands_before_it():
 
 def test_what_is_to_be_corrected_is_held_out_and_wrong():
     """Whatever the built-in models have learnt from, none of these passages stands in it."""
-    wrong, right = corrections(20), clean(20)
+    wrong, right = make_correction_prompts(20), make_clean_passages(20)
     learnt = re.sub(r"[\s#]+", " ", "\n".join(file.text for file in split()[0]))
     assert not [text for text in right if text in learnt]
     assert sum(w != r for w, r in zip(wrong, right, strict=True)) > 14
@@ -52,8 +52,8 @@ def test_an_error_changes_one_word_a_little(edit):
 def test_the_rate_of_errors_is_what_was_asked_for():
     text = "these quick words stand here without any errors whatever" * 50
     words = text.split(" ")
-    changed = sum(a != b for a, b in zip(words, spoilt(text, random.Random(1), 0.1).split(" "), strict=False))
-    assert spoilt(text, random.Random(1), 0.0) == text
+    changed = sum(a != b for a, b in zip(words, add_typos(text, random.Random(1), 0.1).split(" "), strict=False))
+    assert add_typos(text, random.Random(1), 0.0) == text
     assert changed > 0.05 * len(words)
 
 
@@ -61,8 +61,8 @@ def test_prose_is_docstrings_and_comments_and_no_code():
     text = (
         '"""A module that says what it is made for."""\nx = 1\n\n# A comment that goes on\n# over two lines.\ny = 2\n'
     )
-    assert passages([Source("a.py", text)]) == [
+    assert extract_passages([SourceFile("a.py", text)]) == [
         "A module that says what it is made for.",
         "A comment that goes on over two lines.",
     ]
-    assert passages([Source("b.py", "def broken(:")]) == []
+    assert extract_passages([SourceFile("b.py", "def broken(:")]) == []

@@ -7,21 +7,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoints import folders
-from checkpoints.folders import HEAD_DIM, HEADS, INNER, KV_HEADS, TARGET, H, V
-from foredraft.checkpoints.base import ChimeraShape
+from checkpoints import published_folders
+from checkpoints.published_folders import HEAD_DIM, HEADS, INNER, KV_HEADS, TARGET, H, V
 from foredraft.checkpoints.read import read
+from foredraft.checkpoints.schema import ChimeraShape
 from foredraft.checkpoints.tensors import TensorFiles
 from foredraft.errors import ForedraftError
 
 
 @pytest.mark.parametrize(("taps", "heads"), [((1, -1), 2), ((3,), 1), ((0, 6, 12), 4)])
 def test_what_the_tensors_and_config_say_is_read(tmp_path: Path, taps: tuple[int, ...], heads: int) -> None:
-    folder = folders.chimera(tmp_path, taps=taps, heads=heads)
-    held, raw = read(folder, TARGET, "chimera"), folders.stored(folder)
+    folder = published_folders.chimera(tmp_path, taps=taps, heads=heads)
+    held, raw = read(folder, TARGET, "chimera"), published_folders.read_tensors(folder)
     shape = held.shape
     assert isinstance(shape, ChimeraShape)
-    assert (shape.vocab_size, shape.taps, shape.num_heads, shape.has_fc) == (V, taps, heads, len(taps) > 1)
+    assert (shape.vocab_size, shape.hidden_layers, shape.num_heads, shape.has_fc) == (V, taps, heads, len(taps) > 1)
     block = shape.block
     assert (block.hidden, block.intermediate, block.heads, block.kv_heads, block.head_dim) == (
         H, INNER, HEADS, KV_HEADS, HEAD_DIM,
@@ -31,15 +31,17 @@ def test_what_the_tensors_and_config_say_is_read(tmp_path: Path, taps: tuple[int
 
 
 def dropped(*names: str) -> Callable[[Path], Path]:
-    return lambda f: folders.edit_tensors(folders.chimera(f, heads=3), drop=names)
+    return lambda f: published_folders.edit_tensors(published_folders.chimera(f, heads=3), drop=names)
 
 
 def more(name: str, *size: int, dtype: torch.dtype = torch.float32) -> Callable[[Path], Path]:
-    return lambda f: folders.edit_tensors(folders.chimera(f), more={name: torch.ones(size, dtype=dtype)})
+    return lambda f: published_folders.edit_tensors(
+        published_folders.chimera(f), more={name: torch.ones(size, dtype=dtype)}
+    )
 
 
 def said(*drop: str, **config: object) -> Callable[[Path], Path]:
-    return lambda f: folders.edit_config(folders.chimera(f), drop, **config)
+    return lambda f: published_folders.edit_config(published_folders.chimera(f), drop, **config)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +88,7 @@ def test_what_is_wrong_is_said_in_one_line_before_a_weight_is_read(
 
 
 def test_another_target_is_refused(tmp_path: Path) -> None:
-    folder = folders.chimera(tmp_path)
+    folder = published_folders.chimera(tmp_path)
     with pytest.raises(ForedraftError, match="hidden size 32, and the-target has 36"):
         read(folder, replace(TARGET, hidden=36))
     with pytest.raises(ForedraftError, match=f"vocabulary size {V}, and the-target has {V + 8}"):

@@ -9,15 +9,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from checkpoints import folders
-from checkpoints.folders import IDS, LLAMA, TARGET, VD, H, V, d2t
-from foredraft.checkpoints.base import TargetFacts
+from checkpoints import published_folders
+from checkpoints.published_folders import IDS, LLAMA, TARGET, VD, H, V, d2t
 from foredraft.checkpoints.read import read, recognise
+from foredraft.checkpoints.schema import TargetInfo
 from foredraft.checkpoints.tensors import TensorFiles
 from foredraft.errors import ForedraftError
 
 
-def refusal(folder: Path, target: TargetFacts = TARGET, method: str | None = None) -> str:
+def refusal(folder: Path, target: TargetInfo = TARGET, method: str | None = None) -> str:
     with pytest.raises(ForedraftError) as caught:
         read(folder, target, method)
     text = str(caught.value)
@@ -40,8 +40,8 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 MAKERS: list[Callable[[Path], Path]] = [
-    folders.medusa, folders.mlp_speculator, folders.blockwise, folders.hydra,
-    folders.eagle, folders.eagle3, folders.modelopt, folders.speculators,
+    published_folders.medusa, published_folders.mlp_speculator, published_folders.blockwise, published_folders.hydra,
+    published_folders.eagle, published_folders.eagle3, published_folders.modelopt, published_folders.speculators,
 ]  # fmt: skip
 
 
@@ -64,13 +64,13 @@ def test_a_drafter_for_a_target_of_another_vocabulary(tmp_path, make):
 @pytest.mark.parametrize(
     ("make", "holds", "method"),
     [
-        (folders.eagle3, "an EAGLE-3 head", "eagle3"),
-        (folders.speculators, "an EAGLE-3 head", "eagle3"),
-        (folders.eagle, "an EAGLE head", "eagle"),
-        (folders.medusa, "Medusa heads", "medusa"),
-        (folders.mlp_speculator, "an MLP speculator", "mlp_speculator"),
-        (folders.blockwise, "blockwise heads", "blockwise"),
-        (folders.hydra, "Hydra heads", "hydra"),
+        (published_folders.eagle3, "an EAGLE-3 head", "eagle3"),
+        (published_folders.speculators, "an EAGLE-3 head", "eagle3"),
+        (published_folders.eagle, "an EAGLE head", "eagle"),
+        (published_folders.medusa, "Medusa heads", "medusa"),
+        (published_folders.mlp_speculator, "an MLP speculator", "mlp_speculator"),
+        (published_folders.blockwise, "blockwise heads", "blockwise"),
+        (published_folders.hydra, "Hydra heads", "hydra"),
     ],
 )
 def test_a_folder_given_as_another_method(tmp_path, make, holds, method):
@@ -81,7 +81,7 @@ def test_a_folder_given_as_another_method(tmp_path, make, holds, method):
 
 def whole_model(folder: Path) -> Path:
     weights = {"model.embed_tokens.weight": torch.ones(V, H), "model.layers.0.input_layernorm.weight": torch.ones(H)}
-    return folders.save(folder, LLAMA, weights)
+    return published_folders.save(folder, LLAMA, weights)
 
 
 def test_a_whole_model_is_recognised_and_is_no_head(tmp_path):
@@ -92,7 +92,7 @@ def test_a_whole_model_is_recognised_and_is_no_head(tmp_path):
 
 @pytest.mark.parametrize("name", ["transformer.h.0.ln_1.weight", "wte.weight", "unheard.of.weight"])
 def test_a_whole_model_of_another_architecture(tmp_path, name):
-    folder = folders.save(tmp_path, {"architectures": ["GPT2LMHeadModel"]}, {name: torch.ones(2)})
+    folder = published_folders.save(tmp_path, {"architectures": ["GPT2LMHeadModel"]}, {name: torch.ones(2)})
     assert recognise(folder)[0] == "draft_model"
 
 
@@ -111,13 +111,13 @@ def test_a_whole_model_of_another_architecture(tmp_path, name):
     ],
 )
 def test_methods_that_are_not_read_are_refused_by_name(tmp_path, config, tensor, name):
-    text = refusal(folders.save(tmp_path, config, {tensor: torch.ones(2)}))
+    text = refusal(published_folders.save(tmp_path, config, {tensor: torch.ones(2)}))
     assert f"{name} drafter, which is not supported" in text
 
 
 def test_tensors_of_nothing_known(tmp_path):
     assert "its tensors (a, b, ...) are those of no drafter" in refusal(
-        folders.save(tmp_path, {}, {"b": torch.ones(2), "a": torch.ones(2)})
+        published_folders.save(tmp_path, {}, {"b": torch.ones(2), "a": torch.ones(2)})
     )
 
 
@@ -125,7 +125,7 @@ def test_tensors_of_nothing_known(tmp_path):
 @pytest.mark.parametrize("make", MAKERS)
 def test_a_tensor_left_over(tmp_path, make):
     folder = make(tmp_path)
-    extra = folders.stored(folder) | {"layers.0.mlp.experts.weight": torch.ones(3)}
+    extra = published_folders.read_tensors(folder) | {"layers.0.mlp.experts.weight": torch.ones(3)}
     for file in (*folder.glob("*.pt"), *folder.glob("*.bin")):
         file.unlink()
     save_file(extra, next(iter(folder.glob("*.safetensors")), folder / "model.safetensors"))
@@ -136,68 +136,68 @@ def test_a_tensor_left_over(tmp_path, make):
 @pytest.mark.parametrize(
     ("make", "name"),
     [
-        (lambda f: folders.medusa(f, file="medusa_lm_head.safetensors"), "1.0.linear.weight"),
-        (lambda f: folders.medusa(f, file="medusa_lm_head.safetensors"), "1.0.linear.bias"),
-        (lambda f: folders.medusa(f, file="medusa_lm_head.safetensors"), "1.1.weight"),
-        (folders.vllm_medusa, "medusa_heads.lm_heads.1.weight"),
-        (folders.mlp_speculator, "speculator.ln.1.bias"),
-        (lambda f: folders.hydra(f, file="model.safetensors"), "hydra_mlp.2.0.res_connection.bias"),
-        (lambda f: folders.hydra(f, file="model.safetensors"), "hydra_lm_head.1.bias"),
-        (lambda f: folders.hydra(f, file="model.safetensors", rank=9), "hydra_reduce.1.weight"),
-        (lambda f: folders.hydra(f, file="model.safetensors", layers=2), "hydra_mlp.0.1.linear.weight"),
-        (lambda f: folders.mlp_speculator(f, tied=True), "speculator.proj.1.weight"),
-        (lambda f: folders.eagle(f, file="model.safetensors"), "layers.0.self_attn.k_proj.weight"),
-        (lambda f: folders.eagle(f, file="model.safetensors"), "layers.0.post_attention_layernorm.weight"),
-        (folders.eagle3, "fc.weight"),
-        (folders.eagle3, "norm.weight"),
-        (folders.eagle3, "lm_head.weight"),
-        (folders.eagle3, "d2t"),
-        (folders.eagle3, "midlayer.hidden_norm.weight"),
-        (lambda f: folders.eagle3(f, hidden=16, target_hidden_size=H), "embed_tokens.weight"),
-        (lambda f: folders.eagle3(f, norms=("fc_norm",)), "fc_norm.1.weight"),
-        (lambda f: folders.eagle3(f, norms=("input_norm",), norm_before_fc=True), "input_norm.weight"),
-        (lambda f: folders.eagle3(f, qkv_bias=True), "midlayer.self_attn.v_proj.bias"),
+        (lambda f: published_folders.medusa(f, file="medusa_lm_head.safetensors"), "1.0.linear.weight"),
+        (lambda f: published_folders.medusa(f, file="medusa_lm_head.safetensors"), "1.0.linear.bias"),
+        (lambda f: published_folders.medusa(f, file="medusa_lm_head.safetensors"), "1.1.weight"),
+        (published_folders.vllm_medusa, "medusa_heads.lm_heads.1.weight"),
+        (published_folders.mlp_speculator, "speculator.ln.1.bias"),
+        (lambda f: published_folders.hydra(f, file="model.safetensors"), "hydra_mlp.2.0.res_connection.bias"),
+        (lambda f: published_folders.hydra(f, file="model.safetensors"), "hydra_lm_head.1.bias"),
+        (lambda f: published_folders.hydra(f, file="model.safetensors", rank=9), "hydra_reduce.1.weight"),
+        (lambda f: published_folders.hydra(f, file="model.safetensors", layers=2), "hydra_mlp.0.1.linear.weight"),
+        (lambda f: published_folders.mlp_speculator(f, tied=True), "speculator.proj.1.weight"),
+        (lambda f: published_folders.eagle(f, file="model.safetensors"), "layers.0.self_attn.k_proj.weight"),
+        (lambda f: published_folders.eagle(f, file="model.safetensors"), "layers.0.post_attention_layernorm.weight"),
+        (published_folders.eagle3, "fc.weight"),
+        (published_folders.eagle3, "norm.weight"),
+        (published_folders.eagle3, "lm_head.weight"),
+        (published_folders.eagle3, "d2t"),
+        (published_folders.eagle3, "midlayer.hidden_norm.weight"),
+        (lambda f: published_folders.eagle3(f, hidden=16, target_hidden_size=H), "embed_tokens.weight"),
+        (lambda f: published_folders.eagle3(f, norms=("fc_norm",)), "fc_norm.1.weight"),
+        (lambda f: published_folders.eagle3(f, norms=("input_norm",), norm_before_fc=True), "input_norm.weight"),
+        (lambda f: published_folders.eagle3(f, qkv_bias=True), "midlayer.self_attn.v_proj.bias"),
     ],
 )
 def test_a_missing_tensor(tmp_path, make, name):
     ours = name.replace("midlayer", "layers.0").removeprefix("speculator.").replace("medusa_heads.lm_heads.1.", "1.1.")
-    assert f"{ours} is missing" in refusal(folders.edit_tensors(make(tmp_path), drop=(name,)))
+    assert f"{ours} is missing" in refusal(published_folders.edit_tensors(make(tmp_path), drop=(name,)))
 
 
 @pytest.mark.usefixtures("unread")
 @pytest.mark.parametrize(
     ("make", "name", "size"),
     [
-        (lambda f: folders.medusa(f, file="medusa_lm_head.safetensors"), "2.0.linear.weight", [H, 2 * H]),
-        (lambda f: folders.medusa(f, file="medusa_lm_head.safetensors"), "2.1.weight", [V + 1, H]),
-        (folders.mlp_speculator, "speculator.proj.1.weight", [24, 20]),
-        (folders.blockwise, "blockwise.hidden.bias", [21]),
-        (folders.blockwise, "blockwise.output.weight", [3 * H, 19]),
-        (lambda f: folders.hydra(f, file="model.safetensors"), "hydra_mlp.1.0.linear.weight", [H, 2 * H]),
-        (lambda f: folders.hydra(f, file="model.safetensors"), "hydra_lm_head.2.weight", [V + 1, H]),
-        (lambda f: folders.hydra(f, file="model.safetensors", rank=9), "hydra_reduce.2.weight", [9, 3 * H]),
-        (lambda f: folders.eagle(f, file="model.safetensors"), "layers.0.mlp.down_proj.weight", [H, 3]),
-        (lambda f: folders.eagle(f, file="model.safetensors"), "fc.weight", [H, H]),
-        (folders.eagle3, "midlayer.self_attn.q_proj.weight", [H, H]),
-        (folders.eagle3, "midlayer.self_attn.v_proj.weight", [3, 2 * H]),
-        (folders.eagle3, "lm_head.weight", [VD, H - 1]),
-        (folders.eagle3, "t2d", [V - 1]),
-        (folders.eagle3, "d2t", [VD + 1]),
-        (folders.eagle3, "norm.weight", [H, 1]),
+        (lambda f: published_folders.medusa(f, file="medusa_lm_head.safetensors"), "2.0.linear.weight", [H, 2 * H]),
+        (lambda f: published_folders.medusa(f, file="medusa_lm_head.safetensors"), "2.1.weight", [V + 1, H]),
+        (published_folders.mlp_speculator, "speculator.proj.1.weight", [24, 20]),
+        (published_folders.blockwise, "blockwise.hidden.bias", [21]),
+        (published_folders.blockwise, "blockwise.output.weight", [3 * H, 19]),
+        (lambda f: published_folders.hydra(f, file="model.safetensors"), "hydra_mlp.1.0.linear.weight", [H, 2 * H]),
+        (lambda f: published_folders.hydra(f, file="model.safetensors"), "hydra_lm_head.2.weight", [V + 1, H]),
+        (lambda f: published_folders.hydra(f, file="model.safetensors", rank=9), "hydra_reduce.2.weight", [9, 3 * H]),
+        (lambda f: published_folders.eagle(f, file="model.safetensors"), "layers.0.mlp.down_proj.weight", [H, 3]),
+        (lambda f: published_folders.eagle(f, file="model.safetensors"), "fc.weight", [H, H]),
+        (published_folders.eagle3, "midlayer.self_attn.q_proj.weight", [H, H]),
+        (published_folders.eagle3, "midlayer.self_attn.v_proj.weight", [3, 2 * H]),
+        (published_folders.eagle3, "lm_head.weight", [VD, H - 1]),
+        (published_folders.eagle3, "t2d", [V - 1]),
+        (published_folders.eagle3, "d2t", [VD + 1]),
+        (published_folders.eagle3, "norm.weight", [H, 1]),
     ],
 )
 def test_a_tensor_of_another_shape(tmp_path, make, name, size):
     folder = make(tmp_path)
-    kind = folders.stored(folder)[name].dtype
-    text = refusal(folders.edit_tensors(folder, more={name: torch.zeros(size, dtype=kind)}))
+    kind = published_folders.read_tensors(folder)[name].dtype
+    text = refusal(published_folders.edit_tensors(folder, more={name: torch.zeros(size, dtype=kind)}))
     assert f"{name} is {size}" in text
 
 
 @pytest.mark.usefixtures("unread")
 def test_heads_that_do_not_divide_the_weights(tmp_path):
-    text = refusal(folders.eagle(tmp_path, num_attention_heads=3, num_key_value_heads=1))
+    text = refusal(published_folders.eagle(tmp_path, num_attention_heads=3, num_key_value_heads=1))
     assert "q_proj has 32 rows and k_proj 16, and config.json makes them 3 and 1 heads" in text
-    folders.edit_config(tmp_path, drop=("num_attention_heads",))
+    published_folders.edit_config(tmp_path, drop=("num_attention_heads",))
     assert "has to say num_attention_heads" in refusal(tmp_path)
 
 
@@ -213,34 +213,34 @@ def test_heads_that_do_not_divide_the_weights(tmp_path):
     ],
 )
 def test_a_layer_that_computes_something_else(tmp_path, config, said):
-    assert said in refusal(folders.eagle(tmp_path, **config))
+    assert said in refusal(published_folders.eagle(tmp_path, **config))
 
 
 @pytest.mark.usefixtures("unread")
 def test_an_eagle_head_with_a_head_of_its_own(tmp_path):
-    folder = folders.eagle(tmp_path, file="model.safetensors")
+    folder = published_folders.eagle(tmp_path, file="model.safetensors")
     assert "lm_head.weight has no place" in refusal(
-        folders.edit_tensors(folder, more={"lm_head.weight": torch.ones(V, H)})
+        published_folders.edit_tensors(folder, more={"lm_head.weight": torch.ones(V, H)})
     )
 
 
 @pytest.mark.usefixtures("unread")
 def test_one_tensor_under_two_names(tmp_path):
-    folder = folders.eagle3(tmp_path)
-    folders.edit_tensors(folder, more={"layers.0.input_layernorm.weight": torch.ones(H)})
+    folder = published_folders.eagle3(tmp_path)
+    published_folders.edit_tensors(folder, more={"layers.0.input_layernorm.weight": torch.ones(H)})
     assert "are the same tensor in two naming schemes" in refusal(folder)
 
 
 @pytest.mark.usefixtures("unread")
 def test_quantised_weights(tmp_path):
-    folder = folders.eagle3(tmp_path)
+    folder = published_folders.eagle3(tmp_path)
     weight = torch.zeros(H, 3 * H, dtype=torch.float8_e4m3fn)
-    folders.edit_tensors(folder, more={"fc.weight": weight})
+    published_folders.edit_tensors(folder, more={"fc.weight": weight})
     assert "fc.weight is stored as F8_E4M3" in refusal(folder)
 
 
 @pytest.mark.usefixtures("unread")
-@pytest.mark.parametrize("make", [folders.eagle3, folders.speculators])
+@pytest.mark.parametrize("make", [published_folders.eagle3, published_folders.speculators])
 @pytest.mark.parametrize(
     ("ids", "said"),
     [
@@ -254,18 +254,18 @@ def test_quantised_weights(tmp_path):
     ],
 )
 def test_layers_that_cannot_be_read(tmp_path, make, ids, said):
-    folder = folders.edit_config(make(tmp_path), **{IDS: ids})
+    folder = published_folders.edit_config(make(tmp_path), **{IDS: ids})
     assert said in refusal(folder)
 
 
 @pytest.mark.usefixtures("unread")
 def test_the_last_output_that_sglang_can_name_is_boundary_n(tmp_path):
-    assert "boundary 13 is out of range" in refusal(folders.specforge(tmp_path, [1, 5, 12]))
+    assert "boundary 13 is out of range" in refusal(published_folders.specforge(tmp_path, [1, 5, 12]))
 
 
 @pytest.mark.usefixtures("unread")
 def test_layers_named_twice_and_differently(tmp_path):
-    folder = folders.eagle3(tmp_path, **{IDS: [2, 6, 9], "eagle_config": {IDS: [2, 6, 9]}})
+    folder = published_folders.eagle3(tmp_path, **{IDS: [2, 6, 9], "eagle_config": {IDS: [2, 6, 9]}})
     text = refusal(folder)
     assert "[2, 6, 9]" in text
     assert "boundaries [3, 7, 10]" in text
@@ -274,19 +274,19 @@ def test_layers_named_twice_and_differently(tmp_path):
 @pytest.mark.usefixtures("unread")
 @pytest.mark.parametrize("layers", [3, 4, 5, 6])
 def test_default_layers_of_a_target_too_small_for_them(tmp_path, layers):
-    text = refusal(folders.eagle3(tmp_path), replace(TARGET, num_layers=layers))
+    text = refusal(published_folders.eagle3(tmp_path), replace(TARGET, num_layers=layers))
     assert f"for a target of {layers} layers is not 3 ascending ones; write {IDS}" in text
 
 
 @pytest.mark.usefixtures("unread")
 def test_states_of_another_number_without_layers(tmp_path):
-    assert "is not 2 ascending ones" in refusal(folders.eagle3(tmp_path, states=2))
+    assert "is not 2 ascending ones" in refusal(published_folders.eagle3(tmp_path, states=2))
 
 
 @pytest.mark.usefixtures("unread")
 def test_aux_states_denied_and_there(tmp_path):
-    folder = folders.modelopt(tmp_path)
-    folders.edit_config(folder, eagle_config={"use_aux_hidden_state": False})
+    folder = published_folders.modelopt(tmp_path)
+    published_folders.edit_config(folder, eagle_config={"use_aux_hidden_state": False})
     assert "use_aux_hidden_state false, and fc.weight is there" in refusal(folder)
 
 
@@ -306,23 +306,26 @@ IDS_NOT_OFFSETS = d2t() + torch.arange(VD)
     ],
 )
 def test_a_map_that_is_none(tmp_path, table, said):
-    folder = folders.eagle3(tmp_path)
-    assert said in refusal(folders.edit_tensors(folder, more={"d2t": table}))
+    folder = published_folders.eagle3(tmp_path)
+    assert said in refusal(published_folders.edit_tensors(folder, more={"d2t": table}))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize(
-    ("make", "name"), [(folders.eagle3, "norm.weight"), (folders.mlp_speculator, "speculator.ln.0.bias")]
+    ("make", "name"),
+    [(published_folders.eagle3, "norm.weight"), (published_folders.mlp_speculator, "speculator.ln.0.bias")],
 )
 def test_numbers_that_are_none(tmp_path, make, name, value):
     folder = make(tmp_path)
-    broken = folders.stored(folder)[name].clone()
+    broken = published_folders.read_tensors(folder)[name].clone()
     broken[3] = value
-    assert f"{name} holds NaN or infinite numbers" in refusal(folders.edit_tensors(folder, more={name: broken}))
+    assert f"{name} holds NaN or infinite numbers" in refusal(
+        published_folders.edit_tensors(folder, more={name: broken})
+    )
 
 
 def test_numbers_that_are_none_in_a_pickle(tmp_path):
-    tensors = folders.stored(folders.medusa(tmp_path))
+    tensors = published_folders.read_tensors(published_folders.medusa(tmp_path))
     tensors["1.0.linear.weight"][0, 0] = float("nan")
     torch.save(tensors, tmp_path / "medusa_lm_head.pt")
     assert "1.0.linear.weight holds NaN" in refusal(tmp_path)
@@ -331,14 +334,14 @@ def test_numbers_that_are_none_in_a_pickle(tmp_path):
 @pytest.mark.usefixtures("unread")
 @pytest.mark.parametrize("kept", [0, 5, 200, 4000, -1])
 def test_a_safetensors_file_that_is_cut_off(tmp_path, kept):
-    file = folders.eagle3(tmp_path) / "model.safetensors"
+    file = published_folders.eagle3(tmp_path) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:kept])
     assert "model.safetensors is cut off" in refusal(tmp_path)
 
 
 @pytest.mark.usefixtures("unread")
 def test_a_shard_that_is_cut_off_or_missing_or_another(tmp_path):
-    folders.eagle3(tmp_path, file="sharded")
+    published_folders.eagle3(tmp_path, file="sharded")
     index = tmp_path / "model.safetensors.index.json"
     file = tmp_path / "model-00002-of-00002.safetensors"
     whole = file.read_bytes()
@@ -357,7 +360,7 @@ def test_a_shard_that_is_cut_off_or_missing_or_another(tmp_path):
 @pytest.mark.usefixtures("unread")
 @pytest.mark.parametrize("size", [50, -40])
 def test_a_pickle_that_is_cut_off(tmp_path, size):
-    file = folders.eagle(tmp_path) / "pytorch_model.bin"
+    file = published_folders.eagle(tmp_path) / "pytorch_model.bin"
     file.write_bytes(file.read_bytes()[:size])
     assert "pytorch_model.bin is cut off or not a torch file" in refusal(tmp_path)
 
@@ -367,7 +370,7 @@ class Payload:
 
 
 def test_a_pickle_that_is_more_than_tensors_is_not_opened(tmp_path):
-    file = folders.medusa(tmp_path) / "medusa_lm_head.pt"
+    file = published_folders.medusa(tmp_path) / "medusa_lm_head.pt"
     torch.save({"a": Payload()}, file)
     assert "more than tensors in it, which could run code" in refusal(tmp_path)
     torch.save({"state": {"0.0.linear.weight": torch.ones(2)}}, file)
@@ -375,7 +378,7 @@ def test_a_pickle_that_is_more_than_tensors_is_not_opened(tmp_path):
 
 
 def test_a_file_that_is_no_safetensors_file(tmp_path):
-    file = folders.eagle3(tmp_path) / "model.safetensors"
+    file = published_folders.eagle3(tmp_path) / "model.safetensors"
     file.write_bytes((10).to_bytes(8, "little") + b"not a json")
     assert "model.safetensors is not a safetensors file" in refusal(tmp_path)
     file.write_text("version https://git-lfs.github.com/spec/v1\n")
@@ -383,7 +386,7 @@ def test_a_file_that_is_no_safetensors_file(tmp_path):
 
 
 def test_no_weights_or_too_many(tmp_path):
-    folder = folders.eagle3(tmp_path)
+    folder = published_folders.eagle3(tmp_path)
     (folder / "model.safetensors").rename(folder / "a.safetensors")
     assert read(folder, TARGET).method == "eagle3"
     save_file({"x": torch.ones(1)}, folder / "b.safetensors")
@@ -394,7 +397,7 @@ def test_no_weights_or_too_many(tmp_path):
 
 
 def test_a_config_that_is_none(tmp_path):
-    file = folders.eagle3(tmp_path) / "config.json"
+    file = published_folders.eagle3(tmp_path) / "config.json"
     for text, said in [("{", "not valid JSON"), ("[]", "not a JSON object")]:
         file.write_text(text)
         assert said in refusal(tmp_path)
@@ -404,7 +407,7 @@ def test_a_config_that_is_none(tmp_path):
 
 def test_a_path_that_is_none(tmp_path):
     assert "does not exist" in refusal(tmp_path / "nothing")
-    file = folders.eagle3(tmp_path) / "config.json"
+    file = published_folders.eagle3(tmp_path) / "config.json"
     assert "is a file; give the folder" in refusal(file)
 
 
@@ -418,9 +421,9 @@ def test_a_name_that_is_not_in_the_cache_while_offline(name, monkeypatch):
 @pytest.mark.parametrize(
     ("make", "config", "said"),
     [
-        (folders.medusa, {"foredraft_head_accuracies": [[0.5]]}, "has to be 3 lists"),
-        (folders.medusa, {"foredraft_head_accuracies": [[0.5], [0.4], [1.5]]}, "has to be 3 lists"),
-        (folders.mlp_speculator, {"top_k_tokens_per_head": [4, 3]}, "has to be 3 positive numbers"),
+        (published_folders.medusa, {"foredraft_head_accuracies": [[0.5]]}, "has to be 3 lists"),
+        (published_folders.medusa, {"foredraft_head_accuracies": [[0.5], [0.4], [1.5]]}, "has to be 3 lists"),
+        (published_folders.mlp_speculator, {"top_k_tokens_per_head": [4, 3]}, "has to be 3 positive numbers"),
     ],
 )
 def test_config_of_another_length_than_the_weights(tmp_path, make, config, said):
@@ -428,28 +431,28 @@ def test_config_of_another_length_than_the_weights(tmp_path, make, config, said)
 
 
 def test_tied_steps_that_differ(tmp_path):
-    folder = folders.mlp_speculator(tmp_path, tied=True, repeated=True)
-    folders.edit_tensors(folder, more={"speculator.emb.2.weight": torch.ones(V, 24)})
+    folder = published_folders.mlp_speculator(tmp_path, tied=True, repeated=True)
+    published_folders.edit_tensors(folder, more={"speculator.emb.2.weight": torch.ones(V, 24)})
     assert "speculator.emb.2.weight differs from speculator.emb.0.weight" in refusal(folder)
-    once = folders.mlp_speculator(tmp_path / "once", tied=True)
-    assert "has to say n_predict" in refusal(folders.edit_config(once, drop=("n_predict",)))
+    once = published_folders.mlp_speculator(tmp_path / "once", tied=True)
+    assert "has to say n_predict" in refusal(published_folders.edit_config(once, drop=("n_predict",)))
 
 
 def test_a_truncated_vocabulary_of_medusa(tmp_path):
-    folder = folders.vllm_medusa(tmp_path)
-    folders.edit_tensors(folder, more={"token_map": torch.arange(4)})
+    folder = published_folders.vllm_medusa(tmp_path)
+    published_folders.edit_tensors(folder, more={"token_map": torch.arange(4)})
     assert "token_map" in refusal(folder)
 
 
 def test_two_norms_of_a_later_layer_that_differ(tmp_path):
-    folder = folders.eagle3(tmp_path, layers=2, first="layers.0", later=("input_layernorm", "hidden_norm"))
-    folders.edit_tensors(folder, more={"layers.1.hidden_norm.weight": torch.ones(H)})
+    folder = published_folders.eagle3(tmp_path, layers=2, first="layers.0", later=("input_layernorm", "hidden_norm"))
+    published_folders.edit_tensors(folder, more={"layers.1.hidden_norm.weight": torch.ones(H)})
     assert "layers.1.hidden_norm.weight and layers.1.input_layernorm.weight differ" in refusal(folder)
 
 
 def test_a_count_no_file_could_hold(tmp_path):
-    folder = folders.medusa(tmp_path, file="medusa_lm_head.safetensors")
-    folders.edit_tensors(folder, more={"999999999.0.linear.weight": torch.ones(H, H)})
+    folder = published_folders.medusa(tmp_path, file="medusa_lm_head.safetensors")
+    published_folders.edit_tensors(folder, more={"999999999.0.linear.weight": torch.ones(H, H)})
     assert "is missing" in refusal(folder)
 
 
@@ -468,60 +471,62 @@ def test_a_count_no_file_could_hold(tmp_path):
     ],
 )
 def test_hydra_heads_that_compute_something_else(tmp_path, config, said):
-    assert said in refusal(folders.hydra(tmp_path, **config))
+    assert said in refusal(published_folders.hydra(tmp_path, **config))
 
 
 @pytest.mark.usefixtures("unread")
-def test_hydra_heads_without_matrices_that_nobody_said_were_borrowed(tmp_path):
-    folder = folders.hydra(tmp_path, own_head=False)
-    assert "hydra_lm_head.0.weight is missing" in refusal(folders.edit_config(folder, drop=("foredraft_lm_head",)))
-    whole = folders.hydra(tmp_path / "whole", file="model.safetensors", foredraft_lm_head="target")
-    torn = folders.edit_tensors(whole, drop=("hydra_lm_head.0.weight",))
+def test_hydra_heads_without_matrices_that_no_field_declares_as_borrowed(tmp_path):
+    folder = published_folders.hydra(tmp_path, own_head=False)
+    assert "hydra_lm_head.0.weight is missing" in refusal(
+        published_folders.edit_config(folder, drop=("foredraft_lm_head",))
+    )
+    whole = published_folders.hydra(tmp_path / "whole", file="model.safetensors", foredraft_lm_head="target")
+    torn = published_folders.edit_tensors(whole, drop=("hydra_lm_head.0.weight",))
     assert "hydra_lm_head.0.weight is missing" in refusal(torn)
 
 
 @pytest.mark.usefixtures("unread")
 def test_hydra_heads_whose_names_are_of_another_architecture(tmp_path):
-    plain = folders.hydra(tmp_path, hydra_head_arch="prefix-mlp")
+    plain = published_folders.hydra(tmp_path, hydra_head_arch="prefix-mlp")
     assert "hydra_mlp.0.0.linear.weight is missing" in refusal(plain)
-    behind = folders.hydra(tmp_path / "b", prefix=True, hydra_head_arch="mlp")
+    behind = published_folders.hydra(tmp_path / "b", prefix=True, hydra_head_arch="mlp")
     assert "is missing" in refusal(behind)
-    torn = folders.hydra(tmp_path / "c", prefix=True, file="model.safetensors")
-    folders.edit_tensors(torn, drop=("prefix_embeding_layer.norm.weight",))
+    torn = published_folders.hydra(tmp_path / "c", prefix=True, file="model.safetensors")
+    published_folders.edit_tensors(torn, drop=("prefix_embeding_layer.norm.weight",))
     assert "prefix_embeding_layer.norm.weight is missing" in refusal(torn)
 
 
 @pytest.mark.usefixtures("unread")
 def test_hydra_heads_of_an_architecture_known_by_config_alone(tmp_path):
-    folder = folders.save(tmp_path, {"hydra_head_arch": "eagle-attn"}, {"fc.weight": torch.ones(H, 2 * H)})
+    folder = published_folders.save(tmp_path, {"hydra_head_arch": "eagle-attn"}, {"fc.weight": torch.ones(H, 2 * H)})
     assert "its hydra_head_arch is 'eagle-attn'" in refusal(folder)
-    nothing = folders.save(tmp_path / "b", {"hydra_num_heads": 4}, {"x": torch.ones(2)})
+    nothing = published_folders.save(tmp_path / "b", {"hydra_num_heads": 4}, {"x": torch.ones(2)})
     assert "hydra_mlp.0.0.linear.weight is missing" in refusal(nothing)
 
 
 @pytest.mark.usefixtures("unread")
 def test_a_count_of_hydra_heads_no_file_could_hold(tmp_path):
-    folder = folders.hydra(tmp_path, file="model.safetensors")
-    folders.edit_tensors(folder, more={"hydra_mlp.999999999.0.linear.weight": torch.ones(H, H)})
+    folder = published_folders.hydra(tmp_path, file="model.safetensors")
+    published_folders.edit_tensors(folder, more={"hydra_mlp.999999999.0.linear.weight": torch.ones(H, H)})
     assert "is missing" in refusal(folder)
 
 
 @pytest.mark.usefixtures("unread")
 def test_blockwise_heads_of_another_number_than_config_says(tmp_path):
     assert "says blockwise_num_heads 4, and the weights hold 3" in refusal(
-        folders.blockwise(tmp_path, blockwise_num_heads=4)
+        published_folders.blockwise(tmp_path, blockwise_num_heads=4)
     )
-    folder = folders.blockwise(tmp_path / "b")
-    text = refusal(folders.edit_tensors(folder, more={"blockwise.output.weight": torch.zeros(3 * H + 1, 20)}))
+    folder = published_folders.blockwise(tmp_path / "b")
+    text = refusal(published_folders.edit_tensors(folder, more={"blockwise.output.weight": torch.zeros(3 * H + 1, 20)}))
     assert "has 97 rows and has to have 32 for every head" in text
-    empty = folders.edit_tensors(folder, more={"blockwise.output.weight": torch.zeros(0, 20)})
+    empty = published_folders.edit_tensors(folder, more={"blockwise.output.weight": torch.zeros(0, 20)})
     assert "has 0 rows" in refusal(empty)
 
 
 @pytest.mark.parametrize("name", ["blockwise.hidden.weight", "blockwise.output.weight"])
 @pytest.mark.usefixtures("unread")
 def test_blockwise_heads_that_are_torn(tmp_path, name):
-    folder = folders.edit_tensors(folders.blockwise(tmp_path), drop=(name,))
+    folder = published_folders.edit_tensors(published_folders.blockwise(tmp_path), drop=(name,))
     assert f"{name.removeprefix('blockwise.')} is missing" in refusal(folder)
 
 
@@ -536,9 +541,9 @@ def test_blockwise_heads_that_are_torn(tmp_path, name):
     ],
 )
 def test_attention_that_config_json_does_not_describe_is_refused(tmp_path, said, why):
-    assert why in refusal(folders.speculators(tmp_path, **said))
+    assert why in refusal(published_folders.speculators(tmp_path, **said))
 
 
 @pytest.mark.usefixtures("unread")
 def test_a_feedback_of_no_known_name_is_refused(tmp_path):
-    assert "foredraft_feedback in config.json" in refusal(folders.eagle3(tmp_path, foredraft_feedback="half"))
+    assert "foredraft_feedback in config.json" in refusal(published_folders.eagle3(tmp_path, foredraft_feedback="half"))

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from foredraft.cli.backend import Choices, TrainingOptions, drafter_spec
+from foredraft.cli.backend import CliChoices, ZooTrainingOptions, build_drafter_spec
 from foredraft.cli.options import ModelOptions
-from foredraft.completion import Completion, Delta, Origin, Stats, TokenLogprob
 from foredraft.errors import ForedraftError
+from foredraft.outputs import Completion, Delta, Origin, Stats, TokenLogprob
 
 PIECES: tuple[tuple[str, Origin], ...] = (
     ("\n    return", "accepted"), (" n", "accepted"), (" +", "corrected"), (" é", "bonus"), ("!", "plain"),
@@ -80,15 +80,15 @@ class FakeBackend:
     calls: list[tuple[str, int]] = field(default_factory=list)
     specs: list[dict | None] = field(default_factory=list)
     options: ModelOptions | None = None
-    training: TrainingOptions | None = None
+    training: ZooTrainingOptions | None = None
 
-    def choices(self) -> Choices:
+    def list_choices(self) -> CliChoices:
         rules = ("auto", "match", "reject", "block", "typical")
-        return Choices(
+        return CliChoices(
             ("draft_model", "ngram"), rules, frozenset({"typical"}), ("auto", "bfloat16", "float32"), TEXT_ONLY
         )
 
-    def method_of(self, drafter: str) -> str:
+    def find_method(self, drafter: str) -> str:
         return "draft_model"
 
     def load(self, options: ModelOptions, method: str) -> FakeLLM:
@@ -97,13 +97,13 @@ class FakeBackend:
         self.options = options
         return self._make(options, method)
 
-    def with_method(self, llm: FakeLLM, options: ModelOptions, method: str) -> FakeLLM:
+    def load_with_method(self, llm: FakeLLM, options: ModelOptions, method: str) -> FakeLLM:
         return self._make(options, method)
 
-    def zoo(self) -> dict[str, Path]:
+    def list_zoo(self) -> dict[str, Path]:
         return self.folders
 
-    def train(self, out: Path, options: TrainingOptions, report, say) -> None:
+    def train(self, out: Path, options: ZooTrainingOptions, report, say) -> None:
         self.training = options
         say("5 tokens to train on, 2 held out")
         for step in range(1, 41):
@@ -116,5 +116,5 @@ class FakeBackend:
     def _make(self, options: ModelOptions, method: str) -> FakeLLM:
         if method in self.missing:
             raise ForedraftError(EMPTY_HANDED)
-        self.specs.append(drafter_spec(options, method))
+        self.specs.append(build_drafter_spec(options, method))
         return replace(self.models.get(method, FakeLLM(method)), drafter_name=method, calls=self.calls)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-import models_made
-from foredraft.bench import resident
-from foredraft.bench.grow import FIELD
-from foredraft.errors import how_to_install
+import tiny_models
+from foredraft.bench import subprocess_peer
+from foredraft.bench.grow import ORIGIN_FIELD
+from foredraft.errors import format_install_command
 
 GROWN = "the target is a grown model: the text, and so the acceptance, of small"
 FAKE_PEER = """
@@ -34,8 +34,8 @@ serve({"load": load, "generate": generate, "verify": verify})
 def small(tmp_path_factory) -> Path:
     """A tiny Llama with a tokenizer."""
     folder = tmp_path_factory.mktemp("models") / "small"
-    models_made.llama(vocab_size=320).float().save_pretrained(folder)
-    models_made.tokenizer().save_pretrained(folder)
+    tiny_models.llama(vocab_size=320).float().save_pretrained(folder)
+    tiny_models.tokenizer().save_pretrained(folder)
     return folder
 
 
@@ -51,10 +51,10 @@ def fake_peers(tmp_path, monkeypatch) -> Path:
     """Peers that need no program."""
     folder = tmp_path / "peers"
     folder.mkdir()
-    shutil.copy(resident.PEERS / "serve.py", folder)
-    for script in resident.PEERS.glob("peer_*.py"):
+    shutil.copy(subprocess_peer.PEERS_FOLDER / "serve.py", folder)
+    for script in subprocess_peer.PEERS_FOLDER.glob("peer_*.py"):
         (folder / script.name).write_text(FAKE_PEER)
-    monkeypatch.setattr(resident, "PEERS", folder)
+    monkeypatch.setattr(subprocess_peer, "PEERS_FOLDER", folder)
     return folder
 
 
@@ -169,7 +169,10 @@ def test_what_makes_no_sense_is_one_line(run, small, asked, args, complaint):
 def test_a_plot_without_matplotlib_is_refused_with_the_command(run, small, asked, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     outcome = latency(run, small, asked, "--plot", str(tmp_path / "f.png"))
-    assert (outcome.code, outcome.stderr) == (1, f"error: plots need matplotlib; run {how_to_install('bench')}\n")
+    assert (outcome.code, outcome.stderr) == (
+        1,
+        f"error: plots need matplotlib; run {format_install_command('bench')}\n",
+    )
 
 
 def test_a_comparison_writes_what_it_says(run, fake_peers, grown, asked, tmp_path):
@@ -229,4 +232,4 @@ def test_grow_refuses_before_it_loads(run, small, tmp_path):
 
 
 def test_a_grown_model_carries_its_origin(grown):
-    assert json.loads((grown / "config.json").read_text())[FIELD].startswith("small (0.0M parameters)")
+    assert json.loads((grown / "config.json").read_text())[ORIGIN_FIELD].startswith("small (0.0M parameters)")

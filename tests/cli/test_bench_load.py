@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-import models_made
+import tiny_models
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory) -> Path:
     """A tiny Llama with a tokenizer."""
     folder = tmp_path_factory.mktemp("models") / "small"
-    models_made.llama(vocab_size=320).float().save_pretrained(folder)
-    models_made.tokenizer().save_pretrained(folder)
+    tiny_models.llama(vocab_size=320).float().save_pretrained(folder)
+    tiny_models.tokenizer().save_pretrained(folder)
     return folder
 
 

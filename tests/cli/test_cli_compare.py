@@ -67,7 +67,7 @@ def test_a_draft_model_given_to_no_method_by_name_goes_to_the_first_alone(run):
     assert backend.specs == [None, {"method": "ngram", "model": "d"}]
 
 
-def test_a_difference_is_told_with_its_place_and_never_excused_when_greedy(run):
+def test_a_difference_is_reported_with_its_position_and_is_an_error_if_greedy(run):
     backend = FakeBackend({"ngram": FakeLLM("x", pieces=OTHER)})
     rows = json.loads(run("generate", "p", "--compare", "--json", backend=backend).stdout)["compare"]
     assert [(row["identical"], row["excuse"]) for row in rows] == [(True, None), (True, None), (False, None)]

@@ -68,7 +68,7 @@ def test_what_a_library_prints_does_not_reach_standard_output(run):
     class Chatty(FakeBackend):
         def choices(self):
             print("loading shards")
-            return super().choices()
+            return super().list_choices()
 
     json.loads(run("generate", "p", "--json", backend=Chatty()).stdout)
 
@@ -156,10 +156,10 @@ def test_ctrl_c_leaves_quietly(run):
 
 
 def test_a_request_that_fails_is_a_failure(run):
-    backend = FakeBackend({"draft_model": FakeLLM("x", error="the target's law was not finite")})
+    backend = FakeBackend({"draft_model": FakeLLM("x", error="the target's distribution was not finite")})
     outcome = run("generate", "p", backend=backend)
     assert outcome.code == 1
-    assert outcome.error_lines[-1] == "error: the target's law was not finite"
+    assert outcome.error_lines[-1] == "error: the target's distribution was not finite"
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ import sys
 import pytest
 from cli_fakes import FakeBackend
 
-from foredraft.cli.backend import single_method
-from foredraft.cli.serve import API_KEY, ServeOptions, names_of, settings_of, size_of
+from foredraft.cli.backend import resolve_single_method
+from foredraft.cli.serve import API_KEY_VARIABLE, ServeOptions, build_settings, parse_size, read_model_names
 from foredraft.cli.shell import UsageError
 
 
@@ -70,55 +70,55 @@ def test_without_the_extra_there_is_a_command_to_run(run, monkeypatch: pytest.Mo
     ],
 )
 def test_sizes(text: str, size: int):
-    assert size_of(text) == size
+    assert parse_size(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "G", "-1G", "1X", "1e9", "1 2", "0G"])
 def test_what_is_no_size(text: str):
     with pytest.raises(UsageError, match="--kv-memory"):
-        size_of(text)
+        parse_size(text)
 
 
 def test_settings(tmp_path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv(API_KEY, "from-env")
+    monkeypatch.setenv(API_KEY_VARIABLE, "from-env")
     template = tmp_path / "chat.jinja"
     template.write_text("{{ messages }}")
-    settings = settings_of(ServeOptions(chat_template=str(template), request_timeout=0, no_vllm_metrics=True))
+    settings = build_settings(ServeOptions(chat_template=str(template), request_timeout=0, no_vllm_metrics=True))
     assert (settings.api_key, settings.chat_template) == ("from-env", "{{ messages }}")
-    assert (settings.request_timeout, settings.has_vllm_names, settings.names) == (None, False, ("builtin",))
-    assert settings_of(ServeOptions(api_key="given")).api_key == "given"
-    monkeypatch.setenv(API_KEY, " from a file \n")
-    assert settings_of(ServeOptions()).api_key == "from a file"
-    assert settings_of(ServeOptions(chat_template="plain")).has_plain_template
-    assert not settings_of(ServeOptions(chat_template="none")).has_plain_template
+    assert (settings.request_timeout, settings.has_vllm_names, settings.model_names) == (None, False, ("builtin",))
+    assert build_settings(ServeOptions(api_key="given")).api_key == "given"
+    monkeypatch.setenv(API_KEY_VARIABLE, " from a file \n")
+    assert build_settings(ServeOptions()).api_key == "from a file"
+    assert build_settings(ServeOptions(chat_template="plain")).has_plain_template
+    assert not build_settings(ServeOptions(chat_template="none")).has_plain_template
 
 
 def test_names_of_the_host_are_checked_where_only_this_machine_comes(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv(API_KEY, raising=False)
+    monkeypatch.delenv(API_KEY_VARIABLE, raising=False)
     for host in ("127.0.0.1", "127.0.0.9", "localhost", "::1"):
-        assert settings_of(ServeOptions(host=host, allowed_host=["Box"])).allowed_hosts == ("box",)
-        assert settings_of(ServeOptions(host=host)).allowed_hosts == ()
+        assert build_settings(ServeOptions(host=host, allowed_host=["Box"])).allowed_hosts == ("box",)
+        assert build_settings(ServeOptions(host=host)).allowed_hosts == ()
     for options in (ServeOptions(host="0.0.0.0"), ServeOptions(host="box"), ServeOptions(api_key="k")):
-        assert settings_of(options).allowed_hosts is None
+        assert build_settings(options).allowed_hosts is None
 
 
 def test_switches(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv(API_KEY, raising=False)
-    plain = settings_of(ServeOptions())
-    assert (plain.is_strict, plain.has_access_log, plain.protects_metrics) == (False, False, False)
-    asked = settings_of(ServeOptions(api_key="k", strict_max_tokens=True, access_log=True, protect_metrics=True))
-    assert (asked.is_strict, asked.has_access_log, asked.protects_metrics) == (True, True, True)
+    monkeypatch.delenv(API_KEY_VARIABLE, raising=False)
+    plain = build_settings(ServeOptions())
+    assert (plain.has_strict_max_tokens, plain.has_access_log, plain.protects_metrics) == (False, False, False)
+    asked = build_settings(ServeOptions(api_key="k", strict_max_tokens=True, access_log=True, protect_metrics=True))
+    assert (asked.has_strict_max_tokens, asked.has_access_log, asked.protects_metrics) == (True, True, True)
 
 
 def test_a_folder_is_served_under_its_own_name(tmp_path):
     (tmp_path / "tiny").mkdir()
-    assert names_of(ServeOptions(model=str(tmp_path / "tiny"))) == ("tiny",)
-    assert names_of(ServeOptions(model="org/model")) == ("org/model",)
-    assert names_of(ServeOptions(model="x", served_model_name=["a", "b", "a"])) == ("a", "b")
+    assert read_model_names(ServeOptions(model=str(tmp_path / "tiny"))) == ("tiny",)
+    assert read_model_names(ServeOptions(model="org/model")) == ("org/model",)
+    assert read_model_names(ServeOptions(model="x", served_model_name=["a", "b", "a"])) == ("a", "b")
 
 
 def test_the_method():
     backend = FakeBackend()
-    assert single_method(ServeOptions(), backend, "a server") == "draft_model"
-    assert single_method(ServeOptions(model="org/model"), backend, "a server") == "ngram"
-    assert single_method(ServeOptions(spec_method=["none"]), backend, "a server") == "none"
+    assert resolve_single_method(ServeOptions(), backend, "a server") == "draft_model"
+    assert resolve_single_method(ServeOptions(model="org/model"), backend, "a server") == "ngram"
+    assert resolve_single_method(ServeOptions(spec_method=["none"]), backend, "a server") == "none"

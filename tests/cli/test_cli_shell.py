@@ -10,12 +10,12 @@ import pytest
 from cli_fakes import FakeBackend
 from rich.console import Console
 
-from foredraft.cli.backend import Backend, Generator, TrainingOptions
-from foredraft.cli.figures import total
+from foredraft.cli.backend import CliBackend, CliGenerator, ZooTrainingOptions
 from foredraft.cli.options import ModelOptions
-from foredraft.cli.progress import Bar
-from foredraft.cli.version import cpu_features
-from foredraft.completion import Stats
+from foredraft.cli.progress import ProgressBar
+from foredraft.cli.speed_figures import sum_stats
+from foredraft.cli.version import read_cpu_features
+from foredraft.outputs import Stats
 
 
 def test_the_command_line_is_imported_without_torch():
@@ -52,8 +52,8 @@ def test_version_as_text_and_as_json(run):
 
 def test_cpu_features_where_the_kernel_lists_none(tmp_path):
     (tmp_path / "cpuinfo").write_text("processor : 0\nflags : fpu avx2 avx512_bf16\n")
-    assert cpu_features(tmp_path / "cpuinfo") == ["avx2", "avx512_bf16"]
-    assert len(cpu_features(tmp_path / "none")) == 1
+    assert read_cpu_features(tmp_path / "cpuinfo") == ["avx2", "avx512_bf16"]
+    assert len(read_cpu_features(tmp_path / "none")) == 1
 
 
 def test_zoo_lists_shows_and_locates_models(run, tmp_path):
@@ -65,8 +65,8 @@ def test_zoo_lists_shows_and_locates_models(run, tmp_path):
     assert run("zoo", backend=backend).stdout == run("zoo", "list", backend=backend).stdout
     assert "held-out loss" in run("zoo", "show", backend=backend).stdout
     assert "held-out loss" in run("zoo", "show", "target", backend=backend).stdout
-    outcome = run("zoo", "path", "nobody", backend=backend)
-    assert (outcome.code, outcome.error_lines) == (2, ["error: unknown built-in model 'nobody'; use one of: target"])
+    outcome = run("zoo", "path", "missing", backend=backend)
+    assert (outcome.code, outcome.error_lines) == (2, ["error: unknown built-in model 'missing'; use one of: target"])
 
 
 def test_zoo_without_models_says_how_to_make_them(run):
@@ -92,7 +92,7 @@ def test_zoo_train_hands_its_options_on(run, tmp_path):
     backend = FakeBackend()
     options = "--device cuda --threads 1 --tokens 2000000 --batch-tokens 65536 --finish".split()
     assert run("zoo", "train", "--out", str(tmp_path / "new"), *options, backend=backend).code == 0
-    assert backend.training == TrainingOptions("cuda", None, 1, 2_000_000, 65536, True)
+    assert backend.training == ZooTrainingOptions("cuda", None, 1, 2_000_000, 65536, True)
     assert run("zoo", "train", "--threads", "0").code == 2
 
 
@@ -107,10 +107,10 @@ def test_zoo_train_refuses_what_is_no_folder(run, tmp_path):
 def test_the_progress_bar_waits_and_leaves_nothing_behind():
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=60)
-    with Bar(console, "loading", patience=30):
+    with ProgressBar(console, "loading", show_after=30):
         pass
     assert file.getvalue() == ""
-    with Bar(console, "measuring", total=4, patience=0.01) as bar:
+    with ProgressBar(console, "measuring", total=4, show_after=0.01) as bar:
         time.sleep(0.2)
         bar.advance(2, "measuring ngram")
     assert "measuring ngram" in file.getvalue()
@@ -118,13 +118,13 @@ def test_the_progress_bar_waits_and_leaves_nothing_behind():
 
 def test_no_progress_bar_off_a_terminal():
     file = io.StringIO()
-    with Bar(Console(file=file), "loading", patience=0):
+    with ProgressBar(Console(file=file), "loading", show_after=0):
         time.sleep(0.05)
     assert file.getvalue() == ""
 
 
 def test_figures_add_up_over_completions_of_different_draft_lengths():
-    both = total([Stats(5, 2, 4, 3, (2, 1), 2, 0.5, 1.0), Stats(3, 1, 1, 1, (1,), 2, 0.5, 1.0)])
+    both = sum_stats([Stats(5, 2, 4, 3, (2, 1), 2, 0.5, 1.0), Stats(3, 1, 1, 1, (1,), 2, 0.5, 1.0)])
     assert (both.num_tokens, both.target_passes, both.accepted_at) == (8, 4, (3, 1))
     assert both.acceptance_length == 2.0
     assert both.acceptance_rate == 0.8
@@ -135,18 +135,18 @@ def test_the_library_has_what_the_commands_call(name):
     from foredraft import LLM
 
     assert hasattr(LLM, name)
-    assert hasattr(Generator, name)
+    assert hasattr(CliGenerator, name)
 
 
 def test_a_model_that_is_not_there_is_named():
     from foredraft import ForedraftError
 
     with pytest.raises(ForedraftError, match="/no/such/model"):
-        Backend().load(ModelOptions(model="/no/such/model"), "none")
+        CliBackend().load(ModelOptions(model="/no/such/model"), "none")
 
 
 def test_the_choices_are_those_of_the_library():
-    choices = Backend().choices()
+    choices = CliBackend().list_choices()
     assert {"auto", "match", "reject"} <= set(choices.rules)
-    assert "typical" in choices.lossy
+    assert "typical" in choices.lossy_rules
     assert "draft_model" in choices.methods

@@ -8,8 +8,8 @@ import pytest
 from cli_fakes import PIECES, FakeBackend, FakeLLM
 from rich.console import Console
 
-from foredraft.bench.report import Report, Table
-from foredraft.cli.bench import show
+from foredraft.bench.report import BenchReport, ReportTable
+from foredraft.cli.bench import print_report
 from foredraft.cli.tables import Grid, print_grid
 
 LONGEST = "suffix+mlp_speculator"
@@ -25,8 +25,8 @@ SPEED = Grid(
 class LongNames(FakeBackend):
     """Methods with the longest names that one word and two have."""
 
-    def choices(self):
-        return replace(super().choices(), methods=("draft_model", "mlp_speculator", "suffix", "ngram"))
+    def list_choices(self):
+        return replace(super().list_choices(), methods=("draft_model", "mlp_speculator", "suffix", "ngram"))
 
 
 def printed(grid: Grid, width: int) -> str:
@@ -86,10 +86,10 @@ def test_a_cell_wider_than_the_terminal_goes_on_in_the_next_line():
 
 def test_tables_of_benchmarks_fit_80_columns_too():
     names = tuple(f"{LONGEST}:{length}" for length in range(1, 9))
-    table = Table("By category", ("category", "prompts", *names), (("code", "12", *["1.23x (2.34)"] * 8),))
+    table = ReportTable("By category", ("category", "prompts", *names), (("code", "12", *["1.23x (2.34)"] * 8),))
     file = io.StringIO()
     console = Console(file=file, width=80, force_terminal=True, color_system=None)
-    show(Report("Latency", ("a note",), (table,), {}), console)
+    print_report(BenchReport("Latency", ("a note",), (table,), {}), console)
     shown = file.getvalue()
     assert all(len(line) <= 80 for line in shown.splitlines())
     assert set(names) <= words(shown)

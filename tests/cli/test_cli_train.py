@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-import models_made
+import tiny_models
 from foredraft import LLM
-from foredraft.cli.progress import Bar
-from foredraft.cli.render import console
-from foredraft.cli.train import Watch
-from foredraft.train.loop import Standing
+from foredraft.cli.progress import ProgressBar
+from foredraft.cli.render import make_console
+from foredraft.cli.train import TrainProgress
+from foredraft.train.loop import TrainStatus
 
 FEW = ("--context", "16", "--batch-tokens", "32", "--eval-prompts", "2", "--eval-tokens", "8", "--device", "cpu")
 DRAFT = ("--layers", "1", "--hidden", "16")
@@ -24,10 +24,10 @@ DRAFT = ("--layers", "1", "--hidden", "16")
 def small(tmp_path_factory) -> Path:
     """A tiny Llama with a tokenizer, and texts."""
     folder = tmp_path_factory.mktemp("models") / "small"
-    models_made.llama(vocab_size=320).float().save_pretrained(folder)
-    models_made.tokenizer().save_pretrained(folder)
+    tiny_models.llama(vocab_size=320).float().save_pretrained(folder)
+    tiny_models.tokenizer().save_pretrained(folder)
     for i in range(3):
-        (folder / f"{i}.txt").write_text(models_made.TEXT * 2, encoding="utf-8")
+        (folder / f"{i}.txt").write_text(tiny_models.TEXT * 2, encoding="utf-8")
     return folder
 
 
@@ -62,10 +62,10 @@ def test_a_stopped_run_says_how_to_go_on_and_does(run, small, tmp_path):
     assert other.error_lines[-1].endswith("steps.steps was 4 and is 5; give another --out, or delete it to begin again")
 
 
-def test_a_chat_model_writes_its_own_texts_unless_told_otherwise(run, small, tmp_path):
+def test_a_chat_model_writes_its_own_texts_by_default(run, small, tmp_path):
     chatty = tmp_path / "chatty"
     shutil.copytree(small, chatty)
-    tokenizer = copy.deepcopy(models_made.tokenizer())
+    tokenizer = copy.deepcopy(tiny_models.tokenizer())
     tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     tokenizer.save_pretrained(chatty)
     chats = [
@@ -131,11 +131,11 @@ def test_help_names_every_option_and_imports_no_torch():
 
 
 def test_progress_is_a_line_for_every_twentieth_where_there_is_no_terminal(capsys):
-    with Bar(console(sys.stderr, no_color=True), "reading", total=1) as bar:
-        watch = Watch(bar, is_written=True)
+    with ProgressBar(make_console(sys.stderr, no_color=True), "reading", total=1) as bar:
+        watch = TrainProgress(bar, prints_lines=True)
         for step in range(1, 101):
             measured = {"loss": 1.5, "greedy": {"length": 2.345, "positions": [0.5]}}
-            watch(Standing(step, 100, 2 / step, 1234.5, 65.0, measured))
+            watch(TrainStatus(step, 100, 2 / step, 1234.5, 65.0, measured))
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 21
     assert lines[0] == (

@@ -2,15 +2,17 @@
 
 import pytest
 
-from foredraft.cli.backend import Choices, drafter_spec
+from foredraft.cli.backend import CliChoices, build_drafter_spec
 from foredraft.cli.options import ModelOptions
 from foredraft.cli.shell import UsageError
 
 WORDS, TAKES = ("auto", "slem", "tli"), frozenset({"draft_model"})
-CHOICES = Choices(("draft_model", "ngram"), ("auto",), frozenset(), ("auto",), vocabs=WORDS, translating=TAKES)
+CHOICES = CliChoices(
+    ("draft_model", "ngram"), ("auto",), frozenset(), ("auto",), vocab_modes=WORDS, cross_vocab_methods=TAKES
+)
 
 
-def test_a_word_that_nobody_knows_is_refused_with_those_that_are() -> None:
+def test_an_unknown_word_is_refused_with_the_valid_ones() -> None:
     with pytest.raises(UsageError, match="unknown --spec-vocab 'both'; use one of: auto, slem, tli"):
         CHOICES.check(ModelOptions(spec_vocab="both"))
     CHOICES.check(ModelOptions(spec_vocab="slem"))
@@ -25,6 +27,6 @@ def test_a_method_without_a_draft_model_is_refused_with_what_to_do(method: str) 
 
 def test_it_becomes_an_option_of_the_method_that_takes_it() -> None:
     options = ModelOptions(spec_vocab="tli", spec_model="small")
-    assert drafter_spec(options, "draft_model") == {"method": "draft_model", "model": "small", "vocab": "tli"}
+    assert build_drafter_spec(options, "draft_model") == {"method": "draft_model", "model": "small", "vocab": "tli"}
     with pytest.raises(UsageError, match="--spec-method ngram has none"):
-        drafter_spec(options, "ngram")
+        build_drafter_spec(options, "ngram")

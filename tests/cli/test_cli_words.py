@@ -4,13 +4,13 @@ import pytest
 import torch
 from cli_fakes import FakeBackend
 
-from foredraft.cli.backend import Backend, drafter_spec
+from foredraft.cli.backend import CliBackend, build_drafter_spec
 from foredraft.cli.options import GenerateOptions
-from foredraft.cli.serve import ServeOptions, _with_positional
+from foredraft.cli.serve import ServeOptions, _apply_positional
 from foredraft.cli.shell import UsageError
 from foredraft.cli.speculative_config import read_speculative_config
-from foredraft.cli.suggest import ELSEWHERE, suggest_option
-from foredraft.models.load import parse_dtype
+from foredraft.cli.suggest import FOREIGN_OPTIONS, suggest_option
+from foredraft.models.loading import parse_dtype
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_the_words_of_llama_cpp_and_vllm_mean_ours(run, args):
 
 def test_further_keys_of_a_speculative_config_are_settings_of_the_method():
     options = GenerateOptions(speculative_config='{"method": "ngram", "branches": 2}')
-    assert drafter_spec(read_speculative_config(options), "ngram") == {"method": "ngram", "branches": 2}
+    assert build_drafter_spec(read_speculative_config(options), "ngram") == {"method": "ngram", "branches": 2}
 
 
 @pytest.mark.parametrize(
@@ -48,9 +48,9 @@ def test_a_wrong_speculative_config_is_one_line(options, words):
 
 
 def test_serve_takes_the_model_as_an_argument():
-    assert _with_positional(ServeOptions(model_argument="org/model")).model == "org/model"
+    assert _apply_positional(ServeOptions(model_argument="org/model")).model == "org/model"
     with pytest.raises(UsageError, match="give it once"):
-        _with_positional(ServeOptions(model_argument="a", model="b"))
+        _apply_positional(ServeOptions(model_argument="a", model="b"))
 
 
 def test_a_prompt_given_twice_is_refused(run):
@@ -141,7 +141,7 @@ def test_bench_names_its_own_word_for_the_method(run, command, option, answer):
 
 def test_half_is_a_name_of_float16():
     """Fault: vLLM's `--dtype half` was an unknown dtype."""
-    assert "half" in Backend().choices().dtypes
+    assert "half" in CliBackend().list_choices().dtypes
     assert parse_dtype("half") is torch.float16
 
 
@@ -156,6 +156,6 @@ def test_an_option_that_resembles_nothing_gets_no_guess(run):
 
 def test_no_word_of_others_shadows_one_of_ours():
     ours = ["--kv-memory", "--max-batch", "--methods"]
-    assert not set(ELSEWHERE) & set(ours)
+    assert not set(FOREIGN_OPTIONS) & set(ours)
     assert suggest_option("--parallel", ours) == "--max-batch"
     assert suggest_option("--parallel", ["--other"]) is None

@@ -1,7 +1,7 @@
 """Aggressive decoding: which source a request is copied from, and how an output close to it is followed.
 
 Guards against copying from the wrong place or the wrong request, reading an output twice or from its middle, options
-that nobody looks at, and drafts for `block` that are no chains.
+that no code reads, and drafts for `block` that are no chains.
 """
 
 import random
@@ -9,14 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 
-import models_made
+import tiny_models
 from foredraft import LLM, Sampling
 from foredraft.drafters import aggressive
 from foredraft.drafters.aggressive import AUTO_TOKENS
-from foredraft.drafters.base import Context
+from foredraft.drafters.registry import DrafterContext
 from foredraft.errors import ForedraftError
 from foredraft.request import Batch, Request
-from foredraft.source import Source
+from foredraft.source import EncoderSource
 
 SOURCE = tuple(random.Random(0).sample(range(1000), 300))  # no token twice
 PROMPT = [1, 2, 3]
@@ -34,19 +34,19 @@ class Letters:
 
 
 def made(num_tokens=8, tokenizer=None, **options):
-    context = Context(vocab_size=10_000, num_tokens=num_tokens, tokenizer=tokenizer)
+    context = DrafterContext(vocab_size=10_000, num_speculative_tokens=num_tokens, tokenizer=tokenizer)
     return aggressive.create(aggressive.Config(**options), context)
 
 
 def request(output=(), slot=0, prompt=PROMPT, max_tokens=1000, **more):
     r = Request(slot, list(prompt), Sampling(max_tokens=max_tokens), seed=1, **more)
     r.output = list(output)
-    r.computed = r.num_tokens - 1
+    r.num_computed = r.num_tokens - 1
     return r
 
 
 def drafted(drafter, r, budget=None):
-    tree = drafter.propose(Batch((r,), (1,), (drafter.num_nodes if budget is None else budget,)))
+    tree = drafter.propose(Batch((r,), (1,), (drafter.max_nodes if budget is None else budget,)))
     assert tree.q is None
     return tree
 
@@ -69,7 +69,7 @@ def spelled(tokens):
 
 
 def test_the_encoders_input_is_copied_from_its_beginning():
-    r = request(source=Source(SOURCE), prediction=(5, 6), prompt=[0])
+    r = request(source=EncoderSource(SOURCE), prediction=(5, 6), prompt=[0])
     assert chain(made(), r) == list(SOURCE[:8])
     r.output = list(SOURCE[:9])
     assert chain(made(31), r) == list(SOURCE[9:40])
@@ -79,7 +79,7 @@ def test_auto_takes_what_there_is():
     prompt = [*SOURCE[:50], 2000]
     assert chain(made(), request(prediction=(5, 6), prompt=prompt)) == [5, 6]
     assert chain(made(), request(SOURCE[10:14], prompt=prompt)) == list(SOURCE[14:22])
-    assert chain(made(), request(SOURCE[10:14], prompt=prompt, source=Source())) == list(SOURCE[14:22])
+    assert chain(made(), request(SOURCE[10:14], prompt=prompt, source=EncoderSource())) == list(SOURCE[14:22])
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_auto_takes_what_there_is():
 )
 def test_a_source_that_is_named_is_the_one(source, expected):
     r = request(
-        SOURCE[10:14] if source == "prompt" else (), prompt=SOURCE[:18], prediction=(5, 6), source=Source((7, 8))
+        SOURCE[10:14] if source == "prompt" else (), prompt=SOURCE[:18], prediction=(5, 6), source=EncoderSource((7, 8))
     )
     assert chain(made(source=source), r) == list(expected)
 
@@ -145,8 +145,8 @@ def test_options_that_cannot_be_met_are_refused(options, message):
 
 
 def passes(output, source, length=31, **options):
-    """Under a greedy law, and the most nodes of one draft."""
-    drafter, r, count, most = made(length, **options), request(source=Source(tuple(source)), prompt=[0]), 0, 0
+    """Under a greedy distribution, and the most nodes of one draft."""
+    drafter, r, count, most = made(length, **options), request(source=EncoderSource(tuple(source)), prompt=[0]), 0, 0
     while len(r.output) < len(output):
         tree = drafted(drafter, r)
         node, at = 0, len(r.output)
@@ -156,7 +156,7 @@ def passes(output, source, length=31, **options):
             if not below:
                 break
             node = below[0]
-        r.computed = r.num_tokens - 1
+        r.num_computed = r.num_tokens - 1
         count, most = count + 1, max(most, tree.sizes[0] - 1)
     assert r.output == list(output)
     return count, most
@@ -199,25 +199,25 @@ def test_branches_need_fewer_passes_where_edits_differ_in_kind():
 @pytest.mark.parametrize("budget", [0, 1, 2, 7])
 def test_budget_room_and_draft_length_bound_a_draft(budget):
     drafter = made(31, branches=3)
-    r = request(source=Source(SOURCE))
+    r = request(source=EncoderSource(SOURCE))
     assert len(chain(drafter, r, budget)) == budget
-    r = request([5000], slot=1, source=Source(SOURCE))
+    r = request([5000], slot=1, source=EncoderSource(SOURCE))
     tree = drafted(drafter, r, budget)
     assert tree.sizes[0] - 1 == budget, "branches fill it"
-    r = request(SOURCE[:3], slot=2, source=Source(SOURCE), max_tokens=6)
+    r = request(SOURCE[:3], slot=2, source=EncoderSource(SOURCE), max_tokens=6)
     assert chain(drafter, r) == list(SOURCE[3:5])
-    assert chain(drafter, request(SOURCE[:5], slot=3, source=Source(SOURCE), max_tokens=6)) == []
+    assert chain(drafter, request(SOURCE[:5], slot=3, source=EncoderSource(SOURCE), max_tokens=6)) == []
 
 
 def test_block_verification_gets_a_chain():
-    drafter, r = made(branches=3), request([5000], source=Source(SOURCE), verify="block")
+    drafter, r = made(branches=3), request([5000], source=EncoderSource(SOURCE), verify="block")
     assert len(chain(drafter, r)) == 4
     r.verify = "match"
     assert not drafted(drafter, r).is_chain
 
 
 def test_missed_steps_are_read_later():
-    drafter, r = made(), request(source=Source(SOURCE))
+    drafter, r = made(), request(source=EncoderSource(SOURCE))
     chain(drafter, r)
     r.output += SOURCE[:20]
     assert chain(drafter, r, 0) == []
@@ -227,9 +227,9 @@ def test_missed_steps_are_read_later():
 
 def test_a_slot_begins_anew_with_another_request():
     drafter = made()
-    assert chain(drafter, request(SOURCE[:9], source=Source(SOURCE))) == list(SOURCE[9:17])
+    assert chain(drafter, request(SOURCE[:9], source=EncoderSource(SOURCE))) == list(SOURCE[9:17])
     drafter.forget([0, 5])
-    assert chain(drafter, request(source=Source((4, 5, 6)))) == [4, 5, 6]
+    assert chain(drafter, request(source=EncoderSource((4, 5, 6)))) == [4, 5, 6]
 
 
 # texts
@@ -239,13 +239,13 @@ def test_a_slot_begins_anew_with_another_request():
 def test_an_edited_text_takes_few_passes(verify):
     """The output of a real target, with edits in what it is copied from."""
     sampling = Sampling(max_tokens=100, temperature=0, ignore_eos=True)
-    [plain] = models_made.plain().generate([PROMPT], sampling)
+    [plain] = tiny_models.plain().generate([PROMPT], sampling)
     right = plain.token_ids
-    source = Source((*right[:40], 96, *right[41:70], *right[75:]))
-    llm = models_made.plain().with_drafter("aggressive", num_speculative_tokens=31, verify=verify)
-    transcripts = llm._transcripts([PROMPT], sampling)
+    source = EncoderSource((*right[:40], 96, *right[41:70], *right[75:]))
+    llm = tiny_models.plain().with_drafter("aggressive", num_speculative_tokens=31, verify=verify)
+    transcripts = llm._prepare_prompts([PROMPT], sampling)
     transcripts[0].request.source = source
-    [done] = [delta.completion for delta in llm._drain(transcripts) if delta.completion is not None]
+    [done] = [delta.completion for delta in llm._read_deltas(transcripts) if delta.completion is not None]
     assert done.token_ids == right
     assert done.stats.target_passes < 25
     assert llm.engine.drafter.num_failures == 0
@@ -253,9 +253,9 @@ def test_an_edited_text_takes_few_passes(verify):
 
 def test_a_length_found_by_measurement_may_be_longer_than_that_of_other_methods() -> None:
     def longest(llm: LLM) -> int:
-        return llm.drafter.num_nodes  # type: ignore[union-attr]
+        return llm.drafter.max_nodes  # type: ignore[union-attr]
 
-    plain = models_made.plain()
+    plain = tiny_models.plain()
     assert longest(plain.with_drafter("aggressive")) == AUTO_TOKENS
     assert longest(plain.with_drafter({"method": "aggressive"})) == AUTO_TOKENS
     assert longest(plain.with_drafter("ngram")) < AUTO_TOKENS

@@ -7,33 +7,33 @@ import pytest
 import torch
 from torch import Tensor
 
-import heads_made
-import models_made
-import successor_made
+import successor_model
+import tiny_heads
+import tiny_models
 from foredraft import LLM, Sampling
-from foredraft.checkpoints.base import BlockwiseShape, Checkpoint
-from foredraft.checkpoints.layouts import Layout
+from foredraft.checkpoints.layouts import CheckpointLayout
 from foredraft.checkpoints.read import read
+from foredraft.checkpoints.schema import BlockwiseShape, Checkpoint
 from foredraft.checkpoints.write import save
 from foredraft.drafters import blockwise
-from foredraft.drafters.blockwise_network import BlockSteps, BlockwiseHeads
-from foredraft.drafters.borrowed import facts
-from foredraft.drafters.newest import Products
-from foredraft.drafters.newest_training import answers, asked
-from foredraft.drafters.training import LOSSES, draft_loss
+from foredraft.drafters.blockwise_network import BlockwiseHeads, BlockwiseStepRunner
+from foredraft.drafters.head_losses import gather_targets, select_roots
+from foredraft.drafters.last_hidden_state import LinearFactory
+from foredraft.drafters.losses import LOSS_NAMES, compute_draft_loss
+from foredraft.drafters.target_access import describe_target
 from foredraft.errors import ForedraftError
-from foredraft.kernels.cpu.library import library
-from foredraft.kernels.linear import KINDS
-from foredraft.models.window import NORMED
+from foredraft.kernels.cpu.library import load_library
+from foredraft.kernels.linear import DTYPE_KINDS
+from foredraft.models.forward_batch import AFTER_FINAL_NORM
 
-V = successor_made.V
+V = successor_model.V
 GREEDY = Sampling(max_tokens=41, temperature=0)
 
 
 def seer(shift: int = 0, heads: int = 4) -> Checkpoint:
     """Knows the successor target: head h makes of its state the one of the token h + 1 places further, of which the
     target's own matrix says the next. A state is positive, so that the hidden layer hands it on."""
-    jumps = [successor_made.power(h + 1 + shift) - torch.eye(V, dtype=torch.float64) for h in range(heads)]
+    jumps = [successor_model.power(h + 1 + shift) - torch.eye(V, dtype=torch.float64) for h in range(heads)]
     tensors = {
         "hidden.weight": torch.eye(V, dtype=torch.float64),
         "hidden.bias": torch.zeros(V, dtype=torch.float64),
@@ -44,8 +44,8 @@ def seer(shift: int = 0, heads: int = 4) -> Checkpoint:
 
 
 def drafting(checkpoint: Checkpoint, dtype: torch.dtype = torch.float64, verify: str = "match", **options: Any) -> LLM:
-    made = blockwise.from_checkpoint(blockwise.Config(**options), checkpoint, successor_made.context(4, dtype))
-    return successor_made.llm(dtype).with_drafter(made, verify=verify)
+    made = blockwise.from_checkpoint(blockwise.Config(**options), checkpoint, successor_model.context(4, dtype))
+    return successor_model.llm(dtype).with_drafter(made, verify=verify)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float32], ids=str)
@@ -77,15 +77,15 @@ def test_sampled_blocks_of_heads_that_know_are_mostly_right(verify: str) -> None
 
 def test_unsure_heads_propose_nothing() -> None:
     blind = seer()
-    blind.tensors["output.weight"][:] = -torch.eye(V).repeat(4, 1)  # every state becomes zero, and its law uniform
+    blind.tensors["output.weight"][:] = -torch.eye(V).repeat(4, 1)  # every state becomes zero, every row uniform
     done = drafting(blind, min_confidence=0.3).generate([[3]], GREEDY)
     assert done[0].stats.num_drafted <= done[0].stats.target_passes  # what was drawn before anyone looked stays
     assert drafting(blind).generate([[3]], GREEDY)[0].stats.num_drafted > 3 * done[0].stats.num_drafted
 
 
 def test_a_block_is_no_longer_than_there_are_heads() -> None:
-    assert blockwise.from_checkpoint(blockwise.Config(), seer(heads=2), successor_made.context(8)).num_nodes == 2
-    assert blockwise.from_checkpoint(blockwise.Config(), seer(), successor_made.context(3)).num_nodes == 3
+    assert blockwise.from_checkpoint(blockwise.Config(), seer(heads=2), successor_model.context(8)).max_nodes == 2
+    assert blockwise.from_checkpoint(blockwise.Config(), seer(), successor_model.context(3)).max_nodes == 3
 
 
 def random_heads(shape: BlockwiseShape) -> dict[str, Tensor]:
@@ -110,14 +110,14 @@ def formula(tensors: dict[str, Tensor], hidden: Tensor, head: int, lm_head: Tens
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("depth", [1, 3])
 def test_the_layout_for_drafting_has_the_numbers_of_the_formula(depth: int, dtype: torch.dtype) -> None:
-    if dtype in KINDS and library() is None:
+    if dtype in DTYPE_KINDS and load_library() is None:
         pytest.skip("the native kernels are not installed")
-    shape, target = BlockwiseShape(V, V, 3, 20), successor_made.llm(dtype).target
+    shape, target = BlockwiseShape(V, V, 3, 20), successor_model.llm(dtype).target
     tensors = random_heads(shape)
     hidden = torch.randn(5, V, dtype=torch.float64).to(dtype)
-    products = Products(successor_made.context(3, dtype))
-    assert products.is_native == (dtype in KINDS)
-    steps = BlockSteps(shape, tensors, depth, products, target)
+    products = LinearFactory(successor_model.context(3, dtype))
+    assert products.is_native == (dtype in DTYPE_KINDS)
+    steps = BlockwiseStepRunner(shape, tensors, depth, products, target)
     states = steps.begin(hidden)
     lm_head = target.model.get_output_embeddings().weight.double()
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 5e-2}[dtype]
@@ -138,70 +138,73 @@ def test_the_network_under_training_has_the_numbers_of_the_formula() -> None:
 
 
 def trained(**options: Any) -> Any:
-    return blockwise.trainee(blockwise.TrainConfig(**options), models_made.plain().target)
+    return blockwise.create_trainee(blockwise.TrainConfig(**options), tiny_models.plain().target)
 
 
 def test_new_heads_say_what_the_target_says() -> None:
-    target = models_made.plain().target
+    target = tiny_models.plain().target
     states = torch.randn(5, 32)
     for head in range(2):
-        wanted = target.head(states.double())
-        assert torch.allclose(trained(heads=2, inner=8).logits(head, states), wanted, atol=1e-5)
+        wanted = target.compute_logits(states.double())
+        assert torch.allclose(trained(heads=2, inner=8).compute_logits(head, states), wanted, atol=1e-5)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", LOSS_NAMES)
 def test_training_asks_every_head_for_its_own_token(loss: str) -> None:
-    trace = heads_made.trace(models_made.plain(), (NORMED,))
+    trace = tiny_heads.make_trace(tiny_models.plain(), (AFTER_FINAL_NORM,))
     shown = torch.rand(trace.mask.shape, generator=torch.Generator().manual_seed(1)) < 0.7
     trace = replace(trace, mask=trace.mask & shown)
     trainee = trained(loss=loss, heads=3, inner=8, decay=0.5)
     torch.nn.init.normal_(trainee.network.output.weight, std=0.3)
-    found, wanted = trainee.loss(trace), []
+    found, wanted = trainee.compute_loss(trace), []
     for head in range(3):
-        rows = asked(trace, head + 1)
+        rows = select_roots(trace, head + 1)
         losses = []
         for text, position in zip(*(x.tolist() for x in rows), strict=True):
-            law, token = trace.law.at((text, position + head + 1)), trace.tokens[text, position + head + 2]
-            logits = trainee.logits(head, trace.features[text, position][None])
-            law = replace(law, logprobs=law.logprobs[None])
-            losses.append(draft_loss(loss, logits, law, token[None]).mean())
-        assert torch.equal(answers(trace, rows, head + 1)[1], trace.tokens[rows[0], rows[1] + head + 2])
+            log_probs, token = (
+                trace.target_log_probs.select((text, position + head + 1)),
+                trace.tokens[text, position + head + 2],
+            )
+            logits = trainee.compute_logits(head, trace.features[text, position][None])
+            log_probs = replace(log_probs, logprobs=log_probs.logprobs[None])
+            losses.append(compute_draft_loss(loss, logits, log_probs, token[None]).mean())
+        assert torch.equal(gather_targets(trace, rows, head + 1)[1], trace.tokens[rows[0], rows[1] + head + 2])
         wanted.append(float(torch.stack(losses).mean()))
-        assert found.parts[f"loss_{head + 1}"] == pytest.approx(wanted[-1], rel=1e-4)
+        assert found.components[f"loss_{head + 1}"] == pytest.approx(wanted[-1], rel=1e-4)
     assert float(found.total) == pytest.approx((wanted[0] + 0.5 * wanted[1] + 0.25 * wanted[2]) / 1.75, rel=1e-4)
 
 
 def test_a_loss_of_one_head_a_step_is_that_of_all_on_average_and_of_all_when_measured() -> None:
     """The paper draws one of the sub-losses for every step; with a decay it is drawn as often as it counts."""
-    trace = heads_made.trace(models_made.plain(), (NORMED,))
+    trace = tiny_heads.make_trace(tiny_models.plain(), (AFTER_FINAL_NORM,))
     whole, one = (trained(heads=3, inner=8, decay=0.5, heads_per_step=each) for each in ("all", "one"))
     for trainee in (whole, one):
         torch.manual_seed(3)
         torch.nn.init.normal_(trainee.network.output.weight, std=0.3)
         torch.nn.init.normal_(trainee.network.hidden.weight, std=0.3)
         torch.nn.init.zeros_(trainee.network.hidden.bias)
-    all_of = whole.loss(trace)
-    each = sorted(all_of.parts.values())
+    all_of = whole.compute_loss(trace)
+    each = sorted(all_of.components.values())
     torch.manual_seed(0)
-    drawn = [float(one.loss(trace).total.detach()) for _ in range(60)]
+    drawn = [float(one.compute_loss(trace).total.detach()) for _ in range(60)]
     assert len({min(range(3), key=lambda i: abs(each[i] - x)) for x in drawn}) == 3
     assert all(min(abs(x - y) for y in each) < 1e-4 for x in drawn)
     spread = (max(each) - min(each)) / 60**0.5
     assert abs(sum(drawn) / 60 - float(all_of.total.detach())) < 3 * spread
     one.network.eval()
-    assert float(one.loss(trace).total.detach()) == pytest.approx(float(all_of.total.detach()), rel=1e-6)
+    assert float(one.compute_loss(trace).total.detach()) == pytest.approx(float(all_of.total.detach()), rel=1e-6)
 
 
 def test_trained_heads_are_read_back(tmp_path: Any) -> None:
-    target, trainee = models_made.plain().target, trained(heads=3, inner=8)
-    tensors, config = trainee.published()
+    target, trainee = tiny_models.plain().target, trained(heads=3, inner=8)
+    tensors, config = trainee.to_checkpoint()
     assert {name.partition(".")[0] for name in tensors} == {"blockwise"}
-    save(tmp_path, Layout("blockwise", tensors, config))
-    loaded = read(str(tmp_path), facts(target), "blockwise")
-    assert loaded.shape == trainee.network.shape == BlockwiseShape(32, models_made.VOCAB, 3, 24)
+    save(tmp_path, CheckpointLayout("blockwise", tensors, config))
+    loaded = read(str(tmp_path), describe_target(target), "blockwise")
+    assert loaded.shape == trainee.network.shape == BlockwiseShape(32, tiny_models.VOCAB, 3, 24)
     assert all(torch.equal(loaded.tensors[name.removeprefix("blockwise.")], t) for name, t in tensors.items())
-    again = blockwise.trainee(blockwise.TrainConfig(), target, loaded)
+    again = blockwise.create_trainee(blockwise.TrainConfig(), target, loaded)
     assert torch.equal(again.network.hidden.weight, trainee.network.hidden.weight)
 
 
@@ -212,7 +215,7 @@ def test_trained_heads_are_read_back(tmp_path: Any) -> None:
         ({"inner": 0}, "heads and inner must be positive"),
         ({"decay": 1.5}, "decay"),
         ({"loss": "mse"}, "unknown loss"),
-        ({"heads_per_step": "some"}, "heads_per_step is all or one"),
+        ({"heads_per_step": "some"}, "heads_per_step must be all or one"),
     ],
 )
 def test_training_options_that_make_no_sense_are_refused(options: dict[str, Any], why: str) -> None:
@@ -221,8 +224,8 @@ def test_training_options_that_make_no_sense_are_refused(options: dict[str, Any]
 
 
 def test_other_heads_are_not_taken_for_these() -> None:
-    other = heads_made.MEDUSA.checkpoint(models_made.plain())
+    other = tiny_heads.MEDUSA.get_checkpoint(tiny_models.plain())
     with pytest.raises(ForedraftError, match="no blockwise heads but fitted"):
-        blockwise.from_checkpoint(blockwise.Config(), other, successor_made.context(4))
+        blockwise.from_checkpoint(blockwise.Config(), other, successor_model.context(4))
     with pytest.raises(ForedraftError, match="cannot be trained on"):
-        blockwise.trainee(blockwise.TrainConfig(), models_made.plain().target, other)
+        blockwise.create_trainee(blockwise.TrainConfig(), tiny_models.plain().target, other)

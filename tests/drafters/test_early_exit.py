@@ -14,30 +14,35 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import models_made
+import tiny_models
 from foredraft import LLM, Sampling
-from foredraft.checkpoints.base import EarlyExitShape, TargetFacts
 from foredraft.checkpoints.read import read, recognise
+from foredraft.checkpoints.schema import EarlyExitShape, TargetInfo
 from foredraft.checkpoints.write import write
-from foredraft.drafters import early_exit, early_exit_choice
-from foredraft.drafters.base import Context
+from foredraft.drafters import early_exit, early_exit_layer
 from foredraft.drafters.early_exit import EarlyExit
-from foredraft.drafters.early_exit_choice import Given, Measured, cost_of, worth
-from foredraft.drafters.training import LOSSES
+from foredraft.drafters.early_exit_layer import (
+    FixedExitLayer,
+    MeasuredExitLayer,
+    estimate_cost,
+    estimate_speed,
+)
+from foredraft.drafters.losses import LOSS_NAMES
+from foredraft.drafters.registry import DrafterContext
 from foredraft.errors import ForedraftError
 from foredraft.llm import MemoryLimits
+from foredraft.models.forward_batch import ForwardBatch, Span
 from foredraft.models.truncated import Truncated
-from foredraft.models.window import Span, Window
 from foredraft.request import Request
-from foredraft.train.data import Reader
+from foredraft.train.config import EvaluationConfig
+from foredraft.train.data import DocumentReader
 from foredraft.train.documents import hold_out
-from foredraft.train.evaluate import prompts_of
-from foredraft.train.plan import Evaluation
+from foredraft.train.evaluate import select_prompts
 from foredraft.train.run import train
-from heads_made import EARLY_EXIT, texts, trace
-from kernels.running import NATIVE
-from kv_compared import Life
-from methods_made import MADE
+from kernels.library_setups import NATIVE
+from kv_comparison import KVSimulation
+from method_cases import METHOD_CASES
+from tiny_heads import EARLY_EXIT, generate_texts, make_trace
 from train.train_fakes import plan as training_plan
 from train.train_fakes import write_ids
 
@@ -50,8 +55,8 @@ def settling(layers: int = LAYERS, settled: int = SETTLED) -> LlamaForCausalLM:
     """A target whose layers after the first `settled` add nothing to what those before them found."""
     torch.manual_seed(1)
     config = LlamaConfig(
-        vocab_size=models_made.VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=layers,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=models_made.CONTEXT,
+        vocab_size=tiny_models.VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=tiny_models.CONTEXT,
         initializer_range=0.3, bos_token_id=None, eos_token_id=3, head_dim=16,
     )  # fmt: skip
     model = LlamaForCausalLM(config).double().eval()
@@ -72,8 +77,8 @@ def native(dtype: torch.dtype) -> LLM:
     return LLM(settling(4, 3).to(dtype), None, is_debug=True, fused=True)
 
 
-def context(llm: LLM, num_tokens: int = 4) -> Context:
-    return Context(models_made.VOCAB, llm.target, num_tokens, dtype=llm.target.model.dtype)
+def context(llm: LLM, num_tokens: int = 4) -> DrafterContext:
+    return DrafterContext(tiny_models.VOCAB, llm.target, num_tokens, dtype=llm.target.model.dtype)
 
 
 def drafting(llm: LLM, verify: str = "match", num_tokens: int = 4, **options: Any) -> LLM:
@@ -84,20 +89,20 @@ def drafting(llm: LLM, verify: str = "match", num_tokens: int = 4, **options: An
 # what it leaves in the target's memory
 
 
-class ExitLife(Life):
+class ExitLife(KVSimulation):
     """What the draft holds of a request is what the target holds: that is compared already."""
 
     def compare_draft(self, request: Request) -> int:
-        return request.computed
+        return request.num_computed
 
 
 @pytest.mark.parametrize("verify", ["match", "reject", "block"])
 @pytest.mark.parametrize("name", ["early_exit", "early_exit, tree", "early_exit, adapter"])
 def test_the_targets_memory_equals_a_recomputation_after_every_step(name: str, verify: str) -> None:
     """Through arrivals, hits in the prefix cache, preemptions and aborts, with drafts of every length."""
-    if verify == "block" and not MADE[name].is_chain:
+    if verify == "block" and not METHOD_CASES[name].is_chain:
         pytest.skip("block verification takes chains")
-    life = ExitLife(MADE[name].make(4), verify, seed=len(name))
+    life = ExitLife(METHOD_CASES[name].make(4), verify, seed=len(name))
     for _ in range(100):
         life.step()
     life.llm.target.pool.check_null_page(life.llm.limits.page_size)
@@ -120,7 +125,7 @@ def test_every_bit_of_the_memory_is_that_of_reading_the_text(dtype: torch.dtype,
         llm.engine.step()
         for transcript in transcripts:
             request = transcript.request
-            read_once = _read(native(dtype), request.tokens[: request.computed])
+            read_once = _read(native(dtype), request.tokens[: request.num_computed])
             for held, wanted in zip(_held(llm, request), read_once, strict=True):
                 assert torch.equal(held, wanted)
     assert sum(t.num_accepted for t in transcripts) > 0
@@ -129,14 +134,14 @@ def test_every_bit_of_the_memory_is_that_of_reading_the_text(dtype: torch.dtype,
 
 def _held(llm: LLM, request: Request) -> list[Tensor]:
     size = llm.limits.page_size
-    slots = torch.tensor([request.pages[i // size] * size + i % size for i in range(request.computed)])
+    slots = torch.tensor([request.pages[i // size] * size + i % size for i in range(request.num_computed)])
     return [one[slots] for layer in sorted(llm.target.pool.layers) for one in llm.target.pool.layers[layer]]
 
 
 def _read(llm: LLM, tokens: list[int]) -> list[Tensor]:
-    lm = llm.target.sibling()
+    lm = llm.target.with_new_kv()
     pages = range(1, 2 + len(tokens) // 16)
-    lm.forward(Window.build([Span(pages, 0, tokens, range(len(tokens)))], [0], 16, "cpu"))
+    lm.forward(ForwardBatch.build([Span(pages, 0, tokens, range(len(tokens)))], [0], 16, "cpu"))
     return [one[16 : 16 + len(tokens)] for layer in sorted(lm.pool.layers) for one in lm.pool.layers[layer]]
 
 
@@ -192,14 +197,14 @@ def test_a_prompt_is_drafted_for_a_step_later_and_a_single_token_at_once() -> No
 
 
 def test_worth_is_tokens_per_pass_of_the_best_length() -> None:
-    assert worth(0.0, 0.5, 8) == 1.0
-    assert worth(1.0, 0.25, 4) == pytest.approx(5 / 2)
-    assert worth(0.5, 0.25, 8) == pytest.approx(1.5 / 1.25)
-    assert worth(0.5, 0.25, 8, is_fixed=True) == pytest.approx((2 - 0.5**8) / 3)
+    assert estimate_speed(0.0, 0.5, 8) == 1.0
+    assert estimate_speed(1.0, 0.25, 4) == pytest.approx(5 / 2)
+    assert estimate_speed(0.5, 0.25, 8) == pytest.approx(1.5 / 1.25)
+    assert estimate_speed(0.5, 0.25, 8, is_fixed=True) == pytest.approx((2 - 0.5**8) / 3)
 
 
 def test_a_pass_costs_what_its_layers_and_the_head_weigh() -> None:
-    costs = [cost_of(target().target, layers) for layers in range(1, LAYERS + 1)]
+    costs = [estimate_cost(target().target, layers) for layers in range(1, LAYERS + 1)]
     steps = [b - a for a, b in pairwise(costs)]
     assert costs[-1] == 1.0
     assert steps == pytest.approx([steps[0]] * len(steps))
@@ -212,39 +217,39 @@ def test_the_layer_is_the_cheapest_that_agrees(temperature: float) -> None:
     llm = drafting(target(), num_tokens=6)
     made = llm.drafter
     assert isinstance(made, EarlyExit)
-    assert isinstance(made.choice, Measured)
-    assert made.choice.layer == 2
-    assert made.taps == (1, 2, 3, 4, 5, -1)
+    assert isinstance(made.layer_selector, MeasuredExitLayer)
+    assert made.layer_selector.layer == 2
+    assert made.hidden_layers == (1, 2, 3, 4, 5, -1)
     sampling = Sampling(max_tokens=60, temperature=temperature, seed=5, ignore_eos=True)
     expected = target().generate(PROMPTS, sampling)
     done = llm.generate(PROMPTS, sampling)
     assert [c.token_ids for c in done] == [c.token_ids for c in expected]
-    assert made.choice.layer == SETTLED
-    assert made.taps == ()
-    shares = dict(zip(made.choice.costs, made.choice.agreement.shares, strict=True))
+    assert made.layer_selector.layer == SETTLED
+    assert made.hidden_layers == ()
+    shares = dict(zip(made.layer_selector.costs, made.layer_selector.agreement.rates, strict=True))
     assert shares[SETTLED] > 0.97 > shares[1]
     assert shares[SETTLED] == pytest.approx(shares[5])
     assert llm.engine.drafter.num_failures == 0
 
 
 def test_the_choice_is_looked_at_again_and_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(early_exit_choice, "EVERY", 40)
+    monkeypatch.setattr(early_exit_layer, "MEASURE_INTERVAL_TOKENS", 40)
     llm = drafting(target(), num_tokens=6)
     made = llm.drafter
     assert isinstance(made, EarlyExit)
-    assert isinstance(made.choice, Measured)
+    assert isinstance(made.layer_selector, MeasuredExitLayer)
     llm.generate(PROMPTS, GREEDY)
-    assert made.choice.layer == SETTLED
-    made.choice.agreement.hits = [0.0] * 5  # as if another text had come
-    made.choice.agreement.seen = 1.0
-    made.choice.layer = 1
+    assert made.layer_selector.layer == SETTLED
+    made.layer_selector.agreement.hits = [0.0] * 5  # as if another text had come
+    made.layer_selector.agreement.num_observed = 1.0
+    made.layer_selector.layer = 1
     looked = []
     for prompt in range(10, 20):
         llm.generate([[prompt]], GREEDY)
-        looked.append(bool(made.taps))
+        looked.append(bool(made.hidden_layers))
     assert any(looked)
     assert not all(looked)
-    assert made.choice.layer == SETTLED
+    assert made.layer_selector.layer == SETTLED
 
 
 def test_the_same_texts_choose_alike_whatever_is_drafted() -> None:
@@ -254,8 +259,8 @@ def test_the_same_texts_choose_alike_whatever_is_drafted() -> None:
         llm = drafting(target(), num_tokens=num_tokens)
         llm.generate([[33]], Sampling(max_tokens=64, temperature=0, ignore_eos=True))
         assert isinstance(llm.drafter, EarlyExit)
-        assert isinstance(llm.drafter.choice, Measured)
-        return llm.drafter.choice.agreement.shares
+        assert isinstance(llm.drafter.layer_selector, MeasuredExitLayer)
+        return llm.drafter.layer_selector.agreement.rates
 
     assert seen(2) == pytest.approx(seen(7))
 
@@ -263,16 +268,16 @@ def test_the_same_texts_choose_alike_whatever_is_drafted() -> None:
 def test_a_length_that_is_fixed_is_weighed_as_it_is() -> None:
     """A layer that is right half the time is worth two tokens of a draft and not eight."""
     for is_fixed, best in ((False, 1), (True, 4)):
-        choice = Measured({1: 0.1, 4: 0.5}, (8, 8), lambda states: states, 1)
-        choice.agreement.hits, choice.agreement.seen = [50.0, 90.0], 100.0
-        choice._is_fixed = is_fixed
-        choice._choose()
+        choice = MeasuredExitLayer({1: 0.1, 4: 0.5}, (8, 8), lambda states: states, 1)
+        choice.agreement.hits, choice.agreement.num_observed = [50.0, 90.0], 100.0
+        choice._had_full_budget = is_fixed
+        choice._select_layer()
         assert choice.layer == best
 
 
 def test_a_target_of_two_layers_has_nothing_to_choose() -> None:
-    made = early_exit.create(early_exit.Config(), context(models_made.plain()))
-    assert made.choice == Given(1)
+    made = early_exit.create(early_exit.Config(), context(tiny_models.plain()))
+    assert made.layer_selector == FixedExitLayer(1)
 
 
 # whose it is
@@ -283,7 +288,7 @@ def test_it_drafts_for_one_engine() -> None:
     llm = target()
     made = early_exit.create(early_exit.Config(exit_layer=2), context(llm))
     with pytest.raises(ForedraftError, match=r"made of.*make one for"):
-        models_made.plain().with_drafter(made)
+        tiny_models.plain().with_drafter(made)
     llm.with_drafter(made)
     with pytest.raises(ForedraftError, match="make one for each engine"):  # whether it has drafted yet or not
         llm.with_drafter(made)
@@ -297,7 +302,7 @@ def test_a_layer_that_is_not_there_is_refused_with_the_range(layer: int) -> None
 
 def test_it_needs_a_target() -> None:
     with pytest.raises(ForedraftError, match="give Context a target"):
-        early_exit.create(early_exit.Config(), Context(models_made.VOCAB))
+        early_exit.create(early_exit.Config(), DrafterContext(tiny_models.VOCAB))
 
 
 def test_under_an_adaptive_length_the_text_is_the_same() -> None:
@@ -312,7 +317,7 @@ def test_a_prefix_that_was_found_is_drafted_after() -> None:
     """No memory of its own means none that could be missing."""
     limits = MemoryLimits(kv_tokens=4000, page_size=4)
     made = early_exit.create(early_exit.Config(exit_layer=SETTLED), context(target()))
-    llm = models_made.limited(target(), made, limits)
+    llm = tiny_models.limit_memory(target(), made, limits)
     once, again = (llm.generate([[50] * 21], GREEDY)[0] for _ in range(2))
     assert llm.engine.scheduler.prefix_hits >= 20
     assert again.token_ids == once.token_ids
@@ -323,37 +328,39 @@ def test_a_prefix_that_was_found_is_drafted_after() -> None:
 
 
 def test_an_adapter_begins_as_nothing_and_learns_what_the_layer_lacks() -> None:
-    llm = models_made.plain()
-    fresh = early_exit.trainee(early_exit.TrainConfig(loss="ce", exit_layer=1, rank=8), llm.target)
-    states = trace(llm, (1,)).features[0]
-    own = Truncated(llm.target.sibling(), 1)
-    ids = texts(llm)[0][0, :-1].tolist()
-    logits, _ = own.forward(Window.build([Span(range(1, 9), 0, ids, range(len(ids)))], range(len(ids)), 16, "cpu"))
-    assert torch.allclose(fresh.logits(states), logits, atol=1e-4)
-    learnt = EARLY_EXIT.checkpoint(llm)
-    trained = early_exit.trainee(early_exit.TrainConfig(loss="ce"), llm.target, learnt)
-    seen = trace(llm, (1,))
-    assert trained.loss(seen).total < 0.5 * fresh.loss(seen).total
+    llm = tiny_models.plain()
+    fresh = early_exit.create_trainee(early_exit.TrainConfig(loss="ce", exit_layer=1, rank=8), llm.target)
+    states = make_trace(llm, (1,)).features[0]
+    own = Truncated(llm.target.with_new_kv(), 1)
+    ids = generate_texts(llm)[0][0, :-1].tolist()
+    logits, _ = own.forward(
+        ForwardBatch.build([Span(range(1, 9), 0, ids, range(len(ids)))], range(len(ids)), 16, "cpu")
+    )
+    assert torch.allclose(fresh.compute_logits(states), logits, atol=1e-4)
+    learnt = EARLY_EXIT.get_checkpoint(llm)
+    trained = early_exit.create_trainee(early_exit.TrainConfig(loss="ce"), llm.target, learnt)
+    seen = make_trace(llm, (1,))
+    assert trained.compute_loss(seen).total < 0.5 * fresh.compute_loss(seen).total
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", LOSS_NAMES)
 def test_only_the_adapter_learns(loss: str) -> None:
-    llm = models_made.plain()
-    trainee = early_exit.trainee(early_exit.TrainConfig(loss=loss, exit_layer=1, rank=8), llm.target)
-    trainee.loss(trace(llm, (1,))).total.backward()
+    llm = tiny_models.plain()
+    trainee = early_exit.create_trainee(early_exit.TrainConfig(loss=loss, exit_layer=1, rank=8), llm.target)
+    trainee.compute_loss(make_trace(llm, (1,))).total.backward()
     assert trainee.network.down_proj.weight.grad is not None
     assert trainee.network.down_proj.weight.grad.abs().max() > 0
     assert all(weight.grad is None for weight in llm.target.model.parameters())
 
 
 def test_positions_that_are_not_to_learn_are_not_asked() -> None:
-    llm = models_made.plain()
-    seen = trace(llm, (1,))
-    trainee = early_exit.trainee(early_exit.TrainConfig(loss="ce", exit_layer=1, rank=8), llm.target)
+    llm = tiny_models.plain()
+    seen = make_trace(llm, (1,))
+    trainee = early_exit.create_trainee(early_exit.TrainConfig(loss="ce", exit_layer=1, rank=8), llm.target)
     mask = torch.zeros_like(seen.mask)
     mask[2, 5] = True
-    alone = trainee.loss(replace(seen, mask=mask)).total.item()
-    logits = trainee.logits(seen.features[2, 4][None]).detach()
+    alone = trainee.compute_loss(replace(seen, mask=mask)).total.item()
+    logits = trainee.compute_logits(seen.features[2, 4][None]).detach()
     assert alone == pytest.approx(-float(logits.log_softmax(-1)[0, seen.tokens[2, 5]]), rel=1e-5)
 
 
@@ -361,19 +368,19 @@ def test_an_adapter_is_trained_recognised_and_drafted_with(tmp_path: Path) -> No
     """The figures of its replay are those of a real run."""
     settling(4, 3).float().save_pretrained(tmp_path / "model")
     write_ids(tmp_path)
-    asked = {"evaluation": Evaluation(prompts=4, tokens=24), "held_out_share": 0.2}
+    asked = {"evaluation": EvaluationConfig(prompts=4, tokens=24), "held_out_share": 0.2}
     settings = {"exit_layer": "2", "rank": "16"}
     outcome = train(replace(training_plan(tmp_path, settings=settings, steps=30, **asked), method="early_exit"))
     assert recognise(outcome.folder)[0] == "early_exit"
     llm = LLM(str(tmp_path / "model"), {"method": "early_exit", "model": str(outcome.folder)}, num_speculative_tokens=5)
     assert isinstance(llm.drafter, EarlyExit)
-    assert llm.drafter.choice == Given(2)
-    documents = Reader(None, 97, frozenset({3})).documents([str(tmp_path / "ids.npy")])
-    prompts = prompts_of(hold_out(documents, 0.2)[1], 4, 64)
+    assert llm.drafter.layer_selector == FixedExitLayer(2)
+    documents = DocumentReader(None, 97, frozenset({3})).read_documents([str(tmp_path / "ids.npy")])
+    prompts = select_prompts(hold_out(documents, 0.2)[1], 4, 64)
     samplings = [Sampling(max_tokens=24, temperature=1.0, seed=i) for i in range(len(prompts))]
     stats = [c.stats for c in llm.generate(prompts, samplings)]
     real = sum(s.num_tokens for s in stats) / sum(s.target_passes for s in stats)
-    assert outcome.figures["sampled"]["length"] == pytest.approx(real, abs=1e-4)
+    assert outcome.eval_metrics["sampled"]["length"] == pytest.approx(real, abs=1e-4)
     with pytest.raises(ForedraftError, match="adapter for layer 2, not 1"):
         llm.with_drafter({"method": "early_exit", "model": str(outcome.folder), "exit_layer": 1})
 
@@ -383,11 +390,11 @@ def test_an_adapter_is_trained_recognised_and_drafted_with(tmp_path: Path) -> No
 )
 def test_adapters_that_cannot_be_are_refused(config: dict[str, Any], why: str) -> None:
     with pytest.raises(ForedraftError, match=why):
-        early_exit.trainee(early_exit.TrainConfig(**config), target().target)
+        early_exit.create_trainee(early_exit.TrainConfig(**config), target().target)
 
 
 SHAPE = EarlyExitShape(hidden=32, rank=8, exit_layer=2)
-FACTS = TargetFacts("the-target", hidden=32, vocab_size=97, num_layers=8)
+FACTS = TargetInfo("the-target", hidden=32, vocab_size=97, num_layers=8)
 
 
 def saved(folder: Path, **config: Any) -> Path:
@@ -397,8 +404,8 @@ def saved(folder: Path, **config: Any) -> Path:
     write(folder, "early_exit", SHAPE, tensors)
     if config:
         file = folder / "config.json"
-        told = json.loads(file.read_text()) | config
-        file.write_text(json.dumps({key: value for key, value in told.items() if value is not None}))
+        fields = json.loads(file.read_text()) | config
+        file.write_text(json.dumps({key: value for key, value in fields.items() if value is not None}))
     return folder
 
 

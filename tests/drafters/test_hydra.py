@@ -7,26 +7,26 @@ import pytest
 import torch
 from torch import Tensor
 
-import heads_made
-import models_made
-import successor_made
+import successor_model
+import tiny_heads
+import tiny_models
 from foredraft import LLM, Sampling
-from foredraft.checkpoints.base import Checkpoint, HydraShape, PrefixShape
-from foredraft.checkpoints.layouts import Layout
+from foredraft.checkpoints.layouts import CheckpointLayout
 from foredraft.checkpoints.read import read
+from foredraft.checkpoints.schema import Checkpoint, HydraPrefixShape, HydraShape
 from foredraft.checkpoints.write import save, write
 from foredraft.drafters import hydra, hydra_network
-from foredraft.drafters.base import Context
-from foredraft.drafters.borrowed import facts
-from foredraft.drafters.hydra_network import HydraHeads, HydraSteps
-from foredraft.drafters.newest import Products
-from foredraft.drafters.training import LOSSES, draft_loss
+from foredraft.drafters.hydra_network import HydraHeads, HydraStepRunner
+from foredraft.drafters.last_hidden_state import LinearFactory
+from foredraft.drafters.losses import LOSS_NAMES, compute_draft_loss
+from foredraft.drafters.registry import DrafterContext
+from foredraft.drafters.target_access import describe_target
 from foredraft.errors import ForedraftError
-from foredraft.kernels.cpu.library import library
-from foredraft.kernels.linear import KINDS
-from foredraft.models.window import NORMED
+from foredraft.kernels.cpu.library import load_library
+from foredraft.kernels.linear import DTYPE_KINDS
+from foredraft.models.forward_batch import AFTER_FINAL_NORM
 
-V = successor_made.V
+V = successor_model.V
 GREEDY = Sampling(max_tokens=41, temperature=0)
 
 
@@ -39,13 +39,13 @@ def seer(kind: str, shift: int = 0, heads: int = 4, is_lean: bool = False) -> Ch
         ahead = head + 2 - part + shift  # places from the token of that part to the one guessed
         width, size = (head + 2) * V, 1.0 if kind == "state" else V**0.5  # embeddings are shorter than states
         kept = torch.zeros(V, width, dtype=torch.float64)
-        kept[:, part * V : (part + 1) * V] = size * (successor_made.power(ahead - 1) if is_lean else torch.eye(V))
+        kept[:, part * V : (part + 1) * V] = size * (successor_model.power(ahead - 1) if is_lean else torch.eye(V))
         tensors[f"hydra_mlp.{head}.0.res_connection.weight"] = kept
         tensors[f"hydra_mlp.{head}.0.linear.weight"] = torch.zeros(V, width, dtype=torch.float64)
         for name in ("res_connection", "linear"):
             tensors[f"hydra_mlp.{head}.0.{name}.bias"] = torch.zeros(V, dtype=torch.float64)
         if not is_lean:
-            tensors[f"hydra_lm_head.{head}.weight"] = successor_made.power(ahead)
+            tensors[f"hydra_lm_head.{head}.weight"] = successor_model.power(ahead)
             tensors[f"hydra_lm_head.{head}.bias"] = torch.zeros(V, dtype=torch.float64)
     return Checkpoint("hydra", "made", "made", HydraShape(V, V, heads, has_own_head=not is_lean), tensors)
 
@@ -57,8 +57,8 @@ def drafting(
     verify: str = "match",
     **options: Any,
 ) -> LLM:
-    made = hydra.from_checkpoint(hydra.Config(**options), checkpoint, successor_made.context(num_tokens, dtype))
-    return successor_made.llm(dtype).with_drafter(made, verify=verify)
+    made = hydra.from_checkpoint(hydra.Config(**options), checkpoint, successor_model.context(num_tokens, dtype))
+    return successor_model.llm(dtype).with_drafter(made, verify=verify)
 
 
 WRITTEN = ((0,), (1,), (0, 0), (0, 1), (0, 0, 0), (0, 0, 0, 0))  # as hydra_choices are
@@ -100,18 +100,18 @@ def test_sampled_drafts_of_heads_that_know_are_mostly_right(options: dict[str, A
 
 def test_another_state_of_the_target_is_read_where_the_heads_were_trained_on_one() -> None:
     """The residual stream before the norm holds the token itself, at another size; a layer less is the embedding."""
-    for offset, tap in ((0, NORMED), (1, 0)):
+    for offset, tap in ((0, AFTER_FINAL_NORM), (1, 0)):
         checkpoint = seer("state")
         shape = replace(checkpoint.shape, offset=offset)  # type: ignore[type-var]
-        made = hydra.from_checkpoint(hydra.Config(), replace(checkpoint, shape=shape), successor_made.context(4))
-        assert made.taps == (tap,)
-        done = successor_made.llm().with_drafter(made).generate([[3]], GREEDY)[0]
+        made = hydra.from_checkpoint(hydra.Config(), replace(checkpoint, shape=shape), successor_model.context(4))
+        assert made.hidden_layers == (tap,)
+        done = successor_model.llm().with_drafter(made).generate([[3]], GREEDY)[0]
         assert done.stats.accepted_at == (8, 8, 8, 8)
 
 
 def random_heads(shape: HydraShape) -> dict[str, Tensor]:
     torch.manual_seed(6)
-    network = HydraHeads(shape, successor_made.llm().target).double()
+    network = HydraHeads(shape, successor_model.llm().target).double()
     for parameter in network.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return dict(network.state_dict())
@@ -142,14 +142,14 @@ SHAPES = [HydraShape(V, V, 3, layers, own, rank) for layers in (1, 3) for own in
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s.num_layers}-{s.has_own_head}-{s.rank}")
 def test_steps_and_network_have_the_numbers_of_the_formula(shape: HydraShape, dtype: torch.dtype) -> None:
     """The state before the tokens, the tokens in order, SiLU on the right half: else it is a plausible draft."""
-    if dtype in KINDS and library() is None:
+    if dtype in DTYPE_KINDS and load_library() is None:
         pytest.skip("the native kernels are not installed")
-    tensors, target = random_heads(shape), successor_made.llm(dtype).target
+    tensors, target = random_heads(shape), successor_model.llm(dtype).target
     hidden = torch.randn(4, V, dtype=torch.float64).to(dtype)
     tokens = [[3, 9, 1, 7], [9, 9, 40, 2], [0, 5, 5, 47]]
-    products = Products(successor_made.context(3, dtype))
-    assert products.is_native == (dtype in KINDS)
-    steps, network = HydraSteps(shape, tensors, 3, products, target, V), HydraHeads(shape, target).double()
+    products = LinearFactory(successor_model.context(3, dtype))
+    assert products.is_native == (dtype in DTYPE_KINDS)
+    steps, network = HydraStepRunner(shape, tensors, 3, products, target, V), HydraHeads(shape, target).double()
     network.load_state_dict(tensors)
     states, trained = steps.begin(hidden), network.begin(hidden)
     lm_head, rows = (x.double() for x in (target.model.get_output_embeddings().weight, target.embedding))
@@ -161,14 +161,14 @@ def test_steps_and_network_have_the_numbers_of_the_formula(shape: HydraShape, dt
         states, logits = steps(head, states, token)
         assert (logits.double() - wanted).norm() <= tolerance * wanted.norm()
         trained = network(head, trained, torch.tensor(token))
-        learnt = network.logits(head, trained)
+        learnt = network.compute_logits(head, trained)
         assert (learnt.double() - wanted).norm() <= max(tolerance, 1e-10) * wanted.norm()
 
 
 def test_a_draft_is_no_deeper_than_there_are_heads() -> None:
-    assert hydra.from_checkpoint(hydra.Config(), seer("last", heads=2), successor_made.context(8)).num_nodes == 2
-    tree = hydra.from_checkpoint(hydra.Config(tree=WRITTEN), seer("last"), successor_made.context(2))
-    assert tree.num_nodes == len(WRITTEN)  # a tree that was written down is what it is
+    assert hydra.from_checkpoint(hydra.Config(), seer("last", heads=2), successor_model.context(8)).max_nodes == 2
+    tree = hydra.from_checkpoint(hydra.Config(tree=WRITTEN), seer("last"), successor_model.context(2))
+    assert tree.max_nodes == len(WRITTEN)  # a tree that was written down is what it is
 
 
 @pytest.mark.parametrize(
@@ -189,71 +189,74 @@ def test_options_that_make_no_draft_are_refused(options: dict[str, Any], why: st
 
 
 def trained(**options: Any) -> Any:
-    return hydra.trainee(hydra.TrainConfig(**options), models_made.plain().target)
+    return hydra.create_trainee(hydra.TrainConfig(**options), tiny_models.plain().target)
 
 
 @pytest.mark.parametrize("options", [{}, {"layers": 2, "own_head": False}, {"rank": 40}])
 def test_new_heads_say_what_the_target_says(options: dict[str, Any]) -> None:
-    target, trainee = models_made.plain().target, trained(heads=2, **options)
+    target, trainee = tiny_models.plain().target, trained(heads=2, **options)
     states, tokens = torch.randn(5, 32), torch.tensor([4, 5, 6, 7, 8])
-    wanted, seen = target.head(states.double()), states
+    wanted, seen = target.compute_logits(states.double()), states
     for head in range(2):
         seen = trainee.network(head, trainee.network.begin(seen), tokens)
-        assert torch.allclose(trainee.network.logits(head, seen).double(), wanted, atol=1e-4)
+        assert torch.allclose(trainee.network.compute_logits(head, seen).double(), wanted, atol=1e-4)
 
 
 def test_a_rank_keeps_what_the_target_reads_most() -> None:
-    target, trainee = models_made.plain().target, trained(heads=1, rank=8)
+    target, trainee = tiny_models.plain().target, trained(heads=1, rank=8)
     said = target.head_weight.float()
     top = torch.linalg.svd(said).Vh[:8]
     states = torch.randn(5, 32)
     seen = trainee.network(0, trainee.network.begin(states), torch.tensor([4, 5, 6, 7, 8]))
-    assert torch.allclose(trainee.network.logits(0, seen), states @ top.T @ top @ said.T, atol=1e-3)
+    assert torch.allclose(trainee.network.compute_logits(0, seen), states @ top.T @ top @ said.T, atol=1e-3)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", LOSS_NAMES)
 def test_training_runs_every_position_as_drafting_would(loss: str) -> None:
     """Vectorised over positions that drop out one by one; here position by position, from the formula."""
-    trace = heads_made.trace(models_made.plain(), (NORMED,))
+    trace = tiny_heads.make_trace(tiny_models.plain(), (AFTER_FINAL_NORM,))
     shown = torch.rand(trace.mask.shape, generator=torch.Generator().manual_seed(1)) < 0.7
     trace = replace(trace, mask=trace.mask & shown)
-    target, trainee = models_made.plain().target, trained(loss=loss, heads=3, rank=12, decay=0.5)
+    target, trainee = tiny_models.plain().target, trained(loss=loss, heads=3, rank=12, decay=0.5)
     for name, parameter in trainee.network.named_parameters():
         if "lm_head" not in name:
             torch.nn.init.normal_(parameter, std=0.2)
     tensors = {k: v.double() for k, v in trainee.network.state_dict().items()}
-    found = trainee.loss(trace)
+    found = trainee.compute_loss(trace)
     losses: list[list[Tensor]] = [[], [], []]
     for b in range(len(trace.features)):
         for i in range(trace.features.shape[1]):
             seen, end = [trace.features[b, i][None].double()], i + 1
             while end < trace.mask.shape[1] and trace.mask[b, end] and (depth := end - i - 2) < 3:
                 if depth >= 0:  # the root, and every token above, is one to learn
-                    law, token = trace.law.at((b, slice(end - 1, end))), trace.tokens[b, end][None]
+                    log_probs, token = (
+                        trace.target_log_probs.select((b, slice(end - 1, end))),
+                        trace.tokens[b, end][None],
+                    )
                     logits = formula(tensors, seen, depth, torch.zeros(0))
-                    losses[depth].append(draft_loss(loss, logits, law, token).mean())
+                    losses[depth].append(compute_draft_loss(loss, logits, log_probs, token).mean())
                 seen.append(target.embedding[trace.tokens[b, end]][None])
                 end += 1
     means = [float(torch.stack(x).mean()) for x in losses]
     for depth, mean in enumerate(means):
-        assert found.parts[f"loss_{depth + 1}"] == pytest.approx(mean, rel=1e-4)
+        assert found.components[f"loss_{depth + 1}"] == pytest.approx(mean, rel=1e-4)
     assert float(found.total) == pytest.approx((means[0] + 0.5 * means[1] + 0.25 * means[2]) / 1.75, rel=1e-4)
 
 
 @pytest.mark.parametrize("options", [{}, {"own_head": False, "rank": 12, "layers": 2}])
 def test_trained_heads_are_read_back(options: dict[str, Any], tmp_path: Any) -> None:
-    target, trainee = models_made.plain().target, trained(heads=3, **options)
-    tensors, config = trainee.published()
+    target, trainee = tiny_models.plain().target, trained(heads=3, **options)
+    tensors, config = trainee.to_checkpoint()
     assert (config["hydra_num_heads"], config["hydra_head_arch"], config["hidden_state_offset"]) == (3, "mlp", 0)
     assert config.get("foredraft_lm_head") == (None if not options else "target")
-    save(tmp_path, Layout("hydra", tensors, config))
-    llm = models_made.plain().with_drafter({"method": "hydra", "model": str(tmp_path), "tree_nodes": 9})
-    assert llm.engine.drafter.num_nodes == 9
-    loaded = read(str(tmp_path), facts(target), "hydra")
+    save(tmp_path, CheckpointLayout("hydra", tensors, config))
+    llm = tiny_models.plain().with_drafter({"method": "hydra", "model": str(tmp_path), "tree_nodes": 9})
+    assert llm.engine.drafter.max_nodes == 9
+    loaded = read(str(tmp_path), describe_target(target), "hydra")
     assert loaded.shape == trainee.network.shape
     assert all(torch.equal(loaded.tensors[name], t) for name, t in tensors.items())
-    again = hydra.trainee(hydra.TrainConfig(), target, loaded)
+    again = hydra.create_trainee(hydra.TrainConfig(), target, loaded)
     assert all(torch.equal(again.network.state_dict()[name], t) for name, t in tensors.items())
 
 
@@ -263,9 +266,9 @@ def test_heads_in_the_authors_file_draft_as_they_were_written(tmp_path: Any) -> 
     assert (tmp_path / "hydra_lm_head.pt").exists()
     made = hydra.create(
         hydra.Config(),
-        Context(V, successor_made.llm().target, 4, str(tmp_path), dtype=torch.float64),
+        DrafterContext(V, successor_model.llm().target, 4, str(tmp_path), dtype=torch.float64),
     )
-    done = successor_made.llm().with_drafter(made).generate([[3]], GREEDY)
+    done = successor_model.llm().with_drafter(made).generate([[3]], GREEDY)
     assert done[0].stats.accepted_at == (8, 8, 8, 8)
 
 
@@ -285,19 +288,19 @@ def test_training_options_that_make_no_sense_are_refused(options: dict[str, Any]
 
 
 def test_other_heads_are_not_taken_for_these() -> None:
-    other = heads_made.MEDUSA.checkpoint(models_made.plain())
+    other = tiny_heads.MEDUSA.get_checkpoint(tiny_models.plain())
     with pytest.raises(ForedraftError, match="no Hydra heads but fitted"):
-        hydra.from_checkpoint(hydra.Config(), other, successor_made.context(4))
+        hydra.from_checkpoint(hydra.Config(), other, successor_model.context(4))
     with pytest.raises(ForedraftError, match="cannot be trained on"):
-        hydra.trainee(hydra.TrainConfig(), models_made.plain().target, other)
+        hydra.create_trainee(hydra.TrainConfig(), tiny_models.plain().target, other)
 
 
 @pytest.mark.parametrize("kind", ["state", "last"])
 @pytest.mark.parametrize("options", [{}, {"tree_nodes": 12}], ids=str)
 def test_heads_behind_a_layer_that_adds_nothing_know_as_much_as_without(kind: str, options: dict[str, Any]) -> None:
     """The newest state that went through the layer, at the newest position, and no other."""
-    checkpoint, target = seer(kind), successor_made.llm().target
-    layer = hydra.trainee(hydra.TrainConfig(heads=1, prefix=True), target).network
+    checkpoint, target = seer(kind), successor_model.llm().target
+    layer = hydra.create_trainee(hydra.TrainConfig(heads=1, prefix=True), target).network
     held = {name: value for name, value in layer.state_dict().items() if name.startswith("prefix")}
     shape = replace(checkpoint.shape, prefix=layer.shape.prefix)  # type: ignore[type-var]
     llm = drafting(replace(checkpoint, shape=shape, tensors=checkpoint.tensors | held), **options)
@@ -308,27 +311,27 @@ def test_heads_behind_a_layer_that_adds_nothing_know_as_much_as_without(kind: st
 
 def test_a_prefix_layer_learns_and_is_read_back(tmp_path: Any) -> None:
     """In the authors' names; its gradient comes from every head, over the states before."""
-    llm, trainee = models_made.plain(), trained(heads=2, prefix=True)
-    assert trainee.loss(heads_made.trace(llm, (NORMED,))).total.isfinite()
-    trainee.loss(heads_made.trace(llm, (NORMED,))).total.backward()
+    llm, trainee = tiny_models.plain(), trained(heads=2, prefix=True)
+    assert trainee.compute_loss(tiny_heads.make_trace(llm, (AFTER_FINAL_NORM,))).total.isfinite()
+    trainee.compute_loss(tiny_heads.make_trace(llm, (AFTER_FINAL_NORM,))).total.backward()
     assert trainee.network.prefix_embeding_layer.layers[0].self_attn.o_proj.weight.grad.abs().sum() > 0
-    tensors, config = trainee.published()
+    tensors, config = trainee.to_checkpoint()
     assert config["hydra_head_arch"] == "prefix-mlp"
     assert "hydra_mlp.1.1.res_connection.weight" in tensors
-    save(tmp_path, Layout("hydra", tensors, config))
-    loaded = read(str(tmp_path), facts(llm.target), "hydra")
+    save(tmp_path, CheckpointLayout("hydra", tensors, config))
+    loaded = read(str(tmp_path), describe_target(llm.target), "hydra")
     assert loaded.shape == trainee.network.shape
-    again = hydra.trainee(hydra.TrainConfig(), llm.target, loaded).network.state_dict()
+    again = hydra.create_trainee(hydra.TrainConfig(), llm.target, loaded).network.state_dict()
     assert all(torch.equal(value, again[name]) for name, value in trainee.network.state_dict().items())
 
 
 def test_a_prefix_layer_of_other_proportions_than_the_targets_is_refused() -> None:
-    target = models_made.plain().target
-    shape = replace(trained(heads=1, prefix=True).network.shape, prefix=PrefixShape(32, 32, 64))
+    target = tiny_models.plain().target
+    shape = replace(trained(heads=1, prefix=True).network.shape, prefix=HydraPrefixShape(32, 32, 64))
     checkpoint = Checkpoint("hydra", "made", "a folder", shape, {})
     for make in (
-        lambda: hydra_network.prefix_of(checkpoint, target),
-        lambda: hydra.trainee(hydra.TrainConfig(), target, checkpoint),
+        lambda: hydra_network.load_prefix_layer(checkpoint, target),
+        lambda: hydra.create_trainee(hydra.TrainConfig(), target, checkpoint),
     ):
         with pytest.raises(ForedraftError, match="a folder: its prefix layer has 32 rows of queries, 32 of keys"):
             make()

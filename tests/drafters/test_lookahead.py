@@ -8,29 +8,31 @@ import random
 
 import pytest
 
-import fakes
-import models_made
-from fakes import TableLM
+import engine_fakes
+import tiny_models
+from engine_fakes import TableLM
 from foredraft import Sampling
 from foredraft.drafters import lookahead
-from foredraft.drafters.base import Context
-from foredraft.drafters.lookahead import Pool, Window
+from foredraft.drafters.lookahead import LookaheadWindow, NgramPool
+from foredraft.drafters.registry import DrafterContext
 from foredraft.errors import ForedraftError
 from foredraft.request import Batch, Request
-from foredraft.tree import Answers, Commit, TokenTree
+from foredraft.tree import Commit, TargetArgmax, TokenTree
 
 VOCAB = 23
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
 
 def made(num_tokens=8, **options):
-    return lookahead.create(lookahead.Config(**options), Context(vocab_size=VOCAB, num_tokens=num_tokens))
+    return lookahead.create(
+        lookahead.Config(**options), DrafterContext(vocab_size=VOCAB, num_speculative_tokens=num_tokens)
+    )
 
 
 def request(output, slot=0, prompt=PROMPT, **more):
     made = Request(slot, list(prompt), Sampling(max_tokens=more.pop("max_tokens", 1000)), seed=1, **more)
     made.output = list(output)
-    made.computed = made.num_tokens - 1
+    made.num_computed = made.num_tokens - 1
     return made
 
 
@@ -45,8 +47,10 @@ def said(text):
 
 def answered(tree, texts):
     """What the toy target says after every node, each seeing its ancestors alone."""
-    tokens = [said(text + tree.path(b, node)) for b, text in enumerate(texts) for node in range(tree.sizes[b])]
-    return Answers(tree, tokens)
+    tokens = [
+        said(text + tree.get_draft_path(b, node)) for b, text in enumerate(texts) for node in range(tree.sizes[b])
+    ]
+    return TargetArgmax(tree, tokens)
 
 
 def accepted(tree, b, text):
@@ -63,12 +67,12 @@ def accepted(tree, b, text):
 
 def step(drafter, r, budget=None):
     """One pass of the toy target. Returns the tree and how many tokens it gave."""
-    batch = one(r, drafter.num_nodes if budget is None else budget)
+    batch = one(r, drafter.max_nodes if budget is None else budget)
     tree = drafter.propose(batch)
     path, tokens = accepted(tree, 0, r.tokens)
-    drafter.observe(batch, Commit.of([path], [tokens], answers=answered(tree, [r.tokens])))
+    drafter.observe(batch, Commit.from_lists([path], [tokens], target_argmax=answered(tree, [r.tokens])))
     r.output += tokens
-    r.computed = r.num_tokens - 1
+    r.num_computed = r.num_tokens - 1
     return tree, len(tokens)
 
 
@@ -123,28 +127,28 @@ def test_the_window_and_the_pool_are_those_of_the_paper(window, size, guesses):
     way to be ahead of it, and is taken back here so that both stay at the same text."""
     drafter = made(20, window=window, ngram_size=size, guesses=guesses, from_text=False)
     r = request([7])
-    drafter.propose(one(r, drafter.num_nodes))
-    sight = drafter._learnt[0]
-    sight.asked = ()
+    drafter.propose(one(r, drafter.max_nodes))
+    sight = drafter._states[0]
+    sight.pending_columns = ()
     paper = Paper(sight.window._columns, guesses)
     num_guessed = 0
     for _ in range(60):
         text = r.tokens
-        batch = one(r, drafter.num_nodes)
+        batch = one(r, drafter.max_nodes)
         tree = drafter.propose(batch)
-        pool = [tuple(path) for path in sight.pool.after(text[-1])]
+        pool = [tuple(path) for path in sight.pool.get_continuations(text[-1])]
         assert pool == list(reversed(paper.pool.get(text[-1], [])))
         for path in pool:
-            assert answered(tree, [text]).after(0, path) == said([*text, *path]), "a guess is not in the tree"
+            assert answered(tree, [text]).look_up(0, path) == said([*text, *path]), "a guess is not in the tree"
         columns = [paper.seen(text, j, size - 2)[len(text) :] for j in range(window)]
         for path in columns:
-            assert answered(tree, [text]).after(0, path) == said([*text, *path]), "a column is not in the tree"
+            assert answered(tree, [text]).look_up(0, path) == said([*text, *path]), "a column is not in the tree"
         assert tree.sizes[0] - 1 == len({tuple(p[:n]) for p in [*pool, *columns] for n in range(1, len(p) + 1)})
-        drafter.observe(batch, Commit.of([[0]], [[said(text)]], answers=answered(tree, [text])))
+        drafter.observe(batch, Commit.from_lists([[0]], [[said(text)]], target_argmax=answered(tree, [text])))
         tokens = paper.step(text)
         num_guessed += len(tokens) - 1
         r.output += tokens
-        r.computed = r.num_tokens - 1
+        r.num_computed = r.num_tokens - 1
         assert [list(column) for column in zip(*paper.levels, strict=True)] == sight.window._columns
     assert len(sight.pool) == sum(map(len, paper.pool.values()))
     assert num_guessed > 0, "no n-gram ever fitted"
@@ -152,53 +156,53 @@ def test_the_window_and_the_pool_are_those_of_the_paper(window, size, guesses):
 
 def test_a_token_of_the_window_sees_what_the_mask_of_the_paper_shows_it():
     """Level by level: ancestors of (column j, level l) are the root, level 0 up to j, and its own column up to l."""
-    window = Window(4, 3, range(100, 200))
+    window = LookaheadWindow(4, 3, range(100, 200))
     columns = window._columns
-    tree = TokenTree.of(*_drawn(window.paths(99)))
+    tree = TokenTree.from_lists(*_drawn(window.list_paths(99)))
     for j, column in enumerate(columns):
         spine = [c[0] for c in columns[1 : j + 1]]
         for level in range(1, 3):
             node = tree.token_lists[0].index(column[level])
-            assert tree.path(0, node) == [*spine, *column[1 : level + 1]]
+            assert tree.get_draft_path(0, node) == [*spine, *column[1 : level + 1]]
             assert tree.depths[0][node] == j + level, "its place in the text"
     assert tree.sizes[0] == 1 + 3 + 4 * 2
 
 
 def _drawn(paths):
-    from foredraft.drafters.base import Draft
+    from foredraft.drafters.draft import Draft
 
-    draft = Draft.merged(paths, 99)
+    draft = Draft.from_paths(paths, 99)
     return [[0, *draft.tokens]], [[-1, *draft.parents]]
 
 
 def test_n_grams_with_tokens_of_chance_are_not_kept():
-    window = Window(2, 3, [50])
+    window = LookaheadWindow(2, 3, [50])
     assert window.push(9, [1, 2]) == []
     assert window.push(8, [3, 4]) == []
     assert window.push(7, [5, 6]) == [(7, 1, 3, 5), (50, 2, 4, 6)]
     assert window.push(6, [None, 8]) == [(2, 4, 6, 8)], "a column that was not answered stays"
     assert window.push(5, [9]) == [(5, 3, 5, 9)]
-    assert window.paths(99) == [(5, 9), (4, 6, 8)]
+    assert window.list_paths(99) == [(5, 9), (4, 6, 8)]
 
 
 def test_the_pool_keeps_the_newest_of_each_token_and_no_more_than_it_may():
-    pool = Pool(guesses=2, most=5)
+    pool = NgramPool(max_per_token=2, max_ngrams=5)
     for gram in [(1, 2, 3), (1, 4, 5), (1, 2, 3), (1, 6, 7)]:
         pool.add(gram)
-    assert pool.after(1) == [(6, 7), (2, 3)]
+    assert pool.get_continuations(1) == [(6, 7), (2, 3)]
     for first in (2, 3):
         pool.add((first, 0, 0))
         pool.add((first, 1, 1))
     assert len(pool) == 5
-    assert pool.after(1) == [(6, 7)], "the oldest goes first"
+    assert pool.get_continuations(1) == [(6, 7)], "the oldest goes first"
     pool.add((4, 0, 0))
-    assert pool.after(2) == [(1, 1)], "a token that was looked up is newer than one that was not"
-    assert pool.after(1) == [(6, 7)]
-    assert pool.after(99) == []
+    assert pool.get_continuations(2) == [(1, 1)], "a token that was looked up is newer than one that was not"
+    assert pool.get_continuations(1) == [(6, 7)]
+    assert pool.get_continuations(99) == []
 
 
 def test_a_pool_of_many_random_grams_is_bounded_and_counts_right():
-    chance, pool = random.Random(0), Pool(guesses=3, most=40)
+    chance, pool = random.Random(0), NgramPool(max_per_token=3, max_ngrams=40)
     for _ in range(2000):
         pool.add((chance.randrange(30), chance.randrange(4), chance.randrange(4)))
         assert len(pool) == sum(len(rests) for rests in pool._by_first.values()) <= 40
@@ -213,18 +217,18 @@ def test_a_budget_is_shared_by_guesses_and_whole_columns(budget):
     drafter = made(guesses=5, from_text=False)
     r = request([7])
     drafter.propose(one(r, 1))
-    sight = drafter._learnt[0]
+    sight = drafter._states[0]
     sight.window._columns = [[30 + 3 * j + i for i in range(3)] for j in range(5)]
     for k in range(5):
         sight.pool.add((7, 10 + k, 11, 12))
     tree = drafter.propose(one(r, budget))
     size = tree.sizes[0] - 1
-    assert size == min(budget, drafter.num_nodes) or size + 3 > budget, "room for a column was left"
+    assert size == min(budget, drafter.max_nodes) or size + 3 > budget, "room for a column was left"
     assert size <= budget
     assert tree.token_lists[0][1] == 14, "the newest guess comes first"
-    for path in sight.asked:
-        assert answered(tree, [r.tokens]).after(0, path) is not None
-    assert abs(3 * len(sight.asked) - size / 2) <= 4 or budget > 28, "columns and guesses in equal parts"
+    for path in sight.pending_columns:
+        assert answered(tree, [r.tokens]).look_up(0, path) is not None
+    assert abs(3 * len(sight.pending_columns) - size / 2) <= 4 or budget > 28, "columns and guesses in equal parts"
 
 
 def test_no_node_is_deeper_than_the_draft_length_or_the_room():
@@ -233,10 +237,10 @@ def test_no_node_is_deeper_than_the_draft_length_or_the_room():
         for _ in range(30):
             tree, _ = step(drafter, r)
             assert max(tree.depths[0]) <= num_tokens
-            assert tree.sizes[0] - 1 <= drafter.num_nodes
+            assert tree.sizes[0] - 1 <= drafter.max_nodes
     drafter, r = made(8), request([7], max_tokens=4)
     tree = drafter.propose(one(r, 40))
-    assert max(tree.depths[0]) == r.room == 2
+    assert max(tree.depths[0]) == r.max_draft_depth == 2
     assert drafter.propose(one(request([7], slot=1, max_tokens=2), 40)).sizes == [1]
 
 
@@ -245,11 +249,11 @@ def test_num_nodes_is_what_a_full_tree_has():
         for num_tokens in (1, 2, 5, 12):
             drafter, r = made(num_tokens, from_text=False, **options), request([7])
             drafter.propose(one(r, 1))
-            sight, size = drafter._learnt[0], drafter._size
+            sight, size = drafter._states[0], drafter._ngram_size
             for k in range(drafter.config.guesses):
                 sight.pool.add((7, *range(1000 + 10 * k, 1000 + 10 * k + size - 1)))
             sight.window._columns = [[200 + 10 * j + i for i in range(size - 1)] for j in range(drafter.config.window)]
-            assert drafter.propose(one(r, 10_000)).sizes == [1 + drafter.num_nodes]
+            assert drafter.propose(one(r, 10_000)).sizes == [1 + drafter.max_nodes]
 
 
 def test_block_verification_gets_a_chain():
@@ -262,52 +266,57 @@ def test_block_verification_gets_a_chain():
 
 
 def test_answers_are_found_by_path_whatever_stands_beside_it():
-    tree = TokenTree.of([[5, 1, 2, 1, 3], [6]], [[-1, 0, 0, 0, 3], [-1]]).after([[9, 9], [7]], [[9, 5], [6]])
+    tree = TokenTree.from_lists([[5, 1, 2, 1, 3], [6]], [[-1, 0, 0, 0, 3], [-1]]).prepend_committed(
+        [[9, 9], [7]], [[9, 5], [6]]
+    )
     tokens = list(range(100, 106))
-    answers = Answers(tree, tokens)
-    assert answers.after(0, ()) == 100
-    assert answers.after(0, (2,)) == 102
-    assert answers.after(0, (1, 3)) == 104, "below the second of equal siblings"
-    assert answers.after(0, (3,)) is None
-    assert answers.after(1, ()) == 105
-    assert Answers(tree, [-1] * 6).after(0, ()) is None, "a row that is no law"
-    unscored = TokenTree.of([[5]], [[-1]]).after([[]], [[6]])
-    assert Answers(unscored, []).after(0, ()) is None
+    answers = TargetArgmax(tree, tokens)
+    assert answers.look_up(0, ()) == 100
+    assert answers.look_up(0, (2,)) == 102
+    assert answers.look_up(0, (1, 3)) == 104, "below the second of equal siblings"
+    assert answers.look_up(0, (3,)) is None
+    assert answers.look_up(1, ()) == 105
+    assert TargetArgmax(tree, [-1] * 6).look_up(0, ()) is None, "a row that is no distribution"
+    unscored = TokenTree.from_lists([[5]], [[-1]]).prepend_committed([[]], [[6]])
+    assert TargetArgmax(unscored, []).look_up(0, ()) is None
 
 
 def test_the_engine_makes_answers_for_drafters_that_want_them_and_no_others():
-    target = TableLM.random(VOCAB)
+    target = TableLM.from_seed(VOCAB)
     for wants in (True, False):
-        drafter = fakes.Scripted(lambda batch: fakes.good_draft(target.perturbed(2.0), batch))
-        drafter.wants_answers = wants
-        fakes.run(
-            fakes.engine_of(target, drafter), [fakes.transcript_of([1, 2], Sampling(max_tokens=30, temperature=0))]
+        drafter = engine_fakes.ScriptedDrafter(lambda batch: engine_fakes.draft_greedily(target.perturb(2.0), batch))
+        drafter.needs_target_argmax = wants
+        engine_fakes.run(
+            engine_fakes.make_engine(target, drafter),
+            [engine_fakes.make_transcript([1, 2], Sampling(max_tokens=30, temperature=0))],
         )
-        assert all((commit.answers is not None) == wants for commit in drafter.observed)
+        assert all((commit.target_argmax is not None) == wants for commit in drafter.observed)
         for commit in drafter.observed if wants else ():
-            tree, path = commit.answers.tree, commit.path_lists[0]
+            tree, path = commit.target_argmax.tree, commit.path_lists[0]
             if tree.roots[0] < tree.sizes[0]:
                 tokens = commit.token_lists[0][tree.roots[0] :]
                 drafted = tokens[: len(path) - tree.roots[0] - 1]
-                got = [commit.answers.after(0, drafted[:n]) for n in range(len(drafted) + 1)]
+                got = [commit.target_argmax.look_up(0, drafted[:n]) for n in range(len(drafted) + 1)]
                 assert got == tokens[: len(got)], "where a node survived the answer is what was drawn"
-                assert len(commit.answers.tokens) == tree.first_rows[-1]
+                assert len(commit.target_argmax.tokens) == tree.row_offsets[-1]
 
 
 def test_answers_that_never_come_leave_the_window_alone():
     """A step that raised, a tree of another drafter, or a host that makes no answers."""
     drafter, r = made(), request([7])
     drafter.propose(one(r, 40))
-    sight = drafter._learnt[0]
+    sight = drafter._states[0]
     before = [list(column) for column in sight.window._columns]
-    drafter.observe(one(r, 40), Commit.of([[0]], [[5]]))
+    drafter.observe(one(r, 40), Commit.from_lists([[0]], [[5]]))
     assert sight.window._columns == before
     drafter.propose(one(r, 40))
-    other = TokenTree.of([[7, 1]], [[-1, 0]])
-    drafter.observe(one(r, 40), Commit.of([[0]], [[5]], answers=Answers(other, [5, 6])))
+    other = TokenTree.from_lists([[7, 1]], [[-1, 0]])
+    drafter.observe(one(r, 40), Commit.from_lists([[0]], [[5]], target_argmax=TargetArgmax(other, [5, 6])))
     assert sight.window._columns == before
-    drafter.observe(one(r, 0), Commit.of([[0]], [[5]], answers=Answers(drafter.propose(one(r, 40)), [5] * 99)))
-    assert sight.asked == ()
+    drafter.observe(
+        one(r, 0), Commit.from_lists([[0]], [[5]], target_argmax=TargetArgmax(drafter.propose(one(r, 40)), [5] * 99))
+    )
+    assert sight.pending_columns == ()
 
 
 def test_a_slot_begins_anew_with_another_request():
@@ -338,19 +347,21 @@ def test_texts_are_guessed_by_the_window_alone():
 
 @pytest.mark.parametrize("verify", ["match", "reject"])
 def test_the_engine_keeps_the_window_through_preemption_and_steps_without_a_budget(verify):
-    llm = models_made.plain().with_drafter(
-        lookahead.create(lookahead.Config(from_text=False), Context(vocab_size=models_made.VOCAB, num_tokens=8)),
+    llm = tiny_models.plain().with_drafter(
+        lookahead.create(
+            lookahead.Config(from_text=False), DrafterContext(vocab_size=tiny_models.VOCAB, num_speculative_tokens=8)
+        ),
         verify=verify,
     )
     sampling = Sampling(max_tokens=60, temperature=0, ignore_eos=True)
-    expected = models_made.plain().generate([PROMPT, [9, 9]], sampling)
-    transcripts = llm._transcripts([PROMPT, [9, 9]], sampling)
+    expected = tiny_models.plain().generate([PROMPT, [9, 9]], sampling)
+    transcripts = llm._prepare_prompts([PROMPT, [9, 9]], sampling)
     for transcript in transcripts:
         llm.engine.add(transcript)
     count = 0
     while llm.engine.has_work:
         for transcript in transcripts:
-            transcript.request.num_drafts = (None, 0, 1, 7, None, None)[count % 6]
+            transcript.request.max_draft_tokens = (None, 0, 1, 7, None, None)[count % 6]
         llm.engine.step()
         count += 1
     assert [t.request.output for t in transcripts] == [c.token_ids for c in expected]

@@ -1,4 +1,4 @@
-"""Medusa: which state guesses which token, the layout of the heads, its trees, its laws, and what its training asks."""
+"""Medusa: the state for each token, the layout of the heads, its trees, its distributions, and its training targets."""
 
 from collections import Counter
 from dataclasses import replace
@@ -10,31 +10,31 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-import heads_made
-import models_made
-import successor_made
+import successor_model
+import tiny_heads
+import tiny_models
 from foredraft import LLM, Sampling
-from foredraft.checkpoints.base import Checkpoint, MedusaShape
-from foredraft.checkpoints.layouts import Layout
+from foredraft.checkpoints.layouts import CheckpointLayout
 from foredraft.checkpoints.read import read
+from foredraft.checkpoints.schema import Checkpoint, MedusaShape
 from foredraft.checkpoints.write import save
 from foredraft.drafters import medusa
-from foredraft.drafters.base import Context
-from foredraft.drafters.borrowed import facts
-from foredraft.drafters.medusa_heads import RANKS, Heads, MedusaHeads, outputs
-from foredraft.drafters.newest import NewestStates, Products
-from foredraft.drafters.newest_training import answers, asked
-from foredraft.drafters.training import TargetLaw, Trace
+from foredraft.drafters.head_losses import gather_targets, select_roots
+from foredraft.drafters.last_hidden_state import LastHiddenStates, LinearFactory
+from foredraft.drafters.losses import TargetLogProbs, Trace
+from foredraft.drafters.medusa_heads import NUM_RANKS, MedusaHeadRunner, MedusaHeads, make_output_function
+from foredraft.drafters.registry import DrafterContext
+from foredraft.drafters.target_access import describe_target
 from foredraft.errors import ForedraftError
-from foredraft.kernels.cpu.library import library
-from foredraft.kernels.linear import KINDS
-from foredraft.models.window import NORMED
+from foredraft.kernels.cpu.library import load_library
+from foredraft.kernels.linear import DTYPE_KINDS
+from foredraft.models.forward_batch import AFTER_FINAL_NORM
 from foredraft.request import Batch, Request
 from foredraft.tree import Commit
-from heads_made import MEDUSA
-from stats import chi_square
+from statistical_checks import chi_square
+from tiny_heads import MEDUSA
 
-V = successor_made.V
+V = successor_model.V
 GREEDY = Sampling(max_tokens=40, temperature=0)
 
 
@@ -44,13 +44,13 @@ def seer(shift: int = 0, num_heads: int = 4) -> Checkpoint:
     for h in range(num_heads):
         tensors[f"{h}.0.linear.weight"] = torch.zeros(V, V, dtype=torch.float64)
         tensors[f"{h}.0.linear.bias"] = torch.zeros(V, dtype=torch.float64)
-        tensors[f"{h}.1.weight"] = successor_made.power(h + 2 + shift)
+        tensors[f"{h}.1.weight"] = successor_model.power(h + 2 + shift)
     return Checkpoint("medusa", "made", "made", MedusaShape(V, V, num_heads), tensors)
 
 
 def drafting(checkpoint: Checkpoint, dtype: torch.dtype = torch.float64, verify: str = "match", **options: Any) -> LLM:
-    made = medusa.from_checkpoint(medusa.Config(**options), checkpoint, successor_made.context(4, dtype))
-    return successor_made.llm(dtype).with_drafter(made, verify=verify)
+    made = medusa.from_checkpoint(medusa.Config(**options), checkpoint, successor_model.context(4, dtype))
+    return successor_model.llm(dtype).with_drafter(made, verify=verify)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float32], ids=str)
@@ -86,26 +86,28 @@ def test_sampled_drafts_of_heads_that_know_the_target_are_mostly_right(verify: s
 
 def test_a_prompt_and_a_missed_step_draft_nothing() -> None:
     """A state of another position than the last but one answers another question."""
-    states = NewestStates()
+    states = LastHiddenStates()
     request = Request(slot=2, prompt=[1, 2, 3, 4], sampling=GREEDY, seed=0)
-    assert states.of(request) is None
+    assert states.get(request) is None
     features = torch.arange(8.0).view(1, 4, 2)
-    states.observe(Batch((request,), (4,), (0,)), Commit.of([[0, 1, 2, 3]], [[2, 3, 4, 9]], features=features))
-    assert states.of(request) is None  # the token after the prompt is not committed yet
-    request.output, request.computed = [9], 4
-    assert torch.equal(states.of(request), torch.tensor([6.0, 7.0]))
+    states.observe(Batch((request,), (4,), (0,)), Commit.from_lists([[0, 1, 2, 3]], [[2, 3, 4, 9]], features=features))
+    assert states.get(request) is None  # the token after the prompt is not committed yet
+    request.output, request.num_computed = [9], 4
+    assert torch.equal(states.get(request), torch.tensor([6.0, 7.0]))
     request.output = [9, 8]  # someone else's step went by
-    assert states.of(request) is None
+    assert states.get(request) is None
     request.output = [9]
-    states.observe(Batch((request,), (1,), (0,)), Commit.of([[]], [[]], features=features, failed=frozenset([0])))
-    assert states.of(request) is None
+    states.observe(
+        Batch((request,), (1,), (0,)), Commit.from_lists([[]], [[]], features=features, failed=frozenset([0]))
+    )
+    assert states.get(request) is None
 
 
 def test_forgotten_slots_hold_nothing() -> None:
-    drafter = MEDUSA.drafter(4)
-    llm = models_made.plain().with_drafter(drafter)
+    drafter = MEDUSA.make_drafter(4)
+    llm = tiny_models.plain().with_drafter(drafter)
     llm.generate([[5, 6], [7], [8]], replace(GREEDY, max_tokens=6))
-    assert not drafter._states._held
+    assert not drafter._states._states
 
 
 def random_heads(shape: MedusaShape, is_shared: bool = False) -> dict[str, Tensor]:
@@ -134,16 +136,16 @@ def formula(tensors: dict[str, Tensor], shape: MedusaShape, hidden: Tensor, head
 @pytest.mark.parametrize("kind", ["own", "shared", "target's"])
 def test_the_layout_for_drafting_has_the_numbers_of_the_formula(kind: str, num_layers: int, dtype: torch.dtype) -> None:
     """All heads' first matrices are one product, shared ones too; a slice of the wrong head is a plausible draft."""
-    if dtype in KINDS and library() is None:
+    if dtype in DTYPE_KINDS and load_library() is None:
         pytest.skip("the native kernels are not installed")
-    target = successor_made.llm(dtype).target
+    target = successor_model.llm(dtype).target
     shape = MedusaShape(V, V, 3, num_layers, has_own_head=kind != "target's")
     tensors = random_heads(shape, kind == "shared")
     hidden = torch.randn(5, V, dtype=torch.float64).to(dtype)
-    products = Products(successor_made.context(3, dtype))
-    assert products.is_native == (dtype in KINDS)
-    x = Heads(shape, tensors, 3, products)(hidden)
-    logits = outputs(shape, tensors, 3, products, target, V)(x[:, :2], 2)
+    products = LinearFactory(successor_model.context(3, dtype))
+    assert products.is_native == (dtype in DTYPE_KINDS)
+    x = MedusaHeadRunner(shape, tensors, 3, products)(hidden)
+    logits = make_output_function(shape, tensors, 3, products, target, V)(x[:, :2], 2)
     assert logits.shape == (5, 2, V)
     lm_head = target.model.get_output_embeddings().weight.double()
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 5e-2}[dtype]
@@ -165,7 +167,7 @@ def test_the_network_under_training_has_the_numbers_of_the_formula() -> None:
 
 
 def test_a_head_of_fewer_tokens_than_the_target_drafts_only_those() -> None:
-    """Its law has the target's width, with nothing where the head has no token."""
+    """Its distribution has the target's width, with nothing where the head has no token."""
     checkpoint = seer()
     tensors = {k: v[: V - 8] if k.endswith(".1.weight") else v for k, v in checkpoint.tensors.items()}
     small = replace(checkpoint, tensors=tensors, shape=replace(checkpoint.shape, vocab_size=V - 8))  # type: ignore[type-var]
@@ -178,8 +180,8 @@ def test_a_head_of_fewer_tokens_than_the_target_drafts_only_those() -> None:
 
 
 def markov() -> tuple[LLM, np.ndarray]:
-    """The successor target with other answers, and its law [x, y] of y after x."""
-    made = successor_made.model()
+    """The successor target with other answers, and its distribution [x, y] of y after x."""
+    made = successor_model.model()
     other = type(made)(made.config).double().eval()
     other.load_state_dict(made.state_dict())
     generator = torch.Generator().manual_seed(3)
@@ -195,22 +197,22 @@ def markov() -> tuple[LLM, np.ndarray]:
     ("verify", "options", "penalty"),
     [("reject", {"tree_nodes": 7}, 0.0), ("reject", {"tree_nodes": 7}, 1e-9), ("reject", {}, 1e-9), ("block", {}, 0.0)],
 )
-def test_drawn_trees_leave_the_law_of_the_target(verify: str, options: dict[str, Any], penalty: float) -> None:
-    """Children of a node drawn with one coin, or from another law than the q handed over, shift the text's law. The
-    smallest penalty takes the way that goes level by level."""
-    llm, law = markov()
+def test_drawn_trees_leave_the_distribution_of_the_target(verify: str, options: dict[str, Any], penalty: float) -> None:
+    """Siblings sampled with one uniform, or from another distribution than q, shift the distribution of texts.
+    The smallest penalty takes the way that goes level by level."""
+    llm, probs = markov()
     checkpoint = seer()
     for name, tensor in checkpoint.tensors.items():
         if name.endswith(".1.weight"):
             noise = torch.randn(V, V, generator=torch.Generator().manual_seed(len(name)), dtype=torch.float64)
             noise[8:] -= 3
             tensor.copy_(0.25 * noise)
-    context = Context(vocab_size=V, target=llm.target, num_tokens=3, dtype=torch.float64)
+    context = DrafterContext(vocab_size=V, target=llm.target, num_speculative_tokens=3, dtype=torch.float64)
     drafter = medusa.from_checkpoint(medusa.Config(**options), checkpoint, context)
     llm = llm.with_drafter(drafter, verify=verify)
     done = llm.generate([[2]] * 3000, Sampling(max_tokens=4, presence_penalty=penalty))
     after = Counter((c.token_ids[1], c.token_ids[2]) for c in done)
-    wanted = (law[2] @ law)[:, None] * law
+    wanted = (probs[2] @ probs)[:, None] * probs
     counts = np.zeros((V, V))
     for (x, y), count in after.items():
         counts[x, y] = count
@@ -226,7 +228,7 @@ def test_level_by_level_and_at_once_are_the_same_drafts(verify: str) -> None:
     for temperature in (0.0, 0.8):
         texts = []
         for penalty in (0.0, 1e-12):
-            llm = models_made.plain().with_drafter(MEDUSA.drafter(4, tree_nodes=9), verify=verify)
+            llm = tiny_models.plain().with_drafter(MEDUSA.make_drafter(4, tree_nodes=9), verify=verify)
             sampling = Sampling(max_tokens=24, temperature=temperature, presence_penalty=penalty, ignore_eos=True)
             done = llm.generate([[33], [44, 45], [9]], replace(sampling, seed=3))
             texts.append([(c.token_ids, c.stats.num_accepted, c.stats.num_drafted) for c in done])
@@ -236,10 +238,10 @@ def test_level_by_level_and_at_once_are_the_same_drafts(verify: str) -> None:
             assert [t[0] for t in texts[0]] == [t[0] for t in texts[1]]
 
 
-def test_confidence_cuts_by_laws_alone() -> None:
+def test_confidence_cuts_by_distributions_alone() -> None:
     """Under `reject` a length that depended on the tokens drawn would tell something of them."""
-    llm = models_made.plain().with_drafter(MEDUSA.drafter(4, min_confidence=0.2), verify="reject")
-    full = models_made.plain().with_drafter(MEDUSA.drafter(4), verify="reject")
+    llm = tiny_models.plain().with_drafter(MEDUSA.make_drafter(4, min_confidence=0.2), verify="reject")
+    full = tiny_models.plain().with_drafter(MEDUSA.make_drafter(4), verify="reject")
     sampling = Sampling(max_tokens=24, temperature=0.8, seed=3, ignore_eos=True)
     few, many = (sum(c.stats.num_drafted for c in x.generate([[33], [9], [50]], sampling)) for x in (llm, full))
     assert 0 < few < many
@@ -253,18 +255,18 @@ def test_confidence_cuts_by_laws_alone() -> None:
         ({"tree_nodes": 10**9}, "at most 2048"),
         ({"min_confidence": 1.0}, "min_confidence"),
         ({"tree": ((0,), (0, 0), (0, 0, 0), (0, 0, 0, 0), (0, 0, 0, 0, 0))}, "deeper than there are heads"),
-        ({"tree": tuple((i,) for i in range(RANKS + 1))}, "ranks lie in 0..9"),
+        ({"tree": tuple((i,) for i in range(NUM_RANKS + 1))}, "ranks lie in 0..9"),
         ({"quantization": "int3"}, "unknown quantization"),
     ],
 )
 def test_options_that_make_no_draft_are_refused(options: dict[str, Any], why: str) -> None:
     with pytest.raises(ForedraftError, match=why):
-        medusa.from_checkpoint(medusa.Config(**options), seer(), successor_made.context(4))
+        medusa.from_checkpoint(medusa.Config(**options), seer(), successor_model.context(4))
 
 
 def test_more_tokens_than_heads_are_as_many_as_heads() -> None:
-    drafter = medusa.from_checkpoint(medusa.Config(), seer(num_heads=2), successor_made.context(8))
-    assert drafter.num_nodes == 2
+    drafter = medusa.from_checkpoint(medusa.Config(), seer(num_heads=2), successor_model.context(8))
+    assert drafter.max_nodes == 2
 
 
 def some_trace(length: int = 9) -> Trace:
@@ -272,7 +274,7 @@ def some_trace(length: int = 9) -> Trace:
     tokens = torch.randint(0, V, (3, length + 1), generator=generator)
     mask = torch.rand(3, length + 1, generator=generator) < 0.8
     logits = torch.randn(3, length, V, generator=generator, dtype=torch.float64)
-    return Trace(tokens, torch.randn(3, length, V, generator=generator), TargetLaw.of(logits), mask)
+    return Trace(tokens, torch.randn(3, length, V, generator=generator), TargetLogProbs.from_logits(logits), mask)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4, 9, 10])
@@ -283,49 +285,49 @@ def test_training_asks_each_state_for_the_token_its_draft_would_hold(depth: int)
         (b, i) for b in range(3) for i in range(9)
         if i + 1 + depth <= 9 and all(trace.mask[b, j] for j in range(i + 1, i + 2 + depth))
     ]  # fmt: skip
-    rows = asked(trace, depth)
+    rows = select_roots(trace, depth)
     assert list(zip(*(x.tolist() for x in rows), strict=True)) == wanted
-    law, tokens = answers(trace, rows, depth)
+    log_probs, tokens = gather_targets(trace, rows, depth)
     for row, (b, i) in enumerate(wanted):
         assert tokens[row] == trace.tokens[b, i + 1 + depth]
-        assert torch.equal(law.logprobs[row], trace.law.logprobs[b, i + depth])
+        assert torch.equal(log_probs.logprobs[row], trace.target_log_probs.logprobs[b, i + depth])
 
 
 @pytest.mark.parametrize("loss", ["ce", "kl", "lk"])
 def test_heads_that_know_the_target_have_no_loss_to_speak_of(loss: str) -> None:
     """The same alignment from the other side: on the successor target's own text, exact heads are all but perfect and
     shifted ones hopeless."""
-    target = successor_made.llm().target
+    target = successor_model.llm().target
     start = torch.arange(6)
-    tokens = (start[:, None] + successor_made.STRIDE * torch.arange(13)) % V
+    tokens = (start[:, None] + successor_model.STRIDE * torch.arange(13)) % V
     states = F.one_hot(tokens[:, :-1], V).double() * V**0.5
-    logits = 3 * states @ successor_made.power(1).T
-    trace = Trace(tokens, states.float(), TargetLaw.of(logits), torch.ones_like(tokens, dtype=torch.bool))
+    logits = 3 * states @ successor_model.power(1).T
+    trace = Trace(tokens, states.float(), TargetLogProbs.from_logits(logits), torch.ones_like(tokens, dtype=torch.bool))
     found = []
     for shift in (0, 1):
-        trainee = medusa.trainee(medusa.TrainConfig(loss=loss), target, seer(shift))
+        trainee = medusa.create_trainee(medusa.TrainConfig(loss=loss), target, seer(shift))
         for name, parameter in trainee.network.named_parameters():
             parameter.data *= 3 if name.endswith(".1.weight") else 1
-        found.append(trainee.loss(trace))
+        found.append(trainee.compute_loss(trace))
         trainee.finish([trace])
         assert [row[0] for row in trainee.accuracies] == [1.0 - shift] * 4
     assert found[0].total < 1e-3
     assert found[1].total > 0.9
-    assert set(found[0].parts) == {"loss_1", "loss_2", "loss_3", "loss_4"}
+    assert set(found[0].components) == {"loss_1", "loss_2", "loss_3", "loss_4"}
 
 
 def test_new_heads_begin_as_the_targets_own_and_learn_alone() -> None:
-    target = models_made.plain().target
-    trainee = medusa.trainee(medusa.TrainConfig(heads=2), target)
+    target = tiny_models.plain().target
+    trainee = medusa.create_trainee(medusa.TrainConfig(heads=2), target)
     hidden = torch.randn(3, target.hidden_size)
     wanted = hidden.double() @ target.model.lm_head.weight.T
-    assert torch.allclose(trainee.logits(1, hidden).double(), wanted, atol=1e-4)
+    assert torch.allclose(trainee.compute_logits(1, hidden).double(), wanted, atol=1e-4)
     before = target.model.lm_head.weight.clone()
     optimizer = torch.optim.SGD(trainee.network.parameters(), 0.1)
-    first = trainee.loss(heads_made.trace(models_made.plain(), (NORMED,)))
+    first = trainee.compute_loss(tiny_heads.make_trace(tiny_models.plain(), (AFTER_FINAL_NORM,)))
     first.total.backward()
     optimizer.step()
-    assert trainee.loss(heads_made.trace(models_made.plain(), (NORMED,))).total < first.total
+    assert trainee.compute_loss(tiny_heads.make_trace(tiny_models.plain(), (AFTER_FINAL_NORM,))).total < first.total
     assert torch.equal(before, target.model.lm_head.weight)
     assert target.model.lm_head.weight.grad is None
 
@@ -333,24 +335,24 @@ def test_new_heads_begin_as_the_targets_own_and_learn_alone() -> None:
 def test_large_logits_are_made_twice_and_learn_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     gradients = []
     for kept in (1 << 26, 1):
-        monkeypatch.setattr("foredraft.drafters.newest_training.KEPT_LOGITS", kept)
-        trainee = medusa.trainee(medusa.TrainConfig(heads=2), models_made.plain().target)
-        trainee.loss(heads_made.trace(models_made.plain(), (NORMED,))).total.backward()
+        monkeypatch.setattr("foredraft.drafters.head_losses.MAX_STORED_LOGITS", kept)
+        trainee = medusa.create_trainee(medusa.TrainConfig(heads=2), tiny_models.plain().target)
+        trainee.compute_loss(tiny_heads.make_trace(tiny_models.plain(), (AFTER_FINAL_NORM,))).total.backward()
         gradients.append([p.grad for p in trainee.network.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
 @pytest.mark.parametrize("own_head", [True, False])
 def test_trained_heads_are_read_back_with_their_accuracies(own_head: bool, tmp_path: Any) -> None:
-    target = models_made.plain().target
-    trainee = medusa.trainee(medusa.TrainConfig(heads=3, own_head=own_head), target)
-    trainee.finish([heads_made.trace(models_made.plain(), (NORMED,))])
-    tensors, config = trainee.published()
+    target = tiny_models.plain().target
+    trainee = medusa.create_trainee(medusa.TrainConfig(heads=3, own_head=own_head), target)
+    trainee.finish([tiny_heads.make_trace(tiny_models.plain(), (AFTER_FINAL_NORM,))])
+    tensors, config = trainee.to_checkpoint()
     assert config["medusa_num_heads"] == 3
-    save(tmp_path, Layout("medusa", tensors, config))
-    llm = models_made.plain().with_drafter({"method": "medusa", "model": str(tmp_path), "tree_nodes": 5})
-    assert llm.engine.drafter.num_nodes == 5
-    loaded = read(str(tmp_path), facts(target), "medusa")
+    save(tmp_path, CheckpointLayout("medusa", tensors, config))
+    llm = tiny_models.plain().with_drafter({"method": "medusa", "model": str(tmp_path), "tree_nodes": 5})
+    assert llm.engine.drafter.max_nodes == 5
+    loaded = read(str(tmp_path), describe_target(target), "medusa")
     assert loaded.shape.num_heads == 3
     assert loaded.shape.has_own_head == own_head
     for row, measured in zip(loaded.shape.accuracies, trainee.accuracies, strict=True):
@@ -369,4 +371,4 @@ def test_trained_heads_are_read_back_with_their_accuracies(own_head: bool, tmp_p
 )
 def test_training_options_that_make_no_sense_are_refused(options: dict[str, Any], why: str) -> None:
     with pytest.raises(ForedraftError, match=why):
-        medusa.trainee(medusa.TrainConfig(**options), models_made.plain().target)
+        medusa.create_trainee(medusa.TrainConfig(**options), tiny_models.plain().target)

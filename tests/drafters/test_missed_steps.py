@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
-import models_made
+import tiny_models
 from foredraft import Completion, Sampling
-from foredraft.drafters.base import Drafter
+from foredraft.drafters.interface import Drafter
 from foredraft.llm import LLM
-from methods_made import EACH, MADE
+from method_cases import EACH_CASE, METHOD_CASES
 
 PROMPTS = [[33], [50] * 5, [61, 62, 63, 64, 61, 62]]
 GREEDY = Sampling(max_tokens=14, temperature=0, ignore_eos=True)
 SAMPLED = Sampling(max_tokens=14, temperature=0.6, top_p=0.9, seed=11, ignore_eos=True)
 ON_STATES = [
     name
-    for name in MADE
+    for name in METHOD_CASES
     if name.split(",")[0] in ("eagle", "eagle3", "chimera", "medusa", "mlp_speculator", "blockwise", "hydra")
 ]
 
@@ -43,8 +43,8 @@ class FailsAt:
 
 
 def drafting(name: str) -> tuple[LLM, Drafter]:
-    made = MADE[name].make(4)
-    return models_made.plain().with_drafter(made, verify="match"), made
+    made = METHOD_CASES[name].make(4)
+    return tiny_models.plain().with_drafter(made, verify="match"), made
 
 
 def ids(done: list[Completion]) -> list[list[int]]:
@@ -53,11 +53,11 @@ def ids(done: list[Completion]) -> list[list[int]]:
 
 @cache
 def plain(is_greedy: bool) -> list[list[int]]:
-    return ids(models_made.plain().generate(PROMPTS, GREEDY if is_greedy else SAMPLED))
+    return ids(tiny_models.plain().generate(PROMPTS, GREEDY if is_greedy else SAMPLED))
 
 
 @pytest.mark.parametrize(("verb", "is_late"), [("propose", False), ("propose", True), ("observe", False)])
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", EACH_CASE)
 def test_one_failed_call_changes_no_text(name: str, verb: str, is_late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     llm, made = drafting(name)
     monkeypatch.setattr(made, verb, FailsAt(getattr(made, verb), 3, is_late))
@@ -68,7 +68,7 @@ def test_one_failed_call_changes_no_text(name: str, verb: str, is_late: bool, mo
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in MADE if name.split(",")[0] in ("eagle", "eagle3", "chimera", "draft_model")]
+    "name", [name for name in METHOD_CASES if name.split(",")[0] in ("eagle", "eagle3", "chimera", "draft_model")]
 )
 def test_a_pass_that_fails_while_a_draft_grows_changes_no_text(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Part of the draft's memory is written, and the step is verified without it."""
@@ -105,17 +105,17 @@ def test_a_text_whose_step_was_missed_is_drafted_for_no_more_or_from_true_states
     assert (sum(sizes[4:]) == 0) == has_memory
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", EACH_CASE)
 def test_steps_without_a_draft_leave_what_the_next_draft_needs(name: str) -> None:
     """`num_drafts` = 0 for a while: a draft afterwards is the one that would have been made anyway."""
     llm, _ = drafting(name)
-    transcripts = llm._transcripts(list(PROMPTS), GREEDY)
+    transcripts = llm._prepare_prompts(list(PROMPTS), GREEDY)
     for transcript in transcripts:
         llm.engine.add(transcript)
     accepted = step = 0
     while llm.engine.has_work:
         for transcript in transcripts:
-            transcript.request.num_drafts = 0 if step % 5 in (1, 2, 3) else None
+            transcript.request.max_draft_tokens = 0 if step % 5 in (1, 2, 3) else None
         llm.engine.step()
         step += 1
         accepted = sum(t.num_accepted for t in transcripts)

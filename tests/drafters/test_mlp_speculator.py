@@ -8,30 +8,30 @@ import pytest
 import torch
 from torch import Tensor
 
-import heads_made
-import models_made
-import successor_made
+import successor_model
+import tiny_heads
+import tiny_models
 from foredraft import LLM, Sampling
-from foredraft.checkpoints.base import Checkpoint, SpeculatorShape
-from foredraft.checkpoints.layouts import Layout
+from foredraft.checkpoints.layouts import CheckpointLayout
 from foredraft.checkpoints.read import read
+from foredraft.checkpoints.schema import Checkpoint, MlpSpeculatorShape
 from foredraft.checkpoints.write import save
 from foredraft.drafters import mlp_speculator
-from foredraft.drafters.base import Draft
-from foredraft.drafters.borrowed import facts
-from foredraft.drafters.growth import Growth
-from foredraft.drafters.mlp_network import MLPSpeculator, Steps
-from foredraft.drafters.newest import Products
-from foredraft.drafters.stepped import Branch, drafted
-from foredraft.drafters.training import draft_loss
+from foredraft.drafters.draft import Draft
+from foredraft.drafters.last_hidden_state import LinearFactory
+from foredraft.drafters.losses import compute_draft_loss
+from foredraft.drafters.mlp_network import MLPSpeculator, MLPStepRunner
+from foredraft.drafters.step_drafter import StepBranch, draft_branches
+from foredraft.drafters.target_access import describe_target
+from foredraft.drafters.tree_builder import TreeBuilder
 from foredraft.errors import ForedraftError
-from foredraft.kernels.cpu.library import library
-from foredraft.kernels.linear import KINDS
-from foredraft.models.window import NORMED
+from foredraft.kernels.cpu.library import load_library
+from foredraft.kernels.linear import DTYPE_KINDS
+from foredraft.models.forward_batch import AFTER_FINAL_NORM
 from foredraft.request import Request
-from heads_made import SPECULATOR
+from tiny_heads import SPECULATOR
 
-V = successor_made.V
+V = successor_model.V
 GREEDY = Sampling(max_tokens=41, temperature=0)
 
 
@@ -45,8 +45,8 @@ def seer(kind: str, shift: int = 0, steps: int = 4) -> Checkpoint:
         tensors[f"proj.{i}.weight"] = one if kind == "state" else zero
         tensors[f"ln.{i}.weight"] = torch.ones(V, dtype=torch.float64)
         tensors[f"ln.{i}.bias"] = torch.zeros(V, dtype=torch.float64)
-        tensors[f"head.{i}.weight"] = successor_made.power((1 if kind == "tokens" else i + 2) + shift)
-    shape = SpeculatorShape(V, V, V, steps, branching=(2, 2, 1, 1)[:steps])
+        tensors[f"head.{i}.weight"] = successor_model.power((1 if kind == "tokens" else i + 2) + shift)
+    shape = MlpSpeculatorShape(V, V, V, steps, branching=(2, 2, 1, 1)[:steps])
     return Checkpoint("mlp_speculator", "made", "made", shape, tensors)
 
 
@@ -58,8 +58,8 @@ def drafting(
     **options: Any,
 ) -> LLM:
     config = mlp_speculator.Config(**options)
-    made = mlp_speculator.from_checkpoint(config, checkpoint, successor_made.context(num_tokens, dtype))
-    return successor_made.llm(dtype).with_drafter(made, verify=verify)
+    made = mlp_speculator.from_checkpoint(config, checkpoint, successor_model.context(num_tokens, dtype))
+    return successor_model.llm(dtype).with_drafter(made, verify=verify)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float32], ids=str)
@@ -94,7 +94,7 @@ def test_sampled_drafts_of_a_speculator_that_knows_are_mostly_right(options: dic
     assert llm.engine.drafter.num_failures == 0
 
 
-def random_speculator(shape: SpeculatorShape) -> dict[str, Tensor]:
+def random_speculator(shape: MlpSpeculatorShape) -> dict[str, Tensor]:
     torch.manual_seed(4)
     network = MLPSpeculator(shape).double()
     for name, parameter in network.named_parameters():
@@ -103,7 +103,7 @@ def random_speculator(shape: SpeculatorShape) -> dict[str, Tensor]:
 
 
 def formula(
-    tensors: dict[str, Tensor], shape: SpeculatorShape, hidden: Tensor, tokens: list[list[int]]
+    tensors: dict[str, Tensor], shape: MlpSpeculatorShape, hidden: Tensor, tokens: list[list[int]]
 ) -> list[Tensor]:
     """Logits after each of the tokens [step][row], written out from the paper."""
 
@@ -125,7 +125,7 @@ def formula(
 
 
 SHAPES = [
-    SpeculatorShape(V, inner, V, 3, is_tied, scales_input)
+    MlpSpeculatorShape(V, inner, V, 3, is_tied, scales_input)
     for inner in (V, 32)
     for is_tied in (False, True)
     for scales_input in (False, True)
@@ -134,17 +134,17 @@ SHAPES = [
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s.inner}-{s.is_tied}-{s.scales_input}")
-def test_steps_and_network_have_the_numbers_of_the_formula(shape: SpeculatorShape, dtype: torch.dtype) -> None:
+def test_steps_and_network_have_the_numbers_of_the_formula(shape: MlpSpeculatorShape, dtype: torch.dtype) -> None:
     """The state's share, the norm's epsilon, the tied index of each matrix: any of them off is a plausible draft."""
-    if dtype in KINDS and library() is None:
+    if dtype in DTYPE_KINDS and load_library() is None:
         pytest.skip("the native kernels are not installed")
     tensors = random_speculator(shape)
     hidden = (3 * torch.randn(4, V, dtype=torch.float64)).to(dtype)
     tokens = [[3, 9, 1, 7], [9, 9, 40, 2], [0, 5, 5, 47]]
     wanted = formula(tensors, shape, hidden.double(), tokens)
-    products = Products(successor_made.context(3, dtype))
-    assert products.is_native == (dtype in KINDS)
-    steps, network = Steps(shape, tensors, 3, products, V), MLPSpeculator(shape).double()
+    products = LinearFactory(successor_model.context(3, dtype))
+    assert products.is_native == (dtype in DTYPE_KINDS)
+    steps, network = MLPStepRunner(shape, tensors, 3, products, V), MLPSpeculator(shape).double()
     network.load_state_dict(tensors)
     states, trained = steps.begin(hidden), network.begin(hidden.double())
     assert states.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
@@ -153,24 +153,24 @@ def test_steps_and_network_have_the_numbers_of_the_formula(shape: SpeculatorShap
         states, logits = steps(i, states, token)
         assert (logits.double() - wanted[i]).norm() <= tolerance * wanted[i].norm()
         trained = network(i, trained, torch.tensor(token))
-        assert torch.allclose(network.logits(i, trained), wanted[i], atol=1e-10)
+        assert torch.allclose(network.compute_logits(i, trained), wanted[i], atol=1e-10)
 
 
 def test_tied_steps_are_held_once() -> None:
-    names = set(MLPSpeculator(SpeculatorShape(8, 8, 11, 4, is_tied=True)).state_dict())
+    names = set(MLPSpeculator(MlpSpeculatorShape(8, 8, 11, 4, is_tied=True)).state_dict())
     assert names == {
         "emb.0.weight", "proj.0.weight", "proj.1.weight", "ln.0.weight", "ln.0.bias", "head.0.weight",
     }  # fmt: skip
-    assert len(MLPSpeculator(SpeculatorShape(8, 8, 11, 4)).state_dict()) == 5 * 4
+    assert len(MLPSpeculator(MlpSpeculatorShape(8, 8, 11, 4)).state_dict()) == 5 * 4
 
 
 def test_weights_use_the_steps_that_were_trained_not_those_that_are_drafted() -> None:
     """A draft of two steps from a speculator of four is the beginning of one of four (some servers deviate)."""
-    shape = SpeculatorShape(V, V, V, 4)
+    shape = MlpSpeculatorShape(V, V, V, 4)
     tensors = random_speculator(shape)
     hidden = torch.randn(2, V, dtype=torch.float64)
     wanted = formula(tensors, shape, hidden, [[1, 2], [3, 4]])
-    steps = Steps(shape, tensors, 2, Products(successor_made.context(2)), V)
+    steps = MLPStepRunner(shape, tensors, 2, LinearFactory(successor_model.context(2)), V)
     states, logits = steps(0, steps.begin(hidden), [1, 2])
     assert torch.allclose(logits, wanted[0], atol=1e-10)
     assert torch.allclose(steps(1, states, [3, 4])[1], wanted[1], atol=1e-10)
@@ -180,22 +180,22 @@ def test_weights_use_the_steps_that_were_trained_not_those_that_are_drafted() ->
 def test_every_node_of_a_tree_goes_on_from_its_own_state(options: dict[str, Any]) -> None:
     """Guards against states that belong to a sibling, or to another request: each node's children have to be the
     likeliest after its own path, computed on its own."""
-    checkpoint = SPECULATOR.checkpoint(models_made.plain())
+    checkpoint = SPECULATOR.get_checkpoint(tiny_models.plain())
     tensors = {name: tensor.double() for name, tensor in checkpoint.tensors.items()}
-    drafter = SPECULATOR.drafter(3, **options)
-    llm = models_made.plain().with_drafter(drafter)
+    drafter = SPECULATOR.make_drafter(3, **options)
+    llm = tiny_models.plain().with_drafter(drafter)
     seen: list[tuple[Tensor, list[int], list[int]]] = []
     propose = drafter.propose
 
     def spy(batch: Any) -> Any:
         tree = propose(batch)
-        for b in batch.drafting():
-            state = drafter._states.of(batch.requests[b])
+        for b in batch.find_drafting():
+            state = drafter._states.get(batch.requests[b])
             if state is not None and tree.sizes[b] > 1:
                 for node, below in enumerate(tree.children[b]):
                     if below:
                         children = [tree.token_lists[b][child] for child in below]
-                        seen.append((state, [batch.root(b), *tree.path(b, node)], children))
+                        seen.append((state, [batch.get_root_token(b), *tree.get_draft_path(b, node)], children))
         return tree
 
     drafter.propose = spy  # type: ignore[method-assign]
@@ -210,7 +210,7 @@ def test_chains_taken_the_short_way_are_those_of_the_long_one() -> None:
     """Greedy chains do not go through the growth of trees; a threshold that cuts nothing makes them."""
     texts = []
     for options in ({}, {"min_confidence": 1e-12}):
-        llm = models_made.plain().with_drafter(SPECULATOR.drafter(4, **options))
+        llm = tiny_models.plain().with_drafter(SPECULATOR.make_drafter(4, **options))
         done = llm.generate([[33], [44, 45], [9]], replace(GREEDY, max_tokens=24, ignore_eos=True))
         texts.append([(c.token_ids, c.stats.num_accepted) for c in done])
     assert texts[0] == texts[1]
@@ -218,9 +218,9 @@ def test_chains_taken_the_short_way_are_those_of_the_long_one() -> None:
 
 def test_no_draft_is_deeper_than_the_steps_that_were_trained() -> None:
     drafter = mlp_speculator.from_checkpoint(
-        mlp_speculator.Config(), seer("tokens", steps=2), successor_made.context(8)
+        mlp_speculator.Config(), seer("tokens", steps=2), successor_model.context(8)
     )
-    assert drafter.num_nodes == 2
+    assert drafter.max_nodes == 2
 
 
 @pytest.mark.parametrize(
@@ -249,14 +249,14 @@ def test_a_published_tree_that_is_not_there_is_refused() -> None:
 @pytest.mark.parametrize("loss", ["ce", "kl", "tv"])
 def test_training_runs_every_position_as_drafting_would(loss: str) -> None:
     """Vectorised over positions that drop out one by one; here position by position, from the formula."""
-    trace = heads_made.trace(models_made.plain(), (NORMED,))
+    trace = tiny_heads.make_trace(tiny_models.plain(), (AFTER_FINAL_NORM,))
     trace = replace(
         trace, mask=trace.mask & (torch.rand(trace.mask.shape, generator=torch.Generator().manual_seed(1)) < 0.7)
     )
-    target = models_made.plain().target
+    target = tiny_models.plain().target
     config = mlp_speculator.TrainConfig(loss=loss, n_predict=3, inner=24, tied=False, decay=0.5)
-    trainee = mlp_speculator.trainee(config, target)
-    found = trainee.loss(trace)
+    trainee = mlp_speculator.create_trainee(config, target)
+    found = trainee.compute_loss(trace)
     shape, tensors = trainee.network.shape, {k: v.double() for k, v in trainee.network.state_dict().items()}
     losses: list[list[Tensor]] = [[], [], []]
     num_rows, length = trace.features.shape[:2]
@@ -268,17 +268,20 @@ def test_training_runs_every_position_as_drafting_would(loss: str) -> None:
             read = [[int(trace.tokens[b, i + 1 + d])] for d in range(depth)]
             logits = formula(tensors, shape, trace.features[b, i][None].double(), read)
             for d in range(depth):
-                law, token = trace.law.at((b, slice(i + 1 + d, i + 2 + d))), trace.tokens[b, i + 2 + d]
-                losses[d].append(draft_loss(loss, logits[d], law, token[None]).mean())
+                log_probs, token = (
+                    trace.target_log_probs.select((b, slice(i + 1 + d, i + 2 + d))),
+                    trace.tokens[b, i + 2 + d],
+                )
+                losses[d].append(compute_draft_loss(loss, logits[d], log_probs, token[None]).mean())
     means = [torch.stack(x).mean() for x in losses]
     wanted = sum(0.5**d * x for d, x in enumerate(means)) / 1.75
     assert float(found.total.detach()) == pytest.approx(float(wanted), rel=1e-4)
     for d, mean in enumerate(means):
-        assert found.parts[f"loss_{d + 1}"] == pytest.approx(float(mean), rel=1e-4)
+        assert found.components[f"loss_{d + 1}"] == pytest.approx(float(mean), rel=1e-4)
 
 
 def suffixes_of_the_authors(
-    tensors: dict[str, Tensor], shape: SpeculatorShape, hidden: Tensor, root: int
+    tensors: dict[str, Tensor], shape: MlpSpeculatorShape, hidden: Tensor, root: int
 ) -> set[tuple[int, ...]]:
     """`generate_suffixes`: every node gets its step's top_k children, and the n likeliest of the leaves are kept, each
     with the path to it."""
@@ -300,23 +303,23 @@ def test_the_published_tree_holds_the_whole_paths_that_its_authors_verify(
     branching: tuple[int, ...], candidates: int
 ) -> None:
     """Guards the whole of the tree, which is eight times as many nodes to verify."""
-    shape = SpeculatorShape(V, 24, V, len(branching), branching=branching, candidates=candidates)
+    shape = MlpSpeculatorShape(V, 24, V, len(branching), branching=branching, candidates=candidates)
     tensors = random_speculator(shape)
-    context = successor_made.context(4, torch.float64)
-    steps = Steps(shape, tensors, len(branching), Products(context), V)
-    plan = mlp_speculator.Config(branching="published").plan(4, shape)
+    context = successor_model.context(4, torch.float64)
+    steps = MLPStepRunner(shape, tensors, len(branching), LinearFactory(context), V)
+    plan = mlp_speculator.Config(branching="published").to_tree_spec(4, shape)
     for seed in range(5):
         hidden = torch.randn(V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         request = Request(slot=0, prompt=[1, 2, 3 + seed], sampling=GREEDY, seed=5, verify="match")
-        [draft] = drafted(steps, [Branch(0, Growth(request, plan.cut(9, 99, False)), hidden)], V)
+        [draft] = draft_branches(steps, [StepBranch(0, TreeBuilder(request, plan.restrict(9, 99, False)), hidden)], V)
         assert paths_of(draft) == suffixes_of_the_authors(tensors, shape, hidden, 3 + seed)
-        [less] = drafted(steps, [Branch(0, Growth(request, plan.cut(9, 7, False)), hidden)], V)
+        [less] = draft_branches(steps, [StepBranch(0, TreeBuilder(request, plan.restrict(9, 7, False)), hidden)], V)
         assert paths_of(less) < paths_of(draft)
         assert 3 < len(less.tokens) <= 7
         sampled = Request(slot=0, prompt=[1, 2], sampling=Sampling(max_tokens=9), seed=5, verify="reject")
-        [drawn] = drafted(steps, [Branch(0, Growth(sampled, plan.cut(9, 99, False)), hidden)], V)
+        [drawn] = draft_branches(steps, [StepBranch(0, TreeBuilder(sampled, plan.restrict(9, 99, False)), hidden)], V)
         assert drawn.q is not None
-        assert len(drawn.tokens) == plan.nodes == candidates * len(branching)
+        assert len(drawn.tokens) == plan.max_nodes == candidates * len(branching)
 
 
 def paths_of(draft: Draft) -> set[tuple[int, ...]]:
@@ -328,15 +331,15 @@ def paths_of(draft: Draft) -> set[tuple[int, ...]]:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_trained_speculator_is_read_back(tied: bool, tmp_path: Any) -> None:
-    target = models_made.plain().target
-    trainee = mlp_speculator.trainee(mlp_speculator.TrainConfig(n_predict=3, inner=24, tied=tied), target)
-    tensors, config = trainee.published()
+    target = tiny_models.plain().target
+    trainee = mlp_speculator.create_trainee(mlp_speculator.TrainConfig(n_predict=3, inner=24, tied=tied), target)
+    tensors, config = trainee.to_checkpoint()
     assert (config["n_predict"], config["inner_dim"], config["tie_weights"]) == (3, 24, tied)
-    save(tmp_path, Layout("mlp_speculator", tensors, config))
+    save(tmp_path, CheckpointLayout("mlp_speculator", tensors, config))
     options = {"method": "mlp_speculator", "model": str(tmp_path), "branching": "published"}
-    llm = models_made.plain().with_drafter(options)
-    assert llm.engine.drafter.num_nodes == 5 * 3
-    loaded = read(str(tmp_path), facts(target), "mlp_speculator")
+    llm = tiny_models.plain().with_drafter(options)
+    assert llm.engine.drafter.max_nodes == 5 * 3
+    loaded = read(str(tmp_path), describe_target(target), "mlp_speculator")
     assert loaded.shape == replace(trainee.network.shape, branching=(4, 3, 2), candidates=5)
     assert all(torch.equal(loaded.tensors[name.removeprefix("speculator.")], t) for name, t in tensors.items())
 
@@ -347,4 +350,4 @@ def test_a_trained_speculator_is_read_back(tied: bool, tmp_path: Any) -> None:
 )
 def test_training_options_that_make_no_sense_are_refused(options: dict[str, Any], why: str) -> None:
     with pytest.raises(ForedraftError, match=why):
-        mlp_speculator.trainee(mlp_speculator.TrainConfig(**options), models_made.plain().target)
+        mlp_speculator.create_trainee(mlp_speculator.TrainConfig(**options), tiny_models.plain().target)

@@ -5,27 +5,27 @@ import random
 import pytest
 
 from foredraft.drafters import ngram
-from foredraft.drafters.base import Context
+from foredraft.drafters.registry import DrafterContext
 from foredraft.errors import ForedraftError
 from foredraft.request import Batch, Request
-from foredraft.sampling import Sampling
+from foredraft.sampling.params import Sampling
 
 
 def made(num_tokens=5, **options):
-    return ngram.create(ngram.Config(**options), Context(vocab_size=50, num_tokens=num_tokens))
+    return ngram.create(ngram.Config(**options), DrafterContext(vocab_size=50, num_speculative_tokens=num_tokens))
 
 
 def request(tokens, slot=0, **more):
     """A request about to draw the token after `tokens`, of which the last three are output."""
     made = Request(slot, list(tokens[:-3]), Sampling(max_tokens=more.pop("max_tokens", 100)), seed=1, **more)
     made.output = list(tokens[-3:])
-    made.computed = made.num_tokens - 1
+    made.num_computed = made.num_tokens - 1
     return made
 
 
 def proposed(drafter, *requests, budget=None):
     """[b] -> (tokens, parents) below the root."""
-    budget = drafter.num_nodes if budget is None else budget
+    budget = drafter.max_nodes if budget is None else budget
     tree = drafter.propose(Batch(requests, (1,) * len(requests), (budget,) * len(requests)))
     assert [row[0] for row in tree.token_lists] == [r.tokens[-1] for r in requests]
     assert tree.q is None
@@ -53,9 +53,9 @@ def learnt(tokens, config):
         if places:
             first, latest = tokens[places[0]] == token, tokens[places[-1]] == token
             share = right.get(n, 0.5)
-            right[n] = share + ngram.LEARNING * ((first if lead > ngram.MARGIN else latest) - share)
-            lead = lead if first == latest else ngram.FADE * lead + first - latest
-    return lead > ngram.MARGIN, right
+            right[n] = share + ngram.ACCURACY_UPDATE_RATE * ((first if lead > ngram.MIN_LEAD else latest) - share)
+            lead = lead if first == latest else ngram.LEAD_DECAY * lead + first - latest
+    return lead > ngram.MIN_LEAD, right
 
 
 def brute_force(tokens, config, length):
@@ -65,7 +65,7 @@ def brute_force(tokens, config, length):
         order = range(n, len(tokens)) if takes_first else range(len(tokens) - 1, n - 1, -1)
         for place in order:
             if n <= len(tokens) and tokens[place - n : place] == tokens[-n:]:
-                is_trusted = n == config.prompt_lookup_max or right.get(n, 0.5) > ngram.TRUSTED
+                is_trusted = n == config.prompt_lookup_max or right.get(n, 0.5) > ngram.MIN_ACCURACY
                 bound = length if is_trusted else min(length, n * config.tokens_per_match)
                 grown = list(tokens)
                 for i in range(bound):
@@ -137,18 +137,18 @@ def test_equal_continuations_count_as_one_branch():
 @pytest.mark.parametrize("budget", [0, 1, 2, 4, 15])
 def test_budget_and_room_are_kept(branches, budget):
     drafter = made(5, branches=branches)
-    assert drafter.num_nodes == 5 * branches
+    assert drafter.max_nodes == 5 * branches
     rng = random.Random(0)
     for slot in range(30):
         one = request([rng.randrange(4) for _ in range(40)], slot, max_tokens=5 + slot % 6)
         ((tokens, parents),) = proposed(drafter, one, budget=budget)
-        assert len(tokens) <= min(budget, drafter.num_nodes)
+        assert len(tokens) <= min(budget, drafter.max_nodes)
         assert all(0 <= parent <= node for node, parent in enumerate(parents))
         assert len(set(zip(parents, tokens, strict=True))) == len(tokens)  # no sibling twice
         depths = [0]
         for parent in parents:
             depths.append(depths[parent] + 1)
-        assert max(depths) <= one.room
+        assert max(depths) <= one.max_draft_depth
 
 
 @pytest.mark.parametrize("vocab_size", [2, 6])
@@ -161,7 +161,7 @@ def test_an_index_grown_step_by_step_finds_what_a_search_of_the_whole_text_finds
         if step % 5 != 3:  # it may be left out of a step
             assert drafted(drafter, one) == [brute_force(one.tokens, config, 6)]
         one.output += [rng.randrange(vocab_size) for _ in range(rng.randrange(1, 5))]
-        one.computed = one.num_tokens - 1
+        one.num_computed = one.num_tokens - 1
 
 
 def test_a_reused_slot_knows_nothing_of_the_former_request():

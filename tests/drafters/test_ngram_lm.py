@@ -1,4 +1,4 @@
-"""The n-gram drafter: its tokens come from the law it reports, the noise of the target, and this request alone."""
+"""The n-gram drafter: its tokens depend on the distribution it reports, the noise of the target, and this request."""
 
 from dataclasses import replace
 
@@ -6,15 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from foredraft import noise
 from foredraft.drafters import ngram_lm
-from foredraft.drafters.base import Context, draft_key
+from foredraft.drafters.draft import draft_noise_key
+from foredraft.drafters.registry import DrafterContext
 from foredraft.errors import ForedraftError
 from foredraft.models.ngram import NgramModel
-from foredraft.models.ngram_counts import Counts
+from foredraft.models.ngram_counts import SequenceCounts
 from foredraft.request import Batch, Request
-from foredraft.sampling import Sampling, distribution
-from stats import chi_square
+from foredraft.sampling import rng
+from foredraft.sampling.distribution import distribution
+from foredraft.sampling.params import Sampling
+from statistical_checks import chi_square
 
 VOCAB = 12
 SHAPED = Sampling(
@@ -42,14 +44,14 @@ def folder(tmp_path_factory):
 
 def made(folder=None, num_tokens=4, min_confidence=0.0, **options):
     config = ngram_lm.Config(min_confidence=min_confidence, **options)
-    return ngram_lm.create(config, Context(vocab_size=VOCAB, num_tokens=num_tokens, model=folder))
+    return ngram_lm.create(config, DrafterContext(vocab_size=VOCAB, num_speculative_tokens=num_tokens, model=folder))
 
 
 def request(tokens, slot=0, sampling=None, **more):
     sampling = replace(sampling or Sampling(temperature=0), max_tokens=more.pop("max_tokens", 1000))
     made = Request(slot, list(tokens[:-3]), sampling, seed=more.pop("seed", 5), **more)
     made.output = list(tokens[-3:])
-    made.computed = made.num_tokens - 1
+    made.num_computed = made.num_tokens - 1
     return made
 
 
@@ -63,12 +65,12 @@ def drafted(drafter, *requests, budget=4):
     return [row[1:] for row in tree.token_lists]
 
 
-def law(drafter, one, drafted):
+def compute_draft_probs(drafter, one, drafted):
     """[V] float64, what the next drafted token must come from, computed from nothing but the request."""
-    counts = Counts(VOCAB, drafter.config.order, drafter.config.discount, drafter.config.base_weight)
+    counts = SequenceCounts(VOCAB, drafter.config.order, drafter.config.discount, drafter.config.base_weight)
     counts.extend(one.tokens)
-    q = drafter.model.q([*one.tokens, *drafted], counts)
-    return distribution(torch.from_numpy(np.log(q))[None], one.sampling, [one.history(drafted)])[0]
+    q = drafter.model.compute_q([*one.tokens, *drafted], counts)
+    return distribution(torch.from_numpy(np.log(q))[None], one.sampling, [one.build_history(drafted)])[0]
 
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0), Sampling(temperature=0, repetition_penalty=2.0)])
@@ -79,7 +81,7 @@ def test_greedy_drafts_the_likeliest_token_after_each_prefix(folder, sampling):
         (tokens,) = drafted(drafter, one)
         assert len(tokens) == 4
         for depth, token in enumerate(tokens):
-            assert token == int(law(drafter, one, tokens[:depth]).argmax())
+            assert token == int(compute_draft_probs(drafter, one, tokens[:depth]).argmax())
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -91,22 +93,22 @@ def test_a_drawn_token_is_the_winner_of_the_race_with_the_key_of_its_place(folde
         (tokens,) = drafted(drafter, one)
         assert len(tokens) == 4
         for depth, token in enumerate(tokens):
-            q = law(drafter, one, tokens[:depth])
-            key = torch.tensor([draft_key(one, depth, depth)])
-            assert token == int(noise.race(q[None], key).argmax())
+            q = compute_draft_probs(drafter, one, tokens[:depth])
+            key = torch.tensor([draft_noise_key(one, depth, depth)])
+            assert token == int(rng.exponential_race(q[None], key).argmax())
             if name == "bad words":
                 assert token != 3
 
 
-def test_under_match_a_target_with_the_same_law_accepts_everything(folder):
+def test_under_match_a_target_with_the_same_distribution_accepts_everything(folder):
     drafter = made(folder)
     for slot in range(20):
         one = request(text(40, slot), slot, Sampling(), seed=slot)
         (tokens,) = drafted(drafter, one)
         for depth, token in enumerate(tokens):
-            key = noise.key(one.seed, one.sample, noise.Purpose.TOKEN, one.num_tokens + depth)
-            q = law(drafter, one, tokens[:depth])
-            assert token == int(noise.race(q[None], torch.tensor([key])).argmax())
+            key = rng.derive_key(one.seed, one.sample_index, rng.NoiseStream.TOKEN, one.num_tokens + depth)
+            q = compute_draft_probs(drafter, one, tokens[:depth])
+            assert token == int(rng.exponential_race(q[None], torch.tensor([key])).argmax())
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -124,13 +126,13 @@ def test_drawn_tokens_follow_the_reported_q(folder, name):
         drafter.forget(range(100))
         assert tree.q.shape == (300, VOCAB)
         for b, row in enumerate(tree.token_lists):
-            q = tree.q[tree.row(b, 0)]
+            q = tree.q[tree.get_row(b, 0)]
             q_first = q if q_first is None else q_first
             assert torch.equal(q, q_first)
             mode = int(q.argmax())
             first[row[1]] += 1
             if row[1] == mode:  # the second draw, where the first is the commonest
-                q_second = tree.q[tree.row(b, 1)]
+                q_second = tree.q[tree.get_row(b, 1)]
                 second[row[2]] += 1
     assert chi_square(first, q_first.numpy()) > 1e-6
     assert chi_square(second, q_second.numpy()) > 1e-6
@@ -166,14 +168,14 @@ def test_learning_step_by_step_equals_learning_from_scratch(folder, with_table):
         if step % 4 != 1:  # it may be left out of a step
             assert drafted(drafter, one) == drafted(made(folder), one)
         one.output += rest[3 * step : 3 * step + 1 + step % 3]
-        one.computed = one.num_tokens - 1
+        one.num_computed = one.num_tokens - 1
 
 
 def test_a_reused_slot_knows_nothing_of_the_former_request(folder):
     drafter = made(folder)
     drafted(drafter, request([7, 8, 9, 7, 8, 9] * 20))
     drafter.forget([0, 3])
-    assert not drafter._learnt
+    assert not drafter._states
     fresh = [request([*text(20, seed)[:17], 7, 8, 9], 0) for seed in range(10)]
     for one in fresh:
         assert drafted(drafter, one) == drafted(made(folder), one)
@@ -195,7 +197,7 @@ def test_a_chain_ends_before_the_confidence_falls_under_the_threshold(folder):
             for depth in range(4):
                 plain = replace(one.sampling, temperature=1.0) if sampling.is_greedy else one.sampling
                 shown = request(one.tokens, slot, plain, seed=slot, bad_words=((3,),))
-                product *= float(law(made(folder), shown, whole[:depth]).max())
+                product *= float(compute_draft_probs(made(folder), shown, whole[:depth]).max())
                 if product < 0.15:
                     break
                 expected += 1
@@ -203,7 +205,7 @@ def test_a_chain_ends_before_the_confidence_falls_under_the_threshold(folder):
 
 
 def test_the_length_of_a_draft_depends_on_nothing_at_or_after_the_cut(folder):
-    """Under `reject` a cut that looked at the token drawn there would bend the law."""
+    """Under `reject` a cut that looked at the token drawn there would change the distribution."""
     lengths = {}
     for seed in range(300):
         one = request(text(30), 0, Sampling(), verify="reject", seed=seed)
@@ -219,7 +221,7 @@ def test_budget_and_room_are_kept(folder, budget):
     for slot in range(20):
         one = request(text(30, slot), slot, Sampling(), max_tokens=4 + slot % 6)
         (tokens,) = drafted(drafter, one, budget=budget)
-        assert len(tokens) == min(budget, one.room, drafter.num_nodes)
+        assert len(tokens) == min(budget, one.max_draft_depth, drafter.max_nodes)
 
 
 def test_nothing_is_drafted_after_the_end_of_the_text(folder):
@@ -228,14 +230,14 @@ def test_nothing_is_drafted_after_the_end_of_the_text(folder):
     assert drafted(made(folder), request(text)) == [[0, 11, 5, 1]]
 
 
-def test_a_law_that_leaves_nothing_to_draw_is_no_draft(folder):
+def test_a_distribution_that_leaves_nothing_to_draw_is_no_draft(folder):
     nothing = Sampling(allowed_token_ids=(3,), logit_bias={3: -float(np.finfo(np.float32).max)}, bad_words=((3,),))
     assert drafted(made(folder), request(text(30), 0, nothing, bad_words=((3,),))) == [[]]
 
 
 def test_a_table_of_another_vocabulary_is_refused(folder):
     with pytest.raises(ForedraftError, match="is for 12 tokens and the target has 13"):
-        ngram_lm.create(ngram_lm.Config(), Context(vocab_size=13, model=folder))
+        ngram_lm.create(ngram_lm.Config(), DrafterContext(vocab_size=13, model=folder))
 
 
 @pytest.mark.parametrize(
@@ -250,9 +252,9 @@ def test_the_built_in_table_is_small_and_whole():
     from foredraft import zoo
     from foredraft.zoo.recipe import VOCAB_SIZE
 
-    path = zoo.path("ngram")
+    path = zoo.find_folder("ngram")
     assert sum(file.stat().st_size for file in path.iterdir()) <= 2_500_000
     model = NgramModel.load(path, VOCAB_SIZE)
-    q = model.q([1, 2, 3])
+    q = model.compute_q([1, 2, 3])
     assert abs(q.sum() - 1) < 1e-9
     assert (q > 0).all()

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 from foredraft import zoo
 from foredraft.errors import ForedraftError
 from foredraft.models.ngram import NgramModel
-from foredraft.models.ngram_counts import Counts
+from foredraft.models.ngram_counts import SequenceCounts
 
 
 class Reference:
@@ -90,7 +90,7 @@ def test_a_table_equals_kneser_ney_by_dictionaries(name, order, min_count, once)
     model = NgramModel.train(ids, order, 6, min_count=min_count, once_per_sequence=once)
     reference = Reference(ids, order, 6, min_count, once)
     for context in contexts(6, min(order, 3)):
-        q = model.q(context)
+        q = model.compute_q(context)
         np.testing.assert_allclose(q, reference.q(context[-(order - 1) :] if order > 1 else ()), atol=1e-12)
         assert abs(q.sum() - 1) < 1e-12
 
@@ -98,17 +98,17 @@ def test_a_table_equals_kneser_ney_by_dictionaries(name, order, min_count, once)
 def test_one_long_sequence_may_be_given_bare():
     ids = text(300, 6, 4)
     a, b = NgramModel.train(np.array(ids), 3, 6), NgramModel.train([ids], 3, 6)
-    assert all(np.array_equal(a.q(c), b.q(c)) for c in contexts(6, 2))
+    assert all(np.array_equal(a.compute_q(c), b.compute_q(c)) for c in contexts(6, 2))
 
 
 @pytest.mark.parametrize("max_entries", [0, 1, 7, 40, 10**6])
-def test_a_pruned_and_rounded_table_is_still_a_law(max_entries):
+def test_a_pruned_and_rounded_table_is_still_a_distribution(max_entries):
     full = NgramModel.train(text(3000, 12, 5), 4, 12)
     pruned = NgramModel.train(text(3000, 12, 5), 4, 12, max_entries=max_entries)
     assert pruned.num_entries == min(max_entries, full.num_entries)
-    for model in (pruned, pruned.quantised(16)):
+    for model in (pruned, pruned.quantise_probs(16)):
         for context in contexts(12, 3):
-            q = model.q(context)
+            q = model.compute_q(context)
             assert abs(q.sum() - 1) < 1e-12
             assert (q > 0).all()
 
@@ -116,10 +116,10 @@ def test_a_pruned_and_rounded_table_is_still_a_law(max_entries):
 def markov(size, vocab_size, seed):
     """Ids of a chain of order two in which a few successors are common."""
     rng = np.random.default_rng(seed)
-    laws = rng.dirichlet([0.05] * vocab_size, (vocab_size, vocab_size)).cumsum(-1)
+    distributions = rng.dirichlet([0.05] * vocab_size, (vocab_size, vocab_size)).cumsum(-1)
     ids = [0, 1]
     for u in rng.random(size - 2):
-        ids.append(min(int(np.searchsorted(laws[ids[-2], ids[-1]], u)), vocab_size - 1))
+        ids.append(min(int(np.searchsorted(distributions[ids[-2], ids[-1]], u)), vocab_size - 1))
     return ids
 
 
@@ -128,7 +128,7 @@ def test_pruning_keeps_what_tells_most():
     train, held = ids[:15000], ids[15000:]
 
     def loss(model):
-        return -np.mean([np.log(model.q(held[i - 3 : i])[held[i]]) for i in range(3, len(held))])
+        return -np.mean([np.log(model.compute_q(held[i - 3 : i])[held[i]]) for i in range(3, len(held))])
 
     full = NgramModel.train(train, 4, 30)
     half = NgramModel.train(train, 4, 30, max_entries=full.num_entries // 2)
@@ -139,7 +139,7 @@ def test_pruning_keeps_what_tells_most():
 
 def test_rounding_moves_no_share_up():
     model = NgramModel.train(text(3000, 12, 5), 3, 12)
-    for fine, coarse in zip(model.levels, model.quantised(8).levels, strict=True):
+    for fine, coarse in zip(model.levels, model.quantise_probs(8).levels, strict=True):
         assert (coarse.probs <= fine.probs).all()
         assert len(np.unique(coarse.probs)) <= 8
 
@@ -152,20 +152,20 @@ def test_training_refuses_ids_it_cannot_learn_from(bad):
 
 @pytest.fixture
 def folder(tmp_path):
-    NgramModel.train(text(2000, 300, 7), 4, 300, max_entries=800).quantised().save(tmp_path)
+    NgramModel.train(text(2000, 300, 7), 4, 300, max_entries=800).quantise_probs().save(tmp_path)
     return tmp_path
 
 
 @pytest.mark.parametrize("kind", ["exact", "rounded", "empty", "uniform"])
 def test_a_saved_table_comes_back_as_it_was(tmp_path, kind):
     model = NgramModel.train(text(2000, 300, 7), 4, 300, max_entries=0 if kind == "empty" else 800)
-    model = {"rounded": model.quantised(), "uniform": NgramModel.uniform(300)}.get(kind, model)
+    model = {"rounded": model.quantise_probs(), "uniform": NgramModel.make_uniform(300)}.get(kind, model)
     model.save(tmp_path)
     loaded = NgramModel.load(tmp_path, 300)
     assert loaded.num_entries == model.num_entries
     ids = text(300, 300, 8)
     for i in range(4, 300):
-        assert np.array_equal(loaded.q(ids[i - 4 : i]), model.q(ids[i - 4 : i]))
+        assert np.array_equal(loaded.compute_q(ids[i - 4 : i]), model.compute_q(ids[i - 4 : i]))
 
 
 def test_a_table_of_another_vocabulary_is_refused(folder):
@@ -188,7 +188,7 @@ DAMAGE = {
     "base does not sum to one": lambda t: t.update(base=t["base"] * 2),
     "base has a zero": lambda t: t["base"].__setitem__(0, 0.0),
     "a level is short": lambda t: t.update({"1.first": t["1.first"][:-1]}),
-    "children of nobody": lambda t: t.update({"2.children": t["2.children"][:-1]}),
+    "children without a parent": lambda t: t.update({"2.children": t["2.children"][:-1]}),
     "entries cut off": lambda t: t.update({"3.tokens": t["3.tokens"][:-1]}),
     "signed sizes": lambda t: t.update({"1.sizes": -t["1.sizes"].astype(np.int64)}),
     "a token too large": lambda t: t["1.tokens"].__setitem__(0, 300),
@@ -211,24 +211,24 @@ def test_a_damaged_table_is_refused_when_it_is_loaded(folder, what):
 
 def test_counts_learnt_piece_by_piece_equal_counts_learnt_at_once():
     ids = text(500, 8, 9)
-    once, pieces = Counts(8, 5, 0.6, 100.0), Counts(8, 5, 0.6, 100.0)
+    once, pieces = SequenceCounts(8, 5, 0.6, 100.0), SequenceCounts(8, 5, 0.6, 100.0)
     once.extend(ids)
     for i in range(0, 500, 7):
         pieces.extend(ids[i : i + 7])
-    assert once._after == pieces._after
-    assert np.array_equal(once._bare, pieces._bare)
+    assert once._followers == pieces._followers
+    assert np.array_equal(once._unigram_counts, pieces._unigram_counts)
 
 
 @pytest.mark.parametrize("order", [1, 2, 5])
 @pytest.mark.parametrize("with_table", [False, True])
-def test_the_blend_with_a_running_text_is_a_law_and_equals_a_plain_recursion(order, with_table):
-    model = NgramModel.train(text(2000, 8, 10), 4, 8, max_entries=150) if with_table else NgramModel.uniform(8)
-    counts = Counts(8, order, 0.6, 20.0)
+def test_the_blend_with_a_running_text_is_a_distribution_and_equals_a_plain_recursion(order, with_table):
+    model = NgramModel.train(text(2000, 8, 10), 4, 8, max_entries=150) if with_table else NgramModel.make_uniform(8)
+    counts = SequenceCounts(8, order, 0.6, 20.0)
     ids = text(120, 8, 11)
     counts.extend(ids)
     seen = excluded_counts(ids, order)
     for i in range(5, 120):
-        q = model.q(ids[i - 5 : i], counts)
+        q = model.compute_q(ids[i - 5 : i], counts)
         assert abs(q.sum() - 1) < 1e-12
         np.testing.assert_allclose(q, plain_blend(model, seen, tuple(ids[i - 5 : i]), 0.6, 20.0), atol=1e-12)
 
@@ -253,8 +253,8 @@ def plain_blend(model, seen, context, discount, base_weight):
         return (base_weight * model.base + counted) / (base_weight + counted.sum())
     q = plain_blend(model, seen, context[1:], discount, base_weight)
     if len(context) < model.order:
-        # the table's own level is linear in the law of the shorter context: share + rest * law
-        below, here = model.q(context[1:]), model.q(context)
+        # the table's own level is linear in the distribution of the shorter context: share + rest * distribution
+        below, here = model.compute_q(context[1:]), model.compute_q(context)
         share, rest = table_entry(model, context)
         np.testing.assert_allclose(here, share + rest * below, atol=1e-12)
         q = share + rest * q
@@ -269,7 +269,7 @@ def table_entry(model, context):
     """What the table holds for a context, found by walking its trie from the empty context."""
     node = 0
     for level, token in zip(model.levels, context[::-1], strict=False):
-        found = np.flatnonzero((level.parents == node) & (level.first == token))
+        found = np.flatnonzero((level.parents == node) & (level.first_tokens == token))
         if not len(found):
             return np.zeros(model.vocab_size), 1.0
         node = int(found[0])
@@ -285,4 +285,4 @@ def table_entry(model, context):
 def test_a_model_is_no_table():
     """Guards the message: numpy would trip over bfloat16 tensors before the format is looked at."""
     with pytest.raises(ForedraftError, match="is no n-gram table: its format is 'llama'"):
-        NgramModel.load(zoo.path("draft"))
+        NgramModel.load(zoo.find_folder("draft"))

@@ -1,6 +1,6 @@
 """The options of every method, from a dict: what is unknown or of another type is refused by name.
 
-Guards against a value that nobody looks at until it is compared or counted with in the middle of a step.
+Guards against a value that no code reads until it is compared or counted in the middle of a step.
 """
 
 from dataclasses import dataclass, fields
@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-import models_made
-from foredraft.drafters.base import methods, parse
+import tiny_models
+from foredraft.drafters.registry import load_methods, parse_options
 from foredraft.errors import ForedraftError
 
 
@@ -41,7 +41,7 @@ class Options:
 )
 def test_a_value_of_another_type_is_refused_by_name(name: str, value: Any, wanted: str) -> None:
     with pytest.raises(ValueError, match=f"^the option {name} takes {wanted}, got "):
-        parse(Options, {name: value})
+        parse_options(Options, {name: value})
 
 
 @pytest.mark.parametrize(
@@ -55,19 +55,19 @@ def test_a_value_of_another_type_is_refused_by_name(name: str, value: Any, wante
 )
 def test_values_of_the_right_type_are_taken(options: dict[str, Any]) -> None:
     """A list where a tuple is meant, and a whole number where any will do: JSON knows no better."""
-    made = parse(Options, options)
+    made = parse_options(Options, options)
     assert {name: getattr(made, name) for name in options} == options
 
 
-@pytest.mark.parametrize("method", methods())
+@pytest.mark.parametrize("method", load_methods())
 def test_every_options_default_is_of_its_own_type(method: str) -> None:
     """Or the check would refuse what is the default."""
-    for config in (getattr(methods()[method], name, None) for name in ("Config", "TrainConfig")):
+    for config in (getattr(load_methods()[method], name, None) for name in ("Config", "TrainConfig")):
         if config is not None:
-            parse(config, {spec.name: getattr(config(), spec.name) for spec in fields(config)})
+            parse_options(config, {spec.name: getattr(config(), spec.name) for spec in fields(config)})
 
 
 def test_a_method_that_drafts_from_the_text_alone_refuses_a_model() -> None:
     """To ignore it would let a user believe that his draft model ran."""
     with pytest.raises(ForedraftError, match="leave its model 'somewhere' out"):
-        models_made.plain().with_drafter({"method": "ngram", "model": "somewhere"})
+        tiny_models.plain().with_drafter({"method": "ngram", "model": "somewhere"})

@@ -9,14 +9,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-import models_made
-import pairs_made
+import tiny_models
+import tiny_seq2seq
 from foredraft.drafters import suffix
-from foredraft.drafters.base import Context
+from foredraft.drafters.registry import DrafterContext
 from foredraft.errors import ForedraftError
 from foredraft.llm import MemoryLimits
-from foredraft.request import Batch, Request, RequestOptions, State
-from foredraft.sampling import Sampling
+from foredraft.request import Batch, Request, RequestOptions, RequestStatus
+from foredraft.sampling.params import Sampling
 from foredraft.tree import Commit
 
 VOCAB = 50
@@ -26,7 +26,7 @@ SECRET = [30, 31, 32, 33, 34, 35, 36, 37]
 
 
 def made(num_tokens=5, **options):
-    return suffix.create(suffix.Config(**options), Context(vocab_size=VOCAB, num_tokens=num_tokens))
+    return suffix.create(suffix.Config(**options), DrafterContext(vocab_size=VOCAB, num_speculative_tokens=num_tokens))
 
 
 def request(tokens, slot=0, sampling=GREEDY, max_tokens=100, num_output=3, **more):
@@ -34,8 +34,8 @@ def request(tokens, slot=0, sampling=GREEDY, max_tokens=100, num_output=3, **mor
     split = len(tokens) - num_output
     one = Request(slot, list(tokens[:split]), replace(sampling, max_tokens=max_tokens), seed=1, **more)
     one.output = list(tokens[split:])
-    one.computed = one.num_tokens - 1
-    one.state = State.RUNNING
+    one.num_computed = one.num_tokens - 1
+    one.status = RequestStatus.RUNNING
     return one
 
 
@@ -47,11 +47,11 @@ def drafted(drafter, *requests, budget=8):
     return [row[1:] for row in drafter.propose(batch(*requests, budget=budget)).token_lists]
 
 
-def ended(drafter, one, state=State.OVER):
+def ended(drafter, one, state=RequestStatus.FINISHED):
     """As the engine ends, or preempts, a request: it observes, gives up the slot, and only then says why."""
-    drafter.observe(batch(one), Commit.of([[0]], [[1]]))
+    drafter.observe(batch(one), Commit.from_lists([[0]], [[1]]))
     drafter.forget([one.slot])
-    one.state = state
+    one.status = state
 
 
 def test_what_followed_the_longest_match_is_drafted():
@@ -98,29 +98,31 @@ def test_text_that_came_in_unseen_steps_counts_and_another_request_starts_afresh
     drafter, one = made(min_confidence=0.0), request([*LOOP, 40])
     assert drafted(drafter, one) == [[]]
     one.output += [41, 42, 40]  # in steps that had no budget
-    one.computed = one.num_tokens - 1
+    one.num_computed = one.num_tokens - 1
     assert drafted(drafter, one) == [[41, 42, 40, 41, 42]]
     other = request([20, 21, 40], slot=0)
-    assert drafted(drafter, other) == [[]], "even where nobody forgot the slot"
+    assert drafted(drafter, other) == [[]], "even if the slot was not forgotten"
     drafter.forget([0])
-    assert not drafter._readings
+    assert not drafter._states
     assert drafted(drafter, one) == [[41, 42, 40, 41, 42]]
 
 
 def test_match_and_expectation_say_what_a_draft_is_worth():
     drafter = made()
-    assert (drafter.matched(0), drafter.expected(0)) == (0, 0.0)
+    assert (drafter.get_match_length(0), drafter.get_expected_accepted(0)) == (0, 0.0)
     drafted(drafter, request(LOOP), request([1, 2, 3, 4], slot=1))
-    assert drafter.matched(0) == 6
-    assert 3.5 < drafter.expected(0) < 5
-    assert (drafter.matched(1), drafter.expected(1)) == (0, 0.0)
+    assert drafter.get_match_length(0) == 6
+    assert 3.5 < drafter.get_expected_accepted(0) < 5
+    assert (drafter.get_match_length(1), drafter.get_expected_accepted(1)) == (0, 0.0)
 
 
 @pytest.mark.parametrize("verify", ["reject", "block"])
-def test_a_drawn_draft_brings_the_law_it_was_drawn_from(verify):
+def test_a_drawn_draft_brings_the_distribution_it_was_drawn_from(verify):
     text = [1, 2, 3, 0, 1, 2, 4, 9, 1, 2]
     drafter = made(1, min_confidence=0.0)
-    law = drafter.make.law([drafter._read(request(text)).own.end()], drafter.trust)
+    prediction = drafter.automaton_class.predict(
+        [drafter._update_state(request(text)).automaton.match_end()], drafter.discount_table
+    )
     seen = set()
     for seed in range(40):
         one = request(text, slot=seed, sampling=Sampling(), verify=verify)
@@ -128,7 +130,7 @@ def test_a_drawn_draft_brings_the_law_it_was_drawn_from(verify):
         tree = drafter.propose(batch(one))
         (token,) = tree.token_lists[0][1:]
         seen.add(token)
-        q = torch.zeros(VOCAB).index_put((torch.tensor(law.tokens),), torch.tensor(law.chances))
+        q = torch.zeros(VOCAB).index_put((torch.tensor(prediction.tokens),), torch.tensor(prediction.probs))
         assert torch.allclose(tree.q[0].float(), q / q.sum(), atol=1e-6)
     assert seen == {3, 4}
 
@@ -153,7 +155,7 @@ def test_past_outputs_of_the_same_tenant_are_drafted_from_and_no_others():
     assert drafted(drafter, request([2, 3, 30, 31, 32], tenant=b"a")) == [[33, 34, 35, 36, 37]]
     stranger = request([2, 3, 30, 31, 32], slot=1, tenant=b"b")
     assert drafted(drafter, stranger) == [[]]
-    assert (drafter.matched(1), drafter.expected(1)) == (0, 0.0)
+    assert (drafter.get_match_length(1), drafter.get_expected_accepted(1)) == (0, 0.0)
 
 
 def test_what_other_tenants_wrote_changes_no_draft_at_all():
@@ -170,27 +172,27 @@ def test_what_other_tenants_wrote_changes_no_draft_at_all():
                 one = request(text, slot, sampling, tenant=b"b", verify="reject")
                 tree = drafter.propose(batch(one))
                 q = None if tree.q is None else tree.q.tolist()
-                seen.append((tree.token_lists, q, drafter.matched(slot), drafter.expected(slot)))
+                seen.append((tree.token_lists, q, drafter.get_match_length(slot), drafter.get_expected_accepted(slot)))
                 drafter.forget([slot])
             assert seen[0] == seen[1]
 
 
 def test_an_output_is_kept_once_and_only_when_its_request_is_over():
     drafter, one = made(store_tokens=1024), request([1, *SECRET], num_output=8)
-    ended(drafter, one, State.PREEMPTED)
+    ended(drafter, one, RequestStatus.PREEMPTED)
     assert drafted(drafter, request([2, 30, 31, 32], slot=1)) == [[]]
-    assert drafter.store.num_tokens == 0
-    one.state = State.RUNNING
-    ended(drafter, one, State.RUNNING)  # preempted, and running again before anybody asked
+    assert drafter.cache.num_tokens == 0
+    one.status = RequestStatus.RUNNING
+    ended(drafter, one, RequestStatus.RUNNING)  # preempted, and running again before the next call
     drafter.propose(batch(request([1, 2, 3, 4], slot=1)))
-    assert drafter.store.num_tokens == 0
+    assert drafter.cache.num_tokens == 0
     ended(drafter, one)
     drafter.forget([7])
-    assert drafter.store.num_tokens == len(SECRET) + 1
+    assert drafter.cache.num_tokens == len(SECRET) + 1
     drafter.forget([0])
-    assert drafter.store.num_tokens == len(SECRET) + 1
+    assert drafter.cache.num_tokens == len(SECRET) + 1
     assert not drafter._requests
-    assert not drafter._left
+    assert not drafter._released
 
 
 def test_prompts_are_never_kept():
@@ -203,10 +205,10 @@ def test_a_longer_match_that_came_into_the_store_meanwhile_is_found():
     drafter, one = made(store_tokens=1024), request([40, 30, 31, 32])
     ended(drafter, request([1, 31, 32, 20], slot=1))
     assert drafted(drafter, one)[0][0] == 20
-    assert drafter.matched(0) == 2
+    assert drafter.get_match_length(0) == 2
     ended(drafter, request([1, *SECRET], slot=2, num_output=8))
     assert drafted(drafter, one)[0][0] == 33
-    assert drafter.matched(0) == 3
+    assert drafter.get_match_length(0) == 3
 
 
 def test_files_are_drafted_from_by_every_request(tmp_path):
@@ -218,16 +220,16 @@ def test_files_are_drafted_from_by_every_request(tmp_path):
             [32, 33, 34, 35, 36],
             [35, 36, 37],
         ]
-        size = len(drafter.files)
+        size = len(drafter.file_automaton)
         ended(drafter, request([1, 2, 30, 31]))
-        assert len(drafter.files) == size
+        assert len(drafter.file_automaton) == size
 
 
 def repeated(**limits):
     """Tokens accepted of the first and of the second run of one prompt, by an engine, and the drafter."""
-    context = Context(vocab_size=models_made.VOCAB, num_tokens=4, dtype=torch.float64)
+    context = DrafterContext(vocab_size=tiny_models.VOCAB, num_speculative_tokens=4, dtype=torch.float64)
     drafter = suffix.create(suffix.Config(store_tokens=512), context)
-    llm = models_made.limited(models_made.plain(), drafter, MemoryLimits(**limits))
+    llm = tiny_models.limit_memory(tiny_models.plain(), drafter, MemoryLimits(**limits))
     sampling = Sampling(max_tokens=40, temperature=0, ignore_eos=True)
     runs = [llm.generate([[33, 34]], sampling)[0] for _ in range(2)]
     assert runs[0].token_ids == runs[1].token_ids
@@ -237,19 +239,19 @@ def repeated(**limits):
 def test_a_text_written_again_is_drafted_from_its_first_writing():
     (first, second), drafter = repeated()
     assert second > first
-    assert drafter.store.num_tenants == 1
+    assert drafter.cache.num_tenants == 1
 
 
 def test_past_outputs_are_the_callers_with_or_without_a_prefix_cache():
     (first, second), drafter = repeated(prefix_cache=False)
     assert second > first
-    assert drafter.store.num_tenants == 1
+    assert drafter.cache.num_tenants == 1
 
 
 def test_a_tenant_is_the_caller_whatever_an_encoder_reads():
     """Pages of an encoder-decoder's decoder depend on the source; what was said before does not."""
     asked = [([5, 6], b"a"), ([7, 8], b"a"), ([5, 6], b"b")]
-    said = [pairs_made.plain().prepare(ids, Sampling(), RequestOptions(salt=salt))[0].request for ids, salt in asked]
+    said = [tiny_seq2seq.plain().prepare(ids, Sampling(), RequestOptions(salt=salt))[0].request for ids, salt in asked]
     assert [one.tenant for one in said] == [b"a", b"a", b"b"]
     assert len({one.salt for one in said}) == 3
 

@@ -6,17 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 
-import models_made
-import vocab_made
+import tiny_models
+import tiny_vocabularies
 from foredraft import LLM, ForedraftError, Sampling
-from foredraft.drafters.base import Context
-from foredraft.drafters.foreign import WAYS
-from foredraft.drafters.growth import TreeOptions
-from foredraft.drafters.intersection import Pair
-from foredraft.drafters.translated import PAGE, Translated
-from foredraft.drafters.vocabularies import TokenizerVocabulary
+from foredraft.drafters.cross_vocab_base import PAGE_SIZE, CrossVocabDrafter
+from foredraft.drafters.cross_vocab_select import TRANSLATIONS
+from foredraft.drafters.registry import DrafterContext
+from foredraft.drafters.token_vocabulary import TokenizerVocabulary
+from foredraft.drafters.tree_builder import TreeOptions
+from foredraft.drafters.vocab_map import VocabMap
 from foredraft.llm import MemoryLimits
-from foredraft.models.lm import HFModel
+from foredraft.models.hf import HFModel
 from foredraft.request import Request
 
 TEXTS = [
@@ -31,31 +31,33 @@ GREEDY = Sampling(max_tokens=24, temperature=0, ignore_eos=True)
 SEEDED = Sampling(max_tokens=24, temperature=0.7, top_p=0.9, seed=5, repetition_penalty=1.1, ignore_eos=True)
 MODES = {"greedy": GREEDY, "seeded": SEEDED}
 PROMPTS = [[33], [50] * 5, [61, 62, 63, 64, 61, 62], [(7 * i) % 31 + 4 for i in range(70)]]
-DRAFTS = {"bytes": vocab_made.byte_tokenizer, "pieces": vocab_made.piece_tokenizer}
+DRAFTS = {"bytes": tiny_vocabularies.byte_tokenizer, "pieces": tiny_vocabularies.piece_tokenizer}
 
 
 @cache
 def plain() -> LLM:
-    tokenizer = models_made.tokenizer()
-    return LLM(models_made.llama(len(tokenizer), seed=7), None, tokenizer=tokenizer, is_debug=True)
+    tokenizer = tiny_models.tokenizer()
+    return LLM(tiny_models.llama(len(tokenizer), seed=7), None, tokenizer=tokenizer, is_debug=True)
 
 
-def reader(vocab: str, name: str) -> Translated:
+def reader(vocab: str, name: str) -> CrossVocabDrafter:
     """A draft that agrees on the tokens it shares, to go with `plain`."""
     tokenizer, target = DRAFTS[name](), plain().tokenizer
-    pair = Pair(TokenizerVocabulary(target, len(target)), TokenizerVocabulary(tokenizer, len(tokenizer)))
-    back = {own: token for token, own in pair.shared.items()}
-    made = models_made.llama(len(target), seed=7)
-    lm = HFModel.adopt(vocab_made.renamed(made, [back.get(i, -1) for i in range(len(tokenizer))]), "draft")
-    context = Context(vocab_size=len(target), num_tokens=4, dtype=torch.float64)
-    return WAYS[vocab](lm, context, pair, None, 8192)
+    pair = VocabMap(TokenizerVocabulary(target, len(target)), TokenizerVocabulary(tokenizer, len(tokenizer)))
+    back = {own: token for token, own in pair.shared_tokens.items()}
+    made = tiny_models.llama(len(target), seed=7)
+    lm = HFModel.wrap_model(
+        tiny_vocabularies.remap_vocabulary(made, [back.get(i, -1) for i in range(len(tokenizer))]), "draft"
+    )
+    context = DrafterContext(vocab_size=len(target), num_speculative_tokens=4, dtype=torch.float64)
+    return TRANSLATIONS[vocab](lm, context, pair, None, 8192)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", DRAFTS)
-@pytest.mark.parametrize("vocab", WAYS)
+@pytest.mark.parametrize("vocab", TRANSLATIONS)
 def test_texts_of_all_kinds_are_those_without_a_draft(vocab: str, name: str, mode: str) -> None:
-    """The target is random, so it writes halves of characters, control tokens and tokens that nobody would cut so."""
+    """The target is random, so it writes halves of characters, control tokens and unusual token boundaries."""
     made = reader(vocab, name)
     llm = plain().with_drafter(made, verify="match")
     done = llm.generate(TEXTS, MODES[mode])
@@ -66,26 +68,26 @@ def test_texts_of_all_kinds_are_those_without_a_draft(vocab: str, name: str, mod
     assert made.allocator.num_used == 0
 
 
-@pytest.mark.parametrize("vocab", WAYS)
+@pytest.mark.parametrize("vocab", TRANSLATIONS)
 def test_the_kv_that_is_held_right_is_that_of_a_fresh_pass(vocab: str) -> None:
     """After every step, over accepted, rejected and re-cut drafts, trees among them."""
     options = TreeOptions(branching=(2, 2, 1, 1)) if vocab == "tli" else None
-    made = vocab_made.drafter(vocab, 4, options)
-    reference = vocab_made.renamed(models_made.draft(), vocab_made.draft_rows())
-    llm = models_made.plain().with_drafter(made, verify="match")
-    transcripts = llm._transcripts(list(PROMPTS), GREEDY)
+    made = tiny_vocabularies.drafter(vocab, 4, options)
+    reference = tiny_vocabularies.remap_vocabulary(tiny_models.draft(), tiny_vocabularies.draft_rows())
+    llm = tiny_models.plain().with_drafter(made, verify="match")
+    transcripts = llm._prepare_prompts(list(PROMPTS), GREEDY)
     for transcript in transcripts:
         llm.engine.add(transcript)
     compared = 0
     while llm.engine.has_work:
         llm.engine.step()
-        for held in made._held.values():
-            count = held.reading.num_valid
+        for held in made._states.values():
+            count = held.retokenizer.num_valid
             if count:
-                tokens = torch.tensor([held.reading.tokens[:count]])
+                tokens = torch.tensor([held.retokenizer.tokens[:count]])
                 with torch.inference_mode():
                     cache = reference(tokens, use_cache=True).past_key_values
-                slots = [held.pages[i // PAGE] * PAGE + i % PAGE for i in range(count)]
+                slots = [held.pages[i // PAGE_SIZE] * PAGE_SIZE + i % PAGE_SIZE for i in range(count)]
                 for layer, (keys, values) in made.lm.pool.layers.items():
                     theirs = cache.layers[layer]
                     assert (keys[slots] - theirs.keys[0].transpose(0, 1)).abs().max() < 1e-9
@@ -95,13 +97,13 @@ def test_the_kv_that_is_held_right_is_that_of_a_fresh_pass(vocab: str) -> None:
     assert sum(t.num_accepted for t in transcripts) > 0
 
 
-@pytest.mark.parametrize("vocab", WAYS)
+@pytest.mark.parametrize("vocab", TRANSLATIONS)
 def test_who_finds_no_memory_is_not_drafted_for(vocab: str) -> None:
     """And those who do find some are; all of it is free in the end."""
-    made = vocab_made.drafter(vocab, 4, kv_tokens=4 * PAGE)
-    llm = models_made.plain().with_drafter(made, verify="match")
+    made = tiny_vocabularies.drafter(vocab, 4, kv_tokens=4 * PAGE_SIZE)
+    llm = tiny_models.plain().with_drafter(made, verify="match")
     done = llm.generate(PROMPTS * 2, GREEDY)
-    assert [c.token_ids for c in done] == [c.token_ids for c in models_made.plain().generate(PROMPTS * 2, GREEDY)]
+    assert [c.token_ids for c in done] == [c.token_ids for c in tiny_models.plain().generate(PROMPTS * 2, GREEDY)]
     drafted = [c.stats.num_drafted for c in done]
     assert 0 in drafted
     assert max(drafted) > 0
@@ -109,42 +111,42 @@ def test_who_finds_no_memory_is_not_drafted_for(vocab: str) -> None:
     assert made.allocator.num_free == 4
 
 
-@pytest.mark.parametrize("vocab", WAYS)
+@pytest.mark.parametrize("vocab", TRANSLATIONS)
 def test_a_reader_who_leaves_gives_the_memory_back(vocab: str) -> None:
-    made = vocab_made.drafter(vocab, 4)
-    llm = models_made.plain().with_drafter(made, verify="match")
+    made = tiny_vocabularies.drafter(vocab, 4)
+    llm = tiny_models.plain().with_drafter(made, verify="match")
     stream = llm.stream(PROMPTS, GREEDY)
     for _ in range(6):
         next(stream)
     assert made.allocator.num_used > 0
     stream.close()
     assert made.allocator.num_used == 0
-    assert not made._held
+    assert not made._states
 
 
-@pytest.mark.parametrize("vocab", WAYS)
+@pytest.mark.parametrize("vocab", TRANSLATIONS)
 def test_a_text_of_its_own_after_another_in_the_same_slot(vocab: str) -> None:
     """Preempted, and back in the slot of somebody else."""
-    made = vocab_made.drafter(vocab, 4)
+    made = tiny_vocabularies.drafter(vocab, 4)
     limits = MemoryLimits(kv_tokens=100, page_size=4, max_batch=4, max_step_tokens=48)
-    llm = models_made.limited(models_made.plain(), made, limits, max_chunk=5)
+    llm = tiny_models.limit_memory(tiny_models.plain(), made, limits, max_chunk=5)
     for mode in MODES.values():
         done = llm.generate(PROMPTS * 3, mode)
-        assert [c.token_ids for c in done] == [c.token_ids for c in models_made.plain().generate(PROMPTS, mode)] * 3
+        assert [c.token_ids for c in done] == [c.token_ids for c in tiny_models.plain().generate(PROMPTS, mode)] * 3
     assert llm.engine.scheduler.num_preempted > 0
     assert llm.engine.drafter.num_failures == 0
     assert made.allocator.num_used == 0
 
 
 def test_a_text_longer_than_the_drafts_context_is_drafted_for_no_more() -> None:
-    short = vocab_made.renamed(models_made.draft(), vocab_made.draft_rows())
+    short = tiny_vocabularies.remap_vocabulary(tiny_models.draft(), tiny_vocabularies.draft_rows())
     short.config.max_position_embeddings = 24
-    context = Context(vocab_size=models_made.VOCAB, num_tokens=4, dtype=torch.float64)
-    for vocab, kind in WAYS.items():
-        made = kind(HFModel.adopt(short, "draft"), context, vocab_made.letters(), None, 8192)
-        llm = models_made.plain().with_drafter(made, verify="match")
+    context = DrafterContext(vocab_size=tiny_models.VOCAB, num_speculative_tokens=4, dtype=torch.float64)
+    for vocab, kind in TRANSLATIONS.items():
+        made = kind(HFModel.wrap_model(short, "draft"), context, tiny_vocabularies.letters(), None, 8192)
+        llm = tiny_models.plain().with_drafter(made, verify="match")
         [done] = llm.generate([[61, 62, 63]], Sampling(max_tokens=60, temperature=0, ignore_eos=True))
-        [alone] = models_made.plain().generate([[61, 62, 63]], Sampling(max_tokens=60, temperature=0, ignore_eos=True))
+        [alone] = tiny_models.plain().generate([[61, 62, 63]], Sampling(max_tokens=60, temperature=0, ignore_eos=True))
         assert done.token_ids == alone.token_ids, vocab
         assert 0 < done.stats.num_drafted < 200
         assert llm.engine.drafter.num_failures == 0
@@ -152,22 +154,22 @@ def test_a_text_longer_than_the_drafts_context_is_drafted_for_no_more() -> None:
 
 def test_slem_drops_the_last_token_unless_the_text_ends() -> None:
     """It may merge with what comes next; nothing comes after the end."""
-    from foredraft.drafters.growth import Plan
-    from foredraft.drafters.readings import Reading
-    from foredraft.drafters.slem import Line
-    from foredraft.drafters.translated import Held
+    from foredraft.drafters.cross_vocab_base import CrossVocabState
+    from foredraft.drafters.retokenizer import IncrementalRetokenizer
+    from foredraft.drafters.slem import SlemChain
+    from foredraft.drafters.tree_builder import TreeSpec
 
-    pair = vocab_made.letters()
-    a, b, end = pair.draft.ids[b"a"], pair.draft.ids[b"b"], pair.draft.eos
+    pair = tiny_vocabularies.letters()
+    a, b, end = pair.draft.token_by_bytes[b"a"], pair.draft.token_by_bytes[b"b"], pair.draft.eos
     request = Request(0, [], GREEDY, 0)
-    line = Line(Held(request, Reading(pair), Plan(4, 4)), pair)
+    line = SlemChain(CrossVocabState(request, IncrementalRetokenizer(pair), TreeSpec(4, 4)), pair)
     line.push(a)
-    assert line.guesses == []
+    assert line.target_tokens == []
     line.push(b)
-    assert line.guesses == [pair.target.ids[b"a"]]
+    assert line.target_tokens == [pair.target.token_by_bytes[b"a"]]
     line.push(end)  # type: ignore[arg-type]
-    assert line.guesses == [pair.target.ids[b"a"], pair.target.ids[b"b"], pair.target.eos]
-    assert line.is_over
+    assert line.target_tokens == [pair.target.token_by_bytes[b"a"], pair.target.token_by_bytes[b"b"], pair.target.eos]
+    assert line.is_finished
 
 
 # made from a folder
@@ -175,27 +177,29 @@ def test_slem_drops_the_last_token_unless_the_text_ends() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    vocab_made.renamed(models_made.draft(), vocab_made.draft_rows()).save_pretrained(tmp_path)
-    vocab_made.letter_tokenizer(vocab_made.DRAFT_NAMES, vocab_made.DRAFT_PAIRS).save_pretrained(tmp_path)
+    tiny_vocabularies.remap_vocabulary(tiny_models.draft(), tiny_vocabularies.draft_rows()).save_pretrained(tmp_path)
+    tiny_vocabularies.letter_tokenizer(tiny_vocabularies.DRAFT_NAMES, tiny_vocabularies.DRAFT_PAIRS).save_pretrained(
+        tmp_path
+    )
     return tmp_path
 
 
 @cache
 def lettered() -> LLM:
-    tokenizer = vocab_made.letter_tokenizer(vocab_made.TARGET_NAMES, vocab_made.PAIRS)
-    return LLM(models_made.target(), None, tokenizer=tokenizer, verify="match")
+    tokenizer = tiny_vocabularies.letter_tokenizer(tiny_vocabularies.TARGET_NAMES, tiny_vocabularies.PAIRS)
+    return LLM(tiny_models.target(), None, tokenizer=tokenizer, verify="match")
 
 
 @pytest.mark.parametrize("vocab", ["tli", "slem"])
-def test_a_draft_of_another_vocabulary_is_loaded_and_told(
+def test_a_draft_of_another_vocabulary_is_loaded_and_reported(
     folder: Path, vocab: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("foredraft.drafters.intersection.SAMPLE", "abcXYZ" * 20)
+    monkeypatch.setattr("foredraft.drafters.vocab_map.SAMPLE_TEXT", "abcXYZ" * 20)
     llm = lettered().with_drafter({"method": "draft_model", "model": str(folder), "vocab": vocab})
-    assert llm.drafter.vocab == vocab  # type: ignore[union-attr]
+    assert llm.drafter.vocab_option == vocab  # type: ignore[union-attr]
     assert llm.generate(["abcabc"], GREEDY)[0].token_ids == lettered().generate(["abcabc"], GREEDY)[0].token_ids
     auto = lettered().with_drafter({"method": "draft_model", "model": str(folder)})
-    assert auto.drafter.vocab == "tli"  # type: ignore[union-attr]
+    assert auto.drafter.vocab_option == "tli"  # type: ignore[union-attr]
 
 
 def refusal(**options: object) -> str:
@@ -209,7 +213,7 @@ def test_what_is_refused_and_what_helps(folder: Path, monkeypatch: pytest.Monkey
     assert refusal(model=place, vocab="both") == "unknown vocab 'both'; use one of: auto, slem, tli"
     # the sample has spaces, and these two have letters alone
     assert "cannot spell each other's text; use a draft with the target's tokenizer" in refusal(model=place)
-    monkeypatch.setattr("foredraft.drafters.intersection.SAMPLE", "abcXYZ" * 20)
+    monkeypatch.setattr("foredraft.drafters.vocab_map.SAMPLE_TEXT", "abcXYZ" * 20)
     assert "is a chain; leave tree_nodes, top_k and branching out, or give vocab tli" in refusal(
         model=place, vocab="slem", tree_nodes=8
     )

@@ -4,27 +4,31 @@ import itertools
 
 import torch
 
-import models_made
-from foredraft.engine.calibrate import ROWS, pass_times
-from foredraft.kv.blocks import PageAllocator
+import tiny_models
+from foredraft.engine.calibrate import ROW_COUNTS, measure_pass_times
+from foredraft.kv.allocator import PageAllocator
 
 
 def test_every_number_of_rows_is_timed_and_the_pages_come_back() -> None:
-    llm = models_made.plain()
+    llm = tiny_models.plain()
     ticks = itertools.count()
     allocator = PageAllocator(100, 16)
-    points = pass_times(llm.target, allocator, torch.device("cpu"), most_seconds=1e9, clock=lambda: float(next(ticks)))
-    assert [rows for rows, _ in points] == list(ROWS)
+    points = measure_pass_times(
+        llm.target, allocator, torch.device("cpu"), max_seconds=1e9, clock=lambda: float(next(ticks))
+    )
+    assert [rows for rows, _ in points] == list(ROW_COUNTS)
     assert all(seconds == 1.0 for _, seconds in points), "one tick between the two readings of every pass"
     assert allocator.num_free == 99
 
 
 def test_it_stops_where_the_time_is_spent() -> None:
-    llm = models_made.plain()
+    llm = tiny_models.plain()
     ticks = itertools.count()
-    points = pass_times(llm.target, PageAllocator(100, 16), torch.device("cpu"), 20.0, lambda: float(next(ticks)))
-    assert 0 < len(points) < len(ROWS)
+    points = measure_pass_times(
+        llm.target, PageAllocator(100, 16), torch.device("cpu"), 20.0, lambda: float(next(ticks))
+    )
+    assert 0 < len(points) < len(ROW_COUNTS)
 
 
 def test_a_pool_too_small_gives_no_curve() -> None:
-    assert pass_times(models_made.plain().target, PageAllocator(2, 4), torch.device("cpu")) == []
+    assert measure_pass_times(tiny_models.plain().target, PageAllocator(2, 4), torch.device("cpu")) == []

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import models_made
-from foredraft.engine.detokenize import INCOMPLETE, ByteDetokenizer, Detokenizer, detokenizer
+import tiny_models
+from foredraft.engine.detokenize import REPLACEMENT_CHARACTER, ByteDetokenizer, WindowDetokenizer, make_detokenizer
 
 TEXTS = [
     "plain words",
@@ -21,9 +21,9 @@ TEXTS = [
 
 def pieces(tokenizer: object, prompt: list[int], ids: list[int]) -> list[str]:
     """By the quick way where there is one, after a look at whether the general one says the same."""
-    quick, general = detokenizer(tokenizer, prompt), Detokenizer(tokenizer, prompt)
+    quick, general = make_detokenizer(tokenizer, prompt), WindowDetokenizer(tokenizer, prompt)
     found = [quick.push(token) for token in ids]
-    assert "".join(found).rstrip(INCOMPLETE) == "".join(map(general.push, ids)).rstrip(INCOMPLETE)
+    assert "".join(found).rstrip(REPLACEMENT_CHARACTER) == "".join(map(general.push, ids)).rstrip(REPLACEMENT_CHARACTER)
     return found
 
 
@@ -38,7 +38,7 @@ def fallback_ids(text: str) -> list[int]:
 @pytest.mark.parametrize("text", TEXTS)
 def test_pieces_add_up_to_the_text(text: str) -> None:
     """Byte-level BPE splits these characters over up to four tokens."""
-    tokenizer = models_made.tokenizer()
+    tokenizer = tiny_models.tokenizer()
     ids = tokenizer(text).input_ids
     found = pieces(tokenizer, [], ids)
     assert "".join(found) == text
@@ -50,17 +50,17 @@ def test_pieces_add_up_to_the_text(text: str) -> None:
 def test_characters_spelt_in_bytes_may_follow_each_other(text: str) -> None:
     """Byte fallback decodes a run of bytes as a whole: with the last byte of one character as context, the next was
     garbled for good (Llama 2, Mistral and Gemma write every emoji so)."""
-    found = pieces(models_made.fallback_tokenizer(), fallback_ids("ab 你"), fallback_ids(text))
+    found = pieces(tiny_models.fallback_tokenizer(), fallback_ids("ab 你"), fallback_ids(text))
     assert "".join(found) == text
 
 
 def test_a_token_may_hold_a_character_and_the_beginning_of_another() -> None:
     """Its whole characters are not held back with the incomplete one, nor lost when the text ends there."""
-    tokenizer = models_made.tokenizer()
+    tokenizer = tiny_models.tokenizer()
     known = tokenizer.get_vocab()
     both = [token for token, i in known.items() if token.isascii() and len(token) > 1]
     assert both, "a vocabulary with merges"
-    made = Detokenizer(_Spliced(tokenizer), [])
+    made = WindowDetokenizer(_Spliced(tokenizer), [])
     assert made.push(0) == "ab"
     assert made.push(1) == "é"
 
@@ -77,20 +77,20 @@ class _Spliced:
 
 def test_a_prompt_cut_inside_a_character_is_completed() -> None:
     """What completes it is new text; it used to vanish."""
-    tokenizer = models_made.tokenizer()
+    tokenizer = tiny_models.tokenizer()
     ids = tokenizer("x€").input_ids
     assert "".join(pieces(tokenizer, ids[:-1], ids[-1:])) == "€"
     assert "".join(pieces(tokenizer, ids[:-1], tokenizer("y").input_ids)) == "y"
 
 
 def test_a_prompt_that_ends_with_a_replacement_character_adds_none() -> None:
-    tokenizer = models_made.tokenizer()
+    tokenizer = tiny_models.tokenizer()
     assert "".join(pieces(tokenizer, tokenizer("x\ufffd").input_ids, tokenizer("yz").input_ids)) == "yz"
 
 
 def test_invalid_bytes_are_shown_and_do_not_swallow_what_follows() -> None:
     """A run of bytes that is no text, longer than the window, and then text."""
-    tokenizer = models_made.tokenizer()
+    tokenizer = tiny_models.tokenizer()
     alone = tokenizer.convert_tokens_to_ids("ÿ")  # the byte 0xFF in the alphabet of byte-level BPE
     ids = [alone] * 50 + tokenizer("é fin").input_ids
     assert "".join(pieces(tokenizer, [], ids)) == "\ufffd" * 50 + "é fin"
@@ -98,7 +98,7 @@ def test_invalid_bytes_are_shown_and_do_not_swallow_what_follows() -> None:
 
 def test_special_tokens_have_no_text_and_cost_no_space() -> None:
     """A special token between two words is not the context of the second."""
-    tokenizer = models_made.fallback_tokenizer()
+    tokenizer = tiny_models.fallback_tokenizer()
     the, end = tokenizer.convert_tokens_to_ids("▁the"), tokenizer.convert_tokens_to_ids("<end>")
     assert pieces(tokenizer, [the], [end, the, end, end, the]) == ["", " the", "", "", " the"]
 
@@ -110,7 +110,7 @@ def test_without_a_tokenizer_there_is_no_text() -> None:
 @given(st.text(max_size=20), st.text(max_size=20))
 def test_any_text_comes_back_whole(before: str, after: str) -> None:
     """Whatever the characters and wherever the tokens split them."""
-    tokenizer = models_made.tokenizer()
+    tokenizer = tiny_models.tokenizer()
     found = "".join(pieces(tokenizer, tokenizer(before).input_ids, tokenizer(after).input_ids))
     assert found.removesuffix("\ufffd").rstrip("\ufffd") == after.rstrip("\ufffd")
 
@@ -118,7 +118,7 @@ def test_any_text_comes_back_whole(before: str, after: str) -> None:
 @given(st.lists(st.integers(3, 319), max_size=60))
 def test_any_tokens_decode_as_the_whole_does(ids: list[int]) -> None:
     """Random tokens are mostly invalid bytes: given out are all but the last three replacement characters at most."""
-    tokenizer = models_made.tokenizer()
+    tokenizer = tiny_models.tokenizer()
     whole = tokenizer.backend_tokenizer.decode(ids)
     found = "".join(pieces(tokenizer, [], ids))
     assert whole.startswith(found)
@@ -126,22 +126,22 @@ def test_any_tokens_decode_as_the_whole_does(ids: list[int]) -> None:
 
 
 def test_tokens_that_are_bytes_take_the_quick_way() -> None:
-    assert isinstance(detokenizer(models_made.tokenizer(), []), ByteDetokenizer)
-    assert isinstance(detokenizer(models_made.fallback_tokenizer(), []), Detokenizer)
+    assert isinstance(make_detokenizer(tiny_models.tokenizer(), []), ByteDetokenizer)
+    assert isinstance(make_detokenizer(tiny_models.fallback_tokenizer(), []), WindowDetokenizer)
 
 
 @given(st.text(max_size=9), st.lists(st.integers(0, 330), max_size=30))
 def test_quick_and_general_agree_on_any_tokens(prompt: str, ids: list[int]) -> None:
     """Special tokens and ids of nothing included."""
-    tokenizer = models_made.tokenizer()
+    tokenizer = tiny_models.tokenizer()
     pieces(tokenizer, tokenizer(prompt).input_ids, ids)
 
 
 @pytest.mark.parametrize("prompt", [[], ["í", "§"], ["a", "ï"]])
 def test_the_first_bytes_of_a_surrogate_are_shown_at_once(prompt: list[str]) -> None:
     """No third byte makes ED A7 a character. Python's decoder kept both, and a request that ended there lost them."""
-    tokenizer = models_made.tokenizer()
+    tokenizer = tiny_models.tokenizer()
     known = tokenizer.get_vocab()
-    decoder = detokenizer(tokenizer, [known[letter] for letter in prompt])
+    decoder = make_detokenizer(tokenizer, [known[letter] for letter in prompt])
     found = "".join(decoder.push(known[letter]) for letter in "í§")
-    assert found == 2 * INCOMPLETE
+    assert found == 2 * REPLACEMENT_CHARACTER

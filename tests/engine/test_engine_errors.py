@@ -1,4 +1,4 @@
-"""What goes wrong for one request stays with it, and whoever leaves takes everything along.
+"""Errors of one request stay with it, and a request that ends frees all its memory.
 
 Guards against NaN logits ending every stream or turning into the last id of the vocabulary, a request that can never
 fit being preempted for ever, and pages, slots and drafter memory that an abandoned stream leaves behind.
@@ -9,21 +9,21 @@ from dataclasses import replace
 
 import pytest
 
-import fakes
-import models_made
-from fakes import TableLM
+import engine_fakes
+import tiny_models
+from engine_fakes import TableLM
 from foredraft import ForedraftError, Sampling
 from foredraft.llm import LLM
 
 V = 150
-LM = TableLM.random(V, seed=7)
+LM = TableLM.from_seed(V, seed=7)
 PROMPTS = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10]]
 GREEDY = Sampling(max_tokens=12, temperature=0)
 
 
 def poisoned(victim: int) -> TableLM:
     """A model that gives NaN after one token that only the victim's text holds."""
-    plain = [c.token_ids for c, _ in fakes.run(fakes.engine_of(LM, None), transcripts("match"))]
+    plain = [c.token_ids for c, _ in engine_fakes.run(engine_fakes.make_engine(LM, None), transcripts("match"))]
     own = next(
         token
         for token in plain[victim][2:-1]
@@ -34,18 +34,18 @@ def poisoned(victim: int) -> TableLM:
 
 
 def transcripts(rule: str) -> list:
-    return [fakes.transcript_of(prompt, GREEDY, n, verify=rule) for n, prompt in enumerate(PROMPTS)]
+    return [engine_fakes.make_transcript(prompt, GREEDY, n, verify=rule) for n, prompt in enumerate(PROMPTS)]
 
 
 @pytest.mark.parametrize("rule", ["match", "reject", "block"])
 @pytest.mark.parametrize("is_drafted", [False, True])
-def test_logits_that_are_no_law_fail_one_request_alone(rule: str, is_drafted: bool) -> None:
+def test_logits_that_are_no_distribution_fail_one_request_alone(rule: str, is_drafted: bool) -> None:
     """It keeps the text of the passes before and says why; the others are as they would have been."""
-    plain = [c.token_ids for c, _ in fakes.run(fakes.engine_of(LM, None), transcripts(rule))]
+    plain = [c.token_ids for c, _ in engine_fakes.run(engine_fakes.make_engine(LM, None), transcripts(rule))]
     lm = poisoned(victim=1)
-    drafter = fakes.drafter_of(LM.perturbed(0.3), 3) if is_drafted else None
-    engine = fakes.engine_of(lm, drafter)
-    done = [completion for completion, _ in fakes.run(engine, transcripts(rule))]
+    drafter = engine_fakes.make_drafter(LM.perturb(0.3), 3) if is_drafted else None
+    engine = engine_fakes.make_engine(lm, drafter)
+    done = [completion for completion, _ in engine_fakes.run(engine, transcripts(rule))]
     assert [c.finish_reason for c in done] == ["length", "error", "length", "length"]
     failed = done.pop(1)
     expected = plain.pop(1)
@@ -61,27 +61,29 @@ def test_logits_that_are_no_law_fail_one_request_alone(rule: str, is_drafted: bo
 def test_a_sampling_that_leaves_nothing_to_draw_fails_alone() -> None:
     """The only token allowed is one that min_tokens forbids."""
     bad = Sampling(max_tokens=5, min_tokens=5, allowed_token_ids=(3,), stop_token_ids=(3,))
-    engine = fakes.engine_of(LM, None)
-    done = fakes.run(engine, [fakes.transcript_of([1], GREEDY), fakes.transcript_of([1], bad, 1)])
+    engine = engine_fakes.make_engine(LM, None)
+    done = engine_fakes.run(
+        engine, [engine_fakes.make_transcript([1], GREEDY), engine_fakes.make_transcript([1], bad, 1)]
+    )
     assert [completion.finish_reason for completion, _ in done] == ["length", "error"]
 
 
 def test_a_request_that_can_never_fit_is_refused_at_once() -> None:
     """It would be preempted for ever; one token less just fits, and runs to its end."""
-    engine = fakes.engine_of(LM, fakes.drafter_of(LM, 4), num_pages=6)
+    engine = engine_fakes.make_engine(LM, engine_fakes.make_drafter(LM, 4), num_pages=6)
     with pytest.raises(ForedraftError, match="raise kv_tokens or lower max_tokens"):
-        engine.add(fakes.transcript_of([1] * 5, Sampling(max_tokens=16)))
+        engine.add(engine_fakes.make_transcript([1] * 5, Sampling(max_tokens=16)))
     assert not engine.has_work
-    ((done, _),) = fakes.run(engine, [fakes.transcript_of([1] * 5, Sampling(max_tokens=15))])
+    ((done, _),) = engine_fakes.run(engine, [engine_fakes.make_transcript([1] * 5, Sampling(max_tokens=15))])
     assert len(done.token_ids) == 15
 
 
 def test_an_abort_frees_everything_wherever_the_request_is() -> None:
     """Waiting, reading its prompt, drafting; twice over; and the others never notice."""
-    plain = [c.token_ids for c, _ in fakes.run(fakes.engine_of(LM, None), transcripts("match"))]
+    plain = [c.token_ids for c, _ in engine_fakes.run(engine_fakes.make_engine(LM, None), transcripts("match"))]
     for steps in range(4):
-        drafter = fakes.drafter_of(LM.perturbed(0.3), 3)
-        engine = fakes.engine_of(LM, drafter, max_batch=3, max_chunk=2)
+        drafter = engine_fakes.make_drafter(LM.perturb(0.3), 3)
+        engine = engine_fakes.make_engine(LM, drafter, max_batch=3, max_chunk=2)
         made = transcripts("match")
         for transcript in made:
             engine.add(transcript)
@@ -94,7 +96,7 @@ def test_an_abort_frees_everything_wherever_the_request_is() -> None:
             engine.step()
         assert engine.scheduler.allocator.num_used == 0
         assert not engine.transcripts
-        assert not drafter.valid
+        assert not drafter.num_valid
         for n, transcript in enumerate(made):
             completion = transcript.deltas[-1].completion
             assert completion is not None
@@ -106,7 +108,7 @@ def test_an_abort_frees_everything_wherever_the_request_is() -> None:
 
 
 def drafted() -> LLM:
-    return models_made.plain().with_drafter(models_made.draft_model(3))
+    return tiny_models.plain().with_drafter(tiny_models.draft_model(3))
 
 
 def assert_idle(llm: LLM) -> None:
@@ -114,7 +116,7 @@ def assert_idle(llm: LLM) -> None:
     assert not engine.has_work
     assert not engine.transcripts
     assert engine.scheduler.allocator.num_used == 0
-    assert not llm.drafter.valid  # type: ignore[union-attr]
+    assert not llm.drafter.num_valid  # type: ignore[union-attr]
     engine.scheduler.check_integrity()
 
 
@@ -131,12 +133,12 @@ def test_leaving_a_stream_early_aborts_what_is_left() -> None:
     assert llm.engine.has_work
     stream.close()
     assert_idle(llm)
-    assert llm.generate([5, 6], sampling)[0].token_ids == models_made.plain().generate([5, 6], sampling)[0].token_ids
+    assert llm.generate([5, 6], sampling)[0].token_ids == tiny_models.plain().generate([5, 6], sampling)[0].token_ids
 
 
 def test_two_streams_of_one_model_do_not_disturb_each_other() -> None:
     """Each steps the engine for both; each gets its own deltas, whole, whichever is read faster."""
-    llm, plain = drafted(), models_made.plain()
+    llm, plain = drafted(), tiny_models.plain()
     first, second = (
         Sampling(max_tokens=20, temperature=0, ignore_eos=True),
         Sampling(max_tokens=9, seed=3, ignore_eos=True),
@@ -163,7 +165,7 @@ def test_one_stream_left_early_leaves_the_other_alone() -> None:
     a.close()
     rest = list(b)
     assert rest[-1].completion is not None
-    assert rest[-1].completion.token_ids == models_made.plain().generate([33], sampling)[0].token_ids
+    assert rest[-1].completion.token_ids == tiny_models.plain().generate([33], sampling)[0].token_ids
     assert_idle(llm)
 
 
@@ -171,13 +173,13 @@ def test_a_model_that_raises_leaves_the_engine_usable() -> None:
     """The call fails with the model's own error; nothing is left behind, and the next call works."""
 
     class Flaky(TableLM):
-        def forward(self, window, taps=()):
+        def forward(self, forward_batch, hidden_layers=()):
             if self.num_passes == 3:
                 self.num_passes += 1
                 raise RuntimeError("out of memory")
-            return super().forward(window, taps)
+            return super().forward(forward_batch, hidden_layers)
 
-    engine = fakes.engine_of(Flaky(LM.table), None)
+    engine = engine_fakes.make_engine(Flaky(LM.table), None)
     made = transcripts("match")
     for transcript in made:
         engine.add(transcript)
@@ -190,5 +192,5 @@ def test_a_model_that_raises_leaves_the_engine_usable() -> None:
         engine.abort(transcript.request)
     engine.scheduler.check_integrity()
     assert engine.scheduler.allocator.num_used == 0
-    plain = [c.token_ids for c, _ in fakes.run(fakes.engine_of(LM, None), transcripts("match"))]
-    assert [c.token_ids for c, _ in fakes.run(engine, transcripts("match"))] == plain
+    plain = [c.token_ids for c, _ in engine_fakes.run(engine_fakes.make_engine(LM, None), transcripts("match"))]
+    assert [c.token_ids for c, _ in engine_fakes.run(engine, transcripts("match"))] == plain

@@ -12,14 +12,14 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from foredraft.controller import Fixed
-from foredraft.engine.scheduler import Limits, Scheduler
-from foredraft.kv.blocks import PageAllocator
-from foredraft.kv.memory import DraftMemory
-from foredraft.kv.pool import KVPool, slot
-from foredraft.kv.prefix import PrefixCache
-from foredraft.request import Batch, Request, State
-from foredraft.sampling import Sampling
+from foredraft.draft_length.policy import FixedLengthPolicy
+from foredraft.engine.scheduler import Scheduler, SchedulerLimits
+from foredraft.kv.allocator import PageAllocator
+from foredraft.kv.draft_kv import DraftKV
+from foredraft.kv.pool import KVPool, get_slot
+from foredraft.kv.prefix_cache import PrefixCache
+from foredraft.request import Batch, Request, RequestStatus
+from foredraft.sampling.params import Sampling
 from foredraft.tree import Commit
 
 PAGE = 4
@@ -33,35 +33,37 @@ class World:
         self.target: dict[int, tuple[int, ...]] = {}
         self.draft: dict[int, tuple[int, ...]] = {}
         self.kind = kind
-        self._memory: DraftMemory | None = None
+        self._memory: DraftKV | None = None
         if kind != "none":
             ahead = int(kind == "states")
-            self._memory = DraftMemory(KVPool(), lookahead=ahead, is_rereadable=not ahead, settle=self._settle)
+            self._memory = DraftKV(
+                KVPool(), token_lookahead=ahead, is_rebuildable_from_tokens=not ahead, flush=self._settle
+            )
         self.allocator = PageAllocator(num_pages, PAGE)
         self.prefix = PrefixCache(self.allocator, self, is_shared)
-        self.scheduler = Scheduler(self.allocator, Limits(**limits), self._forget, self.prefix)
+        self.scheduler = Scheduler(self.allocator, SchedulerLimits(**limits), self._forget, self.prefix)
         self.dice = random.Random(0)
         self.requests: list[Request] = []
 
     # what the guard is to the engine
 
     @property
-    def memory(self) -> DraftMemory | None:
+    def draft_kv(self) -> DraftKV | None:
         return self._memory
 
-    def settle(self, slots: Sequence[int]) -> None:
+    def flush(self, slots: Sequence[int]) -> None:
         if self._memory is not None:
-            self._memory.settle(slots)
+            self._memory.flush(slots)
 
     def _settle(self, slots: Sequence[int]) -> None:
         for request in self.requests:
-            if request.state is State.RUNNING and request.slot in slots and self.kind == "states":
+            if request.status is RequestStatus.RUNNING and request.slot in slots and self.kind == "states":
                 self.read_states(request)
 
     def _forget(self, slots: Sequence[int]) -> None:
         for gone in slots:
             if self._memory is not None:
-                self._memory.valid.pop(gone, None)
+                self._memory.num_valid.pop(gone, None)
 
     # the life of requests
 
@@ -73,7 +75,7 @@ class World:
         return request
 
     def step(self, num_nodes: int = 0, only: frozenset[Request] | None = None, failing: Request | None = None) -> Batch:
-        batch = self.scheduler.next(num_nodes, Fixed(), only)
+        batch = self.scheduler.schedule(num_nodes, FixedLengthPolicy(), only)
         for request in self.scheduler.running:
             self.check_memory(request)
         paths, tokens, failed = [], [], set()
@@ -84,31 +86,31 @@ class World:
                 path, new = [], []
             paths.append(path)
             tokens.append(new)
-        commit = Commit.of(paths, tokens, failed=frozenset(failed))
+        commit = Commit.from_lists(paths, tokens, failed=frozenset(failed))
         if self._memory is not None:
             self._draft(batch, commit)
         self.scheduler.commit(batch, commit)
         for b, r in enumerate(batch.requests):
             if b in failed or len(r.output) >= r.sampling.max_tokens:
-                self.scheduler.finish(r, is_poisoned=b in failed)
+                self.scheduler.finish(r, has_invalid_kv=b in failed)
         self.scheduler.check_integrity()
         return batch
 
     def _pass(self, batch: Batch, b: int) -> tuple[list[int], list[int]]:
         """What the target writes for a chunk and a draft, and which part of it is kept."""
-        r, chunk, budget = batch.requests[b], batch.chunks[b], batch.budgets[b]
-        text = r.tokens[: r.computed + chunk]
+        r, chunk, budget = batch.requests[b], batch.num_new_tokens[b], batch.max_draft_nodes[b]
+        text = r.tokens[: r.num_computed + chunk]
         drafted = [self.dice.randrange(5, 8) for _ in range(budget)]
         assert len(r.pages) * PAGE >= len(text) + budget, "no slots for what the step computes"
-        for position in range(r.computed, len(text) + budget):
+        for position in range(r.num_computed, len(text) + budget):
             page = r.pages[position // PAGE]
             assert self.allocator.num_holders(page) == 1, "written while others hold it"
-            assert not self.allocator.is_kept(page), "written while it may be found"
-            self.target[slot(r.pages, position, PAGE)] = tuple([*text, *drafted][: position + 1])
-        known = r.slice(r.computed + 1, min(len(text) + 1, r.num_tokens))
-        if not batch.scored[b]:
+            assert not self.allocator.is_cacheable(page), "written while it may be found"
+            self.target[get_slot(r.pages, position, PAGE)] = tuple([*text, *drafted][: position + 1])
+        known = r.get_tokens(r.num_computed + 1, min(len(text) + 1, r.num_tokens))
+        if not batch.needs_logits[b]:
             return list(range(chunk)), known
-        accepted = drafted[: self.dice.randint(0, min(budget, max(r.room, 0)))]
+        accepted = drafted[: self.dice.randint(0, min(budget, max(r.max_draft_depth, 0)))]
         last = [self.dice.randrange(5, 8)]  # may be what was drafted, and follows what was kept all the same
         return list(range(chunk + len(accepted))), [*known, *accepted, *last][: chunk + len(accepted)]
 
@@ -116,40 +118,40 @@ class World:
         """As the drafters do: one reads tokens in when it drafts, the other sees every pass and writes it later."""
         assert self._memory is not None
         for b, r in enumerate(batch.requests):
-            if self.kind == "tokens" and batch.budgets[b] > 0 and self.dice.random() < 0.7:
-                for position in range(self._memory.valid.get(r.slot, 0), r.num_tokens):
-                    self.draft[slot(r.pages, position, PAGE)] = tuple(r.tokens[: position + 1])
-                self._memory.valid[r.slot] = r.num_tokens
+            if self.kind == "tokens" and batch.max_draft_nodes[b] > 0 and self.dice.random() < 0.7:
+                for position in range(self._memory.num_valid.get(r.slot, 0), r.num_tokens):
+                    self.draft[get_slot(r.pages, position, PAGE)] = tuple(r.tokens[: position + 1])
+                self._memory.num_valid[r.slot] = r.num_tokens
             if self.kind == "states" and self.dice.random() < 0.3:
                 self.read_states(r)
 
     def read_states(self, r: Request) -> None:
         """Pairs up to the last that a pass has shown."""
         assert self._memory is not None
-        for position in range(self._memory.valid.get(r.slot, 0), r.computed):
+        for position in range(self._memory.num_valid.get(r.slot, 0), r.num_computed):
             page = r.pages[position // PAGE]
             is_own = self.prefix._writers.get(page) in (None, r)
             assert is_own or self.allocator.num_holders(page) == 1, "written while others read it"
-            self.draft[slot(r.pages, position, PAGE)] = tuple(r.tokens[: position + 2])
-        self._memory.valid[r.slot] = max(self._memory.valid.get(r.slot, 0), r.computed)
+            self.draft[get_slot(r.pages, position, PAGE)] = tuple(r.tokens[: position + 2])
+        self._memory.num_valid[r.slot] = max(self._memory.num_valid.get(r.slot, 0), r.num_computed)
 
     def check_memory(self, r: Request) -> None:
         """Everything that counts as computed was computed for this very text."""
         text = r.tokens
-        for position in range(r.computed):
-            assert self.target[slot(r.pages, position, PAGE)] == tuple(text[: position + 1])
+        for position in range(r.num_computed):
+            assert self.target[get_slot(r.pages, position, PAGE)] == tuple(text[: position + 1])
         if self._memory is not None:
-            ahead = self._memory.lookahead
-            valid = self._memory.valid.get(r.slot, 0)
-            assert self._memory.is_rereadable or valid <= r.computed
+            ahead = self._memory.token_lookahead
+            valid = self._memory.num_valid.get(r.slot, 0)
+            assert self._memory.is_rebuildable_from_tokens or valid <= r.num_computed
             for position in range(valid):
-                assert self.draft[slot(r.pages, position, PAGE)] == tuple(text[: position + 1 + ahead])
+                assert self.draft[get_slot(r.pages, position, PAGE)] == tuple(text[: position + 1 + ahead])
 
     def to_end(self, most: int = 3000) -> None:
         for _ in range(most):
             if not self.scheduler.has_work:
                 return
-            assert self.step(2).requests, "there is work and nobody runs"
+            assert self.step(2).requests, "there is work and no request runs"
         raise AssertionError("it never ends")
 
 
@@ -182,7 +184,7 @@ class Lives(RuleBasedStateMachine):
         first = None
         for sample in range(samples):
             request = self.world.add(
-                OPENING[:shared] + own, max_tokens, priority=priority, salt=salt, after=first, sample=sample
+                OPENING[:shared] + own, max_tokens, priority=priority, salt=salt, waits_for=first, sample_index=sample
             )
             first = first or request
 
@@ -215,7 +217,7 @@ class Lives(RuleBasedStateMachine):
 
     @rule()
     def device_error(self) -> None:
-        self.world.scheduler.next(3, Fixed())  # and the pass raises
+        self.world.scheduler.schedule(3, FixedLengthPolicy())  # and the pass raises
         self.world.scheduler.reset()
         self.world.target.clear()
         self.world.draft.clear()
@@ -233,7 +235,7 @@ class Lives(RuleBasedStateMachine):
         if hasattr(self, "world"):
             self.world.to_end()
             assert self.world.allocator.num_used == 0
-            assert all(r.state is State.OVER for r in self.world.requests)
+            assert all(r.status is RequestStatus.FINISHED for r in self.world.requests)
 
 
 TestLives = Lives.TestCase
@@ -266,31 +268,31 @@ def test_a_busy_life_has_hits_and_preemptions(kind: str) -> None:
 
 
 def test_samples_wait_for_the_first_and_find_its_prompt() -> None:
-    """And hold up nobody behind them."""
+    """They also delay no request behind them."""
     world = World(60, "none", max_batch=6, max_step_tokens=50, max_chunk=4)
     first = world.add(OPENING, 4)
-    others = [world.add(OPENING, 4, after=first) for _ in range(2)]
+    others = [world.add(OPENING, 4, waits_for=first) for _ in range(2)]
     stranger = world.add([1, 2, 3], 4)
     for _ in range(2):
         batch = world.step()
         assert not set(others) & set(batch.requests)
     assert stranger.output
     world.step()
-    assert all(r.state is State.RUNNING for r in others)
-    assert [r.num_cached for r in others] == [8, 8]
+    assert all(r.status is RequestStatus.RUNNING for r in others)
+    assert [r.num_cached_tokens for r in others] == [8, 8]
     assert others[0].pages[:2] == first.pages[:2]
-    assert (first.num_cached, stranger.num_cached) == (0, 0)
+    assert (first.num_cached_tokens, stranger.num_cached_tokens) == (0, 0)
 
 
 def test_samples_wait_no_longer_for_one_that_is_gone() -> None:
     world = World(60, "none", max_batch=6, max_step_tokens=50, max_chunk=4)
     first = world.add(OPENING, 4)
-    other = world.add(OPENING, 4, after=first)
+    other = world.add(OPENING, 4, waits_for=first)
     world.step()
-    assert other.state is State.WAITING
+    assert other.status is RequestStatus.WAITING
     world.scheduler.finish(first)
     assert other in world.step().requests
-    assert other.num_cached == 4
+    assert other.num_cached_tokens == 4
     world.to_end()
 
 
@@ -299,9 +301,9 @@ def test_without_sharing_samples_still_share_and_nothing_stays() -> None:
     world = World(60, "none", is_shared=False, max_batch=6)
     for salt in (b"one", b"two"):
         first = world.add(OPENING, 4, salt=salt)
-        other = world.add(OPENING, 4, salt=salt, after=first)
+        other = world.add(OPENING, 4, salt=salt, waits_for=first)
         world.to_end()
-        assert (first.num_cached, other.num_cached) == (0, 8)
+        assert (first.num_cached_tokens, other.num_cached_tokens) == (0, 8)
     assert world.allocator.num_cached == 0
 
 
@@ -310,29 +312,29 @@ def test_a_preempted_request_finds_its_own_pages() -> None:
     request = world.add(OPENING, 12)
     for _ in range(6):
         world.step(0)
-    computed = request.computed
+    computed = request.num_computed
     world.scheduler._preempt(request)
-    assert (request.computed, world.allocator.num_used) == (0, 0)
+    assert (request.num_computed, world.allocator.num_used) == (0, 0)
     batch = world.step(0)
-    assert batch.chunks[0] == computed + 1 - computed // PAGE * PAGE
-    assert request.num_cached == 0, "of its first admission"
+    assert batch.num_new_tokens[0] == computed + 1 - computed // PAGE * PAGE
+    assert request.num_cached_tokens == 0, "of its first admission"
     world.to_end()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_failed_request_leaves_nothing_to_find(kind: str) -> None:
-    """Not what it wrote, nor what it found and nobody else holds; what another holds is that one's to lose."""
+    """Neither its own pages nor found pages without another holder stay. Pages with another holder stay."""
     world = World(60, kind, max_batch=6)
     world.add(OPENING, 1)
     world.to_end()
     failing = world.add([*OPENING, 1, 2, 3, 4, 5], 9)
     world.step(0)
-    assert failing.num_cached == 8
+    assert failing.num_cached_tokens == 8
     world.step(0, failing=failing)
     assert world.allocator.num_cached == 0
     again = world.add([*OPENING, 1, 2, 3, 4, 5], 2)
     world.to_end()
-    assert again.num_cached == 0
+    assert again.num_cached_tokens == 0
 
 
 def test_what_a_failed_request_wrote_is_dropped_though_others_hold_it() -> None:
@@ -341,12 +343,12 @@ def test_what_a_failed_request_wrote_is_dropped_though_others_hold_it() -> None:
     world.step(0)
     other = world.add(OPENING, 9)
     world.step(0)
-    assert other.num_cached == 8
+    assert other.num_cached_tokens == 8
     world.step(0, failing=failing)
     world.scheduler.finish(other)
-    assert world.add(OPENING, 1).num_cached is None
+    assert world.add(OPENING, 1).num_cached_tokens is None
     world.step(0)
-    assert world.requests[-1].num_cached == 0
+    assert world.requests[-1].num_cached_tokens == 0
     world.to_end()
 
 
@@ -359,7 +361,7 @@ def test_an_aborted_prompt_leaves_what_it_had_read() -> None:
     world.scheduler.check_integrity()
     again = world.add([*OPENING, *range(20, 40)], 2)
     world.step(0)
-    assert again.num_cached == 12
+    assert again.num_cached_tokens == 12
     world.to_end()
 
 
@@ -372,7 +374,7 @@ def test_a_reset_forgets_everything_and_everyone_goes_on() -> None:
     world.scheduler.reset()
     assert world.scheduler.waiting == requests
     assert world.allocator.num_free == 59
-    assert not world._memory.valid  # type: ignore[union-attr]
+    assert not world._memory.num_valid  # type: ignore[union-attr]
     world.target.clear()
     world.draft.clear()
     world.to_end()

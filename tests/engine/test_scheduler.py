@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foredraft.controller import Fixed
-from foredraft.engine.scheduler import Limits, Scheduler
-from foredraft.kv.blocks import PageAllocator
-from foredraft.request import Batch, Request, State
-from foredraft.sampling import Sampling
+from foredraft.draft_length.policy import FixedLengthPolicy
+from foredraft.engine.scheduler import Scheduler, SchedulerLimits
+from foredraft.kv.allocator import PageAllocator
+from foredraft.request import Batch, Request, RequestStatus
+from foredraft.sampling.params import Sampling
 from foredraft.tree import Commit
 
 PAGE = 4
@@ -25,7 +25,7 @@ class Run:
 
     def __init__(self, num_pages: int = 100, **limits: int) -> None:
         self.forgotten: list[int] = []
-        self.scheduler = Scheduler(PageAllocator(num_pages, PAGE), Limits(**limits), self.forgotten.extend)
+        self.scheduler = Scheduler(PageAllocator(num_pages, PAGE), SchedulerLimits(**limits), self.forgotten.extend)
 
     def add(self, *requests: Request) -> None:
         for r in requests:
@@ -33,15 +33,17 @@ class Run:
 
     def step(self, num_nodes: int = 0, accepts: int = 0) -> Batch:
         """One step; ends requests that reached their length, as the engine does."""
-        batch = self.scheduler.next(num_nodes, Fixed())
+        batch = self.scheduler.schedule(num_nodes, FixedLengthPolicy())
         paths, tokens = [], []
-        for r, chunk, budget, scored in zip(batch.requests, batch.chunks, batch.budgets, batch.scored, strict=True):
-            assert len(r.pages) * PAGE >= r.computed + chunk + budget, "no slots for what the step computes"
-            known = r.slice(r.computed + 1, min(r.computed + chunk + 1, r.num_tokens))
+        for r, chunk, budget, scored in zip(
+            batch.requests, batch.num_new_tokens, batch.max_draft_nodes, batch.needs_logits, strict=True
+        ):
+            assert len(r.pages) * PAGE >= r.num_computed + chunk + budget, "no slots for what the step computes"
+            known = r.get_tokens(r.num_computed + 1, min(r.num_computed + chunk + 1, r.num_tokens))
             new = [7] * min(1 + min(accepts, budget), r.sampling.max_tokens - len(r.output)) if scored else []
             tokens.append([*known, *new])
             paths.append(list(range(len(tokens[-1]))))
-        self.scheduler.commit(batch, Commit.of(paths, tokens))
+        self.scheduler.commit(batch, Commit.from_lists(paths, tokens))
         for r in batch.requests:
             if len(r.output) >= r.sampling.max_tokens:
                 self.scheduler.finish(r)
@@ -52,7 +54,7 @@ class Run:
         for step in range(most):
             if not self.scheduler.has_work:
                 return step
-            assert self.step(num_nodes, accepts).requests, "there is work and nobody runs"
+            assert self.step(num_nodes, accepts).requests, "there is work and no request runs"
         raise AssertionError("it never ends")
 
 
@@ -76,10 +78,10 @@ def test_a_long_prompt_is_read_in_chunks_and_drafted_for_only_at_its_end() -> No
     run = Run(max_chunk=5)
     r = request(12)
     run.add(r)
-    seen = [(b.chunks[0], b.budgets[0]) for b in (run.step(num_nodes=3) for _ in range(3))]
+    seen = [(b.num_new_tokens[0], b.max_draft_nodes[0]) for b in (run.step(num_nodes=3) for _ in range(3))]
     assert seen == [(5, 0), (5, 0), (2, 3)]
     assert r.output == [7]
-    assert r.computed == 12
+    assert r.num_computed == 12
 
 
 def test_prompts_and_decoding_share_a_step() -> None:
@@ -89,9 +91,9 @@ def test_prompts_and_decoding_share_a_step() -> None:
     run.step(num_nodes=2)
     run.add(second)
     batch = run.step(num_nodes=2)
-    assert batch.chunks == (1, 4)
-    assert batch.budgets == (2, 0)
-    assert batch.drafting() == [0]
+    assert batch.num_new_tokens == (1, 4)
+    assert batch.max_draft_nodes == (2, 0)
+    assert batch.find_drafting() == [0]
 
 
 def test_a_step_holds_no_more_tokens_than_its_limit() -> None:
@@ -100,7 +102,7 @@ def test_a_step_holds_no_more_tokens_than_its_limit() -> None:
     run.add(*[request(3) for _ in range(4)])
     while run.scheduler.has_work:
         batch = run.step(num_nodes=4, accepts=1)
-        assert 0 < sum(batch.chunks) + sum(batch.budgets) <= 8
+        assert 0 < sum(batch.num_new_tokens) + sum(batch.max_draft_nodes) <= 8
 
 
 def test_every_request_goes_on_before_any_is_drafted_for() -> None:
@@ -108,16 +110,16 @@ def test_every_request_goes_on_before_any_is_drafted_for() -> None:
     run = Run(max_step_tokens=8)
     run.add(*[request(1) for _ in range(4)])
     batch = run.step(num_nodes=7)
-    assert batch.chunks == (1, 1, 1, 1)
-    assert sum(batch.budgets) == 4
+    assert batch.num_new_tokens == (1, 1, 1, 1)
+    assert sum(batch.max_draft_nodes) == 4
 
 
 def test_a_request_with_its_own_draft_length_keeps_it() -> None:
     run = Run()
     requests = [request(2) for _ in range(3)]
-    requests[1].num_drafts, requests[2].num_drafts = 0, 2
+    requests[1].max_draft_tokens, requests[2].max_draft_tokens = 0, 2
     run.add(*requests)
-    assert run.step(num_nodes=5).budgets == (5, 0, 2)
+    assert run.step(num_nodes=5).max_draft_nodes == (5, 0, 2)
 
 
 def test_the_last_token_is_not_drafted_for() -> None:
@@ -125,8 +127,8 @@ def test_the_last_token_is_not_drafted_for() -> None:
     run = Run()
     r = request(2, max_tokens=2)
     run.add(r)
-    assert run.step(num_nodes=3).budgets == (3,)
-    assert run.step(num_nodes=3).budgets == (0,)
+    assert run.step(num_nodes=3).max_draft_nodes == (3,)
+    assert run.step(num_nodes=3).max_draft_nodes == (0,)
 
 
 def test_no_page_is_kept_for_rejected_drafts() -> None:
@@ -134,7 +136,7 @@ def test_no_page_is_kept_for_rejected_drafts() -> None:
     r = request(4)
     run.add(r)
     run.step(num_nodes=10, accepts=0)
-    assert (r.computed, len(r.pages)) == (4, 1)
+    assert (r.num_computed, len(r.pages)) == (4, 1)
 
 
 def test_a_draft_is_given_up_before_anyone_is_preempted() -> None:
@@ -143,7 +145,7 @@ def test_a_draft_is_given_up_before_anyone_is_preempted() -> None:
     run = Run(num_pages=4)
     run.add(request(3, max_tokens=2), request(3, max_tokens=2))
     batch = run.step(num_nodes=8)
-    assert batch.budgets == (0, 0)
+    assert batch.max_draft_nodes == (0, 0)
     run.to_end(num_nodes=8)
     assert run.scheduler.num_preempted == 0
 
@@ -160,14 +162,14 @@ def test_the_youngest_gives_way_and_comes_back_first() -> None:
     assert young in run.scheduler.waiting
     assert run.scheduler.waiting[0] is young
     assert young.output, "it had said something"
-    assert young.computed == 0
+    assert young.num_computed == 0
     assert young.pages == []
     assert 1 in run.forgotten
     run.to_end()
     assert [len(r.output) for r in (old, young, waiting)] == [9, 9, 10]
 
 
-def test_nobody_starves() -> None:
+def test_no_request_starves() -> None:
     """Far more work than memory and batch hold: every request ends, the first to come among the first to end."""
     run = Run(num_pages=9, max_batch=4, max_step_tokens=12, max_chunk=5)
     requests = [request(1 + i % 9, max_tokens=5 + i % 7) for i in range(40)]
@@ -232,7 +234,7 @@ def test_integrity_notices_a_lost_page(page: int) -> None:
     run = Run()
     r = request(6)
     run.add(r)
-    run.scheduler.next(0, Fixed())
+    run.scheduler.schedule(0, FixedLengthPolicy())
     del r.pages[-page:]
     with pytest.raises(AssertionError, match="used page"):
         run.scheduler.check_integrity()
@@ -243,15 +245,15 @@ def test_a_long_prompt_holds_up_streams_by_no_more_than_a_chunk() -> None:
     run = Run(max_chunk=6, max_step_tokens=40)
     prompts = [request(30) for _ in range(3)]
     run.add(*prompts)
-    assert run.step().chunks == (6, 6, 6)
+    assert run.step().num_new_tokens == (6, 6, 6)
     run.add(stream := request(2, max_tokens=60))
     run.step()
     while any(not p.output for p in prompts):
         batch = run.step()
         assert stream in batch.requests
-        reading = [(r, n) for r, n in zip(batch.requests, batch.chunks, strict=True) if n > 1]
+        reading = [(r, n) for r, n in zip(batch.requests, batch.num_new_tokens, strict=True) if n > 1]
         assert sum(n for _, n in reading) <= 6
-        assert [r.arrival for r, _ in reading] == sorted(r.arrival for r, _ in reading)
+        assert [r.arrival_index for r, _ in reading] == sorted(r.arrival_index for r, _ in reading)
 
 
 def test_drafts_get_what_streams_and_prompts_leave() -> None:
@@ -260,8 +262,8 @@ def test_drafts_get_what_streams_and_prompts_leave() -> None:
     run.step()
     run.add(request(30))
     batch = run.step(num_nodes=5)
-    assert batch.chunks == (1, 1, 6)
-    assert batch.budgets == (2, 0, 0)
+    assert batch.num_new_tokens == (1, 1, 6)
+    assert batch.max_draft_nodes == (2, 0, 0)
 
 
 def test_lower_priority_numbers_run_first_and_give_way_last() -> None:
@@ -274,9 +276,9 @@ def test_lower_priority_numbers_run_first_and_give_way_last() -> None:
     ended = []
     while run.scheduler.has_work:
         batch = run.step()
-        assert batch.requests, "there is work and nobody runs"
-        ended += [r for r in batch.requests if r.state is State.OVER]
-        if late.state is State.PREEMPTED:
+        assert batch.requests, "there is work and no request runs"
+        ended += [r for r in batch.requests if r.status is RequestStatus.FINISHED]
+        if late.status is RequestStatus.PREEMPTED:
             assert run.scheduler.waiting[-1] is late
     assert run.scheduler.num_preempted > 0
     assert ended == [early, middle, late]
@@ -301,20 +303,20 @@ def test_everyone_moves_within_a_bounded_number_of_steps(max_step_tokens: int) -
     last: dict[Request, int] = {}
     for step in range(400):
         batch = run.step(num_nodes=3)
-        assert sum(batch.chunks) + sum(batch.budgets) <= max_step_tokens
+        assert sum(batch.num_new_tokens) + sum(batch.max_draft_nodes) <= max_step_tokens
         last |= dict.fromkeys(batch.requests, step)
         assert all(step - last.get(r, 0) <= 80 for r in requests)
     assert all(r.output for r in requests)
 
 
-def test_only_some_run_and_nobody_is_admitted_beside_them() -> None:
+def test_only_some_run_and_no_request_is_admitted_beside_them() -> None:
     run = Run(max_batch=4)
     requests = [request(3) for _ in range(3)]
     run.add(*requests)
     run.step()
     run.add(request(3))
     some = frozenset(requests[1:])
-    batch = run.scheduler.next(0, Fixed(), some)
+    batch = run.scheduler.schedule(0, FixedLengthPolicy(), some)
     assert frozenset(batch.requests) == some
     assert len(run.scheduler.waiting) == 1
     assert len(run.step().requests) == 4

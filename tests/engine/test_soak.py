@@ -7,30 +7,31 @@ import asyncio
 from collections.abc import Callable, Iterator
 
 import pytest
-from soaking import IN_FLIGHT, LIMITS, Case, Judge, Restless, cases
+from engine_soak import IN_FLIGHT, LIMITS, RandomLengthPolicy, SoakChecker, SoakRequest, generate_requests
 
-import models_made
-from foredraft.controller import Adaptive, Lengths
+import tiny_models
+from foredraft.draft_length.adaptive import AdaptiveLengthPolicy
+from foredraft.draft_length.policy import DraftLengthPolicy
 from foredraft.engine.worker import Worker
 from foredraft.llm import LLM
-from methods_made import MADE
+from method_cases import METHOD_CASES
 
 METHODS = ["draft_model", "eagle, tree", "ngram"]
-LENGTHS: dict[str, Callable[[], Lengths]] = {"restless": Restless, "adaptive": Adaptive}
+LENGTHS: dict[str, Callable[[], DraftLengthPolicy]] = {"restless": RandomLengthPolicy, "adaptive": AdaptiveLengthPolicy}
 SHORT = [*((method, "restless") for method in METHODS), ("draft_model", "adaptive")]
 MEGABYTE = 1 << 20
 
 
 def made(method: str, lengths: str) -> LLM:
-    llm = models_made.limited(models_made.plain(), MADE[method].make(4), LIMITS)
-    llm.engine.lengths = LENGTHS[lengths]()
+    llm = tiny_models.limit_memory(tiny_models.plain(), METHOD_CASES[method].make(4), LIMITS)
+    llm.engine.length_policy = LENGTHS[lengths]()
     return llm
 
 
-def step_all(llm: LLM, count: int) -> Judge:
+def step_all(llm: LLM, count: int) -> SoakChecker:
     """The engine stepped here, with IN_FLIGHT requests in it while there are any."""
-    judge, waiting, engine = Judge(count), cases(count), llm.engine
-    live: list[tuple[Case, object, int]] = []  # case, transcript, steps so far
+    judge, waiting, engine = SoakChecker(count), generate_requests(count), llm.engine
+    live: list[tuple[SoakRequest, object, int]] = []  # case, transcript, steps so far
     is_over = False
     while live or not is_over:
         while not is_over and len(live) < IN_FLIGHT:
@@ -46,16 +47,16 @@ def step_all(llm: LLM, count: int) -> Judge:
             if is_due and not transcript.is_finished:
                 engine.abort(transcript.request)
             if transcript.is_finished:
-                judge.take(transcript, transcript.deltas[-1].completion)
+                judge.record(transcript, transcript.deltas[-1].completion)
         live = [(case, transcript, steps + 1) for case, transcript, steps in live if not transcript.is_finished]
     transcript = None
     judge.check_end(engine)
     return judge
 
 
-def through_worker(llm: LLM, count: int) -> Judge:
+def through_worker(llm: LLM, count: int) -> SoakChecker:
     """The worker, with IN_FLIGHT clients that each send one request after another."""
-    judge, waiting, worker = Judge(count), cases(count), Worker(llm)
+    judge, waiting, worker = SoakChecker(count), generate_requests(count), Worker(llm)
     worker.start()
     try:
         asyncio.run(_clients(llm, worker, waiting, judge))
@@ -66,7 +67,7 @@ def through_worker(llm: LLM, count: int) -> Judge:
     return judge
 
 
-async def _clients(llm: LLM, worker: Worker, waiting: Iterator[Case], judge: Judge) -> None:
+async def _clients(llm: LLM, worker: Worker, waiting: Iterator[SoakRequest], judge: SoakChecker) -> None:
     async def client() -> None:
         for case in waiting:
             await _ask(llm, worker, case, judge)
@@ -77,7 +78,7 @@ async def _clients(llm: LLM, worker: Worker, waiting: Iterator[Case], judge: Jud
     assert await worker.drain(timeout=60)
 
 
-async def _ask(llm: LLM, worker: Worker, case: Case, judge: Judge) -> None:
+async def _ask(llm: LLM, worker: Worker, case: SoakRequest, judge: SoakChecker) -> None:
     [transcript] = llm.prepare(case.prompt, case.sampling)
     stream = await worker.submit([transcript])
     if case.abort_at == 0:
@@ -89,10 +90,10 @@ async def _ask(llm: LLM, worker: Worker, case: Case, judge: Judge) -> None:
         if case.abort_at and seen >= case.abort_at:
             stream.cancel()
         if delta.completion is not None:
-            judge.take(transcript, delta.completion)
+            judge.record(transcript, delta.completion)
 
 
-def check(judge: Judge, lengths: str, preempted: int, least: int) -> None:
+def check(judge: SoakChecker, lengths: str, preempted: int, least: int) -> None:
     assert judge.finished + judge.aborted == judge.count
     assert judge.aborted >= 0.25 * judge.count
     if lengths == "restless":  # what adapts may find that drafts do not pay
@@ -117,18 +118,18 @@ def test_sixty_requests_through_a_worker() -> None:
 
 def test_a_wrong_token_is_seen() -> None:
     """The judge itself: one token changed anywhere in a text is found."""
-    llm = models_made.plain()
-    case = next(cases(1))
+    llm = tiny_models.plain()
+    case = next(generate_requests(1))
     [transcript] = llm.prepare(case.prompt, case.sampling)
     llm.engine.add(transcript)
     while not transcript.is_finished:
         llm.engine.step()
     completion = transcript.deltas[-1].completion
-    Judge(1).take(transcript, completion)
+    SoakChecker(1).record(transcript, completion)
     for place in (0, len(completion.token_ids) - 1):
-        completion.token_ids[place] = (completion.token_ids[place] + 1) % models_made.VOCAB
+        completion.token_ids[place] = (completion.token_ids[place] + 1) % tiny_models.VOCAB
         with pytest.raises(AssertionError, match="wrong text"):
-            Judge(1).take(transcript, completion)
+            SoakChecker(1).record(transcript, completion)
 
 
 @pytest.mark.soak
@@ -144,7 +145,7 @@ def test_two_thousand_requests_through_a_worker(method: str) -> None:
     _soak(method, "adaptive", through_worker)
 
 
-def _soak(method: str, lengths: str, run: Callable[[LLM, int], Judge]) -> None:
+def _soak(method: str, lengths: str, run: Callable[[LLM, int], SoakChecker]) -> None:
     llm = made(method, lengths)
     judge = run(llm, 2000)
     preempted = llm.engine.scheduler.num_preempted

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-import fakes
-import models_made
-import oracles_engine
-from fakes import PERIOD, TableLM
+import engine_fakes
+import engine_oracle
+import tiny_models
+from engine_fakes import PERIOD, TableLM
 from foredraft import Completion, Sampling
-from foredraft.completion import Delta
+from foredraft.outputs import Delta
 
 EOS = 0
 PER_BATCH = 16
@@ -28,10 +28,10 @@ PER_BATCH = 16
 @cache
 def lm() -> TableLM:
     """It knows which token follows which in a text with many characters of several bytes, and is unsure enough."""
-    tokenizer = models_made.tokenizer()
+    tokenizer = tiny_models.tokenizer()
     size = len(tokenizer)
-    made = TableLM.random(size, seed=4, sharpness=1.2)
-    ids = tokenizer(models_made.TEXT).input_ids
+    made = TableLM.from_seed(size, seed=4, sharpness=1.2)
+    ids = tokenizer(tiny_models.TEXT).input_ids
     follows = torch.zeros(size, size, dtype=torch.float64)
     for a, b in itertools.pairwise(ids):
         follows[a, b] += 6.0
@@ -49,15 +49,15 @@ class Case:
     max_length: int
     verify: str
 
-    def expected(self) -> oracles_engine.Expected:
-        tokenizer = models_made.tokenizer()
-        return oracles_engine.complete(
-            lm().after, tokenizer, self.prompt, self.sampling, self.seed, frozenset({EOS}), self.max_length
+    def expected(self) -> engine_oracle.ExpectedCompletion:
+        tokenizer = tiny_models.tokenizer()
+        return engine_oracle.complete(
+            lm().compute_logits, tokenizer, self.prompt, self.sampling, self.seed, frozenset({EOS}), self.max_length
         )
 
 
 def case(r: random.Random) -> Case:
-    tokenizer, text = models_made.tokenizer(), models_made.TEXT
+    tokenizer, text = tiny_models.tokenizer(), tiny_models.TEXT
     at = r.randrange(len(text) - 12)
     prompt = tokenizer(text[at : at + r.randint(1, 10)]).input_ids
     max_tokens = r.randint(1, 24)
@@ -118,25 +118,25 @@ def check_stats(found: Completion, deltas: list[Delta]) -> None:
         )
 
 
-def check_logprobs(found: Completion, wanted: oracles_engine.Expected, count: int | None) -> None:
+def check_logprobs(found: Completion, wanted: engine_oracle.ExpectedCompletion, count: int | None) -> None:
     if count is None:
         assert found.logprobs is None
         return
     assert found.logprobs is not None
     assert [entry.token_id for entry in found.logprobs] == wanted.token_ids
-    for entry, law, raw in zip(found.logprobs, wanted.laws, wanted.raw, strict=True):
-        assert entry.logprob == pytest.approx(float(law[entry.token_id]), abs=1e-9)
+    for entry, log_probs, raw in zip(found.logprobs, wanted.logprobs, wanted.raw, strict=True):
+        assert entry.logprob == pytest.approx(float(log_probs[entry.token_id]), abs=1e-9)
         assert entry.raw_logprob == pytest.approx(float(raw[entry.token_id]), abs=1e-9)
-        check_top(entry.top, law, count)
+        check_top(entry.top, log_probs, count)
         check_top(entry.raw_top, raw, count)
 
 
-def check_top(found: tuple[tuple[int, float], ...], law: torch.Tensor, count: int) -> None:
-    possible = int((law > -torch.inf).sum())
+def check_top(found: tuple[tuple[int, float], ...], log_probs: torch.Tensor, count: int) -> None:
+    possible = int((log_probs > -torch.inf).sum())
     assert len(found) == min(count, possible)
-    best = law.topk(len(found)).values.tolist()
+    best = log_probs.topk(len(found)).values.tolist()
     assert [value for _, value in found] == pytest.approx(best, abs=1e-9)
-    assert all(value == pytest.approx(float(law[i]), abs=1e-9) for i, value in found)
+    assert all(value == pytest.approx(float(log_probs[i]), abs=1e-9) for i, value in found)
 
 
 def fuzz(num_cases: int, seed: int) -> dict[Any, int]:
@@ -144,19 +144,23 @@ def fuzz(num_cases: int, seed: int) -> dict[Any, int]:
     r = random.Random(seed)
     ends: dict[Any, int] = {}
     drafters = [
-        fakes.drafter_of(lm().perturbed(0.8), 5),
-        fakes.drafter_of(lm().perturbed(0.8), 3, (3, 2, 1)),
-        fakes.drafter_of(lm().perturbed(0.2), 8),
+        engine_fakes.make_drafter(lm().perturb(0.8), 5),
+        engine_fakes.make_drafter(lm().perturb(0.8), 3, (3, 2, 1)),
+        engine_fakes.make_drafter(lm().perturb(0.2), 8),
         None,
     ]
     for i in range(0, num_cases, PER_BATCH):
         cases = [case(r) for _ in range(PER_BATCH)]
-        engine = fakes.engine_of(lm(), drafters[i // PER_BATCH % 4], max_batch=PER_BATCH, max_chunk=r.choice([3, 100]))
+        engine = engine_fakes.make_engine(
+            lm(), drafters[i // PER_BATCH % 4], max_batch=PER_BATCH, max_chunk=r.choice([3, 100])
+        )
         transcripts = [
-            fakes.transcript_of(c.prompt, c.sampling, n, models_made.tokenizer(), c.verify, [EOS], c.max_length)
+            engine_fakes.make_transcript(
+                c.prompt, c.sampling, n, tiny_models.tokenizer(), c.verify, [EOS], c.max_length
+            )
             for n, c in enumerate(cases)
         ]
-        for (found, deltas), c in zip(fakes.run(engine, transcripts), cases, strict=True):
+        for (found, deltas), c in zip(engine_fakes.run(engine, transcripts), cases, strict=True):
             check(found, deltas, c)
             kind = type(found.stop_reason).__name__, found.finish_reason
             ends[kind] = ends.get(kind, 0) + 1

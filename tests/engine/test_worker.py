@@ -1,4 +1,4 @@
-"""The engine behind a thread: the same texts, whoever asks, and nothing left behind.
+"""The engine behind a thread: the same texts for every caller, and no state left behind.
 
 Guards against deltas lost or doubled between threads, a client that hangs up and leaves its pages, a reader that stops
 and fills the memory, a queue without an end, and a server that says it is well while its engine hangs.
@@ -14,20 +14,20 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-import fakes
-import models_made
-from fakes import Scripted, TableLM
+import engine_fakes
+import tiny_models
+from engine_fakes import ScriptedDrafter, TableLM
 from foredraft import LLM, Completion, Delta, ForedraftError, Sampling
-from foredraft.controller import StepReport
+from foredraft.draft_length.policy import StepReport
 from foredraft.engine.engine import Engine
-from foredraft.engine.output import Transcript
-from foredraft.engine.stream import Stream, size_of
-from foredraft.engine.worker import Draining, Observer, QueueFull, Worker, WorkerLimits
+from foredraft.engine.stream import Stream, estimate_bytes
+from foredraft.engine.transcript import Transcript
+from foredraft.engine.worker import DrainingError, EngineObserver, QueueFullError, Worker, WorkerLimits
 from foredraft.request import Batch
 from foredraft.tree import TokenTree
 
 V = 61
-LM = TableLM.random(V, seed=3)
+LM = TableLM.from_seed(V, seed=3)
 GREEDY = Sampling(max_tokens=12, temperature=0)
 PROMPTS = [[n % 50 + 1, n % 7 + 5, n % 3 + 2] for n in range(24)]
 SAMPLINGS = [
@@ -51,14 +51,14 @@ class Notes:
     finished_: list[Transcript] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
-    def stepped(self, engine: Engine, report: StepReport) -> None:
+    def on_step(self, engine: Engine, report: StepReport) -> None:
         self.num_steps += 1
 
-    def finished(self, transcript: Transcript) -> None:
+    def on_finish(self, transcript: Transcript) -> None:
         self.finished_.append(transcript)
 
-    def failed(self, what: str) -> None:
-        self.failures.append(what)
+    def on_failure(self, kind: str) -> None:
+        self.failures.append(kind)
 
 
 class Clock:
@@ -76,13 +76,13 @@ class Gate:
         self.arrived = threading.Semaphore(0)
         self.passes = threading.Semaphore(0)
         self.is_open = False
-        self.drafter = Scripted(self._propose)
+        self.drafter = ScriptedDrafter(self._propose)
 
     def _propose(self, batch: Batch) -> TokenTree:
         if not self.is_open:
             self.arrived.release()
             self.passes.acquire()
-        return fakes.good_draft(LM, batch, 0)
+        return engine_fakes.draft_greedily(LM, batch, 0)
 
     def open(self) -> None:
         self.is_open = True
@@ -97,7 +97,7 @@ class Gate:
 def running(
     llm: object,
     limits: WorkerLimits | None = None,
-    observer: Observer | None = None,
+    observer: EngineObserver | None = None,
     clock: Callable[[], float] | None = None,
 ) -> Iterator[Worker]:
     worker = Worker(llm, limits, observer, clock) if clock else Worker(llm, limits, observer)  # type: ignore[arg-type]
@@ -117,16 +117,16 @@ def assert_idle(engine: Engine) -> None:
 
 
 def table(drafter: object = None, **limits: int) -> FakeLLM:
-    return FakeLLM(fakes.engine_of(LM, drafter, **limits))  # type: ignore[arg-type]
+    return FakeLLM(engine_fakes.make_engine(LM, drafter, **limits))  # type: ignore[arg-type]
 
 
 def asked(n: int, sampling: Sampling = GREEDY) -> list[Transcript]:
-    return [fakes.transcript_of(PROMPTS[n], sampling, n)]
+    return [engine_fakes.make_transcript(PROMPTS[n], sampling, n)]
 
 
 def plain_texts(sampling: Sampling = GREEDY) -> list[list[int]]:
-    transcripts = [fakes.transcript_of(prompt, sampling, n) for n, prompt in enumerate(PROMPTS)]
-    return [completion.token_ids for completion, _ in fakes.run(fakes.engine_of(LM, None), transcripts)]
+    transcripts = [engine_fakes.make_transcript(prompt, sampling, n) for n, prompt in enumerate(PROMPTS)]
+    return [completion.token_ids for completion, _ in engine_fakes.run(engine_fakes.make_engine(LM, None), transcripts)]
 
 
 PLAIN = plain_texts()
@@ -134,7 +134,7 @@ LONG = Sampling(max_tokens=400, temperature=0)
 
 
 def drafted() -> LLM:
-    return models_made.plain().with_drafter(models_made.draft_model(3))
+    return tiny_models.plain().with_drafter(tiny_models.draft_model(3))
 
 
 def whole(deltas: list[Delta]) -> Completion:
@@ -149,7 +149,7 @@ def whole(deltas: list[Delta]) -> Completion:
 
 def test_texts_are_those_of_generate_from_any_number_of_event_loops() -> None:
     """Greedy, seeded, penalised, several samples: each text, its pieces and its log-probabilities."""
-    plain, llm = models_made.plain(), drafted()
+    plain, llm = tiny_models.plain(), drafted()
     jobs = [(prompt, SAMPLINGS[n % 4]) for n, prompt in enumerate(PROMPTS)]
     expected = [plain.generate(prompt, sampling) for prompt, sampling in jobs]
     found: dict[int, list[Completion]] = {}
@@ -180,17 +180,17 @@ def test_texts_are_those_of_generate_from_any_number_of_event_loops() -> None:
 
 def test_completions_come_in_the_order_of_the_transcripts() -> None:
     async def main(worker: Worker) -> list[Completion]:
-        transcripts = [fakes.transcript_of(PROMPTS[n], GREEDY, n) for n in range(5)]
-        return await (await worker.submit(transcripts)).completions()
+        transcripts = [engine_fakes.make_transcript(PROMPTS[n], GREEDY, n) for n in range(5)]
+        return await (await worker.submit(transcripts)).read_completions()
 
     with running(table()) as worker:
         assert [c.token_ids for c in asyncio.run(main(worker))] == PLAIN[:5]
 
 
-def test_cancelling_at_random_points_leaves_nothing_and_disturbs_nobody() -> None:
+def test_cancelling_at_random_points_leaves_nothing_and_disturbs_no_request() -> None:
     """Half of the streams are left after a random number of deltas, some before the first, some twice over."""
     rng = random.Random(0)
-    drafter = fakes.drafter_of(LM.perturbed(0.3), 3)
+    drafter = engine_fakes.make_drafter(LM.perturb(0.3), 3)
     llm = table(drafter, num_pages=60, max_batch=6, max_chunk=2)
     notes = Notes()
 
@@ -218,11 +218,11 @@ def test_cancelling_at_random_points_leaves_nothing_and_disturbs_nobody() -> Non
     assert len(notes.finished_) == 96
     reasons = [transcript.finish_reason for transcript in notes.finished_]
     assert min(reasons.count("abort"), reasons.count("length")) > 10
-    assert not drafter.valid
+    assert not drafter.num_valid
 
 
 def test_a_cancelled_request_ends_within_two_steps() -> None:
-    """Also where nobody reads its stream."""
+    """This also holds if no caller reads its stream."""
     gate = Gate()
 
     async def main(worker: Worker) -> int:
@@ -233,7 +233,7 @@ def test_a_cancelled_request_ends_within_two_steps() -> None:
         await gate.wait()
         stream.cancel()
         gate.open()
-        (completion,) = await stream.completions()
+        (completion,) = await stream.read_completions()
         assert completion.finish_reason == "abort"
         return len(completion.token_ids)
 
@@ -245,7 +245,7 @@ def test_leaving_completions_cancels_the_rest() -> None:
     gate, notes = Gate(), Notes()
 
     async def main(worker: Worker) -> None:
-        task = asyncio.ensure_future((await worker.submit(asked(0, LONG))).completions())
+        task = asyncio.ensure_future((await worker.submit(asked(0, LONG))).read_completions())
         await gate.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -265,15 +265,15 @@ def test_a_slow_reader_is_waited_for_and_loses_nothing() -> None:
     async def main(worker: Worker) -> None:
         slow = await worker.submit(asked(0, LONG))
         other = await worker.submit(asked(1, LONG))
-        assert len((await other.completions())[0].token_ids) == 400
-        while not slow.is_held:
+        assert len((await other.read_completions())[0].token_ids) == 400
+        while not slow.is_paused:
             await asyncio.sleep(0)
         assert slow.transcripts[0].finish_reason is None
         assert slow.backlog < limits.max_buffered + 10_000
         deltas = [delta async for delta in slow]
         assert whole(deltas).token_ids == plain_texts(LONG)[0]
         assert slow.backlog == 0
-        assert slow.given == sum(map(size_of, deltas))
+        assert slow.bytes_sent == sum(map(estimate_bytes, deltas))
 
     with running(table(), limits) as worker:
         asyncio.run(main(worker))
@@ -285,20 +285,20 @@ def test_a_reader_that_never_comes_back_is_left() -> None:
 
     async def main(worker: Worker) -> None:
         stream = await worker.submit(asked(0, LONG))
-        while not stream.is_held:
+        while not stream.is_paused:
             await asyncio.sleep(0)
         clock.now += 29
-        other = await (await worker.submit(asked(1))).completions()
+        other = await (await worker.submit(asked(1))).read_completions()
         assert other[0].token_ids == PLAIN[1]
         assert stream.transcripts[0].finish_reason is None
         while not worker.is_healthy:  # as soon as it waits for the reader, and for nothing else
             await asyncio.sleep(0)
         clock.now += 2
-        await (await worker.submit(asked(2))).completions()
-        (completion,) = await stream.completions()
+        await (await worker.submit(asked(2))).read_completions()
+        (completion,) = await stream.read_completions()
         assert completion.finish_reason == "abort"
         assert "30 s" in str(completion.error)
-        assert stream.given < limits.max_buffered + 10_000
+        assert stream.bytes_sent < limits.max_buffered + 10_000
 
     with running(table(), limits, clock=clock) as worker:
         asyncio.run(main(worker))
@@ -320,7 +320,7 @@ def test_a_deadline_ends_what_runs_and_what_waits() -> None:
         assert first.transcripts[0].finish_reason is None
         clock.now += 0.1
         gate.open()
-        (a,), (b,), (c,), (d,) = [await s.completions() for s in (first, waiting, patient, free)]
+        (a,), (b,), (c,), (d,) = [await s.read_completions() for s in (first, waiting, patient, free)]
         assert (a.finish_reason, b.finish_reason) == ("abort", "abort")
         assert (a.token_ids, b.token_ids) == (PLAIN[0][:2], [])
         assert "deadline" in str(a.error)
@@ -343,10 +343,10 @@ def test_who_does_not_begin_in_time_ends() -> None:
         await gate.wait()
         clock.now += 3
         gate.open()
-        (b,) = await second.completions()
+        (b,) = await second.read_completions()
         assert (b.finish_reason, b.token_ids) == ("abort", [])
         assert "3 s" in str(b.error)
-        assert (await first.completions())[0].token_ids == PLAIN[0]
+        assert (await first.read_completions())[0].token_ids == PLAIN[0]
 
     with running(table(gate.drafter, max_batch=1), WorkerLimits(queue_timeout=3.0), clock=clock) as worker:
         asyncio.run(main(worker))
@@ -361,16 +361,16 @@ def test_a_full_queue_says_when_to_come_back() -> None:
         streams += [await worker.submit(asked(n)) for n in range(1, 5)]
         assert worker.num_waiting == 4
         assert not worker.is_accepting
-        with pytest.raises(QueueFull, match="try again in") as refused:
+        with pytest.raises(QueueFullError, match="try again in") as refused:
             await worker.submit(asked(5))
         assert 1 <= refused.value.retry_after <= 60
         with pytest.raises(ForedraftError, match="send fewer"):
-            await worker.submit([fakes.transcript_of([1], GREEDY, n) for n in range(5)])
+            await worker.submit([engine_fakes.make_transcript([1], GREEDY, n) for n in range(5)])
         gate.open()
         for n, stream in enumerate(streams):
-            assert (await stream.completions())[0].token_ids == PLAIN[n]
+            assert (await stream.read_completions())[0].token_ids == PLAIN[n]
         assert worker.is_accepting
-        assert (await (await worker.submit(asked(5))).completions())[0].token_ids == PLAIN[5]
+        assert (await (await worker.submit(asked(5))).read_completions())[0].token_ids == PLAIN[5]
 
     with running(table(gate.drafter, max_batch=1), WorkerLimits(max_queue=4)) as worker:
         asyncio.run(main(worker))
@@ -379,9 +379,9 @@ def test_a_full_queue_says_when_to_come_back() -> None:
 def test_what_can_never_run_is_refused_at_once() -> None:
     async def main(worker: Worker) -> None:
         with pytest.raises(ForedraftError, match="raise kv_tokens or lower max_tokens"):
-            await worker.submit([fakes.transcript_of([1] * 5, Sampling(max_tokens=16))])
+            await worker.submit([engine_fakes.make_transcript([1] * 5, Sampling(max_tokens=16))])
 
-    with running(FakeLLM(fakes.engine_of(LM, None, num_pages=6))) as worker:
+    with running(FakeLLM(engine_fakes.make_engine(LM, None, num_pages=6))) as worker:
         asyncio.run(main(worker))
 
 
@@ -393,13 +393,13 @@ def test_draining_ends_nothing_and_takes_nothing() -> None:
         await gate.wait()
         assert not await worker.drain(0.0)
         assert not worker.is_accepting
-        with pytest.raises(Draining):
+        with pytest.raises(DrainingError):
             await worker.submit(asked(3))
         gate.open()
         assert await worker.drain(60)
         assert await worker.drain(0.0)
         for n, stream in enumerate(streams):
-            assert (await stream.completions())[0].token_ids == PLAIN[n]
+            assert (await stream.read_completions())[0].token_ids == PLAIN[n]
 
     with running(table(gate.drafter)) as worker:
         asyncio.run(main(worker))
@@ -414,8 +414,8 @@ def test_abort_all_ends_everything_and_the_worker_goes_on() -> None:
         worker.abort_all()
         gate.open()
         for stream in streams:
-            assert (await stream.completions())[0].finish_reason == "abort"
-        assert (await (await worker.submit(asked(5))).completions())[0].token_ids == PLAIN[5]
+            assert (await stream.read_completions())[0].finish_reason == "abort"
+        assert (await (await worker.submit(asked(5))).read_completions())[0].token_ids == PLAIN[5]
 
     with running(table(gate.drafter, max_batch=2)) as worker:
         asyncio.run(main(worker))
@@ -431,9 +431,9 @@ def test_stopping_aborts_what_runs_and_what_is_still_on_its_way() -> None:
         late = await worker.submit(asked(1, LONG))
         gate.open()
         await stopping
-        assert (await stream.completions())[0].finish_reason == "abort"
+        assert (await stream.read_completions())[0].finish_reason == "abort"
         try:
-            assert (await late.completions())[0].finish_reason == "abort"
+            assert (await late.read_completions())[0].finish_reason == "abort"
         except ForedraftError as error:  # its command came after the order to stop
             assert "stopped" in str(error)  # noqa: PT017
         with pytest.raises(ForedraftError, match="not running"):
@@ -446,7 +446,7 @@ def test_stopping_aborts_what_runs_and_what_is_still_on_its_way() -> None:
 
 
 def test_a_loop_that_is_gone_takes_its_requests_along() -> None:
-    """As after a crash of whatever ran it: nobody cancels, nobody reads."""
+    """The state after a crash of the caller: no cancel and no read follows."""
     gate, notes = Gate(), Notes()
 
     async def leave(worker: Worker) -> None:
@@ -481,7 +481,7 @@ def test_a_hang_shows_and_so_does_its_end() -> None:
         assert not worker.is_healthy
         assert worker.heartbeat == clock.now - 11
         gate.open()
-        assert (await stream.completions())[0].token_ids == PLAIN[0]
+        assert (await stream.read_completions())[0].token_ids == PLAIN[0]
         assert await worker.drain(60)
         assert worker.is_healthy
 
@@ -493,11 +493,11 @@ def test_a_hang_shows_and_so_does_its_end() -> None:
     assert not worker.is_healthy
 
 
-def test_a_scheduler_that_runs_nobody_is_a_hang_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scheduler_that_runs_no_request_is_a_hang_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread is alive and does nothing: elsewhere such a server calls itself well."""
     clock, llm, looked = Clock(), table(), threading.Semaphore(0)
 
-    def nobody(*_: object) -> Batch:
+    def schedule_none(*_: object) -> Batch:
         looked.release()
         return Batch((), (), ())
 
@@ -508,10 +508,10 @@ def test_a_scheduler_that_runs_nobody_is_a_hang_too(monkeypatch: pytest.MonkeyPa
         await asyncio.to_thread(looked.acquire)
         assert not worker.is_healthy
         monkeypatch.undo()
-        assert (await stream.completions())[0].token_ids == PLAIN[0]
+        assert (await stream.read_completions())[0].token_ids == PLAIN[0]
         assert worker.is_healthy
 
-    monkeypatch.setattr(llm.engine.scheduler, "next", nobody)
+    monkeypatch.setattr(llm.engine.scheduler, "schedule", schedule_none)
     with running(llm, clock=clock) as worker:
         asyncio.run(main(worker))
 
@@ -525,7 +525,7 @@ def test_stopping_a_worker_that_hangs_leaves_it_behind() -> None:
         await gate.wait()
         worker.stop()
         with pytest.raises(ForedraftError, match="stopped"):
-            await stream.completions()
+            await stream.read_completions()
 
     with running(table(gate.drafter), WorkerLimits(hang_after=0.0)) as worker:
         asyncio.run(main(worker))
@@ -541,7 +541,7 @@ def test_an_observer_that_raises_is_ignored() -> None:
     async def main(worker: Worker) -> None:
         streams = [await worker.submit(asked(n)) for n in range(4)]
         for n, stream in enumerate(streams):
-            assert (await stream.completions())[0].token_ids == PLAIN[n]
+            assert (await stream.read_completions())[0].token_ids == PLAIN[n]
 
     with running(table(), observer=Rude()) as worker:  # type: ignore[arg-type]
         asyncio.run(main(worker))
@@ -562,7 +562,7 @@ def test_the_loop_is_woken_once_per_step() -> None:
 
         loop.call_soon_threadsafe = counted  # type: ignore[method-assign,assignment]
         streams = [await worker.submit(asked(n)) for n in range(8)]
-        await asyncio.gather(*(stream.completions() for stream in streams))
+        await asyncio.gather(*(stream.read_completions() for stream in streams))
         assert 12 <= calls <= notes.num_steps < 8 * 12
 
     with running(table(), observer=notes) as worker:
@@ -574,15 +574,15 @@ def test_the_thread_computes_with_as_many_threads_as_its_maker() -> None:
 
     def propose(batch: Batch) -> TokenTree:
         seen.append(torch.get_num_threads())
-        return fakes.good_draft(LM, batch)
+        return engine_fakes.draft_greedily(LM, batch)
 
     async def main(worker: Worker) -> None:
-        await (await worker.submit(asked(0))).completions()
+        await (await worker.submit(asked(0))).read_completions()
 
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        with running(table(Scripted(propose))) as worker:
+        with running(table(ScriptedDrafter(propose))) as worker:
             asyncio.run(main(worker))
     finally:
         torch.set_num_threads(before)
@@ -592,7 +592,7 @@ def test_the_thread_computes_with_as_many_threads_as_its_maker() -> None:
 def test_an_empty_submission_ends_at_once() -> None:
     async def main(worker: Worker) -> None:
         stream: Stream = await worker.submit([])
-        assert await stream.completions() == []
+        assert await stream.read_completions() == []
 
     with running(table()) as worker:
         asyncio.run(main(worker))

@@ -1,4 +1,4 @@
-"""What fails in a step is taken back, and costs nobody else a token.
+"""A failed step is undone, and costs no other request a token.
 
 Guards against one request's fault ending all (the whole engine dies elsewhere), text said twice or lost because a step
 failed halfway, and an engine that restarts for ever over a device that is gone.
@@ -15,23 +15,23 @@ import torch
 from test_worker import FakeLLM, Notes, assert_idle, running, whole
 from torch import Tensor
 
-import fakes
-import models_made
-from fakes import Scripted, TableLM
+import engine_fakes
+import tiny_models
+from engine_fakes import ScriptedDrafter, TableLM
 from foredraft import Completion, Sampling
 from foredraft.engine import engine as engine_module
 from foredraft.engine.engine import Engine
-from foredraft.engine.guard import MAX_FAILURES, Guard
-from foredraft.engine.output import Transcript
-from foredraft.engine.suspects import MAX_RESETS
+from foredraft.engine.fault_isolation import MAX_RESETS
+from foredraft.engine.sandbox import MAX_FAILURES, SandboxedDrafter
+from foredraft.engine.transcript import Transcript
 from foredraft.engine.worker import Worker, WorkerLimits
 from foredraft.llm import LLM
-from foredraft.models.window import Window
+from foredraft.models.forward_batch import ForwardBatch
 from foredraft.request import Batch
 from foredraft.tree import TokenTree
 
 V = 61
-LM = TableLM.random(V, seed=3)
+LM = TableLM.from_seed(V, seed=3)
 SAMPLINGS = [
     Sampling(max_tokens=40, temperature=0, ignore_eos=True),
     Sampling(max_tokens=32, ignore_eos=True, seed=5, temperature=0.9, top_p=0.9, stop=("e",)),
@@ -45,13 +45,13 @@ PROMPTS = [[5, 6, 7], [40, 41, 42, 43, 44, 45], list(range(10, 40)), [90]]
 
 @dataclass
 class FaultyLM:
-    """A model that fails when told to."""
+    """A model that fails on command."""
 
     inner: Any
-    fails: Callable[[Window], Exception | None]
+    fails: Callable[[ForwardBatch], Exception | None]
     num_faults: int = 0
 
-    def forward(self, window: Window, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
+    def forward(self, window: ForwardBatch, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
         error = self.fails(window)
         if error is not None:
             self.num_faults += 1
@@ -82,13 +82,13 @@ class Plan:
 @pytest.fixture(scope="module")
 def made() -> LLM:
     """The real thing: attention and pages, and text, so that characters and stop strings count too."""
-    target = models_made.llama(vocab_size=320, seed=2)
-    return LLM(target, None, tokenizer=models_made.tokenizer(), is_debug=True)
+    target = tiny_models.llama(vocab_size=320, seed=2)
+    return LLM(target, None, tokenizer=tiny_models.tokenizer(), is_debug=True)
 
 
 def with_draft(made: LLM) -> LLM:
-    draft = models_made.perturbed(made.target.model, 0.04)
-    return made.with_drafter(models_made.draft_model(3, model=draft))
+    draft = tiny_models.perturb(made.target.model, 0.04)
+    return made.with_drafter(tiny_models.draft_model(3, model=draft))
 
 
 async def ask_all(worker: Worker, llm: LLM) -> list[Completion]:
@@ -141,23 +141,23 @@ def _patched(owner: object, name: str, plan: Plan, is_after: bool, monkeypatch: 
 
 
 STAGES: dict[str, Callable[[Engine], tuple[object, str]]] = {
-    "schedule": lambda engine: (engine.scheduler, "next"),
+    "schedule": lambda engine: (engine.scheduler, "schedule"),
     "guard": lambda engine: (engine.drafter, "propose"),
     "forward": lambda engine: (engine.target, "forward"),
-    "score": lambda engine: (engine_module, "_score"),
-    "rule": lambda engine: (engine_module, "per_request"),
-    "cut": lambda engine: (engine, "_cut"),
+    "score": lambda engine: (engine_module, "_collect_output"),
+    "rule": lambda engine: (engine_module, "combine_rules"),
+    "cut": lambda engine: (engine, "_append_tokens"),
     "push": lambda engine: (Transcript, "push"),
-    "count": lambda engine: (Transcript, "count_step"),
-    "keep": lambda engine: (engine_module, "keep"),
+    "count": lambda engine: (Transcript, "record_step"),
+    "keep": lambda engine: (engine_module, "compact_accepted"),
     "observe": lambda engine: (engine.drafter, "observe"),
     "commit": lambda engine: (engine.scheduler, "commit"),
     "release": lambda engine: (engine.scheduler, "finish"),
-    "origins": lambda engine: (engine_module, "_origins"),
+    "origins": lambda engine: (engine_module, "_classify_origins"),
     "emit": lambda engine: (Transcript, "emit"),
-    "completion": lambda engine: (Transcript, "completion"),
-    "publish": lambda engine: (engine, "_publish"),
-    "learn": lambda engine: (engine.lengths, "learn"),
+    "completion": lambda engine: (Transcript, "build_completion"),
+    "publish": lambda engine: (engine, "_emit_deltas"),
+    "learn": lambda engine: (engine.length_policy, "record_step"),
 }
 
 
@@ -204,10 +204,10 @@ def test_faults_of_the_target_at_random_steps_change_no_text(error: type[Excepti
         assert not llm.engine.scheduler.has_work
 
 
-def culprit_of(tokens: set[int]) -> Callable[[Window], Exception | None]:
+def culprit_of(tokens: set[int]) -> Callable[[ForwardBatch], Exception | None]:
     """Fails whenever one of these tokens is among what a pass reads."""
 
-    def fails(window: Window) -> Exception | None:
+    def fails(window: ForwardBatch) -> Exception | None:
         found = tokens & {token for span in window.spans for token in span.tokens}
         return RuntimeError(f"assertion failed in /opt/kernels.cu:12, token {found}") if found else None
 
@@ -224,8 +224,10 @@ def many(num: int, bad: dict[int, int]) -> tuple[list[Transcript], list[list[int
     table[:, CULPRITS] = -1e9  # never said: only prompts hold them
     sound = TableLM(table)
     prompts = [[n + 1, 2, 3, *([bad[n]] if n in bad else [])] for n in range(num)]
-    made = [fakes.transcript_of(prompt, SLOW, n) for n, prompt in enumerate(prompts)]
-    done = fakes.run(fakes.engine_of(sound, None), [fakes.transcript_of(p, SLOW, n) for n, p in enumerate(prompts)])
+    made = [engine_fakes.make_transcript(prompt, SLOW, n) for n, prompt in enumerate(prompts)]
+    done = engine_fakes.run(
+        engine_fakes.make_engine(sound, None), [engine_fakes.make_transcript(p, SLOW, n) for n, p in enumerate(prompts)]
+    )
     return made, [completion.token_ids for completion, _ in done]
 
 
@@ -237,9 +239,9 @@ def sound() -> TableLM:
 
 @pytest.mark.parametrize("bad", [{3: CULPRITS[0]}, {0: CULPRITS[0], 1: CULPRITS[1]}, {5: CULPRITS[0], 2: CULPRITS[0]}])
 @pytest.mark.parametrize("is_late", [False, True])
-def test_whoever_makes_a_step_fail_fails_alone(bad: dict[int, int], is_late: bool) -> None:
-    """In a batch, two of them at its front, and where it comes when the others are half through. It is told nothing of
-    our files."""
+def test_a_request_that_makes_a_step_fail_fails_alone(bad: dict[int, int], is_late: bool) -> None:
+    """In a batch, two of them at its front, and where it comes when the others are half through. Its error names
+    none of our files."""
     notes = Notes()
     transcripts, plain = many(8, bad)
 
@@ -253,9 +255,9 @@ def test_whoever_makes_a_step_fail_fails_alone(bad: dict[int, int], is_late: boo
             async for _ in stream:
                 pass
         assert worker.is_healthy
-        return [transcript.completion() for transcript in transcripts]
+        return [transcript.build_completion() for transcript in transcripts]
 
-    engine = fakes.engine_of(FaultyLM(sound(), culprit_of(set(CULPRITS))), None)  # type: ignore[arg-type]
+    engine = engine_fakes.make_engine(FaultyLM(sound(), culprit_of(set(CULPRITS))), None)  # type: ignore[arg-type]
     with running(FakeLLM(engine), observer=notes) as worker:
         done = asyncio.run(main(worker))
     for n, completion in enumerate(done):
@@ -271,13 +273,13 @@ def test_whoever_makes_a_step_fail_fails_alone(bad: dict[int, int], is_late: boo
 
 
 def test_requests_that_fail_only_together_all_end_well() -> None:
-    """Memory for three of six: nobody is to blame, so fewer run at once."""
+    """Memory for three of six: no request is at fault, so fewer run at once."""
     transcripts, plain = many(6, {})
     too_many = FaultyLM(sound(), lambda window: MemoryError() if len(window.spans) > 3 else None)
-    engine, notes = fakes.engine_of(too_many, None), Notes()  # type: ignore[arg-type]
+    engine, notes = engine_fakes.make_engine(too_many, None), Notes()  # type: ignore[arg-type]
 
     async def main(worker: Worker) -> list[Completion]:
-        return await (await worker.submit(transcripts)).completions()
+        return await (await worker.submit(transcripts)).read_completions()
 
     with running(FakeLLM(engine), observer=notes) as worker:
         assert [c.token_ids for c in asyncio.run(main(worker))] == plain
@@ -288,19 +290,19 @@ def test_requests_that_fail_only_together_all_end_well() -> None:
 def test_a_device_that_is_gone_ends_everything_and_shows() -> None:
     """Once each of five has failed alone, after all together. Should it come back, so does health."""
     is_gone = True
-    engine = fakes.engine_of(FaultyLM(sound(), lambda window: RuntimeError("gone") if is_gone else None), None)  # type: ignore[arg-type]
+    engine = engine_fakes.make_engine(FaultyLM(sound(), lambda window: RuntimeError("gone") if is_gone else None), None)  # type: ignore[arg-type]
     transcripts, plain = many(5, {})
     notes = Notes()
 
     async def main(worker: Worker) -> None:
         nonlocal is_gone
-        done = await (await worker.submit(transcripts)).completions()
+        done = await (await worker.submit(transcripts)).read_completions()
         assert {c.finish_reason for c in done} == {"error"}
         assert all(c.error is not None and "gone" not in c.error for c in done)
         assert not worker.is_healthy
         is_gone = False
         again, _ = many(5, {})
-        assert [c.token_ids for c in await (await worker.submit(again)).completions()] == plain
+        assert [c.token_ids for c in await (await worker.submit(again)).read_completions()] == plain
         assert worker.is_healthy
 
     with running(FakeLLM(engine), observer=notes) as worker:
@@ -311,12 +313,12 @@ def test_a_device_that_is_gone_ends_everything_and_shows() -> None:
 
 def test_a_device_that_is_gone_is_not_tried_by_everyone_who_waits() -> None:
     """Two run, thirty wait: those two, one of them alone, two others, and that is that."""
-    engine = fakes.engine_of(FaultyLM(sound(), lambda window: RuntimeError("gone")), None, max_batch=2)  # type: ignore[arg-type]
+    engine = engine_fakes.make_engine(FaultyLM(sound(), lambda window: RuntimeError("gone")), None, max_batch=2)  # type: ignore[arg-type]
     transcripts, _ = many(32, {})
     notes = Notes()
 
     async def main(worker: Worker) -> None:
-        done = await (await worker.submit(transcripts)).completions()
+        done = await (await worker.submit(transcripts)).read_completions()
         assert {c.finish_reason for c in done} == {"error"}
         assert not worker.is_healthy
 
@@ -335,12 +337,12 @@ def test_a_tokenizer_that_raises_ends_its_request_alone() -> None:
             return " ".join(map(str, ids))
 
     _, plain = many(4, {})
-    made = [fakes.transcript_of([n + 1, 2, 3], SLOW, n, Bad() if n == 1 else None) for n in range(4)]
+    made = [engine_fakes.make_transcript([n + 1, 2, 3], SLOW, n, Bad() if n == 1 else None) for n in range(4)]
 
     async def main(worker: Worker) -> list[Completion]:
-        return await (await worker.submit(made)).completions()
+        return await (await worker.submit(made)).read_completions()
 
-    with running(FakeLLM(fakes.engine_of(sound(), None))) as worker:
+    with running(FakeLLM(engine_fakes.make_engine(sound(), None))) as worker:
         done = asyncio.run(main(worker))
     assert [c.finish_reason for c in done] == ["length", "error", "length", "length"]
     assert [c.token_ids for n, c in enumerate(done) if n != 1] == [text for n, text in enumerate(plain) if n != 1]
@@ -362,13 +364,13 @@ def test_random_faults_of_a_drafter_cost_no_request() -> None:
             raise torch.cuda.OutOfMemoryError("the draft's")
         if chance < 0.4:
             kinds["malformed"] += 1
-            return None if chance < 0.3 else fakes.good_draft(sound(), batch).select([0, 0])
-        return fakes.good_draft(sound(), batch)
+            return None if chance < 0.3 else engine_fakes.draft_greedily(sound(), batch).select([0, 0])
+        return engine_fakes.draft_greedily(sound(), batch)
 
-    engine, notes = fakes.engine_of(sound(), Scripted(propose)), Notes()
+    engine, notes = engine_fakes.make_engine(sound(), ScriptedDrafter(propose)), Notes()
 
     async def main(worker: Worker) -> list[Completion]:
-        return [(await (await worker.submit([t])).completions())[0] for t in transcripts]
+        return [(await (await worker.submit([t])).read_completions())[0] for t in transcripts]
 
     with running(FakeLLM(engine), observer=notes) as worker:
         assert [c.token_ids for c in asyncio.run(main(worker))] == plain
@@ -386,15 +388,15 @@ def test_a_drafter_that_is_far_too_slow_is_left_alone() -> None:
     def propose(batch: Batch) -> TokenTree:
         nonlocal now
         now += 3
-        return fakes.good_draft(sound(), batch)
+        return engine_fakes.draft_greedily(sound(), batch)
 
-    drafter = Scripted(propose)
-    engine = fakes.engine_of(sound(), drafter)
-    engine.drafter = Guard(drafter, V, clock=lambda: now)
+    drafter = ScriptedDrafter(propose)
+    engine = engine_fakes.make_engine(sound(), drafter)
+    engine.drafter = SandboxedDrafter(drafter, V, clock=lambda: now)
     transcripts, plain = many(1, {})
 
     async def main(worker: Worker) -> list[Completion]:
-        return await (await worker.submit(transcripts)).completions()
+        return await (await worker.submit(transcripts)).read_completions()
 
     with running(FakeLLM(engine), WorkerLimits(drafter_timeout=2.5)) as worker:
         (done,) = asyncio.run(main(worker))
@@ -406,10 +408,10 @@ def test_a_drafter_that_is_far_too_slow_is_left_alone() -> None:
 
 def test_a_step_that_is_taken_back_gives_everything_back() -> None:
     """The engine by itself, without a worker: pages, slots, what the drafter knows, and what had been said."""
-    drafter = fakes.drafter_of(LM.perturbed(0.3), 3)
+    drafter = engine_fakes.make_drafter(LM.perturb(0.3), 3)
     plan = Plan({3})
-    engine = fakes.engine_of(FaultyLM(LM, plan), drafter)  # type: ignore[arg-type]
-    transcripts = [fakes.transcript_of([n + 1, 2], SLOW, n) for n in range(3)]
+    engine = engine_fakes.make_engine(FaultyLM(LM, plan), drafter)  # type: ignore[arg-type]
+    transcripts = [engine_fakes.make_transcript([n + 1, 2], SLOW, n) for n in range(3)]
     for transcript in transcripts:
         engine.add(transcript)
     engine.step()
@@ -419,10 +421,12 @@ def test_a_step_that_is_taken_back_gives_everything_back() -> None:
     engine.recover()
     assert engine.scheduler.allocator.num_used == 0
     assert not engine.scheduler.running
-    assert not drafter.valid
+    assert not drafter.num_valid
     assert all(t.num_tokens == len(t.request.output) == t.num_emitted > 0 for t in transcripts)
     while engine.has_work:
         engine.step()
     assert_idle(engine)
-    plain = fakes.run(fakes.engine_of(LM, None), [fakes.transcript_of([n + 1, 2], SLOW, n) for n in range(3)])
+    plain = engine_fakes.run(
+        engine_fakes.make_engine(LM, None), [engine_fakes.make_transcript([n + 1, 2], SLOW, n) for n in range(3)]
+    )
     assert [whole(list(t.deltas)).token_ids for t in transcripts] == [c.token_ids for c, _ in plain]

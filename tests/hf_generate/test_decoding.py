@@ -19,13 +19,13 @@ from transformers import (
 
 import foredraft
 from foredraft import ForedraftError, zoo
-from foredraft.models.load import load_tokenizer
+from foredraft.models.loading import load_tokenizer
 
 PROMPT = 12
 
 
 def zoo_tokenizer():
-    return load_tokenizer(str(zoo.target(zoo.FIRST)))
+    return load_tokenizer(str(zoo.find_target_folder(zoo.DEFAULT_TARGET)))
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_greedy_equals_plain_generate(model, batch, options):
 
 
 def test_options_change_the_output(model, batch):
-    """Anti-vacuity: the equality above would also hold for options that nobody reads."""
+    """Anti-vacuity: the equality above would also hold for options that no code reads."""
     loop = foredraft.speculate("ngram")
     base = model.generate(**batch, max_new_tokens=30, do_sample=False, custom_generate=loop)
     biased = model.generate(
@@ -179,7 +179,7 @@ def test_two_streamers_are_refused(model, batch):
 def test_a_text_iterator_streamer_in_a_thread_ends(tmp_path):
     """The usual recipe of a chat interface."""
     tokenizer = zoo_tokenizer()
-    target = LlamaForCausalLM.from_pretrained(zoo.target(zoo.FIRST), dtype=torch.float32)
+    target = LlamaForCausalLM.from_pretrained(zoo.find_target_folder(zoo.DEFAULT_TARGET), dtype=torch.float32)
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
     inputs = tokenizer("def f(", return_tensors="pt")
     work = {"max_new_tokens": 8, "do_sample": False, "streamer": streamer, "custom_generate": foredraft.speculate()}
@@ -199,7 +199,7 @@ def test_an_assistant_model_drafts(model, batch):
     assistant = copy.deepcopy(model)
     out = model.generate(ids, **given, assistant_model=assistant, custom_generate=loop)
     assert out.tolist() == expected.tolist()
-    [engine] = loop._engines[model].values()
+    [engine] = loop._llms[model].values()
     assert engine.drafter_name == "draft_model"
     with pytest.raises(ForedraftError, match="leave one out"):
         model.generate(ids, **given, assistant_model=assistant, custom_generate=foredraft.speculate("ngram"))
@@ -208,7 +208,7 @@ def test_an_assistant_model_drafts(model, batch):
 def test_stop_strings_end_the_text():
     """Fault: generate() dropped the tokenizer, so that stop_strings could not be used at all."""
     tokenizer = zoo_tokenizer()
-    target = LlamaForCausalLM.from_pretrained(zoo.target(zoo.FIRST), dtype=torch.float32)
+    target = LlamaForCausalLM.from_pretrained(zoo.find_target_folder(zoo.DEFAULT_TARGET), dtype=torch.float32)
     inputs = tokenizer("class Queue:\n", return_tensors="pt")
     given = {"max_new_tokens": 40, "do_sample": False, "stop_strings": ["self"], "tokenizer": tokenizer}
     expected = target.generate(inputs.input_ids, **given)

@@ -19,9 +19,9 @@ import torch
 from foredraft.errors import ForedraftError
 from foredraft.kernels.arena import Arena
 from foredraft.kernels.cpu import build
-from foredraft.kernels.cpu.library import TILED, Library, Product, library
+from foredraft.kernels.cpu.library import TILE_SET, LinearRecord, NativeLibrary, load_library
 from foredraft.kernels.linear import PackedWeight, linear
-from kernels.running import EMULATED, NATIVE, emulated, normal, running
+from kernels.library_setups import EMULATED, NATIVE, build_emulated, make_normal, use_library
 
 pytestmark = NATIVE
 
@@ -59,7 +59,7 @@ def test_the_emulation_refuses_what_the_processor_does(tmp_path: Path) -> None:
         }}"""
     )
     program = tmp_path / "faults"
-    command = [*(build.compiler() or []), "-std=c11", "-Wno-psabi", "-DFD_AMX_EMULATED", f"-I{build.HERE}"]
+    command = [*(build.find_compiler() or []), "-std=c11", "-Wno-psabi", "-DFD_AMX_EMULATED", f"-I{build.HERE}"]
     subprocess.run([*command, str(source), "-lm", "-o", str(program)], check=True)
     ends = [subprocess.run([str(program), str(i)], check=False).returncode for i in range(len(FAULTS) + 1)]
     assert dict(zip(["sound", *FAULTS], ends, strict=True)) == {"sound": 0, **dict.fromkeys(FAULTS, -signal.SIGABRT)}
@@ -68,12 +68,12 @@ def test_the_emulation_refuses_what_the_processor_does(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rows", [16, 17, 31, 32, 33, 63, 64, 65, 321, 545])
 def test_heights_around_those_of_tiles(rows: int) -> None:
     """The last tiles reach back over rows that are done, which must be neither lost nor written twice."""
-    weight = PackedWeight.pack(normal(70, 66, seed=0, dtype=torch.bfloat16), normal(70, seed=1), Arena())
-    x = normal(rows, 66, seed=2)
-    with running(EMULATED):
+    weight = PackedWeight.pack(make_normal(70, 66, seed=0, dtype=torch.bfloat16), make_normal(70, seed=1), Arena())
+    x = make_normal(rows, 66, seed=2)
+    with use_library(EMULATED):
         ours = linear(x, weight)
         assert torch.equal(ours[::7], torch.cat([linear(row[None], weight) for row in x[::7]]))
-    with running("portable"):
+    with use_library("portable"):
         torch.testing.assert_close(ours, linear(x, weight), rtol=1e-4, atol=1e-4)
 
 
@@ -81,7 +81,7 @@ class Crooked:
     """The emulated library, but for a fault of its tiles: `spoil(number of rows, results)`."""
 
     def __init__(self, spoil: Any) -> None:
-        self.spoil, self.own = spoil, emulated().handle
+        self.spoil, self.own = spoil, build_emulated().handle
         self.allowed = {b"", b"amx"}
 
     def __getattr__(self, name: str) -> Any:
@@ -95,7 +95,7 @@ class Crooked:
             return int(self.own.fd_select(name))
         return -1 if name == b"amx" else int(self.own.fd_select(b"portable"))
 
-    def fd_linear_by(self, name: bytes, product: Product) -> int:
+    def fd_linear_by(self, name: bytes, product: LinearRecord) -> int:
         failed = int(self.own.fd_linear_by(name, product))
         if name == b"amx":
             count = product.rows * product.weight.contents.n
@@ -118,11 +118,11 @@ def not_a_number(rows: int, results: Any) -> None:
 
 @pytest.mark.parametrize("spoil", [off_by_little, other_bits_in_company, not_a_number])
 def test_tiles_that_compute_wrongly_are_said_once_and_not_used(spoil: Any) -> None:
-    native = Library(Crooked(spoil))  # type: ignore[arg-type]
+    native = NativeLibrary(Crooked(spoil))  # type: ignore[arg-type]
     with pytest.warns(UserWarning, match="'amx' kernels compute wrongly on this processor"):
         native.select()
     assert native.instruction_set == "portable"
-    assert not native.has("amx")  # a second warning would be an error
+    assert not native.is_supported("amx")  # a second warning would be an error
     with pytest.raises(ForedraftError, match="no 'amx' kernels"):
         native.select("amx")
     assert native.instruction_set == "portable"
@@ -131,27 +131,27 @@ def test_tiles_that_compute_wrongly_are_said_once_and_not_used(spoil: Any) -> No
 def test_right_tiles_are_the_first_choice_and_nothing_is_said() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        native = Library(emulated().handle)
+        native = NativeLibrary(build_emulated().handle)
         native.select()
         assert native.instruction_set == "amx"
-        assert native.has_right_tiles
+        assert native.has_correct_tiles
 
 
 def test_a_set_that_was_named_is_not_tried_against_another() -> None:
-    """Whoever names avx2 wants no tiles asked for from the system."""
-    native = Library(Crooked(not_a_number))  # type: ignore[arg-type]
+    """A caller that names avx2 must not cause a request for tiles from the system."""
+    native = NativeLibrary(Crooked(not_a_number))  # type: ignore[arg-type]
     native.select("portable")
     assert native.instruction_set == "portable"
 
 
 def test_a_compiler_that_knows_no_tiles_builds_the_other_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old = tmp_path / "cc"
-    found = " ".join(build.compiler() or [])
+    found = " ".join(build.find_compiler() or [])
     old.write_text(f'#!/bin/sh\ncase "$*" in *-mamx*) echo unknown option >&2; exit 1;; esac\nexec {found} "$@"\n')
     old.chmod(0o755)
     monkeypatch.setenv("CC", str(old))
     out = tmp_path / "library.so"
-    assert build.build(out, {TILED: ["-mamx-tile", "-mamx-bf16"]}) == ("portable",)
+    assert build.build(out, {TILE_SET: ["-mamx-tile", "-mamx-bf16"]}) == ("portable",)
     handle = ctypes.CDLL(str(out))
     assert handle.fd_select(b"amx") == -1
     assert handle.fd_select(b"") == 0
@@ -159,11 +159,11 @@ def test_a_compiler_that_knows_no_tiles_builds_the_other_sets(tmp_path: Path, mo
 
 def test_the_library_here_has_every_set_that_its_compiler_knows() -> None:
     """A mistake in one set's code would otherwise go unnoticed: the library does without it."""
-    native = library()
+    native = load_library()
     assert native is not None
     source = build.HERE / "team.c"
-    for name, flags in build.machine_sets().items():
-        command = [*(build.compiler() or []), *flags, "-E", "-o", "/dev/null", str(source), "-DFD_SETS="]
+    for name, flags in build.list_machine_sets().items():
+        command = [*(build.find_compiler() or []), *flags, "-E", "-o", "/dev/null", str(source), "-DFD_SETS="]
         if subprocess.run(command, capture_output=True, check=False).returncode == 0:
             assert hasattr(native.handle, f"fd_{name}"), name
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foredraft.kernels import arena
-from foredraft.kernels.arena import ALIGNMENT, CHUNK, Arena
+from foredraft.kernels.arena import ALIGNMENT, CHUNK_BYTES, Arena
 
 DTYPES = [torch.bfloat16, torch.float32, torch.int8, torch.uint8, torch.float64]
 
@@ -17,7 +17,7 @@ DTYPES = [torch.bfloat16, torch.float32, torch.int8, torch.uint8, torch.float64]
 @given(st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 40), min_size=1, max_size=4)), max_size=12))
 def test_pieces_are_aligned_and_do_not_overlap(asked: list[tuple[torch.dtype, list[int]]]) -> None:
     here = Arena()
-    pieces = [here.empty(*shape, dtype=dtype) for dtype, shape in asked]
+    pieces = [here.allocate(*shape, dtype=dtype) for dtype, shape in asked]
     taken: set[int] = set()
     for piece, (dtype, shape) in zip(pieces, asked, strict=True):
         assert (piece.dtype, list(piece.shape)) == (dtype, shape)
@@ -40,16 +40,16 @@ def test_a_copy_holds_the_numbers_of_any_layout() -> None:
 
 def test_a_piece_larger_than_a_chunk_has_one_of_its_own() -> None:
     here = Arena()
-    first, large, last = (here.empty(n, dtype=torch.uint8) for n in (10, CHUNK + 1, 10))
+    first, large, last = (here.allocate(n, dtype=torch.uint8) for n in (10, CHUNK_BYTES + 1, 10))
     for piece in (first, large, last):
         piece[0] = piece[-1] = 7
-    assert len(large) == CHUNK + 1
+    assert len(large) == CHUNK_BYTES + 1
 
 
 def test_a_tensor_outlives_its_arena() -> None:
     piece = Arena().copy(torch.arange(1000))
     gc.collect()
-    Arena().empty(1000, dtype=torch.int64).zero_()
+    Arena().allocate(1000, dtype=torch.int64).zero_()
     assert torch.equal(piece, torch.arange(1000))
 
 

@@ -1,7 +1,7 @@
 """The suffix automaton: matches and counts by searching the whole text, the native one by its reference, and its cost.
 
-Guards against a match that is not the longest, counts that a split loses or doubles, a law that differs between the
-native code and what runs without it, and a cost that grows with the text or the match.
+Guards against a match that is not the longest, counts that a split loses or doubles, a distribution that differs
+between the native code and its replacement, and a cost that grows with the text or the match.
 """
 
 import random
@@ -9,13 +9,21 @@ from collections import defaultdict
 
 import pytest
 
-from foredraft.kernels.automaton import LONGEST, MOST, Automaton, Place, Shape, SlowAutomaton, trust
-from foredraft.kernels.cpu.library import library
-from foredraft.kernels.cpu.suffix import NativeAutomaton, automaton
+from foredraft.kernels.automaton import (
+    MAX_CONTEXT_LENGTH,
+    MAX_CONTINUATIONS,
+    RankedDraftSpec,
+    ReferenceAutomaton,
+    SuffixAutomaton,
+    SuffixMatch,
+    build_discount_table,
+)
+from foredraft.kernels.cpu.library import load_library
+from foredraft.kernels.cpu.suffix import NativeAutomaton, get_automaton_class
 
-native = pytest.mark.skipif(library() is None, reason="no native kernels")
-KINDS = [SlowAutomaton, pytest.param(NativeAutomaton, marks=native)]
-TRUST = trust((0.75, 0.7, 0.75, 0.8, 0.95))
+native = pytest.mark.skipif(load_library() is None, reason="no native kernels")
+KINDS = [ReferenceAutomaton, pytest.param(NativeAutomaton, marks=native)]
+TRUST = build_discount_table((0.75, 0.7, 0.75, 0.8, 0.95))
 SEEDS = range(12)
 
 
@@ -24,7 +32,7 @@ def text(seed: int, size: int = 40) -> list[int]:
     return [draw.randrange(2 + seed % 3) for _ in range(size)]
 
 
-def made(kind: type[Automaton], tokens: list[int]) -> Automaton:
+def made(kind: type[SuffixAutomaton], tokens: list[int]) -> SuffixAutomaton:
     one = kind()
     one.extend(tokens)
     return one
@@ -64,7 +72,7 @@ def test_the_longest_suffix_that_occurred_before_is_known_after_every_token(kind
         one.extend(tokens[size - 1 : size])
         so_far = tokens[:size]
         longest = next(n for n in range(size - 1, -1, -1) if occurs(so_far[size - n :], so_far, size - 1))
-        assert one.end().length == longest
+        assert one.match_end().length == longest
         assert len(one) == size
 
 
@@ -72,22 +80,22 @@ def test_the_longest_suffix_that_occurred_before_is_known_after_every_token(kind
 @pytest.mark.parametrize("seed", SEEDS)
 def test_another_text_is_followed_at_its_longest_match(kind, seed):
     one, other = made(kind, text(seed)), text(seed + 100, 60)
-    place = Place(one)
+    place = SuffixMatch(one)
     for size in range(1, len(other) + 1):
-        (place,) = kind.follow([place], other[size - 1 : size])
+        (place,) = kind.advance([place], other[size - 1 : size])
         longest = next(n for n in range(size, -1, -1) if occurs(other[size - n : size], text(seed)))
         assert place.length == longest
-    assert kind.follow([Place(one)], other) == [place]
+    assert kind.advance([SuffixMatch(one)], other) == [place]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_every_context_counts_what_it_was_the_deepest_to_know(seed):
     tokens = text(seed)
-    one, wanted = made(SlowAutomaton, tokens), counted(tokens)
+    one, wanted = made(ReferenceAutomaton, tokens), counted(tokens)
     for start in range(len(tokens)):
         for stop in range(start, len(tokens)):
             part = tokens[start:stop]
-            (place,) = SlowAutomaton.follow([Place(one)], part)
+            (place,) = ReferenceAutomaton.advance([SuffixMatch(one)], part)
             assert place.length == len(part)
             assert one.states[place.state].counts == wanted[tuple(part)]
             assert one.states[place.state].total == sum(wanted[tuple(part)].values())
@@ -100,19 +108,19 @@ def test_the_native_one_gives_the_very_bits_of_its_reference(seed):
     size = draw.choice([2, 3, 5, 40, 300])
     texts = [[draw.randrange(size) for _ in range(draw.randrange(1, 400))] for _ in range(3)]
     recent = [draw.randrange(size) for _ in range(10)]
-    shape = Shape(
+    shape = RankedDraftSpec(
         draw.randrange(1, 20), draw.randrange(1, 9), draw.randrange(1, 5), draw.choice([0, 0.05]), frozenset([0])
     )
     seen = []
-    for kind in (SlowAutomaton, NativeAutomaton):
+    for kind in (ReferenceAutomaton, NativeAutomaton):
         ones = [made(kind, tokens) for tokens in texts]
-        places = [ones[0].end(), *kind.follow([Place(one) for one in ones[1:]], recent)]
+        places = [ones[0].match_end(), *kind.advance([SuffixMatch(one) for one in ones[1:]], recent)]
         seen.append(
             (
                 [place.length for place in places],
-                kind.law(places, TRUST),
+                kind.predict(places, TRUST),
                 kind.draft(places, TRUST, shape),
-                [one.work for one in ones],
+                [one.num_operations for one in ones],
             )
         )
     assert seen[0] == seen[1]
@@ -120,63 +128,63 @@ def test_the_native_one_gives_the_very_bits_of_its_reference(seed):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_law_is_one_falling_and_of_known_tokens(kind, seed):
+def test_a_distribution_is_one_falling_and_of_known_tokens(kind, seed):
     one = made(kind, [7, *text(seed), -1, 7])
-    law = kind.law([one.end()], TRUST)
-    assert 0 < len(law.tokens) <= MOST
-    assert min(law.tokens) >= 0
-    assert len(set(law.tokens)) == len(law.tokens)
-    assert law.chances == sorted(law.chances, reverse=True)
-    assert law.chances[-1] > 0
-    assert sum(law.chances) < 1
+    prediction = kind.predict([one.match_end()], TRUST)
+    assert 0 < len(prediction.tokens) <= MAX_CONTINUATIONS
+    assert min(prediction.tokens) >= 0
+    assert len(set(prediction.tokens)) == len(prediction.tokens)
+    assert prediction.probs == sorted(prediction.probs, reverse=True)
+    assert prediction.probs[-1] > 0
+    assert sum(prediction.probs) < 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_law_by_hand(kind):
+def test_a_distribution_by_hand(kind):
     one = made(kind, [1, 2, 3, 9, 2, 4, 8, 1, 2])
-    place = one.end()
+    place = one.match_end()
     assert place.length == 2
     # "1 2" was followed by 3 once; what it is not sure of goes to "2", which was by 3 and by 4
     of_two, of_one = 0.75 * 0.7 / 0.75, 0.75
     rest = of_two * (2 * of_one) / 2
-    law = kind.law([place], TRUST)
-    assert law.tokens == [3, 4]
-    assert law.chances == pytest.approx([1 - of_two + of_two * (1 - of_one) / 2, of_two * (1 - of_one) / 2])
+    prediction = kind.predict([place], TRUST)
+    assert prediction.tokens == [3, 4]
+    assert prediction.probs == pytest.approx([1 - of_two + of_two * (1 - of_one) / 2, of_two * (1 - of_one) / 2])
     assert rest > 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_longest_context_comes_first_whosever_it_is(kind):
     own, other = made(kind, [5, 1, 6, 1]), made(kind, [3, 5, 6, 1, 2])
-    (place,) = kind.follow([Place(other)], [5, 1, 6, 1])
-    assert (own.end().length, place.length) == (1, 2)
-    assert kind.law([own.end(), place], TRUST).tokens[0] == 2
+    (place,) = kind.advance([SuffixMatch(other)], [5, 1, 6, 1])
+    assert (own.match_end().length, place.length) == (1, 2)
+    assert kind.predict([own.match_end(), place], TRUST).tokens[0] == 2
     alike = made(kind, [1, 9])
-    (place,) = kind.follow([Place(alike)], [1])
-    assert kind.law([own.end(), place], TRUST).tokens[0] == 6, "of equal ones the first"
+    (place,) = kind.advance([SuffixMatch(alike)], [1])
+    assert kind.predict([own.match_end(), place], TRUST).tokens[0] == 6, "of equal ones the first"
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_loop_is_drafted_past_the_end_of_the_text(kind):
     one = made(kind, [9, 5, 6, 7, 5, 6, 7, 5, 6, 7])
-    grown = kind.draft([one.end()], TRUST, Shape(8, 8))
+    grown = kind.draft([one.match_end()], TRUST, RankedDraftSpec(8, 8))
     assert grown.tokens == [5, 6, 7, 5, 6, 7, 5, 6]
     assert grown.parents == list(range(8))
-    assert grown.chances == sorted(grown.chances, reverse=True)
+    assert grown.path_probs == sorted(grown.path_probs, reverse=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_draft_is_the_likeliest_nodes_within_its_shape(kind):
     one = made(kind, [1, 2, 3, 0, 1, 2, 4, 0, 1, 2, 3, 5, 1, 2])
-    wide = kind.draft([one.end()], TRUST, Shape(6, 3, width=2))
+    wide = kind.draft([one.match_end()], TRUST, RankedDraftSpec(6, 3, width=2))
     assert [token for token, parent in zip(wide.tokens, wide.parents, strict=True) if parent == 0] == [3, 4]
     assert len(wide.tokens) == 6
-    assert kind.draft([one.end()], TRUST, Shape(6, 1, width=2)).parents == [0, 0]
-    assert kind.draft([one.end()], TRUST, Shape(6, 6, ends=frozenset([3]))).tokens == [3]
-    chance = wide.chances[0]
-    assert kind.draft([one.end()], TRUST, Shape(6, 6, bar=chance)).tokens == [3]
-    assert kind.draft([one.end()], TRUST, Shape(6, 6, bar=chance + 1e-9)).tokens == []
-    assert kind.draft([], TRUST, Shape(6, 6)).tokens == []
+    assert kind.draft([one.match_end()], TRUST, RankedDraftSpec(6, 1, width=2)).parents == [0, 0]
+    assert kind.draft([one.match_end()], TRUST, RankedDraftSpec(6, 6, end_ids=frozenset([3]))).tokens == [3]
+    chance = wide.path_probs[0]
+    assert kind.draft([one.match_end()], TRUST, RankedDraftSpec(6, 6, min_probability=chance)).tokens == [3]
+    assert kind.draft([one.match_end()], TRUST, RankedDraftSpec(6, 6, min_probability=chance + 1e-9)).tokens == []
+    assert kind.draft([], TRUST, RankedDraftSpec(6, 6)).tokens == []
 
 
 def hostile(name: str, size: int) -> list[int]:
@@ -206,21 +214,21 @@ def test_a_token_costs_the_same_however_long_the_text(name):
     for size in (1000, 8000, 64000):
         one = made(NativeAutomaton, hostile(name, size))
         assert len(one) == size
-        assert one.work <= 5 * size
+        assert one.num_operations <= 5 * size
     assert one.num_bytes <= 200 * size
 
 
 def test_trust_falls_and_its_quotients_are_discounts():
-    assert len(TRUST) == LONGEST + 1
+    assert len(TRUST) == MAX_CONTEXT_LENGTH + 1
     assert TRUST[3] / TRUST[1] == pytest.approx(0.7 * 0.75)
-    assert TRUST[LONGEST] / TRUST[LONGEST - 1] == pytest.approx(0.95)
+    assert TRUST[MAX_CONTEXT_LENGTH] / TRUST[MAX_CONTEXT_LENGTH - 1] == pytest.approx(0.95)
 
 
 @native
 def test_the_native_one_is_used_where_there_is_one():
-    assert automaton() is NativeAutomaton
+    assert get_automaton_class() is NativeAutomaton
 
 
 def test_without_native_kernels_the_reference_serves(monkeypatch):
-    monkeypatch.setattr("foredraft.kernels.cpu.suffix.library", lambda: None)
-    assert automaton() is SlowAutomaton
+    monkeypatch.setattr("foredraft.kernels.cpu.suffix.load_library", lambda: None)
+    assert get_automaton_class() is ReferenceAutomaton

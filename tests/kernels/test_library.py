@@ -14,13 +14,13 @@ from foredraft.kernels.arena import Arena
 from foredraft.kernels.attention import attend
 from foredraft.kernels.cpu import build
 from foredraft.kernels.cpu import library as module
-from foredraft.kernels.cpu.library import CHOICE, RECORDS, SETS, Library, library
+from foredraft.kernels.cpu.library import INSTRUCTION_SETS, KERNELS_VARIABLE, RECORDS, NativeLibrary, load_library
 from foredraft.kernels.linear import PackedWeight, linear, linear_reference
 from foredraft.kernels.rows import PackedRows
-from foredraft.models.fused import why_not
-from foredraft.models.lm import HFModel
-from foredraft.models.window import Span
-from kernels.running import NATIVE, normal
+from foredraft.models.forward_batch import Span
+from foredraft.models.hf import HFModel
+from foredraft.models.native.decoder import get_obstacle
+from kernels.library_setups import NATIVE, make_normal
 from models.families import TINY
 
 GREEDY = Sampling(max_tokens=24, temperature=0, ignore_eos=True)
@@ -30,11 +30,11 @@ PROMPTS = [[5, 6, 7, 8], [9], list(range(10, 60))]
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
     """Found anew by the test, and anew after it."""
-    library.cache_clear()
+    load_library.cache_clear()
     yield
-    library.cache_clear()
+    load_library.cache_clear()
     if build.LIBRARY.exists():
-        library()
+        load_library()
 
 
 def tiny() -> hf.LlamaForCausalLM:
@@ -49,7 +49,7 @@ def texts(llm: LLM) -> list[list[int]]:
 @pytest.fixture
 def missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As after an installation without a compiler."""
-    monkeypatch.delenv(CHOICE, raising=False)
+    monkeypatch.delenv(KERNELS_VARIABLE, raising=False)
     monkeypatch.setattr(build, "LIBRARY", tmp_path / "_foredraft.so")
 
 
@@ -57,18 +57,18 @@ def missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_without_the_library_the_text_is_the_same_and_it_is_said_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.delenv(CHOICE, raising=False)
+    monkeypatch.delenv(KERNELS_VARIABLE, raising=False)
     fused = LLM(tiny(), None, fused=True)
     assert fused.target.fused is not None
     expected = texts(fused)
     monkeypatch.setattr(build, "LIBRARY", tmp_path / "_foredraft.so")
-    library.cache_clear()
+    load_library.cache_clear()
     with pytest.warns(UserWarning, match=r"run: python -m foredraft\.kernels\.cpu\.build"):
         plain = LLM(tiny(), None, fused=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         others = [LLM(tiny(), None, fused=True), plain.with_drafter("ngram", 3)]
-        assert library() is None
+        assert load_library() is None
     assert plain.target.fused is None
     assert not plain.target.pool.is_native
     assert all(texts(llm) == expected for llm in (plain, *others))
@@ -83,48 +83,48 @@ def test_without_the_library_what_needs_it_says_how_to_get_it() -> None:
     keys, rows = torch.zeros(16, 1, 16), PackedRows.pack([Span([1], 0, [7], [0])], [0], 4)
     with pytest.raises(ForedraftError, match=r"not installed; run: python -m foredraft\.kernels\.cpu\.build"):
         attend(keys[:1], keys, keys, rows, 1.0)
-    assert why_not(tiny()) == "no native kernels"
+    assert get_obstacle(tiny()) == "no native kernels"
 
 
 def test_switched_off_it_is_not_loaded_and_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CHOICE, "torch")
+    monkeypatch.setenv(KERNELS_VARIABLE, "torch")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert library() is None
+        assert load_library() is None
         llm = LLM(tiny(), None, fused=True)
     assert (llm.target.fused, llm.target.pool.is_native) == (None, False)
     assert len(texts(llm)) == 3
 
 
 @NATIVE
-@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("name", INSTRUCTION_SETS)
 def test_an_instruction_set_by_name(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setenv(CHOICE, "")
-    best = library()
+    monkeypatch.setenv(KERNELS_VARIABLE, "")
+    best = load_library()
     assert best is not None
-    if not best.has(name):
+    if not best.is_supported(name):
         pytest.skip(f"this processor has no {name}")
-    monkeypatch.setenv(CHOICE, name)
-    library.cache_clear()
-    chosen = library()
+    monkeypatch.setenv(KERNELS_VARIABLE, name)
+    load_library.cache_clear()
+    chosen = load_library()
     assert chosen is not None
     assert chosen.instruction_set == name
     chosen.select()
-    assert chosen.instruction_set == next(one for one in SETS if chosen.has(one))
+    assert chosen.instruction_set == next(one for one in INSTRUCTION_SETS if chosen.is_supported(one))
 
 
 @NATIVE
 def test_an_instruction_set_that_is_none_is_refused_with_those_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """And what was selected before stays so."""
-    monkeypatch.setenv(CHOICE, "nonsense")
+    monkeypatch.setenv(KERNELS_VARIABLE, "nonsense")
     message = "no 'nonsense' kernels; use one of amx, avx512bf16, avx512, avx2, portable that it has, or torch"
     with pytest.raises(ForedraftError, match=message) as caught:
         LLM(tiny(), None, fused=True)
     assert "\n" not in str(caught.value)
-    monkeypatch.setenv(CHOICE, "")
-    native = library()
+    monkeypatch.setenv(KERNELS_VARIABLE, "")
+    native = load_library()
     assert native is not None
-    assert not native.has("nonsense")
+    assert not native.is_supported("nonsense")
     before = native.instruction_set
     with pytest.raises(ForedraftError):
         native.select("avx1024")
@@ -134,10 +134,10 @@ def test_an_instruction_set_that_is_none_is_refused_with_those_there_are(monkeyp
 @NATIVE
 def test_a_library_of_other_sources_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its records may lie otherwise: to call it would be to read memory at random."""
-    monkeypatch.setenv(CHOICE, "")
-    monkeypatch.setattr(build, "fingerprint", lambda: "0123456789abcdef")
+    monkeypatch.setenv(KERNELS_VARIABLE, "")
+    monkeypatch.setattr(build, "compute_fingerprint", lambda: "0123456789abcdef")
     with pytest.raises(ForedraftError, match=r"other sources; run: python -m foredraft\.kernels\.cpu\.build") as caught:
-        library()
+        load_library()
     assert "\n" not in str(caught.value)
 
 
@@ -152,19 +152,19 @@ def test_a_record_of_another_size_is_noticed(monkeypatch: pytest.MonkeyPatch, wh
     records[which] = Longer  # type: ignore[call-overload]
     monkeypatch.setattr(module, "RECORDS", tuple(records))
     with pytest.raises(ForedraftError, match="other sources"):
-        library()
+        load_library()
 
 
 def test_the_fingerprint_is_of_every_source(tmp_path: Path) -> None:
     for file in [*build.HERE.glob("*.c"), *build.HERE.glob("*.h")]:
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    whole = build.fingerprint(tmp_path)
+    whole = build.compute_fingerprint(tmp_path)
     for file in sorted(tmp_path.iterdir()):
         before = file.read_bytes()
         file.write_bytes(before + b"\n")
-        assert build.fingerprint(tmp_path) != whole, file.name
+        assert build.compute_fingerprint(tmp_path) != whole, file.name
         file.write_bytes(before)
-    assert build.fingerprint(tmp_path) == whole
+    assert build.compute_fingerprint(tmp_path) == whole
 
 
 def test_a_compiler_that_exists_is_preferred_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -173,12 +173,12 @@ def test_a_compiler_that_exists_is_preferred_by_name(monkeypatch: pytest.MonkeyP
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CC", "mine -m64")
-    assert build.compiler() == ["mine", "-m64"]
+    assert build.find_compiler() == ["mine", "-m64"]
     monkeypatch.setenv("CC", "/nonexistent")
-    assert build.compiler() == ["gcc"]
+    assert build.find_compiler() == ["gcc"]
     monkeypatch.delenv("CC")
     (tmp_path / "gcc").unlink()
-    assert build.compiler() == ["clang"]
+    assert build.find_compiler() == ["clang"]
 
 
 def test_without_a_compiler_the_build_says_what_to_install(
@@ -218,26 +218,26 @@ def test_a_compiler_that_fails_is_quoted_and_the_library_of_before_stays(
 @pytest.fixture(scope="module")
 def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The library as another kind of processor builds it: without the instruction sets of this one."""
-    if build.compiler() is None:
+    if build.find_compiler() is None:
         pytest.skip("no C compiler here")
     out = tmp_path_factory.mktemp("built") / "_foredraft.so"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build.platform, "machine", lambda: "riscv64")
-        patch.setattr(build, "COMMON", ["-O1" if flag == "-O3" else flag for flag in build.COMMON])
+        patch.setattr(build, "COMMON_FLAGS", ["-O1" if flag == "-O3" else flag for flag in build.COMMON_FLAGS])
         build.build(out)
     return out
 
 
 def test_another_kind_of_processor_has_portable_kernels(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "LIBRARY", elsewhere)
-    monkeypatch.delenv(CHOICE, raising=False)
-    native = library()
+    monkeypatch.delenv(KERNELS_VARIABLE, raising=False)
+    native = load_library()
     assert native is not None
     assert native.instruction_set == "portable"
-    assert [name for name in SETS if native.has(name)] == ["portable"]
+    assert [name for name in INSTRUCTION_SETS if native.is_supported(name)] == ["portable"]
     for dtype in (torch.bfloat16, torch.float32):
-        weight = PackedWeight.pack(normal(70, 33, seed=0, dtype=dtype), None, Arena())
-        x = normal(7, 33, seed=1)
+        weight = PackedWeight.pack(make_normal(70, 33, seed=0, dtype=dtype), None, Arena())
+        x = make_normal(7, 33, seed=1)
         torch.testing.assert_close(linear(x, weight), linear_reference(x, weight), rtol=0, atol=1e-4)
     assert len(texts(LLM(tiny(), None, fused=True))) == 3
 
@@ -247,11 +247,11 @@ def test_an_openmp_that_is_not_there_leaves_the_pool_of_our_own(
 ) -> None:
     """clang's runtime has another name, and a torch without OpenMP has none."""
     monkeypatch.setattr(build, "LIBRARY", elsewhere)
-    monkeypatch.setattr(module, "_openmp", lambda: None)
-    native = library()
+    monkeypatch.setattr(module, "_find_openmp", lambda: None)
+    native = load_library()
     assert native is not None
     native.handle.fd_share(None, None)  # the process may have loaded this file before
-    weight, x = PackedWeight.pack(normal(300, 33, seed=0), None, Arena()), normal(7, 33, seed=1)
+    weight, x = PackedWeight.pack(make_normal(300, 33, seed=0), None, Arena()), make_normal(7, 33, seed=1)
     alone = linear(x, weight)
     torch.set_num_threads(2)
     try:
@@ -263,12 +263,12 @@ def test_an_openmp_that_is_not_there_leaves_the_pool_of_our_own(
 @NATIVE
 def test_a_model_adopted_plain_keeps_torchs_attention() -> None:
     """fused=False is the way back to torch's own operators, all of them."""
-    lm = HFModel.adopt(tiny(), "tiny", is_fused=False)
+    lm = HFModel.wrap_model(tiny(), "tiny", is_fused=False)
     assert (lm.fused, lm.pool.is_native) == (None, False)
 
 
 @NATIVE
 def test_the_library_is_loaded_once() -> None:
-    first = library()
-    assert isinstance(first, Library)
-    assert library() is first
+    first = load_library()
+    assert isinstance(first, NativeLibrary)
+    assert load_library() is first

@@ -13,7 +13,19 @@ from torch import Tensor
 from foredraft.errors import ForedraftError
 from foredraft.kernels.arena import Arena
 from foredraft.kernels.linear import PackedWeight, linear, linear_reference
-from kernels.running import EACH_SET, NATIVE, ROUNDING, WAYS, Way, at_once, laid_out, layouts, normal, running, ways
+from kernels.library_setups import (
+    EACH_SET,
+    NATIVE,
+    ROUNDING,
+    THREAD_SETUPS,
+    ThreadSetup,
+    change_layout,
+    layouts,
+    make_normal,
+    run_concurrently,
+    thread_setups,
+    use_library,
+)
 
 pytestmark = NATIVE
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -23,8 +35,8 @@ counts = st.one_of(st.integers(1, 40), st.just(200))
 
 
 def packed(n: int, k: int, dtype: torch.dtype, seed: int = 0, has_bias: bool = True) -> PackedWeight:
-    weight = normal(n, k, seed=seed, dtype=dtype)
-    return PackedWeight.pack(weight, normal(n, seed=seed + 1, dtype=dtype) if has_bias else None, Arena())
+    weight = make_normal(n, k, seed=seed, dtype=dtype)
+    return PackedWeight.pack(weight, make_normal(n, seed=seed + 1, dtype=dtype) if has_bias else None, Arena())
 
 
 def bound(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -37,17 +49,17 @@ def bound(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 @EACH_SET
 @EACH_TYPE
 @settings(max_examples=40)
-@given(sizes, sizes, counts, layouts, layouts, st.booleans(), ways, st.integers(0, 99))
+@given(sizes, sizes, counts, layouts, layouts, st.booleans(), thread_setups, st.integers(0, 99))
 def test_right_to_the_rounding_of_any_order_of_additions(
     instruction_set: str, dtype: torch.dtype, n: int, k: int, rows: int, of_x: str, of_weight: str, has_bias: bool,
-    way: Way, seed: int,
+    way: ThreadSetup, seed: int,
 ) -> None:  # fmt: skip
-    weight, x = normal(n, k, seed=seed, dtype=dtype), normal(rows, k, seed=seed + 1)
-    x *= 10 ** normal(rows, 1, seed=seed + 2)
-    bias = normal(n, seed=seed + 3, dtype=dtype) if has_bias else None
-    made = PackedWeight.pack(laid_out(weight, of_weight), bias, Arena())
-    with running(instruction_set, way):
-        ours = linear(laid_out(x, of_x), made)
+    weight, x = make_normal(n, k, seed=seed, dtype=dtype), make_normal(rows, k, seed=seed + 1)
+    x *= 10 ** make_normal(rows, 1, seed=seed + 2)
+    bias = make_normal(n, seed=seed + 3, dtype=dtype) if has_bias else None
+    made = PackedWeight.pack(change_layout(weight, of_weight), bias, Arena())
+    with use_library(instruction_set, way):
+        ours = linear(change_layout(x, of_x), made)
     seen = x.to(dtype)
     theirs = seen.double() @ weight.double().T + (0 if bias is None else bias.double())
     assert ours.shape == (rows, n)
@@ -59,10 +71,10 @@ def test_right_to_the_rounding_of_any_order_of_additions(
 def test_the_slow_reference_is_the_product_with_the_weight_as_given(
     dtype: torch.dtype, n: int, k: int, layout: str, has_bias: bool, seed: int
 ) -> None:
-    weight, x = normal(n, k, seed=seed, dtype=dtype), normal(3, k, seed=seed + 1)
-    bias = normal(n, seed=seed + 3, dtype=dtype) if has_bias else None
-    made = PackedWeight.pack(laid_out(weight, layout), bias, Arena())
-    assert torch.equal(made.unpacked(), weight)
+    weight, x = make_normal(n, k, seed=seed, dtype=dtype), make_normal(3, k, seed=seed + 1)
+    bias = make_normal(n, seed=seed + 3, dtype=dtype) if has_bias else None
+    made = PackedWeight.pack(change_layout(weight, layout), bias, Arena())
+    assert torch.equal(made.unpack(), weight)
     direct = torch.nn.functional.linear(x.to(dtype).double(), weight.double(), bias if bias is None else bias.double())
     torch.testing.assert_close(linear_reference(x, made), direct.float(), rtol=1e-6, atol=1e-12)
 
@@ -74,11 +86,11 @@ def test_a_row_has_the_same_bits_alone_and_among_any_number_of_others(
     instruction_set: str, dtype: torch.dtype, n: int, k: int
 ) -> None:
     """This is what makes speculative and plain decoding bit-equal: 8 rows are verified as one was decoded."""
-    weight, x = packed(n, k, dtype), normal(200, k, seed=2)
-    with running(instruction_set):
+    weight, x = packed(n, k, dtype), make_normal(200, k, seed=2)
+    with use_library(instruction_set):
         alone = torch.cat([linear(row[None], weight) for row in x])
-    for way in WAYS:
-        with running(instruction_set, way):
+    for way in THREAD_SETUPS:
+        with use_library(instruction_set, way):
             for rows in (*range(2, 41), 200):
                 assert torch.equal(linear(x[:rows], weight), alone[:rows]), f"{rows} rows, {way}"
             assert torch.equal(linear(x[5:12].flip(0), weight), alone[5:12].flip(0))
@@ -88,21 +100,21 @@ def test_a_row_has_the_same_bits_alone_and_among_any_number_of_others(
 @EACH_TYPE
 def test_two_threads_give_the_bits_of_one(instruction_set: str, dtype: torch.dtype) -> None:
     """With panels enough for every member of the team to take several."""
-    weight, x = packed(1111, 70, dtype), normal(9, 70, seed=2)
-    with running(instruction_set):
+    weight, x = packed(1111, 70, dtype), make_normal(9, 70, seed=2)
+    with use_library(instruction_set):
         alone = linear(x, weight)
-    for way in WAYS[1:] * 20:
-        with running(instruction_set, way):
+    for way in THREAD_SETUPS[1:] * 20:
+        with use_library(instruction_set, way):
             assert torch.equal(linear(x, weight), alone)
 
 
 @EACH_SET
 @EACH_TYPE
 def test_what_is_not_finite_stays_in_its_row(instruction_set: str, dtype: torch.dtype) -> None:
-    weight, x = packed(45, 50, dtype), normal(8, 50, seed=2)
+    weight, x = packed(45, 50, dtype), make_normal(8, 50, seed=2)
     spoilt = x.clone()
     spoilt[1, 3], spoilt[3, 49], spoilt[4, 0], spoilt[6] = torch.nan, torch.inf, -torch.inf, torch.inf
-    with running(instruction_set):
+    with use_library(instruction_set):
         clean, ours = linear(x, weight), linear(spoilt, weight)
     theirs = linear_reference(spoilt, weight)
     whole = [0, 2, 5, 7]
@@ -116,10 +128,10 @@ def test_what_is_not_finite_stays_in_its_row(instruction_set: str, dtype: torch.
 @EACH_TYPE
 def test_what_is_not_finite_in_a_weight_stays_in_its_output(instruction_set: str, dtype: torch.dtype) -> None:
     """Not in its panel: the outputs beside it are of other tokens."""
-    weight, x = normal(45, 50, seed=0, dtype=dtype), normal(3, 50, seed=2)
+    weight, x = make_normal(45, 50, seed=0, dtype=dtype), make_normal(3, 50, seed=2)
     spoilt = weight.clone()
     spoilt[7, 3], spoilt[44, 49] = torch.nan, torch.inf
-    with running(instruction_set):
+    with use_library(instruction_set):
         clean, ours = (linear(x, PackedWeight.pack(w, None, Arena())) for w in (weight, spoilt))
     assert ours[:, 7].isnan().all()
     assert ours[:, 44].isinf().all()
@@ -143,17 +155,17 @@ def test_inputs_are_rounded_to_bfloat16_as_torch_rounds_them(instruction_set: st
     """Ties to even, in whole vectors and in the tail."""
     weight = PackedWeight.pack(torch.eye(33, dtype=torch.bfloat16), None, Arena())
     x = torch.tensor([numbers, [*TIES, *numbers[: 33 - len(TIES)]], [*numbers[len(TIES) :], *TIES]])
-    with running(instruction_set):
+    with use_library(instruction_set):
         ours = linear(x, weight)
     assert torch.equal(ours, x.bfloat16().float())
 
 
 @EACH_TYPE
 def test_no_rows_give_no_results(dtype: torch.dtype) -> None:
-    """A pass whose logits nobody asks for once divided by the number of its rows."""
+    """A forward pass without requested logits once divided by its number of rows."""
     weight = packed(40, 33, dtype)
-    for way in WAYS:
-        with running(way=way):
+    for way in THREAD_SETUPS:
+        with use_library(way=way):
             assert linear(torch.zeros(0, 33), weight).shape == (0, 40)
 
 
@@ -161,14 +173,14 @@ def test_no_rows_give_no_results(dtype: torch.dtype) -> None:
 def test_calls_from_several_python_threads_at_once(has_own_pool: bool) -> None:
     """A server steps one model in one thread and another in the next: neither may write where the other reads."""
     weights = [packed(300 + 64 * i, 40 + i, dtype, seed=i) for i, dtype in enumerate([*DTYPES.values()] * 2)]
-    inputs = [normal(5, 40 + i, seed=9 + i) for i in range(4)]
+    inputs = [make_normal(5, 40 + i, seed=9 + i) for i in range(4)]
     expected = [linear(x, w) for x, w in zip(inputs, weights, strict=True)]
 
     def run(number: int) -> bool:
         return all(torch.equal(linear(inputs[number], weights[number]), expected[number]) for _ in range(60))
 
-    with running(way=Way(2, has_own_pool)):
-        assert all(at_once(run))
+    with use_library(way=ThreadSetup(2, has_own_pool)):
+        assert all(run_concurrently(run))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int8])
@@ -179,9 +191,9 @@ def test_weights_of_other_types_are_refused(dtype: torch.dtype) -> None:
 
 def test_a_packed_weight_is_a_copy() -> None:
     """A model that was handed over keeps its weights, and training it further changes nothing here."""
-    weight, bias = normal(40, 20, seed=0), normal(40, seed=1)
+    weight, bias = make_normal(40, 20, seed=0), make_normal(40, seed=1)
     made = PackedWeight.pack(weight, bias, Arena())
-    before = linear(normal(2, 20, seed=2), made)
+    before = linear(make_normal(2, 20, seed=2), made)
     weight.zero_()
     bias.zero_()
-    assert torch.equal(linear(normal(2, 20, seed=2), made), before)
+    assert torch.equal(linear(make_normal(2, 20, seed=2), made), before)

@@ -15,25 +15,25 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from foredraft.kernels.attention import attend, attend_reference, can_attend
-from foredraft.kernels.cpu.library import Attention
+from foredraft.kernels.cpu.library import AttentionRecord
 from foredraft.kernels.rows import PackedRows
-from foredraft.models.window import Span
-from kernels.running import (
+from foredraft.models.forward_batch import Span
+from kernels.library_setups import (
     EACH_SET,
     LAYOUTS,
     NATIVE,
     ROUNDING,
-    WAYS,
-    Way,
-    at_once,
-    laid_out,
+    THREAD_SETUPS,
+    ThreadSetup,
+    change_layout,
     layouts,
-    normal,
-    running,
-    shifted,
-    ways,
+    make_normal,
+    misalign,
+    run_concurrently,
+    thread_setups,
+    use_library,
 )  # fmt: skip
-from models.test_window import PAGE_SIZE, spans
+from models.test_forward_batch import PAGE_SIZE, spans
 
 pytestmark = NATIVE
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -71,8 +71,8 @@ class Shape:
 
     def case(self, spans: list[Span], seed: int, dtype: torch.dtype) -> Case:
         rows = PackedRows.pack(spans, [0], PAGE_SIZE)
-        query = normal(rows.num_rows, self.kv_heads * self.group, self.width, seed=seed)
-        keys, values = (normal(NUM_SLOTS, self.kv_heads, self.width, seed=seed + i, dtype=dtype) for i in (1, 2))
+        query = make_normal(rows.num_rows, self.kv_heads * self.group, self.width, seed=seed)
+        keys, values = (make_normal(NUM_SLOTS, self.kv_heads, self.width, seed=seed + i, dtype=dtype) for i in (1, 2))
         return Case(query, keys, values, rows, self.scale, self.sliding, self.softcap)
 
 
@@ -105,15 +105,15 @@ def bound(case: Case) -> float:
 @EACH_SET
 @EACH_TYPE
 @settings(max_examples=40)
-@given(spans(), shapes, layouts, ways, st.sampled_from([torch.float32, torch.bfloat16]), st.integers(0, 99))
+@given(spans(), shapes, layouts, thread_setups, st.sampled_from([torch.float32, torch.bfloat16]), st.integers(0, 99))
 def test_right_to_the_rounding_of_the_arithmetic(
-    instruction_set: str, dtype: torch.dtype, spans: list[Span], shape: Shape, layout: str, way: Way,
+    instruction_set: str, dtype: torch.dtype, spans: list[Span], shape: Shape, layout: str, way: ThreadSetup,
     of_query: torch.dtype, seed: int,
 ) -> None:  # fmt: skip
     case = shape.case(spans, seed, dtype)
-    case = replace(case, query=case.query.to(of_query), keys=shifted(case.keys), values=shifted(case.values))
-    with running(instruction_set, way):
-        ours = replace(case, query=laid_out(case.query, layout)).run()
+    case = replace(case, query=case.query.to(of_query), keys=misalign(case.keys), values=misalign(case.values))
+    with use_library(instruction_set, way):
+        ours = replace(case, query=change_layout(case.query, layout)).run()
     assert ours.shape == case.query.shape
     assert ours.dtype == torch.float32
     assert (ours - case.reference()).abs().max().item() <= bound(case)
@@ -126,7 +126,7 @@ def test_the_slow_reference_is_attention_as_torch_writes_it(
 ) -> None:
     case = Shape(2, group, 16, 0.3, sliding, 0.0).case(spans, seed, torch.float32)
     for row in range(case.rows.num_rows):
-        seen = case.rows.slots(row)
+        seen = case.rows.list_slots(row)
         seen = seen[-sliding:] if sliding else seen
         q, k, v = case.query[row, :, None], case.keys[seen].transpose(0, 1), case.values[seen].transpose(0, 1)
         out = torch.nn.functional.scaled_dot_product_attention(
@@ -137,27 +137,27 @@ def test_the_slow_reference_is_attention_as_torch_writes_it(
 
 def alone(case: Case, row: int, seed: int) -> Case:
     """The same text, decoded token by token on pages of another order: a pass of this row and nothing else."""
-    seen = case.rows.slots(row)
+    seen = case.rows.list_slots(row)
     free = (torch.randperm(199, generator=torch.Generator().manual_seed(seed)) + 1).tolist()
     pages = [free.pop() for _ in range(-(-len(seen) // PAGE_SIZE))]
     rows = PackedRows.pack([Span(pages, len(seen) - 1, [7], [0])], [0], PAGE_SIZE)
     keys, values = case.keys.clone().fill_(torch.nan), case.values.clone().fill_(torch.nan)  # nothing else is read
-    keys[rows.slots(0)], values[rows.slots(0)] = case.keys[seen], case.values[seen]
+    keys[rows.list_slots(0)], values[rows.list_slots(0)] = case.keys[seen], case.values[seen]
     return replace(case, query=case.query[row : row + 1], keys=keys, values=values, rows=rows)
 
 
 @EACH_SET
 @EACH_TYPE
 @settings(max_examples=25)
-@given(spans(), shapes, ways, st.integers(0, 99))
+@given(spans(), shapes, thread_setups, st.integers(0, 99))
 def test_a_row_of_a_tree_has_the_bits_of_the_same_text_decoded_alone(
-    instruction_set: str, dtype: torch.dtype, spans: list[Span], shape: Shape, way: Way, seed: int
+    instruction_set: str, dtype: torch.dtype, spans: list[Span], shape: Shape, way: ThreadSetup, seed: int
 ) -> None:
     """Whatever stands beside it, wherever its pages lie: what is verified is what would have been decoded."""
     case = shape.case(spans, seed, dtype)
-    with running(instruction_set, way):
+    with use_library(instruction_set, way):
         together = case.run()
-    with running(instruction_set):
+    with use_library(instruction_set):
         for row in range(0, case.rows.num_rows, 1 + case.rows.num_rows // 12):
             assert torch.equal(together[row], alone(case, row, seed).run()[0]), f"row {row}"
 
@@ -176,7 +176,7 @@ def test_heads_that_share_keys_have_the_bits_of_heads_with_their_own(
         keys=case.keys.repeat_interleave(shape.group, 1),
         values=case.values.repeat_interleave(shape.group, 1),
     )
-    with running(instruction_set):
+    with use_library(instruction_set):
         assert torch.equal(case.run(), own.run())
 
 
@@ -191,11 +191,11 @@ def long_case(dtype: torch.dtype, length: int = 600) -> Case:
 @pytest.mark.parametrize("sliding", [0, 512])
 def test_long_texts_and_two_threads(instruction_set: str, dtype: torch.dtype, sliding: int) -> None:
     case = replace(long_case(dtype), sliding=sliding)
-    with running(instruction_set):
+    with use_library(instruction_set):
         one = case.run()
     assert (one - case.reference()).abs().max().item() <= bound(case)
-    for way in WAYS[1:] * 5:
-        with running(instruction_set, way):
+    for way in THREAD_SETUPS[1:] * 5:
+        with use_library(instruction_set, way):
             assert torch.equal(case.run(), one)
 
 
@@ -205,13 +205,13 @@ def test_long_texts_and_two_threads(instruction_set: str, dtype: torch.dtype, sl
 def test_scores_far_apart_neither_overflow_nor_vanish(instruction_set: str, dtype: torch.dtype, softcap: float) -> None:
     """A score of a thousand is no infinity, and a lone winner has all the weight."""
     case = replace(long_case(dtype), scale=20.0, softcap=softcap)
-    with running(instruction_set):
+    with use_library(instruction_set):
         ours = case.run()
     assert ours.isfinite().all()
     if softcap:
         assert (ours - case.reference()).abs().max().item() <= bound(case)
     else:
-        winner = case.values[case.rows.slots(0)][:, 0]
+        winner = case.values[case.rows.list_slots(0)][:, 0]
         assert (ours[0, 0] - winner.float()).abs().amax(-1).min() < 0.1
 
 
@@ -224,11 +224,11 @@ def broken(place: str, number: float, softcap: float, dtype: torch.dtype) -> tup
     if place == "query":
         query[4, 3, 7] = number
     elif place == "key":
-        keys[case.rows.slots(4)[5], 1, 40] = number
+        keys[case.rows.list_slots(4)[5], 1, 40] = number
     elif place == "value":
-        values[case.rows.slots(4)[2], 1, 40] = number
+        values[case.rows.list_slots(4)[2], 1, 40] = number
     else:
-        sibling = case.rows.slots(2)[-1]  # node 2: no ancestor of node 3
+        sibling = case.rows.list_slots(2)[-1]  # node 2: no ancestor of node 3
         keys[sibling], values[sibling] = number, number
     return case, replace(case, query=query, keys=keys, values=values)
 
@@ -242,7 +242,7 @@ def test_nan_spoils_the_rows_that_read_it_and_no_other(
 ) -> None:
     """Taken for a key that is masked away, a NaN once gave text instead of an error."""
     whole, spoilt = broken(place, torch.nan, softcap, dtype)
-    with running(instruction_set):
+    with use_library(instruction_set):
         clean, ours = whole.run(), spoilt.run()
     assert torch.equal(ours.isnan(), spoilt.reference().isnan())
     assert ours.isnan().any()
@@ -256,9 +256,9 @@ def test_a_score_of_minus_infinity_has_no_weight(instruction_set: str, dtype: to
     case, _ = broken("query", 0.0, 0.0, dtype)
     query, keys = case.query.clone(), case.keys.clone()
     query[..., 0], keys[..., 0] = 1.0, 0.5
-    keys[case.rows.slots(4)[3], :, 0] = -torch.inf
+    keys[case.rows.list_slots(4)[3], :, 0] = -torch.inf
     case = replace(case, query=query, keys=keys)
-    with running(instruction_set):
+    with use_library(instruction_set):
         ours = case.run()
     assert ours.isfinite().all()
     assert (ours - case.reference()).abs().max().item() <= bound(replace(case, keys=keys.nan_to_num(neginf=0)))
@@ -266,12 +266,12 @@ def test_a_score_of_minus_infinity_has_no_weight(instruction_set: str, dtype: to
 
 @EACH_SET
 @EACH_TYPE
-def test_an_infinite_score_is_no_law(instruction_set: str, dtype: torch.dtype) -> None:
+def test_an_infinite_score_is_no_distribution(instruction_set: str, dtype: torch.dtype) -> None:
     case, _ = broken("query", 0.0, 0.0, dtype)
     query, keys = case.query.clone(), case.keys.clone()
     query[..., 0] = 1.0
-    keys[case.rows.slots(4)[3], :, 0] = torch.inf
-    with running(instruction_set):
+    keys[case.rows.list_slots(4)[3], :, 0] = torch.inf
+    with use_library(instruction_set):
         ours = replace(case, query=query, keys=keys).run()
     assert ours[4:].isnan().all()
     assert ours[:4].isfinite().all()
@@ -285,15 +285,15 @@ def test_calls_from_several_python_threads_at_once(has_own_pool: bool) -> None:
     def run(number: int) -> bool:
         return all(torch.equal(cases[number].run(), expected[number]) for _ in range(40))
 
-    with running(way=Way(2, has_own_pool)):
-        assert all(at_once(run))
+    with use_library(way=ThreadSetup(2, has_own_pool)):
+        assert all(run_concurrently(run))
 
 
 def test_what_another_caller_asks_for_is_his_alone() -> None:
     """Each of a pass's threads has scratch of its own: were there more of them in the pass than when it was measured,
     they would write behind it."""
     case = long_case(torch.float32)
-    record = Attention(None, None, None, None, 6, 2, 64, 0, 0, 1.0, 0.0)
+    record = AttentionRecord(None, None, None, None, 6, 2, 64, 0, 0, 1.0, 0.0)
     together = Barrier(4)
 
     def run(number: int) -> int:
@@ -301,8 +301,8 @@ def test_what_another_caller_asks_for_is_his_alone() -> None:
         together.wait()
         return int(native.handle.fd_attend_scratch(record, case.rows.record))
 
-    with running() as native:
-        one, two, three, four = at_once(run)
+    with use_library() as native:
+        one, two, three, four = run_concurrently(run)
     assert two - one == three - two == four - three > 0
 
 
@@ -313,7 +313,7 @@ def test_what_the_kernel_takes() -> None:
     query, keys, values = ACCEPTED
     assert can_attend(query, keys, values)
     assert can_attend(query.bfloat16(), keys.bfloat16(), values.bfloat16())
-    assert all(can_attend(laid_out(query, layout), keys, values) for layout in LAYOUTS)
+    assert all(can_attend(change_layout(query, layout), keys, values) for layout in LAYOUTS)
 
 
 REFUSED = {

@@ -10,8 +10,8 @@ from foredraft.kernels import attention, linear, operators
 from foredraft.kernels.arena import Arena
 from foredraft.kernels.linear import PackedWeight
 from foredraft.kernels.rows import PackedRows
-from foredraft.models.window import Span
-from kernels.running import NATIVE, laid_out, normal
+from foredraft.models.forward_batch import Span
+from kernels.library_setups import NATIVE, change_layout, make_normal
 
 pytestmark = NATIVE
 ROWS = PackedRows.pack([Span([3, 1], 5, [1, 2], [0, 1]), Span([2], 0, [4], [0])], [0], 4)
@@ -19,8 +19,8 @@ SHAPES = {"one text": (5, 33), "a batch": (2, 3, 33), "one row": (33,), "no rows
 
 
 def packed(dtype: torch.dtype, has_bias: bool = True) -> PackedWeight:
-    bias = normal(70, seed=1, dtype=dtype) if has_bias else None
-    return PackedWeight.pack(normal(70, 33, seed=0, dtype=dtype), bias, Arena())
+    bias = make_normal(70, seed=1, dtype=dtype) if has_bias else None
+    return PackedWeight.pack(make_normal(70, 33, seed=0, dtype=dtype), bias, Arena())
 
 
 def linear_arguments(x: Tensor, w: PackedWeight) -> tuple[object, ...]:
@@ -28,7 +28,7 @@ def linear_arguments(x: Tensor, w: PackedWeight) -> tuple[object, ...]:
 
 
 def attend_arguments(query: Tensor, dtype: torch.dtype, sliding: int = 0, softcap: float = 0.0) -> tuple[object, ...]:
-    keys, values = normal(16, 2, 32, seed=1, dtype=dtype), normal(16, 2, 32, seed=2, dtype=dtype)
+    keys, values = make_normal(16, 2, 32, seed=1, dtype=dtype), make_normal(16, 2, 32, seed=2, dtype=dtype)
     return query, keys, values, ROWS.numbers, list(ROWS.counts), 4, 0.2, sliding, softcap
 
 
@@ -36,7 +36,7 @@ def attend_arguments(query: Tensor, dtype: torch.dtype, sliding: int = 0, softca
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_torch_finds_no_fault_with_linear(shape: str, dtype: torch.dtype, has_bias: bool) -> None:
-    x = normal(*SHAPES[shape], seed=3, dtype=dtype)
+    x = make_normal(*SHAPES[shape], seed=3, dtype=dtype)
     torch.library.opcheck(torch.ops.foredraft.linear.default, linear_arguments(x, packed(dtype, has_bias)))
 
 
@@ -44,7 +44,7 @@ def test_torch_finds_no_fault_with_linear(shape: str, dtype: torch.dtype, has_bi
 @pytest.mark.parametrize("layout", ["as it is", "transposed", "every other"])
 def test_torch_finds_no_fault_with_attend(layout: str, dtype: torch.dtype) -> None:
     """Queries come transposed from the model; the result does not, and a fake that says so breaks what follows."""
-    query = laid_out(normal(3, 4, 32, seed=3, dtype=dtype), layout)
+    query = change_layout(make_normal(3, 4, 32, seed=3, dtype=dtype), layout)
     torch.library.opcheck(torch.ops.foredraft.attend.default, attend_arguments(query, dtype, 3, 20.0))
 
 
@@ -52,7 +52,7 @@ def test_torch_finds_no_fault_with_attend(layout: str, dtype: torch.dtype) -> No
 def test_linear_gives_what_a_direct_call_gives_in_the_type_of_its_input(of_x: torch.dtype) -> None:
     weight = packed(torch.float32)
     for shape in SHAPES.values():
-        x = normal(*shape, seed=3, dtype=of_x)
+        x = make_normal(*shape, seed=3, dtype=of_x)
         ours = operators.linear(x, weight)
         direct = linear.linear(x.reshape(-1, 33), weight).to(of_x)
         assert ours.dtype == of_x
@@ -62,7 +62,7 @@ def test_linear_gives_what_a_direct_call_gives_in_the_type_of_its_input(of_x: to
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_attend_gives_what_a_direct_call_gives_in_the_type_of_its_queries(dtype: torch.dtype) -> None:
-    query = normal(3, 4, 32, seed=3, dtype=dtype)
+    query = make_normal(3, 4, 32, seed=3, dtype=dtype)
     _, keys, values, *_ = attend_arguments(query, dtype)
     assert isinstance(keys, Tensor)
     assert isinstance(values, Tensor)
@@ -76,8 +76,8 @@ class Block(nn.Module):
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        self.project = PackedWeight.pack(normal(128, 24, seed=0, dtype=dtype), None, Arena())
-        self.out = PackedWeight.pack(normal(24, 128, seed=1, dtype=dtype), None, Arena())
+        self.project = PackedWeight.pack(make_normal(128, 24, seed=0, dtype=dtype), None, Arena())
+        self.out = PackedWeight.pack(make_normal(24, 128, seed=1, dtype=dtype), None, Arena())
 
     def forward(self, x: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         query = operators.linear(x, self.project).view(-1, 4, 32).transpose(0, 1).relu().transpose(0, 1)
@@ -86,10 +86,10 @@ class Block(nn.Module):
 
 
 def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    _, keys, values, *_ = attend_arguments(normal(1, seed=0), dtype)
+    _, keys, values, *_ = attend_arguments(make_normal(1, seed=0), dtype)
     assert isinstance(keys, Tensor)
     assert isinstance(values, Tensor)
-    return normal(3, 24, seed=4, dtype=dtype), keys, values
+    return make_normal(3, 24, seed=4, dtype=dtype), keys, values
 
 
 WAYS_TO_COMPILE: dict[str, Callable[[nn.Module, tuple[Tensor, ...]], Callable[..., Tensor]]] = {

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from foredraft.kv.pool import KVPool, keep, moves, slot
+from foredraft.kv.pool import KVPool, compact_accepted, get_slot, plan_moves
 
 PAGE_SIZE = 4
 CPU = torch.device("cpu")
@@ -71,20 +71,20 @@ def test_kept_paths_stand_in_front_and_nothing_else_moves(
         pool.write(layer, torch.tensor(everything), *marks(everything), len(everything))
     naive = dict(zip(everything, everything, strict=True))
     for path, start, table in zip(paths, starts, pages, strict=True):
-        was = [naive[slot(table, start + node, PAGE_SIZE)] for node in path]
-        naive |= {slot(table, start + i, PAGE_SIZE): number for i, number in enumerate(was)}
-    keep(pool, paths, starts, pages, PAGE_SIZE, CPU)
+        was = [naive[get_slot(table, start + node, PAGE_SIZE)] for node in path]
+        naive |= {get_slot(table, start + i, PAGE_SIZE): number for i, number in enumerate(was)}
+    compact_accepted(pool, paths, starts, pages, PAGE_SIZE, CPU)
     for layer in (0, 1):
         assert held(pool, layer, everything) == list(naive.values())
 
 
 def test_a_chain_moves_nothing() -> None:
-    assert moves([[0, 1, 2], [0], []], [5, 0, 3], [[1, 2], [3], [4]], PAGE_SIZE) == ([], [])
+    assert plan_moves([[0, 1, 2], [0], []], [5, 0, 3], [[1, 2], [3], [4]], PAGE_SIZE) == ([], [])
 
 
 def test_paths_that_overlap_their_targets_are_read_before_they_are_written() -> None:
     # node 2 -> 1 and node 3 -> 2: a copy in place, one by one and backwards, would lose node 2
-    sources, targets = moves([[0, 2, 3]], [0], [[1]], PAGE_SIZE)
+    sources, targets = plan_moves([[0, 2, 3]], [0], [[1]], PAGE_SIZE)
     assert (sources, targets) == ([6, 7], [5, 6])
 
 

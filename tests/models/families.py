@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
-from foredraft.kv.pool import keep, moves
-from foredraft.models.lm import HFModel
-from foredraft.models.window import Span, Window
+from foredraft.kv.pool import compact_accepted, plan_moves
+from foredraft.models.forward_batch import ForwardBatch, Span
+from foredraft.models.hf import HFModel
 from foredraft.tree import TokenTree
 
 VOCAB = 97
@@ -37,7 +37,7 @@ TINY = {
 ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 
 
-def _tiny(config: Callable[..., Any], without: Sequence[str] = (), **more: Any) -> Callable[[], Any]:
+def _make_tiny_config(config: Callable[..., Any], without: Sequence[str] = (), **more: Any) -> Callable[[], Any]:
     return lambda: config(**{key: value for key, value in TINY.items() if key not in without} | more)
 
 
@@ -54,22 +54,24 @@ GPT2 = {
 EXPERTS = {"num_experts_per_tok": 2, "experts_implementation": "eager"}
 
 FAMILIES: dict[str, Callable[[], Any]] = {
-    "llama": _tiny(hf.LlamaConfig),
-    "llama-tied": _tiny(hf.LlamaConfig, tie_word_embeddings=True, attention_bias=True),
-    "llama-rope-scaled": _tiny(
+    "llama": _make_tiny_config(hf.LlamaConfig),
+    "llama-tied": _make_tiny_config(hf.LlamaConfig, tie_word_embeddings=True, attention_bias=True),
+    "llama-rope-scaled": _make_tiny_config(
         hf.LlamaConfig,
         rope_parameters={
             "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
             "original_max_position_embeddings": 32
         },
     ),
-    "mistral": _tiny(hf.MistralConfig, sliding_window=SLIDING),
-    "qwen2": _tiny(hf.Qwen2Config),
-    "qwen2-sliding": _tiny(hf.Qwen2Config, use_sliding_window=True, sliding_window=SLIDING, max_window_layers=1),
-    "qwen3": _tiny(hf.Qwen3Config, head_dim=16),
-    "qwen3_moe": _tiny(hf.Qwen3MoeConfig, head_dim=16, moe_intermediate_size=24, num_experts=4, **EXPERTS),
-    "mixtral": _tiny(hf.MixtralConfig, num_local_experts=4, sliding_window=SLIDING, **EXPERTS),
-    "gemma2": _tiny(
+    "mistral": _make_tiny_config(hf.MistralConfig, sliding_window=SLIDING),
+    "qwen2": _make_tiny_config(hf.Qwen2Config),
+    "qwen2-sliding": _make_tiny_config(
+        hf.Qwen2Config, use_sliding_window=True, sliding_window=SLIDING, max_window_layers=1
+    ),
+    "qwen3": _make_tiny_config(hf.Qwen3Config, head_dim=16),
+    "qwen3_moe": _make_tiny_config(hf.Qwen3MoeConfig, head_dim=16, moe_intermediate_size=24, num_experts=4, **EXPERTS),
+    "mixtral": _make_tiny_config(hf.MixtralConfig, num_local_experts=4, sliding_window=SLIDING, **EXPERTS),
+    "gemma2": _make_tiny_config(
         hf.Gemma2Config,
         head_dim=8,
         query_pre_attn_scalar=8,
@@ -78,7 +80,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         final_logit_softcapping=3.0,
         tie_word_embeddings=True,
     ),
-    "gemma3": _tiny(
+    "gemma3": _make_tiny_config(
         hf.Gemma3TextConfig,
         head_dim=8,
         query_pre_attn_scalar=8,
@@ -89,8 +91,8 @@ FAMILIES: dict[str, Callable[[], Any]] = {
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
         },
     ),
-    "phi3": _tiny(hf.Phi3Config, sliding_window=SLIDING),
-    "phi3-longrope": _tiny(
+    "phi3": _make_tiny_config(hf.Phi3Config, sliding_window=SLIDING),
+    "phi3-longrope": _make_tiny_config(
         hf.Phi3Config,
         original_max_position_embeddings=64,
         rope_parameters={
@@ -102,21 +104,23 @@ FAMILIES: dict[str, Callable[[], Any]] = {
             "factor": 4.0,
         },
     ),
-    "olmo2": _tiny(hf.Olmo2Config),
+    "olmo2": _make_tiny_config(hf.Olmo2Config),
     "gpt2": lambda: hf.GPT2Config(**GPT2),
     "gpt2-scaled": lambda: hf.GPT2Config(**GPT2, scale_attn_by_inverse_layer_idx=True),
-    "gpt_neox": _tiny(hf.GPTNeoXConfig, without=["num_key_value_heads"], rotary_pct=0.5),
-    "gpt_neox-serial": _tiny(hf.GPTNeoXConfig, without=["num_key_value_heads"], use_parallel_residual=False),
-    "starcoder2": _tiny(hf.Starcoder2Config, sliding_window=SLIDING),
-    "cohere": _tiny(hf.CohereConfig, logit_scale=0.25, use_qk_norm=True),
-    "gpt_oss": _tiny(
+    "gpt_neox": _make_tiny_config(hf.GPTNeoXConfig, without=["num_key_value_heads"], rotary_pct=0.5),
+    "gpt_neox-serial": _make_tiny_config(
+        hf.GPTNeoXConfig, without=["num_key_value_heads"], use_parallel_residual=False
+    ),
+    "starcoder2": _make_tiny_config(hf.Starcoder2Config, sliding_window=SLIDING),
+    "cohere": _make_tiny_config(hf.CohereConfig, logit_scale=0.25, use_qk_norm=True),
+    "gpt_oss": _make_tiny_config(
         hf.GptOssConfig, head_dim=8, num_local_experts=4, sliding_window=SLIDING, layer_types=ALTERNATING, **EXPERTS
     ),
 }  # fmt: skip
 
 
 @cache
-def made(family: str, dtype: torch.dtype = torch.float32) -> tuple[Any, HFModel]:
+def make_family(family: str, dtype: torch.dtype = torch.float32) -> tuple[Any, HFModel]:
     """The family's model as transformers runs it, and its copy as we do."""
     torch.manual_seed(0)
     model = hf.AutoModelForCausalLM.from_config(FAMILIES[family](), attn_implementation="eager").eval().to(dtype)
@@ -125,11 +129,11 @@ def made(family: str, dtype: torch.dtype = torch.float32) -> tuple[Any, HFModel]
             torch.nn.init.normal_(weight, 0, 2)
     if dtype == torch.float64:
         model.set_attn_implementation(EXACT)
-    return model, HFModel.adopt(copy.deepcopy(model), family)
+    return model, HFModel.wrap_model(copy.deepcopy(model), family)
 
 
 @torch.no_grad()
-def reference(model: Any, ids: Sequence[int]) -> Tensor:
+def compute_reference(model: Any, ids: Sequence[int]) -> Tensor:
     """[len(ids), V] logits of transformers' own forward pass."""
     return model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0]
 
@@ -140,7 +144,7 @@ def tokens(count: int, seed: int = 0) -> list[int]:
 
 
 @dataclass
-class Paged:
+class PagedModel:
     """A model on scattered pages: requests by number, each with a block table in no order at all."""
 
     lm: HFModel
@@ -151,46 +155,49 @@ class Paged:
         self.lm.pool.layers.clear()
         self._shuffled = (torch.randperm(150, generator=torch.Generator().manual_seed(7)) + 1).tolist()
 
-    def table(self, request: int) -> list[int]:
+    def get_table(self, request: int) -> list[int]:
         if request not in self.tables:
             self.tables[request] = [self._shuffled.pop() for _ in range(30)]
         return self.tables[request]
 
     @torch.inference_mode()
     def read(
-        self, chunks: dict[int, Sequence[int]], rows: Sequence[int] | None = None, taps: tuple[int, ...] = ()
+        self, chunks: dict[int, Sequence[int]], rows: Sequence[int] | None = None, hidden_layers: tuple[int, ...] = ()
     ) -> Any:
         """One pass over a run of tokens for every request; all rows' logits unless some are named."""
         spans = []
         for request, chunk in chunks.items():
-            spans.append(Span(self.table(request), self.held.get(request, 0), list(chunk), range(len(chunk))))
+            spans.append(Span(self.get_table(request), self.held.get(request, 0), list(chunk), range(len(chunk))))
             self.held[request] = self.held.get(request, 0) + len(chunk)
         wanted = range(sum(len(span.tokens) for span in spans)) if rows is None else rows
-        logits, features = self.lm.forward(Window.build(spans, list(wanted), PAGE_SIZE, "cpu"), taps)
+        logits, features = self.lm.forward(ForwardBatch.build(spans, list(wanted), PAGE_SIZE, "cpu"), hidden_layers)
         self.lm.pool.check_null_page(PAGE_SIZE)
-        return (logits, features) if taps else logits
+        return (logits, features) if hidden_layers else logits
 
     @torch.inference_mode()
     def verify(self, tree: TokenTree) -> Tensor:
         """Logits after every node of a tree for requests 0, 1, ..."""
-        starts, tables = [self.held[b] for b in range(len(tree.sizes))], [self.table(b) for b in range(len(tree.sizes))]
-        logits, _ = self.lm.forward(Window.of_trees(tree, starts, tables, PAGE_SIZE, "cpu"))
+        starts, tables = (
+            [self.held[b] for b in range(len(tree.sizes))],
+            [self.get_table(b) for b in range(len(tree.sizes))],
+        )
+        logits, _ = self.lm.forward(ForwardBatch.from_token_tree(tree, starts, tables, PAGE_SIZE, "cpu"))
         return logits
 
     @torch.inference_mode()
-    def keep(self, paths: list[list[int]]) -> int:
+    def compact(self, paths: list[list[int]]) -> int:
         """Compact the paths of requests 0, 1, ...; returns how many entries had to move."""
-        starts, tables = [self.held[b] for b in range(len(paths))], [self.table(b) for b in range(len(paths))]
-        keep(self.lm.pool, paths, starts, tables, PAGE_SIZE, torch.device("cpu"))
+        starts, tables = [self.held[b] for b in range(len(paths))], [self.get_table(b) for b in range(len(paths))]
+        compact_accepted(self.lm.pool, paths, starts, tables, PAGE_SIZE, torch.device("cpu"))
         for b, path in enumerate(paths):
             self.held[b] += len(path)
-        return len(moves(paths, starts, tables, PAGE_SIZE)[0])
+        return len(plan_moves(paths, starts, tables, PAGE_SIZE)[0])
 
 
 EXACT = "eager_without_float32"
 
 
-def _exact_attention(
+def _attend_exactly(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None,
     softcap: float | None = None, s_aux: Tensor | None = None, **unused: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
@@ -211,5 +218,5 @@ def _exact_attention(
     return (weights @ value.repeat_interleave(groups, 1)).transpose(1, 2).contiguous(), None
 
 
-AttentionInterface.register(EXACT, _exact_attention)
+AttentionInterface.register(EXACT, _attend_exactly)
 AttentionMaskInterface.register(EXACT, eager_mask)

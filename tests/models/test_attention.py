@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from foredraft.kv.pool import KVPool
-from foredraft.models.attention import explicit_attention, paged_attention
-from foredraft.models.lm import HFModel
-from foredraft.models.window import PADDED_ROWS, Span, Window
+from foredraft.models.attention import attend_explicit, paged_attention
+from foredraft.models.forward_batch import MAX_PADDED_ROWS, ForwardBatch, Span
+from foredraft.models.hf import HFModel
 from models.families import TINY
-from models.test_window import PAGE_SIZE, expected, spans
+from models.test_forward_batch import PAGE_SIZE, expected, spans
 
 HEADS, SHARED, WIDTH = 4, 2, 8
 
@@ -27,8 +27,8 @@ def packed(rows: int, seed: int, dtype: torch.dtype = torch.float64) -> tuple[Te
     return q, k, v
 
 
-def attend(window: Window, pool: KVPool, qkv: tuple[Tensor, Tensor, Tensor], **options: Any) -> Tensor:
-    out, weights = paged_attention(SimpleNamespace(layer_idx=0), *qkv, None, window=window, pool=pool, **options)
+def attend(window: ForwardBatch, pool: KVPool, qkv: tuple[Tensor, Tensor, Tensor], **options: Any) -> Tensor:
+    out, weights = paged_attention(SimpleNamespace(layer_idx=0), *qkv, None, forward_batch=window, pool=pool, **options)
     assert weights is None
     return out[0]
 
@@ -51,7 +51,7 @@ def plain(q: Tensor, pool: KVPool, seen: dict[int, set[int]], softcap: float | N
 def test_equal_to_plain_attention_over_what_each_row_may_see(
     spans: list[Span], sliding: int | None, softcap: float | None, has_sinks: bool, seed: int
 ) -> None:
-    window, pool = Window.build(spans, [0], PAGE_SIZE, "cpu"), KVPool()
+    window, pool = ForwardBatch.build(spans, [0], PAGE_SIZE, "cpu"), KVPool()
     q, k, v = packed(window.num_rows, seed)
     # the committed keys: whatever lies in the slots before this step; never in the null page
     past = torch.arange(PAGE_SIZE, window.num_slots)
@@ -63,7 +63,7 @@ def test_equal_to_plain_attention_over_what_each_row_may_see(
     pool.check_null_page(PAGE_SIZE)
 
 
-@pytest.mark.parametrize("length", [1, 7, PADDED_ROWS, PADDED_ROWS + 5])
+@pytest.mark.parametrize("length", [1, 7, MAX_PADDED_ROWS, MAX_PADDED_ROWS + 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_written_out_attention_is_the_fused_one(length: int, dtype: torch.dtype) -> None:
     q, k, v = (x.transpose(1, 2) for x in packed(length, 3, dtype))
@@ -71,7 +71,7 @@ def test_written_out_attention_is_the_fused_one(length: int, dtype: torch.dtype)
     fused = torch.nn.functional.scaled_dot_product_attention(
         *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=bias[None, None], scale=0.3, enable_gqa=True
     ).transpose(1, 2)
-    written = explicit_attention(q, k, v, bias[None, None], 0.3, None, None)
+    written = attend_explicit(q, k, v, bias[None, None], 0.3, None, None)
     bound = {torch.float32: 1e-6, torch.float64: 1e-14, torch.bfloat16: 3e-2}[dtype]
     torch.testing.assert_close(written, fused, rtol=0, atol=bound)
 
@@ -82,7 +82,7 @@ def test_contiguous_pages_and_scattered_ones_give_the_same_bits() -> None:
     for pages in ([2, 3, 4], [9, 2, 5]):
         pool = KVPool()
         for start, rows in ((0, 7), (7, 3)):
-            window = Window.build([Span(pages, start, [7] * rows, range(rows))], [0], PAGE_SIZE, "cpu")
+            window = ForwardBatch.build([Span(pages, start, [7] * rows, range(rows))], [0], PAGE_SIZE, "cpu")
             results.append(attend(window, pool, packed(rows, start)))
     assert torch.equal(results[0], results[2])
     assert torch.equal(results[1], results[3])
@@ -92,9 +92,11 @@ def test_padding_takes_nothing_from_the_null_page_even_if_another_request_holds_
     pool = KVPool()
     short, long = Span([1], 0, [7], [0]), Span([2, 3], 0, [7] * 6, range(6))
     q, k, v = packed(7, 1)
-    alone = attend(Window.build([short], [0], PAGE_SIZE, "cpu"), KVPool(), (q[:, :, :1], k[:, :, :1], v[:, :, :1]))
+    alone = attend(
+        ForwardBatch.build([short], [0], PAGE_SIZE, "cpu"), KVPool(), (q[:, :, :1], k[:, :, :1], v[:, :, :1])
+    )
     k[:, :, 1:], v[:, :, 1:] = torch.inf, torch.nan  # a broken request spoils itself alone
-    both = attend(Window.build([short, long], [0], PAGE_SIZE, "cpu"), pool, (q, k, v))
+    both = attend(ForwardBatch.build([short, long], [0], PAGE_SIZE, "cpu"), pool, (q, k, v))
     torch.testing.assert_close(both[:1], alone, rtol=0, atol=1e-12)
     assert both[1:].isnan().any()
 
@@ -103,16 +105,16 @@ def test_pages_left_with_nan_by_a_broken_request_do_not_spoil_the_next() -> None
     # a page is handed on as it is; its rows are read only once they are written
     pool = KVPool()
     q, k, v = packed(8, 1)
-    attend(Window.build([Span([1, 2], 0, [7] * 8, range(8))], [0], PAGE_SIZE, "cpu"), pool, (q, k * torch.nan, v))
+    attend(ForwardBatch.build([Span([1, 2], 0, [7] * 8, range(8))], [0], PAGE_SIZE, "cpu"), pool, (q, k * torch.nan, v))
     spans = [Span([1], 0, [7], [0]), Span([2], 0, [7] * 3, range(3))]
     q, k, v = packed(4, 2)
-    out = attend(Window.build(spans, [0], PAGE_SIZE, "cpu"), pool, (q, k, v))
+    out = attend(ForwardBatch.build(spans, [0], PAGE_SIZE, "cpu"), pool, (q, k, v))
     assert out.isfinite().all()
 
 
 def test_a_model_called_without_a_window_says_what_to_do() -> None:
     model = hf.LlamaForCausalLM(hf.LlamaConfig(**TINY))
-    HFModel.adopt(model, "llama")
+    HFModel.wrap_model(model, "llama")
     with pytest.raises(RuntimeError, match=r"call model\.set_attn_impl"):
         model(input_ids=torch.tensor([[1, 2]]))
     model.set_attn_implementation("sdpa")

@@ -12,21 +12,21 @@ from typing import Any
 
 import pytest
 
-import damaged_made
-import models_made
-from checkpoints import folders
+import damaged_folders
+import tiny_models
+from checkpoints import published_folders
 from foredraft import LLM, Sampling
 from foredraft.checkpoints.read import read
 from foredraft.errors import ForedraftError
 
-TARGETS = damaged_made.targets()
+TARGETS = damaged_folders.list_target_damage()
 MAKERS: dict[str, Callable[..., Path]] = {
-    "eagle3": folders.eagle3,
-    "mlp_speculator": folders.mlp_speculator,
-    "medusa": folders.medusa,
+    "eagle3": published_folders.eagle3,
+    "mlp_speculator": published_folders.mlp_speculator,
+    "medusa": published_folders.medusa,
 }
 FILES = {"eagle3": "model.safetensors", "mlp_speculator": "model.safetensors", "medusa": "medusa_lm_head.pt"}
-DRAFTERS = [(kind, what) for kind, file in FILES.items() for what in damaged_made.drafters(file)]
+DRAFTERS = [(kind, what) for kind, file in FILES.items() for what in damaged_folders.list_drafter_damage(file)]
 MOST_SECONDS = 30  # a hang, not a measurement
 MOST_MEMORY = 1 << 30  # bytes beyond what the process held
 
@@ -52,8 +52,8 @@ def bounded() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("good") / "llama"
-    models_made.llama(vocab_size=320).float().save_pretrained(folder)
-    models_made.tokenizer().save_pretrained(folder)
+    tiny_models.llama(vocab_size=320).float().save_pretrained(folder)
+    tiny_models.tokenizer().save_pretrained(folder)
     return folder
 
 
@@ -65,7 +65,7 @@ def decoded(folder: Path) -> tuple[list[int], str]:
 
 def read_all(folder: Path) -> tuple[Any, dict[str, list[Any]]]:
     """A drafter's shape and numbers, in memory of their own: tensors that are read lie over the file's pages."""
-    held = read(folder, folders.TARGET)
+    held = read(folder, published_folders.TARGET)
     return held.shape, {name: tensor.flatten().tolist() for name, tensor in held.tensors.items()}
 
 
@@ -102,7 +102,7 @@ def test_a_damaged_drafter_reads_as_before_or_is_refused(
     monkeypatch.chdir(tmp_path)
     folder = MAKERS[kind](tmp_path / "head")
     whole = read_all(folder)
-    damaged_made.drafters(FILES[kind])[what](folder)
+    damaged_folders.list_drafter_damage(FILES[kind])[what](folder)
     assert tried(read_all, folder) in (None, whole)
     assert not (tmp_path / "exploded").exists()
 
@@ -110,8 +110,8 @@ def test_a_damaged_drafter_reads_as_before_or_is_refused(
 def test_the_damage_is_seen(good: Path, tmp_path: Path) -> None:
     # anti-vacuity: nearly all of it is refused, and the undamaged folder is not
     refused = 0
-    for i, damage in enumerate(damaged_made.drafters("model.safetensors").values()):
-        folder = folders.eagle3(tmp_path / str(i))
+    for i, damage in enumerate(damaged_folders.list_drafter_damage("model.safetensors").values()):
+        folder = published_folders.eagle3(tmp_path / str(i))
         damage(folder)
         refused += tried(read_all, folder) is None
     assert refused >= i  # one damage is none here: the first tensor is I64 already

@@ -8,15 +8,15 @@ import torch
 import transformers as hf
 from tokenizers import Tokenizer, models
 
-import models_made
+import tiny_models
 from foredraft import LLM
 from foredraft.checkpoints.read import recognise
-from foredraft.checkpoints.target import look_at
+from foredraft.checkpoints.target import read_target
 from foredraft.errors import ForedraftError
-from foredraft.models.load import load_model, load_tokenizer
+from foredraft.models.loading import load_model, load_tokenizer
 
 CPU = torch.device("cpu")
-READERS = [lambda name: load_model(name, "auto", CPU), recognise, look_at]
+READERS = [lambda name: load_model(name, "auto", CPU), recognise, read_target]
 
 
 def gguf(folder: Path) -> Path:
@@ -57,12 +57,12 @@ def test_a_name_that_is_neither_here_nor_in_the_cache_may_be_a_mistyped_folder(r
 
 
 def test_a_tokenizer_of_another_model_is_refused_and_a_padded_vocabulary_is_not(tmp_path):
-    models_made.llama(vocab_size=4096).save_pretrained(tmp_path)
+    tiny_models.llama(vocab_size=4096).save_pretrained(tmp_path)
     words = {f"w{i}": i for i in range(3)}
     hf.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, "w0"))).save_pretrained(tmp_path)
     with pytest.raises(ForedraftError, match=r"its tokenizer has 3 tokens and the model 4096.*tokenizer=N") as caught:
         LLM(str(tmp_path), None)
     assert "\n" not in str(caught.value)
     assert LLM(str(tmp_path), None, tokenizer=None).tokenizer is None
-    models_made.tokenizer().save_pretrained(tmp_path)
+    tiny_models.tokenizer().save_pretrained(tmp_path)
     assert load_tokenizer(str(tmp_path), 384) is not None  # 320 tokens, padded

@@ -9,7 +9,7 @@ import torch
 import transformers as hf
 
 from foredraft import LLM, Sampling
-from foredraft.models.load import load_model
+from foredraft.models.loading import load_model
 
 TEXT = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,

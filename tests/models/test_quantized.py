@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import models_made
+import tiny_models
 from foredraft import LLM, Sampling
 from foredraft.errors import ForedraftError
-from foredraft.models.load import load_model
-from foredraft.models.quantized import check_kind, check_left_out, check_stored
+from foredraft.models.loading import load_model
+from foredraft.models.quantized import check_quantization_kind, check_stored_dtypes, check_unused_tensors
 
 CPU = torch.device("cpu")
 LAYER = "model.layers.0.self_attn.q_proj"
@@ -23,7 +23,7 @@ def made(
     folder: Path, block: Any = None, beside: str | None = "weight_scale", dtype: Any = torch.float8_e4m3fn
 ) -> Path:
     """A Llama with every projection rounded to float8, with or without what is said of it."""
-    models_made.llama().float().save_pretrained(folder)
+    tiny_models.llama().float().save_pretrained(folder)
     held = load_file(folder / "model.safetensors")
     for name in [name for name in held if "proj" in name]:
         scale = held[name].abs().max() / 448
@@ -59,7 +59,7 @@ def test_a_kind_that_would_decode_wrongly_is_refused(tmp_path: Path, kind: str) 
 
 
 def test_what_modelopt_says_beside_config_json_is_read(tmp_path: Path) -> None:
-    models_made.llama().float().save_pretrained(tmp_path / "model")
+    tiny_models.llama().float().save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
     with pytest.raises(ForedraftError, match=r"hf_quant_config\.json says that ModelOpt"):
         load_model(str(tmp_path / "model"), "auto", CPU)
@@ -67,28 +67,28 @@ def test_what_modelopt_says_beside_config_json_is_read(tmp_path: Path) -> None:
 
 def test_kinds_that_transformers_decodes_pass() -> None:
     for kind in ("compressed-tensors", "fp8", "gptq", "awq", "mxfp4", "bitsandbytes"):
-        assert check_kind({"quantization_config": {"quant_method": kind}}, "m") == kind
-    assert check_kind({"quantization_config": {"load_in_4bit": True}}, "m") == "bitsandbytes"
-    assert check_kind({"text_config": {"quantization_config": {"quant_method": "fp8"}}}, "m") == "fp8"
-    assert check_kind({}, "m") is None
+        assert check_quantization_kind({"quantization_config": {"quant_method": kind}}, "m") == kind
+    assert check_quantization_kind({"quantization_config": {"load_in_4bit": True}}, "m") == "bitsandbytes"
+    assert check_quantization_kind({"text_config": {"quantization_config": {"quant_method": "fp8"}}}, "m") == "fp8"
+    assert check_quantization_kind({}, "m") is None
     stored = {f"{LAYER}.weight": ("F8_E4M3", (32, 32)), f"{LAYER}.weight_scale": ("F32", (1,))}
-    check_stored(Path("nowhere"), stored, "compressed-tensors", "m")
+    check_stored_dtypes(Path("nowhere"), stored, "compressed-tensors", "m")
 
 
 def test_scales_of_a_kv_cache_change_no_weight() -> None:
-    check_left_out(["model.layers.0.self_attn.k_scale", "model.layers.0.self_attn.attn.v_scale"], "m")
+    check_unused_tensors(["model.layers.0.self_attn.k_scale", "model.layers.0.self_attn.attn.v_scale"], "m")
 
 
 def test_a_bitsandbytes_folder_without_scales_is_refused() -> None:
     stored = {f"{LAYER}.weight": ("U8", (512, 1))}
     with pytest.raises(ForedraftError, match="is packed, but no scales"):
-        check_stored(Path("nowhere"), stored, "bitsandbytes", "m")
-    check_stored(Path("nowhere"), stored | {f"{LAYER}.weight.absmax": ("F32", (8,))}, "bitsandbytes", "m")
-    check_stored(Path("nowhere"), {f"{LAYER}.weight": ("BF16", (32, 32))}, "bitsandbytes", "m")
+        check_stored_dtypes(Path("nowhere"), stored, "bitsandbytes", "m")
+    check_stored_dtypes(Path("nowhere"), stored | {f"{LAYER}.weight.absmax": ("F32", (8,))}, "bitsandbytes", "m")
+    check_stored_dtypes(Path("nowhere"), {f"{LAYER}.weight": ("BF16", (32, 32))}, "bitsandbytes", "m")
 
 
 def test_a_model_with_scales_of_a_kv_cache_decodes_as_without(tmp_path: Path) -> None:
-    models_made.llama().float().save_pretrained(tmp_path / "model")
+    tiny_models.llama().float().save_pretrained(tmp_path / "model")
     sampling = Sampling(max_tokens=6, temperature=0)
     [plain] = LLM(str(tmp_path / "model"), None).generate([[5, 6, 7]], sampling)
     held = load_file(tmp_path / "model" / "model.safetensors")

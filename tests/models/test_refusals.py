@@ -11,9 +11,9 @@ import transformers as hf
 from torch import nn
 
 from foredraft.errors import ForedraftError
-from foredraft.models.lm import HFModel
-from foredraft.models.support import probe
-from models.families import EXPERTS, TINY, VOCAB, made
+from foredraft.models.compatibility import probe_attention
+from foredraft.models.hf import HFModel
+from models.families import EXPERTS, TINY, VOCAB, make_family
 
 HEADS = {"head_dim": 8}
 STATE = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2}
@@ -67,7 +67,7 @@ NOT_SEEN = {
 
 def refusal(model: Any, name: str) -> str:
     with pytest.raises(ForedraftError) as caught:
-        HFModel.adopt(model, name)
+        HFModel.wrap_model(model, name)
     text = str(caught.value)
     assert text.startswith(f"{name} ({type(model).__name__}) ")
     assert "\n" not in text
@@ -89,7 +89,7 @@ def test_an_encoder_decoder_is_refused() -> None:
 def test_a_sliding_window_as_wide_as_the_context_hides_nothing() -> None:
     # Phi-3.5-MoE: the window is in the mask alone, but no text is long enough to leave it
     config = hf.PhimoeConfig(**TINY, sliding_window=TINY["max_position_embeddings"], num_local_experts=2, **EXPERTS)
-    HFModel.adopt(hf.AutoModelForCausalLM.from_config(config), "phimoe")
+    HFModel.wrap_model(hf.AutoModelForCausalLM.from_config(config), "phimoe")
 
 
 def test_a_bidirectional_gemma_is_refused() -> None:
@@ -107,7 +107,7 @@ def test_a_model_that_ignores_logits_to_keep_is_refused() -> None:
 
 def test_kv_memory_is_counted_where_heads_differ_by_layer() -> None:
     config = hf.Gemma4TextConfig(**TINY | {"hidden_size_per_layer_input": 0}, **HEADS, global_head_dim=16)
-    lm = HFModel.adopt(hf.AutoModelForCausalLM.from_config(config), "gemma4")
+    lm = HFModel.wrap_model(hf.AutoModelForCausalLM.from_config(config), "gemma4")
     kinds = config.layer_types
     assert "sliding_attention" in kinds
     assert "full_attention" in kinds
@@ -132,10 +132,10 @@ def test_an_error_without_words_is_a_reason_too() -> None:
 
 
 def test_the_probe_sees_every_layer_and_leaves_no_trace() -> None:
-    lm = made("gemma3")[1]
-    calls, num_rows = probe(lm.model)
-    assert [call.sliding for call in calls] == [6, None, 6]
+    lm = make_family("gemma3")[1]
+    calls, num_rows = probe_attention(lm.model)
+    assert [call.sliding_window for call in calls] == [6, None, 6]
     assert num_rows == 1
-    adopted = HFModel.adopt(lm.model, "gemma3")
+    adopted = HFModel.wrap_model(lm.model, "gemma3")
     assert not adopted.pool.layers
     assert all(isinstance(module, nn.Module) and not module.training for module in adopted.model.modules())

@@ -14,12 +14,12 @@ import transformers as hf
 from torch import Tensor, nn
 
 from foredraft.errors import ForedraftError
-from foredraft.models.lm import HFModel, decoder_layers
-from foredraft.models.truncated import Adapter, Truncated, final_norm, first_layers, weights_of
-from foredraft.models.window import NORMED
+from foredraft.models.forward_batch import AFTER_FINAL_NORM
+from foredraft.models.hf import HFModel, find_decoder_layers
+from foredraft.models.truncated import Adapter, Truncated, count_weights, find_final_norm, truncate_model
 from foredraft.tree import TokenTree
-from kernels.running import NATIVE
-from models.families import FAMILIES, TINY, Paged, made, reference, tokens
+from kernels.library_setups import NATIVE
+from models.families import FAMILIES, TINY, PagedModel, compute_reference, make_family, tokens
 from models.test_families import random_tree
 
 IDS = tokens(30)
@@ -46,8 +46,8 @@ def held(lm: HFModel) -> dict[int, tuple[Tensor, Tensor]]:
     return {layer: (keys.clone(), values.clone()) for layer, (keys, values) in lm.pool.layers.items()}
 
 
-def cut(lm: HFModel, layers: int, behind: Adapter | None = None) -> Paged:
-    paged = Paged(lm)
+def cut(lm: HFModel, layers: int, behind: Adapter | None = None) -> PagedModel:
+    paged = PagedModel(lm)
     paged.lm = Truncated(lm, layers, behind)  # type: ignore[assignment]
     return paged
 
@@ -55,24 +55,24 @@ def cut(lm: HFModel, layers: int, behind: Adapter | None = None) -> Paged:
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_every_family_can_be_left_after_any_layer(family: str) -> None:
-    _, lm = made(family)
-    width, norm, config = lm.hidden_size, final_norm(lm.model), lm.model.config.to_dict()
-    whole, states = Paged(lm).read({0: IDS}, taps=(*range(1, lm.num_layers + 1), NORMED))
+    _, lm = make_family(family)
+    width, norm, config = lm.hidden_size, find_final_norm(lm.model), lm.model.config.to_dict()
+    whole, states = PagedModel(lm).read({0: IDS}, hidden_layers=(*range(1, lm.num_layers + 1), AFTER_FINAL_NORM))
     by_layer, kept = states.clone().split(width, -1), held(lm)
     assert norm is not None
     assert torch.equal(norm(by_layer[-2]), by_layer[-1]), "another norm than the last"
     learnt = adapter(width)
     for layers in range(1, lm.num_layers):
         state = by_layer[layers - 1]
-        assert torch.equal(cut(lm, layers).read({0: IDS}), lm.head(norm(state)))
+        assert torch.equal(cut(lm, layers).read({0: IDS}), lm.compute_logits(norm(state)))
         assert sorted(lm.pool.layers) == list(range(layers)), "other layers wrote too"
         for layer, pair in held(lm).items():
             assert all(map(torch.equal, pair, kept[layer]))
-        assert torch.equal(cut(lm, layers, learnt).read({0: IDS}), lm.head(norm(learnt(state))))
-    assert torch.equal(Paged(lm).read({0: IDS}), whole)
-    assert len(decoder_layers(lm.model)) == lm.num_layers
+        assert torch.equal(cut(lm, layers, learnt).read({0: IDS}), lm.compute_logits(norm(learnt(state))))
+    assert torch.equal(PagedModel(lm).read({0: IDS}), whole)
+    assert len(find_decoder_layers(lm.model)) == lm.num_layers
     assert lm.model.config.to_dict() == config
-    assert not any(layer._forward_hooks for layer in decoder_layers(lm.model))
+    assert not any(layer._forward_hooks for layer in find_decoder_layers(lm.model))
 
 
 @cache
@@ -86,7 +86,7 @@ def original(family: str, dtype: torch.dtype) -> Any:
 
 
 def fused(model: Any) -> HFModel:
-    lm = HFModel.adopt(copy.deepcopy(model), "native", is_fused=True)
+    lm = HFModel.wrap_model(copy.deepcopy(model), "native", is_fused=True)
     assert lm.fused is not None
     return lm
 
@@ -108,18 +108,18 @@ def test_a_native_pass_cut_short_has_the_bits_of_a_model_of_so_many_layers(famil
     """Logits, keys and values, along a text and along a tree; and the whole pass after it is what it was."""
     model = original(family, dtype)
     lm = fused(model)
-    whole = Paged(lm).read({0: IDS})
+    whole = PagedModel(lm).read({0: IDS})
     kept = held(lm)
     drawn = random_tree(Random(3), 12)
-    tree = TokenTree.of([drawn[0]], [drawn[1]])
+    tree = TokenTree.from_lists([drawn[0]], [drawn[1]])
     for layers in (1, 2, 3):
-        short, ours = Paged(fused(shortened(model, layers))), cut(lm, layers)
+        short, ours = PagedModel(fused(shortened(model, layers))), cut(lm, layers)
         assert torch.equal(ours.read({0: IDS}), short.read({0: IDS}))
         for layer in range(layers):
             assert all(map(torch.equal, lm.pool.layers[layer], kept[layer]))
             assert all(map(torch.equal, lm.pool.layers[layer], short.lm.pool.layers[layer]))
         assert torch.equal(ours.verify(tree), short.verify(tree))
-    assert torch.equal(Paged(lm).read({0: IDS}), whole)
+    assert torch.equal(PagedModel(lm).read({0: IDS}), whole)
 
 
 @NATIVE
@@ -132,7 +132,7 @@ def test_a_native_adapter_is_the_plain_one(family: str, dtype: torch.dtype, rank
     lm = fused(original(family, dtype))
     learnt = adapter(lm.hidden_size, rank, dtype)
     ours = cut(lm, 2, learnt).read({0: IDS})
-    exact = HFModel.adopt(copy.deepcopy(original(family, dtype)).double(), "plain")
+    exact = HFModel.wrap_model(copy.deepcopy(original(family, dtype)).double(), "plain")
     theirs = cut(exact, 2, copy.deepcopy(learnt).double()).read({0: IDS})
     bare = cut(exact, 2).read({0: IDS})
     limit = (2e-5 if dtype == torch.float32 else 5e-2) * theirs.abs().max()
@@ -153,32 +153,32 @@ def test_an_adapter_wider_than_the_native_pass_has_room_for_is_refused() -> None
 @pytest.mark.parametrize("layers", [-1, 0, 3, 4])
 def test_a_layer_that_leaves_nothing_or_everything_is_refused_with_the_range(layers: int) -> None:
     with pytest.raises(ForedraftError, match=r"exit_layer must lie in 1\.\.2 for llama, which has 3 layers; got"):
-        Truncated(made("llama")[1], layers)
+        Truncated(make_family("llama")[1], layers)
 
 
 def test_a_model_wrapped_from_outside_is_refused() -> None:
-    model = copy.deepcopy(made("llama")[0])
+    model = copy.deepcopy(make_family("llama")[0])
     model.model.forward = lambda *args, **options: None
     with pytest.raises(ForedraftError, match="load the model on one device"):
-        first_layers(model, 1)
+        truncate_model(model, 1)
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-tied", "gpt2"])
 def test_weights_are_counted_as_the_modules_hold_them(family: str) -> None:
     """Within what norms and positions weigh, also when the weights themselves were given up."""
-    model, lm = made(family)
-    counted = sum(p.numel() for p in decoder_layers(model)[0].parameters())
-    layer, head = weights_of(lm)
+    model, lm = make_family(family)
+    counted = sum(p.numel() for p in find_decoder_layers(model)[0].parameters())
+    layer, head = count_weights(lm)
     assert layer == pytest.approx(counted, rel=0.35 if family == "gpt2" else 0.01)
     assert head == lm.vocab_size * lm.hidden_size
-    assert weights_of(replace(lm, model=lm.model)) == (layer, head)
+    assert count_weights(replace(lm, model=lm.model)) == (layer, head)
 
 
 def test_two_views_do_not_see_each_other() -> None:
     """An adapter is behind the layer of its own view alone."""
-    model, lm = made("llama")
+    model, lm = make_family("llama")
     plain, adapted = cut(lm, 2), cut(lm, 2, adapter(lm.hidden_size))
     first = plain.read({0: IDS})
     assert not torch.equal(adapted.read({0: IDS}), first)
     assert torch.equal(cut(lm, 2).read({0: IDS}), first)
-    assert (Paged(lm).read({0: IDS}) - reference(model, IDS)).abs().max() < 2e-5
+    assert (PagedModel(lm).read({0: IDS}) - compute_reference(model, IDS)).abs().max() < 2e-5

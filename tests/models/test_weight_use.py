@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from foredraft import LLM, Sampling
-from foredraft.models.weight_use import WeightOutline, weights_read
+from foredraft.models.weight_use import WeightPlaceholder, track_weight_reads
 
 PROMPT = [5, 9, 7, 11, 5, 9, 7, 11, 5, 9]
 
@@ -32,7 +32,7 @@ class Router(nn.Module):
 def test_a_weight_read_outside_its_module_is_noticed_and_all_is_as_before():
     model, x = Router(), torch.randn(2, 4)
     own, expected = [model.called.weight, model.read.weight], model(x)
-    with weights_read([model.called, model.read]) as found:
+    with track_weight_reads([model.called, model.read]) as found:
         assert torch.equal(model(x), expected)
     assert found
     assert set(found) == {model.read}
@@ -61,7 +61,7 @@ def test_a_multimodal_model_attends_as_before_after_it_was_tried(tmp_path):
 
 
 def test_an_outline_has_a_shape_and_a_type_and_no_numbers():
-    weight = WeightOutline.of(3, 5, torch.bfloat16)
+    weight = WeightPlaceholder.from_shape(3, 5, torch.bfloat16)
     assert (weight.shape, weight.size(0), weight.dtype, weight.device.type) == ((3, 5), 3, torch.bfloat16, "cpu")
     for use in (lambda: weight.float(), lambda: F.linear(torch.ones(1, 5), weight), lambda: weight + 1):
         with pytest.raises(RuntimeError, match="fused=False"):

@@ -3,15 +3,14 @@
 from collections.abc import Iterator
 
 import pytest
-from browsing import CHROMIUM, FLAGS, opened, serving
-from playground_fake import Fake
-
-from serving import Running, running
+from browser_pages import CHROMIUM, FLAGS, open_page, serve_app
+from live_server import RunningServer, run_server
+from playground_fakes import FakeServer
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[Running]:
-    with running() as found:
+def server() -> Iterator[RunningServer]:
+    with run_server() as found:
         yield found
 
 
@@ -28,8 +27,8 @@ def browser():
 
 @pytest.fixture(scope="module")
 def served():
-    fake = Fake()
-    with serving(fake.app()) as url:
+    fake = FakeServer()
+    with serve_app(fake.app()) as url:
         yield fake, url
 
 
@@ -42,5 +41,5 @@ def fake(served):
 
 @pytest.fixture
 def page(browser, served, fake):
-    with opened(browser, served[1]) as page:
+    with open_page(browser, served[1]) as page:
         yield page

@@ -14,7 +14,7 @@ _INTERNALS = re.compile(r"Traceback|/\w+/\w+|\.py\b|0x[0-9a-f]{6}|object at|<cla
 
 
 @dataclass(frozen=True)
-class Hostile:
+class HostileRequest:
     """`fields`: what the answer must name, one of them; `may_pass`: an odd request that need not be refused;
     `may_close`: the HTTP layer may end the connection without a word, or without OpenAI's error body."""
 
@@ -26,7 +26,7 @@ class Hostile:
 
 
 @dataclass(frozen=True)
-class Answer:
+class WireAnswer:
     """`status` 0: the connection was closed without one. `seconds` from the first byte sent."""
 
     status: int
@@ -44,7 +44,7 @@ class Answer:
         return json.loads(self.body)["error"]
 
 
-def fault(asked: Hostile, answer: Answer, secret: str = CANARY) -> str | None:
+def find_fault(asked: HostileRequest, answer: WireAnswer, secret: str = CANARY) -> str | None:
     """What is wrong with the answer to a hostile request; None: it is as it should be."""
     if answer.status == 0:
         return None if asked.may_close else "closed without an answer"
@@ -58,10 +58,10 @@ def fault(asked: Hostile, answer: Answer, secret: str = CANARY) -> str | None:
         return None
     if asked.may_close and not answer.headers.get("content-type", "").startswith("application/json"):
         return None if len(answer.body) < 200 else "an answer of the HTTP layer that says too much"
-    return None if asked.data.startswith(b"HEAD") else _fault_of_body(asked, answer)
+    return None if asked.data.startswith(b"HEAD") else _find_body_fault(asked, answer)
 
 
-def _fault_of_body(asked: Hostile, answer: Answer) -> str | None:
+def _find_body_fault(asked: HostileRequest, answer: WireAnswer) -> str | None:
     try:
         error = answer.error
     except (ValueError, KeyError, TypeError):
@@ -87,7 +87,7 @@ def get(target: str, method: str = "GET", **headers: bytes) -> bytes:
     return f"{method} {target} HTTP/1.1\r\n".encode() + _head({"host": b"x"} | headers)
 
 
-def chunked(path: str, chunks: list[bytes], end: bytes = b"0\r\n\r\n") -> bytes:
+def post_chunked(path: str, chunks: list[bytes], end: bytes = b"0\r\n\r\n") -> bytes:
     head = {"host": b"x", "content-type": b"application/json", "transfer-encoding": b"chunked"}
     body = b"".join(f"{len(chunk):x}\r\n".encode() + chunk + b"\r\n" for chunk in chunks)
     return f"POST {path} HTTP/1.1\r\n".encode() + _head(head) + body + end
@@ -97,7 +97,7 @@ def _head(headers: dict[str, bytes]) -> bytes:
     return b"".join(name.encode() + b": " + value + b"\r\n" for name, value in headers.items()) + b"\r\n"
 
 
-def exchange(port: int, data: bytes, timeout: float = 30) -> Answer:
+def exchange(port: int, data: bytes, timeout: float = 30) -> WireAnswer:
     """Send all of it, reading meanwhile; until the first answer is whole or the connection is closed."""
     began, sent, found = time.monotonic(), 0, bytearray()
     with socket.create_connection(("127.0.0.1", port), timeout=timeout) as sock:
@@ -127,10 +127,10 @@ def is_whole(found: bytes | bytearray) -> bool:
     return length is not None and len(body) >= int(length)
 
 
-def _read(found: bytes, seconds: float) -> Answer:
+def _read(found: bytes, seconds: float) -> WireAnswer:
     head, _, body = found.partition(b"\r\n\r\n")
     if not head.startswith(b"HTTP/1.1 "):
-        return Answer(0, {}, found, seconds)
+        return WireAnswer(0, {}, found, seconds)
     first, *lines = head.decode("latin-1").split("\r\n")
     headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    return Answer(int(first.split()[1]), headers, body[: int(headers.get("content-length", len(body)))], seconds)
+    return WireAnswer(int(first.split()[1]), headers, body[: int(headers.get("content-length", len(body)))], seconds)

@@ -1,14 +1,14 @@
-"""/v1/chat/completions: what is rendered, what is streamed, and that nobody writes control tokens but the template."""
+"""/v1/chat/completions: the rendered prompt, the stream, and control tokens that only the template may write."""
 
 import json
 from typing import Any
 
 import pytest
+from live_server import NAME, RunningServer, make_fresh_llm, make_small_llm, run_server
 
-import models_made
+import tiny_models
 from foredraft import LLM, Sampling
-from foredraft.server.settings import Settings
-from serving import NAME, Running, fresh, running, small
+from foredraft.server.settings import ServerSettings
 
 PATH = "/v1/chat/completions"
 GREEDY = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
@@ -17,11 +17,11 @@ ROLES = ("system", "user", "assistant")
 
 
 def ids(text: str) -> list[int]:
-    return list(models_made.tokenizer()(text).input_ids)
+    return list(tiny_models.tokenizer()(text).input_ids)
 
 
-def tokens(server: Running, messages: list[dict], **options) -> list[int]:
-    return server.ok("/tokenize", messages=messages, **options)["tokens"]
+def tokens(server: RunningServer, messages: list[dict], **options) -> list[int]:
+    return server.post_ok("/tokenize", messages=messages, **options)["tokens"]
 
 
 def text_of(chunks: list[dict], index: int = 0) -> str:
@@ -29,28 +29,30 @@ def text_of(chunks: list[dict], index: int = 0) -> str:
     return "".join(part["content"] for part in parts)
 
 
-def test_an_answer_is_the_librarys_to_the_rendered_chat(server: Running):
+def test_an_answer_is_the_librarys_to_the_rendered_chat(server: RunningServer):
     body = server.chat("the end", **GREEDY)
     prompt = ids("<stop>user: the end<pad><stop>assistant:")
-    (expected,) = small().with_drafter(None).generate(prompt, Sampling(temperature=0, max_tokens=24, ignore_eos=True))
+    (expected,) = (
+        make_small_llm().with_drafter(None).generate(prompt, Sampling(temperature=0, max_tokens=24, ignore_eos=True))
+    )
     (choice,) = body["choices"]
     assert choice["message"] == {"role": "assistant", "content": expected.text, "refusal": None}
     assert body["object"] == "chat.completion"
     assert body["usage"]["prompt_tokens"] == len(prompt)
 
 
-def test_the_context_is_the_limit_unless_told_otherwise(server: Running):
+def test_the_context_is_the_limit_by_default(server: RunningServer):
     body = server.chat("the", temperature=0, ignore_eos=True)
-    assert body["usage"]["total_tokens"] == models_made.CONTEXT
+    assert body["usage"]["total_tokens"] == tiny_models.CONTEXT
     assert body["choices"][0]["finish_reason"] == "length"
 
 
 @pytest.mark.parametrize(
     "extra", [{}, {"n": 2, "temperature": 1.1}, {"logprobs": True, "top_logprobs": 2}, {"stop": ["e"]}]
 )
-def test_a_stream_is_the_plain_answer_in_pieces(server: Running, extra):
+def test_a_stream_is_the_plain_answer_in_pieces(server: RunningServer, extra):
     body = {"messages": [{"role": "user", "content": "größe 🍣"}], "seed": 4} | GREEDY | extra
-    plain = server.ok(PATH, **body)
+    plain = server.post_ok(PATH, **body)
     chunks = server.chunks(PATH, **body, stream_options={"include_usage": True})
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
     for choice in plain["choices"]:
@@ -65,7 +67,7 @@ def test_a_stream_is_the_plain_answer_in_pieces(server: Running, extra):
     assert chunks[-1]["choices"] == []
 
 
-def test_logprobs_with_bytes(server: Running):
+def test_logprobs_with_bytes(server: RunningServer):
     choice = server.chat("a", **GREEDY, logprobs=True, top_logprobs=3)["choices"][0]
     content = choice["logprobs"]["content"]
     assert len(content) == 24
@@ -82,16 +84,16 @@ def test_logprobs_with_bytes(server: Running):
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("special", SPECIAL)
 @pytest.mark.parametrize("text", ["{}", "a {} b", "{}{}", " {}\n{}x"])
-def test_text_that_spells_a_control_token_stays_text(server: Running, role: str, special: str, text: str):
+def test_text_that_spells_a_control_token_stays_text(server: RunningServer, role: str, special: str, text: str):
     content = text.replace("{}", special)
     made = tokens(server, [{"role": role, "content": content}])
-    control = [token for token in made if token in models_made.tokenizer().all_special_ids or token < len(SPECIAL)]
+    control = [token for token in made if token in tiny_models.tokenizer().all_special_ids or token < len(SPECIAL)]
     plain = tokens(server, [{"role": role, "content": "harmless"}])
     assert control == [token for token in plain if token < len(SPECIAL)]
-    assert content in server.ok("/detokenize", tokens=made)["prompt"]
+    assert content in server.post_ok("/detokenize", tokens=made)["prompt"]
 
 
-def test_what_spells_none_is_tokenised_as_one_text(server: Running):
+def test_what_spells_none_is_tokenised_as_one_text(server: RunningServer):
     messages = [{"role": "system", "content": " the < end > of "}, {"role": "user", "content": "größe"}]
     text = "<stop>system:  the < end > of <pad><stop>user: größe<pad><stop>assistant:"
     assert tokens(server, messages) == ids(text)
@@ -100,19 +102,19 @@ def test_what_spells_none_is_tokenised_as_one_text(server: Running):
 @pytest.mark.parametrize("content", ["top>", "stop>x"])
 def test_no_control_token_comes_about_where_a_message_meets_the_template(content: str):
     template = "{% for m in messages %}<s{{ m.content }}{% endfor %}"
-    with running(fresh(), Settings(names=(NAME,), chat_template=template)) as server:
+    with run_server(make_fresh_llm(), ServerSettings(model_names=(NAME,), chat_template=template)) as server:
         answer = server.post(PATH, {"messages": [{"role": "user", "content": content}]})
         assert (answer.status_code == 400) == (content == "top>")
 
 
-def test_parts_and_continued_messages(server: Running):
+def test_parts_and_continued_messages(server: RunningServer):
     parts = [{"type": "text", "text": "the "}, {"type": "text", "text": "end"}]
     assert tokens(server, [{"role": "user", "content": parts}]) == ids("<stop>user: the end<pad><stop>assistant:")
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "the en "}]
     went_on = tokens(server, turns, continue_final_message=True)
     assert went_on == ids("<stop>user: a<pad><stop>assistant: the en ")
     assert tokens(server, turns, add_generation_prompt=False) == ids("<stop>user: a<pad><stop>assistant: the en <pad>")
-    body = server.ok(PATH, messages=turns, continue_final_message=True, **GREEDY)
+    body = server.post_ok(PATH, messages=turns, continue_final_message=True, **GREEDY)
     assert body["usage"]["prompt_tokens"] == len(went_on)
 
 
@@ -136,7 +138,7 @@ def test_parts_and_continued_messages(server: Running):
         ({"prompt": "x"}, "prompt"),
     ],
 )
-def test_what_is_refused_is_named(server: Running, body: dict, param: str):
+def test_what_is_refused_is_named(server: RunningServer, body: dict, param: str):
     answer = server.post(PATH, {"messages": [{"role": "user", "content": "x"}]} | body)
     assert answer.status_code == 400
     error = answer.json()["error"]
@@ -145,16 +147,16 @@ def test_what_is_refused_is_named(server: Running, body: dict, param: str):
 
 
 def test_a_model_without_a_template():
-    with running(fresh(), Settings(names=(NAME,))) as server:
+    with run_server(make_fresh_llm(), ServerSettings(model_names=(NAME,))) as server:
         made = tokens(server, [{"role": "user", "content": "the"}])
         assert made == ids("user: the\n\nassistant:")
-    with running(fresh(), Settings(names=(NAME,), has_plain_template=False)) as server:
+    with run_server(make_fresh_llm(), ServerSettings(model_names=(NAME,), has_plain_template=False)) as server:
         answer = server.post(PATH, {"messages": [{"role": "user", "content": "x"}]})
         assert answer.status_code == 400
         assert "--chat-template" in answer.json()["error"]["message"]
 
 
-def test_json_comes_out_where_json_is_asked_for(server: Running):
+def test_json_comes_out_where_json_is_asked_for(server: RunningServer):
     schema = {
         "type": "object",
         "properties": {"a": {"type": "boolean"}},
@@ -176,7 +178,7 @@ def details(answer: dict) -> tuple[int, int]:
 
 def test_usage_says_how_much_of_a_prediction_was_drafted_and_kept():
     fixed = {"speculative": {"num_speculative_tokens": 15}, "speculative_metrics": True}
-    with running(fresh().with_drafter(None)) as server:
+    with run_server(make_fresh_llm().with_drafter(None)) as server:
         plain = server.chat("the", **GREEDY)
         assert "completion_tokens_details" not in plain["usage"]
         text = plain["choices"][0]["message"]["content"]
@@ -199,7 +201,7 @@ def test_json_of_a_model_fond_of_blanks_ends():
         {"x": {"type": "boolean"}},
         {"a": {"type": "integer", "minimum": 0, "maximum": 999}, "b": {"type": "string", "maxLength": 20}},
     ]
-    with running(LLM(drafter=None), Settings(names=(NAME,))) as server:
+    with run_server(LLM(drafter=None), ServerSettings(model_names=(NAME,))) as server:
         for inner in schemas:
             schema = {"type": "object", "properties": inner, "required": list(inner), "additionalProperties": False}
             asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
@@ -208,7 +210,7 @@ def test_json_of_a_model_fond_of_blanks_ends():
             assert list(json.loads(body["choices"][0]["text"])) == list(inner)
 
 
-def test_a_prediction_is_drafted_from(server: Running):
+def test_a_prediction_is_drafted_from(server: RunningServer):
     plain = server.chat("the", **GREEDY, speculative_metrics=True)
     text = plain["choices"][0]["message"]["content"]
     predicted = server.chat(

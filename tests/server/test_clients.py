@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import httpx
 import openai
 import pytest
+from live_server import NAME, RunningServer, make_small_llm
 
-import models_made
+import tiny_models
 from foredraft import Sampling
-from serving import NAME, Running, small
 
 
 @pytest.fixture
-def client(server: Running) -> Iterator[openai.OpenAI]:
+def client(server: RunningServer) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as found:
         yield found
 
@@ -97,31 +97,35 @@ class TestLmEval:
 
     CASES = (("the end", " of the"), ("def naïve(", "café"), ("for word", " in"), ("größe ", "東京"))
 
-    def test_the_remote_tokenizer(self, server: Running):
+    def test_the_remote_tokenizer(self, server: RunningServer):
         info = server.get("/tokenizer_info").json()
         assert info["eos_token"] == "<end>"
         assert isinstance(info["model_max_length"], int)
         made = server.post("/tokenize", {"prompt": "größe", "add_special_tokens": False}).json()
-        assert made["tokens"] == models_made.tokenizer()("größe", add_special_tokens=False).input_ids
+        assert made["tokens"] == tiny_models.tokenizer()("größe", add_special_tokens=False).input_ids
 
-    def test_log_likelihoods(self, server: Running):
-        tokenizer = models_made.tokenizer()
+    def test_log_likelihoods(self, server: RunningServer):
+        tokenizer = tiny_models.tokenizer()
         pairs = [(tokenizer(context).input_ids, tokenizer(more).input_ids) for context, more in self.CASES]
         body = {"model": NAME, "prompt": [c + m for c, m in pairs], "temperature": 0, "max_tokens": 1, "logprobs": 1}
-        answer = server.ok("/v1/completions", **body, seed=1234, echo=True)
+        answer = server.post_ok("/v1/completions", **body, seed=1234, echo=True)
         choices = sorted(answer["choices"], key=operator.itemgetter("index"))
         for (context, more), choice in zip(pairs, choices, strict=True):
             values, is_greedy = self.parsed(choice, len(context))
-            (expected,) = small().with_drafter(None).generate(context + more, Sampling(max_tokens=1, prompt_logprobs=1))
+            (expected,) = (
+                make_small_llm().with_drafter(None).generate(context + more, Sampling(max_tokens=1, prompt_logprobs=1))
+            )
             entries = expected.prompt_logprobs[len(context) :]
             assert values == pytest.approx([entry.raw_logprob for entry in entries], abs=1e-9)
             assert is_greedy == all(entry.raw_top[0][0] == entry.token_id for entry in entries)
 
-    def test_a_greedy_continuation_is_seen_as_such(self, server: Running):
-        prompt = models_made.tokenizer()("the end").input_ids
-        (own,) = small().with_drafter(None).generate(prompt, Sampling(max_tokens=9, temperature=0, ignore_eos=True))
+    def test_a_greedy_continuation_is_seen_as_such(self, server: RunningServer):
+        prompt = tiny_models.tokenizer()("the end").input_ids
+        (own,) = (
+            make_small_llm().with_drafter(None).generate(prompt, Sampling(max_tokens=9, temperature=0, ignore_eos=True))
+        )
         body = {"prompt": [prompt + own.token_ids], "temperature": 0, "max_tokens": 1, "logprobs": 1, "echo": True}
-        (choice,) = server.ok("/v1/completions", **body)["choices"]
+        (choice,) = server.post_ok("/v1/completions", **body)["choices"]
         assert self.parsed(choice, len(prompt))[1]
 
     @staticmethod
@@ -131,16 +135,16 @@ class TestLmEval:
         values, tops = logprobs["token_logprobs"][context:-1], logprobs["top_logprobs"][context:-1]
         return values, all(value == max(top.values()) for value, top in zip(values, tops, strict=True))
 
-    def test_generation_until(self, server: Running):
-        prompt = models_made.tokenizer()("the").input_ids
+    def test_generation_until(self, server: RunningServer):
+        prompt = tiny_models.tokenizer()("the").input_ids
         body = {"prompt": [prompt], "max_tokens": 20, "temperature": 0, "stop": ["zz", "<end>"], "seed": 1234}
-        assert isinstance(server.ok("/v1/completions", model=NAME, **body)["choices"][0]["text"], str)
+        assert isinstance(server.post_ok("/v1/completions", model=NAME, **body)["choices"][0]["text"], str)
 
 
 class TestLoadGenerator:
     """guidellm's way: health, models, then chat streams that must be exactly as long as asked, counted by usage."""
 
-    def test_a_run(self, server: Running):
+    def test_a_run(self, server: RunningServer):
         with httpx.Client(base_url=server.url, timeout=60) as client:
             assert client.get("/health").status_code == 200
             model = client.get("/v1/models").json()["data"][0]["id"]

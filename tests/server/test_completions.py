@@ -1,10 +1,10 @@
 """/v1/completions against the library itself, and its stream against its plain answer."""
 
 import pytest
+from live_server import RunningServer, make_small_llm
 
-import models_made
+import tiny_models
 from foredraft import Sampling
-from serving import Running, small
 
 GREEDY = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
 PATH = "/v1/completions"
@@ -15,14 +15,14 @@ def text_of(chunks: list[dict], index: int = 0) -> str:
 
 
 def ids(text: str) -> list[int]:
-    return list(models_made.tokenizer()(text).input_ids)
+    return list(tiny_models.tokenizer()(text).input_ids)
 
 
 def library(prompt: str | list[int], **sampling) -> list:
-    return small().with_drafter(None).generate(prompt, Sampling(**sampling))
+    return make_small_llm().with_drafter(None).generate(prompt, Sampling(**sampling))
 
 
-def test_a_completion_is_the_librarys(server: Running):
+def test_a_completion_is_the_librarys(server: RunningServer):
     body = server.complete(**GREEDY)
     (expected,) = library("the end", temperature=0, max_tokens=24, ignore_eos=True)
     (choice,) = body["choices"]
@@ -35,14 +35,14 @@ def test_a_completion_is_the_librarys(server: Running):
     assert body["usage"]["total_tokens"] == 24 + len(ids("the end"))
 
 
-def test_sixteen_tokens_unless_told_otherwise(server: Running):
+def test_sixteen_tokens_by_default(server: RunningServer):
     assert server.complete(ignore_eos=True)["usage"]["completion_tokens"] == 16
 
 
 @pytest.mark.parametrize(
     "prompt", ["the", ["the", "def"], ids("the"), [ids("the"), ids("def x")]], ids=["str", "strs", "ids", "lists"]
 )
-def test_every_kind_of_prompt(server: Running, prompt):
+def test_every_kind_of_prompt(server: RunningServer, prompt):
     many = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
     body = server.complete(prompt, **GREEDY)
     expected = [library(p, temperature=0, max_tokens=24, ignore_eos=True)[0].text for p in many]
@@ -50,7 +50,7 @@ def test_every_kind_of_prompt(server: Running, prompt):
     assert [c["index"] for c in body["choices"]] == list(range(len(many)))
 
 
-def test_n_samples_of_each_prompt_with_a_seed(server: Running):
+def test_n_samples_of_each_prompt_with_a_seed(server: RunningServer):
     body = server.complete(["the", "def"], n=3, seed=5, max_tokens=12, temperature=1.2, ignore_eos=True)
     expected = []
     for prompt in ("the", "def"):
@@ -77,9 +77,9 @@ def test_n_samples_of_each_prompt_with_a_seed(server: Running):
     ids=lambda extra: "+".join(extra) or "greedy",
 )
 @pytest.mark.parametrize("seed", [1, 2])
-def test_a_stream_is_the_plain_answer_in_pieces(server: Running, extra, seed):
+def test_a_stream_is_the_plain_answer_in_pieces(server: RunningServer, extra, seed):
     body = {"prompt": "größe 東京 🍣", "seed": seed, "max_tokens": 40, "temperature": 0, "ignore_eos": True} | extra
-    plain = server.ok(PATH, **body)
+    plain = server.post_ok(PATH, **body)
     chunks = server.chunks(PATH, **body, stream_options={"include_usage": True})
     for choice in plain["choices"]:
         index = choice["index"]
@@ -99,17 +99,17 @@ def test_a_stream_is_the_plain_answer_in_pieces(server: Running, extra, seed):
     assert {c["id"] for c in chunks} == {chunks[0]["id"]}
 
 
-def test_split_characters_arrive_whole(server: Running):
+def test_split_characters_arrive_whole(server: RunningServer):
     """Every character beyond ASCII is several tokens here: no chunk shows half of one."""
     bias = {str(i): 12 for i in ids("東京🍣")}
     body = {"prompt": "a", "logit_bias": bias, "max_tokens": 60, "temperature": 1, "ignore_eos": True, "seed": 3}
-    plain = server.ok(PATH, **body)
+    plain = server.post_ok(PATH, **body)
     chunks = server.chunks(PATH, **body)
     assert text_of(chunks) == plain["choices"][0]["text"]
     assert any(ord(c) > 0x2000 for c in plain["choices"][0]["text"])
 
 
-def test_usage_with_every_chunk(server: Running):
+def test_usage_with_every_chunk(server: RunningServer):
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = server.chunks(PATH, prompt="the", stream_options=options, **GREEDY)
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
@@ -118,7 +118,7 @@ def test_usage_with_every_chunk(server: Running):
     assert all("usage" not in chunk for chunk in server.chunks(PATH, prompt="the", **GREEDY))
 
 
-def test_echo_with_logprobs_is_the_prompts_own(server: Running):
+def test_echo_with_logprobs_is_the_prompts_own(server: RunningServer):
     prompt = "the end of the"
     body = server.complete(prompt, **GREEDY, echo=True, logprobs=3)
     (expected,) = library(prompt, temperature=0, max_tokens=24, ignore_eos=True, logprobs=3, prompt_logprobs=3)
@@ -138,7 +138,7 @@ def test_echo_with_logprobs_is_the_prompts_own(server: Running):
             assert choice["text"][offset:].lstrip("\N{REPLACEMENT CHARACTER}").startswith(token)
 
 
-def test_echo_alone_writes_nothing(server: Running):
+def test_echo_alone_writes_nothing(server: RunningServer):
     """What evaluators ask for: the log-probabilities of a text, and no more of it."""
     body = server.complete(ids("the end"), max_tokens=0, echo=True, logprobs=1)
     (choice,) = body["choices"]
@@ -150,7 +150,7 @@ def test_echo_alone_writes_nothing(server: Running):
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "max_tokens")
 
 
-def test_prompt_logprobs_in_vllms_shape(server: Running):
+def test_prompt_logprobs_in_vllms_shape(server: RunningServer):
     body = server.complete("the end", **GREEDY, prompt_logprobs=2)
     (expected,) = library("the end", max_tokens=1, prompt_logprobs=2)
     shown = body["choices"][0]["prompt_logprobs"]
@@ -160,7 +160,7 @@ def test_prompt_logprobs_in_vllms_shape(server: Running):
         assert found[str(entry.raw_top[0][0])]["rank"] == 1
 
 
-def test_the_stop_string_is_shown_only_if_asked(server: Running):
+def test_the_stop_string_is_shown_only_if_asked(server: RunningServer):
     text = server.complete(**GREEDY)["choices"][0]["text"]
     word = text[6:9]
     cut = server.complete(**GREEDY, stop=word)["choices"][0]
@@ -170,7 +170,7 @@ def test_the_stop_string_is_shown_only_if_asked(server: Running):
     assert shown["text"] == text[: text.index(word)] + word
 
 
-def test_a_traced_stream_shows_where_tokens_come_from(server: Running):
+def test_a_traced_stream_shows_where_tokens_come_from(server: RunningServer):
     chunks = server.chunks(PATH, prompt="the", foredraft_trace=True, **GREEDY)
     traces = [chunk["choices"][0]["foredraft_trace"] for chunk in chunks]
     assert sum(len(t["token_ids"]) for t in traces) == 24
@@ -181,7 +181,7 @@ def test_a_traced_stream_shows_where_tokens_come_from(server: Running):
     assert whole["token_ids"] == [token for t in traces for token in t["token_ids"]]
 
 
-def test_figures_of_speculation(server: Running):
+def test_figures_of_speculation(server: RunningServer):
     body = server.complete(**GREEDY, speculative_metrics=True, foredraft_trace=True)
     figures = body["metrics"]["speculative_decoding"]
     accepted = body["choices"][0]["foredraft_trace"]["origins"].count("accepted")
@@ -195,13 +195,13 @@ def test_figures_of_speculation(server: Running):
     assert "metrics" not in server.complete(**GREEDY, n=2, speculative_metrics=True)
 
 
-def test_speculation_can_be_switched_off_for_a_request(server: Running):
+def test_speculation_can_be_switched_off_for_a_request(server: RunningServer):
     trace = server.complete(**GREEDY, foredraft_trace=True, speculative={"num_speculative_tokens": 0})
     assert set(trace["choices"][0]["foredraft_trace"]["origins"]) == {"plain"}
     assert trace["choices"][0]["text"] == server.complete(**GREEDY)["choices"][0]["text"]
 
 
-def test_cached_tokens_are_told(server: Running):
+def test_cached_tokens_are_reported(server: RunningServer):
     prompt = "the end of the and the and then " * 3
     first = server.complete(prompt, **GREEDY, cache_salt="here")["usage"]
     again = server.complete(prompt, **GREEDY, cache_salt="here")["usage"]
@@ -210,7 +210,7 @@ def test_cached_tokens_are_told(server: Running):
     assert 0 < again["prompt_tokens_details"]["cached_tokens"] < again["prompt_tokens"]
 
 
-def test_a_context_that_is_too_short(server: Running):
+def test_a_context_that_is_too_short(server: RunningServer):
     answer = server.post(PATH, {"prompt": "the " * 400})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
     assert server.complete("the " * 400, truncate_prompt_tokens=8)["usage"]["prompt_tokens"] == 8

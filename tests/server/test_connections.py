@@ -12,31 +12,31 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from live_server import RunningServer, make_fresh_llm, run_server
 from test_disconnect import LONG, Slow, request, wait_for
 
 from foredraft.errors import ForedraftError
 from foredraft.server.lifecycle import listen
-from serving import Running, fresh, running
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 SHORT = {"prompt": "the end", "max_tokens": 12, "ignore_eos": True, "temperature": 0}
 FILES = 128
 UNLOADED = """
 import resource
-from foredraft.server.lifecycle import Server, listen
+from foredraft.server.lifecycle import ModelServer, listen
 from foredraft.server.service import Service
-from foredraft.server.settings import Settings
+from foredraft.server.settings import ServerSettings
 resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
 sock = listen("127.0.0.1", 0)
 print(sock.getsockname()[1], flush=True)
-Server(Service(Settings())).run(sockets=[sock])
+ModelServer(Service(ServerSettings())).run(sockets=[sock])
 """
 
 
 @pytest.fixture
-def slow() -> Iterator[tuple[Running, Slow]]:
+def slow() -> Iterator[tuple[RunningServer, Slow]]:
     drafter = Slow(0.03)
-    with running(fresh().with_drafter(drafter)) as server:
+    with run_server(make_fresh_llm().with_drafter(drafter)) as server:
         yield server, drafter
 
 
@@ -104,12 +104,12 @@ def test_a_client_that_only_stops_sending_gets_its_stream(slow):
     assert b"data: [DONE]\n\n" in answer
 
 
-def test_all_requests_sent_before_the_end_are_answered(server: Running):
+def test_all_requests_sent_before_the_end_are_answered(server: RunningServer):
     with half_closed(server.port, HEALTH + HEALTH) as connection:
         assert everything(connection).count(b"HTTP/1.1 200 ") == 2
 
 
-def test_half_a_request_is_not_waited_for(server: Running):
+def test_half_a_request_is_not_waited_for(server: RunningServer):
     for data in (HEALTH[:-4], request(SHORT)[:-4]):
         with half_closed(server.port, data) as connection:
             assert everything(connection) == b""
@@ -126,8 +126,8 @@ def test_a_client_that_stops_sending_and_then_leaves_ends_its_request(slow, is_s
 
 
 def test_a_full_room_closes_the_longest_idle(caplog: pytest.LogCaptureFixture):
-    with running(is_open=False) as server, contextlib.ExitStack() as stack:
-        server.server.room.most = 8
+    with run_server(is_open=False) as server, contextlib.ExitStack() as stack:
+        server.server.connection_limit.max_connections = 8
         idle = [stack.enter_context(socket.create_connection(("127.0.0.1", server.port), 20)) for _ in range(40)]
         assert server.get("/health").status_code == 200
         assert len(server.server.server_state.connections) <= 9
@@ -139,8 +139,8 @@ def test_a_full_room_closes_the_longest_idle(caplog: pytest.LogCaptureFixture):
 
 
 def test_a_connection_between_two_requests_is_idle():
-    with running(is_open=False) as server, contextlib.ExitStack() as stack:
-        server.server.room.most = 2
+    with run_server(is_open=False) as server, contextlib.ExitStack() as stack:
+        server.server.connection_limit.max_connections = 2
         first = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), 20))
         for _ in range(2):
             assert is_well(first)
@@ -150,7 +150,7 @@ def test_a_connection_between_two_requests_is_idle():
 
 
 def test_junk_is_logged_once(caplog: pytest.LogCaptureFixture):
-    with running(is_open=False) as server:  # one that has not warned yet
+    with run_server(is_open=False) as server:  # one that has not warned yet
         for _ in range(30):
             with socket.create_connection(("127.0.0.1", server.port), 20) as connection:
                 connection.sendall(b"GET junk\r\n\r\n")
@@ -184,15 +184,15 @@ def test_more_idle_connections_than_files_leave_the_server_well():
 
 
 def test_errors_are_never_left_out(caplog: pytest.LogCaptureFixture):
-    from foredraft.server.sparing import Sparing, sparing_logger
+    from foredraft.server.log_throttle import LogThrottle, make_throttled_logger
 
-    log = sparing_logger("foredraft.server.test")
+    log = make_throttled_logger("foredraft.server.test")
     for i in range(3):
         log.error("wrong %d", i)
         log.warning("odd %d", i)
     assert [record.getMessage() for record in caplog.records] == ["wrong 0", "odd 0", "wrong 1", "wrong 2"]
     now = [0.0]
-    sparing = Sparing(lambda: now[0])
+    sparing = LogThrottle(lambda: now[0])
 
     def said() -> str | None:
         record = logging.LogRecord("x", logging.WARNING, "", 0, "odd %d", (1,), None)

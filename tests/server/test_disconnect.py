@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import httpx
 import pytest
+from live_server import NAME, RunningServer, make_fresh_llm, run_server
 
 from foredraft.engine.worker import WorkerLimits
-from foredraft.server.settings import Limits, Settings
-from serving import NAME, Running, fresh, running
+from foredraft.server.settings import RequestLimits, ServerSettings
 
 LONG = {"prompt": "the end", "max_tokens": 240, "ignore_eos": True, "temperature": 0}
 
@@ -20,19 +20,19 @@ LONG = {"prompt": "the end", "max_tokens": 240, "ignore_eos": True, "temperature
 class Slow:
     """A drafter that takes its time and drafts nothing: steps that a test can count."""
 
-    taps = ()
-    num_nodes = 1
+    hidden_layers = ()
+    max_nodes = 1
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self.steps = 0
 
     def propose(self, batch):
-        from foredraft.drafters.base import plant
+        from foredraft.drafters.draft import to_token_tree
 
         time.sleep(self.seconds)
         self.steps += 1
-        return plant(batch, {})
+        return to_token_tree(batch, {})
 
     def observe(self, batch, commit) -> None: ...
 
@@ -40,9 +40,9 @@ class Slow:
 
 
 @pytest.fixture
-def slow() -> Iterator[tuple[Running, Slow]]:
+def slow() -> Iterator[tuple[RunningServer, Slow]]:
     drafter = Slow(0.03)
-    with running(fresh().with_drafter(drafter)) as server:
+    with run_server(make_fresh_llm().with_drafter(drafter)) as server:
         yield server, drafter
 
 
@@ -101,10 +101,12 @@ def test_many_who_leave_and_some_who_stay(slow):
 
 
 def test_a_stalled_reader_is_let_go():
-    limits = replace(Limits(), stall_seconds=0.3)
-    settings = Settings(names=(NAME,), limits=limits)
+    limits = replace(RequestLimits(), stall_timeout=0.3)
+    settings = ServerSettings(model_names=(NAME,), limits=limits)
     body = LONG | {"prompt": ["a"] * 16, "n": 16, "stream": True, "logprobs": 20, "max_tokens": 60}
-    with running(fresh(), settings, WorkerLimits(max_buffered=1 << 12, stall_after=0.3, max_queue=512)) as server:
+    with run_server(
+        make_fresh_llm(), settings, WorkerLimits(max_buffered=1 << 12, stall_after=0.3, max_queue=512)
+    ) as server:
         with socket.socket() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
             connection.connect(("127.0.0.1", server.port))
@@ -115,7 +117,9 @@ def test_a_stalled_reader_is_let_go():
 
 
 def test_a_silent_stream_says_that_it_lives():
-    with running(fresh().with_drafter(Slow(0.25)), Settings(names=(NAME,), keep_alive=0.1)) as server:
+    with run_server(
+        make_fresh_llm().with_drafter(Slow(0.25)), ServerSettings(model_names=(NAME,), keep_alive_seconds=0.1)
+    ) as server:
         with httpx.stream(
             "POST", server.url + "/v1/completions", json=LONG | {"max_tokens": 3, "stream": True}
         ) as answer:
@@ -127,7 +131,9 @@ def test_a_silent_stream_says_that_it_lives():
 
 
 def test_a_deadline_cuts_a_text_and_says_so():
-    with running(fresh().with_drafter(Slow(0.03)), Settings(names=(NAME,), request_timeout=0.5)) as server:
+    with run_server(
+        make_fresh_llm().with_drafter(Slow(0.03)), ServerSettings(model_names=(NAME,), request_timeout=0.5)
+    ) as server:
         body = server.complete(**LONG)
         choice = body["choices"][0]
         assert choice["finish_reason"] == "abort"
@@ -135,13 +141,13 @@ def test_a_deadline_cuts_a_text_and_says_so():
         assert 0 < body["usage"]["completion_tokens"] < 240
         chunks = server.chunks("/v1/completions", **LONG)
         assert chunks[-1]["choices"][0]["finish_reason"] == "abort"
-    with running(fresh(), Settings(names=(NAME,), request_timeout=1e-6)) as server:
+    with run_server(make_fresh_llm(), ServerSettings(model_names=(NAME,), request_timeout=1e-6)) as server:
         answer = server.post("/v1/completions", LONG)
         assert (answer.status_code, answer.json()["error"]["type"]) == (504, "timeout_error")
 
 
 def test_a_full_queue_is_a_429():
-    with running(fresh().with_drafter(Slow(0.05)), limits=WorkerLimits(max_queue=4)) as server:
+    with run_server(make_fresh_llm().with_drafter(Slow(0.05)), limits=WorkerLimits(max_queue=4)) as server:
         codes: list[tuple[int, str | None]] = []
 
         def ask() -> None:

@@ -1,11 +1,11 @@
 """Every field does something or says that it asks for nothing; every other field is refused by name."""
 
 import pytest
+from live_server import CHATML, NAME, RunningServer, run_server
 
-import models_made
-from foredraft.server.protocol import NEUTRAL, ChatRequest, CompletionRequest
-from foredraft.server.settings import Settings
-from serving import CHATML, NAME, Running, running
+import tiny_models
+from foredraft.server.schemas import NEUTRAL_VALUES, ChatRequest, CompletionRequest
+from foredraft.server.settings import ServerSettings
 
 BASE = {"prompt": "the end", "temperature": 1.0, "seed": 7, "max_tokens": 30, "ignore_eos": True}
 CHAT = {
@@ -70,8 +70,8 @@ ELSEWHERE = {
 }  # fmt: skip
 
 
-def answer(server: Running, body: dict) -> dict:
-    found = server.ok("/v1/completions", **body)
+def answer(server: RunningServer, body: dict) -> dict:
+    found = server.post_ok("/v1/completions", **body)
     return {name: value for name, value in found.items() if name not in ("id", "created", "usage")}
 
 
@@ -81,35 +81,35 @@ def test_the_lists_are_complete():
 
 
 @pytest.mark.parametrize("name", [name for name, value in CHANGES.items() if value is not None])
-def test_a_field_changes_the_answer(server: Running, name: str):
+def test_a_field_changes_the_answer(server: RunningServer, name: str):
     assert answer(server, BASE) == answer(server, BASE)
     body = BASE | {name: CHANGES[name]}
     if name == "request_id":
-        assert server.ok("/v1/completions", **body)["id"] == "cmpl-mine"
+        assert server.post_ok("/v1/completions", **body)["id"] == "cmpl-mine"
     else:
         assert answer(server, body) != answer(server, BASE)
 
 
-def test_fields_that_need_each_other(server: Running):
+def test_fields_that_need_each_other(server: RunningServer):
     text = answer(server, BASE)["choices"][0]["text"]
     assert answer(server, BASE | {"stop": text[5:8]})["choices"][0]["text"] == text[: text.index(text[5:8])]
     token_ids = server.complete(**{k: v for k, v in BASE.items() if k != "prompt"}, return_token_ids=True)
     first = token_ids["choices"][0]["token_ids"][0]
-    word = models_made.tokenizer().decode([first])
-    banned = server.ok("/v1/completions", **BASE, bad_words=[word], return_token_ids=True)
+    word = tiny_models.tokenizer().decode([first])
+    banned = server.post_ok("/v1/completions", **BASE, bad_words=[word], return_token_ids=True)
     assert first not in banned["choices"][0]["token_ids"]
     ended = BASE | {"stop_token_ids": [first]}
     assert answer(server, ended)["choices"][0]["stop_reason"] == first
-    later = server.ok("/v1/completions", **ended, min_tokens=9)
+    later = server.post_ok("/v1/completions", **ended, min_tokens=9)
     assert later["usage"]["completion_tokens"] > 9
     eos = BASE | {"logit_bias": {"3": 100}}
-    assert server.ok("/v1/completions", **eos)["usage"]["completion_tokens"] == 30
-    assert server.ok("/v1/completions", **eos | {"ignore_eos": False})["usage"]["completion_tokens"] == 1
-    spelt = server.ok("/v1/completions", **BASE, logprobs=0, return_tokens_as_token_ids=True)
+    assert server.post_ok("/v1/completions", **eos)["usage"]["completion_tokens"] == 30
+    assert server.post_ok("/v1/completions", **eos | {"ignore_eos": False})["usage"]["completion_tokens"] == 1
+    spelt = server.post_ok("/v1/completions", **BASE, logprobs=0, return_tokens_as_token_ids=True)
     assert spelt["choices"][0]["logprobs"]["tokens"][0] == f"token_id:{first}"
 
 
-def test_fields_without_effect_on_the_text(server: Running):
+def test_fields_without_effect_on_the_text(server: RunningServer):
     plain = answer(server, BASE)
     for extra in (
         {"user": "somebody"}, {"priority": -3}, {"cache_salt": "x"}, {"model": "small"}, {"best_of": 1},
@@ -121,13 +121,13 @@ def test_fields_without_effect_on_the_text(server: Running):
 
 
 @pytest.mark.parametrize(("path", "body"), [("/v1/completions", BASE), ("/v1/chat/completions", CHAT)])
-def test_neutral_values_are_taken_and_all_others_named(server: Running, path: str, body: dict):
-    plain = server.ok(path, **body)["choices"]
+def test_neutral_values_are_taken_and_all_others_named(server: RunningServer, path: str, body: dict):
+    plain = server.post_ok(path, **body)["choices"]
     known = CompletionRequest if "prompt" in body else ChatRequest
-    for name, values in NEUTRAL.items():
+    for name, values in NEUTRAL_VALUES.items():
         assert name not in known.model_fields
         for value in values:
-            assert server.ok(path, **body | {name: value})["choices"] == plain, (name, value)
+            assert server.post_ok(path, **body | {name: value})["choices"] == plain, (name, value)
         for value in ("nonsense", 3.5, [1], {"a": 1}):
             refused = server.post(path, body | {name: value})
             assert refused.status_code == 400, (name, value)
@@ -137,7 +137,7 @@ def test_neutral_values_are_taken_and_all_others_named(server: Running, path: st
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
 @pytest.mark.parametrize("name", ["nonsense", "best_off", "Temperature", "", "logprob", "guided_json"])
-def test_an_unknown_field_is_named(server: Running, path: str, name: str):
+def test_an_unknown_field_is_named(server: RunningServer, path: str, name: str):
     body = {
         "/v1/completions": BASE,
         "/v1/chat/completions": CHAT,
@@ -173,7 +173,7 @@ def test_an_unknown_field_is_named(server: Running, path: str, name: str):
         ("request_id", "a b"), ("priority", 1 << 40), ("truncate_prompt_tokens", 0), ("prediction", {"type": "x"}),
     ],
 )  # fmt: skip
-def test_a_value_that_cannot_be_is_a_400_with_its_field(server: Running, name: str, value: object):
+def test_a_value_that_cannot_be_is_a_400_with_its_field(server: RunningServer, name: str, value: object):
     refused = server.post("/v1/completions", BASE | {name: value})
     assert refused.status_code == 400, refused.text
     error = refused.json()["error"]
@@ -183,16 +183,18 @@ def test_a_value_that_cannot_be_is_a_400_with_its_field(server: Running, name: s
     assert "/" not in error["message"]
 
 
-def test_two_grammars_exclude_each_other(server: Running):
+def test_two_grammars_exclude_each_other(server: RunningServer):
     refused = server.post("/v1/completions", BASE | {"regex": "a", "response_format": {"type": "json_object"}})
     assert "exclude each other" in refused.json()["error"]["message"]
 
 
-def test_more_tokens_than_the_context_holds_are_as_many_as_fit_or_refused(server: Running):
+def test_more_tokens_than_the_context_holds_are_as_many_as_fit_or_refused(server: RunningServer):
     cut = server.complete(max_tokens=1000, prompt="the end", ignore_eos=True)["usage"]
     assert cut["total_tokens"] == 256
     room = 256 - cut["prompt_tokens"]
-    with running(settings=Settings(names=(NAME,), chat_template=CHATML, is_strict=True)) as strict:
+    with run_server(
+        settings=ServerSettings(model_names=(NAME,), chat_template=CHATML, has_strict_max_tokens=True)
+    ) as strict:
         refused = strict.post("/v1/completions", {"prompt": ["the", "the end"], "max_tokens": room + 1})
         error = refused.json()["error"]
         assert (refused.status_code, error["param"]) == (400, "max_tokens")
@@ -210,9 +212,9 @@ def test_more_tokens_than_the_context_holds_are_as_many_as_fit_or_refused(server
         assert unbounded["usage"]["total_tokens"] == 256
 
 
-def test_no_tools_may_be_given_and_none_of_them_used(server: Running):
-    plain = server.ok("/v1/chat/completions", **CHAT)["choices"]
-    assert server.ok("/v1/chat/completions", **CHAT, tools=[], tool_choice="none")["choices"] == plain
+def test_no_tools_may_be_given_and_none_of_them_used(server: RunningServer):
+    plain = server.post_ok("/v1/chat/completions", **CHAT)["choices"]
+    assert server.post_ok("/v1/chat/completions", **CHAT, tools=[], tool_choice="none")["choices"] == plain
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     refused = server.post("/v1/chat/completions", CHAT | {"tools": [tool]})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")

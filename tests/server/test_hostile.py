@@ -1,4 +1,4 @@
-"""Requests no friend sends: every one is refused, quickly, and nobody else notices."""
+"""Hostile requests: every one is refused, quickly, and without effect on other requests."""
 
 import asyncio
 import contextlib
@@ -12,14 +12,14 @@ from dataclasses import replace
 
 import pytest
 from hostile_corpus import COMPLETE, corpus, keys
-from hostile_wire import CANARY, Hostile, chunked, exchange, fault, get, post
+from hostile_wire import CANARY, HostileRequest, exchange, find_fault, get, post, post_chunked
+from live_server import CHATML, NAME, RunningServer, make_fresh_llm, run_server
 
-from foredraft.grammar import LIMITS, Grammars
-from foredraft.server.connection import READ, Connection
-from foredraft.server.protocol import Message
+from foredraft.sampling.grammar import PARSER_LIMITS, GrammarCompiler
+from foredraft.server.connection import READ_BYTES, Connection
+from foredraft.server.schemas import ChatMessage
 from foredraft.server.service import Service
-from foredraft.server.settings import Limits, Settings
-from serving import CHATML, NAME, Running, fresh, running
+from foredraft.server.settings import RequestLimits, ServerSettings
 
 KEY = "sk-canary-77aa-key"
 STALL = 1.0  # seconds; the strict figures are benchmarks/hostile.py's
@@ -29,7 +29,7 @@ GOOD = {"prompt": "def the end", "max_tokens": 120, "ignore_eos": True, "stream"
 class Neighbour:
     """Streams good requests for as long as the block lasts. `texts`: of every answer."""
 
-    def __init__(self, server: Running, temperature: float) -> None:
+    def __init__(self, server: RunningServer, temperature: float) -> None:
         self.server, self.body = server, GOOD | {"temperature": temperature}
         self.expected = self.ask()
         self.texts: list[tuple[str, ...]] = []
@@ -58,7 +58,7 @@ class Neighbour:
 
 
 @contextlib.contextmanager
-def pulse(server: Running) -> Iterator[list[float]]:
+def pulse(server: RunningServer) -> Iterator[list[float]]:
     """Seconds between the beats of the server's event loop."""
     gaps: list[float] = []
 
@@ -79,7 +79,7 @@ def pulse(server: Running) -> Iterator[list[float]]:
         task.cancel()
 
 
-def assert_unharmed(server: Running) -> None:
+def assert_unharmed(server: RunningServer) -> None:
     assert server.is_idle()
     scheduler = server.engine.scheduler
     scheduler.check_integrity()
@@ -88,20 +88,20 @@ def assert_unharmed(server: Running) -> None:
     assert server.get("/health", headers=server.headers).status_code == 200
 
 
-def faults(server: Running, asked: Iterator[Hostile], secret: str) -> tuple[int, list[str]]:
+def faults(server: RunningServer, asked: Iterator[HostileRequest], secret: str) -> tuple[int, list[str]]:
     count, found = 0, []
     for one in asked:
         count += 1
         answer = exchange(server.port, one.data)
-        wrong = fault(one, answer, secret)
+        wrong = find_fault(one, answer, secret)
         if wrong is not None:
             found.append(f"{one.name}: {wrong}: {answer.body[:200]!r}")
     return count, found
 
 
-def test_every_hostile_request_is_refused_and_nobody_else_notices(caplog: pytest.LogCaptureFixture):
+def test_every_hostile_request_is_refused_without_effect_on_others(caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO)
-    with running(fresh(), Settings(names=(NAME,), chat_template=CHATML)) as server:
+    with run_server(make_fresh_llm(), ServerSettings(model_names=(NAME,), chat_template=CHATML)) as server:
         info = server.get("/tokenizer_info").json()
         greedy, drawn = Neighbour(server, 0.0), Neighbour(server, 1.0)
         with greedy, drawn, pulse(server) as gaps:
@@ -120,7 +120,7 @@ def test_every_hostile_request_is_refused_and_nobody_else_notices(caplog: pytest
 
 def test_no_wrong_key_opens_and_no_key_is_repeated(caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO)
-    with running(fresh(), Settings(names=(NAME,), api_key=KEY)) as server:
+    with run_server(make_fresh_llm(), ServerSettings(model_names=(NAME,), api_key=KEY)) as server:
         server.headers = {"Authorization": f"Bearer {KEY}"}
         count, found = faults(server, keys(KEY), KEY)
         assert found == []
@@ -144,7 +144,7 @@ BROKEN = post(COMPLETE, b"[" * 5000)
 
 
 @pytest.mark.parametrize("is_reset", [False, True])
-def test_a_client_may_leave_at_any_byte(server: Running, is_reset: bool):
+def test_a_client_may_leave_at_any_byte(server: RunningServer, is_reset: bool):
     """After none of its bytes, some, all; after some of the answer's, or none."""
     expected = server.complete("the end", max_tokens=60, temperature=0)["choices"]
     head = STREAM.index(b"\r\n\r\n") + 4
@@ -159,7 +159,7 @@ def test_a_client_may_leave_at_any_byte(server: Running, is_reset: bool):
     assert server.complete("the end", max_tokens=60, temperature=0)["choices"] == expected
 
 
-def leave(server: Running, data: bytes, num_read: int, is_reset: bool) -> None:
+def leave(server: RunningServer, data: bytes, num_read: int, is_reset: bool) -> None:
     with socket.create_connection(("127.0.0.1", server.port), timeout=20) as sock:
         if is_reset:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
@@ -168,7 +168,7 @@ def leave(server: Running, data: bytes, num_read: int, is_reset: bool) -> None:
             num_read -= len(part)
 
 
-def test_a_client_that_sends_no_more_may_still_be_one_who_left(server: Running):
+def test_a_client_that_sends_no_more_may_still_be_one_who_left(server: RunningServer):
     """Half a connection closed: it is answered or let go, and never kept."""
     for data in (STREAM, WHOLE, STREAM[:40], b""):
         with socket.create_connection(("127.0.0.1", server.port), timeout=20) as sock:
@@ -179,9 +179,12 @@ def test_a_client_that_sends_no_more_may_still_be_one_who_left(server: Running):
     assert_unharmed(server)
 
 
-def test_headers_that_drip_end_and_hold_up_nobody():
-    limits = replace(Limits(), header_seconds=0.4)
-    with running(fresh(), Settings(names=(NAME,), limits=limits)) as server, contextlib.ExitStack() as stack:
+def test_headers_that_drip_end_and_delay_no_request():
+    limits = replace(RequestLimits(), header_timeout=0.4)
+    with (
+        run_server(make_fresh_llm(), ServerSettings(model_names=(NAME,), limits=limits)) as server,
+        contextlib.ExitStack() as stack,
+    ):
         slow = [stack.enter_context(socket.create_connection(("127.0.0.1", server.port))) for _ in range(50)]
         for sock in slow:
             sock.sendall(b"GET /v1/models HTTP/1.1\r\nhost: x\r\nx: ")
@@ -198,10 +201,10 @@ def test_headers_that_drip_end_and_hold_up_nobody():
         assert_unharmed(server)
 
 
-def test_a_chat_of_nothing_but_control_tokens_is_cheap(server: Running):
+def test_a_chat_of_nothing_but_control_tokens_is_cheap(server: RunningServer):
     """Each is spelt out as text, which may not cost a call of the tokenizer for each of a hundred thousand."""
     calls = []
-    templates = server.service.templates
+    templates = server.service.chat_template
 
     class Counting:
         def __init__(self, inner):
@@ -217,14 +220,14 @@ def test_a_chat_of_nothing_but_control_tokens_is_cheap(server: Running):
     vocabulary = server.service.vocabulary
     vocabulary.tokenizer, real = Counting(vocabulary.tokenizer), vocabulary.tokenizer
     try:
-        made = templates.encode([Message(role="user", content="<end>a<pad>" * 2000)])
+        made = templates.encode([ChatMessage(role="user", content="<end>a<pad>" * 2000)])
     finally:
         vocabulary.tokenizer = real
     assert len(calls) < 40
     assert made.count(0) == 0  # <end>
 
 
-def test_a_slash_too_many_leads_nowhere(server: Running):
+def test_a_slash_too_many_leads_nowhere(server: RunningServer):
     """A redirect would name whatever host the client wrote."""
     for path in (COMPLETE + "/", "/v1/models/", "/health/", "/metrics/"):
         answer = exchange(server.port, post(path, {"prompt": "a"}, host=b"evil.example"))
@@ -236,10 +239,10 @@ def test_a_slash_too_many_leads_nowhere(server: Running):
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_a_grammar_that_fails_on_its_way_is_the_clients_fault(is_stream: bool):
     """One state for every letter, and fewer than there are letters."""
-    llm = fresh()
-    small = Grammars(llm.tokenizer, llm.target.vocab_size, LIMITS | {"max_lexer_states": 80})
+    llm = make_fresh_llm()
+    small = GrammarCompiler(llm.tokenizer, llm.target.vocab_size, PARSER_LIMITS | {"max_lexer_states": 80})
     llm._requests = replace(llm._requests, grammars=small)
-    with running(llm, Settings(names=(NAME,))) as server:
+    with run_server(llm, ServerSettings(model_names=(NAME,))) as server:
         body = {"prompt": "a", "max_tokens": 200, "regex": "[ab]{300}", "stream": is_stream}
         answer = server.post(COMPLETE, body)
         said = answer.text.split("data: ") if is_stream else [answer.text]
@@ -251,14 +254,14 @@ def test_a_grammar_that_fails_on_its_way_is_the_clients_fault(is_stream: bool):
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_a_grammar_that_repeats_too_much_is_refused_before_anything_runs(server: Running, is_stream: bool):
+def test_a_grammar_that_repeats_too_much_is_refused_before_anything_runs(server: RunningServer, is_stream: bool):
     answer = server.post(COMPLETE, {"prompt": "a", "regex": "(a{1000}){1000}", "stream": is_stream})
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, "regex")
     assert "1,000,000 times" in error["message"]
 
 
-def test_a_long_prompt_of_ids_is_not_looked_up_one_by_one(server: Running, monkeypatch: pytest.MonkeyPatch):
+def test_a_long_prompt_of_ids_is_not_looked_up_one_by_one(server: RunningServer, monkeypatch: pytest.MonkeyPatch):
     """A look at a model goes through torch's own attributes: a hundred thousand of them were a second."""
     looks = []
     real = Service.llm.fget
@@ -274,7 +277,7 @@ def test_a_long_prompt_of_ids_is_not_looked_up_one_by_one(server: Running, monke
     assert 0 < len(looks) < 100
 
 
-def test_no_connection_is_read_much_at_a_time(server: Running, monkeypatch: pytest.MonkeyPatch):
+def test_no_connection_is_read_much_at_a_time(server: RunningServer, monkeypatch: pytest.MonkeyPatch):
     """What has been read is parsed in one go, and as chunks of one byte a little is long to parse."""
     sizes = []
     real = Connection.data_received
@@ -284,16 +287,16 @@ def test_no_connection_is_read_much_at_a_time(server: Running, monkeypatch: pyte
         real(self, data)
 
     monkeypatch.setattr(Connection, "data_received", noted)
-    answer = exchange(server.port, chunked(COMPLETE, [b" "] * 50_000))
+    answer = exchange(server.port, post_chunked(COMPLETE, [b" "] * 50_000))
     assert answer.status == 400
     assert sum(sizes) > 300_000
-    assert max(sizes) <= READ
+    assert max(sizes) <= READ_BYTES
 
 
-def test_a_text_that_need_not_fit_is_bounded_too(server: Running):
-    """Two of two megabytes would keep everybody else from being tokenised for seconds."""
-    most = server.service.settings.limits.text
-    assert server.ok("/tokenize", prompt="a " * (most // 2))["count"] > 1000
+def test_a_text_that_need_not_fit_is_bounded_too(server: RunningServer):
+    """Two texts of 2 MB would delay the tokenisation of all other requests for seconds."""
+    most = server.service.settings.limits.max_text_chars
+    assert server.post_ok("/tokenize", prompt="a " * (most // 2))["count"] > 1000
     for path, body in (("/tokenize", {}), (COMPLETE, {"truncate_prompt_tokens": 1})):
         answer = server.post(path, {"prompt": "a" * (most + 1)} | body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")

@@ -15,18 +15,18 @@ from typing import Any
 
 import pytest
 from hostile_corpus import CHAT, COMPLETE
-from hostile_wire import chunked, exchange, get, post
+from hostile_wire import exchange, get, post, post_chunked
+from live_server import NAME, RunningServer, make_fresh_llm, run_server
 from test_hostile import assert_unharmed
 
-from foredraft.server.settings import Limits, Settings
-from serving import NAME, Running, fresh, running
+from foredraft.server.settings import RequestLimits, ServerSettings
 
 GOOD: dict[str, Any] = {"prompt": "the end", "max_tokens": 12, "ignore_eos": True, "temperature": 0}
 STREAM = GOOD | {"stream": True, "max_tokens": 200}
 
 
 @contextlib.contextmanager
-def connected(server: Running, data: bytes = b"") -> Iterator[socket.socket]:
+def connected(server: RunningServer, data: bytes = b"") -> Iterator[socket.socket]:
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as sock:
         sock.sendall(data)
         yield sock
@@ -63,7 +63,7 @@ def text_of(body: bytes) -> str:
     return json.loads(body)["choices"][0]["text"]
 
 
-def test_requests_in_one_packet_are_answered_in_their_order(server: Running) -> None:
+def test_requests_in_one_packet_are_answered_in_their_order(server: RunningServer) -> None:
     prompts = ["the end", "def", "a", "the end", "der"]
     wanted = [server.complete(**GOOD | {"prompt": prompt})["choices"][0]["text"] for prompt in prompts]
     packet = b"".join(post(COMPLETE, GOOD | {"prompt": prompt}) for prompt in prompts)
@@ -72,7 +72,7 @@ def test_requests_in_one_packet_are_answered_in_their_order(server: Running) -> 
     assert [text_of(body) for _, body in found] == wanted
 
 
-def test_a_bad_request_between_good_ones_spoils_neither_side_of_it(server: Running) -> None:
+def test_a_bad_request_between_good_ones_spoils_neither_side_of_it(server: RunningServer) -> None:
     good = post(COMPLETE, GOOD)
     bad = post(COMPLETE, GOOD | {"x": 1})
     with connected(server, good + bad + good) as sock:
@@ -81,7 +81,7 @@ def test_a_bad_request_between_good_ones_spoils_neither_side_of_it(server: Runni
     assert text_of(found[0][1]) == text_of(found[2][1])
 
 
-def test_junk_after_a_request_ends_the_connection_and_not_the_answer(server: Running) -> None:
+def test_junk_after_a_request_ends_the_connection_and_not_the_answer(server: RunningServer) -> None:
     good = post(COMPLETE, GOOD)
     with connected(server, good + b"\0\0\0junk\r\n\r\n" + good) as sock:
         found = everything(sock)
@@ -90,7 +90,7 @@ def test_junk_after_a_request_ends_the_connection_and_not_the_answer(server: Run
     assert server.complete(**GOOD)["choices"][0]["text"].encode() in found
 
 
-def test_a_client_that_leaves_takes_all_it_had_sent_with_it(server: Running) -> None:
+def test_a_client_that_leaves_takes_all_it_had_sent_with_it(server: RunningServer) -> None:
     """A stream and twenty requests behind it in the same packet."""
     with connected(server, post(COMPLETE, STREAM) + post(COMPLETE, STREAM) * 20) as sock:
         assert sock.recv(100)
@@ -99,12 +99,12 @@ def test_a_client_that_leaves_takes_all_it_had_sent_with_it(server: Running) -> 
 
 CHUNKS = json.dumps(GOOD).encode()
 SPELT: dict[str, bytes] = {
-    "bytes": chunked(COMPLETE, [bytes([byte]) for byte in CHUNKS]),
-    "an extension": chunked(COMPLETE, []).removesuffix(b"0\r\n\r\n")
+    "bytes": post_chunked(COMPLETE, [bytes([byte]) for byte in CHUNKS]),
+    "an extension": post_chunked(COMPLETE, []).removesuffix(b"0\r\n\r\n")
     + b'%x;a="b;c";d\r\n%s\r\n0;last\r\n\r\n' % (len(CHUNKS), CHUNKS),
-    "zeros before a size": chunked(COMPLETE, []).removesuffix(b"0\r\n\r\n")
+    "zeros before a size": post_chunked(COMPLETE, []).removesuffix(b"0\r\n\r\n")
     + b"0000%X\r\n%s\r\n000\r\n\r\n" % (len(CHUNKS), CHUNKS),
-    "a trailer": chunked(COMPLETE, [CHUNKS], b"0\r\nx: y\r\nauthorization: Bearer z\r\n\r\n"),
+    "a trailer": post_chunked(COMPLETE, [CHUNKS], b"0\r\nx: y\r\nauthorization: Bearer z\r\n\r\n"),
 }
 JUNK: dict[str, bytes] = {
     "a size beyond 64 bits": b"f" * 17 + b"\r\n",
@@ -121,15 +121,15 @@ JUNK: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("how", SPELT)
-def test_every_right_way_to_send_chunks_is_read(server: Running, how: str) -> None:
+def test_every_right_way_to_send_chunks_is_read(server: RunningServer, how: str) -> None:
     answer = exchange(server.port, SPELT[how])
     assert (answer.status, text_of(answer.body)) == (200, server.complete(**GOOD)["choices"][0]["text"])
 
 
 @pytest.mark.parametrize("how", JUNK)
-def test_chunks_that_are_none_end_the_connection(server: Running, how: str) -> None:
+def test_chunks_that_are_none_end_the_connection(server: RunningServer, how: str) -> None:
     """Refused or closed, and nothing after it on the same connection is a request."""
-    data = chunked(COMPLETE, [], b"") + JUNK[how] + get("/v1/models")
+    data = post_chunked(COMPLETE, [], b"") + JUNK[how] + get("/v1/models")
     with connected(server) as sock:
         with contextlib.suppress(OSError):
             sock.sendall(data)
@@ -140,7 +140,7 @@ def test_chunks_that_are_none_end_the_connection(server: Running, how: str) -> N
     assert_unharmed(server)
 
 
-def test_a_client_that_waits_to_be_asked_for_its_body_is_asked(server: Running) -> None:
+def test_a_client_that_waits_to_be_asked_for_its_body_is_asked(server: RunningServer) -> None:
     content = json.dumps(GOOD).encode()
     whole = post(COMPLETE, content, expect=b"100-continue")
     with connected(server, whole[: -len(content)]) as sock:
@@ -149,7 +149,7 @@ def test_a_client_that_waits_to_be_asked_for_its_body_is_asked(server: Running) 
         assert answers(sock, 1)[0][0] == 200
 
 
-def test_odd_but_right_requests_are_answered(server: Running) -> None:
+def test_odd_but_right_requests_are_answered(server: RunningServer) -> None:
     odd = {
         "HTTP/1.0": b"GET /health HTTP/1.0\r\n\r\n",
         "an upgrade that is declined": get("/health", upgrade=b"h2c", connection=b"Upgrade, HTTP2-Settings"),
@@ -169,7 +169,7 @@ def nested(depth: int, is_list: bool) -> Any:
 
 @pytest.mark.parametrize("is_list", [True, False])
 @pytest.mark.parametrize("depth", [1, 10, 60, 63, 64, 65, 500, 5000])
-def test_depth_in_any_field_is_a_400(server: Running, depth: int, is_list: bool) -> None:
+def test_depth_in_any_field_is_a_400(server: RunningServer, depth: int, is_list: bool) -> None:
     """Up to the limit the field's own check refuses it, beyond it the depth: never a 500."""
     spelt = (b"[" if is_list else b'{"a":') * depth + b"1" + (b"]" if is_list else b"}") * depth
     for path, name in (
@@ -181,11 +181,14 @@ def test_depth_in_any_field_is_a_400(server: Running, depth: int, is_list: bool)
         assert set(answer.error) == {"message", "type", "param", "code"}
 
 
-def test_bodies_that_drip_are_cut_off_and_hold_up_nobody() -> None:
-    limits = replace(Limits(), body_seconds=0.6)
+def test_bodies_that_drip_are_cut_off_and_delay_no_request() -> None:
+    limits = replace(RequestLimits(), body_timeout=0.6)
     whole = post(COMPLETE, GOOD)
     head = whole.index(b"\r\n\r\n") + 4
-    with running(fresh(), Settings(names=(NAME,), limits=limits)) as server, contextlib.ExitStack() as stack:
+    with (
+        run_server(make_fresh_llm(), ServerSettings(model_names=(NAME,), limits=limits)) as server,
+        contextlib.ExitStack() as stack,
+    ):
         wanted = server.complete(**GOOD)["choices"][0]["text"]
         slow = [stack.enter_context(connected(server, whole[: head + 1])) for _ in range(40)]
         for i in range(15):
@@ -202,7 +205,7 @@ def test_bodies_that_drip_are_cut_off_and_hold_up_nobody() -> None:
 class Crowd:
     """Clients of every bad kind at once, each on a thread of its own, for as long as the block lasts."""
 
-    def __init__(self, server: Running, count: int) -> None:
+    def __init__(self, server: RunningServer, count: int) -> None:
         self.server, self._is_over = server, threading.Event()
         self.rounds = 0
         self._threads = [threading.Thread(target=self._work, args=(seed,)) for seed in range(count)]
@@ -242,8 +245,11 @@ class Crowd:
 
 
 def test_a_crowd_of_bad_clients_changes_no_other_text() -> None:
-    limits = replace(Limits(), header_seconds=1.0, body_seconds=1.0)
-    with running(fresh(), Settings(names=(NAME,), limits=limits)) as server, contextlib.ExitStack() as stack:
+    limits = replace(RequestLimits(), header_timeout=1.0, body_timeout=1.0)
+    with (
+        run_server(make_fresh_llm(), ServerSettings(model_names=(NAME,), limits=limits)) as server,
+        contextlib.ExitStack() as stack,
+    ):
         idle = [stack.enter_context(connected(server)) for _ in range(100)]
         kinds = [GOOD, GOOD | {"temperature": 1.0, "seed": 7, "n": 2}]
         wanted = [[choice["text"] for choice in server.complete(**kind)["choices"]] for kind in kinds]

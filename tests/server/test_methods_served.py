@@ -1,4 +1,4 @@
-"""The server over every kind of drafting: what clients see is what the library says, and nobody sees anybody else."""
+"""The server over every kind of drafting: clients get the output of the library, and no client sees another."""
 
 import socket
 from collections.abc import Iterator
@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from live_server import NAME, RunningServer, make_small_llm, run_server
 from test_disconnect import request, wait_for
 
-import models_made
-import pairs_made
+import tiny_models
+import tiny_seq2seq
 from foredraft import LLM, Sampling
-from foredraft.server.settings import Settings
-from serving import NAME, Running, running, small
+from foredraft.server.settings import ServerSettings
 
 STORE = {"suffix.store_tokens": 4096, "suffix.min_confidence": 0.01}
 BODY = {"prompt": "and then the end", "max_tokens": 20, "ignore_eos": True}
@@ -23,32 +23,32 @@ BODY = {"prompt": "and then the end", "max_tokens": 20, "ignore_eos": True}
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A draft for `small`, as a folder."""
     path = tmp_path_factory.mktemp("draft")
-    models_made.perturbed(small().target.model, 0.04).save_pretrained(path)
-    models_made.tokenizer().save_pretrained(path)
+    tiny_models.perturb(make_small_llm().target.model, 0.04).save_pretrained(path)
+    tiny_models.tokenizer().save_pretrained(path)
     return path
 
 
 @cache
 def pair() -> LLM:
     """An encoder-decoder model that reads and writes text."""
-    tokenizer = models_made.tokenizer()
-    model = pairs_made.pair("t5", vocab=len(tokenizer), tie_word_embeddings=False, ids={"eos_token_id": 0})
+    tokenizer = tiny_models.tokenizer()
+    model = tiny_seq2seq.make_model("t5", vocab=len(tokenizer), tie_word_embeddings=False, ids={"eos_token_id": 0})
     return LLM(model, None, tokenizer=tokenizer, is_debug=True)
 
 
 @pytest.fixture(params=["auto", "suffix+draft_model", "early_exit", "aggressive, pair", "suffix+lookahead, pair"])
-def served(request: pytest.FixtureRequest, folder: Path) -> Iterator[Running]:
+def served(request: pytest.FixtureRequest, folder: Path) -> Iterator[RunningServer]:
     method, _, kind = request.param.partition(", ")
     spec: dict[str, Any] = {"method": method}
     if "suffix" in method:
         spec |= STORE
     if "draft_model" in method:
         spec["model"] = str(folder)
-    with running((pair() if kind else small()).with_drafter(spec)) as server:
+    with run_server((pair() if kind else make_small_llm()).with_drafter(spec)) as server:
         yield server
 
 
-def test_answers_are_those_of_plain_decoding(served: Running) -> None:
+def test_answers_are_those_of_plain_decoding(served: RunningServer) -> None:
     """Whole, streamed, several, seeded, with log-probabilities, a grammar, a prediction, with penalties; one by one and
     after a client has left in the middle of them."""
     llm = served.service.llm
@@ -85,7 +85,7 @@ def test_answers_are_those_of_plain_decoding(served: Running) -> None:
 
 
 def _sampling(body: dict[str, Any]) -> Sampling:
-    from foredraft.grammar import Grammar
+    from foredraft.sampling.grammar import Grammar
 
     names = ("temperature", "seed", "n", "max_tokens", "ignore_eos", "logprobs", "repetition_penalty")
     regex = body.get("regex")
@@ -94,10 +94,10 @@ def _sampling(body: dict[str, Any]) -> Sampling:
 
 
 def test_a_pair_has_no_log_probabilities_of_what_it_reads() -> None:
-    with running(pair().with_drafter("aggressive"), Settings(names=(NAME,))) as server:
+    with run_server(pair().with_drafter("aggressive"), ServerSettings(model_names=(NAME,))) as server:
         for fields, word in (
-            ({"prompt_logprobs": 1}, "what an encoder reads has no log-probabilities"),
-            ({"echo": True, "logprobs": 1}, "what an encoder reads has no log-probabilities"),
+            ({"prompt_logprobs": 1}, "the input of an encoder has no log-probabilities"),
+            ({"echo": True, "logprobs": 1}, "the input of an encoder has no log-probabilities"),
             ({"prompt": ""}, "the prompt is empty"),
             ({"prompt": []}, "prompt"),
         ):
@@ -117,7 +117,9 @@ def test_a_pair_has_no_log_probabilities_of_what_it_reads() -> None:
 
 
 def test_a_chat_without_a_template_is_refused_where_plain_lines_are_not_wanted() -> None:
-    with running(pair().with_drafter("ngram"), Settings(names=(NAME,), has_plain_template=False)) as server:
+    with run_server(
+        pair().with_drafter("ngram"), ServerSettings(model_names=(NAME,), has_plain_template=False)
+    ) as server:
         refused = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}]})
         assert refused.status_code == 400
         assert "template" in refused.json()["error"]["message"]
@@ -137,7 +139,7 @@ def test_a_tenant_sees_and_feels_nothing_of_another(method: str, kind: str) -> N
 
     def asked(*salts: str) -> dict[str, Any]:
         """What the last of them gets."""
-        with running((pair() if kind == "pair" else small()).with_drafter(spec)) as server:
+        with run_server((pair() if kind == "pair" else make_small_llm()).with_drafter(spec)) as server:
             answers = [server.complete(**body, cache_salt=salt) for salt in salts]
             metrics = server.get("/metrics").text
         pieces = {piece for piece in answers[0]["choices"][0]["foredraft_trace"]["pieces"] if len(piece) > 2}

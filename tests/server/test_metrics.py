@@ -1,13 +1,14 @@
-"""Metrics move, agree with what clients are told, carry vLLM's names, and cannot hurt anybody."""
+"""Metrics move, agree with the responses, have vLLM's names, and cannot fail a request."""
 
 import json
 import re
 from pathlib import Path
 
+from live_server import NAME, RunningServer, make_fresh_llm, run_server
+
 import foredraft.server
-from foredraft.server.figures import Histogram
-from foredraft.server.settings import Settings
-from serving import NAME, Running, fresh, running
+from foredraft.server.histogram import Histogram
+from foredraft.server.settings import ServerSettings
 
 BODY = {"prompt": "the end", "temperature": 0, "max_tokens": 30, "ignore_eos": True}
 DASHBOARD = Path(foredraft.server.__file__).parent / "grafana.json"
@@ -16,13 +17,13 @@ REQUEST = ("time_to_first_token_seconds", "e2e_request_latency_seconds", "reques
            "request_time_per_output_token_seconds")  # fmt: skip
 
 
-def settled(server: Running) -> dict[str, float]:
+def settled(server: RunningServer) -> dict[str, float]:
     assert server.is_idle()
     return server.metrics()
 
 
 def test_they_agree_with_usage():
-    with running() as server:
+    with run_server() as server:
         before = settled(server)
         answers = [server.complete(**BODY, speculative_metrics=True) for _ in range(3)]
         usage = [answer["usage"] for answer in answers]
@@ -52,26 +53,26 @@ def test_they_agree_with_usage():
 
 
 def test_vllms_names_can_be_left_out():
-    with running(fresh(), Settings(names=(NAME,), has_vllm_names=False)) as server:
+    with run_server(make_fresh_llm(), ServerSettings(model_names=(NAME,), has_vllm_names=False)) as server:
         server.complete(**BODY)
         assert not [name for name in server.metrics() if name.startswith("vllm")]
 
 
-def test_two_servers_in_one_process_count_apart(server: Running):
-    with running() as other:
+def test_two_servers_in_one_process_count_apart(server: RunningServer):
+    with run_server() as other:
         server.complete(**BODY)
         assert settled(other)["foredraft:prompt_tokens_total"] == 0
 
 
-def test_a_broken_metric_hurts_nobody():
-    with running() as server:
+def test_a_broken_metric_fails_no_request():
+    with run_server() as server:
         expected = server.complete(**BODY)["choices"]
 
         def broken(*_: object) -> None:
             raise RuntimeError("metrics")
 
         metrics = server.service.metrics
-        metrics.stepped = metrics.finished = metrics.failed = broken  # type: ignore[method-assign]
+        metrics.on_step = metrics.on_finish = metrics.on_failure = broken  # type: ignore[method-assign]
         assert server.complete(**BODY)["choices"] == expected
 
 
@@ -79,12 +80,12 @@ def test_a_histogram():
     histogram = Histogram((1.0, 2.0))
     for value, times in ((0.5, 1), (1.0, 2), (1.5, 1), (9.0, 3)):
         histogram.observe(value, times)
-    (family,) = [histogram.family("x", "y", {})]
+    (family,) = [histogram.build_family("x", "y", {})]
     found = {sample.labels.get("le", sample.name): sample.value for sample in family.samples}
     assert found == {"1.0": 3, "2.0": 4, "+Inf": 7, "x_count": 7, "x_sum": 31.0}
 
 
-def test_every_expression_of_the_dashboard_names_a_metric(server: Running):
+def test_every_expression_of_the_dashboard_names_a_metric(server: RunningServer):
     server.complete(**BODY)
     known = {line.split("{")[0].split(" ")[0] for line in server.get("/metrics").text.splitlines() if line[:1] != "#"}
     dashboard = json.loads(DASHBOARD.read_text(encoding="utf-8"))

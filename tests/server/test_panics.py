@@ -4,17 +4,17 @@ from collections.abc import Iterator
 from functools import cache
 
 import pytest
+from live_server import NAME, RunningServer, run_server
 from tokenizers import Regex, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
-import models_made
+import tiny_models
 from foredraft import LLM, ForedraftError, Sampling
-from foredraft.engine.detokenize import Detokenizer
+from foredraft.engine.detokenize import WindowDetokenizer
 from foredraft.errors import is_panic
-from foredraft.server.settings import Settings
-from serving import NAME, Running, running
+from foredraft.server.settings import ServerSettings
 
 PANIC = "a" * 60 + "b"  # beyond the number of ways that the pattern may try
 
@@ -28,12 +28,14 @@ def panicking() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(models_made.llama(3, seed=1), None, tokenizer=panicking())
+    return LLM(tiny_models.llama(3, seed=1), None, tokenizer=panicking())
 
 
 @pytest.fixture(scope="module")
-def server(llm: LLM) -> Iterator[Running]:
-    with running(llm.with_drafter(None), Settings(names=(NAME,), chat_template="{{ messages[0].content }}")) as found:
+def server(llm: LLM) -> Iterator[RunningServer]:
+    with run_server(
+        llm.with_drafter(None), ServerSettings(model_names=(NAME,), chat_template="{{ messages[0].content }}")
+    ) as found:
         yield found
 
 
@@ -52,7 +54,7 @@ def test_the_library_raises_its_own_error(llm: LLM):
     assert len(llm.generate(["a"], Sampling(max_tokens=2, ignore_eos=True))[0].token_ids) == 2
 
 
-def test_the_server_answers_400(server: Running):
+def test_the_server_answers_400(server: RunningServer):
     message = [{"role": "user", "content": PANIC}]
     for path, body in (
         ("/v1/completions", {"prompt": PANIC}),
@@ -67,7 +69,7 @@ def test_the_server_answers_400(server: Running):
     assert server.complete("a", max_tokens=2, ignore_eos=True)["usage"]["completion_tokens"] == 2
 
 
-def test_a_panic_anywhere_else_is_a_500_with_a_body(server: Running):
+def test_a_panic_anywhere_else_is_a_500_with_a_body(server: RunningServer):
     class Panics:
         def decode(self, *_: object, **__: object) -> str:
             return panicking()(PANIC)
@@ -89,4 +91,4 @@ def test_a_panic_while_decoding_is_an_error_that_the_engine_survives():
             return panicking()(PANIC)
 
     with pytest.raises(ForedraftError, match="cannot decode"):
-        Detokenizer(Panics(), [1])
+        WindowDetokenizer(Panics(), [1])

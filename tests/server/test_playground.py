@@ -11,24 +11,24 @@ import pytest
 
 pytest.importorskip("fastapi", reason="pip install foredraft[serve]")
 
-from browsing import opened, run, serving, styles, until
+from browser_pages import open_page, run, serve_app, styles, wait_until
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
-from playground_fake import EVIL
+from playground_fakes import EVIL
 
 from foredraft import LLM
 from foredraft.server.app import create_app
-from foredraft.server.playground import FOLDER, TYPES, playground
+from foredraft.server.playground import CONTENT_TYPES, STATIC_FOLDER, make_playground_router
 from foredraft.server.service import Service
-from foredraft.server.settings import Settings
+from foredraft.server.settings import ServerSettings
 
-FILES = sorted(path for path in FOLDER.iterdir() if path.suffix in TYPES)
+FILES = sorted(path for path in STATIC_FOLDER.iterdir() if path.suffix in CONTENT_TYPES)
 
 
 @pytest.fixture(scope="module")
 def client() -> TestClient:
     app = FastAPI()
-    app.include_router(playground())
+    app.include_router(make_playground_router())
     return TestClient(app)
 
 
@@ -84,7 +84,7 @@ def test_tokens_stream_in_the_colours_of_their_origins(page):
 
 
 def test_origins_differ_in_the_dark_too_and_text_keeps_its_contrast(browser, served, fake):
-    with opened(browser, served[1], color_scheme="dark") as page:
+    with open_page(browser, served[1], color_scheme="dark") as page:
         run(page, "origins")
         for kind in ("accepted", "corrected", "bonus"):
             ink, paper = styles(page, f"#output .t.{kind}", "color", "backgroundColor")
@@ -123,12 +123,12 @@ def test_keys_walk_through_tokens_and_passes(page):
     page.focus("#output")
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowDown")
-    until(lambda: page.text_content("#output .here") == " mean", "the next pass")
+    wait_until(lambda: page.text_content("#output .here") == " mean", "the next pass")
     page.keyboard.press("End")
-    until(lambda: page.text_content("#output .here") == "x", "the last token")
+    wait_until(lambda: page.text_content("#output .here") == "x", "the last token")
     assert "rejected:  None,  0" in page.text_content("#spoken")
     page.keyboard.press("ArrowUp")
-    until(lambda: page.text_content("#output .here") == "    return", "the pass before")
+    wait_until(lambda: page.text_content("#output .here") == "    return", "the pass before")
     page.keyboard.press("Escape")
     assert page.is_hidden("#card")
 
@@ -194,7 +194,7 @@ def test_stopping_ends_the_request_on_the_server(page, fake, how):
     else:
         page.keyboard.press("Escape")
     page.wait_for_selector("body:not(.busy)")
-    until(lambda: fake.running == 0, "the request runs on")
+    wait_until(lambda: fake.running == 0, "the request runs on")
     assert page.inner_text("#status").startswith("Stopped after ")
     assert page.is_enabled("#run")
     assert page.is_disabled("#stop")
@@ -228,7 +228,7 @@ def test_errors_are_one_line(page):
     run(page, "origins", max_tokens="0")
     assert page.inner_text("#error") == "max_tokens must be at least 1, got 0"
     run(page, "broken", max_tokens="9")
-    assert page.inner_text("#error") == "the model gave logits that are no law"
+    assert page.inner_text("#error") == "the model returned invalid logits"
     assert page.inner_text("#output") == "so far"
     run(page, "origins")
     assert page.inner_text("#error") == ""
@@ -241,7 +241,7 @@ def test_a_server_without_traces_still_shows_text(page):
 
 def test_a_missing_key_is_asked_for_and_kept_for_the_tab_alone(browser, served, fake):
     fake.key = "secret"
-    with opened(browser, served[1]) as page:
+    with open_page(browser, served[1]) as page:
         page.wait_for_selector("#key-field:not([hidden])")
         assert "API key" in page.inner_text("#error")
         run(page, "origins", key="secret")
@@ -272,9 +272,9 @@ def llm():
 
 @contextmanager
 def served_by(llm: LLM, api_key: str | None = None) -> Iterator[str]:
-    service = Service(Settings(names=("builtin",), api_key=api_key))
+    service = Service(ServerSettings(model_names=("builtin",), api_key=api_key))
     service.open(llm)
-    with serving(create_app(service)) as url:
+    with serve_app(create_app(service)) as url:
         yield url
 
 
@@ -292,7 +292,7 @@ def artefacts() -> Path:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_server_streams_to_the_page_and_plain_decoding_says_the_same(browser, real, scheme):
-    with opened(browser, real, color_scheme=scheme) as page:
+    with open_page(browser, real, color_scheme=scheme) as page:
         page.check("#compare")
         page.fill("#max_tokens", "160")
         page.select_option("#draft", "2")  # auto may find on a busy machine that drafting does not pay
@@ -318,7 +318,7 @@ def hovered(page, selector: str) -> str:
 
 
 def test_a_chat_streams_with_its_origins_too(browser, real):
-    with opened(browser, real) as page:
+    with open_page(browser, real) as page:
         page.check("input[value=chat]", force=True)
         page.select_option("#draft", "2")
         run(page, "What is a list?", max_tokens="24")
@@ -328,7 +328,7 @@ def test_a_chat_streams_with_its_origins_too(browser, real):
 
 
 def test_the_stop_button_frees_the_request_of_the_server(browser, real):
-    with opened(browser, real) as page:
+    with open_page(browser, real) as page:
         page.fill("#max_tokens", "1000")
         page.fill("#temperature", "1.5")  # rarely ends by itself
         page.click("#run")
@@ -337,7 +337,7 @@ def test_the_stop_button_frees_the_request_of_the_server(browser, real):
         page.click("#stop")
         page.wait_for_selector("body:not(.busy)")
         assert page.inner_text("#status").startswith("Stopped after ")
-        until(lambda: running(real) == 0, "the request runs on")
+        wait_until(lambda: running(real) == 0, "the request runs on")
 
 
 def running(url: str) -> float:
@@ -347,7 +347,7 @@ def running(url: str) -> float:
 
 
 def test_the_servers_own_words_reach_the_reader(browser, real):
-    with opened(browser, real) as page:
+    with open_page(browser, real) as page:
         run(page, "x", max_tokens="0")
         assert "max_tokens" in page.inner_text("#error")
         assert "\n" not in page.inner_text("#error")
@@ -355,7 +355,7 @@ def test_the_servers_own_words_reach_the_reader(browser, real):
 
 def test_the_page_asks_for_the_key_of_the_server_and_goes_on(browser, llm):
     """Fault: without the key the page was a 401 that nothing followed."""
-    with served_by(llm.with_drafter("ngram"), "secret") as url, opened(browser, url) as page:
+    with served_by(llm.with_drafter("ngram"), "secret") as url, open_page(browser, url) as page:
         page.wait_for_selector("#key-field:not([hidden])")
         assert page.inner_text("#error") == "This server needs its API key."
         run(page, "import os", max_tokens="9", key="wrong")
@@ -363,7 +363,7 @@ def test_the_page_asks_for_the_key_of_the_server_and_goes_on(browser, llm):
         page.fill("#key", "secret")
         page.press("#key", "Enter")
         page.wait_for_selector("body:not(.busy)")
-        until(lambda: page.inner_text("[data-figure=tokens]") == "9", "the request was not sent")
+        wait_until(lambda: page.inner_text("[data-figure=tokens]") == "9", "the request was not sent")
         assert page.inner_text("#error") == ""
         assert page.inner_text("[data-figure=tokens]") == "9"
         assert page.inner_text("#model") == "builtin · drafter ngram"

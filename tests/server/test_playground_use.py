@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from browsing import opened, run, until
+from browser_pages import open_page, run, wait_until
 
 PHONE = {"width": 390, "height": 844}
 IN_VIEW = "e => { const b = e.getBoundingClientRect(); return b.top >= 0 && b.bottom <= innerHeight }"
@@ -11,21 +11,21 @@ IN_VIEW = "e => { const b = e.getBoundingClientRect(); return b.top >= 0 && b.bo
 
 @pytest.mark.parametrize("motion", ["no-preference", "reduce"])
 def test_a_phone_scrolls_to_the_text_once_there_is_some(browser, served, fake, motion):
-    with opened(browser, served[1], viewport=PHONE, reduced_motion=motion) as page:
+    with open_page(browser, served[1], viewport=PHONE, reduced_motion=motion) as page:
         page.check("#compare")
         page.focus("#prompt")
         assert not page.eval_on_selector("#output", IN_VIEW)
         run(page, "origins")
-        until(lambda: page.eval_on_selector("#output", IN_VIEW), "the text is out of view")
+        wait_until(lambda: page.eval_on_selector("#output", IN_VIEW), "the text is out of view")
         assert page.eval_on_selector(".figures", IN_VIEW)
         page.focus("#prompt")
         run(page, "origins", max_tokens="0")  # refused: the reason stands in the form
-        until(lambda: page.eval_on_selector("#error", IN_VIEW), "the error is out of view")
+        wait_until(lambda: page.eval_on_selector("#error", IN_VIEW), "the error is out of view")
 
 
 def test_reduced_motion_is_respected(browser, served, fake):
     for motion, behaviour in (("no-preference", "smooth"), ("reduce", "instant")):
-        with opened(browser, served[1], viewport=PHONE, reduced_motion=motion) as page:
+        with open_page(browser, served[1], viewport=PHONE, reduced_motion=motion) as page:
             page.evaluate("""() => {
                 window.seen = [];
                 const scroll = Element.prototype.scrollIntoView;
@@ -42,20 +42,20 @@ def test_the_form_stays_where_it_is_beside_the_text(page):
 
 
 def test_a_phone_can_stop_a_run_whose_form_is_out_of_view(browser, served, fake):
-    with opened(browser, served[1], viewport=PHONE) as page:
+    with open_page(browser, served[1], viewport=PHONE) as page:
         page.fill("#prompt", "endless")
         page.click("#run")
         page.wait_for_selector("#output .t >> nth=10")
-        until(lambda: page.eval_on_selector("#output", IN_VIEW), "the text is out of view")
-        until(lambda: page.eval_on_selector("#stop", IN_VIEW), "no way to stop")
+        wait_until(lambda: page.eval_on_selector("#output", IN_VIEW), "the text is out of view")
+        wait_until(lambda: page.eval_on_selector("#stop", IN_VIEW), "no way to stop")
         page.click("#stop")
         page.wait_for_selector("body:not(.busy)")
 
 
 @pytest.mark.parametrize("width", [360, 1280])
 def test_the_name_of_the_drafter_is_never_cut(browser, served, fake, width):
-    with opened(browser, served[1], viewport={"width": width, "height": 800}) as page:
-        until(lambda: page.inner_text("#model") == "fake-model · drafter ngram", "no model")
+    with open_page(browser, served[1], viewport={"width": width, "height": 800}) as page:
+        wait_until(lambda: page.inner_text("#model") == "fake-model · drafter ngram", "no model")
         name = "an-organisation-with-a-name/a-model-with-a-long-name-8B-Instruct · drafter suffix+mlp_speculator"
         page.eval_on_selector("#model", "(e, name) => { e.textContent = name }", name)
         sizes = page.eval_on_selector("#model", "e => [e.scrollWidth - e.clientWidth, e.scrollHeight - e.clientHeight]")
@@ -80,11 +80,11 @@ def test_the_prompts_box_is_as_high_as_its_text_up_to_a_bound(page):
 def test_the_last_pass_with_a_draft_stays_in_view(page):
     run(page, "trailing")
     assert page.inner_text("#tree-title") == "Last pass with a draft (2)"
-    assert page.inner_text("#tree-note") == "1 of 2 drafts kept"
+    assert page.inner_text("#tree-note") == "1 of 2 draft tokens accepted"
     page.select_option("#draft", "0")  # plain decoding: no pass has one
     run(page, "trailing")
     assert page.inner_text("#tree-title") == "Last pass (4)"
-    assert page.inner_text("#tree-note") == "nothing was drafted"
+    assert page.inner_text("#tree-note") == "no draft"
 
 
 def test_a_click_pins_the_pass_of_a_token(page):
@@ -123,7 +123,7 @@ def test_keys_pin_a_pass_and_escape_unpins_it(page):
     page.focus("#output")
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowDown")
-    until(lambda: page.text_content("#output .here") == " mean", "the next pass")
+    wait_until(lambda: page.text_content("#output .here") == " mean", "the next pass")
     page.keyboard.press("Enter")
     assert page.inner_text("#tree-title") == "Pass 2, pinned"
     page.keyboard.press("Enter")
@@ -136,7 +136,7 @@ def test_keys_pin_a_pass_and_escape_unpins_it(page):
 
 
 def test_a_tap_on_a_phone_shows_the_pass(browser, served, fake):
-    with opened(browser, served[1], viewport=PHONE, has_touch=True, is_mobile=True, reduced_motion="reduce") as page:
+    with open_page(browser, served[1], viewport=PHONE, has_touch=True, is_mobile=True, reduced_motion="reduce") as page:
         run(page, "origins")
         page.tap("#output .t.corrected >> nth=0")
         assert page.inner_text("#tree-title").startswith("Pass 3")

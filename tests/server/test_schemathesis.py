@@ -9,6 +9,7 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from live_server import CHATML, NAME, RunningServer, make_fresh_llm, run_server
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
@@ -16,8 +17,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from foredraft.server.settings import Settings
-from serving import CHATML, NAME, Running, fresh, running
+from foredraft.server.settings import ServerSettings
 
 EXAMPLES = int(os.environ.get("FOREDRAFT_EXAMPLES", "50"))
 CHECKS = [not_a_server_error, status_code_conformance, response_schema_conformance, content_type_conformance]
@@ -29,8 +29,10 @@ MODES = (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGAT
 
 
 @pytest.fixture(scope="module")
-def described() -> Iterator[tuple[Running, schemathesis.BaseSchema]]:
-    with running(fresh(), Settings(names=(NAME,), chat_template=CHATML, request_timeout=20)) as server:
+def described() -> Iterator[tuple[RunningServer, schemathesis.BaseSchema]]:
+    with run_server(
+        make_fresh_llm(), ServerSettings(model_names=(NAME,), chat_template=CHATML, request_timeout=20)
+    ) as server:
         yield server, schemathesis.openapi.from_url(server.url + "/openapi.json")
 
 

@@ -7,23 +7,23 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from soaking_server import COMPLETE, Case, Report, Sample, cases, fault, soak
+from live_server import make_small_llm
+from server_soak import COMPLETE, ProcessSample, SoakCase, SoakReport, find_fault, generate_cases, soak
 
 from foredraft.llm import MemoryLimits
-from serving import small
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "soak.py"
-FLAT = [Sample(100 * i, float(i), 500.0 + i % 2, 8, 9) for i in range(1, 41)]
+FLAT = [ProcessSample(100 * i, float(i), 500.0 + i % 2, 8, 9) for i in range(1, 41)]
 
 
-def report(samples: list[Sample]) -> Report:
-    return Report(4000, samples)
+def report(samples: list[ProcessSample]) -> SoakReport:
+    return SoakReport(4000, samples)
 
 
 def test_a_hundred_and_twenty_mixed_requests(tmp_path: Path) -> None:
-    llm = small().with_drafter(None)
+    llm = make_small_llm().with_drafter(None)
     llm.limits = MemoryLimits(kv_tokens=256, page_size=4)
-    found = soak(llm.with_drafter(small().drafter), 120, each=40, out=tmp_path / "soak.json")
+    found = soak(llm.with_drafter(make_small_llm().drafter), 120, each=40, out=tmp_path / "soak.json")
     assert found.faults == []
     assert sum(found.kinds.values()) == 120
     assert found.kinds["grammar"] == 4
@@ -46,15 +46,15 @@ def test_what_grows_does_not_pass() -> None:
 
 
 def test_a_wrong_answer_is_seen() -> None:
-    case = next(case for case in cases(small()) if case.kind == "known")
-    streamed = Case("streamed", COMPLETE, {"stream": True})
+    case = next(case for case in generate_cases(make_small_llm()) if case.kind == "known")
+    streamed = SoakCase("streamed", COMPLETE, {"stream": True})
     whole = b'HTTP/1.1 200 OK\r\n\r\n{"choices": [{"text": "?", "finish_reason": "length"}]}'
-    assert fault(case, whole) is not None
-    assert fault(replace(case, check=None), whole) is None
-    assert fault(case, b"HTTP/1.1 500 x\r\n\r\n") is not None
-    assert fault(case, b"") is not None
+    assert find_fault(case, whole) is not None
+    assert find_fault(replace(case, check=None), whole) is None
+    assert find_fault(case, b"HTTP/1.1 500 x\r\n\r\n") is not None
+    assert find_fault(case, b"") is not None
     cut = b'data: {"choices": [{"text": "a", "finish_reason": null}]}\n\n'
-    assert fault(streamed, b"HTTP/1.1 200 OK\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(cut), cut)) is not None
+    assert find_fault(streamed, b"HTTP/1.1 200 OK\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(cut), cut)) is not None
 
 
 @pytest.mark.soak

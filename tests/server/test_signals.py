@@ -71,13 +71,13 @@ def test_clients_that_do_not_leave_do_not_keep_a_drained_server() -> None:
         reader.join(60)
         began = time.monotonic()
         clean(server)
-        assert time.monotonic() - began < 30  # the drain is over: LAST_SECONDS, and a busy machine
+        assert time.monotonic() - began < 30  # the drain is over: FLUSH_SECONDS, and a busy machine
         assert ended(lines) == "length"
         for sock in half:
             assert sock.recv(1000).startswith(b"HTTP/1.1 503 ")
 
 
-def told(lines: list[str]) -> list[str]:
+def list_reports(lines: list[str]) -> list[str]:
     """The texts of a stream, chunk by chunk, in one."""
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
     return ["".join(choice["text"] for chunk in chunks for choice in chunk["choices"])]
@@ -94,7 +94,7 @@ def test_a_server_that_was_stopped_and_continued_goes_on_with_its_streams() -> N
         time.sleep(1)
         server.process.send_signal(signal.SIGCONT)
         reader.join(60)
-        assert told(lines) == told(whole)
+        assert list_reports(lines) == list_reports(whole)
         assert ended(lines) == "length"
         server.process.send_signal(signal.SIGTERM)
         clean(server)

@@ -1,20 +1,20 @@
 """Templates in their sandbox: what they may do, and twenty ways out that are closed."""
 
 import pytest
+from live_server import make_small_llm
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-import models_made
+import tiny_models
 from foredraft.errors import ForedraftError
 from foredraft.server.errors import ApiError
-from foredraft.server.protocol import Message
-from foredraft.server.settings import Limits, Settings
-from foredraft.server.templates import Templates, compiled, rendered
-from foredraft.server.vocabulary import Vocabulary
-from serving import small
+from foredraft.server.schemas import ChatMessage
+from foredraft.server.settings import RequestLimits, ServerSettings
+from foredraft.server.templates import ChatTemplate, compile_template, render_template
+from foredraft.server.vocabulary import ServerVocabulary
 
-SAID = [Message(role="user", content="the end")]
+SAID = [ChatMessage(role="user", content="the end")]
 MESSAGES = [{"role": "user", "content": "hello"}]
 ESCAPES = (
     "{{ ''.__class__ }}",
@@ -52,7 +52,7 @@ ENDLESS = (
 def test_there_is_no_way_out(source: str):
     """Refused, or rendered as nothing: never an object of ours."""
     try:
-        text = rendered(compiled(source), {"messages": [dict(MESSAGES[0])]}, 2.0, 1 << 20)
+        text = render_template(compile_template(source), {"messages": [dict(MESSAGES[0])]}, 2.0, 1 << 20)
     except ApiError as error:
         assert error.status == 400  # noqa: PT017
     else:
@@ -64,12 +64,12 @@ def test_there_is_no_way_out(source: str):
 @pytest.mark.parametrize("source", ENDLESS)
 def test_a_template_that_takes_too_much_is_stopped(source: str):
     with pytest.raises(ApiError):
-        rendered(compiled(source), {"messages": MESSAGES}, 0.3, 1 << 20)
+        render_template(compile_template(source), {"messages": MESSAGES}, 0.3, 1 << 20)
 
 
 def test_a_template_that_does_not_compile():
     with pytest.raises(ForedraftError, match="does not compile"):
-        compiled("{% for %}")
+        compile_template("{% for %}")
 
 
 def test_what_templates_of_the_hub_use():
@@ -79,55 +79,55 @@ def test_what_templates_of_the_hub_use():
         "{% generation %}{{ m | tojson }}{{ m.content | trim | upper }}{% endgeneration %}{% endfor %}{{ bos_token }}"
         "{{ strftime_now('%Y') | length }}"
     )
-    text = rendered(compiled(source), {"messages": MESSAGES * 3, "bos_token": "<s>"}, 2.0, 1000)
+    text = render_template(compile_template(source), {"messages": MESSAGES * 3, "bos_token": "<s>"}, 2.0, 1000)
     assert text == '{"role": "user", "content": "hello"}HELLO<s>4'
 
 
 def test_a_templates_own_complaint_reaches_the_client():
     templates = made("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(ApiError, match="roles must alternate"):
-        templates.encode([Message(role="user", content="x")])
+        templates.encode([ChatMessage(role="user", content="x")])
 
 
 def test_the_rendered_size_is_bounded():
     with pytest.raises(ApiError, match="longer than 100"):
-        rendered(compiled("{% for i in range(200) %}x{% endfor %}"), {}, 2.0, 100)
+        render_template(compile_template("{% for i in range(200) %}x{% endfor %}"), {}, 2.0, 100)
 
 
-def made(source: str) -> Templates:
-    llm = small()
-    settings = Settings(chat_template=source, limits=Limits())
-    return Templates(Vocabulary(llm.tokenizer, llm.target.vocab_size), settings)
+def made(source: str) -> ChatTemplate:
+    llm = make_small_llm()
+    settings = ServerSettings(chat_template=source, limits=RequestLimits())
+    return ChatTemplate(ServerVocabulary(llm.tokenizer, llm.target.vocab_size), settings)
 
 
 @pytest.mark.parametrize("is_plain", [True, False])
 def test_an_encoder_sees_the_end_that_the_tokenizer_puts(is_plain: bool):
     """T5 has an end token after every source, which a template does not write; once, where it does."""
-    vocabulary = Vocabulary(_framing(), 320)
+    vocabulary = ServerVocabulary(_framing(), 320)
     begin, end = vocabulary.tokenizer.convert_tokens_to_ids(["<pad>", "<end>"])
-    assert vocabulary.around == ([begin], [end])
+    assert vocabulary.outer_tokens == ([begin], [end])
     bare = vocabulary.tokenizer("user: the end", add_special_tokens=False).input_ids
     own = "{% for m in messages %}user: {{ m.content }}{% endfor %}"
-    of_encoder = Templates(vocabulary, _settings(is_plain, own), is_source=True).encode(SAID)
-    of_decoder = Templates(vocabulary, _settings(is_plain, own)).encode(SAID)
+    of_encoder = ChatTemplate(vocabulary, _settings(is_plain, own), has_encoder=True).encode(SAID)
+    of_decoder = ChatTemplate(vocabulary, _settings(is_plain, own)).encode(SAID)
     assert of_encoder == [*of_decoder, end]
     assert of_decoder[: 1 + len(bare)] == [begin, *bare] if is_plain else of_decoder == bare
-    written = Templates(vocabulary, Settings(chat_template=own + "<end>"), is_source=True).encode(SAID)
+    written = ChatTemplate(vocabulary, ServerSettings(chat_template=own + "<end>"), has_encoder=True).encode(SAID)
     assert written == [*bare, end]
 
 
-def _settings(is_plain: bool, own: str) -> Settings:
-    return Settings() if is_plain else Settings(chat_template=own)
+def _settings(is_plain: bool, own: str) -> ServerSettings:
+    return ServerSettings() if is_plain else ServerSettings(chat_template=own)
 
 
 def _framing() -> PreTrainedTokenizerFast:
     """A tokenizer that puts <pad> before every text and <end> after it."""
-    made = Tokenizer.from_str(models_made.tokenizer().backend_tokenizer.to_str())
+    made = Tokenizer.from_str(tiny_models.tokenizer().backend_tokenizer.to_str())
     ids = {word: made.token_to_id(word) for word in ("<pad>", "<end>")}
     made.post_processor = TemplateProcessing(single="<pad> $A <end>", special_tokens=list(ids.items()))
     return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>")
 
 
 def test_nothing_is_put_around_where_the_tokenizer_puts_nothing():
-    assert Vocabulary(models_made.tokenizer(), 320).around == ([], [])
-    assert Vocabulary(None, 320).around == ([], [])
+    assert ServerVocabulary(tiny_models.tokenizer(), 320).outer_tokens == ([], [])
+    assert ServerVocabulary(None, 320).outer_tokens == ([], [])

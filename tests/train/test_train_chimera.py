@@ -8,29 +8,29 @@ import pytest
 import torch
 from train_fakes import plan, weights, write_ids
 
-import models_made
+import tiny_models
 from foredraft import LLM, Sampling
-from foredraft.drafters.training import LOSSES
+from foredraft.drafters.losses import LOSS_NAMES
 from foredraft.errors import ForedraftError
-from foredraft.train.plan import Evaluation
-from foredraft.train.run import Outcome, train
+from foredraft.train.config import EvaluationConfig
+from foredraft.train.run import TrainResult, train
 
 SETTINGS = {"taps": "[1, -1]", "heads": "2", "steps": "3", "intermediate": "24"}
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    models_made.llama().float().save_pretrained(tmp_path / "model")
+    tiny_models.llama().float().save_pretrained(tmp_path / "model")
     write_ids(tmp_path)
     return tmp_path
 
 
-def run(folder: Path, out: str = "out", **more: object) -> Outcome:
+def run(folder: Path, out: str = "out", **more: object) -> TrainResult:
     settings = SETTINGS | more.pop("settings", {})  # type: ignore[operator]
     return train(replace(plan(folder, out, settings=settings, **more), method="chimera"))
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", LOSS_NAMES)
 def test_it_learns_under_every_loss(folder: Path, loss: str) -> None:
     outcome = run(folder, settings={"loss": loss}, steps=30, batch_tokens=128)
     rows = [json.loads(line) for line in (outcome.folder / "metrics.jsonl").read_text().splitlines()]
@@ -49,9 +49,9 @@ def test_a_stopped_run_goes_on_with_the_same_bits(folder: Path) -> None:
 
 
 def test_what_was_trained_is_replayed_drafts_and_is_gone_on_from(folder: Path) -> None:
-    evaluation = Evaluation(prompts=4, tokens=24)
+    evaluation = EvaluationConfig(prompts=4, tokens=24)
     first = run(folder, "first", steps=20, evaluation=evaluation, held_out_share=0.2)
-    assert first.figures["greedy"]["length"] >= 1
+    assert first.eval_metrics["greedy"]["length"] >= 1
     llm = LLM(str(folder / "model"), {"method": "chimera", "model": str(first.folder)})
     (done,) = llm.generate([[7, 11, 40]], Sampling(max_tokens=12, temperature=0, ignore_eos=True))
     assert done.stats.num_drafted > 0

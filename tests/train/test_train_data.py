@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foredraft.errors import ForedraftError
-from foredraft.train.data import Reader
+from foredraft.train.data import DocumentReader
 from foredraft.train.documents import Document, digest, hold_out
-from foredraft.train.windows import Order, Windows
-from models_made import TEXT, tokenizer
+from foredraft.train.windows import RowOrder, TokenWindows
+from tiny_models import TEXT, tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
@@ -30,7 +30,7 @@ def chatty():
 
 
 def reader(tok=None):
-    return Reader(tok or tokenizer(), 1000, frozenset({3}))
+    return DocumentReader(tok or tokenizer(), 1000, frozenset({3}))
 
 
 def write(path, records):
@@ -40,16 +40,16 @@ def write(path, records):
 
 def test_a_text_file_is_one_document_that_ends(tmp_path):
     (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")
-    [document] = reader().documents([str(tmp_path / "a.txt")])
+    [document] = reader().read_documents([str(tmp_path / "a.txt")])
     ids = document.ids.tolist()
     assert tokenizer().decode(ids).startswith(tokenizer().decode(tokenizer()(TEXT).input_ids)[:40])
-    assert document.mask.tolist() == [False] + [True] * (len(ids) - 1)
+    assert document.loss_mask.tolist() == [False] + [True] * (len(ids) - 1)
 
 
 def test_of_a_completion_the_prompt_is_read_and_not_learnt(tmp_path):
     file = write(tmp_path / "a.jsonl", [{"prompt": "the end of", "completion": " the end"}])
-    [document] = reader().documents([file])
-    assert tokenizer().decode(document.ids[document.mask]).startswith(" the end")
+    [document] = reader().read_documents([file])
+    assert tokenizer().decode(document.ids[document.loss_mask]).startswith(" the end")
     assert tokenizer().decode(document.prompt) == "the end of"
 
 
@@ -58,26 +58,26 @@ def test_of_a_chat_only_the_assistant_is_learnt(tmp_path, chatty):
         {"role": "user", "content": "the"}, {"role": "assistant", "content": "there"},
         {"role": "user", "content": "then"}, {"role": "assistant", "content": "these"},
     ]  # fmt: skip
-    [document] = reader(chatty).documents([write(tmp_path / "a.jsonl", [{"messages": messages}])])
-    assert chatty.decode(document.ids[document.mask]) == "there\nthese\n"
+    [document] = reader(chatty).read_documents([write(tmp_path / "a.jsonl", [{"messages": messages}])])
+    assert chatty.decode(document.ids[document.loss_mask]) == "there\nthese\n"
     assert chatty.decode(document.prompt) == "<user>the\n<assistant>"
 
 
 def test_a_chat_is_answered_from_its_last_question(tmp_path, chatty):
     messages = [{"role": "user", "content": "the"}, {"role": "assistant", "content": "end"}]
-    [prompt] = reader(chatty).questions([write(tmp_path / "a.jsonl", [{"messages": messages}])], 8)
+    [prompt] = reader(chatty).read_prompts([write(tmp_path / "a.jsonl", [{"messages": messages}])], 8)
     assert chatty.decode(prompt) == "<user>the\n<assistant>"
 
 
 def test_a_bare_prompt_becomes_a_question_where_there_is_a_template(tmp_path, chatty):
     file = write(tmp_path / "a.jsonl", [{"prompt": "the"}])
-    assert chatty.decode(reader(chatty).questions([file], 8)[0]) == "<user>the\n<assistant>"
-    assert tokenizer().decode(reader().questions([file], 8)[0]) == "the"
+    assert chatty.decode(reader(chatty).read_prompts([file], 8)[0]) == "<user>the\n<assistant>"
+    assert tokenizer().decode(reader().read_prompts([file], 8)[0]) == "the"
 
 
 def test_an_array_is_cut_where_texts_begin(tmp_path):
     np.save(tmp_path / "a.npy", np.array([3, 5, 6, 3, 7, 8, 9], dtype=np.uint16))
-    found = reader().documents([str(tmp_path / "a.npy")])
+    found = reader().read_documents([str(tmp_path / "a.npy")])
     assert [document.ids.tolist() for document in found] == [[3, 5, 6], [3, 7, 8, 9]]
 
 
@@ -92,7 +92,7 @@ def test_a_dataset_folder_is_read(tmp_path, kind):
     place = {"saved": tmp_path / "saved", "parquet": tmp_path, "arrow": tmp_path / "saved"}[kind]
     if kind == "arrow":
         (place / "state.json").unlink()
-    found = reader().documents([str(place)])
+    found = reader().read_documents([str(place)])
     assert [tokenizer().decode(d.ids, skip_special_tokens=True) for d in found] == ["the end", "then the end"]
 
 
@@ -112,19 +112,19 @@ def test_a_dataset_folder_is_read(tmp_path, kind):
 def test_a_bad_file_is_named(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ForedraftError, match=message) as error:
-        reader().documents([str(tmp_path / name)])
+        reader().read_documents([str(tmp_path / name)])
     assert "\n" not in str(error.value)
 
 
 def test_an_array_of_pickles_is_not_opened(tmp_path):
     np.save(tmp_path / "a.npy", np.array([{}], dtype=object), allow_pickle=True)
     with pytest.raises(ForedraftError, match="array of token ids"):
-        reader().documents([str(tmp_path / "a.npy")])
+        reader().read_documents([str(tmp_path / "a.npy")])
 
 
 def test_an_empty_folder_is_refused(tmp_path):
     with pytest.raises(ForedraftError, match=r"holds no dataset and no \.jsonl"):
-        reader().documents([str(tmp_path)])
+        reader().read_documents([str(tmp_path)])
 
 
 def doc(ids, learnt=None):
@@ -132,7 +132,7 @@ def doc(ids, learnt=None):
 
 
 def test_a_document_begins_a_row_and_ends_share_one():
-    windows = Windows.pack([doc(range(10, 20)), doc(range(30, 33))], 4)
+    windows = TokenWindows.pack([doc(range(10, 20)), doc(range(30, 33))], 4)
     tokens, mask = windows.read(range(len(windows)))
     assert tokens.tolist() == [[10, 11, 12, 13, 14], [14, 15, 16, 17, 18], [18, 19, 30, 31, 32]]
     assert mask.tolist() == [
@@ -141,7 +141,7 @@ def test_a_document_begins_a_row_and_ends_share_one():
 
 
 def test_rows_of_a_question_alone_are_left_out():
-    windows = Windows.pack([doc(range(10, 21), [False] * 8 + [True] * 3)], 4)
+    windows = TokenWindows.pack([doc(range(10, 21), [False] * 8 + [True] * 3)], 4)
     tokens, mask = windows.read(range(len(windows)))
     assert tokens.tolist() == [[14, 15, 16, 17, 18], [18, 19, 20, 0, 0]]
     assert mask.int().tolist() == [[0, 0, 0, 0, 1], [0, 1, 1, 0, 0]]
@@ -149,9 +149,9 @@ def test_rows_of_a_question_alone_are_left_out():
 
 def test_nothing_to_learn_is_an_error():
     with pytest.raises(ForedraftError, match="no token to learn"):
-        Windows.pack([doc([1, 2, 3], [False] * 3)], 4)
+        TokenWindows.pack([doc([1, 2, 3], [False] * 3)], 4)
     with pytest.raises(ForedraftError, match="no text to learn from"):
-        Windows.pack([], 4)
+        TokenWindows.pack([], 4)
 
 
 @given(st.lists(st.integers(2, 40), min_size=1, max_size=30), st.integers(2, 12))
@@ -159,22 +159,22 @@ def test_every_token_to_learn_is_learnt_once(lengths, context):
     # each token has an id of its own, so that one lost or learnt twice would show
     starts = np.cumsum([1, *lengths])
     documents = [doc(range(a, b)) for a, b in itertools.pairwise(starts)]
-    windows = Windows.pack(documents, context)
+    windows = TokenWindows.pack(documents, context)
     tokens, mask = windows.read(range(len(windows)))
     expected = [i for document in documents for i in document.ids[1:].tolist()]
     assert sorted(tokens[mask].tolist()) == expected
-    assert windows.num_learnt == len(expected)
+    assert windows.num_loss_tokens == len(expected)
     before = torch.where(mask, tokens - tokens.roll(1, 1), 1)
     assert (before == 1).all()  # what is learnt stands behind what precedes it in its text
 
 
 def test_every_pass_reads_all_rows_in_an_order_of_its_own():
-    order = Order(10, seed=1)
+    order = RowOrder(10, seed=1)
     first, second = order.take(0, 10), order.take(10, 10)
     assert sorted(first) == sorted(second) == list(range(10))
     assert first != second
-    assert Order(10, seed=1).take(7, 6) == (first + second)[7:13]  # from the middle, as a resumed run does
-    assert Order(10, seed=2).take(0, 10) != first
+    assert RowOrder(10, seed=1).take(7, 6) == (first + second)[7:13]  # from the middle, as a resumed run does
+    assert RowOrder(10, seed=2).take(0, 10) != first
 
 
 def test_held_out_texts_are_not_learnt_from():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from train_fakes import MODULE, plan, weights, write_ids
 
-import models_made
+import tiny_models
 from foredraft.errors import ForedraftError
 from foredraft.train.run import train
 
@@ -31,7 +31,7 @@ except ForedraftError as error:
 
 @pytest.fixture
 def folder(tmp_path):
-    models_made.llama().float().save_pretrained(tmp_path / "model")
+    tiny_models.llama().float().save_pretrained(tmp_path / "model")
     write_ids(tmp_path)
     return tmp_path
 
@@ -39,10 +39,10 @@ def folder(tmp_path):
 def test_a_full_disk_is_one_line_and_the_same_command_goes_on(folder):
     before = weights(train(plan(folder, max_steps=3), module=MODULE).folder)
     places = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-    told = subprocess.run(
+    outcome = subprocess.run(
         [sys.executable, "-c", CODE, str(folder), str(SMALL), *places], capture_output=True, text=True, check=True
     )
-    [line] = [line for line in told.stdout.splitlines() if line.startswith("refused:")]
+    [line] = [line for line in outcome.stdout.splitlines() if line.startswith("refused:")]
     assert f"{folder / 'out'} could not be written" in line
     assert "make room, and the same command goes on from" in line
     left = sorted(path.name for path in (folder / "out").rglob("*"))
@@ -59,12 +59,12 @@ def test_a_full_disk_is_one_line_and_the_same_command_goes_on(folder):
 def test_a_checkpoint_that_does_not_fit_leaves_the_one_before(tmp_path):
     from torch import nn
 
-    from foredraft.train.checkpoint import Checkpoints
-    from foredraft.train.optimizer import Group, Optimizer
+    from foredraft.train.checkpoint import TrainingCheckpoints
+    from foredraft.train.optimizer import GroupedOptimizer, ParameterGroup
 
     network = nn.Linear(64, 64)
-    optimizer = Optimizer("adamw", [Group.of(network)], 1e-3)
-    checkpoints = Checkpoints(tmp_path)
+    optimizer = GroupedOptimizer("adamw", [ParameterGroup.from_network(network)], 1e-3)
+    checkpoints = TrainingCheckpoints(tmp_path)
     checkpoints.save(1, {"drafter": network}, optimizer, {"loss": 1.0})
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL, before[1]))

@@ -7,15 +7,15 @@ import pytest
 import torch
 from train_fakes import plan, weights, write_ids
 
-import models_made
+import tiny_models
 from foredraft import LLM, Sampling
 from foredraft.checkpoints.export import export
-from foredraft.checkpoints.read import named_target, read
-from foredraft.checkpoints.target import look_at
-from foredraft.drafters import fit
-from foredraft.drafters.training import LOSSES
+from foredraft.checkpoints.read import find_named_target, read
+from foredraft.checkpoints.target import read_target
+from foredraft.drafters import mismatch_warning
+from foredraft.drafters.losses import LOSS_NAMES
 from foredraft.errors import ForedraftError
-from foredraft.train.plan import Evaluation
+from foredraft.train.config import EvaluationConfig
 from foredraft.train.run import train
 
 SMALL = {
@@ -33,7 +33,7 @@ RECIPES = [
 
 @pytest.fixture
 def folder(tmp_path):
-    models_made.llama().float().save_pretrained(tmp_path / "model")
+    tiny_models.llama().float().save_pretrained(tmp_path / "model")
     write_ids(tmp_path)
     return tmp_path
 
@@ -53,15 +53,15 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(folder, method, settings
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", LOSS_NAMES)
 @pytest.mark.parametrize("method", SMALL)
 def test_heads_learn_under_every_loss_and_draft(folder, method, loss):
-    asked = {"evaluation": Evaluation(prompts=3, tokens=16), "held_out_share": 0.2}
+    asked = {"evaluation": EvaluationConfig(prompts=3, tokens=16), "held_out_share": 0.2}
     outcome = run(folder, method, {"loss": loss}, steps=30, batch_tokens=128, **asked)
     rows = [json.loads(line) for line in (outcome.folder / "metrics.jsonl").read_text().splitlines()]
     found = [row["loss"] for row in rows if "loss" in row]
     assert found[-1] < found[0]
-    assert {"greedy", "sampled"} <= outcome.figures.keys()
+    assert {"greedy", "sampled"} <= outcome.eval_metrics.keys()
     llm = LLM(str(folder / "model"), {"method": method, "model": str(outcome.folder)})
     (done,) = llm.generate([[5, 6, 7]], Sampling(max_tokens=12, temperature=0, ignore_eos=True))
     assert done.stats.num_drafted > 0
@@ -69,9 +69,9 @@ def test_heads_learn_under_every_loss_and_draft(folder, method, loss):
 
 def test_the_evaluation_of_a_weak_head_logs_no_misfit(folder, monkeypatch, caplog):
     """Fault: training asked of its own head, in the evaluation's temporary folder, for which target it was trained."""
-    monkeypatch.setattr(fit, "DRAFTS", 8)
-    monkeypatch.setattr(fit, "BAR", 2.0)  # every head is a misfit
-    asked = {"evaluation": Evaluation(prompts=3, tokens=16), "held_out_share": 0.2}
+    monkeypatch.setattr(mismatch_warning, "NUM_CHECKED_DRAFTS", 8)
+    monkeypatch.setattr(mismatch_warning, "MIN_FIRST_ACCEPTANCE", 2.0)  # every head is a misfit
+    asked = {"evaluation": EvaluationConfig(prompts=3, tokens=16), "held_out_share": 0.2}
     made = run(folder, "hydra", {}, **asked).folder
     assert not [message for message in caplog.messages if "almost never accepted" in message]
     llm = LLM(str(folder / "model"), {"method": "hydra", "model": str(made)}, num_speculative_tokens=2)
@@ -100,11 +100,11 @@ def test_heads_name_the_target_that_learnt_with_them(folder, caplog):
     made = train(replace(plan(folder, settings=settings, steps=4, generate=False), method="medusa")).folder
     own = str(made / "target")
     assert json.loads((made / "config.json").read_text())["base_model_name_or_path"] == "target"
-    assert named_target(made) == own
+    assert find_named_target(made) == own
     moved = made.rename(folder / "moved")
-    assert named_target(moved) == str(moved / "target")
-    target = look_at(named_target(moved))
-    said = export(read(moved, target.facts), "vllm", folder / "out", target)
+    assert find_named_target(moved) == str(moved / "target")
+    target = read_target(find_named_target(moved))
+    said = export(read(moved, target.info), "vllm", folder / "out", target)
     assert said.command.startswith(f"vllm serve {moved / 'target'} ")
     drafter = {"method": "medusa", "model": str(moved)}
     LLM(str(moved / "target"), drafter)
@@ -119,6 +119,6 @@ def test_heads_of_another_target_of_the_same_size_are_noticed_when_they_are_load
     LLM(str(folder / "model"), drafter)
     LLM(str(folder / "model"), drafter, dtype="bfloat16")
     assert not caplog.messages
-    models_made.llama(seed=5).float().save_pretrained(folder / "other")
+    tiny_models.llama(seed=5).float().save_pretrained(folder / "other")
     LLM(str(folder / "other"), drafter)
     assert f"was trained for model, not for {folder / 'other'}" in caplog.text

@@ -12,14 +12,14 @@ import pytest
 import torch
 from train_fakes import MODULE, plan, weights, write_ids
 
-import models_made
+import tiny_models
 from foredraft.errors import ForedraftError
 from foredraft.train.run import train
 
 
 @pytest.fixture
 def folder(tmp_path):
-    models_made.llama().float().save_pretrained(tmp_path / "model")
+    tiny_models.llama().float().save_pretrained(tmp_path / "model")
     write_ids(tmp_path)
     return tmp_path
 
@@ -65,7 +65,7 @@ def test_a_signal_stops_after_the_step_and_leaves_a_drafter(folder, number):
         if standing.step == 2:
             os.kill(os.getpid(), number)
 
-    outcome = train(plan(folder), watch=interrupt, module=MODULE)
+    outcome = train(plan(folder), on_step=interrupt, module=MODULE)
     assert (outcome.is_done, outcome.step) == (False, 2)
     assert weights(outcome.folder)
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
@@ -85,7 +85,7 @@ def test_another_configuration_does_not_go_on_from_this_checkpoint(folder):
 
 def test_a_model_with_other_weights_does_not_go_on_from_this_checkpoint(folder):
     train(plan(folder, max_steps=1), module=MODULE)
-    models_made.llama(seed=5).float().save_pretrained(folder / "model")
+    tiny_models.llama(seed=5).float().save_pretrained(folder / "model")
     with pytest.raises(ForedraftError, match="another run: target"):
         train(plan(folder), module=MODULE)
 

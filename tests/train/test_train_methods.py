@@ -8,26 +8,26 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from train_fakes import Linear, plan, weights, write_ids
+from train_fakes import LinearTrainee, plan, weights, write_ids
 from transformers import AutoModelForCausalLM
 
-import models_made
+import tiny_models
 from foredraft import LLM, Sampling
 from foredraft.drafters import draft_model, ngram_lm
 from foredraft.drafters.draft_training import TrainConfig as DraftConfig
-from foredraft.drafters.training import LOSSES
+from foredraft.drafters.losses import LOSS_NAMES
 from foredraft.errors import ForedraftError
 from foredraft.train import generate as generate_module
-from foredraft.train.generate import Writer
-from foredraft.train.plan import Evaluation
+from foredraft.train.config import EvaluationConfig
+from foredraft.train.generate import AnswerWriter
 from foredraft.train.run import train
 
-REPLAYED = {"evaluation": Evaluation(prompts=4, tokens=24), "held_out_share": 0.2}
+REPLAYED = {"evaluation": EvaluationConfig(prompts=4, tokens=24), "held_out_share": 0.2}
 
 
 @pytest.fixture
 def folder(tmp_path):
-    models_made.llama().float().save_pretrained(tmp_path / "model")
+    tiny_models.llama().float().save_pretrained(tmp_path / "model")
     write_ids(tmp_path)
     return tmp_path
 
@@ -38,7 +38,7 @@ def run(folder, method, **more):
     return train(replace(plan(folder, **more), method=method))
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", LOSS_NAMES)
 def test_a_draft_learns_under_every_loss(folder, loss):
     settings = {"loss": loss, "layers": "1", "hidden": "16"}
     outcome = run(folder, "draft_model", settings=settings, steps=40, batch_tokens=128)
@@ -50,13 +50,13 @@ def test_a_draft_learns_under_every_loss(folder, loss):
 def test_the_replay_of_a_trained_draft_is_a_real_run_of_it(folder):
     outcome = run(folder, "draft_model", settings={"hidden": "32", "layers": "2"}, steps=80, **REPLAYED)
     llm = LLM(str(folder / "model"), {"method": "draft_model", "model": str(outcome.folder)}, num_speculative_tokens=5)
-    measured = outcome.figures["sampled"]
-    from foredraft.train.data import Reader
+    measured = outcome.eval_metrics["sampled"]
+    from foredraft.train.data import DocumentReader
     from foredraft.train.documents import hold_out
-    from foredraft.train.evaluate import prompts_of
+    from foredraft.train.evaluate import select_prompts
 
-    documents = Reader(None, 97, frozenset({3})).documents([str(folder / "ids.npy")])
-    prompts = prompts_of(hold_out(documents, 0.2)[1], 4, 64)
+    documents = DocumentReader(None, 97, frozenset({3})).read_documents([str(folder / "ids.npy")])
+    prompts = select_prompts(hold_out(documents, 0.2)[1], 4, 64)
     samplings = [Sampling(max_tokens=24, temperature=1.0, seed=i) for i in range(len(prompts))]
     stats = [c.stats for c in llm.generate(prompts, samplings)]
     real = sum(s.num_tokens for s in stats) / sum(s.target_passes for s in stats)
@@ -82,7 +82,7 @@ def test_a_draft_goes_on_from_another(folder):
 
 
 def test_a_draft_of_another_vocabulary_is_refused(folder):
-    models_made.llama(vocab_size=50).float().save_pretrained(folder / "other")
+    tiny_models.llama(vocab_size=50).float().save_pretrained(folder / "other")
     with pytest.raises(ForedraftError, match="50 tokens"):
         run(folder, "draft_model", start=str(folder / "other"))
     with pytest.raises(ForedraftError, match="is for 50 tokens and the target has 97"):
@@ -90,20 +90,20 @@ def test_a_draft_of_another_vocabulary_is_refused(folder):
 
 
 def test_a_given_configuration_is_the_drafts(folder):
-    models_made.llama(hidden=16).config.save_pretrained(folder / "shape")
+    tiny_models.llama(hidden=16).config.save_pretrained(folder / "shape")
     out = run(folder, "draft_model", settings={"draft_config": str(folder / "shape" / "config.json")}).folder
     assert AutoModelForCausalLM.from_pretrained(out).config.hidden_size == 16
 
 
 @pytest.mark.parametrize("wrong", [{"on_policy": "2"}, {"layers": "0", "hidden": "7"}])
 def test_impossible_drafts_are_refused(folder, wrong):
-    with pytest.raises(ForedraftError, match=r"share in 0|multiple of the 8"):
+    with pytest.raises(ForedraftError, match=r"lie in 0\.\.1|multiple of the head size 8"):
         run(folder, "draft_model", settings=wrong)
 
 
 def test_a_table_is_counted_loaded_and_replayed(folder):
     outcome = run(folder, "ngram_lm", settings={"order": "3"}, **REPLAYED)
-    assert outcome.figures["greedy"]["length"] >= 1
+    assert outcome.eval_metrics["greedy"]["length"] >= 1
     LLM(str(folder / "model"), {"method": "ngram_lm", "model": str(outcome.folder)}).generate([[5, 6]])
     with pytest.raises(ForedraftError, match="order and min_count"):
         run(folder, "ngram_lm", settings={"order": "0"})
@@ -119,15 +119,15 @@ PROMPTS = [[5, 6, 7 + i] for i in range(5)]
 
 
 def writer(folder, llm=None, **more):
-    given = {"written": 6, "temperatures": (0.0, 1.0), "seed": 0, **more}
-    return Writer(llm or LLM(models_made.target(), None), folder, **given)
+    given = {"max_tokens": 6, "temperatures": (0.0, 1.0), "seed": 0, **more}
+    return AnswerWriter(llm or LLM(tiny_models.target(), None), folder, **given)
 
 
 def test_the_target_answers_as_it_would_any_request(tmp_path):
     writer(tmp_path).write(PROMPTS)
     lines = [json.loads(line) for line in (tmp_path / "generated.jsonl").read_text().splitlines()]
     samplings = [Sampling(max_tokens=6, temperature=float(i % 2), seed=i) for i in range(5)]
-    expected = models_made.plain().generate(PROMPTS, samplings)
+    expected = tiny_models.plain().generate(PROMPTS, samplings)
     assert [line["ids"][3:] for line in lines] == [completion.token_ids for completion in expected]
     assert {line["prompt_tokens"] for line in lines} == {3}
 
@@ -139,7 +139,7 @@ def test_answers_there_are_are_not_written_again(tmp_path, monkeypatch):
     whole = file.read_text()
     file.write_text(whole[: whole.index("\n") + 30])  # one answer, and the beginning of the second
     asked = []
-    writer(tmp_path, say=asked.append).write(PROMPTS)
+    writer(tmp_path, log_line=asked.append).write(PROMPTS)
     assert file.read_text() == whole
     assert "answers 4 prompts" in asked[0]
 
@@ -147,12 +147,12 @@ def test_answers_there_are_are_not_written_again(tmp_path, monkeypatch):
 def test_answers_to_other_prompts_are_not_taken(tmp_path):
     writer(tmp_path).write(PROMPTS)
     with pytest.raises(ForedraftError, match="answers to other prompts or by other rules"):
-        writer(tmp_path, written=7).write(PROMPTS)
+        writer(tmp_path, max_tokens=7).write(PROMPTS)
 
 
 def test_prompts_that_leave_no_room_are_left_out(tmp_path):
     said = []
-    writer(tmp_path, say=said.append).write([[5] * 300, [6]])
+    writer(tmp_path, log_line=said.append).write([[5] * 300, [6]])
     assert said[0] == "1 of 2 prompts are longer than 250: left out"
     with pytest.raises(ForedraftError, match="no prompt is shorter"):
         writer(tmp_path / "b").write([[5] * 300])
@@ -170,7 +170,7 @@ class JointConfig:
     backbone: float | None = 0.1
 
 
-class Heads(Linear):
+class Heads(LinearTrainee):
     warmup_heads = 2
 
     def __init__(self, config, width, vocab_size):
@@ -182,7 +182,7 @@ def joint(config, target, start=None):
     return Heads(config, target.hidden_size, target.vocab_size)
 
 
-JOINT = SimpleNamespace(TrainConfig=JointConfig, trainee=joint)
+JOINT = SimpleNamespace(TrainConfig=JointConfig, create_trainee=joint)
 
 
 def test_a_target_learns_with_its_heads_and_is_saved_beside_them(folder):
@@ -201,16 +201,16 @@ def test_a_target_learns_with_its_heads_and_is_saved_beside_them(folder):
 
 
 def test_live_states_are_those_of_the_traces(folder):
-    from foredraft.train.joint import Live
     from foredraft.train.trace import Tracer
+    from foredraft.train.with_target import TrainableTarget
 
     llm = LLM(str(folder / "model"), None)
-    live = Live.of(llm.target, (0, 1, -1))
+    live = TrainableTarget.from_model(llm.target, (0, 1, -1))
     tokens = torch.randint(4, 97, (2, 12))
     logits, states = live.forward(tokens)
-    features, law = Tracer(llm.target, (0, 1, -1)).follow(tokens)
+    features, log_probs = Tracer(llm.target, (0, 1, -1)).run_target(tokens)
     assert torch.allclose(states, features, atol=1e-4)
-    assert torch.allclose(logits.log_softmax(-1), law.logprobs, atol=1e-3)
+    assert torch.allclose(logits.log_softmax(-1), log_probs.logprobs, atol=1e-3)
     assert states.requires_grad
 
 

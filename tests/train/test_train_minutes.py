@@ -5,9 +5,9 @@ from collections.abc import Callable
 import pytest
 from train_fakes import MODULE, TrainConfig, plan, write_ids
 
-import models_made
+import tiny_models
 from foredraft.train.run import train
-from foredraft.train.timing import Timing
+from foredraft.train.timing import StepTimer
 
 
 class Slow:
@@ -21,15 +21,15 @@ class Slow:
     def clock(self) -> float:
         return self.now
 
-    def trainee(self, config, target, start=None):
-        made, outer = MODULE.trainee(config, target, start), self
-        learn = made.loss
+    def create_trainee(self, config, target, start=None):
+        made, outer = MODULE.create_trainee(config, target, start), self
+        learn = made.compute_loss
 
         def loss(trace):
             outer.now += outer.tick
             return learn(trace)
 
-        made.loss = loss
+        made.compute_loss = loss
         return made
 
 
@@ -39,7 +39,7 @@ def trained(slow: Slow, asked):
 
 @pytest.fixture
 def folder(tmp_path):
-    models_made.llama().float().save_pretrained(tmp_path / "model")
+    tiny_models.llama().float().save_pretrained(tmp_path / "model")
     write_ids(tmp_path)
     return tmp_path
 
@@ -86,21 +86,21 @@ def moved(clock: list[float]) -> Callable[[], float]:
 
 def test_a_stall_is_forgotten():
     now = [0.0]
-    timing = Timing(moved(now))
+    timing = StepTimer(moved(now))
     for _ in range(30):
-        timing.note(1.0, 100)
-    timing.note(60.0, 100)
+        timing.record_step(1.0, 100)
+    timing.record_step(60.0, 100)
     assert timing.step_seconds > 3
     for _ in range(20):
-        timing.note(1.0, 100)
+        timing.record_step(1.0, 100)
     assert timing.step_seconds == pytest.approx(1.0)
     assert timing.tokens_per_second == pytest.approx(100)
 
 
 def test_no_more_steps_than_were_asked_for_and_one_at_least():
     now = [0.0]
-    timing = Timing(moved(now))
-    timing.note(1.0, 1)
-    assert timing.fit(10, 50, 1e9) == 50
+    timing = StepTimer(moved(now))
+    timing.record_step(1.0, 1)
+    assert timing.fit_num_steps(10, 50, 1e9) == 50
     now[0] = 100.0
-    assert timing.fit(10, 50, 99.0) == 11
+    assert timing.fit_num_steps(10, 50, 99.0) == 11

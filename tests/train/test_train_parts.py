@@ -1,4 +1,4 @@
-"""The small parts: rates, optimizers, options by word, what is told to a trainee."""
+"""The small parts: rates, optimizers, options by word, and the settings of a trainee."""
 
 import itertools
 from dataclasses import dataclass
@@ -7,19 +7,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from train_fakes import Linear, plan, write_ids
+from train_fakes import LinearTrainee, plan, write_ids
 
-import models_made
+import tiny_models
 from foredraft.errors import ForedraftError
-from foredraft.train.optimizer import Group, Optimizer, Schedule
-from foredraft.train.plan import Evaluation, differs
+from foredraft.train.config import EvaluationConfig, find_difference
+from foredraft.train.optimizer import GroupedOptimizer, LearningRateSchedule, ParameterGroup
 from foredraft.train.run import train
-from foredraft.train.settings import config_of, pairs
+from foredraft.train.settings import parse_pairs, parse_train_config
 
 
 @pytest.mark.parametrize("decay", ["linear", "cosine", "constant"])
 def test_the_rate_rises_and_falls_to_nothing(decay):
-    scales = [Schedule(100, 10, decay).scale(step) for step in range(101)]
+    scales = [LearningRateSchedule(100, 10, decay).compute_scale(step) for step in range(101)]
     assert scales[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
     assert max(scales) == 1
     assert scales[100] == pytest.approx(1.0 if decay == "constant" else 0.0)
@@ -29,7 +29,9 @@ def test_the_rate_rises_and_falls_to_nothing(decay):
 def test_each_group_moves_at_its_own_rate():
     slow, fast = nn.Linear(2, 2), nn.Linear(2, 2)
     before = [slow.weight.detach().clone(), fast.weight.detach().clone()]
-    optimizer = Optimizer("adamw", [Group.of(slow, 0.1), Group.of(fast)], 0.01)
+    optimizer = GroupedOptimizer(
+        "adamw", [ParameterGroup.from_network(slow, 0.1), ParameterGroup.from_network(fast)], 0.01
+    )
     (slow(torch.ones(2)).sum() + fast(torch.ones(2)).sum()).backward()
     optimizer.step(1.0, 1e9)
     moved = [float((m.weight - b).detach().abs().mean()) for m, b in zip((slow, fast), before, strict=True)]
@@ -38,14 +40,14 @@ def test_each_group_moves_at_its_own_rate():
 
 def test_muon_leaves_what_reads_or_writes_a_vocabulary_to_adamw():
     network = nn.ModuleDict({"inner": nn.Linear(4, 4), "embed_tokens": nn.Embedding(9, 4), "lm_head": nn.Linear(4, 9)})
-    muon, adam = Optimizer("muon", [Group.of(network)], 0.01).parts
+    muon, adam = GroupedOptimizer("muon", [ParameterGroup.from_network(network)], 0.01).optimizers
     assert [tuple(p.shape) for group in muon.param_groups for p in group["params"]] == [(4, 4)]
     assert len([p for group in adam.param_groups for p in group["params"]]) == 4
 
 
 def test_a_drafter_without_parameters_cannot_be_trained():
     with pytest.raises(ForedraftError, match="no parameter takes a gradient"):
-        Optimizer("adamw", [Group.of(nn.ReLU())], 0.01)
+        GroupedOptimizer("adamw", [ParameterGroup.from_network(nn.ReLU())], 0.01)
 
 
 @dataclass(frozen=True)
@@ -68,9 +70,9 @@ class Words:
     ],
 )  # fmt: skip
 def test_a_word_becomes_a_value_of_the_options_type(word, value):
-    given = pairs([word])
+    given = parse_pairs([word])
     [name] = given
-    assert getattr(config_of(SimpleNamespace(TrainConfig=Words), given), name) == value
+    assert getattr(parse_train_config(SimpleNamespace(TrainConfig=Words), given), name) == value
 
 
 @pytest.mark.parametrize(
@@ -82,21 +84,21 @@ def test_a_word_becomes_a_value_of_the_options_type(word, value):
 )  # fmt: skip
 def test_a_word_of_another_type_is_refused(word, wanted):
     with pytest.raises(ForedraftError, match=f"takes {wanted}, got"):
-        config_of(SimpleNamespace(TrainConfig=Words), pairs([word]))
+        parse_train_config(SimpleNamespace(TrainConfig=Words), parse_pairs([word]))
 
 
 def test_the_first_difference_is_named_with_its_place():
-    assert differs({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}}) == "a.c was 2 and is 3"
-    assert differs({"a": [1]}, {"a": [1]}) is None
-    assert differs({}, {"a": 1}) == "a was None and is 1"
+    assert find_difference({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}}) == "a.c was 2 and is 3"
+    assert find_difference({"a": [1]}, {"a": [1]}) is None
+    assert find_difference({}, {"a": 1}) == "a was None and is 1"
 
 
 def test_a_trainee_looks_at_held_out_text_before_it_is_written(tmp_path):
-    models_made.llama().float().save_pretrained(tmp_path / "model")
+    tiny_models.llama().float().save_pretrained(tmp_path / "model")
     write_ids(tmp_path)
     seen = []
 
-    class Looking(Linear):
+    class Looking(LinearTrainee):
         def finish(self, traces):
             assert not self.network.training
             seen.append(sum(int(trace.mask.sum()) for trace in traces))
@@ -109,7 +111,7 @@ def test_a_trainee_looks_at_held_out_text_before_it_is_written(tmp_path):
 
     from train_fakes import MODULE
 
-    made = SimpleNamespace(TrainConfig=MODULE.TrainConfig, trainee=trainee)
-    train(plan(tmp_path, held_out_share=0.2, evaluation=Evaluation(prompts=0)), module=made)
+    made = SimpleNamespace(TrainConfig=MODULE.TrainConfig, create_trainee=trainee)
+    train(plan(tmp_path, held_out_share=0.2, evaluation=EvaluationConfig(prompts=0)), module=made)
     assert int((tmp_path / "out" / "drafter").read_text()) >= 1, "it was written before it had looked"
     assert seen[-1] == 2 * 50  # the tokens of two texts

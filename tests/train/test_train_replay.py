@@ -2,10 +2,10 @@
 
 import pytest
 
-import models_made
+import tiny_models
 from foredraft import LLM, ForedraftError, Sampling
-from foredraft.train.replay import REGIMES, Figures, Recording, Replay
-from methods_made import EACH, MADE
+from foredraft.train.replay import REGIMES, Recording, Replay, ReplayMetrics
+from method_cases import EACH_CASE, METHOD_CASES
 
 PROMPTS = [[5, 9, 33, 7], [61, 3, 12], list(range(10, 50)), [4]]
 TOKENS = 40
@@ -13,7 +13,7 @@ TOKENS = 40
 
 @pytest.fixture(scope="module")
 def recordings():
-    return {name: Recording.make(models_made.plain(), PROMPTS, t, TOKENS) for name, t in REGIMES.items()}
+    return {name: Recording.make(tiny_models.plain(), PROMPTS, t, TOKENS) for name, t in REGIMES.items()}
 
 
 def real(llm, regime):
@@ -26,20 +26,20 @@ def counts(stats):
 
 
 @pytest.mark.parametrize("regime", REGIMES)
-@pytest.mark.parametrize("name", [each for each in EACH if "lookahead" not in each.values[0]])
+@pytest.mark.parametrize("name", [each for each in EACH_CASE if "lookahead" not in each.values[0]])
 def test_a_replay_counts_what_a_real_run_counts(recordings, regime, name):
     # states traced text by text differ from those of the steps by rounding: nothing sits on a tie in float64
     def drafting():
-        return models_made.plain().with_drafter(MADE[name].make(4, models_made.plain()))
+        return tiny_models.plain().with_drafter(METHOD_CASES[name].make(4, tiny_models.plain()))
 
     replayed, run = Replay(drafting(), recordings[regime]).run(), real(drafting(), regime)
     assert counts(replayed) == counts(run)
-    assert Figures.of(replayed) == Figures.of(run)
-    assert Figures.of(run).acceptance_length > 1  # something was accepted
+    assert ReplayMetrics.from_stats(replayed) == ReplayMetrics.from_stats(run)
+    assert ReplayMetrics.from_stats(run).acceptance_length > 1  # something was accepted
 
 
 def test_a_drafter_that_asks_the_target_about_its_guesses_is_refused(recordings):
-    llm = models_made.plain().with_drafter(MADE["lookahead"].make(4))
+    llm = tiny_models.plain().with_drafter(METHOD_CASES["lookahead"].make(4))
     with pytest.raises(ForedraftError, match="run it instead"):
         Replay(llm, recordings["greedy"])
 
@@ -49,14 +49,14 @@ def test_a_batch_smaller_than_the_prompts_is_replayed_in_turns(recordings):
 
     def llm():
         limits = MemoryLimits(max_batch=2, max_step_tokens=24)
-        return LLM(models_made.target(), models_made.draft_model(4), limits=limits)
+        return LLM(tiny_models.target(), tiny_models.draft_model(4), limits=limits)
 
     assert counts(Replay(llm(), recordings["sampled"]).run()) == counts(real(llm(), "sampled"))
 
 
 def test_a_drafter_that_fails_is_replayed_as_none(recordings):
     class Broken:
-        taps, num_nodes = (), 3
+        hidden_layers, max_nodes = (), 3
 
         def propose(self, batch):
             raise RuntimeError("no")
@@ -67,5 +67,5 @@ def test_a_drafter_that_fails_is_replayed_as_none(recordings):
         def forget(self, slots):
             pass
 
-    figures = Figures.of(Replay(models_made.plain().with_drafter(Broken()), recordings["greedy"]).run())
-    assert figures == Figures(1.0, ())
+    figures = ReplayMetrics.from_stats(Replay(tiny_models.plain().with_drafter(Broken()), recordings["greedy"]).run())
+    assert figures == ReplayMetrics(1.0, ())

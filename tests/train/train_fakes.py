@@ -8,41 +8,43 @@ import numpy as np
 import torch
 from torch import nn
 
-from foredraft.drafters.training import Losses, Trace, check_loss, draft_loss, mean
-from foredraft.models.window import NORMED
-from foredraft.train.plan import Data, Evaluation, Plan, Steps
+from foredraft.drafters.losses import Losses, Trace, average_over_mask, check_loss, compute_draft_loss
+from foredraft.models.forward_batch import AFTER_FINAL_NORM
+from foredraft.train.config import DataConfig, EvaluationConfig, OptimizationConfig, TrainPlan
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     loss: str = "ce"
     dropout: float = 0.0
-    taps: tuple[int, ...] = (NORMED,)
+    taps: tuple[int, ...] = (AFTER_FINAL_NORM,)
     scale: float | None = None
 
 
-class Linear:
+class LinearTrainee:
     """One matrix that guesses the next token from the target's last state."""
 
     def __init__(self, config: TrainConfig, width: int, vocab_size: int) -> None:
         check_loss(config.loss)
-        self.config, self.taps = config, config.taps
+        self.config, self.hidden_layers = config, config.taps
         self.network = nn.Sequential(nn.Dropout(config.dropout), nn.Linear(width, vocab_size))
 
-    def loss(self, trace: Trace) -> Losses:
+    def compute_loss(self, trace: Trace) -> Losses:
         logits = self.network(trace.features.float())
-        total = mean(draft_loss(self.config.loss, logits, trace.law, trace.tokens[:, 1:]), trace.mask[:, 1:])
+        total = average_over_mask(
+            compute_draft_loss(self.config.loss, logits, trace.target_log_probs, trace.tokens[:, 1:]), trace.mask[:, 1:]
+        )
         return Losses(total, {"twice": 2 * float(total.detach())})
 
-    def published(self):
+    def to_checkpoint(self):
         return {name: x.detach() for name, x in self.network.state_dict().items()}, {"kind": "linear"}
 
 
-def trainee(config, target, start=None):
-    return Linear(config, target.hidden_size * len(config.taps), target.vocab_size)
+def create_trainee(config, target, start=None):
+    return LinearTrainee(config, target.hidden_size * len(config.taps), target.vocab_size)
 
 
-MODULE = SimpleNamespace(TrainConfig=TrainConfig, trainee=trainee)
+MODULE = SimpleNamespace(TrainConfig=TrainConfig, create_trainee=create_trainee)
 
 
 def write_ids(folder: Path, num_texts: int = 12, length: int = 50, vocab_size: int = 97, name: str = "ids.npy") -> str:
@@ -53,15 +55,15 @@ def write_ids(folder: Path, num_texts: int = 12, length: int = 50, vocab_size: i
     return str(folder / name)
 
 
-def plan(folder: Path, out: str = "out", settings=None, **more) -> Plan:
+def plan(folder: Path, out: str = "out", settings=None, **more) -> TrainPlan:
     steps = {"steps": 6, "batch_tokens": 64, "learning_rate": 1e-2}
     data = {"files": (str(folder / "ids.npy"),), "context": 16}
-    asked = {name: more.pop(name) for name in list(more) if name in Steps.__dataclass_fields__}
-    told = {name: more.pop(name) for name in list(more) if name in Data.__dataclass_fields__}
-    return Plan(
+    asked = {name: more.pop(name) for name in list(more) if name in OptimizationConfig.__dataclass_fields__}
+    data_fields = {name: more.pop(name) for name in list(more) if name in DataConfig.__dataclass_fields__}
+    return TrainPlan(
         method="fake", model=str(folder / "model"), out=folder / out, settings=settings,
-        data=Data(**{**data, **told}), steps=Steps(**{**steps, **asked}),
-        **{"evaluation": Evaluation(prompts=0), "precision": "fp32", "device": "cpu", **more},
+        data=DataConfig(**{**data, **data_fields}), steps=OptimizationConfig(**{**steps, **asked}),
+        **{"evaluation": EvaluationConfig(prompts=0), "precision": "fp32", "device": "cpu", **more},
     )  # fmt: skip
 
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from foredraft import ForedraftError
-from foredraft.zoo.collect import ABOUT, TRAIN, collect
-from foredraft.zoo.corpus import Source
-from foredraft.zoo.duplicates import Sieve
-from foredraft.zoo.licences import permissive_licence
-from foredraft.zoo.packages import Package, capped, is_worth_reading, packages, without_licence
+from foredraft.zoo.collect import SUMMARY_FILE, TRAIN_FILE, collect
+from foredraft.zoo.corpus import SourceFile
+from foredraft.zoo.duplicates import DuplicateFilter
+from foredraft.zoo.licences import find_permissive_licence
+from foredraft.zoo.packages import Package, cap_shares, find_packages, is_usable_source, strip_licence
 
 WORDS = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda sigma omega parse write read merge".split()
 
@@ -71,14 +71,14 @@ def test_only_permissive_licences_are_allowed(fields, licence):
     metadata = Message()
     for name, value in fields.items():
         metadata[name] = value
-    assert permissive_licence(metadata) == licence
+    assert find_permissive_licence(metadata) == licence
 
 
 def test_of_two_classifiers_both_have_to_be_allowed():
     metadata = Message()
     metadata["Classifier"] = "License :: OSI Approved :: MIT License"
     metadata["Classifier"] = "License :: OSI Approved :: Mozilla Public License 2.0 (MPL 2.0)"
-    assert permissive_licence(metadata) is None
+    assert find_permissive_licence(metadata) is None
 
 
 def test_packages_come_by_name_with_version_licence_and_digest(installed):
@@ -89,12 +89,12 @@ def test_packages_come_by_name_with_version_licence_and_digest(installed):
         installed("alpha", {"alpha.py": code(6)}, "License: BSD"),
         installed("empty", {}, "License-Expression: MIT"),
     ]
-    alpha, beta = packages(made)
+    alpha, beta = find_packages(made)
     assert (alpha.name, alpha.version, alpha.licence) == ("alpha", "1.2", "BSD")
     assert beta.name == "beta-pkg"
     assert [file.name for file in beta.files] == ["beta/a.py", "beta/b.py"]
-    assert beta.facts() == next(p for p in packages(reversed(made)) if p.name == "beta-pkg").facts()
-    assert beta.facts()["chars"] == len(code(1)) + len(code(2))
+    assert beta.describe() == next(p for p in find_packages(reversed(made)) if p.name == "beta-pkg").describe()
+    assert beta.describe()["chars"] == len(code(1)) + len(code(2))
 
 
 @pytest.mark.parametrize(
@@ -111,49 +111,47 @@ def test_packages_come_by_name_with_version_licence_and_digest(installed):
     ids=["short", "generated", "not to be edited", "long line", "numbers", "repeated lines", "long"],
 )
 def test_tables_and_machine_written_files_are_skipped(text):
-    assert is_worth_reading(code(1))
-    assert not is_worth_reading(text)
+    assert is_usable_source(code(1))
+    assert not is_usable_source(text)
 
 
 def test_a_licence_at_the_top_is_cut_and_other_comments_are_not():
     body = "# What this is for.\n" + code(1)
-    assert without_licence("# Copyright 2020 The Authors.\n# Licensed under the Apache License.\n\n" + code(1)) == code(
-        1
-    )
-    assert without_licence(body) == body
+    assert strip_licence("# Copyright 2020 The Authors.\n# Licensed under the Apache License.\n\n" + code(1)) == code(1)
+    assert strip_licence(body) == body
 
 
 def test_what_was_seen_and_what_is_held_out_are_left_out():
-    held, seen, new = (Source(f"{name}.py", code(seed)) for seed, name in enumerate(["held", "seen", "new"]))
+    held, seen, new = (SourceFile(f"{name}.py", code(seed)) for seed, name in enumerate(["held", "seen", "new"]))
     half = new.text[: len(new.text) // 2]
-    sieve = Sieve([held])
-    sieve.note([seen])
-    kept = sieve.keep(
+    sieve = DuplicateFilter([held])
+    sieve.add([seen])
+    kept = sieve.select_new(
         [
-            Source("copy.py", seen.text + code(9, 4)),
+            SourceFile("copy.py", seen.text + code(9, 4)),
             new,
-            Source("again.py", half),
+            SourceFile("again.py", half),
             # a third of a held-out file inside a much longer one
-            Source("close.py", code(10, 100) + held.text[: len(held.text) // 2]),
-            Source("mixed.py", code(11) + seen.text[: len(seen.text) // 5]),
+            SourceFile("close.py", code(10, 100) + held.text[: len(held.text) // 2]),
+            SourceFile("mixed.py", code(11) + seen.text[: len(seen.text) // 5]),
         ]
     )
     assert [file.name for file in kept] == ["new.py", "mixed.py"]
 
 
 def package(name, files, start=0):
-    texts = (Source(f"{name}/{i}.py", code(start + i)) for i in range(files))
+    texts = (SourceFile(f"{name}/{i}.py", code(start + i)) for i in range(files))
     return Package(name, "1", "MIT", tuple(texts))
 
 
 def test_no_package_has_more_than_its_share():
     every = [package("large", 60), package("small", 12, 100), package("other", 12, 200)]
-    found = capped(every, others=4 * every[1].chars, share=0.25)
+    found = cap_shares(every, other_chars=4 * every[1].chars, share=0.25)
     total = 4 * every[1].chars + sum(p.chars for p in found)
     assert 0.2 * total < found[0].chars < 0.26 * total
     assert found[1:] == every[1:]
     assert [f.name for f in found[0].files] == [f.name for f in every[0].files if f in found[0].files]
-    assert capped(every, 4 * every[1].chars, 0.25) == found
+    assert cap_shares(every, 4 * every[1].chars, 0.25) == found
 
 
 @pytest.fixture
@@ -169,32 +167,32 @@ def test_a_corpus_is_gathered_once_and_kept(tree, tmp_path):
     (out := tmp_path / "out").mkdir()
     found = [package("alpha", 1), package("rich", 2, 50)]
     first = collect(out, tree, found)
-    about = first.about
+    about = first.summary
     assert [facts["name"] for facts in about.packages] == ["alpha"]
     assert [facts["name"] for facts in about.held_packages] == ["rich"]
     assert len(first.train) == about.train_tokens > about.library_tokens == len(first.library)
     assert (first.train == 0).sum() == 5
-    assert (first.held == 0).sum() == 1
+    assert (first.held_out == 0).sum() == 1
     assert about.held_bytes == len(code(304).encode())
     again = collect(out, tree, [])  # what is installed now does not matter
-    assert again.about == about
+    assert again.summary == about
     assert np.array_equal(again.train, first.train)
 
 
 def test_another_tree_stands_alone(tree, tmp_path):
     (out := tmp_path / "out").mkdir()
-    assert collect(out, tree).about.packages == ()
+    assert collect(out, tree).summary.packages == ()
 
 
 def test_an_array_that_has_changed_is_refused(tree, tmp_path):
     (out := tmp_path / "out").mkdir()
     ids = collect(out, tree).train
-    np.save(out / TRAIN, ids[::-1])
-    with pytest.raises(ForedraftError, match=f"remove {ABOUT} to gather it anew"):
+    np.save(out / TRAIN_FILE, ids[::-1])
+    with pytest.raises(ForedraftError, match=f"remove {SUMMARY_FILE} to gather it anew"):
         collect(out, tree)
 
 
 def test_the_environment_gives_the_same_packages_each_time():
-    first, second = (list(itertools.islice(packages(), 3)) for _ in range(2))
+    first, second = (list(itertools.islice(find_packages(), 3)) for _ in range(2))
     assert first == second
     assert all(p.files and p.licence for p in first)

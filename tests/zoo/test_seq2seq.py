@@ -9,53 +9,65 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from foredraft import zoo
 from foredraft.zoo import tokens
-from foredraft.zoo.corpus import Source
-from foredraft.zoo.seq2seq import IGNORED, SEQ2SEQ, Job, Pairs, clean_loss, closed, logits_of, pairs, train
-from foredraft.zoo.seq2seq_build import PairRecipe, build_pair
+from foredraft.zoo.corpus import SourceFile
+from foredraft.zoo.seq2seq import (
+    IGNORE_INDEX,
+    SEQ2SEQ_RECIPE,
+    Seq2SeqBatch,
+    Seq2SeqJob,
+    append_end_token,
+    compute_clean_loss,
+    compute_logits,
+    make_batches,
+    train,
+)
+from foredraft.zoo.seq2seq_build import Seq2SeqPairRecipe, build_pair
 
 TEXTS = [f"The value number {i} is returned to the caller of this function." for i in range(40)]
 TINY = replace(
-    SEQ2SEQ, hidden=16, intermediate=16, heads=2, encoder_layers=1, decoder_layers=1, steps=4, warmup=1,
+    SEQ2SEQ_RECIPE, hidden=16, intermediate=16, heads=2, encoder_layers=1, decoder_layers=1, steps=4, warmup=1,
     batch_tokens=128, checkpoint_every=2,
 )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return closed(tokens.load_tokenizer(zoo.path("target")))
+    return append_end_token(tokens.load_tokenizer(zoo.find_folder("target")))
 
 
 def test_both_sides_end_with_the_end_of_the_text(tokenizer):
-    batch = Pairs.of(tokenizer, ["a bb", "a longer text"], ["a b", "a longer text"])
+    batch = Seq2SeqBatch.from_texts(tokenizer, ["a bb", "a longer text"], ["a b", "a longer text"])
     for row, mask in zip(batch.source, batch.mask, strict=True):
         assert row[mask][-1] == 0
         assert not row[~mask].any()
-    assert all(row[row != IGNORED][-1] == 0 for row in batch.target)
+    assert all(row[row != IGNORE_INDEX][-1] == 0 for row in batch.target)
 
 
 def test_errors_are_on_the_encoders_side_alone(tokenizer):
-    batch = next(pairs(tokenizer, TEXTS, 512, seed=0, rate=0.3))
+    batch = next(make_batches(tokenizer, TEXTS, 512, seed=0, rate=0.3))
     clean = {tuple(encoding.ids) for encoding in tokenizer.encode_batch(TEXTS)}
-    assert all(tuple(row[row != IGNORED].tolist()) in clean for row in batch.target)
+    assert all(tuple(row[row != IGNORE_INDEX].tolist()) in clean for row in batch.target)
     assert any(tuple(row[mask].tolist()) not in clean for row, mask in zip(batch.source, batch.mask, strict=True))
 
 
 def test_padding_changes_no_loss(tokenizer):
     model = AutoModelForSeq2SeqLM.from_config(_config()).double().eval()
-    alone = [Pairs.of(tokenizer, [text], [text]) for text in ("short", "a text that is a good deal longer")]
-    together = Pairs.of(
+    alone = [
+        Seq2SeqBatch.from_texts(tokenizer, [text], [text]) for text in ("short", "a text that is a good deal longer")
+    ]
+    together = Seq2SeqBatch.from_texts(
         tokenizer, ["short", "a text that is a good deal longer"], ["short", "a text that is a good deal longer"]
     )
     with torch.no_grad():
-        sums = [clean_loss(b, logits_of(model, b)) * (b.target != IGNORED).sum() for b in alone]
-        both = clean_loss(together, logits_of(model, together)) * (together.target != IGNORED).sum()
+        sums = [compute_clean_loss(b, compute_logits(model, b)) * (b.target != IGNORE_INDEX).sum() for b in alone]
+        both = compute_clean_loss(together, compute_logits(model, together)) * (together.target != IGNORE_INDEX).sum()
     torch.testing.assert_close(both, sum(sums), rtol=1e-4, atol=1e-4)
 
 
 def _config():
-    from foredraft.zoo.seq2seq import build
+    from foredraft.zoo.seq2seq import build_model
 
-    return build(TINY).config
+    return build_model(TINY).config
 
 
 def test_a_stopped_run_goes_on_where_it_was(tokenizer, tmp_path: Path):
@@ -63,19 +75,21 @@ def test_a_stopped_run_goes_on_where_it_was(tokenizer, tmp_path: Path):
         if step == 3:
             raise KeyboardInterrupt
 
-    job = Job(TINY, tokenizer, TEXTS, TEXTS[:4], tmp_path / "run", progress=stop)
+    job = Seq2SeqJob(TINY, tokenizer, TEXTS, TEXTS[:4], tmp_path / "run", progress=stop)
     with pytest.raises(KeyboardInterrupt):
         train(job)
     seen: list[int] = []
     train(replace(job, progress=lambda step, steps, loss: seen.append(step)))
     assert seen == [3, 4]
-    assert not job.checkpoint.exists()
+    assert not job.checkpoint_path.exists()
 
 
 def test_the_pair_loads_in_transformers_and_says_what_it_is(tmp_path: Path):
-    files = [Source("a.py", "\n\n".join(f"# {text}" for text in TEXTS))]
-    made = tokens.load_tokenizer(zoo.path("target"))
-    build_pair(tmp_path, "cpu", made, files, files, lambda *_: None, PairRecipe(TINY, replace(TINY, hidden=8, heads=1)))
+    files = [SourceFile("a.py", "\n\n".join(f"# {text}" for text in TEXTS))]
+    made = tokens.load_tokenizer(zoo.find_folder("target"))
+    build_pair(
+        tmp_path, "cpu", made, files, files, lambda *_: None, Seq2SeqPairRecipe(TINY, replace(TINY, hidden=8, heads=1))
+    )
     for name in ("seq2seq", "seq2seq_draft"):
         model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / name)
         assert model.config.decoder_start_token_id == 0

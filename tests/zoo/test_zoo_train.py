@@ -13,23 +13,32 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from foredraft import LLM, ForedraftError, Sampling
 from foredraft.zoo import build, corpus
-from foredraft.zoo.batches import Batches
-from foredraft.zoo.heads import RECIPES, Heads
-from foredraft.zoo.measure import PairFigures, measure
-from foredraft.zoo.recipe import TARGET, Recipe, Stage
-from foredraft.zoo.seq2seq import SEQ2SEQ, SEQ2SEQ_DRAFT
-from foredraft.zoo.seq2seq_build import PairRecipe
-from foredraft.zoo.train import Run, distillation_loss, rate, stacked, train
-from foredraft.zoo.train import build as untrained
+from foredraft.zoo.batches import WindowBatches
+from foredraft.zoo.heads import HEAD_RECIPES, HeadsPlan
+from foredraft.zoo.measure import PairMetrics, measure_pair
+from foredraft.zoo.recipe import TARGET_RECIPE, LlamaRecipe, TrainStage
+from foredraft.zoo.seq2seq import SEQ2SEQ_DRAFT_RECIPE, SEQ2SEQ_RECIPE
+from foredraft.zoo.seq2seq_build import Seq2SeqPairRecipe
+from foredraft.zoo.train import PretrainingRun, compute_rate_scale, make_distillation_loss, stack_layers, train
+from foredraft.zoo.train import build_model as untrained
 
-TINY = Recipe(
+TINY = LlamaRecipe(
     hidden=32, intermediate=48, heads=2, kv_heads=1, batch_tokens=64, micro_tokens=32, warmup=1,
-    stages=(Stage(1, 16, 3), Stage(2, 16, 2)), decay=0.6, long_context=32,
+    stages=(TrainStage(1, 16, 3), TrainStage(2, 16, 2)), decay=0.6, long_context=32,
 )  # fmt: skip
-TINY_DRAFT = replace(TINY, hidden=16, stages=(Stage(1, 16, 3),))
-TINY_PAIR = PairRecipe(
-    replace(SEQ2SEQ, hidden=16, intermediate=16, heads=2, encoder_layers=1, decoder_layers=1, steps=3, batch_tokens=64),
-    replace(SEQ2SEQ_DRAFT, hidden=8, intermediate=8, heads=1, encoder_layers=1, steps=2, batch_tokens=64),
+TINY_DRAFT = replace(TINY, hidden=16, stages=(TrainStage(1, 16, 3),))
+TINY_PAIR = Seq2SeqPairRecipe(
+    replace(
+        SEQ2SEQ_RECIPE,
+        hidden=16,
+        intermediate=16,
+        heads=2,
+        encoder_layers=1,
+        decoder_layers=1,
+        steps=3,
+        batch_tokens=64,
+    ),
+    replace(SEQ2SEQ_DRAFT_RECIPE, hidden=8, intermediate=8, heads=1, encoder_layers=1, steps=2, batch_tokens=64),
 )
 
 
@@ -59,7 +68,7 @@ def test_the_real_split_holds_out_every_module_on_the_list():
 
 
 def test_prompts_come_from_held_out_modules_only():
-    prompts = corpus.held_out_prompts(50)
+    prompts = corpus.make_held_out_prompts(50)
     held = [s.text for s in corpus.split()[1]]
     assert len(set(prompts)) == 50
     assert all(any(prompt in text for text in held) for prompt in prompts)
@@ -69,8 +78,8 @@ def test_everything_is_built_and_measured_and_loads_in_transformers(python_tree,
     out = tmp_path / "out"
     steps = []
     of_two_layers = {"eagle3": {"taps": "[1]"}, "early_exit": {"exit_layer": "1", "rank": "8"}}
-    tiny = tuple(replace(h, steps=2, settings=h.settings | of_two_layers.get(h.method, {})) for h in RECIPES)
-    heads = Heads(tiny, documents=4, corpus_tokens=4000, prompts=2, tokens=16)
+    tiny = tuple(replace(h, steps=2, settings=h.settings | of_two_layers.get(h.method, {})) for h in HEAD_RECIPES)
+    heads = HeadsPlan(tiny, documents=4, corpus_tokens=4000, prompts=2, tokens=16)
     figures = build.build_all(
         out,
         target=TINY,
@@ -81,8 +90,8 @@ def test_everything_is_built_and_measured_and_loads_in_transformers(python_tree,
         pair=TINY_PAIR,
     )
     assert 0 < figures.alpha < 1
-    assert set(steps) == {*build.PARTS, *(head.method for head in RECIPES), "seq2seq", "seq2seq_draft"}
-    for head in RECIPES:
+    assert set(steps) == {*build.PARTS, *(head.method for head in HEAD_RECIPES), "seq2seq", "seq2seq_draft"}
+    for head in HEAD_RECIPES:
         llm = LLM(str(out / "target"), {"method": head.method, "model": str(out / head.method)})
         (done,) = llm.generate("def f(", Sampling(max_tokens=8, temperature=0, ignore_eos=True))
         assert done.stats.num_drafted > 0
@@ -108,22 +117,22 @@ def interrupt_at(at):
 def test_an_interrupted_run_resumes_to_the_same_weights(tmp_path):
     """A resumed run that repeats or skips a batch gives other weights. Cut at either depth, at a seam, in the decay."""
     ids = np.random.default_rng(0).integers(0, 4096, 4000).astype(np.uint16)
-    whole = train(Run(TINY, ids, tmp_path / "whole")).state_dict()
-    cut = Run(replace(TINY, checkpoint_seconds=0.0), ids, tmp_path / "cut")
+    whole = train(PretrainingRun(TINY, ids, tmp_path / "whole")).state_dict()
+    cut = PretrainingRun(replace(TINY, checkpoint_seconds=0.0), ids, tmp_path / "cut")
     for at in (2, 3, 4, 5, 6):
         with pytest.raises(KeyboardInterrupt):
             train(replace(cut, progress=interrupt_at(at)))
     resumed = train(cut).state_dict()
     for name, weight in whole.items():
         assert torch.equal(weight, resumed[name]), name
-    assert not cut.decaying.exists()
+    assert not cut.decay_checkpoint.exists()
     saved = load_file(tmp_path / "cut" / "model.safetensors")
     assert "lm_head.weight" not in saved, "tied embeddings are stored once"
 
 
 def test_stacking_repeats_the_layers_in_order():
     shallow = untrained(TINY, 2)
-    deep = stacked(TINY, shallow, 4)
+    deep = stack_layers(TINY, shallow, 4)
     for i in range(4):
         ours, theirs = deep.model.layers[i].state_dict(), shallow.model.layers[i % 2].state_dict()
         assert all(torch.equal(ours[k], theirs[k]) for k in ours)
@@ -131,39 +140,42 @@ def test_stacking_repeats_the_layers_in_order():
 
 
 def test_the_rate_warms_up_at_every_depth_and_ends_at_zero():
-    recipe = replace(TINY, stages=(Stage(1, 16, 100),), warmup=10, decay=0.5)
-    assert [rate(recipe, step, 0, None) for step in (0, 4, 9, 50)] == [0.1, 0.5, 1, 1]
-    assert rate(recipe, 60, 60, None) == 0.1
-    falling = [rate(recipe, step, 0, 100) for step in range(100, 151)]
+    recipe = replace(TINY, stages=(TrainStage(1, 16, 100),), warmup=10, decay=0.5)
+    assert [compute_rate_scale(recipe, step, 0, None) for step in (0, 4, 9, 50)] == [0.1, 0.5, 1, 1]
+    assert compute_rate_scale(recipe, 60, 60, None) == 0.1
+    falling = [compute_rate_scale(recipe, step, 0, 100) for step in range(100, 151)]
     assert falling[0] == 1
     assert falling[-1] == 0
     assert falling == sorted(falling, reverse=True)
 
 
 def test_a_decay_that_begins_early_is_shorter_and_as_deep():
-    early, late = TINY.ending(5), replace(TINY, stages=(Stage(1, 16, 300), Stage(2, 16, 200))).ending(500)
+    early, late = (
+        TINY.make_decay_stages(5),
+        replace(TINY, stages=(TrainStage(1, 16, 300), TrainStage(2, 16, 200))).make_decay_stages(500),
+    )
     assert [(stage.layers, stage.context, stage.steps) for stage in early] == [(2, 16, 2), (2, 32, 1)]
     assert [stage.steps for stage in late] == [240, 60]
 
 
 def test_another_number_of_tokens_keeps_the_proportions():
-    recipe = replace(TARGET, stages=(Stage(6, 256, 3000), Stage(12, 256, 1000)))
-    longer = recipe.scaled(3 * recipe.tokens, None, "cpu")
+    recipe = replace(TARGET_RECIPE, stages=(TrainStage(6, 256, 3000), TrainStage(12, 256, 1000)))
+    longer = recipe.scale(3 * recipe.total_tokens, None, "cpu")
     assert [stage.steps for stage in longer.stages] == [9000, 3000]
-    on_gpu = recipe.scaled(16 * recipe.tokens, None, "cuda")
+    on_gpu = recipe.scale(16 * recipe.total_tokens, None, "cuda")
     assert [stage.steps for stage in on_gpu.stages] == [6000, 2000]
     assert on_gpu.batch_tokens == on_gpu.micro_tokens == 8 * recipe.batch_tokens
 
 
 def test_a_run_finished_early_keeps_its_checkpoint_and_can_go_on(tmp_path):
     ids = np.random.default_rng(0).integers(0, 4096, 4000).astype(np.uint16)
-    run = Run(replace(TINY, checkpoint_seconds=0.0), ids, tmp_path / "cut", held=ids)
+    run = PretrainingRun(replace(TINY, checkpoint_seconds=0.0), ids, tmp_path / "cut", held_out_ids=ids)
     with pytest.raises(KeyboardInterrupt):
         train(replace(run, progress=interrupt_at(2)))
     assert train(run, finish=True).config.num_hidden_layers == 2
     rows = [json.loads(line) for line in (tmp_path / "cut" / "log.jsonl").read_text().splitlines()]
     assert rows[-1]["decay_from"] == 2
-    assert torch.load(run.constant, weights_only=True)["step"] == 2
+    assert torch.load(run.constant_checkpoint, weights_only=True)["step"] == 2
     whole = train(replace(run, folder=tmp_path / "whole")).state_dict()
     resumed = train(run).state_dict()
     assert all(torch.equal(weight, resumed[name]) for name, weight in whole.items())
@@ -171,7 +183,7 @@ def test_a_run_finished_early_keeps_its_checkpoint_and_can_go_on(tmp_path):
 
 def test_a_checkpoint_of_other_batches_is_refused(tmp_path):
     ids = np.random.default_rng(0).integers(0, 4096, 4000).astype(np.uint16)
-    run = Run(TINY, ids, tmp_path)
+    run = PretrainingRun(TINY, ids, tmp_path)
     train(run)
     with pytest.raises(ForedraftError, match="give --batch-tokens 64"):
         train(replace(run, recipe=replace(TINY, batch_tokens=128)))
@@ -184,22 +196,22 @@ def test_a_signal_saves_a_checkpoint_after_the_step_under_way(tmp_path):
         if step == 2:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    run = Run(TINY, ids, tmp_path, progress=terminate)
+    run = PretrainingRun(TINY, ids, tmp_path, progress=terminate)
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(KeyboardInterrupt):
         train(run)
-    assert torch.load(run.constant, weights_only=True)["step"] == 3
+    assert torch.load(run.constant_checkpoint, weights_only=True)["step"] == 3
     assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_every_window_comes_once_in_a_pass_whatever_step_a_run_goes_on_from():
     ids = np.arange(1000).astype(np.uint16)
-    batches = Batches(ids, 10, 3, seed=0)
-    passes = [[row.tolist() for row in batches.at(i)] for i in range(2 * batches.per_pass)]
-    starts = [row[0] for batch in passes[: batches.per_pass] for row in batch]
+    batches = WindowBatches(ids, 10, 3, seed=0)
+    passes = [[row.tolist() for row in batches.get_batch(i)] for i in range(2 * batches.batches_per_pass)]
+    starts = [row[0] for batch in passes[: batches.batches_per_pass] for row in batch]
     assert len(set(starts)) == len(starts) == 99
     assert all(row == list(range(row[0], row[0] + 11)) for batch in passes for row in batch)
-    assert [row.tolist() for row in Batches(ids, 10, 3, seed=0).at(40)] == passes[40]
+    assert [row.tolist() for row in WindowBatches(ids, 10, 3, seed=0).get_batch(40)] == passes[40]
     assert {row[0] % 10 for row in passes[0]} != {row[0] % 10 for row in passes[-1]}
 
 
@@ -207,19 +219,19 @@ def test_distilling_a_model_into_itself_costs_nothing():
     model = untrained(TINY, 1, torch.float32).eval()
     ids = torch.randint(0, 4096, (2, 8))
     logits = model(ids).logits.flatten(0, 1)
-    loss = distillation_loss(model)(ids, logits, ids.flatten())
+    loss = make_distillation_loss(model)(ids, logits, ids.flatten())
     assert loss.item() == pytest.approx(0, abs=1e-4)
 
 
 def test_figures_of_a_perfect_draft():
     model = untrained(TINY, 1, torch.float32).eval()
     ids = np.random.default_rng(1).integers(0, 4096, 400).astype(np.uint16)
-    figures = measure(model, model, ids, context=32, windows=4)
+    figures = measure_pair(model, model, ids, context=32, windows=4)
     assert figures.alpha == pytest.approx(1, abs=1e-5)
     assert figures.lengths == pytest.approx(range(2, 10), abs=1e-3)
     assert figures.greedy_lengths == tuple(range(2, 10))
 
 
 def test_the_formula_of_the_paper():
-    figures = PairFigures(0, 0, 0.5, 0, (), (), 0)
-    assert figures.formula(2) == pytest.approx(1 + 0.5 + 0.25)
+    figures = PairMetrics(0, 0, 0.5, 0, (), (), 0)
+    assert figures.predict_length(2) == pytest.approx(1 + 0.5 + 0.25)

@@ -1,4 +1,4 @@
-"""What a comparison says: every mode of every program, who is ahead by how much, and what could not take part."""
+"""Report of a comparison: every mode of every program, the leads, and the programs that could not run."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -9,24 +9,24 @@ from typing import Any
 
 from foredraft import zoo
 from foredraft.bench import compare, methods, plot, report
-from foredraft.bench.methods import PLAIN, Method
-from foredraft.bench.participants import OURS, Pythons, participants
+from foredraft.bench.methods import PLAIN, BenchMethod
+from foredraft.bench.participants import FOREDRAFT, PeerPythons, iter_participants
 from foredraft.bench.questions import Question
 from foredraft.errors import ForedraftError
-from foredraft.models.load import load_tokenizer
+from foredraft.models.loading import load_tokenizer
 
-LARGEST_CONTEXT = 4096  # of the KV memory every program sets aside
+MAX_CONTEXT = 4096  # of the KV memory every program sets aside
 DTYPES = ("bfloat16", "float32")  # that all of the programs can be given
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What to compare."""
+class CompareBenchPlan:
+    """Programs, methods and prompts of a comparison."""
 
     model: str | None
     spec_model: str | None
-    pythons: Pythons
-    methods: tuple[Method, ...]
+    pythons: PeerPythons
+    methods: tuple[BenchMethod, ...]
     questions: tuple[Question, ...]
     dtype: str
     threads: int
@@ -40,7 +40,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Lead:
+class SpeedLead:
     """Ours over one program on the same kind of weights: plain over plain, best over best."""
 
     program: str
@@ -52,74 +52,75 @@ class Lead:
 
 
 @dataclass
-class Job:
+class CompareBench:
     """One run."""
 
-    plan: Plan
-    step: Callable[[str], None]
+    plan: CompareBenchPlan
+    on_progress: Callable[[str], None]
 
     def __post_init__(self) -> None:
         plan = self.plan
         if plan.dtype not in DTYPES:
             raise ForedraftError(f"a comparison takes --dtype {' or '.join(DTYPES)}, not {plan.dtype!r}")
-        self.folder = Path(plan.model).expanduser() if plan.model else zoo.path("target")
+        self.folder = Path(plan.model).expanduser() if plan.model else zoo.find_folder("target")
         file = self.folder / "config.json"
         if not file.exists():
             raise ForedraftError(f"{self.folder} is no model folder; a comparison takes a local --model")
         draft = plan.spec_model and Path(plan.spec_model).expanduser()
         if draft and not (draft / "config.json").exists():
             raise ForedraftError(f"{draft} is no model folder; a comparison takes a local --spec-model")
-        self.config = _Config(json.loads(file.read_text(encoding="utf-8")))
+        self.config = _FolderConfig(json.loads(file.read_text(encoding="utf-8")))
         self.tokenizer = load_tokenizer(str(self.folder))
         if self.tokenizer is None:
             raise ForedraftError(f"{self.folder} has no tokenizer; put tokenizer.json beside its weights")
 
-    def run(self) -> report.Report:
+    def run(self) -> report.BenchReport:
         plan = self.plan
-        length = min(self.config.max_position_embeddings, LARGEST_CONTEXT)
+        length = min(self.config.max_position_embeddings, MAX_CONTEXT)
         if plan.verify_rows and plan.context + max(plan.verify_rows) > length:
             raise ForedraftError(f"--context {plan.context} does not fit the {length} tokens of the model's context")
         if plan.max_tokens >= length:
             raise ForedraftError(f"--max-tokens {plan.max_tokens} does not fit the {length} tokens of the context")
-        known = list(methods.with_models(plan.methods, self.config, plan.spec_model, plan.model is None))
+        known = list(methods.attach_models(plan.methods, self.config, plan.spec_model, plan.model is None))
         with TemporaryDirectory(prefix="foredraft-bench-") as scratch:
-            settings = compare.Settings(
-                str(self.folder), self._draft(), plan.dtype, plan.threads, length, scratch, plan.draft_tokens,
+            settings = compare.PeerSettings(
+                str(self.folder), self._find_draft_model(), plan.dtype, plan.threads, length, scratch,
+                plan.draft_tokens,
                 plan.lookup, plan.max_tokens,
             )  # fmt: skip
-            parts = list(participants(plan.pythons, known, plan.dtype, plan.quantizations, plan.settings))
-            self.comparison = compare.Comparison.of(parts, settings, self.step)
+            parts = list(iter_participants(plan.pythons, known, plan.dtype, plan.quantizations, plan.settings))
+            self.comparison = compare.Comparison.from_participants(parts, settings, self.on_progress)
             self.comparison.run(plan.questions, self.tokenizer, plan.verify_rows, plan.context)
-        self.rows = self.comparison.rows()
-        return self._report()
+        self.rows = self.comparison.build_rows()
+        return self._build_report()
 
-    def _draft(self) -> str | None:
+    def _find_draft_model(self) -> str | None:
         """The draft model every program is given: the one named, or that of the built-in pair."""
-        spec = methods.companion("draft_model", self.config, self.plan.spec_model, self.plan.model is None)
+        spec = methods.find_draft_model("draft_model", self.config, self.plan.spec_model, self.plan.model is None)
         return None if spec is None else str(Path(spec).expanduser())
 
-    def draw(self, path: Path) -> None:
-        plot.compare(self.rows, self.comparison.costs, "\n".join(self._notes()[:3]), path)
+    def save_plot(self, path: Path) -> None:
+        plot.save_comparison_plot(self.rows, self.comparison.costs, "\n".join(self._build_notes()[:3]), path)
 
     @property
-    def _name(self) -> str:
+    def _model_name(self) -> str:
         return "built-in" if self.plan.model is None else self.folder.name
 
-    def _notes(self) -> list[str]:
+    def _build_notes(self) -> list[str]:
         plan, weights = self.plan, self.folder.glob("*.safetensors")
         size = sum(file.stat().st_size for file in weights)
         versions = "; ".join(self.comparison.versions.values())
-        facts = report.machine() | {"threads": plan.threads}
+        facts = report.describe_machine() | {"threads": plan.threads}
         notes = [
-            f"target {self._name}: {size / 1e6:.0f} MB of weights, run in {plan.dtype}",
-            *report.grown_notes(self.config),
-            report.machine_note(facts),
+            f"target {self._model_name}: {size / 1e6:.0f} MB of weights, run in {plan.dtype}",
+            *report.list_origin_notes(self.config),
+            report.format_machine_note(facts),
             f"versions: {versions}",
             f"greedy, {plan.max_tokens} tokens each and no end of text; time includes the prompt; all programs in turn "
             "for every prompt, after a warm-up; 'over ours' is the median over prompts",
             f"draft lengths: {plan.draft_tokens} with a draft model, {plan.lookup[0]} by prompt lookup (matches of up "
             f"to {plan.lookup[1]} tokens), ours as named",
-            f"every program is a process of its own with {report.count(plan.threads, 'thread')}, stopped "
+            f"every program is a process of its own with {report.format_count(plan.threads, 'thread')}, stopped "
             "(SIGSTOP) while it is not its turn, so that none spins beside another",
         ]
         if self.comparison.too_long:
@@ -128,29 +129,33 @@ class Job:
             notes.append(f"cost of verification: medians of passes after {plan.context} tokens")
         return notes
 
-    def _report(self) -> report.Report:
-        tables = [result_table(self.rows), lead_table(leads(self.rows)), cost_table(self.comparison.costs)]
+    def _build_report(self) -> report.BenchReport:
+        tables = [
+            build_result_table(self.rows),
+            build_lead_table(compute_leads(self.rows)),
+            build_cost_table(self.comparison.costs),
+        ]
         data = {
-            "model": report.model_facts(self._name, self.config, self.plan.dtype),
-            "machine": report.machine() | {"threads": self.plan.threads},
+            "model": report.describe_model(self._model_name, self.config, self.plan.dtype),
+            "machine": report.describe_machine() | {"threads": self.plan.threads},
             "versions": self.comparison.versions,
             "results": self.rows,
-            "leads": leads(self.rows),
+            "leads": compute_leads(self.rows),
             "verify_cost": {"context": self.plan.context, "passes": self.comparison.costs},
             "too_long": self.comparison.too_long,
         }
-        return report.Report("Comparison", tuple(self._notes()), tuple(t for t in tables if t.rows), data)
+        return report.BenchReport("Comparison", tuple(self._build_notes()), tuple(t for t in tables if t.rows), data)
 
 
-class _Config:
+class _FolderConfig:
     """A config.json with attributes, as a loaded model's."""
 
     def __init__(self, values: dict[str, Any]) -> None:
-        self.max_position_embeddings = LARGEST_CONTEXT
+        self.max_position_embeddings = MAX_CONTEXT
         self.__dict__.update(values)
 
 
-def leads(rows: Sequence[compare.Row]) -> list[Lead]:
+def compute_leads(rows: Sequence[compare.ComparisonRow]) -> list[SpeedLead]:
     """Ours over every program that answered, by kind of weights."""
     result = []
     for group in dict.fromkeys(row.group for row in rows):
@@ -158,15 +163,15 @@ def leads(rows: Sequence[compare.Row]) -> list[Lead]:
         for row in rows:
             if row.group == group and row.tokens_per_second is not None:
                 by_program.setdefault(row.program, {})[row.mode] = row.tokens_per_second
-        ours = by_program.pop(OURS, {})
+        ours = by_program.pop(FOREDRAFT, {})
         for program, speeds in by_program.items() if ours else ():
             our_best, its_best = max(ours, key=ours.__getitem__), max(speeds, key=speeds.__getitem__)
             plain = ours[PLAIN] / speeds[PLAIN] if PLAIN in ours and PLAIN in speeds else None
-            result.append(Lead(program, group, plain, ours[our_best] / speeds[its_best], our_best, its_best))
+            result.append(SpeedLead(program, group, plain, ours[our_best] / speeds[its_best], our_best, its_best))
     return result
 
 
-def result_table(rows: Sequence[compare.Row]) -> report.Table:
+def build_result_table(rows: Sequence[compare.ComparisonRow]) -> report.ReportTable:
     cells = []
     for row in rows:
         name = (row.program, row.mode, row.weights)
@@ -178,10 +183,10 @@ def result_table(rows: Sequence[compare.Row]) -> report.Table:
         same = "-" if row.identical is None else f"{row.identical}/{row.prompts}"
         cells.append((*name, f"{row.tokens_per_second:.1f}", over, length, same))
     header = ("program", "mode", "weights", "tokens/s", "over our plain", "acceptance length", "texts of our plain")
-    return report.Table("Speed", header, tuple(cells), names=3)
+    return report.ReportTable("Speed", header, tuple(cells), num_name_columns=3)
 
 
-def lead_table(found: Sequence[Lead]) -> report.Table:
+def build_lead_table(found: Sequence[SpeedLead]) -> report.ReportTable:
     cells = [
         (
             lead.program, lead.weights, "-" if lead.plain is None else f"{lead.plain:.2f}x", f"{lead.best:.2f}x",
@@ -190,14 +195,16 @@ def lead_table(found: Sequence[Lead]) -> report.Table:
         for lead in found
     ]  # fmt: skip
     header = ("program", "weights", "plain over its plain", "our best over its best", "our best", "its best")
-    return report.Table("Foredraft over each program", header, tuple(cells), names=2)
+    return report.ReportTable("Foredraft over each program", header, tuple(cells), num_name_columns=2)
 
 
-def cost_table(costs: dict[str, list[Any]]) -> report.Table:
+def build_cost_table(costs: dict[str, list[Any]]) -> report.ReportTable:
     """Milliseconds of a pass, and over a pass of one token."""
     counts = sorted({cost.rows for passes in costs.values() for cost in passes})
     cells = [
         (label, *(f"{1000 * c.seconds:.1f} ms ({c.ratio:.2f}x)" for c in sorted(passes, key=lambda c: c.rows)))
         for label, passes in costs.items()
     ]
-    return report.Table("Cost of verification", ("tokens in one pass", *(str(count) for count in counts)), tuple(cells))
+    return report.ReportTable(
+        "Cost of verification", ("tokens in one pass", *(str(count) for count in counts)), tuple(cells)
+    )

@@ -3,40 +3,40 @@
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from foredraft.bench.grow_shape import Shape, table_rows
+from foredraft.bench.grow_shape import ModelShape, count_embedding_rows
 
 
 @dataclass(frozen=True)
-class Llama(Shape):
-    """What decides the size of a Llama."""
+class LlamaShape(ModelShape):
+    """Dimensions of a Llama."""
 
     heads: int
     kv_heads: int
     layers: int
     head_dim: int
-    embeddings: int  # rows, as table_rows counts them
+    embedding_rows: int  # rows, as table_rows counts them
 
     model_type: ClassVar[str] = "llama"
     title: ClassVar[str] = "Llama models without biases"
-    writers: ClassVar[tuple[str, ...]] = ("o_proj.weight", "down_proj.weight", "embed_tokens.weight")
+    residual_writers: ClassVar[tuple[str, ...]] = ("o_proj.weight", "down_proj.weight", "embed_tokens.weight")
 
     @classmethod
-    def of(cls, model: Any) -> Self:
+    def from_model(cls, model: Any) -> Self:
         config = model.config
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return cls(
             config.hidden_size, config.intermediate_size, config.num_attention_heads, config.num_key_value_heads,
-            config.num_hidden_layers, head_dim, table_rows(model),
+            config.num_hidden_layers, head_dim, count_embedding_rows(model),
         )  # fmt: skip
 
     @classmethod
-    def refusal(cls, config: Any) -> str | None:
+    def get_obstacle(cls, config: Any) -> str | None:
         if config.attention_bias or config.mlp_bias:
             return "a Llama model with biases cannot be grown"
         return None if config.pretraining_tp == 1 else "a model with pretraining_tp other than 1 cannot be grown"
 
     @staticmethod
-    def maker() -> Any:
+    def get_auto_class() -> Any:
         from transformers import AutoModelForCausalLM
 
         return AutoModelForCausalLM
@@ -45,16 +45,16 @@ class Llama(Shape):
     def parameters(self) -> int:
         heads = 2 * (self.heads + self.kv_heads) * self.head_dim
         layer = self.hidden * (heads + 3 * self.intermediate + 2)
-        return self.layers * layer + self.hidden * (self.embeddings + 1)
+        return self.layers * layer + self.hidden * (self.embedding_rows + 1)
 
-    def wider(self, ratio: int, further: int) -> Self:
+    def widen(self, ratio: int, extra_layers: int) -> Self:
         # the heads grow with the hidden state: their number per key head, and so who attends to whom, stays
         return replace(
             self, hidden=self.hidden * ratio, intermediate=0, heads=self.heads * ratio,
-            kv_heads=self.kv_heads * ratio, layers=self.layers + further,
+            kv_heads=self.kv_heads * ratio, layers=self.layers + extra_layers,
         )  # fmt: skip
 
-    def changes(self, config: Any) -> dict[str, Any]:
+    def get_config_changes(self, config: Any) -> dict[str, Any]:
         return {
             "hidden_size": self.hidden,
             "intermediate_size": self.intermediate,

@@ -3,41 +3,41 @@
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from foredraft.bench.grow_shape import Shape, table_rows
+from foredraft.bench.grow_shape import ModelShape, count_embedding_rows
 
-_LAST_NORM = "decoder.final_layer_norm.weight"
+_FINAL_NORM = "decoder.final_layer_norm.weight"
 
 
 @dataclass(frozen=True)
-class Pair(Shape):
-    """What decides the size of a T5."""
+class T5Shape(ModelShape):
+    """Dimensions of a T5."""
 
     heads: int
     head_dim: int  # of its own: T5 multiplies no product of query and key by anything, so it stays
     encoder_layers: int
     decoder_layers: int
-    wide: int  # matrices from the hidden state to the neurons: 2 where one gates the other
+    num_up_projections: int  # matrices from the hidden state to the neurons: 2 where one gates the other
     buckets: int  # of distances, each with a bias for every head, once in the encoder and once in the decoder
-    embeddings: int  # rows, as table_rows counts them
+    embedding_rows: int  # rows, as table_rows counts them
 
     model_type: ClassVar[str] = "t5"
     title: ClassVar[str] = "T5 models"
-    writers: ClassVar[tuple[str, ...]] = (".o.weight", ".wo.weight", "shared.weight")
+    residual_writers: ClassVar[tuple[str, ...]] = (".o.weight", ".wo.weight", "shared.weight")
 
     @classmethod
-    def of(cls, model: Any) -> Self:
+    def from_model(cls, model: Any) -> Self:
         config = model.config
         return cls(
             config.d_model, config.d_ff, config.num_heads, config.d_kv, config.num_layers, config.num_decoder_layers,
-            2 if config.is_gated_act else 1, config.relative_attention_num_buckets, table_rows(model),
+            2 if config.is_gated_act else 1, config.relative_attention_num_buckets, count_embedding_rows(model),
         )  # fmt: skip
 
     @classmethod
-    def refusal(cls, config: Any) -> str | None:
+    def get_obstacle(cls, config: Any) -> str | None:
         return None if config.is_encoder_decoder else "a T5 without its decoder cannot be grown"
 
     @staticmethod
-    def maker() -> Any:
+    def get_auto_class() -> Any:
         from transformers import AutoModelForSeq2SeqLM
 
         return AutoModelForSeq2SeqLM
@@ -45,20 +45,20 @@ class Pair(Shape):
     @property
     def parameters(self) -> int:
         attention = 4 * self.heads * self.head_dim
-        feed = (self.wide + 1) * self.intermediate
+        feed = (self.num_up_projections + 1) * self.intermediate
         layers = self.encoder_layers * (attention + feed + 2) + self.decoder_layers * (2 * attention + feed + 3)
-        return self.hidden * (layers + self.embeddings + 2) + 2 * self.buckets * self.heads
+        return self.hidden * (layers + self.embedding_rows + 2) + 2 * self.buckets * self.heads
 
-    def wider(self, ratio: int, further: int) -> Self:
+    def widen(self, ratio: int, extra_layers: int) -> Self:
         depth = max(self.encoder_layers, self.decoder_layers)
-        layers = (round(n * (depth + further) / depth) for n in (self.encoder_layers, self.decoder_layers))
+        layers = (round(n * (depth + extra_layers) / depth) for n in (self.encoder_layers, self.decoder_layers))
         encoder_layers, decoder_layers = layers
         return replace(
             self, hidden=self.hidden * ratio, intermediate=0, heads=self.heads * ratio,
             encoder_layers=encoder_layers, decoder_layers=decoder_layers,
         )  # fmt: skip
 
-    def changes(self, config: Any) -> dict[str, Any]:
+    def get_config_changes(self, config: Any) -> dict[str, Any]:
         return {
             "d_model": self.hidden,
             "d_ff": self.intermediate,
@@ -68,10 +68,10 @@ class Pair(Shape):
             "layer_norm_epsilon": config.layer_norm_epsilon * config.d_model / self.hidden,
         }
 
-    def norm_scale(self, name: str, small: Shape, config: Any) -> float:
-        if name == _LAST_NORM and getattr(config, "scale_decoder_outputs", config.tie_word_embeddings):
+    def compute_norm_scale(self, name: str, small: ModelShape, config: Any) -> float:
+        if name == _FINAL_NORM and getattr(config, "scale_decoder_outputs", config.tie_word_embeddings):
             return 1.0  # what comes out is multiplied by d_model**-0.5, which has become smaller by just that
-        return super().norm_scale(name, small, config)
+        return super().compute_norm_scale(name, small, config)
 
     def __str__(self) -> str:
         return (

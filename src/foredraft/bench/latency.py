@@ -12,23 +12,23 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from foredraft.bench.methods import PLAIN
-from foredraft.bench.questions import Conversation, Question
-from foredraft.cli.figures import total
-from foredraft.completion import Completion, Stats
+from foredraft.bench.questions import PromptBuilder, Question
+from foredraft.cli.speed_figures import sum_stats
 from foredraft.errors import ForedraftError
-from foredraft.sampling import Sampling
+from foredraft.outputs import Completion, Stats
+from foredraft.sampling.params import Sampling
 
 WARM_UP_TOKENS = 16
 
 
-class Generator(Protocol):
+class TextGenerator(Protocol):
     """An LLM, as the benchmark sees it."""
 
     def generate(self, prompts: Sequence[list[int]], sampling: Sampling) -> list[Completion]: ...
 
 
 @dataclass(frozen=True)
-class Run:
+class PromptRun:
     """One prompt through one method, `rounds` times."""
 
     completions: tuple[Completion, ...]  # of every round
@@ -45,7 +45,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Row:
+class LatencyRow:
     """One method over all prompts."""
 
     method: str
@@ -68,33 +68,33 @@ class Row:
 
 
 @dataclass
-class Outcome:
-    """What came out; a prompt is (question, turn)."""
+class LatencyOutcome:
+    """Runs of every method; a prompt is (question, turn)."""
 
-    runs: dict[str, list[Run]]
+    runs: dict[str, list[PromptRun]]
     too_long: list[str] = field(default_factory=list)  # questions, or the rest of them, beyond the context
 
 
 def measure(
-    generators: Mapping[str, Generator],
+    generators: Mapping[str, TextGenerator],
     questions: Sequence[Question],
     tokenizer: Any,
     context_length: int,
     sampling: Sampling,
     rounds: int,
-    step: Callable[[str], None],
-) -> Outcome:
+    on_progress: Callable[[str], None],
+) -> LatencyOutcome:
     """Warm all up, then ask every question. `generators` holds PLAIN. Raises ForedraftError where one fails."""
     brief = replace(sampling, max_tokens=min(WARM_UP_TOKENS, sampling.max_tokens), min_tokens=0)
     first = tokenizer(questions[0].turns[0]).input_ids
     for name, generator in generators.items():
-        step(f"warming up {name}")
-        _timed(name, generator, first[: max(1, context_length - brief.max_tokens)], brief)
-    names, outcome = list(generators), Outcome({name: [] for name in generators})
+        on_progress(f"warming up {name}")
+        _time_generation(name, generator, first[: max(1, context_length - brief.max_tokens)], brief)
+    names, outcome = list(generators), LatencyOutcome({name: [] for name in generators})
     for number, question in enumerate(questions):
-        conversation = Conversation(tokenizer)
+        conversation = PromptBuilder(tokenizer)
         for turn, text in enumerate(question.turns):
-            prompt = conversation.ask(text)
+            prompt = conversation.add_user_turn(text)
             if len(prompt) + sampling.max_tokens > context_length:
                 outcome.too_long.append(question.name)
                 break
@@ -102,17 +102,19 @@ def measure(
             for repeat in range(rounds):
                 shift = (number + turn + repeat) % len(names)
                 for name in names[shift:] + names[:shift]:
-                    step(name)
-                    seen[name].append(_timed(name, generators[name], prompt, sampling))
+                    on_progress(name)
+                    seen[name].append(_time_generation(name, generators[name], prompt, sampling))
             for name, pairs in seen.items():
                 completions, times = zip(*pairs, strict=True)
-                outcome.runs[name].append(Run(completions, times, question.category))
+                outcome.runs[name].append(PromptRun(completions, times, question.category))
             answer = outcome.runs[PLAIN][-1].completions[0]
-            conversation.answer(answer.token_ids, answer.text)
+            conversation.add_answer(answer.token_ids, answer.text)
     return outcome
 
 
-def _timed(name: str, generator: Generator, prompt: list[int], sampling: Sampling) -> tuple[Completion, float]:
+def _time_generation(
+    name: str, generator: TextGenerator, prompt: list[int], sampling: Sampling
+) -> tuple[Completion, float]:
     began = time.perf_counter()
     (completion,) = generator.generate([prompt], sampling)
     seconds = time.perf_counter() - began
@@ -121,34 +123,36 @@ def _timed(name: str, generator: Generator, prompt: list[int], sampling: Samplin
     return completion, seconds
 
 
-def rows(outcome: Outcome, sampling: Sampling) -> list[Row]:
+def build_rows(outcome: LatencyOutcome, sampling: Sampling) -> list[LatencyRow]:
     """The table, plain decoding first. Raises ForedraftError where nothing was run."""
     plain = outcome.runs[PLAIN]
     if not plain:
         raise ForedraftError("no prompt fits the model's context with --max-tokens; ask for fewer tokens")
-    return [_row(name, runs, plain, sampling) for name, runs in outcome.runs.items()]
+    return [_build_row(name, runs, plain, sampling) for name, runs in outcome.runs.items()]
 
 
-def rows_by_category(outcome: Outcome, sampling: Sampling) -> dict[str, list[Row]]:
+def build_category_rows(outcome: LatencyOutcome, sampling: Sampling) -> dict[str, list[LatencyRow]]:
     """The same table for every category of the questions, in their order; none if the questions have none."""
     names = dict.fromkeys(run.category for run in outcome.runs[PLAIN] if run.category)
     parts = {
-        name: Outcome({method: [run for run in runs if run.category == name] for method, runs in outcome.runs.items()})
+        name: LatencyOutcome(
+            {method: [run for run in runs if run.category == name] for method, runs in outcome.runs.items()}
+        )
         for name in names
     }
-    return {name: rows(part, sampling) for name, part in parts.items()}
+    return {name: build_rows(part, sampling) for name, part in parts.items()}
 
 
-def _row(name: str, runs: Sequence[Run], plain: Sequence[Run], sampling: Sampling) -> Row:
-    stats: Stats = total(completion.stats for run in runs for completion in run.completions)
+def _build_row(name: str, runs: Sequence[PromptRun], plain: Sequence[PromptRun], sampling: Sampling) -> LatencyRow:
+    stats: Stats = sum_stats(completion.stats for run in runs for completion in run.completions)
     tokens, seconds = sum(len(run.tokens) for run in runs), sum(run.seconds for run in runs)
     rule = runs[0].completions[0].verification
     is_determined = sampling.is_greedy or (sampling.seed is not None and rule == "match")
     pairs = list(zip(runs, plain, strict=True))
-    return Row(
+    return LatencyRow(
         method=name,
         tokens_per_second=tokens / seconds,
-        speed_up=statistics.median(_pace(base) / _pace(run) for run, base in pairs),
+        speed_up=statistics.median(_compute_token_seconds(base) / _compute_token_seconds(run) for run, base in pairs),
         acceptance_length=stats.acceptance_length,
         acceptance_rate=stats.acceptance_rate,
         per_position=stats.per_position,
@@ -162,6 +166,6 @@ def _row(name: str, runs: Sequence[Run], plain: Sequence[Run], sampling: Samplin
     )
 
 
-def _pace(run: Run) -> float:
+def _compute_token_seconds(run: PromptRun) -> float:
     """Seconds for a token: texts that end by themselves may differ in length."""
     return run.seconds / max(1, len(run.tokens))

@@ -5,25 +5,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from foredraft.bench import flatness, latency, methods, plot, report
-from foredraft.bench.methods import PLAIN, Method
+from foredraft.bench import latency, methods, plot, report, verify_cost
+from foredraft.bench.methods import PLAIN, BenchMethod
 from foredraft.bench.questions import Question
 from foredraft.errors import ForedraftError
-from foredraft.sampling import Sampling
-from foredraft.verify import LOSSY
+from foredraft.sampling.params import Sampling
+from foredraft.verification.rules import LOSSY_RULES
 
 if TYPE_CHECKING:
     from foredraft.llm import LLM
 
-Step = Callable[[str], None]
+ProgressCallback = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What to measure."""
+class LatencyBenchPlan:
+    """Methods, prompts and settings of a latency measurement."""
 
-    methods: tuple[Method, ...]
-    is_default: bool  # nobody asked for these methods: one that cannot be had is left out, and named
+    methods: tuple[BenchMethod, ...]
+    is_default: bool  # methods are the default: an unavailable one is left out and named
     questions: tuple[Question, ...]
     sampling: Sampling
     rounds: int
@@ -34,40 +34,41 @@ class Plan:
 
 
 @dataclass
-class Job:
+class LatencyBench:
     """One run."""
 
-    plan: Plan
+    plan: LatencyBenchPlan
     llm: "LLM"
-    step: Step
+    on_progress: ProgressCallback
     skipped: dict[str, str] = field(default_factory=dict)
-    rows: list[latency.Row] = field(default_factory=list)
-    categories: dict[str, list[latency.Row]] = field(default_factory=dict)
-    costs: list[flatness.Cost] = field(default_factory=list)
+    rows: list[latency.LatencyRow] = field(default_factory=list)
+    categories: dict[str, list[latency.LatencyRow]] = field(default_factory=dict)
+    costs: list[verify_cost.VerifyCost] = field(default_factory=list)
     too_long: list[str] = field(default_factory=list)
 
-    def run(self) -> report.Report:
+    def run(self) -> report.BenchReport:
         plan = self.plan
         if plan.questions:
             if self.llm.tokenizer is None:
                 raise ForedraftError(f"{self.llm.target.name} has no tokenizer; put tokenizer.json beside its weights")
             outcome = latency.measure(
-                self._generators(), plan.questions, self.llm.tokenizer, self.llm.target.context_length, plan.sampling,
-                plan.rounds, self.step,
+                self._create_generators(), plan.questions, self.llm.tokenizer, self.llm.target.context_length,
+                plan.sampling,
+                plan.rounds, self.on_progress,
             )  # fmt: skip
-            self.rows, self.too_long = latency.rows(outcome, plan.sampling), outcome.too_long
-            self.categories = latency.rows_by_category(outcome, plan.sampling)
+            self.rows, self.too_long = latency.build_rows(outcome, plan.sampling), outcome.too_long
+            self.categories = latency.build_category_rows(outcome, plan.sampling)
         if plan.verify_rows:
-            self.step("cost of verification")
-            self.costs = flatness.costs(self.llm, plan.verify_rows, plan.context)
-        return self._report()
+            self.on_progress("cost of verification")
+            self.costs = verify_cost.measure_costs(self.llm, plan.verify_rows, plan.context)
+        return self._build_report()
 
-    def draw(self, path: Path) -> None:
-        plot.latency(self.rows, self.costs, "\n".join(self._notes()[:3]), path)
+    def save_plot(self, path: Path) -> None:
+        plot.save_latency_plot(self.rows, self.costs, "\n".join(self._build_notes()[:3]), path)
 
-    def _generators(self) -> dict[str, "LLM"]:
+    def _create_generators(self) -> dict[str, "LLM"]:
         generators = {PLAIN: self.llm}
-        for method in methods.with_models(self.plan.methods, self.llm.target.model.config, self.plan.spec_model):
+        for method in methods.attach_models(self.plan.methods, self.llm.target.model.config, self.plan.spec_model):
             try:
                 generators[method.label] = self.llm.with_drafter(dict(method.spec))
             except ForedraftError as error:
@@ -77,26 +78,27 @@ class Job:
         return generators
 
     @property
-    def _weights(self) -> str:
+    def _weights_label(self) -> str:
         dtype = str(self.llm.target.model.dtype).removeprefix("torch.")
         return dtype if self.plan.quantization is None else f"{dtype} with {self.plan.quantization} weights"
 
-    def _notes(self) -> list[str]:
+    def _build_notes(self) -> list[str]:
         target = self.llm.target
         notes = [
-            f"target {report.model_name(self.llm)}: {target.num_parameters / 1e6:.1f}M parameters, {self._weights}",
-            *report.grown_notes(target.model.config),
-            report.machine_note(report.machine()),
+            f"target {report.get_model_name(self.llm)}: {target.num_parameters / 1e6:.1f}M parameters, "
+            f"{self._weights_label}",
+            *report.list_origin_notes(target.model.config),
+            report.format_machine_note(report.describe_machine()),
         ]
         if self.rows:
-            notes.append(self._question_note())
+            notes.append(self._build_question_note())
         for name, reason in self.skipped.items():
             notes.append(f"{name} was left out: {reason}")
         if self.too_long:
             notes.append(
                 f"{len(self.too_long)} of {len(self.plan.questions)} questions, or later turns, exceed the context"
             )
-        lossy = sorted({row.verification for row in self.rows} & LOSSY)
+        lossy = sorted({row.verification for row in self.rows} & LOSSY_RULES)
         if lossy:
             notes.append(f"lossy rule {lossy[0]}: the texts are not the target's own")
         if any(row.identical is not None and row.identical < row.prompts for row in self.rows) and not lossy:
@@ -108,24 +110,30 @@ class Job:
             notes.append(f"cost of verification: medians of passes after {self.plan.context} tokens")
         return notes
 
-    def _question_note(self) -> str:
+    def _build_question_note(self) -> str:
         s, plain = self.plan.sampling, self.rows[0]
-        law = "greedy" if s.is_greedy else f"temperature {s.temperature}, top-p {s.top_p}, seed {s.seed}"
+        mode = "greedy" if s.is_greedy else f"temperature {s.temperature}, top-p {s.top_p}, seed {s.seed}"
         rounds = f", median of {self.plan.rounds} rounds" if self.plan.rounds > 1 else ""
         return (
-            f"{plain.prompts} prompts of up to {s.max_tokens} tokens each, {law}{rounds}; all methods in turn for "
+            f"{plain.prompts} prompts of up to {s.max_tokens} tokens each, {mode}{rounds}; all methods in turn for "
             "every prompt; the speed-up is the median over prompts"
         )
 
-    def _report(self) -> report.Report:
+    def _build_report(self) -> report.BenchReport:
         tables = []
         if self.rows:
-            tables += [speed_table(self.rows), category_table(self.categories), position_table(self.rows)]
+            tables += [
+                build_speed_table(self.rows),
+                build_category_table(self.categories),
+                build_position_table(self.rows),
+            ]
         if self.costs:
-            tables.append(cost_table(self.costs))
+            tables.append(build_cost_table(self.costs))
         data = {
-            "model": report.model_facts(report.model_name(self.llm), self.llm.target.model.config, self._weights),
-            "machine": report.machine(),
+            "model": report.describe_model(
+                report.get_model_name(self.llm), self.llm.target.model.config, self._weights_label
+            ),
+            "machine": report.describe_machine(),
             "sampling": self.plan.sampling,
             "rounds": self.plan.rounds,
             "methods": self.rows,
@@ -134,10 +142,10 @@ class Job:
             "too_long": self.too_long,
             "verify_cost": {"context": self.plan.context, "passes": self.costs} if self.costs else None,
         }
-        return report.Report("Latency", tuple(self._notes()), tuple(t for t in tables if t.rows), data)
+        return report.BenchReport("Latency", tuple(self._build_notes()), tuple(t for t in tables if t.rows), data)
 
 
-def speed_table(rows: Sequence[latency.Row]) -> report.Table:
+def build_speed_table(rows: Sequence[latency.LatencyRow]) -> report.ReportTable:
     header = (
         "method", "tokens/s", "speed-up", "acceptance length", "acceptance rate", "drafting share", "target passes",
         "identical to plain",
@@ -145,14 +153,14 @@ def speed_table(rows: Sequence[latency.Row]) -> report.Table:
     cells = [
         (
             row.method, f"{row.tokens_per_second:.1f}", f"{row.speed_up:.2f}x", f"{row.acceptance_length:.2f}",
-            f"{row.acceptance_rate:.2f}", report.percent(row.draft_share), str(row.target_passes), row.agreement,
+            f"{row.acceptance_rate:.2f}", report.format_percent(row.draft_share), str(row.target_passes), row.agreement,
         )
         for row in rows
     ]  # fmt: skip
-    return report.Table("Speed", header, tuple(cells))
+    return report.ReportTable("Speed", header, tuple(cells))
 
 
-def category_table(categories: Mapping[str, Sequence[latency.Row]]) -> report.Table:
+def build_category_table(categories: Mapping[str, Sequence[latency.LatencyRow]]) -> report.ReportTable:
     """Speed-up and acceptance length of every method but plain decoding, by the questions' category."""
     methods = [row.method for row in next(iter(categories.values()), ()) if row.method != PLAIN]
     cells = [
@@ -160,21 +168,23 @@ def category_table(categories: Mapping[str, Sequence[latency.Row]]) -> report.Ta
         for name, rows in categories.items()
         if methods
     ]
-    return report.Table("Speed-up (acceptance length) by category", ("category", "prompts", *methods), tuple(cells))
+    return report.ReportTable(
+        "Speed-up (acceptance length) by category", ("category", "prompts", *methods), tuple(cells)
+    )
 
 
-def position_table(rows: Sequence[latency.Row]) -> report.Table:
+def build_position_table(rows: Sequence[latency.LatencyRow]) -> report.ReportTable:
     """Share of all drafts kept to each depth."""
     depth = max((len(row.per_position) for row in rows), default=0)
     cells = [
-        (row.method, *report.positions(row.per_position), *["-"] * (depth - len(row.per_position)))
+        (row.method, *report.format_rates(row.per_position), *["-"] * (depth - len(row.per_position)))
         for row in rows
         if row.per_position
     ]
     header = ("method", *(str(i + 1) for i in range(depth)))
-    return report.Table("Drafts kept to each position", header, tuple(cells))
+    return report.ReportTable("Drafts kept to each position", header, tuple(cells))
 
 
-def cost_table(costs: Sequence[flatness.Cost]) -> report.Table:
+def build_cost_table(costs: Sequence[verify_cost.VerifyCost]) -> report.ReportTable:
     cells = [(str(c.rows), f"{1000 * c.seconds:.2f}", f"{c.ratio:.2f}") for c in costs]
-    return report.Table("Cost of verification", ("tokens in one pass", "ms", "over one token"), tuple(cells))
+    return report.ReportTable("Cost of verification", ("tokens in one pass", "ms", "over one token"), tuple(cells))

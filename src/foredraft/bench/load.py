@@ -13,17 +13,17 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Protocol
 
-from foredraft.cli.figures import total
-from foredraft.completion import Stats
+from foredraft.cli.speed_figures import sum_stats
 from foredraft.errors import ForedraftError
+from foredraft.outputs import Stats
 
 OFF, AUTO = "off", "auto"
-ROOM = 64  # tokens of a request beside its text: its draft, and what its last page lacks
-GOLDEN = 0.6180339887498949  # its multiples, modulo 1, are spread evenly whatever their number
+EXTRA_TOKENS = 64  # tokens of a request beside its text: its draft, and what its last page lacks
+GOLDEN_FRACTION = 0.6180339887498949  # its multiples, modulo 1, are spread evenly whatever their number
 
 
 @dataclass(frozen=True)
-class Job:
+class LoadRequest:
     """One request. All texts run to `max_tokens`."""
 
     prompt: tuple[int, ...]
@@ -31,34 +31,34 @@ class Job:
 
 
 @dataclass
-class Timeline:
+class RequestTimeline:
     """When the tokens of one request came."""
 
-    sent: float  # seconds on the driver's clock, as are all others
+    sent_at: float  # seconds on the driver's clock, as are all others
     arrivals: list[tuple[float, int]] = field(default_factory=list)  # (when, new tokens), one for every delta
-    stats: Stats | None = None  # where whoever answers gives them; of an aborted request as far as it came
+    stats: Stats | None = None  # None if the server gives none; partial for an aborted request
 
     @property
     def num_tokens(self) -> int:
         return sum(count for _, count in self.arrivals)
 
     @property
-    def first(self) -> float | None:
+    def first_token_seconds(self) -> float | None:
         """Seconds from sending to the first token."""
-        return self.arrivals[0][0] - self.sent if self.arrivals else None
+        return self.arrivals[0][0] - self.sent_at if self.arrivals else None
 
-    def gaps(self) -> Iterator[tuple[float, int]]:
+    def iter_gaps(self) -> Iterator[tuple[float, int]]:
         """(seconds since the delta before, tokens it brought) of every delta but the first."""
         for (before, _), (now, count) in pairwise(self.arrivals):
             yield now - before, count
 
 
 @dataclass(frozen=True)
-class Loop:
+class ClosedLoopResult:
     """One closed loop, up to the moment a stream found nothing left to do."""
 
     seconds: float
-    timelines: tuple[Timeline, ...]
+    timelines: tuple[RequestTimeline, ...]
 
     @property
     def num_tokens(self) -> int:
@@ -69,10 +69,10 @@ class Loop:
         return self.num_tokens / self.seconds if self.seconds > 0 else 0.0
 
 
-class Driver(Protocol):
+class LoadDriver(Protocol):
     """Somebody who answers requests: an engine in this process, its worker, a server."""
 
-    def run(self, jobs: Sequence[Job], concurrency: int) -> Loop:
+    def run(self, requests: Sequence[LoadRequest], concurrency: int) -> ClosedLoopResult:
         """Raises ForedraftError where a request fails. `jobs` are at least as many as the streams."""
 
     def close(self) -> None:
@@ -80,43 +80,43 @@ class Driver(Protocol):
 
 
 @dataclass(frozen=True)
-class Work:
+class LoadWorkload:
     """The requests of every round."""
 
     prompts: tuple[tuple[int, ...], ...]
     max_tokens: int  # of a text on average; lengths lie between half and one and a half times that
     waves: float  # requests for every stream in a round
-    least: int  # requests of a round at least
+    min_requests: int  # requests of a round at least
 
-    def jobs(self, concurrency: int, number: int) -> list[Job]:
+    def make_requests(self, concurrency: int, number: int) -> list[LoadRequest]:
         """Those of round `number`; number -1 is the warm-up, of one wave."""
-        count = max(self.least, concurrency, round(concurrency * (self.waves if number >= 0 else 1)))
+        count = max(self.min_requests, concurrency, round(concurrency * (self.waves if number >= 0 else 1)))
         first = number * count
-        return [self._job(first + i) for i in range(count)]
+        return [self._make_request(first + i) for i in range(count)]
 
-    def memory(self, concurrency: int) -> int:
-        """Tokens of KV memory in which nobody is ever preempted, drafts and a cache of half as much included: an
-        engine that may have more would fill it all with prompts that nobody sends again."""
-        longest = max(map(len, self.prompts)) + round(1.5 * self.max_tokens) + ROOM
-        return round(1.5 * concurrency * longest) + ROOM
+    def count_kv_tokens(self, concurrency: int) -> int:
+        """Tokens of KV memory without preemption: requests, drafts, and a prefix cache of half as much. More memory
+        would only fill with prompts that are never sent again."""
+        longest = max(map(len, self.prompts)) + round(1.5 * self.max_tokens) + EXTRA_TOKENS
+        return round(1.5 * concurrency * longest) + EXTRA_TOKENS
 
-    def _job(self, index: int) -> Job:
+    def _make_request(self, index: int) -> LoadRequest:
         # texts of one length would end, and prompts be read, all in the same step
-        length = max(1, round(self.max_tokens * (0.5 + (index * GOLDEN) % 1)))
-        return Job(self.prompts[index % len(self.prompts)], length)
+        length = max(1, round(self.max_tokens * (0.5 + (index * GOLDEN_FRACTION) % 1)))
+        return LoadRequest(self.prompts[index % len(self.prompts)], length)
 
 
 @dataclass(frozen=True)
-class Effort:
+class LoadBudget:
     """How long to measure at one concurrency."""
 
-    rounds: int  # at most
-    least: int = 2  # rounds in any case
-    seconds: float | None = None  # no round is begun that would probably end later, warm-up included
+    max_rounds: int  # at most
+    min_rounds: int = 2  # rounds in any case
+    max_seconds: float | None = None  # no round is begun that would probably end later, warm-up included
 
 
 @dataclass(frozen=True)
-class Cell:
+class LoadCell:
     """One mode at one concurrency."""
 
     concurrency: int
@@ -134,77 +134,83 @@ class Cell:
     gap_p99: float | None
     token_p50: float | None  # seconds for a token: the gap over the tokens that came with it, weighted by them
     token_p99: float | None
-    acceptance_length: float | None  # tokens for each pass and request, bonus included; None where nobody says
+    acceptance_length: float | None  # tokens for each pass and request, bonus included; None if unknown
     drafted: float | None  # tokens drafted for each pass and request
 
 
 @dataclass(frozen=True)
-class Point:
+class LoadPoint:
     """One concurrency, all modes."""
 
     concurrency: int
-    cells: tuple[Cell, ...]
+    cells: tuple[LoadCell, ...]
     best_fixed: str | None  # the fixed length with the highest ratio to off, which its luck is part of
     auto_over_best: float | None  # median over the rounds
 
-    def cell(self, mode: str) -> Cell | None:
+    def find_cell(self, mode: str) -> LoadCell | None:
         return next((cell for cell in self.cells if cell.mode == mode), None)
 
 
 def measure(
-    drivers: Mapping[str, Driver],
-    work: Work,
+    drivers: Mapping[str, LoadDriver],
+    workload: LoadWorkload,
     concurrency: int,
-    effort: Effort,
-    step: Callable[[str], None] = lambda _: None,
-) -> Point:
+    budget: LoadBudget,
+    on_progress: Callable[[str], None] = lambda _: None,
+) -> LoadPoint:
     """Warm every mode up, then round after round. `drivers` holds OFF; other names are AUTO or a draft length."""
     began = time.perf_counter()
     names = list(drivers)
     for name in names:
-        step(f"{concurrency} streams, warming up {name}")
-        drivers[name].run(work.jobs(concurrency, -1), concurrency)
-    loops: dict[str, list[Loop]] = {name: [] for name in names}
+        on_progress(f"{concurrency} streams, warming up {name}")
+        drivers[name].run(workload.make_requests(concurrency, -1), concurrency)
+    loops: dict[str, list[ClosedLoopResult]] = {name: [] for name in names}
     longest = 0.0
-    for number in range(effort.rounds):
+    for number in range(budget.max_rounds):
         start = time.perf_counter()
-        if effort.seconds is not None and number >= effort.least and start + longest > began + effort.seconds:
+        if (
+            budget.max_seconds is not None
+            and number >= budget.min_rounds
+            and start + longest > began + budget.max_seconds
+        ):
             break
-        jobs = work.jobs(concurrency, number)
+        jobs = workload.make_requests(concurrency, number)
         shift = number % len(names)
         for name in names[shift:] + names[:shift]:
-            step(f"{concurrency} streams, round {number + 1}, {name}")
+            on_progress(f"{concurrency} streams, round {number + 1}, {name}")
             gc.collect()  # another mode's garbage is not this one's time
             loops[name].append(drivers[name].run(jobs, concurrency))
         longest = max(longest, time.perf_counter() - start)
-    return point(concurrency, loops)
+    return build_point(concurrency, loops)
 
 
-def point(concurrency: int, loops: Mapping[str, Sequence[Loop]]) -> Point:
+def build_point(concurrency: int, loops: Mapping[str, Sequence[ClosedLoopResult]]) -> LoadPoint:
     """The figures of all rounds at one concurrency."""
     speeds = {name: [loop.tokens_per_second for loop in rounds] for name, rounds in loops.items()}
-    ratios = {name: _ratios(rounds, speeds[OFF]) for name, rounds in speeds.items()}
-    cells = tuple(_cell(concurrency, name, rounds, ratios[name]) for name, rounds in loops.items())
+    ratios = {name: _compute_ratios(rounds, speeds[OFF]) for name, rounds in speeds.items()}
+    cells = tuple(_build_cell(concurrency, name, rounds, ratios[name]) for name, rounds in loops.items())
     fixed = {cell.mode: cell.over_off for cell in cells if cell.mode not in (OFF, AUTO)}
     best = max(fixed, key=lambda mode: fixed[mode]) if fixed else None
-    over = statistics.median(_ratios(speeds[AUTO], speeds[best])) if best is not None and AUTO in speeds else None
-    return Point(concurrency, cells, best, over)
+    over = (
+        statistics.median(_compute_ratios(speeds[AUTO], speeds[best])) if best is not None and AUTO in speeds else None
+    )
+    return LoadPoint(concurrency, cells, best, over)
 
 
-def _ratios(speeds: Sequence[float], others: Sequence[float]) -> list[float]:
+def _compute_ratios(speeds: Sequence[float], others: Sequence[float]) -> list[float]:
     if not all(others):
         raise ForedraftError("no token came within a round; ask for more requests or longer texts")
     return [mine / other for mine, other in zip(speeds, others, strict=True)]
 
 
-def _cell(concurrency: int, mode: str, loops: Sequence[Loop], ratios: Sequence[float]) -> Cell:
+def _build_cell(concurrency: int, mode: str, loops: Sequence[ClosedLoopResult], ratios: Sequence[float]) -> LoadCell:
     timelines = [timeline for loop in loops for timeline in loop.timelines]
-    firsts = [timeline.first for timeline in timelines if timeline.first is not None]
-    gaps = [gap for timeline in timelines for gap in timeline.gaps()]
+    firsts = [timeline.first_token_seconds for timeline in timelines if timeline.first_token_seconds is not None]
+    gaps = [gap for timeline in timelines for gap in timeline.iter_gaps()]
     each = [(gap / count, count) for gap, count in gaps]
     stats = [timeline.stats for timeline in timelines if timeline.stats is not None]
-    summed = total(stats) if stats else None
-    return Cell(
+    summed = sum_stats(stats) if stats else None
+    return LoadCell(
         concurrency=concurrency,
         mode=mode,
         rounds=len(loops),
@@ -213,18 +219,18 @@ def _cell(concurrency: int, mode: str, loops: Sequence[Loop], ratios: Sequence[f
         tokens_per_second=statistics.median(loop.tokens_per_second for loop in loops),
         over_off=statistics.median(ratios),
         over_off_rounds=tuple(ratios),
-        first_p50=quantile([(value, 1) for value in firsts], 0.5),
-        first_p99=quantile([(value, 1) for value in firsts], 0.99),
-        gap_p50=quantile([(gap, 1) for gap, _ in gaps], 0.5),
-        gap_p99=quantile([(gap, 1) for gap, _ in gaps], 0.99),
-        token_p50=quantile(each, 0.5),
-        token_p99=quantile(each, 0.99),
+        first_p50=compute_quantile([(value, 1) for value in firsts], 0.5),
+        first_p99=compute_quantile([(value, 1) for value in firsts], 0.99),
+        gap_p50=compute_quantile([(gap, 1) for gap, _ in gaps], 0.5),
+        gap_p99=compute_quantile([(gap, 1) for gap, _ in gaps], 0.99),
+        token_p50=compute_quantile(each, 0.5),
+        token_p99=compute_quantile(each, 0.99),
         acceptance_length=None if summed is None else summed.acceptance_length,
         drafted=None if summed is None else summed.num_drafted / max(1, summed.target_passes),
     )
 
 
-def quantile(weighted: Sequence[tuple[float, int]], share: float) -> float | None:
+def compute_quantile(weighted: Sequence[tuple[float, int]], share: float) -> float | None:
     """The smallest value that at least `share` of the weight does not exceed; None of nothing."""
     ordered = sorted(weighted)
     rest = share * sum(weight for _, weight in ordered)

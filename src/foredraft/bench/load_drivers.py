@@ -1,4 +1,4 @@
-"""Who answers the requests of a load: an engine stepped in this thread, an engine's worker, a server over HTTP."""
+"""Drivers of a load: an engine stepped in this thread, an engine's worker, or a server over HTTP."""
 
 import asyncio
 import itertools
@@ -11,36 +11,40 @@ from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanage
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from foredraft.bench.load import Job, Loop, Timeline
-from foredraft.completion import Delta, Stats
+from foredraft.bench.load import ClosedLoopResult, LoadRequest, RequestTimeline
 from foredraft.errors import ForedraftError
+from foredraft.outputs import Delta, Stats
 from foredraft.request import RequestOptions
-from foredraft.sampling import Sampling
+from foredraft.sampling.params import Sampling
 
 if TYPE_CHECKING:
-    from foredraft.engine.output import Transcript
+    from foredraft.engine.transcript import Transcript
     from foredraft.llm import LLM
 
-TIMEOUT = 600.0  # seconds for one request of a server
+REQUEST_TIMEOUT = 600.0  # seconds for one request of a server
 
 
 @dataclass
-class InProcess:
+class EngineDriver:
     """The LLM's engine, stepped here: no thread and no queue between the clock and the step."""
 
     llm: "LLM"
     sampling: Sampling
     clock: Callable[[], float] = time.perf_counter
-    salts: Callable[[], bytes] = field(default_factory=lambda: _salts())
+    next_salt: Callable[[], bytes] = field(default_factory=lambda: _make_salt_source())
 
-    def run(self, jobs: Sequence[Job], concurrency: int) -> Loop:
+    def run(self, requests: Sequence[LoadRequest], concurrency: int) -> ClosedLoopResult:
         engine = self.llm.engine
-        queue, active, timelines = deque(jobs), list[tuple["Transcript", Timeline]](), list[Timeline]()
+        queue, active, timelines = (
+            deque(requests),
+            list[tuple["Transcript", RequestTimeline]](),
+            list[RequestTimeline](),
+        )
         began = self.clock()
         while True:
             while queue and len(active) < concurrency:
-                timelines.append(Timeline(self.clock()))
-                transcript = prepared(self.llm, queue.popleft(), self.sampling, self.salts())
+                timelines.append(RequestTimeline(self.clock()))
+                transcript = prepare_transcript(self.llm, queue.popleft(), self.sampling, self.next_salt())
                 engine.add(transcript)
                 active.append((transcript, timelines[-1]))
             if len(active) < concurrency:
@@ -49,26 +53,26 @@ class InProcess:
             now = self.clock()
             for transcript, timeline in active:
                 while transcript.deltas:
-                    take(transcript.deltas.popleft(), timeline, now)
+                    record_delta(transcript.deltas.popleft(), timeline, now)
             active = [pair for pair in active if not pair[0].is_finished]
         seconds = self.clock() - began
         for transcript, timeline in active:
-            timeline.stats = transcript.stats()
+            timeline.stats = transcript.build_stats()
             engine.abort(transcript.request)
-        return Loop(seconds, tuple(timelines))
+        return ClosedLoopResult(seconds, tuple(timelines))
 
     def close(self) -> None:
         """Nothing is held."""
 
 
-def prepared(llm: "LLM", job: Job, sampling: Sampling, salt: bytes) -> "Transcript":
+def prepare_transcript(llm: "LLM", request: LoadRequest, sampling: Sampling, salt: bytes) -> "Transcript":
     """A request whose prompt no earlier round can have left in a prefix cache."""
     options = RequestOptions(salt=salt)
-    (transcript,) = llm.prepare(list(job.prompt), replace(sampling, max_tokens=job.max_tokens), options)
+    (transcript,) = llm.prepare(list(request.prompt), replace(sampling, max_tokens=request.max_tokens), options)
     return transcript
 
 
-def take(delta: Delta, timeline: Timeline, now: float) -> None:
+def record_delta(delta: Delta, timeline: RequestTimeline, now: float) -> None:
     """Note a delta. Raises ForedraftError if it says that the request failed."""
     if delta.token_ids:
         timeline.arrivals.append((now, len(delta.token_ids)))
@@ -78,45 +82,47 @@ def take(delta: Delta, timeline: Timeline, now: float) -> None:
         timeline.stats = delta.completion.stats
 
 
-def _salts() -> Callable[[], bytes]:
+def _make_salt_source() -> Callable[[], bytes]:
     """One salt after another; those of two drivers at one server differ."""
     numbers, own = itertools.count(), secrets.token_hex(4)
     return lambda: f"load-{own}-{next(numbers)}".encode()
 
 
 @dataclass(frozen=True)
-class Arrival:
-    """What one delta of a stream brought."""
+class StreamDelta:
+    """Tokens and statistics of one delta of a stream."""
 
-    tokens: int
+    num_tokens: int
     stats: Stats | None = None  # with the last, where the other side gives them
 
 
-Opener = Callable[[Job], AsyncGenerator[Arrival, None]]  # leaving the iterator early aborts the request
+StreamOpener = Callable[
+    [LoadRequest], AsyncGenerator[StreamDelta, None]
+]  # leaving the iterator early aborts the request
 
 
-class Streams:
+class AsyncStreamDriver:
     """A closed loop of asynchronous streams; `session` makes what opens them, for one loop."""
 
     def __init__(
         self,
-        session: Callable[[], AbstractAsyncContextManager[Opener]],
+        session_factory: Callable[[], AbstractAsyncContextManager[StreamOpener]],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._session = session
+        self._session_factory = session_factory
         self._clock = clock
 
-    def run(self, jobs: Sequence[Job], concurrency: int) -> Loop:
-        return asyncio.run(self._loop(jobs, concurrency))
+    def run(self, requests: Sequence[LoadRequest], concurrency: int) -> ClosedLoopResult:
+        return asyncio.run(self._run_loop(requests, concurrency))
 
     def close(self) -> None:
         """Every loop closes its own session."""
 
-    async def _loop(self, jobs: Sequence[Job], concurrency: int) -> Loop:
-        queue, timelines = deque(jobs), list[Timeline]()
-        async with self._session() as opener:
+    async def _run_loop(self, requests: Sequence[LoadRequest], concurrency: int) -> ClosedLoopResult:
+        queue, timelines = deque(requests), list[RequestTimeline]()
+        async with self._session_factory() as opener:
             began = self._clock()
-            streams = [asyncio.ensure_future(self._stream(opener, queue, timelines)) for _ in range(concurrency)]
+            streams = [asyncio.ensure_future(self._run_stream(opener, queue, timelines)) for _ in range(concurrency)]
             try:
                 await asyncio.wait(streams, return_when=asyncio.FIRST_COMPLETED)
                 seconds = self._clock() - began
@@ -130,27 +136,29 @@ class Streams:
         ended = began + seconds
         for timeline in timelines:  # what came while the others were being stopped
             timeline.arrivals = [arrival for arrival in timeline.arrivals if arrival[0] <= ended]
-        return Loop(seconds, tuple(timelines))
+        return ClosedLoopResult(seconds, tuple(timelines))
 
-    async def _stream(self, opener: Opener, queue: deque[Job], timelines: list[Timeline]) -> None:
+    async def _run_stream(
+        self, opener: StreamOpener, queue: deque[LoadRequest], timelines: list[RequestTimeline]
+    ) -> None:
         while queue:
-            timeline = Timeline(self._clock())
+            timeline = RequestTimeline(self._clock())
             timelines.append(timeline)
             async with aclosing(opener(queue.popleft())) as arrivals:
                 async for arrival in arrivals:
-                    if arrival.tokens:
-                        timeline.arrivals.append((self._clock(), arrival.tokens))
+                    if arrival.num_tokens:
+                        timeline.arrivals.append((self._clock(), arrival.num_tokens))
                     timeline.stats = arrival.stats or timeline.stats
 
 
-class Threaded(Streams):
+class WorkerDriver(AsyncStreamDriver):
     """The LLM's engine on its worker's thread, which lives until `close`."""
 
     def __init__(self, llm: "LLM", sampling: Sampling) -> None:
         from foredraft.engine.worker import Worker
 
-        super().__init__(self._session_of_loop)
-        self._llm, self._sampling, self._salts = llm, sampling, _salts()
+        super().__init__(self._open_session)
+        self._llm, self._sampling, self._next_salt = llm, sampling, _make_salt_source()
         self._worker = Worker(llm)
         self._worker.start()
 
@@ -158,72 +166,74 @@ class Threaded(Streams):
         self._worker.stop()
 
     @asynccontextmanager
-    async def _session_of_loop(self) -> AsyncIterator[Opener]:
-        yield self._open
+    async def _open_session(self) -> AsyncIterator[StreamOpener]:
+        yield self._open_stream
         while self._worker.num_running or self._worker.num_waiting:  # what was aborted is no load of the next mode
             await asyncio.sleep(0.001)
 
-    async def _open(self, job: Job) -> AsyncGenerator[Arrival, None]:
-        stream = await self._worker.submit([prepared(self._llm, job, self._sampling, self._salts())])
+    async def _open_stream(self, request: LoadRequest) -> AsyncGenerator[StreamDelta, None]:
+        stream = await self._worker.submit([prepare_transcript(self._llm, request, self._sampling, self._next_salt())])
         try:
             async for delta in stream:
                 done = delta.completion
                 if done is not None and done.error is not None:
                     raise ForedraftError(f"a request failed: {done.error}")
-                yield Arrival(len(delta.token_ids), None if done is None else done.stats)
+                yield StreamDelta(len(delta.token_ids), None if done is None else done.stats)
         finally:
             stream.cancel()
 
 
 @dataclass(frozen=True)
-class Server:
+class OpenAIEndpoint:
     """An OpenAI-compatible server. Drafting is chosen by the request, so `off` keeps its drafter's memory warm."""
 
     url: str  # up to /v1
     model: str
     sampling: Sampling
-    num_drafts: int | None  # None = the server's choice
+    max_draft_tokens: int | None  # None = the server's choice
     api_key: str | None = None
-    salts: Callable[[], bytes] = field(default_factory=lambda: _salts())
+    next_salt: Callable[[], bytes] = field(default_factory=lambda: _make_salt_source())
 
-    def driver(self) -> Streams:
-        return Streams(lambda: _connected(self))
+    def create_driver(self) -> AsyncStreamDriver:
+        return AsyncStreamDriver(lambda: _connect(self))
 
-    def body(self, job: Job) -> dict[str, Any]:
+    def build_body(self, request: LoadRequest) -> dict[str, Any]:
         s = self.sampling
         body: dict[str, Any] = {
             "model": self.model,
-            "prompt": list(job.prompt),
-            "max_tokens": job.max_tokens,
+            "prompt": list(request.prompt),
+            "max_tokens": request.max_tokens,
             "temperature": s.temperature,
             "top_p": s.top_p,
             "ignore_eos": s.ignore_eos,
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-            "cache_salt": self.salts().decode(),
+            "cache_salt": self.next_salt().decode(),
             "speculative_metrics": True,
         }
         if s.seed is not None:
             body["seed"] = s.seed
-        if self.num_drafts is not None:
-            body["speculative"] = {"num_speculative_tokens": self.num_drafts}
+        if self.max_draft_tokens is not None:
+            body["speculative"] = {"num_speculative_tokens": self.max_draft_tokens}
         return body
 
 
 @asynccontextmanager
-async def _connected(server: Server) -> AsyncIterator[Opener]:
+async def _connect(server: OpenAIEndpoint) -> AsyncIterator[StreamOpener]:
     """The connections of one loop."""
     httpx = require_httpx()
     headers = {} if server.api_key is None else {"Authorization": f"Bearer {server.api_key}"}
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(headers=headers, limits=limits, timeout=TIMEOUT) as client:
-        yield lambda job: _answered(client, server, job)
+    async with httpx.AsyncClient(headers=headers, limits=limits, timeout=REQUEST_TIMEOUT) as client:
+        yield lambda job: _stream_completion(client, server, job)
 
 
-async def _answered(client: Any, server: Server, job: Job) -> AsyncGenerator[Arrival, None]:
+async def _stream_completion(
+    client: Any, server: OpenAIEndpoint, request: LoadRequest
+) -> AsyncGenerator[StreamDelta, None]:
     url = f"{server.url.rstrip('/')}/completions"
-    told = 0
-    async with client.stream("POST", url, json=server.body(job)) as response:
+    reported = 0
+    async with client.stream("POST", url, json=server.build_body(request)) as response:
         if response.status_code != 200:
             said = (await response.aread()).decode(errors="replace")[:300]
             raise ForedraftError(f"{url} answered {response.status_code}: {said}")
@@ -234,12 +244,12 @@ async def _answered(client: Any, server: Server, job: Job) -> AsyncGenerator[Arr
             chunk = json.loads(data)
             if "error" in chunk:
                 raise ForedraftError(f"{url} failed: {chunk['error']}")
-            count = (chunk.get("usage") or {}).get("completion_tokens", told)
-            yield Arrival(count - told, stats_of(chunk, count))
-            told = count
+            count = (chunk.get("usage") or {}).get("completion_tokens", reported)
+            yield StreamDelta(count - reported, parse_stats(chunk, count))
+            reported = count
 
 
-def stats_of(chunk: dict[str, Any], num_tokens: int) -> Stats | None:
+def parse_stats(chunk: dict[str, Any], num_tokens: int) -> Stats | None:
     """The figures of a text in the words of vLLM's responses; None where a chunk has none."""
     said = (chunk.get("metrics") or {}).get("speculative_decoding")
     if not said:
@@ -251,8 +261,8 @@ def stats_of(chunk: dict[str, Any], num_tokens: int) -> Stats | None:
     return Stats(num_tokens, steps, drafted, accepted, target_passes=num_tokens - accepted)
 
 
-def served_model(url: str, api_key: str | None) -> str:
-    """What a server calls its model. Raises ForedraftError where none answers."""
+def fetch_model_name(url: str, api_key: str | None) -> str:
+    """Fetch the model name of a server. Raises ForedraftError if no server answers."""
     httpx = require_httpx()
     where = f"{url.rstrip('/')}/models"
     try:

@@ -4,15 +4,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from foredraft.bench.load import AUTO, OFF, Point
-from foredraft.bench.plot import DPI, GREY, OURS, PEER
+from foredraft.bench.load import AUTO, OFF, LoadPoint
+from foredraft.bench.plot import BASELINE_COLOR, DPI, FOREDRAFT_COLOR, PEER_COLOR
 from foredraft.bench.report import require_matplotlib
 
-LAYOUT: dict[str, Any] = {"layout": "constrained", "squeeze": False}
-Panel = tuple[str, Sequence[Point]]
+SUBPLOT_OPTIONS: dict[str, Any] = {"layout": "constrained", "squeeze": False}
+Panel = tuple[str, Sequence[LoadPoint]]
 
 
-def draw(panels: Sequence[Panel], caption: str, path: Path) -> None:
+def save_load_plot(panels: Sequence[Panel], caption: str, path: Path) -> None:
     """A panel for every model; its title and its points."""
     require_matplotlib()
     import matplotlib
@@ -20,23 +20,23 @@ def draw(panels: Sequence[Panel], caption: str, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(6.0 * len(panels), 4.4), **LAYOUT)
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(6.0 * len(panels), 4.4), **SUBPLOT_OPTIONS)
     figure.suptitle(caption, fontsize=8, color="#444444")
     for axis, (title, points) in zip(axes[0], panels, strict=True):
-        _panel(axis, title, points)
+        _draw_panel(axis, title, points)
     figure.savefig(path, dpi=DPI)
     pyplot.close(figure)
 
 
-def _panel(axis: Any, title: str, points: Sequence[Point]) -> None:
+def _draw_panel(axis: Any, title: str, points: Sequence[LoadPoint]) -> None:
     modes = list(dict.fromkeys(cell.mode for point in points for cell in point.cells if cell.mode != OFF))
-    through = [mode for mode in modes if all(point.cell(mode) is not None for point in points)]
-    shades = iter([PEER, "#b0533c", "#7a3b69"] * len(modes))
+    through = [mode for mode in modes if all(point.find_cell(mode) is not None for point in points)]
+    shades = iter([PEER_COLOR, "#b0533c", "#7a3b69"] * len(modes))
     for mode in modes:
-        cells = [cell for point in points if (cell := point.cell(mode)) is not None]
+        cells = [cell for point in points if (cell := point.find_cell(mode)) is not None]
         x, y = [cell.concurrency for cell in cells], [cell.over_off for cell in cells]
         if mode == AUTO:
-            style: dict[str, Any] = {"color": OURS, "linewidth": 2.2, "marker": "o", "zorder": 3}
+            style: dict[str, Any] = {"color": FOREDRAFT_COLOR, "linewidth": 2.2, "marker": "o", "zorder": 3}
         elif mode in through:
             style = {"color": next(shades), "linewidth": 1.6, "marker": "s"}
         else:
@@ -45,7 +45,7 @@ def _panel(axis: Any, title: str, points: Sequence[Point]) -> None:
         if mode == AUTO or mode in through:
             low, high = [min(c.over_off_rounds) for c in cells], [max(c.over_off_rounds) for c in cells]
             axis.fill_between(x, low, high, color=style["color"], alpha=0.12, linewidth=0)
-    axis.axhline(1, color=GREY, linewidth=0.8)
+    axis.axhline(1, color=BASELINE_COLOR, linewidth=0.8)
     counts = [point.concurrency for point in points]
     axis.set_xscale("log", base=2)
     axis.set_xticks(counts, [str(count) for count in counts])

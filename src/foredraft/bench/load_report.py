@@ -7,21 +7,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foredraft.bench import load, load_plot, report
-from foredraft.bench.load import AUTO, OFF, Cell, Driver, Effort, Point, Work
-from foredraft.bench.load_drivers import InProcess, Server, Threaded, served_model
-from foredraft.bench.questions import Conversation, Question
+from foredraft.bench.load import AUTO, OFF, LoadBudget, LoadCell, LoadDriver, LoadPoint, LoadWorkload
+from foredraft.bench.load_drivers import EngineDriver, OpenAIEndpoint, WorkerDriver, fetch_model_name
+from foredraft.bench.questions import PromptBuilder, Question
 from foredraft.errors import ForedraftError
-from foredraft.sampling import Sampling
+from foredraft.sampling.params import Sampling
 
 if TYPE_CHECKING:
     from foredraft.llm import LLM
 
-Step = Callable[[str], None]
+ProgressCallback = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What to measure."""
+class LoadBenchPlan:
+    """Concurrency levels, modes and prompts of a load measurement."""
 
     concurrency: tuple[int, ...]
     fixed: tuple[int, ...]  # draft lengths measured at every concurrency
@@ -35,74 +35,75 @@ class Plan:
     rounds: int
     minutes: float | None  # for everything
 
-    def modes(self, concurrency: int) -> list[str]:
+    def list_modes(self, concurrency: int) -> list[str]:
         more = self.more if concurrency <= self.more_until else ()
         return [OFF, AUTO, *map(str, sorted({*self.fixed, *more}))]
 
     @property
     def all_modes(self) -> list[str]:
-        return max((self.modes(count) for count in self.concurrency), key=len)
+        return max((self.list_modes(count) for count in self.concurrency), key=len)
 
 
 @dataclass
-class Job:
+class LoadBench:
     """One run. `drivers` may come from elsewhere, a server for one; else they are engines in this thread."""
 
-    plan: Plan
+    plan: LoadBenchPlan
     llm: "LLM"
     spec: dict[str, Any]  # what drafts, in the keys of vLLM's speculative_config, without a length
-    step: Step
-    driver: Callable[["LLM", Sampling], Driver] = InProcess
-    drivers: Mapping[str, Driver] | None = None
+    on_progress: ProgressCallback
+    driver_factory: Callable[["LLM", Sampling], LoadDriver] = EngineDriver
+    drivers: Mapping[str, LoadDriver] | None = None
     origin: str = "the engine, stepped in the thread that measures"  # of the figures, for the notes
-    points: list[Point] = field(default_factory=list)
+    points: list[LoadPoint] = field(default_factory=list)
     num_prompts: int = 0
 
-    def run(self) -> report.Report:
+    def run(self) -> report.BenchReport:
         began = time.perf_counter()
-        work = self.work()
-        drivers = self.drivers or self._engines(work)
+        work = self.build_workload()
+        drivers = self.drivers or self._create_drivers(work)
         try:
             self._measure(work, drivers, began)
         finally:
             for driver in drivers.values():
                 driver.close()
-        return self._report(time.perf_counter() - began)
+        return self._build_report(time.perf_counter() - began)
 
-    def _measure(self, work: Work, drivers: Mapping[str, Driver], began: float) -> None:
+    def _measure(self, work: LoadWorkload, drivers: Mapping[str, LoadDriver], began: float) -> None:
         plan = self.plan
         for index, concurrency in enumerate(plan.concurrency):
             seconds = None
             if plan.minutes is not None:
                 left = 60 * plan.minutes - (time.perf_counter() - began)
                 seconds = left / (len(plan.concurrency) - index)
-            chosen = {name: drivers[name] for name in plan.modes(concurrency)}
-            effort = Effort(plan.rounds, seconds=seconds)
-            self.points.append(load.measure(chosen, work, concurrency, effort, self.step))
+            chosen = {name: drivers[name] for name in plan.list_modes(concurrency)}
+            effort = LoadBudget(plan.rounds, max_seconds=seconds)
+            self.points.append(load.measure(chosen, work, concurrency, effort, self.on_progress))
 
-    def through_workers(self) -> "Job":
+    def with_workers(self) -> "LoadBench":
         """The same with every engine on a thread of its own, as a server runs it."""
-        return replace(self, driver=Threaded, origin="an engine's worker, on a thread of its own")
+        return replace(self, driver_factory=WorkerDriver, origin="an engine's worker, on a thread of its own")
 
-    def against(self, url: str, api_key: str | None) -> "Job":
+    def with_server(self, url: str, api_key: str | None) -> "LoadBench":
         """The same against a server. Raises ForedraftError where none answers."""
-        model = served_model(url, api_key)
+        model = fetch_model_name(url, api_key)
         lengths = {OFF: 0, AUTO: None} | {mode: int(mode) for mode in self.plan.all_modes if mode not in (OFF, AUTO)}
         drivers = {
-            mode: Server(url, model, self.plan.sampling, length, api_key).driver() for mode, length in lengths.items()
+            mode: OpenAIEndpoint(url, model, self.plan.sampling, length, api_key).create_driver()
+            for mode, length in lengths.items()
         }
         origin = f"the server of {model!r} over HTTP, whose drafter stays warm where a request asks for no drafts"
         return replace(self, drivers=drivers, origin=origin)
 
-    def draw(self, path: Path) -> None:
-        load_plot.draw([(self._title, self.points)], "\n".join(self._notes()[:3]), path)
+    def save_plot(self, path: Path) -> None:
+        load_plot.save_load_plot([(self._title, self.points)], "\n".join(self._build_notes()[:3]), path)
 
-    def work(self) -> Work:
+    def build_workload(self) -> LoadWorkload:
         """Raises ForedraftError where no prompt fits."""
         tokenizer, most = self.llm.tokenizer, self.plan.prompt_tokens
         if tokenizer is None:
             raise ForedraftError(f"{self.llm.target.name} has no tokenizer; put tokenizer.json beside its weights")
-        asked = [Conversation(tokenizer).ask(question.turns[0]) for question in self.plan.questions]
+        asked = [PromptBuilder(tokenizer).add_user_turn(question.turns[0]) for question in self.plan.questions]
         longest = self.llm.target.context_length - round(1.5 * self.plan.sampling.max_tokens) - 1
         prompts = [tuple(ids if most is None else ids[-most:]) for ids in asked]
         fitting = tuple(ids for ids in prompts if len(ids) <= longest)
@@ -112,14 +113,14 @@ class Job:
                 f"context of {self.llm.target.context_length}; ask for fewer --max-tokens or --prompt-tokens"
             )
         self.num_prompts = len(fitting)
-        return Work(fitting, self.plan.sampling.max_tokens, self.plan.waves, self.plan.least)
+        return LoadWorkload(fitting, self.plan.sampling.max_tokens, self.plan.waves, self.plan.least)
 
-    def _engines(self, work: Work) -> dict[str, Driver]:
+    def _create_drivers(self, work: LoadWorkload) -> dict[str, LoadDriver]:
         """An engine for every mode, all on the same weights; off has no drafter at all."""
-        self.llm.limits = replace(self.llm.limits, kv_tokens=work.memory(max(self.plan.concurrency)))
-        found: dict[str, Driver] = {}
+        self.llm.limits = replace(self.llm.limits, kv_tokens=work.count_kv_tokens(max(self.plan.concurrency)))
+        found: dict[str, LoadDriver] = {}
         for mode in self.plan.all_modes:
-            self.step(f"preparing {mode}")
+            self.on_progress(f"preparing {mode}")
             if mode == OFF:
                 llm = self.llm.with_drafter(None)
             elif mode == AUTO:
@@ -127,27 +128,27 @@ class Job:
                 llm.calibrate()  # as a server does
             else:
                 llm = self.llm.with_drafter(dict(self.spec), int(mode))
-            found[mode] = self.driver(llm, self.plan.sampling)
+            found[mode] = self.driver_factory(llm, self.plan.sampling)
         return found
 
     @property
     def _title(self) -> str:
         size = self.llm.target.num_parameters / 1e6
-        return f"{report.model_name(self.llm)} ({size:.0f}M), {self.spec['method']}"
+        return f"{report.get_model_name(self.llm)} ({size:.0f}M), {self.spec['method']}"
 
-    def _notes(self) -> list[str]:
+    def _build_notes(self) -> list[str]:
         target, plan = self.llm.target, self.plan
         dtype = str(target.model.dtype).removeprefix("torch.")
         s = plan.sampling
-        law = "greedy" if s.is_greedy else f"temperature {s.temperature}, top-p {s.top_p}, seed {s.seed}"
+        mode = "greedy" if s.is_greedy else f"temperature {s.temperature}, top-p {s.top_p}, seed {s.seed}"
         cut = "" if plan.prompt_tokens is None else f", cut to their last {plan.prompt_tokens} tokens"
         return [
-            f"target {report.model_name(self.llm)}: {target.num_parameters / 1e6:.1f}M parameters, {dtype}; "
+            f"target {report.get_model_name(self.llm)}: {target.num_parameters / 1e6:.1f}M parameters, {dtype}; "
             f"drafts by {self.spec['method']}",
-            *report.grown_notes(target.model.config),
-            report.machine_note(report.machine()),
-            f"{self.origin}; {report.count(self.num_prompts, 'prompt')}{cut}, texts of "
-            f"{0.5 * s.max_tokens:.0f} to {1.5 * s.max_tokens:.0f} tokens, {law}",
+            *report.list_origin_notes(target.model.config),
+            report.format_machine_note(report.describe_machine()),
+            f"{self.origin}; {report.format_count(self.num_prompts, 'prompt')}{cut}, texts of "
+            f"{0.5 * s.max_tokens:.0f} to {1.5 * s.max_tokens:.0f} tokens, {mode}",
             "closed loop: every stream sends its next request when the last has ended, all begin together, and time "
             "ends when a stream finds no request left; all modes in turn for the same requests, medians over rounds of "
             "the ratios within a round",
@@ -156,13 +157,13 @@ class Job:
             "best fixed: the length with the highest median, whose luck is part of it",
         ]
 
-    def _report(self, seconds: float) -> report.Report:
+    def _build_report(self, seconds: float) -> report.BenchReport:
         cells = [cell for point in self.points for cell in point.cells]
         data = {
-            "model": report.model_facts(
-                report.model_name(self.llm), self.llm.target.model.config, str(self.llm.target.model.dtype)
+            "model": report.describe_model(
+                report.get_model_name(self.llm), self.llm.target.model.config, str(self.llm.target.model.dtype)
             ),
-            "machine": report.machine(),
+            "machine": report.describe_machine(),
             "title": self._title,
             "spec": {name: str(value) for name, value in self.spec.items() if name != "model"},
             "sampling": self.plan.sampling,
@@ -172,40 +173,46 @@ class Job:
             "seconds": seconds,
             "points": self.points,
         }
-        notes = (*self._notes(), f"the run took {seconds / 60:.1f} minutes")
+        notes = (*self._build_notes(), f"the run took {seconds / 60:.1f} minutes")
         title = f"Load: {self._title}"
-        return report.Report(title, notes, (ratio_table(self.points), cell_table(cells)), data)
+        return report.BenchReport(title, notes, (build_ratio_table(self.points), build_cell_table(cells)), data)
 
 
-def ratio_table(points: Sequence[Point]) -> report.Table:
+def build_ratio_table(points: Sequence[LoadPoint]) -> report.ReportTable:
     """Throughput of every mode over off's."""
     modes = list(dict.fromkeys(cell.mode for point in points for cell in point.cells if cell.mode != OFF))
-    header = ("streams", "off, tokens/s", *(f"{name(mode)} / off" for mode in modes), "best fixed", "auto / best fixed")
+    header = (
+        "streams",
+        "off, tokens/s",
+        *(f"{format_mode(mode)} / off" for mode in modes),
+        "best fixed",
+        "auto / best fixed",
+    )
     rows = []
     for point in points:
-        found = [point.cell(mode) for mode in modes]
-        off = point.cell(OFF)
+        found = [point.find_cell(mode) for mode in modes]
+        off = point.find_cell(OFF)
         over = point.auto_over_best
         rows.append(
             (
                 str(point.concurrency),
                 "-" if off is None else f"{off.tokens_per_second:.1f}",
                 *("-" if cell is None else f"{cell.over_off:.2f}x" for cell in found),
-                "-" if point.best_fixed is None else name(point.best_fixed),
+                "-" if point.best_fixed is None else format_mode(point.best_fixed),
                 "-" if over is None else f"{over:.2f}x",
             )
         )
-    return report.Table("Throughput over no speculation", header, tuple(rows))
+    return report.ReportTable("Throughput over no speculation", header, tuple(rows))
 
 
-def cell_table(cells: Sequence[Cell]) -> report.Table:
+def build_cell_table(cells: Sequence[LoadCell]) -> report.ReportTable:
     header = (
         "streams", "mode", "tokens/s", "/ off", "lowest and highest round", "TTFT p50, ms", "p99", "gap p50, ms",
         "p99", "per token p50, ms", "p99", "acceptance length", "drafted a pass", "requests", "rounds",
     )  # fmt: skip
     rows = [
         (
-            str(cell.concurrency), name(cell.mode), f"{cell.tokens_per_second:.1f}", f"{cell.over_off:.2f}x",
+            str(cell.concurrency), format_mode(cell.mode), f"{cell.tokens_per_second:.1f}", f"{cell.over_off:.2f}x",
             f"{min(cell.over_off_rounds):.2f} {max(cell.over_off_rounds):.2f}",
             *("-" if value is None else f"{1000 * value:.1f}" for value in (
                 cell.first_p50, cell.first_p99, cell.gap_p50, cell.gap_p99, cell.token_p50, cell.token_p99
@@ -216,8 +223,8 @@ def cell_table(cells: Sequence[Cell]) -> report.Table:
         )
         for cell in cells
     ]  # fmt: skip
-    return report.Table("Every mode", header, tuple(rows), names=2)
+    return report.ReportTable("Every mode", header, tuple(rows), num_name_columns=2)
 
 
-def name(mode: str) -> str:
+def format_mode(mode: str) -> str:
     return mode if mode in (OFF, AUTO) else f"K = {mode}"

@@ -1,13 +1,13 @@
-"""Who takes part in a comparison: every program, the modes it has, and what its script is told."""
+"""Programs of a comparison, their modes, and the arguments of their scripts."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from foredraft.bench.methods import PLAIN, Method
+from foredraft.bench.methods import PLAIN, BenchMethod
 
-OURS = "foredraft"
+FOREDRAFT = "foredraft"
 # llama.cpp's names for what --quantization calls int8 and int4
 GGUF_NAMES = {"int8": "Q8_0", "int4": "Q4_0"}
 
@@ -22,8 +22,8 @@ class Participant:
     modes: tuple[str, ...]
     weights: str  # what its matrices are stored as
     group: str  # participants of one group are set against one another
-    job: dict[str, Any] = field(default_factory=dict)  # of its own, beside what all are told
-    times_verification: bool = True
+    load_arguments: dict[str, Any] = field(default_factory=dict)  # beside the settings that all programs get
+    has_verify_op: bool = True
 
     @property
     def python_path(self) -> Path | None:
@@ -33,17 +33,21 @@ class Participant:
 
 
 @dataclass(frozen=True)
-class Pythons:
+class PeerPythons:
     """The interpreters of the peers; None = absent."""
 
-    ours: Path
+    foredraft: Path
     transformers: Path | None
     llama_cpp: Path | None
     vllm: Path | None
 
 
-def participants(
-    pythons: Pythons, methods: Sequence[Method], dtype: str, quantizations: Sequence[str], settings: dict[str, Any]
+def iter_participants(
+    pythons: PeerPythons,
+    methods: Sequence[BenchMethod],
+    dtype: str,
+    quantizations: Sequence[str],
+    settings: dict[str, Any],
 ) -> Iterator[Participant]:
     """Ours first: its plain decoding is what the others are set against."""
     drafters = {method.label: method.spec for method in methods}
@@ -51,7 +55,7 @@ def participants(
         group = quantization or dtype
         own = settings | ({} if quantization is None else {"quantization": quantization})
         yield Participant(
-            OURS, "peer_foredraft.py", pythons.ours, (PLAIN, *drafters), group, group,
+            FOREDRAFT, "peer_foredraft.py", pythons.foredraft, (PLAIN, *drafters), group, group,
             {"drafters": drafters, "settings": own},
         )  # fmt: skip
         modes = (PLAIN, "prompt_lookup", "draft") if quantization is None else (PLAIN,)
@@ -64,5 +68,5 @@ def participants(
     )
     for mode in (PLAIN, "ngram", "draft"):
         yield Participant(
-            "vllm", "peer_vllm.py", pythons.vllm, (mode,), dtype, dtype, {"mode": mode}, times_verification=False
+            "vllm", "peer_vllm.py", pythons.vllm, (mode,), dtype, dtype, {"mode": mode}, has_verify_op=False
         )

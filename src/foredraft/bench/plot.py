@@ -4,17 +4,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from foredraft.bench.compare import Row as Result
-from foredraft.bench.flatness import Cost
-from foredraft.bench.latency import Row
-from foredraft.bench.participants import OURS as US
+from foredraft.bench.compare import ComparisonRow as Result
+from foredraft.bench.latency import LatencyRow
+from foredraft.bench.participants import FOREDRAFT as US
 from foredraft.bench.report import require_matplotlib
+from foredraft.bench.verify_cost import VerifyCost
 
-GREY, OURS, PEER = "#8a8f98", "#1f6fb2", "#d97b29"
+BASELINE_COLOR, FOREDRAFT_COLOR, PEER_COLOR = "#8a8f98", "#1f6fb2", "#d97b29"
 DPI = 120
 
 
-def _figure(panels: int, height: float, caption: str) -> tuple[Any, list[Any]]:
+def _create_figure(panels: int, height: float, caption: str) -> tuple[Any, list[Any]]:
     require_matplotlib()
     import matplotlib
 
@@ -26,14 +26,14 @@ def _figure(panels: int, height: float, caption: str) -> tuple[Any, list[Any]]:
     return figure, list(axes[0])
 
 
-def _save(figure: Any, path: Path) -> None:
+def _save_figure(figure: Any, path: Path) -> None:
     from matplotlib import pyplot
 
     figure.savefig(path, dpi=DPI)
     pyplot.close(figure)
 
 
-def bars(
+def draw_bars(
     axis: Any, labels: Sequence[str], values: Sequence[float], notes: Sequence[str], colors: Sequence[str]
 ) -> None:
     """Horizontal bars, the first on top, each with a note at its end."""
@@ -48,25 +48,25 @@ def bars(
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def flatness(axis: Any, curves: Mapping[str, Sequence[Cost]]) -> None:
+def draw_verify_cost(axis: Any, curves: Mapping[str, Sequence[VerifyCost]]) -> None:
     """Cost of a pass over k tokens, over that of one."""
     for label, costs in curves.items():
         axis.plot([c.rows for c in costs], [c.ratio for c in costs], "o-", label=label, markersize=4)
     axis.set_xticks(sorted({c.rows for costs in curves.values() for c in costs}))
-    axis.axhline(1, color=GREY, linewidth=0.8)
+    axis.axhline(1, color=BASELINE_COLOR, linewidth=0.8)
     axis.set(xlabel="tokens in one pass", ylabel="time over a pass of one token", title="Cost of verification")
     axis.set_ylim(0, max(2.0, *(1.1 * c.ratio for costs in curves.values() for c in costs)))
     axis.legend(fontsize=8)
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def latency(rows: Sequence[Row], costs: Sequence[Cost], caption: str, path: Path) -> None:
+def save_latency_plot(rows: Sequence[LatencyRow], costs: Sequence[VerifyCost], caption: str, path: Path) -> None:
     """Speed, acceptance by position, and the cost of verification where it was measured."""
-    figure, axes = _figure(2 * bool(rows) + bool(costs), 3.6, caption)
+    figure, axes = _create_figure(2 * bool(rows) + bool(costs), 3.6, caption)
     if rows:
         notes = [f"{row.tokens_per_second:.1f}  {row.speed_up:.2f}x" for row in rows]
-        colors = [GREY, *[OURS] * (len(rows) - 1)]
-        bars(axes[0], [row.method for row in rows], [row.tokens_per_second for row in rows], notes, colors)
+        colors = [BASELINE_COLOR, *[FOREDRAFT_COLOR] * (len(rows) - 1)]
+        draw_bars(axes[0], [row.method for row in rows], [row.tokens_per_second for row in rows], notes, colors)
         axes[0].set_title("Speed, and over plain decoding")
         for row in rows[1:]:
             axes[1].plot(range(1, len(row.per_position) + 1), row.per_position, "o-", label=row.method, markersize=4)
@@ -78,19 +78,21 @@ def latency(rows: Sequence[Row], costs: Sequence[Cost], caption: str, path: Path
         if len(rows) > 1:
             axes[1].legend(fontsize=8)
     if costs:
-        flatness(axes[-1], {"foredraft": costs})
-    _save(figure, path)
+        draw_verify_cost(axes[-1], {"foredraft": costs})
+    _save_figure(figure, path)
 
 
-def compare(rows: Sequence[Result], costs: Mapping[str, Sequence[Cost]], caption: str, path: Path) -> None:
+def save_comparison_plot(
+    rows: Sequence[Result], costs: Mapping[str, Sequence[VerifyCost]], caption: str, path: Path
+) -> None:
     """Speed of every mode of every program, ours in a colour of its own, and the cost of verification."""
     shown = [row for row in rows if row.tokens_per_second is not None]
-    figure, axes = _figure(1 + bool(costs), max(3.6, 1.2 + 0.3 * len(shown)), caption)
+    figure, axes = _create_figure(1 + bool(costs), max(3.6, 1.2 + 0.3 * len(shown)), caption)
     labels = [f"{row.program} {row.mode} ({row.weights})" for row in shown]
     speeds = [row.tokens_per_second or 0.0 for row in shown]
     notes = [f"{row.tokens_per_second:.1f}" for row in shown]
-    bars(axes[0], labels, speeds, notes, [OURS if row.program == US else PEER for row in shown])
+    draw_bars(axes[0], labels, speeds, notes, [FOREDRAFT_COLOR if row.program == US else PEER_COLOR for row in shown])
     axes[0].set_title("Speed on the same weights and prompts")
     if costs:
-        flatness(axes[1], costs)
-    _save(figure, path)
+        draw_verify_cost(axes[1], costs)
+    _save_figure(figure, path)

@@ -1,4 +1,4 @@
-"""What the benchmarks ask: a question file in the form of Spec-Bench and MT-bench, or a built-in workload.
+"""Prompts of the benchmarks: a question file in the form of Spec-Bench and MT-bench, or a built-in workload.
 
 A line of such a file is a JSON object with "turns", a list of texts, and perhaps "category"; other keys do not
 matter. The answer to one turn goes into the prompt of the next.
@@ -12,7 +12,7 @@ from typing import Any
 
 from foredraft.errors import ForedraftError
 
-BUILT_IN = 20  # prompts, where nothing else is asked for
+DEFAULT_NUM_PROMPTS = 20  # prompts, where nothing else is asked for
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,13 @@ class Question:
     category: str = ""
 
 
-def questions(file: Path | None, count: int | None) -> list[Question]:
+def load_questions(file: Path | None, count: int | None) -> list[Question]:
     """`count` questions, spread evenly over a file, or built-in ones: of the workload whose name stands for a file, of
     `code` where there is none. Raises ForedraftError."""
     from foredraft.bench.workloads import CONVERSATIONS, WORKLOADS
 
     name = "code" if file is None else str(file)
-    built_in = BUILT_IN if count is None else count
+    built_in = DEFAULT_NUM_PROMPTS if count is None else count
     if name in WORKLOADS:
         return [Question((text,), f"{name} {i + 1}") for i, text in enumerate(WORKLOADS[name](built_in))]
     if name in CONVERSATIONS:
@@ -40,7 +40,7 @@ def questions(file: Path | None, count: int | None) -> list[Question]:
     return [found[i * len(found) // wanted] for i in range(wanted)]
 
 
-def built_in_sets() -> list[str]:
+def list_built_in_sets() -> list[str]:
     """Names of the built-in workloads, as `--questions` takes them."""
     from foredraft.bench.workloads import CONVERSATIONS, WORKLOADS
 
@@ -55,32 +55,32 @@ def read(file: Path) -> list[Question]:
     except FileNotFoundError:
         raise ForedraftError(
             f"question file {str(file)!r} does not exist; check the path given to --questions, or name a built-in set: "
-            f"{', '.join(built_in_sets())}"
+            f"{', '.join(list_built_in_sets())}"
         ) from None
     except OSError as error:
         raise ForedraftError(f"question file {str(file)!r} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ForedraftError(f"question file {str(file)!r} is not UTF-8; save it as UTF-8 first") from None
-    found = [_parsed(line, f"{file}, line {i + 1}") for i, line in enumerate(lines) if line.strip()]
+    found = [_parse_question(line, f"{file}, line {i + 1}") for i, line in enumerate(lines) if line.strip()]
     if not found:
         raise ForedraftError(f'question file {str(file)!r} is empty; a line of it is {{"turns": ["..."]}}')
     return found
 
 
-def _parsed(line: str, where: str) -> Question:
+def _parse_question(line: str, location: str) -> Question:
     try:
         entry = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ForedraftError(f"{where} is not JSON ({error.msg}); every line is one object") from None
+        raise ForedraftError(f"{location} is not JSON ({error.msg}); every line is one object") from None
     turns = entry.get("turns") if isinstance(entry, dict) else None
     is_texts = isinstance(turns, list) and all(isinstance(turn, str) and turn for turn in turns)
     if not turns or not is_texts:
-        raise ForedraftError(f'{where} has no list of texts under "turns"; write {{"turns": ["first", "second"]}}')
+        raise ForedraftError(f'{location} has no list of texts under "turns"; write {{"turns": ["first", "second"]}}')
     category = entry.get("category")
-    return Question(tuple(turns), where, category if isinstance(category, str) else "")
+    return Question(tuple(turns), location, category if isinstance(category, str) else "")
 
 
-class Conversation:
+class PromptBuilder:
     """The prompts of one question: the model's chat template where it has one, plain text otherwise."""
 
     def __init__(self, tokenizer: Any) -> None:
@@ -88,7 +88,7 @@ class Conversation:
         self._messages: list[dict[str, str]] = []
         self._ids: list[int] = []
 
-    def ask(self, turn: str) -> list[int]:
+    def add_user_turn(self, turn: str) -> list[int]:
         """Token ids of all that was said, with `turn` last."""
         if getattr(self._tokenizer, "chat_template", None):
             self._messages.append({"role": "user", "content": turn})
@@ -98,7 +98,7 @@ class Conversation:
         self._ids += self._tokenizer(turn if is_first else f"\n\n{turn}", add_special_tokens=is_first).input_ids
         return list(self._ids)
 
-    def answer(self, ids: Sequence[int], text: str) -> None:
-        """What the model said."""
+    def add_answer(self, ids: Sequence[int], text: str) -> None:
+        """Add the answer of the model."""
         self._messages.append({"role": "assistant", "content": text})
         self._ids += ids

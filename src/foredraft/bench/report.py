@@ -1,4 +1,4 @@
-"""What a benchmark says: tables and notes for people, the figures for programs, and where they are written to."""
+"""Report of a benchmark: tables and notes, the figures as JSON, and the files they go to."""
 
 import json
 import os
@@ -8,34 +8,38 @@ from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from foredraft.bench.grow import grown_from
-from foredraft.errors import ForedraftError, how_to_install
+from foredraft.bench.grow import read_origin
+from foredraft.errors import ForedraftError, format_install_command
 
-INSTALL = how_to_install("bench")
+INSTALL_COMMAND = format_install_command("bench")
 
 
 @dataclass(frozen=True)
-class Table:
+class ReportTable:
     """The first columns name the row, the others hold figures."""
 
     title: str
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    names: int = 1  # columns of names
+    num_name_columns: int = 1  # columns of names
 
     @property
     def markdown(self) -> str:
-        cells = [self.header, ("---" if i < self.names else "---:" for i in range(len(self.header))), *self.rows]
+        cells = [
+            self.header,
+            ("---" if i < self.num_name_columns else "---:" for i in range(len(self.header))),
+            *self.rows,
+        ]
         return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells)
 
 
 @dataclass(frozen=True)
-class Report:
+class BenchReport:
     """One run of one benchmark."""
 
     title: str
     notes: tuple[str, ...]  # what the figures cannot be read without
-    tables: tuple[Table, ...]
+    tables: tuple[ReportTable, ...]
     data: dict[str, Any]  # the same for programs; dataclasses are written as objects
 
     @property
@@ -48,17 +52,17 @@ class Report:
     @property
     def json(self) -> str:
         values = {"title": self.title, "notes": self.notes, **self.data}
-        return json.dumps(values, indent=1, default=_plain, ensure_ascii=False) + "\n"
+        return json.dumps(values, indent=1, default=_to_json_object, ensure_ascii=False) + "\n"
 
 
-def _plain(value: Any) -> Any:
+def _to_json_object(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
     raise TypeError(f"{type(value).__name__} has no form in JSON")
 
 
 @dataclass(frozen=True)
-class Outputs:
+class ReportOutputs:
     """The files asked for."""
 
     json: Path | None = None
@@ -74,22 +78,22 @@ class Outputs:
                 raise ForedraftError(f"{option} {str(path)!r} is a folder; give a file")
             if not path.parent.is_dir():
                 raise ForedraftError(f"{option} {str(path)!r}: there is no folder {str(path.parent)!r}; make it first")
-            _try(path, option)
+            _check_writable(path, option)
         if self.plot is not None:
             if self.plot.suffix != ".png":
                 raise ForedraftError(f"--plot {str(self.plot)!r}: plots are PNG; give a name that ends in .png")
             require_matplotlib()
 
-    def write(self, report: Report, draw: Callable[[Path], None]) -> None:
+    def write(self, report: BenchReport, save_plot: Callable[[Path], None]) -> None:
         if self.json is not None:
             self.json.write_text(report.json, encoding="utf-8")
         if self.markdown is not None:
             self.markdown.write_text(report.markdown, encoding="utf-8")
         if self.plot is not None:
-            draw(self.plot)
+            save_plot(self.plot)
 
 
-def _try(path: Path, option: str) -> None:
+def _check_writable(path: Path, option: str) -> None:
     """Open a file for writing and leave things as they were: permissions alone do not tell."""
     was_there = path.exists()
     try:
@@ -107,29 +111,29 @@ def require_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise ForedraftError(f"plots need matplotlib; run {INSTALL}") from None
+        raise ForedraftError(f"plots need matplotlib; run {INSTALL_COMMAND}") from None
 
 
-def machine() -> dict[str, Any]:
-    """What the figures depend on, beside the model."""
+def describe_machine() -> dict[str, Any]:
+    """Describe the machine and versions that the figures depend on."""
     import torch
     import transformers
 
     import foredraft
-    from foredraft.cli.version import cpu_features
+    from foredraft.cli.version import read_cpu_features
 
     return {
         "foredraft": foredraft.__version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "cpu": cpu_name(),
-        "cpu_features": cpu_features(),
+        "cpu": read_cpu_name(),
+        "cpu_features": read_cpu_features(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
     }
 
 
-def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+def read_cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     try:
         lines = cpuinfo.read_text(errors="replace").splitlines()
     except OSError:
@@ -138,40 +142,40 @@ def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def machine_note(facts: dict[str, Any]) -> str:
+def format_machine_note(facts: dict[str, Any]) -> str:
     features = f" ({' '.join(facts['cpu_features'])})" if facts["cpu_features"] else ""
     return (
-        f"{count(facts['threads'], 'thread')} on {facts['cores']} cores of {facts['cpu']}{features}; foredraft "
+        f"{format_count(facts['threads'], 'thread')} on {facts['cores']} cores of {facts['cpu']}{features}; foredraft "
         f"{facts['foredraft']}, torch {facts['torch']}, transformers {facts['transformers']}"
     )
 
 
-def model_name(llm: Any) -> str:
+def get_model_name(llm: Any) -> str:
     """A folder by its own name: where it lies says nothing to a reader."""
     name = str(llm.target.name)
     return "built-in" if llm.is_builtin else Path(name).name if Path(name).is_dir() else name
 
 
-def model_facts(name: str, config: Any, dtype: str) -> dict[str, Any]:
+def describe_model(name: str, config: Any, dtype: str) -> dict[str, Any]:
     """The target, for programs."""
-    return {"name": name, "dtype": dtype, "grown_from": grown_from(config)}
+    return {"name": name, "dtype": dtype, "grown_from": read_origin(config)}
 
 
-def grown_notes(config: Any) -> list[str]:
+def list_origin_notes(config: Any) -> list[str]:
     """Stands wherever a figure of a grown model stands."""
-    origin = grown_from(config)
+    origin = read_origin(config)
     if origin is None:
         return []
     return [f"the target is a grown model: the text, and so the acceptance, of {origin}, at the cost of its size"]
 
 
-def count(number: int, noun: str) -> str:
+def format_count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def percent(share: float) -> str:
+def format_percent(share: float) -> str:
     return f"{share:.0%}"
 
 
-def positions(rates: Sequence[float]) -> tuple[str, ...]:
+def format_rates(rates: Sequence[float]) -> tuple[str, ...]:
     return tuple(f"{rate:.2f}" for rate in rates)

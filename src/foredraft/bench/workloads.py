@@ -10,57 +10,57 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from foredraft.bench import documents
-from foredraft.zoo.corpus import Source, held_out_prompts, split
-from foredraft.zoo.errors_made import spoilt
-from foredraft.zoo.prose import passages
+from foredraft.zoo.corpus import SourceFile, make_held_out_prompts, split
+from foredraft.zoo.prose import extract_passages
+from foredraft.zoo.typos import add_typos
 
-MOST_CHARS = 1500  # of a prompt
+MAX_PROMPT_CHARS = 1500  # of a prompt
 Prompt = TypeVar("Prompt", str, tuple[str, ...])
-ERRORS = 0.05  # of the words of a text to correct
+ERROR_RATE = 0.05  # of the words of a text to correct
 
 
-def code(count: int) -> list[str]:
+def make_code_prompts(count: int) -> list[str]:
     """Openings of functions, with what stands before them."""
-    return held_out_prompts(count)
+    return make_held_out_prompts(count)
 
 
-def editing(count: int) -> list[str]:
+def make_editing_prompts(count: int) -> list[str]:
     """A function, and the first lines of it again with one name exchanged for another."""
-    return _some(("\n".join(_edit(text, name)) for text, name in _functions()), count)
+    return _select_evenly(("\n".join(_edit_lines(text, name)) for text, name in _find_editable_functions()), count)
 
 
-def _edit(text: str, name: str) -> Iterator[str]:
+def _edit_lines(text: str, name: str) -> Iterator[str]:
     lines = text.splitlines()
     yield from lines
     yield ""
     yield ""
-    yield from (_renamed(line, name) for line in lines[: 2 + len(lines) // 6])
+    yield from (_rename_identifier(line, name) for line in lines[: 2 + len(lines) // 6])
     yield ""
 
 
-def _renamed(line: str, name: str) -> str:
+def _rename_identifier(line: str, name: str) -> str:
     return re.sub(rf"\b{name}\b", f"new_{name}", line)
 
 
-def _functions() -> Iterator[tuple[str, str]]:
+def _find_editable_functions() -> Iterator[tuple[str, str]]:
     """Functions of held-out files that are worth editing, with the name of their first parameter that is used often."""
-    for file in _held():
+    for file in _load_held_out_files():
         for node in ast.walk(ast.parse(file.text)):
             if not isinstance(node, ast.FunctionDef) or node.col_offset:
                 continue
             text = ast.get_source_segment(file.text, node) or ""
             names = [a.arg for a in node.args.args if a.arg not in ("self", "cls")]
             often = [name for name in names if len(re.findall(rf"\b{name}\b", text)) >= 4]
-            if often and 500 <= len(text) <= MOST_CHARS:
+            if often and 500 <= len(text) <= MAX_PROMPT_CHARS:
                 yield text, often[0]
 
 
-def logs(count: int) -> list[str]:
+def make_log_prompts(count: int) -> list[str]:
     """Lines of a server's log: times that rise, a few kinds of messages, a few names."""
-    return ["\n".join(_log_lines(random.Random(seed), 22)) + "\n" for seed in range(count)]
+    return ["\n".join(_generate_log_lines(random.Random(seed), 22)) + "\n" for seed in range(count)]
 
 
-def _log_lines(rng: random.Random, count: int) -> Iterator[str]:
+def _generate_log_lines(rng: random.Random, count: int) -> Iterator[str]:
     modules = rng.sample(["http.server", "socketserver", "asyncio", "logging.handlers", "xmlrpc.server"], 2)
     paths = [f"/{name}/index.html" for name in rng.sample(["lib", "docs", "static", "archive", "tools"], 3)]
     second = rng.randrange(3600)
@@ -74,56 +74,60 @@ def _log_lines(rng: random.Random, count: int) -> Iterator[str]:
             yield f'{time} INFO {module}: "GET {path} HTTP/1.1" 200 {512 * (1 + number % 3)}'
 
 
-def prose(count: int) -> list[str]:
+def make_prose_prompts(count: int) -> list[str]:
     """Module docstrings and long comments, broken off in the middle."""
-    found = (text[: 2 * len(text) // 3].rsplit(" ", 1)[0] for text in passages(_held()) if len(text) >= 200)
-    return _some((f'"""{text}' for text in found), count)
+    found = (
+        text[: 2 * len(text) // 3].rsplit(" ", 1)[0]
+        for text in extract_passages(_load_held_out_files())
+        if len(text) >= 200
+    )
+    return _select_evenly((f'"""{text}' for text in found), count)
 
 
-def corrections(count: int) -> list[str]:
+def make_correction_prompts(count: int) -> list[str]:
     """Passages with errors of typing: for an encoder-decoder that undoes them."""
     rng = random.Random(0)
-    return [spoilt(text, rng, ERRORS) for text in clean(count)]
+    return [add_typos(text, rng, ERROR_RATE) for text in make_clean_passages(count)]
 
 
-def clean(count: int) -> list[str]:
+def make_clean_passages(count: int) -> list[str]:
     """The passages that `corrections` spoils."""
-    return _some((text for text in passages(_held()) if 160 <= len(text) <= 320), count)
+    return _select_evenly((text for text in extract_passages(_load_held_out_files()) if 160 <= len(text) <= 320), count)
 
 
-def summaries(count: int) -> list[str]:
+def make_summary_prompts(count: int) -> list[str]:
     """Documentation to summarise, after two examples."""
-    return _some(documents.summaries(_held()), count)
+    return _select_evenly(documents.generate_summary_prompts(_load_held_out_files()), count)
 
 
-def answers(count: int) -> list[str]:
+def make_question_prompts(count: int) -> list[str]:
     """A page of documentation and a question whose answer stands in it."""
-    return _some(documents.answers(_held()), count)
+    return _select_evenly(documents.generate_question_prompts(_load_held_out_files()), count)
 
 
-def chat(count: int) -> list[tuple[str, ...]]:
+def make_chat_turns(count: int) -> list[tuple[str, ...]]:
     """Questions about one page of documentation, turn after turn."""
-    return _some(documents.talks(_held()), count)
+    return _select_evenly(documents.generate_conversations(_load_held_out_files()), count)
 
 
 WORKLOADS: dict[str, Callable[[int], list[str]]] = {
-    "code": code,
-    "editing": editing,
-    "logs": logs,
-    "prose": prose,
-    "summaries": summaries,
-    "answers": answers,
-    "corrections": corrections,
+    "code": make_code_prompts,
+    "editing": make_editing_prompts,
+    "logs": make_log_prompts,
+    "prose": make_prose_prompts,
+    "summaries": make_summary_prompts,
+    "answers": make_question_prompts,
+    "corrections": make_correction_prompts,
 }
 # the turns of every question
-CONVERSATIONS: dict[str, Callable[[int], list[tuple[str, ...]]]] = {"chat": chat}
+CONVERSATIONS: dict[str, Callable[[int], list[tuple[str, ...]]]] = {"chat": make_chat_turns}
 
 
-def _held() -> list[Source]:
+def _load_held_out_files() -> list[SourceFile]:
     return [file for file in split()[1] if not file.name.startswith("test/")]
 
 
-def _some(texts: Iterator[Prompt], count: int) -> list[Prompt]:
+def _select_evenly(texts: Iterator[Prompt], count: int) -> list[Prompt]:
     """`count` of them, spread evenly over all."""
     every = list(dict.fromkeys(texts))
     count = min(count, len(every))

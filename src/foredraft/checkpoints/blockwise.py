@@ -1,4 +1,4 @@
-"""Heads of blockwise parallel decoding. Nobody has published any, so the layout is ours.
+"""Heads of blockwise parallel decoding. No checkpoint of this kind is published, so the layout is our own.
 
 A folder holds `model.safetensors` with the four tensors of BlockwiseShape, each name after `blockwise.`, and
 `config.json` with `model_type: "blockwise"`, `blockwise_num_heads`, `hidden_size` and `vocab_size` of the target. There
@@ -8,42 +8,42 @@ is no output matrix: the target's own serves all heads.
 import re
 from typing import Any
 
-from foredraft.checkpoints.base import BlockwiseShape, Checkpoint, TargetFacts
-from foredraft.checkpoints.claims import Claims
+from foredraft.checkpoints.schema import BlockwiseShape, Checkpoint, TargetInfo
+from foredraft.checkpoints.tensor_claims import TensorClaims
 from foredraft.checkpoints.tensors import TensorFiles
 
 METHOD, TITLE = "blockwise", "blockwise heads"
-PREFIX = "blockwise."
-NAME = re.compile(r"^blockwise\.(hidden|output)\.(weight|bias)$")
+TENSOR_PREFIX = "blockwise."
+TENSOR_NAME = re.compile(r"^blockwise\.(hidden|output)\.(weight|bias)$")
 
 
-def is_mine(name: str) -> bool:
+def is_tensor_name(name: str) -> bool:
     """Whether a stored name says blockwise."""
-    return NAME.match(name) is not None
+    return TENSOR_NAME.match(name) is not None
 
 
-def read(files: TensorFiles, config: dict[str, Any], target: TargetFacts) -> Checkpoint:
+def read(files: TensorFiles, config: dict[str, Any], target: TargetInfo) -> Checkpoint:
     """The tensors tell every size; config.json must not contradict them."""
-    claims = Claims(files, {name.removeprefix(PREFIX): name for name in files.stored})
-    shape = _shape(claims, config, target)
-    claims.check(expected(shape))
+    claims = TensorClaims(files, {name.removeprefix(TENSOR_PREFIX): name for name in files.stored_tensors})
+    shape = _infer_shape(claims, config, target)
+    claims.check(list_tensor_shapes(shape))
     return Checkpoint(METHOD, "blockwise", files.folder, shape, claims.read(), config)
 
 
-def _shape(claims: Claims, config: dict[str, Any], target: TargetFacts) -> BlockwiseShape:
-    inner, hidden = claims.shape("hidden.weight", 2)
+def _infer_shape(claims: TensorClaims, config: dict[str, Any], target: TargetInfo) -> BlockwiseShape:
+    inner, hidden = claims.require_shape("hidden.weight", 2)
     claims.check_target("hidden size", hidden, target.name, target.hidden)
     claims.check_target("vocabulary size", config.get("vocab_size", target.vocab_size), target.name, target.vocab_size)
-    rows = claims.shape("output.weight", 2)[0]
+    rows = claims.require_shape("output.weight", 2)[0]
     if rows == 0 or rows % hidden:
-        raise claims.refuse(f"{PREFIX}output.weight has {rows} rows and has to have {hidden} for every head")
+        raise claims.refuse(f"{TENSOR_PREFIX}output.weight has {rows} rows and has to have {hidden} for every head")
     said = config.get("blockwise_num_heads", rows // hidden)
     if said != rows // hidden:
         raise claims.refuse(f"config.json says blockwise_num_heads {said!r}, and the weights hold {rows // hidden}")
     return BlockwiseShape(hidden, target.vocab_size, num_heads=rows // hidden, inner=inner)
 
 
-def expected(shape: BlockwiseShape) -> dict[str, tuple[int, ...]]:
+def list_tensor_shapes(shape: BlockwiseShape) -> dict[str, tuple[int, ...]]:
     """The tensors of a shape."""
     return {
         "hidden.weight": (shape.inner, shape.hidden),

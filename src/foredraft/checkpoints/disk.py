@@ -10,11 +10,11 @@ from safetensors import SafetensorError
 
 from foredraft.errors import ForedraftError
 
-PARTIAL = ".partial"  # a folder of this name holds what is being written
+PARTIAL_FOLDER = ".partial"  # a folder of this name holds what is being written
 
 
 @contextmanager
-def writing(folder: Path, then: str) -> Iterator[None]:
+def convert_write_errors(folder: Path, hint: str) -> Iterator[None]:
     """Errors of the disk become a ForedraftError with the folder and what to do then.
 
     RuntimeError is among them: torch's writer raises it where a file cannot be written.
@@ -25,7 +25,7 @@ def writing(folder: Path, then: str) -> Iterator[None]:
         raise
     except (OSError, SafetensorError, RuntimeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).partition("\n")[0]
-        raise ForedraftError(f"{folder} could not be written ({reason[:160]}); {then}") from error
+        raise ForedraftError(f"{folder} could not be written ({reason[:160]}); {hint}") from error
 
 
 def replace_text(file: Path, text: str) -> None:
@@ -40,7 +40,7 @@ def replace_text(file: Path, text: str) -> None:
 
 def replace_files(folder: Path, write: Callable[[Path], None]) -> None:
     """Let `write` fill a folder beside the files of `folder`, and put them in their place once all are whole."""
-    partial = folder / PARTIAL
+    partial = folder / PARTIAL_FOLDER
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)

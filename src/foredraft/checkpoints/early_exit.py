@@ -2,23 +2,23 @@
 
 from typing import Any
 
-from foredraft.checkpoints.base import Checkpoint, EarlyExitShape, TargetFacts
-from foredraft.checkpoints.claims import Claims
+from foredraft.checkpoints.schema import Checkpoint, EarlyExitShape, TargetInfo
+from foredraft.checkpoints.tensor_claims import TensorClaims
 from foredraft.checkpoints.tensors import TensorFiles
 
 METHOD, TITLE = "early_exit", "an early-exit adapter"
-PREFIX = "exit_adapter."
+TENSOR_PREFIX = "exit_adapter."
 
 
-def is_mine(name: str) -> bool:
+def is_tensor_name(name: str) -> bool:
     """Whether a stored name says early exit."""
-    return name.startswith(PREFIX)
+    return name.startswith(TENSOR_PREFIX)
 
 
-def read(files: TensorFiles, config: dict[str, Any], target: TargetFacts) -> Checkpoint:
+def read(files: TensorFiles, config: dict[str, Any], target: TargetInfo) -> Checkpoint:
     """The rank is counted from the tensors; the layer is config's to say."""
-    claims = Claims(files, {name.removeprefix(PREFIX): name for name in files.stored})
-    rank, hidden = claims.shape("gate_proj.weight", 2)
+    claims = TensorClaims(files, {name.removeprefix(TENSOR_PREFIX): name for name in files.stored_tensors})
+    rank, hidden = claims.require_shape("gate_proj.weight", 2)
     claims.check_target("hidden size", hidden, target.name, target.hidden)
     layer = config.get("exit_layer")
     if not isinstance(layer, int) or isinstance(layer, bool):
@@ -28,11 +28,11 @@ def read(files: TensorFiles, config: dict[str, Any], target: TargetFacts) -> Che
     if not 1 <= layer < target.num_layers:
         raise claims.refuse(f"exit_layer is {layer}, and {target.name} is left after 1..{target.num_layers - 1} layers")
     shape = EarlyExitShape(hidden, rank, layer)
-    claims.check(expected(shape))
+    claims.check(list_tensor_shapes(shape))
     return Checkpoint(METHOD, "early exit", files.folder, shape, claims.read(), config)
 
 
-def expected(shape: EarlyExitShape) -> dict[str, tuple[int, ...]]:
+def list_tensor_shapes(shape: EarlyExitShape) -> dict[str, tuple[int, ...]]:
     """The tensors of a shape."""
     return {
         "norm.weight": (shape.hidden,),

@@ -9,71 +9,76 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from foredraft.checkpoints import eagle, eagle3, hydra, medusa, mlp_speculator
-from foredraft.checkpoints.base import Checkpoint, HydraShape
-from foredraft.checkpoints.export_eagle import eagle_for_sglang, eagle_for_vllm
-from foredraft.checkpoints.export_eagle3 import as_speculators, for_sglang, for_vllm, portable
-from foredraft.checkpoints.layouts import Layout
-from foredraft.checkpoints.layouts import layout as published
-from foredraft.checkpoints.naming import describe
+from foredraft.checkpoints.export_eagle import export_eagle_sglang, export_eagle_vllm
+from foredraft.checkpoints.export_eagle3 import export_portable, export_sglang, export_speculators, export_vllm
+from foredraft.checkpoints.layouts import CheckpointLayout
+from foredraft.checkpoints.layouts import make_layout as published
 from foredraft.checkpoints.read import TITLES
-from foredraft.checkpoints.target import Target
-from foredraft.checkpoints.tensors import INDEXES, SINGLE
+from foredraft.checkpoints.schema import Checkpoint, HydraShape
+from foredraft.checkpoints.target import ExportTarget
+from foredraft.checkpoints.target_reference import describe_target
+from foredraft.checkpoints.tensors import INDEX_FILES, WEIGHT_FILES
 from foredraft.checkpoints.write import save
 from foredraft.errors import ForedraftError
-from foredraft.models.block import plain_rope
+from foredraft.models.draft_layer import make_default_rope
 
-Route = Callable[[Checkpoint, Target], tuple[Layout, list[str]]]
+Exporter = Callable[[Checkpoint, ExportTarget], tuple[CheckpointLayout, list[str]]]
 FORMATS = ("eagle3", "speculators", "medusa", "mlp_speculator", "hydra", "vllm", "sglang")
-NUM_TOKENS = 3  # in the commands shown: what the engines' own documents begin with
+COMMAND_DRAFT_TOKENS = 3  # in the commands shown: what the engines' own documents begin with
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportResult:
     notes: tuple[str, ...]  # what the user has to know of it
     command: str | None  # that serves it
 
 
-def export(checkpoint: Checkpoint, fmt: str, out: str | Path, target: Target, is_forced: bool = False) -> Exported:
+def export(
+    checkpoint: Checkpoint, fmt: str, out: str | Path, target: ExportTarget, is_forced: bool = False
+) -> ExportResult:
     """Write `checkpoint` into folder `out`. Raises ForedraftError where the format or its engine cannot carry it."""
-    routes = ROUTES.get(checkpoint.method, {})
+    routes = EXPORTERS.get(checkpoint.method, {})
     if not routes:
         raise ForedraftError(f"{checkpoint.folder} holds {TITLES[checkpoint.method]}, which no other engine loads")
     if fmt not in routes:
-        why = NOWHERE.get((checkpoint.method, fmt), f"{fmt} is no format for it")
+        why = UNSUPPORTED_REASONS.get((checkpoint.method, fmt), f"{fmt} is no format for it")
         raise ForedraftError(
             f"{checkpoint.folder} holds {TITLES[checkpoint.method]}: {why}; use --format {' or '.join(routes)}"
         )
     made, notes = routes[fmt](checkpoint, target)
-    _check_place(Path(out), made.file, is_forced)
+    _check_folder(Path(out), made.file, is_forced)
     save(
-        out, made, describe(target.facts.name), "give --out a folder with more room; what it held before is still there"
+        out,
+        made,
+        describe_target(target.info.name),
+        "give --out a folder with more room; what it held before is still there",
     )
-    served = SERVED.get((checkpoint.method, fmt))
-    return Exported(tuple(notes), served and served(target.facts.name, str(out), checkpoint.method))
+    served = SERVE_COMMANDS.get((checkpoint.method, fmt))
+    return ExportResult(tuple(notes), served and served(target.info.name, str(out), checkpoint.method))
 
 
-def _check_place(out: Path, file: str, is_forced: bool) -> None:
+def _check_folder(out: Path, file: str, is_forced: bool) -> None:
     if out.exists() and not out.is_dir():
         raise ForedraftError(f"{out} is a file; give a folder")
     if out.is_dir() and any(out.iterdir()) and not is_forced:
         raise ForedraftError(f"{out} is not empty; give another folder, or --force to write over what is there")
-    others = [name for name in _weights(out) if name != file]
+    others = [name for name in _list_weight_files(out) if name != file]
     if others:
         raise ForedraftError(
             f"{out} holds other weights ({others[0]}) that engines would load too; give another folder"
         )
 
 
-def _weights(folder: Path) -> Iterable[str]:
-    known = {*INDEXES, *SINGLE, *(file.name for file in folder.glob("*.safetensors"))}
+def _list_weight_files(folder: Path) -> Iterable[str]:
+    known = {*INDEX_FILES, *WEIGHT_FILES, *(file.name for file in folder.glob("*.safetensors"))}
     return sorted(name for name in known if (folder / name).exists())
 
 
-def _medusa(checkpoint: Checkpoint, target: Target) -> tuple[Layout, list[str]]:
+def _export_medusa(checkpoint: Checkpoint, target: ExportTarget) -> tuple[CheckpointLayout, list[str]]:
     return published(checkpoint.shape, checkpoint.tensors), ["SGLang loads no Medusa heads; vLLM and TGI do"]
 
 
-def _medusa_for_vllm(checkpoint: Checkpoint, target: Target) -> tuple[Layout, list[str]]:
+def _export_medusa_vllm(checkpoint: Checkpoint, target: ExportTarget) -> tuple[CheckpointLayout, list[str]]:
     """Its own names, with the counts where it looks for them and the biases announced, which it drops otherwise."""
     made = published(checkpoint.shape, checkpoint.tensors)
     size = made.config["vocab_size"]
@@ -92,15 +97,17 @@ def _medusa_for_vllm(checkpoint: Checkpoint, target: Target) -> tuple[Layout, li
         )
         tensors[ours] = value
     config = made.config | {"num_heads": heads, "num_hidden_layers": layers, "truncated_vocab_size": size}
-    return Layout(made.method, tensors, config), ["vLLM drafts a chain of the likeliest token of every head, no tree"]
+    return CheckpointLayout(made.method, tensors, config), [
+        "vLLM drafts a chain of the likeliest token of every head, no tree"
+    ]
 
 
-def _mlp_speculator(checkpoint: Checkpoint, target: Target) -> tuple[Layout, list[str]]:
+def _export_mlp_speculator(checkpoint: Checkpoint, target: ExportTarget) -> tuple[CheckpointLayout, list[str]]:
     notes = ["neither vLLM nor SGLang loads MLP speculators now; TGI and Arctic Inference do"]
     return published(checkpoint.shape, checkpoint.tensors), notes
 
 
-def _hydra(checkpoint: Checkpoint, target: Target) -> tuple[Layout, list[str]]:
+def _export_hydra(checkpoint: Checkpoint, target: ExportTarget) -> tuple[CheckpointLayout, list[str]]:
     if checkpoint.format != "Hydra":
         raise ForedraftError(
             f"{checkpoint.folder} has heads of a form of ours, and the authors' code would leave what it misses at "
@@ -108,7 +115,7 @@ def _hydra(checkpoint: Checkpoint, target: Target) -> tuple[Layout, list[str]]:
         )
     assert isinstance(checkpoint.shape, HydraShape)
     prefix = checkpoint.shape.prefix
-    if prefix is not None and prefix.rope != plain_rope():
+    if prefix is not None and prefix.rope != make_default_rope():
         raise ForedraftError(
             f"{checkpoint.folder} has a prefix layer of the rotary parameters {prefix.rope}, and the authors' code "
             "knows base 10000 alone; train heads for it anew"
@@ -116,44 +123,50 @@ def _hydra(checkpoint: Checkpoint, target: Target) -> tuple[Layout, list[str]]:
     return published(checkpoint.shape, checkpoint.tensors), ["neither vLLM nor SGLang loads Hydra heads"]
 
 
-def _vllm(target: str, out: str, method: str) -> str:
-    config = json.dumps({"method": method, "model": out, "num_speculative_tokens": NUM_TOKENS})
+def _make_vllm_command(target: str, out: str, method: str) -> str:
+    config = json.dumps({"method": method, "model": out, "num_speculative_tokens": COMMAND_DRAFT_TOKENS})
     return f"vllm serve {target} --speculative-config '{config}'"
 
 
-def _speculators(target: str, out: str, method: str) -> str:
+def _make_speculators_command(target: str, out: str, method: str) -> str:
     return f"vllm serve {out}"
 
 
-def _sglang(target: str, out: str, method: str) -> str:
+def _make_sglang_command(target: str, out: str, method: str) -> str:
     return (
         f"python -m sglang.launch_server --model-path {target} --speculative-algorithm {method.upper()} "
-        f"--speculative-draft-model-path {out} --speculative-num-steps {NUM_TOKENS} --speculative-eagle-topk 1 "
-        f"--speculative-num-draft-tokens {NUM_TOKENS + 1}"
+        f"--speculative-draft-model-path {out} --speculative-num-steps {COMMAND_DRAFT_TOKENS} "
+        "--speculative-eagle-topk 1 "
+        f"--speculative-num-draft-tokens {COMMAND_DRAFT_TOKENS + 1}"
     )
 
 
-ROUTES: dict[str, dict[str, Route]] = {
-    eagle3.METHOD: {"eagle3": portable, "speculators": as_speculators, "vllm": for_vllm, "sglang": for_sglang},
-    eagle.METHOD: {"vllm": eagle_for_vllm, "sglang": eagle_for_sglang},
-    medusa.METHOD: {"medusa": _medusa, "vllm": _medusa_for_vllm},
-    mlp_speculator.METHOD: {"mlp_speculator": _mlp_speculator},
-    hydra.METHOD: {"hydra": _hydra},
+EXPORTERS: dict[str, dict[str, Exporter]] = {
+    eagle3.METHOD: {
+        "eagle3": export_portable,
+        "speculators": export_speculators,
+        "vllm": export_vllm,
+        "sglang": export_sglang,
+    },
+    eagle.METHOD: {"vllm": export_eagle_vllm, "sglang": export_eagle_sglang},
+    medusa.METHOD: {"medusa": _export_medusa, "vllm": _export_medusa_vllm},
+    mlp_speculator.METHOD: {"mlp_speculator": _export_mlp_speculator},
+    hydra.METHOD: {"hydra": _export_hydra},
 }
-NOWHERE = {
+UNSUPPORTED_REASONS = {
     (medusa.METHOD, "sglang"): "SGLang loads no Medusa heads",
     (mlp_speculator.METHOD, "vllm"): "vLLM has its MLP speculator switched off",
     (mlp_speculator.METHOD, "sglang"): "SGLang loads no MLP speculators",
     (hydra.METHOD, "vllm"): "vLLM loads no Hydra heads",
     (hydra.METHOD, "sglang"): "SGLang loads no Hydra heads",
 }
-SERVED = {
-    (eagle3.METHOD, "eagle3"): _vllm,
-    (eagle3.METHOD, "vllm"): _vllm,
-    (eagle3.METHOD, "speculators"): _speculators,
-    (eagle3.METHOD, "sglang"): _sglang,
-    (eagle.METHOD, "vllm"): _vllm,
-    (eagle.METHOD, "sglang"): _sglang,
-    (medusa.METHOD, "medusa"): _vllm,
-    (medusa.METHOD, "vllm"): _vllm,
+SERVE_COMMANDS = {
+    (eagle3.METHOD, "eagle3"): _make_vllm_command,
+    (eagle3.METHOD, "vllm"): _make_vllm_command,
+    (eagle3.METHOD, "speculators"): _make_speculators_command,
+    (eagle3.METHOD, "sglang"): _make_sglang_command,
+    (eagle.METHOD, "vllm"): _make_vllm_command,
+    (eagle.METHOD, "sglang"): _make_sglang_command,
+    (medusa.METHOD, "medusa"): _make_vllm_command,
+    (medusa.METHOD, "vllm"): _make_vllm_command,
 }

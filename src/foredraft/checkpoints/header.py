@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from foredraft.checkpoints.regular import check_regular
+from foredraft.checkpoints.file_checks import check_regular_file
 from foredraft.errors import ForedraftError
 
 MAX_HEADER = 100 * 2**20  # bytes; what the safetensors format allows
@@ -18,7 +18,7 @@ BITS = {
 
 
 @dataclass(frozen=True)
-class Entry:
+class HeaderEntry:
     """One tensor of a header."""
 
     dtype: str  # the format's own name
@@ -27,45 +27,49 @@ class Entry:
     end: int
 
 
-def read_header(file: Path, shown: str) -> dict[str, Entry]:
+def read_header(file: Path, display_name: str) -> dict[str, HeaderEntry]:
     """Every tensor of a safetensors file by name. `shown`: the folder as the user wrote it.
 
     Raises ForedraftError for a file that is cut off or is none, and for tensors that overlap or leave gaps.
     """
-    check_regular(file, shown)
+    check_regular_file(file, display_name)
     size = file.stat().st_size
     with file.open("rb") as opened:
         start = opened.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else MAX_HEADER + 1
         text = opened.read(length) if length <= MAX_HEADER else b""
     if size < 8 or (0 < length <= MAX_HEADER and len(text) < length):
-        raise ForedraftError(f"{shown}: {file.name} is cut off within its header; fetch it again")
+        raise ForedraftError(f"{display_name}: {file.name} is cut off within its header; fetch it again")
     try:
-        entries = _entries(json.loads(text))
+        entries = _parse_entries(json.loads(text))
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
-        raise ForedraftError(f"{shown}: {file.name} is not a safetensors file; fetch it again") from None
-    end = _end(entries, f"{shown}: {file.name}")
+        raise ForedraftError(f"{display_name}: {file.name} is not a safetensors file; fetch it again") from None
+    end = _check_offsets(entries, f"{display_name}: {file.name}")
     whole = 8 + length + end
     if size < whole:
-        raise ForedraftError(f"{shown}: {file.name} is cut off: {size} of {whole} bytes are there; fetch it again")
+        raise ForedraftError(
+            f"{display_name}: {file.name} is cut off: {size} of {whole} bytes are there; fetch it again"
+        )
     return entries
 
 
-def _entries(header: dict[str, Any]) -> dict[str, Entry]:
+def _parse_entries(header: dict[str, Any]) -> dict[str, HeaderEntry]:
     return {
-        name: Entry(str(entry["dtype"]), tuple(map(_count, entry["shape"])), *map(_count, entry["data_offsets"]))
+        name: HeaderEntry(
+            str(entry["dtype"]), tuple(map(_check_count, entry["shape"])), *map(_check_count, entry["data_offsets"])
+        )
         for name, entry in header.items()
         if name != "__metadata__"
     }
 
 
-def _count(number: Any) -> int:
+def _check_count(number: Any) -> int:
     if not isinstance(number, int) or isinstance(number, bool) or number < 0:
         raise ValueError(number)
     return number
 
 
-def _end(entries: dict[str, Entry], place: str) -> int:
+def _check_offsets(entries: dict[str, HeaderEntry], location: str) -> int:
     """Bytes of all tensors. They lie side by side, each as long as its shape says."""
     end = 0
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
@@ -73,7 +77,7 @@ def _end(entries: dict[str, Entry], place: str) -> int:
         is_long = bits is None or 8 * (entry.end - entry.start) == bits * math.prod(entry.shape)
         if entry.start != end or entry.end < entry.start or not is_long:
             raise ForedraftError(
-                f"{place} is damaged: by its header {name} {list(entry.shape)} of {entry.dtype} lies in bytes "
+                f"{location} is damaged: by its header {name} {list(entry.shape)} of {entry.dtype} lies in bytes "
                 f"{entry.start} to {entry.end}, which overlaps another tensor, leaves a gap or is of another length; "
                 "fetch it again"
             )

@@ -1,55 +1,57 @@
-"""Where a checkpoint lies: a folder, or the hub's cache."""
+"""Location of a checkpoint: a folder, or the hub's cache."""
 
 from pathlib import Path
 
 from foredraft.errors import ForedraftError
 
-GGUF = (
+GGUF_HINT = (
     "give the folder of the safetensors model that it was made from, or convert it with transformers "
     "(from_pretrained(folder, gguf_file=name), then save_pretrained)"
 )
-WANTED = ["*.json", "*.safetensors", "*.pt", "*.bin"]
-UNWANTED = ["*optimizer*", "training_args.bin", "training_state.pt", "*/*"]
+DOWNLOAD_PATTERNS = ["*.json", "*.safetensors", "*.pt", "*.bin"]
+IGNORED_PATTERNS = ["*optimizer*", "training_args.bin", "training_state.pt", "*/*"]
 
 
-def find(name: str, wanted: list[str] | None = None) -> Path:
+def find_folder(name: str, patterns: list[str] | None = None) -> Path:
     """The local folder of a path or hub id, fetched where it is not in the cache. Raises ForedraftError."""
     path = Path(name).expanduser()
     if path.is_dir():
         return path
     if path.is_file():
-        raise ForedraftError(file_instead(name, path))
+        raise ForedraftError(explain_file(name, path))
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ForedraftError(f"{name} does not exist; give a drafter's folder or a hub id such as org/name")
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=wanted or WANTED, ignore_patterns=UNWANTED))
+        return Path(
+            snapshot_download(name, allow_patterns=patterns or DOWNLOAD_PATTERNS, ignore_patterns=IGNORED_PATTERNS)
+        )
     except Exception as error:  # the hub raises dozens of kinds
-        raise _reason(name, error) from None
+        raise _convert_hub_error(name, error) from None
 
 
-def file_instead(name: str, path: Path) -> str:
-    """What to do about a file that was given for a folder."""
+def explain_file(name: str, path: Path) -> str:
+    """Explain what to do with a file that was given in place of a folder."""
     if path.suffix.lower() == ".gguf":
-        return f"{name} is a GGUF file, which is not read; {GGUF}"
+        return f"{name} is a GGUF file, which is not read; {GGUF_HINT}"
     return f"{name} is a file; give the folder that holds config.json and the weights"
 
 
-def unreadable(folder: Path, kind: str) -> str:
-    """What lies in a folder that is not of the kind wanted, and what to do with it."""
+def explain_folder(folder: Path, expected_kind: str) -> str:
+    """Explain what a folder of another kind holds, and what to do with it."""
     packed = sorted(file.name for file in folder.glob("*.gguf"))
     if packed:
-        return f"it holds {packed[0]}, and GGUF files are not read: {GGUF}"
+        return f"it holds {packed[0]}, and GGUF files are not read: {GGUF_HINT}"
     if (folder / "adapter_config.json").exists():
         return (
             "it holds an adapter (LoRA): merge it into its base model first (PEFT's merge_and_unload, then "
             "save_pretrained), and give that folder"
         )
-    return f"it is not {kind}"
+    return f"it is not {expected_kind}"
 
 
-def not_fetched(name: str) -> ForedraftError:
+def make_fetch_error(name: str) -> ForedraftError:
     """A name that is neither here nor within reach."""
     return ForedraftError(
         f"{name} is not in the local cache and could not be fetched; check the name or the network "
@@ -57,7 +59,7 @@ def not_fetched(name: str) -> ForedraftError:
     )
 
 
-def _reason(name: str, error: Exception) -> ForedraftError:
+def _convert_hub_error(name: str, error: Exception) -> ForedraftError:
     text = f"{type(error).__name__}: {error}".lower()
     if any(word in text for word in ("gated", "401 client", "403 client")):
         return ForedraftError(
@@ -66,6 +68,6 @@ def _reason(name: str, error: Exception) -> ForedraftError:
     if any(word in text for word in ("repositorynotfound", "404 client", "hfvalidation")):
         return ForedraftError(f"{name} is neither a local folder nor a model on the hub; check the spelling")
     if any(word in text for word in ("connect", "offline", "locate", "localentrynotfound", "resolve")):
-        return not_fetched(name)
+        return make_fetch_error(name)
     first = str(error).strip().partition("\n")[0]
     return ForedraftError(f"{name} could not be fetched ({type(error).__name__}: {first[:200]})")

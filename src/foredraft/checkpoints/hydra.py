@@ -10,40 +10,44 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from foredraft.checkpoints.base import Checkpoint, HydraShape, PrefixShape, TargetFacts
-from foredraft.checkpoints.claims import Claims
-from foredraft.checkpoints.layers import rope
+from foredraft.checkpoints.decoder_layers import read_rope
+from foredraft.checkpoints.schema import Checkpoint, HydraPrefixShape, HydraShape, TargetInfo
+from foredraft.checkpoints.tensor_claims import TensorClaims
 from foredraft.checkpoints.tensors import TensorFiles
 
 METHOD, TITLE = "hydra", "Hydra heads"
-ARCHITECTURE, BORROWED = "hydra_head_arch", "foredraft_lm_head"
-BLOCK = re.compile(r"^hydra_mlp\.(\d+)\.(\d+)\.")
-MINE = re.compile(r"^(hydra_mlp|hydra_lm_head|hydra_reduce|prefix_embeding_layer)\.")
-PREFIX = "prefix_embeding_layer."
-IGNORED = re.compile(r"^(input_embed_fn\.weight|prefix_embeding_layer\.(embed_tokens\.weight|.*rotary_emb\.inv_freq))$")
-DROPOUTS = re.compile(r"^(hydra_mlp\.\d+)\.(\d+)\.(.*)$|^(hydra_lm_head\.\d+)\.1\.(.*)$")  # count as layers there
-UNREAD = {
+ARCHITECTURE_KEY, OUTPUT_HEAD_KEY = "hydra_head_arch", "foredraft_lm_head"
+BLOCK_NAME = re.compile(r"^hydra_mlp\.(\d+)\.(\d+)\.")
+TENSOR_NAME = re.compile(r"^(hydra_mlp|hydra_lm_head|hydra_reduce|prefix_embeding_layer)\.")
+PREFIX_LAYER = "prefix_embeding_layer."
+IGNORED_TENSORS = re.compile(
+    r"^(input_embed_fn\.weight|prefix_embeding_layer\.(embed_tokens\.weight|.*rotary_emb\.inv_freq))$"
+)
+DROPOUT_NAMES = re.compile(r"^(hydra_mlp\.\d+)\.(\d+)\.(.*)$|^(hydra_lm_head\.\d+)\.1\.(.*)$")  # count as layers there
+UNSUPPORTED_ARCHITECTURES = {
     "cross-attn": "its heads attend to the target's states",
     "eagle-attn": "it is a decoder layer and no heads",
 }
 log = logging.getLogger(__name__)
 
 
-def is_mine(names: list[str], config: dict[str, Any]) -> bool:
+def is_hydra(names: list[str], config: dict[str, Any]) -> bool:
     """Whether the stored names or the config say Hydra; a whole model's config may say what it likes."""
-    is_said = ARCHITECTURE in config or "hydra_num_heads" in config
-    return any(map(MINE.match, names)) or (is_said and "model.embed_tokens.weight" not in names)
+    is_said = ARCHITECTURE_KEY in config or "hydra_num_heads" in config
+    return any(map(TENSOR_NAME.match, names)) or (is_said and "model.embed_tokens.weight" not in names)
 
 
-def read(files: TensorFiles, config: dict[str, Any], target: TargetFacts) -> Checkpoint:
+def read(files: TensorFiles, config: dict[str, Any], target: TargetInfo) -> Checkpoint:
     """Heads and layers are counted from the keys."""
-    has_prefix = _is_prefix(files, config)
-    held = [name for name in files.stored if not IGNORED.match(name)]  # the target's own rows, and no weights
-    claims = Claims(files, {_ours(name) if has_prefix else name: name for name in held})
-    shape = _shape(claims, config, target)
+    has_prefix = _has_prefix_layer(files, config)
+    held = [
+        name for name in files.stored_tensors if not IGNORED_TENSORS.match(name)
+    ]  # the target's own rows, and no weights
+    claims = TensorClaims(files, {_to_internal_name(name) if has_prefix else name: name for name in held})
+    shape = _infer_shape(claims, config, target)
     if has_prefix:
-        shape = replace(shape, prefix=_prefix(claims, config))
-    claims.check(expected(shape))
+        shape = replace(shape, prefix=_infer_prefix_shape(claims, config))
+    claims.check(list_tensor_shapes(shape))
     said = config.get("hydra_num_heads", shape.num_heads)
     if said != shape.num_heads:
         log.info("%s: config.json says %s heads, the weights hold %d", files.folder, said, shape.num_heads)
@@ -51,21 +55,23 @@ def read(files: TensorFiles, config: dict[str, Any], target: TargetFacts) -> Che
     return Checkpoint(METHOD, kind, files.folder, shape, claims.read(), config)
 
 
-def _is_prefix(files: TensorFiles, config: dict[str, Any]) -> bool:
+def _has_prefix_layer(files: TensorFiles, config: dict[str, Any]) -> bool:
     """Whether the architecture is prefix-mlp; any but that and mlp is refused."""
-    is_there = any(name.startswith(PREFIX) for name in files.stored)
-    found = config.get(ARCHITECTURE, "prefix-mlp" if is_there else "mlp")
+    is_there = any(name.startswith(PREFIX_LAYER) for name in files.stored_tensors)
+    found = config.get(ARCHITECTURE_KEY, "prefix-mlp" if is_there else "mlp")
     if found not in ("mlp", "prefix-mlp"):
-        why = UNREAD.get(str(found), "nothing of that name is known")
-        raise files.refuse(f"its {ARCHITECTURE} is {found!r}, which is not supported ({why}); mlp and prefix-mlp are")
+        why = UNSUPPORTED_ARCHITECTURES.get(str(found), "nothing of that name is known")
+        raise files.refuse(
+            f"its {ARCHITECTURE_KEY} is {found!r}, which is not supported ({why}); mlp and prefix-mlp are"
+        )
     if not config.get("grounded_heads", True):
         raise files.refuse("its heads are not grounded (grounded_heads false), which is not supported")
     return bool(found == "prefix-mlp")
 
 
-def _ours(name: str) -> str:
+def _to_internal_name(name: str) -> str:
     """Without the places that dropout takes among the layers: a block stands at every second."""
-    match = DROPOUTS.match(name)
+    match = DROPOUT_NAMES.match(name)
     if match is None:
         return name
     if match[1] is None:
@@ -74,36 +80,36 @@ def _ours(name: str) -> str:
     return f"{match[1]}.{place // 2}.{match[3]}" if place % 2 else name + " (between layers)"
 
 
-def theirs(name: str) -> str:
+def to_stored_name(name: str) -> str:
     """As it is stored in prefix-mlp."""
     head, _, rest = name.rpartition(".")
     if name.startswith("hydra_lm_head."):
         return f"{head}.1.{rest}"
-    match = BLOCK.match(name)
+    match = BLOCK_NAME.match(name)
     return name if match is None else f"hydra_mlp.{match[1]}.{2 * int(match[2]) + 1}.{name[match.end() :]}"
 
 
-def _prefix(claims: Claims, config: dict[str, Any]) -> PrefixShape:
+def _infer_prefix_shape(claims: TensorClaims, config: dict[str, Any]) -> HydraPrefixShape:
     names = ("self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj")
-    query, key, intermediate = (claims.shape(f"{PREFIX}layers.0.{name}.weight", 2)[0] for name in names)
-    return PrefixShape(query, key, intermediate, rope(claims, config))
+    query, key, intermediate = (claims.require_shape(f"{PREFIX_LAYER}layers.0.{name}.weight", 2)[0] for name in names)
+    return HydraPrefixShape(query, key, intermediate, read_rope(claims, config))
 
 
-def _shape(claims: Claims, config: dict[str, Any], target: TargetFacts) -> HydraShape:
-    blocks = [match for name in claims.stored if (match := BLOCK.match(name))]
+def _infer_shape(claims: TensorClaims, config: dict[str, Any], target: TargetInfo) -> HydraShape:
+    blocks = [match for name in claims.stored_names if (match := BLOCK_NAME.match(name))]
     num_heads = 1 + max((int(match[1]) for match in blocks), default=0)
     num_layers = 1 + max((int(match[2]) for match in blocks), default=0)
-    if num_heads * num_layers > len(claims.stored):
-        raise claims.missing(f"a part of {num_heads} heads of {num_layers} layers")
-    hidden = claims.shape("hydra_mlp.0.0.linear.weight", 2)[0]
+    if num_heads * num_layers > len(claims.stored_names):
+        raise claims.refuse_missing(f"a part of {num_heads} heads of {num_layers} layers")
+    hidden = claims.require_shape("hydra_mlp.0.0.linear.weight", 2)[0]
     claims.check_target("hidden size", hidden, target.name, target.hidden)
     claims.check_target("vocabulary size", config.get("vocab_size", target.vocab_size), target.name, target.vocab_size)
-    has_own_head = any(name.startswith("hydra_lm_head.") for name in claims.stored)
+    has_own_head = any(name.startswith("hydra_lm_head.") for name in claims.stored_names)
     if has_own_head:
-        rows = claims.shape("hydra_lm_head.0.weight", 2)[0]
+        rows = claims.require_shape("hydra_lm_head.0.weight", 2)[0]
         claims.check_target("vocabulary size", rows, target.name, target.vocab_size)
-    elif config.get(BORROWED) != "target":
-        raise claims.missing("hydra_lm_head.0.weight")
+    elif config.get(OUTPUT_HEAD_KEY) != "target":
+        raise claims.refuse_missing("hydra_lm_head.0.weight")
     offset = config.get("hidden_state_offset", 0)
     if not isinstance(offset, int) or isinstance(offset, bool) or not 0 <= offset <= target.num_layers:
         raise claims.refuse(
@@ -116,14 +122,14 @@ def _shape(claims: Claims, config: dict[str, Any], target: TargetFacts) -> Hydra
         num_heads=num_heads,
         num_layers=num_layers,
         has_own_head=has_own_head,
-        rank=claims.shape("hydra_reduce.0.weight", 2)[0] if "hydra_reduce.0.weight" in claims else None,
+        rank=claims.require_shape("hydra_reduce.0.weight", 2)[0] if "hydra_reduce.0.weight" in claims else None,
         offset=offset,
     )
 
 
-def expected(shape: HydraShape) -> dict[str, tuple[int, ...]]:
+def list_tensor_shapes(shape: HydraShape) -> dict[str, tuple[int, ...]]:
     """The tensors of a shape."""
-    found: dict[str, tuple[int, ...]] = {} if shape.prefix is None else _prefix_tensors(shape.hidden, shape.prefix)
+    found: dict[str, tuple[int, ...]] = {} if shape.prefix is None else _list_prefix_shapes(shape.hidden, shape.prefix)
     for head in range(shape.num_heads):
         seen = (head + 2) * shape.hidden
         for layer in range(shape.num_layers):
@@ -141,7 +147,7 @@ def expected(shape: HydraShape) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def _prefix_tensors(hidden: int, prefix: PrefixShape) -> dict[str, tuple[int, ...]]:
+def _list_prefix_shapes(hidden: int, prefix: HydraPrefixShape) -> dict[str, tuple[int, ...]]:
     sizes: dict[str, tuple[int, ...]] = {f"layers.0.self_attn.{name}_proj": (prefix.key, hidden) for name in "kv"}
     sizes |= {f"layers.0.mlp.{name}_proj": (prefix.intermediate, hidden) for name in ("gate", "up")}
     sizes["layers.0.self_attn.q_proj"] = (prefix.query, hidden)
@@ -149,4 +155,4 @@ def _prefix_tensors(hidden: int, prefix: PrefixShape) -> dict[str, tuple[int, ..
     sizes["layers.0.mlp.down_proj"] = (hidden, prefix.intermediate)
     sizes |= {f"layers.0.{name}_layernorm": (hidden,) for name in ("input", "post_attention")}
     sizes["norm"] = (hidden,)
-    return {f"{PREFIX}{name}.weight": size for name, size in sizes.items()}
+    return {f"{PREFIX_LAYER}{name}.weight": size for name, size in sizes.items()}

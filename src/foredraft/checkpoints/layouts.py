@@ -19,24 +19,24 @@ from foredraft.checkpoints import (
     mlp_speculator,
     vocabulary,
 )
-from foredraft.checkpoints.aux_layers import IDS, default_taps
-from foredraft.checkpoints.base import (
+from foredraft.checkpoints.aux_layers import LAYER_IDS_KEY, choose_default_layers
+from foredraft.checkpoints.decoder_layers import make_layer_config
+from foredraft.checkpoints.schema import (
     BlockwiseShape,
     ChimeraShape,
+    DrafterShape,
     Eagle3Shape,
     EagleShape,
     EarlyExitShape,
     HydraShape,
     MedusaShape,
-    Shape,
-    SpeculatorShape,
+    MlpSpeculatorShape,
 )
-from foredraft.checkpoints.layers import layer_config
-from foredraft.models.window import NORMED
+from foredraft.models.forward_batch import AFTER_FINAL_NORM
 
 
 @dataclass(frozen=True)
-class Layout:
+class CheckpointLayout:
     """A folder to be."""
 
     method: str
@@ -46,13 +46,13 @@ class Layout:
 
 
 @singledispatch
-def layout(shape: Shape, tensors: Mapping[str, Tensor]) -> Layout:
+def make_layout(shape: DrafterShape, tensors: Mapping[str, Tensor]) -> CheckpointLayout:
     """How a drafter of this shape is published."""
     raise TypeError(f"{type(shape).__name__} is no drafter's shape")
 
 
-@layout.register
-def _medusa(shape: MedusaShape, tensors: Mapping[str, Tensor]) -> Layout:
+@make_layout.register
+def _make_medusa_layout(shape: MedusaShape, tensors: Mapping[str, Tensor]) -> CheckpointLayout:
     """FasterDecoding's names, which vLLM and TGI read too. vLLM drops biases unless config says there are some."""
     config = {
         "architectures": ["MedusaModel"],
@@ -66,13 +66,15 @@ def _medusa(shape: MedusaShape, tensors: Mapping[str, Tensor]) -> Layout:
     if not shape.has_own_head:
         config["version"] = "2"
     if shape.accuracies is not None:
-        config[medusa.ACCURACIES] = [list(row) for row in shape.accuracies]
-    return Layout(medusa.METHOD, _named(tensors, medusa.expected(shape)), config, "medusa_lm_head.safetensors")
+        config[medusa.ACCURACIES_KEY] = [list(row) for row in shape.accuracies]
+    return CheckpointLayout(
+        medusa.METHOD, _check_tensors(tensors, medusa.list_tensor_shapes(shape)), config, "medusa_lm_head.safetensors"
+    )
 
 
-@layout.register
-def _speculator(shape: SpeculatorShape, tensors: Mapping[str, Tensor]) -> Layout:
-    held = _named(tensors, mlp_speculator.expected(shape))
+@make_layout.register
+def _make_mlp_speculator_layout(shape: MlpSpeculatorShape, tensors: Mapping[str, Tensor]) -> CheckpointLayout:
+    held = _check_tensors(tensors, mlp_speculator.list_tensor_shapes(shape))
     config = {
         "architectures": ["MLPSpeculatorPreTrainedModel"],
         "model_type": "mlp_speculator",
@@ -87,13 +89,15 @@ def _speculator(shape: SpeculatorShape, tensors: Mapping[str, Tensor]) -> Layout
         config["top_k_tokens_per_head"] = list(shape.branching)
     if shape.candidates is not None:
         config["n_candidates"] = shape.candidates
-    return Layout(mlp_speculator.METHOD, {f"speculator.{name}": value for name, value in held.items()}, config)
+    return CheckpointLayout(
+        mlp_speculator.METHOD, {f"speculator.{name}": value for name, value in held.items()}, config
+    )
 
 
-@layout.register
-def _blockwise(shape: BlockwiseShape, tensors: Mapping[str, Tensor]) -> Layout:
+@make_layout.register
+def _make_blockwise_layout(shape: BlockwiseShape, tensors: Mapping[str, Tensor]) -> CheckpointLayout:
     """Ours: there is no other."""
-    held = _named(tensors, blockwise.expected(shape))
+    held = _check_tensors(tensors, blockwise.list_tensor_shapes(shape))
     config = {
         "architectures": ["BlockwiseHeads"],
         "model_type": "blockwise",
@@ -101,11 +105,13 @@ def _blockwise(shape: BlockwiseShape, tensors: Mapping[str, Tensor]) -> Layout:
         "hidden_size": shape.hidden,
         "vocab_size": shape.vocab_size,
     }
-    return Layout(blockwise.METHOD, {f"{blockwise.PREFIX}{name}": value for name, value in held.items()}, config)
+    return CheckpointLayout(
+        blockwise.METHOD, {f"{blockwise.TENSOR_PREFIX}{name}": value for name, value in held.items()}, config
+    )
 
 
-@layout.register
-def _hydra(shape: HydraShape, tensors: Mapping[str, Tensor]) -> Layout:
+@make_layout.register
+def _make_hydra_layout(shape: HydraShape, tensors: Mapping[str, Tensor]) -> CheckpointLayout:
     """The authors' names; what is missing from them is said under keys that their code does not read."""
     config = {
         "model_type": "hydra",
@@ -118,45 +124,45 @@ def _hydra(shape: HydraShape, tensors: Mapping[str, Tensor]) -> Layout:
         "vocab_size": shape.vocab_size,
     }
     if not shape.has_own_head:
-        config[hydra.BORROWED] = "target"
+        config[hydra.OUTPUT_HEAD_KEY] = "target"
     if shape.prefix is not None:
         config["rope_parameters"] = dict(shape.prefix.rope)
-    held = _named(tensors, hydra.expected(shape))
+    held = _check_tensors(tensors, hydra.list_tensor_shapes(shape))
     if shape.prefix is not None:
-        held = {hydra.theirs(name): value for name, value in held.items()}
-    return Layout(hydra.METHOD, held, config, "hydra_lm_head.pt")
+        held = {hydra.to_stored_name(name): value for name, value in held.items()}
+    return CheckpointLayout(hydra.METHOD, held, config, "hydra_lm_head.pt")
 
 
-@layout.register
-def _eagle(shape: EagleShape, tensors: Mapping[str, Tensor]) -> Layout:
+@make_layout.register
+def _make_eagle_layout(shape: EagleShape, tensors: Mapping[str, Tensor]) -> CheckpointLayout:
     """The authors' layout. Their own code reads `bias`, engines read the tensors."""
-    config = layer_config(shape.block, shape.num_layers) | {
+    config = make_layer_config(shape.block, shape.num_layers) | {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "vocab_size": shape.vocab_size,
         "bias": shape.has_fc_bias,
         "qkv_bias": shape.block.has_qkv_bias,
     }
-    return Layout(eagle.METHOD, _named(tensors, eagle.expected(shape)), config)
+    return CheckpointLayout(eagle.METHOD, _check_tensors(tensors, eagle.list_tensor_shapes(shape)), config)
 
 
-@layout.register
-def _eagle3(shape: Eagle3Shape, tensors: Mapping[str, Tensor]) -> Layout:
+@make_layout.register
+def _make_eagle3_layout(shape: Eagle3Shape, tensors: Mapping[str, Tensor]) -> CheckpointLayout:
     """The authors' names, with the layers in both conventions: each engine reads the one it understands."""
-    held = _named(tensors, eagle3.expected(shape))
-    return Layout(eagle3.METHOD, eagle3_tensors(shape, held), eagle3_config(shape))
+    held = _check_tensors(tensors, eagle3.list_tensor_shapes(shape))
+    return CheckpointLayout(eagle3.METHOD, make_eagle3_tensors(shape, held), make_eagle3_config(shape))
 
 
-def eagle3_tensors(shape: Eagle3Shape, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def make_eagle3_tensors(shape: Eagle3Shape, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """On disk: t2d beside d2t, and the first layer as `midlayer` unless there are more.
 
     The one norm of a later layer is stored under both names that engines know it by.
     """
-    found = dict(held)
+    found = dict(tensors)
     if "d2t" in found:
         found["d2t"] = found["d2t"].long()
         found["t2d"] = torch.zeros(shape.vocab_size, dtype=torch.bool)
-        found["t2d"][vocabulary.target_ids(found["d2t"])] = True
+        found["t2d"][vocabulary.compute_target_ids(found["d2t"])] = True
     if shape.num_layers == 1:
         return {
             f"midlayer.{k.removeprefix('layers.0.')}" if k.startswith("layers.0.") else k: v for k, v in found.items()
@@ -167,9 +173,9 @@ def eagle3_tensors(shape: Eagle3Shape, held: Mapping[str, Tensor]) -> dict[str, 
     return found
 
 
-def eagle3_config(shape: Eagle3Shape, num_layers: int | None = None) -> dict[str, Any]:
+def make_eagle3_config(shape: Eagle3Shape, num_layers: int | None = None) -> dict[str, Any]:
     """`num_layers` of the target, where known: layers that every engine takes by default are then left unsaid."""
-    config = layer_config(shape.block, shape.num_layers) | {
+    config = make_layer_config(shape.block, shape.num_layers) | {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "vocab_size": shape.vocab_size,
@@ -180,31 +186,31 @@ def eagle3_config(shape: Eagle3Shape, num_layers: int | None = None) -> dict[str
         "norm_before_fc": shape.norm_before_fc,
         "fc_norm": shape.has_fc_norm,
         "norm_output": shape.feeds_normed,
-        eagle3.FEEDBACK: eagle3.NORMED_STATE if shape.feeds_normed else eagle3.RAW_STATE,
+        eagle3.FEEDBACK_KEY: eagle3.NORMED_STATE if shape.feeds_normed else eagle3.RAW_STATE,
     }
-    if shape.taps == (NORMED,):
+    if shape.hidden_layers == (AFTER_FINAL_NORM,):
         config["eagle_config"] = {"use_aux_hidden_state": False}
-    elif num_layers is None or shape.taps != default_taps(num_layers):
-        config[IDS] = list(shape.taps)
-        config["num_aux_hidden_states"] = len(shape.taps)
-        config["eagle_config"] = {IDS: [tap - 1 for tap in shape.taps], "use_aux_hidden_state": True}
+    elif num_layers is None or shape.hidden_layers != choose_default_layers(num_layers):
+        config[LAYER_IDS_KEY] = list(shape.hidden_layers)
+        config["num_aux_hidden_states"] = len(shape.hidden_layers)
+        config["eagle_config"] = {LAYER_IDS_KEY: [tap - 1 for tap in shape.hidden_layers], "use_aux_hidden_state": True}
     return config
 
 
-@layout.register
-def _chimera(shape: ChimeraShape, tensors: Mapping[str, Tensor]) -> Layout:
-    config = layer_config(shape.block, 1) | {
+@make_layout.register
+def _make_chimera_layout(shape: ChimeraShape, tensors: Mapping[str, Tensor]) -> CheckpointLayout:
+    config = make_layer_config(shape.block, 1) | {
         "architectures": ["ChimeraModel"],
         "model_type": "chimera",
         "vocab_size": shape.vocab_size,
         "chimera_num_heads": shape.num_heads,
-        chimera.TAPS: list(shape.taps),
+        chimera.HIDDEN_LAYERS_KEY: list(shape.hidden_layers),
     }
-    return Layout(chimera.METHOD, _named(tensors, chimera.expected(shape)), config)
+    return CheckpointLayout(chimera.METHOD, _check_tensors(tensors, chimera.list_tensor_shapes(shape)), config)
 
 
-@layout.register
-def _early_exit(shape: EarlyExitShape, tensors: Mapping[str, Tensor]) -> Layout:
+@make_layout.register
+def _make_early_exit_layout(shape: EarlyExitShape, tensors: Mapping[str, Tensor]) -> CheckpointLayout:
     """Ours alone."""
     config = {
         "architectures": ["EarlyExitAdapter"],
@@ -213,11 +219,13 @@ def _early_exit(shape: EarlyExitShape, tensors: Mapping[str, Tensor]) -> Layout:
         "rank": shape.rank,
         "exit_layer": shape.exit_layer,
     }
-    held = _named(tensors, early_exit.expected(shape))
-    return Layout(early_exit.METHOD, {f"{early_exit.PREFIX}{name}": value for name, value in held.items()}, config)
+    held = _check_tensors(tensors, early_exit.list_tensor_shapes(shape))
+    return CheckpointLayout(
+        early_exit.METHOD, {f"{early_exit.TENSOR_PREFIX}{name}": value for name, value in held.items()}, config
+    )
 
 
-def _named(tensors: Mapping[str, Tensor], expected: Mapping[str, Any]) -> dict[str, Tensor]:
+def _check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, Any]) -> dict[str, Tensor]:
     """Exactly the tensors of a shape; anything else is our own mistake, not the user's."""
     if tensors.keys() != expected.keys():
         raise ValueError(f"tensors {sorted(tensors.keys() ^ expected.keys())} do not fit the drafter's shape")

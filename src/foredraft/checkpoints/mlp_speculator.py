@@ -6,52 +6,53 @@ from typing import Any
 
 import torch
 
-from foredraft.checkpoints.base import Checkpoint, SpeculatorShape, TargetFacts
-from foredraft.checkpoints.claims import Claims
+from foredraft.checkpoints.schema import Checkpoint, MlpSpeculatorShape, TargetInfo
+from foredraft.checkpoints.tensor_claims import TensorClaims
 from foredraft.checkpoints.tensors import TensorFiles
 
 METHOD, TITLE = "mlp_speculator", "an MLP speculator"
-NAME = re.compile(r"^(?:speculator\.)?((emb|proj|ln|head)\.(\d+)\.(?:weight|bias))$")
+TENSOR_NAME = re.compile(r"^(?:speculator\.)?((emb|proj|ln|head)\.(\d+)\.(?:weight|bias))$")
 log = logging.getLogger(__name__)
 
 
-def is_mine(name: str) -> bool:
-    return NAME.match(name) is not None
+def is_tensor_name(name: str) -> bool:
+    return TENSOR_NAME.match(name) is not None
 
 
-def read(files: TensorFiles, config: dict[str, Any], target: TargetFacts) -> Checkpoint:
+def read(files: TensorFiles, config: dict[str, Any], target: TargetInfo) -> Checkpoint:
     """Tied steps are kept once, whether the file repeats them or not."""
     stored: dict[str, str] = {}
-    for name in files.stored:
-        match = NAME.match(name)
+    for name in files.stored_tensors:
+        match = TENSOR_NAME.match(name)
         ours = match[1] if match else name
         if ours in stored:
             raise files.refuse(f"{stored[ours]} and {name} are the same tensor in two naming schemes; keep one")
         stored[ours] = name
-    claims = Claims(files, stored)
-    shape = _shape(claims, config, target)
-    once = expected(shape)
-    repeats = _repeats(claims, shape)
-    claims.check(once | {name: once[_first(name)] for name in repeats})
+    claims = TensorClaims(files, stored)
+    shape = _infer_shape(claims, config, target)
+    once = list_tensor_shapes(shape)
+    repeats = _list_repeats(claims, shape)
+    claims.check(once | {name: once[_find_original(name)] for name in repeats})
     tensors = claims.read()
     for name in repeats:
-        if not torch.equal(tensors[name], tensors[_first(name)]):
+        if not torch.equal(tensors[name], tensors[_find_original(name)]):
             raise files.refuse(
-                f"{stored[name]} differs from {stored[_first(name)]}, and config.json says tie_weights; one is wrong"
+                f"{stored[name]} differs from {stored[_find_original(name)]}, and config.json says tie_weights; "
+                "one is wrong"
             )
         del tensors[name]
     return Checkpoint(METHOD, "MLPSpeculator", files.folder, shape, tensors, config)
 
 
-def _shape(claims: Claims, config: dict[str, Any], target: TargetFacts) -> SpeculatorShape:
-    inner, hidden = claims.shape("proj.0.weight", 2)
-    vocab_size = claims.shape("emb.0.weight", 2)[0]
+def _infer_shape(claims: TensorClaims, config: dict[str, Any], target: TargetInfo) -> MlpSpeculatorShape:
+    inner, hidden = claims.require_shape("proj.0.weight", 2)
+    vocab_size = claims.require_shape("emb.0.weight", 2)[0]
     claims.check_target("hidden size", hidden, target.name, target.hidden)
     claims.check_target("vocabulary size", vocab_size, target.name, target.vocab_size)
-    steps = [int(match[3]) for name in claims.stored if (match := NAME.match(name)) and match[2] == "head"]
+    steps = [int(match[3]) for name in claims.stored_names if (match := TENSOR_NAME.match(name)) and match[2] == "head"]
     held = 1 + max(steps, default=0)
-    if held > len(claims.stored):
-        raise claims.missing("head.1.weight")
+    if held > len(claims.stored_names):
+        raise claims.refuse_missing("head.1.weight")
     said = config.get("n_predict")
     is_tied = bool(config.get("tie_weights")) or (held == 1 and said not in (None, 1))
     n_predict = held
@@ -61,19 +62,19 @@ def _shape(claims: Claims, config: dict[str, Any], target: TargetFacts) -> Specu
         n_predict = said
     elif said not in (None, held):
         log.info("%s: config.json says n_predict %s, the weights hold %d steps", claims.files.folder, said, held)
-    return SpeculatorShape(
+    return MlpSpeculatorShape(
         hidden=hidden,
         inner=inner,
         vocab_size=vocab_size,
         n_predict=n_predict,
         is_tied=is_tied,
         scales_input=bool(config.get("scale_input", False)),
-        branching=_branching(claims, config, n_predict),
-        candidates=_candidates(claims, config),
+        branching=_read_branching(claims, config, n_predict),
+        candidates=_read_candidates(claims, config),
     )
 
 
-def _branching(claims: Claims, config: dict[str, Any], n_predict: int) -> tuple[int, ...] | None:
+def _read_branching(claims: TensorClaims, config: dict[str, Any], n_predict: int) -> tuple[int, ...] | None:
     given = config.get("top_k_tokens_per_head")
     if given is None:
         return None
@@ -83,14 +84,14 @@ def _branching(claims: Claims, config: dict[str, Any], n_predict: int) -> tuple[
     return tuple(given)
 
 
-def _candidates(claims: Claims, config: dict[str, Any]) -> int | None:
+def _read_candidates(claims: TensorClaims, config: dict[str, Any]) -> int | None:
     given = config.get("n_candidates")
     if given is not None and (not isinstance(given, int) or isinstance(given, bool) or given < 1):
         raise claims.refuse(f"n_candidates in config.json has to be a positive number of paths, not {given!r}")
     return given
 
 
-def expected(shape: SpeculatorShape) -> dict[str, tuple[int, ...]]:
+def list_tensor_shapes(shape: MlpSpeculatorShape) -> dict[str, tuple[int, ...]]:
     """The tensors of a shape; with ties only those that differ."""
     found: dict[str, tuple[int, ...]] = {}
     for i in range(shape.n_predict):
@@ -103,18 +104,18 @@ def expected(shape: SpeculatorShape) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def _first(name: str) -> str:
+def _find_original(name: str) -> str:
     """The tensor that a tied one repeats."""
     kind, _, rest = name.partition(".")
     return f"{kind}.{1 if kind == 'proj' else 0}.{rest.partition('.')[2]}"
 
 
-def _repeats(claims: Claims, shape: SpeculatorShape) -> list[str]:
+def _list_repeats(claims: TensorClaims, shape: MlpSpeculatorShape) -> list[str]:
     if not shape.is_tied:
         return []
-    once, whole = expected(shape), expected(_untied(shape))
+    once, whole = list_tensor_shapes(shape), list_tensor_shapes(_untie(shape))
     return [name for name in whole if name in claims and name not in once]
 
 
-def _untied(shape: SpeculatorShape) -> SpeculatorShape:
-    return SpeculatorShape(shape.hidden, shape.inner, shape.vocab_size, shape.n_predict)
+def _untie(shape: MlpSpeculatorShape) -> MlpSpeculatorShape:
+    return MlpSpeculatorShape(shape.hidden, shape.inner, shape.vocab_size, shape.n_predict)

@@ -5,26 +5,26 @@ from dataclasses import dataclass
 from transformers import AutoConfig
 
 from foredraft.checkpoints import hub
-from foredraft.checkpoints.base import TargetFacts
-from foredraft.checkpoints.regular import read_json
+from foredraft.checkpoints.file_checks import read_json
+from foredraft.checkpoints.schema import TargetInfo
 from foredraft.errors import ForedraftError
 
 
 @dataclass(frozen=True)
-class Target:
-    facts: TargetFacts
+class ExportTarget:
+    info: TargetInfo
     architectures: tuple[str, ...]
 
 
-def look_at(name: str) -> Target:
+def read_target(name: str) -> ExportTarget:
     """A target by folder or hub id. Raises ForedraftError."""
-    folder = hub.find(name, ["config.json"])
+    folder = hub.find_folder(name, ["config.json"])
     read_json(folder / "config.json", name, "a model folder")
     try:
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
         text = config.get_text_config()
-        facts = TargetFacts(name, int(text.hidden_size), int(text.vocab_size), int(text.num_hidden_layers))
+        facts = TargetInfo(name, int(text.hidden_size), int(text.vocab_size), int(text.num_hidden_layers))
     except Exception as error:  # transformers raises dozens of kinds
         first = str(error).strip().partition("\n")[0]
         raise ForedraftError(f"{name} is no language model that transformers knows ({first[:160]})") from None
-    return Target(facts, tuple(config.architectures or ()))
+    return ExportTarget(facts, tuple(config.architectures or ()))

@@ -11,8 +11,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from foredraft.checkpoints.file_checks import check_regular_file, read_json
 from foredraft.checkpoints.header import read_header
-from foredraft.checkpoints.regular import check_regular, read_json
 from foredraft.errors import ForedraftError
 
 DTYPES = {
@@ -24,8 +24,8 @@ DTYPES = {
     "I32": torch.int32,
     "BOOL": torch.bool,
 }
-INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-SINGLE = (
+INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+WEIGHT_FILES = (
     "medusa_lm_head.safetensors",
     "model.safetensors",
     "medusa_lm_head.pt",
@@ -35,7 +35,7 @@ SINGLE = (
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """One tensor as its file announces it. A dtype we have no use for keeps the name it has there."""
 
     file: Path
@@ -49,20 +49,20 @@ class TensorFiles:
     """Every tensor of a checkpoint by its stored name. `folder` is what the user wrote, for messages."""
 
     folder: str
-    stored: dict[str, Stored]
+    stored_tensors: dict[str, StoredTensor]
 
-    def refuse(self, what: str) -> ForedraftError:
-        return ForedraftError(f"{self.folder}: {what}")
+    def refuse(self, reason: str) -> ForedraftError:
+        return ForedraftError(f"{self.folder}: {reason}")
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.stored[name].shape
+    def get_shape(self, name: str) -> tuple[int, ...]:
+        return self.stored_tensors[name].shape
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """The tensors themselves, in memory of their own and as stored. NaN and infinity are refused."""
         found = {}
         by_file: dict[Path, list[str]] = {}
         for name in names:
-            by_file.setdefault(self.stored[name].file, []).append(name)
+            by_file.setdefault(self.stored_tensors[name].file, []).append(name)
         for file, held in by_file.items():
             for name, tensor in self._open(file, held):
                 if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
@@ -71,9 +71,9 @@ class TensorFiles:
         return found
 
     def _open(self, file: Path, names: list[str]) -> Iterable[tuple[str, Tensor]]:
-        if self.stored[names[0]].mapped is not None:
+        if self.stored_tensors[names[0]].mapped is not None:
             for name in names:
-                mapped = self.stored[name].mapped
+                mapped = self.stored_tensors[name].mapped
                 assert mapped is not None
                 yield name, mapped.clone(memory_format=torch.contiguous_format)
             return
@@ -85,55 +85,60 @@ class TensorFiles:
             raise self.refuse(f"{file.name} is damaged; fetch it again") from None
 
 
-def open_tensors(folder: Path, shown: str) -> TensorFiles:
+def open_tensors(folder: Path, display_name: str) -> TensorFiles:
     """The tensors of a folder, from a sharded index or the one weight file known by name. Raises ForedraftError."""
-    for index in INDEXES:
+    for index in INDEX_FILES:
         if (folder / index).exists():
-            return TensorFiles(shown, _sharded(folder, index, shown))
-    for name in SINGLE:
+            return TensorFiles(display_name, _read_shards(folder, index, display_name))
+    for name in WEIGHT_FILES:
         if (folder / name).exists():
-            return TensorFiles(shown, _held(folder / name, shown))
+            return TensorFiles(display_name, _read_file(folder / name, display_name))
     others = sorted(folder.glob("*.safetensors"))
     if len(others) == 1:
-        return TensorFiles(shown, _held(others[0], shown))
+        return TensorFiles(display_name, _read_file(others[0], display_name))
     if others:
         raise ForedraftError(
-            f"{shown} holds {len(others)} safetensors files ({others[0].name}, ...) and no {INDEXES[0]} that says "
+            f"{display_name} holds {len(others)} safetensors files ({others[0].name}, ...) and no "
+            f"{INDEX_FILES[0]} that says "
             "which belong together; fetch the index too"
         )
     unknown = sorted(file.name for kind in ("*.pt", "*.bin", "*.pth") for file in folder.glob(kind))
     hint = f"; {unknown[0]} is not a file that drafters are published in" if unknown else ""
-    raise ForedraftError(f"{shown} holds no weights (model.safetensors, {', '.join(SINGLE[2:])}){hint}")
+    raise ForedraftError(f"{display_name} holds no weights (model.safetensors, {', '.join(WEIGHT_FILES[2:])}){hint}")
 
 
-def _sharded(folder: Path, index: str, shown: str) -> dict[str, Stored]:
-    mapping = read_json(folder / index, shown).get("weight_map")
+def _read_shards(folder: Path, index: str, display_name: str) -> dict[str, StoredTensor]:
+    mapping = read_json(folder / index, display_name).get("weight_map")
     if not isinstance(mapping, dict) or not all(isinstance(file, str) for file in mapping.values()):
-        raise ForedraftError(f"{shown}: {index} has no weight_map; fetch it again")
+        raise ForedraftError(f"{display_name}: {index} has no weight_map; fetch it again")
     shards = {}
     for file in sorted(set(mapping.values())):
         if Path(file).name != file:
-            raise ForedraftError(f"{shown}: {index} points outside the folder ({file!r})")
+            raise ForedraftError(f"{display_name}: {index} points outside the folder ({file!r})")
         if not (folder / file).exists():
-            raise ForedraftError(f"{shown}: {file} is missing, which {index} names; fetch it too")
-        shards[file] = _held(folder / file, shown)
+            raise ForedraftError(f"{display_name}: {file} is missing, which {index} names; fetch it too")
+        shards[file] = _read_file(folder / file, display_name)
     for name, file in mapping.items():
         if name not in shards[file]:
-            raise ForedraftError(f"{shown}: {file} does not hold {name}, which {index} says it does; fetch both again")
+            raise ForedraftError(
+                f"{display_name}: {file} does not hold {name}, which {index} says it does; fetch both again"
+            )
     return {name: shards[file][name] for name, file in mapping.items()}
 
 
-def _held(file: Path, shown: str) -> dict[str, Stored]:
-    check_regular(file, shown)
-    return _of_safetensors(file, shown) if file.suffix == ".safetensors" else _of_pickle(file, shown)
+def _read_file(file: Path, display_name: str) -> dict[str, StoredTensor]:
+    check_regular_file(file, display_name)
+    return _read_safetensors(file, display_name) if file.suffix == ".safetensors" else _read_pickle(file, display_name)
 
 
-def _of_safetensors(file: Path, shown: str) -> dict[str, Stored]:
-    entries = read_header(file, shown)
-    return {name: Stored(file, entry.shape, DTYPES.get(entry.dtype, entry.dtype)) for name, entry in entries.items()}
+def _read_safetensors(file: Path, display_name: str) -> dict[str, StoredTensor]:
+    entries = read_header(file, display_name)
+    return {
+        name: StoredTensor(file, entry.shape, DTYPES.get(entry.dtype, entry.dtype)) for name, entry in entries.items()
+    }
 
 
-def _of_pickle(file: Path, shown: str) -> dict[str, Stored]:
+def _read_pickle(file: Path, display_name: str) -> dict[str, StoredTensor]:
     try:
         try:
             held = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
@@ -144,10 +149,10 @@ def _of_pickle(file: Path, shown: str) -> dict[str, Stored]:
     except Exception as error:  # the reader raises a dozen kinds
         if "weights only load failed" in str(error).lower() or "unsupported" in str(error).lower():
             raise ForedraftError(
-                f"{shown}: {file.name} is a pickle with more than tensors in it, which could run code; "
+                f"{display_name}: {file.name} is a pickle with more than tensors in it, which could run code; "
                 "save its state dict as safetensors where it comes from"
             ) from None
-        raise ForedraftError(f"{shown}: {file.name} is cut off or not a torch file; fetch it again") from None
+        raise ForedraftError(f"{display_name}: {file.name} is cut off or not a torch file; fetch it again") from None
     if not isinstance(held, dict) or not all(isinstance(value, Tensor) for value in held.values()):
-        raise ForedraftError(f"{shown}: {file.name} is not a flat table of tensors; save the state dict alone")
-    return {str(name): Stored(file, tuple(value.shape), value.dtype, value) for name, value in held.items()}
+        raise ForedraftError(f"{display_name}: {file.name} is not a flat table of tensors; save the state dict alone")
+    return {str(name): StoredTensor(file, tuple(value.shape), value.dtype, value) for name, value in held.items()}

@@ -3,31 +3,31 @@
 import torch
 from torch import Tensor
 
-from foredraft.checkpoints.base import Eagle3Shape
-from foredraft.checkpoints.claims import INTEGERS, Claims, Expected
+from foredraft.checkpoints.schema import Eagle3Shape
+from foredraft.checkpoints.tensor_claims import INTEGER_DTYPES, ExpectedTensor, TensorClaims
 
 
-def offsets(shape: Eagle3Shape) -> Expected:
-    return Expected((shape.draft_vocab_size,), INTEGERS)
+def make_expected_offsets(shape: Eagle3Shape) -> ExpectedTensor:
+    return ExpectedTensor((shape.draft_vocab_size,), INTEGER_DTYPES)
 
 
-def optional(claims: Claims, shape: Eagle3Shape) -> dict[str, Expected]:
-    """The maps that are there though nobody needs them: t2d says nothing new, nor does d2t of a whole vocabulary."""
-    known = {"d2t": offsets(shape), "t2d": Expected((shape.vocab_size,), (torch.bool,))}
+def list_optional_maps(claims: TensorClaims, shape: Eagle3Shape) -> dict[str, ExpectedTensor]:
+    """List redundant maps in a checkpoint: t2d always, and d2t if the draft has the whole vocabulary."""
+    known = {"d2t": make_expected_offsets(shape), "t2d": ExpectedTensor((shape.vocab_size,), (torch.bool,))}
     return {name: want for name, want in known.items() if name in claims}
 
 
-def target_ids(d2t: Tensor) -> Tensor:
+def compute_target_ids(d2t: Tensor) -> Tensor:
     """[Vd] the target's id of every draft id."""
     return torch.arange(len(d2t)) + d2t.long()
 
 
-def check(claims: Claims, shape: Eagle3Shape) -> None:
+def check_maps(claims: TensorClaims, shape: Eagle3Shape) -> None:
     """Read the maps alone and refuse what cannot be a table of offsets, before any weight is read."""
     maps = claims.read(name for name in ("d2t", "t2d") if name in claims)
     if "d2t" not in maps:
         return
-    ids = target_ids(maps["d2t"])
+    ids = compute_target_ids(maps["d2t"])
     lowest, highest = int(ids.min()), int(ids.max())
     if lowest < 0 or highest >= shape.vocab_size:
         raise claims.refuse(

@@ -10,21 +10,21 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from foredraft.checkpoints.base import Shape
-from foredraft.checkpoints.disk import replace_text, writing
-from foredraft.checkpoints.layouts import Layout, layout
+from foredraft.checkpoints.disk import convert_write_errors, replace_text
+from foredraft.checkpoints.layouts import CheckpointLayout, make_layout
+from foredraft.checkpoints.schema import DrafterShape
 from foredraft.errors import ForedraftError
 
 
 def write(
     folder: str | Path,
     method: str,
-    shape: Shape,
+    shape: DrafterShape,
     tensors: Mapping[str, Tensor],
     config_extra: Mapping[str, Any] | None = None,
 ) -> None:
     """Tensors under the names of `base` into the published layout; `config_extra` adds to config.json, no more."""
-    made = layout(shape, tensors)
+    made = make_layout(shape, tensors)
     if made.method != method:
         raise ForedraftError(f"{type(shape).__name__} is the shape of a {made.method} drafter, not of {method}")
     save(folder, made, config_extra)
@@ -32,37 +32,37 @@ def write(
 
 def save(
     folder: str | Path,
-    made: Layout,
+    layout: CheckpointLayout,
     config_extra: Mapping[str, Any] | None = None,
-    then: str = "make room and try again",
+    hint: str = "make room and try again",
 ) -> None:
     """Both files appear whole or not at all, the config last: a folder with a config has its weights.
 
     then: what to do where the disk is full. Raises ForedraftError.
     """
     place = Path(folder)
-    weights = place / f".{made.file}.part"
-    with writing(place, then):
+    weights = place / f".{layout.file}.part"
+    with convert_write_errors(place, hint):
         try:
             place.mkdir(parents=True, exist_ok=True)
-            _save(place, weights, made, config_extra or {})
+            _write_files(place, weights, layout, config_extra or {})
         finally:
             weights.unlink(missing_ok=True)
 
 
-def _save(place: Path, weights: Path, made: Layout, config_extra: Mapping[str, Any]) -> None:
-    dtype = next(value.dtype for value in made.tensors.values() if value.is_floating_point())
+def _write_files(folder: Path, weights: Path, layout: CheckpointLayout, config_extra: Mapping[str, Any]) -> None:
+    dtype = next(value.dtype for value in layout.tensors.values() if value.is_floating_point())
     said = str(dtype).removeprefix("torch.")
-    config = {**config_extra, **made.config, "dtype": said, "torch_dtype": said}
-    if made.file.endswith(".pt"):  # what some authors' own code opens
-        torch.save(_apart(made.tensors), weights)
+    config = {**config_extra, **layout.config, "dtype": said, "torch_dtype": said}
+    if layout.file.endswith(".pt"):  # what some authors' own code opens
+        torch.save(_separate_tensors(layout.tensors), weights)
     else:
-        save_file(_apart(made.tensors), weights, {"format": "pt"})
-    os.replace(weights, place / made.file)
-    replace_text(place / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
+        save_file(_separate_tensors(layout.tensors), weights, {"format": "pt"})
+    os.replace(weights, folder / layout.file)
+    replace_text(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _separate_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """On the CPU, contiguous, and no two over the same memory, which the format forbids."""
     seen: set[int] = set()
     found = {}

@@ -4,13 +4,13 @@ import os
 import signal
 import sys
 
-SERVE = "serve"
+SERVE_COMMAND = "serve"
 
 
 def main() -> None:
     """The `foredraft` command."""
-    if SERVE in sys.argv[1:2]:
-        leave_on_signals()
+    if SERVE_COMMAND in sys.argv[1:2]:
+        exit_on_signals()
     from foredraft.cli.streams import open_streams
 
     open_streams()
@@ -19,7 +19,7 @@ def main() -> None:
     app()
 
 
-def leave_on_signals() -> None:
+def exit_on_signals() -> None:
     """SIGTERM and Ctrl-C end the process with code 0 until the server has handlers of its own, and after that: nothing
     is to be finished then, and what runs at the time (an import, a library loading) need not be able to end early."""
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -1,4 +1,4 @@
-"""What the commands need from the rest of the library, loaded only when they ask: importing torch takes seconds."""
+"""The library as the commands use it, imported on first use: importing torch takes seconds."""
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -7,23 +7,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from foredraft import zoo
-from foredraft.cli.options import AUTO, NONE, PLUS, ModelOptions
+from foredraft.cli.options import AUTO, METHOD_SEPARATOR, NONE, ModelOptions
 from foredraft.cli.shell import UsageError
-from foredraft.completion import Completion, Delta
 from foredraft.errors import suggest
+from foredraft.outputs import Completion, Delta
 
 if TYPE_CHECKING:
     from foredraft.llm import LLM, MemoryLimits
-    from foredraft.sampling import Sampling
+    from foredraft.sampling.params import Sampling
 
 
-WITHOUT_DRAFT = "ngram"  # the method that needs nothing but the prompt
+PROMPT_ONLY_METHOD = "ngram"  # the method that needs nothing but the prompt
 
 
 CliPrompt = str | list[int]  # text, or the token ids of a rendered chat
 
 
-class Generator(Protocol):
+class CliGenerator(Protocol):
     """An LLM, as the commands see it."""
 
     @property
@@ -33,7 +33,7 @@ class Generator(Protocol):
 
     def stream(self, prompts: "Sequence[CliPrompt]", sampling: "Sampling") -> Iterator[Delta]: ...
 
-    def with_drafter(self, drafter: dict[str, Any] | None) -> "Generator": ...
+    def with_drafter(self, drafter: dict[str, Any] | None) -> "CliGenerator": ...
 
     @property
     def has_chat_template(self) -> bool: ...
@@ -45,7 +45,7 @@ class Generator(Protocol):
 
 
 @dataclass(frozen=True)
-class TrainingOptions:
+class ZooTrainingOptions:
     """The options of `foredraft zoo train`; None is the recipe's own."""
 
     device: str = "cpu"
@@ -57,32 +57,34 @@ class TrainingOptions:
 
 
 @dataclass(frozen=True)
-class Choices:
+class CliChoices:
     """The words the options take."""
 
     methods: tuple[str, ...]
     rules: tuple[str, ...]
-    lossy: frozenset[str]  # the rules that change the text
+    lossy_rules: frozenset[str]  # the rules that change the text
     dtypes: tuple[str, ...]
-    text_only: frozenset[str] = frozenset()  # the methods that read no model of their own
-    vocabs: tuple[str, ...] = ()  # the words of --spec-vocab
-    translating: frozenset[str] = frozenset()  # the methods that take them
+    text_only_methods: frozenset[str] = frozenset()  # the methods that read no model of their own
+    vocab_modes: tuple[str, ...] = ()  # the words of --spec-vocab
+    cross_vocab_methods: frozenset[str] = frozenset()  # the methods that take them
 
-    def knows(self, method: str) -> bool:
+    def has_method(self, method: str) -> bool:
         """A method, none, `auto`, or several methods as a+b."""
-        return method in (NONE, AUTO) or all(part in self.methods for part in method.split(PLUS))
+        return method in (NONE, AUTO) or all(part in self.methods for part in method.split(METHOD_SEPARATOR))
 
     def is_text_only(self, method: str) -> bool:
-        return all(part in self.text_only for part in method.split(PLUS))
+        return all(part in self.text_only_methods for part in method.split(METHOD_SEPARATOR))
 
     def check(self, options: ModelOptions) -> None:
-        """Raises UsageError for a word that nobody knows, and for settings of a drafter where none is wanted."""
+        """Check names and settings. Raises UsageError for unknown names, and for drafter settings without a drafter."""
         asked = options.methods
         for name in asked:
-            if not self.knows(name):
+            if not self.has_method(name):
                 known = ", ".join([NONE, *self.methods])
                 near = suggest(name, [NONE, AUTO, *self.methods])
-                raise UsageError(f"unknown method {name!r}; use one of: {known}; {AUTO}, or several as a{PLUS}b{near}")
+                raise UsageError(
+                    f"unknown method {name!r}; use one of: {known}; {AUTO}, or several as a{METHOD_SEPARATOR}b{near}"
+                )
         for value, names, what in [
             (options.verify, self.rules, "verification rule"),
             (options.dtype, self.dtypes, "dtype"),
@@ -97,72 +99,82 @@ class Choices:
                 "--spec-method none drafts nothing; leave --spec-model, --spec-tokens and --spec-option out"
             )
 
-    def _check_vocab(self, vocab: str, asked: Sequence[str]) -> None:
-        if vocab not in self.vocabs:
-            raise UsageError(f"unknown --spec-vocab {vocab!r}; use one of: {', '.join(self.vocabs)}")
-        for name in asked:
-            if self.translating.isdisjoint(name.split(PLUS)):
-                raise UsageError(_no_vocab(name, self.translating))
+    def _check_vocab(self, vocab: str, methods: Sequence[str]) -> None:
+        if vocab not in self.vocab_modes:
+            raise UsageError(f"unknown --spec-vocab {vocab!r}; use one of: {', '.join(self.vocab_modes)}")
+        for name in methods:
+            if self.cross_vocab_methods.isdisjoint(name.split(METHOD_SEPARATOR)):
+                raise UsageError(_explain_no_vocab(name, self.cross_vocab_methods))
 
 
-def _no_vocab(method: str, translating: Collection[str]) -> str:
+def _explain_no_vocab(method: str, cross_vocab_methods: Collection[str]) -> str:
     return (
         f"--spec-vocab is for a draft model with a tokenizer of its own, and --spec-method {method} has none; "
-        f"leave it out, or use --spec-method {', '.join(sorted(translating))}"
+        f"leave it out, or use --spec-method {', '.join(sorted(cross_vocab_methods))}"
     )
 
 
-class Backend:
+class CliBackend:
     """The library. A test passes another object of this shape as the context object of the command line."""
 
-    def choices(self) -> Choices:
-        from foredraft.drafters.base import methods, reads_model
-        from foredraft.drafters.foreign import words
-        from foredraft.models.load import DTYPES
-        from foredraft.verify import LOSSY, RULES
+    def list_choices(self) -> CliChoices:
+        from foredraft.drafters.cross_vocab_select import list_vocab_options
+        from foredraft.drafters.registry import load_methods, uses_model
+        from foredraft.models.loading import DTYPES
+        from foredraft.verification.rules import LOSSY_RULES, RULES
 
-        known = methods()
-        text_only = frozenset(name for name, module in known.items() if not reads_model(module))
+        known = load_methods()
+        text_only = frozenset(name for name, module in known.items() if not uses_model(module))
         rules, dtypes = ("auto", *RULES), ("auto", *DTYPES)
-        return Choices(tuple(sorted(known)), rules, LOSSY, dtypes, text_only, words(), _translating())
+        return CliChoices(
+            tuple(sorted(known)),
+            rules,
+            LOSSY_RULES,
+            dtypes,
+            text_only,
+            list_vocab_options(),
+            _find_cross_vocab_methods(),
+        )
 
-    def method_of(self, drafter: str) -> str:
-        """What drafts with a folder or hub id, by what lies there. Raises ForedraftError where nothing does."""
+    def find_method(self, drafter: str) -> str:
+        """Return the method that drafts with a folder or hub id. Raises ForedraftError if none does."""
         from foredraft.checkpoints.read import recognise
 
         return recognise(drafter)[0]
 
-    def load(self, options: ModelOptions, method: str) -> Generator:
+    def load(self, options: ModelOptions, method: str) -> CliGenerator:
         """The target with a drafter. Raises ForedraftError."""
         return load_llm(options, method)
 
-    def with_method(self, llm: Generator, options: ModelOptions, method: str) -> Generator:
+    def load_with_method(self, llm: CliGenerator, options: ModelOptions, method: str) -> CliGenerator:
         """The same target weights with another drafter. Raises ForedraftError where that method cannot be had."""
-        return llm.with_drafter(drafter_spec(options, method))
+        return llm.with_drafter(build_drafter_spec(options, method))
 
-    def zoo(self) -> dict[str, Path]:
+    def list_zoo(self) -> dict[str, Path]:
         """The built-in models of this installation: name -> folder."""
         from foredraft import zoo
 
-        return {name: zoo.path(name) for name in zoo.names()}
+        return {name: zoo.find_folder(name) for name in zoo.list_models()}
 
     def train(
-        self, out: Path, options: TrainingOptions, report: Callable[[str, int, int, float], None],
+        self, out: Path, options: ZooTrainingOptions, report: Callable[[str, int, int, float], None],
         say: Callable[[str], None],
     ) -> None:  # fmt: skip
         """Train the built-in models into a folder; a run that stopped goes on."""
         import torch
 
         from foredraft.zoo.build import build_all
-        from foredraft.zoo.recipe import DRAFT, TARGET
+        from foredraft.zoo.recipe import DRAFT_RECIPE, TARGET_RECIPE
 
         if options.threads is not None:
             torch.set_num_threads(options.threads)
-        target = TARGET.scaled(options.tokens, options.batch_tokens, options.device)
-        drafts = None if options.tokens is None else options.tokens * DRAFT.tokens // TARGET.tokens
-        draft = DRAFT.scaled(drafts, options.batch_tokens, options.device)
+        target = TARGET_RECIPE.scale(options.tokens, options.batch_tokens, options.device)
+        drafts = (
+            None if options.tokens is None else options.tokens * DRAFT_RECIPE.total_tokens // TARGET_RECIPE.total_tokens
+        )
+        draft = DRAFT_RECIPE.scale(drafts, options.batch_tokens, options.device)
         build_all(
-            out, options.device, target, draft, root=options.sources, report=report, say=say, finish=options.finish
+            out, options.device, target, draft, root=options.sources, report=report, log_line=say, finish=options.finish
         )
 
     def install(self, out: Path) -> None:
@@ -173,33 +185,33 @@ class Backend:
         install(out, Path(zoo.__path__[0]))
 
 
-def default_of(model: str | None, choices: Choices) -> str:
+def choose_default_method(model: str | None, choices: CliChoices) -> str:
     """The method if none is given: the best one of a built-in target, else the one that needs only the prompt."""
-    builtin = zoo.target_name(model)
-    return (None if builtin is None else zoo.drafter_of(builtin, choices.methods)) or WITHOUT_DRAFT
+    builtin = zoo.resolve_target(model)
+    return (None if builtin is None else zoo.choose_method(builtin, choices.methods)) or PROMPT_ONLY_METHOD
 
 
-def single_method(options: ModelOptions, backend: Backend, user: str) -> str:
+def resolve_single_method(options: ModelOptions, backend: CliBackend, command_name: str) -> str:
     """The one drafting method of a command; `user` names the command in errors. Raises UsageError."""
-    backend.choices().check(options)
+    backend.list_choices().check(options)
     asked = options.methods
     if len(asked) > 1:
-        raise UsageError(f"{user} drafts with one method; give one --spec-method")
+        raise UsageError(f"{command_name} drafts with one method; give one --spec-method")
     if asked:
         return asked[0]
     if options.spec_model:
-        return backend.method_of(options.spec_model)
-    return default_of(options.model, backend.choices())
+        return backend.find_method(options.spec_model)
+    return choose_default_method(options.model, backend.list_choices())
 
 
 def load_llm(options: ModelOptions, method: str, limits: "MemoryLimits | None" = None) -> "LLM":
     """The target with a drafter. Raises ForedraftError."""
     from foredraft import LLM
 
-    hush()
+    silence_transformers()
     return LLM(
         options.model or "builtin",
-        drafter_spec(options, method),
+        build_drafter_spec(options, method),
         dtype=options.dtype,
         device=options.device,
         verify=options.verify,
@@ -210,14 +222,14 @@ def load_llm(options: ModelOptions, method: str, limits: "MemoryLimits | None" =
     )
 
 
-def _translating() -> frozenset[str]:
+def _find_cross_vocab_methods() -> frozenset[str]:
     """The methods whose options say how to draft in another vocabulary."""
-    from foredraft.drafters.base import methods
+    from foredraft.drafters.registry import load_methods
 
-    return frozenset(name for name, module in methods().items() if hasattr(module.Config, "vocab"))
+    return frozenset(name for name, module in load_methods().items() if hasattr(module.Config, "vocab"))
 
 
-def hush() -> None:
+def silence_transformers() -> None:
     """Our own bar and our own one line say what is going on, a hub that cannot be reached included."""
     from transformers.utils import logging as transformers_logging
 
@@ -227,12 +239,12 @@ def hush() -> None:
     logging.getLogger("foredraft.llm").setLevel(logging.ERROR)  # its hint names LLM.chat; generate's own names --chat
 
 
-def drafter_spec(options: ModelOptions, method: str) -> dict[str, Any] | None:
+def build_drafter_spec(options: ModelOptions, method: str) -> dict[str, Any] | None:
     """The drafter in the words of vLLM's speculative_config; None for plain decoding."""
     if method == NONE:
         return None
-    if options.spec_vocab is not None and method not in (translating := _translating()):
-        raise UsageError(_no_vocab(method, translating))
+    if options.spec_vocab is not None and method not in (translating := _find_cross_vocab_methods()):
+        raise UsageError(_explain_no_vocab(method, translating))
     spec = {
         "method": method,
         "model": options.spec_model,
@@ -240,4 +252,4 @@ def drafter_spec(options: ModelOptions, method: str) -> dict[str, Any] | None:
         "quantization": options.spec_quantization,
         "vocab": options.spec_vocab,
     }
-    return {name: value for name, value in spec.items() if value is not None} | options.method_settings
+    return {name: value for name, value in spec.items() if value is not None} | options.method_options

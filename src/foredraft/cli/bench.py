@@ -11,30 +11,30 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from foredraft.cli.backend import hush
+from foredraft.cli.backend import silence_transformers
 from foredraft.cli.bench_options import CompareOptions, LatencyOptions, LoadOptions, MicroOptions
-from foredraft.cli.options import takes
-from foredraft.cli.progress import Bar
-from foredraft.cli.render import console
-from foredraft.cli.shell import Command, UsageError, say
+from foredraft.cli.options import with_options
+from foredraft.cli.progress import ProgressBar
+from foredraft.cli.render import make_console
+from foredraft.cli.shell import Command, UsageError, print_line
 from foredraft.cli.tables import Grid, print_grid
 
 if TYPE_CHECKING:
-    from foredraft.bench.compare_report import Job as CompareJob
-    from foredraft.bench.latency_report import Job
-    from foredraft.bench.load_report import Job as LoadJob
-    from foredraft.bench.report import Report
+    from foredraft.bench.compare_report import CompareBench as CompareJob
+    from foredraft.bench.latency_report import LatencyBench
+    from foredraft.bench.load_report import LoadBench as LoadJob
+    from foredraft.bench.report import BenchReport
 
 bench = typer.Typer(no_args_is_help=False)
 
 
 @bench.callback()
-def root() -> None:
+def describe_group() -> None:
     """Measure: each method against plain decoding, many requests at once, other programs, kernels."""
 
 
 @bench.command("grow")
-def grow(
+def grow_model(
     params: Annotated[str, typer.Option(help="Parameters to reach, as 430M or 1.5B.")],
     out: Annotated[Path, typer.Option(help="Folder to write; must be new or empty.")],
     model: Annotated[
@@ -50,174 +50,174 @@ def grow(
     from foredraft.bench import grow as growth
 
     size = growth.parse_size(params)
-    hush()
+    silence_transformers()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"--out {str(out)!r} exists and is not an empty folder; give another")
     shape = growth.grow_to(model, size, out, seed)
-    say(
+    print_line(
         f"{out}: {shape.parameters / 1e6:.1f}M parameters, {shape}; it writes the text of "
         f"{model or 'the built-in target'}"
     )
 
 
 @bench.command("latency", cls=Command)
-@takes(LatencyOptions)
-def latency(ctx: typer.Context, options: LatencyOptions) -> None:
+@with_options(LatencyOptions)
+def measure_latency(ctx: typer.Context, options: LatencyOptions) -> None:
     """Plain decoding against drafting methods: the same weights and prompts, in turn, prompt by prompt."""
-    screen = console(sys.stdout, options.no_color)
-    progress = console(sys.stderr, options.no_color)
+    screen = make_console(sys.stdout, options.no_color)
+    progress = make_console(sys.stderr, options.no_color)
     with contextlib.redirect_stdout(sys.stderr):
-        outputs = options.outputs()
-        with Bar(progress, "loading") as bar:
+        outputs = options.build_outputs()
+        with ProgressBar(progress, "loading") as bar:
             options.set_threads()
-            job = _latency_job(options, lambda title: bar.advance(0, title))
+            job = _build_latency_job(options, lambda title: bar.advance(0, title))
             report = job.run()
-    show(report, screen)
-    outputs.write(report, job.draw)
+    print_report(report, screen)
+    outputs.write(report, job.save_plot)
 
 
-def _latency_job(options: LatencyOptions, step: Callable[[str], None]) -> "Job":
+def _build_latency_job(options: LatencyOptions, step: Callable[[str], None]) -> "LatencyBench":
     from foredraft import LLM
-    from foredraft.bench import flatness, latency_report, methods, questions
-    from foredraft.drafters.base import methods as registered
+    from foredraft.bench import latency_report, methods, questions, verify_cost
+    from foredraft.drafters.registry import load_methods as registered
 
     known = sorted(registered())
-    plan = latency_report.Plan(
+    plan = latency_report.LatencyBenchPlan(
         methods=tuple(methods.parse_all(options.methods or known, known)),
         is_default=not options.methods,
-        questions=() if options.prompts == 0 else tuple(questions.questions(options.questions, options.prompts)),
-        sampling=options.sampling(),
+        questions=() if options.prompts == 0 else tuple(questions.load_questions(options.questions, options.prompts)),
+        sampling=options.build_sampling(),
         rounds=options.rounds,
         spec_model=options.spec_model,
         quantization=options.quantization,
-        verify_rows=tuple(flatness.parse_rows(options.verify_cost)) if options.verify_cost else (),
+        verify_rows=tuple(verify_cost.parse_rows(options.verify_cost)) if options.verify_cost else (),
         context=options.context,
     )
     if not plan.questions and not plan.verify_rows:
         raise UsageError("--prompts 0 leaves nothing to measure; add --verify-cost 1,2,4,8,16")
-    hush()
+    silence_transformers()
     llm = LLM(
         options.model or "builtin",
         None,
         dtype=options.dtype,
         device=options.device,
         verify=options.verify,
-        **options.settings,
+        **options.llm_options,
     )
-    return latency_report.Job(plan, llm, step)
+    return latency_report.LatencyBench(plan, llm, step)
 
 
 @bench.command("compare", cls=Command)
-@takes(CompareOptions)
-def compare(ctx: typer.Context, options: CompareOptions) -> None:
+@with_options(CompareOptions)
+def compare_programs(ctx: typer.Context, options: CompareOptions) -> None:
     """The same weights and prompts through transformers, llama.cpp and vLLM, in turn, each from its own environment.
 
     Greedy. A program whose Python is not given is reported as absent, one that fails as failed.
     """
-    screen = console(sys.stdout, options.no_color)
-    progress = console(sys.stderr, options.no_color)
+    screen = make_console(sys.stdout, options.no_color)
+    progress = make_console(sys.stderr, options.no_color)
     with contextlib.redirect_stdout(sys.stderr):
-        outputs = options.outputs()
-        with Bar(progress, "loading") as bar:
-            job = _compare_job(options, lambda title: bar.advance(0, title))
+        outputs = options.build_outputs()
+        with ProgressBar(progress, "loading") as bar:
+            job = _build_compare_job(options, lambda title: bar.advance(0, title))
             report = job.run()
-    show(report, screen)
-    outputs.write(report, job.draw)
+    print_report(report, screen)
+    outputs.write(report, job.save_plot)
 
 
-def _compare_job(options: CompareOptions, step: Callable[[str], None]) -> "CompareJob":
-    from foredraft.bench import compare_report, flatness, methods, questions
-    from foredraft.bench.participants import Pythons
-    from foredraft.drafters.base import methods as registered
+def _build_compare_job(options: CompareOptions, step: Callable[[str], None]) -> "CompareJob":
+    from foredraft.bench import compare_report, methods, questions, verify_cost
+    from foredraft.bench.participants import PeerPythons
+    from foredraft.drafters.registry import load_methods as registered
 
     known = sorted(registered())
-    quantizations = options.quantizations()
-    hush()
+    quantizations = options.parse_quantizations()
+    silence_transformers()
     own = Path(sys.executable)
-    plan = compare_report.Plan(
+    plan = compare_report.CompareBenchPlan(
         model=options.model,
         spec_model=options.spec_model,
-        pythons=Pythons(own, options.transformers or own, options.llama_cpp, options.vllm),
+        pythons=PeerPythons(own, options.transformers or own, options.llama_cpp, options.vllm),
         methods=tuple(methods.parse_all(options.methods or known, known)),
-        questions=() if options.prompts == 0 else tuple(questions.questions(options.questions, options.prompts)),
+        questions=() if options.prompts == 0 else tuple(questions.load_questions(options.questions, options.prompts)),
         dtype=options.dtype,
         threads=options.set_threads(),
         max_tokens=options.max_tokens,
         draft_tokens=options.spec_tokens,
         lookup=(options.lookup_tokens, options.lookup_match),
         quantizations=quantizations,
-        verify_rows=tuple(flatness.parse_rows(options.verify_cost)) if options.verify_cost else (),
+        verify_rows=tuple(verify_cost.parse_rows(options.verify_cost)) if options.verify_cost else (),
         context=options.context,
-        settings=options.settings,
+        settings=options.llm_options,
     )
     if not plan.questions and not plan.verify_rows:
         raise UsageError("--prompts 0 leaves nothing to measure; add --verify-cost 1,2,4,8,16")
-    return compare_report.Job(plan, step)
+    return compare_report.CompareBench(plan, step)
 
 
 @bench.command("load", cls=Command)
-@takes(LoadOptions)
-def load(ctx: typer.Context, options: LoadOptions) -> None:
+@with_options(LoadOptions)
+def measure_load(ctx: typer.Context, options: LoadOptions) -> None:
     """Many requests at once, by the number of streams: draft lengths that adapt, fixed ones, and none, in turn.
 
     Throughput, time to the first token and between tokens; the engine in this process, or a server's.
     """
-    screen = console(sys.stdout, options.no_color)
-    progress = console(sys.stderr, options.no_color)
+    screen = make_console(sys.stdout, options.no_color)
+    progress = make_console(sys.stderr, options.no_color)
     with contextlib.redirect_stdout(sys.stderr):
-        outputs = options.outputs()
-        with Bar(progress, "loading") as bar:
+        outputs = options.build_outputs()
+        with ProgressBar(progress, "loading") as bar:
             options.set_threads()
-            job = _load_job(options, lambda title: bar.advance(0, title))
+            job = _build_load_job(options, lambda title: bar.advance(0, title))
             report = job.run()
-    show(report, screen)
-    outputs.write(report, job.draw)
+    print_report(report, screen)
+    outputs.write(report, job.save_plot)
 
 
-def _load_job(options: LoadOptions, step: Callable[[str], None]) -> "LoadJob":
+def _build_load_job(options: LoadOptions, step: Callable[[str], None]) -> "LoadJob":
     from foredraft import LLM
     from foredraft.bench import load_report, methods
-    from foredraft.drafters.base import methods as registered
+    from foredraft.drafters.registry import load_methods as registered
     from foredraft.llm import MemoryLimits
 
-    plan = options.plan()
+    plan = options.build_plan()
     method = methods.parse(options.method, sorted(registered()))
     if "num_speculative_tokens" in method.spec:
         raise UsageError(f"--method {options.method!r} names a length; lengths are --fixed and --more")
     if options.url is not None and options.worker:
         raise UsageError("--worker is of an engine in this process, and --url is of a server; give one of them")
-    hush()
+    silence_transformers()
     limits = MemoryLimits(max_batch=max(plan.concurrency))
     llm = LLM(options.model or "builtin", None, dtype=options.dtype, device=options.device, limits=limits)
-    (method,) = methods.with_models([method], llm.target.model.config, options.spec_model, llm.is_builtin)
-    job = load_report.Job(plan, llm, dict(method.spec), step)
+    (method,) = methods.attach_models([method], llm.target.model.config, options.spec_model, llm.is_builtin)
+    job = load_report.LoadBench(plan, llm, dict(method.spec), step)
     if options.url is not None:
-        return job.against(options.url, options.api_key)
-    return job.through_workers() if options.worker else job
+        return job.with_server(options.url, options.api_key)
+    return job.with_workers() if options.worker else job
 
 
 @bench.command("micro")
-@takes(MicroOptions)
-def micro(ctx: typer.Context, options: MicroOptions) -> None:
+@with_options(MicroOptions)
+def measure_kernels(ctx: typer.Context, options: MicroOptions) -> None:
     """The native kernels by themselves: products and attention against memory bandwidth and torch."""
     from foredraft.bench import micro as kernels
-    from foredraft.bench.report import Outputs
+    from foredraft.bench.report import ReportOutputs
 
-    outputs = Outputs(options.json, options.markdown)
+    outputs = ReportOutputs(options.json, options.markdown)
     outputs.check()
     options.set_threads()
-    with Bar(console(sys.stderr, options.no_color), "measuring") as bar:
-        report = kernels.run(options.plan(), lambda title: bar.advance(0, title))
-    show(report, console(sys.stdout, options.no_color))
+    with ProgressBar(make_console(sys.stderr, options.no_color), "measuring") as bar:
+        report = kernels.run(options.build_plan(), lambda title: bar.advance(0, title))
+    print_report(report, make_console(sys.stdout, options.no_color))
     outputs.write(report, lambda path: None)
 
 
-def show(report: "Report", screen: Console) -> None:
-    """Tables for a person; where nobody watches, Markdown."""
+def print_report(report: "BenchReport", screen: Console) -> None:
+    """Print tables on a terminal, Markdown elsewhere."""
     if not screen.is_terminal:
         screen.file.write(report.markdown)
         return
     for table in report.tables:
-        print_grid(screen, Grid(table.header, table.rows, table.names, table.title))
+        print_grid(screen, Grid(table.header, table.rows, table.num_name_columns, table.title))
     for note in report.notes:
         screen.print(Text(f"· {note}", Style(dim=True)))

@@ -9,23 +9,23 @@ import typer
 from foredraft.cli.shell import UsageError
 
 if TYPE_CHECKING:
-    from foredraft.bench.load_report import Plan as LoadPlan
-    from foredraft.bench.micro import Plan
-    from foredraft.bench.report import Outputs
-    from foredraft.sampling import Sampling
+    from foredraft.bench.load_report import LoadBenchPlan as LoadPlan
+    from foredraft.bench.micro import KernelBenchPlan
+    from foredraft.bench.report import ReportOutputs
+    from foredraft.sampling.params import Sampling
 
 
-def _option(help: str, *names: str, panel: str, low: float | None = None, high: float | None = None) -> Any:  # noqa: A002
+def _make_option(help: str, *names: str, panel: str, low: float | None = None, high: float | None = None) -> Any:  # noqa: A002
     # typer's own word is `help`
     return typer.Option(*names, help=help, rich_help_panel=panel, min=low, max=high)
 
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What every measurement takes."""
+    """Options of every measurement."""
 
     model: Annotated[
-        str | None, _option("Folder or Hub id of the target; the built-in model if not given.", panel="Model")
+        str | None, _make_option("Folder or Hub id of the target; the built-in model if not given.", panel="Model")
     ] = None
     methods: Annotated[
         list[str] | None,
@@ -37,49 +37,51 @@ class BenchOptions:
         ),
     ] = None
     spec_model: Annotated[
-        str | None, _option("Folder or Hub id of the draft model, for every method asked for.", panel="Model")
+        str | None, _make_option("Folder or Hub id of the draft model, for every method asked for.", panel="Model")
     ] = None
-    dtype: Annotated[str, _option("auto, bfloat16, float16, float32 or float64.", panel="Model")] = "auto"
-    threads: Annotated[int | None, _option("CPU threads; torch's own number if not given.", panel="Model", low=1)] = (
-        None
-    )
+    dtype: Annotated[str, _make_option("auto, bfloat16, float16, float32 or float64.", panel="Model")] = "auto"
+    threads: Annotated[
+        int | None, _make_option("CPU threads; torch's own number if not given.", panel="Model", low=1)
+    ] = None
     no_fused: Annotated[
-        bool, _option("Run the model's own modules, not native code, on CPU.", "--no-fused", panel="Model")
+        bool, _make_option("Run the model's own modules, not native code, on CPU.", "--no-fused", panel="Model")
     ] = False
     prompts: Annotated[
         int | None,
-        _option("How many; 20 built-in ones, or all of --questions, if not given.", panel="Prompts", low=0),
+        _make_option("How many; 20 built-in ones, or all of --questions, if not given.", panel="Prompts", low=0),
     ] = None
     questions: Annotated[
         Path | None,
-        _option(
+        _make_option(
             'JSONL of {"turns": ["...", ...]}, as Spec-Bench and MT-bench; or a built-in set by name: code, editing, '
             "logs, prose, summaries, answers, chat, or for an encoder-decoder corrections.",
             panel="Prompts",
         ),
     ] = None
-    max_tokens: Annotated[int, _option("Longest output.", panel="Prompts", low=1)] = 128
+    max_tokens: Annotated[int, _make_option("Longest output.", panel="Prompts", low=1)] = 128
     verify_cost: Annotated[
         str | None,
-        _option("Time a target pass over so many tokens, e.g. 1,2,4,5,8,16; --prompts 0: only that.", panel="Cost"),
+        _make_option(
+            "Time a target pass over so many tokens, e.g. 1,2,4,5,8,16; --prompts 0: only that.", panel="Cost"
+        ),
     ] = None
-    context: Annotated[int, _option("Tokens before those of --verify-cost.", panel="Cost", low=1)] = 256
-    json: Annotated[Path | None, _option("Write the figures here.", "--json", panel="Output")] = None
-    markdown: Annotated[Path | None, _option("Write the tables here.", panel="Output")] = None
-    plot: Annotated[Path | None, _option("Write a plot here, as PNG.", panel="Output")] = None
-    no_color: Annotated[bool, _option("No colours; NO_COLOR does the same.", "--no-color", panel="Output")] = False
+    context: Annotated[int, _make_option("Tokens before those of --verify-cost.", panel="Cost", low=1)] = 256
+    json: Annotated[Path | None, _make_option("Write the figures here.", "--json", panel="Output")] = None
+    markdown: Annotated[Path | None, _make_option("Write the tables here.", panel="Output")] = None
+    plot: Annotated[Path | None, _make_option("Write a plot here, as PNG.", panel="Output")] = None
+    no_color: Annotated[bool, _make_option("No colours; NO_COLOR does the same.", "--no-color", panel="Output")] = False
 
-    def outputs(self) -> "Outputs":
+    def build_outputs(self) -> "ReportOutputs":
         """Raises ForedraftError for a file that could not be written."""
-        from foredraft.bench.report import Outputs
+        from foredraft.bench.report import ReportOutputs
 
-        outputs = Outputs(self.json, self.markdown, self.plot)
+        outputs = ReportOutputs(self.json, self.markdown, self.plot)
         outputs.check()
         return outputs
 
     @property
-    def settings(self) -> dict[str, Any]:
-        """Of the LLM, beside its model, dtype and device; what is not asked for is left to it."""
+    def llm_options(self) -> dict[str, Any]:
+        """Arguments of LLM beside model, dtype and device; unset options keep its defaults."""
         return {"fused": False} if self.no_fused else {}
 
     def set_threads(self) -> int:
@@ -94,26 +96,27 @@ class BenchOptions:
 @dataclass(frozen=True)
 class LatencyOptions(BenchOptions):
     quantization: Annotated[
-        str | None, _option("int8 or int4: round the target's weights while loading.", panel="Model")
+        str | None, _make_option("int8 or int4: round the target's weights while loading.", panel="Model")
     ] = None
-    rounds: Annotated[int, _option("Times every prompt is run; the median counts.", panel="Prompts", low=1)] = 1
-    temperature: Annotated[float, _option("0 is greedy.", panel="Sampling")] = 0.0
-    top_k: Annotated[int, _option("Draw from this many likeliest tokens; 0 is off.", panel="Sampling")] = 0
-    top_p: Annotated[float, _option("Draw from the smallest set of this probability.", panel="Sampling")] = 1.0
-    seed: Annotated[int | None, _option("Same seed, same text.", panel="Sampling")] = None
+    rounds: Annotated[int, _make_option("Times every prompt is run; the median counts.", panel="Prompts", low=1)] = 1
+    temperature: Annotated[float, _make_option("0 is greedy.", panel="Sampling")] = 0.0
+    top_k: Annotated[int, _make_option("Draw from this many likeliest tokens; 0 is off.", panel="Sampling")] = 0
+    top_p: Annotated[float, _make_option("Draw from the smallest set of this probability.", panel="Sampling")] = 1.0
+    seed: Annotated[int | None, _make_option("Same seed, same text.", panel="Sampling")] = None
     stop_at_eos: Annotated[
-        bool, _option("End where the text ends; else every text has --max-tokens.", "--stop-at-eos", panel="Sampling")
+        bool,
+        _make_option("End where the text ends; else every text has --max-tokens.", "--stop-at-eos", panel="Sampling"),
     ] = False
-    verify: Annotated[str, _option("Rule: auto, match, reject, block; typical is lossy.", panel="Model")] = "auto"
-    device: Annotated[str, _option("auto, cpu or cuda.", panel="Model")] = "auto"
+    verify: Annotated[str, _make_option("Rule: auto, match, reject, block; typical is lossy.", panel="Model")] = "auto"
+    device: Annotated[str, _make_option("auto, cpu or cuda.", panel="Model")] = "auto"
 
     @property
-    def settings(self) -> dict[str, Any]:
-        return super().settings | ({} if self.quantization is None else {"quantization": self.quantization})
+    def llm_options(self) -> dict[str, Any]:
+        return super().llm_options | ({} if self.quantization is None else {"quantization": self.quantization})
 
-    def sampling(self) -> "Sampling":
+    def build_sampling(self) -> "Sampling":
         """Raises UsageError on impossible values."""
-        from foredraft.sampling import Sampling
+        from foredraft.sampling.params import Sampling
 
         try:
             return Sampling(
@@ -127,7 +130,7 @@ class LatencyOptions(BenchOptions):
 
 @dataclass(frozen=True)
 class CompareOptions(BenchOptions):
-    dtype: Annotated[str, _option("bfloat16 or float32.", panel="Model")] = "bfloat16"
+    dtype: Annotated[str, _make_option("bfloat16 or float32.", panel="Model")] = "bfloat16"
     quantization: Annotated[
         list[str] | None,
         typer.Option(
@@ -137,23 +140,23 @@ class CompareOptions(BenchOptions):
         ),
     ] = None
     spec_tokens: Annotated[
-        int, _option("Draft length of the other programs' draft model.", panel="Programs", low=1)
+        int, _make_option("Draft length of the other programs' draft model.", panel="Programs", low=1)
     ] = 3
     lookup_tokens: Annotated[
-        int, _option("Draft length of the other programs' prompt lookup.", panel="Programs", low=1)
+        int, _make_option("Draft length of the other programs' prompt lookup.", panel="Programs", low=1)
     ] = 8
-    lookup_match: Annotated[int, _option("Longest match of their prompt lookup.", panel="Programs", low=1)] = 4
+    lookup_match: Annotated[int, _make_option("Longest match of their prompt lookup.", panel="Programs", low=1)] = 4
     transformers: Annotated[
         Path | None,
-        _option("Python that has transformers, or its environment; our own if not given.", panel="Programs"),
+        _make_option("Python that has transformers, or its environment; our own if not given.", panel="Programs"),
     ] = None
     llama_cpp: Annotated[
-        Path | None, _option("Python that has llama-cpp-python and gguf, or its environment.", panel="Programs")
+        Path | None, _make_option("Python that has llama-cpp-python and gguf, or its environment.", panel="Programs")
     ] = None
-    vllm: Annotated[Path | None, _option("Python that has vLLM, or its environment.", panel="Programs")] = None
+    vllm: Annotated[Path | None, _make_option("Python that has vLLM, or its environment.", panel="Programs")] = None
 
-    def quantizations(self) -> tuple[str, ...]:
-        """Raises UsageError for one that nobody knows."""
+    def parse_quantizations(self) -> tuple[str, ...]:
+        """Parse the value. Raises UsageError for an unknown name."""
         asked = [name.strip() for text in self.quantization or [] for name in text.split(",") if name.strip()]
         for name in asked:
             if name not in ("int8", "int4"):
@@ -164,71 +167,75 @@ class CompareOptions(BenchOptions):
 @dataclass(frozen=True)
 class LoadOptions:
     model: Annotated[
-        str | None, _option("Folder or Hub id of the target; the built-in model if not given.", panel="Model")
+        str | None, _make_option("Folder or Hub id of the target; the built-in model if not given.", panel="Model")
     ] = None
     method: Annotated[
-        str, _option("What drafts; settings follow as key=value, e.g. draft_model:model=PATH.", panel="Model")
+        str, _make_option("What drafts; settings follow as key=value, e.g. draft_model:model=PATH.", panel="Model")
     ] = "draft_model"
-    spec_model: Annotated[str | None, _option("Folder or Hub id of the draft model.", panel="Model")] = None
-    dtype: Annotated[str, _option("auto, bfloat16, float16, float32 or float64.", panel="Model")] = "auto"
-    device: Annotated[str, _option("auto, cpu or cuda.", panel="Model")] = "auto"
-    threads: Annotated[int | None, _option("CPU threads; torch's own number if not given.", panel="Model", low=1)] = (
-        None
-    )
+    spec_model: Annotated[str | None, _make_option("Folder or Hub id of the draft model.", panel="Model")] = None
+    dtype: Annotated[str, _make_option("auto, bfloat16, float16, float32 or float64.", panel="Model")] = "auto"
+    device: Annotated[str, _make_option("auto, cpu or cuda.", panel="Model")] = "auto"
+    threads: Annotated[
+        int | None, _make_option("CPU threads; torch's own number if not given.", panel="Model", low=1)
+    ] = None
     url: Annotated[
         str | None,
-        _option("Measure a running server, e.g. http://127.0.0.1:8000/v1; --model is what it runs.", panel="Server"),
+        _make_option(
+            "Measure a running server, e.g. http://127.0.0.1:8000/v1; --model is what it runs.", panel="Server"
+        ),
     ] = None
-    api_key: Annotated[str | None, _option("Of that server.", panel="Server")] = None
+    api_key: Annotated[str | None, _make_option("Of that server.", panel="Server")] = None
     worker: Annotated[
-        bool, _option("Put the engine on a thread of its own, as a server does.", "--worker", panel="Server")
+        bool, _make_option("Put the engine on a thread of its own, as a server does.", "--worker", panel="Server")
     ] = False
-    concurrency: Annotated[str, _option("Streams at once, by commas.", panel="Load")] = "1,2,4,8,16,32,64"
-    fixed: Annotated[str, _option("Fixed draft lengths to measure, by commas.", panel="Load")] = "4"
+    concurrency: Annotated[str, _make_option("Streams at once, by commas.", panel="Load")] = "1,2,4,8,16,32,64"
+    fixed: Annotated[str, _make_option("Fixed draft lengths to measure, by commas.", panel="Load")] = "4"
     more: Annotated[
-        str, _option("Further ones at few streams, among which the best is looked for; '' for none.", panel="Load")
+        str, _make_option("Further ones at few streams, among which the best is looked for; '' for none.", panel="Load")
     ] = "1,2,3,6,8"
-    more_until: Annotated[int, _option("Streams up to which --more is measured.", panel="Load", low=0)] = 4
-    rounds: Annotated[int, _option("Times all modes answer in turn, at most.", panel="Load", low=1)] = 5
+    more_until: Annotated[int, _make_option("Streams up to which --more is measured.", panel="Load", low=0)] = 4
+    rounds: Annotated[int, _make_option("Times all modes answer in turn, at most.", panel="Load", low=1)] = 5
     minutes: Annotated[
-        float | None, _option("For everything: rounds are left out, but two, to keep to it.", panel="Load", low=0.01)
+        float | None,
+        _make_option("For everything: rounds are left out, but two, to keep to it.", panel="Load", low=0.01),
     ] = None
-    waves: Annotated[float, _option("Requests for each stream in a round.", panel="Load", low=1)] = 2.0
-    least: Annotated[int, _option("Requests of a round at least.", panel="Load", low=1)] = 8
+    waves: Annotated[float, _make_option("Requests for each stream in a round.", panel="Load", low=1)] = 2.0
+    least: Annotated[int, _make_option("Requests of a round at least.", panel="Load", low=1)] = 8
     prompts: Annotated[
         int | None,
-        _option("How many; 20 built-in ones, or all of --questions, if not given.", panel="Prompts", low=1),
+        _make_option("How many; 20 built-in ones, or all of --questions, if not given.", panel="Prompts", low=1),
     ] = None
     questions: Annotated[
-        Path | None, _option('JSONL of {"turns": ["...", ...]}; the first turn is asked.', panel="Prompts")
+        Path | None, _make_option('JSONL of {"turns": ["...", ...]}; the first turn is asked.', panel="Prompts")
     ] = None
     prompt_tokens: Annotated[
-        int | None, _option("Cut prompts to their last so many tokens.", panel="Prompts", low=1)
+        int | None, _make_option("Cut prompts to their last so many tokens.", panel="Prompts", low=1)
     ] = None
     max_tokens: Annotated[
-        int, _option("Mean length of a text; lengths are spread from half to one and a half.", panel="Prompts", low=1)
+        int,
+        _make_option("Mean length of a text; lengths are spread from half to one and a half.", panel="Prompts", low=1),
     ] = 96
-    temperature: Annotated[float, _option("0 is greedy.", panel="Sampling")] = 0.0
-    top_p: Annotated[float, _option("Draw from the smallest set of this probability.", panel="Sampling")] = 1.0
-    seed: Annotated[int | None, _option("Same seed, same text.", panel="Sampling")] = None
-    json: Annotated[Path | None, _option("Write the figures here.", "--json", panel="Output")] = None
-    markdown: Annotated[Path | None, _option("Write the tables here.", panel="Output")] = None
-    plot: Annotated[Path | None, _option("Write a plot here, as PNG.", panel="Output")] = None
-    no_color: Annotated[bool, _option("No colours; NO_COLOR does the same.", "--no-color", panel="Output")] = False
+    temperature: Annotated[float, _make_option("0 is greedy.", panel="Sampling")] = 0.0
+    top_p: Annotated[float, _make_option("Draw from the smallest set of this probability.", panel="Sampling")] = 1.0
+    seed: Annotated[int | None, _make_option("Same seed, same text.", panel="Sampling")] = None
+    json: Annotated[Path | None, _make_option("Write the figures here.", "--json", panel="Output")] = None
+    markdown: Annotated[Path | None, _make_option("Write the tables here.", panel="Output")] = None
+    plot: Annotated[Path | None, _make_option("Write a plot here, as PNG.", panel="Output")] = None
+    no_color: Annotated[bool, _make_option("No colours; NO_COLOR does the same.", "--no-color", panel="Output")] = False
 
-    def outputs(self) -> "Outputs":
+    def build_outputs(self) -> "ReportOutputs":
         """Raises ForedraftError for a file that could not be written."""
-        from foredraft.bench.report import Outputs
+        from foredraft.bench.report import ReportOutputs
 
-        outputs = Outputs(self.json, self.markdown, self.plot)
+        outputs = ReportOutputs(self.json, self.markdown, self.plot)
         outputs.check()
         return outputs
 
-    def plan(self) -> "LoadPlan":
+    def build_plan(self) -> "LoadPlan":
         """Raises UsageError for what is no number or impossible."""
         from foredraft.bench import questions
-        from foredraft.bench.load_report import Plan
-        from foredraft.sampling import Sampling
+        from foredraft.bench.load_report import LoadBenchPlan
+        from foredraft.sampling.params import Sampling
 
         try:
             sampling = Sampling(
@@ -238,12 +245,12 @@ class LoadOptions:
         except ValueError as error:
             option, _, rest = str(error).partition(" ")
             raise UsageError(f"--{option.replace('_', '-')} {rest}") from None
-        return Plan(
-            concurrency=tuple(sorted(set(_numbers("--concurrency", self.concurrency)))),
-            fixed=_numbers("--fixed", self.fixed) if self.fixed else (),
-            more=_numbers("--more", self.more) if self.more else (),
+        return LoadBenchPlan(
+            concurrency=tuple(sorted(set(_parse_numbers("--concurrency", self.concurrency)))),
+            fixed=_parse_numbers("--fixed", self.fixed) if self.fixed else (),
+            more=_parse_numbers("--more", self.more) if self.more else (),
             more_until=self.more_until,
-            questions=tuple(questions.questions(self.questions, self.prompts)),
+            questions=tuple(questions.load_questions(self.questions, self.prompts)),
             sampling=sampling,
             prompt_tokens=self.prompt_tokens,
             waves=self.waves,
@@ -261,32 +268,32 @@ class LoadOptions:
 
 @dataclass(frozen=True)
 class MicroOptions:
-    kinds: Annotated[str, _option("Of weights, by commas.", panel="Kernels")] = "bfloat16,float32,int8,int4"
-    shapes: Annotated[str, _option("Outputs x inputs, by commas.", panel="Kernels")] = "6144x1536,1536x4096"
-    rows: Annotated[str, _option("Rows multiplied together, by commas; the first is the base.", panel="Kernels")] = (
-        "1,2,4,5,8,16,32"
-    )
-    contexts: Annotated[str, _option("Keys attended to, by commas.", panel="Kernels")] = "256,1024"
-    rounds: Annotated[int, _option("Times each is measured; the median counts.", panel="Kernels", low=1)] = 7
-    threads: Annotated[int | None, _option("CPU threads; torch's own number if not given.", panel="Kernels", low=1)] = (
-        None
-    )
-    json: Annotated[Path | None, _option("Write the figures here.", "--json", panel="Output")] = None
-    markdown: Annotated[Path | None, _option("Write the tables here.", panel="Output")] = None
-    no_color: Annotated[bool, _option("No colours; NO_COLOR does the same.", "--no-color", panel="Output")] = False
+    kinds: Annotated[str, _make_option("Of weights, by commas.", panel="Kernels")] = "bfloat16,float32,int8,int4"
+    shapes: Annotated[str, _make_option("Outputs x inputs, by commas.", panel="Kernels")] = "6144x1536,1536x4096"
+    rows: Annotated[
+        str, _make_option("Rows multiplied together, by commas; the first is the base.", panel="Kernels")
+    ] = "1,2,4,5,8,16,32"
+    contexts: Annotated[str, _make_option("Keys attended to, by commas.", panel="Kernels")] = "256,1024"
+    rounds: Annotated[int, _make_option("Times each is measured; the median counts.", panel="Kernels", low=1)] = 7
+    threads: Annotated[
+        int | None, _make_option("CPU threads; torch's own number if not given.", panel="Kernels", low=1)
+    ] = None
+    json: Annotated[Path | None, _make_option("Write the figures here.", "--json", panel="Output")] = None
+    markdown: Annotated[Path | None, _make_option("Write the tables here.", panel="Output")] = None
+    no_color: Annotated[bool, _make_option("No colours; NO_COLOR does the same.", "--no-color", panel="Output")] = False
 
-    def plan(self) -> "Plan":
+    def build_plan(self) -> "KernelBenchPlan":
         """Raises UsageError for what is no number."""
-        from foredraft.bench.micro import Plan
+        from foredraft.bench.micro import KernelBenchPlan
 
-        shapes = [_numbers("--shapes", text, "x") for text in self.shapes.split(",")]
+        shapes = [_parse_numbers("--shapes", text, "x") for text in self.shapes.split(",")]
         if any(len(shape) != 2 for shape in shapes):
             raise UsageError(f"--shapes {self.shapes!r}: write outputs x inputs, e.g. 6144x1536,1536x4096")
-        return Plan(
+        return KernelBenchPlan(
             shapes=tuple((n, k) for n, k in shapes),
-            rows=_numbers("--rows", self.rows),
+            rows=_parse_numbers("--rows", self.rows),
             kinds=tuple(kind.strip() for kind in self.kinds.split(",")),
-            contexts=_numbers("--contexts", self.contexts),
+            contexts=_parse_numbers("--contexts", self.contexts),
             rounds=self.rounds,
         )
 
@@ -297,7 +304,7 @@ class MicroOptions:
             torch.set_num_threads(self.threads)
 
 
-def _numbers(option: str, text: str, separator: str = ",") -> tuple[int, ...]:
+def _parse_numbers(option: str, text: str, separator: str = ",") -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(separator)]
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise UsageError(f"{option} {text!r}: numbers from 1 on are wanted")

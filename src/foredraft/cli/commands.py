@@ -14,11 +14,11 @@ from foredraft.cli.export import export
 from foredraft.cli.generate import generate
 from foredraft.cli.serve import serve
 from foredraft.cli.train import train
-from foredraft.cli.version import version
+from foredraft.cli.version import print_version
 from foredraft.cli.zoo import zoo
 
 app = typer.Typer(
-    cls=shell.Group,
+    cls=shell.RootGroup,
     name="foredraft",
     help="Language models generate several tokens per forward pass, and the text does not change.",
     pretty_exceptions_enable=False,
@@ -34,7 +34,7 @@ def _print_version(is_wanted: bool) -> None:
 
 
 @app.callback(invoke_without_command=True)
-def root(
+def run_root(
     ctx: typer.Context,
     show_version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
@@ -51,6 +51,6 @@ app.command("export")(export)
 app.command("generate", cls=shell.Command)(generate)
 app.command("serve", cls=shell.Command)(serve)
 app.command("train")(train)
-app.command("version")(version)
+app.command("version")(print_version)
 app.add_typer(bench, name="bench")
 app.add_typer(zoo, name="zoo")

@@ -13,23 +13,23 @@ import typer
 from rich.style import Style
 
 from foredraft.cli import compare
-from foredraft.cli.backend import Backend, Choices, CliPrompt, Generator, default_of
-from foredraft.cli.figures import Figures, completion_json
-from foredraft.cli.options import AUTO, NONE, GenerateOptions, takes
-from foredraft.cli.progress import Bar
+from foredraft.cli.backend import CliBackend, CliChoices, CliGenerator, CliPrompt, choose_default_method
+from foredraft.cli.options import AUTO, NONE, GenerateOptions, with_options
+from foredraft.cli.progress import ProgressBar
 from foredraft.cli.prompts import read_prompts
-from foredraft.cli.render import Reel, Screen
-from foredraft.cli.shell import FAILED, UsageError, say
+from foredraft.cli.render import Screen, StreamPrinter
+from foredraft.cli.shell import FAILED, UsageError, print_line
 from foredraft.cli.speculative_config import read_speculative_config
-from foredraft.completion import Completion, Origin
+from foredraft.cli.speed_figures import SpeedFigures, encode_completion
 from foredraft.errors import ForedraftError
+from foredraft.outputs import Completion, Origin
 
 if TYPE_CHECKING:
-    from foredraft.sampling import Sampling
-FIXED_TOKENS = 3  # draft length that --compare adds for a method that the automatic length does not draft with
+    from foredraft.sampling.params import Sampling
+FIXED_DRAFT_TOKENS = 3  # draft length that --compare adds for a method that the automatic length does not draft with
 
 
-@takes(GenerateOptions)
+@with_options(GenerateOptions)
 def generate(ctx: typer.Context, options: GenerateOptions) -> None:
     """Go on from a prompt, several tokens per pass of the model, with the text it would have written anyway.
 
@@ -37,35 +37,39 @@ def generate(ctx: typer.Context, options: GenerateOptions) -> None:
     """
     options = read_speculative_config(options)
     screen = Screen(options.no_color)
-    prompts = read_prompts(_argument(options), options.file)
-    backend: Backend = ctx.obj or Backend()
+    prompts = read_prompts(_read_prompt_argument(options), options.file)
+    backend: CliBackend = ctx.obj or CliBackend()
     # the screen holds the real standard output; whatever a library prints on the way goes elsewhere
     with contextlib.redirect_stdout(sys.stderr):
-        with Bar(screen.err, "loading"):
-            sampling, choices = options.sampling(), backend.choices()
-            first = backend.method_of(options.spec_model) if options.spec_model and not options.methods else None
-            job = Job(backend, options, choices, prompts, sampling, screen, wanted(options, choices, first))
+        with ProgressBar(screen.err, "loading"):
+            sampling, choices = options.build_sampling(), backend.list_choices()
+            first = backend.find_method(options.spec_model) if options.spec_model and not options.methods else None
+            job = GenerateJob(
+                backend, options, choices, prompts, sampling, screen, select_methods(options, choices, first)
+            )
             generators = job.load()
         if not options.chat and generators[next(iter(generators))].has_chat_template:
-            say("note: the model has a chat template; --chat puts the prompt into it, `foredraft chat` talks with it")
+            print_line(
+                "note: the model has a chat template; --chat puts the prompt into it, `foredraft chat` talks with it"
+            )
         completions = job.run(generators)
     failed = [c.error or "the request failed" for c in completions if c.finish_reason == "error"]
     for reason in failed:
-        say(f"error: {reason}")
+        print_line(f"error: {reason}")
     if failed:
         raise typer.Exit(FAILED)
 
 
-def _argument(options: GenerateOptions) -> str | None:
+def _read_prompt_argument(options: GenerateOptions) -> str | None:
     """The prompt of the command line, as an argument or as --prompt."""
     if options.prompt is not None and options.prompt_option is not None:
         raise UsageError("the prompt stands as an argument and in --prompt; give it once")
     return options.prompt if options.prompt_option is None else options.prompt_option
 
 
-def wanted(options: GenerateOptions, choices: Choices, first: str | None = None) -> list[str]:
+def select_methods(options: GenerateOptions, choices: CliChoices, spec_model_method: str | None = None) -> list[str]:
     """The methods to run, the one whose text is shown first; `first` is that of --spec-model where none was asked for.
-    Raises UsageError for a name nobody knows."""
+    Raises UsageError for an unknown name."""
     choices.check(options)
     asked = options.methods
     if options.logprobs is not None and not options.as_json:
@@ -74,17 +78,21 @@ def wanted(options: GenerateOptions, choices: Choices, first: str | None = None)
         raise UsageError("several methods need --compare; without it give one --spec-method")
     if asked:
         return asked
-    first = first or default_of(options.model, choices)
-    return [first, *(name for name in choices.methods if name != first)] if options.compare else [first]
+    spec_model_method = spec_model_method or choose_default_method(options.model, choices)
+    return (
+        [spec_model_method, *(name for name in choices.methods if name != spec_model_method)]
+        if options.compare
+        else [spec_model_method]
+    )
 
 
 @dataclass
-class Job:
+class GenerateJob:
     """One call of the command."""
 
-    backend: Backend
+    backend: CliBackend
     options: GenerateOptions
-    choices: Choices
+    choices: CliChoices
     prompts: list[str]
     sampling: "Sampling"
     screen: Screen
@@ -92,8 +100,8 @@ class Job:
     skipped: dict[str, str] = field(default_factory=dict)
     origins: Counter[Origin] = field(default_factory=Counter)
 
-    def load(self) -> dict[str, Generator]:
-        """What will generate, by method; with --compare also plain decoding."""
+    def load(self) -> dict[str, CliGenerator]:
+        """Load the generators by method; with --compare also plain decoding."""
         if not self.options.compare:
             return {self.methods[0]: self.backend.load(self.options, self.methods[0])}
         plain = self.backend.load(self.options, NONE)
@@ -101,40 +109,44 @@ class Job:
         for name in self.methods:
             try:
                 if name != NONE:
-                    generators[name] = self.backend.with_method(plain, self._options_of(name), name)
+                    generators[name] = self.backend.load_with_method(plain, self._build_method_options(name), name)
             except ForedraftError as error:
                 if self.options.methods:  # asked for by name: a failure. Taken by default: left out, and said so
                     raise
                 self.skipped[name] = str(error)
         return generators
 
-    def _options_of(self, name: str) -> GenerateOptions:
+    def _build_method_options(self, name: str) -> GenerateOptions:
         """A draft model given to no method by name is for the first one; another method could not read it."""
         is_shared = bool(self.options.methods) or name == self.methods[0]
         options = self.options if is_shared else replace(self.options, spec_model=None, spec_option=None)
         others = len(self.methods) > 1
         return replace(options, spec_model=None) if others and self.choices.is_text_only(name) else options
 
-    def run(self, generators: dict[str, Generator]) -> list[Completion]:
+    def run(self, generators: dict[str, CliGenerator]) -> list[Completion]:
         """Show the text of the first method there is, measure if asked, print the figures."""
         shown = next((name for name in self.methods if name in generators), compare.PLAIN)
-        completions, figures = self._show(generators[shown])
-        rows = self._measure(generators) if self.options.compare else []
+        completions, figures = self._show_text(generators[shown])
+        rows = self._measure_methods(generators) if self.options.compare else []
         if self.options.as_json:
             self._print_json(completions, rows)
         else:
             self._print_figures(shown, figures, rows, generators[shown].drafter_name)
         return completions
 
-    def _show(self, generator: Generator) -> tuple[list[Completion], Figures]:
+    def _show_text(self, generator: CliGenerator) -> tuple[list[Completion], SpeedFigures]:
         """Generate once, the text going to the screen as it comes."""
-        reel = Reel(self.screen, self.prompts, self.sampling.n)
+        reel = StreamPrinter(self.screen, self.prompts, self.sampling.n)
         is_text = not self.options.as_json
         most = len(self.prompts) * self.sampling.n * self.sampling.max_tokens
         done: dict[int, Completion] = {}
         began = time.perf_counter()
-        stream = generator.stream(self._rendered(generator), self.sampling)
-        with Bar(self.screen.err, "generating", most) if not self.screen.is_live else contextlib.nullcontext() as bar:
+        stream = generator.stream(self._render_prompts(generator), self.sampling)
+        with (
+            ProgressBar(self.screen.err, "generating", most)
+            if not self.screen.is_live
+            else contextlib.nullcontext() as bar
+        ):
             try:
                 if is_text:
                     reel.open()
@@ -150,28 +162,30 @@ class Job:
                 if is_text:
                     reel.close()
         completions = [done[index] for index in sorted(done)]
-        return completions, Figures.of(completions, time.perf_counter() - began)
+        return completions, SpeedFigures.from_completions(completions, time.perf_counter() - began)
 
-    def _rendered(self, generator: Generator) -> list[CliPrompt]:
+    def _render_prompts(self, generator: CliGenerator) -> list[CliPrompt]:
         """The prompts as the model is given them: with --chat in its template."""
         if not self.options.chat:
             return list(self.prompts)
         return [generator.encode_chat([{"role": "user", "content": prompt}]) for prompt in self.prompts]
 
-    def _measure(self, generators: dict[str, Generator]) -> list[compare.Row]:
+    def _measure_methods(self, generators: dict[str, CliGenerator]) -> list[compare.MethodRow]:
         runs = len(generators) * (self.options.repeats + 1)
-        with Bar(self.screen.err, "measuring", runs) as bar:
+        with ProgressBar(self.screen.err, "measuring", runs) as bar:
             measured = compare.measure(
                 generators,
-                self._rendered(generators[compare.PLAIN]),
+                self._render_prompts(generators[compare.PLAIN]),
                 self.sampling,
                 self.options.repeats,
                 lambda name: bar.advance(1, f"measuring {name}"),
             )
-        rows = compare.table(measured, self.skipped, self.sampling, self.choices.lossy)
-        return self._with_fixed_lengths(generators, rows)
+        rows = compare.build_rows(measured, self.skipped, self.sampling, self.choices.lossy_rules)
+        return self._add_fixed_length_rows(generators, rows)
 
-    def _with_fixed_lengths(self, generators: dict[str, Generator], rows: list[compare.Row]) -> list[compare.Row]:
+    def _add_fixed_length_rows(
+        self, generators: dict[str, CliGenerator], rows: list[compare.MethodRow]
+    ) -> list[compare.MethodRow]:
         """Add a row of fixed drafts for every named method that the automatic length hardly drafted with.
 
         Without it a new head would show acceptance length 1.00, as if it were broken. All rows are measured again, so
@@ -184,31 +198,35 @@ class Job:
         plain = generators[compare.PLAIN]
         fixed = dict(generators)
         for name in idle:
-            options = replace(self._options_of(name), spec_tokens=str(FIXED_TOKENS))
-            fixed[f"{name}:{FIXED_TOKENS}"] = self.backend.with_method(plain, options, name)
-        measured = compare.measure(fixed, self._rendered(plain), self.sampling, self.options.repeats, lambda _: None)
-        return compare.table(measured, self.skipped, self.sampling, self.choices.lossy)
+            options = replace(self._build_method_options(name), spec_tokens=str(FIXED_DRAFT_TOKENS))
+            fixed[f"{name}:{FIXED_DRAFT_TOKENS}"] = self.backend.load_with_method(plain, options, name)
+        measured = compare.measure(
+            fixed, self._render_prompts(plain), self.sampling, self.options.repeats, lambda _: None
+        )
+        return compare.build_rows(measured, self.skipped, self.sampling, self.choices.lossy_rules)
 
-    def _print_figures(self, shown: str, figures: Figures, rows: Sequence[compare.Row], drafter: str) -> None:
+    def _print_figures(
+        self, shown: str, figures: SpeedFigures, rows: Sequence[compare.MethodRow], drafter: str
+    ) -> None:
         if self.screen.is_live:
-            self.screen.legend(self.origins)
-        line = figures.line
+            self.screen.print_legend(self.origins)
+        line = figures.summary
         if rows:
-            self.screen.table(rows)
-            for remark in compare.notes(rows):
-                self.screen.note(remark, Style(dim=True))
+            self.screen.print_table(rows)
+            for remark in compare.build_notes(rows):
+                self.screen.print_note(remark, Style(dim=True))
             row = next(row for row in rows if row.method == shown)
-            line = f"{shown}: {row.figures.line}" if row.figures else line
+            line = f"{shown}: {row.figures.summary}" if row.figures else line
             if row.speed_up is not None:
                 line += f" · {row.speed_up:.2f}x plain decoding"
         if shown == AUTO:  # it says what it picked
             line += f" · {drafter}"
-        if self.options.verify in self.choices.lossy:
+        if self.options.verify in self.choices.lossy_rules:
             line += f" · lossy rule {self.options.verify}"
-        self.screen.note(line, Style(bold=True))
+        self.screen.print_note(line, Style(bold=True))
 
-    def _print_json(self, completions: Sequence[Completion], rows: Sequence[compare.Row]) -> None:
-        result: dict[str, Any] = {"completions": [completion_json(c, self.choices.lossy) for c in completions]}
+    def _print_json(self, completions: Sequence[Completion], rows: Sequence[compare.MethodRow]) -> None:
+        result: dict[str, Any] = {"completions": [encode_completion(c, self.choices.lossy_rules) for c in completions]}
         if self.options.compare:
             result["compare"] = [row.json for row in rows]
         self.screen.out.file.write(json.dumps(result, ensure_ascii=False, allow_nan=False) + "\n")

@@ -7,27 +7,29 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-PATIENCE = 2.0  # seconds before the bar appears
-REDRAW = 0.2  # seconds between drawings: the bar shares its cores with the model
+SHOW_AFTER_SECONDS = 2.0  # seconds before the bar appears
+REDRAW_SECONDS = 0.2  # seconds between drawings: the bar shares its cores with the model
 
 
-class Bar:
+class ProgressBar:
     """`with Bar(console, "loading"): ...`; without a total it pulses, with one it is moved by `advance`."""
 
-    def __init__(self, console: Console, title: str, total: float | None = None, patience: float = PATIENCE) -> None:
-        self._is_wanted = console.is_terminal
+    def __init__(
+        self, console: Console, title: str, total: float | None = None, show_after: float = SHOW_AFTER_SECONDS
+    ) -> None:
+        self._is_enabled = console.is_terminal
         self._progress = Progress(
             TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(),
             console=console, transient=True, auto_refresh=total is None, refresh_per_second=4,
         )  # fmt: skip
         self._task = self._progress.add_task(title, total=total)
-        self._timer = threading.Timer(patience, self._show)
+        self._timer = threading.Timer(show_after, self._show)
         self._timer.daemon = True
         self._lock = threading.Lock()  # between the timer's thread and ours
-        self._is_shown, self._is_over, self._drawn = False, False, 0.0
+        self._is_shown, self._is_over, self._last_drawn = False, False, 0.0
 
-    def __enter__(self) -> "Bar":
-        if self._is_wanted:
+    def __enter__(self) -> "ProgressBar":
+        if self._is_enabled:
             self._timer.start()
         return self
 
@@ -58,6 +60,6 @@ class Bar:
 
     def _redraw(self) -> None:
         now = time.monotonic()
-        if self._is_shown and now - self._drawn > REDRAW:
-            self._drawn = now
+        if self._is_shown and now - self._last_drawn > REDRAW_SECONDS:
+            self._last_drawn = now
             self._progress.refresh()

@@ -1,4 +1,4 @@
-"""Where the prompts come from: the argument, files, or standard input. Bytes in, checked text out."""
+"""Prompts from the argument, files or standard input: bytes in, checked strings out."""
 
 import os
 import sys
@@ -20,10 +20,10 @@ def read_prompts(argument: str | None, files: Sequence[str]) -> list[str]:
     if argument is not None and files:
         raise UsageError("give the prompt as an argument or with --file, not both")
     if argument is not None and argument != STDIN:
-        return [_not_empty(_encodable(argument), "the prompt")]
+        return [_require_text(_repair_encoding(argument), "the prompt")]
     if argument is None and not files and (sys.stdin is None or sys.stdin.isatty()):
         raise UsageError(f"no prompt; give one as in: {EXAMPLE}, or use --file PATH, or pipe text in")
-    return [_read(name) for name in files or [STDIN]]
+    return [_read_prompt(name) for name in files or [STDIN]]
 
 
 def read_template_file(name: str) -> str:
@@ -35,27 +35,27 @@ def read_template_file(name: str) -> str:
         raise UsageError(f"--chat-template {name!r} cannot be read: {reason.lower()}") from None
 
 
-def _read(name: str) -> str:
+def _read_prompt(name: str) -> str:
     if name == STDIN:
-        return _not_empty(_decoded(sys.stdin.buffer.read(), "standard input"), "standard input")
+        return _require_text(_decode(sys.stdin.buffer.read(), "standard input"), "standard input")
     try:
         data = Path(name).read_bytes()
     except FileNotFoundError:
         raise UsageError(f"prompt file {name!r} does not exist; check the path given to --file") from None
     except OSError as error:
         raise UsageError(f"prompt file {name!r} cannot be read: {error.strerror}") from None
-    return _not_empty(_decoded(data, f"prompt file {name!r}"), f"prompt file {name!r}")
+    return _require_text(_decode(data, f"prompt file {name!r}"), f"prompt file {name!r}")
 
 
-def _decoded(data: bytes, where: str) -> str:
+def _decode(data: bytes, source: str) -> str:
     try:
         return data.decode("utf-8-sig")  # a byte-order mark is an editor's, not the author's
     except UnicodeDecodeError as error:
         byte = f"byte 0x{error.object[error.start]:02x} at offset {error.start}"
-        raise UsageError(f"{where} is not UTF-8 ({byte}); save it as UTF-8 first") from None
+        raise UsageError(f"{source} is not UTF-8 ({byte}); save it as UTF-8 first") from None
 
 
-def _encodable(text: str) -> str:
+def _repair_encoding(text: str) -> str:
     """The argument as its bytes read in UTF-8: those that the locale's encoding lacks arrive as lone surrogates."""
     try:
         text.encode()
@@ -68,7 +68,7 @@ def _encodable(text: str) -> str:
     return text
 
 
-def _not_empty(text: str, where: str) -> str:
+def _require_text(text: str, source: str) -> str:
     if not text:
-        raise UsageError(f"{where} is empty; give a prompt as in: {EXAMPLE}")
+        raise UsageError(f"{source} is empty; give a prompt as in: {EXAMPLE}")
     return text

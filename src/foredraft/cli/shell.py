@@ -13,21 +13,21 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from foredraft.cli.streams import STDOUT
-from foredraft.cli.suggest import answer_unknown, is_short_word
+from foredraft.cli.suggest import format_unknown_option, is_short_word
 from foredraft.errors import ForedraftError
 
 DONE, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
 
 # The base of every complaint about a command line; typer exports only this child of it.
-_UsageError: Any = typer.BadParameter.__bases__[0]
-_NoSuchOption: Any = next(kind for kind in _UsageError.__subclasses__() if kind.__name__ == "NoSuchOption")
+_ClickUsageError: Any = typer.BadParameter.__bases__[0]
+_ClickNoSuchOption: Any = next(kind for kind in _ClickUsageError.__subclasses__() if kind.__name__ == "NoSuchOption")
 
 
 class UsageError(ForedraftError):
     """The command line is wrong, which shows before a model is loaded."""
 
 
-class Group(TyperGroup):
+class RootGroup(TyperGroup):
     """The root command. A foreseeable error becomes one line on standard error; anything else is our bug and raises."""
 
     def main(
@@ -48,7 +48,7 @@ class Group(TyperGroup):
             except (KeyboardInterrupt, typer.Abort):
                 code = INTERRUPTED
             except Exception as error:
-                code = _report(error)
+                code = _report_error(error)
         raise SystemExit(code or DONE)
 
 
@@ -68,45 +68,47 @@ class Command(TyperCommand):
                 break
             name = word.partition("=")[0]
             if is_short_word(name) and name not in known and before not in valued:
-                raise _NoSuchOption(name, ctx=ctx)
+                raise _ClickNoSuchOption(name, ctx=ctx)
             before = word
         return super().parse_args(ctx, args)
 
 
-def _report(error: Exception) -> int:
+def _report_error(error: Exception) -> int:
     if isinstance(error, BrokenPipeError) or (isinstance(error, OSError) and error.filename == STDOUT):
         # what is left of the output has nowhere to go; a second failing flush at exit would print a traceback
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if isinstance(error, BrokenPipeError):
         return FAILED
-    if isinstance(error, _UsageError):
+    if isinstance(error, _ClickUsageError):
         path = error.ctx.command_path if error.ctx else "foredraft"
-        say(f"error: {_complaint(error)} (try '{path} --help')")
+        print_line(f"error: {_format_usage_error(error)} (try '{path} --help')")
         return MISUSED
     if isinstance(error, UsageError):
-        say(f"error: {error}")
+        print_line(f"error: {error}")
         return MISUSED
     if isinstance(error, MemoryError) or "out of memory" in str(error).lower():
-        say("error: out of memory; take fewer prompts at once, fewer --max-tokens, --dtype bfloat16 or a smaller model")
+        print_line(
+            "error: out of memory; take fewer prompts at once, fewer --max-tokens, --dtype bfloat16 or a smaller model"
+        )
         return FAILED
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        say(f"error: {error.filename}: {error.strerror.lower()}")
+        print_line(f"error: {error.filename}: {error.strerror.lower()}")
         return FAILED
     if isinstance(error, ForedraftError | OSError):
-        say(f"error: {error}")
+        print_line(f"error: {error}")
         return FAILED
     raise error
 
 
-def _complaint(error: Any) -> str:
+def _format_usage_error(error: Any) -> str:
     """The message of a wrong command line; an unknown option with the one that was probably meant."""
-    if not isinstance(error, _NoSuchOption):
+    if not isinstance(error, _ClickNoSuchOption):
         return str(error.format_message())
     known = [name for parameter in (error.ctx.command.params if error.ctx else ()) for name in parameter.opts]
-    return answer_unknown(error.option_name, known)
+    return format_unknown_option(error.option_name, known)
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
     """One line on standard error, whatever line breaks and control characters the message brought along."""
     sys.stdout.flush()
     typer.echo("".join(c if c.isprintable() else " " for c in " ".join(line.split())), err=True)
@@ -120,4 +122,4 @@ def _show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    say(f"warning: {message}")
+    print_line(f"warning: {message}")

@@ -8,9 +8,9 @@ from foredraft.cli.options import ModelOptions
 from foredraft.cli.shell import UsageError
 
 Options = TypeVar("Options", bound=ModelOptions)
-OPTION = "--speculative-config"
+OPTION_NAME = "--speculative-config"
 # key of the JSON object -> field of ModelOptions
-FIELDS = {"method": "spec_method", "model": "spec_model", "num_speculative_tokens": "spec_tokens"}
+OPTION_FIELDS = {"method": "spec_method", "model": "spec_model", "num_speculative_tokens": "spec_tokens"}
 
 
 def read_speculative_config(options: Options) -> Options:
@@ -20,17 +20,19 @@ def read_speculative_config(options: Options) -> Options:
     try:
         given = json.loads(options.speculative_config)
     except json.JSONDecodeError as error:
-        raise UsageError(f"{OPTION} is not JSON ({error.msg} at character {error.pos})") from None
+        raise UsageError(f"{OPTION_NAME} is not JSON ({error.msg} at character {error.pos})") from None
     if not isinstance(given, dict):
-        raise UsageError(f'{OPTION} takes a JSON object such as {{"method": "ngram", "num_speculative_tokens": 4}}')
+        raise UsageError(
+            f'{OPTION_NAME} takes a JSON object such as {{"method": "ngram", "num_speculative_tokens": 4}}'
+        )
     changes: dict[str, object] = {"speculative_config": None}
     settings = list(options.spec_option or [])
     for key, value in given.items():
-        if key not in FIELDS:
+        if key not in OPTION_FIELDS:
             settings.append(f"{key}={json.dumps(value)}")
             continue
-        name = FIELDS[key]
+        name = OPTION_FIELDS[key]
         if getattr(options, name) != getattr(ModelOptions(), name):
-            raise UsageError(f"{key} stands in {OPTION} and in --{name.replace('_', '-')}; give it once")
+            raise UsageError(f"{key} stands in {OPTION_NAME} and in --{name.replace('_', '-')}; give it once")
         changes[name] = [value] if name == "spec_method" else str(value)
     return replace(options, **changes, spec_option=settings or None)  # type: ignore[arg-type]

@@ -3,20 +3,20 @@
 import difflib
 from collections.abc import Sequence
 
-NO_OPTION = "no option: "  # begins the reason why there is none
+NO_OPTION_PREFIX = "no option: "  # begins the reason why there is none
 
 _ONE_DEVICE = (
-    f"{NO_OPTION}one process runs one model on one device; start one server for each device with "
+    f"{NO_OPTION_PREFIX}one process runs one model on one device; start one server for each device with "
     "CUDA_VISIBLE_DEVICES=N in the environment"
 )
 _KV_SIZE = "--kv-memory with a size such as 2GiB (default: a quarter of the free memory)"
-_FREE_ATTENTION = f"{NO_OPTION}the device decides the attention kernel"
-_KV_TYPE = f"{NO_OPTION}the KV cache has the model's dtype; --dtype changes both"
+_FREE_ATTENTION = f"{NO_OPTION_PREFIX}the device decides the attention kernel"
+_KV_TYPE = f"{NO_OPTION_PREFIX}the KV cache has the model's dtype; --dtype changes both"
 _METHODS = ("--spec-method", "--methods METHOD", "--method METHOD")
 _LENGTHS = ("--spec-tokens", "--methods METHOD:TOKENS", "--fixed")
 
 # An option of another program, or of another of our commands -> ours, the first that the command has, or what to do.
-ELSEWHERE: dict[str, str | tuple[str, ...]] = {
+FOREIGN_OPTIONS: dict[str, str | tuple[str, ...]] = {
     "--gpu-memory-utilization": _KV_SIZE,
     "--spec-method": _METHODS,
     "--spec-tokens": _LENGTHS,
@@ -71,8 +71,8 @@ ELSEWHERE: dict[str, str | tuple[str, ...]] = {
     "-ctk": _KV_TYPE,
     "--cache-type-v": _KV_TYPE,
     "-ctv": _KV_TYPE,
-    "--cont-batching": f"{NO_OPTION}requests always join the running batch",
-    "-cb": f"{NO_OPTION}requests always join the running batch",
+    "--cont-batching": f"{NO_OPTION_PREFIX}requests always join the running batch",
+    "-cb": f"{NO_OPTION_PREFIX}requests always join the running batch",
     "--ubatch-size": "--max-chunk",
     "-ub": "--max-chunk",
     "-b": "--max-chunk",
@@ -80,14 +80,14 @@ ELSEWHERE: dict[str, str | tuple[str, ...]] = {
     "-hf": "--model",
     "--system-prompt": "--system",
     "-sys": "--system",
-    "--conversation": f"{NO_OPTION}foredraft chat holds conversations",
-    "-cnv": f"{NO_OPTION}foredraft chat holds conversations",
-    "--trust-remote-code": f"{NO_OPTION}code that comes with a model is never run",
-    "--lora": f"{NO_OPTION}merge the adapter into its base model first (PEFT's merge_and_unload)",
-    "--enable-lora": f"{NO_OPTION}merge the adapter into its base model first (PEFT's merge_and_unload)",
-    "--draft-min": f"{NO_OPTION}--spec-tokens bounds a draft from above alone",
-    "--swap-space": f"{NO_OPTION}a sequence that gives way is computed again, not swapped",
-    "--disable-log-requests": f"{NO_OPTION}requests are logged only with --access-log",
+    "--conversation": f"{NO_OPTION_PREFIX}foredraft chat holds conversations",
+    "-cnv": f"{NO_OPTION_PREFIX}foredraft chat holds conversations",
+    "--trust-remote-code": f"{NO_OPTION_PREFIX}code that comes with a model is never run",
+    "--lora": f"{NO_OPTION_PREFIX}merge the adapter into its base model first (PEFT's merge_and_unload)",
+    "--enable-lora": f"{NO_OPTION_PREFIX}merge the adapter into its base model first (PEFT's merge_and_unload)",
+    "--draft-min": f"{NO_OPTION_PREFIX}--spec-tokens bounds a draft from above alone",
+    "--swap-space": f"{NO_OPTION_PREFIX}a sequence that gives way is computed again, not swapped",
+    "--disable-log-requests": f"{NO_OPTION_PREFIX}requests are logged only with --access-log",
 }
 
 
@@ -100,22 +100,22 @@ SERVE_ONLY = {
 
 def is_short_word(word: str) -> bool:
     """Whether a word is an option of another program with one dash and several letters."""
-    return word in ELSEWHERE and not word.startswith("--") and len(word) > 2
+    return word in FOREIGN_OPTIONS and not word.startswith("--") and len(word) > 2
 
 
-def answer_unknown(wrong: str, known: Sequence[str]) -> str:
+def format_unknown_option(wrong: str, known: Sequence[str]) -> str:
     """The message for an unknown option: what to type in its place, or why there is none."""
     meant = suggest_option(wrong, known)
     if meant is None:
         reasons = [SERVE_ONLY[name] for option in _counterparts(wrong) if (name := option.split()[0]) in SERVE_ONLY]
         return f"unknown option {wrong}" + (f"; there is none here: {reasons[0]}" if reasons else "")
-    reason = meant.removeprefix(NO_OPTION)
+    reason = meant.removeprefix(NO_OPTION_PREFIX)
     return f"unknown option {wrong}; " + (f"use {meant}" if reason == meant else f"there is none here: {reason}")
 
 
 def suggest_option(wrong: str, known: Sequence[str]) -> str | None:
-    """What to type in place of an unknown option; None if nothing is near."""
-    if wrong in ELSEWHERE:
+    """Suggest what to type in place of an unknown option; None if nothing is near."""
+    if wrong in FOREIGN_OPTIONS:
         found = (ours for ours in _counterparts(wrong) if not ours.startswith("--") or ours.split()[0] in known)
         return next(found, None)
     near = difflib.get_close_matches(wrong, known, n=1, cutoff=0.6)
@@ -123,5 +123,5 @@ def suggest_option(wrong: str, known: Sequence[str]) -> str | None:
 
 
 def _counterparts(wrong: str) -> tuple[str, ...]:
-    ours = ELSEWHERE.get(wrong, ())
+    ours = FOREIGN_OPTIONS.get(wrong, ())
     return (ours,) if isinstance(ours, str) else ours

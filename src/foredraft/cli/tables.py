@@ -10,7 +10,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-UNBOUNDED = 10_000  # columns of a terminal without a right edge
+UNBOUNDED_WIDTH = 10_000  # columns of a terminal without a right edge
 
 
 @dataclass(frozen=True)
@@ -19,18 +19,18 @@ class Grid:
 
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    names: int = 1
+    num_name_columns: int = 1
     title: str | None = None
 
-    def with_columns(self, kept: Sequence[int]) -> "Grid":
-        rows = tuple(tuple(row[i] for i in kept) for row in self.rows)
-        return Grid(tuple(self.header[i] for i in kept), rows, self.names, self.title)
+    def select_columns(self, columns: Sequence[int]) -> "Grid":
+        rows = tuple(tuple(row[i] for i in columns) for row in self.rows)
+        return Grid(tuple(self.header[i] for i in columns), rows, self.num_name_columns, self.title)
 
-    def halved(self) -> "Grid":
+    def break_headers(self) -> "Grid":
         """The same with headers of two lines."""
-        return Grid(tuple(map(_halved, self.header)), self.rows, self.names, self.title)
+        return Grid(tuple(map(_break_name, self.header)), self.rows, self.num_name_columns, self.title)
 
-    def table(self, frame: box.Box | None) -> Table:
+    def build_table(self, frame: box.Box | None) -> Table:
         table = Table(
             title=self.title,
             title_justify="left",
@@ -40,7 +40,7 @@ class Grid:
             pad_edge=frame is not None,
         )
         for number, name in enumerate(self.header):
-            justify: Literal["left", "right"] = "left" if number < self.names else "right"
+            justify: Literal["left", "right"] = "left" if number < self.num_name_columns else "right"
             table.add_column(Text(name), justify=justify, vertical="bottom", overflow="fold")
         for row in self.rows:
             table.add_row(*(Text(cell) for cell in row))
@@ -49,22 +49,22 @@ class Grid:
 
 def print_grid(console: Console, grid: Grid) -> None:
     """Print a table in the roomiest form that the console has the width for; no column and no cell is cut."""
-    halved = grid.halved()
-    for table in (grid.table(box.HEAVY_HEAD), halved.table(box.HEAVY_HEAD), halved.table(None)):
+    halved = grid.break_headers()
+    for table in (grid.build_table(box.HEAVY_HEAD), halved.build_table(box.HEAVY_HEAD), halved.build_table(None)):
         if _fits(console, table):
             console.print(table)
             return
-    for columns in _parts(console, halved):
-        console.print(halved.with_columns(columns).table(None))
+    for columns in _split_columns(console, halved):
+        console.print(halved.select_columns(columns).build_table(None))
 
 
-def _parts(console: Console, grid: Grid) -> list[list[int]]:
+def _split_columns(console: Console, grid: Grid) -> list[list[int]]:
     """The columns of tables that stand below each other, each with the names of the rows."""
-    names = list(range(grid.names))
+    names = list(range(grid.num_name_columns))
     parts = [list(names)]
-    for column in range(grid.names, len(grid.header)):
+    for column in range(grid.num_name_columns, len(grid.header)):
         wider = [*parts[-1], column]
-        if len(wider) > grid.names + 1 and not _fits(console, grid.with_columns(wider).table(None)):
+        if len(wider) > grid.num_name_columns + 1 and not _fits(console, grid.select_columns(wider).build_table(None)):
             wider = [*names, column]
             parts.append(wider)
         parts[-1] = wider
@@ -72,10 +72,10 @@ def _parts(console: Console, grid: Grid) -> list[list[int]]:
 
 
 def _fits(console: Console, table: Table) -> bool:
-    return console.measure(table, options=console.options.update(width=UNBOUNDED)).maximum <= console.width
+    return console.measure(table, options=console.options.update(width=UNBOUNDED_WIDTH)).maximum <= console.width
 
 
-def _halved(name: str) -> str:
+def _break_name(name: str) -> str:
     """The name on two lines, broken at the space that makes it narrowest."""
     words = name.split(" ")
     breaks = [(" ".join(words[:i]), " ".join(words[i:])) for i in range(1, len(words))]

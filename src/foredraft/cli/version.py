@@ -12,16 +12,16 @@ import typer
 import foredraft
 
 # What decides the speed of a pass, in the kernel's words.
-FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "bf16", "sve")
+CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "bf16", "sve")
 
 
-def facts() -> dict[str, Any]:
+def collect_facts() -> dict[str, Any]:
     """Versions, CPU features and threads, the native kernels in use, GPU."""
     import torch
 
-    from foredraft.kernels.cpu.library import library
+    from foredraft.kernels.cpu.library import load_library
 
-    native = library()
+    native = load_library()
     has_cuda = torch.cuda.is_available()
     return {
         "foredraft": foredraft.__version__,
@@ -29,14 +29,14 @@ def facts() -> dict[str, Any]:
         "transformers": metadata.version("transformers"),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "cpu_features": cpu_features(),
+        "cpu_features": read_cpu_features(),
         "threads": torch.get_num_threads(),
         "kernels": None if native is None else native.instruction_set,
         "cuda": torch.cuda.get_device_name(0) if has_cuda else None,
     }
 
 
-def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
+def read_cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
     """Those of FEATURES this machine has; torch's one word for its best code path where there is no such file."""
     import torch
 
@@ -46,14 +46,14 @@ def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
         return [torch.backends.cpu.get_cpu_capability()]
     lines = [line for line in text.splitlines() if line.lower().startswith(("flags", "features"))]
     have = set(lines[0].split(":", 1)[1].split()) if lines else set()
-    return [name for name in FEATURES if name in have]
+    return [name for name in CPU_FEATURES if name in have]
 
 
-def version(
+def print_version(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
 ) -> None:
     """Versions, CPU features and threads, the native kernels in use, GPU."""
-    found = facts()
+    found = collect_facts()
     if as_json:
         sys.stdout.write(json.dumps(found) + "\n")
         return

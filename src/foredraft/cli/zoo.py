@@ -7,18 +7,18 @@ from typing import Annotated
 
 import typer
 
-from foredraft.cli.backend import Backend, TrainingOptions
-from foredraft.cli.progress import Bar
-from foredraft.cli.render import console
-from foredraft.cli.shell import UsageError, say
+from foredraft.cli.backend import CliBackend, ZooTrainingOptions
+from foredraft.cli.progress import ProgressBar
+from foredraft.cli.render import make_console
+from foredraft.cli.shell import UsageError, print_line
 from foredraft.errors import ForedraftError
 
 zoo = typer.Typer()
-CARD = "README.md"
+CARD_FILE = "README.md"
 
 
-def _folder(ctx: typer.Context, name: str) -> Path:
-    folders = (ctx.obj or Backend()).zoo()
+def _find_folder(ctx: typer.Context, name: str) -> Path:
+    folders = (ctx.obj or CliBackend()).list_zoo()
     if name not in folders:
         known = (
             f"use one of: {', '.join(folders)}"
@@ -30,7 +30,7 @@ def _folder(ctx: typer.Context, name: str) -> Path:
 
 
 @zoo.callback(invoke_without_command=True)
-def root(ctx: typer.Context) -> None:
+def list_by_default(ctx: typer.Context) -> None:
     """The built-in models: list, show, path, train."""
     if ctx.invoked_subcommand is None:
         list_models(ctx)
@@ -39,7 +39,7 @@ def root(ctx: typer.Context) -> None:
 @zoo.command("list")
 def list_models(ctx: typer.Context) -> None:
     """Every built-in model, its size on disk and its folder."""
-    folders = (ctx.obj or Backend()).zoo()
+    folders = (ctx.obj or CliBackend()).list_zoo()
     if not folders:
         raise ForedraftError("this installation has no built-in models; run `foredraft zoo train --install`")
     for name, folder in folders.items():
@@ -48,19 +48,21 @@ def list_models(ctx: typer.Context) -> None:
 
 
 @zoo.command("path")
-def path(ctx: typer.Context, name: Annotated[str, typer.Argument(help="As `foredraft zoo list` names it.")]) -> None:
+def print_path(
+    ctx: typer.Context, name: Annotated[str, typer.Argument(help="As `foredraft zoo list` names it.")]
+) -> None:
     """The folder of a built-in model, for any program that takes a Hugging Face folder."""
-    sys.stdout.write(f"{_folder(ctx, name)}\n")
+    sys.stdout.write(f"{_find_folder(ctx, name)}\n")
 
 
 @zoo.command("show")
-def show(
+def print_cards(
     ctx: typer.Context, name: Annotated[str | None, typer.Argument(help="One model; all if not given.")] = None
 ) -> None:
     """Model cards: recipe, data, held-out loss, acceptance."""
-    folders = (ctx.obj or Backend()).zoo()
-    for folder in [_folder(ctx, name)] if name is not None else folders.values():
-        card = folder / CARD
+    folders = (ctx.obj or CliBackend()).list_zoo()
+    for folder in [_find_folder(ctx, name)] if name is not None else folders.values():
+        card = folder / CARD_FILE
         text = (
             card.read_text(encoding="utf-8")
             if card.exists()
@@ -70,7 +72,7 @@ def show(
 
 
 @zoo.command("train")
-def train(
+def train_models(
     ctx: typer.Context,
     out: Annotated[Path, typer.Option(help="Where the models go; a run that stopped goes on from there.")] = Path(
         "zoo"
@@ -89,7 +91,7 @@ def train(
     finish: Annotated[
         bool, typer.Option("--finish", help="Begin the decay at the last checkpoint of the part under way.")
     ] = False,
-    put: Annotated[
+    use_as_builtin: Annotated[
         bool, typer.Option("--install", help="Then use them as this installation's built-in models.")
     ] = False,
 ) -> None:
@@ -99,31 +101,31 @@ def train(
         raise UsageError(f"--out {str(out)!r} is a file; give a folder")
     if sources is not None and not sources.is_dir():
         raise UsageError(f"--sources {str(sources)!r} is not a folder; give one that holds Python files")
-    backend: Backend = ctx.obj or Backend()
-    screen = console(sys.stderr, no_color=False)
-    with Bar(screen, "reading the sources", total=1) as bar:
-        options = TrainingOptions(device, sources, threads, tokens, batch_tokens, finish)
-        backend.train(out, options, Report(bar, is_written=not screen.is_terminal), say)
-    if put:
+    backend: CliBackend = ctx.obj or CliBackend()
+    screen = make_console(sys.stderr, no_color=False)
+    with ProgressBar(screen, "reading the sources", total=1) as bar:
+        options = ZooTrainingOptions(device, sources, threads, tokens, batch_tokens, finish)
+        backend.train(out, options, ZooProgress(bar, prints_lines=not screen.is_terminal), print_line)
+    if use_as_builtin:
         backend.install(out)
-    say(
+    print_line(
         f"the models are in {out}"
-        + (", and built in from now on" if put else "; --install makes them the built-in ones")
+        + (", and built in from now on" if use_as_builtin else "; --install makes them the built-in ones")
     )
 
 
 @dataclass
-class Report:
+class ZooProgress:
     """Shows training on: in the bar, and where there is none as a line for every twentieth of a part."""
 
-    bar: Bar
-    is_written: bool
-    written: tuple[str, int] = ("", -1)  # the part and the twentieth of the last line
+    bar: ProgressBar
+    prints_lines: bool
+    last_twentieth: tuple[str, int] = ("", -1)  # the part and the twentieth of the last line
 
     def __call__(self, part: str, step: int, steps: int, loss: float) -> None:
         line = f"{part}: step {step} of {steps}, loss {loss:.3f}"
         self.bar.move_to(step, steps, line)
         twentieth = (part, 20 * step // steps)
-        if self.is_written and twentieth != self.written:
-            self.written = twentieth
-            say(line)
+        if self.prints_lines and twentieth != self.last_twentieth:
+            self.last_twentieth = twentieth
+            print_line(line)

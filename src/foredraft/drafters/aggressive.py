@@ -1,7 +1,9 @@
-"""Input-guided aggressive decoding: an output close to its input is copied from it, a long stretch at a time.
+"""Input-guided aggressive decoding: copies long drafts from an input that the output resembles.
 
-After "Lossless Acceleration for Seq2seq Generation with Aggressive Decoding" (2205.10350) and LLMA (2304.04487), which
-copy again after an edit once a suffix of the output occurs in the input. Here edits are guessed at too (follower.py).
+The references resume copying after an edit when a suffix of the output occurs in the input. Here the drafter also
+drafts directly after an edit, from likely positions (copy_cursor.py).
+
+Reference: "Lossless Acceleration for Seq2seq Generation with Aggressive Decoding" (2205.10350); LLMA (2304.04487).
 """
 
 import re
@@ -9,30 +11,33 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from foredraft.drafters.base import Context, Draft, plant
-from foredraft.drafters.follower import Follower
+from foredraft.drafters.copy_cursor import CopyCursor
+from foredraft.drafters.draft import Draft, to_token_tree
+from foredraft.drafters.registry import DrafterContext
 from foredraft.errors import ForedraftError
 from foredraft.request import Batch, Request
 from foredraft.tree import Commit, TokenTree
 
 METHOD = "aggressive"
-READS_MODEL = False
-AUTO_TOKENS = 31  # longer drafts than other methods make: 32 rows of a pass
+USES_MODEL = False
+AUTO_TOKENS = 31  # draft length without a given one; 32 rows of a pass with the root
 SOURCES = ("auto", "encoder", "prediction", "prompt", "fenced")
-FENCED = re.compile(r"^```[^\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
-Tokens = tuple[int, ...]
+FENCED_BLOCK = re.compile(r"^```[^\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+TokenTuple = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Config:
-    """What is copied from, and how much.
+    """Source of the copies and length of the drafts.
 
-    source: "encoder" = what the encoder reads, "prediction" = that of the request, "prompt" = the whole prompt, whose
-    place is found by the last tokens of the text, "fenced" = the last fenced code block of the prompt that is closed.
-    "auto" = the first of encoder, prediction and prompt that the request has.
-    start, end: of the prompt only what stands between the last `start` and the `end` after it, or all after `start`.
-    A match of fewer than four tokens drafts `tokens_per_match` for each of its own, and as many where nothing matches
-    yet. `branches`: so many guesses at how the text goes on after an edit share one tree.
+    Attributes:
+        source: "encoder" = the encoder's input; "prediction" = the request's prediction; "prompt" = the whole prompt,
+            in which the last tokens are searched; "fenced" = the last closed code block of the prompt; "auto" = the
+            first of encoder, prediction and prompt that the request has.
+        start: text that begins the part of the prompt to copy; the last occurrence counts. None = no such part.
+        end: text that ends the part after `start`; None = the end of the prompt.
+        tokens_per_match: draft tokens per matched token, for matches of fewer than 4 tokens (and for no match).
+        branches: number of alternative continuations after an edit, in one tree.
     """
 
     source: str = "auto"
@@ -42,86 +47,88 @@ class Config:
     branches: int = 1
 
 
-class Sources:
-    """Finds what a request is copied from."""
+class CopySourceFinder:
+    """Finder of the source that a request copies from."""
 
     def __init__(self, config: Config, tokenizer: Any | None) -> None:
         self.config, self.tokenizer = config, tokenizer
 
-    def follower(self, request: Request) -> Follower:
-        """At the beginning of a source of its own, or anywhere in the prompt."""
-        source = self._given(request)
+    def make_cursor(self, request: Request) -> CopyCursor:
+        """Make a cursor at the beginning of the request's source, or at an unknown position in the prompt."""
+        source = self._find_given_source(request)
         if source is None and (self.config.start is not None or self.config.source == "fenced"):
-            source = self._span(request.prompt)
+            source = self._extract_prompt_span(request.prompt)
         if source is not None:
-            return Follower(source, per_match=self.config.tokens_per_match)
+            return CopyCursor(source, tokens_per_match=self.config.tokens_per_match)
         prompt = tuple(request.prompt) if self.config.source in ("auto", "prompt", "fenced") else ()
-        return Follower.lost(prompt, request.prompt, self.config.tokens_per_match)
+        return CopyCursor.from_unknown_position(prompt, request.prompt, self.config.tokens_per_match)
 
-    def _given(self, request: Request) -> Tokens | None:
-        """What came beside the prompt, if it is wanted."""
-        given = {
+    def _find_given_source(self, request: Request) -> TokenTuple | None:
+        """Return the encoder input or the prediction, if `source` allows it."""
+        sources = {
             "encoder": () if request.source is None else request.source.tokens,
             "prediction": request.prediction,
         }
-        wanted = given if self.config.source == "auto" else (self.config.source,)
-        return next((given[name] for name in wanted if given.get(name)), None)
+        names = sources if self.config.source == "auto" else (self.config.source,)
+        return next((sources[name] for name in names if sources.get(name)), None)
 
-    def _span(self, prompt: Sequence[int]) -> Tokens | None:
-        """The part of the prompt that is meant, as the output would spell it; None if the prompt has no such part."""
-        assert self.tokenizer is not None  # `create` saw to that
+    def _extract_prompt_span(self, prompt: Sequence[int]) -> TokenTuple | None:
+        """Return the configured part of the prompt, tokenized again; None if the prompt has no such part."""
+        assert self.tokenizer is not None  # `create` checks it
         text = self.tokenizer.decode(prompt)
         if self.config.start is not None:
             _, found, span = text.rpartition(self.config.start)
             span = span.partition(self.config.end)[0] if self.config.end else span
         else:
-            blocks = FENCED.findall(text)
+            blocks = FENCED_BLOCK.findall(text)
             found, span = bool(blocks), blocks[-1] if blocks else ""
         return tuple(self.tokenizer(span, add_special_tokens=False).input_ids) if found else None
 
 
-class Aggressive:
-    """The verbs. Guesses, whose q is one-hot; how many depends on the text so far alone."""
+class AggressiveDrafter:
+    """Drafter of deterministic tokens from a source. The draft length depends on committed tokens alone."""
 
-    taps: tuple[int, ...] = ()
+    hidden_layers: tuple[int, ...] = ()
 
-    def __init__(self, config: Config, num_tokens: int, follow: Callable[[Request], Follower]) -> None:
+    def __init__(
+        self, config: Config, num_speculative_tokens: int, make_cursor: Callable[[Request], CopyCursor]
+    ) -> None:
         self.config = config
-        self.num_tokens = num_tokens
-        self._follow = follow
-        self._followers: dict[int, Follower] = {}  # by slot
+        self.num_speculative_tokens = num_speculative_tokens
+        self._make_cursor = make_cursor
+        self._cursors: dict[int, CopyCursor] = {}  # by slot
 
     @property
-    def num_nodes(self) -> int:
-        return self.num_tokens * self.config.branches
+    def max_nodes(self) -> int:
+        return self.num_speculative_tokens * self.config.branches
 
     def propose(self, batch: Batch) -> TokenTree:
         drafts: dict[int, Draft] = {}
-        for b in batch.drafting():
-            request, budget = batch.requests[b], batch.budgets[b]
-            depth = min(self.num_tokens, budget, request.room)
+        for b in batch.find_drafting():
+            request, budget = batch.requests[b], batch.max_draft_nodes[b]
+            depth = min(self.num_speculative_tokens, budget, request.max_draft_depth)
             if depth > 0:
                 branches = 1 if request.verify == "block" else self.config.branches
-                drafts[b] = Draft.merged(self._read(request).drafts(depth, branches), budget)
-        return plant(batch, drafts)
+                drafts[b] = Draft.from_paths(self._update_cursor(request).draft_branches(depth, branches), budget)
+        return to_token_tree(batch, drafts)
 
     def observe(self, batch: Batch, commit: Commit) -> None:
-        """Nothing: the text says it all."""
+        """Do nothing: `propose` reads the committed tokens."""
 
     def forget(self, slots: Sequence[int]) -> None:
         for slot in slots:
-            self._followers.pop(slot, None)
+            self._cursors.pop(slot, None)
 
-    def _read(self, request: Request) -> Follower:
-        follower = self._followers.get(request.slot)
-        if follower is None:
-            follower = self._followers[request.slot] = self._follow(request)
-        follower.read(request.output[follower.num_read :])
-        return follower
+    def _update_cursor(self, request: Request) -> CopyCursor:
+        cursor = self._cursors.get(request.slot)
+        if cursor is None:
+            cursor = self._cursors[request.slot] = self._make_cursor(request)
+        cursor.read(request.output[cursor.num_read :])
+        return cursor
 
 
-def create(config: Config, context: Context) -> Aggressive:
-    """Raises ForedraftError for a source that cannot be found, and for numbers that draft nothing."""
+def create(config: Config, context: DrafterContext) -> AggressiveDrafter:
+    """Make the drafter. Raises ForedraftError for invalid options, or for a source that needs a missing tokenizer."""
     if config.source not in SOURCES:
         raise ForedraftError(f"unknown source {config.source!r}; use one of {', '.join(SOURCES)}")
     for name in ("branches", "tokens_per_match"):
@@ -135,9 +142,11 @@ def create(config: Config, context: Context) -> Aggressive:
         raise ForedraftError(
             "a part of the prompt is found in its text, and there is no tokenizer; use source='prompt'"
         )
-    return Aggressive(config, context.num_tokens, Sources(config, context.tokenizer).follower)
+    return AggressiveDrafter(
+        config, context.num_speculative_tokens, CopySourceFinder(config, context.tokenizer).make_cursor
+    )
 
 
-def auto_rank(context: Context) -> float | None:
-    """Among the methods that read nothing but the text: the best where an encoder reads what is to be edited."""
+def estimate_auto_rank(context: DrafterContext) -> float | None:
+    """Return the rank among methods that read tokens alone: the best if the target has an encoder, else None."""
     return 30.0 if context.target is not None and context.target.has_encoder else None

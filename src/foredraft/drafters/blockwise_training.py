@@ -1,4 +1,4 @@
-"""Training blockwise heads on a frozen target (1811.03115, section 6)."""
+"""Training of blockwise heads on a frozen target (1811.03115, section 6)."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -7,23 +7,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foredraft.checkpoints.base import BlockwiseShape, Checkpoint
-from foredraft.checkpoints.layouts import layout
+from foredraft.checkpoints.layouts import make_layout
+from foredraft.checkpoints.schema import BlockwiseShape, Checkpoint
 from foredraft.drafters.blockwise_network import BlockwiseHeads
-from foredraft.drafters.newest_training import answers, asked, mean_loss
-from foredraft.drafters.training import Losses, Trace, check_loss
+from foredraft.drafters.head_losses import compute_mean_loss, gather_targets, select_roots
+from foredraft.drafters.losses import Losses, Trace, check_loss
 from foredraft.errors import ForedraftError
-from foredraft.models.lm import HFModel
-from foredraft.models.window import NORMED
+from foredraft.models.forward_batch import AFTER_FINAL_NORM
+from foredraft.models.hf import HFModel
 
-EACH_STEP = ("all", "one")
+HEADS_PER_STEP = ("all", "one")
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """`inner`: width of the hidden layer for each head, None = the target's. `heads_per_step`: every step learns from
-    "all" heads, their mean loss, or from "one" of them drawn anew, which the paper does to save memory and which is the
-    same on average. `decay`: head h's loss counts decay^h, 1 = the paper's plain mean."""
+    """Training settings.
+
+    Args:
+        loss: one of `losses.LOSS_NAMES`.
+        heads: number of heads beside the target's own.
+        inner: width of the hidden layer per head; None = the target's hidden size.
+        heads_per_step: "all" = mean loss of all heads; "one" = loss of one random head per step, which saves memory and
+            has the same expectation, as in the paper.
+        decay: weight of head h is decay^h, in (0, 1]; 1 = the paper's mean.
+    """
 
     loss: str = "kl"
     heads: int = 4
@@ -33,46 +40,56 @@ class TrainConfig:
 
 
 class BlockwiseTrainee:
-    """Heads while they learn: head h at position i is asked for token i + 2 + h."""
+    """Blockwise heads in training. Head h at position i predicts token i + 2 + h."""
 
-    taps: tuple[int, ...] = (NORMED,)
+    hidden_layers: tuple[int, ...] = (AFTER_FINAL_NORM,)
 
     def __init__(self, network: BlockwiseHeads, target: HFModel, config: TrainConfig) -> None:
         self.network = network
         self.target = target
         self.config = config
 
-    def loss(self, trace: Trace) -> Losses:
+    def compute_loss(self, trace: Trace) -> Losses:
         weights = [self.config.decay**head for head in range(self.network.shape.num_heads)]
         if self.config.heads_per_step == "one" and self.network.training:
             head = int(torch.multinomial(torch.tensor(weights), 1))
-            return Losses(self._loss(trace, head), {})  # no parts: the processes of a run draw different heads
-        losses = [self._loss(trace, head) for head in range(len(weights))]
+            # no components: the processes of a run choose different heads
+            return Losses(self._compute_head_loss(trace, head), {})
+        losses = [self._compute_head_loss(trace, head) for head in range(len(weights))]
         total = torch.stack([weight * loss for weight, loss in zip(weights, losses, strict=True)]).sum() / sum(weights)
         return Losses(total, {f"loss_{head + 1}": float(loss.detach()) for head, loss in enumerate(losses)})
 
-    def _loss(self, trace: Trace, head: int) -> Tensor:
-        rows = asked(trace, head + 1)
-        law, tokens = answers(trace, rows, head + 1)
-        logits_of, states = partial(self.logits, head), trace.features[rows]
-        return mean_loss(self.config.loss, logits_of, states, law, tokens, self.network.shape.vocab_size)
+    def _compute_head_loss(self, trace: Trace, head: int) -> Tensor:
+        rows = select_roots(trace, head + 1)
+        log_probs, tokens = gather_targets(trace, rows, head + 1)
+        logits_fn, states = partial(self.compute_logits, head), trace.features[rows]
+        return compute_mean_loss(self.config.loss, logits_fn, states, log_probs, tokens, self.network.shape.vocab_size)
 
-    def logits(self, head: int, states: Tensor) -> Tensor:
-        """[R, H] -> [R, V]"""
+    def compute_logits(self, head: int, states: Tensor) -> Tensor:
+        """Compute logits [R, V] of one head from states [R, H]."""
         x = self.network(states.to(self.network.hidden.weight.dtype), head)
-        return self.target.head(x.to(self.target.model.dtype))
+        return self.target.compute_logits(x.to(self.target.model.dtype))
 
-    def published(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """In the layout of `checkpoints.blockwise`."""
-        made = layout(self.network.shape, self.network.state_dict())
-        return made.tensors, made.config | {"base_model_name_or_path": self.target.name}
+    def to_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return tensors and config.json in the layout of `checkpoints.blockwise`."""
+        layout = make_layout(self.network.shape, self.network.state_dict())
+        return layout.tensors, layout.config | {"base_model_name_or_path": self.target.name}
 
 
-def trainee(config: TrainConfig, target: HFModel, start: Checkpoint | None = None) -> BlockwiseTrainee:
-    """Heads to train on a target, in float32: new ones guess what the target's own head would, or those of `start`."""
+def create_trainee(config: TrainConfig, target: HFModel, start: Checkpoint | None = None) -> BlockwiseTrainee:
+    """Make heads to train, in float32.
+
+    Args:
+        config: training settings.
+        target: frozen target.
+        start: checkpoint to continue from; None = new heads that predict what the target's output matrix would.
+
+    Raises:
+        ForedraftError: for invalid settings, or a checkpoint of another method.
+    """
     check_loss(config.loss)
-    if config.heads_per_step not in EACH_STEP:
-        raise ForedraftError(f"heads_per_step is {' or '.join(EACH_STEP)}, got {config.heads_per_step!r}")
+    if config.heads_per_step not in HEADS_PER_STEP:
+        raise ForedraftError(f"heads_per_step must be {' or '.join(HEADS_PER_STEP)}, got {config.heads_per_step!r}")
     if not 0 < config.decay <= 1:
         raise ForedraftError(f"decay must lie in 0..1, got {config.decay}")
     if start is not None:

@@ -1,8 +1,8 @@
-"""Chimera (2402.15758): short-range context from the last three tokens, long-range from the target's own states.
+"""Chimera (2402.15758): short-range context from the last three tokens, long-range context from the target's states.
 
-A layer over paged memory: entry t holds token t with the target's state t, which the pass that verified it gave. From
-the last committed token on there is none yet; the trigram encoder's output stands for it, and is overwritten once the
-true one is known. States are put off until somebody drafts, and read in by the pass that gives the root's law.
+The context encoder is a decoder layer with its own KV cache. Entry t holds token t with the target's state t. From the
+last committed token on, that state is not computed yet; the output of the trigram encoder replaces it, and a later pass
+overwrites the entry. States stay pending until the request drafts; the pass for the root computes them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,140 +10,162 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from foredraft.checkpoints.base import Checkpoint
-from foredraft.drafters.base import Context
-from foredraft.drafters.borrowed import lender, loaded, settle
-from foredraft.drafters.branch import Branch
-from foredraft.drafters.chimera_network import READ, ChimeraNetwork, DraftingHeads
-from foredraft.drafters.chimera_training import TrainConfig, network_of, trainee
-from foredraft.drafters.growth import Growth, Plan, Scores, extend
-from foredraft.drafters.growth import TreeOptions as Config
-from foredraft.drafters.newest import Products, stacked
-from foredraft.drafters.recurrent import FeatureDrafter, Pending, feature_lm
-from foredraft.models.window import Span, Window
+from foredraft.checkpoints.schema import Checkpoint
+from foredraft.drafters.chimera_network import TRIGRAM_TOKENS, ChimeraHeadRunner, ChimeraNetwork
+from foredraft.drafters.chimera_training import TrainConfig, create_trainee, load_network
+from foredraft.drafters.feature_drafter import FeatureDrafter, PendingPairs, make_feature_lm
+from foredraft.drafters.kv_branch import KVBranch
+from foredraft.drafters.last_hidden_state import LinearFactory, stack_states
+from foredraft.drafters.registry import DrafterContext
+from foredraft.drafters.target_access import bind_to_target, load_checkpoint, require_target
+from foredraft.drafters.tree_builder import NodeLogits, TreeBuilder, TreeSpec, add_level
+from foredraft.drafters.tree_builder import TreeOptions as Config
+from foredraft.models.forward_batch import ForwardBatch, Span
 from foredraft.request import Request
 
-__all__ = ["METHOD", "Chimera", "Config", "TrainConfig", "create", "trainee"]
+__all__ = ["METHOD", "Chimera", "Config", "TrainConfig", "create", "create_trainee"]
 
 METHOD = "chimera"
 
 
 class Chimera(FeatureDrafter):
-    """The verbs. What is put off, settled and forgotten is EAGLE's; what stands at a position is not: a token with its
-    own state, so that an entry needs no token after it."""
+    """Drafter with Chimera heads. Pending states are handled as in FeatureDrafter.
 
-    def __init__(self, network: ChimeraNetwork, plan: Plan, context: Context) -> None:
-        self.heads = DraftingHeads(network, Products(context))  # before the context encoder gives up its weights
-        super().__init__(feature_lm(network, ChimeraNetwork.fused, context), network.shape.taps, plan, context)
-        self.memory.lookahead = 0
-        self._newest: dict[int, Tensor] = {}  # slot -> [H] the last state that was read
+    A position holds a token with its own state, so an entry needs no token after it (`token_lookahead` is 0).
+    """
+
+    def __init__(self, network: ChimeraNetwork, tree_spec: TreeSpec, context: DrafterContext) -> None:
+        # before `make_feature_lm`, whose native code takes over the weights of the context encoder
+        self.head_runner = ChimeraHeadRunner(network, LinearFactory(context))
+        super().__init__(
+            make_feature_lm(network, ChimeraNetwork.make_native, context),
+            network.shape.hidden_layers,
+            tree_spec,
+            context,
+        )
+        self.draft_kv.token_lookahead = 0
+        self._last_states: dict[int, Tensor] = {}  # slot -> [H] target state of the last computed entry
 
     def forget(self, slots: Sequence[int]) -> None:
         super().forget(slots)
         for slot in slots:
-            self._newest.pop(slot, None)
+            self._last_states.pop(slot, None)
 
-    def _paired(self, request: Request, following: Sequence[int]) -> Sequence[int]:
-        return [request.token(request.computed), *following[:-1]]
+    def _select_pair_tokens(self, request: Request, following: Sequence[int]) -> Sequence[int]:
+        return [request.get_token(request.num_computed), *following[:-1]]
 
     def _is_read(self, slot: int) -> bool:
-        return slot in self._newest or slot in self._pending
+        return slot in self._last_states or slot in self._pending
 
-    def _read(self, slots: Iterable[int]) -> None:
-        """Bring the memory of these slots up to all that was seen."""
+    def _read_pending(self, slots: Iterable[int]) -> None:
+        """Compute all pending entries of these slots in one forward pass."""
         late = [self._pending[slot] for slot in slots if slot in self._pending]
         if late:
-            states = self._states(late)
-            self._pass([self._late(pending, []) for pending in late], torch.cat(states), late[0].page_size)
-            self._settled(late, states)
+            states = self._project_pending(late)
+            self._run_pass(
+                [self._build_pending_span(pending, []) for pending in late], torch.cat(states), late[0].page_size
+            )
+            self._mark_read(late, states)
 
-    def _draft(self, branches: list[Branch], page_size: int) -> None:
-        encoded = self._begin(branches, page_size)
-        newest = stacked([self._newest[branch.growth.request.slot] for branch in branches])
-        going, rows, depth = list(range(len(branches))), newest, 0
+    def _draft_branches(self, branches: list[KVBranch], page_size: int) -> None:
+        """Grow all drafts level by level; head `depth` predicts the tokens at depth + 1."""
+        encoded = self._encode_roots(branches, page_size)
+        newest = stack_states([self._last_states[branch.builder.request.slot] for branch in branches])
+        growing, rows, depth = list(range(len(branches))), newest, 0
         while True:
-            logits = self.heads(depth, encoded, rows)
-            extend([branches[i].growth for i in going], Scores(logits, self.context.vocab_size))
-            going = [i for i in going if branches[i].growth.frontier]
-            if not going:
+            logits = self.head_runner(depth, encoded, rows)
+            add_level([branches[i].builder for i in growing], NodeLogits(logits, self.context.vocab_size))
+            growing = [i for i in growing if branches[i].builder.frontier]
+            if not growing:
                 return
-            owners = [i for i in going for _ in branches[i].growth.frontier]
-            last = [_last(branches[i].growth, node) for i in going for node in branches[i].growth.frontier]
-            spans = [branches[i].span() for i in going]
-            encoded = self._pass(spans, self.heads.encoded(last), page_size)
+            owners = [i for i in growing for _ in branches[i].builder.frontier]
+            last = [
+                _collect_last_tokens(branches[i].builder, node)
+                for i in growing
+                for node in branches[i].builder.frontier
+            ]
+            spans = [branches[i].build_span() for i in growing]
+            encoded = self._run_pass(spans, self.head_runner.encode_trigrams(last), page_size)
             rows = newest if owners == list(range(len(newest))) else newest[owners]
             depth += 1
 
-    def _begin(self, branches: Sequence[Branch], page_size: int) -> Tensor:
-        """[B, H] what the context encoder makes of every root, once it has read what was put off."""
-        late = {b: self._pending.get(branch.growth.request.slot) for b, branch in enumerate(branches)}
-        found = [pending for pending in late.values() if pending is not None]
-        states = self._states(found)
-        true, roots = iter(states), self.heads.encoded([_last(branch.growth, 0) for branch in branches])
+    def _encode_roots(self, branches: Sequence[KVBranch], page_size: int) -> Tensor:
+        """Compute the context encoder's output [B, H] at every root, together with the pending entries."""
+        pending_by_branch = {b: self._pending.get(branch.builder.request.slot) for b, branch in enumerate(branches)}
+        late = [pending for pending in pending_by_branch.values() if pending is not None]
+        states = self._project_pending(late)
+        target_states = iter(states)
+        root_states = self.head_runner.encode_trigrams([_collect_last_tokens(branch.builder, 0) for branch in branches])
         spans, inputs, ends = [], [], []
         total = 0
         for b, branch in enumerate(branches):
-            request, pending = branch.growth.request, late[b]
-            root = request.token(branch.start)
+            request, pending = branch.builder.request, pending_by_branch[b]
+            root = request.get_token(branch.start)
             if pending is None:
                 spans.append(Span(request.pages, branch.start, [root], [0]))
             else:
-                spans.append(self._late(pending, [root]))
-                inputs.append(next(true))
-            inputs.append(roots[b : b + 1])
+                spans.append(self._build_pending_span(pending, [root]))
+                inputs.append(next(target_states))
+            inputs.append(root_states[b : b + 1])
             total += len(spans[-1].tokens)
             ends.append(total - 1)
-        encoded = self._pass(spans, torch.cat(inputs), page_size)
-        self._settled(found, states)
+        encoded = self._run_pass(spans, torch.cat(inputs), page_size)
+        self._mark_read(late, states)
         return encoded if len(ends) == len(encoded) else encoded[ends]
 
-    def _late(self, pending: Pending, more: list[int]) -> Span:
-        """What was put off, with more tokens after it."""
-        tokens = pending.tokens + more
-        return Span(pending.request.pages, self.memory.valid.get(pending.request.slot, 0), tokens, range(len(tokens)))
+    def _build_pending_span(self, pending: PendingPairs, extra_tokens: list[int]) -> Span:
+        """Build the span of a request's pending entries, with more tokens after them."""
+        tokens = pending.tokens + extra_tokens
+        return Span(
+            pending.request.pages, self.draft_kv.num_valid.get(pending.request.slot, 0), tokens, range(len(tokens))
+        )
 
-    def _states(self, late: Sequence[Pending]) -> list[Tensor]:
-        """[n, H] of each."""
+    def _project_pending(self, late: Sequence[PendingPairs]) -> list[Tensor]:
+        """Project the pending target states of each request to [n, H]."""
         if not late:
             return []
         rows = [features for pending in late for features in pending.features]
-        states = self.heads.taken(rows[0] if len(rows) == 1 else torch.cat(rows))
+        states = self.head_runner.project_features(rows[0] if len(rows) == 1 else torch.cat(rows))
         return list(torch.split(states, [len(pending.tokens) for pending in late]))
 
-    def _settled(self, late: Sequence[Pending], states: Sequence[Tensor]) -> None:
-        """They are in memory: not said before the pass, which may fail."""
-        for pending, true in zip(late, states, strict=True):
+    def _mark_read(self, late: Sequence[PendingPairs], states: Sequence[Tensor]) -> None:
+        """Record that pending entries are in the draft KV; called after the forward pass, which may fail."""
+        for pending, request_states in zip(late, states, strict=True):
             slot = pending.request.slot
-            self.memory.valid[slot] = self.memory.valid.get(slot, 0) + len(pending.tokens)
-            self._newest[slot] = true[-1].clone()
+            self.draft_kv.num_valid[slot] = self.draft_kv.num_valid.get(slot, 0) + len(pending.tokens)
+            self._last_states[slot] = request_states[-1].clone()
             del self._pending[slot]
 
-    def _pass(self, spans: Sequence[Span], states: Tensor, page_size: int) -> Tensor:
-        """[T, H] the context encoder's outputs at the tokens of some spans, each with a state [T, H]."""
-        return self.lm.forward(Window.build(spans, [], page_size, self.context.device), states)[1]
+    def _run_pass(self, spans: Sequence[Span], states: Tensor, page_size: int) -> Tensor:
+        """Run the context encoder over spans of T tokens with states [T, H]. Returns its outputs [T, H]."""
+        return self.lm.forward(ForwardBatch.build(spans, [], page_size, self.context.device), states)[1]
 
 
-def _last(growth: Growth, node: int) -> list[int]:
-    """A node's token and the two before it, the oldest first; the text's first stands for what is missing."""
-    found: list[int] = []
-    while node and len(found) < READ:
-        found.append(growth.tokens[node - 1])
-        node = growth.parents[node - 1]
-    position = growth.request.num_tokens - 1
-    while len(found) < READ:
-        found.append(growth.request.token(max(position, 0)))
+def _collect_last_tokens(builder: TreeBuilder, node: int) -> list[int]:
+    """Return a node's token and the two before it, oldest first; missing ones repeat the sequence's first token."""
+    tokens: list[int] = []
+    while node and len(tokens) < TRIGRAM_TOKENS:
+        tokens.append(builder.tokens[node - 1])
+        node = builder.parents[node - 1]
+    position = builder.request.num_tokens - 1
+    while len(tokens) < TRIGRAM_TOKENS:
+        tokens.append(builder.request.get_token(max(position, 0)))
         position -= 1
-    return found[::-1]
+    return tokens[::-1]
 
 
-def create(config: Config, context: Context) -> Chimera:
-    """Raises ForedraftError for heads of another kind or another target."""
-    config.plan(context.num_tokens)  # options that make none are refused before anything is loaded
-    return from_checkpoint(config, loaded(context, METHOD), context)
+def create(config: Config, context: DrafterContext) -> Chimera:
+    """Load the heads and make their drafter.
+
+    Raises:
+        ForedraftError: for invalid tree options, or heads of another method or another target.
+    """
+    config.to_tree_spec(context.num_speculative_tokens)  # report invalid options before the checkpoint is loaded
+    return from_checkpoint(config, load_checkpoint(context, METHOD), context)
 
 
-def from_checkpoint(config: Config, checkpoint: Checkpoint, context: Context) -> Chimera:
-    """From heads that are loaded, beside context.target."""
-    network = network_of(checkpoint, lender(context))
-    settle(network, checkpoint.folder, context)
-    return Chimera(network, config.plan(context.num_tokens), context)
+def from_checkpoint(config: Config, checkpoint: Checkpoint, context: DrafterContext) -> Chimera:
+    """Make the drafter of loaded heads for `context.target`."""
+    network = load_network(checkpoint, require_target(context))
+    bind_to_target(network, checkpoint.folder, context)
+    return Chimera(network, config.to_tree_spec(context.num_speculative_tokens), context)

@@ -1,8 +1,8 @@
 """Chimera's network (2402.15758): a trigram encoder, a context encoder of one decoder layer, residual decoding heads.
 
-A token comes with a state: the target's own where the target has read it, elsewhere what the trigram encoder makes of
-the token and the two before it. The context encoder fuses both, token by token, and lets a drafted token see all before
-it; head k makes the law of token k + 1 of the draft from that and from the newest state of the target.
+Every token has a state: the target's if the target has computed it, otherwise the trigram encoder's output for the
+token and the two before it. The context encoder joins token and state, and attends to all earlier positions. Head k
+predicts draft token k + 1 from its output and from the target's newest state.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,125 +12,137 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from foredraft.checkpoints.base import ChimeraShape
-from foredraft.drafters.borrowed import packed_head
-from foredraft.drafters.newest import Products, packed_product
-from foredraft.models.block import Attend, Layer, RMSNorm, Rotary
-from foredraft.models.fused_features import FusedFeatures, Joined, why_not
-from foredraft.models.lm import HFModel
+from foredraft.checkpoints.schema import ChimeraShape
+from foredraft.drafters.last_hidden_state import LinearFactory, make_packed_linear
+from foredraft.drafters.target_access import get_packed_head
+from foredraft.models.draft_layer import AttentionFunction, DraftLayer, RMSNorm, RotaryEmbedding
+from foredraft.models.hf import HFModel
+from foredraft.models.native.draft_layers import JoinedInput, NativeDraftLayers, get_obstacle
 
-READ = 3  # tokens that the trigram encoder reads
-TABLE = 64 << 20  # bytes that what every token adds to a trigram may take
+TRIGRAM_TOKENS = 3  # tokens that the trigram encoder reads
+MAX_TABLE_BYTES = 64 << 20  # maximum size of the table of each token's contribution to a trigram
 
 
 class ChimeraNetwork(nn.Module):
-    """Tensors as ChimeraShape documents them."""
+    """Network of Chimera. Its tensors have the names that ChimeraShape documents."""
 
     def __init__(self, shape: ChimeraShape, target: HFModel) -> None:
         super().__init__()
         block, hidden = shape.block, shape.block.hidden
         self.shape = shape
-        self.target = (target,)  # a tuple: its weights are none of ours
+        self.target = (target,)  # in a tuple, so that its weights are not registered here
         if shape.has_fc:
-            self.fc = nn.Linear(len(shape.taps) * hidden, hidden, bias=False)
-        self.trigram = nn.Linear(READ * hidden, hidden, bias=False)
+            self.fc = nn.Linear(len(shape.hidden_layers) * hidden, hidden, bias=False)
+        self.trigram = nn.Linear(TRIGRAM_TOKENS * hidden, hidden, bias=False)
         self.join = nn.Linear(2 * hidden, hidden, bias=False)
-        self.layers = nn.ModuleList([Layer(block)])
+        self.layers = nn.ModuleList([DraftLayer(block)])
         self.heads = nn.ModuleList(nn.Linear(2 * hidden, hidden) for _ in range(shape.num_heads))
         self.norm = RMSNorm(hidden, block.eps)
-        self.rotary = Rotary(block)
+        self.rotary = RotaryEmbedding(block)
         self.embedding = target.embedding  # [V, H]
 
-    def taken(self, features: Tensor) -> Tensor:
-        """[.., F] the target's states -> [.., H] states."""
+    def project_features(self, features: Tensor) -> Tensor:
+        """Project concatenated target states [.., F] to [.., H]."""
         return self.fc(features) if self.shape.has_fc else features
 
-    def embedded(self, tokens: Tensor) -> Tensor:
-        """[.., H] in the type of the network."""
+    def look_up_embeddings(self, tokens: Tensor) -> Tensor:
+        """Return embeddings [.., H] in the dtype of the network."""
         return F.embedding(tokens, self.embedding).to(self.join.weight.dtype)
 
-    def encoded(self, last: Tensor) -> Tensor:
-        """[.., 3] a token and the two before it, the oldest first -> [.., H] in place of the target's state."""
-        return F.silu(self.trigram(self.embedded(last).flatten(-2)))
+    def encode_trigrams(self, trigrams: Tensor) -> Tensor:
+        """Compute states [.., H] that replace the target's, from trigrams [.., 3] of tokens, oldest first."""
+        return F.silu(self.trigram(self.look_up_embeddings(trigrams).flatten(-2)))
 
-    def forward(self, tokens: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
-        """[B, L] tokens with a state [B, L, H] each -> what the context encoder makes of them, [B, L, H], twice."""
-        x = self.join(torch.cat([self.embedded(tokens), states], -1))
+    def forward(
+        self, tokens: Tensor, states: Tensor, positions: Tensor, attend: AttentionFunction
+    ) -> tuple[Tensor, Tensor]:
+        """Run the context encoder on tokens [B, L] with states [B, L, H].
+
+        Returns:
+            Its output [B, L, H] twice, as a FeatureNetwork returns states and features.
+        """
+        x = self.join(torch.cat([self.look_up_embeddings(tokens), states], -1))
         x = self.layers[0](x, self.rotary(positions, x.dtype), 0, attend)
         return x, x
 
-    def headed(self, depth: int, encoded: Tensor, newest: Tensor) -> Tensor:
-        """[.., H] what the target's own head reads, for the token after `depth` drafted ones."""
+    def apply_head(self, depth: int, encoded: Tensor, newest: Tensor) -> Tensor:
+        """Compute the input [.., H] of the target's output matrix for the token after `depth` draft tokens."""
         head = self.heads[min(depth, self.shape.num_heads - 1)]
         return self.norm(encoded + F.silu(head(torch.cat([encoded, newest], -1))))  # type: ignore[no-any-return]
 
-    def logits(self, states: Tensor) -> Tensor:
-        """[.., V] from what `headed` gives."""
-        return self.target[0].head(states.to(self.embedding.dtype))
+    def compute_logits(self, states: Tensor) -> Tensor:
+        """Compute logits [.., V] from the output of `apply_head`."""
+        return self.target[0].compute_logits(states.to(self.embedding.dtype))
 
-    def fused(self) -> FusedFeatures | None:
-        """The context encoder as native code, where it can be such. It gives up its weights."""
-        head, layers = packed_head(self.target[0]), list(self.layers)
-        if head is None or why_not(layers, self.embedding) is not None:
+    def make_native(self) -> NativeDraftLayers | None:
+        """Convert the context encoder to native code, which takes over its weights. None if that is unsupported."""
+        head, layers = get_packed_head(self.target[0]), list(self.layers)
+        if head is None or get_obstacle(layers, self.embedding) is not None:
             return None
-        front, shape = Joined(self.join), self.shape.block
-        return FusedFeatures.of(layers, front, None, False, self.embedding, head, shape, self.rotary)
+        front, shape = JoinedInput(self.join), self.shape.block
+        return NativeDraftLayers.from_layers(layers, front, None, False, self.embedding, head, shape, self.rotary)
 
 
-class DraftingHeads:
-    """The trigram encoder and the heads laid out for drafting: matrices as products, norms in float32 at least."""
+class ChimeraHeadRunner:
+    """Trigram encoder and heads for drafting: packed matrix products, norms in float32 or wider."""
 
-    def __init__(self, network: ChimeraNetwork, products: Products) -> None:
+    def __init__(self, network: ChimeraNetwork, linears: LinearFactory) -> None:
         self.network = network
-        self.dtype = torch.float32 if products.is_native else products.dtype  # of states
-        self.norms = torch.promote_types(products.dtype, torch.float32)
+        self.dtype = torch.float32 if linears.is_native else linears.dtype  # dtype of the states
+        self.norm_dtype = torch.promote_types(linears.dtype, torch.float32)
         size, hidden = network.embedding.shape
-        self.is_looked_up = products.is_native and READ * size * hidden * torch.float32.itemsize <= TABLE
-        self.trigram = self._looked_up() if self.is_looked_up else self._multiplied(products)
-        self.fc = products.make(network.fc.weight.detach()) if network.shape.has_fc else None
-        self.heads = [products.make(head.weight.detach(), head.bias.detach()) for head in _linears(network.heads)]
-        packed = packed_head(network.target[0]) if products.is_native else None
-        self.output: Callable[[Tensor], Tensor] = network.logits if packed is None else packed_product(packed)
-        self.scale = network.norm.weight.detach().to(self.norms)
+        self.uses_table = (
+            linears.is_native and TRIGRAM_TOKENS * size * hidden * torch.float32.itemsize <= MAX_TABLE_BYTES
+        )
+        self.trigram = self._make_table_lookup() if self.uses_table else self._make_trigram_linear(linears)
+        self.fc = linears.make(network.fc.weight.detach()) if network.shape.has_fc else None
+        self.heads = [linears.make(head.weight.detach(), head.bias.detach()) for head in _list_linears(network.heads)]
+        packed = get_packed_head(network.target[0]) if linears.is_native else None
+        self.output: Callable[[Tensor], Tensor] = (
+            network.compute_logits if packed is None else make_packed_linear(packed)
+        )
+        self.scale = network.norm.weight.detach().to(self.norm_dtype)
 
-    def taken(self, features: Tensor) -> Tensor:
-        """[R, F] the target's states -> [R, H]."""
+    def project_features(self, features: Tensor) -> Tensor:
+        """Project target states [R, F] to [R, H]."""
         return features.to(self.dtype) if self.fc is None else self.fc(features).to(self.dtype)
 
-    def encoded(self, last: Sequence[Sequence[int]]) -> Tensor:
-        """[R, H] in place of the target's states."""
-        return F.silu(self.trigram(last)).to(self.dtype)
+    def encode_trigrams(self, trigrams: Sequence[Sequence[int]]) -> Tensor:
+        """Compute states [R, H] that replace the target's, from R trigrams."""
+        return F.silu(self.trigram(trigrams)).to(self.dtype)
 
-    def _looked_up(self) -> Callable[[Sequence[Sequence[int]]], Tensor]:
-        """A trigram's sum of rows made once: what each token adds at each of the three places."""
+    def _make_table_lookup(self) -> Callable[[Sequence[Sequence[int]]], Tensor]:
+        """Precompute what each token contributes at each of the three positions; a trigram is a sum of three rows."""
         embedding, weight = self.network.embedding.float(), self.network.trigram.weight.detach().float()
-        table = torch.cat([embedding @ block.T for block in weight.chunk(READ, 1)])  # [3 V, H]
+        table = torch.cat([embedding @ block.T for block in weight.chunk(TRIGRAM_TOKENS, 1)])  # [3 V, H]
         size = len(embedding)
 
-        def look_up(last: Sequence[Sequence[int]]) -> Tensor:
-            ids = torch.tensor([[a, b + size, c + 2 * size] for a, b, c in last])
+        def look_up(trigrams: Sequence[Sequence[int]]) -> Tensor:
+            ids = torch.tensor([[a, b + size, c + 2 * size] for a, b, c in trigrams])
             return F.embedding_bag(ids, table, mode="sum")
 
         return look_up
 
-    def _multiplied(self, products: Products) -> Callable[[Sequence[Sequence[int]]], Tensor]:
-        embedding, product = self.network.embedding, products.make(self.network.trigram.weight.detach())
-        return lambda last: product(F.embedding(torch.tensor(last, device=embedding.device), embedding).flatten(1))
+    def _make_trigram_linear(self, linears: LinearFactory) -> Callable[[Sequence[Sequence[int]]], Tensor]:
+        embedding, product = self.network.embedding, linears.make(self.network.trigram.weight.detach())
+        return lambda trigrams: product(
+            F.embedding(torch.tensor(trigrams, device=embedding.device), embedding).flatten(1)
+        )
 
     def __call__(self, depth: int, encoded: Tensor, newest: Tensor) -> Tensor:
-        """[R, V] from [R, H] each."""
+        """Compute logits [R, V] of head `depth` from context states [R, H] and the newest target states [R, H]."""
         head = self.heads[min(depth, len(self.heads) - 1)]
-        encoded = encoded.to(self.norms)
-        mixed = encoded + F.silu(head(torch.cat([encoded, newest.to(self.norms)], -1)).to(self.norms))
+        encoded = encoded.to(self.norm_dtype)
+        mixed = encoded + F.silu(head(torch.cat([encoded, newest.to(self.norm_dtype)], -1)).to(self.norm_dtype))
         return self.output(F.rms_norm(mixed, mixed.shape[-1:], self.scale, self.network.norm.eps))
 
 
-def _linears(modules: nn.ModuleList) -> list[Any]:
+def _list_linears(modules: nn.ModuleList) -> list[Any]:
     return list(modules)
 
 
-def trigrams(tokens: Tensor) -> Tensor:
-    """[B, L, 3] from [B, L]: every token with the two before it, oldest first; the first stands for what is missing."""
-    before = torch.arange(1 - READ, 1, device=tokens.device)
-    places = torch.arange(tokens.shape[1], device=tokens.device)[:, None] + before
-    return tokens[:, places.clamp_min(0)]
+def build_trigrams(tokens: Tensor) -> Tensor:
+    """Return trigrams [B, L, 3] of tokens [B, L], oldest first; missing tokens repeat the first of the sequence."""
+    offsets = torch.arange(1 - TRIGRAM_TOKENS, 1, device=tokens.device)
+    positions = torch.arange(tokens.shape[1], device=tokens.device)[:, None] + offsets
+    return tokens[:, positions.clamp_min(0)]

@@ -1,7 +1,7 @@
-"""Training Chimera: every head against the target's law, on the text's own tokens (2402.15758, section 3).
+"""Training of Chimera on a frozen target, on the tokens of the data (2402.15758, section 3).
 
-Step k stands at position i as if k tokens had been drafted below token i + 1: the target's states are known up to i,
-tokens i + 1 .. i + 1 + k come with what the trigram encoder makes of them.
+Step k simulates, at every position i, a draft of k tokens below token i + 1. States up to i are the target's; tokens
+i + 1 to i + 1 + k have states of the trigram encoder.
 """
 
 from collections.abc import Iterator
@@ -11,87 +11,115 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foredraft.checkpoints.base import Checkpoint, ChimeraShape
-from foredraft.checkpoints.layouts import layout
-from foredraft.drafters.borrowed import block_like, pass_through
-from foredraft.drafters.chimera_network import READ, ChimeraNetwork, trigrams
-from foredraft.drafters.training import Losses, Trace, check_loss, draft_loss, mean
-from foredraft.drafters.unrolled import Step, UnrolledAttention, weighted
+from foredraft.checkpoints.layouts import make_layout
+from foredraft.checkpoints.schema import Checkpoint, ChimeraShape
+from foredraft.drafters.chimera_network import TRIGRAM_TOKENS, ChimeraNetwork, build_trigrams
+from foredraft.drafters.losses import Losses, Trace, average_over_mask, check_loss, compute_draft_loss
+from foredraft.drafters.target_access import derive_block_shape, init_as_identity
+from foredraft.drafters.training_time_test import UnrolledAttention, UnrolledStep, average_step_losses
 from foredraft.errors import ForedraftError
-from foredraft.models.lm import HFModel
-from foredraft.models.window import NORMED
+from foredraft.models.forward_batch import AFTER_FINAL_NORM
+from foredraft.models.hf import HFModel
+
+MIN_EMBEDDING_SCALE = 1e-6  # floor of the embedding's root mean square, before a division
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """`loss` of the logits against the target's law; `steps`: how many tokens deep it learns to draft, `decay`: weight
-    of each further one; `heads`: depths with a head of their own, the last serves what is deeper; `taps`: boundaries
-    of the target to see, -1 = the last state, normalised, from which far more can be foretold than from early ones;
-    `intermediate`: width of the context encoder's inner layer,
-    None = the target's."""
+    """Training settings.
+
+    Args:
+        loss: loss of the logits against the target's distribution, one of `losses.LOSS_NAMES`.
+        steps: depth of the drafts to train on.
+        decay: weight of step k is decay^k, in (0, 1].
+        heads: number of heads; the last one serves all deeper tokens.
+        taps: layer boundaries of the target to read; -1 = after the final norm, which predicts best.
+        intermediate: width of the context encoder's MLP; None = the target's.
+    """
 
     loss: str = "kl"
     steps: int = 5
     decay: float = 0.9
     heads: int = 4
-    taps: tuple[int, ...] = (NORMED,)
+    taps: tuple[int, ...] = (AFTER_FINAL_NORM,)
     intermediate: int | None = None
 
 
 @dataclass(frozen=True)
 class ChimeraTrainee:
+    """Chimera in training."""
+
     config: TrainConfig
     network: ChimeraNetwork
 
     @property
-    def taps(self) -> tuple[int, ...]:
-        return self.network.shape.taps
+    def hidden_layers(self) -> tuple[int, ...]:
+        return self.network.shape.hidden_layers
 
-    def loss(self, trace: Trace) -> Losses:
-        total, parts = weighted(steps(self.network, trace, self.config.steps), self._loss, self.config.decay)
-        return Losses(total, parts)
+    def compute_loss(self, trace: Trace) -> Losses:
+        total, step_losses = average_step_losses(
+            unroll_heads(self.network, trace, self.config.steps), self._compute_step_loss, self.config.decay
+        )
+        return Losses(total, step_losses)
 
-    def _loss(self, step: Step) -> Tensor:
-        law = step.trace.law.at(step.law_rows)
-        return mean(draft_loss(self.config.loss, step.logits, law, step.tokens), step.mask)
+    def _compute_step_loss(self, step: UnrolledStep) -> Tensor:
+        log_probs = step.trace.target_log_probs.select(step.target_rows)
+        return average_over_mask(compute_draft_loss(self.config.loss, step.logits, log_probs, step.tokens), step.mask)
 
-    def published(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        made = layout(self.network.shape, self.network.state_dict())
-        return made.tensors, made.config | {"base_model_name_or_path": self.network.target[0].name}
+    def to_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        layout = make_layout(self.network.shape, self.network.state_dict())
+        return layout.tensors, layout.config | {"base_model_name_or_path": self.network.target[0].name}
 
 
-def steps(network: ChimeraNetwork, trace: Trace, count: int) -> Iterator[Step]:
-    """Drafts of every position of a trace, one token deeper with every step."""
+def unroll_heads(network: ChimeraNetwork, trace: Trace, count: int) -> Iterator[UnrolledStep]:
+    """Simulate drafts from every position of a trace, one token deeper with every step.
+
+    Args:
+        network: network in training.
+        trace: sequences and target outputs.
+        count: maximum number of steps; short sequences end earlier.
+    """
     tokens, device = trace.tokens, trace.tokens.device
-    true = network.taken(trace.features.to(network.join.weight.dtype))  # [B, L, H]
-    encoded = network.encoded(trigrams(tokens))  # [B, L + 1, H]
-    length, attention = true.shape[1], UnrolledAttention([{}])
+    target_states = network.project_features(trace.features.to(network.join.weight.dtype))  # [B, L, H]
+    encoded = network.encode_trigrams(build_trigrams(tokens))  # [B, L + 1, H]
+    length, attention = target_states.shape[1], UnrolledAttention([{}])
     positions = torch.arange(length + 1, device=device).expand(len(tokens), -1)
-    network(tokens[:, :length], true, positions[:, :length], attention.attend)  # for its keys and values
+    network(
+        tokens[:, :length], target_states, positions[:, :length], attention.attend
+    )  # computes the keys and values of step 0
     for index in range(count):
-        rows = slice(index + 1, length)  # of the newest token, i + 1 + index
+        rows = slice(index + 1, length)  # positions of the newest token, i + 1 + index
         if rows.start >= rows.stop:
             return
-        attention.held.append({})
+        attention.kv_by_step.append({})
         states, _ = network(tokens[:, rows], encoded[:, rows], positions[:, rows], attention.attend)
-        headed = network.headed(index, states, true[:, : states.shape[1]])
-        yield Step(index, network.logits(headed), headed, trace)
+        outputs = network.apply_head(index, states, target_states[:, : states.shape[1]])
+        yield UnrolledStep(index, network.compute_logits(outputs), outputs, trace)
 
 
-def trainee(config: TrainConfig, target: HFModel, start: Checkpoint | None = None) -> ChimeraTrainee:
-    """New heads for a target, or some to go on with. Raises ForedraftError for options that make none."""
+def create_trainee(config: TrainConfig, target: HFModel, start: Checkpoint | None = None) -> ChimeraTrainee:
+    """Make heads to train, in float32.
+
+    Args:
+        config: training settings.
+        target: frozen target.
+        start: checkpoint to continue from; None = new heads.
+
+    Raises:
+        ForedraftError: for invalid settings, or a checkpoint of another method.
+    """
     check_loss(config.loss)
     if config.steps < 1 or config.heads < 1 or not 0 < config.decay <= 1:
-        raise ForedraftError("steps and heads must be positive, and decay lie in 0..1")
+        raise ForedraftError("steps and heads must be positive, and decay must lie in 0..1")
     if start is not None:
-        return ChimeraTrainee(config, network_of(start, target).float().to(target.device))
-    network = ChimeraNetwork(_shape(config, target), target).to(target.device)
-    _begin(network, target)
+        return ChimeraTrainee(config, load_network(start, target).float().to(target.device))
+    network = ChimeraNetwork(_build_shape(config, target), target).to(target.device)
+    _init_from_target(network, target)
     return ChimeraTrainee(config, network)
 
 
-def network_of(checkpoint: Checkpoint, target: HFModel) -> ChimeraNetwork:
-    """Raises ForedraftError where it is no Chimera's."""
+def load_network(checkpoint: Checkpoint, target: HFModel) -> ChimeraNetwork:
+    """Load the network of a checkpoint. Raises ForedraftError for a checkpoint of another method."""
     if not isinstance(checkpoint.shape, ChimeraShape):
         raise ForedraftError(f"{checkpoint.folder} holds no Chimera heads but {checkpoint.format}")
     network = ChimeraNetwork(checkpoint.shape, target)
@@ -99,41 +127,45 @@ def network_of(checkpoint: Checkpoint, target: HFModel) -> ChimeraNetwork:
     return network
 
 
-def _shape(config: TrainConfig, target: HFModel) -> ChimeraShape:
-    taps, n = tuple(config.taps), target.num_layers
-    if not taps or len(set(taps)) != len(taps) or any(tap != NORMED and not 1 <= tap <= n for tap in taps):
+def _build_shape(config: TrainConfig, target: HFModel) -> ChimeraShape:
+    layers, n = tuple(config.taps), target.num_layers
+    is_valid = all(layer == AFTER_FINAL_NORM or 1 <= layer <= n for layer in layers)
+    if not layers or len(set(layers)) != len(layers) or not is_valid:
         raise ForedraftError(
-            f"taps must be different boundaries between 1 and {n} of {target.name}'s {n} layers, or {NORMED} for the "
-            f"last state; got {taps}"
+            f"taps must be different boundaries between 1 and {n} of {target.name}'s {n} layers, or {AFTER_FINAL_NORM} "
+            f"for the last state; got {layers}"
         )
-    block = block_like(target)
+    block = derive_block_shape(target)
     inner = block.intermediate if config.intermediate is None else config.intermediate
     if inner < 1:
         raise ForedraftError(f"intermediate must be positive, got {inner}")
-    return ChimeraShape(replace(block, intermediate=inner), target.vocab_size, taps, config.heads)
+    return ChimeraShape(replace(block, intermediate=inner), target.vocab_size, layers, config.heads)
 
 
 @torch.no_grad()
-def _begin(network: ChimeraNetwork, target: HFModel) -> None:
-    """A state goes through as it is; what the trigram encoder makes is of size one, whatever that of embeddings."""
-    pass_through(network.join, network.layers)
-    size = float(network.embedding.float().square().mean().sqrt())
-    torch.nn.init.normal_(network.trigram.weight, std=1 / max(size, 1e-6) / (READ * network.shape.block.hidden) ** 0.5)
+def _init_from_target(network: ChimeraNetwork, target: HFModel) -> None:
+    """Initialise the network so that a state passes through unchanged and trigram states have unit scale."""
+    init_as_identity(network.join, network.layers)
+    scale = float(network.embedding.float().square().mean().sqrt())
+    torch.nn.init.normal_(
+        network.trigram.weight,
+        std=1 / max(scale, MIN_EMBEDDING_SCALE) / (TRIGRAM_TOKENS * network.shape.block.hidden) ** 0.5,
+    )
     if network.shape.has_fc:
         network.fc.weight[:, -network.shape.block.hidden :] += torch.eye(network.shape.block.hidden)
     for head in network.heads:
         head.weight.zero_()  # type: ignore[operator]
         head.bias.zero_()  # type: ignore[operator]
-    network.norm.weight.copy_(_final_scale(target))
+    network.norm.weight.copy_(_measure_norm_scale(target))
 
 
-def _final_scale(target: HFModel) -> Tensor:
-    """[H] what the target's final norm multiplies by, whatever it is called and however it keeps that."""
+def _measure_norm_scale(target: HFModel) -> Tensor:
+    """Measure the factors [H] of the target's final norm by running it, independent of how it stores them."""
     norm: Any = getattr(target.model.get_decoder(), "norm", None)
     ones = torch.ones(target.hidden_size)
     if norm is None:
         return ones
-    ones[::2] = -1  # of size one and of mean zero
+    ones[::2] = -1  # root mean square 1 and mean 0, so any norm returns its factors
     x = ones.to(target.device, target.embedding.dtype)
     scale: Tensor = norm(x) / x
     return scale.float()

@@ -1,4 +1,4 @@
-"""Distilling a whole small model as a draft (DistillSpec, 2310.08461): its law against the target's at every token."""
+"""Distillation of a whole small model as draft model (DistillSpec, 2310.08461), on every token of a sequence."""
 
 import copy
 import math
@@ -10,30 +10,39 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from foredraft.drafters.training import Losses, Trace, check_loss, draft_loss, mean
+from foredraft.drafters.losses import Losses, Trace, average_over_mask, check_loss, compute_draft_loss
 from foredraft.errors import ForedraftError
-from foredraft.models.lm import HFModel
-from foredraft.models.load import check_vocabularies, load_model, load_tokenizer
+from foredraft.models.hf import HFModel
+from foredraft.models.loading import check_vocabularies, load_model, load_tokenizer
 
-SIXTH = 6  # of the target's layers a draft has if nothing is said
+LAYER_DIVISOR = 6  # default depth: the target's layers over this
+WIDTH_DIVISOR = 2  # default width: the target's hidden size over this
+WIDTH_MULTIPLE = 16  # the width of an MLP layer is a multiple of this
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The draft is of the target's architecture with `layers` layers of width `hidden`, or what `draft_config`, a
-    config.json, describes. `on_policy`: share of the steps that learn from what the draft itself goes on to say."""
+    """Training settings. The draft model has the target's architecture, unless `draft_config` describes another.
+
+    Args:
+        loss: one of `losses.LOSS_NAMES`.
+        layers: number of layers; None = a sixth of the target's.
+        hidden: hidden size, a multiple of the head size; None = half of the target's.
+        draft_config: path of a config.json; replaces `layers` and `hidden`.
+        on_policy: share of the steps, 0 to 1, on sequences that the draft model writes (GKD, 2306.13649).
+    """
 
     loss: str = "kl"
-    layers: int | None = None  # None = a sixth of the target's
-    hidden: int | None = None  # None = half of the target's
+    layers: int | None = None
+    hidden: int | None = None
     draft_config: str | None = None
     on_policy: float = 0.0
 
 
 class DraftTrainee:
-    """A model that learns the law after every token of a text."""
+    """Draft model in training: it learns the target's distribution after every token of a sequence."""
 
-    taps: tuple[int, ...] = ()
+    hidden_layers: tuple[int, ...] = ()
 
     def __init__(self, network: Any, target: HFModel, config: TrainConfig) -> None:
         self.network: nn.Module = network
@@ -41,56 +50,68 @@ class DraftTrainee:
         self.config = config
         self.on_policy = config.on_policy
 
-    def loss(self, trace: Trace) -> Losses:
+    def compute_loss(self, trace: Trace) -> Losses:
         logits = self.network(input_ids=trace.tokens[:, :-1], use_cache=False).logits
         mask = trace.mask[:, 1:]
-        loss = mean(
-            draft_loss(self.config.loss, logits[mask], trace.law.at(mask), trace.tokens[:, 1:][mask]), mask[mask]
+        loss = average_over_mask(
+            compute_draft_loss(
+                self.config.loss, logits[mask], trace.target_log_probs.select(mask), trace.tokens[:, 1:][mask]
+            ),
+            mask[mask],
         )
         return Losses(loss, {})
 
-    def policy(self) -> Any:
-        """A copy to sample from, in the type it will be published in."""
+    def make_policy(self) -> Any:
+        """Copy the network in the target's dtype, for sampling and for saving."""
         return copy.deepcopy(self.network).to(self.target.model.dtype).eval()
 
-    def published(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def to_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         model: Any = self.network
         return {name: x.detach() for name, x in model.state_dict().items()}, model.config.to_dict()
 
     def save(self, folder: Path) -> None:
-        """A model folder, with the target's tokenizer so that it can be compared with another target's."""
-        self.policy().save_pretrained(folder)
+        """Write a model folder with the target's tokenizer, so that vocabularies can be compared later."""
+        self.make_policy().save_pretrained(folder)
         tokenizer = load_tokenizer(self.target.name) if Path(self.target.name).is_dir() else None
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
 
 
-def trainee(config: TrainConfig, target: HFModel, start: Path | None = None) -> DraftTrainee:
-    """An untrained draft, or the model in the folder `start`. Raises ForedraftError if it is not the target's kind."""
+def create_trainee(config: TrainConfig, target: HFModel, start: Path | None = None) -> DraftTrainee:
+    """Make a draft model to train, in float32.
+
+    Args:
+        config: training settings.
+        target: frozen target.
+        start: model folder to continue from; None = a new model, with the target's embeddings if the widths agree.
+
+    Raises:
+        ForedraftError: for invalid settings, or a model with another vocabulary.
+    """
     check_loss(config.loss)
     if not 0 <= config.on_policy <= 1:
-        raise ForedraftError(f"on_policy is a share in 0..1, got {config.on_policy}")
+        raise ForedraftError(f"on_policy must lie in 0..1, got {config.on_policy}")
     if start is not None:
         model = load_model(str(start), torch.float32, torch.device("cpu"))
         size = model.get_output_embeddings().weight.shape[0]
-        theirs = (target.name, load_tokenizer(target.name), target.vocab_size)
-        check_vocabularies(theirs, (str(start), load_tokenizer(str(start)), size))
+        target_vocab = (target.name, load_tokenizer(target.name), target.vocab_size)
+        check_vocabularies(target_vocab, (str(start), load_tokenizer(str(start)), size))
     else:
         model = AutoModelForCausalLM.from_config(
-            _shape(config, target), dtype=torch.float32, attn_implementation="sdpa"
+            _build_model_config(config, target), dtype=torch.float32, attn_implementation="sdpa"
         )
-        _borrow(model, target)
+        _copy_embeddings(model, target)
     return DraftTrainee(model.to(target.device), target, config)
 
 
-def _shape(config: TrainConfig, target: HFModel) -> Any:
+def _build_model_config(config: TrainConfig, target: HFModel) -> Any:
     if config.draft_config is None:
-        return smaller(target.model.config, config.layers, config.hidden)
-    place = Path(config.draft_config)
-    if not place.exists():
+        return shrink_config(target.model.config, config.layers, config.hidden)
+    path = Path(config.draft_config)
+    if not path.exists():
         raise ForedraftError(f"draft_config {config.draft_config!r} does not exist; give a config.json or its folder")
     try:
-        shape = AutoConfig.from_pretrained(str(place), trust_remote_code=False)
+        shape = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ForedraftError(f"draft_config {config.draft_config!r} cannot be read: {error}") from None
     if shape.get_text_config().vocab_size != target.vocab_size:
@@ -101,22 +122,33 @@ def _shape(config: TrainConfig, target: HFModel) -> Any:
     return shape
 
 
-def smaller(config: Any, layers: int | None, hidden: int | None) -> Any:
-    """The target's configuration at another depth and width; heads keep their width."""
+def shrink_config(config: Any, layers: int | None, hidden: int | None) -> Any:
+    """Copy a model configuration with fewer layers and a smaller hidden size. The head size stays.
+
+    Args:
+        config: configuration of the target.
+        layers: number of layers; None = a sixth.
+        hidden: hidden size; None = half.
+
+    Raises:
+        ForedraftError: for an unusual architecture, or a hidden size that is no multiple of the head size.
+    """
     shape = copy.deepcopy(config.get_text_config())
     if not hasattr(shape, "num_attention_heads") or not hasattr(shape, "intermediate_size"):
         raise ForedraftError(
             f"models of type {shape.model_type} cannot be made smaller; give a whole configuration as draft_config"
         )
     head = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
-    wide = shape.hidden_size
-    width = hidden or max(head, wide // 2 // head * head)
-    depth = layers or max(1, shape.num_hidden_layers // SIXTH)
+    target_width = shape.hidden_size
+    width = hidden or max(head, target_width // WIDTH_DIVISOR // head * head)
+    depth = layers or max(1, shape.num_hidden_layers // LAYER_DIVISOR)
     if width % head or width < 1 or depth < 1:
-        raise ForedraftError(f"hidden must be a multiple of the {head} of a head, and layers positive")
+        raise ForedraftError(f"hidden must be a multiple of the head size {head}, and layers must be positive")
     heads = width // head
     kv_heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
-    shape.intermediate_size = max(16, round(shape.intermediate_size * width / wide / 16) * 16)
+    shape.intermediate_size = max(
+        WIDTH_MULTIPLE, round(shape.intermediate_size * width / target_width / WIDTH_MULTIPLE) * WIDTH_MULTIPLE
+    )
     shape.hidden_size, shape.num_hidden_layers, shape.num_attention_heads = width, depth, heads
     shape.num_key_value_heads = math.gcd(heads, kv_heads)
     if getattr(shape, "head_dim", None):
@@ -127,11 +159,11 @@ def smaller(config: Any, layers: int | None, hidden: int | None) -> Any:
 
 
 @torch.no_grad()
-def _borrow(model: Any, target: HFModel) -> None:
-    """Of the same width, a draft begins with the target's embeddings."""
+def _copy_embeddings(model: Any, target: HFModel) -> None:
+    """Copy the target's embedding and output matrix into a draft model of the same hidden size."""
     own = model.get_input_embeddings().weight
     if own.shape == target.embedding.shape:
         own.copy_(target.embedding.float())
-        head, theirs = model.get_output_embeddings().weight, target.head_weight
-        if head.shape == theirs.shape:
-            head.copy_(theirs.float())
+        head, target_head = model.get_output_embeddings().weight, target.head_weight
+        if head.shape == target_head.shape:
+            head.copy_(target_head.float())

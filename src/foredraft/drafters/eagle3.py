@@ -1,7 +1,7 @@
-"""EAGLE-3 (2503.01840): one decoder layer over states of several depths of the target, with a head of its own.
+"""EAGLE-3 (2503.01840): a decoder layer over target states of several depths, with its own output matrix.
 
-It learns from nothing but the tokens it drafts, several deep on its own outputs, so that its output need not look like
-a state of the target. Its vocabulary may be a part of the target's.
+Training uses the token loss alone, over several steps on the network's own outputs, so its features need not resemble
+target states. Its vocabulary may be a subset of the target's. `FeatureDrafter` does the drafting.
 """
 
 from dataclasses import dataclass, replace
@@ -11,54 +11,68 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from foredraft.checkpoints.aux_layers import default_taps, is_ascending
-from foredraft.checkpoints.base import Checkpoint, Eagle3Shape
+from foredraft.checkpoints.aux_layers import choose_default_layers, is_ascending
 from foredraft.checkpoints.eagle3 import NORMED_STATE, RAW_STATE
-from foredraft.checkpoints.layouts import layout
-from foredraft.drafters.base import Context
-from foredraft.drafters.borrowed import block_like, lender, loaded, packed_head, pass_through, settle
-from foredraft.drafters.growth import TreeOptions
-from foredraft.drafters.recurrent import FeatureDrafter, feature_lm
-from foredraft.drafters.training import Losses, Trace, check_loss, draft_loss, mean
-from foredraft.drafters.unrolled import Step, unroll, weighted
+from foredraft.checkpoints.layouts import make_layout
+from foredraft.checkpoints.schema import Checkpoint, Eagle3Shape
+from foredraft.drafters.feature_drafter import FeatureDrafter, make_feature_lm
+from foredraft.drafters.losses import Losses, Trace, average_over_mask, check_loss, compute_draft_loss
+from foredraft.drafters.registry import DrafterContext
+from foredraft.drafters.target_access import (
+    bind_to_target,
+    derive_block_shape,
+    get_packed_head,
+    init_as_identity,
+    load_checkpoint,
+    require_target,
+)
+from foredraft.drafters.training_time_test import UnrolledStep, average_step_losses, unroll
+from foredraft.drafters.tree_builder import TreeOptions
 from foredraft.errors import ForedraftError
-from foredraft.models.block import Attend, Layer, RMSNorm, Rotary
-from foredraft.models.fused_features import FusedFeatures, Paired, why_not
-from foredraft.models.lm import HFModel
+from foredraft.models.draft_layer import AttentionFunction, DraftLayer, RMSNorm, RotaryEmbedding
+from foredraft.models.hf import HFModel
+from foredraft.models.native.draft_layers import NativeDraftLayers, PairedInput, get_obstacle
 
-__all__ = ["METHOD", "Config", "TrainConfig", "create", "trainee"]
+__all__ = ["METHOD", "Config", "TrainConfig", "create", "create_trainee"]
 
 METHOD = "eagle3"
-AUTO_RANK = 40  # among the methods that read a model, as measured on the built-in target
-NEVER = -30.0  # log-probability of what the target may say and the draft's vocabulary does not hold
+AUTO_RANK = 40  # among the methods with a model, measured on the built-in target; higher is better
+OUT_OF_VOCAB_LOG_PROB = -30.0  # log-probability, in the loss, of tokens outside the draft's vocabulary
+NUM_DEFAULT_LAYERS = 3  # hidden layers to read by default
+MIN_POSITIONS = 2048  # lower bound of a new head's maximum sequence length, in tokens
 
 
 @dataclass(frozen=True)
 class Config(TreeOptions):
-    """`feedback`: the state that a drafted token reads, "normed" or "raw"; None = as the folder says."""
+    """Options: the tree options, and `feedback`.
+
+    Args:
+        feedback: feature that a draft token reads: the output after ("normed") or before ("raw") the final norm;
+            None = as in the checkpoint.
+    """
 
     feedback: str | None = None
 
 
 class Eagle3Network(nn.Module):
-    """State-dict names are those of a published checkpoint, with `layers.0` for `midlayer`."""
+    """Draft network of EAGLE-3. State-dict names are those of published checkpoints, with `layers.0` for `midlayer`."""
 
     def __init__(self, shape: Eagle3Shape, target: HFModel) -> None:
         super().__init__()
         block, hidden = shape.block, shape.block.hidden
         self.shape = shape
-        self.target = (target,)  # a tuple: its weights are none of ours
-        width = len(shape.taps) * shape.target_hidden
+        self.target = (target,)  # in a tuple, so that its weights are not registered here
+        width = len(shape.hidden_layers) * shape.target_hidden
         if shape.has_fc:
             self.fc = nn.Linear(width, hidden, bias=shape.has_fc_bias)
         if shape.norm_before_fc:
             self.input_norm = RMSNorm(width, block.eps)
         if shape.has_fc_norm:
-            self.fc_norm = nn.ModuleList(RMSNorm(shape.target_hidden, block.eps) for _ in shape.taps)
-        self.layers = nn.ModuleList(Layer(block, 2 * hidden if i == 0 else None) for i in range(shape.num_layers))
+            self.fc_norm = nn.ModuleList(RMSNorm(shape.target_hidden, block.eps) for _ in shape.hidden_layers)
+        self.layers = nn.ModuleList(DraftLayer(block, 2 * hidden if i == 0 else None) for i in range(shape.num_layers))
         self.layers[0].hidden_norm = RMSNorm(hidden, block.eps)
         self.norm = RMSNorm(hidden, block.eps)
-        self.rotary = Rotary(block)
+        self.rotary = RotaryEmbedding(block)
         if shape.has_own_head:
             self.lm_head = nn.Linear(hidden, shape.draft_vocab_size, bias=False)
         if shape.draft_vocab_size != shape.vocab_size:
@@ -68,93 +82,106 @@ class Eagle3Network(nn.Module):
         self.embedding = target.embedding  # [V, H]
 
     @property
-    def ids(self) -> Tensor | None:
-        """[Vd] the target's ids of the draft's, None where they are the same."""
+    def token_ids(self) -> Tensor | None:
+        """Target token id [Vd] of each draft token; None if the vocabularies are the same."""
         offsets = getattr(self, "d2t", None)
         return None if offsets is None else torch.arange(len(offsets), device=offsets.device) + offsets
 
-    def taken(self, features: Tensor) -> Tensor:
+    def project_features(self, features: Tensor) -> Tensor:
         if self.shape.norm_before_fc:
             features = self.input_norm(features)
         if self.shape.has_fc_norm:
-            chunks = features.chunk(len(self.shape.taps), -1)
+            chunks = features.chunk(len(self.shape.hidden_layers), -1)
             features = torch.cat([norm(x) for norm, x in zip(self.fc_norm, chunks, strict=True)], -1)
         return self.fc(features) if self.shape.has_fc else features
 
-    def forward(self, tokens: Tensor, features: Tensor, positions: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, tokens: Tensor, features: Tensor, positions: Tensor, attend: AttentionFunction
+    ) -> tuple[Tensor, Tensor]:
         first: Any = self.layers[0]
         embedded = first.input_layernorm(F.embedding(tokens, self.embedding).to(features.dtype))
         normed = first.hidden_norm(features)
         x = normed if self.shape.norm_before_residual else features
-        turn = self.rotary(positions, x.dtype)
+        rotary = self.rotary(positions, x.dtype)
         for i, layer in enumerate(self.layers):
-            x = layer(x, turn, i, attend, torch.cat([embedded, normed], -1) if i == 0 else None)
+            x = layer(x, rotary, i, attend, torch.cat([embedded, normed], -1) if i == 0 else None)
         states = self.norm(x)
         return states, states if self.shape.feeds_normed else x
 
-    def logits(self, states: Tensor) -> Tensor:
+    def compute_logits(self, states: Tensor) -> Tensor:
         if self.shape.has_own_head:
             return self.lm_head(states)  # type: ignore[no-any-return]
-        return self.target[0].head(states.to(self.embedding.dtype))
+        return self.target[0].compute_logits(states.to(self.embedding.dtype))
 
 
-def create(config: Config, context: Context) -> FeatureDrafter:
-    """Raises ForedraftError for a head of another kind or another target."""
-    config.plan(context.num_tokens)  # options that make none are refused before anything is loaded
-    return from_checkpoint(config, loaded(context, METHOD), context)
+def create(config: Config, context: DrafterContext) -> FeatureDrafter:
+    """Load the head and make its drafter.
+
+    Raises:
+        ForedraftError: for invalid options, or a head of another method or another target.
+    """
+    config.to_tree_spec(context.num_speculative_tokens)  # report invalid options before the checkpoint is loaded
+    return from_checkpoint(config, load_checkpoint(context, METHOD), context)
 
 
-def from_checkpoint(config: Config, checkpoint: Checkpoint, context: Context) -> FeatureDrafter:
-    """From a head that is loaded, beside context.target."""
-    network = _network(_fed(checkpoint, config.feedback), lender(context))
-    settle(network, checkpoint.folder, context)
-    lm, plan = feature_lm(network, _fused, context), config.plan(context.num_tokens)
-    return FeatureDrafter(lm, network.shape.taps, plan, context, network.ids)
+def from_checkpoint(config: Config, checkpoint: Checkpoint, context: DrafterContext) -> FeatureDrafter:
+    """Make the drafter of a loaded head for `context.target`."""
+    network = _load_network(_apply_feedback(checkpoint, config.feedback), require_target(context))
+    bind_to_target(network, checkpoint.folder, context)
+    lm, spec = make_feature_lm(network, _make_native, context), config.to_tree_spec(context.num_speculative_tokens)
+    return FeatureDrafter(lm, network.shape.hidden_layers, spec, context, network.token_ids)
 
 
-def _fed(checkpoint: Checkpoint, feedback: str | None) -> Checkpoint:
-    """With the feedback that was asked for. Raises ForedraftError for a word that is none."""
+def _apply_feedback(checkpoint: Checkpoint, feedback: str | None) -> Checkpoint:
+    """Return the checkpoint with the user's feedback setting. Raises ForedraftError for an unknown value."""
     if feedback not in (None, NORMED_STATE, RAW_STATE):
-        raise ForedraftError(f"feedback is {NORMED_STATE!r} or {RAW_STATE!r}, got {feedback!r}; leave it out otherwise")
+        raise ForedraftError(f"feedback must be {NORMED_STATE!r} or {RAW_STATE!r}, got {feedback!r}; or leave it out")
     shape = checkpoint.shape
     if feedback is None or not isinstance(shape, Eagle3Shape):
         return checkpoint
     return replace(checkpoint, shape=replace(shape, feeds_normed=feedback == NORMED_STATE))
 
 
-def _network(checkpoint: Checkpoint, target: HFModel) -> Eagle3Network:
+def _load_network(checkpoint: Checkpoint, target: HFModel) -> Eagle3Network:
     shape = checkpoint.shape
     if not isinstance(shape, Eagle3Shape):
         raise ForedraftError(f"{checkpoint.folder} holds no EAGLE-3 head but {checkpoint.format}")
     is_narrower = shape.block.hidden != target.hidden_size
     if is_narrower and not (shape.has_embedding and shape.has_own_head):
         raise ForedraftError(
-            f"{checkpoint.folder} is {shape.block.hidden} wide and {target.name} {target.hidden_size}, and it lacks "
-            "embed_tokens or lm_head of its own; it was made for another target, or exported without them"
+            f"{checkpoint.folder} is {shape.block.hidden} wide and {target.name} {target.hidden_size}, and has no "
+            "embed_tokens or lm_head; it was trained for another target, or exported without them"
         )
     network = Eagle3Network(shape, target)
     network.load_state_dict(checkpoint.tensors)
     return network
 
 
-def _fused(network: Eagle3Network) -> FusedFeatures | None:
+def _make_native(network: Eagle3Network) -> NativeDraftLayers | None:
     shape, layers = network.shape, list(network.layers)
-    head = network.lm_head.weight.detach() if shape.has_own_head else packed_head(network.target[0])
-    if head is None or why_not(layers, network.embedding) is not None:
+    head = network.lm_head.weight.detach() if shape.has_own_head else get_packed_head(network.target[0])
+    if head is None or get_obstacle(layers, network.embedding) is not None:
         return None
     first: Any = layers[0]
-    front = Paired(first.hidden_norm, shape.norm_before_residual)
-    return FusedFeatures.of(
+    front = PairedInput(first.hidden_norm, shape.norm_before_residual)
+    return NativeDraftLayers.from_layers(
         layers, front, network.norm, shape.feeds_normed, network.embedding, head, shape.block, network.rotary
     )
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """`loss` of the logits against the target's law; `steps`: how many tokens deep it drafts on its own outputs while
-    it learns, `decay`: weight of each further step; `taps`: boundaries of the target to see, None = 2, n/2, n - 3, or
-    three others for a target of fewer than 7 layers; `draft_vocab_size`: how many of the data's most frequent tokens it
-    may draft, None = all."""
+    """Training settings.
+
+    Args:
+        loss: loss of the logits against the target's distribution, one of `losses.LOSS_NAMES`.
+        steps: depth of drafts on the network's own outputs (training-time test).
+        decay: weight of step k is decay^k, in (0, 1].
+        taps: layer boundaries of the target to read, ascending; None = 2, n/2, n - 3 of n layers, or up to three evenly
+            spread ones for fewer than 7 layers.
+        num_layers: decoder layers of the head.
+        draft_vocab_size: number of tokens that can be drafted, the most frequent in the data; None = all.
+    """
 
     loss: str = "kl"
     steps: int = 5
@@ -166,15 +193,17 @@ class TrainConfig:
 
 @dataclass
 class Eagle3Trainee:
+    """EAGLE-3 head in training, on a frozen target."""
+
     config: TrainConfig
     network: Eagle3Network
 
     @property
-    def taps(self) -> tuple[int, ...]:
-        return self.network.shape.taps
+    def hidden_layers(self) -> tuple[int, ...]:
+        return self.network.shape.hidden_layers
 
     def prepare(self, counts: Tensor) -> None:
-        """Choose the draft's vocabulary by how often tokens occur in the data, counts [V]."""
+        """Choose the draft's vocabulary: the most frequent tokens by `counts` [V] over the training data."""
         shape = self.network.shape
         if shape.draft_vocab_size == shape.vocab_size:
             return
@@ -183,66 +212,83 @@ class Eagle3Trainee:
         offsets.copy_(ids - torch.arange(len(ids), device=ids.device))
         _copy_head(self.network, ids)
 
-    def loss(self, trace: Trace) -> Losses:
-        first = self.network.taken(trace.features.to(self.network.norm.weight.dtype))
-        total, parts = weighted(unroll(self.network, trace, first, self.config.steps), self._loss, self.config.decay)
-        return Losses(total, parts)
+    def compute_loss(self, trace: Trace) -> Losses:
+        first = self.network.project_features(trace.features.to(self.network.norm.weight.dtype))
+        total, step_losses = average_step_losses(
+            unroll(self.network, trace, first, self.config.steps), self._compute_step_loss, self.config.decay
+        )
+        return Losses(total, step_losses)
 
-    def _loss(self, step: Step) -> Tensor:
-        law, ids = step.trace.law.at(step.law_rows), self.network.ids
+    def _compute_step_loss(self, step: UnrolledStep) -> Tensor:
+        log_probs, ids = step.trace.target_log_probs.select(step.target_rows), self.network.token_ids
         if ids is None:
-            return mean(draft_loss(self.config.loss, step.logits, law, step.tokens), step.mask)
+            return average_over_mask(
+                compute_draft_loss(self.config.loss, step.logits, log_probs, step.tokens), step.mask
+            )
         logits = step.logits.new_full((*step.logits.shape[:-1], self.network.shape.vocab_size), -torch.inf)
         log_q = step.logits.float().log_softmax(-1)
-        logits = logits.float().index_copy(-1, ids, log_q).clamp_min(NEVER)
-        return mean(draft_loss(self.config.loss, logits, law, step.tokens), step.mask)
+        logits = logits.float().index_copy(-1, ids, log_q).clamp_min(OUT_OF_VOCAB_LOG_PROB)
+        return average_over_mask(compute_draft_loss(self.config.loss, logits, log_probs, step.tokens), step.mask)
 
-    def published(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """In the layout of its authors."""
-        made = layout(self.network.shape, self.network.state_dict())
-        return made.tensors, made.config | {"base_model_name_or_path": self.network.target[0].name}
+    def to_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return tensors and config.json in the layout of the authors."""
+        layout = make_layout(self.network.shape, self.network.state_dict())
+        return layout.tensors, layout.config | {"base_model_name_or_path": self.network.target[0].name}
 
 
-def trainee(config: TrainConfig, target: HFModel, start: Checkpoint | None = None) -> Eagle3Trainee:
-    """A new head for a target, or one to go on with. Raises ForedraftError for options that make none."""
+def create_trainee(config: TrainConfig, target: HFModel, start: Checkpoint | None = None) -> Eagle3Trainee:
+    """Make a head to train, in float32.
+
+    Args:
+        config: training settings.
+        target: frozen target.
+        start: checkpoint to continue from; None = a new head with the target's output matrix.
+
+    Raises:
+        ForedraftError: for invalid settings, or a checkpoint that cannot be trained.
+    """
     check_loss(config.loss)
     if config.steps < 1 or config.num_layers < 1 or not 0 < config.decay <= 1:
-        raise ForedraftError("steps and num_layers must be positive, and decay lie in 0..1")
+        raise ForedraftError("steps and num_layers must be positive, and decay must lie in 0..1")
     if start is not None:
-        if isinstance(start.shape, Eagle3Shape) and start.shape.block.windows:
-            raise ForedraftError(f"{start.folder} has sliding attention, which is not trained here; start without it")
-        return Eagle3Trainee(config, _network(start, target).float().to(target.device))
-    network = Eagle3Network(_shape(config, target), target).to(target.device)
-    pass_through(network.fc, network.layers)
+        if isinstance(start.shape, Eagle3Shape) and start.shape.block.sliding_windows:
+            raise ForedraftError(
+                f"{start.folder} has sliding-window attention, which training does not support; train without --start"
+            )
+        return Eagle3Trainee(config, _load_network(start, target).float().to(target.device))
+    network = Eagle3Network(_build_shape(config, target), target).to(target.device)
+    init_as_identity(network.fc, network.layers)
     _copy_head(network, torch.arange(network.shape.draft_vocab_size))
     return Eagle3Trainee(config, network)
 
 
-def _shape(config: TrainConfig, target: HFModel) -> Eagle3Shape:
+def _build_shape(config: TrainConfig, target: HFModel) -> Eagle3Shape:
     n, size = target.num_layers, config.draft_vocab_size or target.vocab_size
     if n < 2:
         raise ForedraftError(
             f"{target.name} has {n} layer, and EAGLE-3 reads states between layers; train medusa for it"
         )
-    taps = _default_taps(n) if config.taps is None else tuple(config.taps)
-    if sorted(set(taps)) != list(taps) or not taps or taps[0] < 1 or taps[-1] >= n:
-        example = ",".join(map(str, _default_taps(n)))
+    layers = _choose_hidden_layers(n) if config.taps is None else tuple(config.taps)
+    if sorted(set(layers)) != list(layers) or not layers or layers[0] < 1 or layers[-1] >= n:
+        example = ",".join(map(str, _choose_hidden_layers(n)))
         raise ForedraftError(
-            f"taps must be different boundaries between 1 and {n - 1} of {target.name}'s {n} layers, rising "
-            f"(--set taps={example}); got {taps}"
+            f"taps must be different boundaries between 1 and {n - 1} of {target.name}'s {n} layers, ascending "
+            f"(--set taps={example}); got {layers}"
         )
     if not 1 <= size <= target.vocab_size:
         raise ForedraftError(f"draft_vocab_size must lie in 1..{target.vocab_size}, got {size}")
-    block = replace(block_like(target), max_positions=max(2048, block_like(target).max_positions))
-    return Eagle3Shape(block, target.vocab_size, size, target.hidden_size, taps, config.num_layers)
+    block = replace(
+        derive_block_shape(target), max_positions=max(MIN_POSITIONS, derive_block_shape(target).max_positions)
+    )
+    return Eagle3Shape(block, target.vocab_size, size, target.hidden_size, layers, config.num_layers)
 
 
-def _default_taps(num_layers: int) -> tuple[int, ...]:
-    """The authors', which engines take for granted; where these are not three, as many as there are, spread evenly."""
-    published = default_taps(num_layers)
+def _choose_hidden_layers(num_layers: int) -> tuple[int, ...]:
+    """Return the authors' hidden layers, or evenly spread ones if the target has too few layers for them."""
+    published = choose_default_layers(num_layers)
     if is_ascending(published) and published[-1] < num_layers:
         return published
-    count, last = min(3, num_layers - 1), num_layers - 1
+    count, last = min(NUM_DEFAULT_LAYERS, num_layers - 1), num_layers - 1
     if count < 2:
         return (1,)
     return tuple(1 + round(i * (last - 1) / (count - 1)) for i in range(count))
@@ -250,6 +296,6 @@ def _default_taps(num_layers: int) -> tuple[int, ...]:
 
 @torch.no_grad()
 def _copy_head(network: Eagle3Network, ids: Tensor) -> None:
-    """The target's rows of these tokens, and its final norm, are where the head begins."""
+    """Initialise the head's output matrix with the target's rows of these tokens."""
     weight = network.target[0].head_weight
     network.lm_head.weight.copy_(weight[ids.to(weight.device)])

@@ -1,11 +1,10 @@
-"""Self-speculation: the target's first layers with its own norm and head draft for the whole of it (LayerSkip,
-2404.16710; Draft & Verify, 2309.08168).
+"""Self-speculation: the target's first layers with its final norm and output matrix draft for the whole target
+(LayerSkip, 2404.16710; Draft & Verify, 2309.08168).
 
-The draft has no weights and no memory of its own. It reads the target's keys and values of the layers it runs, and what
-it writes lies behind the committed tokens, where the pass that verifies the draft writes again: for the nodes of a path
-that is kept the very same, for others what nobody reads. So there is never anything to read in, nothing to forget, and
-a prefix that was found is a prefix to draft after. A target that was not trained for it agrees with its own first
-layers now and then; an adapter (`foredraft train early_exit`) makes that more often.
+The drafter has no KV cache. It reads the target's keys and values of its layers, and writes behind the committed
+tokens, where the verifying pass writes again. So there is no prefill, no state per request, and a prefix-cache hit can
+be drafted from at once. A target not trained for early exit often disagrees with its first layers; an adapter
+(`foredraft train early_exit`) raises the acceptance rate.
 """
 
 from collections.abc import Sequence
@@ -13,153 +12,174 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from foredraft.checkpoints.base import Checkpoint, EarlyExitShape
-from foredraft.drafters.base import Context, plant
-from foredraft.drafters.borrowed import loaded
-from foredraft.drafters.branch import Branch
+from foredraft.checkpoints.schema import Checkpoint, EarlyExitShape
+from foredraft.drafters.draft import to_token_tree
 from foredraft.drafters.early_exit_adapter import ExitAdapter
-from foredraft.drafters.early_exit_choice import Choice, Given, measured
-from foredraft.drafters.early_exit_training import TrainConfig, trainee
-from foredraft.drafters.growth import Growth, Plan, Scores, TreeOptions, extend
+from foredraft.drafters.early_exit_layer import ExitLayerSelector, FixedExitLayer, create_layer_selector
+from foredraft.drafters.early_exit_training import TrainConfig, create_trainee
+from foredraft.drafters.kv_branch import KVBranch
+from foredraft.drafters.registry import DrafterContext
+from foredraft.drafters.target_access import load_checkpoint
+from foredraft.drafters.tree_builder import NodeLogits, TreeBuilder, TreeOptions, TreeSpec, add_level
 from foredraft.errors import ForedraftError
-from foredraft.models.lm import HFModel
-from foredraft.models.truncated import Adapter, Truncated, check_exit
-from foredraft.models.window import Span, Window
+from foredraft.models.forward_batch import ForwardBatch, Span
+from foredraft.models.hf import HFModel
+from foredraft.models.truncated import Adapter, Truncated, check_exit_layer
 from foredraft.request import Batch
 from foredraft.tree import Commit, TokenTree
 
-__all__ = ["METHOD", "Config", "EarlyExit", "TrainConfig", "create", "trainee"]
+__all__ = ["METHOD", "Config", "EarlyExit", "TrainConfig", "create", "create_trainee"]
 
 METHOD = "early_exit"
 
 
 @dataclass(frozen=True)
 class Config(TreeOptions):
-    """`exit_layer`: how many of the target's layers draft; None = the adapter's, or without one those that measurement
-    says are worth most."""
+    """Options: the tree options, and `exit_layer`.
+
+    Args:
+        exit_layer: number of target layers that draft; None = the adapter's, or without an adapter a measured choice.
+    """
 
     exit_layer: int | None = None
 
 
 class EarlyExit:
-    """Drafts level by level, all requests of a batch in one pass per level.
+    """Drafter that runs the target's first layers, one forward pass per level for all requests of a batch.
 
-    shares_memory: it reads and writes the target's own pages, so whoever steps it without an engine has to write there
-    what the target would, and whoever gives it to an engine has to `attach` it.
+    Attributes:
+        shares_target_kv: True, since it reads and writes the target's own KV pages. An engine must call `attach`
+            before the first step; a test without an engine must write the target's KV itself.
     """
 
-    shares_memory = True
+    shares_target_kv = True
 
-    def __init__(self, target: HFModel, choice: Choice, plan: Plan, adapter: Adapter | None = None) -> None:
+    def __init__(
+        self, target: HFModel, layer_selector: ExitLayerSelector, tree_spec: TreeSpec, adapter: Adapter | None = None
+    ) -> None:
         self.target = target
-        self.choice = choice
-        self.plan = plan
+        self.layer_selector = layer_selector
+        self.tree_spec = tree_spec
         self.adapter = adapter
-        self._cuts: dict[int, Truncated] = {}
+        self._truncated_targets: dict[int, Truncated] = {}
         self._is_attached = False
-        self._cut(choice.layer)  # refused now rather than at the first draft
+        self._get_truncated(layer_selector.layer)  # reports an invalid layer now and not at the first draft
 
     @property
-    def taps(self) -> tuple[int, ...]:
-        return self.choice.taps
+    def hidden_layers(self) -> tuple[int, ...]:
+        return self.layer_selector.hidden_layers
 
     @property
-    def num_nodes(self) -> int:
-        return self.plan.nodes
+    def max_nodes(self) -> int:
+        return self.tree_spec.max_nodes
 
     def attach(self, target: HFModel) -> None:
-        """Say whose memory it drafts in, once. Raises ForedraftError for another model, or a second engine: pages of
-        the one are not those of the other, and both would go on drafting."""
+        """Set the target whose KV pages the drafter uses; called once, by the engine.
+
+        Raises:
+            ForedraftError: for another model, or a second engine, whose pages are different.
+        """
         if target.model is not self.target.model:
             raise ForedraftError(f"this early_exit drafter is made of {self.target.name}; make one for {target.name}")
         if target.pool is not self.target.pool:
             if self._is_attached:
                 raise ForedraftError(
-                    "this early_exit drafter drafts in another engine's memory; make one for each engine"
+                    "this early_exit drafter uses the KV pages of another engine; make one for each engine"
                 )
             self.target = target
-            self._cuts.clear()
+            self._truncated_targets.clear()
         self._is_attached = True
 
     def propose(self, batch: Batch) -> TokenTree:
-        branches = {b: branch for b in batch.drafting() if (branch := self._branch(batch, b)) is not None}
+        branches = {b: branch for b in batch.find_drafting() if (branch := self._start_branch(batch, b)) is not None}
         if branches:
-            self._grow(list(branches.values()), batch.page_size)
-        return plant(batch, {b: branch.growth.draft() for b, branch in branches.items()})
+            self._build_trees(list(branches.values()), batch.page_size)
+        return to_token_tree(batch, {b: branch.builder.to_draft() for b, branch in branches.items()})
 
     def observe(self, batch: Batch, commit: Commit) -> None:
-        self.choice.see(batch, commit)
+        self.layer_selector.observe(batch, commit)
 
     def forget(self, slots: Sequence[int]) -> None:
-        """Nothing is kept of a request."""
+        """Do nothing: there is no state per request."""
 
-    def _branch(self, batch: Batch, b: int) -> Branch | None:
-        """None where the target has yet to compute more than the last token: a prompt, or part of one."""
+    def _start_branch(self, batch: Batch, b: int) -> KVBranch | None:
+        """Start a draft; None if the target has more to compute than the last token, as during a prompt."""
         request = batch.requests[b]
-        if request.computed != request.num_tokens - 1:
+        if request.num_computed != request.num_tokens - 1:
             return None
-        plan = self.plan.cut(max(request.room, 0), batch.budgets[b], request.verify == "block")
-        return Branch(Growth(request, plan), request.computed) if plan.nodes > 0 and plan.depth > 0 else None
+        spec = self.tree_spec.restrict(
+            max(request.max_draft_depth, 0), batch.max_draft_nodes[b], request.verify == "block"
+        )
+        return (
+            KVBranch(TreeBuilder(request, spec), request.num_computed)
+            if spec.max_nodes > 0 and spec.max_depth > 0
+            else None
+        )
 
-    def _grow(self, branches: list[Branch], page_size: int) -> None:
-        roots = [branch.growth.request for branch in branches]
-        spans = [Span(r.pages, r.computed, r.slice(r.computed, r.num_tokens), range(1)) for r in roots]
+    def _build_trees(self, branches: list[KVBranch], page_size: int) -> None:
+        requests = [branch.builder.request for branch in branches]
+        spans = [Span(r.pages, r.num_computed, r.get_tokens(r.num_computed, r.num_tokens), range(1)) for r in requests]
         while True:
             logits = self._forward(spans, page_size)
-            extend([branch.growth for branch in branches], Scores(logits, self.target.vocab_size))
-            branches = [branch for branch in branches if branch.growth.frontier]
+            add_level([branch.builder for branch in branches], NodeLogits(logits, self.target.vocab_size))
+            branches = [branch for branch in branches if branch.builder.frontier]
             if not branches:
                 return
-            spans = [branch.span() for branch in branches]
+            spans = [branch.build_span() for branch in branches]
 
     def _forward(self, spans: Sequence[Span], page_size: int) -> Tensor:
-        window = Window.after(spans, page_size, self.target.device)
-        return self._cut(self.choice.layer).forward(window)[0]
+        forward_batch = ForwardBatch.from_spans(spans, page_size, self.target.device)
+        return self._get_truncated(self.layer_selector.layer).forward(forward_batch)[0]
 
-    def _cut(self, layers: int) -> Truncated:
-        if layers not in self._cuts:
-            self._cuts[layers] = Truncated(self.target, layers, self.adapter)
-        return self._cuts[layers]
+    def _get_truncated(self, layers: int) -> Truncated:
+        if layers not in self._truncated_targets:
+            self._truncated_targets[layers] = Truncated(self.target, layers, self.adapter)
+        return self._truncated_targets[layers]
 
 
-def create(config: Config, context: Context) -> EarlyExit:
-    """With the adapter that was asked for, or the built-in one where it fits. Raises ForedraftError for a layer that
-    the target does not have, or an adapter that is another target's."""
-    plan, target = config.plan(context.num_tokens), _target(context)
+def create(config: Config, context: DrafterContext) -> EarlyExit:
+    """Make the drafter, with the user's adapter or the built-in one if it fits `exit_layer`.
+
+    Raises:
+        ForedraftError: for a layer that the target does not have, or an adapter of another target.
+    """
+    spec, target = config.to_tree_spec(context.num_speculative_tokens), _require_decoder(context)
     if config.exit_layer is not None:
-        check_exit(target, config.exit_layer)
-    if context.model is not None or context.builtin is not None:
-        checkpoint = loaded(context, METHOD)
-        if context.model is not None or config.exit_layer in (None, _shape(checkpoint).exit_layer):
+        check_exit_layer(target, config.exit_layer)
+    if context.model is not None or context.builtin_drafter is not None:
+        checkpoint = load_checkpoint(context, METHOD)
+        if context.model is not None or config.exit_layer in (None, _require_shape(checkpoint).exit_layer):
             return from_checkpoint(config, checkpoint, context)
-    given = config.exit_layer
-    choice = measured(target, (plan.depth, plan.nodes)) if given is None else Given(given)
-    return EarlyExit(target, choice, plan)
+    if config.exit_layer is None:
+        return EarlyExit(target, create_layer_selector(target, (spec.max_depth, spec.max_nodes)), spec)
+    return EarlyExit(target, FixedExitLayer(config.exit_layer), spec)
 
 
-def from_checkpoint(config: Config, checkpoint: Checkpoint, context: Context) -> EarlyExit:
-    """From an adapter that is loaded."""
-    shape, target = _shape(checkpoint), _target(context)
+def from_checkpoint(config: Config, checkpoint: Checkpoint, context: DrafterContext) -> EarlyExit:
+    """Make the drafter of a loaded adapter."""
+    shape, target = _require_shape(checkpoint), _require_decoder(context)
     if config.exit_layer not in (None, shape.exit_layer):
         raise ForedraftError(
             f"{checkpoint.folder} is an adapter for layer {shape.exit_layer}, not {config.exit_layer}; leave "
             "exit_layer out, or draft without the adapter"
         )
-    adapter = ExitAdapter.loaded(shape, checkpoint.tensors, target).to(target.device, context.dtype).eval()
-    return EarlyExit(target, Given(shape.exit_layer), config.plan(context.num_tokens), adapter)
+    adapter = ExitAdapter.from_tensors(shape, checkpoint.tensors, target).to(target.device, context.dtype).eval()
+    return EarlyExit(
+        target, FixedExitLayer(shape.exit_layer), config.to_tree_spec(context.num_speculative_tokens), adapter
+    )
 
 
-def _shape(checkpoint: Checkpoint) -> EarlyExitShape:
+def _require_shape(checkpoint: Checkpoint) -> EarlyExitShape:
     if not isinstance(checkpoint.shape, EarlyExitShape):
         raise ForedraftError(f"{checkpoint.folder} holds no early-exit adapter but {checkpoint.format}")
     return checkpoint.shape
 
 
-def _target(context: Context) -> HFModel:
-    """A decoder alone; an encoder's text is not in the pages that are shared."""
+def _require_decoder(context: DrafterContext) -> HFModel:
+    """Return the target if it is decoder-only; an encoder's input has no entries in the shared KV pages."""
     target = context.target
     if target is None:
         raise ForedraftError("the method early_exit drafts with the target itself; give Context a target")
     if not isinstance(target, HFModel) or getattr(target.model.config, "is_encoder_decoder", False):
-        raise ForedraftError(f"the method early_exit needs a decoder-only target, and {context.target_name} is none")
+        raise ForedraftError(f"the method early_exit needs a decoder-only target, and {context.target_name} is not one")
     return target

@@ -1,23 +1,24 @@
-"""What an early exit may learn: a small gated layer before the target's own norm and head."""
+"""Trainable adapter of an early exit: a small gated layer before the target's final norm and output matrix."""
 
 from collections.abc import Mapping
 
 from torch import Tensor
 
-from foredraft.checkpoints.base import EarlyExitShape
-from foredraft.models.lm import HFModel
-from foredraft.models.truncated import Adapter, eps_of
+from foredraft.checkpoints.schema import EarlyExitShape
+from foredraft.models.hf import HFModel
+from foredraft.models.truncated import Adapter, read_norm_eps
 
 
 class ExitAdapter(Adapter):
-    """For the states of one boundary."""
+    """Adapter for the states of one layer boundary."""
 
     def __init__(self, shape: EarlyExitShape, target: HFModel) -> None:
-        super().__init__(shape.hidden, shape.rank, eps_of(target))
+        super().__init__(shape.hidden, shape.rank, read_norm_eps(target))
         self.shape = shape
 
     @classmethod
-    def loaded(cls, shape: EarlyExitShape, tensors: Mapping[str, Tensor], target: HFModel) -> "ExitAdapter":
-        made = cls(shape, target)
-        made.load_state_dict(dict(tensors))
-        return made
+    def from_tensors(cls, shape: EarlyExitShape, tensors: Mapping[str, Tensor], target: HFModel) -> "ExitAdapter":
+        """Make the adapter of a checkpoint's tensors."""
+        adapter = cls(shape, target)
+        adapter.load_state_dict(dict(tensors))
+        return adapter

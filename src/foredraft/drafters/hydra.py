@@ -1,37 +1,43 @@
-"""Hydra (2402.05109): Medusa's heads made aware of each other. Head i reads the target's state h_{n-2} and the
-embeddings of all tokens since, x_{n-1} and those drafted before its own, and guesses the next.
+"""Hydra (2402.05109): sequentially dependent Medusa heads.
 
-Heads are asked one after another, but none has memory: what a node's head reads is its own path, so a tree costs one
-row for every node looked at. The authors' "prefix-mlp", Hydra++, puts a layer with memory between the target and the
-heads: see `hydra_prefix`.
+Head i reads the target's state h_{n-2} and the embeddings of all tokens after it: x_{n-1} and the i draft tokens above.
+The heads run one after another without a KV cache. A tree costs one row per expanded node. Hydra++ ("prefix-mlp" in
+checkpoints) has a decoder layer between target and heads: see `hydra_prefix`.
 """
 
 from dataclasses import dataclass
 
-from foredraft.checkpoints.base import Checkpoint, HydraShape
-from foredraft.drafters.base import Context
-from foredraft.drafters.borrowed import lender, loaded
-from foredraft.drafters.growth import Plan
-from foredraft.drafters.hydra_network import HydraSteps, prefix_of, tap
-from foredraft.drafters.hydra_prefix import PrefixDrafter
-from foredraft.drafters.hydra_training import TrainConfig, trainee
-from foredraft.drafters.newest import Products
-from foredraft.drafters.rank_tree import RankTree, usual
-from foredraft.drafters.recurrent import feature_lm
-from foredraft.drafters.stepped import SteppedDrafter
+from foredraft.checkpoints.schema import Checkpoint, HydraShape
+from foredraft.drafters.feature_drafter import make_feature_lm
+from foredraft.drafters.hydra_network import HydraStepRunner, choose_hidden_layer, load_prefix_layer
+from foredraft.drafters.hydra_prefix import HydraPrefixDrafter
+from foredraft.drafters.hydra_training import TrainConfig, create_trainee
+from foredraft.drafters.last_hidden_state import LinearFactory
+from foredraft.drafters.registry import DrafterContext
+from foredraft.drafters.static_tree import StaticTree, assume_accuracies
+from foredraft.drafters.step_drafter import StepDrafter
+from foredraft.drafters.target_access import load_checkpoint, require_target
+from foredraft.drafters.tree_builder import TreeSpec
 from foredraft.errors import ForedraftError
 
-__all__ = ["METHOD", "Config", "TrainConfig", "create", "trainee"]
+__all__ = ["METHOD", "Config", "TrainConfig", "create", "create_trainee"]
 
 METHOD = "hydra"
-RANKS = 10  # guesses of a head that a published tree uses
+NUM_RANKS = 10  # tokens per head that a tree may use, as in published trees
 
 
 @dataclass(frozen=True)
 class Config:
-    """`tree_nodes` and `top_k`: a tree of the likeliest paths, every level looking at `top_k` nodes. `branching`: a
-    tree of that shape. `tree`: one of these paths of ranks, as the authors publish them. None of them: a chain.
-    `min_confidence`: a draft ends where no path of it is likelier than this."""
+    """Options. Without `tree_nodes`, `top_k`, `branching` and `tree` the draft is a chain.
+
+    Args:
+        tree_nodes: verified nodes of a dynamic tree.
+        top_k: children per node and expanded nodes per level of the dynamic tree.
+        branching: children of every node by depth.
+        tree: paths of ranks, in the format of the authors.
+        min_confidence: path probability in [0, 1) below which a draft stops.
+        quantization: "int8" or "int4" weights of the heads; None = as stored.
+    """
 
     tree_nodes: int | None = None
     top_k: int | None = None
@@ -40,33 +46,43 @@ class Config:
     min_confidence: float = 0.0
     quantization: str | None = None
 
-    def plan(self, num_tokens: int, shape: HydraShape) -> Plan:
-        """What to draft, no deeper than there are heads. Raises ForedraftError where that is nothing."""
+    def to_tree_spec(self, num_speculative_tokens: int, shape: HydraShape) -> TreeSpec:
+        """Return the tree spec, at most as deep as there are heads. Raises ForedraftError for invalid options."""
         if self.branching is not None and len(self.branching) > shape.num_heads:
             raise ForedraftError(f"branching is {len(self.branching)} deep, and there are {shape.num_heads} heads")
-        depth = min(num_tokens, shape.num_heads)
-        plan = Plan.of(depth, self.tree_nodes, self.top_k, self.branching, self.min_confidence)
+        depth = min(num_speculative_tokens, shape.num_heads)
+        spec = TreeSpec.from_options(depth, self.tree_nodes, self.top_k, self.branching, self.min_confidence)
         if self.tree is None:
-            return plan
+            return spec
         if (self.tree_nodes, self.top_k, self.branching) != (None, None, None):
             raise ForedraftError("tree fixes every node; give it without tree_nodes, top_k and branching")
-        return Plan.shaped(RankTree.of(self.tree, usual(shape.num_heads, RANKS)), self.min_confidence)
+        return TreeSpec.from_static_tree(
+            StaticTree.from_paths(self.tree, assume_accuracies(shape.num_heads, NUM_RANKS)), self.min_confidence
+        )
 
 
-def create(config: Config, context: Context) -> SteppedDrafter | PrefixDrafter:
-    """Load the heads. Raises ForedraftError if they are not the target's, or of an architecture that is not read."""
-    return from_checkpoint(config, loaded(context, METHOD), context)
+def create(config: Config, context: DrafterContext) -> StepDrafter | HydraPrefixDrafter:
+    """Load the heads and make their drafter. Raises ForedraftError if they do not fit the target."""
+    return from_checkpoint(config, load_checkpoint(context, METHOD), context)
 
 
-def from_checkpoint(config: Config, checkpoint: Checkpoint, context: Context) -> SteppedDrafter | PrefixDrafter:
-    """From heads that are loaded, beside context.target."""
+def from_checkpoint(
+    config: Config, checkpoint: Checkpoint, context: DrafterContext
+) -> StepDrafter | HydraPrefixDrafter:
+    """Make the drafter of loaded heads for `context.target`."""
     shape = checkpoint.shape
     if not isinstance(shape, HydraShape):
         raise ForedraftError(f"{checkpoint.folder} holds no Hydra heads but {checkpoint.format}")
-    plan, target = config.plan(context.num_tokens, shape), lender(context)
-    products = Products(context, config.quantization)
-    steps = HydraSteps(shape, checkpoint.tensors, plan.depth, products, target, context.vocab_size)
+    spec, target = config.to_tree_spec(context.num_speculative_tokens, shape), require_target(context)
+    linears = LinearFactory(context, config.quantization)
+    runner = HydraStepRunner(shape, checkpoint.tensors, spec.max_depth, linears, target, context.vocab_size)
     if shape.prefix is None:
-        return SteppedDrafter(steps, plan, context, tap(shape, target))
-    network = prefix_of(checkpoint, target).to(context.device, context.dtype).eval()
-    return PrefixDrafter(feature_lm(network, lambda network: None, context), tap(shape, target), steps, plan, context)
+        return StepDrafter(runner, spec, context, choose_hidden_layer(shape, target))
+    network = load_prefix_layer(checkpoint, target).to(context.device, context.dtype).eval()
+    return HydraPrefixDrafter(
+        make_feature_lm(network, lambda network: None, context),
+        choose_hidden_layer(shape, target),
+        runner,
+        spec,
+        context,
+    )

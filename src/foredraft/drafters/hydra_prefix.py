@@ -1,9 +1,8 @@
-"""Hydra++ (2402.05109, section 4): a decoder layer over the target's states, with memory of its own, whose output the
-heads read in place of the newest state.
+"""Hydra++ (2402.05109, section 4): a decoder layer over the target's states. The heads read its output.
 
-The layer is one of the target's own proportions, and reads no token. Its memory goes along with the text as EAGLE's
-does, so a draft costs one pass over the states that survived since the last one, and then the heads. It runs on torch's
-operators; the heads run as they do without it.
+The layer has the target's sizes, its own KV cache, and reads no tokens. `FeatureDrafter` maintains the cache as for
+EAGLE: a draft costs one pass of the layer over the pending states, then the heads. The layer runs in torch, the heads
+as in Hydra.
 """
 
 from dataclasses import dataclass, replace
@@ -11,81 +10,97 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from foredraft.checkpoints.base import HydraShape
-from foredraft.drafters import branch as paged
-from foredraft.drafters.base import Context
-from foredraft.drafters.borrowed import block_like
-from foredraft.drafters.growth import Plan
-from foredraft.drafters.recurrent import FeatureDrafter
-from foredraft.drafters.stepped import Branch, Steps, grown
+from foredraft.checkpoints.schema import HydraShape
+from foredraft.drafters import kv_branch as paged
+from foredraft.drafters.feature_drafter import FeatureDrafter
+from foredraft.drafters.registry import DrafterContext
+from foredraft.drafters.step_drafter import StepBranch, StepRunner, build_trees
+from foredraft.drafters.target_access import derive_block_shape
+from foredraft.drafters.tree_builder import TreeSpec
 from foredraft.errors import ForedraftError
-from foredraft.models.block import Attend, BlockShape, Layer, RMSNorm, Rotary, causal
+from foredraft.models.draft_layer import (
+    AttentionFunction,
+    DraftLayer,
+    DraftLayerShape,
+    RMSNorm,
+    RotaryEmbedding,
+    attend_causal,
+)
 from foredraft.models.feature_lm import FeatureLM
-from foredraft.models.lm import HFModel
+from foredraft.models.hf import HFModel
 
 
 @dataclass(frozen=True)
-class LayerShape:
-    block: BlockShape
+class PrefixLayerShape:
+    """Sizes of the layer, in the form that `make_feature_lm` reads."""
+
+    block: DraftLayerShape
     num_layers: int = 1
 
 
-def prefix_block(shape: HydraShape, target: HFModel) -> BlockShape:
-    """A layer of the target's proportions with the rotary parameters that the heads were trained with."""
+def derive_prefix_block(shape: HydraShape, target: HFModel) -> DraftLayerShape:
+    """Return the shape of a target layer with the rotary parameters that the heads were trained with."""
     assert shape.prefix is not None
-    return replace(block_like(target), rope=shape.prefix.rope)
+    return replace(derive_block_shape(target), rope=shape.prefix.rope)
 
 
-class PrefixLayer(nn.Module):
-    """A decoder of one layer over states. Its tensors have the names that HydraShape documents, after the prefix."""
+class HydraPrefixLayer(nn.Module):
+    """Decoder of one layer over states. Its tensors have the names that HydraShape documents, without the prefix."""
 
-    def __init__(self, block: BlockShape) -> None:
+    def __init__(self, block: DraftLayerShape) -> None:
         super().__init__()
-        self.shape = LayerShape(block)
-        self.layers = nn.ModuleList([Layer(block)])
+        self.shape = PrefixLayerShape(block)
+        self.layers = nn.ModuleList([DraftLayer(block)])
         self.norm = RMSNorm(block.hidden, block.eps)
-        self.rotary = Rotary(block)
+        self.rotary = RotaryEmbedding(block)
 
-    def taken(self, features: Tensor) -> Tensor:
+    def project_features(self, features: Tensor) -> Tensor:
         return features
 
-    def forward(self, tokens: Tensor, features: Tensor, positions: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
-        """As FeatureNetwork has it; the tokens are not read."""
+    def forward(
+        self, tokens: Tensor, features: Tensor, positions: Tensor, attend: AttentionFunction
+    ) -> tuple[Tensor, Tensor]:
+        """Run the layer as a FeatureNetwork; the tokens are not read."""
         x = self.layers[0](features, self.rotary(positions, features.dtype), 0, attend)
         x = self.norm(x)
         return x, x
 
-    def logits(self, states: Tensor) -> Tensor:
-        """None of its own: [.., 0]."""
+    def compute_logits(self, states: Tensor) -> Tensor:
+        """Return logits of width 0, since the heads make the logits."""
         return states[..., :0]
 
-    def over(self, features: Tensor) -> Tensor:
-        """[B, L, H] states of whole texts -> what heads read at every position."""
+    def encode_sequences(self, features: Tensor) -> Tensor:
+        """Compute the heads' input [B, L, H] from target states [B, L, H] of whole sequences."""
         positions = torch.arange(features.shape[1], device=features.device).expand(len(features), -1)
-        following: Tensor = self(positions, features, positions, causal)[1]
-        return following
+        encoded: Tensor = self(positions, features, positions, attend_causal)[1]
+        return encoded
 
 
-def check(shape: HydraShape, block: BlockShape, folder: str) -> None:
-    """Raises ForedraftError where a stored layer is not of the proportions of the target's own."""
+def check_prefix_shape(shape: HydraShape, block: DraftLayerShape, folder: str) -> None:
+    """Raise ForedraftError if a stored layer does not have the sizes of the target's layers."""
     assert shape.prefix is not None
     stored = (shape.prefix.query, shape.prefix.key, shape.prefix.intermediate)
-    wanted = (block.heads * block.head_dim, block.kv_heads * block.head_dim, block.intermediate)
-    if stored != wanted:
+    expected = (block.heads * block.head_dim, block.kv_heads * block.head_dim, block.intermediate)
+    if stored != expected:
         raise ForedraftError(
             f"{folder}: its prefix layer has {stored[0]} rows of queries, {stored[1]} of keys and {stored[2]} inside, "
-            f"and a layer of the target has {wanted[0]}, {wanted[1]} and {wanted[2]}; use heads made for this target"
+            f"and a layer of the target has {expected[0]}, {expected[1]} and {expected[2]}; use heads of this target"
         )
 
 
-class PrefixDrafter(FeatureDrafter):
-    """The memory of a FeatureDrafter, and heads that grow every draft from what it said last."""
+class HydraPrefixDrafter(FeatureDrafter):
+    """FeatureDrafter whose network is the prefix layer. Hydra heads grow every draft from its last output."""
 
-    def __init__(self, lm: FeatureLM, tap: int, steps: Steps, plan: Plan, context: Context) -> None:
-        super().__init__(lm, (tap,), plan, context)
-        self.steps = steps
+    def __init__(
+        self, lm: FeatureLM, hidden_layer: int, runner: StepRunner, tree_spec: TreeSpec, context: DrafterContext
+    ) -> None:
+        super().__init__(lm, (hidden_layer,), tree_spec, context)
+        self.runner = runner
 
-    def _grow(self, branches: list[paged.Branch], page_size: int) -> None:
-        growths = [branch.growth for branch in branches]
-        made = [Branch(b, g, self._roots[g.request.slot].feature[0]) for b, g in enumerate(growths)]
-        grown(self.steps, made, self.context.vocab_size)
+    def _build_trees(self, branches: list[paged.KVBranch], page_size: int) -> None:
+        builders = [branch.builder for branch in branches]
+        step_branches = [
+            StepBranch(b, builder, self._root_outputs[builder.request.slot].feature[0])
+            for b, builder in enumerate(builders)
+        ]
+        build_trees(self.runner, step_branches, self.context.vocab_size)

@@ -1,6 +1,8 @@
-"""Lookahead decoding (2402.02057): a Jacobi window that makes n-grams, and the n-grams as guesses, in one tree.
+"""Lookahead decoding: a Jacobi window that makes n-grams, and n-grams from a pool as drafts, in one tree.
 
-No model beside the target and no training: rows of the target's pass that would be idle try tokens further ahead.
+It needs no draft model and no training. Idle rows of the target's forward pass compute tokens further ahead.
+
+Reference: 2402.02057.
 """
 
 import random
@@ -8,23 +10,30 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from foredraft.drafters.base import Context, Draft, TextDrafter
+from foredraft.drafters.draft import Draft
+from foredraft.drafters.registry import DrafterContext
+from foredraft.drafters.text_drafter import TextDrafter
 from foredraft.errors import ForedraftError
 from foredraft.request import Batch, Request
-from foredraft.tree import Answers, Commit
+from foredraft.tree import Commit, TargetArgmax
 
 METHOD = "lookahead"
-READS_MODEL = False
-Path = tuple[int, ...]  # tokens below the root, in a line
+USES_MODEL = False
+TokenPath = tuple[int, ...]  # tokens on a path below the root
 
 
 @dataclass(frozen=True)
 class Config:
-    """`window` columns (W) of `ngram_size` - 1 levels, and up to `guesses` (G) n-grams that begin with the last token.
+    """Sizes of window and pool.
 
-    The whole tree has W (N - 1) - 1 + G (N - 1) nodes; with fewer, columns and guesses are left out in turn.
-    `pool` n-grams are kept per request, those not looked at for longest go first. `from_text`: n-grams of the prompt
-    and of the output are put there too (what the authors call POOL_FROM_PROMPT, and the output beside it).
+    The whole tree has W (N - 1) - 1 + G (N - 1) nodes. A smaller budget drops columns and n-grams alternately.
+
+    Attributes:
+        window: columns of the window (W), each of N - 1 levels.
+        ngram_size: tokens of an n-gram (N).
+        guesses: most n-grams per step that begin with the last token (G).
+        pool: most n-grams per request; the least recently used are evicted.
+        from_text: add n-grams of the prompt and the output to the pool. The authors' POOL_FROM_PROMPT adds the prompt.
     """
 
     window: int = 5
@@ -34,65 +43,65 @@ class Config:
     from_text: bool = True
 
 
-class Pool:
-    """N-grams by their first token, the newest `guesses` of each; all together bounded."""
+class NgramPool:
+    """Bounded pool of n-grams by first token. Each first token keeps its newest `max_per_token` n-grams."""
 
-    def __init__(self, guesses: int, most: int) -> None:
-        self._guesses, self._most = guesses, most
-        self._by_first: OrderedDict[int, OrderedDict[Path, None]] = OrderedDict()  # both: the newest last
-        self._count = 0
+    def __init__(self, max_per_token: int, max_ngrams: int) -> None:
+        self._max_per_token, self._max_ngrams = max_per_token, max_ngrams
+        # both levels: the newest is last
+        self._by_first: OrderedDict[int, OrderedDict[TokenPath, None]] = OrderedDict()
+        self._num_ngrams = 0
 
     def __len__(self) -> int:
-        return self._count
+        return self._num_ngrams
 
-    def add(self, gram: Path) -> None:
-        first, rest = gram[0], gram[1:]
+    def add(self, ngram: TokenPath) -> None:
+        first, rest = ngram[0], ngram[1:]
         rests = self._by_first.setdefault(first, OrderedDict())
         self._by_first.move_to_end(first)
-        self._count += rest not in rests
+        self._num_ngrams += rest not in rests
         rests[rest] = None
         rests.move_to_end(rest)
-        if len(rests) > self._guesses:
+        if len(rests) > self._max_per_token:
             rests.popitem(last=False)
-            self._count -= 1
-        while self._count > self._most:
-            self._drop()
+            self._num_ngrams -= 1
+        while self._num_ngrams > self._max_ngrams:
+            self._evict_oldest()
 
-    def after(self, token: int) -> list[Path]:
-        """What may follow a token, the newest first."""
+    def get_continuations(self, token: int) -> list[TokenPath]:
+        """Return the n-grams after their first token, the newest first."""
         rests = self._by_first.get(token)
         if rests is None:
             return []
         self._by_first.move_to_end(token)
         return list(reversed(rests))
 
-    def _drop(self) -> None:
+    def _evict_oldest(self) -> None:
         first, rests = next(iter(self._by_first.items()))
         rests.popitem(last=False)
-        self._count -= 1
+        self._num_ngrams -= 1
         if not rests:
             del self._by_first[first]
 
 
-class Window:
-    """W columns of N - 1 tokens each: guesses at what is to come, better by one Jacobi iteration with every pass.
+class LookaheadWindow:
+    """Window of W columns of N - 1 tokens: estimates of later tokens, improved by one Jacobi iteration per pass.
 
-    Level l of column j stands j + l places after the root. Level 0 of column 0 is the root itself; level 0 of the
-    other columns is a chain below it. A token sees the root, level 0 up to its own column, and its own column up to
-    its own level: those are its ancestors where every column hangs from its place in level 0. So the mask of the paper
-    is that of a tree, all of it.
+    Level l of column j is at position j + l after the root. Level 0 of column 0 is the root; level 0 of the other
+    columns is a chain below the root. A token attends to the root, to level 0 up to its column, and to its column up
+    to its level. These are its ancestors in a tree, so the paper's attention mask is a tree mask.
     """
 
-    def __init__(self, num_columns: int, num_levels: int, vocabulary: Sequence[int]) -> None:
-        """vocabulary: tokens to begin with by chance."""
-        chance = random.Random(len(vocabulary))  # knows none of the request's coins
-        self._columns = [chance.choices(vocabulary, k=num_levels) for _ in range(num_columns)]
-        self._ages = [0] * num_columns  # how many answers each column has taken up
+    def __init__(self, num_columns: int, num_levels: int, initial_tokens: Sequence[int]) -> None:
+        """Fill the window with random choices among `initial_tokens`."""
+        generator = random.Random(len(initial_tokens))  # independent of the request's random numbers
+        self._columns = [generator.choices(initial_tokens, k=num_levels) for _ in range(num_columns)]
+        self._num_updates = [0] * num_columns  # target tokens pushed into each column
 
-    def paths(self, depth: int) -> list[Path]:
-        """From below the root to the last level of every column, but of none that is deeper than `depth`."""
-        chain: Path = ()
-        found: list[Path] = []
+    def list_paths(self, depth: int) -> list[TokenPath]:
+        """Return the path from below the root to the end of each column, up to the first deeper than `depth`."""
+        chain: TokenPath = ()
+        found: list[TokenPath] = []
         for j, column in enumerate(self._columns):
             chain += tuple(column[:1]) if j else ()
             path = chain + tuple(column[1:])
@@ -101,121 +110,132 @@ class Window:
             found.append(path)
         return found
 
-    def push(self, root: int, answers: Sequence[int | None]) -> list[Path]:
-        """Take up what the target says after the columns, and give the n-grams that end with it.
+    def push(self, root: int, target_tokens: Sequence[int | None]) -> list[TokenPath]:
+        """Push the target's token after each column, and return the new n-grams.
 
-        A column without an answer (there was no room for it) stays as it is. Level 0 goes, and as the root has moved on
-        too, what was level 1 is as near to it as level 0 was. An n-gram counts once none but its first token came by
-        chance.
+        A column drops its level 0; the root has advanced too, so the other levels keep their distance to it. A column
+        without a target token was not in the tree and stays unchanged. An n-gram is returned once at most its first
+        token is a random initial token.
+
+        Args:
+            root: last committed token before this step.
+            target_tokens: the target's likeliest token after each column; None = not computed.
         """
-        grams: list[Path] = []
-        for j, answer in enumerate(answers):
-            if answer is None:
+        ngrams: list[TokenPath] = []
+        for j, target_token in enumerate(target_tokens):
+            if target_token is None:
                 continue
             column = self._columns[j]
-            self._ages[j] += 1
-            if self._ages[j] >= len(column):
-                grams.append((column[0] if j else root, *column[1:], answer))
-            self._columns[j] = [*column[1:], answer]
-        return grams
+            self._num_updates[j] += 1
+            if self._num_updates[j] >= len(column):
+                ngrams.append((column[0] if j else root, *column[1:], target_token))
+            self._columns[j] = [*column[1:], target_token]
+        return ngrams
 
 
 @dataclass
-class Sight:
-    """What is kept of one request."""
+class LookaheadState:
+    """Pool, window and committed tokens of one request."""
 
-    pool: Pool
-    size: int  # N
+    pool: NgramPool
+    ngram_size: int  # N
     from_text: bool
     tokens: list[int] = field(default_factory=list)
-    window: Window | None = None
-    asked: tuple[Path, ...] = ()  # the columns of the tree under verification, below the last of the tokens
+    window: LookaheadWindow | None = None
+    pending_columns: tuple[TokenPath, ...] = ()  # columns in the tree under verification, below the last token
 
     def extend(self, tokens: Sequence[int]) -> None:
         for token in tokens:
             self.tokens.append(token)
-            if self.from_text and len(self.tokens) >= self.size:
-                self.pool.add(tuple(self.tokens[-self.size :]))
+            if self.from_text and len(self.tokens) >= self.ngram_size:
+                self.pool.add(tuple(self.tokens[-self.ngram_size :]))
 
-    def hear(self, b: int, answers: Answers | None) -> None:
-        asked, self.asked = self.asked, ()
-        if asked and answers is not None and self.window is not None:
-            for gram in self.window.push(self.tokens[-1], [answers.after(b, path) for path in asked]):
-                self.pool.add(gram)
+    def update_window(self, b: int, target_argmax: TargetArgmax | None) -> None:
+        columns, self.pending_columns = self.pending_columns, ()
+        if columns and target_argmax is not None and self.window is not None:
+            for ngram in self.window.push(self.tokens[-1], [target_argmax.look_up(b, path) for path in columns]):
+                self.pool.add(ngram)
 
 
-class Lookahead(TextDrafter[Sight]):
-    """Guesses, whose q is one-hot: no law depends on how they were found. A request under `block`, which takes chains,
-    has no window, and of the guesses the first."""
+class LookaheadDrafter(TextDrafter[LookaheadState]):
+    """Drafter of deterministic tokens, so verification is lossless for any pool and window.
 
-    wants_answers = True
+    A request under `block` takes only chains: it has no window and one n-gram per step.
+    """
 
-    def __init__(self, config: Config, num_tokens: int) -> None:
-        super().__init__(num_tokens)
+    needs_target_argmax = True
+
+    def __init__(self, config: Config, num_speculative_tokens: int) -> None:
+        super().__init__(num_speculative_tokens)
         self.config = config
-        self._size = min(config.ngram_size, num_tokens + 1)
+        self._ngram_size = min(config.ngram_size, num_speculative_tokens + 1)
 
     @property
-    def num_nodes(self) -> int:
-        levels = self._size - 1
-        columns = min(self.config.window, self.num_tokens - levels + 2)  # column j is j + levels - 1 deep
+    def max_nodes(self) -> int:
+        levels = self._ngram_size - 1
+        columns = min(self.config.window, self.num_speculative_tokens - levels + 2)  # column j has depth j + levels - 1
         return columns * levels - 1 + self.config.guesses * levels
 
-    def start(self) -> Sight:
-        return Sight(Pool(self.config.guesses, self.config.pool), self._size, self.config.from_text)
+    def new_state(self) -> LookaheadState:
+        return LookaheadState(NgramPool(self.config.guesses, self.config.pool), self._ngram_size, self.config.from_text)
 
-    def draft(self, learnt: Sight, request: Request, depth: int, budget: int) -> Draft:
-        guesses = [path[:depth] for path in learnt.pool.after(learnt.tokens[-1])]
+    def draft_tokens(self, state: LookaheadState, request: Request, depth: int, budget: int) -> Draft:
+        guesses = [path[:depth] for path in state.pool.get_continuations(state.tokens[-1])]
         if request.verify == "block":
-            return Draft.merged(guesses[:1], budget)
-        if learnt.window is None:
-            learnt.window = Window(self.config.window, self._size - 1, _vocabulary(request))
-        woven, learnt.asked = _woven(guesses, learnt.window.paths(depth), budget)
-        return Draft.merged(woven, budget)
+            return Draft.from_paths(guesses[:1], budget)
+        if state.window is None:
+            state.window = LookaheadWindow(self.config.window, self._ngram_size - 1, _select_initial_tokens(request))
+        paths, state.pending_columns = _interleave(guesses, state.window.list_paths(depth), budget)
+        return Draft.from_paths(paths, budget)
 
     def observe(self, batch: Batch, commit: Commit) -> None:
         for b, request in enumerate(batch.requests):
-            learnt = self._learnt.get(request.slot)
-            if learnt is not None:
-                learnt.hear(b, commit.answers)
+            state = self._states.get(request.slot)
+            if state is not None:
+                state.update_window(b, commit.target_argmax)
 
 
-def _vocabulary(request: Request) -> Sequence[int]:
-    """Tokens that this request is likely to be about."""
+def _select_initial_tokens(request: Request) -> Sequence[int]:
+    """Return tokens that are likely in this request's output."""
     return request.source.tokens if request.source is not None and request.source.tokens else request.prompt
 
 
-def _woven(guesses: Sequence[Path], columns: Sequence[Path], budget: int) -> tuple[list[Path], tuple[Path, ...]]:
-    """Guesses and columns in turn, and the columns among them.
+def _interleave(
+    guesses: Sequence[TokenPath], columns: Sequence[TokenPath], budget: int
+) -> tuple[list[TokenPath], tuple[TokenPath, ...]]:
+    """Alternate n-grams and columns within a node budget.
 
-    In turn, so that drafts of any size work for later ones too, and so that the estimate of what a node wins is that
-    of a guess and a column together. A column is there from end to end or not at all: only its end is answered.
+    So drafts of any size fill the pool too, and the estimated gain of a node covers both kinds. A column is complete
+    or absent, because only the target token after its end is used.
+
+    Returns:
+        All paths, and the columns among them.
     """
-    woven: list[Path] = []
-    whole: list[Path] = []
-    nodes: set[Path] = set()  # each by the path to it
-    left = list(reversed(columns))
-    for guess in [*guesses, *[()] * len(columns)]:
-        nodes.update(_nodes(guess))
-        woven.append(guess)
-        if left:
-            grown = nodes.union(_nodes(left[-1]))
-            if len(grown) > budget:
-                left = []
+    paths: list[TokenPath] = []
+    complete: list[TokenPath] = []
+    nodes: set[TokenPath] = set()  # each node as its path
+    remaining = list(reversed(columns))
+    for ngram in [*guesses, *[()] * len(columns)]:
+        nodes.update(_list_nodes(ngram))
+        paths.append(ngram)
+        if remaining:
+            with_column = nodes.union(_list_nodes(remaining[-1]))
+            if len(with_column) > budget:
+                remaining = []
             else:
-                nodes = grown
-                whole.append(left.pop())
-                woven.append(whole[-1])
-    return woven, tuple(whole)
+                nodes = with_column
+                complete.append(remaining.pop())
+                paths.append(complete[-1])
+    return paths, tuple(complete)
 
 
-def _nodes(path: Path) -> Iterator[Path]:
+def _list_nodes(path: TokenPath) -> Iterator[TokenPath]:
     return (path[:n] for n in range(1, len(path) + 1))
 
 
-def create(config: Config, context: Context) -> Lookahead:
-    """Raises ForedraftError for numbers that make no window or no n-gram."""
-    for name, least in (("window", 1), ("ngram_size", 2), ("guesses", 1), ("pool", 1)):
-        if getattr(config, name) < least:
-            raise ForedraftError(f"{name} must be at least {least}, got {getattr(config, name)}")
-    return Lookahead(config, context.num_tokens)
+def create(config: Config, context: DrafterContext) -> LookaheadDrafter:
+    """Make the drafter. Raises ForedraftError for options below their minimum."""
+    for name, lowest in (("window", 1), ("ngram_size", 2), ("guesses", 1), ("pool", 1)):
+        if getattr(config, name) < lowest:
+            raise ForedraftError(f"{name} must be at least {lowest}, got {getattr(config, name)}")
+    return LookaheadDrafter(config, context.num_speculative_tokens)

@@ -1,8 +1,8 @@
-"""Medusa (2401.10774): heads on the target's last state, each guessing one token further ahead, all at once.
+"""Medusa (2401.10774): heads on the target's last state; each predicts one token further ahead, all at once.
 
-Head h reads h_{n-2}, the state below the last committed token x_{n-1}, and guesses the token at depth h + 1 below it.
-No head sees what the others guess, so a draft of any shape costs one pass of the heads, and every node of one depth has
-the same law.
+Head h reads h_{n-2}, the state before the last committed token x_{n-1}, and predicts the token at depth h + 1 below it.
+The heads do not see each other's tokens. So a tree of any shape costs one pass of the heads, and all nodes of one depth
+have the same distribution.
 """
 
 from collections.abc import Sequence
@@ -11,262 +11,304 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from foredraft import noise
-from foredraft.checkpoints.base import Checkpoint, MedusaShape
-from foredraft.drafters.base import Context, Draft, draft_key, plant
-from foredraft.drafters.borrowed import loaded
-from foredraft.drafters.fit import Fit
-from foredraft.drafters.growth import MOST_NODES, Growth, Plan, Scores, extend
-from foredraft.drafters.medusa_heads import RANKS, Heads, outputs
-from foredraft.drafters.medusa_training import TrainConfig, trainee
-from foredraft.drafters.newest import NewestStates, Products, stacked
-from foredraft.drafters.rank_tree import Accuracies, RankTree, usual
+from foredraft.checkpoints.schema import Checkpoint, MedusaShape
+from foredraft.drafters.draft import Draft, draft_noise_key, to_token_tree
+from foredraft.drafters.last_hidden_state import LastHiddenStates, LinearFactory, stack_states
+from foredraft.drafters.medusa_heads import NUM_RANKS, MedusaHeadRunner, make_output_function
+from foredraft.drafters.medusa_training import TrainConfig, create_trainee
+from foredraft.drafters.mismatch_warning import MismatchDetector
+from foredraft.drafters.registry import DrafterContext
+from foredraft.drafters.static_tree import RankAccuracies, StaticTree, assume_accuracies
+from foredraft.drafters.target_access import load_checkpoint
+from foredraft.drafters.tree_builder import MAX_TREE_NODES, NodeLogits, TreeBuilder, TreeSpec, add_level
 from foredraft.errors import ForedraftError
-from foredraft.filters import likeliest
-from foredraft.models.window import NORMED
+from foredraft.models.forward_batch import AFTER_FINAL_NORM
 from foredraft.request import Batch, Request
-from foredraft.sampling import distribution
+from foredraft.sampling import rng
+from foredraft.sampling.distribution import distribution
+from foredraft.sampling.filters import argmax_tokens
 from foredraft.tree import Commit, TokenTree
 
-__all__ = ["METHOD", "Config", "TrainConfig", "create", "trainee"]
+__all__ = ["METHOD", "Config", "TrainConfig", "create", "create_trainee"]
 
 METHOD = "medusa"
 
 
 @dataclass(frozen=True)
 class Config:
-    """`tree`: paths of ranks, as published `medusa_choices` have them. `tree_nodes`: the best tree of so many nodes, by
-    the accuracies measured when the heads were trained. Neither: a chain. `min_confidence`: a draft ends at the depth
-    where the product of the heads' largest probabilities falls below it."""
+    """Options. Without `tree` and `tree_nodes` the draft is a chain.
+
+    Args:
+        tree: paths of ranks, in the format of `medusa_choices`.
+        tree_nodes: size of the likeliest tree by the accuracies in the checkpoint.
+        min_confidence: a draft ends at the depth where the product of the heads' largest probabilities falls below
+            this value in [0, 1).
+        quantization: "int8" or "int4" weights of the heads; None = as stored.
+    """
 
     tree: tuple[tuple[int, ...], ...] | None = None
     tree_nodes: int | None = None
     min_confidence: float = 0.0
     quantization: str | None = None
 
-    def shape(self, num_tokens: int, num_heads: int, accuracies: Accuracies) -> RankTree:
-        """The tree to draft, no deeper than there are heads. Raises ForedraftError where the options make none."""
+    def to_static_tree(self, num_speculative_tokens: int, num_heads: int, accuracies: RankAccuracies) -> StaticTree:
+        """Return the tree to draft, at most `num_heads` deep. Raises ForedraftError for invalid options."""
         if not 0 <= self.min_confidence < 1:
             raise ForedraftError(f"min_confidence must lie in 0..1, got {self.min_confidence}")
         if self.tree is not None:
             if self.tree_nodes is not None:
                 raise ForedraftError("tree fixes every node; give it without tree_nodes")
-            return RankTree.of(self.tree, accuracies[:num_heads])
+            return StaticTree.from_paths(self.tree, accuracies[:num_heads])
         if self.tree_nodes is None:
-            return chain(min(num_tokens, num_heads))
-        if not 1 <= self.tree_nodes <= MOST_NODES:
-            raise ForedraftError(f"tree_nodes must be positive and at most {MOST_NODES}, got {self.tree_nodes}")
-        return RankTree.best(accuracies[: min(num_tokens, num_heads)], self.tree_nodes)
+            return make_chain(min(num_speculative_tokens, num_heads))
+        if not 1 <= self.tree_nodes <= MAX_TREE_NODES:
+            raise ForedraftError(f"tree_nodes must be positive and at most {MAX_TREE_NODES}, got {self.tree_nodes}")
+        return StaticTree.from_accuracies(accuracies[: min(num_speculative_tokens, num_heads)], self.tree_nodes)
 
 
-def chain(depth: int) -> RankTree:
-    return RankTree.best([[1.0]] * depth, depth)
+def make_chain(depth: int) -> StaticTree:
+    """Make the tree with one node per depth."""
+    return StaticTree.from_accuracies([[1.0]] * depth, depth)
 
 
 @dataclass(frozen=True)
-class Asked:
+class MedusaRequest:
     """One request to draft for."""
 
-    b: int
+    batch_index: int
     request: Request
-    tree: RankTree
-    state: Tensor  # [H]
+    tree: StaticTree  # cut to the depth and budget of the request
+    state: Tensor  # [H] target state before the last committed token
 
     @property
-    def is_shaped(self) -> bool:
-        """What is drafted depends on the tokens before it."""
+    def shapes_logits(self) -> bool:
+        """Whether logits depend on the tokens before them, as with penalties."""
         return self.request.sampling.shapes_logits
 
     @property
-    def draws(self) -> bool:
+    def uses_q(self) -> bool:
+        """Whether draft tokens are sampled from a q that the verification rule uses."""
         return not self.request.sampling.is_greedy and self.request.verify in ("reject", "block")
 
     @property
     def is_random(self) -> bool:
-        return self.draws or (not self.request.sampling.is_greedy and self.request.verify == "match")
+        """Whether draft tokens are sampled, from a q or with the target's noise."""
+        return self.uses_q or (not self.request.sampling.is_greedy and self.request.verify == "match")
 
 
 class Medusa:
-    """Drafts a tree of one fixed shape, cut to what a request has room for."""
+    """Drafter of one static tree, cut to the depth and budget of each request.
 
-    taps: tuple[int, ...] = (NORMED,)
+    Args:
+        shape: sizes of the heads.
+        tensors: weights, by the names that MedusaShape documents.
+        tree: tree to draft.
+        context: target, device and vocabulary.
+        min_confidence: see Config.
+        quantization: see Config.
+    """
+
+    hidden_layers: tuple[int, ...] = (AFTER_FINAL_NORM,)
 
     def __init__(
         self,
         shape: MedusaShape,
         tensors: dict[str, Tensor],
-        tree: RankTree,
-        context: Context,
+        tree: StaticTree,
+        context: DrafterContext,
         min_confidence: float = 0.0,
         quantization: str | None = None,
     ) -> None:
         self.tree = tree
         self.context = context
         self.min_confidence = min_confidence
-        self._chain = chain(tree.depth)
-        self._states = NewestStates()
-        self.fit = Fit(context)
-        products = Products(context, quantization)
-        self._heads = Heads(shape, tensors, tree.depth, products)
-        self._outputs = outputs(shape, tensors, tree.depth, products, context.target, context.vocab_size)
+        self._chain_tree = make_chain(tree.depth)
+        self._states = LastHiddenStates()
+        self.mismatch_detector = MismatchDetector(context)
+        products = LinearFactory(context, quantization)
+        self._heads = MedusaHeadRunner(shape, tensors, tree.depth, products)
+        self._output_head = make_output_function(
+            shape, tensors, tree.depth, products, context.target, context.vocab_size
+        )
 
     @property
-    def num_nodes(self) -> int:
+    def max_nodes(self) -> int:
         return len(self.tree)
 
     def propose(self, batch: Batch) -> TokenTree:
         drafts: dict[int, Draft] = {}
-        asked = [one for b in batch.drafting() if (one := self._asked(batch, b)) is not None]
-        if asked:
-            logits = self.logits(stacked([one.state for one in asked]), max(one.tree.depth for one in asked))
+        requests = [entry for b in batch.find_drafting() if (entry := self._make_request(batch, b)) is not None]
+        if requests:
+            logits = self.compute_logits(
+                stack_states([entry.state for entry in requests]), max(entry.tree.depth for entry in requests)
+            )
             if self.min_confidence > 0:
-                asked, logits = self._sure(asked, logits)
-            drafts = dict(zip([one.b for one in asked], self._drafted(asked, logits), strict=True))
-        return self.fit.proposed(batch, plant(batch, drafts))
+                requests, logits = self._truncate_unconfident(requests, logits)
+            drafts = dict(
+                zip([entry.batch_index for entry in requests], self._draft_requests(requests, logits), strict=True)
+            )
+        return self.mismatch_detector.record_proposal(batch, to_token_tree(batch, drafts))
 
     def observe(self, batch: Batch, commit: Commit) -> None:
-        self.fit.observed(batch, commit)
+        self.mismatch_detector.record_commit(batch, commit)
         self._states.observe(batch, commit)
 
     def forget(self, slots: Sequence[int]) -> None:
         self._states.forget(slots)
 
-    def logits(self, hidden: Tensor, depth: int) -> Tensor:
-        """[R, H] -> [R, D, W] of the first heads."""
-        return self._outputs(self._heads(hidden)[:, :depth], depth)
+    def compute_logits(self, hidden: Tensor, depth: int) -> Tensor:
+        """Compute logits [R, D, W] of the first `depth` heads from states [R, H]."""
+        return self._output_head(self._heads(hidden)[:, :depth], depth)
 
-    def _asked(self, batch: Batch, b: int) -> Asked | None:
+    def _make_request(self, batch: Batch, b: int) -> MedusaRequest | None:
         request = batch.requests[b]
-        state = self._states.of(request)
-        if state is None or request.room < 1:
+        state = self._states.get(request)
+        if state is None or request.max_draft_depth < 1:
             return None
-        tree = self._chain if request.verify == "block" else self.tree
-        return Asked(b, request, tree.cut(request.room, batch.budgets[b]), state)
+        tree = self._chain_tree if request.verify == "block" else self.tree
+        return MedusaRequest(b, request, tree.restrict(request.max_draft_depth, batch.max_draft_nodes[b]), state)
 
-    def _sure(self, asked: Sequence[Asked], logits: Tensor) -> tuple[list[Asked], Tensor]:
-        """Cut to the depth the heads are sure of, and without those not sure of anything.
+    def _truncate_unconfident(
+        self, requests: Sequence[MedusaRequest], logits: Tensor
+    ) -> tuple[list[MedusaRequest], Tensor]:
+        """Cut every tree at the depth where confidence falls below `min_confidence`; drop requests without a node.
 
-        That depends on laws which were there before anything was drawn, so the length tells nothing of the draft.
+        The cut depends on distributions alone, not on sampled tokens, so q stays valid.
         """
-        sure = logits.float().log_softmax(-1).amax(-1).cumsum(-1).exp() >= self.min_confidence  # [R, D], falling
-        depths = sure.sum(-1).tolist()
-        kept = [i for i, depth in enumerate(depths) if depth > 0]
-        cut = [replace(asked[i], tree=asked[i].tree.cut(depths[i], len(asked[i].tree))) for i in kept]
-        return cut, logits[kept]
+        is_confident = (
+            logits.float().log_softmax(-1).amax(-1).cumsum(-1).exp() >= self.min_confidence
+        )  # [R, D]; a prefix is True
+        depths = is_confident.sum(-1).tolist()
+        selected = [i for i, depth in enumerate(depths) if depth > 0]
+        cut = [replace(requests[i], tree=requests[i].tree.restrict(depths[i], len(requests[i].tree))) for i in selected]
+        return cut, logits[selected]
 
-    def _drafted(self, asked: Sequence[Asked], logits: Tensor) -> list[Draft]:
-        """logits [R, D, W] of the requests in order."""
-        ways = {True: self._grown, False: self._sampled}
+    def _draft_requests(self, requests: Sequence[MedusaRequest], logits: Tensor) -> list[Draft]:
+        """Make the draft of each request from logits [R, D, W]."""
+        methods = {True: self._build_trees, False: self._sample_drafts}
         drafts: dict[int, Draft] = {}
-        guessing = [i for i, one in enumerate(asked) if not one.is_random and not one.is_shaped]
-        rest = [i for i in range(len(asked)) if i not in guessing] if len(guessing) < len(asked) else []
-        if guessing:
-            found = _guessed([asked[i] for i in guessing], logits[guessing] if rest else logits)
-            drafts.update(zip(guessing, found, strict=True))
-        for is_shaped, way in ways.items():
-            mine = [i for i in rest if asked[i].is_shaped == is_shaped]
-            if mine:
-                drafts.update(zip(mine, way([asked[i] for i in mine], logits[mine]), strict=True))
-        return [drafts[i] for i in range(len(asked))]
+        greedy = [i for i, entry in enumerate(requests) if not entry.is_random and not entry.shapes_logits]
+        rest = [i for i in range(len(requests)) if i not in greedy] if len(greedy) < len(requests) else []
+        if greedy:
+            greedy_drafts = _draft_likeliest([requests[i] for i in greedy], logits[greedy] if rest else logits)
+            drafts.update(zip(greedy, greedy_drafts, strict=True))
+        for is_shaped, method in methods.items():
+            group = [i for i in rest if requests[i].shapes_logits == is_shaped]
+            if group:
+                drafts.update(zip(group, method([requests[i] for i in group], logits[group]), strict=True))
+        return [drafts[i] for i in range(len(requests))]
 
-    def _sampled(self, asked: Sequence[Asked], logits: Tensor) -> list[Draft]:
-        """Drawn from the heads' laws under each request's parameters, all nodes at once."""
+    def _sample_drafts(self, requests: Sequence[MedusaRequest], logits: Tensor) -> list[Draft]:
+        """Sample all nodes at once from the heads' distributions under each request's settings."""
         size, depth = self.context.vocab_size, logits.shape[1]
-        samplings = [one.request.sampling for one in asked for _ in range(depth)]
-        laws = distribution(Scores(logits.flatten(0, 1), size).full(), samplings)
-        rows, keys = [], []  # one for every race: of a depth under `match`, of a node under the others
-        for i, one in enumerate(asked):
-            runs = [(0, level) for level in range(one.tree.depth)]
-            if one.draws:
-                runs = [(node, one.tree.depth_of(node)) for node in one.tree.inner]
-            rows += [i * depth + level for _, level in runs]
-            keys += [draft_key(one.request, node, level) for node, level in runs]
-        ids = _drawn(laws, rows, keys, max(one.tree.width for one in asked))
+        samplings = [entry.request.sampling for entry in requests for _ in range(depth)]
+        probs = distribution(NodeLogits(logits.flatten(0, 1), size).to_full_vocab(), samplings)
+        rows, keys = [], []  # one per race: per depth under `match`, per node otherwise
+        for i, entry in enumerate(requests):
+            races = [(0, level) for level in range(entry.tree.depth)]
+            if entry.uses_q:
+                races = [(node, entry.tree.get_depth(node)) for node in entry.tree.inner_nodes]
+            rows += [i * depth + level for _, level in races]
+            keys += [draft_noise_key(entry.request, node, level) for node, level in races]
+        ids = _sample_tokens(probs, rows, keys, max(entry.tree.width for entry in requests))
         drafts, first = [], 0
-        for i, one in enumerate(asked):
-            if one.draws:
-                own = laws[i * depth : (i + 1) * depth]
-                drafts.append(_filled(one.tree, ids[first:], one.tree.draws, own))
-                first += len(one.tree.inner)
+        for i, entry in enumerate(requests):
+            if entry.uses_q:
+                q = probs[i * depth : (i + 1) * depth]
+                drafts.append(_fill_tree(entry.tree, ids[first:], entry.tree.parent_inner_index, q))
+                first += len(entry.tree.inner_nodes)
             else:
-                drafts.append(_filled(one.tree, ids[first:], [level - 1 for level in one.tree.depths]))
-                first += one.tree.depth
+                drafts.append(_fill_tree(entry.tree, ids[first:], [level - 1 for level in entry.tree.depths]))
+                first += entry.tree.depth
         return drafts
 
-    def _grown(self, asked: Sequence[Asked], logits: Tensor) -> list[Draft]:
-        """Level by level: penalties and the like make every node's law its own."""
-        growths = [Growth(one.request, Plan.shaped(one.tree)) for one in asked]
+    def _build_trees(self, requests: Sequence[MedusaRequest], logits: Tensor) -> list[Draft]:
+        """Draft level by level, since penalties give every node another distribution."""
+        builders = [TreeBuilder(entry.request, TreeSpec.from_static_tree(entry.tree)) for entry in requests]
         for depth in range(logits.shape[1]):
-            growing = [(i, g) for i, g in enumerate(growths) if g.frontier and depth < g.plan.depth]
+            growing = [(i, g) for i, g in enumerate(builders) if g.frontier and depth < g.tree_spec.max_depth]
             if growing:
                 rows = [i for i, g in growing for _ in g.frontier]
-                extend([g for _, g in growing], Scores(logits[rows, depth], self.context.vocab_size))
-        return [growth.draft() for growth in growths]
+                add_level([g for _, g in growing], NodeLogits(logits[rows, depth], self.context.vocab_size))
+        return [builder.to_draft() for builder in builders]
 
 
-def _drawn(laws: Tensor, rows: Sequence[int], keys: Sequence[int], width: int) -> list[list[int]]:
-    """The first of the races from some rows of laws, one key each; -1 for what has no probability and was not drawn."""
-    if width == 1 and laws.device.type == "cpu":  # the noise is kept for the target, which draws by it under `match`
-        values = laws.numpy()
-        found = [noise.winner(values[row], key) for row, key in zip(rows, keys, strict=True)]
-        return [[token if values[row, token] > 0 else -1] for row, token in zip(rows, found, strict=True)]
-    raced = noise.race(laws[list(rows)], torch.tensor(keys, device=laws.device))
-    best = raced.topk(min(width, laws.shape[-1]), -1)
+def _sample_tokens(probs: Tensor, rows: Sequence[int], keys: Sequence[int], width: int) -> list[list[int]]:
+    """Sample `width` different tokens from each of some rows of `probs` [N, V], in order of the exponential race.
+
+    Args:
+        probs: distributions.
+        rows: row of each race.
+        keys: noise key of each race.
+        width: tokens per race; -1 stands for a token without probability.
+    """
+    if width == 1 and probs.device.type == "cpu":  # this path caches the noise, which the target uses under `match`
+        values = probs.numpy()
+        sampled = [rng.race_argmax(values[row], key) for row, key in zip(rows, keys, strict=True)]
+        return [[token if values[row, token] > 0 else -1] for row, token in zip(rows, sampled, strict=True)]
+    raced = rng.exponential_race(probs[list(rows)], torch.tensor(keys, device=probs.device))
+    best = raced.topk(min(width, probs.shape[-1]), -1)
     return [
         [token if score > 0 else -1 for token, score in zip(*row, strict=True)]
         for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)
     ]
 
 
-def _guessed(asked: Sequence[Asked], logits: Tensor) -> list[Draft]:
-    """The likeliest tokens of every head, and the tree is a table to look them up."""
-    width = max((one.tree.width for one in asked), default=0)
+def _draft_likeliest(requests: Sequence[MedusaRequest], logits: Tensor) -> list[Draft]:
+    """Fill every tree with the likeliest tokens of the heads."""
+    width = max((entry.tree.width for entry in requests), default=0)
     if width <= 1:
         depth = logits.shape[1]
-        found = likeliest(logits.flatten(0, 1).float() if logits.dtype == torch.bfloat16 else logits.flatten(0, 1))
-        ids = [[[token] for token in found[i * depth : (i + 1) * depth]] for i in range(len(asked))]
+        best = argmax_tokens(logits.flatten(0, 1).float() if logits.dtype == torch.bfloat16 else logits.flatten(0, 1))
+        ids = [[[token] for token in best[i * depth : (i + 1) * depth]] for i in range(len(requests))]
     else:
         ids = logits.topk(min(width, logits.shape[-1]), -1).indices.tolist()
     return [
-        _filled(one.tree, ids_of, [depth - 1 for depth in one.tree.depths])
-        for one, ids_of in zip(asked, ids, strict=True)
+        _fill_tree(entry.tree, head_ids, [depth - 1 for depth in entry.tree.depths])
+        for entry, head_ids in zip(requests, ids, strict=True)
     ]
 
 
-def _filled(tree: RankTree, ids: Sequence[Sequence[int]], of_node: Sequence[int], laws: Tensor | None = None) -> Draft:
-    """The tree with tokens: node n takes the one of its rank from ids[of_node[n - 1]]; -1, or none, ends the branch.
+def _fill_tree(
+    tree: StaticTree, ids: Sequence[Sequence[int]], row_of_node: Sequence[int], probs: Tensor | None = None
+) -> Draft:
+    """Make a draft of a tree: node n gets ids[row_of_node[n - 1]][rank].
 
-    laws [D, V] by depth, where the children were drawn from them.
+    Args:
+        tree: shape.
+        ids: tokens by row and rank; a node with -1 or no token is dropped, with all below it.
+        row_of_node: row of `ids` of each node from 1 on.
+        probs: q [D, V] by depth if the tokens were sampled.
     """
     tokens: list[int] = []
     parents: list[int] = []
     index = {0: 0}
-    for node, (parent, rank, row) in enumerate(zip(tree.parents, tree.ranks, of_node, strict=True), 1):
+    for node, (parent, rank, row) in enumerate(zip(tree.parents, tree.ranks, row_of_node, strict=True), 1):
         if parent in index and rank < len(ids[row]) and ids[row][rank] >= 0:
             tokens.append(ids[row][rank])
             parents.append(index[parent])
             index[node] = len(tokens)
-    if laws is None:
+    if probs is None:
         return Draft(tuple(tokens), tuple(parents))
-    below = torch.cat([laws, laws.new_zeros(1, laws.shape[-1])])  # nothing is drawn below the deepest level
+    q = torch.cat([probs, probs.new_zeros(1, probs.shape[-1])])  # zeros below the deepest level
     depths = [0, *(tree.depths[node - 1] for node in index if node)]
-    return Draft(tuple(tokens), tuple(parents), below[depths])
+    return Draft(tuple(tokens), tuple(parents), q[depths])
 
 
-def create(config: Config, context: Context) -> Medusa:
-    """Load the heads. Raises ForedraftError if they are not the target's."""
-    return from_checkpoint(config, loaded(context, METHOD), context)
+def create(config: Config, context: DrafterContext) -> Medusa:
+    """Load the heads and make their drafter. Raises ForedraftError if they do not fit the target."""
+    return from_checkpoint(config, load_checkpoint(context, METHOD), context)
 
 
-def from_checkpoint(config: Config, checkpoint: Checkpoint, context: Context) -> Medusa:
-    """From heads that are loaded."""
+def from_checkpoint(config: Config, checkpoint: Checkpoint, context: DrafterContext) -> Medusa:
+    """Make the drafter of loaded heads."""
     shape = checkpoint.shape
     if not isinstance(shape, MedusaShape):
         raise ForedraftError(f"{checkpoint.folder} holds no Medusa heads but {checkpoint.format}")
-    tree = config.shape(context.num_tokens, shape.num_heads, measured(shape))
+    tree = config.to_static_tree(context.num_speculative_tokens, shape.num_heads, get_accuracies(shape))
     return Medusa(shape, checkpoint.tensors, tree, context, config.min_confidence, config.quantization)
 
 
-def measured(shape: MedusaShape) -> Accuracies:
-    """By head and rank, from the checkpoint or assumed."""
-    return shape.accuracies or usual(shape.num_heads, RANKS)
+def get_accuracies(shape: MedusaShape) -> RankAccuracies:
+    """Return accuracies by head and rank: the checkpoint's, or defaults."""
+    return shape.accuracies or assume_accuracies(shape.num_heads, NUM_RANKS)

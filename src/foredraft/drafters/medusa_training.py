@@ -1,4 +1,4 @@
-"""Training Medusa's heads: Medusa-1 with the target frozen, Medusa-2 together with it (2401.10774, section 2.2)."""
+"""Training of Medusa's heads: on a frozen target (Medusa-1) or together with it (Medusa-2); 2401.10774, section 2.2."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -8,21 +8,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foredraft.checkpoints.base import Checkpoint, MedusaShape
-from foredraft.checkpoints.layouts import layout
-from foredraft.drafters.medusa_heads import RANKS, MedusaHeads
-from foredraft.drafters.newest_training import answers, asked, choice, mean_loss
-from foredraft.drafters.training import Losses, Trace, check_loss
+from foredraft.checkpoints.layouts import make_layout
+from foredraft.checkpoints.schema import Checkpoint, MedusaShape
+from foredraft.drafters.head_losses import compute_mean_loss, gather_targets, select_argmax, select_roots
+from foredraft.drafters.losses import Losses, Trace, check_loss
+from foredraft.drafters.medusa_heads import NUM_RANKS, MedusaHeads
 from foredraft.errors import ForedraftError
-from foredraft.models.lm import HFModel
-from foredraft.models.window import NORMED
+from foredraft.models.forward_batch import AFTER_FINAL_NORM
+from foredraft.models.hf import HFModel
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """`own_head`: every head has an output matrix, a copy of the target's to begin with; without, the target's serves
-    all, which drafts faster and takes a tenth of the memory. `decay`: head h's loss counts decay^h. `backbone`:
-    learning rate of the target as a share of the heads', for Medusa-2; None = frozen, Medusa-1."""
+    """Training settings.
+
+    Args:
+        loss: one of `losses.LOSS_NAMES`.
+        heads: number of heads.
+        layers: residual blocks per head.
+        own_head: whether every head has its own output matrix, initialised with the target's. Without, all use the
+            target's: faster, with a tenth of the memory.
+        decay: weight of head h is decay^h, in (0, 1].
+        backbone: learning rate of the target as a share of the heads' (Medusa-2); None = frozen target (Medusa-1).
+    """
 
     loss: str = "kl"
     heads: int = 4
@@ -33,9 +41,9 @@ class TrainConfig:
 
 
 class MedusaTrainee:
-    """Heads while they learn: head h at position i is asked for token i + 2 + h."""
+    """Medusa heads in training. Head h at position i predicts token i + 2 + h."""
 
-    taps: tuple[int, ...] = (NORMED,)
+    hidden_layers: tuple[int, ...] = (AFTER_FINAL_NORM,)
 
     def __init__(self, network: MedusaHeads, target: HFModel, config: TrainConfig) -> None:
         self.network = network
@@ -44,52 +52,63 @@ class MedusaTrainee:
         self.backbone = config.backbone
         self.accuracies = network.shape.accuracies
 
-    def loss(self, trace: Trace) -> Losses:
-        total, weight, parts = trace.features.new_zeros(()).float(), 0.0, {}
+    def compute_loss(self, trace: Trace) -> Losses:
+        total, weight, components = trace.features.new_zeros(()).float(), 0.0, {}
         for head in range(len(self.network)):
-            rows = asked(trace, head + 1)
-            law, tokens = answers(trace, rows, head + 1)
-            logits_of, states = partial(self.logits, head), trace.features[rows]
-            loss = mean_loss(self.config.loss, logits_of, states, law, tokens, self.network.shape.vocab_size)
+            rows = select_roots(trace, head + 1)
+            log_probs, tokens = gather_targets(trace, rows, head + 1)
+            logits_fn, states = partial(self.compute_logits, head), trace.features[rows]
+            loss = compute_mean_loss(
+                self.config.loss, logits_fn, states, log_probs, tokens, self.network.shape.vocab_size
+            )
             total, weight = total + self.config.decay**head * loss, weight + self.config.decay**head
-            parts[f"loss_{head + 1}"] = float(loss.detach())
-        return Losses(total / weight, parts)
+            components[f"loss_{head + 1}"] = float(loss.detach())
+        return Losses(total / weight, components)
 
     @torch.no_grad()
     def finish(self, traces: Iterable[Trace]) -> None:
-        """Measure how often each guess of each head is the target's greedy choice; trees are built from that."""
-        hits = torch.zeros(len(self.network), RANKS, dtype=torch.int64)
+        """Measure how often each rank of each head is the target's argmax. Trees are built from these accuracies."""
+        hits = torch.zeros(len(self.network), NUM_RANKS, dtype=torch.int64)
         counts = torch.zeros(len(self.network), 1, dtype=torch.int64)
         for trace in traces:
             for head in range(len(self.network)):
-                rows = asked(trace, head + 1)
-                law, _ = answers(trace, rows, head + 1)
-                logits = self.logits(head, trace.features[rows])
-                guesses = logits.topk(min(RANKS, logits.shape[-1]), -1).indices
-                hits[head, : guesses.shape[1]] += (guesses == choice(law)[:, None]).sum(0).cpu()
-                counts[head] += len(guesses)
+                rows = select_roots(trace, head + 1)
+                log_probs, _ = gather_targets(trace, rows, head + 1)
+                logits = self.compute_logits(head, trace.features[rows])
+                best = logits.topk(min(NUM_RANKS, logits.shape[-1]), -1).indices
+                hits[head, : best.shape[1]] += (best == select_argmax(log_probs)[:, None]).sum(0).cpu()
+                counts[head] += len(best)
         rates = (hits / counts.clamp_min(1)).tolist()
         self.accuracies = tuple(tuple(round(rate, 4) for rate in row) for row in rates)
 
-    def logits(self, head: int, states: Tensor) -> Tensor:
-        """[R, H] -> [R, V]"""
+    def compute_logits(self, head: int, states: Tensor) -> Tensor:
+        """Compute logits [R, V] of one head from states [R, H]."""
         x = self.network(states.to(self._dtype), head)
         if self.network.shape.has_own_head:
             return x  # type: ignore[no-any-return]
-        return self.target.head(x.to(self.target.model.dtype))
+        return self.target.compute_logits(x.to(self.target.model.dtype))
 
-    def published(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """As FasterDecoding has it; with the accuracies measured, which no other engine reads."""
-        made = layout(replace(self.network.shape, accuracies=self.accuracies), self.network.state_dict())
-        return made.tensors, made.config | {"base_model_name_or_path": self.target.name}
+    def to_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return tensors and config.json in FasterDecoding's layout, with the accuracies as an extra field."""
+        layout = make_layout(replace(self.network.shape, accuracies=self.accuracies), self.network.state_dict())
+        return layout.tensors, layout.config | {"base_model_name_or_path": self.target.name}
 
     @property
     def _dtype(self) -> torch.dtype:
         return next(self.network.parameters()).dtype
 
 
-def trainee(config: TrainConfig, target: HFModel, start: Checkpoint | None = None) -> MedusaTrainee:
-    """Heads to train on a target, in float32: new ones guess what the target's own head would, or those of `start`."""
+def create_trainee(config: TrainConfig, target: HFModel, start: Checkpoint | None = None) -> MedusaTrainee:
+    """Make heads to train, in float32.
+
+    Args:
+        config: training settings.
+        target: target; frozen unless `config.backbone` is set.
+        start: checkpoint to continue from; None = new heads that predict what the target's output matrix would.
+
+    Raises:
+        ForedraftError: for invalid settings, or a checkpoint of another method.
+    """
     check_loss(config.loss)
     if start is not None:
         if not isinstance(start.shape, MedusaShape):
@@ -100,7 +119,9 @@ def trainee(config: TrainConfig, target: HFModel, start: Checkpoint | None = Non
     if config.heads < 1 or config.layers < 1:
         raise ForedraftError(f"heads and layers must be positive, got {config.heads} and {config.layers}")
     if config.backbone is not None and not config.own_head:
-        raise ForedraftError("a target that learns too changes its head under those that borrow it; use own_head")
+        raise ForedraftError(
+            "backbone trains the target, which changes the output matrix that the heads share; use own_head"
+        )
     if not 0 < config.decay <= 1:
         raise ForedraftError(f"decay must lie in 0..1, got {config.decay}")
     shape = MedusaShape(target.hidden_size, target.vocab_size, config.heads, config.layers, config.own_head)

@@ -1,8 +1,9 @@
-"""String-level exact match (SLEM, 2502.05202 algorithm 2): a draft model of another vocabulary writes text, which is
-cut into the target's tokens.
+"""String-level exact match (SLEM): a draft model of another vocabulary writes text, encoded in the target's tokens.
 
-The tokens are guesses: whatever they are, the text keeps its law. A guess is right with the probability that the target
-gives it, so the draft's likeliest token is the best one to go on with, at any temperature.
+The draft tokens are deterministic (q is one-hot), so the output keeps the target's distribution. The target accepts
+such a token with its probability p, so the draft model's likeliest token is the best choice at any temperature.
+
+Reference: 2502.05202, algorithm 2.
 """
 
 from collections.abc import Sequence
@@ -10,92 +11,94 @@ from dataclasses import dataclass, field
 
 import torch
 
-from foredraft.drafters.base import Draft
-from foredraft.drafters.growth import Plan
-from foredraft.drafters.intersection import Pair
-from foredraft.drafters.translated import Held, Translated
-from foredraft.drafters.vocabularies import whole
-from foredraft.filters import likeliest
-from foredraft.models.window import Span
+from foredraft.drafters.cross_vocab_base import CrossVocabDrafter, CrossVocabState
+from foredraft.drafters.draft import Draft
+from foredraft.drafters.token_vocabulary import strip_partial_character
+from foredraft.drafters.tree_builder import TreeSpec
+from foredraft.drafters.vocab_map import VocabMap
+from foredraft.models.forward_batch import Span
 from foredraft.request import Batch
+from foredraft.sampling.filters import argmax_tokens
 from foredraft.tree import Commit
 
-AHEAD = 1  # draft tokens beyond the depth: what they complete makes the guesses before them certain
+# draft-model tokens beyond the depth: the last target token may merge with the next bytes, so it is not drafted
+EXTRA_DRAFT_TOKENS = 1
 
 
 @dataclass(eq=False)
-class Line:
-    """One request's text while it is drafted."""
+class SlemChain:
+    """Draft of one request while it grows."""
 
-    held: Held
-    pair: Pair
-    tokens: list[int] = field(default_factory=list)  # of the draft
-    text: bytes = b""
-    guesses: list[int] = field(default_factory=list)  # tokens of the target
-    is_over: bool = False
-    chance: float = 1.0  # of the drafted path, by the draft
+    state: CrossVocabState
+    vocab_map: VocabMap
+    tokens: list[int] = field(default_factory=list)  # draft-model tokens
+    draft_bytes: bytes = b""
+    target_tokens: list[int] = field(default_factory=list)  # the draft in target tokens
+    is_finished: bool = False
+    probability: float = 1.0  # of the draft, by the draft model
 
     def push(self, token: int) -> None:
-        """The draft goes on with one of its tokens. A control token ends the text, and is a guess if the target has
-        the same."""
-        spelt = self.pair.draft.spelt
-        piece = spelt[token] if token < len(spelt) else None
+        """Append a draft-model token. A control token ends the draft; it is a draft token if the target has it too."""
+        token_bytes = self.vocab_map.draft.token_bytes
+        piece = token_bytes[token] if token < len(token_bytes) else None
         if piece is None:
-            self.guesses = self._cut() + ([self.pair.back[token]] if token in self.pair.back else [])
-            self.is_over = True
+            self.target_tokens = self._encode_for_target() + (
+                [self.vocab_map.target_controls[token]] if token in self.vocab_map.target_controls else []
+            )
+            self.is_finished = True
             return
         self.tokens.append(token)
-        self.text += piece
-        # the last may merge with what comes next
-        self.guesses = self._cut()[:-1]
-        depth = self.held.plan.depth
-        self.is_over = len(self.guesses) >= depth or len(self.tokens) >= depth + AHEAD
+        self.draft_bytes += piece
+        # the last token may merge with the next bytes
+        self.target_tokens = self._encode_for_target()[:-1]
+        depth = self.state.tree_spec.max_depth
+        self.is_finished = len(self.target_tokens) >= depth or len(self.tokens) >= depth + EXTRA_DRAFT_TOKENS
 
-    def span(self) -> Span:
-        """The newest token, on top of those before it."""
-        start = self.held.length + len(self.tokens) - 1
-        return Span(self.held.pages, start, self.tokens[-1:], range(1))
+    def build_span(self) -> Span:
+        """Build the span of the newest token."""
+        start = self.state.num_tokens + len(self.tokens) - 1
+        return Span(self.state.pages, start, self.tokens[-1:], range(1))
 
-    def _cut(self) -> list[int]:
-        """The drafted text in the target's tokens, as far as it can be spelt."""
-        tail = self.held.reading.tail
-        data = self.text[: max(len(whole(tail + self.text)) - len(tail), 0)]
-        ids = self.pair.target.continued(tail, data) if data else []
+    def _encode_for_target(self) -> list[int]:
+        """Encode the draft in target tokens, up to the first byte that the target has no token for."""
+        tail = self.state.retokenizer.last_bytes
+        data = self.draft_bytes[: max(len(strip_partial_character(tail + self.draft_bytes)) - len(tail), 0)]
+        ids = self.vocab_map.target.encode_continuation(tail, data) if data else []
         return ids[: next((i for i, token in enumerate(ids) if token < 0), len(ids))]
 
 
-class Retokenising(Translated):
-    """Chains of guesses."""
+class SlemDrafter(CrossVocabDrafter):
+    """Drafter of chains of deterministic draft tokens by SLEM."""
 
-    vocab = "slem"
+    vocab_option = "slem"
 
-    def num_own(self, plan: Plan) -> int:
-        return plan.depth + AHEAD
+    def count_written_tokens(self, tree_spec: TreeSpec) -> int:
+        return tree_spec.max_depth + EXTRA_DRAFT_TOKENS
 
-    def draft(self, held: Sequence[Held]) -> list[Draft]:
-        lines = [Line(h, self.pair) for h in held]
-        logits, growing = self.read_in(held), lines
+    def draft_batch(self, states: Sequence[CrossVocabState]) -> list[Draft]:
+        chains = [SlemChain(h, self.vocab_map) for h in states]
+        logits, growing = self.prefill(states), chains
         while True:
-            bar = self.plan.min_confidence
+            min_confidence = self.tree_spec.min_confidence
             logits = logits if logits.dtype == torch.float64 else logits.float()
-            chances = logits.softmax(-1).amax(-1).tolist() if bar else [1.0] * len(growing)
-            for line, token, chance in zip(growing, likeliest(logits), chances, strict=True):
-                line.chance *= chance
-                if token < 0 or line.chance < bar:
-                    line.is_over = True
+            max_probs = logits.softmax(-1).amax(-1).tolist() if min_confidence else [1.0] * len(growing)
+            for chain, token, max_prob in zip(growing, argmax_tokens(logits), max_probs, strict=True):
+                chain.probability *= max_prob
+                if token < 0 or chain.probability < min_confidence:
+                    chain.is_finished = True
                 else:
-                    line.push(token)
-            growing = [line for line in growing if not line.is_over and self._has_room(line)]
+                    chain.push(token)
+            growing = [chain for chain in growing if not chain.is_finished and self._has_room(chain)]
             if not growing:
                 break
-            logits = self.forward([line.span() for line in growing], last_only=True)
-        for line in lines:  # all but the newest token were looked at
-            own = line.tokens[:-1]
-            line.held.reading.expect(own, line.held.length + len(own))
-        return [Draft.chain(line.guesses[: line.held.plan.depth]) for line in lines]
+            logits = self.forward([chain.build_span() for chain in growing], last_only=True)
+        for chain in chains:  # the newest token has no KV yet
+            written = chain.tokens[:-1]
+            chain.state.retokenizer.append_draft(written, chain.state.num_tokens + len(written))
+        return [Draft.from_chain(chain.target_tokens[: chain.state.tree_spec.max_depth]) for chain in chains]
 
     def observe(self, batch: Batch, commit: Commit) -> None:
-        """Nothing: what stays of a draft is seen when the text is read."""
+        """Do nothing: the next `propose` reads the committed tokens."""
 
-    def _has_room(self, line: Line) -> bool:
-        return line.held.length + len(line.tokens) <= self.lm.context_length
+    def _has_room(self, chain: SlemChain) -> bool:
+        return chain.state.num_tokens + len(chain.tokens) <= self.lm.context_length

@@ -1,11 +1,11 @@
-"""Suffix decoding: what followed the longest suffix of the text that is known from somewhere, by how often it did.
+"""Suffix decoding: drafts by the counts of the tokens that followed the longest matching suffix of the sequence.
 
-After "SuffixDecoding" (2411.04975), SAM-Decoding (2411.10666) and REST (2311.08252). Three sources count: the request's
-own text; with `store_tokens` past outputs of the same tenant; with `files` texts given at start. Each is a suffix
-automaton (kernels/automaton.py) in which the text's longest match is carried along, so that a token costs O(1) to add
-and to look up however long the match. One law is made of all of them: the longest context first, whosever it is (of
-equal ones the own text's, then the store's from its newest outputs on, then the files'), each passing on to the next
-shorter what it is not sure of.
+There are three sources: the request's own sequence; with `store_tokens` past outputs of the same tenant; with `files`
+texts read at start. Each is a suffix automaton (kernels/automaton.py) with the current match of the sequence, so adding
+and matching a token costs O(1). The sources are blended into one distribution. The longest context comes first; it
+backs off to the next shorter one. Equal lengths are in the order of the sources, and the newest output comes first.
+
+Reference: SuffixDecoding (2411.04975), SAM-Decoding (2411.10666), REST (2311.08252).
 """
 
 import math
@@ -15,34 +15,51 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from foredraft.drafters.base import Context, Draft, plant
-from foredraft.drafters.growth import Growth, Plan, Scores, extend
-from foredraft.drafters.suffix_files import read
-from foredraft.drafters.suffix_store import Section, Store, best
+from foredraft.drafters.draft import Draft, to_token_tree
+from foredraft.drafters.registry import DrafterContext
+from foredraft.drafters.suffix_cache import SuffixCache, SuffixCacheSection, select_longest
+from foredraft.drafters.suffix_corpus import read_corpus
+from foredraft.drafters.tree_builder import NodeLogits, TreeBuilder, TreeSpec, add_level
 from foredraft.errors import ForedraftError
-from foredraft.kernels.automaton import LONGEST, Automaton, Law, Place, Shape, trust
-from foredraft.kernels.cpu.suffix import automaton
-from foredraft.request import Batch, Request, State
+from foredraft.kernels.automaton import (
+    MAX_CONTEXT_LENGTH,
+    Continuations,
+    RankedDraftSpec,
+    SuffixAutomaton,
+    SuffixMatch,
+    build_discount_table,
+)
+from foredraft.kernels.cpu.suffix import get_automaton_class
+from foredraft.request import Batch, Request, RequestStatus
 from foredraft.tree import Commit, TokenTree
 
 METHOD = "suffix"
-READS_MODEL = False
-AUTO_RANK = 20  # among the methods that read nothing but the text; more is better
+USES_MODEL = False
+AUTO_RANK = 20  # among methods that read tokens alone; higher is better
 
-# taken from every count of contexts of 1, 2, ... tokens, the last of all longer ones: least loss, in bits per token, on
-# greedy and sampled code of the built-in target; those published for the sequence memoizer on prose are much the same
+# Subtracted from every count of a context of 1, 2, ... tokens; the last value holds for all longer contexts. They
+# minimise the loss in bits per token on greedy and sampled code of the built-in target. The values published for the
+# sequence memoizer on prose are close to them.
 DISCOUNTS = (0.75, 0.7, 0.75, 0.75, 0.8, 0.95)
-LEAST_STORE = 256
+MIN_STORE_TOKENS = 256  # smallest store
 
 
 @dataclass(frozen=True)
 class Config:
-    """A chain of at most num_speculative_tokens, or with `tree_nodes` or `top_k` a tree of the tree_nodes likeliest,
-    top_k below each at most. It ends where its likeliest path is less likely than `min_confidence`, and is never longer
-    than `tokens_per_match` for each token matched and `free_tokens` more; matches below `min_match` draft nothing.
+    """Shape of the drafts and sources beside the request's own sequence.
 
-    `store_tokens`: keep this many tokens of past outputs, of at most `store_tenants` tenants; a request sees those of
-    its own cache salt alone. `files`: texts to draft from besides: text, .jsonl or .npy of token ids.
+    A draft is a chain of at most num_speculative_tokens, or a tree if `tree_nodes` or `top_k` is set.
+
+    Attributes:
+        min_confidence: a draft ends if its likeliest path is less likely than this.
+        min_match: fewest matched tokens of a draft.
+        tokens_per_match: draft depth per matched token, in addition to `free_tokens`.
+        free_tokens: draft depth that needs no match length.
+        tree_nodes: number of the likeliest nodes in a tree.
+        top_k: most children of a node in a tree.
+        store_tokens: capacity of the store of past outputs, in tokens. A request sees only outputs with its cache salt.
+        store_tenants: most tenants (cache salts) in the store.
+        files: further texts to draft from: plain text, .jsonl, or .npy of token ids.
     """
 
     min_confidence: float = 0.1
@@ -57,176 +74,217 @@ class Config:
 
 
 @dataclass
-class Reading:
-    """One request's text, where it stands in every source, and what its last draft was worth."""
+class SuffixState:
+    """One request's automaton, its matches in every source, and the expected result of its last draft."""
 
     request: Request
-    own: Automaton
-    num_read: int = 0
-    stored: dict[Section, tuple[int, Place]] = field(default_factory=dict)  # the version it was found in, and where
-    filed: list[Place] = field(default_factory=list)
-    places: list[Place] = field(default_factory=list)  # of all sources, as they were read last
-    matched: int = 0  # tokens of the longest match when it was last drafted for
-    expected: float = 0.0  # tokens of that draft which should be accepted, going by its law
+    automaton: SuffixAutomaton
+    num_read: int = 0  # tokens in the automaton
+    # by section: the section's version at the time, and the match
+    cache_matches: dict[SuffixCacheSection, tuple[int, SuffixMatch]] = field(default_factory=dict)
+    file_matches: list[SuffixMatch] = field(default_factory=list)
+    matches: list[SuffixMatch] = field(default_factory=list)  # of all sources after the last update
+    match_length: int = 0  # tokens of the longest match at the last draft
+    expected_accepted: float = 0.0  # expected accepted tokens of that draft by its own probabilities
 
-    def read(self, sections: Sequence[Section]) -> None:
-        """Take in what is new of the text."""
+    def update(self, sections: Sequence[SuffixCacheSection]) -> None:
+        """Read the new committed tokens, and update the matches."""
         request = self.request
-        fresh = request.slice(self.num_read, request.num_tokens)
-        self.own.extend(fresh)
+        new_tokens = request.get_tokens(self.num_read, request.num_tokens)
+        self.automaton.extend(new_tokens)
         self.num_read = request.num_tokens
-        self.filed = self.own.follow(self.filed, fresh)
-        self.stored = {section: self._found(section, fresh) for section in sections}
-        self.places = [self.own.end(), *best(place for _, place in self.stored.values()), *self.filed]
+        self.file_matches = self.automaton.advance(self.file_matches, new_tokens)
+        self.cache_matches = {section: self._match_section(section, new_tokens) for section in sections}
+        self.matches = [
+            self.automaton.match_end(),
+            *select_longest(match for _, match in self.cache_matches.values()),
+            *self.file_matches,
+        ]
 
-    def _found(self, section: Section, fresh: list[int]) -> tuple[int, Place]:
-        version, place = self.stored.get(section, (-1, Place(section.text)))
-        if version != section.version:  # a longer match may be there by now
-            place = Place(section.text)
-            fresh = self.request.slice(max(0, self.num_read - LONGEST), self.num_read)
-        return section.version, self.own.follow([place], fresh)[0]
+    def _match_section(self, section: SuffixCacheSection, new_tokens: list[int]) -> tuple[int, SuffixMatch]:
+        version, match = self.cache_matches.get(section, (-1, SuffixMatch(section.automaton)))
+        if version != section.version:  # a changed section may have a longer match
+            match = SuffixMatch(section.automaton)
+            new_tokens = self.request.get_tokens(max(0, self.num_read - MAX_CONTEXT_LENGTH), self.num_read)
+        return section.version, self.automaton.advance([match], new_tokens)[0]
 
 
-class Suffix:
-    """The verbs. No match, no draft."""
+class SuffixDrafter:
+    """Drafter from suffix matches. No draft without a match."""
 
-    taps: tuple[int, ...] = ()
+    hidden_layers: tuple[int, ...] = ()
 
-    def __init__(self, config: Config, plan: Plan, context: Context, files: Automaton | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        tree_spec: TreeSpec,
+        context: DrafterContext,
+        file_automaton: SuffixAutomaton | None = None,
+    ) -> None:
         self.config = config
-        self.plan = plan
-        self.num_tokens = context.num_tokens
+        self.tree_spec = tree_spec
+        self.num_speculative_tokens = context.num_speculative_tokens
         self.vocab_size = context.vocab_size
         self.device = context.device
-        self.trust = trust(DISCOUNTS)
-        self.make = automaton()
-        self.files = files
-        self.store = Store(config.store_tokens, config.store_tenants, self.make) if config.store_tokens else None
-        self._readings: dict[int, Reading] = {}  # by slot
-        self._requests: dict[int, Request] = {}  # by slot, where there is a store
-        self._left: list[Request] = []  # those that gave up their slots since `_settle`
+        self.discount_table = build_discount_table(DISCOUNTS)
+        self.automaton_class = get_automaton_class()
+        self.file_automaton = file_automaton
+        self.cache = (
+            SuffixCache(config.store_tokens, config.store_tenants, self.automaton_class)
+            if config.store_tokens
+            else None
+        )
+        self._states: dict[int, SuffixState] = {}  # by slot
+        self._requests: dict[int, Request] = {}  # by slot; empty without a store
+        self._released: list[Request] = []  # requests that left their slots since the last `_cache_finished`
 
     @property
-    def num_nodes(self) -> int:
-        return self.plan.nodes
+    def max_nodes(self) -> int:
+        return self.tree_spec.max_nodes
 
-    def matched(self, slot: int) -> int:
-        """Tokens of the longest match when a slot was last drafted for; 0 where it was not."""
-        reading = self._readings.get(slot)
-        return 0 if reading is None else reading.matched
+    def get_match_length(self, slot: int) -> int:
+        """Return the longest match in tokens at a slot's last draft; 0 without one."""
+        state = self._states.get(slot)
+        return 0 if state is None else state.match_length
 
-    def expected(self, slot: int) -> float:
-        """Tokens of a slot's last draft that should be accepted, going by its law; 0 where it has none."""
-        reading = self._readings.get(slot)
-        return 0.0 if reading is None else reading.expected
+    def get_expected_accepted(self, slot: int) -> float:
+        """Return the expected accepted tokens of a slot's last draft; 0 without one."""
+        state = self._states.get(slot)
+        return 0.0 if state is None else state.expected_accepted
 
     def propose(self, batch: Batch) -> TokenTree:
-        self._settle()
-        return plant(batch, {b: self._draft(batch.requests[b], batch.budgets[b]) for b in batch.drafting()})
+        self._cache_finished()
+        return to_token_tree(
+            batch, {b: self._draft_request(batch.requests[b], batch.max_draft_nodes[b]) for b in batch.find_drafting()}
+        )
 
-    def drafted(self, request: Request, budget: int) -> Draft:
-        self._settle()
-        return self._draft(request, budget)
+    def draft(self, request: Request, budget: int) -> Draft:
+        self._cache_finished()
+        return self._draft_request(request, budget)
 
-    def weighed(self, request: Request) -> int:
-        return self.matched(request.slot)
+    def match_strength(self, request: Request) -> int:
+        return self.get_match_length(request.slot)
 
-    def extended(self, request: Request, path: Sequence[int], budget: int) -> Draft:
-        """By rank, whatever the sampling."""
+    def continue_draft(self, request: Request, path: Sequence[int], budget: int) -> Draft:
+        """Draft by rank for every sampling setting, as if `path` were committed."""
         config = self.config
-        places = self.make.follow(self._read(request).places, path)
-        matched = max(place.length for place in places)
-        depth = min(self._most(matched, request.room - len(path)), budget)
+        matches = self.automaton_class.advance(self._update_state(request).matches, path)
+        matched = max(match.length for match in matches)
+        depth = min(self._limit_depth(matched, request.max_draft_depth - len(path)), budget)
         if matched < config.min_match or depth < 1:
             return Draft()
-        grown = self.make.draft(places, self.trust, Shape(depth, depth, 1, config.min_confidence, request.end_ids))
-        return Draft(tuple(grown.tokens), tuple(grown.parents))
+        draft = self.automaton_class.draft(
+            matches, self.discount_table, RankedDraftSpec(depth, depth, 1, config.min_confidence, request.end_ids)
+        )
+        return Draft(tuple(draft.tokens), tuple(draft.parents))
 
     def observe(self, batch: Batch, commit: Commit) -> None:
-        """Texts are read when they are drafted for; a store wants to know whose they are."""
-        if self.store is not None:
-            self._settle()
+        """Record the requests of the slots for the store. Tokens are read in `propose`."""
+        if self.cache is not None:
+            self._cache_finished()
             self._requests.update((request.slot, request) for request in batch.requests)
 
     def forget(self, slots: Sequence[int]) -> None:
-        self._settle()
+        self._cache_finished()
         for slot in slots:
-            self._readings.pop(slot, None)
+            self._states.pop(slot, None)
             if slot in self._requests:
-                self._left.append(self._requests.pop(slot))
+                self._released.append(self._requests.pop(slot))
 
-    def _settle(self) -> None:
-        """Keep the outputs of the requests that have ended. When a slot is given up nothing says yet whether its
-        request has, or is preempted and comes back; by the next call of any kind its state does."""
-        for request in self._left:
-            if request.state is State.OVER and self.store is not None:
-                self.store.add(request.tenant, request.output)
-        self._left.clear()
+    def _cache_finished(self) -> None:
+        """Store the outputs of finished requests.
 
-    def _read(self, request: Request) -> Reading:
-        """A request's reading, at the end of its text."""
-        reading = self._readings.get(request.slot)
-        if reading is None or reading.request is not request or reading.num_read > request.num_tokens:
-            filed = [] if self.files is None else [Place(self.files)]
-            reading = self._readings[request.slot] = Reading(request, self.make(), filed=filed)
-        reading.read(() if self.store is None else self.store.sections(request.tenant))
-        return reading
+        `forget` cannot distinguish a finished request from a preempted one; at the next call the status can.
+        """
+        for request in self._released:
+            if request.status is RequestStatus.FINISHED and self.cache is not None:
+                self.cache.add(request.tenant, request.output)
+        self._released.clear()
 
-    def _most(self, matched: int, room: int) -> int:
-        """How deep a draft may be on the strength of a match."""
-        return int(min(matched * self.config.tokens_per_match + self.config.free_tokens, self.num_tokens, room))
+    def _update_state(self, request: Request) -> SuffixState:
+        """Return a request's state, updated to its last committed token."""
+        state = self._states.get(request.slot)
+        if state is None or state.request is not request or state.num_read > request.num_tokens:
+            file_matches = [] if self.file_automaton is None else [SuffixMatch(self.file_automaton)]
+            state = self._states[request.slot] = SuffixState(request, self.automaton_class(), file_matches=file_matches)
+        state.update(() if self.cache is None else self.cache.list_sections(request.tenant))
+        return state
 
-    def _draft(self, request: Request, budget: int) -> Draft:
-        reading, config = self._read(request), self.config
-        places = reading.places
-        reading.matched, reading.expected = max(place.length for place in places), 0.0
-        plan = self.plan.cut(self._most(reading.matched, request.room), budget, request.verify == "block")
-        if reading.matched < config.min_match or plan.nodes < 1 or plan.depth < 1:
+    def _limit_depth(self, match_length: int, max_depth: int) -> int:
+        """Return the largest draft depth for a match length."""
+        return int(
+            min(
+                match_length * self.config.tokens_per_match + self.config.free_tokens,
+                self.num_speculative_tokens,
+                max_depth,
+            )
+        )
+
+    def _draft_request(self, request: Request, budget: int) -> Draft:
+        state, config = self._update_state(request), self.config
+        matches = state.matches
+        state.match_length, state.expected_accepted = max(match.length for match in matches), 0.0
+        plan = self.tree_spec.restrict(
+            self._limit_depth(state.match_length, request.max_draft_depth), budget, request.verify == "block"
+        )
+        if state.match_length < config.min_match or plan.max_nodes < 1 or plan.max_depth < 1:
             return Draft()
         if request.sampling.is_greedy and not request.sampling.shapes_logits:
-            shape = Shape(plan.nodes, plan.depth, plan.width, config.min_confidence, request.end_ids)
-            grown = self.make.draft(places, self.trust, shape)
-            reading.expected = sum(grown.chances)
-            return Draft(tuple(grown.tokens), tuple(grown.parents))
-        return self._grown(Growth(request, plan), reading, places)
+            shape = RankedDraftSpec(plan.max_nodes, plan.max_depth, plan.width, config.min_confidence, request.end_ids)
+            draft = self.automaton_class.draft(matches, self.discount_table, shape)
+            state.expected_accepted = sum(draft.path_probs)
+            return Draft(tuple(draft.tokens), tuple(draft.parents))
+        return self._grow_tree(TreeBuilder(request, plan), state, matches)
 
-    def _grown(self, growth: Growth, reading: Reading, places: list[Place]) -> Draft:
-        """Where a law is drawn from, or depends on what came before."""
-        at, sure = {0: places}, {0: 1.0}  # by node; sure: that the path to it is right
+    def _grow_tree(self, builder: TreeBuilder, state: SuffixState, matches: list[SuffixMatch]) -> Draft:
+        """Grow a draft level by level, for sampling or logits that depend on earlier tokens."""
+        # by node: its matches, and the probability that its path is accepted
+        node_matches, path_probs = {0: matches}, {0: 1.0}
         while True:
-            laws = {node: self.make.law(at[node], self.trust) for node in growth.frontier}
-            bar = max(self.config.min_confidence, 1e-9)
-            growth.frontier = [n for n, law in laws.items() if law.tokens and sure[n] * law.chances[0] >= bar]
-            if not growth.frontier:
-                return growth.draft()
-            num_before = len(growth.tokens)
-            extend([growth], Scores(self._logits([laws[n] for n in growth.frontier]), self.vocab_size))
-            for node in range(num_before + 1, len(growth.tokens) + 1):
-                token, parent = growth.tokens[node - 1], growth.parents[node - 1]
-                chance = dict(zip(*laws[parent], strict=True)).get(token, 0.0)
-                reading.expected += sure[parent] * chance
-                # how a draft goes on where it is drawn may depend on its laws, never on how lucky the draw was
-                sure[node] = sure[parent] * (laws[parent].chances[0] if growth.draws else chance)
-                at[node] = self.make.follow(at[parent], [token])
+            continuations_by_node = {
+                node: self.automaton_class.predict(node_matches[node], self.discount_table) for node in builder.frontier
+            }
+            min_path_prob = max(self.config.min_confidence, 1e-9)
+            builder.frontier = [
+                n
+                for n, continuations in continuations_by_node.items()
+                if continuations.tokens and path_probs[n] * continuations.probs[0] >= min_path_prob
+            ]
+            if not builder.frontier:
+                return builder.to_draft()
+            num_before = len(builder.tokens)
+            add_level(
+                [builder],
+                NodeLogits(self._make_logits([continuations_by_node[n] for n in builder.frontier]), self.vocab_size),
+            )
+            for node in range(num_before + 1, len(builder.tokens) + 1):
+                token, parent = builder.tokens[node - 1], builder.parents[node - 1]
+                prob = dict(zip(*continuations_by_node[parent], strict=True)).get(token, 0.0)
+                state.expected_accepted += path_probs[parent] * prob
+                # with sampled nodes the growth may depend on their distributions, never on the sampled tokens
+                path_probs[node] = path_probs[parent] * (
+                    continuations_by_node[parent].probs[0] if builder.uses_q else prob
+                )
+                node_matches[node] = self.automaton_class.advance(node_matches[parent], [token])
 
-    def _logits(self, laws: Sequence[Law]) -> Tensor:
-        """[R, V] -inf for what was never seen here."""
-        logits = torch.full((len(laws), self.vocab_size), -math.inf)
-        for row, law in zip(logits, laws, strict=True):
-            row[law.tokens] = torch.tensor(law.chances, dtype=torch.float64).log().float()
+    def _make_logits(self, continuations: Sequence[Continuations]) -> Tensor:
+        """Convert continuations to logits [R, V]; -inf for tokens that never followed."""
+        logits = torch.full((len(continuations), self.vocab_size), -math.inf)
+        for row, one in zip(logits, continuations, strict=True):
+            row[one.tokens] = torch.tensor(one.probs, dtype=torch.float64).log().float()
         return logits.to(self.device)
 
 
-def create(config: Config, context: Context) -> Suffix:
-    """Read the files, if there are any. Raises ForedraftError for options that make no draft, and files of no text."""
-    plan = Plan.of(context.num_tokens, config.tree_nodes, config.top_k)
+def create(config: Config, context: DrafterContext) -> SuffixDrafter:
+    """Make the drafter, and read its files. Raises ForedraftError for invalid options and unreadable files."""
+    plan = TreeSpec.from_options(context.num_speculative_tokens, config.tree_nodes, config.top_k)
     if not 0 <= config.min_confidence < 1:
         raise ForedraftError(f"min_confidence must lie in 0..1, got {config.min_confidence}")
-    for name, least in (("min_match", 1), ("free_tokens", 0), ("tokens_per_match", 0), ("store_tenants", 1)):
-        if not getattr(config, name) >= least:
-            raise ForedraftError(f"{name} must be at least {least}, got {getattr(config, name)}")
-    if config.store_tokens and config.store_tokens < LEAST_STORE:
-        raise ForedraftError(f"store_tokens must be 0 (none) or at least {LEAST_STORE}, got {config.store_tokens}")
+    for name, lowest in (("min_match", 1), ("free_tokens", 0), ("tokens_per_match", 0), ("store_tenants", 1)):
+        if not getattr(config, name) >= lowest:
+            raise ForedraftError(f"{name} must be at least {lowest}, got {getattr(config, name)}")
+    if config.store_tokens and config.store_tokens < MIN_STORE_TOKENS:
+        raise ForedraftError(f"store_tokens must be 0 (none) or at least {MIN_STORE_TOKENS}, got {config.store_tokens}")
     paths = (config.files,) if isinstance(config.files, str) else config.files
-    files = read(paths, context, automaton()()) if paths else None
-    return Suffix(config, plan, context, files)
+    files = read_corpus(paths, context, get_automaton_class()()) if paths else None
+    return SuffixDrafter(config, plan, context, files)

@@ -1,8 +1,9 @@
-"""Token-level intersection (TLI, 2502.05202 algorithm 4): a draft model of another vocabulary draws only tokens that
-the target has too.
+"""Token-level intersection (TLI): a draft model of another vocabulary drafts only tokens that the target has too.
 
-Its law is taken over the shared tokens, in the target's ids, with the request's own sampling parameters; so q is the
-law that was drawn from, and every rule keeps the target's law exactly.
+q is the draft model's distribution over the shared tokens, in target ids, with the request's sampling parameters. Draft
+tokens are sampled from this q, so every verification rule stays lossless.
+
+Reference: 2502.05202, algorithm 4.
 """
 
 from collections.abc import Sequence
@@ -12,77 +13,90 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from foredraft.drafters.base import Draft
-from foredraft.drafters.branch import Branch
-from foredraft.drafters.growth import Growth, Plan, Scores, extend
-from foredraft.drafters.translated import PAGE, Held, Translated
-from foredraft.kv.pool import keep
-from foredraft.models.window import Span
+from foredraft.drafters.cross_vocab_base import PAGE_SIZE, CrossVocabDrafter, CrossVocabState
+from foredraft.drafters.draft import Draft
+from foredraft.drafters.kv_branch import KVBranch
+from foredraft.drafters.tree_builder import NodeLogits, TreeBuilder, TreeSpec, add_level
+from foredraft.kv.pool import compact_accepted
+from foredraft.models.forward_batch import Span
 from foredraft.request import Batch
 from foredraft.tree import Commit, TokenTree
 
 
-class Shared(NamedTuple):
-    """The tokens that both have."""
+class SharedTokens(NamedTuple):
+    """Tokens that target and draft model share."""
 
-    own: dict[int, int]  # of the target -> of the draft
-    ids: Tensor  # [W] of the target, rising
-    columns: Tensor  # [W] of the draft
+    draft_by_target: dict[int, int]  # draft token by target token
+    target_ids: Tensor  # [W] rising
+    draft_ids: Tensor  # [W] the same tokens in draft ids
 
 
-class Intersecting(Translated):
-    """Chains and trees of shared tokens."""
+class TliDrafter(CrossVocabDrafter):
+    """Drafter of chains and trees of shared tokens by TLI."""
 
-    vocab = "tli"
+    vocab_option = "tli"
 
     @cached_property
-    def _shared(self) -> Shared:
-        pairs = self.pair.shared.items()
-        own = {token: o for token, o in pairs if token < self.context.vocab_size and o < self.lm.vocab_size}
+    def _shared_tokens(self) -> SharedTokens:
+        pairs = self.vocab_map.shared_tokens.items()
+        draft_tokens = {token: o for token, o in pairs if token < self.context.vocab_size and o < self.lm.vocab_size}
         device = self.context.device
-        return Shared(own, torch.tensor(list(own), device=device), torch.tensor(list(own.values()), device=device))
+        return SharedTokens(
+            draft_tokens,
+            torch.tensor(list(draft_tokens), device=device),
+            torch.tensor(list(draft_tokens.values()), device=device),
+        )
 
-    def num_own(self, plan: Plan) -> int:
-        return plan.nodes
+    def count_written_tokens(self, tree_spec: TreeSpec) -> int:
+        return tree_spec.max_nodes
 
     def propose(self, batch: Batch) -> TokenTree:
-        for held in self._held.values():  # a pass that failed may have left one
-            held.branch = None
+        for state in self._states.values():  # a step that failed may have left a branch
+            state.branch = None
         return super().propose(batch)
 
-    def draft(self, held: Sequence[Held]) -> list[Draft]:
-        drafted = [(h, Branch(Growth(h.request, h.plan), h.length - 1)) for h in held]
-        logits = self.read_in(held)
-        for h, branch in drafted:
-            h.branch = branch
-        growing = drafted
+    def draft_batch(self, states: Sequence[CrossVocabState]) -> list[Draft]:
+        branches = [
+            (state, KVBranch(TreeBuilder(state.request, state.tree_spec), state.num_tokens - 1)) for state in states
+        ]
+        logits = self.prefill(states)
+        for state, branch in branches:
+            state.branch = branch
+        growing = branches
         while True:
-            scores = Scores(logits[:, self._shared.columns], self.context.vocab_size, self._shared.ids)
-            extend([branch.growth for _, branch in growing], scores)
-            growing = [(h, branch) for h, branch in growing if branch.growth.frontier]
+            scores = NodeLogits(
+                logits[:, self._shared_tokens.draft_ids], self.context.vocab_size, self._shared_tokens.target_ids
+            )
+            add_level([branch.builder for _, branch in growing], scores)
+            growing = [(state, branch) for state, branch in growing if branch.builder.frontier]
             if not growing:
-                return [branch.growth.draft() for _, branch in drafted]
-            logits = self.forward([self._span(h, branch) for h, branch in growing], last_only=False)
+                return [branch.builder.to_draft() for _, branch in branches]
+            logits = self.forward([self._build_span(state, branch) for state, branch in growing], last_only=False)
 
     def observe(self, batch: Batch, commit: Commit) -> None:
-        """The KV of what was accepted moves to where the text will have it."""
+        """Move the KV of accepted nodes to their final slots."""
         starts, paths, pages = [], [], []
         for b, request in enumerate(batch.requests):
-            held = self._held.get(request.slot)
-            if held is None or held.branch is None:
+            state = self._states.get(request.slot)
+            if state is None or state.branch is None:
                 continue
-            branch, held.branch = held.branch, None  # first of all: nothing of it may be counted on twice
-            kept, offset = branch.growth.kept, batch.chunks[b] - 1
-            below = [node - offset for node in commit.path_lists[b][offset:]]
-            nodes = [kept[node] for node in below if node < len(kept)]  # beyond: of a tree this one was merged into
-            written = [node for node in nodes if node in branch.places]  # the last may not be
+            branch, state.branch = state.branch, None  # cleared first, so that a fault below cannot reuse it
+            verified_nodes, offset = branch.builder.verified_nodes, batch.num_new_tokens[b] - 1
+            path = [node - offset for node in commit.path_lists[b][offset:]]
+            # later nodes belong to other drafters of a merged tree
+            nodes = [verified_nodes[node] for node in path if node < len(verified_nodes)]
+            written = [node for node in nodes if node in branch.offsets]  # the last node may have no KV
             starts.append(branch.start)
-            paths.append([branch.places[node] for node in written])
-            pages.append(held.pages)
-            own = [self._shared.own[branch.growth.tokens[node - 1]] for node in written[1:]]
-            held.reading.expect(own, held.length + len(own))
-        keep(self.lm.pool, paths, starts, pages, PAGE, self.context.device)
+            paths.append([branch.offsets[node] for node in written])
+            pages.append(state.pages)
+            draft_tokens = [
+                self._shared_tokens.draft_by_target[branch.builder.tokens[node - 1]] for node in written[1:]
+            ]
+            state.retokenizer.append_draft(draft_tokens, state.num_tokens + len(draft_tokens))
+        compact_accepted(self.lm.pool, paths, starts, pages, PAGE_SIZE, self.context.device)
 
-    def _span(self, held: Held, branch: Branch) -> Span:
-        span = branch.span()
-        return span._replace(pages=held.pages, tokens=[self._shared.own[token] for token in span.tokens])
+    def _build_span(self, state: CrossVocabState, branch: KVBranch) -> Span:
+        span = branch.build_span()
+        return span._replace(
+            pages=state.pages, tokens=[self._shared_tokens.draft_by_target[token] for token in span.tokens]
+        )

@@ -1,4 +1,4 @@
-"""What a pass of the target costs by its number of rows, measured on the spot."""
+"""Measurement of the target's forward-pass time by number of rows, for draft-length policies."""
 
 import statistics
 import time
@@ -6,83 +6,94 @@ from collections.abc import Callable
 
 import torch
 
-from foredraft.kv.blocks import PageAllocator
-from foredraft.models.lm import LM
-from foredraft.models.window import Span, Window
-from foredraft.source import Source
+from foredraft.kv.allocator import PageAllocator
+from foredraft.models.forward_batch import ForwardBatch, Span
+from foredraft.models.hf import LM
+from foredraft.source import EncoderSource
 
-ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
-CONTEXT = 128  # tokens before every request's rows
-ROWS_EACH = 4  # of one request, where there are several
-REPEATS = 3
+ROW_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
+CONTEXT_TOKENS = 128  # cached tokens before the rows of each request
+MAX_SINGLE_ROWS = 8  # rows: up to this count the pass is one request
+ROWS_PER_REQUEST = 4  # rows of each request in larger passes
+REPEATS = 3  # timed passes per row count
 
 
 @torch.inference_mode()
-def pass_times(
+def measure_pass_times(
     target: LM,
     allocator: PageAllocator,
     device: torch.device,
-    most_seconds: float = 2.0,
+    max_seconds: float = 2.0,
     clock: Callable[[], float] = time.perf_counter,
-    source: Source | None = None,
+    source: EncoderSource | None = None,
 ) -> list[tuple[int, float]]:
-    """[(rows, seconds)], rising in rows, medians. Stops early where the next would take more time than is left.
+    """Measure the median time of a forward pass for each of ROW_COUNTS.
 
-    Writes to pages that are free: call it while nothing runs. source: what all requests read, for a model that has an
-    encoder.
+    Writes to free pages: call it only while no request runs.
+
+    Args:
+        max_seconds: time limit in seconds; row counts that would exceed it are left out.
+        source: encoder input of all requests, for encoder-decoder models.
+
+    Returns:
+        [(rows, seconds)], rising in rows; empty if the pool or the context is too small.
     """
     pages: list[int] = []
-    room = min((allocator.num_free - 1) * allocator.page_size, target.context_length)
-    length = min(CONTEXT, room - max(ROWS_EACH, 8))
+    max_tokens = min((allocator.num_free - 1) * allocator.page_size, target.context_length)
+    length = min(CONTEXT_TOKENS, max_tokens - max(ROWS_PER_REQUEST, MAX_SINGLE_ROWS))
     if length <= 0:
         return []
-    allocator.grow(pages, length + max(ROWS_EACH, 8))
+    allocator.grow(pages, length + max(ROWS_PER_REQUEST, MAX_SINGLE_ROWS))
     try:
-        windows = _windows(pages, length, allocator.page_size, device, source)
-        return _measure(target, windows, device, most_seconds, clock)
+        build_batch = _make_batch_builder(pages, length, allocator.page_size, device, source)
+        return _measure_row_counts(target, build_batch, device, max_seconds, clock)
     finally:
         allocator.free(pages)
 
 
-def _measure(
+def _measure_row_counts(
     target: LM,
-    windows: Callable[[int], Window],
+    build_batch: Callable[[int], ForwardBatch],
     device: torch.device,
-    most_seconds: float,
+    max_seconds: float,
     clock: Callable[[], float],
 ) -> list[tuple[int, float]]:
-    began = clock()
-    found: list[tuple[int, float]] = []
-    target.forward(windows(8))  # the first call packs, allocates and warms
-    for rows in ROWS:
-        if found and clock() - began + found[-1][1] * (REPEATS + 1) * rows / found[-1][0] > most_seconds:
+    start = clock()
+    costs: list[tuple[int, float]] = []
+    target.forward(build_batch(MAX_SINGLE_ROWS))  # the first call packs weights and allocates buffers
+    for rows in ROW_COUNTS:
+        # The next row count is predicted by proportion: one untimed pass and REPEATS timed ones.
+        if costs and clock() - start + costs[-1][1] * (REPEATS + 1) * rows / costs[-1][0] > max_seconds:
             break
-        window = windows(rows)
-        target.forward(window)
-        times = [_timed(target, window, device, clock) for _ in range(REPEATS)]
-        found.append((rows, statistics.median(times)))
-    return found
+        batch = build_batch(rows)
+        target.forward(batch)
+        times = [_time_pass(target, batch, device, clock) for _ in range(REPEATS)]
+        costs.append((rows, statistics.median(times)))
+    return costs
 
 
-def _timed(target: LM, window: Window, device: torch.device, clock: Callable[[], float]) -> float:
-    began = clock()
-    logits, _ = target.forward(window)
+def _time_pass(target: LM, batch: ForwardBatch, device: torch.device, clock: Callable[[], float]) -> float:
+    start = clock()
+    logits, _ = target.forward(batch)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     else:
-        float(logits[0, 0])
-    return clock() - began
+        float(logits[0, 0])  # reading a value waits for devices that compute asynchronously
+    return clock() - start
 
 
-def _windows(
-    pages: list[int], length: int, page_size: int, device: torch.device, source: Source | None
-) -> Callable[[int], Window]:
-    """By rows: one request of up to 8, or several of ROWS_EACH, on the same pages: what those hold does not matter."""
+def _make_batch_builder(
+    pages: list[int], length: int, page_size: int, device: torch.device, source: EncoderSource | None
+) -> Callable[[int], ForwardBatch]:
+    """Return a function that builds a batch with a given number of rows.
 
-    def window(rows: int) -> Window:
-        each = rows if rows <= 8 else ROWS_EACH
-        sizes = [each] * (rows // each) + ([rows % each] if rows % each else [])
+    All requests share the same pages, because the cached values do not affect the time.
+    """
+
+    def build_batch(rows: int) -> ForwardBatch:
+        rows_each = rows if rows <= MAX_SINGLE_ROWS else ROWS_PER_REQUEST
+        sizes = [rows_each] * (rows // rows_each) + ([rows % rows_each] if rows % rows_each else [])
         spans = [Span(pages, length, [1] * size, range(size), source=source) for size in sizes]
-        return Window.build(spans, range(rows), page_size, device)
+        return ForwardBatch.build(spans, range(rows), page_size, device)
 
-    return window
+    return build_batch

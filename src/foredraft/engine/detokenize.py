@@ -1,4 +1,4 @@
-"""Token ids to text, one at a time, whole characters only."""
+"""Incremental detokenization: token ids to text, one token at a time, in whole characters."""
 
 import codecs
 from functools import cache
@@ -6,134 +6,145 @@ from typing import Any, Protocol
 
 from foredraft.errors import ForedraftError, is_panic
 
-INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-MAX_INCOMPLETE = 3  # bytes of a character that lacks its last; some tokenizers show each as one INCOMPLETE
-CONTEXT = 4  # ids before the first, because some tokenizers drop the space before the very first token
-MAX_PENDING = 32  # ids without a clean end before the window moves on all the same: this is no text
+REPLACEMENT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+MAX_REPLACEMENTS = 3  # bytes of an incomplete UTF-8 character; some tokenizers show a replacement character for each
+CONTEXT_TOKENS = 4  # prompt tokens kept as context: some tokenizers drop the space before the first token
+MAX_PENDING_TOKENS = 32  # tokens without a complete character, after which they are emitted as invalid text
 
 
-class Detokenizing(Protocol):
+class IncrementalDetokenizer(Protocol):
+    """Detokenizer of one sequence. Emitted text is never withdrawn."""
+
     def push(self, token: int) -> str:
-        """The text this token completes; often a word, at times nothing."""
+        """Append a token and return the text that it completes; empty if a character is incomplete."""
 
-    def alone(self, token: int) -> str:
-        """The text of one token by itself, for show: a part of a character is INCOMPLETE, a first space may be lost."""
+    def decode_token(self, token: int) -> str:
+        """Decode one token alone, for display.
+
+        An incomplete character becomes a replacement character; a leading space may be lost.
+        """
 
 
-def detokenizer(tokenizer: Any | None, prompt: list[int]) -> Detokenizing:
-    """For what follows the prompt; tokens that are plain bytes are told from their names alone."""
+def make_detokenizer(tokenizer: Any | None, prompt: list[int]) -> IncrementalDetokenizer:
+    """Make the detokenizer for the output after `prompt`: ByteDetokenizer for byte-level BPE, else a window.
+
+    Args:
+        tokenizer: transformers tokenizer. None = all text is empty.
+        prompt: token ids before the output.
+    """
     decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
     is_bytes = type(decoder).__name__ == "ByteLevel"
-    return ByteDetokenizer(tokenizer, prompt) if is_bytes else Detokenizer(tokenizer, prompt)
+    return ByteDetokenizer(tokenizer, prompt) if is_bytes else WindowDetokenizer(tokenizer, prompt)
 
 
 class ByteDetokenizer:
-    """Text of tokens that stand for runs of bytes (byte-level BPE), whatever stands beside them: a tenth of the time
-    of decoding a window twice."""
+    """Detokenizer for byte-level BPE: each token stands for the same bytes in every context.
+
+    Takes about a tenth of the time of WindowDetokenizer.
+    """
 
     def __init__(self, tokenizer: Any, prompt: list[int]) -> None:
         self._backend = tokenizer.backend_tokenizer
         added = self._backend.get_added_tokens_decoder()
-        self._silent = {token for token, entry in added.items() if entry.special}
-        self._spelt: dict[int, bytes] = {}
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._decode(b"".join(map(self._bytes, prompt[-4 * CONTEXT :])))
-        self._pending = self._utf8.getstate()[0]  # the prompt ends inside a character
+        self._special_ids = {token for token, entry in added.items() if entry.special}
+        self._token_bytes: dict[int, bytes] = {}
+        self._utf8_decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decode(b"".join(map(self._encode_token, prompt[-4 * CONTEXT_TOKENS :])))
+        self._pending_prompt_bytes = self._utf8_decoder.getstate()[0]  # not empty if the prompt ends in mid-character
 
     def push(self, token: int) -> str:
-        new = self._spelt.get(token)
-        if new is None:
-            new = self._spelt[token] = self._bytes(token)
-        piece = self._decode(new)
-        if self._pending:
-            self._pending += new
+        token_bytes = self._token_bytes.get(token)
+        if token_bytes is None:
+            token_bytes = self._token_bytes[token] = self._encode_token(token)
+        piece = self._decode(token_bytes)
+        if self._pending_prompt_bytes:
+            self._pending_prompt_bytes += token_bytes
             if piece:
-                # what was broken before the text began is no part of it
-                is_whole = self._pending.startswith(INCOMPLETE.encode())
-                piece = piece if is_whole else piece.removeprefix(INCOMPLETE)
-                self._pending = b""
+                # A replacement character for invalid bytes of the prompt is not part of the output.
+                is_whole = self._pending_prompt_bytes.startswith(REPLACEMENT_CHARACTER.encode())
+                piece = piece if is_whole else piece.removeprefix(REPLACEMENT_CHARACTER)
+                self._pending_prompt_bytes = b""
         return piece
 
-    def alone(self, token: int) -> str:
-        return self._bytes(token).decode(errors="replace")
+    def decode_token(self, token: int) -> str:
+        return self._encode_token(token).decode(errors="replace")
 
-    def _decode(self, new: bytes) -> str:
-        """Decode the next bytes; those that may begin a character stay in the decoder.
+    def _decode(self, data: bytes) -> str:
+        """Decode the next bytes; bytes that may begin a character stay in the decoder.
 
-        Python's decoder also keeps the first two bytes of a surrogate, which no third byte can make valid.
+        Python's decoder also holds back the first two bytes of a surrogate, which no third byte can make valid.
         """
-        piece = self._utf8.decode(new)
-        kept = self._utf8.getstate()[0]
-        is_surrogate = len(kept) == 2 and kept[0] == 0xED and kept[1] >= 0xA0
-        return piece + self._utf8.decode(b"", final=True) if is_surrogate else piece
+        piece = self._utf8_decoder.decode(data)
+        pending = self._utf8_decoder.getstate()[0]
+        is_surrogate = len(pending) == 2 and pending[0] == 0xED and pending[1] >= 0xA0
+        return piece + self._utf8_decoder.decode(b"", final=True) if is_surrogate else piece
 
-    def _bytes(self, token: int) -> bytes:
+    def _encode_token(self, token: int) -> bytes:
         name = self._backend.id_to_token(token)
-        if name is None or token in self._silent:
+        if name is None or token in self._special_ids:
             return b""
         try:
-            return bytes(map(_alphabet().__getitem__, name))
-        except KeyError:  # an added token is spelt as it is
+            return bytes(map(_build_byte_alphabet().__getitem__, name))
+        except KeyError:  # added tokens are stored as plain text, not in the byte alphabet
             return str(name).encode()
 
 
 @cache
-def _alphabet() -> dict[str, int]:
-    """The character that stands for every byte in byte-level BPE: itself where it can be seen, else one from 256 up."""
-    seen = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    unseen = [byte for byte in range(256) if byte not in seen]
-    return {chr(byte): byte for byte in seen} | {chr(256 + i): byte for i, byte in enumerate(unseen)}
+def _build_byte_alphabet() -> dict[str, int]:
+    """Build GPT-2's byte alphabet: printable bytes stand for themselves, the others for characters from 256 up."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-class Detokenizer:
-    """Text of a growing list of ids. Without a tokenizer every text is empty.
+class WindowDetokenizer:
+    """Detokenizer for any tokenizer: decodes a short window of tokens and emits the new part of its text.
 
-    Decodes a short window that ends with the new token and gives out what is new in it; bytes that do not yet make a
-    character stay back until they do. What was given out is never taken back.
+    Bytes of an incomplete character stay back until the character is complete. Without a tokenizer all text is empty.
 
-        ids   [ the last ids that ended cleanly ][ since then ... the new one ]
-                                                  ^ fresh
+        window   [ context: tokens emitted in full ][ pending tokens ... new token ]
+                                                     ^ _pending_start
     """
 
     def __init__(self, tokenizer: Any | None, prompt: list[int]) -> None:
         self.tokenizer = tokenizer
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
-        self._ids = [] if tokenizer is None else self._context(prompt)
-        self._fresh = len(self._ids)
-        self._text = self._decode(self._ids)  # of the window, as far as it was given out
+        self._ids = [] if tokenizer is None else self._select_context(prompt)
+        self._pending_start = len(self._ids)
+        self._emitted_text = self._decode(self._ids)  # leading text of the window that was emitted already
 
     def push(self, token: int) -> str:
         if self.tokenizer is None:
             return ""
         self._ids.append(token)
         text = self._decode(self._ids)
-        whole, is_overdue = _whole(text), len(self._ids) - self._fresh > MAX_PENDING
-        # a prompt cut inside a character ends with INCOMPLETE until a token completes it
-        known = self._text if text.startswith(self._text) else _whole(self._text)
-        if whole != text and not text.startswith(known) and not is_overdue:
-            return ""  # byte fallback decodes a run of bytes as a whole: half a character garbles those before it too
-        piece = whole[len(known) :]
+        complete, is_overdue = _strip_incomplete(text), len(self._ids) - self._pending_start > MAX_PENDING_TOKENS
+        # A prompt that ends in mid-character ends with a replacement character until a token completes it.
+        emitted = self._emitted_text if text.startswith(self._emitted_text) else _strip_incomplete(self._emitted_text)
+        if complete != text and not text.startswith(emitted) and not is_overdue:
+            return ""  # byte fallback decodes a run of bytes together: an incomplete character garbles earlier ones too
+        piece = complete[len(emitted) :]
         if piece:
-            self._text = whole
-        if piece and whole == text:
-            self._move(self._fresh)
+            self._emitted_text = complete
+        if piece and complete == text:
+            self._move_window(self._pending_start)
         elif is_overdue:
-            self._move(len(self._ids) - 2 * CONTEXT)
+            self._move_window(len(self._ids) - 2 * CONTEXT_TOKENS)
         return piece
 
-    def alone(self, token: int) -> str:
+    def decode_token(self, token: int) -> str:
         return self._decode([token])
 
-    def _move(self, start: int) -> None:
-        """The window begins at `start`; what was held back stays so."""
+    def _move_window(self, start: int) -> None:
+        """Drop the tokens before `start`; text of an incomplete character stays pending."""
         self._ids = self._ids[start:]
-        self._fresh = len(self._ids)
-        self._text = _whole(self._decode(self._ids))
+        self._pending_start = len(self._ids)
+        self._emitted_text = _strip_incomplete(self._decode(self._ids))
 
-    def _context(self, prompt: list[int]) -> list[int]:
-        """The end of the prompt, from where a character begins if that is near."""
-        size = CONTEXT
-        while size < 4 * CONTEXT and self._decode(prompt[-size:]).startswith(INCOMPLETE):
+    def _select_context(self, prompt: list[int]) -> list[int]:
+        """Take the last prompt tokens, more of them if they would begin in mid-character."""
+        size = CONTEXT_TOKENS
+        while size < 4 * CONTEXT_TOKENS and self._decode(prompt[-size:]).startswith(REPLACEMENT_CHARACTER):
             size += 1
         return prompt[-size:]
 
@@ -141,23 +152,23 @@ class Detokenizer:
         if self.tokenizer is None:
             return ""
         try:
-            return self._decoded(ids)
+            return self._decode_ids(ids)
         except BaseException as error:
-            if is_panic(error):  # no Exception: it would end the thread instead of the request
+            if is_panic(error):  # a Rust panic is no Exception: it would end the thread instead of the request
                 raise ForedraftError("the tokenizer cannot decode this text") from error
             raise
 
-    def _decoded(self, ids: list[int]) -> str:
-        if self._backend is not None:  # the wrapper costs ten times what the decoding does
+    def _decode_ids(self, ids: list[int]) -> str:
+        if self._backend is not None:  # the Python wrapper takes ten times as long as the decoding itself
             return str(self._backend.decode(ids, skip_special_tokens=True))
         assert self.tokenizer is not None
         return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
-def _whole(text: str) -> str:
-    """Without what may be the beginning of a character."""
-    if not text.endswith(INCOMPLETE):
+def _strip_incomplete(text: str) -> str:
+    """Remove trailing replacement characters, which may be the beginning of a character."""
+    if not text.endswith(REPLACEMENT_CHARACTER):
         return text
-    for _ in range(MAX_INCOMPLETE):
-        text = text.removesuffix(INCOMPLETE)
+    for _ in range(MAX_REPLACEMENTS):
+        text = text.removesuffix(REPLACEMENT_CHARACTER)
     return text

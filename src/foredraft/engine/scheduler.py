@@ -1,9 +1,12 @@
-"""Who runs in a step. No prefill phase and no decode phase: each request's computed tokens catch up with its tokens.
+"""Scheduling: which requests run in a step, and how many tokens each of them computes.
 
-tokens   [0 ......... computed)[computed ... num_tokens)[ draft ]
-          KV is written         this step's chunk        verified by the same pass
+There are no separate prefill and decode phases. A step computes the next chunk of a request's uncomputed tokens:
 
-A request whose chunk is one token is a stream. A step's budget goes to streams first, then to prompts, then to drafts.
+tokens   [0 ..... num_computed)[num_computed .. num_tokens)[ draft ]
+          KV is written         this step's chunk           verified by the same pass
+
+A decoding request has one uncomputed token; a prompt has several (new, or preempted and recomputed). The token budget
+of a step goes to decoding requests first, then to prompts, then to drafts. The scheduler handles no tensors itself.
 """
 
 import heapq
@@ -11,203 +14,242 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from foredraft.controller import Ask, Lengths
-from foredraft.kv.blocks import OutOfPagesError, PageAllocator
-from foredraft.kv.prefix import Hit, PrefixCache
-from foredraft.request import Batch, Request, State
+from foredraft.draft_length.policy import DraftCandidate, DraftLengthPolicy
+from foredraft.kv.allocator import OutOfPagesError, PageAllocator
+from foredraft.kv.prefix_cache import PrefixCache, PrefixHit
+from foredraft.request import Batch, Request, RequestStatus
 from foredraft.tree import Commit
 
-SPARE = 128  # one in so many pages is not given to who comes in
+RESERVED_PAGE_DIVISOR = 128  # 1 of 128 pages stays free at admission, so that running requests can grow
 
 
 @dataclass(frozen=True)
-class Limits:
-    max_batch: int = 32  # requests that run at once
-    max_step_tokens: int = 2048  # tokens of one target pass, drafts included
-    max_chunk: int = 512  # prompt tokens of one request in one pass; of all of them together while a stream runs
+class SchedulerLimits:
+    """Limits of one step, in requests and tokens."""
+
+    max_batch: int = 32  # running requests
+    max_step_tokens: int = 2048  # tokens of one target pass, draft nodes included
+    max_chunk: int = 512  # prompt tokens per request and pass; per pass in total if a decoding request runs
 
 
 class Scheduler:
-    """Requests by priority, then first come, first served; the last of them gives way when pages run out, is put back
-    in its place and recomputed, from what the prefix cache still has of it."""
+    """Scheduler that orders requests by priority number, then by arrival.
+
+    If pages run out, the last running request in this order is preempted: its pages are freed, it is requeued, and
+    later recomputed from the pages that the prefix cache still has.
+    """
 
     def __init__(
         self,
         allocator: PageAllocator,
-        limits: Limits,
-        forget: Callable[[Sequence[int]], None],
-        prefix: PrefixCache | None = None,
+        limits: SchedulerLimits,
+        forget_slots: Callable[[Sequence[int]], None],
+        prefix_cache: PrefixCache | None = None,
     ) -> None:
-        """forget: told of every slot that leaves. prefix: None = nothing is ever shared or found again."""
+        """Set up a scheduler without requests.
+
+        Args:
+            allocator: pages of the KV pool.
+            limits: limits of one step.
+            forget_slots: called with slots whose request ended or was preempted.
+            prefix_cache: None = pages are never shared or reused.
+        """
         self.allocator = allocator
         self.limits = limits
-        self.prefix = prefix or PrefixCache(allocator, is_active=False)
-        self.waiting: list[Request] = []  # in order
-        self.running: list[Request] = []  # in order
+        self.prefix_cache = prefix_cache or PrefixCache(allocator, is_active=False)
+        self.waiting: list[Request] = []  # sorted by `_get_queue_key`
+        self.running: list[Request] = []  # sorted by `_get_queue_key`
         self.num_preempted = 0
-        self.prefix_queries = 0  # tokens of requests when they were admitted
-        self.prefix_hits = 0  # those of them that were not computed again
-        self._forget = forget
-        self._slots = list(range(limits.max_batch))
+        self.prefix_queries = 0  # tokens of admitted requests, counted at admission
+        self.prefix_hits = 0  # tokens of `prefix_queries` whose KV came from the prefix cache
+        self._forget_slots = forget_slots
+        self._free_slots = list(range(limits.max_batch))
         self._num_arrived = 0
-        self._step = 0
-        self._blocked = (-1, 0)  # the arrival of who did not fit, and how many pages there were
+        self._step_index = 0
+        self._blocked_admission = (-1, 0)  # arrival index of the last request that did not fit, and pages then free
 
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
     def add(self, request: Request) -> None:
-        request.arrival = self._num_arrived
+        request.arrival_index = self._num_arrived
         self._num_arrived += 1
-        self._wait(request, State.WAITING)
+        self._enqueue(request, RequestStatus.WAITING)
 
-    def next(
+    def schedule(
         self,
-        num_nodes: int,
-        lengths: Lengths,
-        only: frozenset[Request] | None = None,
-        resting: frozenset[Request] = frozenset(),
+        max_nodes: int,
+        length_policy: DraftLengthPolicy,
+        allowed: frozenset[Request] | None = None,
+        deferred: frozenset[Request] = frozenset(),
     ) -> Batch:
-        """The next step's batch. Every request goes on before any is drafted for, with up to `num_nodes` nodes each.
+        """Choose the batch of the next step and reserve its pages.
 
-        only: leave the others where they are, and admit none of them. resting: leave these too; they give their places
-        up to requests that wait for one.
+        Chunks of committed tokens are placed before any draft node.
+
+        Args:
+            max_nodes: draft nodes per request at most.
+            length_policy: decides the draft nodes of each request.
+            allowed: requests that may run or be admitted. None = all.
+            deferred: requests that may not run. If the batch is full, they are preempted for waiting requests.
         """
-        self._step += 1
-        if resting:
-            everyone = (*self.running, *self.waiting)
-            only = frozenset(r for r in everyone if r not in resting and (only is None or r in only))
-            self._make_room(only, resting)
+        self._step_index += 1
+        if deferred:
+            requests = (*self.running, *self.waiting)
+            allowed = frozenset(r for r in requests if r not in deferred and (allowed is None or r in allowed))
+            self._preempt_deferred(allowed, deferred)
         if self.waiting:
-            self._admit(only)
-        rows = self._chunks(self.running if only is None else [r for r in self.running if r in only])
-        wanted = self._wanted(rows, num_nodes, lengths) if num_nodes else {}
-        left = self.limits.max_step_tokens - sum(chunk for _, chunk in rows)
+            self._admit_waiting(allowed)
+        rows = self._select_chunks(self.running if allowed is None else [r for r in self.running if r in allowed])
+        requested_nodes = self._allocate_draft_nodes(rows, max_nodes, length_policy) if max_nodes else {}
+        tokens_left = self.limits.max_step_tokens - sum(chunk for _, chunk in rows)
         budgets = [0] * len(rows)
-        if wanted:
+        if requested_nodes:
             for i, (request, chunk) in enumerate(rows):
-                budgets[i] = self._draft_budget(request, chunk, min(wanted.get(request.slot, 0), left))
-                left -= budgets[i]
+                num_nodes = min(requested_nodes.get(request.slot, 0), tokens_left)
+                budgets[i] = self._grant_draft_nodes(request, chunk, num_nodes)
+                tokens_left -= budgets[i]
         requests, chunks = tuple(request for request, _ in rows), tuple(chunk for _, chunk in rows)
         return Batch(requests, chunks, tuple(budgets), self.allocator.page_size)
 
     def commit(self, batch: Batch, commit: Commit) -> None:
-        """Move every request on by what was kept, and return the slots that nothing was committed to."""
+        """Append the committed tokens to the requests, and free pages that only rejected draft nodes used."""
         size = self.allocator.page_size
         for request, tokens, count in zip(batch.requests, commit.token_lists, commit.counts, strict=True):
-            known = request.num_tokens - request.computed - 1
-            request.output += tokens[known:] if known else tokens
-            request.computed += count
-            if len(request.pages) * size >= request.computed + size:
-                self.allocator.shrink(request.pages, request.computed)
-            if request.computed // size > request.num_sealed:
-                self.prefix.insert(request)
+            num_known = request.num_tokens - request.num_computed - 1  # leading tokens that the request has already
+            request.output += tokens[num_known:] if num_known else tokens
+            request.num_computed += count
+            if len(request.pages) * size >= request.num_computed + size:  # at least one whole page is unused
+                self.allocator.shrink(request.pages, request.num_computed)
+            if request.num_computed // size > request.num_cached_pages:
+                self.prefix_cache.insert(request)
 
-    def finish(self, request: Request, is_poisoned: bool = False) -> None:
-        """Take a request out, wherever it is, and free what it holds. is_poisoned: what it computed is not trusted."""
+    def finish(self, request: Request, has_invalid_kv: bool = False) -> None:
+        """Remove a waiting or running request and free its slot and pages.
+
+        Args:
+            has_invalid_kv: drop the pages that the request wrote from the prefix cache.
+        """
         try:
-            if request.state is State.RUNNING:
-                self._release(request, True, is_poisoned)
-            elif request.state in (State.WAITING, State.PREEMPTED):
-                _take_out(self.waiting, request)
-        finally:  # others may wait for this one's pages
-            request.state = State.OVER
+            if request.status is RequestStatus.RUNNING:
+                self._release_slot(request, True, has_invalid_kv)
+            elif request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+                _remove_from_queue(self.waiting, request)
+        finally:  # a finished status releases requests that wait for the pages of this one
+            request.status = RequestStatus.FINISHED
 
     def reset(self, live: Iterable[Request] | None = None) -> None:
-        """After an error: nothing that was computed is trusted, and the live requests wait in their places, whatever an
-        interrupted step made of the lines. live: None = all that run or wait; any other request is over."""
-        known = {*self.running, *self.waiting}
-        kept = known if live is None else set(live)
-        for request in known - kept:
-            request.state = State.OVER
-        self._forget(range(self.limits.max_batch))  # a slot may have lost its request on the way
-        memory = self.prefix.owner.memory
-        if memory is not None:
-            memory.pool.clear()
-        self._slots = list(range(self.limits.max_batch))
-        self._blocked = (-1, 0)
-        self.prefix.clear()
-        for request in kept:
-            request.state = State.WAITING if request.state is State.WAITING else State.PREEMPTED
+        """Drop all KV and requeue the live requests, whatever state an interrupted step left.
+
+        Args:
+            live: requests to requeue; any other request is finished. None = all running and waiting requests.
+        """
+        queued = {*self.running, *self.waiting}
+        requeued = queued if live is None else set(live)
+        for request in queued - requeued:
+            request.status = RequestStatus.FINISHED
+        self._forget_slots(range(self.limits.max_batch))  # an interrupted step may have lost the owner of a slot
+        draft_kv = self.prefix_cache.draft_kv_owner.draft_kv
+        if draft_kv is not None:
+            draft_kv.pool.clear()
+        self._free_slots = list(range(self.limits.max_batch))
+        self._blocked_admission = (-1, 0)
+        self.prefix_cache.clear()
+        for request in requeued:
+            request.status = (
+                RequestStatus.WAITING if request.status is RequestStatus.WAITING else RequestStatus.PREEMPTED
+            )
             request.pages.clear()
-            request.computed = request.num_found = request.num_sealed = request.num_noted = 0
-            request.hashes.clear()  # its output may be cut after this
-            request.inserted.clear()
+            request.num_computed = request.num_hit_pages = request.num_cached_pages = request.num_draft_cached_pages = 0
+            request.page_hashes.clear()  # the caller may truncate the output, which changes the hashes
+            request.inserted_hashes.clear()
         self.running.clear()
-        self.waiting[:] = sorted(kept, key=_place)
+        self.waiting[:] = sorted(requeued, key=_get_queue_key)
 
     def check_idle(self) -> None:
-        """The part of `check_integrity` that takes no time: nothing runs, so nothing is held."""
-        assert not self.allocator.num_used, "pages are held and nothing runs"
-        assert len(self._slots) == self.limits.max_batch, "a slot was lost or given twice"
+        """Assert, in constant time, that an idle scheduler holds no pages and no slots."""
+        assert not self.allocator.num_used, "pages are held and no request runs"
+        assert len(self._free_slots) == self.limits.max_batch, "a slot was lost or assigned twice"
 
     def check_integrity(self) -> None:
+        """Assert all invariants of pages, slots and queues."""
         self.allocator.check_integrity([request.pages for request in self.running])
-        self.prefix.check_integrity()
+        self.prefix_cache.check_integrity()
         slots = [request.slot for request in self.running]
-        assert sorted(slots + self._slots) == list(range(self.limits.max_batch)), "a slot was lost or given twice"
-        for line in (self.running, self.waiting):
-            assert line == sorted(line, key=_place), "requests are out of order"
+        all_slots = list(range(self.limits.max_batch))
+        assert sorted(slots + self._free_slots) == all_slots, "a slot was lost or assigned twice"
+        for queue in (self.running, self.waiting):
+            assert queue == sorted(queue, key=_get_queue_key), "requests are out of order"
         for request in self.running:
-            assert request.computed < request.num_tokens, "a running request has nothing to compute"
+            assert request.num_computed < request.num_tokens, "a running request has nothing to compute"
             self.check_writes(request)
 
     def check_writes(self, request: Request) -> None:
-        """Assert that no page the request may still write to is anybody else's, or known by what is written in it."""
-        for page in request.pages[request.computed // self.allocator.page_size :]:
+        """Assert that the pages the request will write to are neither shared nor in the prefix cache."""
+        for page in request.pages[request.num_computed // self.allocator.page_size :]:
             assert self.allocator.num_holders(page) == 1, "a page that is written to is held by two requests"
-            assert not self.allocator.is_kept(page), "a page that is written to is in the prefix cache"
+            assert not self.allocator.is_cacheable(page), "a page that is written to is in the prefix cache"
 
-    def _wanted(self, rows: Sequence[tuple[Request, int]], num_nodes: int, lengths: Lengths) -> dict[int, int]:
-        """slot -> nodes its draft should have; only requests whose chunk reaches their last token are in it."""
-        asks = []
+    def _allocate_draft_nodes(
+        self, rows: Sequence[tuple[Request, int]], max_nodes: int, length_policy: DraftLengthPolicy
+    ) -> dict[int, int]:
+        """Ask the policy for draft nodes: slot -> nodes.
+
+        Only requests whose chunk ends with their last committed token can draft.
+        """
+        candidates = []
         for request, chunk in rows:
-            fixed = request.num_drafts
-            own = num_nodes if fixed is None else min(num_nodes, fixed)
-            if own > 0 and request.computed + chunk == request.num_tokens and request.room > 0:
-                asks.append(Ask(request.slot, own, fixed is not None, int(not request.sampling.is_greedy)))
-        if not asks:
+            fixed = request.max_draft_tokens
+            limit = max_nodes if fixed is None else min(max_nodes, fixed)
+            if limit > 0 and request.num_computed + chunk == request.num_tokens and request.max_draft_depth > 0:
+                kind = int(not request.sampling.is_greedy)  # the policy estimates 0 = greedy and 1 = sampled apart
+                candidates.append(DraftCandidate(request.slot, limit, fixed is not None, kind))
+        if not candidates:
             return {}
-        context = sum(chunk * (request.computed + chunk) for request, chunk in rows)
-        budgets = lengths.allot(asks, sum(chunk for _, chunk in rows), context)
-        return {ask.slot: budget for ask, budget in zip(asks, budgets, strict=True)}
+        attended_tokens = sum(chunk * (request.num_computed + chunk) for request, chunk in rows)
+        budgets = length_policy.allocate(candidates, sum(chunk for _, chunk in rows), attended_tokens)
+        return {candidate.slot: budget for candidate, budget in zip(candidates, budgets, strict=True)}
 
-    def _draft_budget(self, request: Request, chunk: int, wanted: int) -> int:
-        """`wanted` nodes if pages are free for them; nobody gives way to a draft."""
-        if wanted <= 0:
+    def _grant_draft_nodes(self, request: Request, chunk: int, num_nodes: int) -> int:
+        """Reserve pages for `num_nodes` draft nodes. Returns 0 if they are not free: drafts never preempt."""
+        if num_nodes <= 0:
             return 0
         try:
-            self.allocator.grow(request.pages, request.computed + chunk + wanted)
+            self.allocator.grow(request.pages, request.num_computed + chunk + num_nodes)
         except OutOfPagesError:
             return 0
-        return wanted
+        return num_nodes
 
-    def _chunks(self, runners: Sequence[Request]) -> list[tuple[Request, int]]:
-        """Who computes how many committed tokens, with pages for them."""
-        streams = [r for r in runners if r.num_tokens - r.computed == 1]
-        prompts = [r for r in runners if r.num_tokens - r.computed > 1] if len(streams) < len(runners) else []
+    def _select_chunks(self, runners: Sequence[Request]) -> list[tuple[Request, int]]:
+        """Choose (request, chunk length) pairs within the token budget, and reserve their pages."""
+        decoding = [r for r in runners if r.num_tokens - r.num_computed == 1]
+        prompts = [r for r in runners if r.num_tokens - r.num_computed > 1] if len(decoding) < len(runners) else []
         left = self.limits.max_step_tokens
-        order = [*streams, *prompts]
-        if len(streams) + bool(prompts) > left:  # not even a token for everyone: take turns
-            order.sort(key=_last_step)
-        # of all prompts together, so that no stream waits for more than one chunk
-        left_to_prompts = self.limits.max_chunk if streams else left
+        order = [*decoding, *prompts]
+        if len(decoding) + bool(prompts) > left:  # fewer tokens than requests: least recently run requests first
+            order.sort(key=_get_last_step)
+        # While a request decodes, all prompts share one chunk per step, which bounds its time between tokens.
+        left_to_prompts = self.limits.max_chunk if decoding else left
         rows: dict[Request, int] = {}
         for request in order:
-            missing = request.num_tokens - request.computed
+            missing = request.num_tokens - request.num_computed
             chunk = 1 if missing == 1 else min(missing, self.limits.max_chunk, left_to_prompts, left)
-            if chunk > 0 and request.state is State.RUNNING and self._reserve(request, request.computed + chunk, rows):
+            if (
+                chunk > 0
+                and request.status is RequestStatus.RUNNING
+                and self._reserve_pages(request, request.num_computed + chunk, rows)
+            ):
                 rows[request] = chunk
-                request.last_step = self._step
+                request.last_step = self._step_index
                 left -= chunk
                 left_to_prompts -= chunk if missing > 1 else 0
             if left <= 0:
                 break
         return list(rows.items())
 
-    def _reserve(self, request: Request, length: int, rows: dict[Request, int]) -> bool:
-        """Pages for `length` tokens; preempts the last in order for them, or in the end this one."""
+    def _reserve_pages(self, request: Request, length: int, rows: dict[Request, int]) -> bool:
+        """Reserve pages for `length` tokens, preempting from the end of the order. False if `request` was preempted."""
         while True:
             try:
                 self.allocator.grow(request.pages, length)
@@ -219,94 +261,106 @@ class Scheduler:
                 if last is request:
                     return False
 
-    def _admit(self, only: frozenset[Request] | None) -> None:
-        """Take in who waits, in order. Where one does not fit, nobody behind it does; who waits for the first sample of
-        its prompt holds up no one."""
-        early: list[Request] = []
-        num_seen = 0
+    def _admit_waiting(self, allowed: frozenset[Request] | None) -> None:
+        """Admit waiting requests in order; stop at the first that does not fit.
+
+        Requests that are not allowed, or wait for the first sample of their prompt, are skipped and stay in the queue.
+        """
+        skipped: list[Request] = []
+        num_visited = 0
         for request in self.waiting:
             if len(self.running) == self.limits.max_batch:
                 break
-            if (only is not None and request not in only) or self._is_early(request):
-                early.append(request)
-            elif (hit := self._fit(request)) is not None:
-                self._enter(request, hit)
+            if (allowed is not None and request not in allowed) or self._waits_for_prefix(request):
+                skipped.append(request)
+            elif (hit := self._match_if_fits(request)) is not None:
+                self._start_request(request, hit)
             else:
                 break
-            num_seen += 1
-        if num_seen > len(early):
-            self.waiting[:num_seen] = early
+            num_visited += 1
+        if num_visited > len(skipped):
+            self.waiting[:num_visited] = skipped
 
-    def _make_room(self, only: frozenset[Request], resting: frozenset[Request]) -> None:
-        """Where every place is taken: preempt, the last in order first, as many that rest as others wait."""
+    def _preempt_deferred(self, allowed: frozenset[Request], deferred: frozenset[Request]) -> None:
+        """If the batch is full, preempt one deferred request per waiting one, the last in order first."""
         if len(self.running) == self.limits.max_batch:
-            num_wanted = sum(request in only and not self._is_early(request) for request in self.waiting)
-            idle = [request for request in reversed(self.running) if request in resting]
-            for request in idle[:num_wanted]:
+            num_waiting = sum(request in allowed and not self._waits_for_prefix(request) for request in self.waiting)
+            candidates = [request for request in reversed(self.running) if request in deferred]
+            for request in candidates[:num_waiting]:
                 self._preempt(request)
 
-    def _is_early(self, request: Request) -> bool:
-        """Whether the pages it is to share are being computed by another request."""
-        first = request.after
-        if first is None or first.state not in (State.WAITING, State.RUNNING) or not self.prefix.is_active:
+    def _waits_for_prefix(self, request: Request) -> bool:
+        """Return True while the first sample of the same prompt still computes the pages that both will share."""
+        first = request.waits_for
+        if (
+            first is None
+            or first.status not in (RequestStatus.WAITING, RequestStatus.RUNNING)
+            or not self.prefix_cache.is_active
+        ):
             return False
         size = self.allocator.page_size
-        return request.sampling.prompt_logprobs is None and first.computed < (len(request.prompt) - 1) // size * size
+        return (
+            request.sampling.prompt_logprobs is None and first.num_computed < (len(request.prompt) - 1) // size * size
+        )
 
-    def _fit(self, request: Request) -> Hit | None:
-        """What the prefix cache has of a request, or None if there are no pages for all its tokens. A few are left,
-        so that nobody has to give way at once."""
+    def _match_if_fits(self, request: Request) -> PrefixHit | None:
+        """Look a waiting request up in the prefix cache. Returns None if its tokens do not fit in the free pages.
+
+        Pages for the running requests' own tokens and a reserve are not counted as free, so that an admission does not
+        cause a preemption at once. If nothing runs, there is no limit: `Engine.check` has made sure that it fits.
+        """
         if not self.running:
-            return self.prefix.match(request)
+            return self.prefix_cache.match(request)
         allocator = self.allocator
-        promised = sum(max(allocator.pages_for(r.num_tokens) - len(r.pages), 0) for r in self.running)
-        room = allocator.num_available - promised - 1 - allocator.num_pages // SPARE
-        if self._blocked[0] == request.arrival and room <= self._blocked[1]:
-            return None
-        hit = self.prefix.match(request)
-        missing = allocator.pages_for(request.num_tokens) - sum(map(bool, map(allocator.num_holders, hit.pages)))
-        if missing <= room:
+        promised = sum(max(allocator.count_pages(r.num_tokens) - len(r.pages), 0) for r in self.running)
+        num_free = allocator.num_available - promised - 1 - allocator.num_pages // RESERVED_PAGE_DIVISOR
+        if self._blocked_admission[0] == request.arrival_index and num_free <= self._blocked_admission[1]:
+            return None  # it did not fit with as many free pages: skip the lookup
+        hit = self.prefix_cache.match(request)
+        # Hit pages that a running request holds are not taken from the free pages.
+        num_missing = allocator.count_pages(request.num_tokens) - sum(map(bool, map(allocator.num_holders, hit.pages)))
+        if num_missing <= num_free:
             return hit
-        self._blocked = request.arrival, room
+        self._blocked_admission = request.arrival_index, num_free
         return None
 
-    def _enter(self, request: Request, hit: Hit) -> None:
-        request.slot = heapq.heappop(self._slots)
-        request.state = State.RUNNING
-        insort(self.running, request, key=_place)
-        self.prefix.take(request, hit)
+    def _start_request(self, request: Request, hit: PrefixHit) -> None:
+        request.slot = heapq.heappop(self._free_slots)
+        request.status = RequestStatus.RUNNING
+        insort(self.running, request, key=_get_queue_key)
+        self.prefix_cache.apply_hit(request, hit)
         self.prefix_queries += request.num_tokens
-        self.prefix_hits += request.computed
-        if request.num_cached is None:
-            request.num_cached = min(request.computed, len(request.prompt))
+        self.prefix_hits += request.num_computed
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = min(request.num_computed, len(request.prompt))
 
-    def _wait(self, request: Request, state: State) -> None:
-        request.state = state
-        insort(self.waiting, request, key=_place)
+    def _enqueue(self, request: Request, state: RequestStatus) -> None:
+        request.status = state
+        insort(self.waiting, request, key=_get_queue_key)
 
     def _preempt(self, request: Request) -> None:
-        self._release(request, False)
-        self._wait(request, State.PREEMPTED)
+        self._release_slot(request, False)
+        self._enqueue(request, RequestStatus.PREEMPTED)
         self.num_preempted += 1
 
-    def _release(self, request: Request, is_over: bool, is_poisoned: bool = False) -> None:
-        _take_out(self.running, request)
-        self.prefix.leave(request, is_over, is_poisoned)
-        self._forget([request.slot])
-        heapq.heappush(self._slots, request.slot)
+    def _release_slot(self, request: Request, is_over: bool, has_invalid_kv: bool = False) -> None:
+        _remove_from_queue(self.running, request)
+        self.prefix_cache.release(request, is_over, has_invalid_kv)
+        self._forget_slots([request.slot])
+        heapq.heappush(self._free_slots, request.slot)
 
 
-def _place(request: Request) -> tuple[int, int]:
-    """In the order of who comes first: of lower priority numbers, then of earlier arrival."""
-    return request.priority, request.arrival
+def _get_queue_key(request: Request) -> tuple[int, int]:
+    """Sort key of both queues: lower priority numbers first, then earlier arrivals."""
+    return request.priority, request.arrival_index
 
 
-def _take_out(line: list[Request], request: Request) -> None:
-    """From a line that is in order."""
-    at = bisect_left(line, _place(request), key=_place)
-    assert line[at] is request, "a request changed its place while it stood in line"
-    del line[at]
+def _remove_from_queue(queue: list[Request], request: Request) -> None:
+    """Remove a request from a sorted queue."""
+    index = bisect_left(queue, _get_queue_key(request), key=_get_queue_key)
+    assert queue[index] is request, "the sort key of a queued request changed"
+    del queue[index]
 
 
-def _last_step(request: Request) -> int:
+def _get_last_step(request: Request) -> int:
     return request.last_step

@@ -1,28 +1,29 @@
-"""The reader's end of a submission: deltas from the engine's thread, awaited on an event loop."""
+"""Reader side of a submission to a Worker: deltas from the engine's thread, awaited on an event loop."""
 
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from foredraft.completion import Completion, Delta
-from foredraft.engine.output import Transcript
+from foredraft.engine.transcript import Transcript
 from foredraft.errors import ForedraftError
+from foredraft.outputs import Completion, Delta
 
-DELTA_BYTES = 400  # what a delta takes in memory beside its text: measured on a delta of one token
-TOKEN_BYTES = 100
+DELTA_BYTES = 400  # bytes of a delta without its tokens and text, measured on a delta of one token
+TOKEN_BYTES = 100  # bytes per token of a delta
+CHAR_BYTES = 4  # bytes per character of its text, at most
 
 
-def size_of(delta: Delta) -> int:
-    """Bytes, about."""
-    return DELTA_BYTES + TOKEN_BYTES * len(delta.token_ids) + 4 * len(delta.text)
+def estimate_bytes(delta: Delta) -> int:
+    """Estimate the memory of a delta in bytes."""
+    return DELTA_BYTES + TOKEN_BYTES * len(delta.token_ids) + CHAR_BYTES * len(delta.text)
 
 
 class Stream:
-    """An async iterator over the deltas of all transcripts of one submission; ends when each has finished.
+    """Async iterator over the deltas of all requests of one submission; ends when each has finished.
 
-    Belongs to the event loop it was made on: one task reads it. `cancel` may be called from any thread, at any time and
-    again; the rest of the texts then ends with finish_reason "abort". Iterating raises ForedraftError if the engine's
-    thread ended without finishing the texts.
+    It belongs to the event loop it was created on, and one task reads it. `cancel` may be called from any thread, any
+    number of times; unfinished requests then end with finish_reason "abort". Iteration raises ForedraftError if the
+    engine's thread ended before the requests did.
     """
 
     def __init__(
@@ -30,23 +31,24 @@ class Stream:
     ) -> None:
         self.transcripts = tuple(transcripts)
         self.loop = asyncio.get_running_loop()
-        # Each counter has one thread that writes it, so that neither needs a lock.
-        self.given = 0  # bytes the engine's thread handed over
-        self.is_held = False  # the engine's thread waits for the reader
-        self._taken = 0  # bytes the reader took; written on the loop
+        # Each counter is written by one thread only, so that neither needs a lock.
+        self.bytes_sent = 0  # bytes of deltas from the engine's thread, which writes it
+        self.is_paused = False  # the requests are paused until the reader catches up
+        self._bytes_read = 0  # bytes of deltas that the reader took; written on the event loop
         self._cancel = cancel
         self._resume = resume
         self._buffer: deque[Delta] = deque()
         self._waiter: asyncio.Future[None] | None = None
-        self._unfinished = len(self.transcripts)
+        self._num_unfinished = len(self.transcripts)
         self._error: str | None = None
 
     @property
     def backlog(self) -> int:
-        """Bytes handed over and not yet read, wherever they are."""
-        return self.given - self._taken
+        """Bytes sent by the engine's thread and not yet read."""
+        return self.bytes_sent - self._bytes_read
 
     def cancel(self) -> None:
+        """Abort the requests that have not ended, before the next step."""
         self._cancel(self)
 
     def __aiter__(self) -> "Stream":
@@ -56,7 +58,7 @@ class Stream:
         while not self._buffer:
             if self._error is not None:
                 raise ForedraftError(self._error)
-            if not self._unfinished:
+            if not self._num_unfinished:
                 raise StopAsyncIteration
             self._waiter = self.loop.create_future()
             try:
@@ -64,31 +66,31 @@ class Stream:
             finally:
                 self._waiter = None
         delta = self._buffer.popleft()
-        self._taken += size_of(delta)
-        if self.is_held:
+        self._bytes_read += estimate_bytes(delta)
+        if self.is_paused:
             self._resume()
         return delta
 
-    async def completions(self) -> list[Completion]:
-        """Read to the end: one completion per transcript, in order. Leaving early cancels the rest."""
-        done: dict[int, Completion] = {}
+    async def read_completions(self) -> list[Completion]:
+        """Read to the end and return one completion per transcript, in order. An exception cancels the requests."""
+        completions: dict[int, Completion] = {}
         try:
             async for delta in self:
                 if delta.completion is not None:
-                    done[delta.index] = delta.completion
+                    completions[delta.index] = delta.completion
         except BaseException:
             self.cancel()
             raise
-        return [done[transcript.index] for transcript in self.transcripts]
+        return [completions[transcript.index] for transcript in self.transcripts]
 
     def receive(self, deltas: Sequence[Delta]) -> None:
-        """On the loop: what the engine's thread sends."""
+        """Append deltas of the engine's thread. Runs on the event loop."""
         self._buffer.extend(deltas)
-        self._unfinished -= sum(delta.completion is not None for delta in deltas)
+        self._num_unfinished -= sum(delta.completion is not None for delta in deltas)
         self._wake()
 
     def close(self, error: str) -> None:
-        """On the loop: nothing more will come."""
+        """End the stream with an error, because no more deltas will come. Runs on the event loop."""
         self._error = self._error or error
         self._wake()
 
@@ -97,7 +99,7 @@ class Stream:
             self._waiter.set_result(None)
 
 
-def deliver(parcels: Sequence[tuple[Stream, Sequence[Delta]]]) -> None:
-    """On their loop: everything one step has for its streams."""
+def deliver_deltas(parcels: Sequence[tuple[Stream, Sequence[Delta]]]) -> None:
+    """Pass the deltas of one step to their streams. Runs on the event loop of these streams."""
     for stream, deltas in parcels:
         stream.receive(deltas)

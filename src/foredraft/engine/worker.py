@@ -1,9 +1,9 @@
-"""The engine on a thread of its own, with an asynchronous front.
+"""Engine on its own thread, with an asynchronous interface.
 
     event loops  -- submit, cancel, drain: one queue of commands -->  the thread steps the engine
     Stream       <-- deltas: one wake-up per step and event loop ---
 
-Nothing but the thread touches the engine, the scheduler or a transcript's deltas.
+Only this thread accesses the engine, the scheduler and the deltas of a transcript.
 """
 
 import asyncio
@@ -20,53 +20,61 @@ from typing import Protocol
 
 import torch
 
-from foredraft.engine.driver import Driver, Observer, WorkerLimits
 from foredraft.engine.engine import Engine
-from foredraft.engine.output import Transcript
+from foredraft.engine.loop import EngineLoop, EngineObserver, WorkerLimits
 from foredraft.engine.stream import Stream
+from foredraft.engine.transcript import Transcript
 from foredraft.errors import ForedraftError
 
-__all__ = ["Draining", "Observer", "QueueFull", "Stream", "Worker", "WorkerLimits"]
+__all__ = ["DrainingError", "EngineObserver", "QueueFullError", "Stream", "Worker", "WorkerLimits"]
 
 log = logging.getLogger(__name__)
-STOPPED = "the engine was stopped"
-LONGEST_RETRY = 60  # seconds a client is told to wait at most
+STOPPED_ERROR = "the engine was stopped"
+MAX_RETRY_SECONDS = 60  # largest `retry_after` of QueueFullError, in seconds
+END_INTERVAL_WEIGHT = 0.1  # weight of the newest interval in the moving average of times between request ends
 
 
-class QueueFull(ForedraftError):  # noqa: N818 - what it says is a state
-    """Too many requests wait; `retry_after` is when to come back, in seconds."""
+class QueueFullError(ForedraftError):
+    """The queue of waiting requests is full; `retry_after` is the suggested wait in seconds."""
 
     def __init__(self, retry_after: int) -> None:
         super().__init__(f"too many requests are waiting; try again in {retry_after} s")
         self.retry_after = retry_after
 
 
-class Draining(ForedraftError):  # noqa: N818
-    """No new requests: the worker finishes those it has."""
+class DrainingError(ForedraftError):
+    """The worker is draining: it finishes its requests and accepts no new ones."""
 
 
-class HasEngine(Protocol):
-    """An LLM whose engine is the worker's alone while it runs."""
+class EngineOwner(Protocol):
+    """LLM whose engine is reserved for the worker while it runs."""
 
     engine: Engine
 
 
 class Worker:
-    """Runs the engine of an LLM for any number of event loops.
+    """Engine thread of an LLM, for any number of event loops.
 
-    `submit`, `drain` belong to an event loop; everything else may be called from any thread. Times are of `clock`,
-    time.monotonic. A step that raises (a kernel, no memory) is taken back: all that was computed is computed again, and
-    a request that makes a step fail alone ends with an error. A step that never returns cannot be stopped; `is_healthy`
-    tells.
+    `submit` and `drain` are called on an event loop, all other methods on any thread. After a step that raises (kernel
+    error, out of memory), all requests are recomputed, and a request that makes steps fail alone ends with an error. A
+    step that never returns cannot be stopped; `is_healthy` is then False.
     """
 
     def __init__(
         self,
-        llm: HasEngine,
+        llm: EngineOwner,
         limits: WorkerLimits | None = None,
-        observer: Observer | None = None,
+        observer: EngineObserver | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Prepare a worker; `start` starts its thread.
+
+        Args:
+            llm: LLM without unfinished requests.
+            limits: None = the defaults.
+            observer: receives steps, ends and failures, on the engine's thread.
+            clock: time in seconds. Deadlines of `submit` refer to it.
+        """
         self.engine = llm.engine
         self.limits = limits or WorkerLimits()
         self.engine.drafter.timeout = self.limits.drafter_timeout
@@ -74,188 +82,210 @@ class Worker:
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._num_threads = torch.get_num_threads()
         self._thread = threading.Thread(target=self._run, name="foredraft-engine", daemon=True)
-        self._lock = threading.Lock()  # of what follows
-        self._streams: dict[Stream, int] = {}  # unfinished -> its requests that have not ended
-        self._drained: list[Future[bool]] = []
-        self._num_sent = 0  # requests that are still in the inbox
+        # These fields are guarded by `_lock`.
+        self._lock = threading.Lock()
+        self._streams: dict[Stream, int] = {}  # unfinished stream -> number of its requests that have not ended
+        self._drain_futures: list[Future[bool]] = []
+        self._num_in_inbox = 0  # requests that are still in the inbox
         self._is_draining = self._is_closed = False
-        # written by the engine's thread, read by all
-        self._beat = clock()
+        # These fields are written by the engine's thread and read by all.
+        self._last_heartbeat = clock()
         self._is_idle = False
-        self._interval = 0.0  # seconds from one end of a request to the next, lately
-        # of the engine's thread alone
-        self._driver = Driver(llm.engine, self.limits, observer, clock, self._leave)
+        self._end_interval = 0.0  # seconds between the ends of two requests, moving average
+        # These fields are used by the engine's thread only.
+        self._engine_loop = EngineLoop(llm.engine, self.limits, observer, clock, self._on_request_end)
         self._last_end = clock()
         self._is_stopping = False
 
     def start(self) -> None:
-        """Raises ForedraftError where the LLM has requests of its own, or another worker."""
+        """Start the thread.
+
+        Raises:
+            ForedraftError: the LLM has unfinished requests or another worker.
+        """
         if self.engine.is_reserved:
             raise ForedraftError("another Worker runs this LLM; stop it first, or give this one with_drafter's LLM")
         if self.engine.has_work:
             raise ForedraftError("the LLM has unfinished streams; read or close them before its Worker starts")
         self.engine.is_reserved = True
-        self._beat = self._clock()
+        self._last_heartbeat = self._clock()
         self._thread.start()
 
     async def submit(self, transcripts: list[Transcript], deadline: float | None = None) -> Stream:
-        """Queue the requests that LLM.prepare made. `deadline`: when they are aborted, in time.monotonic's seconds.
+        """Queue requests that LLM.prepare made, and return the stream of their deltas.
 
-        Raises QueueFull, Draining, or ForedraftError for what can never run.
+        Args:
+            deadline: time of `clock` (default time.monotonic) at which they are aborted. None = never.
+
+        Raises:
+            QueueFullError: too many requests wait.
+            DrainingError: `drain` was called.
+            ForedraftError: a request can never run, or the worker does not run.
         """
         for transcript in transcripts:
-            self.engine.check(transcript.request)  # reads constants alone
+            self.engine.check(transcript.request)  # reads only constants, so that any thread may call it
         if len(transcripts) > self.limits.max_queue:
             raise ForedraftError(
-                f"{len(transcripts)} texts in one submission and the queue holds {self.limits.max_queue}; send fewer"
+                f"{len(transcripts)} requests in one submission and the queue holds {self.limits.max_queue}; send fewer"
             )
         stream = Stream(transcripts, self.cancel, lambda: self._inbox.put(lambda: None))
         with self._lock:
             if self._is_draining:
-                raise Draining("the engine takes no new requests: it is shutting down")
+                raise DrainingError("the engine accepts no new requests: it is shutting down")
             if self._is_closed or not self._thread.is_alive():
                 raise ForedraftError("the engine is not running")
             if self.num_waiting + len(transcripts) > self.limits.max_queue:
-                raise QueueFull(self._retry_after())
+                raise QueueFullError(self._estimate_retry_after())
             if transcripts:
                 self._streams[stream] = len(transcripts)
-                self._num_sent += len(transcripts)
-        self._inbox.put(partial(self._add, stream, math.inf if deadline is None else deadline))
+                self._num_in_inbox += len(transcripts)
+        self._inbox.put(partial(self._add_stream, stream, math.inf if deadline is None else deadline))
         return stream
 
     def cancel(self, stream: Stream) -> None:
-        """End what is left of it before the next step; does nothing to one that has ended."""
-        self._inbox.put(partial(self._driver.abort, stream, None))
+        """Abort the unfinished requests of a stream before the next step."""
+        self._inbox.put(partial(self._engine_loop.abort, stream, None))
 
     def abort_all(self) -> None:
-        self._inbox.put(partial(self._driver.end_all, "abort", STOPPED))
+        """Abort all requests before the next step."""
+        self._inbox.put(partial(self._engine_loop.end_all, "abort", STOPPED_ERROR))
 
     async def drain(self, timeout: float) -> bool:
-        """Take no new requests, for good, and wait for those there are. True if all ended in time."""
+        """Refuse new requests from now on, and wait for the queued and running ones.
+
+        Args:
+            timeout: seconds to wait at most.
+
+        Returns:
+            True if all requests ended in time.
+        """
         done: Future[bool] = Future()
         with self._lock:
             self._is_draining = True
             if not self._streams:
                 return True
-            self._drained.append(done)
+            self._drain_futures.append(done)
         try:
             return await asyncio.wait_for(asyncio.wrap_future(done), timeout)
         except TimeoutError:
             return False
 
     def stop(self) -> None:
-        """Abort what is left and join the thread. One that hangs is left behind, and its streams raise."""
+        """Abort all requests and join the thread. A hung thread is abandoned, and its streams raise."""
         self._inbox.put(self._stop)
         if self._thread.is_alive():
             self._thread.join(self.limits.hang_after)
         if self._thread.is_alive():
-            log.error("the engine's thread hangs in a step and was left behind")
+            log.error("the engine's thread hangs in a step and was abandoned")
         self._close_streams()
 
     @property
     def heartbeat(self) -> float:
-        """When the last step finished; now, where there is nothing to step."""
-        return self._clock() if self._is_idle else self._beat
+        """Time of `clock` at which the last step finished; the current time if there is nothing to step."""
+        return self._clock() if self._is_idle else self._last_heartbeat
 
     @property
     def is_healthy(self) -> bool:
+        """True if the thread lives, steps succeed, and the heartbeat is younger than `hang_after`."""
         is_late = self._clock() - self.heartbeat >= self.limits.hang_after
-        return self._thread.is_alive() and not self._driver.is_broken and not is_late
+        return self._thread.is_alive() and not self._engine_loop.is_broken and not is_late
 
     @property
     def is_accepting(self) -> bool:
+        """True if `submit` has room for at least one request."""
         is_open = self._thread.is_alive() and not self._is_draining and not self._is_closed
         return is_open and self.num_waiting < self.limits.max_queue
 
     @property
     def num_waiting(self) -> int:
-        return self._num_sent + len(self.engine.scheduler.waiting)  # a length is read whole from any thread
+        """Requests that have not started, or were preempted."""
+        return self._num_in_inbox + len(self.engine.scheduler.waiting)  # `len` of a list is atomic
 
     @property
     def num_running(self) -> int:
         return len(self.engine.scheduler.running)
 
-    def _retry_after(self) -> int:
-        """Until half of those that wait have begun."""
-        return max(1, min(LONGEST_RETRY, math.ceil(self._interval * self.num_waiting / 2)))
+    def _estimate_retry_after(self) -> int:
+        """Estimate the seconds until half of the waiting requests have started."""
+        return max(1, min(MAX_RETRY_SECONDS, math.ceil(self._end_interval * self.num_waiting / 2)))
 
     def _run(self) -> None:
         torch.set_num_threads(self._num_threads)
         try:
             while not self._is_stopping:
-                self._obey()
+                self._run_commands()
                 if not self._is_stopping:
-                    self._driver.turn()
-                self._tick()
+                    self._engine_loop.run_once()
+                self._update_heartbeat()
         except Exception:
             log.exception("the engine's thread ended")
         finally:
             self._close()
 
-    def _tick(self) -> None:
-        """A sign of life; none while there are requests and the scheduler runs nobody, which is a hang too."""
-        if not self._driver.is_stuck:
-            self._beat = self._clock()
+    def _update_heartbeat(self) -> None:
+        """Update the heartbeat, unless the scheduler runs none of its requests, which counts as a hang."""
+        if not self._engine_loop.is_stuck:
+            self._last_heartbeat = self._clock()
         self._is_idle = False
 
-    def _obey(self) -> None:
-        """Carry out every command that came; wait for one where there is nothing to step."""
-        wait = self._driver.wait()
+    def _run_commands(self) -> None:
+        """Run all queued commands; if there is nothing to step, wait for one first."""
+        wait = self._engine_loop.compute_wait()
         try:
             if wait != 0:
-                self._is_idle = not self._driver.is_stuck
+                self._is_idle = not self._engine_loop.is_stuck
                 command = self._inbox.get(timeout=wait)
-                self._tick()
+                self._update_heartbeat()
                 command()
             while True:
                 self._inbox.get_nowait()()
         except Empty:
-            self._tick()
+            self._update_heartbeat()
 
-    def _add(self, stream: Stream, deadline: float) -> None:
-        self._driver.add(stream, deadline)
+    def _add_stream(self, stream: Stream, deadline: float) -> None:
+        self._engine_loop.add(stream, deadline)
         with self._lock:
-            self._num_sent -= len(stream.transcripts)
+            self._num_in_inbox -= len(stream.transcripts)
 
     def _stop(self) -> None:
         self._is_stopping = True
 
-    def _leave(self, stream: Stream) -> None:
-        """One request of a stream ended."""
-        now, drained = self._clock(), []
-        self._interval += 0.1 * (now - self._last_end - self._interval)
+    def _on_request_end(self, stream: Stream) -> None:
+        """Count one ended request of a stream, and resolve `drain` after the last one."""
+        now, resolved = self._clock(), []
+        self._end_interval += END_INTERVAL_WEIGHT * (now - self._last_end - self._end_interval)
         self._last_end = now
         with self._lock:
-            left = self._streams.pop(stream, 1) - 1  # gone already where `stop` gave up on a thread that hung
-            if left:
-                self._streams[stream] = left
+            num_left = self._streams.pop(stream, 1) - 1  # missing if `stop` has abandoned a hung thread
+            if num_left:
+                self._streams[stream] = num_left
             if not self._streams:
-                drained, self._drained = self._drained, []
-        _tell(drained, True)
+                resolved, self._drain_futures = self._drain_futures, []
+        _resolve_futures(resolved, True)
 
     def _close(self) -> None:
-        """The thread ends: so does everything it has."""
+        """End all requests and streams at the end of the thread."""
         try:
-            self._driver.end_all("abort", STOPPED)
-            self._driver.turn()
+            self._engine_loop.end_all("abort", STOPPED_ERROR)
+            self._engine_loop.run_once()
         except Exception:
             log.exception("requests could not be ended one by one")
         self.engine.is_reserved = False
         self._close_streams()
 
     def _close_streams(self) -> None:
-        """What is still open will get nothing more, and says so."""
+        """End the streams that are still open with an error."""
         with self._lock:
             self._is_closed = True
             streams, self._streams = list(self._streams), {}
-            drained, self._drained = self._drained, []
+            resolved, self._drain_futures = self._drain_futures, []
         for stream in streams:
-            with contextlib.suppress(RuntimeError):  # its loop is closed
-                stream.loop.call_soon_threadsafe(stream.close, STOPPED)
-        _tell(drained, not streams)
+            with contextlib.suppress(RuntimeError):  # the event loop of the stream is closed
+                stream.loop.call_soon_threadsafe(stream.close, STOPPED_ERROR)
+        _resolve_futures(resolved, not streams)
 
 
-def _tell(futures: Sequence[Future[bool]], value: bool) -> None:
+def _resolve_futures(futures: Sequence[Future[bool]], value: bool) -> None:
     for future in futures:
         if future.set_running_or_notify_cancel():
             future.set_result(value)

@@ -17,12 +17,14 @@ MAX_FRAMES = 8  # between the loop and generate(): decorators
 
 @dataclass(frozen=True)
 class CallerArguments:
+    """Arguments of the `generate` call that runs a loop."""
+
     streamer: Any
     assistant_model: Any
 
 
 def read_caller(loop: Any) -> CallerArguments | None:
-    """Arguments of the `generate` call that runs `loop`; None if no such call is on the stack."""
+    """Return the arguments of the `generate` call that runs `loop`; None if no such call is on the stack."""
     code = inspect.unwrap(GenerationMixin.generate).__code__
     frame = sys._getframe(1)
     for _ in range(MAX_FRAMES):

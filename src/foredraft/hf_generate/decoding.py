@@ -19,23 +19,23 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEnc
 
 from foredraft.errors import ForedraftError
 from foredraft.hf_generate.caller import read_caller
-from foredraft.hf_generate.plan import Plan, make_plan
+from foredraft.hf_generate.plan import GenerationPlan, make_plan
 from foredraft.hf_generate.scores import ScoredOutputs, score_sequences
-from foredraft.llm import DEFAULT, LLM, DrafterSpec
+from foredraft.llm import DEFAULT_DRAFTER, LLM, DrafterSpec
 from foredraft.models import attention
 from foredraft.models.prompts import Prompt
-from foredraft.source import Begun, Source
+from foredraft.source import EncoderSource, PreparedPrompt
 
-# prepared by generate() for its own loop; ours derives them from the tokens
-_DERIVED = frozenset({"use_cache", "cache_position", "position_ids", "past_key_values", "logits_to_keep"})
-_REFUSED_OUTPUTS = ("output_attentions", "output_hidden_states")
-WITHOUT_ASSISTANT = "ngram"  # drafts if neither a drafter nor an assistant_model is given
-_LOCKS: WeakKeyDictionary[Any, threading.RLock] = WeakKeyDictionary()  # one for each model that was decoded
-_MAKING = threading.Lock()  # of a lock
+# Inputs that generate() prepares for its own loop; this loop derives them from the tokens.
+_DERIVED_INPUTS = frozenset({"use_cache", "cache_position", "position_ids", "past_key_values", "logits_to_keep"})
+_UNSUPPORTED_OUTPUTS = ("output_attentions", "output_hidden_states")
+METHOD_WITHOUT_ASSISTANT = "ngram"  # drafts if neither a drafter nor an assistant_model is given
+_LOCKS: WeakKeyDictionary[Any, threading.RLock] = WeakKeyDictionary()  # model -> lock of its calls
+_MAKING = threading.Lock()  # held while a lock is created
 
 
 @dataclass(frozen=True)
-class Settings:
+class SpeculateSettings:
     """Arguments of `speculate`, common to all calls of one loop."""
 
     drafter: DrafterSpec
@@ -57,10 +57,10 @@ class CallOptions:
 class Speculation:
     """A decoding loop for `generate(custom_generate=...)`; make one with `foredraft.speculate`."""
 
-    def __init__(self, settings: Settings, options: CallOptions) -> None:
+    def __init__(self, settings: SpeculateSettings, options: CallOptions) -> None:
         self.settings = settings
         self.options = options
-        self._engines: WeakKeyDictionary[Any, dict[int | None, LLM]] = WeakKeyDictionary()
+        self._llms: WeakKeyDictionary[Any, dict[int | None, LLM]] = WeakKeyDictionary()
 
     def __call__(
         self,
@@ -80,7 +80,7 @@ class Speculation:
                 if options.streamer is not None:
                     raise ForedraftError("a streamer was given to generate() and to foredraft.speculate; give one")
                 options = replace(options, streamer=caller.streamer, has_prompt=True)
-        inputs = Inputs(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+        inputs = LoopInputs(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
         return self._decode(inputs, options, assistant)
 
     def generate(
@@ -109,33 +109,33 @@ class Speculation:
             model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any,
             **model_kwargs: Any,
         ) -> Any:  # fmt: skip
-            given = Inputs(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
-            return self._decode(given, options, assistant_model)
+            loop = LoopInputs(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+            return self._decode(loop, options, assistant_model)
 
         with _in_turn(model, assistant_model):
             return model.generate(inputs, custom_generate=decode, **kwargs)
 
-    def _decode(self, inputs: "Inputs", options: CallOptions, assistant: Any) -> Any:
+    def _decode(self, inputs: "LoopInputs", options: CallOptions, assistant: Any) -> Any:
         with _in_turn(inputs.model, assistant):
             return self._decode_alone(inputs, options, assistant)
 
-    def _decode_alone(self, inputs: "Inputs", options: CallOptions, assistant: Any) -> Any:
-        # a parameter of this name would reach us twice
+    def _decode_alone(self, inputs: "LoopInputs", options: CallOptions, assistant: Any) -> Any:
+        # Removed from model_kwargs: `_check_supported` refuses all inputs there that this loop does not derive itself.
         mask: Tensor | None = inputs.model_kwargs.pop("attention_mask", None)  # [B, L], of the encoder if there is one
         encoded = inputs.model_kwargs.pop("encoder_outputs", None)
         config, model, ids = inputs.config, inputs.model, inputs.input_ids
-        _refuse(config, inputs.model_kwargs, options.streamer, len(ids))
+        _check_supported(config, inputs.model_kwargs, options.streamer, len(ids))
         make = partial(make_plan, config, inputs.processors, inputs.criteria, self.settings.tokenizer)
         plan = make(ids.shape[1], len(ids), options.stop_strings)
-        prompts = _prompts(ids, mask) if encoded is None else _begun(ids, encoded[0], mask)
-        with _attention_kept(model, assistant):
-            llm = self._engine(model, assistant)
+        prompts = _unpad_prompts(ids, mask) if encoded is None else _build_encoder_prompts(ids, encoded[0], mask)
+        with _restore_attention(model, assistant):
+            llm = self._get_llm(model, assistant)
             if encoded is None:
-                model.set_attn_implementation(attention.NAME)
+                model.set_attn_implementation(attention.ATTENTION_NAME)
             if assistant is not None:
-                assistant.set_attn_implementation(attention.NAME)
-            rows = _run(llm, ids, prompts, plan, options)
-        sequences = _padded(ids, rows, plan.pad_id)
+                assistant.set_attn_implementation(attention.ATTENTION_NAME)
+            rows = _generate_rows(llm, ids, prompts, plan, options)
+        sequences = _pad_outputs(ids, rows, plan.pad_id)
         if not config.return_dict_in_generate:
             return sequences
         scored = ScoredOutputs()
@@ -144,19 +144,19 @@ class Speculation:
         kind = GenerateDecoderOnlyOutput if encoded is None else GenerateEncoderDecoderOutput
         return kind(sequences=sequences, scores=scored.scores, logits=scored.logits)
 
-    def _engine(self, model: Any, assistant: Any) -> LLM:
-        """The LLM around one model, made at its first call."""
-        engines = self._engines.setdefault(model, {})
+    def _get_llm(self, model: Any, assistant: Any) -> LLM:
+        """Return the LLM around a model, created at its first call."""
+        engines = self._llms.setdefault(model, {})
         key = None if assistant is None else id(assistant)
         if key not in engines:
             settings = self.settings
             drafter = settings.drafter
             if assistant is not None:
-                if drafter != DEFAULT:
+                if drafter != DEFAULT_DRAFTER:
                     raise ForedraftError("an assistant_model and a drafter were given; leave one out")
                 drafter = {"method": "draft_model", "model": assistant}
-            elif drafter == DEFAULT:
-                drafter = WITHOUT_ASSISTANT
+            elif drafter == DEFAULT_DRAFTER:
+                drafter = METHOD_WITHOUT_ASSISTANT
             engines[key] = LLM(
                 model,
                 drafter,
@@ -169,7 +169,7 @@ class Speculation:
 
 
 @dataclass(frozen=True)
-class Inputs:
+class LoopInputs:
     """Arguments of one call of a custom decoding loop."""
 
     model: Any
@@ -181,7 +181,7 @@ class Inputs:
 
 
 def speculate(
-    drafter: DrafterSpec = DEFAULT,
+    drafter: DrafterSpec = DEFAULT_DRAFTER,
     *,
     num_speculative_tokens: int | None = None,
     verify: str = "auto",
@@ -212,14 +212,16 @@ def speculate(
     Raises:
         ForedraftError: at the call, for beams, and for processors or criteria that have no counterpart here.
     """
-    return Speculation(Settings(drafter, num_speculative_tokens, verify, fused, tokenizer), CallOptions(streamer))
+    return Speculation(
+        SpeculateSettings(drafter, num_speculative_tokens, verify, fused, tokenizer), CallOptions(streamer)
+    )
 
 
 def generate(
     model: Any,
     inputs: Tensor | None = None,
     *,
-    drafter: DrafterSpec = DEFAULT,
+    drafter: DrafterSpec = DEFAULT_DRAFTER,
     num_speculative_tokens: int | None = None,
     verify: str = "auto",
     tokenizer: Any = None,
@@ -267,9 +269,9 @@ def _in_turn(*models: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _attention_kept(*models: Any) -> Iterator[None]:
+def _restore_attention(*models: Any) -> Iterator[None]:
     """Give every model its own attention back afterwards: with ours a plain forward pass fails."""
-    before = [(model, attention.implementations(model)) for model in models if model is not None]
+    before = [(model, attention.read_implementations(model)) for model in models if model is not None]
     try:
         yield
     finally:
@@ -277,8 +279,8 @@ def _attention_kept(*models: Any) -> Iterator[None]:
             model.set_attn_implementation(names)
 
 
-def _refuse(config: Any, model_kwargs: dict[str, Any], streamer: Any, num_rows: int) -> None:
-    for name in _REFUSED_OUTPUTS:
+def _check_supported(config: Any, model_kwargs: dict[str, Any], streamer: Any, num_rows: int) -> None:
+    for name in _UNSUPPORTED_OUTPUTS:
         if getattr(config, name, False):
             raise ForedraftError(f"{name} is not available with foredraft.speculate; drop it or use plain generate()")
     if (config.num_beams or 1) > 1:
@@ -286,7 +288,7 @@ def _refuse(config: Any, model_kwargs: dict[str, Any], streamer: Any, num_rows: 
     cache = model_kwargs.get("past_key_values")
     if cache is not None and cache.get_seq_length() > 0:
         raise ForedraftError("a filled past_key_values cannot be continued; pass the whole text as input_ids")
-    unknown = sorted(k for k, v in model_kwargs.items() if k not in _DERIVED and v is not None)
+    unknown = sorted(k for k, v in model_kwargs.items() if k not in _DERIVED_INPUTS and v is not None)
     if unknown:
         raise ForedraftError(
             f"the model input {unknown[0]!r} is not supported with foredraft.speculate; drop it or use plain generate()"
@@ -295,18 +297,20 @@ def _refuse(config: Any, model_kwargs: dict[str, Any], streamer: Any, num_rows: 
         raise ForedraftError("a streamer takes one sequence; use it with a batch of one")
 
 
-def _prompts(input_ids: Tensor, mask: Tensor | None) -> list[Prompt]:
-    return [row[keep.bool()].tolist() for row, keep in zip(input_ids, _mask(input_ids, mask), strict=True)]
+def _unpad_prompts(input_ids: Tensor, mask: Tensor | None) -> list[Prompt]:
+    return [row[keep.bool()].tolist() for row, keep in zip(input_ids, _get_mask(input_ids, mask), strict=True)]
 
 
-def _begun(input_ids: Tensor, states: Tensor, mask: Tensor | None) -> list[Prompt]:
+def _build_encoder_prompts(input_ids: Tensor, states: Tensor, mask: Tensor | None) -> list[Prompt]:
     """Prompts of an encoder-decoder: generate()'s own encoder states of every row [B, S, H], and the first tokens."""
-    kept = _mask(states[..., 0], mask).bool() if mask is None or mask.shape == states.shape[:2] else None
+    kept = _get_mask(states[..., 0], mask).bool() if mask is None or mask.shape == states.shape[:2] else None
     rows = states if kept is None else [row[keep] for row, keep in zip(states, kept, strict=True)]
-    return [Begun(Source(states=row), ids.tolist()) for row, ids in zip(rows, input_ids, strict=True)]
+    return [PreparedPrompt(EncoderSource(states=row), ids.tolist()) for row, ids in zip(rows, input_ids, strict=True)]
 
 
-def _run(llm: LLM, input_ids: Tensor, prompts: list[Prompt], plan: Plan, options: CallOptions) -> list[list[int]]:
+def _generate_rows(
+    llm: LLM, input_ids: Tensor, prompts: list[Prompt], plan: GenerationPlan, options: CallOptions
+) -> list[list[int]]:
     """Generate the new tokens of every row."""
     # torch.manual_seed governs generate(); the seeds sampled here make it govern this loop too
     seeds = torch.randint(1 << 62, (len(prompts),)).tolist()
@@ -329,11 +333,11 @@ def _run(llm: LLM, input_ids: Tensor, prompts: list[Prompt], plan: Plan, options
     return outputs
 
 
-def _mask(input_ids: Tensor, mask: Tensor | None) -> Tensor:
+def _get_mask(input_ids: Tensor, mask: Tensor | None) -> Tensor:
     return torch.ones_like(input_ids) if mask is None else mask
 
 
-def _padded(input_ids: Tensor, outputs: list[list[int]], pad_id: int) -> Tensor:
+def _pad_outputs(input_ids: Tensor, outputs: list[list[int]], pad_id: int) -> Tensor:
     """[B, L + longest output]"""
     longest = max(map(len, outputs))
     tail = [row + [pad_id] * (longest - len(row)) for row in outputs]

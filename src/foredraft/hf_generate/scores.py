@@ -13,6 +13,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ScoredOutputs:
+    """Scores and logits of new tokens, None if not requested."""
+
     scores: tuple[Tensor, ...] | None = None  # per new token [B, V], after processors
     logits: tuple[Tensor, ...] | None = None  # per new token [B, V], as the model gave them
 
@@ -25,18 +27,18 @@ def score_sequences(
     processors: Any,
     config: Any,
     mask: Tensor | None,  # [B, L], or of the encoder
-    encoded: Any,
+    encoder_outputs: Any,
 ) -> ScoredOutputs:
     """Compute the scores that `config` asks for."""
     inputs = sequences[:, :-1]
-    if encoded is None:
+    if encoder_outputs is None:
         tail = sequences.shape[1] - 1 - prompt_length
         whole = torch.ones_like(sequences[:, :prompt_length]) if mask is None else mask
         whole = torch.cat([whole, whole.new_ones(len(whole), tail)], 1)
         positions = (whole.long().cumsum(-1) - 1).clamp_min(0)
         out = model(input_ids=inputs, attention_mask=whole, position_ids=positions, use_cache=False)
     else:
-        out = model(decoder_input_ids=inputs, encoder_outputs=encoded, attention_mask=mask, use_cache=False)
+        out = model(decoder_input_ids=inputs, encoder_outputs=encoder_outputs, attention_mask=mask, use_cache=False)
     new = out.logits[:, prompt_length - 1 :].float().unbind(1)
     scores = None
     if config.output_scores:

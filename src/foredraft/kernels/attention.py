@@ -1,24 +1,24 @@
-"""Attention of few query rows over paged KV: every row sees the committed tokens and its own path through the tree."""
+"""Attention of few query rows over paged KV. A row sees the committed tokens and its own path in the token tree."""
 
 import torch
 from torch import Tensor
 
 from foredraft.errors import ForedraftError
-from foredraft.kernels.cpu.library import Attention, library
+from foredraft.kernels.cpu.library import AttentionRecord, load_library
 from foredraft.kernels.rows import PackedRows
 
-WIDTH = 16  # head widths come in whole vectors
+HEAD_DIM_MULTIPLE = 16  # head widths are whole vectors
 
 
 def can_attend(query: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """Whether the native kernel takes [T, Hq, D] queries and [S, Hkv, D] keys and values of these kinds."""
+    """Return whether the native kernel takes queries [T, Hq, D] with keys and values [S, Hkv, D] of these types."""
     return (
         query.device.type == "cpu"
         and keys.dtype in (torch.bfloat16, torch.float32)
         and keys.shape == values.shape
         and keys.is_contiguous()
         and values.is_contiguous()
-        and query.shape[-1] % WIDTH == 0
+        and query.shape[-1] % HEAD_DIM_MULTIPLE == 0
     )
 
 
@@ -30,15 +30,15 @@ def attend(
     scale: float,
     sliding: int = 0,  # keys a row sees at most; 0 = all
     softcap: float = 0.0,  # 0 = none
-    bias: Tensor | None = None,  # [Hq, far + 1] float32: added for a key far, ... 1, 0 ranks back; the first beyond
+    bias: Tensor | None = None,  # [Hq, far + 1] float32, added to keys far, ..., 1, 0 ranks back; entry 0 also beyond
 ) -> Tensor:
-    """[T, Hq, D] float32, without a copy of any key. Raises ForedraftError where the kernels are not installed."""
-    native = library()
+    """Compute attention [T, Hq, D] float32 without copying keys. Raises ForedraftError without native kernels."""
+    native = load_library()
     if native is None:
         raise ForedraftError("the native kernels are not installed; run: python -m foredraft.kernels.cpu.build")
     wide = query.float().contiguous()
     out = torch.empty_like(wide)
-    job = Attention(
+    job = AttentionRecord(
         wide.data_ptr(),
         keys.data_ptr(),
         values.data_ptr(),
@@ -53,7 +53,7 @@ def attend(
         None if bias is None else bias.data_ptr(),
         0 if bias is None else bias.shape[1] - 1,
     )
-    native.follow_threads()
+    native.sync_threads()
     scratch = torch.empty(native.handle.fd_attend_scratch(job, rows.record), dtype=torch.uint8)
     native.handle.fd_attend(job, rows.record, scratch.data_ptr())
     return out
@@ -69,11 +69,11 @@ def attend_reference(
     softcap: float = 0.0,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """The same, row by row in float64 torch."""
+    """Compute `attend` row by row in float64 torch."""
     shared = query.shape[1] // keys.shape[1]
     out = []
     for row in range(rows.num_rows):
-        slots = rows.slots(row)[-sliding:]
+        slots = rows.list_slots(row)[-sliding:]
         k, v = (x[slots].double().repeat_interleave(shared, 1) for x in (keys, values))  # [L, Hq, D]
         scores = torch.einsum("hd,lhd->hl", query[row].double(), k) * scale
         if softcap:

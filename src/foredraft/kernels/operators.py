@@ -1,4 +1,4 @@
-"""The kernels as torch operators with fake implementations, so that torch.compile and export see through them."""
+"""The kernels as torch operators with fake implementations, for torch.compile and export."""
 
 from collections.abc import Sequence
 
@@ -10,8 +10,10 @@ from foredraft.kernels.linear import PackedWeight
 from foredraft.kernels.linear import linear as native_linear
 from foredraft.kernels.rows import PackedRows
 
-_LINEAR = "linear(Tensor x, Tensor data, Tensor? bias, Tensor? scale, int n, int k, int kind, int group) -> Tensor"
-_ATTEND = (
+_LINEAR_SCHEMA = (
+    "linear(Tensor x, Tensor data, Tensor? bias, Tensor? scale, int n, int k, int kind, int group) -> Tensor"
+)
+_ATTEND_SCHEMA = (
     "attend(Tensor query, Tensor keys, Tensor values, Tensor numbers, int[] counts, int page_size, float scale, "
     "int sliding, float softcap) -> Tensor"
 )
@@ -34,7 +36,7 @@ def _attend(
     query: Tensor, keys: Tensor, values: Tensor, numbers: Tensor, counts: Sequence[int], page_size: int, scale: float,
     sliding: int, softcap: float,
 ) -> Tensor:  # fmt: skip
-    rows = PackedRows.of(numbers, counts, page_size)
+    rows = PackedRows.from_numbers(numbers, counts, page_size)
     return attention.attend(query, keys, values, rows, scale, sliding, softcap).to(query.dtype)
 
 
@@ -42,12 +44,12 @@ def _attend_fake(
     query: Tensor, keys: Tensor, values: Tensor, numbers: Tensor, counts: Sequence[int], page_size: int, scale: float,
     sliding: int, softcap: float,
 ) -> Tensor:  # fmt: skip
-    return query.new_empty(query.shape)  # contiguous, whatever the queries are
+    return query.new_empty(query.shape)  # contiguous even if the queries are not
 
 
-# torch finds operators by name, in a registry that is its own; these live as long as the process
+# torch looks up operators by name in its own registry; the library must live as long as the process
 _registry = torch.library.Library("foredraft", "DEF")  # type: ignore[no-untyped-call]
-for _schema, _run, _fake in ((_LINEAR, _linear, _linear_fake), (_ATTEND, _attend, _attend_fake)):
+for _schema, _run, _fake in ((_LINEAR_SCHEMA, _linear, _linear_fake), (_ATTEND_SCHEMA, _attend, _attend_fake)):
     _registry.define(_schema)  # type: ignore[no-untyped-call]
     _name = _schema.partition("(")[0]
     _registry.impl(_name, _run, "CPU")  # type: ignore[no-untyped-call]
@@ -55,7 +57,7 @@ for _schema, _run, _fake in ((_LINEAR, _linear, _linear_fake), (_ATTEND, _attend
 
 
 def linear(x: Tensor, weight: PackedWeight) -> Tensor:
-    """[..., k] -> [..., n] in the type of x."""
+    """Multiply [..., k] -> [..., n] in the type of x."""
     w = weight
     out: Tensor = torch.ops.foredraft.linear(x, w.data, w.bias, w.scale, w.n, w.k, w.kind, w.group)
     return out
@@ -64,7 +66,7 @@ def linear(x: Tensor, weight: PackedWeight) -> Tensor:
 def attend(
     query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows, scale: float, sliding: int = 0, softcap: float = 0.0
 ) -> Tensor:
-    """[T, Hq, D] in the type of the queries; arguments as in kernels.attention."""
+    """Compute attention [T, Hq, D] in the type of the queries; arguments as in kernels.attention."""
     numbers, counts = rows.numbers, list(rows.counts)
     out: Tensor = torch.ops.foredraft.attend(
         query, keys, values, numbers, counts, rows.record.page_size, scale, sliding, softcap

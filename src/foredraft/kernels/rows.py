@@ -1,4 +1,4 @@
-"""The rows of a pass as the native side reads them: one array of 32-bit numbers and where in it each list begins."""
+"""Rows of a forward pass in the layout of the native code: one int32 array of nine lists, and their addresses."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,11 +7,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from foredraft.kernels.cpu.library import Rows
+from foredraft.kernels.cpu.library import RowsRecord
 
 
 class RowSpan(Protocol):
-    """What of a request's part of a window is needed here: see models.window.Span."""
+    """The attributes of models.forward_batch.Span that packing reads."""
 
     @property
     def pages(self) -> Sequence[int]: ...
@@ -22,20 +22,20 @@ class RowSpan(Protocol):
     @property
     def parents(self) -> Sequence[int] | None: ...
     @property
-    def rows(self) -> Sequence[int] | None: ...
+    def node_subset(self) -> Sequence[int] | None: ...
     @property
-    def nodes(self) -> Sequence[int]: ...
+    def node_indices(self) -> Sequence[int]: ...
     @property
-    def length(self) -> int: ...
-    def path(self, node: int) -> list[int]: ...
+    def num_keys(self) -> int: ...
+    def find_path(self, node: int) -> list[int]: ...
 
 
 @dataclass(frozen=True)
 class PackedRows:
-    """`record` points into `numbers`, and is valid as long as this object lives."""
+    """Packed rows. `record` points into `numbers` and is valid as long as this object lives."""
 
-    record: Rows
-    numbers: Tensor  # int32: the nine lists of fd_window end to end
+    record: RowsRecord
+    numbers: Tensor  # int32: the nine lists of fd_window, concatenated
     counts: tuple[int, ...]  # their lengths
 
     @property
@@ -48,14 +48,20 @@ class PackedRows:
 
     @classmethod
     def pack(cls, spans: Sequence[RowSpan], logit_rows: Sequence[int], page_size: int) -> "PackedRows":
-        """Rows in the order of the spans. A row's path is the slots of its ancestors in the step, itself included."""
+        """Pack the rows in the order of the spans.
+
+        Args:
+            spans: parts of requests.
+            logit_rows: rows that need logits.
+            page_size: slots per page.
+        """
         lists: list[list[int]] = [[] for _ in range(8)]
         tokens, write, pages, page_at, tails, tail_at, start, tail = lists
         for span in spans:
-            n, stop, nodes = len(span.tokens), span.length, span.nodes
+            n, stop, nodes = len(span.tokens), span.num_keys, span.node_indices
             slots = [span.pages[i // page_size] * page_size + i % page_size for i in range(span.start, stop)]
             tokens += span.tokens
-            write += slots[-n:] if span.rows is None else [slots[node] for node in nodes]
+            write += slots[-n:] if span.node_subset is None else [slots[node] for node in nodes]
             page_at += [len(pages)] * n
             start += [span.start] * n
             pages += span.pages[: -(-stop // page_size)]
@@ -65,47 +71,49 @@ class PackedRows:
                 tails += slots
                 continue
             for node in nodes:
-                path = span.path(node)
+                path = span.find_path(node)
                 tail_at.append(len(tails))
                 tail.append(len(path))
                 tails += [slots[i] for i in path]
         lists.append(list(logit_rows))
         flat = [number for numbers in lists for number in numbers]
-        return cls._of(torch.tensor(flat, dtype=torch.int32), [len(x) for x in lists], page_size, start, tail)
+        return cls._from_lengths(torch.tensor(flat, dtype=torch.int32), [len(x) for x in lists], page_size, start, tail)
 
     @classmethod
-    def of(cls, numbers: Tensor, counts: Sequence[int], page_size: int) -> "PackedRows":
-        """From `numbers` and `counts` of another."""
-        lists = _lists(numbers, counts)
-        return cls._of(numbers, counts, page_size, lists[6], lists[7])
+    def from_numbers(cls, numbers: Tensor, counts: Sequence[int], page_size: int) -> "PackedRows":
+        """Make a record for the `numbers` and `counts` of other packed rows."""
+        lists = _split_lists(numbers, counts)
+        return cls._from_lengths(numbers, counts, page_size, lists[6], lists[7])
 
     @classmethod
-    def held(cls, numbers: Tensor, counts: Sequence[int], page_size: int, longest: int) -> "PackedRows":
-        """From lists end to end, for a caller that knows how far the row sees that sees most."""
-        return cls._at(numbers, counts, page_size, longest)
+    def from_numbers_with_longest(
+        cls, numbers: Tensor, counts: Sequence[int], page_size: int, longest: int
+    ) -> "PackedRows":
+        """Make a record from concatenated lists and `longest`, the most keys that any row sees."""
+        return cls._from_longest(numbers, counts, page_size, longest)
 
     @classmethod
-    def _of(
+    def _from_lengths(
         cls, numbers: Tensor, counts: Sequence[int], page_size: int, start: list[int], tail: list[int]
     ) -> "PackedRows":
-        return cls._at(numbers, counts, page_size, max(map(int.__add__, start, tail)))
+        return cls._from_longest(numbers, counts, page_size, max(map(int.__add__, start, tail)))
 
     @classmethod
-    def _at(cls, numbers: Tensor, counts: Sequence[int], page_size: int, longest: int) -> "PackedRows":
-        address, places = numbers.data_ptr(), []
+    def _from_longest(cls, numbers: Tensor, counts: Sequence[int], page_size: int, longest: int) -> "PackedRows":
+        address, addresses = numbers.data_ptr(), []
         for count in counts:
-            places.append(address)
+            addresses.append(address)
             address += 4 * count
-        return cls(Rows(counts[0], page_size, counts[8], longest, *places), numbers, tuple(counts))
+        return cls(RowsRecord(counts[0], page_size, counts[8], longest, *addresses), numbers, tuple(counts))
 
-    def slots(self, row: int) -> list[int]:
-        """The pool slots a row sees, in order."""
-        _, _, pages, page_at, tails, tail_at, start, tail, _ = _lists(self.numbers, self.counts)
+    def list_slots(self, row: int) -> list[int]:
+        """Return the pool slots that a row sees, in order."""
+        _, _, pages, page_at, tails, tail_at, start, tail, _ = _split_lists(self.numbers, self.counts)
         size = int(self.record.page_size)
         table = pages[page_at[row] :]
         committed = [table[i // size] * size + i % size for i in range(start[row])]
         return committed + tails[tail_at[row] : tail_at[row] + tail[row]]
 
 
-def _lists(numbers: Tensor, counts: Sequence[int]) -> list[list[int]]:
+def _split_lists(numbers: Tensor, counts: Sequence[int]) -> list[list[int]]:
     return [part.tolist() for part in torch.split(numbers, list(counts))]

@@ -1,4 +1,4 @@
-"""Keys and values by slot. A pool holds one model's KV; every pool shares the allocator's page ids."""
+"""KV pools: keys and values by slot. A pool holds the KV of one model; all pools share the allocator's page ids."""
 
 import ctypes
 from collections.abc import Sequence
@@ -8,106 +8,128 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from foredraft.kernels.arena import zeros
-from foredraft.kv.blocks import NULL_PAGE
+from foredraft.kernels.arena import allocate_zeros
+from foredraft.kv.allocator import NULL_PAGE
 
-Places: TypeAlias = tuple["ctypes.Array[ctypes.c_void_p]", "ctypes.Array[ctypes.c_void_p]"]
+LayerAddresses: TypeAlias = tuple["ctypes.Array[ctypes.c_void_p]", "ctypes.Array[ctypes.c_void_p]"]
 
 
 @dataclass
 class KVPool:
-    """One row per slot and layer. A layer's tensors appear with its first write and grow with the slots in use.
+    """Keys and values of one model: one row per slot in the tensors of every layer.
 
-    Rows start as zeros: padding reads the null page, and a masked NaN would still poison a sum.
+    Tensors [S, H, D] (S slots, H heads, D head size) are created by the first write of a layer and grow with the slots
+    in use. Rows start as zeros: padding reads the null page, and a NaN there would spread even through a mask.
     """
 
-    is_native: bool = False  # read by native kernels where they can
-    capacity: int | None = None  # slots it may ever need: growth ends there
-    layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # layer -> [S, H, D] keys, values
-    _places: "Places | None" = None  # of the layers as they are now
+    is_native: bool = False  # allocate for native kernels
+    capacity: int | None = None  # upper limit on slots; None = unlimited
+    layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # layer -> (keys, values), each [S, H, D]
+    _layer_addresses: "LayerAddresses | None" = None  # cached `addresses`; None after a layer has grown
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
-        """Store [T, H, D] keys and values at [T] slots below num_slots; returns the layer's whole [S, H, D] tensors."""
-        held = self.layers.get(layer)
-        if held is None or len(held[0]) < num_slots:
-            held = self.layers[layer] = (
-                self._grown(held and held[0], keys, num_slots),
-                self._grown(held and held[1], values, num_slots),
+        """Store keys and values of one layer.
+
+        Args:
+            layer: index of the layer.
+            slots: [T] target slots, all below num_slots.
+            keys: [T, H, D].
+            values: [T, H, D].
+            num_slots: slots that the layer must have after the call.
+
+        Returns:
+            All keys and values of the layer, each [S, H, D].
+        """
+        tensors = self.layers.get(layer)
+        if tensors is None or len(tensors[0]) < num_slots:
+            tensors = self.layers[layer] = (
+                self._grow_layer(tensors and tensors[0], keys, num_slots),
+                self._grow_layer(tensors and tensors[1], values, num_slots),
             )
-        held[0].index_copy_(0, slots, keys)
-        held[1].index_copy_(0, slots, values)
-        return held
+        tensors[0].index_copy_(0, slots, keys)
+        tensors[1].index_copy_(0, slots, values)
+        return tensors
 
     def reserve(self, like: Sequence[Tensor], num_slots: int) -> None:
-        """Make room in every layer at once; like[i] is an empty tensor [0, H, D] of the keys and values of layer i."""
+        """Grow every layer to num_slots; like[i] is an empty tensor [0, H, D] like the keys and values of layer i."""
         for layer, sample in enumerate(like):
-            held = self.layers.get(layer)
-            if held is None or len(held[0]) < num_slots:
-                keys, values = held or (None, None)
-                self.layers[layer] = self._grown(keys, sample, num_slots), self._grown(values, sample, num_slots)
+            tensors = self.layers.get(layer)
+            if tensors is None or len(tensors[0]) < num_slots:
+                keys, values = tensors or (None, None)
+                self.layers[layer] = (
+                    self._grow_layer(keys, sample, num_slots),
+                    self._grow_layer(values, sample, num_slots),
+                )
 
     def clear(self) -> None:
-        """Give the memory back: whatever was written is lost, and the first write begins anew."""
+        """Free all tensors; the content is lost."""
         self.layers.clear()
-        self._places = None
+        self._layer_addresses = None
 
     @property
-    def addresses(self) -> Places:
-        """Where the keys and the values of every layer lie, for native code."""
-        if self._places is None:
-            held = [self.layers[layer] for layer in range(len(self.layers))]
-            places = ctypes.c_void_p * len(held)
-            self._places = places(*(k.data_ptr() for k, _ in held)), places(*(v.data_ptr() for _, v in held))
-        return self._places
+    def addresses(self) -> LayerAddresses:
+        """Addresses of the keys and of the values of every layer, for native code."""
+        if self._layer_addresses is None:
+            layers = [self.layers[layer] for layer in range(len(self.layers))]
+            array = ctypes.c_void_p * len(layers)
+            self._layer_addresses = array(*(k.data_ptr() for k, _ in layers)), array(*(v.data_ptr() for _, v in layers))
+        return self._layer_addresses
 
-    def _grown(self, old: Tensor | None, like: Tensor, num_slots: int) -> Tensor:
-        self._places = None
-        size = 1 << (num_slots - 1).bit_length()  # doubling: copies stay a constant share of the writes
+    def _grow_layer(self, old: Tensor | None, like: Tensor, num_slots: int) -> Tensor:
+        self._layer_addresses = None
+        size = 1 << (num_slots - 1).bit_length()  # doubling keeps the copies a constant share of the writes
         if self.capacity is not None:
             size = max(min(size, self.capacity), num_slots)
         shape = (size, *like.shape[1:])
-        grown = zeros(shape, like.dtype) if self.is_native else like.new_zeros(shape)
+        grown = allocate_zeros(shape, like.dtype) if self.is_native else like.new_zeros(shape)
         if old is not None:
             grown[: len(old)] = old
         return grown
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy slots onto slots, all reads before any write."""
+        """Copy slots to other slots in every layer, all reads before any write."""
         for keys, values in self.layers.values():
             keys.index_copy_(0, targets, keys.index_select(0, sources))
             values.index_copy_(0, targets, values.index_select(0, sources))
 
     def check_null_page(self, page_size: int) -> None:
-        """Assert that nothing was ever written where padding points."""
+        """Assert that the null page was never written."""
         null = slice(NULL_PAGE * page_size, (NULL_PAGE + 1) * page_size)
         for layer, (keys, values) in self.layers.items():
             assert not keys[null].any(), f"keys of layer {layer} were written to the null page"
             assert not values[null].any(), f"values of layer {layer} were written to the null page"
 
 
-def moves(
+def plan_moves(
     paths: list[list[int]], starts: list[int], pages: list[list[int]], page_size: int
 ) -> tuple[list[int], list[int]]:
-    """(source slots, target slots) that bring accepted paths to the front of the slots of their step.
+    """Return (source slots, target slots) that move accepted paths to the front of the slots of their step.
 
-    Node n of a request was written to position starts[b] + n. A chain's path is 0, 1, 2, ... and moves nothing.
+    Node n of request b was written at position starts[b] + n, and path[i] moves to starts[b] + i. The path of a chain
+    is 0, 1, 2 and so on, so nothing moves.
+
+    Args:
+        paths: B accepted paths of nodes.
+        starts: B positions of node 0.
+        pages: B block tables.
+        page_size: tokens per page.
     """
     sources: list[int] = []
     targets: list[int] = []
     for path, start, table in zip(paths, starts, pages, strict=True):
         for i, node in enumerate(path):
             if i != node:
-                sources.append(slot(table, start + node, page_size))
-                targets.append(slot(table, start + i, page_size))
+                sources.append(get_slot(table, start + node, page_size))
+                targets.append(get_slot(table, start + i, page_size))
     return sources, targets
 
 
-def slot(pages: list[int], position: int, page_size: int) -> int:
-    """The row of a pool that holds a request's position."""
+def get_slot(pages: list[int], position: int, page_size: int) -> int:
+    """Return the slot of a position of a request, given its block table."""
     return pages[position // page_size] * page_size + position % page_size
 
 
-def keep(
+def compact_accepted(
     pool: KVPool,
     paths: list[list[int]],
     starts: list[int],
@@ -115,7 +137,7 @@ def keep(
     page_size: int,
     device: torch.device,
 ) -> None:
-    """Compact the accepted paths of a step: a chain moves nothing, a tree moves its path to the front."""
-    sources, targets = moves(paths, starts, pages, page_size)
+    """Move the KV entries of accepted paths to the front of their step; arguments as in `plan_moves`."""
+    sources, targets = plan_moves(paths, starts, pages, page_size)
     if sources:
         pool.move(torch.tensor(sources, device=device), torch.tensor(targets, device=device))

@@ -1,4 +1,4 @@
-"""How many pages there are: sized from what the user gave, or from the memory that is free."""
+"""Sizes of the KV memory, from the user's limits or from the free memory."""
 
 import os
 from dataclasses import dataclass
@@ -7,27 +7,35 @@ import torch
 
 from foredraft.errors import ForedraftError
 
+FREE_MEMORY_DIVISOR = 4  # a quarter of the free memory is used by default
+MAX_SIZED_CONTEXT = 1 << 20  # tokens; a longer context is not reserved in full by default
+
 
 @dataclass(frozen=True)
 class MemoryLimits:
     """Sizes of the KV memory and of a step.
 
-    kv_tokens: tokens it holds; else kv_memory: bytes for the KV of target and drafter together; else what fits a
-    quarter of the free memory. prefix_cache: requests find again what others computed; False = only the samples of one
-    prompt share its pages.
+    `kv_tokens` goes before `kv_memory`. If both are None, the KV memory holds a full batch at full context, but takes
+    at most a quarter of the free memory.
     """
 
-    kv_tokens: int | None = None
-    page_size: int = 16
-    max_batch: int = 32
-    max_step_tokens: int = 2048
-    kv_memory: int | None = None
-    prefix_cache: bool = True
+    kv_tokens: int | None = None  # KV memory in tokens
+    page_size: int = 16  # tokens per page
+    max_batch: int = 32  # requests per step
+    max_step_tokens: int = 2048  # rows of one forward pass of the target
+    kv_memory: int | None = None  # KV memory of target and drafter together, in bytes
+    prefix_cache: bool = True  # share pages of equal prefixes; False = only among the samples of one prompt
 
     def num_pages(self, context_length: int, bytes_per_token: int, device: torch.device) -> int:
-        """Pages with the null page. By default those of every request of a full batch at full context, if they fit.
+        """Return the number of pages, the null page included.
 
-        bytes_per_token: of target and drafter together. Raises ForedraftError for less than a page.
+        Args:
+            context_length: longest sequence in tokens.
+            bytes_per_token: KV of target and drafter together.
+            device: device of the KV memory.
+
+        Raises:
+            ForedraftError: if the limits hold less than one page.
         """
         size = self.page_size
         if self.kv_tokens is not None:
@@ -42,13 +50,13 @@ class MemoryLimits:
                     f"give at least {size * bytes_per_token} ({bytes_per_token} bytes a token, the drafter's included)"
                 )
             return tokens // size + 1
-        most = self.max_batch * min(context_length, 1 << 20)
-        fits = free_memory(device) // 4 // bytes_per_token
-        return max(min(most, fits) // size, 2) + 1
+        full_batch = self.max_batch * min(context_length, MAX_SIZED_CONTEXT)
+        fits = get_available_memory(device) // FREE_MEMORY_DIVISOR // bytes_per_token
+        return max(min(full_batch, fits) // size, 2) + 1
 
 
-def free_memory(device: torch.device) -> int:
-    """Bytes."""
+def get_available_memory(device: torch.device) -> int:
+    """Return the free memory of a device in bytes; of the machine for a CPU."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")

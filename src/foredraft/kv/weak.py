@@ -1,4 +1,7 @@
-"""Methods that are handed down: what holds its own caller is freed by the cyclic collector alone."""
+"""Weakly bound methods, to pass callbacks without a reference cycle.
+
+An object in a cycle is freed only by the cyclic garbage collector, which is late for objects that hold memory pools.
+"""
 
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
@@ -8,13 +11,16 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def weakly(method: Callable[P, R]) -> Callable[P, R]:
-    """A bound method that does not keep its object alive. Call it only while something else does."""
-    held = WeakMethod(method)
+def bind_weakly(method: Callable[P, R]) -> Callable[P, R]:
+    """Return a function that calls a bound method without keeping its object alive.
+
+    The object must exist at the call.
+    """
+    reference = WeakMethod(method)
 
     def call(*args: P.args, **options: P.kwargs) -> R:
-        found = held()
-        assert found is not None, "the object of a method that is still called is gone"
-        return found(*args, **options)
+        bound = reference()
+        assert bound is not None, "the object of a method that is still called is gone"
+        return bound(*args, **options)
 
     return call

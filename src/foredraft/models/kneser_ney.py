@@ -12,14 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foredraft.errors import ForedraftError
-from foredraft.models.ngram import Ints, Level, NgramModel
+from foredraft.models.ngram import Ints, NgramLevel, NgramModel
 from foredraft.models.ngram_counts import Floats
 
 Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
-class Grams:
+class NgramSet:
     """The distinct n-grams of one order, by rising (context, token). Links index the order below."""
 
     context: NDArray[np.int32]  # [G] the n-gram without its last token
@@ -30,7 +30,7 @@ class Grams:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class OrderEstimate:
     """One order of the model."""
 
     share: Floats  # [G] discounted share of the n-gram in its context; zero where it is left out
@@ -56,7 +56,7 @@ def train(
     """
     if order < 1:
         raise ForedraftError(f"the order of an n-gram model is at least 1, got {order}")
-    orders = enumerate_grams(_sequences(ids, vocab_size), order, vocab_size, once_per_sequence)
+    orders = enumerate_ngrams(_read_sequences(ids, vocab_size), order, vocab_size, once_per_sequence)
     kept = [grams.count >= (min_count if n else 0) for n, grams in enumerate(orders)]
     estimates = estimate(orders, kept, vocab_size)
     total = sum(int(k.sum()) for k in kept[1:])
@@ -66,10 +66,12 @@ def train(
             aim = int(max_entries * (total / max(max_entries, 1)) ** (left / num_rounds))
             kept = _prune(orders, kept, estimates, aim)
             estimates = estimate(orders, kept, vocab_size)
-    return _model(orders, estimates, vocab_size)
+    return _build_model(orders, estimates, vocab_size)
 
 
-def _sequences(ids: Sequence[int] | Ints | Sequence[Sequence[int] | Ints], vocab_size: int) -> list[NDArray[np.int64]]:
+def _read_sequences(
+    ids: Sequence[int] | Ints | Sequence[Sequence[int] | Ints], vocab_size: int
+) -> list[NDArray[np.int64]]:
     many = ids if len(ids) and np.ndim(ids[0]) else [ids]
     arrays = [np.asarray(row, dtype=np.int64) for row in many]
     if sum(map(len, arrays)) == 0:
@@ -80,9 +82,9 @@ def _sequences(ids: Sequence[int] | Ints | Sequence[Sequence[int] | Ints], vocab
     return arrays
 
 
-def enumerate_grams(
+def enumerate_ngrams(
     sequences: Sequence[Ints], order: int, vocab_size: int, once_per_sequence: bool = False
-) -> list[Grams]:
+) -> list[NgramSet]:
     """[n]: the distinct (n + 1)-grams; every token of the vocabulary is a 1-gram."""
     ids = np.concatenate(sequences)
     lengths = [len(s) for s in sequences]
@@ -95,7 +97,7 @@ def enumerate_grams(
         return np.bincount(grams, minlength=size)
 
     zeros, every = np.zeros(vocab_size, dtype=np.int32), np.arange(vocab_size, dtype=np.int32)
-    orders = [Grams(zeros, zeros, every, every, occurrences(ids, owner, vocab_size))]
+    orders = [NgramSet(zeros, zeros, every, every, occurrences(ids, owner, vocab_size))]
     at = ids.astype(np.int32)  # [i]: index of the n-gram that starts at position i
     for n in range(2, order + 1):
         places = np.flatnonzero(room >= n)
@@ -105,37 +107,37 @@ def enumerate_grams(
         suffix = at[places[where] + 1]
         token = (distinct % vocab_size).astype(np.int32)
         count = occurrences(inverse, owner[places], len(distinct))
-        orders.append(Grams(context, suffix, orders[-1].first[context], token, count))
+        orders.append(NgramSet(context, suffix, orders[-1].first[context], token, count))
         at[places] = inverse
     return orders
 
 
-def estimate(orders: Sequence[Grams], kept: Sequence[Bools], vocab_size: int) -> list[Estimate]:
+def estimate(orders: Sequence[NgramSet], keep_masks: Sequence[Bools], vocab_size: int) -> list[OrderEstimate]:
     """Shares, back-off weights and probabilities of every order, given which n-grams are kept."""
-    result: list[Estimate] = []
-    for grams, counts, keep in zip(orders, adjusted_counts(orders, kept), kept, strict=True):
+    result: list[OrderEstimate] = []
+    for grams, counts, keep in zip(orders, adjust_counts(orders, keep_masks), keep_masks, strict=True):
         num_contexts = len(result[-1].q) if result else 1
         totals = np.bincount(grams.context, weights=counts, minlength=num_contexts)
-        lowered = counts - discounts(counts)[np.minimum(counts, 3)]
+        lowered = counts - compute_discounts(counts)[np.minimum(counts, 3)]
         share = np.where(keep & (lowered > 0), lowered / np.maximum(totals, 1)[grams.context], 0.0)
         backoff = 1.0 - np.bincount(grams.context, weights=share, minlength=num_contexts).astype(np.float64)
         below = result[-1].q[grams.suffix] if result else np.full(vocab_size, 1 / vocab_size)
-        result.append(Estimate(share, backoff, share + backoff[grams.context] * below))
+        result.append(OrderEstimate(share, backoff, share + backoff[grams.context] * below))
     return result
 
 
-def adjusted_counts(orders: Sequence[Grams], kept: Sequence[Bools]) -> list[Ints]:
+def adjust_counts(orders: Sequence[NgramSet], keep_masks: Sequence[Bools]) -> list[Ints]:
     """Occurrences at the highest order; below it one for every kept n-gram that ends so, and the whole count of
     every one left out. With nothing left out these are the continuation counts of Kneser and Ney."""
     counts = [orders[-1].count]
     for n in range(len(orders) - 1, 0, -1):
-        handed = np.where(kept[n] & (counts[0] > 0), np.minimum(counts[0], 1), counts[0])
+        handed = np.where(keep_masks[n] & (counts[0] > 0), np.minimum(counts[0], 1), counts[0])
         below = np.bincount(orders[n].suffix, weights=handed, minlength=len(orders[n - 1].count))
         counts.insert(0, below.astype(np.int64))
     return counts
 
 
-def discounts(counts: Ints) -> Floats:
+def compute_discounts(counts: Ints) -> Floats:
     """[4]: what is taken from a count of 0, 1, 2, and 3 or more (Chen and Goodman, equation 26)."""
     n = np.bincount(np.minimum(counts, 5), minlength=6).astype(np.float64)
     if not n[1:5].all():  # too little text for the formula
@@ -146,21 +148,25 @@ def discounts(counts: Ints) -> Floats:
     return lowered
 
 
-def _prune(orders: Sequence[Grams], kept: Sequence[Bools], estimates: Sequence[Estimate], aim: int) -> list[Bools]:
-    losses = [_losses(orders, kept, estimates, n) for n in range(1, len(orders))]
-    every = np.concatenate([loss[keep] for loss, keep in zip(losses, kept[1:], strict=True)])
-    if len(every) <= aim:
-        return list(kept)
-    bar = np.partition(every, len(every) - aim - 1)[len(every) - aim - 1]
-    return [kept[0], *[keep & (loss > bar) for loss, keep in zip(losses, kept[1:], strict=True)]]
+def _prune(
+    orders: Sequence[NgramSet], keep_masks: Sequence[Bools], estimates: Sequence[OrderEstimate], max_entries: int
+) -> list[Bools]:
+    losses = [_compute_losses(orders, keep_masks, estimates, n) for n in range(1, len(orders))]
+    every = np.concatenate([loss[keep] for loss, keep in zip(losses, keep_masks[1:], strict=True)])
+    if len(every) <= max_entries:
+        return list(keep_masks)
+    bar = np.partition(every, len(every) - max_entries - 1)[len(every) - max_entries - 1]
+    return [keep_masks[0], *[keep & (loss > bar) for loss, keep in zip(losses, keep_masks[1:], strict=True)]]
 
 
-def _losses(orders: Sequence[Grams], kept: Sequence[Bools], estimates: Sequence[Estimate], n: int) -> Floats:
+def _compute_losses(
+    orders: Sequence[NgramSet], keep_masks: Sequence[Bools], estimates: Sequence[OrderEstimate], n: int
+) -> Floats:
     """[G] nats of training text that leaving out an n-gram alone would cost (Stolcke cs/0006025, for interpolation).
 
     Its share moves to the back-off weight. The n-gram itself loses; whatever its context leaves to shorter ones gains.
     """
-    grams, now, keep = orders[n], estimates[n], kept[n]
+    grams, now, keep = orders[n], estimates[n], keep_masks[n]
     seen = orders[n - 1].count[grams.context]  # occurrences of the context
     below = estimates[n - 1].q[grams.suffix]
     backoff = now.backoff[grams.context]
@@ -172,14 +178,14 @@ def _losses(orders: Sequence[Grams], kept: Sequence[Bools], estimates: Sequence[
     return np.where(keep & (now.share > 0), seen * (lost - gained), -np.inf)
 
 
-def _model(orders: Sequence[Grams], estimates: Sequence[Estimate], vocab_size: int) -> NgramModel:
+def _build_model(orders: Sequence[NgramSet], estimates: Sequence[OrderEstimate], vocab_size: int) -> NgramModel:
     """The kept n-grams as a table: a context is there if something is kept after it or after a longer one."""
     highest = len(orders) - 1
     wanted = [np.zeros(len(grams.count), dtype=bool) for grams in orders]
     for n in range(highest, 0, -1):
         wanted[n - 1][orders[n].context[estimates[n].share > 0]] = True
         wanted[n - 1][orders[n].suffix[wanted[n]]] = True
-    levels: list[Level] = []
+    levels: list[NgramLevel] = []
     above = np.zeros(1, dtype=np.int64)  # place of every gram of the order below among the contexts of its level
     for n in range(highest):
         grams, share = orders[n], estimates[n + 1].share
@@ -194,7 +200,7 @@ def _model(orders: Sequence[Grams], estimates: Sequence[Estimate], vocab_size: i
         by_owner = np.argsort(owner, kind="stable")
         entries = entries[by_owner]
         levels.append(
-            Level(
+            NgramLevel(
                 above[grams.suffix[chosen]],
                 grams.first[chosen].astype(np.int64),
                 np.bincount(owner, minlength=len(chosen)),

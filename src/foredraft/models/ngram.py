@@ -1,4 +1,5 @@
-"""An n-gram table: the law of the next token after a context, from a few numpy arrays. Knows nothing of requests.
+"""An n-gram table: the distribution of the next token after a context, from a few numpy arrays. Knows nothing of
+requests.
 
 For contexts h of length n, from the longest stored one down, with h' = h without its first token:
 
@@ -31,9 +32,9 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from foredraft.checkpoints.disk import replace_files, writing
+from foredraft.checkpoints.disk import convert_write_errors, replace_files
 from foredraft.errors import ForedraftError
-from foredraft.models.ngram_counts import EMPTY, PRIME, Counts, Floats, Sparse, suffix_hashes
+from foredraft.models.ngram_counts import EMPTY_HASH, PRIME, Floats, SequenceCounts, SparseCounts, hash_suffixes
 
 Ints = NDArray[np.int64]
 
@@ -47,23 +48,23 @@ def _extend_hashes(states: NDArray[np.uint64], tokens: Ints) -> NDArray[np.uint6
 
 
 @dataclass(frozen=True)
-class Level:
+class NgramLevel:
     """The contexts of one length and the tokens seen after them."""
 
     parents: Ints  # [C] index of the context without its first token in the level above, rising
-    first: Ints  # [C] first token, rising within a parent
+    first_tokens: Ints  # [C] first token, rising within a parent
     sizes: Ints  # [C] entries per context, possibly none
     tokens: Ints  # [E] grouped by context
     probs: Floats  # [E] explicit shares; a context's sum to less than one
 
-    def sums(self, values: Floats) -> Floats:
+    def sum_by_context(self, values: Floats) -> Floats:
         """[C] sums of [E] values over every context."""
         owner = np.repeat(np.arange(len(self.sizes)), self.sizes)
         return np.bincount(owner, weights=values, minlength=len(self.sizes)).astype(np.float64)
 
 
 @dataclass(frozen=True)
-class _Lookup:
+class _ContextLookup:
     """All contexts of all lengths, by rising hash."""
 
     hashes: NDArray[np.uint64]  # [C]
@@ -78,11 +79,11 @@ class _Lookup:
 class NgramModel:
     """q over V tokens after a context of up to order - 1 tokens."""
 
-    base: Floats  # [V] the law after the empty context; positive, sums to one
-    levels: tuple[Level, ...] = ()  # contexts of length 1, 2, ..., order - 1
+    base: Floats  # [V] distribution after the empty context; positive, sums to one
+    levels: tuple[NgramLevel, ...] = ()  # contexts of length 1, 2, ..., order - 1
 
     @classmethod
-    def uniform(cls, vocab_size: int) -> "NgramModel":
+    def make_uniform(cls, vocab_size: int) -> "NgramModel":
         """Knows nothing."""
         return cls(np.full(vocab_size, 1 / vocab_size))
 
@@ -113,20 +114,20 @@ class NgramModel:
     def num_entries(self) -> int:
         return sum(len(level.tokens) for level in self.levels)
 
-    def q(self, context: Sequence[int], counts: Counts | None = None) -> Floats:
-        """[V] float64, sums to one: the law of the token after `context`, of which the last order - 1 tokens matter.
+    def compute_q(self, context: Sequence[int], counts: SequenceCounts | None = None) -> Floats:
+        """Distribution [V], float64, of the token after `context`, of which the last order - 1 tokens matter.
 
         With `counts`, what the text itself has shown after a context comes before the table's entries for contexts of
         that length, and takes its share before them.
         """
         longest = max(len(self.levels), counts.order - 1 if counts else 0)
-        hashes = suffix_hashes(context, longest)
-        stored = self._find(hashes)
+        hashes = hash_suffixes(context, longest)
+        stored = self._find_contexts(hashes)
         share = 1.0
         pieces: list[tuple[int, int, float]] = []  # (start, stop) of the table's entries, and the context's share
-        own = Sparse()
+        own = SparseCounts()
         for n in range(len(hashes) - 1, 0, -1):
-            after = counts.after(hashes[n]) if counts else None
+            after = counts.get_followers(hashes[n]) if counts else None
             if after and counts:
                 total = sum(after.values())
                 own.add(after, share / total)
@@ -135,14 +136,14 @@ class NgramModel:
             if spot >= 0:
                 pieces.append((int(self._lookup.starts[spot]), int(self._lookup.stops[spot]), share))
                 share *= float(self._lookup.backoffs[spot])
-        q = (counts.base(self.base) if counts else self.base) * share
+        q = (counts.interpolate_base(self.base) if counts else self.base) * share
         for start, stop, weight in pieces:
             q[self._lookup.tokens[start:stop]] += self._lookup.probs[start:stop] * weight
         if counts:
             own.add_to(q, counts.discount)
         return q
 
-    def _find(self, hashes: Sequence[int]) -> list[int]:
+    def _find_contexts(self, hashes: Sequence[int]) -> list[int]:
         """[n]: place of the context of n tokens among the stored ones, -1 = not there."""
         index = self._lookup.hashes
         wanted = np.array(hashes[: len(self.levels) + 1], dtype=np.uint64)
@@ -152,11 +153,11 @@ class NgramModel:
         return np.where(index.take(spots, mode="clip") == wanted, spots, -1).tolist()  # type: ignore[no-any-return]
 
     @cached_property
-    def _lookup(self) -> _Lookup:
-        hashes, backoffs = [np.full(1, EMPTY, dtype=np.uint64)], []
+    def _lookup(self) -> _ContextLookup:
+        hashes, backoffs = [np.full(1, EMPTY_HASH, dtype=np.uint64)], []
         for level in self.levels:
-            hashes.append(_extend_hashes(hashes[-1][level.parents], level.first))
-            backoffs.append(1 - level.sums(level.probs))
+            hashes.append(_extend_hashes(hashes[-1][level.parents], level.first_tokens))
+            backoffs.append(1 - level.sum_by_context(level.probs))
         empty = [np.zeros(0)]
         every = np.concatenate([np.zeros(0, dtype=np.uint64), *hashes[1:]])
         order = np.argsort(every, kind="stable")
@@ -165,7 +166,7 @@ class NgramModel:
             raise ForedraftError("two contexts of the n-gram table share a hash; prune it differently")
         stops = np.cumsum(np.concatenate([np.zeros(0, dtype=np.int64), *[level.sizes for level in self.levels]]))
         sizes = np.diff(stops, prepend=0)
-        return _Lookup(
+        return _ContextLookup(
             every,
             (stops - sizes)[order],
             stops[order],
@@ -174,7 +175,7 @@ class NgramModel:
             np.concatenate(empty + [level.probs for level in self.levels]),
         )
 
-    def quantised(self, num_levels: int = 256) -> "NgramModel":
+    def quantise_probs(self, num_levels: int = 256) -> "NgramModel":
         """Shares rounded down to `num_levels` (at most 256) values in geometric steps, for one byte per entry."""
         probs = np.concatenate([level.probs for level in self.levels]) if self.levels else np.zeros(0)
         if not len(probs):
@@ -182,11 +183,11 @@ class NgramModel:
         grid = np.geomspace(probs.min(), probs.max(), num_levels)
         grid[0] = probs.min()  # geomspace may end a rounding error above what must still be rounded down
 
-        def rounded(level: Level) -> Level:
+        def round_level(level: NgramLevel) -> NgramLevel:
             spots = np.searchsorted(grid, level.probs, side="right") - 1
             return replace(level, probs=grid[spots])
 
-        return replace(self, levels=tuple(map(rounded, self.levels)))
+        return replace(self, levels=tuple(map(round_level, self.levels)))
 
     def save(self, folder: str | Path) -> None:
         """Write config.json and model.safetensors."""
@@ -197,20 +198,20 @@ class NgramModel:
             tensors["levels"] = distinct
         above = 1
         for n, level in enumerate(self.levels, 1):
-            tensors[f"{n}.children"] = _small(np.bincount(level.parents, minlength=above))
-            tensors[f"{n}.first"] = _small(level.first)
-            tensors[f"{n}.sizes"] = _small(level.sizes)
-            tensors[f"{n}.tokens"] = _small(level.tokens)
+            tensors[f"{n}.children"] = _shrink_dtype(np.bincount(level.parents, minlength=above))
+            tensors[f"{n}.first"] = _shrink_dtype(level.first_tokens)
+            tensors[f"{n}.sizes"] = _shrink_dtype(level.sizes)
+            tensors[f"{n}.tokens"] = _shrink_dtype(level.tokens)
             codes = np.searchsorted(distinct, level.probs).astype(np.uint8)
             tensors[f"{n}.probs"] = codes if "levels" in tensors else level.probs
-            above = len(level.first)
+            above = len(level.first_tokens)
         config = {"format": FORMAT, "vocab_size": self.vocab_size, "order": self.order, "num_entries": self.num_entries}
 
         def write(place: Path) -> None:
             save_file(tensors, place / "model.safetensors")
             (place / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
-        with writing(folder, "make room and try again"):
+        with convert_write_errors(folder, "make room and try again"):
             replace_files(folder, write)
 
     @classmethod
@@ -232,13 +233,13 @@ class NgramModel:
             )
         try:
             model = _assemble(config, tensors)
-            model._find([EMPTY])  # builds the lookup now, not under the first request
+            model._find_contexts([EMPTY_HASH])  # builds the lookup now, not under the first request
         except (KeyError, TypeError, ValueError) as error:
             raise ForedraftError(f"the n-gram table {folder} is damaged: {error}") from None
         return model
 
 
-def _small(values: Ints) -> NDArray[Any]:
+def _shrink_dtype(values: Ints) -> NDArray[Any]:
     return values.astype(np.min_scalar_type(int(values.max(initial=0))))
 
 
@@ -247,38 +248,38 @@ def _assemble(config: dict[str, Any], tensors: dict[str, NDArray[Any]]) -> Ngram
     base = tensors["base"]
     size = int(config["vocab_size"])
     _check(base.shape == (size,) and base.dtype == np.float64, f"base is not {size} float64 numbers")
-    _check(bool((base > 0).all()) and abs(base.sum() - 1) < 1e-6, "base is not a law")
-    levels: list[Level] = []
+    _check(bool((base > 0).all()) and abs(base.sum() - 1) < 1e-6, "base is not a distribution")
+    levels: list[NgramLevel] = []
     for n in range(1, int(config["order"])):
-        levels.append(_level(n, tensors, size, len(levels[-1].first) if levels else 1))
+        levels.append(_read_level(n, tensors, size, len(levels[-1].first_tokens) if levels else 1))
     return NgramModel(base, tuple(levels))
 
 
-def _level(n: int, tensors: dict[str, NDArray[Any]], vocab_size: int, above: int) -> Level:
-    children, first, sizes, tokens, probs = (tensors[f"{n}.{part}"] for part in _PARTS)
-    for part in _PARTS:
+def _read_level(n: int, tensors: dict[str, NDArray[Any]], vocab_size: int, num_parents: int) -> NgramLevel:
+    children, first, sizes, tokens, probs = (tensors[f"{n}.{part}"] for part in _TENSOR_SUFFIXES)
+    for part in _TENSOR_SUFFIXES:
         _check(tensors[f"{n}.{part}"].ndim == 1, f"{n}.{part} is not a vector")
-    for part in _PARTS[:-1]:
+    for part in _TENSOR_SUFFIXES[:-1]:
         _check(tensors[f"{n}.{part}"].dtype.kind == "u", f"{n}.{part} does not hold unsigned integers")
     if "levels" in tensors:
         _check(int(probs.max(initial=0)) < len(tensors["levels"]), f"{n}.probs points past levels")
         probs = tensors["levels"][probs]
     _check(probs.dtype == np.float64, f"{n}.probs has type {probs.dtype}")
-    _check(len(children) == above, f"{n}.children has {len(children)} counts for {above} contexts")
+    _check(len(children) == num_parents, f"{n}.children has {len(children)} counts for {num_parents} contexts")
     _check(len(first) == int(children.sum()), f"{n}.first has {len(first)} contexts, {n}.children says otherwise")
     _check(len(sizes) == len(first), f"{n}.sizes has {len(sizes)} counts for {len(first)} contexts")
     total = int(sizes.sum())
     _check(len(tokens) == total == len(probs), f"{n}.tokens and {n}.probs do not have the {total} entries of {n}.sizes")
     for ids in (first, tokens):
         _check(int(ids.max(initial=0)) < vocab_size, f"level {n} has a token outside the vocabulary")
-    parents = np.repeat(np.arange(above), children)
-    level = Level(parents, first.astype(np.int64), sizes.astype(np.int64), tokens.astype(np.int64), probs)
-    in_range = bool((probs > 0).all()) and bool((level.sums(probs) < 1 + 1e-9).all())
-    _check(in_range, f"{n}.probs are not shares of a law")
+    parents = np.repeat(np.arange(num_parents), children)
+    level = NgramLevel(parents, first.astype(np.int64), sizes.astype(np.int64), tokens.astype(np.int64), probs)
+    in_range = bool((probs > 0).all()) and bool((level.sum_by_context(probs) < 1 + 1e-9).all())
+    _check(in_range, f"{n}.probs are not parts of a distribution")
     return level
 
 
-_PARTS = ("children", "first", "sizes", "tokens", "probs")
+_TENSOR_SUFFIXES = ("children", "first", "sizes", "tokens", "probs")
 
 
 def _check(condition: bool, message: str) -> None:

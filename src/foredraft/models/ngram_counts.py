@@ -1,4 +1,4 @@
-"""What followed what in one growing text, and the hashes that name a context. Knows no table and no request."""
+"""Successor counts in one growing sequence, and the hashes of contexts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,13 +10,13 @@ Floats = NDArray[np.float64]
 
 _MASK = (1 << 64) - 1
 PRIME = 0x9E3779B97F4A7C15  # odd, so a step is a bijection of the hash of the shorter context
-EMPTY = 0x2545F4914F6CDD1D  # the hash of the empty context
+EMPTY_HASH = 0x2545F4914F6CDD1D  # the hash of the empty context
 
 
-def suffix_hashes(tokens: Sequence[int], longest: int) -> list[int]:
+def hash_suffixes(tokens: Sequence[int], max_length: int) -> list[int]:
     """[n]: 64-bit hash of the last n tokens, for n = 0 .. min(longest, len(tokens))."""
-    state, result = EMPTY, [EMPTY]
-    for token in tokens[: -longest - 1 : -1]:
+    state, result = EMPTY_HASH, [EMPTY_HASH]
+    for token in tokens[: -max_length - 1 : -1]:
         state = ((state ^ (token + 1)) * PRIME) & _MASK
         state ^= state >> 29
         result.append(state)
@@ -24,8 +24,8 @@ def suffix_hashes(tokens: Sequence[int], longest: int) -> list[int]:
 
 
 @dataclass(eq=False)
-class Counts:
-    """What followed what in one growing text: absolute discounting over contexts of every length below `order`.
+class SequenceCounts:
+    """Successor counts of one growing sequence: absolute discounting over contexts of every length below `order`.
 
     A token seen again after a context is not counted in the shorter ones (the update exclusion of PPM, Moffat 1990).
     Without any context the text's own counts stand against `base_weight` counts of the table's base.
@@ -37,50 +37,52 @@ class Counts:
     base_weight: float
     tokens: list[int] = field(default_factory=list)
     # hash of a context -> counts of what followed; while that is one token once, the token alone: most contexts stay so
-    _after: dict[int, int | dict[int, int]] = field(default_factory=dict)
-    _bare: Floats = field(init=False)  # [V] counts after the empty context
-    _num_bare: int = 0
+    _followers: dict[int, int | dict[int, int]] = field(default_factory=dict)
+    _unigram_counts: Floats = field(init=False)  # [V] counts after the empty context
+    _num_unigrams: int = 0
 
     def __post_init__(self) -> None:
-        self._bare = np.zeros(self.vocab_size)
-        self._base: Floats | None = None  # the last answer of `base`, until a count changes
+        self._unigram_counts = np.zeros(self.vocab_size)
+        self._base_cache: Floats | None = None  # the last answer of `base`, until a count changes
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Learn from the text's next tokens: O(order) for each."""
-        self._base = None if tokens else self._base
+        self._base_cache = None if tokens else self._base_cache
         for token in tokens:
-            self._add(suffix_hashes(self.tokens, self.order - 1), token)
+            self._add(hash_suffixes(self.tokens, self.order - 1), token)
             self.tokens.append(token)
 
     def _add(self, hashes: list[int], token: int) -> None:
         for context in hashes[:0:-1]:
-            after = self._after.get(context)
+            after = self._followers.get(context)
             if after is None:
-                self._after[context] = token
+                self._followers[context] = token
                 continue
             if isinstance(after, int):
-                after = self._after[context] = {after: 1}
+                after = self._followers[context] = {after: 1}
             is_known = token in after
             after[token] = after.get(token, 0) + 1
             if is_known:
                 return
-        self._bare[token] += 1
-        self._num_bare += 1
+        self._unigram_counts[token] += 1
+        self._num_unigrams += 1
 
-    def after(self, context: int) -> dict[int, int] | None:
+    def get_followers(self, context: int) -> dict[int, int] | None:
         """Counts of the tokens after a context, by its hash; None if it was not seen."""
-        after = self._after.get(context)
+        after = self._followers.get(context)
         return {after: 1} if isinstance(after, int) else after
 
-    def base(self, base: Floats) -> Floats:
-        """[V] the law after the empty context, given the table's, which is always the same one."""
-        if self._base is None:
-            self._base = (base * self.base_weight + self._bare) / (self.base_weight + self._num_bare)
-        return self._base
+    def interpolate_base(self, base: Floats) -> Floats:
+        """Return the distribution [V] after the empty context. The table's argument is the same in every call."""
+        if self._base_cache is None:
+            self._base_cache = (base * self.base_weight + self._unigram_counts) / (
+                self.base_weight + self._num_unigrams
+            )
+        return self._base_cache
 
 
-class Sparse:
-    """Weighted counts of several contexts, added to a dense law at once."""
+class SparseCounts:
+    """Weighted counts of several contexts, added to a dense distribution at once."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -88,10 +90,10 @@ class Sparse:
         self.sizes: list[int] = []
         self.weights: list[float] = []
 
-    def add(self, after: dict[int, int], weight: float) -> None:
-        self.tokens.extend(after)
-        self.counts.extend(after.values())
-        self.sizes.append(len(after))
+    def add(self, followers: dict[int, int], weight: float) -> None:
+        self.tokens.extend(followers)
+        self.counts.extend(followers.values())
+        self.sizes.append(len(followers))
         self.weights.append(weight)
 
     def add_to(self, q: Floats, discount: float) -> None:

@@ -6,28 +6,28 @@ from typing import Any
 import torch
 
 from foredraft.errors import ForedraftError
-from foredraft.models.encdec import EncoderDecoder
-from foredraft.models.lm import HFModel
-from foredraft.models.tokenizing import encode
-from foredraft.source import Begun, Seq2Seq, Source
+from foredraft.models.encdec.model import EncoderDecoder
+from foredraft.models.hf import HFModel
+from foredraft.models.tokenization import encode
+from foredraft.source import EncoderSource, PreparedPrompt, Seq2Seq
 
-EMPTY = "the prompt is empty; give at least one token of text"
-Prompt = str | Sequence[int] | Seq2Seq | Begun
+EMPTY_PROMPT_ERROR = "the prompt is empty; give at least one token of text"
+Prompt = str | Sequence[int] | Seq2Seq | PreparedPrompt
 
 
-def read_prompt(model: HFModel, tokenizer: Any | None, prompt: Prompt) -> tuple[list[int], Source | None]:
+def read_prompt(model: HFModel, tokenizer: Any | None, prompt: Prompt) -> tuple[list[int], EncoderSource | None]:
     """The prompt's token ids, and the source of a model that has an encoder.
 
     Raises ForedraftError for what the model does not take.
     """
     if isinstance(model, EncoderDecoder):
-        source, ids = _pair(model, tokenizer, prompt)
+        source, ids = _read_seq2seq_prompt(model, tokenizer, prompt)
         return ids, source
-    if isinstance(prompt, Seq2Seq | Begun):
+    if isinstance(prompt, Seq2Seq | PreparedPrompt):
         raise ForedraftError(f"{model.name} has no encoder: give the prompt as text or a list of token ids")
-    ids = _ids(model, tokenizer, prompt)
+    ids = _encode_ids(model, tokenizer, prompt)
     if not ids:
-        raise ForedraftError(EMPTY)
+        raise ForedraftError(EMPTY_PROMPT_ERROR)
     if len(ids) >= model.context_length:
         raise ForedraftError(
             f"the prompt has {len(ids)} tokens and the model's context is {model.context_length}; shorten it"
@@ -35,14 +35,20 @@ def read_prompt(model: HFModel, tokenizer: Any | None, prompt: Prompt) -> tuple[
     return ids, None
 
 
-def _pair(model: EncoderDecoder, tokenizer: Any | None, prompt: Prompt) -> tuple[Source, list[int]]:
+def _read_seq2seq_prompt(
+    model: EncoderDecoder, tokenizer: Any | None, prompt: Prompt
+) -> tuple[EncoderSource, list[int]]:
     """The source, and the decoder's first tokens. A prompt that is text or ids is the source."""
-    if isinstance(prompt, Begun):
+    if isinstance(prompt, PreparedPrompt):
         return prompt.source, prompt.tokens
     given = prompt if isinstance(prompt, Seq2Seq) else Seq2Seq(prompt)
-    source = _source(model, tokenizer, given)
-    prefix = forced(model) if given.prefix is None else _ids(model, tokenizer, given.prefix, has_special=False)
-    begun = start_of(model) + prefix
+    source = _read_source(model, tokenizer, given)
+    prefix = (
+        find_forced_ids(model)
+        if given.prefix is None
+        else _encode_ids(model, tokenizer, given.prefix, add_special_tokens=False)
+    )
+    begun = find_start_ids(model) + prefix
     if len(begun) >= model.context_length:
         raise ForedraftError(
             f"the decoder's prefix has {len(begun)} tokens, the model's context is {model.context_length}; shorten it"
@@ -50,30 +56,32 @@ def _pair(model: EncoderDecoder, tokenizer: Any | None, prompt: Prompt) -> tuple
     return source, begun
 
 
-def _source(model: EncoderDecoder, tokenizer: Any | None, given: Seq2Seq) -> Source:
-    if given.features is not None:
-        if len(given.source):
+def _read_source(model: EncoderDecoder, tokenizer: Any | None, prompt: Seq2Seq) -> EncoderSource:
+    if prompt.features is not None:
+        if len(prompt.source):
             raise ForedraftError("a prompt has a source or features, not both")
-        source = Source(features=torch.as_tensor(given.features))
-        model.encoder.check(source, model.name)
+        source = EncoderSource(features=torch.as_tensor(prompt.features))
+        model.encoder.check_source(source, model.name)
         return source
     if model.encoder.takes_features:
-        model.encoder.check(Source(), model.name)
-    ids = _ids(model, tokenizer, given.source)
+        model.encoder.check_source(EncoderSource(), model.name)
+    ids = _encode_ids(model, tokenizer, prompt.source)
     if not ids:
-        raise ForedraftError(EMPTY)
+        raise ForedraftError(EMPTY_PROMPT_ERROR)
     if len(ids) > model.source_length:
         raise ForedraftError(
             f"the prompt has {len(ids)} tokens and the model's encoder takes {model.source_length}; shorten it"
         )
-    return Source(tokens=tuple(ids))
+    return EncoderSource(tokens=tuple(ids))
 
 
-def _ids(model: HFModel, tokenizer: Any | None, text: str | Sequence[int], has_special: bool = True) -> list[int]:
+def _encode_ids(
+    model: HFModel, tokenizer: Any | None, text: str | Sequence[int], add_special_tokens: bool = True
+) -> list[int]:
     if isinstance(text, str):
         if tokenizer is None:
             raise ForedraftError(f"{model.name} has no tokenizer: give the prompt as a list of token ids")
-        ids = list(encode(tokenizer, text, has_special).input_ids)
+        ids = list(encode(tokenizer, text, add_special_tokens).input_ids)
     else:
         ids = [int(token) for token in text]
     size = model.vocab_size
@@ -82,16 +90,18 @@ def _ids(model: HFModel, tokenizer: Any | None, text: str | Sequence[int], has_s
     return ids
 
 
-def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many: a list of integers is one prompt of token ids."""
-    if isinstance(prompts, str | Seq2Seq | Begun) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+    if isinstance(prompts, str | Seq2Seq | PreparedPrompt) or (len(prompts) > 0 and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     if not len(prompts):
-        raise ForedraftError(EMPTY)
+        raise ForedraftError(EMPTY_PROMPT_ERROR)
     return list(prompts)  # type: ignore[arg-type]
 
 
-def spelt(model: HFModel, tokenizer: Any | None, words: Sequence[str | tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+def encode_bad_words(
+    model: HFModel, tokenizer: Any | None, words: Sequence[str | tuple[int, ...]]
+) -> tuple[tuple[int, ...], ...]:
     """Bad words as token ids; a string is forbidden with and without a space before it."""
     found: list[tuple[int, ...]] = []
     for word in words:
@@ -101,11 +111,11 @@ def spelt(model: HFModel, tokenizer: Any | None, words: Sequence[str | tuple[int
         if tokenizer is None:
             raise ForedraftError(f"{model.name} has no tokenizer: give bad_words as token ids")
         for spelling in (word, " " + word.lstrip()):
-            found.append(tuple(encode(tokenizer, spelling, has_special=False).input_ids))
+            found.append(tuple(encode(tokenizer, spelling, add_special_tokens=False).input_ids))
     return tuple(dict.fromkeys(found))
 
 
-def end_ids_of(model: HFModel, tokenizer: Any | None) -> frozenset[int]:
+def find_end_ids(model: HFModel, tokenizer: Any | None) -> frozenset[int]:
     """Token ids that end a text, by the model's configurations and the tokenizer."""
     found: list[Any] = [
         getattr(model.model.generation_config, "eos_token_id", None),
@@ -119,33 +129,33 @@ def end_ids_of(model: HFModel, tokenizer: Any | None) -> frozenset[int]:
     return frozenset(ids)
 
 
-def prompt_length(model: HFModel, count: int) -> int:
+def count_prompt_tokens(model: HFModel, count: int) -> int:
     """Tokens before the completion in the text that the decoder reads, for a prompt of `count` tokens."""
-    return len(start_of(model) + forced(model)) if isinstance(model, EncoderDecoder) else count
+    return len(find_start_ids(model) + find_forced_ids(model)) if isinstance(model, EncoderDecoder) else count
 
 
-def start_of(model: EncoderDecoder) -> list[int]:
-    """What the decoder's text begins with. Raises ForedraftError for a model that does not say."""
-    start = _setting(model, "decoder_start_token_id")
-    start = _setting(model, "bos_token_id") if start is None else start
+def find_start_ids(model: EncoderDecoder) -> list[int]:
+    """Return the first token ids of the decoder. Raises ForedraftError for a model without them."""
+    start = _read_setting(model, "decoder_start_token_id")
+    start = _read_setting(model, "bos_token_id") if start is None else start
     if start is None:
         raise ForedraftError(f"{model.name}: its configuration names no decoder_start_token_id; set it there")
     return [int(start)] if not isinstance(start, (list, tuple)) else [int(start[0])]
 
 
-def forced(model: EncoderDecoder) -> list[int]:
+def find_forced_ids(model: EncoderDecoder) -> list[int]:
     """The tokens after the first that the model's generation_config leaves no choice about."""
-    first = _setting(model, "forced_bos_token_id")
+    first = _read_setting(model, "forced_bos_token_id")
     if first is not None:
         return [int(first)]
     found: list[int] = []
-    for place, token in sorted(_setting(model, "forced_decoder_ids") or ()):
+    for place, token in sorted(_read_setting(model, "forced_decoder_ids") or ()):
         if place != len(found) + 1 or token is None:
             break
         found.append(int(token))
     return found
 
 
-def _setting(model: EncoderDecoder, name: str) -> Any:
+def _read_setting(model: EncoderDecoder, name: str) -> Any:
     own = getattr(model.model.generation_config, name, None)
     return getattr(model.model.config, name, None) if own is None else own

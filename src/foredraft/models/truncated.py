@@ -14,15 +14,17 @@ from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
 from foredraft.errors import ForedraftError
-from foredraft.kernels.cpu.library import Layer
+from foredraft.kernels.cpu.library import LayerRecord
 from foredraft.kernels.linear import PackedWeight
 from foredraft.kv.pool import KVPool
-from foredraft.models.block import RMSNorm
-from foredraft.models.fused import Packing, Part
-from foredraft.models.lm import HFModel, decoder_layers
-from foredraft.models.window import Window
+from foredraft.models.draft_layer import RMSNorm
+from foredraft.models.forward_batch import ForwardBatch
+from foredraft.models.hf import HFModel, find_decoder_layers
+from foredraft.models.native.decoder import DecoderPacker, LayerSlice
 
-GAIN = 2.0  # of a new adapter's inner products: states are large after some layers, and small changes are slow to show
+ADAPTER_GAIN = (
+    2.0  # of a new adapter's inner products: states are large after some layers, and small changes are slow to show
+)
 
 
 class Adapter(nn.Module):
@@ -35,7 +37,7 @@ class Adapter(nn.Module):
         self.up_proj = nn.Linear(hidden, rank, bias=False)
         self.down_proj = nn.Linear(rank, hidden, bias=False)
         for inner in (self.gate_proj, self.up_proj):
-            nn.init.normal_(inner.weight, std=GAIN * hidden**-0.5)
+            nn.init.normal_(inner.weight, std=ADAPTER_GAIN * hidden**-0.5)
         nn.init.zeros_(self.down_proj.weight)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -51,17 +53,19 @@ class Truncated:
     target: HFModel
     num_layers: int
     adapter: Adapter | None = None
-    _part: Part | None = field(init=False, default=None)
-    _packing: Packing | None = field(init=False, default=None)  # keeps alive what the part points to
-    _view: Any = field(init=False, default=None)
+    _layer_slice: LayerSlice | None = field(init=False, default=None)
+    _packer: DecoderPacker | None = field(init=False, default=None)  # keeps alive what the part points to
+    _truncated_model: Any = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        check_exit(self.target, self.num_layers)
+        check_exit_layer(self.target, self.num_layers)
         if self.target.fused is not None:
-            self._packing = Packing(PackedWeight.pack, is_ours=False)
-            self._part = Part(self.num_layers, self._packed(self.target.fused.record.inner, self._packing))
+            self._packer = DecoderPacker(PackedWeight.pack, is_owned=False)
+            self._layer_slice = LayerSlice(
+                self.num_layers, self._pack_adapter(self.target.fused.record.inner, self._packer)
+            )
         else:
-            self._view = first_layers(self.target.model, self.num_layers, self.adapter)
+            self._truncated_model = truncate_model(self.target.model, self.num_layers, self.adapter)
 
     @property
     def pool(self) -> KVPool:
@@ -75,38 +79,39 @@ class Truncated:
     def context_length(self) -> int:
         return self.target.context_length
 
-    def forward(self, window: Window, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
+    def forward(self, forward_batch: ForwardBatch, hidden_layers: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
         """Logits [R, V] of window.logit_rows; keys and values of these layers are written. There is nothing to tap."""
-        assert not taps, "a truncated pass has no taps"
+        assert not hidden_layers, "a truncated pass has no taps"
         if self.target.fused is not None:
-            return self.target.fused.run(window, self.pool, (), part=self._part)
-        with self.target.modules:
-            out = self._view(
-                input_ids=window.tokens,
-                position_ids=window.positions,
+            return self.target.fused.run(forward_batch, self.pool, (), layer_slice=self._layer_slice)
+        with self.target.modules_lock:
+            out = self._truncated_model(
+                input_ids=forward_batch.tokens,
+                position_ids=forward_batch.positions,
                 use_cache=False,
-                logits_to_keep=window.logit_rows,
-                window=window,
+                logits_to_keep=forward_batch.logit_rows,
+                forward_batch=forward_batch,
                 pool=self.pool,
             )
         return out.logits[0], None
 
-    def _packed(self, widest: int, packing: Packing) -> Layer | None:
+    def _pack_adapter(self, max_rank: int, packer: DecoderPacker) -> LayerRecord | None:
         if self.adapter is None:
             return None
         rank = self.adapter.gate_proj.out_features
-        if rank > widest:
+        if rank > max_rank:
             raise ForedraftError(
-                f"an adapter of rank {rank} is wider than the {widest} of the target's own layers; train a narrower one"
+                f"an adapter of rank {rank} is wider than the {max_rank} of the target's own layers; train a "
+                "narrower one"
             )
-        return Layer(
-            mlp_norm=packing.norm(self.adapter.norm),
-            gate_up=packing.interleaved(self.adapter.gate_proj, self.adapter.up_proj),
-            down=packing.stacked(self.adapter.down_proj),
+        return LayerRecord(
+            mlp_norm=packer.hold_norm(self.adapter.norm),
+            gate_up=packer.pack_interleaved(self.adapter.gate_proj, self.adapter.up_proj),
+            down=packer.pack_stacked(self.adapter.down_proj),
         )
 
 
-def check_exit(target: HFModel, layer: int) -> None:
+def check_exit_layer(target: HFModel, layer: int) -> None:
     """Raises ForedraftError for a number of layers that is not less than all and more than none."""
     if target.num_layers < 2:
         raise ForedraftError(f"{target.name} has one layer, and there is none to leave out")
@@ -117,28 +122,28 @@ def check_exit(target: HFModel, layer: int) -> None:
         )
 
 
-def first_layers(model: Any, count: int, adapter: Adapter | None = None) -> Any:
+def truncate_model(model: Any, count: int, adapter: Adapter | None = None) -> Any:
     """Another object around the same modules, with a shorter stack; the model itself is not touched.
 
     Raises ForedraftError where modules were replaced by hooks that would call the whole model.
     """
-    layers = decoder_layers(model)
+    layers = find_decoder_layers(model)
     kept = list(layers[:count])
     if adapter is not None:
-        kept[-1] = _adapted(kept[-1], adapter)
+        kept[-1] = _attach_adapter(kept[-1], adapter)
     *owners, name = next(path for path, module in model.named_modules() if module is layers).split(".")
-    view = at = _copied(model)
+    view = at = _copy_module(model)
     for owner in owners:
-        below = _copied(getattr(at, owner))
+        below = _copy_module(getattr(at, owner))
         setattr(at, owner, below)
         at = below
     setattr(at, name, nn.ModuleList(kept))
     return view
 
 
-def final_norm(model: Any) -> nn.Module | None:
-    """What stands between the last layer and the head; None where it cannot be told."""
-    layers = decoder_layers(model)
+def find_final_norm(model: Any) -> nn.Module | None:
+    """Return the norm between the last layer and the head; None if it is not recognised."""
+    layers = find_decoder_layers(model)
     path = next(path for path, module in model.named_modules() if module is layers)
     children: list[nn.Module] = list(model.get_submodule(path.rpartition(".")[0]).children())
     norms: list[nn.Module] = [child for child in children if getattr(getattr(child, "weight", None), "ndim", 0) == 1]
@@ -149,7 +154,7 @@ def final_norm(model: Any) -> nn.Module | None:
     return None
 
 
-def _copied(module: Any) -> Any:
+def _copy_module(module: Any) -> Any:
     """A module of its own that holds the same parameters and children."""
     if "forward" in vars(module):
         raise ForedraftError(
@@ -161,9 +166,9 @@ def _copied(module: Any) -> Any:
     return view
 
 
-def _adapted(layer: Any, adapter: Adapter) -> Any:
+def _attach_adapter(layer: Any, adapter: Adapter) -> Any:
     """The layer with the adapter behind it, for this view alone."""
-    view = _copied(layer)
+    view = _copy_module(layer)
     view._forward_hooks = OrderedDict(layer._forward_hooks)
 
     def behind(module: nn.Module, args: Any, output: Any) -> Any:
@@ -173,7 +178,7 @@ def _adapted(layer: Any, adapter: Adapter) -> Any:
     return view
 
 
-def weights_of(target: HFModel) -> tuple[float, float]:
+def count_weights(target: HFModel) -> tuple[float, float]:
     """Numbers in one layer and in the head: what a pass of few rows has to read of each."""
     vocabulary = target.embedding.numel()
     head = target.vocab_size * target.hidden_size
@@ -182,6 +187,6 @@ def weights_of(target: HFModel) -> tuple[float, float]:
     return max(rest, 0) / target.num_layers, float(head)
 
 
-def eps_of(target: HFModel) -> float:
-    """Of the target's norms: its native pass knows no other."""
+def read_norm_eps(target: HFModel) -> float:
+    """Read the epsilon of the target's norms; the native pass has one for all."""
     return float(getattr(target.model.config.get_text_config(), "rms_norm_eps", None) or 1e-6)

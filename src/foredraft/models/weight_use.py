@@ -11,35 +11,35 @@ import torch
 from torch import Tensor, nn
 
 # What a model may ask of a weight that has no numbers.
-_FACTS: frozenset[Any] = frozenset(
+_METADATA_FUNCTIONS: frozenset[Any] = frozenset(
     [
         *(vars(Tensor.__base__)[name].__get__ for name in ("shape", "dtype", "ndim", "requires_grad")),
         *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point),
     ]
 )
-_DEVICE: Any = vars(Tensor.__base__)["device"].__get__
+_DEVICE_GETTER: Any = vars(Tensor.__base__)["device"].__get__
 
 
-class WeightOutline(Tensor):
+class WeightPlaceholder(Tensor):
     """Shape and type of a packed weight. Raises RuntimeError if a model calculates with it."""
 
     @classmethod
-    def of(cls, rows: int, columns: int, dtype: torch.dtype) -> "WeightOutline":
+    def from_shape(cls, rows: int, columns: int, dtype: torch.dtype) -> "WeightPlaceholder":
         return torch.empty(rows, columns, dtype=dtype, device="meta").as_subclass(cls)
 
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if function == _DEVICE:
+        if function == _DEVICE_GETTER:
             return torch.device("cpu")  # where the packed numbers are
-        if function in _FACTS:
+        if function in _METADATA_FUNCTIONS:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **(kwargs or {}))
         raise RuntimeError("the model reads by itself a weight that is packed; load it with fused=False (--no-fused)")
 
 
-class _Seen(Tensor):
+class _TrackedWeight(Tensor):
     """A weight that notes every use of it."""
 
     uses: list[Any]
@@ -50,7 +50,7 @@ class _Seen(Tensor):
         cls, function: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            if function not in _FACTS and function != _DEVICE:
+            if function not in _METADATA_FUNCTIONS and function != _DEVICE_GETTER:
                 for value in (*args, *(kwargs or {}).values()):
                     if isinstance(value, cls):
                         value.uses.append(value.module)
@@ -58,14 +58,14 @@ class _Seen(Tensor):
 
 
 @contextmanager
-def weights_read(modules: Iterable[nn.Module]) -> Iterator[list[nn.Module]]:
+def track_weight_reads(modules: Iterable[nn.Module]) -> Iterator[list[nn.Module]]:
     """Yields a list that collects the modules whose weight is used outside their own forward, while it is open."""
     found: list[nn.Module] = []
     closers = []
     for module in modules:
         own = module._parameters["weight"]
         assert own is not None
-        seen = own.detach().as_subclass(_Seen)
+        seen = own.detach().as_subclass(_TrackedWeight)
         seen.module, seen.uses = module, found
 
         def enter(module: nn.Module, inputs: Any, own: Tensor = own) -> None:

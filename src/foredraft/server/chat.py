@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions."""
+"""Handler of POST /v1/chat/completions."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -6,35 +6,41 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from foredraft.server.answers import Head, check_begun, error_event, finished, respond
+from foredraft.server.choice_stream import ChoicePart, ChoiceStream, count_usage
 from foredraft.server.errors import ApiError
 from foredraft.server.generation import Generation
-from foredraft.server.grammars import grammar_field
-from foredraft.server.logprobs import chat_logprobs, prompt_logprobs
-from foredraft.server.parameters import options_of, sampling_of
-from foredraft.server.prompts import check_size
-from foredraft.server.protocol import ChatRequest
-from foredraft.server.service import Job, Service
-from foredraft.server.sse import DONE, event
-from foredraft.server.writing import Choice, Part, usage_of
+from foredraft.server.grammars import find_grammar_field
+from foredraft.server.logprobs import format_chat_logprobs, format_prompt_logprobs
+from foredraft.server.prompts import check_text_size
+from foredraft.server.responses import (
+    ResponseHead,
+    build_spec_metrics,
+    check_started,
+    encode_error_event,
+    respond,
+)
+from foredraft.server.sampling_params import build_options, build_sampling
+from foredraft.server.schemas import ChatRequest
+from foredraft.server.service import PromptSubmission, Service
+from foredraft.server.sse import DONE_EVENT, encode_event
 
 
 async def serve(service: Service, http: Request, request: ChatRequest) -> Response:
-    """Raises ApiError."""
+    """Serve a chat request. Raises ApiError."""
     service.check_name(request.model)
-    _check(request)
-    job = await service.off_loop(_prepare, service, request)
-    generation = await service.submit([job])
-    return await respond(service, http, request, generation, Answer(service, request, generation))
+    _check_request(request)
+    submission = await service.run_off_loop(_prepare_prompt, service, request)
+    generation = await service.submit([submission])
+    return await respond(service, http, request, generation, ChatResponse(service, request, generation))
 
 
-def _check(request: ChatRequest) -> None:
+def _check_request(request: ChatRequest) -> None:
     if request.top_logprobs is not None and not request.logprobs:
         raise ApiError(400, "top_logprobs goes with logprobs = true", "top_logprobs")
     if request.stream_options is not None and not request.is_streaming:
         raise ApiError(400, "stream_options go with stream = true", "stream_options")
-    both = request.max_tokens, request.max_completion_tokens
-    if None not in both and both[0] != both[1]:
+    max_tokens = request.max_tokens, request.max_completion_tokens
+    if None not in max_tokens and max_tokens[0] != max_tokens[1]:
         raise ApiError(400, "max_tokens and max_completion_tokens disagree; give one", "max_tokens")
     for name in ("max_tokens", "max_completion_tokens"):
         if getattr(request, name) == 0:
@@ -43,82 +49,88 @@ def _check(request: ChatRequest) -> None:
         raise ApiError(400, "continue_final_message needs a last message of the assistant", "continue_final_message")
 
 
-def _prepare(service: Service, request: ChatRequest) -> Job:
-    """Rendering, tokenising and checking; not on the event loop."""
+def _prepare_prompt(service: Service, request: ChatRequest) -> PromptSubmission:
+    """Render, tokenize and check the messages. Runs on a thread, because it may take long."""
     if service.llm.target.has_encoder and request.prompt_logprobs is not None:
-        raise ApiError(400, "what an encoder reads has no log-probabilities; leave it out", "prompt_logprobs")
-    has_prompt = request.add_generation_prompt
+        raise ApiError(400, "the input of an encoder has no log-probabilities; leave it out", "prompt_logprobs")
+    adds_prompt = request.add_generation_prompt
     if request.continue_final_message and "add_generation_prompt" not in request.model_fields_set:
-        has_prompt = False
-    is_cut = request.truncate_prompt_tokens is not None
-    check_size(service, sum(len(message.text) for message in request.messages), "messages", is_cut)
-    ids = service.templates.encode(request.messages, has_prompt, request.continue_final_message)
+        adds_prompt = False
+    is_truncated = request.truncate_prompt_tokens is not None
+    check_text_size(service, sum(len(message.text) for message in request.messages), "messages", is_truncated)
+    ids = service.chat_template.encode(request.messages, adds_prompt, request.continue_final_message)
     if request.truncate_prompt_tokens is not None:
         ids = ids[-request.truncate_prompt_tokens :]
     service.check_length(len(ids), "messages")
     name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
-    service.check_room(len(ids), getattr(request, name), name)
-    most = getattr(request, name) or service.room_after(len(ids))
+    service.check_output_length(len(ids), getattr(request, name), name)
+    max_tokens = getattr(request, name) or service.count_free_tokens(len(ids))
     count = (request.top_logprobs or 0) if request.logprobs else None
-    sampling = sampling_of(request, most, count, request.prompt_logprobs)
-    return Job(ids, sampling, options_of(request, service.predicted(request)), grammar_field(request))
+    sampling = build_sampling(request, max_tokens, count, request.prompt_logprobs)
+    return PromptSubmission(
+        ids, sampling, build_options(request, service.encode_prediction(request)), find_grammar_field(request)
+    )
 
 
-class Answer:
-    """The response, whole or in pieces."""
+class ChatResponse:
+    """Chat response of one generation, as one body or as a stream of events."""
 
     def __init__(self, service: Service, request: ChatRequest, generation: Generation) -> None:
         self.service, self.request, self.generation = service, request, generation
         kind = "chat.completion.chunk" if request.is_streaming else "chat.completion"
-        self.head = Head.of(service, request, "chatcmpl", kind)
-        self.choices = [Choice.of(request, t, i) for i, t in enumerate(generation.transcripts)]
+        self.head = ResponseHead.for_request(service, request, "chatcmpl", kind)
+        self.choices = [ChoiceStream.for_transcript(request, t, i) for i, t in enumerate(generation.transcripts)]
 
-    def usage(self) -> dict[str, Any]:
-        return usage_of(self.choices, self.request.n)
+    def build_usage(self) -> dict[str, Any]:
+        return count_usage(self.choices, self.request.n)
 
-    async def whole(self) -> dict[str, Any]:
-        parts = [Part() for _ in self.choices]
-        async for delta in self.generation.deltas():
-            parts[delta.index].add(self.choices[delta.index].take(delta))
-        check_begun(self.service, parts)
+    async def collect_body(self) -> dict[str, Any]:
+        """Read all deltas and build the response body."""
+        parts = [ChoicePart() for _ in self.choices]
+        async for delta in self.generation.read_deltas():
+            parts[delta.index].add(self.choices[delta.index].take_delta(delta))
+        check_started(self.service, parts)
         choices = []
         for choice, part in zip(self.choices, parts, strict=True):
             message = {"role": "assistant", "content": part.text, "refusal": None}
-            choices.append(self._choice(choice, part, message=message))
-        body = self.head.body(choices) | {"usage": self.usage()}
-        return body | self._prompt() | finished(self.service, self.request, self.generation)
+            choices.append(self._build_choice(choice, part, message=message))
+        body = self.head.build_body(choices) | {"usage": self.build_usage()}
+        return body | self._build_prompt_fields() | build_spec_metrics(self.service, self.request, self.generation)
 
-    async def events(self) -> AsyncIterator[bytes]:
+    async def stream_events(self) -> AsyncIterator[bytes]:
+        """Yield server-sent events, one per delta. An error becomes the last event before [DONE]."""
         options = self.request.stream_options
         is_continuous = options is not None and options.continuous_usage_stats
         try:
             for choice in self.choices:
                 delta = {"role": "assistant", "content": ""}
-                yield self._event([self._choice(choice, Part(), delta=delta)], is_continuous)
-            async for piece in self.generation.deltas():
-                choice = self.choices[piece.index]
-                part = choice.take(piece)
-                yield self._event([self._choice(choice, part, delta={"content": part.text})], is_continuous)
-            last = finished(self.service, self.request, self.generation) | self._prompt()
+                yield self._encode_chunk([self._build_choice(choice, ChoicePart(), delta=delta)], is_continuous)
+            async for generated in self.generation.read_deltas():
+                choice = self.choices[generated.index]
+                part = choice.take_delta(generated)
+                yield self._encode_chunk(
+                    [self._build_choice(choice, part, delta={"content": part.text})], is_continuous
+                )
+            last = build_spec_metrics(self.service, self.request, self.generation) | self._build_prompt_fields()
             if options is not None and options.include_usage:
-                last["usage"] = self.usage()
+                last["usage"] = self.build_usage()
             if last:
-                yield event(self.head.body([]) | last)
+                yield encode_event(self.head.build_body([]) | last)
         except ApiError as error:
-            yield error_event(error)
-        yield DONE
+            yield encode_error_event(error)
+        yield DONE_EVENT
 
-    def _event(self, choices: list[dict[str, Any]], has_usage: bool) -> bytes:
-        body = self.head.body(choices)
-        return event(body | {"usage": self.usage()} if has_usage else body)
+    def _encode_chunk(self, choices: list[dict[str, Any]], has_usage: bool) -> bytes:
+        body = self.head.build_body(choices)
+        return encode_event(body | {"usage": self.build_usage()} if has_usage else body)
 
-    def _choice(self, choice: Choice, part: Part, **content: dict[str, Any]) -> dict[str, Any]:
-        """`content`: the message, or what is new of it."""
+    def _build_choice(self, choice: ChoiceStream, part: ChoicePart, **content: dict[str, Any]) -> dict[str, Any]:
+        """Build one entry of `choices`. `content` is its message (body) or its delta (stream)."""
         request = self.request
         logprobs = None
         if request.logprobs and (part.entries or "message" in content):
             as_ids = bool(request.return_tokens_as_token_ids)
-            logprobs = chat_logprobs(self.service.vocabulary, part.entries, request.top_logprobs or 0, as_ids)
+            logprobs = format_chat_logprobs(self.service.vocabulary, part.entries, request.top_logprobs or 0, as_ids)
         body: dict[str, Any] = {
             "index": choice.index,
             **content,
@@ -132,13 +144,13 @@ class Answer:
             body["foredraft_trace"] = part.trace
         return body
 
-    def _prompt(self) -> dict[str, Any]:
-        """What was asked to be said of the prompt."""
+    def _build_prompt_fields(self) -> dict[str, Any]:
+        """Build the fields about the prompt that the request asks for."""
         first, request = self.choices[0].transcript, self.request
-        found: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         if request.return_token_ids:
-            found["prompt_token_ids"] = first.request.prompt
+            fields["prompt_token_ids"] = first.request.prompt
         if request.prompt_logprobs is not None:
             entries, count = first.prompt_logprobs, request.prompt_logprobs
-            found["prompt_logprobs"] = prompt_logprobs(self.service.vocabulary, entries, count)
-        return found
+            fields["prompt_logprobs"] = format_prompt_logprobs(self.service.vocabulary, entries, count)
+        return fields

@@ -1,4 +1,4 @@
-"""POST /v1/completions."""
+"""Handler of POST /v1/completions."""
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -7,121 +7,137 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from foredraft.server.answers import Head, check_begun, error_event, finished, respond
+from foredraft.server.choice_stream import ChoicePart, ChoiceStream, count_usage
 from foredraft.server.errors import ApiError
 from foredraft.server.generation import Generation
-from foredraft.server.grammars import grammar_field
-from foredraft.server.logprobs import Entry, completion_logprobs, prompt_logprobs
-from foredraft.server.parameters import options_of, sampling_of
-from foredraft.server.prompts import Encoded, encode_prompts
-from foredraft.server.protocol import CompletionRequest
-from foredraft.server.service import Job, Service
-from foredraft.server.sse import DONE, event
-from foredraft.server.writing import Choice, Part, usage_of
+from foredraft.server.grammars import find_grammar_field
+from foredraft.server.logprobs import LogprobEntry, format_completion_logprobs, format_prompt_logprobs
+from foredraft.server.prompts import EncodedPrompt, encode_prompts
+from foredraft.server.responses import (
+    ResponseHead,
+    build_spec_metrics,
+    check_started,
+    encode_error_event,
+    respond,
+)
+from foredraft.server.sampling_params import build_options, build_sampling
+from foredraft.server.schemas import CompletionRequest
+from foredraft.server.service import PromptSubmission, Service
+from foredraft.server.sse import DONE_EVENT, encode_event
 
-DEFAULT_TOKENS = 16
+DEFAULT_MAX_TOKENS = 16  # OpenAI's default
 
 
 async def serve(service: Service, http: Request, request: CompletionRequest) -> Response:
-    """Raises ApiError."""
+    """Serve a completion request. Raises ApiError."""
     service.check_name(request.model)
-    _check(request)
-    work = await service.off_loop(_prepare, service, request)
-    generation = await service.submit(work.jobs)
-    return await respond(service, http, request, generation, Answer(service, request, generation, work.prompts))
+    _check_request(request)
+    prepared = await service.run_off_loop(_prepare_prompts, service, request)
+    generation = await service.submit(prepared.submissions)
+    return await respond(
+        service, http, request, generation, CompletionResponse(service, request, generation, prepared.encoded)
+    )
 
 
 @dataclass(frozen=True)
-class _Work:
-    jobs: list[Job]
-    prompts: list[Encoded]
+class _PreparedRequest:
+    submissions: list[PromptSubmission]
+    encoded: list[EncodedPrompt]
 
 
-def _check(request: CompletionRequest) -> None:
+def _check_request(request: CompletionRequest) -> None:
     if request.best_of not in (None, request.n):
-        raise ApiError(400, f"best_of is implemented for best_of = n ({request.n}) alone; leave it out", "best_of")
+        raise ApiError(400, f"best_of is implemented only for best_of = n ({request.n}); leave it out", "best_of")
     if request.max_tokens == 0 and not request.echo:
-        raise ApiError(400, "max_tokens must be at least 1; 0 goes with echo alone", "max_tokens")
+        raise ApiError(400, "max_tokens must be at least 1; 0 is allowed only with echo", "max_tokens")
     if request.stream_options is not None and not request.is_streaming:
         raise ApiError(400, "stream_options go with stream = true", "stream_options")
 
 
-def _prepare(service: Service, request: CompletionRequest) -> _Work:
-    """Tokenising and checking; not on the event loop."""
-    wanted = request.prompt_logprobs
-    if service.llm.target.has_encoder and (wanted is not None or (request.echo and request.logprobs is not None)):
-        raise ApiError(400, "what an encoder reads has no log-probabilities; leave those of the prompt out", "logprobs")
+def _prepare_prompts(service: Service, request: CompletionRequest) -> _PreparedRequest:
+    """Tokenize and check the prompts. Runs on a thread, because it may take long."""
+    prompt_logprobs = request.prompt_logprobs
+    has_echo_logprobs = request.echo and request.logprobs is not None
+    if service.llm.target.has_encoder and (prompt_logprobs is not None or has_echo_logprobs):
+        raise ApiError(
+            400, "the input of an encoder has no log-probabilities; leave those of the prompt out", "logprobs"
+        )
     if request.echo and request.logprobs is not None:
-        wanted = max(wanted or 0, request.logprobs)
-    most = DEFAULT_TOKENS if request.max_tokens is None else max(request.max_tokens, 1)
-    sampling = sampling_of(request, most, request.logprobs, wanted)
-    prediction = service.predicted(request)
+        prompt_logprobs = max(prompt_logprobs or 0, request.logprobs)
+    max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else max(request.max_tokens, 1)
+    sampling = build_sampling(request, max_tokens, request.logprobs, prompt_logprobs)
+    prediction = service.encode_prediction(request)
     prompts = encode_prompts(service, request)
     for prompt in prompts:
-        service.check_room(len(prompt.ids), request.max_tokens)
-    options = options_of(request, prediction)
-    return _Work([Job(prompt.ids, sampling, options, grammar_field(request)) for prompt in prompts], prompts)
+        service.check_output_length(len(prompt.ids), request.max_tokens)
+    options = build_options(request, prediction)
+    return _PreparedRequest(
+        [PromptSubmission(prompt.ids, sampling, options, find_grammar_field(request)) for prompt in prompts], prompts
+    )
 
 
-class Answer:
-    """The response, whole or in pieces."""
+class CompletionResponse:
+    """Completion response of one generation, as one body or as a stream of events."""
 
     def __init__(
-        self, service: Service, request: CompletionRequest, generation: Generation, prompts: list[Encoded]
+        self, service: Service, request: CompletionRequest, generation: Generation, prompts: list[EncodedPrompt]
     ) -> None:
         self.service, self.request, self.generation, self.prompts = service, request, generation, prompts
-        self.head = Head.of(service, request, "cmpl", "text_completion")
-        self.choices = [Choice.of(request, t, i) for i, t in enumerate(generation.transcripts)]
+        self.head = ResponseHead.for_request(service, request, "cmpl", "text_completion")
+        self.choices = [ChoiceStream.for_transcript(request, t, i) for i, t in enumerate(generation.transcripts)]
         for choice in self.choices:
             choice.is_silent = request.max_tokens == 0
-            choice.length = len(self._prompt_of(choice).text) if request.echo else 0
+            choice.num_chars = len(self._find_prompt(choice).text) if request.echo else 0
 
-    def usage(self) -> dict[str, Any]:
-        return usage_of(self.choices, self.request.n)
+    def build_usage(self) -> dict[str, Any]:
+        return count_usage(self.choices, self.request.n)
 
-    async def whole(self) -> dict[str, Any]:
-        parts = [Part() for _ in self.choices]
-        async for delta in self.generation.deltas():
-            parts[delta.index].add(self.choices[delta.index].take(delta))
-        check_begun(self.service, parts)
+    async def collect_body(self) -> dict[str, Any]:
+        """Read all deltas and build the response body."""
+        parts = [ChoicePart() for _ in self.choices]
+        async for delta in self.generation.read_deltas():
+            parts[delta.index].add(self.choices[delta.index].take_delta(delta))
+        check_started(self.service, parts)
         pairs = zip(self.choices, parts, strict=True)
-        choices = [self._choice(choice, part, is_first=True) for choice, part in pairs]
-        body = self.head.body(choices) | {"usage": self.usage()}
-        return body | finished(self.service, self.request, self.generation)
+        choices = [self._build_choice(choice, part, is_first=True) for choice, part in pairs]
+        body = self.head.build_body(choices) | {"usage": self.build_usage()}
+        return body | build_spec_metrics(self.service, self.request, self.generation)
 
-    async def events(self) -> AsyncIterator[bytes]:
+    async def stream_events(self) -> AsyncIterator[bytes]:
+        """Yield server-sent events, one per delta. An error becomes the last event before [DONE]."""
         options = self.request.stream_options
         try:
-            async for delta in self.generation.deltas():
+            async for delta in self.generation.read_deltas():
                 choice = self.choices[delta.index]
-                part = choice.take(delta)
-                body = self.head.body([self._choice(choice, part, is_first=not choice.has_begun)])
-                choice.has_begun = True
+                part = choice.take_delta(delta)
+                body = self.head.build_body([self._build_choice(choice, part, is_first=not choice.has_started)])
+                choice.has_started = True
                 if options is not None and options.continuous_usage_stats:
-                    body["usage"] = self.usage()
-                yield event(body)
-            last = finished(self.service, self.request, self.generation)
+                    body["usage"] = self.build_usage()
+                yield encode_event(body)
+            last = build_spec_metrics(self.service, self.request, self.generation)
             if options is not None and options.include_usage:
-                last["usage"] = self.usage()
+                last["usage"] = self.build_usage()
             if last:
-                yield event(self.head.body([]) | last)
+                yield encode_event(self.head.build_body([]) | last)
         except ApiError as error:
-            yield error_event(error)
-        yield DONE
+            yield encode_error_event(error)
+        yield DONE_EVENT
 
-    def _choice(self, choice: Choice, part: Part, is_first: bool) -> dict[str, Any]:
-        request, prompt = self.request, self._prompt_of(choice)
+    def _build_choice(self, choice: ChoiceStream, part: ChoicePart, is_first: bool) -> dict[str, Any]:
+        """Build one entry of `choices`; the first part of a choice also has the fields about its prompt."""
+        request, prompt = self.request, self._find_prompt(choice)
         has_prompt = request.echo and is_first
         body: dict[str, Any] = {
             "index": choice.index,
             "text": prompt.text + part.text if has_prompt else part.text,
-            "logprobs": self._logprobs(choice, part, prompt if has_prompt else None),
+            "logprobs": self._build_logprobs(choice, part, prompt if has_prompt else None),
             "finish_reason": part.finish_reason,
             "stop_reason": part.stop_reason,
         }
         if request.prompt_logprobs is not None and is_first:
             entries = choice.transcript.prompt_logprobs
-            body["prompt_logprobs"] = prompt_logprobs(self.service.vocabulary, entries, request.prompt_logprobs)
+            body["prompt_logprobs"] = format_prompt_logprobs(self.service.vocabulary, entries, request.prompt_logprobs)
         if request.return_token_ids:
             body["token_ids"] = part.tokens
             body["prompt_token_ids"] = prompt.ids if is_first else None
@@ -129,17 +145,19 @@ class Answer:
             body["foredraft_trace"] = part.trace
         return body
 
-    def _logprobs(self, choice: Choice, part: Part, echoed: Encoded | None) -> dict[str, Any] | None:
+    def _build_logprobs(
+        self, choice: ChoiceStream, part: ChoicePart, echoed: EncodedPrompt | None
+    ) -> dict[str, Any] | None:
         count = self.request.logprobs
         if count is None:
             return None
-        tokens, entries, offsets = list(part.tokens), list[Entry](part.entries), list(part.offsets)
+        tokens, entries, offsets = list(part.tokens), list[LogprobEntry](part.entries), list(part.offsets)
         if echoed is not None:
             tokens = [*echoed.ids, *tokens]
             entries = [*choice.transcript.prompt_logprobs[: len(echoed.ids)], *entries]
             offsets = [*echoed.offsets, *offsets]
         as_ids = bool(self.request.return_tokens_as_token_ids)
-        return completion_logprobs(self.service.vocabulary, tokens, entries, offsets, count, as_ids)
+        return format_completion_logprobs(self.service.vocabulary, tokens, entries, offsets, count, as_ids)
 
-    def _prompt_of(self, choice: Choice) -> Encoded:
+    def _find_prompt(self, choice: ChoiceStream) -> EncodedPrompt:
         return self.prompts[choice.index // self.request.n]

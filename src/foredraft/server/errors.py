@@ -1,4 +1,4 @@
-"""What a client is told when something is wrong: OpenAI's error body, one sentence, no paths and no internals."""
+"""Error responses in OpenAI's format: one sentence, without paths or internals of the server."""
 
 import logging
 import re
@@ -10,9 +10,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 log = logging.getLogger(__name__)
-MAX_MESSAGE, MAX_NAME = 600, 64
-_PATH = re.compile(r"(?<![\w.])~?/[^\s'\",;:)]+")  # an absolute path has no business in an answer
-_TYPES = {
+MAX_MESSAGE = 600  # characters of an error message
+MAX_NAME = 64  # characters of a client's word in an error message
+_PATH_PATTERN = re.compile(r"(?<![\w.])~?/[^\s'\",;:)]+")  # absolute paths, which responses must not reveal
+_ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
@@ -22,26 +23,33 @@ _TYPES = {
     503: "service_unavailable",
     504: "timeout_error",
 }
-_WORDS = {
+_HTTP_MESSAGES = {
     404: "there is no such route",
-    405: "this route does not take that method",
+    405: "this route does not support that method",
 }
 
 
 class ApiError(Exception):
-    """Ends a request with this status and OpenAI's error body."""
+    """Error that ends a request with a status and OpenAI's error body.
+
+    Args:
+        status: HTTP status.
+        message: one sentence; paths in it are removed.
+        param: field of the request that is at fault.
+        headers: further headers of the response.
+    """
 
     def __init__(
         self, status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
     ) -> None:
         super().__init__(message)
         self.status, self.param = status, param
-        self.message = scrubbed(message)
+        self.message = scrub_message(message)
         self.headers = dict(headers or {})
 
     @property
     def body(self) -> dict[str, Any]:
-        kind = _TYPES.get(self.status, "invalid_request_error")
+        kind = _ERROR_TYPES.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
 
     @property
@@ -49,27 +57,27 @@ class ApiError(Exception):
         return JSONResponse(self.body, self.status, self.headers)
 
 
-def scrubbed(message: str) -> str:
-    """One line without paths, of bounded length."""
+def scrub_message(message: str) -> str:
+    """Make a message one line of bounded length, without paths."""
     line = "".join(c if c.isprintable() else " " for c in message)
-    return _PATH.sub("...", line)[:MAX_MESSAGE]
+    return _PATH_PATTERN.sub("...", line)[:MAX_MESSAGE]
 
 
-def shown(name: object) -> str:
-    """A client's own word, short enough to repeat."""
+def quote_name(name: object) -> str:
+    """Quote a client's word, shortened to MAX_NAME characters."""
     text = repr(str(name))
     return text if len(text) <= MAX_NAME else text[: MAX_NAME - 4] + "...'"
 
 
-def too_busy(seconds: float) -> ApiError:
-    return ApiError(429, "the queue is full; try again later", headers={"Retry-After": _seconds(seconds)})
+def make_queue_full_error(seconds: float) -> ApiError:
+    return ApiError(429, "the queue is full; try again later", headers={"Retry-After": _format_seconds(seconds)})
 
 
-def unavailable(why: str, seconds: float = 5.0) -> ApiError:
-    return ApiError(503, why, headers={"Retry-After": _seconds(seconds)})
+def make_unavailable_error(message: str, seconds: float = 5.0) -> ApiError:
+    return ApiError(503, message, headers={"Retry-After": _format_seconds(seconds)})
 
 
-def _seconds(seconds: float) -> str:
+def _format_seconds(seconds: float) -> str:
     return str(max(1, round(seconds)))
 
 
@@ -79,12 +87,12 @@ async def on_api_error(request: Request, error: Exception) -> JSONResponse:
 
 
 async def on_http_error(request: Request, error: Exception) -> JSONResponse:
-    """What the framework refuses by itself: a route or method that is not there."""
+    """Convert an error of the framework, such as an unknown route or method."""
     assert isinstance(error, HTTPException)
-    words = _WORDS.get(error.status_code, "the request cannot be served")
-    return ApiError(error.status_code, words, headers=error.headers).response
+    message = _HTTP_MESSAGES.get(error.status_code, "the request cannot be served")
+    return ApiError(error.status_code, message, headers=error.headers).response
 
 
 async def on_crash(request: Request, error: Exception) -> JSONResponse:
-    """Our bug: the log has it, the client learns nothing of it."""
+    """Respond with 500 to an unexpected exception; details are only in the log."""
     return ApiError(500, "internal error; the server's log says more").response

@@ -1,63 +1,74 @@
-"""Log-probabilities as the API writes them.
+"""Log-probabilities in the formats of the API.
 
-They are the model's own: log-softmax of the logits before temperature, penalties, filters and grammar, which is vLLM's
-default (raw_logprobs). What a token's probability was under the law it was drawn from is not reported here.
+They are the model's: log-softmax of the logits before temperature, penalties, filters and grammar, which is vLLM's
+default (raw_logprobs). Probabilities after the sampling settings are not reported here.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
-from foredraft.completion import TokenLogprob
-from foredraft.server.vocabulary import Vocabulary, clamped, likeliest
+from foredraft.outputs import TokenLogprob
+from foredraft.server.vocabulary import ServerVocabulary, clamp_logprob, select_top
 
-Entry = TokenLogprob | None  # the first token of a prompt has none
+LogprobEntry = TokenLogprob | None  # None for the first token of a prompt
 
 
-def completion_logprobs(
-    vocabulary: Vocabulary,
+def format_completion_logprobs(
+    vocabulary: ServerVocabulary,
     tokens: Sequence[int],
-    entries: Sequence[Entry],
+    entries: Sequence[LogprobEntry],
     offsets: Sequence[int],
     count: int,
     as_ids: bool = False,
 ) -> dict[str, Any]:
-    """The arrays of /v1/completions; `offsets` are where each token's text begins."""
+    """Format the `logprobs` object of /v1/completions.
+
+    Args:
+        tokens, entries, offsets: ids, log-probabilities and text offsets, one per token.
+        count: likeliest tokens to list per position.
+        as_ids: write tokens as "token_id:N".
+    """
     return {
         "text_offset": list(offsets),
-        "token_logprobs": [None if entry is None else clamped(entry.raw_logprob) for entry in entries],
-        "tokens": [vocabulary.spelt(token, as_ids) for token in tokens],
-        "top_logprobs": [None if entry is None else _top(vocabulary, entry, count, as_ids) for entry in entries],
+        "token_logprobs": [None if entry is None else clamp_logprob(entry.raw_logprob) for entry in entries],
+        "tokens": [vocabulary.format_token(token, as_ids) for token in tokens],
+        "top_logprobs": [None if entry is None else _format_top(vocabulary, entry, count, as_ids) for entry in entries],
     }
 
 
-def _top(vocabulary: Vocabulary, entry: TokenLogprob, count: int, as_ids: bool) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for token, logprob in likeliest(entry, count):
-        name = vocabulary.spelt(token, as_ids)
-        if found.get(name, logprob) > logprob:  # two ids of one spelling: both stay
-            name = vocabulary.spelt(token, True)
-        found[name] = clamped(logprob)
-    return found
+def _format_top(vocabulary: ServerVocabulary, entry: TokenLogprob, count: int, as_ids: bool) -> dict[str, float]:
+    top: dict[str, float] = {}
+    for token, logprob in select_top(entry, count):
+        name = vocabulary.format_token(token, as_ids)
+        if top.get(name, logprob) > logprob:  # two ids with the same text: the second is listed by its id
+            name = vocabulary.format_token(token, True)
+        top[name] = clamp_logprob(logprob)
+    return top
 
 
-def chat_logprobs(
-    vocabulary: Vocabulary, entries: Sequence[TokenLogprob], count: int, as_ids: bool = False
+def format_chat_logprobs(
+    vocabulary: ServerVocabulary, entries: Sequence[TokenLogprob], count: int, as_ids: bool = False
 ) -> dict[str, Any]:
-    """What /v1/chat/completions says of each token."""
+    """Format the `logprobs` object of /v1/chat/completions, with the `count` likeliest tokens per position."""
 
-    def one(token: int, logprob: float) -> dict[str, Any]:
-        spelt = vocabulary.spelt(token, as_ids)
-        return {"token": spelt, "logprob": clamped(logprob), "bytes": vocabulary.bytes_of(token)}
+    def format_entry(token: int, logprob: float) -> dict[str, Any]:
+        text = vocabulary.format_token(token, as_ids)
+        return {"token": text, "logprob": clamp_logprob(logprob), "bytes": vocabulary.list_bytes(token)}
 
     content = []
     for entry in entries:
-        top = [one(token, logprob) for token, logprob in entry.raw_top[:count]]
-        content.append(one(entry.token_id, entry.raw_logprob) | {"top_logprobs": top})
+        top = [format_entry(token, logprob) for token, logprob in entry.raw_top[:count]]
+        content.append(format_entry(entry.token_id, entry.raw_logprob) | {"top_logprobs": top})
     return {"content": content, "refusal": None}
 
 
-def prompt_logprobs(vocabulary: Vocabulary, entries: Sequence[Entry], count: int) -> list[dict[str, Any] | None]:
-    """vLLM's `prompt_logprobs`: token id -> log-probability, rank among the likeliest if it is there, spelling."""
+def format_prompt_logprobs(
+    vocabulary: ServerVocabulary, entries: Sequence[LogprobEntry], count: int
+) -> list[dict[str, Any] | None]:
+    """Format vLLM's `prompt_logprobs`: token id -> log-probability, rank and text.
+
+    The rank is None for a token that is not among the likeliest.
+    """
     result: list[dict[str, Any] | None] = []
     for entry in entries:
         if entry is None:
@@ -67,9 +78,11 @@ def prompt_logprobs(vocabulary: Vocabulary, entries: Sequence[Entry], count: int
         result.append(
             {
                 str(token): {
-                    "logprob": clamped(logprob), "rank": ranks.get(token), "decoded_token": vocabulary.spelt(token)
+                    "logprob": clamp_logprob(logprob),
+                    "rank": ranks.get(token),
+                    "decoded_token": vocabulary.format_token(token),
                 }
-                for token, logprob in likeliest(entry, count)
+                for token, logprob in select_top(entry, count)
             }
-        )  # fmt: skip
+        )
     return result

@@ -1,4 +1,4 @@
-"""The page at `/`: files of this package, served as they are. No template, no build step, nothing from elsewhere."""
+"""Playground page at `/`: static files of this package, without templates, build step or external resources."""
 
 import hashlib
 from dataclasses import dataclass
@@ -6,18 +6,18 @@ from pathlib import Path
 
 from fastapi import APIRouter, HTTPException, Request, Response
 
-FOLDER = Path(__file__).parent / "static"
-TYPES = {
+STATIC_FOLDER = Path(__file__).parent / "static"
+CONTENT_TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-POLICY = "; ".join(
+CONTENT_SECURITY_POLICY = "; ".join(
     (
         "default-src 'self'",
         "base-uri 'none'",
-        "form-action 'none'",  # the form is sent by the script alone
+        "form-action 'none'",  # only the script submits the form
         "frame-ancestors 'none'",
         "object-src 'none'",
     )
@@ -26,7 +26,7 @@ POLICY = "; ".join(
 
 @dataclass(frozen=True)
 class StaticFile:
-    """One file of the page, read once, and the headers it is sent with."""
+    """Static file of the page, read once, with its response headers."""
 
     content: bytes
     headers: dict[str, str]
@@ -35,34 +35,40 @@ class StaticFile:
     def read(cls, path: Path) -> "StaticFile":
         content = path.read_bytes()
         headers = {
-            "Content-Type": TYPES[path.suffix],
-            "Content-Security-Policy": POLICY,
+            "Content-Type": CONTENT_TYPES[path.suffix],
+            "Content-Security-Policy": CONTENT_SECURITY_POLICY,
             "X-Content-Type-Options": "nosniff",
             "Referrer-Policy": "no-referrer",
-            "Cache-Control": "no-cache",  # kept, but asked for again: an upgraded server shows its own page at once
+            "Cache-Control": "no-cache",  # cached but revalidated, so that an upgraded server shows its new page
             "ETag": f'"{hashlib.sha256(content).hexdigest()[:32]}"',
         }
         return cls(content, headers)
 
-    def response(self, request: Request) -> Response:
+    def respond(self, request: Request) -> Response:
+        """Return the file, or status 304 if the client has this version."""
         if request.headers.get("if-none-match") == self.headers["ETag"]:
             return Response(status_code=304, headers=self.headers)
         return Response(self.content, headers=self.headers)
 
 
-def playground() -> APIRouter:
-    """Routes `/` and `/static/...`. The files need no API key: the page asks for it if a request is answered 401."""
-    files = {path.name: StaticFile.read(path) for path in sorted(FOLDER.iterdir()) if path.suffix in TYPES}
+def make_playground_router() -> APIRouter:
+    """Make the routes `/` and `/static/...`.
+
+    The files need no API key. The page asks for the key if a request gets status 401.
+    """
+    files = {
+        path.name: StaticFile.read(path) for path in sorted(STATIC_FOLDER.iterdir()) if path.suffix in CONTENT_TYPES
+    }
     router = APIRouter(include_in_schema=False)
 
     @router.api_route("/", methods=["GET", "HEAD"])
     def page(request: Request) -> Response:
-        return files["index.html"].response(request)
+        return files["index.html"].respond(request)
 
     @router.api_route("/static/{name}", methods=["GET", "HEAD"])
     def static(name: str, request: Request) -> Response:
         if name not in files:
             raise HTTPException(404, "the playground has no such file")
-        return files[name].response(request)
+        return files[name].respond(request)
 
     return router

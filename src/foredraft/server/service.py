@@ -1,4 +1,4 @@
-"""What the routes share: the model, its worker, its vocabulary, a few threads for tokenising."""
+"""State that all routes share: model, worker, vocabulary, chat template, and threads for tokenization."""
 
 import asyncio
 import time
@@ -7,193 +7,206 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from foredraft.engine.worker import Draining, QueueFull, Worker, WorkerLimits
+from foredraft.engine.worker import DrainingError, QueueFullError, Worker, WorkerLimits
 from foredraft.errors import ForedraftError
-from foredraft.models.prompts import prompt_length
+from foredraft.models.prompts import count_prompt_tokens
 from foredraft.request import RequestOptions
-from foredraft.sampling import Sampling
-from foredraft.server.errors import ApiError, shown, too_busy, unavailable
+from foredraft.sampling.params import Sampling
+from foredraft.server.errors import ApiError, make_queue_full_error, make_unavailable_error, quote_name
 from foredraft.server.generation import Generation
-from foredraft.server.metrics import Metrics
-from foredraft.server.prompts import check_size, encode_text
-from foredraft.server.protocol import Generating, text_of
-from foredraft.server.settings import Settings
-from foredraft.server.templates import Templates
-from foredraft.server.vocabulary import Vocabulary
+from foredraft.server.metrics import ServerMetrics
+from foredraft.server.prompts import check_text_size, encode_text
+from foredraft.server.schemas import GenerationRequest, join_text
+from foredraft.server.settings import ServerSettings
+from foredraft.server.templates import ChatTemplate
+from foredraft.server.vocabulary import ServerVocabulary
 
 if TYPE_CHECKING:
     from foredraft.llm import LLM
 
 Value = TypeVar("Value")
-NUM_THREADS = 2  # tokenisers release the interpreter's lock, so that one long prompt does not hold up the rest
+NUM_THREADS = 2  # tokenizers release the interpreter's lock, so that one long prompt does not delay the others
 
 
 @dataclass(frozen=True)
-class Job:
-    """One prompt with how it is to be continued."""
+class PromptSubmission:
+    """One tokenized prompt with its sampling parameters and options."""
 
     ids: list[int]
     sampling: Sampling
     options: RequestOptions
-    grammar_field: str | None = None  # what asked for its grammar
+    grammar_field: str | None = None  # field of the request that sets the grammar
 
 
 class Service:
-    """Of one model. Without a model yet it refuses politely: a server may listen while it loads."""
+    """Shared state of all routes, for one model. Until the model has loaded, requests get status 503."""
 
-    def __init__(self, settings: Settings, limits: WorkerLimits | None = None) -> None:
+    def __init__(self, settings: ServerSettings, limits: WorkerLimits | None = None) -> None:
         self.settings = settings
-        self.metrics = Metrics(settings.names[0], settings.has_vllm_names)
-        self.pool = ThreadPoolExecutor(NUM_THREADS, "foredraft-prepare")
+        self.metrics = ServerMetrics(settings.model_names[0], settings.has_vllm_names)
+        self.thread_pool = ThreadPoolExecutor(NUM_THREADS, "foredraft-prepare")
         self.created = int(time.time())
         self.is_stopping = False
         self._limits = limits
-        self._open: _Open | None = None
+        self._loaded_model: _LoadedModel | None = None
 
     def open(self, llm: "LLM") -> None:
-        """The model is there: start its worker. Any thread may call it, once."""
+        """Start the worker of a loaded model. Called once, on any thread."""
         worker = Worker(llm, self._limits, self.metrics)
-        self.metrics.watch(worker)
-        vocabulary = Vocabulary(llm.tokenizer, llm.target.vocab_size)
-        templates = Templates(vocabulary, self.settings, llm.target.has_encoder)
+        self.metrics.attach_worker(worker)
+        vocabulary = ServerVocabulary(llm.tokenizer, llm.target.vocab_size)
+        templates = ChatTemplate(vocabulary, self.settings, llm.target.has_encoder)
         worker.start()
-        self._open = _Open(llm, worker, vocabulary, templates)
+        self._loaded_model = _LoadedModel(llm, worker, vocabulary, templates)
 
     @property
     def llm(self) -> "LLM":
-        return self._there.llm
+        return self._required_model.llm
 
     @property
     def worker(self) -> Worker:
-        return self._there.worker
+        return self._required_model.worker
 
     @property
-    def vocabulary(self) -> Vocabulary:
-        return self._there.vocabulary
+    def vocabulary(self) -> ServerVocabulary:
+        return self._required_model.vocabulary
 
     @property
-    def templates(self) -> Templates:
-        return self._there.templates
+    def chat_template(self) -> ChatTemplate:
+        return self._required_model.chat_template
 
     @property
     def is_open(self) -> bool:
-        """The model is loaded."""
-        return self._open is not None
+        """True if the model is loaded."""
+        return self._loaded_model is not None
 
     @property
     def is_healthy(self) -> bool:
-        """Alive; a model that is still loading is no reason to be killed."""
-        return self._open is None or self._open.worker.is_healthy
+        """True unless the worker has failed or hangs. A server that still loads its model is healthy."""
+        return self._loaded_model is None or self._loaded_model.worker.is_healthy
 
     @property
     def is_ready(self) -> bool:
-        return self._open is not None and not self.is_stopping and self._open.worker.is_accepting
+        """True if new requests are accepted."""
+        return self._loaded_model is not None and not self.is_stopping and self._loaded_model.worker.is_accepting
 
     def check_name(self, name: str | None) -> None:
-        """Raises ApiError 404 for a model that is not this one."""
-        if name is not None and name not in self.settings.names:
-            raise ApiError(404, f"the model {shown(name)} does not exist here; GET the list of models", "model")
+        """Raise ApiError 404 if `name` is not a name of this model."""
+        if name is not None and name not in self.settings.model_names:
+            raise ApiError(404, f"the model {quote_name(name)} does not exist here; GET the list of models", "model")
 
     @property
-    def longest(self) -> int:
-        """Tokens a prompt and its output may have together."""
+    def max_length(self) -> int:
+        """Maximum number of tokens of a prompt and its output together."""
         allocator = self.llm.engine.scheduler.allocator
         return min(self.llm.target.context_length, (allocator.num_pages - 1) * allocator.page_size)
 
     @property
-    def longest_prompt(self) -> int:
-        """Tokens a prompt may have: what an encoder reads leaves the output its whole length."""
-        return self.longest - 1 if self.llm.target.source_length is None else self.llm.target.source_length
+    def max_prompt_length(self) -> int:
+        """Maximum number of tokens of a prompt. The input of an encoder does not count against the output."""
+        return self.max_length - 1 if self.llm.target.source_length is None else self.llm.target.source_length
 
     def check_length(self, num_tokens: int, param: str = "prompt") -> None:
-        most = self.longest_prompt
-        if num_tokens > most:
-            raise ApiError(400, f"the prompt has {num_tokens} tokens and the model takes {most}; shorten it", param)
+        """Raise ApiError 400 for a prompt that is too long."""
+        limit = self.max_prompt_length
+        if num_tokens > limit:
+            raise ApiError(400, f"the prompt has {num_tokens} tokens and the model takes {limit}; shorten it", param)
 
-    def room_after(self, num_tokens: int) -> int:
-        """Tokens an output may have after a prompt of this many."""
-        return self.longest - prompt_length(self.llm.target, num_tokens)
+    def count_free_tokens(self, num_tokens: int) -> int:
+        """Count the tokens that an output may have after a prompt of `num_tokens`."""
+        return self.max_length - count_prompt_tokens(self.llm.target, num_tokens)
 
-    def check_room(self, num_tokens: int, most: int | None, param: str = "max_tokens") -> None:
-        """Raises ApiError 400 for an output that may become longer than the context has room for, where the settings
-        are strict; otherwise it ends there. `most`: what the client wants, None = whatever fits."""
-        room = self.room_after(num_tokens)
-        if self.settings.is_strict and most is not None and most > room:
+    def check_output_length(self, num_tokens: int, max_tokens: int | None, param: str = "max_tokens") -> None:
+        """Raise ApiError 400 if `max_tokens` exceeds the context and the settings are strict.
+
+        Without strict settings, the output ends at the context length.
+
+        Args:
+            num_tokens: tokens of the prompt.
+            max_tokens: value of the request. None = as many as fit.
+            param: field of the request.
+        """
+        limit = self.count_free_tokens(num_tokens)
+        if self.settings.has_strict_max_tokens and max_tokens is not None and max_tokens > limit:
             raise ApiError(
                 400,
-                f"{param} is {most}, the prompt has {num_tokens} tokens and the context holds {self.longest}; "
-                f"ask for at most {room}",
+                f"{param} is {max_tokens}, the prompt has {num_tokens} tokens and the context holds {self.max_length}; "
+                f"ask for at most {limit}",
                 param,
             )
 
-    async def off_loop(self, work: Callable[..., Value], *args: Any) -> Value:
-        """Run on one of the few threads. Raises ApiError for what the library refuses."""
+    async def run_off_loop(self, work: Callable[..., Value], *args: Any) -> Value:
+        """Run blocking work on the thread pool; convert ForedraftError to ApiError 400."""
         try:
-            return await asyncio.get_running_loop().run_in_executor(self.pool, work, *args)
+            return await asyncio.get_running_loop().run_in_executor(self.thread_pool, work, *args)
         except ForedraftError as error:
-            raise ApiError(400, self._without_name(str(error))) from None
+            raise ApiError(400, self._replace_model_path(str(error))) from None
 
-    def predicted(self, request: Generating) -> tuple[int, ...]:
-        """Tokens of the text that the output is expected to hold."""
+    def encode_prediction(self, request: GenerationRequest) -> tuple[int, ...]:
+        """Tokenize the request's prediction; () if it has none."""
         if request.prediction is None:
             return ()
-        text = text_of(request.prediction.content)
-        check_size(self, len(text), "prediction")
+        text = join_text(request.prediction.content)
+        check_text_size(self, len(text), "prediction")
         return tuple(encode_text(self, text, has_special=False)[0]) if text else ()
 
-    async def submit(self, jobs: Sequence[Job]) -> Generation:
-        """Put the prompts on the worker. Raises ApiError: 400 for what can never run, 429, 503."""
-        began = time.monotonic()
-        self._check_open()
-        transcripts = await self.off_loop(self._prepare, jobs)
+    async def submit(self, submissions: Sequence[PromptSubmission]) -> Generation:
+        """Submit the prompts to the worker.
+
+        Raises:
+            ApiError: 400 if a request can never run, 429 if the queue is full, 503 during shutdown.
+        """
+        start = time.monotonic()
+        self._check_accepting()
+        transcripts = await self.run_off_loop(self._prepare_transcripts, submissions)
         timeout = self.settings.request_timeout
         try:
-            stream = await self.worker.submit(transcripts, None if timeout is None else began + timeout)
-        except QueueFull as error:
-            raise too_busy(error.retry_after) from None
-        except Draining:
-            raise self._draining() from None
+            stream = await self.worker.submit(transcripts, None if timeout is None else start + timeout)
+        except QueueFullError as error:
+            raise make_queue_full_error(error.retry_after) from None
+        except DrainingError:
+            raise self._make_draining_error() from None
         except ForedraftError as error:
-            raise ApiError(400, self._without_name(str(error))) from None
-        return Generation(stream, self.metrics, began)
+            raise ApiError(400, self._replace_model_path(str(error))) from None
+        return Generation(stream, self.metrics, start)
 
     def close(self) -> None:
-        """Stop the worker's thread and our own."""
-        if self._open is not None:
-            self._open.worker.stop()
-        self.pool.shutdown(wait=False, cancel_futures=True)
+        """Stop the worker and the thread pool."""
+        if self._loaded_model is not None:
+            self._loaded_model.worker.stop()
+        self.thread_pool.shutdown(wait=False, cancel_futures=True)
 
-    def _check_open(self) -> None:
+    def _check_accepting(self) -> None:
         if self.is_stopping:
-            raise self._draining()
+            raise self._make_draining_error()
 
-    def _draining(self) -> ApiError:
-        return unavailable("the server is shutting down")
+    def _make_draining_error(self) -> ApiError:
+        return make_unavailable_error("the server is shutting down")
 
     @property
-    def _there(self) -> "_Open":
-        if self._open is None:
-            raise unavailable("the model is still loading")
-        return self._open
+    def _required_model(self) -> "_LoadedModel":
+        if self._loaded_model is None:
+            raise make_unavailable_error("the model is still loading")
+        return self._loaded_model
 
-    def _prepare(self, jobs: Sequence[Job]) -> list[Any]:
+    def _prepare_transcripts(self, submissions: Sequence[PromptSubmission]) -> list[Any]:
         result: list[Any] = []
-        for job in jobs:
+        for prompt in submissions:
             try:
-                result += self.llm.prepare(job.ids, job.sampling, job.options, first_index=len(result))
+                result += self.llm.prepare(prompt.ids, prompt.sampling, prompt.options, first_index=len(result))
             except ForedraftError as error:
-                param = job.grammar_field if "grammar" in str(error) else None
-                raise ApiError(400, self._without_name(str(error)), param) from None
+                param = prompt.grammar_field if "grammar" in str(error) else None
+                raise ApiError(400, self._replace_model_path(str(error)), param) from None
         return result
 
-    def _without_name(self, message: str) -> str:
-        """A model's name may be a folder of this machine."""
-        return message.replace(self.llm.target.name, self.settings.names[0])
+    def _replace_model_path(self, message: str) -> str:
+        """Replace the target's name by the served name: it may be a folder of this machine."""
+        return message.replace(self.llm.target.name, self.settings.model_names[0])
 
 
 @dataclass(frozen=True)
-class _Open:
+class _LoadedModel:
     llm: "LLM"
     worker: Worker
-    vocabulary: Vocabulary
-    templates: Templates
+    vocabulary: ServerVocabulary
+    chat_template: ChatTemplate

@@ -1,4 +1,4 @@
-"""What an operator decides, and what a client may ask for at most."""
+"""Settings of a server, and limits on the requests of its clients."""
 
 from dataclasses import dataclass, field
 
@@ -6,52 +6,52 @@ from foredraft.errors import ForedraftError
 
 
 @dataclass(frozen=True)
-class Limits:
-    """The most one request may hold; one more is a 4xx before anything is tokenised."""
+class RequestLimits:
+    """Maximum sizes and times of one request. A request above one of them gets a 4xx status before tokenization."""
 
-    n: int = 16
-    prompts: int = 64
-    samples: int = 256  # prompts * n
-    messages: int = 1024
-    stops: int = 4
-    stop_length: int = 1024  # characters
-    logprobs: int = 20
-    bias: int = 300
-    token_ids: int = 4096  # stop_token_ids, allowed_token_ids, bad_words
-    schema: int = 64 << 10  # bytes of a grammar or JSON schema
-    text: int = 256 << 10  # characters to tokenise where more than the context may hold is wanted
-    body: int = 2 << 20
-    headers: int = 64 << 10
-    target: int = 8 << 10  # path and query
-    depth: int = 64  # of the JSON body
-    body_seconds: float = 30.0  # for the whole body to arrive
-    header_seconds: float = 10.0  # for the headers of a fresh connection
-    stall_seconds: float = 30.0  # a stream nobody reads
-    template_seconds: float = 2.0
-    template_chars: int = 8 << 20
+    max_n: int = 16  # samples per prompt
+    max_prompts: int = 64  # prompts of a completion request
+    max_samples: int = 256  # prompts * n
+    max_messages: int = 1024  # messages of a chat request
+    max_stops: int = 4  # stop strings
+    max_stop_chars: int = 1024  # characters of a stop string or bad word
+    max_logprobs: int = 20  # likeliest tokens listed per position
+    max_logit_bias: int = 300  # entries of logit_bias; also of bad_words
+    max_token_ids: int = 4096  # entries of stop_token_ids and of allowed_token_ids
+    max_schema_bytes: int = 64 << 10  # bytes of a grammar or JSON schema
+    max_text_chars: int = 256 << 10  # characters of a text that may exceed the context, as its tokens are truncated
+    max_body_bytes: int = 2 << 20  # bytes
+    max_header_bytes: int = 64 << 10  # bytes of all headers together
+    max_target_bytes: int = 8 << 10  # bytes of path and query
+    max_depth: int = 64  # nesting depth of the JSON body
+    body_timeout: float = 30.0  # seconds until the whole body must have arrived
+    header_timeout: float = 10.0  # seconds until the headers must have arrived
+    stall_timeout: float = 30.0  # seconds until a stream that the client does not read ends
+    template_timeout: float = 2.0  # seconds of rendering a chat template
+    max_template_chars: int = 8 << 20  # characters of a rendered chat
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Of one server."""
+class ServerSettings:
+    """Settings of one server."""
 
-    names: tuple[str, ...] = ("foredraft",)  # what clients may call the model; the first is reported
-    api_key: str | None = None
-    request_timeout: float | None = 600.0  # seconds from arrival to the last token
-    drain_timeout: float = 30.0  # seconds a stopping server lets requests go on
-    chat_template: str | None = None  # source; None = the tokenizer's own
-    has_plain_template: bool = True  # for a model without any; False = such a request is refused
-    has_spec_metrics: bool = False  # figures of speculation in every response
-    has_vllm_names: bool = True  # metrics also under vLLM's names
-    protects_metrics: bool = False  # /metrics and /version need the key too
+    model_names: tuple[str, ...] = ("foredraft",)  # names of the model in requests; responses report the first
+    api_key: str | None = None  # None = no key is required
+    request_timeout: float | None = 600.0  # seconds from arrival to the last token; None = no limit
+    drain_timeout: float = 30.0  # seconds that running requests may take during a shutdown
+    chat_template: str | None = None  # Jinja source; None = the tokenizer's template
+    has_plain_template: bool = True  # use a plain template for a model without one; False = refuse chat requests
+    has_spec_metrics: bool = False  # report speculative statistics in every response
+    has_vllm_names: bool = True  # report metrics also under vLLM's names
+    protects_metrics: bool = False  # require the API key for /metrics and /version too
     has_access_log: bool = False
-    is_strict: bool = False  # max_tokens beyond the context is refused; False = as many as fit
-    allowed_hosts: tuple[str, ...] | None = None  # names in the Host header, beside localhost; None = any
-    keep_alive: float = 10.0  # seconds of silence after which a stream says that it lives
-    limits: Limits = field(default_factory=Limits)
+    has_strict_max_tokens: bool = False  # refuse max_tokens beyond the context; False = generate as many as fit
+    allowed_hosts: tuple[str, ...] | None = None  # names accepted in the Host header beside localhost; None = any
+    keep_alive_seconds: float = 10.0  # seconds without an event, after which a stream sends a comment
+    limits: RequestLimits = field(default_factory=RequestLimits)
 
     def __post_init__(self) -> None:
-        """Raises ForedraftError for a key that no client could send."""
+        """Raise ForedraftError for an API key that cannot be sent in a header."""
         key = self.api_key
         if key is not None and (not key or key != key.strip() or not (key.isascii() and key.isprintable())):
             raise ForedraftError("the API key must be printable ASCII characters without blanks at either end")

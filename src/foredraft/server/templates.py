@@ -1,7 +1,7 @@
-"""Chat messages to token ids: the model's own template in a sandbox, and text that stays text.
+"""Conversion of chat messages to token ids with the model's chat template, rendered in a sandbox.
 
-Whatever a message spells like a control token is taken out before rendering and put back as ordinary text, so that only
-the template itself can write control tokens. No template comes from a request.
+Text of a message that spells a control token is escaped before rendering and tokenized as ordinary text, so that only
+the template can write control tokens. Requests cannot bring their own template.
 """
 
 import datetime
@@ -21,110 +21,141 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from foredraft.chat import PLAIN_TEMPLATE
 from foredraft.errors import ForedraftError
 from foredraft.server.errors import ApiError
-from foredraft.server.hiding import Hidden
-from foredraft.server.protocol import Message
-from foredraft.server.settings import Settings
-from foredraft.server.vocabulary import Vocabulary
+from foredraft.server.schemas import ChatMessage
+from foredraft.server.settings import ServerSettings
+from foredraft.server.special_token_escape import SpecialTokenEscaper
+from foredraft.server.vocabulary import ServerVocabulary
 
 log = logging.getLogger(__name__)
-MOST_REPEATED = 1 << 20  # characters or entries that `*` may make
+MAX_REPEATED = 1 << 20  # largest result of `*` in a template, in characters, entries or value; also base ** 2 of `**`
+MAX_POWER = 64  # largest exponent of `**` in a template
+MAX_MASKED_CHARS = 16  # characters that stand in for a masked message
 
 
-class Templates:
-    """One model's template, compiled once. `is_source`: an encoder reads the conversation.
+class ChatTemplate:
+    """Chat template of one model, compiled once.
 
-    Raises ForedraftError for a template that does not compile.
+    Args:
+        vocabulary: tokens of the model.
+        settings: may replace the tokenizer's template.
+        has_encoder: the conversation is the input of an encoder.
+
+    Raises:
+        ForedraftError: the template does not compile.
     """
 
-    def __init__(self, vocabulary: Vocabulary, settings: Settings, is_source: bool = False) -> None:
-        self.vocabulary, self.limits, self.is_source = vocabulary, settings.limits, is_source
-        own = _own_template(vocabulary.tokenizer)
-        source = settings.chat_template if settings.chat_template is not None else own
+    def __init__(self, vocabulary: ServerVocabulary, settings: ServerSettings, has_encoder: bool = False) -> None:
+        self.vocabulary, self.limits, self.has_encoder = vocabulary, settings.limits, has_encoder
+        tokenizer_template = _read_tokenizer_template(vocabulary.tokenizer)
+        source = settings.chat_template if settings.chat_template is not None else tokenizer_template
         self.is_plain = source is None and settings.has_plain_template
         if self.is_plain:
             source = PLAIN_TEMPLATE
             log.warning("the model has no chat template; messages are written as 'role: content' lines")
         self.source = source
-        self._template = None if source is None else compiled(source)
-        self._named = {} if vocabulary.tokenizer is None else dict(vocabulary.tokenizer.special_tokens_map)
+        self._template = None if source is None else compile_template(source)
+        self._special_tokens = {} if vocabulary.tokenizer is None else dict(vocabulary.tokenizer.special_tokens_map)
 
-    def encode(self, messages: Sequence[Message], has_prompt: bool = True, goes_on: bool = False) -> list[int]:
-        """Token ids of a conversation. `has_prompt`: the assistant's turn begins at the end; `goes_on`: the last
-        message is not closed. Raises ApiError."""
-        tokenizer = self.vocabulary.need()
+    def encode(
+        self, messages: Sequence[ChatMessage], add_generation_prompt: bool = True, continue_final_message: bool = False
+    ) -> list[int]:
+        """Render and tokenize a conversation.
+
+        Args:
+            add_generation_prompt: end with the beginning of the assistant's turn.
+            continue_final_message: leave the last message open, so that the output continues it.
+
+        Raises:
+            ApiError: there is no template, or the messages cannot be rendered.
+        """
+        tokenizer = self.vocabulary.require_tokenizer()
         if self._template is None:
             raise ApiError(
                 400, "the model has no chat template: start the server with --chat-template FILE, or use completions",
                 "messages",
             )  # fmt: skip
-        if goes_on and has_prompt:
-            words = "continue_final_message goes with add_generation_prompt = false"
-            raise ApiError(400, words, "continue_final_message")
-        hidden = Hidden(tuple(self.vocabulary.special))
-        rows = [self._row(message, hidden) for message in messages]
-        mark = ""
-        if goes_on:
+        if continue_final_message and add_generation_prompt:
+            message = "continue_final_message goes with add_generation_prompt = false"
+            raise ApiError(400, message, "continue_final_message")
+        escaper = SpecialTokenEscaper(tuple(self.vocabulary.special_ids))
+        rows = [self._build_row(message, escaper) for message in messages]
+        mark = ""  # marks the end of the last message in the rendered text
+        if continue_final_message:
             mark = f"\ue002{secrets.randbits(64):020d}\ue003"
             rows[-1]["content"] += mark
-        text = self._rendered(rows, has_prompt)
-        if goes_on:
-            text, found, _ = text.partition(mark)
-            if not found:
+        text = self._render(rows, add_generation_prompt)
+        if continue_final_message:
+            text, separator, _ = text.partition(mark)
+            if not separator:
                 raise ApiError(400, "the chat template does not show the last message", "continue_final_message")
-        self._check_own(text, rows, has_prompt, goes_on)
-        ids = hidden.encode(text, tokenizer, self.vocabulary)
-        return self._whole(ids)
+        self._check_control_tokens(text, rows, add_generation_prompt, continue_final_message)
+        ids = escaper.encode(text, tokenizer, self.vocabulary)
+        return self._add_outer_tokens(ids)
 
-    def _row(self, message: Message, hidden: Hidden) -> dict[str, Any]:
-        row = {"role": message.role, "content": hidden.hide(message.text)}
-        return row if message.name is None else row | {"name": hidden.hide(message.name)}
+    def _build_row(self, message: ChatMessage, escaper: SpecialTokenEscaper) -> dict[str, Any]:
+        row = {"role": message.role, "content": escaper.escape(message.text)}
+        return row if message.name is None else row | {"name": escaper.escape(message.name)}
 
-    def _check_own(self, text: str, rows: list[dict[str, Any]], has_prompt: bool, goes_on: bool) -> None:
-        """No control token may come about where a message meets the template or a filter of it."""
-        harmless = [{name: self._harmless(name, value) for name, value in row.items()} for row in rows]
-        if harmless == rows:
+    def _check_control_tokens(
+        self, text: str, rows: list[dict[str, Any]], add_generation_prompt: bool, continue_final_message: bool
+    ) -> None:
+        """Raise ApiError if a message and the template (or a filter of it) together spell a control token.
+
+        The conversation is rendered again with masked messages, and its control tokens are counted.
+        """
+        masked_rows = [{name: self._mask_value(name, value) for name, value in row.items()} for row in rows]
+        if masked_rows == rows:
             return
         mark = "\ue002" + "0" * 20 + "\ue003"
-        if goes_on:
-            harmless[-1]["content"] += mark
-        bare = self._rendered(harmless, has_prompt)
-        bare = bare.partition(mark)[0] if goes_on else bare
-        for token in self.vocabulary.special:
-            if text.count(token) > bare.count(token):
+        if continue_final_message:
+            masked_rows[-1]["content"] += mark
+        masked_text = self._render(masked_rows, add_generation_prompt)
+        masked_text = masked_text.partition(mark)[0] if continue_final_message else masked_text
+        for token in self.vocabulary.special_ids:
+            if text.count(token) > masked_text.count(token):
                 raise ApiError(400, "a message and the chat template together spell a control token", "messages")
 
-    def _harmless(self, name: str, value: str) -> str:
-        """In place of a message that could be half of a control token."""
-        if name == "role" or not any(value.find(part) >= 0 for part in self._halves()):
+    def _mask_value(self, name: str, value: str) -> str:
+        """Replace a value that could be part of a control token by letters x."""
+        if name == "role" or not any(value.find(char) >= 0 for char in self._find_boundary_chars()):
             return value
-        return "x" * min(len(value), 16)
+        return "x" * min(len(value), MAX_MASKED_CHARS)
 
-    def _halves(self) -> frozenset[str]:
-        """A letter of every control token: a message without any of them cannot complete one."""
-        return frozenset(token[0] for token in self.vocabulary.special) | frozenset(
-            token[-1] for token in self.vocabulary.special
+    def _find_boundary_chars(self) -> frozenset[str]:
+        """Collect the first and last characters of all control tokens.
+
+        A message without these characters cannot complete a control token.
+        """
+        return frozenset(token[0] for token in self.vocabulary.special_ids) | frozenset(
+            token[-1] for token in self.vocabulary.special_ids
         )
 
-    def _rendered(self, rows: list[dict[str, Any]], has_prompt: bool) -> str:
+    def _render(self, rows: list[dict[str, Any]], add_generation_prompt: bool) -> str:
         assert self._template is not None
         values = {
-            **self._named, "messages": rows, "add_generation_prompt": has_prompt, "tools": None, "documents": None
-        }  # fmt: skip
-        return rendered(self._template, values, self.limits.template_seconds, self.limits.template_chars)
+            **self._special_tokens,
+            "messages": rows,
+            "add_generation_prompt": add_generation_prompt,
+            "tools": None,
+            "documents": None,
+        }
+        return render_template(self._template, values, self.limits.template_timeout, self.limits.max_template_chars)
 
-    def _whole(self, ids: list[int]) -> list[int]:
-        """The plain template knows no beginning of text, and none knows the end that an encoder sees; the tokenizer
-        does."""
-        before, after = self.vocabulary.around
-        is_open = self.is_source and ids[len(ids) - len(after) :] != after
-        return (before if self.is_plain else []) + ids + (after if is_open else [])
+    def _add_outer_tokens(self, ids: list[int]) -> list[int]:
+        """Add control tokens of the tokenizer that a template does not write.
+
+        The plain template lacks the beginning of text, and every template lacks the end token of an encoder's input.
+        """
+        before, after = self.vocabulary.outer_tokens
+        needs_end = self.has_encoder and ids[len(ids) - len(after) :] != after
+        return (before if self.is_plain else []) + ids + (after if needs_end else [])
 
 
-def compiled(source: str) -> jinja2.Template:
-    """As transformers compile them, in a sandbox. Raises ForedraftError."""
-    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise
+def compile_template(source: str) -> jinja2.Template:
+    """Compile a template as transformers does, in a sandbox. Raises ForedraftError."""
+    environment = _TemplateSandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
+    environment.filters["tojson"] = _dump_json
+    environment.globals["raise_exception"] = _raise_refusal
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     try:
         return environment.from_string(source)
@@ -132,53 +163,61 @@ def compiled(source: str) -> jinja2.Template:
         raise ForedraftError(f"the chat template does not compile: {error}") from None
 
 
-def rendered(template: jinja2.Template, values: dict[str, Any], seconds: float, most: int) -> str:
-    """The text, within a time and a size. Raises ApiError 400: whatever fails, these messages cannot be rendered."""
+def render_template(template: jinja2.Template, values: dict[str, Any], timeout: float, max_chars: int) -> str:
+    """Render a template.
+
+    Args:
+        timeout: seconds it may take.
+        max_chars: characters the text may have.
+
+    Raises:
+        ApiError: 400, for an exceeded limit or any error in the template.
+    """
     parts: list[str] = []
-    size, watch = 0, _Deadline(seconds)
+    size, deadline = 0, _RenderDeadline(timeout)
     try:
-        with watch:
+        with deadline:
             for part in template.generate(values):
                 parts.append(part)
                 size += len(part)
-                if size > most:
-                    raise _TooMuchError(f"the rendered chat is longer than {most} characters")
-    except (_TooMuchError, jinja2.TemplateError, _RefusedError) as error:
+                if size > max_chars:
+                    raise _RenderLimitError(f"the rendered chat is longer than {max_chars} characters")
+    except (_RenderLimitError, jinja2.TemplateError, _TemplateRefusalError) as error:
         raise ApiError(400, f"the chat template refuses these messages: {error}", "messages") from None
     except (TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError, RecursionError, MemoryError):
         raise ApiError(400, "the chat template fails on these messages", "messages") from None
     return "".join(parts)
 
 
-class _TooMuchError(Exception):
-    """Rendering takes too long or too much."""
+class _RenderLimitError(Exception):
+    """Rendering exceeds a limit of time or size."""
 
 
-class _RefusedError(Exception):
-    """A template's own raise_exception."""
+class _TemplateRefusalError(Exception):
+    """Error that a template raises with raise_exception."""
 
 
-class _Deadline:
-    """Ends a template that loops: looks at the clock at every line this thread runs."""
+class _RenderDeadline:
+    """Context manager that stops a looping template by checking the time at every executed line of this thread."""
 
     def __init__(self, seconds: float) -> None:
-        self._end = time.monotonic() + seconds
+        self._end_time = time.monotonic() + seconds
 
     def __enter__(self) -> None:
-        self._old = sys.gettrace()
-        sys.settrace(self._trace)
+        self._old_trace = sys.gettrace()
+        sys.settrace(self._check_time)
 
     def __exit__(self, *_: object) -> None:
-        sys.settrace(self._old)
+        sys.settrace(self._old_trace)
 
-    def _trace(self, frame: FrameType, what: str, argument: object) -> Any:
-        if time.monotonic() > self._end:
-            raise _TooMuchError("rendering takes too long")
-        return self._trace
+    def _check_time(self, frame: FrameType, event: str, argument: object) -> Any:
+        if time.monotonic() > self._end_time:
+            raise _RenderLimitError("rendering takes too long")
+        return self._check_time
 
 
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """No attribute that begins with an underscore, no change of what is given, no product of any size."""
+class _TemplateSandbox(ImmutableSandboxedEnvironment):
+    """Jinja sandbox that also bounds the size of products and powers."""
 
     intercepted_binops = frozenset({"*", "**"})
 
@@ -186,30 +225,30 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         sizes = [len(side) if hasattr(side, "__len__") else side for side in (left, right)]
         if operator == "**" or all(isinstance(size, int) for size in sizes):
             size = abs(sizes[0]) ** 2 if operator == "**" else abs(sizes[0] * sizes[1])
-            if size > MOST_REPEATED or (operator == "**" and abs(sizes[1]) > 64):
-                raise _TooMuchError("a product is too large")
+            if size > MAX_REPEATED or (operator == "**" and abs(sizes[1]) > MAX_POWER):
+                raise _RenderLimitError("a product is too large")
         return super().call_binop(context, operator, left, right)
 
 
-class _Generation(Extension):
-    """`{% generation %}` marks the assistant's words for training; here it only shows its content."""
+class _GenerationTag(Extension):
+    """Tag `{% generation %}`, which marks assistant text for training. Here only its content is rendered."""
 
-    tags = {"generation"}  # noqa: RUF012 - jinja's own way
+    tags = {"generation"}  # noqa: RUF012 - the interface of jinja extensions
 
     def parse(self, parser: Any) -> Any:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **rest: Any) -> str:
-    """As transformers: no escapes for HTML."""
+def _dump_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **rest: Any) -> str:
+    """Serialize as transformers does: jinja's own filter escapes HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **rest)
 
 
-def _raise(message: str) -> None:
-    raise _RefusedError(message)
+def _raise_refusal(message: str) -> None:
+    raise _TemplateRefusalError(message)
 
 
-def _own_template(tokenizer: Any | None) -> str | None:
-    own = getattr(tokenizer, "chat_template", None)
-    return own.get("default") if isinstance(own, dict) else own
+def _read_tokenizer_template(tokenizer: Any | None) -> str | None:
+    template = getattr(tokenizer, "chat_template", None)
+    return template.get("default") if isinstance(template, dict) else template

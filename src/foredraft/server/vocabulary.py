@@ -1,133 +1,140 @@
-"""Tokens one by one: their bytes, and how a single one is written in an answer."""
+"""Text and bytes of single tokens, as responses show them."""
 
 import json
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from foredraft.completion import TokenLogprob
-from foredraft.engine.detokenize import Detokenizer
+from foredraft.engine.detokenize import WindowDetokenizer
+from foredraft.outputs import TokenLogprob
 from foredraft.server.errors import ApiError
 
-LOWEST = -9999.0  # JSON has no infinity; what vLLM writes in its place
+MIN_LOGPROB = -9999.0  # vLLM's value for minus infinity, which JSON cannot represent
+BYTE_TOKEN_CHARS = len("<0xFF>")  # characters of a byte-fallback token
 
 
-def _byte_letters() -> dict[str, int]:
-    """The letter by which byte-level tokenizers spell each byte (GPT-2): itself where printable, else one above 255."""
-    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    rest = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(rest)}
+def _build_byte_alphabet() -> dict[str, int]:
+    """Build GPT-2's byte alphabet: printable bytes stand for themselves, the others for characters from 256 up."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-class Vocabulary:
-    """What a tokenizer knows of its tokens. Without a tokenizer every token is its number."""
+class ServerVocabulary:
+    """Vocabulary of a model: text, bytes and control tokens.
+
+    Args:
+        tokenizer: transformers tokenizer. None = every token is written as its id.
+        size: V of the model.
+    """
 
     def __init__(self, tokenizer: Any | None, size: int) -> None:
         self.tokenizer = tokenizer
         self.size = size
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
-        self._letters = _byte_letters()
-        self._known: dict[int, tuple[str, bytes]] = {}
+        self._byte_alphabet = _build_byte_alphabet()
+        self._cache: dict[int, tuple[str, bytes]] = {}
 
     @cached_property
-    def added(self) -> dict[int, str]:
-        """Tokens with a literal spelling of their own."""
+    def added_tokens(self) -> dict[int, str]:
+        """Added tokens, which are stored as literal text: id -> text."""
         if self.tokenizer is None:
             return {}
         return {int(i): str(token) for i, token in self.tokenizer.added_tokens_decoder.items()}
 
     @cached_property
-    def special(self) -> dict[str, int]:
-        """Control tokens: spelling -> id."""
+    def special_ids(self) -> dict[str, int]:
+        """Control tokens: text -> id."""
         if self.tokenizer is None:
             return {}
         decoder = self.tokenizer.added_tokens_decoder.items()
-        found = {str(token): int(i) for i, token in decoder if getattr(token, "special", True)}
+        special = {str(token): int(i) for i, token in decoder if getattr(token, "special", True)}
         named = zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True)
-        return found | {str(token): int(i) for token, i in named}
+        return special | {str(token): int(i) for token, i in named}
 
     @cached_property
-    def around(self) -> tuple[list[int], list[int]]:
-        """The control tokens that the tokenizer puts before and after every text."""
+    def outer_tokens(self) -> tuple[list[int], list[int]]:
+        """Control tokens that the tokenizer adds before and after every text."""
         if self.tokenizer is None:
             return [], []
-        whole = list(self.tokenizer("a").input_ids)
-        bare = list(self.tokenizer("a", add_special_tokens=False).input_ids)
-        before = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), len(whole))
-        return (whole[:before], whole[before + len(bare) :]) if before < len(whole) else ([], [])
+        ids = list(self.tokenizer("a").input_ids)
+        inner = list(self.tokenizer("a", add_special_tokens=False).input_ids)
+        start = next((i for i in range(len(ids)) if ids[i : i + len(inner)] == inner), len(ids))
+        return (ids[:start], ids[start + len(inner) :]) if start < len(ids) else ([], [])
 
     @cached_property
-    def longest(self) -> int:
-        """Characters of the longest token, about: bytes spelt as letters count one each."""
+    def max_token_chars(self) -> int:
+        """Approximate characters of the longest token; in byte-level vocabularies every byte counts as one."""
         if self.tokenizer is None:
             return 1
         return max(map(len, self.tokenizer.get_vocab()), default=1)
 
-    def spelt(self, token: int, as_id: bool = False) -> str:
-        """As text; part of a character as bytes:\\x.., so that two tokens never look alike."""
-        return f"token_id:{token}" if as_id else self._of(token)[0]
+    def format_token(self, token: int, as_id: bool = False) -> str:
+        """Format a token as text, or as "token_id:N". Incomplete characters become "bytes:\\x..", to stay distinct."""
+        return f"token_id:{token}" if as_id else self._describe_token(token)[0]
 
-    def bytes_of(self, token: int) -> list[int]:
-        return list(self._of(token)[1])
+    def list_bytes(self, token: int) -> list[int]:
+        """List the UTF-8 bytes of a token."""
+        return list(self._describe_token(token)[1])
 
-    def _of(self, token: int) -> tuple[str, bytes]:
-        found = self._known.get(token)
-        if found is None:
-            raw = self._bytes(token)
+    def _describe_token(self, token: int) -> tuple[str, bytes]:
+        entry = self._cache.get(token)
+        if entry is None:
+            raw = self._encode_token(token)
             try:
                 text = raw.decode("utf-8")
             except UnicodeDecodeError:
                 text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
-            found = self._known[token] = (text, raw)
-        return found
+            entry = self._cache[token] = (text, raw)
+        return entry
 
     @cached_property
-    def _decoders(self) -> frozenset[str]:
+    def _decoder_types(self) -> frozenset[str]:
         if self._backend is None or self._backend.decoder is None:
             return frozenset()
         state = json.loads(self._backend.decoder.__getstate__())
         return frozenset(part["type"] for part in [state, *state.get("decoders", [])])
 
-    def _bytes(self, token: int) -> bytes:
+    def _encode_token(self, token: int) -> bytes:
         if self.tokenizer is None or token >= self.size:
             return f"token_id:{token}".encode()
-        if token in self.added:
-            return self.added[token].encode()
+        if token in self.added_tokens:
+            return self.added_tokens[token].encode()
         word = self.tokenizer.convert_ids_to_tokens(token)
-        if word is None:  # the model has more rows than the tokenizer has tokens
+        if word is None:  # the model's vocabulary is larger than the tokenizer's
             return b""
-        if "ByteLevel" in self._decoders and all(letter in self._letters for letter in word):
-            return bytes(self._letters[letter] for letter in word)
-        if "ByteFallback" in self._decoders or "Metaspace" in self._decoders:
-            if len(word) == 6 and word.startswith("<0x") and word.endswith(">"):
+        if "ByteLevel" in self._decoder_types and all(letter in self._byte_alphabet for letter in word):
+            return bytes(self._byte_alphabet[letter] for letter in word)
+        if "ByteFallback" in self._decoder_types or "Metaspace" in self._decoder_types:
+            if len(word) == BYTE_TOKEN_CHARS and word.startswith("<0x") and word.endswith(">"):
                 return bytes([int(word[3:5], 16)])
             return str(word).replace("▁", " ").encode()
         return str(self.tokenizer.decode([token])).encode()
 
-    def text(self, ids: Sequence[int]) -> str:
-        """As a whole, control tokens left out, as the engine writes its texts."""
+    def decode(self, ids: Sequence[int]) -> str:
+        """Decode ids to text without control tokens, as the engine does."""
         if self.tokenizer is None:
             return ""
-        return "".join(self.pieces(ids))
+        return "".join(self.decode_pieces(ids))
 
-    def pieces(self, ids: Sequence[int]) -> list[str]:
-        """The text each token adds to those before it; an incomplete character at the end is left out."""
-        detokenizer = Detokenizer(self.tokenizer, [])
+    def decode_pieces(self, ids: Sequence[int]) -> list[str]:
+        """Decode ids to the text that each token adds; an incomplete character at the end is left out."""
+        detokenizer = WindowDetokenizer(self.tokenizer, [])
         return [detokenizer.push(token) for token in ids]
 
-    def need(self) -> Any:
-        """The tokenizer. Raises ApiError where there is none."""
+    def require_tokenizer(self) -> Any:
+        """Return the tokenizer. Raises ApiError if the model has none."""
         if self.tokenizer is None:
             raise ApiError(400, "the model has no tokenizer: send token ids")
         return self.tokenizer
 
 
-def clamped(logprob: float) -> float:
-    return max(logprob, LOWEST)
+def clamp_logprob(logprob: float) -> float:
+    return max(logprob, MIN_LOGPROB)
 
 
-def likeliest(entry: TokenLogprob, count: int) -> list[tuple[int, float]]:
-    """The model's own: the `count` likeliest tokens, and the one that was taken where it is not among them."""
+def select_top(entry: TokenLogprob, count: int) -> list[tuple[int, float]]:
+    """Select the `count` likeliest tokens, plus the entry's own token if it is not among them."""
     top = list(entry.raw_top[:count])
     if entry.token_id not in [token for token, _ in top]:
         top.append((entry.token_id, entry.raw_logprob))

@@ -1,4 +1,4 @@
-"""Where a run stands, on disk: weights, optimizer, step. A run goes on from it bit for bit.
+"""Checkpoints of a training run: weights, optimizer, step. A resumed run continues bit for bit.
 
 Random numbers are no part of it: those of a step depend on the seed and the step alone. A folder appears under its
 final name only when it is whole; the one before it goes after that.
@@ -16,15 +16,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from foredraft.checkpoints.disk import writing
+from foredraft.checkpoints.disk import convert_write_errors
 from foredraft.errors import ForedraftError
-from foredraft.train.optimizer import Optimizer
+from foredraft.train.optimizer import GroupedOptimizer
 
-PREFIX = "checkpoint-"
+FOLDER_PREFIX = "checkpoint-"
 
 
-def tensors_of(networks: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """What training changes: parameters that take a gradient, and buffers."""
+def collect_tensors(networks: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """Collect the tensors that training changes: parameters with a gradient, and buffers."""
     found: dict[str, Tensor] = {}
     for part, network in networks.items():
         found |= {f"{part}.{name}": p.detach() for name, p in network.named_parameters() if p.requires_grad}
@@ -33,31 +33,37 @@ def tensors_of(networks: Mapping[str, nn.Module]) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True)
-class Checkpoints:
+class TrainingCheckpoints:
     """The checkpoints of one output folder."""
 
     folder: Path
 
-    def latest(self) -> Path | None:
-        found = [path for path in self.folder.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdigit()]
-        return max(found, key=lambda path: int(path.name.removeprefix(PREFIX)), default=None)
+    def find_latest(self) -> Path | None:
+        found = [
+            path for path in self.folder.glob(f"{FOLDER_PREFIX}*") if path.name.removeprefix(FOLDER_PREFIX).isdigit()
+        ]
+        return max(found, key=lambda path: int(path.name.removeprefix(FOLDER_PREFIX)), default=None)
 
-    def save(self, step: int, networks: Mapping[str, nn.Module], optimizer: Optimizer, about: dict[str, Any]) -> None:
+    def save(
+        self, step: int, networks: Mapping[str, nn.Module], optimizer: GroupedOptimizer, metadata: dict[str, Any]
+    ) -> None:
         """`about` is the caller's own, as JSON. Raises ForedraftError where the disk is full; the one before stays."""
-        final = self.folder / f"{PREFIX}{step}"
+        final = self.folder / f"{FOLDER_PREFIX}{step}"
         partial = final.with_name(f"{final.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
-        tensors = {name: tensor.cpu().contiguous().clone() for name, tensor in tensors_of(networks).items()}
+        tensors = {name: tensor.cpu().contiguous().clone() for name, tensor in collect_tensors(networks).items()}
         try:
-            with writing(self.folder, f"make room, and the same command goes on {self._from()}"):
+            with convert_write_errors(
+                self.folder, f"make room, and the same command goes on {self._describe_restart()}"
+            ):
                 partial.mkdir(parents=True)
                 save_file(tensors, partial / "weights.safetensors")
                 torch.save(optimizer.state_dict(), partial / "optimizer.pt")
-                (partial / "state.json").write_text(json.dumps({"step": step, **about}, indent=1) + "\n")
+                (partial / "state.json").write_text(json.dumps({"step": step, **metadata}, indent=1) + "\n")
         except ForedraftError:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        old = [path for path in self.folder.glob(f"{PREFIX}*") if path != partial]
+        old = [path for path in self.folder.glob(f"{FOLDER_PREFIX}*") if path != partial]
         if final.exists():  # the same step again, after a stop just behind it
             shutil.rmtree(final)
         partial.rename(final)
@@ -65,13 +71,14 @@ class Checkpoints:
             if path != final:
                 shutil.rmtree(path, ignore_errors=True)
 
-    def _from(self) -> str:
-        found = self.latest()
+    def _describe_restart(self) -> str:
+        found = self.find_latest()
         return "from the beginning" if found is None else f"from {found.name}"
 
-    def load(self, path: Path, networks: Mapping[str, nn.Module], optimizer: Optimizer) -> dict[str, Any]:
-        """Put everything back; what `save` was told about. Raises ForedraftError if it is damaged or another's."""
-        held = tensors_of(networks)
+    def load(self, path: Path, networks: Mapping[str, nn.Module], optimizer: GroupedOptimizer) -> dict[str, Any]:
+        """Restore everything that `save` wrote. Raises ForedraftError if the checkpoint is damaged or of another
+        run."""
+        held = collect_tensors(networks)
         try:
             about: dict[str, Any] = json.loads((path / "state.json").read_text())
             weights = load_file(path / "weights.safetensors")

@@ -6,63 +6,63 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from foredraft.checkpoints.disk import replace_text, writing
+from foredraft.checkpoints.disk import convert_write_errors, replace_text
 from foredraft.errors import ForedraftError
-from foredraft.train.publish import FULL
+from foredraft.train.publish import DISK_FULL_HINT
 
 
 @dataclass(frozen=True)
-class Metrics:
+class MetricsWriter:
     """Entries in the order of their steps. Nothing is written where `file` is None."""
 
     file: Path | None
-    board: Any = None  # a SummaryWriter
+    tensorboard: Any = None  # a SummaryWriter
 
     @classmethod
-    def open(cls, folder: Path, step: int, has_board: bool = False) -> "Metrics":
+    def open(cls, folder: Path, step: int, has_tensorboard: bool = False) -> "MetricsWriter":
         """Go on after `step`: what a stopped run noted beyond it will be noted again, and is taken out."""
         file = folder / "metrics.jsonl"
         if file.exists():
-            lines = [line for line in file.read_text(encoding="utf-8").splitlines() if _step(line) <= step]
-            with writing(folder, FULL):
+            lines = [line for line in file.read_text(encoding="utf-8").splitlines() if _read_step(line) <= step]
+            with convert_write_errors(folder, DISK_FULL_HINT):
                 replace_text(file, "".join(f"{line}\n" for line in lines))
-        return cls(file, _board(folder, step) if has_board else None)
+        return cls(file, _open_tensorboard(folder, step) if has_tensorboard else None)
 
-    def note(self, step: int, figures: Mapping[str, Any]) -> None:
+    def record(self, step: int, values: Mapping[str, Any]) -> None:
         """One entry."""
         if self.file is None:
             return
-        with writing(self.file.parent, FULL), self.file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **figures}) + "\n")
-        if self.board is not None:
-            for name, value in _flat(figures).items():
-                self.board.add_scalar(name, value, step)
+        with convert_write_errors(self.file.parent, DISK_FULL_HINT), self.file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **values}) + "\n")
+        if self.tensorboard is not None:
+            for name, value in _flatten(values).items():
+                self.tensorboard.add_scalar(name, value, step)
 
     def close(self) -> None:
-        if self.board is not None:
-            self.board.close()
+        if self.tensorboard is not None:
+            self.tensorboard.close()
 
 
-def _step(line: str) -> float:
+def _read_step(line: str) -> float:
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):  # the end of a line that was cut off
         return float("inf")
 
 
-def _flat(figures: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     found: dict[str, float] = {}
-    for name, value in figures.items():
+    for name, value in values.items():
         if isinstance(value, Mapping):
-            found |= _flat(value, f"{prefix}{name}/")
+            found |= _flatten(value, f"{prefix}{name}/")
         elif isinstance(value, list | tuple):
-            found |= _flat({str(i): x for i, x in enumerate(value, 1)}, f"{prefix}{name}/")
+            found |= _flatten({str(i): x for i, x in enumerate(value, 1)}, f"{prefix}{name}/")
         elif isinstance(value, int | float):
             found[prefix + name] = float(value)
     return found
 
 
-def _board(folder: Path, step: int) -> Any:
+def _open_tensorboard(folder: Path, step: int) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:

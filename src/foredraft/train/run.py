@@ -11,63 +11,63 @@ import torch
 from torch import Tensor, nn
 
 from foredraft import LLM
-from foredraft.checkpoints import identity, read
-from foredraft.checkpoints.base import TargetFacts
-from foredraft.checkpoints.naming import NAME
-from foredraft.drafters.training import Losses, Trace, Trainee
+from foredraft.checkpoints import read, target_identity
+from foredraft.checkpoints.schema import TargetInfo
+from foredraft.checkpoints.target_reference import TARGET_NAME_KEY
+from foredraft.drafters.losses import Losses, Trace, Trainee
 from foredraft.errors import ForedraftError
-from foredraft.models.lm import HFModel
-from foredraft.train.cache import Cache
-from foredraft.train.checkpoint import Checkpoints
+from foredraft.models.hf import HFModel
+from foredraft.train.cache import TraceCache
+from foredraft.train.checkpoint import TrainingCheckpoints
+from foredraft.train.config import TrainPlan, record_identity
+from foredraft.train.corpora import load_documents
+from foredraft.train.distributed import DistributedContext
 from foredraft.train.documents import Document, digest
 from foredraft.train.evaluate import Evaluator
-from foredraft.train.joint import FOLDER, WARMUP, Joint
-from foredraft.train.joint import Live as LiveTarget
-from foredraft.train.loop import Loop, Pace, Source, Standing
-from foredraft.train.metrics import Metrics
-from foredraft.train.optimizer import Group, Optimizer, Schedule
-from foredraft.train.place import Place
-from foredraft.train.plan import Plan, settle
-from foredraft.train.policy import OnPolicy
+from foredraft.train.loop import LoopConfig, TraceSource, TrainLoop, TrainStatus
+from foredraft.train.metrics import MetricsWriter
+from foredraft.train.on_policy import OnPolicySource
+from foredraft.train.optimizer import GroupedOptimizer, LearningRateSchedule, ParameterGroup
 from foredraft.train.publish import publish
-from foredraft.train.settings import config_of, method_of
-from foredraft.train.texts import texts
+from foredraft.train.settings import find_method, parse_train_config
 from foredraft.train.timing import Clock
-from foredraft.train.trace import Tracer, default_top
-from foredraft.train.windows import Order, Windows
+from foredraft.train.trace import Tracer, choose_top
+from foredraft.train.windows import RowOrder, TokenWindows
+from foredraft.train.with_target import TARGET_FOLDER, WARMUP_SHARE, JointLoss
+from foredraft.train.with_target import TrainableTarget as LiveTarget
 
 DEFAULT_STEPS = 1000
-Say = Callable[[str], None]
-Watch = Callable[[Standing], None]
+LogLine = Callable[[str], None]
+StepCallback = Callable[[TrainStatus], None]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrainResult:
     folder: Path
     is_done: bool
     step: int
     steps: int
-    figures: dict[str, Any] = field(default_factory=dict)  # of the last measurement
+    eval_metrics: dict[str, Any] = field(default_factory=dict)  # of the last measurement
     is_main: bool = True  # False in all processes of a run but one
 
 
 def train(
-    plan: Plan,
-    say: Say = lambda line: None,
-    watch: Watch = lambda standing: None,
+    plan: TrainPlan,
+    log_line: LogLine = lambda line: None,
+    on_step: StepCallback = lambda standing: None,
     module: Any = None,
     clock: Clock = time.monotonic,
-) -> Outcome:
+) -> TrainResult:
     """Run a plan, or go on with it where it stopped. Raises ForedraftError with one line that says what to do.
 
     module: what trains, where it is not the method of that name. clock: seconds, for `max_minutes` and the figures.
     """
     plan.check()
-    module = method_of(plan.method) if module is None else module
-    config = config_of(module, plan.settings or {})
-    place = Place.find(plan.device, plan.precision)
+    module = find_method(plan.method) if module is None else module
+    config = parse_train_config(module, plan.settings or {})
+    place = DistributedContext.detect(plan.device, plan.precision)
     if not place.is_main:
-        say, watch = _silent, _silent
+        log_line, on_step = _ignore, _ignore
     llm = LLM(plan.model, None, dtype=plan.dtype, device=place.device)
     if llm.target.has_encoder:
         raise ForedraftError(
@@ -77,74 +77,80 @@ def train(
         raise ForedraftError(
             f"--context {plan.data.context} is longer than the {llm.target.context_length} tokens of {llm.target.name}"
         )
-    documents, held = texts(plan, llm, place, say)
+    documents, held = load_documents(plan, llm, place, log_line)
     if hasattr(module, "learn"):
-        return _learn(plan, module, config, llm, documents, held)
-    return _Run(plan, module, config, place, llm, documents, held, say, watch, clock).go()
+        return _learn_counts(plan, module, config, llm, documents, held)
+    return _TrainRun(plan, module, config, place, llm, documents, held, log_line, on_step, clock).run()
 
 
-def _silent(said: object) -> None:
+def _ignore(message: object) -> None:
     return
 
 
-def _learn(
-    plan: Plan, module: Any, config: Any, llm: LLM, documents: Sequence[Document], held: Sequence[Document]
-) -> Outcome:
+def _learn_counts(
+    plan: TrainPlan, module: Any, config: Any, llm: LLM, documents: Sequence[Document], held_out: Sequence[Document]
+) -> TrainResult:
     """A method that counts: one pass, nothing to go on from."""
-    settle(plan.out, plan.identity(target=_fingerprint(llm.target), text=digest(documents)), has_checkpoint=False)
+    record_identity(
+        plan.out,
+        plan.make_identity(target=_fingerprint_target(llm.target), text=digest(documents)),
+        has_checkpoint=False,
+    )
     module.learn(config, [document.ids for document in documents], llm.target, plan.out)
-    figures = Evaluator(llm, plan.method, plan.evaluation, held, plan.data.context, Tracer(llm.target)).replayed(
+    figures = Evaluator(llm, plan.method, plan.evaluation, held_out, plan.data.context, Tracer(llm.target)).replay(
         plan.out
     )
-    metrics = Metrics.open(plan.out, 0, plan.tensorboard)
-    metrics.note(1, {"eval": figures})
+    metrics = MetricsWriter.open(plan.out, 0, plan.tensorboard)
+    metrics.record(1, {"eval": figures})
     metrics.close()
-    return Outcome(plan.out, True, 1, 1, figures)
+    return TrainResult(plan.out, True, 1, 1, figures)
 
 
 @dataclass
-class _Run:
-    plan: Plan
+class _TrainRun:
+    plan: TrainPlan
     module: Any
     config: Any
-    place: Place
+    distributed: DistributedContext
     llm: LLM
     documents: Sequence[Document]
-    held: Sequence[Document]
-    say: Say
-    watch: Watch
+    held_out: Sequence[Document]
+    log_line: LogLine
+    on_step: StepCallback
     clock: Clock
 
-    def go(self) -> Outcome:
-        plan, place = self.plan, self.place
-        checkpoints = Checkpoints(plan.out)
-        found = checkpoints.latest()
-        self.target_facts = _fingerprint(self.llm.target)
-        identity = plan.identity(target=self.target_facts, text=digest(self.documents))
+    def run(self) -> TrainResult:
+        plan, place = self.plan, self.distributed
+        checkpoints = TrainingCheckpoints(plan.out)
+        found = checkpoints.find_latest()
+        self.target_fingerprint = _fingerprint_target(self.llm.target)
+        target_identity = plan.make_identity(target=self.target_fingerprint, text=digest(self.documents))
         if place.is_main:
-            settle(plan.out, identity, found is not None)
+            record_identity(plan.out, target_identity, found is not None)
         place.wait()
         torch.manual_seed(plan.steps.seed)
-        self.trainee: Trainee = self.module.trainee(self.config, self.llm.target, self._start())
+        self.trainee: Trainee = self.module.create_trainee(self.config, self.llm.target, self._load_start())
         if plan.start is None and hasattr(self.trainee, "prepare"):
-            self.trainee.prepare(self._counts())
-        loop = self._loop(checkpoints)
+            self.trainee.prepare(self._count_loss_tokens())
+        loop = self._make_loop(checkpoints)
         if found is not None:
             loop.resume(checkpoints.load(found, loop.networks, loop.optimizer))
-            self.say(f"going on after step {loop.step} of {loop.steps}")
-        loop.metrics = Metrics.open(plan.out, loop.step, plan.tensorboard) if place.is_main else Metrics(None)
+            self.log_line(f"going on after step {loop.step} of {loop.steps}")
+        loop.metrics_writer = (
+            MetricsWriter.open(plan.out, loop.step, plan.tensorboard) if place.is_main else MetricsWriter(None)
+        )
         is_done = loop.run()
-        loop.metrics.close()
-        return Outcome(plan.out, is_done, loop.step, loop.steps, dict(loop.figures or {}), place.is_main)
+        loop.metrics_writer.close()
+        return TrainResult(plan.out, is_done, loop.step, loop.steps, dict(loop.eval_metrics or {}), place.is_main)
 
-    def _counts(self) -> Tensor:
+    def _count_loss_tokens(self) -> Tensor:
         """[V] how often each token is one to learn."""
         counts = np.zeros(self.llm.target.vocab_size, dtype=np.int64)
         for document in self.documents:
-            counts += np.bincount(document.ids[document.mask].astype(np.int64), minlength=len(counts))
+            counts += np.bincount(document.ids[document.loss_mask].astype(np.int64), minlength=len(counts))
         return torch.from_numpy(counts)
 
-    def _start(self) -> Any:
+    def _load_start(self) -> Any:
         """A checkpoint that was read, or the folder where it is a whole model."""
         if self.plan.start is None:
             return None
@@ -154,139 +160,145 @@ class _Run:
         found, _ = read.recognise(self.plan.start)
         if found not in read.READERS:
             return Path(self.plan.start)
-        facts = TargetFacts(target.name, target.hidden_size, target.vocab_size, target.num_layers)
+        facts = TargetInfo(target.name, target.hidden_size, target.vocab_size, target.num_layers)
         return read.read(self.plan.start, facts, self.plan.method)
 
-    def _loop(self, checkpoints: Checkpoints) -> Loop:
-        plan, steps, place = self.plan, self.plan.steps, self.place
-        windows = Windows.pack(self.documents, plan.data.context)
+    def _make_loop(self, checkpoints: TrainingCheckpoints) -> TrainLoop:
+        plan, steps, place = self.plan, self.plan.steps, self.distributed
+        windows = TokenWindows.pack(self.documents, plan.data.context)
         rows = max(steps.batch_tokens // plan.data.context, place.num_processes)
         rows -= rows % place.num_processes
         total = steps.steps or min(-(-len(windows) // rows), DEFAULT_STEPS)
-        self.say(
+        self.log_line(
             f"{len(self.documents):,} texts, {len(windows):,} rows of {plan.data.context} tokens; {total} steps of "
             f"{rows} rows ({total * rows / len(windows):.2g} passes over the data)"
         )
-        top = plan.data.top or default_top(self.llm.target.vocab_size, is_cached=plan.data.cache is not None)
-        self.tracer = Tracer(self.llm.target, self.trainee.taps, top)
-        self.evaluator = self._evaluator_of(self.llm, self.tracer)
-        self.joint = self._joint(total)
-        networks, groups = self._networks()
-        return Loop(
-            place=place,
+        top = plan.data.top or choose_top(self.llm.target.vocab_size, is_cached=plan.data.cache is not None)
+        self.tracer = Tracer(self.llm.target, self.trainee.hidden_layers, top)
+        self.evaluator = self._make_evaluator(self.llm, self.tracer)
+        self.joint_loss = self._make_joint_loss(total)
+        networks, groups = self._prepare_networks()
+        return TrainLoop(
+            distributed=place,
             networks=networks,
-            loss=self.joint or self._loss,
-            source=self._source(windows),
-            order=Order(len(windows), steps.seed),
-            optimizer=Optimizer(steps.optimizer, groups, steps.learning_rate, steps.weight_decay),
-            schedule=Schedule(total, max(1, round(steps.warmup * total)), steps.decay),
-            pace=Pace(
-                steps=total, rows=rows, parts=steps.parts, clip=steps.clip, save_every=plan.save_every,
+            compute_loss=self.joint_loss or self._compute_loss,
+            source=self._make_source(windows),
+            order=RowOrder(len(windows), steps.seed),
+            optimizer=GroupedOptimizer(steps.optimizer, groups, steps.learning_rate, steps.weight_decay),
+            schedule=LearningRateSchedule(total, max(1, round(steps.warmup * total)), steps.decay),
+            loop_config=LoopConfig(
+                steps=total, batch_rows=rows, accumulation_steps=steps.parts, max_grad_norm=steps.clip,
+                save_every=plan.save_every,
                 eval_every=plan.evaluation.every, max_steps=plan.max_steps,
                 max_seconds=None if plan.max_minutes is None else 60 * plan.max_minutes,
             ),
             seed=steps.seed,
             checkpoints=checkpoints,
-            metrics=Metrics(None),
-            about={},
+            metrics_writer=MetricsWriter(None),
+            metadata={},
             measure=self._measure,
-            publish=self._publish_out,
-            watch=self.watch,
+            publish=self._publish_output,
+            on_step=self.on_step,
             clock=self.clock,
         )  # fmt: skip
 
-    def _joint(self, total: int) -> Joint | None:
-        """Where the trainee wants its target to learn too."""
+    def _make_joint_loss(self, num_steps: int) -> JointLoss | None:
+        """Make the joint loss if the target is trained too; otherwise None."""
         if getattr(self.trainee, "backbone", None) is None:
             return None
         if self.plan.data.cache is not None:
             raise ForedraftError("a target that learns too has no traces to keep; leave --cache out")
         warmup = getattr(self.trainee, "warmup_heads", None)
         loss = getattr(self.config, "loss", "kl")
-        live = LiveTarget.of(self.llm.target, self.trainee.taps)
-        return Joint(self.trainee, live, loss, round(WARMUP * total) if warmup is None else int(warmup))
+        live = LiveTarget.from_model(self.llm.target, self.trainee.hidden_layers)
+        return JointLoss(self.trainee, live, loss, round(WARMUP_SHARE * num_steps) if warmup is None else int(warmup))
 
-    def _networks(self) -> tuple[dict[str, nn.Module], list[Group]]:
-        """What is trained, on its device and in float32, the same in every process."""
-        networks: dict[str, nn.Module] = {"drafter": self.trainee.network.to(self.place.device).train()}
+    def _prepare_networks(self) -> tuple[dict[str, nn.Module], list[ParameterGroup]]:
+        """Move the trained networks to the device, in float32, with equal weights in every process."""
+        networks: dict[str, nn.Module] = {"drafter": self.trainee.network.to(self.distributed.device).train()}
         rates = {"drafter": 1.0}
-        if self.joint is not None:
-            networks["target"], rates["target"] = self.joint.live.model, float(getattr(self.trainee, "backbone", 0.0))
+        if self.joint_loss is not None:
+            networks["target"], rates["target"] = (
+                self.joint_loss.target.model,
+                float(getattr(self.trainee, "backbone", 0.0)),
+            )
         for network in networks.values():
             for parameter in network.parameters():
                 if parameter.requires_grad:
                     parameter.data = parameter.data.float()
-            self.place.share(tensor.data for tensor in network.state_dict().values())
-        return networks, [Group.of(network, rates[name]) for name, network in networks.items()]
+            self.distributed.broadcast(tensor.data for tensor in network.state_dict().values())
+        return networks, [ParameterGroup.from_network(network, rates[name]) for name, network in networks.items()]
 
-    def _source(self, windows: Windows) -> Source:
-        plan, source = self.plan, Live(windows, self.tracer)
+    def _make_source(self, windows: TokenWindows) -> TraceSource:
+        plan, source = self.plan, OnlineTraceSource(windows, self.tracer)
         if plan.data.cache is not None:
-            cache = Cache(Path(plan.data.cache), windows, self.tracer, {
-                "target": self.target_facts, "taps": self.tracer.taps, "top": self.tracer.top,
+            cache = TraceCache(Path(plan.data.cache), windows, self.tracer, {
+                "target": self.target_fingerprint, "taps": self.tracer.hidden_layers, "top": self.tracer.top,
                 "text": digest(self.documents), "context": plan.data.context,
             })  # fmt: skip
-            if self.place.is_main:
-                cache.fill(self.say)
-            self.place.wait()
+            if self.distributed.is_main:
+                cache.fill(self.log_line)
+            self.distributed.wait()
             return cache
         share = getattr(self.trainee, "on_policy", 0.0)
         if not share:
             return source
         policy: Any = self.trainee
-        return OnPolicy(source, windows, self.tracer, share, plan.steps.seed, policy.policy)
+        return OnPolicySource(source, windows, self.tracer, share, plan.steps.seed, policy.make_policy)
 
-    def _loss(self, trace: Trace, step: int) -> Losses:
-        return self.trainee.loss(trace)
+    def _compute_loss(self, trace: Trace, step: int) -> Losses:
+        return self.trainee.compute_loss(trace)
 
-    def _evaluator_of(self, llm: LLM, tracer: Tracer) -> Evaluator:
+    def _make_evaluator(self, llm: LLM, tracer: Tracer) -> Evaluator:
         plan = self.plan
-        return Evaluator(llm, plan.method, plan.evaluation, self.held, plan.data.context, tracer)
+        return Evaluator(llm, plan.method, plan.evaluation, self.held_out, plan.data.context, tracer)
 
-    def _now(self) -> Evaluator:
+    def _make_current_evaluator(self) -> Evaluator:
         """Measures against the target as it is: a copy, where it learns too."""
-        if self.joint is None:
+        if self.joint_loss is None:
             return self.evaluator
-        llm = self.joint.llm(self.llm.target.model.dtype, self.llm.tokenizer)
-        return self._evaluator_of(llm, Tracer(llm.target, self.trainee.taps, self.tracer.top))
+        llm = self.joint_loss.make_llm(self.llm.target.model.dtype, self.llm.tokenizer)
+        return self._make_evaluator(llm, Tracer(llm.target, self.trainee.hidden_layers, self.tracer.top))
 
-    def _publish_out(self) -> None:
-        self._publish(self.plan.out, self._now())
-        if self.joint is not None:
-            self.joint.save(self.plan.out, self.llm.target.model.dtype, self.llm.tokenizer)
+    def _publish_output(self) -> None:
+        self._publish(self.plan.out, self._make_current_evaluator())
+        if self.joint_loss is not None:
+            self.joint_loss.save(self.plan.out, self.llm.target.model.dtype, self.llm.tokenizer)
 
     def _publish(self, folder: Path, evaluator: Evaluator) -> None:
-        """What can be drafted with; a trainee may first look at held-out text, for the trees it drafts."""
+        """Write a drafter that can be used. A trainee may first measure held-out documents, to choose its tree."""
         finish = getattr(self.trainee, "finish", None)
-        traces = evaluator.traces() if finish is not None else []
+        traces = evaluator.trace_held_out() if finish is not None else []
         if finish is not None and traces:
             finish(traces)
         target: str | None = self.llm.target.name
-        about: dict[str, Any] = {identity.KEY: identity.norms(evaluator.llm.target.embedding)}
-        if self.joint is not None:  # the heads are for the target that learnt with them
-            target, about = None, about | {identity.BESIDE: FOLDER, NAME: FOLDER}
+        about: dict[str, Any] = {
+            target_identity.NORMS_KEY: target_identity.compute_norms(evaluator.llm.target.embedding)
+        }
+        if self.joint_loss is not None:  # the heads are for the target that learnt with them
+            target, about = None, about | {target_identity.FOLDER_KEY: TARGET_FOLDER, TARGET_NAME_KEY: TARGET_FOLDER}
         publish(self.trainee, self.plan.method, folder, self.llm.target.model.dtype, target, about)
 
     def _measure(self) -> dict[str, Any]:
-        evaluator = self._now()
-        with self.place.autocast():
-            found: dict[str, Any] = evaluator.loss(self.trainee.loss)
-        return found | evaluator.acceptance(lambda folder: self._publish(folder, evaluator))
+        evaluator = self._make_current_evaluator()
+        with self.distributed.autocast():
+            found: dict[str, Any] = evaluator.measure_loss(self.trainee.compute_loss)
+        return found | evaluator.measure_acceptance(lambda folder: self._publish(folder, evaluator))
 
 
 @dataclass(frozen=True)
-class Live:
+class OnlineTraceSource:
     """Traces made when they are read."""
 
-    windows: Windows
+    windows: TokenWindows
     tracer: Tracer
 
     def read(self, rows: Sequence[int], step: int) -> Trace:
         return self.tracer.trace(*self.windows.read(rows))
 
 
-def _fingerprint(target: HFModel) -> dict[str, Any]:
-    """Of the target, without reading all of it: a name may stay while the weights change."""
+def _fingerprint_target(target: HFModel) -> dict[str, Any]:
+    """Identify the target without reading all weights: they may change under the same name."""
     sample = target.embedding[:: max(1, len(target.embedding) // 64)].double()
     return {
         "parameters": target.num_parameters,

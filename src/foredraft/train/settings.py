@@ -6,19 +6,19 @@ from dataclasses import fields
 from types import ModuleType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from foredraft.drafters.base import methods, parse
-from foredraft.drafters.training import check_loss
+from foredraft.drafters.losses import check_loss
+from foredraft.drafters.registry import load_methods, parse_options
 from foredraft.errors import ForedraftError, suggest
 
 
-def trainable() -> dict[str, ModuleType]:
+def list_trainable_methods() -> dict[str, ModuleType]:
     """The methods that can be trained, by name."""
-    return {name: module for name, module in methods().items() if hasattr(module, "TrainConfig")}
+    return {name: module for name, module in load_methods().items() if hasattr(module, "TrainConfig")}
 
 
-def method_of(name: str | None) -> ModuleType:
+def find_method(name: str | None) -> ModuleType:
     """Raises ForedraftError naming those there are."""
-    found = trainable()
+    found = list_trainable_methods()
     if not name:
         raise ForedraftError(f"no method; use one of {', '.join(sorted(found))}")
     if name not in found:
@@ -26,7 +26,7 @@ def method_of(name: str | None) -> ModuleType:
     return found[name]
 
 
-def pairs(settings: Sequence[str]) -> dict[str, str]:
+def parse_pairs(settings: Sequence[str]) -> dict[str, str]:
     """From key=value."""
     found = {}
     for setting in settings:
@@ -37,7 +37,7 @@ def pairs(settings: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def config_of(module: Any, settings: Mapping[str, str]) -> Any:
+def parse_train_config(module: Any, settings: Mapping[str, str]) -> Any:
     """The method's TrainConfig. Raises ForedraftError for an option it does not have or a value of another type."""
     kind = module.TrainConfig
     hints = get_type_hints(kind)
@@ -49,7 +49,7 @@ def config_of(module: Any, settings: Mapping[str, str]) -> Any:
             f"{suggest(unknown[0], known)}"
         )
     try:
-        config = parse(kind, {key: _value(key, value, hints[key]) for key, value in settings.items()})
+        config = parse_options(kind, {key: _convert_value(key, value, hints[key]) for key, value in settings.items()})
     except ValueError as error:
         raise ForedraftError(str(error)) from None
     if "loss" in known:
@@ -57,12 +57,12 @@ def config_of(module: Any, settings: Mapping[str, str]) -> Any:
     return config
 
 
-def _value(key: str, text: str, hint: Any) -> Any:
+def _convert_value(key: str, text: str, hint: Any) -> Any:
     if hint is str:
         return text
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     is_list = any(get_origin(kind) is tuple for kind in kinds)
-    value = _read(f"[{text}]" if is_list and "," in text and not text.startswith("[") else text)
+    value = _parse_literal(f"[{text}]" if is_list and "," in text and not text.startswith("[") else text)
     for one in kinds:
         plain = get_origin(one) or one
         if plain is type(None) and value is None:
@@ -73,14 +73,14 @@ def _value(key: str, text: str, hint: Any) -> Any:
             if plain is float or value == int(value):
                 return plain(value)
         elif plain is tuple and isinstance(value, list | int):
-            return _frozen(value if isinstance(value, list) else [value])
+            return _freeze(value if isinstance(value, list) else [value])
         elif plain is str and isinstance(value, str):
             return value
-    wanted = " or ".join(_spelling(key, kind) for kind in kinds)
+    wanted = " or ".join(_describe_type(key, kind) for kind in kinds)
     raise ForedraftError(f"the training option {key} takes {wanted}, got {text!r}")
 
 
-def _read(text: str) -> Any:
+def _parse_literal(text: str) -> Any:
     """JSON, or Python's words; anything else is a word."""
     try:
         return json.loads(text)
@@ -88,7 +88,7 @@ def _read(text: str) -> Any:
         return {"None": None, "True": True, "False": False}.get(text, text)
 
 
-def _spelling(key: str, kind: Any) -> str:
+def _describe_type(key: str, kind: Any) -> str:
     plain = get_origin(kind) or kind
     if plain is type(None):
         return "None"
@@ -97,5 +97,5 @@ def _spelling(key: str, kind: Any) -> str:
     return str(getattr(plain, "__name__", plain))
 
 
-def _frozen(value: Any) -> Any:
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+def _freeze(value: Any) -> Any:
+    return tuple(map(_freeze, value)) if isinstance(value, list) else value

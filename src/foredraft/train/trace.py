@@ -1,4 +1,5 @@
-"""Traces of the target: token windows in, its states and laws out, through the same passes that serve requests."""
+"""Traces of the target: token windows in, its hidden states and distributions out, by the forward passes that serve
+requests."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -6,16 +7,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from foredraft.drafters.training import TargetLaw, Trace
-from foredraft.models.lm import HFModel
-from foredraft.models.window import Span, Window
+from foredraft.drafters.losses import TargetLogProbs, Trace
+from foredraft.models.forward_batch import ForwardBatch, Span
+from foredraft.models.hf import HFModel
 
 PAGE_SIZE = 16
 LOGIT_BYTES = 128 << 20  # of float32 logits that one pass may give
-FULL_VOCABULARY = 8192  # of a vocabulary up to this the whole law is kept
+FULL_VOCABULARY = 8192  # tokens; up to this vocabulary size the whole distribution is stored
 
 
-def default_top(vocab_size: int, is_cached: bool) -> int | None:
+def choose_top(vocab_size: int, is_cached: bool) -> int | None:
     """How many of the likeliest tokens to keep; None = all."""
     if is_cached:
         return min(64, vocab_size)
@@ -23,7 +24,7 @@ def default_top(vocab_size: int, is_cached: bool) -> int | None:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TracePiece:
     """Positions [start, stop) of some rows, computed in one pass."""
 
     rows: range
@@ -34,57 +35,57 @@ class Piece:
 class Tracer:
     """Runs a frozen target over windows of tokens. It has KV memory of its own, used again for every batch."""
 
-    def __init__(self, target: HFModel, taps: Sequence[int] = (), top: int | None = None) -> None:
-        self.target = target.sibling()
-        self.taps = tuple(taps)
+    def __init__(self, target: HFModel, hidden_layers: Sequence[int] = (), top: int | None = None) -> None:
+        self.target = target.with_new_kv()
+        self.hidden_layers = tuple(hidden_layers)
         self.top = top
 
     def trace(self, tokens: Tensor, mask: Tensor) -> Trace:
-        """Of [B, L + 1] tokens; the last of a row is only an answer. Tensors are on the target's device."""
-        features, law = self.follow(tokens[:, :-1])
+        """Trace [B, L + 1] tokens; the last token of a row is only a label. Tensors are on the target's device."""
+        features, probs = self.run_target(tokens[:, :-1])
         device = self.target.device
-        return Trace(tokens.to(device), features, law, mask.to(device))
+        return Trace(tokens.to(device), features, probs, mask.to(device))
 
     @torch.no_grad()
-    def follow(self, tokens: Tensor) -> tuple[Tensor, TargetLaw]:
-        """States [B, L, F] and laws [B, L, ..] after every one of [B, L] tokens."""
+    def run_target(self, tokens: Tensor) -> tuple[Tensor, TargetLogProbs]:
+        """Return states [B, L, F] and distributions [B, L, ..] after each of [B, L] tokens."""
         target, (num_rows, length) = self.target, tokens.shape
         width = target.vocab_size if self.top is None else min(self.top, target.vocab_size)
         logprobs = torch.empty(num_rows, length, width, device=target.device)
         ids = torch.empty_like(logprobs, dtype=torch.int64) if width < target.vocab_size else None
         features = logprobs.new_empty(num_rows, length, 0)
-        for piece in _pieces(num_rows, length, max(1, LOGIT_BYTES // (4 * target.vocab_size))):
+        for piece in _split_rows(num_rows, length, max(1, LOGIT_BYTES // (4 * target.vocab_size))):
             with torch.autocast(target.device.type, enabled=False):  # the target is what it is when it serves
-                logits, states = target.forward(self._window(tokens, piece), self.taps)
+                logits, states = target.forward(self._build_batch(tokens, piece), self.hidden_layers)
             place = slice(piece.rows.start, piece.rows.stop), slice(piece.start, piece.stop)
             shape = len(piece.rows), piece.stop - piece.start
-            law = TargetLaw.of(logits, self.top)
-            logprobs[place] = law.logprobs.view(*shape, width)
-            if ids is not None and law.ids is not None:
-                ids[place] = law.ids.view(*shape, width)
+            row = TargetLogProbs.from_logits(logits, self.top)
+            logprobs[place] = row.logprobs.view(*shape, width)
+            if ids is not None and row.token_ids is not None:
+                ids[place] = row.token_ids.view(*shape, width)
             if states is not None:
                 if not features.shape[-1]:
                     features = states.new_empty(num_rows, length, states.shape[-1])
                 features[place] = states.view(*shape, -1)
-        return features, TargetLaw(logprobs, ids)
+        return features, TargetLogProbs(logprobs, ids)
 
-    def _window(self, tokens: Tensor, piece: Piece) -> Window:
+    def _build_batch(self, tokens: Tensor, piece: TracePiece) -> ForwardBatch:
         per_row = -(-tokens.shape[1] // PAGE_SIZE)
         size = piece.stop - piece.start
         spans = []
         for i, b in enumerate(piece.rows):
             pages = range(1 + i * per_row, 1 + (i + 1) * per_row)
             spans.append(Span(pages, piece.start, tokens[b, piece.start : piece.stop].tolist(), range(size)))
-        return Window.build(spans, range(size * len(piece.rows)), PAGE_SIZE, self.target.device)
+        return ForwardBatch.build(spans, range(size * len(piece.rows)), PAGE_SIZE, self.target.device)
 
 
-def _pieces(num_rows: int, length: int, most: int) -> Iterator[Piece]:
+def _split_rows(num_rows: int, length: int, max_positions: int) -> Iterator[TracePiece]:
     """Whole rows, as many as make `most` positions; a row longer than that in several passes, on its own KV."""
-    if length <= most:
-        step = most // length
+    if length <= max_positions:
+        step = max_positions // length
         for first in range(0, num_rows, step):
-            yield Piece(range(first, min(first + step, num_rows)), 0, length)
+            yield TracePiece(range(first, min(first + step, num_rows)), 0, length)
         return
     for row in range(num_rows):
-        for start in range(0, length, most):
-            yield Piece(range(row, row + 1), start, min(start + most, length))
+        for start in range(0, length, max_positions):
+            yield TracePiece(range(row, row + 1), start, min(start + max_positions, length))

@@ -11,34 +11,41 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from foredraft.zoo import corpus, tokens
-from foredraft.zoo.cards import HELD_PACKAGES, card
+from foredraft.zoo.cards import HELD_OUT_PACKAGES_KEY, render_card
 from foredraft.zoo.collect import Corpus, collect
-from foredraft.zoo.heads import EVERY, RECIPES, Heads, train_heads
-from foredraft.zoo.measure import PairFigures, measure
+from foredraft.zoo.heads import ALL_HEADS, HEAD_RECIPES, HeadsPlan, train_heads
+from foredraft.zoo.measure import PairMetrics, measure_pair
 from foredraft.zoo.ngram import build_table
-from foredraft.zoo.recipe import DRAFT, TARGET, Recipe
-from foredraft.zoo.seq2seq_build import DRAFT as SEQ2SEQ_DRAFT
-from foredraft.zoo.seq2seq_build import PAIR, PairRecipe, build_pair
-from foredraft.zoo.seq2seq_build import TARGET as SEQ2SEQ
-from foredraft.zoo.train import Loss, Report, Run, distillation_loss, next_token_loss, train
+from foredraft.zoo.recipe import DRAFT_RECIPE, TARGET_RECIPE, LlamaRecipe
+from foredraft.zoo.seq2seq_build import DRAFT_NAME as SEQ2SEQ_DRAFT
+from foredraft.zoo.seq2seq_build import PAIR_RECIPE, Seq2SeqPairRecipe, build_pair
+from foredraft.zoo.seq2seq_build import TARGET_NAME as SEQ2SEQ
+from foredraft.zoo.train import (
+    LossFunction,
+    PartProgressCallback,
+    PretrainingRun,
+    compute_next_token_loss,
+    make_distillation_loss,
+    train,
+)
 
-MIN_HELD = 1000  # tokens of the held-out packages, below which nothing is measured
+MIN_HELD_OUT_TOKENS = 1000  # tokens of the held-out packages, below which nothing is measured
 PARTS = ("target", "draft", "draft-undistilled")
-SHIPPED = ("target", "draft", "ngram", *(head.method for head in RECIPES), SEQ2SEQ, SEQ2SEQ_DRAFT)
+SHIPPED_MODELS = ("target", "draft", "ngram", *(head.method for head in HEAD_RECIPES), SEQ2SEQ, SEQ2SEQ_DRAFT)
 
 
 def build_all(
     out: Path,
     device: str = "cpu",
-    target: Recipe = TARGET,
-    draft: Recipe = DRAFT,
-    heads: Heads = EVERY,
-    pair: PairRecipe = PAIR,
+    target: LlamaRecipe = TARGET_RECIPE,
+    draft: LlamaRecipe = DRAFT_RECIPE,
+    heads: HeadsPlan = ALL_HEADS,
+    pair: Seq2SeqPairRecipe = PAIR_RECIPE,
     root: Path | None = None,
-    report: Report = lambda part, step, steps, loss: None,
-    say: Callable[[str], None] = lambda line: None,
+    report: PartProgressCallback = lambda part, step, steps, loss: None,
+    log_line: Callable[[str], None] = lambda line: None,
     finish: bool = False,
-) -> PairFigures:
+) -> PairMetrics:
     """Everything, resumable: a part whose folder holds a finished model is kept. Writes out/{target,draft,...}, the
     heads for the finished target, and last the encoder-decoder pair.
 
@@ -47,55 +54,60 @@ def build_all(
     """
     out.mkdir(parents=True, exist_ok=True)
     data = collect(out, root)
-    about = data.about
-    say(f"{about.train_tokens:,} tokens of {len(about.packages) + 1} packages to train on, {len(data.held):,} held out")
+    about = data.summary
+    log_line(
+        f"{about.train_tokens:,} tokens of {len(about.packages) + 1} packages to train on, {len(data.held_out):,} "
+        "held out"
+    )
     begun = {name for name in PARTS if (out / name / "checkpoint.pt").exists()}
 
-    def make(name: str, recipe: Recipe, loss_of: Loss) -> None:
-        run = Run(recipe, data.train, out / name, loss_of, device, _named(report, name), data.held)
-        _part(out, name, lambda folder: train(run, finish and name in begun))
+    def make(name: str, recipe: LlamaRecipe, loss_of: LossFunction) -> None:
+        run = PretrainingRun(recipe, data.train, out / name, loss_of, device, _bind_part(report, name), data.held_out)
+        _build_part(out, name, lambda folder: train(run, finish and name in begun))
 
-    make("target", target, next_token_loss)
+    make("target", target, compute_next_token_loss)
     model = _load(out / "target")
-    teacher = distillation_loss(model.to(device))
+    teacher = make_distillation_loss(model.to(device))
     make("draft", draft, teacher)
-    make("draft-undistilled", draft, next_token_loss)
-    _part(out, "ngram", lambda folder: build_table(data.library, data.held, folder, about.of_library))
+    make("draft-undistilled", draft, compute_next_token_loss)
+    _build_part(
+        out, "ngram", lambda folder: build_table(data.library, data.held_out, folder, about.library_description)
+    )
     model.to("cpu")
-    figures = _figures(out, model, data)
+    figures = _measure_drafts(out, model, data)
     for name in PARTS:
         tokens.save_tokenizer(tokens.load_tokenizer(out), out / name)
         recipe = target if name == "target" else draft
         log = (out / name / "log.jsonl").read_text()
-        (out / name / "README.md").write_text(card(name, recipe, figures, about, log))
-    train_heads(out, device, data.train, report, say, heads)
+        (out / name / "README.md").write_text(render_card(name, recipe, figures, about, log))
+    train_heads(out, device, data.train, report, log_line, heads)
     build_pair(out, device, tokens.load_tokenizer(out), *corpus.split(root), report, pair)
     return figures["draft"]
 
 
-def _figures(out: Path, target: Any, data: Corpus) -> dict[str, PairFigures]:
-    figures = {name: measure(target, _load(out / name), data.held) for name in PARTS[1:]}
-    if len(data.held_packages) > MIN_HELD:
-        figures[HELD_PACKAGES] = measure(target, _load(out / "draft"), data.held_packages)
+def _measure_drafts(out: Path, target: Any, data: Corpus) -> dict[str, PairMetrics]:
+    figures = {name: measure_pair(target, _load(out / name), data.held_out) for name in PARTS[1:]}
+    if len(data.held_out_packages) > MIN_HELD_OUT_TOKENS:
+        figures[HELD_OUT_PACKAGES_KEY] = measure_pair(target, _load(out / "draft"), data.held_out_packages)
     (out / "figures.json").write_text(json.dumps({k: asdict(v) for k, v in figures.items()}, indent=1) + "\n")
     return figures
 
 
 def install(out: Path, package: Path) -> None:
     """Copy the finished models into the package's zoo folder, with their cards and logs."""
-    for name in SHIPPED:
+    for name in SHIPPED_MODELS:
         shutil.rmtree(package / name, ignore_errors=True)
         shutil.copytree(out / name, package / name, ignore=shutil.ignore_patterns("checkpoint*", "training.json"))
 
 
-def _part(out: Path, name: str, make: Callable[[Path], object]) -> None:
+def _build_part(out: Path, name: str, build: Callable[[Path], object]) -> None:
     if not (out / name / "model.safetensors").exists():
-        make(out / name)
+        build(out / name)
 
 
 def _load(folder: Path):  # type: ignore[no-untyped-def]  # a PreTrainedModel, which transformers leaves untyped
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
 
 
-def _named(report: Report, part: str) -> Callable[[int, int, float], None]:
+def _bind_part(report: PartProgressCallback, part: str) -> Callable[[int, int, float], None]:
     return lambda step, steps, loss: report(part, step, steps, loss)

@@ -3,64 +3,70 @@
 import json
 
 from foredraft.zoo import corpus
-from foredraft.zoo.collect import About
-from foredraft.zoo.measure import MAX_DRAFT, PairFigures
-from foredraft.zoo.recipe import Recipe
+from foredraft.zoo.collect import CorpusSummary
+from foredraft.zoo.measure import MAX_DRAFT_TOKENS, PairMetrics
+from foredraft.zoo.recipe import LlamaRecipe
 
-HELD_PACKAGES = "held-out packages"  # the figures of the draft over the packages' files
+HELD_OUT_PACKAGES_KEY = "held-out packages"  # the figures of the draft over the packages' files
 
 
-def card(name: str, recipe: Recipe, figures: dict[str, PairFigures], about: About, log: str) -> str:
+def render_card(
+    name: str, recipe: LlamaRecipe, figures: dict[str, PairMetrics], summary: CorpusSummary, log: str
+) -> str:
     """The model card; `log` is the training log, a JSON object a line."""
     own = figures.get(name, figures["draft"])
     loss = own.target_loss if name == "target" else own.draft_loss
-    distilled = "KL(p || q) to the target's law" if name == "draft" else "next-token cross-entropy"
+    distilled = "KL(p || q) to the target's distribution" if name == "draft" else "next-token cross-entropy"
     lines = [
         f"# Foredraft built-in {name}",
         "",
         "A small Llama-architecture model of Python source code, for trying and testing speculative decoding.",
         "It is far too small to be a useful assistant.",
         "",
-        f"- Data: {about.of_library}, and {len(about.packages)} packages (below); {about.train_tokens:,} tokens of "
-        f"{about.train_chars:,} characters in all (digest {about.digests['train.npy']}). Near-duplicates are left out "
+        f"- Data: {summary.library_description}, and {len(summary.packages)} packages (below); "
+        f"{summary.train_tokens:,} tokens of "
+        f"{summary.train_chars:,} characters in all (digest {summary.digests['train.npy']}). Near-duplicates are "
+        "left out "
         "(`foredraft.zoo.duplicates`), so are licence headers and machine-written files.",
-        f"- Held out, with their tests: {', '.join(sorted(corpus.HELD_OUT))}; and the packages "
-        f"{', '.join(str(facts['name']) for facts in about.held_packages) or 'none'}.",
-        f"- Recipe: {distilled}; {_course(log)}; {recipe.batch_tokens} tokens a step; Muon for matrices, AdamW for the "
+        f"- Held out, with their tests: {', '.join(sorted(corpus.HELD_OUT_MODULES))}; and the packages "
+        f"{', '.join(str(facts['name']) for facts in summary.held_packages) or 'none'}.",
+        f"- Recipe: {distilled}; {_describe_schedule(log)}; {recipe.batch_tokens} tokens a step; Muon for "
+        "matrices, AdamW for the "
         f"rest, learning rate {recipe.learning_rate}, constant, then a linear decay to zero; seed {recipe.seed}. "
         "`foredraft zoo train` repeats it.",
-        f"- Held-out loss: {loss:.3f} nats per token, {loss / about.bytes_per_token:.3f} per byte ({own.num_tokens:,} "
+        f"- Held-out loss: {loss:.3f} nats per token, {loss / summary.bytes_per_token:.3f} per byte "
+        f"({own.num_tokens:,} "
         "tokens).",
     ]
-    if HELD_PACKAGES in figures:
-        others = figures[HELD_PACKAGES]
+    if HELD_OUT_PACKAGES_KEY in figures:
+        others = figures[HELD_OUT_PACKAGES_KEY]
         value = others.target_loss if name == "target" else others.draft_loss
         lines.append(f"- Loss on the held-out packages: {value:.3f} nats per token ({others.num_tokens:,} tokens).")
     lines.append("")
     if name != "target":
-        lines += _acceptance({key: value for key, value in figures.items() if key != HELD_PACKAGES})
+        lines += _render_acceptance({key: value for key, value in figures.items() if key != HELD_OUT_PACKAGES_KEY})
     if name == "target":
-        lines += _packages(about)
+        lines += _render_packages(summary)
     return "\n".join(lines)
 
 
-def _acceptance(figures: dict[str, PairFigures]) -> list[str]:
+def _render_acceptance(figures: dict[str, PairMetrics]) -> list[str]:
     lines = [
         "Acceptance against the built-in target, held-out text, p and q at temperature 1:",
         "",
         "| draft | alpha = mean sum min(p, q) | greedy agreement | " + " | ".join(f"K={k}" for k in range(1, 9)) + " |",
-        "|---|---|---|" + "---|" * MAX_DRAFT,
+        "|---|---|---|" + "---|" * MAX_DRAFT_TOKENS,
     ]
     for name, f in figures.items():
-        for law, lengths, rate in (("sampled", f.lengths, f.alpha), ("greedy", f.greedy_lengths, f.greedy_agreement)):
+        for mode, lengths, rate in (("sampled", f.lengths, f.alpha), ("greedy", f.greedy_lengths, f.greedy_agreement)):
             cells = " | ".join(f"{length:.2f}" for length in lengths)
-            first = f"{rate:.3f} |  " if law == "sampled" else f" | {rate:.3f} "
-            lines.append(f"| {name}, {law} | {first}| {cells} |")
+            first = f"{rate:.3f} |  " if mode == "sampled" else f" | {rate:.3f} "
+            lines.append(f"| {name}, {mode} | {first}| {cells} |")
     lines += ["", "The columns K are the expected acceptance length, bonus included, for drafts of K tokens.", ""]
     return lines
 
 
-def _course(log: str) -> str:
+def _describe_schedule(log: str) -> str:
     """The stages as they were run: steps by depth, and the decay."""
     rows = [json.loads(line) for line in log.splitlines()]
     at_rate = [row for row in rows if "decay_from" not in row]
@@ -73,9 +79,9 @@ def _course(log: str) -> str:
     return ", ".join(parts)
 
 
-def _packages(about: About) -> list[str]:
+def _render_packages(summary: CorpusSummary) -> list[str]:
     """The table of what was read."""
     lines = ["| package | version | licence | files | characters | digest |", "|---|---|---|---|---|---|"]
     keys = ("name", "version", "licence", "files", "chars", "digest")
-    lines += ["| " + " | ".join(str(facts[key]) for key in keys) + " |" for facts in about.packages]
-    return [*lines, ""] if about.packages else []
+    lines += ["| " + " | ".join(str(facts[key]) for key in keys) + " |" for facts in summary.packages]
+    return [*lines, ""] if summary.packages else []

@@ -10,49 +10,49 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-HELD_OUT = frozenset(
+HELD_OUT_MODULES = frozenset(
     "bisect calendar colorsys configparser contextlib csv difflib fnmatch fractions graphlib heapq "
     "json netrc optparse pprint queue reprlib sched shlex statistics string textwrap timeit "
     "tomllib trace zipapp".split()
 )
 # Tables and machine-written files: long, and with nothing of the language in them.
-SKIPPED = frozenset("encodings pydoc_data site-packages __pycache__ cjkencodings lib2to3 distutils".split())
+SKIPPED_FOLDERS = frozenset("encodings pydoc_data site-packages __pycache__ cjkencodings lib2to3 distutils".split())
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceFile:
     name: str  # path below the standard library, with forward slashes
     text: str
 
     @property
     def is_held_out(self) -> bool:
         stems = {Path(part).stem for part in self.name.split("/")}
-        return bool({stem.removeprefix("test_") for stem in stems} & HELD_OUT)
+        return bool({stem.removeprefix("test_") for stem in stems} & HELD_OUT_MODULES)
 
 
-def sources(root: Path | None = None) -> Iterator[Source]:
+def read_sources(root: Path | None = None) -> Iterator[SourceFile]:
     """Every readable Python file of the standard library, in a fixed order."""
     root = root or Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root).as_posix()
-        if SKIPPED & set(name.split("/")):
+        if SKIPPED_FOLDERS & set(name.split("/")):
             continue
         try:
-            yield Source(name, path.read_text(encoding="utf-8"))
+            yield SourceFile(name, path.read_text(encoding="utf-8"))
         except (UnicodeDecodeError, OSError):
             continue
 
 
-def split(root: Path | None = None) -> tuple[list[Source], list[Source]]:
+def split(root: Path | None = None) -> tuple[list[SourceFile], list[SourceFile]]:
     """(training files, held-out files)."""
-    train: list[Source] = []
-    held: list[Source] = []
-    for source in sources(root):
+    train: list[SourceFile] = []
+    held: list[SourceFile] = []
+    for source in read_sources(root):
         (held if source.is_held_out else train).append(source)
     return train, held
 
 
-def digest(files: list[Source]) -> str:
+def digest(files: list[SourceFile]) -> str:
     """A fingerprint of a list of files, for the model card."""
     state = hashlib.sha256()
     for source in files:
@@ -60,7 +60,7 @@ def digest(files: list[Source]) -> str:
     return state.hexdigest()[:16]
 
 
-def held_out_prompts(count: int, max_chars: int = 600, root: Path | None = None) -> list[str]:
+def make_held_out_prompts(count: int, max_chars: int = 600, root: Path | None = None) -> list[str]:
     """Openings of held-out functions, each with the text before it, spread over the held-out files."""
     _, held = split(root)
     cuts: list[list[str]] = []

@@ -8,53 +8,57 @@ import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
-from foredraft.zoo.corpus import Source
+from foredraft.zoo.corpus import SourceFile
 
-SHORTEST_LINE = 16  # characters without the indent
-SEEN = 0.5  # share of a file's lines that make it a near-duplicate of what was kept
-OVERLAP = 0.3  # share of the smaller file's lines that make a training file too close to a held-out one
-FEWEST = 4  # lines of a file, below which it is no more than boilerplate
+MIN_LINE_CHARS = 16  # characters without the indent
+DUPLICATE_SHARE = 0.5  # share of a file's lines that make it a near-duplicate of what was kept
+HELD_OUT_OVERLAP = 0.3  # share of the smaller file's lines that make a training file too close to a held-out one
+MIN_LINES = 4  # lines of a file, below which it is no more than boilerplate
 
 
-def line_keys(text: str) -> set[int]:
+def compute_line_keys(text: str) -> set[int]:
     """A 64-bit key for every different line that counts."""
     lines = {line.strip() for line in text.splitlines()}
-    return {_key(line) for line in lines if len(line) >= SHORTEST_LINE}
+    return {_hash_line(line) for line in lines if len(line) >= MIN_LINE_CHARS}
 
 
-def _key(line: str) -> int:
+def _hash_line(line: str) -> int:
     return int.from_bytes(hashlib.blake2b(line.encode("utf-8", "replace"), digest_size=8).digest(), "little")
 
 
-class Sieve:
+class DuplicateFilter:
     """Decides file by file, in the order given, what is new. Held-out files are what nothing may come close to."""
 
-    def __init__(self, held_out: Iterable[Source]) -> None:
-        self._seen: set[int] = set()
-        self._holders: dict[int, list[int]] = defaultdict(list)  # key -> held-out files
-        self._sizes: list[int] = []
+    def __init__(self, held_out: Iterable[SourceFile]) -> None:
+        self._kept_keys: set[int] = set()
+        self._held_out_by_key: dict[int, list[int]] = defaultdict(list)  # key -> held-out files
+        self._held_out_sizes: list[int] = []
         for number, file in enumerate(held_out):
-            keys = line_keys(file.text)
-            self._sizes.append(len(keys))
+            keys = compute_line_keys(file.text)
+            self._held_out_sizes.append(len(keys))
             for key in keys:
-                self._holders[key].append(number)
+                self._held_out_by_key[key].append(number)
 
-    def keep(self, files: Sequence[Source]) -> Iterator[Source]:
+    def select_new(self, files: Sequence[SourceFile]) -> Iterator[SourceFile]:
         """Those of the files that are new."""
         for file in files:
-            keys = line_keys(file.text)
-            if len(keys) >= FEWEST and len(keys & self._seen) < SEEN * len(keys) and not self._is_held_out(keys):
-                self._seen |= keys
+            keys = compute_line_keys(file.text)
+            if (
+                len(keys) >= MIN_LINES
+                and len(keys & self._kept_keys) < DUPLICATE_SHARE * len(keys)
+                and not self._is_near_held_out(keys)
+            ):
+                self._kept_keys |= keys
                 yield file
 
-    def note(self, files: Iterable[Source]) -> None:
+    def add(self, files: Iterable[SourceFile]) -> None:
         """Count the files as kept, whatever they are."""
         for file in files:
-            self._seen |= line_keys(file.text)
+            self._kept_keys |= compute_line_keys(file.text)
 
-    def _is_held_out(self, keys: set[int]) -> bool:
-        shared = Counter(number for key in keys for number in self._holders.get(key, ()))
+    def _is_near_held_out(self, keys: set[int]) -> bool:
+        shared = Counter(number for key in keys for number in self._held_out_by_key.get(key, ()))
         return any(
-            count >= FEWEST and count >= OVERLAP * min(len(keys), self._sizes[number])
+            count >= MIN_LINES and count >= HELD_OUT_OVERLAP * min(len(keys), self._held_out_sizes[number])
             for number, count in shared.items()
         )

@@ -37,7 +37,7 @@ FREE_TEXT = {
 _OSI = "License :: OSI Approved :: "
 
 
-def permissive_licence(metadata: Message) -> str | None:
+def find_permissive_licence(metadata: Message) -> str | None:
     """The licence from SPDX expression, classifiers or free field, whichever comes first; None if it is not allowed."""
     expression = metadata.get("License-Expression")
     if expression is not None:
@@ -52,31 +52,31 @@ def permissive_licence(metadata: Message) -> str | None:
 def is_allowed(expression: str) -> bool:
     """Every part of an SPDX expression that applies is on the list; of alternatives one is enough."""
     tokens = re.findall(r"[()]|[^\s()]+", expression)
-    allowed, rest = _any_of(tokens)
+    allowed, rest = _parse_any(tokens)
     return allowed and not rest
 
 
-def _any_of(tokens: list[str]) -> tuple[bool, list[str]]:
-    found, tokens = _all_of(tokens)
+def _parse_any(tokens: list[str]) -> tuple[bool, list[str]]:
+    found, tokens = _parse_all(tokens)
     while tokens and tokens[0].upper() == "OR":
-        other, tokens = _all_of(tokens[1:])
+        other, tokens = _parse_all(tokens[1:])
         found = found or other
     return found, tokens
 
 
-def _all_of(tokens: list[str]) -> tuple[bool, list[str]]:
-    found, tokens = _one(tokens)
+def _parse_all(tokens: list[str]) -> tuple[bool, list[str]]:
+    found, tokens = _parse_licence(tokens)
     while tokens and tokens[0].upper() == "AND":
-        other, tokens = _one(tokens[1:])
+        other, tokens = _parse_licence(tokens[1:])
         found = found and other
     return found, tokens
 
 
-def _one(tokens: list[str]) -> tuple[bool, list[str]]:
+def _parse_licence(tokens: list[str]) -> tuple[bool, list[str]]:
     if not tokens:
         return False, []
     if tokens[0] == "(":
-        found, rest = _any_of(tokens[1:])
+        found, rest = _parse_any(tokens[1:])
         return (found, rest[1:]) if rest[:1] == [")"] else (False, rest)
     found, rest = tokens[0] in ALLOWED, tokens[1:]
     return found, rest[2:] if rest[:1] and rest[0].upper() == "WITH" else rest

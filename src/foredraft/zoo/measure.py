@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-MAX_DRAFT = 8
+MAX_DRAFT_TOKENS = 8
 
 
 @dataclass(frozen=True)
-class PairFigures:
-    """Means over held-out positions; p is the target's law, q the draft's, both at temperature 1."""
+class PairMetrics:
+    """Means over held-out positions; p is the target's distribution, q the draft's, both at temperature 1."""
 
     target_loss: float  # nats per token
     draft_loss: float
@@ -23,46 +23,46 @@ class PairFigures:
     greedy_lengths: tuple[float, ...]  # the same for greedy decoding
     num_tokens: int
 
-    def formula(self, tokens: int) -> float:
+    def predict_length(self, tokens: int) -> float:
         """(1 - alpha^(K+1)) / (1 - alpha) of 2211.17192, as if every token were accepted independently."""
         return (1 - self.alpha ** (tokens + 1)) / (1 - self.alpha)
 
 
 @torch.inference_mode()
-def law_logits(model: Any, ids: Tensor) -> Tensor:
+def compute_logits(model: Any, ids: Tensor) -> Tensor:
     """[L, V] float32 logits of one window [L]."""
     return model(ids[None], use_cache=False).logits[0].float()  # type: ignore[no-any-return]
 
 
 @torch.inference_mode()
-def measure(target: Any, draft: Any, ids: np.ndarray, context: int = 256, windows: int = 120) -> PairFigures:
+def measure_pair(target: Any, draft: Any, ids: np.ndarray, context: int = 256, windows: int = 120) -> PairMetrics:
     """Replay verification on `windows` evenly spaced windows of held-out ids."""
     starts = np.linspace(0, len(ids) - context - 1, windows).astype(int)
     overlap, agree, target_loss, draft_loss = [], [], [], []
     for start in starts:
         window = torch.from_numpy(ids[start : start + context + 1].astype(np.int64))
-        p, q = law_logits(target, window[:-1]), law_logits(draft, window[:-1])
+        p, q = compute_logits(target, window[:-1]), compute_logits(draft, window[:-1])
         target_loss.append(F.cross_entropy(p, window[1:]))
         draft_loss.append(F.cross_entropy(q, window[1:]))
         overlap.append(torch.minimum(p.softmax(-1), q.softmax(-1)).sum(-1))
         agree.append((p.argmax(-1) == q.argmax(-1)).float())
     rates, greedy = torch.stack(overlap), torch.stack(agree)  # [W, L]
-    return PairFigures(
+    return PairMetrics(
         target_loss=float(torch.stack(target_loss).mean()),
         draft_loss=float(torch.stack(draft_loss).mean()),
         alpha=float(rates.mean()),
         greedy_agreement=float(greedy.mean()),
-        lengths=_lengths(rates),
-        greedy_lengths=_lengths(greedy),
+        lengths=_compute_lengths(rates),
+        greedy_lengths=_compute_lengths(greedy),
         num_tokens=rates.numel(),
     )
 
 
-def _lengths(rates: Tensor) -> tuple[float, ...]:
+def _compute_lengths(rates: Tensor) -> tuple[float, ...]:
     """[W, L] acceptance chances -> mean of 1 + sum of their running products over the next K positions."""
     result, survival, total = [], torch.ones_like(rates), torch.ones_like(rates)
-    for k in range(MAX_DRAFT):
+    for k in range(MAX_DRAFT_TOKENS):
         survival = survival * rates.roll(-k, 1)
         total = total + survival
-        result.append(float(total[:, : rates.shape[1] - MAX_DRAFT].mean()))
+        result.append(float(total[:, : rates.shape[1] - MAX_DRAFT_TOKENS].mean()))
     return tuple(result)

@@ -19,11 +19,11 @@ def train_builtin(ids: np.ndarray) -> NgramModel:
     # fewer contexts for the same number of entries.
     files = np.split(ids.astype(np.int64), np.flatnonzero(ids == END_OF_TEXT_ID)[1:])
     files = [file for file in files if len(file)]
-    return NgramModel.train(files, ORDER, VOCAB_SIZE, max_entries=MAX_ENTRIES, once_per_sequence=True).quantised()
+    return NgramModel.train(files, ORDER, VOCAB_SIZE, max_entries=MAX_ENTRIES, once_per_sequence=True).quantise_probs()
 
 
 @dataclass(frozen=True)
-class TableFigures:
+class TableMetrics:
     """Next-token prediction on held-out text, by the table alone."""
 
     top_1: float
@@ -31,18 +31,18 @@ class TableFigures:
     num_tokens: int
 
 
-def measure_table(model: NgramModel, ids: np.ndarray, count: int = 4000) -> TableFigures:
+def measure_table(model: NgramModel, ids: np.ndarray, count: int = 4000) -> TableMetrics:
     """Over `count` evenly spaced positions of held-out ids [T]."""
     places = np.linspace(model.order, len(ids) - 1, count).astype(int)
     hits, loss = 0, 0.0
     for place in places:
-        q = model.q(ids[place - model.order : place].tolist())
+        q = model.compute_q(ids[place - model.order : place].tolist())
         hits += int(q.argmax() == ids[place])
         loss -= float(np.log(q[ids[place]]))
-    return TableFigures(hits / count, float(np.exp(loss / count)), count)
+    return TableMetrics(hits / count, float(np.exp(loss / count)), count)
 
 
-def card(figures: TableFigures, data: str) -> str:
+def render_card(figures: TableMetrics, data: str) -> str:
     """The model card, as Markdown."""
     return "\n".join(
         [
@@ -63,4 +63,4 @@ def build_table(train_ids: np.ndarray, held_ids: np.ndarray, folder: Path, data:
     """Train, save and describe the table; `data` is what the card says that it learnt from."""
     model = train_builtin(train_ids)
     model.save(folder)
-    (folder / "README.md").write_text(card(measure_table(model, held_ids), data))
+    (folder / "README.md").write_text(render_card(measure_table(model, held_ids), data))

@@ -7,7 +7,7 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 @dataclass(frozen=True)
-class Stage:
+class TrainStage:
     """A stretch of training at one depth and one window length."""
 
     layers: int
@@ -16,7 +16,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class LlamaRecipe:
     """Warm-up, a constant rate, then a decay to zero that may begin at any step: an early end still gives a good model.
 
     `stages` are the steps at the constant rate; the decay comes on top of them.
@@ -26,7 +26,7 @@ class Recipe:
     intermediate: int
     heads: int
     kv_heads: int
-    stages: tuple[Stage, ...]
+    stages: tuple[TrainStage, ...]
     batch_tokens: int = 8192
     micro_tokens: int = 2048  # tokens whose gradients are computed at once: what a core's cache holds
     learning_rate: float = 2e-3
@@ -43,22 +43,22 @@ class Recipe:
         return sum(stage.steps for stage in self.stages)
 
     @property
-    def tokens(self) -> int:
+    def total_tokens(self) -> int:
         """Tokens read in all, the decay included."""
-        return self.batch_tokens * (self.steps + sum(stage.steps for stage in self.ending(self.steps)))
+        return self.batch_tokens * (self.steps + sum(stage.steps for stage in self.make_decay_stages(self.steps)))
 
-    def ending(self, done: int) -> tuple[Stage, Stage]:
+    def make_decay_stages(self, num_steps: int) -> tuple[TrainStage, TrainStage]:
         """The stages of a decay that begins after `done` steps."""
-        steps = max(2, round(self.decay * done))
+        steps = max(2, round(self.decay * num_steps))
         long = max(1, round(self.long_share * steps))
         last = self.stages[-1]
-        return Stage(last.layers, last.context, steps - long), Stage(last.layers, self.long_context, long)
+        return TrainStage(last.layers, last.context, steps - long), TrainStage(last.layers, self.long_context, long)
 
-    def scaled(self, tokens: int | None, batch_tokens: int | None, device: str) -> "Recipe":
+    def scale(self, tokens: int | None, batch_tokens: int | None, device: str) -> "LlamaRecipe":
         """The same stages in proportion for another number of tokens in all, or for other batches. On CUDA a batch is
         one computation."""
         batch = batch_tokens or (CUDA_BATCH_TOKENS if device.startswith("cuda") else self.batch_tokens)
-        factor = (tokens or self.tokens) / self.tokens * self.batch_tokens / batch
+        factor = (tokens or self.total_tokens) / self.total_tokens * self.batch_tokens / batch
         stages = tuple(replace(stage, steps=max(1, round(factor * stage.steps))) for stage in self.stages)
         micro = batch if device.startswith("cuda") else min(self.micro_tokens, batch)
         return replace(self, stages=stages, batch_tokens=batch, micro_tokens=micro)
@@ -67,12 +67,12 @@ class Recipe:
 CUDA_BATCH_TOKENS = 65536
 
 # Half the depth first, then the layers stacked on themselves: the early steps cost half as much. 61 M tokens.
-TARGET = Recipe(
+TARGET_RECIPE = LlamaRecipe(
     hidden=384, intermediate=1024, heads=6, kv_heads=2,
-    stages=(Stage(6, 256, 4600), Stage(12, 256, 1400)),
+    stages=(TrainStage(6, 256, 4600), TrainStage(12, 256, 1400)),
 )  # fmt: skip
 # 100 M tokens
-DRAFT = Recipe(
+DRAFT_RECIPE = LlamaRecipe(
     hidden=256, intermediate=448, heads=4, kv_heads=2, learning_rate=3e-3,
-    stages=(Stage(2, 256, 9800),),
+    stages=(TrainStage(2, 256, 9800),),
 )  # fmt: skip

@@ -10,75 +10,75 @@ from tokenizers import Tokenizer
 from transformers import T5ForConditionalGeneration
 
 from foredraft.zoo import tokens
-from foredraft.zoo.corpus import Source
-from foredraft.zoo.errors_made import CLEAN, RATE
-from foredraft.zoo.prose import passages
+from foredraft.zoo.corpus import SourceFile
+from foredraft.zoo.prose import extract_passages
 from foredraft.zoo.seq2seq import (
-    SEQ2SEQ,
-    SEQ2SEQ_DRAFT,
-    Job,
-    Loss,
+    SEQ2SEQ_DRAFT_RECIPE,
+    SEQ2SEQ_RECIPE,
+    Seq2SeqJob,
+    Seq2SeqLoss,
     Seq2SeqRecipe,
-    clean_loss,
-    closed,
-    distillation_loss,
+    append_end_token,
+    compute_clean_loss,
+    make_distillation_loss,
     train,
 )
+from foredraft.zoo.typos import CLEAN_SHARE, WORD_ERROR_RATE
 
-Report = Callable[[str, int, int, float], None]  # part, step, steps, loss
-TARGET, DRAFT = "seq2seq", "seq2seq_draft"
+PartProgressCallback = Callable[[str, int, int, float], None]  # part, step, steps, loss
+TARGET_NAME, DRAFT_NAME = "seq2seq", "seq2seq_draft"
 
 
 @dataclass(frozen=True)
-class PairRecipe:
-    target: Seq2SeqRecipe = SEQ2SEQ
-    draft: Seq2SeqRecipe = SEQ2SEQ_DRAFT
+class Seq2SeqPairRecipe:
+    target: Seq2SeqRecipe = SEQ2SEQ_RECIPE
+    draft: Seq2SeqRecipe = SEQ2SEQ_DRAFT_RECIPE
 
 
-PAIR = PairRecipe()
+PAIR_RECIPE = Seq2SeqPairRecipe()
 
 
 def build_pair(
     out: Path,
     device: str,
     tokenizer: Tokenizer,
-    train_files: Sequence[Source],
-    held_files: Sequence[Source],
-    report: Report,
-    pair: PairRecipe = PAIR,
+    train_files: Sequence[SourceFile],
+    held_files: Sequence[SourceFile],
+    report: PartProgressCallback,
+    pair: Seq2SeqPairRecipe = PAIR_RECIPE,
 ) -> None:
     """Both models below `out`; a finished one is kept, a stopped one goes on."""
-    texts, held = passages(train_files), passages(held_files)
-    ending = closed(tokenizer)
-    for name, recipe in ((TARGET, pair.target), (DRAFT, pair.draft)):
+    texts, held = extract_passages(train_files), extract_passages(held_files)
+    ending = append_end_token(tokenizer)
+    for name, recipe in ((TARGET_NAME, pair.target), (DRAFT_NAME, pair.draft)):
         folder = out / name
         if (folder / "README.md").exists():
             continue
-        loss: Loss = clean_loss
-        if name == DRAFT:
-            teacher = T5ForConditionalGeneration.from_pretrained(out / TARGET, dtype=torch.bfloat16)
-            loss = distillation_loss(teacher.eval().to(device))
+        loss: Seq2SeqLoss = compute_clean_loss
+        if name == DRAFT_NAME:
+            teacher = T5ForConditionalGeneration.from_pretrained(out / TARGET_NAME, dtype=torch.bfloat16)
+            loss = make_distillation_loss(teacher.eval().to(device))
 
         def progress(step: int, steps: int, value: float, part: str = name) -> None:
             report(part, step, steps, value)
 
-        train(Job(recipe, ending, texts, held, folder, loss, device, progress))
+        train(Seq2SeqJob(recipe, ending, texts, held, folder, loss, device, progress))
         tokens.save_tokenizer(ending, folder)
-        (folder / "README.md").write_text(card(name, recipe, _last(folder), len(texts)))
+        (folder / "README.md").write_text(render_card(name, recipe, _read_last_evaluation(folder), len(texts)))
 
 
-def _last(folder: Path) -> dict[str, float]:
+def _read_last_evaluation(folder: Path) -> dict[str, float]:
     """The last line of the log that was measured on held-out passages."""
     rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     return next(row for row in reversed(rows) if "held_loss" in row)
 
 
-def card(name: str, recipe: Seq2SeqRecipe, figures: dict[str, float], count: int) -> str:
+def render_card(name: str, recipe: Seq2SeqRecipe, figures: dict[str, float], count: int) -> str:
     """The model card, as Markdown."""
-    learnt = "the clean passage" if name == TARGET else "the target's law, KL(p || q)"
+    learnt = "the clean passage" if name == TARGET_NAME else "the target's distribution, KL(p || q)"
     use = (
         '`foredraft generate --model builtin-seq2seq --spec-method aggressive "teh qiuck ..."`.'
-        if name == TARGET
+        if name == TARGET_NAME
         else "Drafts for the other: `foredraft generate --model builtin-seq2seq --spec-method draft_model`."
     )
     lines = [
@@ -88,8 +88,9 @@ def card(name: str, recipe: Seq2SeqRecipe, figures: dict[str, float], count: int
         f"encoder-decoder. It has read little and knows few words. {use}",
         "",
         f"- Data: {count:,} passages of docstrings and comments of the standard library (`foredraft.zoo.prose`), none "
-        f"of the held-out modules; about {RATE:.0%} of the words spoilt anew every time (`foredraft.zoo.errors_made`), "
-        f"{CLEAN:.0%} of the passages left clean.",
+        f"of the held-out modules; about {WORD_ERROR_RATE:.0%} of the words spoilt anew every time "
+        "(`foredraft.zoo.typos`), "
+        f"{CLEAN_SHARE:.0%} of the passages left clean.",
         f"- Recipe: T5 with {recipe.encoder_layers} layers of encoder and {recipe.decoder_layers} of decoder, width "
         f"{recipe.hidden}; it learns {learnt}; {recipe.steps} steps of about {recipe.batch_tokens} tokens; Muon for "
         f"matrices, AdamW for the rest, learning rate {recipe.learning_rate}, linear decay over the last "

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def stoppable() -> Iterator[Callable[[], bool]]:
+def handle_stop_signals() -> Iterator[Callable[[], bool]]:
     """Yields whether a signal has come since. A second Ctrl-C interrupts at once. Off the main thread, where Python
     delivers no signals, the answer is always False."""
     if threading.current_thread() is not threading.main_thread():

@@ -5,13 +5,13 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from foredraft.zoo.corpus import Source
+from foredraft.zoo.corpus import SourceFile
 from foredraft.zoo.recipe import END_OF_TEXT, VOCAB_SIZE
 
-ROUND = 256  # files encoded together: an encoding takes a hundred times the memory of its ids
+BATCH_FILES = 256  # files encoded together: an encoding takes a hundred times the memory of its ids
 
 
-def train_tokenizer(files: list[Source]) -> Tokenizer:
+def train_tokenizer(files: list[SourceFile]) -> Tokenizer:
     """A byte-level BPE of VOCAB_SIZE tokens; id 0 ends a text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -42,10 +42,10 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-def encode(tokenizer: Tokenizer, files: list[Source]) -> np.ndarray:
+def encode(tokenizer: Tokenizer, files: list[SourceFile]) -> np.ndarray:
     """[T] uint16: every file, each preceded by the end-of-text id."""
     parts: list[np.ndarray] = [np.empty(0, dtype=np.uint16)]
-    for first in range(0, len(files), ROUND):
-        for encoding in tokenizer.encode_batch([source.text for source in files[first : first + ROUND]]):
+    for first in range(0, len(files), BATCH_FILES):
+        for encoding in tokenizer.encode_batch([source.text for source in files[first : first + BATCH_FILES]]):
             parts.append(np.array([0, *encoding.ids], dtype=np.uint16))
     return np.concatenate(parts)

@@ -1,4 +1,4 @@
-"""Training of the built-in pair: next-token loss for the target, the target's law for the draft.
+"""Training of the built-in pair: next-token loss for the target, distillation from the target for the draft.
 
 Weights and gradients are bf16, the optimizer's copies fp32. Matrices are updated by Muon, the rest by AdamW. The rate
 is constant until the last stage ends, then decays; the decay is a run of its own that starts from the last checkpoint
@@ -19,20 +19,20 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from foredraft.errors import ForedraftError
-from foredraft.zoo.batches import Batches
-from foredraft.zoo.recipe import VOCAB_SIZE, Recipe
-from foredraft.zoo.stopping import stoppable
+from foredraft.zoo.batches import WindowBatches
+from foredraft.zoo.recipe import VOCAB_SIZE, LlamaRecipe
+from foredraft.zoo.stopping import handle_stop_signals
 
-Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # (ids [B, L], logits [B*L, V], next ids [B*L])
-Progress = Callable[[int, int, float], None]  # (step, steps, smoothed loss)
-Report = Callable[[str, int, int, float], None]  # the same, after the part's name
+LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]  # (ids [B, L], logits [B*L, V], next ids [B*L])
+ProgressCallback = Callable[[int, int, float], None]  # (step, steps, smoothed loss)
+PartProgressCallback = Callable[[str, int, int, float], None]  # the same, after the part's name
 LOG_EVERY = 20  # steps
-HELD_EVERY = 200  # steps between measurements of the held-out loss
-HELD_WINDOWS = 16  # of such a measurement
-_OUTER = ("embed", "shared", "relative_attention_bias")  # matrices that are tables: Muon is not meant for them
+EVAL_EVERY = 200  # steps between measurements of the held-out loss
+EVAL_WINDOWS = 16  # of such a measurement
+_TABLE_NAMES = ("embed", "shared", "relative_attention_bias")  # matrices that are tables: Muon is not meant for them
 
 
-def build(recipe: Recipe, layers: int, dtype: torch.dtype = torch.bfloat16) -> LlamaForCausalLM:
+def build_model(recipe: LlamaRecipe, layers: int, dtype: torch.dtype = torch.bfloat16) -> LlamaForCausalLM:
     """An untrained model of the recipe's width and the given depth."""
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
@@ -51,12 +51,12 @@ def build(recipe: Recipe, layers: int, dtype: torch.dtype = torch.bfloat16) -> L
     return LlamaForCausalLM(config).to(dtype)
 
 
-def stacked(recipe: Recipe, model: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
+def stack_layers(recipe: LlamaRecipe, model: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
     """The model at a greater depth, its layers repeated in order."""
     depth = model.config.num_hidden_layers
     if depth == layers:
         return model
-    deeper = build(recipe, layers)
+    deeper = build_model(recipe, layers)
     deeper.model.embed_tokens.load_state_dict(model.model.embed_tokens.state_dict())
     deeper.model.norm.load_state_dict(model.model.norm.state_dict())
     for index, layer in enumerate(deeper.model.layers):
@@ -64,62 +64,65 @@ def stacked(recipe: Recipe, model: LlamaForCausalLM, layers: int) -> LlamaForCau
     return deeper
 
 
-class Optimizer:
+class MasterWeightOptimizer:
     """fp32 copies of bf16 parameters, Muon for the matrices inside layers and AdamW for the rest."""
 
     def __init__(self, model: nn.Module, learning_rate: float) -> None:
-        self.pairs = [(p, nn.Parameter(p.detach().float())) for p in model.parameters()]
-        inner = [p.ndim == 2 and not any(word in name for word in _OUTER) for name, p in model.named_parameters()]
-        matrices = [m for is_inner, (_, m) in zip(inner, self.pairs, strict=True) if is_inner]
-        others = [m for is_inner, (_, m) in zip(inner, self.pairs, strict=True) if not is_inner]
+        self.parameter_pairs = [(p, nn.Parameter(p.detach().float())) for p in model.parameters()]
+        inner = [p.ndim == 2 and not any(word in name for word in _TABLE_NAMES) for name, p in model.named_parameters()]
+        matrices = [m for is_inner, (_, m) in zip(inner, self.parameter_pairs, strict=True) if is_inner]
+        others = [m for is_inner, (_, m) in zip(inner, self.parameter_pairs, strict=True) if not is_inner]
         self.learning_rate = learning_rate
-        self.parts: list[torch.optim.Optimizer] = [
+        self.optimizers: list[torch.optim.Optimizer] = [
             torch.optim.Muon(matrices, lr=learning_rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
             torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
         ]
 
     def step(self, scale: float) -> None:
         """One update at `scale` times the learning rate; gradients are cleared."""
-        for parameter, master in self.pairs:
+        for parameter, master in self.parameter_pairs:
             assert parameter.grad is not None
             master.grad = parameter.grad.float()
             parameter.grad = None
-        nn.utils.clip_grad_norm_([master for _, master in self.pairs], 1.0)
-        for part in self.parts:
+        nn.utils.clip_grad_norm_([master for _, master in self.parameter_pairs], 1.0)
+        for part in self.optimizers:
             for group in part.param_groups:
                 group["lr"] = self.learning_rate * scale
             part.step()
         with torch.no_grad():
-            for parameter, master in self.pairs:
+            for parameter, master in self.parameter_pairs:
                 parameter.copy_(master)
 
     def state_dict(self) -> dict[str, object]:
-        return {"parts": [p.state_dict() for p in self.parts], "masters": [m.detach() for _, m in self.pairs]}
+        return {
+            "parts": [p.state_dict() for p in self.optimizers],
+            "masters": [m.detach() for _, m in self.parameter_pairs],
+        }
 
     def load_state_dict(self, state: dict) -> None:  # type: ignore[type-arg]
-        for part, saved in zip(self.parts, state["parts"], strict=True):
+        for part, saved in zip(self.optimizers, state["parts"], strict=True):
             part.load_state_dict(saved)
         with torch.no_grad():
-            for (_, master), saved in zip(self.pairs, state["masters"], strict=True):
+            for (_, master), saved in zip(self.parameter_pairs, state["masters"], strict=True):
                 master.copy_(saved)
 
 
-def logits_of(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
+def compute_logits(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
     """[B*L, V] logits in the model's dtype."""
     hidden = model.model(ids, use_cache=False).last_hidden_state
     return model.lm_head(hidden).flatten(0, 1)  # type: ignore[no-any-return]
 
 
-def next_token_loss(ids: Tensor, logits: Tensor, following: Tensor) -> Tensor:
+def compute_next_token_loss(ids: Tensor, logits: Tensor, following: Tensor) -> Tensor:
     return F.cross_entropy(logits.float(), following)
 
 
-def distillation_loss(target: LlamaForCausalLM) -> Loss:
-    """KL(p || q) from the target's law p to the draft's q, averaged over positions."""
+def make_distillation_loss(target: LlamaForCausalLM) -> LossFunction:
+    """KL(p || q) from the target's p to the draft's q, averaged over positions."""
 
     def loss(ids: Tensor, logits: Tensor, following: Tensor) -> Tensor:
         with torch.no_grad():
-            p = logits_of(target, ids).float().softmax(-1)
+            p = compute_logits(target, ids).float().softmax(-1)
             entropy = -(p * p.clamp_min(1e-9).log()).sum(-1).mean()
         return F.cross_entropy(logits.float(), p) - entropy
 
@@ -127,184 +130,189 @@ def distillation_loss(target: LlamaForCausalLM) -> Loss:
 
 
 @dataclass(frozen=True)
-class Run:
-    """Where a training run reads, writes and reports."""
+class PretrainingRun:
+    """Inputs, output folder and progress callback of a training run."""
 
-    recipe: Recipe
+    recipe: LlamaRecipe
     ids: np.ndarray
     folder: Path
-    loss_of: Loss = next_token_loss
+    compute_loss: LossFunction = compute_next_token_loss
     device: str = "cpu"
-    progress: Progress = lambda step, steps, loss: None
-    held: np.ndarray | None = None  # ids whose loss goes into the log
-    must_stop: Callable[[], bool] = lambda: False
+    progress: ProgressCallback = lambda step, steps, loss: None
+    held_out_ids: np.ndarray | None = None  # ids whose loss goes into the log
+    should_stop: Callable[[], bool] = lambda: False
 
     @property
-    def constant(self) -> Path:
+    def constant_checkpoint(self) -> Path:
         return self.folder / "checkpoint.pt"
 
     @property
-    def decaying(self) -> Path:
+    def decay_checkpoint(self) -> Path:
         return self.folder / "checkpoint-decay.pt"
 
 
 @dataclass
-class State:
-    """What a checkpoint holds."""
+class PretrainingState:
+    """State of a run, as a checkpoint stores it."""
 
     model: LlamaForCausalLM
-    optimizer: Optimizer
+    optimizer: MasterWeightOptimizer
     step: int = 0
-    since: int = 0  # the step at which training at this depth began
+    depth_start_step: int = 0  # the step at which training at this depth began
     decay_from: int | None = None  # the step at which the decay began
-    smooth: float = math.nan  # training loss, smoothed
+    smoothed_loss: float = math.nan  # training loss, smoothed
 
     @property
-    def layers(self) -> int:
+    def num_layers(self) -> int:
         return int(self.model.config.num_hidden_layers)
 
 
-def train(run: Run, finish: bool = False) -> LlamaForCausalLM:
+def train(run: PretrainingRun, finish: bool = False) -> LlamaForCausalLM:
     """Run the recipe, from the run's checkpoint if it has one; its folder gets the model at the end, and a log.
 
     `finish` begins the decay at that checkpoint, however few steps it has. A signal to stop saves a checkpoint and
     raises KeyboardInterrupt. Raises ForedraftError if the checkpoint was made with batches of another size.
     """
     run.folder.mkdir(parents=True, exist_ok=True)
-    with stoppable() as is_signalled:
-        run = replace(run, must_stop=is_signalled)
-        state = _load(run, run.decaying)
+    with handle_stop_signals() as is_signalled:
+        run = replace(run, should_stop=is_signalled)
+        state = _load(run, run.decay_checkpoint)
         if state is None:
-            state = _at_constant_rate(run, finish)
+            state = _train_at_constant_rate(run, finish)
         _decay(run, state)
     state.model.config.dtype = "bfloat16"
     state.model.save_pretrained(run.folder)
-    run.decaying.unlink()
+    run.decay_checkpoint.unlink()
     return state.model
 
 
-def _at_constant_rate(run: Run, finish: bool) -> State:
+def _train_at_constant_rate(run: PretrainingRun, finish: bool) -> PretrainingState:
     recipe = run.recipe
-    state = _load(run, run.constant)
+    state = _load(run, run.constant_checkpoint)
     if state is not None and finish:
         return state
     if state is None:
-        model = build(recipe, recipe.stages[0].layers).to(run.device)
-        state = State(model, Optimizer(model, recipe.learning_rate))
+        model = build_model(recipe, recipe.stages[0].layers).to(run.device)
+        state = PretrainingState(model, MasterWeightOptimizer(model, recipe.learning_rate))
     end = 0
     for stage in recipe.stages:
         end += stage.steps
         if state.step < end:
             _deepen(run, state, stage.layers)
-            _advance(run, state, stage.context, end, run.constant)
+            _advance(run, state, stage.context, end, run.constant_checkpoint)
     return state
 
 
-def _decay(run: Run, state: State) -> None:
+def _decay(run: PretrainingRun, state: PretrainingState) -> None:
     if state.decay_from is None:
         _deepen(run, state, run.recipe.stages[-1].layers)
         state.decay_from = state.step
-        _save(run, state, run.decaying)
+        _save(run, state, run.decay_checkpoint)
     end = state.decay_from
-    for stage in run.recipe.ending(state.decay_from):
+    for stage in run.recipe.make_decay_stages(state.decay_from):
         end += stage.steps
         if state.step < end:
-            _advance(run, state, stage.context, end, run.decaying)
+            _advance(run, state, stage.context, end, run.decay_checkpoint)
 
 
-def _deepen(run: Run, state: State, layers: int) -> None:
+def _deepen(run: PretrainingRun, state: PretrainingState, layers: int) -> None:
     """More layers if the stage has more; the optimizer begins anew then."""
-    if state.layers < layers:
-        state.model = stacked(run.recipe, state.model, layers).to(run.device)
-        state.optimizer = Optimizer(state.model, run.recipe.learning_rate)
-        state.since = state.step
+    if state.num_layers < layers:
+        state.model = stack_layers(run.recipe, state.model, layers).to(run.device)
+        state.optimizer = MasterWeightOptimizer(state.model, run.recipe.learning_rate)
+        state.depth_start_step = state.step
 
 
-def rate(recipe: Recipe, step: int, since: int, decay_from: int | None) -> float:
+def compute_rate_scale(recipe: LlamaRecipe, step: int, depth_start_step: int, decay_from: int | None) -> float:
     """The share of the learning rate at a step: a rise after every change of depth, level, a linear fall to zero."""
-    rise = (step - since + 1) / recipe.warmup
+    rise = (step - depth_start_step + 1) / recipe.warmup
     if decay_from is None:
         return min(1.0, rise)
-    length = sum(stage.steps for stage in recipe.ending(decay_from))
+    length = sum(stage.steps for stage in recipe.make_decay_stages(decay_from))
     return min(1.0, rise, (decay_from + length - step) / length)
 
 
-def _advance(run: Run, state: State, context: int, end: int, checkpoint: Path) -> None:
+def _advance(run: PretrainingRun, state: PretrainingState, context: int, end: int, checkpoint: Path) -> None:
     recipe = run.recipe
     rows = recipe.batch_tokens // context
-    batches = Batches(run.ids, context, rows, recipe.seed, run.device)
+    batches = WindowBatches(run.ids, context, rows, recipe.seed, run.device)
     saved = began = time.monotonic()
     first = state.step
     while state.step < end:
-        loss = _step(run, state, batches.at(state.step))
-        state.smooth = loss if math.isnan(state.smooth) else 0.95 * state.smooth + 0.05 * loss
+        loss = _step(run, state, batches.get_batch(state.step))
+        state.smoothed_loss = loss if math.isnan(state.smoothed_loss) else 0.95 * state.smoothed_loss + 0.05 * loss
         state.step += 1
         if state.step % LOG_EVERY == 0 or state.step == end:
             seconds = max(time.monotonic() - began, 1e-9)
             _log(run, state, round((state.step - first) * recipe.batch_tokens / seconds))
-        is_stopped = run.must_stop()
+        is_stopped = run.should_stop()
         if is_stopped or state.step == end or time.monotonic() - saved >= recipe.checkpoint_seconds:
             _save(run, state, checkpoint)
             saved = time.monotonic()
-        run.progress(state.step, _last_step(recipe, state), state.smooth)
+        run.progress(state.step, _count_total_steps(recipe, state), state.smoothed_loss)
         if is_stopped:
             raise KeyboardInterrupt
 
 
-def _last_step(recipe: Recipe, state: State) -> int:
+def _count_total_steps(recipe: LlamaRecipe, state: PretrainingState) -> int:
     before = recipe.steps if state.decay_from is None else state.decay_from
-    return before + sum(stage.steps for stage in recipe.ending(before))
+    return before + sum(stage.steps for stage in recipe.make_decay_stages(before))
 
 
-def _step(run: Run, state: State, batch: Tensor) -> float:
+def _step(run: PretrainingRun, state: PretrainingState, batch: Tensor) -> float:
     """One update from a batch [rows, L + 1]; its loss."""
     total = torch.zeros((), device=batch.device)
     for part in torch.split(batch, max(1, run.recipe.micro_tokens // (batch.shape[1] - 1))):
-        loss = run.loss_of(part[:, :-1], logits_of(state.model, part[:, :-1]), part[:, 1:].flatten())
+        loss = run.compute_loss(part[:, :-1], compute_logits(state.model, part[:, :-1]), part[:, 1:].flatten())
         loss = loss * (len(part) / len(batch))
         loss.backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
-    state.optimizer.step(rate(run.recipe, state.step, state.since, state.decay_from))
+    state.optimizer.step(compute_rate_scale(run.recipe, state.step, state.depth_start_step, state.decay_from))
     return float(total)
 
 
-def _log(run: Run, state: State, tokens_per_second: int) -> None:
+def _log(run: PretrainingRun, state: PretrainingState, tokens_per_second: int) -> None:
     row: dict[str, float] = {
         "step": state.step,
         "tokens": state.step * run.recipe.batch_tokens,
-        "layers": state.layers,
-        "loss": round(state.smooth, 4),
+        "layers": state.num_layers,
+        "loss": round(state.smoothed_loss, 4),
         "tokens_per_s": tokens_per_second,
     }
     if state.decay_from is not None:
         row["decay_from"] = state.decay_from
-    if run.held is not None and state.step % HELD_EVERY == 0:
-        row["held_loss"] = round(held_loss(run, state.model, run.held), 4)
+    if run.held_out_ids is not None and state.step % EVAL_EVERY == 0:
+        row["held_loss"] = round(measure_held_out_loss(run, state.model, run.held_out_ids), 4)
     with (run.folder / "log.jsonl").open("a") as log:
         log.write(json.dumps(row) + "\n")
 
 
 @torch.no_grad()
-def held_loss(run: Run, model: LlamaForCausalLM, held: np.ndarray) -> float:
+def measure_held_out_loss(run: PretrainingRun, model: LlamaForCausalLM, held_out_ids: np.ndarray) -> float:
     """Next-token loss in nats over evenly spaced windows of held-out ids [T], of the first stage's length."""
     context = run.recipe.stages[0].context
     losses = []
-    for start in np.linspace(0, len(held) - context - 1, HELD_WINDOWS).astype(int):
-        window = torch.from_numpy(held[start : start + context + 1].astype(np.int64)).to(run.device)[None]
-        losses.append(next_token_loss(window, logits_of(model, window[:, :-1]), window[0, 1:]))
+    for start in np.linspace(0, len(held_out_ids) - context - 1, EVAL_WINDOWS).astype(int):
+        window = torch.from_numpy(held_out_ids[start : start + context + 1].astype(np.int64)).to(run.device)[None]
+        losses.append(compute_next_token_loss(window, compute_logits(model, window[:, :-1]), window[0, 1:]))
     return float(torch.stack(losses).mean())
 
 
-def _save(run: Run, state: State, path: Path) -> None:
+def _save(run: PretrainingRun, state: PretrainingState, path: Path) -> None:
     partial = path.with_suffix(".tmp")
-    numbers = {"step": state.step, "since": state.since, "decay_from": state.decay_from, "smooth": state.smooth}
+    numbers = {
+        "step": state.step,
+        "since": state.depth_start_step,
+        "decay_from": state.decay_from,
+        "smooth": state.smoothed_loss,
+    }
     weights = {"model": state.model.state_dict(), "optimizer": state.optimizer.state_dict()}
-    shape = {"layers": state.layers, "batch_tokens": run.recipe.batch_tokens}
+    shape = {"layers": state.num_layers, "batch_tokens": run.recipe.batch_tokens}
     torch.save({**numbers, **weights, **shape}, partial)
     partial.replace(path)
 
 
-def _load(run: Run, path: Path) -> State | None:
+def _load(run: PretrainingRun, path: Path) -> PretrainingState | None:
     if not path.exists():
         return None
     saved = torch.load(path, weights_only=True, map_location=run.device)
@@ -313,8 +321,8 @@ def _load(run: Run, path: Path) -> State | None:
             f"{path} was made with batches of {saved['batch_tokens']} tokens; give --batch-tokens "
             f"{saved['batch_tokens']}, or another --out"
         )
-    model = build(run.recipe, saved["layers"]).to(run.device)
+    model = build_model(run.recipe, saved["layers"]).to(run.device)
     model.load_state_dict(saved["model"])
-    optimizer = Optimizer(model, run.recipe.learning_rate)
+    optimizer = MasterWeightOptimizer(model, run.recipe.learning_rate)
     optimizer.load_state_dict(saved["optimizer"])
-    return State(model, optimizer, saved["step"], saved["since"], saved["decay_from"], saved["smooth"])
+    return PretrainingState(model, optimizer, saved["step"], saved["since"], saved["decay_from"], saved["smooth"])

@@ -8,7 +8,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-NAMES = {
+GGUF_TENSOR_NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
     "lm_head": "output",
@@ -22,34 +22,34 @@ NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-_STORED: dict[str, Any] = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32}
+_NUMPY_DTYPES: dict[str, Any] = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32}
 
 
 def convert(folder: Path, out: Path, dtype: str) -> None:
     """Write `out` with matrices in dtype (bfloat16 or float32) and norms in float32. Raises ValueError."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    _check(config)
+    _check_config(config)
     writer = gguf.GGUFWriter(str(out), "llama")
-    _describe(writer, config, dtype)
+    _write_metadata(writer, config, dtype)
     _add_tokens(writer, folder, config)
-    for name, values in _tensors(folder):
+    for name, values in _read_tensors(folder):
         if name == "lm_head.weight" and config.get("tie_word_embeddings"):
             continue  # llama.cpp reads the embeddings where there is no output matrix
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             is_query = name.endswith("q_proj.weight")
-            values = _interleaved(values, config["num_attention_heads" if is_query else "num_key_value_heads"])
+            values = _interleave_rows(values, config["num_attention_heads" if is_query else "num_key_value_heads"])
         if values.ndim == 1 or dtype == "float32":
-            writer.add_tensor(_renamed(name), values)
+            writer.add_tensor(_rename_tensor(name), values)
         else:
-            halves = _bfloat16(values)
-            writer.add_tensor(_renamed(name), halves.view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
+            halves = _to_bfloat16(values)
+            writer.add_tensor(_rename_tensor(name), halves.view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def _check(config: dict[str, Any]) -> None:
+def _check_config(config: dict[str, Any]) -> None:
     if config["model_type"] != "llama" or config.get("attention_bias") or config.get("mlp_bias"):
         raise ValueError(f"only Llama models without biases are converted, and this is {config['model_type']!r}")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -57,7 +57,7 @@ def _check(config: dict[str, Any]) -> None:
         raise ValueError(f"rotary positions of type {rope['rope_type']!r} are not converted")
 
 
-def _describe(writer: Any, config: dict[str, Any], dtype: str) -> None:
+def _write_metadata(writer: Any, config: dict[str, Any], dtype: str) -> None:
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     rope = config.get("rope_parameters") or {}
     writer.add_name("benchmark")
@@ -102,7 +102,7 @@ def _add_tokens(writer: Any, folder: Path, config: dict[str, Any]) -> None:
             add(config[key])
 
 
-def _tensors(folder: Path) -> Iterator[tuple[str, Any]]:
+def _read_tensors(folder: Path) -> Iterator[tuple[str, Any]]:
     """Every tensor of a folder as float32."""
     for file in sorted(folder.glob("*.safetensors")):
         with file.open("rb") as stream:
@@ -112,33 +112,33 @@ def _tensors(folder: Path) -> Iterator[tuple[str, Any]]:
         for name, entry in header.items():
             if name == "__metadata__":
                 continue
-            if entry["dtype"] not in _STORED:
+            if entry["dtype"] not in _NUMPY_DTYPES:
                 raise ValueError(f"{name} is stored as {entry['dtype']}, which is not converted")
             begin, end = entry["data_offsets"]
-            yield name, _float32(data[begin:end].view(_STORED[entry["dtype"]]).reshape(entry["shape"]))
+            yield name, _to_float32(data[begin:end].view(_NUMPY_DTYPES[entry["dtype"]]).reshape(entry["shape"]))
 
 
-def _float32(values: Any) -> Any:
+def _to_float32(values: Any) -> Any:
     if values.dtype == np.uint16:
         return (values.astype(np.uint32) << 16).view(np.float32)
     return values.astype(np.float32)
 
 
-def _bfloat16(values: Any) -> Any:
+def _to_bfloat16(values: Any) -> Any:
     """float32 -> bits of bfloat16, to the nearest, ties to even; exact for what was bfloat16."""
     bits = values.view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
-def _interleaved(values: Any, heads: int) -> Any:
+def _interleave_rows(values: Any, heads: int) -> Any:
     """llama.cpp turns neighbouring rows of a head by one angle, transformers a row of each half."""
     rows, columns = values.shape
     pairs = values.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2)
     return np.ascontiguousarray(pairs).reshape(rows, columns)
 
 
-def _renamed(name: str) -> str:
+def _rename_tensor(name: str) -> str:
     parts = name.removesuffix(".weight").split(".")
     if parts[:2] == ["model", "layers"]:
-        return f"blk.{parts[2]}.{NAMES['.'.join(parts[3:])]}.weight"
-    return f"{NAMES['.'.join(parts)]}.weight"
+        return f"blk.{parts[2]}.{GGUF_TENSOR_NAMES['.'.join(parts[3:])]}.weight"
+    return f"{GGUF_TENSOR_NAMES['.'.join(parts)]}.weight"

@@ -10,10 +10,10 @@ import torch
 from serve import serve
 
 from foredraft import LLM, Sampling, __version__
-from foredraft.bench import flatness
+from foredraft.bench import verify_cost
 
 
-class Peer:
+class ForedraftPeer:
     """One target, with every drafter it is asked for."""
 
     plain: LLM
@@ -39,10 +39,10 @@ class Peer:
         return {"tokens": completion.token_ids, "seconds": seconds, "passes": completion.stats.target_passes}
 
     def verify(self, rows: list[int], context: list[int], repeats: int) -> dict[str, Any]:
-        costs = flatness.costs(self.plain, rows, len(context), repeats)
+        costs = verify_cost.measure_costs(self.plain, rows, len(context), repeats)
         return {"seconds": {str(cost.rows): cost.seconds for cost in costs}}
 
 
 if __name__ == "__main__":
-    peer = Peer()
+    peer = ForedraftPeer()
     serve({"load": peer.load, "generate": peer.generate, "verify": peer.verify})

@@ -8,10 +8,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
 import transformers
-from serve import serve, verify_costs
+from serve import measure_verify_costs, serve
 
 
-class Peer:
+class TransformersPeer:
     """One model, and its assistant where it has one."""
 
     model: Any
@@ -21,8 +21,8 @@ class Peer:
         torch.set_num_threads(threads)
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
-        self.model = _loaded(model, dtype)
-        self.assistant = None if draft is None else _loaded(draft, dtype)
+        self.model = _load_model(model, dtype)
+        self.assistant = None if draft is None else _load_model(draft, dtype)
         return {"version": f"transformers {transformers.__version__}, torch {torch.__version__}"}
 
     @torch.inference_mode()
@@ -56,7 +56,7 @@ class Peer:
         cache = transformers.DynamicCache(config=self.model.config)
         self.model(torch.tensor([context]), past_key_values=cache, logits_to_keep=1)
         windows = {count: torch.tensor([context[:count]]) for count in rows}
-        costs: dict[str, Any] = verify_costs(
+        costs: dict[str, Any] = measure_verify_costs(
             rows,
             repeats,
             lambda count: self.model(windows[count], past_key_values=cache),
@@ -65,10 +65,10 @@ class Peer:
         return costs
 
 
-def _loaded(name: str, dtype: str) -> Any:
+def _load_model(name: str, dtype: str) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=False).eval()
 
 
 if __name__ == "__main__":
-    peer = Peer()
+    peer = TransformersPeer()
     serve({"load": peer.load, "generate": peer.generate, "verify": peer.verify})

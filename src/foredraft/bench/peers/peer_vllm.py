@@ -13,11 +13,11 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
 COUNTERS = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
 
 
-class Peer:
+class VllmPeer:
     """One engine, compiled; prefix caching is off, for a prompt is asked more than once."""
 
     engine: Any
-    params: Any
+    sampling_params_class: Any
     is_counting: bool
 
     def load(
@@ -38,7 +38,7 @@ class Peer:
         }[mode]  # fmt: skip
         if mode == "draft" and draft is None:
             raise ValueError("this mode needs a draft model")
-        self.params, self.is_counting = vllm.SamplingParams, spec is not None
+        self.sampling_params_class, self.is_counting = vllm.SamplingParams, spec is not None
         self.engine = vllm.LLM(
             model=model, dtype=dtype, max_model_len=context, max_num_seqs=1, enable_prefix_caching=False,
             disable_log_stats=not self.is_counting, **({"speculative_config": spec} if spec else {}),
@@ -46,19 +46,19 @@ class Peer:
         return {"version": f"vllm {vllm.__version__}"}
 
     def generate(self, prompt: list[int], max_tokens: int, **_: Any) -> dict[str, Any]:
-        params = self.params(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
-        before = self._counts()
+        params = self.sampling_params_class(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        before = self._read_counters()
         began = time.perf_counter()
         (out,) = self.engine.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
         seconds = time.perf_counter() - began
         tokens = list(out.outputs[0].token_ids)
-        after = self._counts()
+        after = self._read_counters()
         drafts, accepted = (after[name] - before[name] for name in COUNTERS)
         # What is accepted beyond the last token wanted is counted too, so that tokens - accepted falls short of the
         # passes; a pass without a draft is not counted, so that the prompt's and the drafts' fall short as well.
         return {"tokens": tokens, "seconds": seconds, "passes": max(len(tokens) - accepted, 1 + drafts)}
 
-    def _counts(self) -> dict[str, int]:
+    def _read_counters(self) -> dict[str, int]:
         counts = dict.fromkeys(COUNTERS, 0)
         if self.is_counting:
             counts |= {m.name: m.value for m in self.engine.get_metrics() if m.name in COUNTERS}
@@ -66,5 +66,5 @@ class Peer:
 
 
 if __name__ == "__main__":
-    peer = Peer()
+    peer = VllmPeer()
     serve({"load": peer.load, "generate": peer.generate})

@@ -1,6 +1,6 @@
 /* Tiles of the processor: 8 registers of up to 16 rows of 64 bytes, with Intel's AMX or, for tests on processors that
- * have none, in plain C. The emulation aborts where the processor would raise a fault, and where a caller forgets to
- * release.
+ * have none, in plain C. The emulation aborts if the processor would raise a fault, or if a caller does not
+ * release the tiles.
  */
 #ifndef FD_AMX_H
 #define FD_AMX_H
@@ -25,12 +25,12 @@ typedef struct {
 #if HAS_TILES && !defined(FD_AMX_EMULATED)
 
 INLINE void tile_configure(const tile_shapes *s) {
-    /* gcc's tile instructions do not say what memory they read: all that was written has to be there from here on */
+    /* gcc's tile instructions do not declare the memory they read: all earlier stores must be complete here */
     __asm__ volatile("" : : "r"(s) : "memory");
     _tile_loadconfig(s);
 }
 INLINE void tile_release(void) { _tile_release(); }
-/* Numbers of tiles are part of the instruction, and so macros. */
+/* Tile numbers are part of the instruction, so these are macros. */
 #define tile_zero(t) _tile_zero(t)
 #define tile_load(t, from, stride) _tile_loadd(t, from, stride)
 #define tile_store(t, to, stride) _tile_stored(t, to, stride)
@@ -50,7 +50,7 @@ static void require(int holds) {
 }
 
 static void tile_configure(const tile_shapes *s) {
-    require(tiles.shapes.palette == 0); /* the product before this one released */
+    require(tiles.shapes.palette == 0); /* the previous product must have released its tiles */
     require(s->palette == 1 && s->start_row == 0);
     for (int i = 0; i < 14; i++) require(s->reserved[i] == 0);
     for (int i = 0; i < 16; i++) {
@@ -81,7 +81,7 @@ static void tile_store(int t, void *to, long stride) {
         memcpy((char *)to + i * stride, tiles.data[t][i], tiles.shapes.row_bytes[t]);
 }
 
-/* The processor takes numbers below the smallest normal one for zero. */
+/* The processor treats subnormal numbers as zero. */
 static float flushed(float x) { return x > -0x1p-126f && x < 0x1p-126f ? 0 * x : x; }
 
 static float bf16_at(const uint8_t *row, int i) {
@@ -90,7 +90,7 @@ static float bf16_at(const uint8_t *row, int i) {
     return flushed(widen(h));
 }
 
-/* C += A B. Within a tile the even numbers of k make one sum and the odd ones another, each by fused steps. */
+/* C += A B. Within a tile even k make one sum and odd k another, each by fused multiply-adds. */
 static void tile_dot(int c, int a, int b) {
     const tile_shapes *s = &tiles.shapes;
     require(c != a && c != b && a != b);

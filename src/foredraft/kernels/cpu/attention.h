@@ -1,7 +1,7 @@
 /* Attention of one row and one key head over paged KV.
  *
- * A row sees keys by rank: the committed tokens through the page table, then its own path through the step's tree. The
- * order, and so every bit of the result, is that of decoding the same text one token at a time.
+ * A row sees keys by rank: the committed tokens through the page table, then its own path in the token tree. The order,
+ * and so every bit of the result, equals that of decoding the same sequence one token at a time.
  */
 #ifndef FD_ATTENTION_H
 #define FD_ATTENTION_H
@@ -9,12 +9,12 @@
 #include "foredraft.h"
 #include "simd.h"
 
-#define BLOCK 16  /* keys scored together */
-#define SHARED 4  /* query heads that share the reading of a key */
-#define AHEAD 8 /* values fetched before they are needed */
-#define COLUMNS 64 /* of the values summed together */
+#define BLOCK 16  /* keys scored at a time */
+#define SHARED 4  /* query heads that share one read of a key */
+#define AHEAD 8 /* values prefetched ahead of their use */
+#define COLUMNS 64 /* columns of the values summed at a time */
 
-INLINE long attention_scratch(const fd_window *w, int group) { /* bytes of one thread */
+INLINE long attention_scratch(const fd_window *w, int group) { /* bytes per thread */
     long ranks = (w->longest + BLOCK - 1) / BLOCK * BLOCK;
     return (ranks * 4 * (1 + group) + 63) / 64 * 64 + 64;
 }
@@ -31,7 +31,7 @@ INLINE void find_slots(const fd_window *w, int row, int from, int to, int32_t *s
     for (; rank < to; rank++) slots[rank - from] = tail[rank - start];
 }
 
-/* A key or value is a few lines far from the last: the processor does not guess where the next one lies. */
+/* Consecutive keys are cache lines apart, and the processor does not predict the next address. */
 INLINE void fetch(const void *p, long at, int dim, int has_bf16) {
     const char *first = (const char *)p + at * (has_bf16 ? 2 : 4);
     for (int i = 0; i < dim * (has_bf16 ? 2 : 4); i += 64) __builtin_prefetch(first + i);
@@ -45,7 +45,7 @@ INLINE vf load_kv(const void *p, long i, int has_bf16) {
 INLINE void sums(vf *v, float *to) {
 #if LANES == 16
     __m512 *x = (__m512 *)v;
-    for (int i = 0; i < 16; i += 2) { /* halves of each 128 bits: pairs of keys side by side */
+    for (int i = 0; i < 16; i += 2) { /* halves of each 128 bits: pairs of keys adjacent */
         __m512 a = _mm512_unpacklo_ps(x[i], x[i + 1]), b = _mm512_unpackhi_ps(x[i], x[i + 1]);
         x[i / 2] = _mm512_add_ps(a, b);
     }
@@ -98,7 +98,7 @@ INLINE void gather(const float *weight, long weight_stride, const void *values, 
     }
 }
 
-/* In place: e^(s - max) / sum, of s * scale and what is added by distance. What stands behind the last rank counts as nothing. */
+/* In place: softmax of s * scale plus the bias by distance. Entries after the last rank are ignored. */
 static void soften(float *s, int count, float scale, float softcap, const float *bias, int far, int ahead, int span) {
     int padded = (count + LANES - 1) / LANES * LANES;
     vf most = all(-3e38f), total = {0};
@@ -108,7 +108,7 @@ static void soften(float *s, int count, float scale, float softcap, const float 
         if (softcap > 0) x = softcap * tangent(x / softcap);
         store(s + i, x);
     }
-    if (bias) { /* one number for all that is far, then the table */
+    if (bias) { /* one value for all far keys, then the table */
         int near = count - 1 - ahead - far, last = near + span < count ? near + span : count;
         for (int i = 0; i < near && i < count; i++) s[i] += bias[0];
         for (int i = near > 0 ? near : 0; i < last; i++) s[i] += bias[i - near];
@@ -149,10 +149,10 @@ INLINE const float *bias_of(const fd_attention *a, int head) {
                    16 / LANES);                                                                                        \
         break;
 
-/* What one row sees through one key head. */
+/* Keys and weights of one row and one key head. */
 typedef struct {
     int group, count;         /* query heads of the key head; keys seen */
-    long stride, head, ranks; /* numbers from slot to slot, to the head; count in whole blocks */
+    long stride, head, ranks; /* slot stride; offset of the head; count in whole blocks */
     int32_t *slots;           /* [count] */
     float *weight;            /* [group, ranks] */
 } sight;
@@ -191,7 +191,7 @@ INLINE void attend_as(const fd_attention *a, const fd_window *w, int row, int kv
 }
 
 #ifdef __AVX512BF16__
-/* Queries and weights rounded to bf16, as the keys and values are: half the instructions. */
+/* Queries and weights are rounded to bf16 like keys and values, which halves the instructions. */
 INLINE void score_bf16(const uint16_t *q, const uint16_t *keys, const int32_t *slots, int count, long stride, long head,
                        int dim, float *to, long to_stride, const int G) {
     vf part[SHARED][BLOCK];
@@ -210,7 +210,7 @@ INLINE void score_bf16(const uint16_t *q, const uint16_t *keys, const int32_t *s
     for (int g = 0; g < G; g++) sums(part[g], to + g * to_stride);
 }
 
-/* Two keys at a time, 64 columns: their values side by side in the order that the processor interleaves them in. */
+/* Two keys and 64 columns at a time; the values are paired in the processor's interleaving order. */
 INLINE void gather_bf16(const uint16_t *weight, long weight_stride, const uint16_t *values, const int32_t *slots,
                         int count, long stride, long head, float *to, int dim, const int G, const int V) {
     __m512 acc[SHARED * 4];
@@ -243,7 +243,7 @@ INLINE void gather_bf16(const uint16_t *weight, long weight_stride, const uint16
     }
 }
 
-/* In place: count weights as bf16 at the front of their floats; the place after an odd count is zero. */
+/* In place: `count` weights as bf16 at the start of their floats; after an odd count a zero follows. */
 INLINE void narrow_weights(float *s, int count) {
     uint16_t *to = (uint16_t *)s;
     int padded = (count + LANES - 1) / LANES * LANES;

@@ -1,6 +1,6 @@
-"""Compiles the native library with the system's C compiler: `python -m foredraft.kernels.cpu.build`.
+"""Build of the native library with the system's C compiler: `python -m foredraft.kernels.cpu.build`.
 
-The package's own build runs this file by path, before anything of the package can be imported.
+The package's build runs this file by path before the package can be imported, so it imports only the standard library.
 """
 
 import hashlib
@@ -16,11 +16,11 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 LIBRARY = HERE / "_foredraft.so"
-COMMON = "-O3 -std=c11 -fPIC -ffp-contract=fast -fno-math-errno -Wno-psabi -pthread".split()
+COMMON_FLAGS = "-O3 -std=c11 -fPIC -ffp-contract=fast -fno-math-errno -Wno-psabi -pthread".split()
 AVX2 = "-mavx2 -mfma".split()
 AVX512 = "-mavx512f -mavx512bw -mavx512vl -mavx512dq".split()
 AVX512BF16 = [*AVX2, *AVX512, "-mavx512bf16", "-mavx512vnni"]
-X86 = {
+X86_SETS = {
     "amx": [*AVX512BF16, "-mamx-tile", "-mamx-bf16"],
     "avx512bf16": AVX512BF16,
     "avx512": [*AVX2, *AVX512],
@@ -28,72 +28,83 @@ X86 = {
 }
 
 
-def fingerprint(folder: Path = HERE) -> str:
-    """Of the sources, so that a library left over from others is noticed."""
+def compute_fingerprint(folder: Path = HERE) -> str:
+    """Hash the sources, to detect a library that was built from other sources."""
     digest = hashlib.sha256()
     for file in sorted([*folder.glob("*.c"), *folder.glob("*.h"), Path(__file__)]):
         digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def compiler() -> list[str] | None:
-    """The command of a C compiler, $CC first."""
-    named = os.environ.get("CC", "").split()
-    if named and shutil.which(named[0]):
-        return named
+def find_compiler() -> list[str] | None:
+    """Return the command of a C compiler, $CC first; None without one."""
+    from_environment = os.environ.get("CC", "").split()
+    if from_environment and shutil.which(from_environment[0]):
+        return from_environment
     found = next((name for name in ("gcc", "clang", "cc") if shutil.which(name)), None)
     return [found] if found else None
 
 
-def machine_sets() -> dict[str, list[str]]:
-    """The instruction sets beyond the portable one that processors of this kind may have, the best first."""
-    return X86 if platform.machine().lower() in ("x86_64", "amd64") else {}
+def list_machine_sets() -> dict[str, list[str]]:
+    """Return the compiler flags of the instruction sets of this architecture, the best first, without the portable."""
+    return X86_SETS if platform.machine().lower() in ("x86_64", "amd64") else {}
 
 
 def build(
     out: Path = LIBRARY, sets: Mapping[str, Sequence[str]] | None = None, defines: Sequence[str] = ()
 ) -> tuple[str, ...]:
-    """Compile every instruction set into one library, and say which those are: a compiler may not know the latest.
+    """Compile every instruction set into one library.
 
-    Raises RuntimeError with the compiler's words.
+    Args:
+        out: path of the library.
+        sets: compiler flags by instruction set; None = all of this architecture.
+        defines: further flags for team.c.
+
+    Returns:
+        Names of the compiled sets; a set that the compiler does not support is omitted.
+
+    Raises:
+        RuntimeError: with the compiler's output.
     """
-    command = compiler()
+    command = find_compiler()
     if command is None:
         raise RuntimeError("no C compiler was found; install gcc or clang, or set CC")
-    wanted = {**(machine_sets() if sets is None else sets), "portable": []}
+    wanted = {**(list_machine_sets() if sets is None else sets), "portable": []}
     with tempfile.TemporaryDirectory() as work:
 
-        def compiled(source: str, name: str, *flags: str) -> str:
+        def compile_source(source: str, name: str, *flags: str) -> str:
             target = str(Path(work) / f"{name}.o")
-            _run([*command, *COMMON, *flags, "-c", str(HERE / source), "-o", target])
+            _run_command([*command, *COMMON_FLAGS, *flags, "-c", str(HERE / source), "-o", target])
             return target
 
-        def compiled_set(name: str) -> str | None:
+        def compile_set(name: str) -> str | None:
             try:
-                return compiled("isa.c", name, *wanted[name], f"-DFD_ISA={name}")
+                return compile_source("isa.c", name, *wanted[name], f"-DFD_ISA={name}")
             except RuntimeError:
                 if name == "portable":
                     raise
-                return None  # the library does without it
+                return None  # an unsupported set is omitted
 
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            objects = dict(zip(wanted, pool.map(compiled_set, wanted), strict=True))
+            objects = dict(zip(wanted, pool.map(compile_set, wanted), strict=True))
         made = tuple(name for name, target in objects.items() if target)
-        listed = " ".join(f"SET({name})" for name in made)
-        team = compiled("team.c", "team", "-O2", f'-DFD_SOURCE="{fingerprint()}"', f"-DFD_SETS={listed}", *defines)
-        suffix = compiled("suffix.c", "suffix", "-O2", "-ffp-contract=off")  # its sums are compared bit for bit
+        set_list = " ".join(f"SET({name})" for name in made)
+        team = compile_source(
+            "team.c", "team", "-O2", f'-DFD_SOURCE="{compute_fingerprint()}"', f"-DFD_SETS={set_list}", *defines
+        )
+        suffix = compile_source("suffix.c", "suffix", "-O2", "-ffp-contract=off")  # tests compare its sums bit for bit
         fresh = Path(work) / "library.so"
         parts = [target for target in objects.values() if target]
-        _run([*command, "-shared", "-pthread", team, suffix, *parts, "-lm", "-o", str(fresh)])
-        out.unlink(missing_ok=True)  # a library in use keeps its own copy
+        _run_command([*command, "-shared", "-pthread", team, suffix, *parts, "-lm", "-o", str(fresh)])
+        out.unlink(missing_ok=True)  # a process that has the old library open keeps its copy
         shutil.copy(fresh, out)
     return made
 
 
-def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+def _run_command(command: list[str]) -> None:
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        lines = result.stderr.strip().splitlines() or [f"exit status {result.returncode}"]
         raise RuntimeError(f"{' '.join(command)}\n" + "\n".join(lines[:20]))
 
 
@@ -103,7 +114,7 @@ def main() -> int:
     except RuntimeError as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 1
-    left_out = [name for name in machine_sets() if name not in made]
+    left_out = [name for name in list_machine_sets() if name not in made]
     note = f"; this compiler cannot do {', '.join(left_out)}" if left_out else ""
     print(f"built {LIBRARY.name} for {platform.machine()}: {', '.join(made)}{note}")  # noqa: T201
     return 0

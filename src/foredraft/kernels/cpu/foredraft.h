@@ -1,16 +1,16 @@
-/* What the kernels share: the records that Python fills in (library.py mirrors them field by field) and the team. */
+/* Shared declarations: the records that Python fills (library.py mirrors them field by field) and the thread team. */
 #ifndef FOREDRAFT_H
 #define FOREDRAFT_H
 
 #include <stdatomic.h>
 #include <stdint.h>
 
-#define FD_PANEL 32 /* outputs whose weights lie together */
+#define FD_PANEL 32 /* outputs of a panel */
 
 enum { FD_BF16, FD_F32, FD_INT8, FD_INT4 };
-enum { FD_SILU, FD_GELU_TANH, FD_RELU, FD_GELU }; /* gates know the first two */
-enum { FD_EMBEDDED, FD_JOINED, FD_PAIRED }; /* how the residual stream begins: fd_model.front */
-enum { FD_NORMED = -1 }; /* the boundary after the final norm; the others count layers */
+enum { FD_SILU, FD_GELU_TANH, FD_RELU, FD_GELU }; /* gates support the first two */
+enum { FD_EMBEDDED, FD_JOINED, FD_PAIRED }; /* start of the residual stream: fd_model.front */
+enum { FD_NORMED = -1 }; /* tap after the final norm; other taps count layers */
 
 /* A packed matrix [n, k]. bf16: [n/32][k/2][32][2]; f32: [n/32][k][32]; int8, int4: quant.h. */
 typedef struct {
@@ -20,26 +20,26 @@ typedef struct {
     int32_t n, k, kind, group;
 } fd_weight;
 
-/* Row t of a pass sees `start[t]` committed tokens, found through its page table, and then its own path. */
+/* Row t of a pass sees `start[t]` committed tokens through its page table, then its own path. */
 typedef struct {
     int32_t rows, page_size, num_logits, longest;
     const int32_t *tokens, *write;      /* [rows] token ids, slots to write */
-    const int32_t *pages, *page_at;     /* page tables end to end; [rows] where a row's begins */
-    const int32_t *tails, *tail_at;     /* slots of the paths end to end; [rows] where a row's begins */
+    const int32_t *pages, *page_at;     /* page tables, concatenated; [rows] start of a row's table */
+    const int32_t *tails, *tail_at;     /* slots of the paths, concatenated; [rows] start of a row's path */
     const int32_t *start, *tail;        /* [rows] committed tokens, length of the path, the row itself included */
     const int32_t *logit_rows;          /* [num_logits] */
 } fd_window;
 
 typedef struct {
-    const float *attention_norm, *mlp_norm; /* [hidden]; attention_norm may be NULL, and nothing is normed */
+    const float *attention_norm, *mlp_norm; /* [hidden]; attention_norm NULL = no norm */
     const float *q_norm, *k_norm;           /* [head_dim] or NULL */
     fd_weight qkv, out, gate_up, down;      /* gate_up: 16 rows of gate, 16 of up, and so on */
     int32_t sliding;                        /* keys a row may see at most; 0 = all */
 } fd_layer;
 
-/* The stream begins as the token's embedding, or as a drafter makes it of that and a given input row:
- * JOINED: a product of both side by side. PAIRED: the input, or its norm; the first layer's attention, twice as wide as
- * the others', reads the embedding normed by attention_norm and the input normed by input_norm. */
+/* The stream starts as the token's embedding, or as a drafter computes it from the embedding and an input row:
+ * JOINED: a product of both, concatenated. PAIRED: the input, or its norm; the first layer's attention is twice as wide
+ * as the others' and reads the embedding normed by attention_norm and the input normed by input_norm. */
 typedef struct {
     int32_t layers, hidden, heads, kv_heads, head_dim, rotary, inner, activation, has_bf16_kv, has_bf16_embedding;
     int32_t front, norm_before_residual;
@@ -51,7 +51,7 @@ typedef struct {
     const fd_layer *layer;
     fd_weight join; /* [hidden, 2 * hidden], JOINED */
     fd_weight head;
-    const fd_layer *adapter; /* of whose MLP alone, with SiLU and unscaled, runs between layers and final norm; or NULL */
+    const fd_layer *adapter; /* or NULL; only its MLP runs, with SiLU and unscaled, before the final norm */
 } fd_model;
 
 typedef struct {
@@ -70,27 +70,27 @@ typedef struct {
     float *out; /* [rows, heads, head_dim] */
     int32_t heads, kv_heads, head_dim, has_bf16_kv, sliding;
     float scale, softcap;
-    const float *bias; /* [heads, far + 1] or NULL: added for a key `far`, far - 1, ... 0 ranks back; first for all beyond */
+    const float *bias; /* [heads, far + 1] or NULL: added to keys far, ..., 0 ranks back; entry 0 also beyond */
     int32_t far;
-    const fd_window *places; /* NULL: a row is the last it sees. Else the bias has as much again for 1, ... far ahead */
+    const fd_window *places; /* NULL: a row sees no later key. Else bias continues for 1, ..., far ranks ahead */
 } fd_attention;
 
 typedef struct {
-    const float *weight, *shift; /* [hidden]; without a shift no mean is taken off */
+    const float *weight, *shift; /* [hidden]; without a shift the mean is not subtracted */
 } fd_norm;
 
-/* A decoder layer that also reads a source: pair.h. */
+/* A decoder layer with cross-attention to a source: pair.h. */
 typedef struct {
     fd_norm own_norm, cross_norm, inner_norm;
-    fd_weight qkv, out, query, cross_out, wide, narrow; /* wide: as gate_up where it is gated */
+    fd_weight qkv, out, query, cross_out, wide, narrow; /* wide: as gate_up if gated */
     const float *bias;                                  /* as in fd_attention */
 } fd_pair_layer;
 
 typedef struct {
     int32_t layers, hidden, heads, head_dim, inner, activation, is_gated, norms_after, has_bf16_kv, far;
-    int32_t is_encoder; /* rows see all of their source's, which are rows themselves, and nothing else; no logits */
+    int32_t is_encoder; /* rows see all rows of their own source and nothing else; no logits */
     float eps, scale, logit_scale;
-    fd_norm norm; /* the last; its weight may be NULL */
+    fd_norm norm; /* final norm; its weight may be NULL */
     const fd_pair_layer *layer;
     fd_weight head;
 } fd_pair;
@@ -118,7 +118,7 @@ typedef struct {
     atomic_int size, arrived, generation, next;
 } fd_team;
 
-/* Every member calls body(what, team); `next` hands out work, a barrier starts it again from zero. */
+/* Every member calls body(what, team). `next` counts the work items; a barrier resets it to zero. */
 typedef void (*fd_body)(void *what, fd_team *team);
 void fd_parallel(fd_body body, void *what);
 void fd_barrier(fd_team *team);
@@ -128,7 +128,7 @@ static inline int fd_take(fd_team *team, int count) {
     return atomic_fetch_add_explicit(&team->next, count, memory_order_relaxed);
 }
 
-/* One instruction set's entry points. */
+/* Entry points of one instruction set. */
 typedef struct {
     const char *name;
     int64_t (*scratch)(const fd_model *, const fd_window *, int threads);

@@ -1,4 +1,4 @@
-/* Everything that depends on the instruction set. Compiled once for each, with FD_ISA its name. */
+/* All code that depends on the instruction set. Compiled once per set, with FD_ISA as its name. */
 #include "attention.h"
 #include "linear.h"
 #include "pair.h"
@@ -55,7 +55,7 @@ typedef struct {
 
 enum { READ_AT_ONCE = 1 << 20 };
 
-/* Reads memory and does next to nothing with it: what a product could reach at best. */
+/* Reads memory with little arithmetic: the upper bound for the speed of a product. */
 static void reading_body(void *what, fd_team *team) {
     reading *r = what;
     vu acc[8] = {0};

@@ -1,6 +1,6 @@
-"""The native library: found, loaded by raw pointers, and tied to torch's threads.
+"""Loading of the native library, its records and its use of torch's threads.
 
-There is nothing to link: it takes addresses. The records mirror foredraft.h field by field.
+The library takes addresses, so it links to nothing. The records mirror foredraft.h field by field.
 """
 
 import ctypes
@@ -16,12 +16,12 @@ import torch
 from foredraft.errors import ForedraftError
 from foredraft.kernels.cpu import build
 
-CHOICE = "FOREDRAFT_KERNELS"  # an instruction set by name, or "torch" for none
-SETS = ("amx", "avx512bf16", "avx512", "avx2", "portable")
-TILED = "amx"
+KERNELS_VARIABLE = "FOREDRAFT_KERNELS"  # name of an instruction set, or "torch" for no native kernels
+INSTRUCTION_SETS = ("amx", "avx512bf16", "avx512", "avx2", "portable")
+TILE_SET = "amx"
 
 
-class Weight(ctypes.Structure):
+class WeightRecord(ctypes.Structure):
     _fields_ = (
         ("data", c_void_p),
         ("scale", c_void_p),
@@ -33,8 +33,8 @@ class Weight(ctypes.Structure):
     )
 
 
-class Rows(ctypes.Structure):
-    """fd_window: the rows of a pass."""
+class RowsRecord(ctypes.Structure):
+    """Rows of a forward pass (fd_window)."""
 
     _fields_ = (
         ("rows", c_int32),
@@ -53,21 +53,21 @@ class Rows(ctypes.Structure):
     )
 
 
-class Layer(ctypes.Structure):
+class LayerRecord(ctypes.Structure):
     _fields_ = (
         ("attention_norm", c_void_p),
         ("mlp_norm", c_void_p),
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
-        ("qkv", Weight),
-        ("out", Weight),
-        ("gate_up", Weight),
-        ("down", Weight),
+        ("qkv", WeightRecord),
+        ("out", WeightRecord),
+        ("gate_up", WeightRecord),
+        ("down", WeightRecord),
         ("sliding", c_int32),
     )
 
 
-class Model(ctypes.Structure):
+class ModelRecord(ctypes.Structure):
     _fields_ = (
         *((name, c_int32) for name in "layers hidden heads kv_heads head_dim rotary inner activation".split()),
         ("has_bf16_kv", c_int32),
@@ -80,14 +80,14 @@ class Model(ctypes.Structure):
         ("input_norm", c_void_p),
         ("cos", c_void_p),
         ("sin", c_void_p),
-        ("layer", POINTER(Layer)),
-        ("join", Weight),
-        ("head", Weight),
-        ("adapter", POINTER(Layer)),
+        ("layer", POINTER(LayerRecord)),
+        ("join", WeightRecord),
+        ("head", WeightRecord),
+        ("adapter", POINTER(LayerRecord)),
     )
 
 
-class Pass(ctypes.Structure):
+class PassRecord(ctypes.Structure):
     _fields_ = (
         ("keys", c_void_p),
         ("values", c_void_p),
@@ -100,7 +100,7 @@ class Pass(ctypes.Structure):
     )
 
 
-class Attention(ctypes.Structure):
+class AttentionRecord(ctypes.Structure):
     _fields_ = (
         ("query", c_void_p),
         ("keys", c_void_p),
@@ -115,32 +115,32 @@ class Attention(ctypes.Structure):
     )
 
 
-class Norm(ctypes.Structure):
+class NormRecord(ctypes.Structure):
     _fields_ = (("weight", c_void_p), ("shift", c_void_p))
 
 
-class PairLayer(ctypes.Structure):
+class Seq2SeqLayerRecord(ctypes.Structure):
     _fields_ = (
-        *((name, Norm) for name in "own_norm cross_norm inner_norm".split()),
-        *((name, Weight) for name in "qkv out query cross_out wide narrow".split()),
+        *((name, NormRecord) for name in "own_norm cross_norm inner_norm".split()),
+        *((name, WeightRecord) for name in "qkv out query cross_out wide narrow".split()),
         ("bias", c_void_p),
     )
 
 
-class Pair(ctypes.Structure):
-    """fd_pair: the decoder of an encoder-decoder model."""
+class Seq2SeqRecord(ctypes.Structure):
+    """Decoder of an encoder-decoder model (fd_pair)."""
 
     _fields_ = (
         *((name, c_int32) for name in "layers hidden heads head_dim inner activation".split()),
         *((name, c_int32) for name in "is_gated norms_after has_bf16_kv far is_encoder".split()),
         *((name, c_float) for name in "eps scale logit_scale".split()),
-        ("norm", Norm),
-        ("layer", POINTER(PairLayer)),
-        ("head", Weight),
+        ("norm", NormRecord),
+        ("layer", POINTER(Seq2SeqLayerRecord)),
+        ("head", WeightRecord),
     )
 
 
-class PairPass(ctypes.Structure):
+class Seq2SeqPassRecord(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in "keys values cross_keys cross_values taps".split()),
         ("num_taps", c_int32),
@@ -148,9 +148,9 @@ class PairPass(ctypes.Structure):
     )
 
 
-class Product(ctypes.Structure):
+class LinearRecord(ctypes.Structure):
     _fields_ = (
-        ("weight", POINTER(Weight)),
+        ("weight", POINTER(WeightRecord)),
         ("x", c_void_p),
         ("out", c_void_p),
         ("scratch", c_void_p),
@@ -158,11 +158,22 @@ class Product(ctypes.Structure):
     )
 
 
-RECORDS = (Weight, Rows, Layer, Model, Pass, Attention, Product, PairLayer, Pair, PairPass)
+RECORDS = (
+    WeightRecord,
+    RowsRecord,
+    LayerRecord,
+    ModelRecord,
+    PassRecord,
+    AttentionRecord,
+    LinearRecord,
+    Seq2SeqLayerRecord,
+    Seq2SeqRecord,
+    Seq2SeqPassRecord,
+)
 
 
 @dataclass(frozen=True)
-class Library:
+class NativeLibrary:
     """Entry points of the loaded library. Calls release the interpreter's lock."""
 
     handle: ctypes.CDLL
@@ -172,67 +183,69 @@ class Library:
         return str(self.handle.fd_selected().decode())
 
     def select(self, name: str = "") -> None:
-        """Use an instruction set by name; "" = the best there is. Raises ForedraftError where there is no such one."""
-        if name in ("", TILED) and not self.has_right_tiles:
-            self.handle.fd_forbid(TILED.encode())
+        """Select an instruction set; "" = the best available. Raises ForedraftError if it is not available."""
+        if name in ("", TILE_SET) and not self.has_correct_tiles:
+            self.handle.fd_forbid(TILE_SET.encode())
         if self.handle.fd_select(name.encode()):
-            known = ", ".join(SETS)
+            known = ", ".join(INSTRUCTION_SETS)
             raise ForedraftError(f"this processor has no {name!r} kernels; use one of {known} that it has, or torch")
 
-    def has(self, name: str) -> bool:
-        """Whether this processor runs an instruction set; leaves the best one selected."""
+    def is_supported(self, name: str) -> bool:
+        """Return whether this processor supports an instruction set. Afterwards the best set is selected."""
         self.select()
         found = bool(self.handle.fd_select(name.encode()) == 0)
         self.handle.fd_select(b"")
         return found
 
     @cached_property
-    def has_right_tiles(self) -> bool:
-        """False, and said so, if this processor has tiles that compute wrongly: ours have run in emulation only."""
-        is_right = self._agrees(TILED)
+    def has_correct_tiles(self) -> bool:
+        """False, with a warning, if the processor's tiles compute wrongly. The code was tested in emulation only."""
+        is_right = self._has_correct_products(TILE_SET)
         if not is_right:
             warnings.warn(
-                f"the {TILED!r} kernels compute wrongly on this processor, and Foredraft does without them; please "
+                f"the {TILE_SET!r} kernels compute wrongly on this processor, and Foredraft does without them; please "
                 "report it, with the processor's name",
                 stacklevel=3,
             )
         return is_right
 
-    def _agrees(self, name: str) -> bool:
-        """Whether a set's bfloat16 products are the portable set's, to the rounding of float32, and a row's the same
-        alone and among others; or there is no such set here."""
-        self.follow_threads()  # every one of them has tiles of its own
+    def _has_correct_products(self, name: str) -> bool:
+        """Return whether a set's bfloat16 products are right; True if the set is not available.
+
+        They must equal the portable set's up to float32 rounding, and a row's must not depend on other rows.
+        """
+        self.sync_threads()  # every thread has its own tiles
         for rows, n, k in ((1, 32, 64), (2, 300, 96), (9, 45, 67), (16, 70, 31), (17, 64, 352), (50, 33, 130)):
             noise = torch.Generator().manual_seed(k)
             x = torch.randn(rows, k, generator=noise)
             data = torch.randn(-(-n // 32), -(-k // 2), 32, 2, generator=noise).bfloat16()  # a packed weight
-            weight = Weight(data.data_ptr(), None, None, n, k)
-            ours, alone = self._product_by(name, weight, x), self._product_by(name, weight, x[-1:])
-            theirs = self._product_by("portable", weight, x)
-            if ours is None or alone is None or theirs is None:
+            weight = WeightRecord(data.data_ptr(), None, None, n, k)
+            product_rows, single_row = self._multiply_with(name, weight, x), self._multiply_with(name, weight, x[-1:])
+            expected = self._multiply_with("portable", weight, x)
+            if product_rows is None or single_row is None or expected is None:
                 return True
             dense = data.transpose(1, 2).reshape(len(data) * 32, -1)[:n, :k]
-            size = x.abs() @ dense.abs().float().T  # what every product and every sum may round, relatively
-            is_close = ((ours - theirs).abs() <= 4 * (k + 2) * 2.0**-24 * size).all()
-            if not is_close or not torch.equal(ours[-1:], alone):
+            size = x.abs() @ dense.abs().float().T  # scale of the rounding error
+            is_close = ((product_rows - expected).abs() <= 4 * (k + 2) * 2.0**-24 * size).all()
+            if not is_close or not torch.equal(product_rows[-1:], single_row):
                 return False
         return True
 
-    def _product_by(self, name: str, weight: Weight, x: torch.Tensor) -> torch.Tensor | None:
+    def _multiply_with(self, name: str, weight: WeightRecord, x: torch.Tensor) -> torch.Tensor | None:
         out = torch.full((len(x), weight.n), torch.nan)
         scratch = torch.empty(self.handle.fd_linear_scratch(weight, len(x)), dtype=torch.uint8)
-        product = Product(ctypes.pointer(weight), x.data_ptr(), out.data_ptr(), scratch.data_ptr(), len(x))
+        product = LinearRecord(ctypes.pointer(weight), x.data_ptr(), out.data_ptr(), scratch.data_ptr(), len(x))
         return None if self.handle.fd_linear_by(name.encode(), product) else out
 
-    def follow_threads(self) -> None:
-        """As many threads as torch uses now."""
+    def sync_threads(self) -> None:
+        """Set the number of threads to torch's current number."""
         self.handle.fd_set_threads(torch.get_num_threads())
 
 
 @cache
-def library() -> Library | None:
-    """The native library, or None (said once) where it was not built or is switched off."""
-    choice = os.environ.get(CHOICE, "")
+def load_library() -> NativeLibrary | None:
+    """Load the native library; None, with one warning, if it was not built; None if it is switched off."""
+    choice = os.environ.get(KERNELS_VARIABLE, "")
     if choice == "torch":
         return None
     if not build.LIBRARY.exists():
@@ -242,31 +255,31 @@ def library() -> Library | None:
             stacklevel=2,
         )
         return None
-    found = _load(build.LIBRARY)
+    found = _open_library(build.LIBRARY)
     found.select(choice)
     return found
 
 
-def _load(path: Path) -> Library:
+def _open_library(path: Path) -> NativeLibrary:
     handle = ctypes.CDLL(str(path))
-    _declare(handle)
+    _declare_functions(handle)
     is_foreign = any(handle.fd_sizeof(i) != ctypes.sizeof(record) for i, record in enumerate(RECORDS))
-    if is_foreign or handle.fd_source().decode() != build.fingerprint():
+    if is_foreign or handle.fd_source().decode() != build.compute_fingerprint():
         raise ForedraftError(
             "the native kernels were built from other sources; run: python -m foredraft.kernels.cpu.build"
         )
     share_threads(handle)
-    return Library(handle)
+    return NativeLibrary(handle)
 
 
 def share_threads(handle: ctypes.CDLL) -> None:
-    """Let the team be made of torch's threads, where they can be had."""
-    runtime = _openmp()
+    """Use torch's OpenMP threads for the team, if its runtime is found."""
+    runtime = _find_openmp()
     if runtime is not None:
-        handle.fd_share(_address(runtime.GOMP_parallel), _address(runtime.omp_get_num_threads))
+        handle.fd_share(_get_address(runtime.GOMP_parallel), _get_address(runtime.omp_get_num_threads))
 
 
-def _declare(handle: ctypes.CDLL) -> None:
+def _declare_functions(handle: ctypes.CDLL) -> None:
     handle.fd_sizeof.restype = c_int64
     handle.fd_source.restype = c_char_p
     handle.fd_selected.restype = c_char_p
@@ -275,29 +288,34 @@ def _declare(handle: ctypes.CDLL) -> None:
     handle.fd_forbid.restype = None
     handle.fd_set_threads.argtypes = [c_int]
     handle.fd_share.argtypes = [c_void_p, c_void_p]
-    handle.fd_scratch.argtypes = [POINTER(Model), POINTER(Rows)]
+    handle.fd_scratch.argtypes = [POINTER(ModelRecord), POINTER(RowsRecord)]
     handle.fd_scratch.restype = c_int64
-    handle.fd_forward.argtypes = [POINTER(Model), POINTER(Rows), POINTER(Pass)]
+    handle.fd_forward.argtypes = [POINTER(ModelRecord), POINTER(RowsRecord), POINTER(PassRecord)]
     handle.fd_forward.restype = None
-    handle.fd_linear_scratch.argtypes = [POINTER(Weight), c_int]
+    handle.fd_linear_scratch.argtypes = [POINTER(WeightRecord), c_int]
     handle.fd_linear_scratch.restype = c_int64
-    handle.fd_linear.argtypes = [POINTER(Product)]
+    handle.fd_linear.argtypes = [POINTER(LinearRecord)]
     handle.fd_linear.restype = None
-    handle.fd_linear_by.argtypes = [c_char_p, POINTER(Product)]
-    handle.fd_attend_scratch.argtypes = [POINTER(Attention), POINTER(Rows)]
+    handle.fd_linear_by.argtypes = [c_char_p, POINTER(LinearRecord)]
+    handle.fd_attend_scratch.argtypes = [POINTER(AttentionRecord), POINTER(RowsRecord)]
     handle.fd_attend_scratch.restype = c_int64
-    handle.fd_attend.argtypes = [POINTER(Attention), POINTER(Rows), c_void_p]
+    handle.fd_attend.argtypes = [POINTER(AttentionRecord), POINTER(RowsRecord), c_void_p]
     handle.fd_attend.restype = None
-    handle.fd_pair_scratch.argtypes = [POINTER(Pair), POINTER(Rows), POINTER(Rows)]
+    handle.fd_pair_scratch.argtypes = [POINTER(Seq2SeqRecord), POINTER(RowsRecord), POINTER(RowsRecord)]
     handle.fd_pair_scratch.restype = c_int64
-    handle.fd_pair_forward.argtypes = [POINTER(Pair), POINTER(Rows), POINTER(Rows), POINTER(PairPass)]
+    handle.fd_pair_forward.argtypes = [
+        POINTER(Seq2SeqRecord),
+        POINTER(RowsRecord),
+        POINTER(RowsRecord),
+        POINTER(Seq2SeqPassRecord),
+    ]
     handle.fd_pair_forward.restype = None
     handle.fd_read.argtypes = [c_void_p, c_int64]
     handle.fd_read.restype = c_uint32
 
 
-def _openmp() -> ctypes.CDLL | None:
-    """The OpenMP runtime that torch has loaded, if it speaks GNU's interface."""
+def _find_openmp() -> ctypes.CDLL | None:
+    """Return the OpenMP runtime that torch has loaded, if it has the GNU interface."""
     try:
         maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -310,5 +328,5 @@ def _openmp() -> ctypes.CDLL | None:
     return None
 
 
-def _address(function: "ctypes._NamedFuncPointer") -> int | None:
+def _get_address(function: "ctypes._NamedFuncPointer") -> int | None:
     return ctypes.cast(function, c_void_p).value

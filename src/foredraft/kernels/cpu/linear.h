@@ -1,4 +1,4 @@
-/* y = x W^T for any number of rows. Every output is one chain of additions over k, whatever rows are computed with it. */
+/* y = x W^T for any number of rows. Every output is one chain of additions over k, independent of the other rows. */
 #ifndef FD_LINEAR_H
 #define FD_LINEAR_H
 
@@ -7,8 +7,8 @@
 #include "simd.h"
 #include "sink.h"
 
-#define VECTORS (FD_PANEL / LANES) /* in a panel */
-/* Steps that many rows fetch into the second cache before they are due. Few rows leave the processor time to guess. */
+#define VECTORS (FD_PANEL / LANES) /* vectors of a panel */
+/* Steps that a product of many rows prefetches into the L2 cache. With few rows the hardware prefetcher suffices. */
 #define AHEAD_OF_MANY 48L
 
 INLINE long row_bytes(const fd_weight *w) {
@@ -23,9 +23,9 @@ INLINE long panel_bytes(const fd_weight *w) {
     return quant_panel_bytes(w);
 }
 
-#include "linear_amx.h" /* reads the two above */
+#include "linear_amx.h" /* uses the two functions above */
 
-/* One row of activations as this weight's kernel reads it. */
+/* Converts one row of activations to the format of this weight's kernel. */
 static void prepare(const fd_weight *w, const float *x, char *to) {
     if (w->kind == FD_F32) {
         memcpy(to, x, (size_t)w->k * 4);
@@ -40,7 +40,7 @@ static void prepare(const fd_weight *w, const float *x, char *to) {
     }
 }
 
-/* M rows times V vectors of outputs; column j begins at col[j] and moves a panel's width per step. */
+/* M rows times V vectors of outputs; column j starts at col[j] and advances by a panel's width per step. */
 #define TILE(NAME, WORD, LOAD, BROADCAST, STEP)                                                                        \
     INLINE void NAME(const char *const *col, int steps, const WORD *x, long stride, float *to, const int M,            \
                      const int V) {                                                                                    \
@@ -88,7 +88,7 @@ static void run_f32(const char *const *col, int steps, const float *x, long stri
     switch (v * 16 + m) { ALL_CASES(tile_f32) }
 }
 
-/* `count` panels from `panel` on for m rows; count * VECTORS vectors, or the panel in halves where registers are few. */
+/* `count` panels from `panel` on for m rows: count * VECTORS vectors, or halves of a panel if registers are few. */
 static void block(const fd_weight *w, const char *x, long stride, int panel, int count, int m, int v, float *to) {
     const char *data = (const char *)w->data + panel * panel_bytes(w);
     for (int j0 = 0; j0 < count * VECTORS; j0 += v) {
@@ -121,7 +121,7 @@ static void multiply(const fd_weight *w, const char *x, int rows, int first, int
     }
 }
 
-/* The team shares a product: panels are handed out a few at a time. */
+/* The team shares a product; members take a few panels at a time. */
 static void product(fd_team *team, const fd_weight *w, const char *x, int rows, const sink *s) {
     if (!rows) return;
     int panels = (w->n + FD_PANEL - 1) / FD_PANEL, share = (panels + team->size * 4 - 1) / (team->size * 4);

@@ -1,8 +1,8 @@
-/* The bf16 product by tiles of the processor: up to 16 rows of activations times 16 outputs, 32 numbers of k at a time.
+/* bf16 product with tiles of the processor: up to 16 rows of activations times 16 outputs, 32 values of k at a time.
  *
- * A packed panel is what the processor wants: 16 pairs of k times 16 outputs are a tile, 128 bytes from row to row, the
- * panel's other half beside it. What is left of k is added by vectors, in order. A row of a tile is summed by itself,
- * so its bits do not depend on the rows beside it, nor on how many there are.
+ * A packed panel has the processor's layout: a tile is 16 pairs of k times 16 outputs, with 128 bytes from row to row
+ * and the panel's other half adjacent. The rest of k is added by vectors, in order. Each row of a tile is summed
+ * separately, so its bits depend neither on other rows nor on their number.
  */
 #ifndef FD_LINEAR_AMX_H
 #define FD_LINEAR_AMX_H
@@ -11,9 +11,9 @@
 
 #if HAS_TILES
 
-enum { PAIR_BYTES = FD_PANEL * 4, STEP_PAIRS = 16 }; /* a pair of k in a panel; pairs of a tile */
+enum { PAIR_BYTES = FD_PANEL * 4, STEP_PAIRS = 16 }; /* bytes of a pair of k in a panel; pairs of a tile */
 
-/* All tiles of a product have one height, so that it is configured once. Beyond one tile they work in twos. */
+/* All tiles of a product have one height, so tiles are configured once. More rows than one tile use pairs of tiles. */
 INLINE int tile_height(int rows) {
     int tiles = rows <= TILE_ROWS ? 1 : (rows + 2 * TILE_ROWS - 1) / (2 * TILE_ROWS) * 2;
     return (rows + tiles - 1) / tiles;
@@ -30,13 +30,13 @@ static void begin_tiles(int rows) {
 }
 
 typedef struct {
-    const char *x[2], *panel[2]; /* what the block's two results are products of */
-    int row[2], number[2];       /* of the first of the rows, of the panel */
-    long stride;                 /* of rows */
+    const char *x[2], *panel[2]; /* factors of the block's two results */
+    int row[2], number[2];       /* index of the first row; index of the panel */
+    long stride;                 /* bytes between rows */
     int steps;                   /* whole tiles of k */
 } tile_block;
 
-/* A tile of rows times a panel, and besides it a second tile of rows or a second panel; to[i] is [16, 32]. */
+/* A tile of rows times a panel, with a second tile of rows or a second panel; to[i] is [16, 32]. */
 INLINE void sum_tiles(const tile_block *b, float to[2][TILE_ROWS * FD_PANEL], const int two_x, const int two_panels) {
     tile_zero(0);
     tile_zero(1);
@@ -68,7 +68,7 @@ INLINE void sum_tiles(const tile_block *b, float to[2][TILE_ROWS * FD_PANEL], co
     tile_store(3, to[1] + TILE_BYTES / 4, PAIR_BYTES);
 }
 
-/* The pairs of k behind the last whole tile, on top of what the tiles have summed up. */
+/* Adds the pairs of k after the last whole tile to the sums of the tiles. */
 static void add_tail(const tile_block *b, int i, int rows, int pairs, float *sums) {
     for (int r = 0; r < rows; r++) {
         const uint32_t *x = (const uint32_t *)(b->x[i] + r * b->stride), *w = (const uint32_t *)b->panel[i];
@@ -81,7 +81,7 @@ static void add_tail(const tile_block *b, int i, int rows, int pairs, float *sum
     }
 }
 
-/* Result i of a block goes to its place, without the rows that an earlier block has been through. */
+/* Writes result i of a block, without the rows that an earlier block has written. */
 static void finish(const fd_weight *w, const tile_block *b, int i, int height, int done, float *sums, const sink *s) {
     int pairs = (w->k + 1) / 2;
     if (b->steps * STEP_PAIRS < pairs) add_tail(b, i, height, pairs, sums);
@@ -98,7 +98,7 @@ static void multiply_by_tiles(const fd_weight *w, const char *x, int rows, int f
             float to[2][TILE_ROWS * FD_PANEL];
             int wanted[2] = {r, r + two_x * height};
             for (int i = 0; i < 2; i++) {
-                /* the last tiles reach back over rows that are done, instead of being lower than the others */
+                /* the last tiles overlap earlier rows, because all tiles have one height */
                 b.row[i] = wanted[i] < rows - height ? wanted[i] : rows - height;
                 b.number[i] = panel + i * (count - 1);
                 b.x[i] = x + b.row[i] * b.stride;

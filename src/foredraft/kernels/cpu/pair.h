@@ -1,8 +1,8 @@
-/* A whole forward pass of an encoder-decoder model's decoder, as stack.h has it for a decoder alone.
+/* A forward pass of an encoder-decoder model's decoder; stack.h is the version for decoder-only models.
  *
- * A layer reads the text so far, then the source, then transforms. Norms stand before each of the three, or after it
- * and then what follows reads the normed stream itself. Rows are embedded already; the source's keys and values are
- * made already, and a row finds those of its request through a window of their own.
+ * A layer has self-attention, cross-attention and an MLP. Norms are before each of the three, or after each of them; in
+ * that case the next part reads the normed stream. The caller embeds the rows and computes the source's keys and
+ * values. A row finds those of its request through a separate window.
  */
 #ifndef FD_PAIR_H
 #define FD_PAIR_H
@@ -27,7 +27,7 @@ typedef struct {
 INLINE long pair_row(const fd_pair *m) {
     long bytes = m->is_encoder ? 0 : row_bytes(&m->head);
     for (int i = 0; i < m->layers; i++) {
-        const fd_pair_layer *l = m->layer + i; /* an encoder's layers have zeros where they would read a source */
+        const fd_pair_layer *l = m->layer + i; /* an encoder's layers have zeros for cross-attention */
         bytes = most(bytes, most(most(row_bytes(&l->qkv), row_bytes(&l->out)), row_bytes(&l->query)));
         bytes = most(bytes, most(most(row_bytes(&l->cross_out), row_bytes(&l->wide)), row_bytes(&l->narrow)));
     }
@@ -54,7 +54,7 @@ static void pair_lay_out(pair *s) {
     s->scores = align((char *)(s->inner + rows * m->inner));
 }
 
-/* With a shift: y = (x - mean) / deviation * weight + shift. Without: as `normalise`. In place too. */
+/* With a shift: y = (x - mean) / deviation * weight + shift. Without: as `normalise`. x and y may be equal. */
 static void pair_norm(const fd_norm *norm, const float *x, float eps, int n, float *y) {
     if (!norm->shift) {
         normalise(x, norm->weight, eps, n, y);
@@ -78,8 +78,8 @@ static void pair_norm(const fd_norm *norm, const float *x, float eps, int n, flo
     for (; i < n; i++) y[i] = (x[i] - mean) * scale * norm->weight[i] + norm->shift[i];
 }
 
-/* What `of` reads of the stream, as row `to` of its input. `before` is the norm that stands before it; `after` the norm
- * that stood after what came last, and is yet to be taken of the stream itself. Either may be NULL. */
+/* Converts a row of the stream to row `to` of the input of `of`. `before` is the norm before this part. `after` is the
+ * norm after the previous part, not yet applied to the stream. Either may be NULL. */
 static void pair_read(const pair *s, const fd_weight *of, const fd_norm *before, const fd_norm *after, int row, int to) {
     const fd_pair *m = s->m;
     float *h = s->hidden + (long)row * m->hidden;
@@ -181,7 +181,7 @@ static void pair_transform(pair *s, fd_team *team, int layer, const fd_norm *aft
     pair_add(s, team, &l->narrow, s->inner, m->inner);
 }
 
-/* Every place that asks for a boundary gets the stream as it is now, through `norm` if there is one. */
+/* Copies the stream, normed if `norm` is set, to every tap of this layer boundary. */
 static void pair_tap(pair *s, fd_team *team, int boundary, const fd_norm *norm) {
     const fd_pair *m = s->m;
     for (int t = 0; t < s->p->num_taps; t++) {

@@ -1,17 +1,17 @@
 /* int8 and int4 weights times activations of 8 bits, exact within a group.
  *
- * A row of activations is cut into groups of w->group, each with a scale of its own. Within a group everything is
- * integer and so exact; groups are added in float32, in their order, each product rounded by itself. So a result is the
- * same bits whatever rows, threads or instruction sets computed it.
+ * A row of activations is split into groups of w->group, each with its own scale. Arithmetic within a group is exact
+ * in integers. Groups are added in float32, in order, and each product is rounded separately. So a result has the same
+ * bits for any rows, threads and instruction set.
  *
- * Weights are stored unsigned (w + 128, w + 8), as the dot product of bytes wants one side; what that adds, offset
- * times the sum of the group's activations, is where an accumulator starts.
+ * Weights are stored unsigned (w + 128, w + 8), because the dot product of bytes needs one unsigned operand. The
+ * accumulator starts at the correction, the offset times the sum of the group's activations.
  *
- * A step is 32 outputs times 4 bytes: 4 numbers of k in int8, 8 in int4 (the low halves first).
+ * A step is 32 outputs times 4 bytes: 4 values of k in int8, 8 in int4 (the low halves first).
  * int8 panel: float32 scales [32], steps [k/4][32][4].       k is padded to 4
  * int4 panel: for every group bfloat16 scales [32], steps [group/8][32][4].   k is padded to 8
- * Row: float32 scales [groups], int32 starts [groups], numbers: bytes where the processor multiplies bytes, otherwise
- * 16-bit words, the four of a step as 0 2 1 3.
+ * Row: float32 scales [groups], int32 starts [groups], values: bytes if the processor multiplies bytes, otherwise
+ * 16-bit words, with the four of a step in the order 0 2 1 3.
  */
 #ifndef FD_QUANT_H
 #define FD_QUANT_H
@@ -51,7 +51,7 @@ INLINE long quant_panel_bytes(const fd_weight *w) {
     return steps * STEP_BYTES + (w->kind == FD_INT8 ? FD_PANEL * 4 : quant_groups(w) * FD_PANEL * 2);
 }
 
-/* Keeps the compiler from joining the product with an addition to come: fused, it would be rounded once, not twice. */
+/* Prevents fusing the product with a later addition, which would round once instead of twice. */
 INLINE vf rounded(vf x) {
 #if defined(__AVX512F__)
     __asm__("" : "+v"(x));
@@ -61,7 +61,7 @@ INLINE vf rounded(vf x) {
     return x;
 }
 
-/* acc + w.0 * x.0 + w.1 * x.1, words; or the same of four bytes, w unsigned and x signed. */
+/* acc + w.0 * x.0 + w.1 * x.1 of words, or the sum over four bytes with w unsigned and x signed. */
 INLINE vi dot(vi acc, vu w, vu x) {
 #if HAS_BYTES
     return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, (__m512i)x);
@@ -76,7 +76,7 @@ INLINE vi dot(vi acc, vu w, vu x) {
 #endif
 }
 
-/* One vector of a step as what `dot` takes. Returns the number of them. */
+/* Unpacks one vector of a step to operands of `dot`. Returns their number. */
 INLINE int unpack(vu w, vu *to, const int kind) {
 #if HAS_BYTES
     if (kind == FD_INT8) return to[0] = w, 1;
@@ -122,7 +122,7 @@ INLINE int32_t sum_of(vi x) {
 #endif
 }
 
-/* Words lie as `unpack` takes weights apart: 0 2 1 3. */
+/* Words are in the order of `unpack`: 0 2 1 3. */
 INLINE void store_numbers(char *to, vi n) {
 #if HAS_BYTES
     *(vb_at *)to = __builtin_convertvector(n, vb);
@@ -138,11 +138,11 @@ INLINE void store_numbers(char *to, vi n) {
 #endif
 }
 
-/* One group, a multiple of LANES; returns its scale, NaN if not all of it is finite, and so will every result be. */
+/* Quantises one group, a multiple of LANES. Returns its scale; NaN if a value is not finite, so results are NaN. */
 INLINE float quantise(const float *x, int count, char *to, int32_t *total) {
     vi most = {0}, sums = {0};
     for (int i = 0; i < count; i += LANES) {
-        vi size = (vi)load(x + i) & 0x7fffffff, larger = size > most; /* sizes are ordered like the bits they have */
+        vi size = (vi)load(x + i) & 0x7fffffff, larger = size > most; /* absolute values are ordered like their bits */
         most = (size & larger) | (most & ~larger);
     }
     int32_t bits = most_of(most);
@@ -169,7 +169,7 @@ static void quant_prepare(const fd_weight *w, const float *x, char *to) {
         long at = g * w->group;
         const float *from = x + at;
         float tail[w->group];
-        if (w->k - at < w->group) { /* the last one may be short; zeros change nothing */
+        if (w->k - at < w->group) { /* the last group may be short; padding zeros change nothing */
             memset(tail, 0, sizeof tail);
             from = memcpy(tail, from, (size_t)(w->k - at) * 4);
         }
@@ -178,8 +178,8 @@ static void quant_prepare(const fd_weight *w, const float *x, char *to) {
     }
 }
 
-/* The steps of one group for M rows, added to acc [M][QUANT_V]. The processor's own prefetcher keeps up where a step has
- * little to do; further on it is told what to fetch. */
+/* Adds the steps of one group for M rows to acc [M][QUANT_V]. The hardware prefetcher suffices for few rows; with
+ * more rows the loop prefetches explicitly. */
 INLINE void quant_steps(const char *w, const char *x, long stride, int steps, vi *acc, const int M, const int kind) {
     const int words = quant_step(kind) * NUMBER_BYTES / 4;
     for (int s = 0; s < steps; s++, w += STEP_BYTES, x += words * 4) {
@@ -202,14 +202,14 @@ INLINE void quant_steps(const char *w, const char *x, long stride, int steps, vi
     }
 }
 
-/* What a tile of rows reads besides its weights. */
+/* Activations of a tile of rows. */
 typedef struct {
-    const char *row; /* the first, and the distance of the others */
+    const char *row; /* first row; `stride` is the distance to the next */
     long stride, groups, header, padded;
     int group;
 } quant_rows;
 
-/* M rows of one panel; `to` [M][32]. */
+/* Computes M rows of one panel; `to` is [M][32]. */
 INLINE void quant_tile(const char *w, const quant_rows *x, float *to, const int M, const int kind) {
     const char *row = x->row, *panel = w;
     const long stride = x->stride, groups = x->groups;
@@ -228,7 +228,7 @@ INLINE void quant_tile(const char *w, const quant_rows *x, float *to, const int 
         const char *numbers = row + x->header + from * NUMBER_BYTES;
         quant_steps(w, numbers, stride, steps, acc, M, kind);
         w += steps * STEP_BYTES;
-        vf of_weights[QUANT_V]; /* read once: the compiler cannot know that sums lie elsewhere */
+        vf of_weights[QUANT_V]; /* read once, because the compiler must assume that `to` aliases the scales */
         if (kind == FD_INT4)
             for (int v = 0; v < QUANT_V; v++) of_weights[v] = load_bf16((const uint16_t *)scales + v * LANES);
         _Pragma("GCC unroll 8") for (int m = 0; m < M; m++) {

@@ -1,4 +1,4 @@
-/* Vectors of one register, in the compiler's own notation; intrinsics only where it has none. */
+/* Vectors of one register with the compiler's vector extensions; intrinsics only for operations without one. */
 #ifndef FD_SIMD_H
 #define FD_SIMD_H
 
@@ -34,7 +34,7 @@ INLINE vu load_words(const uint32_t *p) { return *(const vu_at *)p; }
 INLINE vf all(float x) { return x - (vf){0}; }
 INLINE vu all_words(uint32_t x) { return x - (vu){0}; }
 INLINE vf pick(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
-/* Where b is NaN, so is the result. */
+/* NaN in b gives NaN. */
 INLINE vf greater(vf a, vf b) { return pick(a > b, a, b); }
 INLINE vf smaller(vf a, vf b) { return pick(a < b, a, b); }
 
@@ -59,7 +59,7 @@ INLINE float widen(uint16_t h) {
 
 INLINE vf load_bf16(const uint16_t *p) { return (vf)(__builtin_convertvector(*(const vh_at *)p, vu) << 16); }
 
-/* To nearest, ties to even; NaN stays NaN. */
+/* Rounds to nearest, ties to even; NaN stays NaN. */
 INLINE vh narrow(vf x) {
     vu u = (vu)x;
     vu rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;

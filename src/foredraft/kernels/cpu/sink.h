@@ -1,4 +1,4 @@
-/* What becomes of the results of a product. */
+/* Destination of the results of a product. */
 #ifndef FD_SINK_H
 #define FD_SINK_H
 
@@ -7,7 +7,7 @@
 
 enum { SINK_STORE, SINK_ADD, SINK_GATE };
 
-/* Where results go. GATE: a panel is 16 gates and 16 values, and gives 16 outputs. */
+/* Destination of results. GATE: a panel is 16 gates and 16 values, and gives 16 outputs. */
 typedef struct {
     int mode, activation, n;
     float *out;
@@ -21,7 +21,7 @@ INLINE vf activate(int kind, vf x) {
     return 0.5f * x * (1.0f + tangent(0.7978845608f * (x + 0.044715f * x * x * x)));
 }
 
-/* One panel's 32 results of one row. */
+/* Writes one panel's 32 results of one row. */
 static void drain(const sink *s, int panel, long row, float *v) {
     int first = panel * FD_PANEL, count = s->n - first < FD_PANEL ? s->n - first : FD_PANEL;
     if (s->bias)

@@ -1,6 +1,6 @@
-/* A whole forward pass of a decoder: the team enters once and meets at barriers.
+/* A forward pass of a decoder. The team enters once and synchronises at barriers.
  *
- * The residual stream is float32 from the embeddings to the logits; only what a product reads is rounded.
+ * The residual stream is float32 from the embeddings to the logits; only the inputs of products are rounded.
  */
 #ifndef FD_STACK_H
 #define FD_STACK_H
@@ -17,7 +17,7 @@ typedef struct {
     const fd_model *m;
     const fd_window *w;
     const fd_pass *p;
-    char *input;                        /* rows as a product reads them */
+    char *input;                        /* rows in the format of the products */
     float *hidden, *qkv, *mixed, *inner; /* [rows, ...] */
     char *scores;
     atomic_int members;
@@ -69,7 +69,7 @@ static void normalise(const float *x, const float *weight, float eps, int n, flo
     for (; i < n; i++) y[i] = x[i] * scale * weight[i];
 }
 
-/* In place; the two halves of the first `rotary` numbers turn into each other. */
+/* Rotary embedding in place; it rotates the two halves of the first `rotary` values. */
 static void rotate(float *x, const float *cos, const float *sin, int rotary) {
     int half = rotary / 2, i = 0;
     for (; i + LANES <= half; i += LANES) {
@@ -102,7 +102,7 @@ static void embed(const stack *s, int row, float *to) {
     }
 }
 
-/* The residual row `of`, normalised, as row `to` of what `w` reads. */
+/* Converts residual row `of`, normalised, to row `to` of the input of `w`. */
 static void read_hidden(const stack *s, const fd_weight *w, const float *norm, int of, int to) {
     const float *h = s->hidden + (long)of * s->m->hidden;
     float room[s->m->hidden];
@@ -110,7 +110,7 @@ static void read_hidden(const stack *s, const fd_weight *w, const float *norm, i
     prepare(w, room, s->input + to * row_bytes(w));
 }
 
-/* A row's embedding beside its input, each normalised if there is a norm for it, as a row of what `w` reads. */
+/* Concatenates a row's embedding and input, each normed if it has a norm, as a row of the input of `w`. */
 static void read_pair(const stack *s, const fd_weight *w, const float *norm, const float *input_norm, int row) {
     const fd_model *m = s->m;
     const float *input = s->p->inputs + (long)row * m->hidden;
@@ -121,7 +121,7 @@ static void read_pair(const stack *s, const fd_weight *w, const float *norm, con
     prepare(w, room, s->input + row * row_bytes(w));
 }
 
-/* Rotate one head of one row; keys and values go to the pool. Heads: queries, then keys, then values. */
+/* Rotates one head of one row, and writes keys and values to the pool. Heads: queries, then keys, then values. */
 static void place(const stack *s, int layer, int row, int head) {
     const fd_model *m = s->m;
     const fd_layer *l = m->layer + layer;
@@ -142,7 +142,7 @@ static void place(const stack *s, int layer, int row, int head) {
 
 #define EACH(i, count) for (int i; (i = fd_take(team, 1)) < (count);)
 
-/* Every place that asks for a boundary gets the residual stream as it is now. */
+/* Copies the residual stream to every tap of this layer boundary. */
 static void tap(stack *s, fd_team *team, int boundary) {
     const fd_model *m = s->m;
     const float *norm = boundary == FD_NORMED ? m->norm : NULL;
@@ -192,7 +192,7 @@ static void mix(stack *s, fd_team *team, int layer, char *scores) {
     fd_barrier(team);
     EACH(i, rows * heads) place(s, layer, i / heads, i % heads);
     fd_barrier(team);
-    /* the queries' place is read by one item alone, which then writes its result there */
+    /* one work item alone reads this query, so it writes its result over it */
     fd_attention a = {s->mixed, s->p->keys[layer], s->p->values[layer], s->mixed, m->heads, m->kv_heads, m->head_dim,
                       m->has_bf16_kv, l->sliding, m->scale, m->softcap};
     EACH(i, rows * m->kv_heads) attend(&a, s->w, i / m->kv_heads, i % m->kv_heads, scores);

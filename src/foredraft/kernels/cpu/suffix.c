@@ -1,11 +1,11 @@
-/* A suffix automaton with counts; kernels/automaton.py says what it is, and is its slow reference, bit for bit. */
+/* Suffix automaton with counts. kernels/automaton.py explains it and is its slow reference, with equal bits. */
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
 enum { CONTEXTS = 6, SCANNED = 16, MOST = 64, LONGEST = 64 };
-#define LEAST 0.02 /* of a law, that a shorter context is looked at for */
-#define FEW 12 /* continuations of a state that are searched one by one; more are in the table */
+#define LEAST 0.02 /* remaining probability below which no shorter context is read */
+#define FEW 12 /* up to so many continuations of a state are searched linearly; more are in the hash table */
 #define NONE -1
 
 typedef struct {
@@ -13,7 +13,7 @@ typedef struct {
 } fd_state;
 
 typedef struct {
-    int32_t token, target, count, next, previous; /* the continuations of a state: the latest first */
+    int32_t token, target, count, next, previous; /* a continuation of a state; the list has the latest first */
 } fd_edge;
 
 typedef struct {
@@ -40,7 +40,7 @@ typedef struct {
     int32_t nodes, depth, width, num_ends;
 } fd_shape;
 
-/* What may fail returns NONE, for want of memory or of numbers, and leaves the text broken. */
+/* Functions that fail for lack of memory or of indices return NONE; the automaton is then unusable. */
 
 static int grown(void **what, int64_t *room, int64_t needed, size_t size) {
     if (needed <= *room) return 0;
@@ -131,11 +131,11 @@ static int32_t add_state(fd_suffix *s, int32_t length, int32_t link) {
     return (int32_t)s->num_states++;
 }
 
-/* The continuations of one state for another, in the same order. */
+/* Copies the continuations of one state to another, in the same order. */
 static int copy_edges(fd_suffix *s, int32_t from, int32_t to) {
     int32_t e = s->states[from].first;
     while (e != NONE && s->edges[e].next != NONE) e = s->edges[e].next;
-    for (; e != NONE; e = s->edges[e].previous) { /* edges may move, indices do not */
+    for (; e != NONE; e = s->edges[e].previous) { /* edges may move in memory, their indices do not */
         fd_edge one = s->edges[e];
         if (add_edge(s, to, one.token, one.target, one.count)) return NONE;
         s->work++;
@@ -203,7 +203,7 @@ void fd_suffix_free(fd_suffix *s) {
     free(s);
 }
 
-/* 0, or 1 where there is no memory, or no number, for more. */
+/* Returns 0, or 1 without memory or indices for more tokens. */
 int fd_suffix_extend(fd_suffix *s, const int32_t *tokens, int64_t count) {
     for (int64_t i = 0; i < count && !s->is_broken; i++) s->is_broken = append(s, tokens[i]) != 0;
     return s->is_broken;
@@ -247,38 +247,38 @@ typedef struct {
     int32_t tokens[MOST];
     double chances[MOST];
     int32_t size;
-} fd_law;
+} fd_probs;
 
-static void weigh(fd_law *law, int32_t token, double chance) {
-    for (int32_t i = 0; i < law->size; i++)
-        if (law->tokens[i] == token) {
-            law->chances[i] += chance;
+static void weigh(fd_probs *dist, int32_t token, double chance) {
+    for (int32_t i = 0; i < dist->size; i++)
+        if (dist->tokens[i] == token) {
+            dist->chances[i] += chance;
             return;
         }
-    if (law->size == MOST) return;
-    law->tokens[law->size] = token;
-    law->chances[law->size++] = chance;
+    if (dist->size == MOST) return;
+    dist->tokens[dist->size] = token;
+    dist->chances[dist->size++] = chance;
 }
 
-/* The `count` likeliest to the front, falling; of equal ones that which was met first. */
-static void sort(fd_law *law, int32_t count) {
-    for (int32_t i = 0; i < law->size && i < count; i++) {
+/* Sorts the `count` likeliest to the front, falling; of equal ones the first found comes first. */
+static void sort(fd_probs *dist, int32_t count) {
+    for (int32_t i = 0; i < dist->size && i < count; i++) {
         int32_t best = i, token;
-        for (int32_t j = i + 1; j < law->size; j++)
-            if (law->chances[j] > law->chances[best]) best = j;
-        double chance = law->chances[best];
-        token = law->tokens[best];
-        memmove(law->tokens + i + 1, law->tokens + i, (size_t)(best - i) * sizeof token);
-        memmove(law->chances + i + 1, law->chances + i, (size_t)(best - i) * sizeof chance);
-        law->tokens[i] = token;
-        law->chances[i] = chance;
+        for (int32_t j = i + 1; j < dist->size; j++)
+            if (dist->chances[j] > dist->chances[best]) best = j;
+        double chance = dist->chances[best];
+        token = dist->tokens[best];
+        memmove(dist->tokens + i + 1, dist->tokens + i, (size_t)(best - i) * sizeof token);
+        memmove(dist->chances + i + 1, dist->chances + i, (size_t)(best - i) * sizeof chance);
+        dist->tokens[i] = token;
+        dist->chances[i] = chance;
     }
 }
 
-/* `places` is used up. */
-static void blend(fd_place *places, int32_t num, const double *trust, fd_law *law) {
+/* Modifies `places`. */
+static void blend(fd_place *places, int32_t num, const double *trust, fd_probs *dist) {
     double weight = 1.0;
-    law->size = 0;
+    dist->size = 0;
     for (int k = 0; k < CONTEXTS && weight >= LEAST; k++) {
         fd_place *p = NULL;
         for (int32_t i = 0; i < num; i++)
@@ -293,18 +293,18 @@ static void blend(fd_place *places, int32_t num, const double *trust, fd_law *la
         double discount = trust[length] / trust[shorter < length ? shorter : length - 1], share = weight / at->total;
         int32_t e = at->first;
         for (int i = 0; i < SCANNED && e != NONE; i++, e = s->edges[e].next)
-            if (s->edges[e].token >= 0) weigh(law, s->edges[e].token, share * (s->edges[e].count - discount));
+            if (s->edges[e].token >= 0) weigh(dist, s->edges[e].token, share * (s->edges[e].count - discount));
         weight *= discount * at->kinds / at->total;
     }
 }
 
-int32_t fd_suffix_law(fd_place *places, int32_t num, const double *trust, int32_t *tokens, double *chances) {
-    fd_law law;
-    blend(places, num, trust, &law);
-    sort(&law, law.size);
-    memcpy(tokens, law.tokens, (size_t)law.size * sizeof *tokens);
-    memcpy(chances, law.chances, (size_t)law.size * sizeof *chances);
-    return law.size;
+int32_t fd_suffix_probs(fd_place *places, int32_t num, const double *trust, int32_t *tokens, double *chances) {
+    fd_probs dist;
+    blend(places, num, trust, &dist);
+    sort(&dist, dist.size);
+    memcpy(tokens, dist.tokens, (size_t)dist.size * sizeof *tokens);
+    memcpy(chances, dist.chances, (size_t)dist.size * sizeof *chances);
+    return dist.size;
 }
 
 typedef struct {
@@ -313,7 +313,7 @@ typedef struct {
 } fd_open;
 
 typedef struct {
-    fd_place *at; /* [nodes + 1, num], and one row to spare */
+    fd_place *at; /* [nodes + 1, num], and one spare row */
     fd_open *open;
     int32_t *depths, num_open, num;
 } fd_growth;
@@ -326,15 +326,15 @@ static int is_end(const fd_shape *shape, int32_t token) {
 
 static void look(fd_growth *g, int32_t node, double chance, const fd_shape *shape) {
     fd_place *spare = g->at + (int64_t)(shape->nodes + 1) * g->num;
-    fd_law law;
+    fd_probs dist;
     memcpy(spare, g->at + (int64_t)node * g->num, (size_t)g->num * sizeof *spare);
-    blend(spare, g->num, shape->trust, &law);
-    sort(&law, shape->width);
-    for (int32_t i = 0; i < law.size && i < shape->width; i++)
-        g->open[g->num_open++] = (fd_open){chance * law.chances[i], node, law.tokens[i]};
+    blend(spare, g->num, shape->trust, &dist);
+    sort(&dist, shape->width);
+    for (int32_t i = 0; i < dist.size && i < shape->width; i++)
+        g->open[g->num_open++] = (fd_open){chance * dist.chances[i], node, dist.tokens[i]};
 }
 
-/* The likeliest nodes below the root, their number; the arrays have room for shape->nodes. NONE without memory. */
+/* Drafts the likeliest nodes below the root. Returns their number, or NONE without memory. Arrays: [shape->nodes]. */
 int32_t fd_suffix_draft(
     const fd_place *places, int32_t num, const fd_shape *shape, int32_t *tokens, int32_t *parents, double *chances
 ) {

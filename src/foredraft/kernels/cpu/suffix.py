@@ -1,4 +1,4 @@
-"""The native suffix automaton (suffix.c) behind the interface of its reference in kernels/automaton.py."""
+"""Native suffix automaton (suffix.c) with the interface of its reference in kernels/automaton.py."""
 
 import ctypes
 import weakref
@@ -7,17 +7,25 @@ from collections.abc import Sequence
 from ctypes import POINTER, c_double, c_int32, c_int64, c_void_p
 from functools import cache
 
-from foredraft.kernels.automaton import MOST, Automaton, Grown, Law, Place, Shape, SlowAutomaton
-from foredraft.kernels.cpu.library import library
+from foredraft.kernels.automaton import (
+    MAX_CONTINUATIONS,
+    Continuations,
+    RankedDraft,
+    RankedDraftSpec,
+    ReferenceAutomaton,
+    SuffixAutomaton,
+    SuffixMatch,
+)
+from foredraft.kernels.cpu.library import load_library
 
-STATE = (1 << 32) - 1  # the half of a packed place that is its state; little-endian, as all that kernels run on
+STATE_MASK = (1 << 32) - 1  # the low half of a packed match is its state; all supported processors are little-endian
 
 
-class _Place(ctypes.Structure):
+class _MatchRecord(ctypes.Structure):
     _fields_ = (("text", c_void_p), ("state", c_int32), ("length", c_int32))
 
 
-class _Shape(ctypes.Structure):
+class _RankedDraftRecord(ctypes.Structure):
     _fields_ = (
         ("trust", c_void_p),
         ("ends", c_void_p),
@@ -27,10 +35,10 @@ class _Shape(ctypes.Structure):
 
 
 class NativeAutomaton:
-    """Automaton by suffix.c: some 60 to 80 bytes per token. Raises MemoryError where the system has no more."""
+    """Automaton of suffix.c, about 60 to 80 bytes per token. Raises MemoryError without memory."""
 
     def __init__(self) -> None:
-        self._handle = _handle()
+        self._handle = _load_handle()
         self.address: int = self._handle.fd_suffix_new() or 0
         if not self.address:
             raise MemoryError("no memory for a suffix automaton")
@@ -45,7 +53,7 @@ class NativeAutomaton:
         return int(self._handle.fd_suffix_bytes(self.address))
 
     @property
-    def work(self) -> int:
+    def num_operations(self) -> int:
         return int(self._handle.fd_suffix_work(self.address))
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -54,45 +62,57 @@ class NativeAutomaton:
             raise MemoryError(f"no memory for a suffix automaton of more than {self._size} tokens")
         self._size += len(ids)
 
-    def end(self) -> Place:
-        place = _Place()
+    def match_end(self) -> SuffixMatch:
+        place = _MatchRecord()
         self._handle.fd_suffix_end(self.address, place)
-        return Place(self, place.state, place.length)
+        return SuffixMatch(self, place.state, place.length)
 
     @staticmethod
-    def follow(places: Sequence[Place], tokens: Sequence[int]) -> list[Place]:
-        raw, ids = _packed(places), array("i", tokens)
-        _handle().fd_suffix_follow(raw.buffer_info()[0], len(places), ids.buffer_info()[0], len(ids))
-        return [Place(place[0], at & STATE, at >> 32) for place, at in zip(places, raw[1::2], strict=True)]
+    def advance(matches: Sequence[SuffixMatch], tokens: Sequence[int]) -> list[SuffixMatch]:
+        raw, ids = _pack_matches(matches), array("i", tokens)
+        _load_handle().fd_suffix_follow(raw.buffer_info()[0], len(matches), ids.buffer_info()[0], len(ids))
+        return [SuffixMatch(place[0], at & STATE_MASK, at >> 32) for place, at in zip(matches, raw[1::2], strict=True)]
 
     @staticmethod
-    def law(places: Sequence[Place], trust: "array[float]") -> Law:
-        raw, tokens, chances = _packed(places), (c_int32 * MOST)(), (c_double * MOST)()
-        size = _handle().fd_suffix_law(raw.buffer_info()[0], len(places), trust.buffer_info()[0], tokens, chances)
-        return Law(tokens[:size], chances[:size])
-
-    @staticmethod
-    def draft(places: Sequence[Place], trust: "array[float]", shape: Shape) -> Grown:
-        raw, ends = _packed(places), array("i", sorted(shape.ends))
-        tokens, parents, chances = (c_int32 * shape.nodes)(), (c_int32 * shape.nodes)(), (c_double * shape.nodes)()
-        given = _Shape(
-            trust.buffer_info()[0], ends.buffer_info()[0], shape.bar, shape.nodes, shape.depth, shape.width, len(ends)
+    def predict(matches: Sequence[SuffixMatch], discount_table: "array[float]") -> Continuations:
+        raw, tokens, chances = _pack_matches(matches), (c_int32 * MAX_CONTINUATIONS)(), (c_double * MAX_CONTINUATIONS)()
+        size = _load_handle().fd_suffix_probs(
+            raw.buffer_info()[0], len(matches), discount_table.buffer_info()[0], tokens, chances
         )
-        size = _handle().fd_suffix_draft(raw.buffer_info()[0], len(places), given, tokens, parents, chances)
+        return Continuations(tokens[:size], chances[:size])
+
+    @staticmethod
+    def draft(matches: Sequence[SuffixMatch], discount_table: "array[float]", spec: RankedDraftSpec) -> RankedDraft:
+        raw, ends = _pack_matches(matches), array("i", sorted(spec.end_ids))
+        tokens, parents, chances = (
+            (c_int32 * spec.max_nodes)(),
+            (c_int32 * spec.max_nodes)(),
+            (c_double * spec.max_nodes)(),
+        )
+        given = _RankedDraftRecord(
+            discount_table.buffer_info()[0],
+            ends.buffer_info()[0],
+            spec.min_probability,
+            spec.max_nodes,
+            spec.max_depth,
+            spec.width,
+            len(ends),
+        )
+        size = _load_handle().fd_suffix_draft(raw.buffer_info()[0], len(matches), given, tokens, parents, chances)
         if size < 0:
             raise MemoryError("no memory for a draft")
-        return Grown(tokens[:size], parents[:size], chances[:size])
+        return RankedDraft(tokens[:size], parents[:size], chances[:size])
 
 
-def automaton() -> type[Automaton]:
-    """The native one, or its reference where the native library was not built or is switched off."""
-    return SlowAutomaton if library() is None else NativeAutomaton
+def get_automaton_class() -> type[SuffixAutomaton]:
+    """Return the native class, or the reference if the native library is missing or switched off."""
+    return ReferenceAutomaton if load_library() is None else NativeAutomaton
 
 
 @cache
-def _handle() -> ctypes.CDLL:
-    found = library()
-    assert found is not None, "automaton() says whether there is a native one"
+def _load_handle() -> ctypes.CDLL:
+    found = load_library()
+    assert found is not None, "get_automaton_class selects the reference without the library"
     handle = found.handle
     handle.fd_suffix_new.restype = c_void_p
     handle.fd_suffix_free.argtypes = [c_void_p]
@@ -101,16 +121,18 @@ def _handle() -> ctypes.CDLL:
     for name in ("fd_suffix_bytes", "fd_suffix_work"):
         getattr(handle, name).argtypes = [c_void_p]
         getattr(handle, name).restype = c_int64
-    handle.fd_suffix_end.argtypes = [c_void_p, POINTER(_Place)]
+    handle.fd_suffix_end.argtypes = [c_void_p, POINTER(_MatchRecord)]
     handle.fd_suffix_end.restype = None
     handle.fd_suffix_follow.argtypes = [c_void_p, c_int32, c_void_p, c_int64]
     handle.fd_suffix_follow.restype = None
-    handle.fd_suffix_law.argtypes = [c_void_p, c_int32, c_void_p, c_void_p, c_void_p]
-    handle.fd_suffix_draft.argtypes = [c_void_p, c_int32, POINTER(_Shape), c_void_p, c_void_p, c_void_p]
+    handle.fd_suffix_probs.argtypes = [c_void_p, c_int32, c_void_p, c_void_p, c_void_p]
+    handle.fd_suffix_draft.argtypes = [c_void_p, c_int32, POINTER(_RankedDraftRecord), c_void_p, c_void_p, c_void_p]
     return handle
 
 
-def _packed(places: Sequence[Place]) -> "array[int]":
-    """As an array of fd_place: the automaton's address, then state and length in the halves of one number, which
-    costs a third of filling in ctypes' structures."""
-    return array("q", [n for text, state, length in places for n in (text.address, state | length << 32)])  # type: ignore[attr-defined]
+def _pack_matches(matches: Sequence[SuffixMatch]) -> "array[int]":
+    """Pack matches as an array of fd_place: address, then length and state in the halves of one number.
+
+    This takes a third of the time of ctypes structures.
+    """
+    return array("q", [n for text, state, length in matches for n in (text.address, state | length << 32)])  # type: ignore[attr-defined]

@@ -1,8 +1,8 @@
 /* Threads and the choice of instruction set.
  *
- * torch brings an OpenMP runtime whose idle threads spin. A second pool beside it would fight for the cores, so the team
- * is torch's own: library.py hands over the entry points of the runtime that torch loaded. Without one (clang's runtime
- * under another name, or none) a pool of our own takes its place.
+ * torch has an OpenMP runtime whose idle threads spin. A second pool would compete for the cores, so the team uses
+ * torch's threads: library.py passes the entry points of the runtime that torch loaded. Without one (clang's runtime
+ * under another name, or none) a separate pool takes its place.
  */
 #define _GNU_SOURCE
 #include "foredraft.h"
@@ -23,7 +23,7 @@ typedef int (*omp_count)(void);
 
 static gomp_parallel shared_parallel;
 static omp_count shared_count;
-static _Thread_local int num_threads = 1; /* of the caller: another must not change it between scratch and pass */
+static _Thread_local int num_threads = 1; /* per caller: another thread must not change it between scratch and pass */
 
 int fd_num_threads(void) { return num_threads; }
 void fd_set_threads(int n) { num_threads = n < 1 ? 1 : n; }
@@ -60,7 +60,7 @@ void fd_barrier(fd_team *team) {
         atomic_store_explicit(&team->generation, generation + 1, memory_order_release);
         return;
     }
-    /* the others are at most a few microseconds away, unless the system took their core */
+    /* the others arrive within a few microseconds, unless the system took their core */
     int64_t began = 0;
     for (int spins = 0; atomic_load_explicit(&team->generation, memory_order_acquire) == generation; spins++) {
         if (spins < 1 << 10) relax();
@@ -76,12 +76,12 @@ typedef struct {
     fd_body body;
     void *what;
     fd_team team;
-    atomic_ullong cores; /* on which the members run, of the first 64 */
-    _Atomic int64_t idle; /* over the members, the largest of: waited, less the time at which the body ended */
+    atomic_ullong cores; /* bit mask of the cores that members run on, of the first 64 */
+    _Atomic int64_t idle; /* maximum over the members of (waited - end time of the body) */
 } job;
 
-/* The scheduler may wake a thread on the core that its waker keeps busy, and take long to see it: whoever comes second
- * to a core moves on, and is free to be moved again. */
+/* The system may wake a thread on its waker's busy core and leave it there for long. So the second thread on a core
+ * moves to another one; its affinity is restored afterwards. */
 static void spread(job *j) {
 #ifdef __linux__
     int core = sched_getcpu();
@@ -114,12 +114,12 @@ static void take_part(job *j) {
 
 static void enter(void *of) {
     job *j = of;
-    /* the runtime may give fewer threads than were asked for, and a barrier waits for as many as there are */
+    /* the runtime may give fewer threads than requested, and a barrier waits for the actual number */
     atomic_store_explicit(&j->team.size, shared_count(), memory_order_relaxed);
     take_part(j);
 }
 
-/* The pool of our own. */
+/* The separate pool. */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t wake = PTHREAD_COND_INITIALIZER, done = PTHREAD_COND_INITIALIZER;
 static pthread_mutex_t turn = PTHREAD_MUTEX_INITIALIZER; /* one job at a time */
@@ -147,7 +147,7 @@ static void own_parallel(job *j) {
     pthread_mutex_lock(&lock);
     while (started < j->team.size - 1) {
         pthread_t thread;
-        /* a thread joins before the round it is to take part in is announced */
+        /* a thread joins before its first round is announced */
         if (pthread_create(&thread, NULL, serve, (void *)(intptr_t)(started)) != 0) break;
         pthread_detach(thread);
         started++;
@@ -165,14 +165,13 @@ static void own_parallel(job *j) {
     pthread_mutex_unlock(&turn);
 }
 
-/* A member that has lost its core to another program holds up the others until the system gives it one again, which
- * takes milliseconds, at every barrier: then one thread is faster than several. After a region that one thread would
- * have done sooner the caller goes on alone, for REPAID times what that has cost, and for twice as long as before if it
- * happens again. A region of barriers alone tries the team before it is given work again. Where no other program wants
- * the cores nobody waits that long. All in nanoseconds. */
+/* A member that loses its core to another program delays the others at every barrier, for milliseconds each; then one
+ * thread is faster than several. After a region that one thread would have finished sooner, the caller runs alone for
+ * REPAID times the loss, and twice as long as before if it happens again. Before the team gets work again, a region of
+ * barriers alone tests it. On idle cores no wait is that long. All values are nanoseconds. */
 static const int64_t LATE = 1000000, FIRST_ALONE = 20000000, LAST_ALONE = 5000000000, REPAID = 8;
 static _Thread_local int64_t alone_for, alone_until;
-static _Thread_local int is_untried; /* since it went alone */
+static _Thread_local int is_untried; /* the team is not yet tested after running alone */
 
 static void stay_alone(int64_t from, int64_t lost) {
     int is_again = alone_for && from - alone_until < 4 * alone_for;
@@ -190,7 +189,7 @@ static void together(fd_body body, void *what) {
     if (shared_parallel) shared_parallel(enter, &j, (unsigned)num_threads, 0);
     else own_parallel(&j);
     int64_t ended = now(), idle = atomic_load_explicit(&j.idle, memory_order_relaxed) + ended;
-    int64_t busy = ended - began - idle, lost = ended - began - busy * num_threads; /* against one thread */
+    int64_t busy = ended - began - idle, lost = ended - began - busy * num_threads; /* compared with one thread */
     if (idle > LATE && lost > 0) stay_alone(ended, lost);
 }
 
@@ -215,7 +214,7 @@ void fd_parallel(fd_body body, void *what) {
     } else together(body, what);
 }
 
-/* Instruction sets, the best first: those that build.py could compile. */
+/* Instruction sets that build.py compiled, the best first. */
 #define SET(name) extern const fd_kernels fd_##name;
 FD_SETS
 #undef SET
@@ -224,8 +223,8 @@ static const fd_kernels *const all[] = {FD_SETS};
 static int is_forbidden[sizeof all / sizeof *all];
 static const fd_kernels *chosen = &fd_portable;
 
-/* Tiles are 8 KiB that the system saves at every switch of threads, so it wants to be asked for them. The answer holds
- * for all threads of the process, those that run already too. */
+/* The system saves 8 KiB of tiles at every thread switch, so a process must request them. The permission holds for all
+ * threads of the process, running ones included. */
 static int may_use_tiles(void) {
 #if defined(__x86_64__) && defined(__linux__)
     enum { FEATURES = 7, HAS_AMX = 1 << 22 | 1 << 24 /* bf16, tile */ };
@@ -265,20 +264,20 @@ static const fd_kernels *find(const char *name) {
     return NULL;
 }
 
-/* A set that turned out wrong on this processor. */
+/* Excludes a set that computes wrongly on this processor. */
 void fd_forbid(const char *name) {
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         if (!strcmp(name, all[i]->name)) is_forbidden[i] = 1;
 }
 
-/* 0 if this processor has it. NULL or "" = the best there is. */
+/* Selects a set. Returns 0 if this processor has it. NULL or "" = the best available. */
 int fd_select(const char *name) {
     const fd_kernels *found = find(name);
     if (found) chosen = found;
     return found ? 0 : -1;
 }
 
-/* A product by a set that need not be the chosen one. 0 if this processor has it. */
+/* Computes a product with any set. Returns 0 if this processor has it. */
 int fd_linear_by(const char *name, const fd_product *p) {
     const fd_kernels *found = find(name);
     if (found) found->linear(p);

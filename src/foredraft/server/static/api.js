@@ -1,4 +1,4 @@
-// Talks to the server: one request in, the chunks of its stream out.
+// Client of the server's API: sends a request and reads the chunks of its stream.
 
 export class ApiError extends Error {
   constructor(message, status) {
@@ -9,13 +9,15 @@ export class ApiError extends Error {
 
 const headers = (key) => ({ "Content-Type": "application/json", ...(key ? { Authorization: `Bearer ${key}` } : {}) });
 
-// One readable line from whatever the server said.
+// Formats an error body of any shape as one line.
 export function errorLine(body, status) {
-  const said = body?.error?.message ?? body?.error ?? body?.message ?? body?.detail;
-  const line = typeof said === "string" ? said : said ? JSON.stringify(said) : `The server answered ${status}.`;
+  const detail = body?.error?.message ?? body?.error ?? body?.message ?? body?.detail;
+  const fallback = detail ? JSON.stringify(detail) : `The server answered with status ${status}.`;
+  const line = typeof detail === "string" ? detail : fallback;
   return line.replace(/\s+/g, " ").trim();
 }
 
+// fetch() whose network errors are ApiErrors with a readable message.
 async function reach(path, options) {
   try {
     return await fetch(path, { cache: "no-store", ...options });
@@ -36,8 +38,8 @@ export async function firstModel(key) {
   return (await response.json()).data?.[0] ?? null;
 }
 
-// Calls onChunk with every JSON chunk of the stream. Raises ApiError for an error before or inside it, and
-// AbortError when the signal fires, which closes the connection.
+// Calls onChunk with every JSON chunk of the stream. Throws ApiError for an error before or in the stream, and
+// AbortError if the signal fires, which closes the connection.
 export async function stream(path, body, { key, signal, onChunk }) {
   const response = await check(
     await reach(path, { method: "POST", headers: headers(key), body: JSON.stringify(body), signal }),
@@ -47,9 +49,9 @@ export async function stream(path, body, { key, signal, onChunk }) {
   for (;;) {
     const { done, value } = await reader.read().catch((error) => {
       if (error.name === "AbortError") throw error;
-      throw new ApiError("The connection broke before the answer was complete.", 0);
+      throw new ApiError("The connection failed before the response was complete.", 0);
     });
-    if (done) throw new ApiError("The answer ended before it was complete.", 0);
+    if (done) throw new ApiError("The response ended before it was complete.", 0);
     const lines = (rest + value).split(/\r?\n/);
     rest = lines.pop();
     for (const line of lines) {

@@ -1,4 +1,4 @@
-// The request's form: reads it, and keeps the API key for this tab alone.
+// Form of the request. The API key is stored for this tab only.
 
 import { ApiError } from "./api.js";
 
@@ -6,7 +6,7 @@ const KEY = "foredraft.key";
 const NUMBERS = ["max_tokens", "temperature", "top_p", "top_k", "seed"];
 const field = (id) => document.getElementById(id);
 
-// What the fields say; an empty one is left out, so the server's own default holds.
+// Builds the request from the form. Empty fields are left out, so that the server's defaults apply.
 export function readRequest(model) {
   const body = { stream: true, stream_options: { include_usage: true }, foredraft_trace: true };
   if (model) body.model = model;
@@ -24,34 +24,36 @@ export function readRequest(model) {
   return { path: isChat ? "v1/chat/completions" : "v1/completions", body };
 }
 
-// The prompt's box is as high as its text; the style sheet bounds it.
+// Makes the prompt's box as high as its text, up to the limit in the style sheet.
 function fitPrompt() {
   const box = field("prompt");
   box.style.height = "auto";
   box.style.height = `${box.scrollHeight + box.offsetHeight - box.clientHeight}px`;
 }
 
-export function keepPromptFitted() {
+export function installPromptFitting() {
   field("prompt").addEventListener("input", fitPrompt);
   addEventListener("resize", fitPrompt);
   fitPrompt();
 }
 
-export const plainly = (request) => ({
+// The same request without drafts.
+export const withoutDrafts = (request) => ({
   ...request,
   body: { ...request.body, speculative: { num_speculative_tokens: 0 } },
 });
 
-export function savedKey() {
+// Reads the API key from its field, or from this tab's storage; "" if there is none.
+export function readKey() {
   const input = field("key");
   if (input.value) sessionStorage.setItem(KEY, input.value);
   else if (!field("key-field").hidden) sessionStorage.removeItem(KEY);
   return sessionStorage.getItem(KEY) ?? "";
 }
 
-// Shows the field; what to say beside it. A key that was refused is forgotten, and selected to be typed over.
+// Shows the API key field and returns the message for it. A refused key is deleted and selected for replacement.
 export function askForKey() {
-  const isFirst = !savedKey();
+  const isFirst = !readKey();
   sessionStorage.removeItem(KEY);
   field("key-field").hidden = false;
   field("key").focus();

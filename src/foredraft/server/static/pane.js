@@ -1,4 +1,4 @@
-// A run's text, token by token. Grows by appending; what stands is never drawn again.
+// Text of a run, token by token. New tokens are appended; existing ones are never redrawn.
 
 export class Pane {
   #spans = [];
@@ -6,15 +6,15 @@ export class Pane {
   #record = null;
   #current = -1;
   #pinned = -1;
-  #chosen;
-  #pin;
+  #onChoose;
+  #onPin;
 
-  // chosen(token, span, record, isByKey) when a token is pointed at or walked to; chosen(null) when it is left.
-  // pin(token, record, pane) when a token is clicked, or Enter is pressed on it; pin(null) when it is again.
-  constructor(root, { chosen, pin }) {
+  // onChoose(token, span, record, isByKey): a token is under the pointer or reached by keys; onChoose(null): none is.
+  // onPin(token, record, pane): a token is clicked, or Enter is pressed on it; onPin(null): the same again.
+  constructor(root, { onChoose, onPin }) {
     this.root = root;
-    this.#chosen = chosen;
-    this.#pin = pin;
+    this.#onChoose = onChoose;
+    this.#onPin = onPin;
     root.addEventListener("pointerover", (event) => this.#point(event.target));
     root.addEventListener("pointerleave", () => this.choose(-1));
     root.addEventListener("click", (event) => this.#click(event));
@@ -23,6 +23,7 @@ export class Pane {
     root.addEventListener("keydown", (event) => this.#walk(event));
   }
 
+  // Starts over with the (empty) record of another run.
   show(record) {
     this.unpin();
     this.choose(-1);
@@ -32,6 +33,7 @@ export class Pane {
     this.#current = -1;
   }
 
+  // Appends the tokens that arrived since the last call; scrolls along if the end was in view.
   draw() {
     const { root } = this;
     const tokens = this.#record?.tokens ?? [];
@@ -51,21 +53,22 @@ export class Pane {
     if (follows) root.scrollTop = root.scrollHeight;
   }
 
+  // Highlights a token and the other tokens of its pass; -1 = none.
   choose(index, isByKey = false) {
     for (const span of this.#marked) span.classList.remove("same", "here");
     this.#marked = [];
     const token = this.#record?.tokens[index];
     if (!token) {
-      this.#chosen(null); // where the keys stand is kept
+      this.#onChoose(null); // the position for the keys does not change
       return;
     }
     this.#current = index;
-    const here = this.#spans[index];
+    const current = this.#spans[index];
     const { pass } = token;
-    this.#marked = pass ? this.#spans.slice(pass.first, pass.first + pass.tree.emitted.length) : [here];
+    this.#marked = pass ? this.#spans.slice(pass.first, pass.first + pass.tree.emitted.length) : [current];
     for (const span of this.#marked) span.classList.add("same");
-    here.classList.add("here");
-    this.#chosen(token, here, this.#record, isByKey);
+    current.classList.add("here");
+    this.#onChoose(token, current, this.#record, isByKey);
   }
 
   unpin() {
@@ -79,7 +82,7 @@ export class Pane {
   }
 
   #click(event) {
-    if (!getSelection().isCollapsed) return; // text was selected
+    if (!getSelection().isCollapsed) return; // the click ended a text selection
     const index = event.target.closest?.(".t")?.index ?? -1;
     this.#togglePin(index);
     this.choose(index);
@@ -92,9 +95,10 @@ export class Pane {
       this.#pinned = index;
       this.#spans[index].classList.add("pinned");
     }
-    this.#pin(token?.pass ? token : null, this.#record, this);
+    this.#onPin(token?.pass ? token : null, this.#record, this);
   }
 
+  // Moves by keys: left and right by tokens, up and down by passes, Home and End; Enter and space pin.
   #walk(event) {
     const last = this.#spans.length - 1;
     if (last < 0 || event.ctrlKey || event.metaKey || event.altKey) return;
@@ -105,15 +109,15 @@ export class Pane {
       return;
     }
     const tokens = this.#record.tokens;
-    const at = Math.min(this.#current, last);
-    const pass = tokens[Math.max(at, 0)].pass;
-    const beyond = pass ? pass.first + pass.tree.emitted.length : at + 1;
-    const before = pass && pass.first > 0 ? (tokens[pass.first - 1].pass?.first ?? pass.first - 1) : 0;
+    const index = Math.min(this.#current, last);
+    const pass = tokens[Math.max(index, 0)].pass;
+    const nextPass = pass ? pass.first + pass.tree.emitted.length : index + 1;
+    const previousPass = pass && pass.first > 0 ? (tokens[pass.first - 1].pass?.first ?? pass.first - 1) : 0;
     const goal = {
-      ArrowRight: Math.min(at + 1, last),
-      ArrowLeft: Math.max(at - 1, 0),
-      ArrowDown: Math.min(Math.max(beyond, 0), last),
-      ArrowUp: before,
+      ArrowRight: Math.min(index + 1, last),
+      ArrowLeft: Math.max(index - 1, 0),
+      ArrowDown: Math.min(Math.max(nextPass, 0), last),
+      ArrowUp: previousPass,
       Home: 0,
       End: last,
     }[event.key];

@@ -1,9 +1,9 @@
-// The page: runs requests, and draws what came once per frame.
+// Playground page: runs requests, and draws their records at most once per frame.
 
 import { ApiError, firstModel, stream } from "./api.js";
 import { Card } from "./card.js";
 import { Chart } from "./chart.js";
-import { askForKey, hideKey, keepPromptFitted, plainly, readRequest, savedKey } from "./form.js";
+import { askForKey, hideKey, installPromptFitting, readKey, readRequest, withoutDrafts } from "./form.js";
 import { Pane } from "./pane.js";
 import { ORIGINS, Record } from "./record.js";
 import { describe, drawTree } from "./tree.js";
@@ -11,21 +11,22 @@ import { describe, drawTree } from "./tree.js";
 const $ = (selector) => document.querySelector(selector);
 const card = new Card($("#card"), $("#spoken"));
 const charts = { length: new Chart($("#length-chart"), "Tokens per pass over seconds", 2), rate: new Chart($("#rate-chart"), "Tokens per second over seconds", 10) };
-const panes = { main: new Pane($("#output"), { chosen, pin }), plain: new Pane($("#plain-output"), { chosen, pin }) };
+const handlers = { onChoose: showToken, onPin: pin };
+const panes = { main: new Pane($("#output"), handlers), plain: new Pane($("#plain-output"), handlers) };
 const records = { main: null, plain: null };
-const DRAW_EVERY = 40; // milliseconds: drawing shares the processor with a server on the same machine
-const CHART_EVERY = 200;
-const ONE_COLUMN = "(max-width: 999px)"; // as in the style sheet
+const DRAW_EVERY = 40; // milliseconds between two drawings: the server may share this processor
+const CHART_EVERY = 200; // milliseconds between two drawings of the charts
+const ONE_COLUMN = "(max-width: 999px)"; // the same limit as in the style sheet
 let model = null;
 let running = null; // AbortController of the request in flight
-let isWaiting = false; // for the next frame
-let held = null; // {pass, record} of the token that is pointed at
+let isDrawScheduled = false;
+let hovered = null; // {pass, record} of the token under the pointer
 let pinned = null; // {pass, record} of the token that was clicked
-let passShown = null;
-let drawn = 0;
-let chartsDrawn = 0;
+let shownPass = null; // pass that the tree shows
+let lastDraw = 0; // time of the last drawing, in milliseconds
+let lastChartDraw = 0;
 
-const shown = {
+const formats = {
   tokens: (value) => String(value),
   passes: (value) => String(value),
   length: (value) => value.toFixed(2),
@@ -42,8 +43,8 @@ const write = (element, text) => {
   if (element.textContent !== text) element.textContent = text;
 };
 
-function chosen(token, span, record, isByKey) {
-  held = token?.pass ? { pass: token.pass, record } : null;
+function showToken(token, span, record, isByKey) {
+  hovered = token?.pass ? { pass: token.pass, record } : null;
   if (token) card.show(token, span, record, model?.drafter, isByKey);
   else card.hide();
   drawPass();
@@ -62,15 +63,15 @@ function unpin() {
 }
 
 function showPass(pass, record, title) {
-  if (pass !== passShown) drawTree($("#tree"), pass, record);
-  passShown = pass;
+  if (pass !== shownPass) drawTree($("#tree"), pass, record);
+  shownPass = pass;
   write($("#tree-title"), title);
   write($("#tree-note"), pass ? `${describe(pass)}` : "");
 }
 
-// The pass of the token that is pointed at, or the pinned one, or the last one that had a draft, or the last.
+// Shows the first of these that exists: the hovered pass, the pinned pass, the last pass with a draft, the last pass.
 function drawPass() {
-  const chosen = held ?? pinned;
+  const chosen = hovered ?? pinned;
   if (chosen) {
     const ending = chosen.pass === pinned?.pass ? ", pinned" : "";
     showPass(chosen.pass, chosen.record, `Pass ${chosen.pass.number}${ending}`);
@@ -78,7 +79,7 @@ function drawPass() {
   }
   const record = records.main;
   const last = record?.passes.at(-1);
-  const pass = record?.drafted ?? last;
+  const pass = record?.lastDraftedPass ?? last;
   const name = pass === last ? "Last pass" : "Last pass with a draft";
   showPass(pass, record, pass ? `${name} (${pass.number})` : name);
 }
@@ -88,8 +89,8 @@ function drawFigures() {
     const figures = records[name]?.figures;
     for (const element of document.querySelectorAll(`[data-${attribute}]`)) {
       const key = element.dataset[attribute];
-      const isKnown = figures && figures.tokens > 0 && Number.isFinite(figures[key]);
-      const text = isKnown ? shown[key](figures[key]) : name === "main" ? "–" : "";
+      const hasValue = figures && figures.tokens > 0 && Number.isFinite(figures[key]);
+      const text = hasValue ? formats[key](figures[key]) : name === "main" ? "–" : "";
       write(element, text && name === "plain" ? `plain ${text}` : text);
     }
   }
@@ -106,7 +107,7 @@ function drawLegend() {
 }
 
 function drawCharts() {
-  chartsDrawn = performance.now();
+  lastChartDraw = performance.now();
   const [main, plain] = [records.main, records.plain].map((record) => record?.series() ?? []);
   const column = (points, i) => points.map((point) => [point[0], point[i]]);
   charts.length.draw(column(main, 1), column(plain, 1));
@@ -114,24 +115,24 @@ function drawCharts() {
 }
 
 function draw() {
-  drawn = performance.now();
+  lastDraw = performance.now();
   panes.main.draw();
   panes.plain.draw();
   drawFigures();
   drawLegend();
   drawPass();
-  if (performance.now() - chartsDrawn > CHART_EVERY) drawCharts();
+  if (performance.now() - lastChartDraw > CHART_EVERY) drawCharts();
 }
 
-function drawSoon() {
-  if (isWaiting) return;
-  isWaiting = true;
+function scheduleDraw() {
+  if (isDrawScheduled) return;
+  isDrawScheduled = true;
   requestAnimationFrame(function wait(now) {
-    if (now - drawn < DRAW_EVERY) {
+    if (now - lastDraw < DRAW_EVERY) {
       requestAnimationFrame(wait);
       return;
     }
-    isWaiting = false;
+    isDrawScheduled = false;
     draw();
   });
 }
@@ -140,6 +141,7 @@ function note(name, text) {
   write($(`[data-note=${name}]`), text);
 }
 
+// Runs one request and draws it in the pane `name`; returns its record.
 async function execute(name, request, signal) {
   const record = new Record();
   records[name] = record;
@@ -148,17 +150,17 @@ async function execute(name, request, signal) {
   note(name, "streaming");
   try {
     await stream(request.path, request.body, {
-      key: savedKey(),
+      key: readKey(),
       signal,
       onChunk: (chunk) => {
         record.add(chunk);
         if (name === "main" && !isShown) isShown = showWork(record);
-        drawSoon();
+        scheduleDraw();
       },
     });
-    note(name, record.finish === "length" ? "stopped at max tokens" : "ended by itself");
+    note(name, record.finish === "length" ? "stopped at max tokens" : "finished");
   } catch (error) {
-    note(name, error.name === "AbortError" ? "stopped" : record.tokens.length ? "broken off" : "refused");
+    note(name, error.name === "AbortError" ? "stopped" : record.tokens.length ? "interrupted" : "refused");
     throw error;
   } finally {
     draw();
@@ -168,40 +170,41 @@ async function execute(name, request, signal) {
 }
 
 function bringIntoView(element, block) {
-  const isStill = matchMedia("(prefers-reduced-motion: reduce)").matches;
-  element.scrollIntoView({ block, behavior: isStill ? "instant" : "smooth" });
+  const hasReducedMotion = matchMedia("(prefers-reduced-motion: reduce)").matches;
+  element.scrollIntoView({ block, behavior: hasReducedMotion ? "instant" : "smooth" });
 }
 
-// Where the page is one column, its text stands below the form.
+// Scrolls to the output at the first token if the page has one column: the output is below the form then.
 function showWork(record) {
   if (!record.tokens.length) return false;
   if (matchMedia(ONE_COLUMN).matches) bringIntoView($(".work"), "start");
   return true;
 }
 
-function verdict(main, plain, isSampledFreely) {
+// Writes the comparison of both runs. isUnseeded: the texts are independent samples and may differ.
+function writeVerdict(main, plain, isUnseeded) {
   const [a, b] = [main.figures, plain.figures];
   const same = main.text === plain.text;
-  const times = `${seconds(a.total)} against ${seconds(b.total)}`;
+  const times = `${seconds(a.total)} instead of ${seconds(b.total)}`;
   const faster = `${(a.rate / b.rate).toFixed(2)}× the speed of plain decoding (${times})`;
   let texts = "the texts are identical";
-  if (!same && isSampledFreely) texts = "the texts are two samples; give a seed, or temperature 0, to compare them";
+  if (!same && isUnseeded) texts = "the texts are two samples; set a seed or temperature 0 to compare them";
   else if (!same) texts = `the texts differ from character ${firstDifference(main.text, plain.text) + 1}`;
   write($("#verdict"), `${faster}; ${texts}.`);
   $("#verdict").classList.remove("waits");
 }
 
 function firstDifference(a, b) {
-  let at = 0;
-  while (at < a.length && a[at] === b[at]) at++;
-  return at;
+  let index = 0;
+  while (index < a.length && a[index] === b[index]) index++;
+  return index;
 }
 
 function reset(isCompared) {
   records.main = records.plain = null;
   panes.main.show(null);
   panes.plain.show(null);
-  held = pinned = null;
+  hovered = pinned = null;
   for (const id of ["#error", "#status"]) write($(id), "");
   write($("#verdict"), isCompared ? "Plain decoding follows." : "");
   $("#verdict").classList.add("waits");
@@ -209,7 +212,7 @@ function reset(isCompared) {
   $("#plain-pane").hidden = $("#verdict").hidden = !isCompared;
   for (const key of document.querySelectorAll("[data-key]")) key.hidden = !isCompared;
   note("main", "");
-  note("plain", isCompared ? "waits for the first" : "");
+  note("plain", isCompared ? "waiting for the first run" : "");
 }
 
 function setBusy(isBusy) {
@@ -225,15 +228,15 @@ async function run() {
   running = new AbortController();
   setBusy(true);
   try {
-    if (!model) await greet();
+    if (!model) await loadModel();
     const request = readRequest(model?.id);
     write($("#status"), "Running.");
     const main = await execute("main", request, running.signal);
     if (isCompared) {
       write($("#status"), "Running again without drafts.");
-      const plain = await execute("plain", plainly(request), running.signal);
+      const plain = await execute("plain", withoutDrafts(request), running.signal);
       const { temperature = 1, seed } = request.body;
-      verdict(main, plain, temperature > 0 && seed === undefined);
+      writeVerdict(main, plain, temperature > 0 && seed === undefined);
     }
     write($("#status"), summary(main));
   } catch (error) {
@@ -261,8 +264,8 @@ function report(error) {
   bringIntoView($("#error"), "nearest");
 }
 
-async function greet() {
-  model = await firstModel(savedKey());
+async function loadModel() {
+  model = await firstModel(readKey());
   hideKey();
   write($("#model"), [model?.id, model?.drafter && `drafter ${model.drafter}`].filter(Boolean).join(" · "));
 }
@@ -274,7 +277,7 @@ $("#form").addEventListener("submit", (event) => {
 $("#stop").addEventListener("click", () => running?.abort());
 $("#key").addEventListener("change", async () => {
   write($("#error"), "");
-  await greet().catch(report);
+  await loadModel().catch(report);
 });
 document.addEventListener("keydown", (event) => {
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
@@ -287,8 +290,8 @@ document.addEventListener("keydown", (event) => {
     unpin();
   }
 });
-// what scrolls away from under the card
+// Hide the card if its token scrolls away.
 for (const scroller of [document, $(".work")]) scroller.addEventListener("scroll", () => card.hide(), { passive: true });
-keepPromptFitted();
+installPromptFitting();
 drawCharts();
-greet().catch(report);
+loadModel().catch(report);

@@ -1,14 +1,14 @@
-// What a run has said so far: its tokens, the pass each came from, and when they arrived. No DOM.
+// Record of a run: its tokens, the pass of each, and their arrival times. Independent of the page.
 
 export const ORIGINS = ["accepted", "corrected", "bonus", "plain"];
 
 export class Record {
   constructor() {
-    this.tokens = []; // {piece, origin, pass}: origin null where the server named none, pass null without a trace
-    this.passes = []; // {tree, first, number}: tokens first .. first + tree.emitted.length - 1
-    this.drafted = null; // the last pass that had a draft
+    this.tokens = []; // {piece, origin, pass}: origin is null if the server sent none, pass is null without a trace
+    this.passes = []; // {tree, first, number}: emitted tokens first .. first + tree.emitted.length - 1
+    this.lastDraftedPass = null; // last pass that had a draft
     this.counts = { accepted: 0, corrected: 0, bonus: 0, plain: 0 };
-    this.arrivals = []; // {seconds, tokens, passes}: sums so far
+    this.arrivals = []; // {seconds, tokens, passes}: cumulative counts at every chunk
     this.numTokens = 0;
     this.finish = null;
     this.started = performance.now();
@@ -30,22 +30,22 @@ export class Record {
   }
 
   #addTraced({ origins, pieces, steps = [] }) {
-    let at = this.tokens.length;
-    const ends = [];
+    let first = this.tokens.length;
+    const passOf = []; // pass of every emitted token
     for (const tree of steps) {
-      const pass = { tree, first: at, number: this.passes.length + 1 };
+      const pass = { tree, first, number: this.passes.length + 1 };
       this.passes.push(pass);
-      if (tree.tokens.length > 1) this.drafted = pass;
-      for (let i = 0; i < tree.emitted.length; i++) ends.push(pass);
-      at += tree.emitted.length;
+      if (tree.tokens.length > 1) this.lastDraftedPass = pass;
+      for (let i = 0; i < tree.emitted.length; i++) passOf.push(pass);
+      first += tree.emitted.length;
     }
     pieces.forEach((piece, i) => {
-      const origin = origins[i] ?? null; // text that was held back comes without a token of its own
+      const origin = origins[i] ?? null; // text that was held back for a stop string arrives without a token
       if (origin) {
         this.counts[origin]++;
         this.numTokens++;
       }
-      this.tokens.push({ piece, origin, pass: ends[i] ?? null });
+      this.tokens.push({ piece, origin, pass: passOf[i] ?? null });
     });
   }
 
@@ -65,7 +65,7 @@ export class Record {
     };
   }
 
-  // Points [seconds, tokens per pass, tokens per second] over a window that slides along the run.
+  // Computes points [seconds, tokens per pass, tokens per second] over a window that slides along the run.
   series(numPoints = 80) {
     const list = this.arrivals;
     if (list.length < 3) return [];
@@ -88,16 +88,16 @@ export class Record {
   }
 }
 
-// Depth of every node of a pass's tree; the root, the last token before the pass, has depth 0.
+// Computes the depth of every node of a pass's tree. The root, the last token before the pass, has depth 0.
 export function depths(tree) {
-  const found = [];
-  tree.parents.forEach((parent, node) => found.push(parent < 0 ? 0 : found[parent] + 1));
-  return found;
+  const result = [];
+  tree.parents.forEach((parent, node) => result.push(parent < 0 ? 0 : result[parent] + 1));
+  return result;
 }
 
-// A token as a label: white space can be seen.
-export function visible(piece, most = 24) {
-  const shown = piece.replace(/\n/g, "⏎").replace(/\t/g, "⇥").replace(/ /g, "·") || "∅";
-  const letters = [...shown];
-  return letters.length > most ? `${letters.slice(0, most - 1).join("")}…` : shown;
+// Formats a token as a label of at most `maxChars` characters, with visible white space.
+export function visible(piece, maxChars = 24) {
+  const label = piece.replace(/\n/g, "⏎").replace(/\t/g, "⇥").replace(/ /g, "·") || "∅";
+  const chars = [...label];
+  return chars.length > maxChars ? `${chars.slice(0, maxChars - 1).join("")}…` : label;
 }

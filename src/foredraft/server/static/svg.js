@@ -1,10 +1,10 @@
-// Makes SVG elements; text goes in as text.
+// Creates SVG elements. Strings in the content become text nodes, never markup.
 
-const SPACE = "http://www.w3.org/2000/svg";
+const NAMESPACE = "http://www.w3.org/2000/svg";
 
 export function svg(name, attributes = {}, ...content) {
-  const made = document.createElementNS(SPACE, name);
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  made.append(...content);
-  return made;
+  const element = document.createElementNS(NAMESPACE, name);
+  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+  element.append(...content);
+  return element;
 }

@@ -1,46 +1,50 @@
-// The tree of one pass: depth runs to the right, the kept path is drawn in full, what was rejected is faint and struck.
+// Token tree of one pass: depth runs to the right; accepted nodes are solid, rejected ones faint and struck through.
 
 import { depths, visible } from "./record.js";
 import { svg } from "./svg.js";
 
-const LETTER = 7.3; // pixels of a monospaced letter at 12 px
-const HEIGHT = 24;
-const ROW = 32;
-const GAP = 26;
-const PAD = 10;
+// Sizes in pixels.
+const LETTER = 7.3; // width of a monospaced letter at 12 px
+const HEIGHT = 24; // height of a node
+const ROW = 32; // distance of two rows
+const GAP = 26; // space between two depths
+const PAD = 10; // margin of the picture
+const MAX_LABEL_CHARS = 14;
 
-// Rows of the nodes: a leaf takes the next row, a parent the row of its first child, so the kept path runs straight.
-function rows(children, isKept) {
-  const found = [];
+// Assigns rows to nodes: a leaf takes the next row, a parent the row of its first child.
+// Accepted children come first, so that the accepted path is a straight line.
+function rows(children, isAccepted) {
+  const result = [];
   let next = 0;
   const visit = (node) => {
-    const below = [...children[node]].sort((a, b) => isKept(b) - isKept(a));
-    if (!below.length) found[node] = next++;
-    below.forEach(visit);
-    if (below.length) found[node] = found[below[0]];
+    const sorted = [...children[node]].sort((a, b) => isAccepted(b) - isAccepted(a));
+    if (!sorted.length) result[node] = next++;
+    sorted.forEach(visit);
+    if (sorted.length) result[node] = result[sorted[0]];
   };
   visit(0);
-  return found;
+  return result;
 }
 
-// The nodes to draw: those of the tree, and the target's own token after the last that was kept.
+// Lists the nodes to draw: those of the tree, and the target's token after the last accepted node.
 function nodesOf({ tree, first }, record) {
-  const kept = new Set(tree.accepted);
+  const accepted = new Set(tree.accepted);
   const nodes = tree.pieces.map((piece, node) => ({
-    label: visible(piece, 14),
+    label: visible(piece, MAX_LABEL_CHARS),
     title: piece,
     parent: tree.parents[node],
-    kind: node === 0 ? "root" : kept.has(node) ? "accepted" : "rejected",
+    kind: node === 0 ? "root" : accepted.has(node) ? "accepted" : "rejected",
   }));
-  const own = record.tokens[first + tree.emitted.length - 1];
-  if (own && own.origin !== "accepted") {
-    const kind = own.origin === "plain" ? "plain" : own.origin;
-    nodes.push({ label: visible(own.piece, 14), title: own.piece, parent: tree.accepted.at(-1) ?? 0, kind });
+  const last = record.tokens[first + tree.emitted.length - 1];
+  if (last && last.origin !== "accepted") {
+    const label = visible(last.piece, MAX_LABEL_CHARS);
+    nodes.push({ label, title: last.piece, parent: tree.accepted.at(-1) ?? 0, kind: last.origin });
   }
   return nodes;
 }
 
-function place(nodes) {
+// Sets x, y and width of every node; returns the size of the picture.
+function layOut(nodes) {
   const children = nodes.map(() => []);
   nodes.forEach((node, i) => node.parent >= 0 && children[node.parent].push(i));
   const row = rows(children, (i) => nodes[i].kind !== "rejected");
@@ -82,7 +86,7 @@ export function drawTree(root, pass, record) {
     return;
   }
   const nodes = nodesOf(pass, record);
-  const { width, height } = place(nodes);
+  const { width, height } = layOut(nodes);
   const scale = Math.max(0.6, Math.min(1, root.clientWidth / width, root.clientHeight / height));
   const picture = svg("svg", {
     viewBox: `0 0 ${width} ${height}`,
@@ -97,6 +101,6 @@ export function drawTree(root, pass, record) {
 }
 
 export function describe({ tree }) {
-  const drafted = tree.tokens.length - 1;
-  return drafted ? `${tree.accepted.length - 1} of ${drafted} drafts kept` : "nothing was drafted";
+  const numDrafted = tree.tokens.length - 1;
+  return numDrafted ? `${tree.accepted.length - 1} of ${numDrafted} draft tokens accepted` : "no draft";
 }

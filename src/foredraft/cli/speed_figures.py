@@ -1,0 +1,75 @@
+"""The figures of a run, summed over its completions, and the JSON they and the completions are printed as."""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+from foredraft.outputs import Completion, Stats
+
+
+def sum_stats(stats: Iterable[Stats]) -> Stats:
+    """One Stats for many completions: every count and time is the sum, so every rate is the mean over all passes."""
+    rows = list(stats)
+    sums = {spec.name: sum(getattr(row, spec.name) for row in rows) for spec in _list_number_fields()}
+    accepted_at = tuple(sum(column) for column in zip_longest(*(row.accepted_at for row in rows), fillvalue=0))
+    return Stats(**sums, accepted_at=accepted_at)
+
+
+def _list_number_fields() -> list[dataclasses.Field[Any]]:
+    return [spec for spec in dataclasses.fields(Stats) if spec.name != "accepted_at"]
+
+
+@dataclass(frozen=True)
+class SpeedFigures:
+    """One run: all its completions, and how long they took together on the clock of the caller."""
+
+    stats: Stats
+    seconds: float
+
+    @classmethod
+    def from_completions(cls, completions: Sequence[Completion], seconds: float) -> "SpeedFigures":
+        return cls(sum_stats(c.stats for c in completions), seconds)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.stats.num_tokens / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def summary(self) -> str:
+        """The one line a person reads."""
+        s = self.stats
+        rate = f"{s.acceptance_rate:.2f}" if s.num_drafted else "-"
+        return (
+            f"{s.num_tokens} tokens in {self.seconds:.2f} s · {self.tokens_per_second:.1f} tokens/s · "
+            f"acceptance length {s.acceptance_length:.2f} · acceptance rate {rate} · {s.target_passes} target passes"
+        )
+
+
+def encode_completion(completion: Completion, lossy: frozenset[str]) -> dict[str, Any]:
+    """The fixed shape; beyond it only what must not go unsaid: a lossy rule, an error."""
+    stats = completion.stats
+    names = ("acceptance_length", "acceptance_rate", "per_position", "target_passes", "draft_time", "wall_time")
+    result: dict[str, Any] = {
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        "logprobs": completion.logprobs and [dataclasses.asdict(entry) for entry in completion.logprobs],
+        "stats": {name: getattr(stats, name) for name in names},
+    }
+    if completion.verification in lossy:
+        result["verification"] = completion.verification
+    if completion.error is not None:
+        result["error"] = completion.error
+    return _replace_infinities(result)  # type: ignore[no-any-return]
+
+
+def _replace_infinities(value: Any) -> Any:
+    """JSON has no infinity: the log of a probability of zero is null."""
+    if isinstance(value, dict):
+        return {key: _replace_infinities(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_replace_infinities(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

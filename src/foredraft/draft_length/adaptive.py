@@ -1,0 +1,399 @@
+"""Adaptive draft-length policy: maximises predicted tokens per second with a bounded loss against plain decoding.
+
+Pure: no model, no tensors, no clock. Draft lengths are chosen before drafting and from earlier steps alone: under
+rejection sampling, a length that depended on the draft tokens would change the output distribution.
+docs/controller.md explains the algorithm in a page.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import replace
+from typing import Literal, NamedTuple
+
+from foredraft.draft_length.acceptance import SurvivalEstimator
+from foredraft.draft_length.costs import CostCurve, DraftCost, LengthPlan, Planner, StepShape
+from foredraft.draft_length.policy import DraftCandidate, StepReport
+
+DecisionReason = Literal["start", "pays", "does not pay", "probe", "measure", "guard", "fixed"]
+
+GAIN_MARGIN = 0.01  # predicted gain that starts drafting; a predicted loss of as much ends it
+LOSS_ALLOWANCE = 0.01  # share of the time that may be lost: to probes, to warm-up and to drafts that do not pay
+MAX_CREDIT_STEPS = 24.0  # upper limit on time credit: plain steps, or the most expensive recent steps with drafts
+MAX_COST_DECAY = 0.99  # decay per step of the cost of the most expensive recent step with drafts
+INITIAL_CREDIT_STEPS = 14.0  # time credit at the start, in plain steps
+WARMUP_NODES = (0, 0, 1, 1, 3, 3, 3)  # draft nodes per request in the first steps, to measure costs
+MAX_WARMUP_REQUESTS = 2  # requests that draft during warm-up
+MIN_WARMUP_STEPS = 3  # earlier steps cannot separate the cost of a draft from that of reading the prompt
+PROBE_NODES, PROBE_STEPS = 2, 4  # nodes per request and consecutive steps of a probe
+PROBE_COST_FACTOR = 1.5  # requests join a probe as long as they raise its cost by at most this factor
+MIN_PROBE_INTERVAL, MAX_PROBE_INTERVAL = 32, 256  # steps between probes; doubles after each probe without a gain
+LONG_DRAFT_INTERVAL = 32  # steps between drafts that are half as long again, to test that longer ones do not pay
+MIN_PLAIN_INTERVAL, MAX_PLAIN_INTERVAL = 16, 256  # steps with drafts between plain steps, which measure their cost
+PLAIN_INTERVAL_PER_GAIN = 200  # the same interval per predicted gain: a plain step may cost about 0.5 % of the time
+MAX_PAYBACK_STEPS = 100  # steps within which the gain must pay for reading the tokens that the drafter has missed
+SLOWDOWN_SMOOTHING = 0.2  # weight of the newest step in the slowdown of the machine
+PLAIN_COST_SMOOTHING = 0.1  # weight of the newest plain step in the ratio of measured to predicted cost
+PLAN_LIFETIME = 16  # steps that a plan is used for an unchanged batch; twice as long for a large batch or if paused
+LARGE_BATCH = 16  # requests from which a plan outlives changes of the batch
+MAX_UNOBSERVED_STEPS = 3  # steps between two observed ones while no request drafts
+
+
+class LengthDecision(NamedTuple):
+    """Draft nodes granted in a step, the reason, and the predictions behind it."""
+
+    reason: DecisionReason
+    nodes: int = 0  # nodes granted to all requests together
+    depth: int = 0  # largest number of nodes granted to one request
+    plain_rate: float = 0.0  # predicted tokens per second without drafts; 0 before the first plan
+    rate: float = 0.0  # predicted tokens per second of the plan, used or not
+    acceptance: float = 0.0  # predicted share of the plan's nodes that is accepted
+
+
+class AdaptiveLengthPolicy:
+    """Draft-length policy that maximises predicted tokens per second, and drafts nothing if no draft pays.
+
+    It has three parts. The plan is computed from measured costs and estimated survival. Probes and occasional plain
+    steps keep the measurements current. The time credit, in seconds, bounds the loss: a step with drafts adds the time
+    that it saves against plain decoding, or subtracts what it loses. Credit also grows by LOSS_ALLOWANCE of all time.
+    Probes are paid from it. If it is used up, no request drafts, whatever the plan predicts. So over a long run at most
+    LOSS_ALLOWANCE of the time is lost.
+
+    Args:
+        curve: time of a forward pass of the target by its rows; None = learned from steps.
+        draft_cost: time of a draft; None = learned from steps.
+    """
+
+    def __init__(self, curve: CostCurve | None = None, draft_cost: DraftCost | None = None) -> None:
+        self.curve = curve or CostCurve()
+        self.draft_cost = draft_cost or DraftCost()
+        self.survival = SurvivalEstimator()
+        self.planner = Planner(self.curve, self.draft_cost)
+        self._cost_kind = 0  # kind of request that curve, draft_cost and planner are for
+        self._costs_by_kind = dict[int, tuple[CostCurve, DraftCost, Planner]]()  # those of the other kinds
+        self.decision = LengthDecision("start")
+        self.counts: Counter[DecisionReason] = Counter()  # steps by reason
+        self._plan, self._plan_age = LengthPlan(), 0  # age in steps
+        self._plan_key: object = None  # batch that the plan was computed for; None = compute a new plan
+        self._plan_kinds: frozenset[int] = frozenset()  # kinds of the requests in that batch
+        self._drafted_until: dict[int, int] = {}  # slot -> step after its last draft; absent = never drafted
+        self._num_unobserved = 0  # steps since the last observed one
+        self._num_candidates = 0  # candidates of the current step
+        self._num_others = 0  # requests of the last step that were scored but were no candidates
+        self._has_fixed = False  # the current step has drafts of fixed length
+        self._step, self._warmup_step = 0, 0
+        self._is_drafting = True
+        self._steps_since_plain = 0
+        self._slowdown = 1.0  # current step time over the usual one; all other times are divided by it
+        self._credit, self._plain_step_cost = 0.0, 0.0  # seconds
+        self._credit_floor = 0.0  # seconds, at most 0: credit below this ends drafting
+        self._max_step_cost = 0.0  # seconds of the most expensive recent step with drafts
+        self._probed_slots: tuple[int, ...] = ()
+        self._probe_steps_left, self._probe_interval, self._next_probe_step = 0, MIN_PROBE_INTERVAL, 0
+        self._last_load = 0  # adjustable requests when the probe interval was last reset
+
+    # Decisions, before a step
+
+    def allocate(self, candidates: Sequence[DraftCandidate], num_rows: int, attended_tokens: int = 0) -> list[int]:
+        """Grant draft nodes for the next step; arguments as in `DraftLengthPolicy.allocate`."""
+        if self._is_idle(candidates):
+            return [0] * len(candidates)
+        self._select_kind(candidates)
+        adjustable = [c for c in candidates if not c.is_fixed and c.max_nodes > 0]
+        budgets = {c.slot: c.max_nodes for c in candidates if c.is_fixed}
+        self._num_candidates, self._has_fixed = len(candidates), bool(budgets)
+        reason: DecisionReason = "fixed"
+        if adjustable:
+            self._replan(candidates, adjustable, num_rows, attended_tokens)
+            reason, chosen = self._choose_budgets(adjustable, num_rows)
+            budgets |= chosen
+        granted = [min(budgets.get(c.slot, 0), c.max_nodes) for c in candidates]
+        plan = self._plan if adjustable else LengthPlan()
+        self.decision = LengthDecision(
+            reason,
+            sum(granted),
+            max(granted, default=0),
+            plan.plain_rate / self._slowdown,
+            plan.rate / self._slowdown,
+            plan.acceptance,
+        )
+        self.counts[reason] += 1
+        return granted
+
+    def _select_kind(self, candidates: Sequence[DraftCandidate]) -> None:
+        """Switch to the cost estimates of this kind: sampling tokens and drafts takes longer than argmax."""
+        for candidate in candidates:
+            self.survival.register(candidate.slot, candidate.kind)
+        kind = max((candidate.kind for candidate in candidates), default=self._cost_kind)
+        if kind != self._cost_kind:
+            self._costs_by_kind[self._cost_kind] = self.curve, self.draft_cost, self.planner
+            if kind not in self._costs_by_kind:
+                curve, draft_cost = deepcopy(self.curve), DraftCost()
+                self._costs_by_kind[kind] = curve, draft_cost, Planner(curve, draft_cost)
+            self.curve, self.draft_cost, self.planner = self._costs_by_kind[kind]
+            self._cost_kind, self._plan_key = kind, None
+
+    def _is_idle(self, candidates: Sequence[DraftCandidate]) -> bool:
+        """Return true if speculation is off and no probe or replan is due; the step then skips all other work."""
+        if (
+            self._is_drafting
+            or self._probed_slots
+            or self._warmup_step < len(WARMUP_NODES)
+            or self._plan_age + 1 >= 2 * PLAN_LIFETIME
+        ):
+            return False
+        if any(c.kind not in self._plan_kinds for c in candidates):  # the plan was computed without this kind
+            self._plan_key = None
+            return False
+        is_steady = (
+            self.decision.nodes == 0 and self._plan.speedup <= 1.0 + GAIN_MARGIN and self._step < self._next_probe_step
+        )
+        if not is_steady or not self._is_load_similar(len(candidates)) or any(c.is_fixed for c in candidates):
+            return False
+        self._plan_age += 1
+        self._num_candidates, self._has_fixed = len(candidates), False
+        self.counts[self.decision.reason] += 1
+        return True
+
+    def _is_load_similar(self, load: int) -> bool:
+        """Whether the load has less than doubled or halved since the probe interval was last reset."""
+        return self._last_load / 2 < load < self._last_load * 2
+
+    def _replan(
+        self,
+        candidates: Sequence[DraftCandidate],
+        adjustable: Sequence[DraftCandidate],
+        num_rows: int,
+        attended_tokens: int,
+    ) -> None:
+        """Compute a new plan, unless the current one may still be used."""
+        key = (num_rows, tuple(candidates), self._num_others, self.survival.is_tree)
+        self._plan_age += 1
+        if self._is_plan_current(key, len(adjustable)):
+            return
+        self._plan_key, self._plan_age, self._plan_kinds = key, 0, frozenset(c.kind for c in candidates)
+        fixed = [c for c in candidates if c.is_fixed]
+        fixed_depth = max((c.max_nodes for c in fixed), default=0)
+        gains = self.survival.estimate_gains([c.slot for c in fixed], fixed_depth) if fixed_depth else []
+        shape = StepShape(
+            num_requests=len(candidates) + self._num_others,
+            num_rows=num_rows,
+            context_per_row=attended_tokens / max(num_rows, 1),
+            fixed_depth=fixed_depth,
+            fixed_nodes=sum(c.max_nodes for c in fixed),
+            fixed_gain=sum(sum(gain[: c.max_nodes]) for c, gain in zip(fixed, gains, strict=False)),
+        )
+        slots, max_nodes = [c.slot for c in adjustable], [c.max_nodes for c in adjustable]
+        gains = self.survival.estimate_gains(slots, max(max_nodes))
+        draft_probs = self.survival.estimate_draft_probs(slots, max(max_nodes))
+        self._plan = self.planner.find_best_plan(shape, slots, max_nodes, gains, draft_probs)
+
+    def _is_plan_current(self, key: object, count: int) -> bool:
+        """Whether the plan may still be used; it lives longer while paused and in a large batch."""
+        if self._warmup_step < len(WARMUP_NODES) or self._plan_key is None:
+            return False
+        if not self._is_drafting:
+            return self._plan_age < 2 * PLAN_LIFETIME
+        if key == self._plan_key:
+            return self._plan_age < (PLAN_LIFETIME if count < LARGE_BATCH else 2 * PLAN_LIFETIME)
+        return count >= LARGE_BATCH and self._plan_age < PLAN_LIFETIME // 2
+
+    def _choose_budgets(
+        self, adjustable: Sequence[DraftCandidate], num_rows: int
+    ) -> tuple[DecisionReason, dict[int, int]]:
+        """Return the reason and the nodes by slot: of warm-up, of the plan, of a probe, or none for a plain step."""
+        if self._warmup_step < len(WARMUP_NODES):
+            nodes = WARMUP_NODES[self._warmup_step]
+            return "start", {c.slot: min(nodes, c.max_nodes) for c in adjustable[:MAX_WARMUP_REQUESTS]}
+        self._update_mode(adjustable)
+        reason: DecisionReason = (
+            "pays" if self._is_drafting else "guard" if self._plan.speedup > 1.0 + GAIN_MARGIN else "does not pay"
+        )
+        granted = self._plan.nodes_by_slot if self._is_drafting else {}
+        plain_interval = max(PLAIN_INTERVAL_PER_GAIN * (self._plan.speedup - 1.0), MIN_PLAIN_INTERVAL)
+        if self._is_drafting and self._steps_since_plain >= min(plain_interval, MAX_PLAIN_INTERVAL):
+            return "measure", {}
+        if self._is_drafting and self._step % LONG_DRAFT_INTERVAL == 0:
+            granted = {slot: nodes + (nodes + 1) // 2 for slot, nodes in granted.items()}
+        self._update_probe(adjustable, granted, num_rows)
+        if self._probed_slots:
+            granted = granted | {slot: max(PROBE_NODES, granted.get(slot, 0)) for slot in self._probed_slots}
+            reason = reason if self._is_drafting else "probe"
+        return reason, self._limit_to_credit(granted, num_rows) if self._is_drafting else granted
+
+    def _limit_to_credit(self, granted: dict[int, int], num_rows: int) -> dict[int, int]:
+        """Halve the drafts until the time credit covers the loss if none of their nodes is accepted.
+
+        Otherwise a few rejected long drafts could use up the credit, and prevent the short drafts that would pay.
+        """
+        available = max(self._credit - self._credit_floor, 2 * self._plain_step_cost)
+        if available >= (MAX_CREDIT_STEPS / 2) * self._plain_step_cost:
+            return granted
+        while granted and available < self._estimate_added_cost(granted, num_rows):
+            granted = {slot: nodes // 2 for slot, nodes in granted.items() if nodes > 1}
+        return granted
+
+    def _estimate_added_cost(self, granted: dict[int, int], num_rows: int) -> float:
+        """Return the seconds that these drafts add to the step."""
+        shape, nodes = StepShape(self._last_load + self._num_others, num_rows, 0.0), sum(granted.values())
+        idle = self.draft_cost.predict(len(granted), 0, 0)
+        drafting = self.draft_cost.predict(len(granted), max(granted.values()), nodes) - idle
+        return self.planner.estimate_verify_time(shape, nodes) - self.planner.estimate_verify_time(shape, 0) + drafting
+
+    def _update_mode(self, adjustable: Sequence[DraftCandidate]) -> None:
+        """Start drafting if it pays and the credit covers it; stop if it does not pay or the credit is used up."""
+        if self._is_drafting:
+            is_empty = self._credit < self._credit_floor
+            self._is_drafting = self._plan.speedup >= 1.0 - GAIN_MARGIN and not is_empty
+            if is_empty:
+                self.survival.discount_evidence()
+            if not self._is_drafting:
+                self._probed_slots, self._next_probe_step = (), self._step + self._probe_interval
+        elif self._plan.speedup > 1.0 + GAIN_MARGIN and self._credit > self._plain_step_cost:
+            # The drafter first has to read the tokens that it missed. The floor allows a debt of that cost.
+            slots = [c.slot for c in adjustable if self._plan.nodes_by_slot.get(c.slot)]
+            catch_up = self._estimate_catch_up_cost(slots)
+            if catch_up <= MAX_PAYBACK_STEPS * (self._plan.speedup - 1.0) * self._plain_step_cost:
+                self._is_drafting, self._probe_interval = True, MIN_PROBE_INTERVAL
+                self._credit_floor = -min(catch_up, MAX_CREDIT_STEPS * self._plain_step_cost / 2)
+
+    def _estimate_catch_up_cost(self, slots: Sequence[int]) -> float:
+        """Return the seconds in which the drafter reads the tokens of these requests that it has not read."""
+        unread, newcomers = self._count_unread(slots)
+        return self.draft_cost.predict(0, 1, 0, unread, newcomers) - self.draft_cost.predict(0, 1, 0)
+
+    def _count_unread(self, slots: Sequence[int]) -> tuple[int, int]:
+        """Return (tokens since the last drafts of these requests, requests that never drafted)."""
+        pauses = [self._step - self._drafted_until[slot] for slot in slots if slot in self._drafted_until]
+        return sum(pauses), len(slots) - len(pauses)
+
+    def _update_probe(self, adjustable: Sequence[DraftCandidate], granted: dict[int, int], num_rows: int) -> None:
+        """Start a probe of requests without drafts if one is due and the credit covers it; end one that is over.
+
+        A probe lasts several consecutive steps, because the first step includes reading the tokens that the drafter
+        missed. That is a cost of the probe, not of a draft.
+        """
+        if self._probe_steps_left:
+            self._probe_steps_left -= 1
+            if self._probe_steps_left:
+                return
+            has_paid = any(granted.get(slot, 0) for slot in self._probed_slots)
+            self._probe_interval = MIN_PROBE_INTERVAL if has_paid else min(2 * self._probe_interval, MAX_PROBE_INTERVAL)
+            self._probed_slots, self._next_probe_step = (), self._step + self._probe_interval
+        load = len(adjustable)
+        if not self._is_load_similar(load):
+            self._last_load, self._probe_interval = load, MIN_PROBE_INTERVAL
+            self._next_probe_step = min(self._next_probe_step, self._step)
+        if self._step < self._next_probe_step:
+            return
+        idle = [c.slot for c in adjustable if not granted.get(c.slot, 0)]
+        if not idle:
+            return
+        idle.sort(key=lambda slot: self._drafted_until.get(slot, self._step))  # longest without a draft first
+        max_cost = PROBE_COST_FACTOR * self._estimate_probe_cost(idle[:1], load, num_rows)
+        count = 1
+        while count < len(idle) and self._estimate_probe_cost(idle[: 2 * count], load, num_rows) <= max_cost:
+            count *= 2
+        cost = self._estimate_probe_cost(idle[:count], load, num_rows)
+        if self._credit > cost + 2 * self._plain_step_cost:
+            self._probed_slots, self._probe_steps_left = tuple(idle[:count]), PROBE_STEPS
+
+    def _estimate_probe_cost(self, slots: Sequence[int], load: int, num_rows: int) -> float:
+        """Return the seconds that a probe of these requests adds if none of its nodes is accepted."""
+        nodes = PROBE_NODES * len(slots)
+        shape = StepShape(load + self._num_others, num_rows, 0.0)
+        per_step = self.planner.estimate_verify_time(shape, nodes) - self.planner.estimate_verify_time(shape, 0)
+        if not self._is_drafting:
+            per_step += self.draft_cost.predict(load, PROBE_NODES, nodes) - self.draft_cost.predict(load, 0, 0)
+        return PROBE_STEPS * per_step + self._estimate_catch_up_cost(slots)
+
+    # Estimates, after a step
+
+    def record_step(self, report: StepReport) -> None:
+        """Update cost, survival and time credit from a finished step."""
+        outcomes = report.outcomes
+        slots = [o.slot for o in outcomes if o.max_draft_nodes > 0]
+        if self._skip_observation(bool(slots)):
+            return
+        depth = max((o.max_draft_nodes for o in outcomes), default=0)
+        nodes = sum([o.num_drafted for o in outcomes])
+        unread, newcomers = self._count_unread(slots)
+        counts = report.num_requests, report.num_rows, report.num_logit_rows, report.attended_tokens
+        predicted = self.curve.predict(*counts)
+        pass_time = self.curve.update(*counts, max(report.step_time - report.draft_time, 0.0) / self._slowdown)
+        drafting = report.draft_time / self._slowdown
+        drafting = self.draft_cost.update(len(outcomes), depth, nodes, unread, newcomers, drafting, pass_time)
+        if predicted > 0.0:
+            ratio = pass_time / predicted
+            self._slowdown *= 1.0 + SLOWDOWN_SMOOTHING * (ratio - 1.0)
+            if not depth:
+                self.planner.plain_cost_ratio += PLAIN_COST_SMOOTHING * (ratio - self.planner.plain_cost_ratio)
+        if outcomes:
+            self._update_credit(report, nodes, depth, pass_time + drafting)
+        for o in outcomes:
+            if o.max_draft_nodes > 0:
+                self.survival.record_draft(o.slot, o.max_draft_nodes, o.num_drafted, o.accepted_nodes)
+                self._drafted_until[o.slot] = self._step + 1
+            else:
+                self.survival.record_idle(o.slot, self._num_unobserved + 1)
+        if not depth:
+            self.survival.record_pause(self._num_unobserved + 1)
+        self._num_unobserved = 0
+        self._num_others = max(0, len(outcomes) - self._num_candidates) if self._num_candidates else 0
+        self._num_candidates = 0
+        self._steps_since_plain = self._steps_since_plain + 1 if depth else 0
+        if self._warmup_step < len(WARMUP_NODES) and outcomes:
+            is_too_costly = self._credit < 0.0 and self._warmup_step >= MIN_WARMUP_STEPS
+            self._warmup_step = len(WARMUP_NODES) if is_too_costly else self._warmup_step + 1
+        self._step += 1
+
+    def _skip_observation(self, has_drafts: bool) -> bool:
+        """Return true for a step that only adds to the credit: three in four while no request drafts, to save time."""
+        is_busy = self._num_candidates > 0 and (self._is_drafting or self._warmup_step < len(WARMUP_NODES))
+        if has_drafts or is_busy or self._num_unobserved == MAX_UNOBSERVED_STEPS:
+            return False
+        self._num_unobserved += 1
+        self._step += 1
+        self._num_candidates = 0
+        self._steps_since_plain = 0
+        max_credit = MAX_CREDIT_STEPS * self._plain_step_cost
+        self._credit = min(self._credit + LOSS_ALLOWANCE * self._plain_step_cost, max_credit)
+        return True
+
+    def _update_credit(self, report: StepReport, nodes: int, depth: int, seconds: float) -> None:
+        """Add the time that the step saved against the same step without drafts, or subtract what it lost.
+
+        `seconds` is the time of the step. Every accepted token saves a request its share of a plain step.
+        """
+        count, context = len(report.outcomes), report.attended_tokens / max(report.num_rows, 1)
+        idle = self.draft_cost.predict(count, 0, 0)
+        rows, scored = report.num_rows - nodes, report.num_logit_rows - nodes
+        ratio = self.planner.plain_cost_ratio
+        undrafted = ratio * self.curve.predict(report.num_requests, rows, scored, context * rows) + idle
+        plain = undrafted  # cost of a step without prompt chunks too
+        if rows != count:
+            plain = ratio * self.curve.predict(count, count, count, context * count) + idle
+        if not self._plain_step_cost:
+            self._credit = INITIAL_CREDIT_STEPS * plain
+        self._plain_step_cost = plain
+        self._credit += LOSS_ALLOWANCE * undrafted
+        self._max_step_cost *= MAX_COST_DECAY
+        if depth and not self._has_fixed:
+            num_accepted = sum([len(o.accepted_nodes) for o in report.outcomes])
+            self._credit += undrafted + num_accepted * plain / count - seconds
+            self._max_step_cost = max(self._max_step_cost, seconds)
+        self._credit = min(self._credit, MAX_CREDIT_STEPS * max(plain, self._max_step_cost))
+        if self._credit >= 0.0:
+            self._credit_floor = 0.0
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """Drop the state of these slots: estimates, probe and plan."""
+        self.survival.forget(slots)
+        for slot in slots:
+            self._drafted_until.pop(slot, None)
+        if not set(self._probed_slots).isdisjoint(slots):
+            self._probed_slots, self._probe_steps_left = (), 0
+        remaining = {slot: nodes for slot, nodes in self._plan.nodes_by_slot.items() if slot not in slots}
+        self._plan = replace(self._plan, nodes_by_slot=remaining)
+        if self._is_drafting and len(remaining) < LARGE_BATCH:
+            self._plan_key = None

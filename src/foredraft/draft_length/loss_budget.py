@@ -1,0 +1,55 @@
+"""Draft-length policy for ensembles: grant the full budget while measured time saved exceeds time spent."""
+
+from collections.abc import Sequence
+
+from foredraft.draft_length.adaptive import WARMUP_NODES, AdaptiveLengthPolicy, DecisionReason, LengthDecision
+from foredraft.draft_length.costs import CostCurve
+from foredraft.draft_length.policy import DraftCandidate
+
+PLAIN_STEP_INTERVAL = 256  # steps with drafts between two plain steps, which measure the cost of plain decoding
+MAX_INITIAL_LOSS_STEPS = 12.0  # time, in plain steps, that may be lost before drafting is paused for the first time
+MIN_RESUME_CREDIT = 2.0  # time credit, in plain steps, that ends the first pause
+MAX_RESUME_CREDIT = 8.0  # upper limit in plain steps: the credit that ends a pause doubles with every further pause
+
+
+class LossBudgetPolicy(AdaptiveLengthPolicy):
+    """Time credit of `AdaptiveLengthPolicy` without its plan, while all requests are greedy.
+
+    An ensemble compares the gain of every draft with its cost itself. It has more information than survival by node:
+    the member that drafts, and the length of the match. This policy only checks that drafting saves time, and pauses
+    drafting if it does not. Steps with sampled requests use the plan, because an ensemble does not include the time of
+    sampling a draft in its costs.
+    """
+
+    def __init__(self, curve: CostCurve | None = None) -> None:
+        super().__init__(curve)
+        self._is_paused, self._resume_credit = False, 0.0
+
+    def allocate(self, candidates: Sequence[DraftCandidate], num_rows: int, attended_tokens: int = 0) -> list[int]:
+        """Grant `max_nodes` to every candidate, or 0 if drafting is paused or a plain step is due."""
+        if any(candidate.kind for candidate in candidates):
+            return super().allocate(candidates, num_rows, attended_tokens)
+        self._warmup_step = len(WARMUP_NODES)  # there is no plan, so no costs have to be measured first
+        self._num_candidates = len(candidates)
+        self._has_fixed = any(candidate.is_fixed for candidate in candidates)
+        self._last_load = len(candidates)
+        self._select_kind(candidates)
+        self._update_pause()
+        self._is_drafting = not self._is_paused
+        reason: DecisionReason = (
+            "guard" if self._is_paused else "measure" if self._steps_since_plain >= PLAIN_STEP_INTERVAL else "pays"
+        )
+        granted = [c.max_nodes if c.is_fixed or reason == "pays" else 0 for c in candidates]
+        self.decision = LengthDecision(reason, sum(granted), max(granted, default=0))
+        self.counts[reason] += 1
+        return granted
+
+    def _update_pause(self) -> None:
+        """Pause drafting if the time credit is used up, and resume if it has grown to the resume credit."""
+        if self._is_paused:
+            self._is_paused = self._credit <= self._resume_credit * self._plain_step_cost
+        elif self._credit < (0.0 if self._resume_credit else -MAX_INITIAL_LOSS_STEPS * self._plain_step_cost):
+            self._is_paused = True
+            self._resume_credit = min(max(2 * self._resume_credit, MIN_RESUME_CREDIT), MAX_RESUME_CREDIT)
+        elif self._credit > MAX_RESUME_CREDIT * self._plain_step_cost:
+            self._resume_credit = 0.0

@@ -1,0 +1,74 @@
+"""Interface of draft-length policies, and the policy with a fixed length.
+
+A draft-length policy decides before each step how many nodes each request may draft. It must decide from earlier steps
+alone: under rejection sampling, a length that depended on the draft tokens would change the output distribution.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+
+class DraftCandidate(NamedTuple):
+    """A request that may draft in this step."""
+
+    slot: int
+    max_nodes: int  # upper limit on draft nodes: remaining output length, size of the drafter, option of the request
+    is_fixed: bool = False  # the request set num_speculative_tokens, so the policy must grant max_nodes
+    kind: int = 0  # 0 = greedy, 1 = sampled; costs and acceptance are estimated separately by kind
+
+
+class DraftOutcome(NamedTuple):
+    """Result of one request's draft in a step."""
+
+    slot: int
+    max_draft_nodes: int  # nodes that the policy granted
+    num_drafted: int  # nodes that the drafter proposed
+    accepted_nodes: tuple[int, ...] = ()  # accepted nodes, counted from 1 after the root; those of a chain are 1, 2, 3
+
+
+class StepReport(NamedTuple):
+    """Size, time and draft outcomes of a finished step."""
+
+    num_requests: int
+    num_rows: int  # rows of the target's forward pass: prompt chunks, last committed tokens, draft nodes
+    num_logit_rows: int  # rows with logits: last committed tokens and draft nodes
+    attended_tokens: int  # tokens that the rows attend to, summed over the rows
+    draft_time: float  # seconds in the drafter, catching up on unread tokens included
+    step_time: float  # seconds of the whole step, drafting included
+    outcomes: tuple[DraftOutcome, ...] = ()  # one for every request whose last committed token was scored
+
+
+class DraftLengthPolicy(Protocol):
+    """Decides how many nodes each request may draft."""
+
+    def allocate(self, candidates: Sequence[DraftCandidate], num_rows: int, attended_tokens: int = 0) -> list[int]:
+        """Grant draft nodes for the next step.
+
+        Args:
+            candidates: requests that may draft.
+            num_rows: rows of the forward pass without draft nodes.
+            attended_tokens: tokens that those rows attend to, summed over the rows.
+
+        Returns:
+            Nodes for each candidate, from 0 to its `max_nodes`.
+        """
+
+    def record_step(self, report: StepReport) -> None:
+        """Update the estimates after a step."""
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """Drop the state of requests that ended, were aborted or were preempted."""
+
+
+class FixedLengthPolicy:
+    """Draft-length policy that grants every request its `max_nodes`."""
+
+    def allocate(self, candidates: Sequence[DraftCandidate], num_rows: int, attended_tokens: int = 0) -> list[int]:
+        """Return `max_nodes` of every candidate."""
+        return [candidate.max_nodes for candidate in candidates]
+
+    def record_step(self, report: StepReport) -> None:
+        """Ignore the report: the policy has no estimates."""
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """Do nothing: the policy has no state."""

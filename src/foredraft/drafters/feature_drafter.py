@@ -1,0 +1,237 @@
+"""Drafter for networks that predict the target's next feature from (token, feature) pairs: EAGLE, EAGLE-3, Hydra++.
+
+Position t of the draft KV holds the pair of token t + 1 and feature t. Before a draft, the drafter computes all pending
+committed pairs with the target's features in one forward pass. This pass overwrites the entries of rejected draft
+tokens, and its last row gives the logits below the root. A deeper node reads its parent's output as the feature.
+
+Pairs stay pending until the request drafts, so steps without drafts cost almost nothing. After a prefix-cache hit the
+pairs on the shared pages are valid: a page is reused only if the token after it matches too.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from foredraft.drafters.draft import to_token_tree
+from foredraft.drafters.kv_branch import KVBranch
+from foredraft.drafters.mismatch_warning import MismatchDetector
+from foredraft.drafters.registry import DrafterContext
+from foredraft.drafters.tree_builder import NodeLogits, TreeBuilder, TreeSpec, add_level
+from foredraft.kernels.cpu.library import load_library
+from foredraft.kv.draft_kv import DraftKV
+from foredraft.kv.pool import KVPool
+from foredraft.kv.weak import bind_weakly
+from foredraft.models.feature_lm import FeatureLM, FeatureNetwork, NativeFeatureNetwork
+from foredraft.models.forward_batch import ForwardBatch, Span
+from foredraft.request import Batch, Request
+from foredraft.tree import Commit, TokenTree
+
+MAX_PENDING_PAIRS = 256  # pending pairs per request; bounds the memory for the target's features
+
+
+@dataclass(frozen=True)
+class RootOutput:
+    """Output of the network at a request's last committed pair; the draft starts from it."""
+
+    logits: Tensor  # [1, W] of the tokens below the root
+    feature: Tensor  # [1, H] predicted next feature
+
+
+@dataclass
+class PendingPairs:
+    """Committed pairs of one request that are not in the draft KV yet. They follow its valid entries."""
+
+    request: Request
+    page_size: int
+    tokens: list[int] = field(default_factory=list)
+    features: list[Tensor] = field(default_factory=list)  # [n, F] each
+
+    def add(self, tokens: Sequence[int], features: Tensor) -> None:
+        """Append pairs of `tokens` with the first len(tokens) rows of `features` [P, F]."""
+        rows = features[: len(tokens)]
+        # a view keeps all features of the step in memory: copy if less than half of the P rows are used
+        self.features.append(rows if len(features) <= 2 * len(tokens) else rows.clone())
+        self.tokens += tokens
+
+
+class FeatureDrafter:
+    """Drafter around a FeatureLM. It drafts a chain or a tree, level by level, for all requests of a batch at once.
+
+    Args:
+        lm: network with its own KV pool. It uses the page ids of the target.
+        hidden_layers: boundaries of the target whose states form the features.
+        tree_spec: limits and shape of the draft.
+        context: target, device and vocabulary.
+        token_ids: [W] token id of each column of the logits; None = the target's vocabulary.
+    """
+
+    def __init__(
+        self,
+        lm: FeatureLM,
+        hidden_layers: tuple[int, ...],
+        tree_spec: TreeSpec,
+        context: DrafterContext,
+        token_ids: Tensor | None = None,
+    ) -> None:
+        self.lm = lm
+        self.hidden_layers = hidden_layers
+        self.tree_spec = tree_spec
+        self.context = context
+        self.token_ids = token_ids
+        self.draft_kv = DraftKV(
+            lm.pool,
+            _compute_bytes_per_token(lm),
+            token_lookahead=1,
+            is_rebuildable_from_tokens=False,
+            flush=bind_weakly(self.flush),
+        )
+        self._root_outputs: dict[int, RootOutput] = {}  # by slot; none after a prefix-cache hit alone
+        self._pending: dict[int, PendingPairs] = {}  # by slot
+        self.mismatch_detector = MismatchDetector(context)
+
+    @property
+    def max_nodes(self) -> int:
+        return self.tree_spec.max_nodes
+
+    def propose(self, batch: Batch) -> TokenTree:
+        branches = {b: branch for b in batch.find_drafting() if (branch := self._start_branch(batch, b)) is not None}
+        if branches:
+            self._draft_branches(list(branches.values()), batch.page_size)
+        return self.mismatch_detector.record_proposal(
+            batch, to_token_tree(batch, {b: branch.builder.to_draft() for b, branch in branches.items()})
+        )
+
+    def observe(self, batch: Batch, commit: Commit) -> None:
+        """Record the committed pairs of every request whose earlier pairs were all observed."""
+        self.mismatch_detector.record_commit(batch, commit)
+        if commit.features is None:
+            return
+        full_slots: list[int] = []
+        for b, request in enumerate(batch.requests):
+            tokens, slot = commit.token_lists[b], request.slot
+            if tokens and request.num_computed == self._count_seen_pairs(slot):
+                pending = self._pending.get(slot)
+                if pending is None:
+                    pending = self._pending[slot] = PendingPairs(request, batch.page_size)
+                pending.add(self._select_pair_tokens(request, tokens), commit.features[b])
+                if len(pending.tokens) >= MAX_PENDING_PAIRS:
+                    full_slots.append(slot)
+        self._read_pending(full_slots)
+
+    def forget(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self._root_outputs.pop(slot, None)
+            self._pending.pop(slot, None)
+            self.draft_kv.num_valid.pop(slot, None)
+
+    @torch.inference_mode()
+    def flush(self, slots: Sequence[int]) -> None:
+        """Compute the pending pairs of these slots if they complete a page; only full pages can be shared."""
+        self._read_pending([slot for slot in slots if self._completes_page(slot)])
+
+    def _completes_page(self, slot: int) -> bool:
+        pending, valid = self._pending.get(slot), self.draft_kv.num_valid.get(slot, 0)
+        return pending is not None and valid % pending.page_size + len(pending.tokens) >= pending.page_size
+
+    def _count_seen_pairs(self, slot: int) -> int:
+        """Count the leading pairs of a request that were observed: valid in the draft KV, or pending."""
+        pending = self._pending.get(slot)
+        return self.draft_kv.num_valid.get(slot, 0) + (0 if pending is None else len(pending.tokens))
+
+    def _select_pair_tokens(self, request: Request, following: Sequence[int]) -> Sequence[int]:
+        """Return the token of each new pair. `following` are the committed tokens after the new features, in order."""
+        return following
+
+    def _is_read(self, slot: int) -> bool:
+        """Return whether a draft has a root output to start from.
+
+        False if every pair came from the prefix cache: their KV is valid, but no output of the last pair exists.
+        """
+        return slot in self._root_outputs or slot in self._pending
+
+    def _start_branch(self, batch: Batch, b: int) -> KVBranch | None:
+        request = batch.requests[b]
+        num_pairs = self._count_seen_pairs(request.slot)
+        if not self._is_read(request.slot) or num_pairs != request.num_tokens - 1:
+            return None
+        spec = self.tree_spec.restrict(request.max_draft_depth, batch.max_draft_nodes[b], request.verify == "block")
+        has_room = spec.max_nodes > 0 and spec.max_depth > 0
+        return KVBranch(TreeBuilder(request, spec), num_pairs - self.draft_kv.token_lookahead) if has_room else None
+
+    def _draft_branches(self, branches: list[KVBranch], page_size: int) -> None:
+        self._read_pending(branch.builder.request.slot for branch in branches)
+        self._build_trees(branches, page_size)
+
+    def _read_pending(self, slots: Iterable[int]) -> None:
+        """Compute all pending pairs of these slots in one forward pass."""
+        pending_by_slot = {slot: self._pending[slot] for slot in slots if slot in self._pending}
+        if not pending_by_slot:
+            return
+        ends, total, spans, features = [], 0, [], []
+        for slot, pending in pending_by_slot.items():
+            total += len(pending.tokens)
+            ends.append(total - 1)
+            start, tokens = self.draft_kv.num_valid.get(slot, 0), pending.tokens
+            source = pending.request.source
+            spans.append(Span(pending.request.pages, start, tokens, range(len(tokens)), source=source))
+            features += pending.features
+        page_size = next(iter(pending_by_slot.values())).page_size
+        forward_batch = ForwardBatch.build(spans, ends, page_size, self.context.device)
+        logits, next_features = self.lm.forward(forward_batch, self.lm.project_features(_concat_rows(features)))
+        for i, (span, slot, end) in enumerate(zip(spans, pending_by_slot, ends, strict=True)):
+            self._root_outputs[slot] = RootOutput(logits[i : i + 1], next_features[end : end + 1])
+            self.draft_kv.num_valid[slot] = span.num_keys
+            del self._pending[slot]
+
+    def _build_trees(self, branches: list[KVBranch], page_size: int) -> None:
+        roots = [self._root_outputs[branch.builder.request.slot] for branch in branches]
+        features, logits = _concat_rows([r.feature for r in roots]), _concat_rows([r.logits for r in roots])
+        for row, branch in enumerate(branches):
+            branch.rows = {0: row}
+        while True:
+            add_level(
+                [branch.builder for branch in branches], NodeLogits(logits, self.context.vocab_size, self.token_ids)
+            )
+            branches = [branch for branch in branches if branch.builder.frontier]
+            if not branches:
+                return
+            parent_rows = [row for branch in branches for row in branch.find_parent_rows()]
+            spans = [branch.build_span() for branch in branches]
+            forward_batch = ForwardBatch.build(spans, range(len(parent_rows)), page_size, self.context.device)
+            is_identity = parent_rows == list(range(len(features)))
+            logits, features = self.lm.forward(forward_batch, features if is_identity else features[parent_rows])
+            row = 0
+            for branch in branches:
+                row = branch.record_pass(row)
+
+
+N = TypeVar("N", bound=FeatureNetwork)
+
+
+def make_feature_lm(
+    network: N, make_native: Callable[[N], NativeFeatureNetwork | None], context: DrafterContext
+) -> FeatureLM:
+    """Wrap a network in a FeatureLM with its own KV pool.
+
+    Args:
+        network: draft network; its `shape` has a `block` with the layer sizes.
+        make_native: converts the network to native code, or returns None if it cannot. Used on CPUs with
+            `context.fused`.
+        context: device, dtype and the `fused` setting.
+    """
+    is_native = context.fused and context.device.type == "cpu" and load_library() is not None
+    shape: Any = network.shape  # type: ignore[attr-defined]
+    native = make_native(network) if is_native else None
+    return FeatureLM(network, context.dtype, KVPool(is_native), native, shape.block.sliding_windows)
+
+
+def _compute_bytes_per_token(lm: FeatureLM) -> int:
+    shape: Any = lm.network.shape  # type: ignore[attr-defined]
+    return int(2 * shape.num_layers * shape.block.kv_heads * shape.block.head_dim * lm.dtype.itemsize)
+
+
+def _concat_rows(rows: Sequence[Tensor]) -> Tensor:
+    return rows[0] if len(rows) == 1 else torch.cat(list(rows))

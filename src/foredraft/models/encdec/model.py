@@ -1,0 +1,192 @@
+"""An encoder-decoder model as the engine sees it: the decoder is an LM whose rows also see their request's source.
+
+A span of a window names its source. The encoder, transformers' own, runs once for each; every decoder layer's keys and
+values of it are kept as long as somebody holds the source. The decoder runs by a loop of our own on the same weights:
+transformers' forward has no place for the positions of a tree.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foredraft.errors import ForedraftError
+from foredraft.kernels.quantize import select_packers
+from foredraft.kv.pool import KVPool
+from foredraft.kv.weak import bind_weakly
+from foredraft.models.compatibility import compare_decoders, examine_encoder_decoder
+from foredraft.models.encdec import bart, t5
+from foredraft.models.encdec.attention import Seq2SeqAttention
+from foredraft.models.encdec.cross_kv import CrossKVCache, DecoderKVPool
+from foredraft.models.encdec.decoder import DecoderStack, MergedLinear
+from foredraft.models.encdec.encoder import SourceEncoder
+from foredraft.models.encdec.native_decoder import NativeSeq2SeqDecoder, get_obstacle
+from foredraft.models.encdec.native_encoder import NativeEncoder
+from foredraft.models.forward_batch import AFTER_FINAL_NORM, ForwardBatch
+from foredraft.models.hf import HFModel
+from foredraft.models.packed_linear import check_quantizable, pack_linears
+from foredraft.source import EncoderSource
+
+UNLIMITED_LENGTH = 1 << 14  # tokens of a text or a source where a model sets no end
+
+
+@dataclass
+class EncoderDecoder(HFModel):
+    """T5, BART, Whisper and what is built like them. `pool` is the decoder's; `sources` lies beside it."""
+
+    decoder: DecoderStack = field(kw_only=True)
+    encoder: SourceEncoder = field(kw_only=True)
+    native: NativeSeq2SeqDecoder | None = field(kw_only=True, default=None)
+    cross_kv: CrossKVCache = field(init=False)
+    _calibration_source: EncoderSource | None = None
+
+    def __post_init__(self) -> None:
+        pool = DecoderKVPool(self.pool.is_native)
+        self.pool = pool
+        self.cross_kv = pool.cross_kv = CrossKVCache(
+            pool.is_native, bind_weakly(self._encode_cross_kv), bind_weakly(pool.get_capacity)
+        )
+
+    @classmethod
+    def wrap_model(
+        cls, model: Any, name: str, is_fused: bool = False, is_owned: bool = False, quantization: str | None = None
+    ) -> "EncoderDecoder":
+        """Take over a loaded model; arguments as in HFModel. Raises ForedraftError for one that is built otherwise."""
+        model.eval()
+        check_quantizable(model, quantization)
+        examine_encoder_decoder(model, name, (*t5.FAMILIES, *bart.FAMILIES))
+        count = sum(p.numel() for p in model.parameters())
+        family = t5 if model.config.model_type in t5.FAMILIES else bart
+        stack = family.build_decoder(model, lambda modules: MergedLinear(modules, is_owned=False))
+        compare_decoders(model, name, partial(_compute_logits, stack, model.dtype))
+        why, fused, reader = get_obstacle(model, stack), None, None
+        if quantization is not None and why is not None:
+            raise ForedraftError(f"{name} cannot be quantised: it cannot run as native code ({why})")
+        if why is None and (is_fused or quantization is not None):
+            fused = NativeSeq2SeqDecoder.from_decoder(model, stack, *select_packers(quantization), is_owned)
+            reader = NativeEncoder.from_model(model, stack.shape, select_packers(quantization)[0], is_owned)
+            if is_owned and reader is None:
+                pack_linears(model.get_encoder(), quantization, True)
+        elif is_owned:
+            stack = family.build_decoder(model, lambda modules: MergedLinear(modules, is_owned=True))
+        is_native = fused is not None
+        # a token of KV memory is one of the text and one of a source
+        numbers = 4 * len(stack.blocks) * stack.shape.heads * stack.shape.head_dim
+        encoder = SourceEncoder(model, allows_padding=not is_native, native=reader)
+        return cls(model, name, KVPool(is_native), numbers, count, decoder=stack, encoder=encoder, native=fused)
+
+    def with_new_kv(self) -> "EncoderDecoder":
+        return replace(self)
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.decoder.head.linear.dense_weight)
+
+    @property
+    def model_context_length(self) -> int:
+        """Tokens the decoder's text may have."""
+        return bart.num_positions(self.model) if self.decoder.position_biases is None else UNLIMITED_LENGTH
+
+    @property
+    def source_length(self) -> int:
+        """Tokens a source may have."""
+        return bart.num_source_positions(self.model) if self.decoder.position_biases is None else UNLIMITED_LENGTH
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.decoder.blocks)
+
+    @property
+    def embedding(self) -> Tensor:
+        return self.model.get_decoder().embed_tokens.weight.detach()  # type: ignore[no-any-return]
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.model.config.d_model)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        logits = self.decoder.head(hidden.flatten(0, -2))
+        return logits.to(hidden.dtype).view(*hidden.shape[:-1], self.vocab_size)
+
+    @property
+    def has_encoder(self) -> bool:
+        return True
+
+    @property
+    def calibration_source(self) -> EncoderSource:
+        """A source of ordinary length, for passes that measure."""
+        if self._calibration_source is None:
+            self._calibration_source = self.encoder.make_example()
+        return self._calibration_source
+
+    @torch.no_grad()
+    def forward(self, forward_batch: ForwardBatch, hidden_layers: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
+        """As of any LM. Raises ForedraftError for a span without a source."""
+        for tap in hidden_layers:
+            if tap != AFTER_FINAL_NORM and not 0 <= tap <= self.num_layers:
+                raise ForedraftError(f"tap {tap} is not a boundary of {self.name}: it has {self.num_layers} layers")
+        given = [span.source for span in forward_batch.spans if span.source is not None]
+        if len(given) < len(forward_batch.spans):
+            raise ForedraftError(f"{self.name} is an encoder-decoder model: every request needs a source")
+        places = self.cross_kv.get_or_encode(given)
+        stack, dtype, tokens, positions = (
+            self.decoder,
+            self.model.dtype,
+            forward_batch.tokens[0],
+            forward_batch.positions[0],
+        )
+        if self.native is not None:
+            inputs = stack.embed(tokens, positions)
+            logits, features = self.native.forward(
+                forward_batch, inputs, self.pool, self.cross_kv, places, hidden_layers
+            )
+        else:
+            sight = Seq2SeqAttention(
+                stack.shape, forward_batch, self.pool, self.cross_kv, places, stack.position_biases, dtype
+            )
+            logits, features = stack.forward(
+                tokens, positions, sight.attend_self, sight.attend_cross, hidden_layers, forward_batch.logit_rows
+            )
+        return logits, None if features is None else features.to(dtype)
+
+    def _encode_cross_kv(self, sources: Sequence[EncoderSource]) -> tuple[list[tuple[Tensor, Tensor]], list[int]]:
+        """Keys and values of every layer [T, H, D] of the sources in turn, and their lengths."""
+        states, lengths = self.encoder.encode_sources(sources)
+        if self.native is not None:
+            return self.native.project_cross_kv(states), lengths
+        sizes = (2, self.decoder.shape.heads, self.decoder.shape.head_dim)
+        dtype, made = self.model.dtype, []
+        for block in self.decoder.blocks:
+            keys, values = block.cross_kv(states).to(dtype).view(-1, *sizes).unbind(1)
+            made.append((keys, values))
+        return made, lengths
+
+
+def _compute_logits(decoder: DecoderStack, dtype: torch.dtype, tokens: Tensor, states: Tensor) -> Tensor:
+    """[T, V] of a text [T] over a source whose states [S, H] are given, in one pass and without memory."""
+    shape, count = decoder.shape, len(tokens)
+    positions = torch.arange(count, device=tokens.device)
+    unseen = torch.full((count, count), -torch.inf, dtype=dtype, device=tokens.device).triu(1)
+
+    def own(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = unseen
+        if decoder.position_biases is not None:
+            table = decoder.position_biases[layer if len(decoder.position_biases) > 1 else 0].to(dtype)
+            distance = (positions[:, None] - positions[None]).clamp(0, len(table) - 1)
+            mask = mask + table[distance].permute(2, 0, 1)
+        return _attend(q, k, v, mask, shape.scale)
+
+    def cross(layer: int, q: Tensor) -> Tensor:
+        k, v = decoder.blocks[layer].cross_kv(states).view(-1, 2, shape.heads, shape.head_dim).unbind(1)
+        return _attend(q, k, v, None, shape.scale)
+
+    return decoder.forward(tokens, positions, own, cross, (), positions)[0]
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    out = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    return out[0].transpose(0, 1).flatten(1)

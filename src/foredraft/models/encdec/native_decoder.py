@@ -1,0 +1,220 @@
+"""The decoder of an encoder-decoder model as one native call per pass, on CPU: what kernels/cpu/pair.h computes.
+
+Rows are embedded by torch, which knows the families apart; everything from there to the logits is native. A row's bits
+do not depend on the rows computed with it.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foredraft.kernels.arena import Arena
+from foredraft.kernels.cpu.library import (
+    NativeLibrary,
+    NormRecord,
+    Seq2SeqLayerRecord,
+    Seq2SeqPassRecord,
+    Seq2SeqRecord,
+    load_library,
+)
+from foredraft.kernels.linear import DTYPE_KINDS, PackedWeight
+from foredraft.kernels.linear import linear as native_linear
+from foredraft.kernels.rows import PackedRows
+from foredraft.kv.pool import KVPool
+from foredraft.models.encdec import decoder
+from foredraft.models.encdec.cross_kv import SOURCE_PAGE_SIZE, CrossKVCache, SourcePages
+from foredraft.models.encdec.decoder import DecoderBlock, DecoderStack, MergedLinear, PackWeight
+from foredraft.models.forward_batch import ForwardBatch
+from foredraft.models.native.decoder import LANES, interleave_rows
+
+ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1, "relu": 2, "gelu": 3}
+GATED_ACTIVATIONS = (0, 1)
+
+
+def get_obstacle(model: Any, decoder: DecoderStack) -> str | None:
+    """Why a decoder stays with torch's operators; None if it can run natively."""
+    shape = decoder.shape
+    norms = [norm for block in decoder.blocks for norm in (block.self_norm, block.cross_norm, block.mlp_norm)]
+    if model.device.type != "cpu" or model.dtype not in DTYPE_KINDS:
+        return f"{model.dtype} on {model.device.type}"
+    if load_library() is None:
+        return "no native kernels"
+    if shape.head_dim % LANES:
+        return f"heads of width {shape.head_dim}"
+    kind = ACTIVATIONS.get(shape.activation_name)
+    if kind is None or (shape.is_gated and kind not in GATED_ACTIVATIONS):
+        return f"the activation {shape.activation_name}"
+    if len({(norm.eps, norm.bias is None) for norm in [*norms, *([decoder.norm] if decoder.norm else [])]}) > 1:
+        return "norms of several kinds"
+    return None
+
+
+@dataclass
+class NativeSeq2SeqDecoder:
+    """The native side's view of a decoder, and what it points to."""
+
+    native: NativeLibrary
+    record: Seq2SeqRecord
+    weights: list[PackedWeight]
+    cross_kv_weights: list[PackedWeight]  # of every layer
+    tensors: list[Tensor]
+    kv_sample: Tensor  # [0, H, D] of keys and values
+    vocab_size: int  # of the tokens it reads
+    _free_scratch: list[Tensor] = field(default_factory=list)
+
+    @classmethod
+    def from_decoder(
+        cls, model: Any, decoder: DecoderStack, pack: PackWeight, pack_head: PackWeight, is_owned: bool
+    ) -> "NativeSeq2SeqDecoder":
+        """Pack a decoder for which `why_not` is None. One that is ours gives up each weight as it is packed."""
+        native = load_library()
+        assert native is not None, "why_not was not asked"
+        packing = Seq2SeqPacker(pack, is_owned)
+        record = packing.build_record(decoder, model.dtype == torch.bfloat16, pack_head)
+        sample = torch.empty(0, decoder.shape.heads, decoder.shape.head_dim, dtype=model.dtype)
+        size = len(model.get_decoder().embed_tokens.weight)
+        return cls(native, record, packing.weights, packing.cross_kv_weights, packing.tensors, sample, size)
+
+    def project_cross_kv(self, states: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values [T, H, D] of every layer, of what the encoder made of sources [T, hidden]."""
+        sizes = (2, self.record.heads, self.record.head_dim)
+        rows = states.float()
+        made = (
+            native_linear(rows, weight).to(self.kv_sample.dtype).view(-1, *sizes) for weight in self.cross_kv_weights
+        )
+        return [(both[:, 0], both[:, 1]) for both in made]
+
+    def forward(
+        self,
+        forward_batch: ForwardBatch,
+        inputs: Tensor,
+        pool: KVPool,
+        cross_kv: CrossKVCache,
+        source_pages: Sequence[SourcePages],
+        hidden_layers: tuple[int, ...],
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits [R, V] and tapped states [T, F] in float32, of embedded rows [T, hidden]."""
+        record, rows, sources = self.record, forward_batch.packed_rows, pack_source_rows(forward_batch, source_pages)
+        pool.reserve([self.kv_sample] * record.layers, forward_batch.num_slots)
+        inputs = inputs.float().contiguous()
+        logits = torch.empty(rows.num_logits, record.head.n)
+        features = torch.empty(rows.num_rows, len(hidden_layers) * record.hidden) if hidden_layers else None
+        self.native.sync_threads()
+        handle = self.native.handle
+        scratch = self._take_scratch(handle.fd_pair_scratch(record, rows.record, sources.record))
+        (keys, values), (cross_keys, cross_values) = pool.addresses, cross_kv.pool.addresses
+        boundaries = (ctypes.c_int32 * len(hidden_layers))(*hidden_layers)
+        job = Seq2SeqPassRecord(
+            *(ctypes.addressof(each) for each in (keys, values, cross_keys, cross_values, boundaries)),
+            len(hidden_layers),
+            inputs.data_ptr(),
+            None if features is None else features.data_ptr(),
+            logits.data_ptr(),
+            scratch.data_ptr(),
+        )
+        handle.fd_pair_forward(record, rows.record, sources.record, job)
+        self._free_scratch.append(scratch)
+        return logits, features
+
+    def _take_scratch(self, size: int) -> Tensor:
+        try:
+            held = self._free_scratch.pop()
+        except IndexError:
+            return torch.empty(size, dtype=torch.uint8)
+        return held if len(held) >= size else torch.empty(2 * size, dtype=torch.uint8)
+
+
+def pack_source_rows(forward_batch: ForwardBatch, source_pages: Sequence[SourcePages]) -> PackedRows:
+    """Every row sees the whole source of its request and nothing else."""
+    pages: list[int] = []
+    page_at: list[int] = []
+    length: list[int] = []
+    for span, place in zip(forward_batch.spans, source_pages, strict=True):
+        n = len(span.tokens)
+        page_at += [len(pages)] * n
+        length += [place.num_tokens] * n
+        pages += place.pages
+    nothing = [0] * len(length)
+    lists = [nothing, nothing, pages, page_at, [], nothing, length, nothing, []]
+    numbers = torch.tensor([number for each in lists for number in each], dtype=torch.int32)
+    return PackedRows.from_numbers_with_longest(numbers, [len(each) for each in lists], SOURCE_PAGE_SIZE, max(length))
+
+
+@dataclass
+class Seq2SeqPacker:
+    """Packs a decoder layer by layer and keeps alive what the records point to."""
+
+    pack: PackWeight
+    is_owned: bool
+    arena: Arena = field(default_factory=Arena)
+    weights: list[PackedWeight] = field(default_factory=list)
+    cross_kv_weights: list[PackedWeight] = field(default_factory=list)
+    tensors: list[Tensor] = field(default_factory=list)
+
+    def build_record(self, decoder: DecoderStack, has_bf16: bool, pack_head: PackWeight) -> Seq2SeqRecord:
+        shape, head = decoder.shape, decoder.head
+        biases = decoder.position_biases or ()
+        tables = [self.hold_tensor(table.T.flip(1)) for table in biases]  # from far to near
+        of_layer = [tables[i if len(tables) > 1 else 0] if tables else None for i in range(len(decoder.blocks))]
+        blocks = zip(decoder.blocks, of_layer, strict=True)
+        layers = (Seq2SeqLayerRecord * len(decoder.blocks))(
+            *(self._build_layer(block, shape.is_gated, table) for block, table in blocks)
+        )
+        wide = layers[0].wide.n
+        bias = head.bias if head.bias is not None else head.linear.bias
+        packed = pack_head(head.linear.dense_weight, bias, self.arena)
+        self.weights.append(packed)
+        return Seq2SeqRecord(
+            layers=len(layers),
+            hidden=layers[0].qkv.k,
+            heads=shape.heads,
+            head_dim=shape.head_dim,
+            inner=wide // 2 if shape.is_gated else wide,
+            activation=ACTIVATIONS[shape.activation_name],
+            is_gated=shape.is_gated,
+            norms_after=shape.is_post_norm,
+            has_bf16_kv=has_bf16,
+            far=len(biases[0]) - 1 if biases else 0,
+            eps=decoder.blocks[0].self_norm.eps,
+            scale=shape.scale,
+            logit_scale=head.scale,
+            norm=NormRecord(None, None) if decoder.norm is None else self.hold_norm(decoder.norm),
+            layer=ctypes.cast(layers, ctypes.POINTER(Seq2SeqLayerRecord)),
+            head=packed.record,
+        )
+
+    def _build_layer(self, block: DecoderBlock, is_gated: bool, table: int | None) -> Seq2SeqLayerRecord:
+        self.cross_kv_weights.append(self.pack_linear(block.cross_kv))
+        packed = [self.pack_linear(each) for each in (block.qkv, block.self_out, block.cross_query, block.cross_out)]
+        packed += [self.pack_mlp_in(block.mlp_in, is_gated), self.pack_linear(block.mlp_out)]
+        self.weights += packed
+        norms = [self.hold_norm(norm) for norm in (block.self_norm, block.cross_norm, block.mlp_norm)]
+        return Seq2SeqLayerRecord(*norms, *(each.record for each in packed), table)
+
+    def pack_mlp_in(self, linear: MergedLinear, is_gated: bool) -> PackedWeight:
+        dense, bias = linear.dense_weight, linear.bias
+        if is_gated:
+            dense = interleave_rows(dense.chunk(2))
+            bias = None if bias is None else interleave_rows([half[:, None] for half in bias.chunk(2)])[:, 0]
+        made = self.pack(dense, bias, self.arena)
+        if self.is_owned:
+            linear.release()
+        return made
+
+    def pack_linear(self, linear: MergedLinear) -> PackedWeight:
+        made = self.pack(linear.dense_weight, linear.bias, self.arena)
+        if self.is_owned:
+            linear.release()
+        return made
+
+    def hold_norm(self, norm: decoder.Seq2SeqNorm) -> NormRecord:
+        return NormRecord(self.hold_tensor(norm.weight), None if norm.bias is None else self.hold_tensor(norm.bias))
+
+    def hold_tensor(self, tensor: Tensor) -> int:
+        """The address of its numbers in float32."""
+        self.tensors.append(tensor.detach().float().contiguous())
+        return self.tensors[-1].data_ptr()

@@ -1,0 +1,315 @@
+"""Loading of models and tokenizers from folders or the hub's cache, with errors a person can act on."""
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    AutoTokenizer,
+)
+from transformers.utils import cached_file
+
+from foredraft.checkpoints import hub
+from foredraft.errors import ForedraftError
+from foredraft.models.folder import (
+    CONFIG_FILE,
+    StoredTensors,
+    build_on_meta,
+    check_model_path,
+    check_numbers,
+    check_shapes,
+    read_config,
+    read_stored_shapes,
+)
+from foredraft.models.quantized import check_quantization_kind, check_stored_dtypes, check_unused_tensors
+from foredraft.models.versions import warn_if_untested
+
+log = logging.getLogger(__name__)
+MIN_TOKENIZER_COVERAGE = 0.05  # share of a model's tokens that its tokenizer names; fewer belong to another model
+WARN_TOKENIZER_COVERAGE = 0.5  # share below which a warning is due; what is missing is padding, to 0.67 in ByT5
+DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "half": torch.float16,
+}
+
+
+def parse_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
+    """A torch dtype by name; None for "auto", which means as stored."""
+    if isinstance(dtype, torch.dtype) and dtype in DTYPES.values():
+        return dtype
+    if dtype == "auto":
+        return None
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ForedraftError(f"unknown dtype {str(dtype)!r}; use auto, {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def parse_device(device: str | torch.device) -> torch.device:
+    """A usable device; "auto" is the first GPU if there is one."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError:
+        raise ForedraftError(f"unknown device {device!r}; use auto, cpu, cuda or cuda:0") from None
+    if chosen.type not in ("cpu", "cuda"):
+        raise ForedraftError(f"device {str(chosen)!r} is not supported; use auto, cpu, cuda or cuda:0")
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        seen = f"only {count} of them" if count else "no GPU"
+        raise ForedraftError(f"device {str(chosen)!r} was asked for, but torch sees {seen}; use device='cpu'")
+    return chosen
+
+
+def _explain_error(name: str, error: Exception) -> ForedraftError:
+    text = f"{type(error).__name__}: {error}".lower()
+    is_local = Path(name).expanduser().is_dir()
+    if "gated" in text or "401 client" in text or "403 client" in text:
+        return ForedraftError(
+            f"{name} is gated or private: ask for access on its page, then log in with `hf auth login`"
+        )
+    if "unrecognized configuration class" in text:
+        return ForedraftError(
+            f"{name} is not a causal language model ({_find_config_class(str(error))}); give a model that writes text"
+        )
+    if "unrecognized model" in text or "model type" in text or "model_type" in text:
+        return ForedraftError(f"{name}: its config.json names no architecture that this transformers version knows")
+    if "not a valid json" in text or "jsondecodeerror" in text:
+        return ForedraftError(f"{name}: its config.json is not valid JSON; fetch it again")
+    if "safetensorerror" in text:
+        return ForedraftError(f"{name}: its safetensors weights are damaged or cut off; fetch them again")
+    if not is_local and (
+        "couldn't connect" in text or "offline" in text or "locate" in text or "localentrynotfound" in text
+    ):
+        return hub.make_fetch_error(name)
+    if not is_local and ("not a local folder" in text or "404 client" in text or "repository not found" in text):
+        return ForedraftError(f"{name} is neither a local folder nor a model on the hub; check the spelling")
+    return ForedraftError(f"{name} could not be loaded ({_summarise_error(error)})")
+
+
+def _summarise_error(error: Exception) -> str:
+    """Kind and first words of an error; transformers names a field in one line and what is wrong in the next."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:2])[:200]}"
+
+
+def _find_config_class(text: str) -> str:
+    found = re.search(r"'[\w.]*?(\w+Config)'", text)
+    return found[1] if found else "by its configuration"
+
+
+def load_model(name: str, dtype: str | torch.dtype, device: torch.device) -> Any:
+    """A causal LM or an encoder-decoder model with safetensors weights; no remote code, no pickles, no weight made up.
+
+    Raises ForedraftError.
+    """
+    check_model_path(name)
+    warn_if_untested()
+    place = Path(name).expanduser()
+    wanted = parse_dtype(dtype) or "auto"
+    stored = _check_folder_contents(place, name) if place.is_dir() else None
+    kind = _select_model_class(place, stored, name)
+    try:
+        model, report = kind.from_pretrained(
+            str(place),
+            dtype=wanted,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # so that the report names them, instead of a table in an exception
+        )
+    except ForedraftError:
+        raise
+    except Exception as error:  # transformers and the hub raise dozens of kinds
+        raise _explain_error(name, error) from error
+    if stored is None:
+        _check_folder_contents(_find_snapshot(name), name)
+    _check_weights(name, model, report)
+    _check_end_ids(name, model)
+    return model.to(device)
+
+
+def _select_model_class(path: Path, stored: StoredTensors | None, name: str) -> Any:
+    """The class that loads a model, after a look at what config.json makes. Raises ForedraftError."""
+    try:
+        config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
+        kind = _select_auto_class(config)
+        if stored is not None:
+            check_shapes(build_on_meta(kind, config), stored, name)
+        else:
+            check_quantization_kind(config.to_dict(), name)
+    except ForedraftError:
+        raise
+    except (KeyError, TypeError, ArithmeticError, AttributeError, RuntimeError, StrictDataclassError) as error:
+        raise ForedraftError(
+            f"{name}: its config.json makes no model ({_summarise_error(error)}); correct it or fetch it again"
+        ) from error
+    except Exception as error:  # transformers and the hub raise dozens of kinds
+        raise _explain_error(name, error) from error
+    return kind
+
+
+def _check_folder_contents(folder: Path, name: str) -> StoredTensors:
+    """Check the contents that a folder declares, before a weight is read. Raises ForedraftError."""
+    config = read_config(folder, name)
+    stored = read_stored_shapes(folder, name)
+    check_numbers(config, stored, name)
+    check_stored_dtypes(folder, stored, check_quantization_kind(config, name), name)
+    return stored
+
+
+def _find_snapshot(name: str) -> Path:
+    """The folder of a hub id that was fetched."""
+    return Path(cached_file(name, CONFIG_FILE, local_files_only=True)).parent
+
+
+def _select_auto_class(config: Any) -> Any:
+    if config.is_encoder_decoder:
+        is_speech = type(config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
+        return AutoModelForSpeechSeq2Seq if is_speech else AutoModelForSeq2SeqLM
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING:
+        return AutoModelForMultimodalLM  # its text part is decoded; what else it reads is never given
+    return AutoModelForCausalLM
+
+
+def read_vocab_size(model: Any) -> int:
+    """Tokens that a loaded model's logits are over."""
+    output = model.get_output_embeddings()
+    size = model.config.get_text_config().vocab_size if output is None else output.weight.shape[0]
+    return int(size)
+
+
+def _check_end_ids(name: str, model: Any) -> None:
+    """Refuse an end id that is no token: such a text would never end."""
+    size = read_vocab_size(model)
+    said = {CONFIG_FILE: getattr(model.config.get_text_config(), "eos_token_id", None)}
+    if model.generation_config is not None:
+        said["generation_config.json"] = model.generation_config.eos_token_id
+    for file, given in said.items():
+        for token in given if isinstance(given, list | tuple) else [given]:
+            if token is not None and not 0 <= token < size:
+                raise ForedraftError(
+                    f"{name}: {file} says eos_token_id {token}, and the vocabulary has {size} tokens; correct it, or "
+                    "set it to null"
+                )
+
+
+def _check_weights(name: str, model: Any, report: dict[str, Any]) -> None:
+    """Refuse what transformers only warns of: a tensor missing or of another shape is drawn at random."""
+    for key, stored, expected in sorted(report["mismatched_keys"]):
+        raise ForedraftError(
+            f"{name}: {key} is stored as {list(stored)} and config.json makes it {list(expected)}; "
+            "the weights belong to another configuration"
+        )
+    if report["missing_keys"]:
+        missing = sorted(report["missing_keys"])
+        raise ForedraftError(
+            f"{name}: its weights lack {missing[0]}{_format_remaining(missing)}; the checkpoint is incomplete"
+        )
+    if report.get("error_msgs"):
+        raise ForedraftError(f"{name} could not be loaded ({str(report['error_msgs'][0]).splitlines()[0][:200]})")
+    check_unused_tensors(report["unexpected_keys"], name)
+    held = {key for key, _ in model.named_parameters()}
+    alike = {re.sub(r"\d+", "#", key) for key in held}
+    # a layer beyond the last, or the bias of a weight that has none: the model computes something else without it
+    lost = [
+        key
+        for key in sorted(report["unexpected_keys"])
+        if re.sub(r"\d+", "#", key) in alike or key.removesuffix(".bias") + ".weight" in held
+    ]
+    if lost:
+        raise ForedraftError(
+            f"{name}: config.json leaves no place for {lost[0]}{_format_remaining(lost)} of its weights; "
+            "they belong to another configuration"
+        )
+
+
+def _format_remaining(keys: list[str]) -> str:
+    return f" (and {len(keys) - 1} more)" if len(keys) > 1 else ""
+
+
+def load_tokenizer(name: str, vocab_size: int | None = None) -> Any | None:
+    """The tokenizer beside a model, or None for a folder without one.
+
+    size: width of the model's logits, None = not compared. Raises ForedraftError for a damaged one, and for one with
+    far fewer tokens than the model.
+    """
+    path = Path(name).expanduser()
+    files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+    if path.is_dir() and not any((path / file).exists() for file in files):
+        return None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
+    except Exception as error:
+        if path.is_dir():
+            raise ForedraftError(
+                f"the tokenizer of {name} could not be loaded ({_summarise_error(error)}); fetch tokenizer.json and "
+                "tokenizer_config.json again"
+            ) from error
+        raise _explain_error(f"the tokenizer of {name}", error) from error
+    if vocab_size is not None and len(tokenizer) < MIN_TOKENIZER_COVERAGE * vocab_size:
+        raise ForedraftError(
+            f"{name}: its tokenizer has {len(tokenizer)} tokens and the model {vocab_size}, so that it cannot "
+            "spell most of "
+            "what the model writes; fetch the model's own tokenizer, or give tokenizer=None to use token ids"
+        )
+    if vocab_size is not None and len(tokenizer) < WARN_TOKENIZER_COVERAGE * vocab_size:
+        log.warning(
+            "%s: its tokenizer has %d tokens and the model %d; is it the model's own?", name, len(tokenizer), vocab_size
+        )
+    return tokenizer
+
+
+def check_vocabularies(target: tuple[str, Any | None, int], draft: tuple[str, Any | None, int]) -> None:
+    """Refuse a draft whose tokens are not the target's. Each side is (name, tokenizer or None, width of its logits).
+
+    Raises ForedraftError with both names and the first token, by id, that differs.
+    """
+    found = find_vocabulary_difference(target, draft)
+    if found is not None:
+        raise ForedraftError(f"{found}; use a draft with the target's tokenizer")
+
+
+def find_vocabulary_difference(target: tuple[str, Any | None, int], draft: tuple[str, Any | None, int]) -> str | None:
+    """Describe the difference of two vocabularies, or return None. Each side is (name, tokenizer or None, width of
+    its logits).
+
+    Vocabularies padded to different widths with the same tokens are one. Without both tokenizers only the widths can be
+    compared.
+    """
+    (target_name, target_tok, target_size), (draft_name, draft_tok, draft_size) = target, draft
+    if target_tok is None or draft_tok is None:
+        if target_size == draft_size:
+            return None
+        return (
+            f"{draft_name} has {draft_size} tokens and {target_name} {target_size}, and without both tokenizers "
+            "they cannot be compared"
+        )
+    ours = {i: token for token, i in target_tok.get_vocab().items() if i < target_size}
+    theirs = {i: token for token, i in draft_tok.get_vocab().items() if i < draft_size}
+    for i in sorted(ours.keys() | theirs.keys()):
+        if ours.get(i) != theirs.get(i):
+            return (
+                f"{draft_name} does not share the vocabulary of {target_name}: token {i} is "
+                f"{_format_token(theirs, i)} in "
+                f"the draft and {_format_token(ours, i)} in the target"
+            )
+    return None
+
+
+def _format_token(vocabulary: dict[int, str], i: int) -> str:
+    return repr(vocabulary[i]) if i in vocabulary else "missing"

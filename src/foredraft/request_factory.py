@@ -1,0 +1,112 @@
+"""Factory of requests: checks a prompt and its options, and adds seed, end ids and grammar matcher."""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from foredraft.engine.transcript import Transcript
+from foredraft.errors import ForedraftError
+from foredraft.models.hf import HFModel
+from foredraft.models.prompts import Prompt, encode_bad_words, read_prompt
+from foredraft.request import Request, RequestOptions
+from foredraft.sampling.grammar import GrammarCompiler, GrammarMatcher
+from foredraft.sampling.params import Sampling
+from foredraft.source import PreparedPrompt, Seq2Seq
+
+
+@dataclass(frozen=True)
+class RequestFactory:
+    """Creates the requests of one model. It does not access the engine, so any thread may use it."""
+
+    target: HFModel
+    tokenizer: Any | None
+    grammars: GrammarCompiler
+    end_ids: frozenset[int]  # token ids that end an output
+    verify: str  # name of a verification rule, or "auto"
+    shares_prefixes: bool  # requests of one salt share the pages of equal prefixes
+
+    def prepare(
+        self, prompt: Prompt, sampling: Sampling, options: RequestOptions, first_index: int
+    ) -> list[Transcript]:
+        """Return the n samples of one prompt, ready for an engine.
+
+        Args:
+            prompt: text, token ids, or the prompt of an encoder-decoder model.
+            sampling: its parameters; `n` is the number of samples.
+            options: further options.
+            first_index: index of the first sample among all samples of a call.
+
+        Raises:
+            ForedraftError: for a prompt or an option that this model does not support.
+        """
+        ids, source = read_prompt(self.target, self.tokenizer, prompt)
+        self._check_options(sampling, options)
+        seed = int.from_bytes(os.urandom(8), "little") if sampling.seed is None else sampling.seed
+        bad_words = encode_bad_words(self.target, self.tokenizer, sampling.bad_words)
+        content = prompt.source if isinstance(prompt, Seq2Seq | PreparedPrompt) else prompt
+        text = content if isinstance(content, str) else None
+        salt = options.salt
+        if source is not None:  # the decoder's KV depends on the source too
+            salt = source.digest + salt
+        if not self.shares_prefixes:  # only the samples of this prompt have this salt
+            salt = os.urandom(16)
+        result: list[Transcript] = []
+        for sample in range(sampling.n):
+            request = self._build_request(ids, sampling, seed, sample, bad_words, options)
+            request.salt, request.source = salt, source
+            request.waits_for = result[0].request if result else None
+            result.append(Transcript(request, first_index + sample, self.tokenizer, text))
+        return result
+
+    def _build_request(
+        self,
+        ids: list[int],
+        sampling: Sampling,
+        seed: int,
+        sample_index: int,
+        bad_words: tuple[tuple[int, ...], ...],
+        options: RequestOptions,
+    ) -> Request:
+        verify = self.verify
+        if verify == "auto":
+            verify = "match" if sampling.is_greedy or sampling.seed is not None else "reject"
+        return Request(
+            slot=-1,
+            prompt=ids,
+            sampling=sampling,
+            seed=seed,
+            sample_index=sample_index,
+            eos_ids=self.end_ids,
+            bad_words=bad_words,
+            max_length=self.target.context_length,
+            max_draft_tokens=options.num_speculative_tokens,
+            verify=verify,
+            priority=options.priority,
+            tenant=options.salt,
+            prediction=options.prediction,
+            matcher=self._create_matcher(sampling),
+            is_traced=options.is_traced,
+        )
+
+    def _create_matcher(self, sampling: Sampling) -> GrammarMatcher | None:
+        if sampling.grammar is None:
+            return None
+        return self.grammars.create_matcher(
+            sampling.grammar, () if sampling.ignore_eos else self.end_ids, sampling.stop_token_ids
+        )
+
+    def _check_options(self, sampling: Sampling, options: RequestOptions) -> None:
+        size = self.target.vocab_size
+        ids_by_name = {
+            name: getattr(sampling, name) or () for name in ("allowed_token_ids", "logit_bias", "stop_token_ids")
+        }
+        ids_by_name["prediction"] = options.prediction
+        ids_by_name["bad_words"] = [token for word in sampling.bad_words if not isinstance(word, str) for token in word]
+        for name, ids in ids_by_name.items():
+            outside = [token for token in ids if not 0 <= token < size]
+            if outside:
+                raise ForedraftError(f"{name} holds {outside[0]}, which is outside the vocabulary of {size} tokens")
+        if sampling.stop and self.tokenizer is None:
+            raise ForedraftError(
+                f"{self.target.name} has no tokenizer, so stop strings cannot be found; use stop_token_ids"
+            )

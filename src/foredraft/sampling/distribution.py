@@ -1,0 +1,194 @@
+"""The one function that turns logits into probabilities: `distribution`.
+
+Target and drafters both use it; no other file applies a temperature. Greedy decoding is the one-hot distribution. This
+file does not depend on models, requests or speculation.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from foredraft.sampling import filters
+from foredraft.sampling.filters import NEG_INF
+from foredraft.sampling.grammar import GrammarMatcher
+from foredraft.sampling.params import LogitsProcessor, Sampling
+
+
+@dataclass(frozen=True)
+class TokenHistory:
+    """Tokens before one row of logits, and the constraints of its request."""
+
+    prompt: Sequence[int] = ()
+    output: Sequence[int] = ()
+    draft_path: Sequence[int] = ()  # draft tokens from the root (excluded) to the node of this row (included)
+    end_ids: Sequence[int] = ()  # end ids of the model and stop ids of the request, which min_tokens forbids
+    bad_words: Sequence[Sequence[int]] = ()  # forbidden token-id sequences
+    matcher: GrammarMatcher | None = None  # grammar matcher of the request
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens before the row, draft tokens included."""
+        return len(self.output) + len(self.draft_path)
+
+
+_NO_HISTORY = TokenHistory()
+
+
+def distribution(
+    logits: Tensor, sampling: Sampling | Sequence[Sampling], history: Sequence[TokenHistory] | None = None
+) -> Tensor:
+    """Compute the distribution of the next token of each row.
+
+    Args:
+        logits: [R, V], not modified.
+        sampling: one for all rows, or one per row.
+        history: one per row; needed if a sampling parameter shapes logits (`Sampling.shapes_logits`).
+
+    Returns:
+        Probabilities [R, V]: float64 for float64 logits, else float32. A row with invalid logits (NaN, +inf, or no
+        token left) is NaN throughout.
+    """
+    rows = [sampling] * len(logits) if isinstance(sampling, Sampling) else list(sampling)
+    if len(rows) != len(logits):
+        raise ValueError(f"{len(rows)} sets of sampling parameters for {len(logits)} rows of logits")
+    x = process_logits(logits, rows, history)
+    if all(s.is_greedy for s in rows):
+        return filters.compute_greedy_probs(x)
+    p = _compute_sampled_probs(x, rows)
+    if any(s.is_greedy for s in rows):
+        greedy = torch.tensor([s.is_greedy for s in rows], device=x.device)
+        p = torch.where(greedy[:, None], filters.compute_greedy_probs(x), p)
+    return p
+
+
+def process_logits(
+    logits: Tensor, samplings: Sequence[Sampling], history: Sequence[TokenHistory] | None = None
+) -> Tensor:
+    """Return the logits before the temperature, [R, V] float32 or float64. Their argmax is the greedy token."""
+    x = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
+    if any(s.shapes_logits for s in samplings):
+        return apply_constraints_and_penalties(x, samplings, history or [_NO_HISTORY] * len(samplings))
+    return x
+
+
+def apply_constraints_and_penalties(
+    logits: Tensor, samplings: Sequence[Sampling], history: Sequence[TokenHistory]
+) -> Tensor:
+    """Apply grammar, allowed ids, bad words, min_tokens, bias, penalties and logits processors: [R, V] -> new [R, V].
+
+    If a grammar allows only the end ids, no other parameter forbids them.
+    """
+    x = logits.clone()
+    is_finished = [False] * len(samplings)  # the grammar allows only end ids
+    for i, (s, h) in enumerate(zip(samplings, history, strict=True)):
+        if s.grammar is not None and _apply_grammar(x[i], h):
+            is_finished[i] = True
+            continue
+        if s.allowed_token_ids is not None:
+            bias = torch.full_like(x[i], NEG_INF)
+            bias[list(s.allowed_token_ids)] = 0
+            x[i] += bias
+        for word in h.bad_words if s.bad_words else ():
+            if _ends_with(h, word[:-1]):
+                x[i, word[-1]] += NEG_INF  # added, not assigned, so that NaN stays NaN
+        if h.num_output_tokens < s.min_tokens and h.end_ids:
+            x[i, list(h.end_ids)] += NEG_INF
+        if s.logit_bias:
+            ids = torch.tensor(list(s.logit_bias), device=x.device)
+            x[i, ids] += torch.tensor(list(s.logit_bias.values()), dtype=x.dtype, device=x.device)
+    if any(s.has_penalties for s in samplings):
+        x = _apply_penalties(x, samplings, history)
+    for i, (s, h) in enumerate(zip(samplings, history, strict=True)):
+        if s.logits_processors and not is_finished[i]:
+            x[i] = _apply_processors(x[i], s.logits_processors, h)
+    return x
+
+
+def _apply_processors(row: Tensor, processors: Sequence[LogitsProcessor], history: TokenHistory) -> Tensor:
+    """Apply logits processors to one row [V]. Raises ValueError if one returns a wrong shape."""
+    ids = torch.tensor([[*history.prompt, *history.output, *history.draft_path]], device=row.device)  # [1, L]
+    scores = row[None].clone()  # a processor may write in place
+    for processor in processors:
+        scores = processor(ids, scores)
+        if not isinstance(scores, Tensor) or scores.shape != (1, len(row)):
+            raise ValueError(f"the logits processor {type(processor).__name__} must return scores [1, {len(row)}]")
+    return scores[0].to(row.dtype)
+
+
+def _apply_grammar(x: Tensor, history: TokenHistory) -> bool:
+    """Forbid tokens of a row [V] in place, as the grammar says; return true if only end ids are left."""
+    if history.matcher is None:
+        raise ValueError("a grammar needs TokenHistory.matcher, from GrammarCompiler.create_matcher")
+    allowed = history.matcher.find_allowed(history.output, history.draft_path)
+    if allowed.mask is not None:
+        x += torch.where(allowed.mask.to(x.device), 0.0, NEG_INF)  # added, so that NaN stays NaN
+    return allowed.is_finished
+
+
+def _ends_with(history: TokenHistory, suffix: Sequence[int]) -> bool:
+    if not suffix:
+        return True
+    recent = [*history.prompt[-len(suffix) :], *history.output[-len(suffix) :], *history.draft_path]
+    return tuple(recent[-len(suffix) :]) == tuple(suffix)
+
+
+def _count_tokens(history: Sequence[TokenHistory], size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the occurrences of every token in the output (draft path included) and in the prompt, both [R, V]."""
+    out = torch.zeros(len(history), size, dtype=torch.int64, device=device)
+    prompt = torch.zeros_like(out)
+    shared: dict[tuple[int, int], int] = {}  # ids of the lists -> first row: rows of one request share their lists
+    for i, h in enumerate(history):
+        first = shared.setdefault((id(h.prompt), id(h.output)), i)
+        if first == i:
+            out[i] = torch.bincount(torch.tensor(h.output, dtype=torch.int64), minlength=size)
+            prompt[i] = torch.bincount(torch.tensor(h.prompt, dtype=torch.int64), minlength=size)
+        else:
+            out[i], prompt[i] = out[first], prompt[first]
+    # Draft tokens are added last, because a shared row is copied before the path of its own row is added.
+    for i, h in enumerate(history):
+        if h.draft_path:
+            ids = torch.tensor(h.draft_path, device=device)
+            out[i].index_add_(0, ids, torch.ones_like(ids))
+    return out, prompt
+
+
+def _build_column(samplings: Sequence[Sampling], name: str, x: Tensor) -> Tensor:
+    """Return a sampling parameter of every row as [R, 1]."""
+    return torch.tensor([getattr(s, name) for s in samplings], dtype=x.dtype, device=x.device)[:, None]
+
+
+def _build_scalar_or_column(samplings: Sequence[Sampling], name: str, x: Tensor) -> filters.ScalarOrColumn:
+    """Return one number if all rows have the same, which avoids small tensors; else [R, 1]."""
+    values = [getattr(s, name) for s in samplings]
+    return values[0] if values and values.count(values[0]) == len(values) else _build_column(samplings, name, x)
+
+
+def _apply_penalties(x: Tensor, samplings: Sequence[Sampling], history: Sequence[TokenHistory]) -> Tensor:
+    out, prompt = _count_tokens(history, x.shape[-1], x.device)
+    repetition = _build_column(samplings, "repetition_penalty", x)
+    occurs = (out + prompt) > 0
+    x = torch.where(occurs, torch.where(x > 0, x / repetition, x * repetition), x)
+    x = x - _build_column(samplings, "frequency_penalty", x) * out
+    return x - _build_column(samplings, "presence_penalty", x) * (out > 0)
+
+
+def _compute_sampled_probs(x: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+    temperature = _build_scalar_or_column(samplings, "temperature", x)
+    if isinstance(temperature, Tensor) or temperature != 1:
+        # The largest logit is moved to zero first, so that a small temperature cannot overflow. The temperature is at
+        # least the smallest normal number. Greedy rows (temperature 0) are replaced by the caller.
+        tiny = torch.finfo(x.dtype).tiny
+        x = x - x.amax(-1, keepdim=True)
+        x /= temperature.clamp_min(tiny) if isinstance(temperature, Tensor) else max(temperature, tiny)
+    if any(s.top_k for s in samplings):
+        x = filters.keep_top_k(x, [s.top_k for s in samplings])
+    p = x.softmax(-1)
+    if any(s.top_p < 1 for s in samplings):
+        p = filters.keep_top_p(p, _build_scalar_or_column(samplings, "top_p", p))
+    if any(s.min_p for s in samplings):
+        p = filters.keep_min_p(p, _build_scalar_or_column(samplings, "min_p", p))
+    if any(s.typical_p < 1 for s in samplings):
+        p = filters.keep_typical(p, _build_scalar_or_column(samplings, "typical_p", p))
+    return p

@@ -1,0 +1,96 @@
+"""Parts of a response that completions and chat completions share."""
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from foredraft.server.access_log import record_served
+from foredraft.server.choice_stream import ChoicePart
+from foredraft.server.errors import ApiError, make_unavailable_error
+from foredraft.server.generation import Generation
+from foredraft.server.sampling_params import format_spec_metrics
+from foredraft.server.schemas import GenerationRequest
+from foredraft.server.sse import EventStream, encode_event, run_until_disconnect
+from foredraft.verification.rules import LOSSY_RULES
+
+if TYPE_CHECKING:
+    from foredraft.server.service import Service
+
+
+@dataclass(frozen=True)
+class ResponseHead:
+    """Fields that are the same in every chunk of a response."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    verification: str | None = None  # verification rule, if it is not lossless
+
+    @classmethod
+    def for_request(cls, service: "Service", request: GenerationRequest, prefix: str, kind: str) -> "ResponseHead":
+        name = f"{prefix}-{request.request_id or uuid.uuid4().hex}"
+        rule = service.llm.verify
+        model = request.model or service.settings.model_names[0]
+        return cls(name, kind, int(time.time()), model, rule if rule in LOSSY_RULES else None)
+
+    def build_body(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        body = {
+            "id": self.id, "object": self.object, "created": self.created, "model": self.model, "choices": choices
+        }  # fmt: skip
+        return body if self.verification is None else body | {"verification": self.verification}
+
+
+class GenerationResponse(Protocol):
+    """Response of a route, as one body or as a stream of events."""
+
+    head: ResponseHead
+
+    def build_usage(self) -> dict[str, Any]: ...
+
+    def stream_events(self) -> AsyncIterator[bytes]: ...
+
+    def collect_body(self) -> Coroutine[Any, Any, dict[str, Any]]: ...
+
+
+async def respond(
+    service: "Service", http: Request, request: GenerationRequest, generation: Generation, response: GenerationResponse
+) -> Response:
+    """Send a stream or a whole body. A client that disconnects early cancels the generation."""
+    record_served(http, response.head.id, response)
+    if request.is_streaming:
+        settings = service.settings
+        return EventStream(
+            response.stream_events(), generation.cancel, settings.keep_alive_seconds, settings.limits.stall_timeout
+        )
+    try:
+        body = await run_until_disconnect(http.receive, response.collect_body())
+    finally:
+        generation.cancel()
+    return Response(status_code=499) if body is None else JSONResponse(body)
+
+
+def check_started(service: "Service", parts: Sequence[ChoicePart]) -> None:
+    """Raise ApiError if all choices were aborted without a token, by the deadline (504) or a shutdown (503)."""
+    if all(part.finish_reason == "abort" and not part.tokens for part in parts):
+        if service.is_stopping:
+            raise make_unavailable_error("the server is shutting down")
+        raise ApiError(504, str(parts[0].stop_reason or "the request was aborted"))
+
+
+def build_spec_metrics(service: "Service", request: GenerationRequest, generation: Generation) -> dict[str, Any]:
+    """Build the field `metrics` if it is enabled and there is one completion; else {}."""
+    is_enabled = request.speculative_metrics or service.settings.has_spec_metrics
+    if not is_enabled or len(generation.completions) != 1:
+        return {}
+    (completion,) = generation.completions.values()
+    return {"metrics": {"speculative_decoding": format_spec_metrics(completion.stats)}}
+
+
+def encode_error_event(error: ApiError) -> bytes:
+    return encode_event(error.body)

@@ -1,0 +1,97 @@
+"""Conversion of request fields to Sampling and RequestOptions."""
+
+from itertools import pairwise
+from typing import Any
+
+from foredraft.outputs import Stats
+from foredraft.request import RequestOptions
+from foredraft.sampling.params import Sampling
+from foredraft.server.errors import ApiError
+from foredraft.server.grammars import read_grammar
+from foredraft.server.schemas import GenerationRequest
+
+
+def build_sampling(
+    request: GenerationRequest,
+    max_tokens: int,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+    param: str = "max_tokens",
+) -> Sampling:
+    """Build the sampling parameters of a request.
+
+    Args:
+        max_tokens, logprobs, prompt_logprobs: values after the defaults of the route.
+
+    Raises:
+        ApiError: values contradict each other, or the grammar is malformed.
+    """
+    optional: dict[str, Any] = {  # a None falls back to the default of Sampling
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "min_p": request.min_p,
+        "typical_p": request.typical_p,
+        "repetition_penalty": request.repetition_penalty,
+        "presence_penalty": request.presence_penalty,
+        "frequency_penalty": request.frequency_penalty,
+        "stop": _to_strings(request.stop),
+        "bad_words": request.bad_words,
+        "stop_token_ids": request.stop_token_ids,
+        "logit_bias": _parse_logit_bias(request.logit_bias),
+        "grammar": read_grammar(request),
+    }
+    try:
+        return Sampling(
+            max_tokens=max_tokens,
+            min_tokens=request.min_tokens,
+            n=request.n,
+            seed=request.seed,
+            top_k=max(request.top_k or 0, 0),
+            ignore_eos=request.ignore_eos,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            allowed_token_ids=None if request.allowed_token_ids is None else tuple(request.allowed_token_ids),
+            **{name: value for name, value in optional.items() if value is not None},
+        )
+    except ValueError as error:
+        name = str(error).partition(" ")[0]  # messages of Sampling begin with the name of the field
+        raise ApiError(400, str(error), name if name in type(request).model_fields else None) from None
+
+
+def build_options(request: GenerationRequest, prediction: tuple[int, ...]) -> RequestOptions:
+    return RequestOptions(
+        priority=request.priority,
+        num_speculative_tokens=None if request.speculative is None else request.speculative.num_speculative_tokens,
+        prediction=prediction,
+        salt=(request.cache_salt or "").encode(),
+        is_traced=request.foredraft_trace,
+    )
+
+
+def format_spec_metrics(stats: Stats) -> dict[str, Any]:
+    """Format vLLM's `metrics.speculative_decoding` of one completion.
+
+    The mean acceptance length includes the target's token. The histogram counts drafts by accepted tokens.
+    """
+    num_reaching = [stats.num_drafts, *stats.accepted_at, 0]  # drafts with at least 0, 1, 2 ... accepted tokens
+    return {
+        "mean_acceptance_length": 1 + stats.num_accepted / stats.num_drafts if stats.num_drafts else 1.0,
+        "draft_acceptance_rate": stats.acceptance_rate,
+        "acceptance_histogram": [more - less for more, less in pairwise(num_reaching)],
+        "num_spec_steps": stats.num_drafts,
+        "num_draft_tokens": stats.num_drafted,
+        "num_accepted_draft_tokens": stats.num_accepted,
+    }
+
+
+def _to_strings(stop: str | list[str] | None) -> tuple[str, ...] | None:
+    return None if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def _parse_logit_bias(bias: dict[str, float] | None) -> dict[int, float] | None:
+    if bias is None:
+        return None
+    for name in bias:
+        if not (name.isascii() and name.isdigit() and len(name) < 12):
+            raise ApiError(400, "logit_bias takes token ids as keys", "logit_bias")
+    return {int(name): value for name, value in bias.items()}

@@ -1,0 +1,249 @@
+"""Request schemas of the routes. Unknown fields are refused by name; no field is ignored silently.
+
+Two kinds of fields have no effect. `user` is accepted and neither stored nor logged. The fields of NEUTRAL_VALUES are
+accepted at the values listed there, which request the default behaviour, and refused at any other value.
+
+Fields beyond OpenAI's and vLLM's:
+
+- `typical_p`: typical sampling.
+- `speculative`: {"num_speculative_tokens": K}; 0 = no drafts.
+- `speculative_metrics`: statistics of this request in `metrics.speculative_decoding`.
+- `foredraft_trace`: tokens, text, origins and draft trees in every chunk of a stream.
+- `regex`: short for structured_outputs.regex.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+
+from foredraft.server.errors import ApiError, quote_name
+
+SEED_BOUND = 1 << 63  # seeds are 64-bit signed integers
+Count = Annotated[int, Field(ge=0, le=1 << 31)]
+TokenId = Annotated[int, Field(ge=0, le=1 << 31)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+# Unimplemented field -> values at which it has no effect.
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    "audio": (None,),
+    "chat_template": (None,),
+    "chat_template_kwargs": (None, {}),
+    "documents": (None,),
+    "early_stopping": (None, False),
+    "function_call": (None, "none"),
+    "functions": (None, []),
+    "length_penalty": (None, 1, 1.0),
+    "logits_processors": (None,),
+    "logprob_token_ids": (None,),
+    "metadata": (None, {}),
+    "modalities": (None, ["text"]),
+    "parallel_tool_calls": (None, True, False),
+    "reasoning_effort": (None, "none"),
+    "safety_identifier": (None,),
+    "service_tier": (None, "auto", "default"),
+    "skip_special_tokens": (None, True),
+    "spaces_between_special_tokens": (None, True),
+    "store": (None, False),
+    "suffix": (None, ""),
+    "thinking_token_budget": (None,),
+    "tool_choice": (None, "none"),
+    "tools": (None, []),
+    "use_beam_search": (None, False),
+    "verbosity": (None,),
+    "web_search_options": (None,),
+}
+
+
+class StrictModel(BaseModel):
+    """Model that refuses unknown fields, type coercion, NaN and infinities."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(StrictModel):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class SpeculativeOptions(StrictModel):
+    num_speculative_tokens: Annotated[int, Field(ge=0, le=1024)]
+
+
+class JsonSchema(StrictModel):
+    name: Annotated[str, Field(max_length=256)] | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | bool, Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(StrictModel):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(StrictModel):
+    """Grammar of the output. Exactly one field must be set."""
+
+    json_: Annotated[str | dict[str, Any] | None, Field(alias="json")] = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Annotated[list[str], Field(fail_fast=True)] | None = None
+    grammar: str | None = None  # Lark syntax of llguidance
+
+
+class TextContentPart(StrictModel):
+    type: Literal["text"]
+    text: str
+
+
+ContentParts = Annotated[list[TextContentPart], Field(fail_fast=True, max_length=1024)]
+# The union is discriminated by type, because a validator that tries each member reports every entry for each of them.
+MessageContent = Annotated[
+    Annotated[str, Tag("text")] | Annotated[ContentParts, Tag("parts")], Discriminator(lambda v: _find_content_kind(v))
+]
+
+
+class PredictedContent(StrictModel):
+    type: Literal["content"]
+    content: MessageContent
+
+
+class ChatMessage(StrictModel):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: MessageContent | None = None
+    name: Annotated[str, Field(max_length=64)] | None = None
+    refusal: None = None
+    tool_calls: None = None
+
+    @property
+    def text(self) -> str:
+        return join_text(self.content or "")
+
+
+def join_text(content: str | list[TextContentPart]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+class GenerationRequest(StrictModel):
+    """Fields of both generation routes."""
+
+    model: str | None = None
+    max_tokens: Count | None = None
+    min_tokens: Count = 0
+    n: Annotated[int, Field(ge=1)] = 1
+    temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=1 << 31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    typical_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=1e-6, le=1e6)] | None = None  # bounds that keep divided logits finite
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = None
+    bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
+    seed: Annotated[int, Field(ge=-SEED_BOUND, lt=SEED_BOUND)] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    regex: str | None = None
+    prediction: PredictedContent | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=1, le=1 << 31)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    priority: Annotated[int, Field(ge=-(1 << 31), le=1 << 31)] = 0
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    request_id: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[\w.-]+$")] | None = None
+    user: str | None = None
+    speculative: SpeculativeOptions | None = None
+    speculative_metrics: bool = False
+    foredraft_trace: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_neutral(cls, data: Any) -> Any:
+        return {name: value for name, value in data.items() if name in cls.model_fields or not _is_neutral(name, value)}
+
+    @property
+    def is_streaming(self) -> bool:
+        return bool(self.stream)
+
+
+Prompt = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[list[str], Field(fail_fast=True), Tag("texts")]
+    | Annotated[list[int], Field(fail_fast=True), Tag("ids")]
+    | Annotated[list[list[int]], Field(fail_fast=True), Tag("lists")],
+    Discriminator(lambda v: _find_prompt_kind(v)),
+]
+
+
+class CompletionRequest(GenerationRequest):
+    """Completion of one or several prompts (POST /v1/completions)."""
+
+    prompt: Prompt
+    echo: bool = False
+    logprobs: Annotated[int, Field(ge=0)] | None = None
+    best_of: int | None = None
+
+
+class ChatRequest(GenerationRequest):
+    """Completion of a conversation (POST /v1/chat/completions)."""
+
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    echo: Literal[False] = False
+
+
+class TokenizeRequest(StrictModel):
+    """Tokenization of a text, or of messages that the chat template renders (POST /tokenize)."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(StrictModel):
+    """Conversion of token ids to text (POST /detokenize)."""
+
+    model: str | None = None
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
+
+
+def _find_content_kind(content: Any) -> str | None:
+    return "text" if isinstance(content, str) else "parts" if isinstance(content, list) else None
+
+
+def _find_prompt_kind(prompt: Any) -> str | None:
+    if isinstance(prompt, str):
+        return "text"
+    first = prompt[0] if isinstance(prompt, list) and prompt else None
+    return {str: "texts", int: "ids", list: "lists"}.get(type(first))
+
+
+def _is_neutral(name: str, value: Any) -> bool:
+    """Return True for an unimplemented field at a neutral value.
+
+    Raises:
+        ApiError: the field has another value.
+    """
+    if name not in NEUTRAL_VALUES:
+        return False
+    if not any(type(value) is type(other) and value == other for other in NEUTRAL_VALUES[name]):
+        raise ApiError(400, f"{quote_name(name)} is not implemented; leave it out", name)
+    return True

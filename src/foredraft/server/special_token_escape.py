@@ -1,0 +1,62 @@
+"""Escaping of user text that spells control tokens, so that it is tokenized as ordinary text."""
+
+import re
+import secrets
+from typing import Any
+
+from foredraft.models.tokenization import encode
+from foredraft.server.errors import ApiError
+from foredraft.server.vocabulary import ServerVocabulary
+
+
+class SpecialTokenEscaper:
+    """Replacer of control-token spellings by unguessable marks, which `encode` turns into ordinary tokens.
+
+    Args:
+        spellings: text of all control tokens.
+    """
+
+    def __init__(self, spellings: tuple[str, ...]) -> None:
+        longest_first = sorted(filter(None, spellings), key=len, reverse=True)
+        self._special_pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+        self._nonce = f"{secrets.randbits(64):020d}"
+        self._mark_pattern = re.compile(f"\ue000{self._nonce}:(\\d+)\ue001")
+        self._escaped: list[str] = []
+
+    def escape(self, text: str) -> str:
+        """Replace the control-token spellings in a text by marks."""
+        return text if self._special_pattern is None else self._special_pattern.sub(self._escape_match, text)
+
+    def _escape_match(self, match: re.Match[str]) -> str:
+        self._escaped.append(match[0])
+        return f"\ue000{self._nonce}:{len(self._escaped) - 1}\ue001"
+
+    def encode(self, text: str, tokenizer: Any, vocabulary: ServerVocabulary) -> list[int]:
+        """Tokenize a rendered text: marks as ordinary text, other control-token spellings as control tokens."""
+        parts = self._mark_pattern.split(text)
+        texts = list(filter(None, parts[::2]))
+        # One call for all texts, and each escaped word once: a message may consist of a million such words.
+        plain_ids = iter(encode(tokenizer, texts, add_special_tokens=False).input_ids if texts else ())
+        words = {word: encode_as_text(word, tokenizer, vocabulary) for word in dict.fromkeys(self._escaped)}
+        ids: list[int] = []
+        for i, part in enumerate(parts):
+            if i % 2:
+                ids += words[self._escaped[int(part)]]
+            elif part:
+                ids += next(plain_ids)
+        return ids
+
+
+def encode_as_text(word: str, tokenizer: Any, vocabulary: ServerVocabulary) -> list[int]:
+    """Tokenize a control token's spelling as ordinary tokens, by splitting it in two.
+
+    Raises:
+        ApiError: every split still contains a control token.
+    """
+    special = set(vocabulary.special_ids.values())
+    for cut in range(1, len(word)):
+        halves = [encode(tokenizer, part, add_special_tokens=False).input_ids for part in (word[:cut], word[cut:])]
+        ids = [token for half in halves for token in half]
+        if special.isdisjoint(ids):
+            return ids
+    raise ApiError(400, "a message holds text that this tokenizer can read only as a control token", "messages")

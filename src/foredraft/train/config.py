@@ -1,0 +1,156 @@
+"""All that a run is asked for, and what of it decides the weights that come out."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from foredraft.checkpoints.disk import convert_write_errors, replace_text
+from foredraft.errors import ForedraftError
+from foredraft.train.optimizer import DECAYS, OPTIMIZERS
+
+PLAN_FILE = "training.json"
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Texts, and how they become rows."""
+
+    files: tuple[str, ...]
+    held_out: tuple[str, ...] = ()  # files; none = a share of the data
+    held_out_share: float = 0.02
+    context: int = 256
+    generate: bool | None = None  # the target writes the texts itself; None = if it is an instruct model
+    temperatures: tuple[float, ...] = (0.0, 1.0)  # of what it writes, in turn
+    written: int = 192  # tokens it writes at most
+    opening: int = 64  # tokens of a plain text that it goes on from
+    cache: str | None = None  # a folder for traces
+    top: int | None = None  # tokens of the target's distribution to keep; None = chosen by the vocabulary's size
+
+
+@dataclass(frozen=True)
+class OptimizationConfig:
+    """How the weights move."""
+
+    steps: int | None = None  # None = one pass over the data, at most DEFAULT_STEPS
+    batch_tokens: int = 2048
+    parts: int = 1
+    learning_rate: float = 1e-3
+    warmup: float = 0.04  # share of the steps
+    decay: str = "cosine"
+    optimizer: str = "adamw"
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Prompts and lengths of the replay that measures the drafter."""
+
+    every: int = 0  # steps; 0 = at the end
+    prompts: int = 16
+    tokens: int = 64
+    num_tokens: int = 5  # draft length
+
+
+@dataclass(frozen=True)
+class TrainPlan:
+    method: str
+    model: str
+    out: Path
+    data: DataConfig
+    steps: OptimizationConfig
+    evaluation: EvaluationConfig = EvaluationConfig()
+    settings: Mapping[str, str] | None = None  # of the method's TrainConfig
+    start: str | None = None  # a drafter to go on from
+    device: str = "auto"
+    dtype: str = "auto"
+    precision: str = "auto"
+    save_every: int = 200
+    max_steps: int | None = None
+    max_minutes: float | None = None
+    tensorboard: bool = False
+
+    def check(self) -> None:
+        """Raises ForedraftError for what can never run, before a model is loaded."""
+        data, steps = self.data, self.steps
+        if not data.files:
+            raise ForedraftError("no data; give files with --data, or --data builtin")
+        if self.out.exists() and not self.out.is_dir():
+            raise ForedraftError(f"{self.out} is a file; give a folder to write to")
+        if self.out.is_dir() and not (self.out / PLAN_FILE).exists():
+            others = sorted(file.name for file in self.out.iterdir() if not file.name.startswith("generated."))
+            if others:  # it may be a model's folder, whose config.json must live
+                raise ForedraftError(
+                    f"{self.out} holds {others[0]} and no training run; give an empty folder to write to"
+                )
+        for name, value in (
+            ("context", data.context - 1),
+            ("batch-tokens", steps.batch_tokens),
+            ("parts", steps.parts),
+        ):
+            if value < 1:
+                raise ForedraftError(f"--{name} is too small")
+        if steps.steps is not None and steps.steps < 1:
+            raise ForedraftError(f"--steps must be at least 1, got {steps.steps}")
+        if steps.batch_tokens < data.context:
+            raise ForedraftError(
+                f"a step of {steps.batch_tokens} tokens holds no row of {data.context}; raise --batch-tokens or lower "
+                "--context"
+            )
+        if not steps.learning_rate > 0:
+            raise ForedraftError(f"--learning-rate must be positive, got {steps.learning_rate}")
+        if not steps.clip > 0:
+            raise ForedraftError(f"--clip must be positive, got {steps.clip}")
+        if not 0 <= data.held_out_share < 1:
+            raise ForedraftError(f"--held-out-share must lie in 0..1, got {data.held_out_share}")
+        for word, known in ((steps.decay, DECAYS), (steps.optimizer, OPTIMIZERS)):
+            if word not in known:
+                raise ForedraftError(f"unknown word {word!r}; use one of {', '.join(known)}")
+
+    def make_identity(self, **more: Any) -> dict[str, Any]:
+        """Return the settings that a resumed run must share with the run that stopped."""
+        data = {key: value for key, value in asdict(self.data).items() if key not in ("files", "held_out", "cache")}
+        said = {
+            "method": self.method,
+            "settings": dict(self.settings or {}),
+            "start": self.start,
+            "precision": self.precision,
+            "data": data,
+            "steps": asdict(self.steps),
+            **more,
+        }
+        return json.loads(json.dumps(said))  # type: ignore[no-any-return]  # tuples as they come back
+
+
+def find_difference(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> str | None:
+    """The first thing two identities do not share, for people; None if they are the same."""
+    for key in sorted(old.keys() | new.keys()):
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            found = find_difference(a, b, f"{prefix}{key}.")
+            if found is not None:
+                return found
+        elif a != b:
+            return f"{prefix}{key} was {a!r} and is {b!r}"
+    return None
+
+
+def record_identity(out: Path, identity: dict[str, Any], has_checkpoint: bool) -> None:
+    """Write down what this run is; refuse to go on with another one's checkpoint."""
+    file = out / PLAN_FILE
+    if has_checkpoint and file.exists():
+        try:
+            old = json.loads(file.read_text())
+        except ValueError:
+            raise ForedraftError(f"{file} is damaged; give another --out, or delete {out} to begin again") from None
+        fault = find_difference(old, identity)
+        if fault is not None:
+            raise ForedraftError(
+                f"{out} holds the checkpoint of another run: {fault}; give another --out, or delete it to begin again"
+            )
+    with convert_write_errors(out, "make room, or give another --out"):
+        out.mkdir(parents=True, exist_ok=True)
+        replace_text(file, json.dumps(identity, indent=1) + "\n")

@@ -1,0 +1,117 @@
+"""One record of a JSON Lines file or of a dataset as a document: text, prompt and completion, or a chat.
+
+Of a chat only what the assistant says is learnt; where that stands in the token ids is found by rendering the chat up
+to each of its turns, for few templates mark it.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from foredraft.errors import ForedraftError
+from foredraft.train.documents import Document
+
+RECORD_FORMATS = (
+    '{"text": ..}, {"prompt": .., "completion": ..}, {"messages": [..]} or {"ids": [..], "prompt_tokens": n}'
+)
+ChatMessages = Sequence[Mapping[str, Any]]
+
+
+def parse_document(record: Mapping[str, Any], tokenizer: Any, location: str) -> Document:
+    """The keys of a record decide its kind. Raises ForedraftError that names the location."""
+    if isinstance(record.get("ids"), list):  # what `generate` wrote
+        ids, count = np.array(record["ids"], dtype=np.int64), int(record.get("prompt_tokens", 1))
+        return Document(ids, np.arange(len(ids)) >= count)
+    if tokenizer is None:
+        raise ForedraftError(
+            f"the target has no tokenizer, so {location} cannot be read; give token ids in a .npy file"
+        )
+    if isinstance(record.get("messages"), list):
+        return _encode_chat(record["messages"], tokenizer, location)
+    if isinstance(record.get("prompt"), str):
+        completion = record.get("completion", "")
+        if not isinstance(completion, str):
+            raise ForedraftError(f"{location}: the completion is not a string")
+        return _encode_completion(record["prompt"], completion, tokenizer)
+    if isinstance(record.get("text"), str):
+        return encode_text(record["text"], tokenizer)
+    raise ForedraftError(
+        f"{location} has the keys {', '.join(map(str, record)) or 'none'}; a record is {RECORD_FORMATS}"
+    )
+
+
+def encode_text(content: str, tokenizer: Any) -> Document:
+    """Every token is learnt, the end of the text too."""
+    return Document(np.array(_append_end(list(tokenizer(content).input_ids), tokenizer), dtype=np.int64))
+
+
+def _append_end(ids: list[int], tokenizer: Any) -> list[int]:
+    end = tokenizer.eos_token_id
+    return ids if end is None or ids[-1:] == [end] else [*ids, end]
+
+
+def _encode_completion(prompt: str, completion: str, tokenizer: Any) -> Document:
+    before = list(tokenizer(prompt).input_ids)
+    if not completion:
+        return Document(np.array(before, dtype=np.int64), np.zeros(len(before), dtype=np.bool_))
+    # encoded apart, as generation would go on from the prompt's own tokens
+    after = _append_end(list(tokenizer(completion, add_special_tokens=False).input_ids), tokenizer)
+    ids = np.array(before + after, dtype=np.int64)
+    return Document(ids, np.arange(len(ids)) >= len(before))
+
+
+def _encode_chat(messages: ChatMessages, tokenizer: Any, location: str) -> Document:
+    if not getattr(tokenizer, "chat_template", None):
+        raise ForedraftError(
+            f"{location} is a chat and the target's tokenizer has no chat template; use prompt and completion"
+        )
+    if not all(isinstance(m, Mapping) and isinstance(m.get("role"), str) and "content" in m for m in messages):
+        raise ForedraftError(f"{location}: a message has no role and content")
+    ids = render_chat(messages, tokenizer, location, add_generation_prompt=False)
+    learnt = np.zeros(len(ids), dtype=np.bool_)
+    for turn, message in enumerate(messages):
+        if message["role"] == "assistant":
+            start = _count_common_prefix(
+                ids, render_chat(messages[:turn], tokenizer, location, add_generation_prompt=True)
+            )
+            stop = _count_common_prefix(
+                ids, render_chat(messages[: turn + 1], tokenizer, location, add_generation_prompt=False)
+            )
+            learnt[start:stop] = True
+    return Document(np.array(ids, dtype=np.int64), learnt)
+
+
+def render_chat(messages: ChatMessages, tokenizer: Any, location: str, add_generation_prompt: bool) -> list[int]:
+    """Token ids of a chat; an open one waits for the assistant."""
+    try:
+        made = tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=add_generation_prompt, tokenize=True, return_dict=True
+        )
+    except Exception as error:  # a template may raise anything, and does for turns it has no place for
+        raise ForedraftError(f"{location}: the chat template refuses the messages: {error}") from None
+    return list(made["input_ids"])
+
+
+def _count_common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Tokens both begin with."""
+    for i, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return i
+    return min(len(a), len(b))
+
+
+def parse_prompt(record: Mapping[str, Any], tokenizer: Any, location: str, length: int) -> list[int]:
+    """Return the prompt that the target continues: a chat up to its last reply, a prompt, or the start of a
+    document."""
+    messages = record.get("messages")
+    if isinstance(messages, list):
+        while messages and messages[-1].get("role") == "assistant":
+            messages = messages[:-1]
+        if not getattr(tokenizer, "chat_template", None):
+            raise ForedraftError(f"{location} is a chat and the target's tokenizer has no chat template")
+        return render_chat(messages, tokenizer, location, add_generation_prompt=True)
+    prompt = record.get("prompt")
+    if isinstance(prompt, str) and getattr(tokenizer, "chat_template", None):
+        return render_chat([{"role": "user", "content": prompt}], tokenizer, location, add_generation_prompt=True)
+    return parse_document(record, tokenizer, location).make_prompt(length)

@@ -1,0 +1,82 @@
+"""Drafters that choose their own lengths: they get the full budget, and the time credit bounds their loss."""
+
+import pytest
+
+import tiny_models
+from foredraft.draft_length.adaptive import AdaptiveLengthPolicy
+from foredraft.draft_length.costs import CostCurve
+from foredraft.draft_length.loss_budget import LossBudgetPolicy
+from foredraft.draft_length.policy import DraftCandidate
+from simulated_engine import CURVES, ConstantLength, SimulatedEngine, linear, run
+
+
+def watched(world: SimulatedEngine) -> LossBudgetPolicy:
+    return LossBudgetPolicy(CostCurve(world.points()))
+
+
+@pytest.mark.parametrize("load", [1, 16])
+@pytest.mark.parametrize("curve", CURVES)
+def test_never_slower_than_plain_and_as_fast_as_the_drafter(curve: str, load: int) -> None:
+    for chance, draft in ((0.05, 0.2), (0.5, 1.0), (0.95, 0.02)):
+        world = SimulatedEngine(
+            CURVES[curve], draft=draft, accept=lambda s, r, c=chance: c, load=lambda s: load, outliers=0.002
+        )
+        speed = run(world, watched(world), 1500).speed
+        assert speed >= 0.97, (chance, draft)
+        assert speed >= 0.97 * run(world, ConstantLength(world.most), 500).speed, (chance, draft)
+
+
+def test_what_loses_rests_ever_longer_and_comes_back_when_it_wins() -> None:
+    bad = SimulatedEngine(linear, draft=0.2, accept=lambda step, request: 0.05)
+    lengths = watched(bad)
+    budgets = run(bad, lengths, 8000).budgets
+    tries = [step for step in range(1, len(budgets)) if budgets[step] and not budgets[step - 1]]
+    assert len(tries) > 2, "it is never tried again"
+    assert tries[2] - tries[1] > tries[1] - tries[0]
+    good = SimulatedEngine(draft=0.02, accept=lambda step, request: 0.9)
+    lengths.forget([0])
+    budgets = run(good, lengths, 3000).budgets
+    assert sum(b > 0 for b in budgets[-500:]) > 490
+
+
+def test_drawn_texts_that_lose_do_not_hold_up_greedy_ones() -> None:
+    greedy = SimulatedEngine(rising, draft=0.1, accept=lambda step, request: 0.9)
+    drawn = SimulatedEngine(rising, draft=0.1, accept=lambda step, request: 0.02, kind=lambda request: 1)
+    lengths = watched(greedy)
+    budgets = []
+    for world, steps in ((greedy, 300), (drawn, 600), (drawn, 20), (greedy, 20)):
+        budgets.append(run(world, lengths, steps).budgets)
+        lengths.forget([0])
+    assert budgets[1].count(0) > 300
+    assert sum(budgets[2]) <= drawn.most, "more than one try"
+    assert min(budgets[3]) > 0
+
+
+def rising(rows: int) -> float:
+    return 0.9 + 0.1 * rows
+
+
+def test_a_plain_step_now_and_then_says_what_plain_decoding_costs() -> None:
+    world = SimulatedEngine(draft=0.02, accept=lambda step, request: 0.9)
+    lengths = watched(world)
+    budgets = run(world, lengths, 1000).budgets
+    assert 2 <= budgets.count(0) <= 4
+    assert lengths.counts["measure"] == budgets.count(0)
+
+
+def test_a_length_that_a_request_names_is_kept_while_the_others_rest() -> None:
+    bad = SimulatedEngine(linear, draft=0.2, accept=lambda step, request: 0.05)
+    lengths = watched(bad)
+    run(bad, lengths, 300)
+    while lengths.allocate([DraftCandidate(0, 4)], 1) != [0]:
+        run(bad, lengths, 5)
+    assert lengths.allocate([DraftCandidate(0, 4), DraftCandidate(1, 3, is_fixed=True)], 2) == [0, 3]
+
+
+def test_compositions_are_watched_and_single_methods_and_merging_ones_are_planned_for() -> None:
+    llm = tiny_models.plain()
+    assert type(llm.with_drafter("suffix+ngram").engine.length_policy) is LossBudgetPolicy
+    assert (
+        type(llm.with_drafter({"method": "suffix+ngram", "mode": "merge"}).engine.length_policy) is AdaptiveLengthPolicy
+    )
+    assert type(llm.with_drafter("suffix").engine.length_policy) is AdaptiveLengthPolicy

@@ -1,0 +1,211 @@
+"""A drafter is untrusted: whatever it does, the text is that of no drafter, and after three faults it rests.
+
+Guards against the crashes of others: one slot's overlong draft aborting all slots, an id of -1 or of the vocabulary's
+size reaching the embedding, NaN in q turning into token 0, an exception that ends every stream.
+"""
+
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import engine_fakes
+from engine_fakes import ScriptedDrafter, TableLM
+from foredraft import Sampling
+from foredraft.drafters.draft import to_token_tree
+from foredraft.engine.sandbox import MAX_FAILURES
+from foredraft.request import Batch
+from foredraft.tree import TokenTree
+
+V = 23
+LM = TableLM.from_seed(V, seed=7)
+PROMPTS = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10, 11, 12, 13]]
+SAMPLINGS = [
+    Sampling(max_tokens=14, temperature=0),
+    Sampling(max_tokens=14, temperature=0.9, seed=3),
+    Sampling(max_tokens=9, temperature=0.7, seed=4, frequency_penalty=0.5),
+    Sampling(max_tokens=14, temperature=0),
+]
+RULES = ["match", "match", "match", "reject"]
+
+
+def texts(drafter: ScriptedDrafter | None, **limits: int) -> list[list[int]]:
+    engine = engine_fakes.make_engine(LM, drafter, max_chunk=4, **limits)
+    transcripts = [
+        engine_fakes.make_transcript(prompt, sampling, n, verify=rule)
+        for n, (prompt, sampling, rule) in enumerate(zip(PROMPTS, SAMPLINGS, RULES, strict=True))
+    ]
+    return [completion.token_ids for completion, _ in engine_fakes.run(engine, transcripts)]
+
+
+PLAIN = texts(None)
+
+
+def changed(change: Callable[[Batch, TokenTree], TokenTree]) -> Callable[[Batch], TokenTree]:
+    """A good draft, spoilt."""
+    return lambda batch: change(batch, engine_fakes.draft_greedily(LM, batch))
+
+
+def _raises(batch: Batch) -> TokenTree:
+    raise RuntimeError("no draft today")
+
+
+def _set(tree: TokenTree, token: int) -> TokenTree:
+    tokens = tree.tokens.clone()
+    tokens[:, -1] = token
+    return TokenTree(tokens, tree.parents)
+
+
+def _parents(tree: TokenTree, column: int, parent: int) -> TokenTree:
+    parents = tree.parents.clone()
+    parents[:, column] = parent
+    return TokenTree(tree.tokens, parents)
+
+
+def _deep(batch: Batch) -> TokenTree:
+    """Deeper than max_tokens leaves room for, and wider than any budget."""
+    roots = to_token_tree(batch, {}).token_lists
+    return TokenTree.from_chains([[*root, *[1] * 40] for root in roots])
+
+
+def _wide(batch: Batch) -> TokenTree:
+    roots = to_token_tree(batch, {}).token_lists
+    return TokenTree.from_lists([[*root, *range(20)] for root in roots], [[-1, *[0] * 20] for _ in roots])
+
+
+FAULTS: dict[str, Callable[[Batch], TokenTree]] = {
+    "raises": _raises,
+    "returns None": lambda batch: None,  # type: ignore[arg-type,return-value]
+    "too few trees": changed(lambda batch, tree: tree.select(range(len(batch) - 1)) if len(batch) > 1 else None),
+    "wrong root": changed(lambda batch, tree: TokenTree((tree.tokens + 1).clamp_max(V - 1), tree.parents)),
+    "no nodes at all": changed(lambda batch, tree: TokenTree(tree.tokens[:, :0], tree.parents[:, :0])),
+    "id of the vocabulary's size": changed(lambda batch, tree: _set(tree, V)),
+    "huge id": changed(lambda batch, tree: _set(tree, 1 << 40)),
+    "root with a parent": changed(lambda batch, tree: _parents(tree, 0, 0)),
+    "parent of itself": changed(lambda batch, tree: _parents(tree, -1, tree.parents.shape[1] - 1)),
+    "orphan": changed(lambda batch, tree: _parents(tree, -1, -1)),
+    "later parent": changed(lambda batch, tree: _parents(tree, 1, tree.parents.shape[1])),
+    "parents of another shape": changed(lambda batch, tree: TokenTree(tree.tokens, tree.parents[:, :1])),
+    "too deep": _deep,
+    "too wide": _wide,
+    "float ids": changed(lambda batch, tree: TokenTree(tree.tokens.double(), tree.parents)),
+    "q of another width": changed(lambda batch, tree: TokenTree(tree.tokens, tree.parents, torch.ones(3, V + 1))),
+    "q of another height": changed(lambda batch, tree: TokenTree(tree.tokens, tree.parents, torch.ones(1, V))),
+    "successors it cannot know": changed(
+        lambda batch, tree: TokenTree(tree.tokens, tree.parents, committed_next=tuple((1,) for _ in range(len(batch))))
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_faulty_proposal_is_no_draft(fault: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Three of them, each logged, and the drafter rests."""
+    drafter = ScriptedDrafter(FAULTS[fault])
+    with caplog.at_level(logging.WARNING):
+        assert texts(drafter) == PLAIN
+    assert drafter.num_proposed == MAX_FAILURES
+    assert len(caplog.records) == MAX_FAILURES
+    assert "quarantined for" in caplog.messages[-1]
+
+
+def _set_q(tree: TokenTree, batch: Batch, value: float) -> TokenTree:
+    rows = sum(size for size, scored in zip(tree.sizes, batch.needs_logits, strict=True) if scored)
+    return TokenTree(tree.tokens, tree.parents, torch.full((rows, V), value, dtype=torch.float64))
+
+
+def _twins(batch: Batch) -> TokenTree:
+    """Two children of the root with one token, twice."""
+    roots = to_token_tree(batch, {}).token_lists
+    widths = [min(4, budget) for budget in batch.max_draft_nodes]
+    tokens = [[*root, *[5, 5, 6, 6][:n]] for root, n in zip(roots, widths, strict=True)]
+    return TokenTree.from_lists(tokens, [[-1, *[0] * n] for n in widths])
+
+
+ODDITIES: dict[str, Callable[[Batch], TokenTree]] = {
+    "NaN q": changed(lambda batch, tree: _set_q(tree, batch, float("nan"))),
+    "infinite q": changed(lambda batch, tree: _set_q(tree, batch, float("inf"))),
+    "negative q": changed(lambda batch, tree: _set_q(tree, batch, -1.0)),
+    "q that is zero": changed(lambda batch, tree: _set_q(tree, batch, 0.0)),
+    "q that does not sum to one": changed(lambda batch, tree: _set_q(tree, batch, 3.0)),
+    "twin siblings": _twins,
+    "negative ids": changed(lambda batch, tree: _set(tree, -7)),
+    "nothing but roots": lambda batch: to_token_tree(batch, {}),
+    "wrong tokens": changed(lambda batch, tree: _set(tree, 0)),
+}
+
+
+@pytest.mark.parametrize("oddity", ODDITIES)
+def test_an_odd_proposal_changes_no_text(oddity: str) -> None:
+    """What can be verified is verified; a q that is no distribution is no draft."""
+    assert texts(ScriptedDrafter(ODDITIES[oddity])) == PLAIN
+
+
+def test_a_good_drafter_is_used() -> None:
+    """Else the tests above would hold for a guard that refuses everything."""
+    drafter = ScriptedDrafter(lambda batch: engine_fakes.draft_greedily(LM, batch))
+    assert texts(drafter) == PLAIN
+    assert max(int(commit.counts_tensor.max()) for commit in drafter.observed) >= 4
+    assert sorted(set(drafter.forgotten)) == [0, 1, 2, 3]
+
+
+def test_faults_below_the_limit_are_forgiven() -> None:
+    """Two faults, then good drafts to the end."""
+    drafter = ScriptedDrafter(
+        lambda batch: engine_fakes.draft_greedily(LM, batch) if drafter.num_proposed > 2 else _raises(batch)
+    )
+    assert texts(drafter) == PLAIN
+    assert drafter.num_proposed > MAX_FAILURES
+    assert max(int(commit.counts_tensor.max()) for commit in drafter.observed) >= 4
+
+
+def test_a_drafter_that_fails_to_observe_or_to_forget_changes_no_text() -> None:
+    """Its memory may be wrong afterwards; the pages and slots of the engine may not."""
+
+    def fails(*_: object) -> None:
+        raise ValueError("lost my notes")
+
+    assert texts(ScriptedDrafter(lambda batch: engine_fakes.draft_greedily(LM, batch), on_observe=fails)) == PLAIN
+    drafter = ScriptedDrafter(lambda batch: engine_fakes.draft_greedily(LM, batch), on_forget=fails)
+    assert texts(drafter, max_batch=1) == PLAIN
+    assert drafter.forgotten == [0, 0, 0, 0]
+
+
+def test_branches_under_block_verification_are_no_draft() -> None:
+    """They used to raise in the verification, and so ended every request of the batch."""
+    engine = engine_fakes.make_engine(LM, ScriptedDrafter(_twins))
+    done = engine_fakes.run(engine, [engine_fakes.make_transcript([1, 2, 3], SAMPLINGS[0], verify="block")])
+    assert done[0][0].token_ids == PLAIN[0]
+
+
+def test_a_tree_drafter_drafts_chains_for_block_verification() -> None:
+    """Requests under other rules in the same batch keep their trees."""
+    drafter = engine_fakes.make_drafter(LM.perturb(0.3), 3, (2, 2, 1))
+    engine = engine_fakes.make_engine(LM, drafter)
+    rules = ["block", "match", "block", "match"]
+    transcripts = [engine_fakes.make_transcript(p, SAMPLINGS[0], n, verify=rules[n]) for n, p in enumerate(PROMPTS)]
+    done = [completion for completion, _ in engine_fakes.run(engine, transcripts)]
+    plain = engine_fakes.run(
+        engine_fakes.make_engine(LM, None), [engine_fakes.make_transcript(p, SAMPLINGS[0]) for p in PROMPTS]
+    )
+    assert [c.token_ids for c in done] == [c.token_ids for c, _ in plain]
+    assert engine.drafter.num_failures == 0
+    assert all(c.stats.num_accepted > 0 for c in done)
+
+
+def test_random_faults_change_no_text() -> None:
+    """Thirty engines, each with faults and good drafts in random order."""
+    generator = torch.Generator().manual_seed(0)
+    kinds = [*FAULTS.values(), *ODDITIES.values()]
+
+    def propose(batch: Batch) -> TokenTree:
+        if float(torch.rand((), generator=generator)) < 0.7:
+            return engine_fakes.draft_greedily(LM, batch)
+        return kinds[int(torch.randint(len(kinds), (), generator=generator))](batch)
+
+    accepted = 0
+    for _ in range(30):
+        drafter = ScriptedDrafter(propose)
+        assert texts(drafter) == PLAIN
+        accepted += sum(int(commit.counts_tensor.sum()) - len(commit.counts_tensor) for commit in drafter.observed)
+    assert accepted > 100

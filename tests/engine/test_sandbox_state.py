@@ -1,0 +1,262 @@
+"""What a drafter may not do to requests, trees and commits, and what its properties may not do to a step.
+
+Guards against a drafter that is given the live record of a request and changes it: wrong text, and no failure counted.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from test_sandbox import LM, PLAIN, PROMPTS, RULES, SAMPLINGS, V, texts
+
+import engine_fakes
+import tiny_models
+from engine_fakes import ScriptedDrafter
+from foredraft import ForedraftError, Sampling
+from foredraft.drafters.failure_backoff import MAX_FAILURES
+from foredraft.engine.sandbox import SandboxedDrafter
+from foredraft.request import Batch, Request, RequestStatus
+from foredraft.tree import Commit, TokenTree
+
+
+def good(batch: Batch) -> TokenTree:
+    return engine_fakes.draft_greedily(LM, batch)
+
+
+def _clear(request: Request) -> None:
+    request.prompt.clear()
+    request.output.clear()
+
+
+def _set(name: str, value: Any) -> Callable[[Request], None]:
+    return lambda request: setattr(request, name, value)
+
+
+CHANGES: dict[str, Callable[[Request], None]] = {
+    "appends to the output": lambda request: request.output.append(1),
+    "changes a token of the output": lambda request: request.output.__setitem__(slice(-1, None), [0]),
+    "changes a token of the prompt": lambda request: request.prompt.__setitem__(0, 0),
+    "clears the text": _clear,
+    "appends to the pages": lambda request: request.pages.append(1),
+    "reverses the pages": lambda request: request.pages.reverse(),
+    "drops a hash": lambda request: request.page_hashes.append(b"0" * 16),
+    "adds to what it inserted": lambda request: request.inserted_hashes.add(b"0" * 16),
+    "gives it another output": _set("output", [1, 2, 3]),
+    "gives it a list that is none": _set("output", "text"),
+    "moves computed on": lambda request: setattr(request, "num_computed", request.num_computed + 1),
+    "exchanges the sampling": _set("sampling", Sampling(max_tokens=3, temperature=0)),
+    "ends it": _set("status", RequestStatus.FINISHED),
+    "removes a field": lambda request: request.__delattr__("pages"),
+    "adds a field": _set("note", "mine"),
+    "moves it to another slot": lambda request: setattr(request, "slot", request.slot + 1),
+}
+
+
+@pytest.mark.parametrize("verb", ["propose", "observe", "forget"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_request_is_restored_and_counted(change: str, verb: str) -> None:
+    seen: dict[int, Request] = {}
+    done = []
+
+    def spoil() -> None:
+        for request in seen.values():
+            if request.status is RequestStatus.RUNNING:
+                CHANGES[change](request)
+                done.append(request)
+
+    def propose(batch: Batch) -> TokenTree:
+        seen.update({request.slot: request for request in batch.requests})
+        tree = good(batch)
+        if verb == "propose":
+            spoil()
+        return tree
+
+    def observing(batch: Batch, commit: Commit) -> None:
+        if verb == "observe":
+            spoil()
+
+    def forgetting(slots: Sequence[int]) -> None:
+        if verb == "forget":
+            spoil()
+
+    drafter = ScriptedDrafter(propose, on_observe=observing, on_forget=forgetting)
+    engine = engine_fakes.make_engine(LM, drafter, max_chunk=4)
+    transcripts = [
+        engine_fakes.make_transcript(list(prompt), sampling, n, verify=rule)
+        for n, (prompt, sampling, rule) in enumerate(zip(PROMPTS, SAMPLINGS, RULES, strict=True))
+    ]
+    assert [completion.token_ids for completion, _ in engine_fakes.run(engine, transcripts)] == PLAIN
+    assert done
+    assert set(engine.drafter.failures) == {"mutated"}
+    assert "it changed the request in slot" in engine.drafter.backoff.reason
+
+
+def test_an_interrupt_leaves_requests_as_they_were() -> None:
+    """What a step left behind is what `recover` goes on from."""
+
+    def propose(batch: Batch) -> TokenTree:
+        batch.requests[0].output.append(3)
+        raise KeyboardInterrupt
+
+    [request] = [Request(0, [1, 2], SAMPLINGS[0], seed=0, output=[4])]
+    with pytest.raises(KeyboardInterrupt):
+        SandboxedDrafter(ScriptedDrafter(propose), V).propose(Batch((request,), (1,), (3,)))
+    assert request.output == [4]
+
+
+def test_a_tree_or_commit_that_is_changed_afterwards_changes_nothing() -> None:
+    """The drafter keeps the lists it gave and those it was shown, and spoils them in `observe`."""
+    given: list[TokenTree] = []
+
+    def propose(batch: Batch) -> TokenTree:
+        given.append(good(batch))
+        return given[-1]
+
+    def observing(batch: Batch, commit: Commit) -> None:
+        for rows in (given[-1].token_lists, given[-1].parent_lists, commit.token_lists, commit.path_lists):
+            for row in rows:
+                row[:] = [0] * 9
+        if commit.target_argmax is not None:
+            commit.target_argmax.tree.token_lists.clear()
+
+    for needs_target_argmax in (False, True):
+        drafter = ScriptedDrafter(propose, on_observe=observing)
+        drafter.needs_target_argmax = needs_target_argmax  # type: ignore[attr-defined]
+        assert texts(drafter) == PLAIN
+        assert len(given) > MAX_FAILURES
+    assert max(len(tree.token_lists[0]) for tree in given) > 1
+
+
+# properties
+
+
+class Odd:
+    """A drafter of good drafts with one property that is not what it should be."""
+
+    hidden_layers: Any = ()
+    max_nodes: Any = 3
+
+    def propose(self, batch: Batch) -> TokenTree:
+        return good(batch)
+
+    def observe(self, batch: Batch, commit: Commit) -> None: ...
+
+    def forget(self, slots: Sequence[int]) -> None: ...
+
+
+def _raising(self: Odd) -> Any:
+    raise RuntimeError("no such property today")
+
+
+PROPERTIES: dict[str, tuple[str, Any]] = {
+    "hidden_layers raises": ("hidden_layers", property(_raising)),
+    "hidden_layers is no tuple": ("hidden_layers", 3),
+    "hidden_layers of words": ("hidden_layers", ("last",)),
+    "max_nodes raises": ("max_nodes", property(_raising)),
+    "max_nodes is a word": ("max_nodes", "x"),
+    "max_nodes is negative": ("max_nodes", -1),
+    "max_nodes is a fraction": ("max_nodes", 2.5),
+    "needs_target_argmax raises": ("needs_target_argmax", property(_raising)),
+    "draft_kv raises": ("draft_kv", property(_raising)),
+    "draft_kv is none": ("draft_kv", "all of it"),
+}
+
+
+def odd(which: str) -> Odd:
+    name, value = PROPERTIES[which]
+    made: Odd = type("Broken", (Odd,), {name: value})()
+    return made
+
+
+@pytest.mark.parametrize("which", PROPERTIES)
+def test_a_property_that_cannot_be_read_is_a_failure_and_no_error(which: str) -> None:
+    engine = engine_fakes.make_engine(LM, odd(which), max_chunk=4)
+    done = engine_fakes.run(engine, [engine_fakes.make_transcript(PROMPTS[0], SAMPLINGS[0])])
+    assert done[0][0].token_ids == PLAIN[0]
+    assert set(engine.drafter.failures) == {"malformed"}
+    assert PROPERTIES[which][0] in engine.drafter.backoff.reason
+
+
+def test_taps_that_the_target_does_not_have_are_no_taps() -> None:
+    drafter = Odd()
+    guard = SandboxedDrafter(drafter, V, num_layers=4)
+    drafter.hidden_layers = (-1, 0, 4)
+    assert guard.hidden_layers == (-1, 0, 4)
+    drafter.hidden_layers = (5,)
+    assert guard.hidden_layers == ()
+    assert guard.failures == {"malformed": 1}
+
+
+@pytest.mark.parametrize("which", PROPERTIES)
+def test_a_drafter_handed_to_an_llm_is_looked_at_first(which: str) -> None:
+    with pytest.raises(ForedraftError, match="the drafter Broken cannot be used: "):
+        tiny_models.plain().with_drafter(odd(which))
+
+
+class Unfinished:
+    """Someone's first attempt at a drafter."""
+
+    hidden_layers: tuple[int, ...] = ()
+    max_nodes = 4
+
+    def propose(self, batch: Batch) -> TokenTree:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("drafter", "missing"),
+    [(Unfinished(), "it has no observe, forget; give the name"), (3, "it has no hidden_layers, max_nodes")],
+)
+def test_a_drafter_that_lacks_members_is_refused_with_those_it_needs(drafter: Any, missing: str) -> None:
+    """Fault: an object without `observe` and `forget` was taken."""
+    with pytest.raises(ForedraftError, match=missing):
+        tiny_models.plain().with_drafter(drafter)
+
+
+def test_a_drafter_with_taps_beyond_the_target_is_refused_with_the_boundaries_there_are() -> None:
+    drafter = Odd()
+    drafter.hidden_layers = (99,)
+    with pytest.raises(ForedraftError, match=r"must be boundaries of the target, -1 or 0 to \d+, got \(99,\)"):
+        tiny_models.plain().with_drafter(drafter)
+
+
+# rests
+
+
+def test_a_drafter_that_failed_is_tried_again_and_used_again() -> None:
+    """It used to be off for the rest of the process."""
+    now = 0.0
+
+    def propose(batch: Batch) -> TokenTree:
+        if drafter.num_proposed <= MAX_FAILURES:
+            raise RuntimeError("no draft today")
+        return good(batch)
+
+    drafter = ScriptedDrafter(propose)
+    guard = SandboxedDrafter(drafter, V, clock=lambda: now)
+    engine = engine_fakes.make_engine(LM, guard, max_chunk=4)
+    sampling = Sampling(max_tokens=14, temperature=0)
+    assert engine_fakes.run(engine, [engine_fakes.make_transcript(PROMPTS[0], sampling)])[0][0].token_ids == PLAIN[0]
+    assert drafter.num_proposed == MAX_FAILURES
+    assert not guard.is_active
+    now += 1000.0
+    [(done, _)] = engine_fakes.run(engine, [engine_fakes.make_transcript(PROMPTS[0], sampling)])
+    assert done.token_ids == PLAIN[0]
+    assert done.stats.num_accepted > 0
+    assert guard.is_active
+
+
+def test_a_rest_ends_between_two_steps_and_not_within_one() -> None:
+    """Else the target would compute without the states that the drafter is then shown to lack."""
+    now = 0.0
+    guard = SandboxedDrafter(ScriptedDrafter(lambda batch: None, hidden_layers=(1,)), V, clock=lambda: now)  # type: ignore[arg-type,return-value]
+    batch = Batch((Request(0, [1, 2], SAMPLINGS[0], seed=0, num_computed=1),), (1,), (3,))
+    for _ in range(MAX_FAILURES):
+        guard.propose(batch)
+    assert guard.hidden_layers == ()
+    now += 1000.0
+    assert (guard.max_nodes, guard.hidden_layers) == (0, ())
+    guard.propose(batch)
+    assert guard.hidden_layers == ()
+    guard.observe(batch, Commit.from_lists([[0]], [[1]]))
+    assert (guard.max_nodes, guard.hidden_layers) == (4, (1,))

@@ -1,0 +1,189 @@
+"""Engines that exist on paper only: known costs, known acceptance, a fake clock. Everything is seeded."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from foredraft.draft_length.policy import DraftCandidate, DraftLengthPolicy, DraftOutcome, StepReport
+
+Curve = Callable[[int], float]
+
+
+def flat(rows: int) -> float:
+    """Memory-bound: any pass costs the same."""
+    return 1.0
+
+
+def linear(rows: int) -> float:
+    """Compute-bound: every row costs."""
+    return 0.1 + 0.9 * rows
+
+
+def stairs(rows: int) -> float:
+    """Padded to multiples of 8, as graphs captured for some sizes are; flat to 16, then ever dearer."""
+    padded = -(-rows // 8) * 8
+    return 1.0 + 0.04 * padded + 0.02 * max(0, padded - 16)
+
+
+def bend(rows: int) -> float:
+    """Memory hides the arithmetic of eight rows, no more."""
+    return max(1.0, rows / 8) + 0.02 * rows
+
+
+CURVES: dict[str, Curve] = {"flat": flat, "linear": linear, "stairs": stairs, "bend": bend}
+POINTS = (1, 2, 4, 5, 8, 9, 16, 17, 24, 25, 32, 33, 64, 65, 128, 129, 256, 512)
+
+
+@dataclass(frozen=True)
+class SimulatedEngine:
+    """Costs are in plain steps of one request, about."""
+
+    curve: Curve = flat
+    per_scored: float = 0.0  # sampling
+    per_request: float = 0.0
+    draft: float = 0.0  # of one level of a draft...
+    draft_row: float = 0.0  # ... and for each request in it
+    lookup: float = 0.001  # of a draft, whatever comes of it
+    reading: float = 0.0  # of a token that the drafter has not read
+    prompt: int = 200
+    follow: float = 0.0  # of a request in a step without drafts
+    accept: Callable[[int, int], float] = lambda step, request: 0.7  # of a node that was reached
+    proposes: float = 1.0  # chance that there is a draft at all
+    load: Callable[[int], int] = lambda step: 1
+    life: int = 10**9  # tokens of a request
+    kind: Callable[[int], int] = lambda request: 0
+    most: int = 8
+    noise: float = 0.02
+    outliers: float = 0.0  # chance of a step that takes ten times as long
+    swing: Callable[[int], float] = lambda step: 1.0  # the whole machine, slower or faster
+    branches: int = 1  # above 1: a tree of this many siblings at every level
+    seed: int = 0
+
+    def points(self) -> list[tuple[int, float]]:
+        return [(rows, self.curve(rows)) for rows in POINTS]
+
+
+@dataclass
+class SimulationTotals:
+    seconds: float = 0.0
+    plain: float = 0.0  # that plain decoding takes for the same tokens on the same machine in the same moments
+    tokens: int = 0
+    nodes: dict[int, int] = field(default_factory=dict)  # by request
+    budgets: list[int] = field(default_factory=list)  # of all requests together, by step
+    reasons: list[str] = field(default_factory=list)
+
+    @property
+    def speed(self) -> float:
+        """Over plain decoding's."""
+        return self.plain / self.seconds
+
+
+class ConstantLength:
+    """A fixed K."""
+
+    def __init__(self, nodes: int) -> None:
+        self.nodes = nodes
+
+    def allocate(self, candidates, num_rows, attended_tokens=0):
+        return [min(self.nodes, ask.max_nodes) for ask in candidates]
+
+    def record_step(self, report: StepReport) -> None:
+        pass
+
+    def forget(self, slots) -> None:
+        pass
+
+
+@dataclass
+class SimulatedRequest:
+    number: int
+    slot: int
+    left: int
+    unread: int
+
+
+def run(world: SimulatedEngine, lengths: DraftLengthPolicy, steps: int = 3000) -> SimulationTotals:
+    chance, totals, running = random.Random(world.seed), SimulationTotals(), []
+    born = 0
+    for step in range(steps):
+        while len(running) < world.load(step):
+            used = {r.slot for r in running}
+            slot = next(s for s in range(len(used) + 1) if s not in used)
+            left = world.life if world.life >= 10**9 else max(1, round(world.life * chance.uniform(0.2, 1.8)))
+            running.append(SimulatedRequest(born, slot, left, world.prompt))
+            born += 1
+        for gone in running[world.load(step) :]:
+            lengths.forget([gone.slot])
+        running = running[: world.load(step)]
+        _step(world, lengths, step, running, chance, totals)
+        for done in [r for r in running if r.left <= 0]:
+            lengths.forget([done.slot])
+        running = [r for r in running if r.left > 0]
+    return totals
+
+
+def _step(
+    world: SimulatedEngine,
+    lengths: DraftLengthPolicy,
+    step: int,
+    running: list,
+    chance: random.Random,
+    totals: SimulationTotals,
+) -> None:
+    count = len(running)
+    asks = [
+        DraftCandidate(r.slot, min(world.most, r.left - 1), kind=world.kind(r.number)) for r in running if r.left > 1
+    ]
+    granted = lengths.allocate(asks, count, 200 * count)
+    budgets = {ask.slot: budget for ask, budget in zip(asks, granted, strict=True)}
+    outcomes, read = [], 0
+    for r in running:
+        budget = budgets.get(r.slot, 0)
+        drafted = budget if budget and chance.random() < world.proposes else 0
+        kept = _accept_nodes(world, step, r.number, drafted, chance)
+        outcomes.append(DraftOutcome(r.slot, budget, drafted, kept))
+        read += r.unread if budget else 0
+        r.unread = 0 if budget else r.unread + 1
+        r.left -= 1 + len(kept)
+        totals.nodes[r.number] = totals.nodes.get(r.number, 0) + drafted
+        totals.tokens += 1 + len(kept)
+    drafted = sum(o.num_drafted for o in outcomes)
+    depth, drafting = max(o.num_drafted for o in outcomes), sum(1 for o in outcomes if o.num_drafted)
+    pace = world.swing(step) * max(0.5, chance.gauss(1.0, world.noise))
+    pace *= 10.0 if chance.random() < world.outliers else 1.0
+    other = max(0.5, chance.gauss(1.0, world.noise))
+    draft = world.follow * count + world.reading * read
+    draft += world.lookup * any(budgets.values()) + depth * (world.draft + world.draft_row * drafting)
+    plain = world.curve(count) + world.per_scored * count + world.per_request * count
+    verify = world.curve(count + drafted) + world.per_scored * (count + drafted) + world.per_request * count
+    seconds = pace * (verify + other * draft)
+    totals.seconds += seconds
+    totals.plain += pace * (plain + world.follow * count) * sum(1 + len(o.accepted_nodes) for o in outcomes) / count
+    totals.budgets.append(sum(granted))
+    totals.reasons.append(getattr(getattr(lengths, "decision", None), "reason", ""))
+    rows, context = count + drafted, 200 * (count + drafted)
+    report = StepReport(count, rows, rows, context, pace * other * draft, seconds, tuple(outcomes))
+    lengths.record_step(report)
+
+
+def _accept_nodes(
+    world: SimulatedEngine, step: int, request: int, drafted: int, chance: random.Random
+) -> tuple[int, ...]:
+    """Of a chain, or of a tree whose levels are `branches` siblings: the one that was meant, if any."""
+    kept: list[int] = []
+    for level in range(-(-drafted // world.branches)):
+        size = min(world.branches, drafted - level * world.branches)
+        if chance.random() >= world.accept(step, request):
+            break
+        which = chance.randrange(world.branches)
+        if which >= size:
+            break
+        kept.append(level * world.branches + which + 1)
+    return tuple(kept)
+
+
+def find_best_fixed(world: SimulatedEngine, steps: int = 3000) -> tuple[int, float]:
+    """The fixed K that is fastest in this world, and its speed over plain decoding's."""
+    speeds = {k: run(world, ConstantLength(k), steps).speed for k in range(1, world.most + 1)}
+    best = max(speeds, key=lambda k: speeds[k])
+    return (best, speeds[best]) if speeds[best] > 1.0 else (0, 1.0)
