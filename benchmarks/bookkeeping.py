@@ -103,8 +103,8 @@ def list_timed_methods(llm: LLM) -> list[tuple[object, str, str]]:
         (steps, "_prepend_chunks", "prompt chunks"),
         (engine.length_policy, "allocate", "controller"),
         (engine.length_policy, "record_step", "controller"),
-        (engine.drafter, "propose", "guards of the drafter"),
-        (engine.drafter, "observe", "guards of the drafter"),
+        (engine.drafter, "propose", "sandbox of the drafter"),
+        (engine.drafter, "observe", "sandbox of the drafter"),
     ]
     if drafter is not None:
         found += [(drafter, verb, "drafter") for verb in ("propose", "observe", "forget")]

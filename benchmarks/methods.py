@@ -71,7 +71,7 @@ def format_ensembles(found: RowsByColumn) -> list[str]:
         for rows in found.values():
             alone = [r.speed_up for r in rows if r.method.split(":")[0] in parts]
             cells.append(f"{rows[place].speed_up / max(alone):.2f}" if alone else "-")
-        lines.append(f"| {row.method} over the best of its parts | " + " | ".join(cells) + " | |")
+        lines.append(f"| {row.method} over the best of its members | " + " | ".join(cells) + " | |")
     return lines
 
 
