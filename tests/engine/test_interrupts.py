@@ -137,7 +137,7 @@ def test_an_interrupt_at_any_line_of_a_step_changes_no_text_of_others(
     """Every `stride`-th line. The sandbox handles an error of a drafter; it does not handle an interrupt."""
     llm = made(method)
     victim = llm.generate(VICTIM, SHORT)[0].token_ids
-    lines, num_raised, others = lines_of(llm), 0, Others(llm)
+    lines, num_raised, num_injected, others = lines_of(llm), 0, 0, Others(llm)
     for line in lines[::stride]:
         if llm.engine.drafter.num_failures >= MAX_FAILURES:
             assert error is RuntimeError
@@ -145,17 +145,19 @@ def test_an_interrupt_at_any_line_of_a_step_changes_no_text_of_others(
             llm = made(method)
             others = Others(llm)
         stream = llm.stream(VICTIM, SHORT)
-        with Watch(line, error):
+        with Watch(line, error) as watch:
             try:
                 tokens = [token for delta in stream for token in delta.token_ids]
             except error:
                 num_raised += 1
             else:
                 assert tokens == victim
+        num_injected += watch.has_raised
         others.go_on()
     others.end()
-    # The sandbox swallows errors of a drafter, so the share depends on which lines are chosen.
-    assert num_raised > len(lines) // stride // 3
+    # The sandbox turns a drafter's errors into steps without a draft; an interrupt always reaches the caller.
+    assert (num_raised if error is KeyboardInterrupt else num_injected) > len(lines) // stride // 2
+    assert num_raised > 0
     assert others.num_compared >= 2
     if method != "plain" and llm.engine.drafter.num_failures < MAX_FAILURES:
         assert llm.generate(PROMPTS[1], SAMPLINGS[0])[0].stats.num_drafted > 0
