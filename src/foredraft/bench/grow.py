@@ -155,9 +155,9 @@ def render_card(model: Any, origin: str) -> str:
     shape = read_shape(model)
     return (
         f"# A grown model: {shape.parameters / 1e6:.1f}M parameters, the function of {origin}\n\n"
-        "Written by `foredraft bench grow` to measure realistic acceptance at a realistic cost. Its output equals\n"
-        "that of the original model, so it is no better. Added coordinates of the hidden state are zero, the output of\n"
-        "added heads and neurons is multiplied by zero, and added layers add nothing.\n\n"
+        "Written by `foredraft bench grow` to measure realistic acceptance at realistic cost. Its output equals\n"
+        "that of the original model, so it is no better. Added coordinates of the hidden state are zero. The output\n"
+        "of added heads and neurons is multiplied by zero. Added layers add nothing.\n\n"
         f"- {shape}\n"
         f"- `{ORIGIN_FIELD}` in config.json names the original; benchmarks repeat it beside every figure.\n"
     )

@@ -143,7 +143,7 @@ def _to_bfloat16(values: Any) -> Any:
 
 
 def _interleave_rows(values: Any, heads: int) -> Any:
-    """Interleave the two halves of every head: llama.cpp rotates neighbouring rows, transformers one row of each half."""
+    """Interleave the halves of every head: llama.cpp rotates neighbouring rows, transformers one row of each half."""
     rows, columns = values.shape
     pairs = values.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2)
     return np.ascontiguousarray(pairs).reshape(rows, columns)
