@@ -228,7 +228,7 @@ def test_sound_is_refused_by_its_shape() -> None:
     llm = LLM(make_model("whisper"), None)
     with pytest.raises(ForedraftError, match=r"shape \[8, 60\], got \[8, 61\]"):
         llm.generate(Seq2Seq(features=torch.zeros(8, 61)), GREEDY)
-    with pytest.raises(ForedraftError, match="reads sound"):
+    with pytest.raises(ForedraftError, match="reads audio"):
         llm.generate([[4, 5]], GREEDY)
 
 

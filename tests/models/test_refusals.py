@@ -94,7 +94,9 @@ def test_a_sliding_window_as_wide_as_the_context_hides_nothing() -> None:
 
 def test_a_bidirectional_gemma_is_refused() -> None:
     config = hf.Gemma3TextConfig(**TINY, **HEADS, use_bidirectional_attention=True)
-    assert "lets tokens attend to later tokens" in refusal(hf.AutoModelForCausalLM.from_config(config), "embedding-gemma")
+    assert "lets tokens attend to later tokens" in refusal(
+        hf.AutoModelForCausalLM.from_config(config), "embedding-gemma"
+    )
 
 
 def test_a_model_that_ignores_logits_to_keep_is_refused() -> None:

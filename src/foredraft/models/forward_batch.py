@@ -176,6 +176,7 @@ class ForwardBatch:
 
     @cached_property
     def num_rows(self) -> int:
+        """Number of packed rows T."""
         return sum(len(span.tokens) for span in self.spans)
 
     @cached_property
@@ -222,6 +223,7 @@ class ForwardBatch:
 
 
 def _build_groups(spans: Sequence[Span], page_size: int, device: torch.device | str) -> tuple[AttentionGroup, ...]:
+    """Group the spans: long ones have their own attention call, all others share a padded one."""
     if len(spans) == 1:
         return (_build_single_group(spans[0], 0, None, page_size, device),)
     groups, padded, offset = [], [], 0
@@ -238,6 +240,7 @@ def _build_groups(spans: Sequence[Span], page_size: int, device: torch.device | 
 
 
 def _compute_slots(pages: Sequence[int], length: int, page_size: int) -> slice | Tensor:
+    """Compute the slots of the first `length` offsets of a request; a slice if its pages are contiguous."""
     table = pages[: -(-length // page_size)]
     if list(table) == list(range(table[0], table[0] + len(table))):
         return slice(table[0] * page_size, table[0] * page_size + length)

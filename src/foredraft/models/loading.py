@@ -105,10 +105,11 @@ def _explain_error(name: str, error: Exception) -> ForedraftError:
         )
     if "unrecognized configuration class" in text:
         return ForedraftError(
-            f"{name} is not a causal language model ({_find_config_class(str(error))}); give a model for text generation"
+            f"{name} is not a causal language model ({_find_config_class(str(error))}); "
+            "give a model for text generation"
         )
     if "unrecognized model" in text or "model type" in text or "model_type" in text:
-        return ForedraftError(f"{name}: its config.json names no architecture that this transformers version knows")
+        return ForedraftError(f"{name}: its config.json names no architecture that this transformers version supports")
     if "not a valid json" in text or "jsondecodeerror" in text:
         return ForedraftError(f"{name}: its config.json is not valid JSON; fetch it again")
     if "safetensorerror" in text:

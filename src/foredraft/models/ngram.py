@@ -164,12 +164,12 @@ class NgramModel:
 
     def _find_contexts(self, hashes: Sequence[int]) -> list[int]:
         """Find the contexts of n tokens by their hashes: element n is the index in `_lookup`, -1 = not stored."""
-        stored = self._lookup.hashes
-        queries = np.array(hashes[: len(self.levels) + 1], dtype=np.uint64)
-        if not len(stored):
-            return [-1] * len(queries)
-        indices = np.searchsorted(stored, queries)
-        return np.where(stored.take(indices, mode="clip") == queries, indices, -1).tolist()  # type: ignore[no-any-return]
+        table = self._lookup.hashes
+        query = np.array(hashes[: len(self.levels) + 1], dtype=np.uint64)
+        if not len(table):
+            return [-1] * len(query)
+        indices = np.searchsorted(table, query)
+        return np.where(table.take(indices, mode="clip") == query, indices, -1).tolist()  # type: ignore[no-any-return]
 
     @cached_property
     def _lookup(self) -> _ContextLookup:
