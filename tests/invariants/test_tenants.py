@@ -77,6 +77,6 @@ def test_drafts_are_what_they_would_be_if_the_other_had_never_been(target: str, 
         mine = text_of(llm, prompt, OURS)
         assert mine.request.output == alone.request.output
         assert seen(mine) == seen(alone)
-        again = text_of(llm, prompt, OURS)  # with our own text there the drafts have other settings: the test can fail
+        again = text_of(llm, prompt, OURS)  # with our own text there the drafts are others: the test can fail
         assert again.num_accepted > mine.num_accepted
         assert llm.engine.drafter.num_failures == 0

@@ -39,7 +39,7 @@ def _infer_shape(claims: TensorClaims, config: dict[str, Any], target: TargetInf
         raise claims.refuse(f"{TENSOR_PREFIX}output.weight has {rows} rows and has to have {hidden} for every head")
     declared = config.get("blockwise_num_heads", rows // hidden)
     if declared != rows // hidden:
-        raise claims.refuse(f"config.json says blockwise_num_heads {declared!r}, and the weights hold {rows // hidden}")
+        raise claims.refuse(f"config.json sets blockwise_num_heads {declared!r}, and the weights hold {rows // hidden}")
     return BlockwiseShape(hidden, target.vocab_size, num_heads=rows // hidden, inner=inner)
 
 

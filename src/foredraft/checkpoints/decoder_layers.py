@@ -45,7 +45,7 @@ def infer_block_shape(claims: TensorClaims, config: dict[str, Any], hidden: int)
         raise claims.refuse(f"hidden_act {config['hidden_act']!r} is not supported, only silu")
     if config.get("hidden_size", hidden) != hidden:
         raise claims.refuse(
-            f"config.json says hidden_size {config['hidden_size']} and the weights have width {hidden}; "
+            f"config.json sets hidden_size {config['hidden_size']} and the weights have width {hidden}; "
             "they belong to different drafters"
         )
     return DraftLayerShape(

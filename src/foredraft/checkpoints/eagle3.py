@@ -183,14 +183,14 @@ def _has_fc(claims: TensorClaims, nested: dict[str, Any]) -> bool:
             )
         return True
     if "fc.weight" in claims:
-        raise claims.refuse("config.json says use_aux_hidden_state false, and fc.weight is there; one of them is wrong")
+        raise claims.refuse("config.json sets use_aux_hidden_state false, and fc.weight is there; one of them is wrong")
     return False
 
 
 def _has_norm(claims: TensorClaims, config: dict[str, Any], nested: dict[str, Any], flag: str, tensor: str) -> bool:
     """Check whether a norm is among the tensors; it must be if config.json declares it."""
     if tensor not in claims and nested.get(flag, config.get(flag)):
-        raise claims.refuse_missing(tensor, f"config.json says {flag}")
+        raise claims.refuse_missing(tensor, f"config.json sets {flag}")
     return tensor in claims
 
 
@@ -222,7 +222,7 @@ def _infer_draft_vocab_size(claims: TensorClaims, config: dict[str, Any], target
         )
     declared = config.get("draft_vocab_size")
     if declared not in (None, size):
-        log.info("%s: config.json says draft_vocab_size %s, the weights hold %d", claims.files.folder, declared, size)
+        log.info("%s: config.json sets draft_vocab_size %s, the weights hold %d", claims.files.folder, declared, size)
     return size
 
 

@@ -50,7 +50,7 @@ def read(files: TensorFiles, config: dict[str, Any], target: TargetInfo) -> Chec
     claims.check(list_tensor_shapes(shape))
     declared = config.get("hydra_num_heads", shape.num_heads)
     if declared != shape.num_heads:
-        log.info("%s: config.json says %s heads, the weights hold %d", files.folder, declared, shape.num_heads)
+        log.info("%s: config.json sets %s heads, the weights hold %d", files.folder, declared, shape.num_heads)
     format_name = "Hydra" if shape.has_own_head and shape.rank is None else "lean Hydra"
     return Checkpoint(METHOD, format_name, files.folder, shape, claims.read(), config)
 

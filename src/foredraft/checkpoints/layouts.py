@@ -251,5 +251,5 @@ def _check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, Any]) -
     for name, tensor_shape in expected.items():
         size = tuple(getattr(tensor_shape, "shape", tensor_shape))
         if tuple(tensors[name].shape) != size:
-            raise ValueError(f"{name} is {list(tensors[name].shape)} and its shape says {list(size)}")
+            raise ValueError(f"{name} is {list(tensors[name].shape)} and has to be {list(size)}")
     return dict(tensors)

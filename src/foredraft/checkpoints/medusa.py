@@ -51,7 +51,7 @@ def read(files: TensorFiles, config: dict[str, Any], target: TargetInfo) -> Chec
         )  # fmt: skip
     declared = config.get("medusa_num_heads", shape.num_heads)
     if declared != shape.num_heads:
-        log.info("%s: config.json says %s heads, the weights hold %d", files.folder, declared, shape.num_heads)
+        log.info("%s: config.json sets %s heads, the weights hold %d", files.folder, declared, shape.num_heads)
     tensors = _add_biases(claims.read(), shape)
     format_name = (
         "Medusa-2 model"

@@ -38,7 +38,7 @@ def read(files: TensorFiles, config: dict[str, Any], target: TargetInfo) -> Chec
     for name in repeats:
         if not torch.equal(tensors[name], tensors[_find_original(name)]):
             raise files.refuse(
-                f"{stored[name]} differs from {stored[_find_original(name)]}, and config.json says tie_weights; "
+                f"{stored[name]} differs from {stored[_find_original(name)]}, and config.json sets tie_weights; "
                 "one is wrong"
             )
         del tensors[name]
@@ -63,7 +63,7 @@ def _infer_shape(claims: TensorClaims, config: dict[str, Any], target: TargetInf
         n_predict = declared
     elif declared not in (None, num_stored):
         log.info(
-            "%s: config.json says n_predict %s, the weights hold %d steps", claims.files.folder, declared, num_stored
+            "%s: config.json sets n_predict %s, the weights hold %d steps", claims.files.folder, declared, num_stored
         )
     return MlpSpeculatorShape(
         hidden=hidden,

@@ -34,9 +34,8 @@ def describe_target(target: str, folder: Path | None = None) -> dict[str, Any]:
     record: dict[str, Any] = {"name": path.name, "digest": digest(path)}
     if folder is not None:
         drafter_folder = folder.resolve()
-        if (
-            os.path.commonpath([drafter_folder, path]) != path.anchor
-        ):  # if only the root is shared, the relative path is absolute in effect
+        # If the folders share only the root, the relative path is absolute in effect.
+        if os.path.commonpath([drafter_folder, path]) != path.anchor:
             record["path"] = Path(os.path.relpath(path, drafter_folder)).as_posix()
     return {TARGET_NAME_KEY: path.name, TARGET_RECORD_KEY: record}
 

@@ -111,8 +111,7 @@ def open_tensors(folder: Path, display_name: str) -> TensorFiles:
     if others:
         raise ForedraftError(
             f"{display_name} holds {len(others)} safetensors files ({others[0].name}, ...) and no "
-            f"{INDEX_FILES[0]} that says "
-            "which belong together; fetch the index too"
+            f"{INDEX_FILES[0]} that lists those of one model; fetch the index too"
         )
     unknown = sorted(file.name for kind in ("*.pt", "*.bin", "*.pth") for file in folder.glob(kind))
     hint = f"; {unknown[0]} is not a file that drafters are published in" if unknown else ""

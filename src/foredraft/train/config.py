@@ -22,7 +22,7 @@ class DataConfig:
     held_out_share: float = 0.02  # share of the documents, if there are no held-out files
     context: int = 256  # tokens per row
     generate: bool | None = None  # whether the target writes the documents; None = if it has a chat template
-    temperatures: tuple[float, ...] = (0.0, 1.0)  # of the target's answers, in turn
+    temperatures: tuple[float, ...] = (0.0, 1.0)  # temperatures of successive answers, in turn
     written: int = 192  # tokens; maximum length of an answer
     opening: int = 64  # tokens of a plain text that become a prompt
     cache: str | None = None  # folder for traces

@@ -72,7 +72,7 @@ class DocumentReader:
                 ]
         prompts = [prompt for prompt in prompts if prompt]
         if not prompts:
-            raise ForedraftError(f"{', '.join(paths)}: no prompt in it to go on from")
+            raise ForedraftError(f"{', '.join(paths)}: no prompt in it to continue")
         return prompts
 
     def _read_ids(self, path: Path) -> list[Document]:

@@ -47,9 +47,8 @@ class DistributedContext:
         requested = parse_device(device)
         state = PartialState(cpu=requested.type == "cpu")
         selected = state.device if state.num_processes > 1 or requested.index is None else requested
-        selected = (
-            torch.device("cpu") if selected.type == "cpu" else selected
-        )  # torch.device("cpu:0") is not equal to torch.device("cpu")
+        # torch.device("cpu:0") is not equal to torch.device("cpu").
+        selected = torch.device("cpu") if selected.type == "cpu" else selected
         is_mixed = precision == "bf16" or (precision == "auto" and _has_bfloat16(selected))
         return cls(selected, state.process_index, state.num_processes, is_mixed)
 

@@ -27,7 +27,7 @@ class AnswerWriter:
     llm: LLM
     folder: Path
     max_tokens: int  # maximum length of an answer, in tokens
-    temperatures: tuple[float, ...]  # of successive prompts, in turn
+    temperatures: tuple[float, ...]  # temperatures of successive answers, in turn
     seed: int
     log_line: Callable[[str], None] = lambda line: None
 

@@ -61,7 +61,7 @@ class TrainStatus:
     loss: float  # moving average
     tokens_per_second: float
     seconds_left: float
-    eval_metrics: Mapping[str, Any] | None = None  # of the last evaluation; None = none yet
+    eval_metrics: Mapping[str, Any] | None = None  # results of the last evaluation; None = none yet
 
 
 @dataclass

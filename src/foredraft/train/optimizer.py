@@ -12,7 +12,7 @@ from foredraft.errors import ForedraftError
 
 DECAYS = ("linear", "cosine", "constant")
 OPTIMIZERS = ("adamw", "muon")
-BETAS = (0.9, 0.95)  # of AdamW
+BETAS = (0.9, 0.95)  # decay rates of AdamW's moments
 MUON_WEIGHT_DECAY = 0.05
 
 

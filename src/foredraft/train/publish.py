@@ -21,7 +21,7 @@ def publish(
     """Write a drafter in its published layout.
 
     Args:
-        trainee: Drafter in training. If it has `save`, it writes its own files and the other arguments are unused.
+        trainee: Drafter in training. If it has `save`, it writes its own files, and only `folder` is used.
         method: Method of the drafter.
         folder: Folder to write to.
         dtype: Dtype of the weights: the target's, which drafting uses.

@@ -47,9 +47,8 @@ class Recording:
     """Sequences of one sampling, and the target's hidden states along them."""
 
     sequences: tuple[RecordedSequence, ...]
-    _states: dict[tuple[int, ...], list[Tensor]] = field(
-        default_factory=dict
-    )  # by hidden layers, one tensor [n, F] per sequence
+    # Hidden layers -> one tensor [n, F] per sequence.
+    _states: dict[tuple[int, ...], list[Tensor]] = field(default_factory=dict)
 
     @classmethod
     def make(cls, llm: LLM, prompts: Sequence[Sequence[int]], temperature: float, num_tokens: int) -> "Recording":
@@ -112,7 +111,7 @@ class Replay:
             recording: Sequences to replay.
 
         Raises:
-            ForedraftError: if the drafter needs the target's argmax after rejected drafts; a recording does not hold it.
+            ForedraftError: if the drafter needs the target's argmax after rejected drafts, which is not recorded.
         """
         engine = llm.engine.scheduler
         self.drafter = SandboxedDrafter(llm.drafter, llm.target.vocab_size)
@@ -130,8 +129,8 @@ class Replay:
         )
         for index, (sequence, sequence_states) in enumerate(zip(recording.sequences, states, strict=True)):
             request = Request(
-                slot=-1, prompt=list(sequence.prompt), sampling=sequence.sampling, seed=sequence.seed, eos_ids=llm.end_ids,
-                max_length=llm.target.context_length, verify="match",
+                slot=-1, prompt=list(sequence.prompt), sampling=sequence.sampling, seed=sequence.seed,
+                eos_ids=llm.end_ids, max_length=llm.target.context_length, verify="match",
             )  # fmt: skip
             self.sequences[request], self.transcripts[request] = sequence, Transcript(request, index)
             if sequence_states is not None:

@@ -35,7 +35,7 @@ from foredraft.train.trace import Tracer, choose_top
 from foredraft.train.windows import RowOrder, TokenWindows
 from foredraft.train.with_target import TARGET_FOLDER, WARMUP_SHARE, JointLoss, TrainableTarget
 
-DEFAULT_STEPS = 1000  # limit of the steps if the plan sets none, even if one pass over the data has more
+DEFAULT_STEPS = 1000  # limit of one pass over the data, if the plan sets no number of steps
 FINGERPRINT_ROWS = 64  # rows of the embedding that identify the target, spread evenly
 LogLine = Callable[[str], None]
 StepCallback = Callable[[TrainStatus], None]
@@ -49,7 +49,7 @@ class TrainResult:
     is_done: bool  # False if the run stopped before its last step
     step: int
     steps: int
-    eval_metrics: dict[str, Any] = field(default_factory=dict)  # of the last evaluation
+    eval_metrics: dict[str, Any] = field(default_factory=dict)  # results of the last evaluation
     is_main: bool = True  # True in exactly one process of a run
 
 
@@ -147,7 +147,7 @@ class _TrainRun:
         loop = self._make_loop(checkpoints)
         if latest is not None:
             loop.resume(checkpoints.load(latest, loop.networks, loop.optimizer))
-            self.log_line(f"going on after step {loop.step} of {loop.steps}")
+            self.log_line(f"resuming after step {loop.step} of {loop.steps}")
         loop.metrics_writer = (
             MetricsWriter.open(plan.out, loop.step, plan.tensorboard) if distributed.is_main else MetricsWriter(None)
         )
@@ -182,7 +182,7 @@ class _TrainRun:
         rows -= rows % distributed.num_processes
         total = steps.steps or min(-(-len(windows) // rows), DEFAULT_STEPS)
         self.log_line(
-            f"{len(self.documents):,} texts, {len(windows):,} rows of {plan.data.context} tokens; {total} steps of "
+            f"{len(self.documents):,} documents, {len(windows):,} rows of {plan.data.context} tokens; {total} steps of "
             f"{rows} rows ({total * rows / len(windows):.2g} passes over the data)"
         )
         top = plan.data.top or choose_top(self.llm.target.vocab_size, is_cached=plan.data.cache is not None)

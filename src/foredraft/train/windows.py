@@ -59,7 +59,9 @@ class TokenWindows:
             offset = end
         rows = (*full, *_pack_pieces(short, context + 1))
         if not rows:
-            raise ForedraftError("the data holds no token to learn: texts are empty, or no reply is the assistant's")
+            raise ForedraftError(
+                "the data holds no token to learn: the documents are empty, or no reply is the assistant's"
+            )
         return cls(context, ids, loss_mask, rows)
 
     def __len__(self) -> int:
