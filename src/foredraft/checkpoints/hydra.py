@@ -1,8 +1,8 @@
 """Reader of Hydra heads as their authors publish them, and of two shorter forms of this project.
 
-The authors' architectures "mlp" and "prefix-mlp" are supported. Names that differ in "prefix-mlp" are mapped. The
-shorter forms omit tensors: a folder without `hydra_lm_head.*` whose config.json sets `foredraft_lm_head: "target"` uses
-the target's lm_head, and with `hydra_reduce.*` the heads read a projection of their input.
+The authors' architectures "mlp" and "prefix-mlp" are supported. Names that differ in "prefix-mlp" are mapped. In the
+shorter forms, a folder without `hydra_lm_head.*` whose config.json sets `foredraft_lm_head: "target"` uses the target's
+lm_head, and heads with `hydra_reduce.*` read a projection of their input.
 """
 
 import logging

@@ -28,6 +28,7 @@ from foredraft.checkpoints.tensors import TensorFiles, open_tensors
 from foredraft.errors import ForedraftError
 from foredraft.models import ngram
 
+# From the tensors of a folder, the content of its config.json and the target.
 CheckpointReader = Callable[[TensorFiles, dict[str, Any], TargetInfo], Checkpoint]
 READERS: dict[str, CheckpointReader] = {
     medusa.METHOD: medusa.read,
