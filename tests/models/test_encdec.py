@@ -1,12 +1,16 @@
 """Encoder-decoder models give the text that transformers' own generate() gives, whatever the batch and the draft."""
 
 import gc
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import tiny_models
 import tiny_seq2seq
@@ -354,3 +358,37 @@ def test_text_in_text_out_streams_stops_and_grammars() -> None:
     found = llm.generate("the end", shaped)[0].text
     assert len(found) == 4
     assert set(found) <= set("ab")
+
+
+def test_two_llms_of_one_model_encode_at_the_same_time() -> None:
+    """They share the encoder, whose memory grows with the longest source."""
+    model = make_model("t5")
+    lm = EncoderDecoder.wrap_model(model, "t5", is_fused=True)
+    if lm.encoder.native is None:
+        pytest.skip("without the native kernels every call has memory of its own")
+    encoder = lm.encoder.native
+    lengths = [1 + 37 * step % 400 for step in range(60)]
+    expected = {n: encoder.encode_sources([[3 + i % 40 for i in range(n)]])[0] for n in sorted(set(lengths))}
+    fresh = EncoderDecoder.wrap_model(make_model("t5"), "t5", is_fused=True).encoder.native
+    assert fresh is not None
+    inside, overlaps = threading.Lock(), []
+    run_layers = fresh._run_layers
+
+    def watch(*args: Any) -> Tensor:
+        overlaps.append(not inside.acquire(blocking=False))
+        time.sleep(0.001)
+        try:
+            return run_layers(*args)
+        finally:
+            if not overlaps[-1]:
+                inside.release()
+
+    fresh._run_layers = watch  # type: ignore[method-assign]
+
+    def encode(own: list[int]) -> list[bool]:
+        return [torch.equal(fresh.encode_sources([[3 + i % 40 for i in range(n)]])[0], expected[n]) for n in own]
+
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(encode, (lengths, lengths[::-1])))
+    assert all(map(all, results))
+    assert not any(overlaps), "two calls used the memory of the encoder at once"

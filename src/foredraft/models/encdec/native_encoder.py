@@ -5,6 +5,7 @@ both directions.
 """
 
 import ctypes
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ from foredraft.kernels.cpu.library import (
     load_library,
 )
 from foredraft.kernels.linear import PackedWeight
+from foredraft.kernels.rows import PackedRows
 from foredraft.kv.pool import KVPool
 from foredraft.models.encdec import bart, t5
 from foredraft.models.encdec.cross_kv import FIRST_PAGE, SOURCE_PAGE_SIZE, SourcePages
@@ -44,6 +46,8 @@ class NativeEncoder:
     weights: list[PackedWeight]  # keeps the record's weights alive
     tensors: list[Tensor]  # keeps the record's norms and biases alive
     pool: KVPool = field(default_factory=lambda: KVPool(is_native=True))
+    # LLMs that share a model share its encoder, and every call writes to the pool from its first page on.
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
     def from_model(cls, model: Any, shape: DecoderShape, pack: PackWeight, is_owned: bool) -> "NativeEncoder | None":
@@ -114,6 +118,12 @@ class NativeEncoder:
             source_pages.append(SourcePages(tuple(pages), len(tokens)))
         batch = ForwardBatch.build(spans, [], SOURCE_PAGE_SIZE, "cpu")
         rows, source_rows = batch.packed_rows, pack_source_rows(batch, source_pages)
+        with self.lock:
+            out = self._run_layers(batch, rows, source_rows)
+        return list(torch.split(out, [len(tokens) for tokens in sources]))
+
+    def _run_layers(self, batch: ForwardBatch, rows: PackedRows, source_rows: PackedRows) -> Tensor:
+        """Run the native call on packed rows [R]; returns states [R, hidden]."""
         self.pool.reserve([self.kv_sample] * self.record.layers, batch.num_slots)
         inputs = self.embed(batch.tokens[0], batch.positions[0]).float().contiguous()
         out = torch.empty(rows.num_rows, self.record.hidden)
@@ -127,4 +137,4 @@ class NativeEncoder:
             inputs.data_ptr(), out.data_ptr(), None, scratch.data_ptr(),
         )  # fmt: skip
         self.native.handle.fd_pair_forward(self.record, rows.record, source_rows.record, job)
-        return list(torch.split(out, [len(tokens) for tokens in sources]))
+        return out
