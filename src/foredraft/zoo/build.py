@@ -48,7 +48,7 @@ def build_all(
 ) -> PairMetrics:
     """Train all built-in models into `out`: the pair, the n-gram table, the heads, then the encoder-decoder pair.
 
-    The build can be resumed: a model whose folder is finished is kept.
+    An interrupted build is resumed: finished models are kept. The result is the figures of the draft model.
 
     Args:
         out: folder of the models, one subfolder each.
@@ -59,12 +59,8 @@ def build_all(
         pair: recipes of the encoder-decoder pair.
         root: folder of Python files to train on. Default None = the standard library and installed packages.
         report: called with model name, step, steps and loss.
-        log_line: called with lines for the user.
-        finish: begin the decay of a model that was interrupted at its constant learning rate. A model that was not
-            begun is trained in full. Default False.
-
-    Returns:
-        The figures of the draft model.
+        log_line: called with each line for the user.
+        finish: begin the decay of a model that was interrupted at its constant learning rate. Default False.
     """
     out.mkdir(parents=True, exist_ok=True)
     data = collect(out, root)
