@@ -49,9 +49,9 @@ def test_through_a_worker(run, small):
 @pytest.mark.parametrize(
     ("args", "complaint"),
     [
-        (("--concurrency", "0"), "--concurrency '0': numbers from 1 on are wanted"),
+        (("--concurrency", "0"), "--concurrency '0': must be numbers from 1 up"),
         (("--fixed", "x"), "--fixed 'x'"),
-        (("--method", "ngram:4"), "names a length; lengths are --fixed and --more"),
+        (("--method", "ngram:4"), "names a draft length; give lengths with --fixed and --more"),
         (("--method", "nope"), "unknown method 'nope'"),
         (("--temperature", "-1"), "--temperature"),
         (("--url", "http://127.0.0.1:9/v1", "--worker"), "give one of them"),

@@ -54,7 +54,7 @@ def test_a_stopped_run_says_how_to_go_on_and_does(run, small, tmp_path):
     stopped = run(*asked, "--steps", "4", "--max-steps", "1")
     assert stopped.code == 130
     assert "stopped after step 1 of 4" in stopped.error_lines[-1]
-    assert "the same command goes on from here" in stopped.error_lines[-1]
+    assert "the same command resumes the run" in stopped.error_lines[-1]
     resumed = run(*asked, "--steps", "4")
     assert (resumed.code, "resuming after step 1 of 4" in resumed.stderr) == (0, True)
     other = run(*asked, "--steps", "5")

@@ -95,7 +95,7 @@ def test_an_option_that_has_no_counterpart_is_answered_with_the_reason(run, wron
         ("generate", ("-fa", "on"), "unknown option -fa; there is none here: the device decides"),
         ("chat", ("-ctk", "q8_0"), "unknown option -ctk; there is none here: the KV cache has the model's dtype"),
         ("serve", ("-np", "4"), "unknown option -np; use --max-batch"),
-        ("generate", ("-np", "4"), "--max-batch is an option of foredraft serve alone"),
+        ("generate", ("-np", "4"), "--max-batch is an option of foredraft serve only"),
     ],
 )
 def test_an_option_with_one_dash_and_several_letters_is_answered(run, command, args, answer):

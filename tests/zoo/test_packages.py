@@ -188,7 +188,7 @@ def test_an_array_that_has_changed_is_refused(tree, tmp_path):
     (out := tmp_path / "out").mkdir()
     ids = collect(out, tree).train
     np.save(out / TRAIN_FILE, ids[::-1])
-    with pytest.raises(ForedraftError, match=f"remove {SUMMARY_FILE} to gather it anew"):
+    with pytest.raises(ForedraftError, match=f"remove {SUMMARY_FILE} to collect it again"):
         collect(out, tree)
 
 

@@ -1,4 +1,7 @@
-"""The command line. This file is what a process starts with, so that it imports next to nothing."""
+"""Entry point of the command line.
+
+Every process imports this file first, so it imports only the standard library at the top.
+"""
 
 import os
 import signal
@@ -8,7 +11,7 @@ SERVE_COMMAND = "serve"
 
 
 def main() -> None:
-    """The `foredraft` command."""
+    """Run the `foredraft` command."""
     if SERVE_COMMAND in sys.argv[1:2]:
         exit_on_signals()
     from foredraft.cli.streams import open_streams
@@ -20,7 +23,10 @@ def main() -> None:
 
 
 def exit_on_signals() -> None:
-    """SIGTERM and Ctrl-C end the process with code 0 until the server has handlers of its own, and after that: nothing
-    is to be finished then, and what runs at the time (an import, a library loading) need not be able to end early."""
+    """Exit with code 0 on SIGTERM and Ctrl-C, outside the time in which the server installs its own handlers.
+
+    Before and after that time no request is in progress. `os._exit` ends the process even during an import or while a
+    library loads.
+    """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: os._exit(0))

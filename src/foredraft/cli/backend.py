@@ -1,4 +1,7 @@
-"""The library as the commands use it, imported on first use: importing torch takes seconds."""
+"""Functions of the library that the commands call.
+
+The library is imported inside the functions, because importing torch takes seconds. Tests replace `CliBackend`.
+"""
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -17,14 +20,14 @@ if TYPE_CHECKING:
     from foredraft.sampling.params import Sampling
 
 
-PROMPT_ONLY_METHOD = "ngram"  # the method that needs nothing but the prompt
+PROMPT_ONLY_METHOD = "ngram"  # drafting method that needs no model
 
 
 CliPrompt = str | list[int]  # text, or the token ids of a rendered chat
 
 
 class CliGenerator(Protocol):
-    """An LLM, as the commands see it."""
+    """The part of `LLM` that the commands use."""
 
     @property
     def drafter_name(self) -> str: ...
@@ -46,7 +49,7 @@ class CliGenerator(Protocol):
 
 @dataclass(frozen=True)
 class ZooTrainingOptions:
-    """The options of `foredraft zoo train`; None is the recipe's own."""
+    """Options of `foredraft zoo train`; None = the value of the recipe."""
 
     device: str = "cpu"
     sources: Path | None = None
@@ -58,43 +61,48 @@ class ZooTrainingOptions:
 
 @dataclass(frozen=True)
 class CliChoices:
-    """The words the options take."""
+    """Valid values of the options that take a name."""
 
     methods: tuple[str, ...]
     rules: tuple[str, ...]
-    lossy_rules: frozenset[str]  # the rules that change the text
+    lossy_rules: frozenset[str]  # verification rules that change the output distribution
     dtypes: tuple[str, ...]
-    text_only_methods: frozenset[str] = frozenset()  # the methods that read no model of their own
-    vocab_modes: tuple[str, ...] = ()  # the words of --spec-vocab
-    cross_vocab_methods: frozenset[str] = frozenset()  # the methods that take them
+    text_only_methods: frozenset[str] = frozenset()  # methods without a draft model or head
+    vocab_modes: tuple[str, ...] = ()  # values of --spec-vocab
+    cross_vocab_methods: frozenset[str] = frozenset()  # methods that accept --spec-vocab
 
     def has_method(self, method: str) -> bool:
-        """A method, none, `auto`, or several methods as a+b."""
+        """Return whether `method` is a method, `none`, `auto`, or several methods as a+b."""
         return method in (NONE, AUTO) or all(part in self.methods for part in method.split(METHOD_SEPARATOR))
 
     def is_text_only(self, method: str) -> bool:
         return all(part in self.text_only_methods for part in method.split(METHOD_SEPARATOR))
 
     def check(self, options: ModelOptions) -> None:
-        """Check names and settings. Raises UsageError for unknown names, and for drafter settings without a drafter."""
-        asked = options.methods
-        for name in asked:
+        """Check names and settings before a model is loaded.
+
+        Raises:
+            UsageError: a name is unknown, or drafter settings are given with --spec-method none.
+        """
+        methods = options.methods
+        for name in methods:
             if not self.has_method(name):
-                known = ", ".join([NONE, *self.methods])
+                valid_names = ", ".join([NONE, *self.methods])
                 near = suggest(name, [NONE, AUTO, *self.methods])
                 raise UsageError(
-                    f"unknown method {name!r}; use one of: {known}; {AUTO}, or several as a{METHOD_SEPARATOR}b{near}"
+                    f"unknown method {name!r}; use one of: {valid_names}; {AUTO}, or several as "
+                    f"a{METHOD_SEPARATOR}b{near}"
                 )
-        for value, names, what in [
+        for value, names, kind in [
             (options.verify, self.rules, "verification rule"),
             (options.dtype, self.dtypes, "dtype"),
         ]:
             if value not in names:
-                raise UsageError(f"unknown {what} {value!r}; use one of: {', '.join(names)}")
+                raise UsageError(f"unknown {kind} {value!r}; use one of: {', '.join(names)}")
         if options.spec_vocab is not None:
-            self._check_vocab(options.spec_vocab, asked)
-        drafting = (options.spec_model, options.draft_length, options.spec_option)
-        if asked == [NONE] and any(option is not None for option in drafting):
+            self._check_vocab(options.spec_vocab, methods)
+        drafter_settings = (options.spec_model, options.draft_length, options.spec_option)
+        if methods == [NONE] and any(option is not None for option in drafter_settings):
             raise UsageError(
                 "--spec-method none drafts nothing; leave --spec-model, --spec-tokens and --spec-option out"
             )
@@ -109,13 +117,16 @@ class CliChoices:
 
 def _explain_no_vocab(method: str, cross_vocab_methods: Collection[str]) -> str:
     return (
-        f"--spec-vocab is for a draft model with a tokenizer of its own, and --spec-method {method} has none; "
+        f"--spec-vocab is for a draft model with another tokenizer, and --spec-method {method} has none; "
         f"leave it out, or use --spec-method {', '.join(sorted(cross_vocab_methods))}"
     )
 
 
 class CliBackend:
-    """The library. A test passes another object of this shape as the context object of the command line."""
+    """Models and drafters for the commands.
+
+    A test passes a substitute with the same methods as the context object of the command line.
+    """
 
     def list_choices(self) -> CliChoices:
         from foredraft.drafters.cross_vocab_select import list_vocab_options
@@ -123,11 +134,11 @@ class CliBackend:
         from foredraft.models.loading import DTYPES
         from foredraft.verification.rules import LOSSY_RULES, RULES
 
-        known = load_methods()
-        text_only = frozenset(name for name, module in known.items() if not uses_model(module))
+        registry = load_methods()
+        text_only = frozenset(name for name, module in registry.items() if not uses_model(module))
         rules, dtypes = ("auto", *RULES), ("auto", *DTYPES)
         return CliChoices(
-            tuple(sorted(known)),
+            tuple(sorted(registry)),
             rules,
             LOSSY_RULES,
             dtypes,
@@ -143,15 +154,24 @@ class CliBackend:
         return recognise(drafter)[0]
 
     def load(self, options: ModelOptions, method: str) -> CliGenerator:
-        """The target with a drafter. Raises ForedraftError."""
+        """Load the target with a drafter. Raises ForedraftError if that is impossible."""
         return load_llm(options, method)
 
     def load_with_method(self, llm: CliGenerator, options: ModelOptions, method: str) -> CliGenerator:
-        """The same target weights with another drafter. Raises ForedraftError where that method cannot be had."""
+        """Return an LLM with the target weights of `llm` and another drafter.
+
+        Args:
+            llm: generator whose target is shared.
+            options: options of the new drafter.
+            method: name of the new drafting method.
+
+        Raises:
+            ForedraftError: the method does not work with this target or these options.
+        """
         return llm.with_drafter(build_drafter_spec(options, method))
 
     def list_zoo(self) -> dict[str, Path]:
-        """The built-in models of this installation: name -> folder."""
+        """Return the built-in models of this installation: name -> folder."""
         from foredraft import zoo
 
         return {name: zoo.find_folder(name) for name in zoo.list_models()}
@@ -160,7 +180,7 @@ class CliBackend:
         self, out: Path, options: ZooTrainingOptions, report: Callable[[str, int, int, float], None],
         say: Callable[[str], None],
     ) -> None:  # fmt: skip
-        """Train the built-in models into a folder; a run that stopped goes on."""
+        """Train the built-in models into the folder `out`; an interrupted run is resumed."""
         import torch
 
         from foredraft.zoo.build import build_all
@@ -169,16 +189,16 @@ class CliBackend:
         if options.threads is not None:
             torch.set_num_threads(options.threads)
         target = TARGET_RECIPE.scale(options.tokens, options.batch_tokens, options.device)
-        drafts = (
+        draft_tokens = (
             None if options.tokens is None else options.tokens * DRAFT_RECIPE.total_tokens // TARGET_RECIPE.total_tokens
         )
-        draft = DRAFT_RECIPE.scale(drafts, options.batch_tokens, options.device)
+        draft = DRAFT_RECIPE.scale(draft_tokens, options.batch_tokens, options.device)
         build_all(
             out, options.device, target, draft, root=options.sources, report=report, log_line=say, finish=options.finish
         )
 
     def install(self, out: Path) -> None:
-        """Make what was trained the built-in models of this installation."""
+        """Replace the built-in models of this installation by the models in the folder `out`."""
         from foredraft import zoo
         from foredraft.zoo.build import install
 
@@ -186,26 +206,35 @@ class CliBackend:
 
 
 def choose_default_method(model: str | None, choices: CliChoices) -> str:
-    """The method if none is given: the best one of a built-in target, else the one that needs only the prompt."""
+    """Return the default method: the preferred one of a built-in target, else the one that needs only the prompt."""
     builtin = zoo.resolve_target(model)
     return (None if builtin is None else zoo.choose_method(builtin, choices.methods)) or PROMPT_ONLY_METHOD
 
 
 def resolve_single_method(options: ModelOptions, backend: CliBackend, command_name: str) -> str:
-    """The one drafting method of a command; `user` names the command in errors. Raises UsageError."""
+    """Return the drafting method of a command that takes only one.
+
+    Args:
+        options: options of the command.
+        backend: source of the valid names; reads the folder of --spec-model.
+        command_name: subject of the error message, such as "a server".
+
+    Raises:
+        UsageError: a name or setting is invalid, or several methods are given.
+    """
     backend.list_choices().check(options)
-    asked = options.methods
-    if len(asked) > 1:
+    methods = options.methods
+    if len(methods) > 1:
         raise UsageError(f"{command_name} drafts with one method; give one --spec-method")
-    if asked:
-        return asked[0]
+    if methods:
+        return methods[0]
     if options.spec_model:
         return backend.find_method(options.spec_model)
     return choose_default_method(options.model, backend.list_choices())
 
 
 def load_llm(options: ModelOptions, method: str, limits: "MemoryLimits | None" = None) -> "LLM":
-    """The target with a drafter. Raises ForedraftError."""
+    """Load the target with a drafter. Raises ForedraftError if that is impossible."""
     from foredraft import LLM
 
     silence_transformers()
@@ -223,28 +252,32 @@ def load_llm(options: ModelOptions, method: str, limits: "MemoryLimits | None" =
 
 
 def _find_cross_vocab_methods() -> frozenset[str]:
-    """The methods whose options say how to draft in another vocabulary."""
+    """Return the methods with an option `vocab`, which can draft in another vocabulary."""
     from foredraft.drafters.registry import load_methods
 
     return frozenset(name for name, module in load_methods().items() if hasattr(module.Config, "vocab"))
 
 
 def silence_transformers() -> None:
-    """Our own bar and our own one line say what is going on, a hub that cannot be reached included."""
+    """Turn off progress bars and warnings of transformers, the Hub client and `LLM`.
+
+    The commands show their own progress bar, and report an error in one line.
+    """
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    logging.getLogger("foredraft.llm").setLevel(logging.ERROR)  # its hint names LLM.chat; generate's own names --chat
+    # The hint of `LLM` names LLM.chat; `foredraft generate` prints its own hint, which names --chat.
+    logging.getLogger("foredraft.llm").setLevel(logging.ERROR)
 
 
 def build_drafter_spec(options: ModelOptions, method: str) -> dict[str, Any] | None:
-    """The drafter in the words of vLLM's speculative_config; None for plain decoding."""
+    """Return the drafter with the keys of vLLM's speculative_config; None for plain decoding."""
     if method == NONE:
         return None
-    if options.spec_vocab is not None and method not in (translating := _find_cross_vocab_methods()):
-        raise UsageError(_explain_no_vocab(method, translating))
+    if options.spec_vocab is not None and method not in (supporting := _find_cross_vocab_methods()):
+        raise UsageError(_explain_no_vocab(method, supporting))
     spec = {
         "method": method,
         "model": options.spec_model,

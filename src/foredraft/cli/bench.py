@@ -1,4 +1,7 @@
-"""`foredraft bench`: how fast it is, measured so that the figures can be believed."""
+"""`foredraft bench`: measurements of methods, load, other programs and kernels.
+
+The measurements are in `foredraft.bench`; this file turns options into plans and prints reports.
+"""
 
 import contextlib
 import sys
@@ -30,22 +33,22 @@ bench = typer.Typer(no_args_is_help=False)
 
 @bench.callback()
 def describe_group() -> None:
-    """Measure: each method against plain decoding, many requests at once, other programs, kernels."""
+    """Measure speed: drafting methods, concurrent requests, other programs, kernels."""
 
 
 @bench.command("grow")
 def grow_model(
-    params: Annotated[str, typer.Option(help="Parameters to reach, as 430M or 1.5B.")],
-    out: Annotated[Path, typer.Option(help="Folder to write; must be new or empty.")],
+    params: Annotated[str, typer.Option(help="Number of parameters of the enlarged model, such as 430M or 1.5B.")],
+    out: Annotated[Path, typer.Option(help="Folder for the enlarged model; it must be new or empty.")],
     model: Annotated[
         str | None,
-        typer.Option(help="Folder or Hub id of a Llama or T5 model, or builtin-seq2seq; the built-in target if none."),
+        typer.Option(help="Folder or Hub id of a Llama or T5 model, or builtin-seq2seq. Default: the built-in target."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the random weights that nothing reads.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the added random weights; they do not change the output.")] = 0,
 ) -> None:
-    """Enlarge the built-in target, another Llama or a T5 to a model of the same function: real acceptance, real cost.
+    """Enlarge a Llama or T5 model so that it computes the same function at the cost of a larger model.
 
-    Whatever is measured with such a model says so.
+    The acceptance rate is that of the original model. Reports on an enlarged model name its origin.
     """
     from foredraft.bench import grow as growth
 
@@ -63,7 +66,10 @@ def grow_model(
 @bench.command("latency", cls=Command)
 @with_options(LatencyOptions)
 def measure_latency(ctx: typer.Context, options: LatencyOptions) -> None:
-    """Plain decoding against drafting methods: the same weights and prompts, in turn, prompt by prompt."""
+    """Measure drafting methods against plain decoding, one request at a time.
+
+    All methods use the same weights and prompts, and alternate prompt by prompt.
+    """
     screen = make_console(sys.stdout, options.no_color)
     progress = make_console(sys.stderr, options.no_color)
     with contextlib.redirect_stdout(sys.stderr):
@@ -81,9 +87,9 @@ def _build_latency_job(options: LatencyOptions, step: Callable[[str], None]) -> 
     from foredraft.bench import latency_report, methods, questions, verify_cost
     from foredraft.drafters.registry import load_methods as registered
 
-    known = sorted(registered())
+    method_names = sorted(registered())
     plan = latency_report.LatencyBenchPlan(
-        methods=tuple(methods.parse_all(options.methods or known, known)),
+        methods=tuple(methods.parse_all(options.methods or method_names, method_names)),
         is_default=not options.methods,
         questions=() if options.prompts == 0 else tuple(questions.load_questions(options.questions, options.prompts)),
         sampling=options.build_sampling(),
@@ -110,9 +116,10 @@ def _build_latency_job(options: LatencyOptions, step: Callable[[str], None]) -> 
 @bench.command("compare", cls=Command)
 @with_options(CompareOptions)
 def compare_programs(ctx: typer.Context, options: CompareOptions) -> None:
-    """The same weights and prompts through transformers, llama.cpp and vLLM, in turn, each from its own environment.
+    """Measure transformers, llama.cpp and vLLM beside Foredraft, each in its own Python environment.
 
-    Greedy. A program whose Python is not given is reported as absent, one that fails as failed.
+    All programs decode the same prompts greedily with the same weights, in turn. A program without a given Python is
+    reported as absent, and a program that fails as failed.
     """
     screen = make_console(sys.stdout, options.no_color)
     progress = make_console(sys.stderr, options.no_color)
@@ -130,7 +137,7 @@ def _build_compare_job(options: CompareOptions, step: Callable[[str], None]) -> 
     from foredraft.bench.participants import PeerPythons
     from foredraft.drafters.registry import load_methods as registered
 
-    known = sorted(registered())
+    method_names = sorted(registered())
     quantizations = options.parse_quantizations()
     silence_transformers()
     own = Path(sys.executable)
@@ -138,7 +145,7 @@ def _build_compare_job(options: CompareOptions, step: Callable[[str], None]) -> 
         model=options.model,
         spec_model=options.spec_model,
         pythons=PeerPythons(own, options.transformers or own, options.llama_cpp, options.vllm),
-        methods=tuple(methods.parse_all(options.methods or known, known)),
+        methods=tuple(methods.parse_all(options.methods or method_names, method_names)),
         questions=() if options.prompts == 0 else tuple(questions.load_questions(options.questions, options.prompts)),
         dtype=options.dtype,
         threads=options.set_threads(),
@@ -158,9 +165,10 @@ def _build_compare_job(options: CompareOptions, step: Callable[[str], None]) -> 
 @bench.command("load", cls=Command)
 @with_options(LoadOptions)
 def measure_load(ctx: typer.Context, options: LoadOptions) -> None:
-    """Many requests at once, by the number of streams: draft lengths that adapt, fixed ones, and none, in turn.
+    """Measure throughput and latency by the number of concurrent requests.
 
-    Throughput, time to the first token and between tokens; the engine in this process, or a server's.
+    Adaptive draft lengths, fixed draft lengths and plain decoding run in turn. Latency is the time to the first token
+    and the time between tokens. The engine runs in this process, or in a server given by --url.
     """
     screen = make_console(sys.stdout, options.no_color)
     progress = make_console(sys.stderr, options.no_color)
@@ -183,9 +191,9 @@ def _build_load_job(options: LoadOptions, step: Callable[[str], None]) -> "LoadJ
     plan = options.build_plan()
     method = methods.parse(options.method, sorted(registered()))
     if "num_speculative_tokens" in method.spec:
-        raise UsageError(f"--method {options.method!r} names a length; lengths are --fixed and --more")
+        raise UsageError(f"--method {options.method!r} names a draft length; give lengths with --fixed and --more")
     if options.url is not None and options.worker:
-        raise UsageError("--worker is of an engine in this process, and --url is of a server; give one of them")
+        raise UsageError("--worker is for an engine in this process, --url for a server; give one of them")
     silence_transformers()
     limits = MemoryLimits(max_batch=max(plan.concurrency))
     llm = LLM(options.model or "builtin", None, dtype=options.dtype, device=options.device, limits=limits)
@@ -199,7 +207,7 @@ def _build_load_job(options: LoadOptions, step: Callable[[str], None]) -> "LoadJ
 @bench.command("micro")
 @with_options(MicroOptions)
 def measure_kernels(ctx: typer.Context, options: MicroOptions) -> None:
-    """The native kernels by themselves: products and attention against memory bandwidth and torch."""
+    """Measure the native kernels: matrix products and attention, against memory bandwidth and torch."""
     from foredraft.bench import micro as kernels
     from foredraft.bench.report import ReportOutputs
 
@@ -213,7 +221,7 @@ def measure_kernels(ctx: typer.Context, options: MicroOptions) -> None:
 
 
 def print_report(report: "BenchReport", screen: Console) -> None:
-    """Print tables on a terminal, Markdown elsewhere."""
+    """Print tables if the output is a terminal, otherwise Markdown."""
     if not screen.is_terminal:
         screen.file.write(report.markdown)
         return

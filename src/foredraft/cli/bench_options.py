@@ -1,4 +1,4 @@
-"""The options of `foredraft bench`, in the words of `foredraft generate`."""
+"""Options of `foredraft bench`. Options shared with `foredraft generate` have the same names."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,65 +14,77 @@ if TYPE_CHECKING:
     from foredraft.bench.report import ReportOutputs
     from foredraft.sampling.params import Sampling
 
+# Help texts of options that several commands have.
+_NO_COLOR_HELP = "Print without colours, as with NO_COLOR in the environment."
+_THREADS_HELP = "Number of CPU threads. Default: torch's default."
+_SEED_HELP = "Random seed; equal seeds give equal text. Default: none."
+_TOP_P_HELP = "Sample from the smallest set of tokens with this total probability; 1 is off."
+_PROMPTS_HELP = "Number of prompts. Default: 20 built-in prompts, or all of the file in --questions."
+
 
 def _make_option(help: str, *names: str, panel: str, low: float | None = None, high: float | None = None) -> Any:  # noqa: A002
-    # typer's own word is `help`
+    # The parameter shadows the builtin because typer's parameter is called `help`.
     return typer.Option(*names, help=help, rich_help_panel=panel, min=low, max=high)
 
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """Options of every measurement."""
+    """Options of `foredraft bench latency` and `foredraft bench compare`."""
 
     model: Annotated[
-        str | None, _make_option("Folder or Hub id of the target; the built-in model if not given.", panel="Model")
+        str | None, _make_option("Folder or Hub id of the target. Default: the built-in model.", panel="Model")
     ] = None
     methods: Annotated[
         list[str] | None,
         typer.Option(
-            help="Methods, by commas: ngram:8 drafts 8 tokens, further settings follow as key=value, e.g. "
-            "draft_model:2:model=PATH. Not given: all there are.",
+            help="Drafting methods, separated by commas; ngram:8 drafts 8 tokens, and key=value adds a setting, as in "
+            "draft_model:2:model=PATH. Default: all methods.",
             rich_help_panel="Model",
             metavar="METHOD[:K],...",
         ),
     ] = None
     spec_model: Annotated[
-        str | None, _make_option("Folder or Hub id of the draft model, for every method asked for.", panel="Model")
+        str | None,
+        _make_option("Folder or Hub id of the draft model of every method that takes one.", panel="Model"),
     ] = None
-    dtype: Annotated[str, _make_option("auto, bfloat16, float16, float32 or float64.", panel="Model")] = "auto"
-    threads: Annotated[
-        int | None, _make_option("CPU threads; torch's own number if not given.", panel="Model", low=1)
-    ] = None
+    dtype: Annotated[
+        str, _make_option("Dtype of the target: auto, bfloat16, float16, float32 or float64.", panel="Model")
+    ] = "auto"
+    threads: Annotated[int | None, _make_option(_THREADS_HELP, panel="Model", low=1)] = None
     no_fused: Annotated[
-        bool, _make_option("Run the model's own modules, not native code, on CPU.", "--no-fused", panel="Model")
+        bool,
+        _make_option(
+            "Run the PyTorch modules of the model instead of the native CPU code.", "--no-fused", panel="Model"
+        ),
     ] = False
-    prompts: Annotated[
-        int | None,
-        _make_option("How many; 20 built-in ones, or all of --questions, if not given.", panel="Prompts", low=0),
-    ] = None
+    prompts: Annotated[int | None, _make_option(_PROMPTS_HELP, panel="Prompts", low=0)] = None
     questions: Annotated[
         Path | None,
         _make_option(
-            'JSONL of {"turns": ["...", ...]}, as Spec-Bench and MT-bench; or a built-in set by name: code, editing, '
-            "logs, prose, summaries, answers, chat, or for an encoder-decoder corrections.",
+            'JSONL file of {"turns": ["...", ...]}, the format of Spec-Bench and MT-bench; or a built-in set: code, '
+            "editing, logs, prose, summaries, answers, chat; corrections for an encoder-decoder. Default: code.",
             panel="Prompts",
         ),
     ] = None
-    max_tokens: Annotated[int, _make_option("Longest output.", panel="Prompts", low=1)] = 128
+    max_tokens: Annotated[int, _make_option("Longest output, in tokens.", panel="Prompts", low=1)] = 128
     verify_cost: Annotated[
         str | None,
         _make_option(
-            "Time a target pass over so many tokens, e.g. 1,2,4,5,8,16; --prompts 0: only that.", panel="Cost"
+            "Time a forward pass of the target over these numbers of tokens, such as 1,2,4,5,8,16; add --prompts 0 to "
+            "measure nothing else.",
+            panel="Cost",
         ),
     ] = None
-    context: Annotated[int, _make_option("Tokens before those of --verify-cost.", panel="Cost", low=1)] = 256
-    json: Annotated[Path | None, _make_option("Write the figures here.", "--json", panel="Output")] = None
-    markdown: Annotated[Path | None, _make_option("Write the tables here.", panel="Output")] = None
-    plot: Annotated[Path | None, _make_option("Write a plot here, as PNG.", panel="Output")] = None
-    no_color: Annotated[bool, _make_option("No colours; NO_COLOR does the same.", "--no-color", panel="Output")] = False
+    context: Annotated[
+        int, _make_option("Tokens in the KV cache before the tokens of --verify-cost.", panel="Cost", low=1)
+    ] = 256
+    json: Annotated[Path | None, _make_option("Write the figures to this JSON file.", "--json", panel="Output")] = None
+    markdown: Annotated[Path | None, _make_option("Write the tables to this Markdown file.", panel="Output")] = None
+    plot: Annotated[Path | None, _make_option("Write a plot to this PNG file.", panel="Output")] = None
+    no_color: Annotated[bool, _make_option(_NO_COLOR_HELP, "--no-color", panel="Output")] = False
 
     def build_outputs(self) -> "ReportOutputs":
-        """Raises ForedraftError for a file that could not be written."""
+        """Return the output files. Raises ForedraftError if one of them cannot be written."""
         from foredraft.bench.report import ReportOutputs
 
         outputs = ReportOutputs(self.json, self.markdown, self.plot)
@@ -81,11 +93,11 @@ class BenchOptions:
 
     @property
     def llm_options(self) -> dict[str, Any]:
-        """Arguments of LLM beside model, dtype and device; unset options keep its defaults."""
+        """Arguments of `LLM` besides model, dtype and device; an option that is not set is left out."""
         return {"fused": False} if self.no_fused else {}
 
     def set_threads(self) -> int:
-        """The number of threads, from here on torch's."""
+        """Set torch's number of CPU threads if --threads is given, and return the number in use."""
         import torch
 
         if self.threads is not None:
@@ -95,27 +107,39 @@ class BenchOptions:
 
 @dataclass(frozen=True)
 class LatencyOptions(BenchOptions):
+    """Options of `foredraft bench latency`."""
+
     quantization: Annotated[
-        str | None, _make_option("int8 or int4: round the target's weights while loading.", panel="Model")
+        str | None,
+        _make_option("Round the target's weights to int8 or int4 while loading. Default: off.", panel="Model"),
     ] = None
-    rounds: Annotated[int, _make_option("Times every prompt is run; the median counts.", panel="Prompts", low=1)] = 1
-    temperature: Annotated[float, _make_option("0 is greedy.", panel="Sampling")] = 0.0
-    top_k: Annotated[int, _make_option("Draw from this many likeliest tokens; 0 is off.", panel="Sampling")] = 0
-    top_p: Annotated[float, _make_option("Draw from the smallest set of this probability.", panel="Sampling")] = 1.0
-    seed: Annotated[int | None, _make_option("Same seed, same text.", panel="Sampling")] = None
+    rounds: Annotated[
+        int, _make_option("Runs of each prompt; the median time is reported.", panel="Prompts", low=1)
+    ] = 1
+    temperature: Annotated[float, _make_option("Sampling temperature; 0 is greedy decoding.", panel="Sampling")] = 0.0
+    top_k: Annotated[int, _make_option("Sample from this many likeliest tokens; 0 is off.", panel="Sampling")] = 0
+    top_p: Annotated[float, _make_option(_TOP_P_HELP, panel="Sampling")] = 1.0
+    seed: Annotated[int | None, _make_option(_SEED_HELP, panel="Sampling")] = None
     stop_at_eos: Annotated[
         bool,
-        _make_option("End where the text ends; else every text has --max-tokens.", "--stop-at-eos", panel="Sampling"),
+        _make_option(
+            "End an output at the end-of-text token. Without it every output has --max-tokens tokens.",
+            "--stop-at-eos",
+            panel="Sampling",
+        ),
     ] = False
-    verify: Annotated[str, _make_option("Rule: auto, match, reject, block; typical is lossy.", panel="Model")] = "auto"
-    device: Annotated[str, _make_option("auto, cpu or cuda.", panel="Model")] = "auto"
+    verify: Annotated[
+        str,
+        _make_option("Verification rule: auto, match, reject or block; typical, which is lossy.", panel="Model"),
+    ] = "auto"
+    device: Annotated[str, _make_option("Device of the models: auto, cpu or cuda.", panel="Model")] = "auto"
 
     @property
     def llm_options(self) -> dict[str, Any]:
         return super().llm_options | ({} if self.quantization is None else {"quantization": self.quantization})
 
     def build_sampling(self) -> "Sampling":
-        """Raises UsageError on impossible values."""
+        """Return the sampling parameters. Raises UsageError for a value out of range."""
         from foredraft.sampling.params import Sampling
 
         try:
@@ -130,101 +154,141 @@ class LatencyOptions(BenchOptions):
 
 @dataclass(frozen=True)
 class CompareOptions(BenchOptions):
-    dtype: Annotated[str, _make_option("bfloat16 or float32.", panel="Model")] = "bfloat16"
+    """Options of `foredraft bench compare`."""
+
+    dtype: Annotated[str, _make_option("Dtype of the weights: bfloat16 or float32.", panel="Model")] = "bfloat16"
     quantization: Annotated[
         list[str] | None,
         typer.Option(
-            help="Also int8 or int4 weights, beside llama.cpp's Q8_0 or Q4_0; repeatable, or by commas.",
+            help="Measure int8 or int4 weights too, against Q8_0 or Q4_0 of llama.cpp; repeatable, or separated by "
+            "commas. Default: none.",
             rich_help_panel="Model",
             metavar="KIND",
         ),
     ] = None
     spec_tokens: Annotated[
-        int, _make_option("Draft length of the other programs' draft model.", panel="Programs", low=1)
+        int, _make_option("Draft length in tokens of the other programs with a draft model.", panel="Programs", low=1)
     ] = 3
     lookup_tokens: Annotated[
-        int, _make_option("Draft length of the other programs' prompt lookup.", panel="Programs", low=1)
+        int, _make_option("Draft length in tokens of the other programs' prompt lookup.", panel="Programs", low=1)
     ] = 8
-    lookup_match: Annotated[int, _make_option("Longest match of their prompt lookup.", panel="Programs", low=1)] = 4
+    lookup_match: Annotated[
+        int, _make_option("Longest match in tokens of the other programs' prompt lookup.", panel="Programs", low=1)
+    ] = 4
     transformers: Annotated[
         Path | None,
-        _make_option("Python that has transformers, or its environment; our own if not given.", panel="Programs"),
+        _make_option(
+            "Python executable or environment with transformers. Default: the one of Foredraft.", panel="Programs"
+        ),
     ] = None
     llama_cpp: Annotated[
-        Path | None, _make_option("Python that has llama-cpp-python and gguf, or its environment.", panel="Programs")
+        Path | None,
+        _make_option(
+            "Python executable or environment with llama-cpp-python and gguf. Default: llama.cpp is left out.",
+            panel="Programs",
+        ),
     ] = None
-    vllm: Annotated[Path | None, _make_option("Python that has vLLM, or its environment.", panel="Programs")] = None
+    vllm: Annotated[
+        Path | None,
+        _make_option("Python executable or environment with vLLM. Default: vLLM is left out.", panel="Programs"),
+    ] = None
 
     def parse_quantizations(self) -> tuple[str, ...]:
-        """Parse the value. Raises UsageError for an unknown name."""
-        asked = [name.strip() for text in self.quantization or [] for name in text.split(",") if name.strip()]
-        for name in asked:
+        """Return the names in --quantization, each once. Raises UsageError for an unknown name."""
+        names = [name.strip() for text in self.quantization or [] for name in text.split(",") if name.strip()]
+        for name in names:
             if name not in ("int8", "int4"):
                 raise UsageError(f"unknown quantization {name!r}; use one of: int8, int4")
-        return tuple(dict.fromkeys(asked))
+        return tuple(dict.fromkeys(names))
 
 
 @dataclass(frozen=True)
 class LoadOptions:
+    """Options of `foredraft bench load`."""
+
     model: Annotated[
-        str | None, _make_option("Folder or Hub id of the target; the built-in model if not given.", panel="Model")
+        str | None, _make_option("Folder or Hub id of the target. Default: the built-in model.", panel="Model")
     ] = None
     method: Annotated[
-        str, _make_option("What drafts; settings follow as key=value, e.g. draft_model:model=PATH.", panel="Model")
+        str,
+        _make_option(
+            "Drafting method without a draft length; key=value adds a setting, as in draft_model:model=PATH.",
+            panel="Model",
+        ),
     ] = "draft_model"
     spec_model: Annotated[str | None, _make_option("Folder or Hub id of the draft model.", panel="Model")] = None
-    dtype: Annotated[str, _make_option("auto, bfloat16, float16, float32 or float64.", panel="Model")] = "auto"
-    device: Annotated[str, _make_option("auto, cpu or cuda.", panel="Model")] = "auto"
-    threads: Annotated[
-        int | None, _make_option("CPU threads; torch's own number if not given.", panel="Model", low=1)
-    ] = None
+    dtype: Annotated[
+        str, _make_option("Dtype of the target: auto, bfloat16, float16, float32 or float64.", panel="Model")
+    ] = "auto"
+    device: Annotated[str, _make_option("Device of the models: auto, cpu or cuda.", panel="Model")] = "auto"
+    threads: Annotated[int | None, _make_option(_THREADS_HELP, panel="Model", low=1)] = None
     url: Annotated[
         str | None,
         _make_option(
-            "Measure a running server, e.g. http://127.0.0.1:8000/v1; --model is what it runs.", panel="Server"
+            "Measure the server at this address, such as http://127.0.0.1:8000/v1; --model is the model that it "
+            "serves. Default: an engine in this process.",
+            panel="Server",
         ),
     ] = None
-    api_key: Annotated[str | None, _make_option("Of that server.", panel="Server")] = None
+    api_key: Annotated[str | None, _make_option("API key of the server at --url.", panel="Server")] = None
     worker: Annotated[
-        bool, _make_option("Put the engine on a thread of its own, as a server does.", "--worker", panel="Server")
+        bool,
+        _make_option(
+            "Run the engine of this process on a separate thread, as a server does.", "--worker", panel="Server"
+        ),
     ] = False
-    concurrency: Annotated[str, _make_option("Streams at once, by commas.", panel="Load")] = "1,2,4,8,16,32,64"
-    fixed: Annotated[str, _make_option("Fixed draft lengths to measure, by commas.", panel="Load")] = "4"
+    concurrency: Annotated[str, _make_option("Numbers of concurrent requests, separated by commas.", panel="Load")] = (
+        "1,2,4,8,16,32,64"
+    )
+    fixed: Annotated[
+        str, _make_option("Fixed draft lengths to measure, in tokens, separated by commas.", panel="Load")
+    ] = "4"
     more: Annotated[
-        str, _make_option("Further ones at few streams, among which the best is looked for; '' for none.", panel="Load")
+        str,
+        _make_option(
+            "Further fixed draft lengths up to --more-until concurrent requests, to find the best; '' is none.",
+            panel="Load",
+        ),
     ] = "1,2,3,6,8"
-    more_until: Annotated[int, _make_option("Streams up to which --more is measured.", panel="Load", low=0)] = 4
-    rounds: Annotated[int, _make_option("Times all modes answer in turn, at most.", panel="Load", low=1)] = 5
+    more_until: Annotated[
+        int, _make_option("Most concurrent requests for which --more is measured.", panel="Load", low=0)
+    ] = 4
+    rounds: Annotated[int, _make_option("Most rounds; each round runs every mode once.", panel="Load", low=1)] = 5
     minutes: Annotated[
         float | None,
-        _make_option("For everything: rounds are left out, but two, to keep to it.", panel="Load", low=0.01),
+        _make_option(
+            "Time limit of the measurement, in minutes; at least two rounds run. Default: none.",
+            panel="Load",
+            low=0.01,
+        ),
     ] = None
-    waves: Annotated[float, _make_option("Requests for each stream in a round.", panel="Load", low=1)] = 2.0
-    least: Annotated[int, _make_option("Requests of a round at least.", panel="Load", low=1)] = 8
-    prompts: Annotated[
-        int | None,
-        _make_option("How many; 20 built-in ones, or all of --questions, if not given.", panel="Prompts", low=1),
-    ] = None
+    waves: Annotated[float, _make_option("Requests per round and concurrent request.", panel="Load", low=1)] = 2.0
+    least: Annotated[int, _make_option("Fewest requests per round.", panel="Load", low=1)] = 8
+    prompts: Annotated[int | None, _make_option(_PROMPTS_HELP, panel="Prompts", low=1)] = None
     questions: Annotated[
-        Path | None, _make_option('JSONL of {"turns": ["...", ...]}; the first turn is asked.', panel="Prompts")
+        Path | None,
+        _make_option('JSONL file of {"turns": ["...", ...]}; a prompt is the first turn.', panel="Prompts"),
     ] = None
     prompt_tokens: Annotated[
-        int | None, _make_option("Cut prompts to their last so many tokens.", panel="Prompts", low=1)
+        int | None,
+        _make_option("Keep only this many tokens at the end of a prompt. Default: all.", panel="Prompts", low=1),
     ] = None
     max_tokens: Annotated[
         int,
-        _make_option("Mean length of a text; lengths are spread from half to one and a half.", panel="Prompts", low=1),
+        _make_option(
+            "Mean output length, in tokens; lengths vary between 0.5 and 1.5 times the mean.", panel="Prompts", low=1
+        ),
     ] = 96
-    temperature: Annotated[float, _make_option("0 is greedy.", panel="Sampling")] = 0.0
-    top_p: Annotated[float, _make_option("Draw from the smallest set of this probability.", panel="Sampling")] = 1.0
-    seed: Annotated[int | None, _make_option("Same seed, same text.", panel="Sampling")] = None
-    json: Annotated[Path | None, _make_option("Write the figures here.", "--json", panel="Output")] = None
-    markdown: Annotated[Path | None, _make_option("Write the tables here.", panel="Output")] = None
-    plot: Annotated[Path | None, _make_option("Write a plot here, as PNG.", panel="Output")] = None
-    no_color: Annotated[bool, _make_option("No colours; NO_COLOR does the same.", "--no-color", panel="Output")] = False
+    temperature: Annotated[float, _make_option("Sampling temperature; 0 is greedy decoding.", panel="Sampling")] = 0.0
+    top_p: Annotated[float, _make_option(_TOP_P_HELP, panel="Sampling")] = 1.0
+    seed: Annotated[int | None, _make_option(_SEED_HELP, panel="Sampling")] = None
+    json: Annotated[Path | None, _make_option("Write the figures to this JSON file.", "--json", panel="Output")] = None
+    markdown: Annotated[Path | None, _make_option("Write the tables to this Markdown file.", panel="Output")] = None
+    plot: Annotated[Path | None, _make_option("Write a plot to this PNG file.", panel="Output")] = None
+    no_color: Annotated[bool, _make_option(_NO_COLOR_HELP, "--no-color", panel="Output")] = False
 
     def build_outputs(self) -> "ReportOutputs":
-        """Raises ForedraftError for a file that could not be written."""
+        """Return the output files. Raises ForedraftError if one of them cannot be written."""
         from foredraft.bench.report import ReportOutputs
 
         outputs = ReportOutputs(self.json, self.markdown, self.plot)
@@ -232,7 +296,7 @@ class LoadOptions:
         return outputs
 
     def build_plan(self) -> "LoadPlan":
-        """Raises UsageError for what is no number or impossible."""
+        """Return the plan of the measurement. Raises UsageError for a value that is no number or out of range."""
         from foredraft.bench import questions
         from foredraft.bench.load_report import LoadBenchPlan
         from foredraft.sampling.params import Sampling
@@ -268,22 +332,33 @@ class LoadOptions:
 
 @dataclass(frozen=True)
 class MicroOptions:
-    kinds: Annotated[str, _make_option("Of weights, by commas.", panel="Kernels")] = "bfloat16,float32,int8,int4"
-    shapes: Annotated[str, _make_option("Outputs x inputs, by commas.", panel="Kernels")] = "6144x1536,1536x4096"
+    """Options of `foredraft bench micro`."""
+
+    kinds: Annotated[str, _make_option("Weight formats, separated by commas.", panel="Kernels")] = (
+        "bfloat16,float32,int8,int4"
+    )
+    shapes: Annotated[str, _make_option("Weight shapes as OUTPUTSxINPUTS, separated by commas.", panel="Kernels")] = (
+        "6144x1536,1536x4096"
+    )
     rows: Annotated[
-        str, _make_option("Rows multiplied together, by commas; the first is the base.", panel="Kernels")
+        str,
+        _make_option(
+            "Numbers of rows in a matrix product, separated by commas; ratios are to the first.", panel="Kernels"
+        ),
     ] = "1,2,4,5,8,16,32"
-    contexts: Annotated[str, _make_option("Keys attended to, by commas.", panel="Kernels")] = "256,1024"
-    rounds: Annotated[int, _make_option("Times each is measured; the median counts.", panel="Kernels", low=1)] = 7
-    threads: Annotated[
-        int | None, _make_option("CPU threads; torch's own number if not given.", panel="Kernels", low=1)
-    ] = None
-    json: Annotated[Path | None, _make_option("Write the figures here.", "--json", panel="Output")] = None
-    markdown: Annotated[Path | None, _make_option("Write the tables here.", panel="Output")] = None
-    no_color: Annotated[bool, _make_option("No colours; NO_COLOR does the same.", "--no-color", panel="Output")] = False
+    contexts: Annotated[
+        str, _make_option("Context lengths of attention in tokens, separated by commas.", panel="Kernels")
+    ] = "256,1024"
+    rounds: Annotated[
+        int, _make_option("Runs of each measurement; the median time is reported.", panel="Kernels", low=1)
+    ] = 7
+    threads: Annotated[int | None, _make_option(_THREADS_HELP, panel="Kernels", low=1)] = None
+    json: Annotated[Path | None, _make_option("Write the figures to this JSON file.", "--json", panel="Output")] = None
+    markdown: Annotated[Path | None, _make_option("Write the tables to this Markdown file.", panel="Output")] = None
+    no_color: Annotated[bool, _make_option(_NO_COLOR_HELP, "--no-color", panel="Output")] = False
 
     def build_plan(self) -> "KernelBenchPlan":
-        """Raises UsageError for what is no number."""
+        """Return the plan of the measurement. Raises UsageError for a value that is no number."""
         from foredraft.bench.micro import KernelBenchPlan
 
         shapes = [_parse_numbers("--shapes", text, "x") for text in self.shapes.split(",")]
@@ -307,5 +382,5 @@ class MicroOptions:
 def _parse_numbers(option: str, text: str, separator: str = ",") -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(separator)]
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise UsageError(f"{option} {text!r}: numbers from 1 on are wanted")
+        raise UsageError(f"{option} {text!r}: must be numbers from 1 up, separated by {separator!r}")
     return tuple(map(int, parts))

@@ -1,4 +1,7 @@
-"""`foredraft chat`: a conversation with a model in the terminal."""
+"""`foredraft chat`: a conversation with a model in the terminal.
+
+`ChatSession` holds the messages; decoding is in `LLM`.
+"""
 
 import contextlib
 import json
@@ -29,35 +32,45 @@ if TYPE_CHECKING:
 
 INPUT_PROMPT = "> "
 HELP_TEXT = """\
-/stats    speculation so far     /clear    forget the conversation    /undo      take back the last turn
-/history  show the conversation  /system TEXT  set the system message  /save FILE  write it as JSON
+/stats    show the speed figures  /clear        delete the conversation  /undo       delete the last turn
+/history  show the conversation   /system TEXT  set the system message   /save FILE  write the conversation as JSON
 /exit     leave (Ctrl-D too); Ctrl-C stops a reply"""
+REPLY_RESERVE_DIVISOR = 4  # up to 1/4 of the context is kept free for a reply, by dropping the oldest turns
 
 
 @dataclass(frozen=True)
 class ChatOptions(SamplingOptions, ModelOptions):
-    """Options of the command."""
+    """Options of `foredraft chat`."""
 
     max_tokens: Annotated[int, _make_option("Longest reply, in tokens.", panel="Sampling")] = 1024
-    system: Annotated[str | None, _make_option("System message of the conversation.", panel="Chat")] = None
+    system: Annotated[str | None, _make_option("System message of the conversation. Default: none.", panel="Chat")] = (
+        None
+    )
     chat_template: Annotated[
         str | None,
         _make_option(
-            "File with a Jinja template; 'plain' writes role: content lines.", panel="Chat", metavar="FILE|plain"
+            "File with a Jinja chat template; 'plain' writes lines of the form role: content. Default: the model's "
+            "template, else plain.",
+            panel="Chat",
+            metavar="FILE|plain",
         ),
     ] = None
-    no_color: Annotated[bool, _make_option("No colours; NO_COLOR does the same.", "--no-color", panel="Output")] = False
+    no_color: Annotated[
+        bool,
+        _make_option("Print without colours, as with NO_COLOR in the environment.", "--no-color", panel="Output"),
+    ] = False
 
 
 @with_options(ChatOptions)
 def chat(ctx: typer.Context, options: ChatOptions) -> None:
-    """Talk with a model. Drafted tokens that the model accepted are green; /help lists the commands.
+    """Chat with a model in the terminal.
 
-    Without a terminal every line of standard input is one turn, and standard output receives the replies alone.
+    Accepted draft tokens are green; /help lists the commands of the conversation. If standard input is not a terminal,
+    each of its lines is one turn. Standard output receives the replies only.
     """
     options = read_speculative_config(options)
     if options.n != 1 or options.logprobs is not None:
-        raise UsageError("chat gives one reply at a time; leave --n and --logprobs out")
+        raise UsageError("a chat has one reply at a time; leave --n and --logprobs out")
     screen = Screen(options.no_color)
     backend: CliBackend = ctx.obj or CliBackend()
     with contextlib.redirect_stdout(sys.stderr):
@@ -72,25 +85,28 @@ def chat(ctx: typer.Context, options: ChatOptions) -> None:
         ChatSession(llm, sampling, screen, template, options.system).run(_read_lines(screen))
 
 
-def read_template(chosen: str | None) -> str | None:
-    """Source of --chat-template; None = the model's own. Raises UsageError if the file cannot be read."""
-    if chosen is None:
+def read_template(name: str | None) -> str | None:
+    """Return the source of --chat-template; None = the model's template. Raises UsageError for an unreadable file."""
+    if name is None:
         return None
-    if chosen == "plain":
+    if name == "plain":
         from foredraft.chat import PLAIN_TEMPLATE
 
         return PLAIN_TEMPLATE
-    return read_template_file(chosen)
+    return read_template_file(name)
 
 
 def _read_lines(screen: Screen) -> Iterator[str]:
-    """Lines of the user. On a terminal with line editing; a line that ends with a backslash goes on."""
+    """Yield the lines of standard input.
+
+    On a terminal, lines can be edited, and a line that ends with a backslash continues on the next one.
+    """
     if not screen.is_live or sys.stdin is None or not sys.stdin.isatty():
         for line in sys.stdin or ():
             yield line.rstrip("\n")
         return
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401 - gives input() editing and a history
+        import readline  # noqa: F401 - adds line editing and a history to input()
     while True:
         try:
             line = _read_input(INPUT_PROMPT)
@@ -108,9 +124,9 @@ def _read_input(prompt: str) -> str:
 
 
 def _make_stopped_completion(deltas: Sequence[Delta], seconds: float) -> Completion | None:
-    """Make the completion of a reply that was stopped; None if it has no token yet.
+    """Return the completion of an interrupted reply; None if it has no token.
 
-    The number of draft tokens is unknown, so the reply has no part in the acceptance rate.
+    The number of draft tokens is unknown, so the reply does not count in the acceptance rate.
     """
     ids = [token for delta in deltas for token in delta.token_ids]
     passes = sum(bool(delta.token_ids) for delta in deltas)
@@ -120,7 +136,7 @@ def _make_stopped_completion(deltas: Sequence[Delta], seconds: float) -> Complet
 
 @dataclass
 class ChatSession:
-    """Messages so far, and the commands on them."""
+    """Messages and figures of a conversation, and the /commands that change them."""
 
     llm: CliGenerator
     sampling: "Sampling"
@@ -133,7 +149,7 @@ class ChatSession:
     seconds: float = 0.0
 
     def run(self, lines: Iterator[str]) -> None:
-        """Answer every line until the end of input or /exit."""
+        """Reply to every line until the end of the input or /exit."""
         if self.screen.is_live:
             self.screen.print_note("/help lists the commands", Style(dim=True))
         for line in lines:
@@ -152,7 +168,7 @@ class ChatSession:
         return system + self.turns
 
     def run_command(self, line: str) -> None:
-        """Carry out one /command."""
+        """Run one /command."""
         name, _, argument = line.partition(" ")
         commands: dict[str, Callable[[str], None]] = {
             "/help": lambda _: self.screen.print_note(HELP_TEXT),
@@ -164,12 +180,12 @@ class ChatSession:
             "/save": self._save,
         }
         if name not in commands:
-            self.screen.print_note(f"unknown command {name}; /help lists them")
+            self.screen.print_note(f"unknown command {name}; /help lists the commands")
             return
         commands[name](argument.strip())
 
     def reply(self, text: str) -> None:
-        """Add one user message, and stream the answer. Ctrl-C keeps what was said so far."""
+        """Add a user message and stream the reply. Ctrl-C stops the reply and keeps its text in the conversation."""
         self.turns.append({"role": "user", "content": text})
         try:
             prompt = self._encode_prompt()
@@ -199,18 +215,21 @@ class ChatSession:
                 self.screen.print_note(f"error: {completion.error}")
 
     def _encode_prompt(self) -> list[int]:
-        """Prompt tokens; the oldest turns are left out if the context is too short for them and a reply."""
-        dropped = 0
+        """Return the prompt tokens; drop the oldest turns if the context is too short for them and a reply."""
+        num_dropped = 0
         while True:
             ids = self.llm.encode_chat(self.messages, chat_template=self.template)
-            room = self.llm.context_length - len(ids)
-            if room > min(self.sampling.max_tokens, self.llm.context_length // 4) or len(self.turns) <= 1:
+            num_free = self.llm.context_length - len(ids)
+            reserve = min(self.sampling.max_tokens, self.llm.context_length // REPLY_RESERVE_DIVISOR)
+            if num_free > reserve or len(self.turns) <= 1:
                 break
             del self.turns[:2]
-            dropped += 1
-        if dropped:
-            self.screen.print_note(f"(the context is full: the oldest {dropped} turns were left out)", Style(dim=True))
-        if room < 1:
+            num_dropped += 1
+        if num_dropped:
+            self.screen.print_note(
+                f"(the context is full: the oldest {num_dropped} turns were left out)", Style(dim=True)
+            )
+        if num_free < 1:
             raise ForedraftError(
                 f"the message has {len(ids)} tokens, the context {self.llm.context_length}; shorten it"
             )
@@ -231,7 +250,7 @@ class ChatSession:
 
     def _clear(self, _: str) -> None:
         self.turns.clear()
-        self.screen.print_note("the conversation starts anew", Style(dim=True))
+        self.screen.print_note("conversation deleted", Style(dim=True))
 
     def _undo(self, _: str) -> None:
         del self.turns[-2:]

@@ -1,4 +1,7 @@
-"""Every command, put together. Nothing here imports torch before a command needs it, so that --help answers at once."""
+"""Registration of all commands.
+
+No module imported here imports torch at the top, so that --help answers at once.
+"""
 
 import contextlib
 import sys
@@ -20,15 +23,15 @@ from foredraft.cli.zoo import zoo
 app = typer.Typer(
     cls=shell.RootGroup,
     name="foredraft",
-    help="Language models generate several tokens per forward pass, and the text does not change.",
+    help="Lossless speculative decoding: several tokens per forward pass, with the output of plain decoding.",
     pretty_exceptions_enable=False,
     add_completion=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
-def _print_version(is_wanted: bool) -> None:
-    if is_wanted:
+def _print_version(is_given: bool) -> None:
+    if is_given:
         sys.stdout.write(f"foredraft {foredraft.__version__}\n")
         raise typer.Exit
 
@@ -37,11 +40,12 @@ def _print_version(is_wanted: bool) -> None:
 def run_root(
     ctx: typer.Context,
     show_version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
+    """Print the help if no command is given. `--help` prints the `help` of `app` instead of this docstring."""
     if ctx.invoked_subcommand is None:
-        with contextlib.redirect_stdout(sys.stderr):  # typer prints the help itself, where Rich is installed
+        with contextlib.redirect_stdout(sys.stderr):  # typer itself prints the help, if Rich is installed
             ctx.get_help()
         raise typer.Exit(shell.MISUSED)
 

@@ -1,4 +1,7 @@
-"""Plain decoding against drafting methods: the same prompts, the same weights, in turn, medians of the runs."""
+"""Comparison of drafting methods with plain decoding for `foredraft generate --compare`.
+
+All methods decode the same prompts with the same weights, in turn. The figures are those of the run of median speed.
+"""
 
 import dataclasses
 import time
@@ -13,27 +16,26 @@ from foredraft.outputs import Completion
 if TYPE_CHECKING:
     from foredraft.sampling.params import Sampling
 
-PLAIN = "plain"
-WARM_UP_TOKENS = 16
-IDLE_SHARE = 0.1  # share of passes with a draft, below which a method counts as not drafting
+PLAIN = "plain"  # name of plain decoding in the table
+WARM_UP_TOKENS = 16  # output tokens of the warm-up of a method
+IDLE_SHARE = 0.1  # a method is idle if fewer than this share of its target passes have a draft
 
 
 @dataclass(frozen=True)
 class MethodRow:
-    """One method's place in the table; figures is None for a method that could not take part, with the reason."""
+    """Row of a method in the table; `figures` is None for a method that could not be measured."""
 
     method: str
     figures: SpeedFigures | None
     speed_up: float | None = None
-    first_difference: int | None = (
-        None  # the first token, over all completions, that is not plain decoding's; None = identical
-    )
-    difference_reason: str | None = None  # why texts may differ: "sampled", or "lossy"
+    # index over the tokens of all completions of the first that differs from plain decoding; None = identical
+    first_difference: int | None = None
+    difference_reason: str | None = None  # expected reason of a difference: "sampled" or "lossy"
     verification: str = ""
-    skip_reason: str = ""  # why it took no part
+    skip_reason: str = ""  # error message if the method could not be measured
 
     def format_cells(self, figures: SpeedFigures) -> tuple[str, ...]:
-        """The row as text."""
+        """Return the cells of the row as text."""
         s = figures.stats
         rate = f"{s.acceptance_rate:.2f}" if s.num_drafted else "-"
         speed_up = f"{1.0 if self.speed_up is None else self.speed_up:.2f}x"
@@ -48,7 +50,7 @@ class MethodRow:
 
     @property
     def is_idle(self) -> bool:
-        """Hardly any pass had a draft."""
+        """Whether fewer than `IDLE_SHARE` of the target passes had a draft."""
         return (
             self.figures is not None and self.figures.stats.num_drafts < IDLE_SHARE * self.figures.stats.target_passes
         )
@@ -81,20 +83,35 @@ class MethodRow:
 
 @dataclass(frozen=True)
 class MethodRuns:
+    """Result of the timed runs of a method."""
+
     completions: list[Completion]  # of the first run
-    figures: SpeedFigures  # the run of median time
+    figures: SpeedFigures  # of the run of median speed
 
 
 def measure(
     generators: Mapping[str, CliGenerator], prompts: Sequence[CliPrompt], sampling: "Sampling", repeats: int,
     step: Callable[[str], None],
 ) -> dict[str, MethodRuns]:  # fmt: skip
-    """Warm every generator up, then run them in turn `repeats` times, so that a drifting clock speed favours none."""
-    short = min(WARM_UP_TOKENS, sampling.max_tokens)
-    brief = dataclasses.replace(sampling, max_tokens=short, min_tokens=min(short, sampling.min_tokens))
+    """Warm up all generators, then run them in turn `repeats` times.
+
+    The generators alternate, so that a drift of the CPU frequency favours none of them.
+
+    Args:
+        generators: generators by method name.
+        prompts: prompts of every run.
+        sampling: sampling parameters of every run.
+        repeats: timed runs of each generator.
+        step: called with the method name before each run.
+
+    Returns:
+        The result of each generator by method name.
+    """
+    max_tokens = min(WARM_UP_TOKENS, sampling.max_tokens)
+    warm_up = dataclasses.replace(sampling, max_tokens=max_tokens, min_tokens=min(max_tokens, sampling.min_tokens))
     for name, generator in generators.items():
         step(name)
-        generator.generate(prompts, brief)
+        generator.generate(prompts, warm_up)
     runs: dict[str, list[tuple[list[Completion], SpeedFigures]]] = {name: [] for name in generators}
     for _ in range(repeats):
         for name, generator in generators.items():
@@ -103,7 +120,8 @@ def measure(
             completions = generator.generate(prompts, sampling)
             runs[name].append((completions, SpeedFigures.from_completions(completions, time.perf_counter() - began)))
     return {
-        name: MethodRuns(done[0][0], _select_median([figures for _, figures in done])) for name, done in runs.items()
+        name: MethodRuns(results[0][0], _select_median([figures for _, figures in results]))
+        for name, results in runs.items()
     }
 
 
@@ -115,17 +133,24 @@ def _select_median(figures: Sequence[SpeedFigures]) -> SpeedFigures:
 def build_rows(
     runs: Mapping[str, MethodRuns], skipped: Mapping[str, str], sampling: "Sampling", lossy: frozenset[str]
 ) -> list[MethodRow]:
-    """One row per method, plain decoding first."""
+    """Return one row per method: the measured ones in order, plain decoding first, then the skipped ones.
+
+    Args:
+        runs: measured runs by method; `PLAIN` is the baseline.
+        skipped: error message of each method that could not be measured.
+        sampling: sampling parameters of the runs.
+        lossy: names of the lossy verification rules.
+    """
     plain = runs[PLAIN]
     rows = []
     for name, run in runs.items():
         rule = run.completions[0].verification if run.completions else ""
-        is_same = name == PLAIN or plain.figures.tokens_per_second == 0
+        has_no_ratio = name == PLAIN or plain.figures.tokens_per_second == 0
         rows.append(
             MethodRow(
                 method=name,
                 figures=run.figures,
-                speed_up=None if is_same else run.figures.tokens_per_second / plain.figures.tokens_per_second,
+                speed_up=None if has_no_ratio else run.figures.tokens_per_second / plain.figures.tokens_per_second,
                 first_difference=_find_first_difference(plain.completions, run.completions),
                 difference_reason=_explain_difference(rule, sampling, lossy),
                 verification=rule,
@@ -135,42 +160,43 @@ def build_rows(
 
 
 def _explain_difference(rule: str, sampling: "Sampling", lossy: frozenset[str]) -> str | None:
+    """Return why an output may differ from plain decoding; None if it must be identical."""
     if rule in lossy:
         return "lossy"
     is_reproducible = sampling.is_greedy or (sampling.seed is not None and rule == "match")
     return None if is_reproducible else "sampled"
 
 
-def _find_first_difference(ours: Sequence[Completion], theirs: Sequence[Completion]) -> int | None:
+def _find_first_difference(expected: Sequence[Completion], actual: Sequence[Completion]) -> int | None:
     offset = 0
-    for a, b in zip(ours, theirs, strict=True):
+    for a, b in zip(expected, actual, strict=True):
         if a.token_ids != b.token_ids:
-            same = zip(a.token_ids, b.token_ids, strict=False)
+            pairs = zip(a.token_ids, b.token_ids, strict=False)
             return offset + next(
-                (i for i, (x, y) in enumerate(same) if x != y), min(len(a.token_ids), len(b.token_ids))
+                (i for i, (x, y) in enumerate(pairs) if x != y), min(len(a.token_ids), len(b.token_ids))
             )
         offset += len(a.token_ids)
     return None
 
 
 def build_notes(rows: Sequence[MethodRow]) -> list[str]:
-    """Remarks below the table: methods that did not draft or took no part, and differences that should not be."""
-    found = []
+    """Return the notes below the table: methods that did not draft or were skipped, and unexpected differences."""
+    notes = []
     names = {row.method for row in rows}
     for row in rows:
         if (fixed := [name for name in names if name.startswith(f"{row.method}:")]) and row.is_idle:
-            found.append(
-                f"{row.method}: drafts do not pay here, so --spec-tokens auto makes none; {fixed[0]} always does"
+            notes.append(
+                f"{row.method}: drafts do not pay here, so --spec-tokens auto drafts nothing; {fixed[0]} always drafts"
             )
     skipped = [row.method for row in rows if row.figures is None]
     if len(skipped) > 1:
-        found.append(f"left out: {', '.join(skipped)}; give one to --spec-method to see why")
+        notes.append(f"left out: {', '.join(skipped)}; give one to --spec-method to see why")
     elif skipped:
         [row] = (row for row in rows if row.figures is None)
-        found.append(f"{row.method} was left out: {row.skip_reason}")
+        notes.append(f"{row.method} was left out: {row.skip_reason}")
     if any(row.first_difference is not None and not row.difference_reason for row in rows):
-        found.append(
-            "A text differs from plain decoding: where two tokens are equally likely within the rounding of the dtype, "
-            "one pass over many tokens may round the other way. --dtype float32 or float64 tells."
+        notes.append(
+            "An output differs from plain decoding. If two tokens are equally likely within the rounding of the dtype, "
+            "a pass over many tokens may round to the other one. Check with --dtype float32 or float64."
         )
-    return found
+    return notes

@@ -1,4 +1,7 @@
-"""`foredraft generate`: text from a prompt, with speculation, and what it saved."""
+"""`foredraft generate`: text from prompts with speculative decoding, and its speed figures.
+
+With --compare, `foredraft.cli.compare` measures every method against plain decoding.
+"""
 
 import contextlib
 import json
@@ -26,20 +29,21 @@ from foredraft.outputs import Completion, Origin
 
 if TYPE_CHECKING:
     from foredraft.sampling.params import Sampling
-FIXED_DRAFT_TOKENS = 3  # draft length that --compare adds for a method that the automatic length does not draft with
+
+FIXED_DRAFT_TOKENS = 3  # draft length in tokens of the row that --compare adds for a method that hardly drafted
 
 
 @with_options(GenerateOptions)
 def generate(ctx: typer.Context, options: GenerateOptions) -> None:
-    """Go on from a prompt, several tokens per pass of the model, with the text it would have written anyway.
+    """Generate text from a prompt with speculative decoding; the output is that of plain decoding.
 
-    Greedy unless --temperature is given. A pipe receives the text alone; figures go to standard error.
+    Decoding is greedy unless --temperature is given. The text goes to standard output, the figures to standard error.
     """
     options = read_speculative_config(options)
     screen = Screen(options.no_color)
     prompts = read_prompts(_read_prompt_argument(options), options.file)
     backend: CliBackend = ctx.obj or CliBackend()
-    # the screen holds the real standard output; whatever a library prints on the way goes elsewhere
+    # The screen writes to the real standard output; anything that a library prints goes to standard error.
     with contextlib.redirect_stdout(sys.stderr):
         with ProgressBar(screen.err, "loading"):
             sampling, choices = options.build_sampling(), backend.list_choices()
@@ -49,35 +53,41 @@ def generate(ctx: typer.Context, options: GenerateOptions) -> None:
             )
             generators = job.load()
         if not options.chat and generators[next(iter(generators))].has_chat_template:
-            print_line(
-                "note: the model has a chat template; --chat puts the prompt into it, `foredraft chat` talks with it"
-            )
+            print_line("note: the model has a chat template; --chat applies it, `foredraft chat` is a conversation")
         completions = job.run(generators)
-    failed = [c.error or "the request failed" for c in completions if c.finish_reason == "error"]
-    for reason in failed:
-        print_line(f"error: {reason}")
-    if failed:
+    errors = [c.error or "the request failed" for c in completions if c.finish_reason == "error"]
+    for error in errors:
+        print_line(f"error: {error}")
+    if errors:
         raise typer.Exit(FAILED)
 
 
 def _read_prompt_argument(options: GenerateOptions) -> str | None:
-    """The prompt of the command line, as an argument or as --prompt."""
+    """Return the prompt of the command line, given as an argument or with --prompt."""
     if options.prompt is not None and options.prompt_option is not None:
-        raise UsageError("the prompt stands as an argument and in --prompt; give it once")
+        raise UsageError("the prompt is given as an argument and with --prompt; give it once")
     return options.prompt if options.prompt_option is None else options.prompt_option
 
 
 def select_methods(options: GenerateOptions, choices: CliChoices, spec_model_method: str | None = None) -> list[str]:
-    """The methods to run, the one whose text is shown first; `first` is that of --spec-model where none was asked for.
-    Raises UsageError for an unknown name."""
+    """Return the methods to run; the text of the first one is shown.
+
+    Args:
+        options: options of the command.
+        choices: valid names.
+        spec_model_method: method of --spec-model, used if no --spec-method is given. Default None = no --spec-model.
+
+    Raises:
+        UsageError: a name is unknown, or options contradict each other.
+    """
     choices.check(options)
-    asked = options.methods
+    methods = options.methods
     if options.logprobs is not None and not options.as_json:
         raise UsageError("--logprobs are printed with --json only; add --json")
-    if len(asked) > 1 and not options.compare:
+    if len(methods) > 1 and not options.compare:
         raise UsageError("several methods need --compare; without it give one --spec-method")
-    if asked:
-        return asked
+    if methods:
+        return methods
     spec_model_method = spec_model_method or choose_default_method(options.model, choices)
     return (
         [spec_model_method, *(name for name in choices.methods if name != spec_model_method)]
@@ -88,7 +98,7 @@ def select_methods(options: GenerateOptions, choices: CliChoices, spec_model_met
 
 @dataclass
 class GenerateJob:
-    """One call of the command."""
+    """One call of `foredraft generate`: loads the generators, shows the text, prints the figures."""
 
     backend: CliBackend
     options: GenerateOptions
@@ -101,7 +111,7 @@ class GenerateJob:
     origins: Counter[Origin] = field(default_factory=Counter)
 
     def load(self) -> dict[str, CliGenerator]:
-        """Load the generators by method; with --compare also plain decoding."""
+        """Load the generators by method name; with --compare also plain decoding."""
         if not self.options.compare:
             return {self.methods[0]: self.backend.load(self.options, self.methods[0])}
         plain = self.backend.load(self.options, NONE)
@@ -111,20 +121,24 @@ class GenerateJob:
                 if name != NONE:
                     generators[name] = self.backend.load_with_method(plain, self._build_method_options(name), name)
             except ForedraftError as error:
-                if self.options.methods:  # asked for by name: a failure. Taken by default: left out, and said so
+                if self.options.methods:  # an error of a method given by name ends the command
                     raise
                 self.skipped[name] = str(error)
         return generators
 
     def _build_method_options(self, name: str) -> GenerateOptions:
-        """A draft model given to no method by name is for the first one; another method could not read it."""
-        is_shared = bool(self.options.methods) or name == self.methods[0]
-        options = self.options if is_shared else replace(self.options, spec_model=None, spec_option=None)
-        others = len(self.methods) > 1
-        return replace(options, spec_model=None) if others and self.choices.is_text_only(name) else options
+        """Return the options of one method.
+
+        Without --spec-method, --spec-model and --spec-option are for the first method only: another method could not
+        read them.
+        """
+        keeps_settings = bool(self.options.methods) or name == self.methods[0]
+        options = self.options if keeps_settings else replace(self.options, spec_model=None, spec_option=None)
+        has_several = len(self.methods) > 1
+        return replace(options, spec_model=None) if has_several and self.choices.is_text_only(name) else options
 
     def run(self, generators: dict[str, CliGenerator]) -> list[Completion]:
-        """Show the text of the first method there is, measure if asked, print the figures."""
+        """Show the text of the first loaded method, measure all methods with --compare, and print the figures."""
         shown = next((name for name in self.methods if name in generators), compare.PLAIN)
         completions, figures = self._show_text(generators[shown])
         rows = self._measure_methods(generators) if self.options.compare else []
@@ -135,37 +149,37 @@ class GenerateJob:
         return completions
 
     def _show_text(self, generator: CliGenerator) -> tuple[list[Completion], SpeedFigures]:
-        """Generate once, the text going to the screen as it comes."""
-        reel = StreamPrinter(self.screen, self.prompts, self.sampling.n)
+        """Generate once and print the text as it arrives; with --json nothing is printed here."""
+        printer = StreamPrinter(self.screen, self.prompts, self.sampling.n)
         is_text = not self.options.as_json
-        most = len(self.prompts) * self.sampling.n * self.sampling.max_tokens
-        done: dict[int, Completion] = {}
+        max_total_tokens = len(self.prompts) * self.sampling.n * self.sampling.max_tokens
+        completed: dict[int, Completion] = {}
         began = time.perf_counter()
         stream = generator.stream(self._render_prompts(generator), self.sampling)
         with (
-            ProgressBar(self.screen.err, "generating", most)
+            ProgressBar(self.screen.err, "generating", max_total_tokens)
             if not self.screen.is_live
             else contextlib.nullcontext() as bar
         ):
             try:
                 if is_text:
-                    reel.open()
+                    printer.open()
                 for delta in stream:
                     self.origins.update(delta.origins)
                     if is_text:
-                        reel.show(delta)
+                        printer.show(delta)
                     if bar:
                         bar.advance(len(delta.token_ids))
                     if delta.completion is not None:
-                        done[delta.index] = delta.completion
+                        completed[delta.index] = delta.completion
             finally:
                 if is_text:
-                    reel.close()
-        completions = [done[index] for index in sorted(done)]
+                    printer.close()
+        completions = [completed[index] for index in sorted(completed)]
         return completions, SpeedFigures.from_completions(completions, time.perf_counter() - began)
 
     def _render_prompts(self, generator: CliGenerator) -> list[CliPrompt]:
-        """The prompts as the model is given them: with --chat in its template."""
+        """Return the prompts as the model reads them: with --chat, token ids of the chat template."""
         if not self.options.chat:
             return list(self.prompts)
         return [generator.encode_chat([{"role": "user", "content": prompt}]) for prompt in self.prompts]
@@ -186,22 +200,22 @@ class GenerateJob:
     def _add_fixed_length_rows(
         self, generators: dict[str, CliGenerator], rows: list[compare.MethodRow]
     ) -> list[compare.MethodRow]:
-        """Add a row of fixed drafts for every named method that the automatic length hardly drafted with.
+        """Add a row with a fixed draft length for every method given by name that hardly drafted.
 
-        Without it a new head would show acceptance length 1.00, as if it were broken. All rows are measured again, so
-        that every speed-up is the ratio of two rates of the table.
+        A new head would otherwise show acceptance length 1.00, as if it were broken. All rows are measured again, so
+        that every speed-up is the ratio of two rates in the table.
         """
-        named = self.options.methods or (self.methods[:1] if self.options.spec_model else [])
-        idle = [row.method for row in rows if row.method in named and row.is_idle]
+        named_methods = self.options.methods or (self.methods[:1] if self.options.spec_model else [])
+        idle = [row.method for row in rows if row.method in named_methods and row.is_idle]
         if not idle or self.options.draft_length is not None:
             return rows
         plain = generators[compare.PLAIN]
-        fixed = dict(generators)
+        all_generators = dict(generators)
         for name in idle:
             options = replace(self._build_method_options(name), spec_tokens=str(FIXED_DRAFT_TOKENS))
-            fixed[f"{name}:{FIXED_DRAFT_TOKENS}"] = self.backend.load_with_method(plain, options, name)
+            all_generators[f"{name}:{FIXED_DRAFT_TOKENS}"] = self.backend.load_with_method(plain, options, name)
         measured = compare.measure(
-            fixed, self._render_prompts(plain), self.sampling, self.options.repeats, lambda _: None
+            all_generators, self._render_prompts(plain), self.sampling, self.options.repeats, lambda _: None
         )
         return compare.build_rows(measured, self.skipped, self.sampling, self.choices.lossy_rules)
 
@@ -213,13 +227,13 @@ class GenerateJob:
         line = figures.summary
         if rows:
             self.screen.print_table(rows)
-            for remark in compare.build_notes(rows):
-                self.screen.print_note(remark, Style(dim=True))
+            for note in compare.build_notes(rows):
+                self.screen.print_note(note, Style(dim=True))
             row = next(row for row in rows if row.method == shown)
             line = f"{shown}: {row.figures.summary}" if row.figures else line
             if row.speed_up is not None:
                 line += f" · {row.speed_up:.2f}x plain decoding"
-        if shown == AUTO:  # it says what it picked
+        if shown == AUTO:  # the drafter's name lists the methods that `auto` chose
             line += f" · {drafter}"
         if self.options.verify in self.choices.lossy_rules:
             line += f" · lossy rule {self.options.verify}"

@@ -1,6 +1,6 @@
-"""The options of the commands, each a frozen dataclass, so that commands share them and stay short.
+"""Options of the commands as frozen dataclasses, so that several commands share them.
 
-The words are vLLM's where vLLM has one: --spec-method, --spec-model, --spec-tokens.
+Options that vLLM has too keep vLLM's names: --spec-method, --spec-model, --spec-tokens.
 """
 
 import inspect
@@ -17,17 +17,18 @@ if TYPE_CHECKING:
     from foredraft.sampling.params import Sampling
 
 Options = TypeVar("Options")
-NONE = "none"  # --spec-method of plain decoding...
-AUTO, METHOD_SEPARATOR = "auto", "+"  # ... of the best there are, and between several
+NONE = "none"  # value of --spec-method for plain decoding
+AUTO = "auto"  # value of --spec-method for an ensemble of the best methods that exist for the target
+METHOD_SEPARATOR = "+"  # between the members of an ensemble in --spec-method
 
 
 def _make_option(help: str, *names: str, panel: str | None = None, metavar: str | None = None) -> Any:  # noqa: A002
-    # typer's own word is `help`
+    # The parameter shadows the builtin because typer's parameter is called `help`.
     return typer.Option(*names, help=help, rich_help_panel=panel, metavar=metavar, show_default=True)
 
 
 def _parse_value(text: str) -> Any:
-    """Numbers and lists as JSON; what is no JSON is a word."""
+    """Parse a number, list or other JSON value; return any other text unchanged."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:
@@ -36,19 +37,18 @@ def _parse_value(text: str) -> Any:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Which models run, and where."""
+    """Options of the target, the drafter and the device."""
 
     model: Annotated[
         str | None,
-        _make_option(
-            "Folder or Hub id of the target; the built-in model if not given.", "--model", "-m", panel="Model"
-        ),
+        _make_option("Folder or Hub id of the target. Default: the built-in model.", "--model", "-m", panel="Model"),
     ] = None
     spec_method: Annotated[
         list[str] | None,
         _make_option(
-            "Drafting method, 'none', several together as ngram+eagle3, or 'auto', the best there are; with --compare "
-            "a list, by repetition or commas. Not given: draft_model where there is a draft model, otherwise ngram.",
+            "Drafting method; 'none' for plain decoding, ngram+eagle3 for an ensemble, 'auto' for an ensemble of the "
+            "best methods available. With --compare: a list, repeated or separated by commas. Default: the method of "
+            "--spec-model, else the best one of a built-in target, else ngram.",
             panel="Model",
             metavar="METHOD",
         ),
@@ -56,7 +56,7 @@ class ModelOptions:
     spec_model: Annotated[
         str | None,
         _make_option(
-            "Folder or Hub id of the draft model or head; it says by itself which method it is.",
+            "Folder or Hub id of the draft model or head. Its method is read from its files.",
             "--spec-model",
             "--model-draft",
             "-md",
@@ -66,26 +66,33 @@ class ModelOptions:
     spec_option: Annotated[
         list[str] | None,
         _make_option(
-            "A further setting of the method, e.g. tree_nodes=16, or of one of several: ngram.branches=2; repeatable.",
+            "Setting of the method, such as tree_nodes=16, or of a member of an ensemble, such as ngram.branches=2; "
+            "repeatable.",
             panel="Model",
             metavar="KEY=VALUE",
         ),
     ] = None
     quantization: Annotated[
-        str | None, _make_option("int8 or int4: round the target's weights while loading.", panel="Model")
+        str | None,
+        _make_option("Round the target's weights to int8 or int4 while loading. Default: off.", panel="Model"),
     ] = None
-    spec_quantization: Annotated[str | None, _make_option("The same for the draft model.", panel="Model")] = None
+    spec_quantization: Annotated[
+        str | None,
+        _make_option("Round the draft model's weights to int8 or int4 while loading. Default: off.", panel="Model"),
+    ] = None
     spec_vocab: Annotated[
         str | None,
         _make_option(
-            "How a draft model of another vocabulary drafts: auto, tli (shared tokens alone), slem (as text).",
+            "Method for a draft model with another vocabulary: tli (shared tokens only), slem (through text) or auto. "
+            "Default: auto.",
             panel="Model",
         ),
     ] = None
     spec_tokens: Annotated[
         str,
         _make_option(
-            "Longest draft per pass; auto: as long as measurement says it pays.",
+            "Longest draft per forward pass of the target, in tokens; auto chooses it at every step from measured "
+            "times, possibly 0.",
             "--spec-tokens",
             "--num-speculative-tokens",
             "--draft-max",
@@ -93,41 +100,51 @@ class ModelOptions:
             metavar="auto|NUMBER",
         ),
     ] = "auto"
-    verify: Annotated[str, _make_option("Rule: auto, match, reject, block; typical is lossy.", panel="Model")] = "auto"
-    dtype: Annotated[str, _make_option("auto, bfloat16, float16 (or half), float32 or float64.", panel="Model")] = (
-        "auto"
-    )
-    device: Annotated[str, _make_option("auto, cpu or cuda.", panel="Model")] = "auto"
+    verify: Annotated[
+        str,
+        _make_option("Verification rule: auto, match, reject or block; typical, which is lossy.", panel="Model"),
+    ] = "auto"
+    dtype: Annotated[
+        str, _make_option("Dtype of the models: auto, bfloat16, float16 (or half), float32 or float64.", panel="Model")
+    ] = "auto"
+    device: Annotated[str, _make_option("Device of the models: auto, cpu or cuda.", panel="Model")] = "auto"
     max_model_len: Annotated[
         int | None,
-        _make_option("Context in tokens, prompt and output together; the model's own if not given.", panel="Model"),
+        _make_option(
+            "Longest sequence in tokens, prompt and output together. Default: the context length of the model.",
+            panel="Model",
+        ),
     ] = None
     speculative_config: Annotated[
         str | None,
         _make_option(
-            "The drafter as vLLM takes it: a JSON object of method, model, num_speculative_tokens and more.",
+            "Drafter in the format of vLLM: a JSON object with method, model, num_speculative_tokens and settings of "
+            "the method.",
             panel="Model",
             metavar="JSON",
         ),
     ] = None
     no_fused: Annotated[
-        bool, _make_option("Run the model's own modules, not native code, on CPU.", "--no-fused", panel="Model")
+        bool,
+        _make_option(
+            "Run the PyTorch modules of the model instead of the native CPU code.", "--no-fused", panel="Model"
+        ),
     ] = False
 
     @property
     def method_options(self) -> dict[str, Any]:
-        """Further settings of the method. Raises UsageError for one that is not KEY=VALUE."""
-        found = {}
+        """Settings of the method from --spec-option. Raises UsageError for one that is not KEY=VALUE."""
+        settings = {}
         for text in self.spec_option or []:
             key, equals, value = text.partition("=")
             if not equals or not key:
                 raise UsageError(f"--spec-option takes KEY=VALUE, got {text!r}")
-            found[key.strip()] = _parse_value(value)
-        return found
+            settings[key.strip()] = _parse_value(value)
+        return settings
 
     @property
     def draft_length(self) -> int | None:
-        """None = found by measurement. Raises UsageError for anything but a positive number or auto."""
+        """Longest draft in tokens; None = chosen from measured times. Raises UsageError for an invalid number."""
         if self.spec_tokens == "auto":
             return None
         if not self.spec_tokens.isascii() or not self.spec_tokens.isdecimal() or int(self.spec_tokens) < 1:
@@ -136,48 +153,75 @@ class ModelOptions:
 
     @property
     def methods(self) -> list[str]:
-        """The methods asked for, in order and once each; none = the default is wanted."""
-        asked = [name.strip() for text in self.spec_method or [] for name in text.split(",")]
-        return list(dict.fromkeys(name for name in asked if name))
+        """Names in --spec-method, in order and once each; empty = the default method."""
+        names = [name.strip() for text in self.spec_method or [] for name in text.split(",")]
+        return list(dict.fromkeys(name for name in names if name))
 
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """The fields of Sampling under their own names; the command is greedy by default."""
+    """Fields of `Sampling`, with equal names. Commands decode greedily by default: temperature 0, not 1."""
 
-    temperature: Annotated[float, _make_option("0 is greedy.", panel="Sampling")] = 0.0
-    top_k: Annotated[int, _make_option("Draw from this many likeliest tokens; 0 is off.", panel="Sampling")] = 0
-    top_p: Annotated[float, _make_option("Draw from the smallest set of this probability.", panel="Sampling")] = 1.0
-    min_p: Annotated[float, _make_option("Drop tokens below this share of the likeliest one.", panel="Sampling")] = 0.0
-    typical_p: Annotated[float, _make_option("Locally typical sampling.", panel="Sampling")] = 1.0
-    repetition_penalty: Annotated[float, _make_option("On prompt and output; 1 is off.", panel="Sampling")] = 1.0
-    presence_penalty: Annotated[float, _make_option("On tokens already put out; 0 is off.", panel="Sampling")] = 0.0
-    frequency_penalty: Annotated[float, _make_option("On their counts; 0 is off.", panel="Sampling")] = 0.0
+    temperature: Annotated[float, _make_option("Sampling temperature; 0 is greedy decoding.", panel="Sampling")] = 0.0
+    top_k: Annotated[int, _make_option("Sample from this many likeliest tokens; 0 is off.", panel="Sampling")] = 0
+    top_p: Annotated[
+        float,
+        _make_option("Sample from the smallest set of tokens with this total probability; 1 is off.", panel="Sampling"),
+    ] = 1.0
+    min_p: Annotated[
+        float,
+        _make_option(
+            "Remove tokens whose probability is below this share of the likeliest token's; 0 is off.", panel="Sampling"
+        ),
+    ] = 0.0
+    typical_p: Annotated[
+        float, _make_option("Total probability of locally typical sampling; 1 is off.", panel="Sampling")
+    ] = 1.0
+    repetition_penalty: Annotated[
+        float, _make_option("Penalty on tokens of the prompt and the output; 1 is off.", panel="Sampling")
+    ] = 1.0
+    presence_penalty: Annotated[
+        float, _make_option("Penalty on tokens that the output contains; 0 is off.", panel="Sampling")
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float, _make_option("Penalty on tokens, times their count in the output; 0 is off.", panel="Sampling")
+    ] = 0.0
     seed: Annotated[
-        int | None, _make_option("Same seed, same text, with or without speculation.", panel="Sampling")
+        int | None,
+        _make_option(
+            "Random seed; equal seeds give equal text, with and without speculation. Default: none.", panel="Sampling"
+        ),
     ] = None
     n: Annotated[
         int,
         _make_option(
-            "Samples of each prompt. The -n of llama.cpp is --max-tokens here.", "--n", "-n", panel="Sampling"
+            "Number of outputs per prompt. The -n of llama.cpp is --max-tokens.", "--n", "-n", panel="Sampling"
         ),
     ] = 1
-    max_tokens: Annotated[int, _make_option("Longest output.", panel="Sampling")] = 128
-    min_tokens: Annotated[int, _make_option("Shortest output.", panel="Sampling")] = 0
+    max_tokens: Annotated[int, _make_option("Longest output, in tokens.", panel="Sampling")] = 128
+    min_tokens: Annotated[int, _make_option("Shortest output, in tokens.", panel="Sampling")] = 0
     stop: Annotated[
         list[str] | None,
-        _make_option("End before this text, taken literally; repeatable.", panel="Sampling", metavar="TEXT"),
+        _make_option("End an output before this literal text; repeatable.", panel="Sampling", metavar="TEXT"),
     ] = None
     stop_token_id: Annotated[
-        list[int] | None, _make_option("End at this token; repeatable.", panel="Sampling", metavar="ID")
+        list[int] | None,
+        _make_option("End an output at this token id; repeatable.", panel="Sampling", metavar="ID"),
     ] = None
-    ignore_eos: Annotated[bool, _make_option("Go on past the end of text.", "--ignore-eos", panel="Sampling")] = False
+    ignore_eos: Annotated[
+        bool, _make_option("Continue an output after the end-of-text token.", "--ignore-eos", panel="Sampling")
+    ] = False
     logprobs: Annotated[
-        int | None, _make_option("With --json: log-probabilities, with this many of the likeliest.", panel="Sampling")
+        int | None,
+        _make_option(
+            "Print log-probabilities of the output tokens and of this many likeliest tokens; needs --json. "
+            "Default: off.",
+            panel="Sampling",
+        ),
     ] = None
 
     def build_sampling(self) -> "Sampling":
-        """Raises UsageError on impossible values."""
+        """Return the sampling parameters. Raises UsageError for a value out of range."""
         from foredraft.sampling.params import Sampling
 
         values = {spec.name: getattr(self, spec.name) for spec in fields(SamplingOptions)}
@@ -192,33 +236,46 @@ class SamplingOptions:
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """Options of the output."""
+    """Options of the report of `foredraft generate`."""
 
     compare: Annotated[
-        bool, _make_option("Measure against plain decoding, method by method.", "--compare", panel="Output")
+        bool, _make_option("Measure every method against plain decoding.", "--compare", panel="Output")
     ] = False
-    repeats: Annotated[int, typer.Option(help="Timed runs of each method.", rich_help_panel="Output", min=1)] = 3
-    as_json: Annotated[bool, _make_option("One JSON object on standard output.", "--json", panel="Output")] = False
-    no_color: Annotated[bool, _make_option("No colours; NO_COLOR does the same.", "--no-color", panel="Output")] = False
+    repeats: Annotated[
+        int,
+        typer.Option(help="Timed runs of each method with --compare.", rich_help_panel="Output", min=1),
+    ] = 3
+    as_json: Annotated[bool, _make_option("Print one JSON object on standard output.", "--json", panel="Output")] = (
+        False
+    )
+    no_color: Annotated[
+        bool,
+        _make_option("Print without colours, as with NO_COLOR in the environment.", "--no-color", panel="Output"),
+    ] = False
 
 
 @dataclass(frozen=True)
 class GenerateOptions(OutputOptions, SamplingOptions, ModelOptions):
-    prompt: Annotated[str | None, typer.Argument(help="The text to go on from; '-' is standard input.")] = None
+    """Options of `foredraft generate`."""
+
+    prompt: Annotated[str | None, typer.Argument(help="Prompt; '-' reads standard input.")] = None
     prompt_option: Annotated[
-        str | None, _make_option("The same as an option, as in llama.cpp.", "--prompt", "-p", metavar="TEXT")
+        str | None, _make_option("Prompt, as an option instead of an argument.", "--prompt", "-p", metavar="TEXT")
     ] = None
     chat: Annotated[
-        bool, _make_option("Put each prompt into the model's chat template, as one user message.", "--chat")
+        bool, _make_option("Put each prompt into the model's chat template as a user message.", "--chat")
     ] = False
     file: Annotated[
         list[str],
-        _make_option("Read a prompt from this file; repeatable, one prompt each.", "--file", "-f", metavar="PATH"),
+        _make_option("Read a prompt from this file; repeatable, one prompt per file.", "--file", "-f", metavar="PATH"),
     ] = field(default_factory=list)
 
 
 def with_options(options: type[Options]) -> Callable[[Callable[[typer.Context, Options], None]], Callable[..., None]]:
-    """Turn a command of (context, options) into what typer reads: one keyword for every field."""
+    """Return a decorator that turns a command of (context, options) into a function that typer can inspect.
+
+    The function has a keyword parameter for each field of the dataclass `options`.
+    """
 
     def wrap(command: Callable[[typer.Context, Options], None]) -> Callable[..., None]:
         def run(ctx: typer.Context, **values: Any) -> None:

@@ -1,4 +1,4 @@
-"""A progress bar that appears on standard error only once something has taken two seconds."""
+"""Progress bar that appears only if a task takes longer than two seconds."""
 
 import threading
 import time
@@ -7,12 +7,19 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-SHOW_AFTER_SECONDS = 2.0  # seconds before the bar appears
-REDRAW_SECONDS = 0.2  # seconds between drawings: the bar shares its cores with the model
+SHOW_AFTER_SECONDS = 2.0  # delay before the bar appears
+REDRAW_SECONDS = 0.2  # shortest time between two drawings, since drawing takes CPU time from the model
 
 
 class ProgressBar:
-    """`with Bar(console, "loading"): ...`; without a total it pulses, with one it is moved by `advance`."""
+    """Progress bar as a context manager: `with ProgressBar(console, "loading") as bar: ...`.
+
+    Args:
+        console: console to draw on. Without a terminal nothing is drawn.
+        title: text beside the bar.
+        total: amount of work. Default None = unknown, then the bar pulses.
+        show_after: seconds before the bar appears. Default 2.
+    """
 
     def __init__(
         self, console: Console, title: str, total: float | None = None, show_after: float = SHOW_AFTER_SECONDS
@@ -25,7 +32,7 @@ class ProgressBar:
         self._task = self._progress.add_task(title, total=total)
         self._timer = threading.Timer(show_after, self._show)
         self._timer.daemon = True
-        self._lock = threading.Lock()  # between the timer's thread and ours
+        self._lock = threading.Lock()  # guards start and stop, which two threads call
         self._is_shown, self._is_over, self._last_drawn = False, False, 0.0
 
     def __enter__(self) -> "ProgressBar":
@@ -49,12 +56,12 @@ class ProgressBar:
                 self._is_shown = True
 
     def advance(self, amount: float = 1, title: str | None = None) -> None:
-        """Move on."""
+        """Add `amount` to the work done, and replace the title if one is given."""
         self._progress.update(self._task, advance=amount, description=title)
         self._redraw()
 
     def move_to(self, done: float, total: float, title: str) -> None:
-        """Stand at `done` of `total`, which may be another total than before."""
+        """Set the work done, the total, which may have changed, and the title."""
         self._progress.update(self._task, completed=done, total=total, description=title)
         self._redraw()
 

@@ -1,4 +1,4 @@
-"""Prompts from the argument, files or standard input: bytes in, checked strings out."""
+"""Prompts from the command line, files or standard input, decoded as UTF-8 and checked."""
 
 import os
 import sys
@@ -12,10 +12,15 @@ STDIN = "-"
 
 
 def read_prompts(argument: str | None, files: Sequence[str]) -> list[str]:
-    """The prompts, in order, exactly as given: no line break is added or taken away.
+    """Return the prompts in order and unchanged: no line break is added or removed.
 
-    One prompt per file; `-` is standard input, which is also read when nothing is given and it is not a terminal.
-    Raises UsageError with the fix in the message.
+    Args:
+        argument: prompt of the command line; "-" = standard input, None = not given.
+        files: files with one prompt each. Without an argument and files, standard input is read, unless it is a
+            terminal.
+
+    Raises:
+        UsageError: no prompt, two sources, or an unreadable source; the message says what to do.
     """
     if argument is not None and files:
         raise UsageError("give the prompt as an argument or with --file, not both")
@@ -27,7 +32,7 @@ def read_prompts(argument: str | None, files: Sequence[str]) -> list[str]:
 
 
 def read_template_file(name: str) -> str:
-    """Source of a chat template. Raises UsageError if the file cannot be read."""
+    """Return the source of a chat template. Raises UsageError if the file cannot be read."""
     try:
         return Path(name).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -49,22 +54,25 @@ def _read_prompt(name: str) -> str:
 
 def _decode(data: bytes, source: str) -> str:
     try:
-        return data.decode("utf-8-sig")  # a byte-order mark is an editor's, not the author's
+        return data.decode("utf-8-sig")  # a byte-order mark, which some editors write, is no part of the prompt
     except UnicodeDecodeError as error:
         byte = f"byte 0x{error.object[error.start]:02x} at offset {error.start}"
         raise UsageError(f"{source} is not UTF-8 ({byte}); save it as UTF-8 first") from None
 
 
 def _repair_encoding(text: str) -> str:
-    """The argument as its bytes read in UTF-8: those that the locale's encoding lacks arrive as lone surrogates."""
+    """Decode the bytes of a command-line argument as UTF-8.
+
+    Bytes that are invalid in the encoding of the locale arrive as lone surrogates.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
         try:
             return os.fsencode(text).decode("utf-8")
         except UnicodeError:
-            words = f"the prompt is not UTF-8 (at character {error.start}); pass it as UTF-8 text"
-            raise UsageError(words) from None
+            message = f"the prompt is not UTF-8 (at character {error.start}); pass it as UTF-8 text"
+            raise UsageError(message) from None
     return text
 
 

@@ -1,6 +1,6 @@
-"""Terminal output: text coloured by origin as it arrives, a legend, figures, a table.
+"""Terminal output: streamed text coloured by the origin of its tokens, legend, figures and tables.
 
-Text goes to standard output, all else to standard error, so a pipe carries the text alone.
+Generated text goes to standard output, everything else to standard error, so that a pipe receives the text only.
 """
 
 import os
@@ -33,13 +33,13 @@ ORIGIN_NAMES: dict[Origin, str] = {
 }
 DIM_STYLE = Style(dim=True)
 
-# A model may write anything; on a terminal its control characters are shown, not obeyed.
+# Generated text may contain control characters. A terminal gets visible replacements, so that it does not execute them.
 _CONTROL_PICTURES = {c: 0x2400 + c for c in range(0x20) if chr(c) not in "\n\t"}
 _CONTROL_PICTURES |= {0x7F: 0x2421, **dict.fromkeys(range(0x80, 0xA0), 0xFFFD)}
 
 
 def make_console(file: TextIO, no_color: bool) -> Console:
-    """A console that colours only on a terminal, and never against --no-color or NO_COLOR."""
+    """Return a console with colours if `file` is a terminal and neither --no-color nor NO_COLOR forbids them."""
     plain = no_color or bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb" or not file.isatty()
     return Console(
         file=file, force_terminal=file.isatty(), color_system=None if plain else "auto", highlight=False, markup=False
@@ -47,7 +47,7 @@ def make_console(file: TextIO, no_color: bool) -> Console:
 
 
 class Screen:
-    """The two streams of a command."""
+    """Standard output and standard error of a command."""
 
     def __init__(self, no_color: bool) -> None:
         self.out = make_console(sys.stdout, no_color)
@@ -55,11 +55,11 @@ class Screen:
 
     @property
     def is_live(self) -> bool:
-        """Someone watches the text as it comes."""
+        """Whether standard output is a terminal."""
         return self.out.is_terminal
 
     def write_text(self, pieces: Sequence[tuple[str, Style]]) -> None:
-        """Text as it comes: nothing wrapped, nothing added."""
+        """Write pieces of generated text, without wrapping and without added characters."""
         if self.is_live:
             self.out.print(
                 Segments(Segment(text.translate(_CONTROL_PICTURES), style) for text, style in pieces),
@@ -71,19 +71,19 @@ class Screen:
         self.out.file.flush()
 
     def print_note(self, line: str, style: Style | None = None) -> None:
-        """One line beside the text."""
+        """Print one line on standard error."""
         self.out.file.flush()
         self.err.print(Text(line, style or Style()), soft_wrap=True)
 
     def print_legend(self, counts: Counter[Origin]) -> None:
-        """Print the meaning of the colours, and the number of tokens of each."""
+        """Print the meaning of each colour and its number of tokens."""
         line = Text()
         for origin in (o for o in ORIGIN_STYLES if counts[o]):
             line.append("■ ", ORIGIN_STYLES[origin]).append(f"{ORIGIN_NAMES[origin]} {counts[origin]}  ", DIM_STYLE)
         self.err.print(line, soft_wrap=True)
 
     def print_table(self, rows: Sequence[MethodRow]) -> None:
-        """The comparison, plain decoding first."""
+        """Print the table of a comparison, without the methods that could not be measured."""
         self.out.file.flush()
         header = ("method", "tokens/s", "speed-up", "acceptance length", "acceptance rate", "identical")
         cells = tuple(row.format_cells(row.figures) for row in rows if row.figures is not None)
@@ -91,7 +91,15 @@ class Screen:
 
 
 class StreamPrinter:
-    """Shows the deltas of many completions in order: the first unfinished one live, the others in turn."""
+    """Printer of the deltas of several completions, in the order of the completions.
+
+    The first unfinished completion is printed as its deltas arrive; deltas of later ones wait for their turn.
+
+    Args:
+        screen: where to print.
+        prompts: prompts of the completions.
+        num_samples: completions per prompt.
+    """
 
     def __init__(self, screen: Screen, prompts: Sequence[str], num_samples: int) -> None:
         self.screen = screen
@@ -99,22 +107,22 @@ class StreamPrinter:
         self.num_samples = num_samples
         self._pending_deltas: dict[int, list[Delta]] = {}
         self._current_index = 0
-        self._last_char: str = "\n"  # the last character shown
+        self._last_char: str = "\n"  # last character printed
 
     def open(self) -> None:
-        """Before the first delta."""
+        """Print the header of the first completion; call before the first delta."""
         self._pending_deltas = {i: [] for i in range(len(self.prompts) * self.num_samples)}
         self._print_header()
 
     def show(self, delta: Delta) -> None:
         self._pending_deltas[delta.index].append(delta)
         while self._current_index in self._pending_deltas:
-            shown, self._pending_deltas[self._current_index] = self._pending_deltas[self._current_index], []
-            for ready in shown:
-                # a request that failed may still release text that no token of this delta brought
-                pairs = zip_longest(ready.pieces, ready.origins, fillvalue=None)
+            ready, self._pending_deltas[self._current_index] = self._pending_deltas[self._current_index], []
+            for current in ready:
+                # A failed request may release held-back text: then the delta has more pieces than tokens.
+                pairs = zip_longest(current.pieces, current.origins, fillvalue=None)
                 self._write([(piece or "", ORIGIN_STYLES[origin or "plain"]) for piece, origin in pairs])
-            if not (shown and shown[-1].finish_reason):
+            if not (ready and ready[-1].finish_reason):
                 break
             del self._pending_deltas[self._current_index]
             self._current_index += 1
@@ -123,7 +131,7 @@ class StreamPrinter:
                 self._print_header()
 
     def close(self) -> None:
-        """End the line the text stopped in, so that what follows starts on its own."""
+        """End the current line, so that the next output starts on a new one."""
         if self._last_char != "\n":
             self._write([("\n", Style())])
 

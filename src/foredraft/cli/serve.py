@@ -1,4 +1,7 @@
-"""`foredraft serve`: a model behind OpenAI's API."""
+"""`foredraft serve`: an HTTP server with OpenAI's API.
+
+This file turns options into settings and loads the model; the server is in `foredraft.server`.
+"""
 
 import ipaddress
 import logging
@@ -31,33 +34,50 @@ _SIZE_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(?:i?B)?|B)?\s*", r
 
 @dataclass(frozen=True)
 class ServeOptions(ModelOptions):
+    """Options of `foredraft serve`."""
+
     model_argument: Annotated[
-        str | None, typer.Argument(help="The same as --model.", metavar="[MODEL]", show_default=False)
+        str | None,
+        typer.Argument(
+            help="Folder or Hub id of the target, as in --model. Default: the built-in model.",
+            metavar="[MODEL]",
+            show_default=False,
+        ),
     ] = None
-    host: Annotated[str, _make_option("Address to listen on; 0.0.0.0 is every one.", panel=SERVER_PANEL)] = "127.0.0.1"
-    port: Annotated[int, typer.Option(help="0 is any free one.", rich_help_panel=SERVER_PANEL, min=0, max=65535)] = 8000
+    host: Annotated[
+        str, _make_option("Address to listen on; 0.0.0.0 is all addresses of this machine.", panel=SERVER_PANEL)
+    ] = "127.0.0.1"
+    port: Annotated[
+        int,
+        typer.Option(help="Port to listen on; 0 is any free port.", rich_help_panel=SERVER_PANEL, min=0, max=65535),
+    ] = 8000
     served_model_name: Annotated[
         list[str] | None,
         _make_option(
-            "What clients call the model; repeatable. Not given: the folder's name or Hub id.", panel=SERVER_PANEL
+            "Name of the model in requests and responses; repeatable. Default: the folder's name or Hub id.",
+            panel=SERVER_PANEL,
         ),
     ] = None
     api_key: Annotated[
-        str | None, _make_option(f"Asked of every client; {API_KEY_VARIABLE} does the same.", panel=SERVER_PANEL)
+        str | None,
+        _make_option(
+            f"API key that clients must send. Default: the environment variable {API_KEY_VARIABLE}, else none.",
+            panel=SERVER_PANEL,
+        ),
     ] = None
     chat_template: Annotated[
         str | None,
         _make_option(
-            "File with a Jinja template; 'plain' writes role: content lines where the model has none (the default), "
-            "'none' refuses chats then.",
+            "File with a Jinja chat template. For a model without a template, 'plain' writes lines of the form role: "
+            "content, and 'none' refuses chat requests. Default: the model's template, else plain.",
             panel=SERVER_PANEL,
         ),
     ] = None
     allowed_host: Annotated[
         list[str] | None,
         _make_option(
-            "Without an API key, on an address of this machine alone: a further name that clients may use for it; "
-            "repeatable.",
+            "Further host name that clients may send; repeatable. Only for a server without an API key on a loopback "
+            "address.",
             panel=SERVER_PANEL,
             metavar="NAME",
         ),
@@ -65,50 +85,70 @@ class ServeOptions(ModelOptions):
     strict_max_tokens: Annotated[
         bool,
         _make_option(
-            "Refuse a max_tokens that the context has no room for; otherwise as many as fit.",
+            "Refuse a request whose max_tokens exceeds the context. Without it, the server generates as many tokens "
+            "as fit.",
             "--strict-max-tokens",
             panel=SERVER_PANEL,
         ),
     ] = False
     access_log: Annotated[
-        bool, _make_option("One line on standard error for every request.", "--access-log", panel=SERVER_PANEL)
+        bool, _make_option("Log each request as one line on standard error.", "--access-log", panel=SERVER_PANEL)
     ] = False
     protect_metrics: Annotated[
-        bool, _make_option("Ask for the API key at /metrics and /version too.", "--protect-metrics", panel=SERVER_PANEL)
+        bool,
+        _make_option("Require the API key for /metrics and /version too.", "--protect-metrics", panel=SERVER_PANEL),
     ] = False
     per_request_spec_metrics: Annotated[
         bool,
-        _make_option("Figures of speculation in every response.", "--per-request-spec-metrics", panel=SERVER_PANEL),
+        _make_option(
+            "Add the figures of speculative decoding to every response.",
+            "--per-request-spec-metrics",
+            panel=SERVER_PANEL,
+        ),
     ] = False
     no_vllm_metrics: Annotated[
-        bool, _make_option("Metrics under our own names alone.", "--no-vllm-metrics", panel=SERVER_PANEL)
+        bool,
+        _make_option("Report metrics without vLLM's names for them.", "--no-vllm-metrics", panel=SERVER_PANEL),
     ] = False
 
-    max_batch: Annotated[int, typer.Option(help="Requests that run at once.", rich_help_panel=LOAD_PANEL, min=1)] = 32
+    max_batch: Annotated[
+        int, typer.Option(help="Most requests that run at the same time.", rich_help_panel=LOAD_PANEL, min=1)
+    ] = 32
     max_chunk: Annotated[
-        int, typer.Option(help="Prompt tokens of one request in one pass.", rich_help_panel=LOAD_PANEL, min=1)
+        int,
+        typer.Option(help="Most prompt tokens of one request in a forward pass.", rich_help_panel=LOAD_PANEL, min=1),
     ] = 512
     kv_memory: Annotated[
         str | None,
-        _make_option("For keys and values, e.g. 2GiB; a quarter of what is free if not given.", panel=LOAD_PANEL),
+        _make_option("Memory of the KV cache, such as 2GiB. Default: a quarter of the free memory.", panel=LOAD_PANEL),
     ] = None
     no_prefix_cache: Annotated[
-        bool, _make_option("Do not keep the prompts of ended requests.", "--no-prefix-cache", panel=LOAD_PANEL)
+        bool,
+        _make_option("Do not reuse computed prompts in later requests.", "--no-prefix-cache", panel=LOAD_PANEL),
     ] = False
     max_queue: Annotated[
-        int, typer.Option(help="Requests that wait; more are sent away with 429.", rich_help_panel=LOAD_PANEL, min=1)
+        int,
+        typer.Option(help="Most requests that wait; further ones get status 429.", rich_help_panel=LOAD_PANEL, min=1),
     ] = 256
     request_timeout: Annotated[
-        float, typer.Option(help="Seconds a request may take in all; 0 is any.", rich_help_panel=LOAD_PANEL, min=0)
+        float,
+        typer.Option(
+            help="Time limit of a request, in seconds from arrival; 0 is none.", rich_help_panel=LOAD_PANEL, min=0
+        ),
     ] = 600.0
     drain_timeout: Annotated[
-        float, typer.Option(help="Seconds requests may go on when the server stops.", rich_help_panel=LOAD_PANEL, min=0)
+        float,
+        typer.Option(
+            help="Time for running requests to finish when the server stops, in seconds.",
+            rich_help_panel=LOAD_PANEL,
+            min=0,
+        ),
     ] = 30.0
 
 
 @with_options(ServeOptions)
 def serve(ctx: typer.Context, options: ServeOptions) -> None:
-    """Serve a model over OpenAI's API, with metrics for Prometheus, until SIGTERM or Ctrl-C.
+    """Serve a model with OpenAI's API and Prometheus metrics, until SIGTERM or Ctrl-C.
 
     Example: foredraft serve --port 8000, then curl localhost:8000/v1/models
     """
@@ -128,40 +168,41 @@ def serve(ctx: typer.Context, options: ServeOptions) -> None:
     if settings.has_access_log:
         _enable_access_log()
     with listen(options.host, options.port) as sock:
-        where = f"http://{options.host}:{sock.getsockname()[1]}"
+        url = f"http://{options.host}:{sock.getsockname()[1]}"
         if settings.api_key is None and not is_local(options.host):
-            print_line(f"warning: all clients of {where} can use the model; set --api-key or {API_KEY_VARIABLE}")
-        print_line(f"loading {settings.model_names[0]}; {where} answers meanwhile")
+            print_line(f"warning: all clients of {url} can use the model; set --api-key or {API_KEY_VARIABLE}")
+        print_line(f"loading {settings.model_names[0]}; {url} answers meanwhile")
         service = Service(settings, _build_worker_limits(options))
         loader = _make_loader(options, method, kv_memory)
 
         def ready() -> None:
-            drafter = f" ({service.llm.drafter_name})" if method == AUTO else ""  # it says what it picked
-            print_line(f"serving {settings.model_names[0]} at {where} with --spec-method {method}{drafter}")
+            # the drafter's name lists the methods that `auto` chose
+            drafter = f" ({service.llm.drafter_name})" if method == AUTO else ""
+            print_line(f"serving {settings.model_names[0]} at {url} with --spec-method {method}{drafter}")
 
         run(service, sock, loader, ready)
 
 
 def _apply_positional(options: ServeOptions) -> ServeOptions:
-    """`serve MODEL`, as vLLM has it. Raises UsageError if --model is given too."""
+    """Move the argument of `serve MODEL` to --model. Raises UsageError if --model is given too."""
     if options.model_argument is None:
         return options
     if options.model is not None:
-        raise UsageError("the model stands as an argument and in --model; give it once")
+        raise UsageError("the model is given as an argument and with --model; give it once")
     return replace(options, model=options.model_argument, model_argument=None)
 
 
 def build_settings(options: ServeOptions) -> "ServerSettings":
-    """Raises UsageError."""
+    """Return the settings of the server. Raises UsageError for an invalid API key, name, host or template."""
     from foredraft.server.settings import ServerSettings
 
     key = options.api_key if options.api_key is not None else os.environ.get(API_KEY_VARIABLE)
-    key = None if key is None else key.strip()  # one from a file ends with a line break
+    key = None if key is None else key.strip()  # a key that was read from a file ends with a line break
     if key == "":
         raise UsageError(f"the API key is empty; give --api-key or {API_KEY_VARIABLE} a value, or leave it out")
     if key is not None and not (key.isascii() and key.isprintable()):
         raise UsageError(
-            f"the API key holds characters that no HTTP header can; give --api-key or {API_KEY_VARIABLE} in ASCII"
+            f"the API key has characters that an HTTP header cannot have; give --api-key or {API_KEY_VARIABLE} in ASCII"
         )
     if options.protect_metrics and key is None:
         raise UsageError(f"--protect-metrics needs an API key; give --api-key or {API_KEY_VARIABLE}")
@@ -182,7 +223,7 @@ def build_settings(options: ServeOptions) -> "ServerSettings":
 
 
 def is_local(host: str) -> bool:
-    """Whether no other machine can reach it."""
+    """Return whether `host` is a loopback address, which no other machine can reach."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -190,11 +231,13 @@ def is_local(host: str) -> bool:
 
 
 def _read_allowed_hosts(options: ServeOptions, key: str | None) -> tuple[str, ...] | None:
-    """A server that only this machine reaches, and that asks for no key, must not answer to a web page's name."""
+    """Return the host names besides the loopback ones that requests may carry; None = any name.
+
+    The check applies to a server without an API key on a loopback address. Without it, a web page in a local browser
+    could reach the server through a host name that resolves to this machine.
+    """
     if options.allowed_host and (key is not None or not is_local(options.host)):
-        raise UsageError(
-            "--allowed-host is for a server without an API key on an address of this machine; leave it out"
-        )
+        raise UsageError("--allowed-host is for a server without an API key on a loopback address; leave it out")
     if key is not None or not is_local(options.host):
         return None
     return tuple(name.lower() for name in options.allowed_host or ())
@@ -211,7 +254,7 @@ def _enable_access_log() -> None:
 
 
 def read_model_names(options: ServeOptions) -> tuple[str, ...]:
-    """Return the names that clients use. A local folder is known by its last part, not by its path."""
+    """Return the names of the model in requests; for a local folder the last part of its path."""
     if options.served_model_name:
         names = tuple(dict.fromkeys(options.served_model_name))
         if not all(name.strip() for name in names):
@@ -224,19 +267,26 @@ def read_model_names(options: ServeOptions) -> tuple[str, ...]:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size such as 2GiB, 512M or 1.5g; a unit is a power of 1024. Raises UsageError."""
-    found = _SIZE_PATTERN.fullmatch(text)
-    size = 0 if found is None else int(float(found[1]) * 1024 ** " KMGT".index((found[2] or " ").upper()))
+    """Return the bytes of a size such as 2GiB, 512M or 1.5g.
+
+    Args:
+        text: number with an optional unit, a power of 1024 in upper or lower case.
+
+    Raises:
+        UsageError: the text is no size, or less than one byte.
+    """
+    match = _SIZE_PATTERN.fullmatch(text)
+    size = 0 if match is None else int(float(match[1]) * 1024 ** " KMGT".index((match[2] or " ").upper()))
     if size < 1:
         raise UsageError(f"--kv-memory takes a size such as 2GiB or 512M, got {text!r}")
     return size
 
 
-def _read_template(chosen: str | None) -> str | None:
-    """The source of a template file; None where a word was given, or nothing."""
-    if chosen is None or chosen in (NONE, "plain"):
+def _read_template(name: str | None) -> str | None:
+    """Return the source of a template file; None for a keyword or without an option."""
+    if name is None or name in (NONE, "plain"):
         return None
-    return read_template_file(chosen)
+    return read_template_file(name)
 
 
 def _build_worker_limits(options: ServeOptions) -> "WorkerLimits":
@@ -249,8 +299,8 @@ def _make_loader(options: ServeOptions, method: str, kv_memory: int | None) -> "
     def load() -> "LLM":
         from foredraft.llm import MemoryLimits
 
-        given: dict[str, Any] = {} if kv_memory is None else {"kv_memory": kv_memory}
-        limits = MemoryLimits(max_batch=options.max_batch, prefix_cache=not options.no_prefix_cache, **given)
+        kv_limit: dict[str, Any] = {} if kv_memory is None else {"kv_memory": kv_memory}
+        limits = MemoryLimits(max_batch=options.max_batch, prefix_cache=not options.no_prefix_cache, **kv_limit)
         llm = load_llm(options, method, limits)
         scheduler = llm.engine.scheduler
         scheduler.limits = replace(scheduler.limits, max_chunk=options.max_chunk)

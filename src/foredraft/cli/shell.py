@@ -1,6 +1,7 @@
-"""How a command behaves as a process: exit codes, one line for each mistake, a quiet Ctrl-C.
+"""Exit codes and error lines of the commands.
 
-This file knows nothing of models. Codes: 0 done, 1 failed, 2 the command line was wrong, 130 interrupted.
+An expected error is one line on standard error. Exit codes: 0 done, 1 failed, 2 invalid command line, 130 interrupted.
+This file does not know about models.
 """
 
 import os
@@ -18,17 +19,17 @@ from foredraft.errors import ForedraftError
 
 DONE, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
 
-# The base of every complaint about a command line; typer exports only this child of it.
+# Click's base class of command-line errors. Typer does not export it, only its subclass BadParameter.
 _ClickUsageError: Any = typer.BadParameter.__bases__[0]
 _ClickNoSuchOption: Any = next(kind for kind in _ClickUsageError.__subclasses__() if kind.__name__ == "NoSuchOption")
 
 
 class UsageError(ForedraftError):
-    """The command line is wrong, which shows before a model is loaded."""
+    """Invalid command line, detected before a model is loaded."""
 
 
 class RootGroup(TyperGroup):
-    """The root command. A foreseeable error becomes one line on standard error; anything else is our bug and raises."""
+    """Root command, which prints an expected error as one line; any other exception is a bug and propagates."""
 
     def main(
         self,
@@ -39,7 +40,16 @@ class RootGroup(TyperGroup):
         windows_expand_args: bool = True,
         **extra: Any,
     ) -> Any:
-        """Run and leave by SystemExit, whatever `standalone_mode` says."""
+        """Run a command and raise SystemExit with its exit code, whatever the value of `standalone_mode`.
+
+        Args:
+            args: command line without the program name. Default None = that of the process.
+            prog_name: ignored; the name is always "foredraft".
+            complete_var: environment variable for shell completion.
+            standalone_mode: ignored.
+            windows_expand_args: expand patterns in arguments on Windows.
+            extra: further arguments of typer.
+        """
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
             try:
@@ -53,29 +63,30 @@ class RootGroup(TyperGroup):
 
 
 class Command(TyperCommand):
-    """A command that refuses other programs' options with one dash and several letters, such as -ngl.
+    """Command that rejects options of other programs with one dash and several letters, such as -ngl.
 
-    The parser would read -ngl as -n with the value gl.
+    Typer's parser would read -ngl as -n with the value gl.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse; raises the parser's own NoSuchOption."""
-        known = {name for parameter in self.params for name in parameter.opts}
-        valued = {name for p in self.params if not getattr(p, "is_flag", False) for name in p.opts}
-        before = ""
-        for word in args:
-            if word == "--":
+        """Parse the arguments. Raises Click's NoSuchOption for an option of another program."""
+        option_names = {name for parameter in self.params for name in parameter.opts}
+        options_with_value = {name for p in self.params if not getattr(p, "is_flag", False) for name in p.opts}
+        previous = ""
+        for arg in args:
+            if arg == "--":
                 break
-            name = word.partition("=")[0]
-            if is_short_word(name) and name not in known and before not in valued:
+            name = arg.partition("=")[0]
+            if is_short_word(name) and name not in option_names and previous not in options_with_value:
                 raise _ClickNoSuchOption(name, ctx=ctx)
-            before = word
+            previous = arg
         return super().parse_args(ctx, args)
 
 
 def _report_error(error: Exception) -> int:
+    """Print an expected error and return the exit code; raise any other error again."""
     if isinstance(error, BrokenPipeError) or (isinstance(error, OSError) and error.filename == STDOUT):
-        # what is left of the output has nowhere to go; a second failing flush at exit would print a traceback
+        # The rest of the output cannot be written. Without this, the flush at exit fails too and prints a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if isinstance(error, BrokenPipeError):
         return FAILED
@@ -88,7 +99,7 @@ def _report_error(error: Exception) -> int:
         return MISUSED
     if isinstance(error, MemoryError) or "out of memory" in str(error).lower():
         print_line(
-            "error: out of memory; take fewer prompts at once, fewer --max-tokens, --dtype bfloat16 or a smaller model"
+            "error: out of memory; use fewer prompts at once, fewer --max-tokens, --dtype bfloat16 or a smaller model"
         )
         return FAILED
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
@@ -101,15 +112,15 @@ def _report_error(error: Exception) -> int:
 
 
 def _format_usage_error(error: Any) -> str:
-    """The message of a wrong command line; an unknown option with the one that was probably meant."""
+    """Return the message of a command-line error; for an unknown option, with a suggestion."""
     if not isinstance(error, _ClickNoSuchOption):
         return str(error.format_message())
-    known = [name for parameter in (error.ctx.command.params if error.ctx else ()) for name in parameter.opts]
-    return format_unknown_option(error.option_name, known)
+    option_names = [name for parameter in (error.ctx.command.params if error.ctx else ()) for name in parameter.opts]
+    return format_unknown_option(error.option_name, option_names)
 
 
 def print_line(line: str) -> None:
-    """One line on standard error, whatever line breaks and control characters the message brought along."""
+    """Print a message as one line on standard error; line breaks and control characters become spaces."""
     sys.stdout.flush()
     typer.echo("".join(c if c.isprintable() else " " for c in " ".join(line.split())), err=True)
 

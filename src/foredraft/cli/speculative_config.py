@@ -1,4 +1,4 @@
-"""Read vLLM's `--speculative-config` into our own options."""
+"""Translation of vLLM's `--speculative-config` into the options of Foredraft."""
 
 import json
 from dataclasses import replace
@@ -14,25 +14,32 @@ OPTION_FIELDS = {"method": "spec_method", "model": "spec_model", "num_speculativ
 
 
 def read_speculative_config(options: Options) -> Options:
-    """The options with the JSON object taken apart. Raises UsageError for what is no object, or given twice."""
+    """Return the options with the entries of --speculative-config moved to their own fields.
+
+    Args:
+        options: options of a command. Keys without a field become settings of the method (--spec-option).
+
+    Raises:
+        UsageError: the value is not a JSON object, or an entry is given as an option too.
+    """
     if options.speculative_config is None:
         return options
     try:
-        given = json.loads(options.speculative_config)
+        config = json.loads(options.speculative_config)
     except json.JSONDecodeError as error:
         raise UsageError(f"{OPTION_NAME} is not JSON ({error.msg} at character {error.pos})") from None
-    if not isinstance(given, dict):
+    if not isinstance(config, dict):
         raise UsageError(
             f'{OPTION_NAME} takes a JSON object such as {{"method": "ngram", "num_speculative_tokens": 4}}'
         )
     changes: dict[str, object] = {"speculative_config": None}
     settings = list(options.spec_option or [])
-    for key, value in given.items():
+    for key, value in config.items():
         if key not in OPTION_FIELDS:
             settings.append(f"{key}={json.dumps(value)}")
             continue
         name = OPTION_FIELDS[key]
         if getattr(options, name) != getattr(ModelOptions(), name):
-            raise UsageError(f"{key} stands in {OPTION_NAME} and in --{name.replace('_', '-')}; give it once")
+            raise UsageError(f"{key} is given in {OPTION_NAME} and with --{name.replace('_', '-')}; give it once")
         changes[name] = [value] if name == "spec_method" else str(value)
     return replace(options, **changes, spec_option=settings or None)  # type: ignore[arg-type]

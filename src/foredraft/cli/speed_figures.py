@@ -1,4 +1,4 @@
-"""The figures of a run, summed over its completions, and the JSON they and the completions are printed as."""
+"""Speed figures of a run, summed over its completions, and the JSON form of a completion."""
 
 import dataclasses
 import math
@@ -11,7 +11,7 @@ from foredraft.outputs import Completion, Stats
 
 
 def sum_stats(stats: Iterable[Stats]) -> Stats:
-    """One Stats for many completions: every count and time is the sum, so every rate is the mean over all passes."""
+    """Return the sum of the counts and times, so that every rate is a mean over all target passes."""
     rows = list(stats)
     sums = {spec.name: sum(getattr(row, spec.name) for row in rows) for spec in _list_number_fields()}
     accepted_at = tuple(sum(column) for column in zip_longest(*(row.accepted_at for row in rows), fillvalue=0))
@@ -24,10 +24,10 @@ def _list_number_fields() -> list[dataclasses.Field[Any]]:
 
 @dataclass(frozen=True)
 class SpeedFigures:
-    """One run: all its completions, and how long they took together on the clock of the caller."""
+    """Summed figures of the completions of a run, and its duration."""
 
     stats: Stats
-    seconds: float
+    seconds: float  # wall time of the whole run, measured by the caller
 
     @classmethod
     def from_completions(cls, completions: Sequence[Completion], seconds: float) -> "SpeedFigures":
@@ -39,7 +39,7 @@ class SpeedFigures:
 
     @property
     def summary(self) -> str:
-        """The one line a person reads."""
+        """One line with tokens, time, rate, acceptance and target passes."""
         s = self.stats
         rate = f"{s.acceptance_rate:.2f}" if s.num_drafted else "-"
         return (
@@ -49,7 +49,10 @@ class SpeedFigures:
 
 
 def encode_completion(completion: Completion, lossy: frozenset[str]) -> dict[str, Any]:
-    """The fixed shape; beyond it only what must not go unsaid: a lossy rule, an error."""
+    """Return the JSON object of a completion.
+
+    Its keys are fixed, except for `verification`, if the rule is in `lossy`, and `error`, if the request failed.
+    """
     stats = completion.stats
     names = ("acceptance_length", "acceptance_rate", "per_position", "target_passes", "draft_time", "wall_time")
     result: dict[str, Any] = {
@@ -67,7 +70,7 @@ def encode_completion(completion: Completion, lossy: frozenset[str]) -> dict[str
 
 
 def _replace_infinities(value: Any) -> Any:
-    """JSON has no infinity: the log of a probability of zero is null."""
+    """Replace infinite and undefined numbers, such as the logarithm of 0, by None: JSON has no such numbers."""
     if isinstance(value, dict):
         return {key: _replace_infinities(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):

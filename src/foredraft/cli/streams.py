@@ -1,4 +1,4 @@
-"""Standard streams of the process: there, in UTF-8 wherever they go, and named in the error of a failed write."""
+"""Set-up of the standard streams: open, in UTF-8 outside a terminal, and named in write errors."""
 
 import io
 import os
@@ -8,7 +8,7 @@ STDOUT = "standard output"
 
 
 class NamedFile(io.FileIO):
-    """A file opened by number, whose errors say what it is."""
+    """File that is opened by its descriptor and has a title, which write errors name."""
 
     title: str
 
@@ -21,25 +21,25 @@ class NamedFile(io.FileIO):
 
 
 def open_streams() -> None:
-    """Put the null device in place of a standard stream that the caller closed, and set how text is written.
+    """Replace closed standard streams by the null device, and set the encoding of standard output and standard error.
 
-    A closed stream is None in Python, and the next file that is opened, a socket for one, would get its number and
-    whatever native code writes there.
+    Python represents a closed stream by None. The next file or socket would get the free descriptor, and with it
+    everything that native code writes to the standard stream.
     """
     for number in range(3):
         if not _is_open(number):
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it takes the lowest free number: this one
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free descriptor: `number`
     if sys.stdin is None:
-        sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - for as long as the process runs
+        sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - open until the process ends
     if sys.stderr is None:
         sys.stderr = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     raw = NamedFile(1, "w", closefd=False)
     raw.title = STDOUT
-    # a terminal keeps its encoding, and shows whole lines at once
+    # A terminal keeps its encoding and is line-buffered.
     encoding = sys.stdout.encoding if sys.stdout is not None and raw.isatty() else "utf-8"
     sys.stdout = io.TextIOWrapper(io.BufferedWriter(raw), encoding, line_buffering=raw.isatty())
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # nothing an encoding lacks may raise
+        if isinstance(stream, io.TextIOWrapper):  # a character that the encoding lacks must not raise
             stream.reconfigure(encoding=None if stream.isatty() else "utf-8", errors="backslashreplace")
 
 

@@ -1,9 +1,10 @@
-"""Name the option that was meant: the words of vLLM, llama.cpp and transformers, and near misses of ours."""
+"""Suggestions for unknown options: options of vLLM, llama.cpp and transformers, and misspelt options."""
 
 import difflib
 from collections.abc import Sequence
 
-NO_OPTION_PREFIX = "no option: "  # begins the reason why there is none
+NO_OPTION_PREFIX = "no option: "  # marks an entry that is a reason instead of an option
+MIN_SIMILARITY = 0.6  # least difflib ratio at which a known option is suggested
 
 _ONE_DEVICE = (
     f"{NO_OPTION_PREFIX}one process runs one model on one device; start one server for each device with "
@@ -15,7 +16,7 @@ _KV_TYPE = f"{NO_OPTION_PREFIX}the KV cache has the model's dtype; --dtype chang
 _METHODS = ("--spec-method", "--methods METHOD", "--method METHOD")
 _LENGTHS = ("--spec-tokens", "--methods METHOD:TOKENS", "--fixed")
 
-# An option of another program, or of another of our commands -> ours, the first that the command has, or what to do.
+# Option of another program or command -> the option to use, several of which the first that the command has, or advice.
 FOREIGN_OPTIONS: dict[str, str | tuple[str, ...]] = {
     "--gpu-memory-utilization": _KV_SIZE,
     "--spec-method": _METHODS,
@@ -85,43 +86,50 @@ FOREIGN_OPTIONS: dict[str, str | tuple[str, ...]] = {
     "--trust-remote-code": f"{NO_OPTION_PREFIX}code that comes with a model is never run",
     "--lora": f"{NO_OPTION_PREFIX}merge the adapter into its base model first (PEFT's merge_and_unload)",
     "--enable-lora": f"{NO_OPTION_PREFIX}merge the adapter into its base model first (PEFT's merge_and_unload)",
-    "--draft-min": f"{NO_OPTION_PREFIX}--spec-tokens bounds a draft from above alone",
-    "--swap-space": f"{NO_OPTION_PREFIX}a sequence that gives way is computed again, not swapped",
+    "--draft-min": f"{NO_OPTION_PREFIX}--spec-tokens bounds a draft from above only",
+    "--swap-space": f"{NO_OPTION_PREFIX}a preempted sequence is computed again, not swapped",
     "--disable-log-requests": f"{NO_OPTION_PREFIX}requests are logged only with --access-log",
 }
 
 
-# Options of `foredraft serve` alone -> how the other commands do it.
+# Option that only `foredraft serve` has -> advice for the other commands.
 SERVE_ONLY = {
-    name: f"{name} is an option of foredraft serve alone"
+    name: f"{name} is an option of foredraft serve only"
     for name in ("--max-batch", "--max-chunk", "--no-prefix-cache", "--served-model-name")
 } | {"--kv-memory": "the KV cache takes at most a quarter of the free memory; foredraft serve sets it with --kv-memory"}
 
 
 def is_short_word(word: str) -> bool:
-    """Whether a word is an option of another program with one dash and several letters."""
+    """Return whether a word is an option of another program with one dash and several letters."""
     return word in FOREIGN_OPTIONS and not word.startswith("--") and len(word) > 2
 
 
 def format_unknown_option(wrong: str, known: Sequence[str]) -> str:
-    """The message for an unknown option: what to type in its place, or why there is none."""
-    meant = suggest_option(wrong, known)
-    if meant is None:
+    """Return the message for an unknown option: the option to use, or why there is none.
+
+    Args:
+        wrong: the unknown option.
+        known: options of the command.
+    """
+    suggestion = suggest_option(wrong, known)
+    if suggestion is None:
         reasons = [SERVE_ONLY[name] for option in _counterparts(wrong) if (name := option.split()[0]) in SERVE_ONLY]
         return f"unknown option {wrong}" + (f"; there is none here: {reasons[0]}" if reasons else "")
-    reason = meant.removeprefix(NO_OPTION_PREFIX)
-    return f"unknown option {wrong}; " + (f"use {meant}" if reason == meant else f"there is none here: {reason}")
+    reason = suggestion.removeprefix(NO_OPTION_PREFIX)
+    return f"unknown option {wrong}; " + (
+        f"use {suggestion}" if reason == suggestion else f"there is none here: {reason}"
+    )
 
 
 def suggest_option(wrong: str, known: Sequence[str]) -> str | None:
-    """Suggest what to type in place of an unknown option; None if nothing is near."""
+    """Return the option to use instead of an unknown one, or advice; None if no option is similar."""
     if wrong in FOREIGN_OPTIONS:
-        found = (ours for ours in _counterparts(wrong) if not ours.startswith("--") or ours.split()[0] in known)
-        return next(found, None)
-    near = difflib.get_close_matches(wrong, known, n=1, cutoff=0.6)
-    return near[0] if near else None
+        usable = (entry for entry in _counterparts(wrong) if not entry.startswith("--") or entry.split()[0] in known)
+        return next(usable, None)
+    similar = difflib.get_close_matches(wrong, known, n=1, cutoff=MIN_SIMILARITY)
+    return similar[0] if similar else None
 
 
 def _counterparts(wrong: str) -> tuple[str, ...]:
-    ours = FOREIGN_OPTIONS.get(wrong, ())
-    return (ours,) if isinstance(ours, str) else ours
+    entries = FOREIGN_OPTIONS.get(wrong, ())
+    return (entries,) if isinstance(entries, str) else entries

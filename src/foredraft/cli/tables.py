@@ -1,4 +1,7 @@
-"""Tables for a terminal, as wide as it is: the headers take two lines, then the box goes, then columns go below."""
+"""Tables that fit the width of a terminal.
+
+A table that is too wide gets headers of two lines, then loses its box, and is finally split into several tables.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,12 +13,15 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-UNBOUNDED_WIDTH = 10_000  # columns of a terminal without a right edge
+UNBOUNDED_WIDTH = 10_000  # characters; width at which a table is measured
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Titles and cells; the first `names` columns name the row and stand flush left, figures stand flush right."""
+    """Header and cells of a table.
+
+    The first `num_name_columns` columns name the row and are aligned left; the others are figures, aligned right.
+    """
 
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -27,7 +33,7 @@ class Grid:
         return Grid(tuple(self.header[i] for i in columns), rows, self.num_name_columns, self.title)
 
     def break_headers(self) -> "Grid":
-        """The same with headers of two lines."""
+        """Return a copy whose headers have two lines."""
         return Grid(tuple(map(_break_name, self.header)), self.rows, self.num_name_columns, self.title)
 
     def build_table(self, frame: box.Box | None) -> Table:
@@ -48,18 +54,18 @@ class Grid:
 
 
 def print_grid(console: Console, grid: Grid) -> None:
-    """Print a table in the roomiest form that the console has the width for; no column and no cell is cut."""
-    halved = grid.break_headers()
-    for table in (grid.build_table(box.HEAVY_HEAD), halved.build_table(box.HEAVY_HEAD), halved.build_table(None)):
+    """Print a table in the widest form that fits the console; no column and no cell is truncated."""
+    narrow = grid.break_headers()
+    for table in (grid.build_table(box.HEAVY_HEAD), narrow.build_table(box.HEAVY_HEAD), narrow.build_table(None)):
         if _fits(console, table):
             console.print(table)
             return
-    for columns in _split_columns(console, halved):
-        console.print(halved.select_columns(columns).build_table(None))
+    for columns in _split_columns(console, narrow):
+        console.print(narrow.select_columns(columns).build_table(None))
 
 
 def _split_columns(console: Console, grid: Grid) -> list[list[int]]:
-    """The columns of tables that stand below each other, each with the names of the rows."""
+    """Return the column numbers of each table of a split; every table begins with the name columns."""
     names = list(range(grid.num_name_columns))
     parts = [list(names)]
     for column in range(grid.num_name_columns, len(grid.header)):
@@ -76,7 +82,7 @@ def _fits(console: Console, table: Table) -> bool:
 
 
 def _break_name(name: str) -> str:
-    """The name on two lines, broken at the space that makes it narrowest."""
+    """Break a header into two lines at the space that gives the smallest width."""
     words = name.split(" ")
     breaks = [(" ".join(words[:i]), " ".join(words[i:])) for i in range(1, len(words))]
     return "\n".join(min(breaks, key=lambda lines: max(map(len, lines)))) if breaks else name

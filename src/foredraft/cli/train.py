@@ -1,4 +1,7 @@
-"""`foredraft train`: a drafter for a model, from text or from what the model writes itself."""
+"""`foredraft train`: training of a drafter for a target, on given texts or on texts that the target writes.
+
+The training is in `foredraft.train`; this file turns options into a plan and shows progress.
+"""
 
 import sys
 from collections.abc import Mapping
@@ -18,114 +21,166 @@ if TYPE_CHECKING:
     from foredraft.train.config import TrainPlan
     from foredraft.train.loop import TrainStatus
 
+# Settings of methods that have an option besides --set.
 SHORTHAND_OPTIONS = (
     "loss",
     "heads",
     "layers",
     "hidden",
     "draft_config",
-)  # options of methods that have a word of their own
+)
 DATA_PANEL, STEPS_PANEL, MEASURE_PANEL, RUN_PANEL = "Data", "Steps", "Measurement", "Run"
+PROGRESS_PARTS = 20  # without a terminal, a line is printed after each twentieth of the steps
 
 
 @dataclass(frozen=True)
 class TrainOptions:
     """Options of `foredraft train`."""
 
-    method: Annotated[str, typer.Argument(help="What to train: draft_model, medusa, eagle3, ngram_lm, ...")]
+    method: Annotated[
+        str, typer.Argument(help="Drafting method to train, such as draft_model, medusa, eagle3 or ngram_lm.")
+    ]
     data: Annotated[
         list[str] | None,
         _make_option(
-            "Text, .jsonl (text, prompt and completion, or messages), .npy of token ids, a dataset folder, or "
-            "'builtin'; repeatable.", "--data", "-d", panel=DATA_PANEL, metavar="PATH",
+            "Training data: a text file, .jsonl (text, prompt and completion, or messages), .npy of token ids, a "
+            "dataset folder, or 'builtin'; repeatable.", "--data", "-d", panel=DATA_PANEL, metavar="PATH",
         ),
     ] = None  # fmt: skip
-    out: Annotated[Path, _make_option("Where the drafter goes; a run that stopped goes on there.", "--out", "-o")] = (
-        Path("drafter")
-    )
-    model: Annotated[str | None, _make_option("Folder or Hub id of the target; the built-in model if not given.")] = (
-        None
-    )
-    start: Annotated[str | None, _make_option("A drafter to go on from, as published.", metavar="FOLDER")] = None
+    out: Annotated[
+        Path, _make_option("Folder for the drafter; an interrupted run in it is resumed.", "--out", "-o")
+    ] = Path("drafter")
+    model: Annotated[str | None, _make_option("Folder or Hub id of the target. Default: the built-in model.")] = None
+    start: Annotated[
+        str | None,
+        _make_option("Folder of a trained drafter to start from. Default: new weights.", metavar="FOLDER"),
+    ] = None
     option: Annotated[
         list[str] | None,
-        _make_option("An option of the method, e.g. --set heads=5; repeatable.", "--set", metavar="KEY=VALUE"),
+        _make_option("Setting of the method, such as --set heads=5; repeatable.", "--set", metavar="KEY=VALUE"),
     ] = None
-    loss: Annotated[str | None, _make_option("ce, kl, reverse_kl, tv or lk; short for --set loss=.")] = None
-    heads: Annotated[int | None, _make_option("Short for --set heads=.")] = None
-    layers: Annotated[int | None, _make_option("Short for --set layers=.")] = None
-    hidden: Annotated[int | None, _make_option("Width; short for --set hidden=.")] = None
+    loss: Annotated[
+        str | None,
+        _make_option("Loss: ce, kl, reverse_kl, tv or lk; the same as --set loss=. Default: that of the method."),
+    ] = None
+    heads: Annotated[
+        int | None, _make_option("Number of heads; the same as --set heads=. Default: that of the method.")
+    ] = None
+    layers: Annotated[
+        int | None, _make_option("Number of layers; the same as --set layers=. Default: that of the method.")
+    ] = None
+    hidden: Annotated[
+        int | None, _make_option("Width of the drafter; the same as --set hidden=. Default: that of the method.")
+    ] = None
     draft_config: Annotated[
-        str | None, _make_option("config.json of a draft model; short for --set draft_config=.", metavar="PATH")
+        str | None,
+        _make_option("config.json of a new draft model; the same as --set draft_config=.", metavar="PATH"),
     ] = None
 
-    context: Annotated[int, _make_option("Tokens of a row.", panel=DATA_PANEL)] = 256
+    context: Annotated[int, _make_option("Length of a training row, in tokens.", panel=DATA_PANEL)] = 256
     held_out: Annotated[
-        list[str] | None, _make_option("Texts to measure on; repeatable.", panel=DATA_PANEL, metavar="PATH")
+        list[str] | None,
+        _make_option(
+            "Data for measurements, never trained on; repeatable. Default: a share of --data.",
+            panel=DATA_PANEL,
+            metavar="PATH",
+        ),
     ] = None
-    held_out_share: Annotated[float, _make_option("Without --held-out: share of the texts.", panel=DATA_PANEL)] = 0.02
+    held_out_share: Annotated[
+        float, _make_option("Share of the texts that is held out if --held-out is not given.", panel=DATA_PANEL)
+    ] = 0.02
     generate: Annotated[
         bool | None,
         typer.Option(
             "--generate/--no-generate", rich_help_panel=DATA_PANEL, show_default=False,
-            help="The target writes the texts itself, from the prompts in --data. Default: if it is an instruct model.",
+            help="Let the target write the texts, from the prompts in --data. Default: if it is an instruct model.",
         ),
     ] = None  # fmt: skip
-    written: Annotated[int, _make_option("Tokens it writes after a prompt, at most.", panel=DATA_PANEL)] = 192
+    written: Annotated[int, _make_option("Most tokens that the target writes after a prompt.", panel=DATA_PANEL)] = 192
     cache: Annotated[
-        str | None, _make_option("Keep the target's traces in this folder.", panel=DATA_PANEL, metavar="FOLDER")
+        str | None,
+        _make_option("Folder that keeps the target's traces. Default: none.", panel=DATA_PANEL, metavar="FOLDER"),
     ] = None
     top: Annotated[
-        int | None, _make_option("Likeliest tokens kept of the target's distribution.", panel=DATA_PANEL)
+        int | None,
+        _make_option(
+            "Likeliest tokens to keep of the target's distribution. Default: by the size of the vocabulary.",
+            panel=DATA_PANEL,
+        ),
     ] = None
 
     steps: Annotated[
-        int | None, _make_option("Updates; not given: one pass over the data, at most 1000.", panel=STEPS_PANEL)
+        int | None,
+        _make_option("Number of updates. Default: one pass over the data, at most 1000.", panel=STEPS_PANEL),
     ] = None
-    batch_tokens: Annotated[int, _make_option("Tokens of an update.", panel=STEPS_PANEL)] = 2048
-    parts: Annotated[int, _make_option("Passes an update is made of, to save memory.", panel=STEPS_PANEL)] = 1
-    learning_rate: Annotated[float, _make_option("The highest.", "--learning-rate", "--lr", panel=STEPS_PANEL)] = 1e-3
-    warmup: Annotated[float, _make_option("Share of the steps over which it rises.", panel=STEPS_PANEL)] = 0.04
-    decay: Annotated[str, _make_option("How it falls: linear, cosine or constant.", panel=STEPS_PANEL)] = "cosine"
-    optimizer: Annotated[str, _make_option("adamw, or muon for the matrices inside.", panel=STEPS_PANEL)] = "adamw"
-    weight_decay: Annotated[float, _make_option("Of AdamW.", panel=STEPS_PANEL)] = 0.0
-    clip: Annotated[float, _make_option("Longest gradient.", panel=STEPS_PANEL)] = 1.0
-    seed: Annotated[int, _make_option("Same seed, same drafter.", panel=STEPS_PANEL)] = 0
+    batch_tokens: Annotated[int, _make_option("Tokens per update.", panel=STEPS_PANEL)] = 2048
+    parts: Annotated[
+        int, _make_option("Forward and backward passes per update; more need less memory.", panel=STEPS_PANEL)
+    ] = 1
+    learning_rate: Annotated[
+        float, _make_option("Highest learning rate.", "--learning-rate", "--lr", panel=STEPS_PANEL)
+    ] = 1e-3
+    warmup: Annotated[
+        float, _make_option("Share of the steps over which the learning rate rises.", panel=STEPS_PANEL)
+    ] = 0.04
+    decay: Annotated[
+        str, _make_option("Decay of the learning rate: linear, cosine or constant.", panel=STEPS_PANEL)
+    ] = "cosine"
+    optimizer: Annotated[
+        str, _make_option("Optimizer: adamw, or muon for the matrices inside layers.", panel=STEPS_PANEL)
+    ] = "adamw"
+    weight_decay: Annotated[float, _make_option("Weight decay of AdamW.", panel=STEPS_PANEL)] = 0.0
+    clip: Annotated[float, _make_option("Largest norm of the gradient.", panel=STEPS_PANEL)] = 1.0
+    seed: Annotated[int, _make_option("Random seed; equal seeds give equal drafters.", panel=STEPS_PANEL)] = 0
 
     eval_every: Annotated[
-        int, _make_option("Steps between measurements; 0 is only at the end.", panel=MEASURE_PANEL)
+        int, _make_option("Steps between measurements; 0 measures only at the end.", panel=MEASURE_PANEL)
     ] = 0
-    eval_prompts: Annotated[int, _make_option("Held-out prompts to replay; 0 is none.", panel=MEASURE_PANEL)] = 16
-    eval_tokens: Annotated[int, _make_option("Tokens after each.", panel=MEASURE_PANEL)] = 64
-    spec_tokens: Annotated[int, _make_option("Longest draft per pass.", panel=MEASURE_PANEL)] = 5
+    eval_prompts: Annotated[
+        int, _make_option("Number of held-out prompts to replay; 0 is none.", panel=MEASURE_PANEL)
+    ] = 16
+    eval_tokens: Annotated[int, _make_option("Output tokens per replayed prompt.", panel=MEASURE_PANEL)] = 64
+    spec_tokens: Annotated[
+        int, _make_option("Longest draft per forward pass of the target, in tokens.", panel=MEASURE_PANEL)
+    ] = 5
 
-    max_steps: Annotated[int | None, _make_option("Stop this run after so many steps.", panel=RUN_PANEL)] = None
+    max_steps: Annotated[
+        int | None, _make_option("Stop this run after this many steps; it can be resumed.", panel=RUN_PANEL)
+    ] = None
     max_minutes: Annotated[
-        float | None, _make_option("End this run after so long, with fewer steps.", panel=RUN_PANEL)
+        float | None,
+        _make_option(
+            "Finish within this many minutes; the number of steps is reduced to fit. Default: no limit.",
+            panel=RUN_PANEL,
+        ),
     ] = None
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints.", rich_help_panel=RUN_PANEL, min=1)] = 200
-    precision: Annotated[str, _make_option("auto, bf16 (products only) or fp32.", panel=RUN_PANEL)] = "auto"
-    dtype: Annotated[str, _make_option("Of the target: auto, bfloat16, float32.", panel=RUN_PANEL)] = "auto"
-    device: Annotated[str, _make_option("auto, cpu or cuda.", panel=RUN_PANEL)] = "auto"
-    tensorboard: Annotated[bool, _make_option("Write TensorBoard files too.", "--tensorboard", panel=RUN_PANEL)] = False
+    precision: Annotated[
+        str, _make_option("Precision of training: auto, bf16 (matrix products only) or fp32.", panel=RUN_PANEL)
+    ] = "auto"
+    dtype: Annotated[str, _make_option("Dtype of the target: auto, bfloat16 or float32.", panel=RUN_PANEL)] = "auto"
+    device: Annotated[str, _make_option("Device of training: auto, cpu or cuda.", panel=RUN_PANEL)] = "auto"
+    tensorboard: Annotated[bool, _make_option("Write TensorBoard files as well.", "--tensorboard", panel=RUN_PANEL)] = (
+        False
+    )
 
     @property
     def method_options(self) -> dict[str, str]:
-        """Options of the method. Raises UsageError where one is said twice."""
+        """Settings of the method from --set and its short forms. Raises UsageError if two values disagree."""
         from foredraft.errors import ForedraftError
         from foredraft.train.settings import parse_pairs
 
         try:
-            found = parse_pairs(self.option or ())
+            settings = parse_pairs(self.option or ())
         except ForedraftError as error:
             raise UsageError(str(error)) from None
         for name in SHORTHAND_OPTIONS:
             value = getattr(self, name)
-            if value is not None and found.setdefault(name, str(value)) != str(value):
+            if value is not None and settings.setdefault(name, str(value)) != str(value):
                 raise UsageError(
-                    f"--{name.replace('_', '-')} {value} and --set {name}={found[name]} disagree; give one of them"
+                    f"--{name.replace('_', '-')} {value} and --set {name}={settings[name]} disagree; give one of them"
                 )
-        return found
+        return settings
 
     def build_plan(self) -> "TrainPlan":
         from foredraft.train.config import DataConfig, EvaluationConfig, OptimizationConfig, TrainPlan
@@ -153,7 +208,9 @@ class TrainOptions:
 
 @with_options(TrainOptions)
 def train(ctx: typer.Context, options: TrainOptions) -> None:
-    """Train a drafter for a model. The same command goes on where a run stopped; Ctrl-C leaves a usable drafter.
+    """Train a drafter for a model.
+
+    Ctrl-C leaves a usable drafter, and the same command resumes the run.
 
     Example: foredraft train medusa --data builtin --out medusa --steps 600
     """
@@ -170,15 +227,15 @@ def train(ctx: typer.Context, options: TrainOptions) -> None:
         print_line(", ".join(_format_figures(outcome.eval_metrics)))
     if not outcome.is_done:
         print_line(
-            f"stopped after step {outcome.step} of {outcome.steps}; {outcome.folder} can be drafted with as it is, "
-            "and the same command goes on from here"
+            f"stopped after step {outcome.step} of {outcome.steps}; the drafter in {outcome.folder} is usable, and the "
+            "same command resumes the run"
         )
         raise typer.Exit(INTERRUPTED)
     print_line(f"done; use it with --spec-method {plan.method} --spec-model {outcome.folder}")
 
 
 def build_checked_plan(options: TrainOptions) -> "TrainPlan":
-    """The plan, with what is wrong in the command line found before a model is loaded."""
+    """Return the plan of the run, checked before a model is loaded. Raises UsageError for an invalid option."""
     from foredraft.errors import ForedraftError
     from foredraft.train.settings import find_method, parse_train_config
 
@@ -193,30 +250,30 @@ def build_checked_plan(options: TrainOptions) -> "TrainPlan":
 
 @dataclass
 class TrainProgress:
-    """Shows training on: in the bar, and where there is none as a line for every twentieth of it."""
+    """Progress callback of training: moves the bar and, if `prints_lines`, prints a line per twentieth of the steps."""
 
     bar: ProgressBar
     prints_lines: bool
-    last_twentieth: int = -1  # the twentieth of the last line
+    last_twentieth: int = -1  # twentieth of the steps at the last line
 
-    def __call__(self, standing: "TrainStatus") -> None:
-        left = round(standing.seconds_left)
+    def __call__(self, status: "TrainStatus") -> None:
+        left = round(status.seconds_left)
         line = (
-            f"step {standing.step} of {standing.steps}, loss {standing.loss:.4f}, "
-            f"{standing.tokens_per_second:,.0f} tokens/s, {left // 60}:{left % 60:02} left"
+            f"step {status.step} of {status.steps}, loss {status.loss:.4f}, "
+            f"{status.tokens_per_second:,.0f} tokens/s, {left // 60}:{left % 60:02} left"
         )
-        line += "".join(f", {piece}" for piece in _format_figures(standing.eval_metrics or {}))
-        self.bar.move_to(standing.step, standing.steps, line)
-        twentieth = 20 * standing.step // standing.steps
+        line += "".join(f", {figure}" for figure in _format_figures(status.eval_metrics or {}))
+        self.bar.move_to(status.step, status.steps, line)
+        twentieth = PROGRESS_PARTS * status.step // status.steps
         if self.prints_lines and twentieth != self.last_twentieth:
             self.last_twentieth = twentieth
             print_line(line)
 
 
-def _format_figures(measured: Mapping[str, Any]) -> list[str]:
-    """Format the last measurement: the loss, and tokens per forward pass of the target."""
-    found = [f"held-out loss {measured['loss']:.3f}"] if "loss" in measured else []
-    for regime, figures in measured.items():
+def _format_figures(metrics: Mapping[str, Any]) -> list[str]:
+    """Return the held-out loss and the acceptance length by regime as text."""
+    texts = [f"held-out loss {metrics['loss']:.3f}"] if "loss" in metrics else []
+    for regime, figures in metrics.items():
         if isinstance(figures, dict):
-            found.append(f"{regime} acceptance length {figures['length']:.2f}")
-    return found
+            texts.append(f"{regime} acceptance length {figures['length']:.2f}")
+    return texts

@@ -1,4 +1,4 @@
-"""`foredraft version`: what a bug report should say about the machine."""
+"""`foredraft version`: versions and hardware, for bug reports."""
 
 import json
 import platform
@@ -11,12 +11,12 @@ import typer
 
 import foredraft
 
-# What decides the speed of a pass, in the kernel's words.
+# CPU features that decide the speed of a forward pass, as /proc/cpuinfo names them.
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "bf16", "sve")
 
 
 def collect_facts() -> dict[str, Any]:
-    """Versions, CPU features and threads, the native kernels in use, GPU."""
+    """Return versions, CPU features, number of threads, native kernels in use and GPU, by name."""
     import torch
 
     from foredraft.kernels.cpu.library import load_library
@@ -37,7 +37,7 @@ def collect_facts() -> dict[str, Any]:
 
 
 def read_cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
-    """Those of FEATURES this machine has; torch's one word for its best code path where there is no such file."""
+    """Return the `CPU_FEATURES` of this machine; without the file, torch's name for its best code path."""
     import torch
 
     try:
@@ -45,18 +45,18 @@ def read_cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
     except OSError:
         return [torch.backends.cpu.get_cpu_capability()]
     lines = [line for line in text.splitlines() if line.lower().startswith(("flags", "features"))]
-    have = set(lines[0].split(":", 1)[1].split()) if lines else set()
-    return [name for name in CPU_FEATURES if name in have]
+    flags = set(lines[0].split(":", 1)[1].split()) if lines else set()
+    return [name for name in CPU_FEATURES if name in flags]
 
 
 def print_version(
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
-    """Versions, CPU features and threads, the native kernels in use, GPU."""
-    found = collect_facts()
+    """Print versions, CPU features, number of threads, native kernels in use and GPU."""
+    facts = collect_facts()
     if as_json:
-        sys.stdout.write(json.dumps(found) + "\n")
+        sys.stdout.write(json.dumps(facts) + "\n")
         return
-    for name, value in found.items():
+    for name, value in facts.items():
         text = " ".join(value) if isinstance(value, list) else "no" if value is None else str(value)
         sys.stdout.write(f"{name.replace('_', ' '):<14}{text or '-'}\n")

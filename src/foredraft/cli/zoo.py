@@ -1,4 +1,4 @@
-"""`foredraft zoo`: the models that ship inside the package."""
+"""`foredraft zoo`: the models that are part of the package."""
 
 import sys
 from dataclasses import dataclass
@@ -15,30 +15,31 @@ from foredraft.errors import ForedraftError
 
 zoo = typer.Typer()
 CARD_FILE = "README.md"
+PROGRESS_PARTS = 20  # without a terminal, a line is printed after each twentieth of the steps of a model
 
 
 def _find_folder(ctx: typer.Context, name: str) -> Path:
     folders = (ctx.obj or CliBackend()).list_zoo()
     if name not in folders:
-        known = (
+        advice = (
             f"use one of: {', '.join(folders)}"
             if folders
             else "this installation has none; run `foredraft zoo train --install`"
         )
-        raise UsageError(f"unknown built-in model {name!r}; {known}")
+        raise UsageError(f"unknown built-in model {name!r}; {advice}")
     return folders[name]
 
 
 @zoo.callback(invoke_without_command=True)
 def list_by_default(ctx: typer.Context) -> None:
-    """The built-in models: list, show, path, train."""
+    """List, show, locate or train the built-in models."""
     if ctx.invoked_subcommand is None:
         list_models(ctx)
 
 
 @zoo.command("list")
 def list_models(ctx: typer.Context) -> None:
-    """Every built-in model, its size on disk and its folder."""
+    """List the built-in models with their size on disk and their folder."""
     folders = (ctx.obj or CliBackend()).list_zoo()
     if not folders:
         raise ForedraftError("this installation has no built-in models; run `foredraft zoo train --install`")
@@ -49,58 +50,69 @@ def list_models(ctx: typer.Context) -> None:
 
 @zoo.command("path")
 def print_path(
-    ctx: typer.Context, name: Annotated[str, typer.Argument(help="As `foredraft zoo list` names it.")]
+    ctx: typer.Context,
+    name: Annotated[str, typer.Argument(help="Name of a built-in model, as printed by `foredraft zoo list`.")],
 ) -> None:
-    """The folder of a built-in model, for any program that takes a Hugging Face folder."""
+    """Print the folder of a built-in model, for programs that read a Hugging Face folder."""
     sys.stdout.write(f"{_find_folder(ctx, name)}\n")
 
 
 @zoo.command("show")
 def print_cards(
-    ctx: typer.Context, name: Annotated[str | None, typer.Argument(help="One model; all if not given.")] = None
+    ctx: typer.Context,
+    name: Annotated[str | None, typer.Argument(help="Name of a built-in model. Default: all models.")] = None,
 ) -> None:
-    """Model cards: recipe, data, held-out loss, acceptance."""
+    """Print model cards: recipe, data, held-out loss and acceptance length."""
     folders = (ctx.obj or CliBackend()).list_zoo()
     for folder in [_find_folder(ctx, name)] if name is not None else folders.values():
         card = folder / CARD_FILE
-        text = (
-            card.read_text(encoding="utf-8")
-            if card.exists()
-            else f"# {folder.name}\n\nThis model came without a card.\n"
-        )
+        text = card.read_text(encoding="utf-8") if card.exists() else f"# {folder.name}\n\nThis model has no card.\n"
         sys.stdout.write(f"{text.rstrip()}\n\nFolder: {folder}\n")
 
 
 @zoo.command("train")
 def train_models(
     ctx: typer.Context,
-    out: Annotated[Path, typer.Option(help="Where the models go; a run that stopped goes on from there.")] = Path(
+    out: Annotated[Path, typer.Option(help="Folder for the models; an interrupted run in it is resumed.")] = Path(
         "zoo"
     ),
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Device of training: cpu or cuda.")] = "cpu",
     sources: Annotated[
-        Path | None, typer.Option(help="Learn from this tree of Python files, not from library and packages.")
+        Path | None,
+        typer.Option(
+            help="Folder of Python files to train on. Default: the standard library and the installed packages with a "
+            "permissive licence."
+        ),
     ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; as many as PyTorch takes if absent.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Number of CPU threads. Default: torch's default.")] = None,
     tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens the target reads; 61 million if absent. Drafts in proportion.")
+        int | None,
+        typer.Option(
+            min=1, help="Training tokens of the target; the draft models change in proportion. Default: 61 million."
+        ),
     ] = None,
     batch_tokens: Annotated[
-        int | None, typer.Option(min=1024, help="Tokens of one step; 8,192 if absent, 65,536 on CUDA.")
+        int | None, typer.Option(min=1024, help="Tokens per step. Default: 8,192 on CPU, 65,536 on CUDA.")
     ] = None,
     finish: Annotated[
-        bool, typer.Option("--finish", help="Begin the decay at the last checkpoint of the part under way.")
+        bool,
+        typer.Option(
+            "--finish", help="Begin the decay of the learning rate at the last checkpoint of the current model."
+        ),
     ] = False,
     use_as_builtin: Annotated[
-        bool, typer.Option("--install", help="Then use them as this installation's built-in models.")
+        bool, typer.Option("--install", help="Install the trained models as the built-in models.")
     ] = False,
 ) -> None:
-    """Train the built-in models again from the sources of the standard library and of permissively licensed packages:
-    a day on two cores. Stop with Ctrl-C or SIGTERM; the same command goes on."""
+    """Train the built-in models again, which takes a day on two CPU cores.
+
+    The data are the sources of the standard library and of installed packages with a permissive licence. Ctrl-C or
+    SIGTERM stops the run, and the same command resumes it.
+    """
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out {str(out)!r} is a file; give a folder")
     if sources is not None and not sources.is_dir():
-        raise UsageError(f"--sources {str(sources)!r} is not a folder; give one that holds Python files")
+        raise UsageError(f"--sources {str(sources)!r} is not a folder; give a folder of Python files")
     backend: CliBackend = ctx.obj or CliBackend()
     screen = make_console(sys.stderr, no_color=False)
     with ProgressBar(screen, "reading the sources", total=1) as bar:
@@ -110,22 +122,22 @@ def train_models(
         backend.install(out)
     print_line(
         f"the models are in {out}"
-        + (", and built in from now on" if use_as_builtin else "; --install makes them the built-in ones")
+        + (" and installed as the built-in models" if use_as_builtin else "; --install makes them the built-in models")
     )
 
 
 @dataclass
 class ZooProgress:
-    """Shows training on: in the bar, and where there is none as a line for every twentieth of a part."""
+    """Progress callback of training: moves the bar and, if `prints_lines`, prints a line per twentieth of a model."""
 
     bar: ProgressBar
     prints_lines: bool
-    last_twentieth: tuple[str, int] = ("", -1)  # the part and the twentieth of the last line
+    last_twentieth: tuple[str, int] = ("", -1)  # model and twentieth of its steps at the last line
 
     def __call__(self, part: str, step: int, steps: int, loss: float) -> None:
         line = f"{part}: step {step} of {steps}, loss {loss:.3f}"
         self.bar.move_to(step, steps, line)
-        twentieth = (part, 20 * step // steps)
+        twentieth = (part, PROGRESS_PARTS * step // steps)
         if self.prints_lines and twentieth != self.last_twentieth:
             self.last_twentieth = twentieth
             print_line(line)

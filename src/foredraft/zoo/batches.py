@@ -1,4 +1,7 @@
-"""The corpus cut to windows, in an order that the step alone decides: a stopped run goes on with the next batch."""
+"""Training batches of corpus windows, in an order that depends on the step only.
+
+A resumed run therefore continues with the batch after its last step.
+"""
 
 import numpy as np
 import torch
@@ -6,8 +9,20 @@ from torch import Tensor
 
 
 class WindowBatches:
-    """Batches of windows of one length. Every pass over the corpus cuts it at a fresh offset and shuffles the windows,
-    so no window comes twice in a pass."""
+    """Batches of windows of equal length.
+
+    Each pass over the corpus cuts it at a new offset and shuffles the windows, so that no window repeats in a pass.
+
+    Args:
+        ids: token ids of the corpus, [T].
+        context: tokens per window, without the last target token.
+        rows: windows per batch.
+        seed: seed of the order.
+        device: device of the batches. Default "cpu".
+
+    Raises:
+        ValueError: the corpus is shorter than a batch.
+    """
 
     def __init__(self, ids: np.ndarray, context: int, rows: int, seed: int, device: str = "cpu") -> None:
         self._context, self._rows, self._seed = context, rows, seed
@@ -20,12 +35,12 @@ class WindowBatches:
         self._pass_index, self._starts = -1, torch.empty(0)
 
     def get_batch(self, index: int) -> Tensor:
-        """[rows, context + 1] the batch of a step."""
-        number, place = divmod(index, self.batches_per_pass)
-        if number != self._pass_index:
-            rng = np.random.default_rng((self._seed, number))
+        """Return the token ids of the batch of step `index`, [rows, context + 1]."""
+        pass_index, batch_index = divmod(index, self.batches_per_pass)
+        if pass_index != self._pass_index:
+            rng = np.random.default_rng((self._seed, pass_index))
             offset = int(rng.integers(self._context))
             order = torch.from_numpy(rng.permutation(self._num_windows))
-            self._pass_index, self._starts = number, (offset + self._context * order).to(self._ids.device)
-        starts = self._starts[place * self._rows : (place + 1) * self._rows]
+            self._pass_index, self._starts = pass_index, (offset + self._context * order).to(self._ids.device)
+        starts = self._starts[batch_index * self._rows : (batch_index + 1) * self._rows]
         return self._ids[starts[:, None] + self._offsets].long()

@@ -1,4 +1,4 @@
-"""From Python sources to the built-in pair: tokenizer, target, drafts, figures, cards."""
+"""Build of all built-in models: tokenizer, target, draft models, heads, n-gram table, figures and model cards."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ from foredraft.zoo.train import (
     train,
 )
 
-MIN_HELD_OUT_TOKENS = 1000  # tokens of the held-out packages, below which nothing is measured
+MIN_HELD_OUT_TOKENS = 1000  # the held-out packages are measured only if they have more tokens
 PARTS = ("target", "draft", "draft-undistilled")
 SHIPPED_MODELS = ("target", "draft", "ngram", *(head.method for head in HEAD_RECIPES), SEQ2SEQ, SEQ2SEQ_DRAFT)
 
@@ -46,32 +46,41 @@ def build_all(
     log_line: Callable[[str], None] = lambda line: None,
     finish: bool = False,
 ) -> PairMetrics:
-    """Everything, resumable: a part whose folder holds a finished model is kept. Writes out/{target,draft,...}, the
-    heads for the finished target, and last the encoder-decoder pair.
+    """Train all built-in models into `out`: the pair, the n-gram table, the heads, then the encoder-decoder pair.
 
-    `root` is another tree of Python files than the standard library's. `finish` begins the decay of a part that was
-    stopped at its constant rate; parts that have not begun are trained in full.
+    An interrupted build is resumed: finished models are kept. The result is the figures of the draft model.
+
+    Args:
+        out: folder of the models, one subfolder each.
+        device: device of training. Default "cpu".
+        target: recipe of the target.
+        draft: recipe of the draft model.
+        heads: recipes of the heads.
+        pair: recipes of the encoder-decoder pair.
+        root: folder of Python files to train on. Default None = the standard library and installed packages.
+        report: called with model name, step, steps and loss.
+        log_line: called with each line for the user.
+        finish: begin the decay of a model that was interrupted at its constant learning rate. Default False.
     """
     out.mkdir(parents=True, exist_ok=True)
     data = collect(out, root)
-    about = data.summary
+    summary = data.summary
     log_line(
-        f"{about.train_tokens:,} tokens of {len(about.packages) + 1} packages to train on, {len(data.held_out):,} "
+        f"{summary.train_tokens:,} tokens of {len(summary.packages) + 1} packages to train on, {len(data.held_out):,} "
         "held out"
     )
-    begun = {name for name in PARTS if (out / name / "checkpoint.pt").exists()}
+    interrupted = {name for name in PARTS if (out / name / "checkpoint.pt").exists()}
 
-    def make(name: str, recipe: LlamaRecipe, loss_of: LossFunction) -> None:
-        run = PretrainingRun(recipe, data.train, out / name, loss_of, device, _bind_part(report, name), data.held_out)
-        _build_part(out, name, lambda folder: train(run, finish and name in begun))
+    def build(name: str, recipe: LlamaRecipe, loss: LossFunction) -> None:
+        run = PretrainingRun(recipe, data.train, out / name, loss, device, _bind_part(report, name), data.held_out)
+        _build_part(out, name, lambda folder: train(run, finish and name in interrupted))
 
-    make("target", target, compute_next_token_loss)
+    build("target", target, compute_next_token_loss)
     model = _load(out / "target")
-    teacher = make_distillation_loss(model.to(device))
-    make("draft", draft, teacher)
-    make("draft-undistilled", draft, compute_next_token_loss)
+    build("draft", draft, make_distillation_loss(model.to(device)))
+    build("draft-undistilled", draft, compute_next_token_loss)
     _build_part(
-        out, "ngram", lambda folder: build_table(data.library, data.held_out, folder, about.library_description)
+        out, "ngram", lambda folder: build_table(data.library, data.held_out, folder, summary.library_description)
     )
     model.to("cpu")
     figures = _measure_drafts(out, model, data)
@@ -79,7 +88,7 @@ def build_all(
         tokens.save_tokenizer(tokens.load_tokenizer(out), out / name)
         recipe = target if name == "target" else draft
         log = (out / name / "log.jsonl").read_text()
-        (out / name / "README.md").write_text(render_card(name, recipe, figures, about, log))
+        (out / name / "README.md").write_text(render_card(name, recipe, figures, summary, log))
     train_heads(out, device, data.train, report, log_line, heads)
     build_pair(out, device, tokens.load_tokenizer(out), *corpus.split(root), report, pair)
     return figures["draft"]
@@ -94,7 +103,7 @@ def _measure_drafts(out: Path, target: Any, data: Corpus) -> dict[str, PairMetri
 
 
 def install(out: Path, package: Path) -> None:
-    """Copy the finished models into the package's zoo folder, with their cards and logs."""
+    """Copy the finished models with their cards and logs from `out` to the zoo folder `package`."""
     for name in SHIPPED_MODELS:
         shutil.rmtree(package / name, ignore_errors=True)
         shutil.copytree(out / name, package / name, ignore=shutil.ignore_patterns("checkpoint*", "training.json"))

@@ -1,4 +1,4 @@
-"""The model cards of the built-in target and its drafts, as Markdown."""
+"""Model cards of the built-in target and its draft models, as Markdown."""
 
 import json
 
@@ -7,13 +7,21 @@ from foredraft.zoo.collect import CorpusSummary
 from foredraft.zoo.measure import MAX_DRAFT_TOKENS, PairMetrics
 from foredraft.zoo.recipe import LlamaRecipe
 
-HELD_OUT_PACKAGES_KEY = "held-out packages"  # the figures of the draft over the packages' files
+HELD_OUT_PACKAGES_KEY = "held-out packages"  # key of the draft model's figures on the held-out packages
 
 
 def render_card(
     name: str, recipe: LlamaRecipe, figures: dict[str, PairMetrics], summary: CorpusSummary, log: str
 ) -> str:
-    """The model card; `log` is the training log, a JSON object a line."""
+    """Return the model card as Markdown.
+
+    Args:
+        name: model, a name in `build.PARTS`.
+        recipe: recipe that the model was trained with.
+        figures: figures by draft model; those of the held-out packages under `HELD_OUT_PACKAGES_KEY`.
+        summary: facts of the corpus.
+        log: training log, one JSON object per line.
+    """
     own = figures.get(name, figures["draft"])
     loss = own.target_loss if name == "target" else own.draft_loss
     distilled = "KL(p || q) to the target's distribution" if name == "draft" else "next-token cross-entropy"
@@ -67,10 +75,10 @@ def _render_acceptance(figures: dict[str, PairMetrics]) -> list[str]:
 
 
 def _describe_schedule(log: str) -> str:
-    """The stages as they were run: steps by depth, and the decay."""
+    """Return the stages of training that the log shows: steps by depth, and the steps of the decay."""
     rows = [json.loads(line) for line in log.splitlines()]
-    at_rate = [row for row in rows if "decay_from" not in row]
-    ends = {row["layers"]: row["step"] for row in at_rate}
+    constant_rows = [row for row in rows if "decay_from" not in row]
+    ends = {row["layers"]: row["step"] for row in constant_rows}
     parts, before = [], 0
     for layers, end in ends.items():
         parts.append(f"{end - before} steps with {layers} layers")
@@ -80,7 +88,7 @@ def _describe_schedule(log: str) -> str:
 
 
 def _render_packages(summary: CorpusSummary) -> list[str]:
-    """The table of what was read."""
+    """Return the lines of the table of packages in the corpus."""
     lines = ["| package | version | licence | files | characters | digest |", "|---|---|---|---|---|---|"]
     keys = ("name", "version", "licence", "files", "chars", "digest")
     lines += ["| " + " | ".join(str(facts[key]) for key in keys) + " |" for facts in summary.packages]

@@ -1,7 +1,7 @@
-"""Near-duplicates among files, found by the lines that they share.
+"""Filter for near-duplicate files, by exact-line containment.
 
-A line counts if it is long enough to mean something. A file is a near-duplicate if most of its lines stand in files
-that were kept before it, in whichever of them: exact-line containment, which sees copied parts as well as copied files.
+Only lines of some length count. A file is a near-duplicate if most of its lines occur in the files accepted before it,
+taken together. This detects copied parts as well as copied files.
 """
 
 import hashlib
@@ -10,14 +10,14 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from foredraft.zoo.corpus import SourceFile
 
-MIN_LINE_CHARS = 16  # characters without the indent
-DUPLICATE_SHARE = 0.5  # share of a file's lines that make it a near-duplicate of what was kept
-HELD_OUT_OVERLAP = 0.3  # share of the smaller file's lines that make a training file too close to a held-out one
-MIN_LINES = 4  # lines of a file, below which it is no more than boilerplate
+MIN_LINE_CHARS = 16  # characters of a line that counts, without the indent
+DUPLICATE_SHARE = 0.5  # a file is a near-duplicate if this share of its lines occurs in the accepted files
+HELD_OUT_OVERLAP = 0.3  # a file is too close to a held-out one if they share this part of the smaller one's lines
+MIN_LINES = 4  # distinct lines of a file that is more than boilerplate
 
 
 def compute_line_keys(text: str) -> set[int]:
-    """A 64-bit key for every different line that counts."""
+    """Return a 64-bit hash of every distinct line that counts."""
     lines = {line.strip() for line in text.splitlines()}
     return {_hash_line(line) for line in lines if len(line) >= MIN_LINE_CHARS}
 
@@ -27,7 +27,13 @@ def _hash_line(line: str) -> int:
 
 
 class DuplicateFilter:
-    """Decides file by file, in the order given, what is new. Held-out files are what nothing may come close to."""
+    """Filter that accepts a file if it is not close to the accepted files and to any held-out file.
+
+    The result depends on the order of the files.
+
+    Args:
+        held_out: held-out files.
+    """
 
     def __init__(self, held_out: Iterable[SourceFile]) -> None:
         self._kept_keys: set[int] = set()
@@ -40,7 +46,7 @@ class DuplicateFilter:
                 self._held_out_by_key[key].append(number)
 
     def select_new(self, files: Sequence[SourceFile]) -> Iterator[SourceFile]:
-        """Those of the files that are new."""
+        """Yield the files that are no near-duplicates, and accept them."""
         for file in files:
             keys = compute_line_keys(file.text)
             if (
@@ -52,7 +58,7 @@ class DuplicateFilter:
                 yield file
 
     def add(self, files: Iterable[SourceFile]) -> None:
-        """Count the files as kept, whatever they are."""
+        """Accept files without a check."""
         for file in files:
             self._kept_keys |= compute_line_keys(file.text)
 

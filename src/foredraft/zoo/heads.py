@@ -1,4 +1,4 @@
-"""The built-in target's drafting heads: what `foredraft train` makes of the recipes below."""
+"""Training of the built-in heads for the built-in target, with `foredraft.train` and the recipes below."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -18,12 +18,12 @@ from foredraft.zoo.measure import MAX_DRAFT_TOKENS
 LogLine = Callable[[str], None]
 PartProgressCallback = Callable[[str, int, int, float], None]  # part, step, steps, loss
 TEXTS_FILE = "texts.npy"
-MAX_NEW_TOKENS = 128  # tokens after a prompt, for the card
+MAX_NEW_TOKENS = 128  # tokens generated per prompt for the figures on the card
 
 
 @dataclass(frozen=True)
 class HeadRecipe:
-    """One `foredraft train`. Every step reads 2,048 tokens."""
+    """Arguments of `foredraft train` for one head. A step has 2,048 tokens."""
 
     method: str
     steps: int
@@ -33,7 +33,7 @@ class HeadRecipe:
 
 
 HEAD_RECIPES = (
-    # without output matrices of their own: they would be nine tenths of its size
+    # Medusa heads without output matrices, which would be nine tenths of its size.
     HeadRecipe("medusa", 450, {"own_head": "false", "layers": "2"}),
     HeadRecipe("mlp_speculator", 1000, {"inner": "192"}),
     HeadRecipe("blockwise", 900, {"heads": "3", "inner": "192", "decay": "0.8"}),
@@ -47,13 +47,13 @@ HEAD_RECIPES = (
 
 @dataclass(frozen=True)
 class HeadsPlan:
-    """All of them, and what they learn from."""
+    """Recipes of all heads, and the size of their training data and measurements."""
 
     recipes: tuple[HeadRecipe, ...] = HEAD_RECIPES
-    documents: int = NUM_DOCUMENTS  # that the target writes
-    corpus_tokens: int = CORPUS_TOKENS
-    prompts: int = 50  # for the figures on the card...
-    tokens: int = MAX_NEW_TOKENS  # ... and what is written after each
+    documents: int = NUM_DOCUMENTS  # documents that the target generates
+    corpus_tokens: int = CORPUS_TOKENS  # training tokens from corpus files
+    prompts: int = 50  # prompts for the figures on the card
+    tokens: int = MAX_NEW_TOKENS  # tokens generated per prompt for the figures on the card
 
 
 ALL_HEADS = HeadsPlan()
@@ -67,10 +67,19 @@ def train_heads(
     log_line: LogLine,
     heads: HeadsPlan = ALL_HEADS,
 ) -> None:
-    """Every head below `out`, beside the target that is there. A finished one is kept, a stopped one goes on."""
-    texts, held = out / TEXTS_FILE, out / "held.npy"
+    """Train every head into a subfolder of `out`; a finished head is kept, an interrupted run is resumed.
+
+    Args:
+        out: folder that has the finished target and the corpus.
+        device: device of training.
+        train_ids: training token ids of the corpus, [T].
+        report: called with method, step, steps and loss.
+        log_line: called with lines for the user.
+        heads: recipes. Default: those of all built-in heads.
+    """
+    texts, held_out = out / TEXTS_FILE, out / "held.npy"
     if not texts.exists():
-        log_line("the target writes texts to learn from")
+        log_line("the target generates training texts for the heads")
         write_texts(
             LLM(out / "target", None, dtype="bfloat16", device=device),
             train_ids,
@@ -83,9 +92,9 @@ def train_heads(
         if (folder / "README.md").exists():
             continue
         train(
-            _make_plan(head, out, texts, held, device),
+            _make_plan(head, out, texts, held_out, device),
             log_line,
-            lambda now, part=head.method: report(part, now.step, now.steps, now.loss),  # type: ignore[misc]
+            lambda status, part=head.method: report(part, status.step, status.steps, status.loss),  # type: ignore[misc]
         )
         _remove_target_path(folder / "config.json")
         llm = LLM(out / "target", None, dtype="bfloat16", device=device)
@@ -97,45 +106,61 @@ def train_heads(
 def measure_head(
     llm: LLM, method: str, folder: Path, prompts: int, tokens: int = MAX_NEW_TOKENS
 ) -> dict[str, list[float]]:
-    """Acceptance lengths of chains of 1, 2, ... tokens by regime, replayed after held-out prompts."""
+    """Measure the acceptance length of a head by replay after held-out prompts.
+
+    Args:
+        llm: target.
+        method: drafting method of the head.
+        folder: folder of the head.
+        prompts: number of prompts.
+        tokens: tokens generated per prompt. Default 128.
+
+    Returns:
+        Acceptance lengths by regime, for chains of 1, 2, ... draft tokens.
+    """
     assert llm.tokenizer is not None
-    asked = [llm.tokenizer(text).input_ids for text in make_held_out_prompts(prompts)]
-    found: dict[str, list[float]] = {}
+    prompt_ids = [llm.tokenizer(text).input_ids for text in make_held_out_prompts(prompts)]
+    lengths_by_regime: dict[str, list[float]] = {}
     for regime, temperature in REGIMES.items():
-        recording = Recording.make(llm, asked, temperature, tokens)
-        lengths = found[regime] = []
+        recording = Recording.make(llm, prompt_ids, temperature, tokens)
+        lengths = lengths_by_regime[regime] = []
         for depth in range(1, MAX_DRAFT_TOKENS + 1):
             drafting = llm.with_drafter({"method": method, "model": str(folder), "num_speculative_tokens": depth})
             assert drafting.drafter is not None
             if drafting.drafter.max_nodes < depth:
-                break  # it has no more heads
+                break  # longer chains than the head can draft
             lengths.append(ReplayMetrics.from_stats(Replay(drafting, recording).run()).acceptance_length)
-    return found
+    return lengths_by_regime
 
 
 def _remove_target_path(config: Path) -> None:
-    """The target's folder of today is none of a shipped head's business."""
+    """Remove the path of the target's training folder, which does not exist on other machines, from the config."""
     values = json.loads(config.read_text())
     values.pop("base_model_name_or_path", None)
     values.pop("foredraft_target", None)
     config.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
 
 
-def _make_plan(head: HeadRecipe, out: Path, texts: Path, held: Path, device: str) -> TrainPlan:
+def _make_plan(head: HeadRecipe, out: Path, texts: Path, held_out: Path, device: str) -> TrainPlan:
     return TrainPlan(
         method=head.method,
         model=str(out / "target"),
         out=out / head.method,
-        data=DataConfig((str(texts),), (str(held),)),
+        data=DataConfig((str(texts),), (str(held_out),)),
         steps=OptimizationConfig(steps=head.steps, learning_rate=head.learning_rate, optimizer=head.optimizer),
-        evaluation=EvaluationConfig(prompts=0),  # the card's figures are measured after
+        evaluation=EvaluationConfig(prompts=0),  # `measure_head` measures the figures of the card
         settings=head.settings,
         device=device,
     )
 
 
 def render_card(head: HeadRecipe, lengths: Mapping[str, Sequence[float]]) -> str:
-    """The model card, as Markdown."""
+    """Return the model card as Markdown.
+
+    Args:
+        head: recipe of the head.
+        lengths: acceptance lengths by regime, as `measure_head` returns them.
+    """
     settings = "".join(f" --set {key}={value}" for key, value in head.settings.items())
     lines = [
         f"# Foredraft built-in {head.method} head",

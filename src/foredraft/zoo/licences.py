@@ -1,17 +1,17 @@
-"""Which licences the built-in models may learn under, read from a distribution's metadata.
+"""Check of a distribution's licence: the built-in models are trained on permissively licensed code only.
 
-Only permissive licences are allowed. Metadata that names none, or one that is not on the list, is a refusal.
+The licence is read from the metadata. A distribution without a licence, or with one not on the list, is refused.
 """
 
 import re
 from email.message import Message
 
-# SPDX ids; an exception after WITH only ever permits more
+# SPDX ids. An exception after WITH only adds permissions, so it is not checked.
 ALLOWED = frozenset(
     "0BSD Apache-2.0 BSD-2-Clause BSD-3-Clause BSL-1.0 CC0-1.0 CNRI-Python ISC MIT MIT-CMU PSF-2.0 Python-2.0 "
     "Unlicense Zlib".split()
 )
-# trove classifiers after "License :: OSI Approved :: "
+# Trove classifier without the prefix "License :: OSI Approved :: " -> SPDX id or name of a family.
 CLASSIFIERS = {
     "MIT License": "MIT",
     "BSD License": "BSD",
@@ -21,7 +21,7 @@ CLASSIFIERS = {
     "The Unlicense (Unlicense)": "Unlicense",
     "zlib/libpng License": "Zlib",
 }
-# what older metadata writes into its free field, in small letters
+# Value of the field `License` of older metadata, in lower case -> SPDX id or name of a family.
 FREE_TEXT = {
     "mit": "MIT",
     "mit license": "MIT",
@@ -38,7 +38,10 @@ _OSI = "License :: OSI Approved :: "
 
 
 def find_permissive_licence(metadata: Message) -> str | None:
-    """The licence from SPDX expression, classifiers or free field, whichever comes first; None if it is not allowed."""
+    """Return the licence of a distribution; None if it is not allowed.
+
+    It is read from the SPDX expression if there is one, else from the classifiers, else from the field `License`.
+    """
     expression = metadata.get("License-Expression")
     if expression is not None:
         return expression if is_allowed(expression) else None
@@ -50,33 +53,36 @@ def find_permissive_licence(metadata: Message) -> str | None:
 
 
 def is_allowed(expression: str) -> bool:
-    """Every part of an SPDX expression that applies is on the list; of alternatives one is enough."""
+    """Return whether an SPDX expression is allowed: all licences joined by AND, at least one joined by OR."""
     tokens = re.findall(r"[()]|[^\s()]+", expression)
     allowed, rest = _parse_any(tokens)
     return allowed and not rest
 
 
 def _parse_any(tokens: list[str]) -> tuple[bool, list[str]]:
-    found, tokens = _parse_all(tokens)
+    """Parse alternatives joined by OR; return whether one is allowed, and the remaining tokens."""
+    allowed, tokens = _parse_all(tokens)
     while tokens and tokens[0].upper() == "OR":
         other, tokens = _parse_all(tokens[1:])
-        found = found or other
-    return found, tokens
+        allowed = allowed or other
+    return allowed, tokens
 
 
 def _parse_all(tokens: list[str]) -> tuple[bool, list[str]]:
-    found, tokens = _parse_licence(tokens)
+    """Parse licences joined by AND; return whether all are allowed, and the remaining tokens."""
+    allowed, tokens = _parse_licence(tokens)
     while tokens and tokens[0].upper() == "AND":
         other, tokens = _parse_licence(tokens[1:])
-        found = found and other
-    return found, tokens
+        allowed = allowed and other
+    return allowed, tokens
 
 
 def _parse_licence(tokens: list[str]) -> tuple[bool, list[str]]:
+    """Parse a licence with an optional exception, or an expression in parentheses."""
     if not tokens:
         return False, []
     if tokens[0] == "(":
-        found, rest = _parse_any(tokens[1:])
-        return (found, rest[1:]) if rest[:1] == [")"] else (False, rest)
-    found, rest = tokens[0] in ALLOWED, tokens[1:]
-    return found, rest[2:] if rest[:1] and rest[0].upper() == "WITH" else rest
+        allowed, rest = _parse_any(tokens[1:])
+        return (allowed, rest[1:]) if rest[:1] == [")"] else (False, rest)
+    allowed, rest = tokens[0] in ALLOWED, tokens[1:]
+    return allowed, rest[2:] if rest[:1] and rest[0].upper() == "WITH" else rest

@@ -1,4 +1,4 @@
-"""Figures of a draft against its target on held-out text."""
+"""Loss and acceptance of a draft model against its target on held-out text."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,35 +8,47 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-MAX_DRAFT_TOKENS = 8
+MAX_DRAFT_TOKENS = 8  # largest draft length K in the figures
 
 
 @dataclass(frozen=True)
 class PairMetrics:
-    """Means over held-out positions; p is the target's distribution, q the draft's, both at temperature 1."""
+    """Means over held-out positions; p is the target's distribution, q the draft model's, both at temperature 1."""
 
     target_loss: float  # nats per token
-    draft_loss: float
-    alpha: float  # mean sum min(p, q): the chance that one drafted token is accepted under `reject`
-    greedy_agreement: float  # share of positions where both have the same likeliest token
+    draft_loss: float  # nats per token
+    alpha: float  # mean of sum min(p, q): the acceptance rate of one draft token under `reject`
+    greedy_agreement: float  # share of positions at which both models have the same likeliest token
     lengths: tuple[float, ...]  # expected acceptance length for K = 1..8, bonus included, along the held-out text
-    greedy_lengths: tuple[float, ...]  # the same for greedy decoding
-    num_tokens: int
+    greedy_lengths: tuple[float, ...]  # expected acceptance length of greedy decoding for K = 1..8
+    num_tokens: int  # measured positions
 
     def predict_length(self, tokens: int) -> float:
-        """(1 - alpha^(K+1)) / (1 - alpha) of 2211.17192, as if every token were accepted independently."""
+        """Return the expected acceptance length of `tokens` draft tokens, each accepted independently.
+
+        Reference:
+            arXiv 2211.17192: (1 - alpha^(K+1)) / (1 - alpha).
+        """
         return (1 - self.alpha ** (tokens + 1)) / (1 - self.alpha)
 
 
 @torch.inference_mode()
 def compute_logits(model: Any, ids: Tensor) -> Tensor:
-    """[L, V] float32 logits of one window [L]."""
+    """Return the logits of one window of token ids [L], as [L, V] float32."""
     return model(ids[None], use_cache=False).logits[0].float()  # type: ignore[no-any-return]
 
 
 @torch.inference_mode()
 def measure_pair(target: Any, draft: Any, ids: np.ndarray, context: int = 256, windows: int = 120) -> PairMetrics:
-    """Replay verification on `windows` evenly spaced windows of held-out ids."""
+    """Measure a draft model on evenly spaced windows of held-out text, without generation.
+
+    Args:
+        target: transformers model of the target.
+        draft: transformers model of the draft model.
+        ids: held-out token ids, [T].
+        context: tokens per window. Default 256.
+        windows: number of windows. Default 120.
+    """
     starts = np.linspace(0, len(ids) - context - 1, windows).astype(int)
     overlap, agree, target_loss, draft_loss = [], [], [], []
     for start in starts:
@@ -59,7 +71,10 @@ def measure_pair(target: Any, draft: Any, ids: np.ndarray, context: int = 256, w
 
 
 def _compute_lengths(rates: Tensor) -> tuple[float, ...]:
-    """[W, L] acceptance chances -> mean of 1 + sum of their running products over the next K positions."""
+    """Return the expected acceptance length for K = 1..8 from acceptance probabilities by window and position, [W, L].
+
+    The length at a position is 1 plus the sum of the running products over the next K probabilities.
+    """
     result, survival, total = [], torch.ones_like(rates), torch.ones_like(rates)
     for k in range(MAX_DRAFT_TOKENS):
         survival = survival * rates.roll(-k, 1)

@@ -1,4 +1,4 @@
-"""The built-in n-gram table: what the standard library's own text says of the next token."""
+"""Build of the built-in n-gram table, which predicts the next token from counts in the standard library."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,15 +8,17 @@ import numpy as np
 from foredraft.models.ngram import NgramModel
 from foredraft.zoo.recipe import VOCAB_SIZE
 
-ORDER = 4
-MAX_ENTRIES = 470_000  # about 2.5 MB on disk
+ORDER = 4  # longest context of an entry, in tokens
+MAX_ENTRIES = 470_000  # entries after pruning, about 2.5 MB on disk
 END_OF_TEXT_ID = 0
 
 
 def train_builtin(ids: np.ndarray) -> NgramModel:
-    """An n-gram table from [T] token ids, every file preceded by the end-of-text id."""
-    # Counted once per file. On held-out files with their own counts added, order 4 does as well as order 5 and needs
-    # fewer contexts for the same number of entries.
+    """Return the n-gram table of token ids [T] in which the end-of-text id begins every file.
+
+    An n-gram counts once per file. On held-out files, with their own counts added, order 4 predicts as well as order 5
+    and needs fewer contexts for the same number of entries.
+    """
     files = np.split(ids.astype(np.int64), np.flatnonzero(ids == END_OF_TEXT_ID)[1:])
     files = [file for file in files if len(file)]
     return NgramModel.train(files, ORDER, VOCAB_SIZE, max_entries=MAX_ENTRIES, once_per_sequence=True).quantise_probs()
@@ -24,26 +26,26 @@ def train_builtin(ids: np.ndarray) -> NgramModel:
 
 @dataclass(frozen=True)
 class TableMetrics:
-    """Next-token prediction on held-out text, by the table alone."""
+    """Figures of next-token prediction on held-out text, by the table only."""
 
-    top_1: float
+    top_1: float  # share of positions at which the likeliest token is right
     perplexity: float
-    num_tokens: int
+    num_tokens: int  # measured positions
 
 
 def measure_table(model: NgramModel, ids: np.ndarray, count: int = 4000) -> TableMetrics:
-    """Over `count` evenly spaced positions of held-out ids [T]."""
-    places = np.linspace(model.order, len(ids) - 1, count).astype(int)
+    """Measure a table at `count` evenly spaced positions of held-out token ids [T]."""
+    positions = np.linspace(model.order, len(ids) - 1, count).astype(int)
     hits, loss = 0, 0.0
-    for place in places:
-        q = model.compute_q(ids[place - model.order : place].tolist())
-        hits += int(q.argmax() == ids[place])
-        loss -= float(np.log(q[ids[place]]))
+    for position in positions:
+        q = model.compute_q(ids[position - model.order : position].tolist())
+        hits += int(q.argmax() == ids[position])
+        loss -= float(np.log(q[ids[position]]))
     return TableMetrics(hits / count, float(np.exp(loss / count)), count)
 
 
 def render_card(figures: TableMetrics, data: str) -> str:
-    """The model card, as Markdown."""
+    """Return the model card as Markdown; `data` is the description of the training data."""
     return "\n".join(
         [
             "# Foredraft built-in n-gram table",
@@ -60,7 +62,14 @@ def render_card(figures: TableMetrics, data: str) -> str:
 
 
 def build_table(train_ids: np.ndarray, held_ids: np.ndarray, folder: Path, data: str) -> None:
-    """Train, save and describe the table; `data` is what the card says that it learnt from."""
+    """Train the table, save it in `folder` and write its model card.
+
+    Args:
+        train_ids: training token ids, [T].
+        held_ids: held-out token ids for the figures of the card, [T].
+        folder: folder of the table.
+        data: description of the training data for the card.
+    """
     model = train_builtin(train_ids)
     model.save(folder)
     (folder / "README.md").write_text(render_card(measure_table(model, held_ids), data))

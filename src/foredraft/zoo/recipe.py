@@ -1,4 +1,4 @@
-"""The fixed numbers behind the built-in models: shapes, stages, learning rates."""
+"""Recipes of the built-in target and draft model: shapes, training stages, learning rates."""
 
 from dataclasses import dataclass, replace
 
@@ -8,18 +8,19 @@ END_OF_TEXT = "<|endoftext|>"
 
 @dataclass(frozen=True)
 class TrainStage:
-    """A stretch of training at one depth and one window length."""
+    """Stage of training with a fixed depth and window length."""
 
     layers: int
     context: int  # tokens per window
-    steps: int  # optimizer steps, of Recipe.batch_tokens tokens each
+    steps: int  # optimizer steps, of `LlamaRecipe.batch_tokens` tokens each
 
 
 @dataclass(frozen=True)
 class LlamaRecipe:
-    """Warm-up, a constant rate, then a decay to zero that may begin at any step: an early end still gives a good model.
+    """Shape and training schedule of a Llama model.
 
-    `stages` are the steps at the constant rate; the decay comes on top of them.
+    The learning rate warms up, stays constant during `stages`, and then decays to zero in further steps. The decay may
+    begin at any step, so that a run that is ended early still gives a good model.
     """
 
     hidden: int
@@ -28,35 +29,40 @@ class LlamaRecipe:
     kv_heads: int
     stages: tuple[TrainStage, ...]
     batch_tokens: int = 8192
-    micro_tokens: int = 2048  # tokens whose gradients are computed at once: what a core's cache holds
+    micro_tokens: int = 2048  # tokens per forward and backward pass, chosen to fit the cache of a CPU core
     learning_rate: float = 2e-3
-    warmup: int = 40  # steps, again after every change of depth
-    decay: float = 0.25  # steps of the decay, as a share of the steps before it
-    long_share: float = 0.2  # of the decay's steps, the last ones, with long windows
-    long_context: int = 1024  # tokens
+    warmup: int = 40  # steps of warm-up, at the start and after every change of depth
+    decay: float = 0.25  # steps of the decay over the steps before it
+    long_share: float = 0.2  # share of the decay's steps, the last ones, that have long windows
+    long_context: int = 1024  # tokens per long window
     seed: int = 0
-    checkpoint_seconds: float = 600.0
+    checkpoint_seconds: float = 600.0  # time between checkpoints
 
     @property
     def steps(self) -> int:
-        """Steps at the constant rate."""
+        """Steps at the constant learning rate, warm-up included."""
         return sum(stage.steps for stage in self.stages)
 
     @property
     def total_tokens(self) -> int:
-        """Tokens read in all, the decay included."""
+        """Training tokens, the decay included."""
         return self.batch_tokens * (self.steps + sum(stage.steps for stage in self.make_decay_stages(self.steps)))
 
     def make_decay_stages(self, num_steps: int) -> tuple[TrainStage, TrainStage]:
-        """The stages of a decay that begins after `done` steps."""
+        """Return the two stages of a decay that begins after `num_steps` steps: short windows, then long ones."""
         steps = max(2, round(self.decay * num_steps))
         long = max(1, round(self.long_share * steps))
         last = self.stages[-1]
         return TrainStage(last.layers, last.context, steps - long), TrainStage(last.layers, self.long_context, long)
 
     def scale(self, tokens: int | None, batch_tokens: int | None, device: str) -> "LlamaRecipe":
-        """The same stages in proportion for another number of tokens in all, or for other batches. On CUDA a batch is
-        one computation."""
+        """Return the recipe with its stages scaled to another number of tokens or another batch size.
+
+        Args:
+            tokens: training tokens, the decay included. None = those of the recipe.
+            batch_tokens: tokens per step. None = those of the recipe, or 65,536 on CUDA.
+            device: device of training. On CUDA a batch is one forward and backward pass.
+        """
         batch = batch_tokens or (CUDA_BATCH_TOKENS if device.startswith("cuda") else self.batch_tokens)
         factor = (tokens or self.total_tokens) / self.total_tokens * self.batch_tokens / batch
         stages = tuple(replace(stage, steps=max(1, round(factor * stage.steps))) for stage in self.stages)
@@ -64,9 +70,9 @@ class LlamaRecipe:
         return replace(self, stages=stages, batch_tokens=batch, micro_tokens=micro)
 
 
-CUDA_BATCH_TOKENS = 65536
+CUDA_BATCH_TOKENS = 65536  # default tokens per step on CUDA
 
-# Half the depth first, then the layers stacked on themselves: the early steps cost half as much. 61 M tokens.
+# 61 M tokens. Training starts with half of the layers, which halves the cost of a step; then they are repeated once.
 TARGET_RECIPE = LlamaRecipe(
     hidden=384, intermediate=1024, heads=6, kv_heads=2,
     stages=(TrainStage(6, 256, 4600), TrainStage(12, 256, 1400)),

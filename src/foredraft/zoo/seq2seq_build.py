@@ -1,4 +1,4 @@
-"""From the standard library's prose to the built-in encoder-decoder pair: target, draft, cards."""
+"""Build of the built-in encoder-decoder pair from the prose of the standard library: target, draft model, cards."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -31,6 +31,8 @@ TARGET_NAME, DRAFT_NAME = "seq2seq", "seq2seq_draft"
 
 @dataclass(frozen=True)
 class Seq2SeqPairRecipe:
+    """Recipes of the target and the draft model."""
+
     target: Seq2SeqRecipe = SEQ2SEQ_RECIPE
     draft: Seq2SeqRecipe = SEQ2SEQ_DRAFT_RECIPE
 
@@ -47,9 +49,19 @@ def build_pair(
     report: PartProgressCallback,
     pair: Seq2SeqPairRecipe = PAIR_RECIPE,
 ) -> None:
-    """Both models below `out`; a finished one is kept, a stopped one goes on."""
-    texts, held = extract_passages(train_files), extract_passages(held_files)
-    ending = append_end_token(tokenizer)
+    """Train both models into subfolders of `out`; a finished model is kept, an interrupted run is resumed.
+
+    Args:
+        out: folder of the models.
+        device: device of training.
+        tokenizer: built-in tokenizer.
+        train_files: files whose prose is trained on.
+        held_files: files whose prose is measured on.
+        report: called with model name, step, steps and loss.
+        pair: recipes of the two models.
+    """
+    passages, held_out = extract_passages(train_files), extract_passages(held_files)
+    end_tokenizer = append_end_token(tokenizer)
     for name, recipe in ((TARGET_NAME, pair.target), (DRAFT_NAME, pair.draft)):
         folder = out / name
         if (folder / "README.md").exists():
@@ -62,20 +74,27 @@ def build_pair(
         def progress(step: int, steps: int, value: float, part: str = name) -> None:
             report(part, step, steps, value)
 
-        train(Seq2SeqJob(recipe, ending, texts, held, folder, loss, device, progress))
-        tokens.save_tokenizer(ending, folder)
-        (folder / "README.md").write_text(render_card(name, recipe, _read_last_evaluation(folder), len(texts)))
+        train(Seq2SeqJob(recipe, end_tokenizer, passages, held_out, folder, loss, device, progress))
+        tokens.save_tokenizer(end_tokenizer, folder)
+        (folder / "README.md").write_text(render_card(name, recipe, _read_last_evaluation(folder), len(passages)))
 
 
 def _read_last_evaluation(folder: Path) -> dict[str, float]:
-    """The last line of the log that was measured on held-out passages."""
+    """Return the last entry of the log that has figures of the held-out passages."""
     rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     return next(row for row in reversed(rows) if "held_loss" in row)
 
 
 def render_card(name: str, recipe: Seq2SeqRecipe, figures: dict[str, float], count: int) -> str:
-    """The model card, as Markdown."""
-    learnt = "the clean passage" if name == TARGET_NAME else "the target's distribution, KL(p || q)"
+    """Return the model card as Markdown.
+
+    Args:
+        name: `TARGET_NAME` or `DRAFT_NAME`.
+        recipe: recipe that the model was trained with.
+        figures: figures of `seq2seq.evaluate`.
+        count: number of training passages.
+    """
+    objective = "the clean passage" if name == TARGET_NAME else "the target's distribution, KL(p || q)"
     use = (
         '`foredraft generate --model builtin-seq2seq --spec-method aggressive "teh qiuck ..."`.'
         if name == TARGET_NAME
@@ -92,7 +111,7 @@ def render_card(name: str, recipe: Seq2SeqRecipe, figures: dict[str, float], cou
         "(`foredraft.zoo.typos`), "
         f"{CLEAN_SHARE:.0%} of the passages left clean.",
         f"- Recipe: T5 with {recipe.encoder_layers} layers of encoder and {recipe.decoder_layers} of decoder, width "
-        f"{recipe.hidden}; it learns {learnt}; {recipe.steps} steps of about {recipe.batch_tokens} tokens; Muon for "
+        f"{recipe.hidden}; it learns {objective}; {recipe.steps} steps of about {recipe.batch_tokens} tokens; Muon for "
         f"matrices, AdamW for the rest, learning rate {recipe.learning_rate}, linear decay over the last "
         f"{recipe.decay:.0%}; seed {recipe.seed}. `foredraft zoo train` repeats it.",
         f"- Held-out passages, the clean text before every place given: {figures['held_loss']:.3f} nats per token, "

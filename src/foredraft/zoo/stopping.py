@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end a long run after the step under way."""
+"""Signal handlers that end a long run after its current step."""
 
 import signal
 import threading
@@ -8,21 +8,24 @@ from contextlib import contextmanager
 
 @contextmanager
 def handle_stop_signals() -> Iterator[Callable[[], bool]]:
-    """Yields whether a signal has come since. A second Ctrl-C interrupts at once. Off the main thread, where Python
-    delivers no signals, the answer is always False."""
+    """Handle Ctrl-C and SIGTERM in a `with` block; yield a function that returns whether one has arrived.
+
+    A second Ctrl-C raises KeyboardInterrupt at once. On another thread than the main one the function always returns
+    False, since Python delivers no signals there.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return
-    seen: list[int] = []
+    received: list[int] = []
 
-    def note(number: int, frame: object) -> None:
-        if seen and number == signal.SIGINT:
+    def record(number: int, frame: object) -> None:
+        if received and number == signal.SIGINT:
             raise KeyboardInterrupt
-        seen.append(number)
+        received.append(number)
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous_handlers = {number: signal.signal(number, record) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield lambda: bool(seen)
+        yield lambda: bool(received)
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)

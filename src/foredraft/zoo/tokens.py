@@ -1,4 +1,4 @@
-"""The built-in byte-level BPE tokenizer, and the corpus as one array of its ids."""
+"""Training of the built-in byte-level BPE tokenizer, and encoding of the corpus."""
 
 from pathlib import Path
 
@@ -8,11 +8,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from foredraft.zoo.corpus import SourceFile
 from foredraft.zoo.recipe import END_OF_TEXT, VOCAB_SIZE
 
-BATCH_FILES = 256  # files encoded together: an encoding takes a hundred times the memory of its ids
+BATCH_FILES = 256  # files encoded together; an encoding needs about 100 times the memory of its ids
 
 
 def train_tokenizer(files: list[SourceFile]) -> Tokenizer:
-    """A byte-level BPE of VOCAB_SIZE tokens; id 0 ends a text."""
+    """Return a byte-level BPE tokenizer of `VOCAB_SIZE` tokens; id 0 is the end-of-text token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -27,11 +27,12 @@ def train_tokenizer(files: list[SourceFile]) -> Tokenizer:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
+    """Load tokenizer.json of a folder."""
     return Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write the tokenizer as transformers expects it beside a model."""
+    """Write the tokenizer to a model's folder in the format of transformers."""
     from transformers import PreTrainedTokenizerFast
 
     PreTrainedTokenizerFast(
@@ -43,7 +44,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def encode(tokenizer: Tokenizer, files: list[SourceFile]) -> np.ndarray:
-    """[T] uint16: every file, each preceded by the end-of-text id."""
+    """Return the token ids of the files, [T] uint16; the end-of-text id begins each file."""
     parts: list[np.ndarray] = [np.empty(0, dtype=np.uint16)]
     for first in range(0, len(files), BATCH_FILES):
         for encoding in tokenizer.encode_batch([source.text for source in files[first : first + BATCH_FILES]]):

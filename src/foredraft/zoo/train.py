@@ -1,8 +1,8 @@
-"""Training of the built-in pair: next-token loss for the target, distillation from the target for the draft.
+"""Training of the built-in pair: next-token loss for the target, distillation from the target for the draft model.
 
-Weights and gradients are bf16, the optimizer's copies fp32. Matrices are updated by Muon, the rest by AdamW. The rate
-is constant until the last stage ends, then decays; the decay is a run of its own that starts from the last checkpoint
-at the constant rate and leaves that as it is.
+Weights and gradients are bf16, the optimizer's copies fp32. Muon updates matrices, AdamW the other parameters. The
+learning rate is constant until the last stage ends, then decays. The decay has a checkpoint of its own; it starts from
+the last checkpoint at the constant rate and does not change it.
 """
 
 import json
@@ -25,15 +25,16 @@ from foredraft.zoo.stopping import handle_stop_signals
 
 LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]  # (ids [B, L], logits [B*L, V], next ids [B*L])
 ProgressCallback = Callable[[int, int, float], None]  # (step, steps, smoothed loss)
-PartProgressCallback = Callable[[str, int, int, float], None]  # the same, after the part's name
-LOG_EVERY = 20  # steps
+PartProgressCallback = Callable[[str, int, int, float], None]  # (model name, step, steps, smoothed loss)
+LOG_EVERY = 20  # steps between lines of the log
 EVAL_EVERY = 200  # steps between measurements of the held-out loss
-EVAL_WINDOWS = 16  # of such a measurement
-_TABLE_NAMES = ("embed", "shared", "relative_attention_bias")  # matrices that are tables: Muon is not meant for them
+EVAL_WINDOWS = 16  # windows of a measurement of the held-out loss
+HEAD_DIM = 64  # channels per attention head
+_TABLE_NAMES = ("embed", "shared", "relative_attention_bias")  # lookup tables, for which Muon is unsuitable
 
 
 def build_model(recipe: LlamaRecipe, layers: int, dtype: torch.dtype = torch.bfloat16) -> LlamaForCausalLM:
-    """An untrained model of the recipe's width and the given depth."""
+    """Return an untrained model with the recipe's width and `layers` layers."""
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=recipe.hidden,
@@ -41,7 +42,7 @@ def build_model(recipe: LlamaRecipe, layers: int, dtype: torch.dtype = torch.bfl
         num_hidden_layers=layers,
         num_attention_heads=recipe.heads,
         num_key_value_heads=recipe.kv_heads,
-        head_dim=64,
+        head_dim=HEAD_DIM,
         max_position_embeddings=max(1024, recipe.long_context),
         tie_word_embeddings=True,
         bos_token_id=0,
@@ -52,7 +53,7 @@ def build_model(recipe: LlamaRecipe, layers: int, dtype: torch.dtype = torch.bfl
 
 
 def stack_layers(recipe: LlamaRecipe, model: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
-    """The model at a greater depth, its layers repeated in order."""
+    """Return a model with `layers` layers that repeats the layers of `model` in order."""
     depth = model.config.num_hidden_layers
     if depth == layers:
         return model
@@ -65,7 +66,7 @@ def stack_layers(recipe: LlamaRecipe, model: LlamaForCausalLM, layers: int) -> L
 
 
 class MasterWeightOptimizer:
-    """fp32 copies of bf16 parameters, Muon for the matrices inside layers and AdamW for the rest."""
+    """Optimizer with fp32 copies of bf16 parameters: Muon for the matrices inside layers, AdamW for the others."""
 
     def __init__(self, model: nn.Module, learning_rate: float) -> None:
         self.parameter_pairs = [(p, nn.Parameter(p.detach().float())) for p in model.parameters()]
@@ -79,16 +80,16 @@ class MasterWeightOptimizer:
         ]
 
     def step(self, scale: float) -> None:
-        """One update at `scale` times the learning rate; gradients are cleared."""
+        """Update the parameters with `scale` times the learning rate, and clear their gradients."""
         for parameter, master in self.parameter_pairs:
             assert parameter.grad is not None
             master.grad = parameter.grad.float()
             parameter.grad = None
         nn.utils.clip_grad_norm_([master for _, master in self.parameter_pairs], 1.0)
-        for part in self.optimizers:
-            for group in part.param_groups:
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
                 group["lr"] = self.learning_rate * scale
-            part.step()
+            optimizer.step()
         with torch.no_grad():
             for parameter, master in self.parameter_pairs:
                 parameter.copy_(master)
@@ -100,27 +101,28 @@ class MasterWeightOptimizer:
         }
 
     def load_state_dict(self, state: dict) -> None:  # type: ignore[type-arg]
-        for part, saved in zip(self.optimizers, state["parts"], strict=True):
-            part.load_state_dict(saved)
+        for optimizer, saved in zip(self.optimizers, state["parts"], strict=True):
+            optimizer.load_state_dict(saved)
         with torch.no_grad():
             for (_, master), saved in zip(self.parameter_pairs, state["masters"], strict=True):
                 master.copy_(saved)
 
 
 def compute_logits(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
-    """[B*L, V] logits in the model's dtype."""
+    """Return the logits of token ids [B, L], as [B*L, V] in the dtype of the model."""
     hidden = model.model(ids, use_cache=False).last_hidden_state
     return model.lm_head(hidden).flatten(0, 1)  # type: ignore[no-any-return]
 
 
-def compute_next_token_loss(ids: Tensor, logits: Tensor, following: Tensor) -> Tensor:
-    return F.cross_entropy(logits.float(), following)
+def compute_next_token_loss(ids: Tensor, logits: Tensor, next_ids: Tensor) -> Tensor:
+    """Return the cross-entropy in nats per token, from logits [B*L, V] and next ids [B*L]."""
+    return F.cross_entropy(logits.float(), next_ids)
 
 
 def make_distillation_loss(target: LlamaForCausalLM) -> LossFunction:
-    """KL(p || q) from the target's p to the draft's q, averaged over positions."""
+    """Return the loss KL(p || q) of the target's p and the draft model's q, averaged over positions."""
 
-    def loss(ids: Tensor, logits: Tensor, following: Tensor) -> Tensor:
+    def loss(ids: Tensor, logits: Tensor, next_ids: Tensor) -> Tensor:
         with torch.no_grad():
             p = compute_logits(target, ids).float().softmax(-1)
             entropy = -(p * p.clamp_min(1e-9).log()).sum(-1).mean()
@@ -139,7 +141,7 @@ class PretrainingRun:
     compute_loss: LossFunction = compute_next_token_loss
     device: str = "cpu"
     progress: ProgressCallback = lambda step, steps, loss: None
-    held_out_ids: np.ndarray | None = None  # ids whose loss goes into the log
+    held_out_ids: np.ndarray | None = None  # token ids whose loss is logged, [T]
     should_stop: Callable[[], bool] = lambda: False
 
     @property
@@ -158,9 +160,9 @@ class PretrainingState:
     model: LlamaForCausalLM
     optimizer: MasterWeightOptimizer
     step: int = 0
-    depth_start_step: int = 0  # the step at which training at this depth began
-    decay_from: int | None = None  # the step at which the decay began
-    smoothed_loss: float = math.nan  # training loss, smoothed
+    depth_start_step: int = 0  # step at which training with the current number of layers began
+    decay_from: int | None = None  # step at which the decay began; None = at the constant rate
+    smoothed_loss: float = math.nan  # moving average of the training loss
 
     @property
     def num_layers(self) -> int:
@@ -168,10 +170,17 @@ class PretrainingState:
 
 
 def train(run: PretrainingRun, finish: bool = False) -> LlamaForCausalLM:
-    """Run the recipe, from the run's checkpoint if it has one; its folder gets the model at the end, and a log.
+    """Train a model, from the run's checkpoint if there is one, and return it.
 
-    `finish` begins the decay at that checkpoint, however few steps it has. A signal to stop saves a checkpoint and
-    raises KeyboardInterrupt. Raises ForedraftError if the checkpoint was made with batches of another size.
+    The folder of the run gets a log, and at the end the model.
+
+    Args:
+        run: inputs, folder and callbacks.
+        finish: begin the decay at the checkpoint, whatever its number of steps. Default False.
+
+    Raises:
+        KeyboardInterrupt: a signal stopped the run; a checkpoint was saved.
+        ForedraftError: the checkpoint was saved with another batch size.
     """
     run.folder.mkdir(parents=True, exist_ok=True)
     with handle_stop_signals() as is_signalled:
@@ -216,7 +225,7 @@ def _decay(run: PretrainingRun, state: PretrainingState) -> None:
 
 
 def _deepen(run: PretrainingRun, state: PretrainingState, layers: int) -> None:
-    """More layers if the stage has more; the optimizer begins anew then."""
+    """Add layers if the stage has more than the model; this resets the optimizer."""
     if state.num_layers < layers:
         state.model = stack_layers(run.recipe, state.model, layers).to(run.device)
         state.optimizer = MasterWeightOptimizer(state.model, run.recipe.learning_rate)
@@ -224,15 +233,16 @@ def _deepen(run: PretrainingRun, state: PretrainingState, layers: int) -> None:
 
 
 def compute_rate_scale(recipe: LlamaRecipe, step: int, depth_start_step: int, decay_from: int | None) -> float:
-    """The share of the learning rate at a step: a rise after every change of depth, level, a linear fall to zero."""
-    rise = (step - depth_start_step + 1) / recipe.warmup
+    """Return the factor of the learning rate: warm-up after each change of depth, constant, linear decay to zero."""
+    warmup = (step - depth_start_step + 1) / recipe.warmup
     if decay_from is None:
-        return min(1.0, rise)
+        return min(1.0, warmup)
     length = sum(stage.steps for stage in recipe.make_decay_stages(decay_from))
-    return min(1.0, rise, (decay_from + length - step) / length)
+    return min(1.0, warmup, (decay_from + length - step) / length)
 
 
 def _advance(run: PretrainingRun, state: PretrainingState, context: int, end: int, checkpoint: Path) -> None:
+    """Train with windows of `context` tokens up to step `end`."""
     recipe = run.recipe
     rows = recipe.batch_tokens // context
     batches = WindowBatches(run.ids, context, rows, recipe.seed, run.device)
@@ -260,11 +270,12 @@ def _count_total_steps(recipe: LlamaRecipe, state: PretrainingState) -> int:
 
 
 def _step(run: PretrainingRun, state: PretrainingState, batch: Tensor) -> float:
-    """One update from a batch [rows, L + 1]; its loss."""
+    """Make one update from a batch of token ids [rows, L + 1], and return the loss."""
     total = torch.zeros((), device=batch.device)
-    for part in torch.split(batch, max(1, run.recipe.micro_tokens // (batch.shape[1] - 1))):
-        loss = run.compute_loss(part[:, :-1], compute_logits(state.model, part[:, :-1]), part[:, 1:].flatten())
-        loss = loss * (len(part) / len(batch))
+    for micro_batch in torch.split(batch, max(1, run.recipe.micro_tokens // (batch.shape[1] - 1))):
+        ids, next_ids = micro_batch[:, :-1], micro_batch[:, 1:].flatten()
+        loss = run.compute_loss(ids, compute_logits(state.model, ids), next_ids)
+        loss = loss * (len(micro_batch) / len(batch))
         loss.backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
     state.optimizer.step(compute_rate_scale(run.recipe, state.step, state.depth_start_step, state.decay_from))
@@ -289,7 +300,10 @@ def _log(run: PretrainingRun, state: PretrainingState, tokens_per_second: int) -
 
 @torch.no_grad()
 def measure_held_out_loss(run: PretrainingRun, model: LlamaForCausalLM, held_out_ids: np.ndarray) -> float:
-    """Next-token loss in nats over evenly spaced windows of held-out ids [T], of the first stage's length."""
+    """Return the next-token loss in nats over evenly spaced windows of held-out token ids [T].
+
+    The windows have the length of the first stage.
+    """
     context = run.recipe.stages[0].context
     losses = []
     for start in np.linspace(0, len(held_out_ids) - context - 1, EVAL_WINDOWS).astype(int):
@@ -318,7 +332,7 @@ def _load(run: PretrainingRun, path: Path) -> PretrainingState | None:
     saved = torch.load(path, weights_only=True, map_location=run.device)
     if saved["batch_tokens"] != run.recipe.batch_tokens:
         raise ForedraftError(
-            f"{path} was made with batches of {saved['batch_tokens']} tokens; give --batch-tokens "
+            f"{path} was saved with batches of {saved['batch_tokens']} tokens; give --batch-tokens "
             f"{saved['batch_tokens']}, or another --out"
         )
     model = build_model(run.recipe, saved["layers"]).to(run.device)
