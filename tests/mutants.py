@@ -137,10 +137,10 @@ def _next_row_residual(p: Tensor, q: Tensor, x: int, following: Tensor) -> Tenso
 
 
 def _share_uniform(rule: Rule) -> Rule:
-    def shared(tree: TokenTree, p: Tensor, noise: NoiseTable) -> Commit:
+    def share_uniforms(tree: TokenTree, p: Tensor, noise: NoiseTable) -> Commit:
         return rule(tree, p, replace(noise, accept_table=noise.accept_table[:, 1:2].expand_as(noise.accept_table)))
 
-    return shared
+    return share_uniforms
 
 
 def _reuse_accept_uniform(rule: Rule) -> Rule:

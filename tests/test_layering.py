@@ -54,7 +54,7 @@ def rank(module: tuple[str, ...]) -> int:
     return FACTS.get(module, RANK[module[1]] if len(module) > 1 else TOP)
 
 
-def imported(path: Path, at_import_only: bool = False) -> Iterator[tuple[str, ...]]:
+def find_imports(path: Path, at_import_only: bool = False) -> Iterator[tuple[str, ...]]:
     """Every module of ours that a file imports; what a name of the package itself stands for counts as the top."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for node in tree.body if at_import_only else ast.walk(tree):
@@ -72,7 +72,7 @@ def imported(path: Path, at_import_only: bool = False) -> Iterator[tuple[str, ..
 @pytest.mark.parametrize("module", [m for m in MODULES if len(m) > 1], ids=".".join)
 def test_imports_point_down(module):
     assert module[1] in RANK, f"{module[1]} has no layer yet: give it one in LAYERS"
-    for other in imported(MODULES[module]):
+    for other in find_imports(MODULES[module]):
         is_own_version = other == ("foredraft",) and rank(module) == TOP
         assert is_own_version or rank(other) <= rank(module), (
             f"{'.'.join(module)} imports {'.'.join(other)}, which is above it"
@@ -82,7 +82,7 @@ def test_imports_point_down(module):
 def test_the_rule_sees_an_import_that_points_up(tmp_path):
     bad = tmp_path / "tree.py"
     bad.write_text("from foredraft.engine.engine import Engine\n")
-    [other] = imported(bad)
+    [other] = find_imports(bad)
     assert rank(other) > rank(("foredraft", "tree"))
 
 
@@ -94,7 +94,7 @@ def test_no_import_cycle():
         if module in seen:
             return
         seen[module] = False
-        for other in imported(MODULES[module], at_import_only=True):
+        for other in find_imports(MODULES[module], at_import_only=True):
             if len(other) > 1 and other != module:
                 visit(other, (*above, module))
         seen[module] = True

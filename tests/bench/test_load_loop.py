@@ -139,23 +139,23 @@ def test_a_round_without_tokens_is_no_figure():
         load.build_point(1, {OFF: [empty], AUTO: [empty]})
 
 
-def watched(llm: LLM) -> list[int]:
+def record_batch_sizes(llm: LLM) -> list[int]:
     """How many requests each step runs."""
     seen: list[int] = []
     step = llm.engine.step
 
-    def counted() -> None:
+    def step_and_count() -> None:
         step()
         seen.append(len(llm.engine.transcripts))
 
-    llm.engine.step = counted  # type: ignore[method-assign]
+    llm.engine.step = step_and_count  # type: ignore[method-assign]
     return seen
 
 
 def test_the_engine_keeps_all_streams_busy_until_one_finds_nothing():
     llm = tiny_models.plain().with_drafter("ngram", 2)
     clock = count()
-    seen = watched(llm)
+    seen = record_batch_sizes(llm)
     jobs = WORK.make_requests(3, 0)
     loop = EngineDriver(llm, GREEDY, clock=lambda: float(next(clock))).run(jobs, 3)
     assert len(loop.timelines) == len(jobs) == 6

@@ -68,7 +68,7 @@ def close(ours: Tensor, theirs: Tensor) -> None:
     assert float((ours - theirs).abs().max()) <= TOLERANCE
 
 
-def drafted(drafter: FeatureDrafter, seen: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def run_drafter(drafter: FeatureDrafter, seen: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Logits and features of every row: the true pairs in two passes, then one token after another."""
     lm, pages = drafter.lm, [3, 1, 5, 2]
     features = lm.project_features(torch.cat(list(seen), -1))
@@ -121,7 +121,7 @@ def test_eagle(tmp_path, options):
     [h] = states(1)
     drafter = eagle.create(eagle.Config(), context(folder))
     assert drafter.hidden_layers == (AFTER_FINAL_NORM,)
-    logits, features = drafted(drafter, [h])
+    logits, features = run_drafter(drafter, [h])
     numbers = numbers_of(options)
     head = target().model.lm_head.weight.detach()
     wanted = reference_networks.eagle(
@@ -187,7 +187,7 @@ def test_eagle3(tmp_path, make, options, flags):
     seen = states(options.get("states", 3) if options.get("fc", True) else 1)
     drafter = eagle3.create(eagle3.Config(), context(folder))
     assert len(drafter.hidden_layers) == len(seen)
-    logits, features = drafted(drafter, seen)
+    logits, features = run_drafter(drafter, seen)
     raw = reference_networks.to_double(published_folders.read_tensors(folder))
     head = raw.get("lm_head.weight", target().model.lm_head.weight.detach())
     wanted = reference_networks.eagle3(raw, TOKENS, seen, rows_of(folder), head, LayerNumbers(), flags)
@@ -207,7 +207,7 @@ def test_the_feedback_that_is_asked_for_is_what_drafted_tokens_read(tmp_path):
         wanted = reference_networks.eagle3(
             raw, TOKENS, seen, rows_of(folder), raw["lm_head.weight"], LayerNumbers(), flags
         )
-        close(drafted(drafter, seen)[0], wanted[0])
+        close(run_drafter(drafter, seen)[0], wanted[0])
     with pytest.raises(ForedraftError, match="'normed' or 'raw'"):
         eagle3.create(eagle3.Config(feedback="neither"), context(folder))
 

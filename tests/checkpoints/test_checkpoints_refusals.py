@@ -31,12 +31,12 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
     """No tensor may be read into memory, the maps of tokens excepted."""
     whole = TensorFiles.read
 
-    def checked(self, names):
+    def read_id_maps(self, names):
         names = list(names)
         assert set(names) <= {"d2t", "t2d"}, f"read {names} before the shapes were checked"
         return whole(self, names)
 
-    monkeypatch.setattr(TensorFiles, "read", checked)
+    monkeypatch.setattr(TensorFiles, "read", read_id_maps)
 
 
 MAKERS: list[Callable[[Path], Path]] = [

@@ -58,14 +58,14 @@ def run_on_terminal(monkeypatch: pytest.MonkeyPatch) -> Run:
             streams = contextlib.redirect_stdout(terminal), contextlib.redirect_stderr(terminal)
             with streams[0], streams[1], pytest.raises(SystemExit) as left:
                 app(list(args), obj=backend or FakeBackend())
-            shown = _drained(ours)
+            shown = _drain(ours)
         os.close(ours)
         return Outcome(int(left.value.code or 0), shown, "")
 
     return invoke
 
 
-def _drained(fd: int) -> str:
+def _drain(fd: int) -> str:
     os.set_blocking(fd, False)
     chunks = []
     with contextlib.suppress(BlockingIOError):

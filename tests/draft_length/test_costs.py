@@ -93,7 +93,7 @@ def test_following_costs_whether_or_not_anyone_drafts():
     assert draft.predict(4, 2, 8) == pytest.approx(0.7, rel=0.02)
 
 
-def tried(planner: Planner, scene: StepShape, gains: list[list[float]], draft: float) -> float:
+def find_best_rate(planner: Planner, scene: StepShape, gains: list[list[float]], draft: float) -> float:
     """The best rate over every assignment of prefixes."""
     best = 0.0
     for sizes in itertools.product(*[range(len(row) + 1) for row in gains]):
@@ -116,7 +116,7 @@ def test_a_plan_is_the_best_of_all(count, data):
     gains = [data.draw(falling) for _ in range(count)]
     scene = StepShape(count, count, 0.0)
     plan = planner.find_best_plan(scene, list(range(count)), [3] * count, gains, [[1.0] * 3] * count)
-    assert plan.rate == pytest.approx(tried(planner, scene, gains, per_level), rel=1e-6)
+    assert plan.rate == pytest.approx(find_best_rate(planner, scene, gains, per_level), rel=1e-6)
     assert plan.plain_rate == pytest.approx(count / points[count - 1][1])
 
 

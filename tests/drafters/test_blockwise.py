@@ -137,7 +137,7 @@ def test_the_network_under_training_has_the_numbers_of_the_formula() -> None:
         assert torch.allclose(network(hidden, head), wanted, atol=1e-12)
 
 
-def trained(**options: Any) -> Any:
+def make_trainee(**options: Any) -> Any:
     return blockwise.create_trainee(blockwise.TrainConfig(**options), tiny_models.plain().target)
 
 
@@ -146,7 +146,7 @@ def test_new_heads_say_what_the_target_says() -> None:
     states = torch.randn(5, 32)
     for head in range(2):
         wanted = target.compute_logits(states.double())
-        assert torch.allclose(trained(heads=2, inner=8).compute_logits(head, states), wanted, atol=1e-5)
+        assert torch.allclose(make_trainee(heads=2, inner=8).compute_logits(head, states), wanted, atol=1e-5)
 
 
 @torch.no_grad()
@@ -155,7 +155,7 @@ def test_training_asks_every_head_for_its_own_token(loss: str) -> None:
     trace = tiny_heads.make_trace(tiny_models.plain(), (AFTER_FINAL_NORM,))
     shown = torch.rand(trace.mask.shape, generator=torch.Generator().manual_seed(1)) < 0.7
     trace = replace(trace, mask=trace.mask & shown)
-    trainee = trained(loss=loss, heads=3, inner=8, decay=0.5)
+    trainee = make_trainee(loss=loss, heads=3, inner=8, decay=0.5)
     torch.nn.init.normal_(trainee.network.output.weight, std=0.3)
     found, wanted = trainee.compute_loss(trace), []
     for head in range(3):
@@ -178,7 +178,7 @@ def test_training_asks_every_head_for_its_own_token(loss: str) -> None:
 def test_a_loss_of_one_head_a_step_is_that_of_all_on_average_and_of_all_when_measured() -> None:
     """The paper draws one of the sub-losses for every step; with a decay it is drawn as often as it counts."""
     trace = tiny_heads.make_trace(tiny_models.plain(), (AFTER_FINAL_NORM,))
-    whole, one = (trained(heads=3, inner=8, decay=0.5, heads_per_step=each) for each in ("all", "one"))
+    whole, one = (make_trainee(heads=3, inner=8, decay=0.5, heads_per_step=each) for each in ("all", "one"))
     for trainee in (whole, one):
         torch.manual_seed(3)
         torch.nn.init.normal_(trainee.network.output.weight, std=0.3)
@@ -197,7 +197,7 @@ def test_a_loss_of_one_head_a_step_is_that_of_all_on_average_and_of_all_when_mea
 
 
 def test_trained_heads_are_read_back(tmp_path: Any) -> None:
-    target, trainee = tiny_models.plain().target, trained(heads=3, inner=8)
+    target, trainee = tiny_models.plain().target, make_trainee(heads=3, inner=8)
     tensors, config = trainee.to_checkpoint()
     assert {name.partition(".")[0] for name in tensors} == {"blockwise"}
     save(tmp_path, CheckpointLayout("blockwise", tensors, config))
@@ -220,7 +220,7 @@ def test_trained_heads_are_read_back(tmp_path: Any) -> None:
 )
 def test_training_options_that_make_no_sense_are_refused(options: dict[str, Any], why: str) -> None:
     with pytest.raises(ForedraftError, match=why):
-        trained(**options)
+        make_trainee(**options)
 
 
 def test_other_heads_are_not_taken_for_these() -> None:

@@ -258,7 +258,7 @@ def test_native_passes_give_the_numbers_of_plain_ones(
         request.output.append(33)
         request.num_computed = 20
         seen: list[Tensor] = []
-        drafting.head_runner.output = _kept(drafting.head_runner.output, seen)
+        drafting.head_runner.output = _record_output(drafting.head_runner.output, seen)
         tree = drafting.propose(Batch((request,), (1,), (4,)))
         assert len(tree.token_lists[0]) == 5
         found.append((seen[0].float(), seen[1].float(), tree.token_lists[0]))
@@ -270,7 +270,7 @@ def test_native_passes_give_the_numbers_of_plain_ones(
     assert dtype == torch.bfloat16 or tokens == plain_tokens
 
 
-def _kept(call, seen):
+def _record_output(call, seen):
     def keeping(states: Tensor) -> Tensor:
         seen.append(call(states))
         return seen[-1]

@@ -13,7 +13,7 @@ from foredraft.drafters.copy_cursor import FULL_MATCH, MAX_EDIT_DISTANCE, CopyCu
 SOURCE = tuple(random.Random(0).sample(range(400), 300))  # no token twice
 
 
-def searched(follower):
+def search_source(follower):
     """(place, trust) by looking at every place of the source: the longest match counts, of equal ones those ahead of
     what was reached, and of these the nearest to the place expected, the later of two."""
     best = None
@@ -66,7 +66,7 @@ def test_the_place_is_that_of_a_search_of_the_whole_source(seed):
     while follower.num_read < len(output):
         follower.read(output[follower.num_read : follower.num_read + chance.randrange(1, 4)])
         if follower.num_matched == 0:
-            expected = searched(follower)
+            expected = search_source(follower)
             follower.draft(5)
             assert (follower.position, follower.num_matched) == expected
             num_found += expected[1] > 0

@@ -126,13 +126,13 @@ def test_every_bit_of_the_memory_is_that_of_reading_the_text(dtype: torch.dtype,
         for transcript in transcripts:
             request = transcript.request
             read_once = _read(native(dtype), request.tokens[: request.num_computed])
-            for held, wanted in zip(_held(llm, request), read_once, strict=True):
+            for held, wanted in zip(_read_kv(llm, request), read_once, strict=True):
                 assert torch.equal(held, wanted)
     assert sum(t.num_accepted for t in transcripts) > 0
     assert sum(t.num_drafted - t.num_accepted for t in transcripts) > 0
 
 
-def _held(llm: LLM, request: Request) -> list[Tensor]:
+def _read_kv(llm: LLM, request: Request) -> list[Tensor]:
     size = llm.limits.page_size
     slots = torch.tensor([request.pages[i // size] * size + i % size for i in range(request.num_computed)])
     return [one[slots] for layer in sorted(llm.target.pool.layers) for one in llm.target.pool.layers[layer]]
@@ -255,14 +255,14 @@ def test_the_choice_is_looked_at_again_and_may_change(monkeypatch: pytest.Monkey
 def test_the_same_texts_choose_alike_whatever_is_drafted() -> None:
     """The agreement is that of the target's own passes, not of the drafts that were made."""
 
-    def seen(num_tokens: int) -> list[float]:
+    def measure_agreement(num_tokens: int) -> list[float]:
         llm = drafting(target(), num_tokens=num_tokens)
         llm.generate([[33]], Sampling(max_tokens=64, temperature=0, ignore_eos=True))
         assert isinstance(llm.drafter, EarlyExit)
         assert isinstance(llm.drafter.layer_selector, MeasuredExitLayer)
         return llm.drafter.layer_selector.agreement.rates
 
-    assert seen(2) == pytest.approx(seen(7))
+    assert measure_agreement(2) == pytest.approx(measure_agreement(7))
 
 
 def test_a_length_that_is_fixed_is_weighed_as_it_is() -> None:
@@ -397,7 +397,7 @@ SHAPE = EarlyExitShape(hidden=32, rank=8, exit_layer=2)
 FACTS = TargetInfo("the-target", hidden=32, vocab_size=97, num_layers=8)
 
 
-def saved(folder: Path, **config: Any) -> Path:
+def save_adapter(folder: Path, **config: Any) -> Path:
     torch.manual_seed(0)
     sizes = {"norm": (32,), "gate_proj": (8, 32), "up_proj": (8, 32), "down_proj": (32, 8)}
     tensors = {f"{name}.weight": torch.randn(size) for name, size in sizes.items()}
@@ -410,7 +410,7 @@ def saved(folder: Path, **config: Any) -> Path:
 
 
 def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "adapter", target_num_layers=8)
+    folder = save_adapter(tmp_path / "adapter", target_num_layers=8)
     found = read(folder, FACTS)
     assert (found.method, found.shape) == ("early_exit", SHAPE)
     torch.manual_seed(0)
@@ -431,7 +431,7 @@ def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
 def test_a_checkpoint_of_another_target_is_refused(
     tmp_path: Path, config: dict[str, Any], facts: dict[str, int], why: str
 ) -> None:
-    folder = saved(tmp_path / "adapter", **({"target_num_layers": 8} | config))
+    folder = save_adapter(tmp_path / "adapter", **({"target_num_layers": 8} | config))
     with pytest.raises(ForedraftError, match=why):
         read(folder, replace(FACTS, **facts))
 

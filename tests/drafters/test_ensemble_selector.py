@@ -41,7 +41,7 @@ class World:
     later: "World | None" = None  # what it turns into after half of the steps
 
 
-def kept(length: int, share: float, chance: random.Random) -> int:
+def sample_num_accepted(length: int, share: float, chance: random.Random) -> int:
     for n in range(length):
         if chance.random() >= share:
             return n
@@ -67,8 +67,10 @@ def speed(world: World, mode: SelectionMode | None, steps: int = 1500, only: str
                         CandidateDraft(Draft.from_chain([0] * found[0]), (0, weight), (0,), found[0], found[0], False)
                     )
                     break
-            text = kept(*found, chance)
-            other = text if found[0] and chance.random() < now.agree else kept(BUDGET, now.neural, chance)
+            text = sample_num_accepted(*found, chance)
+            other = (
+                text if found[0] and chance.random() < now.agree else sample_num_accepted(BUDGET, now.neural, chance)
+            )
             cases.append(RequestChoices(slot, BUDGET, offers))
             fates.append((found[0], text, other))
         uses, plans = choice.select_members(cases)

@@ -27,7 +27,7 @@ BLOCK = DraftLayerShape(hidden=32, intermediate=48, heads=4, kv_heads=2, head_di
 GREEDY = Sampling(max_tokens=64, temperature=0, ignore_eos=True)
 
 
-def _scattered(network: nn.Module) -> nn.Module:
+def _scatter_weights(network: nn.Module) -> nn.Module:
     """Weights so large that no two tokens are alike to it."""
     torch.manual_seed(5)
     for name, parameter in network.named_parameters():
@@ -63,7 +63,7 @@ def networks() -> dict[str, tuple[nn.Module, tuple[int, ...]]]:
         )
         made[name] = eagle3.Eagle3Network(shape, target), taps
     for network, _ in made.values():
-        _scattered(network)
+        _scatter_weights(network)
     torch.manual_seed(6)
     few = made["eagle3, few tokens"][0]
     few.d2t.copy_(torch.randperm(size)[:40].sort().values - torch.arange(40))
@@ -116,7 +116,7 @@ class Played:
         return [row[1:] for row in self.drafter.propose(batch).token_lists]
 
 
-def unrolled(name: str, text: list[int], features: Tensor, drafted: list[int]) -> list[int]:
+def unroll_argmax(name: str, text: list[int], features: Tensor, drafted: list[int]) -> list[int]:
     """The likeliest token of every training step at the last true pair, where the text goes on as drafted."""
     network, _ = networks()[name]
     n, steps = len(text), len(drafted)
@@ -139,7 +139,7 @@ def test_a_chain_is_what_training_unrolled(name: str) -> None:
         played.commit(counts)
         for r, features, drafted in zip(played.requests, played.features, played.drafts(4), strict=True):
             assert len(drafted) == 4
-            assert drafted == unrolled(name, r.tokens, features, drafted), f"after {r.num_tokens} tokens"
+            assert drafted == unroll_argmax(name, r.tokens, features, drafted), f"after {r.num_tokens} tokens"
 
 
 @pytest.mark.parametrize("name", ["eagle", "eagle3", "eagle3, two layers"])

@@ -188,13 +188,13 @@ def test_options_that_make_no_draft_are_refused(options: dict[str, Any], why: st
         drafting(seer("last"), **options)
 
 
-def trained(**options: Any) -> Any:
+def make_trainee(**options: Any) -> Any:
     return hydra.create_trainee(hydra.TrainConfig(**options), tiny_models.plain().target)
 
 
 @pytest.mark.parametrize("options", [{}, {"layers": 2, "own_head": False}, {"rank": 40}])
 def test_new_heads_say_what_the_target_says(options: dict[str, Any]) -> None:
-    target, trainee = tiny_models.plain().target, trained(heads=2, **options)
+    target, trainee = tiny_models.plain().target, make_trainee(heads=2, **options)
     states, tokens = torch.randn(5, 32), torch.tensor([4, 5, 6, 7, 8])
     wanted, seen = target.compute_logits(states.double()), states
     for head in range(2):
@@ -203,7 +203,7 @@ def test_new_heads_say_what_the_target_says(options: dict[str, Any]) -> None:
 
 
 def test_a_rank_keeps_what_the_target_reads_most() -> None:
-    target, trainee = tiny_models.plain().target, trained(heads=1, rank=8)
+    target, trainee = tiny_models.plain().target, make_trainee(heads=1, rank=8)
     said = target.head_weight.float()
     top = torch.linalg.svd(said).Vh[:8]
     states = torch.randn(5, 32)
@@ -218,7 +218,7 @@ def test_training_runs_every_position_as_drafting_would(loss: str) -> None:
     trace = tiny_heads.make_trace(tiny_models.plain(), (AFTER_FINAL_NORM,))
     shown = torch.rand(trace.mask.shape, generator=torch.Generator().manual_seed(1)) < 0.7
     trace = replace(trace, mask=trace.mask & shown)
-    target, trainee = tiny_models.plain().target, trained(loss=loss, heads=3, rank=12, decay=0.5)
+    target, trainee = tiny_models.plain().target, make_trainee(loss=loss, heads=3, rank=12, decay=0.5)
     for name, parameter in trainee.network.named_parameters():
         if "lm_head" not in name:
             torch.nn.init.normal_(parameter, std=0.2)
@@ -246,7 +246,7 @@ def test_training_runs_every_position_as_drafting_would(loss: str) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"own_head": False, "rank": 12, "layers": 2}])
 def test_trained_heads_are_read_back(options: dict[str, Any], tmp_path: Any) -> None:
-    target, trainee = tiny_models.plain().target, trained(heads=3, **options)
+    target, trainee = tiny_models.plain().target, make_trainee(heads=3, **options)
     tensors, config = trainee.to_checkpoint()
     assert (config["hydra_num_heads"], config["hydra_head_arch"], config["hidden_state_offset"]) == (3, "mlp", 0)
     assert config.get("foredraft_lm_head") == (None if not options else "target")
@@ -284,7 +284,7 @@ def test_heads_in_the_authors_file_draft_as_they_were_written(tmp_path: Any) -> 
 )
 def test_training_options_that_make_no_sense_are_refused(options: dict[str, Any], why: str) -> None:
     with pytest.raises(ForedraftError, match=why):
-        trained(**options)
+        make_trainee(**options)
 
 
 def test_other_heads_are_not_taken_for_these() -> None:
@@ -311,7 +311,7 @@ def test_heads_behind_a_layer_that_adds_nothing_know_as_much_as_without(kind: st
 
 def test_a_prefix_layer_learns_and_is_read_back(tmp_path: Any) -> None:
     """In the authors' names; its gradient comes from every head, over the states before."""
-    llm, trainee = tiny_models.plain(), trained(heads=2, prefix=True)
+    llm, trainee = tiny_models.plain(), make_trainee(heads=2, prefix=True)
     assert trainee.compute_loss(tiny_heads.make_trace(llm, (AFTER_FINAL_NORM,))).total.isfinite()
     trainee.compute_loss(tiny_heads.make_trace(llm, (AFTER_FINAL_NORM,))).total.backward()
     assert trainee.network.prefix_embeding_layer.layers[0].self_attn.o_proj.weight.grad.abs().sum() > 0
@@ -327,7 +327,7 @@ def test_a_prefix_layer_learns_and_is_read_back(tmp_path: Any) -> None:
 
 def test_a_prefix_layer_of_other_proportions_than_the_targets_is_refused() -> None:
     target = tiny_models.plain().target
-    shape = replace(trained(heads=1, prefix=True).network.shape, prefix=HydraPrefixShape(32, 32, 64))
+    shape = replace(make_trainee(heads=1, prefix=True).network.shape, prefix=HydraPrefixShape(32, 32, 64))
     checkpoint = Checkpoint("hydra", "made", "a folder", shape, {})
     for make in (
         lambda: hydra_network.load_prefix_layer(checkpoint, target),

@@ -91,12 +91,12 @@ def test_a_text_whose_step_was_missed_is_drafted_for_no_more_or_from_true_states
     sizes = []
     propose = made.propose
 
-    def watched(batch: Any) -> Any:
+    def record_sizes(batch: Any) -> Any:
         tree = propose(batch)
         sizes.append(max(tree.sizes) - 1)
         return tree
 
-    monkeypatch.setattr(made, "propose", watched)
+    monkeypatch.setattr(made, "propose", record_sizes)
     llm.generate([[33]], GREEDY)
     assert sizes[0] == 0, "drafted for a prompt of which no state is known"
     assert min(sizes[1:3]) > 0, "nothing was drafted before the failure"

@@ -226,14 +226,14 @@ def test_the_blend_with_a_running_text_is_a_distribution_and_equals_a_plain_recu
     counts = SequenceCounts(8, order, 0.6, 20.0)
     ids = text(120, 8, 11)
     counts.extend(ids)
-    seen = excluded_counts(ids, order)
+    seen = count_with_exclusion(ids, order)
     for i in range(5, 120):
         q = model.compute_q(ids[i - 5 : i], counts)
         assert abs(q.sum() - 1) < 1e-12
         np.testing.assert_allclose(q, plain_blend(model, seen, tuple(ids[i - 5 : i]), 0.6, 20.0), atol=1e-12)
 
 
-def excluded_counts(ids, order):
+def count_with_exclusion(ids, order):
     """context -> counts of what followed; a token known after a context is not counted in the shorter ones."""
     seen = defaultdict(Counter)
     for i, token in enumerate(ids):

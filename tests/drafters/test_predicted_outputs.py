@@ -38,7 +38,9 @@ def generate(
     return [done[i] for i in range(len(transcripts))]
 
 
-def followed(prediction: Sequence[int], output: Sequence[int], length: int = MAX_PREDICTION_TOKENS) -> tuple[int, int]:
+def count_passes(
+    prediction: Sequence[int], output: Sequence[int], length: int = MAX_PREDICTION_TOKENS
+) -> tuple[int, int]:
     """Passes for an output under a greedy distribution, and drafted tokens that were wrong."""
     follower, at, passes, wrong = CopyCursor(tuple(prediction)), 0, 0, 0
     while at < len(output):
@@ -55,7 +57,7 @@ def followed(prediction: Sequence[int], output: Sequence[int], length: int = MAX
 
 
 def test_a_right_prediction_takes_the_fewest_passes():
-    assert followed(TEXT, TEXT) == (-(-len(TEXT) // (MAX_PREDICTION_TOKENS + 1)), 0)
+    assert count_passes(TEXT, TEXT) == (-(-len(TEXT) // (MAX_PREDICTION_TOKENS + 1)), 0)
 
 
 EDITS = {
@@ -75,7 +77,7 @@ def test_after_an_edit_the_prediction_is_found_again(name):
     output = EDITS[name]
     new = len(set(output) - set(TEXT))
     fewest = len(output) / (MAX_PREDICTION_TOKENS + 1)
-    passes, _ = followed(TEXT, output)
+    passes, _ = count_passes(TEXT, output)
     assert passes <= fewest + new + 9
     if not new:
         assert passes < len(output) / 6
@@ -86,7 +88,7 @@ def test_of_equal_matches_the_first_ahead_counts():
     block = list(range(50))
     prediction = [*block, 100, *block, 101, *block, 102]
     output = [*block, 100, *block[:20], 900, *block[25:], 101, *block, 102]
-    passes, wrong = followed(prediction, output)
+    passes, wrong = count_passes(prediction, output)
     assert passes <= len(output) / (MAX_PREDICTION_TOKENS + 1) + 9
     assert wrong < 5 * MAX_PREDICTION_TOKENS
 
@@ -103,7 +105,7 @@ def test_weak_evidence_drafts_few_tokens():
 
 def test_a_wrong_prediction_drafts_little():
     output = list(range(2000, 2400))
-    passes, wrong = followed(TEXT, output)
+    passes, wrong = count_passes(TEXT, output)
     assert passes == len(output)
     assert wrong <= MAX_PREDICTION_TOKENS + TOKENS_PER_MATCH * len(output)
 

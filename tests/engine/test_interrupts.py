@@ -43,13 +43,13 @@ class Watch:
 
     def __enter__(self) -> "Watch":
         self._before = sys.gettrace()
-        sys.settrace(self._called)
+        sys.settrace(self._trace_call)
         return self
 
     def __exit__(self, *_: object) -> None:
         sys.settrace(self._before)
 
-    def _called(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
+    def _trace_call(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
         if frame.f_code is STEP:
             self._depth += 1
         is_ours = self._depth > 0 and frame.f_code.co_filename.startswith(ROOT)
@@ -73,9 +73,9 @@ class Others:
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
         self.num_compared = 0
-        self._live = [self._begun(which) for which in range(len(PROMPTS))]
+        self._live = [self._begin(which) for which in range(len(PROMPTS))]
 
-    def _begun(self, which: int) -> tuple[Iterator[Delta], list[int]]:
+    def _begin(self, which: int) -> tuple[Iterator[Delta], list[int]]:
         stream = self.llm.stream(PROMPTS[which], SAMPLINGS[which])
         return stream, list(next(stream).token_ids)
 
@@ -86,7 +86,7 @@ class Others:
             tokens += delta.token_ids
             if delta.completion is not None:
                 self._compare(which, tokens, delta.completion)
-                self._live[which] = self._begun(which)
+                self._live[which] = self._begin(which)
 
     def end(self) -> None:
         for which, (stream, tokens) in enumerate(self._live):
@@ -109,7 +109,7 @@ def plain(which: int) -> Completion:
     return tiny_models.plain().generate(PROMPTS[which], SAMPLINGS[which])[0]
 
 
-def made(method: str) -> LLM:
+def make_llm(method: str) -> LLM:
     drafter = None if method == "plain" else METHOD_CASES[method].make(3)
     return tiny_models.plain().with_drafter(drafter, verify="match")
 
@@ -135,14 +135,14 @@ def test_an_interrupt_at_any_line_of_a_step_changes_no_text_of_others(
     method: str, stride: int, error: type[BaseException]
 ) -> None:
     """Every `stride`-th line. The sandbox handles an error of a drafter; it does not handle an interrupt."""
-    llm = made(method)
+    llm = make_llm(method)
     victim = llm.generate(VICTIM, SHORT)[0].token_ids
     lines, num_raised, num_injected, others = lines_of(llm), 0, 0, Others(llm)
     for line in lines[::stride]:
         if llm.engine.drafter.num_failures >= MAX_FAILURES:
             assert error is RuntimeError
             others.end()
-            llm = made(method)
+            llm = make_llm(method)
             others = Others(llm)
         stream = llm.stream(VICTIM, SHORT)
         with Watch(line, error) as watch:

@@ -42,7 +42,7 @@ def texts(drafter: ScriptedDrafter | None, **limits: int) -> list[list[int]]:
 PLAIN = texts(None)
 
 
-def changed(change: Callable[[Batch, TokenTree], TokenTree]) -> Callable[[Batch], TokenTree]:
+def change_draft(change: Callable[[Batch, TokenTree], TokenTree]) -> Callable[[Batch], TokenTree]:
     """A good draft, spoilt."""
     return lambda batch: change(batch, engine_fakes.draft_greedily(LM, batch))
 
@@ -77,22 +77,22 @@ def _wide(batch: Batch) -> TokenTree:
 FAULTS: dict[str, Callable[[Batch], TokenTree]] = {
     "raises": _raises,
     "returns None": lambda batch: None,  # type: ignore[arg-type,return-value]
-    "too few trees": changed(lambda batch, tree: tree.select(range(len(batch) - 1)) if len(batch) > 1 else None),
-    "wrong root": changed(lambda batch, tree: TokenTree((tree.tokens + 1).clamp_max(V - 1), tree.parents)),
-    "no nodes at all": changed(lambda batch, tree: TokenTree(tree.tokens[:, :0], tree.parents[:, :0])),
-    "id of the vocabulary's size": changed(lambda batch, tree: _set(tree, V)),
-    "huge id": changed(lambda batch, tree: _set(tree, 1 << 40)),
-    "root with a parent": changed(lambda batch, tree: _parents(tree, 0, 0)),
-    "parent of itself": changed(lambda batch, tree: _parents(tree, -1, tree.parents.shape[1] - 1)),
-    "orphan": changed(lambda batch, tree: _parents(tree, -1, -1)),
-    "later parent": changed(lambda batch, tree: _parents(tree, 1, tree.parents.shape[1])),
-    "parents of another shape": changed(lambda batch, tree: TokenTree(tree.tokens, tree.parents[:, :1])),
+    "too few trees": change_draft(lambda batch, tree: tree.select(range(len(batch) - 1)) if len(batch) > 1 else None),
+    "wrong root": change_draft(lambda batch, tree: TokenTree((tree.tokens + 1).clamp_max(V - 1), tree.parents)),
+    "no nodes at all": change_draft(lambda batch, tree: TokenTree(tree.tokens[:, :0], tree.parents[:, :0])),
+    "id of the vocabulary's size": change_draft(lambda batch, tree: _set(tree, V)),
+    "huge id": change_draft(lambda batch, tree: _set(tree, 1 << 40)),
+    "root with a parent": change_draft(lambda batch, tree: _parents(tree, 0, 0)),
+    "parent of itself": change_draft(lambda batch, tree: _parents(tree, -1, tree.parents.shape[1] - 1)),
+    "orphan": change_draft(lambda batch, tree: _parents(tree, -1, -1)),
+    "later parent": change_draft(lambda batch, tree: _parents(tree, 1, tree.parents.shape[1])),
+    "parents of another shape": change_draft(lambda batch, tree: TokenTree(tree.tokens, tree.parents[:, :1])),
     "too deep": _deep,
     "too wide": _wide,
-    "float ids": changed(lambda batch, tree: TokenTree(tree.tokens.double(), tree.parents)),
-    "q of another width": changed(lambda batch, tree: TokenTree(tree.tokens, tree.parents, torch.ones(3, V + 1))),
-    "q of another height": changed(lambda batch, tree: TokenTree(tree.tokens, tree.parents, torch.ones(1, V))),
-    "successors it cannot know": changed(
+    "float ids": change_draft(lambda batch, tree: TokenTree(tree.tokens.double(), tree.parents)),
+    "q of another width": change_draft(lambda batch, tree: TokenTree(tree.tokens, tree.parents, torch.ones(3, V + 1))),
+    "q of another height": change_draft(lambda batch, tree: TokenTree(tree.tokens, tree.parents, torch.ones(1, V))),
+    "successors it cannot know": change_draft(
         lambda batch, tree: TokenTree(tree.tokens, tree.parents, committed_next=tuple((1,) for _ in range(len(batch))))
     ),
 }
@@ -123,15 +123,15 @@ def _twins(batch: Batch) -> TokenTree:
 
 
 ODDITIES: dict[str, Callable[[Batch], TokenTree]] = {
-    "NaN q": changed(lambda batch, tree: _set_q(tree, batch, float("nan"))),
-    "infinite q": changed(lambda batch, tree: _set_q(tree, batch, float("inf"))),
-    "negative q": changed(lambda batch, tree: _set_q(tree, batch, -1.0)),
-    "q that is zero": changed(lambda batch, tree: _set_q(tree, batch, 0.0)),
-    "q that does not sum to one": changed(lambda batch, tree: _set_q(tree, batch, 3.0)),
+    "NaN q": change_draft(lambda batch, tree: _set_q(tree, batch, float("nan"))),
+    "infinite q": change_draft(lambda batch, tree: _set_q(tree, batch, float("inf"))),
+    "negative q": change_draft(lambda batch, tree: _set_q(tree, batch, -1.0)),
+    "q that is zero": change_draft(lambda batch, tree: _set_q(tree, batch, 0.0)),
+    "q that does not sum to one": change_draft(lambda batch, tree: _set_q(tree, batch, 3.0)),
     "twin siblings": _twins,
-    "negative ids": changed(lambda batch, tree: _set(tree, -7)),
+    "negative ids": change_draft(lambda batch, tree: _set(tree, -7)),
     "nothing but roots": lambda batch: to_token_tree(batch, {}),
-    "wrong tokens": changed(lambda batch, tree: _set(tree, 0)),
+    "wrong tokens": change_draft(lambda batch, tree: _set(tree, 0)),
 }
 
 

@@ -22,7 +22,7 @@ SHORT = [*((method, "restless") for method in METHODS), ("draft_model", "adaptiv
 MEGABYTE = 1 << 20
 
 
-def made(method: str, lengths: str) -> LLM:
+def make_llm(method: str, lengths: str) -> LLM:
     llm = tiny_models.limit_memory(tiny_models.plain(), METHOD_CASES[method].make(4), LIMITS)
     llm.engine.length_policy = LENGTHS[lengths]()
     return llm
@@ -106,13 +106,13 @@ def check(judge: SoakChecker, lengths: str, preempted: int, least: int) -> None:
     ("method", "lengths"), [*((method, "restless") for method in METHODS), ("draft_model", "adaptive")]
 )
 def test_sixty_requests_in_a_pool_too_small(method: str, lengths: str) -> None:
-    llm = made(method, lengths)
+    llm = make_llm(method, lengths)
     judge = step_all(llm, 60)
     check(judge, lengths, llm.engine.scheduler.num_preempted, 3)
 
 
 def test_sixty_requests_through_a_worker() -> None:
-    llm = made("draft_model", "restless")
+    llm = make_llm("draft_model", "restless")
     check(through_worker(llm, 60), "restless", llm.engine.scheduler.num_preempted, 3)
 
 
@@ -146,7 +146,7 @@ def test_two_thousand_requests_through_a_worker(method: str) -> None:
 
 
 def _soak(method: str, lengths: str, run: Callable[[LLM, int], SoakChecker]) -> None:
-    llm = made(method, lengths)
+    llm = make_llm(method, lengths)
     judge = run(llm, 2000)
     preempted = llm.engine.scheduler.num_preempted
     print(

@@ -49,7 +49,7 @@ class Case:
     max_length: int
     verify: str
 
-    def expected(self) -> engine_oracle.ExpectedCompletion:
+    def compute_expected(self) -> engine_oracle.ExpectedCompletion:
         tokenizer = tiny_models.tokenizer()
         return engine_oracle.complete(
             lm().compute_logits, tokenizer, self.prompt, self.sampling, self.seed, frozenset({EOS}), self.max_length
@@ -86,7 +86,7 @@ def case(r: random.Random) -> Case:
 
 
 def check(found: Completion, deltas: list[Delta], case: Case) -> None:
-    wanted = case.expected()
+    wanted = case.compute_expected()
     assert found.token_ids == wanted.token_ids
     assert found.text == wanted.text
     assert (found.finish_reason, found.stop_reason) == (wanted.finish_reason, wanted.stop_reason)

@@ -21,7 +21,7 @@ def transcript(text: str, **sampling: object) -> tuple[Transcript, list[int]]:
     return made, tokenizer(text).input_ids
 
 
-def pushed(made: Transcript, ids: list[int]) -> list[str]:
+def push_tokens(made: Transcript, ids: list[int]) -> list[str]:
     """The texts of the deltas, one a token, until it ends."""
     texts = []
     for token in ids:
@@ -37,7 +37,7 @@ def pushed(made: Transcript, ids: list[int]) -> list[str]:
 def test_text_that_may_begin_a_stop_string_waits() -> None:
     """A client must never see the first half of a stop string."""
     made, ids = transcript("def the", stop=("theX",))
-    texts = pushed(made, ids)
+    texts = push_tokens(made, ids)
     assert "the" not in "".join(texts)
     assert made.text + made._pending_text == "def the"
     more, _ = transcript("")
@@ -46,7 +46,7 @@ def test_text_that_may_begin_a_stop_string_waits() -> None:
 
 def test_text_that_waited_comes_when_it_turns_out_otherwise() -> None:
     made, ids = transcript("the end, then", stop=("there", "end!"))
-    pushed(made, ids)
+    push_tokens(made, ids)
     made.fail("abort")
     assert made.text == "the end, then"
     assert "".join(delta.text for delta in made.deltas) == made.text
@@ -54,7 +54,7 @@ def test_text_that_waited_comes_when_it_turns_out_otherwise() -> None:
 
 def test_a_stop_string_ends_the_text_before_it() -> None:
     made, ids = transcript("for word in the end of it", stop=("the end",))
-    texts = pushed(made, ids)
+    texts = push_tokens(made, ids)
     assert (made.text, made.finish_reason, made.stop_reason) == ("for word in ", "stop", "the end")
     assert "".join(texts) == made.text
 
@@ -64,12 +64,12 @@ def test_of_two_stop_strings_the_first_to_begin_counts() -> None:
     for stops in (("b", "abc"), ("abc", "b")):
         made, _ = transcript("", stop=stops)
         tokenizer = tiny_models.tokenizer()
-        pushed(made, [tokenizer.convert_tokens_to_ids(c) for c in "xab"])
+        push_tokens(made, [tokenizer.convert_tokens_to_ids(c) for c in "xab"])
         assert (made.text, made.stop_reason) == ("xa", "b"), "b is complete before abc is"
     word = transcript(" the")[1]
     assert len(word) == 1, "one token"
     made, _ = transcript("", stop=("e", "h", "he"))
-    pushed(made, word)
+    push_tokens(made, word)
     assert (made.text, made.stop_reason) == (" t", "he")
 
 
@@ -78,13 +78,13 @@ def test_what_ended_before_min_tokens_is_no_stop() -> None:
     tokenizer = tiny_models.tokenizer()
     ids = [tokenizer.convert_tokens_to_ids(c) for c in "abxyb."]
     made, _ = transcript("", stop=("b", "abc"), min_tokens=3)
-    pushed(made, ids)
+    push_tokens(made, ids)
     assert (made.text, made.stop_reason, made.num_tokens) == ("abxy", "b", 5)
 
 
 def test_an_end_id_is_counted_and_has_no_text() -> None:
     made, ids = transcript("the", stop_token_ids=(70,))
-    pushed(made, [*ids, 70])
+    push_tokens(made, [*ids, 70])
     assert (made.text, made.stop_reason) == ("the", 70)
     assert made.build_completion().token_ids == [*ids, 70]
     assert made.build_completion().stats.num_tokens == len(ids) + 1
@@ -95,7 +95,7 @@ def test_an_end_comes_before_the_length() -> None:
     tokenizer = tiny_models.tokenizer()
     ids = tokenizer("the end").input_ids
     made = engine_fakes.make_transcript([5], Sampling(max_tokens=len(ids), stop=("end",)), tokenizer=tokenizer)
-    pushed(made, ids)
+    push_tokens(made, ids)
     assert (made.finish_reason, made.stop_reason, made.text) == ("stop", "end", "the ")
 
 

@@ -100,7 +100,7 @@ async def ask_all(worker: Worker, llm: LLM) -> list[Completion]:
     return [c for completions in await asyncio.gather(*map(one, range(len(PROMPTS)))) for c in completions]
 
 
-def expected(made: LLM) -> list[Completion]:
+def generate_expected(made: LLM) -> list[Completion]:
     return [c for prompt, sampling in zip(PROMPTS, SAMPLINGS, strict=True) for c in made.generate(prompt, sampling)]
 
 
@@ -125,7 +125,7 @@ def _flat(entries: Any) -> list[float]:
     return [entry.logprob for entry in entries or [] if entry is not None]
 
 
-def _patched(owner: object, name: str, plan: Plan, is_after: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def _patch(owner: object, name: str, plan: Plan, is_after: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     real = getattr(owner, name)
 
     def maybe(*args: Any, **more: Any) -> Any:
@@ -170,9 +170,9 @@ def test_a_fault_at_any_stage_of_a_step_changes_no_text(
     stage: str, is_after: bool, made: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twice, far apart, before and after what the stage does: nothing is lost, doubled, or counted twice."""
-    plain, llm = expected(made), with_draft(made)
+    plain, llm = generate_expected(made), with_draft(made)
     plan, notes = Plan(AT.get(stage, {2, 12})), Notes()
-    _patched(*STAGES[stage](llm.engine), plan, is_after, monkeypatch)
+    _patch(*STAGES[stage](llm.engine), plan, is_after, monkeypatch)
     with running(llm, observer=notes) as worker:
         found = asyncio.run(ask_all(worker, llm))
         monkeypatch.undo()
@@ -186,7 +186,7 @@ def test_a_fault_at_any_stage_of_a_step_changes_no_text(
 def test_faults_of_the_target_at_random_steps_change_no_text(error: type[Exception], made: LLM) -> None:
     """Each of them between two steps that went well, whatever was running."""
     rng = random.Random(1)
-    plain = expected(made)
+    plain = generate_expected(made)
     for _ in range(3):
         at, call = set(), 0
         for _ in range(6):

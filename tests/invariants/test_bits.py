@@ -83,7 +83,7 @@ def list_results(completions: list[Completion]) -> list[tuple[Any, ...]]:
 
 
 @cache
-def expected(mode: str, dtype: torch.dtype) -> list[tuple[Any, ...]]:
+def generate_expected(mode: str, dtype: torch.dtype) -> list[tuple[Any, ...]]:
     """Without a drafter, one prompt at a time."""
     return [list_results(plain(dtype).generate([prompt], MODES[mode]))[0] for prompt in PROMPTS]
 
@@ -94,7 +94,7 @@ def difference(name: str, mode: str, dtype: torch.dtype, make: Callable[[int], L
     for num_tokens in LENGTHS:
         llm = make(num_tokens)
         done = llm.generate(PROMPTS, MODES[mode])
-        if list_results(done) != expected(mode, dtype):
+        if list_results(done) != generate_expected(mode, dtype):
             return f"{name}, {mode}, K={num_tokens}"
         assert llm.engine.drafter.num_failures == 0
         accepted += sum(c.stats.num_accepted for c in done)
@@ -132,7 +132,7 @@ def test_greedy_decoding_has_the_same_bits_under_every_lossless_rule(name: str, 
     if rule == "block" and not METHOD_CASES[name].is_chain:
         pytest.skip("block verification takes chains")
     llm = plain(torch.bfloat16).with_drafter(drafter(name, 4, torch.bfloat16), verify=rule)
-    assert list_results(llm.generate(PROMPTS, GREEDY)) == expected("greedy", torch.bfloat16)
+    assert list_results(llm.generate(PROMPTS, GREEDY)) == generate_expected("greedy", torch.bfloat16)
     assert llm.engine.drafter.num_failures == 0
 
 
@@ -145,7 +145,7 @@ def test_preemption_and_chunked_prompts_change_no_bit(name: str) -> None:
         made = drafter(name, 4, torch.bfloat16)
         llm = tiny_models.limit_memory(plain(torch.bfloat16), made, limits, max_chunk=5)
         done = list_results(llm.generate([PROMPTS[i] for i in order], sampling))
-        assert done == [expected(mode, torch.bfloat16)[i] for i in order]
+        assert done == [generate_expected(mode, torch.bfloat16)[i] for i in order]
         assert llm.engine.scheduler.num_preempted > 0
         assert llm.engine.drafter.num_failures == 0
 

@@ -114,7 +114,7 @@ ALIKE = {"draft_model, block", "draft_model tree, reject", "ngram_lm, reject", "
 
 
 @cache
-def expected() -> dict[tuple[int, ...], float]:
+def compute_expected() -> dict[tuple[int, ...], float]:
     """The probability of every text of LENGTH tokens, from transformers' own forward pass over each prefix."""
     reference = tiny_models.llama(V, seed=3, hidden=16)
     reference.load_state_dict(model().state_dict())
@@ -134,7 +134,7 @@ def expected() -> dict[tuple[int, ...], float]:
 
 def p_value(counts: Counter[tuple[int, ...]]) -> float:
     """Chi-square over the cells that expect five or more, the rest as one. A text of no probability fails outright."""
-    total, probs = sum(counts.values()), expected()
+    total, probs = sum(counts.values()), compute_expected()
     impossible = [text for text in counts if probs[text] == 0]
     assert not impossible, f"texts of probability zero: {impossible[:3]}"
     large = [text for text in probs if probs[text] * total >= 5]
@@ -181,4 +181,4 @@ def test_the_count_has_teeth() -> None:
     others = [replace(SAMPLING, frequency_penalty=0.0, seed=seed) for seed in range(2000)]
     done = LLM(model(), None, verify="match").generate([PROMPT] * len(others), others)
     texts = [tuple(completion.token_ids[:LENGTH]) for completion in done]
-    assert p_value(Counter(text for text in texts if expected()[text] > 0)) < 1e-6
+    assert p_value(Counter(text for text in texts if compute_expected()[text] > 0)) < 1e-6

@@ -151,7 +151,7 @@ class Drawn:
         return found
 
 
-def drawn(world: World) -> Iterator[tuple[float, Drawn]]:
+def enumerate_drafts(world: World) -> Iterator[tuple[float, Drawn]]:
     """Every draft with its probability: siblings without replacement."""
     found: list[tuple[float, Tokens]] = [(1.0, ())]
     for node in range(1, len(world.parents)):
@@ -178,7 +178,7 @@ def own_tree(world: World, draft: Drawn) -> TokenTree:
 BATCH = Batch((Request(0, [ROOT], Sampling(), 0, verify="reject"),), (1,), (9,))
 
 
-def merged(world: World, draft: Drawn) -> TokenTree:
+def merge(world: World, draft: Drawn) -> TokenTree:
     """As the code under test merges them."""
     joint = MergedTree.from_tree(own_tree(world, draft), 0, 0)
     for at, guess in world.guess(draft):
@@ -224,9 +224,9 @@ DISTRIBUTIONS = {"near": BOTH, "far": Q, "equal": P}
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_merged_tree_keeps_the_joint_distribution_of_three_tokens(shape: str, guess: str, kind: str) -> None:
     world = World(SHAPES[shape], GUESSES[guess], DISTRIBUTIONS[kind])
-    probs, accepted = compute_joint_probs((mass, merged(world, draft)) for mass, draft in drawn(world))
+    probs, accepted = compute_joint_probs((mass, merge(world, draft)) for mass, draft in enumerate_drafts(world))
     assert np.abs(probs - truth()).max() < 1e-12
-    alone = compute_joint_probs((mass, own_tree(world, draft)) for mass, draft in drawn(world))[1]
+    alone = compute_joint_probs((mass, own_tree(world, draft)) for mass, draft in enumerate_drafts(world))[1]
     assert accepted >= alone - 1e-12
     if kind != "equal" and guess in ("likeliest", "branches", "below_the_end"):
         assert accepted > alone + 1e-3
@@ -234,15 +234,15 @@ def test_a_merged_tree_keeps_the_joint_distribution_of_three_tokens(shape: str, 
 
 def test_a_merged_tree_with_no_room_for_all_keeps_the_distribution() -> None:
     world = World(SHAPES["siblings"], branches, most=4)
-    probs, _ = compute_joint_probs((mass, merged(world, draft)) for mass, draft in drawn(world))
+    probs, _ = compute_joint_probs((mass, merge(world, draft)) for mass, draft in enumerate_drafts(world))
     assert np.abs(probs - truth()).max() < 1e-12
 
 
 def test_the_distribution_under_a_draw_that_was_guessed_too_is_the_one_of_the_guess_twice() -> None:
     """A guess without a node of its own, and one with: the same distribution and the same acceptance."""
     world = World(SHAPES["chain"], likeliest)
-    twice = ((mass, _guess_kept_twice(world, draft)) for mass, draft in drawn(world))
-    once = ((mass, merged(world, draft)) for mass, draft in drawn(world))
+    twice = ((mass, _guess_kept_twice(world, draft)) for mass, draft in enumerate_drafts(world))
+    once = ((mass, merge(world, draft)) for mass, draft in enumerate_drafts(world))
     (one, accepted), (other, accepted_too) = compute_joint_probs(once), compute_joint_probs(twice)
     assert np.abs(one - other).max() < 1e-12
     assert accepted >= accepted_too - 1e-12
@@ -262,7 +262,7 @@ def _guess_kept_twice(world: World, draft: Drawn) -> TokenTree:
 
 def _guesses_as_draws(world: World, draft: Drawn) -> TokenTree:
     """No node says that it was guessed."""
-    return replace(merged(world, draft), num_sampled_children=None)
+    return replace(merge(world, draft), num_sampled_children=None)
 
 
 def _draw_dropped_for_a_guess(world: World, draft: Drawn) -> TokenTree:
@@ -271,7 +271,7 @@ def _draw_dropped_for_a_guess(world: World, draft: Drawn) -> TokenTree:
     assert tree.q is not None
     if draft.tokens[0] == guess:
         return TokenTree.from_lists([[ROOT, guess]], [[-1, 0]])
-    return merged(world, draft)
+    return merge(world, draft)
 
 
 def _unlikely_draws_dropped(world: World, draft: Drawn) -> TokenTree:
@@ -279,11 +279,11 @@ def _unlikely_draws_dropped(world: World, draft: Drawn) -> TokenTree:
     if float(world.q[ROW[()], draft.tokens[0]]) < 0.3:
         [(_, guess)] = world.guess(draft)
         return TokenTree.from_lists([[ROOT, *guess.tokens]], [[-1, *guess.parents]])
-    return merged(world, draft)
+    return merge(world, draft)
 
 
 def _rows_shifted(world: World, draft: Drawn) -> TokenTree:
-    tree = merged(world, draft)
+    tree = merge(world, draft)
     assert tree.q is not None
     return replace(tree, q=torch.cat([tree.q[1:2], tree.q[:1], tree.q[2:]]))
 
@@ -304,7 +304,7 @@ FAULTS = [
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_distribution_of_a_step_kills_a_fault_of_merging(fault: Callable[[World, Drawn], TokenTree]) -> None:
     world = World(SHAPES["chain"], likeliest, Q)
-    probs, _ = compute_joint_probs((mass, fault(world, draft)) for mass, draft in drawn(world))
+    probs, _ = compute_joint_probs((mass, fault(world, draft)) for mass, draft in enumerate_drafts(world))
     assert np.abs(probs - truth()).sum() / 2 > 1e-3
 
 
@@ -323,7 +323,7 @@ def test_the_distribution_of_a_step_kills_guesses_that_leave_the_residual(
 ) -> None:
     monkeypatch.setattr(rules, "_iterate_siblings", _residual_kept)
     world = World(SHAPES["chain"], likeliest, Q)
-    probs, _ = compute_joint_probs((mass, merged(world, draft)) for mass, draft in drawn(world))
+    probs, _ = compute_joint_probs((mass, merge(world, draft)) for mass, draft in enumerate_drafts(world))
     assert np.abs(probs - truth()).sum() / 2 > 1e-3
 
 
@@ -336,6 +336,6 @@ def test_draws_before_guesses_accept_no_less_than_guesses_before_draws(kind: str
         draw_first = p[guess] + sum(min(p[y], q[y]) for y in others)
         guess_first = p[guess] + sum(min(p[y], (1 - p[guess]) * q[y]) for y in others)
         world = World((-1, 0), lambda _, g=guess: [(0, Draft.from_chain([g]))], DISTRIBUTIONS[kind])
-        _, accepted = compute_joint_probs((mass, merged(world, draft)) for mass, draft in drawn(world))
+        _, accepted = compute_joint_probs((mass, merge(world, draft)) for mass, draft in enumerate_drafts(world))
         assert accepted == pytest.approx(draw_first, abs=1e-12)
         assert draw_first >= guess_first

@@ -57,7 +57,7 @@ def text_of(llm: LLM, prompt: list[int], salt: bytes, abort_at: int | None = Non
     return transcript
 
 
-def seen(transcript: Transcript) -> tuple[Any, list[StepTree]]:
+def collect_drafts(transcript: Transcript) -> tuple[Any, list[StepTree]]:
     """Every number of a text's drafts, and every tree."""
     stats = transcript.deltas[-1].completion.stats
     numbers = stats.num_drafts, stats.num_drafted, stats.num_accepted, stats.per_position, stats.target_passes
@@ -76,7 +76,7 @@ def test_drafts_are_what_they_would_be_if_the_other_had_never_been(target: str, 
         assert secret == alone.request.output[: len(secret)]
         mine = text_of(llm, prompt, OURS)
         assert mine.request.output == alone.request.output
-        assert seen(mine) == seen(alone)
+        assert collect_drafts(mine) == collect_drafts(alone)
         again = text_of(llm, prompt, OURS)  # with our own text there the drafts are others: the test can fail
         assert again.num_accepted > mine.num_accepted
         assert llm.engine.drafter.num_failures == 0

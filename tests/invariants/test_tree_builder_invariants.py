@@ -70,7 +70,7 @@ CASES = {
 }
 
 
-def grown(case: Case, count: int) -> list[TreeBuilder]:
+def grow(case: Case, count: int) -> list[TreeBuilder]:
     """As many drafts, all together."""
     growths = [
         TreeBuilder(
@@ -109,7 +109,7 @@ def texts(case: Case, drafts: Sequence[Draft]) -> tuple[np.ndarray, int]:
     return counts, sum(len(tokens) - 1 for tokens in commit.token_lists)
 
 
-def expected(case: Case) -> np.ndarray:
+def compute_expected(case: Case) -> np.ndarray:
     p = compute_probs(case)
     every = itertools.product(range(V), repeat=LENGTH)
     distributions = [math.prod(float(p[ROW[text[:i]], token]) for i, token in enumerate(text)) for text in every]
@@ -117,9 +117,9 @@ def expected(case: Case) -> np.ndarray:
 
 
 def p_value(case: Case, count: int = STEPS, draft: Callable[[TreeBuilder], Draft] = TreeBuilder.to_draft) -> float:
-    counts, accepted = texts(case, [draft(g) for g in grown(case, count)])
+    counts, accepted = texts(case, [draft(g) for g in grow(case, count)])
     assert accepted > count // 5
-    wanted = expected(case)
+    wanted = compute_expected(case)
     above = [tuple(range(size, LENGTH)) for size in range(1, LENGTH + 1)]  # few cells see what is small everywhere
     return LENGTH * min(chi_square(counts.sum(axes), wanted.sum(axes)) for axes in above)
 
@@ -135,7 +135,7 @@ def test_a_draft_keeps_to_its_plan(name: str) -> None:
     """And a free tree is a tree, whose shape is not always the same."""
     case = CASES[name]
     shapes = set()
-    for g in grown(case, 200):
+    for g in grow(case, 200):
         draft = g.to_draft()
         assert 0 < len(draft.tokens) <= min(case.budget, case.plan.max_nodes)
         assert max(g.depths) <= case.depth

@@ -18,7 +18,7 @@ ROWS = PackedRows.pack([Span([3, 1], 5, [1, 2], [0, 1]), Span([2], 0, [4], [0])]
 SHAPES = {"one text": (5, 33), "a batch": (2, 3, 33), "one row": (33,), "no rows": (0, 33)}
 
 
-def packed(dtype: torch.dtype, has_bias: bool = True) -> PackedWeight:
+def make_packed(dtype: torch.dtype, has_bias: bool = True) -> PackedWeight:
     bias = make_normal(70, seed=1, dtype=dtype) if has_bias else None
     return PackedWeight.pack(make_normal(70, 33, seed=0, dtype=dtype), bias, Arena())
 
@@ -37,7 +37,7 @@ def attend_arguments(query: Tensor, dtype: torch.dtype, sliding: int = 0, softca
 @pytest.mark.parametrize("shape", SHAPES)
 def test_torch_finds_no_fault_with_linear(shape: str, dtype: torch.dtype, has_bias: bool) -> None:
     x = make_normal(*SHAPES[shape], seed=3, dtype=dtype)
-    torch.library.opcheck(torch.ops.foredraft.linear.default, linear_arguments(x, packed(dtype, has_bias)))
+    torch.library.opcheck(torch.ops.foredraft.linear.default, linear_arguments(x, make_packed(dtype, has_bias)))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -50,7 +50,7 @@ def test_torch_finds_no_fault_with_attend(layout: str, dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("of_x", [torch.bfloat16, torch.float32, torch.float64])
 def test_linear_gives_what_a_direct_call_gives_in_the_type_of_its_input(of_x: torch.dtype) -> None:
-    weight = packed(torch.float32)
+    weight = make_packed(torch.float32)
     for shape in SHAPES.values():
         x = make_normal(*shape, seed=3, dtype=of_x)
         ours = operators.linear(x, weight)

@@ -33,7 +33,7 @@ def spans(draw: st.DrawFn) -> list[Span]:
     return result
 
 
-def seen_by_row(window: ForwardBatch, sliding: int | None) -> dict[int, set[int]]:
+def collect_visible_slots(window: ForwardBatch, sliding: int | None) -> dict[int, set[int]]:
     """Packed row -> the pool slots it attends to, from what the attention is given."""
     result: dict[int, set[int]] = {}
     for group in window.attention_groups:
@@ -56,7 +56,7 @@ def _slots(group: AttentionGroup) -> torch.Tensor:
     return group.slots
 
 
-def expected(spans: list[Span], sliding: int | None) -> dict[int, set[int]]:
+def compute_visible_slots(spans: list[Span], sliding: int | None) -> dict[int, set[int]]:
     """The same from the definition: committed tokens and ancestors, at most `sliding` positions back."""
     result: dict[int, set[int]] = {}
     for span in spans:
@@ -80,7 +80,7 @@ def expected(spans: list[Span], sliding: int | None) -> dict[int, set[int]]:
 @given(spans(), st.sampled_from([None, 1, 2, 5, 100]))
 def test_every_row_sees_its_own_past_and_nothing_else(spans: list[Span], sliding: int | None) -> None:
     window = ForwardBatch.build(spans, [0], PAGE_SIZE, "cpu")
-    assert seen_by_row(window, sliding) == expected(spans, sliding)
+    assert collect_visible_slots(window, sliding) == compute_visible_slots(spans, sliding)
 
 
 @given(spans())
@@ -90,7 +90,7 @@ def test_keys_go_to_slots_of_their_own_and_never_to_the_null_page(spans: list[Sp
     assert len(set(write)) == len(write) == window.num_rows
     assert min(write) >= (NULL_PAGE + 1) * PAGE_SIZE
     assert max(write) < window.num_slots
-    own = expected(spans, 1)  # a row sees its own key at least
+    own = compute_visible_slots(spans, 1)  # a row sees its own key at least
     assert all(write[row] in seen for row, seen in own.items())
 
 

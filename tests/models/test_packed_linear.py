@@ -130,7 +130,7 @@ def test_an_unknown_quantization_is_refused_before_anything_is_loaded(name: str)
         LLM(drafter={"method": "ngram", "quantization": "int8"})
 
 
-def held_out(windows: int, length: int) -> Tensor:
+def read_held_out(windows: int, length: int) -> Tensor:
     """[W, L + 1] ids of held-out text."""
     tokenizer = AutoTokenizer.from_pretrained(zoo.find_folder("target"))
     ids = tokenizer("\n".join(corpus.make_held_out_prompts(2 * windows))).input_ids
@@ -142,7 +142,7 @@ def held_out(windows: int, length: int) -> Tensor:
 def test_what_quantisation_costs_in_quality() -> None:
     """In nats per token of held-out text; the bounds are about 1.5 times what was measured."""
     model = AutoModelForCausalLM.from_pretrained(zoo.find_folder("target"), dtype=torch.float32).eval()
-    ids = held_out(16, 160)
+    ids = read_held_out(16, 160)
     log_probs_of = {None: model(ids[:, :-1], use_cache=False).logits.log_softmax(-1)}
     for name in ("int8", "int4"):
         log_probs_of[name] = pack_linears(model, name, is_owned=False)(ids[:, :-1], use_cache=False).logits.log_softmax(

@@ -111,7 +111,7 @@ class TestLmEval:
         answer = server.post_ok("/v1/completions", **body, seed=1234, echo=True)
         choices = sorted(answer["choices"], key=operator.itemgetter("index"))
         for (context, more), choice in zip(pairs, choices, strict=True):
-            values, is_greedy = self.parsed(choice, len(context))
+            values, is_greedy = self.parse_choice(choice, len(context))
             (expected,) = (
                 make_small_llm().with_drafter(None).generate(context + more, Sampling(max_tokens=1, prompt_logprobs=1))
             )
@@ -126,10 +126,10 @@ class TestLmEval:
         )
         body = {"prompt": [prompt + own.token_ids], "temperature": 0, "max_tokens": 1, "logprobs": 1, "echo": True}
         (choice,) = server.post_ok("/v1/completions", **body)["choices"]
-        assert self.parsed(choice, len(prompt))[1]
+        assert self.parse_choice(choice, len(prompt))[1]
 
     @staticmethod
-    def parsed(choice: dict, context: int) -> tuple[list[float], bool]:
+    def parse_choice(choice: dict, context: int) -> tuple[list[float], bool]:
         """As lm-eval reads a choice: the last token is the generated one."""
         logprobs = choice["logprobs"]
         values, tops = logprobs["token_logprobs"][context:-1], logprobs["top_logprobs"][context:-1]

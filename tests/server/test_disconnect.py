@@ -171,11 +171,11 @@ def test_a_request_that_fails_alone(slow):
     server, _ = slow
     real = server.engine.target.forward
 
-    def poisoned(window, taps=()):
+    def return_nan(window, taps=()):
         logits, features = real(window, taps)
         return logits * float("nan"), features
 
-    server.engine.target.forward = poisoned
+    server.engine.target.forward = return_nan
     try:
         answer = server.post("/v1/completions", LONG)
         assert answer.status_code == 500

@@ -137,7 +137,7 @@ def test_a_tenant_sees_and_feels_nothing_of_another(method: str, kind: str) -> N
     if "+" in method:  # a choice by measured time is never twice the same, alone or not
         spec["mode"] = "merge"
 
-    def asked(*salts: str) -> dict[str, Any]:
+    def complete_with_salts(*salts: str) -> dict[str, Any]:
         """What the last of them gets."""
         with run_server((pair() if kind == "pair" else make_small_llm()).with_drafter(spec)) as server:
             answers = [server.complete(**body, cache_salt=salt) for salt in salts]
@@ -149,6 +149,6 @@ def test_a_tenant_sees_and_feels_nothing_of_another(method: str, kind: str) -> N
         last = answers[-1]
         return {"choices": last["choices"], "metrics": last["metrics"], "usage": last["usage"]}
 
-    alone = asked("ours-7391")
-    assert asked("theirs-5526", "ours-7391") == alone
-    assert asked("ours-7391", "ours-7391") != alone
+    alone = complete_with_salts("ours-7391")
+    assert complete_with_salts("theirs-5526", "ours-7391") == alone
+    assert complete_with_salts("ours-7391", "ours-7391") != alone

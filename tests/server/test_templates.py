@@ -84,7 +84,7 @@ def test_what_templates_of_the_hub_use():
 
 
 def test_a_templates_own_complaint_reaches_the_client():
-    templates = made("{{ raise_exception('roles must alternate') }}")
+    templates = make_template("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(ApiError, match="roles must alternate"):
         templates.encode([ChatMessage(role="user", content="x")])
 
@@ -94,7 +94,7 @@ def test_the_rendered_size_is_bounded():
         render_template(compile_template("{% for i in range(200) %}x{% endfor %}"), {}, 2.0, 100)
 
 
-def made(source: str) -> ChatTemplate:
+def make_template(source: str) -> ChatTemplate:
     llm = make_small_llm()
     settings = ServerSettings(chat_template=source, limits=RequestLimits())
     return ChatTemplate(ServerVocabulary(llm.tokenizer, llm.target.vocab_size), settings)

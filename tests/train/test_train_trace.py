@@ -78,7 +78,7 @@ def test_tracing_leaves_the_memory_of_requests_alone(tokens):
     assert llm.generate([[5, 6, 7]], Sampling(temperature=0, max_tokens=20))[0].token_ids == before
 
 
-def made(tmp_path, target, identity="a", top=7, taps=(AFTER_FINAL_NORM,)):
+def make_cache(tmp_path, target, identity="a", top=7, taps=(AFTER_FINAL_NORM,)):
     rng = np.random.default_rng(0)
     windows = TokenWindows.pack([Document(rng.integers(4, 97, 40)) for _ in range(30)], 8)
     return TraceCache(tmp_path / "traces", windows, Tracer(target, taps, top), {"of": identity})
@@ -86,7 +86,7 @@ def made(tmp_path, target, identity="a", top=7, taps=(AFTER_FINAL_NORM,)):
 
 def test_a_cached_trace_is_the_trace(tmp_path, target, monkeypatch):
     monkeypatch.setattr(cache_module, "SHARD", 16)
-    cache, said = made(tmp_path, target), []
+    cache, said = make_cache(tmp_path, target), []
     cache.fill(said.append)
     rows = [0, 17, 5, len(cache.windows) - 1]
     kept, live = cache.read(rows, 0), cache.tracer.trace(*cache.windows.read(rows))
@@ -103,7 +103,7 @@ def test_a_cached_trace_is_the_trace(tmp_path, target, monkeypatch):
 
 def test_a_cache_that_was_stopped_goes_on(tmp_path, target, monkeypatch):
     monkeypatch.setattr(cache_module, "SHARD", 16)
-    cache = made(tmp_path, target)
+    cache = make_cache(tmp_path, target)
     cache.fill(lambda line: None)
     first, second = sorted((tmp_path / "traces").glob("*.safetensors"))[:2]
     second.unlink()
@@ -114,28 +114,28 @@ def test_a_cache_that_was_stopped_goes_on(tmp_path, target, monkeypatch):
 
 
 def test_traces_of_something_else_are_refused(tmp_path, target):
-    made(tmp_path, target).fill(lambda line: None)
+    make_cache(tmp_path, target).fill(lambda line: None)
     with pytest.raises(ForedraftError, match="are others: of was 'a' and is 'b'; give another --cache"):
-        made(tmp_path, target, identity="b").fill(lambda line: None)
+        make_cache(tmp_path, target, identity="b").fill(lambda line: None)
 
 
 def test_a_folder_of_other_files_is_no_cache(tmp_path, target):
     (tmp_path / "traces").mkdir()
     (tmp_path / "traces" / "letter.txt").write_text("dear")
     with pytest.raises(ForedraftError, match="is not empty and holds no traces"):
-        made(tmp_path, target).fill(lambda line: None)
+        make_cache(tmp_path, target).fill(lambda line: None)
 
 
 def test_a_full_disk_is_seen_before_it_is_full(tmp_path, target, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(cache_module.shutil, "disk_usage", lambda path: usage(1, 1, 1000))
     with pytest.raises(ForedraftError, match=r"traces need .* MB and .* has 0\.0 MB free"):
-        made(tmp_path, target).fill(lambda line: None)
+        make_cache(tmp_path, target).fill(lambda line: None)
     assert not list((tmp_path / "traces").glob("*.safetensors"))
 
 
 def test_a_damaged_shard_is_named(tmp_path, target):
-    cache = made(tmp_path, target)
+    cache = make_cache(tmp_path, target)
     cache.fill(lambda line: None)
     file = cache._get_shard_path(0)
     file.write_bytes(file.read_bytes()[:50])
