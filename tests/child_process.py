@@ -1,4 +1,4 @@
-"""What tests run in another process; light to import, since a spawned process begins with nothing."""
+"""Functions that tests run in another process. The module is light, since a spawned process imports everything anew."""
 
 from multiprocessing.connection import Connection
 

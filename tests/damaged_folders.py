@@ -50,7 +50,7 @@ def list_target_damage() -> dict[str, Damage]:
 
 
 def list_drafter_damage(file: str) -> dict[str, Damage]:
-    """For a drafter whose weights are in `file`, safetensors or a pickle."""
+    """List damages of a drafter whose weights are in `file`, safetensors or a pickle."""
     found: dict[str, Damage] = {f"config.json {what}": _overwrite("config.json", data) for what, data in _TEXTS.items()}
     found |= _list_irregular_files("config.json") | _list_irregular_files(file)
     return found | (_list_header_damage(file) if file.endswith(".safetensors") else _list_pickle_damage(file))

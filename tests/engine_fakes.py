@@ -118,7 +118,7 @@ def run(engine: Engine, transcripts: Sequence[Transcript]) -> list[tuple[Complet
 
 @dataclass
 class ScriptedDrafter:
-    """A drafter whose verbs are given: what it does is up to the test."""
+    """Drafter whose methods are given by the test."""
 
     proposal: Callable[[Batch], TokenTree]
     max_nodes: int = 4

@@ -85,7 +85,7 @@ def _make_early_exit_maker(**options: object) -> CaseMaker:
 
 @cache
 def _edit_output(llm: LLM, prompt: tuple[int, ...]) -> tuple[int, ...]:
-    """What the target says after a prompt, with tokens exchanged and left out."""
+    """Generate the target's output after a prompt, with some tokens replaced and some left out."""
     room = llm.target.context_length - len(prompt) - 1
     sampling = Sampling(max_tokens=min(60, room), temperature=0, ignore_eos=True)
     tokens = llm.generate([list(prompt)], sampling)[0].token_ids

@@ -169,7 +169,7 @@ def _step(
 def _accept_nodes(
     world: SimulatedEngine, step: int, request: int, drafted: int, chance: random.Random
 ) -> tuple[int, ...]:
-    """Of a chain, or of a tree whose levels are `branches` siblings: the one that was meant, if any."""
+    """Accept nodes of a chain, or of a tree with `branches` siblings a level: at most one node of a level."""
     kept: list[int] = []
     for level in range(-(-drafted // world.branches)):
         size = min(world.branches, drafted - level * world.branches)

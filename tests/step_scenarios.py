@@ -65,13 +65,11 @@ SETTINGS: dict[str, tuple[Sampling, Tokens]] = {  # with the ids min_tokens forb
 
 @dataclass(frozen=True)
 class SystemUnderTest:
-    """What a fault can be seeded in."""
+    """The parts of a step that a fault can be seeded in."""
 
     rule: Rule
     target: DistributionFunction = distribution  # the distribution of the target, as handed to the rule
-    draft: DistributionFunction = (
-        distribution  # the distribution the drafter says it drew from (it does draw from `distribution`)
-    )
+    draft: DistributionFunction = distribution  # the q that the drafter reports (it samples from `distribution`)
     make_noise: Callable[..., NoiseTable] = NoiseTable.from_seeds
     purpose: NoiseStream = NoiseStream.DRAFT
 
@@ -86,7 +84,7 @@ class StepScenario:
     q_kind: str = "near"  # equal, near, far, one-hot, disjoint
     sampling: Sampling = Sampling()  # noqa: RUF009 - frozen
     end_ids: Tokens = ()
-    deterministic_nodes: frozenset[int] = frozenset()  # nodes whose children are guesses, not draws
+    deterministic_nodes: frozenset[int] = frozenset()  # nodes whose children are deterministic draft tokens
 
     @property
     def num_nodes(self) -> int:
@@ -147,7 +145,7 @@ class StepScenario:
 
     @cached_property
     def draft_probs(self) -> Tensor:
-        """[contexts, V] the distribution the drafter draws from."""
+        """Compute [contexts, V], the distribution that the drafter samples from."""
         sampling = Sampling(temperature=0) if self.q_kind == "one-hot" else self.sampling
         return distribution(self.draft_logits, [sampling] * len(self.contexts), self.histories())
 
@@ -204,7 +202,7 @@ class StepScenario:
 
 
 Outcome = tuple[Tokens, Tokens]  # surviving nodes, tokens after them
-Case = tuple[int, tuple[float, ...], float]  # which draft, the uniform of every node, the uniform of the draw
+Case = tuple[int, tuple[float, ...], float]  # index of the draft, the uniform of every node, the uniform of the sample
 
 
 @dataclass(frozen=True)
@@ -246,8 +244,8 @@ class ScenarioStep:
 def compute_reference_cells(step: ScenarioStep, draft: int, is_block: bool) -> tuple[list[float], list[np.ndarray]]:
     """Compute where a right rule changes its decision: a threshold per node, and the final distribution.
 
-    Only a first guess of the checker, which believes nothing that the rule under test does not confirm on both sides
-    of every threshold, and searches by bisection where it does not.
+    The result is only a starting point. The checker uses it if the rule under test confirms it on both sides of every
+    threshold, and searches by bisection otherwise.
     """
     world, p, q = step.world, step.target_probs[draft], step.draft_probs[draft]
     tokens = (OUTPUT[-1], *world.drafts[draft][1])
@@ -362,11 +360,11 @@ def _find_sample_probs(
 
 
 def compute_step_distribution(system: SystemUnderTest, world: StepScenario, is_block: bool = False) -> StepDistribution:
-    """Integrates a rule over all its uniforms, draft by draft.
+    """Integrate a rule over all its uniforms, draft by draft.
 
-    Each accept uniform is cut at the one threshold where its node stops surviving, the draw uniform where the token
+    Each accept uniform is cut at the one threshold where its node stops surviving, the sample's uniform where the token
     changes; every cut is confirmed by the rule on both sides, 1e-9 apart. That the rule is constant between the cuts
-    is checked in random places, and assumed elsewhere.
+    is checked at random points, and assumed elsewhere.
     """
     step = ScenarioStep(system, world)
     guesses = [compute_reference_cells(step, d, is_block) for d in range(len(world.drafts))]

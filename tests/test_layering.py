@@ -12,7 +12,7 @@ ROOT = Path(foredraft.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 MAX_FILE, MAX_FUNCTION = 400, 60
 
-# From the bottom up; a module may import from its own layer and from those below it. docs/design.md says why.
+# From the bottom up; a module may import from its own layer and from those below it. docs/design.md has the reasons.
 LAYERS = (
     ("errors", "chat", "outputs", "sampling", "tree", "source", "request"),
     ("verification", "draft_length"),
@@ -38,7 +38,7 @@ LAYERS = (
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 TOP = len(LAYERS) - 1
-# Where the built-in folders lie is a fact anyone may ask for; how they are trained is not.
+# Every layer may import the paths of the built-in folders; their training belongs to the top layer.
 FACTS = {("foredraft", "zoo"): 0}
 
 
@@ -55,7 +55,7 @@ def rank(module: tuple[str, ...]) -> int:
 
 
 def find_imports(path: Path, at_import_only: bool = False) -> Iterator[tuple[str, ...]]:
-    """Every module of ours that a file imports; what a name of the package itself stands for counts as the top."""
+    """Yield every module of the package that a file imports; a name of the package itself counts as the top."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for node in tree.body if at_import_only else ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -117,7 +117,7 @@ FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shel
 
 
 def dangers(text: str) -> Iterator[str]:
-    """What could run code that came with a file: pickles, eval and exec, remote code, unsafe loads."""
+    """Find calls and imports that could run code from a file: pickles, eval and exec, remote code, unsafe loads."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]

@@ -27,7 +27,7 @@ for word in ("the", "there", "then", "these"): print(word, "the end", "Ende", "e
 
 
 def llama(vocab_size: int = VOCAB, seed: int = 0, context: int = CONTEXT, hidden: int = 32) -> LlamaForCausalLM:
-    """A random two-layer Llama in float64, with grouped heads, and with an EOS it may well draw."""
+    """Make a random two-layer Llama in float64, with grouped heads, and with an EOS that may well be sampled."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=vocab_size,

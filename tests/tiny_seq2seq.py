@@ -94,7 +94,7 @@ def sources(family: str, lengths: tuple[int, ...] = (5, 11, 7, 20), seed: int = 
 
 
 def reference(model: Any, prompt: Any, count: int) -> list[int]:
-    """What transformers' own generate() says after the start token."""
+    """Generate the tokens after the start token with transformers' own generate()."""
     if isinstance(prompt, Seq2Seq):
         given = {"input_features": prompt.features[None].to(model.dtype)}
     else:

@@ -49,7 +49,7 @@ def letters() -> VocabMap:
 
 
 def remap_vocabulary(model: LlamaForCausalLM, rows: list[int], seed: int = 5) -> LlamaForCausalLM:
-    """A copy whose token i is the given model's rows[i]; one of its own where that is -1."""
+    """Copy a model so that token i has the given model's row rows[i]; a random row for -1."""
     copy = tiny_models.llama(len(rows), seed, hidden=model.config.hidden_size)
     own = {name: tensor for name, tensor in model.state_dict().items() if len(tensor) != model.config.vocab_size}
     copy.load_state_dict(own, strict=False)

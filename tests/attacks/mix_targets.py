@@ -39,7 +39,7 @@ class MixTarget:
 
     @property
     def is_text(self) -> bool:
-        """Stop strings and grammars can be asked for."""
+        """True if the target has a tokenizer: only then can requests have stop strings and grammars."""
         return self.plain.tokenizer is not None
 
 

@@ -1,8 +1,8 @@
-"""Random mixes of requests, run together under a drafter and held against plain decoding of each alone.
+"""Random mixes of requests, run together under a drafter and compared with plain decoding of each request alone.
 
-A mix is made from its seed and nothing else: what every request says, when it comes and leaves, how small the memory
-is, which steps fail. Whatever the mix, a request that ends must have ended as it does alone, without a drafter, with
-memory for everything; one that was given up must have had the beginning of that.
+A seed determines the whole mix: the prompts, when each request arrives and leaves, the size of the memory and the
+steps that fail. A request that ends must end as it does alone, without a drafter and with enough memory. An aborted
+request must have a prefix of that output.
 """
 
 import random
@@ -26,7 +26,7 @@ from grammar_cases import TIGHT, make_schema
 
 CONTEXT = 256  # of the decoder-only models; 128 for the encoder-decoder
 MOST_STEPS = 20_000  # a mix takes a few hundred
-ROUNDING = 1e-9  # of log-probabilities in double precision, where passes of other sizes sum in another order
+ROUNDING = 1e-9  # of log-probabilities in float64; passes of other sizes sum in another order
 
 
 class InjectedError(RuntimeError):
@@ -79,7 +79,7 @@ class RequestMix:
 
 @dataclass
 class MixOutcome:
-    """What a run came to."""
+    """Faults and counts of one run."""
 
     faults: list[str] = field(default_factory=list)
     seen: Counter[str] = field(default_factory=Counter)
@@ -378,7 +378,7 @@ def _count(seen: Counter[str], ask: MixRequest, done: Completion, is_compared: b
 
 
 def find_leaks(llm: LLM) -> list[str]:
-    """What is left where nothing runs, and a drafter that failed."""
+    """List requests, pages and drafter state that are left after the run, and failures of the drafter."""
     engine, found = llm.engine, []
     allocator = engine.scheduler.allocator
     if engine.has_work or engine.transcripts:

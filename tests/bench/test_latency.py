@@ -1,4 +1,4 @@
-"""Latency: who runs when, what is counted, and what a row says; methods and costs as written on a command line."""
+"""Latency: order of the runs, what is counted, and the fields of a row; methods and costs from a command line."""
 
 from dataclasses import dataclass, field
 
@@ -183,7 +183,7 @@ def test_passes_of_the_sizes_asked_for_are_timed_after_the_context():
     assert [c.rows for c in costs] == [1, 3]
     assert costs[0].ratio == 1.0
     assert costs[1].ratio == pytest.approx(costs[1].seconds / costs[0].seconds)
-    assert llm.generate([[5, 6]], GREEDY)  # its own KV memory was left alone
+    assert llm.generate([[5, 6]], GREEDY)  # the KV memory of this LLM is unchanged
     with pytest.raises(ForedraftError, match="do not fit the model's context of 256"):
         verify_cost.measure_costs(llm, [1, 3], 254)
 

@@ -1,4 +1,4 @@
-"""Load: the closed loop and where its time ends, who runs when, what a cell says; engines, workers and servers."""
+"""Load: the closed loop and the end of its time, order of the runs, fields of a cell; engines, workers and servers."""
 
 import asyncio
 import json
@@ -140,7 +140,7 @@ def test_a_round_without_tokens_is_no_figure():
 
 
 def record_batch_sizes(llm: LLM) -> list[int]:
-    """How many requests each step runs."""
+    """Record how many requests each step runs."""
     seen: list[int] = []
     step = llm.engine.step
 
@@ -216,7 +216,7 @@ def test_a_worker_writes_what_the_engine_writes():
 
 
 def streams(log: list[str], error: str | None = None) -> AsyncStreamDriver:
-    """Every text has four deltas; `log` says what began and ended."""
+    """Return a driver whose requests have four deltas each; `log` records every start and end."""
 
     async def opener(job: LoadRequest):
         log.append(f"begin {job.max_tokens}")

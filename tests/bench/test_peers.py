@@ -1,4 +1,4 @@
-"""What the peers' scripts compute themselves, on the standard library and numpy alone."""
+"""Computations in the peers' scripts that need only the standard library and numpy."""
 
 import importlib
 import json

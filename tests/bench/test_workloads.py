@@ -1,4 +1,4 @@
-"""The built-in prompts: as many as asked for, all different, and of the kind they say."""
+"""The built-in prompts: the requested number, all different, and of the stated kind."""
 
 import random
 import re

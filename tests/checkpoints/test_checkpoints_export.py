@@ -1,4 +1,4 @@
-"""What engines get: names, counts, layer ids and flags as each reads them; what one would misread is refused."""
+"""Exported folders: names, counts, layer ids and flags as each engine reads them; ambiguous ones are refused."""
 
 import json
 
@@ -16,7 +16,7 @@ AIM = ExportTarget(TARGET, ("LlamaForCausalLM",))
 
 
 def export_drafter(tmp_path, folder, fmt):
-    """(config, tensors, what was said)"""
+    """Return (config, tensors, messages of the export)."""
     out = tmp_path / f"out-{fmt}"
     said = export(read(folder, TARGET), fmt, out, AIM)
     return json.loads((out / "config.json").read_text()), published_folders.read_tensors(out), said

@@ -1,4 +1,4 @@
-"""What is wrong with a drafter is said in one line that names it, before its weights are read."""
+"""Faulty drafter folders: the error is one line that names the fault, before any weights are read."""
 
 import json
 from collections.abc import Callable
@@ -366,7 +366,7 @@ def test_a_pickle_that_is_cut_off(tmp_path, size):
 
 
 class Payload:
-    """What a restricted reader may not build."""
+    """Object that a restricted reader must not build."""
 
 
 def test_a_pickle_that_is_more_than_tensors_is_not_opened(tmp_path):

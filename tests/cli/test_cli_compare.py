@@ -1,4 +1,4 @@
-"""`--compare`: who runs, how often, and what the table says about it."""
+"""`--compare`: which methods run, how often, and the table of the results."""
 
 import json
 import time

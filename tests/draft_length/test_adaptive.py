@@ -150,7 +150,7 @@ def test_drawn_texts_that_keep_nothing_do_not_spoil_greedy_ones():
 
 
 def test_what_drawing_costs_is_not_what_guessing_costs():
-    """Drafts that are dear to draw are given up; the next greedy request, whose drafts are cheap, has them at once."""
+    """Expensive sampled drafts are stopped; the next greedy request, whose drafts are cheap, drafts at once."""
     greedy = SimulatedEngine(draft=0.05, accept=constant(0.6))
     drawn = replace(greedy, draft=1.5, kind=lambda request: 1)
     lengths = adaptive(greedy)

@@ -94,7 +94,7 @@ def test_following_costs_whether_or_not_anyone_drafts():
 
 
 def find_best_rate(planner: Planner, scene: StepShape, gains: list[list[float]], draft: float) -> float:
-    """The best rate over every assignment of prefixes."""
+    """Find the best rate over every assignment of prefixes, by enumeration."""
     best = 0.0
     for sizes in itertools.product(*[range(len(row) + 1) for row in gains]):
         if any(sizes):
@@ -131,7 +131,7 @@ def test_a_plan_looks_over_the_edge_of_a_shelf():
 
 
 def test_rare_drafts_are_priced_whole():
-    """Nodes that are drafted one time in ten cost a tenth of a dear shelf, not a shelf that their mean still fits."""
+    """Nodes drafted in one step of ten cost a tenth of an expensive shelf, not a cheap shelf that their mean fits."""
     curve = CostCurve([(1, 1.0), (4, 1.0), (5, 9.0), (64, 9.0)])
     plan = Planner(curve, DraftCost()).find_best_plan(
         StepShape(2, 2, 0.0), [0, 1], [8, 8], [[0.08] * 2 + [0.01] * 6] * 2, [[0.1] * 8] * 2

@@ -1,6 +1,6 @@
 """Aggressive decoding: which source a request is copied from, and how an output close to it is followed.
 
-Guards against copying from the wrong place or the wrong request, reading an output twice or from its middle, options
+Guards against copying from the wrong position or the wrong request, reading an output twice or from its middle, options
 that no code reads, and drafts for `block` that are no chains.
 """
 

@@ -1,4 +1,4 @@
-"""Blockwise heads: which state guesses which token, the formula, and what training asks of which head."""
+"""Blockwise heads: which state predicts which token, the formula, and which heads the training losses use."""
 
 from dataclasses import replace
 from typing import Any
@@ -31,8 +31,8 @@ GREEDY = Sampling(max_tokens=41, temperature=0)
 
 
 def seer(shift: int = 0, heads: int = 4) -> Checkpoint:
-    """Knows the successor target: head h makes of its state the one of the token h + 1 places further, of which the
-    target's own matrix says the next. A state is positive, so that the hidden layer hands it on."""
+    """Make exact heads for the successor target: head h maps a state to that of the token h + 1 positions later. The
+    target's own matrix gives the token after it. A state is positive, so that the hidden layer passes it on."""
     jumps = [successor_model.power(h + 1 + shift) - torch.eye(V, dtype=torch.float64) for h in range(heads)]
     tensors = {
         "hidden.weight": torch.eye(V, dtype=torch.float64),
@@ -79,7 +79,7 @@ def test_unsure_heads_propose_nothing() -> None:
     blind = seer()
     blind.tensors["output.weight"][:] = -torch.eye(V).repeat(4, 1)  # every state becomes zero, every row uniform
     done = drafting(blind, min_confidence=0.3).generate([[3]], GREEDY)
-    assert done[0].stats.num_drafted <= done[0].stats.target_passes  # what was drawn before anyone looked stays
+    assert done[0].stats.num_drafted <= done[0].stats.target_passes  # at most one node a pass
     assert drafting(blind).generate([[3]], GREEDY)[0].stats.num_drafted > 3 * done[0].stats.num_drafted
 
 
@@ -176,7 +176,7 @@ def test_training_asks_every_head_for_its_own_token(loss: str) -> None:
 
 
 def test_a_loss_of_one_head_a_step_is_that_of_all_on_average_and_of_all_when_measured() -> None:
-    """The paper draws one of the sub-losses for every step; with a decay it is drawn as often as it counts."""
+    """The paper samples one of the sub-losses for every step. With a decay, the weight is the probability of a loss."""
     trace = tiny_heads.make_trace(tiny_models.plain(), (AFTER_FINAL_NORM,))
     whole, one = (make_trainee(heads=3, inner=8, decay=0.5, heads_per_step=each) for each in ("all", "one"))
     for trainee in (whole, one):

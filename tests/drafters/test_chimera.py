@@ -1,4 +1,4 @@
-"""Chimera: what is drafted is what the formulas say, over memory that is read in piece by piece; native as plain."""
+"""Chimera: drafts equal the formulas, over memory that is read piece by piece; native equals plain."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -91,7 +91,7 @@ def _rms(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class Played:
-    """Texts that a target commits piece by piece, with states that are noise: only who reads what matters."""
+    """Sequences that a target commits piece by piece, with random states: tests check which state is read."""
 
     def __init__(self, made: Chimera, count: int) -> None:
         generator = torch.Generator().manual_seed(7)
@@ -196,7 +196,7 @@ def test_a_stretch_without_drafts_costs_no_pass_and_the_next_draft_is_the_same(m
     assert played.drafts(4) == drafted.drafts(4), "again with nothing put off"
 
 
-@torch.inference_mode()  # as the engine runs it, for `settle` brings its own
+@torch.inference_mode()  # as in the engine; `settle` sets its own mode
 def test_what_is_put_off_is_bounded_and_settles_by_page(monkeypatch: pytest.MonkeyPatch) -> None:
     made = drafter("two taps", TreeSpec.from_options(3))
     played = Played(made, 2)
@@ -297,7 +297,7 @@ def test_options_that_make_no_heads_are_refused(options: dict[str, object], says
 
 
 def test_training_begins_at_the_size_of_what_the_head_reads() -> None:
-    """The target's final norm is where its scale is, whatever the target keeps it as."""
+    """The scale of the input is that of the target's final norm, in whatever form the target stores it."""
     target = tiny_models.plain().target
     made = create_trainee(TrainConfig(taps=(AFTER_FINAL_NORM,)), target).network
     assert torch.allclose(made.norm.weight.double(), tiny_models.target().model.norm.weight.double(), atol=1e-6)

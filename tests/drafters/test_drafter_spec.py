@@ -1,4 +1,4 @@
-"""What a user writes for a drafter: the model tells the method, and a mistyped word is answered with the right one."""
+"""Drafter options as a user writes them: the model implies the method, and a misspelt word gets a suggestion."""
 
 from pathlib import Path
 

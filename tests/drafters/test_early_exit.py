@@ -52,7 +52,7 @@ LAYERS, SETTLED = 8, 4
 
 
 def settling(layers: int = LAYERS, settled: int = SETTLED) -> LlamaForCausalLM:
-    """A target whose layers after the first `settled` add nothing to what those before them found."""
+    """Make a target whose layers after the first `settled` add nothing to the hidden states."""
     torch.manual_seed(1)
     config = LlamaConfig(
         vocab_size=tiny_models.VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=layers,
@@ -90,7 +90,7 @@ def drafting(llm: LLM, verify: str = "match", num_tokens: int = 4, **options: An
 
 
 class ExitLife(KVSimulation):
-    """What the draft holds of a request is what the target holds: that is compared already."""
+    """A simulation in which the draft's KV is the target's KV, which is compared already."""
 
     def compare_draft(self, request: Request) -> int:
         return request.num_computed
@@ -146,7 +146,7 @@ def _read(llm: LLM, tokens: list[int]) -> list[Tensor]:
 
 
 def test_a_pass_that_fails_while_a_draft_grows_changes_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Part of the draft is written where the target writes next."""
+    """The draft writes a part of its KV to the slots that the target writes next."""
     expected = [c.token_ids for c in target().generate(PROMPTS, GREEDY)]
     whole, count = Truncated.forward, 0
 
@@ -178,14 +178,14 @@ def test_a_target_that_has_settled_is_foreseen_and_one_that_has_not_is_not(verif
 
 @pytest.mark.parametrize("verify", ["match", "reject", "block"])
 def test_sampled_drafts_of_a_settled_target_are_kept(verify: str) -> None:
-    """q is p: nothing is ever rejected, whatever is drawn."""
+    """q is p: no draft token is ever rejected."""
     sampling = Sampling(max_tokens=40, temperature=1, top_p=0.9, seed=3, ignore_eos=True)
     done = drafting(target(), verify, exit_layer=SETTLED).generate(PROMPTS, sampling)
     assert all(c.stats.num_accepted == c.stats.num_drafted > 0 for c in done)
 
 
 def test_a_prompt_is_drafted_for_a_step_later_and_a_single_token_at_once() -> None:
-    """What the target has not computed cannot be read; there is no second way to compute it."""
+    """States that the target has not computed cannot be read; no other pass computes them."""
     llm = drafting(target(), exit_layer=SETTLED)
     [one] = llm.generate([[33]], Sampling(max_tokens=10, temperature=0, ignore_eos=True))
     [more] = llm.generate([[50] * 7], Sampling(max_tokens=10, temperature=0, ignore_eos=True))
@@ -193,7 +193,7 @@ def test_a_prompt_is_drafted_for_a_step_later_and_a_single_token_at_once() -> No
     assert more.stats.target_passes == 3
 
 
-# where it leaves
+# exit layer
 
 
 def test_worth_is_tokens_per_pass_of_the_best_length() -> None:
@@ -280,7 +280,7 @@ def test_a_target_of_two_layers_has_nothing_to_choose() -> None:
     assert made.layer_selector == FixedExitLayer(1)
 
 
-# whose it is
+# ownership of the states
 
 
 def test_it_drafts_for_one_engine() -> None:
@@ -314,7 +314,7 @@ def test_under_an_adaptive_length_the_text_is_the_same() -> None:
 
 
 def test_a_prefix_that_was_found_is_drafted_after() -> None:
-    """No memory of its own means none that could be missing."""
+    """A drafter without its own memory has none that could be missing."""
     limits = MemoryLimits(kv_tokens=4000, page_size=4)
     made = early_exit.create(early_exit.Config(exit_layer=SETTLED), context(target()))
     llm = tiny_models.limit_memory(target(), made, limits)

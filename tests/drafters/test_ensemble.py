@@ -1,7 +1,7 @@
-"""Several drafters as one: names and options, one tree of several drafts, and each part as if it were alone.
+"""Several drafters as one: names and options, one tree of several drafts, and each member as if it were alone.
 
-Guards against a part that takes another's nodes for its own, boundaries of the target handed to the wrong part, one
-part's failure that takes the others down, draft memory that two parts disagree about, and options that no code reads.
+Guards against a member that takes another's nodes as its own, hidden layers of the target given to the wrong member,
+failures of one member that stop the others, draft memory that differs between members, and options that no code reads.
 """
 
 import itertools
@@ -43,7 +43,7 @@ def ngram(num_tokens: int = 3) -> NgramDrafter:
 
 
 def make_scripted(chain: Sequence[int], q: bool = False, seen: list[Any] | None = None, **more: Any) -> ScriptedDrafter:
-    """The same chain for every request, cut to the budget."""
+    """Make a drafter that proposes the same chain for every request, cut to the budget."""
 
     def propose(batch: Batch) -> TokenTree:
         drafts = []
@@ -216,7 +216,7 @@ def test_a_part_that_changes_a_request_is_found_and_comes_back_after_its_rest() 
 
 
 def test_memories_as_one() -> None:
-    """A hit ends where the memory ends that cannot be read again; who can read again is left to do so."""
+    """A hit ends with the memory that cannot be recomputed; members that can recompute theirs do not shorten it."""
     draft, head = DraftKV(KVPool(), 4), DraftKV(KVPool(), 6, 1, is_rebuildable_from_tokens=False)
     both = combine_draft_kv([draft, head])
     assert both is not None

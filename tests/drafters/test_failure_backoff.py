@@ -20,7 +20,7 @@ from foredraft.drafters.failure_backoff import (
 
 
 class Clock:
-    """Seconds that pass when a test says so."""
+    """Clock that a test advances."""
 
     def __init__(self) -> None:
         self.now = 100.0

@@ -1,7 +1,7 @@
-"""Two drafters as one: the same text, the distribution of the target, and each part as if it were alone.
+"""Two drafters as one: the same text, the distribution of the target, and each member as if it were alone.
 
 Guards against rows of q that belong to another request, a main drafter that takes another's draft for its own, budgets
-larger than a part said, and one part's failure that takes the other down.
+larger than a member's limit, and a failure of one member that stops the other.
 """
 
 import itertools
@@ -41,7 +41,7 @@ def requests(count: int, **more: Any) -> list[Request]:
 
 
 def make_scripted(tokens: dict[int, list[int]], q: bool = False, num_nodes: int = 4, **more: Any) -> ScriptedDrafter:
-    """Drafts by slot, chains cut to the budget. With q, row n of slot s is one-hot in (s + n) % V."""
+    """Make a drafter of chains by slot, cut to the budget. With q, row n of slot s is one-hot in (s + n) % V."""
 
     def propose(batch: Batch) -> TokenTree:
         drafts = []
@@ -68,7 +68,7 @@ def test_the_first_serves_whom_it_can_and_the_main_all_others():
 
 @pytest.mark.parametrize("who", ["main", "first", "both"])
 def test_rows_of_q_stay_with_their_requests(who):
-    """One request of the middle has no scored row; a row of zeros stands for a guess."""
+    """One request in the middle has no row of q; a row of zeros stands for a deterministic draft token."""
     some = requests(4)
     some[1] = replace(some[1], prompt=[1, 2, 3], slot=1)
     batch = Batch(tuple(some), (1, 2, 1, 1), (4, 0, 4, 4))
@@ -84,7 +84,7 @@ def test_rows_of_q_stay_with_their_requests(who):
 
 
 def test_budgets_are_those_each_part_asked_for():
-    """And none where a request is served already."""
+    """The budget is zero for a request that has a draft already."""
     seen: dict[str, list[tuple[int, ...]]] = {"first": [], "main": []}
 
     def noting(name: str, inner: ScriptedDrafter) -> ScriptedDrafter:
@@ -192,7 +192,7 @@ def test_a_timeout_set_from_outside_holds_for_every_part():
 
 
 def make_predictions(plain: Sequence[list[int]]) -> list[tuple[int, ...]]:
-    """Right, none, edited, wrong."""
+    """Return the right prediction, none, an edited one and a wrong one."""
     edited = [*plain[2][:8], 90, *plain[2][9:]]
     return [tuple(plain[0]), (), tuple(edited), tuple(range(20, 44))]
 
@@ -200,7 +200,7 @@ def make_predictions(plain: Sequence[list[int]]) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("mode", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("name", EACH_CASE)
 def test_text_is_the_same_under_a_fallback_of_any_method(name, mode):
-    """A mixed batch: who has no prediction is drafted for by the method, side by side with those who have."""
+    """One batch mixes requests with and without a prediction; the method drafts for the latter."""
     texts = [c.token_ids for c in tiny_models.plain().generate(PROMPTS, mode)]
     alone = tiny_models.plain().with_drafter(METHOD_CASES[name].make(3), verify="match").generate(PROMPTS, mode)
     llm = tiny_models.plain().with_drafter(METHOD_CASES[name].make(3), verify="match")

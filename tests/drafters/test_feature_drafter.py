@@ -28,7 +28,7 @@ GREEDY = Sampling(max_tokens=64, temperature=0, ignore_eos=True)
 
 
 def _scatter_weights(network: nn.Module) -> nn.Module:
-    """Weights so large that no two tokens are alike to it."""
+    """Set weights so large that no two tokens have similar states."""
     torch.manual_seed(5)
     for name, parameter in network.named_parameters():
         if parameter.dim() > 1:
@@ -82,7 +82,7 @@ def request(slot: int, tokens: list[int], pages: list[int]) -> Request:
 
 
 class Played:
-    """A text that a target commits piece by piece, with states that are noise: only who reads what matters."""
+    """Sequences that a target commits piece by piece, with random states: tests check which state is read."""
 
     def __init__(self, made: FeatureDrafter, lengths: list[int], width: int) -> None:
         generator = torch.Generator().manual_seed(7)
@@ -117,7 +117,7 @@ class Played:
 
 
 def unroll_argmax(name: str, text: list[int], features: Tensor, drafted: list[int]) -> list[int]:
-    """The likeliest token of every training step at the last true pair, where the text goes on as drafted."""
+    """Compute the likeliest token of every training step at the last true pair, for a sequence and its draft."""
     network, _ = networks()[name]
     n, steps = len(text), len(drafted)
     tokens = torch.tensor([[*text, *drafted]])

@@ -1,4 +1,4 @@
-"""Hydra heads: what each reads and guesses, the formula, trees, which state of the target, and what training asks."""
+"""Hydra heads: inputs and output of each head, the formula, trees, the state of the target, and the training losses."""
 
 from dataclasses import replace
 from typing import Any
@@ -31,12 +31,12 @@ GREEDY = Sampling(max_tokens=41, temperature=0)
 
 
 def seer(kind: str, shift: int = 0, heads: int = 4, is_lean: bool = False) -> Checkpoint:
-    """Knows the successor target from one part of what its heads read: the state, the first token after it, or the
-    last. Blind for the others. A lean one has no output matrices, and makes the state of the token it means."""
+    """Make exact heads for the successor target from one part of their input: the state, the first token after it, or
+    the last. They ignore the others. A lean head has no output matrices; its output is the state of the next token."""
     tensors: dict[str, Tensor] = {}
     for head in range(heads):
         part = {"state": 0, "first": 1, "last": head + 1}[kind]
-        ahead = head + 2 - part + shift  # places from the token of that part to the one guessed
+        ahead = head + 2 - part + shift  # positions from the token of that part to the predicted one
         width, size = (head + 2) * V, 1.0 if kind == "state" else V**0.5  # embeddings are shorter than states
         kept = torch.zeros(V, width, dtype=torch.float64)
         kept[:, part * V : (part + 1) * V] = size * (successor_model.power(ahead - 1) if is_lean else torch.eye(V))
@@ -310,7 +310,7 @@ def test_heads_behind_a_layer_that_adds_nothing_know_as_much_as_without(kind: st
 
 
 def test_a_prefix_layer_learns_and_is_read_back(tmp_path: Any) -> None:
-    """In the authors' names; its gradient comes from every head, over the states before."""
+    """It is saved under the published names; its gradient comes from every head, over the states before."""
     llm, trainee = tiny_models.plain(), make_trainee(heads=2, prefix=True)
     assert trainee.compute_loss(tiny_heads.make_trace(llm, (AFTER_FINAL_NORM,))).total.isfinite()
     trainee.compute_loss(tiny_heads.make_trace(llm, (AFTER_FINAL_NORM,))).total.backward()

@@ -1,6 +1,6 @@
 """Lookahead decoding: the window against a slow simulation of the paper, the pool's bounds, and the tree they make.
 
-Guards against a window whose mask is not the paper's, n-grams put together from the wrong columns, answers of another
+Guards against a window whose mask is not the paper's, n-grams put together from the wrong columns, argmaxes of another
 tree or another step taken for one's own, and budgets that starve the window.
 """
 
@@ -46,7 +46,7 @@ def said(text):
 
 
 def compute_argmax(tree, texts):
-    """What the toy target says after every node, each seeing its ancestors alone."""
+    """Compute the next token of the toy target after every node, which sees its ancestors alone."""
     tokens = [
         said(text + tree.get_draft_path(b, node)) for b, text in enumerate(texts) for node in range(tree.sizes[b])
     ]
@@ -54,7 +54,7 @@ def compute_argmax(tree, texts):
 
 
 def verify_greedily(tree, b, text):
-    """Greedy verification: (nodes of the path, tokens after them)."""
+    """Verify greedily: (nodes of the path, tokens after them)."""
     node, nodes, tokens = 0, [], []
     while True:
         nodes.append(node)
@@ -79,8 +79,8 @@ def step(drafter, r, budget=None):
 class Paper:
     """The algorithm of 2402.02057 as it is written there: a 2-D window, an attention mask, a pool of n-grams.
 
-    `seen` is the paper's mask as a text: level 0 up to the token's own column, then its column. One thing is ours: an
-    n-gram that holds tokens of chance behind its first is left out.
+    `build_context` is the paper's mask as a sequence: level 0 up to the token's own column, then its column. One thing
+    differs from the paper: an n-gram whose later tokens come from the random start is left out.
     """
 
     def __init__(self, columns, guesses):
@@ -155,7 +155,7 @@ def test_the_window_and_the_pool_are_those_of_the_paper(window, size, guesses):
 
 
 def test_a_token_of_the_window_sees_what_the_mask_of_the_paper_shows_it():
-    """Level by level: ancestors of (column j, level l) are the root, level 0 up to j, and its own column up to l."""
+    """Level by level: ancestors of (column j, level l) are the root, level 0 up to j, and column j up to l."""
     window = LookaheadWindow(4, 3, range(100, 200))
     columns = window._columns
     tree = TokenTree.from_lists(*_build_lists(window.list_paths(99)))

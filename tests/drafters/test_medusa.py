@@ -39,7 +39,7 @@ GREEDY = Sampling(max_tokens=40, temperature=0)
 
 
 def seer(shift: int = 0, num_heads: int = 4) -> Checkpoint:
-    """Heads that know the successor target: head h says the token h + 2 places after its state's; shift spoils that."""
+    """Make heads for the successor target: head h gives the token h + 2 positions after its state if `shift` is 0."""
     tensors: dict[str, Tensor] = {}
     for h in range(num_heads):
         tensors[f"{h}.0.linear.weight"] = torch.zeros(V, V, dtype=torch.float64)
@@ -167,7 +167,7 @@ def test_the_network_under_training_has_the_numbers_of_the_formula() -> None:
 
 
 def test_a_head_of_fewer_tokens_than_the_target_drafts_only_those() -> None:
-    """Its distribution has the target's width, with nothing where the head has no token."""
+    """Its distribution has the target's width, with zeros for tokens that the head lacks."""
     checkpoint = seer()
     tensors = {k: v[: V - 8] if k.endswith(".1.weight") else v for k, v in checkpoint.tensors.items()}
     small = replace(checkpoint, tensors=tensors, shape=replace(checkpoint.shape, vocab_size=V - 8))  # type: ignore[type-var]
@@ -234,12 +234,12 @@ def test_level_by_level_and_at_once_are_the_same_drafts(verify: str) -> None:
             texts.append([(c.token_ids, c.stats.num_accepted, c.stats.num_drafted) for c in done])
         if verify == "match" or temperature == 0:
             assert texts[0] == texts[1]
-        else:  # nodes are numbered alike, so even the draws agree
+        else:  # nodes have equal numbers, so even the sampled tokens agree
             assert [t[0] for t in texts[0]] == [t[0] for t in texts[1]]
 
 
 def test_confidence_cuts_by_distributions_alone() -> None:
-    """Under `reject` a length that depended on the tokens drawn would tell something of them."""
+    """Under `reject`, a length that depended on the sampled tokens would carry information about them."""
     llm = tiny_models.plain().with_drafter(MEDUSA.make_drafter(4, min_confidence=0.2), verify="reject")
     full = tiny_models.plain().with_drafter(MEDUSA.make_drafter(4), verify="reject")
     sampling = Sampling(max_tokens=24, temperature=0.8, seed=3, ignore_eos=True)

@@ -15,7 +15,7 @@ GREEDY = Sampling(max_tokens=100, temperature=0)
 
 
 def make_detector(kept: int, drafts: int = NUM_CHECKED_DRAFTS) -> MismatchDetector:
-    """After so many drafts of one token, of which so many were kept."""
+    """Make a detector that has seen `drafts` drafts of one token, of which `kept` were accepted."""
     fit = MismatchDetector(DrafterContext(vocab_size=10, model="org/head", target_name="org/model"))
     one = Request(slot=0, prompt=[1, 2], sampling=GREEDY, seed=1)
     batch = Batch((one,), (1,), (1,))

@@ -85,7 +85,7 @@ def test_a_pass_that_fails_while_a_draft_grows_changes_no_text(name: str, monkey
 def test_a_text_whose_step_was_missed_is_drafted_for_no_more_or_from_true_states(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What keeps one state has it again a step later; memory with a hole in it is never read again."""
+    """Drafters that keep one state have it again a step later; memory with a gap is never read again."""
     llm, made = drafting(name)
     monkeypatch.setattr(made, "observe", FailsAt(made.observe, 3))
     sizes = []

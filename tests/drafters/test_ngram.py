@@ -1,4 +1,4 @@
-"""Prompt lookup: what is found, how it is drafted, and that nothing is carried from one request to the next."""
+"""Prompt lookup: matches, drafts, and no state that carries over from one request to the next."""
 
 import random
 
@@ -16,7 +16,7 @@ def make_drafter(num_tokens=5, **options):
 
 
 def request(tokens, slot=0, **more):
-    """A request about to draw the token after `tokens`, of which the last three are output."""
+    """Make a request that samples the token after `tokens` next; the last three tokens are output."""
     made = Request(slot, list(tokens[:-3]), Sampling(max_tokens=more.pop("max_tokens", 100)), seed=1, **more)
     made.output = list(tokens[-3:])
     made.num_computed = made.num_tokens - 1
@@ -24,7 +24,7 @@ def request(tokens, slot=0, **more):
 
 
 def propose_rows(drafter, *requests, budget=None):
-    """[b] -> (tokens, parents) below the root."""
+    """Propose for every request: [b] -> (tokens, parents) below the root."""
     budget = drafter.max_nodes if budget is None else budget
     tree = drafter.propose(Batch(requests, (1,) * len(requests), (budget,) * len(requests)))
     assert [row[0] for row in tree.token_lists] == [r.tokens[-1] for r in requests]
@@ -37,7 +37,7 @@ def draft_tokens(drafter, *requests, **more):
 
 
 def occurrences(tokens, end, config):
-    """(length of the longest match of what stands before `end`, the places after it, rising)."""
+    """Find (length of the longest match of the tokens before `end`, the positions after it in rising order)."""
     for n in range(min(config.prompt_lookup_max, end), config.prompt_lookup_min - 1, -1):
         places = [place for place in range(n, end) if tokens[place - n : place] == tokens[end - n : end]]
         if places:
@@ -46,7 +46,7 @@ def occurrences(tokens, end, config):
 
 
 def learn_by_definition(tokens, config):
-    """(whether the first occurrence is better than the latest, how often matches of a length are right)."""
+    """Compute (is the first occurrence better than the latest, accuracy by match length), by definition."""
     lead, right = 0.0, {}
     for end, token in enumerate(tokens):
         n, places = occurrences(tokens, end, config)
@@ -92,7 +92,7 @@ def test_the_first_of_equal_matches_wins_where_it_foretold_the_text_better():
 
 
 def test_short_matches_draft_as_far_as_long_ones_once_they_foretell_a_text():
-    """Guards texts of one pattern, where a bound by the length of a match halves every draft after something new."""
+    """Guards repetitive texts, for which a bound by the match length halves every draft after a new token."""
     line = [5, 6, 7, 8, 9, 10, 11]
     text = [token for number in range(12) for token in (*line, 20 + number)] + [5, 6]
     assert draft_tokens(make_drafter(6), request([*line, 20, 5, 6])) == [[7, 8, 9, 10]]

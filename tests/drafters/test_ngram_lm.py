@@ -66,7 +66,7 @@ def draft_tokens(drafter, *requests, budget=4):
 
 
 def compute_draft_probs(drafter, one, drafted):
-    """[V] float64, what the next drafted token must come from, computed from nothing but the request."""
+    """Compute [V] float64, the distribution of the next draft token, from the request alone."""
     counts = SequenceCounts(VOCAB, drafter.config.order, drafter.config.discount, drafter.config.base_weight)
     counts.extend(one.tokens)
     q = drafter.model.compute_q([*one.tokens, *drafted], counts)
@@ -131,7 +131,7 @@ def test_drawn_tokens_follow_the_reported_q(folder, name):
             assert torch.equal(q, q_first)
             mode = int(q.argmax())
             first[row[1]] += 1
-            if row[1] == mode:  # the second draw, where the first is the commonest
+            if row[1] == mode:  # the second sampled token, if the first is the commonest
                 q_second = tree.q[tree.get_row(b, 1)]
                 second[row[2]] += 1
     assert chi_square(first, q_first.numpy()) > 1e-6
@@ -208,7 +208,7 @@ def test_a_chain_ends_before_the_confidence_falls_under_the_threshold(folder):
 
 
 def test_the_length_of_a_draft_depends_on_nothing_at_or_after_the_cut(folder):
-    """Under `reject` a cut that looked at the token drawn there would change the distribution."""
+    """Under `reject`, a cut that depended on the token sampled there would change the distribution."""
     lengths = {}
     for seed in range(300):
         one = request(text(30), 0, Sampling(), verify="reject", seed=seed)

@@ -1,7 +1,7 @@
-"""Drafts copied from what a request says its output will be: never another text, few passes where it is right.
+"""Drafts copied from the prediction of a request: never another text, and few passes if the prediction is right.
 
-Guards against a cursor that goes astray after an edit and never comes back, reading an output twice or from its middle
-after a preemption, and room asked of the engine for requests that predict nothing.
+Guards against a cursor that is lost for good after an edit, reading an output twice or from its middle after a
+preemption, and draft nodes reserved for requests without a prediction.
 """
 
 import random
@@ -41,7 +41,7 @@ def generate(
 def count_passes(
     prediction: Sequence[int], output: Sequence[int], length: int = MAX_PREDICTION_TOKENS
 ) -> tuple[int, int]:
-    """Passes for an output under a greedy distribution, and drafted tokens that were wrong."""
+    """Count the passes for an output under greedy decoding, and the wrong draft tokens."""
     follower, at, passes, wrong = CopyCursor(tuple(prediction)), 0, 0, 0
     while at < len(output):
         follower.read(output[follower.num_read : at])
@@ -53,7 +53,7 @@ def count_passes(
     return passes, wrong
 
 
-# where an output stands in its prediction
+# position of an output in its prediction
 
 
 def test_a_right_prediction_takes_the_fewest_passes():
@@ -73,7 +73,7 @@ EDITS = {
 
 @pytest.mark.parametrize("name", EDITS)
 def test_after_an_edit_the_prediction_is_found_again(name):
-    """An edit costs its own tokens, which were not predicted, and a few passes around it."""
+    """An edit costs its new tokens, which were not predicted, and a few passes around it."""
     output = EDITS[name]
     new = len(set(output) - set(TEXT))
     fewest = len(output) / (MAX_PREDICTION_TOKENS + 1)
@@ -94,7 +94,7 @@ def test_of_equal_matches_the_first_ahead_counts():
 
 
 def test_weak_evidence_drafts_few_tokens():
-    """A token that is everywhere and says nothing."""
+    """A token that is frequent everywhere is no evidence."""
     prediction = [0, 1, 2] * 50
     follower = CopyCursor(tuple(prediction))
     follower.read([7, 8, 0])

@@ -1,6 +1,6 @@
-"""Suffix decoding as a drafter: what it drafts from which source, within its bounds, and what it keeps of a request.
+"""Suffix decoding as a drafter: the sources of its drafts, their bounds, and what it keeps of a request.
 
-Guards against drafts that outlive their request, a draft cut by what was drawn after the cut, and text of one tenant
+Guards against drafts that outlive their request, a draft cut by a token sampled after the cut, and text of one tenant
 in the drafts of another.
 """
 
@@ -30,7 +30,7 @@ def make_drafter(num_tokens=5, **options):
 
 
 def request(tokens, slot=0, sampling=GREEDY, max_tokens=100, num_output=3, **more):
-    """A request about to draw the token after `tokens`, of which the last three are output."""
+    """Make a request that samples the token after `tokens` next; the last three tokens are output."""
     split = len(tokens) - num_output
     one = Request(slot, list(tokens[:split]), replace(sampling, max_tokens=max_tokens), seed=1, **more)
     one.output = list(tokens[split:])
@@ -48,7 +48,7 @@ def draft_tokens(drafter, *requests, budget=8):
 
 
 def end_request(drafter, one, state=RequestStatus.FINISHED):
-    """As the engine ends, or preempts, a request: it observes, gives up the slot, and only then says why."""
+    """End or preempt a request in the engine's order: observe, free the slot, and only then set the status."""
     drafter.observe(batch(one), Commit.from_lists([[0]], [[1]]))
     drafter.forget([one.slot])
     one.status = state
@@ -136,7 +136,7 @@ def test_a_drawn_draft_brings_the_distribution_it_was_drawn_from(verify):
 
 
 def test_the_length_of_a_drawn_draft_does_not_tell_how_likely_its_last_token_was():
-    """After "1 2" come 3 or, less often, 4: neither is rare enough on its path to be left out once it was drawn."""
+    """After "1 2" come 3 or, less often, 4. Neither is rare enough on its path to be left out once it is sampled."""
     text = [1, 2, 3, 0, 1, 2, 3, 9, 1, 2, 4, 8, 7, 1, 2, 3, 5, 1, 2]
     drafter = make_drafter(1, min_confidence=0.15)
     lengths = set()
@@ -226,7 +226,7 @@ def test_files_are_drafted_from_by_every_request(tmp_path):
 
 
 def run_twice(**limits):
-    """Tokens accepted of the first and of the second run of one prompt, by an engine, and the drafter."""
+    """Run one prompt twice: (tokens accepted in the first and in the second run, the drafter)."""
     context = DrafterContext(vocab_size=tiny_models.VOCAB, num_speculative_tokens=4, dtype=torch.float64)
     drafter = suffix.create(suffix.Config(store_tokens=512), context)
     llm = tiny_models.limit_memory(tiny_models.plain(), drafter, MemoryLimits(**limits))
@@ -249,7 +249,7 @@ def test_past_outputs_are_the_callers_with_or_without_a_prefix_cache():
 
 
 def test_a_tenant_is_the_caller_whatever_an_encoder_reads():
-    """Pages of an encoder-decoder's decoder depend on the source; what was said before does not."""
+    """Pages of an encoder-decoder's decoder depend on the source; past outputs do not."""
     asked = [([5, 6], b"a"), ([7, 8], b"a"), ([5, 6], b"b")]
     said = [tiny_seq2seq.plain().prepare(ids, Sampling(), RequestOptions(salt=salt))[0].request for ids, salt in asked]
     assert [one.tenant for one in said] == [b"a", b"a", b"b"]

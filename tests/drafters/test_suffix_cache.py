@@ -1,4 +1,4 @@
-"""The store of past outputs: bounded in tokens and tenants, the oldest gone first, one tenant's texts its own."""
+"""The cache of past outputs: bounded in tokens and tenants, the oldest evicted first, separate for each tenant."""
 
 import random
 
@@ -60,7 +60,7 @@ def test_tenants_are_bounded_and_who_wrote_longest_ago_goes():
 
 
 def test_an_endless_row_of_tenants_holds_no_more_than_the_bounds():
-    """As where every caller brings a salt of its own."""
+    """Each caller has another salt."""
     store = make_cache(capacity=10_000, most_tenants=8)
     for i in range(500):
         store.add(str(i).encode(), list(range(30)))

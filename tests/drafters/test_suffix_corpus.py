@@ -1,4 +1,4 @@
-"""Files to draft from: what is read of which kind, and that what cannot be read is said."""
+"""Files to draft from: the content read from each kind of file, and the errors for unreadable ones."""
 
 import numpy as np
 import pytest

@@ -38,7 +38,7 @@ def logits_after(path: list[int]) -> Tensor:
 
 
 def grow(growths: list[TreeBuilder], after: Callable[[list[int]], Tensor] = logits_after) -> list[TreeBuilder]:
-    """To the end, all together, as a drafter does."""
+    """Add levels until every tree is complete, all together, as a drafter does."""
     while growing := [g for g in growths if g.frontier]:
         rows = [after(g.collect_path(node)) for g in growing for node in g.frontier]
         add_level(growing, NodeLogits(torch.stack(rows), V))
@@ -118,7 +118,7 @@ def test_a_free_tree_is_the_tree_of_eagle_2s_authors(total: int, depth: int, top
 
 @pytest.mark.parametrize(("total", "depth", "top_k"), AUTHORS)
 def test_a_draft_needs_no_more_places_than_its_tree_has_nodes(total: int, depth: int, top_k: int) -> None:
-    """And every node that is looked at finds its own path in memory, though places serve one node after another."""
+    """Every expanded node finds its path in memory, though several nodes use one position in turn."""
     reused = 0
     for seed in range(12):
         after = chances_after(seed)
@@ -194,7 +194,7 @@ def test_no_distribution_is_computed_for_a_leaf_of_a_fixed_shape() -> None:
 
 
 def test_requests_of_other_shapes_grow_side_by_side() -> None:
-    """What a request gets does not depend on who else is in the batch."""
+    """The draft of a request does not depend on the rest of the batch."""
     plans = [
         TreeSpec.from_options(3),
         TreeSpec.from_options(3, tree_nodes=6),
@@ -233,7 +233,7 @@ def test_confidence_ends_a_chain_where_its_path_is_unlikely() -> None:
 
 
 def test_penalties_count_the_path_above_a_node() -> None:
-    """Or drafts repeat themselves where the target may not; no text would be wrong, and hardly a draft right."""
+    """Without penalties, drafts repeat tokens that the target may not: the text stays right, but few are accepted."""
     sampling = Sampling(frequency_penalty=2.0, repetition_penalty=1.5, max_tokens=50)
     growth = grow([TreeBuilder(request(sampling, "reject"), TreeSpec.from_options(3, tree_nodes=9, top_k=3))])[0]
     assert max(growth.depths[node] for node in growth.draft_probs) == 2

@@ -99,7 +99,7 @@ def test_the_kv_that_is_held_right_is_that_of_a_fresh_pass(vocab: str) -> None:
 
 @pytest.mark.parametrize("vocab", TRANSLATIONS)
 def test_who_finds_no_memory_is_not_drafted_for(vocab: str) -> None:
-    """And those who do find some are; all of it is free in the end."""
+    """Requests with memory are drafted for, and all memory is free in the end."""
     made = tiny_vocabularies.drafter(vocab, 4, kv_tokens=4 * PAGE_SIZE)
     llm = tiny_models.plain().with_drafter(made, verify="match")
     done = llm.generate(PROMPTS * 2, GREEDY)

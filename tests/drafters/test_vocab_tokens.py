@@ -145,7 +145,7 @@ def test_a_reading_says_what_was_read_token_by_token(text: str) -> None:
 
 
 def test_only_the_newest_stretch_is_written_again() -> None:
-    """However long the text is; and it is cut as it would be at once, where words end."""
+    """The bound holds for any length of text, and the result equals encoding all at once, cut at word ends."""
     pair = VocabMap(vocabulary("bytes"), vocabulary("other bytes"))
     text = ("the end of the naïve " * 400).encode()
     ids = pair.target.encode_continuation(b"", text)

@@ -20,7 +20,7 @@ TEXTS = [
 
 
 def pieces(tokenizer: object, prompt: list[int], ids: list[int]) -> list[str]:
-    """By the quick way where there is one, after a look at whether the general one says the same."""
+    """Detokenize by the fast path if there is one, and check that the general path gives the same text."""
     quick, general = make_detokenizer(tokenizer, prompt), WindowDetokenizer(tokenizer, prompt)
     found = [quick.push(token) for token in ids]
     assert "".join(found).rstrip(REPLACEMENT_CHARACTER) == "".join(map(general.push, ids)).rstrip(REPLACEMENT_CHARACTER)
@@ -76,7 +76,7 @@ class _Spliced:
 
 
 def test_a_prompt_cut_inside_a_character_is_completed() -> None:
-    """What completes it is new text; it used to vanish."""
+    """The bytes that complete the character are new text. They used to vanish."""
     tokenizer = tiny_models.tokenizer()
     ids = tokenizer("x€").input_ids
     assert "".join(pieces(tokenizer, ids[:-1], ids[-1:])) == "€"

@@ -22,7 +22,7 @@ GREEDY = Sampling(max_tokens=12, temperature=0)
 
 
 def make_poisoned_model(victim: int) -> TableLM:
-    """A model that gives NaN after one token that only the victim's text holds."""
+    """Make a model that gives NaN after one token that only the victim's sequence has."""
     plain = [c.token_ids for c, _ in engine_fakes.run(engine_fakes.make_engine(LM, None), transcripts("match"))]
     own = next(
         token
@@ -40,7 +40,7 @@ def transcripts(rule: str) -> list:
 @pytest.mark.parametrize("rule", ["match", "reject", "block"])
 @pytest.mark.parametrize("is_drafted", [False, True])
 def test_logits_that_are_no_distribution_fail_one_request_alone(rule: str, is_drafted: bool) -> None:
-    """It keeps the text of the passes before and says why; the others are as they would have been."""
+    """It keeps the text of the passes before and reports the reason; the others are unchanged."""
     plain = [c.token_ids for c, _ in engine_fakes.run(engine_fakes.make_engine(LM, None), transcripts(rule))]
     lm = make_poisoned_model(victim=1)
     drafter = engine_fakes.make_drafter(LM.perturb(0.3), 3) if is_drafted else None
@@ -137,7 +137,7 @@ def test_leaving_a_stream_early_aborts_what_is_left() -> None:
 
 
 def test_two_streams_of_one_model_do_not_disturb_each_other() -> None:
-    """Each steps the engine for both; each gets its own deltas, whole, whichever is read faster."""
+    """Each stream steps the engine for both, and gets all its deltas in any order of reading."""
     llm, plain = make_drafting_llm(), tiny_models.plain()
     first, second = (
         Sampling(max_tokens=20, temperature=0, ignore_eos=True),

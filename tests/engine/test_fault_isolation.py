@@ -1,4 +1,4 @@
-"""Who runs after a failed step: the rules by themselves, without an engine."""
+"""Requests that run after a failed step: the rules by themselves, without an engine."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ def requests(num: int) -> list[Request]:
 
 
 def play(live: list[Request], fails: Fails, num_steps: int = 400) -> tuple[FaultIsolator, list[Request], bool]:
-    """Steps of an engine of which `fails` says whether a set of requests can be run; (.., culprits, is it hopeless)."""
+    """Simulate engine steps that fail if `fails` is true of their requests: (isolator, culprits, is it hopeless)."""
     suspects, culprits, live = FaultIsolator(), [], list(live)
     for _ in range(num_steps):
         only = suspects.select(live)

@@ -1,6 +1,6 @@
-"""A step that is interrupted at any of its lines, under `LLM.stream`: the streams of others lose nothing by it.
+"""A step that is interrupted at any of its lines, under `LLM.stream`: the other streams lose nothing.
 
-Guards against a token said twice or lost because Ctrl-C, a timeout or an error came between two lines that belong
+Guards against a token emitted twice or lost because Ctrl-C, a timeout or an error came between two lines that belong
 together, and against a drafter that never drafts again after one.
 """
 
@@ -33,7 +33,7 @@ SHORT = Sampling(max_tokens=6, temperature=0.7, seed=9, ignore_eos=True)
 
 
 class Watch:
-    """Every line of ours that runs below Engine.step: seen, and raised at where it is the one."""
+    """Trace function over every line of the package below Engine.step; it raises at the chosen line."""
 
     def __init__(self, at: Line | None = None, error: type[BaseException] = KeyboardInterrupt) -> None:
         self.at, self.error = at, error
@@ -80,7 +80,7 @@ class Others:
         return stream, list(next(stream).token_ids)
 
     def go_on(self) -> None:
-        """By one delta each."""
+        """Read one delta of each stream."""
         for which, (stream, tokens) in enumerate(self._live):
             delta = next(stream)
             tokens += delta.token_ids
@@ -115,7 +115,7 @@ def make_llm(method: str) -> LLM:
 
 
 def lines_of(llm: LLM) -> list[Line]:
-    """Where a step may be interrupted: all that runs from a request's first step to its end, beside others."""
+    """List the lines of a step that may be interrupted, from the first step of a request to its end, beside others."""
     others = Others(llm)
     with Watch() as watch:
         list(llm.stream(VICTIM, SHORT))

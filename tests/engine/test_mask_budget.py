@@ -101,7 +101,7 @@ class World:
 @pytest.mark.parametrize("num_drafted", [0, 3])
 @pytest.mark.parametrize("at_first", [0.0, 2 * SLOW])
 def test_slow_grammars_hold_a_small_request_up_for_a_bounded_time(at_first: float, num_drafted: int):
-    """Those whose first masks were slow are never all in one step; the others are once."""
+    """Requests with slow first masks are never all in one step; the others are together once."""
     world = World(num_drafted)
     slow = [world.add(40, SLOW, at_first) for _ in range(31)]
     small = world.add(32)

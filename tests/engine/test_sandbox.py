@@ -43,7 +43,7 @@ PLAIN = texts(None)
 
 
 def change_draft(change: Callable[[Batch, TokenTree], TokenTree]) -> Callable[[Batch], TokenTree]:
-    """A good draft, spoilt."""
+    """Make a drafter that applies `change` to a good draft."""
     return lambda batch: change(batch, engine_fakes.draft_greedily(LM, batch))
 
 
@@ -137,7 +137,7 @@ ODDITIES: dict[str, Callable[[Batch], TokenTree]] = {
 
 @pytest.mark.parametrize("oddity", ODDITIES)
 def test_an_odd_proposal_changes_no_text(oddity: str) -> None:
-    """What can be verified is verified; a q that is no distribution is no draft."""
+    """The valid part is verified; a draft with a q that is no distribution is dropped."""
     assert texts(ScriptedDrafter(ODDITIES[oddity])) == PLAIN
 
 

@@ -1,7 +1,7 @@
 """One LLM in several threads and event loops: the texts are those of plain decoding, and nothing is left behind.
 
 Guards against a step by two threads at once (which crashed), a thread that waits while others keep the engine, an error
-that reaches callers who did nothing, an event loop that is blocked, and streams that are left without being ended.
+that reaches unaffected callers, an event loop that is blocked, and streams that are abandoned.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ def texts(llm: LLM, n: int) -> list[list[int]]:
 
 
 def in_threads(*jobs: Callable[[], Any]) -> list[Any]:
-    """What each returned or raised. Fails where one does not come back."""
+    """Run each job in a thread and return its result or exception. Fails if one does not return."""
     results: list[Any] = [None] * len(jobs)
 
     def run(n: int) -> None:
@@ -96,7 +96,7 @@ def test_threads_event_loops_and_streams_share_one_llm() -> None:
 
 
 def test_streams_of_several_threads_go_on_together() -> None:
-    """In one batch, and none of them waits for the end of another."""
+    """They run in one batch, and none of them waits for the end of another."""
     llm, order, start = make_llm(), list[int](), threading.Barrier(3)
 
     def read(n: int) -> None:
@@ -133,7 +133,7 @@ def test_an_error_goes_to_the_thread_whose_step_it_was_and_the_request_at_fault_
 
 
 def test_after_an_error_each_other_stream_runs_alone_until_it_has_a_token() -> None:
-    """In one thread, so that the order is known: the first meets the error; the third is at fault."""
+    """One thread fixes the order: the first stream meets the error, and the third causes it."""
     llm = make_llm()
     calm = Sampling(max_tokens=12, temperature=0, ignore_eos=True, logit_bias={96: -100.0})
     first, second, bad = (llm.stream(prompt, calm) for prompt in (PROMPTS[0], PROMPTS[1], [96, 5]))
@@ -227,7 +227,7 @@ def test_a_stream_that_is_dropped_in_the_middle_of_another_step_is_ended_after_i
 
 @pytest.mark.parametrize("is_ours", [True, False], ids=["native", "modules"])
 def test_llms_on_the_same_weights_run_at_the_same_time(is_ours: bool) -> None:
-    """Each with its own memory; drafters that read the target's states, or draft in its memory, see only their own."""
+    """Each has its own memory; drafters that read the target's states or draft in its memory see only those."""
     model = tiny_models.llama(hidden=64).to(torch.float32)
     plain_llm = LLM(model, None, fused=is_ours)
     llms = [

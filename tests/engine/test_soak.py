@@ -117,7 +117,7 @@ def test_sixty_requests_through_a_worker() -> None:
 
 
 def test_a_wrong_token_is_seen() -> None:
-    """The judge itself: one token changed anywhere in a text is found."""
+    """Check of the check: one token changed anywhere in an output is found."""
     llm = tiny_models.plain()
     case = next(generate_requests(1))
     [transcript] = llm.prepare(case.prompt, case.sampling)

@@ -22,7 +22,7 @@ def transcript(text: str, **sampling: object) -> tuple[Transcript, list[int]]:
 
 
 def push_tokens(made: Transcript, ids: list[int]) -> list[str]:
-    """The texts of the deltas, one a token, until it ends."""
+    """Push tokens until the end; the texts of the deltas, one a token."""
     texts = []
     for token in ids:
         is_end = made.push(token)
@@ -138,8 +138,8 @@ def check_prompts(completions: list, prompts: list[list[int]]) -> None:
 
 
 def test_prompt_logprobs_survive_a_preemption_in_the_middle_of_the_prompt() -> None:
-    """They were to go on where the computation had stood; recomputed in chunks that did not end there, they stopped
-    for good."""
+    """They continued from the position of the computation. Recomputed in chunks with other ends, they stopped for
+    good."""
     sampling = Sampling(max_tokens=12, temperature=0, prompt_logprobs=2)
     prompts = [[1, 2, 3], list(range(20))]
     engine = engine_fakes.make_engine(LM, None, num_pages=9, max_chunk=5)

@@ -1,7 +1,7 @@
 """The engine behind a thread: the same texts for every caller, and no state left behind.
 
 Guards against deltas lost or doubled between threads, a client that hangs up and leaves its pages, a reader that stops
-and fills the memory, a queue without an end, and a server that says it is well while its engine hangs.
+and fills the memory, an unbounded queue, and a server that reports health while its engine hangs.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """A failed step is undone, and costs no other request a token.
 
-Guards against one request's fault ending all (the whole engine dies elsewhere), text said twice or lost because a step
-failed halfway, and an engine that restarts for ever over a device that is gone.
+Guards against one request's fault ending all (the whole engine dies elsewhere), text emitted twice or lost because a
+step failed halfway, and an engine that restarts for ever over a device that is gone.
 """
 
 import asyncio
@@ -221,7 +221,7 @@ CULPRITS = [V - 1, V - 2]
 def many(num: int, bad: dict[int, int]) -> tuple[list[Transcript], list[list[int]]]:
     """Requests of which `bad` hold a token that no other text does; and all texts of a sound engine."""
     table = LM.table.clone()
-    table[:, CULPRITS] = -1e9  # never said: only prompts hold them
+    table[:, CULPRITS] = -1e9  # never emitted: only prompts hold them
     sound = TableLM(table)
     prompts = [[n + 1, 2, 3, *([bad[n]] if n in bad else [])] for n in range(num)]
     made = [engine_fakes.make_transcript(prompt, SLOW, n) for n, prompt in enumerate(prompts)]
@@ -240,8 +240,8 @@ def sound() -> TableLM:
 @pytest.mark.parametrize("bad", [{3: CULPRITS[0]}, {0: CULPRITS[0], 1: CULPRITS[1]}, {5: CULPRITS[0], 2: CULPRITS[0]}])
 @pytest.mark.parametrize("is_late", [False, True])
 def test_a_request_that_makes_a_step_fail_fails_alone(bad: dict[int, int], is_late: bool) -> None:
-    """In a batch, two of them at its front, and where it comes when the others are half through. Its error names
-    none of our files."""
+    """It runs in a batch, alone or with a second culprit, from the start or after the first delta of the others. Its
+    error names no file of the package."""
     notes = Notes()
     transcripts, plain = many(8, bad)
 
@@ -382,7 +382,7 @@ def test_random_faults_of_a_drafter_cost_no_request() -> None:
 
 
 def test_a_drafter_that_is_far_too_slow_is_left_alone() -> None:
-    """What it drafted in time or late is used all the same: time changes no text."""
+    """Its drafts are used whether in time or late: time changes no text."""
     now = 0.0
 
     def propose(batch: Batch) -> TokenTree:
@@ -407,7 +407,7 @@ def test_a_drafter_that_is_far_too_slow_is_left_alone() -> None:
 
 
 def test_a_step_that_is_taken_back_gives_everything_back() -> None:
-    """The engine by itself, without a worker: pages, slots, what the drafter knows, and what had been said."""
+    """The engine by itself, without a worker: pages, slots, the drafter's state, and the emitted text."""
     drafter = engine_fakes.make_drafter(LM.perturb(0.3), 3)
     plan = Plan({3})
     engine = engine_fakes.make_engine(FaultyLM(LM, plan), drafter)  # type: ignore[arg-type]

@@ -103,7 +103,7 @@ def test_texts_have_the_distribution_of_the_target(case: str) -> None:
 
 
 def test_the_distribution_drawn_from_is_the_drafts_over_the_shared_tokens_alone() -> None:
-    """To the last digit, under the request's parameters in the target's ids."""
+    """The distributions are equal to the last digit, under the request's parameters in the target's ids."""
     made = drafter(TliDrafter)
     distributions: list[tuple[tuple[int, ...], Tensor]] = []
     own = made.draft_batch

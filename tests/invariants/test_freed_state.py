@@ -51,7 +51,7 @@ SHARED = {
 
 
 class LostError(Exception):
-    """Of a device."""
+    """Error of a device."""
 
 
 def contents(root: object) -> dict[str, int]:
@@ -122,7 +122,7 @@ def run(llm: LLM, prompts: Sequence[Any], samplings: Sequence[Sampling], aborted
 
 
 def watch_requests(llm: LLM) -> list["weakref.ref[Any]"]:
-    """Every request that is prepared from now on."""
+    """Record a weak reference to every request that is prepared from now on."""
     found: list[weakref.ref[Any]] = []
     prepare = llm.prepare
 
@@ -151,7 +151,7 @@ def losing(llm: LLM, nth: int) -> None:
 def check(llm: LLM, before: dict[str, int], requests: Sequence["weakref.ref[Any]"]) -> None:
     engine = llm.engine
     engine.step()  # with nothing to do it lets go of those it ran last
-    engine.drafter.forget(())  # a store learns with the next call of any kind who is over
+    engine.drafter.forget(())  # a store sees the end of a request with the next call of any kind
     assert left_behind(before, contents(engine.drafter)) == {}
     assert [a.num_used for a in allocators(engine.drafter)] == [0] * len(allocators(engine.drafter))
     assert engine.scheduler.allocator.num_used == 0

@@ -70,7 +70,7 @@ def compute_probs(text: Sequence[int]) -> Tensor:
 
 @cache
 def compute_expected() -> dict[tuple[int, ...], float]:
-    """Every text of LENGTH tokens, or shorter with its end."""
+    """Compute the probability of every text of LENGTH tokens, or shorter with its end."""
     found: dict[tuple[int, ...], float] = {}
     grown: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
     while grown:
@@ -93,7 +93,7 @@ def drafts(name: str, count: int, follow: GrammarMatcher) -> list[TreeBuilder]:
 
 
 def texts(name: str, growths: Sequence[TreeBuilder], verified_by: GrammarMatcher) -> dict[tuple[int, ...], int]:
-    """What came out of one step each, and of plain draws where that was shorter."""
+    """Count the outputs of one step each, extended by plain decoding if shorter."""
     made = [g.to_draft() for g in growths]
     q = torch.cat([d.q for d in made if d.q is not None])
     tree = TokenTree.from_lists([[PROMPT[-1], *d.tokens] for d in made], [[-1, *d.parents] for d in made], q)
@@ -122,7 +122,7 @@ def texts(name: str, growths: Sequence[TreeBuilder], verified_by: GrammarMatcher
 
 
 def p_value(name: str, verified_by: GrammarMatcher | None = None) -> float:
-    """Zero where a text came out that the grammar forbids."""
+    """Compute the p-value; zero if a text came out that the grammar forbids."""
     counts = texts(name, drafts(name, STEPS, matcher()), verified_by or matcher())
     wanted = compute_expected()
     if not set(counts) <= set(wanted):
@@ -169,7 +169,7 @@ def test_drafts_that_do_not_keep_to_it_cost_speed_alone(name):
 
 
 class Moved(GrammarMatcher):
-    """Answers for another node than it is asked about."""
+    """Matcher that returns the mask of another node than the requested one."""
 
     where: Callable[[Sequence[int]], Sequence[int]]
 

@@ -50,7 +50,7 @@ def tally(completions: list[Completion]) -> tuple[int, int]:
 
 @cache
 def generate_expected(mode: str) -> list[tuple[list[int], str]]:
-    """Without a drafter, one prompt at a time."""
+    """Generate without a drafter, one prompt at a time."""
     return [ids(tiny_models.plain().generate([prompt], MODES[mode]))[0] for prompt in PROMPTS]
 
 
@@ -111,7 +111,7 @@ def test_samples_and_seeds_do_not_depend_on_a_drafter(name: str) -> None:
 
 
 def make_crowded_llm(name: str, rule: str = "match") -> LLM:
-    """Room for the longest request and little more, and prompts read four tokens at a time."""
+    """Make an LLM with memory for little more than the longest request, which reads prompts four tokens at a time."""
     limits = MemoryLimits(kv_tokens=100, page_size=4, max_batch=8, max_step_tokens=48)
     return tiny_models.limit_memory(tiny_models.plain(), METHOD_CASES[name].make(4), limits, rule, max_chunk=5)
 

@@ -1,8 +1,8 @@
 """The exact distribution of a step whose tree was merged from a sampling and a deterministic drafter, by enumeration.
 
-Every draft that can be sampled is weighed, and for each of them the rule is walked through all its decisions: uniforms
-here are questions, whose answers split the probability. Guards against a guess that is taken for a draw, a draw that is
-dropped because it was guessed already, guesses tried before draws without a place of their own, and q of another node.
+Every draft that can be sampled is weighted, and for each of them the rule is walked through all its decisions: a
+uniform is a branch that splits the probability. Guards against a deterministic token that counts as sampled, a sampled
+token dropped because it equals a deterministic one, the wrong order of the two kinds, and q of another node.
 """
 
 import itertools
@@ -106,7 +106,7 @@ def outcomes(tree: TokenTree) -> Iterator[tuple[float, Tokens, np.ndarray]]:
 
 
 def compute_joint_probs(drafts: Iterator[tuple[float, TokenTree]]) -> tuple[np.ndarray, float]:
-    """Of the next LENGTH tokens, and how many drafted ones are accepted."""
+    """Compute the probabilities of the next LENGTH tokens, and how many draft tokens are accepted."""
     probs, accepted = np.zeros([V] * LENGTH), 0.0
     prefixes: dict[Tokens, float] = defaultdict(float)
     for mass, tree in drafts:
@@ -129,7 +129,7 @@ def truth() -> np.ndarray:
 
 @dataclass(frozen=True)
 class World:
-    """`parents` of the drawn nodes [n], the root first; `guess` says what a text drafter adds to what was drawn."""
+    """`parents` of the sampled nodes [n], root first; `guess` gives the deterministic draft tokens that are added."""
 
     parents: Tokens
     guess: Callable[["Drawn"], list[tuple[int, Draft]]]  # (node it stands below, draft)
@@ -152,7 +152,7 @@ class Drawn:
 
 
 def enumerate_drafts(world: World) -> Iterator[tuple[float, Drawn]]:
-    """Every draft with its probability: siblings without replacement."""
+    """Enumerate the drafts with their probabilities: siblings are sampled without replacement."""
     found: list[tuple[float, Tokens]] = [(1.0, ())]
     for node in range(1, len(world.parents)):
         parent, grown = world.parents[node], []
@@ -179,7 +179,7 @@ BATCH = Batch((Request(0, [ROOT], Sampling(), 0, verify="reject"),), (1,), (9,))
 
 
 def merge(world: World, draft: Drawn) -> TokenTree:
-    """As the code under test merges them."""
+    """Merge both drafts with the code under test."""
     joint = MergedTree.from_tree(own_tree(world, draft), 0, 0)
     for at, guess in world.guess(draft):
         joint.graft(guess, world.most, at)
@@ -187,7 +187,7 @@ def merge(world: World, draft: Drawn) -> TokenTree:
 
 
 def likeliest(draft: Drawn) -> list[tuple[int, Draft]]:
-    """What the target would say: often what was drawn, too."""
+    """Return the target's likeliest tokens, which were often sampled, too."""
     first = int(P[ROW[()]].argmax())
     return [(0, Draft.from_chain([first, int(P[ROW[first,]].argmax())]))]
 
@@ -209,7 +209,7 @@ def below_the_end(draft: Drawn) -> list[tuple[int, Draft]]:
 
 
 def by_all_that_was_drawn(draft: Drawn) -> list[tuple[int, Draft]]:
-    """A guess beside the root's draws that knows what was drawn below them, and is not always there."""
+    """Add a deterministic sibling of the root's samples that depends on the tokens below them and may be absent."""
     token = (draft.tokens[-1] + 1) % V
     return [(0, Draft.from_chain([token]))] if draft.tokens[-1] != 2 else []
 
@@ -239,7 +239,7 @@ def test_a_merged_tree_with_no_room_for_all_keeps_the_distribution() -> None:
 
 
 def test_the_distribution_under_a_draw_that_was_guessed_too_is_the_one_of_the_guess_twice() -> None:
-    """A guess without a node of its own, and one with: the same distribution and the same acceptance."""
+    """A deterministic token with or without a node of its own: the same distribution and the same acceptance."""
     world = World(SHAPES["chain"], likeliest)
     twice = ((mass, _guess_kept_twice(world, draft)) for mass, draft in enumerate_drafts(world))
     once = ((mass, merge(world, draft)) for mass, draft in enumerate_drafts(world))
@@ -261,12 +261,12 @@ def _guess_kept_twice(world: World, draft: Drawn) -> TokenTree:
 
 
 def _guesses_as_draws(world: World, draft: Drawn) -> TokenTree:
-    """No node says that it was guessed."""
+    """Mark every node as sampled."""
     return replace(merge(world, draft), num_sampled_children=None)
 
 
 def _draw_dropped_for_a_guess(world: World, draft: Drawn) -> TokenTree:
-    """The guess stands first, and a draw that equals it has no node: q is of the draws that are left."""
+    """Replace a sampled node that equals the deterministic token by that one, without a q."""
     tree, guess = own_tree(world, draft), world.guess(draft)[0][1].tokens[0]
     assert tree.q is not None
     if draft.tokens[0] == guess:
@@ -275,7 +275,7 @@ def _draw_dropped_for_a_guess(world: World, draft: Drawn) -> TokenTree:
 
 
 def _unlikely_draws_dropped(world: World, draft: Drawn) -> TokenTree:
-    """To make room for guesses."""
+    """Drop an unlikely sampled draft in favour of the deterministic one."""
     if float(world.q[ROW[()], draft.tokens[0]]) < 0.3:
         [(_, guess)] = world.guess(draft)
         return TokenTree.from_lists([[ROOT, *guess.tokens]], [[-1, *guess.parents]])
@@ -289,7 +289,7 @@ def _rows_shifted(world: World, draft: Drawn) -> TokenTree:
 
 
 def _longer_where_lucky(world: World, draft: Drawn) -> TokenTree:
-    """Whose draft is verified depends on what was drawn."""
+    """Choose the draft to verify by the sampled tokens."""
     if draft.tokens[0] == int(P[ROW[()]].argmin()):
         [(_, guess)] = world.guess(draft)
         return TokenTree.from_lists([[ROOT, *guess.tokens]], [[-1, *guess.parents]])
@@ -309,7 +309,7 @@ def test_the_distribution_of_a_step_kills_a_fault_of_merging(fault: Callable[[Wo
 
 
 def _residual_kept(tree: TokenTree, b: int, node: int, size: int) -> Iterator[tuple[int, int, Probs]]:
-    """A guess that was not kept takes nothing from what is left."""
+    """Keep the residual unchanged after a deterministic token is rejected."""
     for child, token, q in _siblings(tree, b, node, size):
         is_guess = q.ids is not None and len(q.mass) == 1
         yield child, token, replace(q, mass=q.mass * 1e-9) if is_guess else q

@@ -79,7 +79,7 @@ def test_texts_after_hits_are_those_without(name: str, mode: str) -> None:
 
 @pytest.mark.parametrize("name", ON_PAGES)
 def test_pages_without_draft_memory_are_found_and_drafted_for_all_the_same(name: str) -> None:
-    """Off for one request, on for the next: its draft memory was put off, and is there when it is wanted."""
+    """The drafter is off for one request and on for the next: its memory was deferred, and is computed on demand."""
     llm, apart = make_llm(name, LIMITS), make_llm(name, APART)
     sampling = replace(SAMPLINGS["greedy"], max_tokens=30)
     [silent] = llm.prepare(BASE, sampling, RequestOptions(num_speculative_tokens=0))
@@ -107,7 +107,7 @@ def test_a_text_that_joins_one_that_runs_finds_what_it_has_put_off(name: str) ->
     while llm.engine.has_work:
         llm.engine.step()
     is_own = llm.drafter.draft_kv.token_lookahead == 0  # type: ignore[union-attr]
-    # the two part where the fifth page ends: a pair of states that knows the next token is not for both
+    # the two differ from the end of the fifth page: a pair of states with the next token is valid for one of them only
     assert joining.request.num_cached_tokens == (20 if is_own else 16)
     assert joining.request.output == apart.generate(PROMPTS[1:2], sampling)[0].token_ids
     assert joining.num_drafted > 0
@@ -138,7 +138,7 @@ def test_tenants_do_not_find_each_others_prompts() -> None:
 
 
 def test_memory_is_counted_for_target_and_drafter_together() -> None:
-    """And the pools end where the pages do."""
+    """The pools end with the last page."""
     target = tiny_models.plain().target.bytes_per_token()
     for name in ON_PAGES:
         llm = make_llm(name, MemoryLimits(kv_memory=100_000, page_size=4))

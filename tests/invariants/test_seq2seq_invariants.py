@@ -107,7 +107,7 @@ def test_text_does_not_depend_on_the_draft(name: str) -> None:
             assert name == "aggressive" or sum(c.stats.num_drafted for c in done) > 0
 
 
-V, LENGTH = 6, 3  # tokens counted jointly; one more is drawn, so that a draft can reach beyond them
+V, LENGTH = 6, 3  # tokens counted jointly; one more is sampled, so that a draft can reach beyond them
 SOURCES = ([1, 2, 3, 1, 2], [5, 4, 4])
 SAMPLING = Sampling(
     max_tokens=LENGTH + 1, temperature=0.9, top_p=0.95, frequency_penalty=0.4, repetition_penalty=1.1, ignore_eos=True
@@ -125,7 +125,7 @@ def tiny() -> Any:
 
 @cache
 def compute_expected(which: int) -> dict[tuple[int, ...], float]:
-    """The probability of every text of LENGTH tokens, from transformers' own forward pass over each prefix."""
+    """Compute the probability of every sequence of LENGTH tokens, by transformers' forward pass over each prefix."""
     texts = list(itertools.product(range(V), repeat=LENGTH))
     result = dict.fromkeys(texts, 1.0)
     start = [tiny_seq2seq.START]

@@ -1,4 +1,4 @@
-"""Every way the native library can run: instruction sets, numbers of threads, whose threads they are."""
+"""Setups of the native library: instruction sets, numbers of threads, and owners of the threads."""
 
 import os
 import tempfile
@@ -60,7 +60,7 @@ def build_emulated() -> NativeLibrary:
 
 @contextmanager
 def swap_library(instruction_set: str) -> Iterator[tuple[NativeLibrary, str]]:
-    """The library that has a set, in the place of the usual one, and what it calls the set."""
+    """Replace the usual library by one with a given instruction set; yields it and the library's name of the set."""
     native = load_library()
     assert native is not None
     if instruction_set != EMULATED:

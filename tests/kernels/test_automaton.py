@@ -48,7 +48,7 @@ def ends(part: list[int], tokens: list[int]) -> list[int]:
 
 
 def count_continuations(tokens: list[int]) -> dict[tuple[int, ...], dict[int, int]]:
-    """What the deepest context that knew a token counts, by definition: one by one, over every suffix."""
+    """Count the tokens after the deepest context that has seen them, by definition: one by one, over every suffix."""
     counts: dict[tuple[int, ...], dict[int, int]] = defaultdict(dict)
     for at, token in enumerate(tokens):
         past = tokens[:at]
@@ -210,7 +210,7 @@ def hostile(name: str, size: int) -> list[int]:
     "name", ["random", "binary", "one token", "a half each", "abbb...c", "all different", "one context", "fibonacci"]
 )
 def test_a_token_costs_the_same_however_long_the_text(name):
-    """By states visited and continuations copied, whatever the clock says: at most five for each."""
+    """The bound counts visited states and copied continuations instead of time: at most five for each token."""
     for size in (1000, 8000, 64000):
         one = build(NativeAutomaton, hostile(name, size))
         assert len(one) == size

@@ -171,7 +171,7 @@ def test_no_rows_give_no_results(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("has_own_pool", [False, True], ids=["shared pool", "own pool"])
 def test_calls_from_several_python_threads_at_once(has_own_pool: bool) -> None:
-    """A server steps one model in one thread and another in the next: neither may write where the other reads."""
+    """A server runs steps of one model in different threads: none may write to the buffers that another reads."""
     weights = [make_packed(300 + 64 * i, 40 + i, dtype, seed=i) for i, dtype in enumerate([*DTYPES.values()] * 2)]
     inputs = [make_normal(5, 40 + i, seed=9 + i) for i in range(4)]
     expected = [linear(x, w) for x, w in zip(inputs, weights, strict=True)]

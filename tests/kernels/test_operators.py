@@ -43,7 +43,7 @@ def test_torch_finds_no_fault_with_linear(shape: str, dtype: torch.dtype, has_bi
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("layout", ["as it is", "transposed", "every other"])
 def test_torch_finds_no_fault_with_attend(layout: str, dtype: torch.dtype) -> None:
-    """Queries come transposed from the model; the result does not, and a fake that says so breaks what follows."""
+    """Queries are transposed and the result is not: a fake with the wrong layout breaks what follows."""
     query = change_layout(make_normal(3, 4, 32, seed=3, dtype=dtype), layout)
     torch.library.opcheck(torch.ops.foredraft.attend.default, attend_arguments(query, dtype, 3, 20.0))
 
@@ -102,7 +102,7 @@ WAYS_TO_COMPILE: dict[str, Callable[[nn.Module, tuple[Tensor, ...]], Callable[..
 @pytest.mark.parametrize("how", WAYS_TO_COMPILE)
 @torch.inference_mode()
 def test_compiled_whole_it_gives_the_same(how: str, dtype: torch.dtype) -> None:
-    """Without a break in the graph, in which case the fakes would never be asked."""
+    """There is no break in the graph: with a break, the fakes would never be called."""
     block, example = Block(dtype).eval(), inputs(dtype)
     torch.compiler.reset()
     made = WAYS_TO_COMPILE[how](block, example)

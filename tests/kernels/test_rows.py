@@ -1,4 +1,4 @@
-"""The rows of a pass as the native side reads them, against what the window says."""
+"""The rows of a pass in the native layout, against those of the forward batch."""
 
 import ctypes
 

@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 def marks(values: list[int], dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """[T, 2, 3] keys and [T, 2, 5] values that tell their number."""
+    """Make [T, 2, 3] keys and [T, 2, 5] values that encode their number."""
     column = torch.tensor(values, dtype=dtype).view(-1, 1, 1)
     return column.expand(-1, 2, 3), -column.expand(-1, 2, 5)
 
@@ -83,7 +83,7 @@ def test_a_chain_moves_nothing() -> None:
 
 
 def test_paths_that_overlap_their_targets_are_read_before_they_are_written() -> None:
-    # node 2 -> 1 and node 3 -> 2: a copy in place, one by one and backwards, would lose node 2
+    # node 2 -> 1 and node 3 -> 2: an in-place copy, one by one and backwards, would lose node 2
     sources, targets = plan_moves([[0, 2, 3]], [0], [[1]], PAGE_SIZE)
     assert (sources, targets) == ([6, 7], [5, 6])
 

@@ -1,4 +1,4 @@
-"""The prefix cache by itself: what is found, for whom, what is never found, and what goes first."""
+"""The prefix cache by itself: hits, their owners, misses that must stay misses, and the order of eviction."""
 
 import pytest
 
@@ -14,7 +14,7 @@ TEXT = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]
 
 
 class Owner:
-    """A drafter whose memory is as right as a test says."""
+    """A drafter whose memory is valid to the given degree."""
 
     def __init__(self, lookahead: int = 0) -> None:
         self.settled: list[int] = []
@@ -31,7 +31,7 @@ def request(tokens: list[int], slot: int = 0, **options: object) -> Request:
 
 
 def fill(cache: PrefixCache, r: Request, computed: int) -> Request:
-    """The target holds so many tokens of a request."""
+    """Grow the pages of a request to `computed` tokens and insert them into the cache."""
     cache.allocator.grow(r.pages, computed)
     r.num_computed = computed
     cache.insert(r)
@@ -45,7 +45,7 @@ def cache_of(num_pages: int = 20, owner: Owner | None = None, **options: bool) -
 @pytest.mark.parametrize(
     ("tokens", "num_pages"),
     [
-        (TEXT, 2),  # the last token is computed anew, or nothing would say what follows
+        (TEXT, 2),  # the last token is computed again, for its logits
         ([*TEXT, 1], 3),
         ([*TEXT[:8], 1], 2),
         (TEXT[:8], 1),
@@ -103,7 +103,7 @@ def test_salts_are_apart() -> None:
 
 
 def test_hashes_are_keyed_and_made_once() -> None:
-    """The same text has other hashes in another cache; a request keeps its own."""
+    """The same text has other hashes in another cache; a request reuses its hashes."""
     one, other = request(TEXT), request(TEXT)
     fill(cache_of(), one, 12)
     fill(cache_of(), other, 12)
@@ -154,7 +154,7 @@ def test_nothing_is_evicted_while_pages_are_free() -> None:
 
 
 def test_a_text_whose_beginning_was_evicted_brings_it_back_when_it_ends() -> None:
-    """Its own page takes the place of the first one, or all that follows could never be found."""
+    """Its copy of the first page replaces the evicted one; otherwise no hit could reach the pages after it."""
     cache = cache_of(num_pages=8)
     first, second = fill(cache, request(TEXT[:4]), 4), fill(cache, request([*TEXT, 1], slot=1), 12)
     cache.release(first, is_finished=True)
@@ -187,7 +187,7 @@ class TestDraftMemory:
         assert cache.match(request([*TEXT, 1])) == PrefixHit((1, 2), 2)
 
     def test_the_last_pair_of_a_page_was_made_with_the_token_that_follows_it(self) -> None:
-        """Two texts that part where a page ends share its tokens, and all its pairs but one."""
+        """Two texts that differ from the end of a page share its tokens, and all its pairs but one."""
         owner = Owner(lookahead=1)
         cache = cache_of(owner=owner)
         first = fill(cache, request([*TEXT[:8], 1, 2, 3, 4, 5]), 12)

@@ -1,6 +1,6 @@
 """About 150 damaged folders: each loads and decodes as the undamaged one does, or is refused in one line that names it.
 
-No other exception, no wait without end, no memory for what a damaged number asks for.
+No other exception, no endless wait, and no allocation of a size that a damaged number gives.
 """
 
 import resource
@@ -75,7 +75,7 @@ def undamaged(good: Path) -> tuple[list[int], str]:
 
 
 def try_folder(what: Callable[[Path], Any], folder: Path) -> Any:
-    """What comes of a folder, None where it is refused in one line that names it. Any other exception passes."""
+    """Apply `what` to a folder; None if it is refused in one line that names the folder. Other exceptions pass."""
     try:
         return what(folder)
     except ForedraftError as error:

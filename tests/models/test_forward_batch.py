@@ -1,4 +1,4 @@
-"""Windows: what each packed row may see, where its key goes, and what padding can and cannot touch."""
+"""Forward batches: the keys that each packed row sees, the slot of its own key, and the effects of padding."""
 
 from random import Random
 
@@ -34,7 +34,7 @@ def spans(draw: st.DrawFn) -> list[Span]:
 
 
 def collect_visible_slots(window: ForwardBatch, sliding: int | None) -> dict[int, set[int]]:
-    """Packed row -> the pool slots it attends to, from what the attention is given."""
+    """Collect packed row -> the pool slots it attends to, from the arguments of the attention."""
     result: dict[int, set[int]] = {}
     for group in window.attention_groups:
         slots = _slots(group)
@@ -57,7 +57,7 @@ def _slots(group: AttentionGroup) -> torch.Tensor:
 
 
 def compute_visible_slots(spans: list[Span], sliding: int | None) -> dict[int, set[int]]:
-    """The same from the definition: committed tokens and ancestors, at most `sliding` positions back."""
+    """Compute the same from the definition: committed tokens and ancestors, at most `sliding` positions back."""
     result: dict[int, set[int]] = {}
     for span in spans:
         for i in range(len(span.tokens)):
@@ -90,7 +90,7 @@ def test_keys_go_to_slots_of_their_own_and_never_to_the_null_page(spans: list[Sp
     assert len(set(write)) == len(write) == window.num_rows
     assert min(write) >= (NULL_PAGE + 1) * PAGE_SIZE
     assert max(write) < window.num_slots
-    own = compute_visible_slots(spans, 1)  # a row sees its own key at least
+    own = compute_visible_slots(spans, 1)  # a row always sees its own key
     assert all(write[row] in seen for row, seen in own.items())
 
 

@@ -1,5 +1,5 @@
-"""Decoders as one native call per pass: what transformers computes, to no worse a rounding than its own, and the same
-bits however a text is cut, in whatever company it is read, along a tree or alone.
+"""Decoders as one native call per pass: the results of transformers, with no worse rounding, and the same bits however
+a sequence is cut, whatever the rest of the batch is, along a tree or alone.
 
 Biases, norms and multipliers are random: transformers starts them at zero and one, and a missing one would not show.
 """
@@ -106,7 +106,7 @@ def size(x: Tensor) -> float:
 
 
 def as_right(ours: Tensor, theirs: Tensor, truth: Tensor) -> None:
-    """Ours rounds no worse than twice as transformers does, which computes the same in the same type."""
+    """Check that our rounding is at most twice that of transformers in the same type."""
     assert ours.shape == theirs.shape == truth.shape
     bound = 2 * size(theirs - truth)
     assert 0 < bound < 0.05 * size(truth), "the reference says nothing"
@@ -124,7 +124,7 @@ def test_logits_are_those_of_transformers(family: str, dtype: torch.dtype) -> No
 @EACH
 @EACH_TYPE
 def test_taps_are_the_states_between_layers(family: str, dtype: torch.dtype) -> None:
-    """In any order, more than once, and with nothing else disturbed: their list was once freed before it was read."""
+    """The list may have any order and repetitions, and changes nothing else. It was once freed before it was read."""
     lm = make_fused(family, dtype)
     depth = lm.num_layers
     taps = (depth, 0, 1, depth, depth - 1, 0)
@@ -144,7 +144,7 @@ def test_taps_are_the_states_between_layers(family: str, dtype: torch.dtype) -> 
 @EACH_TYPE
 @torch.inference_mode()
 def test_the_normed_tap_is_the_last_hidden_state(family: str, dtype: torch.dtype) -> None:
-    """Of every row, whosever logits were asked for, and beside other taps."""
+    """It has every row, whatever rows have logits, and may come with other hidden layers."""
     lm = make_fused(family, dtype)
     depth = lm.num_layers
     taps = (AFTER_FINAL_NORM, depth, 0, AFTER_FINAL_NORM)
@@ -239,7 +239,7 @@ def test_on_every_instruction_set_and_every_team(instruction_set: str, dtype: to
 
 @EACH
 def test_logits_only_of_the_rows_asked_for(family: str) -> None:
-    """Of none, too: an empty product once divided by the number of its rows."""
+    """An empty selection works, too: an empty product once divided by the number of its rows."""
     lm = make_fused(family, torch.bfloat16)
     whole = PagedModel(lm).read({0: IDS[:7], 1: IDS[7:12]})
     assert torch.equal(PagedModel(lm).read({0: IDS[:7], 1: IDS[7:12]}, rows=[3, 6, 11]), whole[[3, 6, 11]])
@@ -272,7 +272,7 @@ def test_positions_beyond_the_first_table_of_rotary_factors() -> None:
 
 @pytest.mark.parametrize("has_own_pool", [False, True], ids=["shared pool", "own pool"])
 def test_siblings_in_several_threads_share_weights_and_nothing_else(has_own_pool: bool) -> None:
-    """Of different lengths, so that the rotary tables grow under a pass that another thread has begun."""
+    """The lengths differ, so that the rotary tables grow during the pass of another thread."""
     lengths = (40, 1100, 300, 2200)
     texts = [tokens(n, seed=i) for i, n in enumerate(lengths)]
     _, lm = long_lm()
@@ -317,7 +317,7 @@ def test_a_draft_of_a_narrower_vocabulary_is_not_asked_beyond_it() -> None:
 
 
 class Adapted(nn.Linear):
-    """A linear layer that adds something of its own, as adapters do."""
+    """A linear layer with an addition, as adapters have."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + 0.1 * x.sum(-1, keepdim=True)
@@ -385,7 +385,7 @@ PLAIN: dict[str, tuple[Callable[[], Any], str]] = {
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_what_is_not_recognised_keeps_the_plain_path_and_says_why(name: str) -> None:
-    """With native attention where its shapes allow: soft-caps, sliding windows and sinks included."""
+    """Native attention is used if its shapes allow: soft-caps, sliding windows and sinks included."""
     make, why = PLAIN[name]
     model = make()
     assert get_obstacle(model) == why
@@ -400,7 +400,7 @@ def test_what_is_not_recognised_keeps_the_plain_path_and_says_why(name: str) -> 
     assert (paged.verify(tree) - along_paths(model, ids, tree, 0)).abs().max() < 2e-5
 
 
-# whose weights they are
+# owner of the weights
 
 
 def projections(model: Any) -> dict[str, Tensor]:

@@ -103,7 +103,7 @@ class Head(nn.Module):
 
     @torch.inference_mode()
     def forward(self, ids: Sequence[int], features: Tensor) -> tuple[Tensor, Tensor]:
-        """Of a whole sequence: logits [T, width] and the next features [T, H]."""
+        """Compute logits [T, width] and the next features [T, H] of a whole sequence."""
         e, f = self.embedding(torch.tensor(ids)), features.to(self.embedding.weight.dtype)
         turn, read = self.rotary(torch.arange(len(ids))[None], f.dtype), None
         if self.case.is_paired:
@@ -178,7 +178,7 @@ def native(name: str, dtype: torch.dtype) -> NativeDraftLayers:
 
 
 def states(name: str, count: int, seed: int) -> Tensor:
-    """Of a target, as large as they come."""
+    """Make states of a target, as large as they come."""
     return 2 * make_normal(count, CASES[name].shape.hidden, seed=seed)
 
 
@@ -230,7 +230,7 @@ def text(name: str, count: int = 50, seed: int = 0) -> tuple[list[int], Tensor]:
 
 
 def is_right(name: str, dtype: torch.dtype, ours: tuple[Tensor, Tensor], ids: Sequence[int], features: Tensor) -> None:
-    """To 1e-5 in float32; in bfloat16, rounding no worse than twice as the modules do."""
+    """Check to 1e-5 in float32. In bfloat16, rounding may be at most twice that of the modules."""
     truth, theirs = exact(name, dtype)(ids, features), modules(name, dtype)(ids, features)
     for mine, true, other in zip(ours, truth, theirs, strict=True):
         assert mine.dtype == torch.float32
@@ -244,7 +244,7 @@ def is_right(name: str, dtype: torch.dtype, ours: tuple[Tensor, Tensor], ids: Se
 @EACH
 @EACH_TYPE
 def test_logits_and_features_are_those_of_the_modules(name: str, dtype: torch.dtype) -> None:
-    """Of prompts longer than a page, side by side, and of what follows them."""
+    """Prompts longer than a page are read side by side, and then their continuations."""
     texts = {b: text(name, n, seed=b) for b, n in enumerate((50, 7, 23))}
     cut = {0: 41, 1: 1, 2: 22}
     paged = Paged(native(name, dtype))
@@ -368,7 +368,7 @@ def test_features_come_in_any_float_type_and_any_layout(dtype: torch.dtype) -> N
 
 
 def test_siblings_in_several_threads_share_weights_and_nothing_else() -> None:
-    """Of lengths between which the rotary tables grow, on a drafter that has none yet."""
+    """The rotary tables, which the drafter lacks at first, grow between these lengths."""
     name = "joined"
     texts = [text(name, n, seed=i) for i, n in enumerate((40, 1100, 300, 1500))]
 

@@ -22,7 +22,7 @@ LAYER = "model.layers.0.self_attn.q_proj"
 def save_float8(
     folder: Path, block: Any = None, beside: str | None = "weight_scale", dtype: Any = torch.float8_e4m3fn
 ) -> Path:
-    """A Llama with every projection rounded to float8, with or without what is said of it."""
+    """Save a Llama with every projection rounded to float8, with or without a description of the quantisation."""
     tiny_models.llama().float().save_pretrained(folder)
     held = load_file(folder / "model.safetensors")
     for name in [name for name in held if "proj" in name]:

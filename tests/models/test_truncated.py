@@ -1,5 +1,5 @@
-"""A model's first layers with its own norm and head: the states of the whole pass at that boundary, the same keys and
-values, nothing of the model touched; natively the bits of a model that has no more layers.
+"""A model's first layers with its own norm and head: equal states at that boundary and equal keys and values, with
+the model unchanged. In native code, the bits of a model that has no more layers.
 """
 
 import copy
@@ -92,7 +92,7 @@ def make_fused(model: Any) -> HFModel:
 
 
 def shorten(model: Any, layers: int) -> Any:
-    """A model that never had more layers."""
+    """Build a model that has only the first layers."""
     config = copy.deepcopy(model.config)
     config.num_hidden_layers = layers
     other = type(model)(config).to(model.dtype).eval()
@@ -175,7 +175,7 @@ def test_weights_are_counted_as_the_modules_hold_them(family: str) -> None:
 
 
 def test_two_views_do_not_see_each_other() -> None:
-    """An adapter is behind the layer of its own view alone."""
+    """An adapter runs behind the layer of its own view alone."""
     model, lm = make_family("llama")
     plain, adapted = cut(lm, 2), cut(lm, 2, adapter(lm.hidden_size))
     first = plain.read({0: IDS})

@@ -82,7 +82,7 @@ def test_any_distribution_with_any_ties_is_cut_as_by_a_full_sort(row, mass, dtyp
 
 @given(st.lists(st.integers(1, 4), min_size=2, max_size=30), st.integers(1, 29))
 def test_a_crossing_at_the_very_edge_of_a_tie_keeps_the_lower_ids(row, count):
-    """Masses that are exact sums of the likeliest tokens, where one rounding decides."""
+    """The masses are exact sums of the likeliest tokens, so that one rounding decides."""
     p = torch.tensor([row], dtype=torch.float64) / sum(row)
     mass = min(float(p[0].sort(descending=True).values[: min(count, len(row))].sum()), 1.0)
     for dtype in (torch.float64, torch.float32):

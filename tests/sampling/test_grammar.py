@@ -1,4 +1,4 @@
-"""What a grammar may be, what may follow a path, and that finished texts are valid however they were drafted.
+"""Accepted grammars, the tokens that may follow a path, and the validity of finished texts under every drafter.
 
 Guards against masks of another position, a matcher that drafts have moved, siblings that disturb each other, ids that
 end a text in the middle of a value, rows after impossible drafts that fail their request, and hostile schemas.
@@ -231,7 +231,7 @@ def encode(text: str) -> list[int]:
 
 
 def test_choices_are_taken_letter_by_letter():
-    """Whatever is special to a regular expression, and where one begins another."""
+    """The choices have characters that are special in regular expressions, and some are prefixes of others."""
     words = HARD_WORDS + [chr(i) + "Z" for i in range(32, 127)]
     sayable = [word for word in words if make_ascii_llm().tokenizer.decode(encode(word)) == word]
     assert len(sayable) > 90
@@ -328,7 +328,7 @@ def test_a_model_with_fewer_ids_than_the_tokenizer():
 
 
 def test_a_text_ends_only_where_the_grammar_is_satisfied():
-    """Also where the end is a token of the grammar, and by the ids of the request."""
+    """This holds if the end is a token of the grammar, too, and for the ids of the request."""
     matcher = matcher_of("a[abc]b", eos=(2, END), stops=(6,))
     assert find_allowed(matcher, (), [0]) == {"a", "b", "ab", "bc"} - {"bc"}
     assert find_allowed(matcher, [0, 1], [1]) == {"c", "<end>", "{"}
@@ -337,8 +337,8 @@ def test_a_text_ends_only_where_the_grammar_is_satisfied():
 
 
 def test_a_finished_grammar_leaves_the_end_and_nothing_else():
-    """Whatever min_tokens, bad words and allowed ids say; and everything where there is no end, for the engine ends the
-    text there."""
+    """Holds under min_tokens, bad words and allowed ids. Without an end token everything is allowed: the engine ends
+    the text there."""
     sampling = Sampling(grammar=Grammar.regex("ab"), min_tokens=5, allowed_token_ids=(0, 1), bad_words=((8,),))
     history = TokenHistory(output=[3], end_ids=(END,), bad_words=((8,),), matcher=matcher_of("ab"))
     assert distribution(torch.randn(1, 9), sampling, [history])[0].tolist() == [0.0] * 8 + [1.0]
@@ -404,7 +404,7 @@ def test_without_the_grammar_the_text_is_another_and_invalid(name):
 
 
 def make_batch(is_seeded: bool) -> tuple[list[list[int]], list[Sampling]]:
-    """A batch of several grammars: greedy, or greedy and seeded ones of several samples."""
+    """Make a batch of several grammars: greedy, or greedy and seeded ones of several samples."""
     modes = [GREEDY, replace(SEEDED, n=2)] if is_seeded else [GREEDY]
     params = [replace(s, grammar=g) for s in modes for g in FIXED.values()]
     return [prompt for prompt in PROMPTS for _ in params], params * len(PROMPTS)
@@ -565,7 +565,7 @@ def gives_up(index: int, most: int) -> Transcript:
 
 
 def test_a_matcher_that_fails_ends_its_own_request_alone():
-    """And says what llguidance said, not that the text was wrong."""
+    """The error repeats llguidance's message; it does not blame the text."""
     lm = TableLM.from_seed(9, seed=3)
     fine = make_transcript(
         [1],
@@ -586,7 +586,7 @@ def test_a_matcher_that_fails_ends_its_own_request_alone():
 
 
 def test_a_grammar_that_fails_on_its_way_gives_the_same_text_with_and_without_drafts():
-    """The draft looks ahead to where llguidance gives up: what comes before is handed out all the same."""
+    """The draft looks ahead to the point where llguidance fails: the text before it is emitted all the same."""
     lm, found = TableLM.from_seed(9, seed=3), []
     for drafter in (None, make_drafter(lm.perturb(0.3), 3), _nonsense(2)):
         done = [c for c, _ in run(make_engine(lm, drafter), [gives_up(i, i) for i in range(12)])]
@@ -597,7 +597,7 @@ def test_a_grammar_that_fails_on_its_way_gives_the_same_text_with_and_without_dr
 
 
 def test_the_limits_of_a_matcher_count_its_text_alone():
-    """What was asked about drafts before counts in llguidance too; the same text must not fail with drafts alone."""
+    """llguidance counts queries about earlier drafts, too; a text must not fail because of its drafts."""
     matcher = GrammarMatcher(GivesUp(6), 9, 9, frozenset([END]), frozenset([END]))
     matcher.find_allowed([])
     matcher._matcher.most = 1

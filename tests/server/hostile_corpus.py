@@ -38,7 +38,7 @@ def corpus(vocab_size: int, context: int) -> Iterator[HostileRequest]:
 
 
 def keys(key: str) -> Iterator[HostileRequest]:
-    """Wrong keys, and the right one in the wrong place."""
+    """Yield wrong keys, and the right key in the wrong field."""
     spoilt = (
         key[:-1],
         key + "x",

@@ -36,7 +36,7 @@ class WireAnswer:
 
     @property
     def is_cut(self) -> bool:
-        """A server that closes before it has read everything may take its own answer back."""
+        """True if the body is incomplete: a server that closes before it has read the request may lose its answer."""
         return len(self.body) < int(self.headers.get("content-length", 0))
 
     @property
@@ -45,7 +45,7 @@ class WireAnswer:
 
 
 def find_fault(asked: HostileRequest, answer: WireAnswer, secret: str = CANARY) -> str | None:
-    """What is wrong with the answer to a hostile request; None: it is as it should be."""
+    """Find the fault of the answer to a hostile request; None if there is none."""
     if answer.status == 0:
         return None if asked.may_close else "closed without an answer"
     if answer.status == 200 and asked.may_pass:

@@ -1,4 +1,4 @@
-"""A stand-in for the server's endpoints: streams scripted passes, so that a test knows every token and every tree."""
+"""A stand-in for the server's endpoints: it streams scripted passes, so that every token and every tree is fixed."""
 
 import asyncio
 import json
@@ -73,7 +73,7 @@ SCRIPTS: dict[str, list[Chunk]] = {
 
 @dataclass
 class FakeServer:
-    """What it saw, and the application."""
+    """Recorded requests and the application."""
 
     bodies: list[Chunk] = field(default_factory=list)
     running: int = 0

@@ -20,7 +20,7 @@ def client(server: RunningServer) -> Iterator[openai.OpenAI]:
 
 
 class TestOpenAI:
-    """What the SDK parses into its own types."""
+    """Answers of the server in the types of the SDK."""
 
     def test_models(self, client: openai.OpenAI):
         assert [model.id for model in client.models.list()] == [NAME]
@@ -93,7 +93,7 @@ class TestOpenAI:
 
 
 class TestLmEval:
-    """Log-likelihoods as lm-eval's local-completions asks for them: batches of token ids, echoed."""
+    """Log-likelihoods as lm-eval's local-completions requests them: batches of token ids, echoed."""
 
     CASES = (("the end", " of the"), ("def naïve(", "café"), ("for word", " in"), ("größe ", "東京"))
 
@@ -130,7 +130,7 @@ class TestLmEval:
 
     @staticmethod
     def parse_choice(choice: dict, context: int) -> tuple[list[float], bool]:
-        """As lm-eval reads a choice: the last token is the generated one."""
+        """Parse a choice as lm-eval does: the last token is the generated one."""
         logprobs = choice["logprobs"]
         values, tops = logprobs["token_logprobs"][context:-1], logprobs["top_logprobs"][context:-1]
         return values, all(value == max(top.values()) for value, top in zip(values, tops, strict=True))
@@ -142,7 +142,7 @@ class TestLmEval:
 
 
 class TestLoadGenerator:
-    """guidellm's way: health, models, then chat streams that must be exactly as long as asked, counted by usage."""
+    """guidellm's sequence: health, models, then chat streams of exactly the requested length, counted by usage."""
 
     def test_a_run(self, server: RunningServer):
         with httpx.Client(base_url=server.url, timeout=60) as client:

@@ -56,7 +56,7 @@ def everything(connection: socket.socket) -> bytes:
 
 
 def is_well(connection: socket.socket) -> bool:
-    """A kept connection, asked for /health."""
+    """True if a kept connection answers /health."""
     connection.sendall(HEALTH)
     found = b""
     while not found.endswith(b"}"):

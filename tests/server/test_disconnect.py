@@ -167,7 +167,7 @@ def test_a_full_queue_is_a_429():
 
 
 def test_a_request_that_fails_alone(slow):
-    """NaN logits of one request: its own 500, without a word of the inside."""
+    """NaN logits of one request: a 500 for it alone, without internal details."""
     server, _ = slow
     real = server.engine.target.forward
 

@@ -1,4 +1,4 @@
-"""Limits, each at its value and one beyond, and bodies that are no JSON of ours."""
+"""Limits, each at its value and one beyond, and bodies that are no valid JSON."""
 
 import json
 import re

@@ -278,7 +278,7 @@ def test_a_long_prompt_of_ids_is_not_looked_up_one_by_one(server: RunningServer,
 
 
 def test_no_connection_is_read_much_at_a_time(server: RunningServer, monkeypatch: pytest.MonkeyPatch):
-    """What has been read is parsed in one go, and as chunks of one byte a little is long to parse."""
+    """All bytes read are parsed at once, and a few bytes in chunks of one byte take long to parse."""
     sizes = []
     real = Connection.data_received
 

@@ -33,7 +33,7 @@ def connect(server: RunningServer, data: bytes = b"") -> Iterator[socket.socket]
 
 
 def answers(sock: socket.socket, count: int) -> list[tuple[int, bytes]]:
-    """(status, body) of answers that say how long they are; fewer where the connection ends."""
+    """Read (status, body) of answers with a length header; fewer if the connection ends."""
     found, data = [], b""
     while len(found) < count:
         head, gap, rest = data.partition(b"\r\n\r\n")
@@ -196,7 +196,7 @@ def test_bodies_that_drip_are_cut_off_and_delay_no_request() -> None:
 
 
 class Crowd:
-    """Clients of every bad kind at once, each on a thread of its own, for as long as the block lasts."""
+    """Clients of every bad kind at once, each in a separate thread, until the block ends."""
 
     def __init__(self, server: RunningServer, count: int) -> None:
         self.server, self._is_over = server, threading.Event()

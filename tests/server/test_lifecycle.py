@@ -84,7 +84,7 @@ def stream(client: httpx.Client, into: list[str]) -> threading.Thread:
 
 
 def read_finish_reason(lines: list[str]) -> str:
-    """How the text of a stream ended; the stream itself must have."""
+    """Return the finish reason of a stream, which must have ended."""
     assert lines[-2:] == ["data: [DONE]", ""]
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-2] if line]
     return chunks[-1]["choices"][0]["finish_reason"]

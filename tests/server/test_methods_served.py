@@ -128,7 +128,7 @@ def test_a_chat_without_a_template_is_refused_where_plain_lines_are_not_wanted()
 @pytest.mark.parametrize("kind", ["decoder", "pair"])
 @pytest.mark.parametrize("method", ["suffix", "suffix+ngram"])
 def test_a_tenant_sees_and_feels_nothing_of_another(method: str, kind: str) -> None:
-    """The other has had the very text that is going to be said. Traces and figures are to the byte what they are alone,
+    """The other tenant has had the very output that follows. Traces and figures equal those without it to the byte,
     and metrics hold no text."""
     body = BODY | {"temperature": 0, "foredraft_trace": True, "speculative_metrics": True}
     prefix = "suffix." if "+" in method else ""
@@ -138,7 +138,7 @@ def test_a_tenant_sees_and_feels_nothing_of_another(method: str, kind: str) -> N
         spec["mode"] = "merge"
 
     def complete_with_salts(*salts: str) -> dict[str, Any]:
-        """What the last of them gets."""
+        """Complete once for each salt; return the last answer."""
         with run_server((pair() if kind == "pair" else make_small_llm()).with_drafter(spec)) as server:
             answers = [server.complete(**body, cache_salt=salt) for salt in salts]
             metrics = server.get("/metrics").text

@@ -53,7 +53,7 @@ def test_nothing_else_is_sent(client, name):
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_files_hold_nothing_from_elsewhere_and_nothing_inline(file):
     text = file.read_text(encoding="utf-8")
-    assert set(re.findall(r"https?://[\w.]+", text)) <= {"http://www.w3.org"}  # the name of SVG, not a place
+    assert set(re.findall(r"https?://[\w.]+", text)) <= {"http://www.w3.org"}  # the XML name of SVG, not an address
     for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "localStorage"):
         assert word not in text
     if file.suffix == ".html":

@@ -50,7 +50,7 @@ ENDLESS = (
 
 @pytest.mark.parametrize("source", ESCAPES)
 def test_there_is_no_way_out(source: str):
-    """Refused, or rendered as nothing: never an object of ours."""
+    """It is refused, or rendered as nothing: an object of the package never appears."""
     try:
         text = render_template(compile_template(source), {"messages": [dict(MESSAGES[0])]}, 2.0, 1 << 20)
     except ApiError as error:
@@ -102,7 +102,7 @@ def make_template(source: str) -> ChatTemplate:
 
 @pytest.mark.parametrize("is_plain", [True, False])
 def test_an_encoder_sees_the_end_that_the_tokenizer_puts(is_plain: bool):
-    """T5 has an end token after every source, which a template does not write; once, where it does."""
+    """T5 has an end token after every source. Templates do not write it; if one does, the token is not doubled."""
     vocabulary = ServerVocabulary(_framing(), 320)
     begin, end = vocabulary.tokenizer.convert_tokens_to_ids(["<pad>", "<end>"])
     assert vocabulary.outer_tokens == ([begin], [end])

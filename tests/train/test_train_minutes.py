@@ -11,7 +11,7 @@ from foredraft.train.timing import StepTimer
 
 
 class Slow:
-    """A drafter whose every step takes `tick` seconds of its own clock."""
+    """A drafter whose every step takes `tick` seconds of its simulated clock."""
 
     TrainConfig = TrainConfig
 

@@ -42,7 +42,7 @@ def reference(tokens, taps):
 @pytest.mark.parametrize("rows_at_once", [1 << 20, 40, 10])
 @pytest.mark.parametrize("taps", [(), (AFTER_FINAL_NORM,), (0, 1, AFTER_FINAL_NORM)])
 def test_a_trace_is_what_the_model_itself_computes(target, tokens, monkeypatch, rows_at_once, taps):
-    # 10 positions a pass: a row goes in several passes, and sees its own keys of the passes before
+    # 10 positions a pass: a row takes several passes, and sees its keys of the passes before
     monkeypatch.setattr(trace_module, "LOGIT_BYTES", 4 * 97 * rows_at_once)
     trace = Tracer(target, taps).trace(tokens, torch.ones_like(tokens, dtype=torch.bool))
     if taps:
@@ -95,7 +95,7 @@ def test_a_cached_trace_is_the_trace(tmp_path, target, monkeypatch):
     assert torch.equal(kept.target_log_probs.token_ids, live.target_log_probs.token_ids)
     assert torch.equal(kept.tokens, live.tokens)
     assert torch.equal(kept.mask, live.mask)
-    # the estimate was said before the first shard, and was right
+    # the estimate was logged before the first shard, and was right
     size = sum(file.stat().st_size for file in (tmp_path / "traces").glob("*.safetensors"))
     assert abs(cache._estimate_row_bytes() * len(cache.windows) - size) < 0.1 * size
     assert "MB more in" in said[0]
@@ -144,7 +144,7 @@ def test_a_damaged_shard_is_named(tmp_path, target):
 
 
 def test_a_run_on_cached_traces_learns_the_same(tmp_path):
-    tiny_models.llama().bfloat16().save_pretrained(tmp_path / "model")  # whose states bfloat16 keeps whole
+    tiny_models.llama().bfloat16().save_pretrained(tmp_path / "model")  # bfloat16 holds its states without loss
     write_ids(tmp_path)
     same = {"settings": {"loss": "kl"}, "top": 20}
     live = train(plan(tmp_path, "live", **same), module=MODULE)
