@@ -6,7 +6,7 @@ from foredraft import LLM, ForedraftError, Sampling
 
 
 def answer(llm: LLM | None, pipe: Connection) -> None:
-    """Send what comes of the parent's LLM, if it is given, and of a new one."""
+    """Send the results of the parent's LLM, if it is given, and of a new one."""
     for given in (llm, None) if llm is not None else (None,):
         try:
             made = given or LLM(drafter=None)

@@ -38,7 +38,7 @@ JSON_FILES = ("config.json", "generation_config.json", "tokenizer_config.json")
 
 
 def list_target_damage() -> dict[str, Damage]:
-    """For a folder of a Llama with one safetensors file, generation_config.json and a tokenizer."""
+    """List damages of a folder of a Llama with one safetensors file, generation_config.json and a tokenizer."""
     found: dict[str, Damage] = {
         f"{name} {value!r}"[:60]: _change_config(name, value) for name, values in NUMBERS.items() for value in values
     }

@@ -46,7 +46,7 @@ def make_schema(rng: random.Random, depth: int = 2) -> dict[str, Any]:
 
 
 def matches_schema(value: Any, schema: dict[str, Any]) -> bool:
-    """Whether a value is valid under a schema made by `schema_of`."""
+    """Check a value against a schema made by `make_schema`."""
     if "anyOf" in schema:
         return any(matches_schema(value, one) for one in schema["anyOf"])
     if "enum" in schema or "const" in schema:

@@ -60,7 +60,7 @@ class KVSimulation:
         return self.llm.engine
 
     def step(self) -> None:
-        """One step of the engine after whatever else may happen between two, then the comparison."""
+        """Run one step of the engine after random events, then compare."""
         while len(self.transcripts) < 4:
             self._add_request()
         if self.random.random() < 0.07:
@@ -80,7 +80,7 @@ class KVSimulation:
         self.compare()
 
     def compare(self) -> None:
-        """Every layer, keys and values, of target and draft, for every running request."""
+        """Compare every layer, keys and values, of target and draft, for every running request."""
         for request in self.engine.scheduler.running:
             if request.num_computed:
                 expected = _recompute_kv(self.references[0], request.tokens[: request.num_computed])
@@ -159,7 +159,7 @@ class HeadKVSimulation(KVSimulation):
 def _recompute_head(
     made: FeatureDrafter, target: LlamaForCausalLM, tokens: list[int]
 ) -> tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor]:
-    """A head's memory, logits and next features over the pairs of a text: token t + 1 with the target's state t."""
+    """Compute a head's memory, logits and next features over the pairs of a text: token t + 1 with the state at t."""
     all_states = target(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
     features = made.lm.network.project_features(
         torch.cat([all_states[boundary] for boundary in made.hidden_layers], -1)
@@ -176,7 +176,7 @@ def _recompute_head(
 
 
 def _make_reference(model: LlamaForCausalLM) -> LlamaForCausalLM:
-    """The same weights under transformers' own attention."""
+    """Load the same weights under transformers' own attention."""
     own = copy.deepcopy(model)
     own.set_attn_implementation("sdpa")
     return own

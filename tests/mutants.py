@@ -224,7 +224,7 @@ def count_last_draft_only(logits: Tensor, rows: Rows, history: Histories) -> Ten
 
 
 def count_min_tokens_by_step(logits: Tensor, rows: Rows, history: Histories) -> Tensor:
-    """The drafted path counts as one step, however long."""
+    """Count the drafted path as one step, however long."""
     late = [
         replace(s, min_tokens=s.min_tokens + max(len(h.draft_path) - 1, 0)) for s, h in zip(rows, history, strict=True)
     ]
@@ -256,7 +256,7 @@ def drop_position_from_uniforms(
 
 
 def drop_seed_from_uniforms(tree: TokenTree, seeds: Sequence[tuple[int, int]], positions: Sequence[int]) -> NoiseTable:
-    """One stream for all requests (TensorRT-LLM 17599)."""
+    """Use one stream for all requests (TensorRT-LLM 17599)."""
     return NoiseTable.from_seeds(tree, [(0, 0)] * len(seeds), positions)
 
 
@@ -282,7 +282,7 @@ def race_linearly(p: Tensor, keys: Tensor) -> Tensor:
 
 
 def race_with_one_number(p: Tensor, keys: Tensor) -> Tensor:
-    """The same number for every token."""
+    """Use the same number for every token."""
     return p / -rng.uniform_matrix(keys, 1).log()
 
 

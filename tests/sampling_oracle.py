@@ -15,7 +15,7 @@ class NoDistributionError(Exception):
 
 
 def compute_distribution(logits: Sequence[float], s: Sampling, h: TokenHistory | None = None) -> list[float]:
-    """The distribution of the next token, in the order of operations of `Sampling`. Raises NoDistributionError."""
+    """Compute the next token's distribution in the order of operations of `Sampling`. Raises NoDistributionError."""
     return compute_distribution_and_margin(logits, s, h)[0]
 
 

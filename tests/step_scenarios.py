@@ -99,7 +99,7 @@ class StepScenario:
 
     @cached_property
     def num_tokens(self) -> int:
-        """The longest a step can be."""
+        """Number of tokens of the longest step."""
         return max(self.depths) + 1
 
     @cached_property
@@ -133,7 +133,7 @@ class StepScenario:
         return x
 
     def histories(self) -> list[TokenHistory]:
-        """The history of every context, with the context as the drafted path."""
+        """Histories of every context, with the context as the drafted path."""
         words = [word for word in self.sampling.bad_words if not isinstance(word, str)]
         return [TokenHistory(PROMPT, OUTPUT, c, self.end_ids, words) for c in self.contexts]
 
@@ -157,7 +157,7 @@ class StepScenario:
         return system.target(self.logits, [self.sampling] * len(self.contexts), self.histories())
 
     def extend_prefix(self, prefix: Tokens) -> np.ndarray:
-        """The joint distribution of `num_tokens` tokens that begin with a prefix and go on as the target does."""
+        """Compute the joint distribution of `num_tokens` tokens that begin with a prefix, continued by the target."""
         probs = np.zeros((self.size,) * self.num_tokens)
         if len(prefix) >= self.num_tokens:
             probs[prefix[: self.num_tokens]] = 1
@@ -328,7 +328,7 @@ def _find_thresholds(step: ScenarioStep, guesses: list[list[float]]) -> list[lis
 def _find_sample_probs(
     step: ScenarioStep, cells: list[tuple[int, tuple[float, ...]]], guesses: list[np.ndarray]
 ) -> list[np.ndarray]:
-    """For every (draft, uniforms): the distribution of the last token over its uniform, a rising step function."""
+    """Find the distribution of the last token over its uniform, a rising step function, by (draft, uniforms)."""
     size = step.world.size
 
     def last(asked: Sequence[tuple[int, float]]) -> list[int]:
@@ -453,7 +453,7 @@ class GeneratedTexts:
 def generate(
     system: SystemUnderTest, world: StepScenario, num_texts: int, is_match: bool = False, num_drafts: int = 9
 ) -> GeneratedTexts:
-    """The first `num_tokens` tokens of every seed, step by step, with chains and the project's own noise.
+    """Generate the first `num_tokens` tokens of every seed, step by step, with chains and the project's own noise.
 
     A small faithful engine: the rule decides, noise is keyed by seed and position, tables hold the distributions.
     """

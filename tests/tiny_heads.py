@@ -48,7 +48,7 @@ def generate_texts(llm: LLM) -> tuple[torch.Tensor, torch.Tensor]:
 
 @cache
 def make_trace(llm: LLM, taps: tuple[int, ...]) -> Trace:
-    """The same with the target's states."""
+    """Make a trace: texts with the target's states."""
     return Tracer(llm.target, taps).trace(*generate_texts(llm))
 
 

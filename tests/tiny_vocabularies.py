@@ -42,7 +42,7 @@ def letter_tokenizer(names: list[str], pairs: list[tuple[str, str]]) -> PreTrain
 
 @cache
 def letters() -> VocabMap:
-    """The tiny target's vocabulary and its draft's."""
+    """Make the tiny target's vocabulary and its draft's."""
     target = TokenizerVocabulary(letter_tokenizer(TARGET_NAMES, PAIRS), tiny_models.VOCAB)
     draft = TokenizerVocabulary(letter_tokenizer(DRAFT_NAMES, DRAFT_PAIRS), len(DRAFT_NAMES))
     return VocabMap(target, draft)
@@ -63,7 +63,7 @@ def remap_vocabulary(model: LlamaForCausalLM, rows: list[int], seed: int = 5) ->
 
 
 def draft_rows() -> list[int]:
-    """The target's id for every id of the draft."""
+    """List the target's id for every id of the draft."""
     return [TARGET_NAMES.index(name) if name in TARGET_NAMES else -1 for name in DRAFT_NAMES]
 
 
@@ -75,7 +75,7 @@ def draft() -> LlamaForCausalLM:
 def drafter(
     vocab: str, num_tokens: int, options: TreeOptions | None = None, kv_tokens: int | None = 8192
 ) -> CrossVocabDrafter:
-    """The renamed draft, with shared tokens (tli) or as text (slem)."""
+    """Make the renamed draft as a drafter, with shared tokens (tli) or as text (slem)."""
     context = DrafterContext(vocab_size=tiny_models.VOCAB, num_speculative_tokens=num_tokens, dtype=torch.float64)
     made = {"tli": TliDrafter, "slem": SlemDrafter}[vocab]
     return made(HFModel.wrap_model(draft(), "draft"), context, letters(), options, kv_tokens)

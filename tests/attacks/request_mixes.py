@@ -86,7 +86,7 @@ class MixOutcome:
 
 
 def make_mix(kind: str, seed: int, count: int) -> RequestMix:
-    """The mix of a seed, for one of the worlds. Predictions need a text, so they come from plain decoding."""
+    """Make the mix of a seed for one target. Predictions need a text, so they come from plain decoding."""
     rng = random.Random(f"{kind} {seed}")
     place = get_mix_target(kind)
     is_vast = rng.random() < 0.2  # with prompts up to the end of the context
@@ -199,20 +199,20 @@ _REQUESTS_BY_KEY: dict[str, tuple[Any, Sampling]] = {}  # by how they are writte
 
 
 def generate_plain(kind: str, prompt: Any, sampling: Sampling) -> list[Completion]:
-    """Plain decoding of one request, with memory for everything."""
+    """Decode one request without drafts, with enough memory."""
     key = f"{prompt!r} {sampling!r}"
     _REQUESTS_BY_KEY[key] = (prompt, sampling)
     return _generate_plain_cached(kind, key)
 
 
 def run_mix(kind: str, drafter: str, mix: RequestMix, verify: str = "auto") -> MixOutcome:
-    """The mix under a drafter, in the engine that the mix describes."""
+    """Run a mix under a drafter, in the engine that the mix describes."""
     place = get_mix_target(kind)
     return run_mix_on(create_llm(place, drafter, mix, verify), place, mix)
 
 
 def create_llm(place: MixTarget, drafter: str, mix: RequestMix, verify: str = "auto") -> LLM:
-    """The target of a world with a drafter, in the memory of a mix."""
+    """Create the LLM of a target and a drafter, with the memory of a mix."""
     other = place.plain.with_drafter(None)
     other.limits = mix.limits
     llm = other.with_drafter(place.make(drafter, mix.num_tokens), verify=verify)
@@ -228,7 +228,7 @@ def create_llm(place: MixTarget, drafter: str, mix: RequestMix, verify: str = "a
 
 
 def run_mix_on(llm: LLM, place: MixTarget, mix: RequestMix) -> MixOutcome:
-    """All of a mix. Faults are sentences; none is what is expected."""
+    """Run all requests of a mix. Faults are sentences; an empty list is a pass."""
     outcome = MixOutcome()
     began = [(ask, llm.prepare(ask.prompt, ask.sampling, ask.options)) for ask in mix.asks]
     with _inject_failures(llm, mix.failing):
@@ -248,13 +248,13 @@ def run_mix_on(llm: LLM, place: MixTarget, mix: RequestMix) -> MixOutcome:
 
 
 def _is_coupled(verify: str, ask: MixRequest) -> bool:
-    """Its tokens are those of plain decoding, one by one, and not only in distribution."""
+    """True if its tokens equal those of plain decoding one by one, and not only in distribution."""
     return ask.sampling.is_greedy or (ask.is_keyed and verify in ("auto", "match"))
 
 
 @contextmanager
 def _inject_failures(llm: LLM, passes: frozenset[int]) -> Iterator[None]:
-    """The target raises in these passes, half of them after the pass."""
+    """Make the target raise in these passes, half of them after the pass."""
     own, count = llm.target.forward, 0
 
     def forward(*args: Any, **options: Any) -> Any:
@@ -331,7 +331,7 @@ def _may_fail(request: Request) -> bool:
 
 
 def describe_difference(done: Completion, wanted: Completion, is_exact: bool) -> str | None:
-    """How a completion is not that of plain decoding; a given-up one may be its beginning."""
+    """Describe how a completion differs from plain decoding; an aborted one may be a prefix of it."""
     count = len(done.token_ids)
     ends = (done.finish_reason, done.stop_reason, done.error)
     # a pass without a distribution commits nothing, so a draft before it may cost the text its last tokens

@@ -125,7 +125,7 @@ def vllm_medusa(folder: Path, *, heads: int = 3, layers: int = 1, shared: bool =
 
 
 def medusa2(folder: Path, *, heads: int = 3) -> Path:
-    """A whole model with heads inside."""
+    """Write a whole model with heads inside."""
     g = torch.Generator().manual_seed(4)
     tensors = {
         "model.embed_tokens.weight": random_matrix(g, V, H),
@@ -366,7 +366,7 @@ def speculators(folder: Path, ids: list[int] | None = None, kind: str = "eagle3"
 
 
 def chimera(folder: Path, *, taps: tuple[int, ...] = (1, -1), heads: int = 2, **config: Any) -> Path:
-    """As `foredraft train chimera` writes it."""
+    """Write a head as `foredraft train chimera` does."""
     g = torch.Generator().manual_seed(8)
     tensors = {
         "trigram.weight": random_matrix(g, H, 3 * H),

@@ -214,7 +214,7 @@ def eagle3(
     n: LayerNumbers,
     flags: Eagle3Flags,
 ) -> tuple[Tensor, Tensor]:
-    """As `eagle`, of the target's states [L, H_t] at every boundary; logits are over the drafted tokens."""
+    """Compute as `eagle`, from the target's states [L, H_t] at every boundary; logits are over the drafted tokens."""
     features = project_features(w, states, n)
     while True:
         h = eagle3_layers(w, tokens[: len(features)], features, rows, n, flags)

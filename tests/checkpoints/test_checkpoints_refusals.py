@@ -28,7 +28,7 @@ def refusal(folder: Path, target: TargetInfo = TARGET, method: str | None = None
 
 @pytest.fixture
 def unread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No tensor may be read into memory, the maps of tokens excepted."""
+    """Forbid reading tensors into memory, except for the maps of token ids."""
     whole = TensorFiles.read
 
     def read_id_maps(self, names):

@@ -1,4 +1,4 @@
-"""Tables fit the terminal, whatever its width: nothing is cut."""
+"""Tables fit a terminal of any width: nothing is cut."""
 
 import io
 import re
@@ -23,7 +23,7 @@ SPEED = Grid(
 
 
 class LongNames(FakeBackend):
-    """Methods with the longest names that one word and two have."""
+    """Methods with the longest names of one and of two words."""
 
     def list_choices(self):
         return replace(super().list_choices(), methods=("draft_model", "mlp_speculator", "suffix", "ngram"))

@@ -51,7 +51,7 @@ def drafting(checkpoint: Checkpoint, dtype: torch.dtype = torch.float64, verify:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("options", [{}, {"min_confidence": 0.3}], ids=str)
 def test_heads_that_know_the_target_are_never_wrong(options: dict[str, Any], dtype: torch.dtype) -> None:
-    """Off by one in the state or the head, and not a token would be accepted."""
+    """If the state or the head is off by one, no token is accepted."""
     llm = drafting(seer(), dtype, **options)
     for done in llm.generate([[3], [5, 12], [9] * 20], GREEDY):
         assert done.stats.target_passes == 1 + 8  # one token from the prompt's step, five from each that drafts

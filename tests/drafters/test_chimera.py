@@ -109,7 +109,7 @@ class Played:
         return Batch(tuple(self.requests), tuple(1 for _ in self.requests), tuple(budget for _ in self.requests))
 
     def commit(self, *counts: int) -> None:
-        """The target keeps so many more positions of every text."""
+        """Commit the given number of further positions of every sequence."""
         starts = [r.num_computed for r in self.requests]
         tokens = [text[s + 1 : s + 1 + n] for text, s, n in zip(self.texts, starts, counts, strict=True)]
         rows = torch.zeros(len(counts), max(counts), self.features.shape[-1], dtype=torch.float64)
@@ -180,7 +180,7 @@ def test_the_first_token_stands_for_those_before_it() -> None:
 
 
 def test_a_stretch_without_drafts_costs_no_pass_and_the_next_draft_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """States are put off; read in together with the root they are what they would have been one by one."""
+    """States are deferred; read together with the root, they give the same result as read one by one."""
     made, always = drafter("two taps", TreeSpec.from_options(4)), drafter("two taps", TreeSpec.from_options(4))
     played, drafted = Played(made, 2), Played(always, 2)
     passes = []

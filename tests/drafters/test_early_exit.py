@@ -168,7 +168,7 @@ def test_a_pass_that_fails_while_a_draft_grows_changes_no_text(monkeypatch: pyte
 
 @pytest.mark.parametrize("verify", ["match", "reject", "block"])
 def test_a_target_that_has_settled_is_foreseen_and_one_that_has_not_is_not(verify: str) -> None:
-    """A root's position or page off by one, and not every draft would be kept."""
+    """If a root's position or page is off by one, some draft is rejected."""
     for done in drafting(target(), verify, exit_layer=SETTLED).generate(PROMPTS, GREEDY):
         assert done.stats.num_accepted == done.stats.num_drafted
         assert done.stats.acceptance_length > 4
@@ -284,7 +284,7 @@ def test_a_target_of_two_layers_has_nothing_to_choose() -> None:
 
 
 def test_it_drafts_for_one_engine() -> None:
-    """Pages of the one engine are others' texts in the other."""
+    """Pages of one engine hold other sequences in the other."""
     llm = target()
     made = early_exit.create(early_exit.Config(exit_layer=2), context(llm))
     with pytest.raises(ForedraftError, match=r"made of.*make one for"):

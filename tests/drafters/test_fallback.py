@@ -152,7 +152,7 @@ def test_a_part_that_fails_leaves_the_other_alone(broken, how):
 
 @pytest.mark.parametrize("slow", [0, 1], ids=["first", "main"])
 def test_a_part_that_is_slow_rests_alone_and_comes_back(slow):
-    """The guard around both used to count the time of the one against the other."""
+    """The sandbox around both used to count the time of one against the other."""
     now = 0.0
 
     def dawdle(batch: Batch) -> TokenTree:
@@ -222,7 +222,7 @@ SAMPLING = Sampling(max_tokens=LENGTH + 2, temperature=0.9, ignore_eos=True)
 
 
 def counts(fallback: Drafter, lm: TableLM, prediction: tuple[int, ...], count: int) -> dict[bool, np.ndarray]:
-    """How often every text came out, with a prediction and without, in batches of both."""
+    """Count every output, with a prediction and without, in batches of both."""
     transcripts = []
     for i in range(count):
         made = make_transcript([1, 2], SAMPLING, i, verify="reject")
@@ -258,7 +258,7 @@ def test_the_distribution_of_reject_holds_with_and_without_a_prediction(branchin
 
 
 class Shifted(FallbackDrafter):
-    """Rows of q one request further."""
+    """Shift the rows of q by one request."""
 
     def propose(self, batch: Batch) -> TokenTree:
         tree = super().propose(batch)

@@ -98,7 +98,7 @@ class Played:
             self.requests.append(request(slot, text[:1], pages))
 
     def commit(self, counts: list[int]) -> None:
-        """The target keeps so many more positions of every text."""
+        """Commit the given number of further positions of every sequence."""
         batch = Batch(tuple(self.requests), tuple(1 for _ in counts), tuple(0 for _ in counts))
         starts = [r.num_computed for r in self.requests]
         paths = [list(range(n)) for n in counts]
@@ -203,7 +203,7 @@ def test_plans_that_make_no_tree_are_refused(make: Callable[[], TreeSpec]) -> No
 
 
 def test_a_stretch_without_drafts_costs_no_pass_and_the_next_draft_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pairs are put off; read in together they are what they would have been one by one."""
+    """Pairs are deferred; read together, they give the same result as read one by one."""
     made, always = drafter("eagle3", TreeSpec.from_options(4)), drafter("eagle3", TreeSpec.from_options(4))
     played, drafted = Played(made, [1, 1], 64), Played(always, [1, 1], 64)
     passes = []

@@ -72,7 +72,7 @@ WRITTEN = ((0,), (1,), (0, 0), (0, 1), (0, 0, 0), (0, 0, 0, 0))  # as hydra_choi
     ids=str,
 )
 def test_heads_that_know_the_target_are_never_wrong(options: dict[str, Any], kind: str, dtype: torch.dtype) -> None:
-    """Off by one in the state, a token read or the head, and not a token would be accepted."""
+    """If the state, a token read or the head is off by one, no token is accepted."""
     llm = drafting(seer(kind), dtype=dtype, **options)
     for done in llm.generate([[3], [5, 12], [9] * 20], GREEDY):
         assert done.stats.target_passes == 1 + 8  # one token from the prompt's step, five from each that drafts
@@ -214,7 +214,7 @@ def test_a_rank_keeps_what_the_target_reads_most() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("loss", LOSS_NAMES)
 def test_training_runs_every_position_as_drafting_would(loss: str) -> None:
-    """Vectorised over positions that drop out one by one; here position by position, from the formula."""
+    """The loss is vectorised over positions that drop out one by one; the check goes position by position."""
     trace = tiny_heads.make_trace(tiny_models.plain(), (AFTER_FINAL_NORM,))
     shown = torch.rand(trace.mask.shape, generator=torch.Generator().manual_seed(1)) < 0.7
     trace = replace(trace, mask=trace.mask & shown)

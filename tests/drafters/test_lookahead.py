@@ -1,7 +1,7 @@
 """Lookahead decoding: the window against a slow simulation of the paper, the pool's bounds, and the tree they make.
 
 Guards against a window whose mask is not the paper's, n-grams put together from the wrong columns, argmaxes of another
-tree or another step taken for one's own, and budgets that starve the window.
+tree or another step used by mistake, and budgets that starve the window.
 """
 
 import random
@@ -41,7 +41,7 @@ def one(r, budget):
 
 
 def said(text):
-    """A toy target: the next token is a function of the last three and of how long the text is."""
+    """Compute the next token of a toy target from the last three tokens and the length of the sequence."""
     return (7 * text[-1] + 3 * text[-2] + text[-3] * text[-1] + len(text) % 2) % VOCAB
 
 
@@ -66,7 +66,7 @@ def verify_greedily(tree, b, text):
 
 
 def step(drafter, r, budget=None):
-    """One pass of the toy target. Returns the tree and how many tokens it gave."""
+    """Run one pass of the toy target. Returns the tree and the number of new tokens."""
     batch = one(r, drafter.max_nodes if budget is None else budget)
     tree = drafter.propose(batch)
     path, tokens = verify_greedily(tree, 0, r.tokens)

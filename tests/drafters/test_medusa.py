@@ -56,7 +56,7 @@ def drafting(checkpoint: Checkpoint, dtype: torch.dtype = torch.float64, verify:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("options", [{}, {"tree_nodes": 12}, {"min_confidence": 0.5}], ids=str)
 def test_heads_that_know_the_target_are_never_wrong(dtype: torch.dtype, options: dict[str, Any]) -> None:
-    """Off by one anywhere (the state, its position, the head of a depth), and not a token would be accepted."""
+    """If the state, its position or the head of a depth is off by one, no token is accepted."""
     llm = drafting(seer(), dtype, **options)
     for done in llm.generate([[3], [5, 12], [9] * 20], replace(GREEDY, max_tokens=41)):
         # the prompt's step drafts nothing and gives one token, every other one gives the depth of the tree and one
@@ -85,7 +85,7 @@ def test_sampled_drafts_of_heads_that_know_the_target_are_mostly_right(verify: s
 
 
 def test_a_prompt_and_a_missed_step_draft_nothing() -> None:
-    """A state of another position than the last but one answers another question."""
+    """A state of another position predicts another token."""
     states = LastHiddenStates()
     request = Request(slot=2, prompt=[1, 2, 3, 4], sampling=GREEDY, seed=0)
     assert states.get(request) is None
@@ -180,7 +180,7 @@ def test_a_head_of_fewer_tokens_than_the_target_drafts_only_those() -> None:
 
 
 def markov() -> tuple[LLM, np.ndarray]:
-    """The successor target with other answers, and its distribution [x, y] of y after x."""
+    """Make a successor target with random successors, and its distribution [x, y] of y after x."""
     made = successor_model.model()
     other = type(made)(made.config).double().eval()
     other.load_state_dict(made.state_dict())

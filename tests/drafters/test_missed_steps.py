@@ -1,4 +1,4 @@
-"""A drafter that missed a step: whatever it then holds is stale, and it may cost drafts but no text.
+"""A drafter that missed a step: its state is stale afterwards, which may cost drafts but no text.
 
 Guards against states of an older position taken for the newest, memory with a hole read as if there were none, and
 drafts of a step that failed half-way being counted on in the next.
@@ -107,7 +107,7 @@ def test_a_text_whose_step_was_missed_is_drafted_for_no_more_or_from_true_states
 
 @pytest.mark.parametrize("name", EACH_CASE)
 def test_steps_without_a_draft_leave_what_the_next_draft_needs(name: str) -> None:
-    """`num_drafts` = 0 for a while: a draft afterwards is the one that would have been made anyway."""
+    """Steps without draft nodes change neither the text nor the use of later drafts."""
     llm, _ = drafting(name)
     transcripts = llm._prepare_prompts(list(PROMPTS), GREEDY)
     for transcript in transcripts:

@@ -68,7 +68,7 @@ def drafting(
     "options", [{}, {"tree_nodes": 12}, {"branching": (2, 1, 1, 1)}, {"min_confidence": 0.3}], ids=str
 )
 def test_a_speculator_that_knows_the_target_is_never_wrong(options: dict, kind: str, dtype: torch.dtype) -> None:
-    """Off by one in the state, the token read or the step, and not a token would be accepted."""
+    """If the state, the token read or the step is off by one, no token is accepted."""
     llm = drafting(seer(kind), dtype=dtype, **options)
     for done in llm.generate([[3], [5, 12], [9] * 20], GREEDY):
         assert done.stats.target_passes == 1 + 8  # one token from the prompt's step, five from each that drafts
@@ -248,7 +248,7 @@ def test_a_published_tree_that_is_not_there_is_refused() -> None:
 
 @pytest.mark.parametrize("loss", ["ce", "kl", "tv"])
 def test_training_runs_every_position_as_drafting_would(loss: str) -> None:
-    """Vectorised over positions that drop out one by one; here position by position, from the formula."""
+    """The loss is vectorised over positions that drop out one by one; the check goes position by position."""
     trace = tiny_heads.make_trace(tiny_models.plain(), (AFTER_FINAL_NORM,))
     trace = replace(
         trace, mask=trace.mask & (torch.rand(trace.mask.shape, generator=torch.Generator().manual_seed(1)) < 0.7)

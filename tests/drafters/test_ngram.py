@@ -59,7 +59,7 @@ def learn_by_definition(tokens, config):
 
 
 def brute_force(tokens, config, length):
-    """The draft by searching the whole text."""
+    """Draft by a search of the whole sequence."""
     takes_first, right = learn_by_definition(tokens, config)
     for n in range(config.prompt_lookup_max, config.prompt_lookup_min - 1, -1):
         order = range(n, len(tokens)) if takes_first else range(len(tokens) - 1, n - 1, -1)

@@ -29,7 +29,7 @@ TEXT = random.Random(0).sample(range(1000), 400)  # no token twice
 def generate(
     llm: LLM, sampling: Sampling, predictions: Sequence[Sequence[int]], prompts: Sequence[list[int]] | None = None
 ) -> list[Completion]:
-    """All of them in one batch."""
+    """Generate for all prompts in one batch."""
     transcripts = [
         llm.prepare(prompt, sampling, RequestOptions(prediction=tuple(prediction)), i)[0]
         for i, (prompt, prediction) in enumerate(zip(prompts or [PROMPT] * len(predictions), predictions, strict=True))
@@ -145,7 +145,7 @@ class _Counted(dict):  # type: ignore[type-arg]
 def test_predictions_change_the_passes_and_not_the_text(mode, main):
     plain = tiny_models.plain().generate([PROMPT], mode)[0]
     llm = tiny_models.plain().with_drafter(None if main is None else tiny_models.draft_model(3), verify="match")
-    llm.engine.length_policy = FixedLengthPolicy()  # the adaptive ones go by the clock
+    llm.engine.length_policy = FixedLengthPolicy()  # the adaptive policies depend on the clock
     right, rng = plain.token_ids, random.Random(1)
     without = generate(llm, mode, [()])[0].stats.target_passes
     edited = [*right[:40], 96, *right[41:70], *right[75:]]

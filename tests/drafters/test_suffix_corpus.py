@@ -13,7 +13,7 @@ VOCAB = 400
 
 
 class Recorded(ReferenceAutomaton):
-    """Remembers what it was given."""
+    """Records the tokens it is given."""
 
     def __init__(self):
         super().__init__()

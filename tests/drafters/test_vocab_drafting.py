@@ -41,7 +41,7 @@ def plain() -> LLM:
 
 
 def reader(vocab: str, name: str) -> CrossVocabDrafter:
-    """A draft that agrees on the tokens it shares, to go with `plain`."""
+    """Make a draft that agrees with `plain` on the shared tokens."""
     tokenizer, target = DRAFTS[name](), plain().tokenizer
     pair = VocabMap(TokenizerVocabulary(target, len(target)), TokenizerVocabulary(tokenizer, len(tokenizer)))
     back = {own: token for token, own in pair.shared_tokens.items()}

@@ -35,7 +35,7 @@ IN_FLIGHT = 20  # requests that run or wait
 
 @dataclass(frozen=True)
 class SoakRequest:
-    """One request, and when its client loses interest."""
+    """One request, and the time at which its client hangs up."""
 
     prompt: list[int]
     sampling: Sampling
@@ -113,7 +113,7 @@ class SoakChecker:
             assert (len(tokens) == most) == (completion.finish_reason == "length")
 
     def check_end(self, engine: Engine) -> None:
-        """Nothing is left: no page, no slot, no request."""
+        """Check that no page, slot or request is left."""
         allocator = engine.scheduler.allocator
         assert not engine.has_work
         assert not engine.transcripts
@@ -123,12 +123,12 @@ class SoakChecker:
         engine.scheduler.check_integrity()
         gc.collect()
         alive = sum(reference() is not None for reference in self._requests)
-        assert alive <= 1, f"{alive} requests that ended are still held"  # the caller may have one at hand
+        assert alive <= 1, f"{alive} requests that ended are still held"  # the caller may hold one
 
 
 @cache
 def model() -> LlamaForCausalLM:
-    """The same weights again, with transformers' own attention."""
+    """Load the same weights under transformers' own attention."""
     return tiny_models.llama()
 
 

@@ -79,7 +79,7 @@ def test_a_request_that_can_never_fit_is_refused_at_once() -> None:
 
 
 def test_an_abort_frees_everything_wherever_the_request_is() -> None:
-    """Waiting, reading its prompt, drafting; twice over; and the others never notice."""
+    """Requests are aborted after 0 to 3 steps, one of them twice; the others are unchanged."""
     plain = [c.token_ids for c, _ in engine_fakes.run(engine_fakes.make_engine(LM, None), transcripts("match"))]
     for steps in range(4):
         drafter = engine_fakes.make_drafter(LM.perturb(0.3), 3)

@@ -131,7 +131,7 @@ def test_each_gets_its_turn():
 
 
 def test_slow_requests_by_themselves_wait_for_nothing():
-    """And not all are in one step, since somebody else may come."""
+    """The requests are never all in one step, since another may arrive."""
     world = World()
     slow = [world.add(6, SLOW, SLOW) for _ in range(8)]
     while not all(transcript.is_finished for transcript in slow):

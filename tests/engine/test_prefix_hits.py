@@ -1,4 +1,4 @@
-"""Scheduler, allocator and prefix cache together, over memory that remembers for which text every slot was written.
+"""Scheduler, allocator and prefix cache together, over memory that records for which sequence every slot was written.
 
 Guards against pages lost or shared by mistake, a write to pages that others read, a hit with the content of another,
 draft memory taken for right that is not, tokens that were never committed being found, and requests that stand still.
@@ -115,7 +115,7 @@ class World:
         return list(range(chunk + len(accepted))), [*known, *accepted, *last][: chunk + len(accepted)]
 
     def _draft(self, batch: Batch, commit: Commit) -> None:
-        """As the drafters do: one reads tokens in when it drafts, the other sees every pass and writes it later."""
+        """Draft as the two kinds of drafters do: one reads tokens when it drafts, the other queues every pass."""
         assert self._memory is not None
         for b, r in enumerate(batch.requests):
             if self.kind == "tokens" and batch.max_draft_nodes[b] > 0 and self.dice.random() < 0.7:

@@ -1,4 +1,4 @@
-"""A drafter is untrusted: whatever it does, the text is that of no drafter, and after three faults it rests.
+"""A drafter is untrusted: under any fault, the text is that of plain decoding, and three faults suspend the drafter.
 
 Guards against the crashes of others: one slot's overlong draft aborting all slots, an id of -1 or of the vocabulary's
 size reaching the embedding, NaN in q turning into token 0, an exception that ends every stream.
@@ -115,7 +115,7 @@ def _set_q(tree: TokenTree, batch: Batch, value: float) -> TokenTree:
 
 
 def _twins(batch: Batch) -> TokenTree:
-    """Two children of the root with one token, twice."""
+    """Propose two children of the root with one token, twice."""
     roots = to_token_tree(batch, {}).token_lists
     widths = [min(4, budget) for budget in batch.max_draft_nodes]
     tokens = [[*root, *[5, 5, 6, 6][:n]] for root, n in zip(roots, widths, strict=True)]

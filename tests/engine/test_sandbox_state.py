@@ -131,7 +131,7 @@ def test_a_tree_or_commit_that_is_changed_afterwards_changes_nothing() -> None:
 
 
 class Odd:
-    """A drafter of good drafts with one property that is not what it should be."""
+    """Drafter of good drafts with one faulty property."""
 
     hidden_layers: Any = ()
     max_nodes: Any = 3

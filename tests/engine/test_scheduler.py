@@ -32,7 +32,7 @@ class Run:
             self.scheduler.add(r)
 
     def step(self, num_nodes: int = 0, accepts: int = 0) -> Batch:
-        """One step; ends requests that reached their length, as the engine does."""
+        """Run one step and end requests that reached their length, as the engine does."""
         batch = self.scheduler.schedule(num_nodes, FixedLengthPolicy())
         paths, tokens = [], []
         for r, chunk, budget, scored in zip(
@@ -106,7 +106,7 @@ def test_a_step_holds_no_more_tokens_than_its_limit() -> None:
 
 
 def test_every_request_goes_on_before_any_is_drafted_for() -> None:
-    """The elder's draft used to take the whole step, and the others stood still until it had ended."""
+    """The older request's draft used to take the whole step, and the others waited until it had ended."""
     run = Run(max_step_tokens=8)
     run.add(*[request(1) for _ in range(4)])
     batch = run.step(num_nodes=7)
@@ -323,7 +323,7 @@ def test_only_some_run_and_no_request_is_admitted_beside_them() -> None:
 
 
 def test_who_comes_in_does_not_have_to_go_at_once() -> None:
-    """A prompt is admitted when there are pages for all of it, those that others were promised counted too."""
+    """A prompt is admitted if there are pages for all of it, after those reserved for other requests."""
     run = Run(num_pages=13, max_batch=4, max_chunk=4)
     run.add(request(24, max_tokens=2), request(24, max_tokens=2), request(24, max_tokens=2))
     run.step()

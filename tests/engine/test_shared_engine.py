@@ -114,7 +114,7 @@ def test_streams_of_several_threads_go_on_together() -> None:
 
 
 def test_an_error_goes_to_the_thread_whose_step_it_was_and_the_request_at_fault_meets_its_own() -> None:
-    """Innocent callers lose at most one request in all. The caller of the bad request always gets the error."""
+    """Unaffected callers lose at most one request in all. The caller of the bad request always gets the error."""
     llm = make_llm()
     llm.engine.target = FaultyLM(llm.engine.target, culprit_of({96}))  # type: ignore[assignment]
     calm = Sampling(max_tokens=30, temperature=0, ignore_eos=True, logit_bias={96: -100.0})

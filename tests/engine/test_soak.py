@@ -29,7 +29,7 @@ def make_llm(method: str, lengths: str) -> LLM:
 
 
 def step_all(llm: LLM, count: int) -> SoakChecker:
-    """The engine stepped here, with IN_FLIGHT requests in it while there are any."""
+    """Step the engine in this thread, with IN_FLIGHT requests in it as long as there are any."""
     judge, waiting, engine = SoakChecker(count), generate_requests(count), llm.engine
     live: list[tuple[SoakRequest, object, int]] = []  # case, transcript, steps so far
     is_over = False
@@ -55,7 +55,7 @@ def step_all(llm: LLM, count: int) -> SoakChecker:
 
 
 def through_worker(llm: LLM, count: int) -> SoakChecker:
-    """The worker, with IN_FLIGHT clients that each send one request after another."""
+    """Run the worker with IN_FLIGHT clients that each send one request after another."""
     judge, waiting, worker = SoakChecker(count), generate_requests(count), Worker(llm)
     worker.start()
     try:

@@ -15,7 +15,7 @@ LM = TableLM.from_seed(V, seed=2)
 
 
 def transcript(text: str, **sampling: object) -> tuple[Transcript, list[int]]:
-    """A fresh transcript and the ids of a text."""
+    """Make a new transcript and the ids of a text."""
     tokenizer = tiny_models.tokenizer()
     made = engine_fakes.make_transcript([5], Sampling(max_tokens=200, **sampling), tokenizer=tokenizer)  # type: ignore[arg-type]
     return made, tokenizer(text).input_ids
@@ -60,7 +60,7 @@ def test_a_stop_string_ends_the_text_before_it() -> None:
 
 
 def test_of_two_stop_strings_the_first_to_begin_counts() -> None:
-    """And of two that begin together the longer, in one token or in several."""
+    """The longer of two stop strings that begin together wins, in one token or in several."""
     for stops in (("b", "abc"), ("abc", "b")):
         made, _ = transcript("", stop=stops)
         tokenizer = tiny_models.tokenizer()

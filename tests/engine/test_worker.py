@@ -45,7 +45,7 @@ class FakeLLM:
 
 @dataclass
 class Notes:
-    """An observer that remembers."""
+    """Observer that records its calls."""
 
     num_steps: int = 0
     finished_: list[Transcript] = field(default_factory=list)
@@ -138,7 +138,7 @@ def make_drafting_llm() -> LLM:
 
 
 def whole(deltas: list[Delta]) -> Completion:
-    """The completion that deltas of one text end with, which they must add up to."""
+    """Return the completion of one request; its deltas must add up to it."""
     last = deltas[-1].completion
     assert last is not None
     assert all(delta.completion is None for delta in deltas[:-1])
@@ -259,7 +259,7 @@ def test_leaving_completions_cancels_the_rest() -> None:
 
 
 def test_a_slow_reader_is_waited_for_and_loses_nothing() -> None:
-    """Its request pauses when the reader is too far behind; another one goes on to its end meanwhile."""
+    """Its request pauses if the reader is too far behind; another one continues to its end."""
     limits = WorkerLimits(max_buffered=20_000)
 
     async def main(worker: Worker) -> None:
@@ -305,7 +305,7 @@ def test_a_reader_that_never_comes_back_is_left() -> None:
 
 
 def test_a_deadline_ends_what_runs_and_what_waits() -> None:
-    """At the first step after it; the others go on."""
+    """It ends at the first step after its deadline; the others continue."""
     clock, gate = Clock(), Gate()
 
     async def main(worker: Worker) -> None:
@@ -548,7 +548,7 @@ def test_an_observer_that_raises_is_ignored() -> None:
 
 
 def test_the_loop_is_woken_once_per_step() -> None:
-    """However many requests the step was for: every wake-up costs the engine the interpreter's lock."""
+    """The bound holds for any number of requests: every wake-up costs the engine the interpreter's lock."""
     notes = Notes()
 
     async def main(worker: Worker) -> None:

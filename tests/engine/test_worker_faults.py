@@ -184,7 +184,7 @@ def test_a_fault_at_any_stage_of_a_step_changes_no_text(
 
 @pytest.mark.parametrize("error", [RuntimeError, MemoryError, torch.cuda.OutOfMemoryError, AssertionError])
 def test_faults_of_the_target_at_random_steps_change_no_text(error: type[Exception], made: LLM) -> None:
-    """Each of them between two steps that went well, whatever was running."""
+    """Each fault lies between two good steps, in every state of the engine."""
     rng = random.Random(1)
     plain = generate_expected(made)
     for _ in range(3):
@@ -205,7 +205,7 @@ def test_faults_of_the_target_at_random_steps_change_no_text(error: type[Excepti
 
 
 def culprit_of(tokens: set[int]) -> Callable[[ForwardBatch], Exception | None]:
-    """Fails whenever one of these tokens is among what a pass reads."""
+    """Fails if a pass reads one of these tokens."""
 
     def fails(window: ForwardBatch) -> Exception | None:
         found = tokens & {token for span in window.spans for token in span.tokens}
@@ -352,7 +352,7 @@ def test_a_tokenizer_that_raises_ends_its_request_alone() -> None:
 
 
 def test_random_faults_of_a_drafter_cost_no_request() -> None:
-    """Until it is left alone; each kind is counted."""
+    """The drafter fails until it is suspended; each kind of fault is counted."""
     rng = random.Random(0)
     transcripts, plain = many(6, {})
     kinds = {"raised": 0, "malformed": 0}

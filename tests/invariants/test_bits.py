@@ -89,7 +89,7 @@ def generate_expected(mode: str, dtype: torch.dtype) -> list[tuple[Any, ...]]:
 
 
 def difference(name: str, mode: str, dtype: torch.dtype, make: Callable[[int], LLM]) -> str:
-    """The first draft length at which anything differs from plain decoding, or nothing."""
+    """Find the first draft length with a result that differs from plain decoding, or None."""
     accepted = rejected = 0
     for num_tokens in LENGTHS:
         llm = make(num_tokens)

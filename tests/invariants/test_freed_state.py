@@ -90,7 +90,7 @@ def allocators(root: object) -> list[PageAllocator]:
 
 
 def parts(drafter: object) -> Iterator[Any]:
-    """A drafter, and those inside it."""
+    """List a drafter and the drafters inside it."""
     yield drafter
     inner = [getattr(drafter, name, None) for name in ("drafter", "primary", "fallback")]
     for part in (*inner, *getattr(drafter, "members", ())):
@@ -104,7 +104,7 @@ def left_behind(before: dict[str, int], after: dict[str, int]) -> dict[str, int]
 
 
 def run(llm: LLM, prompts: Sequence[Any], samplings: Sequence[Sampling], aborted: dict[int, int]) -> list[Completion]:
-    """All of them to their end, but those that are aborted on the way."""
+    """Run all requests to their end, except those that are aborted on the way."""
     transcripts: list[Transcript] = []
     for prompt, sampling in zip(prompts, samplings, strict=True):
         transcripts += llm.prepare(prompt, sampling, first_index=len(transcripts))

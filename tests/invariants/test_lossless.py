@@ -149,7 +149,7 @@ MIXED = [
 
 @cache
 def each_alone() -> list[list[Completion]]:
-    """One by one, without a drafter."""
+    """Generate one by one, without a drafter."""
     return [tiny_models.plain().generate([p], s) for p, s in zip(PROMPTS, MIXED, strict=True)]
 
 
@@ -172,7 +172,7 @@ def test_a_mixed_batch_leaks_nothing_between_its_requests(name: str) -> None:
 
 @pytest.mark.parametrize("rule", ["reject", "block"])
 def test_unseeded_requests_differ(rule: str) -> None:
-    """One stream of randomness shared by all requests would give every one of them the same text."""
+    """With one random stream for all requests, each of them would get the same text."""
     llm = tiny_models.plain().with_drafter(tiny_models.draft_model(3), verify=rule)
     texts = {tuple(c.token_ids) for c in llm.generate([[5, 6]] * 24, Sampling(max_tokens=8, ignore_eos=True))}
     assert len(texts) == 24

@@ -129,7 +129,7 @@ def truth() -> np.ndarray:
 
 @dataclass(frozen=True)
 class World:
-    """`parents` of the sampled nodes [n], root first; `guess` gives the deterministic draft tokens that are added."""
+    """Shape and drafts of a case: `parents` [n] of the sampled nodes, root first; `guess` adds deterministic tokens."""
 
     parents: Tokens
     guess: Callable[["Drawn"], list[tuple[int, Draft]]]  # (node it stands below, draft)
@@ -203,7 +203,7 @@ def branches(draft: Drawn) -> list[tuple[int, Draft]]:
 
 
 def below_the_end(draft: Drawn) -> list[tuple[int, Draft]]:
-    """An extension, by the tokens above it."""
+    """Extend the last node by a token that depends on those above it."""
     last = len(draft.tokens)
     return [(last, Draft.from_chain([(sum(draft.path(last)) + 1) % V]))]
 

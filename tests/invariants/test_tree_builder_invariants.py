@@ -148,7 +148,7 @@ def test_a_draft_keeps_to_its_plan(name: str) -> None:
 
 
 def _without(g: TreeBuilder, kept: Sequence[int]) -> Draft:
-    """The nodes that are kept, rising, the root first."""
+    """List the nodes that are kept, rising, root first."""
     index = {node: i for i, node in enumerate(kept)}
     blank = torch.zeros(V, dtype=torch.float64)
     q = torch.stack([g.draft_probs.get(node, blank) for node in kept])

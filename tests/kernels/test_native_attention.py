@@ -136,7 +136,7 @@ def test_the_slow_reference_is_attention_as_torch_writes_it(
 
 
 def alone(case: Case, row: int, seed: int) -> Case:
-    """The same text, decoded token by token on pages of another order: a pass of this row and nothing else."""
+    """Decode the same sequence token by token on pages of another order, in passes of this row alone."""
     seen = case.rows.list_slots(row)
     free = (torch.randperm(199, generator=torch.Generator().manual_seed(seed)) + 1).tolist()
     pages = [free.pop() for _ in range(-(-len(seen) // PAGE_SIZE))]

@@ -33,7 +33,7 @@ MOST_MEMORY = 1 << 30  # bytes beyond what the process held
 
 @pytest.fixture(autouse=True)
 def bounded() -> Iterator[None]:
-    """A hang is an error, and so is memory."""
+    """Turn a hang, or too much memory, into an error."""
 
     def stop(number: int, frame: object) -> None:
         raise TimeoutError("it waits for ever")
@@ -64,7 +64,7 @@ def decode(folder: Path) -> tuple[list[int], str]:
 
 
 def read_all(folder: Path) -> tuple[Any, dict[str, list[Any]]]:
-    """A drafter's shape and numbers, in memory of their own: tensors that are read lie over the file's pages."""
+    """Read a drafter's shape and tensors into new memory: tensors that are read lie over the file's pages."""
     held = read(folder, published_folders.TARGET)
     return held.shape, {name: tensor.flatten().tolist() for name, tensor in held.tensors.items()}
 

@@ -76,7 +76,7 @@ IDS = tokens(70)
 
 @cache
 def original(family: str, dtype: torch.dtype) -> Any:
-    """As transformers runs it."""
+    """Make the model for transformers."""
     torch.manual_seed(0)
     config = FUSED[family]() if family in FUSED else families.FAMILIES[family]()
     model = hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
@@ -88,7 +88,7 @@ def original(family: str, dtype: torch.dtype) -> Any:
 
 @cache
 def exact(family: str, dtype: torch.dtype) -> Any:
-    """The model of these weights in float64."""
+    """Make the model of these weights in float64."""
     model = copy.deepcopy(original(family, dtype)).double()
     model.set_attn_implementation(EXACT)
     return model

@@ -77,7 +77,7 @@ def _find_body_fault(asked: HostileRequest, answer: WireAnswer) -> str | None:
 
 
 def post(path: str, body: Any, content_type: bytes = b"application/json", **headers: bytes) -> bytes:
-    """A whole request; `body` as JSON unless it is bytes."""
+    """Build a whole request; `body` is encoded as JSON unless it is bytes."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     head = {"host": b"x", "content-type": content_type, "content-length": str(len(content)).encode()} | headers
     return f"POST {path} HTTP/1.1\r\n".encode() + _head(head) + content

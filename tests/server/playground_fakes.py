@@ -38,7 +38,7 @@ def plain_pass(piece: str) -> Chunk:
 
 
 def chain_pass(root: str, kept: list[str], rejected: list[str], own: str) -> Chunk:
-    """A chain of drafts, `kept` then `rejected`, and the target's own token."""
+    """Make a pass with a chain of drafts, `kept` then `rejected`, and the target's own token."""
     drafts = [*kept, *rejected]
     origins = ["accepted"] * len(kept) + ["corrected" if rejected else "bonus"]
     tree = step(list(range(-1, len(drafts))), [root, *drafts], list(range(len(kept) + 1)), len(kept) + 1)

@@ -107,7 +107,7 @@ class SoakReport:
         partial.replace(path)
 
     def table(self, rows: int = 10) -> str:
-        """Every tenth of the run."""
+        """Return a table with every tenth of the run."""
         lines = ["| requests | seconds | memory, MiB | threads | open files |", "|---:|---:|---:|---:|---:|"]
         last = len(self.samples) - 1
         for sample in [self.samples[i] for i in sorted({round(last * k / rows) for k in range(rows + 1)})]:
@@ -152,7 +152,7 @@ def _make_prompt(rng: random.Random) -> str:
 
 
 def _make_grammar_case(rng: random.Random, index: int) -> SoakCase:
-    """One that no request had before, so that whatever is kept of grammars shows."""
+    """Make a request with a new grammar, so that growth of the grammar caches shows."""
     body: dict[str, Any] = {"prompt": _make_prompt(rng), "max_tokens": 12, "temperature": 0.0}
     kind = rng.randrange(3)
     if kind == 0:
@@ -181,7 +181,7 @@ def _matches(pattern: str, text: str) -> bool:
 
 
 def _allow_truncation(is_right: Callable[[str], bool]) -> Callable[[str, str], bool]:
-    """A text that was cut need not be whole."""
+    """Allow a text that was cut to be incomplete."""
     return lambda text, reason: reason == "length" or is_right(text)
 
 

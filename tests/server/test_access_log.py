@@ -25,7 +25,7 @@ def locked() -> Iterator[RunningServer]:
 
 
 def routes(server: RunningServer) -> list[tuple[str, str]]:
-    """Every method and path, from the application's own table, mounts included."""
+    """List every method and path of the application's own table, mounts included."""
     found, todo = [], list(server.server.config.app.routes)
     while todo:
         route = todo.pop()

@@ -68,7 +68,7 @@ def is_well(connection: socket.socket) -> bool:
 
 
 def final(answer: bytes) -> bytes:
-    """The answer after its interim ones."""
+    """Return the answer after its interim ones."""
     while answer.startswith(b"HTTP/1.1 100 "):
         answer = answer.partition(b"\r\n\r\n")[2]
     return answer

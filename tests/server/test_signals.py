@@ -78,7 +78,7 @@ def test_clients_that_do_not_leave_do_not_keep_a_drained_server() -> None:
 
 
 def list_reports(lines: list[str]) -> list[str]:
-    """The texts of a stream, chunk by chunk, in one."""
+    """Join the texts of a stream, chunk by chunk."""
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
     return ["".join(choice["text"] for chunk in chunks for choice in chunk["choices"])]
 

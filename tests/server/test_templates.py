@@ -121,7 +121,7 @@ def _settings(is_plain: bool, own: str) -> ServerSettings:
 
 
 def _framing() -> PreTrainedTokenizerFast:
-    """A tokenizer that puts <pad> before every text and <end> after it."""
+    """Make a tokenizer that puts <pad> before every text and <end> after it."""
     made = Tokenizer.from_str(tiny_models.tokenizer().backend_tokenizer.to_str())
     ids = {word: made.token_to_id(word) for word in ("<pad>", "<end>")}
     made.post_processor = TemplateProcessing(single="<pad> $A <end>", special_tokens=list(ids.items()))
