@@ -1,8 +1,9 @@
-"""Adaptive draft lengths on simulated engines, and the cost of deciding on this machine.
+"""Adaptive draft lengths on simulated engines, and the cost of their decisions on this machine.
 
     python benchmarks/controller_sim.py [--steps 3000] [--loads 1,4,16]
 
-The speeds are simulated, seeded and the same everywhere; docs/controller.md shows them. The microseconds are measured.
+The speeds are simulated with fixed seeds, so they are equal on all machines; docs/controller.md lists them. The
+microseconds are measured.
 """
 
 import argparse
@@ -18,13 +19,15 @@ from simulated_engine import CURVES, SimulatedEngine, find_best_fixed, run
 
 
 class TimedAdaptive(AdaptiveLengthPolicy):
-    seconds = 0.0
+    """Adaptive policy that measures its own time."""
+
+    seconds = 0.0  # total of all decisions and updates
 
     def allocate(self, candidates, num_rows, attended_tokens=0):
         start = time.perf_counter()
-        found = super().allocate(candidates, num_rows, attended_tokens)
+        lengths = super().allocate(candidates, num_rows, attended_tokens)
         self.seconds += time.perf_counter() - start
-        return found
+        return lengths
 
     def record_step(self, report) -> None:
         start = time.perf_counter()
@@ -32,26 +35,31 @@ class TimedAdaptive(AdaptiveLengthPolicy):
         self.seconds += time.perf_counter() - start
 
 
+# (cost of one level of a draft over a plain step, probability that a draft token is accepted)
+CASES = ((0.0, 0.5), (0.2, 0.1), (0.2, 0.8), (1.0, 0.95))
+
+
 def print_speeds(loads: list[int], steps: int) -> None:
     print("| pass | requests | draft | acceptance | best K | its speed | adaptive | pays | probes |")
     print("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
     for name, curve in CURVES.items():
         for load in loads:
-            for draft, chance in ((0.0, 0.5), (0.2, 0.1), (0.2, 0.8), (1.0, 0.95)):
-                world = SimulatedEngine(
+            for draft, acceptance in CASES:
+                engine = SimulatedEngine(
                     curve,
                     draft=draft,
                     reading=0.02 * draft,
                     outliers=0.002,
-                    accept=lambda step, request, chance=chance: chance,
+                    accept=lambda step, request, acceptance=acceptance: acceptance,
                     load=lambda step, load=load: load,
                 )
-                nodes, best = find_best_fixed(world, steps)
-                lengths = AdaptiveLengthPolicy(CostCurve(world.points()))
-                totals = run(world, lengths, steps)
+                best_length, best_speed = find_best_fixed(engine, steps)
+                policy = AdaptiveLengthPolicy(CostCurve(engine.points()))
+                totals = run(engine, policy, steps)
                 print(
-                    f"| {name} | {load} | {draft} | {chance} | {nodes} | {best:.2f}x | {totals.speed:.2f}x "
-                    f"| {lengths.counts['pays'] / steps:.0%} | {lengths.counts['probe'] / steps:.1%} |",
+                    f"| {name} | {load} | {draft} | {acceptance} | {best_length} | {best_speed:.2f}x "
+                    f"| {totals.speed:.2f}x | {policy.counts['pays'] / steps:.0%} "
+                    f"| {policy.counts['probe'] / steps:.1%} |",
                     flush=True,
                 )
 
@@ -60,10 +68,10 @@ def print_overhead(steps: int) -> None:
     print("\n| requests | nodes | microseconds a step |")
     print("| ---: | ---: | ---: |")
     for load in (1, 4, 16, 64):
-        world = SimulatedEngine(draft=0.02, load=lambda step, load=load: load)
-        lengths = TimedAdaptive(CostCurve(world.points()))
-        run(world, lengths, steps)
-        print(f"| {load} | {lengths.decision.nodes} | {1e6 * lengths.seconds / steps:.0f} |", flush=True)
+        engine = SimulatedEngine(draft=0.02, load=lambda step, load=load: load)
+        policy = TimedAdaptive(CostCurve(engine.points()))
+        run(engine, policy, steps)
+        print(f"| {load} | {policy.decision.nodes} | {1e6 * policy.seconds / steps:.0f} |", flush=True)
 
 
 def main() -> None:

@@ -1,12 +1,15 @@
-"""Every drafting method on held-out prompts, greedy and drawn at temperature 1, trees at several sizes: one table.
+r"""Table of all drafting methods on held-out prompts, greedy and sampled at temperature 1, with trees of several sizes.
 
     python benchmarks/heads.py [--prompts 50] [--max-tokens 128] [--budgets 4,8,16,32,64] [--json FILE] [--plot FILE]
 
-Speed-up is the median over prompts of plain decoding's time for a token over the method's, in one run, prompt by prompt
-in turn; acceptance length counts the bonus token. Drawn texts are not seeded: the rule is `reject`.
-    python benchmarks/heads.py --methods medusa:1,medusa:2,medusa:3,medusa:4,medusa:5,medusa:6,medusa:7,medusa:8 \\
+The speed-up is the median over prompts of (time per token of plain decoding / time per token of the method). All
+methods take turns prompt by prompt in one run. The acceptance length includes the bonus token. Sampling has no seed, so
+the rule is `reject`.
+
+This command plots the figures by the number of heads:
+
+    python benchmarks/heads.py --methods medusa:1,medusa:2,medusa:3,medusa:4,medusa:5,medusa:6,medusa:7,medusa:8 \
         --budgets "" --spec-model FOLDER --plot docs/medusa-heads.png
-is the plot over the number of heads.
 """
 
 import argparse
@@ -20,9 +23,11 @@ from typing import Any
 from foredraft import LLM, Sampling
 from foredraft.bench import latency, methods, questions, report
 from foredraft.bench.latency import LatencyRow
-from foredraft.drafters.registry import load_methods as registered
+from foredraft.drafters.registry import load_methods
 
+# Default of --methods; the number is the draft length.
 CHAINS = "draft_model:2,ngram:8,ngram_lm:8,medusa:4,mlp_speculator:3,eagle:3,eagle3:3"
+# Default of --trees; the braces stand for the number of nodes from --budgets.
 TREES = ("medusa:4:tree_nodes={}", "mlp_speculator:4:tree_nodes={}", "eagle:5:tree_nodes={}", "eagle3:5:tree_nodes={}")
 MODES = {"greedy": Sampling(temperature=0.0, ignore_eos=True), "T = 1": Sampling(temperature=1.0, ignore_eos=True)}
 
@@ -30,8 +35,8 @@ MODES = {"greedy": Sampling(temperature=0.0, ignore_eos=True), "T = 1": Sampling
 def parse_methods(options: argparse.Namespace) -> list[methods.BenchMethod]:
     texts = options.methods.split(",")
     for budget in filter(None, options.budgets.split(",")):
-        texts += [tree.format(budget) for tree in options.trees.split(",") if tree]
-    return methods.parse_all(texts, list(registered()))
+        texts += [template.format(budget) for template in options.trees.split(",") if template]
+    return methods.parse_all(texts, list(load_methods()))
 
 
 def measure_methods(
@@ -40,32 +45,32 @@ def measure_methods(
     generators: dict[str, Any] = {methods.PLAIN: llm}
     for method in methods.attach_models(chosen, llm.target.model.config, options.spec_model, llm.is_builtin):
         generators[method.label] = llm.with_drafter(dict(method.spec))
-    found: dict[str, list[LatencyRow]] = {}
+    rows_by_mode: dict[str, list[LatencyRow]] = {}
     for mode, sampling in MODES.items():
         sampling = replace(sampling, max_tokens=options.max_tokens)
-        asked = questions.load_questions(None, options.prompts)
+        prompts = questions.load_questions(None, options.prompts)
 
-        def step(name: str, mode: str = mode) -> None:
+        def print_progress(name: str, mode: str = mode) -> None:
             print(f"\r{mode}: {name:40}", end="", file=sys.stderr)
 
         context = llm.target.context_length
-        outcome = latency.measure(generators, asked, llm.tokenizer, context, sampling, options.rounds, step)
-        found[mode] = latency.build_rows(outcome, sampling)
+        outcome = latency.measure(generators, prompts, llm.tokenizer, context, sampling, options.rounds, print_progress)
+        rows_by_mode[mode] = latency.build_rows(outcome, sampling)
     print(file=sys.stderr)
-    return found
+    return rows_by_mode
 
 
-def format_table(found: dict[str, list[LatencyRow]]) -> str:
-    header = "| method | " + " | ".join(f"AL, {mode} | speed-up | drafting" for mode in found) + " | same text |"
-    lines = [header, "|---|" + "---:|---:|---:|" * len(found) + "---:|"]
-    for rows in zip(*found.values(), strict=True):
+def format_table(rows_by_mode: dict[str, list[LatencyRow]]) -> str:
+    header = "| method | " + " | ".join(f"AL, {mode} | speed-up | drafting" for mode in rows_by_mode) + " | same text |"
+    lines = [header, "|---|" + "---:|---:|---:|" * len(rows_by_mode) + "---:|"]
+    for rows in zip(*rows_by_mode.values(), strict=True):
         cells = [f"{r.acceptance_length:.2f} | {r.speed_up:.2f}x | {r.draft_share:.0%}" for r in rows]
         lines.append(f"| {rows[0].method} | " + " | ".join(cells) + f" | {rows[0].agreement} |")
     return "\n".join(lines)
 
 
-def save_plot(found: dict[str, list[LatencyRow]], path: Path) -> None:
-    """Acceptance length and speed-up, by method in the order of the table."""
+def save_plot(rows_by_mode: dict[str, list[LatencyRow]], path: Path) -> None:
+    """Write a plot of acceptance length and speed-up, with methods in the order of the table."""
     report.require_matplotlib()
     import matplotlib
 
@@ -76,11 +81,11 @@ def save_plot(found: dict[str, list[LatencyRow]], path: Path) -> None:
     for axis, field, title in zip(
         axes, ("acceptance_length", "speed_up"), ("acceptance length", "speed-up over plain decoding"), strict=True
     ):
-        for mode, rows in found.items():
-            rest = [row for row in rows if row.method != methods.PLAIN]
+        for mode, rows in rows_by_mode.items():
+            drafting_rows = [row for row in rows if row.method != methods.PLAIN]
             axis.plot(
-                [row.method for row in rest],
-                [getattr(row, field) for row in rest],
+                [row.method for row in drafting_rows],
+                [getattr(row, field) for row in drafting_rows],
                 marker="o",
                 linewidth=0.6,
                 label=mode,
@@ -88,7 +93,7 @@ def save_plot(found: dict[str, list[LatencyRow]], path: Path) -> None:
         axis.set_title(title)
         axis.set_ylim(bottom=0.9 if field == "acceptance_length" else 0.0)
         axis.grid(alpha=0.3)
-        axis.tick_params(axis="x", rotation=90 if len(rest) > 8 else 30)
+        axis.tick_params(axis="x", rotation=90 if len(drafting_rows) > 8 else 30)
         axis.legend()
     axes[1].axhline(1.0, color="#8a8f98", linewidth=0.8)
     figure.savefig(path, dpi=120)
@@ -108,12 +113,14 @@ def main() -> None:
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     llm = LLM(options.model, drafter=None)
-    found = measure_methods(llm, parse_methods(options), options)
-    print(format_table(found))
+    rows_by_mode = measure_methods(llm, parse_methods(options), options)
+    print(format_table(rows_by_mode))
     if options.json:
-        options.json.write_text(json.dumps({mode: [asdict(row) for row in rows] for mode, rows in found.items()}))
+        options.json.write_text(
+            json.dumps({mode: [asdict(row) for row in rows] for mode, rows in rows_by_mode.items()})
+        )
     if options.plot:
-        save_plot(found, options.plot)
+        save_plot(rows_by_mode, options.plot)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,18 @@
-"""How long a server takes to refuse what is hostile, and what others feel of it.
+"""Time in which a server refuses hostile requests, and the effect on other requests.
 
     python benchmarks/hostile.py [--url http://127.0.0.1:8000] [--rounds 3] [--serve "--model FOLDER"]
 
-The requests are those of tests/server/hostile_corpus.py. Without --url a server of its own is started. Printed: answers
-and faults, milliseconds from the first byte sent to the last one read (p50, p99, max, by the median of a request's
-rounds), the slowest requests, and how long /health took meanwhile. Requests that are odd but may pass generate tokens;
-they count for faults alone. --crowd "a{10000}": instead, 32 requests that follow this regular expression, and how
-long small requests of 8 tokens take alone and beside them. Exit code 1 for any fault. Nothing else should
-run on the machine.
+The requests are those of tests/server/hostile_corpus.py. Without --url the script starts a server. It prints:
+
+- the number of refusals and faults,
+- milliseconds from the first byte sent to the last byte read (p50, p99, max of the median over rounds),
+- the slowest requests,
+- the time of /health during the run.
+
+Unusual requests that are accepted generate tokens; only their faults count. The exit code is 1 after any fault.
+
+--crowd "a{10000}" instead sends 32 requests constrained by this regular expression. It prints the time of small
+requests of 8 tokens, alone and beside the others. No other program should run on the machine.
 """
 
 import argparse
@@ -28,31 +33,32 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "server"))
 from hostile_corpus import corpus
 from hostile_wire import exchange, find_fault
 
-TARGET = 50  # milliseconds
-SLOWEST = 10
+TARGET = 50  # milliseconds; slower refusals are counted
+SLOWEST = 10  # number of slowest requests that are printed
+PROBE_INTERVAL = 0.002  # seconds between two requests to /health
 
 
 @contextmanager
-def start_server(words: str) -> Iterator[str]:
-    """The address of a server of our own."""
-    command = [sys.executable, "-m", "foredraft", "serve", "--port", "0", *shlex.split(words)]
+def start_server(arguments: str) -> Iterator[str]:
+    """Start a server with the given options, and yield its URL."""
+    command = [sys.executable, "-m", "foredraft", "serve", "--port", "0", *shlex.split(arguments)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
         try:
             for line in process.stdout:
-                found = re.search(r"serving .* at (http://[\d.:]+)", line)
-                if found:
+                match = re.search(r"serving .* at (http://[\d.:]+)", line)
+                if match:
                     break
             else:
                 raise SystemExit("the server did not start")
             threading.Thread(target=process.stdout.read, daemon=True).start()
-            yield found[1]
+            yield match[1]
         finally:
             process.terminate()
 
 
 class HealthProbe(threading.Thread):
-    """Asks /health all the time. `seconds`: what every answer took."""
+    """Thread that requests /health repeatedly; `seconds` has the time of every answer."""
 
     def __init__(self, url: str) -> None:
         super().__init__(daemon=True)
@@ -61,101 +67,104 @@ class HealthProbe(threading.Thread):
     def run(self) -> None:
         with httpx.Client(timeout=60) as client:
             while not self.is_over:
-                began = time.monotonic()
+                start = time.monotonic()
                 assert client.get(self.url + "/health").status_code == 200
-                self.seconds.append(time.monotonic() - began)
-                time.sleep(0.002)
+                self.seconds.append(time.monotonic() - start)
+                time.sleep(PROBE_INTERVAL)
 
 
-def compute_percentile(values: list[float], part: float) -> float:
-    return sorted(values)[min(len(values) - 1, round(part * (len(values) - 1)))]
+def compute_percentile(values: list[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, round(share * (len(values) - 1)))]
 
 
 def measure_refusals(url: str, rounds: int) -> tuple[dict[str, list[float]], list[str]]:
-    """Seconds of every refused request, and what was wrong with answers."""
+    """Measure all hostile requests; return the seconds of every refused request, and the faults of all answers."""
     info = httpx.get(url + "/tokenizer_info", timeout=60).json()
     seconds: dict[str, list[float]] = {}
     faults: list[str] = []
     for _ in range(rounds):
-        for i, asked in enumerate(corpus(info["vocab_size"], fetch_context_length(url))):
-            answer = exchange(httpx.URL(url).port or 80, asked.data, timeout=120)
-            wrong = find_fault(asked, answer)
-            if wrong is not None:
-                faults.append(f"{asked.name}: {wrong}")
+        for i, request in enumerate(corpus(info["vocab_size"], fetch_context_length(url))):
+            answer = exchange(httpx.URL(url).port or 80, request.data, timeout=120)
+            fault = find_fault(request, answer)
+            if fault is not None:
+                faults.append(f"{request.name}: {fault}")
             if answer.status != 200:
-                seconds.setdefault(f"{i} {answer.status} {asked.name}", []).append(answer.seconds)
+                seconds.setdefault(f"{i} {answer.status} {request.name}", []).append(answer.seconds)
     return seconds, faults
 
 
 def measure_crowd(url: str, pattern: str, size: int = 32, num_asked: int = 5) -> None:
     """Measure the latency of small requests beside requests with a slow grammar."""
-    answers: list[str] = []
+    ends: list[str] = []
 
-    def ask(**body: object) -> httpx.Response:
+    def post_completion(**body: object) -> httpx.Response:
         return httpx.post(url + "/v1/completions", json={"prompt": "def f(", "temperature": 0} | body, timeout=600)
 
-    def follow() -> None:
-        body = ask(regex=pattern, max_tokens=64).json()
-        answers.append(body["error"]["message"] if "error" in body else body["choices"][0]["finish_reason"])
+    def send_slow_request() -> None:
+        body = post_completion(regex=pattern, max_tokens=64).json()
+        ends.append(body["error"]["message"] if "error" in body else body["choices"][0]["finish_reason"])
 
-    def small() -> float:
-        began = time.monotonic()
-        ask(max_tokens=8).raise_for_status()
-        return time.monotonic() - began
+    def time_small_request() -> float:
+        start = time.monotonic()
+        post_completion(max_tokens=8).raise_for_status()
+        return time.monotonic() - start
 
-    alone = [small() for _ in range(num_asked)]
-    threads = [threading.Thread(target=follow, daemon=True) for _ in range(size)]
-    began = time.monotonic()
+    alone = [time_small_request() for _ in range(num_asked)]
+    threads = [threading.Thread(target=send_slow_request, daemon=True) for _ in range(size)]
+    start = time.monotonic()
     for thread in threads:
         thread.start()
     time.sleep(0.2)
-    beside = [small() for _ in range(num_asked)]
-    print(f"8 tokens, s: alone {statistics.median(alone):.3f}  beside {size} of {pattern}, one after the other: "
-          + " ".join(f"{seconds:.3f}" for seconds in beside), flush=True)  # fmt: skip
+    with_crowd = [time_small_request() for _ in range(num_asked)]
+    print(f"8 tokens, s: alone {statistics.median(alone):.3f}  beside {size} of {pattern}, in sequence: "
+          + " ".join(f"{seconds:.3f}" for seconds in with_crowd), flush=True)  # fmt: skip
     for thread in threads:
         thread.join()
-    print(f"those took {time.monotonic() - began:.1f} s; ends: {sorted(set(answers))}")
+    print(f"the others took {time.monotonic() - start:.1f} s; ends: {sorted(set(ends))}")
 
 
 def fetch_context_length(url: str) -> int:
-    """Tokens of the model's context."""
+    """Fetch the context length of the model, in tokens."""
     return int(httpx.get(url + "/v1/models", timeout=60).json()["data"][0]["max_model_len"])
 
 
-def print_report(seconds: dict[str, list[float]], faults: list[str], others: list[float]) -> None:
-    typical = {name: 1000 * statistics.median(times) for name, times in seconds.items()}
-    values = list(typical.values())
-    slow = sum(value > TARGET for value in values)
-    print(f"{len(typical)} hostile requests refused, {len(faults)} faults, {slow} slower than {TARGET} ms")
+def print_report(seconds: dict[str, list[float]], faults: list[str], health_seconds: list[float]) -> None:
+    medians = {name: 1000 * statistics.median(times) for name, times in seconds.items()}
+    values = list(medians.values())
+    num_slow = sum(value > TARGET for value in values)
+    print(f"{len(medians)} hostile requests refused, {len(faults)} faults, {num_slow} slower than {TARGET} ms")
     print(
         f"ms: p50 {compute_percentile(values, 0.5):.2f}  p99 {compute_percentile(values, 0.99):.1f}  max "
         f"{max(values):.1f}"
     )
-    p50, p99 = (1e3 * compute_percentile(others, share) for share in (0.5, 0.99))
-    print(f"/health meanwhile, ms: p50 {p50:.1f}  p99 {p99:.1f}  max {max(others) * 1e3:.1f}  ({len(others)} times)")
+    p50, p99 = (1e3 * compute_percentile(health_seconds, share) for share in (0.5, 0.99))
+    print(
+        f"/health during the run, ms: p50 {p50:.1f}  p99 {p99:.1f}  max {max(health_seconds) * 1e3:.1f}  "
+        f"({len(health_seconds)} times)"
+    )
     print("slowest, ms:")
-    for name, value in sorted(typical.items(), key=lambda item: -item[1])[:SLOWEST]:
+    for name, value in sorted(medians.items(), key=lambda item: -item[1])[:SLOWEST]:
         print(f"  {value:8.1f}  {name.partition(' ')[2]}")
     for line in dict.fromkeys(faults):
         print(f"FAULT {line}")
 
 
 def run(url: str, rounds: int) -> bool:
-    neighbour = HealthProbe(url)
-    neighbour.start()
+    probe = HealthProbe(url)
+    probe.start()
     seconds, faults = measure_refusals(url, rounds)
-    neighbour.is_over = True
-    neighbour.join()
-    print_report(seconds, faults, neighbour.seconds)
+    probe.is_over = True
+    probe.join()
+    print_report(seconds, faults, probe.seconds)
     return not faults
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url")
+    parser.add_argument("--url", help="running server; default: start one")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--serve", default="", help="options for the server that is started")
-    parser.add_argument("--crowd", metavar="REGEX")
+    parser.add_argument("--crowd", metavar="REGEX", help="measure small requests beside requests with this grammar")
     options = parser.parse_args()
     if options.crowd:
         with nullcontext(options.url) if options.url else start_server(options.serve) as url:

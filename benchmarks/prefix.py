@@ -1,12 +1,13 @@
-"""Saving by the prefix cache: time to first token and acceptance of a request that shares a prefix with an earlier one.
+"""Effect of the prefix cache on time to first token (TTFT) and acceptance length.
 
     python benchmarks/prefix.py [--prompts 12] [--prompt-tokens 512] [--shared 0.9] [--methods none,draft_model:2,...]
         [--json FILE] [--quick]
 
-For every prompt and method, in turn: the first request, then one that shares the given part of its prompt and goes on
-differently (TTFT from adding it to its first token), and the second one again where nothing is cached, under a salt of
-its own. Greedy, so that both of the latter write the same text: their acceptance lengths show whether the draft's
-memory of cached pages is as good as its own. TTFT over TTFT is the median over prompts; acceptance is over all.
+Methods take turns prompt by prompt. Each runs three requests: a first one; a second one that shares the given part of
+its prompt and continues differently; and the second one again with a new salt, so that nothing is cached. TTFT counts
+from adding a request to its first token. Decoding is greedy, so the last two requests have the same output. Their
+acceptance lengths show whether draft KV of cached pages is as good as computed draft KV. The ratio of TTFTs is the
+median over prompts; acceptance lengths are over all prompts.
 """
 
 import argparse
@@ -21,38 +22,40 @@ from pathlib import Path
 from foredraft import LLM, Completion, Sampling
 from foredraft.bench import methods
 from foredraft.cli.speed_figures import sum_stats
-from foredraft.drafters.registry import load_methods as registered
+from foredraft.drafters.registry import load_methods
 from foredraft.llm import MemoryLimits
 from foredraft.outputs import Stats
 from foredraft.request import RequestOptions
 from foredraft.zoo.corpus import make_held_out_prompts
 
+# Default of --methods; the number is the draft length.
 METHODS = "none,draft_model:2,eagle:2,ngram:8"
-CHARS = 8  # of a text, for every token wanted: more than any needs
-ALLOWED, NEAR = 0.25, 0.02
+CHARS = 8  # characters of text per token of a prompt, more than needed
+ALLOWED = 0.25  # maximum of TTFT of the second request over the first
+NEAR = 0.02  # maximum relative difference of acceptance lengths
 
 
 @dataclass(frozen=True)
 class RequestResult:
-    """One request, alone."""
+    """Result of one request that runs alone."""
 
     first: float  # seconds to the first token
-    cached: int  # tokens of the prompt that were not computed
+    cached: int  # prompt tokens from the prefix cache
     completion: Completion
 
 
 @dataclass
 class PrefixRow:
-    """One method."""
+    """Figures of one method, one entry per prompt."""
 
     method: str
-    cold: list[float] = field(default_factory=list)  # seconds to the first token of the first request
-    warm: list[float] = field(default_factory=list)  # of the second
-    again: list[float] = field(default_factory=list)  # of the second, nothing cached
-    cached: list[float] = field(default_factory=list)  # share of the second's prompt
-    hit: list[Stats] = field(default_factory=list)
-    miss: list[Stats] = field(default_factory=list)
-    same_text: int = 0
+    cold: list[float] = field(default_factory=list)  # TTFT of the first request, seconds
+    warm: list[float] = field(default_factory=list)  # TTFT of the second request
+    again: list[float] = field(default_factory=list)  # TTFT of the second request without the cache
+    cached: list[float] = field(default_factory=list)  # share of the prompt of the second request
+    hit: list[Stats] = field(default_factory=list)  # of the second request
+    miss: list[Stats] = field(default_factory=list)  # of the second request without the cache
+    same_text: int = 0  # prompts for which these two have the same output
 
     @property
     def ratio(self) -> float:
@@ -60,32 +63,32 @@ class PrefixRow:
 
     @property
     def acceptance(self) -> tuple[float, float]:
-        """After a hit, and without."""
+        """Acceptance length with and without a prefix-cache hit."""
         return sum_stats(self.hit).acceptance_length, sum_stats(self.miss).acceptance_length
 
 
 def run_request(llm: LLM, prompt: Sequence[int], sampling: Sampling, salt: str) -> RequestResult:
-    """Add a request and step it to its end."""
-    engine, first = llm.engine, 0.0
-    began = time.perf_counter()
+    """Add a request and step the engine to its end."""
+    engine, first_token_seconds = llm.engine, 0.0
+    start = time.perf_counter()
     (transcript,) = llm.prepare(prompt, sampling, RequestOptions(salt=salt.encode()))
     engine.add(transcript)
     while not transcript.is_finished:
         engine.step()
-        if not first and transcript.num_tokens:
-            first = time.perf_counter() - began
+        if not first_token_seconds and transcript.num_tokens:
+            first_token_seconds = time.perf_counter() - start
     completion = transcript.deltas[-1].completion
     if completion is None or completion.error is not None:
         raise SystemExit(f"a request failed: {completion and completion.error}")
-    return RequestResult(first, transcript.request.num_cached_tokens or 0, completion)
+    return RequestResult(first_token_seconds, transcript.request.num_cached_tokens or 0, completion)
 
 
 def make_prompt_pairs(llm: LLM, count: int, size: int, shared: float) -> list[tuple[list[int], list[int]]]:
-    """Prompts of `size` tokens that share their beginning; the rest of the second is the end of another text."""
+    """Make pairs of prompts of `size` tokens with a shared beginning; the second ends like another text."""
     texts = [llm.tokenizer(text).input_ids for text in make_held_out_prompts(4 * count + 4, max_chars=CHARS * size)]
     texts = [ids[-size:] for ids in texts if len(ids) >= size][: count + 1]
     if len(texts) <= count:
-        raise SystemExit(f"only {len(texts) - 1} prompts have {size} tokens; ask for fewer or shorter ones")
+        raise SystemExit(f"only {len(texts) - 1} prompts have {size} tokens; lower --prompts or --prompt-tokens")
     split = round(shared * size)
     return [(ids, ids[:split] + other[split:]) for ids, other in pairwise(texts)]
 
@@ -94,8 +97,8 @@ def measure_pair(
     llm: LLM, row: PrefixRow, prompts: tuple[list[int], list[int]], number: int, sampling: Sampling
 ) -> None:
     first, second = prompts
-    one = run_request(llm, first, sampling, f"{number}")
-    if number % 2:  # what comes later may find warmer caches of the processor
+    cold = run_request(llm, first, sampling, f"{number}")
+    if number % 2:  # alternates the order, as the later request may have warmer processor caches
         miss, hit = (
             run_request(llm, second, sampling, f"{number} alone"),
             run_request(llm, second, sampling, f"{number}"),
@@ -105,7 +108,7 @@ def measure_pair(
             run_request(llm, second, sampling, f"{number}"),
             run_request(llm, second, sampling, f"{number} alone"),
         )
-    row.cold.append(one.first)
+    row.cold.append(cold.first)
     row.warm.append(hit.first)
     row.again.append(miss.first)
     row.cached.append(hit.cached / len(second))
@@ -133,10 +136,10 @@ def format_table(rows: Sequence[PrefixRow]) -> str:
 
 def format_verdict(row: PrefixRow) -> str:
     hit, miss = row.acceptance
-    words = [f"{row.method}: TTFT {row.ratio:.2f}x", f"acceptance {hit / miss - 1:+.1%}"]
-    words += [] if row.ratio <= ALLOWED else [f"TTFT above {ALLOWED}x"]
-    words += [] if abs(hit / miss - 1) <= NEAR else [f"acceptance not within {NEAR:.0%}"]
-    return ", ".join(words)
+    parts = [f"{row.method}: TTFT {row.ratio:.2f}x", f"acceptance {hit / miss - 1:+.1%}"]
+    parts += [] if row.ratio <= ALLOWED else [f"TTFT above {ALLOWED}x"]
+    parts += [] if abs(hit / miss - 1) <= NEAR else [f"acceptance not within {NEAR:.0%}"]
+    return ", ".join(parts)
 
 
 def main() -> None:
@@ -148,7 +151,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--methods", default=METHODS)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--quick", action="store_true", help="a smoke test; its figures mean nothing")
+    parser.add_argument("--quick", action="store_true", help="smoke test; its figures have no meaning")
     options = parser.parse_args()
     if options.quick:
         options.prompts, options.prompt_tokens, options.max_tokens = 2, 96, 8
@@ -160,12 +163,12 @@ def main() -> None:
             engines[text] = llm.with_drafter(None)
             continue
         (method,) = methods.attach_models(
-            [methods.parse(text, sorted(registered()))], llm.target.model.config, None, llm.is_builtin
+            [methods.parse(text, sorted(load_methods()))], llm.target.model.config, None, llm.is_builtin
         )
         engines[text] = llm.with_drafter(dict(method.spec))
     prompts = make_prompt_pairs(llm, options.prompts, options.prompt_tokens, options.shared)
     rows = {name: PrefixRow(name) for name in engines}
-    for name, engine in engines.items():  # warms up; what it leaves in the cache is under a salt of its own
+    for name, engine in engines.items():  # warm-up; its salt separates its pages from the measurement
         measure_pair(engine, PrefixRow(name), prompts[0], -1, sampling)
     for number, prompt in enumerate(prompts):
         names = [*engines][number % len(engines) :] + [*engines][: number % len(engines)]

@@ -1,11 +1,10 @@
-"""Texts of every method, rule and kind of setting, written to a file; or compared with those of another version.
+"""Outputs of every method, rule and kind of setting, to compare two versions of Foredraft.
 
     python benchmarks/same_texts.py --out before.json          # with the older version
-    python benchmarks/same_texts.py --compare before.json      # with the newer one: exit code 1 at the first difference
+    python benchmarks/same_texts.py --compare before.json      # with the newer version; exit code 1 if different
 
-Seeds and draft lengths are fixed, so a change that only renames or moves code gives the same tokens, the same numbers
-of
-drafted and accepted tokens, and the same log-probabilities, bit for bit, on the same processor.
+Seeds and draft lengths are fixed. So a change that only renames or moves code gives the same tokens, the same numbers
+of draft tokens and accepted tokens, and bit-equal log-probabilities on the same processor.
 """
 
 import argparse
@@ -17,7 +16,7 @@ from typing import Any
 
 from foredraft import LLM, Grammar, Sampling, Seq2Seq
 
-TOKENS = 40
+TOKENS = 40  # output tokens per request
 PROMPTS = (
     "def fibonacci(n):\n",
     "import os\nimport sys\n\n\nclass Reader:\n    def __init__(self, path):\n",
@@ -41,7 +40,8 @@ SINGLE = (
     "hydra:3", "mlp_speculator:3", "chimera:3", "eagle:4", "eagle3:4", "early_exit:3",
 )  # fmt: skip
 TREES = ("medusa:4:tree_nodes=12", "eagle:4:tree_nodes=12", "eagle3:4:tree_nodes=12", "mlp_speculator:3:tree_nodes=10")
-ENSEMBLES = ("suffix+draft_model:4", "ngram+eagle3:4", "auto:4")  # choose by measured time: `match` alone is repeatable
+# Ensembles choose by measured time, so only the output of `match` is repeatable.
+ENSEMBLES = ("suffix+draft_model:4", "ngram+eagle3:4", "auto:4")
 SEQ2SEQ = ("aggressive:8", "draft_model:3")
 
 
@@ -52,27 +52,27 @@ def parse_spec(text: str) -> tuple[dict[str, Any], int]:
 
 
 def sample_settings(first: int, rule: str) -> list[Sampling]:
-    chosen = [SETTINGS[(first + i) % len(SETTINGS)] for i in range(len(PROMPTS))]
-    return [Sampling(max_tokens=TOKENS, ignore_eos=True, **settings) for settings in chosen]
+    settings_by_prompt = [SETTINGS[(first + i) % len(SETTINGS)] for i in range(len(PROMPTS))]
+    return [Sampling(max_tokens=TOKENS, ignore_eos=True, **settings) for settings in settings_by_prompt]
 
 
 def generate_cases(plain: LLM) -> Iterator[tuple[str, LLM, int]]:
-    """A name, an engine, and the index of the first setting."""
+    """Generate cases as (name, LLM, index of the first setting)."""
     yield "none", plain, 0
     yield "none", plain, 4
     yield "none", plain, 8
-    for place, text in enumerate((*SINGLE, *TREES)):
+    for index, text in enumerate((*SINGLE, *TREES)):
         spec, length = parse_spec(text)
         rules = ("match", "reject", "typical") if text in TREES else ("match", "reject", "block", "typical")
-        for turn, rule in enumerate(rules):
-            yield f"{text} {rule}", plain.with_drafter(dict(spec), length, rule), place + 3 * turn
-    for place, text in enumerate(ENSEMBLES):
+        for rule_index, rule in enumerate(rules):
+            yield f"{text} {rule}", plain.with_drafter(dict(spec), length, rule), index + 3 * rule_index
+    for index, text in enumerate(ENSEMBLES):
         spec, length = parse_spec(text)
-        yield f"{text} match", plain.with_drafter(dict(spec), length, "match"), 2 * place
+        yield f"{text} match", plain.with_drafter(dict(spec), length, "match"), 2 * index
 
 
 def write_texts() -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    outputs: dict[str, Any] = {}
     for kind, options in (("", {}), ("int8 ", {"quantization": "int8"}), ("torch ", {"fused": False})):
         plain = LLM("builtin", None, num_speculative_tokens=4, **options)
         for name, llm, first in generate_cases(plain):
@@ -81,21 +81,21 @@ def write_texts() -> dict[str, Any]:
             print_progress(f"{kind}{name}")
             completions = llm.generate(list(PROMPTS), sample_settings(first, name))
             for i, completion in enumerate(completions):
-                found[f"{kind}{name} [{first}] {i}"] = describe_completion(
+                outputs[f"{kind}{name} [{first}] {i}"] = describe_completion(
                     completion, is_counted=name[:4] not in ("auto", "none") and "+" not in name
                 )
-    pair = LLM("builtin-seq2seq", None)
+    seq2seq = LLM("builtin-seq2seq", None)
     sources = [Seq2Seq("The quick brown fox jumps ovr the lazy dog."), Seq2Seq("Retrun the sum of two nubmers.")]
     for text in SEQ2SEQ:
         spec, length = parse_spec(text)
         for rule in ("match", "reject"):
             print_progress(f"seq2seq {text} {rule}")
-            llm = pair.with_drafter(dict(spec), length, rule)
+            llm = seq2seq.with_drafter(dict(spec), length, rule)
             samplings = [Sampling(max_tokens=TOKENS, temperature=t, seed=9) for t in (0.0, 0.9)]
             for i, completion in enumerate(llm.generate(sources, samplings)):
-                found[f"seq2seq {text} {rule} {i}"] = describe_completion(completion, is_counted=True)
+                outputs[f"seq2seq {text} {rule} {i}"] = describe_completion(completion, is_counted=True)
     print(file=sys.stderr)
-    return found
+    return outputs
 
 
 def describe_completion(completion: Any, is_counted: bool) -> dict[str, Any]:
@@ -116,22 +116,22 @@ def print_progress(text: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--compare", type=Path)
+    parser.add_argument("--out", type=Path, help="file for the outputs")
+    parser.add_argument("--compare", type=Path, help="file of the other version")
     options = parser.parse_args()
-    found = write_texts()
+    outputs = write_texts()
     if options.out:
-        options.out.write_text(json.dumps(found, indent=1))
-    different = []
+        options.out.write_text(json.dumps(outputs, indent=1))
+    differences = []
     if options.compare:
         before = json.loads(options.compare.read_text())
-        different = sorted(name for name in before.keys() | found.keys() if before.get(name) != found.get(name))
-        for name in different[:20]:
-            print(f"{name}\n  before {before.get(name)}\n  now    {found.get(name)}")
-        print(f"{len(before)} texts before, {len(found)} now, {len(different)} different")
+        differences = sorted(name for name in before.keys() | outputs.keys() if before.get(name) != outputs.get(name))
+        for name in differences[:20]:
+            print(f"{name}\n  before {before.get(name)}\n  now    {outputs.get(name)}")
+        print(f"{len(before)} texts before, {len(outputs)} now, {len(differences)} different")
     else:
-        print(f"{len(found)} texts")
-    return int(bool(different))
+        print(f"{len(outputs)} texts")
+    return int(bool(differences))
 
 
 if __name__ == "__main__":

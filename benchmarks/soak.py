@@ -1,11 +1,11 @@
-"""A long run of mixed requests against a server in this process: memory, threads and open files must not grow.
+"""Long run of mixed requests to a server in this process; memory, threads and open files must not grow.
 
     python benchmarks/soak.py --requests 20000 --out soak.json [--model builtin] [--spec-method draft_model]
 
-The requests are those of tests/server/server_soak.py: known texts, samples, streams, chats, 3 % grammars, clients
-that leave, bodies that are refused. --out is written after every round; its "samples" show how far the run is. Exit
-code 1 if memory grows by more than 1 MiB per 1,000 requests in the second half, if threads or open files change there,
-or if any answer is wrong. The machine may be busy.
+The requests are those of tests/server/server_soak.py: greedy requests with known output, sampling, streams, chats, 3 %
+grammars, clients that disconnect, and invalid bodies. --out is written after every round; its "samples" show the
+progress. The exit code is 1 if, in the second half, memory grows by more than 1 MiB per 1,000 requests or the number of
+threads or open files changes, or if any answer is wrong. Other programs may run on the machine.
 """
 
 import argparse
@@ -21,23 +21,23 @@ from server_soak import soak  # noqa: E402
 from foredraft import LLM  # noqa: E402
 from foredraft.llm import MemoryLimits  # noqa: E402
 
-TOKENS = 256  # of KV memory: less than the requests at once want
+TOKENS = 256  # of KV memory, less than concurrent requests need
 
 
 def create_llm(model: str, method: str | None) -> LLM:
-    """`small`: random float64 weights of the tests; otherwise a folder or a name."""
+    """Create the LLM from a folder or name; `small` means the random float64 model of the tests."""
     limits = MemoryLimits(kv_tokens=TOKENS, max_batch=32)
     if model == "small":
-        other = live_server.make_small_llm().with_drafter(None)
-        other.limits = limits
-        return other.with_drafter(live_server.make_small_llm().drafter)
+        llm = live_server.make_small_llm().with_drafter(None)
+        llm.limits = limits
+        return llm.with_drafter(live_server.make_small_llm().drafter)
     return LLM(model, limits=limits) if method is None else LLM(model, method, limits=limits)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=20_000)
-    parser.add_argument("--each", type=int, default=100, help="requests between two looks at the process")
+    parser.add_argument("--each", type=int, default=100, help="requests between two samples of the process")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", default="builtin", help="'small' for the random model of the tests")
     parser.add_argument("--spec-method")

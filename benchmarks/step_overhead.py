@@ -1,10 +1,10 @@
-"""Cost of a step besides the models: the real engine over a target that only looks its logits up.
+"""Cost of a step besides the models, measured with the real engine and a target that looks up its logits.
 
     python benchmarks/step_overhead.py [--steps 300] [--batches 1,16] [--drafts 0,4] [--vocab 4096,131072] [--profile]
 
-Microseconds per step by part: lower quartiles over the steps, on one thread, because other work on the machine only
-ever adds. `forward` is the stub and `propose` the guard around a drafter
-that recites the likeliest tokens, wrong now and then; neither counts in the total.
+The table has microseconds per step by part, on one thread. Figures are lower quartiles over the steps, because other
+work on the machine can only add time. `forward` is the stub of the target. `propose` is the sandbox around a drafter
+that returns the likeliest tokens with some errors. Neither is part of the total.
 """
 
 import argparse
@@ -32,7 +32,10 @@ from foredraft.request import Batch, Request
 from foredraft.tree import Commit, TokenTree
 
 PERIOD = 61  # rows of logits; the row after a token depends on its position alone
-ERROR = 4  # every so manieth position is drafted wrong
+ERROR = 4  # every ERROR-th position has a wrong draft token
+WARM_UP_STEPS = 10  # includes the prompts
+TOP_FUNCTIONS = 40  # lines of a profile
+# Label -> sampling parameters and verification rule.
 MODES = {
     "greedy": (Sampling(temperature=0, max_tokens=1 << 17), "match"),
     "match": (Sampling(max_tokens=1 << 17), "match"),
@@ -44,7 +47,7 @@ MODES = {
 
 @dataclass
 class StubLM:
-    """Logits by position, of about the entropy of text."""
+    """Stub of a target with logits by position, of about the entropy of text."""
 
     rows: Tensor  # [PERIOD, V]
     context_length: int = 1 << 30
@@ -54,7 +57,7 @@ class StubLM:
     def from_vocab_size(cls, vocab_size: int, dtype: torch.dtype) -> "StubLM":
         generator = torch.Generator().manual_seed(0)
         rows = torch.randn(PERIOD, vocab_size, generator=generator) * 1.5
-        common = torch.randint(5, 4000, (PERIOD, 30), generator=generator)  # ids the tokenizer knows
+        common = torch.randint(5, 4000, (PERIOD, 30), generator=generator)  # ids in the vocabulary of the tokenizer
         peaks = torch.linspace(13, 5, 30) + torch.randn(PERIOD, 30, generator=generator)
         return cls(rows.scatter_(1, common, peaks).to(dtype))
 
@@ -67,7 +70,7 @@ class StubLM:
 
 
 class TableDrafter:
-    """Drafts the likeliest tokens, which it knows by heart."""
+    """Drafter that looks up the likeliest tokens in a table."""
 
     hidden_layers: tuple[int, ...] = ()
 
@@ -79,8 +82,8 @@ class TableDrafter:
         drafts: dict[int, Draft] = {}
         for b in batch.find_drafting():
             first = batch.requests[b].num_tokens - 1
-            places = range(first, first + batch.max_draft_nodes[b])
-            drafts[b] = Draft.from_chain([self._best[i % PERIOD] + (i % ERROR == 0) for i in places])
+            positions = range(first, first + batch.max_draft_nodes[b])
+            drafts[b] = Draft.from_chain([self._best[i % PERIOD] + (i % ERROR == 0) for i in positions])
         return to_token_tree(batch, drafts)
 
     def observe(self, batch: Batch, commit: Commit) -> None: ...
@@ -89,7 +92,7 @@ class TableDrafter:
 
 
 class StepTimers:
-    """Seconds by part and step."""
+    """Timers of the parts of each step, in seconds."""
 
     def __init__(self) -> None:
         self.now: dict[str, float] = {}
@@ -99,24 +102,25 @@ class StepTimers:
         call: Callable = getattr(owner, name)
 
         def call_timed(*args, **kwargs):
-            began = time.perf_counter()
+            start = time.perf_counter()
             result = call(*args, **kwargs)
-            self.now[part] = self.now.get(part, 0.0) + time.perf_counter() - began
+            self.now[part] = self.now.get(part, 0.0) + time.perf_counter() - start
             return result
 
         setattr(owner, name, call_timed)
 
     def step(self, engine: Engine) -> None:
         self.now = {}
-        began = time.perf_counter()
+        start = time.perf_counter()
         engine.step()
-        self.now["all"] = time.perf_counter() - began
+        self.now["all"] = time.perf_counter() - start
         self.steps.append(self.now)
 
     def compute_quartile(self, part: str) -> float:
         return statistics.quantiles([step.get(part, 0.0) for step in self.steps], n=4)[0] * 1e6
 
 
+# Parts of the engine, and parts that do not count in the total.
 PARTS = ("schedule", "window", "text", "observe", "commit", "publish")
 MODELS = ("propose", "forward")
 
@@ -145,13 +149,13 @@ def attach_timers(engine: Engine) -> StepTimers:
 
 
 def clear_deltas(engine: Engine) -> None:
-    """Take all deltas, as a caller that reads its stream does."""
+    """Remove all deltas, as a caller that reads its stream does."""
     for transcript in engine.transcripts.values():
         transcript.deltas.clear()
 
 
 def measure(engine: Engine, num_steps: int) -> StepTimers:
-    for _ in range(10):  # the prompts, and warm caches
+    for _ in range(WARM_UP_STEPS):
         engine.step()
     timers = attach_timers(engine)
     for _ in range(num_steps):
@@ -161,19 +165,19 @@ def measure(engine: Engine, num_steps: int) -> StepTimers:
 
 
 def profile(engine: Engine, num_steps: int) -> None:
-    for _ in range(10):
+    for _ in range(WARM_UP_STEPS):
         engine.step()
     with cProfile.Profile() as profiler:
         for _ in range(num_steps):
             engine.step()
-    pstats.Stats(profiler).sort_stats("tottime").print_stats(40)
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(TOP_FUNCTIONS)
 
 
 def format_line(label: str, timers: StepTimers) -> str:
-    every = [timers.compute_quartile(part) for part in (*PARTS, *MODELS)]
+    quartiles = [timers.compute_quartile(part) for part in (*PARTS, *MODELS)]
     total = timers.compute_quartile("all") - sum(timers.compute_quartile(part) for part in MODELS)
-    rest = total - sum(every[: len(PARTS)])
-    cells = [f"{value:.0f}" for value in (total, rest, *every)]
+    remainder = total - sum(quartiles[: len(PARTS)])
+    cells = [f"{value:.0f}" for value in (total, remainder, *quartiles)]
     return f"| {label} | " + " | ".join(cells) + " |"
 
 

@@ -130,7 +130,7 @@ class Batch:
 
     @property
     def needs_logits(self) -> list[bool]:
-        """Whether each chunk reaches the last committed token, so that the step samples a new one. [B]"""
+        """Whether each chunk reaches the last committed token, so that the step samples a new one, as [B]."""
         return [
             r.num_computed + chunk == r.num_tokens for r, chunk in zip(self.requests, self.num_new_tokens, strict=True)
         ]

@@ -21,7 +21,7 @@ class EncoderSource:
 
     @property
     def digest(self) -> bytes:
-        """Hash of the content: equal for sources with equal encoder outputs. 32 bytes"""
+        """Hash of the content: equal for sources with equal encoder outputs (32 bytes)."""
         hasher = blake2b(array("q", self.tokens).tobytes(), digest_size=32)
         for tensor in (self.features, self.states):
             if tensor is None:

@@ -137,7 +137,7 @@ class TokenTree:
 
     @lazy_property
     def sizes(self) -> list[int]:
-        """Number of nodes of each request. [B]"""
+        """Return the number of nodes of each request, as [B]."""
         return list(map(len, self.token_lists))
 
     @lazy_property
@@ -154,7 +154,7 @@ class TokenTree:
 
     @lazy_property
     def roots(self) -> list[int]:
-        """Node of the last committed token of each request. [B]
+        """Return the node of the last committed token of each request, as [B].
 
         Equal to the size if the chunk ends before the last committed token: such a request has no rows and no draft.
         """
@@ -313,12 +313,15 @@ class Commit:
 
     @lazy_property
     def counts(self) -> list[int]:
-        """Number of KV entries that stay, and of tokens that follow them. [B] At least 1 unless the request failed."""
+        """Return the number of KV entries that stay, which is also the number of tokens, as [B].
+
+        At least 1 unless the request failed.
+        """
         return list(map(len, self.token_lists))
 
     @lazy_property
     def counts_tensor(self) -> Tensor:
-        """`counts` as [B] int64."""
+        """Return `counts` as an int64 tensor of shape [B]."""
         return torch.tensor(self.counts, dtype=torch.int64)
 
     @lazy_property

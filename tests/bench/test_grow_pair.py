@@ -161,7 +161,7 @@ def test_a_saved_model_names_its_origin_and_loads(tmp_path, feed, tied):
     assert torch.equal(logits(again), logits(model))
     card = (out / "README.md").read_text()
     assert "a test model" in card
-    assert "3 layers of encoder and 5 of decoder" in card
+    assert "3 encoder layers and 5 decoder layers" in card
 
 
 def test_the_built_in_pair_grows_and_keeps_its_text_and_its_draft(tmp_path):

@@ -110,9 +110,9 @@ def test_rounds_count_by_their_median(clock):
 @pytest.mark.parametrize(
     ("sampling", "rule", "agreement"),
     [
-        (Sampling(max_tokens=4, temperature=1.0), "reject", "drawn"),
+        (Sampling(max_tokens=4, temperature=1.0), "reject", "sampled"),
         (Sampling(max_tokens=4, temperature=1.0, seed=3), "match", "3/3"),
-        (Sampling(max_tokens=4, temperature=1.0, seed=3), "reject", "drawn"),
+        (Sampling(max_tokens=4, temperature=1.0, seed=3), "reject", "sampled"),
         (GREEDY, "typical", "3/3"),
     ],
 )

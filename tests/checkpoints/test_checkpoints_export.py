@@ -103,7 +103,7 @@ def test_sliding_attention_goes_where_it_is_read_and_nowhere_else(tmp_path):
 
 def test_a_hydra_head_of_another_rotary_base_than_the_authors_is_refused(tmp_path):
     folder = published_folders.hydra(tmp_path / "in", prefix=True, rope_theta=77.0)
-    assert "knows base 10000 alone" in refusal(tmp_path, folder, "hydra")
+    assert "supports only base 10000" in refusal(tmp_path, folder, "hydra")
 
 
 def test_a_head_of_the_last_state_is_vllms_alone(tmp_path):
@@ -196,7 +196,7 @@ def test_medusa_announces_its_biases_which_vllm_drops_otherwise(tmp_path, fmt):
 
 
 def test_medusa_heads_on_the_targets_matrix_are_not_for_vllm(tmp_path):
-    assert "borrows the target's lm_head" in refusal(
+    assert "uses the target's lm_head" in refusal(
         tmp_path, published_folders.medusa(tmp_path / "in", version2=True), "vllm"
     )
 
@@ -223,7 +223,7 @@ def test_hydra_heads_are_written_as_their_authors_load_them(tmp_path):
 
 @pytest.mark.parametrize("options", [{"own_head": False}, {"rank": 9}])
 def test_short_forms_of_hydra_heads_are_not_for_others(tmp_path, options):
-    assert "a form of ours" in refusal(tmp_path, published_folders.hydra(tmp_path / "in", **options), "hydra")
+    assert "a form of this project" in refusal(tmp_path, published_folders.hydra(tmp_path / "in", **options), "hydra")
 
 
 @pytest.mark.parametrize("fmt", ["hydra", "vllm"])

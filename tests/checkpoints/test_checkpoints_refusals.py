@@ -198,7 +198,7 @@ def test_heads_that_do_not_divide_the_weights(tmp_path):
     text = refusal(published_folders.eagle(tmp_path, num_attention_heads=3, num_key_value_heads=1))
     assert "q_proj has 32 rows and k_proj 16, and config.json makes them 3 and 1 heads" in text
     published_folders.edit_config(tmp_path, drop=("num_attention_heads",))
-    assert "has to say num_attention_heads" in refusal(tmp_path)
+    assert "must set num_attention_heads" in refusal(tmp_path)
 
 
 @pytest.mark.usefixtures("unread")
@@ -435,7 +435,7 @@ def test_tied_steps_that_differ(tmp_path):
     published_folders.edit_tensors(folder, more={"speculator.emb.2.weight": torch.ones(V, 24)})
     assert "speculator.emb.2.weight differs from speculator.emb.0.weight" in refusal(folder)
     once = published_folders.mlp_speculator(tmp_path / "once", tied=True)
-    assert "has to say n_predict" in refusal(published_folders.edit_config(once, drop=("n_predict",)))
+    assert "must set n_predict" in refusal(published_folders.edit_config(once, drop=("n_predict",)))
 
 
 def test_a_truncated_vocabulary_of_medusa(tmp_path):

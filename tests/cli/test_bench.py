@@ -96,7 +96,7 @@ def test_latency_of_a_grown_model_says_so_wherever_it_writes(run, grown, small, 
     assert [row["acceptance_rate"] for row in figures["methods"]] == [0.0, 1.0]
     assert [cost["rows"] for cost in figures["verify_cost"]["passes"]] == [1, 2]
     assert files[2].read_bytes().startswith(b"\x89PNG")
-    for word in ("| plain |", f"| {draft} |", "3/3", "Drafts kept to each position", "Cost of verification"):
+    for word in ("| plain |", f"| {draft} |", "3/3", "Drafts accepted up to each position", "Cost of verification"):
         assert word in outcome.stdout
 
 
@@ -120,9 +120,9 @@ def test_methods_that_cannot_be_had_are_left_out_by_default_and_refused_by_name(
     assert (outcome.code, len(outcome.error_lines)) == (1, 1)
 
 
-def test_sampling_with_a_seed_is_compared_and_without_is_drawn(run, small, asked):
+def test_sampling_with_a_seed_is_compared_and_without_is_not(run, small, asked):
     args = ("--methods", "ngram:2", "--temperature", "1", "--top-p", "0.9")
-    assert "| drawn |" in latency(run, small, asked, *args).stdout
+    assert "| sampled |" in latency(run, small, asked, *args).stdout
     outcome = latency(run, small, asked, *args, "--seed", "3")
     assert "temperature 1.0, top-p 0.9, seed 3" in outcome.stdout
     assert outcome.stdout.count("3/3") == 2

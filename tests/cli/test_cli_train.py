@@ -56,7 +56,7 @@ def test_a_stopped_run_says_how_to_go_on_and_does(run, small, tmp_path):
     assert "stopped after step 1 of 4" in stopped.error_lines[-1]
     assert "the same command goes on from here" in stopped.error_lines[-1]
     resumed = run(*asked, "--steps", "4")
-    assert (resumed.code, "going on after step 1 of 4" in resumed.stderr) == (0, True)
+    assert (resumed.code, "resuming after step 1 of 4" in resumed.stderr) == (0, True)
     other = run(*asked, "--steps", "5")
     assert other.code == 1
     assert other.error_lines[-1].endswith("steps.steps was 4 and is 5; give another --out, or delete it to begin again")

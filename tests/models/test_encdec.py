@@ -228,7 +228,7 @@ def test_sound_is_refused_by_its_shape() -> None:
     llm = LLM(make_model("whisper"), None)
     with pytest.raises(ForedraftError, match=r"shape \[8, 60\], got \[8, 61\]"):
         llm.generate(Seq2Seq(features=torch.zeros(8, 61)), GREEDY)
-    with pytest.raises(ForedraftError, match="reads sound"):
+    with pytest.raises(ForedraftError, match="reads audio"):
         llm.generate([[4, 5]], GREEDY)
 
 
@@ -236,7 +236,7 @@ def test_a_model_of_another_kind_says_so() -> None:
     import transformers as hf
 
     config = hf.LEDConfig(vocab_size=61, d_model=32, encoder_layers=1, decoder_layers=1, attention_window=8)
-    with pytest.raises(ForedraftError, match="of type 'led'; those that can be run are: bart"):
+    with pytest.raises(ForedraftError, match="of type 'led'; supported types are: bart"):
         LLM(hf.LEDForConditionalGeneration(config), None)
 
 

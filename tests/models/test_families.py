@@ -135,7 +135,7 @@ def _boundaries(model: Any, ids: list[int], taps: tuple[int, ...]) -> Tensor:
 
 
 def test_a_tap_that_is_no_boundary_is_refused() -> None:
-    with pytest.raises(ForedraftError, match="tap 4 is not a boundary of llama: it has 3 layers"):
+    with pytest.raises(ForedraftError, match="hidden layer 4 is not a boundary of llama: it has 3 layers"):
         PagedModel(make_family("llama")[1]).read({0: [5]}, hidden_layers=(4,))
 
 

@@ -90,7 +90,7 @@ def test_a_configuration_that_is_no_json(folder: Path) -> None:
 
 def test_an_unknown_architecture(folder: Path) -> None:
     rewrite_config(folder, model_type="perceptron9000")
-    assert "no architecture that this transformers version knows" in refusal(folder)
+    assert "no architecture that this transformers version supports" in refusal(folder)
 
 
 def test_a_model_that_writes_no_text(folder: Path) -> None:

@@ -442,7 +442,7 @@ def test_a_token_outside_the_vocabulary_is_refused(name: str, ids: list[int]) ->
 
 @pytest.mark.parametrize("shape", [(2, 48), (4, 48), (3, 24), (3, 96), (1, 3, 48)])
 def test_features_that_are_not_one_per_token_are_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"where \[3, 48\] are read"):
+    with pytest.raises(ValueError, match=r"expected \[3, 48\]"):
         Paged(native("joined", torch.float32)).run([Span([1], 0, [3, 4, 5], range(3))], torch.zeros(shape), [])
 
 

@@ -46,7 +46,7 @@ REFUSED = {
     "llama4": (lambda: hf.Llama4TextConfig(**TINY, **HEADS, num_local_experts=2, intermediate_size_mlp=48), "chunked"),
 }
 NOT_SEEN = {
-    "bert": (lambda: hf.BertConfig(**TINY), "lets tokens see later ones"),
+    "bert": (lambda: hf.BertConfig(**TINY), "lets tokens attend to later tokens"),
     "roberta": (lambda: hf.RobertaConfig(**TINY, is_decoder=True), "counts positions from its padding token"),
     "doge": (lambda: hf.DogeConfig(**TINY), "masks the attention of layer 0 in a way"),
     "qwen2_moe": (
@@ -60,7 +60,7 @@ NOT_SEEN = {
         lambda: hf.PhimoeConfig(**TINY, sliding_window=6, num_local_experts=2, **EXPERTS),
         "masks the attention of layer 0 in a way",
     ),
-    "diffllama": (lambda: hf.DiffLlamaConfig(**TINY), "attends more or less than once in some layer"),
+    "diffllama": (lambda: hf.DiffLlamaConfig(**TINY), "does not attend exactly once in every layer"),
     "nemotron": (lambda: hf.NemotronConfig(**TINY, head_dim=8), "keyword arguments do not reach the attention"),
 }  # fmt: skip
 
@@ -94,7 +94,9 @@ def test_a_sliding_window_as_wide_as_the_context_hides_nothing() -> None:
 
 def test_a_bidirectional_gemma_is_refused() -> None:
     config = hf.Gemma3TextConfig(**TINY, **HEADS, use_bidirectional_attention=True)
-    assert "lets tokens see later ones" in refusal(hf.AutoModelForCausalLM.from_config(config), "embedding-gemma")
+    assert "lets tokens attend to later tokens" in refusal(
+        hf.AutoModelForCausalLM.from_config(config), "embedding-gemma"
+    )
 
 
 def test_a_model_that_ignores_logits_to_keep_is_refused() -> None:

@@ -129,7 +129,7 @@ def test_a_loss_that_is_no_number_ends_the_run(folder):
         ({"settings": {"colour": "red"}}, "unknown training option 'colour'; this method takes: dropout, loss"),
         ({"settings": {"loss": "huber"}}, "unknown loss 'huber'"),
         ({"settings": {"dropout": "much"}}, "dropout takes float, got 'much'"),
-        ({"settings": {"taps": "[9]"}}, "tap 9 is not a boundary"),
+        ({"settings": {"taps": "[9]"}}, "hidden layer 9 is not a boundary"),
         ({"start": "nowhere"}, "--start 'nowhere' is not a folder"),
         ({"precision": "int3"}, "unknown precision"),
     ],

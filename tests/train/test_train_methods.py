@@ -146,7 +146,7 @@ def test_answers_there_are_are_not_written_again(tmp_path, monkeypatch):
 
 def test_answers_to_other_prompts_are_not_taken(tmp_path):
     writer(tmp_path).write(PROMPTS)
-    with pytest.raises(ForedraftError, match="answers to other prompts or by other rules"):
+    with pytest.raises(ForedraftError, match="answers to other prompts or with other settings"):
         writer(tmp_path, max_tokens=7).write(PROMPTS)
 
 

@@ -115,7 +115,7 @@ def test_a_cache_that_was_stopped_goes_on(tmp_path, target, monkeypatch):
 
 def test_traces_of_something_else_are_refused(tmp_path, target):
     make_cache(tmp_path, target).fill(lambda line: None)
-    with pytest.raises(ForedraftError, match="are others: of was 'a' and is 'b'; give another --cache"):
+    with pytest.raises(ForedraftError, match="have other settings: of was 'a' and is 'b'; give another --cache"):
         make_cache(tmp_path, target, identity="b").fill(lambda line: None)
 
 
@@ -151,5 +151,5 @@ def test_a_run_on_cached_traces_learns_the_same(tmp_path):
     kept = train(plan(tmp_path, "kept", cache=str(tmp_path / "traces"), **same), module=MODULE)
     assert all(torch.equal(weights(live.folder)[n], weights(kept.folder)[n]) for n in weights(live.folder))
     again = plan(tmp_path, "two", cache=str(tmp_path / "traces"), settings={"taps": "[0]"}, top=20)
-    with pytest.raises(ForedraftError, match="are others: taps was"):
+    with pytest.raises(ForedraftError, match="have other settings: taps was"):
         train(again, module=MODULE)

@@ -1,0 +1,1 @@
+"""Benchmarks of `foredraft bench`: latency, comparison with other programs, load, kernels and grown models."""

@@ -1,6 +1,7 @@
-"""The same weights and the same prompts through several programs in one run, in turn, prompt by prompt.
+"""Comparison of several programs on the same weights and prompts.
 
-A program that cannot be had, or fails, is a line of the result; it never ends the run.
+All programs take turns, prompt by prompt, in rotating order. A program that is absent or fails becomes a row with its
+reason; the run goes on without it.
 """
 
 import statistics
@@ -15,27 +16,28 @@ from foredraft.bench.questions import PromptBuilder, Question
 from foredraft.bench.subprocess_peer import PeerError, SubprocessPeer
 from foredraft.bench.verify_cost import REPEATS, VerifyCost
 
-LOAD_TIMEOUT, ANSWER_TIMEOUT = 1800.0, 900.0  # seconds; a first load may compile
+LOAD_TIMEOUT = 1800.0  # seconds; a first load may compile
+ANSWER_TIMEOUT = 900.0  # seconds for one prompt
 ModeStatus = Literal["ok", "failed", "absent"]
 
 
 @dataclass(frozen=True)
 class PeerAnswer:
-    """One prompt through one mode of one program."""
+    """Answer of one mode of one program to one prompt."""
 
     tokens: tuple[int, ...]
     seconds: float
-    passes: int  # of the target
+    passes: int  # forward passes of the target
 
 
 @dataclass
 class ComparedMode:
-    """One mode of one program, and how it went."""
+    """One mode of one program: its status and its answers so far."""
 
     participant: Participant
     mode: str
     status: ModeStatus = "ok"
-    reason: str = ""  # why it is not ok
+    reason: str = ""  # why the status is not "ok"
     answers: list[PeerAnswer] = field(default_factory=list)
 
     @property
@@ -48,7 +50,7 @@ class ComparedMode:
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """One mode of one program over all prompts. Where it is not ok there are no figures."""
+    """Figures of one mode of one program over all prompts; all None unless the status is "ok"."""
 
     program: str
     mode: str
@@ -58,24 +60,24 @@ class ComparisonRow:
     reason: str
     version: str
     tokens_per_second: float | None = None
-    over_ours: float | None = None  # median over prompts of the time of our plain decoding over its own
+    over_ours: float | None = None  # median over prompts of (time of Foredraft's plain decoding / time of this mode)
     acceptance_length: float | None = None
-    identical: int | None = None  # texts that are those of our plain decoding of the same weights
+    identical: int | None = None  # outputs equal to Foredraft's plain decoding of the same weights
     prompts: int = 0
 
 
 @dataclass(frozen=True)
 class PeerSettings:
-    """Settings that every program gets alike."""
+    """Settings that all programs share."""
 
-    model: str  # a folder
-    draft: str | None
+    model: str  # folder of the target
+    draft: str | None  # folder of the draft model
     dtype: str
     threads: int
-    context: int
-    scratch: str  # a folder for what a program has to convert
-    draft_tokens: int
-    lookup: tuple[int, int]  # draft length, longest match
+    context: int  # tokens of KV memory
+    scratch: str  # folder for converted weights
+    draft_tokens: int  # draft length with a draft model
+    lookup: tuple[int, int]  # prompt lookup: (draft length, longest match), in tokens
     max_tokens: int
 
     @property
@@ -90,28 +92,28 @@ class PeerSettings:
 
 @dataclass
 class Comparison:
-    """One run."""
+    """One run of a comparison: starts the peers, sends the prompts and collects the answers."""
 
     settings: PeerSettings
     compared_modes: list[ComparedMode]
     on_progress: Callable[[str], None]
     versions: dict[str, str] = field(default_factory=dict)  # program -> version
-    costs: dict[str, list[VerifyCost]] = field(default_factory=dict)  # "program (weights)" -> passes
-    too_long: list[str] = field(default_factory=list)
-    _peers: dict[int, SubprocessPeer] = field(default_factory=dict)  # by participant's place
+    costs: dict[str, list[VerifyCost]] = field(default_factory=dict)  # "program (weights)" -> one entry per row count
+    too_long: list[str] = field(default_factory=list)  # questions that exceed the context
+    _peers: dict[int, SubprocessPeer] = field(default_factory=dict)  # by index of the participant
     _participants: list[Participant] = field(default_factory=list)
 
     @classmethod
     def from_participants(
         cls, participants: Sequence[Participant], settings: PeerSettings, on_progress: Callable[[str], None]
     ) -> "Comparison":
-        contenders = [ComparedMode(p, mode) for p in participants for mode in p.modes]
-        return cls(settings, contenders, on_progress, _participants=list(participants))
+        compared_modes = [ComparedMode(p, mode) for p in participants for mode in p.modes]
+        return cls(settings, compared_modes, on_progress, _participants=list(participants))
 
     def run(self, questions: Sequence[Question], tokenizer: Any, verify_rows: Sequence[int], context: int) -> None:
         with ExitStack() as stack:
-            for place, participant in enumerate(self._participants):
-                self._start_peer(place, participant, stack)
+            for index, participant in enumerate(self._participants):
+                self._start_peer(index, participant, stack)
             conversations = [PromptBuilder(tokenizer) for _ in questions]
             if questions:
                 self._warm_up(PromptBuilder(tokenizer).add_user_turn(questions[0].turns[0]))
@@ -121,93 +123,94 @@ class Comparison:
                 self._measure_verify_cost(verify_rows, context, len(tokenizer))
 
     def _list_active(self) -> list[ComparedMode]:
-        return [contender for contender in self.compared_modes if contender.status == "ok"]
+        return [compared_mode for compared_mode in self.compared_modes if compared_mode.status == "ok"]
 
     def _list_modes(self, participant: Participant) -> list[ComparedMode]:
-        return [contender for contender in self.compared_modes if contender.participant is participant]
+        return [compared_mode for compared_mode in self.compared_modes if compared_mode.participant is participant]
 
     def _start_peer(self, index: int, participant: Participant, stack: ExitStack) -> None:
         self.on_progress(f"loading {participant.program} ({participant.weights})")
         python = participant.python_path
         if python is None or not python.exists():
             absent = "not given" if python is None else f"{python} does not exist"
-            for contender in self._list_modes(participant):
-                contender.mark_failed(absent, "absent")
+            for compared_mode in self._list_modes(participant):
+                compared_mode.mark_failed(absent, "absent")
             return
         try:
-            resident = stack.enter_context(SubprocessPeer(python, participant.script, self.settings.threads))
-            answer = resident.call("load", LOAD_TIMEOUT, **(self.settings.load_arguments | participant.load_arguments))
+            peer = stack.enter_context(SubprocessPeer(python, participant.script, self.settings.threads))
+            answer = peer.call("load", LOAD_TIMEOUT, **(self.settings.load_arguments | participant.load_arguments))
         except PeerError as error:
-            for contender in self._list_modes(participant):
-                contender.mark_failed(str(error))
+            for compared_mode in self._list_modes(participant):
+                compared_mode.mark_failed(str(error))
             return
-        self._peers[index] = resident
+        self._peers[index] = peer
         self.versions[participant.program] = answer["version"]
 
-    def _generate(self, contender: ComparedMode, prompt: list[int]) -> PeerAnswer | None:
-        """None where it failed, which takes it out of the run."""
-        resident = self._peers[self._participants.index(contender.participant)]
-        self.on_progress(contender.label)
+    def _generate(self, compared_mode: ComparedMode, prompt: list[int]) -> PeerAnswer | None:
+        """Return the answer of a mode, or None if it failed; a failed mode leaves the run."""
+        peer = self._peers[self._participants.index(compared_mode.participant)]
+        self.on_progress(compared_mode.label)
         try:
-            answer = resident.call(
-                "generate", ANSWER_TIMEOUT, mode=contender.mode, prompt=prompt, **self.settings.generate_arguments
+            answer = peer.call(
+                "generate", ANSWER_TIMEOUT, mode=compared_mode.mode, prompt=prompt, **self.settings.generate_arguments
             )
         except PeerError as error:
-            contender.mark_failed(str(error))
+            compared_mode.mark_failed(str(error))
             return None
         return PeerAnswer(tuple(answer["tokens"]), answer["seconds"], answer["passes"])
 
     def _warm_up(self, prompt: list[int]) -> None:
-        for contender in self._list_active():
-            self._generate(contender, prompt[-(self.settings.context - self.settings.max_tokens) :])
+        for compared_mode in self._list_active():
+            self._generate(compared_mode, prompt[-(self.settings.context - self.settings.max_tokens) :])
 
     def _run_question(self, number: int, question: Question, conversation: PromptBuilder, tokenizer: Any) -> None:
         for turn, text in enumerate(question.turns):
-            prompt, alive = conversation.add_user_turn(text), self._list_active()
+            prompt, active = conversation.add_user_turn(text), self._list_active()
             if len(prompt) + self.settings.max_tokens > self.settings.context:
                 self.too_long.append(question.name)
                 return
-            if not alive:
+            if not active:
                 return
-            shift = (number + turn) % len(alive)
-            for contender in alive[shift:] + alive[:shift]:
-                answer = self._generate(contender, prompt)
+            shift = (number + turn) % len(active)
+            for compared_mode in active[shift:] + active[:shift]:
+                answer = self._generate(compared_mode, prompt)
                 if answer is not None:
-                    contender.answers.append(answer)
-            # later turns follow one answer, that of our plain decoding, so that all are asked the same
-            said = next((c.answers[-1].tokens for c in self.compared_modes if c.answers), ())
-            conversation.add_answer(said, tokenizer.decode(said))
+                    compared_mode.answers.append(answer)
+            # Later turns follow the first available answer, normally that of Foredraft's plain decoding: all modes then
+            # get the same prompt.
+            answer_tokens = next((c.answers[-1].tokens for c in self.compared_modes if c.answers), ())
+            conversation.add_answer(answer_tokens, tokenizer.decode(answer_tokens))
 
     def _measure_verify_cost(self, rows: Sequence[int], context: int, vocabulary: int) -> None:
         tokens = [(7919 * i + 13) % vocabulary for i in range(context)]
-        for place, participant in enumerate(self._participants):
+        for index, participant in enumerate(self._participants):
             if not participant.has_verify_op or not any(c.status == "ok" for c in self._list_modes(participant)):
                 continue
             label = f"{participant.program} ({participant.weights})"
             self.on_progress(f"cost of verification, {label}")
             try:
-                answer = self._peers[place].call(
+                answer = self._peers[index].call(
                     "verify", ANSWER_TIMEOUT, rows=list(rows), context=tokens, repeats=REPEATS
                 )  # fmt: skip
             except PeerError:
-                continue  # some programs cannot; the table has no line of theirs then
+                continue  # a program without this measurement has no row in the cost table
             seconds = {int(count): value for count, value in answer["seconds"].items()}
             self.costs[label] = [VerifyCost(count, value, value / seconds[1]) for count, value in seconds.items()]
 
     def build_rows(self) -> list[ComparisonRow]:
-        return [self._build_row(contender) for contender in self.compared_modes]
+        return [self._build_row(compared_mode) for compared_mode in self.compared_modes]
 
-    def _build_row(self, contender: ComparedMode) -> ComparisonRow:
-        participant, answers = contender.participant, contender.answers
+    def _build_row(self, compared_mode: ComparedMode) -> ComparisonRow:
+        participant, answers = compared_mode.participant, compared_mode.answers
         base = ComparisonRow(
-            participant.program, contender.mode, participant.weights, participant.group, contender.status,
-            contender.reason, self.versions.get(participant.program, ""),
+            participant.program, compared_mode.mode, participant.weights, participant.group, compared_mode.status,
+            compared_mode.reason, self.versions.get(participant.program, ""),
         )  # fmt: skip
-        if contender.status != "ok" or not answers:
+        if compared_mode.status != "ok" or not answers:
             return base
-        ours = self._find_reference(participant.group)
+        references = self._find_reference(participant.group)
         tokens, passes = sum(len(a.tokens) for a in answers), sum(a.passes for a in answers)
-        pairs = list(zip(answers, ours, strict=True)) if ours else []
+        pairs = list(zip(answers, references, strict=True)) if references else []
         is_same_weights = participant.weights == participant.group
         return ComparisonRow(
             **{name: getattr(base, name) for name in ("program", "mode", "weights", "group", "status", "reason")},
@@ -220,9 +223,9 @@ class Comparison:
         )
 
     def _find_reference(self, group: str) -> list[PeerAnswer]:
-        """Our plain decoding of the group."""
-        for contender in self.compared_modes:
-            participant = contender.participant
-            if (participant.program, participant.group, contender.mode) == (FOREDRAFT, group, PLAIN):
-                return contender.answers
+        """Return the answers of Foredraft's plain decoding on the weights of the group."""
+        for compared_mode in self.compared_modes:
+            participant = compared_mode.participant
+            if (participant.program, participant.group, compared_mode.mode) == (FOREDRAFT, group, PLAIN):
+                return compared_mode.answers
         return []

@@ -1,4 +1,4 @@
-"""Report of a comparison: every mode of every program, the leads, and the programs that could not run."""
+"""Report of a comparison: every mode of every program, Foredraft's leads, and the programs that could not run."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -15,16 +15,16 @@ from foredraft.bench.questions import Question
 from foredraft.errors import ForedraftError
 from foredraft.models.loading import load_tokenizer
 
-MAX_CONTEXT = 4096  # of the KV memory every program sets aside
-DTYPES = ("bfloat16", "float32")  # that all of the programs can be given
+MAX_CONTEXT = 4096  # tokens of KV memory that every program allocates at most
+DTYPES = ("bfloat16", "float32")  # dtypes that all programs support
 
 
 @dataclass(frozen=True)
 class CompareBenchPlan:
     """Programs, methods and prompts of a comparison."""
 
-    model: str | None
-    spec_model: str | None
+    model: str | None  # folder of the target; None = the built-in target
+    spec_model: str | None  # folder of the draft model; None = that of the built-in pair
     pythons: PeerPythons
     methods: tuple[BenchMethod, ...]
     questions: tuple[Question, ...]
@@ -34,14 +34,14 @@ class CompareBenchPlan:
     draft_tokens: int
     lookup: tuple[int, int]
     quantizations: tuple[str, ...]
-    verify_rows: tuple[int, ...]
-    context: int
-    settings: dict[str, Any]  # of our own LLM, beside what all programs share
+    verify_rows: tuple[int, ...]  # tokens per pass to measure; () = not measured
+    context: int  # tokens before the measured passes
+    settings: dict[str, Any]  # arguments of Foredraft's LLM beyond the shared settings
 
 
 @dataclass(frozen=True)
 class SpeedLead:
-    """Ours over one program on the same kind of weights: plain over plain, best over best."""
+    """Speed of Foredraft over one program on the same weights: plain over plain, best mode over best mode."""
 
     program: str
     weights: str
@@ -53,7 +53,7 @@ class SpeedLead:
 
 @dataclass
 class CompareBench:
-    """One run."""
+    """One run of `foredraft bench compare`, from the plan to the report."""
 
     plan: CompareBenchPlan
     on_progress: Callable[[str], None]
@@ -81,26 +81,30 @@ class CompareBench:
             raise ForedraftError(f"--context {plan.context} does not fit the {length} tokens of the model's context")
         if plan.max_tokens >= length:
             raise ForedraftError(f"--max-tokens {plan.max_tokens} does not fit the {length} tokens of the context")
-        known = list(methods.attach_models(plan.methods, self.config, plan.spec_model, plan.model is None))
+        bench_methods = list(methods.attach_models(plan.methods, self.config, plan.spec_model, plan.model is None))
         with TemporaryDirectory(prefix="foredraft-bench-") as scratch:
             settings = compare.PeerSettings(
                 str(self.folder), self._find_draft_model(), plan.dtype, plan.threads, length, scratch,
                 plan.draft_tokens,
                 plan.lookup, plan.max_tokens,
             )  # fmt: skip
-            parts = list(iter_participants(plan.pythons, known, plan.dtype, plan.quantizations, plan.settings))
-            self.comparison = compare.Comparison.from_participants(parts, settings, self.on_progress)
+            participants = list(
+                iter_participants(plan.pythons, bench_methods, plan.dtype, plan.quantizations, plan.settings)
+            )
+            self.comparison = compare.Comparison.from_participants(participants, settings, self.on_progress)
             self.comparison.run(plan.questions, self.tokenizer, plan.verify_rows, plan.context)
         self.rows = self.comparison.build_rows()
         return self._build_report()
 
     def _find_draft_model(self) -> str | None:
-        """The draft model every program is given: the one named, or that of the built-in pair."""
+        """Return the draft model of all programs: the given one, or that of the built-in pair."""
         spec = methods.find_draft_model("draft_model", self.config, self.plan.spec_model, self.plan.model is None)
         return None if spec is None else str(Path(spec).expanduser())
 
     def save_plot(self, path: Path) -> None:
-        plot.save_comparison_plot(self.rows, self.comparison.costs, "\n".join(self._build_notes()[:3]), path)
+        plot.save_comparison_plot(
+            self.rows, self.comparison.costs, "\n".join(self._build_notes()[: report.NUM_CAPTION_NOTES]), path
+        )
 
     @property
     def _model_name(self) -> str:
@@ -116,12 +120,12 @@ class CompareBench:
             *report.list_origin_notes(self.config),
             report.format_machine_note(facts),
             f"versions: {versions}",
-            f"greedy, {plan.max_tokens} tokens each and no end of text; time includes the prompt; all programs in turn "
-            "for every prompt, after a warm-up; 'over ours' is the median over prompts",
+            f"greedy, {plan.max_tokens} tokens each, end of text ignored; time includes the prompt; all "
+            "programs in turn for every prompt, after a warm-up; 'over ours' is the median over prompts",
             f"draft lengths: {plan.draft_tokens} with a draft model, {plan.lookup[0]} by prompt lookup (matches of up "
-            f"to {plan.lookup[1]} tokens), ours as named",
+            f"to {plan.lookup[1]} tokens), Foredraft's as named",
             f"every program is a process of its own with {report.format_count(plan.threads, 'thread')}, stopped "
-            "(SIGSTOP) while it is not its turn, so that none spins beside another",
+            "(SIGSTOP) while it is not its turn, so that waiting threads take no time from the others",
         ]
         if self.comparison.too_long:
             notes.append(f"{len(self.comparison.too_long)} questions, or their later turns, exceed the context")
@@ -148,7 +152,7 @@ class CompareBench:
 
 
 class _FolderConfig:
-    """A config.json with attributes, as a loaded model's."""
+    """Attributes of a config.json, as the configuration of a loaded model has them."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self.max_position_embeddings = MAX_CONTEXT
@@ -156,27 +160,28 @@ class _FolderConfig:
 
 
 def compute_leads(rows: Sequence[compare.ComparisonRow]) -> list[SpeedLead]:
-    """Ours over every program that answered, by kind of weights."""
+    """Compute the lead of Foredraft over every program with results, for each group of weights."""
     result = []
     for group in dict.fromkeys(row.group for row in rows):
         by_program: dict[str, dict[str, float]] = {}
         for row in rows:
             if row.group == group and row.tokens_per_second is not None:
                 by_program.setdefault(row.program, {})[row.mode] = row.tokens_per_second
-        ours = by_program.pop(FOREDRAFT, {})
-        for program, speeds in by_program.items() if ours else ():
-            our_best, its_best = max(ours, key=ours.__getitem__), max(speeds, key=speeds.__getitem__)
-            plain = ours[PLAIN] / speeds[PLAIN] if PLAIN in ours and PLAIN in speeds else None
-            result.append(SpeedLead(program, group, plain, ours[our_best] / speeds[its_best], our_best, its_best))
+        our_speeds = by_program.pop(FOREDRAFT, {})
+        for program, speeds in by_program.items() if our_speeds else ():
+            our_best, its_best = max(our_speeds, key=our_speeds.__getitem__), max(speeds, key=speeds.__getitem__)
+            plain = our_speeds[PLAIN] / speeds[PLAIN] if PLAIN in our_speeds and PLAIN in speeds else None
+            result.append(SpeedLead(program, group, plain, our_speeds[our_best] / speeds[its_best], our_best, its_best))
     return result
 
 
 def build_result_table(rows: Sequence[compare.ComparisonRow]) -> report.ReportTable:
+    """Build the table of speeds, one row per mode of every program."""
     cells = []
     for row in rows:
         name = (row.program, row.mode, row.weights)
         if row.tokens_per_second is None:
-            cells.append((*name, f"{row.status}: {row.reason}" if row.reason else "not asked", "", "", ""))
+            cells.append((*name, f"{row.status}: {row.reason}" if row.reason else "not run", "", "", ""))
             continue
         over = "-" if row.over_ours is None else f"{row.over_ours:.2f}x"
         length = "-" if row.acceptance_length is None else f"{row.acceptance_length:.2f}"
@@ -186,20 +191,21 @@ def build_result_table(rows: Sequence[compare.ComparisonRow]) -> report.ReportTa
     return report.ReportTable("Speed", header, tuple(cells), num_name_columns=3)
 
 
-def build_lead_table(found: Sequence[SpeedLead]) -> report.ReportTable:
+def build_lead_table(leads: Sequence[SpeedLead]) -> report.ReportTable:
+    """Build the table of leads, one row per program and group of weights."""
     cells = [
         (
             lead.program, lead.weights, "-" if lead.plain is None else f"{lead.plain:.2f}x", f"{lead.best:.2f}x",
             lead.our_best, lead.its_best,
         )
-        for lead in found
+        for lead in leads
     ]  # fmt: skip
     header = ("program", "weights", "plain over its plain", "our best over its best", "our best", "its best")
     return report.ReportTable("Foredraft over each program", header, tuple(cells), num_name_columns=2)
 
 
 def build_cost_table(costs: dict[str, list[Any]]) -> report.ReportTable:
-    """Milliseconds of a pass, and over a pass of one token."""
+    """Build the table of pass times in milliseconds, with the ratio to a pass over one token."""
     counts = sorted({cost.rows for passes in costs.values() for cost in passes})
     cells = [
         (label, *(f"{1000 * c.seconds:.1f} ms ({c.ratio:.2f}x)" for c in sorted(passes, key=lambda c: c.rows)))

@@ -1,7 +1,7 @@
-"""Work over given text: summaries, answers to questions, and talks in turns about the documentation of Python modules.
+"""Prompts about a given text: summaries, questions and conversations on the documentation of Python modules.
 
-The text is the docstrings of held-out modules. What a good answer would be stands in it, and the prompt shows by
-examples that it is to be taken from there; no model had a part in it.
+The text consists of docstrings of held-out modules; no model wrote any of it. Its words contain a good answer, and
+examples in the prompt show that the answer is to be copied from it. Such prompts favour drafters that copy.
 """
 
 import ast
@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 from foredraft.zoo.corpus import SourceFile
 
-MIN_SENTENCE_CHARS, MAX_SENTENCE_CHARS = 20, 140  # characters of a first sentence
-TEXT_CHARS = (160, 520)  # characters of a text to summarise
-ENTRIES_PER_PAGE, TURNS_PER_CONVERSATION = 7, 3  # functions that a page describes; turns of a talk
+MIN_SENTENCE_CHARS, MAX_SENTENCE_CHARS = 20, 140  # length limits of a first sentence
+TEXT_CHARS = (160, 520)  # length limits of a text to summarise, in characters
+ENTRIES_PER_PAGE = 7  # names that a page describes
+TURNS_PER_CONVERSATION = 3
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s")
 
 
@@ -21,80 +22,81 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])\s")
 class DocumentedName:
     """A documented class or function."""
 
-    name: str
-    first_sentence: str  # sentence of its docstring
-    docstring: str  # its docstring on one line
+    name: str  # with its module
+    first_sentence: str  # first sentence of the docstring
+    docstring: str  # whole docstring on one line
 
 
 def extract_entries(file: SourceFile) -> list[DocumentedName]:
-    """Extract the names that a file documents in prose, in file order, each once."""
+    """Extract the public names of a file whose docstrings open with a plain sentence, in file order, each once."""
     module = file.name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-    found: dict[str, DocumentedName] = {}
+    entries: dict[str, DocumentedName] = {}
     for node in ast.walk(ast.parse(file.text)):
         if not isinstance(node, ast.ClassDef | ast.FunctionDef) or node.name.startswith("_"):
             continue
-        text = " ".join((ast.get_docstring(node) or "").split())
-        first = _SENTENCE_END.split(text)[0]
+        docstring = " ".join((ast.get_docstring(node) or "").split())
+        first_sentence = _SENTENCE_END.split(docstring)[0]
         if (
-            MIN_SENTENCE_CHARS <= len(first) <= MAX_SENTENCE_CHARS
-            and first.isascii()
-            and first[-1] == "."
-            and ">>>" not in first
+            MIN_SENTENCE_CHARS <= len(first_sentence) <= MAX_SENTENCE_CHARS
+            and first_sentence.isascii()
+            and first_sentence[-1] == "."
+            and ">>>" not in first_sentence
         ):
-            found.setdefault(node.name, DocumentedName(f"{module}.{node.name}", first, text))
-    return list(found.values())
+            entries.setdefault(node.name, DocumentedName(f"{module}.{node.name}", first_sentence, docstring))
+    return list(entries.values())
 
 
 def generate_summary_prompts(files: Sequence[SourceFile]) -> Iterator[str]:
-    """Two texts with their first sentences as summaries, and a third without."""
-    every = [entry for file in files for entry in extract_entries(file)]
-    fitting = [
+    """Generate prompts of two texts with their first sentences as summaries, and a third text without a summary."""
+    entries = [entry for file in files for entry in extract_entries(file)]
+    candidates = [
         e
-        for e in every
+        for e in entries
         if TEXT_CHARS[0] <= len(e.docstring) <= TEXT_CHARS[1]
         and len(e.first_sentence) < len(e.docstring)
         and _is_prose(e.docstring)
     ]
-    for number, asked in enumerate(fitting):
-        shown = [fitting[(number + step) % len(fitting)] for step in (1, 2)]
+    for number, target in enumerate(candidates):
+        examples = [candidates[(number + step) % len(candidates)] for step in (1, 2)]
         yield "\n\n".join(
             [
-                *(f"Text: {e.docstring}\nSummary: {e.first_sentence}" for e in shown),
-                f"Text: {asked.docstring}\nSummary:",
+                *(f"Text: {e.docstring}\nSummary: {e.first_sentence}" for e in examples),
+                f"Text: {target.docstring}\nSummary:",
             ]
         )
 
 
 def _is_prose(text: str) -> bool:
+    """Return whether a docstring has no code, lists or tables."""
     return not any(mark in text for mark in (">>>", "::", "--", "|", "\\"))
 
 
 def generate_question_prompts(files: Sequence[SourceFile]) -> Iterator[str]:
-    """A page of documentation, a question about it with its answer, and another question."""
+    """Generate prompts of a page of documentation, a question with its answer, and a question without."""
     for file in files:
         for page in _split_pages(file):
-            for number, asked in enumerate(page):
-                shown = page[number - 1]
-                example = f"{_format_question(shown)} {shown.first_sentence}"
-                yield f"{_format_page(page)}\n\n{example}\n\n{_format_question(asked)}"
+            for number, target in enumerate(page):
+                example = page[number - 1]
+                answered = f"{_format_question(example)} {example.first_sentence}"
+                yield f"{_format_page(page)}\n\n{answered}\n\n{_format_question(target)}"
 
 
 def generate_conversations(files: Sequence[SourceFile]) -> Iterator[tuple[str, ...]]:
-    """The same page once, then question after question in turns."""
+    """Generate conversations: a page of documentation once, then one question per turn."""
     for file in files:
         for page in _split_pages(file):
-            shown, *asked = page
-            opening = f"{_format_page(page)}\n\n{_format_question(shown)} {shown.first_sentence}\n\n"
-            for start in range(len(asked) - TURNS_PER_CONVERSATION + 1):
-                first, *later = (_format_question(entry) for entry in asked[start : start + TURNS_PER_CONVERSATION])
+            example, *targets = page
+            opening = f"{_format_page(page)}\n\n{_format_question(example)} {example.first_sentence}\n\n"
+            for start in range(len(targets) - TURNS_PER_CONVERSATION + 1):
+                first, *later = (_format_question(entry) for entry in targets[start : start + TURNS_PER_CONVERSATION])
                 yield (opening + first, *later)
 
 
 def _split_pages(file: SourceFile) -> list[list[DocumentedName]]:
-    """The entries of a file, so many together, as long as there are enough for a talk."""
-    every = extract_entries(file)
-    cut = [every[i : i + ENTRIES_PER_PAGE] for i in range(0, len(every), ENTRIES_PER_PAGE)]
-    return [page for page in cut if len(page) > TURNS_PER_CONVERSATION]
+    """Split the entries of a file into pages; a page too short for a conversation is dropped."""
+    entries = extract_entries(file)
+    pages = [entries[i : i + ENTRIES_PER_PAGE] for i in range(0, len(entries), ENTRIES_PER_PAGE)]
+    return [page for page in pages if len(page) > TURNS_PER_CONVERSATION]
 
 
 def _format_page(page: Sequence[DocumentedName]) -> str:

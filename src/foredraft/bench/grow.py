@@ -1,10 +1,10 @@
-"""Function-preserving enlargement: a model of the size asked for that computes what a small one computes.
+"""Function-preserving growth: a larger model that computes the same function as a small one.
 
-Speculation on the built-in pair has a real acceptance rate and an unreal cost: its target fits a cache. Grown, the same
-text comes out of a model that costs what its size costs. The hidden state gets further coordinates that stay zero, the
-layers further heads and neurons that nothing reads, the stack further layers that add nothing. Whatever may be is
-random, so that no kernel can skip it: only the matrices that write to the hidden state have zeros. What is different
-from one architecture to the next is in the class of its shape.
+The built-in pair has a realistic acceptance rate but an unrealistic cost, because its target fits into a processor
+cache. A grown model has the same output and the cost of its size. The hidden state gets coordinates that stay zero, the
+layers get heads and neurons whose output is multiplied by zero, and the stack gets layers that add nothing. All other
+added weights are random, so that no kernel can skip them; only matrices that write to the hidden state contain zeros.
+The class of its shape holds everything specific to an architecture.
 """
 
 import re
@@ -20,34 +20,43 @@ from foredraft.bench.grow_pair import T5Shape
 from foredraft.bench.grow_shape import ModelShape, choose_shape
 from foredraft.errors import ForedraftError
 
-ORIGIN_FIELD = "foredraft_grown_from"  # in config.json: every figure of such a model names what it was grown from
-BUILT_IN_LABEL = "Foredraft's built-in target"  # as an origin...
-BUILT_IN_SEQ2SEQ_LABEL = "Foredraft's built-in encoder-decoder"  # ... and the other one
+ORIGIN_FIELD = "foredraft_grown_from"  # key in config.json; reports repeat its value beside every figure
+BUILT_IN_LABEL = "Foredraft's built-in target"  # origin of a model grown from the built-in target
+BUILT_IN_SEQ2SEQ_LABEL = "Foredraft's built-in encoder-decoder"  # origin of one grown from the encoder-decoder
+# Labels by the names of the built-in models.
 _BUILT_IN_LABELS = {
     zoo.DEFAULT_TARGET: BUILT_IN_LABEL,
     "builtin-seq2seq": BUILT_IN_SEQ2SEQ_LABEL,
-}  # by the name as a model
+}
 _SHAPE_CLASSES: tuple[type[ModelShape], ...] = (LlamaShape, T5Shape)
 _SIZE_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 
 
 def parse_size(text: str) -> int:
-    """'430M' -> 430000000. Raises ForedraftError."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmb]?)", text.strip().lower())
-    if found is None or not (size := round(float(found[1]) * _SIZE_UNITS[found[2]])):
+    """Parse a number of parameters: '430M' -> 430000000.
+
+    Raises:
+        ForedraftError: the text is no number with an optional unit k, M or B.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmb]?)", text.strip().lower())
+    if match is None or not (size := round(float(match[1]) * _SIZE_UNITS[match[2]])):
         raise ForedraftError(f"{text!r} is no number of parameters; write it as 430M, 1.5B or 430000000")
     return size
 
 
 def read_shape(model: Any) -> ModelShape:
-    """The sizes of a model. Raises ForedraftError for one that cannot be grown."""
+    """Read the dimensions of a model.
+
+    Raises:
+        ForedraftError: the model cannot be grown.
+    """
     config = model.config
-    for kind in _SHAPE_CLASSES:
-        if kind.model_type == config.model_type:
-            why = kind.get_obstacle(config)
-            if why is not None:
-                raise ForedraftError(why)
-            return kind.from_model(model)
+    for shape_class in _SHAPE_CLASSES:
+        if shape_class.model_type == config.model_type:
+            obstacle = shape_class.get_obstacle(config)
+            if obstacle is not None:
+                raise ForedraftError(obstacle)
+            return shape_class.from_model(model)
     raise ForedraftError(
         f"only {' and '.join(kind.title for kind in _SHAPE_CLASSES)} can be grown, and this is {config.model_type!r}; "
         "leave --model out to grow the built-in target"
@@ -55,30 +64,42 @@ def read_shape(model: Any) -> ModelShape:
 
 
 def grow_model(model: Any, shape: ModelShape, origin: str, seed: int = 0) -> Any:
-    """A model of `shape` with the logits of `model`. Raises ForedraftError for an architecture this does not know."""
+    """Create a model of `shape` with the logits of `model`.
+
+    Args:
+        model: small model, which stays unchanged.
+        shape: dimensions of the result, as `choose_shape` returns them.
+        origin: name of the small model, stored in the configuration of the result.
+        seed: seed of the random weights.
+
+    Raises:
+        ForedraftError: the architecture is not supported.
+    """
     small = read_shape(model)
     result = _allocate_model(model, shape, origin)
-    old = dict(model.named_parameters())
-    like = {_mask_layer_index(name): weight for name, weight in reversed(old.items())}
+    small_weights = dict(model.named_parameters())
+    originals = {_mask_layer_index(name): original for name, original in reversed(small_weights.items())}
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, new in result.named_parameters():
+        for name, weight in result.named_parameters():
             is_norm = name.endswith("norm.weight")
             scale = shape.compute_norm_scale(name, small, model.config) if is_norm else 1.0
             if name.endswith(shape.residual_writers):
-                new.zero_()
+                weight.zero_()
             elif is_norm:
-                new.fill_(float(like[_mask_layer_index(name)].float().mean()) * scale)
+                weight.fill_(float(originals[_mask_layer_index(name)].float().mean()) * scale)
             else:
-                _randomise(new, like[_mask_layer_index(name)], generator)
-            if name in old:
-                new[tuple(slice(size) for size in old[name].shape)].copy_(old[name] * scale if is_norm else old[name])
+                _randomise(weight, originals[_mask_layer_index(name)], generator)
+            if name in small_weights:
+                weight[tuple(slice(size) for size in small_weights[name].shape)].copy_(
+                    small_weights[name] * scale if is_norm else small_weights[name]
+                )
     result.generation_config = model.generation_config
     return result.eval()
 
 
 def _mask_layer_index(name: str) -> str:
-    return re.sub(r"\d+", "#", name, count=1)  # the first number is the layer's; one after it, the place in the layer
+    return re.sub(r"\d+", "#", name, count=1)  # only the first number is the layer index
 
 
 def _allocate_model(model: Any, shape: ModelShape, origin: str) -> Any:
@@ -90,32 +111,36 @@ def _allocate_model(model: Any, shape: ModelShape, origin: str) -> Any:
         result = shape.get_auto_class().from_config(config, dtype=model.dtype)
     result.tie_weights()
     if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
-        out = result.get_output_embeddings()
-        if out.weight is result.get_input_embeddings().weight:  # T5 1.1: tied by its configuration, not by its weights
-            out.weight = nn.Parameter(torch.empty_like(out.weight))
+        output = result.get_output_embeddings()
+        if output.weight is result.get_input_embeddings().weight:  # T5 1.1: tied by its configuration only
+            output.weight = nn.Parameter(torch.empty_like(output.weight))
     return result
 
 
-def _randomise(new: Tensor, like: Tensor, generator: torch.Generator) -> None:
-    # no larger than usual weights: a quantised row takes its scale from its largest one
-    spread = float(like.float().std())
-    new.copy_((torch.rand(new.shape, generator=generator) * 2 - 1) * spread)
+def _randomise(weight: Tensor, original: Tensor, generator: torch.Generator) -> None:
+    # Bounded like the original weights: the scale of a quantised row follows from its largest weight.
+    spread = float(original.float().std())
+    weight.copy_((torch.rand(weight.shape, generator=generator) * 2 - 1) * spread)
 
 
 def read_origin(config: Any) -> str | None:
     """Return the origin of a grown model, or None for an ordinary one."""
-    found = getattr(config, ORIGIN_FIELD, None)
-    return None if found is None else str(found)
+    origin = getattr(config, ORIGIN_FIELD, None)
+    return None if origin is None else str(origin)
 
 
 def find_built_in_origin(config: Any) -> str | None:
-    """The name of the built-in target a model was grown from, or None."""
+    """Return the name of the built-in target that a model was grown from, or None."""
     origin = read_origin(config) or ""
     return next((name for name, label in _BUILT_IN_LABELS.items() if origin.startswith(label)), None)
 
 
 def save(model: Any, tokenizer: Any | None, out: Path, origin: str) -> None:
-    """Write the model, its tokenizer and a card."""
+    """Write the model, its tokenizer and a model card.
+
+    Raises:
+        ForedraftError: the folder exists and is not empty.
+    """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ForedraftError(f"{out} exists and is not an empty folder; give another --out")
     out.mkdir(parents=True, exist_ok=True)
@@ -126,31 +151,38 @@ def save(model: Any, tokenizer: Any | None, out: Path, origin: str) -> None:
 
 
 def render_card(model: Any, origin: str) -> str:
-    """The model card, as Markdown."""
+    """Render the model card as Markdown."""
     shape = read_shape(model)
     return (
         f"# A grown model: {shape.parameters / 1e6:.1f}M parameters, the function of {origin}\n\n"
-        "Made by `foredraft bench grow` to measure real acceptance at a real cost. It writes the very text of the\n"
-        "model it was grown from, and is no better: further coordinates of the hidden state are zero, further heads\n"
-        "and neurons are random and read by nothing, further layers add nothing.\n\n"
+        "Written by `foredraft bench grow` to measure realistic acceptance at realistic cost. Its output equals\n"
+        "that of the original model, so it is no better. Added coordinates of the hidden state are zero. The output\n"
+        "of added heads and neurons is multiplied by zero. Added layers add nothing.\n\n"
         f"- {shape}\n"
-        f"- `{ORIGIN_FIELD}` in config.json names its origin; the benchmarks repeat it beside every figure.\n"
+        f"- `{ORIGIN_FIELD}` in config.json names the original; benchmarks repeat it beside every figure.\n"
     )
 
 
 def grow_to(name: str | None, parameters: int, out: Path, seed: int = 0) -> ModelShape:
-    """Grow a model by folder, hub id or built-in name, None = the built-in target, and write it.
+    """Grow a model and write the result.
 
-    Raises ForedraftError.
+    Args:
+        name: folder, hub id or built-in name; None = the built-in target.
+        parameters: number of parameters of the result, approximately.
+        out: folder that is new or empty.
+        seed: seed of the random weights.
+
+    Raises:
+        ForedraftError: the model cannot be grown to this size, or `out` is not empty.
     """
     from foredraft.models.loading import load_model, load_tokenizer
 
     built_in = zoo.resolve_target(name)
-    place = str(name) if built_in is None else str(zoo.find_target_folder(built_in))
-    model = load_model(place, "auto", torch.device("cpu"))
+    source = str(name) if built_in is None else str(zoo.find_target_folder(built_in))
+    model = load_model(source, "auto", torch.device("cpu"))
     small = read_shape(model)
-    label = Path(place).name if built_in is None else _BUILT_IN_LABELS[built_in]
+    label = Path(source).name if built_in is None else _BUILT_IN_LABELS[built_in]
     origin = f"{label} ({small.parameters / 1e6:.1f}M parameters)"
     shape = choose_shape(small, parameters)
-    save(grow_model(model, shape, origin, seed), load_tokenizer(place), out, origin)
+    save(grow_model(model, shape, origin, seed), load_tokenizer(source), out, origin)
     return shape

@@ -1,4 +1,4 @@
-"""The sizes of a Llama."""
+"""Dimensions of a Llama that is grown."""
 
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
@@ -14,7 +14,7 @@ class LlamaShape(ModelShape):
     kv_heads: int
     layers: int
     head_dim: int
-    embedding_rows: int  # rows, as table_rows counts them
+    embedding_rows: int  # rows of input and output embeddings, see count_embedding_rows
 
     model_type: ClassVar[str] = "llama"
     title: ClassVar[str] = "Llama models without biases"
@@ -48,7 +48,7 @@ class LlamaShape(ModelShape):
         return self.layers * layer + self.hidden * (self.embedding_rows + 1)
 
     def widen(self, ratio: int, extra_layers: int) -> Self:
-        # the heads grow with the hidden state: their number per key head, and so who attends to whom, stays
+        # Heads grow with the hidden state. The number of query heads per key head stays, and so does the grouping.
         return replace(
             self, hidden=self.hidden * ratio, intermediate=0, heads=self.heads * ratio,
             kv_heads=self.kv_heads * ratio, layers=self.layers + extra_layers,

@@ -1,4 +1,4 @@
-"""The sizes of a T5: an encoder, and a decoder that reads what it says."""
+"""Dimensions of a T5 encoder-decoder that is grown."""
 
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
@@ -13,12 +13,12 @@ class T5Shape(ModelShape):
     """Dimensions of a T5."""
 
     heads: int
-    head_dim: int  # of its own: T5 multiplies no product of query and key by anything, so it stays
+    head_dim: int  # does not grow: T5 does not scale the products of queries and keys
     encoder_layers: int
     decoder_layers: int
-    num_up_projections: int  # matrices from the hidden state to the neurons: 2 where one gates the other
-    buckets: int  # of distances, each with a bias for every head, once in the encoder and once in the decoder
-    embedding_rows: int  # rows, as table_rows counts them
+    num_up_projections: int  # matrices from the hidden state to the neurons: 2 if gated, else 1
+    buckets: int  # distance buckets; each has a bias per head, in the encoder and in the decoder
+    embedding_rows: int  # rows of input and output embeddings, see count_embedding_rows
 
     model_type: ClassVar[str] = "t5"
     title: ClassVar[str] = "T5 models"
@@ -45,8 +45,10 @@ class T5Shape(ModelShape):
     @property
     def parameters(self) -> int:
         attention = 4 * self.heads * self.head_dim
-        feed = (self.num_up_projections + 1) * self.intermediate
-        layers = self.encoder_layers * (attention + feed + 2) + self.decoder_layers * (2 * attention + feed + 3)
+        feed_forward = (self.num_up_projections + 1) * self.intermediate
+        layers = self.encoder_layers * (attention + feed_forward + 2) + self.decoder_layers * (
+            2 * attention + feed_forward + 3
+        )
         return self.hidden * (layers + self.embedding_rows + 2) + 2 * self.buckets * self.heads
 
     def widen(self, ratio: int, extra_layers: int) -> Self:
@@ -70,11 +72,11 @@ class T5Shape(ModelShape):
 
     def compute_norm_scale(self, name: str, small: ModelShape, config: Any) -> float:
         if name == _FINAL_NORM and getattr(config, "scale_decoder_outputs", config.tie_word_embeddings):
-            return 1.0  # what comes out is multiplied by d_model**-0.5, which has become smaller by just that
+            return 1.0  # the output is scaled by d_model**-0.5, which shrinks by the same factor
         return super().compute_norm_scale(name, small, config)
 
     def __str__(self) -> str:
         return (
             f"hidden {self.hidden}, intermediate {self.intermediate}, {self.heads} heads of {self.head_dim}, "
-            f"{self.encoder_layers} layers of encoder and {self.decoder_layers} of decoder"
+            f"{self.encoder_layers} encoder layers and {self.decoder_layers} decoder layers"
         )

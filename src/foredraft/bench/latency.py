@@ -1,8 +1,8 @@
-"""Plain decoding and drafting methods on the same weights and prompts, in turn, prompt by prompt.
+"""Latency of plain decoding and of drafting methods on the same weights and prompts.
 
-Every prompt goes through all of them before the next prompt, in rotating order, so that a slow minute of the machine
-hits all alike. All of them read plain decoding's answers in the later turns of a conversation: a text that differs
-once must not make the prompts differ.
+All methods generate from a prompt before the next prompt begins. Their order rotates, so that a slow minute of the
+machine affects all methods alike. Later turns of a conversation always contain the answers of plain decoding: prompts
+stay equal even if an output differs once.
 """
 
 import statistics
@@ -18,22 +18,22 @@ from foredraft.errors import ForedraftError
 from foredraft.outputs import Completion, Stats
 from foredraft.sampling.params import Sampling
 
-WARM_UP_TOKENS = 16
+WARM_UP_TOKENS = 16  # output tokens per method before the measurement
 
 
 class TextGenerator(Protocol):
-    """An LLM, as the benchmark sees it."""
+    """The method of LLM that the benchmark uses."""
 
     def generate(self, prompts: Sequence[list[int]], sampling: Sampling) -> list[Completion]: ...
 
 
 @dataclass(frozen=True)
 class PromptRun:
-    """One prompt through one method, `rounds` times."""
+    """Results of one method for one prompt, over all rounds."""
 
-    completions: tuple[Completion, ...]  # of every round
-    times: tuple[float, ...]
-    category: str = ""  # of the question
+    completions: tuple[Completion, ...]  # one per round
+    times: tuple[float, ...]  # seconds, one per round
+    category: str = ""  # category of the question
 
     @property
     def seconds(self) -> float:
@@ -46,33 +46,33 @@ class PromptRun:
 
 @dataclass(frozen=True)
 class LatencyRow:
-    """One method over all prompts."""
+    """Figures of one method over all prompts."""
 
     method: str
     tokens_per_second: float
-    speed_up: float  # median over prompts of plain's time for a token over the method's
-    acceptance_length: float  # tokens per target pass, bonus included
+    speed_up: float  # median over prompts of (plain's time per token / the method's)
+    acceptance_length: float  # tokens per forward pass of the target, bonus token included
     acceptance_rate: float
-    per_position: tuple[float, ...]
-    draft_share: float  # of the time
+    per_position: tuple[float, ...]  # share of drafts accepted up to each position
+    draft_share: float  # time in the drafter over wall time
     target_passes: int
-    identical: int | None  # prompts whose text is plain decoding's; None where texts are drawn, not determined
+    identical: int | None  # prompts with the output of plain decoding; None if sampled without a common seed
     prompts: int
     num_tokens: int
-    seconds: float
-    verification: str
+    seconds: float  # sum over prompts of the median over rounds
+    verification: str  # name of the verification rule
 
     @property
     def agreement(self) -> str:
-        return "drawn" if self.identical is None else f"{self.identical}/{self.prompts}"
+        return "sampled" if self.identical is None else f"{self.identical}/{self.prompts}"
 
 
 @dataclass
 class LatencyOutcome:
-    """Runs of every method; a prompt is (question, turn)."""
+    """Results of all methods; every turn of a question is one prompt."""
 
     runs: dict[str, list[PromptRun]]
-    too_long: list[str] = field(default_factory=list)  # questions, or the rest of them, beyond the context
+    too_long: list[str] = field(default_factory=list)  # questions whose prompt at some turn exceeds the context
 
 
 def measure(
@@ -84,12 +84,25 @@ def measure(
     rounds: int,
     on_progress: Callable[[str], None],
 ) -> LatencyOutcome:
-    """Warm all up, then ask every question. `generators` holds PLAIN. Raises ForedraftError where one fails."""
-    brief = replace(sampling, max_tokens=min(WARM_UP_TOKENS, sampling.max_tokens), min_tokens=0)
-    first = tokenizer(questions[0].turns[0]).input_ids
+    """Warm up all methods, then measure every prompt.
+
+    Args:
+        generators: method label -> LLM; PLAIN must be among the labels.
+        questions: prompts in turns; a question ends at the first turn that exceeds the context.
+        tokenizer: tokenizer of the target.
+        context_length: tokens of prompt and output together.
+        sampling: settings of every prompt.
+        rounds: repetitions of every prompt.
+        on_progress: called with the label of a method before it generates.
+
+    Raises:
+        ForedraftError: a method failed.
+    """
+    warm_up = replace(sampling, max_tokens=min(WARM_UP_TOKENS, sampling.max_tokens), min_tokens=0)
+    first_prompt = tokenizer(questions[0].turns[0]).input_ids
     for name, generator in generators.items():
         on_progress(f"warming up {name}")
-        _time_generation(name, generator, first[: max(1, context_length - brief.max_tokens)], brief)
+        _time_generation(name, generator, first_prompt[: max(1, context_length - warm_up.max_tokens)], warm_up)
     names, outcome = list(generators), LatencyOutcome({name: [] for name in generators})
     for number, question in enumerate(questions):
         conversation = PromptBuilder(tokenizer)
@@ -98,13 +111,13 @@ def measure(
             if len(prompt) + sampling.max_tokens > context_length:
                 outcome.too_long.append(question.name)
                 break
-            seen: dict[str, list[tuple[Completion, float]]] = {name: [] for name in names}
+            results: dict[str, list[tuple[Completion, float]]] = {name: [] for name in names}
             for repeat in range(rounds):
                 shift = (number + turn + repeat) % len(names)
                 for name in names[shift:] + names[:shift]:
                     on_progress(name)
-                    seen[name].append(_time_generation(name, generators[name], prompt, sampling))
-            for name, pairs in seen.items():
+                    results[name].append(_time_generation(name, generators[name], prompt, sampling))
+            for name, pairs in results.items():
                 completions, times = zip(*pairs, strict=True)
                 outcome.runs[name].append(PromptRun(completions, times, question.category))
             answer = outcome.runs[PLAIN][-1].completions[0]
@@ -115,16 +128,20 @@ def measure(
 def _time_generation(
     name: str, generator: TextGenerator, prompt: list[int], sampling: Sampling
 ) -> tuple[Completion, float]:
-    began = time.perf_counter()
+    start = time.perf_counter()
     (completion,) = generator.generate([prompt], sampling)
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - start
     if completion.error is not None:
         raise ForedraftError(f"{name} failed: {completion.error}")
     return completion, seconds
 
 
 def build_rows(outcome: LatencyOutcome, sampling: Sampling) -> list[LatencyRow]:
-    """The table, plain decoding first. Raises ForedraftError where nothing was run."""
+    """Build the rows of the table, plain decoding first.
+
+    Raises:
+        ForedraftError: no prompt was measured.
+    """
     plain = outcome.runs[PLAIN]
     if not plain:
         raise ForedraftError("no prompt fits the model's context with --max-tokens; ask for fewer tokens")
@@ -132,22 +149,22 @@ def build_rows(outcome: LatencyOutcome, sampling: Sampling) -> list[LatencyRow]:
 
 
 def build_category_rows(outcome: LatencyOutcome, sampling: Sampling) -> dict[str, list[LatencyRow]]:
-    """The same table for every category of the questions, in their order; none if the questions have none."""
-    names = dict.fromkeys(run.category for run in outcome.runs[PLAIN] if run.category)
-    parts = {
+    """Build one table per category, in the order of the questions; empty if questions have no category."""
+    categories = dict.fromkeys(run.category for run in outcome.runs[PLAIN] if run.category)
+    outcomes = {
         name: LatencyOutcome(
             {method: [run for run in runs if run.category == name] for method, runs in outcome.runs.items()}
         )
-        for name in names
+        for name in categories
     }
-    return {name: build_rows(part, sampling) for name, part in parts.items()}
+    return {name: build_rows(category_outcome, sampling) for name, category_outcome in outcomes.items()}
 
 
 def _build_row(name: str, runs: Sequence[PromptRun], plain: Sequence[PromptRun], sampling: Sampling) -> LatencyRow:
     stats: Stats = sum_stats(completion.stats for run in runs for completion in run.completions)
     tokens, seconds = sum(len(run.tokens) for run in runs), sum(run.seconds for run in runs)
     rule = runs[0].completions[0].verification
-    is_determined = sampling.is_greedy or (sampling.seed is not None and rule == "match")
+    is_reproducible = sampling.is_greedy or (sampling.seed is not None and rule == "match")
     pairs = list(zip(runs, plain, strict=True))
     return LatencyRow(
         method=name,
@@ -158,7 +175,7 @@ def _build_row(name: str, runs: Sequence[PromptRun], plain: Sequence[PromptRun],
         per_position=stats.per_position,
         draft_share=stats.draft_time / sum(sum(run.times) for run in runs),
         target_passes=stats.target_passes,
-        identical=sum(run.tokens == base.tokens for run, base in pairs) if is_determined else None,
+        identical=sum(run.tokens == base.tokens for run, base in pairs) if is_reproducible else None,
         prompts=len(runs),
         num_tokens=tokens,
         seconds=seconds,
@@ -167,5 +184,5 @@ def _build_row(name: str, runs: Sequence[PromptRun], plain: Sequence[PromptRun],
 
 
 def _compute_token_seconds(run: PromptRun) -> float:
-    """Seconds for a token: texts that end by themselves may differ in length."""
+    """Compute seconds per token, because outputs that end early may differ in length."""
     return run.seconds / max(1, len(run.tokens))

@@ -1,4 +1,4 @@
-"""`foredraft bench latency` from the loaded model to the report."""
+"""Run and report of `foredraft bench latency`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,24 +23,24 @@ class LatencyBenchPlan:
     """Methods, prompts and settings of a latency measurement."""
 
     methods: tuple[BenchMethod, ...]
-    is_default: bool  # methods are the default: an unavailable one is left out and named
+    is_default: bool  # True: default methods, of which unavailable ones are skipped and named in the notes
     questions: tuple[Question, ...]
     sampling: Sampling
-    rounds: int
-    spec_model: str | None = None
-    quantization: str | None = None  # what the target was loaded with
-    verify_rows: tuple[int, ...] = ()  # numbers of tokens in a target pass; () = not measured
-    context: int = 256  # tokens before them
+    rounds: int  # repetitions of every prompt
+    spec_model: str | None = None  # draft model or head for all methods
+    quantization: str | None = None  # quantisation of the loaded target
+    verify_rows: tuple[int, ...] = ()  # tokens per pass to measure; () = not measured
+    context: int = 256  # tokens before the measured passes
 
 
 @dataclass
 class LatencyBench:
-    """One run."""
+    """One run of `foredraft bench latency` on a loaded model."""
 
     plan: LatencyBenchPlan
     llm: "LLM"
     on_progress: ProgressCallback
-    skipped: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)  # method label -> reason
     rows: list[latency.LatencyRow] = field(default_factory=list)
     categories: dict[str, list[latency.LatencyRow]] = field(default_factory=dict)
     costs: list[verify_cost.VerifyCost] = field(default_factory=list)
@@ -64,7 +64,7 @@ class LatencyBench:
         return self._build_report()
 
     def save_plot(self, path: Path) -> None:
-        plot.save_latency_plot(self.rows, self.costs, "\n".join(self._build_notes()[:3]), path)
+        plot.save_latency_plot(self.rows, self.costs, "\n".join(self._build_notes()[: report.NUM_CAPTION_NOTES]), path)
 
     def _create_generators(self) -> dict[str, "LLM"]:
         generators = {PLAIN: self.llm}
@@ -100,11 +100,11 @@ class LatencyBench:
             )
         lossy = sorted({row.verification for row in self.rows} & LOSSY_RULES)
         if lossy:
-            notes.append(f"lossy rule {lossy[0]}: the texts are not the target's own")
+            notes.append(f"lossy rule {lossy[0]}: the output does not follow the target's distribution")
         if any(row.identical is not None and row.identical < row.prompts for row in self.rows) and not lossy:
             notes.append(
-                "a text that is not plain decoding's: where two tokens are equally likely within the rounding of the "
-                "dtype, one pass over many tokens may round the other way; --dtype float64 tells"
+                "an output that differs from plain decoding: if two tokens are equally likely within the rounding of "
+                "the dtype, a pass over several tokens may round the other way; check with --dtype float64"
             )
         if self.costs:
             notes.append(f"cost of verification: medians of passes after {self.plan.context} tokens")
@@ -146,6 +146,7 @@ class LatencyBench:
 
 
 def build_speed_table(rows: Sequence[latency.LatencyRow]) -> report.ReportTable:
+    """Build the table of speeds, one row per method."""
     header = (
         "method", "tokens/s", "speed-up", "acceptance length", "acceptance rate", "drafting share", "target passes",
         "identical to plain",
@@ -161,7 +162,7 @@ def build_speed_table(rows: Sequence[latency.LatencyRow]) -> report.ReportTable:
 
 
 def build_category_table(categories: Mapping[str, Sequence[latency.LatencyRow]]) -> report.ReportTable:
-    """Speed-up and acceptance length of every method but plain decoding, by the questions' category."""
+    """Build the table of speed-ups and acceptance lengths, one row per category of questions."""
     methods = [row.method for row in next(iter(categories.values()), ()) if row.method != PLAIN]
     cells = [
         (name, str(rows[0].prompts), *(f"{row.speed_up:.2f}x ({row.acceptance_length:.2f})" for row in rows[1:]))
@@ -174,7 +175,7 @@ def build_category_table(categories: Mapping[str, Sequence[latency.LatencyRow]])
 
 
 def build_position_table(rows: Sequence[latency.LatencyRow]) -> report.ReportTable:
-    """Share of all drafts kept to each depth."""
+    """Build the table of the share of drafts that are accepted up to each depth."""
     depth = max((len(row.per_position) for row in rows), default=0)
     cells = [
         (row.method, *report.format_rates(row.per_position), *["-"] * (depth - len(row.per_position)))
@@ -182,9 +183,10 @@ def build_position_table(rows: Sequence[latency.LatencyRow]) -> report.ReportTab
         if row.per_position
     ]
     header = ("method", *(str(i + 1) for i in range(depth)))
-    return report.ReportTable("Drafts kept to each position", header, tuple(cells))
+    return report.ReportTable("Drafts accepted up to each position", header, tuple(cells))
 
 
 def build_cost_table(costs: Sequence[verify_cost.VerifyCost]) -> report.ReportTable:
+    """Build the table of pass times, one row per number of tokens in a pass."""
     cells = [(str(c.rows), f"{1000 * c.seconds:.2f}", f"{c.ratio:.2f}") for c in costs]
     return report.ReportTable("Cost of verification", ("tokens in one pass", "ms", "over one token"), tuple(cells))

@@ -1,8 +1,9 @@
-"""Many requests at once: a closed loop, in which every stream sends its next request when the last one has ended.
+"""Throughput and latency under load, measured by a closed loop.
 
-All modes answer the same requests in the same round, in an order that rotates from round to round, and are set against
-each other within a round: a slow minute of the machine hits all alike. Time counts while every stream is busy: it ends
-when a stream finds no request left, and what the others still had to say is aborted and does not count.
+Every stream sends its next request when its last one has ended. In a round all modes answer the same requests, in
+rotating order. Ratios are taken within a round, so that a slow minute of the machine affects all modes alike. A loop
+ends when a stream finds no request left, so all streams are busy while time counts. Requests that still run are then
+aborted, and their later tokens do not count.
 """
 
 import gc
@@ -17,14 +18,15 @@ from foredraft.cli.speed_figures import sum_stats
 from foredraft.errors import ForedraftError
 from foredraft.outputs import Stats
 
-OFF, AUTO = "off", "auto"
-EXTRA_TOKENS = 64  # tokens of a request beside its text: its draft, and what its last page lacks
-GOLDEN_FRACTION = 0.6180339887498949  # its multiples, modulo 1, are spread evenly whatever their number
+OFF, AUTO = "off", "auto"  # modes without drafts and with the adaptive draft length
+EXTRA_TOKENS = 64  # KV slots of a request beyond its tokens: its draft and the unused end of its last page
+GOLDEN_FRACTION = 0.6180339887498949  # any number of its multiples, modulo 1, is spread evenly
+LENGTH_RANGE = (0.5, 1.5)  # output lengths over their mean
 
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """One request. All texts run to `max_tokens`."""
+    """One request, whose output always has `max_tokens` tokens."""
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -32,11 +34,11 @@ class LoadRequest:
 
 @dataclass
 class RequestTimeline:
-    """When the tokens of one request came."""
+    """Arrival times of the tokens of one request."""
 
-    sent_at: float  # seconds on the driver's clock, as are all others
-    arrivals: list[tuple[float, int]] = field(default_factory=list)  # (when, new tokens), one for every delta
-    stats: Stats | None = None  # None if the server gives none; partial for an aborted request
+    sent_at: float  # all times are seconds on the clock of the driver
+    arrivals: list[tuple[float, int]] = field(default_factory=list)  # (time, new tokens), one per delta
+    stats: Stats | None = None  # None if the server sends none; partial for an aborted request
 
     @property
     def num_tokens(self) -> int:
@@ -44,18 +46,18 @@ class RequestTimeline:
 
     @property
     def first_token_seconds(self) -> float | None:
-        """Seconds from sending to the first token."""
+        """Seconds from sending to the first token; None without tokens."""
         return self.arrivals[0][0] - self.sent_at if self.arrivals else None
 
     def iter_gaps(self) -> Iterator[tuple[float, int]]:
-        """(seconds since the delta before, tokens it brought) of every delta but the first."""
-        for (before, _), (now, count) in pairwise(self.arrivals):
-            yield now - before, count
+        """Iterate over (seconds since the previous delta, tokens) of every delta but the first."""
+        for (previous, _), (current, count) in pairwise(self.arrivals):
+            yield current - previous, count
 
 
 @dataclass(frozen=True)
 class ClosedLoopResult:
-    """One closed loop, up to the moment a stream found nothing left to do."""
+    """Result of one closed loop, which ends when a stream finds no request left."""
 
     seconds: float
     timelines: tuple[RequestTimeline, ...]
@@ -70,82 +72,92 @@ class ClosedLoopResult:
 
 
 class LoadDriver(Protocol):
-    """Somebody who answers requests: an engine in this process, its worker, a server."""
+    """Interface to an engine in this process, to its worker or to a server."""
 
     def run(self, requests: Sequence[LoadRequest], concurrency: int) -> ClosedLoopResult:
-        """Raises ForedraftError where a request fails. `jobs` are at least as many as the streams."""
+        """Run one closed loop.
+
+        Args:
+            requests: requests of the round, at least `concurrency`.
+            concurrency: number of streams.
+
+        Raises:
+            ForedraftError: a request failed.
+        """
 
     def close(self) -> None:
-        """No more will be asked."""
+        """Release all resources; the driver is not used any more."""
 
 
 @dataclass(frozen=True)
 class LoadWorkload:
     """The requests of every round."""
 
-    prompts: tuple[tuple[int, ...], ...]
-    max_tokens: int  # of a text on average; lengths lie between half and one and a half times that
-    waves: float  # requests for every stream in a round
-    min_requests: int  # requests of a round at least
+    prompts: tuple[tuple[int, ...], ...]  # token ids
+    max_tokens: int  # mean output length; lengths lie between 0.5 and 1.5 times the mean
+    waves: float  # requests per stream and round
+    min_requests: int  # minimum number of requests in a round
 
     def make_requests(self, concurrency: int, number: int) -> list[LoadRequest]:
-        """Those of round `number`; number -1 is the warm-up, of one wave."""
+        """Make the requests of round `number`; number -1 is the warm-up, with one request per stream."""
         count = max(self.min_requests, concurrency, round(concurrency * (self.waves if number >= 0 else 1)))
         first = number * count
         return [self._make_request(first + i) for i in range(count)]
 
     def count_kv_tokens(self, concurrency: int) -> int:
-        """Tokens of KV memory without preemption: requests, drafts, and a prefix cache of half as much. More memory
-        would only fill with prompts that are never sent again."""
-        longest = max(map(len, self.prompts)) + round(1.5 * self.max_tokens) + EXTRA_TOKENS
+        """Count the KV slots that avoid preemption.
+
+        The count covers requests and drafts, and half as much again for the prefix cache. More memory would only hold
+        prompts that are never sent again.
+        """
+        longest = max(map(len, self.prompts)) + round(LENGTH_RANGE[1] * self.max_tokens) + EXTRA_TOKENS
         return round(1.5 * concurrency * longest) + EXTRA_TOKENS
 
     def _make_request(self, index: int) -> LoadRequest:
-        # texts of one length would end, and prompts be read, all in the same step
-        length = max(1, round(self.max_tokens * (0.5 + (index * GOLDEN_FRACTION) % 1)))
+        # With equal lengths all requests would end, and all new prompts be computed, in the same step.
+        length = max(1, round(self.max_tokens * (LENGTH_RANGE[0] + (index * GOLDEN_FRACTION) % 1)))
         return LoadRequest(self.prompts[index % len(self.prompts)], length)
 
 
 @dataclass(frozen=True)
 class LoadBudget:
-    """How long to measure at one concurrency."""
+    """Limits of the measurement at one concurrency."""
 
-    max_rounds: int  # at most
-    min_rounds: int = 2  # rounds in any case
-    max_seconds: float | None = None  # no round is begun that would probably end later, warm-up included
+    max_rounds: int
+    min_rounds: int = 2  # rounds even beyond max_seconds
+    max_seconds: float | None = None  # warm-up included; a round that would probably end later is not started
 
 
 @dataclass(frozen=True)
 class LoadCell:
-    """One mode at one concurrency."""
+    """Figures of one mode at one concurrency. Latencies are None if no request got as far."""
 
     concurrency: int
     mode: str
     rounds: int
-    requests: int
-    tokens: int
+    requests: int  # over all rounds
+    tokens: int  # output tokens over all rounds
     tokens_per_second: float  # median over the rounds
-    over_off: float  # median over the rounds of the ratio of throughputs
-    over_off_rounds: tuple[float, ...]
-    # None where no text came as far
+    over_off: float  # median over the rounds of (throughput / throughput of off)
+    over_off_rounds: tuple[float, ...]  # the ratio of each round
     first_p50: float | None  # seconds to the first token
     first_p99: float | None
-    gap_p50: float | None  # seconds between two deltas of a text, which may bring several tokens
+    gap_p50: float | None  # seconds between two deltas of a request; a delta may hold several tokens
     gap_p99: float | None
-    token_p50: float | None  # seconds for a token: the gap over the tokens that came with it, weighted by them
+    token_p50: float | None  # seconds per token: gap over the tokens of its delta, weighted by these tokens
     token_p99: float | None
-    acceptance_length: float | None  # tokens for each pass and request, bonus included; None if unknown
-    drafted: float | None  # tokens drafted for each pass and request
+    acceptance_length: float | None  # tokens per pass and request, bonus token included; None if unknown
+    drafted: float | None  # draft tokens per pass and request
 
 
 @dataclass(frozen=True)
 class LoadPoint:
-    """One concurrency, all modes."""
+    """Figures of all modes at one concurrency."""
 
     concurrency: int
     cells: tuple[LoadCell, ...]
-    best_fixed: str | None  # the fixed length with the highest ratio to off, which its luck is part of
-    auto_over_best: float | None  # median over the rounds
+    best_fixed: str | None  # fixed draft length with the highest over_off; selection bias favours it
+    auto_over_best: float | None  # median over the rounds of (throughput of auto / of best_fixed)
 
     def find_cell(self, mode: str) -> LoadCell | None:
         return next((cell for cell in self.cells if cell.mode == mode), None)
@@ -158,58 +170,69 @@ def measure(
     budget: LoadBudget,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> LoadPoint:
-    """Warm every mode up, then round after round. `drivers` holds OFF; other names are AUTO or a draft length."""
-    began = time.perf_counter()
+    """Warm up all modes, then measure them round by round.
+
+    Args:
+        drivers: mode -> driver. OFF must be among the modes; others are AUTO or a draft length.
+        workload: requests of the rounds.
+        concurrency: number of streams.
+        budget: limits on rounds and seconds.
+        on_progress: called with a title before every loop.
+
+    Raises:
+        ForedraftError: a request failed, or a round had no tokens.
+    """
+    start = time.perf_counter()
     names = list(drivers)
     for name in names:
         on_progress(f"{concurrency} streams, warming up {name}")
         drivers[name].run(workload.make_requests(concurrency, -1), concurrency)
     loops: dict[str, list[ClosedLoopResult]] = {name: [] for name in names}
-    longest = 0.0
+    longest_round = 0.0
     for number in range(budget.max_rounds):
-        start = time.perf_counter()
+        round_start = time.perf_counter()
         if (
             budget.max_seconds is not None
             and number >= budget.min_rounds
-            and start + longest > began + budget.max_seconds
+            and round_start + longest_round > start + budget.max_seconds
         ):
             break
-        jobs = workload.make_requests(concurrency, number)
+        requests = workload.make_requests(concurrency, number)
         shift = number % len(names)
         for name in names[shift:] + names[:shift]:
             on_progress(f"{concurrency} streams, round {number + 1}, {name}")
-            gc.collect()  # another mode's garbage is not this one's time
-            loops[name].append(drivers[name].run(jobs, concurrency))
-        longest = max(longest, time.perf_counter() - start)
+            gc.collect()  # garbage of one mode must not take time of the next
+            loops[name].append(drivers[name].run(requests, concurrency))
+        longest_round = max(longest_round, time.perf_counter() - round_start)
     return build_point(concurrency, loops)
 
 
 def build_point(concurrency: int, loops: Mapping[str, Sequence[ClosedLoopResult]]) -> LoadPoint:
-    """The figures of all rounds at one concurrency."""
+    """Compute the figures of all rounds at one concurrency."""
     speeds = {name: [loop.tokens_per_second for loop in rounds] for name, rounds in loops.items()}
     ratios = {name: _compute_ratios(rounds, speeds[OFF]) for name, rounds in speeds.items()}
     cells = tuple(_build_cell(concurrency, name, rounds, ratios[name]) for name, rounds in loops.items())
     fixed = {cell.mode: cell.over_off for cell in cells if cell.mode not in (OFF, AUTO)}
     best = max(fixed, key=lambda mode: fixed[mode]) if fixed else None
-    over = (
+    auto_over_best = (
         statistics.median(_compute_ratios(speeds[AUTO], speeds[best])) if best is not None and AUTO in speeds else None
     )
-    return LoadPoint(concurrency, cells, best, over)
+    return LoadPoint(concurrency, cells, best, auto_over_best)
 
 
 def _compute_ratios(speeds: Sequence[float], others: Sequence[float]) -> list[float]:
     if not all(others):
-        raise ForedraftError("no token came within a round; ask for more requests or longer texts")
-    return [mine / other for mine, other in zip(speeds, others, strict=True)]
+        raise ForedraftError("no token came within a round; raise the number of requests or --max-tokens")
+    return [speed / other for speed, other in zip(speeds, others, strict=True)]
 
 
 def _build_cell(concurrency: int, mode: str, loops: Sequence[ClosedLoopResult], ratios: Sequence[float]) -> LoadCell:
     timelines = [timeline for loop in loops for timeline in loop.timelines]
-    firsts = [timeline.first_token_seconds for timeline in timelines if timeline.first_token_seconds is not None]
+    first_seconds = [timeline.first_token_seconds for timeline in timelines if timeline.first_token_seconds is not None]
     gaps = [gap for timeline in timelines for gap in timeline.iter_gaps()]
-    each = [(gap / count, count) for gap, count in gaps]
+    seconds_per_token = [(gap / count, count) for gap, count in gaps]
     stats = [timeline.stats for timeline in timelines if timeline.stats is not None]
-    summed = sum_stats(stats) if stats else None
+    total_stats = sum_stats(stats) if stats else None
     return LoadCell(
         concurrency=concurrency,
         mode=mode,
@@ -219,23 +242,23 @@ def _build_cell(concurrency: int, mode: str, loops: Sequence[ClosedLoopResult], 
         tokens_per_second=statistics.median(loop.tokens_per_second for loop in loops),
         over_off=statistics.median(ratios),
         over_off_rounds=tuple(ratios),
-        first_p50=compute_quantile([(value, 1) for value in firsts], 0.5),
-        first_p99=compute_quantile([(value, 1) for value in firsts], 0.99),
+        first_p50=compute_quantile([(value, 1) for value in first_seconds], 0.5),
+        first_p99=compute_quantile([(value, 1) for value in first_seconds], 0.99),
         gap_p50=compute_quantile([(gap, 1) for gap, _ in gaps], 0.5),
         gap_p99=compute_quantile([(gap, 1) for gap, _ in gaps], 0.99),
-        token_p50=compute_quantile(each, 0.5),
-        token_p99=compute_quantile(each, 0.99),
-        acceptance_length=None if summed is None else summed.acceptance_length,
-        drafted=None if summed is None else summed.num_drafted / max(1, summed.target_passes),
+        token_p50=compute_quantile(seconds_per_token, 0.5),
+        token_p99=compute_quantile(seconds_per_token, 0.99),
+        acceptance_length=None if total_stats is None else total_stats.acceptance_length,
+        drafted=None if total_stats is None else total_stats.num_drafted / max(1, total_stats.target_passes),
     )
 
 
 def compute_quantile(weighted: Sequence[tuple[float, int]], share: float) -> float | None:
-    """The smallest value that at least `share` of the weight does not exceed; None of nothing."""
+    """Compute the smallest value that at least `share` of the weight does not exceed; None without values."""
     ordered = sorted(weighted)
-    rest = share * sum(weight for _, weight in ordered)
+    remaining = share * sum(weight for _, weight in ordered)
     for value, weight in ordered:
-        rest -= weight
-        if rest <= 0:
+        remaining -= weight
+        if remaining <= 0:
             return value
     return ordered[-1][0] if ordered else None

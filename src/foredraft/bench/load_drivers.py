@@ -1,4 +1,4 @@
-"""Drivers of a load: an engine stepped in this thread, an engine's worker, or a server over HTTP."""
+"""Drivers of a load: an engine stepped in this thread, the worker of an engine, or a server over HTTP."""
 
 import asyncio
 import itertools
@@ -21,12 +21,14 @@ if TYPE_CHECKING:
     from foredraft.engine.transcript import Transcript
     from foredraft.llm import LLM
 
-REQUEST_TIMEOUT = 600.0  # seconds for one request of a server
+REQUEST_TIMEOUT = 600.0  # seconds for one request to a server
+MAX_ERROR_CHARS = 300  # of a response body that an error message quotes
+IDLE_POLL_SECONDS = 0.001
 
 
 @dataclass
 class EngineDriver:
-    """The LLM's engine, stepped here: no thread and no queue between the clock and the step."""
+    """Driver that steps the engine in this thread, without a thread or a queue between clock and step."""
 
     llm: "LLM"
     sampling: Sampling
@@ -40,7 +42,7 @@ class EngineDriver:
             list[tuple["Transcript", RequestTimeline]](),
             list[RequestTimeline](),
         )
-        began = self.clock()
+        start = self.clock()
         while True:
             while queue and len(active) < concurrency:
                 timelines.append(RequestTimeline(self.clock()))
@@ -55,25 +57,29 @@ class EngineDriver:
                 while transcript.deltas:
                     record_delta(transcript.deltas.popleft(), timeline, now)
             active = [pair for pair in active if not pair[0].is_finished]
-        seconds = self.clock() - began
+        seconds = self.clock() - start
         for transcript, timeline in active:
             timeline.stats = transcript.build_stats()
             engine.abort(transcript.request)
         return ClosedLoopResult(seconds, tuple(timelines))
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing, as the driver holds no resources."""
 
 
 def prepare_transcript(llm: "LLM", request: LoadRequest, sampling: Sampling, salt: bytes) -> "Transcript":
-    """A request whose prompt no earlier round can have left in a prefix cache."""
+    """Prepare a request with a salt, so that its prompt has no prefix-cache hit from an earlier round."""
     options = RequestOptions(salt=salt)
     (transcript,) = llm.prepare(list(request.prompt), replace(sampling, max_tokens=request.max_tokens), options)
     return transcript
 
 
 def record_delta(delta: Delta, timeline: RequestTimeline, now: float) -> None:
-    """Note a delta. Raises ForedraftError if it says that the request failed."""
+    """Record a delta at time `now`.
+
+    Raises:
+        ForedraftError: the delta ends a failed request.
+    """
     if delta.token_ids:
         timeline.arrivals.append((now, len(delta.token_ids)))
     if delta.completion is not None:
@@ -83,9 +89,9 @@ def record_delta(delta: Delta, timeline: RequestTimeline, now: float) -> None:
 
 
 def _make_salt_source() -> Callable[[], bytes]:
-    """One salt after another; those of two drivers at one server differ."""
-    numbers, own = itertools.count(), secrets.token_hex(4)
-    return lambda: f"load-{own}-{next(numbers)}".encode()
+    """Create a source of distinct salts; salts of two drivers at one server differ too."""
+    numbers, prefix = itertools.count(), secrets.token_hex(4)
+    return lambda: f"load-{prefix}-{next(numbers)}".encode()
 
 
 @dataclass(frozen=True)
@@ -93,16 +99,20 @@ class StreamDelta:
     """Tokens and statistics of one delta of a stream."""
 
     num_tokens: int
-    stats: Stats | None = None  # with the last, where the other side gives them
+    stats: Stats | None = None  # with the last delta, if the engine or server sends them
 
 
-StreamOpener = Callable[
-    [LoadRequest], AsyncGenerator[StreamDelta, None]
-]  # leaving the iterator early aborts the request
+# Opens the stream of a request; closing the iterator early aborts the request.
+StreamOpener = Callable[[LoadRequest], AsyncGenerator[StreamDelta, None]]
 
 
 class AsyncStreamDriver:
-    """A closed loop of asynchronous streams; `session` makes what opens them, for one loop."""
+    """Driver of a closed loop of asynchronous streams.
+
+    Args:
+        session_factory: creates the context of one loop, which yields the opener of its streams.
+        clock: returns seconds.
+    """
 
     def __init__(
         self,
@@ -116,26 +126,26 @@ class AsyncStreamDriver:
         return asyncio.run(self._run_loop(requests, concurrency))
 
     def close(self) -> None:
-        """Every loop closes its own session."""
+        """Do nothing, as every loop closes its own session."""
 
     async def _run_loop(self, requests: Sequence[LoadRequest], concurrency: int) -> ClosedLoopResult:
         queue, timelines = deque(requests), list[RequestTimeline]()
         async with self._session_factory() as opener:
-            began = self._clock()
+            start = self._clock()
             streams = [asyncio.ensure_future(self._run_stream(opener, queue, timelines)) for _ in range(concurrency)]
             try:
                 await asyncio.wait(streams, return_when=asyncio.FIRST_COMPLETED)
-                seconds = self._clock() - began
+                seconds = self._clock() - start
             finally:
                 for stream in streams:
                     stream.cancel()
                 outcomes = await asyncio.gather(*streams, return_exceptions=True)
             for outcome in outcomes:
-                if isinstance(outcome, Exception):  # CancelledError is none
+                if isinstance(outcome, Exception):  # CancelledError is no Exception
                     raise outcome
-        ended = began + seconds
-        for timeline in timelines:  # what came while the others were being stopped
-            timeline.arrivals = [arrival for arrival in timeline.arrivals if arrival[0] <= ended]
+        end = start + seconds
+        for timeline in timelines:  # drops deltas that arrived during cancellation
+            timeline.arrivals = [arrival for arrival in timeline.arrivals if arrival[0] <= end]
         return ClosedLoopResult(seconds, tuple(timelines))
 
     async def _run_stream(
@@ -144,15 +154,15 @@ class AsyncStreamDriver:
         while queue:
             timeline = RequestTimeline(self._clock())
             timelines.append(timeline)
-            async with aclosing(opener(queue.popleft())) as arrivals:
-                async for arrival in arrivals:
-                    if arrival.num_tokens:
-                        timeline.arrivals.append((self._clock(), arrival.num_tokens))
-                    timeline.stats = arrival.stats or timeline.stats
+            async with aclosing(opener(queue.popleft())) as deltas:
+                async for delta in deltas:
+                    if delta.num_tokens:
+                        timeline.arrivals.append((self._clock(), delta.num_tokens))
+                    timeline.stats = delta.stats or timeline.stats
 
 
 class WorkerDriver(AsyncStreamDriver):
-    """The LLM's engine on its worker's thread, which lives until `close`."""
+    """Driver of an engine on the thread of a worker, which runs until `close`."""
 
     def __init__(self, llm: "LLM", sampling: Sampling) -> None:
         from foredraft.engine.worker import Worker
@@ -168,29 +178,29 @@ class WorkerDriver(AsyncStreamDriver):
     @asynccontextmanager
     async def _open_session(self) -> AsyncIterator[StreamOpener]:
         yield self._open_stream
-        while self._worker.num_running or self._worker.num_waiting:  # what was aborted is no load of the next mode
-            await asyncio.sleep(0.001)
+        while self._worker.num_running or self._worker.num_waiting:  # aborted requests must not load the next mode
+            await asyncio.sleep(IDLE_POLL_SECONDS)
 
     async def _open_stream(self, request: LoadRequest) -> AsyncGenerator[StreamDelta, None]:
         stream = await self._worker.submit([prepare_transcript(self._llm, request, self._sampling, self._next_salt())])
         try:
             async for delta in stream:
-                done = delta.completion
-                if done is not None and done.error is not None:
-                    raise ForedraftError(f"a request failed: {done.error}")
-                yield StreamDelta(len(delta.token_ids), None if done is None else done.stats)
+                completion = delta.completion
+                if completion is not None and completion.error is not None:
+                    raise ForedraftError(f"a request failed: {completion.error}")
+                yield StreamDelta(len(delta.token_ids), None if completion is None else completion.stats)
         finally:
             stream.cancel()
 
 
 @dataclass(frozen=True)
 class OpenAIEndpoint:
-    """An OpenAI-compatible server. Drafting is chosen by the request, so `off` keeps its drafter's memory warm."""
+    """OpenAI-compatible server. The draft length is part of the request, so the drafter observes tokens even if off."""
 
-    url: str  # up to /v1
+    url: str  # ends in /v1
     model: str
     sampling: Sampling
-    max_draft_tokens: int | None  # None = the server's choice
+    max_draft_tokens: int | None  # None = the default of the server
     api_key: str | None = None
     next_salt: Callable[[], bytes] = field(default_factory=lambda: _make_salt_source())
 
@@ -220,23 +230,23 @@ class OpenAIEndpoint:
 
 @asynccontextmanager
 async def _connect(server: OpenAIEndpoint) -> AsyncIterator[StreamOpener]:
-    """The connections of one loop."""
+    """Open the connections of one loop."""
     httpx = require_httpx()
     headers = {} if server.api_key is None else {"Authorization": f"Bearer {server.api_key}"}
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(headers=headers, limits=limits, timeout=REQUEST_TIMEOUT) as client:
-        yield lambda job: _stream_completion(client, server, job)
+        yield lambda request: _stream_completion(client, server, request)
 
 
 async def _stream_completion(
     client: Any, server: OpenAIEndpoint, request: LoadRequest
 ) -> AsyncGenerator[StreamDelta, None]:
     url = f"{server.url.rstrip('/')}/completions"
-    reported = 0
+    num_reported = 0
     async with client.stream("POST", url, json=server.build_body(request)) as response:
         if response.status_code != 200:
-            said = (await response.aread()).decode(errors="replace")[:300]
-            raise ForedraftError(f"{url} answered {response.status_code}: {said}")
+            detail = (await response.aread()).decode(errors="replace")[:MAX_ERROR_CHARS]
+            raise ForedraftError(f"{url} answered {response.status_code}: {detail}")
         async for line in response.aiter_lines():
             data = line.removeprefix("data:").strip()
             if not line.startswith("data:") or data == "[DONE]":
@@ -244,36 +254,46 @@ async def _stream_completion(
             chunk = json.loads(data)
             if "error" in chunk:
                 raise ForedraftError(f"{url} failed: {chunk['error']}")
-            count = (chunk.get("usage") or {}).get("completion_tokens", reported)
-            yield StreamDelta(count - reported, parse_stats(chunk, count))
-            reported = count
+            count = (chunk.get("usage") or {}).get("completion_tokens", num_reported)
+            yield StreamDelta(count - num_reported, parse_stats(chunk, count))
+            num_reported = count
 
 
 def parse_stats(chunk: dict[str, Any], num_tokens: int) -> Stats | None:
-    """The figures of a text in the words of vLLM's responses; None where a chunk has none."""
-    said = (chunk.get("metrics") or {}).get("speculative_decoding")
-    if not said:
+    """Parse the statistics of a chunk in the format of vLLM; None if the chunk has none."""
+    metrics = (chunk.get("metrics") or {}).get("speculative_decoding")
+    if not metrics:
         return None
-    accepted, steps = said["num_accepted_draft_tokens"], said["num_spec_steps"]
-    rate = said["draft_acceptance_rate"]
-    drafted = said.get("num_draft_tokens", round(accepted / rate) if rate else 0)  # ours says so itself
-    # passes without a draft are not among its steps
+    accepted, steps = metrics["num_accepted_draft_tokens"], metrics["num_spec_steps"]
+    rate = metrics["draft_acceptance_rate"]
+    drafted = metrics.get("num_draft_tokens", round(accepted / rate) if rate else 0)  # vLLM omits it
+    # num_spec_steps excludes passes without a draft.
     return Stats(num_tokens, steps, drafted, accepted, target_passes=num_tokens - accepted)
 
 
 def fetch_model_name(url: str, api_key: str | None) -> str:
-    """Fetch the model name of a server. Raises ForedraftError if no server answers."""
+    """Fetch the model name of a server.
+
+    Raises:
+        ForedraftError: no server answers, or httpx is not installed.
+    """
     httpx = require_httpx()
-    where = f"{url.rstrip('/')}/models"
+    models_url = f"{url.rstrip('/')}/models"
     try:
-        answer = httpx.get(where, headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"})
+        answer = httpx.get(models_url, headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"})
         return str(answer.raise_for_status().json()["data"][0]["id"])
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
-        raise ForedraftError(f"no server answers at {where} ({error}); give --url as http://host:port/v1") from None
+        raise ForedraftError(
+            f"no server answers at {models_url} ({error}); give --url as http://host:port/v1"
+        ) from None
 
 
 def require_httpx() -> Any:
-    """Raises ForedraftError with the command that installs it."""
+    """Import httpx.
+
+    Raises:
+        ForedraftError: httpx is not installed; the message has the command.
+    """
     try:
         import httpx
     except ImportError:

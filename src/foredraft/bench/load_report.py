@@ -1,4 +1,4 @@
-"""`foredraft bench load` from the loaded model to the report."""
+"""Run and report of `foredraft bench load`."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,15 +25,15 @@ class LoadBenchPlan:
 
     concurrency: tuple[int, ...]
     fixed: tuple[int, ...]  # draft lengths measured at every concurrency
-    more: tuple[int, ...]  # further ones, up to `more_until` streams: among them the best is looked for
+    more: tuple[int, ...]  # further draft lengths, measured at up to `more_until` streams as candidates for the best
     more_until: int
     questions: tuple[Question, ...]
-    sampling: Sampling  # its max_tokens is the mean length of a text
-    prompt_tokens: int | None  # a prompt is cut to its last so many tokens
-    waves: float
-    least: int
-    rounds: int
-    minutes: float | None  # for everything
+    sampling: Sampling  # max_tokens is the mean output length
+    prompt_tokens: int | None  # prompts are cut to their last `prompt_tokens` tokens
+    waves: float  # requests per stream and round
+    least: int  # minimum number of requests in a round
+    rounds: int  # maximum number of rounds
+    minutes: float | None  # limit of the whole run
 
     def list_modes(self, concurrency: int) -> list[str]:
         more = self.more if concurrency <= self.more_until else ()
@@ -46,90 +46,104 @@ class LoadBenchPlan:
 
 @dataclass
 class LoadBench:
-    """One run. `drivers` may come from elsewhere, a server for one; else they are engines in this thread."""
+    """One run of `foredraft bench load`. Without `drivers` it measures engines in this process."""
 
     plan: LoadBenchPlan
     llm: "LLM"
-    spec: dict[str, Any]  # what drafts, in the keys of vLLM's speculative_config, without a length
+    spec: dict[str, Any]  # drafter in the keys of vLLM's speculative_config, without a draft length
     on_progress: ProgressCallback
     driver_factory: Callable[["LLM", Sampling], LoadDriver] = EngineDriver
-    drivers: Mapping[str, LoadDriver] | None = None
-    origin: str = "the engine, stepped in the thread that measures"  # of the figures, for the notes
+    drivers: Mapping[str, LoadDriver] | None = None  # mode -> driver
+    origin: str = "the engine, stepped in the thread that measures"  # measured system, for the notes
     points: list[LoadPoint] = field(default_factory=list)
     num_prompts: int = 0
 
     def run(self) -> report.BenchReport:
-        began = time.perf_counter()
-        work = self.build_workload()
-        drivers = self.drivers or self._create_drivers(work)
+        start = time.perf_counter()
+        workload = self.build_workload()
+        drivers = self.drivers or self._create_drivers(workload)
         try:
-            self._measure(work, drivers, began)
+            self._measure(workload, drivers, start)
         finally:
             for driver in drivers.values():
                 driver.close()
-        return self._build_report(time.perf_counter() - began)
+        return self._build_report(time.perf_counter() - start)
 
-    def _measure(self, work: LoadWorkload, drivers: Mapping[str, LoadDriver], began: float) -> None:
+    def _measure(self, workload: LoadWorkload, drivers: Mapping[str, LoadDriver], start: float) -> None:
         plan = self.plan
         for index, concurrency in enumerate(plan.concurrency):
             seconds = None
             if plan.minutes is not None:
-                left = 60 * plan.minutes - (time.perf_counter() - began)
-                seconds = left / (len(plan.concurrency) - index)
-            chosen = {name: drivers[name] for name in plan.list_modes(concurrency)}
-            effort = LoadBudget(plan.rounds, max_seconds=seconds)
-            self.points.append(load.measure(chosen, work, concurrency, effort, self.on_progress))
+                remaining = 60 * plan.minutes - (time.perf_counter() - start)
+                seconds = remaining / (len(plan.concurrency) - index)
+            active_drivers = {name: drivers[name] for name in plan.list_modes(concurrency)}
+            budget = LoadBudget(plan.rounds, max_seconds=seconds)
+            self.points.append(load.measure(active_drivers, workload, concurrency, budget, self.on_progress))
 
     def with_workers(self) -> "LoadBench":
-        """The same with every engine on a thread of its own, as a server runs it."""
+        """Return a copy that runs every engine on a worker thread, as a server does."""
         return replace(self, driver_factory=WorkerDriver, origin="an engine's worker, on a thread of its own")
 
     def with_server(self, url: str, api_key: str | None) -> "LoadBench":
-        """The same against a server. Raises ForedraftError where none answers."""
+        """Return a copy that measures a server.
+
+        Args:
+            url: base URL, which ends in /v1.
+            api_key: bearer token, or None.
+
+        Raises:
+            ForedraftError: no server answers.
+        """
         model = fetch_model_name(url, api_key)
         lengths = {OFF: 0, AUTO: None} | {mode: int(mode) for mode in self.plan.all_modes if mode not in (OFF, AUTO)}
         drivers = {
             mode: OpenAIEndpoint(url, model, self.plan.sampling, length, api_key).create_driver()
             for mode, length in lengths.items()
         }
-        origin = f"the server of {model!r} over HTTP, whose drafter stays warm where a request asks for no drafts"
+        origin = f"the server of {model!r} over HTTP; its drafter observes tokens even if a request has no drafts"
         return replace(self, drivers=drivers, origin=origin)
 
     def save_plot(self, path: Path) -> None:
-        load_plot.save_load_plot([(self._title, self.points)], "\n".join(self._build_notes()[:3]), path)
+        load_plot.save_load_plot(
+            [(self._title, self.points)], "\n".join(self._build_notes()[: report.NUM_CAPTION_NOTES]), path
+        )
 
     def build_workload(self) -> LoadWorkload:
-        """Raises ForedraftError where no prompt fits."""
-        tokenizer, most = self.llm.tokenizer, self.plan.prompt_tokens
+        """Build the requests of all rounds from the questions.
+
+        Raises:
+            ForedraftError: there is no tokenizer, or no prompt fits the context.
+        """
+        tokenizer, max_prompt_tokens = self.llm.tokenizer, self.plan.prompt_tokens
         if tokenizer is None:
             raise ForedraftError(f"{self.llm.target.name} has no tokenizer; put tokenizer.json beside its weights")
-        asked = [PromptBuilder(tokenizer).add_user_turn(question.turns[0]) for question in self.plan.questions]
+        encoded = [PromptBuilder(tokenizer).add_user_turn(question.turns[0]) for question in self.plan.questions]
         longest = self.llm.target.context_length - round(1.5 * self.plan.sampling.max_tokens) - 1
-        prompts = [tuple(ids if most is None else ids[-most:]) for ids in asked]
-        fitting = tuple(ids for ids in prompts if len(ids) <= longest)
-        if not fitting:
+        prompts = [tuple(ids if max_prompt_tokens is None else ids[-max_prompt_tokens:]) for ids in encoded]
+        fitting_prompts = tuple(ids for ids in prompts if len(ids) <= longest)
+        if not fitting_prompts:
             raise ForedraftError(
-                f"no prompt and a text of up to {1.5 * self.plan.sampling.max_tokens:.0f} tokens fit the model's "
-                f"context of {self.llm.target.context_length}; ask for fewer --max-tokens or --prompt-tokens"
+                f"no prompt with an output of up to {1.5 * self.plan.sampling.max_tokens:.0f} tokens fits the model's "
+                f"context of {self.llm.target.context_length}; lower --max-tokens or --prompt-tokens"
             )
-        self.num_prompts = len(fitting)
-        return LoadWorkload(fitting, self.plan.sampling.max_tokens, self.plan.waves, self.plan.least)
+        self.num_prompts = len(fitting_prompts)
+        return LoadWorkload(fitting_prompts, self.plan.sampling.max_tokens, self.plan.waves, self.plan.least)
 
-    def _create_drivers(self, work: LoadWorkload) -> dict[str, LoadDriver]:
-        """An engine for every mode, all on the same weights; off has no drafter at all."""
-        self.llm.limits = replace(self.llm.limits, kv_tokens=work.count_kv_tokens(max(self.plan.concurrency)))
-        found: dict[str, LoadDriver] = {}
+    def _create_drivers(self, workload: LoadWorkload) -> dict[str, LoadDriver]:
+        """Create one engine per mode on the same weights; mode off has no drafter."""
+        self.llm.limits = replace(self.llm.limits, kv_tokens=workload.count_kv_tokens(max(self.plan.concurrency)))
+        drivers: dict[str, LoadDriver] = {}
         for mode in self.plan.all_modes:
             self.on_progress(f"preparing {mode}")
             if mode == OFF:
                 llm = self.llm.with_drafter(None)
             elif mode == AUTO:
                 llm = self.llm.with_drafter(dict(self.spec))
-                llm.calibrate()  # as a server does
+                llm.calibrate()  # as a server does before its first request
             else:
                 llm = self.llm.with_drafter(dict(self.spec), int(mode))
-            found[mode] = self.driver_factory(llm, self.plan.sampling)
-        return found
+            drivers[mode] = self.driver_factory(llm, self.plan.sampling)
+        return drivers
 
     @property
     def _title(self) -> str:
@@ -147,14 +161,14 @@ class LoadBench:
             f"drafts by {self.spec['method']}",
             *report.list_origin_notes(target.model.config),
             report.format_machine_note(report.describe_machine()),
-            f"{self.origin}; {report.format_count(self.num_prompts, 'prompt')}{cut}, texts of "
+            f"{self.origin}; {report.format_count(self.num_prompts, 'prompt')}{cut}, outputs of "
             f"{0.5 * s.max_tokens:.0f} to {1.5 * s.max_tokens:.0f} tokens, {mode}",
             "closed loop: every stream sends its next request when the last has ended, all begin together, and time "
-            "ends when a stream finds no request left; all modes in turn for the same requests, medians over rounds of "
+            "ends when a stream finds no request left; all modes in turn for the same requests; medians over rounds of "
             "the ratios within a round",
-            "TTFT: from sending to the first token; gap: between two deltas of a text, which may bring several tokens; "
-            "per token: the gap over its tokens, weighted by them",
-            "best fixed: the length with the highest median, whose luck is part of it",
+            "TTFT: from sending to the first token; gap: between two deltas of a request, which may hold several "
+            "tokens; per token: the gap over its tokens, weighted by them",
+            "best fixed: the length with the highest median, which selection bias favours",
         ]
 
     def _build_report(self, seconds: float) -> report.BenchReport:
@@ -179,7 +193,7 @@ class LoadBench:
 
 
 def build_ratio_table(points: Sequence[LoadPoint]) -> report.ReportTable:
-    """Throughput of every mode over off's."""
+    """Build the table of throughputs of all modes over mode off, one row per concurrency."""
     modes = list(dict.fromkeys(cell.mode for point in points for cell in point.cells if cell.mode != OFF))
     header = (
         "streams",
@@ -190,14 +204,14 @@ def build_ratio_table(points: Sequence[LoadPoint]) -> report.ReportTable:
     )
     rows = []
     for point in points:
-        found = [point.find_cell(mode) for mode in modes]
+        cells = [point.find_cell(mode) for mode in modes]
         off = point.find_cell(OFF)
         over = point.auto_over_best
         rows.append(
             (
                 str(point.concurrency),
                 "-" if off is None else f"{off.tokens_per_second:.1f}",
-                *("-" if cell is None else f"{cell.over_off:.2f}x" for cell in found),
+                *("-" if cell is None else f"{cell.over_off:.2f}x" for cell in cells),
                 "-" if point.best_fixed is None else format_mode(point.best_fixed),
                 "-" if over is None else f"{over:.2f}x",
             )
@@ -206,6 +220,7 @@ def build_ratio_table(points: Sequence[LoadPoint]) -> report.ReportTable:
 
 
 def build_cell_table(cells: Sequence[LoadCell]) -> report.ReportTable:
+    """Build the table of all figures, one row per mode and concurrency."""
     header = (
         "streams", "mode", "tokens/s", "/ off", "lowest and highest round", "TTFT p50, ms", "p99", "gap p50, ms",
         "p99", "per token p50, ms", "p99", "acceptance length", "drafted a pass", "requests", "rounds",
@@ -227,4 +242,5 @@ def build_cell_table(cells: Sequence[LoadCell]) -> report.ReportTable:
 
 
 def format_mode(mode: str) -> str:
+    """Format the name of a mode; a draft length K becomes "K = 4"."""
     return mode if mode in (OFF, AUTO) else f"K = {mode}"

@@ -1,5 +1,8 @@
-"""The methods to measure, as written on a command line: `ngram:8`, `draft_model:2:model=PATH`, `ngram:8:branches=2`,
-`suffix+eagle3`, `ngram+medusa:4:ngram.branches=2`."""
+"""Methods to measure, parsed from the command line.
+
+Examples: `ngram:8`, `draft_model:2:model=PATH`, `ngram:8:branches=2`, `suffix+eagle3`,
+`ngram+medusa:4:ngram.branches=2`.
+"""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -12,14 +15,14 @@ from foredraft.drafters.ensemble import AUTO, METHOD_SEPARATOR
 from foredraft.drafters.registry import resolve_method, uses_model
 from foredraft.errors import ForedraftError
 
-PLAIN = "plain"
+PLAIN = "plain"  # label of plain decoding
 
 
 @dataclass(frozen=True)
 class BenchMethod:
-    """One method with its settings; the label is what was written."""
+    """One method with its settings."""
 
-    label: str
+    label: str  # the method as written on the command line
     spec: dict[str, Any]  # in the keys of vLLM's speculative_config
 
     @property
@@ -28,7 +31,11 @@ class BenchMethod:
 
 
 def parse(text: str, method_names: Sequence[str]) -> BenchMethod:
-    """`name`, then the draft length and `key=value` settings in any order, separated by colons."""
+    """Parse a method: its name, then a draft length and `key=value` settings in any order, separated by colons.
+
+    Raises:
+        ForedraftError: the method is unknown, or the draft length is no positive number.
+    """
     name, *settings = text.strip().split(":")
     if name != AUTO and any(part not in method_names for part in name.split(METHOD_SEPARATOR)):
         raise ForedraftError(
@@ -47,32 +54,57 @@ def parse(text: str, method_names: Sequence[str]) -> BenchMethod:
 
 
 def parse_all(texts: Sequence[str], method_names: Sequence[str]) -> list[BenchMethod]:
-    """Lists separated by commas, each method once."""
-    found = [parse(entry, method_names) for text in texts for entry in text.split(",") if entry.strip()]
-    return list({method.label: method for method in found}.values())
+    """Parse comma-separated lists of methods; duplicates are dropped.
+
+    Raises:
+        ForedraftError: an entry is no method.
+    """
+    methods = [parse(entry, method_names) for text in texts for entry in text.split(",") if entry.strip()]
+    return list({method.label: method for method in methods}.values())
 
 
 def attach_models(
     methods: Sequence[BenchMethod], config: Any, spec_model: str | None, is_builtin: bool = False
 ) -> Iterator[BenchMethod]:
-    """The methods with what they draft with: their own model, the one given to all, or that of the built-in pair."""
+    """Add draft models to the settings of methods.
+
+    A model in the settings of a method has precedence, then `spec_model`, then the drafter of the built-in target.
+
+    Args:
+        methods: methods as parsed.
+        config: configuration of the target.
+        spec_model: model for all methods, or None.
+        is_builtin: True if the target is the built-in one.
+    """
     for method in methods:
-        parts = method.name.split(METHOD_SEPARATOR)
+        members = method.name.split(METHOD_SEPARATOR)
         models = {
-            part: find_draft_model(part, config, spec_model if len(parts) == 1 else None, is_builtin) for part in parts
+            member: find_draft_model(member, config, spec_model if len(members) == 1 else None, is_builtin)
+            for member in members
         }
-        given: dict[str, Any] = {f"{part}.model": model for part, model in models.items() if model is not None}
-        if len(parts) == 1:
-            given = {} if models[method.name] is None else {"model": models[method.name]}
+        model_settings: dict[str, Any] = {
+            f"{member}.model": model for member, model in models.items() if model is not None
+        }
+        if len(members) == 1:
+            model_settings = {} if models[method.name] is None else {"model": models[method.name]}
         elif spec_model is not None:
-            given = {"model": spec_model}
-        yield BenchMethod(method.label, given | method.spec)
+            model_settings = {"model": spec_model}
+        yield BenchMethod(method.label, model_settings | method.spec)
 
 
 def find_draft_model(method: str, config: Any, spec_model: str | None, is_builtin: bool = False) -> str | None:
-    """The model a method drafts with beside a target of this configuration.
+    """Find the draft model of a method for a target.
 
-    A model grown from the built-in target writes its text, so what drafts for the one drafts for the other.
+    A model grown from a built-in target has the same output, so drafters of the built-in target fit it.
+
+    Args:
+        method: name of one method.
+        config: configuration of the target.
+        spec_model: given model, or None.
+        is_builtin: True if the target is the built-in one.
+
+    Returns:
+        Path or name of the model; None if the method needs none or none is known.
     """
     if not uses_model(resolve_method(method)[0]):
         return None
@@ -84,4 +116,4 @@ def _parse_value(text: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError:
-        return text  # a path needs no quotes
+        return text  # plain text, such as a path, needs no quotes

@@ -1,4 +1,8 @@
-"""The kernels by themselves: products with weights that no cache holds, against the bandwidth measured between them."""
+"""Benchmark of single kernels: matrix products and attention.
+
+Weights exceed every processor cache. Their throughput is compared with the memory bandwidth that is measured between
+the products.
+"""
 
 import statistics
 import time
@@ -19,19 +23,22 @@ from foredraft.kernels.linear import PackedWeight, linear
 from foredraft.kernels.quantize import select_packers
 from foredraft.models.forward_batch import ForwardBatch, Span
 
-COLD_BYTES = 256 << 20  # bytes of weights in turn: more than a cache holds
-READ_BYTES = 512 << 20
+COLD_BYTES = 256 << 20  # bytes of weights that are multiplied in turn, more than a cache holds
+READ_BYTES = 512 << 20  # bytes per measurement of the bandwidth
 WEIGHT_KINDS = {"bfloat16": None, "float32": None, "int8": "int8", "int4": "int4"}
-PAGE_SIZE = 16
+PAGE_SIZE = 16  # slots of a KV page
+ATTENTION_REPEATS = 4  # measurements of attention per round
 
 
 @dataclass(frozen=True)
 class KernelBenchPlan:
+    """Shapes and kinds of weights to measure."""
+
     shapes: tuple[tuple[int, int], ...] = ((6144, 1536), (1536, 4096))  # outputs, inputs
-    rows: tuple[int, ...] = (1, 2, 4, 5, 8, 16, 32)
+    rows: tuple[int, ...] = (1, 2, 4, 5, 8, 16, 32)  # tokens per pass
     kinds: tuple[str, ...] = tuple(WEIGHT_KINDS)
-    contexts: tuple[int, ...] = (256, 1024)
-    heads: tuple[int, int, int] = (24, 8, 64)  # of queries, of keys, their width
+    contexts: tuple[int, ...] = (256, 1024)  # tokens before the rows of attention
+    heads: tuple[int, int, int] = (24, 8, 64)  # query heads, key heads, head dimension
     rounds: int = 7
 
     def __post_init__(self) -> None:
@@ -42,66 +49,78 @@ class KernelBenchPlan:
 
 @dataclass(frozen=True)
 class LinearTiming:
+    """Median time of one product of activations and weights."""
+
     kind: str
     outputs: int
     inputs: int
     rows: int
     microseconds: float
-    gigabytes: float  # of weights per second
-    share: float  # of the bandwidth read in the same run
-    ratio: float  # time over that of one row
-    over_torch: float | None  # torch's time over ours; None where torch has no such product
+    gigabytes: float  # weights read, GB/s
+    share: float  # of the bandwidth in the same run
+    ratio: float  # time over that of the first row count
+    over_torch: float | None  # time of torch over that of the kernel; None if torch has no such product
 
 
 @dataclass(frozen=True)
 class AttentionTiming:
+    """Median time of attention over a context."""
+
     context: int
     rows: int
     microseconds: float
-    over_torch: float
+    over_torch: float  # time of torch over that of the kernel
 
 
 @dataclass(frozen=True)
 class MemoryBandwidth:
-    one_thread: float  # GB/s
+    """Bandwidth of sequential reads, in GB/s."""
+
+    one_thread: float
     all_threads: float
 
 
 def run(plan: KernelBenchPlan, on_progress: Callable[[str], None] = lambda title: None) -> BenchReport:
-    """Everything in turn, round by round; medians. Raises ForedraftError without native kernels."""
+    """Measure bandwidth, products and attention.
+
+    Raises:
+        ForedraftError: the native kernels are not available.
+    """
     native = load_library()
     if native is None:
         raise ForedraftError("there are no native kernels to measure; run: python -m foredraft.kernels.cpu.build")
     on_progress("reading memory")
     bandwidth = _measure_bandwidth(native, plan.rounds)
-    products = []
+    linear_timings = []
     for kind in plan.kinds:
         for shape in plan.shapes:
             on_progress(f"{kind} {shape[0]} x {shape[1]}")
-            products += list(_measure_linear(native, plan, kind, shape))
-    mixes = []
+            linear_timings += list(_measure_linear(native, plan, kind, shape))
+    attention_timings = []
     for context in plan.contexts:
         on_progress(f"attention to {context} tokens")
-        mixes += [_measure_attention(plan, context, rows) for rows in plan.rows]
-    return _build_report(native, plan, bandwidth, products, mixes)
+        attention_timings += [_measure_attention(plan, context, rows) for rows in plan.rows]
+    return _build_report(native, plan, bandwidth, linear_timings, attention_timings)
 
 
 def _measure_bandwidth(native: NativeLibrary, rounds: int) -> MemoryBandwidth:
-    memory = arena.allocate_zeros((READ_BYTES,), torch.uint8).fill_(1)  # pages of zeros may all be the same one
-    threads, found = torch.get_num_threads(), []
+    memory = arena.allocate_zeros((READ_BYTES,), torch.uint8).fill_(
+        1
+    )  # untouched zero pages may share one physical page
+    threads, gigabytes_per_second = torch.get_num_threads(), []
     for count in (1, threads):
         torch.set_num_threads(count)
         native.sync_threads()
         times = [_time_call(lambda: native.handle.fd_read(memory.data_ptr(), READ_BYTES)) for _ in range(rounds)]
-        found.append(READ_BYTES / statistics.median(times) / 1e9)
+        gigabytes_per_second.append(READ_BYTES / statistics.median(times) / 1e9)
     torch.set_num_threads(threads)
-    return MemoryBandwidth(*found)
+    return MemoryBandwidth(*gigabytes_per_second)
 
 
 def _time_call(action: Callable[[], object]) -> float:
-    began = time.perf_counter()
+    start = time.perf_counter()
     action()
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
 def _measure_linear(
@@ -111,27 +130,31 @@ def _measure_linear(
     dtype = torch.float32 if kind == "float32" else torch.bfloat16
     pack = select_packers(WEIGHT_KINDS[kind])[0]
     memory = Arena()
-    first = pack(torch.randn(n, k, dtype=dtype), None, memory)
-    size = first.data.nbytes + (0 if first.scale is None else first.scale.nbytes)
+    first_weight = pack(torch.randn(n, k, dtype=dtype), None, memory)
+    size = first_weight.data.nbytes + (0 if first_weight.scale is None else first_weight.scale.nbytes)
     count = -(-COLD_BYTES // size)
-    packed = [first, *(pack(torch.randn(n, k, dtype=dtype), None, memory) for _ in range(count - 1))]
+    packed = [first_weight, *(pack(torch.randn(n, k, dtype=dtype), None, memory) for _ in range(count - 1))]
     dense = [torch.randn(n, k, dtype=dtype) for _ in range(-(-COLD_BYTES // (n * k * dtype.itemsize)))]
-    probe = arena.allocate_zeros((COLD_BYTES,), torch.uint8).fill_(1)
+    read_buffer = arena.allocate_zeros((COLD_BYTES,), torch.uint8).fill_(1)
     has_torch = WEIGHT_KINDS[kind] is None
     times: dict[int, list[tuple[float, float, float]]] = {rows: [] for rows in plan.rows}
     for _ in range(plan.rounds):
         for rows in plan.rows:
             x = torch.randn(rows, k, dtype=dtype)
-            read = _time_call(lambda: native.handle.fd_read(probe.data_ptr(), COLD_BYTES))
-            ours = _time_call(lambda x=x: _multiply_all(linear, x, packed)) / count  # type: ignore[misc]
-            theirs = _time_call(lambda x=x: _multiply_all(F.linear, x, dense)) / len(dense) if has_torch else 0.0  # type: ignore[misc]
-            times[rows].append((ours, theirs, COLD_BYTES / read / 1e9))
-    base = statistics.median(ours for ours, _, _ in times[plan.rows[0]])
+            read_seconds = _time_call(lambda: native.handle.fd_read(read_buffer.data_ptr(), COLD_BYTES))
+            native_seconds = _time_call(lambda x=x: _multiply_all(linear, x, packed)) / count  # type: ignore[misc]
+            torch_seconds = _time_call(lambda x=x: _multiply_all(F.linear, x, dense)) / len(dense) if has_torch else 0.0  # type: ignore[misc]
+            times[rows].append((native_seconds, torch_seconds, COLD_BYTES / read_seconds / 1e9))
+    base = statistics.median(native_seconds for native_seconds, _, _ in times[plan.rows[0]])
     for rows in plan.rows:
-        ours, theirs, read = (statistics.median(column) for column in zip(*times[rows], strict=True))
-        speed = size / ours / 1e9
-        over = theirs / ours if has_torch else None
-        yield LinearTiming(kind, n, k, rows, ours * 1e6, speed, speed / read, ours / base, over)
+        native_seconds, torch_seconds, read_speed = (
+            statistics.median(column) for column in zip(*times[rows], strict=True)
+        )
+        speed = size / native_seconds / 1e9
+        over_torch = torch_seconds / native_seconds if has_torch else None
+        yield LinearTiming(
+            kind, n, k, rows, native_seconds * 1e6, speed, speed / read_speed, native_seconds / base, over_torch
+        )
 
 
 def _multiply_all(product: Callable[..., Tensor], x: Tensor, weights: "list[PackedWeight] | list[Tensor]") -> None:
@@ -146,37 +169,36 @@ def _measure_attention(plan: KernelBenchPlan, context: int, rows: int) -> Attent
     keys, values = (torch.randn(slots, kv_heads, width).bfloat16() for _ in range(2))
     query = torch.randn(rows, heads, width).bfloat16()
     packed = ForwardBatch.build([Span(pages, context, [0] * rows, range(rows))], [0], PAGE_SIZE, "cpu").packed_rows
-    held = slice(PAGE_SIZE, PAGE_SIZE + context + rows)
+    used_slots = slice(PAGE_SIZE, PAGE_SIZE + context + rows)
     mask = torch.ones(rows, context + rows, dtype=torch.bool).tril(context)
-    q, k, v = (x.transpose(0, 1)[None] for x in (query, keys[held], values[held]))
+    q, k, v = (x.transpose(0, 1)[None] for x in (query, keys[used_slots], values[used_slots]))
 
-    def theirs() -> Tensor:
+    def attend_with_torch() -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
 
     times = []
-    for _ in range(4 * plan.rounds):
-        ours = _time_call(lambda: attend(query, keys, values, packed, width**-0.5))
-        times.append((ours, _time_call(theirs)))
-    ours, other = (statistics.median(column) for column in zip(*times, strict=True))
-    return AttentionTiming(context, rows, ours * 1e6, other / ours)
+    for _ in range(ATTENTION_REPEATS * plan.rounds):
+        native_seconds = _time_call(lambda: attend(query, keys, values, packed, width**-0.5))
+        times.append((native_seconds, _time_call(attend_with_torch)))
+    native_seconds, torch_seconds = (statistics.median(column) for column in zip(*times, strict=True))
+    return AttentionTiming(context, rows, native_seconds * 1e6, torch_seconds / native_seconds)
 
 
 def _build_report(
     native: NativeLibrary,
     plan: KernelBenchPlan,
     bandwidth: MemoryBandwidth,
-    products: list[LinearTiming],
-    mixes: list[AttentionTiming],
+    linear_timings: list[LinearTiming],
+    attention_timings: list[AttentionTiming],
 ) -> BenchReport:
     facts = describe_machine()
     notes = (
         format_machine_note(facts) + f"; kernels for {native.instruction_set}",
         f"memory read at {bandwidth.one_thread:.1f} GB/s by one thread, {bandwidth.all_threads:.1f} by all; the share "
-        "is of the reading done between the products",
-        f"weights take turns, {COLD_BYTES >> 20} MB of them, so that no cache holds them; medians of "
-        f"{plan.rounds} rounds",
-        f"attention of {plan.heads[0]} heads on {plan.heads[1]}, {plan.heads[2]} wide, in bfloat16; torch's needs its "
-        "keys in one piece, ours reads pages",
+        "is of the bandwidth measured between the products",
+        f"{COLD_BYTES >> 20} MB of weights take turns, so that no cache holds them; medians of {plan.rounds} rounds",
+        f"attention of {plan.heads[0]} heads on {plan.heads[1]}, {plan.heads[2]} wide, in bfloat16; torch gets "
+        "contiguous keys, the kernel reads pages",
     )
     linear_rows = tuple(
         (
@@ -189,13 +211,21 @@ def _build_report(
             f"{p.ratio:.2f}",
             "" if p.over_torch is None else f"{p.over_torch:.2f}x",
         )
-        for p in products
+        for p in linear_timings
     )
     header = ("weights", "shape", "rows", "us", "GB/s", "of memory", "T(rows) / T(1)", "torch takes")
-    mix_rows = tuple((str(m.context), str(m.rows), f"{m.microseconds:.0f}", f"{m.over_torch:.2f}x") for m in mixes)
+    attention_rows = tuple(
+        (str(m.context), str(m.rows), f"{m.microseconds:.0f}", f"{m.over_torch:.2f}x") for m in attention_timings
+    )
     tables = (
         ReportTable("Products", header, linear_rows, 3),
-        ReportTable("Attention", ("context", "rows", "us", "torch takes"), mix_rows, 2),
+        ReportTable("Attention", ("context", "rows", "us", "torch takes"), attention_rows, 2),
     )
-    data = {"machine": facts, "bandwidth": bandwidth, "products": products, "attention": mixes, "plan": plan}
+    data = {
+        "machine": facts,
+        "bandwidth": bandwidth,
+        "products": linear_timings,
+        "attention": attention_timings,
+        "plan": plan,
+    }
     return BenchReport("Kernels", notes, tables, data)

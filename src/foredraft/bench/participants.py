@@ -8,33 +8,33 @@ from typing import Any
 from foredraft.bench.methods import PLAIN, BenchMethod
 
 FOREDRAFT = "foredraft"
-# llama.cpp's names for what --quantization calls int8 and int4
+# Value of --quantization -> type of a GGUF file.
 GGUF_NAMES = {"int8": "Q8_0", "int4": "Q4_0"}
 
 
 @dataclass(frozen=True)
 class Participant:
-    """One process."""
+    """One process of a comparison: a program with given weights and the modes it runs."""
 
     program: str
-    script: str
-    python: Path | None  # None: not given
+    script: str  # file in bench/peers
+    python: Path | None  # interpreter or virtual environment; None = not given
     modes: tuple[str, ...]
-    weights: str  # what its matrices are stored as
-    group: str  # participants of one group are set against one another
-    load_arguments: dict[str, Any] = field(default_factory=dict)  # beside the settings that all programs get
+    weights: str  # storage type of the matrices, as the program names it
+    group: str  # participants of one group are compared with each other
+    load_arguments: dict[str, Any] = field(default_factory=dict)  # beyond the settings that all programs share
     has_verify_op: bool = True
 
     @property
     def python_path(self) -> Path | None:
-        """The interpreter; a virtual environment's folder will do."""
-        folder = self.python
-        return folder / "bin" / "python" if folder is not None and folder.is_dir() else folder
+        """Path of the interpreter, also if `python` is the folder of a virtual environment."""
+        path = self.python
+        return path / "bin" / "python" if path is not None and path.is_dir() else path
 
 
 @dataclass(frozen=True)
 class PeerPythons:
-    """The interpreters of the peers; None = absent."""
+    """Interpreters of the programs; None = absent."""
 
     foredraft: Path
     transformers: Path | None
@@ -49,14 +49,14 @@ def iter_participants(
     quantizations: Sequence[str],
     settings: dict[str, Any],
 ) -> Iterator[Participant]:
-    """Ours first: its plain decoding is what the others are set against."""
+    """Iterate over all participants. Foredraft comes first in a group, as its plain decoding is the reference."""
     drafters = {method.label: method.spec for method in methods}
     for quantization in (None, *quantizations):
         group = quantization or dtype
-        own = settings | ({} if quantization is None else {"quantization": quantization})
+        llm_settings = settings | ({} if quantization is None else {"quantization": quantization})
         yield Participant(
             FOREDRAFT, "peer_foredraft.py", pythons.foredraft, (PLAIN, *drafters), group, group,
-            {"drafters": drafters, "settings": own},
+            {"drafters": drafters, "settings": llm_settings},
         )  # fmt: skip
         modes = (PLAIN, "prompt_lookup", "draft") if quantization is None else (PLAIN,)
         yield Participant(

@@ -4,14 +4,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from foredraft.bench.compare import ComparisonRow as Result
+from foredraft.bench.compare import ComparisonRow
 from foredraft.bench.latency import LatencyRow
-from foredraft.bench.participants import FOREDRAFT as US
+from foredraft.bench.participants import FOREDRAFT
 from foredraft.bench.report import require_matplotlib
 from foredraft.bench.verify_cost import VerifyCost
 
 BASELINE_COLOR, FOREDRAFT_COLOR, PEER_COLOR = "#8a8f98", "#1f6fb2", "#d97b29"
-DPI = 120
+DPI = 120  # dots per inch
 
 
 def _create_figure(panels: int, height: float, caption: str) -> tuple[Any, list[Any]]:
@@ -36,20 +36,20 @@ def _save_figure(figure: Any, path: Path) -> None:
 def draw_bars(
     axis: Any, labels: Sequence[str], values: Sequence[float], notes: Sequence[str], colors: Sequence[str]
 ) -> None:
-    """Horizontal bars, the first on top, each with a note at its end."""
-    places = list(range(len(labels)))
-    axis.barh(places, values, color=colors)
-    axis.set_yticks(places, labels)
+    """Draw horizontal bars of speeds, the first on top, each with a note at its end."""
+    positions = list(range(len(labels)))
+    axis.barh(positions, values, color=colors)
+    axis.set_yticks(positions, labels)
     axis.invert_yaxis()
-    for place, value, note in zip(places, values, notes, strict=True):
-        axis.text(value, place, f" {note}", va="center", fontsize=8)
+    for position, value, note in zip(positions, values, notes, strict=True):
+        axis.text(value, position, f" {note}", va="center", fontsize=8)
     axis.set_xlim(0, 1.22 * max([*values, 1e-9]))
     axis.set_xlabel("tokens/s")
     axis.spines[["top", "right"]].set_visible(False)
 
 
 def draw_verify_cost(axis: Any, curves: Mapping[str, Sequence[VerifyCost]]) -> None:
-    """Cost of a pass over k tokens, over that of one."""
+    """Draw the time of a pass over k tokens relative to a pass over one token, one curve per label."""
     for label, costs in curves.items():
         axis.plot([c.rows for c in costs], [c.ratio for c in costs], "o-", label=label, markersize=4)
     axis.set_xticks(sorted({c.rows for costs in curves.values() for c in costs}))
@@ -61,7 +61,7 @@ def draw_verify_cost(axis: Any, curves: Mapping[str, Sequence[VerifyCost]]) -> N
 
 
 def save_latency_plot(rows: Sequence[LatencyRow], costs: Sequence[VerifyCost], caption: str, path: Path) -> None:
-    """Speed, acceptance by position, and the cost of verification where it was measured."""
+    """Write the plot of speed, acceptance by position and, if measured, cost of verification."""
     figure, axes = _create_figure(2 * bool(rows) + bool(costs), 3.6, caption)
     if rows:
         notes = [f"{row.tokens_per_second:.1f}  {row.speed_up:.2f}x" for row in rows]
@@ -71,7 +71,7 @@ def save_latency_plot(rows: Sequence[LatencyRow], costs: Sequence[VerifyCost], c
         for row in rows[1:]:
             axes[1].plot(range(1, len(row.per_position) + 1), row.per_position, "o-", label=row.method, markersize=4)
         axes[1].set(
-            xlabel="position in the draft", ylabel="share of drafts kept so far", ylim=(0, 1), title="Acceptance"
+            xlabel="position in the draft", ylabel="share of drafts accepted so far", ylim=(0, 1), title="Acceptance"
         )
         axes[1].xaxis.get_major_locator().set_params(integer=True)
         axes[1].spines[["top", "right"]].set_visible(False)
@@ -83,15 +83,21 @@ def save_latency_plot(rows: Sequence[LatencyRow], costs: Sequence[VerifyCost], c
 
 
 def save_comparison_plot(
-    rows: Sequence[Result], costs: Mapping[str, Sequence[VerifyCost]], caption: str, path: Path
+    rows: Sequence[ComparisonRow], costs: Mapping[str, Sequence[VerifyCost]], caption: str, path: Path
 ) -> None:
-    """Speed of every mode of every program, ours in a colour of its own, and the cost of verification."""
-    shown = [row for row in rows if row.tokens_per_second is not None]
-    figure, axes = _create_figure(1 + bool(costs), max(3.6, 1.2 + 0.3 * len(shown)), caption)
-    labels = [f"{row.program} {row.mode} ({row.weights})" for row in shown]
-    speeds = [row.tokens_per_second or 0.0 for row in shown]
-    notes = [f"{row.tokens_per_second:.1f}" for row in shown]
-    draw_bars(axes[0], labels, speeds, notes, [FOREDRAFT_COLOR if row.program == US else PEER_COLOR for row in shown])
+    """Write the plot of the speed of every mode of every program and, if measured, cost of verification."""
+    measured_rows = [row for row in rows if row.tokens_per_second is not None]
+    figure, axes = _create_figure(1 + bool(costs), max(3.6, 1.2 + 0.3 * len(measured_rows)), caption)
+    labels = [f"{row.program} {row.mode} ({row.weights})" for row in measured_rows]
+    speeds = [row.tokens_per_second or 0.0 for row in measured_rows]
+    notes = [f"{row.tokens_per_second:.1f}" for row in measured_rows]
+    draw_bars(
+        axes[0],
+        labels,
+        speeds,
+        notes,
+        [FOREDRAFT_COLOR if row.program == FOREDRAFT else PEER_COLOR for row in measured_rows],
+    )
     axes[0].set_title("Speed on the same weights and prompts")
     if costs:
         draw_verify_cost(axes[1], costs)

@@ -1,7 +1,7 @@
-"""Prompts of the benchmarks: a question file in the form of Spec-Bench and MT-bench, or a built-in workload.
+"""Prompts of the benchmarks: a question file in the format of Spec-Bench and MT-bench, or a built-in workload.
 
-A line of such a file is a JSON object with "turns", a list of texts, and perhaps "category"; other keys do not
-matter. The answer to one turn goes into the prompt of the next.
+Every line of a file is a JSON object with "turns", a list of texts, and optionally "category"; other keys are ignored.
+The prompt of a turn contains the answers to earlier turns.
 """
 
 import json
@@ -12,45 +12,58 @@ from typing import Any
 
 from foredraft.errors import ForedraftError
 
-DEFAULT_NUM_PROMPTS = 20  # prompts, where nothing else is asked for
+DEFAULT_NUM_PROMPTS = 20  # prompts of a built-in workload if no number is given
 
 
 @dataclass(frozen=True)
 class Question:
+    """One question with all its turns."""
+
     turns: tuple[str, ...]
-    name: str  # as a message would name it
+    name: str  # as messages name it
     category: str = ""
 
 
 def load_questions(file: Path | None, count: int | None) -> list[Question]:
-    """`count` questions, spread evenly over a file, or built-in ones: of the workload whose name stands for a file, of
-    `code` where there is none. Raises ForedraftError."""
+    """Load questions of a file or of a built-in workload.
+
+    Args:
+        file: question file, or the name of a built-in workload; None = workload `code`.
+        count: number of questions, spread evenly over a file; None = the whole file, or DEFAULT_NUM_PROMPTS.
+
+    Raises:
+        ForedraftError: the file cannot be read, or a line has no list of turns.
+    """
     from foredraft.bench.workloads import CONVERSATIONS, WORKLOADS
 
     name = "code" if file is None else str(file)
-    built_in = DEFAULT_NUM_PROMPTS if count is None else count
+    num_built_in = DEFAULT_NUM_PROMPTS if count is None else count
     if name in WORKLOADS:
-        return [Question((text,), f"{name} {i + 1}") for i, text in enumerate(WORKLOADS[name](built_in))]
+        return [Question((text,), f"{name} {i + 1}") for i, text in enumerate(WORKLOADS[name](num_built_in))]
     if name in CONVERSATIONS:
-        return [Question(turns, f"{name} {i + 1}") for i, turns in enumerate(CONVERSATIONS[name](built_in))]
+        return [Question(turns, f"{name} {i + 1}") for i, turns in enumerate(CONVERSATIONS[name](num_built_in))]
     assert file is not None
-    found = read(file)
-    wanted = len(found) if count is None else min(count, len(found))
-    # a file is sorted by category: its first lines alone would be a single one
-    return [found[i * len(found) // wanted] for i in range(wanted)]
+    questions = read(file)
+    num_questions = len(questions) if count is None else min(count, len(questions))
+    # Files are sorted by category, so the first lines alone would be of one category.
+    return [questions[i * len(questions) // num_questions] for i in range(num_questions)]
 
 
 def list_built_in_sets() -> list[str]:
-    """Names of the built-in workloads, as `--questions` takes them."""
+    """List the names of the built-in workloads, as `--questions` takes them."""
     from foredraft.bench.workloads import CONVERSATIONS, WORKLOADS
 
     return sorted([*WORKLOADS, *CONVERSATIONS])
 
 
 def read(file: Path) -> list[Question]:
-    """Every question of a JSONL file. Raises ForedraftError that names the line."""
+    """Read all questions of a JSONL file.
+
+    Raises:
+        ForedraftError: the file cannot be read or is empty, or a line, which the message names, is invalid.
+    """
     try:
-        # not splitlines(): JSON may hold U+2028 and its like, which are no ends of lines there
+        # JSON strings may contain U+2028, at which splitlines() would split.
         lines = file.read_text(encoding="utf-8").split("\n")
     except FileNotFoundError:
         raise ForedraftError(
@@ -61,10 +74,10 @@ def read(file: Path) -> list[Question]:
         raise ForedraftError(f"question file {str(file)!r} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ForedraftError(f"question file {str(file)!r} is not UTF-8; save it as UTF-8 first") from None
-    found = [_parse_question(line, f"{file}, line {i + 1}") for i, line in enumerate(lines) if line.strip()]
-    if not found:
+    questions = [_parse_question(line, f"{file}, line {i + 1}") for i, line in enumerate(lines) if line.strip()]
+    if not questions:
         raise ForedraftError(f'question file {str(file)!r} is empty; a line of it is {{"turns": ["..."]}}')
-    return found
+    return questions
 
 
 def _parse_question(line: str, location: str) -> Question:
@@ -81,7 +94,7 @@ def _parse_question(line: str, location: str) -> Question:
 
 
 class PromptBuilder:
-    """The prompts of one question: the model's chat template where it has one, plain text otherwise."""
+    """Builder of the prompts of one question, in the chat template of the model or, without one, as plain text."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -89,7 +102,7 @@ class PromptBuilder:
         self._ids: list[int] = []
 
     def add_user_turn(self, turn: str) -> list[int]:
-        """Token ids of all that was said, with `turn` last."""
+        """Add a turn of the user and return the token ids of the whole conversation."""
         if getattr(self._tokenizer, "chat_template", None):
             self._messages.append({"role": "user", "content": turn})
             text = self._tokenizer.apply_chat_template(self._messages, tokenize=False, add_generation_prompt=True)
@@ -99,6 +112,6 @@ class PromptBuilder:
         return list(self._ids)
 
     def add_answer(self, ids: Sequence[int], text: str) -> None:
-        """Add the answer of the model."""
+        """Add an answer of the model, as token ids and as text."""
         self._messages.append({"role": "assistant", "content": text})
         self._ids += ids

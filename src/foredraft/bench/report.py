@@ -1,4 +1,4 @@
-"""Report of a benchmark: tables and notes, the figures as JSON, and the files they go to."""
+"""Report of a benchmark: notes, tables and figures, and the files to which they are written."""
 
 import json
 import os
@@ -12,11 +12,12 @@ from foredraft.bench.grow import read_origin
 from foredraft.errors import ForedraftError, format_install_command
 
 INSTALL_COMMAND = format_install_command("bench")
+NUM_CAPTION_NOTES = 3  # first notes of a report, which become the caption of its plot
 
 
 @dataclass(frozen=True)
 class ReportTable:
-    """The first columns name the row, the others hold figures."""
+    """Table whose first columns name the row; the other columns hold figures."""
 
     title: str
     header: tuple[str, ...]
@@ -35,12 +36,12 @@ class ReportTable:
 
 @dataclass(frozen=True)
 class BenchReport:
-    """One run of one benchmark."""
+    """Report of one run of a benchmark, as Markdown and as JSON."""
 
     title: str
-    notes: tuple[str, ...]  # what the figures cannot be read without
+    notes: tuple[str, ...]  # conditions of the measurement
     tables: tuple[ReportTable, ...]
-    data: dict[str, Any]  # the same for programs; dataclasses are written as objects
+    data: dict[str, Any]  # figures for JSON; dataclasses become objects
 
     @property
     def markdown(self) -> str:
@@ -58,26 +59,32 @@ class BenchReport:
 def _to_json_object(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
-    raise TypeError(f"{type(value).__name__} has no form in JSON")
+    raise TypeError(f"{type(value).__name__} has no JSON form")
 
 
 @dataclass(frozen=True)
 class ReportOutputs:
-    """The files asked for."""
+    """Output files of a report; None = not written."""
 
     json: Path | None = None
     markdown: Path | None = None
     plot: Path | None = None
 
     def check(self) -> None:
-        """Say before an hour of measuring what could not be written after it. Raises ForedraftError."""
+        """Check before a long measurement that all files can be written afterwards.
+
+        Raises:
+            ForedraftError: a file cannot be written, or matplotlib is missing for a plot.
+        """
         for option, path in (("--json", self.json), ("--markdown", self.markdown), ("--plot", self.plot)):
             if path is None:
                 continue
             if path.is_dir():
                 raise ForedraftError(f"{option} {str(path)!r} is a folder; give a file")
             if not path.parent.is_dir():
-                raise ForedraftError(f"{option} {str(path)!r}: there is no folder {str(path.parent)!r}; make it first")
+                raise ForedraftError(
+                    f"{option} {str(path)!r}: there is no folder {str(path.parent)!r}; create it first"
+                )
             _check_writable(path, option)
         if self.plot is not None:
             if self.plot.suffix != ".png":
@@ -94,20 +101,24 @@ class ReportOutputs:
 
 
 def _check_writable(path: Path, option: str) -> None:
-    """Open a file for writing and leave things as they were: permissions alone do not tell."""
-    was_there = path.exists()
+    """Open a file for writing and restore the previous state, because permissions alone are not decisive."""
+    is_existing = path.exists()
     try:
         path.open("ab").close()
     except OSError as error:
         raise ForedraftError(
-            f"{option} {str(path)!r} cannot be written ({error.strerror}); give another place"
+            f"{option} {str(path)!r} cannot be written ({error.strerror}); give another path"
         ) from None
-    if not was_there:
+    if not is_existing:
         path.unlink()
 
 
 def require_matplotlib() -> None:
-    """Raises ForedraftError with the command that installs it."""
+    """Check that matplotlib can be imported.
+
+    Raises:
+        ForedraftError: matplotlib is not installed; the message has the command.
+    """
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -134,6 +145,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def read_cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Read the model name of the processor."""
     try:
         lines = cpuinfo.read_text(errors="replace").splitlines()
     except OSError:
@@ -143,6 +155,7 @@ def read_cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def format_machine_note(facts: dict[str, Any]) -> str:
+    """Format the facts of `describe_machine` as a note."""
     features = f" ({' '.join(facts['cpu_features'])})" if facts["cpu_features"] else ""
     return (
         f"{format_count(facts['threads'], 'thread')} on {facts['cores']} cores of {facts['cpu']}{features}; foredraft "
@@ -151,18 +164,18 @@ def format_machine_note(facts: dict[str, Any]) -> str:
 
 
 def get_model_name(llm: Any) -> str:
-    """A folder by its own name: where it lies says nothing to a reader."""
+    """Return the name of the target; for a folder the last part of its path."""
     name = str(llm.target.name)
     return "built-in" if llm.is_builtin else Path(name).name if Path(name).is_dir() else name
 
 
 def describe_model(name: str, config: Any, dtype: str) -> dict[str, Any]:
-    """The target, for programs."""
+    """Describe the target for the JSON report."""
     return {"name": name, "dtype": dtype, "grown_from": read_origin(config)}
 
 
 def list_origin_notes(config: Any) -> list[str]:
-    """Stands wherever a figure of a grown model stands."""
+    """Return a note with the origin of a grown model; empty for an ordinary model."""
     origin = read_origin(config)
     if origin is None:
         return []
@@ -170,12 +183,15 @@ def list_origin_notes(config: Any) -> list[str]:
 
 
 def format_count(number: int, noun: str) -> str:
+    """Format a number with its noun, as "1 thread" or "2 threads"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def format_percent(share: float) -> str:
+    """Format a share as whole percent."""
     return f"{share:.0%}"
 
 
 def format_rates(rates: Sequence[float]) -> tuple[str, ...]:
+    """Format rates with two decimals."""
     return tuple(f"{rate:.2f}" for rate in rates)

@@ -1,8 +1,7 @@
-"""A peer as a process that stays: jobs in, answers out, and stopped whenever it is not its turn.
+"""Peer program as a process that answers jobs and is stopped between them.
 
-A stopped process cannot spin. That leaves every program its own thread settings: none needs a setting to wait
-passively,
-which would slow it down in its own turn.
+Threads of a stopped process cannot spin while another program is measured. So no program needs a setting for passive
+waiting, which would slow it down in its own turn.
 """
 
 import contextlib
@@ -18,15 +17,27 @@ from types import TracebackType
 from typing import Any
 
 PEERS_FOLDER = Path(__file__).parent / "peers"
-EXIT_TIMEOUT = 5.0  # seconds for a process to leave by itself
+EXIT_TIMEOUT = 5.0  # seconds for a process to exit before it is killed
+MAX_ERROR_CHARS = 300  # of a line that an error message quotes
 
 
 class PeerError(Exception):
-    """A peer could not do a job; the message is one line."""
+    """Failure of a job, with a message of one line."""
 
 
 class SubprocessPeer:
-    """`with Resident(python, "peer_x.py", threads) as peer: peer.ask("load", 600, model=...)`."""
+    """Process of a peer program that answers jobs.
+
+    Example: `with SubprocessPeer(python, "peer_x.py", threads) as peer: peer.call("load", 600, model=...)`.
+
+    Args:
+        python: interpreter of the program.
+        script: file in bench/peers.
+        threads: OpenMP threads.
+
+    Raises:
+        PeerError: the interpreter cannot be run.
+    """
 
     def __init__(self, python: Path, script: str, threads: int) -> None:
         self._stderr_file = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close)
@@ -36,8 +47,8 @@ class SubprocessPeer:
             self._process = subprocess.Popen(
                 [str(python), str(PEERS_FOLDER / script)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr_file, env=environment,
-                # a group of its own within our session: one signal stops all of it, and should we die, the system
-                # wakes the stopped group and hangs up on it
+                # A separate process group in this session: one signal stops all its processes. If this process dies,
+                # the system sends SIGHUP and SIGCONT to the stopped group, which is orphaned then.
                 process_group=0,
             )  # fmt: skip
         except OSError as error:
@@ -54,7 +65,16 @@ class SubprocessPeer:
         self.close()
 
     def call(self, op: str, timeout: float, **arguments: Any) -> dict[str, Any]:
-        """Do one job, within a time. Raises PeerError; after a time-out or a crash, for every later job as well."""
+        """Run one job and return its answer.
+
+        Args:
+            op: name of the job.
+            timeout: seconds; the process is killed afterwards.
+            arguments: arguments of the job, as JSON values.
+
+        Raises:
+            PeerError: the job failed. After a timeout or a crash every later job fails too.
+        """
         assert self._process.stdin is not None
         self._send_signal(signal.SIGCONT)
         try:
@@ -72,7 +92,7 @@ class SubprocessPeer:
         return answer  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        """End the process, by force if it does not leave."""
+        """End the process, by force if it does not exit within EXIT_TIMEOUT."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._send_signal(signal.SIGCONT)
@@ -104,12 +124,14 @@ class SubprocessPeer:
         return line
 
     def _describe_exit(self) -> str:
-        """Why it died: the last line it wrote, which for Python is the exception."""
+        """Return the last line on standard error, which for Python is the exception."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(EXIT_TIMEOUT)
         self._stderr_file.seek(0)
         lines = [
             line.strip() for line in self._stderr_file.read().decode(errors="replace").splitlines() if line.strip()
         ]
-        code = self._process.poll()
-        return lines[-1][:300] if lines else f"it ended with code {code} and without a word"
+        exit_code = self._process.poll()
+        return (
+            lines[-1][:MAX_ERROR_CHARS] if lines else f"the process ended with code {exit_code} and without a message"
+        )

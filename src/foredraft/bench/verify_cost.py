@@ -1,4 +1,4 @@
-"""T(verify k) / T(decode 1): what a target pass over k tokens costs, set against a pass over one."""
+"""Cost of verification: time of a forward pass of the target over k tokens, relative to a pass over one token."""
 
 import statistics
 import time
@@ -11,20 +11,25 @@ import torch
 from foredraft.errors import ForedraftError
 from foredraft.models.forward_batch import ForwardBatch, Span
 
-REPEATS = 20
+REPEATS = 20  # measured rounds
+WARM_UP_ROUNDS = 2  # first rounds, which do not count
 
 
 @dataclass(frozen=True)
 class VerifyCost:
-    """A target pass over `rows` tokens."""
+    """Time of a forward pass of the target over `rows` tokens."""
 
     rows: int
     seconds: float  # median
-    ratio: float  # over a pass of one token; exactly 1 there
+    ratio: float  # over a pass of one token
 
 
 def parse_rows(text: str) -> list[int]:
-    """'1,2,4' -> [1, 2, 4]; 1 is always among them, for it is what the others are set against."""
+    """Parse numbers of tokens: '2,4' -> [1, 2, 4]. The reference, 1, is always included.
+
+    Raises:
+        ForedraftError: the text has an entry that is no positive number.
+    """
     try:
         rows = {int(part) for part in text.split(",")}
     except ValueError:
@@ -41,31 +46,42 @@ def measure_costs(
     repeats: int = REPEATS,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> list[VerifyCost]:
-    """Passes over each number of tokens after `context` tokens, in turn; llm is an LLM. Raises ForedraftError."""
+    """Measure passes over each number of tokens in turn.
+
+    Args:
+        llm: an LLM.
+        rows: numbers of tokens in a pass; 1 must be among them.
+        context: tokens before the pass.
+        repeats: measured rounds.
+        on_progress: called before every round.
+
+    Raises:
+        ForedraftError: context and rows exceed the context length of the model.
+    """
     if not 1 <= context <= llm.target.context_length - max(rows):
         raise ForedraftError(
             f"--context {context} and {max(rows)} tokens more do not fit the model's context of "
             f"{llm.target.context_length}; give a smaller --context"
         )
-    # the same weights with KV memory of its own: nothing else uses these pages
-    target, size = llm.with_drafter(None).target, llm.limits.page_size
-    pages = range(1, 2 + (context + max(rows)) // size)
+    # Same weights with separate KV memory, so that no other request uses these pages.
+    target, page_size = llm.with_drafter(None).target, llm.limits.page_size
+    pages = range(1, 2 + (context + max(rows)) // page_size)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(target.vocab_size, (context + max(rows),), generator=generator).tolist()
 
-    def window(start: int, count: int, wanted: Sequence[int]) -> ForwardBatch:
+    def build_batch(start: int, count: int, logit_rows: Sequence[int]) -> ForwardBatch:
         span = Span(pages, start, tokens[start : start + count], range(count))
-        return ForwardBatch.build([span], wanted, size, target.device)
+        return ForwardBatch.build([span], logit_rows, page_size, target.device)
 
     times: dict[int, list[float]] = {count: [] for count in rows}
     with torch.inference_mode():
-        target.forward(window(0, context, [context - 1]))
-        for repeat in range(repeats + 2):  # the first two rounds warm up
+        target.forward(build_batch(0, context, [context - 1]))
+        for repeat in range(repeats + WARM_UP_ROUNDS):
             on_progress(f"round {repeat + 1}")
             for count in rows:
-                began = time.perf_counter()
-                logits, _ = target.forward(window(context, count, range(count)))
-                float(logits[0, 0])  # a device that runs ahead has to arrive before the clock is read
-                times[count].append(time.perf_counter() - began)
-    medians = {count: statistics.median(seen[2:]) for count, seen in times.items()}
+                start = time.perf_counter()
+                logits, _ = target.forward(build_batch(context, count, range(count)))
+                float(logits[0, 0])  # waits for an asynchronous device before the clock is read
+                times[count].append(time.perf_counter() - start)
+    medians = {count: statistics.median(samples[WARM_UP_ROUNDS:]) for count, samples in times.items()}
     return [VerifyCost(count, seconds, seconds / medians[1]) for count, seconds in medians.items()]

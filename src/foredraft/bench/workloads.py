@@ -1,6 +1,7 @@
-"""Prompts of several kinds of work for the built-in target, and texts to correct for the built-in encoder-decoder.
+"""Built-in workloads: prompts for the built-in target, and texts to correct for the built-in encoder-decoder.
 
-All are made from modules of the standard library that no built-in model has learnt from, the logs by a fixed recipe.
+All texts come from modules of the standard library that no built-in model was trained on. Only logs are generated, from
+fixed seeds.
 """
 
 import ast
@@ -14,18 +15,24 @@ from foredraft.zoo.corpus import SourceFile, make_held_out_prompts, split
 from foredraft.zoo.prose import extract_passages
 from foredraft.zoo.typos import add_typos
 
-MAX_PROMPT_CHARS = 1500  # of a prompt
+MAX_PROMPT_CHARS = 1500
+MIN_EDIT_CHARS = 500  # length of a function to edit
+MIN_NAME_USES = 4  # uses of the parameter that is renamed
+NUM_LOG_LINES = 22
+WARNING_SHARE = 0.15  # of the lines of a log
+MIN_PROSE_CHARS = 200
+MIN_CORRECTION_CHARS, MAX_CORRECTION_CHARS = 160, 320
 Prompt = TypeVar("Prompt", str, tuple[str, ...])
-ERROR_RATE = 0.05  # of the words of a text to correct
+ERROR_RATE = 0.05  # share of words with an error in a text to correct
 
 
 def make_code_prompts(count: int) -> list[str]:
-    """Openings of functions, with what stands before them."""
+    """Make prompts that end in the opening of a function, with the code before it."""
     return make_held_out_prompts(count)
 
 
 def make_editing_prompts(count: int) -> list[str]:
-    """A function, and the first lines of it again with one name exchanged for another."""
+    """Make prompts of a function and a copy of its first lines in which one parameter is renamed."""
     return _select_evenly(("\n".join(_edit_lines(text, name)) for text, name in _find_editable_functions()), count)
 
 
@@ -43,21 +50,21 @@ def _rename_identifier(line: str, name: str) -> str:
 
 
 def _find_editable_functions() -> Iterator[tuple[str, str]]:
-    """Functions of held-out files that are worth editing, with the name of their first parameter that is used often."""
+    """Find functions of held-out files with a frequently used parameter; yield their text and its name."""
     for file in _load_held_out_files():
         for node in ast.walk(ast.parse(file.text)):
             if not isinstance(node, ast.FunctionDef) or node.col_offset:
                 continue
             text = ast.get_source_segment(file.text, node) or ""
             names = [a.arg for a in node.args.args if a.arg not in ("self", "cls")]
-            often = [name for name in names if len(re.findall(rf"\b{name}\b", text)) >= 4]
-            if often and 500 <= len(text) <= MAX_PROMPT_CHARS:
-                yield text, often[0]
+            frequent_names = [name for name in names if len(re.findall(rf"\b{name}\b", text)) >= MIN_NAME_USES]
+            if frequent_names and MIN_EDIT_CHARS <= len(text) <= MAX_PROMPT_CHARS:
+                yield text, frequent_names[0]
 
 
 def make_log_prompts(count: int) -> list[str]:
-    """Lines of a server's log: times that rise, a few kinds of messages, a few names."""
-    return ["\n".join(_generate_log_lines(random.Random(seed), 22)) + "\n" for seed in range(count)]
+    """Make prompts of lines of a server log with increasing times, a few kinds of messages and a few names."""
+    return ["\n".join(_generate_log_lines(random.Random(seed), NUM_LOG_LINES)) + "\n" for seed in range(count)]
 
 
 def _generate_log_lines(rng: random.Random, count: int) -> Iterator[str]:
@@ -68,48 +75,56 @@ def _generate_log_lines(rng: random.Random, count: int) -> Iterator[str]:
         second += rng.randrange(1, 4)
         time = f"2026-03-{1 + count % 28:02d} {second // 3600:02d}:{second // 60 % 60:02d}:{second % 60:02d}"
         path, module = rng.choice(paths), rng.choice(modules)
-        if rng.random() < 0.15:
+        if rng.random() < WARNING_SHARE:
             yield f"{time} WARNING {module}: connection reset by peer while reading {path}"
         else:
             yield f'{time} INFO {module}: "GET {path} HTTP/1.1" 200 {512 * (1 + number % 3)}'
 
 
 def make_prose_prompts(count: int) -> list[str]:
-    """Module docstrings and long comments, broken off in the middle."""
-    found = (
+    """Make prompts of module docstrings and long comments, cut off after two thirds."""
+    passages = (
         text[: 2 * len(text) // 3].rsplit(" ", 1)[0]
         for text in extract_passages(_load_held_out_files())
-        if len(text) >= 200
+        if len(text) >= MIN_PROSE_CHARS
     )
-    return _select_evenly((f'"""{text}' for text in found), count)
+    return _select_evenly((f'"""{text}' for text in passages), count)
 
 
 def make_correction_prompts(count: int) -> list[str]:
-    """Passages with errors of typing: for an encoder-decoder that undoes them."""
+    """Make passages with typing errors, which the built-in encoder-decoder corrects."""
     rng = random.Random(0)
     return [add_typos(text, rng, ERROR_RATE) for text in make_clean_passages(count)]
 
 
 def make_clean_passages(count: int) -> list[str]:
-    """The passages that `corrections` spoils."""
-    return _select_evenly((text for text in extract_passages(_load_held_out_files()) if 160 <= len(text) <= 320), count)
+    """Make the passages of `make_correction_prompts`, without errors."""
+    return _select_evenly(
+        (
+            text
+            for text in extract_passages(_load_held_out_files())
+            if MIN_CORRECTION_CHARS <= len(text) <= MAX_CORRECTION_CHARS
+        ),
+        count,
+    )
 
 
 def make_summary_prompts(count: int) -> list[str]:
-    """Documentation to summarise, after two examples."""
+    """Make prompts of documentation to summarise, after two examples."""
     return _select_evenly(documents.generate_summary_prompts(_load_held_out_files()), count)
 
 
 def make_question_prompts(count: int) -> list[str]:
-    """A page of documentation and a question whose answer stands in it."""
+    """Make prompts of a page of documentation and a question that the page answers."""
     return _select_evenly(documents.generate_question_prompts(_load_held_out_files()), count)
 
 
 def make_chat_turns(count: int) -> list[tuple[str, ...]]:
-    """Questions about one page of documentation, turn after turn."""
+    """Make conversations of questions about one page of documentation."""
     return _select_evenly(documents.generate_conversations(_load_held_out_files()), count)
 
 
+# Name for --questions -> function that makes prompts.
 WORKLOADS: dict[str, Callable[[int], list[str]]] = {
     "code": make_code_prompts,
     "editing": make_editing_prompts,
@@ -119,7 +134,7 @@ WORKLOADS: dict[str, Callable[[int], list[str]]] = {
     "answers": make_question_prompts,
     "corrections": make_correction_prompts,
 }
-# the turns of every question
+# Name for --questions -> function that makes the turns of conversations.
 CONVERSATIONS: dict[str, Callable[[int], list[tuple[str, ...]]]] = {"chat": make_chat_turns}
 
 
@@ -128,7 +143,7 @@ def _load_held_out_files() -> list[SourceFile]:
 
 
 def _select_evenly(texts: Iterator[Prompt], count: int) -> list[Prompt]:
-    """`count` of them, spread evenly over all."""
-    every = list(dict.fromkeys(texts))
-    count = min(count, len(every))
-    return [every[i * len(every) // count] for i in range(count)]
+    """Select at most `count` distinct texts, spread evenly over all."""
+    distinct = list(dict.fromkeys(texts))
+    count = min(count, len(distinct))
+    return [distinct[i * len(distinct) // count] for i in range(count)]

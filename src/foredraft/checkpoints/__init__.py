@@ -1,0 +1,1 @@
+"""Checkpoints of drafters: readers, checks, writers and exports to other engines."""

@@ -1,8 +1,8 @@
-"""Heads of blockwise parallel decoding. No checkpoint of this kind is published, so the layout is our own.
+"""Reader of blockwise parallel decoding heads, in a layout of this project: no checkpoint of this kind is published.
 
-A folder holds `model.safetensors` with the four tensors of BlockwiseShape, each name after `blockwise.`, and
-`config.json` with `model_type: "blockwise"`, `blockwise_num_heads`, `hidden_size` and `vocab_size` of the target. There
-is no output matrix: the target's own serves all heads.
+A folder holds `model.safetensors` with the four tensors of BlockwiseShape, each name prefixed with `blockwise.`, and
+`config.json` with `model_type: "blockwise"`, `blockwise_num_heads`, and the target's `hidden_size` and `vocab_size`.
+There is no output matrix: the target's lm_head serves all heads.
 """
 
 import re
@@ -18,12 +18,12 @@ TENSOR_NAME = re.compile(r"^blockwise\.(hidden|output)\.(weight|bias)$")
 
 
 def is_tensor_name(name: str) -> bool:
-    """Whether a stored name says blockwise."""
+    """Check whether a stored name belongs to blockwise heads."""
     return TENSOR_NAME.match(name) is not None
 
 
 def read(files: TensorFiles, config: dict[str, Any], target: TargetInfo) -> Checkpoint:
-    """The tensors tell every size; config.json must not contradict them."""
+    """Read blockwise heads. All sizes follow from the tensors; config.json must not contradict them."""
     claims = TensorClaims(files, {name.removeprefix(TENSOR_PREFIX): name for name in files.stored_tensors})
     shape = _infer_shape(claims, config, target)
     claims.check(list_tensor_shapes(shape))
@@ -37,14 +37,14 @@ def _infer_shape(claims: TensorClaims, config: dict[str, Any], target: TargetInf
     rows = claims.require_shape("output.weight", 2)[0]
     if rows == 0 or rows % hidden:
         raise claims.refuse(f"{TENSOR_PREFIX}output.weight has {rows} rows and has to have {hidden} for every head")
-    said = config.get("blockwise_num_heads", rows // hidden)
-    if said != rows // hidden:
-        raise claims.refuse(f"config.json says blockwise_num_heads {said!r}, and the weights hold {rows // hidden}")
+    declared = config.get("blockwise_num_heads", rows // hidden)
+    if declared != rows // hidden:
+        raise claims.refuse(f"config.json sets blockwise_num_heads {declared!r}, and the weights hold {rows // hidden}")
     return BlockwiseShape(hidden, target.vocab_size, num_heads=rows // hidden, inner=inner)
 
 
 def list_tensor_shapes(shape: BlockwiseShape) -> dict[str, tuple[int, ...]]:
-    """The tensors of a shape."""
+    """List the expected tensors of a shape by internal name."""
     return {
         "hidden.weight": (shape.inner, shape.hidden),
         "hidden.bias": (shape.inner,),

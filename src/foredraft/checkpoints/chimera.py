@@ -1,4 +1,7 @@
-"""Chimera heads as `foredraft train chimera` writes them; their authors' own files are pickles beside a whole model."""
+"""Reader of Chimera heads in the layout that `foredraft train chimera` writes.
+
+The files that the authors publish are pickles that also hold a whole model; they are not read.
+"""
 
 import re
 from typing import Any
@@ -17,10 +20,12 @@ NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
 def is_marker_tensor(name: str) -> bool:
+    """Check whether a stored name is the tensor that only Chimera heads have."""
     return name == MARKER_TENSOR
 
 
 def read(files: TensorFiles, config: dict[str, Any], target: TargetInfo) -> Checkpoint:
+    """Read Chimera heads: sizes from the tensors, hidden layers and rope from config.json."""
     claims = TensorClaims(files, {name: name for name in files.stored_tensors})
     shape = _infer_shape(claims, config, target)
     claims.check(list_tensor_shapes(shape))
@@ -31,39 +36,41 @@ def _infer_shape(claims: TensorClaims, config: dict[str, Any], target: TargetInf
     hidden = claims.require_shape("norm.weight", 1)[0]
     claims.check_target("hidden size", hidden, target.name, target.hidden)
     claims.check_target("vocabulary size", config.get("vocab_size", target.vocab_size), target.name, target.vocab_size)
-    found = [int(match[1]) for name in claims.stored_names if (match := HEAD_WEIGHT.match(name))]
-    num_heads = 1 + max(found, default=0)
-    if num_heads > len(claims.stored_names):  # a gap between them shows as a missing tensor later
+    head_indices = [int(match[1]) for name in claims.stored_names if (match := HEAD_WEIGHT.match(name))]
+    num_heads = 1 + max(head_indices, default=0)
+    if num_heads > len(claims.stored_names):  # a smaller gap is reported by TensorClaims.check
         raise claims.refuse_missing("heads.0.weight")
-    taps = _read_hidden_layers(claims, config, target)
-    return ChimeraShape(infer_block_shape(claims, config, hidden), target.vocab_size, taps, num_heads)
+    hidden_layers = _read_hidden_layers(claims, config, target)
+    return ChimeraShape(infer_block_shape(claims, config, hidden), target.vocab_size, hidden_layers, num_heads)
 
 
 def _read_hidden_layers(claims: TensorClaims, config: dict[str, Any], target: TargetInfo) -> tuple[int, ...]:
-    given, n = config.get(HIDDEN_LAYERS_KEY), target.num_layers
-    is_list = isinstance(given, list) and all(isinstance(tap, int) and not isinstance(tap, bool) for tap in given)
-    if not is_list or not given or len(set(given)) != len(given):
+    boundaries, num_layers = config.get(HIDDEN_LAYERS_KEY), target.num_layers
+    is_list = isinstance(boundaries, list) and all(
+        isinstance(boundary, int) and not isinstance(boundary, bool) for boundary in boundaries
+    )
+    if not is_list or not boundaries or len(set(boundaries)) != len(boundaries):
         raise claims.refuse(
-            f"config.json has to say {HIDDEN_LAYERS_KEY}, different boundaries of the target, and says {given!r}"
+            f"config.json must set {HIDDEN_LAYERS_KEY} to distinct boundaries of the target, and has {boundaries!r}"
         )
-    if any(tap != AFTER_FINAL_NORM and not 0 <= tap <= n for tap in given):
+    if any(boundary != AFTER_FINAL_NORM and not 0 <= boundary <= num_layers for boundary in boundaries):
         raise claims.refuse(
-            f"it reads the boundaries {given} of its target, and {target.name} has {n} layers; use a drafter for this "
-            "target"
+            f"it reads the boundaries {boundaries} of its target, and {target.name} has {num_layers} layers; "
+            "use a drafter for this target"
         )
-    return tuple(given)
+    return tuple(boundaries)
 
 
 def list_tensor_shapes(shape: ChimeraShape) -> dict[str, tuple[int, ...]]:
-    """The tensors of a shape."""
+    """List the expected tensors of a shape by internal name."""
     hidden = shape.block.hidden
-    found: dict[str, tuple[int, ...]] = {
+    shapes: dict[str, tuple[int, ...]] = {
         MARKER_TENSOR: (hidden, 3 * hidden),
         "join.weight": (hidden, 2 * hidden),
         "norm.weight": (hidden,),
     }
     if shape.has_fc:
-        found["fc.weight"] = (hidden, len(shape.hidden_layers) * hidden)
+        shapes["fc.weight"] = (hidden, len(shape.hidden_layers) * hidden)
     for i in range(shape.num_heads):
-        found |= {f"heads.{i}.weight": (hidden, 2 * hidden), f"heads.{i}.bias": (hidden,)}
-    return found | list_layer_shapes(shape.block, 0, hidden, NORMS)
+        shapes |= {f"heads.{i}.weight": (hidden, 2 * hidden), f"heads.{i}.bias": (hidden,)}
+    return shapes | list_layer_shapes(shape.block, 0, hidden, NORMS)

@@ -1,4 +1,7 @@
-"""The decoder layers of EAGLE drafters: their shape from tensors and config, and the tensors such a shape has."""
+"""Decoder layers of EAGLE drafters: their shape from tensors and config.json, and the tensors that a shape requires.
+
+The reverse direction is here too: `make_layer_config` returns the fields of config.json for a shape.
+"""
 
 import re
 from typing import Any
@@ -10,11 +13,23 @@ ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj")
 LAYER_NAME = re.compile(r"^layers\.(\d+)\.")
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
-DEFAULT_ROPE_THETA = 10000.0  # of a LlamaConfig that names none
+DEFAULT_ROPE_THETA = 10000.0  # default of LlamaConfig
+DEFAULT_MAX_POSITIONS = 2048  # default of LlamaConfig
 
 
 def infer_block_shape(claims: TensorClaims, config: dict[str, Any], hidden: int) -> DraftLayerShape:
-    """From layer 0. The tensors decide on widths, biases and norms; only what they cannot tell is taken from config."""
+    """Infer the shape of the decoder layers from layer 0.
+
+    Widths, biases and norms follow from the tensors. Only what the tensors do not determine is taken from config.json.
+
+    Args:
+        claims: Tensors of the folder.
+        config: Content of config.json.
+        hidden: Width of the drafter's hidden states.
+
+    Raises:
+        ForedraftError: if config.json is incomplete, contradicts the tensors, or needs an unsupported feature.
+    """
     heads = _read_count(claims, config, "num_attention_heads")
     kv_heads = _read_count(claims, config, "num_key_value_heads", heads)
     attn = "layers.0.self_attn"
@@ -30,7 +45,7 @@ def infer_block_shape(claims: TensorClaims, config: dict[str, Any], hidden: int)
         raise claims.refuse(f"hidden_act {config['hidden_act']!r} is not supported, only silu")
     if config.get("hidden_size", hidden) != hidden:
         raise claims.refuse(
-            f"config.json says hidden_size {config['hidden_size']} and the weights have width {hidden}; "
+            f"config.json sets hidden_size {config['hidden_size']} and the weights have width {hidden}; "
             "they belong to different drafters"
         )
     return DraftLayerShape(
@@ -40,7 +55,7 @@ def infer_block_shape(claims: TensorClaims, config: dict[str, Any], hidden: int)
         kv_heads=kv_heads,
         head_dim=head_dim,
         eps=_read_epsilon(claims, config),
-        max_positions=_read_count(claims, config, "max_position_embeddings", 2048),
+        max_positions=_read_count(claims, config, "max_position_embeddings", DEFAULT_MAX_POSITIONS),
         rope=read_rope(claims, config),
         has_qkv_bias=f"{attn}.q_proj.bias" in claims,
         has_out_bias=f"{attn}.o_proj.bias" in claims,
@@ -49,40 +64,44 @@ def infer_block_shape(claims: TensorClaims, config: dict[str, Any], hidden: int)
 
 
 def _read_count(claims: TensorClaims, config: dict[str, Any], key: str, default: int | None = None) -> int:
-    found = default if config.get(key) is None else config[key]
-    if not isinstance(found, int) or found < 1:
-        raise claims.refuse(f"config.json has to say {key}, and says {found!r}; the weights alone do not tell")
-    return found
+    """Return a positive number from config.json, or the default if config.json does not set it."""
+    count = default if config.get(key) is None else config[key]
+    if not isinstance(count, int) or count < 1:
+        raise claims.refuse(f"config.json must set {key}, and has {count!r}; the weights alone do not determine it")
+    return count
 
 
 def _read_epsilon(claims: TensorClaims, config: dict[str, Any]) -> float:
-    found = config.get("rms_norm_eps", 1e-6)
-    if not isinstance(found, int | float) or not 0 < found < 1:
-        raise claims.refuse(f"rms_norm_eps in config.json is {found!r} and has to be a small positive number")
-    return float(found)
+    epsilon = config.get("rms_norm_eps", 1e-6)
+    if not isinstance(epsilon, int | float) or not 0 < epsilon < 1:
+        raise claims.refuse(f"rms_norm_eps in config.json is {epsilon!r} and has to be a small positive number")
+    return float(epsilon)
 
 
 def read_rope(claims: TensorClaims, config: dict[str, Any]) -> dict[str, Any]:
-    """`rope_parameters`, or what older configs spread over `rope_theta` and `rope_scaling`."""
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
+    """Return the rotary parameters: `rope_parameters`, or `rope_theta` and `rope_scaling` of older configs."""
+    source = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(source, dict) or any(isinstance(value, dict) for value in source.values()):
         raise claims.refuse("its rope_parameters differ by layer, which is not supported")
-    found = dict(given)
-    kind = found.pop("type", None)
-    found.setdefault("rope_type", kind or "default")
-    if found["rope_type"] == "mrope":  # of text alone the same as default
-        found["rope_type"] = "default"
-    found.setdefault("rope_theta", config.get("rope_theta") or DEFAULT_ROPE_THETA)
-    if found["rope_type"] not in ROPE_TYPES:
-        raise claims.refuse(f"rope_type {found['rope_type']!r} is not supported, only {', '.join(ROPE_TYPES)}")
-    if found.get("partial_rotary_factor", config.get("partial_rotary_factor")) not in (None, 1, 1.0):
+    rope = dict(source)
+    kind = rope.pop("type", None)
+    rope.setdefault("rope_type", kind or "default")
+    if rope["rope_type"] == "mrope":  # equal to default if the input is text only
+        rope["rope_type"] = "default"
+    rope.setdefault("rope_theta", config.get("rope_theta") or DEFAULT_ROPE_THETA)
+    if rope["rope_type"] not in ROPE_TYPES:
+        raise claims.refuse(f"rope_type {rope['rope_type']!r} is not supported, only {', '.join(ROPE_TYPES)}")
+    if rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) not in (None, 1, 1.0):
         raise claims.refuse("it rotates only a part of every head (partial_rotary_factor), which is not supported")
-    return found
+    return rope
 
 
 def read_windows(claims: TensorClaims, config: dict[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    """How far every layer sees, () = all as far as there is anything. `sliding_window` counts for layers that
-    `layer_types` calls sliding, and for no other."""
+    """Return the sliding window of every layer; () if all layers have full attention.
+
+    An entry is a number of positions, or None for full attention. `sliding_window` applies to the layers that
+    `layer_types` calls sliding, and to no other.
+    """
     kinds = config.get("layer_types") or [FULL_ATTENTION] * num_layers
     if (
         not isinstance(kinds, list)
@@ -102,9 +121,9 @@ def read_windows(claims: TensorClaims, config: dict[str, Any], num_layers: int) 
 
 
 def count_layers(claims: TensorClaims) -> int:
-    """How many layers the tensors make; a gap between them shows as a missing tensor later."""
-    found = {int(match[1]) for name in claims.stored_names if (match := LAYER_NAME.match(name))}
-    count = max(found, default=-1) + 1
+    """Count the layers in the tensor names. TensorClaims.check reports a gap as a missing tensor."""
+    indices = {int(match[1]) for name in claims.stored_names if (match := LAYER_NAME.match(name))}
+    count = max(indices, default=-1) + 1
     if count > len(claims.stored_names):
         raise claims.refuse_missing("layers.0")
     return count
@@ -113,30 +132,39 @@ def count_layers(claims: TensorClaims) -> int:
 def list_layer_shapes(
     shape: DraftLayerShape, layer: int, width: int, norms: tuple[str, ...]
 ) -> dict[str, tuple[int, ...]]:
-    """The tensors of one layer whose attention reads `width` numbers."""
+    """List the expected tensors of one layer by internal name.
+
+    Args:
+        shape: Shape of all layers.
+        layer: Index of the layer.
+        width: Input width of the attention projections.
+        norms: Names of the layer's norms.
+    """
     query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     rows = {"q_proj": query, "k_proj": key, "v_proj": key, "o_proj": shape.hidden}
     columns = {"o_proj": query}
-    biased = {name: shape.has_out_bias if name == "o_proj" else shape.has_qkv_bias for name in MATRICES}
-    found: dict[str, tuple[int, ...]] = {}
+    has_bias = {name: shape.has_out_bias if name == "o_proj" else shape.has_qkv_bias for name in MATRICES}
+    shapes: dict[str, tuple[int, ...]] = {}
     for name in MATRICES:
-        found[f"self_attn.{name}.weight"] = (rows[name], columns.get(name, width))
-        if biased[name]:
-            found[f"self_attn.{name}.bias"] = (rows[name],)
+        shapes[f"self_attn.{name}.weight"] = (rows[name], columns.get(name, width))
+        if has_bias[name]:
+            shapes[f"self_attn.{name}.bias"] = (rows[name],)
     if shape.has_qk_norm:
-        found |= {f"self_attn.{name}.weight": (shape.head_dim,) for name in ("q_norm", "k_norm")}
-    found |= {f"mlp.{name}.weight": (shape.intermediate, shape.hidden) for name in ("gate_proj", "up_proj")}
-    found["mlp.down_proj.weight"] = (shape.hidden, shape.intermediate)
-    found |= {f"{name}.weight": (shape.hidden,) for name in norms}
-    return {f"layers.{layer}.{name}": value for name, value in found.items()}
+        shapes |= {f"self_attn.{name}.weight": (shape.head_dim,) for name in ("q_norm", "k_norm")}
+    shapes |= {f"mlp.{name}.weight": (shape.intermediate, shape.hidden) for name in ("gate_proj", "up_proj")}
+    shapes["mlp.down_proj.weight"] = (shape.hidden, shape.intermediate)
+    shapes |= {f"{name}.weight": (shape.hidden,) for name in norms}
+    return {f"layers.{layer}.{name}": value for name, value in shapes.items()}
 
 
 def make_layer_config(shape: DraftLayerShape, num_layers: int) -> dict[str, Any]:
-    """The fields of a LlamaConfig, rope in both spellings."""
+    """Return the fields of a LlamaConfig for a shape, with rope in the current and the older spelling."""
     scaling = {name: value for name, value in shape.rope.items() if name != "rope_theta"}
-    kinds = [FULL_ATTENTION if size is None else SLIDING_ATTENTION for size in shape.sliding_windows]
+    layer_types = [FULL_ATTENTION if size is None else SLIDING_ATTENTION for size in shape.sliding_windows]
     windows = (
-        {"layer_types": kinds, "sliding_window": max(size or 0 for size in shape.sliding_windows)} if kinds else {}
+        {"layer_types": layer_types, "sliding_window": max(size or 0 for size in shape.sliding_windows)}
+        if layer_types
+        else {}
     )
     return windows | {
         "hidden_size": shape.hidden,

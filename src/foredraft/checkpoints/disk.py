@@ -1,4 +1,4 @@
-"""Writing to a disk that may be full: whole files or none, and one line that says how to go on."""
+"""Writing to a disk that may be full: whole files or none, and errors of one line that say how to continue."""
 
 import os
 import shutil
@@ -10,14 +10,19 @@ from safetensors import SafetensorError
 
 from foredraft.errors import ForedraftError
 
-PARTIAL_FOLDER = ".partial"  # a folder of this name holds what is being written
+PARTIAL_FOLDER = ".partial"  # name of the subfolder that holds files while they are written
+MAX_REASON_LENGTH = 160  # characters of the system's error message that are repeated
 
 
 @contextmanager
 def convert_write_errors(folder: Path, hint: str) -> Iterator[None]:
-    """Errors of the disk become a ForedraftError with the folder and what to do then.
+    """Convert errors of the disk to a ForedraftError with the folder and a hint.
 
-    RuntimeError is among them: torch's writer raises it where a file cannot be written.
+    RuntimeError is converted too: torch's writer raises it if a file cannot be written.
+
+    Args:
+        folder: Folder that is written to.
+        hint: How the user can continue.
     """
     try:
         yield
@@ -25,11 +30,11 @@ def convert_write_errors(folder: Path, hint: str) -> Iterator[None]:
         raise
     except (OSError, SafetensorError, RuntimeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).partition("\n")[0]
-        raise ForedraftError(f"{folder} could not be written ({reason[:160]}); {hint}") from error
+        raise ForedraftError(f"{folder} could not be written ({reason[:MAX_REASON_LENGTH]}); {hint}") from error
 
 
 def replace_text(file: Path, text: str) -> None:
-    """Write a small file whole or not at all."""
+    """Write a small text file whole or not at all."""
     part = file.with_name(f".{file.name}.part")
     try:
         part.write_text(text, encoding="utf-8")
@@ -39,7 +44,12 @@ def replace_text(file: Path, text: str) -> None:
 
 
 def replace_files(folder: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a folder beside the files of `folder`, and put them in their place once all are whole."""
+    """Write a set of files whole or not at all.
+
+    Args:
+        folder: Folder whose files are replaced.
+        write: Writes the files into the empty folder that it is given; they are moved once it returns.
+    """
     partial = folder / PARTIAL_FOLDER
     shutil.rmtree(partial, ignore_errors=True)
     try:

@@ -1,4 +1,7 @@
-"""EAGLE-1 and EAGLE-2 heads as their authors publish them; the two differ only in the tree that is drafted."""
+"""Reader of EAGLE-1 and EAGLE-2 heads as their authors publish them.
+
+The two methods differ only in the draft tree, not in the checkpoint.
+"""
 
 from typing import Any
 
@@ -11,12 +14,12 @@ METHOD, TITLE = "eagle", "an EAGLE head"
 
 
 def read(files: TensorFiles, config: dict[str, Any], target: TargetInfo) -> Checkpoint:
-    """Biases are where the tensors have them, whatever config.json says."""
+    """Read an EAGLE head. Biases follow from the tensors, whatever config.json declares."""
     claims = TensorClaims(
         files, {name: name for name in files.stored_tensors if not name.endswith(".rotary_emb.inv_freq")}
     )
     if "lm_head.weight" in claims:
-        raise claims.refuse("lm_head.weight has no place in an EAGLE head, which reads the target's; remove it")
+        raise claims.refuse("lm_head.weight has no place in an EAGLE head, which uses the target's; remove it")
     hidden, width = claims.require_shape("fc.weight", 2)
     claims.check_target("hidden size", hidden, target.name, target.hidden)
     if width != 2 * hidden:
@@ -34,7 +37,7 @@ def read(files: TensorFiles, config: dict[str, Any], target: TargetInfo) -> Chec
 
 
 def check_vocabulary(claims: TensorClaims, config: dict[str, Any], target: TargetInfo) -> None:
-    """The target's, by the rows of its own embedding or, without one, by config."""
+    """Check that a head has the vocabulary of the target, by its own embedding or else by config.json."""
     if "embed_tokens.weight" in claims:
         rows = claims.require_shape("embed_tokens.weight", 2)[0]
     else:
@@ -43,14 +46,14 @@ def check_vocabulary(claims: TensorClaims, config: dict[str, Any], target: Targe
 
 
 def list_tensor_shapes(shape: EagleShape) -> dict[str, tuple[int, ...]]:
-    """Layer 0 reads what fc made as it is; later ones normalise first."""
+    """List the expected tensors of a shape by internal name. Layer 0 reads the output of fc without a norm."""
     hidden = shape.block.hidden
-    found: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, 2 * hidden)}
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, 2 * hidden)}
     if shape.has_fc_bias:
-        found["fc.bias"] = (hidden,)
+        shapes["fc.bias"] = (hidden,)
     if shape.has_embedding:
-        found["embed_tokens.weight"] = (shape.vocab_size, hidden)
+        shapes["embed_tokens.weight"] = (shape.vocab_size, hidden)
     for layer in range(shape.num_layers):
         norms = ("input_layernorm", "post_attention_layernorm")[layer == 0 :]
-        found |= list_layer_shapes(shape.block, layer, hidden, norms)
-    return found
+        shapes |= list_layer_shapes(shape.block, layer, hidden, norms)
+    return shapes

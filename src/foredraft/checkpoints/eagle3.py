@@ -1,4 +1,7 @@
-"""EAGLE-3 heads as their authors, SpecForge and ModelOpt write them; `speculators` brings its own config here."""
+"""Reader of EAGLE-3 heads as their authors, SpecForge and ModelOpt write them.
+
+`speculators.read` merges its own config.json and then calls `read` here.
+"""
 
 import logging
 from dataclasses import replace
@@ -20,7 +23,8 @@ from foredraft.checkpoints.tensors import TensorFiles
 
 METHOD, TITLE = "eagle3", "an EAGLE-3 head"
 SPECFORGE_FORMAT = "SpecForge EAGLE-3"
-FEEDBACK_KEY, NORMED_STATE, RAW_STATE = "foredraft_feedback", "normed", "raw"  # a key of ours, and what it may say
+FEEDBACK_KEY, NORMED_STATE, RAW_STATE = "foredraft_feedback", "normed", "raw"  # this project's key, and its values
+# First part of a stored name -> first part of the internal name.
 TENSOR_ALIASES = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
 FIRST_NORM, SECOND_NORM = ".input_layernorm.weight", ".hidden_norm.weight"
 log = logging.getLogger(__name__)
@@ -33,8 +37,16 @@ def read(
     format_name: str | None = None,
     has_sliding_windows: bool = False,
 ) -> Checkpoint:
-    """`kind` names the layout where the caller knows it; `slides`: its trainer heeds layer_types and sliding_window."""
-    names, twins = _map_names(files)
+    """Read an EAGLE-3 head.
+
+    Args:
+        files: Tensors of the folder.
+        config: Content of config.json.
+        target: Target that the head must fit.
+        format_name: Name of the layout; None = detected.
+        has_sliding_windows: Whether the trainer applies `layer_types` and `sliding_window`.
+    """
+    names, repeats = _map_names(files)
     claims = TensorClaims(files, names)
     format_name = format_name or _detect_format(files, config)
     shape = _infer_shape(claims, config, target, format_name)
@@ -44,15 +56,15 @@ def read(
         )
     claims.check(
         list_tensor_shapes(shape)
-        | dict.fromkeys(twins, (shape.block.hidden,))
+        | dict.fromkeys(repeats, (shape.block.hidden,))
         | vocabulary.list_optional_maps(claims, shape)
     )
     vocabulary.check_maps(claims, shape)
     tensors = claims.read()
-    for name in twins:
-        other = name.replace(SECOND_NORM, FIRST_NORM)
-        if not torch.equal(tensors[name], tensors[other]):
-            raise claims.refuse(f"{name} and {other} differ, and engines disagree which of them a later layer reads")
+    for name in repeats:
+        original = name.replace(SECOND_NORM, FIRST_NORM)
+        if not torch.equal(tensors[name], tensors[original]):
+            raise claims.refuse(f"{name} and {original} differ, and engines disagree which of them a later layer reads")
     needed = list_tensor_shapes(shape).keys()
     return Checkpoint(
         METHOD,
@@ -73,11 +85,12 @@ def _detect_format(files: TensorFiles, config: dict[str, Any]) -> str:
 
 
 def _map_names(files: TensorFiles) -> tuple[dict[str, str], list[str]]:
-    """Ours -> as stored, and those of ours that only repeat another.
+    """Map internal names to stored names, and list the internal names that only repeat another tensor.
 
-    Layers after the first have one norm before attention, which SGLang calls hidden_norm: either may be there, or both.
+    Layers after the first have one norm before attention. SGLang calls it hidden_norm; either name may be present, or
+    both.
     """
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for stored in files.stored_tensors:
         if stored.endswith(".rotary_emb.inv_freq"):
             continue
@@ -85,32 +98,32 @@ def _map_names(files: TensorFiles) -> tuple[dict[str, str], list[str]]:
         name = (
             f"layers.0.{rest}" if head == "midlayer" else f"{TENSOR_ALIASES.get(head, head)}.{rest}" if rest else stored
         )
-        if name in found:
-            raise files.refuse(f"{found[name]} and {stored} are the same tensor in two naming schemes; keep one")
-        found[name] = stored
-    twins = []
-    for name in [name for name in found if name.endswith(SECOND_NORM) and not name.startswith("layers.0.")]:
+        if name in names:
+            raise files.refuse(f"{names[name]} and {stored} are the same tensor in two naming schemes; keep one")
+        names[name] = stored
+    repeats = []
+    for name in [name for name in names if name.endswith(SECOND_NORM) and not name.startswith("layers.0.")]:
         first = name.replace(SECOND_NORM, FIRST_NORM)
-        if first in found:
-            twins.append(name)
+        if first in names:
+            repeats.append(name)
         else:
-            found[first] = found.pop(name)
-    return found, twins
+            names[first] = names.pop(name)
+    return names, repeats
 
 
 def _infer_shape(claims: TensorClaims, config: dict[str, Any], target: TargetInfo, format_name: str) -> Eagle3Shape:
     hidden = claims.require_shape("norm.weight", 1)[0]
-    said = config.get("target_hidden_size") or target.hidden
-    claims.check_target("hidden size", said, target.name, target.hidden)
+    target_hidden = config.get("target_hidden_size") or target.hidden
+    claims.check_target("hidden size", target_hidden, target.name, target.hidden)
     check_vocabulary(claims, config, target)
     nested = config.get("eagle_config") or {}
-    has_fc, count = _has_fc(claims, nested), 1
+    has_fc, num_states = _has_fc(claims, nested), 1
     if has_fc:
         width = claims.require_shape("fc.weight", 2)[1]
-        count, rest = divmod(width, target.hidden)
-        if rest or not count:
+        num_states, remainder = divmod(width, target.hidden)
+        if remainder or not num_states:
             raise claims.refuse(
-                f"fc.weight reads {width} numbers, which is no multiple of the hidden size {target.hidden} of "
+                f"fc.weight has input width {width}, which is no multiple of the hidden size {target.hidden} of "
                 f"{target.name}; use a drafter for this target"
             )
     elif hidden != target.hidden:
@@ -124,7 +137,7 @@ def _infer_shape(claims: TensorClaims, config: dict[str, Any], target: TargetInf
         vocab_size=target.vocab_size,
         draft_vocab_size=_infer_draft_vocab_size(claims, config, target, hidden),
         target_hidden=target.hidden,
-        hidden_layers=aux_layers.resolve_hidden_layers(claims, config, target.num_layers, count)
+        hidden_layers=aux_layers.resolve_hidden_layers(claims, config, target.num_layers, num_states)
         if has_fc
         else aux_layers.select_last_state(claims),
         num_layers=count_layers(claims),
@@ -140,21 +153,21 @@ def _infer_shape(claims: TensorClaims, config: dict[str, Any], target: TargetInf
 
 
 def _read_feedback(claims: TensorClaims, config: dict[str, Any], format_name: str) -> bool:
-    """Whether a drafted token reads the state before it after the final norm, or as the layer gave it.
+    """Check whether a draft token reads the previous state after the final norm (True) or before it (False).
 
-    `norm_output` says so, except in what SpecForge trained: there the logits alone are of the normed state, and the
-    raw one is fed back. A config of ours says it in a word of its own.
+    `norm_output` decides, except in heads that SpecForge trained: there only the logits read the normalised state, and
+    the raw state is fed back. The key `foredraft_feedback` of this project overrides both.
     """
-    said = config.get(FEEDBACK_KEY)
-    if said is not None:
-        if said not in (NORMED_STATE, RAW_STATE):
+    declared = config.get(FEEDBACK_KEY)
+    if declared is not None:
+        if declared not in (NORMED_STATE, RAW_STATE):
             raise claims.refuse(
-                f"{FEEDBACK_KEY} in config.json is {said!r} and has to be {NORMED_STATE} or {RAW_STATE}"
+                f"{FEEDBACK_KEY} in config.json is {declared!r} and has to be {NORMED_STATE} or {RAW_STATE}"
             )
-        return bool(said == NORMED_STATE)
+        return bool(declared == NORMED_STATE)
     if config.get("norm_output") and format_name == SPECFORGE_FORMAT:
         log.info(
-            "%s: norm_output as SpecForge trains it, raw states are fed back; --spec-option feedback=normed changes it",
+            "%s: norm_output as SpecForge trains it: raw states are fed back; --spec-option feedback=normed changes it",
             claims.files.folder,
         )
         return False
@@ -162,26 +175,30 @@ def _read_feedback(claims: TensorClaims, config: dict[str, Any], format_name: st
 
 
 def _has_fc(claims: TensorClaims, nested: dict[str, Any]) -> bool:
+    """Check whether the head has fc; config.json and the tensors must agree."""
     if nested.get("use_aux_hidden_state", True):
         if "fc.weight" not in claims:
             raise claims.refuse_missing(
-                "fc.weight", "without it config.json has to say eagle_config.use_aux_hidden_state false"
+                "fc.weight", "without it config.json must set eagle_config.use_aux_hidden_state to false"
             )
         return True
     if "fc.weight" in claims:
-        raise claims.refuse("config.json says use_aux_hidden_state false, and fc.weight is there; one of them is wrong")
+        raise claims.refuse("config.json sets use_aux_hidden_state false, and fc.weight is there; one of them is wrong")
     return False
 
 
 def _has_norm(claims: TensorClaims, config: dict[str, Any], nested: dict[str, Any], flag: str, tensor: str) -> bool:
-    """A norm that tensors show; one that config.json promises has to be among them."""
+    """Check whether a norm is among the tensors; it must be if config.json declares it."""
     if tensor not in claims and nested.get(flag, config.get(flag)):
-        raise claims.refuse_missing(tensor, f"config.json says {flag}")
+        raise claims.refuse_missing(tensor, f"config.json sets {flag}")
     return tensor in claims
 
 
 def _infer_draft_vocab_size(claims: TensorClaims, config: dict[str, Any], target: TargetInfo, hidden: int) -> int:
-    """Vd. Without a head of its own all that the target's knows, so that a map of some is a contradiction."""
+    """Return Vd, the number of tokens that can be drafted.
+
+    A head without its own lm_head drafts the whole vocabulary of the target, so a shorter d2t contradicts it.
+    """
     if "lm_head.weight" in claims:
         size = claims.require_shape("lm_head.weight", 2)[0]
     elif hidden != target.hidden:
@@ -190,42 +207,44 @@ def _infer_draft_vocab_size(claims: TensorClaims, config: dict[str, Any], target
         )
     else:
         size = target.vocab_size
-        drafted = claims.require_shape("d2t", 1)[0] if "d2t" in claims else size
-        if drafted != size:
+        num_drafted = claims.require_shape("d2t", 1)[0] if "d2t" in claims else size
+        if num_drafted != size:
             raise claims.refuse_missing(
-                "lm_head.weight", f"d2t names {drafted} of the {size} tokens, for a head of that size"
+                "lm_head.weight", f"d2t names {num_drafted} of the {size} tokens, for a head of that size"
             )
     if size > target.vocab_size:
         raise claims.refuse(
             f"lm_head.weight has {size} rows, and {target.name} has {target.vocab_size} tokens; use a drafter for it"
         )
     if size != target.vocab_size and "d2t" not in claims:
-        raise claims.refuse_missing("d2t", f"{size} of {target.vocab_size} tokens are drafted, and nothing says which")
-    said = config.get("draft_vocab_size")
-    if said not in (None, size):
-        log.info("%s: config.json says draft_vocab_size %s, the weights hold %d", claims.files.folder, said, size)
+        raise claims.refuse_missing(
+            "d2t", f"{size} of {target.vocab_size} tokens can be drafted, and no map names them"
+        )
+    declared = config.get("draft_vocab_size")
+    if declared not in (None, size):
+        log.info("%s: config.json sets draft_vocab_size %s, the weights hold %d", claims.files.folder, declared, size)
     return size
 
 
 def list_tensor_shapes(shape: Eagle3Shape) -> dict[str, ExpectedTensor | tuple[int, ...]]:
-    """The tensors of a shape; `d2t` is there where fewer tokens are drafted than there are."""
-    hidden, states = shape.block.hidden, len(shape.hidden_layers)
-    found: dict[str, ExpectedTensor | tuple[int, ...]] = {"norm.weight": (hidden,)}
+    """List the expected tensors of a shape by internal name. `d2t` is required if Vd < V."""
+    hidden, num_states = shape.block.hidden, len(shape.hidden_layers)
+    shapes: dict[str, ExpectedTensor | tuple[int, ...]] = {"norm.weight": (hidden,)}
     if shape.has_fc:
-        found["fc.weight"] = (hidden, states * shape.target_hidden)
+        shapes["fc.weight"] = (hidden, num_states * shape.target_hidden)
     if shape.has_fc_bias:
-        found["fc.bias"] = (hidden,)
+        shapes["fc.bias"] = (hidden,)
     if shape.has_embedding:
-        found["embed_tokens.weight"] = (shape.vocab_size, hidden)
+        shapes["embed_tokens.weight"] = (shape.vocab_size, hidden)
     if shape.has_own_head:
-        found["lm_head.weight"] = (shape.draft_vocab_size, hidden)
+        shapes["lm_head.weight"] = (shape.draft_vocab_size, hidden)
     if shape.draft_vocab_size != shape.vocab_size:
-        found["d2t"] = vocabulary.make_expected_offsets(shape)
+        shapes["d2t"] = vocabulary.make_expected_offsets(shape)
     if shape.norm_before_fc:
-        found["input_norm.weight"] = (states * shape.target_hidden,)
+        shapes["input_norm.weight"] = (num_states * shape.target_hidden,)
     if shape.has_fc_norm:
-        found |= {f"fc_norm.{i}.weight": (shape.target_hidden,) for i in range(states)}
+        shapes |= {f"fc_norm.{i}.weight": (shape.target_hidden,) for i in range(num_states)}
     for layer in range(shape.num_layers):
         norms = ("input_layernorm", "post_attention_layernorm", "hidden_norm")[: 3 if layer == 0 else 2]
-        found |= list_layer_shapes(shape.block, layer, hidden if layer else 2 * hidden, norms)
-    return found
+        shapes |= list_layer_shapes(shape.block, layer, hidden if layer else 2 * hidden, norms)
+    return shapes

@@ -1,4 +1,4 @@
-"""Adapters for an early exit: a format of our own, for no other program has one."""
+"""Reader of early-exit adapters, in a layout of this project: no other program has one."""
 
 from typing import Any
 
@@ -11,29 +11,33 @@ TENSOR_PREFIX = "exit_adapter."
 
 
 def is_tensor_name(name: str) -> bool:
-    """Whether a stored name says early exit."""
+    """Check whether a stored name belongs to an early-exit adapter."""
     return name.startswith(TENSOR_PREFIX)
 
 
 def read(files: TensorFiles, config: dict[str, Any], target: TargetInfo) -> Checkpoint:
-    """The rank is counted from the tensors; the layer is config's to say."""
+    """Read an early-exit adapter: rank from the tensors, exit layer from config.json."""
     claims = TensorClaims(files, {name.removeprefix(TENSOR_PREFIX): name for name in files.stored_tensors})
     rank, hidden = claims.require_shape("gate_proj.weight", 2)
     claims.check_target("hidden size", hidden, target.name, target.hidden)
     layer = config.get("exit_layer")
     if not isinstance(layer, int) or isinstance(layer, bool):
-        raise claims.refuse(f"config.json has to say after which layer it is read (exit_layer), and says {layer!r}")
-    layers = config.get("target_num_layers", target.num_layers)
-    claims.check_target("number of layers", layers, target.name, target.num_layers)
+        raise claims.refuse(
+            f"config.json must set exit_layer, the layer after which the target is left, and has {layer!r}"
+        )
+    num_layers = config.get("target_num_layers", target.num_layers)
+    claims.check_target("number of layers", num_layers, target.name, target.num_layers)
     if not 1 <= layer < target.num_layers:
-        raise claims.refuse(f"exit_layer is {layer}, and {target.name} is left after 1..{target.num_layers - 1} layers")
+        raise claims.refuse(
+            f"exit_layer is {layer}, and {target.name} can be left after 1..{target.num_layers - 1} layers"
+        )
     shape = EarlyExitShape(hidden, rank, layer)
     claims.check(list_tensor_shapes(shape))
     return Checkpoint(METHOD, "early exit", files.folder, shape, claims.read(), config)
 
 
 def list_tensor_shapes(shape: EarlyExitShape) -> dict[str, tuple[int, ...]]:
-    """The tensors of a shape."""
+    """List the expected tensors of a shape by internal name."""
     return {
         "norm.weight": (shape.hidden,),
         "gate_proj.weight": (shape.rank, shape.hidden),

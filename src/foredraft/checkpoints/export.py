@@ -1,6 +1,7 @@
-"""A drafter as other engines load it. What an engine would read wrongly or drop in silence is refused.
+"""Export of a drafter in the layout of another engine.
 
-What is said of engines here was read in vLLM 0.32 and SGLang 0.5.23.
+Anything that an engine would misread or silently drop is refused. Statements about engines were checked in the sources
+of vLLM 0.32 and SGLang 0.5.23.
 """
 
 import json
@@ -11,8 +12,7 @@ from pathlib import Path
 from foredraft.checkpoints import eagle, eagle3, hydra, medusa, mlp_speculator
 from foredraft.checkpoints.export_eagle import export_eagle_sglang, export_eagle_vllm
 from foredraft.checkpoints.export_eagle3 import export_portable, export_sglang, export_speculators, export_vllm
-from foredraft.checkpoints.layouts import CheckpointLayout
-from foredraft.checkpoints.layouts import make_layout as published
+from foredraft.checkpoints.layouts import CheckpointLayout, make_layout
 from foredraft.checkpoints.read import TITLES
 from foredraft.checkpoints.schema import Checkpoint, HydraShape
 from foredraft.checkpoints.target import ExportTarget
@@ -24,103 +24,116 @@ from foredraft.models.draft_layer import make_default_rope
 
 Exporter = Callable[[Checkpoint, ExportTarget], tuple[CheckpointLayout, list[str]]]
 FORMATS = ("eagle3", "speculators", "medusa", "mlp_speculator", "hydra", "vllm", "sglang")
-COMMAND_DRAFT_TOKENS = 3  # in the commands shown: what the engines' own documents begin with
+COMMAND_DRAFT_TOKENS = 3  # draft length in the commands shown, as in the examples of the engines' documentation
 
 
 @dataclass(frozen=True)
 class ExportResult:
-    notes: tuple[str, ...]  # what the user has to know of it
-    command: str | None  # that serves it
+    """Notes on an exported folder, and the command that serves it."""
+
+    notes: tuple[str, ...]  # limits of the exported folder, for the user
+    command: str | None  # shell command; None = no engine serves this format
 
 
 def export(
     checkpoint: Checkpoint, fmt: str, out: str | Path, target: ExportTarget, is_forced: bool = False
 ) -> ExportResult:
-    """Write `checkpoint` into folder `out`. Raises ForedraftError where the format or its engine cannot carry it."""
+    """Write a drafter into a folder in the format of another engine.
+
+    Args:
+        checkpoint: Drafter that was read.
+        fmt: One of FORMATS.
+        out: Folder to write to.
+        target: Target of the drafter.
+        is_forced: Whether files in `out` may be overwritten.
+
+    Raises:
+        ForedraftError: if the format or its engine cannot represent the drafter, or the folder cannot be written.
+    """
     routes = EXPORTERS.get(checkpoint.method, {})
     if not routes:
         raise ForedraftError(f"{checkpoint.folder} holds {TITLES[checkpoint.method]}, which no other engine loads")
     if fmt not in routes:
-        why = UNSUPPORTED_REASONS.get((checkpoint.method, fmt), f"{fmt} is no format for it")
+        reason = UNSUPPORTED_REASONS.get((checkpoint.method, fmt), f"{fmt} is no format for it")
         raise ForedraftError(
-            f"{checkpoint.folder} holds {TITLES[checkpoint.method]}: {why}; use --format {' or '.join(routes)}"
+            f"{checkpoint.folder} holds {TITLES[checkpoint.method]}: {reason}; use --format {' or '.join(routes)}"
         )
-    made, notes = routes[fmt](checkpoint, target)
-    _check_folder(Path(out), made.file, is_forced)
+    layout, notes = routes[fmt](checkpoint, target)
+    _check_folder(Path(out), layout.file, is_forced)
     save(
         out,
-        made,
+        layout,
         describe_target(target.info.name),
-        "give --out a folder with more room; what it held before is still there",
+        "give --out a folder with more room; its previous files are still there",
     )
-    served = SERVE_COMMANDS.get((checkpoint.method, fmt))
-    return ExportResult(tuple(notes), served and served(target.info.name, str(out), checkpoint.method))
+    make_command = SERVE_COMMANDS.get((checkpoint.method, fmt))
+    return ExportResult(tuple(notes), make_command and make_command(target.info.name, str(out), checkpoint.method))
 
 
 def _check_folder(out: Path, file: str, is_forced: bool) -> None:
     if out.exists() and not out.is_dir():
         raise ForedraftError(f"{out} is a file; give a folder")
     if out.is_dir() and any(out.iterdir()) and not is_forced:
-        raise ForedraftError(f"{out} is not empty; give another folder, or --force to write over what is there")
-    others = [name for name in _list_weight_files(out) if name != file]
-    if others:
+        raise ForedraftError(f"{out} is not empty; give another folder, or --force to overwrite its files")
+    other_files = [name for name in _list_weight_files(out) if name != file]
+    if other_files:
         raise ForedraftError(
-            f"{out} holds other weights ({others[0]}) that engines would load too; give another folder"
+            f"{out} holds other weights ({other_files[0]}) that engines would load too; give another folder"
         )
 
 
 def _list_weight_files(folder: Path) -> Iterable[str]:
-    known = {*INDEX_FILES, *WEIGHT_FILES, *(file.name for file in folder.glob("*.safetensors"))}
-    return sorted(name for name in known if (folder / name).exists())
+    names = {*INDEX_FILES, *WEIGHT_FILES, *(file.name for file in folder.glob("*.safetensors"))}
+    return sorted(name for name in names if (folder / name).exists())
 
 
 def _export_medusa(checkpoint: Checkpoint, target: ExportTarget) -> tuple[CheckpointLayout, list[str]]:
-    return published(checkpoint.shape, checkpoint.tensors), ["SGLang loads no Medusa heads; vLLM and TGI do"]
+    return make_layout(checkpoint.shape, checkpoint.tensors), ["SGLang loads no Medusa heads; vLLM and TGI do"]
 
 
 def _export_medusa_vllm(checkpoint: Checkpoint, target: ExportTarget) -> tuple[CheckpointLayout, list[str]]:
-    """Its own names, with the counts where it looks for them and the biases announced, which it drops otherwise."""
-    made = published(checkpoint.shape, checkpoint.tensors)
-    size = made.config["vocab_size"]
-    heads, layers = made.config.pop("medusa_num_heads"), made.config.pop("medusa_num_layers")
-    if made.config.pop("version", None) is not None:
+    """Export with vLLM's names, and declare counts and biases under vLLM's keys: it drops undeclared biases."""
+    layout = make_layout(checkpoint.shape, checkpoint.tensors)
+    size = layout.config["vocab_size"]
+    heads, layers = layout.config.pop("medusa_num_heads"), layout.config.pop("medusa_num_layers")
+    if layout.config.pop("version", None) is not None:
         raise ForedraftError(
-            f"{checkpoint.folder} borrows the target's lm_head, and vLLM loads a matrix for every Medusa head; "
+            f"{checkpoint.folder} uses the target's lm_head, and vLLM loads a matrix for every Medusa head; "
             "train heads with matrices of their own for it"
         )
     tensors = {}
-    for name, value in made.tensors.items():
-        head, layer, rest = name.split(".", 2)
-        is_output = rest == "weight"
-        ours = (
-            f"lm_heads.{head}.weight" if is_output else f"blocks.{head}.layers.{layer}.{rest.removeprefix('linear.')}"
+    for name, value in layout.tensors.items():
+        head, layer, suffix = name.split(".", 2)
+        is_output = suffix == "weight"
+        vllm_name = (
+            f"lm_heads.{head}.weight" if is_output else f"blocks.{head}.layers.{layer}.{suffix.removeprefix('linear.')}"
         )
-        tensors[ours] = value
-    config = made.config | {"num_heads": heads, "num_hidden_layers": layers, "truncated_vocab_size": size}
-    return CheckpointLayout(made.method, tensors, config), [
+        tensors[vllm_name] = value
+    config = layout.config | {"num_heads": heads, "num_hidden_layers": layers, "truncated_vocab_size": size}
+    return CheckpointLayout(layout.method, tensors, config), [
         "vLLM drafts a chain of the likeliest token of every head, no tree"
     ]
 
 
 def _export_mlp_speculator(checkpoint: Checkpoint, target: ExportTarget) -> tuple[CheckpointLayout, list[str]]:
     notes = ["neither vLLM nor SGLang loads MLP speculators now; TGI and Arctic Inference do"]
-    return published(checkpoint.shape, checkpoint.tensors), notes
+    return make_layout(checkpoint.shape, checkpoint.tensors), notes
 
 
 def _export_hydra(checkpoint: Checkpoint, target: ExportTarget) -> tuple[CheckpointLayout, list[str]]:
     if checkpoint.format != "Hydra":
         raise ForedraftError(
-            f"{checkpoint.folder} has heads of a form of ours, and the authors' code would leave what it misses at "
-            "random; train with --set own_head=true --set rank=None for it"
+            f"{checkpoint.folder} has heads in a form of this project, and the authors' code would leave the missing "
+            "tensors at random; train with --set own_head=true --set rank=None for it"
         )
     assert isinstance(checkpoint.shape, HydraShape)
     prefix = checkpoint.shape.prefix
     if prefix is not None and prefix.rope != make_default_rope():
         raise ForedraftError(
-            f"{checkpoint.folder} has a prefix layer of the rotary parameters {prefix.rope}, and the authors' code "
-            "knows base 10000 alone; train heads for it anew"
+            f"{checkpoint.folder} has a prefix layer with the rotary parameters {prefix.rope}, and the authors' code "
+            "supports only base 10000; train new heads for it"
         )
-    return published(checkpoint.shape, checkpoint.tensors), ["neither vLLM nor SGLang loads Hydra heads"]
+    return make_layout(checkpoint.shape, checkpoint.tensors), ["neither vLLM nor SGLang loads Hydra heads"]
 
 
 def _make_vllm_command(target: str, out: str, method: str) -> str:

@@ -1,4 +1,4 @@
-"""EAGLE-3 for engines: one layout that vLLM and SGLang read alike, and one for each where they do not."""
+"""Export of EAGLE-3 heads: one layout that vLLM and SGLang read alike, and one for each if they do not."""
 
 from typing import Any
 
@@ -12,46 +12,50 @@ from foredraft.checkpoints.target import ExportTarget
 from foredraft.errors import ForedraftError
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
 
-SPECULATIVE_TOKENS = 3
-DEFAULT_NUM_STATES = 3  # of the target that fc reads, where nothing says another number
+SPECULATIVE_TOKENS = 3  # draft length that a speculators config proposes
+DEFAULT_NUM_STATES = 3  # states of the target that engines expect fc to read, if config.json sets no number
 
 
 def export_portable(checkpoint: Checkpoint, target: ExportTarget) -> tuple[CheckpointLayout, list[str]]:
-    """Right in both engines, by what both read alike."""
+    """Export a layout that vLLM and SGLang read alike."""
     _check_exportable(checkpoint, target, "SGLang", "--format vllm or speculators", is_original_only=True)
     return _make_export_layout(checkpoint, target), _list_notes(checkpoint, is_portable=True)
 
 
 def export_sglang(checkpoint: Checkpoint, target: ExportTarget) -> tuple[CheckpointLayout, list[str]]:
+    """Export a layout for SGLang."""
     _check_exportable(checkpoint, target, "SGLang", "--format vllm", is_original_only=True)
     return _make_export_layout(checkpoint, target), _list_notes(checkpoint, is_portable=True)
 
 
 def export_vllm(checkpoint: Checkpoint, target: ExportTarget) -> tuple[CheckpointLayout, list[str]]:
+    """Export a layout for vLLM."""
     _check_exportable(checkpoint, target, "vLLM", None)
-    made = _make_export_layout(checkpoint, target)
+    layout = _make_export_layout(checkpoint, target)
     if _require_shape(checkpoint).block.has_qk_norm:
-        made.config.update(architectures=["Eagle3Qwen3ForCausalLM"], model_type="qwen3")
-    return made, _list_notes(checkpoint)
+        layout.config.update(architectures=["Eagle3Qwen3ForCausalLM"], model_type="qwen3")
+    return layout, _list_notes(checkpoint)
 
 
 def export_speculators(checkpoint: Checkpoint, target: ExportTarget) -> tuple[CheckpointLayout, list[str]]:
-    """vLLM serves target and drafter from such a folder alone: it names the target."""
+    """Export a speculators folder. It names the target, so vLLM serves both from this folder alone."""
     _check_exportable(checkpoint, target, "the speculators format", None, requires_fc=True)
-    shape, made = _require_shape(checkpoint), _make_export_layout(checkpoint, target)
-    kind = "qwen3" if shape.block.has_qk_norm else "llama"
-    layer = make_layer_config(shape.block, shape.num_layers) | {"model_type": kind, "vocab_size": shape.vocab_size}
-    if (
-        len(shape.hidden_layers) != DEFAULT_NUM_STATES
-    ):  # vLLM builds fc by this, and takes it from nowhere else in this format
+    shape, layout = _require_shape(checkpoint), _make_export_layout(checkpoint, target)
+    model_type = "qwen3" if shape.block.has_qk_norm else "llama"
+    layer = make_layer_config(shape.block, shape.num_layers) | {
+        "model_type": model_type,
+        "vocab_size": shape.vocab_size,
+    }
+    # In this format vLLM takes the input width of fc from this key alone.
+    if len(shape.hidden_layers) != DEFAULT_NUM_STATES:
         layer["num_aux_hidden_states"] = len(shape.hidden_layers)
     proposal = {"proposal_type": "greedy", "speculative_tokens": SPECULATIVE_TOKENS}
     config: dict[str, Any] = {
         "architectures": ["Eagle3DraftModel"],
-        "speculators_model_type": made.method,
+        "speculators_model_type": layout.method,
         "speculators_version": "0.9.0",
         "speculators_config": {
-            "algorithm": made.method,
+            "algorithm": layout.method,
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal | {"verifier_accept_k": 1, "accept_tolerance": 0.0}],
             "verifier": {"name_or_path": target.info.name, "architectures": list(target.architectures)},
@@ -66,7 +70,7 @@ def export_speculators(checkpoint: Checkpoint, target: ExportTarget) -> tuple[Ch
         "tie_word_embeddings": False,
         LAYER_IDS_KEY: list(shape.hidden_layers),
     }
-    return CheckpointLayout(made.method, _number_first_layer(made.tensors), config), _list_notes(checkpoint)
+    return CheckpointLayout(layout.method, _number_first_layer(layout.tensors), config), _list_notes(checkpoint)
 
 
 def _number_first_layer(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -77,10 +81,10 @@ def _number_first_layer(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _make_export_layout(checkpoint: Checkpoint, target: ExportTarget) -> CheckpointLayout:
-    """The published layout; layers are named only where they are not what every engine takes anyway."""
-    made = make_layout(checkpoint.shape, checkpoint.tensors)
+    """Make the published layout; hidden layers are listed only if they differ from the default of every engine."""
+    layout = make_layout(checkpoint.shape, checkpoint.tensors)
     return CheckpointLayout(
-        made.method, made.tensors, make_eagle3_config(_require_shape(checkpoint), target.info.num_layers)
+        layout.method, layout.tensors, make_eagle3_config(_require_shape(checkpoint), target.info.num_layers)
     )
 
 
@@ -97,15 +101,24 @@ def _check_exportable(
     is_original_only: bool = False,
     requires_fc: bool = False,
 ) -> None:
-    """`is_plain`: the reader knows nothing but the authors' own forward; `is_fed`: always states through fc."""
-    shape, block, n = _require_shape(checkpoint), _require_shape(checkpoint).block, target.info.num_layers
-    outer = [tap for tap in shape.hidden_layers if tap in (0, n)]
-    everywhere = {
-        f"the target's state at boundary {outer[0] if outer else ''}, which no two engines capture alike": bool(outer),
+    """Raise ForedraftError if the drafter uses a feature that the engine does not support.
+
+    Args:
+        checkpoint: Drafter to export.
+        target: Target of the drafter.
+        engine: Name for messages.
+        alternative: Format that supports more, for messages; None = there is none.
+        is_original_only: Whether the engine supports only the forward pass of the authors' code.
+        requires_fc: Whether the engine always passes states through fc.
+    """
+    shape, block, num_layers = _require_shape(checkpoint), _require_shape(checkpoint).block, target.info.num_layers
+    outer = [boundary for boundary in shape.hidden_layers if boundary in (0, num_layers)]
+    always_unsupported = {
+        f"the target's state at boundary {outer[0] if outer else ''}, which engines capture differently": bool(outer),
         "a bias in fc": shape.has_fc_bias,
         "biases in some matrices of its attention and not in others": block.has_qkv_bias != block.has_out_bias,
     }
-    plain = {
+    original_unsupported = {
         "norm_before_residual": shape.norm_before_residual,
         "norm_before_fc": shape.norm_before_fc,
         "norm_output": shape.feeds_normed,
@@ -113,27 +126,31 @@ def _check_exportable(
         "norms of queries and keys": block.has_qk_norm,
         "the target's lm_head": not shape.has_own_head,
     }
-    everywhere |= {} if requires_fc else {"sliding attention": bool(block.sliding_windows)}
-    fed = {"the target's last state without fc": shape.hidden_layers == (AFTER_FINAL_NORM,)}
-    faults = everywhere | (plain if is_original_only else {}) | (fed if is_original_only or requires_fc else {})
-    for what, is_there in faults.items():
-        if is_there:
+    always_unsupported |= {} if requires_fc else {"sliding attention": bool(block.sliding_windows)}
+    without_fc = {"the target's last state without fc": shape.hidden_layers == (AFTER_FINAL_NORM,)}
+    unsupported = (
+        always_unsupported
+        | (original_unsupported if is_original_only else {})
+        | (without_fc if is_original_only or requires_fc else {})
+    )
+    for feature, is_present in unsupported.items():
+        if is_present:
             hint = (
                 f"use {alternative}"
-                if alternative and what not in everywhere
+                if alternative and feature not in always_unsupported
                 else "train a drafter without it for that engine"
             )
-            raise ForedraftError(f"{checkpoint.folder} uses {what}: {engine} would compute something else; {hint}")
+            raise ForedraftError(f"{checkpoint.folder} uses {feature}: {engine} would compute something else; {hint}")
 
 
 def _list_notes(checkpoint: Checkpoint, is_portable: bool = False) -> list[str]:
     shape = _require_shape(checkpoint)
-    read = (
+    source = (
         "last state, after its final norm"
         if shape.hidden_layers == (AFTER_FINAL_NORM,)
         else f"states at boundaries {list(shape.hidden_layers)}"
     )
-    notes = [f"it reads the target's {read}"]
+    notes = [f"it reads the target's {source}"]
     if is_portable and shape.has_embedding and shape.block.hidden == shape.target_hidden:
         notes.append("SGLang reads the target's embeddings instead of its embed_tokens")
     return notes

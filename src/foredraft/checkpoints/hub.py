@@ -1,4 +1,4 @@
-"""Location of a checkpoint: a folder, or the hub's cache."""
+"""Location of a checkpoint: a local folder, or the cache of the Hugging Face hub."""
 
 from pathlib import Path
 
@@ -9,11 +9,20 @@ GGUF_HINT = (
     "(from_pretrained(folder, gguf_file=name), then save_pretrained)"
 )
 DOWNLOAD_PATTERNS = ["*.json", "*.safetensors", "*.pt", "*.bin"]
+MAX_REASON_LENGTH = 200  # characters of an unknown error message that are repeated
 IGNORED_PATTERNS = ["*optimizer*", "training_args.bin", "training_state.pt", "*/*"]
 
 
 def find_folder(name: str, patterns: list[str] | None = None) -> Path:
-    """The local folder of a path or hub id, fetched where it is not in the cache. Raises ForedraftError."""
+    """Return the local folder of a path or hub id; a model that is not in the cache is downloaded.
+
+    Args:
+        name: Path or hub id.
+        patterns: File patterns to download; None = weights and JSON files.
+
+    Raises:
+        ForedraftError: if the name is a file, does not exist, or cannot be downloaded.
+    """
     path = Path(name).expanduser()
     if path.is_dir():
         return path
@@ -32,14 +41,14 @@ def find_folder(name: str, patterns: list[str] | None = None) -> Path:
 
 
 def explain_file(name: str, path: Path) -> str:
-    """Explain what to do with a file that was given in place of a folder."""
+    """Explain how to replace a file that was given instead of a folder."""
     if path.suffix.lower() == ".gguf":
         return f"{name} is a GGUF file, which is not read; {GGUF_HINT}"
     return f"{name} is a file; give the folder that holds config.json and the weights"
 
 
 def explain_folder(folder: Path, expected_kind: str) -> str:
-    """Explain what a folder of another kind holds, and what to do with it."""
+    """Explain what a folder of another kind holds, and how to use its content."""
     packed = sorted(file.name for file in folder.glob("*.gguf"))
     if packed:
         return f"it holds {packed[0]}, and GGUF files are not read: {GGUF_HINT}"
@@ -52,7 +61,7 @@ def explain_folder(folder: Path, expected_kind: str) -> str:
 
 
 def make_fetch_error(name: str) -> ForedraftError:
-    """A name that is neither here nor within reach."""
+    """Return the error for a name that is neither local nor reachable."""
     return ForedraftError(
         f"{name} is not in the local cache and could not be fetched; check the name or the network "
         "(and there is no such folder)"
@@ -70,4 +79,4 @@ def _convert_hub_error(name: str, error: Exception) -> ForedraftError:
     if any(word in text for word in ("connect", "offline", "locate", "localentrynotfound", "resolve")):
         return make_fetch_error(name)
     first = str(error).strip().partition("\n")[0]
-    return ForedraftError(f"{name} could not be fetched ({type(error).__name__}: {first[:200]})")
+    return ForedraftError(f"{name} could not be fetched ({type(error).__name__}: {first[:MAX_REASON_LENGTH]})")

@@ -1,8 +1,8 @@
-"""Hydra heads as their authors publish them, and two shorter forms of ours.
+"""Reader of Hydra heads as their authors publish them, and of two shorter forms of this project.
 
-Of the authors' architectures "mlp" and "prefix-mlp" are read, and what the latter names otherwise is renamed. Ours
-differ by what is missing: a folder without `hydra_lm_head.*` whose config.json says `foredraft_lm_head: "target"`
-borrows the target's output matrix; one with `hydra_reduce.*` has heads that read a projection of their input.
+The authors' architectures "mlp" and "prefix-mlp" are supported. Names that differ in "prefix-mlp" are mapped. In the
+shorter forms, a folder without `hydra_lm_head.*` whose config.json sets `foredraft_lm_head: "target"` uses the target's
+lm_head, and heads with `hydra_reduce.*` read a projection of their input.
 """
 
 import logging
@@ -20,68 +20,68 @@ ARCHITECTURE_KEY, OUTPUT_HEAD_KEY = "hydra_head_arch", "foredraft_lm_head"
 BLOCK_NAME = re.compile(r"^hydra_mlp\.(\d+)\.(\d+)\.")
 TENSOR_NAME = re.compile(r"^(hydra_mlp|hydra_lm_head|hydra_reduce|prefix_embeding_layer)\.")
 PREFIX_LAYER = "prefix_embeding_layer."
+# Copies of the target's embedding, and buffers that hold no weights.
 IGNORED_TENSORS = re.compile(
     r"^(input_embed_fn\.weight|prefix_embeding_layer\.(embed_tokens\.weight|.*rotary_emb\.inv_freq))$"
 )
-DROPOUT_NAMES = re.compile(r"^(hydra_mlp\.\d+)\.(\d+)\.(.*)$|^(hydra_lm_head\.\d+)\.1\.(.*)$")  # count as layers there
+# Names in "prefix-mlp", where dropout modules are counted as layers.
+DROPOUT_NAMES = re.compile(r"^(hydra_mlp\.\d+)\.(\d+)\.(.*)$|^(hydra_lm_head\.\d+)\.1\.(.*)$")
 UNSUPPORTED_ARCHITECTURES = {
     "cross-attn": "its heads attend to the target's states",
-    "eagle-attn": "it is a decoder layer and no heads",
+    "eagle-attn": "it is a decoder layer, not heads",
 }
 log = logging.getLogger(__name__)
 
 
 def is_hydra(names: list[str], config: dict[str, Any]) -> bool:
-    """Whether the stored names or the config say Hydra; a whole model's config may say what it likes."""
-    is_said = ARCHITECTURE_KEY in config or "hydra_num_heads" in config
-    return any(map(TENSOR_NAME.match, names)) or (is_said and "model.embed_tokens.weight" not in names)
+    """Check whether the stored names indicate Hydra heads, or config.json does and it is no whole model."""
+    is_declared = ARCHITECTURE_KEY in config or "hydra_num_heads" in config
+    return any(map(TENSOR_NAME.match, names)) or (is_declared and "model.embed_tokens.weight" not in names)
 
 
 def read(files: TensorFiles, config: dict[str, Any], target: TargetInfo) -> Checkpoint:
-    """Heads and layers are counted from the keys."""
+    """Read Hydra heads. Heads and layers are counted from the tensor names."""
     has_prefix = _has_prefix_layer(files, config)
-    held = [
-        name for name in files.stored_tensors if not IGNORED_TENSORS.match(name)
-    ]  # the target's own rows, and no weights
-    claims = TensorClaims(files, {_to_internal_name(name) if has_prefix else name: name for name in held})
+    names = [name for name in files.stored_tensors if not IGNORED_TENSORS.match(name)]
+    claims = TensorClaims(files, {_to_internal_name(name) if has_prefix else name: name for name in names})
     shape = _infer_shape(claims, config, target)
     if has_prefix:
         shape = replace(shape, prefix=_infer_prefix_shape(claims, config))
     claims.check(list_tensor_shapes(shape))
-    said = config.get("hydra_num_heads", shape.num_heads)
-    if said != shape.num_heads:
-        log.info("%s: config.json says %s heads, the weights hold %d", files.folder, said, shape.num_heads)
-    kind = "Hydra" if shape.has_own_head and shape.rank is None else "lean Hydra"
-    return Checkpoint(METHOD, kind, files.folder, shape, claims.read(), config)
+    declared = config.get("hydra_num_heads", shape.num_heads)
+    if declared != shape.num_heads:
+        log.info("%s: config.json sets %s heads, the weights hold %d", files.folder, declared, shape.num_heads)
+    format_name = "Hydra" if shape.has_own_head and shape.rank is None else "lean Hydra"
+    return Checkpoint(METHOD, format_name, files.folder, shape, claims.read(), config)
 
 
 def _has_prefix_layer(files: TensorFiles, config: dict[str, Any]) -> bool:
-    """Whether the architecture is prefix-mlp; any but that and mlp is refused."""
-    is_there = any(name.startswith(PREFIX_LAYER) for name in files.stored_tensors)
-    found = config.get(ARCHITECTURE_KEY, "prefix-mlp" if is_there else "mlp")
-    if found not in ("mlp", "prefix-mlp"):
-        why = UNSUPPORTED_ARCHITECTURES.get(str(found), "nothing of that name is known")
+    """Check whether the architecture is prefix-mlp; any other than that and mlp is refused."""
+    has_tensors = any(name.startswith(PREFIX_LAYER) for name in files.stored_tensors)
+    architecture = config.get(ARCHITECTURE_KEY, "prefix-mlp" if has_tensors else "mlp")
+    if architecture not in ("mlp", "prefix-mlp"):
+        reason = UNSUPPORTED_ARCHITECTURES.get(str(architecture), "this name is unknown")
         raise files.refuse(
-            f"its {ARCHITECTURE_KEY} is {found!r}, which is not supported ({why}); mlp and prefix-mlp are"
+            f"its {ARCHITECTURE_KEY} is {architecture!r}, which is not supported ({reason}); mlp and prefix-mlp are"
         )
     if not config.get("grounded_heads", True):
         raise files.refuse("its heads are not grounded (grounded_heads false), which is not supported")
-    return bool(found == "prefix-mlp")
+    return bool(architecture == "prefix-mlp")
 
 
 def _to_internal_name(name: str) -> str:
-    """Without the places that dropout takes among the layers: a block stands at every second."""
+    """Remove dropout modules from the numbering of a prefix-mlp name: every second module is a block."""
     match = DROPOUT_NAMES.match(name)
     if match is None:
         return name
     if match[1] is None:
         return f"{match[4]}.{match[5]}"
-    place = int(match[2])
-    return f"{match[1]}.{place // 2}.{match[3]}" if place % 2 else name + " (between layers)"
+    index = int(match[2])
+    return f"{match[1]}.{index // 2}.{match[3]}" if index % 2 else name + " (between layers)"
 
 
 def to_stored_name(name: str) -> str:
-    """As it is stored in prefix-mlp."""
+    """Convert an internal name to the name that prefix-mlp stores."""
     head, _, rest = name.rpartition(".")
     if name.startswith("hydra_lm_head."):
         return f"{head}.1.{rest}"
@@ -128,23 +128,23 @@ def _infer_shape(claims: TensorClaims, config: dict[str, Any], target: TargetInf
 
 
 def list_tensor_shapes(shape: HydraShape) -> dict[str, tuple[int, ...]]:
-    """The tensors of a shape."""
-    found: dict[str, tuple[int, ...]] = {} if shape.prefix is None else _list_prefix_shapes(shape.hidden, shape.prefix)
+    """List the expected tensors of a shape by internal name."""
+    shapes: dict[str, tuple[int, ...]] = {} if shape.prefix is None else _list_prefix_shapes(shape.hidden, shape.prefix)
     for head in range(shape.num_heads):
-        seen = (head + 2) * shape.hidden
+        input_width = (head + 2) * shape.hidden
         for layer in range(shape.num_layers):
-            width = shape.hidden if layer else shape.rank or seen
-            found[f"hydra_mlp.{head}.{layer}.linear.weight"] = (shape.hidden, width)
-            found[f"hydra_mlp.{head}.{layer}.linear.bias"] = (shape.hidden,)
+            width = shape.hidden if layer else shape.rank or input_width
+            shapes[f"hydra_mlp.{head}.{layer}.linear.weight"] = (shape.hidden, width)
+            shapes[f"hydra_mlp.{head}.{layer}.linear.bias"] = (shape.hidden,)
             if layer == 0:
-                found[f"hydra_mlp.{head}.0.res_connection.weight"] = (shape.hidden, width)
-                found[f"hydra_mlp.{head}.0.res_connection.bias"] = (shape.hidden,)
+                shapes[f"hydra_mlp.{head}.0.res_connection.weight"] = (shape.hidden, width)
+                shapes[f"hydra_mlp.{head}.0.res_connection.bias"] = (shape.hidden,)
         if shape.rank is not None:
-            found[f"hydra_reduce.{head}.weight"] = (shape.rank, seen)
+            shapes[f"hydra_reduce.{head}.weight"] = (shape.rank, input_width)
         if shape.has_own_head:
-            found[f"hydra_lm_head.{head}.weight"] = (shape.vocab_size, shape.hidden)
-            found[f"hydra_lm_head.{head}.bias"] = (shape.vocab_size,)
-    return found
+            shapes[f"hydra_lm_head.{head}.weight"] = (shape.vocab_size, shape.hidden)
+            shapes[f"hydra_lm_head.{head}.bias"] = (shape.vocab_size,)
+    return shapes
 
 
 def _list_prefix_shapes(hidden: int, prefix: HydraPrefixShape) -> dict[str, tuple[int, ...]]:

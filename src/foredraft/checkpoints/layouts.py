@@ -1,4 +1,4 @@
-"""The published layout of every shape: names as on disk, and a config.json right in every engine that loads it."""
+"""Published layout of every drafter shape: stored tensor names, and a config.json that every engine reads correctly."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ from foredraft.models.forward_batch import AFTER_FINAL_NORM
 
 @dataclass(frozen=True)
 class CheckpointLayout:
-    """A folder to be."""
+    """Content of a checkpoint folder that is not written yet."""
 
     method: str
     tensors: dict[str, Tensor]
@@ -47,13 +47,22 @@ class CheckpointLayout:
 
 @singledispatch
 def make_layout(shape: DrafterShape, tensors: Mapping[str, Tensor]) -> CheckpointLayout:
-    """How a drafter of this shape is published."""
-    raise TypeError(f"{type(shape).__name__} is no drafter's shape")
+    """Return the layout in which a drafter of this shape is published.
+
+    Args:
+        shape: Shape of the drafter.
+        tensors: Weights by internal name, exactly those that the shape requires.
+
+    Raises:
+        TypeError: if the shape is not that of a drafter.
+        ValueError: if the tensors do not match the shape.
+    """
+    raise TypeError(f"{type(shape).__name__} is no drafter shape")
 
 
 @make_layout.register
 def _make_medusa_layout(shape: MedusaShape, tensors: Mapping[str, Tensor]) -> CheckpointLayout:
-    """FasterDecoding's names, which vLLM and TGI read too. vLLM drops biases unless config says there are some."""
+    """Use FasterDecoding's names, which vLLM and TGI read too. vLLM drops biases that config.json does not declare."""
     config = {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
@@ -74,7 +83,7 @@ def _make_medusa_layout(shape: MedusaShape, tensors: Mapping[str, Tensor]) -> Ch
 
 @make_layout.register
 def _make_mlp_speculator_layout(shape: MlpSpeculatorShape, tensors: Mapping[str, Tensor]) -> CheckpointLayout:
-    held = _check_tensors(tensors, mlp_speculator.list_tensor_shapes(shape))
+    weights = _check_tensors(tensors, mlp_speculator.list_tensor_shapes(shape))
     config = {
         "architectures": ["MLPSpeculatorPreTrainedModel"],
         "model_type": "mlp_speculator",
@@ -90,14 +99,14 @@ def _make_mlp_speculator_layout(shape: MlpSpeculatorShape, tensors: Mapping[str,
     if shape.candidates is not None:
         config["n_candidates"] = shape.candidates
     return CheckpointLayout(
-        mlp_speculator.METHOD, {f"speculator.{name}": value for name, value in held.items()}, config
+        mlp_speculator.METHOD, {f"speculator.{name}": value for name, value in weights.items()}, config
     )
 
 
 @make_layout.register
 def _make_blockwise_layout(shape: BlockwiseShape, tensors: Mapping[str, Tensor]) -> CheckpointLayout:
-    """Ours: there is no other."""
-    held = _check_tensors(tensors, blockwise.list_tensor_shapes(shape))
+    """Use the names of this project; no other layout exists."""
+    weights = _check_tensors(tensors, blockwise.list_tensor_shapes(shape))
     config = {
         "architectures": ["BlockwiseHeads"],
         "model_type": "blockwise",
@@ -106,13 +115,13 @@ def _make_blockwise_layout(shape: BlockwiseShape, tensors: Mapping[str, Tensor])
         "vocab_size": shape.vocab_size,
     }
     return CheckpointLayout(
-        blockwise.METHOD, {f"{blockwise.TENSOR_PREFIX}{name}": value for name, value in held.items()}, config
+        blockwise.METHOD, {f"{blockwise.TENSOR_PREFIX}{name}": value for name, value in weights.items()}, config
     )
 
 
 @make_layout.register
 def _make_hydra_layout(shape: HydraShape, tensors: Mapping[str, Tensor]) -> CheckpointLayout:
-    """The authors' names; what is missing from them is said under keys that their code does not read."""
+    """Use the authors' names. Missing tensors are declared under keys that the authors' code ignores."""
     config = {
         "model_type": "hydra",
         "hydra_num_heads": shape.num_heads,
@@ -127,15 +136,15 @@ def _make_hydra_layout(shape: HydraShape, tensors: Mapping[str, Tensor]) -> Chec
         config[hydra.OUTPUT_HEAD_KEY] = "target"
     if shape.prefix is not None:
         config["rope_parameters"] = dict(shape.prefix.rope)
-    held = _check_tensors(tensors, hydra.list_tensor_shapes(shape))
+    weights = _check_tensors(tensors, hydra.list_tensor_shapes(shape))
     if shape.prefix is not None:
-        held = {hydra.to_stored_name(name): value for name, value in held.items()}
-    return CheckpointLayout(hydra.METHOD, held, config, "hydra_lm_head.pt")
+        weights = {hydra.to_stored_name(name): value for name, value in weights.items()}
+    return CheckpointLayout(hydra.METHOD, weights, config, "hydra_lm_head.pt")
 
 
 @make_layout.register
 def _make_eagle_layout(shape: EagleShape, tensors: Mapping[str, Tensor]) -> CheckpointLayout:
-    """The authors' layout. Their own code reads `bias`, engines read the tensors."""
+    """Use the authors' layout. Their code reads the key `bias`; engines read the tensors."""
     config = make_layer_config(shape.block, shape.num_layers) | {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -148,33 +157,40 @@ def _make_eagle_layout(shape: EagleShape, tensors: Mapping[str, Tensor]) -> Chec
 
 @make_layout.register
 def _make_eagle3_layout(shape: Eagle3Shape, tensors: Mapping[str, Tensor]) -> CheckpointLayout:
-    """The authors' names, with the layers in both conventions: each engine reads the one it understands."""
-    held = _check_tensors(tensors, eagle3.list_tensor_shapes(shape))
-    return CheckpointLayout(eagle3.METHOD, make_eagle3_tensors(shape, held), make_eagle3_config(shape))
+    """Use the authors' names, and list hidden layers in both conventions: each engine reads its own."""
+    weights = _check_tensors(tensors, eagle3.list_tensor_shapes(shape))
+    return CheckpointLayout(eagle3.METHOD, make_eagle3_tensors(shape, weights), make_eagle3_config(shape))
 
 
 def make_eagle3_tensors(shape: Eagle3Shape, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """On disk: t2d beside d2t, and the first layer as `midlayer` unless there are more.
+    """Return the tensors under their stored names.
 
-    The one norm of a later layer is stored under both names that engines know it by.
+    t2d is added beside d2t. A single layer is stored as `midlayer`. The one norm of a later layer is stored under both
+    names that engines use.
     """
-    found = dict(tensors)
-    if "d2t" in found:
-        found["d2t"] = found["d2t"].long()
-        found["t2d"] = torch.zeros(shape.vocab_size, dtype=torch.bool)
-        found["t2d"][vocabulary.compute_target_ids(found["d2t"])] = True
+    stored = dict(tensors)
+    if "d2t" in stored:
+        stored["d2t"] = stored["d2t"].long()
+        stored["t2d"] = torch.zeros(shape.vocab_size, dtype=torch.bool)
+        stored["t2d"][vocabulary.compute_target_ids(stored["d2t"])] = True
     if shape.num_layers == 1:
         return {
-            f"midlayer.{k.removeprefix('layers.0.')}" if k.startswith("layers.0.") else k: v for k, v in found.items()
+            f"midlayer.{name.removeprefix('layers.0.')}" if name.startswith("layers.0.") else name: value
+            for name, value in stored.items()
         }
     for layer in range(1, shape.num_layers):
-        norm = found[f"layers.{layer}.input_layernorm.weight"]
-        found[f"layers.{layer}.hidden_norm.weight"] = norm.clone()
-    return found
+        norm = stored[f"layers.{layer}.input_layernorm.weight"]
+        stored[f"layers.{layer}.hidden_norm.weight"] = norm.clone()
+    return stored
 
 
 def make_eagle3_config(shape: Eagle3Shape, num_layers: int | None = None) -> dict[str, Any]:
-    """`num_layers` of the target, where known: layers that every engine takes by default are then left unsaid."""
+    """Return the config.json of an EAGLE-3 head.
+
+    Args:
+        shape: Shape of the head.
+        num_layers: Layers of the target, to omit hidden layers that are every engine's default; None = list them.
+    """
     config = make_layer_config(shape.block, shape.num_layers) | {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -193,7 +209,10 @@ def make_eagle3_config(shape: Eagle3Shape, num_layers: int | None = None) -> dic
     elif num_layers is None or shape.hidden_layers != choose_default_layers(num_layers):
         config[LAYER_IDS_KEY] = list(shape.hidden_layers)
         config["num_aux_hidden_states"] = len(shape.hidden_layers)
-        config["eagle_config"] = {LAYER_IDS_KEY: [tap - 1 for tap in shape.hidden_layers], "use_aux_hidden_state": True}
+        config["eagle_config"] = {
+            LAYER_IDS_KEY: [boundary - 1 for boundary in shape.hidden_layers],
+            "use_aux_hidden_state": True,
+        }
     return config
 
 
@@ -211,7 +230,7 @@ def _make_chimera_layout(shape: ChimeraShape, tensors: Mapping[str, Tensor]) -> 
 
 @make_layout.register
 def _make_early_exit_layout(shape: EarlyExitShape, tensors: Mapping[str, Tensor]) -> CheckpointLayout:
-    """Ours alone."""
+    """Use the names of this project; no other layout exists."""
     config = {
         "architectures": ["EarlyExitAdapter"],
         "model_type": "early_exit",
@@ -219,18 +238,18 @@ def _make_early_exit_layout(shape: EarlyExitShape, tensors: Mapping[str, Tensor]
         "rank": shape.rank,
         "exit_layer": shape.exit_layer,
     }
-    held = _check_tensors(tensors, early_exit.list_tensor_shapes(shape))
+    weights = _check_tensors(tensors, early_exit.list_tensor_shapes(shape))
     return CheckpointLayout(
-        early_exit.METHOD, {f"{early_exit.TENSOR_PREFIX}{name}": value for name, value in held.items()}, config
+        early_exit.METHOD, {f"{early_exit.TENSOR_PREFIX}{name}": value for name, value in weights.items()}, config
     )
 
 
 def _check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Exactly the tensors of a shape; anything else is our own mistake, not the user's."""
+    """Check that the tensors are exactly those of a shape; a mismatch is a programming error, not a user error."""
     if tensors.keys() != expected.keys():
         raise ValueError(f"tensors {sorted(tensors.keys() ^ expected.keys())} do not fit the drafter's shape")
-    for name, want in expected.items():
-        size = tuple(getattr(want, "shape", want))
+    for name, tensor_shape in expected.items():
+        size = tuple(getattr(tensor_shape, "shape", tensor_shape))
         if tuple(tensors[name].shape) != size:
-            raise ValueError(f"{name} is {list(tensors[name].shape)} and its shape says {list(size)}")
+            raise ValueError(f"{name} is {list(tensors[name].shape)} and has to be {list(size)}")
     return dict(tensors)

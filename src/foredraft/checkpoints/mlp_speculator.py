@@ -1,4 +1,4 @@
-"""MLP speculators as IBM publishes them."""
+"""Reader of MLP speculators as IBM publishes them."""
 
 import logging
 import re
@@ -16,28 +16,29 @@ log = logging.getLogger(__name__)
 
 
 def is_tensor_name(name: str) -> bool:
+    """Check whether a stored name belongs to an MLP speculator."""
     return TENSOR_NAME.match(name) is not None
 
 
 def read(files: TensorFiles, config: dict[str, Any], target: TargetInfo) -> Checkpoint:
-    """Tied steps are kept once, whether the file repeats them or not."""
+    """Read an MLP speculator. Tensors of tied steps are read once, whether the file repeats them or not."""
     stored: dict[str, str] = {}
     for name in files.stored_tensors:
         match = TENSOR_NAME.match(name)
-        ours = match[1] if match else name
-        if ours in stored:
-            raise files.refuse(f"{stored[ours]} and {name} are the same tensor in two naming schemes; keep one")
-        stored[ours] = name
+        internal = match[1] if match else name
+        if internal in stored:
+            raise files.refuse(f"{stored[internal]} and {name} are the same tensor in two naming schemes; keep one")
+        stored[internal] = name
     claims = TensorClaims(files, stored)
     shape = _infer_shape(claims, config, target)
-    once = list_tensor_shapes(shape)
+    unique = list_tensor_shapes(shape)
     repeats = _list_repeats(claims, shape)
-    claims.check(once | {name: once[_find_original(name)] for name in repeats})
+    claims.check(unique | {name: unique[_find_original(name)] for name in repeats})
     tensors = claims.read()
     for name in repeats:
         if not torch.equal(tensors[name], tensors[_find_original(name)]):
             raise files.refuse(
-                f"{stored[name]} differs from {stored[_find_original(name)]}, and config.json says tie_weights; "
+                f"{stored[name]} differs from {stored[_find_original(name)]}, and config.json sets tie_weights; "
                 "one is wrong"
             )
         del tensors[name]
@@ -50,18 +51,20 @@ def _infer_shape(claims: TensorClaims, config: dict[str, Any], target: TargetInf
     claims.check_target("hidden size", hidden, target.name, target.hidden)
     claims.check_target("vocabulary size", vocab_size, target.name, target.vocab_size)
     steps = [int(match[3]) for name in claims.stored_names if (match := TENSOR_NAME.match(name)) and match[2] == "head"]
-    held = 1 + max(steps, default=0)
-    if held > len(claims.stored_names):
+    num_stored = 1 + max(steps, default=0)
+    if num_stored > len(claims.stored_names):
         raise claims.refuse_missing("head.1.weight")
-    said = config.get("n_predict")
-    is_tied = bool(config.get("tie_weights")) or (held == 1 and said not in (None, 1))
-    n_predict = held
-    if is_tied and held == 1:
-        if not isinstance(said, int) or said < 1:
-            raise claims.refuse("config.json has to say n_predict, which tied weights do not tell")
-        n_predict = said
-    elif said not in (None, held):
-        log.info("%s: config.json says n_predict %s, the weights hold %d steps", claims.files.folder, said, held)
+    declared = config.get("n_predict")
+    is_tied = bool(config.get("tie_weights")) or (num_stored == 1 and declared not in (None, 1))
+    n_predict = num_stored
+    if is_tied and num_stored == 1:
+        if not isinstance(declared, int) or declared < 1:
+            raise claims.refuse("config.json must set n_predict, which tied weights do not determine")
+        n_predict = declared
+    elif declared not in (None, num_stored):
+        log.info(
+            "%s: config.json sets n_predict %s, the weights hold %d steps", claims.files.folder, declared, num_stored
+        )
     return MlpSpeculatorShape(
         hidden=hidden,
         inner=inner,
@@ -75,37 +78,39 @@ def _infer_shape(claims: TensorClaims, config: dict[str, Any], target: TargetInf
 
 
 def _read_branching(claims: TensorClaims, config: dict[str, Any], n_predict: int) -> tuple[int, ...] | None:
-    given = config.get("top_k_tokens_per_head")
-    if given is None:
+    branching = config.get("top_k_tokens_per_head")
+    if branching is None:
         return None
-    is_list = isinstance(given, list) and all(isinstance(k, int) and k > 0 for k in given)
-    if not is_list or len(given) != n_predict:
-        raise claims.refuse(f"top_k_tokens_per_head in config.json has to be {n_predict} positive numbers, not {given}")
-    return tuple(given)
+    is_list = isinstance(branching, list) and all(isinstance(k, int) and k > 0 for k in branching)
+    if not is_list or len(branching) != n_predict:
+        raise claims.refuse(
+            f"top_k_tokens_per_head in config.json has to be {n_predict} positive numbers, not {branching}"
+        )
+    return tuple(branching)
 
 
 def _read_candidates(claims: TensorClaims, config: dict[str, Any]) -> int | None:
-    given = config.get("n_candidates")
-    if given is not None and (not isinstance(given, int) or isinstance(given, bool) or given < 1):
-        raise claims.refuse(f"n_candidates in config.json has to be a positive number of paths, not {given!r}")
-    return given
+    candidates = config.get("n_candidates")
+    if candidates is not None and (not isinstance(candidates, int) or isinstance(candidates, bool) or candidates < 1):
+        raise claims.refuse(f"n_candidates in config.json has to be a positive number of paths, not {candidates!r}")
+    return candidates
 
 
 def list_tensor_shapes(shape: MlpSpeculatorShape) -> dict[str, tuple[int, ...]]:
-    """The tensors of a shape; with ties only those that differ."""
-    found: dict[str, tuple[int, ...]] = {}
+    """List the expected tensors of a shape by internal name; of tied tensors only the first."""
+    shapes: dict[str, tuple[int, ...]] = {}
     for i in range(shape.n_predict):
         if i == 0 or not shape.is_tied:
-            found |= {f"emb.{i}.weight": (shape.vocab_size, shape.inner)}
-            found |= {f"ln.{i}.weight": (shape.inner,), f"ln.{i}.bias": (shape.inner,)}
-            found |= {f"head.{i}.weight": (shape.vocab_size, shape.inner)}
+            shapes |= {f"emb.{i}.weight": (shape.vocab_size, shape.inner)}
+            shapes |= {f"ln.{i}.weight": (shape.inner,), f"ln.{i}.bias": (shape.inner,)}
+            shapes |= {f"head.{i}.weight": (shape.vocab_size, shape.inner)}
         if i <= 1 or not shape.is_tied:
-            found[f"proj.{i}.weight"] = (shape.inner, shape.inner if i else shape.hidden)
-    return found
+            shapes[f"proj.{i}.weight"] = (shape.inner, shape.inner if i else shape.hidden)
+    return shapes
 
 
 def _find_original(name: str) -> str:
-    """The tensor that a tied one repeats."""
+    """Return the name of the tensor that a tied tensor repeats."""
     kind, _, rest = name.partition(".")
     return f"{kind}.{1 if kind == 'proj' else 0}.{rest.partition('.')[2]}"
 
@@ -113,8 +118,8 @@ def _find_original(name: str) -> str:
 def _list_repeats(claims: TensorClaims, shape: MlpSpeculatorShape) -> list[str]:
     if not shape.is_tied:
         return []
-    once, whole = list_tensor_shapes(shape), list_tensor_shapes(_untie(shape))
-    return [name for name in whole if name in claims and name not in once]
+    unique, untied = list_tensor_shapes(shape), list_tensor_shapes(_untie(shape))
+    return [name for name in untied if name in claims and name not in unique]
 
 
 def _untie(shape: MlpSpeculatorShape) -> MlpSpeculatorShape:

@@ -1,4 +1,7 @@
-"""Any published drafter from its folder. What it is follows from its tensors first and its config second."""
+"""Reader of any published drafter from its folder.
+
+The method is recognised from the tensor names first and from config.json second.
+"""
 
 import re
 from collections.abc import Callable, Iterable
@@ -25,6 +28,7 @@ from foredraft.checkpoints.tensors import TensorFiles, open_tensors
 from foredraft.errors import ForedraftError
 from foredraft.models import ngram
 
+# From the tensors of a folder, the content of its config.json and the target.
 CheckpointReader = Callable[[TensorFiles, dict[str, Any], TargetInfo], Checkpoint]
 READERS: dict[str, CheckpointReader] = {
     medusa.METHOD: medusa.read,
@@ -44,7 +48,7 @@ SPECULATORS = "speculators"
 NGRAM_TABLE = "ngram_lm"
 TITLES[NGRAM_TABLE] = "an n-gram table"
 
-# Drafters that are known and not read: what config or a tensor's name shows them by.
+# Signs of drafters that are recognised but not supported: keys of config.json, parts of an architecture, tensor names.
 UNSUPPORTED_KEYS = {
     "dflash_config": "DFlash", "dspark_config": "DSpark",
     "markov_rank": "DSpark", "pard_token": "P-EAGLE or PARD", "ptd_token_id": "P-EAGLE",
@@ -58,42 +62,60 @@ UNSUPPORTED_TENSORS = {
     r"(model\.layers\.\d+\.)?eh_proj\.": "MTP",
     r"(fusion_fc|embedding_layernorm|pre_lm_head_layernorm|transformer\.self_attn)\b": "retired EAGLE/HASS",
 }
-# What an upload of a whole model looks like; a drafter of ours has no such tensor.
+# Tensor names of a whole model; no supported drafter has one.
 WHOLE_MODEL_NAME = re.compile(
     r"^((model|transformer|gpt_neox|backbone)\.|language_model\.|wte\.|h\.\d|shared\.weight|(en|de)coder\.block\.)"
 )
 
 
 def recognise(folder: str | Path) -> tuple[str, str]:
-    """(method, layout) of what lies in a folder or under a hub id. Raises ForedraftError where it is nothing known."""
+    """Return the method and the layout of the drafter in a folder or under a hub id.
+
+    Raises:
+        ForedraftError: if the drafter is not recognised or not supported.
+    """
     files, config = _open(str(folder))
     return _recognise_files(files, config)
 
 
 def find_named_target(folder: str | Path) -> str | None:
-    """The target that a drafter's config names, if it names one; the one it was trained together with, before any
-    other. Raises ForedraftError."""
+    """Return the target that a drafter's config.json names, None if it names none.
+
+    A target that was trained together with the drafter takes precedence.
+
+    Raises:
+        ForedraftError: if the folder cannot be read, or another model is at the recorded path.
+    """
     config = _open(str(folder))[1]
-    place = hub.find_folder(str(folder))
-    own = target_identity.find_bundled_target(config, place)
-    return find_target(config, place) if own is None else str(own)
+    path = hub.find_folder(str(folder))
+    bundled = target_identity.find_bundled_target(config, path)
+    return find_target(config, path) if bundled is None else str(bundled)
 
 
 def read(folder: str | Path, target: TargetInfo, method: str | None = None) -> Checkpoint:
-    """A drafter for `target`, checked whole; `method` is what the caller believes it to be. Raises ForedraftError."""
+    """Read a drafter and check it against its target.
+
+    Args:
+        folder: Folder or hub id of the drafter.
+        target: Target that the drafter must fit.
+        method: Method that the caller expects; None = any.
+
+    Raises:
+        ForedraftError: if the drafter is of another method, unsupported, damaged or made for another target.
+    """
     files, config = _open(str(folder))
-    found, layout = _recognise_files(files, config)
-    if found not in READERS or method not in (None, found):
-        wanted = "a drafter's head" if method in (None, found) else method
-        raise ForedraftError(f"{folder} holds {TITLES[found]}, not {wanted}; use --spec-method {found}")
-    reader = speculators.read if layout == SPECULATORS else READERS[found]
+    detected, layout = _recognise_files(files, config)
+    if detected not in READERS or method not in (None, detected):
+        expected = "a drafter's head" if method in (None, detected) else method
+        raise ForedraftError(f"{folder} holds {TITLES[detected]}, not {expected}; use --spec-method {detected}")
+    reader = speculators.read if layout == SPECULATORS else READERS[detected]
     return reader(files, config, target)
 
 
 def _open(folder: str) -> tuple[TensorFiles, dict[str, Any]]:
-    place = hub.find_folder(folder)
-    config = read_json(place / "config.json", folder)
-    return open_tensors(place, folder), config
+    path = hub.find_folder(folder)
+    config = read_json(path / "config.json", folder)
+    return open_tensors(path, folder), config
 
 
 def _recognise_files(files: TensorFiles, config: dict[str, Any]) -> tuple[str, str]:
@@ -110,9 +132,9 @@ def _recognise_files(files: TensorFiles, config: dict[str, Any]) -> tuple[str, s
     if hydra.is_hydra(names, config):
         return hydra.METHOD, "hydra"
     is_whole = any(map(WHOLE_MODEL_NAME.match, names))
-    foreign = _recognise_unsupported(names, config, is_whole)
-    if foreign:
-        raise _make_unsupported_error(files, foreign)
+    unsupported = _recognise_unsupported(names, config, is_whole)
+    if unsupported:
+        raise _make_unsupported_error(files, unsupported)
     if is_whole:
         return WHOLE_MODEL, "causal LM"
     method = _recognise_names(names)
@@ -122,42 +144,45 @@ def _recognise_files(files: TensorFiles, config: dict[str, Any]) -> tuple[str, s
         return WHOLE_MODEL, "causal LM"
     if method is None:
         shown = ", ".join(sorted(names)[:3])
-        raise files.refuse(f"its tensors ({shown}, ...) are those of no drafter that is known here")
+        raise files.refuse(f"its tensors ({shown}, ...) are those of no drafter that is supported")
     return method, method
 
 
 def _recognise_names(names: Iterable[str]) -> str | None:
-    held = set(names)
-    if any(map(chimera.is_marker_tensor, held)):
+    stored_names = set(names)
+    if any(map(chimera.is_marker_tensor, stored_names)):
         return chimera.METHOD
-    if any(map(early_exit.is_tensor_name, held)):
+    if any(map(early_exit.is_tensor_name, stored_names)):
         return early_exit.METHOD
-    if any(map(mlp_speculator.is_tensor_name, held)):
+    if any(map(mlp_speculator.is_tensor_name, stored_names)):
         return mlp_speculator.METHOD
-    if any(map(blockwise.is_tensor_name, held)):
+    if any(map(blockwise.is_tensor_name, stored_names)):
         return blockwise.METHOD
-    marks = {"d2t", "t2d", "layers.0.hidden_norm.weight", "layers.0.input_layernorm.weight", "input_norm.weight"}
-    if held & marks or any(name.startswith(("midlayer.", "fc_norm.", "aux_norm_")) for name in held):
+    markers = {"d2t", "t2d", "layers.0.hidden_norm.weight", "layers.0.input_layernorm.weight", "input_norm.weight"}
+    if stored_names & markers or any(name.startswith(("midlayer.", "fc_norm.", "aux_norm_")) for name in stored_names):
         return eagle3.METHOD
-    return eagle.METHOD if "fc.weight" in held else None
+    return eagle.METHOD if "fc.weight" in stored_names else None
 
 
 def _recognise_unsupported(names: list[str], config: dict[str, Any], is_whole: bool) -> str | None:
-    """The name of a method that is recognised and not read. A whole model may carry such layers beside its own."""
+    """Return the name of a method that is recognised but not supported, None if there is none.
+
+    A whole model may have such tensors beside its own.
+    """
     if not is_whole or not any(re.match(r"(model\.)?(embed_tokens|layers\.0)\.", name) for name in names):
         for pattern, method in UNSUPPORTED_TENSORS.items():
             if any(re.match(pattern, name) for name in names):
                 return method
     for architecture in _read_architectures(config):
-        for mark, method in UNSUPPORTED_ARCHITECTURES.items():
-            if mark in str(architecture).lower():
+        for part, method in UNSUPPORTED_ARCHITECTURES.items():
+            if part in str(architecture).lower():
                 return method
     return next((method for key, method in UNSUPPORTED_KEYS.items() if key in config), None)
 
 
 def _read_architectures(config: dict[str, Any]) -> list[Any]:
-    given = config.get("architectures")
-    return given if isinstance(given, list) else []
+    architectures = config.get("architectures")
+    return architectures if isinstance(architectures, list) else []
 
 
 def _make_unsupported_error(files: TensorFiles, kind: str) -> ForedraftError:

@@ -1,4 +1,4 @@
-"""The facts about a target that its config.json tells: enough to check a drafter without loading the model."""
+"""Facts about a target from its config.json: enough to check a drafter without loading the model."""
 
 from dataclasses import dataclass
 
@@ -9,15 +9,26 @@ from foredraft.checkpoints.file_checks import read_json
 from foredraft.checkpoints.schema import TargetInfo
 from foredraft.errors import ForedraftError
 
+MAX_REASON_LENGTH = 160  # characters of an error of transformers that are repeated
+
 
 @dataclass(frozen=True)
 class ExportTarget:
+    """Sizes and architectures of a target."""
+
     info: TargetInfo
     architectures: tuple[str, ...]
 
 
 def read_target(name: str) -> ExportTarget:
-    """A target by folder or hub id. Raises ForedraftError."""
+    """Read the facts of a target.
+
+    Args:
+        name: Folder or hub id.
+
+    Raises:
+        ForedraftError: if there is no language model of that name that transformers can load.
+    """
     folder = hub.find_folder(name, ["config.json"])
     read_json(folder / "config.json", name, "a model folder")
     try:
@@ -26,5 +37,7 @@ def read_target(name: str) -> ExportTarget:
         facts = TargetInfo(name, int(text.hidden_size), int(text.vocab_size), int(text.num_hidden_layers))
     except Exception as error:  # transformers raises dozens of kinds
         first = str(error).strip().partition("\n")[0]
-        raise ForedraftError(f"{name} is no language model that transformers knows ({first[:160]})") from None
+        raise ForedraftError(
+            f"{name} is no language model that transformers supports ({first[:MAX_REASON_LENGTH]})"
+        ) from None
     return ExportTarget(facts, tuple(config.architectures or ()))

@@ -1,5 +1,8 @@
-"""Which target a drafter was trained for, as its config records it: a few numbers of the target's embeddings, and the
-target's folder where the two were trained together (Medusa-2)."""
+"""Identity of the target that a drafter was trained for, as the drafter's config.json records it.
+
+Recorded are the norms of a few rows of the target's embedding, and the target's folder if both were trained together
+(Medusa-2).
+"""
 
 from pathlib import Path
 from typing import Any
@@ -8,20 +11,22 @@ import torch
 from torch import Tensor
 
 NORMS_KEY = "foredraft_target_norms"
-FOLDER_KEY = "foredraft_target_folder"  # inside the drafter's own
-NUM_ROWS = 16  # of the embeddings, spread evenly
-TOLERANCE = 0.02  # of a norm: the same weights in another type stay inside, other weights do not
+FOLDER_KEY = "foredraft_target_folder"  # name of the target's folder inside the drafter's
+NUM_ROWS = 16  # rows of the embedding whose norm is recorded, spread evenly
+TOLERANCE = 0.02  # relative difference of norms: the same weights in another dtype stay below it, others do not
 
 
 def compute_norms(embedding: Tensor) -> list[float]:
-    """The lengths of some rows of [V, H] embeddings, to four digits."""
+    """Return the norms of NUM_ROWS rows of a [V, H] embedding, rounded to four digits."""
     rows = torch.linspace(0, len(embedding) - 1, NUM_ROWS, device=embedding.device).long()
     return [float(f"{float(norm):.4g}") for norm in embedding[rows].double().norm(dim=-1)]
 
 
 def is_other_target(config: dict[str, Any], embedding: Tensor) -> bool:
-    """Whether a drafter's config records another target than the one with these embeddings; one that records none, or
-    nothing that can be compared, does not."""
+    """Check whether a drafter's config.json records another target than the one with this [V, H] embedding.
+
+    False if nothing comparable is recorded.
+    """
     recorded = config.get(NORMS_KEY)
     if not isinstance(recorded, list) or not all(isinstance(norm, int | float) for norm in recorded):
         return False
@@ -33,7 +38,7 @@ def is_other_target(config: dict[str, Any], embedding: Tensor) -> bool:
 
 
 def find_bundled_target(config: dict[str, Any], folder: Path) -> Path | None:
-    """The target that was trained together with a drafter, where it still lies in the drafter's folder."""
+    """Return the target that was trained together with a drafter, if it is still in the drafter's folder."""
     name = config.get(FOLDER_KEY)
     is_inside = isinstance(name, str) and Path(name).name == name and (folder / name).is_dir()
     return folder / str(name) if is_inside else None

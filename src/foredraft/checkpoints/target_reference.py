@@ -1,8 +1,8 @@
-"""Which target a drafter's folder names, so that it is found again from any working directory, and is the same one.
+"""Reference from a drafter to its target that is valid from any working directory and detects another model.
 
-A hub id stands as it is. Of a local target a trained drafter records the folder's own name, the way there from the
-drafter's folder, and a digest; never an absolute path, which says nothing elsewhere. What is exported goes to other
-machines and gets the name and the digest alone.
+A hub id is recorded as it is. For a local target a trained drafter records the folder's name, the relative path from
+the drafter's folder, and a digest. Absolute paths are never recorded: they mean nothing on another machine. An exported
+drafter records name and digest only.
 """
 
 import hashlib
@@ -14,59 +14,63 @@ from foredraft import zoo
 from foredraft.errors import ForedraftError
 
 TARGET_NAME_KEY, TARGET_RECORD_KEY = "base_model_name_or_path", "foredraft_target"
-DIGEST_SAMPLE_BYTES = 1 << 20  # bytes at either end of a weight file that go into its digest
+DIGEST_SAMPLE_BYTES = 1 << 20  # bytes at each end of a weight file that are hashed
 
 
 def describe_target(target: str, folder: Path | None = None) -> dict[str, Any]:
     """Return the entries of a drafter's config.json that name its target.
 
-    folder: the drafter's folder, for a relative path to the target; None = no relative path.
+    Args:
+        target: Folder or hub id of the target.
+        folder: The drafter's folder, for a relative path to the target; None = no relative path.
     """
-    place = Path(target).expanduser()
-    if not place.is_dir():
+    path = Path(target).expanduser()
+    if not path.is_dir():
         return {TARGET_NAME_KEY: target}
-    place = place.resolve()
-    builtin = zoo.identify_target(place)
+    path = path.resolve()
+    builtin = zoo.identify_target(path)
     if builtin is not None:
         return {TARGET_NAME_KEY: builtin}
-    record: dict[str, Any] = {"name": place.name, "digest": digest(place)}
+    record: dict[str, Any] = {"name": path.name, "digest": digest(path)}
     if folder is not None:
-        own = folder.resolve()
-        if os.path.commonpath([own, place]) != place.anchor:  # else the way would be an absolute path in disguise
-            record["path"] = Path(os.path.relpath(place, own)).as_posix()
-    return {TARGET_NAME_KEY: place.name, TARGET_RECORD_KEY: record}
+        drafter_folder = folder.resolve()
+        # If the folders share only the root, the relative path is absolute in effect.
+        if os.path.commonpath([drafter_folder, path]) != path.anchor:
+            record["path"] = Path(os.path.relpath(path, drafter_folder)).as_posix()
+    return {TARGET_NAME_KEY: path.name, TARGET_RECORD_KEY: record}
 
 
 def find_target(config: dict[str, Any], folder: Path) -> str | None:
-    """The target that the config.json of a drafter in `folder` names, None = none.
+    """Return the target that the config.json of a drafter in `folder` names, None if it names none.
 
-    Raises ForedraftError where another model lies at the place recorded.
+    Raises:
+        ForedraftError: if another model is at the recorded path.
     """
     record = config.get(TARGET_RECORD_KEY)
     if isinstance(record, dict) and isinstance(record.get("path"), str):
-        place = Path(os.path.normpath(folder.resolve() / record["path"]))
-        if (place / "config.json").is_file():
-            if record.get("digest") not in (None, digest(place)):
+        path = Path(os.path.normpath(folder.resolve() / record["path"]))
+        if (path / "config.json").is_file():
+            if record.get("digest") not in (None, digest(path)):
                 raise ForedraftError(
-                    f"{folder} was trained for another model than the one in {place} (their digests differ); "
+                    f"{folder} was trained for another model than the one in {path} (the digests differ); "
                     "give its target with --model"
                 )
-            return str(place)
+            return str(path)
     verifier = (config.get("speculators_config") or {}).get("verifier") or {}
-    found = config.get(TARGET_NAME_KEY) or verifier.get("name_or_path")
-    return found if isinstance(found, str) else None
+    name = config.get(TARGET_NAME_KEY) or verifier.get("name_or_path")
+    return name if isinstance(name, str) else None
 
 
 def digest(folder: Path) -> str:
     """Hash a model's folder: config.json, and the size and both ends of every safetensors file."""
-    found = hashlib.sha256()
+    state = hashlib.sha256()
     for file in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
         if not file.is_file():
             continue
         size = file.stat().st_size
-        found.update(f"{file.name} {size} ".encode())
+        state.update(f"{file.name} {size} ".encode())
         with file.open("rb") as opened:
-            found.update(opened.read(DIGEST_SAMPLE_BYTES))
+            state.update(opened.read(DIGEST_SAMPLE_BYTES))
             opened.seek(max(0, size - DIGEST_SAMPLE_BYTES))
-            found.update(opened.read(DIGEST_SAMPLE_BYTES))
-    return found.hexdigest()[:16]
+            state.update(opened.read(DIGEST_SAMPLE_BYTES))
+    return state.hexdigest()[:16]

@@ -1,4 +1,7 @@
-"""Check of the tensors in a folder against those a format expects: names and shapes, before a weight is read."""
+"""Check of a folder's tensors against those that a format expects.
+
+Names, shapes and dtypes are compared before any weight is read.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,22 +18,24 @@ INTEGER_DTYPES = (torch.int64, torch.int32)
 
 @dataclass(frozen=True)
 class ExpectedTensor:
+    """Shape that a tensor must have, and the dtypes that it may have."""
+
     shape: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...] = WEIGHT_DTYPES
 
 
 @dataclass(frozen=True)
 class TensorClaims:
-    """The tensors of a folder under our names. Invariant: one stored tensor for each name."""
+    """Tensors of a folder by internal name. Invariant: every internal name has one stored tensor."""
 
     files: TensorFiles
-    stored_names: dict[str, str]  # ours -> as stored
+    stored_names: dict[str, str]  # internal name -> stored name
 
     def __contains__(self, name: str) -> bool:
         return name in self.stored_names
 
     def require_shape(self, name: str, dims: int) -> tuple[int, ...]:
-        """The shape of a tensor that has to be there with that many dimensions."""
+        """Return the shape of a tensor that must be present with that number of dimensions."""
         if name not in self.stored_names:
             raise self.refuse_missing(name)
         shape = self.files.get_shape(self.stored_names[name])
@@ -45,7 +50,14 @@ class TensorClaims:
         return self.refuse(f"{name} is missing; {hint}")
 
     def check(self, expected: Mapping[str, ExpectedTensor | tuple[int, ...]]) -> None:
-        """Nothing left over, nothing missing, nothing of another shape or of a dtype that holds no weights."""
+        """Check that the tensors are exactly the expected ones.
+
+        Args:
+            expected: Requirement of every tensor by internal name. A plain shape allows any dtype of weights.
+
+        Raises:
+            ForedraftError: if a tensor is unexpected, missing, or of another shape or dtype.
+        """
         extra = sorted(self.stored_names[name] for name in self.stored_names.keys() - expected.keys())
         if extra:
             quantised = any(name.endswith(("scale", "scales", "zeros", "g_idx", "qweight")) for name in extra)
@@ -54,33 +66,36 @@ class TensorClaims:
         missing = sorted(expected.keys() - self.stored_names.keys())
         if missing:
             raise self.refuse_missing(f"{missing[0]}{_format_remainder(missing)}")
-        for name, want in expected.items():
-            want = want if isinstance(want, ExpectedTensor) else ExpectedTensor(want)
-            self._check_tensor(name, want)
+        for name, requirement in expected.items():
+            requirement = requirement if isinstance(requirement, ExpectedTensor) else ExpectedTensor(requirement)
+            self._check_tensor(name, requirement)
 
     def _check_tensor(self, name: str, expected: ExpectedTensor) -> None:
-        held = self.files.stored_tensors[self.stored_names[name]]
-        if held.shape != expected.shape:
+        stored = self.files.stored_tensors[self.stored_names[name]]
+        if stored.shape != expected.shape:
             raise self.refuse(
-                f"{self.stored_names[name]} is {list(held.shape)} and has to be {list(expected.shape)}; "
+                f"{self.stored_names[name]} is {list(stored.shape)} and has to be {list(expected.shape)}; "
                 "the weights and config.json belong to different drafters"
             )
-        if held.dtype not in expected.dtypes:
+        if stored.dtype not in expected.dtypes:
             kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in expected.dtypes)
             raise self.refuse(
-                f"{self.stored_names[name]} is stored as {str(held.dtype).removeprefix('torch.')} and has to be "
-                f"{kinds}; "
-                "quantised drafters are not supported"
+                f"{self.stored_names[name]} is stored as {str(stored.dtype).removeprefix('torch.')} and has to be "
+                f"{kinds}; quantised drafters are not supported"
             )
 
     def read(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """Every tensor or those named, under our names. Names that share a stored tensor share it here."""
-        wanted = self.stored_names if names is None else {name: self.stored_names[name] for name in names}
-        held = self.files.read(dict.fromkeys(wanted.values()))
-        return {name: held[stored] for name, stored in wanted.items()}
+        """Read tensors into memory, by internal name. Names that share a stored tensor share the result.
+
+        Args:
+            names: Internal names; None = all.
+        """
+        mapped = self.stored_names if names is None else {name: self.stored_names[name] for name in names}
+        tensors = self.files.read(dict.fromkeys(mapped.values()))
+        return {name: tensors[stored] for name, stored in mapped.items()}
 
     def check_target(self, quantity: str, value: int, target_name: str, expected: int) -> None:
-        """A size that the target dictates."""
+        """Check that a size of the drafter is that of the target."""
         if value != expected:
             raise self.refuse(
                 f"it is made for a target with {quantity} {value}, and {target_name} has {expected}; use a "

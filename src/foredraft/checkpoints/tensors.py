@@ -1,6 +1,6 @@
-"""The files of a checkpoint: which tensors they hold, of what shape, known before one byte of a weight is read.
+"""Files of a checkpoint: names, shapes and dtypes of its tensors, before any weight is read.
 
-A pickle is opened only by torch's restricted reader and mapped, not read. This file does not know what the names mean.
+A pickle is opened only by torch's restricted reader, and is memory-mapped. This file does not know what the names mean.
 """
 
 from collections.abc import Iterable
@@ -36,17 +36,17 @@ WEIGHT_FILES = (
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor as its file announces it. A dtype we have no use for keeps the name it has there."""
+    """Tensor as its file declares it. An unsupported dtype keeps its name in the file."""
 
     file: Path
     shape: tuple[int, ...]
     dtype: torch.dtype | str
-    mapped: Tensor | None = None  # of a pickle: over the file's pages
+    mapped: Tensor | None = None  # tensor of a pickle, memory-mapped from the file
 
 
 @dataclass(frozen=True)
 class TensorFiles:
-    """Every tensor of a checkpoint by its stored name. `folder` is what the user wrote, for messages."""
+    """Tensors of a checkpoint by stored name. `folder` is the name that the user wrote, for messages."""
 
     folder: str
     stored_tensors: dict[str, StoredTensor]
@@ -58,17 +58,21 @@ class TensorFiles:
         return self.stored_tensors[name].shape
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """The tensors themselves, in memory of their own and as stored. NaN and infinity are refused."""
-        found = {}
+        """Read tensors into their own memory, with the stored dtype.
+
+        Raises:
+            ForedraftError: if a tensor holds NaN or infinity, or its file is damaged.
+        """
+        tensors = {}
         by_file: dict[Path, list[str]] = {}
         for name in names:
             by_file.setdefault(self.stored_tensors[name].file, []).append(name)
-        for file, held in by_file.items():
-            for name, tensor in self._open(file, held):
+        for file, file_names in by_file.items():
+            for name, tensor in self._open(file, file_names):
                 if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
                     raise self.refuse(f"{name} holds NaN or infinite numbers; the training run that wrote it diverged")
-                found[name] = tensor
-        return found
+                tensors[name] = tensor
+        return tensors
 
     def _open(self, file: Path, names: list[str]) -> Iterable[tuple[str, Tensor]]:
         if self.stored_tensors[names[0]].mapped is not None:
@@ -86,7 +90,15 @@ class TensorFiles:
 
 
 def open_tensors(folder: Path, display_name: str) -> TensorFiles:
-    """The tensors of a folder, from a sharded index or the one weight file known by name. Raises ForedraftError."""
+    """Return the tensors of a folder, from a sharded index or from the one weight file with a known name.
+
+    Args:
+        folder: Folder of the checkpoint.
+        display_name: Folder as the user wrote it, for messages.
+
+    Raises:
+        ForedraftError: if no weights are found, or the files are damaged.
+    """
     for index in INDEX_FILES:
         if (folder / index).exists():
             return TensorFiles(display_name, _read_shards(folder, index, display_name))
@@ -99,8 +111,7 @@ def open_tensors(folder: Path, display_name: str) -> TensorFiles:
     if others:
         raise ForedraftError(
             f"{display_name} holds {len(others)} safetensors files ({others[0].name}, ...) and no "
-            f"{INDEX_FILES[0]} that says "
-            "which belong together; fetch the index too"
+            f"{INDEX_FILES[0]} that lists those of one model; fetch the index too"
         )
     unknown = sorted(file.name for kind in ("*.pt", "*.bin", "*.pth") for file in folder.glob(kind))
     hint = f"; {unknown[0]} is not a file that drafters are published in" if unknown else ""
@@ -141,18 +152,18 @@ def _read_safetensors(file: Path, display_name: str) -> dict[str, StoredTensor]:
 def _read_pickle(file: Path, display_name: str) -> dict[str, StoredTensor]:
     try:
         try:
-            held = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         except RuntimeError as error:
             if "mmap" not in str(error):  # files from before torch 1.6 cannot be mapped
                 raise
-            held = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # the reader raises a dozen kinds
+            state = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # the reader raises many types
         if "weights only load failed" in str(error).lower() or "unsupported" in str(error).lower():
             raise ForedraftError(
                 f"{display_name}: {file.name} is a pickle with more than tensors in it, which could run code; "
-                "save its state dict as safetensors where it comes from"
+                "save the state dict of the model as safetensors"
             ) from None
         raise ForedraftError(f"{display_name}: {file.name} is cut off or not a torch file; fetch it again") from None
-    if not isinstance(held, dict) or not all(isinstance(value, Tensor) for value in held.values()):
+    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise ForedraftError(f"{display_name}: {file.name} is not a flat table of tensors; save the state dict alone")
-    return {str(name): StoredTensor(file, tuple(value.shape), value.dtype, value) for name, value in held.items()}
+    return {str(name): StoredTensor(file, tuple(value.shape), value.dtype, value) for name, value in state.items()}

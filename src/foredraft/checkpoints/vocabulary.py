@@ -1,4 +1,4 @@
-"""The tokens that an EAGLE-3 head drafts: `d2t` holds offsets, so target id = draft id + d2t[draft id]."""
+"""Vocabulary of an EAGLE-3 head: `d2t` holds offsets, so target id = draft id + d2t[draft id]."""
 
 import torch
 from torch import Tensor
@@ -8,22 +8,27 @@ from foredraft.checkpoints.tensor_claims import INTEGER_DTYPES, ExpectedTensor, 
 
 
 def make_expected_offsets(shape: Eagle3Shape) -> ExpectedTensor:
+    """Return the expected shape and dtypes of d2t."""
     return ExpectedTensor((shape.draft_vocab_size,), INTEGER_DTYPES)
 
 
 def list_optional_maps(claims: TensorClaims, shape: Eagle3Shape) -> dict[str, ExpectedTensor]:
-    """List redundant maps in a checkpoint: t2d always, and d2t if the draft has the whole vocabulary."""
-    known = {"d2t": make_expected_offsets(shape), "t2d": ExpectedTensor((shape.vocab_size,), (torch.bool,))}
-    return {name: want for name, want in known.items() if name in claims}
+    """List the redundant maps of a checkpoint: t2d always, and d2t if the draft has the whole vocabulary."""
+    maps = {"d2t": make_expected_offsets(shape), "t2d": ExpectedTensor((shape.vocab_size,), (torch.bool,))}
+    return {name: expected for name, expected in maps.items() if name in claims}
 
 
 def compute_target_ids(d2t: Tensor) -> Tensor:
-    """[Vd] the target's id of every draft id."""
+    """Return [Vd] the target's token id of every draft id."""
     return torch.arange(len(d2t)) + d2t.long()
 
 
 def check_maps(claims: TensorClaims, shape: Eagle3Shape) -> None:
-    """Read the maps alone and refuse what cannot be a table of offsets, before any weight is read."""
+    """Read the maps alone and check them, before any weight is read.
+
+    Raises:
+        ForedraftError: if d2t is no table of offsets in ascending order of target ids, or t2d contradicts it.
+    """
     maps = claims.read(name for name in ("d2t", "t2d") if name in claims)
     if "d2t" not in maps:
         return
@@ -34,9 +39,9 @@ def check_maps(claims: TensorClaims, shape: Eagle3Shape) -> None:
             f"d2t leads to token {lowest if lowest < 0 else highest}, out of range 0 to {shape.vocab_size - 1}; it has "
             "to hold offsets (target id - draft id), not ids, of this target's tokens"
         )
-    falls = (ids[1:] <= ids[:-1]).nonzero()
-    if len(falls):
-        i = int(falls[0]) + 1
+    descents = (ids[1:] <= ids[:-1]).nonzero()
+    if len(descents):
+        i = int(descents[0]) + 1
         raise claims.refuse(
             f"d2t is not ascending: draft tokens {i - 1} and {i} are tokens {int(ids[i - 1])} and {int(ids[i])}; "
             "it has to hold offsets (target id - draft id) of sorted ids"

@@ -1,4 +1,4 @@
-"""A drafter as a folder that `read` and the engines load: what the trainer leaves behind."""
+"""Writer of a drafter as a folder that `read` and the engines load; the trainer uses it."""
 
 import json
 import os
@@ -23,11 +23,22 @@ def write(
     tensors: Mapping[str, Tensor],
     config_extra: Mapping[str, Any] | None = None,
 ) -> None:
-    """Tensors under the names of `base` into the published layout; `config_extra` adds to config.json, no more."""
-    made = make_layout(shape, tensors)
-    if made.method != method:
-        raise ForedraftError(f"{type(shape).__name__} is the shape of a {made.method} drafter, not of {method}")
-    save(folder, made, config_extra)
+    """Write a drafter in the published layout of its shape.
+
+    Args:
+        folder: Folder to write to.
+        method: Method of the drafter; must be that of the shape.
+        shape: Shape of the drafter.
+        tensors: Weights by internal name.
+        config_extra: Further entries of config.json; they do not override the layout's.
+
+    Raises:
+        ForedraftError: if the method does not match, or the folder cannot be written.
+    """
+    layout = make_layout(shape, tensors)
+    if layout.method != method:
+        raise ForedraftError(f"{type(shape).__name__} is the shape of a {layout.method} drafter, not of {method}")
+    save(folder, layout, config_extra)
 
 
 def save(
@@ -36,25 +47,34 @@ def save(
     config_extra: Mapping[str, Any] | None = None,
     hint: str = "make room and try again",
 ) -> None:
-    """Both files appear whole or not at all, the config last: a folder with a config has its weights.
+    """Write weights and config.json, each whole or not at all.
 
-    then: what to do where the disk is full. Raises ForedraftError.
+    config.json is written last, so a folder with a config.json has its weights.
+
+    Args:
+        folder: Folder to write to.
+        layout: Tensors, config and file name.
+        config_extra: Further entries of config.json; they do not override the layout's.
+        hint: How to continue if the disk is full.
+
+    Raises:
+        ForedraftError: if the folder cannot be written.
     """
-    place = Path(folder)
-    weights = place / f".{layout.file}.part"
-    with convert_write_errors(place, hint):
+    path = Path(folder)
+    weights = path / f".{layout.file}.part"
+    with convert_write_errors(path, hint):
         try:
-            place.mkdir(parents=True, exist_ok=True)
-            _write_files(place, weights, layout, config_extra or {})
+            path.mkdir(parents=True, exist_ok=True)
+            _write_files(path, weights, layout, config_extra or {})
         finally:
             weights.unlink(missing_ok=True)
 
 
 def _write_files(folder: Path, weights: Path, layout: CheckpointLayout, config_extra: Mapping[str, Any]) -> None:
     dtype = next(value.dtype for value in layout.tensors.values() if value.is_floating_point())
-    said = str(dtype).removeprefix("torch.")
-    config = {**config_extra, **layout.config, "dtype": said, "torch_dtype": said}
-    if layout.file.endswith(".pt"):  # what some authors' own code opens
+    dtype_name = str(dtype).removeprefix("torch.")
+    config = {**config_extra, **layout.config, "dtype": dtype_name, "torch_dtype": dtype_name}
+    if layout.file.endswith(".pt"):  # the code of some authors opens only this format
         torch.save(_separate_tensors(layout.tensors), weights)
     else:
         save_file(_separate_tensors(layout.tensors), weights, {"format": "pt"})
@@ -63,13 +83,13 @@ def _write_files(folder: Path, weights: Path, layout: CheckpointLayout, config_e
 
 
 def _separate_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """On the CPU, contiguous, and no two over the same memory, which the format forbids."""
-    seen: set[int] = set()
-    found = {}
+    """Move tensors to the CPU, contiguous, with no shared memory, which safetensors forbids."""
+    storages: set[int] = set()
+    separate = {}
     for name, tensor in tensors.items():
-        held = tensor.detach().to("cpu").contiguous()
-        if held.untyped_storage().data_ptr() in seen or held.untyped_storage().nbytes() != held.nbytes:
-            held = held.clone(memory_format=torch.contiguous_format)
-        seen.add(held.untyped_storage().data_ptr())
-        found[name] = held
-    return found
+        copy = tensor.detach().to("cpu").contiguous()
+        if copy.untyped_storage().data_ptr() in storages or copy.untyped_storage().nbytes() != copy.nbytes:
+            copy = copy.clone(memory_format=torch.contiguous_format)
+        storages.add(copy.untyped_storage().data_ptr())
+        separate[name] = copy
+    return separate

@@ -1,5 +1,6 @@
-"""Drafter with an independent, smaller model: a chain (2211.17192), or a tree of likeliest or sampled tokens
-(SpecInfer, 2305.09781; EAGLE-2, 2406.16858).
+"""Drafter with an independent, smaller model.
+
+It drafts a chain (2211.17192), or a tree of likeliest or sampled tokens (SpecInfer, 2305.09781; EAGLE-2, 2406.16858).
 
 The model has its own KV cache on the target's page ids. Its valid part is a prefix of the committed tokens; missing
 tokens (the prompt, the last token of a draft, steps without drafts) are computed before the next draft. Writing to

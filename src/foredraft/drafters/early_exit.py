@@ -1,5 +1,6 @@
-"""Self-speculation: the target's first layers with its final norm and output matrix draft for the whole target
-(LayerSkip, 2404.16710; Draft & Verify, 2309.08168).
+"""Self-speculation: the target's first layers with its final norm and output matrix draft for the whole target.
+
+Reference: LayerSkip, 2404.16710; Draft & Verify, 2309.08168.
 
 The drafter has no KV cache. It reads the target's keys and values of its layers, and writes behind the committed
 tokens, where the verifying pass writes again. So there is no prefill, no state per request, and a prefix-cache hit can

@@ -1,7 +1,7 @@
 """Warning about a drafter that was trained for another target.
 
-Such a drafter costs speed, never output, and an adaptive draft length hides even the cost. So the acceptance of first
-draft tokens is counted; a rate near 0 means a mismatch.
+Such a drafter lowers the speed but cannot change the output, and an adaptive draft length hides the loss of speed. The
+detector counts how often the first draft token is accepted. A rate near 0 means a mismatch.
 """
 
 import logging
@@ -12,7 +12,7 @@ from foredraft.tree import Commit, TokenTree
 
 log = logging.getLogger(__name__)
 NUM_CHECKED_DRAFTS = 128  # drafts before the decision
-# least share of drafts whose first token is accepted; a weak drafter reaches 0.1, chance less than this
+# Minimum share of drafts with an accepted first token. A weak drafter reaches 0.1; accidental matches stay below 0.02.
 MIN_FIRST_ACCEPTANCE = 0.02
 
 
@@ -23,7 +23,7 @@ class MismatchDetector:
         num_drafts: verified drafts, about NUM_CHECKED_DRAFTS at most.
         num_first_accepted: drafts whose first token was accepted.
         is_mismatched: True after a decision that too few first tokens were accepted.
-        is_silent: omit the warning, as for a drafter in training.
+        is_silent: True omits the warning, for example for a drafter in training.
     """
 
     def __init__(self, context: DrafterContext) -> None:
@@ -34,7 +34,7 @@ class MismatchDetector:
         self._drafted_slots: set[int] = set()  # slots with a draft in the current step
 
     def record_proposal(self, batch: Batch, tree: TokenTree) -> TokenTree:
-        """Record which requests have a draft in `tree`. Returns the tree."""
+        """Record which requests have a draft in `tree`, and return the tree."""
         self._drafted_slots = set()
         if self.num_drafts < NUM_CHECKED_DRAFTS:
             self._drafted_slots = {request.slot for request, n in zip(batch.requests, tree.sizes, strict=True) if n > 1}

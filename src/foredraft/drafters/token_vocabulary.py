@@ -176,6 +176,8 @@ def _index_by_bytes(names: dict[int, str], token_bytes: Sequence[bytes | None]) 
 
 
 class TokenSpelling(Protocol):
+    """Function that returns the bytes of a token, given its id and its name; None if unknown."""
+
     def __call__(self, token: int, name: str, /) -> bytes | None: ...
 
 

@@ -1,0 +1,1 @@
+"""Engine of continuous batching: scheduling, steps, transcripts, and workers on threads."""

@@ -32,7 +32,11 @@ def measure_pass_times(
     Writes to free pages: call it only while no request runs.
 
     Args:
+        target: model to measure.
+        allocator: allocator of the KV pages of the target.
+        device: device of the target.
         max_seconds: time limit in seconds; row counts that would exceed it are left out.
+        clock: returns seconds.
         source: encoder input of all requests, for encoder-decoder models.
 
     Returns:

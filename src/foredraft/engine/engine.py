@@ -74,7 +74,10 @@ class Engine:
         Args:
             target: model that verifies the drafts.
             drafter: proposes the drafts. Wrapped in a SandboxedDrafter unless it is one. None = plain decoding.
-            clock: time in seconds.
+            allocator: allocator of KV pages.
+            limits: limits of the scheduler.
+            device: device of the target.
+            clock: returns seconds.
             is_debug: check page and queue invariants in every step.
             length_policy: decides draft lengths. None = always the longest draft (FixedLengthPolicy).
             prefix_cache: reuse KV pages between requests. False = only among the samples of one prompt.
@@ -154,11 +157,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self, allowed: frozenset[Request] | None = None) -> None:
-        """Run one step; new text is queued on the transcripts. If it raises, call `recover`.
-
-        Args:
-            allowed: requests that may run in this step. None = all.
-        """
+        """Run one step of the `allowed` requests (None = all) and queue new text. If it raises, call `recover`."""
         start = self._clock()
         self.step_requests = ()
         batch = self._schedule_batch(allowed)

@@ -12,6 +12,8 @@ def compute_token_logprob(logits: Tensor, p: Tensor | None, token: int, count: i
     Args:
         logits: [V], of the model.
         p: [V], the distribution after all sampling settings. None = the softmax of the logits (prompt tokens).
+        token: token whose log-probability is computed.
+        count: number of likeliest tokens.
     """
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     raw = logits.to(dtype).log_softmax(-1)

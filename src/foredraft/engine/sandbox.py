@@ -263,6 +263,7 @@ def validate_drafter(drafter: Drafter, num_layers: int) -> Drafter:
     """Check a drafter object from the caller before it is used, and return it.
 
     Args:
+        drafter: object with the interface of a drafter.
         num_layers: layers of the target.
 
     Raises:

@@ -129,6 +129,7 @@ class Scheduler:
         """Remove a waiting or running request and free its slot and pages.
 
         Args:
+            request: request to remove.
             has_invalid_kv: drop the pages that the request wrote from the prefix cache.
         """
         try:

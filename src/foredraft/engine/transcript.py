@@ -209,6 +209,7 @@ class Transcript:
         """Build the record of one step's draft for display; node indices are relative to the root.
 
         Args:
+            tree: token tree of the step.
             b: batch index of the request in `tree`.
             path: committed nodes.
             tokens: tokens that follow them.

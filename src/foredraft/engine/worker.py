@@ -115,6 +115,7 @@ class Worker:
         """Queue requests that LLM.prepare made, and return the stream of their deltas.
 
         Args:
+            transcripts: requests, which share one stream.
             deadline: time of `clock` (default time.monotonic) at which they are aborted. None = never.
 
         Raises:

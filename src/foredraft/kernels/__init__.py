@@ -1,0 +1,1 @@
+"""Operators of the forward pass: native code for processors, and fallbacks in torch."""

@@ -1,7 +1,8 @@
 """Attention over paged KV with a tree mask, registered with transformers under one name.
 
-transformers calls it with rotated queries, keys and values of the packed rows, and passes our window through as an
-ordinary keyword. A name it has no mask function for gets no mask from it: the window brings its own.
+transformers calls it with the rotated queries, keys and values of the packed rows. The forward batch and the KV pool
+reach it as keyword arguments of the model. transformers builds no mask for a name without a mask function, so the
+forward batch provides the mask.
 """
 
 from typing import Any
@@ -20,17 +21,17 @@ ATTENTION_NAME = "foredraft"
 
 
 def read_implementations(model: Any) -> dict[str, str]:
-    """Names of the attention of a model and of its parts, a dict for `set_attn_implementation`.
+    """Read the attention names of a model and of its sub-models, as a dict for `set_attn_implementation`.
 
-    Parts for images may have another one than the text, so that one name for all would not bring them back.
+    The image part of a model may use another implementation than the text part. One name could not restore both.
     """
     config = model.config
-    found = {"": config._attn_implementation}
+    names = {"": config._attn_implementation}
     for key in config.sub_configs:
-        part = getattr(config, key, None)
-        if part is not None:
-            found[key] = part._attn_implementation
-    return found
+        sub_config = getattr(config, key, None)
+        if sub_config is not None:
+            names[key] = sub_config._attn_implementation
+    return names
 
 
 def paged_attention(
@@ -48,11 +49,16 @@ def paged_attention(
     pool: KVPool | None = None,
     **unused: Any,  # transformers passes dropout, position_ids and more, which differ by model
 ) -> tuple[Tensor, None]:
-    """[1, T, Hq, Dv]. Raises RuntimeError when called outside a Foredraft forward pass."""
+    """Write keys and values to the pool, then attend over the pages of every request.
+
+    Returns:
+        Output [1, T, Hq, Dv], and None instead of attention weights.
+
+    Raises:
+        RuntimeError: the model was called outside a Foredraft forward pass.
+    """
     if forward_batch is None or pool is None:
-        raise RuntimeError(
-            "this model was given Foredraft's attention; call model.set_attn_implementation('sdpa') first"
-        )
+        raise RuntimeError("this model uses Foredraft's attention; call model.set_attn_implementation('sdpa') first")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     packed_keys, packed_values = key[0].transpose(0, 1), value[0].transpose(0, 1)  # [T, Hkv, D]
     keys, values = pool.write(layer, forward_batch.write_slots, packed_keys, packed_values, forward_batch.num_slots)
@@ -75,12 +81,12 @@ def paged_attention(
         if out is None:
             out = o.new_empty(len(packed), *o.shape[2:])
         out[group.rows.flatten()] = o.flatten(0, 1)
-    assert out is not None, "a window without rows"
+    assert out is not None, "a forward batch without rows"
     return out[None], None
 
 
 def _gather(cached: Tensor, group: AttentionGroup) -> Tensor:
-    """[b, L, H, D]: a view where the slots are contiguous."""
+    """Gather cached keys or values [b, L, H, D]. The result is a view if the slots are contiguous."""
     if isinstance(group.slots, slice):
         return cached[group.slots][None]
     return cached.index_select(0, group.slots.flatten()).view(*group.slots.shape, *cached.shape[1:])
@@ -89,20 +95,22 @@ def _gather(cached: Tensor, group: AttentionGroup) -> Tensor:
 def _attend_sdpa(
     q: Tensor, k: Tensor, v: Tensor, group: AttentionGroup, sliding_window: int | None, scale: float
 ) -> Tensor:
-    """[b, n, Hq, Dv]. Query heads that share a key head become further rows of it.
+    """Attend with torch's kernel and return [b, n, Hq, Dv]. Query heads of one key head become rows of that head.
 
-    On CPU the bits are those of enable_gqa, which takes five times as long for one token in bfloat16.
+    On CPU the result has the same bits as with enable_gqa, which takes five times as long for one bfloat16 token.
     """
     b, n, heads, width = q.shape
-    shared = heads // k.shape[2]
-    if n > MAX_PADDED_ROWS:  # a prompt: the mask would grow, and the kernel is at its best as it is
-        shared = 1
-    rows = q.reshape(b, n, -1, shared, width).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [b, Hq / shared, shared * n, D]
-    bias = group.get_bias(sliding_window, q.dtype, shared)
+    num_shared = heads // k.shape[2]
+    if n > MAX_PADDED_ROWS:  # a prompt chunk: a repeated mask would be large, and the kernel is fast without it
+        num_shared = 1
+    rows = (
+        q.reshape(b, n, -1, num_shared, width).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    )  # [b, Hq / num_shared, num_shared * n, D]
+    bias = group.get_bias(sliding_window, q.dtype, num_shared)
     o = F.scaled_dot_product_attention(
         rows, k.transpose(1, 2), v.transpose(1, 2), attn_mask=bias, scale=scale, enable_gqa=rows.shape[1] != k.shape[2]
     )
-    return o.reshape(b, -1, shared, n, o.shape[-1]).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    return o.reshape(b, -1, num_shared, n, o.shape[-1]).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 def attend_explicit(
@@ -114,9 +122,13 @@ def attend_explicit(
     softcap: float | None,
     sinks: Tensor | None,  # [Hq]
 ) -> Tensor:
-    """[b, n, Hq, Dv]. Attention written out: for soft-caps and sinks, and the reference of the fast ones."""
-    shared = q.shape[2] // k.shape[2]
-    k, v = k.repeat_interleave(shared, 2), v.repeat_interleave(shared, 2)
+    """Attend step by step, with soft-caps and attention sinks. This is also the reference of the fast paths.
+
+    Returns:
+        [b, n, Hq, Dv].
+    """
+    num_shared = q.shape[2] // k.shape[2]
+    k, v = k.repeat_interleave(num_shared, 2), v.repeat_interleave(num_shared, 2)
     scores = q.transpose(1, 2) @ k.permute(0, 2, 3, 1) * scale  # [b, Hq, n, L]
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap

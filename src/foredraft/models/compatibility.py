@@ -1,8 +1,8 @@
-"""Which models paged attention can serve: what their configuration says, and what a pass of two tokens shows.
+"""Checks that paged attention can serve a model: its configuration, and a probe pass of two tokens.
 
-transformers' hook promises that attention goes through us, not that nothing else does. The two tokens go through the
-model with an attention that computes nothing and writes down what it was given; every refusal below was seen to give
-wrong text in silence without it.
+transformers' hook ensures that attention calls our function, but not that tokens interact in no other way. The probe
+pass uses an attention that computes nothing and records its arguments. Each refusal below is for a real model that
+produced wrong text without an error.
 """
 
 import traceback
@@ -20,10 +20,16 @@ from foredraft.errors import ForedraftError
 from foredraft.models.attention import read_implementations
 
 PROBE_ATTENTION = "foredraft_probe"
+# Parts of the layer_types of recurrent layers.
 _RECURRENT_LAYER_WORDS = ("mamba", "linear_attention", "recurrent", "conv", "rwkv", "ssm")
-COMPARED_LENGTHS = (6, 5)  # tokens and states that an encoder-decoder model is tried with
-MAX_LOGIT_ERROR = 2.0  # allowed beyond the square root of the type's precision, of the spread of the logits
-_FAR_POSITION = 1 << 22  # a position beyond every window
+# Decoder tokens and encoder states of the pass that compares our decoder with the model's.
+COMPARED_LENGTHS = (6, 5)
+# Allowed error of the logits, in units of their standard deviation times the square root of the dtype's epsilon.
+MAX_LOGIT_ERROR = 2.0
+MAX_COMPARED_TOKEN = 1 << 10  # token ids of the comparison lie below this
+MAX_ERROR_CHARS = 120  # characters of another library's error that our message repeats
+_FAR_BITS = 22
+_FAR_POSITION = 1 << _FAR_BITS  # position in tokens beyond every sliding window
 
 
 @dataclass(frozen=True)
@@ -34,20 +40,28 @@ class AttentionCall:
     is_causal: bool
     sliding_window: int | None
     mask: Tensor | None
-    kv_elements: int  # in one token's key and value
+    kv_elements: int  # numbers in the key and the value of one token
 
 
 def examine_causal_lm(model: Any, name: str) -> list[AttentionCall]:
-    """Record the arguments of every layer's attention.
+    """Check a causal LM and record the arguments of every layer's attention.
 
-    Raises ForedraftError, with the reason, for a model that paged attention cannot serve.
+    Args:
+        model: transformers model.
+        name: name of the model in errors.
+
+    Returns:
+        One call per layer, in the order of the forward pass.
+
+    Raises:
+        ForedraftError: paged attention cannot serve the model; the message has the reason.
     """
     calls: list[AttentionCall] = []
-    why = _find_config_obstacle(model)
-    if why is None:
-        why, calls = _find_probe_obstacle(model)
-    if why is not None:
-        raise ForedraftError(f"{name} ({type(model).__name__}) {why}")
+    reason = _find_config_obstacle(model)
+    if reason is None:
+        reason, calls = _find_probe_obstacle(model)
+    if reason is not None:
+        raise ForedraftError(f"{name} ({type(model).__name__}) {reason}")
     return calls
 
 
@@ -58,10 +72,10 @@ def _find_config_obstacle(model: Any) -> str | None:
     kinds = [str(k) for k in getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()]
     recurrent = [k for k in kinds if any(word in k for word in _RECURRENT_LAYER_WORDS)]
     if recurrent or getattr(model, "_is_stateful", False):
-        why = f"layers of type {recurrent[0]!r}" if recurrent else "recurrent state"
+        state = f"layers of type {recurrent[0]!r}" if recurrent else "recurrent state"
         return (
-            f"has {why}, which cannot be rolled back when a draft is rejected, and which the engine does not keep for "
-            "plain decoding either; use a model whose layers all attend, or transformers' generate()"
+            f"has {state}, which cannot be rolled back when a draft is rejected; the engine does not support it in "
+            "plain decoding either; use a model with attention in all layers, or transformers' generate()"
         )
     if not getattr(model, "_supports_attention_backend", False):
         return "does not route its attention through transformers' attention interface"
@@ -77,42 +91,46 @@ def _find_config_obstacle(model: Any) -> str | None:
 def _find_probe_obstacle(model: Any) -> tuple[str | None, list[AttentionCall]]:
     try:
         calls, num_rows = probe_attention(model)
-    except Exception as error:  # whatever a model does with a pass it was not written for
+    except Exception as error:  # the model's own code may raise any exception in a pass of this kind
         return f"cannot run on paged attention ({_summarise_error(error)})", []
     if num_rows != 1:
-        return "gives the logits of every token when asked for one (it ignores logits_to_keep)", calls
+        return "returns the logits of all tokens if one is requested (it ignores logits_to_keep)", calls
     depth = model.config.get_text_config().num_hidden_layers
     if sorted(call.layer for call in calls) != list(range(depth)):
-        return "attends more or less than once in some layer, and paged attention holds one set of keys for each", calls
-    reach = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _FAR_POSITION
+        return "does not attend exactly once in every layer, and paged attention has one set of keys per layer", calls
+    max_distance = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _FAR_POSITION
     for call in calls:
         if not call.is_causal:
-            return "lets tokens see later ones; only causal LMs are supported", calls
-        if call.mask is not None and not _is_supported_mask(call.mask, call.sliding_window, reach):
-            return f"masks the attention of layer {call.layer} in a way that paged attention does not see", calls
+            return "lets tokens attend to later tokens; only causal LMs are supported", calls
+        if call.mask is not None and not _is_supported_mask(call.mask, call.sliding_window, max_distance):
+            return f"masks the attention of layer {call.layer} in a way that paged attention does not support", calls
     return None, calls
 
 
 def _summarise_error(error: Exception) -> str:
-    """The first line of an error, or the place where one without words was raised."""
-    first = str(error).strip().partition("\n")[0][:120]
+    """Return the first line of an error, or the source line that raised it if it has no message."""
+    first = str(error).strip().partition("\n")[0][:MAX_ERROR_CHARS]
     if not first:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        first = f"in {place.name}, {Path(place.filename).name} line {place.lineno}; its files may be damaged"
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        first = f"in {frame.name}, {Path(frame.filename).name} line {frame.lineno}; its files may be damaged"
     return f"{type(error).__name__}: {first}"
 
 
 @torch.no_grad()
 def probe_attention(model: Any) -> tuple[list[AttentionCall], int]:
-    """Record the arguments of every layer's attention, and the number of logits rows if one is requested."""
+    """Run two tokens through a model with an attention that only records its arguments.
+
+    Returns:
+        The attention calls, and the rows of logits that the model returned when one row was requested.
+    """
     calls: list[AttentionCall] = []
-    own = read_implementations(model)
+    implementations = read_implementations(model)
     pair = torch.tensor([[0, 1]], device=model.device)
     model.set_attn_implementation(PROBE_ATTENTION)
     try:
         out = model(input_ids=pair, position_ids=pair, use_cache=False, logits_to_keep=pair[0, 1:], calls=calls)
     finally:
-        model.set_attn_implementation(own)
+        model.set_attn_implementation(implementations)
     return calls, out.logits.shape[1]
 
 
@@ -130,73 +148,95 @@ def _record_attention(
     if calls is None:
         raise RuntimeError("keyword arguments do not reach the attention")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    numbers = key.shape[1] * (key.shape[3] + value.shape[3])
+    kv_elements = key.shape[1] * (key.shape[3] + value.shape[3])
     calls.append(
-        AttentionCall(layer, bool(getattr(module, "is_causal", True)), sliding_window, attention_mask, numbers)
+        AttentionCall(layer, bool(getattr(module, "is_causal", True)), sliding_window, attention_mask, kv_elements)
     )
-    shared = query.shape[1] // value.shape[1]
-    return value.repeat_interleave(shared, 1).transpose(1, 2).contiguous(), None
+    num_shared = query.shape[1] // value.shape[1]
+    return value.repeat_interleave(num_shared, 1).transpose(1, 2).contiguous(), None
 
 
 def _record_mask(*, mask_function: Any, config: Any, device: Any, **unused: Any) -> Tensor:
-    """Instead of a mask, [1, 1, 2, D] some distances and whether it sees that far, from a place deep inside a text."""
+    """Sample a mask function from a query far inside a sequence.
+
+    Returns:
+        [1, 1, 2, D]: D distances, and for each whether the query sees a key that many tokens back.
+    """
     distances = _list_distances(config)
-    zero, here = torch.tensor(0), torch.tensor(_FAR_POSITION)
-    seen = [bool(mask_function(zero, zero, here, here - d)) for d in distances]
-    return torch.tensor([[[distances, seen]]], device=device)
+    zero, query = torch.tensor(0), torch.tensor(_FAR_POSITION)
+    visible = [bool(mask_function(zero, zero, query, query - d)) for d in distances]
+    return torch.tensor([[[distances, visible]]], device=device)
 
 
 def _list_distances(config: Any) -> list[int]:
-    """Into the future, here, and to both sides of every power of two and of every number that may be a window."""
-    edges = {1 << i for i in range(22)}
+    """List the distances to sample, in tokens back; -1 is the next token.
+
+    They lie on both sides of every power of two and of every number of the configuration that may be a window.
+    """
+    edges = {1 << i for i in range(_FAR_BITS)}
     edges |= {v for v in config.to_dict().values() if isinstance(v, int) and 1 < v < _FAR_POSITION}
     return sorted({-1} | {edge + side for edge in edges for side in (-1, 0)})
 
 
 def _is_supported_mask(mask: Tensor, sliding_window: int | None, max_distance: int) -> bool:
-    """Whether the mask of a layer is the one paged attention makes, as far as the context reaches."""
+    """Whether the sampled mask of a layer equals paged attention's mask at all distances below `max_distance`."""
     if mask.shape[:3] != (1, 1, 2) or mask.is_floating_point():
         return False
     return all(
-        bool(seen) == (distance >= 0 and (sliding_window is None or distance < sliding_window))
-        for distance, seen in mask[0, 0].T.tolist()
+        bool(visible) == (distance >= 0 and (sliding_window is None or distance < sliding_window))
+        for distance, visible in mask[0, 0].T.tolist()
         if distance < max_distance
     )
 
 
 def examine_encoder_decoder(model: Any, name: str, families: Sequence[str]) -> None:
-    """Raises ForedraftError, with the reason, for an encoder-decoder model whose decoder is of no known family."""
+    """Check that an encoder-decoder model is of a supported family.
+
+    Args:
+        model: transformers model.
+        name: name of the model in errors.
+        families: supported values of config.model_type.
+
+    Raises:
+        ForedraftError: the family is not supported, or the model has no head for generation.
+    """
     kind = model.config.model_type
-    why = None
+    reason = None
     if kind not in families:
-        known = ", ".join(sorted(families))
-        why = f"is an encoder-decoder model of type {kind!r}; those that can be run are: {known}"
+        supported = ", ".join(sorted(families))
+        reason = f"is an encoder-decoder model of type {kind!r}; supported types are: {supported}"
     elif not model.can_generate():
-        why = "has no head that makes text; use its class for generation"
-    if why is not None:
-        raise ForedraftError(f"{name} ({type(model).__name__}) {why}")
+        reason = "has no head for generation; load it with its class for generation"
+    if reason is not None:
+        raise ForedraftError(f"{name} ({type(model).__name__}) {reason}")
 
 
 @torch.no_grad()
 def compare_decoders(model: Any, name: str, compute_logits: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Try what was recognised: our logits [T, V] of a short text over made-up states [S, H] must be the model's own.
+    """Compare our decoder's logits with the model's, for a few tokens over random encoder states.
 
-    Raises ForedraftError where they are not: a release of transformers, or a configuration, that means something else.
+    Args:
+        model: transformers encoder-decoder model.
+        name: name of the model in errors.
+        compute_logits: our decoder, from tokens [T] and encoder states [S, H] to logits [T, V].
+
+    Raises:
+        ForedraftError: the logits differ, for example because a release of transformers changed the architecture.
     """
     noise = torch.Generator().manual_seed(0)
     states = torch.randn(COMPARED_LENGTHS[1], model.config.d_model, generator=noise).to(model.device, model.dtype)
-    most = min(model.config.vocab_size, 1 << 10)
-    tokens = (torch.arange(COMPARED_LENGTHS[0], device=model.device) * 7 + 3) % most
-    pair = BaseModelOutput(last_hidden_state=states[None])
-    theirs = model(encoder_outputs=pair, decoder_input_ids=tokens[None], use_cache=False).logits[0].double()
-    # the mean, not the largest: an attention that is nearly a tie turns over at one rounding, and its row with it
-    error = (compute_logits(tokens, states).double() - theirs).square().mean().sqrt()
-    spread = theirs.std()
-    precision = max(torch.finfo(model.dtype).eps, torch.finfo(torch.float32).eps)  # T5 squares in float32
+    max_token = min(model.config.vocab_size, MAX_COMPARED_TOKEN)
+    tokens = (torch.arange(COMPARED_LENGTHS[0], device=model.device) * 7 + 3) % max_token  # distinct ids
+    encoded = BaseModelOutput(last_hidden_state=states[None])
+    expected = model(encoder_outputs=encoded, decoder_input_ids=tokens[None], use_cache=False).logits[0].double()
+    # The root mean square, not the maximum: rounding may flip a near tie in the attention and change one row.
+    error = (compute_logits(tokens, states).double() - expected).square().mean().sqrt()
+    spread = expected.std()
+    precision = max(torch.finfo(model.dtype).eps, torch.finfo(torch.float32).eps)  # T5's norm squares in float32
     if not error <= MAX_LOGIT_ERROR * precision**0.5 * spread:
         raise ForedraftError(
             f"{name} ({type(model).__name__}) is not computed as models of its type are: logits differ by "
-            f"{float(error):.2g} where they spread by {float(spread):.2g}"
+            f"{float(error):.2g}, and their standard deviation is {float(spread):.2g}"
         )
 
 

@@ -1,6 +1,6 @@
-"""A Llama decoder layer as drafters use it: the same module under training, and over paged KV when it drafts.
+"""Llama decoder layer of drafters, used for training and for drafting over paged KV.
 
-Attention is an argument, so that one forward serves causal training, training-time test and a tree over paged memory.
+Attention is an argument, so the same forward serves causal training, training-time test and a token tree over paged KV.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ RotaryFactors = tuple[Tensor, Tensor]  # cos and sin [B, L, D]
 
 
 def make_default_rope() -> dict[str, Any]:
-    """The rotary parameters of a Llama layer that names none."""
+    """Return the rotary parameters of a Llama layer whose configuration has none."""
     return {"rope_type": "default", "rope_theta": 10000.0}
 
 
@@ -38,14 +38,17 @@ class DraftLayerShape:
     has_qkv_bias: bool = False
     has_out_bias: bool = False
     has_qk_norm: bool = False
-    sliding_windows: tuple[int | None, ...] = ()  # by layer: positions a row sees at most, its own included; () = all
+    # By layer: maximum number of positions that a row sees, its own included; None or () = all.
+    sliding_windows: tuple[int | None, ...] = ()
 
     def get_sliding_window(self, layer: int) -> int | None:
-        """Positions that a row of a layer sees at most; None = all."""
+        """Return the maximum number of positions that a row of a layer sees; None = all."""
         return self.sliding_windows[layer] if self.sliding_windows else None
 
 
 class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last axis, computed in float32 or wider."""
+
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
@@ -57,6 +60,13 @@ class RMSNorm(nn.Module):
 
 
 class DraftAttention(nn.Module):
+    """Projections of an attention layer. The attention itself is an argument of `forward`.
+
+    Args:
+        shape: dimensions of the layer.
+        width: width of the input, which may differ from `shape.hidden` (EAGLE-3 reads token and feature).
+    """
+
     def __init__(self, shape: DraftLayerShape, width: int) -> None:
         super().__init__()
         self.shape = shape
@@ -70,7 +80,7 @@ class DraftAttention(nn.Module):
             self.k_norm = RMSNorm(shape.head_dim, shape.eps)
 
     def forward(self, x: Tensor, rotary: RotaryFactors, layer: int, attend: AttentionFunction) -> Tensor:
-        """[B, L, width] -> [B, L, hidden]."""
+        """Compute [B, L, hidden] from the input [B, L, width]."""
         query, key, value = (
             project(x).unflatten(-1, (-1, self.shape.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj)
         )
@@ -81,6 +91,8 @@ class DraftAttention(nn.Module):
 
 
 class MLP(nn.Module):
+    """Gated SiLU transform of a Llama layer."""
+
     def __init__(self, shape: DraftLayerShape) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(shape.hidden, shape.intermediate, bias=False)
@@ -92,8 +104,10 @@ class MLP(nn.Module):
 
 
 class RotaryEmbedding:
-    """cos and sin by position, as transformers computes them for any kind of `rope_parameters`. No module: its numbers
-    keep their precision when a network changes its own."""
+    """Factors cos and sin by position, equal to transformers' for every kind of `rope_parameters`.
+
+    This is not a module, so a conversion of the network's dtype does not reduce the precision of the frequencies.
+    """
 
     def __init__(self, shape: DraftLayerShape) -> None:
         config = LlamaConfig(
@@ -103,12 +117,12 @@ class RotaryEmbedding:
             max_position_embeddings=shape.max_positions,
             rope_parameters=dict(shape.rope),
         )
-        made = LlamaRotaryEmbedding(config)
-        self.scaling: float = made.attention_scaling
-        self.inv_freq: Tensor = made.inv_freq.clone()  # [D / 2]
+        embedding = LlamaRotaryEmbedding(config)
+        self.scaling: float = embedding.attention_scaling
+        self.inv_freq: Tensor = embedding.inv_freq.clone()  # [D / 2]
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> RotaryFactors:
-        """[B, L] -> cos and sin [B, L, D]."""
+        """Compute cos and sin [B, L, D] of positions [B, L]."""
         wide = torch.promote_types(dtype, torch.float32)
         if self.inv_freq.device != positions.device:
             self.inv_freq = self.inv_freq.to(positions.device)
@@ -118,20 +132,26 @@ class RotaryEmbedding:
 
 
 def apply_rotary(x: Tensor, rotary: RotaryFactors) -> Tensor:
-    """[B, L, H, D] by cos and sin [B, L, D]."""
+    """Rotate x [B, L, H, D] by the factors cos and sin [B, L, D]."""
     cos, sin = rotary[0][..., None, :], rotary[1][..., None, :]
     a, b = x.chunk(2, -1)
     return x * cos + torch.cat([-b, a], -1) * sin
 
 
 def attend_causal(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Ordinary causal attention over whole sequences."""
+    """Attend causally over whole sequences, without KV cache. An AttentionFunction for training."""
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
 class DraftLayer(nn.Module):
-    """A decoder layer. What its attention reads may be given, where it is more than its own normalised input."""
+    """Llama decoder layer.
+
+    Args:
+        shape: dimensions of the layer.
+        width: width of the attention's input. Default None = `shape.hidden`.
+        has_input_norm: whether the layer normalises the attention's input. Default True.
+    """
 
     def __init__(self, shape: DraftLayerShape, width: int | None = None, has_input_norm: bool = True) -> None:
         super().__init__()
@@ -149,7 +169,18 @@ class DraftLayer(nn.Module):
         attend: AttentionFunction,
         attention_input: Tensor | None = None,
     ) -> Tensor:
-        """[B, L, hidden]; `read` [B, L, width] is what the attention reads, None = the normalised input."""
+        """Compute the layer's output.
+
+        Args:
+            x: residual stream [B, L, hidden].
+            rotary: cos and sin of the positions.
+            layer: index of the layer, for `attend`.
+            attend: attention function.
+            attention_input: input of the attention [B, L, width]; None = x after the input norm.
+
+        Returns:
+            [B, L, hidden].
+        """
         x = x + self.self_attn(
             self.input_layernorm(x) if attention_input is None else attention_input, rotary, layer, attend
         )

@@ -1,6 +1,6 @@
-"""All that one forward pass needs: packed tokens, where their keys go, and what each may see.
+"""Input of one forward pass: packed tokens, KV slots of their keys, and attention masks.
 
-A window travels as an ordinary keyword argument through the model to the attention function; there is no global.
+A ForwardBatch reaches the attention function as a keyword argument of the model. There is no global state.
 """
 
 from collections.abc import Sequence
@@ -17,42 +17,45 @@ from foredraft.kv.allocator import NULL_PAGE
 from foredraft.source import EncoderSource
 from foredraft.tree import TokenTree
 
-AFTER_FINAL_NORM = -1  # the tap after the final norm: what lm_head reads, transformers' last_hidden_state
+# Layer boundary after the final norm: the input of lm_head, transformers' last_hidden_state.
+AFTER_FINAL_NORM = -1
 MAX_PADDED_ROWS = 32  # requests with at most this many rows share one padded attention call
 
 
 class Span(NamedTuple):
-    """One request's part of a window: nodes of its tree, on top of `start` tokens. Node n is written n places after
-    them."""
+    """Rows of one request in a forward batch: nodes of its tree after `start` tokens with KV.
 
-    pages: Sequence[int]
-    start: int  # committed tokens whose KV is written; position of node 0
-    tokens: Sequence[int]
-    depths: Sequence[int]  # of all nodes from 0
-    parents: Sequence[int] | None = None  # of those nodes, -1 for node 0; None = a chain
-    first_node: int = 0
-    source: EncoderSource | None = None  # what the encoder read, for a model that has one
-    node_subset: Sequence[int] | None = None  # the nodes that the tokens are; None = those from `first` on, the last
+    The KV of node n is at offset start + n of the request's pages. An earlier pass may have computed some of the nodes.
+    """
+
+    pages: Sequence[int]  # page ids of the request, in order
+    start: int  # tokens before node 0; their KV is written. Position of node 0
+    tokens: Sequence[int]  # token ids of this pass, one per row
+    depths: Sequence[int]  # depth by node index, from node 0 on, nodes of earlier passes included
+    parents: Sequence[int] | None = None  # parent by node index, -1 for node 0; None = a chain
+    first_node: int = 0  # node index of tokens[0], unless `node_subset` is set
+    source: EncoderSource | None = None  # encoder input of the request, for an encoder-decoder model
+    node_subset: Sequence[int] | None = None  # node index of each token; None = consecutive from `first_node` on
 
     @property
     def node_indices(self) -> Sequence[int]:
-        """The nodes that the tokens are."""
+        """Node index of each token."""
         return (
             range(self.first_node, self.first_node + len(self.tokens)) if self.node_subset is None else self.node_subset
         )
 
     @property
     def num_nodes(self) -> int:
-        """All nodes, those of passes before included."""
+        """Number of nodes, those of earlier passes included."""
         return self.first_node + len(self.tokens) if self.node_subset is None else len(self.depths)
 
     @property
     def num_keys(self) -> int:
-        """Keys that a row may see at most."""
+        """Number of keys: of the tokens before node 0, and of all nodes."""
         return self.start + self.num_nodes
 
     def find_path(self, node: int) -> list[int]:
-        """From the tree's first node down to this one."""
+        """Return the node indices from node 0 down to this node."""
         if self.parents is None:
             return list(range(node + 1))
         path = []
@@ -62,11 +65,11 @@ class Span(NamedTuple):
         return path[::-1]
 
     def build_ancestor_mask(self) -> Tensor:
-        """[n, size] bool: which of the step's nodes every row sees, itself included."""
-        n, own = len(self.tokens), self.num_nodes
+        """Build a mask [n, num_nodes] of the nodes that each of the n rows sees: its ancestors and itself."""
+        n, num_nodes = len(self.tokens), self.num_nodes
         if self.parents is None:
-            return torch.ones(n, own, dtype=torch.bool).tril(own - n)
-        mask = torch.zeros(n, own, dtype=torch.bool)
+            return torch.ones(n, num_nodes, dtype=torch.bool).tril(num_nodes - n)
+        mask = torch.zeros(n, num_nodes, dtype=torch.bool)
         for row, node in enumerate(self.node_indices):
             mask[row, self.find_path(node)] = True
         return mask
@@ -74,22 +77,31 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionGroup:
-    """Requests whose attention is computed in one call: b requests, n rows and L keys each after padding."""
+    """Requests that share one attention call: b requests, n rows and L keys each after padding."""
 
-    rows: Tensor | None  # [b, n] rows of the packed window, padding repeats a row; None = all rows of the one request
-    slots: Tensor | slice  # [b, L] rows of the pool, padding points to the null page; a slice where contiguous
+    rows: Tensor | None  # [b, n] packed rows, the last one repeated as padding; None = all rows of the only request
+    slots: Tensor | slice  # [b, L] slots of the pool, the null page as padding; a slice if they are contiguous
     query_positions: Tensor  # [b, n]
     key_positions: Tensor  # [b, L]
-    visible: Tensor | None  # [b, n, L] bool; None = everything
-    span_indices: tuple[int, ...] = (0,)  # which spans of the window these are
+    visible: Tensor | None  # [b, n, L] bool; None = all keys are visible
+    span_indices: tuple[int, ...] = (0,)  # [b] indices of the spans in the forward batch
     _bias_cache: dict[tuple[int | None, torch.dtype, int], Tensor | None] = field(default_factory=dict)
 
     def get_bias(self, sliding_window: int | None, dtype: torch.dtype, num_repeats: int = 1) -> Tensor | None:
-        """[b, 1, repeats * n, L] additive mask, at most `sliding` positions back; made once per step, not per layer."""
+        """Return the additive attention mask. It is computed once per forward pass, not per layer.
+
+        Args:
+            sliding_window: maximum number of positions that a row sees, its own included; None = all.
+            dtype: dtype of the mask.
+            num_repeats: copies of the n rows. Default 1.
+
+        Returns:
+            [b, 1, num_repeats * n, L], or None if all keys are visible.
+        """
         key = (sliding_window, dtype, num_repeats)
         if key not in self._bias_cache:
-            once = self._compute_bias(sliding_window, dtype)
-            self._bias_cache[key] = None if once is None else once.repeat(1, 1, num_repeats, 1)
+            bias = self._compute_bias(sliding_window, dtype)
+            self._bias_cache[key] = None if bias is None else bias.repeat(1, 1, num_repeats, 1)
         return self._bias_cache[key]
 
     def _compute_bias(self, sliding_window: int | None, dtype: torch.dtype) -> Tensor | None:
@@ -105,24 +117,25 @@ class AttentionGroup:
 
 @dataclass(frozen=True)
 class ForwardBatch:
-    """Rows are in the order of the spans, nodes in order within each. Tensors are made when first asked for."""
+    """Input of one forward pass: T packed rows, ordered by span, then by node. Tensors are built on first access."""
 
     spans: tuple[Span, ...]
-    logit_row_list: Sequence[int]  # R packed rows whose logits are wanted
-    page_size: int
+    logit_row_list: Sequence[int]  # [R] packed rows that need logits
+    page_size: int  # slots per page
     device: torch.device | str
 
     @classmethod
     def build(
         cls, spans: Sequence[Span], logit_rows: Sequence[int], page_size: int, device: torch.device | str
     ) -> "ForwardBatch":
+        """Build a forward batch; arguments as the fields of the class."""
         return cls(tuple(spans), logit_rows, page_size, device)
 
     @classmethod
     def from_spans(
         cls, spans: Sequence[Span], page_size: int, device: torch.device | str, last_only: bool = False
     ) -> "ForwardBatch":
-        """With logits after every token, or after each span's last."""
+        """Build a forward batch with logits for every row, or only for the last row of each span (`last_only`)."""
         ends = list(accumulate(len(span.tokens) for span in spans))
         return cls.build(spans, [end - 1 for end in ends] if last_only else range(ends[-1]), page_size, device)
 
@@ -137,7 +150,17 @@ class ForwardBatch:
         full_logit_requests: Sequence[int] = (),
         sources: Sequence[EncoderSource | None] | None = None,
     ) -> "ForwardBatch":
-        """The pass that verifies a tree. Logits for its scored nodes, and for all nodes of requests in `every_row`."""
+        """Build the forward pass that verifies a token tree.
+
+        Args:
+            tree: token trees of B requests.
+            starts: [B] tokens with KV.
+            pages: [B] page ids.
+            page_size: slots per page.
+            device: device of the tensors.
+            full_logit_requests: batch indices with logits for all nodes. Others have them for scored nodes only.
+            sources: [B] encoder inputs. Default None = no encoder.
+        """
         spans: list[Span] = []
         logit_rows: list[int] = []
         offset = 0
@@ -153,52 +176,54 @@ class ForwardBatch:
 
     @cached_property
     def num_rows(self) -> int:
+        """Number of packed rows T."""
         return sum(len(span.tokens) for span in self.spans)
 
     @cached_property
     def num_slots(self) -> int:
-        """Every slot named here lies below this."""
+        """Number of slots that the pool needs: every slot of the batch lies below it."""
         return (max(max(span.pages) for span in self.spans) + 1) * self.page_size
 
     @cached_property
     def tokens(self) -> Tensor:
-        """[1, T] packed ids."""
+        """Packed token ids [1, T]."""
         return torch.tensor([[token for span in self.spans for token in span.tokens]], device=self.device)
 
     @cached_property
     def positions(self) -> Tensor:
-        """[1, T] committed length + depth."""
-        found = [span.start + span.depths[node] for span in self.spans for node in span.node_indices]
-        return torch.tensor([found], device=self.device)
+        """Positions [1, T] of the rows: start + depth."""
+        positions = [span.start + span.depths[node] for span in self.spans for node in span.node_indices]
+        return torch.tensor([positions], device=self.device)
 
     @cached_property
     def write_slots(self) -> Tensor:
-        """[T] the slot each key goes to."""
+        """Slots [T] of the pool to which the rows' keys and values are written."""
         size = self.page_size
-        found = [
+        slots = [
             span.pages[i // size] * size + i % size
             for span in self.spans
             for i in (span.start + node for node in span.node_indices)
         ]
-        return torch.tensor(found, device=self.device)
+        return torch.tensor(slots, device=self.device)
 
     @cached_property
     def logit_rows(self) -> Tensor:
-        """[R] packed rows whose logits are wanted."""
+        """Packed rows [R] that need logits."""
         return torch.tensor(self.logit_row_list, dtype=torch.int64, device=self.device)
 
     @cached_property
     def attention_groups(self) -> tuple[AttentionGroup, ...]:
-        """The attention calls of the plain path."""
+        """Attention calls of the path without native code."""
         return _build_groups(self.spans, self.page_size, self.device)
 
     @cached_property
     def packed_rows(self) -> PackedRows:
-        """The same rows for the native path."""
+        """Rows in the layout of the native code."""
         return PackedRows.pack(self.spans, self.logit_row_list, self.page_size)
 
 
 def _build_groups(spans: Sequence[Span], page_size: int, device: torch.device | str) -> tuple[AttentionGroup, ...]:
+    """Group the spans: long ones have their own attention call, all others share a padded one."""
     if len(spans) == 1:
         return (_build_single_group(spans[0], 0, None, page_size, device),)
     groups, padded, offset = [], [], 0
@@ -215,6 +240,7 @@ def _build_groups(spans: Sequence[Span], page_size: int, device: torch.device | 
 
 
 def _compute_slots(pages: Sequence[int], length: int, page_size: int) -> slice | Tensor:
+    """Compute the slots of the first `length` offsets of a request; a slice if its pages are contiguous."""
     table = pages[: -(-length // page_size)]
     if list(table) == list(range(table[0], table[0] + len(table))):
         return slice(table[0] * page_size, table[0] * page_size + length)
@@ -222,7 +248,7 @@ def _compute_slots(pages: Sequence[int], length: int, page_size: int) -> slice |
 
 
 def _build_visibility(span: Span) -> Tensor | None:
-    """[n, L] bool: every committed key, and the ancestors among the step's own nodes. None = all."""
+    """Build a mask [n, L]: all keys before node 0, then each row's ancestors and itself. None = all keys."""
     n = len(span.tokens)
     if span.parents is None and n == 1:
         return None
@@ -230,6 +256,7 @@ def _build_visibility(span: Span) -> Tensor | None:
 
 
 def _compute_positions(span: Span) -> tuple[Tensor, Tensor]:
+    """Compute the positions of the rows [n] and of the keys [L]."""
     depths = torch.tensor(span.depths)
     return span.start + depths[list(span.node_indices)], torch.cat([torch.arange(span.start), span.start + depths])
 
@@ -259,19 +286,21 @@ def _build_padded_group(
     slots = torch.full((b, longest), NULL_PAGE * page_size)
     queries, keys = torch.zeros(b, n, dtype=torch.int64), torch.zeros(b, longest, dtype=torch.int64)
     visible = torch.zeros(b, n, longest, dtype=torch.bool)
-    visible[:, :, 0] = True  # a padded row sees one key: a row that sees nothing is NaN
+    visible[:, :, 0] = True  # every row sees one key, since the softmax of a row without keys is NaN
     for i, (_, span, offset) in enumerate(spans):
         size = len(span.tokens)
-        # a padded row repeats the last real one, so that scattering it back changes nothing
+        # Padding repeats the last row of the span, so writing the results back by row index stays correct.
         rows[i] = offset + torch.arange(n).clamp_max(size - 1)
-        own = _compute_slots(span.pages, span.num_keys, page_size)
-        slots[i, : span.num_keys] = torch.arange(own.start, own.stop) if isinstance(own, slice) else own
+        span_slots = _compute_slots(span.pages, span.num_keys, page_size)
+        slots[i, : span.num_keys] = (
+            torch.arange(span_slots.start, span_slots.stop) if isinstance(span_slots, slice) else span_slots
+        )
         queries[i, :size], keys[i, : span.num_keys] = _compute_positions(span)
-        seen = _build_visibility(span)
-        visible[i, :size, : span.num_keys] = True if seen is None else seen
+        mask = _build_visibility(span)
+        visible[i, :size, : span.num_keys] = True if mask is None else mask
         visible[i, size:] = visible[i, size - 1]
         queries[i, size:] = queries[i, size - 1]
-    members = tuple(place for place, _, _ in spans)
+    indices = tuple(index for index, _, _ in spans)
     return AttentionGroup(
-        rows.to(device), slots.to(device), queries.to(device), keys.to(device), visible.to(device), members
+        rows.to(device), slots.to(device), queries.to(device), keys.to(device), visible.to(device), indices
     )

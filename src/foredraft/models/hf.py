@@ -1,4 +1,4 @@
-"""A transformers causal LM as the engine sees it: windows in, logits and tapped hidden states out."""
+"""Causal LMs of transformers behind the engine's interface: forward batch in, logits and hidden states out."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,9 +23,11 @@ from foredraft.models.native.decoder import NativeDecoder, get_obstacle
 from foredraft.models.packed_linear import check_quantizable, pack_linears
 from foredraft.source import EncoderSource
 
+MAX_CONTEXT = 1 << 30  # tokens, for a model without a limit of its own
+
 
 class LM(Protocol):
-    """The target, a draft model, or anything else that turns a window into logits."""
+    """Language model over paged KV: the target, a draft model, or a truncated target."""
 
     pool: KVPool
 
@@ -36,33 +38,47 @@ class LM(Protocol):
     def context_length(self) -> int: ...
 
     def forward(self, forward_batch: ForwardBatch, hidden_layers: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
-        """Logits [R, V] of window.logit_rows, and [T, F] hidden states at the tapped boundaries side by side."""
+        """Run one forward pass and write its KV to the pool.
+
+        Args:
+            forward_batch: T packed rows.
+            hidden_layers: layer boundaries to return. Default () = none.
+
+        Returns:
+            Logits [R, V] of forward_batch.logit_rows, and hidden states [T, F] at the boundaries, concatenated, or
+            None without boundaries.
+        """
 
 
 @dataclass
 class HFModel:
-    """Any transformers causal LM whose class supports the attention interface, unmodified."""
+    """A transformers causal LM whose class supports the attention interface."""
 
-    model: Any  # a PreTrainedModel; its own type is too loose to help
+    model: Any  # a PreTrainedModel, whose own type annotations are too loose for mypy
     name: str
     pool: KVPool
-    kv_elements_per_token: int  # in the keys and values of one token
+    kv_elements_per_token: int  # numbers in the keys and values of one token, over all layers
     num_parameters: int
-    fused: NativeDecoder | None = None
-    modules_lock: Lock = field(
-        default_factory=Lock
-    )  # of the model's own, whose hooks are every pass's: siblings share them
+    fused: NativeDecoder | None = None  # native version of the whole model; None = transformers' modules run
+    # Held during a pass through transformers' modules. Copies with new KV share the modules and their hooks.
+    modules_lock: Lock = field(default_factory=Lock)
     max_context: int | None = field(kw_only=True, default=None)  # tokens; None = the model's own limit
 
     @classmethod
     def wrap_model(
         cls, model: Any, name: str, is_fused: bool = False, is_owned: bool = False, quantization: str | None = None
     ) -> "HFModel":
-        """Take over a loaded model. Raises ForedraftError for architectures that paged attention cannot serve.
+        """Wrap a loaded model.
 
-        is_fused: run natively what can be, the whole model if it is recognised. is_owned: no other code uses it, so
-        that
-        its weights may go. quantization: int8 or int4, None = the weights as they are.
+        Args:
+            model: transformers model; its attention implementation is replaced.
+            name: name of the model in errors.
+            is_fused: whether to use native code, for the whole model if its architecture is supported. Default False.
+            is_owned: whether no other code uses the model, so its weights may be freed. Default False.
+            quantization: "int8" or "int4". Default None = the weights as stored.
+
+        Raises:
+            ForedraftError: paged attention cannot serve the model, or it cannot be quantised.
         """
         model.eval()
         check_quantizable(model, quantization)
@@ -72,15 +88,22 @@ class HFModel:
         is_native = is_fused and model.device.type == "cpu" and load_library() is not None
         fused = None
         if is_native and get_obstacle(model) is None:
-            sliding = [call.sliding_window for call in sorted(calls, key=lambda call: call.layer)]
-            fused = NativeDecoder.from_model(model, sliding, *select_packers(quantization), is_owned)
+            windows = [call.sliding_window for call in sorted(calls, key=lambda call: call.layer)]
+            fused = NativeDecoder.from_model(model, windows, *select_packers(quantization), is_owned)
         elif quantization is not None or (is_native and is_owned and model.dtype in DTYPE_KINDS):
             model = pack_linears(model, quantization, is_owned, probe_attention)
         pool = KVPool(is_native)
         return cls(model, name, pool, sum(call.kv_elements for call in calls), count, fused)
 
     def with_context(self, max_tokens: int | None) -> "HFModel":
-        """The same model with a shorter context. Raises ForedraftError if it is longer than the model's own."""
+        """Return a copy with a shorter context.
+
+        Args:
+            max_tokens: context in tokens; None = unchanged.
+
+        Raises:
+            ForedraftError: `max_tokens` is longer than the model's own context.
+        """
         if max_tokens is None:
             return self
         if not 1 < max_tokens <= self.model_context_length:
@@ -91,46 +114,52 @@ class HFModel:
         return replace(self, max_context=max_tokens)
 
     def with_new_kv(self) -> "HFModel":
-        """The same weights with KV memory of their own."""
+        """Return a copy with the same weights and a new KV pool."""
         return replace(self, pool=KVPool(self.pool.is_native))
 
     @property
     def vocab_size(self) -> int:
+        """Number of tokens V of the logits."""
         return int(self.model.get_output_embeddings().weight.shape[0])
 
     @property
     def context_length(self) -> int:
         """Longest sequence in tokens, prompt and output together."""
-        own = self.model_context_length
-        return own if self.max_context is None else min(own, self.max_context)
+        limit = self.model_context_length
+        return limit if self.max_context is None else min(limit, self.max_context)
 
     @property
     def model_context_length(self) -> int:
-        """The model's own limit. Rotary factors that switch with the longest text of a batch end it at the switch."""
+        """Context limit of the model in tokens.
+
+        LongRoPE switches its factors at the original context length, by the longest sequence of a batch. Requests of
+        one batch would then influence each other, so the context ends at the switch.
+        """
         config = self.model.config.get_text_config()
-        most = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or 1 << 30
+        limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or MAX_CONTEXT
         rope = getattr(config, "rope_parameters", None) or {}
         by_kind = [rope] if "rope_type" in rope else [kind for kind in rope.values() if isinstance(kind, dict)]
         switches = [kind["original_max_position_embeddings"] for kind in by_kind if kind.get("rope_type") == "longrope"]
-        return int(min([most, *switches]))
+        return int(min([limit, *switches]))
 
     @property
     def has_encoder(self) -> bool:
-        """Whether every request needs a source."""
+        """Whether the model has an encoder, so every request needs a source."""
         return False
 
     @property
     def source_length(self) -> int | None:
-        """Tokens a source may have; None for a model that reads none."""
+        """Maximum number of tokens of a source; None without an encoder."""
         return None
 
     @property
     def calibration_source(self) -> EncoderSource | None:
-        """A source of ordinary length, for passes that measure; None for a model that reads none."""
+        """Source of ordinary length for measuring passes; None without an encoder."""
         return None
 
     @cached_property
-    def num_layers(self) -> int:  # a configuration is slow to ask
+    def num_layers(self) -> int:
+        """Number of decoder layers. Cached, since transformers reads its configuration slowly."""
         return int(self.model.config.get_text_config().num_hidden_layers)
 
     @property
@@ -138,27 +167,29 @@ class HFModel:
         return self.model.device  # type: ignore[no-any-return]
 
     @cached_property
-    def hidden_size(self) -> int:  # a configuration is slow to ask
+    def hidden_size(self) -> int:
+        """Width H of the hidden states. Cached, since transformers reads its configuration slowly."""
         return int(self.model.config.get_text_config().hidden_size)
 
     @property
     def embedding(self) -> Tensor:
-        """[V, H] the rows that token ids stand for, unscaled."""
+        """Input embedding matrix [V, H], unscaled."""
         return self.model.get_input_embeddings().weight.detach()  # type: ignore[no-any-return]
 
     @cached_property
     def head_weight(self) -> Tensor:
-        """[V, H] the matrix behind `head`, unpacked where it was packed."""
+        """Matrix [V, H] of the head, unpacked if it was packed."""
         module = self.model.get_output_embeddings()
         packed = getattr(module, "packed", None)
         return module.weight.detach() if packed is None else packed.unpack()  # type: ignore[no-any-return]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Logits [.., V] of states [.., H] taken at NORMED, scaled and capped as the model does."""
+        """Compute logits [.., V] from hidden states [.., H] at AFTER_FINAL_NORM, scaled and capped as in the model."""
         module = self.model.get_output_embeddings()
-        is_learning = torch.is_grad_enabled() and hidden.requires_grad  # not the head, which is only borrowed
+        # `head_weight` is detached: gradients flow to the states, not to the head's matrix.
+        has_gradient = torch.is_grad_enabled() and hidden.requires_grad
         bias = None if module.bias is None else module.bias.to(hidden.dtype)
-        logits = F.linear(hidden, self.head_weight, bias) if is_learning else module(hidden)
+        logits = F.linear(hidden, self.head_weight, bias) if has_gradient else module(hidden)
         config = self.model.config.get_text_config()
         logits = logits / (getattr(config, "logits_scaling", None) or 1.0)
         scale = getattr(config, "logit_scale", None)
@@ -167,17 +198,23 @@ class HFModel:
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def bytes_per_token(self) -> int:
-        """KV bytes one token takes; sizes the pools."""
+        """Return the KV bytes of one token. The engine sizes its pool by them."""
         return self.kv_elements_per_token * int(self.model.dtype.itemsize)
 
     def forward(self, forward_batch: ForwardBatch, hidden_layers: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
-        """Logits [R, V] and tapped states [T, F] side by side.
+        """Run one forward pass; see LM.forward.
 
-        Boundary 0 is the embeddings, boundary k the residual stream after k layers, NORMED the last one normalised.
+        Boundary 0 is the embeddings, boundary k the residual stream after k layers, AFTER_FINAL_NORM the input of the
+        head.
+
+        Raises:
+            ForedraftError: the model has no such boundary.
         """
-        for tap in hidden_layers:
-            if tap != AFTER_FINAL_NORM and not 0 <= tap <= self.num_layers:
-                raise ForedraftError(f"tap {tap} is not a boundary of {self.name}: it has {self.num_layers} layers")
+        for layer in hidden_layers:
+            if layer != AFTER_FINAL_NORM and not 0 <= layer <= self.num_layers:
+                raise ForedraftError(
+                    f"hidden layer {layer} is not a boundary of {self.name}: it has {self.num_layers} layers"
+                )
         if self.fused is not None:
             return self.fused.forward(forward_batch, self.pool, hidden_layers)
         with self.modules_lock, self._capture_hidden_states(hidden_layers) as captured:
@@ -189,28 +226,31 @@ class HFModel:
                 forward_batch=forward_batch,
                 pool=self.pool,
             )
-        features = torch.cat([captured[tap][0] for tap in hidden_layers], -1) if hidden_layers else None
+        features = torch.cat([captured[layer][0] for layer in hidden_layers], -1) if hidden_layers else None
         return out.logits[0], features
 
     @contextmanager
     def _capture_hidden_states(self, hidden_layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+        """Collect the hidden states at layer boundaries with hooks, by boundary, while the context is open."""
         captured: dict[int, Tensor] = {}
         layers = find_decoder_layers(self.model) if hidden_layers else nn.ModuleList()
         handles = []
-        for tap in hidden_layers:
+        for boundary in hidden_layers:
 
-            def before(_: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], tap: int = tap) -> None:
-                captured[tap] = args[0] if args else kwargs["hidden_states"]
+            def capture_input(
+                _: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], boundary: int = boundary
+            ) -> None:
+                captured[boundary] = args[0] if args else kwargs["hidden_states"]
 
-            def after(_: nn.Module, __: Any, output: Any, tap: int = tap) -> None:
-                captured[tap] = output if isinstance(output, Tensor) else output[0]
+            def capture_output(_: nn.Module, __: Any, output: Any, boundary: int = boundary) -> None:
+                captured[boundary] = output if isinstance(output, Tensor) else output[0]
 
-            if tap == AFTER_FINAL_NORM:
-                handles.append(self.model.get_decoder().register_forward_hook(after))
-            elif tap == 0:
-                handles.append(layers[0].register_forward_pre_hook(before, with_kwargs=True))
+            if boundary == AFTER_FINAL_NORM:
+                handles.append(self.model.get_decoder().register_forward_hook(capture_output))
+            elif boundary == 0:
+                handles.append(layers[0].register_forward_pre_hook(capture_input, with_kwargs=True))
             else:
-                handles.append(layers[tap - 1].register_forward_hook(after))
+                handles.append(layers[boundary - 1].register_forward_hook(capture_output))
         try:
             yield captured
         finally:
@@ -219,9 +259,9 @@ class HFModel:
 
 
 def find_decoder_layers(model: Any) -> nn.ModuleList:
-    """The stack of decoder layers, found by its length."""
+    """Find the stack of decoder layers: the first module list with as many modules as the model has layers."""
     depth = model.config.get_text_config().num_hidden_layers
     for module in model.get_decoder().modules():
         if isinstance(module, nn.ModuleList) and len(module) == depth:
             return module
-    raise ForedraftError(f"{type(model).__name__}: no stack of {depth} decoder layers was found to tap")
+    raise ForedraftError(f"{type(model).__name__}: no stack of {depth} decoder layers was found for hidden states")

@@ -1,4 +1,4 @@
-"""Loading of models and tokenizers from folders or the hub's cache, with errors a person can act on."""
+"""Loading of models and tokenizers from folders or the hub's cache, with errors that say what to do."""
 
 import logging
 import re
@@ -36,8 +36,11 @@ from foredraft.models.quantized import check_quantization_kind, check_stored_dty
 from foredraft.models.versions import warn_if_untested
 
 log = logging.getLogger(__name__)
-MIN_TOKENIZER_COVERAGE = 0.05  # share of a model's tokens that its tokenizer names; fewer belong to another model
-WARN_TOKENIZER_COVERAGE = 0.5  # share below which a warning is due; what is missing is padding, to 0.67 in ByT5
+# Share of a model's tokens that its tokenizer has. Below the minimum, the tokenizer belongs to another model.
+MIN_TOKENIZER_COVERAGE = 0.05
+# Share below which loading warns. Padding of the vocabulary lowers the share, down to 0.67 for ByT5.
+WARN_TOKENIZER_COVERAGE = 0.5
+MAX_ERROR_CHARS = 200  # characters of another library's error that our message repeats
 DTYPES = {
     "float32": torch.float32,
     "float64": torch.float64,
@@ -48,7 +51,17 @@ DTYPES = {
 
 
 def parse_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
-    """A torch dtype by name; None for "auto", which means as stored."""
+    """Parse the name of a torch dtype.
+
+    Args:
+        dtype: "auto", a key of DTYPES, or one of its dtypes.
+
+    Returns:
+        The dtype; None for "auto", which loads weights as stored.
+
+    Raises:
+        ForedraftError: the dtype is unknown.
+    """
     if isinstance(dtype, torch.dtype) and dtype in DTYPES.values():
         return dtype
     if dtype == "auto":
@@ -59,23 +72,31 @@ def parse_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
 
 
 def parse_device(device: str | torch.device) -> torch.device:
-    """A usable device; "auto" is the first GPU if there is one."""
+    """Parse the name of a device.
+
+    Args:
+        device: "auto" (the first GPU, or the CPU without one), "cpu", "cuda" or "cuda:N".
+
+    Raises:
+        ForedraftError: the device is unknown, not supported or not present.
+    """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        chosen = torch.device(device)
+        parsed = torch.device(device)
     except RuntimeError:
         raise ForedraftError(f"unknown device {device!r}; use auto, cpu, cuda or cuda:0") from None
-    if chosen.type not in ("cpu", "cuda"):
-        raise ForedraftError(f"device {str(chosen)!r} is not supported; use auto, cpu, cuda or cuda:0")
-    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+    if parsed.type not in ("cpu", "cuda"):
+        raise ForedraftError(f"device {str(parsed)!r} is not supported; use auto, cpu, cuda or cuda:0")
+    if parsed.type == "cuda" and (parsed.index or 0) >= torch.cuda.device_count():
         count = torch.cuda.device_count()
-        seen = f"only {count} of them" if count else "no GPU"
-        raise ForedraftError(f"device {str(chosen)!r} was asked for, but torch sees {seen}; use device='cpu'")
-    return chosen
+        available = f"only {count} of them" if count else "no GPU"
+        raise ForedraftError(f"device {str(parsed)!r} was requested, but torch sees {available}; use device='cpu'")
+    return parsed
 
 
 def _explain_error(name: str, error: Exception) -> ForedraftError:
+    """Convert an error of transformers or the hub to one that says what to do."""
     text = f"{type(error).__name__}: {error}".lower()
     is_local = Path(name).expanduser().is_dir()
     if "gated" in text or "401 client" in text or "403 client" in text:
@@ -84,10 +105,11 @@ def _explain_error(name: str, error: Exception) -> ForedraftError:
         )
     if "unrecognized configuration class" in text:
         return ForedraftError(
-            f"{name} is not a causal language model ({_find_config_class(str(error))}); give a model that writes text"
+            f"{name} is not a causal language model ({_find_config_class(str(error))}); "
+            "give a model for text generation"
         )
     if "unrecognized model" in text or "model type" in text or "model_type" in text:
-        return ForedraftError(f"{name}: its config.json names no architecture that this transformers version knows")
+        return ForedraftError(f"{name}: its config.json names no architecture that this transformers version supports")
     if "not a valid json" in text or "jsondecodeerror" in text:
         return ForedraftError(f"{name}: its config.json is not valid JSON; fetch it again")
     if "safetensorerror" in text:
@@ -102,35 +124,43 @@ def _explain_error(name: str, error: Exception) -> ForedraftError:
 
 
 def _summarise_error(error: Exception) -> str:
-    """Kind and first words of an error; transformers names a field in one line and what is wrong in the next."""
+    """Summarise an error by its type and first two lines: transformers names a field, then its fault."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {' '.join(lines[:2])[:200]}"
+    return f"{type(error).__name__}: {' '.join(lines[:2])[:MAX_ERROR_CHARS]}"
 
 
 def _find_config_class(text: str) -> str:
-    found = re.search(r"'[\w.]*?(\w+Config)'", text)
-    return found[1] if found else "by its configuration"
+    match = re.search(r"'[\w.]*?(\w+Config)'", text)
+    return match[1] if match else "by its configuration"
 
 
 def load_model(name: str, dtype: str | torch.dtype, device: torch.device) -> Any:
-    """A causal LM or an encoder-decoder model with safetensors weights; no remote code, no pickles, no weight made up.
+    """Load a causal LM or an encoder-decoder model with safetensors weights.
 
-    Raises ForedraftError.
+    Remote code and pickles are refused, and so is a checkpoint that lacks a weight.
+
+    Args:
+        name: model folder or hub id.
+        dtype: dtype of the weights or its name; "auto" = as stored.
+        device: device of the model.
+
+    Raises:
+        ForedraftError: the model cannot be loaded, or its files contradict each other.
     """
     check_model_path(name)
     warn_if_untested()
-    place = Path(name).expanduser()
-    wanted = parse_dtype(dtype) or "auto"
-    stored = _check_folder_contents(place, name) if place.is_dir() else None
-    kind = _select_model_class(place, stored, name)
+    path = Path(name).expanduser()
+    torch_dtype = parse_dtype(dtype) or "auto"
+    stored = _check_folder_contents(path, name) if path.is_dir() else None
+    kind = _select_model_class(path, stored, name)
     try:
         model, report = kind.from_pretrained(
-            str(place),
-            dtype=wanted,
+            str(path),
+            dtype=torch_dtype,
             trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # so that the report names them, instead of a table in an exception
+            ignore_mismatched_sizes=True,  # lists them in the report; otherwise an exception prints a table
         )
     except ForedraftError:
         raise
@@ -144,7 +174,7 @@ def load_model(name: str, dtype: str | torch.dtype, device: torch.device) -> Any
 
 
 def _select_model_class(path: Path, stored: StoredTensors | None, name: str) -> Any:
-    """The class that loads a model, after a look at what config.json makes. Raises ForedraftError."""
+    """Select the auto class that loads a model, and check config.json against the stored shapes."""
     try:
         config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
         kind = _select_auto_class(config)
@@ -156,7 +186,7 @@ def _select_model_class(path: Path, stored: StoredTensors | None, name: str) -> 
         raise
     except (KeyError, TypeError, ArithmeticError, AttributeError, RuntimeError, StrictDataclassError) as error:
         raise ForedraftError(
-            f"{name}: its config.json makes no model ({_summarise_error(error)}); correct it or fetch it again"
+            f"{name}: its config.json describes no model ({_summarise_error(error)}); correct it or fetch it again"
         ) from error
     except Exception as error:  # transformers and the hub raise dozens of kinds
         raise _explain_error(name, error) from error
@@ -164,7 +194,7 @@ def _select_model_class(path: Path, stored: StoredTensors | None, name: str) -> 
 
 
 def _check_folder_contents(folder: Path, name: str) -> StoredTensors:
-    """Check the contents that a folder declares, before a weight is read. Raises ForedraftError."""
+    """Check the configuration and the headers of the weight files. No weight is read."""
     config = read_config(folder, name)
     stored = read_stored_shapes(folder, name)
     check_numbers(config, stored, name)
@@ -173,7 +203,7 @@ def _check_folder_contents(folder: Path, name: str) -> StoredTensors:
 
 
 def _find_snapshot(name: str) -> Path:
-    """The folder of a hub id that was fetched."""
+    """Find the cached folder of a hub id that was fetched."""
     return Path(cached_file(name, CONFIG_FILE, local_files_only=True)).parent
 
 
@@ -182,25 +212,25 @@ def _select_auto_class(config: Any) -> Any:
         is_speech = type(config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
         return AutoModelForSpeechSeq2Seq if is_speech else AutoModelForSeq2SeqLM
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING:
-        return AutoModelForMultimodalLM  # its text part is decoded; what else it reads is never given
+        return AutoModelForMultimodalLM  # only its text part is used
     return AutoModelForCausalLM
 
 
 def read_vocab_size(model: Any) -> int:
-    """Tokens that a loaded model's logits are over."""
+    """Return the number of tokens V of a model's logits."""
     output = model.get_output_embeddings()
     size = model.config.get_text_config().vocab_size if output is None else output.weight.shape[0]
     return int(size)
 
 
 def _check_end_ids(name: str, model: Any) -> None:
-    """Refuse an end id that is no token: such a text would never end."""
+    """Refuse an end-of-sequence id outside the vocabulary, since no sequence could end with it."""
     size = read_vocab_size(model)
-    said = {CONFIG_FILE: getattr(model.config.get_text_config(), "eos_token_id", None)}
+    end_ids = {CONFIG_FILE: getattr(model.config.get_text_config(), "eos_token_id", None)}
     if model.generation_config is not None:
-        said["generation_config.json"] = model.generation_config.eos_token_id
-    for file, given in said.items():
-        for token in given if isinstance(given, list | tuple) else [given]:
+        end_ids["generation_config.json"] = model.generation_config.eos_token_id
+    for file, entry in end_ids.items():
+        for token in entry if isinstance(entry, list | tuple) else [entry]:
             if token is not None and not 0 <= token < size:
                 raise ForedraftError(
                     f"{name}: {file} says eos_token_id {token}, and the vocabulary has {size} tokens; correct it, or "
@@ -209,7 +239,7 @@ def _check_end_ids(name: str, model: Any) -> None:
 
 
 def _check_weights(name: str, model: Any, report: dict[str, Any]) -> None:
-    """Refuse what transformers only warns of: a tensor missing or of another shape is drawn at random."""
+    """Refuse missing and mismatched tensors, which transformers initialises at random with only a warning."""
     for key, stored, expected in sorted(report["mismatched_keys"]):
         raise ForedraftError(
             f"{name}: {key} is stored as {list(stored)} and config.json makes it {list(expected)}; "
@@ -221,19 +251,21 @@ def _check_weights(name: str, model: Any, report: dict[str, Any]) -> None:
             f"{name}: its weights lack {missing[0]}{_format_remaining(missing)}; the checkpoint is incomplete"
         )
     if report.get("error_msgs"):
-        raise ForedraftError(f"{name} could not be loaded ({str(report['error_msgs'][0]).splitlines()[0][:200]})")
+        raise ForedraftError(
+            f"{name} could not be loaded ({str(report['error_msgs'][0]).splitlines()[0][:MAX_ERROR_CHARS]})"
+        )
     check_unused_tensors(report["unexpected_keys"], name)
-    held = {key for key, _ in model.named_parameters()}
-    alike = {re.sub(r"\d+", "#", key) for key in held}
-    # a layer beyond the last, or the bias of a weight that has none: the model computes something else without it
-    lost = [
+    parameters = {key for key, _ in model.named_parameters()}
+    patterns = {re.sub(r"\d+", "#", key) for key in parameters}
+    # An unused tensor of an additional layer, or the bias of a weight: the checkpoint is of another configuration.
+    unused = [
         key
         for key in sorted(report["unexpected_keys"])
-        if re.sub(r"\d+", "#", key) in alike or key.removesuffix(".bias") + ".weight" in held
+        if re.sub(r"\d+", "#", key) in patterns or key.removesuffix(".bias") + ".weight" in parameters
     ]
-    if lost:
+    if unused:
         raise ForedraftError(
-            f"{name}: config.json leaves no place for {lost[0]}{_format_remaining(lost)} of its weights; "
+            f"{name}: config.json leaves no place for {unused[0]}{_format_remaining(unused)} of its weights; "
             "they belong to another configuration"
         )
 
@@ -243,10 +275,17 @@ def _format_remaining(keys: list[str]) -> str:
 
 
 def load_tokenizer(name: str, vocab_size: int | None = None) -> Any | None:
-    """The tokenizer beside a model, or None for a folder without one.
+    """Load the tokenizer of a model.
 
-    size: width of the model's logits, None = not compared. Raises ForedraftError for a damaged one, and for one with
-    far fewer tokens than the model.
+    Args:
+        name: model folder or hub id.
+        vocab_size: number of tokens of the model's logits. Default None = not compared.
+
+    Returns:
+        The tokenizer, or None for a folder without one.
+
+    Raises:
+        ForedraftError: the tokenizer is damaged, or has far fewer tokens than the model.
     """
     path = Path(name).expanduser()
     files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -263,9 +302,8 @@ def load_tokenizer(name: str, vocab_size: int | None = None) -> Any | None:
         raise _explain_error(f"the tokenizer of {name}", error) from error
     if vocab_size is not None and len(tokenizer) < MIN_TOKENIZER_COVERAGE * vocab_size:
         raise ForedraftError(
-            f"{name}: its tokenizer has {len(tokenizer)} tokens and the model {vocab_size}, so that it cannot "
-            "spell most of "
-            "what the model writes; fetch the model's own tokenizer, or give tokenizer=None to use token ids"
+            f"{name}: its tokenizer has {len(tokenizer)} tokens and the model {vocab_size}, so it cannot decode most "
+            "of the model's output; fetch the model's own tokenizer, or give tokenizer=None to use token ids"
         )
     if vocab_size is not None and len(tokenizer) < WARN_TOKENIZER_COVERAGE * vocab_size:
         log.warning(
@@ -275,21 +313,32 @@ def load_tokenizer(name: str, vocab_size: int | None = None) -> Any | None:
 
 
 def check_vocabularies(target: tuple[str, Any | None, int], draft: tuple[str, Any | None, int]) -> None:
-    """Refuse a draft whose tokens are not the target's. Each side is (name, tokenizer or None, width of its logits).
+    """Refuse a draft model with another vocabulary than the target's.
 
-    Raises ForedraftError with both names and the first token, by id, that differs.
+    Args:
+        target: name, tokenizer or None, and number of tokens of the logits.
+        draft: likewise for the draft model.
+
+    Raises:
+        ForedraftError: the vocabularies differ; the message has the lowest token id that differs.
     """
-    found = find_vocabulary_difference(target, draft)
-    if found is not None:
-        raise ForedraftError(f"{found}; use a draft with the target's tokenizer")
+    difference = find_vocabulary_difference(target, draft)
+    if difference is not None:
+        raise ForedraftError(f"{difference}; use a draft with the target's tokenizer")
 
 
 def find_vocabulary_difference(target: tuple[str, Any | None, int], draft: tuple[str, Any | None, int]) -> str | None:
-    """Describe the difference of two vocabularies, or return None. Each side is (name, tokenizer or None, width of
-    its logits).
+    """Describe the difference of two vocabularies.
 
-    Vocabularies padded to different widths with the same tokens are one. Without both tokenizers only the widths can be
-    compared.
+    Vocabularies with the same tokens are equal even if they are padded to different sizes. Without both tokenizers
+    only the sizes are compared.
+
+    Args:
+        target: name, tokenizer or None, and number of tokens of the logits.
+        draft: likewise for the draft model.
+
+    Returns:
+        The first difference by token id, or None.
     """
     (target_name, target_tok, target_size), (draft_name, draft_tok, draft_size) = target, draft
     if target_tok is None or draft_tok is None:
@@ -299,14 +348,13 @@ def find_vocabulary_difference(target: tuple[str, Any | None, int], draft: tuple
             f"{draft_name} has {draft_size} tokens and {target_name} {target_size}, and without both tokenizers "
             "they cannot be compared"
         )
-    ours = {i: token for token, i in target_tok.get_vocab().items() if i < target_size}
-    theirs = {i: token for token, i in draft_tok.get_vocab().items() if i < draft_size}
-    for i in sorted(ours.keys() | theirs.keys()):
-        if ours.get(i) != theirs.get(i):
+    target_tokens = {i: token for token, i in target_tok.get_vocab().items() if i < target_size}
+    draft_tokens = {i: token for token, i in draft_tok.get_vocab().items() if i < draft_size}
+    for i in sorted(target_tokens.keys() | draft_tokens.keys()):
+        if target_tokens.get(i) != draft_tokens.get(i):
             return (
                 f"{draft_name} does not share the vocabulary of {target_name}: token {i} is "
-                f"{_format_token(theirs, i)} in "
-                f"the draft and {_format_token(ours, i)} in the target"
+                f"{_format_token(draft_tokens, i)} in the draft and {_format_token(target_tokens, i)} in the target"
             )
     return None
 

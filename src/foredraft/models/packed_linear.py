@@ -1,4 +1,4 @@
-"""Packed matrices in a model that keeps its own modules: those of transformers are replaced, one for one."""
+"""Packed linear layers for models that run transformers' modules: each linear module is replaced by a native one."""
 
 import copy
 import warnings
@@ -20,13 +20,16 @@ from foredraft.models.weight_use import WeightPlaceholder, track_weight_reads
 
 
 class PackedLinear(nn.Module):
-    """y = x W^T + b by the native kernel. With W in 8 or 4 bits also, slowly and with the same bits, in plain torch."""
+    """Linear layer y = x W^T + b by the native kernel.
+
+    Without the kernels it runs in torch if W has 8 or 4 bits. This is slow, and the result has the same bits.
+    """
 
     def __init__(self, packed: PackedWeight, dtype: torch.dtype) -> None:
         super().__init__()
         self.packed = packed
         self.in_features, self.out_features = packed.k, packed.n
-        # models ask for the shape and the type of a weight; it has no numbers, and is not a parameter
+        # Models read the shape and dtype of `weight`. The placeholder has no values and is not a parameter.
         self.weight = WeightPlaceholder.from_shape(packed.n, packed.k, dtype)
         self.bias = packed.bias
 
@@ -43,13 +46,19 @@ class PackedLinear(nn.Module):
 
 @cache
 def _warn_slow() -> None:
-    warnings.warn(
-        "without the native kernels quantised models are slower than the models they were made from", stacklevel=3
-    )
+    warnings.warn("without the native kernels quantised models are slower than unquantised models", stacklevel=3)
 
 
 def check_quantizable(model: Any, name: str | None) -> None:
-    """Raises ForedraftError where a model cannot be quantised."""
+    """Check that a model can be quantised.
+
+    Args:
+        model: transformers model.
+        name: kind of quantisation; None = none.
+
+    Raises:
+        ForedraftError: the kind is unknown, or the model is not on the CPU.
+    """
     check_quantization(name)
     if name is not None and model.device.type != "cpu":
         raise ForedraftError(f"quantization {name} runs on the CPU; use device='cpu' or load the model without it")
@@ -58,30 +67,39 @@ def check_quantizable(model: Any, name: str | None) -> None:
 def pack_linears(
     model: Any, quantization: str | None, is_owned: bool, run_probe: Callable[[Any], object] | None = None
 ) -> Any:
-    """The model with its matrices packed; another object around the same tensors where it is not ours to change.
+    """Replace the linear modules of a model by packed ones.
 
-    Matrices of fewer than a panel's outputs or inputs (routers of experts, for one) stay as they are: they weigh
-    nothing and decide much. So do embeddings, weights that no linear module holds, and weights that the model reads by
-    itself, as a short pass shows (`try_out`; None = none is tried).
+    Four kinds of weights stay: matrices with fewer outputs or inputs than a panel, such as routers of experts, which
+    are small and sensitive to rounding; embeddings; weights outside linear modules; and weights that the model reads
+    without calling their module.
+
+    Args:
+        model: transformers model.
+        quantization: "int8" or "int4"; None = the weights as stored.
+        is_owned: whether to change the model itself. Otherwise a copy around the same tensors is changed.
+        run_probe: short forward pass that shows which weights the model reads directly. Default None = not tested.
+
+    Returns:
+        The model, or its copy.
     """
     if not is_owned:
         shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
         model = copy.deepcopy(model, shared)
     pack, pack_head = select_packers(quantization)
     arena, head = Arena(), model.get_output_embeddings()
-    found = [(path, module) for path, module in model.named_modules() if type(module) in (nn.Linear, Conv1D)]
-    read: list[nn.Module] = []
+    linears = [(path, module) for path, module in model.named_modules() if type(module) in (nn.Linear, Conv1D)]
+    read_directly: list[nn.Module] = []
     if run_probe is not None:
-        with track_weight_reads([module for _, module in found]) as read:
+        with track_weight_reads([module for _, module in linears]) as read_directly:
             run_probe(model)
-    for path, module in found:
-        if any(module is one for one in read):
+    for path, module in linears:
+        if any(module is other for other in read_directly):
             continue
         weight = module.weight.detach()
         weight = weight if type(module) is nn.Linear else weight.T
         if min(weight.shape) < PANEL:
             continue
-        held = (pack_head if module is head else pack)(weight, module.bias, arena)
+        packed = (pack_head if module is head else pack)(weight, module.bias, arena)
         parent, _, child = path.rpartition(".")
-        setattr(model.get_submodule(parent), child, PackedLinear(held, weight.dtype))
+        setattr(model.get_submodule(parent), child, PackedLinear(packed, weight.dtype))
     return model

@@ -1,4 +1,4 @@
-"""Prompts as a model takes them. Of an encoder-decoder model: what the encoder reads, and how the decoder begins."""
+"""Conversion of prompts to token ids, and for encoder-decoder models to a source and the decoder's first tokens."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,9 +16,18 @@ Prompt = str | Sequence[int] | Seq2Seq | PreparedPrompt
 
 
 def read_prompt(model: HFModel, tokenizer: Any | None, prompt: Prompt) -> tuple[list[int], EncoderSource | None]:
-    """The prompt's token ids, and the source of a model that has an encoder.
+    """Convert a prompt to the input of a model.
 
-    Raises ForedraftError for what the model does not take.
+    Args:
+        model: target.
+        tokenizer: tokenizer of the target; None = prompts must be token ids.
+        prompt: text, token ids, or a prompt with a source.
+
+    Returns:
+        Token ids of the decoder, and the source of an encoder-decoder model, otherwise None.
+
+    Raises:
+        ForedraftError: the prompt is empty, too long, or of a kind that the model does not support.
     """
     if isinstance(model, EncoderDecoder):
         source, ids = _read_seq2seq_prompt(model, tokenizer, prompt)
@@ -38,22 +47,22 @@ def read_prompt(model: HFModel, tokenizer: Any | None, prompt: Prompt) -> tuple[
 def _read_seq2seq_prompt(
     model: EncoderDecoder, tokenizer: Any | None, prompt: Prompt
 ) -> tuple[EncoderSource, list[int]]:
-    """The source, and the decoder's first tokens. A prompt that is text or ids is the source."""
+    """Return the source and the decoder's first tokens. A prompt of text or token ids is the source."""
     if isinstance(prompt, PreparedPrompt):
         return prompt.source, prompt.tokens
-    given = prompt if isinstance(prompt, Seq2Seq) else Seq2Seq(prompt)
-    source = _read_source(model, tokenizer, given)
+    parts = prompt if isinstance(prompt, Seq2Seq) else Seq2Seq(prompt)
+    source = _read_source(model, tokenizer, parts)
     prefix = (
         find_forced_ids(model)
-        if given.prefix is None
-        else _encode_ids(model, tokenizer, given.prefix, add_special_tokens=False)
+        if parts.prefix is None
+        else _encode_ids(model, tokenizer, parts.prefix, add_special_tokens=False)
     )
-    begun = find_start_ids(model) + prefix
-    if len(begun) >= model.context_length:
+    ids = find_start_ids(model) + prefix
+    if len(ids) >= model.context_length:
         raise ForedraftError(
-            f"the decoder's prefix has {len(begun)} tokens, the model's context is {model.context_length}; shorten it"
+            f"the decoder's prefix has {len(ids)} tokens, the model's context is {model.context_length}; shorten it"
         )
-    return source, begun
+    return source, ids
 
 
 def _read_source(model: EncoderDecoder, tokenizer: Any | None, prompt: Seq2Seq) -> EncoderSource:
@@ -91,7 +100,14 @@ def _encode_ids(
 
 
 def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many: a list of integers is one prompt of token ids."""
+    """Convert one prompt or several to a list. A list of integers is one prompt of token ids.
+
+    Args:
+        prompts: one prompt, or a sequence of prompts.
+
+    Raises:
+        ForedraftError: there is no prompt.
+    """
     if isinstance(prompts, str | Seq2Seq | PreparedPrompt) or (len(prompts) > 0 and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     if not len(prompts):
@@ -102,60 +118,74 @@ def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def encode_bad_words(
     model: HFModel, tokenizer: Any | None, words: Sequence[str | tuple[int, ...]]
 ) -> tuple[tuple[int, ...], ...]:
-    """Bad words as token ids; a string is forbidden with and without a space before it."""
-    found: list[tuple[int, ...]] = []
+    """Convert bad words to token ids. A string is forbidden with and without a space before it.
+
+    Args:
+        model: target.
+        tokenizer: tokenizer of the target; None = words must be token ids.
+        words: strings or token ids.
+
+    Raises:
+        ForedraftError: there is a string and no tokenizer.
+    """
+    sequences: list[tuple[int, ...]] = []
     for word in words:
         if not isinstance(word, str):
-            found.append(word)
+            sequences.append(word)
             continue
         if tokenizer is None:
             raise ForedraftError(f"{model.name} has no tokenizer: give bad_words as token ids")
         for spelling in (word, " " + word.lstrip()):
-            found.append(tuple(encode(tokenizer, spelling, add_special_tokens=False).input_ids))
-    return tuple(dict.fromkeys(found))
+            sequences.append(tuple(encode(tokenizer, spelling, add_special_tokens=False).input_ids))
+    return tuple(dict.fromkeys(sequences))
 
 
 def find_end_ids(model: HFModel, tokenizer: Any | None) -> frozenset[int]:
-    """Token ids that end a text, by the model's configurations and the tokenizer."""
-    found: list[Any] = [
+    """Collect the token ids that end a sequence from the model's configurations and the tokenizer."""
+    entries: list[Any] = [
         getattr(model.model.generation_config, "eos_token_id", None),
-        getattr(model.model.config.get_text_config(), "eos_token_id", None),  # CPM-Ant's has none
+        getattr(model.model.config.get_text_config(), "eos_token_id", None),  # CPM-Ant's configuration has none
     ]
     if tokenizer is not None:
-        found.append(tokenizer.eos_token_id)
+        entries.append(tokenizer.eos_token_id)
     ids: set[int] = set()
-    for entry in found:
+    for entry in entries:
         ids |= set(entry) if isinstance(entry, (list, tuple)) else {entry} if entry is not None else set()
     return frozenset(ids)
 
 
 def count_prompt_tokens(model: HFModel, count: int) -> int:
-    """Tokens before the completion in the text that the decoder reads, for a prompt of `count` tokens."""
+    """Return the number of decoder tokens before the completion, for a prompt of `count` tokens."""
     return len(find_start_ids(model) + find_forced_ids(model)) if isinstance(model, EncoderDecoder) else count
 
 
 def find_start_ids(model: EncoderDecoder) -> list[int]:
-    """Return the first token ids of the decoder. Raises ForedraftError for a model without them."""
+    """Find the start token ids of the decoder.
+
+    Raises:
+        ForedraftError: the model's configuration has none.
+    """
     start = _read_setting(model, "decoder_start_token_id")
     start = _read_setting(model, "bos_token_id") if start is None else start
     if start is None:
-        raise ForedraftError(f"{model.name}: its configuration names no decoder_start_token_id; set it there")
+        raise ForedraftError(f"{model.name}: its configuration has no decoder_start_token_id; set it there")
     return [int(start)] if not isinstance(start, (list, tuple)) else [int(start[0])]
 
 
 def find_forced_ids(model: EncoderDecoder) -> list[int]:
-    """The tokens after the first that the model's generation_config leaves no choice about."""
+    """Find the token ids after the start token that the model's generation_config forces."""
     first = _read_setting(model, "forced_bos_token_id")
     if first is not None:
         return [int(first)]
-    found: list[int] = []
-    for place, token in sorted(_read_setting(model, "forced_decoder_ids") or ()):
-        if place != len(found) + 1 or token is None:
+    forced: list[int] = []
+    for position, token in sorted(_read_setting(model, "forced_decoder_ids") or ()):
+        if position != len(forced) + 1 or token is None:
             break
-        found.append(int(token))
-    return found
+        forced.append(int(token))
+    return forced
 
 
 def _read_setting(model: EncoderDecoder, name: str) -> Any:
-    own = getattr(model.model.generation_config, name, None)
-    return getattr(model.model.config, name, None) if own is None else own
+    """Read a setting of generation_config, or of the model's configuration if it is not set there."""
+    value = getattr(model.model.generation_config, name, None)
+    return getattr(model.model.config, name, None) if value is None else value

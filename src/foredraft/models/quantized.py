@@ -1,7 +1,7 @@
-"""Which quantised checkpoints transformers decodes, and which it would run with wrong weights.
+"""Checks that transformers decodes a quantised checkpoint correctly.
 
-transformers warns of a kind that it does not have, leaves the scales out and computes with the rounded numbers as if
-they were the weights. What it warns of is refused here.
+For an unknown kind of quantisation transformers only warns. It ignores the scales and uses the rounded numbers as
+weights. These functions refuse such checkpoints.
 """
 
 import re
@@ -14,13 +14,13 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from foredraft.errors import ForedraftError
 from foredraft.models.folder import StoredTensors
 
-# tensors beside a rounded weight, without which it is another weight; not k_scale and v_scale, which are of a KV cache
+# Names of tensors that are needed to decode a rounded weight. Scales of a KV cache (k_scale, v_scale) may be unused.
 SCALE_TENSORS = re.compile(
     r"(^|[._])(weight_scale(_inv|_2)?|weight_global_scale|weight_packed|weight_shape|weight_zero_point|scale_inv|"
     r"input_scale|input_global_scale|activation_scale|pre_quant_scale|qweight|qzeros|g_idx|SCB|absmax|quant_map|"
     r"quant_state[\w.]*|\w+_blocks|\w+_scales?_inv)$"
 )
-MODELOPT_FILE = "hf_quant_config.json"
+MODELOPT_FILE = "hf_quant_config.json"  # quantisation settings that ModelOpt writes beside config.json
 BITSANDBYTES_TENSORS = re.compile(r"\.(absmax|quant_map|quant_state\..*|SCB)$")
 REMEDY = (
     "use the unquantised checkpoint (LLM(quantization='int8') rounds it while loading), or one in a format that "
@@ -29,27 +29,48 @@ REMEDY = (
 
 
 def check_quantization_kind(config: Mapping[str, Any], name: str) -> str | None:
-    """The kind of quantisation that config.json names, None = none. Raises ForedraftError for one that is unknown."""
+    """Read the kind of quantisation from config.json.
+
+    Args:
+        config: contents of config.json.
+        name: name of the model in errors.
+
+    Returns:
+        A kind that transformers decodes, or None without quantisation.
+
+    Raises:
+        ForedraftError: transformers does not decode this kind.
+    """
     text = config.get("text_config")
-    places = [config, text] if isinstance(text, Mapping) else [config]
-    blocks = [place[key] for place in places for key in ("quantization_config", "compression_config") if place.get(key)]
+    configs = [config, text] if isinstance(text, Mapping) else [config]
+    blocks = [each[key] for each in configs for key in ("quantization_config", "compression_config") if each.get(key)]
     block = next(iter(blocks), None)
     if block is None:
         return None
     kind = block.get("quant_method") if isinstance(block, Mapping) else None
     if isinstance(block, Mapping) and kind is None and (block.get("load_in_4bit") or block.get("load_in_8bit")):
-        return "bitsandbytes"  # as older releases wrote it
+        return "bitsandbytes"  # the format of older releases
     if kind == "bitsandbytes" or kind in AUTO_QUANTIZATION_CONFIG_MAPPING:
         return str(kind)
-    known = ", ".join(sorted(AUTO_QUANTIZATION_CONFIG_MAPPING))
+    supported = ", ".join(sorted(AUTO_QUANTIZATION_CONFIG_MAPPING))
     raise ForedraftError(
-        f"{name}: config.json says quant_method {kind!r}, which transformers does not decode (it has {known}), so its "
-        f"weights would be wrong; {REMEDY}"
+        f"{name}: config.json says quant_method {kind!r}, which transformers does not decode (it has {supported}), "
+        f"so its weights would be wrong; {REMEDY}"
     )
 
 
 def check_stored_dtypes(folder: Path, stored: StoredTensors, kind: str | None, name: str) -> None:
-    """Raises ForedraftError where files or dtypes show a quantisation that config.json does not name."""
+    """Check that config.json declares the quantisation that files and dtypes show.
+
+    Args:
+        folder: model folder.
+        stored: tensors of the folder.
+        kind: kind of quantisation from config.json; None = none.
+        name: name of the model in errors.
+
+    Raises:
+        ForedraftError: the weights are quantised in a way that config.json does not declare.
+    """
     if kind == "bitsandbytes":
         _check_bitsandbytes(stored, name)
     if kind is not None:
@@ -57,8 +78,7 @@ def check_stored_dtypes(folder: Path, stored: StoredTensors, kind: str | None, n
     if (folder / MODELOPT_FILE).exists():
         raise ForedraftError(
             f"{name}: its {MODELOPT_FILE} says that ModelOpt quantised it, and config.json names no kind that "
-            "transformers "
-            f"decodes, so its weights would be wrong; {REMEDY}"
+            f"transformers decodes, so its weights would be wrong; {REMEDY}"
         )
     rounded = sorted(key for key, (dtype, _) in stored.items() if dtype.startswith("F8"))
     if rounded:
@@ -70,7 +90,7 @@ def check_stored_dtypes(folder: Path, stored: StoredTensors, kind: str | None, n
 
 
 def _check_bitsandbytes(stored: StoredTensors, name: str) -> None:
-    """Either every weight is still a float, and is rounded while loading, or the packed ones have their scales."""
+    """Refuse packed weights without scales. Weights that are stored as floats are rounded while loading."""
     packed = sorted(key for key, (dtype, _) in stored.items() if dtype in ("U8", "I8") and key.endswith(".weight"))
     if packed and not any(map(BITSANDBYTES_TENSORS.search, stored)):
         raise ForedraftError(
@@ -80,9 +100,17 @@ def _check_bitsandbytes(stored: StoredTensors, name: str) -> None:
 
 
 def check_unused_tensors(keys: Iterable[str], name: str) -> None:
-    """Raises ForedraftError where tensors that a model has no place for are the scales of its weights."""
-    left = sorted(key for key in keys if SCALE_TENSORS.search(key))
-    if left:
+    """Check that no unused tensor is a scale of a quantised weight.
+
+    Args:
+        keys: names of tensors that the model does not use.
+        name: name of the model in errors.
+
+    Raises:
+        ForedraftError: a scale is unused.
+    """
+    scales = sorted(key for key in keys if SCALE_TENSORS.search(key))
+    if scales:
         raise ForedraftError(
-            f"{name}: the model has no place for {left[0]}, so that its quantised weights would be wrong; {REMEDY}"
+            f"{name}: the model has no place for {scales[0]}, so its quantised weights would be wrong; {REMEDY}"
         )

@@ -1,4 +1,4 @@
-"""Text to token ids, and errors of tokenizers that are none of ours."""
+"""Conversion of text to token ids, with panics of native tokenizers turned into ForedraftError."""
 
 from typing import Any
 
@@ -8,9 +8,18 @@ from foredraft.errors import ForedraftError, is_panic
 def encode(tokenizer: Any, text: str | list[str], add_special_tokens: bool = True, return_offsets: bool = False) -> Any:
     """Encode one text or several.
 
-    has_special: with the control tokens it puts around a text. has_offsets: with where each token begins.
-    Raises ForedraftError if the tokenizer cannot read the text: its native code may panic, by a limit of its patterns
-    for one, which Python sees as a BaseException.
+    Args:
+        tokenizer: transformers tokenizer.
+        text: one string or a list of strings.
+        add_special_tokens: whether to add the tokenizer's control tokens. Default True.
+        return_offsets: whether to return the character offsets of every token. Default False.
+
+    Returns:
+        The encoding of the tokenizer.
+
+    Raises:
+        ForedraftError: the tokenizer cannot encode the text. Its native code may panic, for example at a limit of its
+            regular expressions; Python sees a BaseException.
     """
     options: dict[str, bool] = {} if add_special_tokens else {"add_special_tokens": False}
     if return_offsets:
@@ -18,7 +27,7 @@ def encode(tokenizer: Any, text: str | list[str], add_special_tokens: bool = Tru
     try:
         return tokenizer(text, **options)
     except BaseException as error:
-        if type(error) is Exception or is_panic(error):  # the first is how a tokenizer's native code raises
+        if type(error) is Exception or is_panic(error):  # native tokenizers raise the bare type Exception
             raise ForedraftError(
                 "the tokenizer cannot read this text; change or shorten it, or give token ids"
             ) from error

@@ -1,7 +1,7 @@
-"""The first layers of a model, then its own final norm and head, on its own keys and values.
+"""Truncated target: the first layers of a model, then its final norm and head, in the target's KV pool.
 
-Nothing is held twice: weights are the model's, and what the layers write lies where its passes write the same. On the
-native path a pass stops early; on the plain path a view of the model, whose stack is shorter, stands beside it.
+Weights and KV are shared with the target. Its first layers write the same keys and values to the same slots as a full
+pass. The native decoder stops after these layers. Without it, a shallow copy of the model has a shorter layer stack.
 """
 
 import copy
@@ -22,13 +22,22 @@ from foredraft.models.forward_batch import ForwardBatch
 from foredraft.models.hf import HFModel, find_decoder_layers
 from foredraft.models.native.decoder import DecoderPacker, LayerSlice
 
-ADAPTER_GAIN = (
-    2.0  # of a new adapter's inner products: states are large after some layers, and small changes are slow to show
-)
+# Standard deviation of the outputs of a new adapter's input projections, for inputs with variance 1. Hidden states are
+# large after some layers, so an adapter with a small gain learns slowly.
+ADAPTER_GAIN = 2.0
+DEFAULT_NORM_EPS = 1e-6  # epsilon of norms, for a target without rms_norm_eps
 
 
 class Adapter(nn.Module):
-    """x + down(silu(gate(norm x)) * up(norm x)): in place of the layers that are left out. New, it changes nothing."""
+    """Gated residual MLP in place of the skipped layers: x + down(silu(gate(norm x)) * up(norm x)).
+
+    A new adapter is the identity.
+
+    Args:
+        hidden: width of the hidden states.
+        rank: width inside the MLP.
+        eps: epsilon of the norm.
+    """
 
     def __init__(self, hidden: int, rank: int, eps: float) -> None:
         super().__init__()
@@ -41,21 +50,21 @@ class Adapter(nn.Module):
         nn.init.zeros_(self.down_proj.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[.., H] -> [.., H]"""
-        read = self.norm(x)
-        return x + self.down_proj(F.silu(self.gate_proj(read)) * self.up_proj(read))  # type: ignore[no-any-return]
+        """Adapt hidden states [.., H]."""
+        normed = self.norm(x)
+        return x + self.down_proj(F.silu(self.gate_proj(normed)) * self.up_proj(normed))  # type: ignore[no-any-return]
 
 
 @dataclass
 class Truncated:
-    """An LM for the lifetime of the target's memory. `adapter`: of the target's type and on its device."""
+    """First layers of a target as an LM in the target's pool. It is valid as long as the target."""
 
     target: HFModel
-    num_layers: int
-    adapter: Adapter | None = None
-    _layer_slice: LayerSlice | None = field(init=False, default=None)
-    _packer: DecoderPacker | None = field(init=False, default=None)  # keeps alive what the part points to
-    _truncated_model: Any = field(init=False, default=None)
+    num_layers: int  # layers that run, from the first one on; less than all
+    adapter: Adapter | None = None  # runs before the final norm; has the target's dtype and device
+    _layer_slice: LayerSlice | None = field(init=False, default=None)  # for the native decoder
+    _packer: DecoderPacker | None = field(init=False, default=None)  # owns the memory to which the layer slice points
+    _truncated_model: Any = field(init=False, default=None)  # for transformers' modules
 
     def __post_init__(self) -> None:
         check_exit_layer(self.target, self.num_layers)
@@ -80,8 +89,8 @@ class Truncated:
         return self.target.context_length
 
     def forward(self, forward_batch: ForwardBatch, hidden_layers: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
-        """Logits [R, V] of window.logit_rows; keys and values of these layers are written. There is nothing to tap."""
-        assert not hidden_layers, "a truncated pass has no taps"
+        """Run one forward pass and write the KV of these layers; see LM.forward. `hidden_layers` must be empty."""
+        assert not hidden_layers, "a truncated pass has no hidden layers"
         if self.target.fused is not None:
             return self.target.fused.run(forward_batch, self.pool, (), layer_slice=self._layer_slice)
         with self.target.modules_lock:
@@ -101,8 +110,8 @@ class Truncated:
         rank = self.adapter.gate_proj.out_features
         if rank > max_rank:
             raise ForedraftError(
-                f"an adapter of rank {rank} is wider than the {max_rank} of the target's own layers; train a "
-                "narrower one"
+                f"an adapter of rank {rank} is wider than the {max_rank} of the target's own layers; "
+                "train a narrower one"
             )
         return LayerRecord(
             mlp_norm=packer.hold_norm(self.adapter.norm),
@@ -112,7 +121,15 @@ class Truncated:
 
 
 def check_exit_layer(target: HFModel, layer: int) -> None:
-    """Raises ForedraftError for a number of layers that is not less than all and more than none."""
+    """Check that a truncated target has at least one layer and fewer than all.
+
+    Args:
+        target: target model.
+        layer: number of layers of the truncated target.
+
+    Raises:
+        ForedraftError: the number is out of range.
+    """
     if target.num_layers < 2:
         raise ForedraftError(f"{target.name} has one layer, and there is none to leave out")
     if not 1 <= layer < target.num_layers:
@@ -123,43 +140,52 @@ def check_exit_layer(target: HFModel, layer: int) -> None:
 
 
 def truncate_model(model: Any, count: int, adapter: Adapter | None = None) -> Any:
-    """Another object around the same modules, with a shorter stack; the model itself is not touched.
+    """Copy a model around the same modules with a shorter layer stack. The model itself is not changed.
 
-    Raises ForedraftError where modules were replaced by hooks that would call the whole model.
+    Args:
+        model: transformers model.
+        count: number of layers of the copy.
+        adapter: runs after the last of these layers. Default None = no adapter.
+
+    Raises:
+        ForedraftError: hooks replaced the forward of a module, so a copy would call the whole model.
     """
     layers = find_decoder_layers(model)
-    kept = list(layers[:count])
+    first_layers = list(layers[:count])
     if adapter is not None:
-        kept[-1] = _attach_adapter(kept[-1], adapter)
+        first_layers[-1] = _attach_adapter(first_layers[-1], adapter)
     *owners, name = next(path for path, module in model.named_modules() if module is layers).split(".")
-    view = at = _copy_module(model)
+    view = parent = _copy_module(model)
     for owner in owners:
-        below = _copy_module(getattr(at, owner))
-        setattr(at, owner, below)
-        at = below
-    setattr(at, name, nn.ModuleList(kept))
+        child = _copy_module(getattr(parent, owner))
+        setattr(parent, owner, child)
+        parent = child
+    setattr(parent, name, nn.ModuleList(first_layers))
     return view
 
 
 def find_final_norm(model: Any) -> nn.Module | None:
-    """Return the norm between the last layer and the head; None if it is not recognised."""
+    """Find the norm between the last layer and the head; None if it is ambiguous.
+
+    It is the only norm beside the layer stack, or the only one after it.
+    """
     layers = find_decoder_layers(model)
     path = next(path for path, module in model.named_modules() if module is layers)
     children: list[nn.Module] = list(model.get_submodule(path.rpartition(".")[0]).children())
     norms: list[nn.Module] = [child for child in children if getattr(getattr(child, "weight", None), "ndim", 0) == 1]
     later = [child for child in norms if children.index(child) > children.index(layers)]
-    for found in (norms, later):
-        if len(found) == 1:
-            return found[0]
+    for candidates in (norms, later):
+        if len(candidates) == 1:
+            return candidates[0]
     return None
 
 
 def _copy_module(module: Any) -> Any:
-    """A module of its own that holds the same parameters and children."""
+    """Copy a module with the same parameters and children."""
     if "forward" in vars(module):
         raise ForedraftError(
-            f"{type(module).__name__} was wrapped from outside (device_map does so), and no part of it runs alone; "
-            "load the model on one device"
+            f"the forward of {type(module).__name__} was replaced (device_map does so), so a part of it cannot run "
+            "alone; load the model on one device"
         )
     view = copy.copy(module)
     view._modules = dict(module._modules)
@@ -167,26 +193,26 @@ def _copy_module(module: Any) -> Any:
 
 
 def _attach_adapter(layer: Any, adapter: Adapter) -> Any:
-    """The layer with the adapter behind it, for this view alone."""
+    """Copy a layer with the adapter after it."""
     view = _copy_module(layer)
     view._forward_hooks = OrderedDict(layer._forward_hooks)
 
-    def behind(module: nn.Module, args: Any, output: Any) -> Any:
+    def apply_adapter(module: nn.Module, args: Any, output: Any) -> Any:
         return adapter(output) if isinstance(output, Tensor) else (adapter(output[0]), *output[1:])
 
-    _: RemovableHandle = view.register_forward_hook(behind)
+    _: RemovableHandle = view.register_forward_hook(apply_adapter)
     return view
 
 
 def count_weights(target: HFModel) -> tuple[float, float]:
-    """Numbers in one layer and in the head: what a pass of few rows has to read of each."""
-    vocabulary = target.embedding.numel()
+    """Count the weights of one layer and of the head. A pass of few rows reads each of them once."""
+    embedding = target.embedding.numel()
     head = target.vocab_size * target.hidden_size
     is_tied = bool(getattr(target.model.config.get_text_config(), "tie_word_embeddings", False))
-    rest = target.num_parameters - vocabulary - (0 if is_tied else head)
+    rest = target.num_parameters - embedding - (0 if is_tied else head)
     return max(rest, 0) / target.num_layers, float(head)
 
 
 def read_norm_eps(target: HFModel) -> float:
-    """Read the epsilon of the target's norms; the native pass has one for all."""
-    return float(getattr(target.model.config.get_text_config(), "rms_norm_eps", None) or 1e-6)
+    """Read the epsilon of the target's norms. The native decoder uses it for the adapter's norm too."""
+    return float(getattr(target.model.config.get_text_config(), "rms_norm_eps", None) or DEFAULT_NORM_EPS)

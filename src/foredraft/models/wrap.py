@@ -1,4 +1,4 @@
-"""A loaded transformers model as an LM, by its kind."""
+"""Wrappers of loaded transformers models as LMs: causal or encoder-decoder."""
 
 from typing import Any
 
@@ -13,13 +13,13 @@ from foredraft.models.native import decoder
 def wrap_model(
     model: Any, name: str, is_fused: bool = False, is_owned: bool = False, quantization: str | None = None
 ) -> HFModel:
-    """Arguments and errors as in HFModel.adopt."""
+    """Wrap a loaded model as an LM; arguments and errors as in HFModel.wrap_model."""
     kind = EncoderDecoder if model.config.is_encoder_decoder else HFModel
     return kind.wrap_model(model, name, is_fused, is_owned, quantization)
 
 
 def get_native_obstacle(model: Any) -> str | None:
-    """Why a model keeps transformers' modules, or torch's operators; None if it can run as native code."""
+    """Return the reason why a model cannot run as native code; None if it can."""
     if not model.config.is_encoder_decoder:
         return decoder.get_obstacle(model)
     is_native = model.device == torch.device("cpu") and model.dtype in DTYPE_KINDS

@@ -1,0 +1,1 @@
+"""Sampling parameters, distributions, grammars and seeded random numbers."""

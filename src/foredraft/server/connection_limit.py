@@ -37,6 +37,7 @@ class ConnectionLimit:
         """Register a new connection, and close the longest idle one if there are too many.
 
         Args:
+            transport: transport of the new connection.
             num_open: open connections, the new one included.
         """
         self.idle_connections[transport] = None

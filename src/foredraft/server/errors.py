@@ -70,10 +70,12 @@ def quote_name(name: object) -> str:
 
 
 def make_queue_full_error(seconds: float) -> ApiError:
+    """Make the error 429 with `Retry-After` in seconds."""
     return ApiError(429, "the queue is full; try again later", headers={"Retry-After": _format_seconds(seconds)})
 
 
 def make_unavailable_error(message: str, seconds: float = 5.0) -> ApiError:
+    """Make an error 503 with `Retry-After` in seconds."""
     return ApiError(503, message, headers={"Retry-After": _format_seconds(seconds)})
 
 
@@ -82,6 +84,7 @@ def _format_seconds(seconds: float) -> str:
 
 
 async def on_api_error(request: Request, error: Exception) -> JSONResponse:
+    """Return the response of an ApiError."""
     assert isinstance(error, ApiError)
     return error.response
 

@@ -152,6 +152,7 @@ def serve(service: Service, sock: socket.socket, loader: "Callable[[], LLM]", on
     """Serve until a signal. Raises the exception of the loader, if any.
 
     Args:
+        service: state of all routes, which gets the loaded LLM.
         sock: listening socket.
         loader: returns the LLM; called on another thread.
         on_ready: called after the model is loaded.

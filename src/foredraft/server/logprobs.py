@@ -24,7 +24,10 @@ def format_completion_logprobs(
     """Format the `logprobs` object of /v1/completions.
 
     Args:
-        tokens, entries, offsets: ids, log-probabilities and text offsets, one per token.
+        vocabulary: vocabulary that turns ids into text.
+        tokens: ids.
+        entries: log-probabilities, one per token.
+        offsets: text offsets in characters, one per token.
         count: likeliest tokens to list per position.
         as_ids: write tokens as "token_id:N".
     """

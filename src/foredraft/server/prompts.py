@@ -63,6 +63,8 @@ def encode_text(
     """Tokenize a text.
 
     Args:
+        service: state of all routes, with the tokenizer.
+        text: text to tokenize.
         has_special: add the tokenizer's special tokens. None = True.
         has_offsets: also return the offset of each token.
 
@@ -80,6 +82,7 @@ def check_text_size(service: "Service", size: int, param: str, is_truncated: boo
     """Raise ApiError for a text that cannot fit in the context, without tokenizing it.
 
     Args:
+        service: state of all routes, with the model.
         size: characters of the text.
         param: field that holds it.
         is_truncated: its tokens are only counted, or truncated, so that it may have up to max_text_chars.

@@ -93,4 +93,5 @@ def build_spec_metrics(service: "Service", request: GenerationRequest, generatio
 
 
 def encode_error_event(error: ApiError) -> bytes:
+    """Encode an error as a server-sent event."""
     return encode_event(error.body)

@@ -21,7 +21,11 @@ def build_sampling(
     """Build the sampling parameters of a request.
 
     Args:
-        max_tokens, logprobs, prompt_logprobs: values after the defaults of the route.
+        request: body of the request.
+        max_tokens: maximum output length after the default of the route.
+        logprobs: likeliest tokens to report per output token. None = no log-probabilities.
+        prompt_logprobs: the same for prompt tokens.
+        param: name of the field that holds max_tokens, for errors.
 
     Raises:
         ApiError: values contradict each other, or the grammar is malformed.
@@ -59,6 +63,7 @@ def build_sampling(
 
 
 def build_options(request: GenerationRequest, prediction: tuple[int, ...]) -> RequestOptions:
+    """Build the options of a request that are no sampling parameters; `prediction` has token ids."""
     return RequestOptions(
         priority=request.priority,
         num_speculative_tokens=None if request.speculative is None else request.speculative.num_speculative_tokens,

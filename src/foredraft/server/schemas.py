@@ -61,15 +61,21 @@ class StrictModel(BaseModel):
 
 
 class StreamOptions(StrictModel):
+    """Options of a streamed response."""
+
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
 class SpeculativeOptions(StrictModel):
+    """Draft options of one request."""
+
     num_speculative_tokens: Annotated[int, Field(ge=0, le=1024)]
 
 
 class JsonSchema(StrictModel):
+    """JSON schema of the output, in the format of OpenAI."""
+
     name: Annotated[str, Field(max_length=256)] | None = None
     description: str | None = None
     schema_: Annotated[dict[str, Any] | bool, Field(alias="schema")]
@@ -77,6 +83,8 @@ class JsonSchema(StrictModel):
 
 
 class ResponseFormat(StrictModel):
+    """Format of the output, in the format of OpenAI."""
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -92,6 +100,8 @@ class StructuredOutputs(StrictModel):
 
 
 class TextContentPart(StrictModel):
+    """Text part of the content of a message."""
+
     type: Literal["text"]
     text: str
 
@@ -104,11 +114,15 @@ MessageContent = Annotated[
 
 
 class PredictedContent(StrictModel):
+    """Predicted output, in the format of OpenAI."""
+
     type: Literal["content"]
     content: MessageContent
 
 
 class ChatMessage(StrictModel):
+    """One message of a conversation."""
+
     role: Literal["system", "developer", "user", "assistant"]
     content: MessageContent | None = None
     name: Annotated[str, Field(max_length=64)] | None = None
@@ -121,6 +135,7 @@ class ChatMessage(StrictModel):
 
 
 def join_text(content: str | list[TextContentPart]) -> str:
+    """Join the parts of a content to one text."""
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 

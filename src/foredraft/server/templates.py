@@ -62,6 +62,7 @@ class ChatTemplate:
         """Render and tokenize a conversation.
 
         Args:
+            messages: messages of the conversation, in order.
             add_generation_prompt: end with the beginning of the assistant's turn.
             continue_final_message: leave the last message open, so that the output continues it.
 
@@ -167,6 +168,8 @@ def render_template(template: jinja2.Template, values: dict[str, Any], timeout: 
     """Render a template.
 
     Args:
+        template: compiled template.
+        values: variables of the template.
         timeout: seconds it may take.
         max_chars: characters the text may have.
 

@@ -70,7 +70,7 @@ class ServerVocabulary:
         return max(map(len, self.tokenizer.get_vocab()), default=1)
 
     def format_token(self, token: int, as_id: bool = False) -> str:
-        """Format a token as text, or as "token_id:N". Incomplete characters become "bytes:\\x..", to stay distinct."""
+        """Format a token as text, or as "token_id:N". Bytes of an incomplete character become `bytes:` with hex escapes."""
         return f"token_id:{token}" if as_id else self._describe_token(token)[0]
 
     def list_bytes(self, token: int) -> list[int]:
@@ -130,6 +130,7 @@ class ServerVocabulary:
 
 
 def clamp_logprob(logprob: float) -> float:
+    """Clamp a log-probability to a finite number, as JSON has no infinities."""
     return max(logprob, MIN_LOGPROB)
 
 

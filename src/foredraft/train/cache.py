@@ -1,4 +1,7 @@
-"""Traces on disk, for runs that read the data more than once: safetensors shards, made before the first step."""
+"""Cache of traces on disk, for runs that read the data more than once.
+
+Traces are stored in safetensors shards, all of them before the first step.
+"""
 
 import json
 import shutil
@@ -19,22 +22,31 @@ from foredraft.train.config import find_difference
 from foredraft.train.trace import Tracer
 from foredraft.train.windows import TokenWindows
 
-SHARD = 64  # rows of a file
-TRACE_BATCH_ROWS = 8  # rows traced together
+SHARD = 64  # rows per file
+TRACE_BATCH_ROWS = 8  # rows traced in one batch
+MAX_DISK_SHARE = 0.95  # share of the free disk space that traces may take
+PROGRESS_MESSAGES = 10  # messages while shards are written
 HEADER_FILE = "traces.json"
 
 
 @dataclass(frozen=True)
 class TraceCache:
-    """A folder of traces of all rows of some windows. States are kept in bfloat16."""
+    """Folder with traces of all rows of a set of windows. States are stored in bfloat16."""
 
     folder: Path
     windows: TokenWindows
     tracer: Tracer
-    identity: Mapping[str, Any]  # whatever decides the traces
+    identity: Mapping[str, Any]  # settings that determine the traces
 
     def fill(self, log_line: Callable[[str], None]) -> None:
-        """Make what is missing. Raises ForedraftError if the folder holds other traces or the disk has no room."""
+        """Compute the shards that are missing.
+
+        Args:
+            log_line: Receives progress messages.
+
+        Raises:
+            ForedraftError: if the folder holds other traces, or the disk has no room.
+        """
         self._prepare_folder()
         shards = range(-(-len(self.windows) // SHARD))
         missing = [shard for shard in shards if not self._get_shard_path(shard).exists()]
@@ -44,20 +56,19 @@ class TraceCache:
         free = shutil.disk_usage(self.folder).free
         log_line(f"traces of {len(self.windows):,} rows take {_format_size(size)} more in {self.folder}; "
             f"{_format_size(free)} are free")  # fmt: skip
-        if size > 0.95 * free:
+        if size > MAX_DISK_SHARE * free:
             raise ForedraftError(
                 f"traces need {_format_size(size)} and {self.folder} has {_format_size(free)} free; lower --top, "
-                "or leave "
-                "--cache out"
+                "or leave --cache out"
             )
         for done, shard in enumerate(missing, 1):
             self._write_shard(shard)
-            if done * 10 // len(missing) != (done - 1) * 10 // len(missing):
+            if done * PROGRESS_MESSAGES // len(missing) != (done - 1) * PROGRESS_MESSAGES // len(missing):
                 log_line(f"{done} of {len(missing)} shards of traces written")
 
     def read(self, rows: Sequence[int], step: int) -> Trace:
-        found = [self._read_row(row) for row in rows]
-        stacked = {name: torch.stack([row[name] for row in found]) for name in found[0]}
+        records = [self._read_row(row) for row in rows]
+        stacked = {name: torch.stack([row[name] for row in records]) for name in records[0]}
         device = self.tracer.target.device
         ids = stacked.get("ids")
         probs = TargetLogProbs(stacked["logprobs"].to(device), None if ids is None else ids.long().to(device))
@@ -65,10 +76,10 @@ class TraceCache:
         return Trace(tokens.to(device), stacked["features"].to(device), probs, mask.to(device))
 
     def _read_row(self, row: int) -> dict[str, Tensor]:
-        file, place = self._get_shard_path(row // SHARD), row % SHARD
+        file, index = self._get_shard_path(row // SHARD), row % SHARD
         try:
             with safe_open(file, "pt") as shard:
-                return {name: shard.get_slice(name)[place] for name in shard.keys()}  # noqa: SIM118 (not a dict)
+                return {name: shard.get_slice(name)[index] for name in shard.keys()}  # noqa: SIM118 (not a dict)
         except (OSError, SafetensorError) as error:
             raise ForedraftError(f"the shard of traces {file} is damaged ({error}); delete it") from None
 
@@ -81,11 +92,11 @@ class TraceCache:
             parts["logprobs"].append(trace.target_log_probs.logprobs.cpu())
             if trace.target_log_probs.token_ids is not None:
                 parts["ids"].append(trace.target_log_probs.token_ids.int().cpu())
-        tensors = {name: torch.cat(found) for name, found in parts.items() if found}
+        tensors = {name: torch.cat(pieces) for name, pieces in parts.items() if pieces}
         partial = self._get_shard_path(shard).with_suffix(".partial")
         try:
             with convert_write_errors(
-                self.folder, "make room or give another --cache; the same command goes on from this shard"
+                self.folder, "make room or give another --cache; the same command continues with this shard"
             ):
                 save_file(tensors, partial)
                 partial.replace(self._get_shard_path(shard))
@@ -102,20 +113,23 @@ class TraceCache:
         return self.windows.context * (2 * target.hidden_size * len(self.tracer.hidden_layers) + probs_bytes)
 
     def _prepare_folder(self) -> None:
-        own = json.loads(json.dumps(self.identity))
+        identity = json.loads(json.dumps(self.identity))
         header = self.folder / HEADER_FILE
         if header.exists():
             try:
-                fault = find_difference(json.loads(header.read_text()), own)
+                difference = find_difference(json.loads(header.read_text()), identity)
             except ValueError:
-                fault = "its header is damaged"
-            if fault is not None:
-                raise ForedraftError(f"the traces in {self.folder} are others: {fault}; give another --cache")
+                difference = "the header is damaged"
+            if difference is not None:
+                raise ForedraftError(
+                    f"the traces in {self.folder} have other settings: {difference}; give another --cache"
+                )
         elif self.folder.exists() and any(self.folder.iterdir()):
             raise ForedraftError(f"--cache {self.folder} is not empty and holds no traces; give another folder")
         self.folder.mkdir(parents=True, exist_ok=True)
-        header.write_text(json.dumps(own, indent=1) + "\n")
+        header.write_text(json.dumps(identity, indent=1) + "\n")
 
 
 def _format_size(size: float) -> str:
+    """Format a number of bytes; sizes from 0.05 GB are given in GB."""
     return f"{size / 1e9:.1f} GB" if size >= 5e7 else f"{size / 1e6:.1f} MB"

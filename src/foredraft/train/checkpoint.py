@@ -1,7 +1,7 @@
-"""Checkpoints of a training run: weights, optimizer, step. A resumed run continues bit for bit.
+"""Checkpoints of a training run: weights, optimizer and step. A resumed run continues bit for bit.
 
-Random numbers are no part of it: those of a step depend on the seed and the step alone. A folder appears under its
-final name only when it is whole; the one before it goes after that.
+Random state is not stored: the random numbers of a step depend only on the seed and the step. A folder gets its final
+name once it is complete; then the previous checkpoint is deleted.
 """
 
 import json
@@ -25,29 +25,39 @@ FOLDER_PREFIX = "checkpoint-"
 
 def collect_tensors(networks: Mapping[str, nn.Module]) -> dict[str, Tensor]:
     """Collect the tensors that training changes: parameters with a gradient, and buffers."""
-    found: dict[str, Tensor] = {}
-    for part, network in networks.items():
-        found |= {f"{part}.{name}": p.detach() for name, p in network.named_parameters() if p.requires_grad}
-        found |= {f"{part}.{name}": buffer for name, buffer in network.named_buffers()}
-    return found
+    tensors: dict[str, Tensor] = {}
+    for prefix, network in networks.items():
+        tensors |= {f"{prefix}.{name}": p.detach() for name, p in network.named_parameters() if p.requires_grad}
+        tensors |= {f"{prefix}.{name}": buffer for name, buffer in network.named_buffers()}
+    return tensors
 
 
 @dataclass(frozen=True)
 class TrainingCheckpoints:
-    """The checkpoints of one output folder."""
+    """Checkpoints in the output folder of a run."""
 
     folder: Path
 
     def find_latest(self) -> Path | None:
-        found = [
+        candidates = [
             path for path in self.folder.glob(f"{FOLDER_PREFIX}*") if path.name.removeprefix(FOLDER_PREFIX).isdigit()
         ]
-        return max(found, key=lambda path: int(path.name.removeprefix(FOLDER_PREFIX)), default=None)
+        return max(candidates, key=lambda path: int(path.name.removeprefix(FOLDER_PREFIX)), default=None)
 
     def save(
         self, step: int, networks: Mapping[str, nn.Module], optimizer: GroupedOptimizer, metadata: dict[str, Any]
     ) -> None:
-        """`about` is the caller's own, as JSON. Raises ForedraftError where the disk is full; the one before stays."""
+        """Write a checkpoint and delete the previous one, which stays if the disk is full.
+
+        Args:
+            step: Number of completed steps.
+            networks: Trained networks by name.
+            optimizer: Optimizer of the networks.
+            metadata: Further state of the caller, as JSON.
+
+        Raises:
+            ForedraftError: if the checkpoint cannot be written.
+        """
         final = self.folder / f"{FOLDER_PREFIX}{step}"
         partial = final.with_name(f"{final.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
@@ -64,7 +74,7 @@ class TrainingCheckpoints:
             shutil.rmtree(partial, ignore_errors=True)
             raise
         old = [path for path in self.folder.glob(f"{FOLDER_PREFIX}*") if path != partial]
-        if final.exists():  # the same step again, after a stop just behind it
+        if final.exists():  # this step was saved already, just before the run stopped
             shutil.rmtree(final)
         partial.rename(final)
         for path in old:
@@ -72,23 +82,29 @@ class TrainingCheckpoints:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _describe_restart(self) -> str:
-        found = self.find_latest()
-        return "from the beginning" if found is None else f"from {found.name}"
+        latest = self.find_latest()
+        return "from the beginning" if latest is None else f"from {latest.name}"
 
     def load(self, path: Path, networks: Mapping[str, nn.Module], optimizer: GroupedOptimizer) -> dict[str, Any]:
-        """Restore everything that `save` wrote. Raises ForedraftError if the checkpoint is damaged or of another
-        run."""
-        held = collect_tensors(networks)
+        """Restore what `save` wrote.
+
+        Returns:
+            The metadata, with the key `step`.
+
+        Raises:
+            ForedraftError: if the checkpoint is damaged or of another drafter.
+        """
+        current = collect_tensors(networks)
         try:
-            about: dict[str, Any] = json.loads((path / "state.json").read_text())
+            state: dict[str, Any] = json.loads((path / "state.json").read_text())
             weights = load_file(path / "weights.safetensors")
             saved = torch.load(path / "optimizer.pt", weights_only=True, map_location="cpu")
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise ForedraftError(f"the checkpoint {path} is damaged ({error}); delete it to begin again") from None
-        if weights.keys() != held.keys() or any(weights[name].shape != held[name].shape for name in held):
+        if weights.keys() != current.keys() or any(weights[name].shape != current[name].shape for name in current):
             raise ForedraftError(f"the checkpoint {path} is of another drafter; give another --out")
         with torch.no_grad():
-            for name, tensor in held.items():
+            for name, tensor in current.items():
                 tensor.copy_(weights[name])
         optimizer.load_state_dict(saved)
-        return about
+        return state

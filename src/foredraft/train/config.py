@@ -1,4 +1,4 @@
-"""All that a run is asked for, and what of it decides the weights that come out."""
+"""Settings of a training run, and the part of them that determines the resulting weights."""
 
 import json
 from collections.abc import Mapping
@@ -15,33 +15,33 @@ PLAN_FILE = "training.json"
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Texts, and how they become rows."""
+    """Training documents, and how they become rows."""
 
     files: tuple[str, ...]
-    held_out: tuple[str, ...] = ()  # files; none = a share of the data
-    held_out_share: float = 0.02
-    context: int = 256
-    generate: bool | None = None  # the target writes the texts itself; None = if it is an instruct model
-    temperatures: tuple[float, ...] = (0.0, 1.0)  # of what it writes, in turn
-    written: int = 192  # tokens it writes at most
-    opening: int = 64  # tokens of a plain text that it goes on from
-    cache: str | None = None  # a folder for traces
-    top: int | None = None  # tokens of the target's distribution to keep; None = chosen by the vocabulary's size
+    held_out: tuple[str, ...] = ()  # files; () = a share of the data
+    held_out_share: float = 0.02  # share of the documents, if there are no held-out files
+    context: int = 256  # tokens per row
+    generate: bool | None = None  # whether the target writes the documents; None = if it has a chat template
+    temperatures: tuple[float, ...] = (0.0, 1.0)  # temperatures of successive answers, in turn
+    written: int = 192  # tokens; maximum length of an answer
+    opening: int = 64  # tokens of a plain text that become a prompt
+    cache: str | None = None  # folder for traces
+    top: int | None = None  # tokens of the target's distribution to store; None = chosen by the vocabulary size
 
 
 @dataclass(frozen=True)
 class OptimizationConfig:
-    """How the weights move."""
+    """Steps, batches and optimizer."""
 
     steps: int | None = None  # None = one pass over the data, at most DEFAULT_STEPS
-    batch_tokens: int = 2048
-    parts: int = 1
+    batch_tokens: int = 2048  # tokens per step, over all processes
+    parts: int = 1  # forward and backward passes per step
     learning_rate: float = 1e-3
     warmup: float = 0.04  # share of the steps
     decay: str = "cosine"
     optimizer: str = "adamw"
     weight_decay: float = 0.0
-    clip: float = 1.0
+    clip: float = 1.0  # maximum norm of the gradient
     seed: int = 0
 
 
@@ -49,32 +49,38 @@ class OptimizationConfig:
 class EvaluationConfig:
     """Prompts and lengths of the replay that measures the drafter."""
 
-    every: int = 0  # steps; 0 = at the end
-    prompts: int = 16
-    tokens: int = 64
+    every: int = 0  # steps between evaluations; 0 = at the end only
+    prompts: int = 16  # held-out prompts
+    tokens: int = 64  # tokens after each prompt
     num_tokens: int = 5  # draft length
 
 
 @dataclass(frozen=True)
 class TrainPlan:
+    """Settings of a training run."""
+
     method: str
     model: str
     out: Path
     data: DataConfig
     steps: OptimizationConfig
     evaluation: EvaluationConfig = EvaluationConfig()
-    settings: Mapping[str, str] | None = None  # of the method's TrainConfig
-    start: str | None = None  # a drafter to go on from
+    settings: Mapping[str, str] | None = None  # options of the method's TrainConfig
+    start: str | None = None  # folder of a drafter to start from
     device: str = "auto"
     dtype: str = "auto"
     precision: str = "auto"
-    save_every: int = 200
-    max_steps: int | None = None
+    save_every: int = 200  # steps between checkpoints
+    max_steps: int | None = None  # steps before this run stops as if interrupted
     max_minutes: float | None = None
     tensorboard: bool = False
 
     def check(self) -> None:
-        """Raises ForedraftError for what can never run, before a model is loaded."""
+        """Check the settings before a model is loaded.
+
+        Raises:
+            ForedraftError: if the run cannot work.
+        """
         data, steps = self.data, self.steps
         if not data.files:
             raise ForedraftError("no data; give files with --data, or --data builtin")
@@ -82,7 +88,7 @@ class TrainPlan:
             raise ForedraftError(f"{self.out} is a file; give a folder to write to")
         if self.out.is_dir() and not (self.out / PLAN_FILE).exists():
             others = sorted(file.name for file in self.out.iterdir() if not file.name.startswith("generated."))
-            if others:  # it may be a model's folder, whose config.json must live
+            if others:  # it may be a model's folder, whose config.json must not be overwritten
                 raise ForedraftError(
                     f"{self.out} holds {others[0]} and no training run; give an empty folder to write to"
                 )
@@ -106,14 +112,14 @@ class TrainPlan:
             raise ForedraftError(f"--clip must be positive, got {steps.clip}")
         if not 0 <= data.held_out_share < 1:
             raise ForedraftError(f"--held-out-share must lie in 0..1, got {data.held_out_share}")
-        for word, known in ((steps.decay, DECAYS), (steps.optimizer, OPTIMIZERS)):
-            if word not in known:
-                raise ForedraftError(f"unknown word {word!r}; use one of {', '.join(known)}")
+        for choice, choices in ((steps.decay, DECAYS), (steps.optimizer, OPTIMIZERS)):
+            if choice not in choices:
+                raise ForedraftError(f"unknown value {choice!r}; use one of {', '.join(choices)}")
 
     def make_identity(self, **more: Any) -> dict[str, Any]:
         """Return the settings that a resumed run must share with the run that stopped."""
         data = {key: value for key, value in asdict(self.data).items() if key not in ("files", "held_out", "cache")}
-        said = {
+        identity = {
             "method": self.method,
             "settings": dict(self.settings or {}),
             "start": self.start,
@@ -122,34 +128,50 @@ class TrainPlan:
             "steps": asdict(self.steps),
             **more,
         }
-        return json.loads(json.dumps(said))  # type: ignore[no-any-return]  # tuples as they come back
+        return json.loads(json.dumps(identity))  # type: ignore[no-any-return]  # tuples become lists
 
 
 def find_difference(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> str | None:
-    """The first thing two identities do not share, for people; None if they are the same."""
+    """Describe the first difference between two identities, None if they are equal.
+
+    Args:
+        old: Identity of the earlier run.
+        new: Identity of this run.
+        prefix: Prepended to the key in the description.
+    """
     for key in sorted(old.keys() | new.keys()):
         a, b = old.get(key), new.get(key)
         if isinstance(a, Mapping) and isinstance(b, Mapping):
-            found = find_difference(a, b, f"{prefix}{key}.")
-            if found is not None:
-                return found
+            difference = find_difference(a, b, f"{prefix}{key}.")
+            if difference is not None:
+                return difference
         elif a != b:
             return f"{prefix}{key} was {a!r} and is {b!r}"
     return None
 
 
 def record_identity(out: Path, identity: dict[str, Any], has_checkpoint: bool) -> None:
-    """Write down what this run is; refuse to go on with another one's checkpoint."""
+    """Write the identity of a run into its folder.
+
+    Args:
+        out: Output folder of the run.
+        identity: Settings that a resumed run must share.
+        has_checkpoint: Whether the folder holds a checkpoint, which must be of a run with the same identity.
+
+    Raises:
+        ForedraftError: if the checkpoint is of another run, or the folder cannot be written.
+    """
     file = out / PLAN_FILE
     if has_checkpoint and file.exists():
         try:
             old = json.loads(file.read_text())
         except ValueError:
             raise ForedraftError(f"{file} is damaged; give another --out, or delete {out} to begin again") from None
-        fault = find_difference(old, identity)
-        if fault is not None:
+        difference = find_difference(old, identity)
+        if difference is not None:
             raise ForedraftError(
-                f"{out} holds the checkpoint of another run: {fault}; give another --out, or delete it to begin again"
+                f"{out} holds the checkpoint of another run: {difference}; "
+                "give another --out, or delete it to begin again"
             )
     with convert_write_errors(out, "make room, or give another --out"):
         out.mkdir(parents=True, exist_ok=True)

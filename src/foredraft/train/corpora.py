@@ -1,4 +1,4 @@
-"""From a plan's files to the documents of a run: read, or written by the target itself."""
+"""Documents of a run: read from files, or written by the target."""
 
 from collections.abc import Callable
 
@@ -13,11 +13,24 @@ from foredraft.train.generate import AnswerWriter
 def load_documents(
     plan: TrainPlan, llm: LLM, distributed: DistributedContext, log_line: Callable[[str], None]
 ) -> tuple[list[Document], list[Document]]:
-    """(to learn from, to measure on). Raises ForedraftError where the files hold neither."""
+    """Load the documents of a run.
+
+    Args:
+        plan: Settings of the run.
+        llm: Target, which writes the documents if the plan says so.
+        distributed: Processes of the run; only the main process writes documents.
+        log_line: Receives progress messages.
+
+    Returns:
+        Training documents and held-out documents.
+
+    Raises:
+        ForedraftError: if a file cannot be used or holds no document.
+    """
     data = plan.data
     reader = DocumentReader(llm.tokenizer, llm.target.vocab_size, llm.end_ids)
-    is_own = bool(getattr(llm.tokenizer, "chat_template", None)) if data.generate is None else data.generate
-    if is_own:
+    is_generated = bool(getattr(llm.tokenizer, "chat_template", None)) if data.generate is None else data.generate
+    if is_generated:
         writer = AnswerWriter(llm, plan.out, data.written, data.temperatures, plan.steps.seed, log_line)
         if distributed.is_main:
             writer.write(reader.read_prompts(data.files, data.opening))
@@ -27,6 +40,6 @@ def load_documents(
         documents = reader.read_documents(data.files)
     if data.held_out:
         return documents, reader.read_documents(data.held_out, is_held_out=True)
-    if BUILTIN in data.files:  # whose held-out files nothing built in was ever trained on
+    if BUILTIN in data.files:  # no built-in model was trained on the held-out files
         return documents, reader.read_documents([BUILTIN], is_held_out=True)
     return hold_out(documents, data.held_out_share)

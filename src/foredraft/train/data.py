@@ -1,4 +1,4 @@
-"""Files of text as records: plain text, JSON Lines, folders of them or of a Hugging Face dataset, arrays of ids."""
+"""Readers of training data: plain text, JSON Lines, folders of them, Hugging Face datasets, arrays of token ids."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,54 +12,71 @@ from foredraft.errors import ForedraftError, format_install_command
 from foredraft.train.dataset_records import parse_document, parse_prompt
 from foredraft.train.documents import Document
 
-BUILTIN = "builtin"  # the corpus of the built-in models
+BUILTIN = "builtin"  # name of the corpus of the built-in models
 LINE_SUFFIXES = (".jsonl", ".ndjson")
 TABLE_SUFFIXES = (".parquet", ".arrow")
-LocatedRecord = tuple[Mapping[str, Any], str]  # and where it stands
+LocatedRecord = tuple[Mapping[str, Any], str]  # a record and its location, for messages
 
 
 @dataclass(frozen=True)
 class DocumentReader:
-    """Turns files into documents of the target's tokens."""
+    """Reader of files as documents of the target's tokens."""
 
-    tokenizer: Any  # or None
+    tokenizer: Any  # None = only arrays of ids can be read
     vocab_size: int
     end_ids: frozenset[int]
 
     def read_documents(self, paths: Sequence[str], is_held_out: bool = False) -> list[Document]:
-        """Read documents in the order of the files; of the built-in corpus the training or the held-out part.
+        """Read documents in the order of the files.
+
+        Args:
+            paths: Files, folders, or BUILTIN.
+            is_held_out: Whether to read the held-out part of the built-in corpus instead of the training part.
 
         Raises:
             ForedraftError: for the first document that cannot be used.
         """
-        found: list[Document] = []
+        documents: list[Document] = []
         for path in paths:
             if path.endswith(".npy"):
-                found += self._read_ids(Path(path))
+                documents += self._read_ids(Path(path))
             else:
                 records = _read_records(path, is_held_out)
-                found += [parse_document(record, self.tokenizer, where) for record, where in records]
-        found = [one for one in found if len(one.ids) > 1]
-        if not found:
+                documents += [parse_document(record, self.tokenizer, location) for record, location in records]
+        documents = [document for document in documents if len(document.ids) > 1]
+        if not documents:
             raise ForedraftError(f"{', '.join(paths)}: no text in it to learn from")
-        self._check_ids(found, paths)
-        return found
+        self._check_ids(documents, paths)
+        return documents
 
     def read_prompts(self, paths: Sequence[str], length: int) -> list[list[int]]:
-        """Prompts for the target; plain text gives its first `length` tokens."""
-        found: list[list[int]] = []
+        """Read prompts for the target.
+
+        Args:
+            paths: Files, folders, or BUILTIN.
+            length: Tokens of a plain text that become its prompt.
+
+        Returns:
+            Token ids of every prompt.
+
+        Raises:
+            ForedraftError: for the first record that cannot be used.
+        """
+        prompts: list[list[int]] = []
         for path in paths:
             if path.endswith(".npy"):
-                found += [one.make_prompt(length) for one in self._read_ids(Path(path))]
+                prompts += [document.make_prompt(length) for document in self._read_ids(Path(path))]
             else:
-                found += [parse_prompt(record, self.tokenizer, where, length) for record, where in _read_records(path)]
-        found = [prompt for prompt in found if prompt]
-        if not found:
-            raise ForedraftError(f"{', '.join(paths)}: no prompt in it to go on from")
-        return found
+                prompts += [
+                    parse_prompt(record, self.tokenizer, location, length) for record, location in _read_records(path)
+                ]
+        prompts = [prompt for prompt in prompts if prompt]
+        if not prompts:
+            raise ForedraftError(f"{', '.join(paths)}: no prompt in it to continue")
+        return prompts
 
     def _read_ids(self, path: Path) -> list[Document]:
-        """One array of ids; a document begins with every id that ends a text."""
+        """Read an array of ids. Every end-of-text id begins a new document."""
         try:
             ids = np.load(path, mmap_mode="r")
         except (OSError, ValueError, EOFError) as error:
@@ -70,12 +87,12 @@ class DocumentReader:
         return [Document(part) for part in np.split(np.asarray(ids), ends) if len(part) > 1]
 
     def _check_ids(self, documents: Iterable[Document], paths: Sequence[str]) -> None:
-        for one in documents:
-            low, high = int(one.ids.min()), int(one.ids.max())
+        for document in documents:
+            low, high = int(document.ids.min()), int(document.ids.max())
             if low < 0 or high >= self.vocab_size:
                 raise ForedraftError(
                     f"{', '.join(paths)}: token {low if low < 0 else high} is outside the target's vocabulary of "
-                    f"{self.vocab_size}; the ids are another tokenizer's"
+                    f"{self.vocab_size}; the ids are of another tokenizer"
                 )
 
 
@@ -141,21 +158,23 @@ def _import_datasets() -> Any:
 
 def _read_dataset(path: Path) -> Iterator[LocatedRecord]:
     try:
-        loaded = _import_datasets().load_from_disk(str(path))
+        dataset = _import_datasets().load_from_disk(str(path))
     except (OSError, ValueError) as error:
         raise ForedraftError(f"{path} cannot be read as a dataset: {error}") from None
-    if hasattr(loaded, "column_names") and isinstance(loaded.column_names, dict):  # of several splits
-        loaded = loaded["train"] if "train" in loaded else loaded[next(iter(loaded))]
-    yield from _read_rows(loaded, path)
+    if hasattr(dataset, "column_names") and isinstance(dataset.column_names, dict):  # a dataset with several splits
+        dataset = dataset["train"] if "train" in dataset else dataset[next(iter(dataset))]
+    yield from _read_rows(dataset, path)
 
 
 def _read_table(path: Path) -> Iterator[LocatedRecord]:
-    kind = _import_datasets().Dataset
+    dataset_class = _import_datasets().Dataset
     try:
-        loaded = kind.from_file(str(path)) if path.suffix == ".arrow" else kind.from_parquet(str(path))
-    except Exception as error:  # pyarrow has kinds of its own
+        dataset = (
+            dataset_class.from_file(str(path)) if path.suffix == ".arrow" else dataset_class.from_parquet(str(path))
+        )
+    except Exception as error:  # pyarrow raises its own types
         raise ForedraftError(f"{path} cannot be read as a table: {error}") from None
-    yield from _read_rows(loaded, path)
+    yield from _read_rows(dataset, path)
 
 
 def _read_rows(loaded: Any, path: Path) -> Iterator[LocatedRecord]:

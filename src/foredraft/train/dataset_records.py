@@ -1,7 +1,7 @@
-"""One record of a JSON Lines file or of a dataset as a document: text, prompt and completion, or a chat.
+"""Conversion of one record of a JSON Lines file or a dataset to a document: text, prompt and completion, or a chat.
 
-Of a chat only what the assistant says is learnt; where that stands in the token ids is found by rendering the chat up
-to each of its turns, for few templates mark it.
+Only the assistant's replies of a chat are learnt. Their positions in the token ids are found by rendering the chat up
+to each turn, because few templates mark them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,8 +19,17 @@ ChatMessages = Sequence[Mapping[str, Any]]
 
 
 def parse_document(record: Mapping[str, Any], tokenizer: Any, location: str) -> Document:
-    """The keys of a record decide its kind. Raises ForedraftError that names the location."""
-    if isinstance(record.get("ids"), list):  # what `generate` wrote
+    """Convert a record to a document. Its keys determine the format.
+
+    Args:
+        record: One object of RECORD_FORMATS.
+        tokenizer: Tokenizer of the target; None = only token ids can be read.
+        location: File and line, for messages.
+
+    Raises:
+        ForedraftError: if the record has no known format or does not fit the tokenizer.
+    """
+    if isinstance(record.get("ids"), list):  # written by AnswerWriter
         ids, count = np.array(record["ids"], dtype=np.int64), int(record.get("prompt_tokens", 1))
         return Document(ids, np.arange(len(ids)) >= count)
     if tokenizer is None:
@@ -42,7 +51,7 @@ def parse_document(record: Mapping[str, Any], tokenizer: Any, location: str) -> 
 
 
 def encode_text(content: str, tokenizer: Any) -> Document:
-    """Every token is learnt, the end of the text too."""
+    """Encode a plain text. Every token is learnt, including the end-of-text token."""
     return Document(np.array(_append_end(list(tokenizer(content).input_ids), tokenizer), dtype=np.int64))
 
 
@@ -55,7 +64,7 @@ def _encode_completion(prompt: str, completion: str, tokenizer: Any) -> Document
     before = list(tokenizer(prompt).input_ids)
     if not completion:
         return Document(np.array(before, dtype=np.int64), np.zeros(len(before), dtype=np.bool_))
-    # encoded apart, as generation would go on from the prompt's own tokens
+    # The completion is encoded separately, because generation continues after the tokens of the prompt.
     after = _append_end(list(tokenizer(completion, add_special_tokens=False).input_ids), tokenizer)
     ids = np.array(before + after, dtype=np.int64)
     return Document(ids, np.arange(len(ids)) >= len(before))
@@ -69,7 +78,7 @@ def _encode_chat(messages: ChatMessages, tokenizer: Any, location: str) -> Docum
     if not all(isinstance(m, Mapping) and isinstance(m.get("role"), str) and "content" in m for m in messages):
         raise ForedraftError(f"{location}: a message has no role and content")
     ids = render_chat(messages, tokenizer, location, add_generation_prompt=False)
-    learnt = np.zeros(len(ids), dtype=np.bool_)
+    loss_mask = np.zeros(len(ids), dtype=np.bool_)
     for turn, message in enumerate(messages):
         if message["role"] == "assistant":
             start = _count_common_prefix(
@@ -78,23 +87,33 @@ def _encode_chat(messages: ChatMessages, tokenizer: Any, location: str) -> Docum
             stop = _count_common_prefix(
                 ids, render_chat(messages[: turn + 1], tokenizer, location, add_generation_prompt=False)
             )
-            learnt[start:stop] = True
-    return Document(np.array(ids, dtype=np.int64), learnt)
+            loss_mask[start:stop] = True
+    return Document(np.array(ids, dtype=np.int64), loss_mask)
 
 
 def render_chat(messages: ChatMessages, tokenizer: Any, location: str, add_generation_prompt: bool) -> list[int]:
-    """Token ids of a chat; an open one waits for the assistant."""
+    """Return the token ids of a chat.
+
+    Args:
+        messages: Messages with role and content.
+        tokenizer: Tokenizer with a chat template.
+        location: File and line, for messages.
+        add_generation_prompt: Whether the ids end with the header of an assistant's reply.
+
+    Raises:
+        ForedraftError: if the template rejects the messages.
+    """
     try:
-        made = tokenizer.apply_chat_template(
+        encoded = tokenizer.apply_chat_template(
             list(messages), add_generation_prompt=add_generation_prompt, tokenize=True, return_dict=True
         )
-    except Exception as error:  # a template may raise anything, and does for turns it has no place for
+    except Exception as error:  # templates raise any type, e.g. for roles that they do not support
         raise ForedraftError(f"{location}: the chat template refuses the messages: {error}") from None
-    return list(made["input_ids"])
+    return list(encoded["input_ids"])
 
 
 def _count_common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Tokens both begin with."""
+    """Count the leading tokens that two sequences share."""
     for i, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
             return i
@@ -102,8 +121,14 @@ def _count_common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def parse_prompt(record: Mapping[str, Any], tokenizer: Any, location: str, length: int) -> list[int]:
-    """Return the prompt that the target continues: a chat up to its last reply, a prompt, or the start of a
-    document."""
+    """Return the prompt of a record, which the target continues.
+
+    Args:
+        record: One object of RECORD_FORMATS. A chat ends before its last reply.
+        tokenizer: Tokenizer of the target.
+        location: File and line, for messages.
+        length: Tokens of a plain text that become its prompt.
+    """
     messages = record.get("messages")
     if isinstance(messages, list):
         while messages and messages[-1].get("role") == "assistant":

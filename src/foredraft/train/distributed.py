@@ -15,7 +15,10 @@ PRECISIONS = ("auto", "bf16", "fp32")
 
 @dataclass(frozen=True)
 class DistributedContext:
-    """One process of a run; `accelerate launch` makes several, each on a device and with a share of every batch."""
+    """One process of a run.
+
+    `accelerate launch` starts several processes, each with its own device and a share of every batch.
+    """
 
     device: torch.device
     rank: int = 0
@@ -24,7 +27,15 @@ class DistributedContext:
 
     @classmethod
     def detect(cls, device: str, precision: str) -> "DistributedContext":
-        """Raises ForedraftError without accelerate, and for words it does not know."""
+        """Detect the processes and the device of this one.
+
+        Args:
+            device: Device as the user wrote it.
+            precision: One of PRECISIONS.
+
+        Raises:
+            ForedraftError: if accelerate is missing, or a value is unknown.
+        """
         if precision not in PRECISIONS:
             raise ForedraftError(f"unknown precision {precision!r}; use one of {', '.join(PRECISIONS)}")
         try:
@@ -33,16 +44,17 @@ class DistributedContext:
             raise ForedraftError(f"training needs accelerate: {format_install_command('train')}") from None
         from foredraft.models.loading import parse_device
 
-        wanted = parse_device(device)
-        state = PartialState(cpu=wanted.type == "cpu")
-        found = state.device if state.num_processes > 1 or wanted.index is None else wanted
-        found = torch.device("cpu") if found.type == "cpu" else found  # a numbered one is not equal to it
-        is_mixed = precision == "bf16" or (precision == "auto" and _has_bfloat16(found))
-        return cls(found, state.process_index, state.num_processes, is_mixed)
+        requested = parse_device(device)
+        state = PartialState(cpu=requested.type == "cpu")
+        selected = state.device if state.num_processes > 1 or requested.index is None else requested
+        # torch.device("cpu:0") is not equal to torch.device("cpu").
+        selected = torch.device("cpu") if selected.type == "cpu" else selected
+        is_mixed = precision == "bf16" or (precision == "auto" and _has_bfloat16(selected))
+        return cls(selected, state.process_index, state.num_processes, is_mixed)
 
     @property
     def is_main(self) -> bool:
-        """It alone writes and speaks."""
+        """Whether this process writes files and messages; exactly one does."""
         return self.rank == 0
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
@@ -51,14 +63,14 @@ class DistributedContext:
         return contextlib.nullcontext()
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Make a tensor the sum over all processes, in place."""
+        """Replace a tensor by its sum over all processes, in place."""
         if self.num_processes > 1:
             import torch.distributed as dist
 
             dist.all_reduce(tensor)
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Make tensors those of the first process, in place."""
+        """Replace tensors by those of the first process, in place."""
         if self.num_processes > 1:
             import torch.distributed as dist
 
@@ -66,7 +78,7 @@ class DistributedContext:
                 dist.broadcast(tensor, 0)
 
     def reduce_any(self, flag: bool) -> bool:
-        """Whether it holds in some process."""
+        """Check whether a flag is set in any process."""
         if self.num_processes == 1:
             return flag
         value = torch.tensor(float(flag), device=self.device)
@@ -74,12 +86,12 @@ class DistributedContext:
         return bool(value > 0)
 
     def wait(self) -> None:
-        """Until every process is here."""
+        """Block until every process has called this method."""
         self.reduce_any(False)
 
 
 def _has_bfloat16(device: torch.device) -> bool:
-    """Whether the device multiplies bfloat16 faster than float32."""
+    """Check whether the device multiplies bfloat16 matrices in hardware."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     return bool(torch.cpu._is_avx512_bf16_supported())

@@ -1,4 +1,4 @@
-"""How good a drafter in training is: its loss on held-out text, and its replayed acceptance after held-out prompts."""
+"""Evaluation of a drafter in training: loss on held-out documents, and replayed acceptance after held-out prompts."""
 
 import tempfile
 from collections.abc import Callable, Sequence
@@ -17,29 +17,39 @@ from foredraft.train.replay import REGIMES, Recording, Replay, ReplayMetrics
 from foredraft.train.trace import Tracer
 from foredraft.train.windows import TokenWindows
 
-EVAL_ROWS = 16  # of held-out text that the loss is measured on
-EVAL_BATCH_ROWS = 4
+EVAL_ROWS = 16  # held-out rows that the loss is measured on
+EVAL_BATCH_ROWS = 4  # rows traced in one batch
+MAX_PROMPT_TOKENS = 64  # length of a plain-text prompt
+MAX_CHAT_PROMPT_FACTOR = 4  # a chat prompt longer than this many plain-text prompts is cropped at its beginning
 
 
 def select_prompts(documents: Sequence[Document], count: int, length: int) -> list[list[int]]:
-    """Questions of chats; of plain text a stretch of `length` tokens from anywhere in it. Documents in turn."""
-    found: list[list[int]] = []
+    """Select distinct prompts from held-out documents, spread evenly over them.
+
+    Args:
+        documents: Held-out documents. A chat gives its prompt; plain text gives a passage from a random position.
+        count: Maximum number of prompts.
+        length: Tokens of a passage.
+    """
+    prompts: list[list[int]] = []
     rng = np.random.default_rng(0)
     for i in range(count if documents else 0):
         document = documents[i % len(documents)] if count > len(documents) else documents[i * len(documents) // count]
         if document.completion_mask is not None:
-            prompt = document.prompt[-length:] if len(document.prompt) > 4 * length else document.prompt
+            prompt = (
+                document.prompt[-length:] if len(document.prompt) > MAX_CHAT_PROMPT_FACTOR * length else document.prompt
+            )
         else:
             start = int(rng.integers(max(len(document.ids) - length, 1)))
             prompt = document.ids[start : start + length].tolist()
-        if prompt and prompt not in found:
-            found.append(prompt)
-    return found
+        if prompt and prompt not in prompts:
+            prompts.append(prompt)
+    return prompts
 
 
 @dataclass
 class Evaluator:
-    """Everything that does not change while the drafter does is made once."""
+    """Evaluator of a drafter in training. Recordings of the target are made once and reused."""
 
     llm: LLM
     method: str
@@ -51,47 +61,58 @@ class Evaluator:
 
     def trace_held_out(self) -> list[Trace]:
         """Trace a few rows of held-out documents; an empty list if there are none."""
-        # the others have no token to learn
+        # The other documents have no token to learn.
         usable = [document for document in self.held_out if document.loss_mask.any()]
         if not usable:
             return []
         windows = TokenWindows.pack(usable, self.context)
         rows = sorted({i * len(windows) // EVAL_ROWS for i in range(EVAL_ROWS)})
-        parts = [rows[i : i + EVAL_BATCH_ROWS] for i in range(0, len(rows), EVAL_BATCH_ROWS)]
-        return [self.tracer.trace(*windows.read(part)) for part in parts]
+        batches = [rows[i : i + EVAL_BATCH_ROWS] for i in range(0, len(rows), EVAL_BATCH_ROWS)]
+        return [self.tracer.trace(*windows.read(batch)) for batch in batches]
 
     def measure_loss(self, compute_loss: Callable[[Trace], Losses]) -> dict[str, float]:
-        """Measure the loss of the current drafter, by token to learn."""
-        total, learnt = 0.0, 0.0
+        """Measure the mean loss of the current drafter per token to learn; {} without held-out documents."""
+        total, num_learnt = 0.0, 0.0
         for trace in self.trace_held_out():
-            weight = float(trace.mask.sum())
-            total += weight * compute_loss(trace).total.item()
-            learnt += weight
-        return {"loss": round(total / learnt, 5)} if learnt else {}
+            count = float(trace.mask.sum())
+            total += count * compute_loss(trace).total.item()
+            num_learnt += count
+        return {"loss": round(total / num_learnt, 5)} if num_learnt else {}
 
     def measure_acceptance(self, publish: Callable[[Path], None]) -> dict[str, Any]:
-        """Acceptance length and acceptance by position, by regime, of what `publish` writes into a folder."""
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
+        """Measure the acceptance of the current drafter.
+
+        Args:
+            publish: Writes the drafter into the folder that it is given.
+
+        Returns:
+            The result of `replay`.
+        """
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary)
             publish(folder)
             return self.replay(folder)
 
     def replay(self, folder: Path) -> dict[str, Any]:
-        """The same of a drafter in a folder."""
-        found: dict[str, Any] = {}
+        """Measure the acceptance of a drafter in a folder.
+
+        Returns:
+            Acceptance length and acceptance by position, for every regime of REGIMES; {} without held-out prompts.
+        """
+        results: dict[str, Any] = {}
         if not self.evaluation.prompts or not self.held_out:
-            return found
+            return results
         for regime, temperature in REGIMES.items():
             if regime not in self._recordings:
-                room = min(64, self.llm.target.context_length - self.evaluation.tokens - 1)
-                prompts = select_prompts(self.held_out, self.evaluation.prompts, max(room, 1))
+                max_prompt = min(MAX_PROMPT_TOKENS, self.llm.target.context_length - self.evaluation.tokens - 1)
+                prompts = select_prompts(self.held_out, self.evaluation.prompts, max(max_prompt, 1))
                 self._recordings[regime] = Recording.make(self.llm, prompts, temperature, self.evaluation.tokens)
             spec = {"method": self.method, "model": str(folder)}
             drafting = self.llm.with_drafter(spec, self.evaluation.num_tokens, "auto")
-            fit: MismatchDetector | None = getattr(drafting.drafter, "mismatch_detector", None)
-            if fit is not None:  # a drafter in training is for this target, however weak it still is
-                fit.is_silent = True
-            figures = ReplayMetrics.from_stats(Replay(drafting, self._recordings[regime]).run())
-            length, positions = figures.acceptance_length, figures.per_position
-            found[regime] = {"length": round(length, 4), "positions": [round(share, 4) for share in positions]}
-        return found
+            detector: MismatchDetector | None = getattr(drafting.drafter, "mismatch_detector", None)
+            if detector is not None:  # a drafter in training is for this target, even if its acceptance is still low
+                detector.is_silent = True
+            metrics = ReplayMetrics.from_stats(Replay(drafting, self._recordings[regime]).run())
+            length, positions = metrics.acceptance_length, metrics.per_position
+            results[regime] = {"length": round(length, 4), "positions": [round(share, 4) for share in positions]}
+        return results

@@ -1,4 +1,7 @@
-"""Text that the target writes itself: a drafter has to foresee the target, not the author of a corpus."""
+"""Answers of the target to prompts, as training data.
+
+A drafter has to predict the target, not the author of a corpus.
+"""
 
 import hashlib
 import json
@@ -12,18 +15,19 @@ from foredraft.checkpoints.disk import convert_write_errors
 from foredraft.errors import ForedraftError
 from foredraft.train.publish import DISK_FULL_HINT
 
-ROUND = 64  # prompts answered together, and lost together when a run is stopped
+ROUND = 64  # prompts answered together; a run that is stopped loses the answers of one round
+PROGRESS_MESSAGES = 10  # messages while prompts are answered
 ANSWERS_FILE, HEADER_FILE = "generated.jsonl", "generated.json"
 
 
 @dataclass(frozen=True)
 class AnswerWriter:
-    """Answers prompts into a JSON Lines file, which a run that is taken up again continues."""
+    """Writer of answers into a JSON Lines file, which a resumed run continues."""
 
     llm: LLM
     folder: Path
-    max_tokens: int  # tokens of an answer, at most
-    temperatures: tuple[float, ...]  # in turn
+    max_tokens: int  # maximum length of an answer, in tokens
+    temperatures: tuple[float, ...]  # temperatures of successive answers, in turn
     seed: int
     log_line: Callable[[str], None] = lambda line: None
 
@@ -32,30 +36,37 @@ class AnswerWriter:
         return self.folder / ANSWERS_FILE
 
     def write(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Raises ForedraftError if the file holds the answers to other prompts."""
-        longest = self.llm.target.context_length - self.max_tokens
-        if longest < 1:
+        """Answer the prompts that have no answer in the file yet.
+
+        Args:
+            prompts: Token ids of every prompt. Prompts that leave no room for an answer are skipped.
+
+        Raises:
+            ForedraftError: if the file holds answers to other prompts, or no prompt is short enough.
+        """
+        max_prompt = self.llm.target.context_length - self.max_tokens
+        if max_prompt < 1:
             raise ForedraftError(f"--written {self.max_tokens} leaves no room for a prompt in the model's context")
-        fitting = [list(prompt) for prompt in prompts if len(prompt) <= longest]
+        fitting = [list(prompt) for prompt in prompts if len(prompt) <= max_prompt]
         if not fitting:
-            raise ForedraftError(f"no prompt is shorter than the {longest} tokens that --written leaves; lower it")
+            raise ForedraftError(f"no prompt is shorter than the {max_prompt} tokens that --written leaves; lower it")
         if len(fitting) < len(prompts):
             self.log_line(
-                f"{len(prompts) - len(fitting)} of {len(prompts)} prompts are longer than {longest}: left out"
+                f"{len(prompts) - len(fitting)} of {len(prompts)} prompts are longer than {max_prompt}: left out"
             )
         self._prepare_folder(fitting)
         done = self._count_answers()
         if done < len(fitting):
             self.log_line(f"{self.llm.target.name} answers {len(fitting) - done} prompts into {self.file}")
-        tenth = -1
+        previous = -1
         for start in range(done, len(fitting), ROUND):
             lines = list(self._generate_answers(fitting, range(start, min(start + ROUND, len(fitting)))))
             with convert_write_errors(self.folder, DISK_FULL_HINT), self.file.open("a", encoding="utf-8") as file:
                 file.write("".join(f"{line}\n" for line in lines))
-            now = 10 * (start + len(lines)) // len(fitting)
-            if now != tenth:
+            progress = PROGRESS_MESSAGES * (start + len(lines)) // len(fitting)
+            if progress != previous:
                 self.log_line(f"{start + len(lines)} of {len(fitting)} prompts answered")
-            tenth = now
+            previous = progress
 
     def _generate_answers(self, prompts: Sequence[list[int]], indices: range) -> Iterator[str]:
         samplings = [
@@ -66,13 +77,13 @@ class AnswerWriter:
             )
             for i in indices
         ]
-        asked = [prompts[i] for i in indices]
-        for prompt, answer in zip(asked, self.llm.generate(asked, samplings), strict=True):
+        batch = [prompts[i] for i in indices]
+        for prompt, answer in zip(batch, self.llm.generate(batch, samplings), strict=True):
             yield json.dumps({"ids": [*prompt, *answer.token_ids], "prompt_tokens": len(prompt), "text": answer.text})
 
     def _prepare_folder(self, prompts: Sequence[list[int]]) -> None:
-        """Say for what the answers are, or check it."""
-        own = {
+        """Write the header of the answers file, or check that it is that of these prompts."""
+        settings = {
             "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest()[:16],
             "parameters": self.llm.target.num_parameters,
             "written": self.max_tokens,
@@ -80,20 +91,22 @@ class AnswerWriter:
             "seed": self.seed,
         }
         header = self.folder / HEADER_FILE
-        if self.file.exists() and (not header.exists() or _read_json(header) != own):
-            raise ForedraftError(f"{self.file} holds answers to other prompts or by other rules; delete it or move it")
+        if self.file.exists() and (not header.exists() or _read_json(header) != settings):
+            raise ForedraftError(
+                f"{self.file} holds answers to other prompts or with other settings; delete it or move it"
+            )
         self.folder.mkdir(parents=True, exist_ok=True)
-        header.write_text(json.dumps(own) + "\n")
+        header.write_text(json.dumps(settings) + "\n")
 
     def _count_answers(self) -> int:
-        """Answers there are; the end of one that was cut off is taken away."""
+        """Count the complete answers in the file, and remove an incomplete last line."""
         if not self.file.exists():
             return 0
         text = self.file.read_text(encoding="utf-8")
-        whole = text[: text.rfind("\n") + 1]
-        if whole != text:
-            self.file.write_text(whole, encoding="utf-8")
-        return whole.count("\n")
+        complete = text[: text.rfind("\n") + 1]
+        if complete != text:
+            self.file.write_text(complete, encoding="utf-8")
+        return complete.count("\n")
 
 
 def _read_json(file: Path) -> Any:

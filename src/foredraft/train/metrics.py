@@ -1,4 +1,4 @@
-"""The figures of a run as JSON Lines, one object per entry, and in TensorBoard if it is asked for."""
+"""Metrics of a run as JSON Lines, one object per entry, and optionally in TensorBoard."""
 
 import json
 from collections.abc import Mapping
@@ -13,14 +13,25 @@ from foredraft.train.publish import DISK_FULL_HINT
 
 @dataclass(frozen=True)
 class MetricsWriter:
-    """Entries in the order of their steps. Nothing is written where `file` is None."""
+    """Writer of metrics in the order of the steps. Nothing is written if `file` is None."""
 
     file: Path | None
-    tensorboard: Any = None  # a SummaryWriter
+    tensorboard: Any = None  # SummaryWriter
 
     @classmethod
     def open(cls, folder: Path, step: int, has_tensorboard: bool = False) -> "MetricsWriter":
-        """Go on after `step`: what a stopped run noted beyond it will be noted again, and is taken out."""
+        """Open the metrics of a run to continue after a step.
+
+        Entries of later steps are removed: the run computes these steps again.
+
+        Args:
+            folder: Output folder of the run.
+            step: Number of completed steps.
+            has_tensorboard: Whether to write TensorBoard files too.
+
+        Raises:
+            ForedraftError: if TensorBoard is not installed, or the disk is full.
+        """
         file = folder / "metrics.jsonl"
         if file.exists():
             lines = [line for line in file.read_text(encoding="utf-8").splitlines() if _read_step(line) <= step]
@@ -29,7 +40,7 @@ class MetricsWriter:
         return cls(file, _open_tensorboard(folder, step) if has_tensorboard else None)
 
     def record(self, step: int, values: Mapping[str, Any]) -> None:
-        """One entry."""
+        """Write one entry."""
         if self.file is None:
             return
         with convert_write_errors(self.file.parent, DISK_FULL_HINT), self.file.open("a", encoding="utf-8") as file:
@@ -46,20 +57,20 @@ class MetricsWriter:
 def _read_step(line: str) -> float:
     try:
         return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):  # the end of a line that was cut off
+    except (ValueError, KeyError, TypeError):  # an incomplete last line
         return float("inf")
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    found: dict[str, float] = {}
+    flat: dict[str, float] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
-            found |= _flatten(value, f"{prefix}{name}/")
+            flat |= _flatten(value, f"{prefix}{name}/")
         elif isinstance(value, list | tuple):
-            found |= _flatten({str(i): x for i, x in enumerate(value, 1)}, f"{prefix}{name}/")
+            flat |= _flatten({str(i): x for i, x in enumerate(value, 1)}, f"{prefix}{name}/")
         elif isinstance(value, int | float):
-            found[prefix + name] = float(value)
-    return found
+            flat[prefix + name] = float(value)
+    return flat
 
 
 def _open_tensorboard(folder: Path, step: int) -> Any:

@@ -1,4 +1,7 @@
-"""Text from the draft itself, scored by the target: what it learns there is what it will be asked (DistillSpec)."""
+"""On-policy training data: sequences that the draft model wrote, with the distributions of the target.
+
+The draft learns on the sequences that it will be verified on. Reference: DistillSpec, 2310.08461.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,23 +21,32 @@ from foredraft.train.windows import TokenWindows
 
 @dataclass(frozen=True)
 class OnPolicySource:
-    """A source whose steps are, in a share of cases, half the data's rows and half the draft's own continuation."""
+    """Source of traces in which the draft continues the data's rows in a share of the steps."""
 
     source: TraceSource
     windows: TokenWindows
     tracer: Tracer
-    share: float
+    share: float  # share of the steps, 0 to 1
     seed: int
-    make_policy: Callable[[], Any]  # a model to sample from, as the draft is now
+    make_policy: Callable[[], Any]  # makes a model to sample from, with the current weights of the draft
 
     def read(self, rows: Sequence[int], step: int) -> Trace:
-        # by the number of the step: a run that is taken up again chooses the same
+        # The choice depends only on seed and step, so a resumed run makes the same choices.
         if np.random.default_rng((self.seed, step)).random() >= self.share:
             return self.source.read(rows, step)
         return self.tracer.trace(*self.continue_rows(*self.windows.read(rows), step))
 
     def continue_rows(self, tokens: Tensor, mask: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """[B, L + 1] tokens and mask with the second half said by the draft, up to an end of text."""
+        """Replace the second half of every row by the continuation of the draft, up to an end-of-text token.
+
+        Args:
+            tokens: [B, L + 1] token ids.
+            mask: [B, L + 1] tokens to learn.
+            step: Number of the step, for the seeds.
+
+        Returns:
+            Tokens and mask of the same shapes; only sampled tokens of the second half are learnt.
+        """
         model = self.make_policy()
         is_native = model.device.type == "cpu" and get_obstacle(model) is None
         llm = LLM(model, None, tokenizer=None, fused=True if is_native else None)
@@ -46,7 +58,7 @@ class OnPolicySource:
         tokens, mask = tokens.clone(), mask.clone()
         tokens[:, half:], mask[:, half:] = 0, False
         for row, answer in enumerate(llm.generate([row[:half].tolist() for row in tokens], samplings)):
-            said = answer.token_ids
-            tokens[row, half : half + len(said)] = torch.tensor(said)
-            mask[row, half : half + len(said)] = True
+            sampled = answer.token_ids
+            tokens[row, half : half + len(sampled)] = torch.tensor(sampled)
+            mask[row, half : half + len(sampled)] = True
         return tokens, mask

@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedule: AdamW, or Muon for the inner matrices."""
+"""Optimizers and learning-rate schedule: AdamW, or Muon for the matrices between hidden states."""
 
 import math
 from collections.abc import Sequence
@@ -12,12 +12,13 @@ from foredraft.errors import ForedraftError
 
 DECAYS = ("linear", "cosine", "constant")
 OPTIMIZERS = ("adamw", "muon")
-BETAS = (0.9, 0.95)
+BETAS = (0.9, 0.95)  # decay rates of AdamW's moments
+MUON_WEIGHT_DECAY = 0.05
 
 
 @dataclass(frozen=True)
 class LearningRateSchedule:
-    """A rise over `warmup` steps, then a fall to zero at `steps`."""
+    """Schedule that rises over `warmup` steps, then falls to zero at `steps` unless the decay is constant."""
 
     steps: int
     warmup: int
@@ -28,17 +29,17 @@ class LearningRateSchedule:
             raise ForedraftError(f"unknown decay {self.decay!r}; use one of {', '.join(DECAYS)}")
 
     def compute_scale(self, step: int) -> float:
-        """Share of the learning rate that step `step`, counted from 0, uses."""
+        """Return the factor of the learning rate for a step, counted from 0."""
         rise = min(1.0, (step + 1) / max(self.warmup, 1))
-        left = max(0.0, (self.steps - step) / max(self.steps - self.warmup, 1))
+        remaining = max(0.0, (self.steps - step) / max(self.steps - self.warmup, 1))
         if step < self.warmup or self.decay == "constant":
             return rise
-        return min(left, 1.0) if self.decay == "linear" else 0.5 - 0.5 * math.cos(math.pi * min(left, 1.0))
+        return min(remaining, 1.0) if self.decay == "linear" else 0.5 - 0.5 * math.cos(math.pi * min(remaining, 1.0))
 
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters that share a multiple of the learning rate."""
+    """Parameters that share a factor of the learning rate."""
 
     parameters: tuple[nn.Parameter, ...]
     names: tuple[str, ...]
@@ -46,12 +47,12 @@ class ParameterGroup:
 
     @classmethod
     def from_network(cls, network: nn.Module, rate_scale: float = 1.0) -> "ParameterGroup":
-        found = [(name, p) for name, p in network.named_parameters() if p.requires_grad]
-        return cls(tuple(p for _, p in found), tuple(name for name, _ in found), rate_scale)
+        named = [(name, p) for name, p in network.named_parameters() if p.requires_grad]
+        return cls(tuple(p for _, p in named), tuple(name for name, _ in named), rate_scale)
 
 
 class GroupedOptimizer:
-    """One step for all groups: gradients clipped together, each at its own rate."""
+    """Optimizer of several parameter groups. Gradients are clipped together; each group has its own rate."""
 
     def __init__(
         self, kind: str, groups: Sequence[ParameterGroup], learning_rate: float, weight_decay: float = 0.0
@@ -65,14 +66,15 @@ class GroupedOptimizer:
         self.optimizers: list[torch.optim.Optimizer] = []
         self._rate_scales: list[float] = []
         for group in groups:
-            inner = [
+            is_matrix = [
                 _is_hidden_matrix(n, p) and kind == "muon" for n, p in zip(group.names, group.parameters, strict=True)
             ]
-            matrices = [p for p, is_inner in zip(group.parameters, inner, strict=True) if is_inner]
-            others = [p for p, is_inner in zip(group.parameters, inner, strict=True) if not is_inner]
+            matrices = [p for p, is_hidden in zip(group.parameters, is_matrix, strict=True) if is_hidden]
+            others = [p for p, is_hidden in zip(group.parameters, is_matrix, strict=True) if not is_hidden]
             if matrices:
                 self._add_optimizer(
-                    torch.optim.Muon(matrices, lr=1.0, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"), group
+                    torch.optim.Muon(matrices, lr=1.0, weight_decay=MUON_WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw"),
+                    group,
                 )
             if others:
                 fused = all(p.device.type in ("cpu", "cuda") for p in others)
@@ -84,23 +86,31 @@ class GroupedOptimizer:
         self._rate_scales.append(group.rate_scale)
 
     def step(self, scale: float, clip: float) -> float:
-        """Update at `scale` times the learning rate and clear the gradients; the norm they had before clipping."""
+        """Update the parameters and clear the gradients.
+
+        Args:
+            scale: Factor of the learning rate.
+            clip: Maximum norm of the gradient.
+
+        Returns:
+            Norm of the gradient before clipping.
+        """
         norm = nn.utils.clip_grad_norm_(self.parameters, clip)
-        for part, rate in zip(self.optimizers, self._rate_scales, strict=True):
-            for group in part.param_groups:
+        for optimizer, rate in zip(self.optimizers, self._rate_scales, strict=True):
+            for group in optimizer.param_groups:
                 group["lr"] = self.learning_rate * scale * rate
-            part.step()
-            part.zero_grad(set_to_none=True)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         return float(norm)
 
     def state_dict(self) -> list[dict[str, Any]]:
-        return [part.state_dict() for part in self.optimizers]
+        return [optimizer.state_dict() for optimizer in self.optimizers]
 
     def load_state_dict(self, state: Sequence[dict[str, Any]]) -> None:
-        for part, saved in zip(self.optimizers, state, strict=True):
-            part.load_state_dict(saved)
+        for optimizer, saved in zip(self.optimizers, state, strict=True):
+            optimizer.load_state_dict(saved)
 
 
 def _is_hidden_matrix(name: str, parameter: Tensor) -> bool:
-    """A matrix between hidden states; Muon is not meant for what reads or writes a vocabulary."""
+    """Check whether a parameter is a matrix between hidden states; Muon is not meant for embeddings and heads."""
     return parameter.ndim == 2 and not any(word in name for word in ("embed", "emb.", "head"))

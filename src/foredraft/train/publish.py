@@ -1,4 +1,4 @@
-"""A drafter in training as a folder that can be drafted with."""
+"""Publication of a drafter in training as a folder that can be used for drafting."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,18 +18,25 @@ DISK_FULL_HINT = "make room, and the same command goes on from the last checkpoi
 def publish(
     trainee: Trainee, method: str, folder: Path, dtype: torch.dtype, target: str | None, extra_config: Mapping[str, Any]
 ) -> None:
-    """Write the layout that its checkpoints have on the hub, in the target's type, which it will draft in.
+    """Write a drafter in its published layout.
 
-    `target` is named in its config; None = `about` names it. `about`: further entries of the config.
+    Args:
+        trainee: Drafter in training. If it has `save`, it writes its own files, and only `folder` is used.
+        method: Method of the drafter.
+        folder: Folder to write to.
+        dtype: Dtype of the weights: the target's, which drafting uses.
+        target: Target that config.json names; None = `extra_config` names it.
+        extra_config: Further entries of config.json.
 
-    A trainee that writes its own files has `save`.
+    Raises:
+        ForedraftError: if the folder cannot be written.
     """
-    own: Any = getattr(trainee, "save", None)
-    if own is not None:
+    save_files: Any = getattr(trainee, "save", None)
+    if save_files is not None:
         with convert_write_errors(folder, DISK_FULL_HINT):
-            replace_files(folder, own)
+            replace_files(folder, save_files)
         return
     tensors, config = trainee.to_checkpoint()
     tensors = {name: x.to(dtype) if x.is_floating_point() else x for name, x in tensors.items()}
-    named = {} if target is None else describe_target(target, folder)
-    save(folder, CheckpointLayout(method, tensors, config | named | dict(extra_config)), hint=DISK_FULL_HINT)
+    target_entries = {} if target is None else describe_target(target, folder)
+    save(folder, CheckpointLayout(method, tensors, config | target_entries | dict(extra_config)), hint=DISK_FULL_HINT)

@@ -1,8 +1,8 @@
-"""Acceptance of a drafter without forward passes of the target: verification replayed along recorded sequences.
+"""Acceptance of a drafter without forward passes of the target: verification is replayed along recorded sequences.
 
-The target's own continuations are written once. The drafter is then stepped along them exactly as the engine would:
-under `match`, and greedily, the target says what it said, whatever is drafted, so a step keeps the path of its tree
-that agrees with the text. With the same numerics the figures are those of a real run.
+The target's own continuations are recorded once. The drafter then runs along them as in the engine. With the rule
+`match`, or greedily, the target's token does not depend on the draft. A step therefore accepts the path of its tree
+that agrees with the recording. With equal numerics the acceptance is that of a real run.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,12 +25,12 @@ from foredraft.request import Batch, Request
 from foredraft.train.trace import Tracer
 from foredraft.tree import Commit, TokenTree
 
-REGIMES = {"greedy": 0.0, "sampled": 1.0}  # by temperature
+REGIMES = {"greedy": 0.0, "sampled": 1.0}  # name -> temperature
 
 
 @dataclass(frozen=True)
 class RecordedSequence:
-    """A prompt and what the target makes of it under one sampling."""
+    """Prompt with the target's continuation under one sampling."""
 
     prompt: tuple[int, ...]
     output: tuple[int, ...]
@@ -44,29 +44,42 @@ class RecordedSequence:
 
 @dataclass(frozen=True)
 class Recording:
-    """Texts of one sampling, and the target's states along them for every drafter that is replayed."""
+    """Sequences of one sampling, and the target's hidden states along them."""
 
     sequences: tuple[RecordedSequence, ...]
-    _states: dict[tuple[int, ...], list[Tensor]] = field(default_factory=dict)  # by taps
+    # Hidden layers -> one tensor [n, F] per sequence.
+    _states: dict[tuple[int, ...], list[Tensor]] = field(default_factory=dict)
 
     @classmethod
     def make(cls, llm: LLM, prompts: Sequence[Sequence[int]], temperature: float, num_tokens: int) -> "Recording":
-        """The target's own continuations; sampled ones have the number of the prompt as their seed."""
+        """Record the continuations of the target.
+
+        Args:
+            llm: Target, with any drafter or none.
+            prompts: Token ids of every prompt.
+            temperature: Temperature; if positive, the index of a prompt is its seed.
+            num_tokens: Maximum length of a continuation.
+        """
         samplings = [Sampling(max_tokens=num_tokens, temperature=temperature, seed=i) for i in range(len(prompts))]
         plain = llm.with_drafter(None, verify="auto")
-        done = plain.generate([list(prompt) for prompt in prompts], samplings)
-        triples = zip(prompts, done, samplings, strict=True)
-        return cls(tuple(RecordedSequence(tuple(p), tuple(c.token_ids), s, s.seed or 0) for p, c, s in triples))
+        outputs = plain.generate([list(prompt) for prompt in prompts], samplings)
+        triples = zip(prompts, outputs, samplings, strict=True)
+        return cls(
+            tuple(
+                RecordedSequence(tuple(prompt), tuple(output.token_ids), sampling, sampling.seed or 0)
+                for prompt, output, sampling in triples
+            )
+        )
 
     def compute_states(self, target: HFModel, hidden_layers: tuple[int, ...]) -> list[Tensor]:
-        """[n, F] after every token of every text."""
+        """Return the hidden states [n, F] after every token of every sequence; computed once per set of layers."""
         if hidden_layers not in self._states:
             tracer = Tracer(target, hidden_layers, top=1)
-            found = []
-            for text in self.sequences:
-                features, _ = tracer.run_target(torch.tensor([text.tokens]))
-                found.append(features[0])
-            self._states[hidden_layers] = found
+            states = []
+            for sequence in self.sequences:
+                features, _ = tracer.run_target(torch.tensor([sequence.tokens]))
+                states.append(features[0])
+            self._states[hidden_layers] = states
         return self._states[hidden_layers]
 
 
@@ -74,50 +87,59 @@ class Recording:
 class ReplayMetrics:
     """Acceptance over many sequences."""
 
-    acceptance_length: float  # tokens per target pass, bonus included
-    per_position: tuple[float, ...]  # drafts kept to depth i + 1 over all drafts
+    acceptance_length: float  # tokens per forward pass of the target, bonus token included
+    per_position: tuple[float, ...]  # share of the drafts that are accepted to depth i + 1
 
     @classmethod
     def from_stats(cls, stats: Iterable[Stats]) -> "ReplayMetrics":
-        found = list(stats)
-        passes, drafts = sum(s.target_passes for s in found), sum(s.num_drafts for s in found)
-        depth = max((len(s.accepted_at) for s in found), default=0)
-        kept = [sum(s.accepted_at[i] for s in found if i < len(s.accepted_at)) for i in range(depth)]
-        length = sum(s.num_tokens for s in found) / passes if passes else 0.0
-        return cls(length, tuple(count / drafts for count in kept) if drafts else ())
+        all_stats = list(stats)
+        passes, drafts = sum(s.target_passes for s in all_stats), sum(s.num_drafts for s in all_stats)
+        depth = max((len(s.accepted_at) for s in all_stats), default=0)
+        accepted = [sum(s.accepted_at[i] for s in all_stats if i < len(s.accepted_at)) for i in range(depth)]
+        length = sum(s.num_tokens for s in all_stats) / passes if passes else 0.0
+        return cls(length, tuple(count / drafts for count in accepted) if drafts else ())
 
 
 class Replay:
-    """One drafter along one recording."""
+    """Replay of one drafter along one recording."""
 
     def __init__(self, llm: LLM, recording: Recording) -> None:
-        """llm: the target with the drafter, whose engine is left alone. Raises ForedraftError for a drafter that asks
-        the target about tokens that were not taken: a recording does not say."""
+        """Prepare the replay, with its own scheduler.
+
+        Args:
+            llm: Target with the drafter; its engine is not changed.
+            recording: Sequences to replay.
+
+        Raises:
+            ForedraftError: if the drafter needs the target's argmax after rejected drafts, which is not recorded.
+        """
         engine = llm.engine.scheduler
         self.drafter = SandboxedDrafter(llm.drafter, llm.target.vocab_size)
         if self.drafter.needs_target_argmax:
-            raise ForedraftError(f"{llm.drafter_name} learns from what the target says to its guesses; run it instead")
+            raise ForedraftError(f"{llm.drafter_name} needs the target's argmax after rejected drafts; run it instead")
         self.target = llm.target if getattr(llm.drafter, "shares_target_kv", False) else None
         allocator = PageAllocator(engine.allocator.num_pages, engine.allocator.page_size)
         self.scheduler = Scheduler(allocator, engine.limits, self.drafter.forget)
         self.sequences: dict[Request, RecordedSequence] = {}
         self.transcripts: dict[Request, Transcript] = {}
         self.hidden_states: dict[Request, Tensor] = {}
-        taps = self.drafter.hidden_layers
-        states = recording.compute_states(llm.target, taps) if taps else [None] * len(recording.sequences)
-        for index, (text, own) in enumerate(zip(recording.sequences, states, strict=True)):
+        hidden_layers = self.drafter.hidden_layers
+        states = (
+            recording.compute_states(llm.target, hidden_layers) if hidden_layers else [None] * len(recording.sequences)
+        )
+        for index, (sequence, sequence_states) in enumerate(zip(recording.sequences, states, strict=True)):
             request = Request(
-                slot=-1, prompt=list(text.prompt), sampling=text.sampling, seed=text.seed, eos_ids=llm.end_ids,
-                max_length=llm.target.context_length, verify="match",
+                slot=-1, prompt=list(sequence.prompt), sampling=sequence.sampling, seed=sequence.seed,
+                eos_ids=llm.end_ids, max_length=llm.target.context_length, verify="match",
             )  # fmt: skip
-            self.sequences[request], self.transcripts[request] = text, Transcript(request, index)
-            if own is not None:
-                self.hidden_states[request] = own
+            self.sequences[request], self.transcripts[request] = sequence, Transcript(request, index)
+            if sequence_states is not None:
+                self.hidden_states[request] = sequence_states
             self.scheduler.add(request)
 
     @torch.inference_mode()
     def run(self) -> list[Stats]:
-        """Figures of every text, in order."""
+        """Replay all sequences and return their statistics in order."""
         while self.scheduler.has_work:
             self._step()
         return [transcript.build_stats() for transcript in self.transcripts.values()]
@@ -125,8 +147,8 @@ class Replay:
     def _step(self) -> None:
         batch = self.scheduler.schedule(self.drafter.max_nodes, FixedLengthPolicy())
         tree = self.drafter.propose(batch)
-        walks = [self._follow_sequence(batch, tree, b) for b in range(len(batch))]
-        commit = Commit.from_lists([path for path, _ in walks], [tokens for _, tokens in walks])
+        paths = [self._follow_sequence(batch, tree, b) for b in range(len(batch))]
+        commit = Commit.from_lists([path for path, _ in paths], [tokens for _, tokens in paths])
         if self.hidden_states:
             commit = Commit(commit.path_lists, commit.token_lists, features=self._gather_features(batch, commit))
         if self.target is not None:
@@ -138,28 +160,28 @@ class Replay:
                 self.scheduler.finish(request)
 
     def _follow_sequence(self, batch: Batch, tree: TokenTree, b: int) -> tuple[list[int], list[int]]:
-        """The path through a request's chunk and draft that its text takes, and the tokens that follow its nodes."""
+        """Return the accepted path through a request's chunk and draft, and the tokens that follow its nodes."""
         request, chunk = batch.requests[b], batch.num_new_tokens[b]
-        text, transcript = self.sequences[request].tokens, self.transcripts[request]
-        at = request.num_computed + chunk  # the place in the text that the root's successor has
-        path, tokens = list(range(chunk)), list(text[request.num_computed + 1 : at])
+        recorded, transcript = self.sequences[request].tokens, self.transcripts[request]
+        position = request.num_computed + chunk  # position of the successor of the root
+        path, tokens = list(range(chunk)), list(recorded[request.num_computed + 1 : position])
         if not batch.needs_logits[b]:
-            return path, [*tokens, text[at]]
-        drafted, children, node, num_accepted = tree.token_lists[b], tree.children[b], 0, 0
+            return path, [*tokens, recorded[position]]
+        draft_tokens, children, node, num_accepted = tree.token_lists[b], tree.children[b], 0, 0
         while True:
-            tokens.append(text[at])
-            is_over = transcript.push(text[at])
-            child = next((child for child in children[node] if drafted[child] == text[at]), None)
+            tokens.append(recorded[position])
+            is_finished = transcript.push(recorded[position])
+            child = next((child for child in children[node] if draft_tokens[child] == recorded[position]), None)
             num_accepted += child is not None
-            if child is None or is_over:
+            if child is None or is_finished:
                 break
             path.append(chunk - 1 + child)
-            node, at = child, at + 1
+            node, position = child, position + 1
         transcript.record_step(tree.sizes[b] - 1, num_accepted, 0.0)
         return path, tokens
 
     def _write_kv(self, target: HFModel, batch: Batch, commit: Commit) -> None:
-        """Write the target's KV that a forward pass would have left, for a drafter that reads it."""
+        """Write the KV of the target that its forward pass would have left, for a drafter that reads it."""
         spans = []
         for request, count in zip(batch.requests, commit.counts, strict=True):
             tokens = self.sequences[request].tokens[request.num_computed : request.num_computed + count]
@@ -167,9 +189,9 @@ class Replay:
         target.forward(ForwardBatch.build(spans, [0], batch.page_size, target.device))
 
     def _gather_features(self, batch: Batch, commit: Commit) -> Tensor:
-        """[B, P, F]: along the text, so those of its own positions."""
-        first = self.hidden_states[batch.requests[0]]
-        found = first.new_zeros(len(batch), max(commit.counts), first.shape[-1])
+        """Return the recorded hidden states [B, P, F] at the positions of the commit."""
+        example = self.hidden_states[batch.requests[0]]
+        features = example.new_zeros(len(batch), max(commit.counts), example.shape[-1])
         for b, (request, count) in enumerate(zip(batch.requests, commit.counts, strict=True)):
-            found[b, :count] = self.hidden_states[request][request.num_computed : request.num_computed + count]
-        return found
+            features[b, :count] = self.hidden_states[request][request.num_computed : request.num_computed + count]
+        return features

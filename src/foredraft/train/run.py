@@ -1,4 +1,4 @@
-"""One training run from a plan to a folder with a drafter in it."""
+"""Training run: from a plan to a folder with a drafter."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -33,54 +33,64 @@ from foredraft.train.settings import find_method, parse_train_config
 from foredraft.train.timing import Clock
 from foredraft.train.trace import Tracer, choose_top
 from foredraft.train.windows import RowOrder, TokenWindows
-from foredraft.train.with_target import TARGET_FOLDER, WARMUP_SHARE, JointLoss
-from foredraft.train.with_target import TrainableTarget as LiveTarget
+from foredraft.train.with_target import TARGET_FOLDER, WARMUP_SHARE, JointLoss, TrainableTarget
 
-DEFAULT_STEPS = 1000
+DEFAULT_STEPS = 1000  # limit of one pass over the data, if the plan sets no number of steps
+FINGERPRINT_ROWS = 64  # rows of the embedding that identify the target, spread evenly
 LogLine = Callable[[str], None]
 StepCallback = Callable[[TrainStatus], None]
 
 
 @dataclass(frozen=True)
 class TrainResult:
+    """Outcome of a training run."""
+
     folder: Path
-    is_done: bool
+    is_done: bool  # False if the run stopped before its last step
     step: int
     steps: int
-    eval_metrics: dict[str, Any] = field(default_factory=dict)  # of the last measurement
-    is_main: bool = True  # False in all processes of a run but one
+    eval_metrics: dict[str, Any] = field(default_factory=dict)  # results of the last evaluation
+    is_main: bool = True  # True in exactly one process of a run
 
 
 def train(
     plan: TrainPlan,
     log_line: LogLine = lambda line: None,
-    on_step: StepCallback = lambda standing: None,
+    on_step: StepCallback = lambda status: None,
     module: Any = None,
     clock: Clock = time.monotonic,
 ) -> TrainResult:
-    """Run a plan, or go on with it where it stopped. Raises ForedraftError with one line that says what to do.
+    """Run a plan, or resume it from its last checkpoint.
 
-    module: what trains, where it is not the method of that name. clock: seconds, for `max_minutes` and the figures.
+    Args:
+        plan: Settings of the run.
+        log_line: Receives messages for the user.
+        on_step: Receives the status after every step.
+        module: Module to train; None = that of the plan's method.
+        clock: Time in seconds, for `max_minutes` and the metrics.
+
+    Raises:
+        ForedraftError: if the plan cannot be run; the message says what to do.
     """
     plan.check()
     module = find_method(plan.method) if module is None else module
     config = parse_train_config(module, plan.settings or {})
-    place = DistributedContext.detect(plan.device, plan.precision)
-    if not place.is_main:
+    distributed = DistributedContext.detect(plan.device, plan.precision)
+    if not distributed.is_main:
         log_line, on_step = _ignore, _ignore
-    llm = LLM(plan.model, None, dtype=plan.dtype, device=place.device)
+    llm = LLM(plan.model, None, dtype=plan.dtype, device=distributed.device)
     if llm.target.has_encoder:
         raise ForedraftError(
-            f"{llm.target.name} is an encoder-decoder model; drafters are trained for decoders, from texts alone"
+            f"{llm.target.name} is an encoder-decoder model; drafters are trained only for decoders, on plain sequences"
         )
     if plan.data.context > llm.target.context_length:
         raise ForedraftError(
             f"--context {plan.data.context} is longer than the {llm.target.context_length} tokens of {llm.target.name}"
         )
-    documents, held = load_documents(plan, llm, place, log_line)
+    documents, held_out = load_documents(plan, llm, distributed, log_line)
     if hasattr(module, "learn"):
-        return _learn_counts(plan, module, config, llm, documents, held)
-    return _TrainRun(plan, module, config, place, llm, documents, held, log_line, on_step, clock).run()
+        return _learn_counts(plan, module, config, llm, documents, held_out)
+    return _TrainRun(plan, module, config, distributed, llm, documents, held_out, log_line, on_step, clock).run()
 
 
 def _ignore(message: object) -> None:
@@ -90,24 +100,26 @@ def _ignore(message: object) -> None:
 def _learn_counts(
     plan: TrainPlan, module: Any, config: Any, llm: LLM, documents: Sequence[Document], held_out: Sequence[Document]
 ) -> TrainResult:
-    """A method that counts: one pass, nothing to go on from."""
+    """Train a method that only counts tokens: one pass, without checkpoints."""
     record_identity(
         plan.out,
         plan.make_identity(target=_fingerprint_target(llm.target), text=digest(documents)),
         has_checkpoint=False,
     )
     module.learn(config, [document.ids for document in documents], llm.target, plan.out)
-    figures = Evaluator(llm, plan.method, plan.evaluation, held_out, plan.data.context, Tracer(llm.target)).replay(
+    eval_metrics = Evaluator(llm, plan.method, plan.evaluation, held_out, plan.data.context, Tracer(llm.target)).replay(
         plan.out
     )
-    metrics = MetricsWriter.open(plan.out, 0, plan.tensorboard)
-    metrics.record(1, {"eval": figures})
-    metrics.close()
-    return TrainResult(plan.out, True, 1, 1, figures)
+    writer = MetricsWriter.open(plan.out, 0, plan.tensorboard)
+    writer.record(1, {"eval": eval_metrics})
+    writer.close()
+    return TrainResult(plan.out, True, 1, 1, eval_metrics)
 
 
 @dataclass
 class _TrainRun:
+    """State of a run by gradient descent."""
+
     plan: TrainPlan
     module: Any
     config: Any
@@ -120,57 +132,57 @@ class _TrainRun:
     clock: Clock
 
     def run(self) -> TrainResult:
-        plan, place = self.plan, self.distributed
+        plan, distributed = self.plan, self.distributed
         checkpoints = TrainingCheckpoints(plan.out)
-        found = checkpoints.find_latest()
+        latest = checkpoints.find_latest()
         self.target_fingerprint = _fingerprint_target(self.llm.target)
-        target_identity = plan.make_identity(target=self.target_fingerprint, text=digest(self.documents))
-        if place.is_main:
-            record_identity(plan.out, target_identity, found is not None)
-        place.wait()
+        identity = plan.make_identity(target=self.target_fingerprint, text=digest(self.documents))
+        if distributed.is_main:
+            record_identity(plan.out, identity, latest is not None)
+        distributed.wait()
         torch.manual_seed(plan.steps.seed)
         self.trainee: Trainee = self.module.create_trainee(self.config, self.llm.target, self._load_start())
         if plan.start is None and hasattr(self.trainee, "prepare"):
             self.trainee.prepare(self._count_loss_tokens())
         loop = self._make_loop(checkpoints)
-        if found is not None:
-            loop.resume(checkpoints.load(found, loop.networks, loop.optimizer))
-            self.log_line(f"going on after step {loop.step} of {loop.steps}")
+        if latest is not None:
+            loop.resume(checkpoints.load(latest, loop.networks, loop.optimizer))
+            self.log_line(f"resuming after step {loop.step} of {loop.steps}")
         loop.metrics_writer = (
-            MetricsWriter.open(plan.out, loop.step, plan.tensorboard) if place.is_main else MetricsWriter(None)
+            MetricsWriter.open(plan.out, loop.step, plan.tensorboard) if distributed.is_main else MetricsWriter(None)
         )
         is_done = loop.run()
         loop.metrics_writer.close()
-        return TrainResult(plan.out, is_done, loop.step, loop.steps, dict(loop.eval_metrics or {}), place.is_main)
+        return TrainResult(plan.out, is_done, loop.step, loop.steps, dict(loop.eval_metrics or {}), distributed.is_main)
 
     def _count_loss_tokens(self) -> Tensor:
-        """[V] how often each token is one to learn."""
+        """Count [V] how often each token is learnt."""
         counts = np.zeros(self.llm.target.vocab_size, dtype=np.int64)
         for document in self.documents:
             counts += np.bincount(document.ids[document.loss_mask].astype(np.int64), minlength=len(counts))
         return torch.from_numpy(counts)
 
     def _load_start(self) -> Any:
-        """A checkpoint that was read, or the folder where it is a whole model."""
+        """Return the checkpoint to start from, its folder if it is a whole model, or None."""
         if self.plan.start is None:
             return None
         if not Path(self.plan.start).is_dir():
             raise ForedraftError(f"--start {self.plan.start!r} is not a folder; give one that holds a drafter")
         target = self.llm.target
-        found, _ = read.recognise(self.plan.start)
-        if found not in read.READERS:
+        method, _ = read.recognise(self.plan.start)
+        if method not in read.READERS:
             return Path(self.plan.start)
-        facts = TargetInfo(target.name, target.hidden_size, target.vocab_size, target.num_layers)
-        return read.read(self.plan.start, facts, self.plan.method)
+        info = TargetInfo(target.name, target.hidden_size, target.vocab_size, target.num_layers)
+        return read.read(self.plan.start, info, self.plan.method)
 
     def _make_loop(self, checkpoints: TrainingCheckpoints) -> TrainLoop:
-        plan, steps, place = self.plan, self.plan.steps, self.distributed
+        plan, steps, distributed = self.plan, self.plan.steps, self.distributed
         windows = TokenWindows.pack(self.documents, plan.data.context)
-        rows = max(steps.batch_tokens // plan.data.context, place.num_processes)
-        rows -= rows % place.num_processes
+        rows = max(steps.batch_tokens // plan.data.context, distributed.num_processes)
+        rows -= rows % distributed.num_processes
         total = steps.steps or min(-(-len(windows) // rows), DEFAULT_STEPS)
         self.log_line(
-            f"{len(self.documents):,} texts, {len(windows):,} rows of {plan.data.context} tokens; {total} steps of "
+            f"{len(self.documents):,} documents, {len(windows):,} rows of {plan.data.context} tokens; {total} steps of "
             f"{rows} rows ({total * rows / len(windows):.2g} passes over the data)"
         )
         top = plan.data.top or choose_top(self.llm.target.vocab_size, is_cached=plan.data.cache is not None)
@@ -179,7 +191,7 @@ class _TrainRun:
         self.joint_loss = self._make_joint_loss(total)
         networks, groups = self._prepare_networks()
         return TrainLoop(
-            distributed=place,
+            distributed=distributed,
             networks=networks,
             compute_loss=self.joint_loss or self._compute_loss,
             source=self._make_source(windows),
@@ -207,11 +219,13 @@ class _TrainRun:
         if getattr(self.trainee, "backbone", None) is None:
             return None
         if self.plan.data.cache is not None:
-            raise ForedraftError("a target that learns too has no traces to keep; leave --cache out")
+            raise ForedraftError("a target that is trained too has no fixed traces to cache; leave --cache out")
         warmup = getattr(self.trainee, "warmup_heads", None)
         loss = getattr(self.config, "loss", "kl")
-        live = LiveTarget.from_model(self.llm.target, self.trainee.hidden_layers)
-        return JointLoss(self.trainee, live, loss, round(WARMUP_SHARE * num_steps) if warmup is None else int(warmup))
+        trainable = TrainableTarget.from_model(self.llm.target, self.trainee.hidden_layers)
+        return JointLoss(
+            self.trainee, trainable, loss, round(WARMUP_SHARE * num_steps) if warmup is None else int(warmup)
+        )
 
     def _prepare_networks(self) -> tuple[dict[str, nn.Module], list[ParameterGroup]]:
         """Move the trained networks to the device, in float32, with equal weights in every process."""
@@ -254,7 +268,7 @@ class _TrainRun:
         return Evaluator(llm, plan.method, plan.evaluation, self.held_out, plan.data.context, tracer)
 
     def _make_current_evaluator(self) -> Evaluator:
-        """Measures against the target as it is: a copy, where it learns too."""
+        """Return the evaluator; if the target is trained too, one with a copy of its current state."""
         if self.joint_loss is None:
             return self.evaluator
         llm = self.joint_loss.make_llm(self.llm.target.model.dtype, self.llm.tokenizer)
@@ -266,29 +280,32 @@ class _TrainRun:
             self.joint_loss.save(self.plan.out, self.llm.target.model.dtype, self.llm.tokenizer)
 
     def _publish(self, folder: Path, evaluator: Evaluator) -> None:
-        """Write a drafter that can be used. A trainee may first measure held-out documents, to choose its tree."""
+        """Write the current drafter. A trainee with `finish` first measures held-out documents, to choose its tree."""
         finish = getattr(self.trainee, "finish", None)
         traces = evaluator.trace_held_out() if finish is not None else []
         if finish is not None and traces:
             finish(traces)
         target: str | None = self.llm.target.name
-        about: dict[str, Any] = {
+        extra_config: dict[str, Any] = {
             target_identity.NORMS_KEY: target_identity.compute_norms(evaluator.llm.target.embedding)
         }
-        if self.joint_loss is not None:  # the heads are for the target that learnt with them
-            target, about = None, about | {target_identity.FOLDER_KEY: TARGET_FOLDER, TARGET_NAME_KEY: TARGET_FOLDER}
-        publish(self.trainee, self.plan.method, folder, self.llm.target.model.dtype, target, about)
+        if self.joint_loss is not None:  # the heads fit only the target that was trained with them
+            target, extra_config = (
+                None,
+                extra_config | {target_identity.FOLDER_KEY: TARGET_FOLDER, TARGET_NAME_KEY: TARGET_FOLDER},
+            )
+        publish(self.trainee, self.plan.method, folder, self.llm.target.model.dtype, target, extra_config)
 
     def _measure(self) -> dict[str, Any]:
         evaluator = self._make_current_evaluator()
         with self.distributed.autocast():
-            found: dict[str, Any] = evaluator.measure_loss(self.trainee.compute_loss)
-        return found | evaluator.measure_acceptance(lambda folder: self._publish(folder, evaluator))
+            metrics: dict[str, Any] = evaluator.measure_loss(self.trainee.compute_loss)
+        return metrics | evaluator.measure_acceptance(lambda folder: self._publish(folder, evaluator))
 
 
 @dataclass(frozen=True)
 class OnlineTraceSource:
-    """Traces made when they are read."""
+    """Source that computes traces when they are read."""
 
     windows: TokenWindows
     tracer: Tracer
@@ -298,8 +315,8 @@ class OnlineTraceSource:
 
 
 def _fingerprint_target(target: HFModel) -> dict[str, Any]:
-    """Identify the target without reading all weights: they may change under the same name."""
-    sample = target.embedding[:: max(1, len(target.embedding) // 64)].double()
+    """Identify the target from a sample of its embedding: weights may change under the same name."""
+    sample = target.embedding[:: max(1, len(target.embedding) // FINGERPRINT_ROWS)].double()
     return {
         "parameters": target.num_parameters,
         "vocab_size": target.vocab_size,

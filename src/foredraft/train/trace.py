@@ -1,5 +1,7 @@
-"""Traces of the target: token windows in, its hidden states and distributions out, by the forward passes that serve
-requests."""
+"""Traces of the target: token windows in, hidden states and distributions out.
+
+The forward passes are those that serve requests.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,21 +13,23 @@ from foredraft.drafters.losses import TargetLogProbs, Trace
 from foredraft.models.forward_batch import ForwardBatch, Span
 from foredraft.models.hf import HFModel
 
-PAGE_SIZE = 16
-LOGIT_BYTES = 128 << 20  # of float32 logits that one pass may give
+PAGE_SIZE = 16  # tokens
+LOGIT_BYTES = 128 << 20  # limit of the float32 logits of one forward pass
 FULL_VOCABULARY = 8192  # tokens; up to this vocabulary size the whole distribution is stored
+CACHED_TOP = 64  # likeliest tokens that are stored on disk
+ONLINE_TOP = 256  # likeliest tokens that are stored in memory
 
 
 def choose_top(vocab_size: int, is_cached: bool) -> int | None:
-    """How many of the likeliest tokens to keep; None = all."""
+    """Return how many of the likeliest tokens to store; None = all."""
     if is_cached:
-        return min(64, vocab_size)
-    return None if vocab_size <= FULL_VOCABULARY else 256
+        return min(CACHED_TOP, vocab_size)
+    return None if vocab_size <= FULL_VOCABULARY else ONLINE_TOP
 
 
 @dataclass(frozen=True)
 class TracePiece:
-    """Positions [start, stop) of some rows, computed in one pass."""
+    """Positions [start, stop) of some rows, computed in one forward pass."""
 
     rows: range
     start: int
@@ -33,7 +37,13 @@ class TracePiece:
 
 
 class Tracer:
-    """Runs a frozen target over windows of tokens. It has KV memory of its own, used again for every batch."""
+    """Tracer of a frozen target, with its own KV memory that is reused for every batch.
+
+    Args:
+        target: Target to trace.
+        hidden_layers: Layer boundaries whose states are recorded.
+        top: Likeliest tokens to store per position; None = the whole distribution.
+    """
 
     def __init__(self, target: HFModel, hidden_layers: Sequence[int] = (), top: int | None = None) -> None:
         self.target = target.with_new_kv()
@@ -41,32 +51,47 @@ class Tracer:
         self.top = top
 
     def trace(self, tokens: Tensor, mask: Tensor) -> Trace:
-        """Trace [B, L + 1] tokens; the last token of a row is only a label. Tensors are on the target's device."""
+        """Trace token windows.
+
+        Args:
+            tokens: [B, L + 1] token ids; the last token of a row is only a label.
+            mask: [B, L + 1] tokens to learn.
+
+        Returns:
+            The trace, with all tensors on the target's device.
+        """
         features, probs = self.run_target(tokens[:, :-1])
         device = self.target.device
         return Trace(tokens.to(device), features, probs, mask.to(device))
 
     @torch.no_grad()
     def run_target(self, tokens: Tensor) -> tuple[Tensor, TargetLogProbs]:
-        """Return states [B, L, F] and distributions [B, L, ..] after each of [B, L] tokens."""
+        """Run the target over rows of tokens.
+
+        Args:
+            tokens: [B, L] token ids.
+
+        Returns:
+            Hidden states [B, L, F] and distributions [B, L, `top` or V] after each token.
+        """
         target, (num_rows, length) = self.target, tokens.shape
         width = target.vocab_size if self.top is None else min(self.top, target.vocab_size)
         logprobs = torch.empty(num_rows, length, width, device=target.device)
         ids = torch.empty_like(logprobs, dtype=torch.int64) if width < target.vocab_size else None
         features = logprobs.new_empty(num_rows, length, 0)
         for piece in _split_rows(num_rows, length, max(1, LOGIT_BYTES // (4 * target.vocab_size))):
-            with torch.autocast(target.device.type, enabled=False):  # the target is what it is when it serves
+            with torch.autocast(target.device.type, enabled=False):  # the numerics are those of serving
                 logits, states = target.forward(self._build_batch(tokens, piece), self.hidden_layers)
-            place = slice(piece.rows.start, piece.rows.stop), slice(piece.start, piece.stop)
+            index = slice(piece.rows.start, piece.rows.stop), slice(piece.start, piece.stop)
             shape = len(piece.rows), piece.stop - piece.start
-            row = TargetLogProbs.from_logits(logits, self.top)
-            logprobs[place] = row.logprobs.view(*shape, width)
-            if ids is not None and row.token_ids is not None:
-                ids[place] = row.token_ids.view(*shape, width)
+            probs = TargetLogProbs.from_logits(logits, self.top)
+            logprobs[index] = probs.logprobs.view(*shape, width)
+            if ids is not None and probs.token_ids is not None:
+                ids[index] = probs.token_ids.view(*shape, width)
             if states is not None:
                 if not features.shape[-1]:
                     features = states.new_empty(num_rows, length, states.shape[-1])
-                features[place] = states.view(*shape, -1)
+                features[index] = states.view(*shape, -1)
         return features, TargetLogProbs(logprobs, ids)
 
     def _build_batch(self, tokens: Tensor, piece: TracePiece) -> ForwardBatch:
@@ -80,7 +105,10 @@ class Tracer:
 
 
 def _split_rows(num_rows: int, length: int, max_positions: int) -> Iterator[TracePiece]:
-    """Whole rows, as many as make `most` positions; a row longer than that in several passes, on its own KV."""
+    """Split rows into pieces of at most `max_positions` positions.
+
+    A piece has several whole rows, or a part of one longer row, whose parts follow each other and share its KV.
+    """
     if length <= max_positions:
         step = max_positions // length
         for first in range(0, num_rows, step):

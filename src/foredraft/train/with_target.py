@@ -1,7 +1,8 @@
-"""The target learning together with its heads (Medusa-2, 2401.10774): a live copy of it, held close to what it was.
+"""Joint training of the target and its heads: a trainable copy of the target is kept close to the original.
 
-The heads warm up first, on a target that does not move. Then both learn: the heads on the live states, the target at a
-small rate on its own loss, the divergence from its old distribution, so that its output changes little.
+The heads warm up first, while the target is frozen. Then both learn: the heads from the current states, the target at
+a small rate from its own loss, the divergence from its original distribution, so that its output changes little.
+Reference: Medusa-2, 2401.10774.
 """
 
 import copy
@@ -22,86 +23,86 @@ from foredraft.models.loading import load_model
 from foredraft.models.native.decoder import get_obstacle
 from foredraft.train.publish import DISK_FULL_HINT
 
-TARGET_FOLDER = "target"  # beside the heads
-WARMUP_SHARE = 0.2  # share of the steps, where the trainee does not say
+TARGET_FOLDER = "target"  # subfolder of the heads' folder
+WARMUP_SHARE = 0.2  # share of the steps, if the trainee does not set the number of steps
 
 
 @dataclass(frozen=True)
 class TrainableTarget:
-    """The target as a module that takes gradients."""
+    """Copy of the target as a module with gradients."""
 
     model: Any
     hidden_layers: tuple[int, ...]
 
     @classmethod
     def from_model(cls, target: HFModel, hidden_layers: Sequence[int]) -> "TrainableTarget":
-        """Its weights once more, in float32: those that serve are packed."""
+        """Load the weights again in float32: the weights that serve requests are packed."""
         model = load_model(target.name, torch.float32, target.device)
         model.set_attn_implementation("sdpa")
         return cls(model.train(), tuple(hidden_layers))
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [B, L, V] and states [B, L, F] at the taps."""
-        found: dict[int, Tensor] = {}
-        handles = [self._register_hook(tap, found) for tap in self.hidden_layers]
+        """Return logits [B, L, V] and hidden states [B, L, F] at the hidden layers."""
+        states: dict[int, Tensor] = {}
+        handles = [self._register_hook(layer, states) for layer in self.hidden_layers]
         try:
             logits = self.model(input_ids=tokens, use_cache=False).logits
         finally:
             for handle in handles:
                 handle.remove()
-        return logits, torch.cat([found[tap] for tap in self.hidden_layers], -1)
+        return logits, torch.cat([states[layer] for layer in self.hidden_layers], -1)
 
-    def _register_hook(self, layer: int, found: dict[int, Tensor]) -> Any:
-        """Boundaries are counted as in HFModel.forward."""
+    def _register_hook(self, layer: int, states: dict[int, Tensor]) -> Any:
+        """Register a hook that records one layer boundary, numbered as in HFModel.forward."""
         if layer == 0:
             return find_decoder_layers(self.model)[0].register_forward_pre_hook(
-                _make_input_hook(found), with_kwargs=True
+                _make_input_hook(states), with_kwargs=True
             )
         module = self.model.get_decoder() if layer == AFTER_FINAL_NORM else find_decoder_layers(self.model)[layer - 1]
-        return module.register_forward_hook(_make_output_hook(found, layer))
+        return module.register_forward_hook(_make_output_hook(states, layer))
 
 
-def _make_input_hook(found: dict[int, Tensor]) -> Any:
+def _make_input_hook(states: dict[int, Tensor]) -> Any:
     def hook(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-        found[0] = args[0] if args else kwargs["hidden_states"]
+        states[0] = args[0] if args else kwargs["hidden_states"]
 
     return hook
 
 
-def _make_output_hook(found: dict[int, Tensor], layer: int) -> Any:
+def _make_output_hook(states: dict[int, Tensor], layer: int) -> Any:
     def hook(module: nn.Module, args: Any, output: Any) -> None:
-        found[layer] = output if isinstance(output, Tensor) else output[0]
+        states[layer] = output if isinstance(output, Tensor) else output[0]
 
     return hook
 
 
 @dataclass(frozen=True)
 class JointLoss:
-    """The loss of heads and target together."""
+    """Loss of the heads and the target together."""
 
     trainee: Trainee
     target: TrainableTarget
-    target_loss: str  # of the target: a divergence from its old distribution, or ce
+    target_loss: str  # name of the target's loss: a divergence from its original distribution, or ce
     warmup_steps: int  # steps in which only the heads learn
 
     def __call__(self, trace: Trace, step: int) -> Losses:
         if step < self.warmup_steps:
             return self.trainee.compute_loss(trace)
         logits, states = self.target.forward(trace.tokens[:, :-1])
-        heads = self.trainee.compute_loss(Trace(trace.tokens, states, trace.target_log_probs, trace.mask))
-        own = average_over_mask(
+        head_losses = self.trainee.compute_loss(Trace(trace.tokens, states, trace.target_log_probs, trace.mask))
+        own_loss = average_over_mask(
             compute_draft_loss(self.target_loss, logits, trace.target_log_probs, trace.tokens[:, 1:]), trace.mask[:, 1:]
         )
-        return Losses(heads.total + own, {**heads.components, "target": float(own.detach())})
+        return Losses(head_losses.total + own_loss, {**head_losses.components, "target": float(own_loss.detach())})
 
     def save(self, folder: Path, dtype: torch.dtype, tokenizer: Any) -> None:
-        """The tuned target, as a model folder."""
+        """Write the trained target as a model folder."""
         model = copy.deepcopy(self.target.model).to(dtype)
 
-        def write(place: Path) -> None:
-            model.save_pretrained(place)
+        def write(path: Path) -> None:
+            model.save_pretrained(path)
             if tokenizer is not None:
-                tokenizer.save_pretrained(place)
+                tokenizer.save_pretrained(path)
 
         with convert_write_errors(folder / TARGET_FOLDER, DISK_FULL_HINT):
             replace_files(folder / TARGET_FOLDER, write)

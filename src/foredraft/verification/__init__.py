@@ -1,0 +1,1 @@
+"""Verification rules, and the target probabilities that they read."""

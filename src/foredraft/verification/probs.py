@@ -130,7 +130,7 @@ class TargetProbs(Protocol):
 
     @property
     def sampled_tokens(self) -> Tensor:
-        """Tokens sampled so far, NO_TOKEN in other rows. [R] int64"""
+        """Tokens sampled so far, NO_TOKEN in other rows, as [R] int64."""
 
     def get_probs(self, row: int) -> Probs:
         """Return p of a row. Raises InvalidLogitsError."""
@@ -193,7 +193,7 @@ class LazyTargetProbs:
 
     @property
     def sampled_tokens(self) -> Tensor:
-        """Tokens sampled so far, NO_TOKEN in other rows. [R] int64"""
+        """Tokens sampled so far, NO_TOKEN in other rows, as [R] int64."""
         return torch.tensor(
             [self._token_by_row.get(row, NO_TOKEN) for row in range(len(self.samplings))], dtype=torch.int64
         )
@@ -278,7 +278,7 @@ class DenseProbs:
 
     @property
     def sampled_tokens(self) -> Tensor:
-        """Argmax of the race in every row; empty before the first `sample_tokens`. [R] int64"""
+        """Argmax of the race in every row; empty before the first `sample_tokens`; [R] int64."""
         return self._sampled_tokens
 
     def get_probs(self, row: int) -> Probs:

@@ -1,4 +1,4 @@
-"""A Hugging Face folder of a Llama as a GGUF file for llama.cpp. Runs where the `gguf` package is installed."""
+"""Conversion of a Hugging Face folder of a Llama to a GGUF file for llama.cpp. It needs the `gguf` package."""
 
 import json
 from collections.abc import Iterator
@@ -8,6 +8,7 @@ from typing import Any
 import gguf
 import numpy as np
 
+# Module name without "model.layers.N." -> name of the tensor in a GGUF file.
 GGUF_TENSOR_NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -22,11 +23,22 @@ GGUF_TENSOR_NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+# Dtype in a safetensors header -> dtype of numpy, which has no bfloat16.
 _NUMPY_DTYPES: dict[str, Any] = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32}
+DEFAULT_ROPE_THETA = 10000.0  # of a Llama configuration without a value
 
 
 def convert(folder: Path, out: Path, dtype: str) -> None:
-    """Write `out` with matrices in dtype (bfloat16 or float32) and norms in float32. Raises ValueError."""
+    """Convert the model in `folder` and write the file `out`.
+
+    Args:
+        folder: folder with config.json, safetensors files and optionally tokenizer.json.
+        out: GGUF file.
+        dtype: bfloat16 or float32, for matrices; norms are float32.
+
+    Raises:
+        ValueError: the architecture or a dtype is not supported.
+    """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     _check_config(config)
     writer = gguf.GGUFWriter(str(out), "llama")
@@ -34,7 +46,7 @@ def convert(folder: Path, out: Path, dtype: str) -> None:
     _add_tokens(writer, folder, config)
     for name, values in _read_tensors(folder):
         if name == "lm_head.weight" and config.get("tie_word_embeddings"):
-            continue  # llama.cpp reads the embeddings where there is no output matrix
+            continue  # llama.cpp uses the embeddings if there is no output matrix
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             is_query = name.endswith("q_proj.weight")
             values = _interleave_rows(values, config["num_attention_heads" if is_query else "num_key_value_heads"])
@@ -70,7 +82,7 @@ def _write_metadata(writer: Any, config: dict[str, Any], dtype: str) -> None:
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_rope_dimension_count(head_dim)
-    writer.add_rope_freq_base(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    writer.add_rope_freq_base(rope.get("rope_theta") or config.get("rope_theta") or DEFAULT_ROPE_THETA)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
     kind = gguf.LlamaFileType.ALL_F32 if dtype == "float32" else gguf.LlamaFileType.MOSTLY_BF16
@@ -78,19 +90,19 @@ def _write_metadata(writer: Any, config: dict[str, Any], dtype: str) -> None:
 
 
 def _add_tokens(writer: Any, folder: Path, config: dict[str, Any]) -> None:
-    """A byte-level BPE as it is; any other vocabulary is left out, which ids do not need."""
+    """Add a byte-level BPE vocabulary. Any other vocabulary is omitted, as prompts are token ids."""
     file = folder / "tokenizer.json"
     data = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     model = data.get("model", {})
     if model.get("type") != "BPE":
         writer.add_tokenizer_model("none")
         return
-    texts = {i: token for token, i in model["vocab"].items()}
-    special = {token["id"]: token["content"] for token in data.get("added_tokens", [])}
-    texts |= special
-    tokens = [texts.get(i, f"[unused {i}]") for i in range(config["vocab_size"])]
+    token_texts = {i: token for token, i in model["vocab"].items()}
+    special_tokens = {token["id"]: token["content"] for token in data.get("added_tokens", [])}
+    token_texts |= special_tokens
+    tokens = [token_texts.get(i, f"[unused {i}]") for i in range(config["vocab_size"])]
     normal, control, unused = gguf.TokenType.NORMAL, gguf.TokenType.CONTROL, gguf.TokenType.UNUSED
-    kinds = [control if i in special else normal if i in texts else unused for i in range(len(tokens))]
+    kinds = [control if i in special_tokens else normal if i in token_texts else unused for i in range(len(tokens))]
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
@@ -103,7 +115,7 @@ def _add_tokens(writer: Any, folder: Path, config: dict[str, Any]) -> None:
 
 
 def _read_tensors(folder: Path) -> Iterator[tuple[str, Any]]:
-    """Every tensor of a folder as float32."""
+    """Read every tensor of a folder as float32; yield (name, values)."""
     for file in sorted(folder.glob("*.safetensors")):
         with file.open("rb") as stream:
             size = int.from_bytes(stream.read(8), "little")
@@ -125,13 +137,13 @@ def _to_float32(values: Any) -> Any:
 
 
 def _to_bfloat16(values: Any) -> Any:
-    """float32 -> bits of bfloat16, to the nearest, ties to even; exact for what was bfloat16."""
+    """Round float32 to bits of bfloat16, to nearest, ties to even; exact for values that were bfloat16."""
     bits = values.view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
 def _interleave_rows(values: Any, heads: int) -> Any:
-    """llama.cpp turns neighbouring rows of a head by one angle, transformers a row of each half."""
+    """Interleave the halves of every head: llama.cpp rotates neighbouring rows, transformers one row of each half."""
     rows, columns = values.shape
     pairs = values.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2)
     return np.ascontiguousarray(pairs).reshape(rows, columns)

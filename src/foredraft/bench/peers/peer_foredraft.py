@@ -1,4 +1,4 @@
-"""Foredraft itself, as one more participant: in a process of its own, by the same protocol."""
+"""Foredraft as a peer: a separate process with the same protocol as the other programs."""
 
 import os
 import time
@@ -14,10 +14,10 @@ from foredraft.bench import verify_cost
 
 
 class ForedraftPeer:
-    """One target, with every drafter it is asked for."""
+    """One target with plain decoding and all requested drafters."""
 
     plain: LLM
-    modes: dict[str, LLM]
+    modes: dict[str, LLM]  # mode -> LLM on the same weights
 
     def load(
         self, model: str, dtype: str, threads: int, drafters: dict[str, dict[str, Any]], settings: dict[str, Any],
@@ -31,9 +31,9 @@ class ForedraftPeer:
 
     def generate(self, mode: str, prompt: list[int], max_tokens: int, **_: Any) -> dict[str, Any]:
         sampling = Sampling(max_tokens=max_tokens, temperature=0, ignore_eos=True)
-        began = time.perf_counter()
+        start = time.perf_counter()
         (completion,) = self.modes[mode].generate([prompt], sampling)
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - start
         if completion.error is not None:
             raise RuntimeError(completion.error)
         return {"tokens": completion.token_ids, "seconds": seconds, "passes": completion.stats.target_passes}

@@ -1,7 +1,7 @@
-"""llama.cpp through llama-cpp-python's C interface: plain decoding, prompt lookup, a draft model.
+"""llama.cpp as a peer: plain decoding, prompt lookup and a draft model.
 
-The loops are those of llama.cpp's own examples (simple, lookup, speculative-simple), on the C functions: the high-level
-class copies every row of logits, which would slow llama.cpp's speculation down.
+The loops follow the examples of llama.cpp (simple, lookup, speculative-simple) and call the C functions of
+llama-cpp-python. Its high-level class copies every row of logits, which would slow speculation down.
 """
 
 import ctypes
@@ -15,15 +15,15 @@ import numpy as np
 from gguf_from_hf import convert
 from serve import draft_by_lookup, measure_verify_costs, serve
 
+# Value of --quantization -> file type of llama.cpp.
 FILE_TYPES = {"int8": c.LLAMA_FTYPE_MOSTLY_Q8_0, "int4": c.LLAMA_FTYPE_MOSTLY_Q4_0}
 
-
-# llama.cpp says a page about every model; the callback has to live as long as the library uses it
+# Drops the long log that llama.cpp writes for every model. The callback must live as long as the library uses it.
 SILENT_LOG_CALLBACK = c.llama_log_callback(lambda level, text, data: None)
 
 
 class LlamaContext:
-    """A model with its KV memory: the first `length` tokens of one text."""
+    """Model with the KV cache of the first `length` tokens of one sequence."""
 
     def __init__(self, file: Path, threads: int, size: int) -> None:
         self.model = c.llama_model_load_from_file(str(file).encode(), c.llama_model_default_params())
@@ -39,7 +39,7 @@ class LlamaContext:
         self.length = 0
 
     def decode(self, tokens: Sequence[int], all_rows: bool = False) -> list[int]:
-        """Append tokens; the likeliest next token after the last of them, or after every one."""
+        """Append tokens and return the likeliest next token after the last one, or after each one if `all_rows`."""
         batch, count = self.batch, len(tokens)
         batch.n_tokens = count
         for i, token in enumerate(tokens):
@@ -53,7 +53,7 @@ class LlamaContext:
         return [self._find_argmax(i) for i in (range(count) if all_rows else (count - 1,))]
 
     def truncate(self, length: int) -> None:
-        """Forget all tokens from `length` on."""
+        """Drop all tokens from position `length` on."""
         if length < self.length:
             c.llama_memory_seq_rm(self.kv_memory, 0, length, -1)
             self.length = length
@@ -64,6 +64,8 @@ class LlamaContext:
 
 
 class LlamaCppPeer:
+    """Target and optional draft model in llama.cpp."""
+
     target: LlamaContext
     draft: LlamaContext | None = None
 
@@ -86,30 +88,30 @@ class LlamaCppPeer:
         self, mode: str, prompt: list[int], max_tokens: int, draft_tokens: int, lookup: list[int]
     ) -> dict[str, Any]:
         propose: Callable[[list[int], int], list[int]] = {
-            "plain": lambda tokens, room: [],
-            "prompt_lookup": lambda tokens, room: draft_by_lookup(tokens, min(lookup[0], room), lookup[1]),
-            "draft": lambda tokens, room: self._draft_tokens(tokens, min(draft_tokens, room)),
+            "plain": lambda tokens, budget: [],
+            "prompt_lookup": lambda tokens, budget: draft_by_lookup(tokens, min(lookup[0], budget), lookup[1]),
+            "draft": lambda tokens, budget: self._draft_tokens(tokens, min(draft_tokens, budget)),
         }[mode]
         if mode == "draft" and self.draft is None:
             raise ValueError("this mode needs a draft model")
         for context in (self.target, self.draft):
             if context is not None:
                 context.truncate(0)
-        began = time.perf_counter()
+        start = time.perf_counter()
         tokens = [*prompt, *self.target.decode(prompt)]
         passes, end = 1, len(prompt) + max_tokens
         while len(tokens) < end:
-            drafted = propose(tokens, end - len(tokens) - 1)
-            chosen = self.target.decode([tokens[-1], *drafted], all_rows=bool(drafted))
+            draft = propose(tokens, end - len(tokens) - 1)
+            target_tokens = self.target.decode([tokens[-1], *draft], all_rows=bool(draft))
             passes += 1
-            kept = 0
-            while kept < len(drafted) and drafted[kept] == chosen[kept]:
-                kept += 1
-            self.target.truncate(len(tokens) + kept)
+            num_accepted = 0
+            while num_accepted < len(draft) and draft[num_accepted] == target_tokens[num_accepted]:
+                num_accepted += 1
+            self.target.truncate(len(tokens) + num_accepted)
             if self.draft is not None:
-                self.draft.truncate(len(tokens) + kept)
-            tokens += chosen[: kept + 1]
-        return {"tokens": tokens[len(prompt) :], "seconds": time.perf_counter() - began, "passes": passes}
+                self.draft.truncate(len(tokens) + num_accepted)
+            tokens += target_tokens[: num_accepted + 1]
+        return {"tokens": tokens[len(prompt) :], "seconds": time.perf_counter() - start, "passes": passes}
 
     def verify(self, rows: list[int], context: list[int], repeats: int) -> dict[str, Any]:
         self.target.truncate(0)
@@ -124,12 +126,12 @@ class LlamaCppPeer:
 
     def _draft_tokens(self, tokens: list[int], count: int) -> list[int]:
         assert self.draft is not None
-        drafted: list[int] = []
-        fresh = tokens[self.draft.length :]
-        while len(drafted) < count:
-            fresh = self.draft.decode(fresh)
-            drafted += fresh
-        return drafted
+        draft: list[int] = []
+        new_tokens = tokens[self.draft.length :]
+        while len(draft) < count:
+            new_tokens = self.draft.decode(new_tokens)
+            draft += new_tokens
+        return draft
 
 
 def _convert_cached(folder: Path, out: Path, dtype: str) -> Path:

@@ -1,4 +1,4 @@
-"""transformers: plain, assisted and prompt-lookup generation."""
+"""Transformers as a peer: plain, assisted and prompt-lookup generation."""
 
 import os
 import time
@@ -12,7 +12,7 @@ from serve import measure_verify_costs, serve
 
 
 class TransformersPeer:
-    """One model, and its assistant where it has one."""
+    """One model with an optional assistant."""
 
     model: Any
     assistant: Any = None
@@ -34,22 +34,22 @@ class TransformersPeer:
         if mode == "assisted":
             if self.assistant is None:
                 raise ValueError("assisted generation needs a draft model")
-            # a constant draft length, as everywhere else in the comparison; no confidence threshold cuts it
+            # A constant draft length, as in all other programs; without a threshold no draft is cut short.
             config = self.assistant.generation_config
             config.num_assistant_tokens, config.num_assistant_tokens_schedule = draft_tokens, "constant"
             config.assistant_confidence_threshold = 0.0
             extra["assistant_model"] = self.assistant
         elif mode == "prompt_lookup":
             extra |= {"prompt_lookup_num_tokens": lookup[0], "max_matching_ngram_size": lookup[1]}
-        handle = self.model.register_forward_hook(lambda *_: passes.__setitem__(0, passes[0] + 1))
-        began = time.perf_counter()
-        out = self.model.generate(
+        hook = self.model.register_forward_hook(lambda *_: passes.__setitem__(0, passes[0] + 1))
+        start = time.perf_counter()
+        output = self.model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, min_new_tokens=max_tokens,
             do_sample=False, pad_token_id=0, **extra,
         )  # fmt: skip
-        seconds = time.perf_counter() - began
-        handle.remove()
-        return {"tokens": out[0, len(prompt) :].tolist(), "seconds": seconds, "passes": passes[0]}
+        seconds = time.perf_counter() - start
+        hook.remove()
+        return {"tokens": output[0, len(prompt) :].tolist(), "seconds": seconds, "passes": passes[0]}
 
     @torch.inference_mode()
     def verify(self, rows: list[int], context: list[int], repeats: int) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""vLLM on CPU: one engine, with or without a drafter; a mode is an engine, so every mode is a process of its own."""
+"""Peer for vLLM on CPU.
+
+The drafter of an engine is fixed, so every mode needs its own engine and its own process.
+"""
 
 import os
 import time
@@ -6,15 +9,16 @@ from typing import Any
 
 from serve import serve
 
-# The engine in this very process, so that stopping the process stops all of it.
+# The engine runs in this process, so that stopping the process stops the whole engine.
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
 
+# Metrics of vLLM: number of drafts, number of accepted draft tokens.
 COUNTERS = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
 
 
 class VllmPeer:
-    """One engine, compiled; prefix caching is off, for a prompt is asked more than once."""
+    """One compiled engine. Prefix caching is off, because some prompts are sent more than once."""
 
     engine: Any
     sampling_params_class: Any
@@ -48,14 +52,14 @@ class VllmPeer:
     def generate(self, prompt: list[int], max_tokens: int, **_: Any) -> dict[str, Any]:
         params = self.sampling_params_class(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
         before = self._read_counters()
-        began = time.perf_counter()
-        (out,) = self.engine.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
-        seconds = time.perf_counter() - began
-        tokens = list(out.outputs[0].token_ids)
+        start = time.perf_counter()
+        (output,) = self.engine.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        tokens = list(output.outputs[0].token_ids)
         after = self._read_counters()
         drafts, accepted = (after[name] - before[name] for name in COUNTERS)
-        # What is accepted beyond the last token wanted is counted too, so that tokens - accepted falls short of the
-        # passes; a pass without a draft is not counted, so that the prompt's and the drafts' fall short as well.
+        # Both terms are lower bounds of the passes. tokens - accepted is too low if tokens beyond max_tokens were
+        # accepted; 1 + drafts is too low if a pass had no draft.
         return {"tokens": tokens, "seconds": seconds, "passes": max(len(tokens) - accepted, 1 + drafts)}
 
     def _read_counters(self) -> dict[str, int]:

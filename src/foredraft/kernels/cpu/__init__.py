@@ -1,0 +1,1 @@
+"""Native kernels for processors: C sources, their build and their bindings."""

@@ -109,14 +109,15 @@ def _run_command(command: list[str]) -> None:
 
 
 def main() -> int:
+    """Build the library, print the result and return the exit code."""
     try:
-        made = build()
+        built_sets = build()
     except RuntimeError as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 1
-    left_out = [name for name in list_machine_sets() if name not in made]
-    note = f"; this compiler cannot do {', '.join(left_out)}" if left_out else ""
-    print(f"built {LIBRARY.name} for {platform.machine()}: {', '.join(made)}{note}")  # noqa: T201
+    unsupported_sets = [name for name in list_machine_sets() if name not in built_sets]
+    note = f"; this compiler does not support {', '.join(unsupported_sets)}" if unsupported_sets else ""
+    print(f"built {LIBRARY.name} for {platform.machine()}: {', '.join(built_sets)}{note}")  # noqa: T201
     return 0
 
 

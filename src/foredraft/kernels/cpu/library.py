@@ -22,6 +22,8 @@ TILE_SET = "amx"
 
 
 class WeightRecord(ctypes.Structure):
+    """Packed matrix (fd_weight)."""
+
     _fields_ = (
         ("data", c_void_p),
         ("scale", c_void_p),
@@ -54,6 +56,8 @@ class RowsRecord(ctypes.Structure):
 
 
 class LayerRecord(ctypes.Structure):
+    """Decoder layer (fd_layer)."""
+
     _fields_ = (
         ("attention_norm", c_void_p),
         ("mlp_norm", c_void_p),
@@ -68,6 +72,8 @@ class LayerRecord(ctypes.Structure):
 
 
 class ModelRecord(ctypes.Structure):
+    """Decoder, or the decoder of a drafter (fd_model)."""
+
     _fields_ = (
         *((name, c_int32) for name in "layers hidden heads kv_heads head_dim rotary inner activation".split()),
         ("has_bf16_kv", c_int32),
@@ -88,6 +94,8 @@ class ModelRecord(ctypes.Structure):
 
 
 class PassRecord(ctypes.Structure):
+    """Inputs and outputs of a forward pass of a decoder (fd_pass)."""
+
     _fields_ = (
         ("keys", c_void_p),
         ("values", c_void_p),
@@ -101,6 +109,8 @@ class PassRecord(ctypes.Structure):
 
 
 class AttentionRecord(ctypes.Structure):
+    """Inputs and output of one attention call (fd_attention)."""
+
     _fields_ = (
         ("query", c_void_p),
         ("keys", c_void_p),
@@ -116,10 +126,14 @@ class AttentionRecord(ctypes.Structure):
 
 
 class NormRecord(ctypes.Structure):
+    """Weights of a norm (fd_norm)."""
+
     _fields_ = (("weight", c_void_p), ("shift", c_void_p))
 
 
 class Seq2SeqLayerRecord(ctypes.Structure):
+    """Decoder layer with cross-attention (fd_pair_layer)."""
+
     _fields_ = (
         *((name, NormRecord) for name in "own_norm cross_norm inner_norm".split()),
         *((name, WeightRecord) for name in "qkv out query cross_out wide narrow".split()),
@@ -141,6 +155,8 @@ class Seq2SeqRecord(ctypes.Structure):
 
 
 class Seq2SeqPassRecord(ctypes.Structure):
+    """Inputs and outputs of a forward pass of an encoder-decoder model (fd_pair_pass)."""
+
     _fields_ = (
         *((name, c_void_p) for name in "keys values cross_keys cross_values taps".split()),
         ("num_taps", c_int32),
@@ -149,6 +165,8 @@ class Seq2SeqPassRecord(ctypes.Structure):
 
 
 class LinearRecord(ctypes.Structure):
+    """Product of activations and a packed matrix (fd_product)."""
+
     _fields_ = (
         ("weight", POINTER(WeightRecord)),
         ("x", c_void_p),

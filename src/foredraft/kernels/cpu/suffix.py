@@ -111,9 +111,9 @@ def get_automaton_class() -> type[SuffixAutomaton]:
 
 @cache
 def _load_handle() -> ctypes.CDLL:
-    found = load_library()
-    assert found is not None, "get_automaton_class selects the reference without the library"
-    handle = found.handle
+    library = load_library()
+    assert library is not None, "the native automaton needs the native library"
+    handle = library.handle
     handle.fd_suffix_new.restype = c_void_p
     handle.fd_suffix_free.argtypes = [c_void_p]
     handle.fd_suffix_free.restype = None

@@ -1,0 +1,1 @@
+"""Encoder-decoder models: T5, BART, Whisper and their families."""

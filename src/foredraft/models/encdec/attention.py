@@ -1,5 +1,6 @@
-"""The two attentions of a decoder layer on torch's operators: over the text so far, with a bias by distance where the
-model has one, and over the source. The groups of the window are padded and masked.
+"""Attention of encoder-decoder models on torch's operators: self-attention and cross-attention of a decoder layer.
+
+Self-attention adds a bias by distance if the model has one. Requests are padded and masked by attention group.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,17 @@ from foredraft.models.forward_batch import AttentionGroup, ForwardBatch
 
 
 class Seq2SeqAttention:
-    """Attention of one forward pass. Everything that does not depend on the layer is made once."""
+    """Attention functions of one forward pass. Slots and masks are computed once, not per layer.
+
+    Args:
+        shape: dimensions of the decoder.
+        forward_batch: T packed rows.
+        pool: self-attention KV.
+        cross_kv: cross-attention KV.
+        source_pages: pages of the source, by span.
+        position_biases: biases [far + 1, H] by distance in tokens, one per layer or one for all; None = no bias.
+        dtype: dtype of keys and values.
+    """
 
     def __init__(
         self,
@@ -28,7 +39,6 @@ class Seq2SeqAttention:
         position_biases: tuple[Tensor, ...] | None,
         dtype: torch.dtype,
     ) -> None:
-        """biases: [far + 1, H] by distance, of every layer or one for all. dtype: of keys and values."""
         self.shape, self.forward_batch, self.pool, self.cross_kv, self.source_pages = (
             shape,
             forward_batch,
@@ -40,21 +50,31 @@ class Seq2SeqAttention:
         self._mask_cache: dict[tuple[int, int], Tensor | None] = {}
 
     def attend_self(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """[T, H * D] from queries, keys and values [T, H, D] of the rows themselves, which are kept."""
-        window = self.forward_batch
-        keys, values = self.pool.write(layer, window.write_slots, k.to(self.dtype), v.to(self.dtype), window.num_slots)
+        """Write keys and values [T, H, D] to the pool and attend to each row's own sequence.
+
+        Args:
+            layer: index of the layer.
+            q: queries [T, H, D].
+            k: keys [T, H, D].
+            v: values [T, H, D].
+
+        Returns:
+            [T, H * D].
+        """
+        batch = self.forward_batch
+        keys, values = self.pool.write(layer, batch.write_slots, k.to(self.dtype), v.to(self.dtype), batch.num_slots)
         out: Tensor | None = None
-        for i, group in enumerate(window.attention_groups):
+        for i, group in enumerate(batch.attention_groups):
             mask = self._get_mask(layer, i, group, q.dtype)
             o = self._attend(q, group, _gather(keys, group.slots), _gather(values, group.slots), mask)
             if group.rows is None:
                 return o
             out = _scatter(out, o, group, len(q))
-        assert out is not None, "a window without rows"
+        assert out is not None, "a forward batch without rows"
         return out
 
     def attend_cross(self, layer: int, q: Tensor) -> Tensor:
-        """[T, H * D] from queries [T, H, D] over each row's source."""
+        """Attend with queries [T, H, D] to each row's source; returns [T, H * D]."""
         keys, values = self.cross_kv.pool.layers[layer]
         out: Tensor | None = None
         for group, (slots, mask) in zip(self.forward_batch.attention_groups, self._source_slots, strict=True):
@@ -62,18 +82,18 @@ class Seq2SeqAttention:
             if group.rows is None:
                 return o
             out = _scatter(out, o, group, len(q))
-        assert out is not None, "a window without rows"
+        assert out is not None, "a forward batch without rows"
         return out
 
     def _attend(self, q: Tensor, group: AttentionGroup, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """[b * n, H * D]"""
+        """Attend in one group; returns [b * n, H * D]."""
         query = (q[None] if group.rows is None else q[group.rows]).transpose(1, 2)
         k, v = k.to(q.dtype).transpose(1, 2), v.to(q.dtype).transpose(1, 2)
         o = F.scaled_dot_product_attention(query, k, v, attn_mask=mask, scale=self.shape.scale)
         return o.transpose(1, 2).flatten(2).flatten(0, 1)
 
     def _get_mask(self, layer: int, i: int, group: AttentionGroup, dtype: torch.dtype) -> Tensor | None:
-        """[b, 1 or H, n, L]: what may be seen, and the bias by distance."""
+        """Return the additive mask [b, 1 or H, n, L]: visibility, and the bias by distance."""
         if self.position_biases is None:
             return group.get_bias(None, dtype)
         layer = layer if len(self.position_biases) > 1 else 0
@@ -81,37 +101,37 @@ class Seq2SeqAttention:
             table = self.position_biases[layer].to(dtype)
             distance = group.query_positions[:, :, None] - group.key_positions[:, None, :]
             bias = table[distance.clamp_(0, len(table) - 1)].permute(0, 3, 1, 2)  # [b, H, n, L]
-            unseen = group.get_bias(None, dtype)
-            self._mask_cache[i, layer] = bias if unseen is None else bias + unseen
+            visibility = group.get_bias(None, dtype)
+            self._mask_cache[i, layer] = bias if visibility is None else bias + visibility
         return self._mask_cache[i, layer]
 
     @cached_property
     def _source_slots(self) -> list[tuple[Tensor, Tensor | None]]:
-        """For every group the slots [b, S] of its requests' sources, and a mask [b, 1, 1, S] where lengths differ."""
-        found = []
+        """Slots [b, S] of the sources by group, and an additive mask [b, 1, 1, S] if their lengths differ."""
+        result = []
         device = self.forward_batch.device
         for group in self.forward_batch.attention_groups:
-            places = [self.source_pages[i] for i in group.span_indices]
-            longest = max(place.num_tokens for place in places)
-            slots = torch.zeros(len(places), longest, dtype=torch.int64)
-            mask = torch.zeros(len(places), 1, 1, longest, dtype=torch.promote_types(self.dtype, torch.bfloat16))
-            for row, place in enumerate(places):
-                slots[row, : place.num_tokens] = place.compute_slots()
-                mask[row, :, :, place.num_tokens :] = -torch.inf
-            is_ragged = any(place.num_tokens < longest for place in places)
-            found.append((slots.to(device), mask.to(device) if is_ragged else None))
-        return found
+            sources = [self.source_pages[i] for i in group.span_indices]
+            longest = max(source.num_tokens for source in sources)
+            slots = torch.zeros(len(sources), longest, dtype=torch.int64)
+            mask = torch.zeros(len(sources), 1, 1, longest, dtype=torch.promote_types(self.dtype, torch.bfloat16))
+            for row, source in enumerate(sources):
+                slots[row, : source.num_tokens] = source.compute_slots()
+                mask[row, :, :, source.num_tokens :] = -torch.inf
+            is_ragged = any(source.num_tokens < longest for source in sources)
+            result.append((slots.to(device), mask.to(device) if is_ragged else None))
+        return result
 
 
 def _gather(cached: Tensor, slots: Tensor | slice) -> Tensor:
-    """[b, L, H, D]: a view where the slots are contiguous."""
+    """Gather cached keys or values [b, L, H, D]. The result is a view if the slots are contiguous."""
     if isinstance(slots, slice):
         return cached[slots][None]
     return cached.index_select(0, slots.flatten()).view(*slots.shape, *cached.shape[1:])
 
 
 def _scatter(out: Tensor | None, rows: Tensor, group: AttentionGroup, total: int) -> Tensor:
-    """The rows of one group at their places in the packed window."""
+    """Write the rows of one group to the packed output of all T rows. The first call allocates it."""
     assert group.rows is not None
     if out is None:
         out = rows.new_empty(total, rows.shape[-1])

@@ -1,5 +1,7 @@
-"""BART and its like as a Stack: mBART, PLBart, Pegasus, Marian, Blenderbot, M2M-100 and NLLB, Whisper. Positions are
-embedded; what differs is where norms stand, how embeddings are scaled, and where positions begin."""
+"""Conversion of BART-like models to a DecoderStack: mBART, PLBart, Pegasus, Marian, Blenderbot, M2M-100, NLLB, Whisper.
+
+Positions are embedded. The families differ in the order of norms, the scale of embeddings, and the first position.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,17 +21,23 @@ from foredraft.models.encdec.decoder import (
     find_activation,
 )
 
+# Families by config.model_type.
 POST_NORM_FAMILIES = ("bart", "plbart", "marian", "blenderbot-small")
 PRE_NORM_FAMILIES = ("mbart", "pegasus", "blenderbot", "m2m_100", "whisper")
 FAMILIES = (*POST_NORM_FAMILIES, *PRE_NORM_FAMILIES)
-UNSCALED_FAMILIES = ("whisper",)  # its decoder has a scale and does not use it
+UNSCALED_FAMILIES = ("whisper",)  # the decoder has a scale and does not use it
 NORM_BEFORE_POSITIONS_FAMILIES = ("blenderbot-small",)  # embeddings are normalised before positions are added
 
-EmbedTokens = Callable[[Tensor, Tensor], Tensor]
+EmbedTokens = Callable[[Tensor, Tensor], Tensor]  # (token ids [T], positions [T]) -> [T, H]
 
 
 def build_decoder(model: Any, merge_linears: MergeLinears) -> DecoderStack:
-    """The decoder of a BartForConditionalGeneration or of its like."""
+    """Build the decoder of a BART-like model.
+
+    Args:
+        model: transformers model, such as BartForConditionalGeneration.
+        merge_linears: joins linear modules with the same input.
+    """
     config, decoder = model.config, model.get_decoder()
     first = decoder.layers[0]
     attention = first.self_attn
@@ -43,7 +51,7 @@ def build_decoder(model: Any, merge_linears: MergeLinears) -> DecoderStack:
         activation_name=config.activation_function,
     )
     blocks = tuple(_build_block(layer, merge_linears) for layer in decoder.layers)
-    last = getattr(decoder, "layer_norm", None)
+    final_norm = getattr(decoder, "layer_norm", None)
     bias = getattr(model, "final_logits_bias", None)
     head = LMHead(
         merge_linears([model.get_output_embeddings()]), bias=None if bias is None or not bias.any() else bias[0]
@@ -52,21 +60,21 @@ def build_decoder(model: Any, merge_linears: MergeLinears) -> DecoderStack:
         shape,
         _build_embed(decoder, config.model_type),
         blocks,
-        None if last is None else Seq2SeqNorm.from_module(last),
+        None if final_norm is None else Seq2SeqNorm.from_module(final_norm),
         head,
     )
 
 
 def build_encoder(model: Any) -> EncoderWeights:
-    """The encoder's layers."""
+    """Build the text encoder of a BART-like model."""
     module = model.get_encoder()
-    attention, last = module.layers[0].self_attn, getattr(module, "layer_norm", None)
+    attention, final_norm = module.layers[0].self_attn, getattr(module, "layer_norm", None)
     return EncoderWeights(
         heads=attention.num_heads,
         head_dim=attention.head_dim,
         embed=_build_embed(module, "any"),
         blocks=tuple(_build_encoder_block(layer) for layer in module.layers),
-        norm=None if last is None else Seq2SeqNorm.from_module(last),
+        norm=None if final_norm is None else Seq2SeqNorm.from_module(final_norm),
     )
 
 
@@ -83,29 +91,30 @@ def _build_encoder_block(layer: Any) -> EncoderBlock:
 
 
 def _build_embed(decoder: Any, family: str) -> EmbedTokens:
+    """Build the function that embeds token ids at their positions."""
     words = decoder.embed_tokens
-    own = float(getattr(words, "embed_scale", 1.0))  # the module's own, which it applies itself
-    scale = 1.0 if own != 1.0 or family in UNSCALED_FAMILIES else float(getattr(decoder, "embed_scale", 1.0))
+    module_scale = float(getattr(words, "embed_scale", 1.0))  # the module applies this scale itself
+    scale = 1.0 if module_scale != 1.0 or family in UNSCALED_FAMILIES else float(getattr(decoder, "embed_scale", 1.0))
     norm = Seq2SeqNorm.from_module(decoder.layernorm_embedding) if hasattr(decoder, "layernorm_embedding") else None
     table, first = _find_position_table(decoder.embed_positions)
-    is_first = family in NORM_BEFORE_POSITIONS_FAMILIES
+    is_norm_first = family in NORM_BEFORE_POSITIONS_FAMILIES
 
     def embed(tokens: Tensor, positions: Tensor) -> Tensor:
         x = words(tokens)
         x = x if scale == 1.0 else x * scale
-        if norm is not None and is_first:
+        if norm is not None and is_norm_first:
             x = norm(x)
         x = x + table.index_select(0, positions + first if first else positions)
-        return norm(x) if norm is not None and not is_first else x
+        return norm(x) if norm is not None and not is_norm_first else x
 
     return embed
 
 
 def _find_position_table(module: Any) -> tuple[Tensor, int]:
-    """The rows of the positions, and which one the first position has."""
+    """Return the position embeddings and the row of the first position."""
     if isinstance(module, nn.Embedding):
         return module.weight.detach(), int(getattr(module, "offset", 0))
-    return module.weights.detach(), int(module.padding_idx) + 1  # M2M-100 counts from its padding
+    return module.weights.detach(), int(module.padding_idx) + 1  # M2M-100: positions start after the padding row
 
 
 def _build_block(layer: Any, merge_linears: MergeLinears) -> DecoderBlock:
@@ -125,13 +134,13 @@ def _build_block(layer: Any, merge_linears: MergeLinears) -> DecoderBlock:
 
 
 def num_positions(model: Any) -> int:
-    """Tokens a text of the decoder may have."""
+    """Return the maximum number of tokens of the decoder's sequence."""
     table, first = _find_position_table(model.get_decoder().embed_positions)
     return len(table) - first
 
 
 def num_source_positions(model: Any) -> int:
-    """Tokens a source may have; of sound, frames after the convolutions."""
+    """Return the maximum number of tokens of a source; for audio, of frames after the convolutions."""
     module = model.get_encoder().embed_positions
     table, first = _find_position_table(module)
     return len(table) - first

@@ -1,7 +1,7 @@
-"""Cross-attention KV of sources: computed once per source, read by every pass until the source is dropped.
+"""Cache of cross-attention KV: computed once per source and freed when no request refers to the source.
 
-A source's entries lie on pages of a pool of their own, one slot per token of the source. Pages are freed once no
-request holds the source. If a new source does not fit, the least recently read one is freed and encoded again later.
+A source has pages in a separate pool, one slot per token. If a new source does not fit, the least recently read one is
+freed, and encoded again when it is needed.
 """
 
 import weakref
@@ -15,8 +15,8 @@ from torch import Tensor
 from foredraft.kv.pool import KVPool
 from foredraft.source import EncoderSource
 
-SOURCE_PAGE_SIZE = 16
-FIRST_PAGE = 1  # padding points to page 0
+SOURCE_PAGE_SIZE = 16  # slots per page
+FIRST_PAGE = 1  # page 0 is for padding
 
 
 @dataclass(frozen=True)
@@ -27,93 +27,100 @@ class SourcePages:
     num_tokens: int
 
     def compute_slots(self) -> Tensor:
-        """[length]"""
+        """Compute the slots [num_tokens] of the source in the pool."""
         return (torch.tensor(self.pages)[:, None] * SOURCE_PAGE_SIZE + torch.arange(SOURCE_PAGE_SIZE)).flatten()[
             : self.num_tokens
         ]
 
 
-# new sources -> keys and values [L, T, H, D] of each in turn, and how long each is
+# Sources -> by layer keys and values [T, H, D] of all sources concatenated, and the number of tokens of each source.
 EncodeSources = Callable[[Sequence[EncoderSource]], tuple[list[tuple[Tensor, Tensor]], list[int]]]
 
 
 class CrossKVCache:
-    """Cross-attention KV of one model. The last reference to a source may be dropped by another thread than the
-    reader."""
+    """Cross-attention KV of one model.
+
+    The last reference to a source may be dropped in any thread, so its callback only queues the source for freeing.
+
+    Args:
+        is_native: whether native code reads the pool.
+        encode: computes the KV of new sources.
+        capacity: returns the number of tokens above which unused sources are freed, or None = no limit. The sources of
+            one forward pass are always cached together.
+    """
 
     def __init__(self, is_native: bool, encode: EncodeSources, capacity: Callable[[], int | None]) -> None:
-        """capacity: tokens to hold before what is not in use goes; the sources of one pass are held in any case."""
         self.pool = KVPool(is_native)
         self._encode = encode
         self._capacity = capacity
-        self._entries: dict[
-            int, tuple[weakref.ref[EncoderSource], SourcePages]
-        ] = {}  # by identity; least recently read first
-        self._dropped_keys: deque[int] = deque()
-        self._free: list[int] = []
+        # By id of the source, least recently read first.
+        self._entries: dict[int, tuple[weakref.ref[EncoderSource], SourcePages]] = {}
+        self._dropped_keys: deque[int] = deque()  # ids of sources that no longer exist
+        self._free: list[int] = []  # free page ids
         self._num_pages = FIRST_PAGE
 
     @property
     def num_sources(self) -> int:
-        """Sources that are still somebody's."""
+        """Number of cached sources to which a reference exists."""
         self.free_dropped()
         return len(self._entries)
 
     @property
     def num_slots(self) -> int:
+        """Number of slots of the pool."""
         return self._num_pages * SOURCE_PAGE_SIZE
 
     def clear(self) -> None:
-        """Nothing that was computed is trusted: every source is encoded again."""
+        """Drop all entries. Every source is encoded again when it is needed."""
         self.pool.clear()
         self._entries.clear()
         self._free, self._num_pages = [], FIRST_PAGE
 
     def free_dropped(self) -> None:
-        """Take back the pages of sources that are gone."""
+        """Free the pages of sources to which no reference exists."""
         while self._dropped_keys:
             key = self._dropped_keys.popleft()
-            held = self._entries.get(key)
-            if held is not None and held[0]() is None:
+            entry = self._entries.get(key)
+            if entry is not None and entry[0]() is None:  # a new source may have the id of a dropped one
                 self._free_pages(key)
 
     def get_or_encode(self, sources: Sequence[EncoderSource]) -> list[SourcePages]:
-        """Return the pages of each source. Missing sources are encoded together."""
+        """Return the pages of each source. Sources that are not cached are encoded together."""
         self.free_dropped()
-        wanted = {id(source): source for source in sources}
+        requested = {id(source): source for source in sources}
         new = []
-        for key, source in wanted.items():
-            held = self._entries.pop(key, None)
-            if held is None:
+        for key, source in requested.items():
+            entry = self._entries.pop(key, None)
+            if entry is None:
                 new.append(source)
             else:
-                self._entries[key] = held
+                self._entries[key] = entry  # now the most recently read
         if new:
-            self._encode_new(new, wanted)
+            self._encode_new(new, requested)
         return [self._entries[id(source)][1] for source in sources]
 
     def _encode_new(self, new: Sequence[EncoderSource], requested: dict[int, EncoderSource]) -> None:
-        made, lengths = self._encode(new)
-        taken = [self._allocate_pages(length, requested) for length in lengths]
-        slots = torch.cat([place.compute_slots() for place in taken])
+        layers, lengths = self._encode(new)
+        allocated = [self._allocate_pages(length, requested) for length in lengths]
+        slots = torch.cat([pages.compute_slots() for pages in allocated])
         try:
-            for layer, (keys, values) in enumerate(made):
+            for layer, (keys, values) in enumerate(layers):
                 self.pool.write(layer, slots.to(keys.device), keys, values, self.num_slots)
         except BaseException:
-            self._free += [page for place in taken for page in place.pages]
+            self._free += [page for pages in allocated for page in pages.pages]
             raise
-        gone = self._dropped_keys
-        for source, place in zip(new, taken, strict=True):
+        dropped = self._dropped_keys
+        for source, pages in zip(new, allocated, strict=True):
             key = id(source)
-            self._entries[key] = weakref.ref(source, lambda _, key=key: gone.append(key)), place  # type: ignore[misc]
+            self._entries[key] = weakref.ref(source, lambda _, key=key: dropped.append(key)), pages  # type: ignore[misc]
 
     def _allocate_pages(self, length: int, requested: dict[int, EncoderSource]) -> SourcePages:
         count = -(-length // SOURCE_PAGE_SIZE)
         capacity = self._capacity()
-        most = None if capacity is None else max(capacity // SOURCE_PAGE_SIZE, 1) + FIRST_PAGE
+        max_pages = None if capacity is None else max(capacity // SOURCE_PAGE_SIZE, 1) + FIRST_PAGE
         while len(self._free) < count:
             idle = next((key for key in self._entries if key not in requested), None)
-            if idle is not None and most is not None and self._num_pages + count - len(self._free) > most:
+            if idle is not None and max_pages is not None and self._num_pages + count - len(self._free) > max_pages:
                 self._free_pages(idle)
                 continue
             self._free.append(self._num_pages)
@@ -126,11 +133,12 @@ class CrossKVCache:
 
 
 class DecoderKVPool(KVPool):
-    """The decoder's own keys and values; what is lost with them is the sources' too."""
+    """Self-attention KV of the decoder. Clearing it also clears the cross-attention KV."""
 
     cross_kv: CrossKVCache | None = None
 
     def get_capacity(self) -> int | None:
+        """Return the capacity in tokens; None before it is set."""
         return self.capacity
 
     def clear(self) -> None:

@@ -1,7 +1,7 @@
-"""The decoder of an encoder-decoder model over windows: one loop for every family, on weights laid out for it.
+"""Decoder of encoder-decoder models over packed rows: one loop for all families, and the weights in its layout.
 
-A layer attends to the text so far, then to what the encoder made of the source, then transforms. Norms stand before
-each of the three (T5, mBART, Pegasus, Whisper) or after it (BART, Marian).
+A layer has self-attention, cross-attention to the encoder's states, and an MLP. Norms are before each of the three (T5,
+mBART, Pegasus, Whisper) or after it (BART, Marian).
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from foredraft.models.forward_batch import AFTER_FINAL_NORM
 
 PackWeight = Callable[[Tensor, Tensor | None, Arena], PackedWeight]
 Activation = Callable[[Tensor], Tensor]
-# names of transformers' activations that torch has in one operator, equal to rounding
+# Activations of transformers that torch has as one operator. The results are equal up to rounding.
 TORCH_ACTIVATIONS: dict[str, Activation] = {
     "gelu": F.gelu,
     "gelu_new": partial(F.gelu, approximate="tanh"),
@@ -32,7 +32,7 @@ TORCH_ACTIVATIONS: dict[str, Activation] = {
 
 @dataclass(frozen=True)
 class Seq2SeqNorm:
-    """Over the last axis; without a bias it is the root mean square that is divided by, and no mean is taken off."""
+    """Norm over the last axis: layer norm with a bias, RMS norm (T5) without one."""
 
     weight: Tensor
     bias: Tensor | None
@@ -40,6 +40,7 @@ class Seq2SeqNorm:
 
     @classmethod
     def from_module(cls, module: Any) -> "Seq2SeqNorm":
+        """Build from a norm module of transformers, sharing its weight."""
         eps = module.eps if isinstance(module, nn.LayerNorm) else module.variance_epsilon
         bias = module.bias.detach() if isinstance(module, nn.LayerNorm) else None
         return cls(module.weight.detach(), bias, float(eps))
@@ -53,9 +54,12 @@ class Seq2SeqNorm:
 
 
 class MergedLinear:
-    """y = x W^T + b for one or several linear modules at once, their outputs side by side.
+    """Linear layer y = x W^T + b of one or several linear modules with the same input; outputs are concatenated.
 
-    Modules that are ours to change read their own part of the joined matrix afterwards: no weight is held twice.
+    Args:
+        modules: linear modules.
+        is_owned: whether to join the matrices. The modules then become views of the joined matrix, so no weight is
+            stored twice.
     """
 
     def __init__(self, modules: Sequence[nn.Linear], is_owned: bool) -> None:
@@ -67,15 +71,15 @@ class MergedLinear:
             rows = [m.weight.new_zeros(m.out_features) if m.bias is None else m.bias.detach() for m in modules]
             self.bias = torch.cat(rows)
         if is_owned and len(modules) > 1:
-            joined, first = torch.cat(self.weights), 0
+            joined, row = torch.cat(self.weights), 0
             for module in modules:
-                module.weight = nn.Parameter(joined[first : first + module.out_features], requires_grad=False)
-                first += module.out_features
+                module.weight = nn.Parameter(joined[row : row + module.out_features], requires_grad=False)
+                row += module.out_features
             self.weights = [joined]
 
     def __call__(self, x: Tensor) -> Tensor:
-        kind = self.weights[0].dtype  # T5 keeps one of its matrices wider than the others
-        x = x if x.dtype == kind else x.to(kind)
+        dtype = self.weights[0].dtype  # T5 has one matrix with a wider dtype
+        x = x if x.dtype == dtype else x.to(dtype)
         if len(self.weights) == 1:
             return F.linear(x, self.weights[0], self.bias)
         out = torch.cat([F.linear(x, weight) for weight in self.weights], -1)
@@ -83,11 +87,11 @@ class MergedLinear:
 
     @property
     def dense_weight(self) -> Tensor:
-        """[n, k]"""
+        """Joined matrix [outputs, inputs]."""
         return self.weights[0] if len(self.weights) == 1 else torch.cat(self.weights)
 
     def release(self) -> None:
-        """Give up the weights: the numbers are somewhere else, and its modules will not run again."""
+        """Free the weights. Call this after packing; the modules cannot run afterwards."""
         for module in self._modules:
             module.weight = nn.Parameter(module.weight.new_empty(0), requires_grad=False)
         self.weights = []
@@ -101,41 +105,40 @@ class DecoderBlock:
     """One decoder layer."""
 
     self_norm: Seq2SeqNorm
-    qkv: MergedLinear  # of the text so far
+    qkv: MergedLinear  # query, key and value of self-attention
     self_out: MergedLinear
     cross_norm: Seq2SeqNorm
-    cross_query: MergedLinear  # of the source, whose keys and values `cross_kv` makes once
-    cross_kv: MergedLinear
+    cross_query: MergedLinear
+    cross_kv: MergedLinear  # keys and values of a source, from the encoder's states
     cross_out: MergedLinear
     mlp_norm: Seq2SeqNorm
-    mlp_in: MergedLinear  # gate and value side by side where it is gated
+    mlp_in: MergedLinear  # gate and value concatenated if the MLP is gated
     mlp_out: MergedLinear
 
 
 @dataclass(frozen=True)
 class DecoderShape:
-    """Dimensions that all layers share."""
+    """Dimensions and settings that all layers share."""
 
     heads: int
     head_dim: int
-    scale: float  # of the products of queries and keys
+    scale: float  # factor of the products of queries and keys
     is_gated: bool
     is_post_norm: bool
     activation: Activation
     activation_name: str
 
 
-# (layer, queries [T, H, D] of the text so far or of the source) -> [T, H * D]
-SelfAttention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-CrossAttention = Callable[[int, Tensor], Tensor]
+SelfAttention = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, q, k, v [T, H, D]) -> [T, H * D]
+CrossAttention = Callable[[int, Tensor], Tensor]  # (layer, q [T, H, D]) -> [T, H * D]
 
 
 @dataclass(frozen=True)
 class LMHead:
-    """Logits of normalised states."""
+    """Head: logits [T, V] from states [T, H] after the final norm."""
 
     linear: MergedLinear
-    scale: float = 1.0  # of the states
+    scale: float = 1.0  # factor of the states
     bias: Tensor | None = None  # [V]
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -145,14 +148,14 @@ class LMHead:
 
 @dataclass(frozen=True)
 class DecoderStack:
-    """The decoder. `embed`: ids and positions [T] -> [T, H]."""
+    """Decoder of any family. KV caches are behind the attention functions of `forward`."""
 
     shape: DecoderShape
-    embed: Callable[[Tensor, Tensor], Tensor]
+    embed: Callable[[Tensor, Tensor], Tensor]  # (token ids [T], positions [T]) -> [T, H]
     blocks: tuple[DecoderBlock, ...]
-    norm: Seq2SeqNorm | None
+    norm: Seq2SeqNorm | None  # final norm
     head: LMHead
-    # buckets by distance [far + 1, H] of every layer, or of all; None where positions are embedded
+    # Biases [far + 1, H] by distance in tokens, one per layer or one for all layers; None if positions are embedded.
     position_biases: tuple[Tensor, ...] | None = None
 
     def forward(
@@ -164,16 +167,28 @@ class DecoderStack:
         hidden_layers: tuple[int, ...],
         logit_rows: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits [R, V] and the tapped states [T, F], of packed rows."""
+        """Run all layers on packed rows.
+
+        Args:
+            tokens: token ids [T].
+            positions: positions [T].
+            attend_self: self-attention, which also stores keys and values.
+            attend_cross: cross-attention.
+            hidden_layers: layer boundaries to return.
+            logit_rows: rows [R] that need logits.
+
+        Returns:
+            Logits [R, V], and hidden states [T, F] at the boundaries, concatenated, or None without boundaries.
+        """
         x = self.embed(tokens, positions)
-        seen = {0: x}
+        states = {0: x}
         for i, block in enumerate(self.blocks):
             x = self._run_layer(i, block, x, attend_self, attend_cross)
             if i + 1 in hidden_layers:
-                seen[i + 1] = x
+                states[i + 1] = x
         if AFTER_FINAL_NORM in hidden_layers:
-            seen[AFTER_FINAL_NORM] = x if self.norm is None else self.norm(x)
-        features = torch.cat([seen[tap] for tap in hidden_layers], -1) if hidden_layers else None
+            states[AFTER_FINAL_NORM] = x if self.norm is None else self.norm(x)
+        features = torch.cat([states[layer] for layer in hidden_layers], -1) if hidden_layers else None
         last = x.index_select(0, logit_rows)
         return self.head(last if self.norm is None else self.norm(last)), features
 
@@ -218,17 +233,18 @@ class EncoderBlock:
 
 @dataclass(frozen=True)
 class EncoderWeights:
-    """An encoder of text. biases: [2 far + 1, H] by key position minus query position, from -far on, of every layer."""
+    """Weights of a text encoder."""
 
     heads: int
     head_dim: int
-    embed: Callable[[Tensor, Tensor], Tensor]
+    embed: Callable[[Tensor, Tensor], Tensor]  # (token ids [T], positions [T]) -> [T, H]
     blocks: tuple[EncoderBlock, ...]
-    norm: Seq2SeqNorm | None
+    norm: Seq2SeqNorm | None  # final norm
+    # By layer: biases [2 far + 1, H] by key position minus query position, from -far to far; () = no bias.
     position_biases: tuple[Tensor, ...] = ()
 
 
 def find_activation(name: str, module: Any) -> Activation:
-    """The activation in one operator if there is one, else transformers' own."""
-    found: Activation = TORCH_ACTIVATIONS.get(name, module)
-    return found
+    """Return torch's operator for an activation of transformers, or transformers' module if there is none."""
+    activation: Activation = TORCH_ACTIVATIONS.get(name, module)
+    return activation

@@ -1,4 +1,7 @@
-"""The encoder of a pair: transformers' own, over many sources at once where padding costs nothing but time."""
+"""Encoder of encoder-decoder models: runs transformers' module or native code over several sources.
+
+It returns encoder states. Cross-attention KV is computed from them elsewhere.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,13 +13,19 @@ from foredraft.errors import ForedraftError
 from foredraft.models.encdec.native_encoder import NativeEncoder
 from foredraft.source import EncoderSource
 
-MAX_PASS_TOKENS = 1 << 14  # tokens of one pass, padding included
-EXAMPLE_TOKENS = 64  # tokens of a source that is made up
+MAX_PASS_TOKENS = 1 << 14  # maximum number of tokens of one forward pass, padding included
+EXAMPLE_TOKENS = 64  # tokens of an example source
 
 
 class SourceEncoder:
-    """is_padded: sources of different lengths may share a pass. Without that a source's states do not depend on the
-    sources encoded with it, down to their bits."""
+    """Encoder of a model.
+
+    Args:
+        model: transformers encoder-decoder model.
+        allows_padding: whether sources of different lengths may share a forward pass of transformers' module. Without
+            padding the states of a source do not depend on the sources encoded with it, in any bit.
+        native: native encoder for text. Default None = transformers' module.
+    """
 
     def __init__(self, model: Any, allows_padding: bool, native: NativeEncoder | None = None) -> None:
         self.native = native
@@ -27,62 +36,77 @@ class SourceEncoder:
 
     @property
     def feature_shape(self) -> tuple[int, int]:
-        """Shape of an audio source, as its processor returns it."""
+        """Shape of an audio source from the model's processor: [mel bins, frames]."""
         stride = self.module.conv1.stride[0] * self.module.conv2.stride[0]
         return int(self.config.num_mel_bins), int(self.config.max_source_positions * stride)
 
     def check_source(self, source: EncoderSource, name: str) -> None:
-        """Raises ForedraftError for a source of another kind than this encoder reads."""
+        """Check that a source is of the kind that this encoder reads, text or audio.
+
+        Args:
+            source: source of a request.
+            name: name of the model in errors.
+
+        Raises:
+            ForedraftError: the source is of the other kind, or its features have another shape.
+        """
         if self.takes_features:
             shape = self.feature_shape
             if source.features is None:
-                raise ForedraftError(f"{name} reads sound: give Seq2Seq(features=...) of shape {list(shape)}")
+                raise ForedraftError(f"{name} reads audio: give Seq2Seq(features=...) of shape {list(shape)}")
             if tuple(source.features.shape) != shape:
-                found = list(source.features.shape)
+                actual = list(source.features.shape)
                 raise ForedraftError(
-                    f"{name} takes features of shape {list(shape)}, got {found}; use its own processor"
+                    f"{name} takes features of shape {list(shape)}, got {actual}; use its own processor"
                 )
         elif source.features is not None:
             raise ForedraftError(f"{name} reads text: give a source, not features")
 
     def make_example(self) -> EncoderSource:
-        """A source that means nothing."""
+        """Make a source of ordinary length without meaning, for measurements."""
         if self.takes_features:
             return EncoderSource(features=torch.zeros(self.feature_shape))
         return EncoderSource(tokens=(int(self.config.vocab_size > 1),) * EXAMPLE_TOKENS)
 
     def encode_sources(self, sources: Sequence[EncoderSource]) -> tuple[Tensor, list[int]]:
-        """[T, H] the states of every source in turn, and how many each has."""
-        found = {i: self._convert_states(s.states) for i, s in enumerate(sources) if s.states is not None}
-        unread = [i for i in range(len(sources)) if i not in found]
-        if self.native is not None and unread:
-            found.update(zip(unread, self.native.encode_sources([sources[i].tokens for i in unread]), strict=True))
+        """Encode sources that have no states yet.
+
+        Returns:
+            States [T, H] of all sources, concatenated in their order, and the number of states of each source.
+        """
+        states_by_index = {i: self._convert_states(s.states) for i, s in enumerate(sources) if s.states is not None}
+        unencoded = [i for i in range(len(sources)) if i not in states_by_index]
+        if self.native is not None and unencoded:
+            states_by_index.update(
+                zip(unencoded, self.native.encode_sources([sources[i].tokens for i in unencoded]), strict=True)
+            )
         for batch in self._make_batches(sources) if self.native is None else ():
             states = self._encode_features(sources, batch) if self.takes_features else self._encode_text(sources, batch)
-            found.update(zip(batch, states, strict=True))
-        ordered = [found[i] for i in range(len(sources))]
-        return torch.cat(ordered), [len(states) for states in ordered]
+            states_by_index.update(zip(batch, states, strict=True))
+        states_in_order = [states_by_index[i] for i in range(len(sources))]
+        return torch.cat(states_in_order), [len(states) for states in states_in_order]
 
     def _make_batches(self, sources: Sequence[EncoderSource]) -> list[list[int]]:
+        """Group the indices of sources without states into forward passes. Audio sources are encoded one by one."""
         sizes = [1 if self.takes_features else len(source.tokens) for source in sources]
-        unread = [i for i, source in enumerate(sources) if source.states is None]
+        unencoded = [i for i, source in enumerate(sources) if source.states is None]
         if self.takes_features:
-            return [[i] for i in unread]
+            return [[i] for i in unencoded]
         batches: list[list[int]] = []
-        for i in sorted(unread, key=sizes.__getitem__):
+        for i in sorted(unencoded, key=sizes.__getitem__):
             last = batches[-1] if batches else None
-            is_alike = last is not None and (self.allows_padding or sizes[last[0]] == sizes[i])
-            if last is not None and is_alike and (len(last) + 1) * sizes[i] <= MAX_PASS_TOKENS:
+            is_compatible = last is not None and (self.allows_padding or sizes[last[0]] == sizes[i])
+            if last is not None and is_compatible and (len(last) + 1) * sizes[i] <= MAX_PASS_TOKENS:
                 last.append(i)
             else:
                 batches.append([i])
         return batches
 
     def _convert_states(self, states: Tensor) -> Tensor:
-        """Raises ForedraftError for states that another model's encoder made."""
+        """Convert states that the caller computed. Raises ForedraftError if their width is another model's."""
         if states.shape[-1] != self.config.d_model:
             raise ForedraftError(
-                f"a source was given as states {states.shape[-1]} wide; this encoder makes {self.config.d_model}; "
+                f"a source has states of width {states.shape[-1]}, and this encoder has width {self.config.d_model}; "
                 "give the source itself"
             )
         return states.to(self.device, self.dtype if self.native is None else torch.float32)
@@ -96,8 +120,8 @@ class SourceEncoder:
             ids[row, : sizes[row]] = torch.tensor(sources[i].tokens)
             mask[row, : sizes[row]] = 1
         is_even = min(sizes) == longest
-        given = None if is_even else mask.to(self.device)
-        out = self.module(input_ids=ids.to(self.device), attention_mask=given).last_hidden_state
+        padding_mask = None if is_even else mask.to(self.device)
+        out = self.module(input_ids=ids.to(self.device), attention_mask=padding_mask).last_hidden_state
         return [states[:size] for states, size in zip(out, sizes, strict=True)]
 
     def _encode_features(self, sources: Sequence[EncoderSource], batch: Sequence[int]) -> list[Tensor]:

@@ -1,8 +1,8 @@
-"""An encoder-decoder model as the engine sees it: the decoder is an LM whose rows also see their request's source.
+"""Encoder-decoder models as LMs: the decoder is the LM, and its rows also attend to the source of their request.
 
-A span of a window names its source. The encoder, transformers' own, runs once for each; every decoder layer's keys and
-values of it are kept as long as somebody holds the source. The decoder runs by a loop of our own on the same weights:
-transformers' forward has no place for the positions of a tree.
+Every span of a forward batch has a source. The encoder runs once per source, and the cross-attention KV of all layers
+is cached as long as the source is referenced. The decoder runs in our own loop on the model's weights, since
+transformers' forward does not accept the positions of a token tree.
 """
 
 from collections.abc import Sequence
@@ -30,17 +30,18 @@ from foredraft.models.hf import HFModel
 from foredraft.models.packed_linear import check_quantizable, pack_linears
 from foredraft.source import EncoderSource
 
-UNLIMITED_LENGTH = 1 << 14  # tokens of a text or a source where a model sets no end
+UNLIMITED_LENGTH = 1 << 14  # tokens of a sequence or a source, for a model without a limit
+KV_TENSORS_PER_LAYER = 4  # keys and values of self-attention and of cross-attention
 
 
 @dataclass
 class EncoderDecoder(HFModel):
-    """T5, BART, Whisper and what is built like them. `pool` is the decoder's; `sources` lies beside it."""
+    """T5, BART, Whisper or a model of a similar family. `pool` holds the self-attention KV of the decoder."""
 
     decoder: DecoderStack = field(kw_only=True)
     encoder: SourceEncoder = field(kw_only=True)
-    native: NativeSeq2SeqDecoder | None = field(kw_only=True, default=None)
-    cross_kv: CrossKVCache = field(init=False)
+    native: NativeSeq2SeqDecoder | None = field(kw_only=True, default=None)  # used instead of `decoder`'s loop
+    cross_kv: CrossKVCache = field(init=False)  # cross-attention KV, cleared together with `pool`
     _calibration_source: EncoderSource | None = None
 
     def __post_init__(self) -> None:
@@ -54,7 +55,11 @@ class EncoderDecoder(HFModel):
     def wrap_model(
         cls, model: Any, name: str, is_fused: bool = False, is_owned: bool = False, quantization: str | None = None
     ) -> "EncoderDecoder":
-        """Take over a loaded model; arguments as in HFModel. Raises ForedraftError for one that is built otherwise."""
+        """Wrap a loaded model; arguments as in HFModel.wrap_model.
+
+        Raises:
+            ForedraftError: the model is of an unsupported family, or it cannot be quantised.
+        """
         model.eval()
         check_quantizable(model, quantization)
         examine_encoder_decoder(model, name, (*t5.FAMILIES, *bart.FAMILIES))
@@ -62,21 +67,21 @@ class EncoderDecoder(HFModel):
         family = t5 if model.config.model_type in t5.FAMILIES else bart
         stack = family.build_decoder(model, lambda modules: MergedLinear(modules, is_owned=False))
         compare_decoders(model, name, partial(_compute_logits, stack, model.dtype))
-        why, fused, reader = get_obstacle(model, stack), None, None
-        if quantization is not None and why is not None:
-            raise ForedraftError(f"{name} cannot be quantised: it cannot run as native code ({why})")
-        if why is None and (is_fused or quantization is not None):
+        reason, fused, native_encoder = get_obstacle(model, stack), None, None
+        if quantization is not None and reason is not None:
+            raise ForedraftError(f"{name} cannot be quantised: it cannot run as native code ({reason})")
+        if reason is None and (is_fused or quantization is not None):
             fused = NativeSeq2SeqDecoder.from_decoder(model, stack, *select_packers(quantization), is_owned)
-            reader = NativeEncoder.from_model(model, stack.shape, select_packers(quantization)[0], is_owned)
-            if is_owned and reader is None:
+            native_encoder = NativeEncoder.from_model(model, stack.shape, select_packers(quantization)[0], is_owned)
+            if is_owned and native_encoder is None:
                 pack_linears(model.get_encoder(), quantization, True)
         elif is_owned:
             stack = family.build_decoder(model, lambda modules: MergedLinear(modules, is_owned=True))
         is_native = fused is not None
-        # a token of KV memory is one of the text and one of a source
-        numbers = 4 * len(stack.blocks) * stack.shape.heads * stack.shape.head_dim
-        encoder = SourceEncoder(model, allows_padding=not is_native, native=reader)
-        return cls(model, name, KVPool(is_native), numbers, count, decoder=stack, encoder=encoder, native=fused)
+        # One token of KV capacity is one decoder token and one source token.
+        kv_elements = KV_TENSORS_PER_LAYER * len(stack.blocks) * stack.shape.heads * stack.shape.head_dim
+        encoder = SourceEncoder(model, allows_padding=not is_native, native=native_encoder)
+        return cls(model, name, KVPool(is_native), kv_elements, count, decoder=stack, encoder=encoder, native=fused)
 
     def with_new_kv(self) -> "EncoderDecoder":
         return replace(self)
@@ -87,12 +92,12 @@ class EncoderDecoder(HFModel):
 
     @property
     def model_context_length(self) -> int:
-        """Tokens the decoder's text may have."""
+        """Limit of the decoder's sequence in tokens."""
         return bart.num_positions(self.model) if self.decoder.position_biases is None else UNLIMITED_LENGTH
 
     @property
     def source_length(self) -> int:
-        """Tokens a source may have."""
+        """Maximum number of tokens of a source."""
         return bart.num_source_positions(self.model) if self.decoder.position_biases is None else UNLIMITED_LENGTH
 
     @property
@@ -117,21 +122,27 @@ class EncoderDecoder(HFModel):
 
     @property
     def calibration_source(self) -> EncoderSource:
-        """A source of ordinary length, for passes that measure."""
+        """Source of ordinary length for measuring passes."""
         if self._calibration_source is None:
             self._calibration_source = self.encoder.make_example()
         return self._calibration_source
 
     @torch.no_grad()
     def forward(self, forward_batch: ForwardBatch, hidden_layers: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
-        """As of any LM. Raises ForedraftError for a span without a source."""
-        for tap in hidden_layers:
-            if tap != AFTER_FINAL_NORM and not 0 <= tap <= self.num_layers:
-                raise ForedraftError(f"tap {tap} is not a boundary of {self.name}: it has {self.num_layers} layers")
-        given = [span.source for span in forward_batch.spans if span.source is not None]
-        if len(given) < len(forward_batch.spans):
+        """Run one forward pass of the decoder; see LM.forward. Sources that are not cached are encoded first.
+
+        Raises:
+            ForedraftError: a span has no source, or the decoder has no such boundary.
+        """
+        for layer in hidden_layers:
+            if layer != AFTER_FINAL_NORM and not 0 <= layer <= self.num_layers:
+                raise ForedraftError(
+                    f"hidden layer {layer} is not a boundary of {self.name}: it has {self.num_layers} layers"
+                )
+        sources = [span.source for span in forward_batch.spans if span.source is not None]
+        if len(sources) < len(forward_batch.spans):
             raise ForedraftError(f"{self.name} is an encoder-decoder model: every request needs a source")
-        places = self.cross_kv.get_or_encode(given)
+        source_pages = self.cross_kv.get_or_encode(sources)
         stack, dtype, tokens, positions = (
             self.decoder,
             self.model.dtype,
@@ -141,49 +152,58 @@ class EncoderDecoder(HFModel):
         if self.native is not None:
             inputs = stack.embed(tokens, positions)
             logits, features = self.native.forward(
-                forward_batch, inputs, self.pool, self.cross_kv, places, hidden_layers
+                forward_batch, inputs, self.pool, self.cross_kv, source_pages, hidden_layers
             )
         else:
-            sight = Seq2SeqAttention(
-                stack.shape, forward_batch, self.pool, self.cross_kv, places, stack.position_biases, dtype
+            attention = Seq2SeqAttention(
+                stack.shape, forward_batch, self.pool, self.cross_kv, source_pages, stack.position_biases, dtype
             )
             logits, features = stack.forward(
-                tokens, positions, sight.attend_self, sight.attend_cross, hidden_layers, forward_batch.logit_rows
+                tokens,
+                positions,
+                attention.attend_self,
+                attention.attend_cross,
+                hidden_layers,
+                forward_batch.logit_rows,
             )
         return logits, None if features is None else features.to(dtype)
 
     def _encode_cross_kv(self, sources: Sequence[EncoderSource]) -> tuple[list[tuple[Tensor, Tensor]], list[int]]:
-        """Keys and values of every layer [T, H, D] of the sources in turn, and their lengths."""
+        """Compute the cross-attention KV of sources.
+
+        Returns:
+            By layer keys and values [T, H, D] of all sources concatenated, and the number of tokens of each source.
+        """
         states, lengths = self.encoder.encode_sources(sources)
         if self.native is not None:
             return self.native.project_cross_kv(states), lengths
         sizes = (2, self.decoder.shape.heads, self.decoder.shape.head_dim)
-        dtype, made = self.model.dtype, []
+        dtype, layers = self.model.dtype, []
         for block in self.decoder.blocks:
             keys, values = block.cross_kv(states).to(dtype).view(-1, *sizes).unbind(1)
-            made.append((keys, values))
-        return made, lengths
+            layers.append((keys, values))
+        return layers, lengths
 
 
 def _compute_logits(decoder: DecoderStack, dtype: torch.dtype, tokens: Tensor, states: Tensor) -> Tensor:
-    """[T, V] of a text [T] over a source whose states [S, H] are given, in one pass and without memory."""
+    """Compute the decoder's logits [T, V] for tokens [T] and encoder states [S, H], without KV cache."""
     shape, count = decoder.shape, len(tokens)
     positions = torch.arange(count, device=tokens.device)
-    unseen = torch.full((count, count), -torch.inf, dtype=dtype, device=tokens.device).triu(1)
+    causal_mask = torch.full((count, count), -torch.inf, dtype=dtype, device=tokens.device).triu(1)
 
-    def own(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        mask = unseen
+    def attend_self(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = causal_mask
         if decoder.position_biases is not None:
             table = decoder.position_biases[layer if len(decoder.position_biases) > 1 else 0].to(dtype)
             distance = (positions[:, None] - positions[None]).clamp(0, len(table) - 1)
             mask = mask + table[distance].permute(2, 0, 1)
         return _attend(q, k, v, mask, shape.scale)
 
-    def cross(layer: int, q: Tensor) -> Tensor:
+    def attend_cross(layer: int, q: Tensor) -> Tensor:
         k, v = decoder.blocks[layer].cross_kv(states).view(-1, 2, shape.heads, shape.head_dim).unbind(1)
         return _attend(q, k, v, None, shape.scale)
 
-    return decoder.forward(tokens, positions, own, cross, (), positions)[0]
+    return decoder.forward(tokens, positions, attend_self, attend_cross, (), positions)[0]
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:

@@ -1,7 +1,7 @@
-"""The decoder of an encoder-decoder model as one native call per pass, on CPU: what kernels/cpu/pair.h computes.
+"""Decoder of encoder-decoder models as one native call per forward pass, on CPU (kernels/cpu/pair.h).
 
-Rows are embedded by torch, which knows the families apart; everything from there to the logits is native. A row's bits
-do not depend on the rows computed with it.
+torch embeds the rows, since embedding differs by family. The layers and the head are native. The bits of a row do not
+depend on the rows computed with it.
 """
 
 import ctypes
@@ -31,12 +31,18 @@ from foredraft.models.encdec.decoder import DecoderBlock, DecoderStack, MergedLi
 from foredraft.models.forward_batch import ForwardBatch
 from foredraft.models.native.decoder import LANES, interleave_rows
 
+# Code of the native library by transformers' name of the activation.
 ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1, "relu": 2, "gelu": 3}
-GATED_ACTIVATIONS = (0, 1)
+GATED_ACTIVATIONS = (0, 1)  # codes that the library has for a gated MLP
 
 
 def get_obstacle(model: Any, decoder: DecoderStack) -> str | None:
-    """Why a decoder stays with torch's operators; None if it can run natively."""
+    """Return the reason why a decoder cannot run as native code; None if it can.
+
+    Args:
+        model: transformers model.
+        decoder: its decoder.
+    """
     shape = decoder.shape
     norms = [norm for block in decoder.blocks for norm in (block.self_norm, block.cross_norm, block.mlp_norm)]
     if model.device.type != "cpu" or model.dtype not in DTYPE_KINDS:
@@ -55,38 +61,46 @@ def get_obstacle(model: Any, decoder: DecoderStack) -> str | None:
 
 @dataclass
 class NativeSeq2SeqDecoder:
-    """The native side's view of a decoder, and what it points to."""
+    """Decoder in the native layout: a record, and the memory to which it points."""
 
     native: NativeLibrary
     record: Seq2SeqRecord
-    weights: list[PackedWeight]
-    cross_kv_weights: list[PackedWeight]  # of every layer
-    tensors: list[Tensor]
-    kv_sample: Tensor  # [0, H, D] of keys and values
-    vocab_size: int  # of the tokens it reads
-    _free_scratch: list[Tensor] = field(default_factory=list)
+    weights: list[PackedWeight]  # keeps the record's weights alive
+    cross_kv_weights: list[PackedWeight]  # by layer
+    tensors: list[Tensor]  # keeps the record's norms and biases alive
+    kv_sample: Tensor  # [0, H, D] shape and dtype of keys and values
+    vocab_size: int  # number of input tokens
+    _free_scratch: list[Tensor] = field(default_factory=list)  # scratch memory, one tensor per concurrent pass
 
     @classmethod
     def from_decoder(
         cls, model: Any, decoder: DecoderStack, pack: PackWeight, pack_head: PackWeight, is_owned: bool
     ) -> "NativeSeq2SeqDecoder":
-        """Pack a decoder for which `why_not` is None. One that is ours gives up each weight as it is packed."""
+        """Pack a decoder for which `get_obstacle` returned None.
+
+        Args:
+            model: transformers model.
+            decoder: its decoder.
+            pack: packs a matrix.
+            pack_head: packs the matrix of the head.
+            is_owned: whether to free each weight after it is packed.
+        """
         native = load_library()
-        assert native is not None, "why_not was not asked"
-        packing = Seq2SeqPacker(pack, is_owned)
-        record = packing.build_record(decoder, model.dtype == torch.bfloat16, pack_head)
+        assert native is not None, "get_obstacle was not called"
+        packer = Seq2SeqPacker(pack, is_owned)
+        record = packer.build_record(decoder, model.dtype == torch.bfloat16, pack_head)
         sample = torch.empty(0, decoder.shape.heads, decoder.shape.head_dim, dtype=model.dtype)
         size = len(model.get_decoder().embed_tokens.weight)
-        return cls(native, record, packing.weights, packing.cross_kv_weights, packing.tensors, sample, size)
+        return cls(native, record, packer.weights, packer.cross_kv_weights, packer.tensors, sample, size)
 
     def project_cross_kv(self, states: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values [T, H, D] of every layer, of what the encoder made of sources [T, hidden]."""
+        """Compute the cross-attention keys and values [T, H, D] of every layer from encoder states [T, hidden]."""
         sizes = (2, self.record.heads, self.record.head_dim)
         rows = states.float()
-        made = (
+        pairs = (
             native_linear(rows, weight).to(self.kv_sample.dtype).view(-1, *sizes) for weight in self.cross_kv_weights
         )
-        return [(both[:, 0], both[:, 1]) for both in made]
+        return [(pair[:, 0], pair[:, 1]) for pair in pairs]
 
     def forward(
         self,
@@ -97,7 +111,19 @@ class NativeSeq2SeqDecoder:
         source_pages: Sequence[SourcePages],
         hidden_layers: tuple[int, ...],
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits [R, V] and tapped states [T, F] in float32, of embedded rows [T, hidden]."""
+        """Run one forward pass.
+
+        Args:
+            forward_batch: T packed rows.
+            inputs: embedded rows [T, hidden].
+            pool: self-attention KV.
+            cross_kv: cross-attention KV.
+            source_pages: pages of the source, by span.
+            hidden_layers: layer boundaries to return.
+
+        Returns:
+            Logits [R, V] and hidden states [T, F] at the boundaries, concatenated, or None; both float32.
+        """
         record, rows, sources = self.record, forward_batch.packed_rows, pack_source_rows(forward_batch, source_pages)
         pool.reserve([self.kv_sample] * record.layers, forward_batch.num_slots)
         inputs = inputs.float().contiguous()
@@ -121,59 +147,73 @@ class NativeSeq2SeqDecoder:
         return logits, features
 
     def _take_scratch(self, size: int) -> Tensor:
+        """Take scratch memory of at least `size` bytes. Passes in other threads have their own."""
         try:
-            held = self._free_scratch.pop()
+            scratch = self._free_scratch.pop()
         except IndexError:
             return torch.empty(size, dtype=torch.uint8)
-        return held if len(held) >= size else torch.empty(2 * size, dtype=torch.uint8)
+        # A larger allocation than needed, so that growing sequences rarely reallocate.
+        return scratch if len(scratch) >= size else torch.empty(2 * size, dtype=torch.uint8)
 
 
 def pack_source_rows(forward_batch: ForwardBatch, source_pages: Sequence[SourcePages]) -> PackedRows:
-    """Every row sees the whole source of its request and nothing else."""
+    """Pack rows that see the whole source of their request and nothing else.
+
+    Args:
+        forward_batch: T packed rows.
+        source_pages: pages of the source, by span.
+    """
     pages: list[int] = []
     page_at: list[int] = []
     length: list[int] = []
-    for span, place in zip(forward_batch.spans, source_pages, strict=True):
+    for span, source in zip(forward_batch.spans, source_pages, strict=True):
         n = len(span.tokens)
         page_at += [len(pages)] * n
-        length += [place.num_tokens] * n
-        pages += place.pages
-    nothing = [0] * len(length)
-    lists = [nothing, nothing, pages, page_at, [], nothing, length, nothing, []]
+        length += [source.num_tokens] * n
+        pages += source.pages
+    zeros = [0] * len(length)
+    lists = [zeros, zeros, pages, page_at, [], zeros, length, zeros, []]
     numbers = torch.tensor([number for each in lists for number in each], dtype=torch.int32)
     return PackedRows.from_numbers_with_longest(numbers, [len(each) for each in lists], SOURCE_PAGE_SIZE, max(length))
 
 
 @dataclass
 class Seq2SeqPacker:
-    """Packs a decoder layer by layer and keeps alive what the records point to."""
+    """Packs a decoder layer by layer. Its lists keep the memory alive to which the records point."""
 
     pack: PackWeight
-    is_owned: bool
+    is_owned: bool  # whether to free each weight after it is packed
     arena: Arena = field(default_factory=Arena)
     weights: list[PackedWeight] = field(default_factory=list)
     cross_kv_weights: list[PackedWeight] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
 
     def build_record(self, decoder: DecoderStack, has_bf16: bool, pack_head: PackWeight) -> Seq2SeqRecord:
+        """Build the native record of a decoder.
+
+        Args:
+            decoder: decoder whose weights are packed.
+            has_bf16: whether keys and values are bfloat16, otherwise float32.
+            pack_head: packs the matrix of the head.
+        """
         shape, head = decoder.shape, decoder.head
         biases = decoder.position_biases or ()
-        tables = [self.hold_tensor(table.T.flip(1)) for table in biases]  # from far to near
-        of_layer = [tables[i if len(tables) > 1 else 0] if tables else None for i in range(len(decoder.blocks))]
-        blocks = zip(decoder.blocks, of_layer, strict=True)
+        tables = [self.hold_tensor(table.T.flip(1)) for table in biases]  # [H, far + 1], the largest distance first
+        layer_tables = [tables[i if len(tables) > 1 else 0] if tables else None for i in range(len(decoder.blocks))]
+        blocks = zip(decoder.blocks, layer_tables, strict=True)
         layers = (Seq2SeqLayerRecord * len(decoder.blocks))(
             *(self._build_layer(block, shape.is_gated, table) for block, table in blocks)
         )
-        wide = layers[0].wide.n
+        mlp_width = layers[0].wide.n
         bias = head.bias if head.bias is not None else head.linear.bias
-        packed = pack_head(head.linear.dense_weight, bias, self.arena)
-        self.weights.append(packed)
+        packed_head = pack_head(head.linear.dense_weight, bias, self.arena)
+        self.weights.append(packed_head)
         return Seq2SeqRecord(
             layers=len(layers),
             hidden=layers[0].qkv.k,
             heads=shape.heads,
             head_dim=shape.head_dim,
-            inner=wide // 2 if shape.is_gated else wide,
+            inner=mlp_width // 2 if shape.is_gated else mlp_width,
             activation=ACTIVATIONS[shape.activation_name],
             is_gated=shape.is_gated,
             norms_after=shape.is_post_norm,
@@ -184,7 +224,7 @@ class Seq2SeqPacker:
             logit_scale=head.scale,
             norm=NormRecord(None, None) if decoder.norm is None else self.hold_norm(decoder.norm),
             layer=ctypes.cast(layers, ctypes.POINTER(Seq2SeqLayerRecord)),
-            head=packed.record,
+            head=packed_head.record,
         )
 
     def _build_layer(self, block: DecoderBlock, is_gated: bool, table: int | None) -> Seq2SeqLayerRecord:
@@ -196,25 +236,28 @@ class Seq2SeqPacker:
         return Seq2SeqLayerRecord(*norms, *(each.record for each in packed), table)
 
     def pack_mlp_in(self, linear: MergedLinear, is_gated: bool) -> PackedWeight:
+        """Pack the first matrix of an MLP. The rows of gate and value are interleaved if it is gated."""
         dense, bias = linear.dense_weight, linear.bias
         if is_gated:
             dense = interleave_rows(dense.chunk(2))
             bias = None if bias is None else interleave_rows([half[:, None] for half in bias.chunk(2)])[:, 0]
-        made = self.pack(dense, bias, self.arena)
+        packed = self.pack(dense, bias, self.arena)
         if self.is_owned:
             linear.release()
-        return made
+        return packed
 
     def pack_linear(self, linear: MergedLinear) -> PackedWeight:
-        made = self.pack(linear.dense_weight, linear.bias, self.arena)
+        """Pack a linear layer."""
+        packed = self.pack(linear.dense_weight, linear.bias, self.arena)
         if self.is_owned:
             linear.release()
-        return made
+        return packed
 
     def hold_norm(self, norm: decoder.Seq2SeqNorm) -> NormRecord:
+        """Build the record of a norm and keep its float32 tensors alive."""
         return NormRecord(self.hold_tensor(norm.weight), None if norm.bias is None else self.hold_tensor(norm.bias))
 
     def hold_tensor(self, tensor: Tensor) -> int:
-        """The address of its numbers in float32."""
+        """Convert a tensor to float32, keep it alive and return its address."""
         self.tensors.append(tensor.detach().float().contiguous())
         return self.tensors[-1].data_ptr()

@@ -1,0 +1,1 @@
+"""Decoders and draft layers that run as one native call per forward pass, on CPU."""

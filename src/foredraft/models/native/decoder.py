@@ -1,7 +1,7 @@
-"""Decoders that run as one native call per pass: Llama and what shares its structure, on CPU.
+"""Decoders that run as one native call per forward pass on CPU: Llama and families with its structure.
 
-Weights are packed once, query, key and value together and gate and up interleaved; a pass then enters a team of threads
-once and stays in it from the embeddings to the logits. What is not recognised keeps the plain path.
+Weights are packed once: query, key and value in one matrix, gate and up interleaved. A forward pass enters the thread
+team once, from the embeddings to the logits. Other models run transformers' modules.
 """
 
 import ctypes
@@ -27,27 +27,29 @@ from foredraft.kv.pool import KVPool
 from foredraft.models.forward_batch import ForwardBatch
 
 FAMILIES = ("llama", "mistral", "ministral", "qwen2", "qwen3", "granite")  # by config.model_type
+# Code of the native library by transformers' name of the activation.
 ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1}
-STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # factors that do not depend on the text's length
-LANES = 16  # head widths come in whole vectors
+STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # rope types whose factors do not depend on the sequence length
+LANES = 16  # numbers in a native vector; the width of a head must be a multiple
+MIN_ROTARY_POSITIONS = 1024  # positions of the first rotary table
 
 PackWeight = Callable[[Tensor, Tensor | None, Arena], PackedWeight]
 RotaryTable = Callable[[int], tuple[Tensor, Tensor]]  # positions -> cos and sin [positions, rotary / 2]
 
 
 def get_obstacle(model: Any) -> str | None:
-    """Why a model keeps the plain path; None if it can run fused."""
+    """Return the reason why a model cannot run as native code; None if it can."""
     config = model.config.get_text_config()
     if model.device.type != "cpu" or model.dtype not in (torch.bfloat16, torch.float32):
         return f"{model.dtype} on {model.device.type}"
     if config.model_type not in FAMILIES:
         return f"models of type {config.model_type}"
-    if config is not model.config:  # its layers lie deeper, beside those for images
+    if config is not model.config:  # a multimodal model, whose decoder layers are at another path
         return f"the text part of a model of type {model.config.model_type}"
     if config.hidden_act not in ACTIVATIONS:
         return f"the activation {config.hidden_act}"
     if (getattr(config, "rope_parameters", None) or {}).get("rope_type") not in STATIC_ROPE:
-        return "rotary factors that change with the text"
+        return "rotary factors that change with the sequence length"
     blocks = model.model.layers
     linears = [m for block in blocks for m in list_projections(block)]
     if not all(type(m) is nn.Linear for m in [*linears, model.lm_head]):
@@ -62,6 +64,7 @@ def get_obstacle(model: Any) -> str | None:
 
 
 def list_projections(block: Any) -> list[Any]:
+    """List the linear modules of a Llama-like layer."""
     attention, mlp = block.self_attn, block.mlp
     return [
         attention.q_proj,
@@ -76,33 +79,33 @@ def list_projections(block: Any) -> list[Any]:
 
 @dataclass(frozen=True)
 class LayerSlice:
-    """The first layers of a decoder, then its own norm and head."""
+    """First layers of a decoder, followed by an adapter, the final norm and the head."""
 
     num_layers: int
-    adapter: LayerRecord | None = None  # of whose MLP alone runs before the norm
+    adapter: LayerRecord | None = None  # only its MLP runs; None = no adapter
 
     def apply_to(self, record: ModelRecord) -> ModelRecord:
-        """The record cut short; it points where the whole one does."""
-        cut = ModelRecord.from_buffer_copy(record)
-        cut.layers = self.num_layers
+        """Copy a record with fewer layers. The copy points to the memory of the original."""
+        shortened = ModelRecord.from_buffer_copy(record)
+        shortened.layers = self.num_layers
         if self.adapter is not None:
-            cut.adapter = ctypes.pointer(self.adapter)
-        return cut
+            shortened.adapter = ctypes.pointer(self.adapter)
+        return shortened
 
 
 @dataclass
 class NativeDecoder:
-    """The native side's view of a model. Thread-safe: a pass brings its own scratch memory."""
+    """Model in the native layout. Thread-safe: every pass has its own scratch memory."""
 
     native: NativeLibrary
     record: ModelRecord
-    weights: list[PackedWeight]  # the head's comes last
-    tensors: list[Tensor]  # whatever else the record points to
-    kv_samples: list[Tensor]  # [0, H, D] of every layer, for its KV pool
-    dtype: torch.dtype
-    vocab_size: int  # of the tokens it reads
+    weights: list[PackedWeight]  # keeps the record's weights alive; the last one is the head
+    tensors: list[Tensor]  # keeps the other memory of the record alive
+    kv_samples: list[Tensor]  # by layer: [0, H, D] shape and dtype of keys and values
+    dtype: torch.dtype  # of the model's weights, keys and values
+    vocab_size: int  # number of input tokens
     rotary_table: RotaryTable
-    num_positions: int = 0
+    num_positions: int = 0  # positions in the record's rotary table
     _free_scratch: list[Tensor] = field(default_factory=list)
     _rotary_lock: Lock = field(default_factory=Lock)
 
@@ -110,11 +113,19 @@ class NativeDecoder:
     def from_model(
         cls, model: Any, sliding_windows: Sequence[int | None], pack: PackWeight, pack_head: PackWeight, is_owned: bool
     ) -> "NativeDecoder":
-        """Pack a model for which `why_not` is None. One that is ours gives up each weight as it is packed."""
-        packing = DecoderPacker(pack, is_owned)
-        record = _build_record(model, sliding_windows, packing, pack_head)
-        vocabulary = len(model.model.embed_tokens.weight)
-        return cls.from_record(record, packing, model.dtype, vocabulary, _make_rotary_table(model.model.rotary_emb))
+        """Pack a model for which `get_obstacle` returned None.
+
+        Args:
+            model: transformers model.
+            sliding_windows: by layer, maximum number of positions that a row sees; None = all.
+            pack: packs a matrix.
+            pack_head: packs the matrix of the head.
+            is_owned: whether to free each weight after it is packed.
+        """
+        packer = DecoderPacker(pack, is_owned)
+        record = _build_record(model, sliding_windows, packer, pack_head)
+        vocab_size = len(model.model.embed_tokens.weight)
+        return cls.from_record(record, packer, model.dtype, vocab_size, _make_rotary_table(model.model.rotary_emb))
 
     @classmethod
     def from_record(
@@ -125,21 +136,29 @@ class NativeDecoder:
         vocab_size: int,
         rotary_table: RotaryTable,
     ) -> "NativeDecoder":
-        """`dtype`: of keys and values, as the record has it."""
+        """Build a decoder from a record.
+
+        Args:
+            record: native record.
+            packer: owner of the memory to which the record points.
+            dtype: dtype of keys and values, equal to the record's.
+            vocab_size: number of input tokens.
+            rotary_table: computes rotary factors.
+        """
         native = load_library()
-        assert native is not None, "why_not was not asked"
+        assert native is not None, "get_obstacle was not called"
         samples = [torch.empty(0, record.kv_heads, record.head_dim, dtype=dtype)] * record.layers
         return cls(native, record, packer.weights, packer.tensors, samples, dtype, vocab_size, rotary_table)
 
     @property
     def head(self) -> PackedWeight:
-        """For drafters to share."""
+        """Packed head, which drafters may share."""
         return self.weights[-1]
 
     def forward(
         self, forward_batch: ForwardBatch, pool: KVPool, hidden_layers: tuple[int, ...]
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits [R, V] in float32, and the tapped states [T, F] in the model's type."""
+        """Run one forward pass; see LM.forward. Logits are float32, hidden states have the model's dtype."""
         logits, features = self.run(forward_batch, pool, hidden_layers)
         return logits, None if features is None else features.to(self.dtype)
 
@@ -151,8 +170,18 @@ class NativeDecoder:
         inputs: Tensor | None = None,
         layer_slice: LayerSlice | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits [R, V] and the tapped states [T, F], both in float32. `inputs` [T, H] float32: for a model that begins
-        with more than tokens. `part`: not all of its layers; taps lie within them."""
+        """Run one forward pass.
+
+        Args:
+            forward_batch: T packed rows.
+            pool: KV pool.
+            hidden_layers: layer boundaries to return, within the slice.
+            inputs: features [T, H], float32, for a model that reads them beside the tokens. Default None.
+            layer_slice: layers to run. Default None = all.
+
+        Returns:
+            Logits [R, V] and hidden states [T, F] at the boundaries, concatenated, or None; both float32.
+        """
         rows = forward_batch.packed_rows
         self._check_tokens(forward_batch)
         self._extend_rotary(rows.record.longest)
@@ -179,26 +208,32 @@ class NativeDecoder:
         return logits, features
 
     def _check_tokens(self, forward_batch: ForwardBatch) -> None:
-        """Refuse what torch would refuse: a draft's vocabulary may be the narrower one."""
+        """Raise IndexError, as torch does, for token ids that the model does not have.
+
+        The vocabulary of a draft model may be smaller than the target's.
+        """
         if not all(min(span.tokens) >= 0 and max(span.tokens) < self.vocab_size for span in forward_batch.spans):
             raise IndexError(f"a token id is outside the vocabulary of {self.vocab_size} tokens")
 
     def _take_scratch(self, size: int) -> Tensor:
+        """Take scratch memory of at least `size` bytes. Passes in other threads have their own."""
         try:
-            held = self._free_scratch.pop()
+            scratch = self._free_scratch.pop()
         except IndexError:
             return torch.empty(size, dtype=torch.uint8)
-        return held if len(held) >= size else torch.empty(2 * size, dtype=torch.uint8)
+        # A larger allocation than needed, so that growing sequences rarely reallocate.
+        return scratch if len(scratch) >= size else torch.empty(2 * size, dtype=torch.uint8)
 
     def _extend_rotary(self, num_positions: int) -> None:
+        """Make the rotary table at least `num_positions` long. Sizes are powers of two."""
         if num_positions <= self.num_positions:
             return
         with self._rotary_lock:
-            if num_positions <= self.num_positions:  # another pass was first
+            if num_positions <= self.num_positions:  # a concurrent pass has extended the table
                 return
-            size = max(1024, 1 << (num_positions - 1).bit_length())
+            size = max(MIN_ROTARY_POSITIONS, 1 << (num_positions - 1).bit_length())
             cos, sin = self.rotary_table(size)
-            self.tensors += [cos, sin]  # a pass under way may still read the old ones
+            self.tensors += [cos, sin]  # old tables stay, since a concurrent pass may read them
             self.record.cos, self.record.sin = cos.data_ptr(), sin.data_ptr()
             self.num_positions = size
 
@@ -213,7 +248,7 @@ def _make_rotary_table(module: Any) -> RotaryTable:
 
 
 def take_first_half(factors: Tensor) -> Tensor:
-    """[positions, rotary] -> the first half of every row: the second is the same again."""
+    """Return the first half [positions, rotary / 2] of every row of [positions, rotary]; the second half is equal."""
     return factors[:, : factors.shape[-1] // 2].contiguous()
 
 
@@ -222,7 +257,9 @@ def _build_record(
 ) -> ModelRecord:
     config = source.config.get_text_config()
     blocks = zip(source.model.layers, sliding_windows, strict=True)
-    layers = (LayerRecord * len(sliding_windows))(*(packer.build_layer(block, reach) for block, reach in blocks))
+    layers = (LayerRecord * len(sliding_windows))(
+        *(packer.build_layer(block, sliding_window) for block, sliding_window in blocks)
+    )
     attention, norm = source.model.layers[0].self_attn, source.model.norm
     embedding = source.model.embed_tokens.weight
     return ModelRecord(
@@ -251,15 +288,16 @@ def _build_record(
 
 @dataclass
 class DecoderPacker:
-    """Packs a model module by module and keeps alive what the records point to."""
+    """Packs a model module by module. Its lists keep the memory alive to which the records point."""
 
     pack: PackWeight
-    is_owned: bool  # so that a weight can go once it is packed
+    is_owned: bool  # whether to free each weight after it is packed
     arena: Arena = field(default_factory=Arena)
     weights: list[PackedWeight] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
 
     def build_layer(self, block: Any, sliding_window: int | None) -> LayerRecord:
+        """Pack a Llama-like layer. `sliding_window` is the maximum number of positions that a row sees, None = all."""
         attention, mlp = block.self_attn, block.mlp
         return LayerRecord(
             attention_norm=self.hold_norm(getattr(block, "input_layernorm", None)),
@@ -274,9 +312,11 @@ class DecoderPacker:
         )
 
     def pack_stacked(self, *linears: Any) -> WeightRecord:
+        """Pack linear modules as one matrix with their outputs concatenated."""
         return self._pack_joined(_stack_rows, linears)
 
     def pack_interleaved(self, *linears: Any) -> WeightRecord:
+        """Pack two linear modules as one matrix with their outputs interleaved; see `interleave_rows`."""
         return self._pack_joined(interleave_rows, linears)
 
     def _pack_joined(self, join: Callable[[Sequence[Tensor]], Tensor], linears: Sequence[Any]) -> WeightRecord:
@@ -291,14 +331,16 @@ class DecoderPacker:
         return self.hold_weight(packed)
 
     def hold_weight(self, weight: PackedWeight) -> WeightRecord:
+        """Keep a packed weight alive and return its record."""
         self.weights.append(weight)
         return weight.record
 
     def hold_norm(self, module: Any) -> int | None:
-        """Its weight in float32; None for no norm."""
+        """Convert a norm's weight to float32, keep it alive and return its address; None without a norm."""
         return None if module is None else self.hold_tensor(module.weight.float())
 
     def hold_tensor(self, parameter: Tensor) -> int:
+        """Keep a tensor alive and return its address."""
         self.tensors.append(parameter.detach().contiguous())
         return self.tensors[-1].data_ptr()
 
@@ -308,7 +350,7 @@ def _stack_rows(blocks: Sequence[Tensor]) -> Tensor:
 
 
 def interleave_rows(pair: Sequence[Tensor]) -> Tensor:
-    """16 rows of gate, 16 rows of up, and so on; rows of zeros fill the last."""
+    """Interleave two matrices in blocks of 16 rows. Rows of zeros fill the last blocks."""
     missing = -len(pair[0]) % LANES
     padded = [torch.cat([half, half.new_zeros(missing, half.shape[1])]).view(-1, LANES, half.shape[1]) for half in pair]
     return torch.stack(padded, 1).flatten(0, 2)

@@ -1,4 +1,4 @@
-"""EAGLE's layers as one native call per pass: a decoder that begins with a feature beside every token."""
+"""EAGLE's layers as one native call per forward pass: a decoder that reads a feature beside every token."""
 
 import ctypes
 from collections.abc import Sequence
@@ -23,29 +23,32 @@ from foredraft.models.native.decoder import (
     take_first_half,
 )
 
-JOINED, PAIRED = 1, 2  # as in foredraft.h
+JOINED, PAIRED = 1, 2  # kinds of input, with the values of foredraft.h
 
 
 @dataclass(frozen=True)
 class JoinedInput:
-    """EAGLE-1 and 2: the residual stream begins as fc(cat[e(token), feature])."""
+    """Input of EAGLE-1 and EAGLE-2: the residual stream starts as fc(cat[e(token), feature])."""
 
     fc: nn.Linear
 
     def build_fields(self, packer: DecoderPacker) -> dict[str, Any]:
-        """Build the fields of the native model."""
+        """Pack `fc` and build the fields of the native record that describe this input."""
         return {"front": JOINED, "join": packer.pack_stacked(self.fc)}
 
 
 @dataclass(frozen=True)
 class PairedInput:
-    """EAGLE-3: it begins as the feature, or its norm. The first layer's attention, of twice the width, reads
-    cat[input_layernorm(e(token)), hidden_norm(feature)]."""
+    """Input of EAGLE-3: the residual stream starts as the feature, or as its norm.
+
+    The attention of the first layer has twice the width. It reads cat[input_layernorm(e(token)), hidden_norm(feature)].
+    """
 
     hidden_norm: RMSNorm
-    norm_before_residual: bool
+    norm_before_residual: bool  # whether the residual stream starts as hidden_norm(feature)
 
     def build_fields(self, packer: DecoderPacker) -> dict[str, Any]:
+        """Pack `hidden_norm` and build the fields of the native record that describe this input."""
         return {
             "front": PAIRED,
             "input_norm": packer.hold_norm(self.hidden_norm),
@@ -54,7 +57,12 @@ class PairedInput:
 
 
 def get_obstacle(layers: Sequence[Any], embedding: Tensor) -> str | None:
-    """Why a drafter keeps the plain path; None if it can run fused."""
+    """Return the reason why draft layers cannot run as native code; None if they can.
+
+    Args:
+        layers: decoder layers of the drafter.
+        embedding: input embedding matrix.
+    """
     first = layers[0].self_attn
     weights = [module.weight for layer in layers for module in list_projections(layer)]
     dtype = weights[0].dtype
@@ -72,10 +80,10 @@ def get_obstacle(layers: Sequence[Any], embedding: Tensor) -> str | None:
 
 @dataclass(frozen=True)
 class NativeDraftLayers:
-    """Thread-safe, as the decoder is."""
+    """Draft layers in the native layout. Thread-safe, as NativeDecoder is."""
 
     decoder: NativeDecoder
-    feature_layer: int  # whose state is the next feature
+    feature_layer: int  # layer boundary whose state is the next feature
 
     @classmethod
     def from_layers(
@@ -91,13 +99,24 @@ class NativeDraftLayers:
         is_owned: bool = True,
         logit_scale: float = 1.0,
     ) -> "NativeDraftLayers":
-        """Pack layers for which `why_not` is None. If they are ours, they and the front give up each weight as it is
-        packed. `norm`: before the head, None = none. `norm_output`: it is part of the next feature too. A `head` that
-        is packed already is shared."""
-        packing = DecoderPacker(PackedWeight.pack, is_owned)
+        """Pack layers for which `get_obstacle` returned None.
+
+        Args:
+            layers: decoder layers.
+            layer_input: input of the first layer.
+            norm: norm before the head; None = no norm.
+            has_normed_output: whether the next feature is the state after `norm`, otherwise before it.
+            embedding: input embedding matrix.
+            head: matrix of the head; a packed one is shared.
+            shape: dimensions of the layers.
+            rotary: computes rotary factors.
+            is_owned: whether to free each weight after it is packed. Default True.
+            logit_scale: factor of the logits. Default 1.
+        """
+        packer = DecoderPacker(PackedWeight.pack, is_owned)
         dtype = layers[0].self_attn.q_proj.weight.dtype
         records = (LayerRecord * len(layers))(
-            *(packing.build_layer(layer, shape.get_sliding_window(i)) for i, layer in enumerate(layers))
+            *(packer.build_layer(layer, shape.get_sliding_window(i)) for i, layer in enumerate(layers))
         )
         record = ModelRecord(
             layers=len(layers),
@@ -114,24 +133,37 @@ class NativeDraftLayers:
             embedding_scale=1.0,
             residual_scale=1.0,
             logit_scale=logit_scale,
-            embedding=packing.hold_tensor(embedding),
-            norm=packing.hold_norm(norm),
+            embedding=packer.hold_tensor(embedding),
+            norm=packer.hold_norm(norm),
             layer=ctypes.cast(records, ctypes.POINTER(LayerRecord)),
-            head=packing.hold_weight(head if isinstance(head, PackedWeight) else _pack_head(head, packing.arena)),
-            **layer_input.build_fields(packing),
+            head=packer.hold_weight(head if isinstance(head, PackedWeight) else _pack_head(head, packer.arena)),
+            **layer_input.build_fields(packer),
         )
-        decoder = NativeDecoder.from_record(record, packing, dtype, len(embedding), _make_rotary_table(rotary))
+        decoder = NativeDecoder.from_record(record, packer, dtype, len(embedding), _make_rotary_table(rotary))
         return cls(decoder, AFTER_FINAL_NORM if has_normed_output else len(layers))
 
     def forward(self, forward_batch: ForwardBatch, pool: KVPool, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Features [T, H] of any floating type, one beside every token -> logits [R, V] and the next features [T, H],
-        the residual stream after the layers, both float32."""
+        """Run one forward pass.
+
+        Args:
+            forward_batch: T packed rows.
+            pool: draft KV pool.
+            features: features [T, H] beside the tokens, of any floating dtype.
+
+        Returns:
+            Logits [R, V] and the next features [T, H], both float32.
+
+        Raises:
+            ValueError: `features` has another shape.
+        """
         expected = (forward_batch.num_rows, self.decoder.record.hidden)
         if features.shape != expected:
-            raise ValueError(f"features of shape {list(features.shape)} where {list(expected)} are read")
-        logits, following = self.decoder.run(forward_batch, pool, (self.feature_layer,), features.float().contiguous())
-        assert following is not None
-        return logits, following
+            raise ValueError(f"features have shape {list(features.shape)}, expected {list(expected)}")
+        logits, next_features = self.decoder.run(
+            forward_batch, pool, (self.feature_layer,), features.float().contiguous()
+        )
+        assert next_features is not None
+        return logits, next_features
 
 
 def _pack_head(head: Tensor, arena: Arena) -> PackedWeight:
