@@ -1,4 +1,4 @@
-"""What tests run in another process; light to import, since a spawned process begins with nothing."""
+"""Functions that tests run in another process. The module is light, since a spawned process imports everything anew."""
 
 from multiprocessing.connection import Connection
 
@@ -6,7 +6,7 @@ from foredraft import LLM, ForedraftError, Sampling
 
 
 def answer(llm: LLM | None, pipe: Connection) -> None:
-    """Send what comes of the parent's LLM, if it is given, and of a new one."""
+    """Send the results of the parent's LLM, if it is given, and of a new one."""
     for given in (llm, None) if llm is not None else (None,):
         try:
             made = given or LLM(drafter=None)

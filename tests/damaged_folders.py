@@ -38,7 +38,7 @@ JSON_FILES = ("config.json", "generation_config.json", "tokenizer_config.json")
 
 
 def list_target_damage() -> dict[str, Damage]:
-    """For a folder of a Llama with one safetensors file, generation_config.json and a tokenizer."""
+    """List damages of a folder of a Llama with one safetensors file, generation_config.json and a tokenizer."""
     found: dict[str, Damage] = {
         f"{name} {value!r}"[:60]: _change_config(name, value) for name, values in NUMBERS.items() for value in values
     }
@@ -50,7 +50,7 @@ def list_target_damage() -> dict[str, Damage]:
 
 
 def list_drafter_damage(file: str) -> dict[str, Damage]:
-    """For a drafter whose weights are in `file`, safetensors or a pickle."""
+    """List damages of a drafter whose weights are in `file`, safetensors or a pickle."""
     found: dict[str, Damage] = {f"config.json {what}": _overwrite("config.json", data) for what, data in _TEXTS.items()}
     found |= _list_irregular_files("config.json") | _list_irregular_files(file)
     return found | (_list_header_damage(file) if file.endswith(".safetensors") else _list_pickle_damage(file))
@@ -78,7 +78,7 @@ def _overwrite(name: str, data: bytes) -> Damage:
 
 
 def _list_irregular_files(name: str) -> dict[str, Damage]:
-    def replaced(make: Callable[[Path], None]) -> Damage:
+    def replace_file(make: Callable[[Path], None]) -> Damage:
         def damage(folder: Path) -> None:
             (folder / name).unlink()
             make(folder / name)
@@ -86,10 +86,10 @@ def _list_irregular_files(name: str) -> dict[str, Damage]:
         return damage
 
     return {
-        f"{name} a folder": replaced(Path.mkdir),
-        f"{name} a pipe": replaced(os.mkfifo),
-        f"{name} a broken link": replaced(lambda file: file.symlink_to("nowhere")),
-        f"{name} a device": replaced(lambda file: file.symlink_to("/dev/zero")),
+        f"{name} a folder": replace_file(Path.mkdir),
+        f"{name} a pipe": replace_file(os.mkfifo),
+        f"{name} a broken link": replace_file(lambda file: file.symlink_to("nowhere")),
+        f"{name} a device": replace_file(lambda file: file.symlink_to("/dev/zero")),
     }
 
 
@@ -134,7 +134,7 @@ def _list_header_damage(name: str) -> dict[str, Damage]:
 
 
 def _list_tensor_damage() -> dict[str, Damage]:
-    def stored(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Damage:
+    def edit(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Damage:
         def damage(folder: Path) -> None:
             held = change(load_file(folder / WEIGHTS))
             save_file(held, folder / WEIGHTS, {"format": "pt"})
@@ -144,13 +144,13 @@ def _list_tensor_damage() -> dict[str, Damage]:
     attention = "model.layers.0.self_attn.q_proj"
     weight, rounded = f"{attention}.weight", torch.float8_e4m3fn
     return {
-        "a tensor missing": stored(lambda held: {k: v for k, v in held.items() if "down_proj" not in k}),
-        "a tensor narrower": stored(lambda held: held | {"lm_head.weight": held["lm_head.weight"][:, :8].clone()}),
-        "a weight in float8": stored(lambda held: held | {weight: held[weight].to(rounded)}),
-        "a scale": stored(lambda held: held | {f"{attention}.weight_scale": torch.ones(1)}),
-        "a scale of the input": stored(lambda held: held | {f"{attention}.input_scale": torch.ones(1)}),
-        "a packed weight": stored(lambda held: held | {f"{attention}.weight_packed": torch.ones(4, dtype=torch.int32)}),
-        "a layer too many": stored(lambda held: held | {"model.layers.2.mlp.up_proj.weight": torch.ones(64, 32)}),
+        "a tensor missing": edit(lambda held: {k: v for k, v in held.items() if "down_proj" not in k}),
+        "a tensor narrower": edit(lambda held: held | {"lm_head.weight": held["lm_head.weight"][:, :8].clone()}),
+        "a weight in float8": edit(lambda held: held | {weight: held[weight].to(rounded)}),
+        "a scale": edit(lambda held: held | {f"{attention}.weight_scale": torch.ones(1)}),
+        "a scale of the input": edit(lambda held: held | {f"{attention}.input_scale": torch.ones(1)}),
+        "a packed weight": edit(lambda held: held | {f"{attention}.weight_packed": torch.ones(4, dtype=torch.int32)}),
+        "a layer too many": edit(lambda held: held | {"model.layers.2.mlp.up_proj.weight": torch.ones(64, 32)}),
     }  # fmt: skip
 
 

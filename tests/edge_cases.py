@@ -9,7 +9,7 @@ import torch
 from foredraft.tree import TokenTree
 from foredraft.verification.rules import NoiseTable, Rule
 
-V, PADDING = 8, 2  # the last two ids are padding of the vocabulary: the target never draws them
+V, PADDING = 8, 2  # the last two ids pad the vocabulary: the target never samples them
 TINY = 5e-324
 
 
@@ -64,7 +64,7 @@ EDGES = [EdgeCase(pair, shape) for pair in PAIRS for shape in SHAPES]
 
 
 def make_batch(edge: EdgeCase) -> tuple[TokenTree, torch.Tensor, NoiseTable]:
-    """Every choice of extreme uniforms for the first two drafted nodes and for the draw, in one batch."""
+    """Make every choice of extreme uniforms for the first two draft nodes and for the sampled token, in one batch."""
     (p, q), parents = PAIRS[edge.pair], SHAPES[edge.shape]
     size = len(parents)
     choices = list(itertools.product(UNIFORMS, UNIFORMS, UNIFORMS))
@@ -80,7 +80,7 @@ def make_batch(edge: EdgeCase) -> tuple[TokenTree, torch.Tensor, NoiseTable]:
 
 
 def find_impossible_tokens(rule: Rule, edge: EdgeCase) -> Iterator[str]:
-    """What a rule emits that the target could not have, and requests left without a token."""
+    """Report tokens of a rule that have probability 0 under the target, and requests left without a token."""
     tree, p, noise = make_batch(edge)
     commit = rule(tree, p, noise)
     for b in sorted(commit.failed):

@@ -1,4 +1,4 @@
-"""A language model of one table and drafters that misbehave: enough of an engine's surroundings to test it fast."""
+"""A language model of one table and faulty drafters: enough of an engine's surroundings for fast tests."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -49,7 +49,7 @@ class TableLM:
         return self.table.shape[1]
 
     def perturb(self, noise: float, seed: int = 1) -> "TableLM":
-        """One that mostly agrees."""
+        """Make a model that mostly agrees."""
         generator = torch.Generator().manual_seed(seed)
         return TableLM(self.table + noise * torch.randn(self.table.shape, generator=generator, dtype=torch.float64))
 
@@ -99,7 +99,7 @@ def make_transcript(
 
 
 def run(engine: Engine, transcripts: Sequence[Transcript]) -> list[tuple[Completion, list[Delta]]]:
-    """All of them to their end; the engine is idle and empty afterwards."""
+    """Run all transcripts to their end; the engine is idle and empty afterwards."""
     for transcript in transcripts:
         engine.add(transcript)
     while engine.has_work:
@@ -118,7 +118,7 @@ def run(engine: Engine, transcripts: Sequence[Transcript]) -> list[tuple[Complet
 
 @dataclass
 class ScriptedDrafter:
-    """A drafter whose verbs are given: what it does is up to the test."""
+    """Drafter whose methods are given by the test."""
 
     proposal: Callable[[Batch], TokenTree]
     max_nodes: int = 4
@@ -143,7 +143,7 @@ class ScriptedDrafter:
 
 
 def draft_greedily(lm: TableLM, batch: Batch, length: int = 3) -> TokenTree:
-    """The target's own greedy continuation, as far as every budget allows."""
+    """Draft the target's own greedy continuation, as far as every budget allows."""
     drafts = []
     for request, budget in zip(batch.requests, batch.max_draft_nodes, strict=True):
         tokens = list(request.tokens)

@@ -26,12 +26,12 @@ class ExpectedCompletion:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str = ""
     stop_reason: str | int | None = None
-    logprobs: list[Tensor] = field(default_factory=list)  # [V] log p of every token's own draw
+    logprobs: list[Tensor] = field(default_factory=list)  # [V] log p of every sampled token
     raw: list[Tensor] = field(default_factory=list)  # [V] log-softmax of the logits themselves
 
 
 def decode_output(tokenizer: Any, prompt: Sequence[int], output: Sequence[int]) -> str:
-    """What the output adds to the decoding of all, without an incomplete character at its end."""
+    """Decode the text that the output adds to the prompt, without an incomplete character at its end."""
     if tokenizer is None:
         return ""
     before = tokenizer.backend_tokenizer.decode(list(prompt), skip_special_tokens=True)
@@ -42,8 +42,8 @@ def decode_output(tokenizer: Any, prompt: Sequence[int], output: Sequence[int]) 
 
 
 def _is_incomplete(tokenizer: Any, tokens: list[int], size: int) -> bool:
-    """Some byte 0x80, 0x90, 0xA0 or 0xB0 would go on with the last character; after one that is complete or broken for
-    good it is a character of its own."""
+    """True if some byte 0x80, 0x90, 0xA0 or 0xB0 continues the last character. After a complete or broken one, such
+    a byte is a new character."""
     following = tokenizer.convert_tokens_to_ids(list("ĢĲł°"))
     return any(
         len(tokenizer.backend_tokenizer.decode([*tokens, byte], skip_special_tokens=True)) == size for byte in following

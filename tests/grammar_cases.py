@@ -18,7 +18,7 @@ PATTERNS = ("[a-c]{1,4}", "x(yz)*", "[0-9]{2}-[0-9]{2}", "(foo|bar|barn)")
 
 
 def make_schema(rng: random.Random, depth: int = 2) -> dict[str, Any]:
-    """One whose texts are short."""
+    """Make a schema whose texts are short."""
     kinds = ["integer", "boolean", "null", "enum", "const", "pattern", "string", "anyOf"]
     kind = rng.choice(kinds + (["object", "array"] * 4 if depth else []))
     if kind == "object":
@@ -46,7 +46,7 @@ def make_schema(rng: random.Random, depth: int = 2) -> dict[str, Any]:
 
 
 def matches_schema(value: Any, schema: dict[str, Any]) -> bool:
-    """Whether a value is valid under a schema made by `schema_of`."""
+    """Check a value against a schema made by `make_schema`."""
     if "anyOf" in schema:
         return any(matches_schema(value, one) for one in schema["anyOf"])
     if "enum" in schema or "const" in schema:
@@ -69,7 +69,7 @@ def matches_schema(value: Any, schema: dict[str, Any]) -> bool:
 
 
 def is_valid(text: str, grammar: Grammar) -> bool:
-    """Of a finished text, without llguidance."""
+    """Check a finished text without llguidance."""
     if grammar.kind == "regex":
         return re.fullmatch(grammar.source, text) is not None
     if grammar.kind == "choice":
@@ -85,7 +85,7 @@ def is_valid(text: str, grammar: Grammar) -> bool:
 
 @cache
 def make_ascii_llm() -> LLM:
-    """The tiny target, whose 97 ids are three special tokens and the characters `!` to `~`. 0 ends a text, and so does
+    """Make the tiny target with 97 ids: three special tokens and the characters `!` to `~`. 0 ends a text, and so does
     3, which is `!` and may be part of one."""
     pieces = ["<end>", "<stop>", "<pad>", *map(chr, range(33, 127))]
     made = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, []))

@@ -1,8 +1,8 @@
 """A random life of requests under speculation, and the KV they leave compared with a recomputation.
 
-The reference is transformers' own attention and cache over the committed tokens: no page, no tree, no window of ours.
-For heads it is their network over whole texts, with the states that transformers gives: no memory that lives from step
-to step. Shared by `tests/invariants/test_kv.py` and `benchmarks/kv_equality.py`.
+The reference is transformers' own attention and cache over the committed tokens, without pages, trees or batches.
+For heads it is their network over whole texts, with the states that transformers gives, without memory between
+steps. Shared by `tests/invariants/test_kv.py` and `benchmarks/kv_equality.py`.
 """
 
 import copy
@@ -31,7 +31,7 @@ LIMITS = MemoryLimits(kv_tokens=116, page_size=4, max_batch=5, max_step_tokens=4
 
 @dataclass
 class KVTally:
-    """What happened, so that a test can insist that enough did; and the largest difference seen."""
+    """Counts of events, so that a test can require enough of each, and the largest difference."""
 
     steps: int = 0
     accepted: int = 0
@@ -40,7 +40,7 @@ class KVTally:
     finished: int = 0
     preempted: int = 0
     found: int = 0  # tokens that were taken from the prefix cache
-    compared: int = 0  # tokens whose draft KV was held valid and compared
+    compared: int = 0  # tokens whose draft KV counted as valid and was compared
     difference: float = 0.0
 
 
@@ -60,7 +60,7 @@ class KVSimulation:
         return self.llm.engine
 
     def step(self) -> None:
-        """One step of the engine after whatever else may happen between two, then the comparison."""
+        """Run one step of the engine after random events, then compare."""
         while len(self.transcripts) < 4:
             self._add_request()
         if self.random.random() < 0.07:
@@ -80,7 +80,7 @@ class KVSimulation:
         self.compare()
 
     def compare(self) -> None:
-        """Every layer, keys and values, of target and draft, for every running request."""
+        """Compare every layer, keys and values, of target and draft, for every running request."""
         for request in self.engine.scheduler.running:
             if request.num_computed:
                 expected = _recompute_kv(self.references[0], request.tokens[: request.num_computed])
@@ -88,7 +88,7 @@ class KVSimulation:
             self.tally.compared += self.compare_draft(request)
 
     def compare_draft(self, request: Request) -> int:
-        """What the drafter holds of a request; how many tokens that was."""
+        """Compare the drafter's memory of a request; returns its number of tokens."""
         assert isinstance(self.drafter, DraftModel)
         valid = self.drafter.num_valid.get(request.slot, 0)
         assert valid <= request.num_tokens, "draft KV beyond the committed tokens"
@@ -98,7 +98,7 @@ class KVSimulation:
         return valid
 
     def _compare(self, expected: list[tuple[Tensor, Tensor]], pool: KVPool, request: Request) -> None:
-        """[layer] -> ([L, H, D] keys, values) with what the first L places of a request hold."""
+        """Compare [layer] -> ([L, H, D] keys, values) with the first L positions of a request in the pool."""
         size, length = LIMITS.page_size, len(expected[0][0])
         slots = torch.tensor([request.pages[i // size] * size + i % size for i in range(length)])
         for layer, one in enumerate(expected):
@@ -133,7 +133,7 @@ class KVSimulation:
 
 
 class HeadKVSimulation(KVSimulation):
-    """The same for a head on the target's states: its memory, and what its last true pair said."""
+    """A simulation for a head on the target's states: compares its memory and the logits at its last true pair."""
 
     @torch.inference_mode()
     def compare_draft(self, request: Request) -> int:
@@ -159,7 +159,7 @@ class HeadKVSimulation(KVSimulation):
 def _recompute_head(
     made: FeatureDrafter, target: LlamaForCausalLM, tokens: list[int]
 ) -> tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor]:
-    """A head's memory, logits and next features over the pairs of a text: token t + 1 with the target's state t."""
+    """Compute a head's memory, logits and next features over the pairs of a text: token t + 1 with the state at t."""
     all_states = target(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
     features = made.lm.network.project_features(
         torch.cat([all_states[boundary] for boundary in made.hidden_layers], -1)
@@ -176,7 +176,7 @@ def _recompute_head(
 
 
 def _make_reference(model: LlamaForCausalLM) -> LlamaForCausalLM:
-    """The same weights under transformers' own attention."""
+    """Load the same weights under transformers' own attention."""
     own = copy.deepcopy(model)
     own.set_attn_implementation("sdpa")
     return own

@@ -54,7 +54,7 @@ def _make_draft_tree(num_tokens: int, llm: LLM | None = None) -> Drafter:
 
 
 def _make_cross_vocab_maker(vocab: str, **options: Any) -> CaseMaker:
-    """A draft of another vocabulary."""
+    """Make a draft of another vocabulary."""
 
     def make(num_tokens: int, llm: LLM | None = None) -> Drafter:
         return tiny_vocabularies.drafter(vocab, num_tokens, TreeOptions(**options))
@@ -72,7 +72,7 @@ def _make_method_maker(method: str, **options: object) -> CaseMaker:
 
 
 def _make_early_exit_maker(**options: object) -> CaseMaker:
-    """With the target's own layers and nothing else."""
+    """Draft with the target's own layers and nothing else."""
 
     def make(num_tokens: int, llm: LLM | None = None) -> Drafter:
         target = (llm or tiny_models.plain()).target
@@ -85,7 +85,7 @@ def _make_early_exit_maker(**options: object) -> CaseMaker:
 
 @cache
 def _edit_output(llm: LLM, prompt: tuple[int, ...]) -> tuple[int, ...]:
-    """What the target says after a prompt, with tokens exchanged and left out."""
+    """Generate the target's output after a prompt, with some tokens replaced and some left out."""
     room = llm.target.context_length - len(prompt) - 1
     sampling = Sampling(max_tokens=min(60, room), temperature=0, ignore_eos=True)
     tokens = llm.generate([list(prompt)], sampling)[0].token_ids
@@ -93,7 +93,7 @@ def _edit_output(llm: LLM, prompt: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _make_aggressive_maker(**options: object) -> CaseMaker:
-    """From a source beside the prompt, or from a prompt that has it behind it."""
+    """Draft from a source beside the prompt, or from a prompt that ends with it."""
 
     def make(num_tokens: int, llm: LLM | None = None) -> Drafter:
         config = aggressive.Config(**options)  # type: ignore[arg-type]
@@ -205,7 +205,7 @@ EACH_CASE = [
 
 
 def list_covered_methods() -> set[str]:
-    """The methods that have an entry; an entry is named `method` or `method, variant`."""
+    """List the methods that have an entry; an entry is named `method` or `method, variant`."""
     return {name.split(",")[0] for name in METHOD_CASES}
 
 

@@ -1,7 +1,7 @@
-"""Seeded faults, each one a real one: a small function that is wrong in one place, and what it imitates.
+"""Seeded faults: each is a small function with one fault that occurred in a real implementation.
 
-The rules are variations of two short programs, `chain_like` and `block_like`, whose unchanged forms are held equal to
-the real rules in `test_teeth`; so what a mutant is killed for is its fault.
+The rules are variations of two short programs, `chain_like` and `block_like`. Their unchanged forms are equal to
+the real rules in `test_teeth`, so the tests can only detect the fault of a mutant.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,13 +29,13 @@ def _right_residual(p: Tensor, q: Tensor, x: int, following: Tensor) -> Tensor:
 def make_reject_rule(
     accepts: Callable[[float, float, float], bool] = lambda u, p, q: u * q < p,
     residual: Callable[[Tensor, Tensor, int, Tensor], Tensor] = _right_residual,
-    bonus_row: int = 0,  # how many rows above the right one the bonus is drawn from
+    bonus_row: int = 0,  # how many rows above the right one the bonus token is sampled from
     first_free: bool = False,
     renormalises_q: bool = True,
     updates_residual: bool = True,
     removes_elder: bool = True,
 ) -> Rule:
-    """Token verification, with places for faults."""
+    """Make a rule of token verification with the given faults."""
 
     def rule(tree: TokenTree, p: Tensor, noise: NoiseTable) -> Commit:
         paths, following = [], []
@@ -81,7 +81,7 @@ def make_reject_rule(
 def make_block_rule(
     has_block_residual: bool = True, has_block_bar: bool = True, keeps_last: bool = True, caps: bool = True
 ) -> Rule:
-    """Block verification of chains, with places for faults."""
+    """Make a rule of block verification for chains with the given faults."""
 
     def rule(tree: TokenTree, p: Tensor, noise: NoiseTable) -> Commit:
         paths, following = [], []
@@ -137,10 +137,10 @@ def _next_row_residual(p: Tensor, q: Tensor, x: int, following: Tensor) -> Tenso
 
 
 def _share_uniform(rule: Rule) -> Rule:
-    def shared(tree: TokenTree, p: Tensor, noise: NoiseTable) -> Commit:
+    def share_uniforms(tree: TokenTree, p: Tensor, noise: NoiseTable) -> Commit:
         return rule(tree, p, replace(noise, accept_table=noise.accept_table[:, 1:2].expand_as(noise.accept_table)))
 
-    return shared
+    return share_uniforms
 
 
 def _reuse_accept_uniform(rule: Rule) -> Rule:
@@ -224,7 +224,7 @@ def count_last_draft_only(logits: Tensor, rows: Rows, history: Histories) -> Ten
 
 
 def count_min_tokens_by_step(logits: Tensor, rows: Rows, history: Histories) -> Tensor:
-    """The drafted path counts as one step, however long."""
+    """Count the drafted path as one step, however long."""
     late = [
         replace(s, min_tokens=s.min_tokens + max(len(h.draft_path) - 1, 0)) for s, h in zip(rows, history, strict=True)
     ]
@@ -232,7 +232,7 @@ def count_min_tokens_by_step(logits: Tensor, rows: Rows, history: Histories) -> 
 
 
 def claim_softmax(logits: Tensor, rows: Rows, history: Histories) -> Tensor:
-    """The draft was greedy, and says it drew from its softmax (transformers 32867)."""
+    """Return the softmax as the distribution of a greedy draft (transformers 32867)."""
     return distribution(logits, Sampling(), history)
 
 
@@ -256,7 +256,7 @@ def drop_position_from_uniforms(
 
 
 def drop_seed_from_uniforms(tree: TokenTree, seeds: Sequence[tuple[int, int]], positions: Sequence[int]) -> NoiseTable:
-    """One stream for all requests (TensorRT-LLM 17599)."""
+    """Use one stream for all requests (TensorRT-LLM 17599)."""
     return NoiseTable.from_seeds(tree, [(0, 0)] * len(seeds), positions)
 
 
@@ -282,7 +282,7 @@ def race_linearly(p: Tensor, keys: Tensor) -> Tensor:
 
 
 def race_with_one_number(p: Tensor, keys: Tensor) -> Tensor:
-    """The same number for every token."""
+    """Use the same number for every token."""
     return p / -rng.uniform_matrix(keys, 1).log()
 
 

@@ -1,10 +1,10 @@
-"""The inverse of the noise: seeds that give any bits a test asks for."""
+"""The inverse of the noise: seeds for any required bits."""
 
 MASK = (1 << 64) - 1
 
 
 def unmix(value: int) -> int:
-    """The inverse of SplitMix64's finaliser, so that a test can ask for any 64 bits it likes."""
+    """Invert SplitMix64's finaliser, to choose the 64 bits of a uniform."""
 
     def unshift(y: int, shift: int) -> int:
         x = y

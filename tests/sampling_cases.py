@@ -73,7 +73,7 @@ def assert_same(p: torch.Tensor, reference: torch.Tensor, atol: float = 1e-12) -
 
 
 def measure_largest_error(compute: Callable[..., torch.Tensor], name: str) -> float:
-    """The largest difference from the reference over 60 random rows; 1 where the supports differ."""
+    """Measure the largest difference from the reference over 60 random rows; 1 if the supports differ."""
     rng, sampling = random.Random(name), Sampling(**SETTINGS[name])
     logits = torch.randn(60, V, generator=torch.Generator().manual_seed(len(name)), dtype=torch.float64) * 2
     history = [make_history(rng, sampling) for _ in range(60)]

@@ -11,11 +11,11 @@ NEVER = -math.inf
 
 
 class NoDistributionError(Exception):
-    """The row has no distribution: NaN or +inf among its logits, or nothing left to draw."""
+    """The row has no distribution: NaN or +inf among its logits, or no token left to sample."""
 
 
 def compute_distribution(logits: Sequence[float], s: Sampling, h: TokenHistory | None = None) -> list[float]:
-    """The distribution of the next token, in the order of operations of `Sampling`. Raises NoDistributionError."""
+    """Compute the next token's distribution in the order of operations of `Sampling`. Raises NoDistributionError."""
     return compute_distribution_and_margin(logits, s, h)[0]
 
 
@@ -82,7 +82,7 @@ def _normalize(p: list[float]) -> list[float]:
 
 
 def _keep_mass(p: list[float], mass: float, rank: list[float]) -> tuple[list[float], float]:
-    """By rising rank, lower ids first: the tokens whose mass before them is below `mass`; and the nearest cut."""
+    """Keep the tokens with a mass below `mass` before them, by rising rank, lower ids first; also the nearest cut."""
     kept, total, margin = [0.0] * len(p), 0.0, math.inf
     for token in sorted(range(len(p)), key=lambda token: rank[token]):
         before = total

@@ -169,7 +169,7 @@ def _step(
 def _accept_nodes(
     world: SimulatedEngine, step: int, request: int, drafted: int, chance: random.Random
 ) -> tuple[int, ...]:
-    """Of a chain, or of a tree whose levels are `branches` siblings: the one that was meant, if any."""
+    """Accept nodes of a chain, or of a tree with `branches` siblings a level: at most one node of a level."""
     kept: list[int] = []
     for level in range(-(-drafted // world.branches)):
         size = min(world.branches, drafted - level * world.branches)
@@ -183,7 +183,7 @@ def _accept_nodes(
 
 
 def find_best_fixed(world: SimulatedEngine, steps: int = 3000) -> tuple[int, float]:
-    """The fixed K that is fastest in this world, and its speed over plain decoding's."""
+    """Find the fastest fixed K of this simulation, and its speed over that of plain decoding."""
     speeds = {k: run(world, ConstantLength(k), steps).speed for k in range(1, world.most + 1)}
     best = max(speeds, key=lambda k: speeds[k])
     return (best, speeds[best]) if speeds[best] > 1.0 else (0, 1.0)

@@ -7,7 +7,7 @@ ALPHA = 1e-6  # false alarms of one family of tests, divided among its members (
 
 
 def chi_square(counts: np.ndarray, probs: np.ndarray) -> float:
-    """The p-value of counts under a distribution; zero if something impossible was counted. Rare cells are pooled."""
+    """Compute the p-value of counts under a distribution; zero if an impossible cell has any. Rare cells are pooled."""
     counts, probs = np.asarray(counts, float).ravel(), np.asarray(probs, float).ravel()
     if counts[probs <= 0].any():
         return 0.0

@@ -65,13 +65,11 @@ SETTINGS: dict[str, tuple[Sampling, Tokens]] = {  # with the ids min_tokens forb
 
 @dataclass(frozen=True)
 class SystemUnderTest:
-    """What a fault can be seeded in."""
+    """The parts of a step that a fault can be seeded in."""
 
     rule: Rule
     target: DistributionFunction = distribution  # the distribution of the target, as handed to the rule
-    draft: DistributionFunction = (
-        distribution  # the distribution the drafter says it drew from (it does draw from `distribution`)
-    )
+    draft: DistributionFunction = distribution  # the q that the drafter reports (it samples from `distribution`)
     make_noise: Callable[..., NoiseTable] = NoiseTable.from_seeds
     purpose: NoiseStream = NoiseStream.DRAFT
 
@@ -86,7 +84,7 @@ class StepScenario:
     q_kind: str = "near"  # equal, near, far, one-hot, disjoint
     sampling: Sampling = Sampling()  # noqa: RUF009 - frozen
     end_ids: Tokens = ()
-    deterministic_nodes: frozenset[int] = frozenset()  # nodes whose children are guesses, not draws
+    deterministic_nodes: frozenset[int] = frozenset()  # nodes whose children are deterministic draft tokens
 
     @property
     def num_nodes(self) -> int:
@@ -101,7 +99,7 @@ class StepScenario:
 
     @cached_property
     def num_tokens(self) -> int:
-        """The longest a step can be."""
+        """Number of tokens of the longest step."""
         return max(self.depths) + 1
 
     @cached_property
@@ -135,7 +133,7 @@ class StepScenario:
         return x
 
     def histories(self) -> list[TokenHistory]:
-        """The history of every context, with the context as the drafted path."""
+        """Histories of every context, with the context as the drafted path."""
         words = [word for word in self.sampling.bad_words if not isinstance(word, str)]
         return [TokenHistory(PROMPT, OUTPUT, c, self.end_ids, words) for c in self.contexts]
 
@@ -147,7 +145,7 @@ class StepScenario:
 
     @cached_property
     def draft_probs(self) -> Tensor:
-        """[contexts, V] the distribution the drafter draws from."""
+        """Compute [contexts, V], the distribution that the drafter samples from."""
         sampling = Sampling(temperature=0) if self.q_kind == "one-hot" else self.sampling
         return distribution(self.draft_logits, [sampling] * len(self.contexts), self.histories())
 
@@ -159,7 +157,7 @@ class StepScenario:
         return system.target(self.logits, [self.sampling] * len(self.contexts), self.histories())
 
     def extend_prefix(self, prefix: Tokens) -> np.ndarray:
-        """The joint distribution of `num_tokens` tokens that begin with a prefix and go on as the target does."""
+        """Compute the joint distribution of `num_tokens` tokens that begin with a prefix, continued by the target."""
         probs = np.zeros((self.size,) * self.num_tokens)
         if len(prefix) >= self.num_tokens:
             probs[prefix[: self.num_tokens]] = 1
@@ -204,7 +202,7 @@ class StepScenario:
 
 
 Outcome = tuple[Tokens, Tokens]  # surviving nodes, tokens after them
-Case = tuple[int, tuple[float, ...], float]  # which draft, the uniform of every node, the uniform of the draw
+Case = tuple[int, tuple[float, ...], float]  # index of the draft, the uniform of every node, the uniform of the sample
 
 
 @dataclass(frozen=True)
@@ -246,8 +244,8 @@ class ScenarioStep:
 def compute_reference_cells(step: ScenarioStep, draft: int, is_block: bool) -> tuple[list[float], list[np.ndarray]]:
     """Compute where a right rule changes its decision: a threshold per node, and the final distribution.
 
-    Only a first guess of the checker, which believes nothing that the rule under test does not confirm on both sides
-    of every threshold, and searches by bisection where it does not.
+    The result is only a starting point. The checker uses it if the rule under test confirms it on both sides of every
+    threshold, and searches by bisection otherwise.
     """
     world, p, q = step.world, step.target_probs[draft], step.draft_probs[draft]
     tokens = (OUTPUT[-1], *world.drafts[draft][1])
@@ -330,7 +328,7 @@ def _find_thresholds(step: ScenarioStep, guesses: list[list[float]]) -> list[lis
 def _find_sample_probs(
     step: ScenarioStep, cells: list[tuple[int, tuple[float, ...]]], guesses: list[np.ndarray]
 ) -> list[np.ndarray]:
-    """For every (draft, uniforms): the distribution of the last token over its uniform, a rising step function."""
+    """Find the distribution of the last token over its uniform, a rising step function, by (draft, uniforms)."""
     size = step.world.size
 
     def last(asked: Sequence[tuple[int, float]]) -> list[int]:
@@ -362,11 +360,11 @@ def _find_sample_probs(
 
 
 def compute_step_distribution(system: SystemUnderTest, world: StepScenario, is_block: bool = False) -> StepDistribution:
-    """Integrates a rule over all its uniforms, draft by draft.
+    """Integrate a rule over all its uniforms, draft by draft.
 
-    Each accept uniform is cut at the one threshold where its node stops surviving, the draw uniform where the token
+    Each accept uniform is cut at the one threshold where its node stops surviving, the sample's uniform where the token
     changes; every cut is confirmed by the rule on both sides, 1e-9 apart. That the rule is constant between the cuts
-    is checked in random places, and assumed elsewhere.
+    is checked at random points, and assumed elsewhere.
     """
     step = ScenarioStep(system, world)
     guesses = [compute_reference_cells(step, d, is_block) for d in range(len(world.drafts))]
@@ -455,7 +453,7 @@ class GeneratedTexts:
 def generate(
     system: SystemUnderTest, world: StepScenario, num_texts: int, is_match: bool = False, num_drafts: int = 9
 ) -> GeneratedTexts:
-    """The first `num_tokens` tokens of every seed, step by step, with chains and the project's own noise.
+    """Generate the first `num_tokens` tokens of every seed, step by step, with chains and the project's own noise.
 
     A small faithful engine: the rule decides, noise is keyed by seed and position, tables hold the distributions.
     """

@@ -1,6 +1,6 @@
-"""A target whose every next token is known: x is followed by x + 7, and its states say x and nothing else.
+"""A target with fixed successors: x is followed by x + 7, and its states encode x and nothing else.
 
-Heads that guess with certainty can be written down for it, so that one position off shows as nothing ever accepted.
+Heads with exact predictions can be written down for it: if one position is off, no draft token is accepted.
 """
 
 from functools import cache

@@ -23,7 +23,7 @@ PATHS = re.compile(r"`((?:src|tests|benchmarks|docs|dev|kernels|server|engine|mo
 MODULES = re.compile(r"`(foredraft(?:\.\w+)+)`")
 
 
-def marked(page: Path, mark: str) -> list[str]:
+def find_marked(page: Path, mark: str) -> list[str]:
     return [found["code"] for found in BLOCK.finditer(page.read_text("utf-8")) if found["mark"] == mark]
 
 
@@ -36,7 +36,7 @@ def drafter_names() -> dict[str, Any]:
     """The names that the drafter of the page defines, and those of its module form."""
     names: dict[str, Any] = {"__name__": "page"}
     for mark in ("test: drafter", "test: module"):
-        [code] = marked(DRAFTER_PAGE, mark)
+        [code] = find_marked(DRAFTER_PAGE, mark)
         exec(compile(code, str(DRAFTER_PAGE), "exec"), names)  # noqa: S102 - the page is part of the repository
     return names
 
@@ -63,12 +63,14 @@ def test_the_module_form_of_the_drafter_is_a_method(drafter_names, target):
 
 
 def test_the_example_of_use_runs(drafter_names):
-    [code] = marked(DRAFTER_PAGE, "test: use")
+    [code] = find_marked(DRAFTER_PAGE, "test: use")
     exec(compile(code, str(DRAFTER_PAGE), "exec"), dict(drafter_names))  # noqa: S102
 
 
 @pytest.mark.parametrize(
-    "code", [code for page in PAGES[1:] for code in marked(page, "run")], ids=lambda code: code.split("\n")[-2][:40]
+    "code",
+    [code for page in PAGES[1:] for code in find_marked(page, "run")],
+    ids=lambda code: code.split("\n")[-2][:40],
 )
 def test_a_marked_snippet_runs(code):
     exec(compile(code, "page", "exec"), {"__name__": "page"})  # noqa: S102

@@ -12,7 +12,7 @@ CASES = [(name, edge) for name in RULES for edge in EDGES if not (name == "block
 
 @pytest.mark.parametrize(("name", "edge"), CASES, ids=str)
 def test_no_uniform_makes_a_rule_emit_what_the_target_cannot(name, edge):
-    """Guards a non-strict comparison, a draw that falls off the end, 0 / 0, an empty residual and padding ids.
+    """Guards a non-strict comparison, a sample past the end, 0 / 0, an empty residual and padding ids.
 
     125 choices of extreme uniforms each: the ends of the open interval, and zero itself, which no uniform should be.
     """
@@ -83,7 +83,7 @@ def test_a_target_row_that_is_no_distribution_fails_its_request_alone(name, node
 
 @pytest.mark.parametrize("name", RULES)
 def test_a_row_that_is_never_reached_may_be_anything(name):
-    """Guards a request that failed for want of a distribution below a forbidden draft (a grammar's dead end)."""
+    """Guards a request that failed because a forbidden draft token (a grammar's dead end) has no distribution."""
     tree, p, noise = chains()
     p[tree.get_row(2, 0), 1] = 0
     p[tree.get_row(2, 1)] = math.nan
@@ -109,7 +109,7 @@ Q_FAULTS = {
 @pytest.mark.parametrize("node", [0, 1])
 @pytest.mark.parametrize("name", ["reject", "block"])
 def test_a_draft_row_that_is_no_distribution_is_no_draft(name, node, fault):
-    """Guards a NaN of the drafter that reaches the text: what stands below it is ignored, p alone draws."""
+    """Guards a NaN of the drafter that reaches the text: nodes below it are ignored, and the sample comes from p."""
     tree, p, noise = chains()
     Q_FAULTS[fault](tree.q[tree.get_row(2, node)])
     commit = RULES[name](tree, p, noise)
@@ -125,7 +125,7 @@ def test_a_draft_row_that_is_no_distribution_is_no_draft(name, node, fault):
 @pytest.mark.parametrize("name", [name for name in RULES if name != "block"])
 @pytest.mark.parametrize("fault", Q_FAULTS)
 def test_siblings_below_a_draft_row_that_is_no_distribution_draw_from_the_target(name, fault):
-    """Guards a second sibling judged by the NaN residual of the first."""
+    """Guards a second sibling verified against the NaN residual of the first."""
     q = EVEN.expand(3, -1).clone()
     Q_FAULTS[fault](q[0])
     tree = TokenTree.from_lists([[0, 1, 2]], [[-1, 0, 0]], q)
@@ -142,7 +142,7 @@ def test_siblings_below_a_draft_row_that_is_no_distribution_draw_from_the_target
 @pytest.mark.parametrize("token", [V, V + 1, 10**9])
 @pytest.mark.parametrize("has_q", [True, False], ids=["drawn", "guessed"])
 def test_a_drafted_id_outside_the_vocabulary_is_no_draft(name, token, has_q):
-    """Guards an index error, or worse an emitted id, where draft and target disagree about the vocabulary."""
+    """Guards an index error, or worse an emitted id, if draft and target disagree about the vocabulary."""
     p = EVEN.expand(4, -1)
     q = torch.full((4, V + 2), 1 / (V + 2)).double() if has_q else None
     tree = TokenTree.from_chains([[0, token], [0, 3]], q)

@@ -12,7 +12,7 @@ ROOT = Path(foredraft.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 MAX_FILE, MAX_FUNCTION = 400, 60
 
-# From the bottom up; a module may import from its own layer and from those below it. docs/design.md says why.
+# From the bottom up; a module may import from its own layer and from those below it. docs/design.md has the reasons.
 LAYERS = (
     ("errors", "chat", "outputs", "sampling", "tree", "source", "request"),
     ("verification", "draft_length"),
@@ -38,7 +38,7 @@ LAYERS = (
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 TOP = len(LAYERS) - 1
-# Where the built-in folders lie is a fact anyone may ask for; how they are trained is not.
+# Every layer may import the paths of the built-in folders; their training belongs to the top layer.
 FACTS = {("foredraft", "zoo"): 0}
 
 
@@ -54,8 +54,8 @@ def rank(module: tuple[str, ...]) -> int:
     return FACTS.get(module, RANK[module[1]] if len(module) > 1 else TOP)
 
 
-def imported(path: Path, at_import_only: bool = False) -> Iterator[tuple[str, ...]]:
-    """Every module of ours that a file imports; what a name of the package itself stands for counts as the top."""
+def find_imports(path: Path, at_import_only: bool = False) -> Iterator[tuple[str, ...]]:
+    """Yield every module of the package that a file imports; a name of the package itself counts as the top."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for node in tree.body if at_import_only else ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -72,7 +72,7 @@ def imported(path: Path, at_import_only: bool = False) -> Iterator[tuple[str, ..
 @pytest.mark.parametrize("module", [m for m in MODULES if len(m) > 1], ids=".".join)
 def test_imports_point_down(module):
     assert module[1] in RANK, f"{module[1]} has no layer yet: give it one in LAYERS"
-    for other in imported(MODULES[module]):
+    for other in find_imports(MODULES[module]):
         is_own_version = other == ("foredraft",) and rank(module) == TOP
         assert is_own_version or rank(other) <= rank(module), (
             f"{'.'.join(module)} imports {'.'.join(other)}, which is above it"
@@ -82,7 +82,7 @@ def test_imports_point_down(module):
 def test_the_rule_sees_an_import_that_points_up(tmp_path):
     bad = tmp_path / "tree.py"
     bad.write_text("from foredraft.engine.engine import Engine\n")
-    [other] = imported(bad)
+    [other] = find_imports(bad)
     assert rank(other) > rank(("foredraft", "tree"))
 
 
@@ -94,7 +94,7 @@ def test_no_import_cycle():
         if module in seen:
             return
         seen[module] = False
-        for other in imported(MODULES[module], at_import_only=True):
+        for other in find_imports(MODULES[module], at_import_only=True):
             if len(other) > 1 and other != module:
                 visit(other, (*above, module))
         seen[module] = True
@@ -117,7 +117,7 @@ FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shel
 
 
 def dangers(text: str) -> Iterator[str]:
-    """What could run code that came with a file: pickles, eval and exec, remote code, unsafe loads."""
+    """Find calls and imports that could run code from a file: pickles, eval and exec, remote code, unsafe loads."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]

@@ -1,4 +1,4 @@
-"""The front door: what it takes, what it gives back, and what it says about what it will not take."""
+"""The class LLM: its arguments, its results, and the errors for refused arguments."""
 
 import pytest
 import torch

@@ -31,7 +31,7 @@ def no_collector() -> Iterator[None]:
 @pytest.mark.parametrize("drafter", [None, "draft_model", "ngram", "eagle3", "auto"])
 @pytest.mark.usefixtures("no_collector")
 def test_an_llm_is_freed_with_its_last_reference(drafter: str | None) -> None:
-    """Without the cyclic collector: two models would be in memory where one is replaced by another."""
+    """The cyclic collector is not needed; otherwise two models would be in memory while one replaces another."""
     llm = LLM(drafter=drafter)
     llm.generate("def f(", SHORT)
     parts = [weakref.ref(part) for part in (llm, llm.engine, llm.target, llm.target.model, llm.target.fused)]

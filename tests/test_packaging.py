@@ -1,4 +1,4 @@
-"""What a package index shows and takes."""
+"""Metadata that a package index shows and requires."""
 
 import importlib.util
 import tomllib

@@ -1,4 +1,4 @@
-"""What users rely on, written down once more: a change here is a change for them."""
+"""The public names and signatures, written down once more: a change here breaks users."""
 
 import inspect
 import subprocess

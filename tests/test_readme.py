@@ -35,7 +35,7 @@ def blocks() -> list[Block]:
     return [Block(found["mark"], found["kind"], found["text"]) for found in BLOCK.finditer(README.read_text("utf-8"))]
 
 
-def marked(mark: str, kind: str) -> list[str]:
+def find_marked(mark: str, kind: str) -> list[str]:
     return [block.text for block in blocks() if (block.mark, block.kind) == (mark, kind)]
 
 
@@ -72,23 +72,23 @@ def test_every_block_of_code_is_marked_with_how_it_is_run():
     assert {block.mark for block in blocks()} == known
 
 
-@pytest.mark.parametrize("number", range(len(marked("run", "python"))))
+@pytest.mark.parametrize("number", range(len(find_marked("run", "python"))))
 def test_a_snippet_of_python_runs(desk: Path, number: int):
-    run(desk, [sys.executable, "-W", "error::SyntaxWarning", "-c", marked("run", "python")[number]])
+    run(desk, [sys.executable, "-W", "error::SyntaxWarning", "-c", find_marked("run", "python")[number]])
 
 
-@pytest.mark.parametrize("number", range(len(marked("run", "bash"))))
+@pytest.mark.parametrize("number", range(len(find_marked("run", "bash"))))
 def test_the_commands_of_a_block_run(desk: Path, number: int):
-    run(desk, ["bash", "-ec", marked("run", "bash")[number]])
+    run(desk, ["bash", "-ec", find_marked("run", "bash")[number]])
 
 
 def test_the_chat_answers(desk: Path):
-    [command] = marked("run: chat", "bash")
+    [command] = find_marked("run: chat", "bash")
     assert run(desk, ["bash", "-ec", command.strip() + " --max-tokens 4"], "Hello\n/exit\n").strip()
 
 
 def test_a_drafter_is_trained_compared_and_exported(desk: Path):
-    [text] = marked("run: train", "bash")
+    [text] = find_marked("run: train", "bash")
     for long, short in SHORTER.items():
         assert long in text
         text = text.replace(long, short)
@@ -104,7 +104,7 @@ def port() -> int:
 
 
 def test_the_server_answers_the_clients_command(desk: Path, port: int):
-    [serve], [client] = marked("run: serve", "bash"), marked("run: client", "bash")
+    [serve], [client] = find_marked("run: serve", "bash"), find_marked("run: client", "bash")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     server = subprocess.Popen(["bash", "-ec", f"exec {serve.strip()} --port {port}"], cwd=desk, env=environment)
     try:

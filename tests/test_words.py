@@ -42,7 +42,7 @@ IRREGULAR = (
     "bare spelt learnt stood"
 ).split()
 NOT_PARTICIPLES = ("embed", "feed", "seed", "need", "speed", "exceed", "proceed", "shed")
-# Names that others chose: the operator of the field, and a method of uvicorn that is overridden.
+# Names from elsewhere: an operator of the field, and a method of uvicorn that is overridden.
 FOREIGN = frozenset({"paged_attention", "_unsupported_upgrade_warning"})
 WORD_LISTS = frozenset({"test_words.py", "test_docs.py"})  # hold the words that they look for
 REPEATED_CLASSES = frozenset({"Config", "TrainConfig"})
@@ -51,7 +51,7 @@ WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 
 
 def words(text: str) -> Iterator[str]:
-    """The words of prose and of identifiers: `draftLaw`, `draft_law` and `draft law` each hold `law`."""
+    """Yield the words of prose and identifiers: `draftLaw`, `draft_law` and `draft law` each hold `law`."""
     yield from (word.lower() for word in WORD.findall(text))
 
 
@@ -72,7 +72,7 @@ def is_participle(name: str) -> bool:
 
 
 def find_participles(text: str) -> list[str]:
-    """Functions and methods whose name begins with a participle; properties are nouns or adjectives, and may."""
+    """Find functions named by a participle; properties and fixtures may be named by nouns or adjectives."""
     found = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and is_participle(node.name):
@@ -83,7 +83,7 @@ def find_participles(text: str) -> list[str]:
 
 
 def find_openings(text: str) -> list[str]:
-    """Docstrings that begin with a word such as `What` or `Of` instead of a verb or a noun."""
+    """Find docstrings that begin with a word such as `What` or `Of` instead of a verb or a noun."""
     found = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -113,12 +113,12 @@ def test_no_private_words(path: Path) -> None:
     assert not found, f"{relative(path)}: {found}; use {PRIVATE}"
 
 
-@pytest.mark.parametrize("path", [*SOURCES, *SCRIPTS], ids=relative)
+@pytest.mark.parametrize("path", [*SOURCES, *SCRIPTS, *TESTS], ids=relative)
 def test_functions_are_verbs(path: Path) -> None:
     assert not find_participles(path.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("path", [*SOURCES, *SCRIPTS], ids=relative)
+@pytest.mark.parametrize("path", [*SOURCES, *SCRIPTS, *TESTS], ids=relative)
 def test_docstrings_begin_with_a_verb_or_a_noun(path: Path) -> None:
     assert not find_openings(path.read_text(encoding="utf-8"))
 
@@ -129,7 +129,7 @@ def test_no_class_name_is_defined_twice() -> None:
 
 
 def test_the_checks_bite(tmp_path: Path) -> None:
-    """Each check finds an offence that was put there."""
+    """Each check finds a seeded offence."""
     assert find_private("x = draft_law  # a coin\n") == ["1: law", "1: coin"]
     assert find_private("lawful lawn coinage DraftLaw") == ["1: law"]
     assert find_participles("def drafted(): ...\ndef _kept_rows(): ...\ndef embed(): ...\n") == [

@@ -26,7 +26,7 @@ STEPS, LENGTH = 60, 28
 
 @cache
 def generate_texts(llm: LLM) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the target says after prompts, greedily and not: tokens, and which of them to learn."""
+    """Generate texts with the target, greedy and sampled: tokens, and the mask of those to learn."""
     greedy = Sampling(max_tokens=LENGTH, temperature=0, ignore_eos=True)
     sampled = Sampling(
         max_tokens=LENGTH, temperature=0.6, top_p=0.9, repetition_penalty=1.05, frequency_penalty=0.05,
@@ -48,7 +48,7 @@ def generate_texts(llm: LLM) -> tuple[torch.Tensor, torch.Tensor]:
 
 @cache
 def make_trace(llm: LLM, taps: tuple[int, ...]) -> Trace:
-    """The same with the target's states."""
+    """Make a trace: texts with the target's states."""
     return Tracer(llm.target, taps).trace(*generate_texts(llm))
 
 

@@ -27,7 +27,7 @@ for word in ("the", "there", "then", "these"): print(word, "the end", "Ende", "e
 
 
 def llama(vocab_size: int = VOCAB, seed: int = 0, context: int = CONTEXT, hidden: int = 32) -> LlamaForCausalLM:
-    """A random two-layer Llama in float64, with grouped heads, and with an EOS it may well draw."""
+    """Make a random two-layer Llama in float64, with grouped heads, and with an EOS that may well be sampled."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=vocab_size,
@@ -45,7 +45,7 @@ def llama(vocab_size: int = VOCAB, seed: int = 0, context: int = CONTEXT, hidden
 
 
 def perturb(model: LlamaForCausalLM, noise: float, seed: int = 1) -> LlamaForCausalLM:
-    """A copy that mostly agrees: its drafts are accepted and rejected."""
+    """Copy a model so that it mostly agrees: its drafts are accepted and rejected."""
     copy = LlamaForCausalLM(model.config).double().eval()
     generator = torch.Generator().manual_seed(seed)
     copy.load_state_dict(
@@ -69,7 +69,7 @@ def draft() -> LlamaForCausalLM:
 
 @cache
 def plain() -> LLM:
-    """The target without a drafter, checking its integrity after every step."""
+    """Make the target without a drafter; it checks its integrity after every step."""
     return LLM(target(), None, is_debug=True)
 
 
@@ -79,7 +79,7 @@ def draft_model(
     model: LlamaForCausalLM | None = None,
     options: TreeOptions | None = None,
 ) -> DraftModel:
-    """The perturbed copy as a drafter."""
+    """Make the perturbed copy as a drafter."""
     model = model or draft()
     context = DrafterContext(vocab_size=model.config.vocab_size, num_speculative_tokens=num_tokens, dtype=torch.float64)
     return DraftModel(HFModel.wrap_model(model, "draft"), context, options or TreeOptions(branching=branching))
@@ -88,7 +88,7 @@ def draft_model(
 def limit_memory(
     llm: LLM, drafter: object, limits: MemoryLimits, verify: str = "match", max_chunk: int | None = None
 ) -> LLM:
-    """The same model with another drafter and other limits; `max_chunk` is an engine matter that LLM does not offer."""
+    """Build the same model with another drafter and other limits; LLM does not offer `max_chunk`, an engine setting."""
     from dataclasses import replace
 
     other = llm.with_drafter(None)

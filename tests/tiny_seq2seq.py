@@ -31,7 +31,7 @@ FRAMES, BINS = 30, 8
 
 
 def make_model(family: str, seed: int = 0, layers: int = 2, width: int = 32, vocab: int = VOCAB, **options: Any) -> Any:
-    """A random model, its heads 16 wide."""
+    """Make a random model with heads 16 wide."""
     torch.manual_seed(seed)
     ids = {"pad_token_id": PAD, "eos_token_id": EOS, "decoder_start_token_id": START} | options.pop("ids", {})
     config = _config(family, layers, width, {"vocab_size": vocab, **ids, **options})
@@ -74,7 +74,7 @@ def _config(family: str, layers: int, width: int, common: dict[str, Any]) -> Any
 
 
 def perturb(model: Any, noise: float = 0.05, seed: int = 1) -> Any:
-    """A copy that mostly agrees."""
+    """Copy a model so that it mostly agrees."""
     other = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -94,7 +94,7 @@ def sources(family: str, lengths: tuple[int, ...] = (5, 11, 7, 20), seed: int = 
 
 
 def reference(model: Any, prompt: Any, count: int) -> list[int]:
-    """What transformers' own generate() says after the start token."""
+    """Generate the tokens after the start token with transformers' own generate()."""
     if isinstance(prompt, Seq2Seq):
         given = {"input_features": prompt.features[None].to(model.dtype)}
     else:
@@ -114,7 +114,7 @@ def plain() -> LLM:
 
 
 def draft_model(num_tokens: int, model: Any = None, target: Any = None, **options: Any) -> DraftModel:
-    """A draft that mostly agrees with the target."""
+    """Make a draft that mostly agrees with the target."""
     lm = wrap_model(perturb(target or t5()) if model is None else model, "draft")
     return DraftModel(
         lm, DrafterContext(vocab_size=lm.vocab_size, num_speculative_tokens=num_tokens), TreeOptions(**options)

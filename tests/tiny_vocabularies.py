@@ -42,14 +42,14 @@ def letter_tokenizer(names: list[str], pairs: list[tuple[str, str]]) -> PreTrain
 
 @cache
 def letters() -> VocabMap:
-    """The tiny target's vocabulary and its draft's."""
+    """Make the tiny target's vocabulary and its draft's."""
     target = TokenizerVocabulary(letter_tokenizer(TARGET_NAMES, PAIRS), tiny_models.VOCAB)
     draft = TokenizerVocabulary(letter_tokenizer(DRAFT_NAMES, DRAFT_PAIRS), len(DRAFT_NAMES))
     return VocabMap(target, draft)
 
 
 def remap_vocabulary(model: LlamaForCausalLM, rows: list[int], seed: int = 5) -> LlamaForCausalLM:
-    """A copy whose token i is the given model's rows[i]; one of its own where that is -1."""
+    """Copy a model so that token i has the given model's row rows[i]; a random row for -1."""
     copy = tiny_models.llama(len(rows), seed, hidden=model.config.hidden_size)
     own = {name: tensor for name, tensor in model.state_dict().items() if len(tensor) != model.config.vocab_size}
     copy.load_state_dict(own, strict=False)
@@ -63,7 +63,7 @@ def remap_vocabulary(model: LlamaForCausalLM, rows: list[int], seed: int = 5) ->
 
 
 def draft_rows() -> list[int]:
-    """The target's id for every id of the draft."""
+    """List the target's id for every id of the draft."""
     return [TARGET_NAMES.index(name) if name in TARGET_NAMES else -1 for name in DRAFT_NAMES]
 
 
@@ -75,7 +75,7 @@ def draft() -> LlamaForCausalLM:
 def drafter(
     vocab: str, num_tokens: int, options: TreeOptions | None = None, kv_tokens: int | None = 8192
 ) -> CrossVocabDrafter:
-    """The renamed draft, with shared tokens (tli) or as text (slem)."""
+    """Make the renamed draft as a drafter, with shared tokens (tli) or as text (slem)."""
     context = DrafterContext(vocab_size=tiny_models.VOCAB, num_speculative_tokens=num_tokens, dtype=torch.float64)
     made = {"tli": TliDrafter, "slem": SlemDrafter}[vocab]
     return made(HFModel.wrap_model(draft(), "draft"), context, letters(), options, kv_tokens)

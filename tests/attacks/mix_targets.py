@@ -21,7 +21,7 @@ from tiny_vocabularies import CROSS_VOCAB_CASES
 
 
 class DrafterMaker(Protocol):
-    """A drafter of one entry and draft length."""
+    """Make a drafter of one entry and draft length."""
 
     def __call__(self, name: str, num_tokens: int) -> Drafter: ...
 
@@ -39,12 +39,12 @@ class MixTarget:
 
     @property
     def is_text(self) -> bool:
-        """Stop strings and grammars can be asked for."""
+        """True if the target has a tokenizer: only then can requests have stop strings and grammars."""
         return self.plain.tokenizer is not None
 
 
 def get_mix_target(name: str) -> MixTarget:
-    """One of WORLDS."""
+    """Return a target by its name in WORLDS."""
     return _MAKERS[name]()
 
 
@@ -59,7 +59,7 @@ def _make_float64() -> MixTarget:
 
 @cache
 def _make_native(dtype: torch.dtype, quantization: str | None = None) -> MixTarget:
-    """The native kernels; heads sixteen wide, so that the model is recognised."""
+    """Make a target on the native kernels; its heads are 16 wide, which the kernels support."""
     model = tiny_models.llama(hidden=64).to(dtype)
     plain = LLM(model, None, fused=True, quantization=quantization, is_debug=True)
     name = quantization or str(dtype).removeprefix("torch.")
@@ -107,7 +107,7 @@ SEQ2SEQ: dict[str, tuple[str, dict[str, Any]]] = {
 
 @cache
 def _make_seq2seq() -> MixTarget:
-    """An encoder-decoder in double precision."""
+    """Make an encoder-decoder in double precision."""
     return MixTarget(
         "seq2seq", tiny_seq2seq.plain(), _make_seq2seq_drafter, tuple(SEQ2SEQ), tiny_seq2seq.VOCAB, is_exact=False
     )

@@ -1,8 +1,8 @@
-"""Random mixes of requests, run together under a drafter and held against plain decoding of each alone.
+"""Random mixes of requests, run together under a drafter and compared with plain decoding of each request alone.
 
-A mix is made from its seed and nothing else: what every request says, when it comes and leaves, how small the memory
-is, which steps fail. Whatever the mix, a request that ends must have ended as it does alone, without a drafter, with
-memory for everything; one that was given up must have had the beginning of that.
+A seed determines the whole mix: the prompts, when each request arrives and leaves, the size of the memory and the
+steps that fail. A request that ends must end as it does alone, without a drafter and with enough memory. An aborted
+request must have a prefix of that output.
 """
 
 import random
@@ -26,7 +26,7 @@ from grammar_cases import TIGHT, make_schema
 
 CONTEXT = 256  # of the decoder-only models; 128 for the encoder-decoder
 MOST_STEPS = 20_000  # a mix takes a few hundred
-ROUNDING = 1e-9  # of log-probabilities in double precision, where passes of other sizes sum in another order
+ROUNDING = 1e-9  # of log-probabilities in float64; passes of other sizes sum in another order
 
 
 class InjectedError(RuntimeError):
@@ -79,14 +79,14 @@ class RequestMix:
 
 @dataclass
 class MixOutcome:
-    """What a run came to."""
+    """Faults and counts of one run."""
 
     faults: list[str] = field(default_factory=list)
     seen: Counter[str] = field(default_factory=Counter)
 
 
 def make_mix(kind: str, seed: int, count: int) -> RequestMix:
-    """The mix of a seed, for one of the worlds. Predictions need a text, so they come from plain decoding."""
+    """Make the mix of a seed for one target. Predictions need a text, so they come from plain decoding."""
     rng = random.Random(f"{kind} {seed}")
     place = get_mix_target(kind)
     is_vast = rng.random() < 0.2  # with prompts up to the end of the context
@@ -199,20 +199,20 @@ _REQUESTS_BY_KEY: dict[str, tuple[Any, Sampling]] = {}  # by how they are writte
 
 
 def generate_plain(kind: str, prompt: Any, sampling: Sampling) -> list[Completion]:
-    """Plain decoding of one request, with memory for everything."""
+    """Decode one request without drafts, with enough memory."""
     key = f"{prompt!r} {sampling!r}"
     _REQUESTS_BY_KEY[key] = (prompt, sampling)
     return _generate_plain_cached(kind, key)
 
 
 def run_mix(kind: str, drafter: str, mix: RequestMix, verify: str = "auto") -> MixOutcome:
-    """The mix under a drafter, in the engine that the mix describes."""
+    """Run a mix under a drafter, in the engine that the mix describes."""
     place = get_mix_target(kind)
     return run_mix_on(create_llm(place, drafter, mix, verify), place, mix)
 
 
 def create_llm(place: MixTarget, drafter: str, mix: RequestMix, verify: str = "auto") -> LLM:
-    """The target of a world with a drafter, in the memory of a mix."""
+    """Create the LLM of a target and a drafter, with the memory of a mix."""
     other = place.plain.with_drafter(None)
     other.limits = mix.limits
     llm = other.with_drafter(place.make(drafter, mix.num_tokens), verify=verify)
@@ -228,7 +228,7 @@ def create_llm(place: MixTarget, drafter: str, mix: RequestMix, verify: str = "a
 
 
 def run_mix_on(llm: LLM, place: MixTarget, mix: RequestMix) -> MixOutcome:
-    """All of a mix. Faults are sentences; none is what is expected."""
+    """Run all requests of a mix. Faults are sentences; an empty list is a pass."""
     outcome = MixOutcome()
     began = [(ask, llm.prepare(ask.prompt, ask.sampling, ask.options)) for ask in mix.asks]
     with _inject_failures(llm, mix.failing):
@@ -248,13 +248,13 @@ def run_mix_on(llm: LLM, place: MixTarget, mix: RequestMix) -> MixOutcome:
 
 
 def _is_coupled(verify: str, ask: MixRequest) -> bool:
-    """Its tokens are those of plain decoding, one by one, and not only in distribution."""
+    """True if its tokens equal those of plain decoding one by one, and not only in distribution."""
     return ask.sampling.is_greedy or (ask.is_keyed and verify in ("auto", "match"))
 
 
 @contextmanager
 def _inject_failures(llm: LLM, passes: frozenset[int]) -> Iterator[None]:
-    """The target raises in these passes, half of them after the pass."""
+    """Make the target raise in these passes, half of them after the pass."""
     own, count = llm.target.forward, 0
 
     def forward(*args: Any, **options: Any) -> Any:
@@ -331,7 +331,7 @@ def _may_fail(request: Request) -> bool:
 
 
 def describe_difference(done: Completion, wanted: Completion, is_exact: bool) -> str | None:
-    """How a completion is not that of plain decoding; a given-up one may be its beginning."""
+    """Describe how a completion differs from plain decoding; an aborted one may be a prefix of it."""
     count = len(done.token_ids)
     ends = (done.finish_reason, done.stop_reason, done.error)
     # a pass without a distribution commits nothing, so a draft before it may cost the text its last tokens
@@ -378,7 +378,7 @@ def _count(seen: Counter[str], ask: MixRequest, done: Completion, is_compared: b
 
 
 def find_leaks(llm: LLM) -> list[str]:
-    """What is left where nothing runs, and a drafter that failed."""
+    """List requests, pages and drafter state that are left after the run, and failures of the drafter."""
     engine, found = llm.engine, []
     allocator = engine.scheduler.allocator
     if engine.has_work or engine.transcripts:

@@ -1,4 +1,4 @@
-"""Prompts over given documentation: what is asked for stands in the text, and no answer is given away."""
+"""Prompts over given documentation: each answer is in the text, and no question gives its answer away."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Grown models: the same function, the size asked for, nothing to skip, and a name for where they come from."""
+"""Grown models: the same function, the requested size, no layer that could be skipped, and a name with their source."""
 
 from dataclasses import replace
 

@@ -84,7 +84,7 @@ def test_in_float32_too():
 @pytest.mark.parametrize("fused", [False, True])
 def test_the_greedy_texts_stay_in_bfloat16(feed, tied, fused):
     model = small(feed, tied)
-    with torch.no_grad():  # so sharp an attention that one rounding decides it would be noise, and is refused as such
+    with torch.no_grad():  # attention so sharp that one rounding decides it would be noise, and is refused
         for name, weight in model.named_parameters():
             if name.endswith(".q.weight"):
                 weight.mul_(0.3)

@@ -1,4 +1,4 @@
-"""Latency: who runs when, what is counted, and what a row says; methods and costs as written on a command line."""
+"""Latency: order of the runs, what is counted, and the fields of a row; methods and costs from a command line."""
 
 from dataclasses import dataclass, field
 
@@ -57,7 +57,7 @@ def clock(monkeypatch) -> Clock:
     return made
 
 
-def measured(clock: Clock, *others: Timed, sampling=GREEDY, rounds=1, context=256, asked=QUESTIONS):
+def measure_rows(clock: Clock, *others: Timed, sampling=GREEDY, rounds=1, context=256, asked=QUESTIONS):
     generators = {"plain": Timed("plain", clock, 0.4)} | {other.name: other for other in others}
     outcome = latency.measure(
         generators, asked, tiny_models.tokenizer(), context, sampling, rounds, lambda name: None
@@ -66,7 +66,7 @@ def measured(clock: Clock, *others: Timed, sampling=GREEDY, rounds=1, context=25
 
 
 def test_all_warm_up_and_every_prompt_goes_through_all_in_rotating_order(clock):
-    measured(clock, Timed("ngram", clock, 0.1))
+    measure_rows(clock, Timed("ngram", clock, 0.1))
     assert [name for name, _, _ in clock.log] == [
         "plain", "ngram",  # warm-up
         "plain", "ngram",
@@ -76,7 +76,7 @@ def test_all_warm_up_and_every_prompt_goes_through_all_in_rotating_order(clock):
 
 
 def test_the_figures_of_a_row(clock):
-    _, (plain, fast) = measured(clock, Timed("ngram", clock, 0.1))
+    _, (plain, fast) = measure_rows(clock, Timed("ngram", clock, 0.1))
     assert (plain.speed_up, fast.speed_up) == (1.0, pytest.approx(4.0))
     assert (plain.tokens_per_second, fast.tokens_per_second) == (pytest.approx(2.5), pytest.approx(10.0))
     assert (fast.acceptance_length, fast.acceptance_rate) == (2.0, 0.5)
@@ -87,7 +87,7 @@ def test_the_figures_of_a_row(clock):
 
 
 def test_a_text_that_differs_is_counted_and_does_not_change_later_prompts(clock):
-    _, (_, other) = measured(clock, Timed("ngram", clock, 0.1, tokens=(1, 2, 9, 4)))
+    _, (_, other) = measure_rows(clock, Timed("ngram", clock, 0.1, tokens=(1, 2, 9, 4)))
     assert other.agreement == "0/3"
     prompts = {name: [p for n, p, _ in clock.log if n == name] for name in ("plain", "ngram")}
     assert prompts["plain"] == prompts["ngram"]
@@ -95,7 +95,7 @@ def test_a_text_that_differs_is_counted_and_does_not_change_later_prompts(clock)
 
 
 def test_texts_of_other_lengths_are_compared_by_the_token(clock):
-    _, (_, short) = measured(clock, Timed("ngram", clock, 0.4, tokens=(1,)))
+    _, (_, short) = measure_rows(clock, Timed("ngram", clock, 0.4, tokens=(1,)))
     assert short.speed_up == pytest.approx(1.0)
 
 
@@ -103,7 +103,7 @@ def test_rounds_count_by_their_median(clock):
     slow_once = Timed("ngram", clock, 0.1)
     paces = iter([0.1, 0.1, 5.0, 0.1])  # the first is the warm-up
     slow_once.generate = lambda p, s, g=slow_once.generate: (setattr(slow_once, "pace", next(paces)), g(p, s))[1]
-    _, (_, row) = measured(clock, slow_once, rounds=3, asked=QUESTIONS[:1])
+    _, (_, row) = measure_rows(clock, slow_once, rounds=3, asked=QUESTIONS[:1])
     assert row.speed_up == pytest.approx(4.0)
 
 
@@ -117,22 +117,22 @@ def test_rounds_count_by_their_median(clock):
     ],
 )
 def test_texts_that_are_drawn_freely_are_not_called_different(clock, sampling, rule, agreement):
-    _, (_, row) = measured(clock, Timed("ngram", clock, 0.1, verification=rule), sampling=sampling)
+    _, (_, row) = measure_rows(clock, Timed("ngram", clock, 0.1, verification=rule), sampling=sampling)
     assert row.agreement == agreement
 
 
 def test_questions_beyond_the_context_are_left_out_and_named(clock):
     long = Question(("the end " * 100,), "long")
-    outcome, rows = measured(clock, asked=(QUESTIONS[0], long), context=64)
+    outcome, rows = measure_rows(clock, asked=(QUESTIONS[0], long), context=64)
     assert outcome.too_long == ["long"]
     assert rows[0].prompts == 1
     with pytest.raises(ForedraftError, match="no prompt fits"):
-        measured(clock, asked=(long,), context=64)
+        measure_rows(clock, asked=(long,), context=64)
 
 
 def test_a_method_that_fails_ends_the_run_by_name(clock):
     with pytest.raises(ForedraftError, match="ngram failed: not finite"):
-        measured(clock, Timed("ngram", clock, 0.1, error="not finite"))
+        measure_rows(clock, Timed("ngram", clock, 0.1, error="not finite"))
 
 
 def test_methods_are_read_with_their_settings():
@@ -183,7 +183,7 @@ def test_passes_of_the_sizes_asked_for_are_timed_after_the_context():
     assert [c.rows for c in costs] == [1, 3]
     assert costs[0].ratio == 1.0
     assert costs[1].ratio == pytest.approx(costs[1].seconds / costs[0].seconds)
-    assert llm.generate([[5, 6]], GREEDY)  # its own KV memory was left alone
+    assert llm.generate([[5, 6]], GREEDY)  # the KV memory of this LLM is unchanged
     with pytest.raises(ForedraftError, match="do not fit the model's context of 256"):
         verify_cost.measure_costs(llm, [1, 3], 254)
 
@@ -195,7 +195,7 @@ def test_figures_by_category_count_its_questions_alone(clock):
         Question(("the end",), "c", "writing"),
         Question(("the",), "d"),
     ]
-    outcome, rows = measured(clock, Timed("ngram", clock, 0.1), asked=asked)
+    outcome, rows = measure_rows(clock, Timed("ngram", clock, 0.1), asked=asked)
     found = latency.build_category_rows(outcome, GREEDY)
     assert {name: [row.prompts for row in part] for name, part in found.items()} == {"writing": [2, 2], "qa": [2, 2]}
     assert rows[1].prompts == 5
@@ -205,5 +205,5 @@ def test_figures_by_category_count_its_questions_alone(clock):
 
 
 def test_questions_without_categories_make_no_such_table(clock):
-    outcome, _ = measured(clock)
+    outcome, _ = measure_rows(clock)
     assert build_category_table(latency.build_category_rows(outcome, GREEDY)).rows == ()

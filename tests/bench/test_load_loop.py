@@ -1,4 +1,4 @@
-"""Load: the closed loop and where its time ends, who runs when, what a cell says; engines, workers and servers."""
+"""Load: the closed loop and the end of its time, order of the runs, fields of a cell; engines, workers and servers."""
 
 import asyncio
 import json
@@ -139,23 +139,23 @@ def test_a_round_without_tokens_is_no_figure():
         load.build_point(1, {OFF: [empty], AUTO: [empty]})
 
 
-def watched(llm: LLM) -> list[int]:
-    """How many requests each step runs."""
+def record_batch_sizes(llm: LLM) -> list[int]:
+    """Record how many requests each step runs."""
     seen: list[int] = []
     step = llm.engine.step
 
-    def counted() -> None:
+    def step_and_count() -> None:
         step()
         seen.append(len(llm.engine.transcripts))
 
-    llm.engine.step = counted  # type: ignore[method-assign]
+    llm.engine.step = step_and_count  # type: ignore[method-assign]
     return seen
 
 
 def test_the_engine_keeps_all_streams_busy_until_one_finds_nothing():
     llm = tiny_models.plain().with_drafter("ngram", 2)
     clock = count()
-    seen = watched(llm)
+    seen = record_batch_sizes(llm)
     jobs = WORK.make_requests(3, 0)
     loop = EngineDriver(llm, GREEDY, clock=lambda: float(next(clock))).run(jobs, 3)
     assert len(loop.timelines) == len(jobs) == 6
@@ -216,7 +216,7 @@ def test_a_worker_writes_what_the_engine_writes():
 
 
 def streams(log: list[str], error: str | None = None) -> AsyncStreamDriver:
-    """Every text has four deltas; `log` says what began and ended."""
+    """Return a driver whose requests have four deltas each; `log` records every start and end."""
 
     async def opener(job: LoadRequest):
         log.append(f"begin {job.max_tokens}")

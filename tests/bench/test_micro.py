@@ -1,4 +1,4 @@
-"""The kernel benchmark: what it measures is what it says, on shapes too small to time anything."""
+"""The kernel benchmark: it measures what its labels state, on shapes too small to time anything."""
 
 import pytest
 import torch

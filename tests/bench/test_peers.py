@@ -1,4 +1,4 @@
-"""What the peers' scripts compute themselves, on the standard library and numpy alone."""
+"""Computations in the peers' scripts that need only the standard library and numpy."""
 
 import importlib
 import json
@@ -16,7 +16,7 @@ from foredraft.bench.subprocess_peer import PEERS_FOLDER
 
 @pytest.fixture
 def scripts(monkeypatch):
-    """The peers' folder on the path, as when an interpreter runs a script there."""
+    """Put the peers' folder on the path, as when an interpreter runs a script there."""
     monkeypatch.syspath_prepend(str(PEERS_FOLDER))
     monkeypatch.setitem(sys.modules, "gguf", types.ModuleType("gguf"))  # lives in llama.cpp's environment
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # the scripts set it for good

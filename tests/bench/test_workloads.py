@@ -1,4 +1,4 @@
-"""The built-in prompts: as many as asked for, all different, and of the kind they say."""
+"""The built-in prompts: the requested number, all different, and of the stated kind."""
 
 import random
 import re
@@ -33,7 +33,7 @@ def test_an_edit_begins_as_the_source_that_stands_before_it():
 
 
 def test_what_is_to_be_corrected_is_held_out_and_wrong():
-    """Whatever the built-in models have learnt from, none of these passages stands in it."""
+    """None of these passages is in the training text of the built-in models."""
     wrong, right = make_correction_prompts(20), make_clean_passages(20)
     learnt = re.sub(r"[\s#]+", " ", "\n".join(file.text for file in split()[0]))
     assert not [text for text in right if text in learnt]

@@ -125,7 +125,7 @@ def vllm_medusa(folder: Path, *, heads: int = 3, layers: int = 1, shared: bool =
 
 
 def medusa2(folder: Path, *, heads: int = 3) -> Path:
-    """A whole model with heads inside."""
+    """Write a whole model with heads inside."""
     g = torch.Generator().manual_seed(4)
     tensors = {
         "model.embed_tokens.weight": random_matrix(g, V, H),
@@ -154,7 +154,7 @@ def mlp_speculator(
     g = torch.Generator().manual_seed(5)
     made: dict[str, Tensor] = {}
     for i in range(n):
-        j, k = (0, min(i, 1)) if tied else (i, i)  # the step whose tensors this one has
+        j, k = (0, min(i, 1)) if tied else (i, i)  # index of the step that has this step's tensors
         one = {
             "emb.{}.weight": random_matrix(g, V, inner), "ln.{}.weight": random_near_one(g, inner),
             "ln.{}.bias": random_matrix(g, inner), "head.{}.weight": random_matrix(g, V, inner),
@@ -226,7 +226,7 @@ def _insert_dropout(name: str) -> str:
 
 
 def _make_prefix_layer(g: torch.Generator) -> dict[str, Tensor]:
-    """Of the proportions that the target in test_checkpoints_forward.py has."""
+    """Make a layer with the proportions of the target in test_checkpoints_forward.py."""
     made = {"prefix_embeding_layer.embed_tokens.weight": random_matrix(g, V, H)}
     sizes = {"q_proj": HEADS * HEAD_DIM, "k_proj": KV_HEADS * HEAD_DIM, "v_proj": KV_HEADS * HEAD_DIM}
     layer = {f"self_attn.{name}": random_matrix(g, rows, H) for name, rows in sizes.items()}
@@ -366,7 +366,7 @@ def speculators(folder: Path, ids: list[int] | None = None, kind: str = "eagle3"
 
 
 def chimera(folder: Path, *, taps: tuple[int, ...] = (1, -1), heads: int = 2, **config: Any) -> Path:
-    """As `foredraft train chimera` writes it."""
+    """Write a head as `foredraft train chimera` does."""
     g = torch.Generator().manual_seed(8)
     tensors = {
         "trigram.weight": random_matrix(g, H, 3 * H),

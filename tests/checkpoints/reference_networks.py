@@ -1,6 +1,6 @@
-"""What every published drafter computes, straight from its formulas and the names on disk: whole sequences, float64.
+"""Reference forward pass of every published drafter, from its formulas and its tensor names: whole sequences, float64.
 
-Nothing here is shared with the library, so that a mistake has to be made twice to go unseen.
+This file shares no code with the library, so that one mistake cannot hide in both.
 """
 
 import math
@@ -77,7 +77,7 @@ def hydra(
 
 @dataclass(frozen=True)
 class LayerNumbers:
-    """Of a decoder layer, as config.json gives them."""
+    """Numbers of a decoder layer, as config.json gives them."""
 
     heads: int = 4
     kv_heads: int = 2
@@ -85,7 +85,7 @@ class LayerNumbers:
     eps: float = 1e-5
     theta: float = 500.0
     factor: float = 1.0  # of linear rope scaling
-    window: int | None = None  # positions that a row sees, its own included
+    window: int | None = None  # positions that a row attends to, itself included
 
 
 def rotate(x: Tensor, numbers: LayerNumbers) -> Tensor:
@@ -166,7 +166,7 @@ def hydra_prefix(w: Weights, h: Tensor, n: LayerNumbers) -> Tensor:
 
 @dataclass(frozen=True)
 class Eagle3Flags:
-    """What an EAGLE-3 config says beside its layer."""
+    """Flags of an EAGLE-3 config, apart from its layer."""
 
     first: str = "midlayer"
     layers: int = 1
@@ -176,7 +176,7 @@ class Eagle3Flags:
 
 
 def project_features(w: Weights, states: Sequence[Tensor], n: LayerNumbers) -> Tensor:
-    """[L, H] what the layer reads in place of the target's states [L, H_t] at its boundaries."""
+    """Compute [L, H], the input of the layer, from the target's states [L, H_t] at its boundaries."""
     names = [[f"fc_norm.{i}.weight", f"aux_norm_{place}.weight"] for i, place in enumerate(("low", "mid", "high"))]
     parts = list(states)
     for i, aliases in enumerate(names):
@@ -214,7 +214,7 @@ def eagle3(
     n: LayerNumbers,
     flags: Eagle3Flags,
 ) -> tuple[Tensor, Tensor]:
-    """As `eagle`, of the target's states [L, H_t] at every boundary; logits are over the drafted tokens."""
+    """Compute as `eagle`, from the target's states [L, H_t] at every boundary; logits are over the drafted tokens."""
     features = project_features(w, states, n)
     while True:
         h = eagle3_layers(w, tokens[: len(features)], features, rows, n, flags)

@@ -30,7 +30,7 @@ def test_what_the_tensors_and_config_say_is_read(tmp_path: Path, taps: tuple[int
     assert all(torch.equal(value, held.tensors[name]) for name, value in raw.items())
 
 
-def dropped(*names: str) -> Callable[[Path], Path]:
+def drop_tensors(*names: str) -> Callable[[Path], Path]:
     return lambda f: published_folders.edit_tensors(published_folders.chimera(f, heads=3), drop=names)
 
 
@@ -47,11 +47,11 @@ def said(*drop: str, **config: object) -> Callable[[Path], Path]:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (dropped("join.weight"), "join.weight is missing"),
-        (dropped("heads.1.weight"), "heads.1.weight is missing"),
-        (dropped("norm.weight"), "norm.weight is missing"),
-        (dropped("layers.0.self_attn.q_proj.weight"), "q_proj.weight is missing"),
-        (dropped("fc.weight"), "fc.weight is missing"),
+        (drop_tensors("join.weight"), "join.weight is missing"),
+        (drop_tensors("heads.1.weight"), "heads.1.weight is missing"),
+        (drop_tensors("norm.weight"), "norm.weight is missing"),
+        (drop_tensors("layers.0.self_attn.q_proj.weight"), "q_proj.weight is missing"),
+        (drop_tensors("fc.weight"), "fc.weight is missing"),
         (more("heads.1000000000.weight", H, 2 * H), "heads.0.weight is missing"),
         (more("layers.1.mlp.up_proj.weight", 2, 2), "no place for layers.1.mlp.up_proj.weight"),
         (more("heads.0.weight", H, H), "heads.0.weight is"),

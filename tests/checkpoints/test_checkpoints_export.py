@@ -1,4 +1,4 @@
-"""What engines get: names, counts, layer ids and flags as each reads them; what one would misread is refused."""
+"""Exported folders: names, counts, layer ids and flags as each engine reads them; ambiguous ones are refused."""
 
 import json
 
@@ -15,8 +15,8 @@ from foredraft.errors import ForedraftError
 AIM = ExportTarget(TARGET, ("LlamaForCausalLM",))
 
 
-def exported(tmp_path, folder, fmt):
-    """(config, tensors, what was said)"""
+def export_drafter(tmp_path, folder, fmt):
+    """Return (config, tensors, messages of the export)."""
     out = tmp_path / f"out-{fmt}"
     said = export(read(folder, TARGET), fmt, out, AIM)
     return json.loads((out / "config.json").read_text()), published_folders.read_tensors(out), said
@@ -32,7 +32,7 @@ def refusal(tmp_path, folder, fmt) -> str:
 
 @pytest.mark.parametrize("fmt", ["eagle3", "vllm", "sglang"])
 def test_default_layers_are_left_unsaid_for_every_engine_takes_them(tmp_path, fmt):
-    config, tensors, _ = exported(
+    config, tensors, _ = export_drafter(
         tmp_path, published_folders.speculators(tmp_path / "in", norm_before_residual=False), fmt
     )
     assert IDS not in config
@@ -47,7 +47,9 @@ def test_default_layers_are_left_unsaid_for_every_engine_takes_them(tmp_path, fm
 
 
 def test_other_layers_are_said_to_each_engine_where_it_looks_and_as_it_counts(tmp_path):
-    config, _, said = exported(tmp_path, published_folders.eagle3(tmp_path / "in", states=2, **{IDS: [3, 7]}), "eagle3")
+    config, _, said = export_drafter(
+        tmp_path, published_folders.eagle3(tmp_path / "in", states=2, **{IDS: [3, 7]}), "eagle3"
+    )
     assert (config[IDS], config["num_aux_hidden_states"]) == ([3, 7], 2)  # vLLM: boundaries
     assert config["eagle_config"][IDS] == [2, 6]  # SGLang: outputs of layers
     assert "boundaries [3, 7]" in said.notes[0]
@@ -76,7 +78,7 @@ def test_what_sglang_would_ignore_is_refused_and_vllm_carries_it(tmp_path, fmt, 
     assert f"uses {said}: SGLang would compute something else; use --format vllm" in refusal(tmp_path, folder, fmt)
     first = read(folder, TARGET)
     for other in ("vllm", "speculators"):
-        exported(tmp_path, folder, other)
+        export_drafter(tmp_path, folder, other)
         again = read(tmp_path / f"out-{other}", TARGET)
         assert again.shape == first.shape
         assert all(torch.equal(value, again.tensors[name]) for name, value in first.tensors.items())
@@ -95,7 +97,7 @@ def test_sliding_attention_goes_where_it_is_read_and_nowhere_else(tmp_path):
     folder = published_folders.speculators(tmp_path / "in", norm_before_residual=False, **options)
     for fmt in ("eagle3", "vllm", "sglang"):
         assert "uses sliding attention" in refusal(tmp_path, folder, fmt)
-    exported(tmp_path, folder, "speculators")
+    export_drafter(tmp_path, folder, "speculators")
     assert read(tmp_path / "out-speculators", TARGET).shape.block.sliding_windows == (3,)
 
 
@@ -106,7 +108,7 @@ def test_a_hydra_head_of_another_rotary_base_than_the_authors_is_refused(tmp_pat
 
 def test_a_head_of_the_last_state_is_vllms_alone(tmp_path):
     folder = published_folders.modelopt(tmp_path / "in", fc=False)
-    config, _, _ = exported(tmp_path, folder, "vllm")
+    config, _, _ = export_drafter(tmp_path, folder, "vllm")
     assert config["eagle_config"] == {"use_aux_hidden_state": False}
     for fmt in ("eagle3", "sglang", "speculators"):
         assert "the target's last state without fc" in refusal(tmp_path, folder, fmt)
@@ -114,7 +116,9 @@ def test_a_head_of_the_last_state_is_vllms_alone(tmp_path):
 
 @pytest.mark.parametrize(("options", "kind"), [({}, "llama"), ({"qk_norm": True}, "qwen3")])
 def test_speculators(tmp_path, options, kind):
-    config, tensors, said = exported(tmp_path, published_folders.eagle3(tmp_path / "in", **options), "speculators")
+    config, tensors, said = export_drafter(
+        tmp_path, published_folders.eagle3(tmp_path / "in", **options), "speculators"
+    )
     assert config["speculators_model_type"] == "eagle3"
     assert config["speculators_config"]["verifier"] == {
         "name_or_path": "the-target", "architectures": ["LlamaForCausalLM"],
@@ -131,23 +135,25 @@ def test_speculators(tmp_path, options, kind):
 @pytest.mark.parametrize(("ids", "said"), [([3, 7], 2), ([1, 3, 5], None)])
 def test_in_speculators_another_number_of_states_is_said_where_vllm_sizes_fc_by_it(tmp_path, ids, said):
     folder = published_folders.eagle3(tmp_path / "in", states=len(ids), **{IDS: ids})
-    config, _, _ = exported(tmp_path, folder, "speculators")
+    config, _, _ = export_drafter(tmp_path, folder, "speculators")
     assert config["transformer_layer_config"].get("num_aux_hidden_states") == said
 
 
 def test_vllms_qwen3_variant_is_named_for_norms_of_queries_and_keys(tmp_path):
-    config, _, _ = exported(tmp_path, published_folders.eagle3(tmp_path / "in", qk_norm=True), "vllm")
+    config, _, _ = export_drafter(tmp_path, published_folders.eagle3(tmp_path / "in", qk_norm=True), "vllm")
     assert (config["architectures"], config["model_type"]) == (["Eagle3Qwen3ForCausalLM"], "qwen3")
 
 
 def test_a_later_layers_norm_has_the_names_of_both_engines(tmp_path):
-    _, tensors, _ = exported(tmp_path, published_folders.eagle3(tmp_path / "in", layers=2, first="layers.0"), "eagle3")
+    _, tensors, _ = export_drafter(
+        tmp_path, published_folders.eagle3(tmp_path / "in", layers=2, first="layers.0"), "eagle3"
+    )
     assert torch.equal(tensors["layers.1.hidden_norm.weight"], tensors["layers.1.input_layernorm.weight"])
 
 
 def test_of_own_embeddings_sglang_is_said_to_drop_them(tmp_path):
     folder = published_folders.eagle3(tmp_path / "in", embedding=True)
-    _, tensors, said = exported(tmp_path, folder, "eagle3")
+    _, tensors, said = export_drafter(tmp_path, folder, "eagle3")
     assert "embed_tokens.weight" in tensors
     assert any("SGLang reads the target's embeddings" in note for note in said.notes)
 
@@ -155,16 +161,16 @@ def test_of_own_embeddings_sglang_is_said_to_drop_them(tmp_path):
 def test_the_bias_of_an_eagle_head_goes_to_sglang_and_not_to_vllm(tmp_path):
     with_bias = published_folders.eagle(tmp_path / "with", file="model.safetensors")
     assert "has an fc.bias" in refusal(tmp_path, with_bias, "vllm")
-    config, tensors, _ = exported(tmp_path, with_bias, "sglang")
+    config, tensors, _ = export_drafter(tmp_path, with_bias, "sglang")
     assert tensors["fc.bias"].any()
     assert (config["architectures"], config["bias"]) == (["LlamaForCausalLMEagle"], False)
 
     zeros = published_folders.edit_tensors(with_bias, more={"fc.bias": torch.zeros(H)})
-    _, tensors, _ = exported(tmp_path, zeros, "vllm")
+    _, tensors, _ = export_drafter(tmp_path, zeros, "vllm")
     assert "fc.bias" not in tensors
 
     without = published_folders.eagle(tmp_path / "without", fc_bias=False)
-    _, tensors, _ = exported(tmp_path / "2", without, "sglang")
+    _, tensors, _ = export_drafter(tmp_path / "2", without, "sglang")
     assert tensors["fc.bias"].shape == (H,)
     assert not tensors["fc.bias"].any()
 
@@ -172,7 +178,7 @@ def test_the_bias_of_an_eagle_head_goes_to_sglang_and_not_to_vllm(tmp_path):
 def test_attention_biases_of_an_eagle_head_go_to_vllm_alone(tmp_path):
     folder = published_folders.eagle(tmp_path / "in", fc_bias=False, qkv_bias=True)
     assert "biases in its attention" in refusal(tmp_path, folder, "sglang")
-    config, tensors, _ = exported(tmp_path, folder, "vllm")
+    config, tensors, _ = export_drafter(tmp_path, folder, "vllm")
     assert (config["qkv_bias"], config["attention_bias"], config["bias"]) == (True, False, False)
     assert "layers.0.self_attn.q_proj.bias" in tensors
 
@@ -180,7 +186,7 @@ def test_attention_biases_of_an_eagle_head_go_to_vllm_alone(tmp_path):
 @pytest.mark.parametrize("fmt", ["medusa", "vllm"])
 def test_medusa_announces_its_biases_which_vllm_drops_otherwise(tmp_path, fmt):
     folder = published_folders.medusa(tmp_path / "in", heads=4, layers=2)
-    config, _, said = exported(tmp_path, folder, fmt)
+    config, _, said = export_drafter(tmp_path, folder, fmt)
     assert config["medusa_fc_bias"] is True
     assert config["num_heads" if fmt == "vllm" else "medusa_num_heads"] == 4
     first, again = read(folder, TARGET), read(tmp_path / f"out-{fmt}", TARGET)
@@ -197,7 +203,7 @@ def test_medusa_heads_on_the_targets_matrix_are_not_for_vllm(tmp_path):
 
 def test_an_mlp_speculator_is_written_and_who_loads_it_is_said(tmp_path):
     folder = published_folders.mlp_speculator(tmp_path / "in", tied=True)
-    _, tensors, said = exported(tmp_path, folder, "mlp_speculator")
+    _, tensors, said = export_drafter(tmp_path, folder, "mlp_speculator")
     assert tensors.keys() == published_folders.read_tensors(folder).keys()
     assert "neither vLLM nor SGLang" in said.notes[0]
     for fmt in ("vllm", "sglang"):
@@ -206,7 +212,7 @@ def test_an_mlp_speculator_is_written_and_who_loads_it_is_said(tmp_path):
 
 def test_hydra_heads_are_written_as_their_authors_load_them(tmp_path):
     folder = published_folders.hydra(tmp_path / "in", layers=2)
-    config, tensors, said = exported(tmp_path, folder, "hydra")
+    config, tensors, said = export_drafter(tmp_path, folder, "hydra")
     assert tensors.keys() == published_folders.read_tensors(folder).keys() - {"input_embed_fn.weight"}
     assert (tmp_path / "out-hydra" / "hydra_lm_head.pt").exists()
     assert (config["hydra_num_heads"], config["hydra_num_layers"], config["hydra_head_arch"]) == (3, 2, "mlp")

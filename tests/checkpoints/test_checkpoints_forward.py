@@ -1,6 +1,6 @@
-"""What a published folder computes once it is loaded: first-step and recurrent outputs are those of the formulas.
+"""Outputs of published folders after loading: first-step and recurrent outputs equal those of the formulas.
 
-Networks run as drafters run them, over paged memory; the formulas stand in reference_networks.py, over whole sequences.
+Networks run on paged memory, as drafters run them. The formulas in reference_networks.py run on whole sequences.
 """
 
 from collections.abc import Sequence
@@ -55,7 +55,7 @@ def context(folder: Path | None = None, fused: bool = False) -> DrafterContext:
 
 
 def states(count: int, seed: int = 1) -> list[Tensor]:
-    """Of the target at `count` boundaries, [TRUE, H] each."""
+    """Make random states of the target at `count` boundaries, [TRUE, H] each."""
     g = torch.Generator().manual_seed(seed)
     return [2 * torch.randn(TRUE, H, generator=g, dtype=torch.float64) for _ in range(count)]
 
@@ -68,8 +68,8 @@ def close(ours: Tensor, theirs: Tensor) -> None:
     assert float((ours - theirs).abs().max()) <= TOLERANCE
 
 
-def drafted(drafter: FeatureDrafter, seen: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Logits and features of every row: the true pairs in two passes, then one token after another."""
+def run_drafter(drafter: FeatureDrafter, seen: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Compute logits and features of every row: the true pairs in two passes, then one token after another."""
     lm, pages = drafter.lm, [3, 1, 5, 2]
     features = lm.project_features(torch.cat(list(seen), -1))
     logits, following = [], []
@@ -95,7 +95,7 @@ def rows_of(folder: Path) -> Tensor:
 
 
 def with_rows_like_the_targets(folder: Path) -> Path:
-    """Rows of its own that are near the target's, for random ones are taken for an accident."""
+    """Give the drafter embedding rows near the target's; random rows are refused as an accident."""
     g = torch.Generator().manual_seed(9)
     own = 1.5 * target().embedding + 0.1 * torch.randn(V, H, generator=g, dtype=torch.float64)
     [file] = folder.glob("*.safetensors")
@@ -121,7 +121,7 @@ def test_eagle(tmp_path, options):
     [h] = states(1)
     drafter = eagle.create(eagle.Config(), context(folder))
     assert drafter.hidden_layers == (AFTER_FINAL_NORM,)
-    logits, features = drafted(drafter, [h])
+    logits, features = run_drafter(drafter, [h])
     numbers = numbers_of(options)
     head = target().model.lm_head.weight.detach()
     wanted = reference_networks.eagle(
@@ -187,7 +187,7 @@ def test_eagle3(tmp_path, make, options, flags):
     seen = states(options.get("states", 3) if options.get("fc", True) else 1)
     drafter = eagle3.create(eagle3.Config(), context(folder))
     assert len(drafter.hidden_layers) == len(seen)
-    logits, features = drafted(drafter, seen)
+    logits, features = run_drafter(drafter, seen)
     raw = reference_networks.to_double(published_folders.read_tensors(folder))
     head = raw.get("lm_head.weight", target().model.lm_head.weight.detach())
     wanted = reference_networks.eagle3(raw, TOKENS, seen, rows_of(folder), head, LayerNumbers(), flags)
@@ -198,7 +198,7 @@ def test_eagle3(tmp_path, make, options, flags):
 
 
 def test_the_feedback_that_is_asked_for_is_what_drafted_tokens_read(tmp_path):
-    """Of one head whose trainer and whose engines disagree, both readings can be had."""
+    """The trainer and the engines disagree about the feedback of this head; the option selects either."""
     folder = published_folders.specforge(tmp_path, norm_output=True)
     seen, raw = states(3), reference_networks.to_double(published_folders.read_tensors(folder))
     for word in ("normed", "raw"):
@@ -207,7 +207,7 @@ def test_the_feedback_that_is_asked_for_is_what_drafted_tokens_read(tmp_path):
         wanted = reference_networks.eagle3(
             raw, TOKENS, seen, rows_of(folder), raw["lm_head.weight"], LayerNumbers(), flags
         )
-        close(drafted(drafter, seen)[0], wanted[0])
+        close(run_drafter(drafter, seen)[0], wanted[0])
     with pytest.raises(ForedraftError, match="'normed' or 'raw'"):
         eagle3.create(eagle3.Config(feedback="neither"), context(folder))
 
@@ -316,8 +316,8 @@ def test_hydra(tmp_path, options, layers):
 
 @pytest.mark.parametrize(("layers", "said"), [(1, {}), (2, {}), (1, {"rope_theta": 77.0})])
 def test_hydra_with_a_prefix_layer(tmp_path, layers, said):
-    """In two passes over paged memory as it drafts, and at once as it is trained. Its rotary base is the authors'
-    unless the folder names another, and never the target's."""
+    """Drafts take two passes over paged memory, training takes one pass. The rotary base is that of the publication
+    unless the folder names another. It is never the target's."""
     assert target().model.config.rope_parameters["rope_theta"] != 10000.0
     folder = published_folders.hydra(tmp_path, layers=layers, prefix=True, **said)
     drafter, [h] = hydra.create(hydra.Config(), context(folder)), states(1)

@@ -1,4 +1,4 @@
-"""The target that a drafter's folder names is found from any directory, is the same one, and gives no place away."""
+"""The target that a drafter's folder names: found from any directory, the same one, without revealing a path."""
 
 import json
 import shutil

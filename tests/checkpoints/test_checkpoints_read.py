@@ -1,4 +1,4 @@
-"""Every published layout is recognised and read, tensor by tensor, with the numbers its tensors tell."""
+"""Published layouts: every one is recognised and read, tensor by tensor, with the sizes that its tensors imply."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What is wrong with a drafter is said in one line that names it, before its weights are read."""
+"""Faulty drafter folders: the error is one line that names the fault, before any weights are read."""
 
 import json
 from collections.abc import Callable
@@ -28,15 +28,15 @@ def refusal(folder: Path, target: TargetInfo = TARGET, method: str | None = None
 
 @pytest.fixture
 def unread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No tensor may be read into memory, the maps of tokens excepted."""
+    """Forbid reading tensors into memory, except for the maps of token ids."""
     whole = TensorFiles.read
 
-    def checked(self, names):
+    def read_id_maps(self, names):
         names = list(names)
         assert set(names) <= {"d2t", "t2d"}, f"read {names} before the shapes were checked"
         return whole(self, names)
 
-    monkeypatch.setattr(TensorFiles, "read", checked)
+    monkeypatch.setattr(TensorFiles, "read", read_id_maps)
 
 
 MAKERS: list[Callable[[Path], Path]] = [
@@ -366,7 +366,7 @@ def test_a_pickle_that_is_cut_off(tmp_path, size):
 
 
 class Payload:
-    """What a restricted reader may not build."""
+    """Object that a restricted reader must not build."""
 
 
 def test_a_pickle_that_is_more_than_tensors_is_not_opened(tmp_path):

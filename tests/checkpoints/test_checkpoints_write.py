@@ -1,4 +1,4 @@
-"""What is written is read back as it was, and is laid out as published."""
+"""Written folders: they are read back unchanged, and are laid out as published."""
 
 import pytest
 import torch

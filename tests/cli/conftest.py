@@ -31,7 +31,7 @@ Run = Callable[..., Outcome]
 
 @pytest.fixture
 def run() -> Run:
-    """The command with its streams piped."""
+    """Run the command with its streams piped."""
 
     def invoke(*args: str, backend: FakeBackend | None = None, stdin: str | bytes | None = None, **env: str) -> Outcome:
         result = CliRunner(env=env).invoke(app, list(args), obj=backend or FakeBackend(), input=stdin)
@@ -44,7 +44,7 @@ def run() -> Run:
 
 @pytest.fixture
 def run_on_terminal(monkeypatch: pytest.MonkeyPatch) -> Run:
-    """The command with all three streams on one terminal."""
+    """Run the command with all three streams on one terminal."""
 
     def invoke(*args: str, backend: FakeBackend | None = None, **env: str) -> Outcome:
         for name in ("NO_COLOR", "FORCE_COLOR"):
@@ -58,14 +58,14 @@ def run_on_terminal(monkeypatch: pytest.MonkeyPatch) -> Run:
             streams = contextlib.redirect_stdout(terminal), contextlib.redirect_stderr(terminal)
             with streams[0], streams[1], pytest.raises(SystemExit) as left:
                 app(list(args), obj=backend or FakeBackend())
-            shown = _drained(ours)
+            shown = _drain(ours)
         os.close(ours)
         return Outcome(int(left.value.code or 0), shown, "")
 
     return invoke
 
 
-def _drained(fd: int) -> str:
+def _drain(fd: int) -> str:
     os.set_blocking(fd, False)
     chunks = []
     with contextlib.suppress(BlockingIOError):

@@ -130,7 +130,7 @@ class UnstartedLLM(StoppedLLM):
 
 
 def test_a_stopped_reply_has_statistics(run):
-    """Fault: /stats after Ctrl-C said "no reply yet"."""
+    """Fault: after Ctrl-C, /stats printed "no reply yet"."""
     outcome = run("chat", stdin="hello\n/stats\n", backend=FakeBackend({"draft_model": StoppedLLM("x")}))
     assert "draft_model: 3 tokens in " in outcome.stderr
     assert "3 target passes" in outcome.stderr

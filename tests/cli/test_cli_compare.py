@@ -1,4 +1,4 @@
-"""`--compare`: who runs, how often, and what the table says about it."""
+"""`--compare`: which methods run, how often, and the table of the results."""
 
 import json
 import time
@@ -98,7 +98,7 @@ def test_a_draft_model_is_not_given_to_a_method_that_reads_none(run):
 
 
 def test_a_named_method_that_auto_does_not_draft_with_is_measured_with_fixed_drafts(run):
-    """Fault: the first figure about one's own head was acceptance length 1.00."""
+    """Fault: the first figure about a user's own head was acceptance length 1.00."""
     backend = FakeBackend({"ngram": IdleLLM("ngram")})
     outcome = run("generate", "p", "--compare", "--json", "--spec-method", "ngram", backend=backend)
     rows = {row["method"]: row for row in json.loads(outcome.stdout)["compare"]}

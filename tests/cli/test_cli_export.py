@@ -1,4 +1,4 @@
-"""`foredraft export` from the command line: a folder, notes, the command that serves it; one line where it cannot."""
+"""`foredraft export` from the command line: a folder, notes and the command that serves it, or an error of one line."""
 
 import json
 from pathlib import Path
@@ -49,7 +49,7 @@ def test_a_named_target_that_is_not_there(run, tmp_path):
 
 
 def test_a_drafter_for_another_target(run, tmp_path):
-    folder = published_folders.eagle3(tmp_path / "head")  # names none: the built-in one is meant
+    folder = published_folders.eagle3(tmp_path / "head")  # names no target, so the built-in one is used
     done = run("export", str(folder), "--format", "eagle3", "--out", str(tmp_path / "out"))
     assert (done.code, len(done.error_lines)) == (1, 1)
     assert "use a drafter for this target" in done.stderr

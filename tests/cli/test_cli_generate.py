@@ -1,4 +1,4 @@
-"""`foredraft generate` as a process: what goes where, in which shape, with which exit code."""
+"""`foredraft generate` as a process: the streams, format and exit code of its output."""
 
 import json
 

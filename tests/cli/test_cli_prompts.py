@@ -1,4 +1,4 @@
-"""Where prompts come from, and what is not one."""
+"""Sources of prompts, and inputs that are refused."""
 
 import pytest
 from cli_fakes import TEXT, FakeBackend, FakeLLM

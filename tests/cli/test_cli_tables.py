@@ -1,4 +1,4 @@
-"""Tables fit the terminal, whatever its width: nothing is cut."""
+"""Tables fit a terminal of any width: nothing is cut."""
 
 import io
 import re
@@ -23,13 +23,13 @@ SPEED = Grid(
 
 
 class LongNames(FakeBackend):
-    """Methods with the longest names that one word and two have."""
+    """Methods with the longest names of one and of two words."""
 
     def list_choices(self):
         return replace(super().list_choices(), methods=("draft_model", "mlp_speculator", "suffix", "ngram"))
 
 
-def printed(grid: Grid, width: int) -> str:
+def render_grid(grid: Grid, width: int) -> str:
     file = io.StringIO()
     print_grid(Console(file=file, width=width, force_terminal=True, color_system=None), grid)
     return file.getvalue()
@@ -57,29 +57,29 @@ def test_the_comparison_fits_80_columns_with_the_longest_names(run_on_terminal, 
 
 
 def test_a_wide_terminal_shows_headers_on_one_line_in_a_box():
-    lines = printed(SPEED, 140).splitlines()
+    lines = render_grid(SPEED, 140).splitlines()
     assert re.search(r"method .* acceptance length .* target passes ┃$", lines[1])
     assert len(lines) == 3 + 2 + 1
 
 
 def test_narrower_ones_give_up_the_width_of_headers_then_the_box_then_columns():
-    assert "acceptance ┃ acceptance" in printed(SPEED, 101)
-    boxless = printed(SPEED, 90)
+    assert "acceptance ┃ acceptance" in render_grid(SPEED, 101)
+    boxless = render_grid(SPEED, 90)
     assert "┃" not in boxless
     assert boxless.count(LONGEST) == 1
-    assert printed(SPEED, 60).count(LONGEST) == 2
+    assert render_grid(SPEED, 60).count(LONGEST) == 2
 
 
 @pytest.mark.parametrize("width", range(34, 130, 5))
 def test_every_word_is_printed_whole_at_every_width(width):
-    shown = printed(SPEED, width)
+    shown = render_grid(SPEED, width)
     assert all(len(line) <= width for line in shown.splitlines())
     expected = {word for cell in (*SPEED.header, *sum(SPEED.rows, ())) for word in cell.split()}
     assert words(shown) == expected
 
 
 def test_a_cell_wider_than_the_terminal_goes_on_in_the_next_line():
-    shown = printed(Grid(("method", "why"), (("ngram", "x" * 50),)), 30)
+    shown = render_grid(Grid(("method", "why"), (("ngram", "x" * 50),)), 30)
     assert all(len(line) <= 30 for line in shown.splitlines())
     assert shown.count("x") == 50
 

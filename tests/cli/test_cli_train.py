@@ -1,4 +1,4 @@
-"""`foredraft train` on a tiny model: what is said, what is written, what is refused before a model is loaded."""
+"""`foredraft train` on a tiny model: messages, written files, and refusals before a model is loaded."""
 
 import copy
 import json

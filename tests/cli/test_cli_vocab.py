@@ -1,4 +1,4 @@
-"""--spec-vocab: its words, where it goes, and who does not take it."""
+"""--spec-vocab: its values, where they are used, and the methods that refuse it."""
 
 import pytest
 

@@ -16,7 +16,7 @@ def adaptive(world: SimulatedEngine, has_curve: bool = True) -> AdaptiveLengthPo
     return AdaptiveLengthPolicy(CostCurve(world.points()) if has_curve else None)
 
 
-def lived(
+def simulate(
     world: SimulatedEngine, steps: int = 3000, has_curve: bool = True
 ) -> tuple[AdaptiveLengthPolicy, SimulationTotals]:
     lengths = adaptive(world, has_curve)
@@ -35,7 +35,7 @@ def test_one_request_is_never_slower_than_plain_and_near_the_best_length(curve, 
         world = SimulatedEngine(
             CURVES[curve], draft=draft, accept=constant(chance), reading=0.02 * draft, outliers=0.002
         )
-        _, totals = lived(world, has_curve=has_curve)
+        _, totals = simulate(world, has_curve=has_curve)
         assert totals.speed >= PLAIN, chance
         # A shelf or a bend that was not measured is found only by walking over its edge.
         near = BEST if has_curve else {"stairs": 0.85, "bend": 0.93}.get(curve, BEST)
@@ -47,7 +47,7 @@ def test_one_request_is_never_slower_than_plain_and_near_the_best_length(curve, 
 def test_more_requests_are_never_slower_than_plain(curve, load):
     for chance, draft, sampled in ((0.05, 0.2, 0.0), (0.5, 0.0, 0.1), (0.9, 0.05, 0.0)):
         world = SimulatedEngine(CURVES[curve], sampled, draft=draft, accept=constant(chance), load=lambda step: load)
-        assert lived(world, 3000 if load < 64 else 1000)[1].speed >= PLAIN, (chance, draft)
+        assert simulate(world, 3000 if load < 64 else 1000)[1].speed >= PLAIN, (chance, draft)
 
 
 @pytest.mark.parametrize("slope", [0.1, 0.25])
@@ -60,7 +60,7 @@ def test_long_drafts_that_fail_in_bursts_are_not_given_up(slope):
         most=31,
         lookup=0.0,
     )
-    lengths, totals = lived(world, 2000)
+    lengths, totals = simulate(world, 2000)
     assert lengths.counts["guard"] < 100
     assert totals.speed >= 2.2
 
@@ -68,7 +68,7 @@ def test_long_drafts_that_fail_in_bursts_are_not_given_up(slope):
 @pytest.mark.parametrize("chance", [0.3, 0.6, 0.9])
 def test_four_requests_are_near_the_best_length(chance):
     world = SimulatedEngine(bend, draft=0.1, accept=constant(chance), load=lambda step: 4)
-    assert lived(world)[1].speed >= BEST * find_best_fixed(world, 1000)[1]
+    assert simulate(world)[1].speed >= BEST * find_best_fixed(world, 1000)[1]
 
 
 @pytest.mark.parametrize(
@@ -90,8 +90,8 @@ def test_four_requests_are_near_the_best_length(chance):
     ids="sampled outliers ruinous reading follow churn short-lives load rows drift lookup tree".split(),
 )
 def test_nothing_makes_it_slower_than_plain(world):
-    assert lived(world)[1].speed >= PLAIN
-    assert lived(replace(world, seed=1), 2000)[1].speed >= PLAIN
+    assert simulate(world)[1].speed >= PLAIN
+    assert simulate(replace(world, seed=1), 2000)[1].speed >= PLAIN
 
 
 def test_a_curve_that_is_wrong_is_found_out():
@@ -104,18 +104,18 @@ def test_a_curve_that_is_wrong_is_found_out():
 @pytest.mark.parametrize("proposes", [0.1, 0.5])
 def test_a_lookup_that_seldom_finds_anything_is_left_on(proposes):
     world = SimulatedEngine(bend, proposes=proposes, accept=constant(0.8))
-    _, totals = lived(world)
+    _, totals = simulate(world)
     assert totals.speed >= BEST * find_best_fixed(world, 3000)[1]
 
 
 def test_drifting_acceptance_is_followed_better_than_by_any_fixed_length():
     world = SimulatedEngine(draft=0.2, accept=lambda step, request: 0.1 if step // 1000 % 2 else 0.9, reading=0.004)
-    assert lived(world)[1].speed >= BEST * find_best_fixed(world, 3000)[1]
+    assert simulate(world)[1].speed >= BEST * find_best_fixed(world, 3000)[1]
 
 
 def test_drafting_resumes_after_acceptance_recovers():
     world = SimulatedEngine(draft=0.2, accept=lambda step, request: 0.05 if step < 800 else 0.9, reading=0.004)
-    lengths, totals = lived(world, 2500)
+    lengths, totals = simulate(world, 2500)
     assert sum(budget > 0 for budget in totals.budgets[300:800]) < 50
     assert sum(budget > 0 for budget in totals.budgets[1800:]) > 600
     assert {"start", "does not pay", "probe", "pays", "measure"} <= set(lengths.counts)
@@ -123,14 +123,14 @@ def test_drafting_resumes_after_acceptance_recovers():
 
 def test_a_machine_that_swings_is_followed():
     world = SimulatedEngine(bend, draft=0.2, accept=constant(0.6), swing=lambda step: 1 + step // 400 % 2)
-    assert lived(world)[1].speed >= BEST * find_best_fixed(world, 1500)[1]
+    assert simulate(world)[1].speed >= BEST * find_best_fixed(world, 1500)[1]
 
 
 def test_what_is_accepted_more_is_drafted_more():
     world = SimulatedEngine(
         stairs, draft=0.02, load=lambda step: 6, accept=lambda step, request: 0.95 if request == 0 else 0.1
     )
-    _, totals = lived(world, 1000)
+    _, totals = simulate(world, 1000)
     assert totals.nodes[0] > 2 * max(totals.nodes[request] for request in range(1, 6))
 
 
@@ -150,7 +150,7 @@ def test_drawn_texts_that_keep_nothing_do_not_spoil_greedy_ones():
 
 
 def test_what_drawing_costs_is_not_what_guessing_costs():
-    """Drafts that are dear to draw are given up; the next greedy request, whose drafts are cheap, has them at once."""
+    """Expensive sampled drafts are stopped; the next greedy request, whose drafts are cheap, drafts at once."""
     greedy = SimulatedEngine(draft=0.05, accept=constant(0.6))
     drawn = replace(greedy, draft=1.5, kind=lambda request: 1)
     lengths = adaptive(greedy)
@@ -165,7 +165,7 @@ def test_what_drawing_costs_is_not_what_guessing_costs():
 
 def test_it_does_not_flap():
     world = SimulatedEngine(bend, draft=0.2, accept=constant(0.7))
-    _, totals = lived(world, 1500)
+    _, totals = simulate(world, 1500)
     without = [
         i for i, budget in enumerate(totals.budgets) if not budget and totals.reasons[i] not in ("start", "measure")
     ]
@@ -174,7 +174,7 @@ def test_it_does_not_flap():
 
 def test_a_step_is_the_same_every_time():
     world = SimulatedEngine(bend, draft=0.1, load=lambda step: 5, life=80, accept=constant(0.6), outliers=0.01)
-    (_, one), (_, two) = lived(world, 500), lived(world, 500)
+    (_, one), (_, two) = simulate(world, 500), simulate(world, 500)
     assert one == two
 
 
@@ -226,7 +226,7 @@ def test_no_request_exceeds_its_limit_and_a_requested_length_is_a_limit():
 
 def test_forgotten_slots_leave_nothing():
     world = SimulatedEngine(bend, draft=0.1, load=lambda step: 4, life=40, accept=constant(0.6))
-    lengths, _ = lived(world, 400)
+    lengths, _ = simulate(world, 400)
     lengths.forget(range(16))
     assert not lengths._drafted_until
     assert not lengths._probed_slots
@@ -243,7 +243,7 @@ def test_steps_without_a_scored_row_are_harmless():
 
 def test_the_decision_says_what_it_expects():
     world = SimulatedEngine(draft=0.1, accept=constant(0.8))
-    lengths, totals = lived(world, 1000)
+    lengths, totals = simulate(world, 1000)
     decision = lengths.decision
     assert sum(lengths.counts.values()) == 1000
     assert decision.plain_rate == pytest.approx(1.0, rel=0.1)
@@ -258,4 +258,4 @@ def test_fixed_gives_what_is_asked_for():
 def test_a_dear_drafter_that_reads_slowly_is_given_up_although_it_would_pay():
     """A known shortfall: the time credit ends before a gain of 10% is found. It must at least cost nothing."""
     world = SimulatedEngine(stairs, draft=1.0, reading=0.02, accept=constant(0.95), load=lambda step: 4)
-    assert lived(world)[1].speed >= 0.98
+    assert simulate(world)[1].speed >= 0.98

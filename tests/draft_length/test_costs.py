@@ -93,8 +93,8 @@ def test_following_costs_whether_or_not_anyone_drafts():
     assert draft.predict(4, 2, 8) == pytest.approx(0.7, rel=0.02)
 
 
-def tried(planner: Planner, scene: StepShape, gains: list[list[float]], draft: float) -> float:
-    """The best rate over every assignment of prefixes."""
+def find_best_rate(planner: Planner, scene: StepShape, gains: list[list[float]], draft: float) -> float:
+    """Find the best rate over every assignment of prefixes, by enumeration."""
     best = 0.0
     for sizes in itertools.product(*[range(len(row) + 1) for row in gains]):
         if any(sizes):
@@ -116,7 +116,7 @@ def test_a_plan_is_the_best_of_all(count, data):
     gains = [data.draw(falling) for _ in range(count)]
     scene = StepShape(count, count, 0.0)
     plan = planner.find_best_plan(scene, list(range(count)), [3] * count, gains, [[1.0] * 3] * count)
-    assert plan.rate == pytest.approx(tried(planner, scene, gains, per_level), rel=1e-6)
+    assert plan.rate == pytest.approx(find_best_rate(planner, scene, gains, per_level), rel=1e-6)
     assert plan.plain_rate == pytest.approx(count / points[count - 1][1])
 
 
@@ -131,7 +131,7 @@ def test_a_plan_looks_over_the_edge_of_a_shelf():
 
 
 def test_rare_drafts_are_priced_whole():
-    """Nodes that are drafted one time in ten cost a tenth of a dear shelf, not a shelf that their mean still fits."""
+    """Nodes drafted in one step of ten cost a tenth of an expensive shelf, not a cheap shelf that their mean fits."""
     curve = CostCurve([(1, 1.0), (4, 1.0), (5, 9.0), (64, 9.0)])
     plan = Planner(curve, DraftCost()).find_best_plan(
         StepShape(2, 2, 0.0), [0, 1], [8, 8], [[0.08] * 2 + [0.01] * 6] * 2, [[0.1] * 8] * 2

@@ -10,7 +10,7 @@ from foredraft.draft_length.policy import DraftCandidate
 from simulated_engine import CURVES, ConstantLength, SimulatedEngine, linear, run
 
 
-def watched(world: SimulatedEngine) -> LossBudgetPolicy:
+def make_policy(world: SimulatedEngine) -> LossBudgetPolicy:
     return LossBudgetPolicy(CostCurve(world.points()))
 
 
@@ -21,14 +21,14 @@ def test_never_slower_than_plain_and_as_fast_as_the_drafter(curve: str, load: in
         world = SimulatedEngine(
             CURVES[curve], draft=draft, accept=lambda s, r, c=chance: c, load=lambda s: load, outliers=0.002
         )
-        speed = run(world, watched(world), 1500).speed
+        speed = run(world, make_policy(world), 1500).speed
         assert speed >= 0.97, (chance, draft)
         assert speed >= 0.97 * run(world, ConstantLength(world.most), 500).speed, (chance, draft)
 
 
 def test_what_loses_rests_ever_longer_and_comes_back_when_it_wins() -> None:
     bad = SimulatedEngine(linear, draft=0.2, accept=lambda step, request: 0.05)
-    lengths = watched(bad)
+    lengths = make_policy(bad)
     budgets = run(bad, lengths, 8000).budgets
     tries = [step for step in range(1, len(budgets)) if budgets[step] and not budgets[step - 1]]
     assert len(tries) > 2, "it is never tried again"
@@ -42,7 +42,7 @@ def test_what_loses_rests_ever_longer_and_comes_back_when_it_wins() -> None:
 def test_drawn_texts_that_lose_do_not_hold_up_greedy_ones() -> None:
     greedy = SimulatedEngine(rising, draft=0.1, accept=lambda step, request: 0.9)
     drawn = SimulatedEngine(rising, draft=0.1, accept=lambda step, request: 0.02, kind=lambda request: 1)
-    lengths = watched(greedy)
+    lengths = make_policy(greedy)
     budgets = []
     for world, steps in ((greedy, 300), (drawn, 600), (drawn, 20), (greedy, 20)):
         budgets.append(run(world, lengths, steps).budgets)
@@ -58,7 +58,7 @@ def rising(rows: int) -> float:
 
 def test_a_plain_step_now_and_then_says_what_plain_decoding_costs() -> None:
     world = SimulatedEngine(draft=0.02, accept=lambda step, request: 0.9)
-    lengths = watched(world)
+    lengths = make_policy(world)
     budgets = run(world, lengths, 1000).budgets
     assert 2 <= budgets.count(0) <= 4
     assert lengths.counts["measure"] == budgets.count(0)
@@ -66,7 +66,7 @@ def test_a_plain_step_now_and_then_says_what_plain_decoding_costs() -> None:
 
 def test_a_length_that_a_request_names_is_kept_while_the_others_rest() -> None:
     bad = SimulatedEngine(linear, draft=0.2, accept=lambda step, request: 0.05)
-    lengths = watched(bad)
+    lengths = make_policy(bad)
     run(bad, lengths, 300)
     while lengths.allocate([DraftCandidate(0, 4)], 1) != [0]:
         run(bad, lengths, 5)

@@ -1,6 +1,6 @@
 """Aggressive decoding: which source a request is copied from, and how an output close to it is followed.
 
-Guards against copying from the wrong place or the wrong request, reading an output twice or from its middle, options
+Guards against copying from the wrong position or the wrong request, reading an output twice or from its middle, options
 that no code reads, and drafts for `block` that are no chains.
 """
 
@@ -33,7 +33,7 @@ class Letters:
         return SimpleNamespace(input_ids=list(map(ord, text)))
 
 
-def made(num_tokens=8, tokenizer=None, **options):
+def make_drafter(num_tokens=8, tokenizer=None, **options):
     context = DrafterContext(vocab_size=10_000, num_speculative_tokens=num_tokens, tokenizer=tokenizer)
     return aggressive.create(aggressive.Config(**options), context)
 
@@ -45,14 +45,14 @@ def request(output=(), slot=0, prompt=PROMPT, max_tokens=1000, **more):
     return r
 
 
-def drafted(drafter, r, budget=None):
+def propose_tree(drafter, r, budget=None):
     tree = drafter.propose(Batch((r,), (1,), (drafter.max_nodes if budget is None else budget,)))
     assert tree.q is None
     return tree
 
 
 def chain(drafter, r, budget=None):
-    tree = drafted(drafter, r, budget)
+    tree = propose_tree(drafter, r, budget)
     assert tree.is_chain
     return tree.token_lists[0][1:]
 
@@ -61,7 +61,7 @@ def text(letters):
     return list(map(ord, letters))
 
 
-def spelled(tokens):
+def spell(tokens):
     return "".join(map(chr, tokens))
 
 
@@ -70,16 +70,16 @@ def spelled(tokens):
 
 def test_the_encoders_input_is_copied_from_its_beginning():
     r = request(source=EncoderSource(SOURCE), prediction=(5, 6), prompt=[0])
-    assert chain(made(), r) == list(SOURCE[:8])
+    assert chain(make_drafter(), r) == list(SOURCE[:8])
     r.output = list(SOURCE[:9])
-    assert chain(made(31), r) == list(SOURCE[9:40])
+    assert chain(make_drafter(31), r) == list(SOURCE[9:40])
 
 
 def test_auto_takes_what_there_is():
     prompt = [*SOURCE[:50], 2000]
-    assert chain(made(), request(prediction=(5, 6), prompt=prompt)) == [5, 6]
-    assert chain(made(), request(SOURCE[10:14], prompt=prompt)) == list(SOURCE[14:22])
-    assert chain(made(), request(SOURCE[10:14], prompt=prompt, source=EncoderSource())) == list(SOURCE[14:22])
+    assert chain(make_drafter(), request(prediction=(5, 6), prompt=prompt)) == [5, 6]
+    assert chain(make_drafter(), request(SOURCE[10:14], prompt=prompt)) == list(SOURCE[14:22])
+    assert chain(make_drafter(), request(SOURCE[10:14], prompt=prompt, source=EncoderSource())) == list(SOURCE[14:22])
 
 
 @pytest.mark.parametrize(
@@ -89,17 +89,17 @@ def test_a_source_that_is_named_is_the_one(source, expected):
     r = request(
         SOURCE[10:14] if source == "prompt" else (), prompt=SOURCE[:18], prediction=(5, 6), source=EncoderSource((7, 8))
     )
-    assert chain(made(source=source), r) == list(expected)
+    assert chain(make_drafter(source=source), r) == list(expected)
 
 
 @pytest.mark.parametrize("source", ["encoder", "prediction"])
 def test_without_the_source_that_is_named_nothing_is_drafted(source):
-    assert chain(made(source=source), request(SOURCE[10:14], prompt=SOURCE[:50])) == []
+    assert chain(make_drafter(source=source), request(SOURCE[10:14], prompt=SOURCE[:50])) == []
 
 
 def test_the_last_tokens_of_the_prompt_find_the_beginning():
     prompt = text("<<a = 1>> again: <<")
-    assert spelled(chain(made(tokens_per_match=4), request(prompt=prompt))) == "a = 1>> "
+    assert spell(chain(make_drafter(tokens_per_match=4), request(prompt=prompt))) == "a = 1>> "
 
 
 BLOCKS = "Old:\n```python\nx = 0\n```\nNew:\n```py\ny = 1\nz = 2\n```\nMake it so:\n```py\n"
@@ -107,20 +107,20 @@ BLOCKS = "Old:\n```python\nx = 0\n```\nNew:\n```py\ny = 1\nz = 2\n```\nMake it s
 
 def test_the_last_fenced_block_that_is_closed_is_found_in_the_text():
     r = request(prompt=text(BLOCKS))
-    assert spelled(chain(made(40, Letters(), source="fenced"), r)) == "y = 1\nz = 2\n"
+    assert spell(chain(make_drafter(40, Letters(), source="fenced"), r)) == "y = 1\nz = 2\n"
 
 
 def test_a_prompt_without_a_block_is_copied_whole():
     r = request(text("bcde"), prompt=text("abcdefgh"))
-    assert spelled(chain(made(40, Letters(), source="fenced"), r)) == "fgh"
+    assert spell(chain(make_drafter(40, Letters(), source="fenced"), r)) == "fgh"
 
 
 def test_marks_in_the_prompt_say_where_a_source_begins_and_ends():
     r = request(prompt=text("<a>one</a> and <a>two</a> fix it"))
-    assert spelled(chain(made(40, Letters(), start="<a>", end="</a>"), r)) == "two"
-    assert spelled(chain(made(40, Letters(), start="and ", end="!"), r)) == "<a>two</a> fix it"
+    assert spell(chain(make_drafter(40, Letters(), start="<a>", end="</a>"), r)) == "two"
+    assert spell(chain(make_drafter(40, Letters(), start="and ", end="!"), r)) == "<a>two</a> fix it"
     r = request(text("bcde"), prompt=text("abcdefgh"))
-    assert spelled(chain(made(40, Letters(), start="<a>"), r)) == "fgh"
+    assert spell(chain(make_drafter(40, Letters(), start="<a>"), r)) == "fgh"
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_marks_in_the_prompt_say_where_a_source_begins_and_ends():
 )
 def test_options_that_cannot_be_met_are_refused(options, message):
     with pytest.raises(ForedraftError, match=message):
-        made(**options)
+        make_drafter(**options)
 
 
 # following
@@ -146,9 +146,14 @@ def test_options_that_cannot_be_met_are_refused(options, message):
 
 def passes(output, source, length=31, **options):
     """Under a greedy distribution, and the most nodes of one draft."""
-    drafter, r, count, most = made(length, **options), request(source=EncoderSource(tuple(source)), prompt=[0]), 0, 0
+    drafter, r, count, most = (
+        make_drafter(length, **options),
+        request(source=EncoderSource(tuple(source)), prompt=[0]),
+        0,
+        0,
+    )
     while len(r.output) < len(output):
-        tree = drafted(drafter, r)
+        tree = propose_tree(drafter, r)
         node, at = 0, len(r.output)
         for token in output[at:]:
             r.output.append(token)
@@ -198,11 +203,11 @@ def test_branches_need_fewer_passes_where_edits_differ_in_kind():
 
 @pytest.mark.parametrize("budget", [0, 1, 2, 7])
 def test_budget_room_and_draft_length_bound_a_draft(budget):
-    drafter = made(31, branches=3)
+    drafter = make_drafter(31, branches=3)
     r = request(source=EncoderSource(SOURCE))
     assert len(chain(drafter, r, budget)) == budget
     r = request([5000], slot=1, source=EncoderSource(SOURCE))
-    tree = drafted(drafter, r, budget)
+    tree = propose_tree(drafter, r, budget)
     assert tree.sizes[0] - 1 == budget, "branches fill it"
     r = request(SOURCE[:3], slot=2, source=EncoderSource(SOURCE), max_tokens=6)
     assert chain(drafter, r) == list(SOURCE[3:5])
@@ -210,14 +215,14 @@ def test_budget_room_and_draft_length_bound_a_draft(budget):
 
 
 def test_block_verification_gets_a_chain():
-    drafter, r = made(branches=3), request([5000], source=EncoderSource(SOURCE), verify="block")
+    drafter, r = make_drafter(branches=3), request([5000], source=EncoderSource(SOURCE), verify="block")
     assert len(chain(drafter, r)) == 4
     r.verify = "match"
-    assert not drafted(drafter, r).is_chain
+    assert not propose_tree(drafter, r).is_chain
 
 
 def test_missed_steps_are_read_later():
-    drafter, r = made(), request(source=EncoderSource(SOURCE))
+    drafter, r = make_drafter(), request(source=EncoderSource(SOURCE))
     chain(drafter, r)
     r.output += SOURCE[:20]
     assert chain(drafter, r, 0) == []
@@ -226,7 +231,7 @@ def test_missed_steps_are_read_later():
 
 
 def test_a_slot_begins_anew_with_another_request():
-    drafter = made()
+    drafter = make_drafter()
     assert chain(drafter, request(SOURCE[:9], source=EncoderSource(SOURCE))) == list(SOURCE[9:17])
     drafter.forget([0, 5])
     assert chain(drafter, request(source=EncoderSource((4, 5, 6)))) == [4, 5, 6]

@@ -1,4 +1,4 @@
-"""Blockwise heads: which state guesses which token, the formula, and what training asks of which head."""
+"""Blockwise heads: which state predicts which token, the formula, and which heads the training losses use."""
 
 from dataclasses import replace
 from typing import Any
@@ -31,8 +31,8 @@ GREEDY = Sampling(max_tokens=41, temperature=0)
 
 
 def seer(shift: int = 0, heads: int = 4) -> Checkpoint:
-    """Knows the successor target: head h makes of its state the one of the token h + 1 places further, of which the
-    target's own matrix says the next. A state is positive, so that the hidden layer hands it on."""
+    """Make exact heads for the successor target: head h maps a state to that of the token h + 1 positions later. The
+    target's own matrix gives the token after it. A state is positive, so that the hidden layer passes it on."""
     jumps = [successor_model.power(h + 1 + shift) - torch.eye(V, dtype=torch.float64) for h in range(heads)]
     tensors = {
         "hidden.weight": torch.eye(V, dtype=torch.float64),
@@ -51,7 +51,7 @@ def drafting(checkpoint: Checkpoint, dtype: torch.dtype = torch.float64, verify:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("options", [{}, {"min_confidence": 0.3}], ids=str)
 def test_heads_that_know_the_target_are_never_wrong(options: dict[str, Any], dtype: torch.dtype) -> None:
-    """Off by one in the state or the head, and not a token would be accepted."""
+    """If the state or the head is off by one, no token is accepted."""
     llm = drafting(seer(), dtype, **options)
     for done in llm.generate([[3], [5, 12], [9] * 20], GREEDY):
         assert done.stats.target_passes == 1 + 8  # one token from the prompt's step, five from each that drafts
@@ -79,7 +79,7 @@ def test_unsure_heads_propose_nothing() -> None:
     blind = seer()
     blind.tensors["output.weight"][:] = -torch.eye(V).repeat(4, 1)  # every state becomes zero, every row uniform
     done = drafting(blind, min_confidence=0.3).generate([[3]], GREEDY)
-    assert done[0].stats.num_drafted <= done[0].stats.target_passes  # what was drawn before anyone looked stays
+    assert done[0].stats.num_drafted <= done[0].stats.target_passes  # at most one node a pass
     assert drafting(blind).generate([[3]], GREEDY)[0].stats.num_drafted > 3 * done[0].stats.num_drafted
 
 
@@ -137,7 +137,7 @@ def test_the_network_under_training_has_the_numbers_of_the_formula() -> None:
         assert torch.allclose(network(hidden, head), wanted, atol=1e-12)
 
 
-def trained(**options: Any) -> Any:
+def make_trainee(**options: Any) -> Any:
     return blockwise.create_trainee(blockwise.TrainConfig(**options), tiny_models.plain().target)
 
 
@@ -146,7 +146,7 @@ def test_new_heads_say_what_the_target_says() -> None:
     states = torch.randn(5, 32)
     for head in range(2):
         wanted = target.compute_logits(states.double())
-        assert torch.allclose(trained(heads=2, inner=8).compute_logits(head, states), wanted, atol=1e-5)
+        assert torch.allclose(make_trainee(heads=2, inner=8).compute_logits(head, states), wanted, atol=1e-5)
 
 
 @torch.no_grad()
@@ -155,7 +155,7 @@ def test_training_asks_every_head_for_its_own_token(loss: str) -> None:
     trace = tiny_heads.make_trace(tiny_models.plain(), (AFTER_FINAL_NORM,))
     shown = torch.rand(trace.mask.shape, generator=torch.Generator().manual_seed(1)) < 0.7
     trace = replace(trace, mask=trace.mask & shown)
-    trainee = trained(loss=loss, heads=3, inner=8, decay=0.5)
+    trainee = make_trainee(loss=loss, heads=3, inner=8, decay=0.5)
     torch.nn.init.normal_(trainee.network.output.weight, std=0.3)
     found, wanted = trainee.compute_loss(trace), []
     for head in range(3):
@@ -176,9 +176,9 @@ def test_training_asks_every_head_for_its_own_token(loss: str) -> None:
 
 
 def test_a_loss_of_one_head_a_step_is_that_of_all_on_average_and_of_all_when_measured() -> None:
-    """The paper draws one of the sub-losses for every step; with a decay it is drawn as often as it counts."""
+    """The paper samples one of the sub-losses for every step. With a decay, the weight is the probability of a loss."""
     trace = tiny_heads.make_trace(tiny_models.plain(), (AFTER_FINAL_NORM,))
-    whole, one = (trained(heads=3, inner=8, decay=0.5, heads_per_step=each) for each in ("all", "one"))
+    whole, one = (make_trainee(heads=3, inner=8, decay=0.5, heads_per_step=each) for each in ("all", "one"))
     for trainee in (whole, one):
         torch.manual_seed(3)
         torch.nn.init.normal_(trainee.network.output.weight, std=0.3)
@@ -197,7 +197,7 @@ def test_a_loss_of_one_head_a_step_is_that_of_all_on_average_and_of_all_when_mea
 
 
 def test_trained_heads_are_read_back(tmp_path: Any) -> None:
-    target, trainee = tiny_models.plain().target, trained(heads=3, inner=8)
+    target, trainee = tiny_models.plain().target, make_trainee(heads=3, inner=8)
     tensors, config = trainee.to_checkpoint()
     assert {name.partition(".")[0] for name in tensors} == {"blockwise"}
     save(tmp_path, CheckpointLayout("blockwise", tensors, config))
@@ -220,7 +220,7 @@ def test_trained_heads_are_read_back(tmp_path: Any) -> None:
 )
 def test_training_options_that_make_no_sense_are_refused(options: dict[str, Any], why: str) -> None:
     with pytest.raises(ForedraftError, match=why):
-        trained(**options)
+        make_trainee(**options)
 
 
 def test_other_heads_are_not_taken_for_these() -> None:

@@ -1,4 +1,4 @@
-"""Chimera: what is drafted is what the formulas say, over memory that is read in piece by piece; native as plain."""
+"""Chimera: drafts equal the formulas, over memory that is read piece by piece; native equals plain."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -91,7 +91,7 @@ def _rms(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class Played:
-    """Texts that a target commits piece by piece, with states that are noise: only who reads what matters."""
+    """Sequences that a target commits piece by piece, with random states: tests check which state is read."""
 
     def __init__(self, made: Chimera, count: int) -> None:
         generator = torch.Generator().manual_seed(7)
@@ -109,7 +109,7 @@ class Played:
         return Batch(tuple(self.requests), tuple(1 for _ in self.requests), tuple(budget for _ in self.requests))
 
     def commit(self, *counts: int) -> None:
-        """The target keeps so many more positions of every text."""
+        """Commit the given number of further positions of every sequence."""
         starts = [r.num_computed for r in self.requests]
         tokens = [text[s + 1 : s + 1 + n] for text, s, n in zip(self.texts, starts, counts, strict=True)]
         rows = torch.zeros(len(counts), max(counts), self.features.shape[-1], dtype=torch.float64)
@@ -180,7 +180,7 @@ def test_the_first_token_stands_for_those_before_it() -> None:
 
 
 def test_a_stretch_without_drafts_costs_no_pass_and_the_next_draft_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """States are put off; read in together with the root they are what they would have been one by one."""
+    """States are deferred; read together with the root, they give the same result as read one by one."""
     made, always = drafter("two taps", TreeSpec.from_options(4)), drafter("two taps", TreeSpec.from_options(4))
     played, drafted = Played(made, 2), Played(always, 2)
     passes = []
@@ -196,7 +196,7 @@ def test_a_stretch_without_drafts_costs_no_pass_and_the_next_draft_is_the_same(m
     assert played.drafts(4) == drafted.drafts(4), "again with nothing put off"
 
 
-@torch.inference_mode()  # as the engine runs it, for `settle` brings its own
+@torch.inference_mode()  # as in the engine; `settle` sets its own mode
 def test_what_is_put_off_is_bounded_and_settles_by_page(monkeypatch: pytest.MonkeyPatch) -> None:
     made = drafter("two taps", TreeSpec.from_options(3))
     played = Played(made, 2)
@@ -258,7 +258,7 @@ def test_native_passes_give_the_numbers_of_plain_ones(
         request.output.append(33)
         request.num_computed = 20
         seen: list[Tensor] = []
-        drafting.head_runner.output = _kept(drafting.head_runner.output, seen)
+        drafting.head_runner.output = _record_output(drafting.head_runner.output, seen)
         tree = drafting.propose(Batch((request,), (1,), (4,)))
         assert len(tree.token_lists[0]) == 5
         found.append((seen[0].float(), seen[1].float(), tree.token_lists[0]))
@@ -270,7 +270,7 @@ def test_native_passes_give_the_numbers_of_plain_ones(
     assert dtype == torch.bfloat16 or tokens == plain_tokens
 
 
-def _kept(call, seen):
+def _record_output(call, seen):
     def keeping(states: Tensor) -> Tensor:
         seen.append(call(states))
         return seen[-1]
@@ -297,7 +297,7 @@ def test_options_that_make_no_heads_are_refused(options: dict[str, object], says
 
 
 def test_training_begins_at_the_size_of_what_the_head_reads() -> None:
-    """The target's final norm is where its scale is, whatever the target keeps it as."""
+    """The scale of the input is that of the target's final norm, in whatever form the target stores it."""
     target = tiny_models.plain().target
     made = create_trainee(TrainConfig(taps=(AFTER_FINAL_NORM,)), target).network
     assert torch.allclose(made.norm.weight.double(), tiny_models.target().model.norm.weight.double(), atol=1e-6)

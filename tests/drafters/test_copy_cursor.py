@@ -1,7 +1,7 @@
-"""Where a text stands in what it follows: the choice of a place against a search of the whole source, edit by edit.
+"""Position of an output in its source: the cursor against a search of the whole source, edit by edit.
 
-Guards against a cursor that goes astray after an edit, a match taken that is longer but elsewhere or nearer but
-shorter than another, text already passed that is taken up again, and drafts that never stop in text of one's own.
+Guards against a cursor that is lost after an edit, a match that is longer but elsewhere or nearer but shorter than
+another, source tokens that are copied a second time, and endless drafts inside text that is not in the source.
 """
 
 import random
@@ -13,9 +13,9 @@ from foredraft.drafters.copy_cursor import FULL_MATCH, MAX_EDIT_DISTANCE, CopyCu
 SOURCE = tuple(random.Random(0).sample(range(400), 300))  # no token twice
 
 
-def searched(follower):
-    """(place, trust) by looking at every place of the source: the longest match counts, of equal ones those ahead of
-    what was reached, and of these the nearest to the place expected, the later of two."""
+def search_source(follower):
+    """Find (position, confidence) by a search of the whole source. The longest match counts. Of equal ones, those ahead
+    of the cursor count, then the nearest to the expected position, then the later of two."""
     best = None
     for place in range(1, len(follower.source)):
         for n in range(min(FULL_MATCH, len(follower.recent_tokens), place), 0, -1):
@@ -30,7 +30,7 @@ def searched(follower):
 
 
 def nearest_of(follower, n):
-    """The places of a match of n tokens that count: those ahead, if there are any."""
+    """List the positions of matches of n tokens that count: those ahead of the cursor, if there are any."""
     places = [
         place
         for place in range(n, len(follower.source))
@@ -66,7 +66,7 @@ def test_the_place_is_that_of_a_search_of_the_whole_source(seed):
     while follower.num_read < len(output):
         follower.read(output[follower.num_read : follower.num_read + chance.randrange(1, 4)])
         if follower.num_matched == 0:
-            expected = searched(follower)
+            expected = search_source(follower)
             follower.draft(5)
             assert (follower.position, follower.num_matched) == expected
             num_found += expected[1] > 0
@@ -105,7 +105,7 @@ def test_while_it_follows_there_is_one_way_on_and_all_of_it():
 
 
 def test_text_of_ones_own_is_not_drafted_for():
-    """A long insertion: a few guesses, then none until the source is found again."""
+    """A long insertion: a few draft tokens, then none until the source matches again."""
     follower = CopyCursor(SOURCE)
     follower.read(SOURCE[:50])
     drafted = []

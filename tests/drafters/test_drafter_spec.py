@@ -1,4 +1,4 @@
-"""What a user writes for a drafter: the model tells the method, and a mistyped word is answered with the right one."""
+"""Drafter options as a user writes them: the model implies the method, and a misspelt word gets a suggestion."""
 
 from pathlib import Path
 
@@ -71,7 +71,7 @@ def test_every_key_is_listed_those_of_all_drafters_too() -> None:
     assert "model" not in str(caught.value).partition("takes: ")[2].split(", ")
 
 
-def layered(num_layers: int) -> HFModel:
+def make_target(num_layers: int) -> HFModel:
     import transformers as hf
 
     config = hf.LlamaConfig(
@@ -85,11 +85,11 @@ def layered(num_layers: int) -> HFModel:
     ("num_layers", "taps"), [(2, (1,)), (3, (1, 2)), (4, (1, 2, 3)), (6, (1, 3, 5)), (7, (2, 3, 4))]
 )
 def test_eagle3_reads_different_layers_of_a_shallow_target(num_layers: int, taps: tuple[int, ...]) -> None:
-    assert create_trainee(TrainConfig(), layered(num_layers)).hidden_layers == taps
+    assert create_trainee(TrainConfig(), make_target(num_layers)).hidden_layers == taps
 
 
 def test_wrong_taps_are_answered_with_the_spelling_of_right_ones() -> None:
     with pytest.raises(ForedraftError, match=r"--set taps=1,3,5\); got \(2, 3, 3\)"):
-        create_trainee(TrainConfig(taps=(2, 3, 3)), layered(6))
+        create_trainee(TrainConfig(taps=(2, 3, 3)), make_target(6))
     with pytest.raises(ForedraftError, match="has 1 layer, and EAGLE-3 reads states between layers"):
-        create_trainee(TrainConfig(), layered(1))
+        create_trainee(TrainConfig(), make_target(1))

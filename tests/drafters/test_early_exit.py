@@ -52,7 +52,7 @@ LAYERS, SETTLED = 8, 4
 
 
 def settling(layers: int = LAYERS, settled: int = SETTLED) -> LlamaForCausalLM:
-    """A target whose layers after the first `settled` add nothing to what those before them found."""
+    """Make a target whose layers after the first `settled` add nothing to the hidden states."""
     torch.manual_seed(1)
     config = LlamaConfig(
         vocab_size=tiny_models.VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=layers,
@@ -90,7 +90,7 @@ def drafting(llm: LLM, verify: str = "match", num_tokens: int = 4, **options: An
 
 
 class ExitLife(KVSimulation):
-    """What the draft holds of a request is what the target holds: that is compared already."""
+    """A simulation in which the draft's KV is the target's KV, which is compared already."""
 
     def compare_draft(self, request: Request) -> int:
         return request.num_computed
@@ -126,13 +126,13 @@ def test_every_bit_of_the_memory_is_that_of_reading_the_text(dtype: torch.dtype,
         for transcript in transcripts:
             request = transcript.request
             read_once = _read(native(dtype), request.tokens[: request.num_computed])
-            for held, wanted in zip(_held(llm, request), read_once, strict=True):
+            for held, wanted in zip(_read_kv(llm, request), read_once, strict=True):
                 assert torch.equal(held, wanted)
     assert sum(t.num_accepted for t in transcripts) > 0
     assert sum(t.num_drafted - t.num_accepted for t in transcripts) > 0
 
 
-def _held(llm: LLM, request: Request) -> list[Tensor]:
+def _read_kv(llm: LLM, request: Request) -> list[Tensor]:
     size = llm.limits.page_size
     slots = torch.tensor([request.pages[i // size] * size + i % size for i in range(request.num_computed)])
     return [one[slots] for layer in sorted(llm.target.pool.layers) for one in llm.target.pool.layers[layer]]
@@ -146,7 +146,7 @@ def _read(llm: LLM, tokens: list[int]) -> list[Tensor]:
 
 
 def test_a_pass_that_fails_while_a_draft_grows_changes_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Part of the draft is written where the target writes next."""
+    """The draft writes a part of its KV to the slots that the target writes next."""
     expected = [c.token_ids for c in target().generate(PROMPTS, GREEDY)]
     whole, count = Truncated.forward, 0
 
@@ -168,7 +168,7 @@ def test_a_pass_that_fails_while_a_draft_grows_changes_no_text(monkeypatch: pyte
 
 @pytest.mark.parametrize("verify", ["match", "reject", "block"])
 def test_a_target_that_has_settled_is_foreseen_and_one_that_has_not_is_not(verify: str) -> None:
-    """A root's position or page off by one, and not every draft would be kept."""
+    """If a root's position or page is off by one, some draft is rejected."""
     for done in drafting(target(), verify, exit_layer=SETTLED).generate(PROMPTS, GREEDY):
         assert done.stats.num_accepted == done.stats.num_drafted
         assert done.stats.acceptance_length > 4
@@ -178,14 +178,14 @@ def test_a_target_that_has_settled_is_foreseen_and_one_that_has_not_is_not(verif
 
 @pytest.mark.parametrize("verify", ["match", "reject", "block"])
 def test_sampled_drafts_of_a_settled_target_are_kept(verify: str) -> None:
-    """q is p: nothing is ever rejected, whatever is drawn."""
+    """q is p: no draft token is ever rejected."""
     sampling = Sampling(max_tokens=40, temperature=1, top_p=0.9, seed=3, ignore_eos=True)
     done = drafting(target(), verify, exit_layer=SETTLED).generate(PROMPTS, sampling)
     assert all(c.stats.num_accepted == c.stats.num_drafted > 0 for c in done)
 
 
 def test_a_prompt_is_drafted_for_a_step_later_and_a_single_token_at_once() -> None:
-    """What the target has not computed cannot be read; there is no second way to compute it."""
+    """States that the target has not computed cannot be read; no other pass computes them."""
     llm = drafting(target(), exit_layer=SETTLED)
     [one] = llm.generate([[33]], Sampling(max_tokens=10, temperature=0, ignore_eos=True))
     [more] = llm.generate([[50] * 7], Sampling(max_tokens=10, temperature=0, ignore_eos=True))
@@ -193,7 +193,7 @@ def test_a_prompt_is_drafted_for_a_step_later_and_a_single_token_at_once() -> No
     assert more.stats.target_passes == 3
 
 
-# where it leaves
+# exit layer
 
 
 def test_worth_is_tokens_per_pass_of_the_best_length() -> None:
@@ -255,14 +255,14 @@ def test_the_choice_is_looked_at_again_and_may_change(monkeypatch: pytest.Monkey
 def test_the_same_texts_choose_alike_whatever_is_drafted() -> None:
     """The agreement is that of the target's own passes, not of the drafts that were made."""
 
-    def seen(num_tokens: int) -> list[float]:
+    def measure_agreement(num_tokens: int) -> list[float]:
         llm = drafting(target(), num_tokens=num_tokens)
         llm.generate([[33]], Sampling(max_tokens=64, temperature=0, ignore_eos=True))
         assert isinstance(llm.drafter, EarlyExit)
         assert isinstance(llm.drafter.layer_selector, MeasuredExitLayer)
         return llm.drafter.layer_selector.agreement.rates
 
-    assert seen(2) == pytest.approx(seen(7))
+    assert measure_agreement(2) == pytest.approx(measure_agreement(7))
 
 
 def test_a_length_that_is_fixed_is_weighed_as_it_is() -> None:
@@ -280,11 +280,11 @@ def test_a_target_of_two_layers_has_nothing_to_choose() -> None:
     assert made.layer_selector == FixedExitLayer(1)
 
 
-# whose it is
+# ownership of the states
 
 
 def test_it_drafts_for_one_engine() -> None:
-    """Pages of the one engine are others' texts in the other."""
+    """Pages of one engine hold other sequences in the other."""
     llm = target()
     made = early_exit.create(early_exit.Config(exit_layer=2), context(llm))
     with pytest.raises(ForedraftError, match=r"made of.*make one for"):
@@ -314,7 +314,7 @@ def test_under_an_adaptive_length_the_text_is_the_same() -> None:
 
 
 def test_a_prefix_that_was_found_is_drafted_after() -> None:
-    """No memory of its own means none that could be missing."""
+    """A drafter without its own memory has none that could be missing."""
     limits = MemoryLimits(kv_tokens=4000, page_size=4)
     made = early_exit.create(early_exit.Config(exit_layer=SETTLED), context(target()))
     llm = tiny_models.limit_memory(target(), made, limits)
@@ -397,7 +397,7 @@ SHAPE = EarlyExitShape(hidden=32, rank=8, exit_layer=2)
 FACTS = TargetInfo("the-target", hidden=32, vocab_size=97, num_layers=8)
 
 
-def saved(folder: Path, **config: Any) -> Path:
+def save_adapter(folder: Path, **config: Any) -> Path:
     torch.manual_seed(0)
     sizes = {"norm": (32,), "gate_proj": (8, 32), "up_proj": (8, 32), "down_proj": (32, 8)}
     tensors = {f"{name}.weight": torch.randn(size) for name, size in sizes.items()}
@@ -410,7 +410,7 @@ def saved(folder: Path, **config: Any) -> Path:
 
 
 def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "adapter", target_num_layers=8)
+    folder = save_adapter(tmp_path / "adapter", target_num_layers=8)
     found = read(folder, FACTS)
     assert (found.method, found.shape) == ("early_exit", SHAPE)
     torch.manual_seed(0)
@@ -431,7 +431,7 @@ def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
 def test_a_checkpoint_of_another_target_is_refused(
     tmp_path: Path, config: dict[str, Any], facts: dict[str, int], why: str
 ) -> None:
-    folder = saved(tmp_path / "adapter", **({"target_num_layers": 8} | config))
+    folder = save_adapter(tmp_path / "adapter", **({"target_num_layers": 8} | config))
     with pytest.raises(ForedraftError, match=why):
         read(folder, replace(FACTS, **facts))
 

@@ -1,7 +1,7 @@
-"""Several drafters as one: names and options, one tree of several drafts, and each part as if it were alone.
+"""Several drafters as one: names and options, one tree of several drafts, and each member as if it were alone.
 
-Guards against a part that takes another's nodes for its own, boundaries of the target handed to the wrong part, one
-part's failure that takes the others down, draft memory that two parts disagree about, and options that no code reads.
+Guards against a member that takes another's nodes as its own, hidden layers of the target given to the wrong member,
+failures of one member that stop the others, draft memory that differs between members, and options that no code reads.
 """
 
 import itertools
@@ -42,8 +42,8 @@ def ngram(num_tokens: int = 3) -> NgramDrafter:
     return NgramDrafter(NgramConfig(), num_tokens)
 
 
-def scripted(chain: Sequence[int], q: bool = False, seen: list[Any] | None = None, **more: Any) -> ScriptedDrafter:
-    """The same chain for every request, cut to the budget."""
+def make_scripted(chain: Sequence[int], q: bool = False, seen: list[Any] | None = None, **more: Any) -> ScriptedDrafter:
+    """Make a drafter that proposes the same chain for every request, cut to the budget."""
 
     def propose(batch: Batch) -> TokenTree:
         drafts = []
@@ -58,7 +58,7 @@ def scripted(chain: Sequence[int], q: bool = False, seen: list[Any] | None = Non
     return drafter
 
 
-def composed(mode: SelectionMode, *drafters: Drafter) -> EnsembleDrafter:
+def make_ensemble(mode: SelectionMode, *drafters: Drafter) -> EnsembleDrafter:
     ticks = itertools.count()
     parts = [
         EnsembleMember(str(i), drafter, SandboxedDrafter(drafter, V, name=str(i))) for i, drafter in enumerate(drafters)
@@ -78,7 +78,9 @@ def batch_of(*prompts: list[int], budget: int = 8, sampling: Sampling = GREEDY, 
 
 
 def test_drafts_of_all_parts_become_one_tree_with_shared_beginnings() -> None:
-    tree = composed("merge", ngram(), scripted([3, 4, 7]), scripted([3, 6])).propose(batch_of(TEXT, budget=9))
+    tree = make_ensemble("merge", ngram(), make_scripted([3, 4, 7]), make_scripted([3, 6])).propose(
+        batch_of(TEXT, budget=9)
+    )
     assert tree.token_lists == [[2, 3, 4, 7, 6, 5]]
     assert tree.parent_lists == [[-1, 0, 1, 2, 1, 2]]
     assert tree.q is None
@@ -87,39 +89,41 @@ def test_drafts_of_all_parts_become_one_tree_with_shared_beginnings() -> None:
 def test_what_was_drawn_stands_first_and_says_so() -> None:
     sampling = replace(GREEDY, temperature=1.0)
     batch = batch_of(TEXT, [7], sampling=sampling, verify="reject")
-    tree = composed("merge", ngram(), scripted([3, 6], q=True)).propose(batch)
+    tree = make_ensemble("merge", ngram(), make_scripted([3, 6], q=True)).propose(batch)
     assert tree.token_lists == [[2, 3, 6, 4, 5], [7, 3, 6]]
     assert tree.parent_lists == [[-1, 0, 1, 1, 3], [-1, 0, 1]]
     assert tree.num_sampled_children == (1, 1, 0, 0, 0, 1, 1, 0)
     assert tree.q is not None
     assert tree.q.shape == (8, V)
     assert [bool(row.any()) for row in tree.q] == [True, True, True, False, False, True, True, True]
-    assert SandboxedDrafter(scripted([]), V)._find_tree_fault(batch, tree) is None
+    assert SandboxedDrafter(make_scripted([]), V)._find_tree_fault(batch, tree) is None
 
 
 def test_two_that_drew_are_not_merged() -> None:
     sampling = replace(GREEDY, temperature=1.0)
     batch = batch_of([7], sampling=sampling, verify="reject")
-    tree = composed("merge", scripted([3, 6], q=True), scripted([4, 5], q=True)).propose(batch)
+    tree = make_ensemble("merge", make_scripted([3, 6], q=True), make_scripted([4, 5], q=True)).propose(batch)
     assert tree.token_lists == [[7, 3, 6]]
 
 
 def test_a_budget_is_kept_and_block_verification_gets_chains() -> None:
-    both = composed("merge", ngram(), scripted([6, 7, 8, 6]))
+    both = make_ensemble("merge", ngram(), make_scripted([6, 7, 8, 6]))
     assert [both.propose(batch_of(TEXT, budget=budget)).sizes[0] - 1 for budget in (1, 2, 3, 5)] == [1, 2, 3, 5]
     tree = both.propose(batch_of(TEXT, verify="block"))
     assert tree.is_chain
 
 
 def test_text_goes_on_below_the_end_of_a_draft() -> None:
-    tree = composed("sequence", ngram(), scripted([1, 2])).propose(batch_of([1, 2, 3, 4, 9 - 1], budget=6))
+    tree = make_ensemble("sequence", ngram(), make_scripted([1, 2])).propose(batch_of([1, 2, 3, 4, 9 - 1], budget=6))
     assert tree.token_lists == [[8, 1, 2, 3, 4, 8]]
     assert tree.is_chain
 
 
 def test_nothing_follows_an_end_of_text() -> None:
     sampling = replace(GREEDY, stop_token_ids=(2,))
-    tree = composed("sequence", ngram(), scripted([1, 2])).propose(batch_of([1, 2, 3, 4, 8], sampling=sampling))
+    tree = make_ensemble("sequence", ngram(), make_scripted([1, 2])).propose(
+        batch_of([1, 2, 3, 4, 8], sampling=sampling)
+    )
     assert tree.token_lists == [[8, 1, 2]]
 
 
@@ -137,10 +141,10 @@ def test_prompt_lookup_below_a_path_is_prompt_lookup_of_the_longer_text() -> Non
 def test_a_part_sees_its_own_nodes_and_boundaries() -> None:
     seen: list[list[Commit]] = [[], []]
     first, second = (
-        scripted([3, 4], seen=seen[0], hidden_layers=(2, 5)),
-        scripted([6, 7], seen=seen[1], hidden_layers=(5,)),
+        make_scripted([3, 4], seen=seen[0], hidden_layers=(2, 5)),
+        make_scripted([6, 7], seen=seen[1], hidden_layers=(5,)),
     )
-    both, batch = composed("merge", first, second), batch_of([7], budget=8)
+    both, batch = make_ensemble("merge", first, second), batch_of([7], budget=8)
     assert both.hidden_layers == (2, 5)
     tree = both.propose(batch)
     assert tree.token_lists == [[7, 3, 4, 6, 7]]
@@ -174,7 +178,7 @@ def test_one_that_fails_fails_alone() -> None:
 
     text = ngram()
     text.draft_tokens = text.continue_tokens = broken  # type: ignore[method-assign]
-    both = composed("merge", text, scripted([3, 4]), ScriptedDrafter(broken, max_nodes=4))
+    both = make_ensemble("merge", text, make_scripted([3, 4]), ScriptedDrafter(broken, max_nodes=4))
     sizes = [both.propose(batch_of(TEXT)).sizes[0] for _ in range(MAX_FAILURES + 6)]
     assert max(sizes) == 3
     assert sizes[-1] == 3
@@ -212,7 +216,7 @@ def test_a_part_that_changes_a_request_is_found_and_comes_back_after_its_rest() 
 
 
 def test_memories_as_one() -> None:
-    """A hit ends where the memory ends that cannot be read again; who can read again is left to do so."""
+    """A hit ends with the memory that cannot be recomputed; members that can recompute theirs do not shorten it."""
     draft, head = DraftKV(KVPool(), 4), DraftKV(KVPool(), 6, 1, is_rebuildable_from_tokens=False)
     both = combine_draft_kv([draft, head])
     assert both is not None

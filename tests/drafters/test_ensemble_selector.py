@@ -1,5 +1,5 @@
-"""Which part drafts: estimates against counting, costs against lines, and whole worlds on paper, where a composition
-has to be as fast as the better of its parts. No clock but the worlds' own; everything is seeded.
+"""Selection of the drafting member: estimates against counting, costs against lines, and simulated workloads, on
+which an ensemble must be as fast as its better member. Time is simulated; everything is seeded.
 """
 
 import random
@@ -41,7 +41,7 @@ class World:
     later: "World | None" = None  # what it turns into after half of the steps
 
 
-def kept(length: int, share: float, chance: random.Random) -> int:
+def sample_num_accepted(length: int, share: float, chance: random.Random) -> int:
     for n in range(length):
         if chance.random() >= share:
             return n
@@ -67,8 +67,10 @@ def speed(world: World, mode: SelectionMode | None, steps: int = 1500, only: str
                         CandidateDraft(Draft.from_chain([0] * found[0]), (0, weight), (0,), found[0], found[0], False)
                     )
                     break
-            text = kept(*found, chance)
-            other = text if found[0] and chance.random() < now.agree else kept(BUDGET, now.neural, chance)
+            text = sample_num_accepted(*found, chance)
+            other = (
+                text if found[0] and chance.random() < now.agree else sample_num_accepted(BUDGET, now.neural, chance)
+            )
             cases.append(RequestChoices(slot, BUDGET, offers))
             fates.append((found[0], text, other))
         uses, plans = choice.select_members(cases)
@@ -155,13 +157,13 @@ def test_shares_start_from_what_is_known_of_others_and_come_to_their_own() -> No
         worth.update(0, (0, 3), 4, 4)
         worth.update(1, (0, 1), 0, 1)
     assert worth.estimate_rates(0, (0, 3))[0] > 0.95
-    assert worth.estimate_rates(0, (0, 1))[0] < 0.1  # another request's weak matches say what its own are worth
+    assert worth.estimate_rates(0, (0, 1))[0] < 0.1  # another request's weak matches predict the acceptance of these
     assert 0.2 < worth.estimate_rates(0, (0, 2))[0] < 0.8  # of the part as a whole
     worth.register(2, is_sampled=True)
     assert worth.estimate_rates(2, (0, 3)) == (
         PRIOR_FIRST_RATE,
         PRIOR_LATER_RATE,
-    )  # greedy texts say nothing of drawn ones
+    )  # greedy requests are no evidence about sampled ones
     worth.forget(0)
     assert worth.estimate_rates(0, (0, 3))[0] > 0.9
 

@@ -20,7 +20,7 @@ from foredraft.drafters.failure_backoff import (
 
 
 class Clock:
-    """Seconds that pass when a test says so."""
+    """Clock that a test advances."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -86,7 +86,7 @@ def test_fewer_sound_proposals_than_that_clear_nothing() -> None:
 
 
 def test_a_slow_call_is_paid_for_by_a_longer_rest_and_cleared_later() -> None:
-    """Whatever its rhythm, a slow drafter costs no more than a share of the time."""
+    """A slow drafter costs no more than a share of the time, whatever its rhythm."""
     clock = Clock()
     backoff = FailureBackoff("draft", clock)
     for _ in range(MAX_FAILURES):
@@ -141,7 +141,7 @@ def test_the_first_proposals_have_the_whole_timeout() -> None:
 
 
 def test_a_prompt_may_be_read_as_long_as_the_target_read_it() -> None:
-    """Once: the proposals after that one have read it."""
+    """The longer limit holds for one proposal, the one that reads the prompt."""
     pace = ProposalTimeLimit(5.0)
     for _ in range(MIN_PASSES):
         pace.record_pass(0.001, has_prompt=False)

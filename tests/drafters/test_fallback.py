@@ -1,7 +1,7 @@
-"""Two drafters as one: the same text, the distribution of the target, and each part as if it were alone.
+"""Two drafters as one: the same text, the distribution of the target, and each member as if it were alone.
 
 Guards against rows of q that belong to another request, a main drafter that takes another's draft for its own, budgets
-larger than a part said, and one part's failure that takes the other down.
+larger than a member's limit, and a failure of one member that stops the other.
 """
 
 import itertools
@@ -40,8 +40,8 @@ def requests(count: int, **more: Any) -> list[Request]:
     return [Request(i, [i + 1], replace(GREEDY, temperature=1.0), seed=i, **more) for i in range(count)]
 
 
-def scripted(tokens: dict[int, list[int]], q: bool = False, num_nodes: int = 4, **more: Any) -> ScriptedDrafter:
-    """Drafts by slot, chains cut to the budget. With q, row n of slot s is one-hot in (s + n) % V."""
+def make_scripted(tokens: dict[int, list[int]], q: bool = False, num_nodes: int = 4, **more: Any) -> ScriptedDrafter:
+    """Make a drafter of chains by slot, cut to the budget. With q, row n of slot s is one-hot in (s + n) % V."""
 
     def propose(batch: Batch) -> TokenTree:
         drafts = []
@@ -58,7 +58,9 @@ def scripted(tokens: dict[int, list[int]], q: bool = False, num_nodes: int = 4, 
 
 def test_the_first_serves_whom_it_can_and_the_main_all_others():
     batch = Batch(tuple(requests(4)), (1,) * 4, (4,) * 4)
-    tree = FallbackDrafter(scripted({0: [1, 2], 2: [3]}), scripted({0: [4], 1: [4, 4, 4], 2: [4]})).propose(batch)
+    tree = FallbackDrafter(make_scripted({0: [1, 2], 2: [3]}), make_scripted({0: [4], 1: [4, 4, 4], 2: [4]})).propose(
+        batch
+    )
     assert tree.token_lists == [[1, 1, 2], [2, 4, 4, 4], [3, 3], [4]]
     assert tree.parent_lists == [[-1, 0, 1], [-1, 0, 1, 2], [-1, 0], [-1]]
     assert tree.q is None
@@ -66,12 +68,12 @@ def test_the_first_serves_whom_it_can_and_the_main_all_others():
 
 @pytest.mark.parametrize("who", ["main", "first", "both"])
 def test_rows_of_q_stay_with_their_requests(who):
-    """One request of the middle has no scored row; a row of zeros stands for a guess."""
+    """One request in the middle has no row of q; a row of zeros stands for a deterministic draft token."""
     some = requests(4)
     some[1] = replace(some[1], prompt=[1, 2, 3], slot=1)
     batch = Batch(tuple(some), (1, 2, 1, 1), (4, 0, 4, 4))
-    first = scripted({0: [1, 2]}, q=who != "main")
-    tree = FallbackDrafter(first, scripted({0: [4], 2: [3], 3: [1, 1]}, q=who != "first")).propose(batch)
+    first = make_scripted({0: [1, 2]}, q=who != "main")
+    tree = FallbackDrafter(first, make_scripted({0: [4], 2: [3], 3: [1, 1]}, q=who != "first")).propose(batch)
     assert tree.sizes == [3, 1, 2, 3]
     assert tree.q is not None
     argmax = [int(row.argmax()) if row.sum() else None for row in tree.q]
@@ -82,7 +84,7 @@ def test_rows_of_q_stay_with_their_requests(who):
 
 
 def test_budgets_are_those_each_part_asked_for():
-    """And none where a request is served already."""
+    """The budget is zero for a request that has a draft already."""
     seen: dict[str, list[tuple[int, ...]]] = {"first": [], "main": []}
 
     def noting(name: str, inner: ScriptedDrafter) -> ScriptedDrafter:
@@ -93,7 +95,8 @@ def test_budgets_are_those_each_part_asked_for():
         return ScriptedDrafter(propose, max_nodes=inner.max_nodes)
 
     fallback = FallbackDrafter(
-        noting("first", scripted({0: [1]}, num_nodes=6)), noting("main", scripted({1: [1, 1, 1]}, num_nodes=2))
+        noting("first", make_scripted({0: [1]}, num_nodes=6)),
+        noting("main", make_scripted({1: [1, 1, 1]}, num_nodes=2)),
     )
     assert fallback.max_nodes == 6
     tree = fallback.propose(Batch(tuple(requests(3)), (1,) * 3, (6, 6, 1)))
@@ -104,7 +107,7 @@ def test_budgets_are_those_each_part_asked_for():
 
 
 def test_both_observe_and_forget_everything():
-    first, main = scripted({0: [1]}), scripted({}, hidden_layers=(3,))
+    first, main = make_scripted({0: [1]}), make_scripted({}, hidden_layers=(3,))
     fallback = FallbackDrafter(first, main)
     commit = Commit.from_lists([[0]], [[1]])
     fallback.observe(Batch(tuple(requests(1)), (1,), (1,)), commit)
@@ -135,8 +138,8 @@ def test_a_part_that_fails_leaves_the_other_alone(broken, how):
             raise RuntimeError("broken")
         return TokenTree.from_lists([[7]] * len(batch), [[-1]] * len(batch))
 
-    good, bad = scripted({0: [1, 2], 1: [1]}), ScriptedDrafter(fail)
-    parts = (bad, good) if broken == "first" else (scripted({0: [1, 2]}), bad)
+    good, bad = make_scripted({0: [1, 2], 1: [1]}), ScriptedDrafter(fail)
+    parts = (bad, good) if broken == "first" else (make_scripted({0: [1, 2]}), bad)
     fallback = FallbackDrafter(*(SandboxedDrafter(part, V) for part in parts))
     outer = SandboxedDrafter(fallback, V)
     for _ in range(3 * MAX_FAILURES):
@@ -149,15 +152,15 @@ def test_a_part_that_fails_leaves_the_other_alone(broken, how):
 
 @pytest.mark.parametrize("slow", [0, 1], ids=["first", "main"])
 def test_a_part_that_is_slow_rests_alone_and_comes_back(slow):
-    """The guard around both used to count the time of the one against the other."""
+    """The sandbox around both used to count the time of one against the other."""
     now = 0.0
 
     def dawdle(batch: Batch) -> TokenTree:
         nonlocal now
         now += 6.0
-        return scripted({0: [3], 1: [3]}).proposal(batch)
+        return make_scripted({0: [3], 1: [3]}).proposal(batch)
 
-    parts = [scripted({0: [1, 2]}), scripted({1: [1, 2]})]
+    parts = [make_scripted({0: [1, 2]}), make_scripted({1: [1, 2]})]
     parts[slow] = ScriptedDrafter(dawdle)
     guards = [
         SandboxedDrafter(part, V, clock=lambda: now, name=name)
@@ -180,7 +183,7 @@ def test_a_part_that_is_slow_rests_alone_and_comes_back(slow):
 
 
 def test_a_timeout_set_from_outside_holds_for_every_part():
-    guards = [SandboxedDrafter(scripted({}), V), SandboxedDrafter(scripted({}), V)]
+    guards = [SandboxedDrafter(make_scripted({}), V), SandboxedDrafter(make_scripted({}), V)]
     SandboxedDrafter(FallbackDrafter(*guards), V).timeout = 0.5
     assert [guard.timeout for guard in guards] == [0.5, 0.5]
 
@@ -188,8 +191,8 @@ def test_a_timeout_set_from_outside_holds_for_every_part():
 # texts
 
 
-def mixed(plain: Sequence[list[int]]) -> list[tuple[int, ...]]:
-    """Right, none, edited, wrong."""
+def make_predictions(plain: Sequence[list[int]]) -> list[tuple[int, ...]]:
+    """Return the right prediction, none, an edited one and a wrong one."""
     edited = [*plain[2][:8], 90, *plain[2][9:]]
     return [tuple(plain[0]), (), tuple(edited), tuple(range(20, 44))]
 
@@ -197,12 +200,12 @@ def mixed(plain: Sequence[list[int]]) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("mode", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("name", EACH_CASE)
 def test_text_is_the_same_under_a_fallback_of_any_method(name, mode):
-    """A mixed batch: who has no prediction is drafted for by the method, side by side with those who have."""
+    """One batch mixes requests with and without a prediction; the method drafts for the latter."""
     texts = [c.token_ids for c in tiny_models.plain().generate(PROMPTS, mode)]
     alone = tiny_models.plain().with_drafter(METHOD_CASES[name].make(3), verify="match").generate(PROMPTS, mode)
     llm = tiny_models.plain().with_drafter(METHOD_CASES[name].make(3), verify="match")
     for _ in range(2):
-        done = generate(llm, mode, mixed(texts), PROMPTS)
+        done = generate(llm, mode, make_predictions(texts), PROMPTS)
         assert [c.token_ids for c in done] == texts
         assert done[0].stats.target_passes < 8
         assert done[1].stats.num_accepted > 0 or not alone[1].stats.num_accepted
@@ -219,7 +222,7 @@ SAMPLING = Sampling(max_tokens=LENGTH + 2, temperature=0.9, ignore_eos=True)
 
 
 def counts(fallback: Drafter, lm: TableLM, prediction: tuple[int, ...], count: int) -> dict[bool, np.ndarray]:
-    """How often every text came out, with a prediction and without, in batches of both."""
+    """Count every output, with a prediction and without, in batches of both."""
     transcripts = []
     for i in range(count):
         made = make_transcript([1, 2], SAMPLING, i, verify="reject")
@@ -255,7 +258,7 @@ def test_the_distribution_of_reject_holds_with_and_without_a_prediction(branchin
 
 
 class Shifted(FallbackDrafter):
-    """Rows of q one request further."""
+    """Shift the rows of q by one request."""
 
     def propose(self, batch: Batch) -> TokenTree:
         tree = super().propose(batch)

@@ -27,8 +27,8 @@ BLOCK = DraftLayerShape(hidden=32, intermediate=48, heads=4, kv_heads=2, head_di
 GREEDY = Sampling(max_tokens=64, temperature=0, ignore_eos=True)
 
 
-def _scattered(network: nn.Module) -> nn.Module:
-    """Weights so large that no two tokens are alike to it."""
+def _scatter_weights(network: nn.Module) -> nn.Module:
+    """Set weights so large that no two tokens have similar states."""
     torch.manual_seed(5)
     for name, parameter in network.named_parameters():
         if parameter.dim() > 1:
@@ -63,7 +63,7 @@ def networks() -> dict[str, tuple[nn.Module, tuple[int, ...]]]:
         )
         made[name] = eagle3.Eagle3Network(shape, target), taps
     for network, _ in made.values():
-        _scattered(network)
+        _scatter_weights(network)
     torch.manual_seed(6)
     few = made["eagle3, few tokens"][0]
     few.d2t.copy_(torch.randperm(size)[:40].sort().values - torch.arange(40))
@@ -82,7 +82,7 @@ def request(slot: int, tokens: list[int], pages: list[int]) -> Request:
 
 
 class Played:
-    """A text that a target commits piece by piece, with states that are noise: only who reads what matters."""
+    """Sequences that a target commits piece by piece, with random states: tests check which state is read."""
 
     def __init__(self, made: FeatureDrafter, lengths: list[int], width: int) -> None:
         generator = torch.Generator().manual_seed(7)
@@ -98,7 +98,7 @@ class Played:
             self.requests.append(request(slot, text[:1], pages))
 
     def commit(self, counts: list[int]) -> None:
-        """The target keeps so many more positions of every text."""
+        """Commit the given number of further positions of every sequence."""
         batch = Batch(tuple(self.requests), tuple(1 for _ in counts), tuple(0 for _ in counts))
         starts = [r.num_computed for r in self.requests]
         paths = [list(range(n)) for n in counts]
@@ -116,8 +116,8 @@ class Played:
         return [row[1:] for row in self.drafter.propose(batch).token_lists]
 
 
-def unrolled(name: str, text: list[int], features: Tensor, drafted: list[int]) -> list[int]:
-    """The likeliest token of every training step at the last true pair, where the text goes on as drafted."""
+def unroll_argmax(name: str, text: list[int], features: Tensor, drafted: list[int]) -> list[int]:
+    """Compute the likeliest token of every training step at the last true pair, for a sequence and its draft."""
     network, _ = networks()[name]
     n, steps = len(text), len(drafted)
     tokens = torch.tensor([[*text, *drafted]])
@@ -139,7 +139,7 @@ def test_a_chain_is_what_training_unrolled(name: str) -> None:
         played.commit(counts)
         for r, features, drafted in zip(played.requests, played.features, played.drafts(4), strict=True):
             assert len(drafted) == 4
-            assert drafted == unrolled(name, r.tokens, features, drafted), f"after {r.num_tokens} tokens"
+            assert drafted == unroll_argmax(name, r.tokens, features, drafted), f"after {r.num_tokens} tokens"
 
 
 @pytest.mark.parametrize("name", ["eagle", "eagle3", "eagle3, two layers"])
@@ -203,7 +203,7 @@ def test_plans_that_make_no_tree_are_refused(make: Callable[[], TreeSpec]) -> No
 
 
 def test_a_stretch_without_drafts_costs_no_pass_and_the_next_draft_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pairs are put off; read in together they are what they would have been one by one."""
+    """Pairs are deferred; read together, they give the same result as read one by one."""
     made, always = drafter("eagle3", TreeSpec.from_options(4)), drafter("eagle3", TreeSpec.from_options(4))
     played, drafted = Played(made, [1, 1], 64), Played(always, [1, 1], 64)
     passes = []

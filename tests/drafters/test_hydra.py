@@ -1,4 +1,4 @@
-"""Hydra heads: what each reads and guesses, the formula, trees, which state of the target, and what training asks."""
+"""Hydra heads: inputs and output of each head, the formula, trees, the state of the target, and the training losses."""
 
 from dataclasses import replace
 from typing import Any
@@ -31,12 +31,12 @@ GREEDY = Sampling(max_tokens=41, temperature=0)
 
 
 def seer(kind: str, shift: int = 0, heads: int = 4, is_lean: bool = False) -> Checkpoint:
-    """Knows the successor target from one part of what its heads read: the state, the first token after it, or the
-    last. Blind for the others. A lean one has no output matrices, and makes the state of the token it means."""
+    """Make exact heads for the successor target from one part of their input: the state, the first token after it, or
+    the last. They ignore the others. A lean head has no output matrices; its output is the state of the next token."""
     tensors: dict[str, Tensor] = {}
     for head in range(heads):
         part = {"state": 0, "first": 1, "last": head + 1}[kind]
-        ahead = head + 2 - part + shift  # places from the token of that part to the one guessed
+        ahead = head + 2 - part + shift  # positions from the token of that part to the predicted one
         width, size = (head + 2) * V, 1.0 if kind == "state" else V**0.5  # embeddings are shorter than states
         kept = torch.zeros(V, width, dtype=torch.float64)
         kept[:, part * V : (part + 1) * V] = size * (successor_model.power(ahead - 1) if is_lean else torch.eye(V))
@@ -72,7 +72,7 @@ WRITTEN = ((0,), (1,), (0, 0), (0, 1), (0, 0, 0), (0, 0, 0, 0))  # as hydra_choi
     ids=str,
 )
 def test_heads_that_know_the_target_are_never_wrong(options: dict[str, Any], kind: str, dtype: torch.dtype) -> None:
-    """Off by one in the state, a token read or the head, and not a token would be accepted."""
+    """If the state, a token read or the head is off by one, no token is accepted."""
     llm = drafting(seer(kind), dtype=dtype, **options)
     for done in llm.generate([[3], [5, 12], [9] * 20], GREEDY):
         assert done.stats.target_passes == 1 + 8  # one token from the prompt's step, five from each that drafts
@@ -188,13 +188,13 @@ def test_options_that_make_no_draft_are_refused(options: dict[str, Any], why: st
         drafting(seer("last"), **options)
 
 
-def trained(**options: Any) -> Any:
+def make_trainee(**options: Any) -> Any:
     return hydra.create_trainee(hydra.TrainConfig(**options), tiny_models.plain().target)
 
 
 @pytest.mark.parametrize("options", [{}, {"layers": 2, "own_head": False}, {"rank": 40}])
 def test_new_heads_say_what_the_target_says(options: dict[str, Any]) -> None:
-    target, trainee = tiny_models.plain().target, trained(heads=2, **options)
+    target, trainee = tiny_models.plain().target, make_trainee(heads=2, **options)
     states, tokens = torch.randn(5, 32), torch.tensor([4, 5, 6, 7, 8])
     wanted, seen = target.compute_logits(states.double()), states
     for head in range(2):
@@ -203,7 +203,7 @@ def test_new_heads_say_what_the_target_says(options: dict[str, Any]) -> None:
 
 
 def test_a_rank_keeps_what_the_target_reads_most() -> None:
-    target, trainee = tiny_models.plain().target, trained(heads=1, rank=8)
+    target, trainee = tiny_models.plain().target, make_trainee(heads=1, rank=8)
     said = target.head_weight.float()
     top = torch.linalg.svd(said).Vh[:8]
     states = torch.randn(5, 32)
@@ -214,11 +214,11 @@ def test_a_rank_keeps_what_the_target_reads_most() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("loss", LOSS_NAMES)
 def test_training_runs_every_position_as_drafting_would(loss: str) -> None:
-    """Vectorised over positions that drop out one by one; here position by position, from the formula."""
+    """The loss is vectorised over positions that drop out one by one; the check goes position by position."""
     trace = tiny_heads.make_trace(tiny_models.plain(), (AFTER_FINAL_NORM,))
     shown = torch.rand(trace.mask.shape, generator=torch.Generator().manual_seed(1)) < 0.7
     trace = replace(trace, mask=trace.mask & shown)
-    target, trainee = tiny_models.plain().target, trained(loss=loss, heads=3, rank=12, decay=0.5)
+    target, trainee = tiny_models.plain().target, make_trainee(loss=loss, heads=3, rank=12, decay=0.5)
     for name, parameter in trainee.network.named_parameters():
         if "lm_head" not in name:
             torch.nn.init.normal_(parameter, std=0.2)
@@ -246,7 +246,7 @@ def test_training_runs_every_position_as_drafting_would(loss: str) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"own_head": False, "rank": 12, "layers": 2}])
 def test_trained_heads_are_read_back(options: dict[str, Any], tmp_path: Any) -> None:
-    target, trainee = tiny_models.plain().target, trained(heads=3, **options)
+    target, trainee = tiny_models.plain().target, make_trainee(heads=3, **options)
     tensors, config = trainee.to_checkpoint()
     assert (config["hydra_num_heads"], config["hydra_head_arch"], config["hidden_state_offset"]) == (3, "mlp", 0)
     assert config.get("foredraft_lm_head") == (None if not options else "target")
@@ -284,7 +284,7 @@ def test_heads_in_the_authors_file_draft_as_they_were_written(tmp_path: Any) -> 
 )
 def test_training_options_that_make_no_sense_are_refused(options: dict[str, Any], why: str) -> None:
     with pytest.raises(ForedraftError, match=why):
-        trained(**options)
+        make_trainee(**options)
 
 
 def test_other_heads_are_not_taken_for_these() -> None:
@@ -310,8 +310,8 @@ def test_heads_behind_a_layer_that_adds_nothing_know_as_much_as_without(kind: st
 
 
 def test_a_prefix_layer_learns_and_is_read_back(tmp_path: Any) -> None:
-    """In the authors' names; its gradient comes from every head, over the states before."""
-    llm, trainee = tiny_models.plain(), trained(heads=2, prefix=True)
+    """It is saved under the published names; its gradient comes from every head, over the states before."""
+    llm, trainee = tiny_models.plain(), make_trainee(heads=2, prefix=True)
     assert trainee.compute_loss(tiny_heads.make_trace(llm, (AFTER_FINAL_NORM,))).total.isfinite()
     trainee.compute_loss(tiny_heads.make_trace(llm, (AFTER_FINAL_NORM,))).total.backward()
     assert trainee.network.prefix_embeding_layer.layers[0].self_attn.o_proj.weight.grad.abs().sum() > 0
@@ -327,7 +327,7 @@ def test_a_prefix_layer_learns_and_is_read_back(tmp_path: Any) -> None:
 
 def test_a_prefix_layer_of_other_proportions_than_the_targets_is_refused() -> None:
     target = tiny_models.plain().target
-    shape = replace(trained(heads=1, prefix=True).network.shape, prefix=HydraPrefixShape(32, 32, 64))
+    shape = replace(make_trainee(heads=1, prefix=True).network.shape, prefix=HydraPrefixShape(32, 32, 64))
     checkpoint = Checkpoint("hydra", "made", "a folder", shape, {})
     for make in (
         lambda: hydra_network.load_prefix_layer(checkpoint, target),

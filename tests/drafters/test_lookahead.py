@@ -1,7 +1,7 @@
 """Lookahead decoding: the window against a slow simulation of the paper, the pool's bounds, and the tree they make.
 
-Guards against a window whose mask is not the paper's, n-grams put together from the wrong columns, answers of another
-tree or another step taken for one's own, and budgets that starve the window.
+Guards against a window whose mask is not the paper's, n-grams put together from the wrong columns, argmaxes of another
+tree or another step used by mistake, and budgets that starve the window.
 """
 
 import random
@@ -23,7 +23,7 @@ VOCAB = 23
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
 
-def made(num_tokens=8, **options):
+def make_drafter(num_tokens=8, **options):
     return lookahead.create(
         lookahead.Config(**options), DrafterContext(vocab_size=VOCAB, num_speculative_tokens=num_tokens)
     )
@@ -41,20 +41,20 @@ def one(r, budget):
 
 
 def said(text):
-    """A toy target: the next token is a function of the last three and of how long the text is."""
+    """Compute the next token of a toy target from the last three tokens and the length of the sequence."""
     return (7 * text[-1] + 3 * text[-2] + text[-3] * text[-1] + len(text) % 2) % VOCAB
 
 
-def answered(tree, texts):
-    """What the toy target says after every node, each seeing its ancestors alone."""
+def compute_argmax(tree, texts):
+    """Compute the next token of the toy target after every node, which sees its ancestors alone."""
     tokens = [
         said(text + tree.get_draft_path(b, node)) for b, text in enumerate(texts) for node in range(tree.sizes[b])
     ]
     return TargetArgmax(tree, tokens)
 
 
-def accepted(tree, b, text):
-    """Greedy verification: (nodes of the path, tokens after them)."""
+def verify_greedily(tree, b, text):
+    """Verify greedily: (nodes of the path, tokens after them)."""
     node, nodes, tokens = 0, [], []
     while True:
         nodes.append(node)
@@ -66,11 +66,11 @@ def accepted(tree, b, text):
 
 
 def step(drafter, r, budget=None):
-    """One pass of the toy target. Returns the tree and how many tokens it gave."""
+    """Run one pass of the toy target. Returns the tree and the number of new tokens."""
     batch = one(r, drafter.max_nodes if budget is None else budget)
     tree = drafter.propose(batch)
-    path, tokens = accepted(tree, 0, r.tokens)
-    drafter.observe(batch, Commit.from_lists([path], [tokens], target_argmax=answered(tree, [r.tokens])))
+    path, tokens = verify_greedily(tree, 0, r.tokens)
+    drafter.observe(batch, Commit.from_lists([path], [tokens], target_argmax=compute_argmax(tree, [r.tokens])))
     r.output += tokens
     r.num_computed = r.num_tokens - 1
     return tree, len(tokens)
@@ -79,23 +79,23 @@ def step(drafter, r, budget=None):
 class Paper:
     """The algorithm of 2402.02057 as it is written there: a 2-D window, an attention mask, a pool of n-grams.
 
-    `seen` is the paper's mask as a text: level 0 up to the token's own column, then its column. One thing is ours: an
-    n-gram that holds tokens of chance behind its first is left out.
+    `build_context` is the paper's mask as a sequence: level 0 up to the token's own column, then its column. One thing
+    differs from the paper: an n-gram whose later tokens come from the random start is left out.
     """
 
     def __init__(self, columns, guesses):
         self.levels = [list(level) for level in zip(*columns, strict=True)]  # N - 1 levels of W tokens
         self.guesses, self.pool, self.steps = guesses, {}, 0
 
-    def seen(self, text, column, level):
+    def build_context(self, text, column, level):
         spine = self.levels[0][1 : column + 1]
         return [*text, *spine, *(self.levels[i][column] for i in range(1, level + 1))]
 
     def step(self, text):
         width, top = len(self.levels[0]), len(self.levels) - 1
-        new = [said(self.seen(text, j, top)) for j in range(width)]
+        new = [said(self.build_context(text, j, top)) for j in range(width)]
         candidates = [list(rest) for rest in reversed(self.pool.get(text[-1], []))]
-        best = max((self.matched(text, rest) for rest in candidates), default=0)
+        best = max((self.count_matches(text, rest) for rest in candidates), default=0)
         tokens = []
         for _ in range(best + 1):
             tokens.append(said(text + tokens))
@@ -107,7 +107,7 @@ class Paper:
         self.levels = [*self.levels[1:], new]
         return tokens
 
-    def matched(self, text, rest):
+    def count_matches(self, text, rest):
         count = 0
         while count < len(rest) and said(text + rest[:count]) == rest[count]:
             count += 1
@@ -125,7 +125,7 @@ class Paper:
 def test_the_window_and_the_pool_are_those_of_the_paper(window, size, guesses):
     """Pass by pass over a toy target. A trajectory that is accepted by itself (the paper does not try them) is the only
     way to be ahead of it, and is taken back here so that both stay at the same text."""
-    drafter = made(20, window=window, ngram_size=size, guesses=guesses, from_text=False)
+    drafter = make_drafter(20, window=window, ngram_size=size, guesses=guesses, from_text=False)
     r = request([7])
     drafter.propose(one(r, drafter.max_nodes))
     sight = drafter._states[0]
@@ -139,12 +139,12 @@ def test_the_window_and_the_pool_are_those_of_the_paper(window, size, guesses):
         pool = [tuple(path) for path in sight.pool.get_continuations(text[-1])]
         assert pool == list(reversed(paper.pool.get(text[-1], [])))
         for path in pool:
-            assert answered(tree, [text]).look_up(0, path) == said([*text, *path]), "a guess is not in the tree"
-        columns = [paper.seen(text, j, size - 2)[len(text) :] for j in range(window)]
+            assert compute_argmax(tree, [text]).look_up(0, path) == said([*text, *path]), "a guess is not in the tree"
+        columns = [paper.build_context(text, j, size - 2)[len(text) :] for j in range(window)]
         for path in columns:
-            assert answered(tree, [text]).look_up(0, path) == said([*text, *path]), "a column is not in the tree"
+            assert compute_argmax(tree, [text]).look_up(0, path) == said([*text, *path]), "a column is not in the tree"
         assert tree.sizes[0] - 1 == len({tuple(p[:n]) for p in [*pool, *columns] for n in range(1, len(p) + 1)})
-        drafter.observe(batch, Commit.from_lists([[0]], [[said(text)]], target_argmax=answered(tree, [text])))
+        drafter.observe(batch, Commit.from_lists([[0]], [[said(text)]], target_argmax=compute_argmax(tree, [text])))
         tokens = paper.step(text)
         num_guessed += len(tokens) - 1
         r.output += tokens
@@ -155,10 +155,10 @@ def test_the_window_and_the_pool_are_those_of_the_paper(window, size, guesses):
 
 
 def test_a_token_of_the_window_sees_what_the_mask_of_the_paper_shows_it():
-    """Level by level: ancestors of (column j, level l) are the root, level 0 up to j, and its own column up to l."""
+    """Level by level: ancestors of (column j, level l) are the root, level 0 up to j, and column j up to l."""
     window = LookaheadWindow(4, 3, range(100, 200))
     columns = window._columns
-    tree = TokenTree.from_lists(*_drawn(window.list_paths(99)))
+    tree = TokenTree.from_lists(*_build_lists(window.list_paths(99)))
     for j, column in enumerate(columns):
         spine = [c[0] for c in columns[1 : j + 1]]
         for level in range(1, 3):
@@ -168,7 +168,7 @@ def test_a_token_of_the_window_sees_what_the_mask_of_the_paper_shows_it():
     assert tree.sizes[0] == 1 + 3 + 4 * 2
 
 
-def _drawn(paths):
+def _build_lists(paths):
     from foredraft.drafters.draft import Draft
 
     draft = Draft.from_paths(paths, 99)
@@ -214,7 +214,7 @@ def test_a_pool_of_many_random_grams_is_bounded_and_counts_right():
 
 @pytest.mark.parametrize("budget", range(1, 36))
 def test_a_budget_is_shared_by_guesses_and_whole_columns(budget):
-    drafter = made(guesses=5, from_text=False)
+    drafter = make_drafter(guesses=5, from_text=False)
     r = request([7])
     drafter.propose(one(r, 1))
     sight = drafter._states[0]
@@ -227,18 +227,18 @@ def test_a_budget_is_shared_by_guesses_and_whole_columns(budget):
     assert size <= budget
     assert tree.token_lists[0][1] == 14, "the newest guess comes first"
     for path in sight.pending_columns:
-        assert answered(tree, [r.tokens]).look_up(0, path) is not None
+        assert compute_argmax(tree, [r.tokens]).look_up(0, path) is not None
     assert abs(3 * len(sight.pending_columns) - size / 2) <= 4 or budget > 28, "columns and guesses in equal parts"
 
 
 def test_no_node_is_deeper_than_the_draft_length_or_the_room():
     for num_tokens in range(1, 9):
-        drafter, r = made(num_tokens), request([7])
+        drafter, r = make_drafter(num_tokens), request([7])
         for _ in range(30):
             tree, _ = step(drafter, r)
             assert max(tree.depths[0]) <= num_tokens
             assert tree.sizes[0] - 1 <= drafter.max_nodes
-    drafter, r = made(8), request([7], max_tokens=4)
+    drafter, r = make_drafter(8), request([7], max_tokens=4)
     tree = drafter.propose(one(r, 40))
     assert max(tree.depths[0]) == r.max_draft_depth == 2
     assert drafter.propose(one(request([7], slot=1, max_tokens=2), 40)).sizes == [1]
@@ -247,7 +247,7 @@ def test_no_node_is_deeper_than_the_draft_length_or_the_room():
 def test_num_nodes_is_what_a_full_tree_has():
     for options in ({}, {"window": 2, "guesses": 1}, {"ngram_size": 2, "window": 9}, {"window": 40}):
         for num_tokens in (1, 2, 5, 12):
-            drafter, r = made(num_tokens, from_text=False, **options), request([7])
+            drafter, r = make_drafter(num_tokens, from_text=False, **options), request([7])
             drafter.propose(one(r, 1))
             sight, size = drafter._states[0], drafter._ngram_size
             for k in range(drafter.config.guesses):
@@ -257,7 +257,7 @@ def test_num_nodes_is_what_a_full_tree_has():
 
 
 def test_block_verification_gets_a_chain():
-    drafter, r = made(), request([7, 8, 9, 10, 7, 8, 9, 11, 7], verify="block")
+    drafter, r = make_drafter(), request([7, 8, 9, 10, 7, 8, 9, 11, 7], verify="block")
     assert drafter.propose(one(r, 30)).is_chain
     assert drafter.propose(one(r, 30)).token_lists == [[7, 8, 9, 11]]
 
@@ -303,7 +303,7 @@ def test_the_engine_makes_answers_for_drafters_that_want_them_and_no_others():
 
 def test_answers_that_never_come_leave_the_window_alone():
     """A step that raised, a tree of another drafter, or a host that makes no answers."""
-    drafter, r = made(), request([7])
+    drafter, r = make_drafter(), request([7])
     drafter.propose(one(r, 40))
     sight = drafter._states[0]
     before = [list(column) for column in sight.window._columns]
@@ -320,7 +320,7 @@ def test_answers_that_never_come_leave_the_window_alone():
 
 
 def test_a_slot_begins_anew_with_another_request():
-    drafter, r = made(), request([7])
+    drafter, r = make_drafter(), request([7])
     for _ in range(10):
         step(drafter, r)
     first = step(drafter, request([7], slot=1))[0].token_lists
@@ -333,7 +333,7 @@ def test_a_slot_begins_anew_with_another_request():
 
 def test_texts_are_guessed_by_the_window_alone():
     """Greedy text of a toy target that never repeats what it was given: only the trajectories can know it."""
-    drafter, r = made(20, from_text=False), request([7])
+    drafter, r = make_drafter(20, from_text=False), request([7])
     passes = 0
     while len(r.output) < 200:
         step(drafter, r)
@@ -372,4 +372,4 @@ def test_the_engine_keeps_the_window_through_preemption_and_steps_without_a_budg
 @pytest.mark.parametrize(("name", "value"), [("window", 0), ("ngram_size", 1), ("guesses", 0), ("pool", 0)])
 def test_numbers_that_make_no_window_are_refused(name, value):
     with pytest.raises(ForedraftError, match=f"{name} must be at least"):
-        made(**{name: value})
+        make_drafter(**{name: value})

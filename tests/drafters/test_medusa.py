@@ -39,7 +39,7 @@ GREEDY = Sampling(max_tokens=40, temperature=0)
 
 
 def seer(shift: int = 0, num_heads: int = 4) -> Checkpoint:
-    """Heads that know the successor target: head h says the token h + 2 places after its state's; shift spoils that."""
+    """Make heads for the successor target: head h gives the token h + 2 positions after its state if `shift` is 0."""
     tensors: dict[str, Tensor] = {}
     for h in range(num_heads):
         tensors[f"{h}.0.linear.weight"] = torch.zeros(V, V, dtype=torch.float64)
@@ -56,7 +56,7 @@ def drafting(checkpoint: Checkpoint, dtype: torch.dtype = torch.float64, verify:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("options", [{}, {"tree_nodes": 12}, {"min_confidence": 0.5}], ids=str)
 def test_heads_that_know_the_target_are_never_wrong(dtype: torch.dtype, options: dict[str, Any]) -> None:
-    """Off by one anywhere (the state, its position, the head of a depth), and not a token would be accepted."""
+    """If the state, its position or the head of a depth is off by one, no token is accepted."""
     llm = drafting(seer(), dtype, **options)
     for done in llm.generate([[3], [5, 12], [9] * 20], replace(GREEDY, max_tokens=41)):
         # the prompt's step drafts nothing and gives one token, every other one gives the depth of the tree and one
@@ -85,7 +85,7 @@ def test_sampled_drafts_of_heads_that_know_the_target_are_mostly_right(verify: s
 
 
 def test_a_prompt_and_a_missed_step_draft_nothing() -> None:
-    """A state of another position than the last but one answers another question."""
+    """A state of another position predicts another token."""
     states = LastHiddenStates()
     request = Request(slot=2, prompt=[1, 2, 3, 4], sampling=GREEDY, seed=0)
     assert states.get(request) is None
@@ -167,7 +167,7 @@ def test_the_network_under_training_has_the_numbers_of_the_formula() -> None:
 
 
 def test_a_head_of_fewer_tokens_than_the_target_drafts_only_those() -> None:
-    """Its distribution has the target's width, with nothing where the head has no token."""
+    """Its distribution has the target's width, with zeros for tokens that the head lacks."""
     checkpoint = seer()
     tensors = {k: v[: V - 8] if k.endswith(".1.weight") else v for k, v in checkpoint.tensors.items()}
     small = replace(checkpoint, tensors=tensors, shape=replace(checkpoint.shape, vocab_size=V - 8))  # type: ignore[type-var]
@@ -180,7 +180,7 @@ def test_a_head_of_fewer_tokens_than_the_target_drafts_only_those() -> None:
 
 
 def markov() -> tuple[LLM, np.ndarray]:
-    """The successor target with other answers, and its distribution [x, y] of y after x."""
+    """Make a successor target with random successors, and its distribution [x, y] of y after x."""
     made = successor_model.model()
     other = type(made)(made.config).double().eval()
     other.load_state_dict(made.state_dict())
@@ -234,12 +234,12 @@ def test_level_by_level_and_at_once_are_the_same_drafts(verify: str) -> None:
             texts.append([(c.token_ids, c.stats.num_accepted, c.stats.num_drafted) for c in done])
         if verify == "match" or temperature == 0:
             assert texts[0] == texts[1]
-        else:  # nodes are numbered alike, so even the draws agree
+        else:  # nodes have equal numbers, so even the sampled tokens agree
             assert [t[0] for t in texts[0]] == [t[0] for t in texts[1]]
 
 
 def test_confidence_cuts_by_distributions_alone() -> None:
-    """Under `reject` a length that depended on the tokens drawn would tell something of them."""
+    """Under `reject`, a length that depended on the sampled tokens would carry information about them."""
     llm = tiny_models.plain().with_drafter(MEDUSA.make_drafter(4, min_confidence=0.2), verify="reject")
     full = tiny_models.plain().with_drafter(MEDUSA.make_drafter(4), verify="reject")
     sampling = Sampling(max_tokens=24, temperature=0.8, seed=3, ignore_eos=True)

@@ -14,8 +14,8 @@ from foredraft.tree import Commit, TokenTree
 GREEDY = Sampling(max_tokens=100, temperature=0)
 
 
-def counted(kept: int, drafts: int = NUM_CHECKED_DRAFTS) -> MismatchDetector:
-    """After so many drafts of one token, of which so many were kept."""
+def make_detector(kept: int, drafts: int = NUM_CHECKED_DRAFTS) -> MismatchDetector:
+    """Make a detector that has seen `drafts` drafts of one token, of which `kept` were accepted."""
     fit = MismatchDetector(DrafterContext(vocab_size=10, model="org/head", target_name="org/model"))
     one = Request(slot=0, prompt=[1, 2], sampling=GREEDY, seed=1)
     batch = Batch((one,), (1,), (1,))
@@ -35,14 +35,14 @@ def counted(kept: int, drafts: int = NUM_CHECKED_DRAFTS) -> MismatchDetector:
     ],
 )
 def test_a_drafter_is_a_misfit_once_enough_first_tokens_were_refused(kept, drafts, is_misfit, caplog):
-    assert counted(kept, drafts).is_mismatched == is_misfit
+    assert make_detector(kept, drafts).is_mismatched == is_misfit
     counts = f"the first token of {kept} in {NUM_CHECKED_DRAFTS}"
     said = [f"drafts of org/head are almost never accepted ({counts}); was it trained for org/model?"]
     assert caplog.messages == (said if is_misfit else [])
 
 
 def test_it_is_said_once(caplog):
-    counted(0, 4 * NUM_CHECKED_DRAFTS)
+    make_detector(0, 4 * NUM_CHECKED_DRAFTS)
     assert len(caplog.messages) == 1
 
 

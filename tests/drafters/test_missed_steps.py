@@ -1,4 +1,4 @@
-"""A drafter that missed a step: whatever it then holds is stale, and it may cost drafts but no text.
+"""A drafter that missed a step: its state is stale afterwards, which may cost drafts but no text.
 
 Guards against states of an older position taken for the newest, memory with a hole read as if there were none, and
 drafts of a step that failed half-way being counted on in the next.
@@ -85,18 +85,18 @@ def test_a_pass_that_fails_while_a_draft_grows_changes_no_text(name: str, monkey
 def test_a_text_whose_step_was_missed_is_drafted_for_no_more_or_from_true_states(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What keeps one state has it again a step later; memory with a hole in it is never read again."""
+    """Drafters that keep one state have it again a step later; memory with a gap is never read again."""
     llm, made = drafting(name)
     monkeypatch.setattr(made, "observe", FailsAt(made.observe, 3))
     sizes = []
     propose = made.propose
 
-    def watched(batch: Any) -> Any:
+    def record_sizes(batch: Any) -> Any:
         tree = propose(batch)
         sizes.append(max(tree.sizes) - 1)
         return tree
 
-    monkeypatch.setattr(made, "propose", watched)
+    monkeypatch.setattr(made, "propose", record_sizes)
     llm.generate([[33]], GREEDY)
     assert sizes[0] == 0, "drafted for a prompt of which no state is known"
     assert min(sizes[1:3]) > 0, "nothing was drafted before the failure"
@@ -107,7 +107,7 @@ def test_a_text_whose_step_was_missed_is_drafted_for_no_more_or_from_true_states
 
 @pytest.mark.parametrize("name", EACH_CASE)
 def test_steps_without_a_draft_leave_what_the_next_draft_needs(name: str) -> None:
-    """`num_drafts` = 0 for a while: a draft afterwards is the one that would have been made anyway."""
+    """Steps without draft nodes change neither the text nor the use of later drafts."""
     llm, _ = drafting(name)
     transcripts = llm._prepare_prompts(list(PROMPTS), GREEDY)
     for transcript in transcripts:

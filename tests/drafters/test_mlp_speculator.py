@@ -1,4 +1,4 @@
-"""The MLP speculator: its formulas, which state and token guess which token, trees of states, what training asks."""
+"""The MLP speculator: its formulas, which state and token predict which token, trees of states, training losses."""
 
 import math
 from dataclasses import replace
@@ -36,8 +36,8 @@ GREEDY = Sampling(max_tokens=41, temperature=0)
 
 
 def seer(kind: str, shift: int = 0, steps: int = 4) -> Checkpoint:
-    """Knows the successor target from what it reads: by the tokens drafted ("tokens"), or by the target's state alone
-    ("state"), of which step i says the token i + 2 places further. The right of one is blind without the other."""
+    """Make exact heads for the successor target that read only the drafted tokens ("tokens") or only the target's state
+    ("state"). In the second, step i gives the token i + 2 positions later. Each kind is wrong without its input."""
     zero, one = torch.zeros(V, V, dtype=torch.float64), torch.eye(V, dtype=torch.float64)
     tensors: dict[str, Tensor] = {}
     for i in range(steps):
@@ -68,7 +68,7 @@ def drafting(
     "options", [{}, {"tree_nodes": 12}, {"branching": (2, 1, 1, 1)}, {"min_confidence": 0.3}], ids=str
 )
 def test_a_speculator_that_knows_the_target_is_never_wrong(options: dict, kind: str, dtype: torch.dtype) -> None:
-    """Off by one in the state, the token read or the step, and not a token would be accepted."""
+    """If the state, the token read or the step is off by one, no token is accepted."""
     llm = drafting(seer(kind), dtype=dtype, **options)
     for done in llm.generate([[3], [5, 12], [9] * 20], GREEDY):
         assert done.stats.target_passes == 1 + 8  # one token from the prompt's step, five from each that drafts
@@ -178,8 +178,8 @@ def test_weights_use_the_steps_that_were_trained_not_those_that_are_drafted() ->
 
 @pytest.mark.parametrize("options", [{"tree_nodes": 9, "top_k": 3}, {"branching": (3, 2, 1)}], ids=str)
 def test_every_node_of_a_tree_goes_on_from_its_own_state(options: dict[str, Any]) -> None:
-    """Guards against states that belong to a sibling, or to another request: each node's children have to be the
-    likeliest after its own path, computed on its own."""
+    """Guards against states of a sibling or of another request: the children of each node have to be the likeliest
+    after the path of that node, computed alone."""
     checkpoint = SPECULATOR.get_checkpoint(tiny_models.plain())
     tensors = {name: tensor.double() for name, tensor in checkpoint.tensors.items()}
     drafter = SPECULATOR.make_drafter(3, **options)
@@ -248,7 +248,7 @@ def test_a_published_tree_that_is_not_there_is_refused() -> None:
 
 @pytest.mark.parametrize("loss", ["ce", "kl", "tv"])
 def test_training_runs_every_position_as_drafting_would(loss: str) -> None:
-    """Vectorised over positions that drop out one by one; here position by position, from the formula."""
+    """The loss is vectorised over positions that drop out one by one; the check goes position by position."""
     trace = tiny_heads.make_trace(tiny_models.plain(), (AFTER_FINAL_NORM,))
     trace = replace(
         trace, mask=trace.mask & (torch.rand(trace.mask.shape, generator=torch.Generator().manual_seed(1)) < 0.7)

@@ -1,4 +1,4 @@
-"""Prompt lookup: what is found, how it is drafted, and that nothing is carried from one request to the next."""
+"""Prompt lookup: matches, drafts, and no state that carries over from one request to the next."""
 
 import random
 
@@ -11,20 +11,20 @@ from foredraft.request import Batch, Request
 from foredraft.sampling.params import Sampling
 
 
-def made(num_tokens=5, **options):
+def make_drafter(num_tokens=5, **options):
     return ngram.create(ngram.Config(**options), DrafterContext(vocab_size=50, num_speculative_tokens=num_tokens))
 
 
 def request(tokens, slot=0, **more):
-    """A request about to draw the token after `tokens`, of which the last three are output."""
+    """Make a request that samples the token after `tokens` next; the last three tokens are output."""
     made = Request(slot, list(tokens[:-3]), Sampling(max_tokens=more.pop("max_tokens", 100)), seed=1, **more)
     made.output = list(tokens[-3:])
     made.num_computed = made.num_tokens - 1
     return made
 
 
-def proposed(drafter, *requests, budget=None):
-    """[b] -> (tokens, parents) below the root."""
+def propose_rows(drafter, *requests, budget=None):
+    """Propose for every request: [b] -> (tokens, parents) below the root."""
     budget = drafter.max_nodes if budget is None else budget
     tree = drafter.propose(Batch(requests, (1,) * len(requests), (budget,) * len(requests)))
     assert [row[0] for row in tree.token_lists] == [r.tokens[-1] for r in requests]
@@ -32,12 +32,12 @@ def proposed(drafter, *requests, budget=None):
     return [(row[1:], links[1:]) for row, links in zip(tree.token_lists, tree.parent_lists, strict=True)]
 
 
-def drafted(drafter, *requests, **more):
-    return [tokens for tokens, _ in proposed(drafter, *requests, **more)]
+def draft_tokens(drafter, *requests, **more):
+    return [tokens for tokens, _ in propose_rows(drafter, *requests, **more)]
 
 
 def occurrences(tokens, end, config):
-    """(length of the longest match of what stands before `end`, the places after it, rising)."""
+    """Find (length of the longest match of the tokens before `end`, the positions after it in rising order)."""
     for n in range(min(config.prompt_lookup_max, end), config.prompt_lookup_min - 1, -1):
         places = [place for place in range(n, end) if tokens[place - n : place] == tokens[end - n : end]]
         if places:
@@ -45,8 +45,8 @@ def occurrences(tokens, end, config):
     return 0, []
 
 
-def learnt(tokens, config):
-    """(whether the first occurrence is better than the latest, how often matches of a length are right)."""
+def learn_by_definition(tokens, config):
+    """Compute (is the first occurrence better than the latest, accuracy by match length), by definition."""
     lead, right = 0.0, {}
     for end, token in enumerate(tokens):
         n, places = occurrences(tokens, end, config)
@@ -59,8 +59,8 @@ def learnt(tokens, config):
 
 
 def brute_force(tokens, config, length):
-    """The draft by searching the whole text."""
-    takes_first, right = learnt(tokens, config)
+    """Draft by a search of the whole sequence."""
+    takes_first, right = learn_by_definition(tokens, config)
     for n in range(config.prompt_lookup_max, config.prompt_lookup_min - 1, -1):
         order = range(n, len(tokens)) if takes_first else range(len(tokens) - 1, n - 1, -1)
         for place in order:
@@ -76,7 +76,7 @@ def brute_force(tokens, config, length):
 
 def test_the_longest_match_wins_over_a_later_shorter_one():
     text = [1, 2, 3, 4, 10, 11, 12, 13, 14, 9, 3, 4, 20, 21, 22, 9, 1, 2, 3, 4]
-    assert drafted(made(), request(text)) == [[10, 11, 12, 13, 14]]
+    assert draft_tokens(make_drafter(), request(text)) == [[10, 11, 12, 13, 14]]
 
 
 def test_the_first_of_equal_matches_wins_where_it_foretold_the_text_better():
@@ -85,63 +85,63 @@ def test_the_first_of_equal_matches_wins_where_it_foretold_the_text_better():
     for other in range(20, 34):
         text += [1, 2, 3, 4, other, other + 15, 9, 1, 2, 3, 4, 10, 11, 12, 9]
     text += [1, 2, 3, 4, 30, 40, 9, 1, 2, 3, 4]
-    assert learnt(text, ngram.Config())[0]
-    assert drafted(made(3), request(text)) == [[10, 11, 12]]
-    branches = proposed(made(3, branches=2), request(text))[0][0]
+    assert learn_by_definition(text, ngram.Config())[0]
+    assert draft_tokens(make_drafter(3), request(text)) == [[10, 11, 12]]
+    branches = propose_rows(make_drafter(3, branches=2), request(text))[0][0]
     assert sorted(branches) == [9, 10, 11, 12, 30, 40]
 
 
 def test_short_matches_draft_as_far_as_long_ones_once_they_foretell_a_text():
-    """Guards texts of one pattern, where a bound by the length of a match halves every draft after something new."""
+    """Guards repetitive texts, for which a bound by the match length halves every draft after a new token."""
     line = [5, 6, 7, 8, 9, 10, 11]
     text = [token for number in range(12) for token in (*line, 20 + number)] + [5, 6]
-    assert drafted(made(6), request([*line, 20, 5, 6])) == [[7, 8, 9, 10]]
-    assert drafted(made(6), request(text)) == [[7, 8, 9, 10, 11, 31]]
+    assert draft_tokens(make_drafter(6), request([*line, 20, 5, 6])) == [[7, 8, 9, 10]]
+    assert draft_tokens(make_drafter(6), request(text)) == [[7, 8, 9, 10, 11, 31]]
 
 
 def test_the_latest_of_equal_matches_wins():
     text = [1, 2, 3, 4, 10, 8, 1, 2, 3, 4, 20, 21, 22, 23, 24, 9, 1, 2, 3, 4]
-    assert drafted(made(), request(text)) == [[20, 21, 22, 23, 24]]
+    assert draft_tokens(make_drafter(), request(text)) == [[20, 21, 22, 23, 24]]
 
 
 def test_no_match_is_no_draft():
-    assert drafted(made(), request([1, 2, 3, 4, 5, 6])) == [[]]
-    assert drafted(made(prompt_lookup_min=3), request([1, 2, 9, 8, 7, 1, 2])) == [[]]
+    assert draft_tokens(make_drafter(), request([1, 2, 3, 4, 5, 6])) == [[]]
+    assert draft_tokens(make_drafter(prompt_lookup_min=3), request([1, 2, 9, 8, 7, 1, 2])) == [[]]
 
 
 def test_a_loop_is_drafted_past_the_end_of_the_text():
-    assert drafted(made(8), request([9, 5, 6, 7, 5, 6, 7, 5, 6, 7])) == [[5, 6, 7, 5, 6, 7, 5, 6]]
-    assert drafted(made(8), request([5] * 9)) == [[5] * 8]
+    assert draft_tokens(make_drafter(8), request([9, 5, 6, 7, 5, 6, 7, 5, 6, 7])) == [[5, 6, 7, 5, 6, 7, 5, 6]]
+    assert draft_tokens(make_drafter(8), request([5] * 9)) == [[5] * 8]
 
 
 def test_a_weak_match_drafts_less():
     text = [1, 10, 11, 12, 13, 14, 15, 9, 1]
-    assert drafted(made(), request(text)) == [[10, 11]]
-    assert drafted(made(tokens_per_match=4), request(text)) == [[10, 11, 12, 13]]
-    assert drafted(made(prompt_lookup_max=1), request(text)) == [[10, 11, 12, 13, 14]]
+    assert draft_tokens(make_drafter(), request(text)) == [[10, 11]]
+    assert draft_tokens(make_drafter(tokens_per_match=4), request(text)) == [[10, 11, 12, 13]]
+    assert draft_tokens(make_drafter(prompt_lookup_max=1), request(text)) == [[10, 11, 12, 13, 14]]
 
 
 def test_branches_share_their_beginning():
     text = [1, 2, 10, 11, 12, 9, 1, 2, 10, 20, 21, 9, 1, 2]
-    tree = proposed(made(3, branches=2, prompt_lookup_max=2), request(text))
+    tree = propose_rows(make_drafter(3, branches=2, prompt_lookup_max=2), request(text))
     assert tree == [([10, 20, 21, 11, 12], [0, 1, 2, 1, 4])]
 
 
 def test_equal_continuations_count_as_one_branch():
     text = [1, 2, 10, 11, 12, 9, 1, 2, 30, 31, 32, 9, 1, 2, 30, 31, 32, 9, 1, 2]
-    tree = proposed(made(3, branches=2, prompt_lookup_max=2), request(text))
+    tree = propose_rows(make_drafter(3, branches=2, prompt_lookup_max=2), request(text))
     assert tree == [([30, 31, 32, 10, 11, 12], [0, 1, 2, 0, 4, 5])]
 
 
 @pytest.mark.parametrize("branches", [1, 3])
 @pytest.mark.parametrize("budget", [0, 1, 2, 4, 15])
 def test_budget_and_room_are_kept(branches, budget):
-    drafter = made(5, branches=branches)
+    drafter = make_drafter(5, branches=branches)
     assert drafter.max_nodes == 5 * branches
     rng = random.Random(0)
     for slot in range(30):
         one = request([rng.randrange(4) for _ in range(40)], slot, max_tokens=5 + slot % 6)
-        ((tokens, parents),) = proposed(drafter, one, budget=budget)
+        ((tokens, parents),) = propose_rows(drafter, one, budget=budget)
         assert len(tokens) <= min(budget, drafter.max_nodes)
         assert all(0 <= parent <= node for node, parent in enumerate(parents))
         assert len(set(zip(parents, tokens, strict=True))) == len(tokens)  # no sibling twice
@@ -155,25 +155,25 @@ def test_budget_and_room_are_kept(branches, budget):
 def test_an_index_grown_step_by_step_finds_what_a_search_of_the_whole_text_finds(vocab_size):
     rng = random.Random(vocab_size)
     config = ngram.Config()
-    drafter = made(6)
+    drafter = make_drafter(6)
     one = request([rng.randrange(vocab_size) for _ in range(12)], max_tokens=1000)
     for step in range(120):
         if step % 5 != 3:  # it may be left out of a step
-            assert drafted(drafter, one) == [brute_force(one.tokens, config, 6)]
+            assert draft_tokens(drafter, one) == [brute_force(one.tokens, config, 6)]
         one.output += [rng.randrange(vocab_size) for _ in range(rng.randrange(1, 5))]
         one.num_computed = one.num_tokens - 1
 
 
 def test_a_reused_slot_knows_nothing_of_the_former_request():
-    drafter = made()
-    drafted(drafter, request([1, 2, 3, 4, 40, 41, 42, 43, 44, 45]))
+    drafter = make_drafter()
+    draft_tokens(drafter, request([1, 2, 3, 4, 40, 41, 42, 43, 44, 45]))
     drafter.forget([0, 7])
-    assert drafted(drafter, request([7, 8, 9, 1, 2, 3, 4])) == [[]]
+    assert draft_tokens(drafter, request([7, 8, 9, 1, 2, 3, 4])) == [[]]
 
 
 def test_requests_of_a_batch_do_not_see_each_other():
     a, b = request([1, 2, 3, 4, 40, 41, 42, 9, 9]), request([7, 8, 6, 1, 2, 3, 4], slot=1)
-    assert drafted(made(), b, a, budget=3)[0] == []
+    assert draft_tokens(make_drafter(), b, a, budget=3)[0] == []
 
 
 @pytest.mark.parametrize(
@@ -182,4 +182,4 @@ def test_requests_of_a_batch_do_not_see_each_other():
 )
 def test_impossible_options_are_refused(options):
     with pytest.raises(ForedraftError, match=r"must"):
-        made(**options)
+        make_drafter(**options)

@@ -42,7 +42,7 @@ def folder(tmp_path_factory):
     return str(path)
 
 
-def made(folder=None, num_tokens=4, min_confidence=0.0, **options):
+def make_drafter(folder=None, num_tokens=4, min_confidence=0.0, **options):
     config = ngram_lm.Config(min_confidence=min_confidence, **options)
     return ngram_lm.create(config, DrafterContext(vocab_size=VOCAB, num_speculative_tokens=num_tokens, model=folder))
 
@@ -59,14 +59,14 @@ def batch(*requests, budget=4):
     return Batch(requests, (1,) * len(requests), (budget,) * len(requests))
 
 
-def drafted(drafter, *requests, budget=4):
+def draft_tokens(drafter, *requests, budget=4):
     tree = drafter.propose(batch(*requests, budget=budget))
     assert tree.is_chain
     return [row[1:] for row in tree.token_lists]
 
 
 def compute_draft_probs(drafter, one, drafted):
-    """[V] float64, what the next drafted token must come from, computed from nothing but the request."""
+    """Compute [V] float64, the distribution of the next draft token, from the request alone."""
     counts = SequenceCounts(VOCAB, drafter.config.order, drafter.config.discount, drafter.config.base_weight)
     counts.extend(one.tokens)
     q = drafter.model.compute_q([*one.tokens, *drafted], counts)
@@ -75,10 +75,10 @@ def compute_draft_probs(drafter, one, drafted):
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0), Sampling(temperature=0, repetition_penalty=2.0)])
 def test_greedy_drafts_the_likeliest_token_after_each_prefix(folder, sampling):
-    drafter = made(folder)
+    drafter = make_drafter(folder)
     for slot in range(20):
         one = request(text(30, slot), slot, sampling)
-        (tokens,) = drafted(drafter, one)
+        (tokens,) = draft_tokens(drafter, one)
         assert len(tokens) == 4
         for depth, token in enumerate(tokens):
             assert token == int(compute_draft_probs(drafter, one, tokens[:depth]).argmax())
@@ -87,10 +87,10 @@ def test_greedy_drafts_the_likeliest_token_after_each_prefix(folder, sampling):
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("verify", ["match", "reject"])
 def test_a_drawn_token_is_the_winner_of_the_race_with_the_key_of_its_place(folder, name, verify):
-    drafter = made(folder)
+    drafter = make_drafter(folder)
     for slot in range(30):
         one = request(text(30, slot), slot, SETTINGS[name], verify=verify, seed=slot, bad_words=((3,),))
-        (tokens,) = drafted(drafter, one)
+        (tokens,) = draft_tokens(drafter, one)
         assert len(tokens) == 4
         for depth, token in enumerate(tokens):
             q = compute_draft_probs(drafter, one, tokens[:depth])
@@ -101,10 +101,10 @@ def test_a_drawn_token_is_the_winner_of_the_race_with_the_key_of_its_place(folde
 
 
 def test_under_match_a_target_with_the_same_distribution_accepts_everything(folder):
-    drafter = made(folder)
+    drafter = make_drafter(folder)
     for slot in range(20):
         one = request(text(40, slot), slot, Sampling(), seed=slot)
-        (tokens,) = drafted(drafter, one)
+        (tokens,) = draft_tokens(drafter, one)
         for depth, token in enumerate(tokens):
             key = rng.derive_key(one.seed, one.sample_index, rng.NoiseStream.TOKEN, one.num_tokens + depth)
             q = compute_draft_probs(drafter, one, tokens[:depth])
@@ -113,7 +113,7 @@ def test_under_match_a_target_with_the_same_distribution_accepts_everything(fold
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_drawn_tokens_follow_the_reported_q(folder, name):
-    drafter, size = made(folder, num_tokens=2), 3000
+    drafter, size = make_drafter(folder, num_tokens=2), 3000
     first, second = np.zeros(VOCAB), np.zeros(VOCAB)
     tokens = text(30)
     q_first, q_second, mode = None, None, None
@@ -131,7 +131,7 @@ def test_drawn_tokens_follow_the_reported_q(folder, name):
             assert torch.equal(q, q_first)
             mode = int(q.argmax())
             first[row[1]] += 1
-            if row[1] == mode:  # the second draw, where the first is the commonest
+            if row[1] == mode:  # the second sampled token, if the first is the commonest
                 q_second = tree.q[tree.get_row(b, 1)]
                 second[row[2]] += 1
     assert chi_square(first, q_first.numpy()) > 1e-6
@@ -144,47 +144,47 @@ def test_q_is_attached_for_rules_that_weigh_it_and_for_no_other(folder):
         request(text(30, 2), 1, Sampling(), verify="reject"),
         request(text(30, 3), 2, Sampling(temperature=0), verify="reject"),
     ]
-    tree = made(folder).propose(batch(*requests))
+    tree = make_drafter(folder).propose(batch(*requests))
     assert tree.q.shape == (15, VOCAB)
     assert not tree.q[:5].any()
     assert torch.allclose(tree.q[5:9].sum(-1), torch.ones(4))
     assert not tree.q[9:].any()
-    assert made(folder).propose(batch(requests[0])).q is None
+    assert make_drafter(folder).propose(batch(requests[0])).q is None
 
 
 def test_requests_of_a_batch_are_drafted_for_as_if_alone(folder):
     requests = [request(text(30, i), i, list(SETTINGS.values())[i % 3], seed=i) for i in range(5)]
     requests.append(request(text(30, 9), 9))
-    together = drafted(made(folder), *requests)
-    assert together == [drafted(made(folder), one)[0] for one in requests]
+    together = draft_tokens(make_drafter(folder), *requests)
+    assert together == [draft_tokens(make_drafter(folder), one)[0] for one in requests]
 
 
 @pytest.mark.parametrize("with_table", [False, True])
 def test_learning_step_by_step_equals_learning_from_scratch(folder, with_table):
     folder = folder if with_table else None
-    drafter = made(folder)
+    drafter = make_drafter(folder)
     one, rest = request(text(30)), text(150, 3)
     for step in range(40):
         if step % 4 != 1:  # it may be left out of a step
-            assert drafted(drafter, one) == drafted(made(folder), one)
+            assert draft_tokens(drafter, one) == draft_tokens(make_drafter(folder), one)
         one.output += rest[3 * step : 3 * step + 1 + step % 3]
         one.num_computed = one.num_tokens - 1
 
 
 def test_a_reused_slot_knows_nothing_of_the_former_request(folder):
-    drafter = made(folder)
-    drafted(drafter, request([7, 8, 9, 7, 8, 9] * 20))
+    drafter = make_drafter(folder)
+    draft_tokens(drafter, request([7, 8, 9, 7, 8, 9] * 20))
     drafter.forget([0, 3])
     assert not drafter._states
     fresh = [request([*text(20, seed)[:17], 7, 8, 9], 0) for seed in range(10)]
     for one in fresh:
-        assert drafted(drafter, one) == drafted(made(folder), one)
+        assert draft_tokens(drafter, one) == draft_tokens(make_drafter(folder), one)
         drafter.forget([0])
 
 
 def test_it_learns_from_the_running_text(folder):
-    for drafter in (made(), made(folder)):
-        (tokens,) = drafted(drafter, request([1, 2, 3, 10, 11, 5, 9] * 4 + [1, 2, 3]))
+    for drafter in (make_drafter(), make_drafter(folder)):
+        (tokens,) = draft_tokens(drafter, request([1, 2, 3, 10, 11, 5, 9] * 4 + [1, 2, 3]))
         assert tokens == [10, 11, 5, 9]
 
 
@@ -192,12 +192,15 @@ def test_a_chain_ends_before_the_confidence_falls_under_the_threshold(folder):
     for name, sampling in {**SETTINGS, "greedy": Sampling(temperature=0)}.items():
         for slot in range(20):
             one = request(text(30, slot), slot, sampling, seed=slot, bad_words=((3,),))
-            (whole,), (cut,) = drafted(made(folder), one), drafted(made(folder, min_confidence=0.15), one)
+            (whole,), (cut,) = (
+                draft_tokens(make_drafter(folder), one),
+                draft_tokens(make_drafter(folder, min_confidence=0.15), one),
+            )
             product, expected = 1.0, 0
             for depth in range(4):
                 plain = replace(one.sampling, temperature=1.0) if sampling.is_greedy else one.sampling
                 shown = request(one.tokens, slot, plain, seed=slot, bad_words=((3,),))
-                product *= float(compute_draft_probs(made(folder), shown, whole[:depth]).max())
+                product *= float(compute_draft_probs(make_drafter(folder), shown, whole[:depth]).max())
                 if product < 0.15:
                     break
                 expected += 1
@@ -205,11 +208,11 @@ def test_a_chain_ends_before_the_confidence_falls_under_the_threshold(folder):
 
 
 def test_the_length_of_a_draft_depends_on_nothing_at_or_after_the_cut(folder):
-    """Under `reject` a cut that looked at the token drawn there would change the distribution."""
+    """Under `reject`, a cut that depended on the token sampled there would change the distribution."""
     lengths = {}
     for seed in range(300):
         one = request(text(30), 0, Sampling(), verify="reject", seed=seed)
-        (tokens,) = drafted(made(folder, min_confidence=0.2), one)
+        (tokens,) = draft_tokens(make_drafter(folder, min_confidence=0.2), one)
         for depth in range(len(tokens) + 1):
             lengths.setdefault(tuple(tokens[:depth]), set()).add(len(tokens) > depth)
     assert all(len(goes_on) == 1 for goes_on in lengths.values())
@@ -217,22 +220,22 @@ def test_the_length_of_a_draft_depends_on_nothing_at_or_after_the_cut(folder):
 
 @pytest.mark.parametrize("budget", [0, 1, 3, 4, 9])
 def test_budget_and_room_are_kept(folder, budget):
-    drafter = made(folder)
+    drafter = make_drafter(folder)
     for slot in range(20):
         one = request(text(30, slot), slot, Sampling(), max_tokens=4 + slot % 6)
-        (tokens,) = drafted(drafter, one, budget=budget)
+        (tokens,) = draft_tokens(drafter, one, budget=budget)
         assert len(tokens) == min(budget, one.max_draft_depth, drafter.max_nodes)
 
 
 def test_nothing_is_drafted_after_the_end_of_the_text(folder):
     text = [1, 2, 3, 0, 11, 5] * 5 + [1, 2, 3]
-    assert drafted(made(folder), request(text, eos_ids=frozenset({0}))) == [[0]]
-    assert drafted(made(folder), request(text)) == [[0, 11, 5, 1]]
+    assert draft_tokens(make_drafter(folder), request(text, eos_ids=frozenset({0}))) == [[0]]
+    assert draft_tokens(make_drafter(folder), request(text)) == [[0, 11, 5, 1]]
 
 
 def test_a_distribution_that_leaves_nothing_to_draw_is_no_draft(folder):
     nothing = Sampling(allowed_token_ids=(3,), logit_bias={3: -float(np.finfo(np.float32).max)}, bad_words=((3,),))
-    assert drafted(made(folder), request(text(30), 0, nothing, bad_words=((3,),))) == [[]]
+    assert draft_tokens(make_drafter(folder), request(text(30), 0, nothing, bad_words=((3,),))) == [[]]
 
 
 def test_a_table_of_another_vocabulary_is_refused(folder):
@@ -245,7 +248,7 @@ def test_a_table_of_another_vocabulary_is_refused(folder):
 )
 def test_impossible_options_are_refused(options):
     with pytest.raises(ForedraftError, match=next(iter(options))):
-        made(**options)
+        make_drafter(**options)
 
 
 def test_the_built_in_table_is_small_and_whole():

@@ -133,7 +133,7 @@ def test_pruning_keeps_what_tells_most():
     full = NgramModel.train(train, 4, 30)
     half = NgramModel.train(train, 4, 30, max_entries=full.num_entries // 2)
     bare = NgramModel.train(train, 4, 30, max_entries=0)
-    # half the entries cost much less than half of what all of them tell
+    # half of the entries have much less than half of the information
     assert loss(half) - loss(full) < 0.1 * (loss(bare) - loss(full))
 
 
@@ -226,15 +226,15 @@ def test_the_blend_with_a_running_text_is_a_distribution_and_equals_a_plain_recu
     counts = SequenceCounts(8, order, 0.6, 20.0)
     ids = text(120, 8, 11)
     counts.extend(ids)
-    seen = excluded_counts(ids, order)
+    seen = count_with_exclusion(ids, order)
     for i in range(5, 120):
         q = model.compute_q(ids[i - 5 : i], counts)
         assert abs(q.sum() - 1) < 1e-12
         np.testing.assert_allclose(q, plain_blend(model, seen, tuple(ids[i - 5 : i]), 0.6, 20.0), atol=1e-12)
 
 
-def excluded_counts(ids, order):
-    """context -> counts of what followed; a token known after a context is not counted in the shorter ones."""
+def count_with_exclusion(ids, order):
+    """Count by context what follows; a token seen after a context is not counted in the shorter ones."""
     seen = defaultdict(Counter)
     for i, token in enumerate(ids):
         for n in range(min(order - 1, i), -1, -1):
@@ -266,7 +266,7 @@ def plain_blend(model, seen, context, discount, base_weight):
 
 
 def table_entry(model, context):
-    """What the table holds for a context, found by walking its trie from the empty context."""
+    """Read the entry of a context from the table, by a walk of its trie from the empty context."""
     node = 0
     for level, token in zip(model.levels, context[::-1], strict=False):
         found = np.flatnonzero((level.parents == node) & (level.first_tokens == token))

@@ -54,7 +54,7 @@ def test_a_value_of_another_type_is_refused_by_name(name: str, value: Any, wante
     ],
 )
 def test_values_of_the_right_type_are_taken(options: dict[str, Any]) -> None:
-    """A list where a tuple is meant, and a whole number where any will do: JSON knows no better."""
+    """JSON has lists instead of tuples, and whole numbers as floats."""
     made = parse_options(Options, options)
     assert {name: getattr(made, name) for name in options} == options
 
@@ -68,6 +68,6 @@ def test_every_options_default_is_of_its_own_type(method: str) -> None:
 
 
 def test_a_method_that_drafts_from_the_text_alone_refuses_a_model() -> None:
-    """To ignore it would let a user believe that his draft model ran."""
+    """An ignored model would look to the user as if it drafted."""
     with pytest.raises(ForedraftError, match="leave its model 'somewhere' out"):
         tiny_models.plain().with_drafter({"method": "ngram", "model": "somewhere"})

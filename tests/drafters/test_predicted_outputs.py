@@ -1,7 +1,7 @@
-"""Drafts copied from what a request says its output will be: never another text, few passes where it is right.
+"""Drafts copied from the prediction of a request: never another text, and few passes if the prediction is right.
 
-Guards against a cursor that goes astray after an edit and never comes back, reading an output twice or from its middle
-after a preemption, and room asked of the engine for requests that predict nothing.
+Guards against a cursor that is lost for good after an edit, reading an output twice or from its middle after a
+preemption, and draft nodes reserved for requests without a prediction.
 """
 
 import random
@@ -29,7 +29,7 @@ TEXT = random.Random(0).sample(range(1000), 400)  # no token twice
 def generate(
     llm: LLM, sampling: Sampling, predictions: Sequence[Sequence[int]], prompts: Sequence[list[int]] | None = None
 ) -> list[Completion]:
-    """All of them in one batch."""
+    """Generate for all prompts in one batch."""
     transcripts = [
         llm.prepare(prompt, sampling, RequestOptions(prediction=tuple(prediction)), i)[0]
         for i, (prompt, prediction) in enumerate(zip(prompts or [PROMPT] * len(predictions), predictions, strict=True))
@@ -38,8 +38,10 @@ def generate(
     return [done[i] for i in range(len(transcripts))]
 
 
-def followed(prediction: Sequence[int], output: Sequence[int], length: int = MAX_PREDICTION_TOKENS) -> tuple[int, int]:
-    """Passes for an output under a greedy distribution, and drafted tokens that were wrong."""
+def count_passes(
+    prediction: Sequence[int], output: Sequence[int], length: int = MAX_PREDICTION_TOKENS
+) -> tuple[int, int]:
+    """Count the passes for an output under greedy decoding, and the wrong draft tokens."""
     follower, at, passes, wrong = CopyCursor(tuple(prediction)), 0, 0, 0
     while at < len(output):
         follower.read(output[follower.num_read : at])
@@ -51,11 +53,11 @@ def followed(prediction: Sequence[int], output: Sequence[int], length: int = MAX
     return passes, wrong
 
 
-# where an output stands in its prediction
+# position of an output in its prediction
 
 
 def test_a_right_prediction_takes_the_fewest_passes():
-    assert followed(TEXT, TEXT) == (-(-len(TEXT) // (MAX_PREDICTION_TOKENS + 1)), 0)
+    assert count_passes(TEXT, TEXT) == (-(-len(TEXT) // (MAX_PREDICTION_TOKENS + 1)), 0)
 
 
 EDITS = {
@@ -71,11 +73,11 @@ EDITS = {
 
 @pytest.mark.parametrize("name", EDITS)
 def test_after_an_edit_the_prediction_is_found_again(name):
-    """An edit costs its own tokens, which were not predicted, and a few passes around it."""
+    """An edit costs its new tokens, which were not predicted, and a few passes around it."""
     output = EDITS[name]
     new = len(set(output) - set(TEXT))
     fewest = len(output) / (MAX_PREDICTION_TOKENS + 1)
-    passes, _ = followed(TEXT, output)
+    passes, _ = count_passes(TEXT, output)
     assert passes <= fewest + new + 9
     if not new:
         assert passes < len(output) / 6
@@ -86,13 +88,13 @@ def test_of_equal_matches_the_first_ahead_counts():
     block = list(range(50))
     prediction = [*block, 100, *block, 101, *block, 102]
     output = [*block, 100, *block[:20], 900, *block[25:], 101, *block, 102]
-    passes, wrong = followed(prediction, output)
+    passes, wrong = count_passes(prediction, output)
     assert passes <= len(output) / (MAX_PREDICTION_TOKENS + 1) + 9
     assert wrong < 5 * MAX_PREDICTION_TOKENS
 
 
 def test_weak_evidence_drafts_few_tokens():
-    """A token that is everywhere and says nothing."""
+    """A token that is frequent everywhere is no evidence."""
     prediction = [0, 1, 2] * 50
     follower = CopyCursor(tuple(prediction))
     follower.read([7, 8, 0])
@@ -103,7 +105,7 @@ def test_weak_evidence_drafts_few_tokens():
 
 def test_a_wrong_prediction_drafts_little():
     output = list(range(2000, 2400))
-    passes, wrong = followed(TEXT, output)
+    passes, wrong = count_passes(TEXT, output)
     assert passes == len(output)
     assert wrong <= MAX_PREDICTION_TOKENS + TOKENS_PER_MATCH * len(output)
 
@@ -143,7 +145,7 @@ class _Counted(dict):  # type: ignore[type-arg]
 def test_predictions_change_the_passes_and_not_the_text(mode, main):
     plain = tiny_models.plain().generate([PROMPT], mode)[0]
     llm = tiny_models.plain().with_drafter(None if main is None else tiny_models.draft_model(3), verify="match")
-    llm.engine.length_policy = FixedLengthPolicy()  # the adaptive ones go by the clock
+    llm.engine.length_policy = FixedLengthPolicy()  # the adaptive policies depend on the clock
     right, rng = plain.token_ids, random.Random(1)
     without = generate(llm, mode, [()])[0].stats.target_passes
     edited = [*right[:40], 96, *right[41:70], *right[75:]]

@@ -23,7 +23,7 @@ def gain(paths: Iterator[RankPath] | tuple[RankPath, ...], accuracies: list[list
 
 
 def every_tree(nodes: int, depth: int, ranks: int) -> Iterator[tuple[RankPath, ...]]:
-    """All that hold every node's parent and elder sibling."""
+    """List all trees that hold every node's parent and elder sibling."""
     paths = [p for size in range(1, depth + 1) for p in itertools.product(range(ranks), repeat=size)]
     for chosen in itertools.combinations(paths, nodes):
         held = {(), *chosen}
@@ -33,7 +33,7 @@ def every_tree(nodes: int, depth: int, ranks: int) -> Iterator[tuple[RankPath, .
 
 @pytest.mark.parametrize("nodes", [1, 2, 3, 4, 5])
 def test_the_greedy_tree_is_the_best_of_all(nodes: int) -> None:
-    """A heap that forgets to offer a sibling or a child still gives a tree, only a worse one."""
+    """A heap that skips a sibling or a child still gives a tree, only a worse one."""
     best = max(gain(tree, ACCURACIES) for tree in every_tree(nodes, 3, 3))
     tree = StaticTree.from_accuracies(ACCURACIES, nodes)
     assert len(tree) == nodes

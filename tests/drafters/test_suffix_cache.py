@@ -1,4 +1,4 @@
-"""The store of past outputs: bounded in tokens and tenants, the oldest gone first, one tenant's texts its own."""
+"""The cache of past outputs: bounded in tokens and tenants, the oldest evicted first, separate for each tenant."""
 
 import random
 
@@ -11,7 +11,7 @@ from foredraft.kernels.cpu.suffix import get_automaton_class
 CAPACITY = 800
 
 
-def made(capacity=CAPACITY, most_tenants=4):
+def make_cache(capacity=CAPACITY, most_tenants=4):
     return SuffixCache(capacity, most_tenants, get_automaton_class())
 
 
@@ -22,7 +22,7 @@ def longest(store, tenant, tokens):
 
 
 def test_an_output_is_found_by_its_tenant_alone():
-    store = made()
+    store = make_cache()
     store.add(b"a", [1, 2, 3])
     assert longest(store, b"a", [1, 2, 3]) == 3
     assert longest(store, b"b", [1, 2, 3]) == 0
@@ -30,7 +30,7 @@ def test_an_output_is_found_by_its_tenant_alone():
 
 
 def test_the_oldest_outputs_go_first_and_the_newest_stay():
-    store = made()
+    store = make_cache()
     for i in range(100):
         store.add(b"a", [1000 * i + j for j in range(50)])
         assert store.num_tokens <= CAPACITY
@@ -41,7 +41,7 @@ def test_the_oldest_outputs_go_first_and_the_newest_stay():
 
 
 def test_an_output_longer_than_the_store_leaves_its_end():
-    store = made()
+    store = make_cache()
     text = list(range(5000))
     store.add(b"a", text)
     assert store.num_tokens <= CAPACITY
@@ -50,7 +50,7 @@ def test_an_output_longer_than_the_store_leaves_its_end():
 
 
 def test_tenants_are_bounded_and_who_wrote_longest_ago_goes():
-    store = made(most_tenants=3)
+    store = make_cache(most_tenants=3)
     for name in (b"a", b"b", b"c"):
         store.add(name, [1, 2, 3])
     store.add(b"a", [4])
@@ -60,8 +60,8 @@ def test_tenants_are_bounded_and_who_wrote_longest_ago_goes():
 
 
 def test_an_endless_row_of_tenants_holds_no_more_than_the_bounds():
-    """As where every caller brings a salt of its own."""
-    store = made(capacity=10_000, most_tenants=8)
+    """Each caller has another salt."""
+    store = make_cache(capacity=10_000, most_tenants=8)
     for i in range(500):
         store.add(str(i).encode(), list(range(30)))
     assert store.num_tenants == 8
@@ -90,7 +90,7 @@ def test_two_outputs_are_two_texts():
 
 
 def test_a_section_says_that_it_has_grown():
-    store = made()
+    store = make_cache()
     store.add(b"a", [1, 2])
     (section,) = store.list_sections(b"a")
     before = section.version

@@ -1,4 +1,4 @@
-"""Files to draft from: what is read of which kind, and that what cannot be read is said."""
+"""Files to draft from: the content read from each kind of file, and the errors for unreadable ones."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ VOCAB = 400
 
 
 class Recorded(ReferenceAutomaton):
-    """Remembers what it was given."""
+    """Records the tokens it is given."""
 
     def __init__(self):
         super().__init__()
@@ -23,12 +23,12 @@ class Recorded(ReferenceAutomaton):
         self.given.append(list(tokens))
 
 
-def given(*paths, tokenizer=None):
+def read_tokens(*paths, tokenizer=None):
     context = DrafterContext(vocab_size=VOCAB, tokenizer=tokenizer)
     return read_corpus([str(path) for path in paths], context, Recorded()).given
 
 
-def written(tmp_path, name, content):
+def write_file(tmp_path, name, content):
     path = tmp_path / name
     path.write_bytes(content) if isinstance(content, bytes) else path.write_text(content, encoding="utf-8")
     return path
@@ -36,23 +36,23 @@ def written(tmp_path, name, content):
 
 def test_a_file_of_text_is_one_text(tmp_path):
     tokenizer = tiny_models.tokenizer()
-    path = written(tmp_path, "a.py", "def café(): pass\n")
-    (ids,) = given(path, tokenizer=tokenizer)
+    path = write_file(tmp_path, "a.py", "def café(): pass\n")
+    (ids,) = read_tokens(path, tokenizer=tokenizer)
     assert ids.pop() == TEXT_BREAK
     assert tokenizer.decode(ids) == "def café(): pass\n"
 
 
 def test_lines_are_texts_or_token_ids(tmp_path):
     tokenizer = tiny_models.tokenizer()
-    path = written(tmp_path, "a.jsonl", '{"text": "ab"}\n\n"ab"\n[1, 2]\n{"tokens": [3]}\n[]\n')
+    path = write_file(tmp_path, "a.jsonl", '{"text": "ab"}\n\n"ab"\n[1, 2]\n{"tokens": [3]}\n[]\n')
     ab = [*tokenizer("ab", add_special_tokens=False).input_ids, TEXT_BREAK]
-    assert given(path, tokenizer=tokenizer) == [ab, ab, [1, 2, TEXT_BREAK], [3, TEXT_BREAK], [TEXT_BREAK]]
+    assert read_tokens(path, tokenizer=tokenizer) == [ab, ab, [1, 2, TEXT_BREAK], [3, TEXT_BREAK], [TEXT_BREAK]]
 
 
 def test_arrays_are_token_ids_a_text_or_a_row_each(tmp_path):
     np.save(tmp_path / "one.npy", np.array([1, 2, 3], dtype=np.uint16))
     np.save(tmp_path / "rows.npy", np.array([[1, 2], [3, 4]]))
-    assert given(tmp_path / "one.npy", tmp_path / "rows.npy") == [
+    assert read_tokens(tmp_path / "one.npy", tmp_path / "rows.npy") == [
         [1, 2, 3, TEXT_BREAK],
         [1, 2, TEXT_BREAK],
         [3, 4, TEXT_BREAK],
@@ -66,28 +66,28 @@ def test_what_is_not_there_or_no_text_is_said_with_its_name(tmp_path):
     for path, why in [
         (tmp_path / "none.txt", "does not exist"),
         (tmp_path, "is a folder"),
-        (written(tmp_path, "bytes.txt", b"\xff\xfe\x00"), "not UTF-8"),
-        (written(tmp_path, "b.jsonl", b"\xff\xfe\x00"), "not UTF-8"),
-        (written(tmp_path, "a.txt", "text"), "no tokenizer"),
-        (written(tmp_path, "c.jsonl", "[1]\nnot json"), "line 2 .*no JSON"),
-        (written(tmp_path, "d.jsonl", "[1]\n{}"), "line 2 .*neither"),
-        (written(tmp_path, "e.jsonl", "[true]"), "line 1 .*neither"),
-        (written(tmp_path, "f.jsonl", "[-1]"), "token -1, which is outside"),
-        (written(tmp_path, "a.npy", "no array"), "no array of numpy"),
+        (write_file(tmp_path, "bytes.txt", b"\xff\xfe\x00"), "not UTF-8"),
+        (write_file(tmp_path, "b.jsonl", b"\xff\xfe\x00"), "not UTF-8"),
+        (write_file(tmp_path, "a.txt", "text"), "no tokenizer"),
+        (write_file(tmp_path, "c.jsonl", "[1]\nnot json"), "line 2 .*no JSON"),
+        (write_file(tmp_path, "d.jsonl", "[1]\n{}"), "line 2 .*neither"),
+        (write_file(tmp_path, "e.jsonl", "[true]"), "line 1 .*neither"),
+        (write_file(tmp_path, "f.jsonl", "[-1]"), "token -1, which is outside"),
+        (write_file(tmp_path, "a.npy", "no array"), "no array of numpy"),
         (tmp_path / "float.npy", "float64"),
         (tmp_path / "object.npy", "no array of numpy"),
         (tmp_path / "far.npy", f"token {VOCAB}, which is outside"),
     ]:
         with pytest.raises(ForedraftError, match=why):
-            given(path)
+            read_tokens(path)
 
 
 def test_a_file_that_may_not_be_read_is_said(tmp_path, monkeypatch):
-    path = written(tmp_path, "a.txt", "text")
+    path = write_file(tmp_path, "a.txt", "text")
 
-    def refused(*args, **more):
+    def refuse(*args, **more):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("pathlib.Path.read_text", refused)
+    monkeypatch.setattr("pathlib.Path.read_text", refuse)
     with pytest.raises(ForedraftError, match="cannot be read: Permission denied"):
-        given(path, tokenizer=tiny_models.tokenizer())
+        read_tokens(path, tokenizer=tiny_models.tokenizer())

@@ -37,8 +37,8 @@ def logits_after(path: list[int]) -> Tensor:
     return 2 * torch.randn(V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def grown(growths: list[TreeBuilder], after: Callable[[list[int]], Tensor] = logits_after) -> list[TreeBuilder]:
-    """To the end, all together, as a drafter does."""
+def grow(growths: list[TreeBuilder], after: Callable[[list[int]], Tensor] = logits_after) -> list[TreeBuilder]:
+    """Add levels until every tree is complete, all together, as a drafter does."""
     while growing := [g for g in growths if g.frontier]:
         rows = [after(g.collect_path(node)) for g in growing for node in g.frontier]
         add_level(growing, NodeLogits(torch.stack(rows), V))
@@ -59,7 +59,7 @@ def paths_of(tokens: tuple[int, ...], parents: tuple[int, ...]) -> set[tuple[int
 @pytest.mark.parametrize("nodes", [1, 3, 7, 15])
 def test_a_free_tree_holds_the_likeliest_paths(nodes: int) -> None:
     """With a width that hides nothing, the nodes kept are the likeliest of all paths, by enumeration."""
-    draft = grown([TreeBuilder(request(), TreeSpec(2, nodes, V))])[0].to_draft()
+    draft = grow([TreeBuilder(request(), TreeSpec(2, nodes, V))])[0].to_draft()
     every = [path for size in (1, 2) for path in itertools.product(range(V), repeat=size)]
     best = sorted(every, key=lambda path: -log_chance(list(path)))[:nodes]
     assert paths_of(draft.tokens, draft.parents) == set(best)
@@ -118,7 +118,7 @@ def test_a_free_tree_is_the_tree_of_eagle_2s_authors(total: int, depth: int, top
 
 @pytest.mark.parametrize(("total", "depth", "top_k"), AUTHORS)
 def test_a_draft_needs_no_more_places_than_its_tree_has_nodes(total: int, depth: int, top_k: int) -> None:
-    """And every node that is looked at finds its own path in memory, though places serve one node after another."""
+    """Every expanded node finds its path in memory, though several nodes use one position in turn."""
     reused = 0
     for seed in range(12):
         after = chances_after(seed)
@@ -154,7 +154,7 @@ def test_a_draft_needs_no_more_places_than_its_tree_has_nodes(total: int, depth:
 
 
 def test_a_chain_is_the_likeliest_token_again_and_again() -> None:
-    draft = grown([TreeBuilder(request(), TreeSpec.from_options(4))])[0].to_draft()
+    draft = grow([TreeBuilder(request(), TreeSpec.from_options(4))])[0].to_draft()
     path: list[int] = []
     for _ in range(4):
         path.append(int(logits_after(path).argmax()))
@@ -168,7 +168,7 @@ def test_a_chain_is_the_likeliest_token_again_and_again() -> None:
     ids=str,
 )
 def test_a_fixed_shape_gives_every_node_its_own_number_of_children(sampling: Sampling, verify: str) -> None:
-    growth = grown([TreeBuilder(request(sampling, verify), TreeSpec.from_static_tree(LOPSIDED))])[0]
+    growth = grow([TreeBuilder(request(sampling, verify), TreeSpec.from_static_tree(LOPSIDED))])[0]
     draft = growth.to_draft()
     assert draft.parents == LOPSIDED.parents
     for node, children in enumerate(LOPSIDED.children):
@@ -189,12 +189,12 @@ def test_no_distribution_is_computed_for_a_leaf_of_a_fixed_shape() -> None:
         looked_at.append(tuple(path))
         return logits_after(path)
 
-    growth = grown([TreeBuilder(request(), TreeSpec.from_static_tree(LOPSIDED))], after)[0]
+    growth = grow([TreeBuilder(request(), TreeSpec.from_static_tree(LOPSIDED))], after)[0]
     assert looked_at == [tuple(growth.collect_path(node)) for node in LOPSIDED.inner_nodes]
 
 
 def test_requests_of_other_shapes_grow_side_by_side() -> None:
-    """What a request gets does not depend on who else is in the batch."""
+    """The draft of a request does not depend on the rest of the batch."""
     plans = [
         TreeSpec.from_options(3),
         TreeSpec.from_options(3, tree_nodes=6),
@@ -204,8 +204,8 @@ def test_requests_of_other_shapes_grow_side_by_side() -> None:
     samplings = [GREEDY, Sampling(seed=3), Sampling(presence_penalty=0.5), Sampling(temperature=0, bad_words=((4,),))]
     for shift in range(4):
         chosen = [*samplings[shift:], *samplings[:shift]]
-        alone = [grown([TreeBuilder(request(s), plan)])[0].to_draft() for s, plan in zip(chosen, plans, strict=True)]
-        together = grown([TreeBuilder(request(s), plan) for s, plan in zip(chosen, plans, strict=True)])
+        alone = [grow([TreeBuilder(request(s), plan)])[0].to_draft() for s, plan in zip(chosen, plans, strict=True)]
+        together = grow([TreeBuilder(request(s), plan) for s, plan in zip(chosen, plans, strict=True)])
         for draft, growth in zip(alone, together, strict=True):
             assert (draft.tokens, draft.parents) == (growth.to_draft().tokens, growth.to_draft().parents)
 
@@ -214,28 +214,28 @@ def test_tokens_without_probability_are_not_drafted_and_their_branch_ends() -> N
     """Three children from a distribution of two tokens are two children. The third one has no descendants."""
     sampling = Sampling(top_k=2, max_tokens=50)
     for verify in ("match", "reject"):
-        draft = grown([TreeBuilder(request(sampling, verify), TreeSpec.from_static_tree(LOPSIDED))])[0].to_draft()
+        draft = grow([TreeBuilder(request(sampling, verify), TreeSpec.from_static_tree(LOPSIDED))])[0].to_draft()
         assert draft.parents.count(0) == 2
         assert len(draft.tokens) == 6
 
 
 def test_nothing_grows_below_an_end_of_text() -> None:
     end = int(logits_after([]).argmax())
-    draft = grown([TreeBuilder(request(eos_ids=frozenset([end])), TreeSpec.from_options(4))])[0].to_draft()
+    draft = grow([TreeBuilder(request(eos_ids=frozenset([end])), TreeSpec.from_options(4))])[0].to_draft()
     assert draft.tokens == (end,)
 
 
 def test_confidence_ends_a_chain_where_its_path_is_unlikely() -> None:
-    full = grown([TreeBuilder(request(), TreeSpec.from_options(6, min_confidence=1e-12))])[0]
+    full = grow([TreeBuilder(request(), TreeSpec.from_options(6, min_confidence=1e-12))])[0]
     bar = math.exp(full.log_probs[3]) * 1.0001  # just above the path of three
-    draft = grown([TreeBuilder(request(), TreeSpec.from_options(6, min_confidence=bar))])[0].to_draft()
+    draft = grow([TreeBuilder(request(), TreeSpec.from_options(6, min_confidence=bar))])[0].to_draft()
     assert draft.tokens == tuple(full.tokens[:3])  # the third is drafted, and nothing below it
 
 
 def test_penalties_count_the_path_above_a_node() -> None:
-    """Or drafts repeat themselves where the target may not; no text would be wrong, and hardly a draft right."""
+    """Without penalties, drafts repeat tokens that the target may not: the text stays right, but few are accepted."""
     sampling = Sampling(frequency_penalty=2.0, repetition_penalty=1.5, max_tokens=50)
-    growth = grown([TreeBuilder(request(sampling, "reject"), TreeSpec.from_options(3, tree_nodes=9, top_k=3))])[0]
+    growth = grow([TreeBuilder(request(sampling, "reject"), TreeSpec.from_options(3, tree_nodes=9, top_k=3))])[0]
     assert max(growth.depths[node] for node in growth.draft_probs) == 2
     for node, probs in growth.draft_probs.items():
         path = growth.collect_path(node)
@@ -246,7 +246,7 @@ def test_penalties_count_the_path_above_a_node() -> None:
 
 def test_a_path_without_doubt_is_kept_from_its_beginning() -> None:
     """All of its nodes are equally likely: one kept without its parent would be no tree."""
-    growth = grown(
+    growth = grow(
         [TreeBuilder(request(), TreeSpec(5, 3, 2))], lambda path: 50 * torch.eye(V, dtype=torch.float64)[len(path)]
     )
     assert len(growth[0].tokens) > 3
@@ -279,7 +279,7 @@ def test_cut_plans_have_room_for_what_they_draft() -> None:
     ):
         for depth, budget, is_chain in itertools.product((1, 2, 9), (1, 2, 5, 99), (False, True)):
             cut = plan.restrict(depth, budget, is_chain)
-            draft = grown([TreeBuilder(request(), cut)])[0].to_draft()
+            draft = grow([TreeBuilder(request(), cut)])[0].to_draft()
             assert 1 <= len(draft.tokens) <= budget
             assert draft.limit_depth(depth) is draft or draft.limit_depth(depth).tokens == draft.tokens
             if is_chain:

@@ -41,7 +41,7 @@ def plain() -> LLM:
 
 
 def reader(vocab: str, name: str) -> CrossVocabDrafter:
-    """A draft that agrees on the tokens it shares, to go with `plain`."""
+    """Make a draft that agrees with `plain` on the shared tokens."""
     tokenizer, target = DRAFTS[name](), plain().tokenizer
     pair = VocabMap(TokenizerVocabulary(target, len(target)), TokenizerVocabulary(tokenizer, len(tokenizer)))
     back = {own: token for token, own in pair.shared_tokens.items()}
@@ -99,7 +99,7 @@ def test_the_kv_that_is_held_right_is_that_of_a_fresh_pass(vocab: str) -> None:
 
 @pytest.mark.parametrize("vocab", TRANSLATIONS)
 def test_who_finds_no_memory_is_not_drafted_for(vocab: str) -> None:
-    """And those who do find some are; all of it is free in the end."""
+    """Requests with memory are drafted for, and all memory is free in the end."""
     made = tiny_vocabularies.drafter(vocab, 4, kv_tokens=4 * PAGE_SIZE)
     llm = tiny_models.plain().with_drafter(made, verify="match")
     done = llm.generate(PROMPTS * 2, GREEDY)
@@ -185,7 +185,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @cache
-def lettered() -> LLM:
+def make_letter_llm() -> LLM:
     tokenizer = tiny_vocabularies.letter_tokenizer(tiny_vocabularies.TARGET_NAMES, tiny_vocabularies.PAIRS)
     return LLM(tiny_models.target(), None, tokenizer=tokenizer, verify="match")
 
@@ -195,16 +195,16 @@ def test_a_draft_of_another_vocabulary_is_loaded_and_reported(
     folder: Path, vocab: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("foredraft.drafters.vocab_map.SAMPLE_TEXT", "abcXYZ" * 20)
-    llm = lettered().with_drafter({"method": "draft_model", "model": str(folder), "vocab": vocab})
+    llm = make_letter_llm().with_drafter({"method": "draft_model", "model": str(folder), "vocab": vocab})
     assert llm.drafter.vocab_option == vocab  # type: ignore[union-attr]
-    assert llm.generate(["abcabc"], GREEDY)[0].token_ids == lettered().generate(["abcabc"], GREEDY)[0].token_ids
-    auto = lettered().with_drafter({"method": "draft_model", "model": str(folder)})
+    assert llm.generate(["abcabc"], GREEDY)[0].token_ids == make_letter_llm().generate(["abcabc"], GREEDY)[0].token_ids
+    auto = make_letter_llm().with_drafter({"method": "draft_model", "model": str(folder)})
     assert auto.drafter.vocab_option == "tli"  # type: ignore[union-attr]
 
 
 def refusal(**options: object) -> str:
     with pytest.raises(ForedraftError) as caught:
-        lettered().with_drafter({"method": "draft_model", **options})
+        make_letter_llm().with_drafter({"method": "draft_model", **options})
     return str(caught.value)
 
 

@@ -41,7 +41,7 @@ def vocabulary(name: str) -> TokenizerVocabulary:
     return TokenizerVocabulary(tokenizer, len(tokenizer))
 
 
-def spelt(vocabulary: TokenizerVocabulary, ids: list[int]) -> bytes:
+def join_bytes(vocabulary: TokenizerVocabulary, ids: list[int]) -> bytes:
     pieces = [vocabulary.token_bytes[token] for token in ids]
     assert None not in pieces
     return b"".join(pieces)  # type: ignore[arg-type]
@@ -55,7 +55,7 @@ def test_a_text_is_spelt_to_the_byte_wherever_it_is_cut(name: str, text: str) ->
     for cut in range(1, len(data)):
         ids = made.encode_continuation(data[:cut], data[cut:])
         assert UNKNOWN_BYTE not in ids
-        assert spelt(made, ids) == data[cut:]
+        assert join_bytes(made, ids) == data[cut:]
 
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
@@ -73,7 +73,7 @@ def test_a_seam_within_a_token_keeps_the_tokens_after_it() -> None:
     made = vocabulary("other bytes")
     [_, canonical] = made.encode_continuation(b"", b"x then"), made.encode_continuation(b"", b" the then")
     assert made.encode_continuation(b"x t", b"hen the")[-2:] == made.encode_continuation(b"x", b" the")
-    assert spelt(made, made.encode_continuation(b" t", b"he then")) == b"he then"
+    assert join_bytes(made, made.encode_continuation(b" t", b"he then")) == b"he then"
     assert made.encode_continuation(b" t", b"he then")[-2:] == canonical[-2:]
 
 
@@ -81,7 +81,7 @@ def test_bytes_that_are_no_text_are_spelt_one_by_one() -> None:
     data = b"a\xf0\x9f\xf0\x9f\x8d\xa3\x80the\xe4\xbb"
     for name in TOKENIZERS:
         made = vocabulary(name)
-        assert spelt(made, made.encode_continuation(b"xy", data)) == data
+        assert join_bytes(made, made.encode_continuation(b"xy", data)) == data
 
 
 def test_what_a_vocabulary_lacks_is_unknown_byte_by_byte() -> None:
@@ -98,7 +98,7 @@ def test_a_tokenizer_that_changes_what_it_reads_spells_by_its_tokens() -> None:
     made = TokenizerVocabulary(tokenizer, len(tokenizer))
     assert made.token_bytes[tokenizer.convert_tokens_to_ids("the")] == b" the"
     assert made.token_bytes[tokenizer.convert_tokens_to_ids("##e")] == b"e"
-    assert spelt(made, made.encode_continuation(b"x", b" the end")) == b" the end"
+    assert join_bytes(made, made.encode_continuation(b"x", b" the end")) == b" the end"
     assert UNKNOWN_BYTE in made.encode_continuation(b"x", b" THE")
 
 
@@ -118,7 +118,7 @@ def pairs() -> list[VocabMap]:
     return [VocabMap(a, b) for a in made for b in made if a is not b]
 
 
-def shown(reading: IncrementalRetokenizer) -> bytes:
+def join_draft_bytes(reading: IncrementalRetokenizer) -> bytes:
     draft = reading.vocab_map.draft
     return b"".join(draft.token_bytes[token] or b"|" for token in reading.tokens[len(draft.prefix_tokens) :])
 
@@ -133,7 +133,7 @@ def test_a_reading_says_what_was_read_token_by_token(text: str) -> None:
         for count, token in enumerate(ids):
             reading.extend([token])
             assert reading.num_read == count + 1
-        assert shown(reading).strip() == long.encode().strip()
+        assert join_draft_bytes(reading).strip() == long.encode().strip()
         letters = [
             pair.target.token_by_bytes[bytes([byte])]
             for byte in long.encode()
@@ -141,11 +141,11 @@ def test_a_reading_says_what_was_read_token_by_token(text: str) -> None:
         ]
         apart = IncrementalRetokenizer(pair)
         apart.extend(letters)
-        assert shown(apart).strip() == long.encode().strip()
+        assert join_draft_bytes(apart).strip() == long.encode().strip()
 
 
 def test_only_the_newest_stretch_is_written_again() -> None:
-    """However long the text is; and it is cut as it would be at once, where words end."""
+    """The bound holds for any length of text, and the result equals encoding all at once, cut at word ends."""
     pair = VocabMap(vocabulary("bytes"), vocabulary("other bytes"))
     text = ("the end of the naïve " * 400).encode()
     ids = pair.target.encode_continuation(b"", text)
@@ -192,7 +192,7 @@ def test_control_tokens_by_their_part_and_by_their_name() -> None:
     )
     tokens = [token for token in reading.tokens if token in (draft.bos, draft.eos)]
     assert tokens == [draft.bos, draft.eos]
-    assert shown(reading).replace(b" ", b"").strip(b"|") == b"ab<stop>c"
+    assert join_draft_bytes(reading).replace(b" ", b"").strip(b"|") == b"ab<stop>c"
     back = IncrementalRetokenizer(VocabMap(vocabulary("other bytes"), vocabulary("bytes")))
     back.extend([target.control_tokens["<stop>"]])
     assert back.tokens == [back.vocab_map.draft.control_tokens["<stop>"]]
@@ -213,7 +213,7 @@ def test_random_bytes_are_read_by_every_pair() -> None:
             new = [rng.choice(ids) for _ in range(rng.randint(1, 5))]
             text += b"".join(pair.target.token_bytes[token] or b"" for token in new)
             reading.extend(new)
-            assert shown(reading) in (text, b" " + text)
+            assert join_draft_bytes(reading) in (text, b" " + text)
 
 
 # the two side by side
@@ -244,16 +244,16 @@ def side(name: str, size: int | None = None) -> VocabInfo:
     return VocabInfo(f"org/{name}", tokenizer, size or len(tokenizer))
 
 
-def made_by(vocab: str, target: VocabInfo, draft: VocabInfo, has_tree: bool = False) -> type | None:
+def find_drafter_class(vocab: str, target: VocabInfo, draft: VocabInfo, has_tree: bool = False) -> type | None:
     make = select_translation(vocab, target, draft, has_tree)
     return None if make is None else make.__closure__[0].cell_contents  # type: ignore[index]
 
 
 def test_auto_is_nothing_for_the_same_tokens_and_tli_where_enough_is_shared() -> None:
-    assert made_by("auto", side("bytes"), side("bytes", 400)) is None
-    assert made_by("auto", VocabInfo("a", None, 9), VocabInfo("b", None, 9)) is None
+    assert find_drafter_class("auto", side("bytes"), side("bytes", 400)) is None
+    assert find_drafter_class("auto", VocabInfo("a", None, 9), VocabInfo("b", None, 9)) is None
     # both spell the sample in single bytes, but for a few merges
-    assert made_by("auto", side("other bytes"), side("bytes")) is TliDrafter
+    assert find_drafter_class("auto", side("other bytes"), side("bytes")) is TliDrafter
     few = VocabInfo("org/few", tiny_vocabularies.letter_tokenizer(["<end>", "a", "e"], []), 3)
     with pytest.raises(ForedraftError, match="cannot spell each other's text; use a draft with the target's tokenizer"):
         select_translation("auto", side("bytes"), few)
@@ -261,10 +261,10 @@ def test_auto_is_nothing_for_the_same_tokens_and_tli_where_enough_is_shared() ->
 
 def test_slem_where_little_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("foredraft.drafters.cross_vocab_select.MIN_AUTO_COVERAGE", 1.1)
-    assert made_by("auto", side("other bytes"), side("bytes")) is SlemDrafter
-    assert made_by("auto", side("other bytes"), side("bytes"), has_tree=True) is TliDrafter
-    assert made_by("slem", side("bytes"), side("bytes")) is SlemDrafter
-    assert made_by("tli", side("bytes"), side("bytes")) is TliDrafter
+    assert find_drafter_class("auto", side("other bytes"), side("bytes")) is SlemDrafter
+    assert find_drafter_class("auto", side("other bytes"), side("bytes"), has_tree=True) is TliDrafter
+    assert find_drafter_class("slem", side("bytes"), side("bytes")) is SlemDrafter
+    assert find_drafter_class("tli", side("bytes"), side("bytes")) is TliDrafter
 
 
 def test_the_choice_is_said_once(caplog: pytest.LogCaptureFixture) -> None:

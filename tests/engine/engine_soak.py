@@ -1,7 +1,7 @@
-"""What a soak sends and how it looks at what comes back.
+"""Requests of a soak, and the checks of their outputs.
 
-Every text is held against the model itself: one pass of transformers over all of it, without cache, batch or draft. A
-text is right where every token is what the one-token oracle says after those before it, and where it ends when it must.
+Every output is compared with the model itself: one pass of transformers over all of it, without cache, batch or draft.
+An output is right if every token is the one-token oracle's after those before it, and if it ends at the right token.
 """
 
 import gc
@@ -29,13 +29,13 @@ from foredraft.sampling.rng import NoiseStream
 
 # of the tiny model's vocabulary; several requests begin with each, so that a prefix cache has something to find
 OPENINGS = [[(7 * i + k) % 89 + 4 for i in range(24 + 5 * k)] for k in range(4)]
-LIMITS = MemoryLimits(kv_tokens=144, page_size=4, max_batch=8)  # a third of what eight requests want
+LIMITS = MemoryLimits(kv_tokens=144, page_size=4, max_batch=8)  # a third of what eight requests need
 IN_FLIGHT = 20  # requests that run or wait
 
 
 @dataclass(frozen=True)
 class SoakRequest:
-    """One request, and when its client loses interest."""
+    """One request, and the time at which its client hangs up."""
 
     prompt: list[int]
     sampling: Sampling
@@ -113,7 +113,7 @@ class SoakChecker:
             assert (len(tokens) == most) == (completion.finish_reason == "length")
 
     def check_end(self, engine: Engine) -> None:
-        """Nothing is left: no page, no slot, no request."""
+        """Check that no page, slot or request is left."""
         allocator = engine.scheduler.allocator
         assert not engine.has_work
         assert not engine.transcripts
@@ -123,17 +123,17 @@ class SoakChecker:
         engine.scheduler.check_integrity()
         gc.collect()
         alive = sum(reference() is not None for reference in self._requests)
-        assert alive <= 1, f"{alive} requests that ended are still held"  # the caller may have one at hand
+        assert alive <= 1, f"{alive} requests that ended are still held"  # the caller may hold one
 
 
 @cache
 def model() -> LlamaForCausalLM:
-    """The same weights again, with transformers' own attention."""
+    """Load the same weights under transformers' own attention."""
     return tiny_models.llama()
 
 
 def compute_expected(request: Request, tokens: list[int]) -> list[int]:
-    """What the oracle says at every place, given the tokens before it."""
+    """Compute the oracle's token at every position, given the tokens before it."""
     if not tokens:
         return []
     text = torch.tensor([request.prompt + tokens[:-1]])
@@ -150,6 +150,6 @@ def compute_expected(request: Request, tokens: list[int]) -> list[int]:
 
 
 def read_resident_bytes() -> int:
-    """Bytes of this process in memory; 0 where the system does not say."""
+    """Return the resident bytes of this process; 0 if the system does not report them."""
     statm = Path("/proc/self/statm")
     return int(statm.read_text().split()[1]) * 4096 if statm.exists() else 0

@@ -20,7 +20,7 @@ TEXTS = [
 
 
 def pieces(tokenizer: object, prompt: list[int], ids: list[int]) -> list[str]:
-    """By the quick way where there is one, after a look at whether the general one says the same."""
+    """Detokenize by the fast path if there is one, and check that the general path gives the same text."""
     quick, general = make_detokenizer(tokenizer, prompt), WindowDetokenizer(tokenizer, prompt)
     found = [quick.push(token) for token in ids]
     assert "".join(found).rstrip(REPLACEMENT_CHARACTER) == "".join(map(general.push, ids)).rstrip(REPLACEMENT_CHARACTER)
@@ -28,7 +28,7 @@ def pieces(tokenizer: object, prompt: list[int], ids: list[int]) -> list[str]:
 
 
 def fallback_ids(text: str) -> list[int]:
-    """Every character beyond ASCII spelt in bytes, as a vocabulary without it does."""
+    """Encode every character beyond ASCII in bytes, as a vocabulary without it does."""
     ids: list[int] = []
     for char in text:
         ids += [258] if char == " " else [2 + byte for byte in char.encode()]
@@ -76,7 +76,7 @@ class _Spliced:
 
 
 def test_a_prompt_cut_inside_a_character_is_completed() -> None:
-    """What completes it is new text; it used to vanish."""
+    """The bytes that complete the character are new text. They used to vanish."""
     tokenizer = tiny_models.tokenizer()
     ids = tokenizer("x€").input_ids
     assert "".join(pieces(tokenizer, ids[:-1], ids[-1:])) == "€"
@@ -109,7 +109,7 @@ def test_without_a_tokenizer_there_is_no_text() -> None:
 
 @given(st.text(max_size=20), st.text(max_size=20))
 def test_any_text_comes_back_whole(before: str, after: str) -> None:
-    """Whatever the characters and wherever the tokens split them."""
+    """The result is right for any characters, split into tokens anywhere."""
     tokenizer = tiny_models.tokenizer()
     found = "".join(pieces(tokenizer, tokenizer(before).input_ids, tokenizer(after).input_ids))
     assert found.removesuffix("\ufffd").rstrip("\ufffd") == after.rstrip("\ufffd")

@@ -21,8 +21,8 @@ PROMPTS = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10]]
 GREEDY = Sampling(max_tokens=12, temperature=0)
 
 
-def poisoned(victim: int) -> TableLM:
-    """A model that gives NaN after one token that only the victim's text holds."""
+def make_poisoned_model(victim: int) -> TableLM:
+    """Make a model that gives NaN after one token that only the victim's sequence has."""
     plain = [c.token_ids for c, _ in engine_fakes.run(engine_fakes.make_engine(LM, None), transcripts("match"))]
     own = next(
         token
@@ -40,9 +40,9 @@ def transcripts(rule: str) -> list:
 @pytest.mark.parametrize("rule", ["match", "reject", "block"])
 @pytest.mark.parametrize("is_drafted", [False, True])
 def test_logits_that_are_no_distribution_fail_one_request_alone(rule: str, is_drafted: bool) -> None:
-    """It keeps the text of the passes before and says why; the others are as they would have been."""
+    """It keeps the text of the passes before and reports the reason; the others are unchanged."""
     plain = [c.token_ids for c, _ in engine_fakes.run(engine_fakes.make_engine(LM, None), transcripts(rule))]
-    lm = poisoned(victim=1)
+    lm = make_poisoned_model(victim=1)
     drafter = engine_fakes.make_drafter(LM.perturb(0.3), 3) if is_drafted else None
     engine = engine_fakes.make_engine(lm, drafter)
     done = [completion for completion, _ in engine_fakes.run(engine, transcripts(rule))]
@@ -79,7 +79,7 @@ def test_a_request_that_can_never_fit_is_refused_at_once() -> None:
 
 
 def test_an_abort_frees_everything_wherever_the_request_is() -> None:
-    """Waiting, reading its prompt, drafting; twice over; and the others never notice."""
+    """Requests are aborted after 0 to 3 steps, one of them twice; the others are unchanged."""
     plain = [c.token_ids for c, _ in engine_fakes.run(engine_fakes.make_engine(LM, None), transcripts("match"))]
     for steps in range(4):
         drafter = engine_fakes.make_drafter(LM.perturb(0.3), 3)
@@ -107,7 +107,7 @@ def test_an_abort_frees_everything_wherever_the_request_is() -> None:
                 assert completion.token_ids == plain[n]
 
 
-def drafted() -> LLM:
+def make_drafting_llm() -> LLM:
     return tiny_models.plain().with_drafter(tiny_models.draft_model(3))
 
 
@@ -122,7 +122,7 @@ def assert_idle(llm: LLM) -> None:
 
 def test_leaving_a_stream_early_aborts_what_is_left() -> None:
     """A client that hangs up may not hold pages for good; the next call is as if it had never been."""
-    llm = drafted()
+    llm = make_drafting_llm()
     sampling = Sampling(max_tokens=30, temperature=0, ignore_eos=True)
     for delta in llm.stream([[5, 6], [7]], sampling):
         assert delta.completion is None
@@ -137,8 +137,8 @@ def test_leaving_a_stream_early_aborts_what_is_left() -> None:
 
 
 def test_two_streams_of_one_model_do_not_disturb_each_other() -> None:
-    """Each steps the engine for both; each gets its own deltas, whole, whichever is read faster."""
-    llm, plain = drafted(), tiny_models.plain()
+    """Each stream steps the engine for both, and gets all its deltas in any order of reading."""
+    llm, plain = make_drafting_llm(), tiny_models.plain()
     first, second = (
         Sampling(max_tokens=20, temperature=0, ignore_eos=True),
         Sampling(max_tokens=9, seed=3, ignore_eos=True),
@@ -157,7 +157,7 @@ def test_two_streams_of_one_model_do_not_disturb_each_other() -> None:
 
 
 def test_one_stream_left_early_leaves_the_other_alone() -> None:
-    llm = drafted()
+    llm = make_drafting_llm()
     sampling = Sampling(max_tokens=16, temperature=0, ignore_eos=True)
     a, b = llm.stream([[5, 6]], sampling), llm.stream([[33]], sampling)
     next(a)

@@ -1,4 +1,4 @@
-"""Who runs after a failed step: the rules by themselves, without an engine."""
+"""Requests that run after a failed step: the rules by themselves, without an engine."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ def requests(num: int) -> list[Request]:
 
 
 def play(live: list[Request], fails: Fails, num_steps: int = 400) -> tuple[FaultIsolator, list[Request], bool]:
-    """Steps of an engine of which `fails` says whether a set of requests can be run; (.., culprits, is it hopeless)."""
+    """Simulate engine steps that fail if `fails` is true of their requests: (isolator, culprits, is it hopeless)."""
     suspects, culprits, live = FaultIsolator(), [], list(live)
     for _ in range(num_steps):
         only = suspects.select(live)
@@ -35,7 +35,7 @@ def play(live: list[Request], fails: Fails, num_steps: int = 400) -> tuple[Fault
 
 @pytest.mark.parametrize("bad", [{0}, {7}, {0, 1}, {0, 1, 2, 3, 4, 5, 6}, {1, 3, 5, 7}, {0, 7}])
 def test_every_culprit_is_found_and_no_other_request(bad: set[int]) -> None:
-    """As long as one request is sound, however many stand before it."""
+    """All culprits are found if one request is sound, at any index."""
     made = requests(8)
     evil = {made[n] for n in bad}
     _, culprits, is_hopeless = play(made, lambda tried: bool(evil.intersection(tried)))
@@ -66,7 +66,7 @@ def test_a_number_that_is_too_large_is_no_culprit(most: int) -> None:
 
 
 def test_relief_ends() -> None:
-    """After one bad step in a long life all run together again."""
+    """After one bad step, all run together again."""
     suspects, made = FaultIsolator(), requests(8)
     suspects.on_failure(made)
     for _ in range(8):

@@ -1,6 +1,6 @@
-"""A step that is interrupted at any of its lines, under `LLM.stream`: the streams of others lose nothing by it.
+"""A step that is interrupted at any of its lines, under `LLM.stream`: the other streams lose nothing.
 
-Guards against a token said twice or lost because Ctrl-C, a timeout or an error came between two lines that belong
+Guards against a token emitted twice or lost because Ctrl-C, a timeout or an error came between two lines that belong
 together, and against a drafter that never drafts again after one.
 """
 
@@ -33,7 +33,7 @@ SHORT = Sampling(max_tokens=6, temperature=0.7, seed=9, ignore_eos=True)
 
 
 class Watch:
-    """Every line of ours that runs below Engine.step: seen, and raised at where it is the one."""
+    """Trace function over every line of the package below Engine.step; it raises at the chosen line."""
 
     def __init__(self, at: Line | None = None, error: type[BaseException] = KeyboardInterrupt) -> None:
         self.at, self.error = at, error
@@ -43,13 +43,13 @@ class Watch:
 
     def __enter__(self) -> "Watch":
         self._before = sys.gettrace()
-        sys.settrace(self._called)
+        sys.settrace(self._trace_call)
         return self
 
     def __exit__(self, *_: object) -> None:
         sys.settrace(self._before)
 
-    def _called(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
+    def _trace_call(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
         if frame.f_code is STEP:
             self._depth += 1
         is_ours = self._depth > 0 and frame.f_code.co_filename.startswith(ROOT)
@@ -73,20 +73,20 @@ class Others:
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
         self.num_compared = 0
-        self._live = [self._begun(which) for which in range(len(PROMPTS))]
+        self._live = [self._begin(which) for which in range(len(PROMPTS))]
 
-    def _begun(self, which: int) -> tuple[Iterator[Delta], list[int]]:
+    def _begin(self, which: int) -> tuple[Iterator[Delta], list[int]]:
         stream = self.llm.stream(PROMPTS[which], SAMPLINGS[which])
         return stream, list(next(stream).token_ids)
 
     def go_on(self) -> None:
-        """By one delta each."""
+        """Read one delta of each stream."""
         for which, (stream, tokens) in enumerate(self._live):
             delta = next(stream)
             tokens += delta.token_ids
             if delta.completion is not None:
                 self._compare(which, tokens, delta.completion)
-                self._live[which] = self._begun(which)
+                self._live[which] = self._begin(which)
 
     def end(self) -> None:
         for which, (stream, tokens) in enumerate(self._live):
@@ -109,13 +109,13 @@ def plain(which: int) -> Completion:
     return tiny_models.plain().generate(PROMPTS[which], SAMPLINGS[which])[0]
 
 
-def made(method: str) -> LLM:
+def make_llm(method: str) -> LLM:
     drafter = None if method == "plain" else METHOD_CASES[method].make(3)
     return tiny_models.plain().with_drafter(drafter, verify="match")
 
 
 def lines_of(llm: LLM) -> list[Line]:
-    """Where a step may be interrupted: all that runs from a request's first step to its end, beside others."""
+    """List the lines of a step that may be interrupted, from the first step of a request to its end, beside others."""
     others = Others(llm)
     with Watch() as watch:
         list(llm.stream(VICTIM, SHORT))
@@ -135,14 +135,14 @@ def test_an_interrupt_at_any_line_of_a_step_changes_no_text_of_others(
     method: str, stride: int, error: type[BaseException]
 ) -> None:
     """Every `stride`-th line. The sandbox handles an error of a drafter; it does not handle an interrupt."""
-    llm = made(method)
+    llm = make_llm(method)
     victim = llm.generate(VICTIM, SHORT)[0].token_ids
     lines, num_raised, num_injected, others = lines_of(llm), 0, 0, Others(llm)
     for line in lines[::stride]:
         if llm.engine.drafter.num_failures >= MAX_FAILURES:
             assert error is RuntimeError
             others.end()
-            llm = made(method)
+            llm = make_llm(method)
             others = Others(llm)
         stream = llm.stream(VICTIM, SHORT)
         with Watch(line, error) as watch:

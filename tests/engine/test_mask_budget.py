@@ -101,7 +101,7 @@ class World:
 @pytest.mark.parametrize("num_drafted", [0, 3])
 @pytest.mark.parametrize("at_first", [0.0, 2 * SLOW])
 def test_slow_grammars_hold_a_small_request_up_for_a_bounded_time(at_first: float, num_drafted: int):
-    """Those whose first masks were slow are never all in one step; the others are once."""
+    """Requests with slow first masks are never all in one step; the others are together once."""
     world = World(num_drafted)
     slow = [world.add(40, SLOW, at_first) for _ in range(31)]
     small = world.add(32)
@@ -131,7 +131,7 @@ def test_each_gets_its_turn():
 
 
 def test_slow_requests_by_themselves_wait_for_nothing():
-    """And not all are in one step, since somebody else may come."""
+    """The requests are never all in one step, since another may arrive."""
     world = World()
     slow = [world.add(6, SLOW, SLOW) for _ in range(8)]
     while not all(transcript.is_finished for transcript in slow):

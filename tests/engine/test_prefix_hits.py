@@ -1,6 +1,6 @@
-"""Scheduler, allocator and prefix cache together, over memory that remembers for which text every slot was written.
+"""Scheduler, allocator and prefix cache together, over memory that records for which sequence every slot was written.
 
-Guards against pages lost or shared by mistake, a write to what others read, a hit whose content is another text's,
+Guards against pages lost or shared by mistake, a write to pages that others read, a hit with the content of another,
 draft memory taken for right that is not, tokens that were never committed being found, and requests that stand still.
 """
 
@@ -23,11 +23,11 @@ from foredraft.sampling.params import Sampling
 from foredraft.tree import Commit
 
 PAGE = 4
-OPENING = [5, 6, 7, 8, 5, 6, 7, 8, 9, 9]  # what prompts share; its pages repeat: only the chain tells them apart
+OPENING = [5, 6, 7, 8, 5, 6, 7, 8, 9, 9]  # shared opening; its pages repeat: only the chain differs
 
 
 class World:
-    """A model that says what a dice says, and pools that keep the text each slot was written for."""
+    """A model with random tokens, and pools that record the sequence each slot was written for."""
 
     def __init__(self, num_pages: int, kind: str, is_shared: bool = True, **limits: int) -> None:
         self.target: dict[int, tuple[int, ...]] = {}
@@ -97,7 +97,7 @@ class World:
         return batch
 
     def _pass(self, batch: Batch, b: int) -> tuple[list[int], list[int]]:
-        """What the target writes for a chunk and a draft, and which part of it is kept."""
+        """Simulate the target's pass over a chunk and a draft: the tokens it writes and the part that is kept."""
         r, chunk, budget = batch.requests[b], batch.num_new_tokens[b], batch.max_draft_nodes[b]
         text = r.tokens[: r.num_computed + chunk]
         drafted = [self.dice.randrange(5, 8) for _ in range(budget)]
@@ -115,7 +115,7 @@ class World:
         return list(range(chunk + len(accepted))), [*known, *accepted, *last][: chunk + len(accepted)]
 
     def _draft(self, batch: Batch, commit: Commit) -> None:
-        """As the drafters do: one reads tokens in when it drafts, the other sees every pass and writes it later."""
+        """Draft as the two kinds of drafters do: one reads tokens when it drafts, the other queues every pass."""
         assert self._memory is not None
         for b, r in enumerate(batch.requests):
             if self.kind == "tokens" and batch.max_draft_nodes[b] > 0 and self.dice.random() < 0.7:
@@ -231,7 +231,7 @@ class Lives(RuleBasedStateMachine):
                 self.world.check_memory(request)
 
     def teardown(self) -> None:
-        """Whatever happened, everyone who is left ends."""
+        """After any history, every remaining request can end."""
         if hasattr(self, "world"):
             self.world.to_end()
             assert self.world.allocator.num_used == 0
@@ -297,7 +297,7 @@ def test_samples_wait_no_longer_for_one_that_is_gone() -> None:
 
 
 def test_without_sharing_samples_still_share_and_nothing_stays() -> None:
-    """A salt of its own keeps a prompt apart; pages end with the last who holds them."""
+    """Another salt keeps a prompt apart; pages are freed with their last holder."""
     world = World(60, "none", is_shared=False, max_batch=6)
     for salt in (b"one", b"two"):
         first = world.add(OPENING, 4, salt=salt)
@@ -323,7 +323,7 @@ def test_a_preempted_request_finds_its_own_pages() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_failed_request_leaves_nothing_to_find(kind: str) -> None:
-    """Neither its own pages nor found pages without another holder stay. Pages with another holder stay."""
+    """Its pages and its hits are dropped, except those that another request holds."""
     world = World(60, kind, max_batch=6)
     world.add(OPENING, 1)
     world.to_end()

@@ -1,4 +1,4 @@
-"""A drafter is untrusted: whatever it does, the text is that of no drafter, and after three faults it rests.
+"""A drafter is untrusted: under any fault, the text is that of plain decoding, and three faults suspend the drafter.
 
 Guards against the crashes of others: one slot's overlong draft aborting all slots, an id of -1 or of the vocabulary's
 size reaching the embedding, NaN in q turning into token 0, an exception that ends every stream.
@@ -42,8 +42,8 @@ def texts(drafter: ScriptedDrafter | None, **limits: int) -> list[list[int]]:
 PLAIN = texts(None)
 
 
-def changed(change: Callable[[Batch, TokenTree], TokenTree]) -> Callable[[Batch], TokenTree]:
-    """A good draft, spoilt."""
+def change_draft(change: Callable[[Batch, TokenTree], TokenTree]) -> Callable[[Batch], TokenTree]:
+    """Make a drafter that applies `change` to a good draft."""
     return lambda batch: change(batch, engine_fakes.draft_greedily(LM, batch))
 
 
@@ -77,22 +77,22 @@ def _wide(batch: Batch) -> TokenTree:
 FAULTS: dict[str, Callable[[Batch], TokenTree]] = {
     "raises": _raises,
     "returns None": lambda batch: None,  # type: ignore[arg-type,return-value]
-    "too few trees": changed(lambda batch, tree: tree.select(range(len(batch) - 1)) if len(batch) > 1 else None),
-    "wrong root": changed(lambda batch, tree: TokenTree((tree.tokens + 1).clamp_max(V - 1), tree.parents)),
-    "no nodes at all": changed(lambda batch, tree: TokenTree(tree.tokens[:, :0], tree.parents[:, :0])),
-    "id of the vocabulary's size": changed(lambda batch, tree: _set(tree, V)),
-    "huge id": changed(lambda batch, tree: _set(tree, 1 << 40)),
-    "root with a parent": changed(lambda batch, tree: _parents(tree, 0, 0)),
-    "parent of itself": changed(lambda batch, tree: _parents(tree, -1, tree.parents.shape[1] - 1)),
-    "orphan": changed(lambda batch, tree: _parents(tree, -1, -1)),
-    "later parent": changed(lambda batch, tree: _parents(tree, 1, tree.parents.shape[1])),
-    "parents of another shape": changed(lambda batch, tree: TokenTree(tree.tokens, tree.parents[:, :1])),
+    "too few trees": change_draft(lambda batch, tree: tree.select(range(len(batch) - 1)) if len(batch) > 1 else None),
+    "wrong root": change_draft(lambda batch, tree: TokenTree((tree.tokens + 1).clamp_max(V - 1), tree.parents)),
+    "no nodes at all": change_draft(lambda batch, tree: TokenTree(tree.tokens[:, :0], tree.parents[:, :0])),
+    "id of the vocabulary's size": change_draft(lambda batch, tree: _set(tree, V)),
+    "huge id": change_draft(lambda batch, tree: _set(tree, 1 << 40)),
+    "root with a parent": change_draft(lambda batch, tree: _parents(tree, 0, 0)),
+    "parent of itself": change_draft(lambda batch, tree: _parents(tree, -1, tree.parents.shape[1] - 1)),
+    "orphan": change_draft(lambda batch, tree: _parents(tree, -1, -1)),
+    "later parent": change_draft(lambda batch, tree: _parents(tree, 1, tree.parents.shape[1])),
+    "parents of another shape": change_draft(lambda batch, tree: TokenTree(tree.tokens, tree.parents[:, :1])),
     "too deep": _deep,
     "too wide": _wide,
-    "float ids": changed(lambda batch, tree: TokenTree(tree.tokens.double(), tree.parents)),
-    "q of another width": changed(lambda batch, tree: TokenTree(tree.tokens, tree.parents, torch.ones(3, V + 1))),
-    "q of another height": changed(lambda batch, tree: TokenTree(tree.tokens, tree.parents, torch.ones(1, V))),
-    "successors it cannot know": changed(
+    "float ids": change_draft(lambda batch, tree: TokenTree(tree.tokens.double(), tree.parents)),
+    "q of another width": change_draft(lambda batch, tree: TokenTree(tree.tokens, tree.parents, torch.ones(3, V + 1))),
+    "q of another height": change_draft(lambda batch, tree: TokenTree(tree.tokens, tree.parents, torch.ones(1, V))),
+    "successors it cannot know": change_draft(
         lambda batch, tree: TokenTree(tree.tokens, tree.parents, committed_next=tuple((1,) for _ in range(len(batch))))
     ),
 }
@@ -115,7 +115,7 @@ def _set_q(tree: TokenTree, batch: Batch, value: float) -> TokenTree:
 
 
 def _twins(batch: Batch) -> TokenTree:
-    """Two children of the root with one token, twice."""
+    """Propose two children of the root with one token, twice."""
     roots = to_token_tree(batch, {}).token_lists
     widths = [min(4, budget) for budget in batch.max_draft_nodes]
     tokens = [[*root, *[5, 5, 6, 6][:n]] for root, n in zip(roots, widths, strict=True)]
@@ -123,21 +123,21 @@ def _twins(batch: Batch) -> TokenTree:
 
 
 ODDITIES: dict[str, Callable[[Batch], TokenTree]] = {
-    "NaN q": changed(lambda batch, tree: _set_q(tree, batch, float("nan"))),
-    "infinite q": changed(lambda batch, tree: _set_q(tree, batch, float("inf"))),
-    "negative q": changed(lambda batch, tree: _set_q(tree, batch, -1.0)),
-    "q that is zero": changed(lambda batch, tree: _set_q(tree, batch, 0.0)),
-    "q that does not sum to one": changed(lambda batch, tree: _set_q(tree, batch, 3.0)),
+    "NaN q": change_draft(lambda batch, tree: _set_q(tree, batch, float("nan"))),
+    "infinite q": change_draft(lambda batch, tree: _set_q(tree, batch, float("inf"))),
+    "negative q": change_draft(lambda batch, tree: _set_q(tree, batch, -1.0)),
+    "q that is zero": change_draft(lambda batch, tree: _set_q(tree, batch, 0.0)),
+    "q that does not sum to one": change_draft(lambda batch, tree: _set_q(tree, batch, 3.0)),
     "twin siblings": _twins,
-    "negative ids": changed(lambda batch, tree: _set(tree, -7)),
+    "negative ids": change_draft(lambda batch, tree: _set(tree, -7)),
     "nothing but roots": lambda batch: to_token_tree(batch, {}),
-    "wrong tokens": changed(lambda batch, tree: _set(tree, 0)),
+    "wrong tokens": change_draft(lambda batch, tree: _set(tree, 0)),
 }
 
 
 @pytest.mark.parametrize("oddity", ODDITIES)
 def test_an_odd_proposal_changes_no_text(oddity: str) -> None:
-    """What can be verified is verified; a q that is no distribution is no draft."""
+    """The valid part is verified; a draft with a q that is no distribution is dropped."""
     assert texts(ScriptedDrafter(ODDITIES[oddity])) == PLAIN
 
 

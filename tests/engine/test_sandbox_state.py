@@ -1,6 +1,6 @@
-"""What a drafter may not do to requests, trees and commits, and what its properties may not do to a step.
+"""Changes of requests, trees and commits by a drafter, and faulty properties of a drafter: no step is affected.
 
-Guards against a drafter that is given the live record of a request and changes it: wrong text, and no failure counted.
+Guards against a drafter that is given the live record of a request and changes it: wrong text and no counted failure.
 """
 
 from collections.abc import Callable, Sequence
@@ -92,7 +92,7 @@ def test_a_changed_request_is_restored_and_counted(change: str, verb: str) -> No
 
 
 def test_an_interrupt_leaves_requests_as_they_were() -> None:
-    """What a step left behind is what `recover` goes on from."""
+    """`recover` continues from the state that a step left behind."""
 
     def propose(batch: Batch) -> TokenTree:
         batch.requests[0].output.append(3)
@@ -131,7 +131,7 @@ def test_a_tree_or_commit_that_is_changed_afterwards_changes_nothing() -> None:
 
 
 class Odd:
-    """A drafter of good drafts with one property that is not what it should be."""
+    """Drafter of good drafts with one faulty property."""
 
     hidden_layers: Any = ()
     max_nodes: Any = 3

@@ -1,4 +1,4 @@
-"""Who runs, with how many tokens: admission, budgets, chunks, preemption, and nothing lost on the way."""
+"""Requests and token counts of each step: admission, budgets, chunks, preemption, and no request lost."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ def request(num_prompt: int, max_tokens: int = 10) -> Request:
 
 
 class Run:
-    """A scheduler, and a model that says 7 forever and accepts what `accepts` says."""
+    """A scheduler, and a model whose token is always 7 and whose acceptance `accepts` gives."""
 
     def __init__(self, num_pages: int = 100, **limits: int) -> None:
         self.forgotten: list[int] = []
@@ -32,7 +32,7 @@ class Run:
             self.scheduler.add(r)
 
     def step(self, num_nodes: int = 0, accepts: int = 0) -> Batch:
-        """One step; ends requests that reached their length, as the engine does."""
+        """Run one step and end requests that reached their length, as the engine does."""
         batch = self.scheduler.schedule(num_nodes, FixedLengthPolicy())
         paths, tokens = [], []
         for r, chunk, budget, scored in zip(
@@ -74,7 +74,7 @@ def test_requests_are_admitted_in_order_up_to_the_batch() -> None:
 
 
 def test_a_long_prompt_is_read_in_chunks_and_drafted_for_only_at_its_end() -> None:
-    """A budget before the last chunk would draft below a token whose successor is known."""
+    """Before the last chunk, a draft would start below a token whose successor is committed."""
     run = Run(max_chunk=5)
     r = request(12)
     run.add(r)
@@ -97,7 +97,7 @@ def test_prompts_and_decoding_share_a_step() -> None:
 
 
 def test_a_step_holds_no_more_tokens_than_its_limit() -> None:
-    """Drafts count; who finds no room waits for the next step and is not forgotten."""
+    """Draft nodes count; a request that does not fit runs in the next step."""
     run = Run(max_step_tokens=8)
     run.add(*[request(3) for _ in range(4)])
     while run.scheduler.has_work:
@@ -106,7 +106,7 @@ def test_a_step_holds_no_more_tokens_than_its_limit() -> None:
 
 
 def test_every_request_goes_on_before_any_is_drafted_for() -> None:
-    """The elder's draft used to take the whole step, and the others stood still until it had ended."""
+    """The older request's draft used to take the whole step, and the others waited until it had ended."""
     run = Run(max_step_tokens=8)
     run.add(*[request(1) for _ in range(4)])
     batch = run.step(num_nodes=7)
@@ -151,7 +151,7 @@ def test_a_draft_is_given_up_before_anyone_is_preempted() -> None:
 
 
 def test_the_youngest_gives_way_and_comes_back_first() -> None:
-    """What it held is free at once, its drafter's memory is dropped, and it keeps its text."""
+    """A preempted request frees its pages and its drafter's memory at once, and keeps its text."""
     run = Run(num_pages=6, max_batch=2)
     old, young, waiting = request(8, max_tokens=9), request(7, max_tokens=9), request(1)
     run.add(old, young)
@@ -296,7 +296,7 @@ def test_a_preempted_request_returns_to_its_place() -> None:
 
 @pytest.mark.parametrize("max_step_tokens", [1, 2, 3, 7])
 def test_everyone_moves_within_a_bounded_number_of_steps(max_step_tokens: int) -> None:
-    """Even where a step has not a token for everyone: streams and prompts take turns."""
+    """Streams and prompts alternate even if a step has fewer tokens than requests."""
     run = Run(num_pages=2000, max_batch=8, max_step_tokens=max_step_tokens, max_chunk=3)
     requests = [request(1 + 5 * i, max_tokens=900) for i in range(8)]
     run.add(*requests)
@@ -323,7 +323,7 @@ def test_only_some_run_and_no_request_is_admitted_beside_them() -> None:
 
 
 def test_who_comes_in_does_not_have_to_go_at_once() -> None:
-    """A prompt is admitted when there are pages for all of it, those that others were promised counted too."""
+    """A prompt is admitted if there are pages for all of it, after those reserved for other requests."""
     run = Run(num_pages=13, max_batch=4, max_chunk=4)
     run.add(request(24, max_tokens=2), request(24, max_tokens=2), request(24, max_tokens=2))
     run.step()

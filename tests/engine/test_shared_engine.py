@@ -1,7 +1,7 @@
 """One LLM in several threads and event loops: the texts are those of plain decoding, and nothing is left behind.
 
 Guards against a step by two threads at once (which crashed), a thread that waits while others keep the engine, an error
-that reaches callers who did nothing, an event loop that is blocked, and streams that are left without being ended.
+that reaches unaffected callers, an event loop that is blocked, and streams that are abandoned.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ def plain(n: int) -> list[list[int]]:
     return [c.token_ids for c in tiny_models.plain().generate(PROMPTS[n], sampling(n))]
 
 
-def shared(method: str | None = None) -> LLM:
+def make_llm(method: str | None = None) -> LLM:
     return tiny_models.plain().with_drafter(None if method is None else METHOD_CASES[method].make(3), verify="match")
 
 
@@ -49,7 +49,7 @@ def texts(llm: LLM, n: int) -> list[list[int]]:
 
 
 def in_threads(*jobs: Callable[[], Any]) -> list[Any]:
-    """What each returned or raised. Fails where one does not come back."""
+    """Run each job in a thread and return its result or exception. Fails if one does not return."""
     results: list[Any] = [None] * len(jobs)
 
     def run(n: int) -> None:
@@ -69,14 +69,14 @@ def in_threads(*jobs: Callable[[], Any]) -> list[Any]:
 
 @pytest.mark.parametrize("method", [None, "draft_model", "eagle", "suffix"])
 def test_threads_that_share_an_llm_get_the_texts_of_plain_decoding(method: str | None) -> None:
-    llm = shared(method)
+    llm = make_llm(method)
     with ThreadPoolExecutor(5) as pool:
         assert list(pool.map(lambda n: texts(llm, n), range(len(PROMPTS)))) == [plain(n) for n in range(len(PROMPTS))]
     assert not llm.engine.has_work
 
 
 def test_threads_event_loops_and_streams_share_one_llm() -> None:
-    llm = shared("draft_model")
+    llm = make_llm("draft_model")
 
     async def many() -> list[list[list[int]]]:
         found = await asyncio.gather(*(llm.agenerate(PROMPTS[n], sampling(n)) for n in range(6)))
@@ -96,8 +96,8 @@ def test_threads_event_loops_and_streams_share_one_llm() -> None:
 
 
 def test_streams_of_several_threads_go_on_together() -> None:
-    """In one batch, and none of them waits for the end of another."""
-    llm, order, start = shared(), list[int](), threading.Barrier(3)
+    """They run in one batch, and none of them waits for the end of another."""
+    llm, order, start = make_llm(), list[int](), threading.Barrier(3)
 
     def read(n: int) -> None:
         for delta in llm.stream(PROMPTS[n], LONG):
@@ -114,8 +114,8 @@ def test_streams_of_several_threads_go_on_together() -> None:
 
 
 def test_an_error_goes_to_the_thread_whose_step_it_was_and_the_request_at_fault_meets_its_own() -> None:
-    """Innocent callers lose at most one request in all. The caller of the bad request always gets the error."""
-    llm = shared()
+    """Unaffected callers lose at most one request in all. The caller of the bad request always gets the error."""
+    llm = make_llm()
     llm.engine.target = FaultyLM(llm.engine.target, culprit_of({96}))  # type: ignore[assignment]
     calm = Sampling(max_tokens=30, temperature=0, ignore_eos=True, logit_bias={96: -100.0})
     expected = [tiny_models.plain().generate(PROMPTS[n], calm)[0].token_ids for n in range(4)]
@@ -133,8 +133,8 @@ def test_an_error_goes_to_the_thread_whose_step_it_was_and_the_request_at_fault_
 
 
 def test_after_an_error_each_other_stream_runs_alone_until_it_has_a_token() -> None:
-    """In one thread, so that the order is known: the first meets the error; the third is at fault."""
-    llm = shared()
+    """One thread fixes the order: the first stream meets the error, and the third causes it."""
+    llm = make_llm()
     calm = Sampling(max_tokens=12, temperature=0, ignore_eos=True, logit_bias={96: -100.0})
     first, second, bad = (llm.stream(prompt, calm) for prompt in (PROMPTS[0], PROMPTS[1], [96, 5]))
     next(first)
@@ -153,7 +153,7 @@ def test_after_an_error_each_other_stream_runs_alone_until_it_has_a_token() -> N
 
 
 def test_leaving_an_async_stream_early_or_cancelling_it_aborts_what_is_left() -> None:
-    llm = shared()
+    llm = make_llm()
 
     async def main() -> None:
         async with aclosing(llm.astream(PROMPTS[:3], LONG)) as deltas:
@@ -174,7 +174,7 @@ def test_leaving_an_async_stream_early_or_cancelling_it_aborts_what_is_left() ->
 
 
 def test_the_event_loop_turns_while_a_step_is_under_way() -> None:
-    llm = shared()
+    llm = make_llm()
     turned, blocked = threading.Event(), []
 
     def fails(window: object) -> None:
@@ -194,7 +194,7 @@ def test_the_event_loop_turns_while_a_step_is_under_way() -> None:
 
 
 def test_an_llm_belongs_to_its_worker_while_that_runs() -> None:
-    llm = shared()
+    llm = make_llm()
     stream = llm.stream(PROMPTS[0], LONG)
     with running(llm):  # type: ignore[arg-type]
         for use in (lambda: llm.generate(PROMPTS[0]), lambda: next(stream), llm.calibrate, llm.close):
@@ -212,7 +212,7 @@ def test_an_llm_belongs_to_its_worker_while_that_runs() -> None:
 
 def test_a_stream_that_is_dropped_in_the_middle_of_another_step_is_ended_after_it() -> None:
     """As the cyclic collector may do it, at any line, on the thread that steps."""
-    llm = shared()
+    llm = make_llm()
     dropped = llm.stream(PROMPTS[1], LONG)
     next(dropped)
 
@@ -227,7 +227,7 @@ def test_a_stream_that_is_dropped_in_the_middle_of_another_step_is_ended_after_i
 
 @pytest.mark.parametrize("is_ours", [True, False], ids=["native", "modules"])
 def test_llms_on_the_same_weights_run_at_the_same_time(is_ours: bool) -> None:
-    """Each with its own memory; drafters that read the target's states, or draft in its memory, see only their own."""
+    """Each has its own memory; drafters that read the target's states or draft in its memory see only those."""
     model = tiny_models.llama(hidden=64).to(torch.float32)
     plain_llm = LLM(model, None, fused=is_ours)
     llms = [
@@ -244,7 +244,7 @@ def test_llms_on_the_same_weights_run_at_the_same_time(is_ours: bool) -> None:
 
 def test_hooks_of_one_llm_see_no_pass_of_another() -> None:
     """Drafters on the states of one set of modules, in three threads: none fails, and texts are plain."""
-    llms = [shared("eagle"), shared("medusa"), shared()]
+    llms = [make_llm("eagle"), make_llm("medusa"), make_llm()]
     found = in_threads(*(lambda llm=llm: [texts(llm, n) for n in range(4)] for llm in llms))  # type: ignore[misc]
     assert found == [[plain(n) for n in range(4)]] * 3
     assert not any(llm.engine.drafter.num_failures for llm in llms)

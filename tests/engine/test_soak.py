@@ -22,14 +22,14 @@ SHORT = [*((method, "restless") for method in METHODS), ("draft_model", "adaptiv
 MEGABYTE = 1 << 20
 
 
-def made(method: str, lengths: str) -> LLM:
+def make_llm(method: str, lengths: str) -> LLM:
     llm = tiny_models.limit_memory(tiny_models.plain(), METHOD_CASES[method].make(4), LIMITS)
     llm.engine.length_policy = LENGTHS[lengths]()
     return llm
 
 
 def step_all(llm: LLM, count: int) -> SoakChecker:
-    """The engine stepped here, with IN_FLIGHT requests in it while there are any."""
+    """Step the engine in this thread, with IN_FLIGHT requests in it as long as there are any."""
     judge, waiting, engine = SoakChecker(count), generate_requests(count), llm.engine
     live: list[tuple[SoakRequest, object, int]] = []  # case, transcript, steps so far
     is_over = False
@@ -55,7 +55,7 @@ def step_all(llm: LLM, count: int) -> SoakChecker:
 
 
 def through_worker(llm: LLM, count: int) -> SoakChecker:
-    """The worker, with IN_FLIGHT clients that each send one request after another."""
+    """Run the worker with IN_FLIGHT clients that each send one request after another."""
     judge, waiting, worker = SoakChecker(count), generate_requests(count), Worker(llm)
     worker.start()
     try:
@@ -106,18 +106,18 @@ def check(judge: SoakChecker, lengths: str, preempted: int, least: int) -> None:
     ("method", "lengths"), [*((method, "restless") for method in METHODS), ("draft_model", "adaptive")]
 )
 def test_sixty_requests_in_a_pool_too_small(method: str, lengths: str) -> None:
-    llm = made(method, lengths)
+    llm = make_llm(method, lengths)
     judge = step_all(llm, 60)
     check(judge, lengths, llm.engine.scheduler.num_preempted, 3)
 
 
 def test_sixty_requests_through_a_worker() -> None:
-    llm = made("draft_model", "restless")
+    llm = make_llm("draft_model", "restless")
     check(through_worker(llm, 60), "restless", llm.engine.scheduler.num_preempted, 3)
 
 
 def test_a_wrong_token_is_seen() -> None:
-    """The judge itself: one token changed anywhere in a text is found."""
+    """Check of the check: one token changed anywhere in an output is found."""
     llm = tiny_models.plain()
     case = next(generate_requests(1))
     [transcript] = llm.prepare(case.prompt, case.sampling)
@@ -146,7 +146,7 @@ def test_two_thousand_requests_through_a_worker(method: str) -> None:
 
 
 def _soak(method: str, lengths: str, run: Callable[[LLM, int], SoakChecker]) -> None:
-    llm = made(method, lengths)
+    llm = make_llm(method, lengths)
     judge = run(llm, 2000)
     preempted = llm.engine.scheduler.num_preempted
     print(

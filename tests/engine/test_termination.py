@@ -1,8 +1,8 @@
-"""Where a text ends, and what of it is counted: the engine against the one-token-at-a-time oracle.
+"""End of an output and its statistics: the engine against the one-token-at-a-time oracle.
 
-Guards against an EOS in the middle of an accepted run that is read over, a cap checked before a stop, tokens after the
-stop that are counted or leak, a stop string that straddles tokens, half a character at the end, logprobs of the wrong
-row or number, and min_tokens counted in steps.
+Guards against an EOS inside an accepted path that is ignored, a cap checked before a stop, tokens after the stop that
+are counted or leak, a stop string that straddles tokens, half a character at the end, logprobs of the wrong row or
+number, and min_tokens counted in steps.
 """
 
 import itertools
@@ -27,7 +27,7 @@ PER_BATCH = 16
 
 @cache
 def lm() -> TableLM:
-    """It knows which token follows which in a text with many characters of several bytes, and is unsure enough."""
+    """Make a model with a likely successor for every token in text of multi-byte characters, and enough uncertainty."""
     tokenizer = tiny_models.tokenizer()
     size = len(tokenizer)
     made = TableLM.from_seed(size, seed=4, sharpness=1.2)
@@ -49,7 +49,7 @@ class Case:
     max_length: int
     verify: str
 
-    def expected(self) -> engine_oracle.ExpectedCompletion:
+    def compute_expected(self) -> engine_oracle.ExpectedCompletion:
         tokenizer = tiny_models.tokenizer()
         return engine_oracle.complete(
             lm().compute_logits, tokenizer, self.prompt, self.sampling, self.seed, frozenset({EOS}), self.max_length
@@ -86,7 +86,7 @@ def case(r: random.Random) -> Case:
 
 
 def check(found: Completion, deltas: list[Delta], case: Case) -> None:
-    wanted = case.expected()
+    wanted = case.compute_expected()
     assert found.token_ids == wanted.token_ids
     assert found.text == wanted.text
     assert (found.finish_reason, found.stop_reason) == (wanted.finish_reason, wanted.stop_reason)

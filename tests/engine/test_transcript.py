@@ -15,14 +15,14 @@ LM = TableLM.from_seed(V, seed=2)
 
 
 def transcript(text: str, **sampling: object) -> tuple[Transcript, list[int]]:
-    """A fresh transcript and the ids of a text."""
+    """Make a new transcript and the ids of a text."""
     tokenizer = tiny_models.tokenizer()
     made = engine_fakes.make_transcript([5], Sampling(max_tokens=200, **sampling), tokenizer=tokenizer)  # type: ignore[arg-type]
     return made, tokenizer(text).input_ids
 
 
-def pushed(made: Transcript, ids: list[int]) -> list[str]:
-    """The texts of the deltas, one a token, until it ends."""
+def push_tokens(made: Transcript, ids: list[int]) -> list[str]:
+    """Push tokens until the end; the texts of the deltas, one a token."""
     texts = []
     for token in ids:
         is_end = made.push(token)
@@ -37,7 +37,7 @@ def pushed(made: Transcript, ids: list[int]) -> list[str]:
 def test_text_that_may_begin_a_stop_string_waits() -> None:
     """A client must never see the first half of a stop string."""
     made, ids = transcript("def the", stop=("theX",))
-    texts = pushed(made, ids)
+    texts = push_tokens(made, ids)
     assert "the" not in "".join(texts)
     assert made.text + made._pending_text == "def the"
     more, _ = transcript("")
@@ -46,7 +46,7 @@ def test_text_that_may_begin_a_stop_string_waits() -> None:
 
 def test_text_that_waited_comes_when_it_turns_out_otherwise() -> None:
     made, ids = transcript("the end, then", stop=("there", "end!"))
-    pushed(made, ids)
+    push_tokens(made, ids)
     made.fail("abort")
     assert made.text == "the end, then"
     assert "".join(delta.text for delta in made.deltas) == made.text
@@ -54,22 +54,22 @@ def test_text_that_waited_comes_when_it_turns_out_otherwise() -> None:
 
 def test_a_stop_string_ends_the_text_before_it() -> None:
     made, ids = transcript("for word in the end of it", stop=("the end",))
-    texts = pushed(made, ids)
+    texts = push_tokens(made, ids)
     assert (made.text, made.finish_reason, made.stop_reason) == ("for word in ", "stop", "the end")
     assert "".join(texts) == made.text
 
 
 def test_of_two_stop_strings_the_first_to_begin_counts() -> None:
-    """And of two that begin together the longer, in one token or in several."""
+    """The longer of two stop strings that begin together wins, in one token or in several."""
     for stops in (("b", "abc"), ("abc", "b")):
         made, _ = transcript("", stop=stops)
         tokenizer = tiny_models.tokenizer()
-        pushed(made, [tokenizer.convert_tokens_to_ids(c) for c in "xab"])
+        push_tokens(made, [tokenizer.convert_tokens_to_ids(c) for c in "xab"])
         assert (made.text, made.stop_reason) == ("xa", "b"), "b is complete before abc is"
     word = transcript(" the")[1]
     assert len(word) == 1, "one token"
     made, _ = transcript("", stop=("e", "h", "he"))
-    pushed(made, word)
+    push_tokens(made, word)
     assert (made.text, made.stop_reason) == (" t", "he")
 
 
@@ -78,13 +78,13 @@ def test_what_ended_before_min_tokens_is_no_stop() -> None:
     tokenizer = tiny_models.tokenizer()
     ids = [tokenizer.convert_tokens_to_ids(c) for c in "abxyb."]
     made, _ = transcript("", stop=("b", "abc"), min_tokens=3)
-    pushed(made, ids)
+    push_tokens(made, ids)
     assert (made.text, made.stop_reason, made.num_tokens) == ("abxy", "b", 5)
 
 
 def test_an_end_id_is_counted_and_has_no_text() -> None:
     made, ids = transcript("the", stop_token_ids=(70,))
-    pushed(made, [*ids, 70])
+    push_tokens(made, [*ids, 70])
     assert (made.text, made.stop_reason) == ("the", 70)
     assert made.build_completion().token_ids == [*ids, 70]
     assert made.build_completion().stats.num_tokens == len(ids) + 1
@@ -95,7 +95,7 @@ def test_an_end_comes_before_the_length() -> None:
     tokenizer = tiny_models.tokenizer()
     ids = tokenizer("the end").input_ids
     made = engine_fakes.make_transcript([5], Sampling(max_tokens=len(ids), stop=("end",)), tokenizer=tokenizer)
-    pushed(made, ids)
+    push_tokens(made, ids)
     assert (made.finish_reason, made.stop_reason, made.text) == ("stop", "end", "the ")
 
 
@@ -138,8 +138,8 @@ def check_prompts(completions: list, prompts: list[list[int]]) -> None:
 
 
 def test_prompt_logprobs_survive_a_preemption_in_the_middle_of_the_prompt() -> None:
-    """They were to go on where the computation had stood; recomputed in chunks that did not end there, they stopped
-    for good."""
+    """They continued from the position of the computation. Recomputed in chunks with other ends, they stopped for
+    good."""
     sampling = Sampling(max_tokens=12, temperature=0, prompt_logprobs=2)
     prompts = [[1, 2, 3], list(range(20))]
     engine = engine_fakes.make_engine(LM, None, num_pages=9, max_chunk=5)

@@ -1,7 +1,7 @@
 """The engine behind a thread: the same texts for every caller, and no state left behind.
 
 Guards against deltas lost or doubled between threads, a client that hangs up and leaves its pages, a reader that stops
-and fills the memory, a queue without an end, and a server that says it is well while its engine hangs.
+and fills the memory, an unbounded queue, and a server that reports health while its engine hangs.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ class FakeLLM:
 
 @dataclass
 class Notes:
-    """An observer that remembers."""
+    """Observer that records its calls."""
 
     num_steps: int = 0
     finished_: list[Transcript] = field(default_factory=list)
@@ -120,7 +120,7 @@ def table(drafter: object = None, **limits: int) -> FakeLLM:
     return FakeLLM(engine_fakes.make_engine(LM, drafter, **limits))  # type: ignore[arg-type]
 
 
-def asked(n: int, sampling: Sampling = GREEDY) -> list[Transcript]:
+def make_transcripts(n: int, sampling: Sampling = GREEDY) -> list[Transcript]:
     return [engine_fakes.make_transcript(PROMPTS[n], sampling, n)]
 
 
@@ -133,12 +133,12 @@ PLAIN = plain_texts()
 LONG = Sampling(max_tokens=400, temperature=0)
 
 
-def drafted() -> LLM:
+def make_drafting_llm() -> LLM:
     return tiny_models.plain().with_drafter(tiny_models.draft_model(3))
 
 
 def whole(deltas: list[Delta]) -> Completion:
-    """The completion that deltas of one text end with, which they must add up to."""
+    """Return the completion of one request; its deltas must add up to it."""
     last = deltas[-1].completion
     assert last is not None
     assert all(delta.completion is None for delta in deltas[:-1])
@@ -149,7 +149,7 @@ def whole(deltas: list[Delta]) -> Completion:
 
 def test_texts_are_those_of_generate_from_any_number_of_event_loops() -> None:
     """Greedy, seeded, penalised, several samples: each text, its pieces and its log-probabilities."""
-    plain, llm = tiny_models.plain(), drafted()
+    plain, llm = tiny_models.plain(), make_drafting_llm()
     jobs = [(prompt, SAMPLINGS[n % 4]) for n, prompt in enumerate(PROMPTS)]
     expected = [plain.generate(prompt, sampling) for prompt, sampling in jobs]
     found: dict[int, list[Completion]] = {}
@@ -195,7 +195,7 @@ def test_cancelling_at_random_points_leaves_nothing_and_disturbs_no_request() ->
     notes = Notes()
 
     async def one(worker: Worker, n: int, most: int | None) -> None:
-        stream = await worker.submit(asked(n % len(PROMPTS)))
+        stream = await worker.submit(make_transcripts(n % len(PROMPTS)))
         deltas: list[Delta] = []
         if most == 0:
             stream.cancel()
@@ -226,7 +226,7 @@ def test_a_cancelled_request_ends_within_two_steps() -> None:
     gate = Gate()
 
     async def main(worker: Worker) -> int:
-        stream = await worker.submit(asked(0, LONG))
+        stream = await worker.submit(make_transcripts(0, LONG))
         for _ in range(3):
             await gate.wait()
             gate.passes.release()
@@ -245,7 +245,7 @@ def test_leaving_completions_cancels_the_rest() -> None:
     gate, notes = Gate(), Notes()
 
     async def main(worker: Worker) -> None:
-        task = asyncio.ensure_future((await worker.submit(asked(0, LONG))).read_completions())
+        task = asyncio.ensure_future((await worker.submit(make_transcripts(0, LONG))).read_completions())
         await gate.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -259,12 +259,12 @@ def test_leaving_completions_cancels_the_rest() -> None:
 
 
 def test_a_slow_reader_is_waited_for_and_loses_nothing() -> None:
-    """Its request pauses when the reader is too far behind; another one goes on to its end meanwhile."""
+    """Its request pauses if the reader is too far behind; another one continues to its end."""
     limits = WorkerLimits(max_buffered=20_000)
 
     async def main(worker: Worker) -> None:
-        slow = await worker.submit(asked(0, LONG))
-        other = await worker.submit(asked(1, LONG))
+        slow = await worker.submit(make_transcripts(0, LONG))
+        other = await worker.submit(make_transcripts(1, LONG))
         assert len((await other.read_completions())[0].token_ids) == 400
         while not slow.is_paused:
             await asyncio.sleep(0)
@@ -284,17 +284,17 @@ def test_a_reader_that_never_comes_back_is_left() -> None:
     limits = WorkerLimits(max_buffered=20_000, stall_after=30.0)
 
     async def main(worker: Worker) -> None:
-        stream = await worker.submit(asked(0, LONG))
+        stream = await worker.submit(make_transcripts(0, LONG))
         while not stream.is_paused:
             await asyncio.sleep(0)
         clock.now += 29
-        other = await (await worker.submit(asked(1))).read_completions()
+        other = await (await worker.submit(make_transcripts(1))).read_completions()
         assert other[0].token_ids == PLAIN[1]
         assert stream.transcripts[0].finish_reason is None
         while not worker.is_healthy:  # as soon as it waits for the reader, and for nothing else
             await asyncio.sleep(0)
         clock.now += 2
-        await (await worker.submit(asked(2))).read_completions()
+        await (await worker.submit(make_transcripts(2))).read_completions()
         (completion,) = await stream.read_completions()
         assert completion.finish_reason == "abort"
         assert "30 s" in str(completion.error)
@@ -305,14 +305,14 @@ def test_a_reader_that_never_comes_back_is_left() -> None:
 
 
 def test_a_deadline_ends_what_runs_and_what_waits() -> None:
-    """At the first step after it; the others go on."""
+    """It ends at the first step after its deadline; the others continue."""
     clock, gate = Clock(), Gate()
 
     async def main(worker: Worker) -> None:
-        first = await worker.submit(asked(0), deadline=clock.now + 5)
-        waiting = await worker.submit(asked(1), deadline=clock.now + 5)
-        patient = await worker.submit(asked(2), deadline=clock.now + 50)
-        free = await worker.submit(asked(3))
+        first = await worker.submit(make_transcripts(0), deadline=clock.now + 5)
+        waiting = await worker.submit(make_transcripts(1), deadline=clock.now + 5)
+        patient = await worker.submit(make_transcripts(2), deadline=clock.now + 50)
+        free = await worker.submit(make_transcripts(3))
         await gate.wait()
         clock.now += 4.9
         gate.passes.release()
@@ -335,9 +335,9 @@ def test_who_does_not_begin_in_time_ends() -> None:
     clock, gate = Clock(), Gate()
 
     async def main(worker: Worker) -> None:
-        first = await worker.submit(asked(0))
+        first = await worker.submit(make_transcripts(0))
         await gate.wait()
-        second = await worker.submit(asked(1))
+        second = await worker.submit(make_transcripts(1))
         clock.now += 1
         gate.passes.release()
         await gate.wait()
@@ -356,13 +356,13 @@ def test_a_full_queue_says_when_to_come_back() -> None:
     gate = Gate()
 
     async def main(worker: Worker) -> None:
-        streams = [await worker.submit(asked(0))]
+        streams = [await worker.submit(make_transcripts(0))]
         await gate.wait()
-        streams += [await worker.submit(asked(n)) for n in range(1, 5)]
+        streams += [await worker.submit(make_transcripts(n)) for n in range(1, 5)]
         assert worker.num_waiting == 4
         assert not worker.is_accepting
         with pytest.raises(QueueFullError, match="try again in") as refused:
-            await worker.submit(asked(5))
+            await worker.submit(make_transcripts(5))
         assert 1 <= refused.value.retry_after <= 60
         with pytest.raises(ForedraftError, match="send fewer"):
             await worker.submit([engine_fakes.make_transcript([1], GREEDY, n) for n in range(5)])
@@ -370,7 +370,7 @@ def test_a_full_queue_says_when_to_come_back() -> None:
         for n, stream in enumerate(streams):
             assert (await stream.read_completions())[0].token_ids == PLAIN[n]
         assert worker.is_accepting
-        assert (await (await worker.submit(asked(5))).read_completions())[0].token_ids == PLAIN[5]
+        assert (await (await worker.submit(make_transcripts(5))).read_completions())[0].token_ids == PLAIN[5]
 
     with running(table(gate.drafter, max_batch=1), WorkerLimits(max_queue=4)) as worker:
         asyncio.run(main(worker))
@@ -389,12 +389,12 @@ def test_draining_ends_nothing_and_takes_nothing() -> None:
     gate = Gate()
 
     async def main(worker: Worker) -> None:
-        streams = [await worker.submit(asked(n)) for n in range(3)]
+        streams = [await worker.submit(make_transcripts(n)) for n in range(3)]
         await gate.wait()
         assert not await worker.drain(0.0)
         assert not worker.is_accepting
         with pytest.raises(DrainingError):
-            await worker.submit(asked(3))
+            await worker.submit(make_transcripts(3))
         gate.open()
         assert await worker.drain(60)
         assert await worker.drain(0.0)
@@ -409,13 +409,13 @@ def test_abort_all_ends_everything_and_the_worker_goes_on() -> None:
     gate = Gate()
 
     async def main(worker: Worker) -> None:
-        streams = [await worker.submit(asked(n, LONG)) for n in range(4)]
+        streams = [await worker.submit(make_transcripts(n, LONG)) for n in range(4)]
         await gate.wait()
         worker.abort_all()
         gate.open()
         for stream in streams:
             assert (await stream.read_completions())[0].finish_reason == "abort"
-        assert (await (await worker.submit(asked(5))).read_completions())[0].token_ids == PLAIN[5]
+        assert (await (await worker.submit(make_transcripts(5))).read_completions())[0].token_ids == PLAIN[5]
 
     with running(table(gate.drafter, max_batch=2)) as worker:
         asyncio.run(main(worker))
@@ -425,10 +425,10 @@ def test_stopping_aborts_what_runs_and_what_is_still_on_its_way() -> None:
     gate = Gate()
 
     async def main(worker: Worker) -> None:
-        stream = await worker.submit(asked(0, LONG))
+        stream = await worker.submit(make_transcripts(0, LONG))
         await gate.wait()
         stopping = asyncio.ensure_future(asyncio.to_thread(worker.stop))
-        late = await worker.submit(asked(1, LONG))
+        late = await worker.submit(make_transcripts(1, LONG))
         gate.open()
         await stopping
         assert (await stream.read_completions())[0].finish_reason == "abort"
@@ -437,7 +437,7 @@ def test_stopping_aborts_what_runs_and_what_is_still_on_its_way() -> None:
         except ForedraftError as error:  # its command came after the order to stop
             assert "stopped" in str(error)  # noqa: PT017
         with pytest.raises(ForedraftError, match="not running"):
-            await worker.submit(asked(2))
+            await worker.submit(make_transcripts(2))
         assert not worker.is_healthy
         worker.stop()
 
@@ -450,16 +450,16 @@ def test_a_loop_that_is_gone_takes_its_requests_along() -> None:
     gate, notes = Gate(), Notes()
 
     async def leave(worker: Worker) -> None:
-        await worker.submit(asked(0, LONG))
+        await worker.submit(make_transcripts(0, LONG))
         await gate.wait()
 
-    async def drained(worker: Worker) -> bool:
+    async def drain(worker: Worker) -> bool:
         return await worker.drain(60)
 
     with running(table(gate.drafter), observer=notes) as worker:
         asyncio.run(leave(worker))
         gate.open()
-        assert asyncio.run(drained(worker))
+        assert asyncio.run(drain(worker))
     (transcript,) = notes.finished_
     assert transcript.finish_reason == "abort"
     assert transcript.num_tokens < 10
@@ -473,7 +473,7 @@ def test_a_hang_shows_and_so_does_its_end() -> None:
         clock.now += 1000
         assert worker.is_healthy
         assert worker.heartbeat == clock.now
-        stream = await worker.submit(asked(0))
+        stream = await worker.submit(make_transcripts(0))
         await gate.wait()
         clock.now += 9
         assert worker.is_healthy
@@ -502,7 +502,7 @@ def test_a_scheduler_that_runs_no_request_is_a_hang_too(monkeypatch: pytest.Monk
         return Batch((), (), ())
 
     async def main(worker: Worker) -> None:
-        stream = await worker.submit(asked(0))
+        stream = await worker.submit(make_transcripts(0))
         await asyncio.to_thread(looked.acquire)
         clock.now += 11
         await asyncio.to_thread(looked.acquire)
@@ -521,7 +521,7 @@ def test_stopping_a_worker_that_hangs_leaves_it_behind() -> None:
     gate = Gate()
 
     async def main(worker: Worker) -> None:
-        stream = await worker.submit(asked(0))
+        stream = await worker.submit(make_transcripts(0))
         await gate.wait()
         worker.stop()
         with pytest.raises(ForedraftError, match="stopped"):
@@ -539,7 +539,7 @@ def test_an_observer_that_raises_is_ignored() -> None:
             raise RuntimeError("no comment")
 
     async def main(worker: Worker) -> None:
-        streams = [await worker.submit(asked(n)) for n in range(4)]
+        streams = [await worker.submit(make_transcripts(n)) for n in range(4)]
         for n, stream in enumerate(streams):
             assert (await stream.read_completions())[0].token_ids == PLAIN[n]
 
@@ -548,20 +548,20 @@ def test_an_observer_that_raises_is_ignored() -> None:
 
 
 def test_the_loop_is_woken_once_per_step() -> None:
-    """However many requests the step was for: every wake-up costs the engine the interpreter's lock."""
+    """The bound holds for any number of requests: every wake-up costs the engine the interpreter's lock."""
     notes = Notes()
 
     async def main(worker: Worker) -> None:
         loop, calls = asyncio.get_running_loop(), 0
         call = loop.call_soon_threadsafe
 
-        def counted(*args: object, **more: object) -> object:
+        def count_calls(*args: object, **more: object) -> object:
             nonlocal calls
             calls += threading.current_thread() is worker._thread
             return call(*args, **more)  # type: ignore[arg-type]
 
-        loop.call_soon_threadsafe = counted  # type: ignore[method-assign,assignment]
-        streams = [await worker.submit(asked(n)) for n in range(8)]
+        loop.call_soon_threadsafe = count_calls  # type: ignore[method-assign,assignment]
+        streams = [await worker.submit(make_transcripts(n)) for n in range(8)]
         await asyncio.gather(*(stream.read_completions() for stream in streams))
         assert 12 <= calls <= notes.num_steps < 8 * 12
 
@@ -577,7 +577,7 @@ def test_the_thread_computes_with_as_many_threads_as_its_maker() -> None:
         return engine_fakes.draft_greedily(LM, batch)
 
     async def main(worker: Worker) -> None:
-        await (await worker.submit(asked(0))).read_completions()
+        await (await worker.submit(make_transcripts(0))).read_completions()
 
     before = torch.get_num_threads()
     torch.set_num_threads(3)

@@ -1,7 +1,7 @@
 """A failed step is undone, and costs no other request a token.
 
-Guards against one request's fault ending all (the whole engine dies elsewhere), text said twice or lost because a step
-failed halfway, and an engine that restarts for ever over a device that is gone.
+Guards against one request's fault ending all (the whole engine dies elsewhere), text emitted twice or lost because a
+step failed halfway, and an engine that restarts for ever over a device that is gone.
 """
 
 import asyncio
@@ -100,7 +100,7 @@ async def ask_all(worker: Worker, llm: LLM) -> list[Completion]:
     return [c for completions in await asyncio.gather(*map(one, range(len(PROMPTS)))) for c in completions]
 
 
-def expected(made: LLM) -> list[Completion]:
+def generate_expected(made: LLM) -> list[Completion]:
     return [c for prompt, sampling in zip(PROMPTS, SAMPLINGS, strict=True) for c in made.generate(prompt, sampling)]
 
 
@@ -125,7 +125,7 @@ def _flat(entries: Any) -> list[float]:
     return [entry.logprob for entry in entries or [] if entry is not None]
 
 
-def _patched(owner: object, name: str, plan: Plan, is_after: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def _patch(owner: object, name: str, plan: Plan, is_after: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     real = getattr(owner, name)
 
     def maybe(*args: Any, **more: Any) -> Any:
@@ -170,9 +170,9 @@ def test_a_fault_at_any_stage_of_a_step_changes_no_text(
     stage: str, is_after: bool, made: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twice, far apart, before and after what the stage does: nothing is lost, doubled, or counted twice."""
-    plain, llm = expected(made), with_draft(made)
+    plain, llm = generate_expected(made), with_draft(made)
     plan, notes = Plan(AT.get(stage, {2, 12})), Notes()
-    _patched(*STAGES[stage](llm.engine), plan, is_after, monkeypatch)
+    _patch(*STAGES[stage](llm.engine), plan, is_after, monkeypatch)
     with running(llm, observer=notes) as worker:
         found = asyncio.run(ask_all(worker, llm))
         monkeypatch.undo()
@@ -184,9 +184,9 @@ def test_a_fault_at_any_stage_of_a_step_changes_no_text(
 
 @pytest.mark.parametrize("error", [RuntimeError, MemoryError, torch.cuda.OutOfMemoryError, AssertionError])
 def test_faults_of_the_target_at_random_steps_change_no_text(error: type[Exception], made: LLM) -> None:
-    """Each of them between two steps that went well, whatever was running."""
+    """Each fault lies between two good steps, in every state of the engine."""
     rng = random.Random(1)
-    plain = expected(made)
+    plain = generate_expected(made)
     for _ in range(3):
         at, call = set(), 0
         for _ in range(6):
@@ -205,7 +205,7 @@ def test_faults_of_the_target_at_random_steps_change_no_text(error: type[Excepti
 
 
 def culprit_of(tokens: set[int]) -> Callable[[ForwardBatch], Exception | None]:
-    """Fails whenever one of these tokens is among what a pass reads."""
+    """Fails if a pass reads one of these tokens."""
 
     def fails(window: ForwardBatch) -> Exception | None:
         found = tokens & {token for span in window.spans for token in span.tokens}
@@ -221,7 +221,7 @@ CULPRITS = [V - 1, V - 2]
 def many(num: int, bad: dict[int, int]) -> tuple[list[Transcript], list[list[int]]]:
     """Requests of which `bad` hold a token that no other text does; and all texts of a sound engine."""
     table = LM.table.clone()
-    table[:, CULPRITS] = -1e9  # never said: only prompts hold them
+    table[:, CULPRITS] = -1e9  # never emitted: only prompts hold them
     sound = TableLM(table)
     prompts = [[n + 1, 2, 3, *([bad[n]] if n in bad else [])] for n in range(num)]
     made = [engine_fakes.make_transcript(prompt, SLOW, n) for n, prompt in enumerate(prompts)]
@@ -240,8 +240,8 @@ def sound() -> TableLM:
 @pytest.mark.parametrize("bad", [{3: CULPRITS[0]}, {0: CULPRITS[0], 1: CULPRITS[1]}, {5: CULPRITS[0], 2: CULPRITS[0]}])
 @pytest.mark.parametrize("is_late", [False, True])
 def test_a_request_that_makes_a_step_fail_fails_alone(bad: dict[int, int], is_late: bool) -> None:
-    """In a batch, two of them at its front, and where it comes when the others are half through. Its error names
-    none of our files."""
+    """It runs in a batch, alone or with a second culprit, from the start or after the first delta of the others. Its
+    error names no file of the package."""
     notes = Notes()
     transcripts, plain = many(8, bad)
 
@@ -352,7 +352,7 @@ def test_a_tokenizer_that_raises_ends_its_request_alone() -> None:
 
 
 def test_random_faults_of_a_drafter_cost_no_request() -> None:
-    """Until it is left alone; each kind is counted."""
+    """The drafter fails until it is suspended; each kind of fault is counted."""
     rng = random.Random(0)
     transcripts, plain = many(6, {})
     kinds = {"raised": 0, "malformed": 0}
@@ -382,7 +382,7 @@ def test_random_faults_of_a_drafter_cost_no_request() -> None:
 
 
 def test_a_drafter_that_is_far_too_slow_is_left_alone() -> None:
-    """What it drafted in time or late is used all the same: time changes no text."""
+    """Its drafts are used whether in time or late: time changes no text."""
     now = 0.0
 
     def propose(batch: Batch) -> TokenTree:
@@ -407,7 +407,7 @@ def test_a_drafter_that_is_far_too_slow_is_left_alone() -> None:
 
 
 def test_a_step_that_is_taken_back_gives_everything_back() -> None:
-    """The engine by itself, without a worker: pages, slots, what the drafter knows, and what had been said."""
+    """The engine by itself, without a worker: pages, slots, the drafter's state, and the emitted text."""
     drafter = engine_fakes.make_drafter(LM.perturb(0.3), 3)
     plan = Plan({3})
     engine = engine_fakes.make_engine(FaultyLM(LM, plan), drafter)  # type: ignore[arg-type]

@@ -39,7 +39,7 @@ def model():
 
 
 class Tilt(LogitsProcessor):
-    """A caller's own: it favours the token after the last one."""
+    """A caller's processor: it favours the token after the last one."""
 
     def __call__(self, input_ids, scores):
         favoured = (input_ids[:, -1:] + 1) % scores.shape[-1]
@@ -234,7 +234,7 @@ def test_scores_and_logits_are_those_of_plain_generate(model, batch):
 
 
 def test_max_time_ends_the_call(model, batch):
-    """A time that is over at once leaves at most one step; the rest of the row is never made."""
+    """A time limit that has passed already leaves at most one step; the rest of the row is never generated."""
     ids = batch["input_ids"][:1]
     loop = foredraft.speculate("ngram")
     out = model.generate(

@@ -83,18 +83,18 @@ def list_results(completions: list[Completion]) -> list[tuple[Any, ...]]:
 
 
 @cache
-def expected(mode: str, dtype: torch.dtype) -> list[tuple[Any, ...]]:
-    """Without a drafter, one prompt at a time."""
+def generate_expected(mode: str, dtype: torch.dtype) -> list[tuple[Any, ...]]:
+    """Generate without a drafter, one prompt at a time."""
     return [list_results(plain(dtype).generate([prompt], MODES[mode]))[0] for prompt in PROMPTS]
 
 
 def difference(name: str, mode: str, dtype: torch.dtype, make: Callable[[int], LLM]) -> str:
-    """The first draft length at which anything differs from plain decoding, or nothing."""
+    """Find the first draft length with a result that differs from plain decoding, or None."""
     accepted = rejected = 0
     for num_tokens in LENGTHS:
         llm = make(num_tokens)
         done = llm.generate(PROMPTS, MODES[mode])
-        if list_results(done) != expected(mode, dtype):
+        if list_results(done) != generate_expected(mode, dtype):
             return f"{name}, {mode}, K={num_tokens}"
         assert llm.engine.drafter.num_failures == 0
         accepted += sum(c.stats.num_accepted for c in done)
@@ -132,20 +132,20 @@ def test_greedy_decoding_has_the_same_bits_under_every_lossless_rule(name: str, 
     if rule == "block" and not METHOD_CASES[name].is_chain:
         pytest.skip("block verification takes chains")
     llm = plain(torch.bfloat16).with_drafter(drafter(name, 4, torch.bfloat16), verify=rule)
-    assert list_results(llm.generate(PROMPTS, GREEDY)) == expected("greedy", torch.bfloat16)
+    assert list_results(llm.generate(PROMPTS, GREEDY)) == generate_expected("greedy", torch.bfloat16)
     assert llm.engine.drafter.num_failures == 0
 
 
 @pytest.mark.parametrize("name", EACH_CASE)
 def test_preemption_and_chunked_prompts_change_no_bit(name: str) -> None:
-    """What was decoded one by one is recomputed in chunks, from other pages. Every prompt comes three times."""
+    """Requests decoded one by one are recomputed in chunks, on other pages. Every prompt comes three times."""
     order = [i for i in range(len(PROMPTS)) for _ in range(3)]
     limits = MemoryLimits(kv_tokens=132, page_size=4, max_batch=8, max_step_tokens=48)
     for mode, sampling in MODES.items():
         made = drafter(name, 4, torch.bfloat16)
         llm = tiny_models.limit_memory(plain(torch.bfloat16), made, limits, max_chunk=5)
         done = list_results(llm.generate([PROMPTS[i] for i in order], sampling))
-        assert done == [expected(mode, torch.bfloat16)[i] for i in order]
+        assert done == [generate_expected(mode, torch.bfloat16)[i] for i in order]
         assert llm.engine.scheduler.num_preempted > 0
         assert llm.engine.drafter.num_failures == 0
 
@@ -182,7 +182,7 @@ def test_the_builtin_pair() -> None:
 
 @contextmanager
 def depending_on_the_rows(lm: HFModel) -> Iterator[None]:
-    """A kernel that sums in another order when there are more rows: one unit in the last place of some logits."""
+    """Patch in a kernel that sums in another order if there are more rows: the last bit of some logits differs."""
     own = lm.forward
 
     def forward(window: ForwardBatch, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
@@ -211,7 +211,7 @@ def test_the_invariant_sees_a_unit_in_the_last_place_that_depends_on_the_rows(mo
 
 
 def test_the_invariant_sees_the_plain_path_of_torch() -> None:
-    """Whose products round by the number of rows: why there are kernels of our own."""
+    """Products of torch round by the number of rows, which is why the package has its own kernels."""
     llm = LLM(weights(torch.bfloat16), None, fused=False, verify="match")
     alone = [list_results(llm.generate([prompt], GREEDY))[0] for prompt in PROMPTS]
     drafting = llm.with_drafter(drafter("draft_model", 8, torch.bfloat16), verify="match")

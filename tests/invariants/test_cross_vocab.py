@@ -55,7 +55,7 @@ def drafter(kind: type[CrossVocabDrafter], **options: object) -> CrossVocabDraft
 
 
 @cache
-def expected() -> np.ndarray:
+def compute_expected() -> np.ndarray:
     lm, found = target(), []
     for text in TEXTS:
         chance = 1.0
@@ -80,8 +80,8 @@ def p_value(made: CrossVocabDrafter, verify: str = "reject", count: int = COUNT)
     assert made.allocator.num_used == 0
     assert accepted > count // 10
     assert rejected > count // 10
-    assert counts[expected() == 0].sum() == 0
-    return chi_square(counts, expected())
+    assert counts[compute_expected() == 0].sum() == 0
+    return chi_square(counts, compute_expected())
 
 
 CASES: dict[str, tuple[Callable[[], CrossVocabDrafter], str]] = {
@@ -103,12 +103,12 @@ def test_texts_have_the_distribution_of_the_target(case: str) -> None:
 
 
 def test_the_distribution_drawn_from_is_the_drafts_over_the_shared_tokens_alone() -> None:
-    """To the last digit, under the request's parameters in the target's ids."""
+    """The distributions are equal to the last digit, under the request's parameters in the target's ids."""
     made = drafter(TliDrafter)
     distributions: list[tuple[tuple[int, ...], Tensor]] = []
     own = made.draft_batch
 
-    def watched(held: Sequence[CrossVocabState]) -> list[Draft]:
+    def record_drafts(held: Sequence[CrossVocabState]) -> list[Draft]:
         drafts = own(held)
         for h, draft in zip(held, drafts, strict=True):
             assert draft.q is not None
@@ -116,7 +116,7 @@ def test_the_distribution_drawn_from_is_the_drafts_over_the_shared_tokens_alone(
                 distributions.append((draft.tokens, draft.q))
         return drafts
 
-    made.draft_batch = watched  # type: ignore[method-assign]
+    made.draft_batch = record_drafts  # type: ignore[method-assign]
     run(make_engine(target(), made), [make_transcript(PROMPT, SAMPLING, i, verify="reject") for i in range(20)])
     lm, shared = made.lm, pair().shared_tokens
     assert {LETTERS[token]: OWN[own] for token, own in shared.items()} == {x: x for x in "acde"}

@@ -2,7 +2,7 @@
 
 The rules have exact tests of their own; this one guards what lies between them: uniforms or draft noise shared between
 requests, steps or positions, a q that is not the sampled distribution, penalties of the wrong history, a bonus token of
-the wrong row, a draft length that tells something of the draft, and trees that drop what was drawn.
+the wrong row, a draft length that carries information about the draft, and trees that drop sampled tokens.
 """
 
 import itertools
@@ -27,7 +27,7 @@ from foredraft.models.hf import HFModel
 from foredraft.sampling.distribution import TokenHistory, distribution
 
 V = 6
-LENGTH = 3  # tokens counted jointly; one more is drawn, so that a draft can reach beyond them
+LENGTH = 3  # tokens counted jointly; one more is sampled, so that a draft can reach beyond them
 PROMPT = [1, 2, 3, 1, 2]
 SAMPLING = Sampling(
     max_tokens=LENGTH + 1, temperature=0.9, top_p=0.95, frequency_penalty=0.4, repetition_penalty=1.1, ignore_eos=True
@@ -114,8 +114,8 @@ ALIKE = {"draft_model, block", "draft_model tree, reject", "ngram_lm, reject", "
 
 
 @cache
-def expected() -> dict[tuple[int, ...], float]:
-    """The probability of every text of LENGTH tokens, from transformers' own forward pass over each prefix."""
+def compute_expected() -> dict[tuple[int, ...], float]:
+    """Compute the probability of every sequence of LENGTH tokens, by transformers' forward pass over each prefix."""
     reference = tiny_models.llama(V, seed=3, hidden=16)
     reference.load_state_dict(model().state_dict())
     texts = list(itertools.product(range(V), repeat=LENGTH))
@@ -134,7 +134,7 @@ def expected() -> dict[tuple[int, ...], float]:
 
 def p_value(counts: Counter[tuple[int, ...]]) -> float:
     """Chi-square over the cells that expect five or more, the rest as one. A text of no probability fails outright."""
-    total, probs = sum(counts.values()), expected()
+    total, probs = sum(counts.values()), compute_expected()
     impossible = [text for text in counts if probs[text] == 0]
     assert not impossible, f"texts of probability zero: {impossible[:3]}"
     large = [text for text in probs if probs[text] * total >= 5]
@@ -181,4 +181,4 @@ def test_the_count_has_teeth() -> None:
     others = [replace(SAMPLING, frequency_penalty=0.0, seed=seed) for seed in range(2000)]
     done = LLM(model(), None, verify="match").generate([PROMPT] * len(others), others)
     texts = [tuple(completion.token_ids[:LENGTH]) for completion in done]
-    assert p_value(Counter(text for text in texts if expected()[text] > 0)) < 1e-6
+    assert p_value(Counter(text for text in texts if compute_expected()[text] > 0)) < 1e-6

@@ -2,7 +2,7 @@
 
 Two checkers share the work. `compute_step_distribution` integrates one whole step over all its uniforms, exactly: with
 K = 2 that is the joint distribution of the first three tokens, 512 cells, to about 1e-8. 200,000 samples have a noise
-floor of 0.02. `generate` draws whole texts with the real noise, and so sees uniforms that are shared or used
+floor of 0.02. `generate` samples whole texts with the real noise, and so detects uniforms that are shared or used
 twice.
 """
 
@@ -45,7 +45,7 @@ def test_every_rule_that_claims_to_be_lossless_is_tested_here():
 def test_a_step_keeps_the_joint_distribution_of_three_tokens(setting, q_kind):
     """Guards wrong residuals, unfiltered probabilities at one position, a raw q, penalties without the drafted prefix.
 
-    Exact, so it raises no false alarm. Where theory says how many tokens are accepted, that is checked too.
+    The check is exact, so it raises no false alarm. If theory gives the number of accepted tokens, that is checked too.
     """
     world = world_of(setting, q_kind)
     steps = {
@@ -70,7 +70,7 @@ def test_a_step_keeps_the_joint_distribution_of_three_tokens(setting, q_kind):
 
 @pytest.fixture(scope="module")
 def token_keys() -> torch.Tensor:
-    """[positions, N] the noise of the target's own draws."""
+    """Return [positions, N], the noise of the target's samples."""
     start = len(PROMPT) + len(OUTPUT)
     rows = [[rng.derive_key(s, 0, NoiseStream.TOKEN, start + i) for s in range(200_000)] for i in range(3)]
     return torch.tensor(rows)

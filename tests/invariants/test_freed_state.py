@@ -51,7 +51,7 @@ SHARED = {
 
 
 class LostError(Exception):
-    """Of a device."""
+    """Error of a device."""
 
 
 def contents(root: object) -> dict[str, int]:
@@ -90,7 +90,7 @@ def allocators(root: object) -> list[PageAllocator]:
 
 
 def parts(drafter: object) -> Iterator[Any]:
-    """A drafter, and those inside it."""
+    """List a drafter and the drafters inside it."""
     yield drafter
     inner = [getattr(drafter, name, None) for name in ("drafter", "primary", "fallback")]
     for part in (*inner, *getattr(drafter, "members", ())):
@@ -104,7 +104,7 @@ def left_behind(before: dict[str, int], after: dict[str, int]) -> dict[str, int]
 
 
 def run(llm: LLM, prompts: Sequence[Any], samplings: Sequence[Sampling], aborted: dict[int, int]) -> list[Completion]:
-    """All of them to their end, but those that are aborted on the way."""
+    """Run all requests to their end, except those that are aborted on the way."""
     transcripts: list[Transcript] = []
     for prompt, sampling in zip(prompts, samplings, strict=True):
         transcripts += llm.prepare(prompt, sampling, first_index=len(transcripts))
@@ -121,8 +121,8 @@ def run(llm: LLM, prompts: Sequence[Any], samplings: Sequence[Sampling], aborted
     return [transcript.deltas[-1].completion for transcript in transcripts]  # type: ignore[misc]
 
 
-def watched(llm: LLM) -> list["weakref.ref[Any]"]:
-    """Every request that is prepared from now on."""
+def watch_requests(llm: LLM) -> list["weakref.ref[Any]"]:
+    """Record a weak reference to every request that is prepared from now on."""
     found: list[weakref.ref[Any]] = []
     prepare = llm.prepare
 
@@ -151,7 +151,7 @@ def losing(llm: LLM, nth: int) -> None:
 def check(llm: LLM, before: dict[str, int], requests: Sequence["weakref.ref[Any]"]) -> None:
     engine = llm.engine
     engine.step()  # with nothing to do it lets go of those it ran last
-    engine.drafter.forget(())  # a store learns with the next call of any kind who is over
+    engine.drafter.forget(())  # a store sees the end of a request with the next call of any kind
     assert left_behind(before, contents(engine.drafter)) == {}
     assert [a.num_used for a in allocators(engine.drafter)] == [0] * len(allocators(engine.drafter))
     assert engine.scheduler.allocator.num_used == 0
@@ -160,17 +160,17 @@ def check(llm: LLM, before: dict[str, int], requests: Sequence["weakref.ref[Any]
 
 
 @cache
-def expected() -> list[list[int]]:
+def generate_expected() -> list[list[int]]:
     return [c.token_ids for c in tiny_models.plain().generate(PROMPTS, SAMPLINGS)]
 
 
 @pytest.mark.parametrize("name", EACH_CASE)
 def test_nothing_of_a_request_is_kept(name: str) -> None:
     llm = tiny_models.limit_memory(tiny_models.plain(), METHOD_CASES[name].make(3), LIMITS)
-    before, requests = contents(llm.engine.drafter), watched(llm)
+    before, requests = contents(llm.engine.drafter), watch_requests(llm)
     for _ in range(2):  # the second finds what the first left, and loses a pass
         done = run(llm, PROMPTS, SAMPLINGS, ABORTED)
-        for i, (completion, wanted) in enumerate(zip(done, expected(), strict=True)):
+        for i, (completion, wanted) in enumerate(zip(done, generate_expected(), strict=True)):
             assert completion.token_ids == wanted[: len(completion.token_ids)]
             assert (completion.finish_reason == "abort") == (i in ABORTED)
             assert i in ABORTED or completion.token_ids == wanted
@@ -186,7 +186,7 @@ def test_a_drafter_that_forgets_nothing_is_seen(name: str) -> None:
     made = METHOD_CASES[name].make(3)
     made.forget = lambda slots: None  # type: ignore[method-assign]
     llm = tiny_models.limit_memory(tiny_models.plain(), made, LIMITS)
-    before, requests = contents(llm.engine.drafter), watched(llm)
+    before, requests = contents(llm.engine.drafter), watch_requests(llm)
     run(llm, PROMPTS[:2], SAMPLINGS[:2], {})
     with pytest.raises(AssertionError):
         check(llm, before, requests)
@@ -205,7 +205,7 @@ def test_nothing_of_a_request_with_a_source_is_kept(name: str) -> None:
     """The keys and values of sources return too, the draft's own among them."""
     llm = LLM(tiny_seq2seq.t5(), None, limits=replace(LIMITS, kv_tokens=24), is_debug=True)
     llm = llm.with_drafter(PAIRS[name](llm, 3), verify="match")
-    before, requests = contents(llm.engine.drafter), watched(llm)
+    before, requests = contents(llm.engine.drafter), watch_requests(llm)
     for _ in range(2):
         done = run(llm, PAIR_PROMPTS, SAMPLINGS, ABORTED)
         assert all(c.token_ids == wanted[: len(c.token_ids)] for c, wanted in zip(done, generate_again(), strict=True))

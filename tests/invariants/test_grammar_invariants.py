@@ -69,8 +69,8 @@ def compute_probs(text: Sequence[int]) -> Tensor:
 
 
 @cache
-def expected() -> dict[tuple[int, ...], float]:
-    """Every text of LENGTH tokens, or shorter with its end."""
+def compute_expected() -> dict[tuple[int, ...], float]:
+    """Compute the probability of every text of LENGTH tokens, or shorter with its end."""
     found: dict[tuple[int, ...], float] = {}
     grown: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
     while grown:
@@ -93,7 +93,7 @@ def drafts(name: str, count: int, follow: GrammarMatcher) -> list[TreeBuilder]:
 
 
 def texts(name: str, growths: Sequence[TreeBuilder], verified_by: GrammarMatcher) -> dict[tuple[int, ...], int]:
-    """What came out of one step each, and of plain draws where that was shorter."""
+    """Count the outputs of one step each, extended by plain decoding if shorter."""
     made = [g.to_draft() for g in growths]
     q = torch.cat([d.q for d in made if d.q is not None])
     tree = TokenTree.from_lists([[PROMPT[-1], *d.tokens] for d in made], [[-1, *d.parents] for d in made], q)
@@ -109,7 +109,7 @@ def texts(name: str, growths: Sequence[TreeBuilder], verified_by: GrammarMatcher
     assert not commit.failed
     generator = np.random.default_rng(0)
     counts: dict[tuple[int, ...], int] = {}
-    goes_on = {text[:size] for text in expected() for size in range(len(text))}
+    goes_on = {text[:size] for text in compute_expected() for size in range(len(text))}
     for tokens in commit.token_lists:
         text = tuple(tokens[:LENGTH])
         text = text[: text.index(END) + 1] if END in text else text
@@ -122,9 +122,9 @@ def texts(name: str, growths: Sequence[TreeBuilder], verified_by: GrammarMatcher
 
 
 def p_value(name: str, verified_by: GrammarMatcher | None = None) -> float:
-    """Zero where a text came out that the grammar forbids."""
+    """Compute the p-value; zero if a text came out that the grammar forbids."""
     counts = texts(name, drafts(name, STEPS, matcher()), verified_by or matcher())
-    wanted = expected()
+    wanted = compute_expected()
     if not set(counts) <= set(wanted):
         return 0.0
     keys = sorted(wanted)
@@ -138,7 +138,7 @@ def test_a_step_has_the_distribution_of_the_target_under_the_grammar(name):
 
 def test_the_draft_keeps_to_the_grammar_too():
     """Nothing forbidden is drafted, so nothing is drafted in vain for the grammar's sake."""
-    wanted = expected()
+    wanted = compute_expected()
     for g in drafts("tree", 200, matcher()):
         for node in range(1, len(g.depths)):
             path = tuple(g.collect_path(node))
@@ -158,7 +158,7 @@ def test_drafts_that_do_not_keep_to_it_cost_speed_alone(name):
             growing,
             NodeLogits(logits(1)[[ROW[tuple(g.collect_path(node))] for g in growing for node in g.frontier]], V),
         )
-    counts, wanted = texts(name, growths, matcher()), expected()
+    counts, wanted = texts(name, growths, matcher()), compute_expected()
     assert set(counts) <= set(wanted)
     keys = sorted(wanted)
     observed = np.array([counts.get(key, 0) for key in keys])
@@ -169,7 +169,7 @@ def test_drafts_that_do_not_keep_to_it_cost_speed_alone(name):
 
 
 class Moved(GrammarMatcher):
-    """Answers for another node than it is asked about."""
+    """Matcher that returns the mask of another node than the requested one."""
 
     where: Callable[[Sequence[int]], Sequence[int]]
 
@@ -185,7 +185,7 @@ FAULTS: dict[str, Callable[[Sequence[int]], Sequence[int]]] = {
 }
 
 
-def moved(name: str) -> GrammarMatcher:
+def make_moved_matcher(name: str) -> GrammarMatcher:
     plain = matcher()
     made = Moved(plain.initial_matcher, plain.vocab_size, plain.parser_end_id, plain.eos_ids, plain.end_ids)
     made.where = FAULTS[name]
@@ -194,4 +194,4 @@ def moved(name: str) -> GrammarMatcher:
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_distribution_kills_masks_of_another_position(name):
-    assert p_value("tree", verified_by=moved(name)) < ALPHA
+    assert p_value("tree", verified_by=make_moved_matcher(name)) < ALPHA

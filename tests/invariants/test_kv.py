@@ -41,7 +41,7 @@ def test_kv_equals_a_recomputation_after_every_step(case: str) -> None:
 
 @pytest.mark.parametrize("case", HEADS)
 def test_the_memory_of_heads_equals_a_recomputation_after_every_step(case: str) -> None:
-    """From true states at every place, whatever was drafted there before, and never a step behind."""
+    """It is computed from true states at every position, whatever was drafted there, and is never a step behind."""
     head, verify, options = HEADS[case]
     check(simulate_head(head, 100, 4, verify, seed=len(case), **options))
 

@@ -49,8 +49,8 @@ def tally(completions: list[Completion]) -> tuple[int, int]:
 
 
 @cache
-def expected(mode: str) -> list[tuple[list[int], str]]:
-    """Without a drafter, one prompt at a time."""
+def generate_expected(mode: str) -> list[tuple[list[int], str]]:
+    """Generate without a drafter, one prompt at a time."""
     return [ids(tiny_models.plain().generate([prompt], MODES[mode]))[0] for prompt in PROMPTS]
 
 
@@ -71,7 +71,7 @@ def test_text_is_the_same_with_and_without_a_drafter(name: str, mode: str) -> No
             start = (3 * num_tokens) % (len(PROMPTS) - batch + 1)
             chosen = slice(start, start + batch)
             done = llm.generate(PROMPTS[chosen], MODES[mode])
-            assert ids(done) == expected(mode)[chosen], f"K={num_tokens}, batch {batch}"
+            assert ids(done) == generate_expected(mode)[chosen], f"K={num_tokens}, batch {batch}"
             accepted, rejected = accepted + tally(done)[0], rejected + tally(done)[1]
         assert llm.engine.drafter.num_failures == 0
     assert accepted > 0, "no draft was accepted: the invariant was not tested"
@@ -88,7 +88,7 @@ def test_greedy_text_is_the_same_under_every_lossless_rule(name: str, rule: str)
     for num_tokens in (1, 2, 5, 8):
         llm = tiny_models.plain().with_drafter(METHOD_CASES[name].make(num_tokens), verify=rule)
         done = llm.generate(PROMPTS, GREEDY)
-        assert ids(done) == expected("greedy"), f"K={num_tokens}"
+        assert ids(done) == generate_expected("greedy"), f"K={num_tokens}"
         assert llm.engine.drafter.num_failures == 0
         accepted, rejected = accepted + tally(done)[0], rejected + tally(done)[1]
     assert accepted > 0
@@ -110,8 +110,8 @@ def test_samples_and_seeds_do_not_depend_on_a_drafter(name: str) -> None:
         assert [c.index for c in done] == [0, 1, 2, 3] * 3
 
 
-def pressed(name: str, rule: str = "match") -> LLM:
-    """Room for the longest request and little more, and prompts read four tokens at a time."""
+def make_crowded_llm(name: str, rule: str = "match") -> LLM:
+    """Make an LLM with memory for little more than the longest request, which reads prompts four tokens at a time."""
     limits = MemoryLimits(kv_tokens=100, page_size=4, max_batch=8, max_step_tokens=48)
     return tiny_models.limit_memory(tiny_models.plain(), METHOD_CASES[name].make(4), limits, rule, max_chunk=5)
 
@@ -123,11 +123,11 @@ def test_preemption_and_chunked_prompts_change_no_text(name: str) -> None:
     chosen = [i for i, prompt in enumerate(PROMPTS) if len(prompt) < 100 for _ in range(3)]
     accepted = rejected = 0
     for mode, sampling in MODES.items():
-        llm = pressed(name)
+        llm = make_crowded_llm(name)
         done = llm.generate([PROMPTS[i] for i in chosen], sampling)
         assert llm.engine.scheduler.num_preempted > 0
         assert llm.engine.scheduler.prefix_hits > 0
-        assert ids(done) == [expected(mode)[i] for i in chosen]
+        assert ids(done) == [generate_expected(mode)[i] for i in chosen]
         assert llm.engine.drafter.num_failures == 0
         assert llm.engine.scheduler.allocator.num_used == 0
         accepted, rejected = accepted + tally(done)[0], rejected + tally(done)[1]
@@ -149,7 +149,7 @@ MIXED = [
 
 @cache
 def each_alone() -> list[list[Completion]]:
-    """One by one, without a drafter."""
+    """Generate one by one, without a drafter."""
     return [tiny_models.plain().generate([p], s) for p, s in zip(PROMPTS, MIXED, strict=True)]
 
 
@@ -172,7 +172,7 @@ def test_a_mixed_batch_leaks_nothing_between_its_requests(name: str) -> None:
 
 @pytest.mark.parametrize("rule", ["reject", "block"])
 def test_unseeded_requests_differ(rule: str) -> None:
-    """One stream of randomness shared by all requests would give every one of them the same text."""
+    """With one random stream for all requests, each of them would get the same text."""
     llm = tiny_models.plain().with_drafter(tiny_models.draft_model(3), verify=rule)
     texts = {tuple(c.token_ids) for c in llm.generate([[5, 6]] * 24, Sampling(max_tokens=8, ignore_eos=True))}
     assert len(texts) == 24

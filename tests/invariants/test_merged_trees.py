@@ -1,8 +1,8 @@
 """The exact distribution of a step whose tree was merged from a sampling and a deterministic drafter, by enumeration.
 
-Every draft that can be sampled is weighed, and for each of them the rule is walked through all its decisions: uniforms
-here are questions, whose answers split the probability. Guards against a guess that is taken for a draw, a draw that is
-dropped because it was guessed already, guesses tried before draws without a place of their own, and q of another node.
+Every draft that can be sampled is weighted, and for each of them the rule is walked through all its decisions: a
+uniform is a branch that splits the probability. Guards against a deterministic token that counts as sampled, a sampled
+token dropped because it equals a deterministic one, the wrong order of the two kinds, and q of another node.
 """
 
 import itertools
@@ -106,7 +106,7 @@ def outcomes(tree: TokenTree) -> Iterator[tuple[float, Tokens, np.ndarray]]:
 
 
 def compute_joint_probs(drafts: Iterator[tuple[float, TokenTree]]) -> tuple[np.ndarray, float]:
-    """Of the next LENGTH tokens, and how many drafted ones are accepted."""
+    """Compute the probabilities of the next LENGTH tokens, and how many draft tokens are accepted."""
     probs, accepted = np.zeros([V] * LENGTH), 0.0
     prefixes: dict[Tokens, float] = defaultdict(float)
     for mass, tree in drafts:
@@ -129,7 +129,7 @@ def truth() -> np.ndarray:
 
 @dataclass(frozen=True)
 class World:
-    """`parents` of the drawn nodes [n], the root first; `guess` says what a text drafter adds to what was drawn."""
+    """Shape and drafts of a case: `parents` [n] of the sampled nodes, root first; `guess` adds deterministic tokens."""
 
     parents: Tokens
     guess: Callable[["Drawn"], list[tuple[int, Draft]]]  # (node it stands below, draft)
@@ -151,8 +151,8 @@ class Drawn:
         return found
 
 
-def drawn(world: World) -> Iterator[tuple[float, Drawn]]:
-    """Every draft with its probability: siblings without replacement."""
+def enumerate_drafts(world: World) -> Iterator[tuple[float, Drawn]]:
+    """Enumerate the drafts with their probabilities: siblings are sampled without replacement."""
     found: list[tuple[float, Tokens]] = [(1.0, ())]
     for node in range(1, len(world.parents)):
         parent, grown = world.parents[node], []
@@ -178,8 +178,8 @@ def own_tree(world: World, draft: Drawn) -> TokenTree:
 BATCH = Batch((Request(0, [ROOT], Sampling(), 0, verify="reject"),), (1,), (9,))
 
 
-def merged(world: World, draft: Drawn) -> TokenTree:
-    """As the code under test merges them."""
+def merge(world: World, draft: Drawn) -> TokenTree:
+    """Merge both drafts with the code under test."""
     joint = MergedTree.from_tree(own_tree(world, draft), 0, 0)
     for at, guess in world.guess(draft):
         joint.graft(guess, world.most, at)
@@ -187,7 +187,7 @@ def merged(world: World, draft: Drawn) -> TokenTree:
 
 
 def likeliest(draft: Drawn) -> list[tuple[int, Draft]]:
-    """What the target would say: often what was drawn, too."""
+    """Return the target's likeliest tokens, which were often sampled, too."""
     first = int(P[ROW[()]].argmax())
     return [(0, Draft.from_chain([first, int(P[ROW[first,]].argmax())]))]
 
@@ -203,13 +203,13 @@ def branches(draft: Drawn) -> list[tuple[int, Draft]]:
 
 
 def below_the_end(draft: Drawn) -> list[tuple[int, Draft]]:
-    """An extension, by the tokens above it."""
+    """Extend the last node by a token that depends on those above it."""
     last = len(draft.tokens)
     return [(last, Draft.from_chain([(sum(draft.path(last)) + 1) % V]))]
 
 
 def by_all_that_was_drawn(draft: Drawn) -> list[tuple[int, Draft]]:
-    """A guess beside the root's draws that knows what was drawn below them, and is not always there."""
+    """Add a deterministic sibling of the root's samples that depends on the tokens below them and may be absent."""
     token = (draft.tokens[-1] + 1) % V
     return [(0, Draft.from_chain([token]))] if draft.tokens[-1] != 2 else []
 
@@ -224,9 +224,9 @@ DISTRIBUTIONS = {"near": BOTH, "far": Q, "equal": P}
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_merged_tree_keeps_the_joint_distribution_of_three_tokens(shape: str, guess: str, kind: str) -> None:
     world = World(SHAPES[shape], GUESSES[guess], DISTRIBUTIONS[kind])
-    probs, accepted = compute_joint_probs((mass, merged(world, draft)) for mass, draft in drawn(world))
+    probs, accepted = compute_joint_probs((mass, merge(world, draft)) for mass, draft in enumerate_drafts(world))
     assert np.abs(probs - truth()).max() < 1e-12
-    alone = compute_joint_probs((mass, own_tree(world, draft)) for mass, draft in drawn(world))[1]
+    alone = compute_joint_probs((mass, own_tree(world, draft)) for mass, draft in enumerate_drafts(world))[1]
     assert accepted >= alone - 1e-12
     if kind != "equal" and guess in ("likeliest", "branches", "below_the_end"):
         assert accepted > alone + 1e-3
@@ -234,15 +234,15 @@ def test_a_merged_tree_keeps_the_joint_distribution_of_three_tokens(shape: str, 
 
 def test_a_merged_tree_with_no_room_for_all_keeps_the_distribution() -> None:
     world = World(SHAPES["siblings"], branches, most=4)
-    probs, _ = compute_joint_probs((mass, merged(world, draft)) for mass, draft in drawn(world))
+    probs, _ = compute_joint_probs((mass, merge(world, draft)) for mass, draft in enumerate_drafts(world))
     assert np.abs(probs - truth()).max() < 1e-12
 
 
 def test_the_distribution_under_a_draw_that_was_guessed_too_is_the_one_of_the_guess_twice() -> None:
-    """A guess without a node of its own, and one with: the same distribution and the same acceptance."""
+    """A deterministic token with or without a node of its own: the same distribution and the same acceptance."""
     world = World(SHAPES["chain"], likeliest)
-    twice = ((mass, _guess_kept_twice(world, draft)) for mass, draft in drawn(world))
-    once = ((mass, merged(world, draft)) for mass, draft in drawn(world))
+    twice = ((mass, _guess_kept_twice(world, draft)) for mass, draft in enumerate_drafts(world))
+    once = ((mass, merge(world, draft)) for mass, draft in enumerate_drafts(world))
     (one, accepted), (other, accepted_too) = compute_joint_probs(once), compute_joint_probs(twice)
     assert np.abs(one - other).max() < 1e-12
     assert accepted >= accepted_too - 1e-12
@@ -261,35 +261,35 @@ def _guess_kept_twice(world: World, draft: Drawn) -> TokenTree:
 
 
 def _guesses_as_draws(world: World, draft: Drawn) -> TokenTree:
-    """No node says that it was guessed."""
-    return replace(merged(world, draft), num_sampled_children=None)
+    """Mark every node as sampled."""
+    return replace(merge(world, draft), num_sampled_children=None)
 
 
 def _draw_dropped_for_a_guess(world: World, draft: Drawn) -> TokenTree:
-    """The guess stands first, and a draw that equals it has no node: q is of the draws that are left."""
+    """Replace a sampled node that equals the deterministic token by that one, without a q."""
     tree, guess = own_tree(world, draft), world.guess(draft)[0][1].tokens[0]
     assert tree.q is not None
     if draft.tokens[0] == guess:
         return TokenTree.from_lists([[ROOT, guess]], [[-1, 0]])
-    return merged(world, draft)
+    return merge(world, draft)
 
 
 def _unlikely_draws_dropped(world: World, draft: Drawn) -> TokenTree:
-    """To make room for guesses."""
+    """Drop an unlikely sampled draft in favour of the deterministic one."""
     if float(world.q[ROW[()], draft.tokens[0]]) < 0.3:
         [(_, guess)] = world.guess(draft)
         return TokenTree.from_lists([[ROOT, *guess.tokens]], [[-1, *guess.parents]])
-    return merged(world, draft)
+    return merge(world, draft)
 
 
 def _rows_shifted(world: World, draft: Drawn) -> TokenTree:
-    tree = merged(world, draft)
+    tree = merge(world, draft)
     assert tree.q is not None
     return replace(tree, q=torch.cat([tree.q[1:2], tree.q[:1], tree.q[2:]]))
 
 
 def _longer_where_lucky(world: World, draft: Drawn) -> TokenTree:
-    """Whose draft is verified depends on what was drawn."""
+    """Choose the draft to verify by the sampled tokens."""
     if draft.tokens[0] == int(P[ROW[()]].argmin()):
         [(_, guess)] = world.guess(draft)
         return TokenTree.from_lists([[ROOT, *guess.tokens]], [[-1, *guess.parents]])
@@ -304,12 +304,12 @@ FAULTS = [
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_distribution_of_a_step_kills_a_fault_of_merging(fault: Callable[[World, Drawn], TokenTree]) -> None:
     world = World(SHAPES["chain"], likeliest, Q)
-    probs, _ = compute_joint_probs((mass, fault(world, draft)) for mass, draft in drawn(world))
+    probs, _ = compute_joint_probs((mass, fault(world, draft)) for mass, draft in enumerate_drafts(world))
     assert np.abs(probs - truth()).sum() / 2 > 1e-3
 
 
 def _residual_kept(tree: TokenTree, b: int, node: int, size: int) -> Iterator[tuple[int, int, Probs]]:
-    """A guess that was not kept takes nothing from what is left."""
+    """Keep the residual unchanged after a deterministic token is rejected."""
     for child, token, q in _siblings(tree, b, node, size):
         is_guess = q.ids is not None and len(q.mass) == 1
         yield child, token, replace(q, mass=q.mass * 1e-9) if is_guess else q
@@ -323,7 +323,7 @@ def test_the_distribution_of_a_step_kills_guesses_that_leave_the_residual(
 ) -> None:
     monkeypatch.setattr(rules, "_iterate_siblings", _residual_kept)
     world = World(SHAPES["chain"], likeliest, Q)
-    probs, _ = compute_joint_probs((mass, merged(world, draft)) for mass, draft in drawn(world))
+    probs, _ = compute_joint_probs((mass, merge(world, draft)) for mass, draft in enumerate_drafts(world))
     assert np.abs(probs - truth()).sum() / 2 > 1e-3
 
 
@@ -336,6 +336,6 @@ def test_draws_before_guesses_accept_no_less_than_guesses_before_draws(kind: str
         draw_first = p[guess] + sum(min(p[y], q[y]) for y in others)
         guess_first = p[guess] + sum(min(p[y], (1 - p[guess]) * q[y]) for y in others)
         world = World((-1, 0), lambda _, g=guess: [(0, Draft.from_chain([g]))], DISTRIBUTIONS[kind])
-        _, accepted = compute_joint_probs((mass, merged(world, draft)) for mass, draft in drawn(world))
+        _, accepted = compute_joint_probs((mass, merge(world, draft)) for mass, draft in enumerate_drafts(world))
         assert accepted == pytest.approx(draw_first, abs=1e-12)
         assert draw_first >= guess_first

@@ -39,7 +39,7 @@ LIMITS = MemoryLimits(kv_tokens=4000, page_size=4)
 APART = replace(LIMITS, prefix_cache=False)
 
 
-def made(name: str, limits: MemoryLimits) -> LLM:
+def make_llm(name: str, limits: MemoryLimits) -> LLM:
     return tiny_models.limit_memory(tiny_models.plain(), METHOD_CASES[name].make(4), limits)
 
 
@@ -56,7 +56,7 @@ def figures(done: list[Completion]) -> list[tuple[int, int, int, tuple[int, ...]
 @pytest.mark.parametrize("name", EACH_CASE)
 def test_texts_after_hits_are_those_without(name: str, mode: str) -> None:
     """All prompts at once, then again one by one, then a text that goes on from one that was generated."""
-    llm, apart, sampling = made(name, LIMITS), made(name, APART), SAMPLINGS[mode]
+    llm, apart, sampling = make_llm(name, LIMITS), make_llm(name, APART), SAMPLINGS[mode]
     first = llm.generate(PROMPTS, sampling)
     expected = apart.generate(PROMPTS, sampling)
     assert ids(first) == ids(expected)
@@ -79,8 +79,8 @@ def test_texts_after_hits_are_those_without(name: str, mode: str) -> None:
 
 @pytest.mark.parametrize("name", ON_PAGES)
 def test_pages_without_draft_memory_are_found_and_drafted_for_all_the_same(name: str) -> None:
-    """Off for one request, on for the next: its draft memory was put off, and is there when it is wanted."""
-    llm, apart = made(name, LIMITS), made(name, APART)
+    """The drafter is off for one request and on for the next: its memory was deferred, and is computed on demand."""
+    llm, apart = make_llm(name, LIMITS), make_llm(name, APART)
     sampling = replace(SAMPLINGS["greedy"], max_tokens=30)
     [silent] = llm.prepare(BASE, sampling, RequestOptions(num_speculative_tokens=0))
     llm.engine.add(silent)
@@ -97,7 +97,7 @@ def test_pages_without_draft_memory_are_found_and_drafted_for_all_the_same(name:
 
 @pytest.mark.parametrize("name", ON_PAGES)
 def test_a_text_that_joins_one_that_runs_finds_what_it_has_put_off(name: str) -> None:
-    llm, apart, sampling = made(name, LIMITS), made(name, APART), SAMPLINGS["greedy"]
+    llm, apart, sampling = make_llm(name, LIMITS), make_llm(name, APART), SAMPLINGS["greedy"]
     [running] = llm.prepare(BASE, sampling, RequestOptions(num_speculative_tokens=0))
     llm.engine.add(running)
     llm.engine.step()
@@ -107,7 +107,7 @@ def test_a_text_that_joins_one_that_runs_finds_what_it_has_put_off(name: str) ->
     while llm.engine.has_work:
         llm.engine.step()
     is_own = llm.drafter.draft_kv.token_lookahead == 0  # type: ignore[union-attr]
-    # the two part where the fifth page ends: a pair of states that knows the next token is not for both
+    # the two differ from the end of the fifth page: a pair of states with the next token is valid for one of them only
     assert joining.request.num_cached_tokens == (20 if is_own else 16)
     assert joining.request.output == apart.generate(PROMPTS[1:2], sampling)[0].token_ids
     assert joining.num_drafted > 0
@@ -116,8 +116,8 @@ def test_a_text_that_joins_one_that_runs_finds_what_it_has_put_off(name: str) ->
 @pytest.mark.parametrize("name", ["draft_model", "eagle"])
 def test_tokens_after_a_stop_are_never_found(name: str) -> None:
     """A step accepts beyond the stop; what is kept ends with it."""
-    llm = made(name, LIMITS)
-    [whole] = made(name, LIMITS).generate([BASE], SAMPLINGS["greedy"])
+    llm = make_llm(name, LIMITS)
+    [whole] = make_llm(name, LIMITS).generate([BASE], SAMPLINGS["greedy"])
     for stop in set(whole.token_ids):
         sampling = replace(SAMPLINGS["greedy"], stop_token_ids=(stop,))
         [done] = llm.generate([BASE], sampling)
@@ -128,7 +128,7 @@ def test_tokens_after_a_stop_are_never_found(name: str) -> None:
 
 
 def test_tenants_do_not_find_each_others_prompts() -> None:
-    llm, sampling = made("draft_model", LIMITS), SAMPLINGS["greedy"]
+    llm, sampling = make_llm("draft_model", LIMITS), SAMPLINGS["greedy"]
     for salt, hits in ((b"one", 0), (b"two", 0), (b"one", 16), (b"", 0)):
         [transcript] = llm.prepare(BASE, sampling, RequestOptions(salt=salt))
         llm.engine.add(transcript)
@@ -138,10 +138,10 @@ def test_tenants_do_not_find_each_others_prompts() -> None:
 
 
 def test_memory_is_counted_for_target_and_drafter_together() -> None:
-    """And the pools end where the pages do."""
+    """The pools end with the last page."""
     target = tiny_models.plain().target.bytes_per_token()
     for name in ON_PAGES:
-        llm = made(name, MemoryLimits(kv_memory=100_000, page_size=4))
+        llm = make_llm(name, MemoryLimits(kv_memory=100_000, page_size=4))
         own = llm.drafter.draft_kv.bytes_per_token  # type: ignore[union-attr]
         assert own > 0
         num_pages = 100_000 // (target + own) // 4 + 1

@@ -23,7 +23,7 @@ from foredraft.sampling.distribution import TokenHistory, distribution
 Make = Callable[[LLM, int], Drafter]
 
 
-def _created(method: str, **options: Any) -> Make:
+def _make_factory(method: str, **options: Any) -> Make:
     def make(llm: LLM, num_tokens: int) -> Drafter:
         module = load_methods()[method]
         context = DrafterContext(llm.target.vocab_size, llm.target, num_tokens, dtype=llm.target.model.dtype)
@@ -65,7 +65,7 @@ def _head(module: Any, training: dict[str, Any], **options: Any) -> Make:
 
 
 MADE: dict[str, Make] = {
-    "aggressive": _created("aggressive"),
+    "aggressive": _make_factory("aggressive"),
     "blockwise": _head(blockwise, {"heads": 3, "inner": 8}),
     "chimera": _head(chimera, {"taps": (1, -1), "heads": 2}),
     "draft_model": _pair(),
@@ -75,12 +75,12 @@ MADE: dict[str, Make] = {
     "eagle, tree": _head(eagle, {}, tree_nodes=7, top_k=3),
     "eagle3": _head(eagle3, {"taps": (1,)}),
     "hydra": _head(hydra, {"heads": 3, "own_head": False, "rank": 12}),
-    "lookahead": _created("lookahead"),
+    "lookahead": _make_factory("lookahead"),
     "medusa, tree": _head(medusa, {"heads": 3}, tree_nodes=7),
     "mlp_speculator": _head(mlp_speculator, {"n_predict": 3, "inner": 12, "tied": False}),
-    "ngram": _created("ngram", prompt_lookup_min=1),
-    "ngram_lm": _created("ngram_lm", min_confidence=0.01),
-    "suffix": _created("suffix", min_confidence=0.01),
+    "ngram": _make_factory("ngram", prompt_lookup_min=1),
+    "ngram_lm": _make_factory("ngram_lm", min_confidence=0.01),
+    "suffix": _make_factory("suffix", min_confidence=0.01),
 }
 # compositions are made of these; an exit from a decoder with cross-attention is refused
 ELSEWHERE = {"compose", "early_exit"}
@@ -107,7 +107,7 @@ def test_text_does_not_depend_on_the_draft(name: str) -> None:
             assert name == "aggressive" or sum(c.stats.num_drafted for c in done) > 0
 
 
-V, LENGTH = 6, 3  # tokens counted jointly; one more is drawn, so that a draft can reach beyond them
+V, LENGTH = 6, 3  # tokens counted jointly; one more is sampled, so that a draft can reach beyond them
 SOURCES = ([1, 2, 3, 1, 2], [5, 4, 4])
 SAMPLING = Sampling(
     max_tokens=LENGTH + 1, temperature=0.9, top_p=0.95, frequency_penalty=0.4, repetition_penalty=1.1, ignore_eos=True
@@ -124,8 +124,8 @@ def tiny() -> Any:
 
 
 @cache
-def expected(which: int) -> dict[tuple[int, ...], float]:
-    """The probability of every text of LENGTH tokens, from transformers' own forward pass over each prefix."""
+def compute_expected(which: int) -> dict[tuple[int, ...], float]:
+    """Compute the probability of every sequence of LENGTH tokens, by transformers' forward pass over each prefix."""
     texts = list(itertools.product(range(V), repeat=LENGTH))
     result = dict.fromkeys(texts, 1.0)
     start = [tiny_seq2seq.START]
@@ -178,7 +178,9 @@ def test_texts_have_the_distribution_of_the_target(case: str) -> None:
         done = llm.generate([list(SOURCES[i % 2]) for i in range(512)], SAMPLING)
         for i, completion in enumerate(done):
             counts[i % 2][tuple(completion.token_ids[:LENGTH])] += 1
-    assert min(p_value(counts[i], expected(i)) for i in range(2)) > 1e-6  # a false alarm once in half a million runs
+    assert (
+        min(p_value(counts[i], compute_expected(i)) for i in range(2)) > 1e-6
+    )  # a false alarm once in half a million runs
     assert llm.engine.drafter.num_failures == 0
 
 
@@ -186,4 +188,4 @@ def test_the_count_tells_the_sources_apart() -> None:
     others = [replace(SAMPLING, seed=seed) for seed in range(700)]
     done = LLM(tiny(), None, verify="match").generate([list(SOURCES[0])] * len(others), others)
     texts = [tuple(completion.token_ids[:LENGTH]) for completion in done]
-    assert p_value(Counter(text for text in texts if expected(1)[text] > 0), expected(1)) < 1e-6
+    assert p_value(Counter(text for text in texts if compute_expected(1)[text] > 0), compute_expected(1)) < 1e-6

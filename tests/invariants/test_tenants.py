@@ -32,7 +32,7 @@ TARGETS: dict[str, tuple[Callable[[], LLM], list[int]]] = {
 
 
 def drafting(llm: LLM, method: str) -> LLM:
-    """`suffix` with a store, alone or with `ngram`, on an engine of its own."""
+    """Make an LLM with `suffix` and a store, alone or with `ngram`, on an engine of its own."""
     context = DrafterContext(llm.target.vocab_size, llm.target, 6, dtype=llm.target.model.dtype)
     made: Drafter = suffix.create(suffix.Config(min_confidence=0.01, store_tokens=1024), context)
     if method != "suffix":
@@ -57,8 +57,8 @@ def text_of(llm: LLM, prompt: list[int], salt: bytes, abort_at: int | None = Non
     return transcript
 
 
-def seen(transcript: Transcript) -> tuple[Any, list[StepTree]]:
-    """Every number of a text's drafts, and every tree."""
+def collect_drafts(transcript: Transcript) -> tuple[Any, list[StepTree]]:
+    """Collect every number of a request's drafts, and every tree."""
     stats = transcript.deltas[-1].completion.stats
     numbers = stats.num_drafts, stats.num_drafted, stats.num_accepted, stats.per_position, stats.target_passes
     return numbers, [step for delta in transcript.deltas for step in delta.steps]
@@ -67,7 +67,7 @@ def seen(transcript: Transcript) -> tuple[Any, list[StepTree]]:
 @pytest.mark.parametrize("method", ["suffix", "merged", "auto"])
 @pytest.mark.parametrize("target", TARGETS)
 def test_drafts_are_what_they_would_be_if_the_other_had_never_been(target: str, method: str) -> None:
-    """The other says just what we are going to say, to its end or to an abort."""
+    """Another tenant generates the very output of this one, to its end or to an abort."""
     make, prompt = TARGETS[target]
     alone = text_of(drafting(make(), method), prompt, OURS)
     for abort_at in (None, 12):
@@ -76,7 +76,7 @@ def test_drafts_are_what_they_would_be_if_the_other_had_never_been(target: str, 
         assert secret == alone.request.output[: len(secret)]
         mine = text_of(llm, prompt, OURS)
         assert mine.request.output == alone.request.output
-        assert seen(mine) == seen(alone)
+        assert collect_drafts(mine) == collect_drafts(alone)
         again = text_of(llm, prompt, OURS)  # with our own text there the drafts are others: the test can fail
         assert again.num_accepted > mine.num_accepted
         assert llm.engine.drafter.num_failures == 0

@@ -1,7 +1,7 @@
-"""The distribution of a step whose tree grows by what was drawn before: many steps at once, against enumeration.
+"""Distribution of a step whose tree growth depends on its sampled tokens: many steps at once, against enumeration.
 
-Children are allotted before they are drawn and none is dropped afterwards; whatever else decides how a tree grows (its
-budget, an end of text, want of confidence) may depend on sampled tokens and on distributions. Guards against trees that
+Children are allotted before they are sampled and none is dropped afterwards. Everything else that decides the growth
+(budget, end of text, low confidence) may depend on sampled tokens and on distributions. Guards against trees that
 keep their likeliest sampled tokens, noise that a node shares with its parent, and q of another node; each of them
 is seeded here and caught.
 """
@@ -70,8 +70,8 @@ CASES = {
 }
 
 
-def grown(case: Case, count: int) -> list[TreeBuilder]:
-    """As many drafts, all together."""
+def grow(case: Case, count: int) -> list[TreeBuilder]:
+    """Grow `count` trees, all together."""
     growths = [
         TreeBuilder(
             Request(0, PROMPT, case.sampling, seed, eos_ids=case.ends, verify=case.rule),
@@ -91,8 +91,8 @@ def compute_probs(case: Case) -> Tensor:
 
 
 def texts(case: Case, drafts: Sequence[Draft]) -> tuple[np.ndarray, int]:
-    """How often every text of LENGTH tokens came out of one step, and of plain draws where that was shorter; and how
-    many drafted tokens were accepted."""
+    """Count the sequences of LENGTH tokens after one step, extended by plain decoding if shorter; and the number of
+    accepted draft tokens."""
     q = torch.cat([d.q for d in drafts if d.q is not None])
     tree = TokenTree.from_lists([[PROMPT[-1], *d.tokens] for d in drafts], [[-1, *d.parents] for d in drafts], q)
     rows = [ROW[tuple(tree.get_draft_path(b, node))] for b, size in enumerate(tree.sizes) for node in range(size)]
@@ -109,7 +109,7 @@ def texts(case: Case, drafts: Sequence[Draft]) -> tuple[np.ndarray, int]:
     return counts, sum(len(tokens) - 1 for tokens in commit.token_lists)
 
 
-def expected(case: Case) -> np.ndarray:
+def compute_expected(case: Case) -> np.ndarray:
     p = compute_probs(case)
     every = itertools.product(range(V), repeat=LENGTH)
     distributions = [math.prod(float(p[ROW[text[:i]], token]) for i, token in enumerate(text)) for text in every]
@@ -117,9 +117,9 @@ def expected(case: Case) -> np.ndarray:
 
 
 def p_value(case: Case, count: int = STEPS, draft: Callable[[TreeBuilder], Draft] = TreeBuilder.to_draft) -> float:
-    counts, accepted = texts(case, [draft(g) for g in grown(case, count)])
+    counts, accepted = texts(case, [draft(g) for g in grow(case, count)])
     assert accepted > count // 5
-    wanted = expected(case)
+    wanted = compute_expected(case)
     above = [tuple(range(size, LENGTH)) for size in range(1, LENGTH + 1)]  # few cells see what is small everywhere
     return LENGTH * min(chi_square(counts.sum(axes), wanted.sum(axes)) for axes in above)
 
@@ -132,10 +132,10 @@ def test_a_step_has_the_distribution_of_the_target(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_draft_keeps_to_its_plan(name: str) -> None:
-    """And a free tree is a tree, whose shape is not always the same."""
+    """A free tree is no chain, and its shape varies."""
     case = CASES[name]
     shapes = set()
-    for g in grown(case, 200):
+    for g in grow(case, 200):
         draft = g.to_draft()
         assert 0 < len(draft.tokens) <= min(case.budget, case.plan.max_nodes)
         assert max(g.depths) <= case.depth
@@ -148,7 +148,7 @@ def test_a_draft_keeps_to_its_plan(name: str) -> None:
 
 
 def _without(g: TreeBuilder, kept: Sequence[int]) -> Draft:
-    """The nodes that are kept, rising, the root first."""
+    """List the nodes that are kept, rising, root first."""
     index = {node: i for i, node in enumerate(kept)}
     blank = torch.zeros(V, dtype=torch.float64)
     q = torch.stack([g.draft_probs.get(node, blank) for node in kept])
@@ -156,7 +156,7 @@ def _without(g: TreeBuilder, kept: Sequence[int]) -> Draft:
 
 
 def _likeliest_kept(g: TreeBuilder) -> Draft:
-    """More is drawn than may be verified, and what q gives least is dropped: such a tree has no q."""
+    """Sample more tokens than may be verified and drop those with the least q: such a tree has no valid q."""
     chances = [1.0]
     for token, parent in zip(g.tokens, g.parents, strict=True):
         chances.append(chances[parent] * float(g.draft_probs[parent][token]))
@@ -164,7 +164,7 @@ def _likeliest_kept(g: TreeBuilder) -> Draft:
 
 
 def _unlikely_dropped(g: TreeBuilder) -> Draft:
-    """Drawn leaves that q gives little are dropped."""
+    """Drop sampled leaves with a small q."""
     inner = set(g.parents)
     likely = [
         n for n in range(1, len(g.depths)) if n in inner or g.draft_probs[g.parents[n - 1]][g.tokens[n - 1]] > 0.25

@@ -1,4 +1,4 @@
-"""Every way the native library can run: instruction sets, numbers of threads, whose threads they are."""
+"""Setups of the native library: instruction sets, numbers of threads, and owners of the threads."""
 
 import os
 import tempfile
@@ -49,7 +49,7 @@ thread_setups = st.sampled_from(THREAD_SETUPS)
 
 @cache
 def build_emulated() -> NativeLibrary:
-    """The library with the tiles of AMX in plain C, on top of the best that this processor has."""
+    """Build the library with the tiles of AMX in plain C, on top of the best set of this processor."""
     with use_library() as native:
         flags = build.list_machine_sets().get(native.instruction_set, [])
     with tempfile.TemporaryDirectory() as folder:
@@ -60,7 +60,7 @@ def build_emulated() -> NativeLibrary:
 
 @contextmanager
 def swap_library(instruction_set: str) -> Iterator[tuple[NativeLibrary, str]]:
-    """The library that has a set, in the place of the usual one, and what it calls the set."""
+    """Replace the usual library by one with a given instruction set; yields it and the library's name of the set."""
     native = load_library()
     assert native is not None
     if instruction_set != EMULATED:
@@ -76,7 +76,7 @@ def swap_library(instruction_set: str) -> Iterator[tuple[NativeLibrary, str]]:
 
 @contextmanager
 def use_library(instruction_set: str = "", way: ThreadSetup = THREAD_SETUPS[0]) -> Iterator[NativeLibrary]:
-    """The library in one of its ways, and afterwards as every other test expects it."""
+    """Use the library in one setup, and restore the default afterwards."""
     with swap_library(instruction_set) as (native, name):
         if name and not native.is_supported(name):
             pytest.skip(f"this processor has no {name}")
@@ -101,7 +101,7 @@ layouts = st.sampled_from(LAYOUTS)
 
 
 def change_layout(x: Tensor, layout: str) -> Tensor:
-    """The same numbers at odd addresses, or with other strides."""
+    """Copy numbers to odd addresses, or with other strides."""
     if layout == "transposed":
         return x.transpose(0, -1).contiguous().transpose(0, -1)
     if layout == "every other":
@@ -114,7 +114,7 @@ def change_layout(x: Tensor, layout: str) -> Tensor:
 
 
 def misalign(x: Tensor) -> Tensor:
-    """The same numbers, contiguous, at an address that is a multiple of their size and of nothing more."""
+    """Copy numbers, contiguous, to an address that is a multiple of their size and of nothing more."""
     room = x.new_full((x.numel() + 1,), torch.nan)
     room[1:] = x.flatten()
     return room[1:].view(x.shape)

@@ -1,8 +1,8 @@
-"""The set "amx" beyond its products: what the emulation refuses, what is done about a wrong one, compilers without it.
+"""The set "amx" beyond its products: refusals of the emulation, handling of a wrong one, compilers without it.
 
 Its products are tested with those of the other sets, emulated. Guards against a configuration or a shape that the
-processor would answer with a fault, tiles that compute wrongly and are used all the same, a build that fails for the
-want of a set.
+processor would answer with a fault, tiles that compute wrongly and are used all the same, and a build that fails
+because the set is missing.
 """
 
 import ctypes

@@ -32,7 +32,7 @@ def text(seed: int, size: int = 40) -> list[int]:
     return [draw.randrange(2 + seed % 3) for _ in range(size)]
 
 
-def made(kind: type[SuffixAutomaton], tokens: list[int]) -> SuffixAutomaton:
+def build(kind: type[SuffixAutomaton], tokens: list[int]) -> SuffixAutomaton:
     one = kind()
     one.extend(tokens)
     return one
@@ -47,8 +47,8 @@ def ends(part: list[int], tokens: list[int]) -> list[int]:
     return [i for i in range(len(part), len(tokens) + 1) if tokens[i - len(part) : i] == part]
 
 
-def counted(tokens: list[int]) -> dict[tuple[int, ...], dict[int, int]]:
-    """What the deepest context that knew a token counts, by definition: one by one, over every suffix."""
+def count_continuations(tokens: list[int]) -> dict[tuple[int, ...], dict[int, int]]:
+    """Count the tokens after the deepest context that has seen them, by definition: one by one, over every suffix."""
     counts: dict[tuple[int, ...], dict[int, int]] = defaultdict(dict)
     for at, token in enumerate(tokens):
         past = tokens[:at]
@@ -79,7 +79,7 @@ def test_the_longest_suffix_that_occurred_before_is_known_after_every_token(kind
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_another_text_is_followed_at_its_longest_match(kind, seed):
-    one, other = made(kind, text(seed)), text(seed + 100, 60)
+    one, other = build(kind, text(seed)), text(seed + 100, 60)
     place = SuffixMatch(one)
     for size in range(1, len(other) + 1):
         (place,) = kind.advance([place], other[size - 1 : size])
@@ -91,7 +91,7 @@ def test_another_text_is_followed_at_its_longest_match(kind, seed):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_every_context_counts_what_it_was_the_deepest_to_know(seed):
     tokens = text(seed)
-    one, wanted = made(ReferenceAutomaton, tokens), counted(tokens)
+    one, wanted = build(ReferenceAutomaton, tokens), count_continuations(tokens)
     for start in range(len(tokens)):
         for stop in range(start, len(tokens)):
             part = tokens[start:stop]
@@ -113,7 +113,7 @@ def test_the_native_one_gives_the_very_bits_of_its_reference(seed):
     )
     seen = []
     for kind in (ReferenceAutomaton, NativeAutomaton):
-        ones = [made(kind, tokens) for tokens in texts]
+        ones = [build(kind, tokens) for tokens in texts]
         places = [ones[0].match_end(), *kind.advance([SuffixMatch(one) for one in ones[1:]], recent)]
         seen.append(
             (
@@ -129,7 +129,7 @@ def test_the_native_one_gives_the_very_bits_of_its_reference(seed):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_distribution_is_one_falling_and_of_known_tokens(kind, seed):
-    one = made(kind, [7, *text(seed), -1, 7])
+    one = build(kind, [7, *text(seed), -1, 7])
     prediction = kind.predict([one.match_end()], TRUST)
     assert 0 < len(prediction.tokens) <= MAX_CONTINUATIONS
     assert min(prediction.tokens) >= 0
@@ -141,7 +141,7 @@ def test_a_distribution_is_one_falling_and_of_known_tokens(kind, seed):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_distribution_by_hand(kind):
-    one = made(kind, [1, 2, 3, 9, 2, 4, 8, 1, 2])
+    one = build(kind, [1, 2, 3, 9, 2, 4, 8, 1, 2])
     place = one.match_end()
     assert place.length == 2
     # "1 2" was followed by 3 once; what it is not sure of goes to "2", which was by 3 and by 4
@@ -155,18 +155,18 @@ def test_a_distribution_by_hand(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_longest_context_comes_first_whosever_it_is(kind):
-    own, other = made(kind, [5, 1, 6, 1]), made(kind, [3, 5, 6, 1, 2])
+    own, other = build(kind, [5, 1, 6, 1]), build(kind, [3, 5, 6, 1, 2])
     (place,) = kind.advance([SuffixMatch(other)], [5, 1, 6, 1])
     assert (own.match_end().length, place.length) == (1, 2)
     assert kind.predict([own.match_end(), place], TRUST).tokens[0] == 2
-    alike = made(kind, [1, 9])
+    alike = build(kind, [1, 9])
     (place,) = kind.advance([SuffixMatch(alike)], [1])
     assert kind.predict([own.match_end(), place], TRUST).tokens[0] == 6, "of equal ones the first"
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_loop_is_drafted_past_the_end_of_the_text(kind):
-    one = made(kind, [9, 5, 6, 7, 5, 6, 7, 5, 6, 7])
+    one = build(kind, [9, 5, 6, 7, 5, 6, 7, 5, 6, 7])
     grown = kind.draft([one.match_end()], TRUST, RankedDraftSpec(8, 8))
     assert grown.tokens == [5, 6, 7, 5, 6, 7, 5, 6]
     assert grown.parents == list(range(8))
@@ -175,7 +175,7 @@ def test_a_loop_is_drafted_past_the_end_of_the_text(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_draft_is_the_likeliest_nodes_within_its_shape(kind):
-    one = made(kind, [1, 2, 3, 0, 1, 2, 4, 0, 1, 2, 3, 5, 1, 2])
+    one = build(kind, [1, 2, 3, 0, 1, 2, 4, 0, 1, 2, 3, 5, 1, 2])
     wide = kind.draft([one.match_end()], TRUST, RankedDraftSpec(6, 3, width=2))
     assert [token for token, parent in zip(wide.tokens, wide.parents, strict=True) if parent == 0] == [3, 4]
     assert len(wide.tokens) == 6
@@ -210,9 +210,9 @@ def hostile(name: str, size: int) -> list[int]:
     "name", ["random", "binary", "one token", "a half each", "abbb...c", "all different", "one context", "fibonacci"]
 )
 def test_a_token_costs_the_same_however_long_the_text(name):
-    """By states visited and continuations copied, whatever the clock says: at most five for each."""
+    """The bound counts visited states and copied continuations instead of time: at most five for each token."""
     for size in (1000, 8000, 64000):
-        one = made(NativeAutomaton, hostile(name, size))
+        one = build(NativeAutomaton, hostile(name, size))
         assert len(one) == size
         assert one.num_operations <= 5 * size
     assert one.num_bytes <= 200 * size

@@ -48,7 +48,7 @@ def texts(llm: LLM) -> list[list[int]]:
 
 @pytest.fixture
 def missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As after an installation without a compiler."""
+    """Simulate an installation without a compiler."""
     monkeypatch.delenv(KERNELS_VARIABLE, raising=False)
     monkeypatch.setattr(build, "LIBRARY", tmp_path / "_foredraft.so")
 
@@ -217,7 +217,7 @@ def test_a_compiler_that_fails_is_quoted_and_the_library_of_before_stays(
 
 @pytest.fixture(scope="module")
 def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The library as another kind of processor builds it: without the instruction sets of this one."""
+    """Build the library as another kind of processor does: without the instruction sets of this one."""
     if build.find_compiler() is None:
         pytest.skip("no C compiler here")
     out = tmp_path_factory.mktemp("built") / "_foredraft.so"

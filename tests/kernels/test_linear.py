@@ -34,7 +34,7 @@ sizes = st.one_of(st.integers(1, 100), st.sampled_from([1, 2, 31, 32, 33, 63, 64
 counts = st.one_of(st.integers(1, 40), st.just(200))
 
 
-def packed(n: int, k: int, dtype: torch.dtype, seed: int = 0, has_bias: bool = True) -> PackedWeight:
+def make_packed(n: int, k: int, dtype: torch.dtype, seed: int = 0, has_bias: bool = True) -> PackedWeight:
     weight = make_normal(n, k, seed=seed, dtype=dtype)
     return PackedWeight.pack(weight, make_normal(n, seed=seed + 1, dtype=dtype) if has_bias else None, Arena())
 
@@ -86,7 +86,7 @@ def test_a_row_has_the_same_bits_alone_and_among_any_number_of_others(
     instruction_set: str, dtype: torch.dtype, n: int, k: int
 ) -> None:
     """This is what makes speculative and plain decoding bit-equal: 8 rows are verified as one was decoded."""
-    weight, x = packed(n, k, dtype), make_normal(200, k, seed=2)
+    weight, x = make_packed(n, k, dtype), make_normal(200, k, seed=2)
     with use_library(instruction_set):
         alone = torch.cat([linear(row[None], weight) for row in x])
     for way in THREAD_SETUPS:
@@ -100,7 +100,7 @@ def test_a_row_has_the_same_bits_alone_and_among_any_number_of_others(
 @EACH_TYPE
 def test_two_threads_give_the_bits_of_one(instruction_set: str, dtype: torch.dtype) -> None:
     """With panels enough for every member of the team to take several."""
-    weight, x = packed(1111, 70, dtype), make_normal(9, 70, seed=2)
+    weight, x = make_packed(1111, 70, dtype), make_normal(9, 70, seed=2)
     with use_library(instruction_set):
         alone = linear(x, weight)
     for way in THREAD_SETUPS[1:] * 20:
@@ -111,7 +111,7 @@ def test_two_threads_give_the_bits_of_one(instruction_set: str, dtype: torch.dty
 @EACH_SET
 @EACH_TYPE
 def test_what_is_not_finite_stays_in_its_row(instruction_set: str, dtype: torch.dtype) -> None:
-    weight, x = packed(45, 50, dtype), make_normal(8, 50, seed=2)
+    weight, x = make_packed(45, 50, dtype), make_normal(8, 50, seed=2)
     spoilt = x.clone()
     spoilt[1, 3], spoilt[3, 49], spoilt[4, 0], spoilt[6] = torch.nan, torch.inf, -torch.inf, torch.inf
     with use_library(instruction_set):
@@ -163,7 +163,7 @@ def test_inputs_are_rounded_to_bfloat16_as_torch_rounds_them(instruction_set: st
 @EACH_TYPE
 def test_no_rows_give_no_results(dtype: torch.dtype) -> None:
     """A forward pass without requested logits once divided by its number of rows."""
-    weight = packed(40, 33, dtype)
+    weight = make_packed(40, 33, dtype)
     for way in THREAD_SETUPS:
         with use_library(way=way):
             assert linear(torch.zeros(0, 33), weight).shape == (0, 40)
@@ -171,8 +171,8 @@ def test_no_rows_give_no_results(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("has_own_pool", [False, True], ids=["shared pool", "own pool"])
 def test_calls_from_several_python_threads_at_once(has_own_pool: bool) -> None:
-    """A server steps one model in one thread and another in the next: neither may write where the other reads."""
-    weights = [packed(300 + 64 * i, 40 + i, dtype, seed=i) for i, dtype in enumerate([*DTYPES.values()] * 2)]
+    """A server runs steps of one model in different threads: none may write to the buffers that another reads."""
+    weights = [make_packed(300 + 64 * i, 40 + i, dtype, seed=i) for i, dtype in enumerate([*DTYPES.values()] * 2)]
     inputs = [make_normal(5, 40 + i, seed=9 + i) for i in range(4)]
     expected = [linear(x, w) for x, w in zip(inputs, weights, strict=True)]
 

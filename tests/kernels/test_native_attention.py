@@ -1,7 +1,7 @@
 """Paged attention: right to a derived bound, and every bit what decoding the same text alone gives.
 
-Guards against keys of a sibling branch, of another request or of an unwritten slot; a window that slides with the row's
-place in the pass instead of its position; tails of blocks and of vectors; sums whose order depends on the company.
+Guards against keys of a sibling branch, of another request or of an unwritten slot; a window that slides with the
+row's index in the pass instead of its position; tails of blocks and of vectors; sums that depend on the other rows.
 """
 
 import math
@@ -88,7 +88,7 @@ shapes = st.builds(
 
 
 def bound(case: Case) -> float:
-    """Of the error of a result, to the first order: a score off by d moves a weight by 2d of itself.
+    """Bound the error of a result, to the first order: a score off by d moves a weight by 2d of itself.
 
     Kernels may round queries and weights to the type of the keys and values, as the processor multiplies them so.
     """
@@ -136,7 +136,7 @@ def test_the_slow_reference_is_attention_as_torch_writes_it(
 
 
 def alone(case: Case, row: int, seed: int) -> Case:
-    """The same text, decoded token by token on pages of another order: a pass of this row and nothing else."""
+    """Decode the same sequence token by token on pages of another order, in passes of this row alone."""
     seen = case.rows.list_slots(row)
     free = (torch.randperm(199, generator=torch.Generator().manual_seed(seed)) + 1).tolist()
     pages = [free.pop() for _ in range(-(-len(seen) // PAGE_SIZE))]
@@ -290,8 +290,8 @@ def test_calls_from_several_python_threads_at_once(has_own_pool: bool) -> None:
 
 
 def test_what_another_caller_asks_for_is_his_alone() -> None:
-    """Each of a pass's threads has scratch of its own: were there more of them in the pass than when it was measured,
-    they would write behind it."""
+    """Each thread of a pass has its own scratch buffer: more threads than when it was measured would write past its
+    end."""
     case = long_case(torch.float32)
     record = AttentionRecord(None, None, None, None, 6, 2, 64, 0, 0, 1.0, 0.0)
     together = Barrier(4)

@@ -18,7 +18,7 @@ ROWS = PackedRows.pack([Span([3, 1], 5, [1, 2], [0, 1]), Span([2], 0, [4], [0])]
 SHAPES = {"one text": (5, 33), "a batch": (2, 3, 33), "one row": (33,), "no rows": (0, 33)}
 
 
-def packed(dtype: torch.dtype, has_bias: bool = True) -> PackedWeight:
+def make_packed(dtype: torch.dtype, has_bias: bool = True) -> PackedWeight:
     bias = make_normal(70, seed=1, dtype=dtype) if has_bias else None
     return PackedWeight.pack(make_normal(70, 33, seed=0, dtype=dtype), bias, Arena())
 
@@ -37,20 +37,20 @@ def attend_arguments(query: Tensor, dtype: torch.dtype, sliding: int = 0, softca
 @pytest.mark.parametrize("shape", SHAPES)
 def test_torch_finds_no_fault_with_linear(shape: str, dtype: torch.dtype, has_bias: bool) -> None:
     x = make_normal(*SHAPES[shape], seed=3, dtype=dtype)
-    torch.library.opcheck(torch.ops.foredraft.linear.default, linear_arguments(x, packed(dtype, has_bias)))
+    torch.library.opcheck(torch.ops.foredraft.linear.default, linear_arguments(x, make_packed(dtype, has_bias)))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("layout", ["as it is", "transposed", "every other"])
 def test_torch_finds_no_fault_with_attend(layout: str, dtype: torch.dtype) -> None:
-    """Queries come transposed from the model; the result does not, and a fake that says so breaks what follows."""
+    """Queries are transposed and the result is not: a fake with the wrong layout breaks what follows."""
     query = change_layout(make_normal(3, 4, 32, seed=3, dtype=dtype), layout)
     torch.library.opcheck(torch.ops.foredraft.attend.default, attend_arguments(query, dtype, 3, 20.0))
 
 
 @pytest.mark.parametrize("of_x", [torch.bfloat16, torch.float32, torch.float64])
 def test_linear_gives_what_a_direct_call_gives_in_the_type_of_its_input(of_x: torch.dtype) -> None:
-    weight = packed(torch.float32)
+    weight = make_packed(torch.float32)
     for shape in SHAPES.values():
         x = make_normal(*shape, seed=3, dtype=of_x)
         ours = operators.linear(x, weight)
@@ -102,7 +102,7 @@ WAYS_TO_COMPILE: dict[str, Callable[[nn.Module, tuple[Tensor, ...]], Callable[..
 @pytest.mark.parametrize("how", WAYS_TO_COMPILE)
 @torch.inference_mode()
 def test_compiled_whole_it_gives_the_same(how: str, dtype: torch.dtype) -> None:
-    """Without a break in the graph, in which case the fakes would never be asked."""
+    """There is no break in the graph: with a break, the fakes would never be called."""
     block, example = Block(dtype).eval(), inputs(dtype)
     torch.compiler.reset()
     made = WAYS_TO_COMPILE[how](block, example)

@@ -1,4 +1,4 @@
-"""The rows of a pass as the native side reads them, against what the window says."""
+"""The rows of a pass in the native layout, against those of the forward batch."""
 
 import ctypes
 
@@ -12,13 +12,13 @@ from foredraft.models.forward_batch import ForwardBatch, Span
 from models.test_forward_batch import PAGE_SIZE, expected, spans
 
 
-def packed(spans: list[Span], logit_rows: list[int] | None = None) -> PackedRows:
+def pack(spans: list[Span], logit_rows: list[int] | None = None) -> PackedRows:
     return PackedRows.pack(spans, [0] if logit_rows is None else logit_rows, PAGE_SIZE)
 
 
 @given(spans())
 def test_every_row_sees_its_own_past_and_nothing_else(spans: list[Span]) -> None:
-    rows = packed(spans)
+    rows = pack(spans)
     for row, seen in expected(spans, None).items():
         assert len(rows.list_slots(row)) == len(seen)
         assert set(rows.list_slots(row)) == seen
@@ -27,7 +27,7 @@ def test_every_row_sees_its_own_past_and_nothing_else(spans: list[Span]) -> None
 @given(spans())
 def test_slots_stand_in_the_order_of_the_text(spans: list[Span]) -> None:
     """The kernel adds up in this order, and a sliding window counts from the back of it."""
-    rows, row = packed(spans), 0
+    rows, row = pack(spans), 0
     for span in spans:
         for node in range(span.first_node, span.first_node + len(span.tokens)):
             path = [node]
@@ -62,7 +62,7 @@ def test_the_native_side_reads_what_the_window_says(spans: list[Span], skipped: 
 @given(spans())
 def test_made_again_from_its_numbers_it_is_the_same(spans: list[Span]) -> None:
     """So it travels through an operator, as a tensor and a list."""
-    rows = packed(spans, [3, 1, 4])
+    rows = pack(spans, [3, 1, 4])
     again = PackedRows.from_numbers(rows.numbers.clone(), list(rows.counts), PAGE_SIZE)
     assert [again.list_slots(row) for row in range(again.num_rows)] == [
         rows.list_slots(row) for row in range(rows.num_rows)
@@ -80,7 +80,7 @@ def test_pages_beyond_the_text_are_left_out() -> None:
 
 
 def test_logits_of_no_rows() -> None:
-    assert packed([Span([1], 0, [7], [0])], []).num_logits == 0
+    assert pack([Span([1], 0, [7], [0])], []).num_logits == 0
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 16])

@@ -1,4 +1,4 @@
-"""Page ids: whatever is asked in whatever order, no page is lost, shared or handed out twice."""
+"""Page ids: under any sequence of calls, no page is lost, shared or handed out twice."""
 
 import pytest
 from hypothesis import strategies as st

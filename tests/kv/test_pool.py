@@ -15,12 +15,12 @@ CPU = torch.device("cpu")
 
 
 def marks(values: list[int], dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """[T, 2, 3] keys and [T, 2, 5] values that tell their number."""
+    """Make [T, 2, 3] keys and [T, 2, 5] values that encode their number."""
     column = torch.tensor(values, dtype=dtype).view(-1, 1, 1)
     return column.expand(-1, 2, 3), -column.expand(-1, 2, 5)
 
 
-def held(pool: KVPool, layer: int, slots: list[int]) -> list[int]:
+def read_slots(pool: KVPool, layer: int, slots: list[int]) -> list[int]:
     keys, values = pool.layers[layer]
     assert torch.equal(keys[slots, :, 0], -values[slots, :, 0])
     assert (keys[slots] == keys[slots, :1, :1]).all()
@@ -40,7 +40,7 @@ def test_growth_keeps_what_was_written_and_new_slots_are_zero(steps: list[list[i
             assert values is pool.layers[layer][1]
     size = len(pool.layers[0][0])
     for layer in (0, 3):
-        assert held(pool, layer, list(range(min(size, 301)))) == [naive[i] for i in range(min(size, 301))]
+        assert read_slots(pool, layer, list(range(min(size, 301)))) == [naive[i] for i in range(min(size, 301))]
 
 
 Step = tuple[list[list[int]], list[int], list[list[int]]]
@@ -75,7 +75,7 @@ def test_kept_paths_stand_in_front_and_nothing_else_moves(
         naive |= {get_slot(table, start + i, PAGE_SIZE): number for i, number in enumerate(was)}
     compact_accepted(pool, paths, starts, pages, PAGE_SIZE, CPU)
     for layer in (0, 1):
-        assert held(pool, layer, everything) == list(naive.values())
+        assert read_slots(pool, layer, everything) == list(naive.values())
 
 
 def test_a_chain_moves_nothing() -> None:
@@ -83,7 +83,7 @@ def test_a_chain_moves_nothing() -> None:
 
 
 def test_paths_that_overlap_their_targets_are_read_before_they_are_written() -> None:
-    # node 2 -> 1 and node 3 -> 2: a copy in place, one by one and backwards, would lose node 2
+    # node 2 -> 1 and node 3 -> 2: an in-place copy, one by one and backwards, would lose node 2
     sources, targets = plan_moves([[0, 2, 3]], [0], [[1]], PAGE_SIZE)
     assert (sources, targets) == ([6, 7], [5, 6])
 

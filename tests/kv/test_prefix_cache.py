@@ -1,4 +1,4 @@
-"""The prefix cache by itself: what is found, for whom, what is never found, and what goes first."""
+"""The prefix cache by itself: hits, their owners, misses that must stay misses, and the order of eviction."""
 
 import pytest
 
@@ -14,7 +14,7 @@ TEXT = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]
 
 
 class Owner:
-    """A drafter whose memory is as right as a test says."""
+    """A drafter whose memory is valid to the given degree."""
 
     def __init__(self, lookahead: int = 0) -> None:
         self.settled: list[int] = []
@@ -30,8 +30,8 @@ def request(tokens: list[int], slot: int = 0, **options: object) -> Request:
     return Request(slot, list(tokens), Sampling(), seed=0, **options)  # type: ignore[arg-type]
 
 
-def filled(cache: PrefixCache, r: Request, computed: int) -> Request:
-    """The target holds so many tokens of a request."""
+def fill(cache: PrefixCache, r: Request, computed: int) -> Request:
+    """Grow the pages of a request to `computed` tokens and insert them into the cache."""
     cache.allocator.grow(r.pages, computed)
     r.num_computed = computed
     cache.insert(r)
@@ -45,7 +45,7 @@ def cache_of(num_pages: int = 20, owner: Owner | None = None, **options: bool) -
 @pytest.mark.parametrize(
     ("tokens", "num_pages"),
     [
-        (TEXT, 2),  # the last token is computed anew, or nothing would say what follows
+        (TEXT, 2),  # the last token is computed again, for its logits
         ([*TEXT, 1], 3),
         ([*TEXT[:8], 1], 2),
         (TEXT[:8], 1),
@@ -57,7 +57,7 @@ def cache_of(num_pages: int = 20, owner: Owner | None = None, **options: bool) -
 )
 def test_a_hit_is_the_longest_run_of_equal_pages(tokens: list[int], num_pages: int) -> None:
     cache = cache_of()
-    first = filled(cache, request(TEXT), 12)
+    first = fill(cache, request(TEXT), 12)
     assert cache.match(request(tokens)).pages == tuple(first.pages[:num_pages])
 
 
@@ -74,7 +74,7 @@ def test_only_full_pages_of_what_is_computed_are_found() -> None:
 
 def test_what_is_found_is_held_by_both_and_stays_when_one_ends() -> None:
     cache = cache_of()
-    first, second = filled(cache, request(TEXT), 12), request([*TEXT, 1], slot=1)
+    first, second = fill(cache, request(TEXT), 12), request([*TEXT, 1], slot=1)
     cache.apply_hit(second, cache.match(second))
     assert second.pages == [1, 2, 3]
     assert (second.num_computed, cache.allocator.num_holders(1)) == (12, 2)
@@ -87,8 +87,8 @@ def test_what_is_found_is_held_by_both_and_stays_when_one_ends() -> None:
 
 def test_of_equal_pages_the_first_stays() -> None:
     cache = cache_of()
-    filled(cache, request(TEXT), 12)
-    second = filled(cache, request(TEXT, slot=1), 12)
+    fill(cache, request(TEXT), 12)
+    second = fill(cache, request(TEXT, slot=1), 12)
     assert cache.match(request(TEXT)).pages == (1, 2)
     cache.release(second, is_finished=True)
     assert cache.allocator.num_cached == 0, "the second's pages are free, not kept"
@@ -96,17 +96,17 @@ def test_of_equal_pages_the_first_stays() -> None:
 
 def test_salts_are_apart() -> None:
     cache = cache_of()
-    filled(cache, request(TEXT, salt=b"a"), 12)
+    fill(cache, request(TEXT, salt=b"a"), 12)
     assert not cache.match(request(TEXT)).pages
     assert not cache.match(request(TEXT, salt=b"b")).pages
     assert cache.match(request(TEXT, salt=b"a")).pages
 
 
 def test_hashes_are_keyed_and_made_once() -> None:
-    """The same text has other hashes in another cache; a request keeps its own."""
+    """The same text has other hashes in another cache; a request reuses its hashes."""
     one, other = request(TEXT), request(TEXT)
-    filled(cache_of(), one, 12)
-    filled(cache_of(), other, 12)
+    fill(cache_of(), one, 12)
+    fill(cache_of(), other, 12)
     assert len(one.page_hashes) == 3
     assert not set(one.page_hashes) & set(other.page_hashes)
     cache = cache_of()
@@ -119,14 +119,14 @@ def test_hashes_are_keyed_and_made_once() -> None:
 def test_prompt_logprobs_want_every_row() -> None:
     cache = cache_of()
     wanting = Request(0, list(TEXT), Sampling(prompt_logprobs=1), seed=0)
-    filled(cache, wanting, 12)
+    fill(cache, wanting, 12)
     assert cache.match(request(TEXT)).pages == (1, 2), "what it computed is found by others"
     assert cache.match(Request(0, list(TEXT), Sampling(prompt_logprobs=1), seed=0)) == PrefixHit()
 
 
 def test_the_least_recently_used_goes_first_and_the_end_before_the_beginning() -> None:
     cache = cache_of(num_pages=9)
-    a, b = filled(cache, request(TEXT), 12), filled(cache, request([50, *TEXT], slot=1), 12)
+    a, b = fill(cache, request(TEXT), 12), fill(cache, request([50, *TEXT], slot=1), 12)
     for r in (a, b):
         cache.release(r, is_finished=True)
     again = request([*TEXT[:8], 99], slot=2)
@@ -142,7 +142,7 @@ def test_the_least_recently_used_goes_first_and_the_end_before_the_beginning() -
 
 def test_nothing_is_evicted_while_pages_are_free() -> None:
     cache = cache_of(num_pages=9)
-    cache.release(filled(cache, request(TEXT), 12), is_finished=True)
+    cache.release(fill(cache, request(TEXT), 12), is_finished=True)
     table: list[int] = []
     cache.allocator.grow(table, 5 * PAGE)
     assert cache.match(request(TEXT)).pages == (1, 2)
@@ -154,9 +154,9 @@ def test_nothing_is_evicted_while_pages_are_free() -> None:
 
 
 def test_a_text_whose_beginning_was_evicted_brings_it_back_when_it_ends() -> None:
-    """Its own page takes the place of the first one, or all that follows could never be found."""
+    """Its copy of the first page replaces the evicted one; otherwise no hit could reach the pages after it."""
     cache = cache_of(num_pages=8)
-    first, second = filled(cache, request(TEXT[:4]), 4), filled(cache, request([*TEXT, 1], slot=1), 12)
+    first, second = fill(cache, request(TEXT[:4]), 4), fill(cache, request([*TEXT, 1], slot=1), 12)
     cache.release(first, is_finished=True)
     cache.allocator.grow(table := [], 4 * PAGE)
     assert not cache.match(request(TEXT)).pages
@@ -169,7 +169,7 @@ class TestDraftMemory:
     def test_a_drafter_that_rereads_takes_every_page_and_gets_the_valid_length(self) -> None:
         owner = Owner()
         cache = cache_of(owner=owner)
-        first = filled(cache, request([*TEXT, 1]), 12)
+        first = fill(cache, request([*TEXT, 1]), 12)
         owner.draft_kv.num_valid[0] = 7
         cache.release(first, is_finished=True)
         again = request([*TEXT, 2], slot=3)
@@ -181,16 +181,16 @@ class TestDraftMemory:
     def test_a_drafter_that_cannot_reread_takes_only_what_is_right(self) -> None:
         owner = Owner(lookahead=1)
         cache = cache_of(owner=owner)
-        first = filled(cache, request([*TEXT, 1]), 12)
+        first = fill(cache, request([*TEXT, 1]), 12)
         owner.draft_kv.num_valid[0] = 9
         cache.release(first, is_finished=True)
         assert cache.match(request([*TEXT, 1])) == PrefixHit((1, 2), 2)
 
     def test_the_last_pair_of_a_page_was_made_with_the_token_that_follows_it(self) -> None:
-        """Two texts that part where a page ends share its tokens, and all its pairs but one."""
+        """Two texts that differ from the end of a page share its tokens, and all its pairs but one."""
         owner = Owner(lookahead=1)
         cache = cache_of(owner=owner)
-        first = filled(cache, request([*TEXT[:8], 1, 2, 3, 4, 5]), 12)
+        first = fill(cache, request([*TEXT[:8], 1, 2, 3, 4, 5]), 12)
         owner.draft_kv.num_valid[0] = 12
         cache.release(first, is_finished=True)
         assert cache.match(request([*TEXT[:8], 1, 2])).pages == (1, 2)
@@ -200,12 +200,12 @@ class TestDraftMemory:
         """The page after it in the cache is another request's: it matches, and still the pair between is wrong."""
         owner = Owner(lookahead=1)
         cache = cache_of(owner=owner)
-        first = filled(cache, request([*TEXT[:4], 1, 2]), 5)
+        first = fill(cache, request([*TEXT[:4], 1, 2]), 5)
         owner.draft_kv.num_valid[0] = 5
         cache.release(first, is_finished=True)
         second = request([*TEXT, 1], slot=1)
         assert cache.match(second) == PrefixHit()
-        filled(cache, second, 12)
+        fill(cache, second, 12)
         owner.draft_kv.num_valid[1] = 12
         cache.release(second, is_finished=True)
         assert cache.match(request([*TEXT, 1])) == PrefixHit()
@@ -214,10 +214,10 @@ class TestDraftMemory:
         """Otherwise one request without drafts would keep a drafter from every later hit."""
         owner = Owner(lookahead=1)
         cache = cache_of(owner=owner)
-        first = filled(cache, request([*TEXT, 1]), 12)
+        first = fill(cache, request([*TEXT, 1]), 12)
         cache.release(first, is_finished=True)
         assert cache.match(request([*TEXT, 1])) == PrefixHit()
-        second = filled(cache, request([*TEXT, 1], slot=1), 12)
+        second = fill(cache, request([*TEXT, 1], slot=1), 12)
         owner.draft_kv.num_valid[1] = 12
         cache.release(second, is_finished=True)
         assert cache.match(request([*TEXT, 1])) == PrefixHit((4, 5, 6), 3)
@@ -227,7 +227,7 @@ class TestDraftMemory:
     def test_what_a_running_request_put_off_is_read_in_for_a_hit(self) -> None:
         owner = Owner(lookahead=1)
         cache = cache_of(owner=owner)
-        filled(cache, request([*TEXT, 1], slot=4), 12)
+        fill(cache, request([*TEXT, 1], slot=4), 12)
         cache.match(request([*TEXT, 1]))
         assert owner.settled == [4]
         owner.draft_kv.num_valid[4] = 12
@@ -236,7 +236,7 @@ class TestDraftMemory:
     def test_a_drafter_that_was_given_up_limits_nothing(self) -> None:
         owner = Owner(lookahead=1)
         cache = cache_of(owner=owner)
-        filled(cache, request([*TEXT, 1]), 12)
+        fill(cache, request([*TEXT, 1]), 12)
         owner.draft_kv = None
         assert cache.match(request([*TEXT, 1])) == PrefixHit((1, 2, 3))
 
@@ -244,12 +244,12 @@ class TestDraftMemory:
         """The same pages, and the same tokens after each of them."""
         owner = Owner(lookahead=1)
         cache = cache_of(num_pages=4, owner=owner)
-        first = filled(cache, request([*TEXT, 1]), 12)
+        first = fill(cache, request([*TEXT, 1]), 12)
         owner.draft_kv.num_valid[0] = 12
         cache.release(first, is_finished=True)
         owner.draft_kv.num_valid.clear()
         other = [99, *TEXT[1:], 1]
-        second = filled(cache, request(other, slot=1), 12)
+        second = fill(cache, request(other, slot=1), 12)
         assert second.pages == [1, 2, 3]
         cache.release(second, is_finished=True)
         assert cache.match(request(other)) == PrefixHit()
@@ -267,7 +267,7 @@ def test_pages_that_are_not_kept_cannot_be_taken() -> None:
 
 def test_clear_forgets_everything() -> None:
     cache = cache_of()
-    filled(cache, request(TEXT), 12)
+    fill(cache, request(TEXT), 12)
     cache.clear()
     assert not cache.match(request(TEXT)).pages
     assert cache.allocator.num_free == 19

@@ -121,7 +121,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 
 @cache
 def make_family(family: str, dtype: torch.dtype = torch.float32) -> tuple[Any, HFModel]:
-    """The family's model as transformers runs it, and its copy as we do."""
+    """Make the family's model for transformers, and its copy for this package."""
     torch.manual_seed(0)
     model = hf.AutoModelForCausalLM.from_config(FAMILIES[family](), attn_implementation="eager").eval().to(dtype)
     for name, weight in model.named_parameters():
@@ -164,7 +164,7 @@ class PagedModel:
     def read(
         self, chunks: dict[int, Sequence[int]], rows: Sequence[int] | None = None, hidden_layers: tuple[int, ...] = ()
     ) -> Any:
-        """One pass over a run of tokens for every request; all rows' logits unless some are named."""
+        """Run one pass over a run of tokens for every request; returns all rows' logits unless some are named."""
         spans = []
         for request, chunk in chunks.items():
             spans.append(Span(self.get_table(request), self.held.get(request, 0), list(chunk), range(len(chunk))))

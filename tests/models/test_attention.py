@@ -20,7 +20,7 @@ from models.test_forward_batch import PAGE_SIZE, expected, spans
 HEADS, SHARED, WIDTH = 4, 2, 8
 
 
-def packed(rows: int, seed: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+def make_qkv(rows: int, seed: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     shapes = [(1, HEADS, rows, WIDTH), (1, HEADS // SHARED, rows, WIDTH), (1, HEADS // SHARED, rows, WIDTH + 2)]
     q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
@@ -52,10 +52,10 @@ def test_equal_to_plain_attention_over_what_each_row_may_see(
     spans: list[Span], sliding: int | None, softcap: float | None, has_sinks: bool, seed: int
 ) -> None:
     window, pool = ForwardBatch.build(spans, [0], PAGE_SIZE, "cpu"), KVPool()
-    q, k, v = packed(window.num_rows, seed)
+    q, k, v = make_qkv(window.num_rows, seed)
     # the committed keys: whatever lies in the slots before this step; never in the null page
     past = torch.arange(PAGE_SIZE, window.num_slots)
-    _, pk, pv = packed(len(past), seed + 1)
+    _, pk, pv = make_qkv(len(past), seed + 1)
     pool.write(0, past, pk[0].transpose(0, 1), pv[0].transpose(0, 1), window.num_slots)
     sinks = torch.linspace(-1, 2, HEADS, dtype=torch.float64) if has_sinks else None
     ours = attend(window, pool, (q, k, v), sliding_window=sliding, softcap=softcap, s_aux=sinks)
@@ -66,7 +66,7 @@ def test_equal_to_plain_attention_over_what_each_row_may_see(
 @pytest.mark.parametrize("length", [1, 7, MAX_PADDED_ROWS, MAX_PADDED_ROWS + 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_written_out_attention_is_the_fused_one(length: int, dtype: torch.dtype) -> None:
-    q, k, v = (x.transpose(1, 2) for x in packed(length, 3, dtype))
+    q, k, v = (x.transpose(1, 2) for x in make_qkv(length, 3, dtype))
     bias = torch.zeros(length, length, dtype=dtype).masked_fill(torch.ones(length, length).triu(1) > 0, -torch.inf)
     fused = torch.nn.functional.scaled_dot_product_attention(
         *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=bias[None, None], scale=0.3, enable_gqa=True
@@ -83,7 +83,7 @@ def test_contiguous_pages_and_scattered_ones_give_the_same_bits() -> None:
         pool = KVPool()
         for start, rows in ((0, 7), (7, 3)):
             window = ForwardBatch.build([Span(pages, start, [7] * rows, range(rows))], [0], PAGE_SIZE, "cpu")
-            results.append(attend(window, pool, packed(rows, start)))
+            results.append(attend(window, pool, make_qkv(rows, start)))
     assert torch.equal(results[0], results[2])
     assert torch.equal(results[1], results[3])
 
@@ -91,7 +91,7 @@ def test_contiguous_pages_and_scattered_ones_give_the_same_bits() -> None:
 def test_padding_takes_nothing_from_the_null_page_even_if_another_request_holds_infinities() -> None:
     pool = KVPool()
     short, long = Span([1], 0, [7], [0]), Span([2, 3], 0, [7] * 6, range(6))
-    q, k, v = packed(7, 1)
+    q, k, v = make_qkv(7, 1)
     alone = attend(
         ForwardBatch.build([short], [0], PAGE_SIZE, "cpu"), KVPool(), (q[:, :, :1], k[:, :, :1], v[:, :, :1])
     )
@@ -104,10 +104,10 @@ def test_padding_takes_nothing_from_the_null_page_even_if_another_request_holds_
 def test_pages_left_with_nan_by_a_broken_request_do_not_spoil_the_next() -> None:
     # a page is handed on as it is; its rows are read only once they are written
     pool = KVPool()
-    q, k, v = packed(8, 1)
+    q, k, v = make_qkv(8, 1)
     attend(ForwardBatch.build([Span([1, 2], 0, [7] * 8, range(8))], [0], PAGE_SIZE, "cpu"), pool, (q, k * torch.nan, v))
     spans = [Span([1], 0, [7], [0]), Span([2], 0, [7] * 3, range(3))]
-    q, k, v = packed(4, 2)
+    q, k, v = make_qkv(4, 2)
     out = attend(ForwardBatch.build(spans, [0], PAGE_SIZE, "cpu"), pool, (q, k, v))
     assert out.isfinite().all()
 

@@ -1,6 +1,6 @@
 """About 150 damaged folders: each loads and decodes as the undamaged one does, or is refused in one line that names it.
 
-No other exception, no wait without end, no memory for what a damaged number asks for.
+No other exception, no endless wait, and no allocation of a size that a damaged number gives.
 """
 
 import resource
@@ -33,7 +33,7 @@ MOST_MEMORY = 1 << 30  # bytes beyond what the process held
 
 @pytest.fixture(autouse=True)
 def bounded() -> Iterator[None]:
-    """A hang is an error, and so is memory."""
+    """Turn a hang, or too much memory, into an error."""
 
     def stop(number: int, frame: object) -> None:
         raise TimeoutError("it waits for ever")
@@ -57,25 +57,25 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def decoded(folder: Path) -> tuple[list[int], str]:
+def decode(folder: Path) -> tuple[list[int], str]:
     llm = LLM(str(folder), None)
     [completion] = llm.generate([[40, 50, 60]], Sampling(max_tokens=6, temperature=0))
     return list(completion.token_ids), llm.tokenizer.decode([70, 71, 72])
 
 
 def read_all(folder: Path) -> tuple[Any, dict[str, list[Any]]]:
-    """A drafter's shape and numbers, in memory of their own: tensors that are read lie over the file's pages."""
+    """Read a drafter's shape and tensors into new memory: tensors that are read lie over the file's pages."""
     held = read(folder, published_folders.TARGET)
     return held.shape, {name: tensor.flatten().tolist() for name, tensor in held.tensors.items()}
 
 
 @pytest.fixture(scope="module")
 def undamaged(good: Path) -> tuple[list[int], str]:
-    return decoded(good)
+    return decode(good)
 
 
-def tried(what: Callable[[Path], Any], folder: Path) -> Any:
-    """What comes of a folder, None where it is refused in one line that names it. Any other exception passes."""
+def try_folder(what: Callable[[Path], Any], folder: Path) -> Any:
+    """Apply `what` to a folder; None if it is refused in one line that names the folder. Other exceptions pass."""
     try:
         return what(folder)
     except ForedraftError as error:
@@ -92,7 +92,7 @@ def test_a_damaged_target_decodes_as_before_or_is_refused(
     folder = tmp_path / "model"
     shutil.copytree(good, folder)
     TARGETS[what](folder)
-    assert tried(decoded, folder) in (None, undamaged)
+    assert try_folder(decode, folder) in (None, undamaged)
 
 
 @pytest.mark.parametrize(("kind", "what"), DRAFTERS)
@@ -103,7 +103,7 @@ def test_a_damaged_drafter_reads_as_before_or_is_refused(
     folder = MAKERS[kind](tmp_path / "head")
     whole = read_all(folder)
     damaged_folders.list_drafter_damage(FILES[kind])[what](folder)
-    assert tried(read_all, folder) in (None, whole)
+    assert try_folder(read_all, folder) in (None, whole)
     assert not (tmp_path / "exploded").exists()
 
 
@@ -113,6 +113,6 @@ def test_the_damage_is_seen(good: Path, tmp_path: Path) -> None:
     for i, damage in enumerate(damaged_folders.list_drafter_damage("model.safetensors").values()):
         folder = published_folders.eagle3(tmp_path / str(i))
         damage(folder)
-        refused += tried(read_all, folder) is None
+        refused += try_folder(read_all, folder) is None
     assert refused >= i  # one damage is none here: the first tensor is I64 already
-    assert decoded(good)
+    assert decode(good)

@@ -1,6 +1,6 @@
 """Every family gives, on scattered pages and along trees, the logits of transformers' own forward pass.
 
-In float32 to 1e-5; in float64, where rounding cannot hide a fault, to 1e-10.
+The tolerance is 1e-5 in float32 and 1e-10 in float64, where rounding cannot hide a fault.
 """
 
 from random import Random
@@ -141,7 +141,7 @@ def test_a_tap_that_is_no_boundary_is_refused() -> None:
 
 @pytest.mark.parametrize("family", SLIDERS)
 def test_the_sliding_window_of_these_models_matters(family: str) -> None:
-    # anti-vacuity: without the window the same weights say something else
+    # anti-vacuity: without the window, the same weights give other logits
     model, _ = make_family(family)
     ids = tokens(30)
     config = FAMILIES[family]()
@@ -156,7 +156,7 @@ def test_the_sliding_window_of_these_models_matters(family: str) -> None:
 
 @ALL
 def test_attention_matters_in_these_models(family: str) -> None:
-    # anti-vacuity: a token two places back, and where it stands, changes what follows
+    # anti-vacuity: a token two positions back, and its position, change what follows
     model, _ = make_family(family)
     ids = tokens(12)
     swapped = [*ids[:8], ids[9], ids[8], *ids[10:]]

@@ -1,4 +1,4 @@
-"""Folders that are no model's: the sentence says what lies there and what to do with it."""
+"""Folders without a model: the error names their content and the remedy."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Windows: what each packed row may see, where its key goes, and what padding can and cannot touch."""
+"""Forward batches: the keys that each packed row sees, the slot of its own key, and the effects of padding."""
 
 from random import Random
 
@@ -33,8 +33,8 @@ def spans(draw: st.DrawFn) -> list[Span]:
     return result
 
 
-def seen_by_row(window: ForwardBatch, sliding: int | None) -> dict[int, set[int]]:
-    """Packed row -> the pool slots it attends to, from what the attention is given."""
+def collect_visible_slots(window: ForwardBatch, sliding: int | None) -> dict[int, set[int]]:
+    """Collect packed row -> the pool slots it attends to, from the arguments of the attention."""
     result: dict[int, set[int]] = {}
     for group in window.attention_groups:
         slots = _slots(group)
@@ -56,8 +56,8 @@ def _slots(group: AttentionGroup) -> torch.Tensor:
     return group.slots
 
 
-def expected(spans: list[Span], sliding: int | None) -> dict[int, set[int]]:
-    """The same from the definition: committed tokens and ancestors, at most `sliding` positions back."""
+def compute_visible_slots(spans: list[Span], sliding: int | None) -> dict[int, set[int]]:
+    """Compute the same from the definition: committed tokens and ancestors, at most `sliding` positions back."""
     result: dict[int, set[int]] = {}
     for span in spans:
         for i in range(len(span.tokens)):
@@ -80,7 +80,7 @@ def expected(spans: list[Span], sliding: int | None) -> dict[int, set[int]]:
 @given(spans(), st.sampled_from([None, 1, 2, 5, 100]))
 def test_every_row_sees_its_own_past_and_nothing_else(spans: list[Span], sliding: int | None) -> None:
     window = ForwardBatch.build(spans, [0], PAGE_SIZE, "cpu")
-    assert seen_by_row(window, sliding) == expected(spans, sliding)
+    assert collect_visible_slots(window, sliding) == compute_visible_slots(spans, sliding)
 
 
 @given(spans())
@@ -90,7 +90,7 @@ def test_keys_go_to_slots_of_their_own_and_never_to_the_null_page(spans: list[Sp
     assert len(set(write)) == len(write) == window.num_rows
     assert min(write) >= (NULL_PAGE + 1) * PAGE_SIZE
     assert max(write) < window.num_slots
-    own = expected(spans, 1)  # a row sees its own key at least
+    own = compute_visible_slots(spans, 1)  # a row always sees its own key
     assert all(write[row] in seen for row, seen in own.items())
 
 

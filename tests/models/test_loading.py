@@ -1,4 +1,4 @@
-"""Loading: what is wrong with a folder or a name is said in one line that names it; nothing is filled in at random."""
+"""Loading: a fault of a folder or a name gives an error of one line; nothing is initialised at random."""
 
 import json
 from pathlib import Path
@@ -143,7 +143,7 @@ def test_a_tensor_of_another_shape(folder: Path) -> None:
 
 
 def test_a_tensor_that_is_missing(folder: Path) -> None:
-    # transformers warns and draws it at random
+    # transformers warns and initialises it at random
     rewrite_weights(folder, drop="model.layers.1.mlp.up_proj.weight")
     assert "its weights lack model.layers.1.mlp.up_proj.weight;" in refusal(folder)
 

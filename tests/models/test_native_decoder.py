@@ -1,5 +1,5 @@
-"""Decoders as one native call per pass: what transformers computes, to no worse a rounding than its own, and the same
-bits however a text is cut, in whatever company it is read, along a tree or alone.
+"""Decoders as one native call per pass: the results of transformers, with no worse rounding, and the same bits however
+a sequence is cut, whatever the rest of the batch is, along a tree or alone.
 
 Biases, norms and multipliers are random: transformers starts them at zero and one, and a missing one would not show.
 """
@@ -76,7 +76,7 @@ IDS = tokens(70)
 
 @cache
 def original(family: str, dtype: torch.dtype) -> Any:
-    """As transformers runs it."""
+    """Make the model for transformers."""
     torch.manual_seed(0)
     config = FUSED[family]() if family in FUSED else families.FAMILIES[family]()
     model = hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
@@ -88,14 +88,14 @@ def original(family: str, dtype: torch.dtype) -> Any:
 
 @cache
 def exact(family: str, dtype: torch.dtype) -> Any:
-    """The model of these weights in float64."""
+    """Make the model of these weights in float64."""
     model = copy.deepcopy(original(family, dtype)).double()
     model.set_attn_implementation(EXACT)
     return model
 
 
 @cache
-def fused(family: str, dtype: torch.dtype) -> HFModel:
+def make_fused(family: str, dtype: torch.dtype) -> HFModel:
     lm = HFModel.wrap_model(copy.deepcopy(original(family, dtype)), family, is_fused=True)
     assert lm.fused is not None
     return lm
@@ -106,7 +106,7 @@ def size(x: Tensor) -> float:
 
 
 def as_right(ours: Tensor, theirs: Tensor, truth: Tensor) -> None:
-    """Ours rounds no worse than twice as transformers does, which computes the same in the same type."""
+    """Check that our rounding is at most twice that of transformers in the same type."""
     assert ours.shape == theirs.shape == truth.shape
     bound = 2 * size(theirs - truth)
     assert 0 < bound < 0.05 * size(truth), "the reference says nothing"
@@ -116,7 +116,7 @@ def as_right(ours: Tensor, theirs: Tensor, truth: Tensor) -> None:
 @EACH
 @EACH_TYPE
 def test_logits_are_those_of_transformers(family: str, dtype: torch.dtype) -> None:
-    ours = PagedModel(fused(family, dtype)).read({0: IDS})
+    ours = PagedModel(make_fused(family, dtype)).read({0: IDS})
     assert ours.dtype == torch.float32
     as_right(ours, compute_reference(original(family, dtype), IDS), compute_reference(exact(family, dtype), IDS))
 
@@ -124,8 +124,8 @@ def test_logits_are_those_of_transformers(family: str, dtype: torch.dtype) -> No
 @EACH
 @EACH_TYPE
 def test_taps_are_the_states_between_layers(family: str, dtype: torch.dtype) -> None:
-    """In any order, more than once, and with nothing else disturbed: their list was once freed before it was read."""
-    lm = fused(family, dtype)
+    """The list may have any order and repetitions, and changes nothing else. It was once freed before it was read."""
+    lm = make_fused(family, dtype)
     depth = lm.num_layers
     taps = (depth, 0, 1, depth, depth - 1, 0)
     plain = PagedModel(lm).read({0: IDS})
@@ -144,8 +144,8 @@ def test_taps_are_the_states_between_layers(family: str, dtype: torch.dtype) -> 
 @EACH_TYPE
 @torch.inference_mode()
 def test_the_normed_tap_is_the_last_hidden_state(family: str, dtype: torch.dtype) -> None:
-    """Of every row, whosever logits were asked for, and beside other taps."""
-    lm = fused(family, dtype)
+    """It has every row, whatever rows have logits, and may come with other hidden layers."""
+    lm = make_fused(family, dtype)
     depth = lm.num_layers
     taps = (AFTER_FINAL_NORM, depth, 0, AFTER_FINAL_NORM)
     logits, features = PagedModel(lm).read({0: IDS}, rows=[3], hidden_layers=taps)
@@ -168,7 +168,7 @@ def _last_hidden(model: Any) -> Tensor:
 @EACH
 @EACH_TYPE
 def test_a_text_has_the_same_bits_however_it_is_cut(family: str, dtype: torch.dtype) -> None:
-    lm = fused(family, dtype)
+    lm = make_fused(family, dtype)
     whole = PagedModel(lm).read({0: IDS})
     for cuts in (range(71), (0, 1, 8, 45, 48, 70), (0, 33, 70), (0, 69, 70)):
         paged = PagedModel(lm)
@@ -180,7 +180,7 @@ def test_a_text_has_the_same_bits_however_it_is_cut(family: str, dtype: torch.dt
 @EACH_TYPE
 def test_a_text_has_the_same_bits_in_any_company(family: str, dtype: torch.dtype) -> None:
     """Ragged batches, twice, on pages of their own; one of the company sees another after another."""
-    lm = fused(family, dtype)
+    lm = make_fused(family, dtype)
     first = {b: tokens(n, seed=b) for b, n in enumerate((4, 41, 1, 17, 32))}
     more = {b: tokens(n, seed=10 + b) for b, n in enumerate((1, 3, 1, 33, 2))}
     paged = PagedModel(lm)
@@ -197,7 +197,7 @@ def test_a_text_has_the_same_bits_in_any_company(family: str, dtype: torch.dtype
 @EACH_TYPE
 def test_every_node_of_a_tree_has_the_bits_of_its_own_text(family: str, dtype: torch.dtype) -> None:
     """And so has what follows the accepted path, once it was moved to the front."""
-    lm, random, paged = fused(family, dtype), Random(family), PagedModel(fused(family, dtype).with_new_kv())
+    lm, random, paged = make_fused(family, dtype), Random(family), PagedModel(make_fused(family, dtype).with_new_kv())
     prefixes = {0: tokens(13, seed=3), 1: tokens(5, seed=4), 2: tokens(9, seed=5)}
     paged.read(prefixes, rows=[])
     drawn = [random_tree(random, 14), random_tree(random, 9), ([5], [-1])]
@@ -226,7 +226,7 @@ def test_every_node_of_a_tree_has_the_bits_of_its_own_text(family: str, dtype: t
 @EACH_TYPE
 @pytest.mark.parametrize("family", ["llama, 32, tied, biases", "qwen2, 16, some sliding", "llama, 16, gelu, odd sizes"])
 def test_on_every_instruction_set_and_every_team(instruction_set: str, dtype: torch.dtype, family: str) -> None:
-    lm = fused(family, dtype)
+    lm = make_fused(family, dtype)
     with use_library(instruction_set):
         one = PagedModel(lm).read({0: IDS})
         as_right(one, compute_reference(original(family, dtype), IDS), compute_reference(exact(family, dtype), IDS))
@@ -239,8 +239,8 @@ def test_on_every_instruction_set_and_every_team(instruction_set: str, dtype: to
 
 @EACH
 def test_logits_only_of_the_rows_asked_for(family: str) -> None:
-    """Of none, too: an empty product once divided by the number of its rows."""
-    lm = fused(family, torch.bfloat16)
+    """An empty selection works, too: an empty product once divided by the number of its rows."""
+    lm = make_fused(family, torch.bfloat16)
     whole = PagedModel(lm).read({0: IDS[:7], 1: IDS[7:12]})
     assert torch.equal(PagedModel(lm).read({0: IDS[:7], 1: IDS[7:12]}, rows=[3, 6, 11]), whole[[3, 6, 11]])
     assert PagedModel(lm).read({0: IDS[:7]}, rows=[]).shape == (0, VOCAB)
@@ -272,7 +272,7 @@ def test_positions_beyond_the_first_table_of_rotary_factors() -> None:
 
 @pytest.mark.parametrize("has_own_pool", [False, True], ids=["shared pool", "own pool"])
 def test_siblings_in_several_threads_share_weights_and_nothing_else(has_own_pool: bool) -> None:
-    """Of different lengths, so that the rotary tables grow under a pass that another thread has begun."""
+    """The lengths differ, so that the rotary tables grow during the pass of another thread."""
     lengths = (40, 1100, 300, 2200)
     texts = [tokens(n, seed=i) for i, n in enumerate(lengths)]
     _, lm = long_lm()
@@ -294,7 +294,7 @@ def test_siblings_in_several_threads_share_weights_and_nothing_else(has_own_pool
 def test_a_token_outside_the_vocabulary_is_refused(ids: list[int]) -> None:
     """As torch does, instead of reading whatever lies behind the embeddings."""
     with pytest.raises(IndexError, match=f"outside the vocabulary of {VOCAB} tokens"):
-        PagedModel(fused("llama, 16", torch.float32)).read({0: [3, 4], 1: ids})
+        PagedModel(make_fused("llama, 16", torch.float32)).read({0: [3, 4], 1: ids})
 
 
 def test_a_draft_of_a_narrower_vocabulary_is_not_asked_beyond_it() -> None:
@@ -317,7 +317,7 @@ def test_a_draft_of_a_narrower_vocabulary_is_not_asked_beyond_it() -> None:
 
 
 class Adapted(nn.Linear):
-    """A linear layer that adds something of its own, as adapters do."""
+    """A linear layer with an addition, as adapters have."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + 0.1 * x.sum(-1, keepdim=True)
@@ -385,7 +385,7 @@ PLAIN: dict[str, tuple[Callable[[], Any], str]] = {
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_what_is_not_recognised_keeps_the_plain_path_and_says_why(name: str) -> None:
-    """With native attention where its shapes allow: soft-caps, sliding windows and sinks included."""
+    """Native attention is used if its shapes allow: soft-caps, sliding windows and sinks included."""
     make, why = PLAIN[name]
     model = make()
     assert get_obstacle(model) == why
@@ -400,7 +400,7 @@ def test_what_is_not_recognised_keeps_the_plain_path_and_says_why(name: str) -> 
     assert (paged.verify(tree) - along_paths(model, ids, tree, 0)).abs().max() < 2e-5
 
 
-# whose weights they are
+# owner of the weights
 
 
 def projections(model: Any) -> dict[str, Tensor]:
@@ -417,13 +417,13 @@ def test_a_model_that_is_ours_gives_up_the_weights_that_were_packed(family: str)
     assert all(weight.numel() == 0 for weight in projections(model).values())
     assert lm.num_parameters == count
     assert (lm.vocab_size, lm.context_length) == (VOCAB, TINY["max_position_embeddings"])
-    kept = PagedModel(fused(family, torch.bfloat16)).read({0: IDS})
+    kept = PagedModel(make_fused(family, torch.bfloat16)).read({0: IDS})
     assert torch.equal(PagedModel(lm).read({0: IDS}), kept)
 
 
 @EACH
 def test_the_packed_head_can_be_shared(family: str) -> None:
-    lm = fused(family, torch.bfloat16)
+    lm = make_fused(family, torch.bfloat16)
     assert lm.fused is not None
     assert torch.equal(lm.fused.head.unpack(), lm.model.lm_head.weight)
 

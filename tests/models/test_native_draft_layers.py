@@ -103,7 +103,7 @@ class Head(nn.Module):
 
     @torch.inference_mode()
     def forward(self, ids: Sequence[int], features: Tensor) -> tuple[Tensor, Tensor]:
-        """Of a whole sequence: logits [T, width] and the next features [T, H]."""
+        """Compute logits [T, width] and the next features [T, H] of a whole sequence."""
         e, f = self.embedding(torch.tensor(ids)), features.to(self.embedding.weight.dtype)
         turn, read = self.rotary(torch.arange(len(ids))[None], f.dtype), None
         if self.case.is_paired:
@@ -127,7 +127,7 @@ class Head(nn.Module):
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
 
-    def fused(self, is_ours: bool = False, head: PackedWeight | None = None, **more: Any) -> NativeDraftLayers:
+    def make_fused(self, is_ours: bool = False, head: PackedWeight | None = None, **more: Any) -> NativeDraftLayers:
         layers, case = list(self.layers), self.case
         assert get_obstacle(layers, self.embedding.weight) is None
         front = PairedInput(self.hidden_norm, case.norm_before_residual) if case.is_paired else JoinedInput(self.fc)
@@ -174,11 +174,11 @@ def exact(name: str, dtype: torch.dtype) -> Head:
 
 @cache
 def native(name: str, dtype: torch.dtype) -> NativeDraftLayers:
-    return modules(name, dtype).fused()
+    return modules(name, dtype).make_fused()
 
 
 def states(name: str, count: int, seed: int) -> Tensor:
-    """Of a target, as large as they come."""
+    """Make states of a target, as large as they come."""
     return 2 * make_normal(count, CASES[name].shape.hidden, seed=seed)
 
 
@@ -221,7 +221,7 @@ def equal(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> bool:
     return torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
 
 
-def joined(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def concatenate(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return torch.cat([a for a, _ in parts]), torch.cat([b for _, b in parts])
 
 
@@ -230,7 +230,7 @@ def text(name: str, count: int = 50, seed: int = 0) -> tuple[list[int], Tensor]:
 
 
 def is_right(name: str, dtype: torch.dtype, ours: tuple[Tensor, Tensor], ids: Sequence[int], features: Tensor) -> None:
-    """To 1e-5 in float32; in bfloat16, rounding no worse than twice as the modules do."""
+    """Check to 1e-5 in float32. In bfloat16, rounding may be at most twice that of the modules."""
     truth, theirs = exact(name, dtype)(ids, features), modules(name, dtype)(ids, features)
     for mine, true, other in zip(ours, truth, theirs, strict=True):
         assert mine.dtype == torch.float32
@@ -244,7 +244,7 @@ def is_right(name: str, dtype: torch.dtype, ours: tuple[Tensor, Tensor], ids: Se
 @EACH
 @EACH_TYPE
 def test_logits_and_features_are_those_of_the_modules(name: str, dtype: torch.dtype) -> None:
-    """Of prompts longer than a page, side by side, and of what follows them."""
+    """Prompts longer than a page are read side by side, and then their continuations."""
     texts = {b: text(name, n, seed=b) for b, n in enumerate((50, 7, 23))}
     cut = {0: 41, 1: 1, 2: 22}
     paged = Paged(native(name, dtype))
@@ -253,7 +253,7 @@ def test_logits_and_features_are_those_of_the_modules(name: str, dtype: torch.dt
     firsts = [part.split(list(cut.values())) for part in first]
     seconds = [part.split([len(texts[b][0]) - cut[b] for b in texts]) for part in second]
     for b, (ids, features) in texts.items():
-        ours = joined([(firsts[0][b], firsts[1][b]), (seconds[0][b], seconds[1][b])])
+        ours = concatenate([(firsts[0][b], firsts[1][b]), (seconds[0][b], seconds[1][b])])
         is_right(name, dtype, ours, ids, features)
 
 
@@ -265,7 +265,7 @@ def test_a_text_has_the_same_bits_however_it_is_cut(name: str, dtype: torch.dtyp
     for cuts in (range(51), (0, 1, 8, 45, 48, 50), (0, 33, 50)):
         paged = Paged(native(name, dtype))
         parts = [paged.read({0: (ids[a:b], features[a:b])}) for a, b in pairwise(cuts)]
-        assert equal(joined(parts), whole)
+        assert equal(concatenate(parts), whole)
 
 
 @EACH
@@ -273,7 +273,7 @@ def test_a_text_has_the_same_bits_however_it_is_cut(name: str, dtype: torch.dtyp
 def test_a_text_has_the_same_bits_in_any_company(name: str, dtype: torch.dtype) -> None:
     texts = {b: text(name, n, seed=b) for b, n in enumerate((4, 41, 1, 17, 32))}
     together = Paged(native(name, dtype)).read(texts)
-    assert equal(together, joined([Paged(native(name, dtype)).read({0: one}) for one in texts.values()]))
+    assert equal(together, concatenate([Paged(native(name, dtype)).read({0: one}) for one in texts.values()]))
 
 
 @EACH
@@ -299,7 +299,7 @@ def test_every_node_of_a_tree_has_the_bits_of_its_own_text(name: str, dtype: tor
         at += tree.sizes[b]
         grown = [paged.run([span(b, i, i + 3)], given[b][i : i + 3]) for i in range(0, tree.sizes[b], 3)]
         assert equal(
-            joined(grown), (run_concurrently[0][own.start : own.stop], run_concurrently[1][own.start : own.stop])
+            concatenate(grown), (run_concurrently[0][own.start : own.stop], run_concurrently[1][own.start : own.stop])
         )
         for node in range(tree.sizes[b]):
             path = [node]
@@ -320,7 +320,7 @@ def test_on_every_instruction_set_and_every_team(instruction_set: str, dtype: to
         one = Paged(fused).read({0: (ids, features)})
         is_right(name, dtype, one, ids, features)
         single = Paged(fused)
-        assert equal(joined([single.read({0: ([t], f[None])}) for t, f in zip(ids, features, strict=True)]), one)
+        assert equal(concatenate([single.read({0: ([t], f[None])}) for t, f in zip(ids, features, strict=True)]), one)
     for way in THREAD_SETUPS[1:]:
         with use_library(instruction_set, way):
             assert equal(Paged(fused).read({0: (ids, features)}), one)
@@ -368,7 +368,7 @@ def test_features_come_in_any_float_type_and_any_layout(dtype: torch.dtype) -> N
 
 
 def test_siblings_in_several_threads_share_weights_and_nothing_else() -> None:
-    """Of lengths between which the rotary tables grow, on a drafter that has none yet."""
+    """The rotary tables, which the drafter lacks at first, grow between these lengths."""
     name = "joined"
     texts = [text(name, n, seed=i) for i, n in enumerate((40, 1100, 300, 1500))]
 
@@ -376,7 +376,7 @@ def test_siblings_in_several_threads_share_weights_and_nothing_else() -> None:
         return Paged(fused, tables={0: list(range(1, 500))}).read({0: one}, rows=[0, len(one[0]) - 1])
 
     expected = [read(native(name, torch.float32), one) for one in texts]
-    fresh = modules(name, torch.float32).fused()
+    fresh = modules(name, torch.float32).make_fused()
     with use_library(way=ThreadSetup(2, True)):
         assert all(run_concurrently(lambda i: equal(read(fresh, texts[i]), expected[i])))
 
@@ -388,11 +388,11 @@ def test_siblings_in_several_threads_share_weights_and_nothing_else() -> None:
 def test_a_packed_head_is_shared(name: str) -> None:
     head = modules(name, torch.bfloat16)
     packed = PackedWeight.pack(head.lm_head.weight, None, Arena())
-    fused = head.fused(head=packed)
+    fused = head.make_fused(head=packed)
     assert any(weight is packed for weight in fused.decoder.weights)
     expected = Paged(native(name, torch.bfloat16)).read({0: text(name)})
     assert equal(Paged(fused).read({0: text(name)}), expected)
-    scaled = Paged(head.fused(head=packed, logit_scale=0.25)).read({0: text(name)})
+    scaled = Paged(head.make_fused(head=packed, logit_scale=0.25)).read({0: text(name)})
     assert equal(scaled, (expected[0] / 4, expected[1]))
 
 
@@ -400,7 +400,7 @@ def test_a_head_of_eight_bits() -> None:
     """That of a quantised target."""
     name = "joined"
     head = modules(name, torch.float32)
-    ours = Paged(head.fused(head=pack(head.lm_head.weight, None, Arena(), INT8))).read({0: text(name)})
+    ours = Paged(head.make_fused(head=pack(head.lm_head.weight, None, Arena(), INT8))).read({0: text(name)})
     plain = Paged(native(name, torch.float32)).read({0: text(name)})
     assert torch.equal(ours[1], plain[1])
     assert 0 < size(ours[0] - plain[0]) < 0.02 * size(plain[0])
@@ -410,8 +410,8 @@ def test_a_head_of_eight_bits() -> None:
 def test_layers_that_are_ours_give_up_the_weights_that_were_packed(name: str) -> None:
     head = copy.deepcopy(modules(name, torch.bfloat16))
     expected = Paged(native(name, torch.bfloat16)).read({0: text(name)})
-    kept = head.fused(is_ours=False)
-    fused = head.fused(is_ours=True)
+    kept = head.make_fused(is_ours=False)
+    fused = head.make_fused(is_ours=True)
     packed = [m for m in head.modules() if isinstance(m, nn.Linear) and m not in (head.lm_head, head.fc)]
     packed += [] if CASES[name].is_paired else [head.fc]
     assert all(linear.weight.numel() == 0 for linear in packed)
@@ -425,9 +425,9 @@ def test_an_embedding_in_another_type_than_the_layers() -> None:
     name = "joined"
     for dtype, other in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
         head = copy.deepcopy(modules(name, torch.bfloat16)).to(dtype)
-        expected = Paged(head.fused()).read({0: text(name)})
+        expected = Paged(head.make_fused()).read({0: text(name)})
         head.embedding.to(other)
-        assert equal(Paged(head.fused()).read({0: text(name)}), expected)
+        assert equal(Paged(head.make_fused()).read({0: text(name)}), expected)
 
 
 # what is refused

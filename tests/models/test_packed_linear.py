@@ -99,7 +99,7 @@ def test_speculation_does_not_change_quantised_text(quantization: str) -> None:
 
 @NATIVE
 def test_the_paths_agree_on_quantised_text() -> None:
-    """Fused, module by module, and without native kernels; the last says so once."""
+    """The paths are fused, module by module, and without native kernels; the last one warns once."""
     fused, modules = (builtin(quantization="int8", fused=f).generate(PROMPT, GREEDY)[0].text for f in (True, False))
     assert fused == modules
     code = (
@@ -130,8 +130,8 @@ def test_an_unknown_quantization_is_refused_before_anything_is_loaded(name: str)
         LLM(drafter={"method": "ngram", "quantization": "int8"})
 
 
-def held_out(windows: int, length: int) -> Tensor:
-    """[W, L + 1] ids of held-out text."""
+def read_held_out(windows: int, length: int) -> Tensor:
+    """Return [W, L + 1] ids of held-out text."""
     tokenizer = AutoTokenizer.from_pretrained(zoo.find_folder("target"))
     ids = tokenizer("\n".join(corpus.make_held_out_prompts(2 * windows))).input_ids
     return torch.tensor(ids[: windows * (length + 1)]).view(windows, length + 1)
@@ -140,9 +140,9 @@ def held_out(windows: int, length: int) -> Tensor:
 @NATIVE
 @torch.inference_mode()
 def test_what_quantisation_costs_in_quality() -> None:
-    """In nats per token of held-out text; the bounds are about 1.5 times what was measured."""
+    """The unit is nats per token of held-out text; the bounds are about 1.5 times the measured values."""
     model = AutoModelForCausalLM.from_pretrained(zoo.find_folder("target"), dtype=torch.float32).eval()
-    ids = held_out(16, 160)
+    ids = read_held_out(16, 160)
     log_probs_of = {None: model(ids[:, :-1], use_cache=False).logits.log_softmax(-1)}
     for name in ("int8", "int4"):
         log_probs_of[name] = pack_linears(model, name, is_owned=False)(ids[:, :-1], use_cache=False).logits.log_softmax(

@@ -19,10 +19,10 @@ CPU = torch.device("cpu")
 LAYER = "model.layers.0.self_attn.q_proj"
 
 
-def made(
+def save_float8(
     folder: Path, block: Any = None, beside: str | None = "weight_scale", dtype: Any = torch.float8_e4m3fn
 ) -> Path:
-    """A Llama with every projection rounded to float8, with or without what is said of it."""
+    """Save a Llama with every projection rounded to float8, with or without a description of the quantisation."""
     tiny_models.llama().float().save_pretrained(folder)
     held = load_file(folder / "model.safetensors")
     for name in [name for name in held if "proj" in name]:
@@ -38,13 +38,16 @@ def made(
 
 
 KINDS: dict[str, tuple[Callable[[Path], Path], str]] = {
-    "modelopt": (lambda f: made(f, {"quant_method": "modelopt", "quant_algo": "FP8"}), "quant_method 'modelopt'"),
-    "unnamed": (lambda f: made(f, {"bits": 8}), "quant_method None"),
-    "block left out": (made, "float8"),
-    "block left out, weights widened": (lambda f: made(f, dtype=torch.bfloat16), r"down_proj\.weight_scale"),
-    "inverse scales": (lambda f: made(f, beside="weight_scale_inv", dtype=torch.bfloat16), "weight_scale_inv"),
-    "scales of the inputs": (lambda f: made(f, beside="input_scale", dtype=torch.bfloat16), "input_scale"),
-    "no scales at all": (lambda f: made(f, beside=None), "float8"),
+    "modelopt": (
+        lambda f: save_float8(f, {"quant_method": "modelopt", "quant_algo": "FP8"}),
+        "quant_method 'modelopt'",
+    ),
+    "unnamed": (lambda f: save_float8(f, {"bits": 8}), "quant_method None"),
+    "block left out": (save_float8, "float8"),
+    "block left out, weights widened": (lambda f: save_float8(f, dtype=torch.bfloat16), r"down_proj\.weight_scale"),
+    "inverse scales": (lambda f: save_float8(f, beside="weight_scale_inv", dtype=torch.bfloat16), "weight_scale_inv"),
+    "scales of the inputs": (lambda f: save_float8(f, beside="input_scale", dtype=torch.bfloat16), "input_scale"),
+    "no scales at all": (lambda f: save_float8(f, beside=None), "float8"),
 }
 
 

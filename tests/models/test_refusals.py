@@ -1,6 +1,6 @@
-"""What paged attention cannot serve is refused at the door, by name and with the reason in one line.
+"""Models that paged attention cannot serve: refused when they are loaded, by name and with the reason in one line.
 
-Each model of NOT_SEEN says that it supports the attention interface and gave wrong logits through it, or none.
+Each model of NOT_SEEN declares support for the attention interface and gave wrong logits through it, or none.
 """
 
 from typing import Any

@@ -1,5 +1,5 @@
-"""A model's first layers with its own norm and head: the states of the whole pass at that boundary, the same keys and
-values, nothing of the model touched; natively the bits of a model that has no more layers.
+"""A model's first layers with its own norm and head: equal states at that boundary and equal keys and values, with
+the model unchanged. In native code, the bits of a model that has no more layers.
 """
 
 import copy
@@ -42,7 +42,7 @@ def adapter(hidden: int, rank: int = 20, dtype: torch.dtype = torch.float32) -> 
     return found.to(dtype).eval()
 
 
-def held(lm: HFModel) -> dict[int, tuple[Tensor, Tensor]]:
+def copy_kv(lm: HFModel) -> dict[int, tuple[Tensor, Tensor]]:
     return {layer: (keys.clone(), values.clone()) for layer, (keys, values) in lm.pool.layers.items()}
 
 
@@ -58,7 +58,7 @@ def test_every_family_can_be_left_after_any_layer(family: str) -> None:
     _, lm = make_family(family)
     width, norm, config = lm.hidden_size, find_final_norm(lm.model), lm.model.config.to_dict()
     whole, states = PagedModel(lm).read({0: IDS}, hidden_layers=(*range(1, lm.num_layers + 1), AFTER_FINAL_NORM))
-    by_layer, kept = states.clone().split(width, -1), held(lm)
+    by_layer, kept = states.clone().split(width, -1), copy_kv(lm)
     assert norm is not None
     assert torch.equal(norm(by_layer[-2]), by_layer[-1]), "another norm than the last"
     learnt = adapter(width)
@@ -66,7 +66,7 @@ def test_every_family_can_be_left_after_any_layer(family: str) -> None:
         state = by_layer[layers - 1]
         assert torch.equal(cut(lm, layers).read({0: IDS}), lm.compute_logits(norm(state)))
         assert sorted(lm.pool.layers) == list(range(layers)), "other layers wrote too"
-        for layer, pair in held(lm).items():
+        for layer, pair in copy_kv(lm).items():
             assert all(map(torch.equal, pair, kept[layer]))
         assert torch.equal(cut(lm, layers, learnt).read({0: IDS}), lm.compute_logits(norm(learnt(state))))
     assert torch.equal(PagedModel(lm).read({0: IDS}), whole)
@@ -85,14 +85,14 @@ def original(family: str, dtype: torch.dtype) -> Any:
     return model.to(dtype)
 
 
-def fused(model: Any) -> HFModel:
+def make_fused(model: Any) -> HFModel:
     lm = HFModel.wrap_model(copy.deepcopy(model), "native", is_fused=True)
     assert lm.fused is not None
     return lm
 
 
-def shortened(model: Any, layers: int) -> Any:
-    """A model that never had more layers."""
+def shorten(model: Any, layers: int) -> Any:
+    """Build a model that has only the first layers."""
     config = copy.deepcopy(model.config)
     config.num_hidden_layers = layers
     other = type(model)(config).to(model.dtype).eval()
@@ -107,13 +107,13 @@ def shortened(model: Any, layers: int) -> Any:
 def test_a_native_pass_cut_short_has_the_bits_of_a_model_of_so_many_layers(family: str, dtype: torch.dtype) -> None:
     """Logits, keys and values, along a text and along a tree; and the whole pass after it is what it was."""
     model = original(family, dtype)
-    lm = fused(model)
+    lm = make_fused(model)
     whole = PagedModel(lm).read({0: IDS})
-    kept = held(lm)
+    kept = copy_kv(lm)
     drawn = random_tree(Random(3), 12)
     tree = TokenTree.from_lists([drawn[0]], [drawn[1]])
     for layers in (1, 2, 3):
-        short, ours = PagedModel(fused(shortened(model, layers))), cut(lm, layers)
+        short, ours = PagedModel(make_fused(shorten(model, layers))), cut(lm, layers)
         assert torch.equal(ours.read({0: IDS}), short.read({0: IDS}))
         for layer in range(layers):
             assert all(map(torch.equal, lm.pool.layers[layer], kept[layer]))
@@ -129,7 +129,7 @@ def test_a_native_pass_cut_short_has_the_bits_of_a_model_of_so_many_layers(famil
 @torch.no_grad()
 def test_a_native_adapter_is_the_plain_one(family: str, dtype: torch.dtype, rank: int) -> None:
     """And a row's bits do not depend on which rows are read with it."""
-    lm = fused(original(family, dtype))
+    lm = make_fused(original(family, dtype))
     learnt = adapter(lm.hidden_size, rank, dtype)
     ours = cut(lm, 2, learnt).read({0: IDS})
     exact = HFModel.wrap_model(copy.deepcopy(original(family, dtype)).double(), "plain")
@@ -145,7 +145,7 @@ def test_a_native_adapter_is_the_plain_one(family: str, dtype: torch.dtype, rank
 
 @NATIVE
 def test_an_adapter_wider_than_the_native_pass_has_room_for_is_refused() -> None:
-    lm = fused(original("llama", torch.float32))
+    lm = make_fused(original("llama", torch.float32))
     with pytest.raises(ForedraftError, match="rank 49 is wider than the 48"):
         Truncated(lm, 1, adapter(lm.hidden_size, 49))
 
@@ -175,7 +175,7 @@ def test_weights_are_counted_as_the_modules_hold_them(family: str) -> None:
 
 
 def test_two_views_do_not_see_each_other() -> None:
-    """An adapter is behind the layer of its own view alone."""
+    """An adapter runs behind the layer of its own view alone."""
     model, lm = make_family("llama")
     plain, adapted = cut(lm, 2), cut(lm, 2, adapter(lm.hidden_size))
     first = plain.read({0: IDS})

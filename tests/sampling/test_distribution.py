@@ -45,7 +45,7 @@ def test_rows_with_different_parameters_are_the_rows_one_by_one_to_the_last_bit(
 
 @pytest.mark.parametrize("name", ["plain", "all filters", "top-p", "typical"])
 def test_a_row_keeps_its_bits_in_every_batch(name):
-    """Guards a division by 0.99999994 that only happened when some other row asked for a filter."""
+    """Guards a division by 0.99999994 that only happened if another row had a filter."""
     logits = torch.randn(50, 1000, generator=torch.Generator().manual_seed(5))
     mine = [Sampling(**SETTINGS[name])] * 50
     alone = distribution(logits, mine)
@@ -219,7 +219,7 @@ def test_nothing_left_to_draw_is_not_a_distribution():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_inputs_are_not_modified(name, dtype):
-    """Guards logits zeroed in place before somebody else read them (logprobs, a second sample)."""
+    """Guards logits zeroed in place before another reader (logprobs, a second sample)."""
     sampling = Sampling(**SETTINGS[name])
     logits = torch.randn(6, V).to(dtype)
     history = [make_history(random.Random(i), sampling) for i in range(6)]

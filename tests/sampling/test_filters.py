@@ -24,15 +24,15 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=st
 MASSES = (1e-46, 0.05, 0.3, 0.5, 0.9, 0.95, 0.999, 1 - 1e-6, 1 - 2**-20, 1 - 2**-24, 1.0)
 
 
-def sorted_top_p(p: torch.Tensor, mass: filters.ScalarOrColumn) -> torch.Tensor:
+def sort_top_p(p: torch.Tensor, mass: filters.ScalarOrColumn) -> torch.Tensor:
     return renormalise(p, select_nucleus(p, mass, p))
 
 
-def sorted_typical(p: torch.Tensor, mass: filters.ScalarOrColumn) -> torch.Tensor:
+def sort_typical(p: torch.Tensor, mass: filters.ScalarOrColumn) -> torch.Tensor:
     return renormalise(p, select_nucleus(p, mass, -filters.compute_surprisal_gap(p)))
 
 
-SEARCHED = {"top-p": (keep_top_p, sorted_top_p), "typical": (keep_typical, sorted_typical)}
+SEARCHED = {"top-p": (keep_top_p, sort_top_p), "typical": (keep_typical, sort_typical)}
 KINDS = ("normal", "sharp", "flat", "equal", "few values", "powers", "zeros", "one token")
 
 
@@ -82,11 +82,11 @@ def test_any_distribution_with_any_ties_is_cut_as_by_a_full_sort(row, mass, dtyp
 
 @given(st.lists(st.integers(1, 4), min_size=2, max_size=30), st.integers(1, 29))
 def test_a_crossing_at_the_very_edge_of_a_tie_keeps_the_lower_ids(row, count):
-    """Masses that are exact sums of the likeliest tokens, where one rounding decides."""
+    """The masses are exact sums of the likeliest tokens, so that one rounding decides."""
     p = torch.tensor([row], dtype=torch.float64) / sum(row)
     mass = min(float(p[0].sort(descending=True).values[: min(count, len(row))].sum()), 1.0)
     for dtype in (torch.float64, torch.float32):
-        assert torch.equal(keep_top_p(p.to(dtype), mass), sorted_top_p(p.to(dtype), mass))
+        assert torch.equal(keep_top_p(p.to(dtype), mass), sort_top_p(p.to(dtype), mass))
 
 
 def test_equal_tokens_at_the_cut_are_kept_from_the_lowest_id():

@@ -1,4 +1,4 @@
-"""What a grammar may be, what may follow a path, and that finished texts are valid however they were drafted.
+"""Accepted grammars, the tokens that may follow a path, and the validity of finished texts under every drafter.
 
 Guards against masks of another position, a matcher that drafts have moved, siblings that disturb each other, ids that
 end a text in the middle of a value, rows after impossible drafts that fail their request, and hostile schemas.
@@ -63,7 +63,7 @@ GREEDY = Sampling(max_tokens=60, temperature=0)
 SEEDED = Sampling(max_tokens=60, temperature=0.8, top_p=0.95, seed=4, repetition_penalty=1.1)
 
 
-def allowed(matcher: GrammarMatcher, output: Sequence[int] = (), drafted: Sequence[int] = ()) -> set[str] | None:
+def find_allowed(matcher: GrammarMatcher, output: Sequence[int] = (), drafted: Sequence[int] = ()) -> set[str] | None:
     mask = matcher.find_allowed(output, drafted).mask
     return None if mask is None else {NINE_TOKENS[i] for i in mask.nonzero().flatten().tolist()}
 
@@ -226,18 +226,21 @@ def llama_grammars() -> GrammarCompiler:
     return GrammarCompiler(make_ascii_llm().tokenizer, make_ascii_llm().target.vocab_size)
 
 
-def spelt(text: str) -> list[int]:
+def encode(text: str) -> list[int]:
     return list(make_ascii_llm().tokenizer(text, add_special_tokens=False).input_ids)
 
 
 def test_choices_are_taken_letter_by_letter():
-    """Whatever is special to a regular expression, and where one begins another."""
+    """The choices have characters that are special in regular expressions, and some are prefixes of others."""
     words = HARD_WORDS + [chr(i) + "Z" for i in range(32, 127)]
-    sayable = [word for word in words if make_ascii_llm().tokenizer.decode(spelt(word)) == word]
+    sayable = [word for word in words if make_ascii_llm().tokenizer.decode(encode(word)) == word]
     assert len(sayable) > 90
     grammar = Grammar.choice(sayable)
     for word in sayable:
-        matcher, ids = llama_grammars().create_matcher(grammar, (make_ascii_llm().tokenizer.eos_token_id,)), spelt(word)
+        matcher, ids = (
+            llama_grammars().create_matcher(grammar, (make_ascii_llm().tokenizer.eos_token_id,)),
+            encode(word),
+        )
         for i, token in enumerate(ids):
             mask = matcher.find_allowed(ids[:i]).mask
             assert mask is not None
@@ -245,7 +248,7 @@ def test_choices_are_taken_letter_by_letter():
         mask = matcher.find_allowed(ids).mask
         assert mask is not None
         assert mask[make_ascii_llm().tokenizer.eos_token_id]
-        assert not mask[spelt("Q")[0]]
+        assert not mask[encode("Q")[0]]
 
 
 def test_as_many_choices_as_are_promised_work_with_and_without_drafts():
@@ -254,7 +257,7 @@ def test_as_many_choices_as_are_promised_work_with_and_without_drafts():
     params = [replace(s, grammar=Grammar.choice(chosen)) for s in (GREEDY, SEEDED, replace(SEEDED, seed=5))]
     plain = make_ascii_llm().generate([PROMPTS[0]] * 3, params)
     drafted = make_ascii_llm().with_drafter(tiny_models.draft_model(4)).generate([PROMPTS[0]] * 3, params)
-    assert written(plain) == written(drafted)
+    assert list_results(plain) == list_results(drafted)
     assert all(c.finish_reason == "stop" and c.text in chosen for c in plain)
 
 
@@ -263,14 +266,14 @@ def test_as_many_choices_as_are_promised_work_with_and_without_drafts():
 
 def test_what_may_follow_is_said_after_the_output_and_the_path():
     matcher = matcher_of("abc+|b{2}")
-    assert allowed(matcher) == {"a", "ab", "b"}
-    assert allowed(matcher, (), [0]) == {"b", "bc"}
-    assert allowed(matcher, (), [3]) == {"c", "cc"}
-    assert allowed(matcher, (), [0, 4]) == {"c", "cc", "<end>"}
-    assert allowed(matcher, (), [1]) == {"b"}
-    assert allowed(matcher, [3]) == {"c", "cc"}
-    assert allowed(matcher, [3], [2, 5]) == {"c", "cc", "<end>"}
-    assert allowed(matcher, [3, 5]) == {"c", "cc", "<end>"}
+    assert find_allowed(matcher) == {"a", "ab", "b"}
+    assert find_allowed(matcher, (), [0]) == {"b", "bc"}
+    assert find_allowed(matcher, (), [3]) == {"c", "cc"}
+    assert find_allowed(matcher, (), [0, 4]) == {"c", "cc", "<end>"}
+    assert find_allowed(matcher, (), [1]) == {"b"}
+    assert find_allowed(matcher, [3]) == {"c", "cc"}
+    assert find_allowed(matcher, [3], [2, 5]) == {"c", "cc", "<end>"}
+    assert find_allowed(matcher, [3, 5]) == {"c", "cc", "<end>"}
 
 
 def test_siblings_and_repeated_questions_leave_the_state_alone():
@@ -283,11 +286,11 @@ def test_siblings_and_repeated_questions_leave_the_state_alone():
             for _ in range(12):
                 drafted: list[int] = []
                 while rng.random() < 0.8:
-                    options = allowed(matcher_of(pattern), output, drafted)
+                    options = find_allowed(matcher_of(pattern), output, drafted)
                     known = options is not None and rng.random() < 0.8
                     drafted.append(NINE_TOKENS.index(rng.choice(sorted(options))) if known else rng.randrange(9))
-                assert allowed(matcher, output, drafted) == allowed(matcher_of(pattern), output, drafted)
-            token = NINE_TOKENS.index(rng.choice(sorted(allowed(matcher, output))))
+                assert find_allowed(matcher, output, drafted) == find_allowed(matcher_of(pattern), output, drafted)
+            token = NINE_TOKENS.index(rng.choice(sorted(find_allowed(matcher, output))))
             if token == END:
                 break
             output = [*output, token]
@@ -306,8 +309,8 @@ def test_no_row_after_an_impossible_draft_is_masked_or_fails():
     """Forbidden tokens, the end and what comes after it, and ids without a text, of a model with more ids."""
     matcher = matcher_of("ab", vocab_size=14)
     for path in ([2], [2, 0], [3, 8], [3, 8, 0], [13], [9], [0, 12, 1]):
-        assert allowed(matcher, (), path) is None
-    assert allowed(matcher, (), [3]) == {"<end>"}
+        assert find_allowed(matcher, (), path) is None
+    assert find_allowed(matcher, (), [3]) == {"<end>"}
     probs = distribution(
         torch.randn(2, 14), SEEDED_GRAMMAR, [TokenHistory(draft_path=p, matcher=matcher) for p in ([2], [13])]
     )
@@ -320,22 +323,22 @@ SEEDED_GRAMMAR = Sampling(grammar=Grammar.regex("ab"))
 
 def test_a_model_with_fewer_ids_than_the_tokenizer():
     matcher = matcher_of("(ab|c)+", vocab_size=3)
-    assert allowed(matcher) == {"a", "c"}
-    assert allowed(matcher, (), [0, 1]) == {"a", "c"}  # the end is no id of this model
+    assert find_allowed(matcher) == {"a", "c"}
+    assert find_allowed(matcher, (), [0, 1]) == {"a", "c"}  # the end is no id of this model
 
 
 def test_a_text_ends_only_where_the_grammar_is_satisfied():
-    """Also where the end is a token of the grammar, and by the ids of the request."""
+    """This holds if the end is a token of the grammar, too, and for the ids of the request."""
     matcher = matcher_of("a[abc]b", eos=(2, END), stops=(6,))
-    assert allowed(matcher, (), [0]) == {"a", "b", "ab", "bc"} - {"bc"}
-    assert allowed(matcher, [0, 1], [1]) == {"c", "<end>", "{"}
+    assert find_allowed(matcher, (), [0]) == {"a", "b", "ab", "bc"} - {"bc"}
+    assert find_allowed(matcher, [0, 1], [1]) == {"c", "<end>", "{"}
     own = matcher_of("a[abc]b", eos=(), stops=(2,))
-    assert "c" in allowed(own, (), [0])
+    assert "c" in find_allowed(own, (), [0])
 
 
 def test_a_finished_grammar_leaves_the_end_and_nothing_else():
-    """Whatever min_tokens, bad words and allowed ids say; and everything where there is no end, for the engine ends the
-    text there."""
+    """Holds under min_tokens, bad words and allowed ids. Without an end token everything is allowed: the engine ends
+    the text there."""
     sampling = Sampling(grammar=Grammar.regex("ab"), min_tokens=5, allowed_token_ids=(0, 1), bad_words=((8,),))
     history = TokenHistory(output=[3], end_ids=(END,), bad_words=((8,),), matcher=matcher_of("ab"))
     assert distribution(torch.randn(1, 9), sampling, [history])[0].tolist() == [0.0] * 8 + [1.0]
@@ -347,9 +350,9 @@ def test_a_finished_grammar_leaves_the_end_and_nothing_else():
 
 def test_an_output_that_was_cut_back_is_followed_again():
     matcher = matcher_of("(ab|c)+")
-    assert allowed(matcher, [0, 1, 2]) == {"a", "ab", "c", "cc", "<end>"}
-    assert allowed(matcher, [0]) == {"b"} | {"bc"}
-    assert allowed(matcher, [0, 4]) == {"a", "ab", "c", "cc", "<end>"}
+    assert find_allowed(matcher, [0, 1, 2]) == {"a", "ab", "c", "cc", "<end>"}
+    assert find_allowed(matcher, [0]) == {"b"} | {"bc"}
+    assert find_allowed(matcher, [0, 4]) == {"a", "ab", "c", "cc", "<end>"}
 
 
 def test_a_grammar_without_a_matcher_is_refused():
@@ -400,20 +403,20 @@ def test_without_the_grammar_the_text_is_another_and_invalid(name):
     assert any(is_valid(c.text, FIXED[name]) for c in under)
 
 
-def asked(is_seeded: bool) -> tuple[list[list[int]], list[Sampling]]:
-    """A batch of several grammars: greedy, or greedy and seeded ones of several samples."""
+def make_batch(is_seeded: bool) -> tuple[list[list[int]], list[Sampling]]:
+    """Make a batch of several grammars: greedy, or greedy and seeded ones of several samples."""
     modes = [GREEDY, replace(SEEDED, n=2)] if is_seeded else [GREEDY]
     params = [replace(s, grammar=g) for s in modes for g in FIXED.values()]
     return [prompt for prompt in PROMPTS for _ in params], params * len(PROMPTS)
 
 
-def written(completions: list[Completion]) -> list[tuple[list[int], str]]:
+def list_results(completions: list[Completion]) -> list[tuple[list[int], str]]:
     return [(c.token_ids, c.finish_reason) for c in completions]
 
 
 @cache
 def alone(is_seeded: bool) -> list[tuple[list[int], str]]:
-    return written(make_ascii_llm().generate(*asked(is_seeded)))
+    return list_results(make_ascii_llm().generate(*make_batch(is_seeded)))
 
 
 @pytest.mark.parametrize("rule", LOSSLESS)
@@ -425,8 +428,8 @@ def test_text_is_the_same_with_and_without_a_drafter(name, rule):
     accepted = rejected = 0
     for num_tokens in (1, 4) if rule == "match" else (4,):
         llm = make_ascii_llm().with_drafter(METHOD_CASES[name].make(num_tokens), verify=rule)
-        done = llm.generate(*asked(rule == "match"))
-        assert written(done) == alone(rule == "match")
+        done = llm.generate(*make_batch(rule == "match"))
+        assert list_results(done) == alone(rule == "match")
         assert llm.engine.drafter.num_failures == 0
         accepted += sum(c.stats.num_accepted for c in done)
         rejected += sum(c.stats.num_drafted - c.stats.num_accepted for c in done)
@@ -562,7 +565,7 @@ def gives_up(index: int, most: int) -> Transcript:
 
 
 def test_a_matcher_that_fails_ends_its_own_request_alone():
-    """And says what llguidance said, not that the text was wrong."""
+    """The error repeats llguidance's message; it does not blame the text."""
     lm = TableLM.from_seed(9, seed=3)
     fine = make_transcript(
         [1],
@@ -583,7 +586,7 @@ def test_a_matcher_that_fails_ends_its_own_request_alone():
 
 
 def test_a_grammar_that_fails_on_its_way_gives_the_same_text_with_and_without_drafts():
-    """The draft looks ahead to where llguidance gives up: what comes before is handed out all the same."""
+    """The draft looks ahead to the point where llguidance fails: the text before it is emitted all the same."""
     lm, found = TableLM.from_seed(9, seed=3), []
     for drafter in (None, make_drafter(lm.perturb(0.3), 3), _nonsense(2)):
         done = [c for c, _ in run(make_engine(lm, drafter), [gives_up(i, i) for i in range(12)])]
@@ -594,7 +597,7 @@ def test_a_grammar_that_fails_on_its_way_gives_the_same_text_with_and_without_dr
 
 
 def test_the_limits_of_a_matcher_count_its_text_alone():
-    """What was asked about drafts before counts in llguidance too; the same text must not fail with drafts alone."""
+    """llguidance counts queries about earlier drafts, too; a text must not fail because of its drafts."""
     matcher = GrammarMatcher(GivesUp(6), 9, 9, frozenset([END]), frozenset([END]))
     matcher.find_allowed([])
     matcher._matcher.most = 1
@@ -675,4 +678,4 @@ def test_white_space_is_what_it_is_said_to_be(text, taken):
 def test_a_schemas_own_white_space_goes_first():
     made = GrammarCompiler(make_nine_token_tokenizer(), 9)
     tight = made.create_matcher(Grammar.json_object(whitespace="compact"), (END,))
-    assert allowed(tight, [6]) == {"}"}
+    assert find_allowed(tight, [6]) == {"}"}

@@ -23,7 +23,7 @@ EXTREMES = [0, 1, (1 << 12) - 1, 1 << 12, 1 << 63, MASK >> 1, MASK ^ ((1 << 12) 
 
 @pytest.mark.parametrize("bits", EXTREMES)
 def test_the_extreme_bits_give_uniforms_strictly_between_zero_and_one(bits):
-    """Guards u = 0 (a token of probability zero is accepted) and u = 1 (a race divides by zero, a draw falls off)."""
+    """Guards u = 0 (a token of probability zero is accepted) and u = 1 (a race divides by zero, no token is found)."""
     u = uniform(find_seed(bits))
     assert derive_key(find_seed(bits)) & MASK == bits
     assert 0 < u < 1
@@ -226,7 +226,7 @@ def test_the_winner_of_one_row_is_that_of_the_race(size, share):
 
 
 def test_a_logarithm_has_the_same_bits_wherever_it_stands():
-    """What makes a race among few tokens the race among all: vector units and their remainders must agree."""
+    """A race among few tokens equals the race among all only if vector units and their remainders agree."""
     u = uniform_matrix(torch.tensor([derive_key(1)]), 5000)[0]
     whole = u.log()
     for size in (1, 2, 3, 7, 8, 9, 31, 64, 777):

@@ -40,7 +40,7 @@ def wait_until(holds: Callable[[], bool], what: str, seconds: float = 20) -> Non
 
 @contextmanager
 def open_page(browser, url: str, **context):
-    """A page on which nothing may go wrong unseen: no console errors, no request to another host."""
+    """Open a page that fails on console errors and on requests to another host."""
 
     def is_complaint(message) -> bool:
         # a refused request is logged by the browser itself; what the page makes of it is tested

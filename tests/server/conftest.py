@@ -1,4 +1,4 @@
-"""One server for the tests that only ask it things."""
+"""One shared server for the tests that only send requests to it."""
 
 from collections.abc import Iterator
 

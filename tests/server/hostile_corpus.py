@@ -22,7 +22,7 @@ MEGA = 1 << 20
 
 
 def corpus(vocab_size: int, context: int) -> Iterator[HostileRequest]:
-    """All of it, for a server without a key."""
+    """Return the whole corpus, for a server without a key."""
     yield from _types()
     yield from _numbers()
     yield from _prompts(vocab_size, context)
@@ -38,7 +38,7 @@ def corpus(vocab_size: int, context: int) -> Iterator[HostileRequest]:
 
 
 def keys(key: str) -> Iterator[HostileRequest]:
-    """Wrong keys, and the right one in the wrong place."""
+    """Yield wrong keys, and the right key in the wrong field."""
     spoilt = (
         key[:-1],
         key + "x",
@@ -81,7 +81,7 @@ def _make_request(name: str, path: str, extra: dict[str, Any], *fields: str, may
 def _make_raw_request(
     name: str, text: bytes, *fields: str, path: str = COMPLETE, may_pass: bool = False
 ) -> HostileRequest:
-    """One more pair in a completion's body, as it is written."""
+    """Make a completion request whose body has one more pair, as it is written."""
     body = json.dumps(BODIES[path]).encode()[:-1] + b", " + text + b"}"
     return HostileRequest(f"{path} {name}", post(path, body), fields, may_pass)
 

@@ -36,7 +36,7 @@ class WireAnswer:
 
     @property
     def is_cut(self) -> bool:
-        """A server that closes before it has read everything may take its own answer back."""
+        """True if the body is incomplete: a server that closes before it has read the request may lose its answer."""
         return len(self.body) < int(self.headers.get("content-length", 0))
 
     @property
@@ -45,7 +45,7 @@ class WireAnswer:
 
 
 def find_fault(asked: HostileRequest, answer: WireAnswer, secret: str = CANARY) -> str | None:
-    """What is wrong with the answer to a hostile request; None: it is as it should be."""
+    """Find the fault of the answer to a hostile request; None if there is none."""
     if answer.status == 0:
         return None if asked.may_close else "closed without an answer"
     if answer.status == 200 and asked.may_pass:
@@ -77,7 +77,7 @@ def _find_body_fault(asked: HostileRequest, answer: WireAnswer) -> str | None:
 
 
 def post(path: str, body: Any, content_type: bytes = b"application/json", **headers: bytes) -> bytes:
-    """A whole request; `body` as JSON unless it is bytes."""
+    """Build a whole request; `body` is encoded as JSON unless it is bytes."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     head = {"host": b"x", "content-type": content_type, "content-length": str(len(content)).encode()} | headers
     return f"POST {path} HTTP/1.1\r\n".encode() + _head(head) + content

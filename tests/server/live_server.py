@@ -80,7 +80,7 @@ class RunningServer:
         return self.post_ok("/v1/chat/completions", **{"messages": [{"role": "user", "content": content}]} | body)
 
     def chunks(self, path: str, **body: Any) -> list[dict[str, Any]]:
-        """The chunks of a stream, which must end with [DONE]."""
+        """Return the chunks of a stream, which must end with [DONE]."""
         with httpx.stream("POST", self.url + path, json=body | {"stream": True}, timeout=60) as answer:
             lines = [line for line in answer.iter_lines() if line.startswith("data: ")]
         assert answer.status_code == 200
@@ -100,7 +100,7 @@ class RunningServer:
         return found
 
     def is_idle(self, seconds: float = 20) -> bool:
-        """Nothing runs, waits or holds a page that is not free for the taking."""
+        """True if nothing runs, waits or holds a page that cannot be freed."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             worker = self.service.worker

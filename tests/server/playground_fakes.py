@@ -1,4 +1,4 @@
-"""A stand-in for the server's endpoints: streams scripted passes, so that a test knows every token and every tree."""
+"""A stand-in for the server's endpoints: it streams scripted passes, so that every token and every tree is fixed."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ def plain_pass(piece: str) -> Chunk:
 
 
 def chain_pass(root: str, kept: list[str], rejected: list[str], own: str) -> Chunk:
-    """A chain of drafts, `kept` then `rejected`, and the target's own token."""
+    """Make a pass with a chain of drafts, `kept` then `rejected`, and the target's own token."""
     drafts = [*kept, *rejected]
     origins = ["accepted"] * len(kept) + ["corrected" if rejected else "bonus"]
     tree = step(list(range(-1, len(drafts))), [root, *drafts], list(range(len(kept) + 1)), len(kept) + 1)
@@ -73,7 +73,7 @@ SCRIPTS: dict[str, list[Chunk]] = {
 
 @dataclass
 class FakeServer:
-    """What it saw, and the application."""
+    """Recorded requests and the application."""
 
     bodies: list[Chunk] = field(default_factory=list)
     running: int = 0

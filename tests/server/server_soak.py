@@ -1,6 +1,6 @@
 """Thousands of mixed requests to a server of this process, which is looked at between rounds, when nothing runs.
 
-What is sent is made from a seed: known prompts whose text must be that of plain decoding, samples, streams, chats,
+Requests are made from a seed: known prompts whose text must be that of plain decoding, samples, streams, chats,
 grammars that no request had before, clients that leave, bodies that are refused. What must not grow: memory, threads,
 open files.
 """
@@ -48,7 +48,7 @@ class SoakCase:
 
 @dataclass(frozen=True)
 class ProcessSample:
-    """The process where nothing runs."""
+    """Resources of the process while no request runs."""
 
     requests: int
     seconds: float
@@ -59,7 +59,7 @@ class ProcessSample:
 
 @dataclass
 class SoakReport:
-    """What came of a soak; written to a file after every round."""
+    """Results of a soak; written to a file after every round."""
 
     wanted: int
     samples: list[ProcessSample] = field(default_factory=list)
@@ -107,7 +107,7 @@ class SoakReport:
         partial.replace(path)
 
     def table(self, rows: int = 10) -> str:
-        """Every tenth of the run."""
+        """Return a table with every tenth of the run."""
         lines = ["| requests | seconds | memory, MiB | threads | open files |", "|---:|---:|---:|---:|---:|"]
         last = len(self.samples) - 1
         for sample in [self.samples[i] for i in sorted({round(last * k / rows) for k in range(rows + 1)})]:
@@ -132,7 +132,7 @@ def generate_cases(llm: LLM, seed: int = 0) -> Iterator[SoakCase]:
 
 
 def _make_known_cases(llm: LLM, rng: random.Random) -> list[SoakCase]:
-    """Requests whose text does not depend on the draft, with what plain decoding says."""
+    """Make requests whose text does not depend on the draft, with the text of plain decoding."""
     found, plain = [], llm.with_drafter(None)
     for i in range(24):
         prompt, most = _make_prompt(rng), rng.choice((2, 5, 9))
@@ -152,7 +152,7 @@ def _make_prompt(rng: random.Random) -> str:
 
 
 def _make_grammar_case(rng: random.Random, index: int) -> SoakCase:
-    """One that no request had before, so that whatever is kept of grammars shows."""
+    """Make a request with a new grammar, so that growth of the grammar caches shows."""
     body: dict[str, Any] = {"prompt": _make_prompt(rng), "max_tokens": 12, "temperature": 0.0}
     kind = rng.randrange(3)
     if kind == 0:
@@ -181,7 +181,7 @@ def _matches(pattern: str, text: str) -> bool:
 
 
 def _allow_truncation(is_right: Callable[[str], bool]) -> Callable[[str, str], bool]:
-    """A text that was cut need not be whole."""
+    """Allow a text that was cut to be incomplete."""
     return lambda text, reason: reason == "length" or is_right(text)
 
 
@@ -214,7 +214,7 @@ def _make_ordinary_case(rng: random.Random, index: int, known: list[SoakCase]) -
 
 
 async def send_case(port: int, case: SoakCase) -> str | None:
-    """Send it on a connection of its own. What is wrong with the answer, or None."""
+    """Send a case on a new connection. Returns the fault of the answer, or None."""
     content = json.dumps(case.body).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
@@ -254,7 +254,7 @@ def _parse_body(body: bytes) -> list[tuple[str, str]]:
 
 
 def _parse_stream(body: bytes) -> list[tuple[str, str]]:
-    """Nothing where the stream has no end."""
+    """Parse a stream into its events; empty if the stream has no end."""
     lines = [line[6:] for line in body.decode().splitlines() if line.startswith("data: ")]
     if lines[-1:] != ["[DONE]"]:
         return []
@@ -287,7 +287,7 @@ def sample_process(server: RunningServer, requests: int, began: float) -> Proces
 
 
 def _read_memory() -> float:
-    """MiB of its own: pages of mapped files come and go with what else the machine does."""
+    """Read the private memory in MiB: pages of mapped files depend on other processes of the machine."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon:", "VmSwap:"))) / 1024
 

@@ -1,4 +1,4 @@
-"""Keys, names, methods: who may ask for what, over every route there is."""
+"""Keys, names, methods: the permitted requests of every route."""
 
 import base64
 import logging
@@ -25,7 +25,7 @@ def locked() -> Iterator[RunningServer]:
 
 
 def routes(server: RunningServer) -> list[tuple[str, str]]:
-    """Every method and path, from the application's own table, mounts included."""
+    """List every method and path of the application's own table, mounts included."""
     found, todo = [], list(server.server.config.app.routes)
     while todo:
         route = todo.pop()
@@ -63,7 +63,7 @@ def test_no_route_is_open_but_those_that_probes_and_prometheus_read(locked: Runn
 
 
 def test_the_page_opens_without_the_key_and_can_ask_for_it(locked: RunningServer):
-    """Fault: the page itself was a 401, so that nothing was there to ask for the key."""
+    """Fault: the page itself was a 401, so that it could not request the key."""
     page = locked.get("/")
     assert page.status_code == 200
     assert '<input id="key" type="password"' in page.text
@@ -192,7 +192,7 @@ def test_methods_and_types(server: RunningServer):
 
 
 def test_no_other_site_may_ask(server: RunningServer):
-    """No CORS headers: a browser keeps what another site asked for to itself."""
+    """There are no CORS headers: a browser hides the answer from another site."""
     answer = server.get("/v1/models", headers={"Origin": "https://evil.example"})
     assert not [name for name in answer.headers if name.startswith("access-control")]
 

@@ -20,7 +20,7 @@ def client(server: RunningServer) -> Iterator[openai.OpenAI]:
 
 
 class TestOpenAI:
-    """What the SDK parses into its own types."""
+    """Answers of the server in the types of the SDK."""
 
     def test_models(self, client: openai.OpenAI):
         assert [model.id for model in client.models.list()] == [NAME]
@@ -93,7 +93,7 @@ class TestOpenAI:
 
 
 class TestLmEval:
-    """Log-likelihoods as lm-eval's local-completions asks for them: batches of token ids, echoed."""
+    """Log-likelihoods as lm-eval's local-completions requests them: batches of token ids, echoed."""
 
     CASES = (("the end", " of the"), ("def naïve(", "café"), ("for word", " in"), ("größe ", "東京"))
 
@@ -111,7 +111,7 @@ class TestLmEval:
         answer = server.post_ok("/v1/completions", **body, seed=1234, echo=True)
         choices = sorted(answer["choices"], key=operator.itemgetter("index"))
         for (context, more), choice in zip(pairs, choices, strict=True):
-            values, is_greedy = self.parsed(choice, len(context))
+            values, is_greedy = self.parse_choice(choice, len(context))
             (expected,) = (
                 make_small_llm().with_drafter(None).generate(context + more, Sampling(max_tokens=1, prompt_logprobs=1))
             )
@@ -126,11 +126,11 @@ class TestLmEval:
         )
         body = {"prompt": [prompt + own.token_ids], "temperature": 0, "max_tokens": 1, "logprobs": 1, "echo": True}
         (choice,) = server.post_ok("/v1/completions", **body)["choices"]
-        assert self.parsed(choice, len(prompt))[1]
+        assert self.parse_choice(choice, len(prompt))[1]
 
     @staticmethod
-    def parsed(choice: dict, context: int) -> tuple[list[float], bool]:
-        """As lm-eval reads a choice: the last token is the generated one."""
+    def parse_choice(choice: dict, context: int) -> tuple[list[float], bool]:
+        """Parse a choice as lm-eval does: the last token is the generated one."""
         logprobs = choice["logprobs"]
         values, tops = logprobs["token_logprobs"][context:-1], logprobs["top_logprobs"][context:-1]
         return values, all(value == max(top.values()) for value, top in zip(values, tops, strict=True))
@@ -142,7 +142,7 @@ class TestLmEval:
 
 
 class TestLoadGenerator:
-    """guidellm's way: health, models, then chat streams that must be exactly as long as asked, counted by usage."""
+    """guidellm's sequence: health, models, then chat streams of exactly the requested length, counted by usage."""
 
     def test_a_run(self, server: RunningServer):
         with httpx.Client(base_url=server.url, timeout=60) as client:

@@ -139,7 +139,7 @@ def test_echo_with_logprobs_is_the_prompts_own(server: RunningServer):
 
 
 def test_echo_alone_writes_nothing(server: RunningServer):
-    """What evaluators ask for: the log-probabilities of a text, and no more of it."""
+    """Evaluators request the log-probabilities of a text, and no continuation."""
     body = server.complete(ids("the end"), max_tokens=0, echo=True, logprobs=1)
     (choice,) = body["choices"]
     assert choice["text"] == "the end"

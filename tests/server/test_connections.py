@@ -56,7 +56,7 @@ def everything(connection: socket.socket) -> bytes:
 
 
 def is_well(connection: socket.socket) -> bool:
-    """A kept connection, asked for /health."""
+    """True if a kept connection answers /health."""
     connection.sendall(HEALTH)
     found = b""
     while not found.endswith(b"}"):
@@ -68,7 +68,7 @@ def is_well(connection: socket.socket) -> bool:
 
 
 def final(answer: bytes) -> bytes:
-    """The answer after its interim ones."""
+    """Return the answer after its interim ones."""
     while answer.startswith(b"HTTP/1.1 100 "):
         answer = answer.partition(b"\r\n\r\n")[2]
     return answer

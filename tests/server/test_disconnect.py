@@ -167,15 +167,15 @@ def test_a_full_queue_is_a_429():
 
 
 def test_a_request_that_fails_alone(slow):
-    """NaN logits of one request: its own 500, without a word of the inside."""
+    """NaN logits of one request: a 500 for it alone, without internal details."""
     server, _ = slow
     real = server.engine.target.forward
 
-    def poisoned(window, taps=()):
+    def return_nan(window, taps=()):
         logits, features = real(window, taps)
         return logits * float("nan"), features
 
-    server.engine.target.forward = poisoned
+    server.engine.target.forward = return_nan
     try:
         answer = server.post("/v1/completions", LONG)
         assert answer.status_code == 500

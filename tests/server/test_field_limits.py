@@ -1,4 +1,4 @@
-"""Limits, each at its value and one beyond, and bodies that are no JSON of ours."""
+"""Limits, each at its value and one beyond, and bodies that are no valid JSON."""
 
 import json
 import re
@@ -55,14 +55,14 @@ def test_top_logprobs(server: RunningServer):
 
 
 def test_the_size_of_a_schema(server: RunningServer):
-    def asked(size: int) -> int:
+    def post_schema(size: int) -> int:
         schema = {"type": "object", "description": ""}
         body = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
         schema["description"] = "x" * (size - len(json.dumps(body)))
         return complete(server, response_format=body)
 
-    assert asked(LIMITS.max_schema_bytes) == 200
-    assert asked(LIMITS.max_schema_bytes + 1) == 400
+    assert post_schema(LIMITS.max_schema_bytes) == 200
+    assert post_schema(LIMITS.max_schema_bytes + 1) == 400
 
 
 def test_the_size_of_a_body(server: RunningServer):
@@ -95,13 +95,13 @@ def test_headers_and_request_line(server: RunningServer):
 
 
 def test_the_depth_of_json(server: RunningServer):
-    def nested(depth: int) -> bytes:
+    def nest_lists(depth: int) -> bytes:
         return b'{"prompt": "a", "x": ' + b"[" * (depth - 1) + b"]" * (depth - 1) + b"}"
 
-    at, beyond = server.post_raw(PATH, nested(64)), server.post_raw(PATH, nested(65))
+    at, beyond = server.post_raw(PATH, nest_lists(64)), server.post_raw(PATH, nest_lists(65))
     assert "'x'" in at.json()["error"]["message"]
     assert "nested deeper than 64" in beyond.json()["error"]["message"]
-    assert server.post_raw(PATH, nested(300_000)).status_code == 400
+    assert server.post_raw(PATH, nest_lists(300_000)).status_code == 400
 
 
 @pytest.mark.parametrize(

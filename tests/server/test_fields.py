@@ -1,4 +1,4 @@
-"""Every field does something or says that it asks for nothing; every other field is refused by name."""
+"""Request fields: each has an effect, or accepts only values that request nothing; others are refused by name."""
 
 import pytest
 from live_server import CHATML, NAME, RunningServer, run_server
@@ -208,7 +208,7 @@ def test_more_tokens_than_the_context_holds_are_as_many_as_fit_or_refused(server
         for name in ("max_tokens", "max_completion_tokens"):
             refused = strict.post("/v1/chat/completions", {"messages": CHAT["messages"], name: 256})
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
-        unbounded = strict.chat("a", ignore_eos=True)  # nothing was asked for that cannot be had
+        unbounded = strict.chat("a", ignore_eos=True)  # no unavailable feature was requested
         assert unbounded["usage"]["total_tokens"] == 256
 
 

@@ -267,26 +267,26 @@ def test_a_long_prompt_of_ids_is_not_looked_up_one_by_one(server: RunningServer,
     real = Service.llm.fget
     assert real is not None
 
-    def counted(service: Service) -> object:
+    def count_look(service: Service) -> object:
         looks.append(1)
         return real(service)
 
-    monkeypatch.setattr(Service, "llm", property(counted))
+    monkeypatch.setattr(Service, "llm", property(count_look))
     answer = exchange(server.port, post(COMPLETE, {"prompt": [9] * 3000}))
     assert (answer.status, answer.error["param"]) == (400, "prompt")
     assert 0 < len(looks) < 100
 
 
 def test_no_connection_is_read_much_at_a_time(server: RunningServer, monkeypatch: pytest.MonkeyPatch):
-    """What has been read is parsed in one go, and as chunks of one byte a little is long to parse."""
+    """All bytes read are parsed at once, and a few bytes in chunks of one byte take long to parse."""
     sizes = []
     real = Connection.data_received
 
-    def noted(self: Connection, data: bytes) -> None:
+    def record_size(self: Connection, data: bytes) -> None:
         sizes.append(len(data))
         real(self, data)
 
-    monkeypatch.setattr(Connection, "data_received", noted)
+    monkeypatch.setattr(Connection, "data_received", record_size)
     answer = exchange(server.port, post_chunked(COMPLETE, [b" "] * 50_000))
     assert answer.status == 400
     assert sum(sizes) > 300_000

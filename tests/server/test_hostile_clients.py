@@ -26,14 +26,14 @@ STREAM = GOOD | {"stream": True, "max_tokens": 200}
 
 
 @contextlib.contextmanager
-def connected(server: RunningServer, data: bytes = b"") -> Iterator[socket.socket]:
+def connect(server: RunningServer, data: bytes = b"") -> Iterator[socket.socket]:
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as sock:
         sock.sendall(data)
         yield sock
 
 
 def answers(sock: socket.socket, count: int) -> list[tuple[int, bytes]]:
-    """(status, body) of answers that say how long they are; fewer where the connection ends."""
+    """Read (status, body) of answers with a length header; fewer if the connection ends."""
     found, data = [], b""
     while len(found) < count:
         head, gap, rest = data.partition(b"\r\n\r\n")
@@ -67,7 +67,7 @@ def test_requests_in_one_packet_are_answered_in_their_order(server: RunningServe
     prompts = ["the end", "def", "a", "the end", "der"]
     wanted = [server.complete(**GOOD | {"prompt": prompt})["choices"][0]["text"] for prompt in prompts]
     packet = b"".join(post(COMPLETE, GOOD | {"prompt": prompt}) for prompt in prompts)
-    with connected(server, packet) as sock:
+    with connect(server, packet) as sock:
         found = answers(sock, len(prompts))
     assert [text_of(body) for _, body in found] == wanted
 
@@ -75,7 +75,7 @@ def test_requests_in_one_packet_are_answered_in_their_order(server: RunningServe
 def test_a_bad_request_between_good_ones_spoils_neither_side_of_it(server: RunningServer) -> None:
     good = post(COMPLETE, GOOD)
     bad = post(COMPLETE, GOOD | {"x": 1})
-    with connected(server, good + bad + good) as sock:
+    with connect(server, good + bad + good) as sock:
         found = answers(sock, 3)
     assert [status for status, _ in found] == [200, 400, 200]
     assert text_of(found[0][1]) == text_of(found[2][1])
@@ -83,7 +83,7 @@ def test_a_bad_request_between_good_ones_spoils_neither_side_of_it(server: Runni
 
 def test_junk_after_a_request_ends_the_connection_and_not_the_answer(server: RunningServer) -> None:
     good = post(COMPLETE, GOOD)
-    with connected(server, good + b"\0\0\0junk\r\n\r\n" + good) as sock:
+    with connect(server, good + b"\0\0\0junk\r\n\r\n" + good) as sock:
         found = everything(sock)
     assert found.startswith(b"HTTP/1.1 200 ")
     assert found.count(b"HTTP/1.1 200 ") == 1
@@ -92,7 +92,7 @@ def test_junk_after_a_request_ends_the_connection_and_not_the_answer(server: Run
 
 def test_a_client_that_leaves_takes_all_it_had_sent_with_it(server: RunningServer) -> None:
     """A stream and twenty requests behind it in the same packet."""
-    with connected(server, post(COMPLETE, STREAM) + post(COMPLETE, STREAM) * 20) as sock:
+    with connect(server, post(COMPLETE, STREAM) + post(COMPLETE, STREAM) * 20) as sock:
         assert sock.recv(100)
     assert_unharmed(server)
 
@@ -130,7 +130,7 @@ def test_every_right_way_to_send_chunks_is_read(server: RunningServer, how: str)
 def test_chunks_that_are_none_end_the_connection(server: RunningServer, how: str) -> None:
     """Refused or closed, and nothing after it on the same connection is a request."""
     data = post_chunked(COMPLETE, [], b"") + JUNK[how] + get("/v1/models")
-    with connected(server) as sock:
+    with connect(server) as sock:
         with contextlib.suppress(OSError):
             sock.sendall(data)
             sock.shutdown(socket.SHUT_WR)
@@ -143,7 +143,7 @@ def test_chunks_that_are_none_end_the_connection(server: RunningServer, how: str
 def test_a_client_that_waits_to_be_asked_for_its_body_is_asked(server: RunningServer) -> None:
     content = json.dumps(GOOD).encode()
     whole = post(COMPLETE, content, expect=b"100-continue")
-    with connected(server, whole[: -len(content)]) as sock:
+    with connect(server, whole[: -len(content)]) as sock:
         assert sock.recv(1000).startswith(b"HTTP/1.1 100 ")
         sock.sendall(content)
         assert answers(sock, 1)[0][0] == 200
@@ -158,13 +158,6 @@ def test_odd_but_right_requests_are_answered(server: RunningServer) -> None:
     }
     for name, data in odd.items():
         assert exchange(server.port, data).status == 200, name
-
-
-def nested(depth: int, is_list: bool) -> Any:
-    made: Any = 1
-    for _ in range(depth):
-        made = [made] if is_list else {"a": made}
-    return made
 
 
 @pytest.mark.parametrize("is_list", [True, False])
@@ -190,7 +183,7 @@ def test_bodies_that_drip_are_cut_off_and_delay_no_request() -> None:
         contextlib.ExitStack() as stack,
     ):
         wanted = server.complete(**GOOD)["choices"][0]["text"]
-        slow = [stack.enter_context(connected(server, whole[: head + 1])) for _ in range(40)]
+        slow = [stack.enter_context(connect(server, whole[: head + 1])) for _ in range(40)]
         for i in range(15):
             for sock in slow:
                 with contextlib.suppress(OSError):
@@ -203,7 +196,7 @@ def test_bodies_that_drip_are_cut_off_and_delay_no_request() -> None:
 
 
 class Crowd:
-    """Clients of every bad kind at once, each on a thread of its own, for as long as the block lasts."""
+    """Clients of every bad kind at once, each in a separate thread, until the block ends."""
 
     def __init__(self, server: RunningServer, count: int) -> None:
         self.server, self._is_over = server, threading.Event()
@@ -220,7 +213,7 @@ class Crowd:
     def _misbehave(self, rng: random.Random) -> None:
         body = post(COMPLETE, STREAM | {"n": rng.choice((1, 3))})
         cut = rng.choice((0, 5, 60, len(body) - 1, len(body), len(body), len(body)))
-        with connected(self.server, body[:cut]) as sock:
+        with connect(self.server, body[:cut]) as sock:
             sock.settimeout(0.05)
             what = rng.randrange(4)
             if what == 0:
@@ -250,7 +243,7 @@ def test_a_crowd_of_bad_clients_changes_no_other_text() -> None:
         run_server(make_fresh_llm(), ServerSettings(model_names=(NAME,), limits=limits)) as server,
         contextlib.ExitStack() as stack,
     ):
-        idle = [stack.enter_context(connected(server)) for _ in range(100)]
+        idle = [stack.enter_context(connect(server)) for _ in range(100)]
         kinds = [GOOD, GOOD | {"temperature": 1.0, "seed": 7, "n": 2}]
         wanted = [[choice["text"] for choice in server.complete(**kind)["choices"]] for kind in kinds]
         with Crowd(server, 8) as crowd:

@@ -55,7 +55,7 @@ class Process:
 
 
 @contextlib.contextmanager
-def served(*args: str) -> Iterator[tuple[Process, httpx.Client]]:
+def serve(*args: str) -> Iterator[tuple[Process, httpx.Client]]:
     server = Process(*args)
     try:
         url = server.wait_for(r"http://[\w.:]+")
@@ -83,15 +83,15 @@ def stream(client: httpx.Client, into: list[str]) -> threading.Thread:
     return thread
 
 
-def ended(lines: list[str]) -> str:
-    """How the text of a stream ended; the stream itself must have."""
+def read_finish_reason(lines: list[str]) -> str:
+    """Return the finish reason of a stream, which must have ended."""
     assert lines[-2:] == ["data: [DONE]", ""]
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-2] if line]
     return chunks[-1]["choices"][0]["finish_reason"]
 
 
 def test_sigterm_drains_and_leaves_with_0():
-    with served() as (server, client):
+    with serve() as (server, client):
         assert client.get("/ready").status_code == 200
         assert client.get("/v1/models", headers={"Authorization": ""}).status_code == 401
         whole = client.post("/v1/completions", json=BODY).json()["choices"][0]["text"]
@@ -106,7 +106,7 @@ def test_sigterm_drains_and_leaves_with_0():
             reader.join()
         assert server.left() == 0
         for found in lines:
-            assert ended(found) == "length"
+            assert read_finish_reason(found) == "length"
             texts = [json.loads(line[6:])["choices"][0]["text"] for line in found if line.startswith("data: {")]
             assert "".join(texts) == whole
         said = "".join(server.lines)
@@ -116,7 +116,7 @@ def test_sigterm_drains_and_leaves_with_0():
 
 @pytest.mark.parametrize("how", ["second signal", "drain timeout"])
 def test_what_does_not_end_in_time_is_aborted(how: str):
-    with served("--drain-timeout", "0.2" if how == "drain timeout" else "60") as (server, client):
+    with serve("--drain-timeout", "0.2" if how == "drain timeout" else "60") as (server, client):
         lines: list[str] = []
         reader = stream(client, lines)
         server.process.send_signal(signal.SIGTERM)
@@ -125,7 +125,7 @@ def test_what_does_not_end_in_time_is_aborted(how: str):
             server.process.send_signal(signal.SIGTERM)
         reader.join()
         assert server.left() == 0
-        assert ended(lines) == "abort"
+        assert read_finish_reason(lines) == "abort"
 
 
 def test_a_server_that_still_loads_leaves_at_once():

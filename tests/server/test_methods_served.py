@@ -128,7 +128,7 @@ def test_a_chat_without_a_template_is_refused_where_plain_lines_are_not_wanted()
 @pytest.mark.parametrize("kind", ["decoder", "pair"])
 @pytest.mark.parametrize("method", ["suffix", "suffix+ngram"])
 def test_a_tenant_sees_and_feels_nothing_of_another(method: str, kind: str) -> None:
-    """The other has had the very text that is going to be said. Traces and figures are to the byte what they are alone,
+    """The other tenant has had the very output that follows. Traces and figures equal those without it to the byte,
     and metrics hold no text."""
     body = BODY | {"temperature": 0, "foredraft_trace": True, "speculative_metrics": True}
     prefix = "suffix." if "+" in method else ""
@@ -137,8 +137,8 @@ def test_a_tenant_sees_and_feels_nothing_of_another(method: str, kind: str) -> N
     if "+" in method:  # a choice by measured time is never twice the same, alone or not
         spec["mode"] = "merge"
 
-    def asked(*salts: str) -> dict[str, Any]:
-        """What the last of them gets."""
+    def complete_with_salts(*salts: str) -> dict[str, Any]:
+        """Complete once for each salt; return the last answer."""
         with run_server((pair() if kind == "pair" else make_small_llm()).with_drafter(spec)) as server:
             answers = [server.complete(**body, cache_salt=salt) for salt in salts]
             metrics = server.get("/metrics").text
@@ -149,6 +149,6 @@ def test_a_tenant_sees_and_feels_nothing_of_another(method: str, kind: str) -> N
         last = answers[-1]
         return {"choices": last["choices"], "metrics": last["metrics"], "usage": last["usage"]}
 
-    alone = asked("ours-7391")
-    assert asked("theirs-5526", "ours-7391") == alone
-    assert asked("ours-7391", "ours-7391") != alone
+    alone = complete_with_salts("ours-7391")
+    assert complete_with_salts("theirs-5526", "ours-7391") == alone
+    assert complete_with_salts("ours-7391", "ours-7391") != alone

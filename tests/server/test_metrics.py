@@ -17,17 +17,17 @@ REQUEST = ("time_to_first_token_seconds", "e2e_request_latency_seconds", "reques
            "request_time_per_output_token_seconds")  # fmt: skip
 
 
-def settled(server: RunningServer) -> dict[str, float]:
+def read_idle_metrics(server: RunningServer) -> dict[str, float]:
     assert server.is_idle()
     return server.metrics()
 
 
 def test_they_agree_with_usage():
     with run_server() as server:
-        before = settled(server)
+        before = read_idle_metrics(server)
         answers = [server.complete(**BODY, speculative_metrics=True) for _ in range(3)]
         usage = [answer["usage"] for answer in answers]
-        after = settled(server)
+        after = read_idle_metrics(server)
         for prefix in ("foredraft", "vllm"):
             moved = {name: after[name] - before.get(name, 0) for name in after if name.startswith(prefix)}
             assert moved[f"{prefix}:prompt_tokens_total"] == sum(u["prompt_tokens"] for u in usage)
@@ -61,7 +61,7 @@ def test_vllms_names_can_be_left_out():
 def test_two_servers_in_one_process_count_apart(server: RunningServer):
     with run_server() as other:
         server.complete(**BODY)
-        assert settled(other)["foredraft:prompt_tokens_total"] == 0
+        assert read_idle_metrics(other)["foredraft:prompt_tokens_total"] == 0
 
 
 def test_a_broken_metric_fails_no_request():

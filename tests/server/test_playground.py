@@ -53,7 +53,7 @@ def test_nothing_else_is_sent(client, name):
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_files_hold_nothing_from_elsewhere_and_nothing_inline(file):
     text = file.read_text(encoding="utf-8")
-    assert set(re.findall(r"https?://[\w.]+", text)) <= {"http://www.w3.org"}  # the name of SVG, not a place
+    assert set(re.findall(r"https?://[\w.]+", text)) <= {"http://www.w3.org"}  # the XML name of SVG, not an address
     for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "localStorage"):
         assert word not in text
     if file.suffix == ".html":
@@ -271,7 +271,7 @@ def llm():
 
 
 @contextmanager
-def served_by(llm: LLM, api_key: str | None = None) -> Iterator[str]:
+def serve(llm: LLM, api_key: str | None = None) -> Iterator[str]:
     service = Service(ServerSettings(model_names=("builtin",), api_key=api_key))
     service.open(llm)
     with serve_app(create_app(service)) as url:
@@ -280,7 +280,7 @@ def served_by(llm: LLM, api_key: str | None = None) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def real(llm):
-    with served_by(llm) as url:
+    with serve(llm) as url:
         yield url
 
 
@@ -305,14 +305,14 @@ def test_the_server_streams_to_the_page_and_plain_decoding_says_the_same(browser
         assert page.locator("#output .corrected").count() > 5
         assert page.locator("#plain-output .t:not(.none)").count() == 0
         page.evaluate("document.querySelector('#output').scrollTop = 0")
-        assert "proposed by draft_model" in hovered(page, "#output .t.accepted:text-matches('[a-z]') >> nth=8")
-        hovered(page, "#output .t.corrected:text-matches('[a-z]') >> nth=3")
+        assert "proposed by draft_model" in hover(page, "#output .t.accepted:text-matches('[a-z]') >> nth=8")
+        hover(page, "#output .t.corrected:text-matches('[a-z]') >> nth=3")
         assert page.locator("#card s").count() > 0
         name = "playground.png" if scheme == "light" else "playground-dark.png"
         page.screenshot(path=artefacts() / name)
 
 
-def hovered(page, selector: str) -> str:
+def hover(page, selector: str) -> str:
     page.hover(selector)
     return page.inner_text("#card")
 
@@ -355,7 +355,7 @@ def test_the_servers_own_words_reach_the_reader(browser, real):
 
 def test_the_page_asks_for_the_key_of_the_server_and_goes_on(browser, llm):
     """Fault: without the key the page was a 401 that nothing followed."""
-    with served_by(llm.with_drafter("ngram"), "secret") as url, open_page(browser, url) as page:
+    with serve(llm.with_drafter("ngram"), "secret") as url, open_page(browser, url) as page:
         page.wait_for_selector("#key-field:not([hidden])")
         assert page.inner_text("#error") == "This server needs its API key."
         run(page, "import os", max_tokens="9", key="wrong")

@@ -59,7 +59,7 @@ def test_a_wrong_answer_is_seen() -> None:
 
 @pytest.mark.soak
 def test_twenty_thousand_mixed_requests(tmp_path: Path) -> None:
-    """In a process of its own, whose memory is nothing else's. SOAK_REQUESTS: another count."""
+    """The server runs in a separate process, to measure its memory alone. SOAK_REQUESTS sets another count."""
     count = os.environ.get("SOAK_REQUESTS", "20000")
     command = [sys.executable, str(SCRIPT), "--requests", count, "--out", str(tmp_path / "soak.json")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from test_lifecycle import BODY, KEY, Process, ended, served, stream
+from test_lifecycle import BODY, KEY, Process, read_finish_reason, serve, stream
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer " + KEY.encode() + b"\r\n"
 
@@ -37,7 +37,7 @@ def clean(server: Process) -> None:
 
 @pytest.mark.parametrize("second", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.soak)])
 def test_a_second_signal_of_either_kind_aborts_what_streams(second: signal.Signals) -> None:
-    with served("--drain-timeout", "60") as (server, client):
+    with serve("--drain-timeout", "60") as (server, client):
         lines: list[list[str]] = [[] for _ in range(3)]
         readers = [stream(client, into) for into in lines]
         server.process.send_signal(signal.SIGINT)
@@ -46,12 +46,12 @@ def test_a_second_signal_of_either_kind_aborts_what_streams(second: signal.Signa
         for reader in readers:
             reader.join(60)
         clean(server)
-        assert {ended(found) for found in lines} == {"abort"}
+        assert {read_finish_reason(found) for found in lines} == {"abort"}
 
 
 @pytest.mark.soak
 def test_many_signals_at_once_end_it_once() -> None:
-    with served("--drain-timeout", "60") as (server, client):
+    with serve("--drain-timeout", "60") as (server, client):
         lines: list[str] = []
         reader = stream(client, lines)
         for _ in range(20):
@@ -60,11 +60,11 @@ def test_many_signals_at_once_end_it_once() -> None:
                 server.process.send_signal(signal.SIGTERM)
         reader.join(60)
         clean(server)
-        assert ended(lines) == "abort"
+        assert read_finish_reason(lines) == "abort"
 
 
 def test_clients_that_do_not_leave_do_not_keep_a_drained_server() -> None:
-    with served("--drain-timeout", "60") as (server, client), lingering(client) as half:
+    with serve("--drain-timeout", "60") as (server, client), lingering(client) as half:
         lines: list[str] = []
         reader = stream(client, lines)
         server.process.send_signal(signal.SIGTERM)
@@ -72,20 +72,20 @@ def test_clients_that_do_not_leave_do_not_keep_a_drained_server() -> None:
         began = time.monotonic()
         clean(server)
         assert time.monotonic() - began < 30  # the drain is over: FLUSH_SECONDS, and a busy machine
-        assert ended(lines) == "length"
+        assert read_finish_reason(lines) == "length"
         for sock in half:
             assert sock.recv(1000).startswith(b"HTTP/1.1 503 ")
 
 
 def list_reports(lines: list[str]) -> list[str]:
-    """The texts of a stream, chunk by chunk, in one."""
+    """Join the texts of a stream, chunk by chunk."""
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
     return ["".join(choice["text"] for chunk in chunks for choice in chunk["choices"])]
 
 
 @pytest.mark.soak
 def test_a_server_that_was_stopped_and_continued_goes_on_with_its_streams() -> None:
-    with served() as (server, client):
+    with serve() as (server, client):
         whole: list[str] = []
         stream(client, whole).join(60)
         lines: list[str] = []
@@ -95,7 +95,7 @@ def test_a_server_that_was_stopped_and_continued_goes_on_with_its_streams() -> N
         server.process.send_signal(signal.SIGCONT)
         reader.join(60)
         assert list_reports(lines) == list_reports(whole)
-        assert ended(lines) == "length"
+        assert read_finish_reason(lines) == "length"
         server.process.send_signal(signal.SIGTERM)
         clean(server)
 
@@ -103,7 +103,7 @@ def test_a_server_that_was_stopped_and_continued_goes_on_with_its_streams() -> N
 @pytest.mark.soak
 def test_a_terminal_that_closes_ends_the_server_and_its_streams() -> None:
     """SIGHUP has its ordinary meaning."""
-    with served() as (server, client):
+    with serve() as (server, client):
         with pytest.raises(httpx.RemoteProtocolError):
             hang_up(server, client)
         assert server.left() == -signal.SIGHUP

@@ -50,7 +50,7 @@ ENDLESS = (
 
 @pytest.mark.parametrize("source", ESCAPES)
 def test_there_is_no_way_out(source: str):
-    """Refused, or rendered as nothing: never an object of ours."""
+    """It is refused, or rendered as nothing: an object of the package never appears."""
     try:
         text = render_template(compile_template(source), {"messages": [dict(MESSAGES[0])]}, 2.0, 1 << 20)
     except ApiError as error:
@@ -84,7 +84,7 @@ def test_what_templates_of_the_hub_use():
 
 
 def test_a_templates_own_complaint_reaches_the_client():
-    templates = made("{{ raise_exception('roles must alternate') }}")
+    templates = make_template("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(ApiError, match="roles must alternate"):
         templates.encode([ChatMessage(role="user", content="x")])
 
@@ -94,7 +94,7 @@ def test_the_rendered_size_is_bounded():
         render_template(compile_template("{% for i in range(200) %}x{% endfor %}"), {}, 2.0, 100)
 
 
-def made(source: str) -> ChatTemplate:
+def make_template(source: str) -> ChatTemplate:
     llm = make_small_llm()
     settings = ServerSettings(chat_template=source, limits=RequestLimits())
     return ChatTemplate(ServerVocabulary(llm.tokenizer, llm.target.vocab_size), settings)
@@ -102,7 +102,7 @@ def made(source: str) -> ChatTemplate:
 
 @pytest.mark.parametrize("is_plain", [True, False])
 def test_an_encoder_sees_the_end_that_the_tokenizer_puts(is_plain: bool):
-    """T5 has an end token after every source, which a template does not write; once, where it does."""
+    """T5 has an end token after every source. Templates do not write it; if one does, the token is not doubled."""
     vocabulary = ServerVocabulary(_framing(), 320)
     begin, end = vocabulary.tokenizer.convert_tokens_to_ids(["<pad>", "<end>"])
     assert vocabulary.outer_tokens == ([begin], [end])
@@ -121,7 +121,7 @@ def _settings(is_plain: bool, own: str) -> ServerSettings:
 
 
 def _framing() -> PreTrainedTokenizerFast:
-    """A tokenizer that puts <pad> before every text and <end> after it."""
+    """Make a tokenizer that puts <pad> before every text and <end> after it."""
     made = Tokenizer.from_str(tiny_models.tokenizer().backend_tokenizer.to_str())
     ids = {word: made.token_to_id(word) for word in ("<pad>", "<end>")}
     made.post_processor = TemplateProcessing(single="<pad> $A <end>", special_tokens=list(ids.items()))

@@ -156,7 +156,7 @@ def test_nothing_to_learn_is_an_error():
 
 @given(st.lists(st.integers(2, 40), min_size=1, max_size=30), st.integers(2, 12))
 def test_every_token_to_learn_is_learnt_once(lengths, context):
-    # each token has an id of its own, so that one lost or learnt twice would show
+    # each token has a different id, so that a token lost or learnt twice would show
     starts = np.cumsum([1, *lengths])
     documents = [doc(range(a, b)) for a, b in itertools.pairwise(starts)]
     windows = TokenWindows.pack(documents, context)

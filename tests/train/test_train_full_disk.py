@@ -1,4 +1,4 @@
-"""A disk that is full: one line that says how to go on, what was there stays, nothing half written is left."""
+"""A full disk: an error of one line that says how to resume; old files stay, and no partial file is left."""
 
 import resource
 import subprocess

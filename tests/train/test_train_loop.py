@@ -31,7 +31,7 @@ def entries(out):
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_run_that_was_stopped_ends_with_the_same_bits(folder, optimizer, parts):
-    # dropout draws random numbers in every step: a resumed run must draw those of its step
+    # dropout uses random numbers in every step: a resumed run must use those of its step
     same = {"settings": {"dropout": "0.3"}, "optimizer": optimizer, "parts": parts}
     whole = train(plan(folder, "whole", **same), module=MODULE)
     first = train(plan(folder, "halves", max_steps=3, **same), module=MODULE)

@@ -1,4 +1,4 @@
-"""What is trained for real: draft models on and off policy, tables, the target's own texts, targets that learn too."""
+"""Full training runs: draft models on and off policy, tables, the target's own texts, targets that learn too."""
 
 import json
 from dataclasses import dataclass
@@ -220,7 +220,7 @@ def test_a_target_that_learns_keeps_no_traces(folder):
 
 
 def test_a_draft_of_few_tokens_takes_the_most_frequent(folder):
-    """A published head says which ids its columns are; those chosen before any was counted would be the first ones."""
+    """A published head lists the ids of its columns; ids chosen before the count would be the first ones."""
     rng = np.random.default_rng(1)
     common = np.array([7, 11, 40, 41, 90])
     texts = [[3, *rng.choice(common, 50)] for _ in range(12)] + [[3, *(4 + rng.integers(0, 93, 50))]]

@@ -11,7 +11,7 @@ from foredraft.train.timing import StepTimer
 
 
 class Slow:
-    """A drafter whose every step takes `tick` seconds of its own clock."""
+    """A drafter whose every step takes `tick` seconds of its simulated clock."""
 
     TrainConfig = TrainConfig
 
@@ -33,7 +33,7 @@ class Slow:
         return made
 
 
-def trained(slow: Slow, asked):
+def run_training(slow: Slow, asked):
     return train(asked, module=slow, clock=slow.clock)
 
 
@@ -52,7 +52,7 @@ def rates(out) -> list[float]:
 
 
 def test_the_steps_fit_the_minutes_and_the_learning_rate_ends_at_zero(folder):
-    outcome = trained(Slow(2.0), plan(folder, steps=1000, max_minutes=2.0))
+    outcome = run_training(Slow(2.0), plan(folder, steps=1000, max_minutes=2.0))
     assert outcome.is_done
     assert 55 <= outcome.steps <= 60  # of two seconds
     assert outcome.step == outcome.steps
@@ -61,32 +61,32 @@ def test_the_steps_fit_the_minutes_and_the_learning_rate_ends_at_zero(folder):
 
 
 def test_time_enough_changes_nothing(folder):
-    outcome = trained(Slow(1.0), plan(folder, steps=30, max_minutes=1e6))
+    outcome = run_training(Slow(1.0), plan(folder, steps=30, max_minutes=1e6))
     assert (outcome.is_done, outcome.steps) == (True, 30)
 
 
 def test_minutes_that_end_before_ten_steps_stop_the_run_as_before(folder):
-    outcome = trained(Slow(2.0), plan(folder, steps=30, max_minutes=0.1))
+    outcome = run_training(Slow(2.0), plan(folder, steps=30, max_minutes=0.1))
     assert not outcome.is_done
     assert outcome.step < 10
     assert outcome.steps == 30
 
 
 def test_a_run_that_was_fitted_and_stopped_goes_on_to_its_fitted_end(folder):
-    first = trained(Slow(2.0), plan(folder, steps=1000, max_minutes=2.0, max_steps=15))
+    first = run_training(Slow(2.0), plan(folder, steps=1000, max_minutes=2.0, max_steps=15))
     assert not first.is_done
     assert first.steps < 100
-    second = trained(Slow(2.0), plan(folder, steps=1000))
+    second = run_training(Slow(2.0), plan(folder, steps=1000))
     assert (second.is_done, second.steps) == (True, first.steps)
 
 
-def moved(clock: list[float]) -> Callable[[], float]:
+def make_clock(clock: list[float]) -> Callable[[], float]:
     return lambda: clock[0]
 
 
 def test_a_stall_is_forgotten():
     now = [0.0]
-    timing = StepTimer(moved(now))
+    timing = StepTimer(make_clock(now))
     for _ in range(30):
         timing.record_step(1.0, 100)
     timing.record_step(60.0, 100)
@@ -99,7 +99,7 @@ def test_a_stall_is_forgotten():
 
 def test_no_more_steps_than_were_asked_for_and_one_at_least():
     now = [0.0]
-    timing = StepTimer(moved(now))
+    timing = StepTimer(make_clock(now))
     timing.record_step(1.0, 1)
     assert timing.fit_num_steps(10, 50, 1e9) == 50
     now[0] = 100.0

@@ -42,7 +42,7 @@ def reference(tokens, taps):
 @pytest.mark.parametrize("rows_at_once", [1 << 20, 40, 10])
 @pytest.mark.parametrize("taps", [(), (AFTER_FINAL_NORM,), (0, 1, AFTER_FINAL_NORM)])
 def test_a_trace_is_what_the_model_itself_computes(target, tokens, monkeypatch, rows_at_once, taps):
-    # 10 positions a pass: a row goes in several passes, and sees its own keys of the passes before
+    # 10 positions a pass: a row takes several passes, and sees its keys of the passes before
     monkeypatch.setattr(trace_module, "LOGIT_BYTES", 4 * 97 * rows_at_once)
     trace = Tracer(target, taps).trace(tokens, torch.ones_like(tokens, dtype=torch.bool))
     if taps:
@@ -78,7 +78,7 @@ def test_tracing_leaves_the_memory_of_requests_alone(tokens):
     assert llm.generate([[5, 6, 7]], Sampling(temperature=0, max_tokens=20))[0].token_ids == before
 
 
-def made(tmp_path, target, identity="a", top=7, taps=(AFTER_FINAL_NORM,)):
+def make_cache(tmp_path, target, identity="a", top=7, taps=(AFTER_FINAL_NORM,)):
     rng = np.random.default_rng(0)
     windows = TokenWindows.pack([Document(rng.integers(4, 97, 40)) for _ in range(30)], 8)
     return TraceCache(tmp_path / "traces", windows, Tracer(target, taps, top), {"of": identity})
@@ -86,7 +86,7 @@ def made(tmp_path, target, identity="a", top=7, taps=(AFTER_FINAL_NORM,)):
 
 def test_a_cached_trace_is_the_trace(tmp_path, target, monkeypatch):
     monkeypatch.setattr(cache_module, "SHARD", 16)
-    cache, said = made(tmp_path, target), []
+    cache, said = make_cache(tmp_path, target), []
     cache.fill(said.append)
     rows = [0, 17, 5, len(cache.windows) - 1]
     kept, live = cache.read(rows, 0), cache.tracer.trace(*cache.windows.read(rows))
@@ -95,7 +95,7 @@ def test_a_cached_trace_is_the_trace(tmp_path, target, monkeypatch):
     assert torch.equal(kept.target_log_probs.token_ids, live.target_log_probs.token_ids)
     assert torch.equal(kept.tokens, live.tokens)
     assert torch.equal(kept.mask, live.mask)
-    # the estimate was said before the first shard, and was right
+    # the estimate was logged before the first shard, and was right
     size = sum(file.stat().st_size for file in (tmp_path / "traces").glob("*.safetensors"))
     assert abs(cache._estimate_row_bytes() * len(cache.windows) - size) < 0.1 * size
     assert "MB more in" in said[0]
@@ -103,7 +103,7 @@ def test_a_cached_trace_is_the_trace(tmp_path, target, monkeypatch):
 
 def test_a_cache_that_was_stopped_goes_on(tmp_path, target, monkeypatch):
     monkeypatch.setattr(cache_module, "SHARD", 16)
-    cache = made(tmp_path, target)
+    cache = make_cache(tmp_path, target)
     cache.fill(lambda line: None)
     first, second = sorted((tmp_path / "traces").glob("*.safetensors"))[:2]
     second.unlink()
@@ -114,28 +114,28 @@ def test_a_cache_that_was_stopped_goes_on(tmp_path, target, monkeypatch):
 
 
 def test_traces_of_something_else_are_refused(tmp_path, target):
-    made(tmp_path, target).fill(lambda line: None)
+    make_cache(tmp_path, target).fill(lambda line: None)
     with pytest.raises(ForedraftError, match="have other settings: of was 'a' and is 'b'; give another --cache"):
-        made(tmp_path, target, identity="b").fill(lambda line: None)
+        make_cache(tmp_path, target, identity="b").fill(lambda line: None)
 
 
 def test_a_folder_of_other_files_is_no_cache(tmp_path, target):
     (tmp_path / "traces").mkdir()
     (tmp_path / "traces" / "letter.txt").write_text("dear")
     with pytest.raises(ForedraftError, match="is not empty and holds no traces"):
-        made(tmp_path, target).fill(lambda line: None)
+        make_cache(tmp_path, target).fill(lambda line: None)
 
 
 def test_a_full_disk_is_seen_before_it_is_full(tmp_path, target, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(cache_module.shutil, "disk_usage", lambda path: usage(1, 1, 1000))
     with pytest.raises(ForedraftError, match=r"traces need .* MB and .* has 0\.0 MB free"):
-        made(tmp_path, target).fill(lambda line: None)
+        make_cache(tmp_path, target).fill(lambda line: None)
     assert not list((tmp_path / "traces").glob("*.safetensors"))
 
 
 def test_a_damaged_shard_is_named(tmp_path, target):
-    cache = made(tmp_path, target)
+    cache = make_cache(tmp_path, target)
     cache.fill(lambda line: None)
     file = cache._get_shard_path(0)
     file.write_bytes(file.read_bytes()[:50])
@@ -144,7 +144,7 @@ def test_a_damaged_shard_is_named(tmp_path, target):
 
 
 def test_a_run_on_cached_traces_learns_the_same(tmp_path):
-    tiny_models.llama().bfloat16().save_pretrained(tmp_path / "model")  # whose states bfloat16 keeps whole
+    tiny_models.llama().bfloat16().save_pretrained(tmp_path / "model")  # bfloat16 holds its states without loss
     write_ids(tmp_path)
     same = {"settings": {"loss": "kl"}, "top": 20}
     live = train(plan(tmp_path, "live", **same), module=MODULE)

@@ -22,7 +22,7 @@ class TrainConfig:
 
 
 class LinearTrainee:
-    """One matrix that guesses the next token from the target's last state."""
+    """One matrix that predicts the next token from the target's last state."""
 
     def __init__(self, config: TrainConfig, width: int, vocab_size: int) -> None:
         check_loss(config.loss)

@@ -19,7 +19,7 @@ from sampling_cases import SETTINGS, V, make_history
 
 
 def system(name: str, num_requests: int = 12, seed: int = 0, is_chain: bool = False):
-    """A ragged batch of trees, its logits with a row or two that are no distribution, and the sampling of every row."""
+    """Make a ragged batch of trees, its logits with a row or two that are no distribution, and every row's sampling."""
     rng = random.Random(seed)
     names = list(SETTINGS)
     sampling = [

@@ -41,7 +41,7 @@ SHAPES = {
     "two branches": ((-1, 0, 0, 1, 2), 4),
 }
 CHAINS = ("one", "two", "three")
-MIXED = {  # whose children are guesses
+MIXED = {  # kind -> nodes whose children are deterministic draft tokens
     "guessed root": frozenset({0}),
     "guessed leaves": frozenset({1, 2}),
     "all guessed": frozenset(range(5)),
@@ -86,7 +86,7 @@ def test_worlds_of_trees_keep_the_distribution_of_siblings_drawn_without_replace
 
 @pytest.mark.parametrize("kind", MIXED)
 def test_guesses_and_draws_mix_in_one_tree(kind):
-    """Guards rows of zeros taken for a distribution, and distributions taken for guesses."""
+    """Guards rows of zeros used as a distribution, and distributions used as deterministic draft tokens."""
     accepts = 0.0
     for world in worlds("two levels", 20, deterministic_nodes=MIXED[kind]):
         probs = compute_step_distribution(SystemUnderTest(RULES["reject"]), world)
@@ -117,7 +117,7 @@ def test_one_drafted_token_is_accepted_as_often_as_the_distributions_overlap():
 
 
 def random_batch(b: int = 40, seed: int = 0, is_chain: bool = False) -> tuple[TokenTree, torch.Tensor, NoiseTable]:
-    """A ragged batch, with q from which its tokens could have been drawn."""
+    """Make a ragged batch, with q from which its tokens could have been sampled."""
     generator = torch.Generator().manual_seed(seed)
     tokens, parents = [], []
     for i in range(b):
@@ -168,7 +168,7 @@ def test_a_commit_is_a_path_of_the_tree_and_its_tokens(name):
 
 @pytest.mark.parametrize("name", RULES)
 def test_a_rule_is_pure(name):
-    """Guards target rows zeroed in place before somebody reads them, and hidden randomness."""
+    """Guards target rows zeroed in place before another reader, and hidden randomness."""
     tree, p, noise = random_batch(is_chain=name == "block")
     given = [tree.tokens, tree.parents, tree.q, p, noise.keys, noise.accept_table, noise.sample_table]
     before = [x.clone() for x in given]
@@ -224,7 +224,7 @@ def test_greedy_distributions_need_no_keys():
 
 
 def test_the_keys_of_the_targets_draws_know_the_position_alone():
-    """Guards text that depends on where a step began. The other uniforms must know it, or two steps share them."""
+    """Guards text that depends on where a step began. The other uniforms must depend on it, or two steps share them."""
     long = TokenTree.from_chains([[1, 2, 3, 4]])
     early, late = NoiseTable.from_seeds(long, [(9, 0)], [10]), NoiseTable.from_seeds(long, [(9, 0)], [11])
     assert early.keys[1:].tolist() == late.keys[:-1].tolist()

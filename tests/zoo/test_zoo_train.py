@@ -44,7 +44,7 @@ TINY_PAIR = Seq2SeqPairRecipe(
 
 @pytest.fixture
 def python_tree(tmp_path):
-    """A standard library in miniature: training files, a held-out module and its test, and tables to skip."""
+    """Make a standard library in miniature: training files, a held-out module and its test, and tables to skip."""
     root = tmp_path / "lib"
     (root / "test").mkdir(parents=True)
     (root / "encodings").mkdir()
