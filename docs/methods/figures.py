@@ -72,7 +72,7 @@ class Figure:
         self.text(x, y, label, anchor, "#5f6368")
 
     def arrow(self, start: Point, end: Point, bend: float | None = None) -> None:
-        """A straight arrow, or one that leaves and arrives vertically by way of the height `bend`."""
+        """Draw a straight arrow, or one that leaves and arrives vertically by way of the height `bend`."""
         (x1, y1), (x2, y2) = start, end
         path = f"M{x1},{y1} L{x2},{y2}" if bend is None else f"M{x1},{y1} C{x1},{bend} {x2},{bend} {x2},{y2}"
         self.lines.append(f'<path d="{path}" fill="none" stroke="#5f6368" stroke-width="1.3" marker-end="url(#tip)"/>')
@@ -83,7 +83,7 @@ class Figure:
             self.arrow(a.right, b.left)
 
     def bracket(self, boxes: Sequence[Box], label: str, gap: float = 6) -> Point:
-        """A bracket below a run of boxes; returns the point below its middle."""
+        """Draw a bracket below a run of boxes; returns the point below its middle."""
         x1, x2, y = boxes[0].left[0], boxes[-1].right[0], boxes[0].bottom[1] + gap
         self.lines.append(
             f'<path d="M{x1},{y - 3} V{y + 3} H{x2} V{y - 3}" fill="none" stroke="#1a73e8" stroke-width="1.5"/>'

@@ -244,7 +244,7 @@ def generate(
 
 
 def _check_arguments(model: Any, inputs: Any) -> None:
-    """Raises ForedraftError for a model or inputs of the wrong type."""
+    """Raise ForedraftError for a model or inputs of the wrong type."""
     if not hasattr(model, "generate") or isinstance(model, LLM):
         raise ForedraftError(
             f"generate takes a loaded transformers model, got {type(model).__name__}; foredraft.LLM takes a folder or "
@@ -338,7 +338,7 @@ def _get_mask(input_ids: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _pad_outputs(input_ids: Tensor, outputs: list[list[int]], pad_id: int) -> Tensor:
-    """[B, L + longest output]"""
+    """Join prompts [B, L] and outputs into [B, L + longest output]."""
     longest = max(map(len, outputs))
     tail = [row + [pad_id] * (longest - len(row)) for row in outputs]
     return torch.cat([input_ids, torch.tensor(tail, dtype=input_ids.dtype, device=input_ids.device)], 1)

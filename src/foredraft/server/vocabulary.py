@@ -70,7 +70,10 @@ class ServerVocabulary:
         return max(map(len, self.tokenizer.get_vocab()), default=1)
 
     def format_token(self, token: int, as_id: bool = False) -> str:
-        """Format a token as text, or as "token_id:N". Bytes of an incomplete character become `bytes:` with hex escapes."""
+        """Format a token as text, or as "token_id:N".
+
+        Bytes of an incomplete character become `bytes:` with hex escapes.
+        """
         return f"token_id:{token}" if as_id else self._describe_token(token)[0]
 
     def list_bytes(self, token: int) -> list[int]:
