@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from foredraft.kernels.rows import PackedRows
 from foredraft.models.forward_batch import ForwardBatch, Span
-from models.test_forward_batch import PAGE_SIZE, expected, spans
+from models.test_forward_batch import PAGE_SIZE, compute_visible_slots, spans
 
 
 def pack(spans: list[Span], logit_rows: list[int] | None = None) -> PackedRows:
@@ -19,7 +19,7 @@ def pack(spans: list[Span], logit_rows: list[int] | None = None) -> PackedRows:
 @given(spans())
 def test_every_row_sees_its_own_past_and_nothing_else(spans: list[Span]) -> None:
     rows = pack(spans)
-    for row, seen in expected(spans, None).items():
+    for row, seen in compute_visible_slots(spans, None).items():
         assert len(rows.list_slots(row)) == len(seen)
         assert set(rows.list_slots(row)) == seen
 
@@ -56,7 +56,7 @@ def test_the_native_side_reads_what_the_window_says(spans: list[Span], skipped: 
     assert numbers(record.logit_rows, record.num_logits) == window.logit_rows.tolist()
     start, tail = numbers(record.start, record.rows), numbers(record.tail, record.rows)
     assert [a + b - 1 for a, b in zip(start, tail, strict=True)] == window.positions[0].tolist()
-    assert record.longest == max(len(seen) for seen in expected(spans, None).values())
+    assert record.longest == max(len(seen) for seen in compute_visible_slots(spans, None).values())
 
 
 @given(spans())

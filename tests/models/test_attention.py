@@ -15,7 +15,7 @@ from foredraft.models.attention import attend_explicit, paged_attention
 from foredraft.models.forward_batch import MAX_PADDED_ROWS, ForwardBatch, Span
 from foredraft.models.hf import HFModel
 from models.families import TINY
-from models.test_forward_batch import PAGE_SIZE, expected, spans
+from models.test_forward_batch import PAGE_SIZE, compute_visible_slots, spans
 
 HEADS, SHARED, WIDTH = 4, 2, 8
 
@@ -59,7 +59,9 @@ def test_equal_to_plain_attention_over_what_each_row_may_see(
     pool.write(0, past, pk[0].transpose(0, 1), pv[0].transpose(0, 1), window.num_slots)
     sinks = torch.linspace(-1, 2, HEADS, dtype=torch.float64) if has_sinks else None
     ours = attend(window, pool, (q, k, v), sliding_window=sliding, softcap=softcap, s_aux=sinks)
-    torch.testing.assert_close(ours, plain(q, pool, expected(spans, sliding), softcap, sinks), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        ours, plain(q, pool, compute_visible_slots(spans, sliding), softcap, sinks), rtol=0, atol=1e-12
+    )
     pool.check_null_page(PAGE_SIZE)
 
 
