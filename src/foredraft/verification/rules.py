@@ -25,11 +25,11 @@ from foredraft.tree import Commit, TokenTree
 from foredraft.verification.noise import Noise
 from foredraft.verification.probs import NO_TOKEN, DenseProbs, Floats, InvalidLogitsError, Probs, TargetProbs
 
-Rule = Callable[[TokenTree, Tensor | TargetProbs, Noise], Commit]
+Rule = Callable[[TokenTree, Tensor | TargetProbs, Noise], Commit]  # p is a tensor [R, V], or computed on demand
 AcceptedPath = tuple[list[int], list[int]]  # the root and the accepted nodes below it; the token after each of them
 
 
-def match(tree: TokenTree, p: Tensor | TargetProbs, step_noise: Noise) -> Commit:
+def match(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
     """Sample the target's own token after each node; accept the child with that token, if there is one.
 
     The sample depends on seed and position alone (`SeededNoise.get_key`). The output therefore does not depend on the
@@ -40,9 +40,9 @@ def match(tree: TokenTree, p: Tensor | TargetProbs, step_noise: Noise) -> Commit
     """
     probs = DenseProbs.wrap(p)
     paths: dict[int, AcceptedPath | None] = {}  # by batch index; None = the logits at the root were invalid
-    nodes = {b: root for b, root in enumerate(tree.roots) if root < tree.sizes[b]}  # batch index -> node of the level
+    nodes = {b: root for b, root in enumerate(tree.roots) if root < tree.sizes[b]}  # batch index -> node to visit next
     while nodes:
-        sampled = probs.sample_tokens([tree.get_row(b, node) for b, node in nodes.items()], step_noise.get_key)
+        sampled = probs.sample_tokens([tree.get_row(b, node) for b, node in nodes.items()], noise.get_key)
         next_nodes: dict[int, int] = {}
         for (b, node), token in zip(nodes.items(), sampled, strict=True):
             if token == NO_TOKEN:  # invalid logits: the request fails at its root, and its walk ends at a later node
@@ -68,7 +68,7 @@ def match(tree: TokenTree, p: Tensor | TargetProbs, step_noise: Noise) -> Commit
     return _build_commit(tree, get_path, probs.sampled_tokens)
 
 
-def reject(tree: TokenTree, p: Tensor | TargetProbs, step_noise: Noise) -> Commit:
+def reject(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
     """Speculative sampling: accept a draft token x with probability min(1, r(x) / q(x)), else try its next sibling.
 
     r is p for the first of several siblings. After each rejection it becomes the residual norm(max(0, r - q)). If all
@@ -93,20 +93,20 @@ def reject(tree: TokenTree, p: Tensor | TargetProbs, step_noise: Noise) -> Commi
             nodes.append(node)
             accepted = None
             for child, x, q in _iterate_siblings(tree, b, node, r.vocab_size):
-                if step_noise.accept_uniform(b, child) * q[x] < r[x]:
+                if noise.accept_uniform(b, child) * q[x] < r[x]:
                     accepted = child
                     tokens.append(x)
                     break
                 r = r.compute_residual(q).normalise(fallback=r)  # a residual has no mass only after rounding
             if accepted is None:
-                tokens.append(r.sample(step_noise.sample_uniform(b, node)))
+                tokens.append(r.sample(noise.sample_uniform(b, node)))
                 return nodes, tokens
             node = accepted
 
     return _build_commit(tree, walk)
 
 
-def block(tree: TokenTree, p: Tensor | TargetProbs, step_noise: Noise) -> Commit:
+def block(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
     """Block verification of chains: accept the longest prefix of draft tokens that passes a joint test.
 
     Prefix i passes if its uniform is below the threshold h_i of the paper. In expectation this accepts at least as many
@@ -149,7 +149,7 @@ def block(tree: TokenTree, p: Tensor | TargetProbs, step_noise: Noise) -> Commit
                 threshold = residual_mass / denominator if denominator > 0 else 1.0  # h_i of the paper
             else:
                 threshold = ratios[-1]
-            if step_noise.accept_uniform(b, chain[i + 1]) < threshold:
+            if noise.accept_uniform(b, chain[i + 1]) < threshold:
                 num_accepted = i + 1
         nodes = chain[: num_accepted + 1]
         try:
@@ -160,7 +160,7 @@ def block(tree: TokenTree, p: Tensor | TargetProbs, step_noise: Noise) -> Commit
             return nodes[:-1], [tokens[n] for n in nodes[1:]]
         if num_accepted < len(levels):
             p_node = p_node.compute_residual(levels[num_accepted][1], ratios[num_accepted]).normalise(fallback=p_node)
-        last = p_node.sample(step_noise.sample_uniform(b, nodes[-1]))
+        last = p_node.sample(noise.sample_uniform(b, nodes[-1]))
         return nodes, [*(tokens[n] for n in nodes[1:]), last]
 
     return _build_commit(tree, walk)
@@ -184,7 +184,7 @@ class TypicalAcceptance:
     alpha: float = 0.3  # delta; `posterior_alpha` in the authors' code
     samples_last: bool = False  # sample the token after the path instead of taking the argmax
 
-    def __call__(self, tree: TokenTree, p: Tensor | TargetProbs, step_noise: Noise) -> Commit:
+    def __call__(self, tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
         """Verify as a `Rule`."""
         probs = DenseProbs.wrap(p)
 
@@ -208,7 +208,7 @@ class TypicalAcceptance:
                 p_node = probs.get_probs(tree.get_row(b, best[-1]))
             except InvalidLogitsError:
                 return best[:-1], following
-            last = p_node.sample(step_noise.sample_uniform(b, best[-1])) if self.samples_last else p_node.argmax
+            last = p_node.sample(noise.sample_uniform(b, best[-1])) if self.samples_last else p_node.argmax
             return best, [*following, last]
 
         return _build_commit(tree, walk)
