@@ -73,7 +73,7 @@ class EagleNetwork(nn.Module):
             tokens: [B, L] tokens t + 1.
             features: [B, L, H] features t: states of the target, or outputs of this network.
             positions: [B, L] positions t, for the rotary embedding.
-            attend: attention function; it also stores keys and values.
+            attend: attention function: causal in training, over the KV pool when the network drafts.
 
         Returns:
             States for `compute_logits` and next features, which are the same tensor [B, L, H] here.
@@ -95,7 +95,7 @@ def create(config: Config, context: DrafterContext) -> FeatureDrafter:
     """Load the head and make its drafter.
 
     Raises:
-        ForedraftError: for invalid tree options, or a head of another method or another target.
+        ForedraftError: for invalid tree options, or a head of another method, or one that does not fit the target.
     """
     config.to_tree_spec(context.num_speculative_tokens)  # raises for invalid options before the checkpoint is loaded
     return from_checkpoint(config, load_checkpoint(context, METHOD), context)
@@ -114,6 +114,7 @@ def from_checkpoint(config: Config, checkpoint: Checkpoint, context: DrafterCont
 
 
 def _load_network(checkpoint: Checkpoint, target: HFModel) -> EagleNetwork:
+    """Make a network with the tensors of a checkpoint. Raises ForedraftError for a head of another method."""
     if not isinstance(checkpoint.shape, EagleShape):
         raise ForedraftError(f"{checkpoint.folder} holds no EAGLE head but {checkpoint.format}")
     network = EagleNetwork(checkpoint.shape, target)

@@ -45,14 +45,16 @@ def resolve_method(name: object) -> tuple[ModuleType, dict[str, Any]]:
     """Return the module of a method name, and the options that the name implies.
 
     Most names are a METHOD and imply no options. A module with `parse_name(name)` accepts more names: it returns the
-    implied options, or None if the name is not one of its own. `ensemble.py` accepts `a+b` and `auto` in this way.
+    implied options, or None for a name that it does not accept. `ensemble.py` accepts `a+b` and `auto` in this way.
 
     Raises:
         ValueError: for an unknown name.
     """
     methods = load_methods()
     if not isinstance(name, str):
-        raise ValueError(f"unknown method {name!r}; give its name, several as a+b, or a model whose folder tells it")
+        raise ValueError(
+            f"unknown method {name!r}; give its name, several as a+b, or a model whose folder determines it"
+        )
     if name in methods:
         return methods[name], {}
     for module in methods.values():
@@ -81,9 +83,9 @@ def parse_config(method: ModuleType, options: dict[str, Any]) -> Any:
 
 
 def uses_model(method: ModuleType) -> bool:
-    """Return whether a method takes the option `model`, by its constant USES_MODEL; without that constant, True.
+    """Return whether a method takes the option `model`: the constant USES_MODEL of its module, by default True.
 
-    Methods that copy committed tokens set it to False.
+    Methods without a draft model, a head or another trained file set it to False.
     """
     return bool(getattr(method, "USES_MODEL", True))
 
