@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from foredraft.tree import TokenTree
-from foredraft.verification.rules import NoiseTable, Rule
+from foredraft.verification.noise import NoiseTable
+from foredraft.verification.rules import Rule
 
 V, PADDING = 8, 2  # the last two ids pad the vocabulary: the target never samples them
 TINY = 5e-324

@@ -139,11 +139,11 @@ class HeadKVSimulation(KVSimulation):
     def compare_draft(self, request: Request) -> int:
         made = self.drafter
         assert isinstance(made, FeatureDrafter)
-        assert made._count_seen_pairs(request.slot) == request.num_computed, (
+        assert made._count_observed_pairs(request.slot) == request.num_computed, (
             "pairs were missed, or seen that are not committed"
         )
         if self.random.random() < 0.3:  # what was put off may wait, or be read now
-            made._read_pending([request.slot])
+            made._compute_pending([request.slot])
         n, root = made.draft_kv.num_valid.get(request.slot, 0), made._root_outputs.get(request.slot)
         if not n:
             return 0

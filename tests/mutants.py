@@ -15,7 +15,8 @@ from foredraft.sampling.distribution import TokenHistory, distribution
 from foredraft.sampling.params import Sampling
 from foredraft.sampling.rng import NoiseStream
 from foredraft.tree import Commit, TokenTree
-from foredraft.verification.rules import NoiseTable, Rule, sample_from_mass
+from foredraft.verification.noise import NoiseTable
+from foredraft.verification.rules import Rule, sample_from_mass
 
 
 def _normalize(probs: Tensor, fallback: Tensor) -> Tensor:

@@ -21,7 +21,8 @@ from foredraft.sampling.distribution import TokenHistory, distribution
 from foredraft.sampling.params import Sampling
 from foredraft.sampling.rng import NoiseStream, exponential_race
 from foredraft.tree import TokenTree
-from foredraft.verification.rules import NoiseTable, Rule
+from foredraft.verification.noise import NoiseTable
+from foredraft.verification.rules import Rule
 from statistical_checks import chi_square, total_variation
 
 LOW, HIGH, NEAR = 1e-13, 1 - 1e-13, 1e-9

@@ -5,7 +5,8 @@ import torch
 
 from edge_cases import EDGES, EVEN, PAIRS, V, find_impossible_tokens, make_batch
 from foredraft.tree import TokenTree
-from foredraft.verification.rules import RULES, NoiseTable
+from foredraft.verification.noise import NoiseTable
+from foredraft.verification.rules import RULES
 
 CASES = [(name, edge) for name in RULES for edge in EDGES if not (name == "block" and edge.shape == "siblings")]
 

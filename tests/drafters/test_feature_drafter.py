@@ -227,7 +227,7 @@ def test_what_is_put_off_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(9):
         played.commit([2, 1])
         assert all(len(pending.tokens) < 8 for pending in made._pending.values())
-        assert [made._count_seen_pairs(slot) for slot in (0, 1)] == [r.num_computed for r in played.requests]
+        assert [made._count_observed_pairs(slot) for slot in (0, 1)] == [r.num_computed for r in played.requests]
     assert made.draft_kv.num_valid == {0: 16, 1: 8}
     made.forget([0, 1])
     assert not made._pending

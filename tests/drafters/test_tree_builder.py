@@ -20,7 +20,7 @@ from foredraft.request import Request
 from foredraft.sampling.distribution import distribution
 from foredraft.sampling.params import Sampling
 from foredraft.tree import TokenTree
-from foredraft.verification.rules import SeededNoise
+from foredraft.verification.noise import SeededNoise
 
 V = 12
 GREEDY = Sampling(temperature=0, max_tokens=50)

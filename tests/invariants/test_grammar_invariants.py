@@ -22,7 +22,8 @@ from foredraft.sampling.distribution import distribution
 from foredraft.sampling.grammar import AllowedTokens, Grammar, GrammarMatcher
 from foredraft.sampling.params import Sampling
 from foredraft.tree import TokenTree
-from foredraft.verification.rules import RULES, SeededNoise
+from foredraft.verification.noise import SeededNoise
+from foredraft.verification.rules import RULES
 from grammar_cases import END, NINE_TOKENS, make_grammars
 from statistical_checks import ALPHA, chi_square
 

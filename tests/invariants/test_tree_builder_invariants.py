@@ -26,7 +26,8 @@ from foredraft.sampling.distribution import distribution
 from foredraft.sampling.params import Sampling
 from foredraft.sampling.rng import NoiseStream
 from foredraft.tree import TokenTree
-from foredraft.verification.rules import RULES, SeededNoise
+from foredraft.verification.noise import SeededNoise
+from foredraft.verification.rules import RULES
 from statistical_checks import ALPHA, chi_square
 
 V, LENGTH = 6, 3  # tokens of a step that are counted jointly; a draft is that deep

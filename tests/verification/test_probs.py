@@ -13,8 +13,9 @@ from foredraft.sampling import rng
 from foredraft.sampling.distribution import distribution
 from foredraft.sampling.params import Sampling
 from foredraft.tree import TokenTree
+from foredraft.verification.noise import NoiseTable, SeededNoise
 from foredraft.verification.probs import NO_TOKEN, DenseProbs, InvalidLogitsError, LazyTargetProbs, Probs
-from foredraft.verification.rules import RULES, NoiseTable, SeededNoise, combine_rules
+from foredraft.verification.rules import RULES, combine_rules
 from sampling_cases import SETTINGS, V, make_history
 
 

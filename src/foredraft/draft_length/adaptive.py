@@ -2,62 +2,61 @@
 
 Pure: no model, no tensors, no clock. Draft lengths are chosen before drafting and from earlier steps alone: under
 rejection sampling, a length that depended on the draft tokens would change the output distribution.
-docs/controller.md explains the algorithm in a page.
+docs/controller.md explains the algorithm in a page. A plain step is a step without drafts. All times are in seconds.
 """
 
 from collections import Counter
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
-from typing import Literal, NamedTuple
 
 from foredraft.draft_length.acceptance import SurvivalEstimator
 from foredraft.draft_length.costs import CostCurve, DraftCost, LengthPlan, Planner, StepShape
-from foredraft.draft_length.policy import DraftCandidate, StepReport
+from foredraft.draft_length.policy import DecisionReason, DraftCandidate, LengthDecision, StepReport
 
-DecisionReason = Literal["start", "pays", "does not pay", "probe", "measure", "guard", "fixed"]
-
+# Gain and time credit
 GAIN_MARGIN = 0.01  # predicted gain that starts drafting; a predicted loss of as much ends it
 LOSS_ALLOWANCE = 0.01  # share of the time that may be lost: to probes, to warm-up and to drafts that do not pay
-MAX_CREDIT_STEPS = 24.0  # upper limit on time credit: plain steps, or the most expensive recent steps with drafts
-MAX_COST_DECAY = 0.99  # decay per step of the cost of the most expensive recent step with drafts
 INITIAL_CREDIT_STEPS = 14.0  # time credit at the start, in plain steps
-WARMUP_NODES = (0, 0, 1, 1, 3, 3, 3)  # draft nodes per request in the first steps, to measure costs
+MAX_CREDIT_STEPS = 24.0  # upper limit on the time credit, in plain steps or in the costliest recent step with drafts
+MAX_COST_DECAY = 0.99  # factor per step by which the cost of that costliest step is forgotten
+MAX_PAYBACK_STEPS = 100  # drafting resumes only if this many steps gain the time to read the tokens that it missed
+# Warm-up: the first steps, to measure costs
+WARMUP_NODES = (0, 0, 1, 1, 3, 3, 3)  # draft nodes per request, by step
 MAX_WARMUP_REQUESTS = 2  # requests that draft during warm-up
-MIN_WARMUP_STEPS = 3  # earlier steps cannot separate the cost of a draft from that of reading the prompt
-PROBE_NODES, PROBE_STEPS = 2, 4  # nodes per request and consecutive steps of a probe
-PROBE_COST_FACTOR = 1.5  # requests join a probe as long as they raise its cost by at most this factor
-MIN_PROBE_INTERVAL, MAX_PROBE_INTERVAL = 32, 256  # steps between probes; doubles after each probe without a gain
-LONG_DRAFT_INTERVAL = 32  # steps between drafts that are half as long again, to test that longer ones do not pay
-MIN_PLAIN_INTERVAL, MAX_PLAIN_INTERVAL = 16, 256  # steps with drafts between plain steps, which measure their cost
-PLAIN_INTERVAL_PER_GAIN = 200  # the same interval per predicted gain: a plain step may cost about 0.5 % of the time
-MAX_PAYBACK_STEPS = 100  # steps within which the gain must pay for reading the tokens that the drafter has missed
+MIN_WARMUP_STEPS = 3  # steps before a used-up credit may end warm-up; the first draft also reads the prompt
+# Probes: short drafts of requests that have none, to measure acceptance again
+PROBE_NODES = 2  # draft nodes per request and step
+PROBE_STEPS = 4  # consecutive steps of a probe
+PROBE_COST_FACTOR = 1.5  # requests are added to a probe while it costs at most this many times a probe of one request
+MIN_PROBE_INTERVAL = 32  # steps between probes; doubles after each probe without a gain
+MAX_PROBE_INTERVAL = 256
+# Measurements while requests draft
+LONG_DRAFT_INTERVAL = 32  # one in this many steps has drafts 1.5 times as long as planned, to measure longer ones
+MIN_PLAIN_INTERVAL = 16  # steps with drafts between two plain steps, which measure the cost of plain decoding
+MAX_PLAIN_INTERVAL = 256
+PLAIN_INTERVAL_PER_GAIN = 200  # the same interval over the predicted gain; a plain step then costs 0.5 % of the time
 SLOWDOWN_SMOOTHING = 0.2  # weight of the newest step in the slowdown of the machine
 PLAIN_COST_SMOOTHING = 0.1  # weight of the newest plain step in the ratio of measured to predicted cost
+# Savings of the policy's own time
 PLAN_LIFETIME = 16  # steps that a plan is used for an unchanged batch; twice as long for a large batch or if paused
-LARGE_BATCH = 16  # requests from which a plan outlives changes of the batch
-MAX_UNOBSERVED_STEPS = 3  # steps between two observed ones while no request drafts
+LARGE_BATCH = 16  # number of requests from which a batch is large
+MAX_UNOBSERVED_STEPS = 3  # consecutive reports that are not evaluated while no request drafts
 
-
-class LengthDecision(NamedTuple):
-    """Draft nodes granted in a step, the reason, and the predictions behind it."""
-
-    reason: DecisionReason
-    nodes: int = 0  # nodes granted to all requests together
-    depth: int = 0  # largest number of nodes granted to one request
-    plain_rate: float = 0.0  # predicted tokens per second without drafts; 0 before the first plan
-    rate: float = 0.0  # predicted tokens per second of the plan, used or not
-    acceptance: float = 0.0  # predicted share of the plan's nodes that is accepted
+Candidates = Sequence[DraftCandidate]
 
 
 class AdaptiveLengthPolicy:
     """Draft-length policy that maximises predicted tokens per second, and drafts nothing if no draft pays.
 
-    It has three parts. The plan is computed from measured costs and estimated survival. Probes and occasional plain
-    steps keep the measurements current. The time credit, in seconds, bounds the loss: a step with drafts adds the time
-    that it saves against plain decoding, or subtracts what it loses. Credit also grows by LOSS_ALLOWANCE of all time.
-    Probes are paid from it. If it is used up, no request drafts, whatever the plan predicts. So over a long run at most
-    LOSS_ALLOWANCE of the time is lost.
+    It has three parts. The plan sets the draft nodes of each request. It is computed from measured costs and estimated
+    survival, the probability that a draft node is accepted. Probes and occasional plain steps keep the measurements
+    current. The time credit bounds the loss: a step with drafts adds the time that it saves against plain decoding, or
+    subtracts the time that it loses. The credit also grows by LOSS_ALLOWANCE of all time. Probes are paid from it. If
+    it is used up, no request drafts, whatever the plan predicts. So over a long run at most LOSS_ALLOWANCE of the time
+    is lost.
+
+    Greedy and sampled requests have separate estimates; `kind` is 0 for greedy and 1 for sampled.
 
     Args:
         curve: time of a forward pass of the target by its rows; None = learned from steps.
@@ -73,32 +72,36 @@ class AdaptiveLengthPolicy:
         self._costs_by_kind = dict[int, tuple[CostCurve, DraftCost, Planner]]()  # those of the other kinds
         self.decision = LengthDecision("start")
         self.counts: Counter[DecisionReason] = Counter()  # steps by reason
+        self._step = 0  # number of finished steps
+        self._warmup_step = 0  # index in WARMUP_NODES; its length = warm-up is over
+        self._is_drafting = True  # False = paused: no request drafts, probes apart
         self._plan, self._plan_age = LengthPlan(), 0  # age in steps
         self._plan_key: object = None  # batch that the plan was computed for; None = compute a new plan
         self._plan_kinds: frozenset[int] = frozenset()  # kinds of the requests in that batch
         self._drafted_until: dict[int, int] = {}  # slot -> step after its last draft; absent = never drafted
-        self._num_unobserved = 0  # steps since the last observed one
+        self._num_unobserved = 0  # steps since the last report that was evaluated
         self._num_candidates = 0  # candidates of the current step
-        self._num_others = 0  # requests of the last step that were scored but were no candidates
+        self._num_others = 0  # requests of the last step that got a new token but were no candidates
         self._has_fixed = False  # the current step has drafts of fixed length
-        self._step, self._warmup_step = 0, 0
-        self._is_drafting = True
-        self._steps_since_plain = 0
+        self._steps_since_plain = 0  # steps with drafts since the last plain step
         self._slowdown = 1.0  # current step time over the usual one; all other times are divided by it
-        self._credit, self._plain_step_cost = 0.0, 0.0  # seconds
-        self._credit_floor = 0.0  # seconds, at most 0: credit below this ends drafting
-        self._max_step_cost = 0.0  # seconds of the most expensive recent step with drafts
-        self._probed_slots: tuple[int, ...] = ()
-        self._probe_steps_left, self._probe_interval, self._next_probe_step = 0, MIN_PROBE_INTERVAL, 0
+        self._plain_step_cost = 0.0  # seconds of a plain step without prompt chunks; 0 = not measured yet
+        self._credit = 0.0  # time credit in seconds
+        self._credit_floor = 0.0  # seconds, at most 0: credit below this pauses drafting
+        self._max_step_cost = 0.0  # seconds of the costliest recent step with drafts
+        self._probed_slots: tuple[int, ...] = ()  # requests of the current probe
+        self._probe_steps_left = 0
+        self._probe_interval, self._next_probe_step = MIN_PROBE_INTERVAL, 0  # in steps; index of a step
         self._last_load = 0  # adjustable requests when the probe interval was last reset
 
     # Decisions, before a step
 
-    def allocate(self, candidates: Sequence[DraftCandidate], num_rows: int, attended_tokens: int = 0) -> list[int]:
+    def allocate(self, candidates: Candidates, num_rows: int, attended_tokens: int = 0) -> list[int]:
         """Grant draft nodes for the next step; arguments as in `DraftLengthPolicy.allocate`."""
         if self._is_idle(candidates):
             return [0] * len(candidates)
         self._select_kind(candidates)
+        # A fixed length is granted as it is. The policy decides only about the other candidates, the adjustable ones.
         adjustable = [c for c in candidates if not c.is_fixed and c.max_nodes > 0]
         budgets = {c.slot: c.max_nodes for c in candidates if c.is_fixed}
         self._num_candidates, self._has_fixed = len(candidates), bool(budgets)
@@ -109,19 +112,16 @@ class AdaptiveLengthPolicy:
             budgets |= chosen
         granted = [min(budgets.get(c.slot, 0), c.max_nodes) for c in candidates]
         plan = self._plan if adjustable else LengthPlan()
-        self.decision = LengthDecision(
-            reason,
-            sum(granted),
-            max(granted, default=0),
-            plan.plain_rate / self._slowdown,
-            plan.rate / self._slowdown,
-            plan.acceptance,
-        )
+        rates = plan.plain_rate / self._slowdown, plan.rate / self._slowdown
+        self.decision = LengthDecision(reason, sum(granted), max(granted, default=0), *rates, plan.acceptance)
         self.counts[reason] += 1
         return granted
 
-    def _select_kind(self, candidates: Sequence[DraftCandidate]) -> None:
-        """Switch to the cost estimates of this kind: sampling tokens and drafts takes longer than argmax."""
+    def _select_kind(self, candidates: Candidates) -> None:
+        """Register the candidates, and switch to the cost estimates of their kind: sampled if any of them is sampled.
+
+        Sampling tokens and drafts takes longer than argmax. A kind without estimates starts from the current curve.
+        """
         for candidate in candidates:
             self.survival.register(candidate.slot, candidate.kind)
         kind = max((candidate.kind for candidate in candidates), default=self._cost_kind)
@@ -133,14 +133,10 @@ class AdaptiveLengthPolicy:
             self.curve, self.draft_cost, self.planner = self._costs_by_kind[kind]
             self._cost_kind, self._plan_key = kind, None
 
-    def _is_idle(self, candidates: Sequence[DraftCandidate]) -> bool:
-        """Return true if speculation is off and no probe or replan is due; the step then skips all other work."""
-        if (
-            self._is_drafting
-            or self._probed_slots
-            or self._warmup_step < len(WARMUP_NODES)
-            or self._plan_age + 1 >= 2 * PLAN_LIFETIME
-        ):
+    def _is_idle(self, candidates: Candidates) -> bool:
+        """Return true if drafting is paused and no probe or new plan is due. The step then skips all other work."""
+        is_plan_due = self._plan_age + 1 >= 2 * PLAN_LIFETIME
+        if self._is_drafting or self._probed_slots or self._is_warming_up or is_plan_due:
             return False
         if any(c.kind not in self._plan_kinds for c in candidates):  # the plan was computed without this kind
             self._plan_key = None
@@ -155,18 +151,16 @@ class AdaptiveLengthPolicy:
         self.counts[self.decision.reason] += 1
         return True
 
+    @property
+    def _is_warming_up(self) -> bool:
+        return self._warmup_step < len(WARMUP_NODES)
+
     def _is_load_similar(self, load: int) -> bool:
-        """Whether the load has less than doubled or halved since the probe interval was last reset."""
+        """Return whether the number of adjustable requests is within a factor of 2 of `_last_load`."""
         return self._last_load / 2 < load < self._last_load * 2
 
-    def _replan(
-        self,
-        candidates: Sequence[DraftCandidate],
-        adjustable: Sequence[DraftCandidate],
-        num_rows: int,
-        attended_tokens: int,
-    ) -> None:
-        """Compute a new plan, unless the current one may still be used."""
+    def _replan(self, candidates: Candidates, adjustable: Candidates, num_rows: int, attended_tokens: int) -> None:
+        """Compute a new plan for the adjustable candidates, unless the current plan may still be used."""
         key = (num_rows, tuple(candidates), self._num_others, self.survival.is_tree)
         self._plan_age += 1
         if self._is_plan_current(key, len(adjustable)):
@@ -174,14 +168,14 @@ class AdaptiveLengthPolicy:
         self._plan_key, self._plan_age, self._plan_kinds = key, 0, frozenset(c.kind for c in candidates)
         fixed = [c for c in candidates if c.is_fixed]
         fixed_depth = max((c.max_nodes for c in fixed), default=0)
-        gains = self.survival.estimate_gains([c.slot for c in fixed], fixed_depth) if fixed_depth else []
+        fixed_gains = self.survival.estimate_gains([c.slot for c in fixed], fixed_depth) if fixed_depth else []
         shape = StepShape(
             num_requests=len(candidates) + self._num_others,
             num_rows=num_rows,
             context_per_row=attended_tokens / max(num_rows, 1),
             fixed_depth=fixed_depth,
             fixed_nodes=sum(c.max_nodes for c in fixed),
-            fixed_gain=sum(sum(gain[: c.max_nodes]) for c, gain in zip(fixed, gains, strict=False)),
+            fixed_gain=sum(sum(gain[: c.max_nodes]) for c, gain in zip(fixed, fixed_gains, strict=False)),
         )
         slots, max_nodes = [c.slot for c in adjustable], [c.max_nodes for c in adjustable]
         gains = self.survival.estimate_gains(slots, max(max_nodes))
@@ -189,20 +183,19 @@ class AdaptiveLengthPolicy:
         self._plan = self.planner.find_best_plan(shape, slots, max_nodes, gains, draft_probs)
 
     def _is_plan_current(self, key: object, count: int) -> bool:
-        """Whether the plan may still be used; it lives longer while paused and in a large batch."""
-        if self._warmup_step < len(WARMUP_NODES) or self._plan_key is None:
+        """Return whether the plan may still be used for the batch `key` with `count` adjustable requests."""
+        if self._is_warming_up or self._plan_key is None:
             return False
-        if not self._is_drafting:
+        if not self._is_drafting:  # the plan only has to show when drafting would pay, for any batch
             return self._plan_age < 2 * PLAN_LIFETIME
         if key == self._plan_key:
             return self._plan_age < (PLAN_LIFETIME if count < LARGE_BATCH else 2 * PLAN_LIFETIME)
+        # A large batch changes often. A new request has no draft until the next plan.
         return count >= LARGE_BATCH and self._plan_age < PLAN_LIFETIME // 2
 
-    def _choose_budgets(
-        self, adjustable: Sequence[DraftCandidate], num_rows: int
-    ) -> tuple[DecisionReason, dict[int, int]]:
+    def _choose_budgets(self, adjustable: Candidates, num_rows: int) -> tuple[DecisionReason, dict[int, int]]:
         """Return the reason and the nodes by slot: of warm-up, of the plan, of a probe, or none for a plain step."""
-        if self._warmup_step < len(WARMUP_NODES):
+        if self._is_warming_up:
             nodes = WARMUP_NODES[self._warmup_step]
             return "start", {c.slot: min(nodes, c.max_nodes) for c in adjustable[:MAX_WARMUP_REQUESTS]}
         self._update_mode(adjustable)
@@ -226,31 +219,33 @@ class AdaptiveLengthPolicy:
 
         Otherwise a few rejected long drafts could use up the credit, and prevent the short drafts that would pay.
         """
+        # Two plain steps always count as available, so that short drafts stay possible.
         available = max(self._credit - self._credit_floor, 2 * self._plain_step_cost)
-        if available >= (MAX_CREDIT_STEPS / 2) * self._plain_step_cost:
+        if available >= (MAX_CREDIT_STEPS / 2) * self._plain_step_cost:  # no limit if half of the credit is left
             return granted
         while granted and available < self._estimate_added_cost(granted, num_rows):
             granted = {slot: nodes // 2 for slot, nodes in granted.items() if nodes > 1}
         return granted
 
     def _estimate_added_cost(self, granted: dict[int, int], num_rows: int) -> float:
-        """Return the seconds that these drafts add to the step."""
-        shape, nodes = StepShape(self._last_load + self._num_others, num_rows, 0.0), sum(granted.values())
-        idle = self.draft_cost.predict(len(granted), 0, 0)
-        drafting = self.draft_cost.predict(len(granted), max(granted.values()), nodes) - idle
+        """Return the seconds that these drafts add to the step, in the drafter and in the target's forward pass."""
+        nodes = sum(granted.values())
+        shape = StepShape(self._last_load + self._num_others, num_rows, context_per_row=0.0)
+        without_drafts = self.draft_cost.predict(len(granted), 0, 0)
+        drafting = self.draft_cost.predict(len(granted), max(granted.values()), nodes) - without_drafts
         return self.planner.estimate_verify_time(shape, nodes) - self.planner.estimate_verify_time(shape, 0) + drafting
 
-    def _update_mode(self, adjustable: Sequence[DraftCandidate]) -> None:
-        """Start drafting if it pays and the credit covers it; stop if it does not pay or the credit is used up."""
+    def _update_mode(self, adjustable: Candidates) -> None:
+        """Resume drafting if it pays and the credit covers it; pause it if it does not pay or the credit is used up."""
         if self._is_drafting:
-            is_empty = self._credit < self._credit_floor
-            self._is_drafting = self._plan.speedup >= 1.0 - GAIN_MARGIN and not is_empty
-            if is_empty:
+            is_used_up = self._credit < self._credit_floor
+            self._is_drafting = self._plan.speedup >= 1.0 - GAIN_MARGIN and not is_used_up
+            if is_used_up:  # the plan was wrong, so the estimates behind it lose weight
                 self.survival.discount_evidence()
             if not self._is_drafting:
                 self._probed_slots, self._next_probe_step = (), self._step + self._probe_interval
         elif self._plan.speedup > 1.0 + GAIN_MARGIN and self._credit > self._plain_step_cost:
-            # The drafter first has to read the tokens that it missed. The floor allows a debt of that cost.
+            # The drafter first reads the tokens that it missed. The credit may fall below 0 by the cost of that.
             slots = [c.slot for c in adjustable if self._plan.nodes_by_slot.get(c.slot)]
             catch_up = self._estimate_catch_up_cost(slots)
             if catch_up <= MAX_PAYBACK_STEPS * (self._plan.speedup - 1.0) * self._plain_step_cost:
@@ -258,25 +253,26 @@ class AdaptiveLengthPolicy:
                 self._credit_floor = -min(catch_up, MAX_CREDIT_STEPS * self._plain_step_cost / 2)
 
     def _estimate_catch_up_cost(self, slots: Sequence[int]) -> float:
-        """Return the seconds in which the drafter reads the tokens of these requests that it has not read."""
+        """Return the seconds that the drafter takes to read the unread tokens of these requests."""
         unread, newcomers = self._count_unread(slots)
         return self.draft_cost.predict(0, 1, 0, unread, newcomers) - self.draft_cost.predict(0, 1, 0)
 
     def _count_unread(self, slots: Sequence[int]) -> tuple[int, int]:
-        """Return (tokens since the last drafts of these requests, requests that never drafted)."""
+        """Return (unread tokens, newcomers): one token per step since a request drafted; requests that never did."""
         pauses = [self._step - self._drafted_until[slot] for slot in slots if slot in self._drafted_until]
         return sum(pauses), len(slots) - len(pauses)
 
-    def _update_probe(self, adjustable: Sequence[DraftCandidate], granted: dict[int, int], num_rows: int) -> None:
+    def _update_probe(self, adjustable: Candidates, granted: dict[int, int], num_rows: int) -> None:
         """Start a probe of requests without drafts if one is due and the credit covers it; end one that is over.
 
-        A probe lasts several consecutive steps, because the first step includes reading the tokens that the drafter
-        missed. That is a cost of the probe, not of a draft.
+        A probe lasts several consecutive steps: in the first one the drafter also reads the tokens that it missed,
+        which is a cost of the probe and not of a draft.
         """
         if self._probe_steps_left:
             self._probe_steps_left -= 1
             if self._probe_steps_left:
                 return
+            # The probe is over. It has paid if the plan now grants drafts to a probed request.
             has_paid = any(granted.get(slot, 0) for slot in self._probed_slots)
             self._probe_interval = MIN_PROBE_INTERVAL if has_paid else min(2 * self._probe_interval, MAX_PROBE_INTERVAL)
             self._probed_slots, self._next_probe_step = (), self._step + self._probe_interval
@@ -286,22 +282,22 @@ class AdaptiveLengthPolicy:
             self._next_probe_step = min(self._next_probe_step, self._step)
         if self._step < self._next_probe_step:
             return
-        idle = [c.slot for c in adjustable if not granted.get(c.slot, 0)]
-        if not idle:
+        slots = [c.slot for c in adjustable if not granted.get(c.slot, 0)]
+        if not slots:
             return
-        idle.sort(key=lambda slot: self._drafted_until.get(slot, self._step))  # longest without a draft first
-        max_cost = PROBE_COST_FACTOR * self._estimate_probe_cost(idle[:1], load, num_rows)
+        slots.sort(key=lambda slot: self._drafted_until.get(slot, self._step))  # longest without a draft first
+        max_cost = PROBE_COST_FACTOR * self._estimate_probe_cost(slots[:1], load, num_rows)
         count = 1
-        while count < len(idle) and self._estimate_probe_cost(idle[: 2 * count], load, num_rows) <= max_cost:
+        while count < len(slots) and self._estimate_probe_cost(slots[: 2 * count], load, num_rows) <= max_cost:
             count *= 2
-        cost = self._estimate_probe_cost(idle[:count], load, num_rows)
+        cost = self._estimate_probe_cost(slots[:count], load, num_rows)
         if self._credit > cost + 2 * self._plain_step_cost:
-            self._probed_slots, self._probe_steps_left = tuple(idle[:count]), PROBE_STEPS
+            self._probed_slots, self._probe_steps_left = tuple(slots[:count]), PROBE_STEPS
 
     def _estimate_probe_cost(self, slots: Sequence[int], load: int, num_rows: int) -> float:
         """Return the seconds that a probe of these requests adds if none of its nodes is accepted."""
         nodes = PROBE_NODES * len(slots)
-        shape = StepShape(load + self._num_others, num_rows, 0.0)
+        shape = StepShape(load + self._num_others, num_rows, context_per_row=0.0)
         per_step = self.planner.estimate_verify_time(shape, nodes) - self.planner.estimate_verify_time(shape, 0)
         if not self._is_drafting:
             per_step += self.draft_cost.predict(load, PROBE_NODES, nodes) - self.draft_cost.predict(load, 0, 0)
@@ -315,11 +311,12 @@ class AdaptiveLengthPolicy:
         slots = [o.slot for o in outcomes if o.max_draft_nodes > 0]
         if self._skip_observation(bool(slots)):
             return
-        depth = max((o.max_draft_nodes for o in outcomes), default=0)
+        depth = max((o.max_draft_nodes for o in outcomes), default=0)  # 0: a plain step
         nodes = sum([o.num_drafted for o in outcomes])
         unread, newcomers = self._count_unread(slots)
         counts = report.num_requests, report.num_rows, report.num_logit_rows, report.attended_tokens
         predicted = self.curve.predict(*counts)
+        # `update` returns the measured time, clipped if it is an outlier.
         pass_time = self.curve.update(*counts, max(report.step_time - report.draft_time, 0.0) / self._slowdown)
         drafting = report.draft_time / self._slowdown
         drafting = self.draft_cost.update(len(outcomes), depth, nodes, unread, newcomers, drafting, pass_time)
@@ -342,14 +339,17 @@ class AdaptiveLengthPolicy:
         self._num_others = max(0, len(outcomes) - self._num_candidates) if self._num_candidates else 0
         self._num_candidates = 0
         self._steps_since_plain = self._steps_since_plain + 1 if depth else 0
-        if self._warmup_step < len(WARMUP_NODES) and outcomes:
+        if self._is_warming_up and outcomes:
             is_too_costly = self._credit < 0.0 and self._warmup_step >= MIN_WARMUP_STEPS
             self._warmup_step = len(WARMUP_NODES) if is_too_costly else self._warmup_step + 1
         self._step += 1
 
     def _skip_observation(self, has_drafts: bool) -> bool:
-        """Return true for a step that only adds to the credit: three in four while no request drafts, to save time."""
-        is_busy = self._num_candidates > 0 and (self._is_drafting or self._warmup_step < len(WARMUP_NODES))
+        """Return true for a step whose report is not evaluated: three in four while no request drafts, to save time.
+
+        Such a step only adds its allowance to the credit.
+        """
+        is_busy = self._num_candidates > 0 and (self._is_drafting or self._is_warming_up)
         if has_drafts or is_busy or self._num_unobserved == MAX_UNOBSERVED_STEPS:
             return False
         self._num_unobserved += 1
@@ -361,26 +361,27 @@ class AdaptiveLengthPolicy:
         return True
 
     def _update_credit(self, report: StepReport, nodes: int, depth: int, seconds: float) -> None:
-        """Add the time that the step saved against the same step without drafts, or subtract what it lost.
+        """Add the time that a step saved against the same step without drafts, or subtract the time that it lost.
 
-        `seconds` is the time of the step. Every accepted token saves a request its share of a plain step.
+        Each accepted token saves its request a plain step, of which the request's share is 1 / count. `depth` is 0 for
+        a plain step; `seconds` is the time of forward pass and drafter, without outliers.
         """
         count, context = len(report.outcomes), report.attended_tokens / max(report.num_rows, 1)
-        idle = self.draft_cost.predict(count, 0, 0)
+        observing = self.draft_cost.predict(count, 0, 0)  # seconds in the drafter without drafts
         rows, scored = report.num_rows - nodes, report.num_logit_rows - nodes
         ratio = self.planner.plain_cost_ratio
-        undrafted = ratio * self.curve.predict(report.num_requests, rows, scored, context * rows) + idle
-        plain = undrafted  # cost of a step without prompt chunks too
-        if rows != count:
-            plain = ratio * self.curve.predict(count, count, count, context * count) + idle
+        without_drafts = ratio * self.curve.predict(report.num_requests, rows, scored, context * rows) + observing
+        plain = without_drafts  # cost without drafts and without prompt chunks
+        if rows != count:  # the step has prompt chunks
+            plain = ratio * self.curve.predict(count, count, count, context * count) + observing
         if not self._plain_step_cost:
             self._credit = INITIAL_CREDIT_STEPS * plain
         self._plain_step_cost = plain
-        self._credit += LOSS_ALLOWANCE * undrafted
+        self._credit += LOSS_ALLOWANCE * without_drafts
         self._max_step_cost *= MAX_COST_DECAY
         if depth and not self._has_fixed:
             num_accepted = sum([len(o.accepted_nodes) for o in report.outcomes])
-            self._credit += undrafted + num_accepted * plain / count - seconds
+            self._credit += without_drafts + num_accepted * plain / count - seconds
             self._max_step_cost = max(self._max_step_cost, seconds)
         self._credit = min(self._credit, MAX_CREDIT_STEPS * max(plain, self._max_step_cost))
         if self._credit >= 0.0:
@@ -391,9 +392,9 @@ class AdaptiveLengthPolicy:
         self.survival.forget(slots)
         for slot in slots:
             self._drafted_until.pop(slot, None)
-        if not set(self._probed_slots).isdisjoint(slots):
+        if not set(self._probed_slots).isdisjoint(slots):  # a probe ends with any of its requests
             self._probed_slots, self._probe_steps_left = (), 0
         remaining = {slot: nodes for slot, nodes in self._plan.nodes_by_slot.items() if slot not in slots}
         self._plan = replace(self._plan, nodes_by_slot=remaining)
-        if self._is_drafting and len(remaining) < LARGE_BATCH:
+        if self._is_drafting and len(remaining) < LARGE_BATCH:  # compute a new plan for the remaining requests
             self._plan_key = None

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from foredraft.draft_length.adaptive import WARMUP_NODES, AdaptiveLengthPolicy, DecisionReason, LengthDecision
+from foredraft.draft_length.adaptive import WARMUP_NODES, AdaptiveLengthPolicy
 from foredraft.draft_length.costs import CostCurve
-from foredraft.draft_length.policy import DraftCandidate
+from foredraft.draft_length.policy import DecisionReason, DraftCandidate, LengthDecision
 
 PLAIN_STEP_INTERVAL = 256  # steps with drafts between two plain steps, which measure the cost of plain decoding
 MAX_INITIAL_LOSS_STEPS = 12.0  # time, in plain steps, that may be lost before drafting is paused for the first time

@@ -5,7 +5,18 @@ alone: under rejection sampling, a length that depended on the draft tokens woul
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
+
+# Reason of a decision about the draft lengths of a step.
+DecisionReason = Literal[
+    "start",  # one of the first steps, which measure the cost of drafts
+    "pays",  # drafts are predicted to save time
+    "does not pay",  # no draft is predicted to save time, so no request drafts
+    "probe",  # a few short drafts while drafting is paused, to measure acceptance again
+    "measure",  # one step without drafts, to measure the cost of plain decoding again
+    "guard",  # drafts are predicted to save time, but the time credit does not cover a loss, so no request drafts
+    "fixed",  # all requests that may draft have a fixed draft length
+]
 
 
 class DraftCandidate(NamedTuple):
@@ -36,6 +47,17 @@ class StepReport(NamedTuple):
     draft_time: float  # seconds in the drafter, catching up on unread tokens included
     step_time: float  # seconds of the whole step, drafting included
     outcomes: tuple[DraftOutcome, ...] = ()  # one for every request whose last committed token was scored
+
+
+class LengthDecision(NamedTuple):
+    """Draft nodes granted in a step, the reason, and the predictions behind it."""
+
+    reason: DecisionReason
+    nodes: int = 0  # nodes granted to all requests together
+    depth: int = 0  # largest number of nodes granted to one request
+    plain_rate: float = 0.0  # predicted tokens per second without drafts; 0 before the first plan
+    rate: float = 0.0  # predicted tokens per second with the best drafts, granted or not
+    acceptance: float = 0.0  # predicted share of the nodes of those drafts that is accepted
 
 
 class DraftLengthPolicy(Protocol):

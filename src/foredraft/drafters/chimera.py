@@ -54,10 +54,11 @@ class Chimera(FeatureDrafter):
     def _select_pair_tokens(self, request: Request, following: Sequence[int]) -> Sequence[int]:
         return [request.get_token(request.num_computed), *following[:-1]]
 
-    def _is_read(self, slot: int) -> bool:
+    def _has_root_output(self, slot: int) -> bool:
+        # A Chimera draft starts from the target state at the last entry, not from an output of the encoder.
         return slot in self._last_states or slot in self._pending
 
-    def _read_pending(self, slots: Iterable[int]) -> None:
+    def _compute_pending(self, slots: Iterable[int]) -> None:
         """Compute all pending entries of these slots in one forward pass."""
         late = [self._pending[slot] for slot in slots if slot in self._pending]
         if late:
@@ -65,7 +66,7 @@ class Chimera(FeatureDrafter):
             self._run_pass(
                 [self._build_pending_span(pending, []) for pending in late], torch.cat(states), late[0].page_size
             )
-            self._mark_read(late, states)
+            self._mark_computed(late, states)
 
     def _draft_branches(self, branches: list[KVBranch], page_size: int) -> None:
         """Grow all drafts level by level; head `depth` predicts the tokens at depth + 1."""
@@ -110,7 +111,7 @@ class Chimera(FeatureDrafter):
             total += len(spans[-1].tokens)
             ends.append(total - 1)
         encoded = self._run_pass(spans, torch.cat(inputs), page_size)
-        self._mark_read(late, states)
+        self._mark_computed(late, states)
         return encoded if len(ends) == len(encoded) else encoded[ends]
 
     def _build_pending_span(self, pending: PendingPairs, extra_tokens: list[int]) -> Span:
@@ -128,7 +129,7 @@ class Chimera(FeatureDrafter):
         states = self.head_runner.project_features(rows[0] if len(rows) == 1 else torch.cat(rows))
         return list(torch.split(states, [len(pending.tokens) for pending in late]))
 
-    def _mark_read(self, late: Sequence[PendingPairs], states: Sequence[Tensor]) -> None:
+    def _mark_computed(self, late: Sequence[PendingPairs], states: Sequence[Tensor]) -> None:
         """Record that pending entries are in the draft KV; called after the forward pass, which may fail."""
         for pending, request_states in zip(late, states, strict=True):
             slot = pending.request.slot

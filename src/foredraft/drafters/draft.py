@@ -14,26 +14,34 @@ from foredraft.tree import TokenTree
 
 @dataclass(frozen=True)
 class Draft:
-    """Draft nodes of one request below its root.
+    """Draft nodes of one request below its root, which is the last committed token.
 
-    Node n is tokens[n - 1]; node 0 is the root, which is the last committed token. parents[n - 1] < n.
+    Node 0 is the root. Node n >= 1 has the token tokens[n - 1] and the parent parents[n - 1], which is less than n.
+    Sampled children of a node stand in the order in which they were sampled.
     """
 
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
-    q: Tensor | None = None  # [1 + len(tokens), V] distribution sampled from after each node; None = deterministic
+    # [1 + len(tokens), V] row n is the distribution from which the children of node n were sampled, without
+    # replacement; a row of zeros = its children are deterministic. None = all draft tokens are deterministic.
+    q: Tensor | None = None
 
     @classmethod
     def from_chain(cls, tokens: Sequence[int], q: Tensor | None = None) -> "Draft":
-        """Make a chain: every node is the child of the one before."""
+        """Make a chain: the parent of each node is the node before it."""
         return cls(tuple(tokens), tuple(range(len(tokens))), q)
 
     @classmethod
     def from_paths(cls, paths: Sequence[Sequence[int]], budget: int) -> "Draft":
-        """Merge continuations into a tree of at most `budget` nodes. Common prefixes share nodes; earlier paths win."""
+        """Merge sequences of tokens into a deterministic tree. Common prefixes share nodes.
+
+        Args:
+            paths: continuations of the root, the best first.
+            budget: maximum number of nodes. If it is reached, nodes of later paths are left out.
+        """
         tokens: list[int] = []
         parents: list[int] = []
-        index: dict[tuple[int, int], int] = {}
+        index: dict[tuple[int, int], int] = {}  # (parent, token) -> node
         for path in paths:
             node = 0
             for token in path:
@@ -57,7 +65,7 @@ class Draft:
         if max(depths) <= depth:
             return self
         nodes = [node for node, d in enumerate(depths) if d <= depth]
-        index = {node: i for i, node in enumerate(nodes)}
+        index = {node: i for i, node in enumerate(nodes)}  # node of this draft -> node of the result
         return Draft(
             tuple(self.tokens[node - 1] for node in nodes[1:]),
             tuple(index[self.parents[node - 1]] for node in nodes[1:]),
@@ -66,16 +74,20 @@ class Draft:
 
 
 def to_token_tree(batch: Batch, drafts: Mapping[int, Draft]) -> TokenTree:
-    """Build the token tree of a batch from drafts by batch index.
+    """Build the token tree of a batch, as `Drafter.propose` returns it.
 
-    A draft is cut to `Request.max_draft_depth`. A request without a draft has its root alone. The tree has q if any
-    draft has one; rows of zeros mark deterministic draft tokens.
+    The tree has a q if any draft has one; its rows are zeros for requests whose draft has none.
+
+    Args:
+        batch: requests of the step.
+        drafts: drafts by batch index, each cut to the request's `max_draft_depth`. A request without an entry gets its
+            root alone.
     """
     empty = Draft()
-    every = [drafts.get(b, empty).limit_depth(request.max_draft_depth) for b, request in enumerate(batch.requests)]
-    tokens = [[batch.get_root_token(b), *draft.tokens] for b, draft in enumerate(every)]
-    parents = [[-1, *draft.parents] for draft in every]
-    return TokenTree.from_lists(tokens, parents, _stack_q(batch, every))
+    all_drafts = [drafts.get(b, empty).limit_depth(request.max_draft_depth) for b, request in enumerate(batch.requests)]
+    tokens = [[batch.get_root_token(b), *draft.tokens] for b, draft in enumerate(all_drafts)]
+    parents = [[-1, *draft.parents] for draft in all_drafts]
+    return TokenTree.from_lists(tokens, parents, _stack_q(batch, all_drafts))
 
 
 def root_tree(batch: Batch) -> TokenTree:
@@ -84,27 +96,28 @@ def root_tree(batch: Batch) -> TokenTree:
 
 
 def _stack_q(batch: Batch, drafts: Sequence[Draft]) -> Tensor | None:
-    given = [draft.q for draft in drafts if draft.q is not None]
-    if not given:
+    """Return q [R, V] of the requests whose chunk reaches the last committed token; None if no draft has a q."""
+    tensors = [draft.q for draft in drafts if draft.q is not None]
+    if not tensors:
         return None
-    zeros = given[0].new_zeros(1, given[0].shape[-1])
+    zeros = tensors[0].new_zeros(1, tensors[0].shape[-1])
     scored = [draft for draft, is_scored in zip(drafts, batch.needs_logits, strict=True) if is_scored]
     return torch.cat([zeros.expand(1 + len(d.tokens), -1) if d.q is None else d.q for d in scored])
 
 
 def draft_noise_key(request: Request, node: int, depth: int) -> int:
-    """Return the noise key for sampling the children of a draft node.
+    """Return the noise key with which a drafter samples the children of a draft node (`rng.exponential_race`).
 
-    Under `match` it is the key that the target samples this position with, so both choose the same token if p and
-    q agree. Under the other rules the key depends on where the step began, so no later step
-    reuses the noise of a rejected draft.
+    Under the rule `match` it is the key with which the target samples that position, so both choose the same token if p
+    and q agree. Under the other rules the key depends on the position of the root, so that no later step reuses the
+    noise of a rejected draft.
 
     Args:
-        request: the request; its seed and sample index enter the key.
+        request: the request; its seed and sample index are part of the key.
         node: index of the node in the draft; 0 = the root.
         depth: depth of the node; 0 = the root.
     """
-    position = request.num_tokens - 1
+    position = request.num_tokens - 1  # sequence position of the root
     if request.verify == "match":
         return rng.derive_key(request.seed, request.sample_index, NoiseStream.TOKEN, position + depth + 1)
     return rng.derive_key(request.seed, request.sample_index, NoiseStream.DRAFT, position, node)

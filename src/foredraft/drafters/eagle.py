@@ -1,7 +1,8 @@
-"""EAGLE (2401.15077) with the dynamic tree of EAGLE-2 (2406.16858): a decoder layer over the target's last states.
+"""EAGLE (2401.15077) with the dynamic tree of EAGLE-2 (2406.16858): a decoder layer over the target's hidden states.
 
-Position t reads the embedding of token t + 1 and the target's state h_t after the final norm. The output approximates
-h_{t+1}, and the target's own output matrix turns it into logits. `FeatureDrafter` does the drafting.
+At position t the network reads the embedding of token t + 1 and h_t, the target's hidden state after its final norm at
+token t. Its output approximates h_{t+1}. The target's output matrix (lm_head) turns it into logits for token t + 2.
+This file has the network, its loading and its training; `FeatureDrafter` drafts with it.
 """
 
 from dataclasses import dataclass
@@ -35,38 +36,58 @@ from foredraft.models.native.draft_layers import JoinedInput, NativeDraftLayers,
 __all__ = ["METHOD", "Config", "TrainConfig", "create", "create_trainee"]
 
 METHOD = "eagle"
-AUTO_RANK = 50  # among the methods with a model, measured on the built-in target; higher is better
+AUTO_RANK = 50  # preference of `auto` among methods with a model, by speed on the built-in target; higher is better
 
 
 class EagleNetwork(nn.Module):
-    """Draft network of EAGLE. Its state dict has the names of published checkpoints."""
+    """Draft network of EAGLE. The names in its state dict are those of published checkpoints.
+
+    Args:
+        shape: sizes of the head.
+        target: target whose embedding and output matrix the network uses.
+    """
 
     def __init__(self, shape: EagleShape, target: HFModel) -> None:
         super().__init__()
         hidden = shape.block.hidden
         self.shape = shape
-        self.target = (target,)  # in a tuple, so that its weights are not registered here
+        self.target = (target,)  # in a tuple, so that nn.Module does not register the target's weights
         self.fc = nn.Linear(2 * hidden, hidden, bias=shape.has_fc_bias)
         self.layers = nn.ModuleList(DraftLayer(shape.block, has_input_norm=i > 0) for i in range(shape.num_layers))
         self.rotary = RotaryEmbedding(shape.block)
+        # Some checkpoints have an embedding of their own. `bind_to_target` sets `embedding` to it if it was trained.
         if shape.has_embedding:
-            self.embed_tokens = nn.Embedding(shape.vocab_size, hidden)  # `bind_to_target` chooses between the two
+            self.embed_tokens = nn.Embedding(shape.vocab_size, hidden)
         self.embedding = target.embedding  # [V, H]
 
     def project_features(self, features: Tensor) -> Tensor:
+        """Return the features [.., H] unchanged: one hidden layer of the target has the width of the network."""
         return features
 
     def forward(
         self, tokens: Tensor, features: Tensor, positions: Tensor, attend: AttentionFunction
     ) -> tuple[Tensor, Tensor]:
+        """Predict the next features.
+
+        Args:
+            tokens: [B, L] tokens t + 1.
+            features: [B, L, H] features t: states of the target, or outputs of this network.
+            positions: [B, L] positions t, for the rotary embedding.
+            attend: attention function: causal in training, over the KV pool when the network drafts.
+
+        Returns:
+            States for `compute_logits` and next features, which are the same tensor [B, L, H] here.
+        """
         embedded = F.embedding(tokens, self.embedding).to(features.dtype)
         x = self.fc(torch.cat([embedded, features], -1))
         rotary = self.rotary(positions, x.dtype)
         for i, layer in enumerate(self.layers):
-            x = layer(x, rotary, i, attend, x if i == 0 else None)  # layer 0 has no input norm
+            # Layer 0 has no input norm, so its attention reads x. None = the layer's normalised input.
+            x = layer(x, rotary, i, attend, attention_input=x if i == 0 else None)
         return x, x
 
     def compute_logits(self, states: Tensor) -> Tensor:
+        """Return the target's logits [.., V] of states [.., H]."""
         return self.target[0].compute_logits(states.to(self.embedding.dtype))
 
 
@@ -74,14 +95,14 @@ def create(config: Config, context: DrafterContext) -> FeatureDrafter:
     """Load the head and make its drafter.
 
     Raises:
-        ForedraftError: for invalid tree options, or a head of another method or another target.
+        ForedraftError: for invalid tree options, or a head of another method, or one that does not fit the target.
     """
-    config.to_tree_spec(context.num_speculative_tokens)  # report invalid options before the checkpoint is loaded
+    config.to_tree_spec(context.num_speculative_tokens)  # raises for invalid options before the checkpoint is loaded
     return from_checkpoint(config, load_checkpoint(context, METHOD), context)
 
 
 def from_checkpoint(config: Config, checkpoint: Checkpoint, context: DrafterContext) -> FeatureDrafter:
-    """Make the drafter of a loaded head for `context.target`."""
+    """Make a drafter for `context.target` from a loaded head."""
     network = _load_network(checkpoint, require_target(context))
     bind_to_target(network, checkpoint.folder, context)
     return FeatureDrafter(
@@ -93,6 +114,7 @@ def from_checkpoint(config: Config, checkpoint: Checkpoint, context: DrafterCont
 
 
 def _load_network(checkpoint: Checkpoint, target: HFModel) -> EagleNetwork:
+    """Make a network with the tensors of a checkpoint. Raises ForedraftError for a head of another method."""
     if not isinstance(checkpoint.shape, EagleShape):
         raise ForedraftError(f"{checkpoint.folder} holds no EAGLE head but {checkpoint.format}")
     network = EagleNetwork(checkpoint.shape, target)
@@ -101,12 +123,21 @@ def _load_network(checkpoint: Checkpoint, target: HFModel) -> EagleNetwork:
 
 
 def _make_native(network: EagleNetwork) -> NativeDraftLayers | None:
-    head = get_packed_head(network.target[0])
+    """Convert the network to native CPU code; None if the target or a layer is not supported."""
+    output_matrix = get_packed_head(network.target[0])
     layers, embedding = list(network.layers), network.embedding
-    if head is None or get_obstacle(layers, embedding) is not None:
+    if output_matrix is None or get_obstacle(layers, embedding) is not None:
         return None
-    block, rotary = network.shape.block, network.rotary
-    return NativeDraftLayers.from_layers(layers, JoinedInput(network.fc), None, False, embedding, head, block, rotary)
+    return NativeDraftLayers.from_layers(
+        layers,
+        JoinedInput(network.fc),
+        norm=None,  # no norm before the output matrix
+        has_normed_output=False,
+        embedding=embedding,
+        head=output_matrix,
+        shape=network.shape.block,
+        rotary=network.rotary,
+    )
 
 
 @dataclass(frozen=True)
@@ -115,10 +146,11 @@ class TrainConfig:
 
     Args:
         loss: loss of the logits against the target's distribution, one of `losses.LOSS_NAMES`.
-        regression: weight of the smooth L1 distance between outputs and the target's states; 0 = off.
-        noise: half-width of the uniform noise on input states (2401.15077, section 4); 0 = off.
-        steps: depth of drafts on the network's own outputs (HASS, 2408.15766); 1 = EAGLE's recipe.
-        decay: weight of step k is decay^k, in (0, 1].
+        regression: weight of the smooth L1 distance between outputs and the target's hidden states; 0 = off.
+        noise: half-width of the uniform noise that is added to input features (2401.15077, section 4); 0 = off.
+        steps: training steps per position. Step 0 reads features of the target, each later step the outputs of the
+            step before, as in a draft (HASS, 2408.15766). 1 = EAGLE's recipe.
+        decay: the loss of step k has the weight decay^k; in (0, 1].
         num_layers: decoder layers of the head.
         has_fc_bias: whether the input projection has a bias.
     """
@@ -134,33 +166,35 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class EagleTrainee:
-    """EAGLE head in training, on a frozen target."""
+    """EAGLE head in training, on a frozen target. Implements `Trainee`."""
 
     config: TrainConfig
     network: EagleNetwork
     hidden_layers: tuple[int, ...] = (AFTER_FINAL_NORM,)
 
     def compute_loss(self, trace: Trace) -> Losses:
-        first = trace.features.to(self.network.fc.weight.dtype)
+        """Return the mean of the step losses with weights decay^k, over recorded outputs of the target."""
+        features = trace.features.to(self.network.fc.weight.dtype)
         if self.config.noise:
-            first = first + (torch.rand_like(first) * 2 - 1) * self.config.noise
+            features = features + (torch.rand_like(features) * 2 - 1) * self.config.noise
         total, step_losses = average_step_losses(
-            unroll(self.network, trace, first, self.config.steps), self._compute_step_loss, self.config.decay
+            unroll(self.network, trace, features, self.config.steps), self._compute_step_loss, self.config.decay
         )
         return Losses(total, step_losses)
 
     def _compute_step_loss(self, step: UnrolledStep) -> Tensor:
+        """Return the loss of one step: that of the logits, and the weighted distance of the predicted features."""
         loss = compute_draft_loss(
             self.config.loss, step.logits, step.trace.target_log_probs.select(step.target_rows), step.tokens
         )
         if self.config.regression:
-            true = step.true_features.to(step.features.dtype)
-            distance = F.smooth_l1_loss(step.features, true, reduction="none").mean(-1)
+            target_features = step.true_features.to(step.features.dtype)
+            distance = F.smooth_l1_loss(step.features, target_features, reduction="none").mean(-1)
             loss = loss + self.config.regression * distance
         return average_over_mask(loss, step.mask)
 
     def to_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return tensors and config.json in the layout of the authors."""
+        """Return tensors by name and the contents of config.json, in the format of EAGLE's authors."""
         layout = make_layout(self.network.shape, self.network.state_dict())
         return layout.tensors, layout.config | {"base_model_name_or_path": self.network.target[0].name}
 
@@ -171,7 +205,7 @@ def create_trainee(config: TrainConfig, target: HFModel, start: Checkpoint | Non
     Args:
         config: training settings.
         target: frozen target.
-        start: checkpoint to continue from; None = a new head that outputs its input state.
+        start: checkpoint to continue from; None = a new head, which at first outputs its input feature.
 
     Raises:
         ForedraftError: for invalid settings, or a checkpoint of another method.

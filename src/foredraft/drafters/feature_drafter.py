@@ -1,11 +1,17 @@
 """Drafter for networks that predict the target's next feature from (token, feature) pairs: EAGLE, EAGLE-3, Hydra++.
 
-Position t of the draft KV holds the pair of token t + 1 and feature t. Before a draft, the drafter computes all pending
-committed pairs with the target's features in one forward pass. This pass overwrites the entries of rejected draft
-tokens, and its last row gives the logits below the root. A deeper node reads its parent's output as the feature.
+Feature t is the target's hidden state at token t. Pair t is token t + 1 with feature t. Position t of the draft KV, the
+network's KV cache, holds the keys and values of pair t. The network's output at pair t approximates feature t + 1, and
+gives logits for token t + 2.
 
-Pairs stay pending until the request drafts, so steps without drafts cost almost nothing. After a prefix-cache hit the
-pairs on the shared pages are valid: a page is reused only if the token after it matches too.
+- `observe` records the pairs of committed tokens as pending. It computes nothing, so a step without a draft costs
+  almost nothing.
+- `propose` computes the pending pairs in one forward pass of the network. The pass overwrites the KV of earlier draft
+  tokens. Its output at the last pair gives the logits for the children of the root. Then the draft grows level by
+  level: the pair of a draft node has the network's output at its parent in place of the feature.
+
+After a prefix-cache hit, the pairs on the shared pages are valid. Pair t depends on token t + 1, so the prefix cache
+shares a page with draft KV only if the token after the page is equal too.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -29,15 +35,15 @@ from foredraft.models.forward_batch import ForwardBatch, Span
 from foredraft.request import Batch, Request
 from foredraft.tree import Commit, TokenTree
 
-MAX_PENDING_PAIRS = 256  # pending pairs per request; bounds the memory for the target's features
+MAX_PENDING_PAIRS = 256  # pending pairs of a request from which they are computed at once, to bound their memory
 
 
 @dataclass(frozen=True)
 class RootOutput:
-    """Output of the network at a request's last committed pair; the draft starts from it."""
+    """Output of the network at a request's last committed pair. The draft starts from it."""
 
-    logits: Tensor  # [1, W] of the tokens below the root
-    feature: Tensor  # [1, H] predicted next feature
+    logits: Tensor  # [1, W] for the children of the root; W columns of the drafter's vocabulary
+    feature: Tensor  # [1, H] predicted feature at the root; H is the width of the network
 
 
 @dataclass
@@ -45,14 +51,14 @@ class PendingPairs:
     """Committed pairs of one request that are not in the draft KV yet. They follow its valid entries."""
 
     request: Request
-    page_size: int
-    tokens: list[int] = field(default_factory=list)
-    features: list[Tensor] = field(default_factory=list)  # [n, F] each
+    page_size: int  # tokens per KV page
+    tokens: list[int] = field(default_factory=list)  # tokens of all pending pairs
+    features: list[Tensor] = field(default_factory=list)  # features of all pending pairs: one tensor [n, F] per step
 
     def add(self, tokens: Sequence[int], features: Tensor) -> None:
-        """Append pairs of `tokens` with the first len(tokens) rows of `features` [P, F]."""
+        """Append the pairs of `tokens` and the first len(tokens) rows of `features` [P, F]."""
         rows = features[: len(tokens)]
-        # a view keeps all features of the step in memory: copy if less than half of the P rows are used
+        # A slice keeps all P rows of the step in memory. It is copied if less than half of them are used.
         self.features.append(rows if len(features) <= 2 * len(tokens) else rows.clone())
         self.tokens += tokens
 
@@ -61,11 +67,11 @@ class FeatureDrafter:
     """Drafter around a FeatureLM. It drafts a chain or a tree, level by level, for all requests of a batch at once.
 
     Args:
-        lm: network with its own KV pool. It uses the page ids of the target.
-        hidden_layers: boundaries of the target whose states form the features.
+        lm: the network with its own KV pool, which is addressed by the page ids of the target.
+        hidden_layers: layer boundaries of the target whose hidden states form the features (`Drafter.hidden_layers`).
         tree_spec: limits and shape of the draft.
         context: target, device and vocabulary.
-        token_ids: [W] token id of each column of the logits; None = the target's vocabulary.
+        token_ids: [W] token id of each column of the network's logits; None = column i is token i of the target.
     """
 
     def __init__(
@@ -84,13 +90,13 @@ class FeatureDrafter:
         self.draft_kv = DraftKV(
             lm.pool,
             _compute_bytes_per_token(lm),
-            token_lookahead=1,
+            token_lookahead=1,  # entry t depends on token t + 1
             is_rebuildable_from_tokens=False,
             flush=bind_weakly(self.flush),
         )
-        self._root_outputs: dict[int, RootOutput] = {}  # by slot; none after a prefix-cache hit alone
+        self._root_outputs: dict[int, RootOutput] = {}  # by slot; absent if all pairs came from the prefix cache
         self._pending: dict[int, PendingPairs] = {}  # by slot
-        self.mismatch_detector = MismatchDetector(context)
+        self.mismatch_detector = MismatchDetector(context)  # warns if the head was trained for another target
 
     @property
     def max_nodes(self) -> int:
@@ -105,21 +111,26 @@ class FeatureDrafter:
         )
 
     def observe(self, batch: Batch, commit: Commit) -> None:
-        """Record the committed pairs of every request whose earlier pairs were all observed."""
+        """Record the new committed pairs of every request, as pending.
+
+        Requests with a gap before the new pairs are left out: pairs that this drafter has neither observed nor found in
+        the prefix cache.
+        """
         self.mismatch_detector.record_commit(batch, commit)
         if commit.features is None:
             return
         full_slots: list[int] = []
         for b, request in enumerate(batch.requests):
             tokens, slot = commit.token_lists[b], request.slot
-            if tokens and request.num_computed == self._count_seen_pairs(slot):
+            # Token i of `tokens` and feature i of the step form pair num_computed + i.
+            if tokens and request.num_computed == self._count_observed_pairs(slot):
                 pending = self._pending.get(slot)
                 if pending is None:
                     pending = self._pending[slot] = PendingPairs(request, batch.page_size)
                 pending.add(self._select_pair_tokens(request, tokens), commit.features[b])
                 if len(pending.tokens) >= MAX_PENDING_PAIRS:
                     full_slots.append(slot)
-        self._read_pending(full_slots)
+        self._compute_pending(full_slots)
 
     def forget(self, slots: Sequence[int]) -> None:
         for slot in slots:
@@ -129,68 +140,83 @@ class FeatureDrafter:
 
     @torch.inference_mode()
     def flush(self, slots: Sequence[int]) -> None:
-        """Compute the pending pairs of these slots if they complete a page; only full pages can be shared."""
-        self._read_pending([slot for slot in slots if self._completes_page(slot)])
+        """Compute the pending pairs of these slots if they complete a KV page; the prefix cache shares only full pages.
+
+        Called through `DraftKV.flush` before the prefix cache looks at the draft KV of these slots.
+        """
+        self._compute_pending([slot for slot in slots if self._completes_page(slot)])
 
     def _completes_page(self, slot: int) -> bool:
         pending, valid = self._pending.get(slot), self.draft_kv.num_valid.get(slot, 0)
         return pending is not None and valid % pending.page_size + len(pending.tokens) >= pending.page_size
 
-    def _count_seen_pairs(self, slot: int) -> int:
-        """Count the leading pairs of a request that were observed: valid in the draft KV, or pending."""
+    def _count_observed_pairs(self, slot: int) -> int:
+        """Count the leading pairs of a request that are valid in the draft KV, or pending."""
         pending = self._pending.get(slot)
         return self.draft_kv.num_valid.get(slot, 0) + (0 if pending is None else len(pending.tokens))
 
     def _select_pair_tokens(self, request: Request, following: Sequence[int]) -> Sequence[int]:
-        """Return the token of each new pair. `following` are the committed tokens after the new features, in order."""
+        """Return the token of each new pair, for subclasses to override.
+
+        Args:
+            request: request before the new tokens are appended.
+            following: token after each node of the committed path. Here pair t has token t + 1, so it is the result.
+        """
         return following
 
-    def _is_read(self, slot: int) -> bool:
-        """Return whether a draft has a root output to start from.
+    def _has_root_output(self, slot: int) -> bool:
+        """Return whether the output at the last pair exists, or will exist once the pending pairs are computed.
 
-        False if every pair came from the prefix cache: their KV is valid, but no output of the last pair exists.
+        False if every pair came from the prefix cache, which has their KV but no outputs.
         """
         return slot in self._root_outputs or slot in self._pending
 
     def _start_branch(self, batch: Batch, b: int) -> KVBranch | None:
+        """Start the draft of request b with its root alone. Returns None if the request cannot draft."""
         request = batch.requests[b]
-        num_pairs = self._count_seen_pairs(request.slot)
-        if not self._is_read(request.slot) or num_pairs != request.num_tokens - 1:
+        num_pairs = self._count_observed_pairs(request.slot)
+        # n committed tokens form n - 1 pairs.
+        if not self._has_root_output(request.slot) or num_pairs != request.num_tokens - 1:
             return None
         spec = self.tree_spec.restrict(request.max_draft_depth, batch.max_draft_nodes[b], request.verify == "block")
-        has_room = spec.max_nodes > 0 and spec.max_depth > 0
-        return KVBranch(TreeBuilder(request, spec), num_pairs - self.draft_kv.token_lookahead) if has_room else None
+        if spec.max_nodes <= 0 or spec.max_depth <= 0:
+            return None
+        # The KV entry of the root is that of the last pair; with a lookahead of 0 it is the entry after it.
+        return KVBranch(TreeBuilder(request, spec), num_pairs - self.draft_kv.token_lookahead)
 
     def _draft_branches(self, branches: list[KVBranch], page_size: int) -> None:
-        self._read_pending(branch.builder.request.slot for branch in branches)
+        """Compute the pending pairs of all branches, then their drafts."""
+        self._compute_pending(branch.builder.request.slot for branch in branches)
         self._build_trees(branches, page_size)
 
-    def _read_pending(self, slots: Iterable[int]) -> None:
+    def _compute_pending(self, slots: Iterable[int]) -> None:
         """Compute all pending pairs of these slots in one forward pass."""
         pending_by_slot = {slot: self._pending[slot] for slot in slots if slot in self._pending}
         if not pending_by_slot:
             return
-        ends, total, spans, features = [], 0, [], []
+        last_rows, total, spans, features = [], 0, [], []  # last_rows: packed row of each slot's last pair
         for slot, pending in pending_by_slot.items():
             total += len(pending.tokens)
-            ends.append(total - 1)
+            last_rows.append(total - 1)
             start, tokens = self.draft_kv.num_valid.get(slot, 0), pending.tokens
             source = pending.request.source
             spans.append(Span(pending.request.pages, start, tokens, range(len(tokens)), source=source))
             features += pending.features
         page_size = next(iter(pending_by_slot.values())).page_size
-        forward_batch = ForwardBatch.build(spans, ends, page_size, self.context.device)
+        forward_batch = ForwardBatch.build(spans, last_rows, page_size, self.context.device)
+        # logits [slots, W] at the last rows, next_features [T, H] at all rows
         logits, next_features = self.lm.forward(forward_batch, self.lm.project_features(_concat_rows(features)))
-        for i, (span, slot, end) in enumerate(zip(spans, pending_by_slot, ends, strict=True)):
-            self._root_outputs[slot] = RootOutput(logits[i : i + 1], next_features[end : end + 1])
+        for i, (span, slot, row) in enumerate(zip(spans, pending_by_slot, last_rows, strict=True)):
+            self._root_outputs[slot] = RootOutput(logits[i : i + 1], next_features[row : row + 1])
             self.draft_kv.num_valid[slot] = span.num_keys
             del self._pending[slot]
 
     def _build_trees(self, branches: list[KVBranch], page_size: int) -> None:
+        """Grow all drafts level by level. Each level but the first takes one forward pass over the frontier nodes."""
         roots = [self._root_outputs[branch.builder.request.slot] for branch in branches]
         features, logits = _concat_rows([r.feature for r in roots]), _concat_rows([r.logits for r in roots])
         for row, branch in enumerate(branches):
-            branch.rows = {0: row}
+            branch.rows = {0: row}  # node -> row of `features` and `logits`
         while True:
             add_level(
                 [branch.builder for branch in branches], NodeLogits(logits, self.context.vocab_size, self.token_ids)
@@ -198,6 +224,7 @@ class FeatureDrafter:
             branches = [branch for branch in branches if branch.builder.frontier]
             if not branches:
                 return
+            # A frontier node's pair is its token with the output at its parent.
             parent_rows = [row for branch in branches for row in branch.find_parent_rows()]
             spans = [branch.build_span() for branch in branches]
             forward_batch = ForwardBatch.build(spans, range(len(parent_rows)), page_size, self.context.device)
@@ -220,7 +247,7 @@ def make_feature_lm(
         network: draft network; its `shape` has a `block` with the layer sizes.
         make_native: converts the network to native code, or returns None if it cannot. Used on CPUs with
             `context.fused`.
-        context: device, dtype and the `fused` setting.
+        context: device, dtype, and `fused` (native code is allowed).
     """
     is_native = context.fused and context.device.type == "cpu" and load_library() is not None
     shape: Any = network.shape  # type: ignore[attr-defined]
@@ -229,6 +256,7 @@ def make_feature_lm(
 
 
 def _compute_bytes_per_token(lm: FeatureLM) -> int:
+    """Return the bytes of keys and values per token in all layers of the network."""
     shape: Any = lm.network.shape  # type: ignore[attr-defined]
     return int(2 * shape.num_layers * shape.block.kv_heads * shape.block.head_dim * lm.dtype.itemsize)
 

@@ -1,6 +1,11 @@
-"""The registry of drafting methods: the folder itself.
+"""Registry of drafting methods, and checks of their options.
 
-A module of this package with METHOD, Config and create is a method.
+A method is a module of this package with three names: METHOD, its name on the command line; Config, a dataclass of its
+options; and create(config, context), which makes the drafter. There is no other list: the folder is the registry.
+
+Optional names of such a module: USES_MODEL (see `uses_model`), parse_name (see `resolve_method`), configure (see
+`parse_config`), AUTO_RANK (order among the methods that `auto` can choose; higher is better), AUTO_TOKENS (longest
+draft if the draft length adapts), TrainConfig and create_trainee (training).
 """
 
 import importlib
@@ -18,73 +23,88 @@ from foredraft.models.hf import HFModel
 
 C = TypeVar("C")
 
-COMMON_OPTIONS = ("method", "num_speculative_tokens", "model")  # "model" only for methods that use one
+TEXT_METHOD_OPTIONS = ("method", "num_speculative_tokens")  # options of every method that are no fields of its Config
+MODEL_METHOD_OPTIONS = (*TEXT_METHOD_OPTIONS, "model")  # the same, for methods with a draft model or a trained head
 
-TYPE_NAMES = {int: "whole number", float: "number", str: "string", bool: "bool"}
+TYPE_NAMES = {int: "whole number", float: "number", str: "string", bool: "bool"}  # for error messages
 
 
 def load_methods() -> dict[str, ModuleType]:
-    """Import every method, keyed by METHOD."""
+    """Import every method module. Returns the modules by METHOD."""
     import foredraft.drafters as package
 
-    found: dict[str, ModuleType] = {}
+    methods: dict[str, ModuleType] = {}
     for info in pkgutil.iter_modules(package.__path__):
         module = importlib.import_module(f"{package.__name__}.{info.name}")
         if hasattr(module, "METHOD"):
-            found[module.METHOD] = module
-    return found
+            methods[module.METHOD] = module
+    return methods
 
 
 def resolve_method(name: object) -> tuple[ModuleType, dict[str, Any]]:
-    """Return the module of a method's name, and the options that the name implies.
+    """Return the module of a method name, and the options that the name implies.
 
-    A module with `parse_name(name) -> options or None` accepts names beyond its METHOD, such as `a+b` and `auto`.
+    Most names are a METHOD and imply no options. A module with `parse_name(name)` accepts more names: it returns the
+    implied options, or None for a name that it does not accept. `ensemble.py` accepts `a+b` and `auto` in this way.
 
     Raises:
         ValueError: for an unknown name.
     """
-    known = load_methods()
+    methods = load_methods()
     if not isinstance(name, str):
-        raise ValueError(f"unknown method {name!r}; give its name, several as a+b, or a model whose folder tells it")
-    if name in known:
-        return known[name], {}
-    for module in known.values():
+        raise ValueError(
+            f"unknown method {name!r}; give its name, several as a+b, or a model whose folder determines it"
+        )
+    if name in methods:
+        return methods[name], {}
+    for module in methods.values():
         implied = module.parse_name(name) if hasattr(module, "parse_name") else None
         if implied is not None:
             return module, implied
     raise ValueError(
-        f"unknown method {name!r}; use none or one of {', '.join(sorted(known))}; auto, or several as a+b"
-        f"{suggest(name, ['none', 'auto', *known])}"
+        f"unknown method {name!r}; use none or one of {', '.join(sorted(methods))}; auto, or several as a+b"
+        f"{suggest(name, ['none', 'auto', *methods])}"
     )
 
 
 def parse_config(method: ModuleType, options: dict[str, Any]) -> Any:
-    """Make a method's Config from its options. Raises ValueError that names the wrong option."""
+    """Make the configuration of a method, which `create` takes.
+
+    Args:
+        method: module of the method. Its `configure(options)` is called if there is one, else `parse_options`.
+        options: values by option name, without those of MODEL_METHOD_OPTIONS.
+
+    Raises:
+        ValueError: for an unknown option or a value of the wrong type; the message names the option.
+    """
     if hasattr(method, "configure"):
         return method.configure(options)
-    return parse_options(method.Config, options, COMMON_OPTIONS if uses_model(method) else COMMON_OPTIONS[:2])
+    return parse_options(method.Config, options, MODEL_METHOD_OPTIONS if uses_model(method) else TEXT_METHOD_OPTIONS)
 
 
 def uses_model(method: ModuleType) -> bool:
-    """Return whether a method takes the option `model`; False for methods that read only tokens."""
+    """Return whether a method takes the option `model`: the constant USES_MODEL of its module, by default True.
+
+    Methods without a draft model, a head or another trained file set it to False.
+    """
     return bool(getattr(method, "USES_MODEL", True))
 
 
 def parse_options(config: type[C], options: dict[str, Any], extra_names: Sequence[str] = ()) -> C:
-    """Make a Config from a dict.
+    """Make an instance of a dataclass of options.
 
     Args:
-        config: dataclass of the method's options.
+        config: the dataclass. Its annotations are the accepted types; lists are accepted for tuples.
         options: values by option name.
-        extra_names: valid keys that were read before; they appear in the error message.
+        extra_names: options that were removed from `options` before, to list them as valid in the error message.
 
     Raises:
-        ValueError: for an unknown key or a value of the wrong type; the message lists the valid names.
+        ValueError: for an unknown name or a value of the wrong type; the message lists the valid names.
     """
-    known = {spec.name for spec in fields(config)}  # type: ignore[arg-type]
-    unknown = sorted(set(options) - known)
+    field_names = {spec.name for spec in fields(config)}  # type: ignore[arg-type]
+    unknown = sorted(set(options) - field_names)
     if unknown:
-        names = sorted({*known, *extra_names})
+        names = sorted({*field_names, *extra_names})
         raise ValueError(
             f"unknown drafter option {unknown[0]!r}; this method takes: {', '.join(names)}{suggest(unknown[0], names)}"
         )
@@ -96,10 +116,10 @@ def parse_options(config: type[C], options: dict[str, Any], extra_names: Sequenc
 
 
 def _matches_type(value: Any, hint: Any) -> bool:
-    """Return whether a value matches a type annotation. A list matches a tuple; an int matches a float."""
+    """Return whether a value matches a type annotation. A list counts as a tuple, an int as a float."""
     kind, inner = get_origin(hint), get_args(hint)
     if kind in (Union, UnionType):
-        return any(_matches_type(value, one) for one in inner)
+        return any(_matches_type(value, alternative) for alternative in inner)
     if kind is tuple:
         return isinstance(value, list | tuple) and all(_matches_type(entry, inner[0]) for entry in value)
     if isinstance(value, bool):
@@ -108,8 +128,9 @@ def _matches_type(value: Any, hint: Any) -> bool:
 
 
 def _describe_type(hint: Any, article: str = "a ", plural: str = "") -> str:
+    """Return a type annotation in words, such as "a list of whole numbers"."""
     if get_origin(hint) in (Union, UnionType):
-        return " or ".join(_describe_type(one) for one in get_args(hint) if one is not NoneType)
+        return " or ".join(_describe_type(alternative) for alternative in get_args(hint) if alternative is not NoneType)
     if get_origin(hint) is tuple:
         return f"{article}list{plural} of {_describe_type(get_args(hint)[0], '', 's')}"
     return f"{article}{TYPE_NAMES.get(hint, str(hint))}{plural}"
@@ -120,16 +141,17 @@ class DrafterContext:
     """Target, user options and environment for `create(config, context)` of a method."""
 
     vocab_size: int  # V of the target's logits; every q has this width
-    target: HFModel | None = None  # lends embeddings, lm_head and its shape
-    num_speculative_tokens: int = 5  # draft length K
-    model: str | None = None  # folder or hub id of the draft model, as the user gave it
+    target: HFModel | None = None  # for drafters that use its embedding, output matrix or layer sizes; None in tests
+    num_speculative_tokens: int = 5  # draft length K: largest depth of a draft
+    model: str | None = None  # folder or hub id of the draft model or head, as the user gave it
     loaded_model: Any = None  # loaded transformers model in place of `model`
-    tokenizer: Any = None  # of the target; None if its folder has none
-    target_name: str = "target"
-    target_parameters: int = 0
-    dtype: torch.dtype = torch.float32
-    device: torch.device = torch.device("cpu")  # noqa: RUF009 (immutable)
-    fused: bool = True  # run recognised draft models as native code
-    builtin_drafter: str | None = None  # built-in drafter of this method for the built-in target
-    builtin_drafters: Mapping[str, str] = field(default_factory=dict)  # built-in drafters by method
-    sandbox: "Callable[[Drafter, str], Drafter]" = lambda drafter, name: drafter  # wraps each member of an ensemble
+    tokenizer: Any = None  # tokenizer of the target; None if its folder has none
+    target_name: str = "target"  # folder or hub id of the target, for messages
+    target_parameters: int = 0  # number of parameters of the target
+    dtype: torch.dtype = torch.float32  # dtype for the drafter's network: that of the target
+    device: torch.device = torch.device("cpu")  # device of the target  # noqa: RUF009 (immutable)
+    fused: bool = True  # run draft models as native CPU code if their architecture is supported
+    builtin_drafter: str | None = None  # folder of this method's drafter for the built-in target; None = there is none
+    builtin_drafters: Mapping[str, str] = field(default_factory=dict)  # the same folders, by method
+    # Wraps a member of an ensemble, given with its name, in a sandbox of its own, so that members fail independently.
+    sandbox: "Callable[[Drafter, str], Drafter]" = lambda drafter, name: drafter

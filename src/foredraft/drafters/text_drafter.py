@@ -10,50 +10,60 @@ from foredraft.tree import Commit, TokenTree
 
 
 class TextState(Protocol):
-    """State of one request, updated token by token."""
+    """State of one request, such as an index of its n-grams. It is extended as tokens are committed."""
 
-    tokens: list[int]  # committed tokens read so far
+    tokens: list[int]  # committed tokens that the state includes: a prefix of the sequence
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Read the next committed tokens."""
+        """Append the next committed tokens to `tokens` and update the state."""
 
 
-L = TypeVar("L", bound=TextState)
+S = TypeVar("S", bound=TextState)
 
 
-class TextDrafter(ABC, Generic[L]):
-    """Drafter that reads committed tokens alone. A method implements `new_state` and `draft_tokens`.
+class TextDrafter(ABC, Generic[S]):
+    """Drafter that reads committed tokens alone.
 
-    A state reads the tokens of its request when the request is drafted for, not when they are committed.
+    A subclass implements `new_state` and `draft_tokens`, and may implement `state_match_strength` and
+    `continue_tokens`. These four get the request's state. The public methods `propose`, `draft`, `match_strength` and
+    `continue_draft` find the state and call them. A state is extended when its request drafts, not when tokens are
+    committed.
+
+    Args:
+        num_speculative_tokens: draft length K, the largest depth of a draft.
     """
 
     hidden_layers: tuple[int, ...] = ()
 
     def __init__(self, num_speculative_tokens: int) -> None:
         self.num_speculative_tokens = num_speculative_tokens
-        self._states: dict[int, L] = {}  # by slot
+        self._states: dict[int, S] = {}  # by slot
 
     @property
     def max_nodes(self) -> int:
         return self.num_speculative_tokens
 
     @abstractmethod
-    def new_state(self) -> L:
-        """Make the state of a request before its first token."""
+    def new_state(self) -> S:
+        """Make the state of a new request, without tokens."""
 
     @abstractmethod
-    def draft_tokens(self, state: L, request: Request, depth: int, budget: int) -> Draft:
-        """Draft at most `budget` nodes of depth at most `depth` (1 or more)."""
+    def draft_tokens(self, state: S, request: Request, depth: int, budget: int) -> Draft:
+        """Draft at most `budget` nodes, none deeper than `depth` (at least 1). An empty Draft drafts nothing."""
 
-    def state_match_strength(self, state: L) -> int:
-        """Return the evidence for a draft from this state, such as the length of the match in tokens; 0 = unknown."""
+    def state_match_strength(self, state: S) -> int:
+        """Return a measure of how reliable a draft from this state is; see `TextDraftSource.match_strength`."""
         return 0
 
-    def continue_tokens(self, state: L, request: Request, path: Sequence[int], depth: int, budget: int) -> Draft:
-        """Draft as if `path` (one token or more) were committed too. An empty draft if the method cannot."""
+    def continue_tokens(self, state: S, request: Request, path: Sequence[int], depth: int, budget: int) -> Draft:
+        """Draft below `path`, one or more draft tokens that the state does not include, as if they were committed.
+
+        The default drafts nothing.
+        """
         return Draft()
 
     def propose(self, batch: Batch) -> TokenTree:
+        """Draft for every request that may draft; see `Drafter.propose`."""
         return to_token_tree(
             batch, {b: self.draft(batch.requests[b], batch.max_draft_nodes[b]) for b in batch.find_drafting()}
         )
@@ -65,15 +75,16 @@ class TextDrafter(ABC, Generic[L]):
         return self.draft_tokens(state, request, depth, budget) if depth > 0 else Draft()
 
     def match_strength(self, request: Request) -> int:
-        """Return `state_match_strength` of a request whose draft was just made."""
+        """Return the `state_match_strength` of a request; `draft` must have been called for it in this step."""
         return self.state_match_strength(self._states[request.slot])
 
     def continue_draft(self, request: Request, path: Sequence[int], budget: int) -> Draft:
-        """Draft at most `budget` nodes below the last token of `path`."""
+        """Draft at most `budget` nodes below `path`; see `TextDraftSource.continue_draft`."""
         depth = min(self.num_speculative_tokens, budget, request.max_draft_depth - len(path))
         return self.continue_tokens(self._update_state(request), request, path, depth, budget) if depth > 0 else Draft()
 
-    def _update_state(self, request: Request) -> L:
+    def _update_state(self, request: Request) -> S:
+        """Return the state of a request, extended by the tokens that were committed since the last call."""
         state = self._states.get(request.slot)
         if state is None:
             state = self._states[request.slot] = self.new_state()
@@ -81,7 +92,7 @@ class TextDrafter(ABC, Generic[L]):
         return state
 
     def observe(self, batch: Batch, commit: Commit) -> None:
-        """Do nothing: the state reads committed tokens at the next draft."""
+        """Do nothing: the state is extended at the next draft."""
 
     def forget(self, slots: Sequence[int]) -> None:
         for slot in slots:

@@ -5,8 +5,8 @@ There are no separate prefill and decode phases. A step computes the next chunk 
 tokens   [0 ..... num_computed)[num_computed .. num_tokens)[ draft ]
           KV is written         this step's chunk           verified by the same pass
 
-A decoding request has one uncomputed token; a prompt has several (new, or preempted and recomputed). The token budget
-of a step goes to decoding requests first, then to prompts, then to drafts. The scheduler handles no tensors itself.
+A request with one uncomputed token is *decoding*. A request with several is a *prompt*: it is new, or was preempted and
+is recomputed. The token budget of a step goes to decoding requests first, then to prompts, then to drafts.
 """
 
 import heapq
@@ -28,15 +28,15 @@ class SchedulerLimits:
     """Limits of one step, in requests and tokens."""
 
     max_batch: int = 32  # running requests
-    max_step_tokens: int = 2048  # tokens of one target pass, draft nodes included
-    max_chunk: int = 512  # prompt tokens per request and pass; per pass in total if a decoding request runs
+    max_step_tokens: int = 2048  # tokens of one forward pass of the target, draft nodes included
+    max_chunk: int = 512  # prompt tokens of one request in a step; of all requests together if one of them is decoding
 
 
 class Scheduler:
     """Scheduler that orders requests by priority number, then by arrival.
 
-    If pages run out, the last running request in this order is preempted: its pages are freed, it is requeued, and
-    later recomputed from the pages that the prefix cache still has.
+    If pages run out, the last running request in this order is preempted: its pages are freed and it is requeued. When
+    it runs again, it takes the pages that the prefix cache still has, and computes the other tokens again.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class Scheduler:
         Args:
             allocator: pages of the KV pool.
             limits: limits of one step.
-            forget_slots: called with slots whose request ended or was preempted.
-            prefix_cache: None = pages are never shared or reused.
+            forget_slots: called with the slots of requests that ended or were preempted (`Request.slot`).
+            prefix_cache: cache of full pages. None = pages are never shared or reused.
         """
         self.allocator = allocator
         self.limits = limits
@@ -63,16 +63,18 @@ class Scheduler:
         self.prefix_queries = 0  # tokens of admitted requests, counted at admission
         self.prefix_hits = 0  # tokens of `prefix_queries` whose KV came from the prefix cache
         self._forget_slots = forget_slots
-        self._free_slots = list(range(limits.max_batch))
+        self._free_slots = list(range(limits.max_batch))  # heap
         self._num_arrived = 0
         self._step_index = 0
-        self._blocked_admission = (-1, 0)  # arrival index of the last request that did not fit, and pages then free
+        # Arrival index of the last request that did not fit, and number of pages that were free for it.
+        self._blocked_admission = (-1, 0)
 
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
     def add(self, request: Request) -> None:
+        """Queue a new request."""
         request.arrival_index = self._num_arrived
         self._num_arrived += 1
         self._enqueue(request, RequestStatus.WAITING)
@@ -86,10 +88,10 @@ class Scheduler:
     ) -> Batch:
         """Choose the batch of the next step and reserve its pages.
 
-        Chunks of committed tokens are placed before any draft node.
+        All chunks of committed tokens are scheduled before any draft node.
 
         Args:
-            max_nodes: draft nodes per request at most.
+            max_nodes: largest number of draft nodes per request (`Drafter.max_nodes`).
             length_policy: decides the draft nodes of each request.
             allowed: requests that may run or be admitted. None = all.
             deferred: requests that may not run. If the batch is full, they are preempted for waiting requests.
@@ -101,28 +103,29 @@ class Scheduler:
             self._preempt_deferred(allowed, deferred)
         if self.waiting:
             self._admit_waiting(allowed)
-        rows = self._select_chunks(self.running if allowed is None else [r for r in self.running if r in allowed])
-        requested_nodes = self._allocate_draft_nodes(rows, max_nodes, length_policy) if max_nodes else {}
-        tokens_left = self.limits.max_step_tokens - sum(chunk for _, chunk in rows)
-        budgets = [0] * len(rows)
-        if requested_nodes:
-            for i, (request, chunk) in enumerate(rows):
-                num_nodes = min(requested_nodes.get(request.slot, 0), tokens_left)
-                budgets[i] = self._grant_draft_nodes(request, chunk, num_nodes)
+        scheduled = self._select_chunks(self.running if allowed is None else [r for r in self.running if r in allowed])
+        nodes_by_slot = self._allocate_draft_nodes(scheduled, max_nodes, length_policy) if max_nodes else {}
+        tokens_left = self.limits.max_step_tokens - sum(chunk for _, chunk in scheduled)
+        budgets = [0] * len(scheduled)
+        if nodes_by_slot:
+            for i, (request, chunk) in enumerate(scheduled):
+                num_nodes = min(nodes_by_slot.get(request.slot, 0), tokens_left)
+                budgets[i] = self._reserve_draft_nodes(request, chunk, num_nodes)
                 tokens_left -= budgets[i]
-        requests, chunks = tuple(request for request, _ in rows), tuple(chunk for _, chunk in rows)
+        requests, chunks = tuple(request for request, _ in scheduled), tuple(chunk for _, chunk in scheduled)
         return Batch(requests, chunks, tuple(budgets), self.allocator.page_size)
 
     def commit(self, batch: Batch, commit: Commit) -> None:
-        """Append the committed tokens to the requests, and free pages that only rejected draft nodes used."""
+        """Append the new tokens to the requests, advance `num_computed`, and free pages of rejected draft nodes."""
         size = self.allocator.page_size
         for request, tokens, count in zip(batch.requests, commit.token_lists, commit.counts, strict=True):
-            num_known = request.num_tokens - request.num_computed - 1  # leading tokens that the request has already
-            request.output += tokens[num_known:] if num_known else tokens
+            # `tokens` follow the computed nodes, so the first ones are committed already unless the request decodes.
+            num_old = request.num_tokens - request.num_computed - 1
+            request.output += tokens[num_old:] if num_old else tokens
             request.num_computed += count
             if len(request.pages) * size >= request.num_computed + size:  # at least one whole page is unused
                 self.allocator.shrink(request.pages, request.num_computed)
-            if request.num_computed // size > request.num_cached_pages:
+            if request.num_computed // size > request.num_cached_pages:  # at least one more page is full
                 self.prefix_cache.insert(request)
 
     def finish(self, request: Request, has_invalid_kv: bool = False) -> None:
@@ -134,7 +137,7 @@ class Scheduler:
         """
         try:
             if request.status is RequestStatus.RUNNING:
-                self._release_slot(request, True, has_invalid_kv)
+                self._release_slot(request, is_finished=True, has_invalid_kv=has_invalid_kv)
             elif request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
                 _remove_from_queue(self.waiting, request)
         finally:  # a finished status releases requests that wait for the pages of this one
@@ -143,6 +146,8 @@ class Scheduler:
     def reset(self, live: Iterable[Request] | None = None) -> None:
         """Drop all KV and requeue the live requests, whatever state an interrupted step left.
 
+        The KV of the drafter is dropped too, because it is on the same pages. That of the target is left to the caller.
+
         Args:
             live: requests to requeue; any other request is finished. None = all running and waiting requests.
         """
@@ -150,7 +155,7 @@ class Scheduler:
         requeued = queued if live is None else set(live)
         for request in queued - requeued:
             request.status = RequestStatus.FINISHED
-        self._forget_slots(range(self.limits.max_batch))  # an interrupted step may have lost the owner of a slot
+        self._forget_slots(range(self.limits.max_batch))  # all: an interrupted step may have lost the owner of a slot
         draft_kv = self.prefix_cache.draft_kv_owner.draft_kv
         if draft_kv is not None:
             draft_kv.pool.clear()
@@ -193,27 +198,37 @@ class Scheduler:
             assert not self.allocator.is_cacheable(page), "a page that is written to is in the prefix cache"
 
     def _allocate_draft_nodes(
-        self, rows: Sequence[tuple[Request, int]], max_nodes: int, length_policy: DraftLengthPolicy
+        self, scheduled: Sequence[tuple[Request, int]], max_nodes: int, length_policy: DraftLengthPolicy
     ) -> dict[int, int]:
-        """Ask the policy for draft nodes: slot -> nodes.
+        """Return the draft nodes that the policy grants, by slot.
 
         Only requests whose chunk ends with their last committed token can draft.
+
+        Args:
+            scheduled: pairs (request, chunk length) of the step.
+            max_nodes: largest number of draft nodes per request.
+            length_policy: decides the draft nodes of each request.
         """
         candidates = []
-        for request, chunk in rows:
-            fixed = request.max_draft_tokens
+        for request, chunk in scheduled:
+            fixed = request.max_draft_tokens  # draft length set by the request
             limit = max_nodes if fixed is None else min(max_nodes, fixed)
             if limit > 0 and request.num_computed + chunk == request.num_tokens and request.max_draft_depth > 0:
-                kind = int(not request.sampling.is_greedy)  # the policy estimates 0 = greedy and 1 = sampled apart
+                kind = int(not request.sampling.is_greedy)  # the policy has separate estimates: 0 greedy, 1 sampled
                 candidates.append(DraftCandidate(request.slot, limit, fixed is not None, kind))
         if not candidates:
             return {}
-        attended_tokens = sum(chunk * (request.num_computed + chunk) for request, chunk in rows)
-        budgets = length_policy.allocate(candidates, sum(chunk for _, chunk in rows), attended_tokens)
+        num_rows = sum(chunk for _, chunk in scheduled)  # rows of the forward pass without draft nodes
+        # Each row counts as attending to all earlier tokens and to its whole chunk.
+        attended_tokens = sum(chunk * (request.num_computed + chunk) for request, chunk in scheduled)
+        budgets = length_policy.allocate(candidates, num_rows, attended_tokens)
         return {candidate.slot: budget for candidate, budget in zip(candidates, budgets, strict=True)}
 
-    def _grant_draft_nodes(self, request: Request, chunk: int, num_nodes: int) -> int:
-        """Reserve pages for `num_nodes` draft nodes. Returns 0 if they are not free: drafts never preempt."""
+    def _reserve_draft_nodes(self, request: Request, chunk: int, num_nodes: int) -> int:
+        """Reserve pages for `num_nodes` draft nodes after the chunk.
+
+        Returns `num_nodes`, or 0 if too few pages are free: drafts preempt no request.
+        """
         if num_nodes <= 0:
             return 0
         try:
@@ -222,42 +237,46 @@ class Scheduler:
             return 0
         return num_nodes
 
-    def _select_chunks(self, runners: Sequence[Request]) -> list[tuple[Request, int]]:
-        """Choose (request, chunk length) pairs within the token budget, and reserve their pages."""
-        decoding = [r for r in runners if r.num_tokens - r.num_computed == 1]
-        prompts = [r for r in runners if r.num_tokens - r.num_computed > 1] if len(decoding) < len(runners) else []
-        left = self.limits.max_step_tokens
+    def _select_chunks(self, running: Sequence[Request]) -> list[tuple[Request, int]]:
+        """Choose pairs (request, chunk length) within the token budget, and reserve their pages."""
+        decoding = [r for r in running if r.num_tokens - r.num_computed == 1]
+        prompts = [r for r in running if r.num_tokens - r.num_computed > 1] if len(decoding) < len(running) else []
+        tokens_left = self.limits.max_step_tokens
         order = [*decoding, *prompts]
-        if len(decoding) + bool(prompts) > left:  # fewer tokens than requests: least recently run requests first
+        # If not every decoding request and one prompt get a token, the least recently run requests come first.
+        if len(decoding) + bool(prompts) > tokens_left:
             order.sort(key=_get_last_step)
-        # While a request decodes, all prompts share one chunk per step, which bounds its time between tokens.
-        left_to_prompts = self.limits.max_chunk if decoding else left
-        rows: dict[Request, int] = {}
+        # While a request is decoding, all prompts share one chunk per step, which bounds its time between two tokens.
+        prompt_tokens_left = self.limits.max_chunk if decoding else tokens_left
+        chunks: dict[Request, int] = {}
         for request in order:
             missing = request.num_tokens - request.num_computed
-            chunk = 1 if missing == 1 else min(missing, self.limits.max_chunk, left_to_prompts, left)
+            chunk = 1 if missing == 1 else min(missing, self.limits.max_chunk, prompt_tokens_left, tokens_left)
             if (
                 chunk > 0
-                and request.status is RequestStatus.RUNNING
-                and self._reserve_pages(request, request.num_computed + chunk, rows)
+                and request.status is RequestStatus.RUNNING  # false if it was preempted in this loop
+                and self._reserve_pages(request, request.num_computed + chunk, chunks)
             ):
-                rows[request] = chunk
+                chunks[request] = chunk
                 request.last_step = self._step_index
-                left -= chunk
-                left_to_prompts -= chunk if missing > 1 else 0
-            if left <= 0:
+                tokens_left -= chunk
+                prompt_tokens_left -= chunk if missing > 1 else 0
+            if tokens_left <= 0:
                 break
-        return list(rows.items())
+        return list(chunks.items())
 
-    def _reserve_pages(self, request: Request, length: int, rows: dict[Request, int]) -> bool:
-        """Reserve pages for `length` tokens, preempting from the end of the order. False if `request` was preempted."""
+    def _reserve_pages(self, request: Request, length: int, chunks: dict[Request, int]) -> bool:
+        """Reserve pages for `length` tokens. If they run out, preempt the last running request and try again.
+
+        Preempted requests are removed from `chunks`. Returns False if `request` itself was preempted.
+        """
         while True:
             try:
                 self.allocator.grow(request.pages, length)
                 return True
             except OutOfPagesError:
                 last = self.running[-1]
-                rows.pop(last, None)
+                chunks.pop(last, None)
                 self._preempt(last)
                 if last is request:
                     return False
@@ -300,53 +319,58 @@ class Scheduler:
         ):
             return False
         size = self.allocator.page_size
-        return (
-            request.sampling.prompt_logprobs is None and first.num_computed < (len(request.prompt) - 1) // size * size
-        )
+        num_shared = (len(request.prompt) - 1) // size * size  # tokens in full pages, without the last prompt token
+        # A request with prompt_logprobs shares no pages: it computes every token of its prompt.
+        return request.sampling.prompt_logprobs is None and first.num_computed < num_shared
 
     def _match_if_fits(self, request: Request) -> PrefixHit | None:
-        """Look a waiting request up in the prefix cache. Returns None if its tokens do not fit in the free pages.
+        """Look up a waiting request in the prefix cache. Returns None if its tokens do not fit in the free pages.
 
-        Pages for the running requests' own tokens and a reserve are not counted as free, so that an admission does not
-        cause a preemption at once. If nothing runs, there is no limit: `Engine.check` has made sure that it fits.
+        Pages that the running requests need for their committed tokens do not count as free, nor does a reserve. So an
+        admission does not cause a preemption in the same step. If no request runs, there is no limit: `Engine.check`
+        has refused requests that do not fit in an empty pool.
         """
         if not self.running:
             return self.prefix_cache.match(request)
         allocator = self.allocator
-        promised = sum(max(allocator.count_pages(r.num_tokens) - len(r.pages), 0) for r in self.running)
-        num_free = allocator.num_available - promised - 1 - allocator.num_pages // RESERVED_PAGE_DIVISOR
+        num_promised = sum(max(allocator.count_pages(r.num_tokens) - len(r.pages), 0) for r in self.running)
+        num_reserved = 1 + allocator.num_pages // RESERVED_PAGE_DIVISOR
+        num_free = allocator.num_available - num_promised - num_reserved
         if self._blocked_admission[0] == request.arrival_index and num_free <= self._blocked_admission[1]:
-            return None  # it did not fit with as many free pages: skip the lookup
+            return None  # it did not fit when at least as many pages were free, so the lookup is skipped
         hit = self.prefix_cache.match(request)
         # Hit pages that a running request holds are not taken from the free pages.
-        num_missing = allocator.count_pages(request.num_tokens) - sum(map(bool, map(allocator.num_holders, hit.pages)))
+        num_held = sum(allocator.num_holders(page) > 0 for page in hit.pages)
+        num_missing = allocator.count_pages(request.num_tokens) - num_held
         if num_missing <= num_free:
             return hit
         self._blocked_admission = request.arrival_index, num_free
         return None
 
     def _start_request(self, request: Request, hit: PrefixHit) -> None:
+        """Move a request to the running ones, with a slot and the pages of its prefix-cache hit."""
         request.slot = heapq.heappop(self._free_slots)
         request.status = RequestStatus.RUNNING
         insort(self.running, request, key=_get_queue_key)
-        self.prefix_cache.apply_hit(request, hit)
+        self.prefix_cache.apply_hit(request, hit)  # sets num_computed
         self.prefix_queries += request.num_tokens
         self.prefix_hits += request.num_computed
-        if request.num_cached_tokens is None:
+        if request.num_cached_tokens is None:  # the first run, not one after a preemption
             request.num_cached_tokens = min(request.num_computed, len(request.prompt))
 
-    def _enqueue(self, request: Request, state: RequestStatus) -> None:
-        request.status = state
+    def _enqueue(self, request: Request, status: RequestStatus) -> None:
+        request.status = status
         insort(self.waiting, request, key=_get_queue_key)
 
     def _preempt(self, request: Request) -> None:
-        self._release_slot(request, False)
+        self._release_slot(request, is_finished=False)
         self._enqueue(request, RequestStatus.PREEMPTED)
         self.num_preempted += 1
 
-    def _release_slot(self, request: Request, is_over: bool, has_invalid_kv: bool = False) -> None:
+    def _release_slot(self, request: Request, is_finished: bool, has_invalid_kv: bool = False) -> None:
+        """Free slot and pages of a running request."""
         _remove_from_queue(self.running, request)
-        self.prefix_cache.release(request, is_over, has_invalid_kv)
+        self.prefix_cache.release(request, is_finished, has_invalid_kv)
         self._forget_slots([request.slot])
         heapq.heappush(self._free_slots, request.slot)
 

@@ -99,16 +99,16 @@ class PrefixCache:
         request.num_cached_pages = num_full
         self._record_draft_kv(request)
 
-    def release(self, request: Request, is_finished: bool, is_poisoned: bool = False) -> None:
+    def release(self, request: Request, is_finished: bool, has_invalid_kv: bool = False) -> None:
         """Free the pages of a request.
 
         Args:
             request: its block table is emptied.
             is_finished: the request has ended; otherwise it was preempted.
-            is_poisoned: the request produced invalid logits: drop every page that it inserted, or holds alone.
+            has_invalid_kv: the request produced invalid logits: drop every page that it inserted, or holds alone.
         """
-        if is_poisoned:
-            self._drop_poisoned(request)
+        if has_invalid_kv:
+            self._drop_invalid(request)
         elif is_finished and not self.is_shared:
             self._drop_unshared(request)
         elif request.num_cached_pages:
@@ -227,7 +227,7 @@ class PrefixCache:
             if request.page_hashes[i] not in self._page_by_hash:
                 self._add_page(request.page_hashes[i], request.pages[i], request)
 
-    def _drop_poisoned(self, request: Request) -> None:
+    def _drop_invalid(self, request: Request) -> None:
         for digest in request.inserted_hashes:
             if digest in self._page_by_hash:
                 self._drop_page(self._page_by_hash[digest])

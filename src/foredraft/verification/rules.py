@@ -1,131 +1,51 @@
 """Verification rules: pure functions `rule(tree, p, noise) -> Commit`.
 
-p is the distribution of the target, q that of the draft. Random numbers are an argument, so every rule can be tested
-exactly and replayed. They lie in the open interval (0, 1) and comparisons are strict: a token with p = 0 is never
-accepted. All arithmetic on probabilities is float64.
+p is the distribution of the target, q that of the draft. Both have one row per scored node: the root and the draft
+nodes. A row holds the distribution of the token after its node. The picture at the top of `tree.py` shows nodes, rows
+and roots. b is the batch index of a request.
+
+Random numbers are an argument, so every rule can be tested exactly and replayed. Uniforms lie in the open interval
+(0, 1) and comparisons are strict: a token with p = 0 is never accepted. All arithmetic on probabilities is float64.
 
 A rule walks down the tree from the root. It reads probabilities and random numbers only at the nodes that it visits.
 Both may be computed on demand (`LazyTargetProbs`, `SeededNoise`) or be tables (a tensor [R, V], `NoiseTable`).
 
 A request fails if the logits at its root are invalid (`InvalidLogitsError`). If they are invalid at a later node, the
-walk ends before that node. The tokens up to there are committed, and that node is the root of the next step.
+walk ends before that node. The tokens up to and including that node's are committed, so it is the next step's root.
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from foredraft.sampling import rng
-from foredraft.sampling.rng import NoiseStream
 from foredraft.tree import Commit, TokenTree
+from foredraft.verification.noise import Noise
 from foredraft.verification.probs import NO_TOKEN, DenseProbs, Floats, InvalidLogitsError, Probs, TargetProbs
 
-
-class Noise(Protocol):
-    """Random numbers of one verification, by row or by request and node."""
-
-    def get_key(self, row: int) -> int | None:
-        """Return the noise key of the target's sample in a row of p; None if every row of p is one-hot."""
-
-    def accept_uniform(self, b: int, node: int) -> float:
-        """Return the uniform that accepts or rejects a draft node."""
-
-    def sample_uniform(self, b: int, node: int) -> float:
-        """Return the uniform that samples the token after `node`, if the walk ends there."""
-
-    def select(self, requests: Sequence[int], rows: Tensor) -> "Noise":
-        """Return the noise of some batch indices, whose rows of p are `rows`, in that order."""
+Rule = Callable[[TokenTree, Tensor | TargetProbs, Noise], Commit]  # p is a tensor [R, V], or computed on demand
+AcceptedPath = tuple[list[int], list[int]]  # the root and the accepted nodes below it; the token after each of them
 
 
-@dataclass(frozen=True)
-class SeededNoise:
-    """Noise from seeds and sequence positions, computed on demand.
+def match(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
+    """Sample the target's own token after each node; accept the child with that token, if there is one.
 
-    The key of a target sample depends only on the position of the sampled token. The uniforms of `reject` also depend
-    on the position of the step's root: a later step must not reuse a uniform that an earlier step rejected with.
-    """
-
-    tree: TokenTree
-    seeds: Sequence[tuple[int, int]]  # B pairs (seed, sample index)
-    positions: Sequence[int]  # B sequence positions of node 0
-
-    def get_key(self, row: int) -> int:
-        b, node = self.tree.locate_row(row)
-        return rng.derive_key(*self.seeds[b], NoiseStream.TOKEN, self.positions[b] + self.tree.depths[b][node] + 1)
-
-    def accept_uniform(self, b: int, node: int) -> float:
-        return self._uniform(NoiseStream.ACCEPT, b, node)
-
-    def sample_uniform(self, b: int, node: int) -> float:
-        return self._uniform(NoiseStream.RESIDUAL, b, node)
-
-    def select(self, requests: Sequence[int], rows: Tensor) -> "SeededNoise":
-        seeds, positions = [self.seeds[b] for b in requests], [self.positions[b] for b in requests]
-        return SeededNoise(self.tree.select(requests), seeds, positions)
-
-    def _uniform(self, stream: NoiseStream, b: int, node: int) -> float:
-        root = self.tree.roots[b]
-        return rng.uniform(*self.seeds[b], stream, self.positions[b] + root, node - root)
-
-
-@dataclass(frozen=True)
-class NoiseTable:
-    """Noise as tables, for tests and for rules that run outside an engine."""
-
-    keys: Tensor | None  # [R] int64 noise keys of the target's samples; None if every row of p is one-hot
-    accept_table: Tensor  # [B, N] float64 uniforms that accept or reject draft nodes
-    sample_table: Tensor  # [B, N] float64 uniforms that sample the token after the last accepted node
-
-    @classmethod
-    def from_seeds(cls, tree: TokenTree, seeds: Sequence[tuple[int, int]], positions: Sequence[int]) -> "NoiseTable":
-        """Tabulate a `SeededNoise` with the same arguments."""
-        noise = SeededNoise(tree, seeds, positions)
-        accept, sample = (torch.full(tree.tokens.shape, 0.5, dtype=torch.float64) for _ in range(2))
-        for b, (root, size) in enumerate(zip(tree.roots, tree.sizes, strict=True)):
-            for node in range(root, size):
-                accept[b, node], sample[b, node] = noise.accept_uniform(b, node), noise.sample_uniform(b, node)
-        keys = [noise.get_key(row) for row in range(tree.row_offsets[-1])]
-        return cls(torch.tensor(keys, dtype=torch.int64), accept, sample)
-
-    def get_key(self, row: int) -> int | None:
-        return None if self.keys is None else int(self.keys[row])
-
-    def accept_uniform(self, b: int, node: int) -> float:
-        return float(self.accept_table[b, node])
-
-    def sample_uniform(self, b: int, node: int) -> float:
-        return float(self.sample_table[b, node])
-
-    def select(self, requests: Sequence[int], rows: Tensor) -> "NoiseTable":
-        indices = list(requests)
-        keys = None if self.keys is None else self.keys[rows.to(self.keys.device)]
-        return NoiseTable(keys, self.accept_table[indices], self.sample_table[indices])
-
-
-Rule = Callable[[TokenTree, Tensor | TargetProbs, Noise], Commit]
-AcceptedPath = tuple[list[int], list[int]]  # accepted nodes from the root down, and the token after each
-
-
-def match(tree: TokenTree, p: Tensor | TargetProbs, step_noise: Noise) -> Commit:
-    """Accept a draft child if it equals the token that the target samples after its parent with keyed noise.
-
-    The output does not depend on the drafter, the draft length, the batch or preemption. All requests walk down
-    together, one level at a time, so that the samples of a level are computed in one call.
+    The sample depends on seed and position alone (`SeededNoise.get_key`). The output therefore does not depend on the
+    drafter, the draft length, the batch or preemption. All requests walk down together, one level at a time, so that
+    the samples of a level are computed in one call.
 
     Reference: 2408.07978 (chains).
     """
     probs = DenseProbs.wrap(p)
-    paths: dict[int, AcceptedPath | None] = {}  # None: the logits at the root were invalid
-    nodes = {b: root for b, root in enumerate(tree.roots) if root < tree.sizes[b]}
+    paths: dict[int, AcceptedPath | None] = {}  # by batch index; None = the logits at the root were invalid
+    nodes = {b: root for b, root in enumerate(tree.roots) if root < tree.sizes[b]}  # batch index -> node to visit next
     while nodes:
-        sampled = probs.sample_tokens([tree.get_row(b, node) for b, node in nodes.items()], step_noise.get_key)
+        sampled = probs.sample_tokens([tree.get_row(b, node) for b, node in nodes.items()], noise.get_key)
         next_nodes: dict[int, int] = {}
         for (b, node), token in zip(nodes.items(), sampled, strict=True):
-            if token == NO_TOKEN:
+            if token == NO_TOKEN:  # invalid logits: the request fails at its root, and its walk ends at a later node
                 paths.setdefault(b, None)
                 continue
             path, following = paths.get(b) or ([], [])
@@ -148,11 +68,11 @@ def match(tree: TokenTree, p: Tensor | TargetProbs, step_noise: Noise) -> Commit
     return _build_commit(tree, get_path, probs.sampled_tokens)
 
 
-def reject(tree: TokenTree, p: Tensor | TargetProbs, step_noise: Noise) -> Commit:
-    """Speculative sampling: accept x with probability min(1, r(x) / q(x)), else continue with the residual.
+def reject(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
+    """Speculative sampling: accept a draft token x with probability min(1, r(x) / q(x)), else try its next sibling.
 
-    r is p at first. After a rejection it is norm(max(0, r - q)), the residual, and the next sibling is tried against
-    it. If all siblings are rejected, the next token is sampled from the last residual.
+    r is p for the first of several siblings. After each rejection it becomes the residual norm(max(0, r - q)). If all
+    siblings are rejected, the next token is sampled from the last r.
 
     Reference: 2211.17192, 2302.01318 (chains); SpecInfer 2305.09781, Sequoia 2402.12374 (recursive rejection over
     siblings that were sampled without replacement).
@@ -165,31 +85,32 @@ def reject(tree: TokenTree, p: Tensor | TargetProbs, step_noise: Noise) -> Commi
         tokens: list[int] = []
         while True:
             try:
-                residual = probs.get_probs(tree.get_row(b, node))
+                r = probs.get_probs(tree.get_row(b, node))
             except InvalidLogitsError:
                 if not nodes:
                     raise
                 return nodes, tokens
             nodes.append(node)
             accepted = None
-            for child, x, q in _iterate_siblings(tree, b, node, residual.vocab_size):
-                if step_noise.accept_uniform(b, child) * q[x] < residual[x]:
+            for child, x, q in _iterate_siblings(tree, b, node, r.vocab_size):
+                if noise.accept_uniform(b, child) * q[x] < r[x]:
                     accepted = child
                     tokens.append(x)
                     break
-                residual = residual.compute_residual(q).normalise(residual)
+                r = r.compute_residual(q).normalise(fallback=r)  # a residual has no mass only after rounding
             if accepted is None:
-                tokens.append(residual.sample(step_noise.sample_uniform(b, node)))
+                tokens.append(r.sample(noise.sample_uniform(b, node)))
                 return nodes, tokens
             node = accepted
 
     return _build_commit(tree, walk)
 
 
-def block(tree: TokenTree, p: Tensor | TargetProbs, step_noise: Noise) -> Commit:
-    """Block verification: accept the longest prefix whose joint ratio holds; chains only.
+def block(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
+    """Block verification of chains: accept the longest prefix of draft tokens that passes a joint test.
 
-    It accepts at least as many tokens as `reject` in expectation.
+    Prefix i passes if its uniform is below the threshold h_i of the paper. In expectation this accepts at least as many
+    tokens as `reject`.
 
     Raises:
         ValueError: if a request's tree is not a chain.
@@ -203,7 +124,7 @@ def block(tree: TokenTree, p: Tensor | TargetProbs, step_noise: Noise) -> Commit
     def walk(b: int) -> AcceptedPath:
         chain = list(range(tree.roots[b], tree.sizes[b]))
         tokens = tree.token_lists[b]
-        levels: list[tuple[Probs, Probs]] = []  # (p, q) at every node that has a valid draft child
+        levels: list[tuple[Probs, Probs]] = []  # p and q at every node that has a valid draft child, from the root down
         for node in chain[:-1]:
             try:
                 p_node = probs.get_probs(tree.get_row(b, node))
@@ -215,7 +136,7 @@ def block(tree: TokenTree, p: Tensor | TargetProbs, step_noise: Noise) -> Commit
             if not candidates:
                 break
             levels.append((p_node, candidates[0][2]))
-            if p_node[candidates[0][1]] <= 0:  # no later node can be accepted, so their logits may be invalid
+            if p_node[candidates[0][1]] <= 0:  # no later node can be accepted, so their logits are not read
                 break
         ratios, num_accepted = [1.0], 0  # ratios[i]: p_i of the paper, the product of p / q capped at 1 at every level
         for i, (p_node, q) in enumerate(levels):
@@ -225,10 +146,10 @@ def block(tree: TokenTree, p: Tensor | TargetProbs, step_noise: Noise) -> Commit
                 p_next, q_next = levels[i + 1]
                 residual_mass = p_next.compute_residual(q_next, ratios[-1]).total
                 denominator = residual_mass + 1 - ratios[-1]
-                threshold = residual_mass / denominator if denominator > 0 else 1.0
+                threshold = residual_mass / denominator if denominator > 0 else 1.0  # h_i of the paper
             else:
                 threshold = ratios[-1]
-            if step_noise.accept_uniform(b, chain[i + 1]) < threshold:
+            if noise.accept_uniform(b, chain[i + 1]) < threshold:
                 num_accepted = i + 1
         nodes = chain[: num_accepted + 1]
         try:
@@ -238,8 +159,8 @@ def block(tree: TokenTree, p: Tensor | TargetProbs, step_noise: Noise) -> Commit
                 raise
             return nodes[:-1], [tokens[n] for n in nodes[1:]]
         if num_accepted < len(levels):
-            p_node = p_node.compute_residual(levels[num_accepted][1], ratios[num_accepted]).normalise(p_node)
-        last = p_node.sample(step_noise.sample_uniform(b, nodes[-1]))
+            p_node = p_node.compute_residual(levels[num_accepted][1], ratios[num_accepted]).normalise(fallback=p_node)
+        last = p_node.sample(noise.sample_uniform(b, nodes[-1]))
         return nodes, [*(tokens[n] for n in nodes[1:]), last]
 
     return _build_commit(tree, walk)
@@ -247,14 +168,14 @@ def block(tree: TokenTree, p: Tensor | TargetProbs, step_noise: Noise) -> Commit
 
 @dataclass(frozen=True)
 class TypicalAcceptance:
-    """Medusa's typical acceptance, a lossy rule: accept x if p(x) > min(eps, delta * exp(-H(p))).
+    """Medusa's typical acceptance, a lossy rule: accept x if p(x) > min(eps, delta * exp(-H(p))), H in nats.
 
-    It takes the longest accepted path; of several, the one with the largest joint probability. The defaults are those
-    of the authors' `medusa_generate`, with delta = sqrt(eps).
+    Of all accepted paths it takes the longest; of several, the one with the largest joint probability. The defaults are
+    those of the authors' `medusa_generate`, with delta = sqrt(eps).
 
-    The authors' code has two behaviours that this class treats as follows. The token after the path is the target
-    argmax (`fast=True`), so the output depends on no seed; `samples_last` samples it from p instead. Short paths are
-    padded with token 0, which is then verified by the logits of another node; this is a fault and is left out.
+    As in the authors' code with `fast=True`, the token after the path is the target argmax, so the output depends on no
+    seed. One fault of their code is left out: it pads short paths with token 0 and verifies the padding by the logits
+    of another node.
 
     Reference: 2401.10774, section 2.3.1.
     """
@@ -263,13 +184,13 @@ class TypicalAcceptance:
     alpha: float = 0.3  # delta; `posterior_alpha` in the authors' code
     samples_last: bool = False  # sample the token after the path instead of taking the argmax
 
-    def __call__(self, tree: TokenTree, p: Tensor | TargetProbs, step_noise: Noise) -> Commit:
+    def __call__(self, tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
         """Verify as a `Rule`."""
         probs = DenseProbs.wrap(p)
 
         def walk(b: int) -> AcceptedPath:
             tokens = tree.token_lists[b]
-            paths = [([tree.roots[b]], 0.0)]  # with the log of the joint probability of the draft tokens
+            paths = [([tree.roots[b]], 0.0)]  # (nodes from the root down, log of the joint probability of their tokens)
             for path, log_prob in paths:  # the list grows during the loop, breadth first
                 try:
                     p_node = probs.get_probs(tree.get_row(b, path[-1]))
@@ -281,13 +202,13 @@ class TypicalAcceptance:
                 children = [c for c in tree.children[b][path[-1]] if tokens[c] < p_node.vocab_size]
                 accepted = [(c, p_node[tokens[c]]) for c in children if p_node[tokens[c]] > limit]
                 paths += [([*path, c], log_prob + math.log(mass)) for c, mass in accepted]
-            best = max(paths, key=lambda scored: (len(scored[0]), scored[1]))[0]
+            best = max(paths, key=lambda candidate: (len(candidate[0]), candidate[1]))[0]
             following = [tokens[n] for n in best[1:]]
             try:
                 p_node = probs.get_probs(tree.get_row(b, best[-1]))
             except InvalidLogitsError:
                 return best[:-1], following
-            last = p_node.sample(step_noise.sample_uniform(b, best[-1])) if self.samples_last else p_node.argmax
+            last = p_node.sample(noise.sample_uniform(b, best[-1])) if self.samples_last else p_node.argmax
             return best, [*following, last]
 
         return _build_commit(tree, walk)
@@ -300,7 +221,7 @@ def sample_from_mass(probs: Tensor, u: float) -> int:
 
 
 def get_committed_prefix(tree: TokenTree, b: int) -> AcceptedPath:
-    """Return the nodes before the root and their successors. They are committed without a look at p."""
+    """Return the nodes before the root and the tokens after them, which are committed whatever p is."""
     following = tree.committed_next[b] if tree.committed_next else ()
     return list(range(len(following))), list(following)
 
@@ -325,23 +246,25 @@ def _build_commit(tree: TokenTree, walk: Callable[[int], AcceptedPath], target_s
 
 
 def _iterate_siblings(tree: TokenTree, b: int, node: int, vocab_size: int) -> Iterator[tuple[int, int, Probs]]:
-    """Yield (child, token x, q_x) in order, q_x being the distribution of x given the siblings before it.
+    """Yield (child, token x, q_x) for the children of a node, in order.
 
-    q_x is one-hot for a deterministic draft token. For a sampled child it is the row of q without the tokens of earlier
-    siblings, normalised. Iteration stops at a child that a correct drafter cannot have proposed: x is outside the
-    vocabulary, the row of q is not a distribution over it, or q_x(x) = 0. Such children count as not drafted.
+    q_x is the distribution of x, given the siblings before it. It is one-hot for a deterministic draft token. For a
+    sampled child it is the node's row of q without the tokens of the siblings before it, normalised.
 
-    In a merged tree the deterministic children stand after the sampled ones (`tree.num_sampled_children`), because:
+    Iteration stops at a child that no correct drafter proposes: x is outside the vocabulary, the row of q is not a
+    distribution over the vocabulary, or q_x(x) = 0. This child and the children after it count as not drafted.
 
-    - It is lossless. Let r be the residual that the earlier siblings left. Accepting x with probability
+    A merged tree has sampled and deterministic children. The sampled ones come first (`tree.num_sampled_children`):
+
+    - This order is lossless. Let r be the residual that the earlier siblings left. Accepting x with probability
       min(1, r(x) / q_x(x)), and continuing with norm(max(0, r - q_x)) otherwise, yields the distribution r for any q_x
       (SpecInfer 2305.09781, theorem 4.2, with one q per candidate). The choice of a deterministic token may depend on
       all sampled draft tokens, but not on the acceptance uniforms or on the target.
     - A token that was sampled needs no second, deterministic node. If it was rejected, then r(x) < q_x(x), so its
-      residual is 0 and a second trial cannot accept it. In the other order, dropping the sampled duplicate would
-      change q: the remaining samples would no longer have the distribution in the row.
-    - It accepts at least as much as the other order. With one deterministic token g and one sampled token, it accepts
-      p(g) + sum over y != g of min(p(y), q(y)). The other order accepts
+      residual is 0 and a second trial cannot accept it. In the other order, a sampled duplicate would have to be
+      dropped, and the remaining samples would no longer have the distribution in the row of q.
+    - This order accepts at least as much as the other one. With one deterministic token g and one sampled token, its
+      acceptance probability is p(g) + sum over y != g of min(p(y), q(y)). That of the other order is
       p(g) + sum over y != g of min(p(y), (1 - p(g)) q(y)).
     """
     children = tree.children[b][node]
@@ -350,6 +273,7 @@ def _iterate_siblings(tree: TokenTree, b: int, node: int, vocab_size: int) -> It
     tokens = tree.token_lists[b]
     row = tree.get_row(b, node)
     q_row = None if tree.q is None else tree.q[row].double().cpu().numpy()
+    # The row of q without the tokens of earlier siblings; None if the node has no q.
     remaining = None if q_row is None or not q_row.any() else Probs(q_row, len(q_row))
     if remaining is None:
         num_sampled = 0
@@ -365,13 +289,13 @@ def _iterate_siblings(tree: TokenTree, b: int, node: int, vocab_size: int) -> It
         total = remaining.total
         if not math.isfinite(total) or total <= 0 or remaining[x] <= 0 or float(remaining.mass.min()) < 0:
             return
-        q = remaining.normalise(remaining)
+        q = remaining.normalise(fallback=remaining)
         yield child, x, q
         remaining = q.exclude(x)
 
 
 def combine_rules(names: Sequence[str]) -> Rule:
-    """Return the rule of a batch in which request b is verified by RULES[names[b]]."""
+    """Return the rule for a batch in which request b is verified by RULES[names[b]]."""
     if len(set(names)) == 1:
         return RULES[names[0]]
 
@@ -381,7 +305,7 @@ def combine_rules(names: Sequence[str]) -> Rule:
         tokens: list[list[int]] = [[] for _ in names]
         failed: set[int] = set()
         for name in sorted(set(names)):  # a rule gets only its own requests, because `block` refuses trees
-            indices = [b for b, other in enumerate(names) if other == name]
+            indices = [b for b, other in enumerate(names) if other == name]  # batch indices of this rule
             rows = torch.tensor([r for b in indices for r in range(*tree.row_offsets[b : b + 2])], dtype=torch.int64)
             commit = RULES[name](tree.select(indices), probs.select(rows.tolist()), noise.select(indices, rows))
             for i, b in enumerate(indices):
