@@ -95,7 +95,7 @@ def list_timed_methods(llm: LLM) -> list[tuple[object, str, str]]:
     methods: list[tuple[object, str, str]] = [
         (engine, "step", STEP),
         (engine.target, "forward", "target"),
-        (steps, "collect_output", "sampling and verification"),
+        (engine_module, "collect_output", "sampling and verification"),
         (scheduler, "schedule", "scheduling"),
         (scheduler, "commit", "commit"),
         (scheduler, "finish", "ends"),
