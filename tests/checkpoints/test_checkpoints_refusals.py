@@ -462,7 +462,7 @@ def test_a_count_no_file_could_hold(tmp_path):
     [
         ({"hydra_head_arch": "cross-attn"}, "'cross-attn', which is not supported (its heads attend"),
         ({"hydra_head_arch": "eagle-attn"}, "'eagle-attn', which is not supported (it is a decoder layer"),
-        ({"hydra_head_arch": "transformer"}, "'transformer', which is not supported (nothing of that name"),
+        ({"hydra_head_arch": "transformer"}, "'transformer', which is not supported (this name is unknown"),
         ({"hydra_head_arch": ["mlp"]}, "['mlp'], which is not supported"),
         ({"grounded_heads": False}, "not grounded"),
         ({"hidden_state_offset": 13}, "0 to the 12 layers of the-target"),
@@ -513,7 +513,7 @@ def test_a_count_of_hydra_heads_no_file_could_hold(tmp_path):
 
 @pytest.mark.usefixtures("unread")
 def test_blockwise_heads_of_another_number_than_config_says(tmp_path):
-    assert "says blockwise_num_heads 4, and the weights hold 3" in refusal(
+    assert "sets blockwise_num_heads 4, and the weights hold 3" in refusal(
         published_folders.blockwise(tmp_path, blockwise_num_heads=4)
     )
     folder = published_folders.blockwise(tmp_path / "b")

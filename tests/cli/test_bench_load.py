@@ -56,7 +56,7 @@ def test_through_a_worker(run, small):
         (("--temperature", "-1"), "--temperature"),
         (("--url", "http://127.0.0.1:9/v1", "--worker"), "give one of them"),
         (("--url", "http://127.0.0.1:9/v1"), "no server answers at http://127.0.0.1:9/v1/models"),
-        (("--max-tokens", "200"), "no prompt and a text of up to 300 tokens fit"),
+        (("--max-tokens", "200"), "no prompt with an output of up to 300 tokens fits"),
         (("--plot", "x.gif"), "plots are PNG"),
     ],
 )

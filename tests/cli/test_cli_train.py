@@ -106,7 +106,7 @@ def test_a_table_is_counted(run, small, tmp_path):
         (["draft_model", "-d", "x", "--loss", "kl", "--set", "loss=ce"], "error: --loss kl and --set loss=ce disagree"),
         (["draft_model", "-d", "x", "--steps", "0"], "error: --steps must be at least 1, got 0"),
         (["draft_model", "-d", "x", "--batch-tokens", "9"], "error: a step of 9 tokens holds no row of 256;"),
-        (["draft_model", "-d", "x", "--optimizer", "sgd"], "error: unknown word 'sgd'; use one of adamw, muon"),
+        (["draft_model", "-d", "x", "--optimizer", "sgd"], "error: unknown value 'sgd'; use one of adamw, muon"),
     ],
 )
 def test_a_wrong_command_line_is_one_line_and_no_model(run, asked, message):

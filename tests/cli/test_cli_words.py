@@ -147,7 +147,7 @@ def test_half_is_a_name_of_float16():
 
 def test_the_help_says_what_n_counts(run):
     shown = " ".join(run("generate", "--help", COLUMNS="200").stdout.split())
-    assert "Samples of each prompt. The -n of llama.cpp is --max-tokens here." in shown
+    assert "Number of outputs per prompt. The -n of llama.cpp is --max-tokens." in shown
 
 
 def test_an_option_that_resembles_nothing_gets_no_guess(run):

@@ -144,7 +144,7 @@ STAGES: dict[str, Callable[[Engine], tuple[object, str]]] = {
     "schedule": lambda engine: (engine.scheduler, "schedule"),
     "guard": lambda engine: (engine.drafter, "propose"),
     "forward": lambda engine: (engine.target, "forward"),
-    "score": lambda engine: (engine_module, "_collect_output"),
+    "score": lambda engine: (engine_module, "collect_output"),
     "rule": lambda engine: (engine_module, "combine_rules"),
     "cut": lambda engine: (engine, "_append_tokens"),
     "push": lambda engine: (Transcript, "push"),

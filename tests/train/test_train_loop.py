@@ -125,7 +125,7 @@ def test_a_loss_that_is_no_number_ends_the_run(folder):
         ({"files": ("nowhere.txt",)}, r"nowhere\.txt does not exist"),
         ({"files": ()}, "no data"),
         ({"batch_tokens": 8}, "holds no row of 16"),
-        ({"decay": "stairs"}, "unknown word 'stairs'"),
+        ({"decay": "stairs"}, "unknown value 'stairs'"),
         ({"settings": {"colour": "red"}}, "unknown training option 'colour'; this method takes: dropout, loss"),
         ({"settings": {"loss": "huber"}}, "unknown loss 'huber'"),
         ({"settings": {"dropout": "much"}}, "dropout takes float, got 'much'"),
