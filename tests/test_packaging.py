@@ -2,11 +2,13 @@
 
 import importlib.util
 import tomllib
+import zlib
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
+MAX_WHEEL_BYTES = 70e6
 HOME = "https://example.org/foredraft"
 
 
@@ -46,3 +48,11 @@ def test_every_relative_link_of_the_documents_leads_to_a_file(hooks):
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
         for _, target in [*hooks.LINK.findall(page.read_text()), *hooks.IMAGE.findall(page.read_text())]:
             assert (page.parent / target.split("#")[0]).exists(), f"{page.name}: {target}"
+
+
+def test_the_wheel_has_room_for_more_models():
+    """An index takes 100 MB per file; 70 MB is the limit here. A wheel is a zip file, so its files are deflated."""
+    package = ROOT / "src" / "foredraft"
+    files = [path for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    size = sum(len(zlib.compress(path.read_bytes(), 6)) for path in files)
+    assert 30e6 < size < MAX_WHEEL_BYTES
