@@ -66,10 +66,10 @@ class KVSimulation:
         if self.random.random() < 0.07:
             self._abort(self.random.choice(self.transcripts))
         for transcript in self.transcripts:  # draft lengths vary, down to none while the others draft or none does
-            transcript.request.max_draft_tokens = self.random.choice([None, None, None, 0, 1, 3])
+            transcript.request.fixed_draft_length = self.random.choice([None, None, None, 0, 1, 3])
         if self.random.random() < 0.15:
             for transcript in self.transcripts:
-                transcript.request.max_draft_tokens = 0
+                transcript.request.fixed_draft_length = 0
         self.engine.step()
         self.tally.steps += 1
         self.tally.preempted = self.engine.scheduler.num_preempted

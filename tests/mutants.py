@@ -16,7 +16,8 @@ from foredraft.sampling.params import Sampling
 from foredraft.sampling.rng import NoiseStream
 from foredraft.tree import Commit, TokenTree
 from foredraft.verification.noise import NoiseTable
-from foredraft.verification.rules import Rule, sample_from_mass
+from foredraft.verification.rules import Rule
+from statistical_checks import sample_from_mass
 
 
 def _normalize(probs: Tensor, fallback: Tensor) -> Tensor:

@@ -2,6 +2,9 @@
 
 import numpy as np
 from scipy import stats
+from torch import Tensor
+
+from foredraft.verification.probs import Probs
 
 ALPHA = 1e-6  # false alarms of one family of tests, divided among its members (Bonferroni)
 
@@ -23,3 +26,9 @@ def chi_square(counts: np.ndarray, probs: np.ndarray) -> float:
 
 def total_variation(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.abs(np.asarray(a) - np.asarray(b)).sum() / 2)
+
+
+def sample_from_mass(probs: Tensor, u: float) -> int:
+    """Sample a token from masses [V] with a uniform u, as `Probs.sample` does."""
+    mass = probs.double().cpu().numpy()
+    return Probs(mass, len(mass)).sample(u)

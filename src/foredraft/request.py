@@ -1,4 +1,4 @@
-"""Requests and batches. `Request` is the only mutable record; `Batch` describes one step to drafters and models."""
+"""Requests and batches. A `Request` is mutable; a `Batch` is frozen and describes one step to drafters and models."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -33,9 +33,12 @@ class RequestStatus(Enum):
 
 @dataclass(eq=False)  # compared by identity
 class Request:
-    """One sequence that is being generated. Only the scheduler changes it."""
+    """One sequence that is being generated. Read-only for drafters.
 
-    slot: int  # small integer, constant while the request runs; drafters key their state by it
+    The scheduler and its prefix cache change it. `Engine.recover` cuts the output back and restarts the matcher.
+    """
+
+    slot: int  # number of the running request, constant while it runs; drafters key their state by it; -1 = not yet
     prompt: list[int]
     sampling: Sampling
     seed: int  # sampling.seed, or a random one
@@ -43,7 +46,8 @@ class Request:
     eos_ids: frozenset[int] = frozenset()  # end ids of the model
     bad_words: tuple[tuple[int, ...], ...] = ()  # sampling.bad_words as token ids
     max_length: int = 1 << 62  # context length: prompt and output together
-    max_draft_tokens: int | None = None  # fixed draft length; None = the policy decides
+    # RequestOptions.num_speculative_tokens: exact number of draft nodes, as far as they fit. None = the policy decides.
+    fixed_draft_length: int | None = None
     verify: str = "match"  # name of the verification rule
     priority: int = 0  # lower runs first and is preempted last
     salt: bytes = b""  # only requests with equal salts share prefix pages; includes the digest of an encoder's source
@@ -113,7 +117,7 @@ class Batch:
 
     requests: tuple[Request, ...]
     num_new_tokens: tuple[int, ...]  # committed tokens that this step computes; at least 1
-    max_draft_nodes: tuple[int, ...]  # draft nodes allowed; 0 if the chunk does not reach the last committed token
+    max_draft_nodes: tuple[int, ...]  # draft nodes granted; 0 if the chunk does not reach the last committed token
     page_size: int = 16  # tokens per page
 
     def __len__(self) -> int:

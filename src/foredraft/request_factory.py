@@ -79,7 +79,7 @@ class RequestFactory:
             eos_ids=self.end_ids,
             bad_words=bad_words,
             max_length=self.target.context_length,
-            max_draft_tokens=options.num_speculative_tokens,
+            fixed_draft_length=options.num_speculative_tokens,
             verify=verify,
             priority=options.priority,
             tenant=options.salt,

@@ -285,8 +285,10 @@ class TargetArgmax:
 class Commit:
     """Accepted path of every request: nodes of its tree, and the token that follows each node.
 
-    The path begins at node 0 and includes the nodes before the root. The last token is sampled by the target: bonus
-    token, corrected token, or token of plain decoding. It has no KV entry yet.
+    The path begins at node 0 and includes the nodes before the root. Each token but the last is that of the next node.
+    The last token has no KV entry yet. It is the bonus token, the corrected token, or the token of plain decoding, all
+    of them from the target. There are two exceptions: it is an accepted draft token if the output ends with it, or if
+    the logits after it are invalid.
     """
 
     path: RaggedField = _PATH  # [B, P] int64 accepted nodes, node 0 first, padded with -1

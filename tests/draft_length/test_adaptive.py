@@ -228,7 +228,7 @@ def test_forgotten_slots_leave_nothing():
     world = SimulatedEngine(bend, draft=0.1, load=lambda step: 4, life=40, accept=constant(0.6))
     lengths, _ = simulate(world, 400)
     lengths.forget(range(16))
-    assert not lengths._drafted_until
+    assert not lengths._next_unread_step
     assert not lengths._probed_slots
     assert not lengths.survival._accepted_rates._tally_by_slot
     assert not lengths.survival._drafted_rates._tally_by_slot

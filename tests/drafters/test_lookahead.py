@@ -361,7 +361,7 @@ def test_the_engine_keeps_the_window_through_preemption_and_steps_without_a_budg
     count = 0
     while llm.engine.has_work:
         for transcript in transcripts:
-            transcript.request.max_draft_tokens = (None, 0, 1, 7, None, None)[count % 6]
+            transcript.request.fixed_draft_length = (None, 0, 1, 7, None, None)[count % 6]
         llm.engine.step()
         count += 1
     assert [t.request.output for t in transcripts] == [c.token_ids for c in expected]

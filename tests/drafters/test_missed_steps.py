@@ -115,7 +115,7 @@ def test_steps_without_a_draft_leave_what_the_next_draft_needs(name: str) -> Non
     accepted = step = 0
     while llm.engine.has_work:
         for transcript in transcripts:
-            transcript.request.max_draft_tokens = 0 if step % 5 in (1, 2, 3) else None
+            transcript.request.fixed_draft_length = 0 if step % 5 in (1, 2, 3) else None
         llm.engine.step()
         step += 1
         accepted = sum(t.num_accepted for t in transcripts)

@@ -58,6 +58,19 @@ def test_logits_that_are_no_distribution_fail_one_request_alone(rule: str, is_dr
     assert (engine.drafter.num_failures, len(engine.scheduler.running)) == (0, 0)
 
 
+@pytest.mark.parametrize("rule", ["match", "reject", "block"])
+def test_a_draft_token_before_invalid_logits_counts_as_accepted(rule: str) -> None:
+    """The statistics agree with the origins of the deltas, which show this token as accepted."""
+    [(plain, _)] = engine_fakes.run(engine_fakes.make_engine(LM, None), transcripts(rule)[:1])
+    last = plain.token_ids[3]
+    assert last not in plain.token_ids[:3]
+    engine = engine_fakes.make_engine(replace(LM, poison=frozenset({last})), engine_fakes.make_drafter(LM, 6))
+    [(failed, deltas)] = engine_fakes.run(engine, transcripts(rule)[:1])
+    assert (failed.finish_reason, failed.token_ids) == ("error", plain.token_ids[:4])
+    origins = [origin for delta in deltas for origin in delta.origins]
+    assert failed.stats.num_accepted == origins.count("accepted") == 4
+
+
 def test_a_sampling_that_leaves_nothing_to_draw_fails_alone() -> None:
     """The only token allowed is one that min_tokens forbids."""
     bad = Sampling(max_tokens=5, min_tokens=5, allowed_token_ids=(3,), stop_token_ids=(3,))

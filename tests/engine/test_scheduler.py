@@ -117,7 +117,7 @@ def test_every_request_goes_on_before_any_is_drafted_for() -> None:
 def test_a_request_with_its_own_draft_length_keeps_it() -> None:
     run = Run()
     requests = [request(2) for _ in range(3)]
-    requests[1].max_draft_tokens, requests[2].max_draft_tokens = 0, 2
+    requests[1].fixed_draft_length, requests[2].fixed_draft_length = 0, 2
     run.add(*requests)
     assert run.step(num_nodes=5).max_draft_nodes == (5, 0, 2)
 

@@ -14,8 +14,8 @@ from foredraft.sampling.params import Sampling
 from foredraft.sampling.rng import NoiseStream
 from foredraft.tree import TokenTree
 from foredraft.verification.noise import NoiseTable
-from foredraft.verification.rules import LOSSY_RULES, RULES, TypicalAcceptance, combine_rules, sample_from_mass
-from statistical_checks import total_variation
+from foredraft.verification.rules import LOSSY_RULES, RULES, TypicalAcceptance, combine_rules
+from statistical_checks import sample_from_mass, total_variation
 from step_scenarios import StepScenario, SystemUnderTest, compute_step_distribution
 
 BOUND = 5e-5

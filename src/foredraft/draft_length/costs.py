@@ -170,6 +170,9 @@ class CostCurve:
 class DraftCost:
     """Time of a draft: a cost per request that is only observed, and a cost of drafting by depth and nodes.
 
+    `depth` is the largest number of nodes granted to one request. It is the depth of a chain, and an upper limit on the
+    depth of a tree. `nodes` counts the nodes of all requests.
+
     Catching up is separate. A drafter that reads tokens only when it drafts has to read all `unread` tokens after a
     pause, and a prompt of unknown length for each of the `newcomers`. That is the cost of resuming, not of a draft.
     """
@@ -274,6 +277,15 @@ class Planner:
         """Return the predicted seconds of the forward pass with this many draft nodes."""
         rows, scored = shape.num_rows + nodes, shape.num_requests + nodes
         return self.curve.predict(shape.num_requests, rows, scored, shape.context_per_row * rows)
+
+    def estimate_added_pass_time(self, num_rows: int, nodes: int) -> float:
+        """Return the seconds that draft nodes add to a forward pass of `num_rows` rows.
+
+        The time per request cancels in the difference, so the number of requests may be 0. The time in which the added
+        rows attend to their context is neglected.
+        """
+        shape = StepShape(num_requests=0, num_rows=num_rows, context_per_row=0.0)
+        return self.estimate_verify_time(shape, nodes) - self.estimate_verify_time(shape, 0)
 
     def estimate_baseline(self, shape: StepShape) -> tuple[float, float]:
         """Return (tokens, seconds) of the step with only the drafts of fixed length.

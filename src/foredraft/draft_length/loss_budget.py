@@ -32,7 +32,7 @@ class LossBudgetPolicy(AdaptiveLengthPolicy):
         self._warmup_step = len(WARMUP_NODES)  # there is no plan, so no costs have to be measured first
         self._num_candidates = len(candidates)
         self._has_fixed = any(candidate.is_fixed for candidate in candidates)
-        self._last_load = len(candidates)
+        self._probe_load = len(candidates)
         self._select_kind(candidates)
         self._update_pause()
         self._is_drafting = not self._is_paused
@@ -46,10 +46,11 @@ class LossBudgetPolicy(AdaptiveLengthPolicy):
 
     def _update_pause(self) -> None:
         """Pause drafting if the time credit is used up, and resume if it has grown to the resume credit."""
+        credit, step_cost = self._credit.seconds, self._credit.plain_step_cost
         if self._is_paused:
-            self._is_paused = self._credit <= self._resume_credit * self._plain_step_cost
-        elif self._credit < (0.0 if self._resume_credit else -MAX_INITIAL_LOSS_STEPS * self._plain_step_cost):
+            self._is_paused = credit <= self._resume_credit * step_cost
+        elif credit < (0.0 if self._resume_credit else -MAX_INITIAL_LOSS_STEPS * step_cost):
             self._is_paused = True
             self._resume_credit = min(max(2 * self._resume_credit, MIN_RESUME_CREDIT), MAX_RESUME_CREDIT)
-        elif self._credit > MAX_RESUME_CREDIT * self._plain_step_cost:
+        elif credit > MAX_RESUME_CREDIT * step_cost:
             self._resume_credit = 0.0

@@ -14,7 +14,9 @@ DecisionReason = Literal[
     "does not pay",  # no draft is predicted to save time, so no request drafts
     "probe",  # a few short drafts while drafting is paused, to measure acceptance again
     "measure",  # one step without drafts, to measure the cost of plain decoding again
-    "guard",  # drafts are predicted to save time, but the time credit does not cover a loss, so no request drafts
+    # Drafts are predicted to save time, but no request drafts: the time credit does not cover a loss, or the drafter
+    # would take too long to read the tokens that it missed.
+    "guard",
     "fixed",  # all requests that may draft have a fixed draft length
 ]
 
@@ -34,7 +36,8 @@ class DraftOutcome(NamedTuple):
     slot: int
     max_draft_nodes: int  # nodes that the policy granted
     num_drafted: int  # nodes that the drafter proposed
-    accepted_nodes: tuple[int, ...] = ()  # accepted nodes, counted from 1 after the root; those of a chain are 1, 2, 3
+    # Accepted nodes that saved a forward pass, counted from 1 after the root; those of a chain are 1, 2, 3.
+    accepted_nodes: tuple[int, ...] = ()
 
 
 class StepReport(NamedTuple):
@@ -54,7 +57,7 @@ class LengthDecision(NamedTuple):
 
     reason: DecisionReason
     nodes: int = 0  # nodes granted to all requests together
-    depth: int = 0  # largest number of nodes granted to one request
+    depth: int = 0  # largest number of nodes granted to one request, which is the depth if the draft is a chain
     plain_rate: float = 0.0  # predicted tokens per second without drafts; 0 before the first plan
     rate: float = 0.0  # predicted tokens per second with the best drafts, granted or not
     acceptance: float = 0.0  # predicted share of the nodes of those drafts that is accepted

@@ -80,8 +80,8 @@ def to_token_tree(batch: Batch, drafts: Mapping[int, Draft]) -> TokenTree:
 
     Args:
         batch: requests of the step.
-        drafts: drafts by batch index, each cut to the request's `max_draft_depth`. A request without an entry gets its
-            root alone.
+        drafts: drafts by batch index. Nodes deeper than the request's `max_draft_depth` are dropped here. A request
+            without an entry gets its root alone.
     """
     empty = Draft()
     all_drafts = [drafts.get(b, empty).limit_depth(request.max_draft_depth) for b, request in enumerate(batch.requests)]

@@ -55,7 +55,8 @@ class EagleNetwork(nn.Module):
         self.fc = nn.Linear(2 * hidden, hidden, bias=shape.has_fc_bias)
         self.layers = nn.ModuleList(DraftLayer(shape.block, has_input_norm=i > 0) for i in range(shape.num_layers))
         self.rotary = RotaryEmbedding(shape.block)
-        # Some checkpoints have an embedding of their own. `bind_to_target` sets `embedding` to it if it was trained.
+        # Some checkpoints have an embedding. `bind_to_target` sets `embedding` to it, unless it has nothing in common
+        # with the target's: some published files contain an untrained one (`choose_embedding`).
         if shape.has_embedding:
             self.embed_tokens = nn.Embedding(shape.vocab_size, hidden)
         self.embedding = target.embedding  # [V, H]
@@ -148,8 +149,9 @@ class TrainConfig:
         loss: loss of the logits against the target's distribution, one of `losses.LOSS_NAMES`.
         regression: weight of the smooth L1 distance between outputs and the target's hidden states; 0 = off.
         noise: half-width of the uniform noise that is added to input features (2401.15077, section 4); 0 = off.
-        steps: training steps per position. Step 0 reads features of the target, each later step the outputs of the
-            step before, as in a draft (HASS, 2408.15766). 1 = EAGLE's recipe.
+        steps: draft tokens that the training simulates after every position (`training_time_test.py`). Step 0 reads
+            features of the target, each later step the outputs of the step before (HASS, 2408.15766). 1 = EAGLE's
+            recipe.
         decay: the loss of step k has the weight decay^k; in (0, 1].
         num_layers: decoder layers of the head.
         has_fc_bias: whether the input projection has a bias.
@@ -204,7 +206,7 @@ def create_trainee(config: TrainConfig, target: HFModel, start: Checkpoint | Non
 
     Args:
         config: training settings.
-        target: frozen target.
+        target: target, which is not trained.
         start: checkpoint to continue from; None = a new head, which at first outputs its input feature.
 
     Raises:

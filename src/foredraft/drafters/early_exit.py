@@ -75,10 +75,10 @@ class EarlyExit:
         return self.tree_spec.max_nodes
 
     def attach(self, target: HFModel) -> None:
-        """Set the target whose KV pages the drafter uses; called once, by the engine.
+        """Set the target whose KV pages the drafter uses. `LLM` calls it once.
 
         Raises:
-            ForedraftError: for another model, or a second engine, whose pages are different.
+            ForedraftError: for another model, or for the target of a second LLM, whose KV pages are different.
         """
         if target.model is not self.target.model:
             raise ForedraftError(f"this early_exit drafter is made of {self.target.name}; make one for {target.name}")

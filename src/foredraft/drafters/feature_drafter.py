@@ -4,14 +4,16 @@ Feature t is the target's hidden state at token t. Pair t is token t + 1 with fe
 network's KV cache, holds the keys and values of pair t. The network's output at pair t approximates feature t + 1, and
 gives logits for token t + 2.
 
-- `observe` records the pairs of committed tokens as pending. It computes nothing, so a step without a draft costs
-  almost nothing.
+- `observe` records the pairs of committed tokens as pending, so a step without a draft costs almost nothing. It
+  computes the pending pairs of a request only if there are MAX_PENDING_PAIRS of them, as in a long prompt.
 - `propose` computes the pending pairs in one forward pass of the network. The pass overwrites the KV of earlier draft
   tokens. Its output at the last pair gives the logits for the children of the root. Then the draft grows level by
   level: the pair of a draft node has the network's output at its parent in place of the feature.
 
 After a prefix-cache hit, the pairs on the shared pages are valid. Pair t depends on token t + 1, so the prefix cache
 shares a page with draft KV only if the token after the page is equal too.
+
+`Chimera` is a subclass with other pairs: pair t is token t with feature t, so it does not depend on token t + 1.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -35,7 +37,7 @@ from foredraft.models.forward_batch import ForwardBatch, Span
 from foredraft.request import Batch, Request
 from foredraft.tree import Commit, TokenTree
 
-MAX_PENDING_PAIRS = 256  # pending pairs of a request from which they are computed at once, to bound their memory
+MAX_PENDING_PAIRS = 256  # `observe` computes the pending pairs of a request that has this many, to bound their memory
 
 
 @dataclass(frozen=True)
@@ -111,10 +113,9 @@ class FeatureDrafter:
         )
 
     def observe(self, batch: Batch, commit: Commit) -> None:
-        """Record the new committed pairs of every request, as pending.
+        """Record the new committed pairs of every request as pending.
 
-        Requests with a gap before the new pairs are left out: pairs that this drafter has neither observed nor found in
-        the prefix cache.
+        A request is left out if pairs before the new ones are missing: neither observed nor hit in the prefix cache.
         """
         self.mismatch_detector.record_commit(batch, commit)
         if commit.features is None:
@@ -156,7 +157,7 @@ class FeatureDrafter:
         return self.draft_kv.num_valid.get(slot, 0) + (0 if pending is None else len(pending.tokens))
 
     def _select_pair_tokens(self, request: Request, following: Sequence[int]) -> Sequence[int]:
-        """Return the token of each new pair, for subclasses to override.
+        """Return the token of each new pair. Chimera overrides it.
 
         Args:
             request: request before the new tokens are appended.
@@ -181,8 +182,10 @@ class FeatureDrafter:
         spec = self.tree_spec.restrict(request.max_draft_depth, batch.max_draft_nodes[b], request.verify == "block")
         if spec.max_nodes <= 0 or spec.max_depth <= 0:
             return None
-        # The KV entry of the root is that of the last pair; with a lookahead of 0 it is the entry after it.
-        return KVBranch(TreeBuilder(request, spec), num_pairs - self.draft_kv.token_lookahead)
+        # The pairs have the entries 0 to num_pairs - 1. Here the last pair contains the root's token, so its entry is
+        # that of the root. In Chimera (token_lookahead 0) no pair contains it yet, and the root has the next entry.
+        root_position = num_pairs - self.draft_kv.token_lookahead
+        return KVBranch(TreeBuilder(request, spec), root_position)
 
     def _draft_branches(self, branches: list[KVBranch], page_size: int) -> None:
         """Compute the pending pairs of all branches, then their drafts."""

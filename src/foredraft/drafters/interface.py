@@ -16,30 +16,36 @@ from foredraft.tree import Commit, TokenTree
 class Drafter(Protocol):
     """Source of token trees for the requests of a batch.
 
-    A step calls `propose`, runs the forward pass of the target, and calls `observe`. `forget` may be called at any time
-    between an `observe` and the next `propose`. All calls are on one thread. Requests and commits are read-only for a
-    drafter. It keys its own state by `Request.slot`, the number of a running request, which is reused after `forget`.
+    A step calls `propose`, runs the forward pass of the target, and calls `observe`. Calls never overlap, but one call
+    may come from another thread than the call before. Requests and commits are read-only for a drafter. It keys its own
+    state by `Request.slot`, the number of a running request, which is reused after `forget`.
+
+    A drafter has to expect gaps. `propose` is left out if no request may draft. If a step raises, `observe` is left out
+    and `forget` is called for all slots. During a quarantine (after several faults of the drafter) only `forget` is
+    called. After a gap, `Request.num_computed` exceeds the number of observed tokens, as after a prefix-cache hit.
 
     Optional attributes, with the value that counts if one is missing:
         needs_target_argmax: True requests `Commit.target_argmax`: the target's likeliest token after every node of the
             verified tree, rejected nodes included. Default False.
         draft_kv: `DraftKV` of a drafter with a KV cache on the target's page ids. Default None.
-        decides_length: True if the drafter itself weighs the gain of a draft against its cost. Default False.
-        attach: method called once with the target, for a drafter that uses the target's KV pool.
-        shares_target_kv: True for such a drafter. Default False.
+        decides_length: True if the drafter itself weighs the gain of a draft against its cost. `LLM` then uses
+            `LossBudgetPolicy` for adaptive lengths, which grants `max_nodes` unless drafting loses time. Default False.
+        attach: method `attach(target: HFModel)` of a drafter that uses the target's KV pool. `LLM` calls it once,
+            before the first step. It raises ForedraftError for a target that it cannot use. Default: not called.
+        shares_target_kv: True for a drafter with `attach` that writes to the target's KV pool. Default False.
     """
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
-        """Layer boundaries of the target whose hidden states `Commit.features` holds, concatenated; () = none.
+        """Layer boundaries of the target whose hidden states the drafter reads from `Commit.features`; () = none.
 
         0 is the output of the embedding, n the output of the n-th layer, and AFTER_FINAL_NORM (-1) the input of the
-        output matrix (lm_head).
+        output matrix (lm_head). The states of several boundaries are concatenated along the last dimension.
         """
 
     @property
     def max_nodes(self) -> int:
-        """Maximum number of draft nodes per request. The scheduler grants no more and reserves KV pages for them."""
+        """Maximum number of draft nodes per request and step. The scheduler grants at most this many."""
 
     def propose(self, batch: Batch) -> TokenTree:
         """Draft for the requests of a step, before the target's forward pass.
@@ -47,41 +53,44 @@ class Drafter(Protocol):
         Called only if at least one request may draft, that is if an entry of `batch.max_draft_nodes` is above 0.
 
         Returns:
-            The trees of all B requests. Node 0 of request b is `batch.get_root_token(b)`; at most
-            `batch.max_draft_nodes[b]` draft nodes follow. A request without a draft has node 0 alone.
+            The trees of all requests. Node 0 of request b is `batch.get_root_token(b)`; at most
+            `batch.max_draft_nodes[b]` draft nodes follow, none deeper than `Request.max_draft_depth`. A request without
+            a draft has node 0 alone.
         """
 
     def observe(self, batch: Batch, commit: Commit) -> None:
         """Read the result of a step, after verification.
 
-        Called after every forward pass of the target, also if no request had a draft, and for prompt chunks. The
+        Called in every step, also if no request had a draft, and for prompt chunks; the class lists the exceptions. The
         requests do not have the new tokens yet: `Request.output` and `Request.num_computed` are those before the step.
 
         Args:
             batch: requests of the step, in the order of the commit.
             commit: accepted path and new tokens of every request. `commit.features` [B, P, F] holds the hidden states
-                of `hidden_layers` at the nodes of the path. It is valid during the call only.
+                at the nodes of the path: B requests, P the longest path, F the widths of all `hidden_layers` together.
+                A drafter that keeps a few rows should copy them, because a view keeps the whole tensor in memory.
         """
 
     def forget(self, slots: Sequence[int]) -> None:
-        """Drop the state of these slots. Their requests ended, were aborted or were preempted."""
+        """Drop the state of these slots. Their requests ended, were aborted or preempted, or a step raised."""
 
 
 @runtime_checkable
 class TextDraftSource(Protocol):
-    """Interface of an ensemble member that needs only the committed tokens. TextDrafter implements it.
+    """Additional methods of a drafter that needs only the committed tokens. TextDrafter implements them.
 
-    An ensemble drafts with several members and chooses or merges their drafts (`ensemble.py`).
+    An ensemble calls them in place of `propose`. It drafts with several drafters, its members, and chooses or merges
+    their drafts (`ensemble.py`).
     """
 
     def draft(self, request: Request, budget: int) -> Draft:
         """Draft at most `budget` nodes for one request."""
 
     def match_strength(self, request: Request) -> int:
-        """Return a measure of how reliable the last draft of this request is; 0 = unknown.
+        """Return a measure of how reliable the last result of `draft` for this request is; 0 = unknown.
 
-        For drafts that are copied, it is the length of the match in tokens. It depends on committed tokens alone. An
-        ensemble estimates the acceptance of a member separately for each value.
+        For a copied draft it is the number of committed tokens that matched before the copy. It must depend on
+        committed tokens alone. An ensemble estimates the acceptance of a member separately for each value.
         """
 
     def continue_draft(self, request: Request, path: Sequence[int], budget: int) -> Draft:

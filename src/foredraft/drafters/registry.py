@@ -4,8 +4,12 @@ A method is a module of this package with three names: METHOD, its name on the c
 options; and create(config, context), which makes the drafter. There is no other list: the folder is the registry.
 
 Optional names of such a module: USES_MODEL (see `uses_model`), parse_name (see `resolve_method`), configure (see
-`parse_config`), AUTO_RANK (order among the methods that `auto` can choose; higher is better), AUTO_TOKENS (longest
-draft if the draft length adapts), TrainConfig and create_trainee (training).
+`parse_config`), AUTO_RANK (see below), AUTO_TOKENS (longest draft if the draft length adapts), TrainConfig and
+create_trainee (training).
+
+`auto` chooses one method that reads tokens alone and one with a model. Within each of the two kinds it prefers the
+higher AUTO_RANK, or `estimate_auto_rank(context)` if the module has this function. A method with neither is chosen only
+if the user gives its model.
 """
 
 import importlib

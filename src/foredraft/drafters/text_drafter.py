@@ -24,10 +24,10 @@ S = TypeVar("S", bound=TextState)
 class TextDrafter(ABC, Generic[S]):
     """Drafter that reads committed tokens alone.
 
-    A subclass implements `new_state` and `draft_tokens`, and may implement `state_match_strength` and
-    `continue_tokens`. These four get the request's state. The public methods `propose`, `draft`, `match_strength` and
-    `continue_draft` find the state and call them. A state is extended when its request drafts, not when tokens are
-    committed.
+    A subclass implements `new_state`, which makes the state of a request, and `draft_tokens`. It may implement
+    `state_match_strength` and `continue_tokens`. The last three get the state as an argument. The methods `propose`,
+    `draft`, `match_strength` and `continue_draft` look the state up and call them. A state is extended when its request
+    drafts, not when tokens are committed.
 
     Args:
         num_speculative_tokens: draft length K, the largest depth of a draft.

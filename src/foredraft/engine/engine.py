@@ -5,6 +5,9 @@ The engine holds no model-specific code: target, drafter, verification rule and 
 A step has one token tree per request. The picture at the top of `tree.py` defines its parts: first the committed tokens
 that the step computes (a prompt chunk), of which the last is the root, then the draft nodes. The root and the draft
 nodes are scored: each has one row of logits. b is always a batch index, the index of a request in the step's `Batch`.
+
+Letters of shapes: B requests, T nodes of all trees together, R scored nodes, V vocabulary, P longest committed path,
+F width of the hidden states that the drafter reads.
 """
 
 import logging
@@ -112,7 +115,11 @@ class Engine:
             )
 
     def add(self, transcript: Transcript) -> None:
-        """Queue a request. Raises ForedraftError if it can never run (`check`)."""
+        """Queue a request.
+
+        Raises:
+            ForedraftError: by `check`, if it can never run. The engine is then unchanged and needs no `recover`.
+        """
         request = transcript.request
         self.check(request)
         self.scheduler.add(request)
@@ -133,7 +140,7 @@ class Engine:
             transcript.fail(reason, error)
 
     def recover(self) -> None:
-        """Restore a consistent state after `step`, `add` or `abort` raised.
+        """Restore a consistent state after `step` or `abort` raised, or `add` with another error than that of `check`.
 
         Tokens in deltas are final. Each request is cut back to its last delta and requeued, and all KV is dropped. A
         request whose text cannot be rebuilt ends with an error. Call `recover` before any delta is read from a
@@ -141,8 +148,9 @@ class Engine:
         """
         self._observe_seconds = 0.0
         for request, transcript in list(self.transcripts.items()):
-            transcript.mark_emitted()  # for a delta that was queued when the step raised
-            if transcript.is_delivered:  # the step raised after the last delta, before the request was removed
+            # `Transcript.emit` queues a delta and then calls `mark_emitted`. It may have been interrupted in between.
+            transcript.mark_emitted()
+            if transcript.has_final_delta:  # the request ended, and the step raised before removing it
                 del self.transcripts[request]
         self.scheduler.reset(self.transcripts)  # clears the KV pool of the drafter too
         self.target.pool.clear()
@@ -175,8 +183,8 @@ class Engine:
         propose_start = self._clock()
         draft = self.drafter.propose(batch)
         propose_seconds = self._clock() - propose_start
-        # Share of one request in the drafter's time, for its statistics. This step's `observe` comes after they are
-        # recorded, so that of the last step counts here.
+        # The statistics count an equal share of the drafter's time for each request. They are recorded before this
+        # step's `observe`, so they count the `observe` of the step before.
         seconds_per_request = (propose_seconds + self._observe_seconds) / len(batch)
         tree = _prepend_chunks(batch, draft)
         forward_batch, with_prompt_logits = self._build_forward_batch(batch, tree)
@@ -192,8 +200,8 @@ class Engine:
         self.drafter.observe(batch, _attach_features(commit, tree, features))
         self._observe_seconds = self._clock() - observe_start
         outcomes = _collect_outcomes(batch, tree, commit)
-        # Everything above, the drafter included, reads `num_computed` as it was before this step; `scheduler.commit`
-        # advances it. Each of a request's n rows counts as attending to all earlier tokens and to all n rows.
+        # `scheduler.commit` advances `num_computed`. All code above, the drafter included, reads the old value.
+        # Cost estimates count each of a request's n nodes as attending to all computed tokens and to all n nodes.
         attended_tokens = sum(n * (r.num_computed + n) for n, r in zip(tree.sizes, batch.requests, strict=True))
         self.scheduler.commit(batch, commit)
         self._emit_deltas(batch, tree, commit)
@@ -214,7 +222,11 @@ class Engine:
             self.scheduler.check_idle()
 
     def _schedule_batch(self, allowed: frozenset[Request] | None) -> Batch:
-        """Schedule a batch without deferred requests. If no other request can run, forgive mask time and try again."""
+        """Schedule a batch without the requests that `mask_budget` defers.
+
+        If no other request can run, the mask budget releases some of the deferred ones, and the batch is scheduled
+        again.
+        """
         deferred = self.mask_budget.find_deferred()
         batch = self.scheduler.schedule(self.drafter.max_nodes, self.length_policy, allowed, deferred)
         if deferred and not batch.requests and self.mask_budget.release_deferred(allowed):
@@ -249,7 +261,8 @@ class Engine:
             path, tokens = commit.path_lists[b], commit.token_lists[b]
             if b in output.prompt_logits:
                 output.append_prompt_logprobs(transcript, tree, b)
-            # Tokens after the nodes before the root are not new. A failed request has no tokens at all.
+            # tokens[i] follows node path[i]. The tokens after the nodes before the root were committed earlier, so the
+            # new tokens start at tokens[root]. A failed request has no tokens at all.
             count = min(root, len(tokens))
             for node, token in zip(path[count:], tokens[count:], strict=True):
                 count += 1
@@ -259,9 +272,10 @@ class Engine:
                 if transcript.push(token):  # the output ends with this token
                     break
             if count > root:
-                num_drafted, num_new = tree.sizes[b] - root - 1, count - root
-                # The last token of an uncut path is sampled by the target. All tokens before it are accepted nodes.
-                num_accepted = min(num_new, len(path) - root - 1)
+                num_drafted = tree.sizes[b] - root - 1
+                # All new tokens but the last are accepted draft tokens. The last one usually comes from the target.
+                # It is a draft token if the output ends with it, or if the logits after it are invalid.
+                num_accepted = count - root - 1 + _is_draft_token(tree, b, path[count - 1], tokens[count - 1])
                 transcript.record_step(num_drafted, num_accepted, draft_seconds, b in tree.predicted)
             counts.append(count)
         return commit if counts == commit.counts else commit.truncate(counts)
@@ -290,7 +304,11 @@ def _describe_invalid_logits(request: Request) -> str:
 
 
 def _collect_outcomes(batch: Batch, tree: TokenTree, commit: Commit) -> tuple[DraftOutcome, ...]:
-    """List the draft outcome of every request with a scored root. Accepted nodes are counted from 1 after the root."""
+    """List the draft outcome of every request with a scored root.
+
+    Accepted nodes are those on the committed path: each of them saved a forward pass. A draft token that is the last
+    new token saved none, so its node is not listed. Nodes are counted from 1 after the root.
+    """
     outcomes = []
     for b, (request, budget) in enumerate(zip(batch.requests, batch.max_draft_nodes, strict=True)):
         root, size = tree.roots[b], tree.sizes[b]
@@ -326,12 +344,13 @@ def _build_noise(batch: Batch, tree: TokenTree) -> SeededNoise:
 
 
 def _attach_target_argmax(commit: Commit, tree: TokenTree, logits: Tensor) -> Commit:
-    """Attach the argmax of the unchanged logits [R, V] after every scored node."""
-    return commit.with_target_outputs(commit.features, TargetArgmax(tree, argmax_tokens(process_logits(logits, ()))))
+    """Attach the argmax of the model's own logits [R, V] after every scored node; sampling parameters do not count."""
+    unprocessed = process_logits(logits, ())  # without sampling parameters it only converts to float32
+    return commit.with_target_outputs(commit.features, TargetArgmax(tree, argmax_tokens(unprocessed)))
 
 
 def _attach_features(commit: Commit, tree: TokenTree, features: Tensor | None) -> Commit:
-    """Attach the hidden states of the committed path: rows of `features`, [T, F] -> [B, P, F]."""
+    """Attach the hidden states of the committed path: rows of `features` [T, F], as [B, P, F]."""
     if features is None:
         return commit
     paths = commit.path_lists
@@ -349,6 +368,11 @@ def _attach_features(commit: Commit, tree: TokenTree, features: Tensor | None) -
     return commit.with_target_outputs(path_features, commit.target_argmax)
 
 
+def _is_draft_token(tree: TokenTree, b: int, node: int, token: int) -> bool:
+    """Return whether the token that follows a scored node is that of one of its draft children."""
+    return token in [tree.token_lists[b][child] for child in tree.children[b][node]]
+
+
 def _classify_origins(tree: TokenTree, b: int, path: Sequence[int], tokens: Sequence[int]) -> list[Origin]:
     """Classify each new token by the draft children of the node that it follows.
 
@@ -356,15 +380,12 @@ def _classify_origins(tree: TokenTree, b: int, path: Sequence[int], tokens: Sequ
     children. plain: the request had no draft in this step.
     """
     root = tree.roots[b]
-    num_new = len(tokens) - root
     if tree.sizes[b] - root == 1:
-        return ["plain"] * num_new
-    node_tokens = tree.token_lists[b]
+        return ["plain"] * (len(tokens) - root)
     origins: list[Origin] = []
     for node, token in zip(path[root:], tokens[root:], strict=True):
-        children = tree.children[b][node]
-        if token in [node_tokens[child] for child in children]:
+        if _is_draft_token(tree, b, node, token):
             origins.append("accepted")
         else:
-            origins.append("corrected" if children else "bonus")
+            origins.append("corrected" if tree.children[b][node] else "bonus")
     return origins

@@ -20,7 +20,9 @@ from foredraft.kv.prefix_cache import PrefixCache, PrefixHit
 from foredraft.request import Batch, Request, RequestStatus
 from foredraft.tree import Commit
 
-RESERVED_PAGE_DIVISOR = 128  # 1 of 128 pages stays free at admission, so that running requests can grow
+# At admission one page stays free, and one more for every 128 pages of the pool, so that running requests can grow.
+MIN_RESERVED_PAGES = 1
+RESERVED_PAGE_DIVISOR = 128
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ class Scheduler:
         """Append the new tokens to the requests, advance `num_computed`, and free pages of rejected draft nodes."""
         size = self.allocator.page_size
         for request, tokens, count in zip(batch.requests, commit.token_lists, commit.counts, strict=True):
-            # `tokens` follow the computed nodes, so the first ones are committed already unless the request decodes.
+            # tokens[i] follows computed node i. In a prompt chunk the first ones were committed before this step.
             num_old = request.num_tokens - request.num_computed - 1
             request.output += tokens[num_old:] if num_old else tokens
             request.num_computed += count
@@ -211,7 +213,7 @@ class Scheduler:
         """
         candidates = []
         for request, chunk in scheduled:
-            fixed = request.max_draft_tokens  # draft length set by the request
+            fixed = request.fixed_draft_length  # draft length set by the request
             limit = max_nodes if fixed is None else min(max_nodes, fixed)
             if limit > 0 and request.num_computed + chunk == request.num_tokens and request.max_draft_depth > 0:
                 kind = int(not request.sampling.is_greedy)  # the policy has separate estimates: 0 greedy, 1 sampled
@@ -243,10 +245,12 @@ class Scheduler:
         prompts = [r for r in running if r.num_tokens - r.num_computed > 1] if len(decoding) < len(running) else []
         tokens_left = self.limits.max_step_tokens
         order = [*decoding, *prompts]
-        # If not every decoding request and one prompt get a token, the least recently run requests come first.
+        # The token budget may be too small to give every decoding request and one prompt a token. The requests then
+        # take turns: those that have not run for the longest time come first.
         if len(decoding) + bool(prompts) > tokens_left:
             order.sort(key=_get_last_step)
-        # While a request is decoding, all prompts share one chunk per step, which bounds its time between two tokens.
+        # While any request is decoding, all prompts together get at most `max_chunk` tokens per step. This bounds the
+        # time of the step, and so the time between two tokens of the decoding request.
         prompt_tokens_left = self.limits.max_chunk if decoding else tokens_left
         chunks: dict[Request, int] = {}
         for request in order:
@@ -326,15 +330,15 @@ class Scheduler:
     def _match_if_fits(self, request: Request) -> PrefixHit | None:
         """Look up a waiting request in the prefix cache. Returns None if its tokens do not fit in the free pages.
 
-        Pages that the running requests need for their committed tokens do not count as free, nor does a reserve. So an
-        admission does not cause a preemption in the same step. If no request runs, there is no limit: `Engine.check`
-        has refused requests that do not fit in an empty pool.
+        Two groups of pages do not count as free: those that the running requests still need for their committed tokens,
+        and a reserve. So an admission does not cause a preemption in the same step. If no request runs, every request
+        fits, because `Engine.check` refused those that do not fit in an empty pool.
         """
         if not self.running:
             return self.prefix_cache.match(request)
         allocator = self.allocator
         num_promised = sum(max(allocator.count_pages(r.num_tokens) - len(r.pages), 0) for r in self.running)
-        num_reserved = 1 + allocator.num_pages // RESERVED_PAGE_DIVISOR
+        num_reserved = MIN_RESERVED_PAGES + allocator.num_pages // RESERVED_PAGE_DIVISOR
         num_free = allocator.num_available - num_promised - num_reserved
         if self._blocked_admission[0] == request.arrival_index and num_free <= self._blocked_admission[1]:
             return None  # it did not fit when at least as many pages were free, so the lookup is skipped

@@ -65,8 +65,8 @@ class Transcript:
         return self._emitted[0]
 
     @property
-    def is_delivered(self) -> bool:
-        """True if the delta with the completion was queued and not yet read."""
+    def has_final_delta(self) -> bool:
+        """True if the last delta, which holds the completion, is queued and not yet read."""
         return self.is_finished and bool(self.deltas) and self.deltas[-1].completion is not None
 
     @property

@@ -10,8 +10,9 @@ Random numbers are an argument, so every rule can be tested exactly and replayed
 A rule walks down the tree from the root. It reads probabilities and random numbers only at the nodes that it visits.
 Both may be computed on demand (`LazyTargetProbs`, `SeededNoise`) or be tables (a tensor [R, V], `NoiseTable`).
 
-A request fails if the logits at its root are invalid (`InvalidLogitsError`). If they are invalid at a later node, the
-walk ends before that node. The tokens up to and including that node's are committed, so it is the next step's root.
+A request fails if the logits at its root are invalid (`InvalidLogitsError`). If they are invalid at an accepted draft
+node, the path ends at the parent of that node. The draft token of the node is still committed, as the last token. It is
+the root of the next step.
 """
 
 import math
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from foredraft.tree import Commit, TokenTree
 from foredraft.verification.noise import Noise
-from foredraft.verification.probs import NO_TOKEN, DenseProbs, Floats, InvalidLogitsError, Probs, TargetProbs
+from foredraft.verification.probs import NO_TOKEN, DenseProbs, InvalidLogitsError, Probs, TargetProbs
 
 Rule = Callable[[TokenTree, Tensor | TargetProbs, Noise], Commit]  # p is a tensor [R, V], or computed on demand
 AcceptedPath = tuple[list[int], list[int]]  # the root and the accepted nodes below it; the token after each of them
@@ -45,8 +46,8 @@ def match(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
         sampled = probs.sample_tokens([tree.get_row(b, node) for b, node in nodes.items()], noise.get_key)
         next_nodes: dict[int, int] = {}
         for (b, node), token in zip(nodes.items(), sampled, strict=True):
-            if token == NO_TOKEN:  # invalid logits: the request fails at its root, and its walk ends at a later node
-                paths.setdefault(b, None)
+            if token == NO_TOKEN:  # invalid logits
+                paths.setdefault(b, None)  # sets None at the root; at a later node the path so far stays
                 continue
             path, following = paths.get(b) or ([], [])
             paths[b] = (path, following)
@@ -132,11 +133,12 @@ def block(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
                 if not levels:
                     raise
                 break
-            candidates = list(_iterate_siblings(tree, b, node, p_node.vocab_size))
-            if not candidates:
+            child = next(_iterate_siblings(tree, b, node, p_node.vocab_size), None)  # a node of a chain has one child
+            if child is None:
                 break
-            levels.append((p_node, candidates[0][2]))
-            if p_node[candidates[0][1]] <= 0:  # no later node can be accepted, so their logits are not read
+            _, x, q = child
+            levels.append((p_node, q))
+            if p_node[x] <= 0:  # no later node can be accepted, so their logits are not read
                 break
         ratios, num_accepted = [1.0], 0  # ratios[i]: p_i of the paper, the product of p / q capped at 1 at every level
         for i, (p_node, q) in enumerate(levels):
@@ -214,12 +216,6 @@ class TypicalAcceptance:
         return _build_commit(tree, walk)
 
 
-def sample_from_mass(probs: Tensor, u: float) -> int:
-    """Sample a token from masses [V] with a uniform u, as `Probs.sample` does."""
-    mass: Floats = probs.double().cpu().numpy()
-    return Probs(mass, len(mass)).sample(u)
-
-
 def get_committed_prefix(tree: TokenTree, b: int) -> AcceptedPath:
     """Return the nodes before the root and the tokens after them, which are committed whatever p is."""
     following = tree.committed_next[b] if tree.committed_next else ()
@@ -260,12 +256,14 @@ def _iterate_siblings(tree: TokenTree, b: int, node: int, vocab_size: int) -> It
       min(1, r(x) / q_x(x)), and continuing with norm(max(0, r - q_x)) otherwise, yields the distribution r for any q_x
       (SpecInfer 2305.09781, theorem 4.2, with one q per candidate). The choice of a deterministic token may depend on
       all sampled draft tokens, but not on the acceptance uniforms or on the target.
-    - A token that was sampled needs no second, deterministic node. If it was rejected, then r(x) < q_x(x), so its
-      residual is 0 and a second trial cannot accept it. In the other order, a sampled duplicate would have to be
-      dropped, and the remaining samples would no longer have the distribution in the row of q.
-    - This order accepts at least as much as the other one. With one deterministic token g and one sampled token, its
-      acceptance probability is p(g) + sum over y != g of min(p(y), q(y)). That of the other order is
-      p(g) + sum over y != g of min(p(y), (1 - p(g)) q(y)).
+    - Duplicates are simple. A sampled token that was rejected has r(x) < q_x(x), so its residual is 0: a second,
+      deterministic node with this token can be left out. With the deterministic nodes first, the sampled duplicate
+      would have to be left out, and the other samples would no longer have the distribution in the row of q.
+    - The acceptance probability is at least as high. Take one deterministic token g and one sampled token.
+      Sampled first: the sample is accepted with probability sum over all y of min(p(y), q(y)). If it is rejected, g
+      follows with mass max(0, p(g) - q(g)). The sum is p(g) + sum over y != g of min(p(y), q(y)).
+      Deterministic first: g is accepted with probability p(g). The residual is p(y) / (1 - p(g)) for y != g, so the
+      sum is p(g) + sum over y != g of min(p(y), (1 - p(g)) q(y)), which is not larger.
     """
     children = tree.children[b][node]
     if not children:
