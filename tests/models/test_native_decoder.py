@@ -372,7 +372,8 @@ PLAIN: dict[str, tuple[Callable[[], Any], str]] = {
     "gpt_oss": (lambda: _family("gpt_oss", head_dim=16), "models of type gpt_oss"),
     "qwen3_moe": (lambda: _family("qwen3_moe"), "models of type qwen3_moe"),
     "dynamic rope": (
-        lambda: _llama(head_dim=16, rope_parameters=_rope("dynamic")), "rotary factors that change with the sequence length"
+        lambda: _llama(head_dim=16, rope_parameters=_rope("dynamic")),
+        "rotary factors that change with the sequence length",
     ),
     "float64": (lambda: _with(lambda model: model.double()), "torch.float64 on cpu"),
     "an adapter": (lambda: _with(_adapt), "linear layers that were replaced"),
