@@ -59,19 +59,28 @@ def build_emulated() -> NativeLibrary:
 
 
 @contextmanager
-def swap_library(instruction_set: str) -> Iterator[tuple[NativeLibrary, str]]:
-    """Replace the usual library by one with a given instruction set; yields it and the library's name of the set."""
+def replace_handle(other: NativeLibrary) -> Iterator[NativeLibrary]:
+    """Give every caller the code of another library."""
     native = load_library()
     assert native is not None
-    if instruction_set != EMULATED:
-        yield native, instruction_set
-        return
-    own, other = native.handle, build_emulated().handle
-    object.__setattr__(native, "handle", other)  # a hack: every caller gets this object as the library
+    own = native.handle
+    object.__setattr__(native, "handle", other.handle)  # a hack: every caller gets this object as the library
     try:
-        yield native, TILE_SET
+        yield native
     finally:
         object.__setattr__(native, "handle", own)
+
+
+@contextmanager
+def swap_library(instruction_set: str) -> Iterator[tuple[NativeLibrary, str]]:
+    """Replace the usual library by one with a given instruction set; yields it and the library's name of the set."""
+    if instruction_set == EMULATED:
+        with replace_handle(build_emulated()) as native:
+            yield native, TILE_SET
+        return
+    usual = load_library()
+    assert usual is not None
+    yield usual, instruction_set
 
 
 @contextmanager

@@ -6,6 +6,7 @@ row's index in the pass instead of its position; tails of blocks and of vectors;
 
 import math
 from dataclasses import dataclass, replace
+from pathlib import Path
 from threading import Barrier
 
 import pytest
@@ -15,7 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from foredraft.kernels.attention import attend, attend_reference, can_attend
-from foredraft.kernels.cpu.library import AttentionRecord
+from foredraft.kernels.cpu import build
+from foredraft.kernels.cpu.library import AttentionRecord, _open_library
 from foredraft.kernels.rows import PackedRows
 from foredraft.models.forward_batch import Span
 from kernels.library_setups import (
@@ -29,6 +31,7 @@ from kernels.library_setups import (
     layouts,
     make_normal,
     misalign,
+    replace_handle,
     run_concurrently,
     thread_setups,
     use_library,
@@ -180,10 +183,30 @@ def test_heads_that_share_keys_have_the_bits_of_heads_with_their_own(
         assert torch.equal(case.run(), own.run())
 
 
-def long_case(dtype: torch.dtype, length: int = 600) -> Case:
+def long_spans(length: int) -> list[Span]:
     pages = list(range(199, 199 - length // PAGE_SIZE - 3, -1))
-    spans = [Span(pages, length, [7] * 5, [0, 1, 1, 2, 2], [-1, 0, 0, 1, 2])]
-    return Shape(2, 3, 64, 0.125, 0, 0.0).case(spans, 5, dtype)
+    return [Span(pages, length, [7] * 5, [0, 1, 1, 2, 2], [-1, 0, 0, 1, 2])]
+
+
+def long_case(dtype: torch.dtype, length: int = 600) -> Case:
+    return Shape(2, 3, 64, 0.125, 0, 0.0).case(long_spans(length), 5, dtype)
+
+
+@EACH_TYPE
+def test_bits_do_not_depend_on_the_sums_that_a_compiler_fuses(dtype: torch.dtype, tmp_path: Path) -> None:
+    """gcc 16 leaves a long chain of fused sums unfused in some copies of a loop; this option makes older ones do so."""
+    with use_library() as native:
+        name = native.instruction_set
+    library = tmp_path / "retuned.so"
+    flags = [*build.list_machine_sets().get(name, []), "--param", "avoid-fma-max-bits=512"]
+    if name == "portable" or name not in build.build(library, {name: flags}):
+        pytest.skip("the compiler has no such option, or this processor has no fused multiply-add")
+    cases = [long_case(dtype), Shape(1, 1, 64, 0.125, 0, 30.0).case(long_spans(200), 3, dtype)]
+    with use_library():
+        expected = [case.run() for case in cases]
+    with replace_handle(_open_library(library)) as native:
+        native.select(name)
+        assert all(torch.equal(case.run(), e) for case, e in zip(cases, expected, strict=True))
 
 
 @EACH_SET

@@ -73,7 +73,7 @@ INLINE void score(const float *q, const void *keys, const int32_t *slots, int co
         _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) acc[g] = (vf){0};
         for (int d = 0; d < dim; d += LANES) {
             vf k = load_kv(keys, at + d, has_bf16);
-            _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) acc[g] += k * load(q + g * dim + d);
+            _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) acc[g] = multiply_add(k, load(q + g * dim + d), acc[g]);
         }
         _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) part[g][i] = acc[g];
     }
@@ -90,7 +90,7 @@ INLINE void gather(const float *weight, long weight_stride, const void *values, 
         _Pragma("GCC unroll 16") for (int j = 0; j < V; j++) {
             vf v = load_kv(values, at + j * LANES, has_bf16);
             _Pragma("GCC unroll 4") for (int g = 0; g < G; g++)
-                acc[g * V + j] += v * weight[g * weight_stride + r];
+                acc[g * V + j] = multiply_add(v, all(weight[g * weight_stride + r]), acc[g * V + j]);
         }
     }
     _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) {

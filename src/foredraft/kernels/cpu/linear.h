@@ -62,7 +62,7 @@ static void prepare(const fd_weight *w, const float *x, char *to) {
         }                                                                                                              \
     }
 
-#define MULTIPLY_ADD(acc, w, x) ((acc) + (w) * (x))
+#define MULTIPLY_ADD(acc, w, x) multiply_add(w, x, acc)
 TILE(tile_bf16, uint32_t, load_words, all_words, dot2)
 TILE(tile_f32, float, load, all, MULTIPLY_ADD)
 

@@ -69,13 +69,13 @@ static void pair_norm(const fd_norm *norm, const float *x, float eps, int n, flo
     rest = 0;
     for (i = 0; i + LANES <= n; i += LANES) {
         vf d = load(x + i) - mean;
-        squares += d * d;
+        squares = multiply_add(d, d, squares);
     }
-    for (; i < n; i++) rest += (x[i] - mean) * (x[i] - mean);
+    for (; i < n; i++) rest = multiply_add_one(x[i] - mean, x[i] - mean, rest);
     float scale = 1.0f / __builtin_sqrtf((sum(squares) + rest) / (float)n + eps);
     for (i = 0; i + LANES <= n; i += LANES)
-        store(y + i, (load(x + i) - mean) * scale * load(norm->weight + i) + load(norm->shift + i));
-    for (; i < n; i++) y[i] = (x[i] - mean) * scale * norm->weight[i] + norm->shift[i];
+        store(y + i, multiply_add((load(x + i) - mean) * scale, load(norm->weight + i), load(norm->shift + i)));
+    for (; i < n; i++) y[i] = multiply_add_one((x[i] - mean) * scale, norm->weight[i], norm->shift[i]);
 }
 
 /* Converts a row of the stream to row `to` of the input of `of`. `before` is the norm before this part. `after` is the

@@ -51,16 +51,6 @@ INLINE long quant_panel_bytes(const fd_weight *w) {
     return steps * STEP_BYTES + (w->kind == FD_INT8 ? FD_PANEL * 4 : quant_groups(w) * FD_PANEL * 2);
 }
 
-/* Prevents fusing the product with a later addition, which would round once instead of twice. */
-INLINE vf rounded(vf x) {
-#if defined(__AVX512F__)
-    __asm__("" : "+v"(x));
-#elif defined(__x86_64__)
-    __asm__("" : "+x"(x));
-#endif
-    return x;
-}
-
 /* acc + w.0 * x.0 + w.1 * x.1 of words, or the sum over four bytes with w unsigned and x signed. */
 INLINE vi dot(vi acc, vu w, vu x) {
 #if HAS_BYTES
@@ -150,7 +140,7 @@ INLINE float quantise(const float *x, int count, char *to, int32_t *total) {
     memcpy(&top, &bits, 4);
     float inverse = top > 1e-30f && bits < 0x7f800000 ? 127.0f / top : 0;
     for (int i = 0; i < count; i += LANES) {
-        vf shifted = rounded(load(x + i) * inverse) + 12582912.0f; /* 1.5 * 2^23: rounds to an integer */
+        vf shifted = load(x + i) * inverse + 12582912.0f; /* 1.5 * 2^23: rounds to an integer */
         vi n = (vi)shifted - (vi)all(12582912.0f);
         sums += n;
         store_numbers(to + i * NUMBER_BYTES, n);
@@ -235,8 +225,8 @@ INLINE void quant_tile(const char *w, const quant_rows *x, float *to, const int 
             vf scale = all(((const float *)(row + m * stride))[g]);
             _Pragma("GCC unroll 8") for (int v = 0; v < QUANT_V; v++) {
                 float *sum = to + m * FD_PANEL + v * LANES;
-                vf y = rounded(__builtin_convertvector(acc[m * QUANT_V + v], vf) * scale);
-                if (kind == FD_INT4) y = rounded(y * of_weights[v]);
+                vf y = __builtin_convertvector(acc[m * QUANT_V + v], vf) * scale;
+                if (kind == FD_INT4) y = y * of_weights[v];
                 store(sum, load(sum) + y);
             }
         }

@@ -6,6 +6,8 @@
 #include <string.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 
 #if defined(__AVX512F__)
@@ -37,6 +39,28 @@ INLINE vf pick(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)
 /* NaN in b gives NaN. */
 INLINE vf greater(vf a, vf b) { return pick(a > b, a, b); }
 INLINE vf smaller(vf a, vf b) { return pick(a < b, a, b); }
+
+/* a * b + c, rounded once if the instruction set can. Compilers differ in which sums they fuse on their own, even between
+ * copies of one loop, so -ffp-contract=off forbids it and every fused operation is written as a call of these. */
+INLINE vf multiply_add(vf a, vf b, vf c) {
+#if LANES == 16
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif LANES == 8
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_NEON)
+    return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
+
+INLINE float multiply_add_one(float a, float b, float c) {
+#if LANES > 4 || defined(__ARM_NEON)
+    return __builtin_fmaf(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
 
 INLINE float sum(vf x) {
     float total = 0;
@@ -80,25 +104,25 @@ INLINE vf dot2(vf acc, vu w, vu x) {
 #ifdef __AVX512BF16__
     return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)x);
 #else
-    acc += (vf)(w << 16) * (vf)(x << 16);
-    return acc + (vf)(w & 0xffff0000u) * (vf)(x & 0xffff0000u);
+    acc = multiply_add((vf)(w << 16), (vf)(x << 16), acc);
+    return multiply_add((vf)(w & 0xffff0000u), (vf)(x & 0xffff0000u), acc);
 #endif
 }
 
 /* e^x to about 1 ulp, by 2^n * e^r with |r| <= ln2 / 2. */
 INLINE vf exponential(vf x) {
     x = smaller(all(88.7f), greater(all(-87.3f), x));
-    vf shifted = x * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: rounds to an integer */
+    vf shifted = multiply_add(x, all(1.44269504f), all(12582912.0f)); /* 1.5 * 2^23: rounds to an integer */
     vf n = shifted - 12582912.0f;
-    vf r = x - n * 0.693359375f;
-    r = r + n * 2.12194440e-4f;
+    vf r = multiply_add(n, all(-0.693359375f), x);
+    r = multiply_add(n, all(2.12194440e-4f), r);
     vf y = all(1.9875691500e-4f);
-    y = y * r + 1.3981999507e-3f;
-    y = y * r + 8.3334519073e-3f;
-    y = y * r + 4.1665795894e-2f;
-    y = y * r + 1.6666665459e-1f;
-    y = y * r + 5.0000001201e-1f;
-    y = y * r * r + r + 1.0f;
+    y = multiply_add(y, r, all(1.3981999507e-3f));
+    y = multiply_add(y, r, all(8.3334519073e-3f));
+    y = multiply_add(y, r, all(4.1665795894e-2f));
+    y = multiply_add(y, r, all(1.6666665459e-1f));
+    y = multiply_add(y, r, all(5.0000001201e-1f));
+    y = multiply_add(y * r, r, r) + 1.0f;
     return y * (vf)((__builtin_convertvector(n, vi) + 127) << 23);
 }
 

@@ -18,7 +18,7 @@ typedef struct {
 
 INLINE vf activate(int kind, vf x) {
     if (kind == FD_SILU) return x * sigmoid(x);
-    return 0.5f * x * (1.0f + tangent(0.7978845608f * (x + 0.044715f * x * x * x)));
+    return 0.5f * x * (1.0f + tangent(0.7978845608f * multiply_add(0.044715f * x * x, x, x)));
 }
 
 /* Writes one panel's 32 results of one row. */
@@ -35,10 +35,12 @@ static void drain(const sink *s, int panel, long row, float *v) {
     float *out = s->out + row * s->stride + first;
     if (count == FD_PANEL) {
         for (int i = 0; i < FD_PANEL; i += LANES)
-            store(out + i, s->mode == SINK_ADD ? load(out + i) + s->scale * load(v + i) : s->scale * load(v + i));
+            store(out + i, s->mode == SINK_ADD ? multiply_add(all(s->scale), load(v + i), load(out + i))
+                                               : s->scale * load(v + i));
         return;
     }
-    for (int i = 0; i < count; i++) out[i] = s->mode == SINK_ADD ? out[i] + s->scale * v[i] : s->scale * v[i];
+    for (int i = 0; i < count; i++)
+        out[i] = s->mode == SINK_ADD ? multiply_add_one(s->scale, v[i], out[i]) : s->scale * v[i];
 }
 
 #endif

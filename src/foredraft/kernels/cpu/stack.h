@@ -62,8 +62,8 @@ static void normalise(const float *x, const float *weight, float eps, int n, flo
     vf squares = {0};
     float rest = 0;
     int i = 0;
-    for (; i + LANES <= n; i += LANES) squares += load(x + i) * load(x + i);
-    for (; i < n; i++) rest += x[i] * x[i];
+    for (; i + LANES <= n; i += LANES) squares = multiply_add(load(x + i), load(x + i), squares);
+    for (; i < n; i++) rest = multiply_add_one(x[i], x[i], rest);
     float scale = 1.0f / __builtin_sqrtf((sum(squares) + rest) / (float)n + eps);
     for (i = 0; i + LANES <= n; i += LANES) store(y + i, load(x + i) * scale * load(weight + i));
     for (; i < n; i++) y[i] = x[i] * scale * weight[i];
@@ -74,13 +74,13 @@ static void rotate(float *x, const float *cos, const float *sin, int rotary) {
     int half = rotary / 2, i = 0;
     for (; i + LANES <= half; i += LANES) {
         vf a = load(x + i), b = load(x + half + i), c = load(cos + i), s = load(sin + i);
-        store(x + i, a * c - b * s);
-        store(x + half + i, b * c + a * s);
+        store(x + i, multiply_add(a, c, -(b * s)));
+        store(x + half + i, multiply_add(b, c, a * s));
     }
     for (; i < half; i++) {
         float a = x[i], b = x[half + i];
-        x[i] = a * cos[i] - b * sin[i];
-        x[half + i] = b * cos[i] + a * sin[i];
+        x[i] = multiply_add_one(a, cos[i], -(b * sin[i]));
+        x[half + i] = multiply_add_one(b, cos[i], a * sin[i]);
     }
 }
 
