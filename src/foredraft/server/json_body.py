@@ -82,7 +82,7 @@ def parse(body: bytes, depth: int) -> dict[str, Any]:
             text, object_pairs_hook=_build_object, parse_constant=_reject_constant, parse_float=read_float
         )
     except json.JSONDecodeError as error:
-        raise ApiError(400, f"the body is not JSON: {error.msg} at character {error.pos}") from None
+        raise ApiError(400, f"the body is not JSON: {error.msg}: character {error.pos}") from None
     except RecursionError:
         raise ApiError(400, f"the JSON body is nested deeper than {depth}") from None
     if not isinstance(value, dict):
