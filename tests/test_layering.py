@@ -14,7 +14,7 @@ MAX_FILE, MAX_FUNCTION = 400, 60
 
 # From the bottom up; a module may import from its own layer and from those below it. docs/design.md has the reasons.
 LAYERS = (
-    ("errors", "chat", "outputs", "sampling", "tree", "source", "request"),
+    ("errors", "json_depth", "chat", "outputs", "sampling", "tree", "source", "request"),
     ("verification", "draft_length"),
     ("kv", "models", "kernels", "checkpoints"),
     ("drafters",),

@@ -241,12 +241,17 @@ def test_a_cancelled_request_ends_within_two_steps() -> None:
         assert asyncio.run(main(worker)) <= 3 + 2
 
 
-def test_leaving_completions_cancels_the_rest() -> None:
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_leaving_completions_cancels_the_rest(has_begun: bool) -> None:
+    """This also holds if the task has not begun to read."""
     gate, notes = Gate(), Notes()
 
     async def main(worker: Worker) -> None:
-        task = asyncio.ensure_future((await worker.submit(make_transcripts(0, LONG))).read_completions())
+        stream = await worker.submit(make_transcripts(0, LONG))
         await gate.wait()
+        task = asyncio.ensure_future(stream.read_completions())
+        if has_begun:
+            await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

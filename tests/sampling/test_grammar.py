@@ -25,6 +25,7 @@ from foredraft.request import Batch
 from foredraft.sampling import grammar as grammar_module
 from foredraft.sampling.distribution import TokenHistory, distribution
 from foredraft.sampling.grammar import Grammar, GrammarCompiler, GrammarMatcher
+from foredraft.sampling.grammar_checks import MAX_DEPTH
 from foredraft.tree import TokenTree
 from foredraft.verification.rules import LOSSY_RULES, RULES
 from grammar_cases import (
@@ -109,6 +110,9 @@ def _bushy() -> dict[str, Any]:
         (lambda: Grammar.json_schema(_deep(70)), "nested"),
         (lambda: Grammar.json_schema("[" * 60_000), "nested"),
         (lambda: Grammar.json_schema(json.dumps(_deep(300))), "nested"),
+        (lambda: Grammar.json_schema(json.dumps(_deep(MAX_DEPTH))), "nested"),
+        (lambda: Grammar("choice", "[" * 65 + "]" * 65), "nested"),
+        (lambda: Grammar.json_schema('"' + '\\"' * 60_000 + "\\"), "must be JSON"),
         (lambda: Grammar.json_schema(_endless()), "nested"),
         (lambda: Grammar.json_schema(_bushy()), "more than 65,536 values"),
         (lambda: Grammar.json_schema({"const": "x" * 200_000}), "bytes"),
@@ -138,6 +142,12 @@ def _bushy() -> dict[str, Any]:
 def test_what_is_no_grammar_is_refused_by_name(make, said):
     with pytest.raises(ValueError, match=said):
         make()
+
+
+def test_the_depth_of_a_schema_is_counted_without_the_brackets_of_its_strings():
+    deepest, inside = _deep(MAX_DEPTH - 1), {"const": '\\"' + "[{" * 100}
+    for schema in (deepest, inside):
+        assert json.loads(Grammar.json_schema(json.dumps(schema)).source) == schema
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def read_speculative_config(options: Options) -> Options:
     try:
         config = json.loads(options.speculative_config)
     except json.JSONDecodeError as error:
-        raise UsageError(f"{OPTION_NAME} is not JSON ({error.msg} at character {error.pos})") from None
+        raise UsageError(f"{OPTION_NAME} is not JSON ({error.msg}: character {error.pos})") from None
     if not isinstance(config, dict):
         raise UsageError(
             f'{OPTION_NAME} takes a JSON object such as {{"method": "ngram", "num_speculative_tokens": 4}}'

@@ -2,7 +2,8 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from typing import Any
 
 from foredraft.engine.transcript import Transcript
 from foredraft.errors import ForedraftError
@@ -71,16 +72,15 @@ class Stream:
             self._resume()
         return delta
 
-    async def read_completions(self) -> list[Completion]:
-        """Read to the end and return one completion per transcript, in order. An exception cancels the requests."""
-        completions: dict[int, Completion] = {}
-        try:
-            async for delta in self:
-                if delta.completion is not None:
-                    completions[delta.index] = delta.completion
-        except BaseException:
-            self.cancel()
-            raise
+    def read_completions(self) -> Coroutine[Any, Any, list[Completion]]:
+        """Read to the end and return one completion per transcript, in order.
+
+        An exception cancels the requests. This includes the cancellation of a task that has not begun to read.
+        """
+        return _Reading(self)
+
+    async def _read_completions(self) -> list[Completion]:
+        completions = {delta.index: delta.completion async for delta in self if delta.completion is not None}
         return [completions[transcript.index] for transcript in self.transcripts]
 
     def receive(self, deltas: Sequence[Delta]) -> None:
@@ -97,6 +97,44 @@ class Stream:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+class _Reading(Coroutine[Any, Any, list[Completion]]):
+    """Coroutine of `Stream.read_completions`.
+
+    A task that is cancelled before its first step runs no line of an `async def`, so its `except` could not cancel the
+    requests.
+    """
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._coroutine = stream._read_completions()
+
+    def send(self, value: Any) -> Any:
+        return self._run(self._coroutine.send, value)
+
+    def throw(self, *error: Any) -> Any:
+        return self._run(self._coroutine.throw, *error)
+
+    def close(self) -> None:
+        self._stream.cancel()
+        self._coroutine.close()
+
+    def __await__(self) -> Generator[Any, Any, list[Completion]]:
+        try:
+            return (yield from self._coroutine.__await__())
+        except BaseException:
+            self._stream.cancel()
+            raise
+
+    def _run(self, advance: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return advance(*args)
+        except StopIteration:
+            raise
+        except BaseException:
+            self._stream.cancel()
+            raise
 
 
 def deliver_deltas(parcels: Sequence[tuple[Stream, Sequence[Delta]]]) -> None:

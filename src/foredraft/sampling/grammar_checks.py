@@ -10,6 +10,7 @@ from decimal import Decimal
 from typing import Any
 
 from foredraft.errors import ForedraftError
+from foredraft.json_depth import measure_depth
 
 MAX_BYTES = 1 << 17  # bytes of a source
 MAX_DEPTH = 64  # levels of nested values in a schema
@@ -32,14 +33,19 @@ LARK_SYNTAX = re.compile(
     re.DOTALL,
 )
 NUMBER = re.compile(r"\d+")
+JSON_STRING = re.compile(rb'"(?:[^"\\]|\\.?)*+(?:"|\Z)', re.DOTALL)
 
 
 def parse_json(source: str, kind: str) -> Any:
-    """Parse a JSON source. Raises ForedraftError."""
+    """Parse a JSON source. Raises ForedraftError.
+
+    The depth is checked first, because the depth at which Python's parser stops depends on its version.
+    """
+    structure = JSON_STRING.sub(b"", source.encode("utf-8", "surrogatepass"))
+    if measure_depth(structure) > MAX_DEPTH:
+        raise ForedraftError(f"the {kind} grammar is nested more than {MAX_DEPTH} deep")
     try:
         return json.loads(source)
-    except RecursionError:
-        raise ForedraftError(f"the {kind} grammar is nested more than {MAX_DEPTH} deep") from None
     except ValueError as error:
         raise ForedraftError(f"the source of a {kind} grammar must be JSON: {error}") from error
 

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import Any, NoReturn, TypeVar
 
-import numpy as np
-
+from foredraft.json_depth import measure_depth
 from foredraft.server.errors import MAX_NAME, ApiError, quote_name
 
 Value = TypeVar("Value")
@@ -29,8 +28,6 @@ _DIGIT_TABLE = bytes.maketrans(
 _LONG_NUMBER = b"0" * (MAX_DIGITS + 1)
 _LARGE_NUMBERS = (b"e" + b"0" * MAX_EXPONENT, b"e+" + b"0" * MAX_EXPONENT)
 _SURROGATE_PATTERN = re.compile("[\ud800-\udfff]")
-_DEPTH_STEPS = bytes.maketrans(b"[{]}", bytes([1, 1, 255, 255]))  # change of depth as int8: +1 or -1
-_NON_BRACKETS = bytes(set(range(256)) - set(b"[{]}"))
 
 
 async def read(body: bytes, pool: Executor, depth: int, check: Callable[[dict[str, Any]], Value]) -> Value:
@@ -85,7 +82,7 @@ def parse(body: bytes, depth: int) -> dict[str, Any]:
             text, object_pairs_hook=_build_object, parse_constant=_reject_constant, parse_float=read_float
         )
     except json.JSONDecodeError as error:
-        raise ApiError(400, f"the body is not JSON: {error.msg} at character {error.pos}") from None
+        raise ApiError(400, f"the body is not JSON: {error.msg}: character {error.pos}") from None
     except RecursionError:
         raise ApiError(400, f"the JSON body is nested deeper than {depth}") from None
     if not isinstance(value, dict):
@@ -94,12 +91,6 @@ def parse(body: bytes, depth: int) -> dict[str, Any]:
     if b"\\u" in body:
         _check_text(value)
     return value
-
-
-def measure_depth(structure: bytes) -> int:
-    """Compute the nesting depth of brackets in JSON whose strings were removed. Other input gives any number."""
-    steps = np.frombuffer(structure.translate(_DEPTH_STEPS, _NON_BRACKETS), dtype=np.int8)
-    return int(np.cumsum(steps, dtype=np.int32).max(initial=0))
 
 
 def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
