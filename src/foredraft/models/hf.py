@@ -186,9 +186,9 @@ class HFModel:
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Compute logits [.., V] from hidden states [.., H] at AFTER_FINAL_NORM, scaled and capped as in the model."""
         module = self.model.get_output_embeddings()
-        # `head_weight` is detached: gradients flow to the states, not to the head's matrix.
+        # Gradients flow to the states, not to the matrix and bias of the head.
         has_gradient = torch.is_grad_enabled() and hidden.requires_grad
-        bias = None if module.bias is None else module.bias.to(hidden.dtype)
+        bias = None if module.bias is None else module.bias.detach().to(hidden.dtype)
         logits = F.linear(hidden, self.head_weight, bias) if has_gradient else module(hidden)
         config = self.model.config.get_text_config()
         logits = logits / (getattr(config, "logits_scaling", None) or 1.0)

@@ -167,13 +167,14 @@ def render_card(head: HeadRecipe, lengths: Mapping[str, Sequence[float]]) -> str
         "",
         f"Drafts for the built-in target: `foredraft generate --spec-method {head.method}`.",
         "",
-        "- Data: texts that the target wrote itself, half of them greedily and half drawn at temperature 1, and files "
+        "- Data: output of the target, half of it greedy and half sampled at temperature 1, and files "
         "of its corpus (`foredraft.zoo.generated`); nothing of the held-out modules and packages.",
         f"- Recipe: `foredraft train {head.method}{settings} --steps {head.steps} --optimizer {head.optimizer} "
         f"--lr {head.learning_rate}`, batches of 2,048 tokens. `foredraft zoo train` repeats it.",
         "",
-        "Acceptance length, bonus included, of chains of K tokens after held-out prompts of the standard library: text",
-        "of the target, greedy and drawn at temperature 1 with shared noise (`match`), replayed through the drafter.",
+        "Acceptance length, bonus included, of chains of K tokens after held-out prompts of the standard library:",
+        "output of the target, greedy and sampled at temperature 1 with shared noise (`match`), replayed through the",
+        "drafter.",
         "",
         "| | " + " | ".join(f"K={k + 1}" for k in range(MAX_DRAFT_TOKENS)) + " |",
         "|---|" + "---|" * MAX_DRAFT_TOKENS,

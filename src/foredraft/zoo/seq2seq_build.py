@@ -104,18 +104,18 @@ def render_card(name: str, recipe: Seq2SeqRecipe, figures: dict[str, float], cou
         f"# Foredraft built-in {name}",
         "",
         "A small T5 that undoes typing errors in English prose about code, for trying speculative decoding on an",
-        f"encoder-decoder. It has read little and knows few words. {use}",
+        f"encoder-decoder. It was trained on little text and handles few words. {use}",
         "",
         f"- Data: {count:,} passages of docstrings and comments of the standard library (`foredraft.zoo.prose`), none "
-        f"of the held-out modules; about {WORD_ERROR_RATE:.0%} of the words spoilt anew every time "
+        f"of the held-out modules; about {WORD_ERROR_RATE:.0%} of the words get a new error in each epoch "
         "(`foredraft.zoo.typos`), "
-        f"{CLEAN_SHARE:.0%} of the passages left clean.",
+        f"{CLEAN_SHARE:.0%} of the passages stay clean.",
         f"- Recipe: T5 with {recipe.encoder_layers} layers of encoder and {recipe.decoder_layers} of decoder, width "
-        f"{recipe.hidden}; it learns {objective}; {recipe.steps} steps of about {recipe.batch_tokens} tokens; Muon for "
-        f"matrices, AdamW for the rest, learning rate {recipe.learning_rate}, linear decay over the last "
+        f"{recipe.hidden}; trained on {objective}; {recipe.steps} steps of about {recipe.batch_tokens} tokens; Muon "
+        f"for matrices, AdamW for the rest, learning rate {recipe.learning_rate}, linear decay over the last "
         f"{recipe.decay:.0%}; seed {recipe.seed}. `foredraft zoo train` repeats it.",
-        f"- Held-out passages, the clean text before every place given: {figures['held_loss']:.3f} nats per token, "
-        f"{figures['held_right']:.1%} of the tokens guessed right.",
+        f"- Held-out passages, with the clean text before each position as the prefix: {figures['held_loss']:.3f} "
+        f"nats per token, {figures['held_right']:.1%} top-1 accuracy.",
         "",
     ]
     return "\n".join(lines)
