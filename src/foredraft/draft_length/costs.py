@@ -6,7 +6,7 @@ are linear in a few features and fitted online. All times are in seconds. Pure: 
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -154,13 +154,15 @@ class CostCurve:
             logit_rows: tokens of the pass whose logits are computed.
             attended_tokens: tokens that a token of the pass attends to, summed over the pass.
         """
-        a, b, c, d, e = self._regression.weights
-        return a * self.interpolate(pass_tokens) + b + c * requests + d * logit_rows + e * attended_tokens
+        curve_factor, base, per_request, per_logit_row, per_attended = self._regression.weights
+        seconds = curve_factor * self.interpolate(pass_tokens) + base + per_request * requests
+        return seconds + per_logit_row * logit_rows + per_attended * attended_tokens
 
     def predict_many(self, requests: int, pass_tokens: Floats, logit_rows: Floats, attended_tokens: Floats) -> Floats:
         """Return the predictions for many sizes at once; all arrays have the same shape [N]."""
-        a, b, c, d, e = self._regression.weights
-        return a * self._interpolate_many(pass_tokens) + (b + c * requests) + d * logit_rows + e * attended_tokens
+        curve_factor, base, per_request, per_logit_row, per_attended = self._regression.weights
+        seconds = curve_factor * self._interpolate_many(pass_tokens) + (base + per_request * requests)
+        return seconds + per_logit_row * logit_rows + per_attended * attended_tokens
 
     def update(self, requests: int, pass_tokens: int, logit_rows: int, attended_tokens: int, seconds: float) -> float:
         """Add the measured time of a forward pass, and return it, clipped if it is an outlier."""
@@ -197,14 +199,15 @@ class DraftCost:
         idle = self._idle_regression.weights[0] * requests
         if not longest:
             return idle
-        a, b, c, d, e = self._regression.weights
+        base, per_level, per_node, per_unread, per_newcomer = self._regression.weights
         if not self._has_resumed:
-            d = e / ASSUMED_PROMPT_TOKENS
-        return idle + a + b * longest + c * nodes + d * unread + e * newcomers
+            per_unread = per_newcomer / ASSUMED_PROMPT_TOKENS
+        return idle + base + per_level * longest + per_node * nodes + per_unread * unread + per_newcomer * newcomers
 
     def predict_many(self, requests: int, longest: int, nodes: Floats) -> Floats:
         """Return the predictions for many numbers of nodes at one value of `longest`."""
-        return self.predict(requests, longest, 0.0) + self._regression.weights[2] * nodes
+        _, _, per_node, _, _ = self._regression.weights
+        return self.predict(requests, longest, nodes=0.0) + per_node * nodes
 
     def update(
         self, requests: int, longest: int, nodes: int, unread: int, newcomers: int, seconds: float, scale: float
@@ -303,7 +306,7 @@ class Planner:
         Prompt chunks cost the same with and without drafts, so they are left out. The added time of draft nodes is
         taken at the real number of tokens.
         """
-        decode_only = StepShape(shape.num_requests, shape.num_requests, shape.context_per_token)
+        decode_only = replace(shape, num_pass_tokens=shape.num_requests)
         seconds = self.plain_cost_ratio * self.estimate_verify_time(decode_only, 0) + self.draft_cost.predict(
             shape.num_requests, shape.fixed_longest, shape.fixed_nodes
         )

@@ -247,8 +247,10 @@ class Engine:
         with_prompt_logits = [b for b, r in enumerate(batch.requests) if self.transcripts[r].needs_prompt_logits]
         starts, pages = [r.num_computed for r in batch.requests], [r.pages for r in batch.requests]
         sources = [r.source for r in batch.requests]  # encoder inputs; None for decoder-only models
-        args = tree, starts, pages, self.page_size, self.device, with_prompt_logits, sources
-        return ForwardBatch.from_token_tree(*args), with_prompt_logits
+        forward_batch = ForwardBatch.from_token_tree(
+            tree, starts, pages, self.page_size, self.device, full_logit_requests=with_prompt_logits, sources=sources
+        )
+        return forward_batch, with_prompt_logits
 
     def _push_to_transcripts(
         self, batch: Batch, tree: TokenTree, commit: Commit, output: TargetOutput, draft_seconds: float
