@@ -100,7 +100,7 @@ def list_timed_methods(llm: LLM) -> list[tuple[object, str, str]]:
         (scheduler, "commit", "commit"),
         (scheduler, "finish", "ends"),
         (engine, "_build_forward_batch", "window"),
-        (engine, "_append_tokens", "text"),
+        (engine, "_push_to_transcripts", "text"),
         (engine, "_emit_deltas", "deltas"),
         (engine_module, "compact_accepted", "moving KV"),
         (engine_module, "_prepend_chunks", "prompt chunks"),

@@ -23,9 +23,9 @@ class TimedAdaptive(AdaptiveLengthPolicy):
 
     seconds = 0.0  # total of all decisions and updates
 
-    def allocate(self, candidates, num_rows, attended_tokens=0):
+    def allocate(self, candidates, num_pass_tokens, attended_tokens=0):
         start = time.perf_counter()
-        lengths = super().allocate(candidates, num_rows, attended_tokens)
+        lengths = super().allocate(candidates, num_pass_tokens, attended_tokens)
         self.seconds += time.perf_counter() - start
         return lengths
 

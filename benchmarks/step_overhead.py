@@ -82,7 +82,7 @@ class TableDrafter:
         drafts: dict[int, Draft] = {}
         for b in batch.find_drafting():
             first = batch.requests[b].num_tokens - 1
-            positions = range(first, first + batch.max_draft_nodes[b])
+            positions = range(first, first + batch.granted_nodes[b])
             drafts[b] = Draft.from_chain([self._best[i % PERIOD] + (i % ERROR == 0) for i in positions])
         return to_token_tree(batch, drafts)
 
@@ -141,7 +141,7 @@ def attach_timers(engine: Engine) -> StepTimers:
     timers.wrap(engine.drafter, "propose", "propose")
     timers.wrap(engine, "_build_forward_batch", "window")
     timers.wrap(engine.target, "forward", "forward")
-    timers.wrap(engine, "_append_tokens", "text")
+    timers.wrap(engine, "_push_to_transcripts", "text")
     timers.wrap(engine.drafter, "observe", "observe")
     timers.wrap(engine.scheduler, "commit", "commit")
     timers.wrap(engine, "_emit_deltas", "publish")

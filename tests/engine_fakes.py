@@ -145,7 +145,7 @@ class ScriptedDrafter:
 def draft_greedily(lm: TableLM, batch: Batch, length: int = 3) -> TokenTree:
     """Draft the target's own greedy continuation, as far as every budget allows."""
     drafts = []
-    for request, budget in zip(batch.requests, batch.max_draft_nodes, strict=True):
+    for request, budget in zip(batch.requests, batch.granted_nodes, strict=True):
         tokens = list(request.tokens)
         for _ in range(min(length, budget)):
             tokens.append(int(lm.compute_logits(tokens).argmax()))

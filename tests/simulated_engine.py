@@ -84,7 +84,7 @@ class ConstantLength:
     def __init__(self, nodes: int) -> None:
         self.nodes = nodes
 
-    def allocate(self, candidates, num_rows, attended_tokens=0):
+    def allocate(self, candidates, num_pass_tokens, attended_tokens=0):
         return [min(self.nodes, ask.max_nodes) for ask in candidates]
 
     def record_step(self, report: StepReport) -> None:

@@ -180,15 +180,12 @@ def test_a_commit_of_nothing_has_no_width():
 def test_cutting_a_commit_cuts_path_tokens_and_features_alike():
     """Guards KV kept beyond a stop: after the cut, entries kept and tokens emitted are the same number."""
     features = torch.randn(2, 3, 4)
-    commit = Commit.from_lists(
-        [[0, 1, 2], [0, 1]], [[4, 5, 6], [8, 9]], target_samples=torch.arange(5), features=features
-    )
+    commit = Commit.from_lists([[0, 1, 2], [0, 1]], [[4, 5, 6], [8, 9]], features=features)
     cut = commit.truncate([2, 1])
     assert cut.path_lists == [[0, 1], [0]]
     assert cut.token_lists == [[4, 5], [8]]
     assert cut.counts_tensor.tolist() == [2, 1]
     assert torch.equal(cut.features, features[:, :2])
-    assert torch.equal(cut.target_samples, commit.target_samples)
     assert commit.counts_tensor.tolist() == [3, 2]
 
 

@@ -33,7 +33,7 @@ from foredraft.kv.allocator import PageAllocator
 from foredraft.kv.sizing import MemoryLimits as MemoryLimits
 from foredraft.models.loading import load_model, load_tokenizer, parse_device, read_vocab_size
 from foredraft.models.prompts import Prompt, find_end_ids, list_prompts
-from foredraft.models.wrap import get_native_obstacle, wrap_model
+from foredraft.models.wrap import explain_unsupported_model, wrap_model
 from foredraft.outputs import Completion, Delta
 from foredraft.request import RequestOptions
 from foredraft.request_factory import RequestFactory
@@ -118,7 +118,7 @@ class LLM:
             raise ForedraftError("float16 is slow and inexact on CPU; use dtype='bfloat16' or 'float32'")
         is_ours = isinstance(model, (str, Path)) or model is None
         # If the kernels are missing, load_library warns, and torch runs everything.
-        reason = get_native_obstacle(loaded) if fused and load_library() is not None else None
+        reason = explain_unsupported_model(loaded) if fused and load_library() is not None else None
         if reason is not None:
             raise ForedraftError(f"{name} cannot run as native code ({reason}); leave fused out")
         self.fused = fused is not False

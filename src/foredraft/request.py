@@ -38,11 +38,11 @@ class Request:
     The scheduler and its prefix cache change it. `Engine.recover` cuts the output back and restarts the matcher.
     """
 
-    slot: int  # number of the running request, constant while it runs; drafters key their state by it; -1 = not yet
+    slot: int  # request slot: index 0 to max_batch - 1, constant while it runs; drafters key state by it; -1 = not yet
     prompt: list[int]
     sampling: Sampling
     seed: int  # sampling.seed, or a random one
-    sample_index: int = 0  # index among the n samples of a prompt
+    sample_index: int = 0  # index among the n requests (samples) of one prompt
     eos_ids: frozenset[int] = frozenset()  # end ids of the model
     bad_words: tuple[tuple[int, ...], ...] = ()  # sampling.bad_words as token ids
     max_length: int = 1 << 62  # context length: prompt and output together
@@ -52,7 +52,7 @@ class Request:
     priority: int = 0  # lower runs first and is preempted last
     salt: bytes = b""  # only requests with equal salts share prefix pages; includes the digest of an encoder's source
     tenant: bytes = b""  # salt given by the caller; only requests of one tenant draft from each other's outputs
-    waits_for: "Request | None" = None  # first sample of the same prompt; this request waits for its pages
+    waits_for: "Request | None" = None  # first of the n requests of one prompt; this request waits for its pages
     prediction: tuple[int, ...] = ()  # expected output tokens, to draft from
     source: EncoderSource | None = None  # input of the encoder, if the model has one; `prompt` is then the decoder's
     is_traced: bool = False  # every delta holds the trees of its steps
@@ -97,7 +97,7 @@ class Request:
 
     @property
     def max_draft_depth(self) -> int:
-        """Largest useful depth of a draft: the last token of an output is always sampled by the target."""
+        """Largest useful depth of a draft. It leaves room for one more token, which the target adds to every draft."""
         return min(self.sampling.max_tokens - len(self.output), self.max_length - self.num_tokens) - 1
 
     @property
@@ -117,7 +117,7 @@ class Batch:
 
     requests: tuple[Request, ...]
     num_new_tokens: tuple[int, ...]  # committed tokens that this step computes; at least 1
-    max_draft_nodes: tuple[int, ...]  # draft nodes granted; 0 if the chunk does not reach the last committed token
+    granted_nodes: tuple[int, ...]  # draft nodes granted; 0 if the chunk does not reach the last committed token
     page_size: int = 16  # tokens per page
 
     def __len__(self) -> int:
@@ -130,7 +130,7 @@ class Batch:
 
     def find_drafting(self) -> list[int]:
         """Return the batch indices of the requests that may draft."""
-        return [b for b, budget in enumerate(self.max_draft_nodes) if budget > 0]
+        return [b for b, granted in enumerate(self.granted_nodes) if granted > 0]
 
     @property
     def needs_logits(self) -> list[bool]:

@@ -293,7 +293,6 @@ class Commit:
 
     path: RaggedField = _PATH  # [B, P] int64 accepted nodes, node 0 first, padded with -1
     tokens: RaggedField = _NEXT_TOKENS  # [B, P] int64: tokens[b, i] follows node path[b, i]; padded with -1
-    target_samples: Tensor | None = None  # [R] int64 token that the target sampled after a scored node; -1 = none
     features: Tensor | None = None  # [B, P, F] hidden states of the target at the path
     failed: frozenset[int] = frozenset()  # batch indices with invalid logits: nothing is committed for them
     target_argmax: TargetArgmax | None = None  # for drafters with `needs_target_argmax`
@@ -307,11 +306,11 @@ class Commit:
         """Return the same commit with new lists; tensors are shared."""
         paths, tokens = [list(row) for row in self.path_lists], [list(row) for row in self.token_lists]
         argmax = self.target_argmax and TargetArgmax(self.target_argmax.tree.copy(), list(self.target_argmax.tokens))
-        return Commit(paths, tokens, self.target_samples, self.features, self.failed, argmax)
+        return Commit(paths, tokens, self.features, self.failed, argmax)
 
     def with_target_outputs(self, features: Tensor | None, target_argmax: TargetArgmax | None) -> "Commit":
         """Return the same commit with the outputs of the target that drafters read."""
-        return Commit(self.path_lists, self.token_lists, self.target_samples, features, self.failed, target_argmax)
+        return Commit(self.path_lists, self.token_lists, features, self.failed, target_argmax)
 
     @lazy_property
     def counts(self) -> list[int]:
@@ -342,4 +341,4 @@ class Commit:
         tokens = [row[:n] for row, n in zip(self.token_lists, counts, strict=True)]
         width = max(counts, default=0)
         features = None if self.features is None else self.features[:, :width]
-        return Commit(paths, tokens, self.target_samples, features, self.failed, self.target_argmax)
+        return Commit(paths, tokens, features, self.failed, self.target_argmax)

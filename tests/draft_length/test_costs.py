@@ -136,4 +136,4 @@ def test_rare_drafts_are_priced_whole():
     plan = Planner(curve, DraftCost()).find_best_plan(
         StepShape(2, 2, 0.0), [0, 1], [8, 8], [[0.08] * 2 + [0.01] * 6] * 2, [[0.1] * 8] * 2
     )
-    assert plan.depth <= 2
+    assert plan.longest <= 2

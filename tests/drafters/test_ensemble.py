@@ -47,7 +47,7 @@ def make_scripted(chain: Sequence[int], q: bool = False, seen: list[Any] | None 
 
     def propose(batch: Batch) -> TokenTree:
         drafts = []
-        for budget in batch.max_draft_nodes:
+        for budget in batch.granted_nodes:
             tokens = list(chain)[:budget]
             drafts.append(Draft.from_chain(tokens, torch.eye(V)[[*tokens, 0]] if q and tokens else None))
         return to_token_tree(batch, dict(enumerate(drafts)))

@@ -45,7 +45,7 @@ def make_scripted(tokens: dict[int, list[int]], q: bool = False, num_nodes: int 
 
     def propose(batch: Batch) -> TokenTree:
         drafts = []
-        for request, budget in zip(batch.requests, batch.max_draft_nodes, strict=True):
+        for request, budget in zip(batch.requests, batch.granted_nodes, strict=True):
             chain = tokens.get(request.slot, [])[:budget]
             probs = None
             if q and chain:
@@ -89,7 +89,7 @@ def test_budgets_are_those_each_part_asked_for():
 
     def noting(name: str, inner: ScriptedDrafter) -> ScriptedDrafter:
         def propose(batch: Batch) -> TokenTree:
-            seen[name].append(batch.max_draft_nodes)
+            seen[name].append(batch.granted_nodes)
             return inner.proposal(batch)
 
         return ScriptedDrafter(propose, max_nodes=inner.max_nodes)

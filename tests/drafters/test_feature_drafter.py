@@ -248,3 +248,13 @@ def test_what_is_put_off_keeps_no_tensor_of_others_alive() -> None:
     played.commit([20, 1])
     [small] = made._pending[1].features
     assert small.untyped_storage().nbytes() == small.nbytes
+
+
+def test_a_long_chunk_that_is_put_off_keeps_no_padding_of_others_alive() -> None:
+    """Fault: a view of one long chunk kept the padding of all other requests, here 4 times the rows of the chunk."""
+    made = drafter("eagle", TreeSpec.from_options(3))
+    played = Played(made, [1, 1, 1, 1], 32)
+    played.commit([20, 1, 1, 1])
+    [long] = made._pending[0].features
+    assert len(long) == 20
+    assert long.untyped_storage().nbytes() == long.nbytes

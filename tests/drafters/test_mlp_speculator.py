@@ -21,7 +21,7 @@ from foredraft.drafters.draft import Draft
 from foredraft.drafters.last_hidden_state import LinearFactory
 from foredraft.drafters.losses import compute_draft_loss
 from foredraft.drafters.mlp_network import MLPSpeculator, MLPStepRunner
-from foredraft.drafters.step_drafter import StepBranch, draft_branches
+from foredraft.drafters.step_drafter import GrowingStepDraft, grow_drafts
 from foredraft.drafters.target_access import describe_target
 from foredraft.drafters.tree_builder import TreeBuilder
 from foredraft.errors import ForedraftError
@@ -311,13 +311,17 @@ def test_the_published_tree_holds_the_whole_paths_that_its_authors_verify(
     for seed in range(5):
         hidden = torch.randn(V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         request = Request(slot=0, prompt=[1, 2, 3 + seed], sampling=GREEDY, seed=5, verify="match")
-        [draft] = draft_branches(steps, [StepBranch(0, TreeBuilder(request, plan.restrict(9, 99, False)), hidden)], V)
+        [draft] = grow_drafts(
+            steps, [GrowingStepDraft(0, TreeBuilder(request, plan.restrict(9, 99, False)), hidden)], V
+        )
         assert paths_of(draft) == suffixes_of_the_authors(tensors, shape, hidden, 3 + seed)
-        [less] = draft_branches(steps, [StepBranch(0, TreeBuilder(request, plan.restrict(9, 7, False)), hidden)], V)
+        [less] = grow_drafts(steps, [GrowingStepDraft(0, TreeBuilder(request, plan.restrict(9, 7, False)), hidden)], V)
         assert paths_of(less) < paths_of(draft)
         assert 3 < len(less.tokens) <= 7
         sampled = Request(slot=0, prompt=[1, 2], sampling=Sampling(max_tokens=9), seed=5, verify="reject")
-        [drawn] = draft_branches(steps, [StepBranch(0, TreeBuilder(sampled, plan.restrict(9, 99, False)), hidden)], V)
+        [drawn] = grow_drafts(
+            steps, [GrowingStepDraft(0, TreeBuilder(sampled, plan.restrict(9, 99, False)), hidden)], V
+        )
         assert drawn.q is not None
         assert len(drawn.tokens) == plan.max_nodes == candidates * len(branching)
 

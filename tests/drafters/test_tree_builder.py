@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from foredraft.drafters.draft import draft_noise_key
-from foredraft.drafters.kv_branch import KVBranch
+from foredraft.drafters.growing_draft import GrowingDraft
 from foredraft.drafters.static_tree import StaticTree
 from foredraft.drafters.tree_builder import NodeLogits, TreeBuilder, TreeSpec, add_level
 from foredraft.errors import ForedraftError
@@ -125,7 +125,7 @@ def test_a_draft_needs_no_more_places_than_its_tree_has_nodes(total: int, depth:
         growth = TreeBuilder(
             request(pages=[0, 1, 2, 3]), TreeSpec.from_options(depth + 1, tree_nodes=total - 1, top_k=top_k)
         )
-        branch, written, looked_at = KVBranch(growth, 7), {0: 0}, 0
+        branch, written, looked_at = GrowingDraft(growth, 7), {0: 0}, 0
         add_level([growth], NodeLogits(after(())[None], WORDS))
         while growth.frontier:
             span = branch.build_span()

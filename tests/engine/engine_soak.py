@@ -67,7 +67,9 @@ class RandomLengthPolicy:
     def __init__(self, seed: int = 3) -> None:
         self._rng = random.Random(seed)
 
-    def allocate(self, candidates: Sequence[DraftCandidate], num_rows: int, attended_tokens: int = 0) -> list[int]:
+    def allocate(
+        self, candidates: Sequence[DraftCandidate], num_pass_tokens: int, attended_tokens: int = 0
+    ) -> list[int]:
         return [self._rng.randint(0, ask.max_nodes) for ask in candidates]
 
     def record_step(self, report: StepReport) -> None: ...

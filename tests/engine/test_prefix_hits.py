@@ -98,7 +98,7 @@ class World:
 
     def _pass(self, batch: Batch, b: int) -> tuple[list[int], list[int]]:
         """Simulate the target's pass over a chunk and a draft: the tokens it writes and the part that is kept."""
-        r, chunk, budget = batch.requests[b], batch.num_new_tokens[b], batch.max_draft_nodes[b]
+        r, chunk, budget = batch.requests[b], batch.num_new_tokens[b], batch.granted_nodes[b]
         text = r.tokens[: r.num_computed + chunk]
         drafted = [self.dice.randrange(5, 8) for _ in range(budget)]
         assert len(r.pages) * PAGE >= len(text) + budget, "no slots for what the step computes"
@@ -118,7 +118,7 @@ class World:
         """Draft as the two kinds of drafters do: one reads tokens when it drafts, the other queues every pass."""
         assert self._memory is not None
         for b, r in enumerate(batch.requests):
-            if self.kind == "tokens" and batch.max_draft_nodes[b] > 0 and self.dice.random() < 0.7:
+            if self.kind == "tokens" and batch.granted_nodes[b] > 0 and self.dice.random() < 0.7:
                 for position in range(self._memory.num_valid.get(r.slot, 0), r.num_tokens):
                     self.draft[get_slot(r.pages, position, PAGE)] = tuple(r.tokens[: position + 1])
                 self._memory.num_valid[r.slot] = r.num_tokens

@@ -117,7 +117,7 @@ def _set_q(tree: TokenTree, batch: Batch, value: float) -> TokenTree:
 def _twins(batch: Batch) -> TokenTree:
     """Propose two children of the root with one token, twice."""
     roots = to_token_tree(batch, {}).token_lists
-    widths = [min(4, budget) for budget in batch.max_draft_nodes]
+    widths = [min(4, budget) for budget in batch.granted_nodes]
     tokens = [[*root, *[5, 5, 6, 6][:n]] for root, n in zip(roots, widths, strict=True)]
     return TokenTree.from_lists(tokens, [[-1, *[0] * n] for n in widths])
 

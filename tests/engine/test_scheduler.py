@@ -36,7 +36,7 @@ class Run:
         batch = self.scheduler.schedule(num_nodes, FixedLengthPolicy())
         paths, tokens = [], []
         for r, chunk, budget, scored in zip(
-            batch.requests, batch.num_new_tokens, batch.max_draft_nodes, batch.needs_logits, strict=True
+            batch.requests, batch.num_new_tokens, batch.granted_nodes, batch.needs_logits, strict=True
         ):
             assert len(r.pages) * PAGE >= r.num_computed + chunk + budget, "no slots for what the step computes"
             known = r.get_tokens(r.num_computed + 1, min(r.num_computed + chunk + 1, r.num_tokens))
@@ -78,7 +78,7 @@ def test_a_long_prompt_is_read_in_chunks_and_drafted_for_only_at_its_end() -> No
     run = Run(max_chunk=5)
     r = request(12)
     run.add(r)
-    seen = [(b.num_new_tokens[0], b.max_draft_nodes[0]) for b in (run.step(num_nodes=3) for _ in range(3))]
+    seen = [(b.num_new_tokens[0], b.granted_nodes[0]) for b in (run.step(num_nodes=3) for _ in range(3))]
     assert seen == [(5, 0), (5, 0), (2, 3)]
     assert r.output == [7]
     assert r.num_computed == 12
@@ -92,7 +92,7 @@ def test_prompts_and_decoding_share_a_step() -> None:
     run.add(second)
     batch = run.step(num_nodes=2)
     assert batch.num_new_tokens == (1, 4)
-    assert batch.max_draft_nodes == (2, 0)
+    assert batch.granted_nodes == (2, 0)
     assert batch.find_drafting() == [0]
 
 
@@ -102,7 +102,7 @@ def test_a_step_holds_no_more_tokens_than_its_limit() -> None:
     run.add(*[request(3) for _ in range(4)])
     while run.scheduler.has_work:
         batch = run.step(num_nodes=4, accepts=1)
-        assert 0 < sum(batch.num_new_tokens) + sum(batch.max_draft_nodes) <= 8
+        assert 0 < sum(batch.num_new_tokens) + sum(batch.granted_nodes) <= 8
 
 
 def test_every_request_goes_on_before_any_is_drafted_for() -> None:
@@ -111,7 +111,7 @@ def test_every_request_goes_on_before_any_is_drafted_for() -> None:
     run.add(*[request(1) for _ in range(4)])
     batch = run.step(num_nodes=7)
     assert batch.num_new_tokens == (1, 1, 1, 1)
-    assert sum(batch.max_draft_nodes) == 4
+    assert sum(batch.granted_nodes) == 4
 
 
 def test_a_request_with_its_own_draft_length_keeps_it() -> None:
@@ -119,7 +119,7 @@ def test_a_request_with_its_own_draft_length_keeps_it() -> None:
     requests = [request(2) for _ in range(3)]
     requests[1].fixed_draft_length, requests[2].fixed_draft_length = 0, 2
     run.add(*requests)
-    assert run.step(num_nodes=5).max_draft_nodes == (5, 0, 2)
+    assert run.step(num_nodes=5).granted_nodes == (5, 0, 2)
 
 
 def test_the_last_token_is_not_drafted_for() -> None:
@@ -127,8 +127,8 @@ def test_the_last_token_is_not_drafted_for() -> None:
     run = Run()
     r = request(2, max_tokens=2)
     run.add(r)
-    assert run.step(num_nodes=3).max_draft_nodes == (3,)
-    assert run.step(num_nodes=3).max_draft_nodes == (0,)
+    assert run.step(num_nodes=3).granted_nodes == (3,)
+    assert run.step(num_nodes=3).granted_nodes == (0,)
 
 
 def test_no_page_is_kept_for_rejected_drafts() -> None:
@@ -145,7 +145,7 @@ def test_a_draft_is_given_up_before_anyone_is_preempted() -> None:
     run = Run(num_pages=4)
     run.add(request(3, max_tokens=2), request(3, max_tokens=2))
     batch = run.step(num_nodes=8)
-    assert batch.max_draft_nodes == (0, 0)
+    assert batch.granted_nodes == (0, 0)
     run.to_end(num_nodes=8)
     assert run.scheduler.num_preempted == 0
 
@@ -263,7 +263,7 @@ def test_drafts_get_what_streams_and_prompts_leave() -> None:
     run.add(request(30))
     batch = run.step(num_nodes=5)
     assert batch.num_new_tokens == (1, 1, 6)
-    assert batch.max_draft_nodes == (2, 0, 0)
+    assert batch.granted_nodes == (2, 0, 0)
 
 
 def test_lower_priority_numbers_run_first_and_give_way_last() -> None:
@@ -303,7 +303,7 @@ def test_everyone_moves_within_a_bounded_number_of_steps(max_step_tokens: int) -
     last: dict[Request, int] = {}
     for step in range(400):
         batch = run.step(num_nodes=3)
-        assert sum(batch.num_new_tokens) + sum(batch.max_draft_nodes) <= max_step_tokens
+        assert sum(batch.num_new_tokens) + sum(batch.granted_nodes) <= max_step_tokens
         last |= dict.fromkeys(batch.requests, step)
         assert all(step - last.get(r, 0) <= 80 for r in requests)
     assert all(r.output for r in requests)

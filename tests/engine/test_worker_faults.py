@@ -146,7 +146,7 @@ STAGES: dict[str, Callable[[Engine], tuple[object, str]]] = {
     "forward": lambda engine: (engine.target, "forward"),
     "score": lambda engine: (engine_module, "collect_output"),
     "rule": lambda engine: (engine_module, "combine_rules"),
-    "cut": lambda engine: (engine, "_append_tokens"),
+    "cut": lambda engine: (engine, "_push_to_transcripts"),
     "push": lambda engine: (Transcript, "push"),
     "count": lambda engine: (Transcript, "record_step"),
     "keep": lambda engine: (engine_module, "compact_accepted"),

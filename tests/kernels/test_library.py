@@ -19,7 +19,7 @@ from foredraft.kernels.linear import PackedWeight, linear, linear_reference
 from foredraft.kernels.rows import PackedRows
 from foredraft.models.forward_batch import Span
 from foredraft.models.hf import HFModel
-from foredraft.models.native.decoder import get_obstacle
+from foredraft.models.native.decoder import explain_unsupported
 from kernels.library_setups import NATIVE, make_normal
 from models.families import TINY
 
@@ -83,7 +83,7 @@ def test_without_the_library_what_needs_it_says_how_to_get_it() -> None:
     keys, rows = torch.zeros(16, 1, 16), PackedRows.pack([Span([1], 0, [7], [0])], [0], 4)
     with pytest.raises(ForedraftError, match=r"not installed; run: python -m foredraft\.kernels\.cpu\.build"):
         attend(keys[:1], keys, keys, rows, 1.0)
-    assert get_obstacle(tiny()) == "no native kernels"
+    assert explain_unsupported(tiny()) == "no native kernels"
 
 
 def test_switched_off_it_is_not_loaded_and_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from foredraft.drafters.registry import DrafterContext
 from foredraft.errors import ForedraftError
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
 from foredraft.models.hf import HFModel
-from foredraft.models.native.decoder import get_obstacle
+from foredraft.models.native.decoder import explain_unsupported
 from foredraft.tree import TokenTree
 from kernels.library_setups import EACH_SET, NATIVE, THREAD_SETUPS, ThreadSetup, run_concurrently, use_library
 from models import families
@@ -389,7 +389,7 @@ def test_what_is_not_recognised_keeps_the_plain_path_and_says_why(name: str) -> 
     """Native attention is used if its shapes allow: soft-caps, sliding windows and sinks included."""
     make, why = PLAIN[name]
     model = make()
-    assert get_obstacle(model) == why
+    assert explain_unsupported(model) == why
     lm = HFModel.wrap_model(copy.deepcopy(model), name, is_fused=True)
     assert lm.fused is None
     assert lm.pool.is_native

@@ -33,7 +33,7 @@ from foredraft.models.native.draft_layers import (
     JoinedInput,
     NativeDraftLayers,
     PairedInput,
-    get_obstacle,
+    explain_unsupported,
 )
 from foredraft.tree import TokenTree
 from kernels.library_setups import (
@@ -129,7 +129,7 @@ class Head(nn.Module):
 
     def make_fused(self, is_ours: bool = False, head: PackedWeight | None = None, **more: Any) -> NativeDraftLayers:
         layers, case = list(self.layers), self.case
-        assert get_obstacle(layers, self.embedding.weight) is None
+        assert explain_unsupported(layers, self.embedding.weight) is None
         front = PairedInput(self.hidden_norm, case.norm_before_residual) if case.is_paired else JoinedInput(self.fc)
         norm = self.norm if case.has_norm else None
         return NativeDraftLayers.from_layers(
@@ -451,7 +451,7 @@ def test_why_not() -> None:
         return Case(replace(TINY, **more), layers=2).make().to(dtype)
 
     def reason(of: Head) -> str | None:
-        return get_obstacle(list(of.layers), of.embedding.weight)
+        return explain_unsupported(list(of.layers), of.embedding.weight)
 
     assert reason(head()) is None
     assert reason(head(torch.float64)) == "torch.float64 on cpu"

@@ -503,7 +503,7 @@ def _nonsense(seed: int) -> ScriptedDrafter:
 
     def propose(batch: Batch) -> TokenTree:
         drafts = []
-        for budget in batch.max_draft_nodes:
+        for budget in batch.granted_nodes:
             tokens = [rng.randrange(9) for _ in range(budget)]
             drafts.append(Draft(tuple(tokens), tuple(rng.randint(0, i) for i in range(budget))))
         return to_token_tree(batch, dict(enumerate(drafts)))

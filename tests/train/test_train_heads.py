@@ -122,3 +122,32 @@ def test_heads_of_another_target_of_the_same_size_are_noticed_when_they_are_load
     tiny_models.llama(seed=5).float().save_pretrained(folder / "other")
     LLM(str(folder / "other"), drafter)
     assert f"was trained for model, not for {folder / 'other'}" in caplog.text
+
+
+STARTS = [
+    ("eagle", {}, {"num_layers": "2"}),
+    ("eagle", {}, {"has_fc_bias": "true"}),
+    ("eagle3", {"taps": "1,2"}, {"num_layers": "2"}),
+    ("medusa", {"heads": "2"}, {"heads": "3"}),
+    ("hydra", {"heads": "2", "rank": "8"}, {"rank": "None"}),
+    ("mlp_speculator", {"inner": "8"}, {"n_predict": "2"}),
+    ("blockwise", {"heads": "2", "inner": "8"}, {"inner": "4"}),
+    ("chimera", {"heads": "2", "intermediate": "16"}, {"taps": "1"}),
+    ("draft_model", {"layers": "1"}, {"layers": "2"}),
+]
+
+
+@pytest.mark.parametrize(("method", "settings", "other"), STARTS)
+def test_a_size_other_than_that_of_the_start_is_refused(folder, method, settings, other):
+    """Fault: `--start` ignored `--set num_layers=2` and all other sizes, and trained a head of the old size."""
+    first = train(replace(plan(folder, "first", settings=settings, steps=1), method=method)).folder
+    again = {"start": str(first), "steps": 1}
+    (name,) = other
+    with pytest.raises(ForedraftError, match=f"has {name}=.*leave --set {name} out"):
+        train(replace(plan(folder, "other", settings=settings | other, **again), method=method))
+    assert train(replace(plan(folder, "equal", settings=settings, **again), method=method)).is_done
+
+
+def test_a_table_of_counts_takes_no_start(folder):
+    with pytest.raises(ForedraftError, match="leave --start out"):
+        train(replace(plan(folder, settings={}, start="anything"), method="ngram_lm"))

@@ -93,16 +93,6 @@ def test_only_visited_nodes_get_a_distribution_and_a_history(rule, name):
         assert len(set(asked)) < tree.row_offsets[-1]
 
 
-def test_choice_holds_the_draws_that_were_made():
-    tree, logits, every, _ = system("plain")
-    commit = RULES["match"](
-        tree, LazyTargetProbs(logits, every), SeededNoise(tree, [(0, b) for b in range(12)], [0] * 12)
-    )
-    for b, (path, tokens) in enumerate(zip(commit.path_lists, commit.token_lists, strict=True)):
-        assert [int(commit.target_samples[tree.get_row(b, node)]) for node in path] == tokens
-    assert (commit.target_samples == NO_TOKEN).any()
-
-
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_row_is_that_of_distribution(name):
     _, logits, every, history = system(name)

@@ -53,9 +53,9 @@ def read_shape(model: Any) -> ModelShape:
     config = model.config
     for shape_class in _SHAPE_CLASSES:
         if shape_class.model_type == config.model_type:
-            obstacle = shape_class.get_obstacle(config)
-            if obstacle is not None:
-                raise ForedraftError(obstacle)
+            reason = shape_class.explain_unsupported(config)
+            if reason is not None:
+                raise ForedraftError(reason)
             return shape_class.from_model(model)
     raise ForedraftError(
         f"only {' and '.join(kind.title for kind in _SHAPE_CLASSES)} can be grown, and this is {config.model_type!r}; "

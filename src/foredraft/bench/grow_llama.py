@@ -30,7 +30,7 @@ class LlamaShape(ModelShape):
         )  # fmt: skip
 
     @classmethod
-    def get_obstacle(cls, config: Any) -> str | None:
+    def explain_unsupported(cls, config: Any) -> str | None:
         if config.attention_bias or config.mlp_bias:
             return "a Llama model with biases cannot be grown"
         return None if config.pretraining_tp == 1 else "a model with pretraining_tp other than 1 cannot be grown"

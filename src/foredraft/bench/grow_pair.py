@@ -33,7 +33,7 @@ class T5Shape(ModelShape):
         )  # fmt: skip
 
     @classmethod
-    def get_obstacle(cls, config: Any) -> str | None:
+    def explain_unsupported(cls, config: Any) -> str | None:
         return None if config.is_encoder_decoder else "a T5 without its decoder cannot be grown"
 
     @staticmethod

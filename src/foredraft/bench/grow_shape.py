@@ -32,7 +32,7 @@ class ModelShape(ABC):
 
     @classmethod
     @abstractmethod
-    def get_obstacle(cls, config: Any) -> str | None:
+    def explain_unsupported(cls, config: Any) -> str | None:
         """Return why a model with this configuration cannot be grown, or None."""
 
     @staticmethod

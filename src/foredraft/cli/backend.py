@@ -67,7 +67,7 @@ class CliChoices:
     rules: tuple[str, ...]
     lossy_rules: frozenset[str]  # verification rules that change the output distribution
     dtypes: tuple[str, ...]
-    text_only_methods: frozenset[str] = frozenset()  # methods without a draft model or head
+    token_only_methods: frozenset[str] = frozenset()  # methods without a draft model or head
     vocab_modes: tuple[str, ...] = ()  # values of --spec-vocab
     cross_vocab_methods: frozenset[str] = frozenset()  # methods that accept --spec-vocab
 
@@ -75,8 +75,8 @@ class CliChoices:
         """Return whether `method` is a method, `none`, `auto`, or several methods as a+b."""
         return method in (NONE, AUTO) or all(part in self.methods for part in method.split(METHOD_SEPARATOR))
 
-    def is_text_only(self, method: str) -> bool:
-        return all(part in self.text_only_methods for part in method.split(METHOD_SEPARATOR))
+    def is_token_only(self, method: str) -> bool:
+        return all(part in self.token_only_methods for part in method.split(METHOD_SEPARATOR))
 
     def check(self, options: ModelOptions) -> None:
         """Check names and settings before a model is loaded.

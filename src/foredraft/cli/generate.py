@@ -135,7 +135,7 @@ class GenerateJob:
         keeps_settings = bool(self.options.methods) or name == self.methods[0]
         options = self.options if keeps_settings else replace(self.options, spec_model=None, spec_option=None)
         has_several = len(self.methods) > 1
-        return replace(options, spec_model=None) if has_several and self.choices.is_text_only(name) else options
+        return replace(options, spec_model=None) if has_several and self.choices.is_token_only(name) else options
 
     def run(self, generators: dict[str, CliGenerator]) -> list[Completion]:
         """Show the text of the first loaded method, measure all methods with --compare, and print the figures."""

@@ -146,7 +146,7 @@ class NodeRateEstimator:
 
 
 class SurvivalEstimator:
-    """Estimated gain and draft probability of every node, by slot. A new slot has the rates of its kind."""
+    """Estimated survival and draft probability of every node, by slot. A new slot has the rates of its kind."""
 
     def __init__(self) -> None:
         self._accepted_rates, self._drafted_rates = NodeRateEstimator(INITIAL_ACCEPTANCE), NodeRateEstimator(1.0)
@@ -158,26 +158,24 @@ class SurvivalEstimator:
         """Set the kind of a request (0 greedy, 1 sampled). Kinds share no evidence."""
         self._kinds[slot] = kind
 
-    def record_draft(self, slot: int, max_draft_nodes: int, num_drafted: int, accepted_nodes: Sequence[int]) -> None:
+    def record_draft(self, slot: int, granted_nodes: int, num_drafted: int, accepted_nodes: Sequence[int]) -> None:
         """Record the outcome of one request's draft; fields as in `DraftOutcome`."""
-        if max_draft_nodes <= 0:
+        if granted_nodes <= 0:
             self.record_idle(slot)
             return
         if accepted_nodes and accepted_nodes[-1] != len(accepted_nodes) and not self.is_tree:
             self.is_tree = True
             self._accepted_rates.clear()
-        # A node that was granted but not drafted counts as rejected, because the estimate is the gain of granting it.
+        # A node that was granted but not drafted counts as rejected, because the estimate is for granted nodes.
         tried = (
-            range(1, max_draft_nodes + 1)
-            if self.is_tree
-            else range(1, min(len(accepted_nodes) + 1, max_draft_nodes) + 1)
+            range(1, granted_nodes + 1) if self.is_tree else range(1, min(len(accepted_nodes) + 1, granted_nodes) + 1)
         )
         kind = self._kinds.get(slot, 0)
         self._accepted_rates.record(slot, kind, tried, accepted_nodes)
-        self.is_short = self.is_short or num_drafted < max_draft_nodes
+        self.is_short = self.is_short or num_drafted < granted_nodes
         if self.is_short:
             self._drafted_rates.record(
-                slot, kind, range(1, min(num_drafted + 1, max_draft_nodes) + 1), range(1, num_drafted + 1)
+                slot, kind, range(1, min(num_drafted + 1, granted_nodes) + 1), range(1, num_drafted + 1)
             )
 
     def record_idle(self, slot: int, steps: int = 1) -> None:
@@ -202,8 +200,11 @@ class SurvivalEstimator:
             self._drafted_rates.forget(slot)
             self._kinds.pop(slot, None)
 
-    def estimate_gains(self, slots: Sequence[int], max_nodes: int) -> list[list[float]]:
-        """Return [B][max_nodes]: expected tokens gained by granting node j, non-increasing in j."""
+    def estimate_survival(self, slots: Sequence[int], max_nodes: int) -> list[list[float]]:
+        """Return [B][max_nodes]: probability that node j is drafted and accepted if it is granted, non-increasing in j.
+
+        It is also the expected number of tokens that granting the node adds.
+        """
         rates = self._estimate_rates(self._accepted_rates, slots, max_nodes, TREE_DECLINE if self.is_tree else 1.0)
         return [_fit_isotonic(row) if self.is_tree else _accumulate_products(row) for row in rates]
 

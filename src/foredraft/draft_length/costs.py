@@ -6,7 +6,7 @@ are linear in a few features and fitted online. All times are in seconds. Pure: 
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -112,66 +112,77 @@ class OnlineRegression:
 
 
 class CostCurve:
-    """Time of a forward pass of the target: a measured curve over its rows, corrected by an online regression.
+    """Time of a forward pass of the target: a measured curve over its tokens, corrected by an online regression.
 
-    `points` are (rows, seconds) with ascending rows. The curve is linear between two points and keeps the last slope
-    after the last point, so a plateau needs a point at both ends. Without points the time is independent of the rows
-    until measured steps show otherwise.
+    `points` are (tokens of the pass, seconds) with ascending tokens. The curve is linear between two points and keeps
+    the last slope after the last point, so a plateau needs a point at both ends. Without points the time does not
+    depend on the tokens until measured steps show otherwise.
 
     Raises:
-        ValueError: if the rows of `points` are not strictly ascending.
+        ValueError: if the tokens of `points` are not strictly ascending.
     """
 
     def __init__(self, points: Sequence[tuple[int, float]] = ()) -> None:
-        self._rows = [float(rows) for rows, _ in points]
+        self._sizes = [float(pass_tokens) for pass_tokens, _ in points]
         self._seconds = [seconds for _, seconds in points]
-        if self._rows != sorted(set(self._rows)):
-            raise ValueError("the points of a cost curve must have rising numbers of rows, each once")
+        if self._sizes != sorted(set(self._sizes)):
+            raise ValueError("the points of a cost curve must have rising numbers of tokens, each once")
         self.is_measured = bool(points)
         curve_weight = 1.0 if points else 0.0
-        # Coefficients of the curve, 1, requests, rows with logits, attended tokens. The first prior is the weakest,
+        # Coefficients of the curve, 1, requests, rows of logits, attended tokens. The first prior is the weakest,
         # because the whole pass becomes faster or slower far more often than one of its parts.
         prior_strength = (0.01, 0.1 if points else 0.01, 0.1, 0.1, 0.2)
         self._regression = OnlineRegression((curve_weight, 0.0, 0.0, 0.0, 0.0), prior_strength, 0 if points else 8)
 
-    def interpolate(self, rows: float) -> float:
+    def interpolate(self, pass_tokens: float) -> float:
         """Return the seconds of the measured curve; 0 without points."""
-        row_points, seconds = self._rows, self._seconds
-        if not row_points:
+        sizes, seconds = self._sizes, self._seconds
+        if not sizes:
             return 0.0
-        if rows <= row_points[0] or len(row_points) == 1:
+        if pass_tokens <= sizes[0] or len(sizes) == 1:
             return seconds[0]
-        right = min(bisect_right(row_points, rows), len(row_points) - 1)
-        slope = (seconds[right] - seconds[right - 1]) / (row_points[right] - row_points[right - 1])
-        return max(0.0, seconds[right - 1] + slope * (rows - row_points[right - 1]))
+        right = min(bisect_right(sizes, pass_tokens), len(sizes) - 1)
+        slope = (seconds[right] - seconds[right - 1]) / (sizes[right] - sizes[right - 1])
+        return max(0.0, seconds[right - 1] + slope * (pass_tokens - sizes[right - 1]))
 
-    def predict(self, requests: int, rows: float, logit_rows: float, attended_tokens: float) -> float:
-        """Return the predicted seconds of a forward pass; `attended_tokens` is summed over the rows."""
-        a, b, c, d, e = self._regression.weights
-        return a * self.interpolate(rows) + b + c * requests + d * logit_rows + e * attended_tokens
+    def predict(self, requests: int, pass_tokens: float, logit_rows: float, attended_tokens: float) -> float:
+        """Return the predicted seconds of a forward pass.
 
-    def predict_many(self, requests: int, rows: Floats, logit_rows: Floats, attended_tokens: Floats) -> Floats:
+        Args:
+            requests: requests of the pass.
+            pass_tokens: tokens of the pass.
+            logit_rows: tokens of the pass whose logits are computed.
+            attended_tokens: tokens that a token of the pass attends to, summed over the pass.
+        """
+        curve_factor, base, per_request, per_logit_row, per_attended = self._regression.weights
+        seconds = curve_factor * self.interpolate(pass_tokens) + base + per_request * requests
+        return seconds + per_logit_row * logit_rows + per_attended * attended_tokens
+
+    def predict_many(self, requests: int, pass_tokens: Floats, logit_rows: Floats, attended_tokens: Floats) -> Floats:
         """Return the predictions for many sizes at once; all arrays have the same shape [N]."""
-        a, b, c, d, e = self._regression.weights
-        return a * self._interpolate_many(rows) + (b + c * requests) + d * logit_rows + e * attended_tokens
+        curve_factor, base, per_request, per_logit_row, per_attended = self._regression.weights
+        seconds = curve_factor * self._interpolate_many(pass_tokens) + (base + per_request * requests)
+        return seconds + per_logit_row * logit_rows + per_attended * attended_tokens
 
-    def update(self, requests: int, rows: int, logit_rows: int, attended_tokens: int, seconds: float) -> float:
+    def update(self, requests: int, pass_tokens: int, logit_rows: int, attended_tokens: int, seconds: float) -> float:
         """Add the measured time of a forward pass, and return it, clipped if it is an outlier."""
-        return self._regression.update((self.interpolate(rows), 1.0, requests, logit_rows, attended_tokens), seconds)
+        return self._regression.update(
+            (self.interpolate(pass_tokens), 1.0, requests, logit_rows, attended_tokens), seconds
+        )
 
-    def _interpolate_many(self, rows: Floats) -> Floats:
-        if len(self._rows) < 2:
-            return np.full(len(rows), self.interpolate(0))
-        inside: Floats = np.interp(rows, self._rows, self._seconds)
-        slope = (self._seconds[-1] - self._seconds[-2]) / (self._rows[-1] - self._rows[-2])
-        return np.maximum(inside + slope * np.maximum(rows - self._rows[-1], 0.0), 0.0)
+    def _interpolate_many(self, pass_tokens: Floats) -> Floats:
+        if len(self._sizes) < 2:
+            return np.full(len(pass_tokens), self.interpolate(0))
+        inside: Floats = np.interp(pass_tokens, self._sizes, self._seconds)
+        slope = (self._seconds[-1] - self._seconds[-2]) / (self._sizes[-1] - self._sizes[-2])
+        return np.maximum(inside + slope * np.maximum(pass_tokens - self._sizes[-1], 0.0), 0.0)
 
 
 class DraftCost:
-    """Time of a draft: a cost per request that is only observed, and a cost of drafting by depth and nodes.
+    """Time of a draft: a cost per request that is only observed, and a cost of drafting by `longest` and `nodes`.
 
-    `depth` is the largest number of nodes granted to one request. It is the depth of a chain, and an upper limit on the
-    depth of a tree. `nodes` counts the nodes of all requests.
+    `longest` is the largest number of nodes granted to one request. It is the depth if the draft is a chain, and an
+    upper limit on the depth of a tree. `nodes` counts the nodes of all requests.
 
     Catching up is separate. A drafter that reads tokens only when it drafts has to read all `unread` tokens after a
     pause, and a prompt of unknown length for each of the `newcomers`. That is the cost of resuming, not of a draft.
@@ -180,35 +191,36 @@ class DraftCost:
     def __init__(self) -> None:
         self._has_resumed = False  # until a draft followed a pause, the cost per token comes from reading prompts
         self._idle_regression = OnlineRegression((0.0,), (0.0,), num_unclipped=1)  # by requests
-        # Coefficients of 1, depth, nodes, unread, newcomers. Collinear features share the time that they explain.
+        # Coefficients of 1, longest, nodes, unread, newcomers. Collinear features share the time that they explain.
         self._regression = OnlineRegression((0.0,) * 5, (0.02, 0.005, 0.2, 0.02, 0.02), num_unclipped=4)
 
-    def predict(self, requests: int, depth: int, nodes: float, unread: int = 0, newcomers: int = 0) -> float:
-        """Return the predicted seconds in the drafter; depth 0 is a step without a draft."""
+    def predict(self, requests: int, longest: int, nodes: float, unread: int = 0, newcomers: int = 0) -> float:
+        """Return the predicted seconds in the drafter; longest = 0 is a step without a draft."""
         idle = self._idle_regression.weights[0] * requests
-        if not depth:
+        if not longest:
             return idle
-        a, b, c, d, e = self._regression.weights
+        base, per_level, per_node, per_unread, per_newcomer = self._regression.weights
         if not self._has_resumed:
-            d = e / ASSUMED_PROMPT_TOKENS
-        return idle + a + b * depth + c * nodes + d * unread + e * newcomers
+            per_unread = per_newcomer / ASSUMED_PROMPT_TOKENS
+        return idle + base + per_level * longest + per_node * nodes + per_unread * unread + per_newcomer * newcomers
 
-    def predict_many(self, requests: int, depth: int, nodes: Floats) -> Floats:
-        """Return the predictions for many numbers of nodes at one depth."""
-        return self.predict(requests, depth, 0.0) + self._regression.weights[2] * nodes
+    def predict_many(self, requests: int, longest: int, nodes: Floats) -> Floats:
+        """Return the predictions for many numbers of nodes at one value of `longest`."""
+        _, _, per_node, _, _ = self._regression.weights
+        return self.predict(requests, longest, nodes=0.0) + per_node * nodes
 
     def update(
-        self, requests: int, depth: int, nodes: int, unread: int, newcomers: int, seconds: float, scale: float
+        self, requests: int, longest: int, nodes: int, unread: int, newcomers: int, seconds: float, scale: float
     ) -> float:
         """Add the measured time of a draft, and return it, clipped if it is an outlier.
 
         `scale` is the time of the target's forward pass in the same step: errors are weighted by their share of it.
         """
-        if not depth:
+        if not longest:
             return self._idle_regression.update((requests,), seconds, scale)
         idle = self._idle_regression.weights[0] * requests
         self._has_resumed = self._has_resumed or unread > MIN_UNREAD_TO_RESUME
-        return idle + self._regression.update((1.0, depth, nodes, unread, newcomers), max(seconds - idle, 0.0), scale)
+        return idle + self._regression.update((1.0, longest, nodes, unread, newcomers), max(seconds - idle, 0.0), scale)
 
 
 @dataclass(frozen=True)
@@ -216,11 +228,11 @@ class StepShape:
     """Size of a step before its drafts, including drafts of fixed length."""
 
     num_requests: int  # requests that get a new token in this step
-    num_rows: int  # rows of the forward pass without draft nodes
-    context_per_row: float  # mean number of tokens that a row attends to
-    fixed_depth: int = 0  # largest draft length fixed by a request
+    num_pass_tokens: int  # tokens of the forward pass without draft nodes
+    context_per_token: float  # mean number of tokens that a token of the pass attends to
+    fixed_longest: int = 0  # largest draft length fixed by a request
     fixed_nodes: int = 0  # draft nodes of all requests with a fixed draft length
-    fixed_gain: float = 0.0  # expected accepted tokens of those drafts
+    fixed_accepted: float = 0.0  # expected accepted tokens of those drafts
 
 
 @dataclass(frozen=True)
@@ -228,7 +240,7 @@ class LengthPlan:
     """Draft nodes per request with the highest predicted rate, whether or not it exceeds that of plain decoding."""
 
     nodes_by_slot: dict[int, int] = field(default_factory=dict)  # slot -> draft nodes
-    depth: int = 0  # largest number of nodes of one request
+    longest: int = 0  # largest number of nodes of one request
     plain_rate: float = 0.0  # predicted tokens per second without these drafts
     rate: float = 0.0  # predicted tokens per second with them
     acceptance: float = 0.0  # predicted share of their nodes that is accepted
@@ -242,7 +254,8 @@ class LengthPlan:
 class Planner:
     """Maximises predicted tokens per second over all admissible sets of draft nodes.
 
-    A set holds a prefix of each request's nodes. Nodes of all requests are admitted in order of gain, up to a depth.
+    A set holds a prefix of each request's nodes. Nodes of all requests are admitted in order of survival (the
+    likeliest first), up to a limit on the nodes of one request.
     """
 
     def __init__(self, curve: CostCurve, draft_cost: DraftCost) -> None:
@@ -254,114 +267,116 @@ class Planner:
         shape: StepShape,
         slots: Sequence[int],
         max_nodes: Sequence[int],
-        gains: list[list[float]],
+        survival: list[list[float]],
         draft_probs: list[list[float]],
     ) -> LengthPlan:
         """Return the best plan.
 
-        All sets are evaluated, because the time of a pass is a step function of its rows: a set that does not pay on
+        All sets are evaluated, because the time of a pass is a step function of its tokens: a set that does not pay on
         one plateau may pay at the end of the next.
 
         Args:
             shape: the step without these drafts.
             slots: B slots of the requests to plan for.
             max_nodes: B upper limits on nodes.
-            gains: [B][max(max_nodes)] of `SurvivalEstimator.estimate_gains`.
+            survival: [B][max(max_nodes)] of `SurvivalEstimator.estimate_survival`.
             draft_probs: [B][max(max_nodes)] of `SurvivalEstimator.estimate_draft_probs`.
         """
         if len(slots) == 1:
-            return self._plan_one(shape, slots[0], gains[0], draft_probs[0])
-        return self._plan_many(shape, slots, np.array(max_nodes), np.array(gains), np.array(draft_probs))
+            return self._plan_one(shape, slots[0], survival[0], draft_probs[0])
+        return self._plan_many(shape, slots, np.array(max_nodes), np.array(survival), np.array(draft_probs))
 
     def estimate_verify_time(self, shape: StepShape, nodes: float) -> float:
         """Return the predicted seconds of the forward pass with this many draft nodes."""
-        rows, scored = shape.num_rows + nodes, shape.num_requests + nodes
-        return self.curve.predict(shape.num_requests, rows, scored, shape.context_per_row * rows)
+        pass_tokens, scored = shape.num_pass_tokens + nodes, shape.num_requests + nodes
+        return self.curve.predict(shape.num_requests, pass_tokens, scored, shape.context_per_token * pass_tokens)
 
-    def estimate_added_pass_time(self, num_rows: int, nodes: int) -> float:
-        """Return the seconds that draft nodes add to a forward pass of `num_rows` rows.
+    def estimate_added_pass_time(self, num_pass_tokens: int, nodes: int) -> float:
+        """Return the seconds that draft nodes add to a forward pass of `num_pass_tokens` tokens.
 
         The time per request cancels in the difference, so the number of requests may be 0. The time in which the added
-        rows attend to their context is neglected.
+        tokens attend to their context is neglected.
         """
-        shape = StepShape(num_requests=0, num_rows=num_rows, context_per_row=0.0)
+        shape = StepShape(num_requests=0, num_pass_tokens=num_pass_tokens, context_per_token=0.0)
         return self.estimate_verify_time(shape, nodes) - self.estimate_verify_time(shape, 0)
 
     def estimate_baseline(self, shape: StepShape) -> tuple[float, float]:
         """Return (tokens, seconds) of the step with only the drafts of fixed length.
 
         Prompt chunks cost the same with and without drafts, so they are left out. The added time of draft nodes is
-        taken at the real number of rows.
+        taken at the real number of tokens.
         """
-        decode_only = StepShape(shape.num_requests, shape.num_requests, shape.context_per_row)
+        decode_only = replace(shape, num_pass_tokens=shape.num_requests)
         seconds = self.plain_cost_ratio * self.estimate_verify_time(decode_only, 0) + self.draft_cost.predict(
-            shape.num_requests, shape.fixed_depth, shape.fixed_nodes
+            shape.num_requests, shape.fixed_longest, shape.fixed_nodes
         )
         if shape.fixed_nodes:
             seconds += self.estimate_verify_time(shape, shape.fixed_nodes) - self.estimate_verify_time(shape, 0)
-        return shape.num_requests + shape.fixed_gain, max(seconds, MIN_SECONDS)
+        return shape.num_requests + shape.fixed_accepted, max(seconds, MIN_SECONDS)
 
     def _plan_one(
-        self, shape: StepShape, slot: int, gains: Sequence[float], draft_probs: Sequence[float]
+        self, shape: StepShape, slot: int, survival: Sequence[float], draft_probs: Sequence[float]
     ) -> LengthPlan:
         """Plan for one request: evaluate every draft length."""
         tokens, seconds = plain_tokens, plain_seconds = self.estimate_baseline(shape)
         before = self.estimate_verify_time(shape, shape.fixed_nodes)
-        seconds -= self.draft_cost.predict(shape.num_requests, shape.fixed_depth, shape.fixed_nodes)
-        nodes, best_rate, best_length, best_gain = float(shape.fixed_nodes), 0.0, 0, 0.0
-        for n, (gain, draft_prob) in enumerate(zip(gains, draft_probs, strict=True), start=1):
+        seconds -= self.draft_cost.predict(shape.num_requests, shape.fixed_longest, shape.fixed_nodes)
+        nodes, best_rate, best_length, best_accepted = float(shape.fixed_nodes), 0.0, 0, 0.0
+        for n, (node_survival, draft_prob) in enumerate(zip(survival, draft_probs, strict=True), start=1):
             after = self.estimate_verify_time(shape, shape.fixed_nodes + n)
-            tokens, nodes, seconds = tokens + gain, nodes + draft_prob, seconds + draft_prob * (after - before)
+            tokens, nodes, seconds = tokens + node_survival, nodes + draft_prob, seconds + draft_prob * (after - before)
             before = after
-            drafting = self.draft_cost.predict(shape.num_requests, max(n, shape.fixed_depth), nodes)
+            drafting = self.draft_cost.predict(shape.num_requests, max(n, shape.fixed_longest), nodes)
             rate = tokens / max(seconds + drafting, MIN_SECONDS)
             if rate > best_rate:
-                best_rate, best_length, best_gain = rate, n, tokens - plain_tokens
-        acceptance = best_gain / best_length if best_length else 0.0
+                best_rate, best_length, best_accepted = rate, n, tokens - plain_tokens
+        acceptance = best_accepted / best_length if best_length else 0.0
         return LengthPlan({slot: best_length}, best_length, plain_tokens / plain_seconds, best_rate, acceptance)
 
     def _plan_many(
-        self, shape: StepShape, slots: Sequence[int], max_nodes: Ints, gains: Floats, draft_probs: Floats
+        self, shape: StepShape, slots: Sequence[int], max_nodes: Ints, survival: Floats, draft_probs: Floats
     ) -> LengthPlan:
-        """Plan for several requests: max_nodes [B], gains and draft_probs [B, N]."""
+        """Plan for several requests: max_nodes [B], survival and draft_probs [B, N]."""
         tokens, seconds = self.estimate_baseline(shape)
-        count, width = gains.shape
-        order = np.argsort(-gains, axis=None, kind="stable")  # equal nodes of one request stay in their order
+        count, width = survival.shape
+        order = np.argsort(-survival, axis=None, kind="stable")  # equal nodes of one request stay in their order
         request, node = order // width, order % width + 1
         allowed = node <= max_nodes[request]
         order, request, node = order[allowed], request[allowed], node[allowed]
-        gains, draft_probs = gains.ravel()[order], draft_probs.ravel()[order]
+        survival, draft_probs = survival.ravel()[order], draft_probs.ravel()[order]
         # Log probability that a request has no draft at all, at the node that would be its first.
         log_no_draft = np.where(node == 1, np.log1p(-np.minimum(draft_probs, 1.0 - 1e-9)), 0.0)
         before = self.estimate_verify_time(shape, shape.fixed_nodes)
-        rest = seconds - before - self.draft_cost.predict(shape.num_requests, shape.fixed_depth, shape.fixed_nodes)
-        best_rate, best_depth, best_size, best_gain = 0.0, 0, 0, 0.0
-        for depth in _list_depths(width):
-            inside = node <= depth
-            gain, expected_nodes = np.cumsum(gains[inside]), np.cumsum(draft_probs[inside])
+        rest = seconds - before - self.draft_cost.predict(shape.num_requests, shape.fixed_longest, shape.fixed_nodes)
+        best_rate, best_longest, best_size, best_accepted = 0.0, 0, 0, 0.0
+        for longest in _list_lengths(width):
+            inside = node <= longest
+            accepted, expected_nodes = np.cumsum(survival[inside]), np.cumsum(draft_probs[inside])
             any_draft = -np.expm1(np.cumsum(log_no_draft[inside]))
             # The pass is priced at the nodes given that there is a draft, not at the mean: rare drafts come whole, and
-            # the time of a pass is a step function of its rows.
+            # the time of a pass is a step function of its tokens.
             nodes = expected_nodes / any_draft + shape.fixed_nodes
-            rows, scored = shape.num_rows + nodes, shape.num_requests + nodes
-            cost = any_draft * self.curve.predict_many(shape.num_requests, rows, scored, shape.context_per_row * rows)
+            pass_tokens, scored = shape.num_pass_tokens + nodes, shape.num_requests + nodes
+            cost = any_draft * self.curve.predict_many(
+                shape.num_requests, pass_tokens, scored, shape.context_per_token * pass_tokens
+            )
             cost += (1.0 - any_draft) * before + rest
             cost += self.draft_cost.predict_many(
-                shape.num_requests, max(depth, shape.fixed_depth), expected_nodes + shape.fixed_nodes
+                shape.num_requests, max(longest, shape.fixed_longest), expected_nodes + shape.fixed_nodes
             )
-            rate = (tokens + gain) / np.maximum(cost, MIN_SECONDS)
+            rate = (tokens + accepted) / np.maximum(cost, MIN_SECONDS)
             n = int(rate.argmax())
             if rate[n] > best_rate:
-                best_rate, best_depth, best_size, best_gain = float(rate[n]), depth, n + 1, float(gain[n])
-        granted = np.bincount(request[node <= best_depth][:best_size], minlength=count).tolist()
-        acceptance = best_gain / best_size if best_size else 0.0
+                best_rate, best_longest, best_size, best_accepted = float(rate[n]), longest, n + 1, float(accepted[n])
+        granted = np.bincount(request[node <= best_longest][:best_size], minlength=count).tolist()
+        acceptance = best_accepted / best_size if best_size else 0.0
         nodes_by_slot = dict(zip(slots, granted, strict=True))
         return LengthPlan(nodes_by_slot, max(granted), tokens / seconds, best_rate, acceptance)
 
 
-def _list_depths(max_depth: int) -> list[int]:
-    """Return every depth up to 8, then depths a quarter apart: each takes one pass over the candidates."""
-    depths = list(range(1, min(max_depth, 8) + 1))
-    while depths[-1] < max_depth:
-        depths.append(min(max_depth, depths[-1] + max(1, depths[-1] // 4)))
-    return depths
+def _list_lengths(max_length: int) -> list[int]:
+    """Return every draft length up to 8, then lengths a quarter apart: each takes one pass over the candidates."""
+    lengths = list(range(1, min(max_length, 8) + 1))
+    while lengths[-1] < max_length:
+        lengths.append(min(max_length, lengths[-1] + max(1, lengths[-1] // 4)))
+    return lengths

@@ -1,33 +1,37 @@
 """Time credit: seconds that drafting has saved and may lose again. It bounds the loss against plain decoding.
 
-A plain step is a step without drafts. Constants in steps are multiples of its measured time. Pure: without a clock.
+A plain step is a step without drafts. Its cost is predicted, and leaves prompt chunks out. Constants in steps are
+multiples of this cost. Pure: without a clock.
 """
 
 LOSS_ALLOWANCE = 0.01  # share of the time that may be lost: to probes, to warm-up and to drafts that do not pay
-INITIAL_CREDIT_STEPS = 14.0  # credit at the start
-MAX_CREDIT_STEPS = 24.0  # upper limit, in plain steps or costliest recent steps with drafts: the longer of the two
+INITIAL_CREDIT_STEPS = 14.0  # credit at the start, in plain steps
+# Upper limit on the credit, in steps of the costlier kind: a plain step, or the costliest recent step with drafts.
+MAX_CREDIT_STEPS = 24.0
 MAX_COST_DECAY = 0.99  # factor per step on the cost of the costliest recent step, so that it is forgotten
-AMPLE_CREDIT_STEPS = MAX_CREDIT_STEPS / 2  # credit from which the length of a draft is not limited
-MIN_AVAILABLE_STEPS = 2.0  # credit that always counts as available, so that short drafts stay possible
-MAX_LOAN_STEPS = MAX_CREDIT_STEPS / 2  # upper limit on a loan, so that a wrong prediction costs at most half the credit
+AMPLE_CREDIT_STEPS = MAX_CREDIT_STEPS / 2  # credit, in plain steps, from which the length of a draft is not limited
+MIN_AVAILABLE_STEPS = 2.0  # plain steps of credit that always count as available, so that short drafts stay possible
+MAX_LOAN_STEPS = MAX_CREDIT_STEPS / 2  # upper limit on a loan in plain steps: half of the largest credit
 
 
 class TimeCredit:
     """Account of saved and lost time.
 
     A step with drafts adds the time that it saves against plain decoding, or subtracts the time that it loses. Every
-    step adds LOSS_ALLOWANCE of its time. If the credit is used up, no request may draft. So over a long run at most
-    LOSS_ALLOWANCE of the time is lost.
+    step adds LOSS_ALLOWANCE of its predicted time without drafts. If the credit is used up, no request may draft. So
+    over a long run at most LOSS_ALLOWANCE of the time is lost.
 
     Attributes:
         seconds: the credit; negative after a loan or a loss.
-        plain_step_cost: seconds of a plain step without prompt chunks; 0 = not measured yet.
+        plain_step_cost: predicted seconds of a plain step; 0 = no step was recorded yet.
     """
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self.plain_step_cost = 0.0
-        self._floor = 0.0  # the credit is used up below this; negative from a loan on, until it is repaid
+        # The credit is used up below this. It is 0 without a loan, and negative while a loan runs: until the first step
+        # after which the credit is not negative, even if that step needed no part of the loan.
+        self._floor = 0.0
         self._max_step_cost = 0.0  # seconds of the costliest recent step with drafts
 
     @property
@@ -49,27 +53,31 @@ class TimeCredit:
 
     def record_unobserved_step(self) -> None:
         """Add the allowance of a plain step whose time was not evaluated."""
-        max_credit = MAX_CREDIT_STEPS * self.plain_step_cost
-        self.seconds = min(self.seconds + LOSS_ALLOWANCE * self.plain_step_cost, max_credit)
+        self.record_step(self.plain_step_cost, self.plain_step_cost)
 
-    def record_step(self, plain: float, without_drafts: float, drafting: tuple[float, float] | None) -> None:
+    def record_step(
+        self,
+        plain_step_cost: float,
+        cost_without_drafts: float,
+        step_seconds: float | None = None,
+        saved_later: float = 0.0,
+    ) -> None:
         """Update the credit after a step.
 
         Args:
-            plain: predicted seconds of the step without drafts and without prompt chunks.
-            without_drafts: predicted seconds of the step without drafts.
-            drafting: (measured seconds of the step, seconds that its accepted tokens save later), for a step with
-                drafts that the policy chose. None for other steps.
+            plain_step_cost: predicted seconds of the step without drafts and without prompt chunks.
+            cost_without_drafts: predicted seconds of the step without drafts.
+            step_seconds: measured seconds of a step with drafts whose lengths the policy chose. None = another step.
+            saved_later: seconds that the accepted tokens of this step save in later steps.
         """
         if not self.plain_step_cost:  # the first step
-            self.seconds = INITIAL_CREDIT_STEPS * plain
-        self.plain_step_cost = plain
-        self.seconds += LOSS_ALLOWANCE * without_drafts
+            self.seconds = INITIAL_CREDIT_STEPS * plain_step_cost
+        self.plain_step_cost = plain_step_cost
+        self.seconds += LOSS_ALLOWANCE * cost_without_drafts
         self._max_step_cost *= MAX_COST_DECAY
-        if drafting is not None:
-            step_seconds, saved_later = drafting
-            self.seconds += without_drafts + saved_later - step_seconds
+        if step_seconds is not None:
+            self.seconds += cost_without_drafts + saved_later - step_seconds
             self._max_step_cost = max(self._max_step_cost, step_seconds)
-        self.seconds = min(self.seconds, MAX_CREDIT_STEPS * max(plain, self._max_step_cost))
-        if self.seconds >= 0.0:  # a loan is repaid
+        self.seconds = min(self.seconds, MAX_CREDIT_STEPS * max(plain_step_cost, self._max_step_cost))
+        if self.seconds >= 0.0:  # the loan is repaid, or was not needed
             self._floor = 0.0

@@ -25,14 +25,16 @@ class LossBudgetPolicy(AdaptiveLengthPolicy):
         super().__init__(curve)
         self._is_paused, self._resume_credit = False, 0.0
 
-    def allocate(self, candidates: Sequence[DraftCandidate], num_rows: int, attended_tokens: int = 0) -> list[int]:
+    def allocate(
+        self, candidates: Sequence[DraftCandidate], num_pass_tokens: int, attended_tokens: int = 0
+    ) -> list[int]:
         """Grant `max_nodes` to every candidate, or 0 if drafting is paused or a plain step is due."""
         if any(candidate.kind for candidate in candidates):
-            return super().allocate(candidates, num_rows, attended_tokens)
+            return super().allocate(candidates, num_pass_tokens, attended_tokens)
         self._warmup_step = len(WARMUP_NODES)  # there is no plan, so no costs have to be measured first
         self._num_candidates = len(candidates)
         self._has_fixed = any(candidate.is_fixed for candidate in candidates)
-        self._probe_load = len(candidates)
+        self._probes.set_load(len(candidates))
         self._select_kind(candidates)
         self._update_pause()
         self._is_drafting = not self._is_paused

@@ -10,12 +10,14 @@ from typing import Literal, NamedTuple, Protocol
 # Reason of a decision about the draft lengths of a step.
 DecisionReason = Literal[
     "start",  # one of the first steps, which measure the cost of drafts
-    "pays",  # drafts are predicted to save time
-    "does not pay",  # no draft is predicted to save time, so no request drafts
+    # Drafts are predicted to save time, or were until now and are predicted to lose at most 1 % (`GAIN_MARGIN`).
+    "pays",
+    # No request drafts: no draft is predicted to save time, or drafting is paused and the saving is at most 1 %.
+    "does not pay",
     "probe",  # a few short drafts while drafting is paused, to measure acceptance again
     "measure",  # one step without drafts, to measure the cost of plain decoding again
-    # Drafts are predicted to save time, but no request drafts: the time credit does not cover a loss, or the drafter
-    # would take too long to read the tokens that it missed.
+    # Drafts are predicted to save more than 1 %, but no request drafts: the time credit does not cover a loss, or the
+    # drafter would take too long to read the tokens that it missed.
     "guard",
     "fixed",  # all requests that may draft have a fixed draft length
 ]
@@ -34,7 +36,7 @@ class DraftOutcome(NamedTuple):
     """Result of one request's draft in a step."""
 
     slot: int
-    max_draft_nodes: int  # nodes that the policy granted
+    granted_nodes: int  # nodes that the policy granted
     num_drafted: int  # nodes that the drafter proposed
     # Accepted nodes that saved a forward pass, counted from 1 after the root; those of a chain are 1, 2, 3.
     accepted_nodes: tuple[int, ...] = ()
@@ -44,9 +46,9 @@ class StepReport(NamedTuple):
     """Size, time and draft outcomes of a finished step."""
 
     num_requests: int
-    num_rows: int  # rows of the target's forward pass: prompt chunks, last committed tokens, draft nodes
-    num_logit_rows: int  # rows with logits: last committed tokens and draft nodes
-    attended_tokens: int  # tokens that the rows attend to, summed over the rows
+    num_pass_tokens: int  # tokens of the target's forward pass: prompt chunks, last committed tokens, draft nodes
+    num_logit_rows: int  # rows of logits: last committed tokens and draft nodes
+    attended_tokens: int  # tokens that a token of the pass attends to, summed over the pass
     draft_time: float  # seconds in the drafter, catching up on unread tokens included
     step_time: float  # seconds of the whole step, drafting included
     outcomes: tuple[DraftOutcome, ...] = ()  # one for every request whose last committed token was scored
@@ -57,7 +59,7 @@ class LengthDecision(NamedTuple):
 
     reason: DecisionReason
     nodes: int = 0  # nodes granted to all requests together
-    depth: int = 0  # largest number of nodes granted to one request, which is the depth if the draft is a chain
+    longest: int = 0  # largest number of nodes granted to one request, which is the depth if the draft is a chain
     plain_rate: float = 0.0  # predicted tokens per second without drafts; 0 before the first plan
     rate: float = 0.0  # predicted tokens per second with the best drafts, granted or not
     acceptance: float = 0.0  # predicted share of the nodes of those drafts that is accepted
@@ -66,13 +68,15 @@ class LengthDecision(NamedTuple):
 class DraftLengthPolicy(Protocol):
     """Decides how many nodes each request may draft."""
 
-    def allocate(self, candidates: Sequence[DraftCandidate], num_rows: int, attended_tokens: int = 0) -> list[int]:
+    def allocate(
+        self, candidates: Sequence[DraftCandidate], num_pass_tokens: int, attended_tokens: int = 0
+    ) -> list[int]:
         """Grant draft nodes for the next step.
 
         Args:
             candidates: requests that may draft.
-            num_rows: rows of the forward pass without draft nodes.
-            attended_tokens: tokens that those rows attend to, summed over the rows.
+            num_pass_tokens: tokens of the forward pass without draft nodes.
+            attended_tokens: tokens that each of them attends to, summed over them.
 
         Returns:
             Nodes for each candidate, from 0 to its `max_nodes`.
@@ -88,7 +92,9 @@ class DraftLengthPolicy(Protocol):
 class FixedLengthPolicy:
     """Draft-length policy that grants every request its `max_nodes`."""
 
-    def allocate(self, candidates: Sequence[DraftCandidate], num_rows: int, attended_tokens: int = 0) -> list[int]:
+    def allocate(
+        self, candidates: Sequence[DraftCandidate], num_pass_tokens: int, attended_tokens: int = 0
+    ) -> list[int]:
         """Return `max_nodes` of every candidate."""
         return [candidate.max_nodes for candidate in candidates]
 

@@ -105,7 +105,7 @@ class AggressiveDrafter:
     def propose(self, batch: Batch) -> TokenTree:
         drafts: dict[int, Draft] = {}
         for b in batch.find_drafting():
-            request, budget = batch.requests[b], batch.max_draft_nodes[b]
+            request, budget = batch.requests[b], batch.granted_nodes[b]
             depth = min(self.num_speculative_tokens, budget, request.max_draft_depth)
             if depth > 0:
                 branches = 1 if request.verify == "block" else self.config.branches

@@ -38,6 +38,12 @@ class TrainConfig:
     heads_per_step: str = "all"
     decay: float = 1.0
 
+    @staticmethod
+    def read_shape(network: BlockwiseHeads) -> dict[str, object]:
+        """Return the settings that a checkpoint to start from determines, with their values."""
+        shape = network.shape
+        return {"heads": shape.num_heads, "inner": shape.inner // shape.num_heads}
+
 
 class BlockwiseTrainee:
     """Blockwise heads in training. Head h at position i predicts token i + 2 + h."""
@@ -91,7 +97,7 @@ def create_trainee(config: TrainConfig, target: HFModel, start: Checkpoint | Non
     if config.heads_per_step not in HEADS_PER_STEP:
         raise ForedraftError(f"heads_per_step must be {' or '.join(HEADS_PER_STEP)}, got {config.heads_per_step!r}")
     if not 0 < config.decay <= 1:
-        raise ForedraftError(f"decay must lie in 0..1, got {config.decay}")
+        raise ForedraftError(f"decay must be above 0 and at most 1, got {config.decay}")
     if start is not None:
         if not isinstance(start.shape, BlockwiseShape):
             raise ForedraftError(f"{start.folder} holds no blockwise heads but {start.format}; it cannot be trained on")

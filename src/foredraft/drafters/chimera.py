@@ -14,7 +14,7 @@ from foredraft.checkpoints.schema import Checkpoint
 from foredraft.drafters.chimera_network import TRIGRAM_TOKENS, ChimeraHeadRunner, ChimeraNetwork
 from foredraft.drafters.chimera_training import TrainConfig, create_trainee, load_network
 from foredraft.drafters.feature_drafter import FeatureDrafter, PendingPairs, make_feature_lm
-from foredraft.drafters.kv_branch import KVBranch
+from foredraft.drafters.growing_draft import GrowingDraft
 from foredraft.drafters.last_hidden_state import LinearFactory, stack_states
 from foredraft.drafters.registry import DrafterContext
 from foredraft.drafters.target_access import bind_to_target, load_checkpoint, require_target
@@ -68,42 +68,40 @@ class Chimera(FeatureDrafter):
             )
             self._mark_computed(late, states)
 
-    def _draft_branches(self, branches: list[KVBranch], page_size: int) -> None:
+    def _grow_drafts(self, drafts: list[GrowingDraft], page_size: int) -> None:
         """Grow all drafts level by level; head `depth` predicts the tokens at depth + 1."""
-        encoded = self._encode_roots(branches, page_size)
-        newest = stack_states([self._last_states[branch.builder.request.slot] for branch in branches])
-        growing, rows, depth = list(range(len(branches))), newest, 0
+        encoded = self._encode_roots(drafts, page_size)
+        newest = stack_states([self._last_states[draft.builder.request.slot] for draft in drafts])
+        growing, rows, depth = list(range(len(drafts))), newest, 0
         while True:
             logits = self.head_runner(depth, encoded, rows)
-            add_level([branches[i].builder for i in growing], NodeLogits(logits, self.context.vocab_size))
-            growing = [i for i in growing if branches[i].builder.frontier]
+            add_level([drafts[i].builder for i in growing], NodeLogits(logits, self.context.vocab_size))
+            growing = [i for i in growing if drafts[i].builder.frontier]
             if not growing:
                 return
-            owners = [i for i in growing for _ in branches[i].builder.frontier]
+            owners = [i for i in growing for _ in drafts[i].builder.frontier]
             last = [
-                _collect_last_tokens(branches[i].builder, node)
-                for i in growing
-                for node in branches[i].builder.frontier
+                _collect_last_tokens(drafts[i].builder, node) for i in growing for node in drafts[i].builder.frontier
             ]
-            spans = [branches[i].build_span() for i in growing]
+            spans = [drafts[i].build_span() for i in growing]
             encoded = self._run_pass(spans, self.head_runner.encode_trigrams(last), page_size)
             rows = newest if owners == list(range(len(newest))) else newest[owners]
             depth += 1
 
-    def _encode_roots(self, branches: Sequence[KVBranch], page_size: int) -> Tensor:
+    def _encode_roots(self, drafts: Sequence[GrowingDraft], page_size: int) -> Tensor:
         """Compute the context encoder's output [B, H] at every root, together with the pending entries."""
-        pending_by_branch = {b: self._pending.get(branch.builder.request.slot) for b, branch in enumerate(branches)}
-        late = [pending for pending in pending_by_branch.values() if pending is not None]
+        pending_by_draft = {b: self._pending.get(draft.builder.request.slot) for b, draft in enumerate(drafts)}
+        late = [pending for pending in pending_by_draft.values() if pending is not None]
         states = self._project_pending(late)
         target_states = iter(states)
-        root_states = self.head_runner.encode_trigrams([_collect_last_tokens(branch.builder, 0) for branch in branches])
+        root_states = self.head_runner.encode_trigrams([_collect_last_tokens(draft.builder, 0) for draft in drafts])
         spans, inputs, ends = [], [], []
         total = 0
-        for b, branch in enumerate(branches):
-            request, pending = branch.builder.request, pending_by_branch[b]
-            root = request.get_token(branch.start)
+        for b, draft in enumerate(drafts):
+            request, pending = draft.builder.request, pending_by_draft[b]
+            root = request.get_token(draft.start)
             if pending is None:
-                spans.append(Span(request.pages, branch.start, [root], [0]))
+                spans.append(Span(request.pages, draft.start, [root], [0]))
             else:
                 spans.append(self._build_pending_span(pending, [root]))
                 inputs.append(next(target_states))

@@ -14,10 +14,10 @@ from torch.nn import functional as F
 
 from foredraft.checkpoints.schema import ChimeraShape
 from foredraft.drafters.last_hidden_state import LinearFactory, make_packed_linear
-from foredraft.drafters.target_access import get_packed_head
+from foredraft.drafters.target_access import get_packed_lm_head
 from foredraft.models.draft_layer import AttentionFunction, DraftLayer, RMSNorm, RotaryEmbedding
 from foredraft.models.hf import HFModel
-from foredraft.models.native.draft_layers import JoinedInput, NativeDraftLayers, get_obstacle
+from foredraft.models.native.draft_layers import JoinedInput, NativeDraftLayers, explain_unsupported
 
 TRIGRAM_TOKENS = 3  # tokens that the trigram encoder reads
 MAX_TABLE_BYTES = 64 << 20  # maximum size of the table of each token's contribution to a trigram
@@ -76,11 +76,11 @@ class ChimeraNetwork(nn.Module):
 
     def make_native(self) -> NativeDraftLayers | None:
         """Convert the context encoder to native code, which takes over its weights. None if that is unsupported."""
-        head, layers = get_packed_head(self.target[0]), list(self.layers)
-        if head is None or get_obstacle(layers, self.embedding) is not None:
+        lm_head, layers = get_packed_lm_head(self.target[0]), list(self.layers)
+        if lm_head is None or explain_unsupported(layers, self.embedding) is not None:
             return None
         front, shape = JoinedInput(self.join), self.shape.block
-        return NativeDraftLayers.from_layers(layers, front, None, False, self.embedding, head, shape, self.rotary)
+        return NativeDraftLayers.from_layers(layers, front, None, False, self.embedding, lm_head, shape, self.rotary)
 
 
 class ChimeraHeadRunner:
@@ -97,7 +97,7 @@ class ChimeraHeadRunner:
         self.trigram = self._make_table_lookup() if self.uses_table else self._make_trigram_linear(linears)
         self.fc = linears.make(network.fc.weight.detach()) if network.shape.has_fc else None
         self.heads = [linears.make(head.weight.detach(), head.bias.detach()) for head in _list_linears(network.heads)]
-        packed = get_packed_head(network.target[0]) if linears.is_native else None
+        packed = get_packed_lm_head(network.target[0]) if linears.is_native else None
         self.output: Callable[[Tensor], Tensor] = (
             network.compute_logits if packed is None else make_packed_linear(packed)
         )

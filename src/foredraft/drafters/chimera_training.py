@@ -44,6 +44,12 @@ class TrainConfig:
     taps: tuple[int, ...] = (AFTER_FINAL_NORM,)
     intermediate: int | None = None
 
+    @staticmethod
+    def read_shape(network: ChimeraNetwork) -> dict[str, object]:
+        """Return the settings that a checkpoint to start from determines, with their values."""
+        shape = network.shape
+        return {"heads": shape.num_heads, "taps": shape.hidden_layers, "intermediate": shape.block.intermediate}
+
 
 @dataclass(frozen=True)
 class ChimeraTrainee:
@@ -110,7 +116,7 @@ def create_trainee(config: TrainConfig, target: HFModel, start: Checkpoint | Non
     """
     check_loss(config.loss)
     if config.steps < 1 or config.heads < 1 or not 0 < config.decay <= 1:
-        raise ForedraftError("steps and heads must be positive, and decay must lie in 0..1")
+        raise ForedraftError("steps and heads must be positive, and decay must be above 0 and at most 1")
     if start is not None:
         return ChimeraTrainee(config, load_network(start, target).float().to(target.device))
     network = ChimeraNetwork(_build_shape(config, target), target).to(target.device)

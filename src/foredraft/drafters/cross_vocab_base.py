@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from foredraft.drafters.draft import Draft, to_token_tree
-from foredraft.drafters.kv_branch import KVBranch
+from foredraft.drafters.growing_draft import GrowingDraft
 from foredraft.drafters.registry import DrafterContext
 from foredraft.drafters.retokenizer import IncrementalRetokenizer
 from foredraft.drafters.tree_builder import TreeOptions, TreeSpec
@@ -37,7 +37,7 @@ class CrossVocabState:
     retokenizer: IncrementalRetokenizer
     tree_spec: TreeSpec  # shape of this step's draft
     pages: list[int] = field(default_factory=list)
-    branch: KVBranch | None = None  # draft of this step, until accepted KV is compacted
+    draft: GrowingDraft | None = None  # draft of this step, until accepted KV is compacted
 
     @property
     def num_tokens(self) -> int:
@@ -121,7 +121,7 @@ class CrossVocabDrafter(ABC):
         retokenizer = state.retokenizer
         retokenizer.extend(request.get_tokens(retokenizer.num_read, request.num_tokens))
         depth = min(request.max_draft_depth, self.lm.context_length - state.num_tokens + 1)
-        state.tree_spec = self.tree_spec.restrict(max(depth, 0), batch.max_draft_nodes[b], request.verify == "block")
+        state.tree_spec = self.tree_spec.restrict(max(depth, 0), batch.granted_nodes[b], request.verify == "block")
         if not state.num_tokens or state.tree_spec.max_nodes < 1 or state.tree_spec.max_depth < 1:
             return None
         try:

@@ -17,7 +17,7 @@ from foredraft.drafters.cross_vocab_base import CrossVocabDrafter
 from foredraft.drafters.cross_vocab_select import VocabInfo, check_vocab_option, select_translation
 from foredraft.drafters.draft import to_token_tree
 from foredraft.drafters.draft_training import TrainConfig, create_trainee
-from foredraft.drafters.kv_branch import KVBranch
+from foredraft.drafters.growing_draft import GrowingDraft
 from foredraft.drafters.mismatch_warning import MismatchDetector
 from foredraft.drafters.registry import DrafterContext
 from foredraft.drafters.tree_builder import NodeLogits, TreeBuilder, TreeOptions, add_level
@@ -74,7 +74,7 @@ class DraftModel:
         self.tree_spec = (options or TreeOptions()).to_tree_spec(context.num_speculative_tokens)
         measure = getattr(lm, "bytes_per_token", None)  # absent if the LM has no KV cache
         self.draft_kv = DraftKV(lm.pool, 0 if measure is None else measure())
-        self._last_branches: dict[int, KVBranch] = {}  # slot -> draft of this step
+        self._last_drafts: dict[int, GrowingDraft] = {}  # slot -> draft of this step
         self.mismatch_detector = MismatchDetector(context)
 
     @property
@@ -87,59 +87,59 @@ class DraftModel:
         return self.draft_kv.num_valid
 
     def propose(self, batch: Batch) -> TokenTree:
-        self._last_branches.clear()
-        branches = {b: branch for b in batch.find_drafting() if (branch := self._start_branch(batch, b)) is not None}
-        if branches:
-            self._build_trees(list(branches.values()), batch.page_size)
-        return self.mismatch_detector.record_proposal(
-            batch, to_token_tree(batch, {b: branch.builder.to_draft() for b, branch in branches.items()})
-        )
+        self._last_drafts.clear()
+        drafts = {b: draft for b in batch.find_drafting() if (draft := self._start_draft(batch, b)) is not None}
+        if drafts:
+            self._build_trees(list(drafts.values()), batch.page_size)
+        tree = to_token_tree(batch, {b: draft.builder.to_draft() for b, draft in drafts.items()})
+        self.mismatch_detector.record_proposal(batch, tree)
+        return tree
 
     def observe(self, batch: Batch, commit: Commit) -> None:
         """Keep the draft KV of accepted nodes: move it behind the committed tokens, and drop the rest."""
         self.mismatch_detector.record_commit(batch, commit)
-        rows = [b for b, r in enumerate(batch.requests) if r.slot in self._last_branches]
+        rows = [b for b, r in enumerate(batch.requests) if r.slot in self._last_drafts]
         starts, paths = [], []
         for b in rows:
             request, offset = batch.requests[b], batch.num_new_tokens[b] - 1
-            branch = self._last_branches[request.slot]
-            verified = branch.builder.verified_nodes
+            draft = self._last_drafts[request.slot]
+            verified = draft.builder.verified_nodes
             accepted = [node - offset for node in commit.path_lists[b][offset:]]
             # a larger index is a node of another member, if an ensemble merged this draft with others
             nodes = [verified[node] for node in accepted if node < len(verified)]
-            path = [branch.offsets[node] for node in nodes if node in branch.offsets]  # leaves may have no KV
+            path = [draft.offsets[node] for node in nodes if node in draft.offsets]  # leaves may have no KV
             starts.append(request.num_tokens - 1)
             paths.append(path)
             self.num_valid[request.slot] = request.num_tokens - 1 + len(path)
         pages = [batch.requests[b].pages for b in rows]
         compact_accepted(self.lm.pool, paths, starts, pages, batch.page_size, self.context.device)
-        self._last_branches.clear()  # the next step may call `observe` without `propose`
+        self._last_drafts.clear()  # the next step may call `observe` without `propose`
 
     def forget(self, slots: Sequence[int]) -> None:
         for slot in slots:
             self.num_valid.pop(slot, None)
-            self._last_branches.pop(slot, None)
+            self._last_drafts.pop(slot, None)
 
-    def _start_branch(self, batch: Batch, b: int) -> KVBranch | None:
+    def _start_draft(self, batch: Batch, b: int) -> GrowingDraft | None:
         request = batch.requests[b]
         depth = min(request.max_draft_depth, self.lm.context_length - request.num_tokens + 1)
-        spec = self.tree_spec.restrict(max(depth, 0), batch.max_draft_nodes[b], request.verify == "block")
+        spec = self.tree_spec.restrict(max(depth, 0), batch.granted_nodes[b], request.verify == "block")
         return (
-            KVBranch(TreeBuilder(request, spec), request.num_tokens - 1)
+            GrowingDraft(TreeBuilder(request, spec), request.num_tokens - 1)
             if spec.max_nodes > 0 and spec.max_depth > 0
             else None
         )
 
-    def _build_trees(self, branches: list[KVBranch], page_size: int) -> None:
-        logits = self._prefill([branch.builder.request for branch in branches], page_size)
-        for branch in branches:
-            self._last_branches[branch.builder.request.slot] = branch
+    def _build_trees(self, drafts: list[GrowingDraft], page_size: int) -> None:
+        logits = self._prefill([draft.builder.request for draft in drafts], page_size)
+        for draft in drafts:
+            self._last_drafts[draft.builder.request.slot] = draft
         while True:
-            add_level([branch.builder for branch in branches], NodeLogits(logits, self.context.vocab_size))
-            branches = [branch for branch in branches if branch.builder.frontier]
-            if not branches:
+            add_level([draft.builder for draft in drafts], NodeLogits(logits, self.context.vocab_size))
+            drafts = [draft for draft in drafts if draft.builder.frontier]
+            if not drafts:
                 return
-            logits = self._forward([branch.build_span() for branch in branches], page_size, last_only=False)
+            logits = self._forward([draft.build_span() for draft in drafts], page_size, last_only=False)
 
     def _prefill(self, requests: Sequence[Request], page_size: int) -> Tensor:
         """Compute the draft KV of all missing committed tokens. Returns logits [R, W] after the last one."""

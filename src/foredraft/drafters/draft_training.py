@@ -38,6 +38,12 @@ class TrainConfig:
     draft_config: str | None = None
     on_policy: float = 0.0
 
+    @staticmethod
+    def read_shape(model: Any) -> dict[str, object]:
+        """Return the settings that a model to start from determines, with their values."""
+        shape = model.config.get_text_config()
+        return {"layers": shape.num_hidden_layers, "hidden": shape.hidden_size, "draft_config": None}
+
 
 class DraftTrainee:
     """Draft model in training: it learns the target's distribution after every token of a sequence."""

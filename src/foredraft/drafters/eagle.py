@@ -1,5 +1,7 @@
 """EAGLE (2401.15077) with the dynamic tree of EAGLE-2 (2406.16858): a decoder layer over the target's hidden states.
 
+"Head" is the trained part, that decoder layer. "lm_head" is the output matrix, which belongs to the target.
+
 At position t the network reads the embedding of token t + 1 and h_t, the target's hidden state after its final norm at
 token t. Its output approximates h_{t+1}. The target's output matrix (lm_head) turns it into logits for token t + 2.
 This file has the network, its loading and its training; `FeatureDrafter` drafts with it.
@@ -20,7 +22,7 @@ from foredraft.drafters.registry import DrafterContext
 from foredraft.drafters.target_access import (
     bind_to_target,
     derive_block_shape,
-    get_packed_head,
+    get_packed_lm_head,
     init_as_identity,
     load_checkpoint,
     require_target,
@@ -31,7 +33,7 @@ from foredraft.errors import ForedraftError
 from foredraft.models.draft_layer import AttentionFunction, DraftLayer, RotaryEmbedding
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
 from foredraft.models.hf import HFModel
-from foredraft.models.native.draft_layers import JoinedInput, NativeDraftLayers, get_obstacle
+from foredraft.models.native.draft_layers import JoinedInput, NativeDraftLayers, explain_unsupported
 
 __all__ = ["METHOD", "Config", "TrainConfig", "create", "create_trainee"]
 
@@ -43,7 +45,7 @@ class EagleNetwork(nn.Module):
     """Draft network of EAGLE. The names in its state dict are those of published checkpoints.
 
     Args:
-        shape: sizes of the head.
+        shape: sizes of the network.
         target: target whose embedding and output matrix the network uses.
     """
 
@@ -83,7 +85,7 @@ class EagleNetwork(nn.Module):
         x = self.fc(torch.cat([embedded, features], -1))
         rotary = self.rotary(positions, x.dtype)
         for i, layer in enumerate(self.layers):
-            # Layer 0 has no input norm, so its attention reads x. None = the layer's normalised input.
+            # Layer 0 has no input norm, so its attention reads x. None lets a layer apply its own input norm.
             x = layer(x, rotary, i, attend, attention_input=x if i == 0 else None)
         return x, x
 
@@ -125,17 +127,17 @@ def _load_network(checkpoint: Checkpoint, target: HFModel) -> EagleNetwork:
 
 def _make_native(network: EagleNetwork) -> NativeDraftLayers | None:
     """Convert the network to native CPU code; None if the target or a layer is not supported."""
-    output_matrix = get_packed_head(network.target[0])
+    lm_head = get_packed_lm_head(network.target[0])
     layers, embedding = list(network.layers), network.embedding
-    if output_matrix is None or get_obstacle(layers, embedding) is not None:
+    if lm_head is None or explain_unsupported(layers, embedding) is not None:
         return None
     return NativeDraftLayers.from_layers(
         layers,
         JoinedInput(network.fc),
-        norm=None,  # no norm before the output matrix
-        has_normed_output=False,
+        norm=None,  # no norm before the output matrix (lm_head)
+        has_normed_output=False,  # the next feature is the state before a norm
         embedding=embedding,
-        head=output_matrix,
+        lm_head=lm_head,
         shape=network.shape.block,
         rotary=network.rotary,
     )
@@ -149,12 +151,12 @@ class TrainConfig:
         loss: loss of the logits against the target's distribution, one of `losses.LOSS_NAMES`.
         regression: weight of the smooth L1 distance between outputs and the target's hidden states; 0 = off.
         noise: half-width of the uniform noise that is added to input features (2401.15077, section 4); 0 = off.
-        steps: draft tokens that the training simulates after every position (`training_time_test.py`). Step 0 reads
-            features of the target, each later step the outputs of the step before (HASS, 2408.15766). 1 = EAGLE's
-            recipe.
-        decay: the loss of step k has the weight decay^k; in (0, 1].
-        num_layers: decoder layers of the head.
-        has_fc_bias: whether the input projection has a bias.
+        steps: draft tokens that the training simulates after every position, not optimizer steps
+            (`training_time_test.py`). Simulated step 0 reads features of the target, each later one the outputs of the
+            one before (HASS, 2408.15766). 1 = EAGLE's recipe.
+        decay: the loss of simulated step k has the weight decay^k; in (0, 1].
+        num_layers: decoder layers of the head. A checkpoint to start from determines it.
+        has_fc_bias: whether the input projection has a bias. A checkpoint to start from determines it.
     """
 
     loss: str = "kl"
@@ -164,6 +166,12 @@ class TrainConfig:
     decay: float = 0.9
     num_layers: int = 1
     has_fc_bias: bool = False
+
+    @staticmethod
+    def read_shape(network: EagleNetwork) -> dict[str, object]:
+        """Return the settings that a checkpoint to start from determines, with their values."""
+        shape = network.shape
+        return {"num_layers": shape.num_layers, "has_fc_bias": shape.has_fc_bias}
 
 
 @dataclass(frozen=True)
@@ -175,7 +183,11 @@ class EagleTrainee:
     hidden_layers: tuple[int, ...] = (AFTER_FINAL_NORM,)
 
     def compute_loss(self, trace: Trace) -> Losses:
-        """Return the mean of the step losses with weights decay^k, over recorded outputs of the target."""
+        """Return the mean of the losses of the simulated steps with weights decay^k.
+
+        Args:
+            trace: training sequences with the recorded outputs of the target.
+        """
         features = trace.features.to(self.network.fc.weight.dtype)
         if self.config.noise:
             features = features + (torch.rand_like(features) * 2 - 1) * self.config.noise
@@ -185,7 +197,7 @@ class EagleTrainee:
         return Losses(total, step_losses)
 
     def _compute_step_loss(self, step: UnrolledStep) -> Tensor:
-        """Return the loss of one step: that of the logits, and the weighted distance of the predicted features."""
+        """Return the loss of one simulated step: that of the logits, and the distance of the predicted features."""
         loss = compute_draft_loss(
             self.config.loss, step.logits, step.trace.target_log_probs.select(step.target_rows), step.tokens
         )
@@ -207,14 +219,15 @@ def create_trainee(config: TrainConfig, target: HFModel, start: Checkpoint | Non
     Args:
         config: training settings.
         target: target, which is not trained.
-        start: checkpoint to continue from; None = a new head, which at first outputs its input feature.
+        start: checkpoint to continue from, which determines the shape of the head; None = a new head, which at first
+            outputs its input feature.
 
     Raises:
         ForedraftError: for invalid settings, or a checkpoint of another method.
     """
     check_loss(config.loss)
     if config.steps < 1 or config.num_layers < 1 or not 0 < config.decay <= 1:
-        raise ForedraftError("steps and num_layers must be positive, and decay must lie in 0..1")
+        raise ForedraftError("steps and num_layers must be positive, and decay must be above 0 and at most 1")
     if config.noise < 0 or config.regression < 0:
         raise ForedraftError("noise and regression must not be negative; 0 turns them off")
     if start is not None:

@@ -21,7 +21,7 @@ from foredraft.drafters.registry import DrafterContext
 from foredraft.drafters.target_access import (
     bind_to_target,
     derive_block_shape,
-    get_packed_head,
+    get_packed_lm_head,
     init_as_identity,
     load_checkpoint,
     require_target,
@@ -31,7 +31,7 @@ from foredraft.drafters.tree_builder import TreeOptions
 from foredraft.errors import ForedraftError
 from foredraft.models.draft_layer import AttentionFunction, DraftLayer, RMSNorm, RotaryEmbedding
 from foredraft.models.hf import HFModel
-from foredraft.models.native.draft_layers import NativeDraftLayers, PairedInput, get_obstacle
+from foredraft.models.native.draft_layers import NativeDraftLayers, PairedInput, explain_unsupported
 
 __all__ = ["METHOD", "Config", "TrainConfig", "create", "create_trainee"]
 
@@ -159,13 +159,13 @@ def _load_network(checkpoint: Checkpoint, target: HFModel) -> Eagle3Network:
 
 def _make_native(network: Eagle3Network) -> NativeDraftLayers | None:
     shape, layers = network.shape, list(network.layers)
-    head = network.lm_head.weight.detach() if shape.has_own_head else get_packed_head(network.target[0])
-    if head is None or get_obstacle(layers, network.embedding) is not None:
+    lm_head = network.lm_head.weight.detach() if shape.has_own_head else get_packed_lm_head(network.target[0])
+    if lm_head is None or explain_unsupported(layers, network.embedding) is not None:
         return None
     first: Any = layers[0]
     front = PairedInput(first.hidden_norm, shape.norm_before_residual)
     return NativeDraftLayers.from_layers(
-        layers, front, network.norm, shape.feeds_normed, network.embedding, head, shape.block, network.rotary
+        layers, front, network.norm, shape.feeds_normed, network.embedding, lm_head, shape.block, network.rotary
     )
 
 
@@ -189,6 +189,16 @@ class TrainConfig:
     taps: tuple[int, ...] | None = None
     num_layers: int = 1
     draft_vocab_size: int | None = None
+
+    @staticmethod
+    def read_shape(network: Eagle3Network) -> dict[str, object]:
+        """Return the settings that a checkpoint to start from determines, with their values."""
+        shape = network.shape
+        return {
+            "taps": shape.hidden_layers,
+            "num_layers": shape.num_layers,
+            "draft_vocab_size": shape.draft_vocab_size,
+        }
 
 
 @dataclass
@@ -249,7 +259,7 @@ def create_trainee(config: TrainConfig, target: HFModel, start: Checkpoint | Non
     """
     check_loss(config.loss)
     if config.steps < 1 or config.num_layers < 1 or not 0 < config.decay <= 1:
-        raise ForedraftError("steps and num_layers must be positive, and decay must lie in 0..1")
+        raise ForedraftError("steps and num_layers must be positive, and decay must be above 0 and at most 1")
     if start is not None:
         if isinstance(start.shape, Eagle3Shape) and start.shape.block.sliding_windows:
             raise ForedraftError(

@@ -18,7 +18,7 @@ from foredraft.drafters.draft import to_token_tree
 from foredraft.drafters.early_exit_adapter import ExitAdapter
 from foredraft.drafters.early_exit_layer import ExitLayerSelector, FixedExitLayer, create_layer_selector
 from foredraft.drafters.early_exit_training import TrainConfig, create_trainee
-from foredraft.drafters.kv_branch import KVBranch
+from foredraft.drafters.growing_draft import GrowingDraft
 from foredraft.drafters.registry import DrafterContext
 from foredraft.drafters.target_access import load_checkpoint
 from foredraft.drafters.tree_builder import NodeLogits, TreeBuilder, TreeOptions, TreeSpec, add_level
@@ -92,10 +92,10 @@ class EarlyExit:
         self._is_attached = True
 
     def propose(self, batch: Batch) -> TokenTree:
-        branches = {b: branch for b in batch.find_drafting() if (branch := self._start_branch(batch, b)) is not None}
-        if branches:
-            self._build_trees(list(branches.values()), batch.page_size)
-        return to_token_tree(batch, {b: branch.builder.to_draft() for b, branch in branches.items()})
+        drafts = {b: draft for b in batch.find_drafting() if (draft := self._start_draft(batch, b)) is not None}
+        if drafts:
+            self._build_trees(list(drafts.values()), batch.page_size)
+        return to_token_tree(batch, {b: draft.builder.to_draft() for b, draft in drafts.items()})
 
     def observe(self, batch: Batch, commit: Commit) -> None:
         self.layer_selector.observe(batch, commit)
@@ -103,30 +103,30 @@ class EarlyExit:
     def forget(self, slots: Sequence[int]) -> None:
         """Do nothing: there is no state per request."""
 
-    def _start_branch(self, batch: Batch, b: int) -> KVBranch | None:
+    def _start_draft(self, batch: Batch, b: int) -> GrowingDraft | None:
         """Start a draft; None if the target has more to compute than the last token, as during a prompt."""
         request = batch.requests[b]
         if request.num_computed != request.num_tokens - 1:
             return None
         spec = self.tree_spec.restrict(
-            max(request.max_draft_depth, 0), batch.max_draft_nodes[b], request.verify == "block"
+            max(request.max_draft_depth, 0), batch.granted_nodes[b], request.verify == "block"
         )
         return (
-            KVBranch(TreeBuilder(request, spec), request.num_computed)
+            GrowingDraft(TreeBuilder(request, spec), request.num_computed)
             if spec.max_nodes > 0 and spec.max_depth > 0
             else None
         )
 
-    def _build_trees(self, branches: list[KVBranch], page_size: int) -> None:
-        requests = [branch.builder.request for branch in branches]
+    def _build_trees(self, drafts: list[GrowingDraft], page_size: int) -> None:
+        requests = [draft.builder.request for draft in drafts]
         spans = [Span(r.pages, r.num_computed, r.get_tokens(r.num_computed, r.num_tokens), range(1)) for r in requests]
         while True:
             logits = self._forward(spans, page_size)
-            add_level([branch.builder for branch in branches], NodeLogits(logits, self.target.vocab_size))
-            branches = [branch for branch in branches if branch.builder.frontier]
-            if not branches:
+            add_level([draft.builder for draft in drafts], NodeLogits(logits, self.target.vocab_size))
+            drafts = [draft for draft in drafts if draft.builder.frontier]
+            if not drafts:
                 return
-            spans = [branch.build_span() for branch in branches]
+            spans = [draft.build_span() for draft in drafts]
 
     def _forward(self, spans: Sequence[Span], page_size: int) -> Tensor:
         forward_batch = ForwardBatch.from_spans(spans, page_size, self.target.device)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from foredraft.drafters.last_hidden_state import make_packed_linear
-from foredraft.drafters.target_access import get_packed_head
+from foredraft.drafters.target_access import get_packed_lm_head
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
 from foredraft.models.hf import HFModel
 from foredraft.models.truncated import count_weights, find_final_norm
@@ -107,7 +107,7 @@ class MeasuredExitLayer:
     def observe(self, batch: Batch, commit: Commit) -> None:
         drafting = batch.find_drafting()
         self._had_full_budget &= all(
-            batch.max_draft_nodes[b] >= min(self.max_draft_size[1], batch.requests[b].max_draft_depth) for b in drafting
+            batch.granted_nodes[b] >= min(self.max_draft_size[1], batch.requests[b].max_draft_depth) for b in drafting
         )
         if not self._tokens_left:
             self._tokens_since_measurement += sum(commit.counts[b] for b in drafting)
@@ -181,7 +181,7 @@ def estimate_cost(target: HFModel, layers: int) -> float:
 
 def _make_logits_function(target: HFModel, norm: nn.Module) -> Callable[[Tensor], Tensor]:
     """Make the function from states [R, C + 1, H] to logits; the last state has passed the final norm already."""
-    head = get_packed_head(target)
+    head = get_packed_lm_head(target)
     compute_logits = target.compute_logits if head is None else make_packed_linear(head)
 
     def compute(states: Tensor) -> Tensor:

@@ -35,6 +35,12 @@ class TrainConfig:
     exit_layer: int | None = None
     rank: int = 192
 
+    @staticmethod
+    def read_shape(network: ExitAdapter) -> dict[str, object]:
+        """Return the settings that a checkpoint to start from determines, with their values."""
+        shape = network.shape
+        return {"exit_layer": shape.exit_layer, "rank": shape.rank}
+
 
 class EarlyExitTrainee:
     """Adapter in training. The state at position i predicts token i + 1."""

@@ -35,7 +35,7 @@ class Config:
         parts: method names of the members; the first is preferred among equals. None = the best method that reads
             tokens alone and the best that uses a model, of those available for this target.
         mode: "merge" = all members draft, and the drafts become one tree. "sequence" = one member drafts for a
-            request, and a text member extends its draft. "auto" = the choice with the most expected tokens per
+            request, and a token member extends its draft. "auto" = the choice with the most expected tokens per
             second, request by request.
     """
 
@@ -170,7 +170,7 @@ def _create_member(name: str, options: MethodOptions, context: DrafterContext) -
     module, rest = load_methods()[name], dict(options)
     model, length = rest.pop("model", None), rest.pop("num_speculative_tokens", context.num_speculative_tokens)
     if model is not None and not uses_model(module):
-        raise ForedraftError(f"the method {name} drafts from the text alone; leave its model {model!r} out")
+        raise ForedraftError(f"the method {name} drafts from the tokens alone; leave its model {model!r} out")
     member_context = replace(
         context,
         model=None if model is None else str(model),
@@ -195,10 +195,12 @@ def _create_auto_members(ensemble_options: EnsembleOptions, context: DrafterCont
     """
     found: dict[str, EnsembleMember] = {}
     required = None if context.model is None else recognise(context.model)[0]
-    for is_text in (True, False):
-        candidates = {name: m for name, m in load_methods().items() if name != METHOD and uses_model(m) is not is_text}
+    for is_token_only in (True, False):
+        candidates = {
+            name: m for name, m in load_methods().items() if name != METHOD and uses_model(m) is not is_token_only
+        }
         ranks = {name: rank for name, m in candidates.items() if (rank := _get_auto_rank(m, context)) is not None}
-        if not is_text and required is not None:
+        if not is_token_only and required is not None:
             ranks = {required: 0.0}
         for name in sorted(ranks, key=lambda name: (-ranks[name], name)):
             options = dict(ensemble_options.member_options.get(name, {}))

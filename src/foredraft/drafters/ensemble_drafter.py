@@ -1,9 +1,9 @@
 """The ensemble: several drafters as one, selected per request and step, or merged into one tree.
 
-Members that read tokens alone (text members) draft first: their drafts are nearly free, and the match strength
+Members that read tokens alone (token members) draft first: their drafts are nearly free, and the match strength
 predicts their acceptance. In a step at most one member with a forward pass of its own (model member) drafts, except in
-mode "merge". A text member extends its draft if the budget has room. Every draft is compared with the committed tokens,
-whether it was verified or not. ensemble_selector.py selects, tree_merge.py merges.
+mode "merge". A token member extends its draft if the budget has room. Every draft is compared with the committed
+tokens, whether it was verified or not. ensemble_selector.py selects, tree_merge.py merges.
 """
 
 import time
@@ -61,8 +61,8 @@ class EnsembleDrafter:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.members, self.mode, self.title = list(members), mode, title
-        self.text_indices = [i for i, member in enumerate(members) if member.is_text_only]
-        self.model_stats = {i: ModelMemberStats(i) for i in range(len(members)) if i not in self.text_indices}
+        self.token_member_indices = [i for i, member in enumerate(members) if member.is_token_only]
+        self.model_stats = {i: ModelMemberStats(i) for i in range(len(members)) if i not in self.token_member_indices}
         self.selector = EnsembleSelector(list(self.model_stats.values()), mode)
         self.draft_counts: Counter[str] = Counter()  # drafts by the names of the members
         self._clock = clock
@@ -104,7 +104,7 @@ class EnsembleDrafter:
         return self._max_nodes
 
     def _compute_max_nodes(self) -> int:
-        text_nodes = [self.members[i].max_nodes for i in self.text_indices]
+        text_nodes = [self.members[i].max_nodes for i in self.token_member_indices]
         model_nodes = [self.members[i].max_nodes for i in self.model_stats]
         if self.mode == "merge":
             return sum(text_nodes) + sum(model_nodes)
@@ -170,12 +170,12 @@ class EnsembleDrafter:
     # -- proposing
 
     def _collect_choices(self, batch: Batch, b: int) -> RequestChoices:
-        request, budget = batch.requests[b], batch.max_draft_nodes[b]
+        request, budget = batch.requests[b], batch.granted_nodes[b]
         self.selector.estimates.register(request.slot, not request.sampling.is_greedy)
         candidates = [
             candidate
-            for i in self.text_indices
-            if (candidate := self.members[i].draft_from_text(i, request, budget)) is not None
+            for i in self.token_member_indices
+            if (candidate := self.members[i].draft_from_tokens(i, request, budget)) is not None
         ]
         is_chain = request.verify == "block"
         if (
@@ -208,7 +208,7 @@ class EnsembleDrafter:
         for b, plan in plans.items():
             budgets[b] = min(plan.node_budget, stats.max_nodes) if rank == 0 or all_choices[b].may_merge_all else 0
         started = self._clock()
-        tree = member.sandboxed.propose(replace(batch, max_draft_nodes=tuple(budgets)))
+        tree = member.sandboxed.propose(replace(batch, granted_nodes=tuple(budgets)))
         seconds = self._clock() - started
         deepest, is_fresh = 0, True
         for b, budget in enumerate(budgets):
@@ -255,7 +255,7 @@ class EnsembleDrafter:
         choices: RequestChoices,
         plan: RequestDraftPlan,
     ) -> MergedTree:
-        """Build one request's tree: drafts of model members, then the text members' candidate, else an extension."""
+        """Build one request's tree: drafts of model members, then the token members' candidate, else an extension."""
         request, step = batch.requests[b], self._records[batch.requests[b].slot]
         candidate = plan.candidate
         if merged.num_draft_nodes:
@@ -297,11 +297,11 @@ class EnsembleDrafter:
 
     def _graft(self, merged: MergedTree, b: int, candidate: CandidateDraft, budget: int) -> None:
         node_map = merged.graft(candidate.draft, budget)
-        for i in candidate.members:  # a joint candidate keeps no node map of its members; text members do not need one
+        for i in candidate.members:  # a joint candidate keeps no node map of its members; token members do not need one
             self._node_maps[i, b] = node_map if len(candidate.members) == 1 else [0]
 
     def _extend(self, merged: MergedTree, request: Request, stats: ModelMemberStats, budget: int) -> None:
-        """Extend a model member's draft below its tip by a text member's draft."""
+        """Extend a model member's draft below its tip by a token member's draft."""
         num_free = budget - merged.num_draft_nodes
         if num_free <= 0 or request.max_draft_depth <= merged.num_draft_nodes:
             return
@@ -309,13 +309,14 @@ class EnsembleDrafter:
         if path[-1] in request.end_ids:
             return
         first, later = self.selector.estimates.estimate_rates(request.slot, stats.key)
-        for i in self.text_indices:
+        for i in self.token_member_indices:
             member = self.members[i]
-            text, key = member.text_drafter, (("below", i), 0)
-            if text is None:
+            source, key = member.token_drafter, (("below", i), 0)
+            if source is None:
                 continue
             draft = (
-                member.call_drafter("extend", request, partial(text.continue_draft, request, path, num_free)) or Draft()
+                member.call_drafter("extend", request, partial(source.continue_draft, request, path, num_free))
+                or Draft()
             )
             reach = first * later ** (len(path) - 1)
             if (

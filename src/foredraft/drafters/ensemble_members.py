@@ -9,9 +9,9 @@ from foredraft.drafters.draft import Draft
 from foredraft.drafters.ensemble_selector import CandidateDraft
 from foredraft.drafters.ensemble_value import EstimateKey
 from foredraft.drafters.failure_backoff import Clock, FailureBackoff
-from foredraft.drafters.interface import Drafter, TextDraftSource
+from foredraft.drafters.interface import Drafter, TokenDraftSource
 from foredraft.drafters.request_snapshot import SnapshotCache, call_isolated
-from foredraft.drafters.text_drafter import TextDrafter
+from foredraft.drafters.token_drafter import TokenDrafter
 from foredraft.drafters.tree_merge import MergedTree
 from foredraft.request import Request
 from foredraft.tree import TokenTree
@@ -24,7 +24,7 @@ MAX_MATCH_STRENGTH = 12  # tokens; longer matches share one estimate
 class EnsembleMember:
     """One drafter of an ensemble.
 
-    A text member (`is_text_only`) is called directly, isolated by `backoff`; a model member through `sandboxed`.
+    A token member (`is_token_only`) is called directly, isolated by `backoff`; a model member through `sandboxed`.
     """
 
     name: str
@@ -34,11 +34,11 @@ class EnsembleMember:
     clock: Clock = time.perf_counter
 
     def __post_init__(self) -> None:
-        self.backoff = FailureBackoff(self.name, self.clock)  # for calls of a text member, which bypass the sandbox
+        self.backoff = FailureBackoff(self.name, self.clock)  # for calls of a token member, which bypass the sandbox
         self._snapshots = SnapshotCache()
-        self.is_text_only = isinstance(self.drafter, TextDraftSource) and not self.drafter.hidden_layers
-        # TextDrafter.observe does nothing, so the call is skipped
-        self.has_observe = getattr(type(self.drafter), "observe", None) is not TextDrafter.observe
+        self.is_token_only = isinstance(self.drafter, TokenDraftSource) and not self.drafter.hidden_layers
+        # TokenDrafter.observe does nothing, so the call is skipped
+        self.has_observe = getattr(type(self.drafter), "observe", None) is not TokenDrafter.observe
 
     @property
     def backoffs(self) -> tuple[FailureBackoff, ...]:
@@ -46,22 +46,22 @@ class EnsembleMember:
         return (self.backoff, *getattr(self.sandboxed, "backoffs", ()))
 
     @property
-    def text_drafter(self) -> TextDraftSource | None:
-        """The drafter, if it is a text member and not quarantined."""
-        return self.drafter if self.is_text_only and not self.backoff.is_quarantined else None  # type: ignore[return-value]
+    def token_drafter(self) -> TokenDraftSource | None:
+        """The drafter, if it is a token member and not quarantined."""
+        return self.drafter if self.is_token_only and not self.backoff.is_quarantined else None  # type: ignore[return-value]
 
     @property
     def max_nodes(self) -> int:
-        if self.is_text_only:
+        if self.is_token_only:
             return 0 if self.backoff.is_quarantined else self.drafter.max_nodes
         return self.sandboxed.max_nodes
 
-    def draft_from_text(self, index: int, request: Request, budget: int) -> CandidateDraft | None:
+    def draft_from_tokens(self, index: int, request: Request, budget: int) -> CandidateDraft | None:
         """Draft from committed tokens as the member with this index; None without a draft."""
-        text_drafter, max_nodes = self.text_drafter, min(budget, self.max_nodes)
-        if text_drafter is None or max_nodes <= 0:
+        token_drafter, max_nodes = self.token_drafter, min(budget, self.max_nodes)
+        if token_drafter is None or max_nodes <= 0:
             return None
-        result = self.call_drafter("draft", request, lambda: _draft_with_strength(text_drafter, request, max_nodes))
+        result = self.call_drafter("draft", request, lambda: _draft_with_strength(token_drafter, request, max_nodes))
         if result is None:
             return None
         draft, weight = result
@@ -79,7 +79,7 @@ class EnsembleMember:
         )
 
     def call_drafter(self, operation: str, request: Request, call: Callable[[], T]) -> T | None:
-        """Call the text drafter in isolation; None if the call failed."""
+        """Call the token drafter in isolation; None if the call failed."""
         return call_isolated(self.backoff, self._snapshots.capture((request,)), operation, call, is_timed=True)
 
     def forget(self, slots: Sequence[int]) -> None:
@@ -113,7 +113,7 @@ class ProposalRecord:
 
 
 def merge_drafts(candidates: Sequence[CandidateDraft], budget: int) -> CandidateDraft:
-    """Merge deterministic drafts of several text members into one candidate."""
+    """Merge deterministic drafts of several token members into one candidate."""
     merged = MergedTree.from_root(0)
     for candidate in candidates:
         merged.graft(candidate.draft, budget)
@@ -130,7 +130,7 @@ def make_single_tree(draft: Draft, root: int) -> MergedTree:
     return MergedTree.from_tree(TokenTree([[root, *draft.tokens]], [[-1, *draft.parents]], draft.q), 0, 0)
 
 
-def _draft_with_strength(drafter: TextDraftSource, request: Request, max_nodes: int) -> tuple[Draft, int]:
+def _draft_with_strength(drafter: TokenDraftSource, request: Request, max_nodes: int) -> tuple[Draft, int]:
     draft = drafter.draft(request, max_nodes)
     return draft, min(drafter.match_strength(request), MAX_MATCH_STRENGTH) if draft.tokens else 0
 

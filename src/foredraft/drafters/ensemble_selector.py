@@ -4,8 +4,8 @@ The value of a draft is (expected tokens gained) - (seconds added) * (current to
 value raises the rate; the largest value maximises it after the rate has converged (Dinkelbach's method). A model
 member's pass is shared by all requests and is charged once.
 
-A selection depends on earlier steps and on committed tokens (match strength and size of a text draft), never on tokens
-sampled in this step. So rejection sampling stays lossless.
+A selection depends on earlier steps and on committed tokens (match strength and size of a draft of a token member),
+never on tokens sampled in this step. So rejection sampling stays lossless.
 """
 
 import math
@@ -62,7 +62,7 @@ class ModelMemberStats:
 
 @dataclass(slots=True)
 class CandidateDraft:
-    """A draft of text members that exists before the selection."""
+    """A draft of token members that exists before the selection."""
 
     draft: Draft
     key: EstimateKey

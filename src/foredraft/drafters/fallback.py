@@ -82,10 +82,10 @@ class FallbackDrafter:
 
 def _limit_budgets(batch: Batch, max_nodes: int, is_served: Sequence[bool] | None = None) -> Batch:
     """Limit all budgets to `max_nodes`, and to 0 for served requests."""
-    budgets = tuple(min(budget, max_nodes) for budget in batch.max_draft_nodes)
+    budgets = tuple(min(budget, max_nodes) for budget in batch.granted_nodes)
     if is_served is not None:
         budgets = tuple(0 if is_primary else budget for is_primary, budget in zip(is_served, budgets, strict=True))
-    return batch if budgets == batch.max_draft_nodes else replace(batch, max_draft_nodes=budgets)
+    return batch if budgets == batch.granted_nodes else replace(batch, granted_nodes=budgets)
 
 
 def _select_trees(

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from foredraft.drafters.draft import to_token_tree
-from foredraft.drafters.kv_branch import KVBranch
+from foredraft.drafters.growing_draft import GrowingDraft
 from foredraft.drafters.mismatch_warning import MismatchDetector
 from foredraft.drafters.registry import DrafterContext
 from foredraft.drafters.tree_builder import NodeLogits, TreeBuilder, TreeSpec, add_level
@@ -57,11 +57,16 @@ class PendingPairs:
     tokens: list[int] = field(default_factory=list)  # tokens of all pending pairs
     features: list[Tensor] = field(default_factory=list)  # features of all pending pairs: one tensor [n, F] per step
 
-    def add(self, tokens: Sequence[int], features: Tensor) -> None:
-        """Append the pairs of `tokens` and the first len(tokens) rows of `features` [P, F]."""
+    def add(self, tokens: Sequence[int], features: Tensor, copies: bool) -> None:
+        """Append the pairs of `tokens` and the first len(tokens) rows of `features` [P, F].
+
+        Args:
+            tokens: n tokens.
+            features: hidden states of the request, with padding after the first n rows.
+            copies: copy the rows. False = a view, unless n is less than half of P.
+        """
         rows = features[: len(tokens)]
-        # A slice keeps all P rows of the step in memory. It is copied if less than half of them are used.
-        self.features.append(rows if len(features) <= 2 * len(tokens) else rows.clone())
+        self.features.append(rows.clone() if copies or len(features) > 2 * len(tokens) else rows)
         self.tokens += tokens
 
 
@@ -105,12 +110,12 @@ class FeatureDrafter:
         return self.tree_spec.max_nodes
 
     def propose(self, batch: Batch) -> TokenTree:
-        branches = {b: branch for b in batch.find_drafting() if (branch := self._start_branch(batch, b)) is not None}
-        if branches:
-            self._draft_branches(list(branches.values()), batch.page_size)
-        return self.mismatch_detector.record_proposal(
-            batch, to_token_tree(batch, {b: branch.builder.to_draft() for b, branch in branches.items()})
-        )
+        drafts = {b: draft for b in batch.find_drafting() if (draft := self._start_draft(batch, b)) is not None}
+        if drafts:
+            self._grow_drafts(list(drafts.values()), batch.page_size)
+        tree = to_token_tree(batch, {b: draft.builder.to_draft() for b, draft in drafts.items()})
+        self.mismatch_detector.record_proposal(batch, tree)
+        return tree
 
     def observe(self, batch: Batch, commit: Commit) -> None:
         """Record the new committed pairs of every request as pending.
@@ -121,6 +126,7 @@ class FeatureDrafter:
         if commit.features is None:
             return
         full_slots: list[int] = []
+        is_mostly_unused = _count_stored_rows(commit.features) > 2 * sum(commit.counts)
         for b, request in enumerate(batch.requests):
             tokens, slot = commit.token_lists[b], request.slot
             # Token i of `tokens` and feature i of the step form pair num_computed + i.
@@ -128,7 +134,7 @@ class FeatureDrafter:
                 pending = self._pending.get(slot)
                 if pending is None:
                     pending = self._pending[slot] = PendingPairs(request, batch.page_size)
-                pending.add(self._select_pair_tokens(request, tokens), commit.features[b])
+                pending.add(self._select_pair_tokens(request, tokens), commit.features[b], copies=is_mostly_unused)
                 if len(pending.tokens) >= MAX_PENDING_PAIRS:
                     full_slots.append(slot)
         self._compute_pending(full_slots)
@@ -172,25 +178,25 @@ class FeatureDrafter:
         """
         return slot in self._root_outputs or slot in self._pending
 
-    def _start_branch(self, batch: Batch, b: int) -> KVBranch | None:
-        """Start the draft of request b with its root alone. Returns None if the request cannot draft."""
+    def _start_draft(self, batch: Batch, b: int) -> GrowingDraft | None:
+        """Start the draft of request b, which has only its root at first. Returns None if the request cannot draft."""
         request = batch.requests[b]
         num_pairs = self._count_observed_pairs(request.slot)
         # n committed tokens form n - 1 pairs.
         if not self._has_root_output(request.slot) or num_pairs != request.num_tokens - 1:
             return None
-        spec = self.tree_spec.restrict(request.max_draft_depth, batch.max_draft_nodes[b], request.verify == "block")
+        spec = self.tree_spec.restrict(request.max_draft_depth, batch.granted_nodes[b], request.verify == "block")
         if spec.max_nodes <= 0 or spec.max_depth <= 0:
             return None
-        # The pairs have the entries 0 to num_pairs - 1. Here the last pair contains the root's token, so its entry is
-        # that of the root. In Chimera (token_lookahead 0) no pair contains it yet, and the root has the next entry.
+        # KV position of the first pair that contains the root's token. The committed pairs have the positions 0 to
+        # num_pairs - 1. Pair t contains token t + token_lookahead, and the root is token num_pairs.
         root_position = num_pairs - self.draft_kv.token_lookahead
-        return KVBranch(TreeBuilder(request, spec), root_position)
+        return GrowingDraft(TreeBuilder(request, spec), root_position)
 
-    def _draft_branches(self, branches: list[KVBranch], page_size: int) -> None:
-        """Compute the pending pairs of all branches, then their drafts."""
-        self._compute_pending(branch.builder.request.slot for branch in branches)
-        self._build_trees(branches, page_size)
+    def _grow_drafts(self, drafts: list[GrowingDraft], page_size: int) -> None:
+        """Compute the pending pairs of the drafting requests, then grow all drafts to their end."""
+        self._compute_pending(draft.builder.request.slot for draft in drafts)
+        self._build_trees(drafts, page_size)
 
     def _compute_pending(self, slots: Iterable[int]) -> None:
         """Compute all pending pairs of these slots in one forward pass."""
@@ -211,31 +217,30 @@ class FeatureDrafter:
         logits, next_features = self.lm.forward(forward_batch, self.lm.project_features(_concat_rows(features)))
         for i, (span, slot, row) in enumerate(zip(spans, pending_by_slot, last_rows, strict=True)):
             self._root_outputs[slot] = RootOutput(logits[i : i + 1], next_features[row : row + 1])
-            self.draft_kv.num_valid[slot] = span.num_keys
+            self.draft_kv.num_valid[slot] = span.num_keys  # valid entries before this pass, and those of this pass
             del self._pending[slot]
 
-    def _build_trees(self, branches: list[KVBranch], page_size: int) -> None:
+    def _build_trees(self, drafts: list[GrowingDraft], page_size: int) -> None:
         """Grow all drafts level by level. Each level but the first takes one forward pass over the frontier nodes."""
-        roots = [self._root_outputs[branch.builder.request.slot] for branch in branches]
+        roots = [self._root_outputs[draft.builder.request.slot] for draft in drafts]
         features, logits = _concat_rows([r.feature for r in roots]), _concat_rows([r.logits for r in roots])
-        for row, branch in enumerate(branches):
-            branch.rows = {0: row}  # node -> row of `features` and `logits`
+        for row, draft in enumerate(drafts):
+            draft.rows = {0: row}  # node -> row of `features` and `logits`
         while True:
-            add_level(
-                [branch.builder for branch in branches], NodeLogits(logits, self.context.vocab_size, self.token_ids)
-            )
-            branches = [branch for branch in branches if branch.builder.frontier]
-            if not branches:
+            add_level([draft.builder for draft in drafts], NodeLogits(logits, self.context.vocab_size, self.token_ids))
+            drafts = [draft for draft in drafts if draft.builder.frontier]
+            if not drafts:
                 return
             # A frontier node's pair is its token with the output at its parent.
-            parent_rows = [row for branch in branches for row in branch.find_parent_rows()]
-            spans = [branch.build_span() for branch in branches]
+            parent_rows = [row for draft in drafts for row in draft.find_parent_rows()]
+            spans = [draft.build_span() for draft in drafts]
             forward_batch = ForwardBatch.build(spans, range(len(parent_rows)), page_size, self.context.device)
-            is_identity = parent_rows == list(range(len(features)))
+            is_identity = parent_rows == list(range(len(features)))  # then `features` is read without a copy
             logits, features = self.lm.forward(forward_batch, features if is_identity else features[parent_rows])
-            row = 0
-            for branch in branches:
-                row = branch.record_pass(row)
+            first_row = 0
+            for draft in drafts:  # draft by draft, the nodes of the frontier have consecutive rows of this pass
+                draft.record_rows(first_row)
+                first_row += len(draft.builder.frontier)
 
 
 N = TypeVar("N", bound=FeatureNetwork)
@@ -262,6 +267,11 @@ def _compute_bytes_per_token(lm: FeatureLM) -> int:
     """Return the bytes of keys and values per token in all layers of the network."""
     shape: Any = lm.network.shape  # type: ignore[attr-defined]
     return int(2 * shape.num_layers * shape.block.kv_heads * shape.block.head_dim * lm.dtype.itemsize)
+
+
+def _count_stored_rows(features: Tensor) -> int:
+    """Return the number of rows [F] that a view of `features` [B, P, F] keeps in memory."""
+    return features.untyped_storage().nbytes() // max(features.element_size() * features.shape[-1], 1)
 
 
 def _concat_rows(rows: Sequence[Tensor]) -> Tensor:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from foredraft.checkpoints.schema import HydraShape
-from foredraft.drafters import kv_branch as paged
 from foredraft.drafters.feature_drafter import FeatureDrafter
+from foredraft.drafters.growing_draft import GrowingDraft
 from foredraft.drafters.registry import DrafterContext
-from foredraft.drafters.step_drafter import StepBranch, StepRunner, build_trees
+from foredraft.drafters.step_drafter import GrowingStepDraft, StepRunner, build_trees
 from foredraft.drafters.target_access import derive_block_shape
 from foredraft.drafters.tree_builder import TreeSpec
 from foredraft.errors import ForedraftError
@@ -97,10 +97,10 @@ class HydraPrefixDrafter(FeatureDrafter):
         super().__init__(lm, (hidden_layer,), tree_spec, context)
         self.runner = runner
 
-    def _build_trees(self, branches: list[paged.KVBranch], page_size: int) -> None:
-        builders = [branch.builder for branch in branches]
-        step_branches = [
-            StepBranch(b, builder, self._root_outputs[builder.request.slot].feature[0])
+    def _build_trees(self, drafts: list[GrowingDraft], page_size: int) -> None:
+        builders = [draft.builder for draft in drafts]
+        step_drafts = [
+            GrowingStepDraft(b, builder, self._root_outputs[builder.request.slot].feature[0])
             for b, builder in enumerate(builders)
         ]
-        build_trees(self.runner, step_branches, self.context.vocab_size)
+        build_trees(self.runner, step_drafts, self.context.vocab_size)

@@ -41,6 +41,18 @@ class TrainConfig:
     prefix: bool = False
     decay: float = 0.8
 
+    @staticmethod
+    def read_shape(network: HydraHeads) -> dict[str, object]:
+        """Return the settings that a checkpoint to start from determines, with their values."""
+        shape = network.shape
+        return {
+            "heads": shape.num_heads,
+            "layers": shape.num_layers,
+            "own_head": shape.has_own_head,
+            "rank": shape.rank,
+            "prefix": shape.prefix is not None,
+        }
+
 
 class HydraTrainee:
     """Hydra heads in training. Head h from state t reads tokens t + 1 to t + 1 + h and predicts token t + 2 + h."""
@@ -76,7 +88,7 @@ def create_trainee(config: TrainConfig, target: HFModel, start: Checkpoint | Non
     """
     check_loss(config.loss)
     if not 0 < config.decay <= 1:
-        raise ForedraftError(f"decay must lie in 0..1, got {config.decay}")
+        raise ForedraftError(f"decay must be above 0 and at most 1, got {config.decay}")
     if start is not None:
         if not isinstance(start.shape, HydraShape):
             raise ForedraftError(f"{start.folder} holds no Hydra heads but {start.format}; it cannot be trained on")

@@ -18,7 +18,8 @@ class Drafter(Protocol):
 
     A step calls `propose`, runs the forward pass of the target, and calls `observe`. Calls never overlap, but one call
     may come from another thread than the call before. Requests and commits are read-only for a drafter. It keys its own
-    state by `Request.slot`, the number of a running request, which is reused after `forget`.
+    state by `Request.slot`, an index from 0 to max_batch - 1 that a request has while it runs. After `forget` another
+    request may get the slot.
 
     A drafter has to expect gaps. `propose` is left out if no request may draft. If a step raises, `observe` is left out
     and `forget` is called for all slots. During a quarantine (after several faults of the drafter) only `forget` is
@@ -29,7 +30,8 @@ class Drafter(Protocol):
             verified tree, rejected nodes included. Default False.
         draft_kv: `DraftKV` of a drafter with a KV cache on the target's page ids. Default None.
         decides_length: True if the drafter itself weighs the gain of a draft against its cost. `LLM` then uses
-            `LossBudgetPolicy` for adaptive lengths, which grants `max_nodes` unless drafting loses time. Default False.
+            `LossBudgetPolicy` for adaptive lengths. While all requests of a batch are greedy, it grants `max_nodes`,
+            except for a plain step from time to time, and for pauses if drafting loses time. Default False.
         attach: method `attach(target: HFModel)` of a drafter that uses the target's KV pool. `LLM` calls it once,
             before the first step. It raises ForedraftError for a target that it cannot use. Default: not called.
         shares_target_kv: True for a drafter with `attach` that writes to the target's KV pool. Default False.
@@ -50,11 +52,11 @@ class Drafter(Protocol):
     def propose(self, batch: Batch) -> TokenTree:
         """Draft for the requests of a step, before the target's forward pass.
 
-        Called only if at least one request may draft, that is if an entry of `batch.max_draft_nodes` is above 0.
+        Called only if at least one request may draft, that is if an entry of `batch.granted_nodes` is above 0.
 
         Returns:
             The trees of all requests. Node 0 of request b is `batch.get_root_token(b)`; at most
-            `batch.max_draft_nodes[b]` draft nodes follow, none deeper than `Request.max_draft_depth`. A request without
+            `batch.granted_nodes[b]` draft nodes follow, none deeper than `Request.max_draft_depth`. A request without
             a draft has node 0 alone.
         """
 
@@ -76,11 +78,12 @@ class Drafter(Protocol):
 
 
 @runtime_checkable
-class TextDraftSource(Protocol):
-    """Additional methods of a drafter that needs only the committed tokens. TextDrafter implements them.
+class TokenDraftSource(Protocol):
+    """Additional methods of a drafter that reads token ids alone, no hidden states. TokenDrafter implements them.
 
-    An ensemble calls them in place of `propose`. It drafts with several drafters, its members, and chooses or merges
-    their drafts (`ensemble.py`).
+    Only an ensemble calls these methods (`ensemble.py`). An ensemble has several drafters, its members. In each step it
+    takes the draft of one member, or merges several. For members with these methods it calls them in place of
+    `propose`.
     """
 
     def draft(self, request: Request, budget: int) -> Draft:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from foredraft.drafters.registry import DrafterContext
-from foredraft.drafters.target_access import get_packed_head
+from foredraft.drafters.target_access import get_packed_lm_head
 from foredraft.errors import ForedraftError
 from foredraft.kernels.arena import Arena
 from foredraft.kernels.cpu.library import load_library
@@ -118,7 +118,7 @@ def make_target_head(target: HFModel | None, linears: LinearFactory) -> LinearFu
     """Make the function [R, H] -> [R, V] with the target's output matrix, in its packed form if there is one."""
     if target is None:
         raise ForedraftError("these heads draft with the target's lm_head; give Context a target")
-    packed = get_packed_head(target) if linears.is_native else None
+    packed = get_packed_lm_head(target) if linears.is_native else None
     if packed is not None:
         return make_packed_linear(packed)
     dtype = target.embedding.dtype

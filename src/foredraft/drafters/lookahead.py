@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from foredraft.drafters.draft import Draft
 from foredraft.drafters.registry import DrafterContext
-from foredraft.drafters.text_drafter import TextDrafter
+from foredraft.drafters.token_drafter import TokenDrafter
 from foredraft.errors import ForedraftError
 from foredraft.request import Batch, Request
 from foredraft.tree import Commit, TargetArgmax
@@ -157,7 +157,7 @@ class LookaheadState:
                 self.pool.add(ngram)
 
 
-class LookaheadDrafter(TextDrafter[LookaheadState]):
+class LookaheadDrafter(TokenDrafter[LookaheadState]):
     """Drafter of deterministic tokens, so verification is lossless for any pool and window.
 
     A request under `block` takes only chains: it has no window and one n-gram per step.

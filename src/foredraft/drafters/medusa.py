@@ -147,7 +147,9 @@ class Medusa:
             drafts = dict(
                 zip([entry.batch_index for entry in requests], self._draft_requests(requests, logits), strict=True)
             )
-        return self.mismatch_detector.record_proposal(batch, to_token_tree(batch, drafts))
+        tree = to_token_tree(batch, drafts)
+        self.mismatch_detector.record_proposal(batch, tree)
+        return tree
 
     def observe(self, batch: Batch, commit: Commit) -> None:
         self.mismatch_detector.record_commit(batch, commit)
@@ -166,7 +168,7 @@ class Medusa:
         if state is None or request.max_draft_depth < 1:
             return None
         tree = self._chain_tree if request.verify == "block" else self.tree
-        return MedusaRequest(b, request, tree.restrict(request.max_draft_depth, batch.max_draft_nodes[b]), state)
+        return MedusaRequest(b, request, tree.restrict(request.max_draft_depth, batch.granted_nodes[b]), state)
 
     def _truncate_unconfident(
         self, requests: Sequence[MedusaRequest], logits: Tensor

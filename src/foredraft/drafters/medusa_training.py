@@ -39,6 +39,12 @@ class TrainConfig:
     decay: float = 0.8
     backbone: float | None = None
 
+    @staticmethod
+    def read_shape(network: MedusaHeads) -> dict[str, object]:
+        """Return the settings that a checkpoint to start from determines, with their values."""
+        shape = network.shape
+        return {"heads": shape.num_heads, "layers": shape.num_layers, "own_head": shape.has_own_head}
+
 
 class MedusaTrainee:
     """Medusa heads in training. Head h at position i predicts token i + 2 + h."""
@@ -110,6 +116,8 @@ def create_trainee(config: TrainConfig, target: HFModel, start: Checkpoint | Non
         ForedraftError: for invalid settings, or a checkpoint of another method.
     """
     check_loss(config.loss)
+    if not 0 < config.decay <= 1:
+        raise ForedraftError(f"decay must be above 0 and at most 1, got {config.decay}")
     if start is not None:
         if not isinstance(start.shape, MedusaShape):
             raise ForedraftError(f"{start.folder} holds no Medusa heads but {start.format}; it cannot be trained on")
@@ -122,8 +130,6 @@ def create_trainee(config: TrainConfig, target: HFModel, start: Checkpoint | Non
         raise ForedraftError(
             "backbone trains the target, which changes the output matrix that the heads share; use own_head"
         )
-    if not 0 < config.decay <= 1:
-        raise ForedraftError(f"decay must lie in 0..1, got {config.decay}")
     shape = MedusaShape(target.hidden_size, target.vocab_size, config.heads, config.layers, config.own_head)
     network = MedusaHeads(shape).float()
     weight = target.head_weight.float()

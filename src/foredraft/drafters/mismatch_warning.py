@@ -33,12 +33,11 @@ class MismatchDetector:
         self._target_name = context.target_name
         self._drafted_slots: set[int] = set()  # slots with a draft in the current step
 
-    def record_proposal(self, batch: Batch, tree: TokenTree) -> TokenTree:
-        """Record which requests have a draft in `tree`, and return the tree."""
+    def record_proposal(self, batch: Batch, tree: TokenTree) -> None:
+        """Record which requests have a draft in `tree`."""
         self._drafted_slots = set()
         if self.num_drafts < NUM_CHECKED_DRAFTS:
             self._drafted_slots = {request.slot for request, n in zip(batch.requests, tree.sizes, strict=True) if n > 1}
-        return tree
 
     def record_commit(self, batch: Batch, commit: Commit) -> None:
         """Count the drafts of the step and their accepted first tokens."""

@@ -44,6 +44,17 @@ class TrainConfig:
     scale_input: bool = True
     decay: float = 1.0
 
+    @staticmethod
+    def read_shape(network: MLPSpeculator) -> dict[str, object]:
+        """Return the settings that a checkpoint to start from determines, with their values."""
+        shape = network.shape
+        return {
+            "n_predict": shape.n_predict,
+            "inner": shape.inner,
+            "tied": shape.is_tied,
+            "scale_input": shape.scales_input,
+        }
+
 
 class MLPSpeculatorTrainee:
     """Speculator in training. Step i from state t reads token t + 1 + i and predicts token t + 2 + i."""
@@ -84,6 +95,8 @@ def create_trainee(config: TrainConfig, target: HFModel, start: Checkpoint | Non
         ForedraftError: for invalid settings, or a checkpoint of another method.
     """
     check_loss(config.loss)
+    if not 0 < config.decay <= 1:
+        raise ForedraftError(f"decay must be above 0 and at most 1, got {config.decay}")
     if start is not None:
         if not isinstance(start.shape, MlpSpeculatorShape):
             raise ForedraftError(f"{start.folder} holds no MLP speculator but {start.format}; it cannot be trained on")
@@ -93,8 +106,6 @@ def create_trainee(config: TrainConfig, target: HFModel, start: Checkpoint | Non
     inner = target.hidden_size if config.inner is None else config.inner
     if config.n_predict < 1 or inner < 1:
         raise ForedraftError(f"n_predict and inner must be positive, got {config.n_predict} and {inner}")
-    if not 0 < config.decay <= 1:
-        raise ForedraftError(f"decay must lie in 0..1, got {config.decay}")
     shape = MlpSpeculatorShape(
         hidden=target.hidden_size,
         inner=inner,

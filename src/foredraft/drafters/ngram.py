@@ -9,7 +9,7 @@ from itertools import chain, islice
 
 from foredraft.drafters.draft import Draft
 from foredraft.drafters.registry import DrafterContext
-from foredraft.drafters.text_drafter import TextDrafter
+from foredraft.drafters.token_drafter import TokenDrafter
 from foredraft.errors import ForedraftError
 from foredraft.request import Request
 
@@ -133,7 +133,7 @@ class NgramIndex:
         return list(found)
 
 
-class NgramDrafter(TextDrafter[NgramIndex]):
+class NgramDrafter(TokenDrafter[NgramIndex]):
     """Drafter of deterministic tokens from the request's own sequence. No draft without a match."""
 
     def __init__(self, config: Config, num_speculative_tokens: int) -> None:

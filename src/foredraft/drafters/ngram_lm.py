@@ -16,7 +16,7 @@ from torch import Tensor
 
 from foredraft.drafters.draft import Draft, draft_noise_key
 from foredraft.drafters.registry import DrafterContext
-from foredraft.drafters.text_drafter import TextDrafter
+from foredraft.drafters.token_drafter import TokenDrafter
 from foredraft.errors import ForedraftError
 from foredraft.models.hf import HFModel
 from foredraft.models.ngram import NgramModel
@@ -120,7 +120,7 @@ class NgramLMChain:
         return Draft.from_chain(self.tokens, torch.stack([*self.draft_probs, torch.zeros_like(self.draft_probs[0])]))
 
 
-class NgramLMDrafter(TextDrafter[SequenceCounts]):
+class NgramLMDrafter(TokenDrafter[SequenceCounts]):
     """Drafter of chains from an n-gram model."""
 
     def __init__(self, model: NgramModel, config: Config, context: DrafterContext) -> None:

@@ -29,7 +29,7 @@ class PredictedOutputDrafter:
         for b in batch.find_drafting():
             request = batch.requests[b]
             cursor = self._cursors.get(request.slot)
-            length = min(self.num_speculative_tokens, batch.max_draft_nodes[b], request.max_draft_depth)
+            length = min(self.num_speculative_tokens, batch.granted_nodes[b], request.max_draft_depth)
             if cursor is not None and length > 0:
                 cursor.read(request.output[cursor.num_read :])
                 drafts[b] = Draft.from_chain(cursor.draft(length))

@@ -8,8 +8,8 @@ Optional names of such a module: USES_MODEL (see `uses_model`), parse_name (see 
 create_trainee (training).
 
 `auto` chooses one method that reads tokens alone and one with a model. Within each of the two kinds it prefers the
-higher AUTO_RANK, or `estimate_auto_rank(context)` if the module has this function. A method with neither is chosen only
-if the user gives its model.
+highest rank: that of `estimate_auto_rank(context)` if the module has this function, else AUTO_RANK. A method without a
+rank is chosen only if the user gives its model.
 """
 
 import importlib
@@ -27,8 +27,8 @@ from foredraft.models.hf import HFModel
 
 C = TypeVar("C")
 
-TEXT_METHOD_OPTIONS = ("method", "num_speculative_tokens")  # options of every method that are no fields of its Config
-MODEL_METHOD_OPTIONS = (*TEXT_METHOD_OPTIONS, "model")  # the same, for methods with a draft model or a trained head
+COMMON_OPTIONS = ("method", "num_speculative_tokens")  # options of every method; they are no fields of its Config
+COMMON_MODEL_OPTIONS = (*COMMON_OPTIONS, "model")  # the same for methods that take a model (see `uses_model`)
 
 TYPE_NAMES = {int: "whole number", float: "number", str: "string", bool: "bool"}  # for error messages
 
@@ -76,14 +76,14 @@ def parse_config(method: ModuleType, options: dict[str, Any]) -> Any:
 
     Args:
         method: module of the method. Its `configure(options)` is called if there is one, else `parse_options`.
-        options: values by option name, without those of MODEL_METHOD_OPTIONS.
+        options: values by option name, without those of COMMON_MODEL_OPTIONS.
 
     Raises:
         ValueError: for an unknown option or a value of the wrong type; the message names the option.
     """
     if hasattr(method, "configure"):
         return method.configure(options)
-    return parse_options(method.Config, options, MODEL_METHOD_OPTIONS if uses_model(method) else TEXT_METHOD_OPTIONS)
+    return parse_options(method.Config, options, COMMON_MODEL_OPTIONS if uses_model(method) else COMMON_OPTIONS)
 
 
 def uses_model(method: ModuleType) -> bool:
@@ -128,7 +128,7 @@ def _matches_type(value: Any, hint: Any) -> bool:
         return isinstance(value, list | tuple) and all(_matches_type(entry, inner[0]) for entry in value)
     if isinstance(value, bool):
         return hint is bool
-    return isinstance(value, int | float if hint is float else hint)
+    return isinstance(value, (int | float) if hint is float else hint)
 
 
 def _describe_type(hint: Any, article: str = "a ", plural: str = "") -> str:
@@ -146,7 +146,7 @@ class DrafterContext:
 
     vocab_size: int  # V of the target's logits; every q has this width
     target: HFModel | None = None  # for drafters that use its embedding, output matrix or layer sizes; None in tests
-    num_speculative_tokens: int = 5  # draft length K: largest depth of a draft
+    num_speculative_tokens: int = 5  # K: largest depth of a draft; of a chain, its largest number of tokens
     model: str | None = None  # folder or hub id of the draft model or head, as the user gave it
     loaded_model: Any = None  # loaded transformers model in place of `model`
     tokenizer: Any = None  # tokenizer of the target; None if its folder has none

@@ -33,7 +33,7 @@ class StepRunner(Protocol):
 
 
 @dataclass
-class StepBranch:
+class GrowingStepDraft:
     """Growing draft of one request, with the rows of its nodes in the last step's states."""
 
     batch_index: int
@@ -81,11 +81,11 @@ class StepDrafter:
         return self.tree_spec.max_nodes
 
     def propose(self, batch: Batch) -> TokenTree:
-        branches = [branch for b in batch.find_drafting() if (branch := self._start_branch(batch, b)) is not None]
-        drafts = draft_branches(self.runner, branches, self.context.vocab_size)
-        return self.mismatch_detector.record_proposal(
-            batch, to_token_tree(batch, dict(zip([branch.batch_index for branch in branches], drafts, strict=True)))
-        )
+        growing = [draft for b in batch.find_drafting() if (draft := self._start_draft(batch, b)) is not None]
+        drafts = grow_drafts(self.runner, growing, self.context.vocab_size)
+        tree = to_token_tree(batch, dict(zip([draft.batch_index for draft in growing], drafts, strict=True)))
+        self.mismatch_detector.record_proposal(batch, tree)
+        return tree
 
     def observe(self, batch: Batch, commit: Commit) -> None:
         self.mismatch_detector.record_commit(batch, commit)
@@ -94,58 +94,62 @@ class StepDrafter:
     def forget(self, slots: Sequence[int]) -> None:
         self._states.forget(slots)
 
-    def _start_branch(self, batch: Batch, b: int) -> StepBranch | None:
+    def _start_draft(self, batch: Batch, b: int) -> GrowingStepDraft | None:
         request = batch.requests[b]
         state = self._states.get(request)
         if state is None:
             return None
-        spec = self.tree_spec.restrict(request.max_draft_depth, batch.max_draft_nodes[b], request.verify == "block")
-        return StepBranch(b, TreeBuilder(request, spec), state) if spec.max_depth > 0 and spec.max_nodes > 0 else None
+        spec = self.tree_spec.restrict(request.max_draft_depth, batch.granted_nodes[b], request.verify == "block")
+        return (
+            GrowingStepDraft(b, TreeBuilder(request, spec), state)
+            if spec.max_depth > 0 and spec.max_nodes > 0
+            else None
+        )
 
 
-def draft_branches(runner: StepRunner, branches: Sequence[StepBranch], vocab_size: int) -> list[Draft]:
-    """Draft for every branch. Tokens beyond the width W of the logits are never drafted."""
-    if not branches:
+def grow_drafts(runner: StepRunner, drafts: Sequence[GrowingStepDraft], vocab_size: int) -> list[Draft]:
+    """Grow every draft to its end. Tokens beyond the width W of the logits are never drafted."""
+    if not drafts:
         return []
-    if all(branch.is_greedy_chain for branch in branches):
-        return _draft_chains(runner, branches)
-    build_trees(runner, branches, vocab_size)
-    return [branch.builder.to_draft() for branch in branches]
+    if all(draft.is_greedy_chain for draft in drafts):
+        return _draft_chains(runner, drafts)
+    build_trees(runner, drafts, vocab_size)
+    return [draft.builder.to_draft() for draft in drafts]
 
 
-def _draft_chains(runner: StepRunner, branches: Sequence[StepBranch]) -> list[Draft]:
+def _draft_chains(runner: StepRunner, drafts: Sequence[GrowingStepDraft]) -> list[Draft]:
     """Draft chains of likeliest tokens, without a TreeBuilder per level."""
-    states = runner.begin(stack_states([branch.state for branch in branches]))
-    tokens = [branch.get_token(0) for branch in branches]
-    chains: list[list[int]] = [[] for _ in branches]
-    for step in range(max(branch.builder.tree_spec.max_depth for branch in branches)):
+    states = runner.begin(stack_states([draft.state for draft in drafts]))
+    tokens = [draft.get_token(0) for draft in drafts]
+    chains: list[list[int]] = [[] for _ in drafts]
+    for step in range(max(draft.builder.tree_spec.max_depth for draft in drafts)):
         states, logits = runner(step, states, tokens)
         tokens = argmax_tokens(logits if logits.dtype == torch.float64 else logits.float())
-        for branch, chain, token in zip(branches, chains, tokens, strict=True):
-            if len(chain) == step < branch.builder.tree_spec.max_depth and token >= 0:
+        for draft, chain, token in zip(drafts, chains, tokens, strict=True):
+            if len(chain) == step < draft.builder.tree_spec.max_depth and token >= 0:
                 chain.append(token)
         tokens = [max(token, 0) for token in tokens]
     return [Draft.from_chain(tokens) for tokens in chains]
 
 
-def build_trees(runner: StepRunner, branches: Sequence[StepBranch], vocab_size: int) -> None:
-    """Grow the tree of every branch, level by level, until no branch has a frontier."""
-    states = runner.begin(stack_states([branch.state for branch in branches]))
-    for i, branch in enumerate(branches):
-        branch.rows = {0: i}
-    for step in range(max(branch.builder.tree_spec.max_depth for branch in branches)):
-        growing = [branch for branch in branches if branch.builder.frontier]
+def build_trees(runner: StepRunner, drafts: Sequence[GrowingStepDraft], vocab_size: int) -> None:
+    """Grow the tree of every draft, level by level, until no draft has a frontier."""
+    states = runner.begin(stack_states([draft.state for draft in drafts]))
+    for i, draft in enumerate(drafts):
+        draft.rows = {0: i}
+    for step in range(max(draft.builder.tree_spec.max_depth for draft in drafts)):
+        growing = [draft for draft in drafts if draft.builder.frontier]
         if not growing:
             break
-        nodes = [(branch, node) for branch in growing for node in branch.builder.frontier]
-        tokens = [branch.get_token(node) for branch, node in nodes]
-        parent_rows = [branch.rows[branch.builder.parents[node - 1] if node else 0] for branch, node in nodes]
+        nodes = [(draft, node) for draft in growing for node in draft.builder.frontier]
+        tokens = [draft.get_token(node) for draft, node in nodes]
+        parent_rows = [draft.rows[draft.builder.parents[node - 1] if node else 0] for draft, node in nodes]
         states, logits = runner(step, _select_rows(states, parent_rows), tokens)
         first = 0
-        for branch in growing:
-            branch.rows = {node: first + i for i, node in enumerate(branch.builder.frontier)}
-            first += len(branch.builder.frontier)
-        add_level([branch.builder for branch in growing], NodeLogits(logits, vocab_size))
+        for draft in growing:
+            draft.rows = {node: first + i for i, node in enumerate(draft.builder.frontier)}
+            first += len(draft.builder.frontier)
+        add_level([draft.builder for draft in growing], NodeLogits(logits, vocab_size))
 
 
 def _select_rows(states: Tensor, rows: Sequence[int]) -> Tensor:

@@ -155,7 +155,7 @@ class SuffixDrafter:
     def propose(self, batch: Batch) -> TokenTree:
         self._cache_finished()
         return to_token_tree(
-            batch, {b: self._draft_request(batch.requests[b], batch.max_draft_nodes[b]) for b in batch.find_drafting()}
+            batch, {b: self._draft_request(batch.requests[b], batch.granted_nodes[b]) for b in batch.find_drafting()}
         )
 
     def draft(self, request: Request, budget: int) -> Draft:

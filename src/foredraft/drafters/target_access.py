@@ -114,7 +114,7 @@ def init_as_identity(fc: nn.Linear, layers: Iterable[Any]) -> None:
         layer.mlp.down_proj.weight.zero_()
 
 
-def get_packed_head(target: HFModel) -> PackedWeight | None:
+def get_packed_lm_head(target: HFModel) -> PackedWeight | None:
     """Return the output matrix that the target's native code has packed, to share its memory.
 
     None if the target does not run as native code, or if it scales or caps its logits: use `compute_logits` then.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from foredraft.drafters.cross_vocab_base import PAGE_SIZE, CrossVocabDrafter, CrossVocabState
 from foredraft.drafters.draft import Draft
-from foredraft.drafters.kv_branch import KVBranch
+from foredraft.drafters.growing_draft import GrowingDraft
 from foredraft.drafters.tree_builder import NodeLogits, TreeBuilder, TreeSpec, add_level
 from foredraft.kv.pool import compact_accepted
 from foredraft.models.forward_batch import Span
@@ -51,52 +51,50 @@ class TliDrafter(CrossVocabDrafter):
         return tree_spec.max_nodes
 
     def propose(self, batch: Batch) -> TokenTree:
-        for state in self._states.values():  # a step that failed may have left a branch
-            state.branch = None
+        for state in self._states.values():  # a step that failed may have left a draft
+            state.draft = None
         return super().propose(batch)
 
     def draft_batch(self, states: Sequence[CrossVocabState]) -> list[Draft]:
-        branches = [
-            (state, KVBranch(TreeBuilder(state.request, state.tree_spec), state.num_tokens - 1)) for state in states
+        drafts = [
+            (state, GrowingDraft(TreeBuilder(state.request, state.tree_spec), state.num_tokens - 1)) for state in states
         ]
         logits = self.prefill(states)
-        for state, branch in branches:
-            state.branch = branch
-        growing = branches
+        for state, draft in drafts:
+            state.draft = draft
+        growing = drafts
         while True:
             scores = NodeLogits(
                 logits[:, self._shared_tokens.draft_ids], self.context.vocab_size, self._shared_tokens.target_ids
             )
-            add_level([branch.builder for _, branch in growing], scores)
-            growing = [(state, branch) for state, branch in growing if branch.builder.frontier]
+            add_level([draft.builder for _, draft in growing], scores)
+            growing = [(state, draft) for state, draft in growing if draft.builder.frontier]
             if not growing:
-                return [branch.builder.to_draft() for _, branch in branches]
-            logits = self.forward([self._build_span(state, branch) for state, branch in growing], last_only=False)
+                return [draft.builder.to_draft() for _, draft in drafts]
+            logits = self.forward([self._build_span(state, draft) for state, draft in growing], last_only=False)
 
     def observe(self, batch: Batch, commit: Commit) -> None:
         """Move the KV of accepted nodes to their final slots."""
         starts, paths, pages = [], [], []
         for b, request in enumerate(batch.requests):
             state = self._states.get(request.slot)
-            if state is None or state.branch is None:
+            if state is None or state.draft is None:
                 continue
-            branch, state.branch = state.branch, None  # cleared first, so that a fault below cannot reuse it
-            verified_nodes, offset = branch.builder.verified_nodes, batch.num_new_tokens[b] - 1
+            draft, state.draft = state.draft, None  # cleared first, so that a fault below cannot reuse it
+            verified_nodes, offset = draft.builder.verified_nodes, batch.num_new_tokens[b] - 1
             path = [node - offset for node in commit.path_lists[b][offset:]]
             # later nodes belong to other drafters of a merged tree
             nodes = [verified_nodes[node] for node in path if node < len(verified_nodes)]
-            written = [node for node in nodes if node in branch.offsets]  # the last node may have no KV
-            starts.append(branch.start)
-            paths.append([branch.offsets[node] for node in written])
+            written = [node for node in nodes if node in draft.offsets]  # the last node may have no KV
+            starts.append(draft.start)
+            paths.append([draft.offsets[node] for node in written])
             pages.append(state.pages)
-            draft_tokens = [
-                self._shared_tokens.draft_by_target[branch.builder.tokens[node - 1]] for node in written[1:]
-            ]
+            draft_tokens = [self._shared_tokens.draft_by_target[draft.builder.tokens[node - 1]] for node in written[1:]]
             state.retokenizer.append_draft(draft_tokens, state.num_tokens + len(draft_tokens))
         compact_accepted(self.lm.pool, paths, starts, pages, PAGE_SIZE, self.context.device)
 
-    def _build_span(self, state: CrossVocabState, branch: KVBranch) -> Span:
-        span = branch.build_span()
+    def _build_span(self, state: CrossVocabState, draft: GrowingDraft) -> Span:
+        span = draft.build_span()
         return span._replace(
             pages=state.pages, tokens=[self._shared_tokens.draft_by_target[token] for token in span.tokens]
         )

@@ -2,12 +2,13 @@
 
 The engine holds no model-specific code: target, drafter, verification rule and draft-length policy are interfaces.
 
-A step has one token tree per request. The picture at the top of `tree.py` defines its parts: first the committed tokens
-that the step computes (a prompt chunk), of which the last is the root, then the draft nodes. The root and the draft
-nodes are scored: each has one row of logits. b is always a batch index, the index of a request in the step's `Batch`.
+A step has one token tree per request. The picture at the top of `tree.py` defines its parts. First come the committed
+tokens that the step computes (a prompt chunk). If the chunk ends with the request's last committed token, that token is
+the root, and the draft nodes follow. Otherwise the tree has no root and no draft. The root and the draft nodes are
+scored: each has one row of logits. b is always a batch index, the index of a request in the step's `Batch`.
 
-Letters of shapes: B requests, T nodes of all trees together, R scored nodes, V vocabulary, P longest committed path,
-F width of the hidden states that the drafter reads.
+Letters of shapes: B requests, T nodes of all trees together (the tokens of the forward pass), R scored nodes, V
+vocabulary, P longest committed path, F width of the hidden states that the drafter reads.
 """
 
 import logging
@@ -46,7 +47,8 @@ log = logging.getLogger(__name__)
 class Engine:
     """Continuous-batching engine: runs all requests to their end, one step at a time.
 
-    A caller adds requests as transcripts, calls `step` while `has_work`, and reads the new text of each request from
+    A `Transcript` is the output side of one request: its text, log-probabilities and statistics. A caller adds requests
+    with their transcripts, calls `step` while `has_work`, and reads the new text of each request from
     `Transcript.deltas`. Not thread-safe: `SharedEngine` and `Worker` wrap it for several threads.
     """
 
@@ -93,7 +95,7 @@ class Engine:
         self.device = device
         self.is_debug = is_debug
         self._clock = clock
-        self._observe_seconds = 0.0  # seconds of `Drafter.observe` in the last step
+        self._observe_seconds = 0.0  # seconds of `Drafter.observe` in the last step, preparing its input included
         self.step_report: StepReport | None = None  # sizes and times of the last step that ran a request
         self.step_requests: tuple[Request, ...] = ()  # requests of the last step, also if that step raised
         self.is_reserved = False  # True while the thread of a Worker owns this engine
@@ -192,7 +194,7 @@ class Engine:
         output = collect_output(batch, tree, logits, with_prompt_logits)
         # `verify` is the name of a request's rule; a batch may hold requests with different rules.
         commit = combine_rules([r.verify for r in batch.requests])(tree, output.probs, _build_noise(batch, tree))
-        commit = self._append_tokens(batch, tree, commit, output, seconds_per_request)
+        commit = self._push_to_transcripts(batch, tree, commit, output, seconds_per_request)
         starts, pages = [r.num_computed for r in batch.requests], [r.pages for r in batch.requests]
         compact_accepted(self.target.pool, commit.path_lists, starts, pages, self.page_size, self.device)
         observe_start = self._clock()
@@ -200,14 +202,14 @@ class Engine:
         self.drafter.observe(batch, _attach_features(commit, tree, features))
         self._observe_seconds = self._clock() - observe_start
         outcomes = _collect_outcomes(batch, tree, commit)
-        # `scheduler.commit` advances `num_computed`. All code above, the drafter included, reads the old value.
-        # Cost estimates count each of a request's n nodes as attending to all computed tokens and to all n nodes.
+        # Each of a request's n nodes counts as attending to all computed tokens and to all n nodes. `scheduler.commit`
+        # advances `num_computed`. All code above it, the drafter included, reads the old value.
         attended_tokens = sum(n * (r.num_computed + n) for n, r in zip(tree.sizes, batch.requests, strict=True))
-        self.scheduler.commit(batch, commit)
+        self.scheduler.commit(batch, commit)  # appends the new tokens to the requests
         self._emit_deltas(batch, tree, commit)
         self.step_report = StepReport(
             num_requests=len(batch),
-            num_rows=sum(tree.sizes),
+            num_pass_tokens=sum(tree.sizes),
             num_logit_rows=tree.row_offsets[-1],
             attended_tokens=attended_tokens,
             draft_time=propose_seconds + self._observe_seconds,
@@ -245,24 +247,29 @@ class Engine:
         with_prompt_logits = [b for b, r in enumerate(batch.requests) if self.transcripts[r].needs_prompt_logits]
         starts, pages = [r.num_computed for r in batch.requests], [r.pages for r in batch.requests]
         sources = [r.source for r in batch.requests]  # encoder inputs; None for decoder-only models
-        args = tree, starts, pages, self.page_size, self.device, with_prompt_logits, sources
-        return ForwardBatch.from_token_tree(*args), with_prompt_logits
+        forward_batch = ForwardBatch.from_token_tree(
+            tree, starts, pages, self.page_size, self.device, full_logit_requests=with_prompt_logits, sources=sources
+        )
+        return forward_batch, with_prompt_logits
 
-    def _append_tokens(
+    def _push_to_transcripts(
         self, batch: Batch, tree: TokenTree, commit: Commit, output: TargetOutput, draft_seconds: float
     ) -> Commit:
         """Push the new tokens to the transcripts, with log-probabilities and statistics.
 
+        The transcripts detect the end of an output. The requests themselves get their tokens later, from
+        `Scheduler.commit`.
+
         Returns the commit without the tokens after an end id, a stop string or the maximum length.
         """
-        counts = []  # committed tokens per request
+        counts = []  # nodes of each path that stay, those before the root included
         for b, request in enumerate(batch.requests):
             transcript, root = self.transcripts[request], tree.roots[b]
             path, tokens = commit.path_lists[b], commit.token_lists[b]
             if b in output.prompt_logits:
                 output.append_prompt_logprobs(transcript, tree, b)
-            # tokens[i] follows node path[i]. The tokens after the nodes before the root were committed earlier, so the
-            # new tokens start at tokens[root]. A failed request has no tokens at all.
+            # tokens[i] follows node path[i]. Tokens 0 to root - 1 follow nodes before the root and were committed
+            # earlier, so the new tokens start at tokens[root]. A failed request has no tokens at all.
             count = min(root, len(tokens))
             for node, token in zip(path[count:], tokens[count:], strict=True):
                 count += 1
@@ -272,10 +279,11 @@ class Engine:
                 if transcript.push(token):  # the output ends with this token
                     break
             if count > root:
-                num_drafted = tree.sizes[b] - root - 1
-                # All new tokens but the last are accepted draft tokens. The last one usually comes from the target.
-                # It is a draft token if the output ends with it, or if the logits after it are invalid.
-                num_accepted = count - root - 1 + _is_draft_token(tree, b, path[count - 1], tokens[count - 1])
+                num_drafted, num_new = tree.sizes[b] - root - 1, count - root
+                # All new tokens but the last are accepted draft tokens. The last one comes from the target, with two
+                # exceptions: the output ends with a draft token, or the logits after a draft token are invalid.
+                is_last_drafted = _is_draft_token(tree, b, path[count - 1], tokens[count - 1])
+                num_accepted = num_new if is_last_drafted else num_new - 1
                 transcript.record_step(num_drafted, num_accepted, draft_seconds, b in tree.predicted)
             counts.append(count)
         return commit if counts == commit.counts else commit.truncate(counts)
@@ -288,7 +296,7 @@ class Engine:
                 transcript.fail("error", _describe_invalid_logits(request))
             elif len(commit.token_lists[b]) > tree.roots[b]:  # there is a token after the root
                 path, tokens = commit.path_lists[b], commit.token_lists[b]
-                # A traced request gets the tree of each step in its deltas, for display.
+                # `RequestOptions.is_traced`: the deltas of the request hold the tree of each step, for display.
                 step_trees = [transcript.build_step_tree(tree, b, path, tokens)] if request.is_traced else ()
                 transcript.emit(_classify_origins(tree, b, path, tokens), step_trees)
             if transcript.is_finished:
@@ -306,15 +314,16 @@ def _describe_invalid_logits(request: Request) -> str:
 def _collect_outcomes(batch: Batch, tree: TokenTree, commit: Commit) -> tuple[DraftOutcome, ...]:
     """List the draft outcome of every request with a scored root.
 
-    Accepted nodes are those on the committed path: each of them saved a forward pass. A draft token that is the last
-    new token saved none, so its node is not listed. Nodes are counted from 1 after the root.
+    Accepted nodes are those on the committed path: each of them saved a forward pass. If the last new token is a draft
+    token, its node saved none. This node is not on the path, so it is not listed. Nodes are counted from 1 after the
+    root.
     """
     outcomes = []
-    for b, (request, budget) in enumerate(zip(batch.requests, batch.max_draft_nodes, strict=True)):
+    for b, (request, granted) in enumerate(zip(batch.requests, batch.granted_nodes, strict=True)):
         root, size = tree.roots[b], tree.sizes[b]
         if root < size and b not in commit.failed:
             accepted = tuple([node - root for node in commit.path_lists[b][root + 1 :]]) if root + 1 < size else ()
-            outcomes.append(DraftOutcome(request.slot, budget, size - root - 1, accepted))
+            outcomes.append(DraftOutcome(request.slot, granted, size - root - 1, accepted))
     return tuple(outcomes)
 
 
@@ -325,15 +334,15 @@ def _prepend_chunks(batch: Batch, draft: TokenTree) -> TokenTree:
     Otherwise every token of the chunk has a committed successor, and the tree has no root and no draft.
     """
     if all(chunk == 1 for chunk in batch.num_new_tokens) and all(batch.needs_logits):
-        return draft
-    prefixes = [
-        r.get_tokens(r.num_computed, r.num_computed + n - 1)
-        for r, n in zip(batch.requests, batch.num_new_tokens, strict=True)
-    ]
-    committed_next = [
-        r.get_tokens(r.num_computed + 1, min(r.num_computed + n + 1, r.num_tokens))
-        for r, n in zip(batch.requests, batch.num_new_tokens, strict=True)
-    ]
+        return draft  # every chunk is the root alone
+    prefixes, committed_next = [], []
+    for request, chunk in zip(batch.requests, batch.num_new_tokens, strict=True):
+        start = request.num_computed
+        end = start + chunk
+        prefixes.append(request.get_tokens(start, end - 1))  # the chunk without its last token, which `draft` has
+        # The tokens after those of the chunk. The last one exists only if the chunk ends before the last committed
+        # token; `get_tokens` stops there.
+        committed_next.append(request.get_tokens(start + 1, end + 1))
     return draft.prepend_committed(prefixes, committed_next)
 
 
@@ -345,8 +354,8 @@ def _build_noise(batch: Batch, tree: TokenTree) -> SeededNoise:
 
 def _attach_target_argmax(commit: Commit, tree: TokenTree, logits: Tensor) -> Commit:
     """Attach the argmax of the model's own logits [R, V] after every scored node; sampling parameters do not count."""
-    unprocessed = process_logits(logits, ())  # without sampling parameters it only converts to float32
-    return commit.with_target_outputs(commit.features, TargetArgmax(tree, argmax_tokens(unprocessed)))
+    raw_logits = process_logits(logits, ())  # [R, V] float32; without sampling parameters only the dtype changes
+    return commit.with_target_outputs(commit.features, TargetArgmax(tree, argmax_tokens(raw_logits)))
 
 
 def _attach_features(commit: Commit, tree: TokenTree, features: Tensor | None) -> Commit:

@@ -241,8 +241,8 @@ class SandboxedDrafter:
             return "a token or a parent is not an integer"
         if tokens[:1] != [batch.get_root_token(b)]:
             return "node 0 is not the last committed token"
-        if len(tokens) - 1 > batch.max_draft_nodes[b]:
-            return f"{len(tokens) - 1} nodes drafted, {batch.max_draft_nodes[b]} allowed"
+        if len(tokens) - 1 > batch.granted_nodes[b]:
+            return f"{len(tokens) - 1} nodes drafted, {batch.granted_nodes[b]} allowed"
         is_chain = parents == list(range(-1, len(tokens) - 1))
         is_ordered = is_chain or all(0 <= parent < node for node, parent in enumerate(parents[1:], 1))
         if len(parents) != len(tokens) or parents[0] != -1 or not is_ordered:

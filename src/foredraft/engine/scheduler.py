@@ -93,8 +93,8 @@ class Scheduler:
         All chunks of committed tokens are scheduled before any draft node.
 
         Args:
-            max_nodes: largest number of draft nodes per request (`Drafter.max_nodes`).
-            length_policy: decides the draft nodes of each request.
+            max_nodes: upper limit of the drafter on the draft nodes of a request (`Drafter.max_nodes`).
+            length_policy: grants draft nodes to each request.
             allowed: requests that may run or be admitted. None = all.
             deferred: requests that may not run. If the batch is full, they are preempted for waiting requests.
         """
@@ -106,25 +106,26 @@ class Scheduler:
         if self.waiting:
             self._admit_waiting(allowed)
         scheduled = self._select_chunks(self.running if allowed is None else [r for r in self.running if r in allowed])
-        nodes_by_slot = self._allocate_draft_nodes(scheduled, max_nodes, length_policy) if max_nodes else {}
+        granted_by_slot = self._grant_draft_nodes(scheduled, max_nodes, length_policy) if max_nodes else {}
         tokens_left = self.limits.max_step_tokens - sum(chunk for _, chunk in scheduled)
-        budgets = [0] * len(scheduled)
-        if nodes_by_slot:
+        granted = [0] * len(scheduled)  # draft nodes per request, within the token limit of the step and the free pages
+        if granted_by_slot:
             for i, (request, chunk) in enumerate(scheduled):
-                num_nodes = min(nodes_by_slot.get(request.slot, 0), tokens_left)
-                budgets[i] = self._reserve_draft_nodes(request, chunk, num_nodes)
-                tokens_left -= budgets[i]
+                num_nodes = min(granted_by_slot.get(request.slot, 0), tokens_left)
+                granted[i] = self._reserve_draft_nodes(request, chunk, num_nodes)
+                tokens_left -= granted[i]
         requests, chunks = tuple(request for request, _ in scheduled), tuple(chunk for _, chunk in scheduled)
-        return Batch(requests, chunks, tuple(budgets), self.allocator.page_size)
+        return Batch(requests, chunks, tuple(granted), self.allocator.page_size)
 
     def commit(self, batch: Batch, commit: Commit) -> None:
         """Append the new tokens to the requests, advance `num_computed`, and free pages of rejected draft nodes."""
         size = self.allocator.page_size
         for request, tokens, count in zip(batch.requests, commit.token_lists, commit.counts, strict=True):
-            # tokens[i] follows computed node i. In a prompt chunk the first ones were committed before this step.
+            # tokens[i] follows node path[i] of the commit. The first `num_old` of them, in a prompt chunk, were
+            # committed before this step.
             num_old = request.num_tokens - request.num_computed - 1
             request.output += tokens[num_old:] if num_old else tokens
-            request.num_computed += count
+            request.num_computed += count  # KV entries that stay: one per node of the path
             if len(request.pages) * size >= request.num_computed + size:  # at least one whole page is unused
                 self.allocator.shrink(request.pages, request.num_computed)
             if request.num_computed // size > request.num_cached_pages:  # at least one more page is full
@@ -142,13 +143,14 @@ class Scheduler:
                 self._release_slot(request, is_finished=True, has_invalid_kv=has_invalid_kv)
             elif request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
                 _remove_from_queue(self.waiting, request)
-        finally:  # a finished status releases requests that wait for the pages of this one
+        finally:  # requests that wait for the pages of this one (`waits_for`) may run once its status is FINISHED
             request.status = RequestStatus.FINISHED
 
     def reset(self, live: Iterable[Request] | None = None) -> None:
         """Drop all KV and requeue the live requests, whatever state an interrupted step left.
 
-        The KV of the drafter is dropped too, because it is on the same pages. That of the target is left to the caller.
+        The KV pool of the drafter is cleared too, because it uses the page ids that are freed here. The KV pool of the
+        target is left to the caller.
 
         Args:
             live: requests to requeue; any other request is finished. None = all running and waiting requests.
@@ -158,7 +160,7 @@ class Scheduler:
         for request in queued - requeued:
             request.status = RequestStatus.FINISHED
         self._forget_slots(range(self.limits.max_batch))  # all: an interrupted step may have lost the owner of a slot
-        draft_kv = self.prefix_cache.draft_kv_owner.draft_kv
+        draft_kv = self.prefix_cache.draft_kv_owner.draft_kv  # the owner is the engine's drafter, in its sandbox
         if draft_kv is not None:
             draft_kv.pool.clear()
         self._free_slots = list(range(self.limits.max_batch))
@@ -199,7 +201,7 @@ class Scheduler:
             assert self.allocator.num_holders(page) == 1, "a page that is written to is held by two requests"
             assert not self.allocator.is_cacheable(page), "a page that is written to is in the prefix cache"
 
-    def _allocate_draft_nodes(
+    def _grant_draft_nodes(
         self, scheduled: Sequence[tuple[Request, int]], max_nodes: int, length_policy: DraftLengthPolicy
     ) -> dict[int, int]:
         """Return the draft nodes that the policy grants, by slot.
@@ -208,23 +210,23 @@ class Scheduler:
 
         Args:
             scheduled: pairs (request, chunk length) of the step.
-            max_nodes: largest number of draft nodes per request.
-            length_policy: decides the draft nodes of each request.
+            max_nodes: upper limit of the drafter on the draft nodes of a request.
+            length_policy: grants draft nodes to each request.
         """
         candidates = []
         for request, chunk in scheduled:
             fixed = request.fixed_draft_length  # draft length set by the request
-            limit = max_nodes if fixed is None else min(max_nodes, fixed)
+            limit = max_nodes if fixed is None else min(max_nodes, fixed)  # upper limit on the nodes of this request
             if limit > 0 and request.num_computed + chunk == request.num_tokens and request.max_draft_depth > 0:
                 kind = int(not request.sampling.is_greedy)  # the policy has separate estimates: 0 greedy, 1 sampled
                 candidates.append(DraftCandidate(request.slot, limit, fixed is not None, kind))
         if not candidates:
             return {}
-        num_rows = sum(chunk for _, chunk in scheduled)  # rows of the forward pass without draft nodes
-        # Each row counts as attending to all earlier tokens and to its whole chunk.
+        num_pass_tokens = sum(chunk for _, chunk in scheduled)  # tokens of the forward pass without draft nodes
+        # Each of them counts as attending to all earlier tokens and to its whole chunk.
         attended_tokens = sum(chunk * (request.num_computed + chunk) for request, chunk in scheduled)
-        budgets = length_policy.allocate(candidates, num_rows, attended_tokens)
-        return {candidate.slot: budget for candidate, budget in zip(candidates, budgets, strict=True)}
+        granted = length_policy.allocate(candidates, num_pass_tokens, attended_tokens)
+        return {candidate.slot: nodes for candidate, nodes in zip(candidates, granted, strict=True)}
 
     def _reserve_draft_nodes(self, request: Request, chunk: int, num_nodes: int) -> int:
         """Reserve pages for `num_nodes` draft nodes after the chunk.
@@ -288,10 +290,11 @@ class Scheduler:
     def _admit_waiting(self, allowed: frozenset[Request] | None) -> None:
         """Admit waiting requests in order; stop at the first that does not fit.
 
-        Requests that are not allowed, or wait for the first sample of their prompt, are skipped and stay in the queue.
+        Requests that are not allowed, or that wait for the pages of another request with the same prompt, are skipped
+        and stay in the queue.
         """
         skipped: list[Request] = []
-        num_visited = 0
+        num_visited = 0  # requests at the front of the queue that were admitted or skipped
         for request in self.waiting:
             if len(self.running) == self.limits.max_batch:
                 break
@@ -302,11 +305,11 @@ class Scheduler:
             else:
                 break
             num_visited += 1
-        if num_visited > len(skipped):
+        if num_visited > len(skipped):  # remove the admitted requests from the queue, keep the skipped ones
             self.waiting[:num_visited] = skipped
 
     def _preempt_deferred(self, allowed: frozenset[Request], deferred: frozenset[Request]) -> None:
-        """If the batch is full, preempt one deferred request per waiting one, the last in order first."""
+        """If the batch is full, preempt one deferred request per waiting request that may run, the last ones first."""
         if len(self.running) == self.limits.max_batch:
             num_waiting = sum(request in allowed and not self._waits_for_prefix(request) for request in self.waiting)
             candidates = [request for request in reversed(self.running) if request in deferred]
@@ -314,7 +317,7 @@ class Scheduler:
                 self._preempt(request)
 
     def _waits_for_prefix(self, request: Request) -> bool:
-        """Return True while the first sample of the same prompt still computes the pages that both will share."""
+        """Return whether the first of the n requests of this prompt still computes the pages that all of them share."""
         first = request.waits_for
         if (
             first is None

@@ -19,7 +19,7 @@ from foredraft.kv.pool import KVPool
 from foredraft.models import attention
 from foredraft.models.compatibility import examine_causal_lm, probe_attention
 from foredraft.models.forward_batch import AFTER_FINAL_NORM, ForwardBatch
-from foredraft.models.native.decoder import NativeDecoder, get_obstacle
+from foredraft.models.native.decoder import NativeDecoder, explain_unsupported
 from foredraft.models.packed_linear import check_quantizable, pack_linears
 from foredraft.source import EncoderSource
 
@@ -87,7 +87,7 @@ class HFModel:
         model.set_attn_implementation(attention.ATTENTION_NAME)
         is_native = is_fused and model.device.type == "cpu" and load_library() is not None
         fused = None
-        if is_native and get_obstacle(model) is None:
+        if is_native and explain_unsupported(model) is None:
             windows = [call.sliding_window for call in sorted(calls, key=lambda call: call.layer)]
             fused = NativeDecoder.from_model(model, windows, *select_packers(quantization), is_owned)
         elif quantization is not None or (is_native and is_owned and model.dtype in DTYPE_KINDS):

@@ -18,9 +18,9 @@ def wrap_model(
     return kind.wrap_model(model, name, is_fused, is_owned, quantization)
 
 
-def get_native_obstacle(model: Any) -> str | None:
+def explain_unsupported_model(model: Any) -> str | None:
     """Return the reason why a model cannot run as native code; None if it can."""
     if not model.config.is_encoder_decoder:
-        return decoder.get_obstacle(model)
+        return decoder.explain_unsupported(model)
     is_native = model.device == torch.device("cpu") and model.dtype in DTYPE_KINDS
     return None if is_native else f"{model.dtype} on {model.device.type}"

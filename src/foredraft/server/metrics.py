@@ -75,7 +75,7 @@ class ServerMetrics(Collector):
         """Record a step. Runs on the engine's thread."""
         self.step_time.observe(report.step_time)
         self.draft_time.observe(report.draft_time)
-        self.rows.observe(report.num_rows)
+        self.rows.observe(report.num_pass_tokens)
         for outcome in report.outcomes:
             num_accepted = len(outcome.accepted_nodes)
             self.generated_tokens += 1 + num_accepted

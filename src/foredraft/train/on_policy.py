@@ -13,7 +13,7 @@ from torch import Tensor
 
 from foredraft import LLM, Sampling
 from foredraft.drafters.losses import Trace
-from foredraft.models.native.decoder import get_obstacle
+from foredraft.models.native.decoder import explain_unsupported
 from foredraft.train.loop import TraceSource
 from foredraft.train.trace import Tracer
 from foredraft.train.windows import TokenWindows
@@ -48,7 +48,7 @@ class OnPolicySource:
             Tokens and mask of the same shapes; only sampled tokens of the second half are learnt.
         """
         model = self.make_policy()
-        is_native = model.device.type == "cpu" and get_obstacle(model) is None
+        is_native = model.device.type == "cpu" and explain_unsupported(model) is None
         llm = LLM(model, None, tokenizer=None, fused=True if is_native else None)
         half = tokens.shape[1] // 2
         samplings = [

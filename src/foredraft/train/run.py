@@ -89,6 +89,10 @@ def train(
         )
     documents, held_out = load_documents(plan, llm, distributed, log_line)
     if hasattr(module, "learn"):
+        if plan.start is not None:
+            raise ForedraftError(
+                f"{plan.method} only counts tokens and starts from no other drafter; leave --start out"
+            )
         return _learn_counts(plan, module, config, llm, documents, held_out)
     return _TrainRun(plan, module, config, distributed, llm, documents, held_out, log_line, on_step, clock).run()
 
@@ -141,8 +145,11 @@ class _TrainRun:
             record_identity(plan.out, identity, latest is not None)
         distributed.wait()
         torch.manual_seed(plan.steps.seed)
-        self.trainee: Trainee = self.module.create_trainee(self.config, self.llm.target, self._load_start())
-        if plan.start is None and hasattr(self.trainee, "prepare"):
+        start = self._load_start()
+        self.trainee: Trainee = self.module.create_trainee(self.config, self.llm.target, start)
+        if start is not None:
+            self._check_shape_settings()
+        elif hasattr(self.trainee, "prepare"):
             self.trainee.prepare(self._count_loss_tokens())
         loop = self._make_loop(checkpoints)
         if latest is not None:
@@ -174,6 +181,16 @@ class _TrainRun:
             return Path(self.plan.start)
         info = TargetInfo(target.name, target.hidden_size, target.vocab_size, target.num_layers)
         return read.read(self.plan.start, info, self.plan.method)
+
+    def _check_shape_settings(self) -> None:
+        """Raise ForedraftError if the user set a size that differs from that of the drafter to start from."""
+        fixed = self.config.read_shape(self.trainee.network)
+        for name in self.plan.settings or ():
+            if name in fixed and fixed[name] != vars(self.config)[name]:
+                raise ForedraftError(
+                    f"--start {self.plan.start!r} has {name}={fixed[name]}, not {vars(self.config)[name]}; leave --set "
+                    f"{name} out, or train without --start"
+                )
 
     def _make_loop(self, checkpoints: TrainingCheckpoints) -> TrainLoop:
         plan, steps, distributed = self.plan, self.plan.steps, self.distributed

@@ -20,7 +20,7 @@ from foredraft.drafters.losses import Losses, Trace, Trainee, average_over_mask,
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
 from foredraft.models.hf import HFModel, find_decoder_layers
 from foredraft.models.loading import load_model
-from foredraft.models.native.decoder import get_obstacle
+from foredraft.models.native.decoder import explain_unsupported
 from foredraft.train.publish import DISK_FULL_HINT
 
 TARGET_FOLDER = "target"  # subfolder of the heads' folder
@@ -110,5 +110,5 @@ class JointLoss:
     def make_llm(self, dtype: torch.dtype, tokenizer: Any) -> LLM:
         """Make an LLM with the target in its current state."""
         model = copy.deepcopy(self.target.model).to(dtype).eval()
-        is_native = model.device.type == "cpu" and get_obstacle(model) is None
+        is_native = model.device.type == "cpu" and explain_unsupported(model) is None
         return LLM(model, None, tokenizer=tokenizer, fused=True if is_native else None)

@@ -21,7 +21,7 @@ from foredraft.sampling.params import Sampling
 
 Floats = NDArray[np.float64]
 NoiseKeyFunction = Callable[[int], int | None]  # row -> noise key of its sample; None if every row is one-hot
-NO_TOKEN = -1  # sampled token of a row with invalid logits, or of a row that was not sampled
+NO_TOKEN = -1  # sampled token of a row with invalid logits
 SPARSE_FACTOR = 4  # a row is stored sparsely if fewer than one in this many tokens have mass
 EAGER_ARGMAX_SIZE = 1 << 16  # logits [R * V] on the CPU up to which one argmax over all rows is faster than two calls
 
@@ -128,10 +128,6 @@ class TargetProbs(Protocol):
     def sample_tokens(self, rows: Sequence[int], key: NoiseKeyFunction) -> list[int]:
         """Sample a token in each of these rows with the noise of its key; NO_TOKEN for a row with invalid logits."""
 
-    @property
-    def sampled_tokens(self) -> Tensor:
-        """Tokens sampled so far, NO_TOKEN in other rows, as [R] int64."""
-
     def get_probs(self, row: int) -> Probs:
         """Return p of a row. Raises InvalidLogitsError."""
 
@@ -190,13 +186,6 @@ class LazyTargetProbs:
             i for row in missing for i in range(row, min(row + num_ahead, num_rows)) if i not in self._token_by_row
         )
         return [i for i in nearby if self.samplings[i].is_greedy or i in missing]
-
-    @property
-    def sampled_tokens(self) -> Tensor:
-        """Tokens sampled so far, NO_TOKEN in other rows, as [R] int64."""
-        return torch.tensor(
-            [self._token_by_row.get(row, NO_TOKEN) for row in range(len(self.samplings))], dtype=torch.int64
-        )
 
     def get_probs(self, row: int) -> Probs:
         """Return p of a row: one-hot if greedy. Raises InvalidLogitsError."""
@@ -262,24 +251,13 @@ class DenseProbs:
 
     def __init__(self, p: Tensor) -> None:
         self._probs = p
-        self._sampled_tokens = p.new_zeros(0, dtype=torch.int64)  # [R] after the first sample_tokens
-        self._token_list: list[int] = []
-
-    @classmethod
-    def wrap(cls, p: "Tensor | TargetProbs") -> "TargetProbs":
-        """Return p itself, or a DenseProbs of it if it is a tensor."""
-        return cls(p) if isinstance(p, Tensor) else p
+        self._token_list: list[int] = []  # R sampled tokens, after the first `sample_tokens`
 
     def sample_tokens(self, rows: Sequence[int], key: NoiseKeyFunction) -> list[int]:
         """Sample every row at the first call, and return the tokens of these rows."""
         if not self._token_list:
             self._sample_rows([key(row) for row in range(len(self._probs))])
         return [self._token_list[row] for row in rows]
-
-    @property
-    def sampled_tokens(self) -> Tensor:
-        """Argmax of the race in every row; empty before the first `sample_tokens`; [R] int64."""
-        return self._sampled_tokens
 
     def get_probs(self, row: int) -> Probs:
         """Return p of a row. Raises InvalidLogitsError."""
@@ -297,5 +275,10 @@ class DenseProbs:
             if len(noise_keys) == len(keys)
             else self._probs
         )
-        self._sampled_tokens, total = scores.argmax(-1), self._probs.sum(-1)
-        self._token_list = torch.where(total.isfinite() & (total > 0), self._sampled_tokens, NO_TOKEN).tolist()
+        total = self._probs.sum(-1)
+        self._token_list = torch.where(total.isfinite() & (total > 0), scores.argmax(-1), NO_TOKEN).tolist()
+
+
+def to_target_probs(p: Tensor | TargetProbs) -> TargetProbs:
+    """Return p itself, or a DenseProbs of it if it is a tensor."""
+    return DenseProbs(p) if isinstance(p, Tensor) else p

@@ -24,10 +24,10 @@ from torch import Tensor
 
 from foredraft.tree import Commit, TokenTree
 from foredraft.verification.noise import Noise
-from foredraft.verification.probs import NO_TOKEN, DenseProbs, InvalidLogitsError, Probs, TargetProbs
+from foredraft.verification.probs import NO_TOKEN, InvalidLogitsError, Probs, TargetProbs, to_target_probs
 
 Rule = Callable[[TokenTree, Tensor | TargetProbs, Noise], Commit]  # p is a tensor [R, V], or computed on demand
-AcceptedPath = tuple[list[int], list[int]]  # the root and the accepted nodes below it; the token after each of them
+AcceptedPath = tuple[list[int], list[int]]  # (the root and the accepted nodes below it, the token after each of them)
 
 
 def match(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
@@ -39,18 +39,16 @@ def match(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
 
     Reference: 2408.07978 (chains).
     """
-    probs = DenseProbs.wrap(p)
-    paths: dict[int, AcceptedPath | None] = {}  # by batch index; None = the logits at the root were invalid
+    probs = to_target_probs(p)
     nodes = {b: root for b, root in enumerate(tree.roots) if root < tree.sizes[b]}  # batch index -> node to visit next
+    paths: dict[int, AcceptedPath] = {b: ([], []) for b in nodes}
     while nodes:
         sampled = probs.sample_tokens([tree.get_row(b, node) for b, node in nodes.items()], noise.get_key)
         next_nodes: dict[int, int] = {}
         for (b, node), token in zip(nodes.items(), sampled, strict=True):
-            if token == NO_TOKEN:  # invalid logits
-                paths.setdefault(b, None)  # sets None at the root; at a later node the path so far stays
+            if token == NO_TOKEN:  # invalid logits: the path ends before this node
                 continue
-            path, following = paths.get(b) or ([], [])
-            paths[b] = (path, following)
+            path, following = paths[b]
             path.append(node)
             following.append(token)
             tokens = tree.token_lists[b]
@@ -61,12 +59,11 @@ def match(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
         nodes = next_nodes
 
     def get_path(b: int) -> AcceptedPath:
-        path = paths[b]
-        if path is None:
+        if not paths[b][0]:  # the logits at the root are invalid
             raise InvalidLogitsError
-        return path
+        return paths[b]
 
-    return _build_commit(tree, get_path, probs.sampled_tokens)
+    return _build_commit(tree, get_path)
 
 
 def reject(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
@@ -78,7 +75,7 @@ def reject(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
     Reference: 2211.17192, 2302.01318 (chains); SpecInfer 2305.09781, Sequoia 2402.12374 (recursive rejection over
     siblings that were sampled without replacement).
     """
-    probs = DenseProbs.wrap(p)
+    probs = to_target_probs(p)
 
     def walk(b: int) -> AcceptedPath:
         node = tree.roots[b]
@@ -98,7 +95,7 @@ def reject(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
                     accepted = child
                     tokens.append(x)
                     break
-                r = r.compute_residual(q).normalise(fallback=r)  # a residual has no mass only after rounding
+                r = r.compute_residual(q).normalise(fallback=r)  # only rounding can leave a residual without mass
             if accepted is None:
                 tokens.append(r.sample(noise.sample_uniform(b, node)))
                 return nodes, tokens
@@ -120,7 +117,7 @@ def block(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
     """
     if not tree.is_chain:
         raise ValueError("block verification takes chains; use verify='reject' with a drafter that proposes trees")
-    probs = DenseProbs.wrap(p)
+    probs = to_target_probs(p)
 
     def walk(b: int) -> AcceptedPath:
         chain = list(range(tree.roots[b], tree.sizes[b]))
@@ -146,7 +143,7 @@ def block(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
             ratios.append(min(ratios[-1] * p_node[x] / q[x], 1.0))
             if i + 1 < len(levels):
                 p_next, q_next = levels[i + 1]
-                residual_mass = p_next.compute_residual(q_next, ratios[-1]).total
+                residual_mass = p_next.compute_residual(q_next, weight=ratios[-1]).total
                 denominator = residual_mass + 1 - ratios[-1]
                 threshold = residual_mass / denominator if denominator > 0 else 1.0  # h_i of the paper
             else:
@@ -161,7 +158,8 @@ def block(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
                 raise
             return nodes[:-1], [tokens[n] for n in nodes[1:]]
         if num_accepted < len(levels):
-            p_node = p_node.compute_residual(levels[num_accepted][1], ratios[num_accepted]).normalise(fallback=p_node)
+            _, q_node = levels[num_accepted]
+            p_node = p_node.compute_residual(q_node, weight=ratios[num_accepted]).normalise(fallback=p_node)
         last = p_node.sample(noise.sample_uniform(b, nodes[-1]))
         return nodes, [*(tokens[n] for n in nodes[1:]), last]
 
@@ -188,7 +186,7 @@ class TypicalAcceptance:
 
     def __call__(self, tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
         """Verify as a `Rule`."""
-        probs = DenseProbs.wrap(p)
+        probs = to_target_probs(p)
 
         def walk(b: int) -> AcceptedPath:
             tokens = tree.token_lists[b]
@@ -222,7 +220,7 @@ def get_committed_prefix(tree: TokenTree, b: int) -> AcceptedPath:
     return list(range(len(following))), list(following)
 
 
-def _build_commit(tree: TokenTree, walk: Callable[[int], AcceptedPath], target_samples: Tensor | None = None) -> Commit:
+def _build_commit(tree: TokenTree, walk: Callable[[int], AcceptedPath]) -> Commit:
     """Join the committed prefix of every request with the path that `walk(b)` accepts from the root on."""
     paths: list[list[int]] = []
     tokens: list[list[int]] = []
@@ -238,7 +236,7 @@ def _build_commit(tree: TokenTree, walk: Callable[[int], AcceptedPath], target_s
                 nodes, following = [], []
         paths.append(nodes)
         tokens.append(following)
-    return Commit.from_lists(paths, tokens, target_samples=target_samples, failed=frozenset(failed))
+    return Commit.from_lists(paths, tokens, failed=frozenset(failed))
 
 
 def _iterate_siblings(tree: TokenTree, b: int, node: int, vocab_size: int) -> Iterator[tuple[int, int, Probs]]:
@@ -250,20 +248,9 @@ def _iterate_siblings(tree: TokenTree, b: int, node: int, vocab_size: int) -> It
     Iteration stops at a child that no correct drafter proposes: x is outside the vocabulary, the row of q is not a
     distribution over the vocabulary, or q_x(x) = 0. This child and the children after it count as not drafted.
 
-    A merged tree has sampled and deterministic children. The sampled ones come first (`tree.num_sampled_children`):
-
-    - This order is lossless. Let r be the residual that the earlier siblings left. Accepting x with probability
-      min(1, r(x) / q_x(x)), and continuing with norm(max(0, r - q_x)) otherwise, yields the distribution r for any q_x
-      (SpecInfer 2305.09781, theorem 4.2, with one q per candidate). The choice of a deterministic token may depend on
-      all sampled draft tokens, but not on the acceptance uniforms or on the target.
-    - Duplicates are simple. A sampled token that was rejected has r(x) < q_x(x), so its residual is 0: a second,
-      deterministic node with this token can be left out. With the deterministic nodes first, the sampled duplicate
-      would have to be left out, and the other samples would no longer have the distribution in the row of q.
-    - The acceptance probability is at least as high. Take one deterministic token g and one sampled token.
-      Sampled first: the sample is accepted with probability sum over all y of min(p(y), q(y)). If it is rejected, g
-      follows with mass max(0, p(g) - q(g)). The sum is p(g) + sum over y != g of min(p(y), q(y)).
-      Deterministic first: g is accepted with probability p(g). The residual is p(y) / (1 - p(g)) for y != g, so the
-      sum is p(g) + sum over y != g of min(p(y), (1 - p(g)) q(y)), which is not larger.
+    A merged tree has sampled and deterministic children. The sampled ones come first (`tree.num_sampled_children`).
+    This order is lossless, keeps duplicates simple, and accepts with at least the probability of the reverse order.
+    docs/design.md ("Order of siblings") has the proofs.
     """
     children = tree.children[b][node]
     if not children:
@@ -298,7 +285,7 @@ def combine_rules(names: Sequence[str]) -> Rule:
         return RULES[names[0]]
 
     def rule(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
-        probs = DenseProbs.wrap(p)
+        probs = to_target_probs(p)
         paths: list[list[int]] = [[] for _ in names]
         tokens: list[list[int]] = [[] for _ in names]
         failed: set[int] = set()

@@ -23,7 +23,7 @@ from foredraft.models.encdec.attention import Seq2SeqAttention
 from foredraft.models.encdec.cross_kv import CrossKVCache, DecoderKVPool
 from foredraft.models.encdec.decoder import DecoderStack, MergedLinear
 from foredraft.models.encdec.encoder import SourceEncoder
-from foredraft.models.encdec.native_decoder import NativeSeq2SeqDecoder, get_obstacle
+from foredraft.models.encdec.native_decoder import NativeSeq2SeqDecoder, explain_unsupported
 from foredraft.models.encdec.native_encoder import NativeEncoder
 from foredraft.models.forward_batch import AFTER_FINAL_NORM, ForwardBatch
 from foredraft.models.hf import HFModel
@@ -67,7 +67,7 @@ class EncoderDecoder(HFModel):
         family = t5 if model.config.model_type in t5.FAMILIES else bart
         stack = family.build_decoder(model, lambda modules: MergedLinear(modules, is_owned=False))
         compare_decoders(model, name, partial(_compute_logits, stack, model.dtype))
-        reason, fused, native_encoder = get_obstacle(model, stack), None, None
+        reason, fused, native_encoder = explain_unsupported(model, stack), None, None
         if quantization is not None and reason is not None:
             raise ForedraftError(f"{name} cannot be quantised: it cannot run as native code ({reason})")
         if reason is None and (is_fused or quantization is not None):

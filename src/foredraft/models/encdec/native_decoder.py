@@ -36,7 +36,7 @@ ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1, "re
 GATED_ACTIVATIONS = (0, 1)  # codes that the library has for a gated MLP
 
 
-def get_obstacle(model: Any, decoder: DecoderStack) -> str | None:
+def explain_unsupported(model: Any, decoder: DecoderStack) -> str | None:
     """Return the reason why a decoder cannot run as native code; None if it can.
 
     Args:
@@ -76,7 +76,7 @@ class NativeSeq2SeqDecoder:
     def from_decoder(
         cls, model: Any, decoder: DecoderStack, pack: PackWeight, pack_head: PackWeight, is_owned: bool
     ) -> "NativeSeq2SeqDecoder":
-        """Pack a decoder for which `get_obstacle` returned None.
+        """Pack a decoder for which `explain_unsupported` returned None.
 
         Args:
             model: transformers model.
@@ -86,7 +86,7 @@ class NativeSeq2SeqDecoder:
             is_owned: whether to free each weight after it is packed.
         """
         native = load_library()
-        assert native is not None, "get_obstacle was not called"
+        assert native is not None, "explain_unsupported was not called"
         packer = Seq2SeqPacker(pack, is_owned)
         record = packer.build_record(decoder, model.dtype == torch.bfloat16, pack_head)
         sample = torch.empty(0, decoder.shape.heads, decoder.shape.head_dim, dtype=model.dtype)

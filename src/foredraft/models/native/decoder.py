@@ -37,7 +37,7 @@ PackWeight = Callable[[Tensor, Tensor | None, Arena], PackedWeight]
 RotaryTable = Callable[[int], tuple[Tensor, Tensor]]  # positions -> cos and sin [positions, rotary / 2]
 
 
-def get_obstacle(model: Any) -> str | None:
+def explain_unsupported(model: Any) -> str | None:
     """Return the reason why a model cannot run as native code; None if it can."""
     config = model.config.get_text_config()
     if model.device.type != "cpu" or model.dtype not in (torch.bfloat16, torch.float32):
@@ -113,7 +113,7 @@ class NativeDecoder:
     def from_model(
         cls, model: Any, sliding_windows: Sequence[int | None], pack: PackWeight, pack_head: PackWeight, is_owned: bool
     ) -> "NativeDecoder":
-        """Pack a model for which `get_obstacle` returned None.
+        """Pack a model for which `explain_unsupported` returned None.
 
         Args:
             model: transformers model.
@@ -146,7 +146,7 @@ class NativeDecoder:
             rotary_table: computes rotary factors.
         """
         native = load_library()
-        assert native is not None, "get_obstacle was not called"
+        assert native is not None, "explain_unsupported was not called"
         samples = [torch.empty(0, record.kv_heads, record.head_dim, dtype=dtype)] * record.layers
         return cls(native, record, packer.weights, packer.tensors, samples, dtype, vocab_size, rotary_table)
 

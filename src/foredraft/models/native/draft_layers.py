@@ -56,7 +56,7 @@ class PairedInput:
         }
 
 
-def get_obstacle(layers: Sequence[Any], embedding: Tensor) -> str | None:
+def explain_unsupported(layers: Sequence[Any], embedding: Tensor) -> str | None:
     """Return the reason why draft layers cannot run as native code; None if they can.
 
     Args:
@@ -93,21 +93,21 @@ class NativeDraftLayers:
         norm: RMSNorm | None,
         has_normed_output: bool,
         embedding: Tensor,
-        head: PackedWeight | Tensor,
+        lm_head: PackedWeight | Tensor,
         shape: DraftLayerShape,
         rotary: RotaryEmbedding,
         is_owned: bool = True,
         logit_scale: float = 1.0,
     ) -> "NativeDraftLayers":
-        """Pack layers for which `get_obstacle` returned None.
+        """Pack layers for which `explain_unsupported` returned None.
 
         Args:
             layers: decoder layers.
             layer_input: input of the first layer.
-            norm: norm before the head; None = no norm.
+            norm: norm before the output matrix; None = no norm.
             has_normed_output: whether the next feature is the state after `norm`, otherwise before it.
             embedding: input embedding matrix.
-            head: matrix of the head; a packed one is shared.
+            lm_head: output matrix; a packed one is shared.
             shape: dimensions of the layers.
             rotary: computes rotary factors.
             is_owned: whether to free each weight after it is packed. Default True.
@@ -136,7 +136,9 @@ class NativeDraftLayers:
             embedding=packer.hold_tensor(embedding),
             norm=packer.hold_norm(norm),
             layer=ctypes.cast(records, ctypes.POINTER(LayerRecord)),
-            head=packer.hold_weight(head if isinstance(head, PackedWeight) else _pack_head(head, packer.arena)),
+            head=packer.hold_weight(
+                lm_head if isinstance(lm_head, PackedWeight) else _pack_lm_head(lm_head, packer.arena)
+            ),
             **layer_input.build_fields(packer),
         )
         decoder = NativeDecoder.from_record(record, packer, dtype, len(embedding), _make_rotary_table(rotary))
@@ -166,8 +168,8 @@ class NativeDraftLayers:
         return logits, next_features
 
 
-def _pack_head(head: Tensor, arena: Arena) -> PackedWeight:
-    return PackedWeight.pack(head, None, arena)
+def _pack_lm_head(lm_head: Tensor, arena: Arena) -> PackedWeight:
+    return PackedWeight.pack(lm_head, None, arena)
 
 
 def _make_rotary_table(rotary: RotaryEmbedding) -> RotaryTable:

@@ -1,7 +1,8 @@
-"""KV slots of a growing draft: every node that the draft model computes takes a slot after the committed tokens.
+"""Draft of one request while it grows, with the KV position of every node that the draft model has computed.
 
-A node that falls out of a dynamic tree's best nodes is never verified, nor is any descendant. Its slot is reused, so a
-draft needs no more slots than the verified tree has nodes.
+The positions follow those of the committed tokens. A node that falls out of a dynamic tree's best nodes is never
+verified, nor is any descendant. Its position is reused, so a draft needs no more positions than the verified tree has
+nodes.
 """
 
 from dataclasses import dataclass, field
@@ -12,12 +13,12 @@ from foredraft.models.forward_batch import Span
 
 
 @dataclass
-class KVBranch:
-    """Growing draft with a KV slot per computed node. The root's entry, at offset 0, is computed before the draft."""
+class GrowingDraft:
+    """Draft that grows level by level. The KV entry of the root, at offset 0, is computed before the draft."""
 
     builder: TreeBuilder
     start: int  # KV position of the root's entry
-    offsets: dict[int, int] = field(default_factory=lambda: {0: 0})  # node -> KV slot, relative to `start`
+    offsets: dict[int, int] = field(default_factory=lambda: {0: 0})  # node -> KV position, relative to `start`
     rows: dict[int, int] = field(default_factory=lambda: {0: 0})  # node -> row in the last forward pass
 
     def build_span(self) -> Span:
@@ -37,7 +38,7 @@ class KVBranch:
         return Span(builder.request.pages, self.start, tokens, depths, tree, first_node, builder.request.source, subset)
 
     def _assign_offsets(self) -> list[int]:
-        """Give every frontier node a free slot. Slots of nodes that left the best nodes become free first."""
+        """Give every frontier node a free KV position, after freeing those of nodes that left the best nodes."""
         builder = self.builder
         if builder.prunes_nodes:
             alive = {0, *builder.best_nodes}
@@ -51,7 +52,6 @@ class KVBranch:
         """Return the row of each frontier node's parent in the last forward pass."""
         return [self.rows[self.builder.parents[node - 1]] for node in self.builder.frontier]
 
-    def record_pass(self, first: int) -> int:
-        """Record that a forward pass computed the frontier in rows from `first` on. Returns the next free row."""
+    def record_rows(self, first: int) -> None:
+        """Record that the last forward pass computed the frontier in its rows from `first` on."""
         self.rows = {node: first + i for i, node in enumerate(self.builder.frontier)}
-        return first + len(self.rows)

@@ -1,4 +1,4 @@
-"""Base class of drafters that need only a request's own tokens."""
+"""Base class of drafters that read token ids alone: no hidden states and no text."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from foredraft.request import Batch, Request
 from foredraft.tree import Commit, TokenTree
 
 
-class TextState(Protocol):
+class TokenState(Protocol):
     """State of one request, such as an index of its n-grams. It is extended as tokens are committed."""
 
     tokens: list[int]  # committed tokens that the state includes: a prefix of the sequence
@@ -18,19 +18,24 @@ class TextState(Protocol):
         """Append the next committed tokens to `tokens` and update the state."""
 
 
-S = TypeVar("S", bound=TextState)
+S = TypeVar("S", bound=TokenState)
 
 
-class TextDrafter(ABC, Generic[S]):
+class TokenDrafter(ABC, Generic[S]):
     """Drafter that reads committed tokens alone.
 
-    A subclass implements `new_state`, which makes the state of a request, and `draft_tokens`. It may implement
-    `state_match_strength` and `continue_tokens`. The last three get the state as an argument. The methods `propose`,
-    `draft`, `match_strength` and `continue_draft` look the state up and call them. A state is extended when its request
-    drafts, not when tokens are committed.
+    A subclass implements `new_state`, which makes the state of a request, and methods that take a state. Each of the
+    other public methods looks up the state of a request and calls one of them:
+
+    - `propose` and `draft` call `draft_tokens`.
+    - `match_strength` calls `state_match_strength`. Optional; the default returns 0.
+    - `continue_draft` calls `continue_tokens`. Optional; the default drafts nothing.
+
+    A state is extended when its request drafts, not when tokens are committed.
 
     Args:
-        num_speculative_tokens: draft length K, the largest depth of a draft.
+        num_speculative_tokens: K, the largest depth of a draft. It also limits the number of nodes, unless the subclass
+            overrides `max_nodes`.
     """
 
     hidden_layers: tuple[int, ...] = ()
@@ -52,7 +57,7 @@ class TextDrafter(ABC, Generic[S]):
         """Draft at most `budget` nodes, none deeper than `depth` (at least 1). An empty Draft drafts nothing."""
 
     def state_match_strength(self, state: S) -> int:
-        """Return a measure of how reliable a draft from this state is; see `TextDraftSource.match_strength`."""
+        """Return a measure of how reliable a draft from this state is; see `TokenDraftSource.match_strength`."""
         return 0
 
     def continue_tokens(self, state: S, request: Request, path: Sequence[int], depth: int, budget: int) -> Draft:
@@ -65,7 +70,7 @@ class TextDrafter(ABC, Generic[S]):
     def propose(self, batch: Batch) -> TokenTree:
         """Draft for every request that may draft; see `Drafter.propose`."""
         return to_token_tree(
-            batch, {b: self.draft(batch.requests[b], batch.max_draft_nodes[b]) for b in batch.find_drafting()}
+            batch, {b: self.draft(batch.requests[b], batch.granted_nodes[b]) for b in batch.find_drafting()}
         )
 
     def draft(self, request: Request, budget: int) -> Draft:
@@ -79,7 +84,7 @@ class TextDrafter(ABC, Generic[S]):
         return self.state_match_strength(self._states[request.slot])
 
     def continue_draft(self, request: Request, path: Sequence[int], budget: int) -> Draft:
-        """Draft at most `budget` nodes below `path`; see `TextDraftSource.continue_draft`."""
+        """Draft at most `budget` nodes below `path`; see `TokenDraftSource.continue_draft`."""
         depth = min(self.num_speculative_tokens, budget, request.max_draft_depth - len(path))
         return self.continue_tokens(self._update_state(request), request, path, depth, budget) if depth > 0 else Draft()
 

@@ -1,0 +1,68 @@
+"""Schedule of probes: short drafts of requests that have none, to measure their acceptance again.
+
+Pure: steps are counted by the caller. The load is the number of requests whose draft length may change.
+"""
+
+from collections.abc import Sequence
+
+PROBE_NODES = 2  # draft nodes per request and step
+PROBE_STEPS = 4  # consecutive steps of a probe
+MIN_PROBE_INTERVAL = 32  # steps between probes; doubles after each probe that did not pay
+MAX_PROBE_INTERVAL = 256  # steps
+
+
+class ProbeSchedule:
+    """Step of the next probe, and the requests of the current one.
+
+    Attributes:
+        slots: requests of the current probe; empty = no probe runs.
+        next_step: index of the first step in which the next probe may start.
+    """
+
+    def __init__(self) -> None:
+        self.slots: tuple[int, ...] = ()
+        self.next_step = 0
+        self._steps_left = 0  # steps of the current probe that are not finished
+        self._interval = MIN_PROBE_INTERVAL  # in steps
+        self._load = 0  # load for which the interval was last reset
+
+    def is_load_similar(self, load: int) -> bool:
+        """Return whether the load has neither halved nor doubled since the interval was reset."""
+        return self._load / 2 < load < self._load * 2
+
+    def set_load(self, load: int) -> None:
+        """Take this load as the one that later loads are compared with."""
+        self._load = load
+
+    def adapt_to_load(self, load: int, step: int) -> None:
+        """Allow a probe now, and reset the interval, if the load has halved or doubled."""
+        if not self.is_load_similar(load):
+            self._load, self._interval = load, MIN_PROBE_INTERVAL
+            self.next_step = min(self.next_step, step)
+
+    def start(self, slots: tuple[int, ...]) -> None:
+        """Start a probe of these requests in the current step."""
+        self.slots, self._steps_left = slots, PROBE_STEPS
+
+    def count_step(self) -> bool:
+        """Count a finished step of the current probe. Returns whether the probe is over."""
+        self._steps_left -= 1
+        return self._steps_left == 0
+
+    def finish(self, step: int, has_paid: bool) -> None:
+        """End the current probe and set the step of the next one. The interval doubles unless the probe has paid."""
+        self._interval = MIN_PROBE_INTERVAL if has_paid else min(2 * self._interval, MAX_PROBE_INTERVAL)
+        self.postpone(step)
+
+    def postpone(self, step: int) -> None:
+        """End the current probe, if there is one, and start the next one an interval after this step."""
+        self.slots, self.next_step = (), step + self._interval
+
+    def reset_interval(self) -> None:
+        """Set the interval to its minimum, because drafting has resumed."""
+        self._interval = MIN_PROBE_INTERVAL
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """End the current probe if one of its requests is among these slots."""
+        if not set(self.slots).isdisjoint(slots):
+            self.slots = ()

@@ -1,0 +1,50 @@
+"""Time credit: its cap, its allowance and its loans."""
+
+import pytest
+
+from foredraft.draft_length.credit import LOSS_ALLOWANCE, MAX_COST_DECAY, MAX_CREDIT_STEPS, TimeCredit
+
+LONG_STEP = 8.0  # seconds of a step with long drafts; a plain step takes 1
+
+
+def make_rich_credit() -> TimeCredit:
+    """Make the credit of a request whose long drafts were accepted: it is at the cap of its costliest steps."""
+    credit = TimeCredit()
+    for _ in range(200):
+        credit.record_step(1.0, 1.0, step_seconds=LONG_STEP, saved_later=30.0)
+    assert credit.seconds == MAX_CREDIT_STEPS * LONG_STEP
+    return credit
+
+
+def test_an_unobserved_step_keeps_the_credit_that_long_drafts_earned() -> None:
+    """Fault: the first unobserved step cut the credit to the cap of plain steps, a loss of 168 plain steps here."""
+    credit = make_rich_credit()
+    credit.record_unobserved_step()
+    assert credit.seconds == pytest.approx(MAX_CREDIT_STEPS * LONG_STEP * MAX_COST_DECAY)
+
+
+def test_the_cap_falls_to_that_of_plain_steps_while_no_request_drafts() -> None:
+    credit = make_rich_credit()
+    for _ in range(400):
+        credit.record_unobserved_step()
+    assert credit.seconds == MAX_CREDIT_STEPS
+
+
+def test_an_unobserved_step_adds_the_allowance_of_a_plain_step() -> None:
+    credit = TimeCredit()
+    credit.record_step(2.0, 2.0, step_seconds=20.0)
+    before = credit.seconds
+    credit.record_unobserved_step()
+    assert credit.seconds == pytest.approx(before + LOSS_ALLOWANCE * 2.0)
+
+
+def test_a_loan_ends_with_the_first_step_that_leaves_no_debt() -> None:
+    credit = TimeCredit()
+    credit.record_step(1.0, 1.0)
+    credit.grant_loan(5.0)
+    credit.record_step(1.0, 1.0, step_seconds=credit.seconds + 4.0)
+    assert credit.seconds < 0
+    assert not credit.is_used_up
+    credit.record_step(1.0, 1.0, step_seconds=1.0, saved_later=10.0)
+    credit.record_step(1.0, 1.0, step_seconds=1.5 + credit.seconds)
+    assert credit.is_used_up
