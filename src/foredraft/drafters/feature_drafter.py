@@ -179,7 +179,7 @@ class FeatureDrafter:
         # n committed tokens form n - 1 pairs.
         if not self._has_root_output(request.slot) or num_pairs != request.num_tokens - 1:
             return None
-        spec = self.tree_spec.restrict(request.max_draft_depth, batch.max_draft_nodes[b], request.verify == "block")
+        spec = self.tree_spec.restrict(request.max_draft_depth, batch.max_draft_nodes[b], not request.rule.takes_trees)
         if spec.max_nodes <= 0 or spec.max_depth <= 0:
             return None
         # The pairs have the entries 0 to num_pairs - 1. Here the last pair contains the root's token, so its entry is
