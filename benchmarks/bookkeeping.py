@@ -65,11 +65,11 @@ class PartTimer:
         with contextlib.ExitStack() as stack:
             for owner, name, part in list_timed_methods(llm):
                 stack.enter_context(replace_attribute(owner, name, self.wrap(part, getattr(owner, name))))
-            verify = engine_module.combine_rules
-            rule = self.wrap("sampling and verification", lambda rule, *args: rule(*args))
+            combine = engine_module.combine_rules
+            verify = self.wrap("sampling and verification", lambda verify, *args: verify(*args))
             stack.enter_context(
                 replace_attribute(
-                    engine_module, "combine_rules", lambda names: lambda *args: rule(verify(names), *args)
+                    engine_module, "combine_rules", lambda rules: lambda *args: verify(combine(rules), *args)
                 )
             )
             yield

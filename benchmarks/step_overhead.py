@@ -30,6 +30,7 @@ from foredraft.models.forward_batch import ForwardBatch
 from foredraft.models.loading import load_tokenizer
 from foredraft.request import Batch, Request
 from foredraft.tree import Commit, TokenTree
+from foredraft.verification.registry import RULES
 
 PERIOD = 61  # rows of logits; the row after a token depends on its position alone
 ERROR = 4  # every ERROR-th position has a wrong draft token
@@ -130,7 +131,7 @@ def create_engine(lm: StubLM, num_requests: int, num_drafts: int, mode: str, tok
     engine = Engine(lm, drafter, PageAllocator(20_000, 16), SchedulerLimits(), torch.device("cpu"))
     sampling, verify = MODES[mode]
     for index in range(num_requests):
-        request = Request(-1, [5 + index] * (40 + index), sampling, seed=index, verify=verify)
+        request = Request(-1, [5 + index] * (40 + index), sampling, seed=index, rule=RULES[verify])
         engine.add(Transcript(request, index, tokenizer))
     return engine
 

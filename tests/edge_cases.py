@@ -8,7 +8,7 @@ import torch
 
 from foredraft.tree import TokenTree
 from foredraft.verification.noise import NoiseTable
-from foredraft.verification.rules import Rule
+from foredraft.verification.rule import VerifyFunction
 
 V, PADDING = 8, 2  # the last two ids pad the vocabulary: the target never samples them
 TINY = 5e-324
@@ -80,7 +80,7 @@ def make_batch(edge: EdgeCase) -> tuple[TokenTree, torch.Tensor, NoiseTable]:
     return tree, p.expand(rows, -1), NoiseTable(keys, accept, draw)
 
 
-def find_impossible_tokens(rule: Rule, edge: EdgeCase) -> Iterator[str]:
+def find_impossible_tokens(rule: VerifyFunction, edge: EdgeCase) -> Iterator[str]:
     """Report tokens of a rule that have probability 0 under the target, and requests left without a token."""
     tree, p, noise = make_batch(edge)
     commit = rule(tree, p, noise)

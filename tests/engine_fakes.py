@@ -21,6 +21,7 @@ from foredraft.outputs import Completion, Delta
 from foredraft.request import Batch, Request
 from foredraft.sampling.params import Sampling
 from foredraft.tree import Commit, TokenTree
+from foredraft.verification.registry import RULES
 
 PERIOD = 5
 
@@ -94,7 +95,7 @@ def make_transcript(
     max_length: int = 1 << 20,
 ) -> Transcript:
     seed = index if sampling.seed is None else sampling.seed
-    request = Request(-1, prompt, sampling, seed, eos_ids=frozenset(eos_ids), max_length=max_length, verify=verify)
+    request = Request(-1, prompt, sampling, seed, eos_ids=frozenset(eos_ids), max_length=max_length, rule=RULES[verify])
     return Transcript(request, index, tokenizer)
 
 

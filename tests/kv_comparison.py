@@ -116,7 +116,7 @@ class KVSimulation:
         sampling = Sampling(
             max_tokens=r.randint(2, 40), temperature=r.choice([0, 0.7, 1.0]), seed=r.randrange(1 << 60), top_p=0.9
         )
-        request = Request(-1, prompt, sampling, sampling.seed or 0, verify=self.llm.verify, max_length=100)
+        request = Request(-1, prompt, sampling, sampling.seed or 0, rule=self.llm.rule, max_length=100)
         transcript = Transcript(request, 0)
         self.engine.add(transcript)
         self.transcripts.append(transcript)

@@ -16,7 +16,7 @@ from foredraft.sampling.params import Sampling
 from foredraft.sampling.rng import NoiseStream
 from foredraft.tree import Commit, TokenTree
 from foredraft.verification.noise import NoiseTable
-from foredraft.verification.rules import Rule
+from foredraft.verification.rule import VerifyFunction
 from statistical_checks import sample_from_mass
 
 
@@ -36,7 +36,7 @@ def make_reject_rule(
     renormalises_q: bool = True,
     updates_residual: bool = True,
     removes_elder: bool = True,
-) -> Rule:
+) -> VerifyFunction:
     """Make a rule of token verification with the given faults."""
 
     def rule(tree: TokenTree, p: Tensor, noise: NoiseTable) -> Commit:
@@ -82,7 +82,7 @@ def make_reject_rule(
 
 def make_block_rule(
     has_block_residual: bool = True, has_block_bar: bool = True, keeps_last: bool = True, caps: bool = True
-) -> Rule:
+) -> VerifyFunction:
     """Make a rule of block verification for chains with the given faults."""
 
     def rule(tree: TokenTree, p: Tensor, noise: NoiseTable) -> Commit:
@@ -138,21 +138,21 @@ def _next_row_residual(p: Tensor, q: Tensor, x: int, following: Tensor) -> Tenso
     return _normalize((following - q).clamp_min(0), following)
 
 
-def _share_uniform(rule: Rule) -> Rule:
+def _share_uniform(rule: VerifyFunction) -> VerifyFunction:
     def share_uniforms(tree: TokenTree, p: Tensor, noise: NoiseTable) -> Commit:
         return rule(tree, p, replace(noise, accept_table=noise.accept_table[:, 1:2].expand_as(noise.accept_table)))
 
     return share_uniforms
 
 
-def _reuse_accept_uniform(rule: Rule) -> Rule:
+def _reuse_accept_uniform(rule: VerifyFunction) -> VerifyFunction:
     def same(tree: TokenTree, p: Tensor, noise: NoiseTable) -> Commit:
         return rule(tree, p, replace(noise, sample_table=noise.accept_table))
 
     return same
 
 
-REJECTS: dict[str, Rule] = {
+REJECTS: dict[str, VerifyFunction] = {
     "resid_softmax": make_reject_rule(residual=_softmax_residual),  # transformers 28508
     "resid_target": make_reject_rule(residual=_target_residual),
     "resid_onehot": make_reject_rule(residual=_onehot_residual),  # EAGLE 20
@@ -166,12 +166,12 @@ REJECTS: dict[str, Rule] = {
     "shared_u": _share_uniform(make_reject_rule()),
     "draw_is_accept_u": _reuse_accept_uniform(make_reject_rule()),
 }
-TREES: dict[str, Rule] = {
+TREES: dict[str, VerifyFunction] = {
     "no sibling residual": make_reject_rule(updates_residual=False),
     "q not renormalised between siblings": make_reject_rule(renormalises_q=False),
     "siblings drawn with replacement": make_reject_rule(removes_elder=False),
 }
-BLOCKS: dict[str, Rule] = {
+BLOCKS: dict[str, VerifyFunction] = {
     "block with token-wise residual": make_block_rule(has_block_residual=False),  # vllm-ascend 7807
     "block with token-wise bar": make_block_rule(has_block_bar=False),
     "block that stops at the first failure": make_block_rule(keeps_last=False),

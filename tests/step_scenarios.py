@@ -22,7 +22,7 @@ from foredraft.sampling.params import Sampling
 from foredraft.sampling.rng import NoiseStream, exponential_race
 from foredraft.tree import TokenTree
 from foredraft.verification.noise import NoiseTable
-from foredraft.verification.rules import Rule
+from foredraft.verification.rule import VerifyFunction
 from statistical_checks import chi_square, total_variation
 
 LOW, HIGH, NEAR = 1e-13, 1 - 1e-13, 1e-9
@@ -68,7 +68,7 @@ SETTINGS: dict[str, tuple[Sampling, Tokens]] = {  # with the ids min_tokens forb
 class SystemUnderTest:
     """The parts of a step that a fault can be seeded in."""
 
-    rule: Rule
+    rule: VerifyFunction
     target: DistributionFunction = distribution  # the distribution of the target, as handed to the rule
     draft: DistributionFunction = distribution  # the q that the drafter reports (it samples from `distribution`)
     make_noise: Callable[..., NoiseTable] = NoiseTable.from_seeds

@@ -6,7 +6,7 @@ import torch
 from edge_cases import EDGES, EVEN, PAIRS, V, find_impossible_tokens, make_batch
 from foredraft.tree import TokenTree
 from foredraft.verification.noise import NoiseTable
-from foredraft.verification.rules import RULES
+from foredraft.verification.registry import RULES
 
 CASES = [(name, edge) for name in RULES for edge in EDGES if not (name == "block" and edge.shape == "siblings")]
 
@@ -17,7 +17,7 @@ def test_no_uniform_makes_a_rule_emit_what_the_target_cannot(name, edge):
 
     125 choices of extreme uniforms each: the ends of the open interval, and zero itself, which no uniform should be.
     """
-    assert list(find_impossible_tokens(RULES[name], edge)) == []
+    assert list(find_impossible_tokens(RULES[name].verify, edge)) == []
 
 
 def test_there_are_enough_directed_cases():
@@ -34,7 +34,7 @@ def test_a_draft_from_the_targets_own_distribution_is_accepted_at_every_uniform(
         tree = TokenTree.from_chains([[0, 1, 1]] * len(tree.sizes), tree.q)
     if pair == "both tiny":
         noise.accept_table.clamp_(max=0.4)  # of a number this small, most of it times a uniform is all of it
-    commit = RULES[name](tree, p, noise)
+    commit = RULES[name].verify(tree, p, noise)
     accepts_all = bool((commit.counts_tensor == 3).all())
     assert accepts_all == (pair != "q unnormalised")
 
@@ -70,10 +70,10 @@ def test_a_target_row_that_is_no_distribution_fails_its_request_alone(name, node
     """Guards NaN logits that become token 0, the vocabulary size, or somebody else's trouble. Below the root the walk
     ends before such a row: what leads there is committed, as it is without a draft."""
     tree, p, noise = chains()
-    clean = RULES[name](tree, p, noise)
+    clean = RULES[name].verify(tree, p, noise)
     assert (clean.counts_tensor == 3).all()
     spoil(p[tree.get_row(2, node)], fault, is_whole)
-    commit = RULES[name](tree, p, noise)
+    commit = RULES[name].verify(tree, p, noise)
     assert commit.failed == ({2} if node == 0 else set())
     assert commit.token_lists[2] == clean.token_lists[2][:node]
     assert commit.path_lists[2] == clean.path_lists[2][:node]
@@ -88,7 +88,7 @@ def test_a_row_that_is_never_reached_may_be_anything(name):
     tree, p, noise = chains()
     p[tree.get_row(2, 0), 1] = 0
     p[tree.get_row(2, 1)] = math.nan
-    commit = RULES[name](tree, p, noise)
+    commit = RULES[name].verify(tree, p, noise)
     assert not commit.failed
     assert commit.counts_tensor[2] == 1
     assert commit.counts_tensor[1] == 3
@@ -113,10 +113,10 @@ def test_a_draft_row_that_is_no_distribution_is_no_draft(name, node, fault):
     """Guards a NaN of the drafter that reaches the text: nodes below it are ignored, and the sample comes from p."""
     tree, p, noise = chains()
     Q_FAULTS[fault](tree.q[tree.get_row(2, node)])
-    commit = RULES[name](tree, p, noise)
+    commit = RULES[name].verify(tree, p, noise)
     short = TokenTree.from_chains([[0, 1, 2][: node + 1] if b == 2 else [0, 1, 2] for b in range(5)], None)
     rows = [r for r in range(15) if not 6 + node < r < 9]
-    expected = RULES[name](TokenTree(short.tokens, short.parents, tree.q[rows]), p[rows], noise)
+    expected = RULES[name].verify(TokenTree(short.tokens, short.parents, tree.q[rows]), p[rows], noise)
     assert not commit.failed
     assert commit.token_lists == expected.token_lists
     assert commit.path_lists == expected.path_lists
@@ -133,7 +133,7 @@ def test_siblings_below_a_draft_row_that_is_no_distribution_draw_from_the_target
     p = EVEN.expand(3, -1)
     for u in (0.01, 0.3, 0.6, 0.99):
         noise = NoiseTable(torch.tensor([7, 8, 9]), torch.full((1, 3), 0.5).double(), torch.full((1, 3), u).double())
-        commit = RULES[name](tree, p, noise)
+        commit = RULES[name].verify(tree, p, noise)
         assert not commit.failed
         if name == "reject":
             assert commit.token_lists == [[int(u * 6)]]
@@ -147,7 +147,7 @@ def test_a_drafted_id_outside_the_vocabulary_is_no_draft(name, token, has_q):
     p = EVEN.expand(4, -1)
     q = torch.full((4, V + 2), 1 / (V + 2)).double() if has_q else None
     tree = TokenTree.from_chains([[0, token], [0, 3]], q)
-    commit = RULES[name](tree, p, NoiseTable.from_seeds(tree, [(0, 0), (1, 0)], [0, 0]))
+    commit = RULES[name].verify(tree, p, NoiseTable.from_seeds(tree, [(0, 0), (1, 0)], [0, 0]))
     assert not commit.failed
     assert commit.counts_tensor[0] == 1
     assert all(0 <= x < V for row in commit.token_lists for x in row)
@@ -158,7 +158,7 @@ def test_padding_ids_are_never_emitted_however_much_the_draft_likes_them(name):
     q = torch.full((200, V), 1e-3).double()
     q[:, 6:] = 0.5
     tree = TokenTree.from_chains([[0, 6 + b % 2] for b in range(100)], q)
-    commit = RULES[name](
+    commit = RULES[name].verify(
         tree, EVEN.expand(200, -1), NoiseTable.from_seeds(tree, [(b, 0) for b in range(100)], [0] * 100)
     )
     assert commit.counts_tensor.tolist() == [1] * 100
@@ -172,6 +172,6 @@ def test_distributions_in_single_precision_are_verified_in_double(pair, dtype):
     p, q = PAIRS[pair]
     rows = None if q is None else q.expand(3, -1).to(dtype)
     tree = TokenTree.from_chains([[0, 1, 2]], rows)
-    commit = RULES["reject"](tree, p.expand(3, -1).to(dtype), NoiseTable.from_seeds(tree, [(3, 0)], [0]))
+    commit = RULES["reject"].verify(tree, p.expand(3, -1).to(dtype), NoiseTable.from_seeds(tree, [(3, 0)], [0]))
     assert not commit.failed
     assert all(p[x] > 0 for x in commit.token_lists[0])

@@ -14,8 +14,8 @@ MAX_FILE, MAX_FUNCTION = 400, 60
 
 # From the bottom up; a module may import from its own layer and from those below it. docs/design.md has the reasons.
 LAYERS = (
-    ("errors", "json_depth", "chat", "outputs", "sampling", "tree", "source", "request"),
-    ("verification", "draft_length"),
+    ("errors", "json_depth", "chat", "outputs", "sampling", "tree", "source", "verification", "request"),
+    ("draft_length",),
     ("kv", "models", "kernels", "checkpoints"),
     ("drafters",),
     ("engine",),
@@ -172,3 +172,92 @@ def test_nothing_outside_a_method_branches_on_its_name():
                 operands = [node.left, *node.comparators]
                 found = {o.value for o in operands if isinstance(o, ast.Constant)} & names
                 assert not found or path.parent.name == "drafters", f"{path.name}:{node.lineno} asks for {found}"
+
+
+RULES_FILE = ROOT / "verification" / "rules.py"
+
+
+def find_rule_branches(text: str) -> Iterator[str]:
+    """Find what can branch on a verification rule and not on its properties.
+
+    That is: the name of a rule as text, except as the default of a field; and a rule of `verification/rules.py`, or
+    the attribute `name` of a rule, in a comparison, in a match statement or as a key.
+    """
+    from foredraft.verification import rules
+    from foredraft.verification.registry import RULES
+
+    objects = {name for name, value in vars(rules).items() if isinstance(value, rules.Rule)}
+    nodes = list(ast.walk(ast.parse(text)))
+    defaults = [node.value for node in nodes if isinstance(node, ast.AnnAssign)]
+    for node in nodes:
+        if isinstance(node, ast.Constant) and node.value in RULES and not any(node is value for value in defaults):
+            yield f"line {node.lineno}: {node.value!r}"
+        for part in (part for key in list_compared(node) for part in ast.walk(key)):
+            name = part.id if isinstance(part, ast.Name) else part.attr if isinstance(part, ast.Attribute) else ""
+            is_rule_name = name == "name" and ast.unparse(part).endswith("rule.name")
+            if name in objects or is_rule_name:
+                yield f"line {part.lineno}: {ast.unparse(part)}"
+
+
+def list_compared(node: ast.AST) -> list[ast.expr]:
+    """Return the operands of a comparison, the subject or value of a match statement, or the keys of a dict."""
+    if isinstance(node, ast.Compare):
+        return [node.left, *node.comparators]
+    if isinstance(node, ast.Dict):
+        return [key for key in node.keys if key is not None]
+    if isinstance(node, ast.Match):
+        return [node.subject]
+    if isinstance(node, ast.Subscript):
+        return [node.slice]
+    if isinstance(node, ast.MatchValue):
+        return [node.value]
+    return []
+
+
+def test_nothing_outside_its_file_branches_on_a_rule():
+    found = {
+        path.relative_to(ROOT).as_posix(): branches
+        for path in FILES
+        if path != RULES_FILE and (branches := list(find_rule_branches(path.read_text(encoding="utf-8"))))
+    }
+    assert not found, "ask the properties of `Rule`"
+    assert list(find_rule_branches(RULES_FILE.read_text(encoding="utf-8"))), "the scan finds no rule where they are"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'is_chain = request.rule.name == "block"',
+        'x = verify in ("reject", "block")',
+        'x = "match" != verify',
+        'LOSSY = frozenset({"typical"})',
+        'WIDTHS = {"block": 1}',
+        'WIDTHS = dict([("block", 1)])',
+        'x = WIDTHS["block"]',
+        'x = widths.get("block", 2)',
+        'match verify:\n    case "match" | "reject": x = 1',
+        "match rule.name:\n    case name: x = name",
+        "x = rule is MATCH",
+        "x = request.rule in (rules.REJECT, rules.BLOCK)",
+        "WIDTHS = {BLOCK: 1}",
+        "x = WIDTHS[request.rule.name]",
+        "x = a.rule.name == b.rule.name",
+    ],
+)
+def test_the_scan_sees_a_branch_on_a_rule(line):
+    assert list(find_rule_branches(line))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "x = rule.takes_trees",
+        'verification: str = "match"',
+        "x = RULES[completion.verification]",
+        "x = MATCH if is_greedy else REJECT",
+        "x = first is other",
+        "f(rule.name)",
+    ],
+)
+def test_the_scan_allows_properties_and_borders(line):
+    assert list(find_rule_branches(line)) == []

@@ -39,11 +39,11 @@ from foredraft.request import RequestOptions
 from foredraft.request_factory import RequestFactory
 from foredraft.sampling.grammar import GrammarCompiler
 from foredraft.sampling.params import Sampling
-from foredraft.verification.rules import RULES
+from foredraft.verification.registry import find_rule
+from foredraft.verification.rule import Rule
 
 log = logging.getLogger(__name__)
 DEFAULT_DRAFTER = "default"  # the built-in drafter for LLM() and "builtin-seq2seq", otherwise none
-VERIFY_OPTIONS = ("auto", *RULES)
 # Attributes that `close` deletes.
 FREED_ATTRIBUTES = ("target", "drafter", "tokenizer", "engine", "_shared", "_grammars", "_requests")
 
@@ -65,7 +65,7 @@ class LLM:
         quantization: "int8" or "int4" weights on CPU, rounded while loading. Default None = off. A drafter has its own
             option `quantization`.
         device: "cpu", "cuda" or "cuda:N". Default "auto" = the first GPU, else the CPU.
-        verify: name of a verification rule. Default "auto" = `match` for greedy and seeded requests, else `reject`.
+        verify: a verification rule or its name. Default "auto" = `match` for greedy and seeded requests, else `reject`.
         num_speculative_tokens: longest draft. Default "auto" = chosen at every step from measured times, possibly 0.
         tokenizer: a tokenizer, or None. Default "auto" = that of the folder or hub id; none for a loaded model.
         limits: sizes of KV memory and steps. Default None = `MemoryLimits()`.
@@ -91,7 +91,7 @@ class LLM:
         dtype: str | torch.dtype = "auto",
         quantization: str | None = None,
         device: str | torch.device = "auto",
-        verify: str = "auto",
+        verify: str | Rule = "auto",
         num_speculative_tokens: DraftLength = AUTO,
         tokenizer: Any = "auto",
         limits: MemoryLimits | None = None,
@@ -100,8 +100,7 @@ class LLM:
         is_debug: bool = False,
     ) -> None:
         check_process()
-        if verify not in VERIFY_OPTIONS:
-            raise ForedraftError(f"unknown verification rule {verify!r}; use one of {', '.join(VERIFY_OPTIONS)}")
+        rule = find_rule(verify)
         check_quantization(quantization)
         self.limits = limits or MemoryLimits()
         self.builtin = zoo.resolve_target(model)
@@ -130,7 +129,7 @@ class LLM:
         if drafter == DEFAULT_DRAFTER:
             is_plain = self.builtin is None or model == zoo.DEFAULT_TARGET
             drafter = None if is_plain else zoo.choose_method(self.builtin or zoo.DEFAULT_TARGET, load_methods())
-        self._set_drafter(drafter, num_speculative_tokens, verify)
+        self._set_drafter(drafter, num_speculative_tokens, rule)
 
     @property
     def num_parameters(self) -> int:
@@ -148,12 +147,13 @@ class LLM:
         return self._requests.end_ids
 
     def with_drafter(
-        self, drafter: DrafterSpec, num_speculative_tokens: DraftLength = AUTO, verify: str | None = None
+        self, drafter: DrafterSpec, num_speculative_tokens: DraftLength = AUTO, verify: str | Rule | None = None
     ) -> "LLM":
         """Return an LLM with the same loaded target, another drafter and new KV memory; verify None = as here."""
         other = copy.copy(self)
         other.target = self.target.with_new_kv()
-        other._set_drafter(drafter, num_speculative_tokens, verify or self.verify)
+        rule = self.rule if verify is None else find_rule(verify)
+        other._set_drafter(drafter, num_speculative_tokens, rule)
         return other
 
     def close(self) -> None:
@@ -341,15 +341,15 @@ class LLM:
         """
         return self._requests.prepare(prompt, s, options or RequestOptions(), first_index)
 
-    def _set_drafter(self, drafter: DrafterSpec, num_tokens: DraftLength, verify: str) -> None:
-        self.verify = verify
+    def _set_drafter(self, drafter: DrafterSpec, num_tokens: DraftLength, rule: Rule | None) -> None:
+        self.rule = rule  # None = chosen for every request
         limits = self.limits
         self._requests = RequestFactory(
             self.target,
             self.tokenizer,
             self._grammars,
             find_end_ids(self.target, self.tokenizer),
-            verify,
+            rule,
             limits.prefix_cache,
         )
         drafters = DrafterFactory(self.target, self.tokenizer, self.fused, self.builtin)

@@ -8,6 +8,8 @@ from foredraft.sampling.distribution import TokenHistory
 from foredraft.sampling.grammar import GrammarMatcher
 from foredraft.sampling.params import Sampling
 from foredraft.source import EncoderSource
+from foredraft.verification.rule import Rule
+from foredraft.verification.rules import MATCH
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Request:
     max_length: int = 1 << 62  # context length: prompt and output together
     # RequestOptions.num_speculative_tokens: exact number of draft nodes, as far as they fit. None = the policy decides.
     fixed_draft_length: int | None = None
-    verify: str = "match"  # name of the verification rule
+    rule: Rule = MATCH  # verification rule
     priority: int = 0  # lower runs first and is preempted last
     salt: bytes = b""  # only requests with equal salts share prefix pages; includes the digest of an encoder's source
     tenant: bytes = b""  # salt given by the caller; only requests of one tenant draft from each other's outputs

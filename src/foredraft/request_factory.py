@@ -12,6 +12,8 @@ from foredraft.request import Request, RequestOptions
 from foredraft.sampling.grammar import GrammarCompiler, GrammarMatcher
 from foredraft.sampling.params import Sampling
 from foredraft.source import PreparedPrompt, Seq2Seq
+from foredraft.verification.rule import Rule
+from foredraft.verification.rules import MATCH, REJECT
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class RequestFactory:
     tokenizer: Any | None
     grammars: GrammarCompiler
     end_ids: frozenset[int]  # token ids that end an output
-    verify: str  # name of a verification rule, or "auto"
+    rule: Rule | None  # verification rule; None = chosen for every request
     shares_prefixes: bool  # requests of one salt share the pages of equal prefixes
 
     def prepare(
@@ -67,9 +69,6 @@ class RequestFactory:
         bad_words: tuple[tuple[int, ...], ...],
         options: RequestOptions,
     ) -> Request:
-        verify = self.verify
-        if verify == "auto":
-            verify = "match" if sampling.is_greedy or sampling.seed is not None else "reject"
         return Request(
             slot=-1,
             prompt=ids,
@@ -80,7 +79,7 @@ class RequestFactory:
             bad_words=bad_words,
             max_length=self.target.context_length,
             fixed_draft_length=options.num_speculative_tokens,
-            verify=verify,
+            rule=self.rule or _choose_rule(sampling),
             priority=options.priority,
             tenant=options.salt,
             prediction=options.prediction,
@@ -110,3 +109,8 @@ class RequestFactory:
             raise ForedraftError(
                 f"{self.target.name} has no tokenizer, so stop strings cannot be found; use stop_token_ids"
             )
+
+
+def _choose_rule(sampling: Sampling) -> Rule:
+    """Return the rule of a request under `verify="auto"`."""
+    return MATCH if sampling.is_greedy or sampling.seed is not None else REJECT

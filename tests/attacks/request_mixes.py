@@ -22,6 +22,7 @@ from foredraft.draft_length.policy import DraftLengthPolicy, FixedLengthPolicy, 
 from foredraft.engine.transcript import Transcript
 from foredraft.llm import MemoryLimits
 from foredraft.request import Request
+from foredraft.verification.rule import Rule
 from grammar_cases import TIGHT, make_schema
 
 CONTEXT = 256  # of the decoder-only models; 128 for the encoder-decoder
@@ -234,7 +235,7 @@ def run_mix_on(llm: LLM, place: MixTarget, mix: RequestMix) -> MixOutcome:
     with _inject_failures(llm, mix.failing):
         _run_steps(llm, mix, began, outcome)
     for ask, transcripts in began:
-        expected = generate_plain(place.name, ask.prompt, ask.sampling) if _is_coupled(llm.verify, ask) else None
+        expected = generate_plain(place.name, ask.prompt, ask.sampling) if _is_coupled(llm.rule, ask) else None
         for i, transcript in enumerate(transcripts):
             done = transcript.deltas[-1].completion if transcript.deltas else None
             fault = _find_fault(transcript, done, None if expected is None else expected[i], place.is_exact)
@@ -247,9 +248,9 @@ def run_mix_on(llm: LLM, place: MixTarget, mix: RequestMix) -> MixOutcome:
     return outcome
 
 
-def _is_coupled(verify: str, ask: MixRequest) -> bool:
+def _is_coupled(rule: Rule | None, ask: MixRequest) -> bool:
     """True if its tokens equal those of plain decoding one by one, and not only in distribution."""
-    return ask.sampling.is_greedy or (ask.is_keyed and verify in ("auto", "match"))
+    return ask.sampling.is_greedy or (ask.is_keyed and (rule is None or rule.is_reproducible))
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from foredraft.cli.backend import CliChoices, ZooTrainingOptions, build_drafter_
 from foredraft.cli.options import ModelOptions
 from foredraft.errors import ForedraftError
 from foredraft.outputs import Completion, Delta, Origin, Stats, TokenLogprob
+from foredraft.verification.registry import RULES
 
 PIECES: tuple[tuple[str, Origin], ...] = (
     ("\n    return", "accepted"), (" n", "accepted"), (" +", "corrected"), (" é", "bonus"), ("!", "plain"),
@@ -83,10 +84,7 @@ class FakeBackend:
     training: ZooTrainingOptions | None = None
 
     def list_choices(self) -> CliChoices:
-        rules = ("auto", "match", "reject", "block", "typical")
-        return CliChoices(
-            ("draft_model", "ngram"), rules, frozenset({"typical"}), ("auto", "bfloat16", "float32"), TEXT_ONLY
-        )
+        return CliChoices(("draft_model", "ngram"), RULES, ("auto", "bfloat16", "float32"), TEXT_ONLY)
 
     def find_method(self, drafter: str) -> str:
         return "draft_model"

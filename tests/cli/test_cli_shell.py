@@ -147,6 +147,6 @@ def test_a_model_that_is_not_there_is_named():
 
 def test_the_choices_are_those_of_the_library():
     choices = CliBackend().list_choices()
-    assert {"auto", "match", "reject"} <= set(choices.rules)
-    assert "typical" in choices.lossy_rules
+    assert {"match", "reject"} <= set(choices.rules)
+    assert not choices.rules["typical"].is_lossless
     assert "draft_model" in choices.methods

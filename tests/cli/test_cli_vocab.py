@@ -7,9 +7,7 @@ from foredraft.cli.options import ModelOptions
 from foredraft.cli.shell import UsageError
 
 WORDS, TAKES = ("auto", "slem", "tli"), frozenset({"draft_model"})
-CHOICES = CliChoices(
-    ("draft_model", "ngram"), ("auto",), frozenset(), ("auto",), vocab_modes=WORDS, cross_vocab_methods=TAKES
-)
+CHOICES = CliChoices(("draft_model", "ngram"), {}, ("auto",), vocab_modes=WORDS, cross_vocab_methods=TAKES)
 
 
 def test_an_unknown_word_is_refused_with_the_valid_ones() -> None:

@@ -17,6 +17,7 @@ from foredraft.drafters.registry import DrafterContext
 from foredraft.errors import ForedraftError
 from foredraft.request import Batch, Request
 from foredraft.source import EncoderSource
+from foredraft.verification.rules import BLOCK, MATCH
 
 SOURCE = tuple(random.Random(0).sample(range(1000), 300))  # no token twice
 PROMPT = [1, 2, 3]
@@ -215,9 +216,9 @@ def test_budget_room_and_draft_length_bound_a_draft(budget):
 
 
 def test_block_verification_gets_a_chain():
-    drafter, r = make_drafter(branches=3), request([5000], source=EncoderSource(SOURCE), verify="block")
+    drafter, r = make_drafter(branches=3), request([5000], source=EncoderSource(SOURCE), rule=BLOCK)
     assert len(chain(drafter, r)) == 4
-    r.verify = "match"
+    r.rule = MATCH
     assert not propose_tree(drafter, r).is_chain
 
 

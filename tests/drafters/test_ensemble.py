@@ -32,6 +32,7 @@ from foredraft.kv.draft_kv import DraftKV
 from foredraft.kv.pool import KVPool
 from foredraft.request import Batch, Request
 from foredraft.tree import Commit, TokenTree
+from foredraft.verification.registry import RULES
 
 V = 9
 GREEDY = Sampling(max_tokens=24, temperature=0, ignore_eos=True)
@@ -68,7 +69,7 @@ def make_ensemble(mode: SelectionMode, *drafters: Drafter) -> EnsembleDrafter:
 
 def batch_of(*prompts: list[int], budget: int = 8, sampling: Sampling = GREEDY, verify: str = "match") -> Batch:
     requests = tuple(
-        Request(i, prompt, sampling, seed=i, num_computed=len(prompt) - 1, verify=verify)
+        Request(i, prompt, sampling, seed=i, num_computed=len(prompt) - 1, rule=RULES[verify])
         for i, prompt in enumerate(prompts)
     )
     return Batch(requests, (1,) * len(prompts), (budget,) * len(prompts))

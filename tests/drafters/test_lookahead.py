@@ -18,6 +18,7 @@ from foredraft.drafters.registry import DrafterContext
 from foredraft.errors import ForedraftError
 from foredraft.request import Batch, Request
 from foredraft.tree import Commit, TargetArgmax, TokenTree
+from foredraft.verification.rules import BLOCK
 
 VOCAB = 23
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -257,7 +258,7 @@ def test_num_nodes_is_what_a_full_tree_has():
 
 
 def test_block_verification_gets_a_chain():
-    drafter, r = make_drafter(), request([7, 8, 9, 10, 7, 8, 9, 11, 7], verify="block")
+    drafter, r = make_drafter(), request([7, 8, 9, 10, 7, 8, 9, 11, 7], rule=BLOCK)
     assert drafter.propose(one(r, 30)).is_chain
     assert drafter.propose(one(r, 30)).token_lists == [[7, 8, 9, 11]]
 

@@ -16,6 +16,8 @@ from foredraft.request import Batch, Request
 from foredraft.sampling import rng
 from foredraft.sampling.distribution import distribution
 from foredraft.sampling.params import Sampling
+from foredraft.verification.registry import RULES
+from foredraft.verification.rules import MATCH, REJECT
 from statistical_checks import chi_square
 
 VOCAB = 12
@@ -89,7 +91,7 @@ def test_greedy_drafts_the_likeliest_token_after_each_prefix(folder, sampling):
 def test_a_drawn_token_is_the_winner_of_the_race_with_the_key_of_its_place(folder, name, verify):
     drafter = make_drafter(folder)
     for slot in range(30):
-        one = request(text(30, slot), slot, SETTINGS[name], verify=verify, seed=slot, bad_words=((3,),))
+        one = request(text(30, slot), slot, SETTINGS[name], rule=RULES[verify], seed=slot, bad_words=((3,),))
         (tokens,) = draft_tokens(drafter, one)
         assert len(tokens) == 4
         for depth, token in enumerate(tokens):
@@ -119,7 +121,7 @@ def test_drawn_tokens_follow_the_reported_q(folder, name):
     q_first, q_second, mode = None, None, None
     for start in range(0, size, 100):
         requests = [
-            request(tokens, slot, SETTINGS[name], verify="reject", seed=start + slot, bad_words=((3,),))
+            request(tokens, slot, SETTINGS[name], rule=REJECT, seed=start + slot, bad_words=((3,),))
             for slot in range(100)
         ]
         tree = drafter.propose(batch(*requests, budget=2))
@@ -140,9 +142,9 @@ def test_drawn_tokens_follow_the_reported_q(folder, name):
 
 def test_q_is_attached_for_rules_that_weigh_it_and_for_no_other(folder):
     requests = [
-        request(text(30, 1), 0, Sampling(), verify="match"),
-        request(text(30, 2), 1, Sampling(), verify="reject"),
-        request(text(30, 3), 2, Sampling(temperature=0), verify="reject"),
+        request(text(30, 1), 0, Sampling(), rule=MATCH),
+        request(text(30, 2), 1, Sampling(), rule=REJECT),
+        request(text(30, 3), 2, Sampling(temperature=0), rule=REJECT),
     ]
     tree = make_drafter(folder).propose(batch(*requests))
     assert tree.q.shape == (15, VOCAB)
@@ -211,7 +213,7 @@ def test_the_length_of_a_draft_depends_on_nothing_at_or_after_the_cut(folder):
     """Under `reject`, a cut that depended on the token sampled there would change the distribution."""
     lengths = {}
     for seed in range(300):
-        one = request(text(30), 0, Sampling(), verify="reject", seed=seed)
+        one = request(text(30), 0, Sampling(), rule=REJECT, seed=seed)
         (tokens,) = draft_tokens(make_drafter(folder, min_confidence=0.2), one)
         for depth in range(len(tokens) + 1):
             lengths.setdefault(tuple(tokens[:depth]), set()).add(len(tokens) > depth)

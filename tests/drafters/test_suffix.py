@@ -18,6 +18,8 @@ from foredraft.llm import MemoryLimits
 from foredraft.request import Batch, Request, RequestOptions, RequestStatus
 from foredraft.sampling.params import Sampling
 from foredraft.tree import Commit
+from foredraft.verification.registry import RULES
+from foredraft.verification.rules import BLOCK, REJECT
 
 VOCAB = 50
 LOOP = [9, 5, 6, 7, 5, 6, 7, 5, 6, 7]
@@ -90,7 +92,7 @@ def test_two_likely_continuations_make_a_tree_of_the_likeliest():
     text = [1, 2, 3, 0, 1, 2, 4, 0, 1, 2, 3, 5, 1, 2]
     tree = make_drafter(tree_nodes=6, top_k=2, min_confidence=0.01).propose(batch(request(text)))
     assert [t for t, p in zip(tree.token_lists[0], tree.parent_lists[0], strict=True) if p == 0] == [3, 4]
-    chain = make_drafter(tree_nodes=6, top_k=2, min_confidence=0.01).propose(batch(request(text, verify="block")))
+    chain = make_drafter(tree_nodes=6, top_k=2, min_confidence=0.01).propose(batch(request(text, rule=BLOCK)))
     assert chain.is_chain
 
 
@@ -125,7 +127,7 @@ def test_a_drawn_draft_brings_the_distribution_it_was_drawn_from(verify):
     )
     seen = set()
     for seed in range(40):
-        one = request(text, slot=seed, sampling=Sampling(), verify=verify)
+        one = request(text, slot=seed, sampling=Sampling(), rule=RULES[verify])
         one.seed = seed
         tree = drafter.propose(batch(one))
         (token,) = tree.token_lists[0][1:]
@@ -141,7 +143,7 @@ def test_the_length_of_a_drawn_draft_does_not_tell_how_likely_its_last_token_was
     drafter = make_drafter(1, min_confidence=0.15)
     lengths = set()
     for seed in range(60):
-        one = request(text, slot=seed, sampling=Sampling(), verify="reject")
+        one = request(text, slot=seed, sampling=Sampling(), rule=REJECT)
         one.seed = seed
         (tokens,) = draft_tokens(drafter, one)
         lengths.add((len(tokens), *tokens))
@@ -169,7 +171,7 @@ def test_what_other_tenants_wrote_changes_no_draft_at_all():
         for text in texts:
             seen = []
             for drafter in (alone, crowded):
-                one = request(text, slot, sampling, tenant=b"b", verify="reject")
+                one = request(text, slot, sampling, tenant=b"b", rule=REJECT)
                 tree = drafter.propose(batch(one))
                 q = None if tree.q is None else tree.q.tolist()
                 seen.append((tree.token_lists, q, drafter.get_match_length(slot), drafter.get_expected_accepted(slot)))

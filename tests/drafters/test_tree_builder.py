@@ -21,6 +21,7 @@ from foredraft.sampling.distribution import distribution
 from foredraft.sampling.params import Sampling
 from foredraft.tree import TokenTree
 from foredraft.verification.noise import SeededNoise
+from foredraft.verification.registry import RULES
 
 V = 12
 GREEDY = Sampling(temperature=0, max_tokens=50)
@@ -28,7 +29,7 @@ LOPSIDED = StaticTree.from_paths([[0], [1], [2], [0, 0], [0, 1], [2, 0], [0, 0, 
 
 
 def request(sampling: Sampling = GREEDY, verify: str = "match", **more: Any) -> Request:
-    return Request(slot=0, prompt=[1, 2, 3], sampling=sampling, seed=5, verify=verify, **more)
+    return Request(slot=0, prompt=[1, 2, 3], sampling=sampling, seed=5, rule=RULES[verify], **more)
 
 
 def logits_after(path: list[int]) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 
 from foredraft.sampling import rng
 from foredraft.sampling.rng import NoiseStream, exponential_race
-from foredraft.verification.rules import LOSSY_RULES, RULES
+from foredraft.verification.registry import RULES
 from statistical_checks import ALPHA, chi_square, total_variation
 from step_scenarios import (
     OUTPUT,
@@ -37,7 +37,7 @@ def world_of(setting: str, q_kind: str, **more) -> StepScenario:
 
 
 def test_every_rule_that_claims_to_be_lossless_is_tested_here():
-    assert set(RULES) - LOSSY_RULES == {*BLOCKS, "match"}
+    assert {name for name, rule in RULES.items() if rule.is_lossless} == {*BLOCKS, "match"}
 
 
 @pytest.mark.parametrize("q_kind", Q_KINDS)
@@ -49,7 +49,7 @@ def test_a_step_keeps_the_joint_distribution_of_three_tokens(setting, q_kind):
     """
     world = world_of(setting, q_kind)
     steps = {
-        name: compute_step_distribution(SystemUnderTest(RULES[name]), world, is_block)
+        name: compute_step_distribution(SystemUnderTest(RULES[name].verify), world, is_block)
         for name, is_block in BLOCKS.items()
     }
     for name, step in steps.items():
@@ -98,7 +98,8 @@ def test_match_writes_the_plain_text_of_the_seed_whatever_the_draft(setting, q_k
     """Guards the seed contract: same seed, same text, with or without speculation. No odds: texts are equal or not."""
     world = world_of(setting, q_kind)
     plain = [decode_plainly(world, seed) for seed in range(100)]
-    runs = [generate(SystemUnderTest(RULES["match"]), world, 100, is_match=True, num_drafts=k) for k in (0, 1, 2)]
+    system = SystemUnderTest(RULES["match"].verify)
+    runs = [generate(system, world, 100, is_match=True, num_drafts=k) for k in (0, 1, 2)]
     for run in runs:
         assert run.texts == plain
     assert runs[0].num_accepted == runs[0].num_rejected == 0
@@ -116,7 +117,7 @@ def test_match_writes_the_plain_text_of_the_seed_whatever_the_draft(setting, q_k
 def test_texts_drawn_with_the_real_noise_follow_the_target(name, setting):
     """Guards uniforms shared between positions, steps or purposes. N = 8,000; false alarm 1e-6 for the six together."""
     world = world_of(setting, "near")
-    run = generate(SystemUnderTest(RULES[name]), world, 8_000, is_match=name == "match")
+    run = generate(SystemUnderTest(RULES[name].verify), world, 8_000, is_match=name == "match")
     assert run.num_accepted > 0
     assert run.num_rejected > 0
     assert chi_square(run.counts(world), world.joint) > ALPHA / 6
@@ -129,4 +130,4 @@ def test_texts_drawn_with_the_real_noise_follow_the_target(name, setting):
 def test_many_texts_drawn_with_the_real_noise_follow_the_target(name, setting, q_kind):
     """N = 200,000 for each of the 135 cases; false alarm 1e-6 for all of them together."""
     world = world_of(setting, q_kind)
-    assert compute_p_value(SystemUnderTest(RULES[name]), world, 200_000, is_match=name == "match") > ALPHA / 135
+    assert compute_p_value(SystemUnderTest(RULES[name].verify), world, 200_000, is_match=name == "match") > ALPHA / 135

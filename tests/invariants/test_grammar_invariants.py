@@ -23,7 +23,7 @@ from foredraft.sampling.grammar import AllowedTokens, Grammar, GrammarMatcher
 from foredraft.sampling.params import Sampling
 from foredraft.tree import TokenTree
 from foredraft.verification.noise import SeededNoise
-from foredraft.verification.rules import RULES
+from foredraft.verification.registry import RULES
 from grammar_cases import END, NINE_TOKENS, make_grammars
 from statistical_checks import ALPHA, chi_square
 
@@ -56,7 +56,7 @@ def matcher() -> GrammarMatcher:
 def requests(count: int, rule: str, follow: GrammarMatcher) -> list[Request]:
     """They share a matcher, for all of them stand after the same output."""
     return [
-        Request(0, PROMPT, SAMPLING, seed, eos_ids=frozenset({END}), verify=rule, matcher=follow)
+        Request(0, PROMPT, SAMPLING, seed, eos_ids=frozenset({END}), rule=RULES[rule], matcher=follow)
         for seed in range(count)
     ]
 
@@ -106,7 +106,8 @@ def texts(name: str, growths: Sequence[TreeBuilder], verified_by: GrammarMatcher
     }
     p = torch.stack([rows[path] for path in paths])
     assert p.isfinite().all()
-    commit = RULES[rule](tree, p, SeededNoise(tree, [(i, 0) for i in range(len(made))], [len(PROMPT) - 1] * len(made)))
+    noise = SeededNoise(tree, [(i, 0) for i in range(len(made))], [len(PROMPT) - 1] * len(made))
+    commit = RULES[rule].verify(tree, p, noise)
     assert not commit.failed
     generator = np.random.default_rng(0)
     counts: dict[tuple[int, ...], int] = {}

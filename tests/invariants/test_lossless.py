@@ -13,7 +13,7 @@ import pytest
 import tiny_models
 from foredraft import Completion, Sampling
 from foredraft.llm import LLM, MemoryLimits
-from foredraft.verification.rules import LOSSY_RULES, RULES
+from foredraft.verification.registry import RULES
 from method_cases import EACH_CASE, METHOD_CASES, list_missing_methods
 
 # ragged, with repetition for the methods that look text up; the last one ends near the context limit
@@ -35,7 +35,7 @@ SAMPLED = Sampling(
 MODES = {"greedy": GREEDY, "sampled": SAMPLED}
 LENGTHS = range(1, 9)
 BATCHES = (1, 3, 8)
-LOSSLESS = [name for name in RULES if name not in LOSSY_RULES]
+LOSSLESS = [name for name, rule in RULES.items() if rule.is_lossless]
 
 
 def ids(completions: list[Completion]) -> list[tuple[list[int], str]]:

@@ -21,6 +21,7 @@ from foredraft.sampling.params import Sampling
 from foredraft.tree import TokenTree
 from foredraft.verification import rules
 from foredraft.verification.probs import Probs
+from foredraft.verification.rules import REJECT
 
 V, LENGTH, ROOT = 4, 3, 0
 Tokens = tuple[int, ...]
@@ -175,7 +176,7 @@ def own_tree(world: World, draft: Drawn) -> TokenTree:
     return TokenTree.from_lists([[ROOT, *draft.tokens]], [list(world.parents)], torch.stack(rows))
 
 
-BATCH = Batch((Request(0, [ROOT], Sampling(), 0, verify="reject"),), (1,), (9,))
+BATCH = Batch((Request(0, [ROOT], Sampling(), 0, rule=REJECT),), (1,), (9,))
 
 
 def merge(world: World, draft: Drawn) -> TokenTree:

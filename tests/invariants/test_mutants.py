@@ -8,7 +8,7 @@ import mutants
 from edge_cases import EDGES, find_impossible_tokens
 from foredraft.sampling import rng
 from foredraft.sampling.distribution import distribution
-from foredraft.verification.rules import RULES
+from foredraft.verification.registry import RULES
 from noise_inverse import find_seed, to_signed
 from sampling_cases import measure_largest_error
 from statistical_checks import ALPHA, chi_square
@@ -55,7 +55,7 @@ def test_the_unchanged_programs_the_mutants_vary_are_the_real_rules():
     ("name", "worlds"), [("reject", PLAIN), ("reject", TREE), ("block", PLAIN)], ids=["reject", "reject trees", "block"]
 )
 def test_the_real_rules_pass_where_the_mutants_die(name, worlds):
-    assert not is_killed(SystemUnderTest(RULES[name]), worlds, is_block=name == "block")
+    assert not is_killed(SystemUnderTest(RULES[name].verify), worlds, is_block=name == "block")
 
 
 @pytest.mark.parametrize("name", mutants.REJECTS)
@@ -74,7 +74,7 @@ def test_the_distribution_of_a_step_kills_a_fault_of_block_verification(name):
 
 
 def test_the_distribution_of_a_step_kills_typical_acceptance_passed_off_as_lossless():
-    assert is_killed(SystemUnderTest(RULES["typical"]))
+    assert is_killed(SystemUnderTest(RULES["typical"].verify))
 
 
 # distributions handed to a rule, by the same checker
@@ -99,15 +99,15 @@ FAULTS = {
 def test_the_distribution_of_a_step_kills_a_wrong_distribution_at_any_position(name, rule):
     setting, fault = FAULTS[name]
     worlds = (world_of(setting, q_kind="far"),)
-    assert not is_killed(SystemUnderTest(RULES[rule]), worlds, rule == "block")
-    assert is_killed(SystemUnderTest(RULES[rule], **fault), worlds, rule == "block")
+    assert not is_killed(SystemUnderTest(RULES[rule].verify), worlds, rule == "block")
+    assert is_killed(SystemUnderTest(RULES[rule].verify, **fault), worlds, rule == "block")
 
 
 @pytest.mark.parametrize("rule", ["reject", "block"])
 def test_the_distribution_of_a_step_kills_a_greedy_draft_that_claims_a_soft_distribution(rule):
     worlds = (world_of("T 1", q_kind="one-hot"),)
-    assert not is_killed(SystemUnderTest(RULES[rule]), worlds, rule == "block")
-    assert is_killed(SystemUnderTest(RULES[rule], draft=mutants.claim_softmax), worlds, rule == "block")
+    assert not is_killed(SystemUnderTest(RULES[rule].verify), worlds, rule == "block")
+    assert is_killed(SystemUnderTest(RULES[rule].verify, draft=mutants.claim_softmax), worlds, rule == "block")
 
 
 # uniforms, by whole texts. False alarms of the passing halves: 1e-6 each
@@ -124,13 +124,13 @@ TEXTS = {
 @pytest.mark.parametrize("name", ["reject", "match"])
 def test_texts_of_the_real_noise_pass_where_the_mutants_die(name):
     world = StepScenario(size=4, q_kind="far")
-    assert compute_p_value(SystemUnderTest(RULES[name]), world, 5_000, name == "match") > ALPHA
+    assert compute_p_value(SystemUnderTest(RULES[name].verify), world, 5_000, name == "match") > ALPHA
 
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_whole_texts_kill_uniforms_that_are_shared_or_used_twice(name):
     rule, noise = TEXTS[name]
-    system = SystemUnderTest(RULES[rule], make_noise=noise)
+    system = SystemUnderTest(RULES[rule].verify, make_noise=noise)
     assert compute_p_value(system, StepScenario(size=4, q_kind="far"), 5_000, rule == "match") < ALPHA
 
 
@@ -138,8 +138,8 @@ def test_plain_texts_kill_draws_keyed_by_where_the_step_began():
     """Its distribution is right: only the seed contract shows the fault."""
     world = StepScenario(size=4)
     plain = [decode_plainly(world, seed) for seed in range(50)]
-    assert generate(SystemUnderTest(RULES["match"]), world, 50, is_match=True).texts == plain
-    mutant = SystemUnderTest(RULES["match"], make_noise=mutants.key_by_step)
+    assert generate(SystemUnderTest(RULES["match"].verify), world, 50, is_match=True).texts == plain
+    mutant = SystemUnderTest(RULES["match"].verify, make_noise=mutants.key_by_step)
     assert generate(mutant, world, 50, is_match=True).texts != plain
 
 
@@ -147,7 +147,7 @@ def test_plain_texts_kill_draws_keyed_by_where_the_step_began():
 def test_plain_texts_kill_another_rule_passed_off_as_match(rule):
     world = StepScenario(size=4)
     plain = [decode_plainly(world, seed) for seed in range(50)]
-    assert generate(SystemUnderTest(RULES[rule]), world, 50).texts != plain
+    assert generate(SystemUnderTest(RULES[rule].verify), world, 50).texts != plain
 
 
 # edges, the race and the bits
@@ -210,4 +210,4 @@ def test_there_are_enough_mutants():
 def test_the_sampling_the_mutants_are_filtered_with_cuts_something():
     world = PLAIN[1]
     assert (world.target_probs == 0).any()
-    assert (world.compute_claimed(SystemUnderTest(RULES["reject"])) == 0).any()
+    assert (world.compute_claimed(SystemUnderTest(RULES["reject"].verify)) == 0).any()

@@ -27,7 +27,7 @@ from foredraft.sampling.params import Sampling
 from foredraft.sampling.rng import NoiseStream
 from foredraft.tree import TokenTree
 from foredraft.verification.noise import SeededNoise
-from foredraft.verification.rules import RULES
+from foredraft.verification.registry import RULES
 from statistical_checks import ALPHA, chi_square
 
 V, LENGTH = 6, 3  # tokens of a step that are counted jointly; a draft is that deep
@@ -75,7 +75,7 @@ def grow(case: Case, count: int) -> list[TreeBuilder]:
     """Grow `count` trees, all together."""
     growths = [
         TreeBuilder(
-            Request(0, PROMPT, case.sampling, seed, eos_ids=case.ends, verify=case.rule),
+            Request(0, PROMPT, case.sampling, seed, eos_ids=case.ends, rule=RULES[case.rule]),
             case.plan.restrict(case.depth, case.budget, case.rule == "block"),
         )
         for seed in range(count)
@@ -99,7 +99,7 @@ def texts(case: Case, drafts: Sequence[Draft]) -> tuple[np.ndarray, int]:
     rows = [ROW[tuple(tree.get_draft_path(b, node))] for b, size in enumerate(tree.sizes) for node in range(size)]
     p = compute_probs(case)
     seeds = [(seed, 0) for seed in range(len(drafts))]
-    commit = RULES[case.rule](tree, p[rows], SeededNoise(tree, seeds, [len(PROMPT) - 1] * len(drafts)))
+    commit = RULES[case.rule].verify(tree, p[rows], SeededNoise(tree, seeds, [len(PROMPT) - 1] * len(drafts)))
     generator = np.random.default_rng(0)
     counts = np.zeros([V] * LENGTH)
     for tokens in commit.token_lists:

@@ -27,7 +27,7 @@ from foredraft.sampling.distribution import TokenHistory, distribution
 from foredraft.sampling.grammar import Grammar, GrammarCompiler, GrammarMatcher
 from foredraft.sampling.grammar_checks import MAX_DEPTH
 from foredraft.tree import TokenTree
-from foredraft.verification.rules import LOSSY_RULES, RULES
+from foredraft.verification.registry import RULES
 from grammar_cases import (
     END,
     NINE_TOKENS,
@@ -41,7 +41,7 @@ from grammar_cases import (
 from method_cases import EACH_CASE, METHOD_CASES
 
 PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8], [44, 45, 46], [70] * 6, [(7 * i) % 31 + 4 for i in range(40)]]
-LOSSLESS = [name for name in RULES if name not in LOSSY_RULES]
+LOSSLESS = [name for name, rule in RULES.items() if rule.is_lossless]
 FIXED = {
     "json": Grammar.json_schema(
         TIGHT

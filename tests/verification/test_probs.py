@@ -15,7 +15,8 @@ from foredraft.sampling.params import Sampling
 from foredraft.tree import TokenTree
 from foredraft.verification.noise import NoiseTable, SeededNoise
 from foredraft.verification.probs import NO_TOKEN, DenseProbs, InvalidLogitsError, LazyTargetProbs, Probs
-from foredraft.verification.rules import RULES, combine_rules
+from foredraft.verification.registry import RULES
+from foredraft.verification.rules import combine_rules
 from sampling_cases import SETTINGS, V, make_history
 
 
@@ -48,8 +49,8 @@ def test_a_rule_decides_by_distributions_on_demand_as_by_a_table_of_all(rule, na
         tree, logits, every, history = system(name, seed=seed, is_chain=rule == "block")
         seeds, positions = [(seed, b) for b in range(12)], list(range(12))
         p = distribution(logits, every, history)
-        slow = RULES[rule](tree, p, NoiseTable.from_seeds(tree, seeds, positions))
-        fast = RULES[rule](
+        slow = RULES[rule].verify(tree, p, NoiseTable.from_seeds(tree, seeds, positions))
+        fast = RULES[rule].verify(
             tree, LazyTargetProbs(logits, every, history.__getitem__), SeededNoise(tree, seeds, positions)
         )
         assert fast.path_lists == slow.path_lists
@@ -63,12 +64,12 @@ def test_a_rule_decides_by_distributions_on_demand_as_by_a_table_of_all(rule, na
 
 def test_requests_under_different_rules_see_their_own_distributions():
     tree, logits, every, history = system("mixed", is_chain=True)
-    names = [list(RULES)[b % len(RULES)] for b in range(12)]
+    rules = [list(RULES.values())[b % len(RULES)] for b in range(12)]
     seeds, positions = [(1, b) for b in range(12)], [5] * 12
-    slow = combine_rules(names)(
+    slow = combine_rules(rules)(
         tree, distribution(logits, every, history), NoiseTable.from_seeds(tree, seeds, positions)
     )
-    fast = combine_rules(names)(
+    fast = combine_rules(rules)(
         tree, LazyTargetProbs(logits, every, history.__getitem__), SeededNoise(tree, seeds, positions)
     )
     assert fast.token_lists == slow.token_lists
@@ -81,7 +82,7 @@ def test_only_visited_nodes_get_a_distribution_and_a_history(rule, name):
     """Guards the point of it all: the work of a node that no walk reaches."""
     tree, logits, every, history = system(name, is_chain=rule == "block")
     asked = []
-    commit = RULES[rule](
+    commit = RULES[rule].verify(
         tree,
         LazyTargetProbs(logits, every, lambda row: asked.append(row) or history[row]),
         SeededNoise(tree, [(0, b) for b in range(12)], [0] * 12),

@@ -14,7 +14,8 @@ from foredraft.sampling.params import Sampling
 from foredraft.sampling.rng import NoiseStream
 from foredraft.tree import TokenTree
 from foredraft.verification.noise import NoiseTable
-from foredraft.verification.rules import LOSSY_RULES, RULES, TypicalAcceptance, combine_rules
+from foredraft.verification.registry import RULES
+from foredraft.verification.rules import TypicalAcceptance, combine_rules
 from statistical_checks import sample_from_mass, total_variation
 from step_scenarios import StepScenario, SystemUnderTest, compute_step_distribution
 
@@ -58,7 +59,7 @@ def test_twenty_worlds_of_chains_keep_the_distribution(name, shape):
     """Guards the arithmetic of acceptance, residual and bonus: total variation at most 5e-5 by exact integration."""
     accepts = rejects = 0.0
     for world in worlds(shape, 20 if shape != "three" else 6):
-        probs = compute_step_distribution(SystemUnderTest(RULES[name]), world, is_block=name == "block")
+        probs = compute_step_distribution(SystemUnderTest(RULES[name].verify), world, is_block=name == "block")
         assert total_variation(probs.joint, world.joint) < BOUND, world
         accepts, rejects = accepts + probs.accepts, rejects + probs.rejects
     assert accepts > 1
@@ -71,7 +72,7 @@ def test_worlds_of_trees_keep_the_distribution_of_siblings_drawn_without_replace
     """Guards the residual and the draft distribution between siblings, and the walk down the accepted one."""
     accepts = rejects = 0.0
     for world in worlds(shape, 20)[part::4]:
-        probs = compute_step_distribution(SystemUnderTest(RULES["reject"]), world)
+        probs = compute_step_distribution(SystemUnderTest(RULES["reject"].verify), world)
         assert total_variation(probs.joint, world.joint) < BOUND, world
         accepts, rejects = accepts + probs.accepts, rejects + probs.rejects
     assert accepts > 0
@@ -83,7 +84,7 @@ def test_guesses_and_draws_mix_in_one_tree(kind):
     """Guards rows of zeros used as a distribution, and distributions used as deterministic draft tokens."""
     accepts = 0.0
     for world in worlds("two levels", 20, deterministic_nodes=MIXED[kind]):
-        probs = compute_step_distribution(SystemUnderTest(RULES["reject"]), world)
+        probs = compute_step_distribution(SystemUnderTest(RULES["reject"].verify), world)
         assert total_variation(probs.joint, world.joint) < BOUND, world
         accepts += probs.accepts
     assert accepts > 0
@@ -94,8 +95,9 @@ def test_block_verification_accepts_no_less_and_sometimes_more_than_token_verifi
     gained = 0.0
     for shape in CHAINS:
         for world in worlds(shape, 8 if shape != "three" else 3):
-            reject = compute_step_distribution(SystemUnderTest(RULES["reject"]), world).mean_accepted
-            block = compute_step_distribution(SystemUnderTest(RULES["block"]), world, is_block=True).mean_accepted
+            reject = compute_step_distribution(SystemUnderTest(RULES["reject"].verify), world).mean_accepted
+            system = SystemUnderTest(RULES["block"].verify)
+            block = compute_step_distribution(system, world, is_block=True).mean_accepted
             assert block >= reject - 1e-8
             if shape == "one" or world.q_kind == "equal":
                 assert block == pytest.approx(reject, abs=1e-8)
@@ -106,7 +108,7 @@ def test_block_verification_accepts_no_less_and_sometimes_more_than_token_verifi
 def test_one_drafted_token_is_accepted_as_often_as_the_distributions_overlap():
     for world in worlds("one", 10):
         p, q = world.target_probs[0], world.draft_probs[0].numpy()
-        accepted = compute_step_distribution(SystemUnderTest(RULES["reject"]), world).mean_accepted
+        accepted = compute_step_distribution(SystemUnderTest(RULES["reject"].verify), world).mean_accepted
         assert accepted == pytest.approx(1 - total_variation(p, q), abs=1e-7)
 
 
@@ -134,11 +136,11 @@ def rows_of(tree: TokenTree, requests) -> torch.Tensor:
 def test_a_request_is_verified_as_if_it_were_alone(name):
     """Guards one request's rows or uniforms read for another in a ragged batch."""
     tree, p, noise = random_batch(is_chain=name == "block")
-    commit = RULES[name](tree, p, noise)
+    commit = RULES[name].verify(tree, p, noise)
     accepted = 0
     for b in range(len(tree.sizes)):
         rows = rows_of(tree, [b])
-        alone = RULES[name](tree.select([b]), p[rows], noise.select([b], rows))
+        alone = RULES[name].verify(tree.select([b]), p[rows], noise.select([b], rows))
         assert alone.token_lists[0] == commit.token_lists[b]
         assert alone.path_lists[0] == commit.path_lists[b]
         accepted += len(alone.path_lists[0]) - 1
@@ -150,7 +152,7 @@ def test_a_commit_is_a_path_of_the_tree_and_its_tokens(name):
     """Guards KV kept for one path and tokens emitted for another; at least one token for every request."""
     for seed in range(5):
         tree, p, noise = random_batch(seed=seed, is_chain=name == "block")
-        commit = RULES[name](tree, p, noise)
+        commit = RULES[name].verify(tree, p, noise)
         assert not commit.failed
         assert (commit.counts_tensor >= 1).all()
         for b, (path, tokens) in enumerate(zip(commit.path_lists, commit.token_lists, strict=True)):
@@ -166,7 +168,7 @@ def test_a_rule_is_pure(name):
     tree, p, noise = random_batch(is_chain=name == "block")
     given = [tree.tokens, tree.parents, tree.q, p, noise.keys, noise.accept_table, noise.sample_table]
     before = [x.clone() for x in given]
-    first, second = RULES[name](tree, p, noise), RULES[name](tree, p, noise)
+    first, second = RULES[name].verify(tree, p, noise), RULES[name].verify(tree, p, noise)
     assert torch.equal(first.tokens, second.tokens)
     assert all(torch.equal(a, b) for a, b in zip(given, before, strict=True))
 
@@ -180,7 +182,7 @@ def test_committed_tokens_before_the_root_are_kept_and_change_nothing_below(name
     grown = tree.prepend_committed(prefixes, known)
     moved = NoiseTable.from_seeds(grown, [(0, i) for i in range(12)], [b - len(prefixes[b]) for b in range(12)])
     assert torch.equal(moved.keys, noise.keys)
-    plain, full = RULES[name](tree, p, noise), RULES[name](grown, p, moved)
+    plain, full = RULES[name].verify(tree, p, noise), RULES[name].verify(grown, p, moved)
     for b, prefix in enumerate(prefixes):
         shift = len(prefix)
         assert full.path_lists[b] == [*range(shift), *(n + shift for n in plain.path_lists[b])]
@@ -192,7 +194,7 @@ def test_a_chunk_whose_successors_are_all_known_is_kept_whole_without_a_distribu
     tree = TokenTree.from_chains([[3], [7, 1]]).prepend_committed([[1, 2], []], committed_next=[[2, 3, 4], []])
     p = torch.full((2, V), 1 / V).double()
     noise = NoiseTable.from_seeds(tree, [(0, 0), (1, 0)], [0, 5])
-    commit = RULES[name](tree, p, noise)
+    commit = RULES[name].verify(tree, p, noise)
     assert commit.path_lists[0] == [0, 1, 2]
     assert commit.token_lists[0] == [2, 3, 4]
     assert commit.counts_tensor[1] >= 1
@@ -200,7 +202,7 @@ def test_a_chunk_whose_successors_are_all_known_is_kept_whole_without_a_distribu
 
 def test_match_gives_the_draw_after_every_node_and_walks_along_it():
     tree, p, noise = random_batch()
-    commit = RULES["match"](tree, p, noise)
+    commit = RULES["match"].verify(tree, p, noise)
     samples = rng.exponential_race(p, noise.keys).argmax(-1).tolist()
     for b, (path, tokens) in enumerate(zip(commit.path_lists, commit.token_lists, strict=True)):
         assert tokens == [samples[tree.get_row(b, n)] for n in path]
@@ -211,10 +213,10 @@ def test_match_gives_the_draw_after_every_node_and_walks_along_it():
 def test_greedy_distributions_need_no_keys():
     tree, p, noise = random_batch()
     hot = torch.zeros_like(p).scatter_(1, p.argmax(-1, keepdim=True), 1)
-    by_noise = RULES["match"](tree, hot, noise)
-    without = RULES["match"](tree, hot, replace(noise, keys=None))
+    by_noise = RULES["match"].verify(tree, hot, noise)
+    without = RULES["match"].verify(tree, hot, replace(noise, keys=None))
     assert torch.equal(by_noise.tokens, without.tokens)
-    assert torch.equal(RULES["reject"](replace(tree, q=None), hot, noise).tokens, without.tokens)
+    assert torch.equal(RULES["reject"].verify(replace(tree, q=None), hot, noise).tokens, without.tokens)
 
 
 def test_the_keys_of_the_targets_draws_know_the_position_alone():
@@ -246,24 +248,24 @@ def test_a_batch_of_requests_that_asked_for_different_rules_gives_each_its_own()
     assert set(names) == set(RULES)
     broken = names.index("match")
     p[tree.get_row(broken, 0)] = torch.nan
-    commit = combine_rules(names)(tree, p, noise)
+    commit = combine_rules([RULES[name] for name in names])(tree, p, noise)
     assert commit.failed == {broken}
     for b, name in enumerate(names):
         rows = rows_of(tree, [b])
-        alone = RULES[name](tree.select([b]), p[rows], noise.select([b], rows))
+        alone = RULES[name].verify(tree.select([b]), p[rows], noise.select([b], rows))
         assert alone.token_lists[0] == commit.token_lists[b]
         assert alone.path_lists[0] == commit.path_lists[b]
-    assert combine_rules(["match"] * 3) is RULES["match"]
+    assert combine_rules([RULES["match"]] * 3) is RULES["match"].verify
 
 
 def test_block_verification_refuses_trees_and_says_what_to_do():
     tree = TokenTree.from_lists([[0, 1, 2]], [[-1, 0, 0]])
     with pytest.raises(ValueError, match="verify='reject'"):
-        RULES["block"](tree, torch.full((3, V), 1 / V), NoiseTable.from_seeds(tree, [(0, 0)], [0]))
+        RULES["block"].verify(tree, torch.full((3, V), 1 / V), NoiseTable.from_seeds(tree, [(0, 0)], [0]))
 
 
 def test_lossy_rules_are_named():
-    assert {"typical"} == LOSSY_RULES
+    assert [name for name, rule in RULES.items() if not rule.is_lossless] == ["typical"]
 
 
 def test_typical_acceptance_keeps_what_is_likely_enough_and_the_longest_path():

@@ -17,6 +17,8 @@ from foredraft.cli.speed_figures import sum_stats
 from foredraft.errors import ForedraftError
 from foredraft.outputs import Completion, Stats
 from foredraft.sampling.params import Sampling
+from foredraft.verification.registry import RULES
+from foredraft.verification.rule import Rule
 
 WARM_UP_TOKENS = 16  # output tokens per method before the measurement
 
@@ -60,7 +62,7 @@ class LatencyRow:
     prompts: int
     num_tokens: int
     seconds: float  # sum over prompts of the median over rounds
-    verification: str  # name of the verification rule
+    rule: Rule  # verification rule
 
     @property
     def agreement(self) -> str:
@@ -163,8 +165,8 @@ def build_category_rows(outcome: LatencyOutcome, sampling: Sampling) -> dict[str
 def _build_row(name: str, runs: Sequence[PromptRun], plain: Sequence[PromptRun], sampling: Sampling) -> LatencyRow:
     stats: Stats = sum_stats(completion.stats for run in runs for completion in run.completions)
     tokens, seconds = sum(len(run.tokens) for run in runs), sum(run.seconds for run in runs)
-    rule = runs[0].completions[0].verification
-    is_reproducible = sampling.is_greedy or (sampling.seed is not None and rule == "match")
+    rule = RULES[runs[0].completions[0].verification]
+    is_reproducible = sampling.is_greedy or (sampling.seed is not None and rule.is_reproducible)
     pairs = list(zip(runs, plain, strict=True))
     return LatencyRow(
         method=name,
@@ -179,7 +181,7 @@ def _build_row(name: str, runs: Sequence[PromptRun], plain: Sequence[PromptRun],
         prompts=len(runs),
         num_tokens=tokens,
         seconds=seconds,
-        verification=rule,
+        rule=rule,
     )
 
 

@@ -4,7 +4,7 @@ The library is imported inside the functions, because importing torch takes seco
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,6 +18,7 @@ from foredraft.outputs import Completion, Delta
 if TYPE_CHECKING:
     from foredraft.llm import LLM, MemoryLimits
     from foredraft.sampling.params import Sampling
+    from foredraft.verification.rule import Rule
 
 
 PROMPT_ONLY_METHOD = "ngram"  # drafting method that needs no model
@@ -64,8 +65,7 @@ class CliChoices:
     """Valid values of the options that take a name."""
 
     methods: tuple[str, ...]
-    rules: tuple[str, ...]
-    lossy_rules: frozenset[str]  # verification rules that change the output distribution
+    rules: Mapping[str, "Rule"]  # verification rules by name
     dtypes: tuple[str, ...]
     token_only_methods: frozenset[str] = frozenset()  # methods without a draft model or head
     vocab_modes: tuple[str, ...] = ()  # values of --spec-vocab
@@ -94,7 +94,7 @@ class CliChoices:
                     f"a{METHOD_SEPARATOR}b{near}"
                 )
         for value, names, kind in [
-            (options.verify, self.rules, "verification rule"),
+            (options.verify, (AUTO, *self.rules), "verification rule"),
             (options.dtype, self.dtypes, "dtype"),
         ]:
             if value not in names:
@@ -132,16 +132,14 @@ class CliBackend:
         from foredraft.drafters.cross_vocab_select import list_vocab_options
         from foredraft.drafters.registry import load_methods, uses_model
         from foredraft.models.loading import DTYPES
-        from foredraft.verification.rules import LOSSY_RULES, RULES
+        from foredraft.verification.registry import RULES
 
         registry = load_methods()
         text_only = frozenset(name for name, module in registry.items() if not uses_model(module))
-        rules, dtypes = ("auto", *RULES), ("auto", *DTYPES)
         return CliChoices(
             tuple(sorted(registry)),
-            rules,
-            LOSSY_RULES,
-            dtypes,
+            RULES,
+            (AUTO, *DTYPES),
             text_only,
             list_vocab_options(),
             _find_cross_vocab_methods(),

@@ -15,6 +15,7 @@ from foredraft.outputs import Completion
 
 if TYPE_CHECKING:
     from foredraft.sampling.params import Sampling
+    from foredraft.verification.rule import Rule
 
 PLAIN = "plain"  # name of plain decoding in the table
 WARM_UP_TOKENS = 16  # output tokens of the warm-up of a method
@@ -131,7 +132,7 @@ def _select_median(figures: Sequence[SpeedFigures]) -> SpeedFigures:
 
 
 def build_rows(
-    runs: Mapping[str, MethodRuns], skipped: Mapping[str, str], sampling: "Sampling", lossy: frozenset[str]
+    runs: Mapping[str, MethodRuns], skipped: Mapping[str, str], sampling: "Sampling", rules: Mapping[str, "Rule"]
 ) -> list[MethodRow]:
     """Return one row per method: the measured ones in order, plain decoding first, then the skipped ones.
 
@@ -139,12 +140,12 @@ def build_rows(
         runs: measured runs by method; `PLAIN` is the baseline.
         skipped: error message of each method that could not be measured.
         sampling: sampling parameters of the runs.
-        lossy: names of the lossy verification rules.
+        rules: verification rules by name.
     """
     plain = runs[PLAIN]
     rows = []
     for name, run in runs.items():
-        rule = run.completions[0].verification if run.completions else ""
+        rule = rules[run.completions[0].verification]
         has_no_ratio = name == PLAIN or plain.figures.tokens_per_second == 0
         rows.append(
             MethodRow(
@@ -152,18 +153,18 @@ def build_rows(
                 figures=run.figures,
                 speed_up=None if has_no_ratio else run.figures.tokens_per_second / plain.figures.tokens_per_second,
                 first_difference=_find_first_difference(plain.completions, run.completions),
-                difference_reason=_explain_difference(rule, sampling, lossy),
-                verification=rule,
+                difference_reason=_explain_difference(rule, sampling),
+                verification=rule.name,
             )
         )
     return [*rows, *(MethodRow(name, None, skip_reason=reason) for name, reason in skipped.items())]
 
 
-def _explain_difference(rule: str, sampling: "Sampling", lossy: frozenset[str]) -> str | None:
+def _explain_difference(rule: "Rule", sampling: "Sampling") -> str | None:
     """Return why an output may differ from plain decoding; None if it must be identical."""
-    if rule in lossy:
+    if not rule.is_lossless:
         return "lossy"
-    is_reproducible = sampling.is_greedy or (sampling.seed is not None and rule == "match")
+    is_reproducible = sampling.is_greedy or (sampling.seed is not None and rule.is_reproducible)
     return None if is_reproducible else "sampled"
 
 

@@ -194,7 +194,7 @@ class GenerateJob:
                 self.options.repeats,
                 lambda name: bar.advance(1, f"measuring {name}"),
             )
-        rows = compare.build_rows(measured, self.skipped, self.sampling, self.choices.lossy_rules)
+        rows = compare.build_rows(measured, self.skipped, self.sampling, self.choices.rules)
         return self._add_fixed_length_rows(generators, rows)
 
     def _add_fixed_length_rows(
@@ -217,7 +217,7 @@ class GenerateJob:
         measured = compare.measure(
             all_generators, self._render_prompts(plain), self.sampling, self.options.repeats, lambda _: None
         )
-        return compare.build_rows(measured, self.skipped, self.sampling, self.choices.lossy_rules)
+        return compare.build_rows(measured, self.skipped, self.sampling, self.choices.rules)
 
     def _print_figures(
         self, shown: str, figures: SpeedFigures, rows: Sequence[compare.MethodRow], drafter: str
@@ -235,12 +235,13 @@ class GenerateJob:
                 line += f" · {row.speed_up:.2f}x plain decoding"
         if shown == AUTO:  # the drafter's name lists the methods that `auto` chose
             line += f" · {drafter}"
-        if self.options.verify in self.choices.lossy_rules:
-            line += f" · lossy rule {self.options.verify}"
+        rule = self.choices.rules.get(self.options.verify)  # None = "auto", which chooses lossless rules
+        if rule is not None and not rule.is_lossless:
+            line += f" · lossy rule {rule.name}"
         self.screen.print_note(line, Style(bold=True))
 
     def _print_json(self, completions: Sequence[Completion], rows: Sequence[compare.MethodRow]) -> None:
-        result: dict[str, Any] = {"completions": [encode_completion(c, self.choices.lossy_rules) for c in completions]}
+        result: dict[str, Any] = {"completions": [encode_completion(c, self.choices.rules) for c in completions]}
         if self.options.compare:
             result["compare"] = [row.json for row in rows]
         self.screen.out.file.write(json.dumps(result, ensure_ascii=False, allow_nan=False) + "\n")

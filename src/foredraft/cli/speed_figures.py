@@ -2,12 +2,15 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from foredraft.outputs import Completion, Stats
+
+if TYPE_CHECKING:
+    from foredraft.verification.rule import Rule
 
 
 def sum_stats(stats: Iterable[Stats]) -> Stats:
@@ -48,10 +51,10 @@ class SpeedFigures:
         )
 
 
-def encode_completion(completion: Completion, lossy: frozenset[str]) -> dict[str, Any]:
+def encode_completion(completion: Completion, rules: Mapping[str, "Rule"]) -> dict[str, Any]:
     """Return the JSON object of a completion.
 
-    Its keys are fixed, except for `verification`, if the rule is in `lossy`, and `error`, if the request failed.
+    Its keys are fixed, except for `verification`, if the rule is lossy, and `error`, if the request failed.
     """
     stats = completion.stats
     names = ("acceptance_length", "acceptance_rate", "per_position", "target_passes", "draft_time", "wall_time")
@@ -62,7 +65,7 @@ def encode_completion(completion: Completion, lossy: frozenset[str]) -> dict[str
         "logprobs": completion.logprobs and [dataclasses.asdict(entry) for entry in completion.logprobs],
         "stats": {name: getattr(stats, name) for name in names},
     }
-    if completion.verification in lossy:
+    if not rules[completion.verification].is_lossless:
         result["verification"] = completion.verification
     if completion.error is not None:
         result["error"] = completion.error

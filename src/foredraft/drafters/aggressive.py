@@ -108,7 +108,7 @@ class AggressiveDrafter:
             request, budget = batch.requests[b], batch.granted_nodes[b]
             depth = min(self.num_speculative_tokens, budget, request.max_draft_depth)
             if depth > 0:
-                branches = 1 if request.verify == "block" else self.config.branches
+                branches = self.config.branches if request.rule.takes_trees else 1
                 drafts[b] = Draft.from_paths(self._update_cursor(request).draft_branches(depth, branches), budget)
         return to_token_tree(batch, drafts)
 

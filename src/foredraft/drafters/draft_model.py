@@ -123,7 +123,7 @@ class DraftModel:
     def _start_draft(self, batch: Batch, b: int) -> GrowingDraft | None:
         request = batch.requests[b]
         depth = min(request.max_draft_depth, self.lm.context_length - request.num_tokens + 1)
-        spec = self.tree_spec.restrict(max(depth, 0), batch.granted_nodes[b], request.verify == "block")
+        spec = self.tree_spec.restrict(max(depth, 0), batch.granted_nodes[b], not request.rule.takes_trees)
         return (
             GrowingDraft(TreeBuilder(request, spec), request.num_tokens - 1)
             if spec.max_nodes > 0 and spec.max_depth > 0

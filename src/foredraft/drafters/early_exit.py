@@ -109,7 +109,7 @@ class EarlyExit:
         if request.num_computed != request.num_tokens - 1:
             return None
         spec = self.tree_spec.restrict(
-            max(request.max_draft_depth, 0), batch.granted_nodes[b], request.verify == "block"
+            max(request.max_draft_depth, 0), batch.granted_nodes[b], not request.rule.takes_trees
         )
         return (
             GrowingDraft(TreeBuilder(request, spec), request.num_computed)

@@ -177,7 +177,7 @@ class EnsembleDrafter:
             for i in self.token_member_indices
             if (candidate := self.members[i].draft_from_tokens(i, request, budget)) is not None
         ]
-        is_chain = request.verify == "block"
+        is_chain = not request.rule.takes_trees
         if (
             len(candidates) > 1
             and self.mode != "sequence"
@@ -191,7 +191,7 @@ class EnsembleDrafter:
                 self._node_maps[i, b] = [0]  # until its draft is selected, no node is its own
             if not candidate.is_sampled:  # a sampled draft is recorded only if it is verified
                 candidate.past_index = step.add_draft(candidate.key, candidate.draft.tokens, candidate.draft.parents)
-        is_sampled = not request.sampling.is_greedy and request.verify == "reject"
+        is_sampled = not request.sampling.is_greedy and request.rule.uses_q
         stale = tuple(i for i in self.model_stats if not self._is_fresh(i, request.slot))
         return RequestChoices(request.slot, budget, candidates, not is_chain, not is_chain and not is_sampled, stale)
 

@@ -185,7 +185,7 @@ class FeatureDrafter:
         # n committed tokens form n - 1 pairs.
         if not self._has_root_output(request.slot) or num_pairs != request.num_tokens - 1:
             return None
-        spec = self.tree_spec.restrict(request.max_draft_depth, batch.granted_nodes[b], request.verify == "block")
+        spec = self.tree_spec.restrict(request.max_draft_depth, batch.granted_nodes[b], not request.rule.takes_trees)
         if spec.max_nodes <= 0 or spec.max_depth <= 0:
             return None
         # KV position of the first pair that contains the root's token. The committed pairs have the positions 0 to

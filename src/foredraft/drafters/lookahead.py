@@ -181,7 +181,7 @@ class LookaheadDrafter(TokenDrafter[LookaheadState]):
 
     def draft_tokens(self, state: LookaheadState, request: Request, depth: int, budget: int) -> Draft:
         guesses = [path[:depth] for path in state.pool.get_continuations(state.tokens[-1])]
-        if request.verify == "block":
+        if not request.rule.takes_trees:
             return Draft.from_paths(guesses[:1], budget)
         if state.window is None:
             state.window = LookaheadWindow(self.config.window, self._ngram_size - 1, _select_initial_tokens(request))

@@ -88,12 +88,13 @@ class MedusaRequest:
     @property
     def uses_q(self) -> bool:
         """Whether draft tokens are sampled from a q that the verification rule uses."""
-        return not self.request.sampling.is_greedy and self.request.verify in ("reject", "block")
+        return self.request.rule.uses_q and not self.request.sampling.is_greedy
 
     @property
     def is_random(self) -> bool:
         """Whether draft tokens are sampled, from a q or with the target's noise."""
-        return self.uses_q or (not self.request.sampling.is_greedy and self.request.verify == "match")
+        rule = self.request.rule
+        return (rule.uses_q or rule.shares_noise) and not self.request.sampling.is_greedy
 
 
 class Medusa:
@@ -167,7 +168,7 @@ class Medusa:
         state = self._states.get(request)
         if state is None or request.max_draft_depth < 1:
             return None
-        tree = self._chain_tree if request.verify == "block" else self.tree
+        tree = self.tree if request.rule.takes_trees else self._chain_tree
         return MedusaRequest(b, request, tree.restrict(request.max_draft_depth, batch.granted_nodes[b]), state)
 
     def _truncate_unconfident(

@@ -81,8 +81,8 @@ class NgramLMChain:
 
     @property
     def needs_q(self) -> bool:
-        """True if the verification reads q; `match` reads only the token, and a greedy q is one-hot."""
-        return self.request.verify in ("reject", "block") and not self.request.sampling.is_greedy
+        """True if the verification reads q and q is not one-hot, as a greedy q is."""
+        return self.request.rule.uses_q and not self.request.sampling.is_greedy
 
     def compute_q(self, model: NgramModel) -> Floats:
         """Compute the model's distribution [V] after the tokens drafted so far."""

@@ -99,7 +99,7 @@ class StepDrafter:
         state = self._states.get(request)
         if state is None:
             return None
-        spec = self.tree_spec.restrict(request.max_draft_depth, batch.granted_nodes[b], request.verify == "block")
+        spec = self.tree_spec.restrict(request.max_draft_depth, batch.granted_nodes[b], not request.rule.takes_trees)
         return (
             GrowingStepDraft(b, TreeBuilder(request, spec), state)
             if spec.max_depth > 0 and spec.max_nodes > 0

@@ -225,7 +225,7 @@ class SuffixDrafter:
         matches = state.matches
         state.match_length, state.expected_accepted = max(match.length for match in matches), 0.0
         plan = self.tree_spec.restrict(
-            self._limit_depth(state.match_length, request.max_draft_depth), budget, request.verify == "block"
+            self._limit_depth(state.match_length, request.max_draft_depth), budget, not request.rule.takes_trees
         )
         if state.match_length < config.min_match or plan.max_nodes < 1 or plan.max_depth < 1:
             return Draft()

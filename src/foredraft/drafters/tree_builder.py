@@ -93,7 +93,7 @@ class TreeSpec:
         return replace(self, num_paths=count, max_nodes=min(self.max_nodes, count * self.max_depth))
 
     def restrict(self, depth: int, budget: int, is_chain: bool) -> "TreeSpec":
-        """Cut the spec to `depth` levels and `budget` nodes; to a chain if `is_chain` (rule `block`)."""
+        """Cut the spec to `depth` levels and `budget` nodes; to a chain if `is_chain` (a rule that takes no trees)."""
         depth = min(depth, self.max_depth)
         if is_chain or (self.width == 1 and self.static_tree is None):
             depth = min(depth, budget)
@@ -191,7 +191,7 @@ class TreeBuilder:
     @property
     def uses_q(self) -> bool:
         """Whether children are sampled from a q that the verification rule uses."""
-        return not self.is_greedy and self.request.verify in ("reject", "block")
+        return not self.is_greedy and self.request.rule.uses_q
 
     @property
     def prunes_nodes(self) -> bool:
@@ -200,8 +200,8 @@ class TreeBuilder:
 
     @property
     def shares_noise(self) -> bool:
-        """Whether draft and target sample a position with the same noise (rule `match`)."""
-        return not self.is_greedy and self.request.verify == "match"
+        """Whether draft and target sample a position with the same noise."""
+        return not self.is_greedy and self.request.rule.shares_noise
 
     def collect_path(self, node: int) -> list[int]:
         """Return the tokens from below the root down to a node."""

@@ -192,8 +192,8 @@ class Engine:
         forward_batch, with_prompt_logits = self._build_forward_batch(batch, tree)
         logits, features = self.target.forward(forward_batch, self.drafter.hidden_layers)
         output = collect_output(batch, tree, logits, with_prompt_logits)
-        # `verify` is the name of a request's rule; a batch may hold requests with different rules.
-        commit = combine_rules([r.verify for r in batch.requests])(tree, output.probs, _build_noise(batch, tree))
+        verify = combine_rules([r.rule for r in batch.requests])  # a batch may hold requests with different rules
+        commit = verify(tree, output.probs, _build_noise(batch, tree))
         commit = self._push_to_transcripts(batch, tree, commit, output, seconds_per_request)
         starts, pages = [r.num_computed for r in batch.requests], [r.pages for r in batch.requests]
         compact_accepted(self.target.pool, commit.path_lists, starts, pages, self.page_size, self.device)

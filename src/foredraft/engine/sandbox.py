@@ -247,8 +247,9 @@ class SandboxedDrafter:
         is_ordered = is_chain or all(0 <= parent < node for node, parent in enumerate(parents[1:], 1))
         if len(parents) != len(tokens) or parents[0] != -1 or not is_ordered:
             return "a parent is not an earlier node"
-        if batch.requests[b].verify == "block" and not is_chain:
-            return "branches for a request under block verification, which takes chains"
+        rule = batch.requests[b].rule
+        if not is_chain and not rule.takes_trees:
+            return f"branches for a request under {rule.name} verification, which takes chains"
         if min(tokens) < 0 or max(tokens) >= self.vocab_size:
             return "a token outside the vocabulary"
         if (

@@ -242,7 +242,7 @@ class Transcript:
             prompt=self.prompt,
             prompt_token_ids=list(request.prompt),
             index=request.sample_index,
-            verification=request.verify,
+            verification=request.rule.name,
             error=self.error,
         )
 

@@ -25,6 +25,7 @@ from foredraft.llm import DEFAULT_DRAFTER, LLM, DrafterSpec
 from foredraft.models import attention
 from foredraft.models.prompts import Prompt
 from foredraft.source import EncoderSource, PreparedPrompt
+from foredraft.verification.rule import Rule
 
 # Inputs that generate() prepares for its own loop; this loop derives them from the tokens.
 _DERIVED_INPUTS = frozenset({"use_cache", "cache_position", "position_ids", "past_key_values", "logits_to_keep"})
@@ -40,7 +41,7 @@ class SpeculateSettings:
 
     drafter: DrafterSpec
     num_speculative_tokens: int | None
-    verify: str
+    verify: str | Rule
     fused: bool
     tokenizer: Any
 
@@ -184,7 +185,7 @@ def speculate(
     drafter: DrafterSpec = DEFAULT_DRAFTER,
     *,
     num_speculative_tokens: int | None = None,
-    verify: str = "auto",
+    verify: str | Rule = "auto",
     tokenizer: Any = None,
     streamer: Any = None,
     fused: bool = False,
@@ -223,7 +224,7 @@ def generate(
     *,
     drafter: DrafterSpec = DEFAULT_DRAFTER,
     num_speculative_tokens: int | None = None,
-    verify: str = "auto",
+    verify: str | Rule = "auto",
     tokenizer: Any = None,
     fused: bool = False,
     **kwargs: Any,

@@ -16,7 +16,6 @@ from foredraft.server.generation import Generation
 from foredraft.server.sampling_params import format_spec_metrics
 from foredraft.server.schemas import GenerationRequest
 from foredraft.server.sse import EventStream, encode_event, run_until_disconnect
-from foredraft.verification.rules import LOSSY_RULES
 
 if TYPE_CHECKING:
     from foredraft.server.service import Service
@@ -35,9 +34,9 @@ class ResponseHead:
     @classmethod
     def for_request(cls, service: "Service", request: GenerationRequest, prefix: str, kind: str) -> "ResponseHead":
         name = f"{prefix}-{request.request_id or uuid.uuid4().hex}"
-        rule = service.llm.verify
+        rule = service.llm.rule
         model = request.model or service.settings.model_names[0]
-        return cls(name, kind, int(time.time()), model, rule if rule in LOSSY_RULES else None)
+        return cls(name, kind, int(time.time()), model, None if rule is None or rule.is_lossless else rule.name)
 
     def build_body(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         body = {

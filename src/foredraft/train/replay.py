@@ -24,6 +24,7 @@ from foredraft.outputs import Stats
 from foredraft.request import Batch, Request
 from foredraft.train.trace import Tracer
 from foredraft.tree import Commit, TokenTree
+from foredraft.verification.rules import MATCH
 
 REGIMES = {"greedy": 0.0, "sampled": 1.0}  # name -> temperature
 
@@ -130,7 +131,7 @@ class Replay:
         for index, (sequence, sequence_states) in enumerate(zip(recording.sequences, states, strict=True)):
             request = Request(
                 slot=-1, prompt=list(sequence.prompt), sampling=sequence.sampling, seed=sequence.seed,
-                eos_ids=llm.end_ids, max_length=llm.target.context_length, verify="match",
+                eos_ids=llm.end_ids, max_length=llm.target.context_length, rule=MATCH,
             )  # fmt: skip
             self.sequences[request], self.transcripts[request] = sequence, Transcript(request, index)
             if sequence_states is not None:

@@ -1,4 +1,4 @@
-"""Verification rules: pure functions `rule(tree, p, noise) -> Commit`.
+"""Verification rules: pure functions `verify(tree, p, noise) -> Commit`, each with its `Rule`.
 
 p is the distribution of the target, q that of the draft. Both have one row per scored node: the root and the draft
 nodes. A row holds the distribution of the token after its node. The picture at the top of `tree.py` shows nodes, rows
@@ -25,8 +25,8 @@ from torch import Tensor
 from foredraft.tree import Commit, TokenTree
 from foredraft.verification.noise import Noise
 from foredraft.verification.probs import NO_TOKEN, InvalidLogitsError, Probs, TargetProbs, to_target_probs
+from foredraft.verification.rule import Rule, VerifyFunction
 
-Rule = Callable[[TokenTree, Tensor | TargetProbs, Noise], Commit]  # p is a tensor [R, V], or computed on demand
 AcceptedPath = tuple[list[int], list[int]]  # (the root and the accepted nodes below it, the token after each of them)
 
 
@@ -185,7 +185,7 @@ class TypicalAcceptance:
     samples_last: bool = False  # sample the token after the path instead of taking the argmax
 
     def __call__(self, tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
-        """Verify as a `Rule`."""
+        """Verify as a `VerifyFunction`."""
         probs = to_target_probs(p)
 
         def walk(b: int) -> AcceptedPath:
@@ -279,27 +279,42 @@ def _iterate_siblings(tree: TokenTree, b: int, node: int, vocab_size: int) -> It
         remaining = q.exclude(x)
 
 
-def combine_rules(names: Sequence[str]) -> Rule:
-    """Return the rule for a batch in which request b is verified by RULES[names[b]]."""
-    if len(set(names)) == 1:
-        return RULES[names[0]]
+def combine_rules(rules: Sequence[Rule]) -> VerifyFunction:
+    """Return the function that verifies a batch in which request b has rules[b]."""
+    first = rules[0]
+    if all(rule is first for rule in rules):
+        return first.verify
 
-    def rule(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
+    def verify(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
         probs = to_target_probs(p)
-        paths: list[list[int]] = [[] for _ in names]
-        tokens: list[list[int]] = [[] for _ in names]
+        paths: list[list[int]] = [[] for _ in rules]
+        tokens: list[list[int]] = [[] for _ in rules]
         failed: set[int] = set()
-        for name in sorted(set(names)):  # a rule gets only its own requests, because `block` refuses trees
-            indices = [b for b, other in enumerate(names) if other == name]  # batch indices of this rule
+        for rule in dict.fromkeys(rules):  # a rule gets only its own requests, because some take no trees
+            indices = [b for b, other in enumerate(rules) if other is rule]  # batch indices of this rule
             rows = torch.tensor([r for b in indices for r in range(*tree.row_offsets[b : b + 2])], dtype=torch.int64)
-            commit = RULES[name](tree.select(indices), probs.select(rows.tolist()), noise.select(indices, rows))
+            commit = rule.verify(tree.select(indices), probs.select(rows.tolist()), noise.select(indices, rows))
             for i, b in enumerate(indices):
                 paths[b], tokens[b] = commit.path_lists[i], commit.token_lists[i]
             failed |= {indices[i] for i in commit.failed}
         return Commit.from_lists(paths, tokens, failed=frozenset(failed))
 
-    return rule
+    return verify
 
 
-RULES: dict[str, Rule] = {"match": match, "reject": reject, "block": block, "typical": TypicalAcceptance()}
-LOSSY_RULES = frozenset({"typical"})  # rules that change the output distribution
+MATCH = Rule("match", match, takes_trees=True, uses_q=False, shares_noise=True, is_lossless=True, is_reproducible=True)
+REJECT = Rule(
+    "reject", reject, takes_trees=True, uses_q=True, shares_noise=False, is_lossless=True, is_reproducible=False
+)
+BLOCK = Rule(
+    "block", block, takes_trees=False, uses_q=True, shares_noise=False, is_lossless=True, is_reproducible=False
+)
+TYPICAL = Rule(
+    "typical",
+    TypicalAcceptance(),
+    takes_trees=True,
+    uses_q=False,
+    shares_noise=False,
+    is_lossless=False,
+    is_reproducible=False,
+)

@@ -1,0 +1,40 @@
+"""Verification rule: a function that verifies drafts, and the properties by which drafters and reports treat it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from foredraft.tree import Commit, TokenTree
+from foredraft.verification.noise import Noise
+from foredraft.verification.probs import TargetProbs
+
+# (tree, p, noise) -> commit; p is a tensor [R, V], or computed on demand
+VerifyFunction = Callable[[TokenTree, Tensor | TargetProbs, Noise], Commit]
+
+
+@dataclass(frozen=True, eq=False)  # compared by identity
+class Rule:
+    """Verification rule with its declared properties.
+
+    Drafters, engine and reports read the properties. The name is text for options, messages and results; no code
+    compares it.
+
+    Attributes:
+        name: name in options, messages and results.
+        verify: the rule itself, a pure function of token trees, p and noise.
+        takes_trees: whether it verifies trees. False = drafts must be chains.
+        uses_q: whether it reads q, so that drafters sample and return the q of every sampled token.
+        shares_noise: whether it samples the token at a position with the noise key of that position
+            (`Noise.get_key`). A drafter that samples with this key chooses the same token if p and q agree.
+        is_lossless: whether the output has the distribution of plain decoding.
+        is_reproducible: whether the output of a seed is independent of the drafts.
+    """
+
+    name: str
+    verify: VerifyFunction
+    takes_trees: bool
+    uses_q: bool
+    shares_noise: bool
+    is_lossless: bool
+    is_reproducible: bool
