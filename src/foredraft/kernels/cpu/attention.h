@@ -9,10 +9,10 @@
 #include "foredraft.h"
 #include "simd.h"
 
-#define KEY_BLOCK 16  /* keys scored at a time */
-#define HEAD_BLOCK 4  /* query heads that share one read of a key */
-#define PREFETCH_KEYS 8 /* values prefetched ahead of their use */
-#define VALUE_BLOCK 64 /* columns of the values summed at a time */
+#define KEY_BLOCK 16    /* keys scored at a time */
+#define HEAD_BLOCK 4    /* query heads that share one read of a key */
+#define PREFETCH_KEYS 8 /* keys whose values are prefetched before their use */
+#define VALUE_BLOCK 64  /* columns of the values summed at a time */
 
 INLINE long attention_scratch(const fd_rows *rows, int group) { /* bytes per thread */
     long ranks = (rows->max_keys + KEY_BLOCK - 1) / KEY_BLOCK * KEY_BLOCK;
@@ -55,7 +55,8 @@ INLINE void reduce_sum_16(vf *v, float *to) {
         x[i / 2] = _mm512_add_ps(a, b);
     }
     for (int i = 0; i < 4; i += 2)
-        x[i / 2] = _mm512_add_ps(_mm512_shuffle_f32x4(x[i], x[i + 1], 0x88), _mm512_shuffle_f32x4(x[i], x[i + 1], 0xdd));
+        x[i / 2] =
+            _mm512_add_ps(_mm512_shuffle_f32x4(x[i], x[i + 1], 0x88), _mm512_shuffle_f32x4(x[i], x[i + 1], 0xdd));
     __m512 y = _mm512_add_ps(_mm512_shuffle_f32x4(x[0], x[1], 0x88), _mm512_shuffle_f32x4(x[0], x[1], 0xdd));
     _mm512_storeu_ps(to, y);
 #else
@@ -63,8 +64,9 @@ INLINE void reduce_sum_16(vf *v, float *to) {
 #endif
 }
 
-INLINE void score_keys(const float *q, const void *keys, const int32_t *slots, int count, long stride, long head, int dim,
-                  int has_bf16, float *to, long to_stride, const int G) {
+/* Scores of KEY_BLOCK keys for G query heads. */
+INLINE void score_keys(const float *q, const void *keys, const int32_t *slots, int count, long stride, long head,
+                       int dim, int has_bf16, float *to, long to_stride, const int G) {
     vf part[HEAD_BLOCK][KEY_BLOCK];
     for (int i = 0; i < KEY_BLOCK; i++) {
         long at = slots[i < count ? i : count - 1] * stride + head;
@@ -80,13 +82,15 @@ INLINE void score_keys(const float *q, const void *keys, const int32_t *slots, i
     for (int g = 0; g < G; g++) reduce_sum_16(part[g], to + g * to_stride);
 }
 
-INLINE void add_weighted_values(const float *weight, long weight_stride, const void *values, const int32_t *slots, int count,
-                   long stride, long head, int has_bf16, float *to, int dim, const int G, const int V) {
+/* Weighted sum of the values, for G query heads and V vectors of columns. */
+INLINE void sum_values(const float *weight, long weight_stride, const void *values, const int32_t *slots, int count,
+                       long stride, long head, int has_bf16, float *to, int dim, const int G, const int V) {
     vf acc[HEAD_BLOCK * VALUE_BLOCK / LANES];
     _Pragma("GCC unroll 16") for (int i = 0; i < G * V; i++) acc[i] = (vf){0};
     for (int r = 0; r < count; r++) {
         long at = slots[r] * stride + head;
-        if (r + PREFETCH_KEYS < count) prefetch_head(values, slots[r + PREFETCH_KEYS] * stride + head, V * LANES, has_bf16);
+        if (r + PREFETCH_KEYS < count)
+            prefetch_head(values, slots[r + PREFETCH_KEYS] * stride + head, V * LANES, has_bf16);
         _Pragma("GCC unroll 16") for (int j = 0; j < V; j++) {
             vf v = load_kv(values, at + j * LANES, has_bf16);
             _Pragma("GCC unroll 4") for (int g = 0; g < G; g++)
@@ -98,8 +102,13 @@ INLINE void add_weighted_values(const float *weight, long weight_stride, const v
     }
 }
 
-/* In place: softmax of s * scale plus the bias by distance. Entries after the last rank are ignored. */
-static void softmax_in_place(float *s, int count, float scale, float softcap, const float *bias, int max_distance, int ahead, int span) {
+/* In place: softmax of s * scale plus the bias by distance. Entries after the last key are ignored.
+ *
+ * `ahead` keys follow the row's own. bias[0] is for all keys further back than max_distance, bias[span] for the last
+ * entry's key and all after it.
+ */
+static void softmax_in_place(float *s, int count, float scale, float softcap, const float *bias, int max_distance,
+                             int ahead, int span) {
     int padded = (count + LANES - 1) / LANES * LANES;
     vf max = broadcast(-3e38f), total = {0};
     for (int i = count; i < padded; i++) s[i] = 0;
@@ -128,28 +137,34 @@ static void softmax_in_place(float *s, int count, float scale, float softcap, co
 }
 
 INLINE int bias_span(const fd_attention *a) { return a->query_rows ? 2 * a->max_distance : a->max_distance; }
-INLINE int keys_ahead(const fd_attention *a, const fd_rows *rows, int row) { /* keys beyond the row's own */
-    return a->query_rows ? rows->num_committed[row] + rows->path_length[row] - a->query_rows->num_committed[row] - a->query_rows->path_length[row] : 0;
+INLINE int count_keys(const fd_rows *rows, int row) { return rows->num_committed[row] + rows->path_length[row]; }
+INLINE int keys_ahead(const fd_attention *a, const fd_rows *rows, int row) { /* keys after the row's own */
+    return a->query_rows ? count_keys(rows, row) - count_keys(a->query_rows, row) : 0;
 }
 INLINE const float *bias_row(const fd_attention *a, int head) {
     return a->bias ? a->bias + (long)head * (bias_span(a) + 1) : NULL;
 }
 
+INLINE void softmax_of_head(const fd_attention *a, const fd_rows *rows, int row, int head, float *s, int count) {
+    softmax_in_place(s, count, a->scale, a->softcap, bias_row(a, head), a->max_distance, keys_ahead(a, rows, row),
+                     bias_span(a));
+}
+
 #define SCORE(G)                                                                                                       \
     case G:                                                                                                            \
-        score_keys(q, a->keys, slots + i, count - i, stride, head, dim, has_bf16, weight + g * ranks + i, ranks, G);        \
+        score_keys(q, a->keys, slots + i, count - i, stride, head, dim, has_bf16, weight + g * ranks + i, ranks, G);   \
         break;
-#define ADD_WEIGHTED(G)                                                                                                      \
+#define SUM_VALUES(G)                                                                                                \
     case G:                                                                                                            \
-        if (dim - d >= VALUE_BLOCK)                                                                                        \
-            add_weighted_values(weight + g * ranks, ranks, a->values, slots, count, stride, head + d, has_bf16, out + d, dim, G,    \
-                   VALUE_BLOCK / LANES);                                                                                   \
+        if (dim - d >= VALUE_BLOCK)                                                                                    \
+            sum_values(weight + g * ranks, ranks, a->values, slots, count, stride, head + d, has_bf16, out + d, dim, G,\
+                   VALUE_BLOCK / LANES);                                                                               \
         else                                                                                                           \
-            add_weighted_values(weight + g * ranks, ranks, a->values, slots, count, stride, head + d, has_bf16, out + d, dim, G,    \
+            sum_values(weight + g * ranks, ranks, a->values, slots, count, stride, head + d, has_bf16, out + d, dim, G,\
                    16 / LANES);                                                                                        \
         break;
 
-/* Keys and weights of one row and one key head. */
+/* What one row sees of one key head: the slots of its keys, and the scores or weights of its query heads. */
 typedef struct {
     int group, count;         /* query heads of the key head; keys seen */
     long stride, head, ranks; /* slot stride; offset of the head; count in whole blocks */
@@ -158,7 +173,7 @@ typedef struct {
 } row_view;
 
 INLINE row_view view_row(const fd_attention *a, const fd_rows *rows, int row, int kv_head, char *scratch) {
-    int length = rows->num_committed[row] + rows->path_length[row];
+    int length = count_keys(rows, row);
     int from = a->sliding_window && length > a->sliding_window ? length - a->sliding_window : 0, count = length - from;
     long ranks = (count + KEY_BLOCK - 1) / KEY_BLOCK * KEY_BLOCK;
     int32_t *slots = (int32_t *)scratch;
@@ -182,18 +197,18 @@ INLINE void attend_float(const fd_attention *a, const fd_rows *rows, int row, in
         for (int i = 0; i < count; i += KEY_BLOCK) {
             switch (heads) { SCORE(1) SCORE(2) SCORE(3) SCORE(4) }
         }
-        for (int h = 0; h < heads; h++) softmax_in_place(weight + (g + h) * ranks, count, a->scale, a->softcap, bias_row(a, kv_head * v.group + g + h), a->max_distance,
-                   keys_ahead(a, rows, row), bias_span(a));
+        for (int h = 0; h < heads; h++)
+            softmax_of_head(a, rows, row, kv_head * v.group + g + h, weight + (g + h) * ranks, count);
         for (int d = 0; d < dim; d += dim - d >= VALUE_BLOCK ? VALUE_BLOCK : 16) {
-            switch (heads) { ADD_WEIGHTED(1) ADD_WEIGHTED(2) ADD_WEIGHTED(3) ADD_WEIGHTED(4) }
+            switch (heads) { SUM_VALUES(1) SUM_VALUES(2) SUM_VALUES(3) SUM_VALUES(4) }
         }
     }
 }
 
 #ifdef __AVX512BF16__
 /* Queries and weights are rounded to bf16 like keys and values, which halves the instructions. */
-INLINE void score_keys_bf16(const uint16_t *q, const uint16_t *keys, const int32_t *slots, int count, long stride, long head,
-                       int dim, float *to, long to_stride, const int G) {
+INLINE void score_keys_bf16(const uint16_t *q, const uint16_t *keys, const int32_t *slots, int count, long stride,
+                            long head, int dim, float *to, long to_stride, const int G) {
     vf part[HEAD_BLOCK][KEY_BLOCK];
     for (int i = 0; i < KEY_BLOCK; i++) {
         const uint32_t *k = (const uint32_t *)(keys + slots[i < count ? i : count - 1] * stride + head);
@@ -211,8 +226,8 @@ INLINE void score_keys_bf16(const uint16_t *q, const uint16_t *keys, const int32
 }
 
 /* Two keys and 64 columns at a time; the values are paired in the processor's interleaving order. */
-INLINE void add_weighted_values_bf16(const uint16_t *weight, long weight_stride, const uint16_t *values, const int32_t *slots,
-                        int count, long stride, long head, float *to, int dim, const int G, const int V) {
+INLINE void sum_values_bf16(const uint16_t *weight, long weight_stride, const uint16_t *values, const int32_t *slots,
+                            int count, long stride, long head, float *to, int dim, const int G, const int V) {
     __m512 acc[HEAD_BLOCK * 4];
     _Pragma("GCC unroll 16") for (int i = 0; i < G * V; i++) acc[i] = _mm512_setzero_ps();
     for (int r = 0; r < count; r += 2) {
@@ -253,14 +268,14 @@ INLINE void convert_weights_to_bf16(float *s, int count) {
 
 #define SCORE_BF16(G)                                                                                                  \
     case G:                                                                                                            \
-        score_keys_bf16(q, a->keys, slots + i, count - i, stride, head, dim, weight + g * ranks + i, ranks, G);             \
+        score_keys_bf16(q, a->keys, slots + i, count - i, stride, head, dim, weight + g * ranks + i, ranks, G);        \
         break;
-#define ADD_WEIGHTED_BF16(G)                                                                                                 \
+#define SUM_VALUES_BF16(G)                                                                                           \
     case G:                                                                                                            \
-        if (dim - d >= VALUE_BLOCK)                                                                                        \
-            add_weighted_values_bf16(bf16_weights, 2 * ranks, a->values, slots, count, stride, head + d, out + d, dim, G, 4);           \
+        if (dim - d >= VALUE_BLOCK)                                                                                    \
+            sum_values_bf16(bf16_weights, 2 * ranks, a->values, slots, count, stride, head + d, out + d, dim, G, 4);   \
         else                                                                                                           \
-            add_weighted_values_bf16(bf16_weights, 2 * ranks, a->values, slots, count, stride, head + d, out + d, dim, G, 2);           \
+            sum_values_bf16(bf16_weights, 2 * ranks, a->values, slots, count, stride, head + d, out + d, dim, G, 2);   \
         break;
 
 static void attend_bf16(const fd_attention *a, const fd_rows *rows, int row, int kv_head, char *scratch) {
@@ -279,13 +294,12 @@ static void attend_bf16(const fd_attention *a, const fd_rows *rows, int row, int
             switch (heads) { SCORE_BF16(1) SCORE_BF16(2) SCORE_BF16(3) SCORE_BF16(4) }
         }
         for (int h = 0; h < heads; h++) {
-            softmax_in_place(weight + (g + h) * ranks, count, a->scale, a->softcap, bias_row(a, kv_head * v.group + g + h), a->max_distance,
-                   keys_ahead(a, rows, row), bias_span(a));
+            softmax_of_head(a, rows, row, kv_head * v.group + g + h, weight + (g + h) * ranks, count);
             convert_weights_to_bf16(weight + (g + h) * ranks, count);
         }
         const uint16_t *bf16_weights = (const uint16_t *)(weight + g * ranks);
         for (int d = 0; d < dim; d += dim - d >= VALUE_BLOCK ? VALUE_BLOCK : 32) {
-            switch (heads) { ADD_WEIGHTED_BF16(1) ADD_WEIGHTED_BF16(2) ADD_WEIGHTED_BF16(3) ADD_WEIGHTED_BF16(4) }
+            switch (heads) { SUM_VALUES_BF16(1) SUM_VALUES_BF16(2) SUM_VALUES_BF16(3) SUM_VALUES_BF16(4) }
         }
     }
 }

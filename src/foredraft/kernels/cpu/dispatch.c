@@ -83,8 +83,12 @@ int fd_linear_with(const char *name, const fd_linear_args *args) {
 
 const char *fd_fingerprint(void) { return FD_FINGERPRINT; }
 const char *fd_selected(void) { return selected->name; }
-int64_t fd_decoder_scratch(const fd_model *m, const fd_rows *rows) { return selected->decoder_scratch(m, rows, fd_num_threads()); }
-void fd_decoder_forward(const fd_model *m, const fd_rows *rows, const fd_pass *p) { selected->decoder_forward(m, rows, p); }
+int64_t fd_decoder_scratch(const fd_model *m, const fd_rows *rows) {
+    return selected->decoder_scratch(m, rows, fd_num_threads());
+}
+void fd_decoder_forward(const fd_model *m, const fd_rows *rows, const fd_pass *p) {
+    selected->decoder_forward(m, rows, p);
+}
 int64_t fd_linear_scratch(const fd_weight *w, int rows) { return selected->linear_scratch(w, rows); }
 void fd_linear(const fd_linear_args *args) { selected->linear(args); }
 int64_t fd_attend_scratch(const fd_attention *a, const fd_rows *rows) {

@@ -19,14 +19,14 @@ typedef struct {
     int32_t n, k, kind, group;
 } fd_weight;
 
-/* Rows of a forward pass. Row t sees `num_committed[t]` tokens through its page table, then its own path in the tree. */
+/* Rows of a forward pass. Row t sees `num_committed[t]` tokens through its page table, then its own path. */
 typedef struct {
     int32_t num_rows, page_size, num_logits, max_keys;
-    const int32_t *tokens, *write_slots;          /* [num_rows] token ids, slots of the rows' own keys and values */
-    const int32_t *pages, *page_offset;           /* page tables, concatenated; [num_rows] start of a row's table */
-    const int32_t *path_slots, *path_offset;      /* slots of the paths, concatenated; [num_rows] start of a row's path */
-    const int32_t *num_committed, *path_length;   /* [num_rows]; a path includes the row itself */
-    const int32_t *logit_rows;                    /* [num_logits] */
+    const int32_t *tokens, *write_slots;        /* [num_rows] token ids, slots of the rows' own keys and values */
+    const int32_t *pages, *page_offset;         /* page tables, concatenated; [num_rows] start of a row's table */
+    const int32_t *path_slots, *path_offset;    /* slots of the paths, concatenated; [num_rows] start of a row's path */
+    const int32_t *num_committed, *path_length; /* [num_rows]; a path includes the row itself */
+    const int32_t *logit_rows;                  /* [num_logits] */
 } fd_rows;
 
 /* A decoder layer with rotary embeddings and a gated MLP. */
@@ -58,9 +58,9 @@ typedef struct {
 
 /* Inputs and outputs of a forward pass. */
 typedef struct {
-    void *const *keys, *const *values; /* [layers] of [slots, kv_heads, head_dim] */
+    void *const *keys, *const *values;             /* [layers] of [slots, kv_heads, head_dim] */
     void *const *cross_keys, *const *cross_values; /* the same, of the sources; encoder-decoder models */
-    const int32_t *hidden_layers;      /* [hidden_layer_count] layer boundaries to return */
+    const int32_t *hidden_layers;                  /* [hidden_layer_count] layer boundaries to return */
     int32_t hidden_layer_count;
     const float *inputs; /* [num_rows, hidden] or, if the model is EMBEDDED, NULL */
     float *features;     /* [num_rows, hidden_layer_count * hidden] */

@@ -80,5 +80,15 @@ static uint32_t read_memory(const void *from, int64_t bytes) {
     return r.seen;
 }
 
-const fd_kernels NAME(FD_ISA) = {STRING(FD_ISA), decoder_only_scratch, decoder_only_forward, linear_scratch, linear, attention_bytes,
-                                 attention, read_memory, encdec_scratch, encdec_forward};
+const fd_kernels NAME(FD_ISA) = {
+    .name = STRING(FD_ISA),
+    .decoder_scratch = decoder_only_scratch,
+    .decoder_forward = decoder_only_forward,
+    .encdec_scratch = encdec_scratch,
+    .encdec_forward = encdec_forward,
+    .linear_scratch = linear_scratch,
+    .linear = linear,
+    .attention_scratch = attention_bytes,
+    .attention = attention,
+    .read_memory = read_memory,
+};

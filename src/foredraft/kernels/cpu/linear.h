@@ -37,7 +37,7 @@ static void convert_row(const fd_weight *w, const float *x, char *to) {
         for (int k = 0; k < steps; k++) {                                                                              \
             if (V <= 2) {                                                                                              \
                 _Pragma("GCC unroll 2") for (int j = 0; j < V; j++)                                                    \
-                    __builtin_prefetch(col[j] + (k + PREFETCH_STEPS) * FD_PANEL * 4, 0, 2);                             \
+                    __builtin_prefetch(col[j] + (k + PREFETCH_STEPS) * FD_PANEL * 4, 0, 2);                            \
             }                                                                                                          \
             _Pragma("GCC unroll 12") for (int m = 0; m < M; m++) {                                                     \
                 _Pragma("GCC unroll 8") for (int j = 0; j < V; j++) acc[m * V + j] = STEP(                             \
@@ -76,8 +76,9 @@ static void run_f32(const char *const *col, int steps, const float *x, long stri
     switch (v * 16 + m) { ALL_CASES(tile_f32) }
 }
 
-/* `count` panels from `panel` on for m rows: count * PANEL_VECTORS vectors, or halves of a panel if registers are few. */
-static void multiply_block(const fd_weight *w, const char *x, long stride, int panel, int count, int m, int v, float *to) {
+/* `count` panels from `panel` on for m rows: all their vectors, or halves of a panel if registers are few. */
+static void multiply_block(const fd_weight *w, const char *x, long stride, int panel, int count, int m, int v,
+                           float *to) {
     const char *data = (const char *)w->data + panel * panel_bytes(w);
     for (int j0 = 0; j0 < count * PANEL_VECTORS; j0 += v) {
         const char *col[8];
@@ -94,7 +95,8 @@ static void multiply_block(const fd_weight *w, const char *x, long stride, int p
 static void multiply_panels(const fd_weight *w, const char *x, int rows, int first, int last, const epilogue *e) {
     long stride = row_bytes(w);
     int v = rows <= ACCUMULATORS / 8 ? 8 : rows <= ACCUMULATORS / 4 ? 4 : 2;
-    int max_height = ACCUMULATORS / v, tiles = (rows + max_height - 1) / max_height, height = (rows + tiles - 1) / tiles;
+    int max_height = ACCUMULATORS / v, tiles = (rows + max_height - 1) / max_height;
+    int height = (rows + tiles - 1) / tiles;
     for (int panel = first, count; panel < last; panel += count) {
         count = v > PANEL_VECTORS ? v / PANEL_VECTORS : 1;
         while (count > last - panel) count /= 2;
@@ -104,7 +106,8 @@ static void multiply_panels(const fd_weight *w, const char *x, int rows, int fir
             int m = rows - r < height ? rows - r : height;
             multiply_block(w, x + r * stride, stride, panel, count, m, vectors, to);
             for (int i = 0; i < m; i++)
-                for (int p = 0; p < count; p++) apply_epilogue(e, panel + p, r + i, to + i * 4 * FD_PANEL + p * FD_PANEL);
+                for (int p = 0; p < count; p++)
+                    apply_epilogue(e, panel + p, r + i, to + i * 4 * FD_PANEL + p * FD_PANEL);
         }
     }
 }
@@ -121,7 +124,7 @@ static void matmul(fd_team *team, const fd_weight *w, const char *x, int rows, c
     for (int p; (p = fd_take(team, chunk)) < panels;) {
         int last = p + chunk < panels ? p + chunk : panels;
         if (w->kind == FD_INT8 || w->kind == FD_INT4) quant_multiply(w, x, rows, p, last, e);
-        else if (by_tiles) multiply_panels_by_tiles(w, x, rows, p, last, e);
+        else if (by_tiles) multiply_panels_amx(w, x, rows, p, last, e);
         else multiply_panels(w, x, rows, p, last, e);
     }
     if (by_tiles) tile_release();

@@ -86,14 +86,15 @@ static void add_tail(const tile_block *b, int i, int rows, int pairs, float *sum
 }
 
 /* Writes result i of a block, without the rows that an earlier block has written. */
-static void finish(const fd_weight *w, const tile_block *b, int i, int height, int done, float *sums, const epilogue *e) {
+static void finish(const fd_weight *w, const tile_block *b, int i, int height, int done, float *sums,
+                   const epilogue *e) {
     int pairs = (w->k + 1) / 2;
     if (b->steps * STEP_PAIRS < pairs) add_tail(b, i, height, pairs, sums);
     for (int r = done; r < height; r++) apply_epilogue(e, b->number[i], b->row[i] + r, sums + r * FD_PANEL);
 }
 
 /* Panels [first, last) of every row, between begin_tiles(rows) and tile_release. */
-static void multiply_panels_by_tiles(const fd_weight *w, const char *x, int rows, int first, int last, const epilogue *e) {
+static void multiply_panels_amx(const fd_weight *w, const char *x, int rows, int first, int last, const epilogue *e) {
     int height = tile_height(rows), two_x = rows > TILE_ROWS;
     tile_block b = {.stride = row_bytes(w), .steps = w->k / (2 * STEP_PAIRS)};
     for (int panel = first, count; panel < last; panel += count) {
@@ -121,7 +122,7 @@ static void multiply_panels_by_tiles(const fd_weight *w, const char *x, int rows
 /* Never called. */
 INLINE void begin_tiles(int rows) { (void)rows; }
 INLINE void tile_release(void) {}
-INLINE void multiply_panels_by_tiles(const fd_weight *w, const char *x, int rows, int first, int last, const epilogue *e) {
+INLINE void multiply_panels_amx(const fd_weight *w, const char *x, int rows, int first, int last, const epilogue *e) {
     (void)w, (void)x, (void)rows, (void)first, (void)last, (void)e;
 }
 

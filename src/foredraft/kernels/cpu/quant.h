@@ -110,7 +110,8 @@ INLINE void store_quantised(char *to, vi n) {
 INLINE float quantise(const float *x, int count, char *to, int32_t *total) {
     vi max_bits = {0}, sums = {0};
     for (int i = 0; i < count; i += LANES) {
-        vi magnitude = (vi)load(x + i) & 0x7fffffff, is_larger = magnitude > max_bits; /* absolute values are ordered like their bits */
+        vi magnitude = (vi)load(x + i) & 0x7fffffff; /* absolute values are ordered like their bits */
+        vi is_larger = magnitude > max_bits;
         max_bits = (magnitude & is_larger) | (max_bits & ~is_larger);
     }
     int32_t bits = reduce_max_int(max_bits);
@@ -187,7 +188,8 @@ INLINE void quant_tile(const char *w, const quant_rows *x, float *to, const int 
         vi acc[QUANT_ROWS * PANEL_VECTORS];
         _Pragma("GCC unroll 8") for (int m = 0; m < M; m++) {
             uint32_t start = ((const uint32_t *)(row + m * stride))[groups + g];
-            _Pragma("GCC unroll 8") for (int v = 0; v < PANEL_VECTORS; v++) acc[m * PANEL_VECTORS + v] = (vi)broadcast_words(start);
+            _Pragma("GCC unroll 8") for (int v = 0; v < PANEL_VECTORS; v++)
+                acc[m * PANEL_VECTORS + v] = (vi)broadcast_words(start);
         }
         const char *scales = w;
         if (kind == FD_INT4) w += FD_PANEL * 2;
@@ -216,8 +218,8 @@ INLINE void quant_tile(const char *w, const quant_rows *x, float *to, const int 
 
 #define QUANT_CASE(M)                                                                                                  \
     case M:                                                                                                            \
-        if (kind == FD_INT8) quant_tile(w, x, to, M, FD_INT8);                                                  \
-        else quant_tile(w, x, to, M, FD_INT4);                                                                  \
+        if (kind == FD_INT8) quant_tile(w, x, to, M, FD_INT8);                                                         \
+        else quant_tile(w, x, to, M, FD_INT4);                                                                         \
         break;
 
 static void quant_run(const char *w, const quant_rows *x, float *to, int m, int kind) {

@@ -40,8 +40,8 @@ INLINE vf vselect(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (
 INLINE vf vmax(vf a, vf b) { return vselect(a > b, a, b); }
 INLINE vf vmin(vf a, vf b) { return vselect(a < b, a, b); }
 
-/* a * b + c, rounded once if the instruction set can. Compilers differ in which sums they fuse on their own, even between
- * copies of one loop, so -ffp-contract=off forbids it and every fused operation is written as a call of these. */
+/* a * b + c, rounded once if the instruction set can. Compilers differ in which sums they fuse on their own, even
+ * between copies of one loop, so -ffp-contract=off forbids it. Every fused operation is written as a call of these. */
 INLINE vf multiply_add(vf a, vf b, vf c) {
 #if LANES == 16
     return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);

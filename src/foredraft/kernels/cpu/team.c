@@ -162,8 +162,8 @@ static void pool_parallel(job *j) {
 
 /* A member that loses its core to another program delays the others at every barrier, for milliseconds each; then one
  * thread is faster than several. After a region that one thread would have finished sooner, the caller runs alone for
- * LOSS_FACTOR times the loss, and twice as long as before if it happens again. Before the team gets work again, a region of
- * barriers alone tests it. On idle cores no wait is that long. All values are nanoseconds. */
+ * LOSS_FACTOR times the loss, and twice as long as before if it happens again. Before the team gets work again, a
+ * region of barriers alone tests it. On idle cores no wait is that long. All values are nanoseconds. */
 static const int64_t MAX_WAIT_NS = 1000000, FIRST_SERIAL_NS = 20000000, MAX_SERIAL_NS = 5000000000, LOSS_FACTOR = 8;
 static _Thread_local int64_t serial_ns, serial_until;
 static _Thread_local int is_untested; /* the team is not yet tested after running alone */
