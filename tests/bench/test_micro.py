@@ -38,10 +38,10 @@ def test_reading_touches_every_byte():
     native = load_library()
     assert native is not None, "the native kernels were not built"
     data = torch.randint(0, 255, (1 << 20,), dtype=torch.uint8)
-    before = native.handle.fd_read(data.data_ptr(), len(data))
+    before = native.handle.fd_read_memory(data.data_ptr(), len(data))
     for place in (0, 5, 12345, len(data) - 1):
         data[place] ^= 1
-        after = native.handle.fd_read(data.data_ptr(), len(data))
+        after = native.handle.fd_read_memory(data.data_ptr(), len(data))
         assert after != before, f"byte {place} made no difference"
         before = after
 

@@ -92,7 +92,7 @@ def use_library(instruction_set: str = "", way: ThreadSetup = THREAD_SETUPS[0]) 
         native.select(name)
         torch.set_num_threads(way.threads)
         if way.has_own_pool:
-            native.handle.fd_share(None, None)
+            native.handle.fd_use_openmp(None, None)
         try:
             yield native
         finally:

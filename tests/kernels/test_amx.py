@@ -87,7 +87,7 @@ class Crooked:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.own, name)
 
-    def fd_forbid(self, name: bytes) -> None:
+    def fd_disable(self, name: bytes) -> None:
         self.allowed -= {b"", name}
 
     def fd_select(self, name: bytes) -> int:
@@ -95,8 +95,8 @@ class Crooked:
             return int(self.own.fd_select(name))
         return -1 if name == b"amx" else int(self.own.fd_select(b"portable"))
 
-    def fd_linear_by(self, name: bytes, product: LinearRecord) -> int:
-        failed = int(self.own.fd_linear_by(name, product))
+    def fd_linear_with(self, name: bytes, product: LinearRecord) -> int:
+        failed = int(self.own.fd_linear_with(name, product))
         if name == b"amx":
             count = product.rows * product.weight.contents.n
             self.spoil(product.rows, (ctypes.c_float * count).from_address(product.out))
@@ -161,7 +161,7 @@ def test_the_library_here_has_every_set_that_its_compiler_knows() -> None:
     """A mistake in one set's code would otherwise go unnoticed: the library does without it."""
     native = load_library()
     assert native is not None
-    source = build.HERE / "team.c"
+    source = build.HERE / "dispatch.c"
     for name, flags in build.list_machine_sets().items():
         command = [*(build.find_compiler() or []), *flags, "-E", "-o", "/dev/null", str(source), "-DFD_SETS="]
         if subprocess.run(command, capture_output=True, check=False).returncode == 0:

@@ -250,7 +250,7 @@ def test_an_openmp_that_is_not_there_leaves_the_pool_of_our_own(
     monkeypatch.setattr(module, "_find_openmp", lambda: None)
     native = load_library()
     assert native is not None
-    native.handle.fd_share(None, None)  # the process may have loaded this file before
+    native.handle.fd_use_openmp(None, None)  # the process may have loaded this file before
     weight, x = PackedWeight.pack(make_normal(300, 33, seed=0), None, Arena()), make_normal(7, 33, seed=1)
     alone = linear(x, weight)
     torch.set_num_threads(2)

@@ -95,7 +95,7 @@ def bound(case: Case) -> float:
 
     Kernels may round queries and weights to the type of the keys and values, as the processor multiplies them so.
     """
-    width, longest = case.query.shape[2], case.rows.record.longest
+    width, longest = case.query.shape[2], case.rows.record.max_keys
     rounding = 2.0**-8 if case.keys.dtype == torch.bfloat16 else 0.0
     size = (case.query.abs().amax(0).amax(0).double() * case.keys.abs().amax(0).amax(0).double()).sum().item()
     score = case.scale * size * ((width + 3) * ROUNDING + rounding)

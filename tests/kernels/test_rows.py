@@ -50,13 +50,13 @@ def test_the_native_side_reads_what_the_window_says(spans: list[Span], skipped: 
     def numbers(address: int, count: int) -> list[int]:
         return list((ctypes.c_int32 * count).from_address(address))
 
-    assert (record.rows, record.page_size, record.num_logits) == (window.num_rows, PAGE_SIZE, 9 - skipped)
-    assert numbers(record.tokens, record.rows) == window.tokens[0].tolist()
-    assert numbers(record.write, record.rows) == window.write_slots.tolist()
+    assert (record.num_rows, record.page_size, record.num_logits) == (window.num_rows, PAGE_SIZE, 9 - skipped)
+    assert numbers(record.tokens, record.num_rows) == window.tokens[0].tolist()
+    assert numbers(record.write_slots, record.num_rows) == window.write_slots.tolist()
     assert numbers(record.logit_rows, record.num_logits) == window.logit_rows.tolist()
-    start, tail = numbers(record.start, record.rows), numbers(record.tail, record.rows)
+    start, tail = numbers(record.num_committed, record.num_rows), numbers(record.path_length, record.num_rows)
     assert [a + b - 1 for a, b in zip(start, tail, strict=True)] == window.positions[0].tolist()
-    assert record.longest == max(len(seen) for seen in compute_visible_slots(spans, None).values())
+    assert record.max_keys == max(len(seen) for seen in compute_visible_slots(spans, None).values())
 
 
 @given(spans())

@@ -111,7 +111,7 @@ def _measure_bandwidth(native: NativeLibrary, rounds: int) -> MemoryBandwidth:
     for count in (1, threads):
         torch.set_num_threads(count)
         native.sync_threads()
-        times = [_time_call(lambda: native.handle.fd_read(memory.data_ptr(), READ_BYTES)) for _ in range(rounds)]
+        times = [_time_call(lambda: native.handle.fd_read_memory(memory.data_ptr(), READ_BYTES)) for _ in range(rounds)]
         gigabytes_per_second.append(READ_BYTES / statistics.median(times) / 1e9)
     torch.set_num_threads(threads)
     return MemoryBandwidth(*gigabytes_per_second)
@@ -141,7 +141,7 @@ def _measure_linear(
     for _ in range(plan.rounds):
         for rows in plan.rows:
             x = torch.randn(rows, k, dtype=dtype)
-            read_seconds = _time_call(lambda: native.handle.fd_read(read_buffer.data_ptr(), COLD_BYTES))
+            read_seconds = _time_call(lambda: native.handle.fd_read_memory(read_buffer.data_ptr(), COLD_BYTES))
             native_seconds = _time_call(lambda x=x: _multiply_all(linear, x, packed)) / count  # type: ignore[misc]
             torch_seconds = _time_call(lambda x=x: _multiply_all(F.linear, x, dense)) / len(dense) if has_torch else 0.0  # type: ignore[misc]
             times[rows].append((native_seconds, torch_seconds, COLD_BYTES / read_seconds / 1e9))

@@ -35,12 +35,12 @@ class PackedRows:
     """Packed rows. `record` points into `numbers` and is valid as long as this object lives."""
 
     record: RowsRecord
-    numbers: Tensor  # int32: the nine lists of fd_window, concatenated
+    numbers: Tensor  # int32: the nine lists of fd_rows, concatenated
     counts: tuple[int, ...]  # their lengths
 
     @property
     def num_rows(self) -> int:
-        return int(self.record.rows)
+        return int(self.record.num_rows)
 
     @property
     def num_logits(self) -> int:

@@ -87,7 +87,7 @@ static float flushed(float x) { return x > -0x1p-126f && x < 0x1p-126f ? 0 * x :
 static float bf16_at(const uint8_t *row, int i) {
     uint16_t h;
     memcpy(&h, row + 2 * i, 2);
-    return flushed(widen(h));
+    return flushed(bf16_to_float(h));
 }
 
 /* C += A B. Within a tile even k make one sum and odd k another, each by fused multiply-adds. */

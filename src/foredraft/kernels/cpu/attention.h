@@ -9,19 +9,19 @@
 #include "foredraft.h"
 #include "simd.h"
 
-#define BLOCK 16  /* keys scored at a time */
-#define SHARED 4  /* query heads that share one read of a key */
-#define AHEAD 8 /* values prefetched ahead of their use */
-#define COLUMNS 64 /* columns of the values summed at a time */
+#define KEY_BLOCK 16    /* keys scored at a time */
+#define HEAD_BLOCK 4    /* query heads that share one read of a key */
+#define PREFETCH_KEYS 8 /* keys whose values are prefetched before their use */
+#define VALUE_BLOCK 64  /* columns of the values summed at a time */
 
-INLINE long attention_scratch(const fd_window *w, int group) { /* bytes per thread */
-    long ranks = (w->longest + BLOCK - 1) / BLOCK * BLOCK;
+INLINE long attention_scratch(const fd_rows *rows, int group) { /* bytes per thread */
+    long ranks = (rows->max_keys + KEY_BLOCK - 1) / KEY_BLOCK * KEY_BLOCK;
     return (ranks * 4 * (1 + group) + 63) / 64 * 64 + 64;
 }
 
-INLINE void find_slots(const fd_window *w, int row, int from, int to, int32_t *slots) {
-    const int32_t *pages = w->pages + w->page_at[row], *tail = w->tails + w->tail_at[row];
-    int start = w->start[row], size = w->page_size, rank = from;
+INLINE void find_slots(const fd_rows *rows, int row, int from, int to, int32_t *slots) {
+    const int32_t *pages = rows->pages + rows->page_offset[row], *tail = rows->path_slots + rows->path_offset[row];
+    int start = rows->num_committed[row], size = rows->page_size, rank = from;
     while (rank < to && rank < start) {
         int page = rank / size, end = (page + 1) * size;
         if (end > start) end = start;
@@ -32,7 +32,7 @@ INLINE void find_slots(const fd_window *w, int row, int from, int to, int32_t *s
 }
 
 /* Consecutive keys are cache lines apart, and the processor does not predict the next address. */
-INLINE void fetch(const void *p, long at, int dim, int has_bf16) {
+INLINE void prefetch_head(const void *p, long at, int dim, int has_bf16) {
     const char *first = (const char *)p + at * (has_bf16 ? 2 : 4);
     for (int i = 0; i < dim * (has_bf16 ? 2 : 4); i += 64) __builtin_prefetch(first + i);
 }
@@ -42,7 +42,7 @@ INLINE vf load_kv(const void *p, long i, int has_bf16) {
 }
 
 /* [16] sums of the lanes of 16 vectors. */
-INLINE void sums(vf *v, float *to) {
+INLINE void reduce_sum_16(vf *v, float *to) {
 #if LANES == 16
     __m512 *x = (__m512 *)v;
     for (int i = 0; i < 16; i += 2) { /* halves of each 128 bits: pairs of keys adjacent */
@@ -55,21 +55,23 @@ INLINE void sums(vf *v, float *to) {
         x[i / 2] = _mm512_add_ps(a, b);
     }
     for (int i = 0; i < 4; i += 2)
-        x[i / 2] = _mm512_add_ps(_mm512_shuffle_f32x4(x[i], x[i + 1], 0x88), _mm512_shuffle_f32x4(x[i], x[i + 1], 0xdd));
+        x[i / 2] =
+            _mm512_add_ps(_mm512_shuffle_f32x4(x[i], x[i + 1], 0x88), _mm512_shuffle_f32x4(x[i], x[i + 1], 0xdd));
     __m512 y = _mm512_add_ps(_mm512_shuffle_f32x4(x[0], x[1], 0x88), _mm512_shuffle_f32x4(x[0], x[1], 0xdd));
     _mm512_storeu_ps(to, y);
 #else
-    for (int i = 0; i < BLOCK; i++) to[i] = sum(v[i]);
+    for (int i = 0; i < KEY_BLOCK; i++) to[i] = reduce_sum(v[i]);
 #endif
 }
 
-INLINE void score(const float *q, const void *keys, const int32_t *slots, int count, long stride, long head, int dim,
-                  int has_bf16, float *to, long to_stride, const int G) {
-    vf part[SHARED][BLOCK];
-    for (int i = 0; i < BLOCK; i++) {
+/* Scores of KEY_BLOCK keys for G query heads. */
+INLINE void score_keys(const float *q, const void *keys, const int32_t *slots, int count, long stride, long head,
+                       int dim, int has_bf16, float *to, long to_stride, const int G) {
+    vf part[HEAD_BLOCK][KEY_BLOCK];
+    for (int i = 0; i < KEY_BLOCK; i++) {
         long at = slots[i < count ? i : count - 1] * stride + head;
-        if (i + BLOCK < count) fetch(keys, slots[i + BLOCK] * stride + head, dim, has_bf16);
-        vf acc[SHARED];
+        if (i + KEY_BLOCK < count) prefetch_head(keys, slots[i + KEY_BLOCK] * stride + head, dim, has_bf16);
+        vf acc[HEAD_BLOCK];
         _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) acc[g] = (vf){0};
         for (int d = 0; d < dim; d += LANES) {
             vf k = load_kv(keys, at + d, has_bf16);
@@ -77,20 +79,22 @@ INLINE void score(const float *q, const void *keys, const int32_t *slots, int co
         }
         _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) part[g][i] = acc[g];
     }
-    for (int g = 0; g < G; g++) sums(part[g], to + g * to_stride);
+    for (int g = 0; g < G; g++) reduce_sum_16(part[g], to + g * to_stride);
 }
 
-INLINE void gather(const float *weight, long weight_stride, const void *values, const int32_t *slots, int count,
-                   long stride, long head, int has_bf16, float *to, int dim, const int G, const int V) {
-    vf acc[SHARED * COLUMNS / LANES];
+/* Weighted sum of the values, for G query heads and V vectors of columns. */
+INLINE void sum_values(const float *weight, long weight_stride, const void *values, const int32_t *slots, int count,
+                       long stride, long head, int has_bf16, float *to, int dim, const int G, const int V) {
+    vf acc[HEAD_BLOCK * VALUE_BLOCK / LANES];
     _Pragma("GCC unroll 16") for (int i = 0; i < G * V; i++) acc[i] = (vf){0};
     for (int r = 0; r < count; r++) {
         long at = slots[r] * stride + head;
-        if (r + AHEAD < count) fetch(values, slots[r + AHEAD] * stride + head, V * LANES, has_bf16);
+        if (r + PREFETCH_KEYS < count)
+            prefetch_head(values, slots[r + PREFETCH_KEYS] * stride + head, V * LANES, has_bf16);
         _Pragma("GCC unroll 16") for (int j = 0; j < V; j++) {
             vf v = load_kv(values, at + j * LANES, has_bf16);
             _Pragma("GCC unroll 4") for (int g = 0; g < G; g++)
-                acc[g * V + j] = multiply_add(v, all(weight[g * weight_stride + r]), acc[g * V + j]);
+                acc[g * V + j] = multiply_add(v, broadcast(weight[g * weight_stride + r]), acc[g * V + j]);
         }
     }
     _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) {
@@ -98,135 +102,146 @@ INLINE void gather(const float *weight, long weight_stride, const void *values, 
     }
 }
 
-/* In place: softmax of s * scale plus the bias by distance. Entries after the last rank are ignored. */
-static void soften(float *s, int count, float scale, float softcap, const float *bias, int far, int ahead, int span) {
+/* In place: softmax of s * scale plus the bias by distance. Entries after the last key are ignored.
+ *
+ * `ahead` keys follow the row's own. bias[0] is for all keys further back than max_distance, bias[span] for the last
+ * entry's key and all after it.
+ */
+static void softmax_in_place(float *s, int count, float scale, float softcap, const float *bias, int max_distance,
+                             int ahead, int span) {
     int padded = (count + LANES - 1) / LANES * LANES;
-    vf most = all(-3e38f), total = {0};
+    vf max = broadcast(-3e38f), total = {0};
     for (int i = count; i < padded; i++) s[i] = 0;
     for (int i = 0; i < padded; i += LANES) {
         vf x = load(s + i) * scale;
-        if (softcap > 0) x = softcap * tangent(x / softcap);
+        if (softcap > 0) x = softcap * vtanh(x / softcap);
         store(s + i, x);
     }
     if (bias) { /* one value for all far keys, then the table */
-        int near = count - 1 - ahead - far, last = near + span < count ? near + span : count;
+        int near = count - 1 - ahead - max_distance, last = near + span < count ? near + span : count;
         for (int i = 0; i < near && i < count; i++) s[i] += bias[0];
         for (int i = near > 0 ? near : 0; i < last; i++) s[i] += bias[i - near];
         for (int i = last > 0 ? last : 0; i < count; i++) s[i] += bias[span];
     }
     for (int i = count; i < padded; i++) s[i] = -3e38f;
-    for (int i = 0; i < padded; i += LANES) most = greater(most, load(s + i));
-    vf top = all(largest(most));
+    for (int i = 0; i < padded; i += LANES) max = vmax(max, load(s + i));
+    vf top = broadcast(reduce_max(max));
     for (int i = 0; i < padded; i += LANES) {
         vf x = load(s + i);
-        vf e = pick(x < -2e38f, (vf){0}, exponential(x - top));
+        vf e = vselect(x < -2e38f, (vf){0}, vexp(x - top));
         store(s + i, e);
         total += e;
     }
-    vf share = all(1.0f / sum(total));
-    for (int i = 0; i < padded; i += LANES) store(s + i, load(s + i) * share);
+    vf inverse = broadcast(1.0f / reduce_sum(total));
+    for (int i = 0; i < padded; i += LANES) store(s + i, load(s + i) * inverse);
 }
 
-INLINE int top_of(const fd_attention *a) { return a->places ? 2 * a->far : a->far; }
-INLINE int ahead_of(const fd_attention *a, const fd_window *w, int row) { /* keys beyond the row's own */
-    return a->places ? w->start[row] + w->tail[row] - a->places->start[row] - a->places->tail[row] : 0;
+INLINE int bias_span(const fd_attention *a) { return a->query_rows ? 2 * a->max_distance : a->max_distance; }
+INLINE int count_keys(const fd_rows *rows, int row) { return rows->num_committed[row] + rows->path_length[row]; }
+INLINE int keys_ahead(const fd_attention *a, const fd_rows *rows, int row) { /* keys after the row's own */
+    return a->query_rows ? count_keys(rows, row) - count_keys(a->query_rows, row) : 0;
 }
-INLINE const float *bias_of(const fd_attention *a, int head) {
-    return a->bias ? a->bias + (long)head * (top_of(a) + 1) : NULL;
+INLINE const float *bias_row(const fd_attention *a, int head) {
+    return a->bias ? a->bias + (long)head * (bias_span(a) + 1) : NULL;
+}
+
+INLINE void softmax_of_head(const fd_attention *a, const fd_rows *rows, int row, int head, float *s, int count) {
+    softmax_in_place(s, count, a->scale, a->softcap, bias_row(a, head), a->max_distance, keys_ahead(a, rows, row),
+                     bias_span(a));
 }
 
 #define SCORE(G)                                                                                                       \
     case G:                                                                                                            \
-        score(q, a->keys, slots + i, count - i, stride, head, dim, has_bf16, weight + g * ranks + i, ranks, G);        \
+        score_keys(q, a->keys, slots + i, count - i, stride, head, dim, has_bf16, weight + g * ranks + i, ranks, G);   \
         break;
-#define GATHER(G)                                                                                                      \
+#define SUM_VALUES(G)                                                                                                \
     case G:                                                                                                            \
-        if (dim - d >= COLUMNS)                                                                                        \
-            gather(weight + g * ranks, ranks, a->values, slots, count, stride, head + d, has_bf16, out + d, dim, G,    \
-                   COLUMNS / LANES);                                                                                   \
+        if (dim - d >= VALUE_BLOCK)                                                                                    \
+            sum_values(weight + g * ranks, ranks, a->values, slots, count, stride, head + d, has_bf16, out + d, dim, G,\
+                   VALUE_BLOCK / LANES);                                                                               \
         else                                                                                                           \
-            gather(weight + g * ranks, ranks, a->values, slots, count, stride, head + d, has_bf16, out + d, dim, G,    \
+            sum_values(weight + g * ranks, ranks, a->values, slots, count, stride, head + d, has_bf16, out + d, dim, G,\
                    16 / LANES);                                                                                        \
         break;
 
-/* Keys and weights of one row and one key head. */
+/* What one row sees of one key head: the slots of its keys, and the scores or weights of its query heads. */
 typedef struct {
     int group, count;         /* query heads of the key head; keys seen */
     long stride, head, ranks; /* slot stride; offset of the head; count in whole blocks */
     int32_t *slots;           /* [count] */
     float *weight;            /* [group, ranks] */
-} sight;
+} row_view;
 
-INLINE sight look(const fd_attention *a, const fd_window *w, int row, int kv_head, char *scratch) {
-    int length = w->start[row] + w->tail[row];
-    int from = a->sliding && length > a->sliding ? length - a->sliding : 0, count = length - from;
-    long ranks = (count + BLOCK - 1) / BLOCK * BLOCK;
+INLINE row_view view_row(const fd_attention *a, const fd_rows *rows, int row, int kv_head, char *scratch) {
+    int length = count_keys(rows, row);
+    int from = a->sliding_window && length > a->sliding_window ? length - a->sliding_window : 0, count = length - from;
+    long ranks = (count + KEY_BLOCK - 1) / KEY_BLOCK * KEY_BLOCK;
     int32_t *slots = (int32_t *)scratch;
-    find_slots(w, row, from, length, slots);
-    return (sight){.group = a->heads / a->kv_heads, .count = count, .stride = (long)a->kv_heads * a->head_dim,
+    find_slots(rows, row, from, length, slots);
+    return (row_view){.group = a->heads / a->kv_heads, .count = count, .stride = (long)a->kv_heads * a->head_dim,
                    .head = (long)kv_head * a->head_dim, .ranks = ranks, .slots = slots,
                    .weight = (float *)(slots + ranks)};
 }
 
-INLINE void attend_as(const fd_attention *a, const fd_window *w, int row, int kv_head, char *scratch,
+INLINE void attend_float(const fd_attention *a, const fd_rows *rows, int row, int kv_head, char *scratch,
                       const int has_bf16) {
-    const sight v = look(a, w, row, kv_head, scratch);
+    const row_view v = view_row(a, rows, row, kv_head, scratch);
     const long stride = v.stride, head = v.head, ranks = v.ranks;
     const int dim = a->head_dim, count = v.count;
     const int32_t *slots = v.slots;
     float *weight = v.weight;
-    for (int g = 0; g < v.group; g += SHARED) {
-        int heads = v.group - g < SHARED ? v.group - g : SHARED;
+    for (int g = 0; g < v.group; g += HEAD_BLOCK) {
+        int heads = v.group - g < HEAD_BLOCK ? v.group - g : HEAD_BLOCK;
         const float *q = a->query + ((long)row * a->heads + kv_head * v.group + g) * dim;
         float *out = a->out + ((long)row * a->heads + kv_head * v.group + g) * dim;
-        for (int i = 0; i < count; i += BLOCK) {
+        for (int i = 0; i < count; i += KEY_BLOCK) {
             switch (heads) { SCORE(1) SCORE(2) SCORE(3) SCORE(4) }
         }
-        for (int h = 0; h < heads; h++) soften(weight + (g + h) * ranks, count, a->scale, a->softcap, bias_of(a, kv_head * v.group + g + h), a->far,
-                   ahead_of(a, w, row), top_of(a));
-        for (int d = 0; d < dim; d += dim - d >= COLUMNS ? COLUMNS : 16) {
-            switch (heads) { GATHER(1) GATHER(2) GATHER(3) GATHER(4) }
+        for (int h = 0; h < heads; h++)
+            softmax_of_head(a, rows, row, kv_head * v.group + g + h, weight + (g + h) * ranks, count);
+        for (int d = 0; d < dim; d += dim - d >= VALUE_BLOCK ? VALUE_BLOCK : 16) {
+            switch (heads) { SUM_VALUES(1) SUM_VALUES(2) SUM_VALUES(3) SUM_VALUES(4) }
         }
     }
 }
 
 #ifdef __AVX512BF16__
 /* Queries and weights are rounded to bf16 like keys and values, which halves the instructions. */
-INLINE void score_bf16(const uint16_t *q, const uint16_t *keys, const int32_t *slots, int count, long stride, long head,
-                       int dim, float *to, long to_stride, const int G) {
-    vf part[SHARED][BLOCK];
-    for (int i = 0; i < BLOCK; i++) {
+INLINE void score_keys_bf16(const uint16_t *q, const uint16_t *keys, const int32_t *slots, int count, long stride,
+                            long head, int dim, float *to, long to_stride, const int G) {
+    vf part[HEAD_BLOCK][KEY_BLOCK];
+    for (int i = 0; i < KEY_BLOCK; i++) {
         const uint32_t *k = (const uint32_t *)(keys + slots[i < count ? i : count - 1] * stride + head);
-        if (i + BLOCK < count) fetch(keys, slots[i + BLOCK] * stride + head, dim, 1);
-        vf acc[SHARED];
+        if (i + KEY_BLOCK < count) prefetch_head(keys, slots[i + KEY_BLOCK] * stride + head, dim, 1);
+        vf acc[HEAD_BLOCK];
         _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) acc[g] = (vf){0};
         for (int d = 0; d < dim / 2; d += LANES) {
             vu words = load_words(k + d);
             _Pragma("GCC unroll 4") for (int g = 0; g < G; g++)
-                acc[g] = dot2(acc[g], words, load_words((const uint32_t *)(q + g * dim) + d));
+                acc[g] = dot_bf16(acc[g], words, load_words((const uint32_t *)(q + g * dim) + d));
         }
         _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) part[g][i] = acc[g];
     }
-    for (int g = 0; g < G; g++) sums(part[g], to + g * to_stride);
+    for (int g = 0; g < G; g++) reduce_sum_16(part[g], to + g * to_stride);
 }
 
 /* Two keys and 64 columns at a time; the values are paired in the processor's interleaving order. */
-INLINE void gather_bf16(const uint16_t *weight, long weight_stride, const uint16_t *values, const int32_t *slots,
-                        int count, long stride, long head, float *to, int dim, const int G, const int V) {
-    __m512 acc[SHARED * 4];
+INLINE void sum_values_bf16(const uint16_t *weight, long weight_stride, const uint16_t *values, const int32_t *slots,
+                            int count, long stride, long head, float *to, int dim, const int G, const int V) {
+    __m512 acc[HEAD_BLOCK * 4];
     _Pragma("GCC unroll 16") for (int i = 0; i < G * V; i++) acc[i] = _mm512_setzero_ps();
     for (int r = 0; r < count; r += 2) {
         const uint16_t *a = values + slots[r] * stride + head;
         const uint16_t *b = values + slots[r + 1 < count ? r + 1 : r] * stride + head;
-        if (r + AHEAD + 1 < count) {
-            fetch(values, slots[r + AHEAD] * stride + head, V * LANES, 1);
-            fetch(values, slots[r + AHEAD + 1] * stride + head, V * LANES, 1);
+        if (r + PREFETCH_KEYS + 1 < count) {
+            prefetch_head(values, slots[r + PREFETCH_KEYS] * stride + head, V * LANES, 1);
+            prefetch_head(values, slots[r + PREFETCH_KEYS + 1] * stride + head, V * LANES, 1);
         }
         _Pragma("GCC unroll 4") for (int j = 0; j < V; j += 2) {
             __m512i x = _mm512_loadu_si512(a + j * LANES), y = _mm512_loadu_si512(b + j * LANES);
             __m512bh low = (__m512bh)_mm512_unpacklo_epi16(x, y), high = (__m512bh)_mm512_unpackhi_epi16(x, y);
             _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) {
-                __m512bh w = (__m512bh)all_words(*(const uint32_t *)(weight + g * weight_stride + r));
+                __m512bh w = (__m512bh)broadcast_words(*(const uint32_t *)(weight + g * weight_stride + r));
                 acc[g * V + j] = _mm512_dpbf16_ps(acc[g * V + j], low, w);
                 acc[g * V + j + 1] = _mm512_dpbf16_ps(acc[g * V + j + 1], high, w);
             }
@@ -244,7 +259,7 @@ INLINE void gather_bf16(const uint16_t *weight, long weight_stride, const uint16
 }
 
 /* In place: `count` weights as bf16 at the start of their floats; after an odd count a zero follows. */
-INLINE void narrow_weights(float *s, int count) {
+INLINE void convert_weights_to_bf16(float *s, int count) {
     uint16_t *to = (uint16_t *)s;
     int padded = (count + LANES - 1) / LANES * LANES;
     for (int i = 0; i < padded; i += LANES) store_bf16(to + i, load(s + i));
@@ -253,53 +268,52 @@ INLINE void narrow_weights(float *s, int count) {
 
 #define SCORE_BF16(G)                                                                                                  \
     case G:                                                                                                            \
-        score_bf16(q, a->keys, slots + i, count - i, stride, head, dim, weight + g * ranks + i, ranks, G);             \
+        score_keys_bf16(q, a->keys, slots + i, count - i, stride, head, dim, weight + g * ranks + i, ranks, G);        \
         break;
-#define GATHER_BF16(G)                                                                                                 \
+#define SUM_VALUES_BF16(G)                                                                                           \
     case G:                                                                                                            \
-        if (dim - d >= COLUMNS)                                                                                        \
-            gather_bf16(narrowed, 2 * ranks, a->values, slots, count, stride, head + d, out + d, dim, G, 4);           \
+        if (dim - d >= VALUE_BLOCK)                                                                                    \
+            sum_values_bf16(bf16_weights, 2 * ranks, a->values, slots, count, stride, head + d, out + d, dim, G, 4);   \
         else                                                                                                           \
-            gather_bf16(narrowed, 2 * ranks, a->values, slots, count, stride, head + d, out + d, dim, G, 2);           \
+            sum_values_bf16(bf16_weights, 2 * ranks, a->values, slots, count, stride, head + d, out + d, dim, G, 2);   \
         break;
 
-static void attend_bf16(const fd_attention *a, const fd_window *w, int row, int kv_head, char *scratch) {
-    const sight v = look(a, w, row, kv_head, scratch);
+static void attend_bf16(const fd_attention *a, const fd_rows *rows, int row, int kv_head, char *scratch) {
+    const row_view v = view_row(a, rows, row, kv_head, scratch);
     const long stride = v.stride, head = v.head, ranks = v.ranks;
     const int dim = a->head_dim, count = v.count;
     const int32_t *slots = v.slots;
     float *weight = v.weight;
-    uint16_t q[SHARED * dim];
-    for (int g = 0; g < v.group; g += SHARED) {
-        int heads = v.group - g < SHARED ? v.group - g : SHARED;
+    uint16_t q[HEAD_BLOCK * dim];
+    for (int g = 0; g < v.group; g += HEAD_BLOCK) {
+        int heads = v.group - g < HEAD_BLOCK ? v.group - g : HEAD_BLOCK;
         const float *wide = a->query + ((long)row * a->heads + kv_head * v.group + g) * dim;
         float *out = a->out + ((long)row * a->heads + kv_head * v.group + g) * dim;
         for (int i = 0; i < heads * dim; i += LANES) store_bf16(q + i, load(wide + i));
-        for (int i = 0; i < count; i += BLOCK) {
+        for (int i = 0; i < count; i += KEY_BLOCK) {
             switch (heads) { SCORE_BF16(1) SCORE_BF16(2) SCORE_BF16(3) SCORE_BF16(4) }
         }
         for (int h = 0; h < heads; h++) {
-            soften(weight + (g + h) * ranks, count, a->scale, a->softcap, bias_of(a, kv_head * v.group + g + h), a->far,
-                   ahead_of(a, w, row), top_of(a));
-            narrow_weights(weight + (g + h) * ranks, count);
+            softmax_of_head(a, rows, row, kv_head * v.group + g + h, weight + (g + h) * ranks, count);
+            convert_weights_to_bf16(weight + (g + h) * ranks, count);
         }
-        const uint16_t *narrowed = (const uint16_t *)(weight + g * ranks);
-        for (int d = 0; d < dim; d += dim - d >= COLUMNS ? COLUMNS : 32) {
-            switch (heads) { GATHER_BF16(1) GATHER_BF16(2) GATHER_BF16(3) GATHER_BF16(4) }
+        const uint16_t *bf16_weights = (const uint16_t *)(weight + g * ranks);
+        for (int d = 0; d < dim; d += dim - d >= VALUE_BLOCK ? VALUE_BLOCK : 32) {
+            switch (heads) { SUM_VALUES_BF16(1) SUM_VALUES_BF16(2) SUM_VALUES_BF16(3) SUM_VALUES_BF16(4) }
         }
     }
 }
 #endif
 
-static void attend(const fd_attention *a, const fd_window *w, int row, int kv_head, char *scratch) {
+static void attend(const fd_attention *a, const fd_rows *rows, int row, int kv_head, char *scratch) {
 #ifdef __AVX512BF16__
     if (a->has_bf16_kv && a->head_dim % 32 == 0) {
-        attend_bf16(a, w, row, kv_head, scratch);
+        attend_bf16(a, rows, row, kv_head, scratch);
         return;
     }
 #endif
-    if (a->has_bf16_kv) attend_as(a, w, row, kv_head, scratch, 1);
-    else attend_as(a, w, row, kv_head, scratch, 0);
+    if (a->has_bf16_kv) attend_float(a, rows, row, kv_head, scratch, 1);
+    else attend_float(a, rows, row, kv_head, scratch, 0);
 }
 
 #endif

@@ -58,7 +58,7 @@ def build(
     Args:
         out: path of the library.
         sets: compiler flags by instruction set; None = all of this architecture.
-        defines: further flags for team.c.
+        defines: further flags for dispatch.c.
 
     Returns:
         Names of the compiled sets; a set that the compiler does not support is omitted.
@@ -89,13 +89,12 @@ def build(
             objects = dict(zip(wanted, pool.map(compile_set, wanted), strict=True))
         made = tuple(name for name, target in objects.items() if target)
         set_list = " ".join(f"SET({name})" for name in made)
-        team = compile_source(
-            "team.c", "team", "-O2", f'-DFD_SOURCE="{compute_fingerprint()}"', f"-DFD_SETS={set_list}", *defines
-        )
-        suffix = compile_source("suffix.c", "suffix", "-O2")
+        fingerprint = f'-DFD_FINGERPRINT="{compute_fingerprint()}"'
+        dispatch = compile_source("dispatch.c", "dispatch", "-O2", fingerprint, f"-DFD_SETS={set_list}", *defines)
+        others = [compile_source(f"{name}.c", name, "-O2") for name in ("team", "suffix")]
         fresh = Path(work) / "library.so"
         parts = [target for target in objects.values() if target]
-        _run_command([*command, "-shared", "-pthread", team, suffix, *parts, "-lm", "-o", str(fresh)])
+        _run_command([*command, "-shared", "-pthread", dispatch, *others, *parts, "-lm", "-o", str(fresh)])
         out.unlink(missing_ok=True)  # a process that has the old library open keeps its copy
         shutil.copy(fresh, out)
     return made

@@ -36,21 +36,21 @@ class WeightRecord(ctypes.Structure):
 
 
 class RowsRecord(ctypes.Structure):
-    """Rows of a forward pass (fd_window)."""
+    """Rows of a forward pass (fd_rows)."""
 
     _fields_ = (
-        ("rows", c_int32),
+        ("num_rows", c_int32),
         ("page_size", c_int32),
         ("num_logits", c_int32),
-        ("longest", c_int32),
+        ("max_keys", c_int32),
         ("tokens", c_void_p),
-        ("write", c_void_p),
+        ("write_slots", c_void_p),
         ("pages", c_void_p),
-        ("page_at", c_void_p),
-        ("tails", c_void_p),
-        ("tail_at", c_void_p),
-        ("start", c_void_p),
-        ("tail", c_void_p),
+        ("page_offset", c_void_p),
+        ("path_slots", c_void_p),
+        ("path_offset", c_void_p),
+        ("num_committed", c_void_p),
+        ("path_length", c_void_p),
         ("logit_rows", c_void_p),
     )
 
@@ -67,7 +67,7 @@ class LayerRecord(ctypes.Structure):
         ("out", WeightRecord),
         ("gate_up", WeightRecord),
         ("down", WeightRecord),
-        ("sliding", c_int32),
+        ("sliding_window", c_int32),
     )
 
 
@@ -78,7 +78,7 @@ class ModelRecord(ctypes.Structure):
         *((name, c_int32) for name in "layers hidden heads kv_heads head_dim rotary inner activation".split()),
         ("has_bf16_kv", c_int32),
         ("has_bf16_embedding", c_int32),
-        ("front", c_int32),
+        ("input_kind", c_int32),
         ("norm_before_residual", c_int32),
         *((name, c_float) for name in "eps scale softcap embedding_scale residual_scale logit_scale".split()),
         ("embedding", c_void_p),
@@ -87,20 +87,22 @@ class ModelRecord(ctypes.Structure):
         ("cos", c_void_p),
         ("sin", c_void_p),
         ("layer", POINTER(LayerRecord)),
-        ("join", WeightRecord),
+        ("fc", WeightRecord),
         ("head", WeightRecord),
         ("adapter", POINTER(LayerRecord)),
     )
 
 
 class PassRecord(ctypes.Structure):
-    """Inputs and outputs of a forward pass of a decoder (fd_pass)."""
+    """Inputs and outputs of a forward pass (fd_pass)."""
 
     _fields_ = (
         ("keys", c_void_p),
         ("values", c_void_p),
-        ("taps", c_void_p),
-        ("num_taps", c_int32),
+        ("cross_keys", c_void_p),
+        ("cross_values", c_void_p),
+        ("hidden_layers", c_void_p),
+        ("hidden_layer_count", c_int32),
         ("inputs", c_void_p),
         ("features", c_void_p),
         ("logits", c_void_p),
@@ -116,37 +118,37 @@ class AttentionRecord(ctypes.Structure):
         ("keys", c_void_p),
         ("values", c_void_p),
         ("out", c_void_p),
-        *((name, c_int32) for name in "heads kv_heads head_dim has_bf16_kv sliding".split()),
+        *((name, c_int32) for name in "heads kv_heads head_dim has_bf16_kv sliding_window".split()),
         ("scale", c_float),
         ("softcap", c_float),
         ("bias", c_void_p),
-        ("far", c_int32),
-        ("places", c_void_p),
+        ("max_distance", c_int32),
+        ("query_rows", c_void_p),
     )
 
 
 class NormRecord(ctypes.Structure):
     """Weights of a norm (fd_norm)."""
 
-    _fields_ = (("weight", c_void_p), ("shift", c_void_p))
+    _fields_ = (("weight", c_void_p), ("bias", c_void_p))
 
 
 class Seq2SeqLayerRecord(ctypes.Structure):
-    """Decoder layer with cross-attention (fd_pair_layer)."""
+    """Decoder layer with cross-attention (fd_encdec_layer)."""
 
     _fields_ = (
-        *((name, NormRecord) for name in "own_norm cross_norm inner_norm".split()),
-        *((name, WeightRecord) for name in "qkv out query cross_out wide narrow".split()),
+        *((name, NormRecord) for name in "self_norm cross_norm mlp_norm".split()),
+        *((name, WeightRecord) for name in "qkv self_out cross_query cross_out mlp_in mlp_out".split()),
         ("bias", c_void_p),
     )
 
 
 class Seq2SeqRecord(ctypes.Structure):
-    """Decoder of an encoder-decoder model (fd_pair)."""
+    """Decoder of an encoder-decoder model (fd_encdec)."""
 
     _fields_ = (
         *((name, c_int32) for name in "layers hidden heads head_dim inner activation".split()),
-        *((name, c_int32) for name in "is_gated norms_after has_bf16_kv far is_encoder".split()),
+        *((name, c_int32) for name in "is_gated is_post_norm has_bf16_kv max_distance is_encoder".split()),
         *((name, c_float) for name in "eps scale logit_scale".split()),
         ("norm", NormRecord),
         ("layer", POINTER(Seq2SeqLayerRecord)),
@@ -154,18 +156,8 @@ class Seq2SeqRecord(ctypes.Structure):
     )
 
 
-class Seq2SeqPassRecord(ctypes.Structure):
-    """Inputs and outputs of a forward pass of an encoder-decoder model (fd_pair_pass)."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in "keys values cross_keys cross_values taps".split()),
-        ("num_taps", c_int32),
-        *((name, c_void_p) for name in "inputs features logits scratch".split()),
-    )
-
-
 class LinearRecord(ctypes.Structure):
-    """Product of activations and a packed matrix (fd_product)."""
+    """Arguments of a product of activations and a packed matrix (fd_linear_args)."""
 
     _fields_ = (
         ("weight", POINTER(WeightRecord)),
@@ -186,7 +178,6 @@ RECORDS = (
     LinearRecord,
     Seq2SeqLayerRecord,
     Seq2SeqRecord,
-    Seq2SeqPassRecord,
 )
 
 
@@ -203,7 +194,7 @@ class NativeLibrary:
     def select(self, name: str = "") -> None:
         """Select an instruction set; "" = the best available. Raises ForedraftError if it is not available."""
         if name in ("", TILE_SET) and not self.has_correct_tiles:
-            self.handle.fd_forbid(TILE_SET.encode())
+            self.handle.fd_disable(TILE_SET.encode())
         if self.handle.fd_select(name.encode()):
             known = ", ".join(INSTRUCTION_SETS)
             raise ForedraftError(f"this processor has no {name!r} kernels; use one of {known} that it has, or torch")
@@ -253,7 +244,7 @@ class NativeLibrary:
         out = torch.full((len(x), weight.n), torch.nan)
         scratch = torch.empty(self.handle.fd_linear_scratch(weight, len(x)), dtype=torch.uint8)
         product = LinearRecord(ctypes.pointer(weight), x.data_ptr(), out.data_ptr(), scratch.data_ptr(), len(x))
-        return None if self.handle.fd_linear_by(name.encode(), product) else out
+        return None if self.handle.fd_linear_with(name.encode(), product) else out
 
     def sync_threads(self) -> None:
         """Set the number of threads to torch's current number."""
@@ -282,7 +273,7 @@ def _open_library(path: Path) -> NativeLibrary:
     handle = ctypes.CDLL(str(path))
     _declare_functions(handle)
     is_foreign = any(handle.fd_sizeof(i) != ctypes.sizeof(record) for i, record in enumerate(RECORDS))
-    if is_foreign or handle.fd_source().decode() != build.compute_fingerprint():
+    if is_foreign or handle.fd_fingerprint().decode() != build.compute_fingerprint():
         raise ForedraftError(
             "the native kernels were built from other sources; run: python -m foredraft.kernels.cpu.build"
         )
@@ -294,42 +285,42 @@ def share_threads(handle: ctypes.CDLL) -> None:
     """Use torch's OpenMP threads for the team, if its runtime is found."""
     runtime = _find_openmp()
     if runtime is not None:
-        handle.fd_share(_get_address(runtime.GOMP_parallel), _get_address(runtime.omp_get_num_threads))
+        handle.fd_use_openmp(_get_address(runtime.GOMP_parallel), _get_address(runtime.omp_get_num_threads))
 
 
 def _declare_functions(handle: ctypes.CDLL) -> None:
     handle.fd_sizeof.restype = c_int64
-    handle.fd_source.restype = c_char_p
+    handle.fd_fingerprint.restype = c_char_p
     handle.fd_selected.restype = c_char_p
     handle.fd_select.argtypes = [c_char_p]
-    handle.fd_forbid.argtypes = [c_char_p]
-    handle.fd_forbid.restype = None
+    handle.fd_disable.argtypes = [c_char_p]
+    handle.fd_disable.restype = None
     handle.fd_set_threads.argtypes = [c_int]
-    handle.fd_share.argtypes = [c_void_p, c_void_p]
-    handle.fd_scratch.argtypes = [POINTER(ModelRecord), POINTER(RowsRecord)]
-    handle.fd_scratch.restype = c_int64
-    handle.fd_forward.argtypes = [POINTER(ModelRecord), POINTER(RowsRecord), POINTER(PassRecord)]
-    handle.fd_forward.restype = None
+    handle.fd_use_openmp.argtypes = [c_void_p, c_void_p]
+    handle.fd_decoder_scratch.argtypes = [POINTER(ModelRecord), POINTER(RowsRecord)]
+    handle.fd_decoder_scratch.restype = c_int64
+    handle.fd_decoder_forward.argtypes = [POINTER(ModelRecord), POINTER(RowsRecord), POINTER(PassRecord)]
+    handle.fd_decoder_forward.restype = None
     handle.fd_linear_scratch.argtypes = [POINTER(WeightRecord), c_int]
     handle.fd_linear_scratch.restype = c_int64
     handle.fd_linear.argtypes = [POINTER(LinearRecord)]
     handle.fd_linear.restype = None
-    handle.fd_linear_by.argtypes = [c_char_p, POINTER(LinearRecord)]
+    handle.fd_linear_with.argtypes = [c_char_p, POINTER(LinearRecord)]
     handle.fd_attend_scratch.argtypes = [POINTER(AttentionRecord), POINTER(RowsRecord)]
     handle.fd_attend_scratch.restype = c_int64
     handle.fd_attend.argtypes = [POINTER(AttentionRecord), POINTER(RowsRecord), c_void_p]
     handle.fd_attend.restype = None
-    handle.fd_pair_scratch.argtypes = [POINTER(Seq2SeqRecord), POINTER(RowsRecord), POINTER(RowsRecord)]
-    handle.fd_pair_scratch.restype = c_int64
-    handle.fd_pair_forward.argtypes = [
+    handle.fd_encdec_scratch.argtypes = [POINTER(Seq2SeqRecord), POINTER(RowsRecord), POINTER(RowsRecord)]
+    handle.fd_encdec_scratch.restype = c_int64
+    handle.fd_encdec_forward.argtypes = [
         POINTER(Seq2SeqRecord),
         POINTER(RowsRecord),
         POINTER(RowsRecord),
-        POINTER(Seq2SeqPassRecord),
+        POINTER(PassRecord),
     ]
-    handle.fd_pair_forward.restype = None
-    handle.fd_read.argtypes = [c_void_p, c_int64]
-    handle.fd_read.restype = c_uint32
+    handle.fd_encdec_forward.restype = None
+    handle.fd_read_memory.argtypes = [c_void_p, c_int64]
+    handle.fd_read_memory.restype = c_uint32
 
 
 def _find_openmp() -> ctypes.CDLL | None:

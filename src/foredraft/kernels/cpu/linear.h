@@ -2,38 +2,26 @@
 #ifndef FD_LINEAR_H
 #define FD_LINEAR_H
 
+#include "epilogue.h"
 #include "foredraft.h"
+#include "linear_amx.h"
+#include "panel.h"
 #include "quant.h"
 #include "simd.h"
-#include "sink.h"
+#include "team.h"
 
-#define VECTORS (FD_PANEL / LANES) /* vectors of a panel */
 /* Steps that a product of many rows prefetches into the L2 cache. With few rows the hardware prefetcher suffices. */
-#define AHEAD_OF_MANY 48L
-
-INLINE long row_bytes(const fd_weight *w) {
-    if (w->kind == FD_BF16) return ((long)w->k * 2 + 127) / 64 * 64;
-    if (w->kind == FD_F32) return ((long)w->k * 4 + 63) / 64 * 64;
-    return quant_row_bytes(w);
-}
-
-INLINE long panel_bytes(const fd_weight *w) {
-    if (w->kind == FD_BF16) return (long)((w->k + 1) / 2) * FD_PANEL * 4;
-    if (w->kind == FD_F32) return (long)w->k * FD_PANEL * 4;
-    return quant_panel_bytes(w);
-}
-
-#include "linear_amx.h" /* uses the two functions above */
+#define PREFETCH_STEPS 48L
 
 /* Converts one row of activations to the format of this weight's kernel. */
-static void prepare(const fd_weight *w, const float *x, char *to) {
+static void convert_row(const fd_weight *w, const float *x, char *to) {
     if (w->kind == FD_F32) {
         memcpy(to, x, (size_t)w->k * 4);
     } else if (w->kind == FD_BF16) {
         uint16_t *h = (uint16_t *)to;
         int i = 0;
         for (; i + LANES <= w->k; i += LANES) store_bf16(h + i, load(x + i));
-        for (; i < w->k; i++) h[i] = narrow_one(x[i]);
+        for (; i < w->k; i++) h[i] = float_to_bf16(x[i]);
         if (w->k & 1) h[w->k] = 0;
     } else {
         quant_prepare(w, x, to);
@@ -49,7 +37,7 @@ static void prepare(const fd_weight *w, const float *x, char *to) {
         for (int k = 0; k < steps; k++) {                                                                              \
             if (V <= 2) {                                                                                              \
                 _Pragma("GCC unroll 2") for (int j = 0; j < V; j++)                                                    \
-                    __builtin_prefetch(col[j] + (k + AHEAD_OF_MANY) * FD_PANEL * 4, 0, 2);                             \
+                    __builtin_prefetch(col[j] + (k + PREFETCH_STEPS) * FD_PANEL * 4, 0, 2);                            \
             }                                                                                                          \
             _Pragma("GCC unroll 12") for (int m = 0; m < M; m++) {                                                     \
                 _Pragma("GCC unroll 8") for (int j = 0; j < V; j++) acc[m * V + j] = STEP(                             \
@@ -63,8 +51,8 @@ static void prepare(const fd_weight *w, const float *x, char *to) {
     }
 
 #define MULTIPLY_ADD(acc, w, x) multiply_add(w, x, acc)
-TILE(tile_bf16, uint32_t, load_words, all_words, dot2)
-TILE(tile_f32, float, load, all, MULTIPLY_ADD)
+TILE(tile_bf16, uint32_t, load_words, broadcast_words, dot_bf16)
+TILE(tile_f32, float, load, broadcast, MULTIPLY_ADD)
 
 #define CASES(TILE_, V, M)                                                                                             \
     case (V) * 16 + (M):                                                                                               \
@@ -88,13 +76,14 @@ static void run_f32(const char *const *col, int steps, const float *x, long stri
     switch (v * 16 + m) { ALL_CASES(tile_f32) }
 }
 
-/* `count` panels from `panel` on for m rows: count * VECTORS vectors, or halves of a panel if registers are few. */
-static void block(const fd_weight *w, const char *x, long stride, int panel, int count, int m, int v, float *to) {
+/* `count` panels from `panel` on for m rows: all their vectors, or halves of a panel if registers are few. */
+static void multiply_block(const fd_weight *w, const char *x, long stride, int panel, int count, int m, int v,
+                           float *to) {
     const char *data = (const char *)w->data + panel * panel_bytes(w);
-    for (int j0 = 0; j0 < count * VECTORS; j0 += v) {
+    for (int j0 = 0; j0 < count * PANEL_VECTORS; j0 += v) {
         const char *col[8];
         for (int j = 0; j < v; j++)
-            col[j] = data + (j0 + j) / VECTORS * panel_bytes(w) + (j0 + j) % VECTORS * LANES * 4;
+            col[j] = data + (j0 + j) / PANEL_VECTORS * panel_bytes(w) + (j0 + j) % PANEL_VECTORS * LANES * 4;
         if (w->kind == FD_BF16)
             run_bf16(col, (w->k + 1) / 2, (const uint32_t *)x, stride / 4, to + j0 * LANES, m, v);
         else
@@ -103,38 +92,40 @@ static void block(const fd_weight *w, const char *x, long stride, int panel, int
 }
 
 /* Panels [first, last) of every row. */
-static void multiply(const fd_weight *w, const char *x, int rows, int first, int last, const sink *s) {
+static void multiply_panels(const fd_weight *w, const char *x, int rows, int first, int last, const epilogue *e) {
     long stride = row_bytes(w);
     int v = rows <= ACCUMULATORS / 8 ? 8 : rows <= ACCUMULATORS / 4 ? 4 : 2;
-    int most = ACCUMULATORS / v, tiles = (rows + most - 1) / most, height = (rows + tiles - 1) / tiles;
+    int max_height = ACCUMULATORS / v, tiles = (rows + max_height - 1) / max_height;
+    int height = (rows + tiles - 1) / tiles;
     for (int panel = first, count; panel < last; panel += count) {
-        count = v > VECTORS ? v / VECTORS : 1;
+        count = v > PANEL_VECTORS ? v / PANEL_VECTORS : 1;
         while (count > last - panel) count /= 2;
-        int vectors = v < count * VECTORS ? v : count * VECTORS;
+        int vectors = v < count * PANEL_VECTORS ? v : count * PANEL_VECTORS;
         for (int r = 0; r < rows; r += height) {
             float to[12 * 4 * FD_PANEL];
             int m = rows - r < height ? rows - r : height;
-            block(w, x + r * stride, stride, panel, count, m, vectors, to);
+            multiply_block(w, x + r * stride, stride, panel, count, m, vectors, to);
             for (int i = 0; i < m; i++)
-                for (int p = 0; p < count; p++) drain(s, panel + p, r + i, to + i * 4 * FD_PANEL + p * FD_PANEL);
+                for (int p = 0; p < count; p++)
+                    apply_epilogue(e, panel + p, r + i, to + i * 4 * FD_PANEL + p * FD_PANEL);
         }
     }
 }
 
 /* The team shares a product; members take a few panels at a time. */
-static void product(fd_team *team, const fd_weight *w, const char *x, int rows, const sink *s) {
+static void matmul(fd_team *team, const fd_weight *w, const char *x, int rows, const epilogue *e) {
     if (!rows) return;
-    int panels = (w->n + FD_PANEL - 1) / FD_PANEL, share = (panels + team->size * 4 - 1) / (team->size * 4);
-    int most = (int)((256 << 10) / panel_bytes(w));
-    if (most < 4) most = 4;
-    if (share > most) share = most;
+    int panels = (w->n + FD_PANEL - 1) / FD_PANEL, chunk = (panels + team->size * 4 - 1) / (team->size * 4);
+    int max_chunk = (int)((256 << 10) / panel_bytes(w));
+    if (max_chunk < 4) max_chunk = 4;
+    if (chunk > max_chunk) chunk = max_chunk;
     int by_tiles = HAS_TILES && w->kind == FD_BF16;
     if (by_tiles) begin_tiles(rows);
-    for (int p; (p = fd_take(team, share)) < panels;) {
-        int last = p + share < panels ? p + share : panels;
-        if (w->kind == FD_INT8 || w->kind == FD_INT4) quant_multiply(w, x, rows, p, last, s);
-        else if (by_tiles) multiply_by_tiles(w, x, rows, p, last, s);
-        else multiply(w, x, rows, p, last, s);
+    for (int p; (p = fd_take(team, chunk)) < panels;) {
+        int last = p + chunk < panels ? p + chunk : panels;
+        if (w->kind == FD_INT8 || w->kind == FD_INT4) quant_multiply(w, x, rows, p, last, e);
+        else if (by_tiles) multiply_panels_amx(w, x, rows, p, last, e);
+        else multiply_panels(w, x, rows, p, last, e);
     }
     if (by_tiles) tile_release();
 }

@@ -8,6 +8,10 @@
 #define FD_LINEAR_AMX_H
 
 #include "amx.h"
+#include "epilogue.h"
+#include "foredraft.h"
+#include "panel.h"
+#include "simd.h"
 
 #if HAS_TILES
 
@@ -75,21 +79,22 @@ static void add_tail(const tile_block *b, int i, int rows, int pairs, float *sum
         for (int j = 0; j < FD_PANEL; j += LANES) {
             vf acc = load(sums + r * FD_PANEL + j);
             for (long k = (long)b->steps * STEP_PAIRS; k < pairs; k++)
-                acc = dot2(acc, load_words(w + k * FD_PANEL + j), all_words(x[k]));
+                acc = dot_bf16(acc, load_words(w + k * FD_PANEL + j), broadcast_words(x[k]));
             store(sums + r * FD_PANEL + j, acc);
         }
     }
 }
 
 /* Writes result i of a block, without the rows that an earlier block has written. */
-static void finish(const fd_weight *w, const tile_block *b, int i, int height, int done, float *sums, const sink *s) {
+static void finish(const fd_weight *w, const tile_block *b, int i, int height, int done, float *sums,
+                   const epilogue *e) {
     int pairs = (w->k + 1) / 2;
     if (b->steps * STEP_PAIRS < pairs) add_tail(b, i, height, pairs, sums);
-    for (int r = done; r < height; r++) drain(s, b->number[i], b->row[i] + r, sums + r * FD_PANEL);
+    for (int r = done; r < height; r++) apply_epilogue(e, b->number[i], b->row[i] + r, sums + r * FD_PANEL);
 }
 
 /* Panels [first, last) of every row, between begin_tiles(rows) and tile_release. */
-static void multiply_by_tiles(const fd_weight *w, const char *x, int rows, int first, int last, const sink *s) {
+static void multiply_panels_amx(const fd_weight *w, const char *x, int rows, int first, int last, const epilogue *e) {
     int height = tile_height(rows), two_x = rows > TILE_ROWS;
     tile_block b = {.stride = row_bytes(w), .steps = w->k / (2 * STEP_PAIRS)};
     for (int panel = first, count; panel < last; panel += count) {
@@ -107,7 +112,7 @@ static void multiply_by_tiles(const fd_weight *w, const char *x, int rows, int f
             if (two_x) sum_tiles(&b, to, 1, 0);
             else if (count > 1) sum_tiles(&b, to, 0, 1);
             else sum_tiles(&b, to, 0, 0);
-            for (int i = 0; i < (two_x ? 2 : count); i++) finish(w, &b, i, height, wanted[i] - b.row[i], to[i], s);
+            for (int i = 0; i < (two_x ? 2 : count); i++) finish(w, &b, i, height, wanted[i] - b.row[i], to[i], e);
         }
     }
 }
@@ -117,8 +122,8 @@ static void multiply_by_tiles(const fd_weight *w, const char *x, int rows, int f
 /* Never called. */
 INLINE void begin_tiles(int rows) { (void)rows; }
 INLINE void tile_release(void) {}
-INLINE void multiply_by_tiles(const fd_weight *w, const char *x, int rows, int first, int last, const sink *s) {
-    (void)w, (void)x, (void)rows, (void)first, (void)last, (void)s;
+INLINE void multiply_panels_amx(const fd_weight *w, const char *x, int rows, int first, int last, const epilogue *e) {
+    (void)w, (void)x, (void)rows, (void)first, (void)last, (void)e;
 }
 
 #endif

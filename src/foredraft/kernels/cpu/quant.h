@@ -16,44 +16,22 @@
 #ifndef FD_QUANT_H
 #define FD_QUANT_H
 
+#include "epilogue.h"
 #include "foredraft.h"
+#include "panel.h"
 #include "simd.h"
-#include "sink.h"
 
-#define QUANT_V (FD_PANEL / LANES)
-#define STEP_BYTES (FD_PANEL * 4)
-#if defined(__AVX512VNNI__)
-#define HAS_BYTES 1 /* products of bytes */
-#else
-#define HAS_BYTES 0
-#endif
 #if LANES == 16
-#define QUANT_ROWS 8 /* rows times QUANT_V accumulators in registers */
+#define QUANT_ROWS 8 /* rows times PANEL_VECTORS accumulators in registers */
 #elif LANES == 8
 #define QUANT_ROWS 2
 #else
 #define QUANT_ROWS 1
 #endif
-#define NUMBER_BYTES (HAS_BYTES ? 1 : 2)
-
-INLINE int quant_step(int kind) { return kind == FD_INT8 ? 4 : 8; }
-INLINE long quant_padded(const fd_weight *w) {
-    int step = quant_step(w->kind);
-    return ((long)w->k + step - 1) / step * step;
-}
-INLINE long quant_groups(const fd_weight *w) { return (w->k + w->group - 1) / w->group; }
-INLINE long quant_header(const fd_weight *w) { return (quant_groups(w) * 8 + 63) / 64 * 64; }
-INLINE long quant_row_bytes(const fd_weight *w) {
-    return quant_header(w) + quant_groups(w) * w->group * NUMBER_BYTES;
-}
-INLINE long quant_panel_bytes(const fd_weight *w) {
-    long steps = quant_padded(w) / quant_step(w->kind);
-    return steps * STEP_BYTES + (w->kind == FD_INT8 ? FD_PANEL * 4 : quant_groups(w) * FD_PANEL * 2);
-}
 
 /* acc + w.0 * x.0 + w.1 * x.1 of words, or the sum over four bytes with w unsigned and x signed. */
 INLINE vi dot(vi acc, vu w, vu x) {
-#if HAS_BYTES
+#if HAS_BYTE_PRODUCTS
     return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, (__m512i)x);
 #elif LANES == 16
     return acc + (vi)_mm512_madd_epi16((__m512i)w, (__m512i)x);
@@ -68,7 +46,7 @@ INLINE vi dot(vi acc, vu w, vu x) {
 
 /* Unpacks one vector of a step to operands of `dot`. Returns their number. */
 INLINE int unpack(vu w, vu *to, const int kind) {
-#if HAS_BYTES
+#if HAS_BYTE_PRODUCTS
     if (kind == FD_INT8) return to[0] = w, 1;
     to[0] = w & 0x0f0f0f0f;
     to[1] = (w >> 4) & 0x0f0f0f0f;
@@ -92,17 +70,17 @@ typedef int16_t vw __attribute__((vector_size(LANES * 2)));
 typedef int8_t vb_at __attribute__((vector_size(LANES), aligned(1), may_alias));
 typedef int16_t vw_at __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
 
-INLINE int32_t most_of(vi x) {
+INLINE int32_t reduce_max_int(vi x) {
 #if LANES == 16
     return _mm512_reduce_max_epi32((__m512i)x);
 #else
-    int32_t most = x[0];
-    for (int i = 1; i < LANES; i++) most = x[i] > most ? x[i] : most;
-    return most;
+    int32_t max = x[0];
+    for (int i = 1; i < LANES; i++) max = x[i] > max ? x[i] : max;
+    return max;
 #endif
 }
 
-INLINE int32_t sum_of(vi x) {
+INLINE int32_t reduce_sum_int(vi x) {
 #if LANES == 16
     return _mm512_reduce_add_epi32((__m512i)x);
 #else
@@ -113,8 +91,8 @@ INLINE int32_t sum_of(vi x) {
 }
 
 /* Words are in the order of `unpack`: 0 2 1 3. */
-INLINE void store_numbers(char *to, vi n) {
-#if HAS_BYTES
+INLINE void store_quantised(char *to, vi n) {
+#if HAS_BYTE_PRODUCTS
     *(vb_at *)to = __builtin_convertvector(n, vb);
 #else
 #if LANES == 16
@@ -130,30 +108,31 @@ INLINE void store_numbers(char *to, vi n) {
 
 /* Quantises one group, a multiple of LANES. Returns its scale; NaN if a value is not finite, so results are NaN. */
 INLINE float quantise(const float *x, int count, char *to, int32_t *total) {
-    vi most = {0}, sums = {0};
+    vi max_bits = {0}, sums = {0};
     for (int i = 0; i < count; i += LANES) {
-        vi size = (vi)load(x + i) & 0x7fffffff, larger = size > most; /* absolute values are ordered like their bits */
-        most = (size & larger) | (most & ~larger);
+        vi magnitude = (vi)load(x + i) & 0x7fffffff; /* absolute values are ordered like their bits */
+        vi is_larger = magnitude > max_bits;
+        max_bits = (magnitude & is_larger) | (max_bits & ~is_larger);
     }
-    int32_t bits = most_of(most);
-    float top;
-    memcpy(&top, &bits, 4);
-    float inverse = top > 1e-30f && bits < 0x7f800000 ? 127.0f / top : 0;
+    int32_t bits = reduce_max_int(max_bits);
+    float max;
+    memcpy(&max, &bits, 4);
+    float inverse = max > 1e-30f && bits < 0x7f800000 ? 127.0f / max : 0;
     for (int i = 0; i < count; i += LANES) {
         vf shifted = load(x + i) * inverse + 12582912.0f; /* 1.5 * 2^23: rounds to an integer */
-        vi n = (vi)shifted - (vi)all(12582912.0f);
+        vi n = (vi)shifted - (vi)broadcast(12582912.0f);
         sums += n;
-        store_numbers(to + i * NUMBER_BYTES, n);
+        store_quantised(to + i * QUANT_VALUE_BYTES, n);
     }
-    *total = sum_of(sums);
-    return bits < 0x7f800000 ? (inverse > 0 ? top / 127.0f : 0) : __builtin_nanf("");
+    *total = reduce_sum_int(sums);
+    return bits < 0x7f800000 ? (inverse > 0 ? max / 127.0f : 0) : __builtin_nanf("");
 }
 
 static void quant_prepare(const fd_weight *w, const float *x, char *to) {
     long groups = quant_groups(w);
     float *scale = (float *)to;
     int32_t *start = (int32_t *)(scale + groups);
-    char *numbers = to + quant_header(w);
+    char *values = to + quant_header(w);
     int offset = w->kind == FD_INT8 ? -128 : -8;
     for (long g = 0; g < groups; g++) {
         long at = g * w->group;
@@ -163,15 +142,15 @@ static void quant_prepare(const fd_weight *w, const float *x, char *to) {
             memset(tail, 0, sizeof tail);
             from = memcpy(tail, from, (size_t)(w->k - at) * 4);
         }
-        scale[g] = quantise(from, w->group, numbers + at * NUMBER_BYTES, start + g);
+        scale[g] = quantise(from, w->group, values + at * QUANT_VALUE_BYTES, start + g);
         start[g] *= offset;
     }
 }
 
-/* Adds the steps of one group for M rows to acc [M][QUANT_V]. The hardware prefetcher suffices for few rows; with
+/* Adds the steps of one group for M rows to acc [M][PANEL_VECTORS]. The hardware prefetcher suffices for few rows; with
  * more rows the loop prefetches explicitly. */
 INLINE void quant_steps(const char *w, const char *x, long stride, int steps, vi *acc, const int M, const int kind) {
-    const int words = quant_step(kind) * NUMBER_BYTES / 4;
+    const int words = quant_step(kind) * QUANT_VALUE_BYTES / 4;
     for (int s = 0; s < steps; s++, w += STEP_BYTES, x += words * 4) {
         if (kind == FD_INT8 && M > 4) {
             __builtin_prefetch(w + 8192, 0, 2);
@@ -180,13 +159,13 @@ INLINE void quant_steps(const char *w, const char *x, long stride, int steps, vi
             __builtin_prefetch(w + 2048);
             __builtin_prefetch(w + 2048 + 64);
         }
-        _Pragma("GCC unroll 8") for (int v = 0; v < QUANT_V; v++) {
+        _Pragma("GCC unroll 8") for (int v = 0; v < PANEL_VECTORS; v++) {
             vu part[4];
             const int parts = unpack(load_words((const uint32_t *)w + v * LANES), part, kind);
             _Pragma("GCC unroll 8") for (int m = 0; m < M; m++) {
                 const uint32_t *n = (const uint32_t *)(x + m * stride);
                 _Pragma("GCC unroll 4") for (int p = 0; p < parts; p++)
-                    acc[m * QUANT_V + v] = dot(acc[m * QUANT_V + v], part[p], all_words(n[p]));
+                    acc[m * PANEL_VECTORS + v] = dot(acc[m * PANEL_VECTORS + v], part[p], broadcast_words(n[p]));
             }
         }
     }
@@ -204,42 +183,43 @@ INLINE void quant_tile(const char *w, const quant_rows *x, float *to, const int 
     const char *row = x->row, *panel = w;
     const long stride = x->stride, groups = x->groups;
     if (kind == FD_INT8) w += FD_PANEL * 4;
-    for (int i = 0; i < M * QUANT_V; i++) store(to + i * LANES, (vf){0});
+    for (int i = 0; i < M * PANEL_VECTORS; i++) store(to + i * LANES, (vf){0});
     for (long g = 0; g < groups; g++) {
-        vi acc[QUANT_ROWS * QUANT_V];
+        vi acc[QUANT_ROWS * PANEL_VECTORS];
         _Pragma("GCC unroll 8") for (int m = 0; m < M; m++) {
             uint32_t start = ((const uint32_t *)(row + m * stride))[groups + g];
-            _Pragma("GCC unroll 8") for (int v = 0; v < QUANT_V; v++) acc[m * QUANT_V + v] = (vi)all_words(start);
+            _Pragma("GCC unroll 8") for (int v = 0; v < PANEL_VECTORS; v++)
+                acc[m * PANEL_VECTORS + v] = (vi)broadcast_words(start);
         }
         const char *scales = w;
         if (kind == FD_INT4) w += FD_PANEL * 2;
         long from = g * x->group, left = x->padded - from;
         int steps = (int)(left < x->group ? left : x->group) / quant_step(kind);
-        const char *numbers = row + x->header + from * NUMBER_BYTES;
-        quant_steps(w, numbers, stride, steps, acc, M, kind);
+        const char *values = row + x->header + from * QUANT_VALUE_BYTES;
+        quant_steps(w, values, stride, steps, acc, M, kind);
         w += steps * STEP_BYTES;
-        vf of_weights[QUANT_V]; /* read once, because the compiler must assume that `to` aliases the scales */
+        vf weight_scale[PANEL_VECTORS]; /* read once, because the compiler must assume that `to` aliases the scales */
         if (kind == FD_INT4)
-            for (int v = 0; v < QUANT_V; v++) of_weights[v] = load_bf16((const uint16_t *)scales + v * LANES);
+            for (int v = 0; v < PANEL_VECTORS; v++) weight_scale[v] = load_bf16((const uint16_t *)scales + v * LANES);
         _Pragma("GCC unroll 8") for (int m = 0; m < M; m++) {
-            vf scale = all(((const float *)(row + m * stride))[g]);
-            _Pragma("GCC unroll 8") for (int v = 0; v < QUANT_V; v++) {
+            vf scale = broadcast(((const float *)(row + m * stride))[g]);
+            _Pragma("GCC unroll 8") for (int v = 0; v < PANEL_VECTORS; v++) {
                 float *sum = to + m * FD_PANEL + v * LANES;
-                vf y = __builtin_convertvector(acc[m * QUANT_V + v], vf) * scale;
-                if (kind == FD_INT4) y = y * of_weights[v];
+                vf y = __builtin_convertvector(acc[m * PANEL_VECTORS + v], vf) * scale;
+                if (kind == FD_INT4) y = y * weight_scale[v];
                 store(sum, load(sum) + y);
             }
         }
     }
     if (kind == FD_INT8)
-        for (int i = 0; i < M * QUANT_V; i++)
-            store(to + i * LANES, load(to + i * LANES) * load((const float *)panel + i % QUANT_V * LANES));
+        for (int i = 0; i < M * PANEL_VECTORS; i++)
+            store(to + i * LANES, load(to + i * LANES) * load((const float *)panel + i % PANEL_VECTORS * LANES));
 }
 
 #define QUANT_CASE(M)                                                                                                  \
     case M:                                                                                                            \
-        if (kind == FD_INT8) quant_tile(w, x, to, M, FD_INT8);                                                  \
-        else quant_tile(w, x, to, M, FD_INT4);                                                                  \
+        if (kind == FD_INT8) quant_tile(w, x, to, M, FD_INT8);                                                         \
+        else quant_tile(w, x, to, M, FD_INT4);                                                                         \
         break;
 
 static void quant_run(const char *w, const quant_rows *x, float *to, int m, int kind) {
@@ -255,7 +235,7 @@ static void quant_run(const char *w, const quant_rows *x, float *to, int m, int 
 }
 
 /* Panels [first, last) of every row. */
-static void quant_multiply(const fd_weight *w, const char *x, int rows, int first, int last, const sink *s) {
+static void quant_multiply(const fd_weight *w, const char *x, int rows, int first, int last, const epilogue *e) {
     quant_rows tile = {x, quant_row_bytes(w), quant_groups(w), quant_header(w), quant_padded(w), w->group};
     int tiles = (rows + QUANT_ROWS - 1) / QUANT_ROWS, height = (rows + tiles - 1) / tiles;
     for (int p = first; p < last; p++) {
@@ -265,7 +245,7 @@ static void quant_multiply(const fd_weight *w, const char *x, int rows, int firs
             int m = rows - r < height ? rows - r : height;
             tile.row = x + r * tile.stride;
             quant_run(panel, &tile, to, m, w->kind);
-            for (int i = 0; i < m; i++) drain(s, p, r + i, to + i * FD_PANEL);
+            for (int i = 0; i < m; i++) apply_epilogue(e, p, r + i, to + i * FD_PANEL);
         }
     }
 }

@@ -33,15 +33,15 @@ typedef uint16_t vh_at __attribute__((vector_size(LANES * 2), aligned(2), may_al
 INLINE vf load(const float *p) { return *(const vf_at *)p; }
 INLINE void store(float *p, vf x) { *(vf_at *)p = x; }
 INLINE vu load_words(const uint32_t *p) { return *(const vu_at *)p; }
-INLINE vf all(float x) { return x - (vf){0}; }
-INLINE vu all_words(uint32_t x) { return x - (vu){0}; }
-INLINE vf pick(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
+INLINE vf broadcast(float x) { return x - (vf){0}; }
+INLINE vu broadcast_words(uint32_t x) { return x - (vu){0}; }
+INLINE vf vselect(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
 /* NaN in b gives NaN. */
-INLINE vf greater(vf a, vf b) { return pick(a > b, a, b); }
-INLINE vf smaller(vf a, vf b) { return pick(a < b, a, b); }
+INLINE vf vmax(vf a, vf b) { return vselect(a > b, a, b); }
+INLINE vf vmin(vf a, vf b) { return vselect(a < b, a, b); }
 
-/* a * b + c, rounded once if the instruction set can. Compilers differ in which sums they fuse on their own, even between
- * copies of one loop, so -ffp-contract=off forbids it and every fused operation is written as a call of these. */
+/* a * b + c, rounded once if the instruction set can. Compilers differ in which sums they fuse on their own, even
+ * between copies of one loop, so -ffp-contract=off forbids it. Every fused operation is written as a call of these. */
 INLINE vf multiply_add(vf a, vf b, vf c) {
 #if LANES == 16
     return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -54,7 +54,7 @@ INLINE vf multiply_add(vf a, vf b, vf c) {
 #endif
 }
 
-INLINE float multiply_add_one(float a, float b, float c) {
+INLINE float multiply_add_scalar(float a, float b, float c) {
 #if LANES > 4 || defined(__ARM_NEON)
     return __builtin_fmaf(a, b, c);
 #else
@@ -62,19 +62,19 @@ INLINE float multiply_add_one(float a, float b, float c) {
 #endif
 }
 
-INLINE float sum(vf x) {
+INLINE float reduce_sum(vf x) {
     float total = 0;
     for (int i = 0; i < LANES; i++) total += x[i];
     return total;
 }
 
-INLINE float largest(vf x) {
-    float most = x[0];
-    for (int i = 1; i < LANES; i++) most = x[i] > most ? x[i] : most;
-    return most;
+INLINE float reduce_max(vf x) {
+    float max = x[0];
+    for (int i = 1; i < LANES; i++) max = x[i] > max ? x[i] : max;
+    return max;
 }
 
-INLINE float widen(uint16_t h) {
+INLINE float bf16_to_float(uint16_t h) {
     uint32_t u = (uint32_t)h << 16;
     float f;
     memcpy(&f, &u, 4);
@@ -84,23 +84,23 @@ INLINE float widen(uint16_t h) {
 INLINE vf load_bf16(const uint16_t *p) { return (vf)(__builtin_convertvector(*(const vh_at *)p, vu) << 16); }
 
 /* Rounds to nearest, ties to even; NaN stays NaN. */
-INLINE vh narrow(vf x) {
+INLINE vh to_bf16(vf x) {
     vu u = (vu)x;
     vu rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
     vi nan = x != x;
     rounded = ((vu)nan & 0x7fc0) | (~(vu)nan & rounded);
     return __builtin_convertvector(rounded, vh);
 }
-INLINE void store_bf16(uint16_t *p, vf x) { *(vh_at *)p = narrow(x); }
+INLINE void store_bf16(uint16_t *p, vf x) { *(vh_at *)p = to_bf16(x); }
 
-INLINE uint16_t narrow_one(float x) {
+INLINE uint16_t float_to_bf16(float x) {
     uint32_t u;
     memcpy(&u, &x, 4);
     return x != x ? 0x7fc0 : (uint16_t)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
 
 /* acc + w.low * x.low + w.high * x.high, w and x pairs of bf16. */
-INLINE vf dot2(vf acc, vu w, vu x) {
+INLINE vf dot_bf16(vf acc, vu w, vu x) {
 #ifdef __AVX512BF16__
     return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)x);
 #else
@@ -110,23 +110,23 @@ INLINE vf dot2(vf acc, vu w, vu x) {
 }
 
 /* e^x to about 1 ulp, by 2^n * e^r with |r| <= ln2 / 2. */
-INLINE vf exponential(vf x) {
-    x = smaller(all(88.7f), greater(all(-87.3f), x));
-    vf shifted = multiply_add(x, all(1.44269504f), all(12582912.0f)); /* 1.5 * 2^23: rounds to an integer */
+INLINE vf vexp(vf x) {
+    x = vmin(broadcast(88.7f), vmax(broadcast(-87.3f), x));
+    vf shifted = multiply_add(x, broadcast(1.44269504f), broadcast(12582912.0f)); /* 1.5 * 2^23: rounds to an integer */
     vf n = shifted - 12582912.0f;
-    vf r = multiply_add(n, all(-0.693359375f), x);
-    r = multiply_add(n, all(2.12194440e-4f), r);
-    vf y = all(1.9875691500e-4f);
-    y = multiply_add(y, r, all(1.3981999507e-3f));
-    y = multiply_add(y, r, all(8.3334519073e-3f));
-    y = multiply_add(y, r, all(4.1665795894e-2f));
-    y = multiply_add(y, r, all(1.6666665459e-1f));
-    y = multiply_add(y, r, all(5.0000001201e-1f));
+    vf r = multiply_add(n, broadcast(-0.693359375f), x);
+    r = multiply_add(n, broadcast(2.12194440e-4f), r);
+    vf y = broadcast(1.9875691500e-4f);
+    y = multiply_add(y, r, broadcast(1.3981999507e-3f));
+    y = multiply_add(y, r, broadcast(8.3334519073e-3f));
+    y = multiply_add(y, r, broadcast(4.1665795894e-2f));
+    y = multiply_add(y, r, broadcast(1.6666665459e-1f));
+    y = multiply_add(y, r, broadcast(5.0000001201e-1f));
     y = multiply_add(y * r, r, r) + 1.0f;
     return y * (vf)((__builtin_convertvector(n, vi) + 127) << 23);
 }
 
-INLINE vf sigmoid(vf x) { return 1.0f / (1.0f + exponential(-x)); }
-INLINE vf tangent(vf x) { return 2.0f * sigmoid(2.0f * x) - 1.0f; }
+INLINE vf vsigmoid(vf x) { return 1.0f / (1.0f + vexp(-x)); }
+INLINE vf vtanh(vf x) { return 2.0f * vsigmoid(2.0f * x) - 1.0f; }
 
 #endif

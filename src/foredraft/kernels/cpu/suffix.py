@@ -22,15 +22,19 @@ STATE_MASK = (1 << 32) - 1  # the low half of a packed match is its state; all s
 
 
 class _MatchRecord(ctypes.Structure):
+    """Longest suffix of a sequence that occurs in an automaton (fd_match)."""
+
     _fields_ = (("text", c_void_p), ("state", c_int32), ("length", c_int32))
 
 
 class _RankedDraftRecord(ctypes.Structure):
+    """Limits of a draft (fd_draft_spec)."""
+
     _fields_ = (
-        ("trust", c_void_p),
-        ("ends", c_void_p),
-        ("bar", c_double),
-        *((name, c_int32) for name in "nodes depth width num_ends".split()),
+        ("discounts", c_void_p),
+        ("end_ids", c_void_p),
+        ("min_probability", c_double),
+        *((name, c_int32) for name in "max_nodes max_depth width num_end_ids".split()),
     )
 
 
@@ -50,11 +54,11 @@ class NativeAutomaton:
 
     @property
     def num_bytes(self) -> int:
-        return int(self._handle.fd_suffix_bytes(self.address))
+        return int(self._handle.fd_suffix_num_bytes(self.address))
 
     @property
     def num_operations(self) -> int:
-        return int(self._handle.fd_suffix_work(self.address))
+        return int(self._handle.fd_suffix_num_operations(self.address))
 
     def extend(self, tokens: Sequence[int]) -> None:
         ids = array("i", tokens)
@@ -64,19 +68,19 @@ class NativeAutomaton:
 
     def match_end(self) -> SuffixMatch:
         place = _MatchRecord()
-        self._handle.fd_suffix_end(self.address, place)
+        self._handle.fd_suffix_match_end(self.address, place)
         return SuffixMatch(self, place.state, place.length)
 
     @staticmethod
     def advance(matches: Sequence[SuffixMatch], tokens: Sequence[int]) -> list[SuffixMatch]:
         raw, ids = _pack_matches(matches), array("i", tokens)
-        _load_handle().fd_suffix_follow(raw.buffer_info()[0], len(matches), ids.buffer_info()[0], len(ids))
+        _load_handle().fd_suffix_advance(raw.buffer_info()[0], len(matches), ids.buffer_info()[0], len(ids))
         return [SuffixMatch(place[0], at & STATE_MASK, at >> 32) for place, at in zip(matches, raw[1::2], strict=True)]
 
     @staticmethod
     def predict(matches: Sequence[SuffixMatch], discount_table: "array[float]") -> Continuations:
         raw, tokens, chances = _pack_matches(matches), (c_int32 * MAX_CONTINUATIONS)(), (c_double * MAX_CONTINUATIONS)()
-        size = _load_handle().fd_suffix_probs(
+        size = _load_handle().fd_suffix_predict(
             raw.buffer_info()[0], len(matches), discount_table.buffer_info()[0], tokens, chances
         )
         return Continuations(tokens[:size], chances[:size])
@@ -118,20 +122,20 @@ def _load_handle() -> ctypes.CDLL:
     handle.fd_suffix_free.argtypes = [c_void_p]
     handle.fd_suffix_free.restype = None
     handle.fd_suffix_extend.argtypes = [c_void_p, c_void_p, c_int64]
-    for name in ("fd_suffix_bytes", "fd_suffix_work"):
+    for name in ("fd_suffix_num_bytes", "fd_suffix_num_operations"):
         getattr(handle, name).argtypes = [c_void_p]
         getattr(handle, name).restype = c_int64
-    handle.fd_suffix_end.argtypes = [c_void_p, POINTER(_MatchRecord)]
-    handle.fd_suffix_end.restype = None
-    handle.fd_suffix_follow.argtypes = [c_void_p, c_int32, c_void_p, c_int64]
-    handle.fd_suffix_follow.restype = None
-    handle.fd_suffix_probs.argtypes = [c_void_p, c_int32, c_void_p, c_void_p, c_void_p]
+    handle.fd_suffix_match_end.argtypes = [c_void_p, POINTER(_MatchRecord)]
+    handle.fd_suffix_match_end.restype = None
+    handle.fd_suffix_advance.argtypes = [c_void_p, c_int32, c_void_p, c_int64]
+    handle.fd_suffix_advance.restype = None
+    handle.fd_suffix_predict.argtypes = [c_void_p, c_int32, c_void_p, c_void_p, c_void_p]
     handle.fd_suffix_draft.argtypes = [c_void_p, c_int32, POINTER(_RankedDraftRecord), c_void_p, c_void_p, c_void_p]
     return handle
 
 
 def _pack_matches(matches: Sequence[SuffixMatch]) -> "array[int]":
-    """Pack matches as an array of fd_place: address, then length and state in the halves of one number.
+    """Pack matches as an array of fd_match: address, then length and state in the halves of one number.
 
     This takes a third of the time of ctypes structures.
     """

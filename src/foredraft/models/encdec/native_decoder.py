@@ -1,4 +1,4 @@
-"""Decoder of encoder-decoder models as one native call per forward pass, on CPU (kernels/cpu/pair.h).
+"""Decoder of encoder-decoder models as one native call per forward pass, on CPU (kernels/cpu/encdec.h).
 
 torch embeds the rows, since embedding differs by family. The layers and the head are native. The bits of a row do not
 depend on the rows computed with it.
@@ -16,8 +16,8 @@ from foredraft.kernels.arena import Arena
 from foredraft.kernels.cpu.library import (
     NativeLibrary,
     NormRecord,
+    PassRecord,
     Seq2SeqLayerRecord,
-    Seq2SeqPassRecord,
     Seq2SeqRecord,
     load_library,
 )
@@ -131,10 +131,10 @@ class NativeSeq2SeqDecoder:
         features = torch.empty(rows.num_rows, len(hidden_layers) * record.hidden) if hidden_layers else None
         self.native.sync_threads()
         handle = self.native.handle
-        scratch = self._take_scratch(handle.fd_pair_scratch(record, rows.record, sources.record))
+        scratch = self._take_scratch(handle.fd_encdec_scratch(record, rows.record, sources.record))
         (keys, values), (cross_keys, cross_values) = pool.addresses, cross_kv.pool.addresses
         boundaries = (ctypes.c_int32 * len(hidden_layers))(*hidden_layers)
-        job = Seq2SeqPassRecord(
+        job = PassRecord(
             *(ctypes.addressof(each) for each in (keys, values, cross_keys, cross_values, boundaries)),
             len(hidden_layers),
             inputs.data_ptr(),
@@ -142,7 +142,7 @@ class NativeSeq2SeqDecoder:
             logits.data_ptr(),
             scratch.data_ptr(),
         )
-        handle.fd_pair_forward(record, rows.record, sources.record, job)
+        handle.fd_encdec_forward(record, rows.record, sources.record, job)
         self._free_scratch.append(scratch)
         return logits, features
 
@@ -204,7 +204,7 @@ class Seq2SeqPacker:
         layers = (Seq2SeqLayerRecord * len(decoder.blocks))(
             *(self._build_layer(block, shape.is_gated, table) for block, table in blocks)
         )
-        mlp_width = layers[0].wide.n
+        mlp_width = layers[0].mlp_in.n
         bias = head.bias if head.bias is not None else head.linear.bias
         packed_head = pack_head(head.linear.dense_weight, bias, self.arena)
         self.weights.append(packed_head)
@@ -216,9 +216,9 @@ class Seq2SeqPacker:
             inner=mlp_width // 2 if shape.is_gated else mlp_width,
             activation=ACTIVATIONS[shape.activation_name],
             is_gated=shape.is_gated,
-            norms_after=shape.is_post_norm,
+            is_post_norm=shape.is_post_norm,
             has_bf16_kv=has_bf16,
-            far=len(biases[0]) - 1 if biases else 0,
+            max_distance=len(biases[0]) - 1 if biases else 0,
             eps=decoder.blocks[0].self_norm.eps,
             scale=shape.scale,
             logit_scale=head.scale,

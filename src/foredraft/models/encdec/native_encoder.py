@@ -1,6 +1,6 @@
 """Text encoders as one native call on CPU: packed rows of several sources, each of which sees its own source.
 
-The layers are the native decoder's without cross-attention (kernels/cpu/pair.h). T5's bias depends on the distance in
+The layers are the native decoder's without cross-attention (kernels/cpu/encdec.h). T5's bias depends on the distance in
 both directions.
 """
 
@@ -16,8 +16,8 @@ from torch import Tensor
 from foredraft.kernels.cpu.library import (
     NativeLibrary,
     NormRecord,
+    PassRecord,
     Seq2SeqLayerRecord,
-    Seq2SeqPassRecord,
     Seq2SeqRecord,
     WeightRecord,
     load_library,
@@ -77,12 +77,12 @@ class NativeEncoder:
             table = None if bias is None else packer.hold_tensor(bias.T)
             norms = [packer.hold_norm(norm) for norm in (block.self_norm, block.self_norm, block.mlp_norm)]
             packed = packer.pack_linear(block.qkv), packer.pack_linear(block.self_out)
-            wide, narrow = packer.pack_mlp_in(block.mlp_in, shape.is_gated), packer.pack_linear(block.mlp_out)
-            records = packed[0].record, packed[1].record, NO_WEIGHT, NO_WEIGHT, wide.record, narrow.record
-            packer.weights += [*packed, wide, narrow]
+            mlp_in, mlp_out = packer.pack_mlp_in(block.mlp_in, shape.is_gated), packer.pack_linear(block.mlp_out)
+            records = packed[0].record, packed[1].record, NO_WEIGHT, NO_WEIGHT, mlp_in.record, mlp_out.record
+            packer.weights += [*packed, mlp_in, mlp_out]
             layers.append(Seq2SeqLayerRecord(*norms, *records, table))
         layer_array = (Seq2SeqLayerRecord * len(layers))(*layers)
-        width = layers[0].wide.n
+        width = layers[0].mlp_in.n
         record = Seq2SeqRecord(
             layers=len(layers),
             hidden=layers[0].qkv.k,
@@ -91,9 +91,9 @@ class NativeEncoder:
             inner=width // 2 if shape.is_gated else width,
             activation=ACTIVATIONS[shape.activation_name],
             is_gated=shape.is_gated,
-            norms_after=shape.is_post_norm,
+            is_post_norm=shape.is_post_norm,
             has_bf16_kv=model.dtype == torch.bfloat16,
-            far=len(encoder.position_biases[0]) // 2 if encoder.position_biases else 0,
+            max_distance=len(encoder.position_biases[0]) // 2 if encoder.position_biases else 0,
             is_encoder=True,
             eps=encoder.blocks[0].self_norm.eps,
             scale=shape.scale,
@@ -128,13 +128,18 @@ class NativeEncoder:
         inputs = self.embed(batch.tokens[0], batch.positions[0]).float().contiguous()
         out = torch.empty(rows.num_rows, self.record.hidden)
         self.native.sync_threads()
-        size = self.native.handle.fd_pair_scratch(self.record, rows.record, source_rows.record)
+        size = self.native.handle.fd_encdec_scratch(self.record, rows.record, source_rows.record)
         scratch = torch.empty(size, dtype=torch.uint8)
         keys, values = self.pool.addresses
         boundary = (ctypes.c_int32 * 1)(AFTER_FINAL_NORM)
-        job = Seq2SeqPassRecord(
-            ctypes.addressof(keys), ctypes.addressof(values), None, None, ctypes.addressof(boundary), 1,
-            inputs.data_ptr(), out.data_ptr(), None, scratch.data_ptr(),
-        )  # fmt: skip
-        self.native.handle.fd_pair_forward(self.record, rows.record, source_rows.record, job)
+        job = PassRecord(
+            keys=ctypes.addressof(keys),
+            values=ctypes.addressof(values),
+            hidden_layers=ctypes.addressof(boundary),
+            hidden_layer_count=1,
+            inputs=inputs.data_ptr(),
+            features=out.data_ptr(),
+            scratch=scratch.data_ptr(),
+        )
+        self.native.handle.fd_encdec_forward(self.record, rows.record, source_rows.record, job)
         return out

@@ -184,26 +184,26 @@ class NativeDecoder:
         """
         rows = forward_batch.packed_rows
         self._check_tokens(forward_batch)
-        self._extend_rotary(rows.record.longest)
+        self._extend_rotary(rows.record.max_keys)
         pool.reserve(self.kv_samples, forward_batch.num_slots)
         logits = torch.empty(rows.num_logits, self.record.head.n)
         features = torch.empty(rows.num_rows, len(hidden_layers) * self.record.hidden) if hidden_layers else None
         self.native.sync_threads()
         record = self.record if layer_slice is None else layer_slice.apply_to(self.record)
-        scratch = self._take_scratch(self.native.handle.fd_scratch(record, rows.record))
+        scratch = self._take_scratch(self.native.handle.fd_decoder_scratch(record, rows.record))
         keys, values = pool.addresses
         boundaries = (ctypes.c_int32 * len(hidden_layers))(*hidden_layers)
         job = PassRecord(
-            ctypes.addressof(keys),
-            ctypes.addressof(values),
-            ctypes.addressof(boundaries),
-            len(hidden_layers),
-            None if inputs is None else inputs.data_ptr(),
-            None if features is None else features.data_ptr(),
-            logits.data_ptr(),
-            scratch.data_ptr(),
+            keys=ctypes.addressof(keys),
+            values=ctypes.addressof(values),
+            hidden_layers=ctypes.addressof(boundaries),
+            hidden_layer_count=len(hidden_layers),
+            inputs=None if inputs is None else inputs.data_ptr(),
+            features=None if features is None else features.data_ptr(),
+            logits=logits.data_ptr(),
+            scratch=scratch.data_ptr(),
         )
-        self.native.handle.fd_forward(record, rows.record, job)
+        self.native.handle.fd_decoder_forward(record, rows.record, job)
         self._free_scratch.append(scratch)
         return logits, features
 
@@ -308,7 +308,7 @@ class DecoderPacker:
             out=self.pack_stacked(attention.o_proj),
             gate_up=self.pack_interleaved(mlp.gate_proj, mlp.up_proj),
             down=self.pack_stacked(mlp.down_proj),
-            sliding=sliding_window or 0,
+            sliding_window=sliding_window or 0,
         )
 
     def pack_stacked(self, *linears: Any) -> WeightRecord:

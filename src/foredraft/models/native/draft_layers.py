@@ -34,7 +34,7 @@ class JoinedInput:
 
     def build_fields(self, packer: DecoderPacker) -> dict[str, Any]:
         """Pack `fc` and build the fields of the native record that describe this input."""
-        return {"front": JOINED, "join": packer.pack_stacked(self.fc)}
+        return {"input_kind": JOINED, "fc": packer.pack_stacked(self.fc)}
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class PairedInput:
     def build_fields(self, packer: DecoderPacker) -> dict[str, Any]:
         """Pack `hidden_norm` and build the fields of the native record that describe this input."""
         return {
-            "front": PAIRED,
+            "input_kind": PAIRED,
             "input_norm": packer.hold_norm(self.hidden_norm),
             "norm_before_residual": self.norm_before_residual,
         }

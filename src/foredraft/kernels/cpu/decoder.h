@@ -1,0 +1,185 @@
+/* What the decoders of both kinds of models have in common: scratch memory and the parts of a layer. decoder_only.h and
+ * encdec.h put the parts in order.
+ *
+ * The team enters a forward pass once and synchronises at barriers. Every function with a `team` ends with a barrier,
+ * except compute_logits. The residual stream is float32 from the embeddings to the logits; only the inputs of products
+ * are rounded.
+ */
+#ifndef FD_DECODER_H
+#define FD_DECODER_H
+
+#include "activation.h"
+#include "attention.h"
+#include "foredraft.h"
+#include "linear.h"
+#include "norm.h"
+#include "simd.h"
+#include "team.h"
+
+INLINE char *align(char *p) { return (char *)(((uintptr_t)p + 63) & ~(uintptr_t)63); }
+INLINE long max_long(long a, long b) { return a > b ? a : b; }
+
+typedef struct {
+    int hidden, heads, kv_heads, head_dim, inner, has_bf16_kv;
+    float eps;
+    long input_bytes; /* largest row of an input of a product */
+    long score_bytes; /* attention's scratch memory per member */
+} decoder_shape;
+
+/* State of one forward pass. Buffers are [num_rows, ...]. */
+typedef struct {
+    decoder_shape shape;
+    const fd_rows *rows;
+    const fd_pass *pass;
+    char *input;      /* input of the next product, in the format of its weight */
+    float *hidden;    /* residual stream */
+    float *qkv;       /* queries, keys and values */
+    float *attention; /* queries, then the outputs of attention */
+    float *inner;     /* inner states of the MLP */
+    char *scores;     /* [members, score_bytes] */
+    atomic_int num_members;
+} decoder;
+
+INLINE long attention_width(const decoder_shape *s) { return (long)s->heads * s->head_dim; }
+INLINE long qkv_width(const decoder_shape *s) { return (long)(s->heads + 2 * s->kv_heads) * s->head_dim; }
+INLINE float *hidden_row(const decoder *d, int row) { return d->hidden + (long)row * d->shape.hidden; }
+
+static int64_t decoder_scratch(const decoder_shape *s, const fd_rows *rows, int threads) {
+    long row = s->input_bytes + 4 * ((long)s->hidden + qkv_width(s) + attention_width(s) + s->inner);
+    return row * rows->num_rows + threads * s->score_bytes + 6 * 64;
+}
+
+static void set_buffers(decoder *d) {
+    const decoder_shape *s = &d->shape;
+    long rows = d->rows->num_rows;
+    d->input = align(d->pass->scratch);
+    d->hidden = (float *)align(d->input + rows * s->input_bytes);
+    d->qkv = (float *)align((char *)(d->hidden + rows * s->hidden));
+    d->attention = (float *)align((char *)(d->qkv + rows * qkv_width(s)));
+    d->inner = (float *)align((char *)(d->attention + rows * attention_width(s)));
+    d->scores = align((char *)(d->inner + rows * s->inner));
+}
+
+/* Returns the scratch memory of the calling member. */
+static char *take_scores(decoder *d) { return d->scores + atomic_fetch_add(&d->num_members, 1) * d->shape.score_bytes; }
+
+INLINE epilogue store_to(const fd_weight *w, float *out, long stride, float scale) {
+    return (epilogue){.mode = EPILOGUE_STORE, .n = w->n, .out = out, .stride = stride, .bias = w->bias, .scale = scale};
+}
+
+/* Converts a row of the residual stream to row `to` of the input of `w`. `pre_norm` is the norm before this part.
+ * `post_norm` is the norm after the previous part, not yet applied to the stream. Either may be without a weight. */
+static void read_hidden(const decoder *d, const fd_weight *w, fd_norm pre_norm, fd_norm post_norm, int row, int to) {
+    const decoder_shape *s = &d->shape;
+    float *h = hidden_row(d, row);
+    char *input = d->input + to * row_bytes(w);
+    if (post_norm.weight) apply_norm(post_norm, h, s->eps, s->hidden, h);
+    if (!pre_norm.weight) {
+        convert_row(w, h, input);
+        return;
+    }
+    float normed[s->hidden];
+    apply_norm(pre_norm, h, s->eps, s->hidden, normed);
+    convert_row(w, normed, input);
+}
+
+static void read_all_hidden(decoder *d, fd_team *team, const fd_weight *w, fd_norm pre_norm, fd_norm post_norm) {
+    FOR_EACH_ITEM(r, d->rows->num_rows) read_hidden(d, w, pre_norm, post_norm, r, r);
+    fd_barrier(team);
+}
+
+static void project(decoder *d, fd_team *team, const fd_weight *w, epilogue e) {
+    matmul(team, w, d->input, d->rows->num_rows, &e);
+    fd_barrier(team);
+}
+
+/* Adds scale * (x W^T + bias) to the residual stream; x is [num_rows, width]. */
+static void add_to_residual(decoder *d, fd_team *team, const fd_weight *w, const float *x, long width, float scale) {
+    FOR_EACH_ITEM(r, d->rows->num_rows) convert_row(w, x + r * width, d->input + r * row_bytes(w));
+    fd_barrier(team);
+    epilogue to_hidden = store_to(w, d->hidden, d->shape.hidden, scale);
+    to_hidden.mode = EPILOGUE_ADD;
+    project(d, team, w, to_hidden);
+}
+
+static void store_kv(void *to, long at, const float *x, int n, int has_bf16) {
+    if (!has_bf16) {
+        memcpy((float *)to + at, x, (size_t)n * 4);
+        return;
+    }
+    for (int i = 0; i < n; i += LANES) store_bf16((uint16_t *)to + at + i, load(x + i));
+}
+
+/* Writes one head of one row of `qkv`: a query to `attention`, a key or value to the row's slot. */
+static void store_head(const decoder *d, int layer, int row, int head) {
+    const decoder_shape *s = &d->shape;
+    const float *x = d->qkv + row * qkv_width(s) + (long)head * s->head_dim;
+    int kv_head = head - s->heads, is_value = kv_head >= s->kv_heads;
+    if (kv_head < 0) {
+        memcpy(d->attention + row * attention_width(s) + (long)head * s->head_dim, x, (size_t)s->head_dim * 4);
+        return;
+    }
+    long slot = (long)d->rows->write_slots[row] * s->kv_heads + kv_head - is_value * s->kv_heads;
+    void *pool = is_value ? d->pass->values[layer] : d->pass->keys[layer];
+    store_kv(pool, slot * s->head_dim, x, s->head_dim, s->has_bf16_kv);
+}
+
+/* Arguments of attention over these keys and values. Only one work item reads a query, so the result replaces it. */
+static fd_attention attention_over(const decoder *d, const void *keys, const void *values, float scale) {
+    const decoder_shape *s = &d->shape;
+    return (fd_attention){.query = d->attention, .keys = keys, .values = values, .out = d->attention,
+                          .heads = s->heads, .kv_heads = s->kv_heads, .head_dim = s->head_dim,
+                          .has_bf16_kv = s->has_bf16_kv, .scale = scale};
+}
+
+/* Attention of every row over the keys of `visible`, then the output projection into the residual stream. */
+static void attend_and_add(decoder *d, fd_team *team, const fd_attention *a, const fd_rows *visible, char *scores,
+                           const fd_weight *out, float scale) {
+    int kv_heads = d->shape.kv_heads;
+    FOR_EACH_ITEM(i, d->rows->num_rows * kv_heads) attend(a, visible, i / kv_heads, i % kv_heads, scores);
+    fd_barrier(team);
+    add_to_residual(d, team, out, d->attention, attention_width(&d->shape), scale);
+}
+
+typedef struct {
+    const fd_weight *in, *out; /* `in` has gate and up interleaved if gated */
+    int is_gated, activation;
+} mlp;
+
+static void mlp_block(decoder *d, fd_team *team, mlp m, fd_norm pre_norm, fd_norm post_norm, float scale) {
+    int inner = d->shape.inner;
+    read_all_hidden(d, team, m.in, pre_norm, post_norm);
+    epilogue to_inner = store_to(m.in, d->inner, inner, 1.0f);
+    to_inner.mode = m.is_gated ? EPILOGUE_GATE : EPILOGUE_STORE;
+    to_inner.activation = m.activation;
+    project(d, team, m.in, to_inner);
+    if (!m.is_gated) {
+        FOR_EACH_ITEM(r, d->rows->num_rows) activate_row(m.activation, d->inner + (long)r * inner, inner);
+        fd_barrier(team);
+    }
+    add_to_residual(d, team, m.out, d->inner, inner, scale);
+}
+
+/* Copies the residual stream, normed, to the features if this layer boundary is among the requested hidden layers. */
+static void return_hidden_layer(decoder *d, fd_team *team, int boundary, fd_norm norm) {
+    const decoder_shape *s = &d->shape;
+    const fd_pass *p = d->pass;
+    for (int i = 0; i < p->hidden_layer_count; i++) {
+        if (p->hidden_layers[i] != boundary) continue;
+        FOR_EACH_ITEM(r, d->rows->num_rows) {
+            float *to = p->features + ((long)r * p->hidden_layer_count + i) * s->hidden;
+            apply_norm(norm, hidden_row(d, r), s->eps, s->hidden, to);
+        }
+        fd_barrier(team);
+    }
+}
+
+static void compute_logits(decoder *d, fd_team *team, const fd_weight *head, fd_norm norm, float scale) {
+    int num_logits = d->rows->num_logits;
+    FOR_EACH_ITEM(i, num_logits) read_hidden(d, head, norm, NO_NORM, d->rows->logit_rows[i], i);
+    fd_barrier(team);
+    epilogue to_logits = store_to(head, d->pass->logits, head->n, scale);
+    matmul(team, head, d->input, num_logits, &to_logits);
+}
+
+#endif

@@ -1,0 +1,153 @@
+/* A forward pass of a decoder-only model, or of a drafter's decoder layers. A layer has self-attention with rotary
+ * embeddings and a gated MLP, each after its norm.
+ */
+#ifndef FD_DECODER_ONLY_H
+#define FD_DECODER_ONLY_H
+
+#include "decoder.h"
+
+typedef struct {
+    const fd_model *model;
+    decoder d;
+} decoder_only;
+
+INLINE long mlp_input_bytes(const fd_layer *l) { return max_long(row_bytes(&l->gate_up), row_bytes(&l->down)); }
+
+static decoder_shape decoder_only_shape(const fd_model *m, const fd_rows *rows) {
+    long bytes = max_long(row_bytes(&m->head), row_bytes(&m->fc));
+    if (m->adapter) bytes = max_long(bytes, mlp_input_bytes(m->adapter));
+    for (int i = 0; i < m->layers; i++) {
+        const fd_layer *l = m->layer + i;
+        bytes = max_long(bytes, max_long(max_long(row_bytes(&l->qkv), row_bytes(&l->out)), mlp_input_bytes(l)));
+    }
+    return (decoder_shape){.hidden = m->hidden, .heads = m->heads, .kv_heads = m->kv_heads, .head_dim = m->head_dim,
+                           .inner = m->inner, .has_bf16_kv = m->has_bf16_kv, .eps = m->eps, .input_bytes = bytes,
+                           .score_bytes = attention_scratch(rows, m->heads / m->kv_heads)};
+}
+
+static int64_t decoder_only_scratch(const fd_model *m, const fd_rows *rows, int threads) {
+    decoder_shape shape = decoder_only_shape(m, rows);
+    return decoder_scratch(&shape, rows, threads);
+}
+
+INLINE fd_norm rms_norm_of(const float *weight) { return (fd_norm){.weight = weight}; }
+
+/* Rotary position embedding in place; it rotates the two halves of the first `rotary` values. */
+static void apply_rope(float *x, const float *cos, const float *sin, int rotary) {
+    int half = rotary / 2, i = 0;
+    for (; i + LANES <= half; i += LANES) {
+        vf a = load(x + i), b = load(x + half + i), c = load(cos + i), s = load(sin + i);
+        store(x + i, multiply_add(a, c, -(b * s)));
+        store(x + half + i, multiply_add(b, c, a * s));
+    }
+    for (; i < half; i++) {
+        float a = x[i], b = x[half + i];
+        x[i] = multiply_add_scalar(a, cos[i], -(b * sin[i]));
+        x[half + i] = multiply_add_scalar(b, cos[i], a * sin[i]);
+    }
+}
+
+static void embed(const decoder_only *o, int row, float *to) {
+    const fd_model *m = o->model;
+    long at = (long)o->d.rows->tokens[row] * m->hidden;
+    for (int i = 0; i < m->hidden; i++) {
+        float x = m->has_bf16_embedding ? bf16_to_float(((const uint16_t *)m->embedding)[at + i])
+                                        : ((const float *)m->embedding)[at + i];
+        to[i] = x * m->embedding_scale;
+    }
+}
+
+/* Concatenates a row's embedding and input, each normed if it has a norm, as a row of the input of `w`. */
+static void read_embedding_and_input(const decoder_only *o, const fd_weight *w, const float *norm,
+                                     const float *input_norm, int row) {
+    const fd_model *m = o->model;
+    const float *input = o->d.pass->inputs + (long)row * m->hidden;
+    float buffer[2 * m->hidden];
+    embed(o, row, buffer);
+    rms_norm(buffer, norm, m->eps, m->hidden, buffer);
+    rms_norm(input, input_norm, m->eps, m->hidden, buffer + m->hidden);
+    convert_row(w, buffer, o->d.input + row * row_bytes(w));
+}
+
+/* The residual stream before the first layer. */
+static void start_residual(decoder_only *o, fd_team *team) {
+    const fd_model *m = o->model;
+    decoder *d = &o->d;
+    int rows = d->rows->num_rows;
+    if (m->input_kind == FD_JOINED) {
+        FOR_EACH_ITEM(r, rows) read_embedding_and_input(o, &m->fc, NULL, NULL, r);
+        fd_barrier(team);
+        project(d, team, &m->fc, store_to(&m->fc, d->hidden, m->hidden, 1.0f));
+        return;
+    }
+    const float *norm = m->norm_before_residual ? m->input_norm : NULL;
+    FOR_EACH_ITEM(r, rows) {
+        if (m->input_kind == FD_EMBEDDED) embed(o, r, hidden_row(d, r));
+        else rms_norm(d->pass->inputs + (long)r * m->hidden, norm, m->eps, m->hidden, hidden_row(d, r));
+    }
+    fd_barrier(team);
+}
+
+/* Norm, if the layer has one, and rotary embedding of one query head or key head of one row. */
+static void norm_and_rotate_head(const decoder_only *o, const fd_layer *l, int row, int head) {
+    const fd_model *m = o->model;
+    const fd_rows *rows = o->d.rows;
+    float *x = o->d.qkv + row * qkv_width(&o->d.shape) + (long)head * m->head_dim;
+    long first = (long)(rows->num_committed[row] + rows->path_length[row] - 1) * m->rotary / 2;
+    rms_norm(x, head < m->heads ? l->q_norm : l->k_norm, m->eps, m->head_dim, x);
+    apply_rope(x, m->cos + first, m->sin + first, m->rotary);
+}
+
+static void attention_block(decoder_only *o, fd_team *team, int layer, char *scores) {
+    const fd_model *m = o->model;
+    const fd_layer *l = m->layer + layer;
+    decoder *d = &o->d;
+    int rows = d->rows->num_rows, heads = m->heads + 2 * m->kv_heads;
+    if (m->input_kind == FD_PAIRED && layer == 0) {
+        FOR_EACH_ITEM(r, rows) read_embedding_and_input(o, &l->qkv, l->attention_norm, m->input_norm, r);
+        fd_barrier(team);
+    } else {
+        read_all_hidden(d, team, &l->qkv, rms_norm_of(l->attention_norm), NO_NORM);
+    }
+    project(d, team, &l->qkv, store_to(&l->qkv, d->qkv, qkv_width(&d->shape), 1.0f));
+    FOR_EACH_ITEM(i, rows * heads) {
+        int row = i / heads, head = i % heads;
+        if (head < m->heads + m->kv_heads) norm_and_rotate_head(o, l, row, head);
+        store_head(d, layer, row, head);
+    }
+    fd_barrier(team);
+    fd_attention a = attention_over(d, d->pass->keys[layer], d->pass->values[layer], m->scale);
+    a.sliding_window = l->sliding_window;
+    a.softcap = m->softcap;
+    attend_and_add(d, team, &a, d->rows, scores, &l->out, m->residual_scale);
+}
+
+static void gated_mlp_block(decoder_only *o, fd_team *team, const fd_layer *l, int activation, float scale) {
+    mlp m = {.in = &l->gate_up, .out = &l->down, .is_gated = 1, .activation = activation};
+    mlp_block(&o->d, team, m, rms_norm_of(l->mlp_norm), NO_NORM, scale);
+}
+
+static void decoder_only_body(void *arg, fd_team *team) {
+    decoder_only *o = arg;
+    const fd_model *m = o->model;
+    decoder *d = &o->d;
+    char *scores = take_scores(d);
+    start_residual(o, team);
+    return_hidden_layer(d, team, 0, NO_NORM);
+    for (int i = 0; i < m->layers; i++) {
+        attention_block(o, team, i, scores);
+        gated_mlp_block(o, team, m->layer + i, m->activation, m->residual_scale);
+        return_hidden_layer(d, team, i + 1, NO_NORM);
+    }
+    if (m->adapter) gated_mlp_block(o, team, m->adapter, FD_SILU, 1.0f);
+    return_hidden_layer(d, team, FD_AFTER_FINAL_NORM, rms_norm_of(m->norm));
+    compute_logits(d, team, &m->head, rms_norm_of(m->norm), m->logit_scale);
+}
+
+static void decoder_only_forward(const fd_model *m, const fd_rows *rows, const fd_pass *pass) {
+    decoder_only o = {.model = m, .d = {.shape = decoder_only_shape(m, rows), .rows = rows, .pass = pass}};
+    set_buffers(&o.d);
+    fd_parallel(decoder_only_body, &o);
+}
+
+#endif

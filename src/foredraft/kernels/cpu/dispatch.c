@@ -1,0 +1,110 @@
+/* Choice of the instruction set, and the exported functions that call its kernels. */
+#define _GNU_SOURCE
+#include <stddef.h>
+#include <string.h>
+#if defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#include "kernels.h"
+#include "team.h"
+
+/* Instruction sets that build.py compiled, the best first. */
+#define SET(name) extern const fd_kernels fd_##name;
+FD_SETS
+#undef SET
+#define SET(name) &fd_##name,
+static const fd_kernels *const available_sets[] = {FD_SETS};
+static int is_disabled[sizeof available_sets / sizeof *available_sets];
+static const fd_kernels *selected = &fd_portable;
+
+/* The system saves 8 KiB of tiles at every thread switch, so a process must request them. The permission holds for all
+ * threads of the process, running ones included. */
+static int can_use_tiles(void) {
+#if defined(__x86_64__) && defined(__linux__)
+    enum { FEATURES = 7, HAS_AMX = 1 << 22 | 1 << 24 /* bf16, tile */ };
+    enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
+    unsigned a, b, c, d;
+    if (!__get_cpuid_count(FEATURES, 0, &a, &b, &c, &d) || (d & HAS_AMX) != HAS_AMX) return 0;
+    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+#else
+    return 0;
+#endif
+}
+
+static int can_run(const char *name) {
+    if (!strcmp(name, "portable")) return 1;
+#ifdef FD_AMX_EMULATED
+    if (!strcmp(name, "amx")) return 1;
+#endif
+#ifdef __x86_64__
+    __builtin_cpu_init();
+    int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                 __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    int avx512bf16 = avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+    if (!strcmp(name, "avx2")) return avx2;
+    if (!strcmp(name, "avx512")) return avx512;
+    if (!strcmp(name, "avx512bf16")) return avx512bf16;
+    if (!strcmp(name, "amx")) return avx512bf16 && can_use_tiles();
+#endif
+    return 0;
+}
+
+static const fd_kernels *find(const char *name) {
+    for (size_t i = 0; i < sizeof available_sets / sizeof *available_sets; i++) {
+        if (name && *name && strcmp(name, available_sets[i]->name)) continue;
+        if (!is_disabled[i] && can_run(available_sets[i]->name)) return available_sets[i];
+    }
+    return NULL;
+}
+
+/* Excludes a set that computes wrongly on this processor. */
+void fd_disable(const char *name) {
+    for (size_t i = 0; i < sizeof available_sets / sizeof *available_sets; i++)
+        if (!strcmp(name, available_sets[i]->name)) is_disabled[i] = 1;
+}
+
+/* Selects a set. Returns 0 if this processor has it. NULL or "" = the best available. */
+int fd_select(const char *name) {
+    const fd_kernels *found = find(name);
+    if (found) selected = found;
+    return found ? 0 : -1;
+}
+
+/* Computes a product with a given set. Returns 0 if this processor has it. */
+int fd_linear_with(const char *name, const fd_linear_args *args) {
+    const fd_kernels *found = find(name);
+    if (found) found->linear(args);
+    return found ? 0 : -1;
+}
+
+const char *fd_fingerprint(void) { return FD_FINGERPRINT; }
+const char *fd_selected(void) { return selected->name; }
+int64_t fd_decoder_scratch(const fd_model *m, const fd_rows *rows) {
+    return selected->decoder_scratch(m, rows, fd_num_threads());
+}
+void fd_decoder_forward(const fd_model *m, const fd_rows *rows, const fd_pass *p) {
+    selected->decoder_forward(m, rows, p);
+}
+int64_t fd_linear_scratch(const fd_weight *w, int rows) { return selected->linear_scratch(w, rows); }
+void fd_linear(const fd_linear_args *args) { selected->linear(args); }
+int64_t fd_attend_scratch(const fd_attention *a, const fd_rows *rows) {
+    return selected->attention_scratch(a, rows, fd_num_threads());
+}
+void fd_attend(const fd_attention *a, const fd_rows *rows, char *scratch) { selected->attention(a, rows, scratch); }
+uint32_t fd_read_memory(const void *from, int64_t bytes) { return selected->read_memory(from, bytes); }
+int64_t fd_encdec_scratch(const fd_encdec *m, const fd_rows *rows, const fd_rows *sources) {
+    return selected->encdec_scratch(m, rows, sources, fd_num_threads());
+}
+void fd_encdec_forward(const fd_encdec *m, const fd_rows *rows, const fd_rows *sources, const fd_pass *p) {
+    selected->encdec_forward(m, rows, sources, p);
+}
+int64_t fd_sizeof(int record) { /* numbered as RECORDS in library.py */
+    const int64_t sizes[] = {sizeof(fd_weight),    sizeof(fd_rows),        sizeof(fd_layer),
+                             sizeof(fd_model),     sizeof(fd_pass),        sizeof(fd_attention),
+                             sizeof(fd_linear_args), sizeof(fd_encdec_layer), sizeof(fd_encdec)};
+    return record < (int)(sizeof sizes / sizeof *sizes) ? sizes[record] : 0;
+}

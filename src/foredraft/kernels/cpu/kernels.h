@@ -1,0 +1,20 @@
+/* Entry points of one instruction set. */
+#ifndef FD_KERNELS_H
+#define FD_KERNELS_H
+
+#include "foredraft.h"
+
+typedef struct {
+    const char *name;
+    int64_t (*decoder_scratch)(const fd_model *, const fd_rows *, int threads);
+    void (*decoder_forward)(const fd_model *, const fd_rows *, const fd_pass *);
+    int64_t (*linear_scratch)(const fd_weight *, int rows);
+    void (*linear)(const fd_linear_args *);
+    int64_t (*attention_scratch)(const fd_attention *, const fd_rows *, int threads);
+    void (*attention)(const fd_attention *, const fd_rows *, char *scratch);
+    uint32_t (*read_memory)(const void *, int64_t bytes);
+    int64_t (*encdec_scratch)(const fd_encdec *, const fd_rows *, const fd_rows *sources, int threads);
+    void (*encdec_forward)(const fd_encdec *, const fd_rows *, const fd_rows *sources, const fd_pass *);
+} fd_kernels;
+
+#endif

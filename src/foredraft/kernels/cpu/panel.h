@@ -1,0 +1,47 @@
+/* Sizes of packed weights, and of activations in the format of a weight's kernel. quant.h describes int8 and int4. */
+#ifndef FD_PANEL_H
+#define FD_PANEL_H
+
+#include "foredraft.h"
+#include "simd.h"
+
+#define PANEL_VECTORS (FD_PANEL / LANES) /* vectors of a panel */
+#if defined(__AVX512VNNI__)
+#define HAS_BYTE_PRODUCTS 1
+#else
+#define HAS_BYTE_PRODUCTS 0
+#endif
+#define QUANT_VALUE_BYTES (HAS_BYTE_PRODUCTS ? 1 : 2) /* of a quantised activation */
+#define STEP_BYTES (FD_PANEL * 4)                     /* of one step of a quantised panel */
+
+/* Values of k in a step. */
+INLINE int quant_step(int kind) { return kind == FD_INT8 ? 4 : 8; }
+INLINE long quant_padded(const fd_weight *w) {
+    int step = quant_step(w->kind);
+    return ((long)w->k + step - 1) / step * step;
+}
+INLINE long quant_groups(const fd_weight *w) { return (w->k + w->group - 1) / w->group; }
+INLINE long quant_header(const fd_weight *w) { return (quant_groups(w) * 8 + 63) / 64 * 64; }
+INLINE long quant_row_bytes(const fd_weight *w) {
+    return quant_header(w) + quant_groups(w) * w->group * QUANT_VALUE_BYTES;
+}
+INLINE long quant_panel_bytes(const fd_weight *w) {
+    long steps = quant_padded(w) / quant_step(w->kind);
+    return steps * STEP_BYTES + (w->kind == FD_INT8 ? FD_PANEL * 4 : quant_groups(w) * FD_PANEL * 2);
+}
+
+/* Bytes of one row of activations. */
+INLINE long row_bytes(const fd_weight *w) {
+    if (w->kind == FD_BF16) return ((long)w->k * 2 + 127) / 64 * 64;
+    if (w->kind == FD_F32) return ((long)w->k * 4 + 63) / 64 * 64;
+    return quant_row_bytes(w);
+}
+
+/* Bytes of one panel of weights. */
+INLINE long panel_bytes(const fd_weight *w) {
+    if (w->kind == FD_BF16) return (long)((w->k + 1) / 2) * FD_PANEL * 4;
+    if (w->kind == FD_F32) return (long)w->k * FD_PANEL * 4;
+    return quant_panel_bytes(w);
+}
+
+#endif
