@@ -29,7 +29,7 @@ MAX_PAYBACK_STEPS = 100  # drafting resumes only if the gain of this many steps 
 # Warm-up: the first steps, to measure costs
 WARMUP_NODES = (0, 0, 1, 1, 3, 3, 3)  # draft nodes per request: entry i is for step i
 MAX_WARMUP_REQUESTS = 2  # requests that draft during warm-up
-# Steps before a used-up credit may end warm-up, because the first draft is slow: the drafter reads the prompt in it.
+# Steps of warm-up before a negative credit may end it. The first draft is slow, because the drafter reads the prompt.
 MIN_WARMUP_STEPS = 3
 # Probes: short drafts of requests that have none (`probes.py`)
 PROBE_COST_FACTOR = 1.5  # a probe of several requests may cost this many times as much as a probe of one
@@ -37,16 +37,18 @@ MIN_CREDIT_AFTER_PROBE = 2  # plain steps of credit that remain if no node of th
 # Measurements while requests draft
 LONG_DRAFT_INTERVAL = 32  # one in this many steps has drafts 1.5 times as long as planned, to measure longer ones
 # While requests draft, some steps are plain, to measure the cost of plain decoding again. The interval between two of
-# them is PLAIN_INTERVAL_PER_GAIN * gain steps, within two limits. A plain step loses the extra tokens of one step with
-# drafts. So at most 1 / PLAIN_INTERVAL_PER_GAIN of the tokens is lost (docs/controller.md, "Estimates").
+# them is PLAIN_INTERVAL_PER_GAIN * gain steps, within two limits. Per request, a plain step makes 1 token in the time
+# in which drafting makes 1 + gain tokens: it loses `gain` tokens. The 200 * gain steps before it make at least one
+# token each, so at most 1 / 200 of the tokens is lost. It is less at both limits (docs/controller.md, "Estimates").
 PLAIN_INTERVAL_PER_GAIN = 200
 MIN_PLAIN_INTERVAL = 16  # steps
 MAX_PLAIN_INTERVAL = 256  # steps
 SLOWDOWN_SMOOTHING = 0.2  # weight of the newest step in the slowdown of the machine
 PLAIN_COST_SMOOTHING = 0.1  # weight of the newest plain step in the ratio of measured to predicted cost
 # Limits on the time that the policy itself takes
-# Steps for which a plan is used if the batch does not change. Twice as many for a large batch, and for any batch while
-# drafting is paused. Half as many for a large batch that changes.
+# Steps for which the plan of a small batch is used; a batch that changes gets a new plan at once. The plan of a large
+# batch is used for twice as many steps, or for half as many if the batch changes. While drafting is paused, any plan is
+# used for twice as many steps, also if the batch changes.
 PLAN_LIFETIME = 16
 LARGE_BATCH = 16  # number of requests from which a batch is large
 MAX_UNOBSERVED_STEPS = 3  # while no request drafts, this many reports in a row are not evaluated, then one is
@@ -61,7 +63,10 @@ class AdaptiveLengthPolicy:
 
     - The plan sets the draft nodes of each request. It is computed from measured costs and estimated survival.
     - Probes and occasional plain steps keep the measurements current.
-    - The time credit (`credit.py`) bounds the loss. If it is used up, no request drafts, whatever the plan predicts.
+    - The time credit (`credit.py`) bounds the loss. If it is used up, drafting is paused, whatever the plan predicts.
+
+    The policy grants fixed lengths as they are, without plan and credit. Warm-up ends early if the credit is negative,
+    but not before MIN_WARMUP_STEPS.
 
     Greedy and sampled requests have separate estimates; `kind` is 0 for greedy and 1 for sampled.
 
@@ -81,14 +86,16 @@ class AdaptiveLengthPolicy:
         self.counts: Counter[DecisionReason] = Counter()  # steps by reason
         self._step = 0  # number of finished steps
         self._warmup_step = 0  # index in WARMUP_NODES; its length = warm-up is over
-        self._is_drafting = True  # False = paused: no request drafts, probes apart
+        self._is_drafting = True  # False = paused: only probes and requests of fixed length draft
         self._plan, self._plan_age = LengthPlan(), 0  # age in steps
         self._plan_key: object = None  # batch that the plan was computed for; None = compute a new plan
         self._plan_kinds: frozenset[int] = frozenset()  # kinds of the requests in that batch
         self._unread = UnreadCounter()
         self._num_unobserved = 0  # steps since the last report that was evaluated
         self._num_candidates = 0  # candidates of the current step
-        self._num_others = 0  # requests of the last step that got a new token but were no candidates
+        # Requests that got a new token but were no candidates, in the last step whose report was evaluated; 0 if that
+        # step had no candidate at all. The plan includes them as requests without drafts.
+        self._num_others = 0
         self._has_fixed = False  # the current step has drafts of fixed length
         self._steps_since_plain = 0  # steps with drafts since the last plain step
         self._slowdown = 1.0  # current step time over the usual one; all other times are divided by it
@@ -99,7 +106,7 @@ class AdaptiveLengthPolicy:
 
     def allocate(self, candidates: Candidates, num_pass_tokens: int, attended_tokens: int = 0) -> list[int]:
         """Grant draft nodes for the next step; arguments as in `DraftLengthPolicy.allocate`."""
-        if self._skip_if_idle(candidates):
+        if self._repeat_if_idle(candidates):
             return [0] * len(candidates)
         self._select_kind(candidates)
         # A fixed length is granted as it is. The policy decides only about the other candidates, the adjustable ones.
@@ -136,26 +143,33 @@ class AdaptiveLengthPolicy:
             self.curve, self.draft_cost, self.planner = self._costs_by_kind[kind]
             self._cost_kind, self._plan_key = kind, None
 
-    def _skip_if_idle(self, candidates: Candidates) -> bool:
-        """Skip the decision for a step if drafting is paused and neither a probe nor a new plan is due.
+    def _repeat_if_idle(self, candidates: Candidates) -> bool:
+        """Repeat the last decision, to draft nothing, if drafting is paused and a new decision would be the same.
 
-        Counts the step with the reason of the last decision. Returns whether the decision was skipped.
+        It saves the time of a decision. Returns whether the decision was repeated.
         """
         is_plan_due = self._plan_age + 1 >= 2 * PLAN_LIFETIME
         if self._is_drafting or self._probes.slots or self._is_warming_up or is_plan_due:
             return False
-        if any(c.kind not in self._plan_kinds for c in candidates):  # the plan was computed without this kind
-            self._plan_key = None
+        if any(c.kind not in self._plan_kinds for c in candidates):
+            self._plan_key = None  # the plan was computed without this kind, so this step computes a new one
             return False
-        is_steady = (
-            self.decision.nodes == 0 and self._plan.speedup <= 1.0 + GAIN_MARGIN and self._step < self._probes.next_step
-        )
-        if not is_steady or not self._probes.is_load_similar(len(candidates)) or any(c.is_fixed for c in candidates):
+        if not self._would_draft_nothing_again(candidates):
             return False
         self._plan_age += 1
         self._num_candidates, self._has_fixed = len(candidates), False
         self.counts[self.decision.reason] += 1
         return True
+
+    def _would_draft_nothing_again(self, candidates: Candidates) -> bool:
+        """Return whether, under the current plan, neither drafting nor a probe nor a fixed draft can start now."""
+        return (
+            self.decision.nodes == 0  # otherwise the last decision cannot be repeated
+            and self._plan.speedup <= 1.0 + GAIN_MARGIN  # drafting does not resume
+            and self._step < self._probes.next_step  # no probe is due
+            and self._probes.is_load_similar(len(candidates))  # and none becomes due, as it would at a new load
+            and not any(c.is_fixed for c in candidates)  # a fixed length is always granted
+        )
 
     @property
     def _is_warming_up(self) -> bool:
@@ -243,7 +257,11 @@ class AdaptiveLengthPolicy:
         return self.planner.estimate_added_pass_time(num_pass_tokens, nodes) + drafter_seconds
 
     def _update_mode(self, adjustable: Candidates) -> None:
-        """Resume drafting if it pays and the credit covers it; pause it if it does not pay or the credit is used up."""
+        """Resume drafting if it pays; pause it if it does not pay or the credit is used up.
+
+        Resuming takes more than one plain step of credit. When drafting resumes, the drafter first has to catch up.
+        The credit lends the time for it (`TimeCredit.grant_loan`), if the gain of MAX_PAYBACK_STEPS repays it.
+        """
         if self._is_drafting:
             self._is_drafting = self._plan.speedup >= 1.0 - GAIN_MARGIN and not self._credit.is_used_up
             if self._credit.is_used_up:  # the plan was wrong, so the estimates behind it lose weight
@@ -274,9 +292,11 @@ class AdaptiveLengthPolicy:
         Only the later ones measure the cost of a draft.
         """
         if self._probes.slots:
-            if not self._probes.count_step():
+            is_over = self._probes.count_step()  # counts the last step, which belonged to the probe
+            if not is_over:
                 return
-            # The probe has paid if the plan now grants drafts to a probed request.
+            # The probe has paid if the plan now grants drafts to a probed request. While drafting is paused, `granted`
+            # is empty: the probe did not lead to its resumption.
             self._probes.finish(self._step, has_paid=any(granted.get(slot, 0) for slot in self._probes.slots))
         self._probes.adapt_to_load(len(adjustable), self._step)
         if self._step < self._probes.next_step:
@@ -340,6 +360,7 @@ class AdaptiveLengthPolicy:
         if not longest:
             self.survival.record_pause(self._num_unobserved + 1)
         self._num_unobserved = 0
+        # After a step without candidates, its requests may become candidates, so they are not counted as others.
         self._num_others = max(0, len(outcomes) - self._num_candidates) if self._num_candidates else 0
         self._num_candidates = 0
         self._steps_since_plain = self._steps_since_plain + 1 if longest else 0
@@ -366,6 +387,9 @@ class AdaptiveLengthPolicy:
     def _update_credit(self, report: StepReport, nodes: int, seconds: float, has_drafts: bool) -> None:
         """Add the time that a step saved to the time credit, or subtract the time that it lost.
 
+        Two costs of the step are predicted: its cost without its drafts, and that of the plain step, which leaves out
+        the prompt chunks too. Both include the time that the drafter needs to observe a step.
+
         Args:
             report: the step.
             nodes: draft nodes of all requests.
@@ -375,12 +399,15 @@ class AdaptiveLengthPolicy:
         count = len(report.outcomes)  # requests that got a new token
         context = report.attended_tokens / max(report.num_pass_tokens, 1)  # attended tokens per token of the pass
         observing = self.draft_cost.predict(requests=count, longest=0, nodes=0)  # seconds in the drafter without drafts
-        ratio = self.planner.plain_cost_ratio
-        pass_tokens, scored = report.num_pass_tokens - nodes, report.num_logit_rows - nodes  # those without drafts
-        pass_cost = self.curve.predict(report.num_requests, pass_tokens, scored, context * pass_tokens)
-        cost_without_drafts = plain_step_cost = ratio * pass_cost + observing
-        if pass_tokens != count:  # the step has prompt chunks, which do not belong to the cost of a plain step
-            plain_step_cost = ratio * self.curve.predict(count, count, count, context * count) + observing
+
+        def predict_cost(num_requests: int, num_tokens: int, num_rows: int) -> float:
+            pass_cost = self.curve.predict(num_requests, num_tokens, num_rows, context * num_tokens)
+            return self.planner.plain_cost_ratio * pass_cost + observing
+
+        num_tokens, num_rows = report.num_pass_tokens - nodes, report.num_logit_rows - nodes  # those without drafts
+        cost_without_drafts = plain_step_cost = predict_cost(report.num_requests, num_tokens, num_rows)
+        if num_tokens != count:  # the step has prompt chunks
+            plain_step_cost = predict_cost(count, count, count)
         if has_drafts and not self._has_fixed:
             # An accepted token saves its request a later plain step, of which the share of one request is 1 / count.
             saved_later = sum([len(o.accepted_nodes) for o in report.outcomes]) * plain_step_cost / count

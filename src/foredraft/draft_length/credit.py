@@ -1,7 +1,7 @@
 """Time credit: seconds that drafting has saved and may lose again. It bounds the loss against plain decoding.
 
-A plain step is a step without drafts. Its cost is predicted, and leaves prompt chunks out. Constants in steps are
-multiples of this cost. Pure: without a clock.
+A plain step is a step without drafts. Its cost is predicted, and leaves prompt chunks out. A constant in plain steps is
+a multiple of this cost. Pure: without a clock.
 """
 
 LOSS_ALLOWANCE = 0.01  # share of the time that may be lost: to probes, to warm-up and to drafts that do not pay
@@ -11,27 +11,29 @@ MAX_CREDIT_STEPS = 24.0
 MAX_COST_DECAY = 0.99  # factor per step on the cost of the costliest recent step, so that it is forgotten
 AMPLE_CREDIT_STEPS = MAX_CREDIT_STEPS / 2  # credit, in plain steps, from which the length of a draft is not limited
 MIN_AVAILABLE_STEPS = 2.0  # plain steps of credit that always count as available, so that short drafts stay possible
-MAX_LOAN_STEPS = MAX_CREDIT_STEPS / 2  # upper limit on a loan in plain steps: half of the largest credit
+MAX_LOAN_STEPS = MAX_CREDIT_STEPS / 2  # upper limit on a loan, in plain steps
 
 
 class TimeCredit:
     """Account of saved and lost time.
 
     A step with drafts adds the time that it saves against plain decoding, or subtracts the time that it loses. Every
-    step adds LOSS_ALLOWANCE of its predicted time without drafts. If the credit is used up, no request may draft. So
-    over a long run at most LOSS_ALLOWANCE of the time is lost.
+    step adds LOSS_ALLOWANCE of its predicted time without drafts. If the credit is used up, the policy pauses drafting.
+    So over a long run at most LOSS_ALLOWANCE of the time is lost.
+
+    The credit is used up below 0. A loan lowers this limit for a time: when drafting resumes, the drafter first reads
+    the tokens that it missed, and later steps repay the time. A loan ends with the first step after which the credit is
+    not negative. A loan that its first step does not need therefore ends with this step.
 
     Attributes:
-        seconds: the credit; negative after a loan or a loss.
+        seconds: the credit; negative if drafting has lost more than the credit held.
         plain_step_cost: predicted seconds of a plain step; 0 = no step was recorded yet.
     """
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self.plain_step_cost = 0.0
-        # The credit is used up below this. It is 0 without a loan, and negative while a loan runs: until the first step
-        # after which the credit is not negative, even if that step needed no part of the loan.
-        self._floor = 0.0
+        self._floor = 0.0  # the credit is used up below this: minus the seconds of the loan; 0 = no loan
         self._max_step_cost = 0.0  # seconds of the costliest recent step with drafts
 
     @property
@@ -40,7 +42,7 @@ class TimeCredit:
 
     @property
     def available(self) -> float:
-        """Seconds that the next step may lose."""
+        """Seconds that the next step may lose; at least MIN_AVAILABLE_STEPS plain steps."""
         return max(self.seconds - self._floor, MIN_AVAILABLE_STEPS * self.plain_step_cost)
 
     @property
@@ -79,5 +81,5 @@ class TimeCredit:
             self.seconds += cost_without_drafts + saved_later - step_seconds
             self._max_step_cost = max(self._max_step_cost, step_seconds)
         self.seconds = min(self.seconds, MAX_CREDIT_STEPS * max(plain_step_cost, self._max_step_cost))
-        if self.seconds >= 0.0:  # the loan is repaid, or was not needed
-            self._floor = 0.0
+        if self.seconds >= 0.0:
+            self._floor = 0.0  # a loan, if there is one, is repaid or was not needed

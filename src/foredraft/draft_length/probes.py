@@ -24,20 +24,20 @@ class ProbeSchedule:
         self.next_step = 0
         self._steps_left = 0  # steps of the current probe that are not finished
         self._interval = MIN_PROBE_INTERVAL  # in steps
-        self._load = 0  # load for which the interval was last reset
+        self._reference_load = 0  # load that later loads are compared with
 
     def is_load_similar(self, load: int) -> bool:
-        """Return whether the load has neither halved nor doubled since the interval was reset."""
-        return self._load / 2 < load < self._load * 2
+        """Return whether the load is more than half and less than twice the reference load."""
+        return self._reference_load / 2 < load < self._reference_load * 2
 
     def set_load(self, load: int) -> None:
-        """Take this load as the one that later loads are compared with."""
-        self._load = load
+        """Set the reference load, and nothing else. `LossBudgetPolicy` does so in steps without a plan."""
+        self._reference_load = load
 
     def adapt_to_load(self, load: int, step: int) -> None:
-        """Allow a probe now, and reset the interval, if the load has halved or doubled."""
+        """If the load has halved or doubled, set the reference load, reset the interval and allow a probe now."""
         if not self.is_load_similar(load):
-            self._load, self._interval = load, MIN_PROBE_INTERVAL
+            self._reference_load, self._interval = load, MIN_PROBE_INTERVAL
             self.next_step = min(self.next_step, step)
 
     def start(self, slots: tuple[int, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Drafter for networks that predict the target's next feature from (token, feature) pairs: EAGLE, EAGLE-3, Hydra++.
+"""Drafter for networks with a KV cache of (token, feature) pairs. EAGLE and EAGLE-3 predict the next feature from them.
 
 Feature t is the target's hidden state at token t. Pair t is token t + 1 with feature t. Position t of the draft KV, the
 network's KV cache, holds the keys and values of pair t. The network's output at pair t approximates feature t + 1, and
@@ -13,7 +13,11 @@ gives logits for token t + 2.
 After a prefix-cache hit, the pairs on the shared pages are valid. Pair t depends on token t + 1, so the prefix cache
 shares a page with draft KV only if the token after the page is equal too.
 
-`Chimera` is a subclass with other pairs: pair t is token t with feature t, so it does not depend on token t + 1.
+Two subclasses handle pending pairs in the same way, but heads give the logits of their drafts:
+
+- `Chimera`: pair t is token t with feature t, so it does not depend on token t + 1.
+- `HydraPrefixDrafter` (Hydra++): the network reads the features alone. Its output at the last pair is the input of the
+  heads.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -63,7 +67,7 @@ class PendingPairs:
         Args:
             tokens: n tokens.
             features: hidden states of the request, with padding after the first n rows.
-            copies: copy the rows. False = a view, unless n is less than half of P.
+            copies: copy the rows. False = a view, unless n is less than half of P. A view keeps the tensor in memory.
         """
         rows = features[: len(tokens)]
         self.features.append(rows.clone() if copies or len(features) > 2 * len(tokens) else rows)
@@ -126,6 +130,7 @@ class FeatureDrafter:
         if commit.features is None:
             return
         full_slots: list[int] = []
+        # A pending view would keep the whole tensor in memory, so rows are copied if less than half of it is needed.
         is_mostly_unused = _count_stored_rows(commit.features) > 2 * sum(commit.counts)
         for b, request in enumerate(batch.requests):
             tokens, slot = commit.token_lists[b], request.slot
@@ -188,8 +193,9 @@ class FeatureDrafter:
         spec = self.tree_spec.restrict(request.max_draft_depth, batch.granted_nodes[b], not request.rule.takes_trees)
         if spec.max_nodes <= 0 or spec.max_depth <= 0:
             return None
-        # KV position of the first pair that contains the root's token. The committed pairs have the positions 0 to
-        # num_pairs - 1. Pair t contains token t + token_lookahead, and the root is token num_pairs.
+        # KV position of the pair that contains the root's token. The committed pairs have the positions 0 to
+        # num_pairs - 1, and the root is token num_pairs. With a lookahead of 1, pair t contains token t + 1, so this is
+        # the last committed pair. With 0 (Chimera) it is the next one, computed together with the pending pairs.
         root_position = num_pairs - self.draft_kv.token_lookahead
         return GrowingDraft(TreeBuilder(request, spec), root_position)
 

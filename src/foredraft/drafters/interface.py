@@ -81,9 +81,8 @@ class Drafter(Protocol):
 class TokenDraftSource(Protocol):
     """Additional methods of a drafter that reads token ids alone, no hidden states. TokenDrafter implements them.
 
-    Only an ensemble calls these methods (`ensemble.py`). An ensemble has several drafters, its members. In each step it
-    takes the draft of one member, or merges several. For members with these methods it calls them in place of
-    `propose`.
+    They are for ensembles (`ensemble.py`). An ensemble has several drafters, its members. In each step it takes the
+    draft of one member, or merges several. For members with these methods it calls them in place of `propose`.
     """
 
     def draft(self, request: Request, budget: int) -> Draft:

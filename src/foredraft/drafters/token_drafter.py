@@ -24,10 +24,10 @@ S = TypeVar("S", bound=TokenState)
 class TokenDrafter(ABC, Generic[S]):
     """Drafter that reads committed tokens alone.
 
-    A subclass implements `new_state`, which makes the state of a request, and methods that take a state. Each of the
-    other public methods looks up the state of a request and calls one of them:
+    A subclass implements `new_state`, which makes the state of a request, and methods that take a state. The methods
+    that take a request look up its state and call them:
 
-    - `propose` and `draft` call `draft_tokens`.
+    - `draft` calls `draft_tokens`. `propose` calls `draft` for every request.
     - `match_strength` calls `state_match_strength`. Optional; the default returns 0.
     - `continue_draft` calls `continue_tokens`. Optional; the default drafts nothing.
 

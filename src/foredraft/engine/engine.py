@@ -4,8 +4,9 @@ The engine holds no model-specific code: target, drafter, verification rule and 
 
 A step has one token tree per request. The picture at the top of `tree.py` defines its parts. First come the committed
 tokens that the step computes (a prompt chunk). If the chunk ends with the request's last committed token, that token is
-the root, and the draft nodes follow. Otherwise the tree has no root and no draft. The root and the draft nodes are
-scored: each has one row of logits. b is always a batch index, the index of a request in the step's `Batch`.
+the root, and the draft nodes follow. Otherwise the tree has no root and no draft, and roots[b] is sizes[b]. The root
+and the draft nodes are scored: each has one row of logits. b is always a batch index, the index of a request in the
+step's `Batch`.
 
 Letters of shapes: B requests, T nodes of all trees together (the tokens of the forward pass), R scored nodes, V
 vocabulary, P longest committed path, F width of the hidden states that the drafter reads.
@@ -75,8 +76,7 @@ class Engine:
             device: device of the target.
             clock: returns the time in seconds.
             is_debug: check page and queue invariants in every step.
-            length_policy: decides draft lengths. None = FixedLengthPolicy, which always grants the longest draft; LLM
-                passes the adaptive policy.
+            length_policy: decides draft lengths. None = FixedLengthPolicy, which always grants the longest draft.
             prefix_cache: keep KV pages for later requests. False = share them only among the samples of one prompt.
         """
         self.target = target
@@ -281,10 +281,12 @@ class Engine:
             if count > root:
                 num_drafted, num_new = tree.sizes[b] - root - 1, count - root
                 # All new tokens but the last are accepted draft tokens. The last one comes from the target, with two
-                # exceptions: the output ends with a draft token, or the logits after a draft token are invalid.
+                # exceptions: the output ends with a draft token, or the logits after a draft token are invalid, so that
+                # no token follows it (top of `rules.py`).
                 is_last_drafted = _is_draft_token(tree, b, path[count - 1], tokens[count - 1])
                 num_accepted = num_new if is_last_drafted else num_new - 1
-                transcript.record_step(num_drafted, num_accepted, draft_seconds, b in tree.predicted)
+                is_predicted = b in tree.predicted  # the draft was copied from the request's predicted output
+                transcript.record_step(num_drafted, num_accepted, draft_seconds, is_predicted)
             counts.append(count)
         return commit if counts == commit.counts else commit.truncate(counts)
 
@@ -314,9 +316,9 @@ def _describe_invalid_logits(request: Request) -> str:
 def _collect_outcomes(batch: Batch, tree: TokenTree, commit: Commit) -> tuple[DraftOutcome, ...]:
     """List the draft outcome of every request with a scored root.
 
-    Accepted nodes are those on the committed path: each of them saved a forward pass. If the last new token is a draft
-    token, its node saved none. This node is not on the path, so it is not listed. Nodes are counted from 1 after the
-    root.
+    Accepted nodes are those on the committed path: the token after each of them was committed without a forward pass of
+    its own. If the last new token is a draft token, its node is not listed: no token after it was committed, so it is
+    not on the path. Nodes are counted from 1 after the root.
     """
     outcomes = []
     for b, (request, granted) in enumerate(zip(batch.requests, batch.granted_nodes, strict=True)):

@@ -122,7 +122,7 @@ class Scheduler:
         size = self.allocator.page_size
         for request, tokens, count in zip(batch.requests, commit.token_lists, commit.counts, strict=True):
             # tokens[i] follows node path[i] of the commit. The first `num_old` of them, in a prompt chunk, were
-            # committed before this step.
+            # committed before this step: all of them if the chunk ends before the last committed token.
             num_old = request.num_tokens - request.num_computed - 1
             request.output += tokens[num_old:] if num_old else tokens
             request.num_computed += count  # KV entries that stay: one per node of the path

@@ -11,8 +11,8 @@ A rule walks down the tree from the root. It reads probabilities and random numb
 Both may be computed on demand (`LazyTargetProbs`, `SeededNoise`) or be tables (a tensor [R, V], `NoiseTable`).
 
 A request fails if the logits at its root are invalid (`InvalidLogitsError`). If they are invalid at an accepted draft
-node, the path ends at the parent of that node. The draft token of the node is still committed, as the last token. It is
-the root of the next step.
+node, no token can follow this node, so the path ends at its parent. The token of the node follows the parent. It is the
+last token that the step commits, and thus the root of the next step.
 """
 
 import math
@@ -27,7 +27,7 @@ from foredraft.verification.noise import Noise
 from foredraft.verification.probs import NO_TOKEN, InvalidLogitsError, Probs, TargetProbs, to_target_probs
 from foredraft.verification.rule import Rule, VerifyFunction
 
-AcceptedPath = tuple[list[int], list[int]]  # (the root and the accepted nodes below it, the token after each of them)
+CommittedPath = tuple[list[int], list[int]]  # (nodes of a path or of a part of it, the token after each of them)
 
 
 def match(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
@@ -41,7 +41,7 @@ def match(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
     """
     probs = to_target_probs(p)
     nodes = {b: root for b, root in enumerate(tree.roots) if root < tree.sizes[b]}  # batch index -> node to visit next
-    paths: dict[int, AcceptedPath] = {b: ([], []) for b in nodes}
+    paths: dict[int, CommittedPath] = {b: ([], []) for b in nodes}
     while nodes:
         sampled = probs.sample_tokens([tree.get_row(b, node) for b, node in nodes.items()], noise.get_key)
         next_nodes: dict[int, int] = {}
@@ -58,7 +58,7 @@ def match(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
                     break
         nodes = next_nodes
 
-    def get_path(b: int) -> AcceptedPath:
+    def get_path(b: int) -> CommittedPath:
         if not paths[b][0]:  # the logits at the root are invalid
             raise InvalidLogitsError
         return paths[b]
@@ -77,7 +77,7 @@ def reject(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
     """
     probs = to_target_probs(p)
 
-    def walk(b: int) -> AcceptedPath:
+    def walk(b: int) -> CommittedPath:
         node = tree.roots[b]
         nodes: list[int] = []
         tokens: list[int] = []
@@ -119,7 +119,7 @@ def block(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
         raise ValueError("block verification takes chains; use verify='reject' with a drafter that proposes trees")
     probs = to_target_probs(p)
 
-    def walk(b: int) -> AcceptedPath:
+    def walk(b: int) -> CommittedPath:
         chain = list(range(tree.roots[b], tree.sizes[b]))
         tokens = tree.token_lists[b]
         levels: list[tuple[Probs, Probs]] = []  # p and q at every node that has a valid draft child, from the root down
@@ -147,7 +147,7 @@ def block(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
                 denominator = residual_mass + 1 - ratios[-1]
                 threshold = residual_mass / denominator if denominator > 0 else 1.0  # h_i of the paper
             else:
-                threshold = ratios[-1]
+                threshold = ratios[-1]  # no draft follows the last node, so nothing is left over: h_i = p_i
             if noise.accept_uniform(b, chain[i + 1]) < threshold:
                 num_accepted = i + 1
         nodes = chain[: num_accepted + 1]
@@ -188,7 +188,7 @@ class TypicalAcceptance:
         """Verify as a `VerifyFunction`."""
         probs = to_target_probs(p)
 
-        def walk(b: int) -> AcceptedPath:
+        def walk(b: int) -> CommittedPath:
             tokens = tree.token_lists[b]
             paths = [([tree.roots[b]], 0.0)]  # (nodes from the root down, log of the joint probability of their tokens)
             for path, log_prob in paths:  # the list grows during the loop, breadth first
@@ -214,19 +214,19 @@ class TypicalAcceptance:
         return _build_commit(tree, walk)
 
 
-def get_committed_prefix(tree: TokenTree, b: int) -> AcceptedPath:
+def _get_committed_prefix(tree: TokenTree, b: int) -> CommittedPath:
     """Return the nodes before the root and the tokens after them, which are committed whatever p is."""
     following = tree.committed_next[b] if tree.committed_next else ()
     return list(range(len(following))), list(following)
 
 
-def _build_commit(tree: TokenTree, walk: Callable[[int], AcceptedPath]) -> Commit:
+def _build_commit(tree: TokenTree, walk: Callable[[int], CommittedPath]) -> Commit:
     """Join the committed prefix of every request with the path that `walk(b)` accepts from the root on."""
     paths: list[list[int]] = []
     tokens: list[list[int]] = []
     failed: set[int] = set()
     for b, (size, root) in enumerate(zip(tree.sizes, tree.roots, strict=True)):
-        nodes, following = get_committed_prefix(tree, b)
+        nodes, following = _get_committed_prefix(tree, b)
         if root < size:
             try:
                 accepted_nodes, accepted_following = walk(b)
@@ -249,8 +249,8 @@ def _iterate_siblings(tree: TokenTree, b: int, node: int, vocab_size: int) -> It
     distribution over the vocabulary, or q_x(x) = 0. This child and the children after it count as not drafted.
 
     A merged tree has sampled and deterministic children. The sampled ones come first (`tree.num_sampled_children`).
-    This order is lossless, keeps duplicates simple, and accepts with at least the probability of the reverse order.
-    docs/design.md ("Order of siblings") has the proofs.
+    This order is lossless, and accepts with at least the probability of the reverse order. A deterministic token that
+    is equal to a sampled one can be left out. docs/design.md ("Order of siblings") has the proofs.
     """
     children = tree.children[b][node]
     if not children:
