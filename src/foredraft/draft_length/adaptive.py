@@ -225,8 +225,9 @@ class AdaptiveLengthPolicy:
         else:
             reason = "does not pay"
         granted = self._plan.nodes_by_slot if self._is_drafting else {}
-        plain_interval = max(PLAIN_INTERVAL_PER_GAIN * (self._plan.speedup - 1.0), MIN_PLAIN_INTERVAL)
-        if self._is_drafting and self._steps_since_plain >= min(plain_interval, MAX_PLAIN_INTERVAL):
+        plain_interval = PLAIN_INTERVAL_PER_GAIN * (self._plan.speedup - 1.0)
+        plain_interval = min(max(plain_interval, MIN_PLAIN_INTERVAL), MAX_PLAIN_INTERVAL)
+        if self._is_drafting and self._steps_since_plain >= plain_interval:
             return "measure", {}
         if self._is_drafting and self._step % LONG_DRAFT_INTERVAL == 0:  # half as long again, rounded up
             granted = {slot: nodes + (nodes + 1) // 2 for slot, nodes in granted.items()}

@@ -69,7 +69,8 @@ class TimeCredit:
         Args:
             plain_step_cost: predicted seconds of the step without drafts and without prompt chunks.
             cost_without_drafts: predicted seconds of the step without drafts.
-            step_seconds: measured seconds of a step with drafts whose lengths the policy chose. None = another step.
+            step_seconds: measured seconds of a step with drafts whose lengths the policy chose. None = any other step,
+                which only adds its allowance.
             saved_later: seconds that the accepted tokens of this step save in later steps.
         """
         if not self.plain_step_cost:  # the first step

@@ -63,6 +63,6 @@ class ProbeSchedule:
         self._interval = MIN_PROBE_INTERVAL
 
     def forget(self, slots: Sequence[int]) -> None:
-        """End the current probe if one of its requests is among these slots."""
+        """End the current probe if one of its requests is among these slots. Another may start in the next step."""
         if not set(self.slots).isdisjoint(slots):
             self.slots = ()
