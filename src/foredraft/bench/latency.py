@@ -18,7 +18,6 @@ from foredraft.errors import ForedraftError
 from foredraft.outputs import Completion, Stats
 from foredraft.sampling.params import Sampling
 from foredraft.verification.registry import RULES
-from foredraft.verification.rule import Rule
 
 WARM_UP_TOKENS = 16  # output tokens per method before the measurement
 
@@ -62,7 +61,7 @@ class LatencyRow:
     prompts: int
     num_tokens: int
     seconds: float  # sum over prompts of the median over rounds
-    rule: Rule  # verification rule
+    verification: str  # name of the verification rule
 
     @property
     def agreement(self) -> str:
@@ -181,7 +180,7 @@ def _build_row(name: str, runs: Sequence[PromptRun], plain: Sequence[PromptRun],
         prompts=len(runs),
         num_tokens=tokens,
         seconds=seconds,
-        rule=rule,
+        verification=rule.name,
     )
 
 

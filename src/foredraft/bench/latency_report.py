@@ -10,6 +10,7 @@ from foredraft.bench.methods import PLAIN, BenchMethod
 from foredraft.bench.questions import Question
 from foredraft.errors import ForedraftError
 from foredraft.sampling.params import Sampling
+from foredraft.verification.registry import RULES
 
 if TYPE_CHECKING:
     from foredraft.llm import LLM
@@ -97,7 +98,7 @@ class LatencyBench:
             notes.append(
                 f"{len(self.too_long)} of {len(self.plan.questions)} questions, or later turns, exceed the context"
             )
-        lossy = sorted({row.rule.name for row in self.rows if not row.rule.is_lossless})
+        lossy = sorted({row.verification for row in self.rows if not RULES[row.verification].is_lossless})
         if lossy:
             notes.append(f"lossy rule {lossy[0]}: the output does not follow the target's distribution")
         if any(row.identical is not None and row.identical < row.prompts for row in self.rows) and not lossy:
