@@ -6,6 +6,7 @@ the wrong row, a draft length that carries information about the draft, and tree
 """
 
 import itertools
+import os
 from collections import Counter
 from dataclasses import replace
 from functools import cache
@@ -173,7 +174,7 @@ def test_texts_have_the_distribution_of_the_target(case: str) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("case", CASES)
 def test_many_texts_have_the_distribution_of_the_target(case: str) -> None:
-    check(case, 200_000)
+    check(case, int(os.environ.get("DISTRIBUTION_SAMPLES", "200000")))
 
 
 def test_the_count_has_teeth() -> None:

@@ -1,4 +1,4 @@
-"""The ctypes records mirror the C structs: every field's name, offset and size.
+"""The ctypes records mirror the C structs: every field's name, offset, size and kind of number.
 
 Guards against a field that is added, renamed, moved or retyped on one side only. A record of the right size with two
 fields exchanged would otherwise compute with the wrong numbers.
@@ -20,7 +20,7 @@ from foredraft.kernels.cpu.suffix import _MatchRecord, _RankedDraftRecord
 pytestmark = pytest.mark.skipif(build.find_compiler() is None, reason="no C compiler")
 
 RecordType = type[ctypes.Structure]
-Layout = dict[str, tuple[int, int]]  # field -> offset and size
+Layout = dict[str, tuple[int, int, str]]  # field -> offset, size and kind
 
 HEADER = "foredraft.h"
 STRUCTS = {
@@ -28,6 +28,8 @@ STRUCTS = {
     _MatchRecord: "suffix.c",
     _RankedDraftRecord: "suffix.c",
 }
+NUMBERS = {ctypes.c_int32: "int32", ctypes.c_float: "float", ctypes.c_double: "double"}  # other fields are no numbers
+KIND_MACRO = '#define KIND(x) _Generic((x), int32_t: "int32", float: "float", double: "double", default: "other")'
 STRUCT = re.compile(r"typedef struct \{(?P<body>[^{}]*)\} (?P<name>fd_\w+);")
 COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
 DECLARED_FIELD = re.compile(r"(\w+)\s*(?=[,;])")
@@ -48,37 +50,36 @@ def list_fields(file: str) -> dict[str, list[str]]:
 def measure_structs(folder: Path, file: str, structs: Sequence[str]) -> dict[str, tuple[int, Layout]]:
     """Compile and run a program that prints the size of every struct, and the offset and size of every field."""
     fields = list_fields(file)
-    lines = [f'printf("{name}  %zu 0\\n", sizeof({name}));' for name in structs]
+    lines = [f'printf("{name}  %zu 0 other\\n", sizeof({name}));' for name in structs]
     lines += [
-        f'printf("{name} {field} %zu %zu\\n", offsetof({name}, {field}), sizeof((({name} *)0)->{field}));'
+        f'printf("{name} {field} %zu %zu %s\\n", offsetof({name}, {field}), sizeof((({name} *)0)->{field}), '
+        f"KIND((({name} *)0)->{field}));"
         for name in structs
         for field in fields[name]
     ]
     source, program = folder / "layout.c", folder / "layout"
     body = "\n    ".join(lines)
-    source.write_text(
-        f'#include <stddef.h>\n#include <stdio.h>\n#include "{file}"\nint main(void) {{\n    {body}\n}}\n'
-    )
+    headers = f'#include <stddef.h>\n#include <stdio.h>\n#include "{file}"\n'
+    source.write_text(f"{headers}{KIND_MACRO}\nint main(void) {{\n    {body}\n}}\n")
     command = [*(build.find_compiler() or []), "-std=c11", f"-I{build.HERE}", str(source), "-o", str(program)]
     subprocess.run(command, check=True)
     output = subprocess.run([str(program)], check=True, capture_output=True, text=True).stdout
     sizes: dict[str, int] = {}
     layouts: dict[str, Layout] = {name: {} for name in structs}
     for line in output.splitlines():
-        name, field, *numbers = line.split(" ")
-        first, second = map(int, numbers)
+        name, field, first, size, kind = line.split(" ")
         if field:
-            layouts[name][field] = (first, second)
+            layouts[name][field] = (int(first), int(size), kind)
         else:
-            sizes[name] = first
+            sizes[name] = int(first)
     return {name: (sizes[name], layouts[name]) for name in structs}
 
 
 def measure_record(record: RecordType) -> tuple[int, Layout]:
     layout = {}
-    for name, *_ in record._fields_:
+    for name, kind, *_ in record._fields_:
         field = getattr(record, name)
-        layout[name] = (field.offset, field.size)
+        layout[name] = (field.offset, field.size, NUMBERS.get(kind, "other"))
     return ctypes.sizeof(record), layout
 
 

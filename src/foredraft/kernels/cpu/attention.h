@@ -19,16 +19,17 @@ INLINE long attention_scratch(const fd_rows *rows, int group) { /* bytes per thr
     return (ranks * 4 * (1 + group) + 63) / 64 * 64 + 64;
 }
 
+/* Slots of the keys from rank `from` to `to` of the row's sequence. */
 INLINE void find_slots(const fd_rows *rows, int row, int from, int to, int32_t *slots) {
-    const int32_t *pages = rows->pages + rows->page_offset[row], *tail = rows->path_slots + rows->path_offset[row];
-    int start = rows->num_committed[row], size = rows->page_size, rank = from;
-    while (rank < to && rank < start) {
+    const int32_t *pages = rows->pages + rows->page_offset[row], *path = rows->path_slots + rows->path_offset[row];
+    int num_committed = rows->num_committed[row], size = rows->page_size, rank = from;
+    while (rank < to && rank < num_committed) {
         int page = rank / size, end = (page + 1) * size;
-        if (end > start) end = start;
+        if (end > num_committed) end = num_committed;
         if (end > to) end = to;
         for (int slot = pages[page] * size + rank % size; rank < end;) slots[rank++ - from] = slot++;
     }
-    for (; rank < to; rank++) slots[rank - from] = tail[rank - start];
+    for (; rank < to; rank++) slots[rank - from] = path[rank - num_committed];
 }
 
 /* Consecutive keys are cache lines apart, and the processor does not predict the next address. */
@@ -154,7 +155,7 @@ INLINE void softmax_of_head(const fd_attention *a, const fd_rows *rows, int row,
     case G:                                                                                                            \
         score_keys(q, a->keys, slots + i, count - i, stride, head, dim, has_bf16, weight + g * ranks + i, ranks, G);   \
         break;
-#define SUM_VALUES(G)                                                                                                \
+#define SUM_VALUES(G)                                                                                                  \
     case G:                                                                                                            \
         if (dim - d >= VALUE_BLOCK)                                                                                    \
             sum_values(weight + g * ranks, ranks, a->values, slots, count, stride, head + d, has_bf16, out + d, dim, G,\
@@ -270,7 +271,7 @@ INLINE void convert_weights_to_bf16(float *s, int count) {
     case G:                                                                                                            \
         score_keys_bf16(q, a->keys, slots + i, count - i, stride, head, dim, weight + g * ranks + i, ranks, G);        \
         break;
-#define SUM_VALUES_BF16(G)                                                                                           \
+#define SUM_VALUES_BF16(G)                                                                                             \
     case G:                                                                                                            \
         if (dim - d >= VALUE_BLOCK)                                                                                    \
             sum_values_bf16(bf16_weights, 2 * ranks, a->values, slots, count, stride, head + d, out + d, dim, G, 4);   \

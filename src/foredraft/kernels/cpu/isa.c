@@ -4,7 +4,7 @@
 #include "encdec.h"
 #include "kernels.h"
 #include "linear.h"
-
+#include "team.h"
 
 #define JOIN(a, b) a##b
 #define NAME(isa) JOIN(fd_, isa)
@@ -15,44 +15,47 @@ static int64_t linear_scratch(const fd_weight *w, int rows) { return row_bytes(w
 
 static void linear_body(void *arg, fd_team *team) {
     const fd_linear_args *p = arg;
+    const fd_weight *w = p->weight;
     char *x = align(p->scratch);
-    for (int r; (r = fd_take(team, 1)) < p->rows;)
-        convert_row(p->weight, p->x + (long)r * p->weight->k, x + r * row_bytes(p->weight));
+    FOR_EACH_ITEM(r, p->rows) convert_row(w, p->x + (long)r * w->k, x + r * row_bytes(w));
     fd_barrier(team);
-    epilogue s = {EPILOGUE_STORE, 0, p->weight->n, p->out, p->weight->n, p->weight->bias, 1.0f};
-    matmul(team, p->weight, x, p->rows, &s);
+    epilogue to_out = store_to(w, p->out, w->n, 1.0f);
+    matmul(team, w, x, p->rows, &to_out);
 }
 
 static void linear(const fd_linear_args *p) { fd_parallel(linear_body, (void *)p); }
 
 typedef struct {
-    const fd_attention *a;
-    const fd_rows *w;
+    const fd_attention *attention;
+    const fd_rows *rows;
     char *scratch;
-    atomic_int members;
+    atomic_int num_members;
 } attention_job;
+
+INLINE int64_t member_scratch(const fd_attention *a, const fd_rows *rows) {
+    return attention_scratch(rows, a->heads / a->kv_heads);
+}
 
 static void attention_body(void *arg, fd_team *team) {
     attention_job *j = arg;
-    int me = atomic_fetch_add(&j->members, 1);
-    char *mine = align(j->scratch) + me * attention_scratch(j->w, j->a->heads / j->a->kv_heads);
-    for (int i; (i = fd_take(team, 1)) < j->w->num_rows * j->a->kv_heads;)
-        attend(j->a, j->w, i / j->a->kv_heads, i % j->a->kv_heads, mine);
+    const fd_attention *a = j->attention;
+    char *scratch = align(j->scratch) + atomic_fetch_add(&j->num_members, 1) * member_scratch(a, j->rows);
+    FOR_EACH_ITEM(i, j->rows->num_rows * a->kv_heads) attend(a, j->rows, i / a->kv_heads, i % a->kv_heads, scratch);
 }
 
-static int64_t attention_bytes(const fd_attention *a, const fd_rows *w, int threads) {
-    return threads * attention_scratch(w, a->heads / a->kv_heads) + 64;
+static int64_t team_attention_scratch(const fd_attention *a, const fd_rows *rows, int threads) {
+    return threads * member_scratch(a, rows) + 64;
 }
 
-static void attention(const fd_attention *a, const fd_rows *w, char *scratch) {
-    attention_job j = {.a = a, .w = w, .scratch = scratch};
+static void attention(const fd_attention *a, const fd_rows *rows, char *scratch) {
+    attention_job j = {.attention = a, .rows = rows, .scratch = scratch};
     fd_parallel(attention_body, &j);
 }
 
 typedef struct {
     const char *from;
     int64_t bytes;
-    atomic_uint seen;
+    atomic_uint checksum;
 } memory_read;
 
 enum { READ_CHUNK = 1 << 20 };
@@ -68,16 +71,16 @@ static void memory_read_body(void *arg, fd_team *team) {
                 acc[j] ^= load_words((const uint32_t *)(r->from + i) + j * LANES);
         }
     }
-    uint32_t all_of_it = 0;
+    uint32_t checksum = 0;
     for (int j = 0; j < 8; j++)
-        for (int i = 0; i < LANES; i++) all_of_it ^= acc[j][i];
-    atomic_fetch_xor(&r->seen, all_of_it);
+        for (int i = 0; i < LANES; i++) checksum ^= acc[j][i];
+    atomic_fetch_xor(&r->checksum, checksum);
 }
 
 static uint32_t read_memory(const void *from, int64_t bytes) {
     memory_read r = {.from = from, .bytes = bytes};
     fd_parallel(memory_read_body, &r);
-    return r.seen;
+    return r.checksum;
 }
 
 const fd_kernels NAME(FD_ISA) = {
@@ -88,7 +91,7 @@ const fd_kernels NAME(FD_ISA) = {
     .encdec_forward = encdec_forward,
     .linear_scratch = linear_scratch,
     .linear = linear,
-    .attention_scratch = attention_bytes,
+    .attention_scratch = team_attention_scratch,
     .attention = attention,
     .read_memory = read_memory,
 };

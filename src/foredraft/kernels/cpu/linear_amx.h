@@ -86,11 +86,11 @@ static void add_tail(const tile_block *b, int i, int rows, int pairs, float *sum
 }
 
 /* Writes result i of a block, without the rows that an earlier block has written. */
-static void finish(const fd_weight *w, const tile_block *b, int i, int height, int done, float *sums,
-                   const epilogue *e) {
+static void write_block(const fd_weight *w, const tile_block *b, int i, int height, int num_written, float *sums,
+                        const epilogue *e) {
     int pairs = (w->k + 1) / 2;
     if (b->steps * STEP_PAIRS < pairs) add_tail(b, i, height, pairs, sums);
-    for (int r = done; r < height; r++) apply_epilogue(e, b->number[i], b->row[i] + r, sums + r * FD_PANEL);
+    for (int r = num_written; r < height; r++) apply_epilogue(e, b->number[i], b->row[i] + r, sums + r * FD_PANEL);
 }
 
 /* Panels [first, last) of every row, between begin_tiles(rows) and tile_release. */
@@ -101,10 +101,10 @@ static void multiply_panels_amx(const fd_weight *w, const char *x, int rows, int
         count = !two_x && last - panel > 1 ? 2 : 1;
         for (int r = 0; r < rows; r += (1 + two_x) * height) {
             float to[2][TILE_ROWS * FD_PANEL];
-            int wanted[2] = {r, r + two_x * height};
+            int first_row[2] = {r, r + two_x * height};
             for (int i = 0; i < 2; i++) {
                 /* the last tiles overlap earlier rows, because all tiles have one height */
-                b.row[i] = wanted[i] < rows - height ? wanted[i] : rows - height;
+                b.row[i] = first_row[i] < rows - height ? first_row[i] : rows - height;
                 b.number[i] = panel + i * (count - 1);
                 b.x[i] = x + b.row[i] * b.stride;
                 b.panel[i] = (const char *)w->data + b.number[i] * panel_bytes(w);
@@ -112,7 +112,8 @@ static void multiply_panels_amx(const fd_weight *w, const char *x, int rows, int
             if (two_x) sum_tiles(&b, to, 1, 0);
             else if (count > 1) sum_tiles(&b, to, 0, 1);
             else sum_tiles(&b, to, 0, 0);
-            for (int i = 0; i < (two_x ? 2 : count); i++) finish(w, &b, i, height, wanted[i] - b.row[i], to[i], e);
+            for (int i = 0; i < (two_x ? 2 : count); i++)
+                write_block(w, &b, i, height, first_row[i] - b.row[i], to[i], e);
         }
     }
 }
