@@ -317,7 +317,8 @@ def _collect_outcomes(batch: Batch, tree: TokenTree, commit: Commit) -> tuple[Dr
     """List the draft outcome of every request with a scored root.
 
     Accepted nodes are the draft nodes on the committed path: each saved a forward pass. An accepted token without a
-    token after it saved none, so it counts in the statistics alone (`num_accepted`). Nodes are counted from 1 after the root.
+    token after it saved none, so it counts in the statistics alone (`num_accepted`). Nodes are counted from 1 after the
+    root.
     """
     outcomes = []
     for b, (request, granted) in enumerate(zip(batch.requests, batch.granted_nodes, strict=True)):

@@ -31,9 +31,7 @@ class SchedulerLimits:
 
     max_batch: int = 32  # running requests
     max_step_tokens: int = 2048  # tokens of one forward pass of the target, draft nodes included
-    max_chunk: int = (
-        512  # prompt tokens of one request in a step; of all prompts together while any request is decoding
-    )
+    max_chunk: int = 512  # prompt tokens of one request in a step; of all prompts together while a request decodes
 
 
 class Scheduler:
