@@ -95,6 +95,7 @@ class RaggedField:
         return instance.__dict__.get(self._lists_key)
 
 
+# Named, because `TokenTree.tokens` raises an error (no default), and `get_lists` needs the descriptor itself.
 _TOKENS, _PARENTS, _PATH, _NEXT_TOKENS = RaggedField(), RaggedField(), RaggedField(), RaggedField()
 
 
@@ -239,8 +240,8 @@ class TokenTree:
 
         Args:
             prefixes: B rows of committed tokens that the step computes before each root.
-            committed_next: B rows of tokens that follow the nodes before the new root. A row that is one longer than
-                its prefix includes a committed successor of the old root; that root must have no draft.
+            committed_next: B rows with the successor of each prefix token. If node 0 of a draft's tree has a committed
+                successor too, the row ends with it, and that tree must have no draft nodes.
         """
         tokens, parents = [], []
         for prefix, draft_tokens, draft_parents in zip(prefixes, self.token_lists, self.parent_lists, strict=True):

@@ -7,8 +7,8 @@ docs/controller.md explains the algorithm in a page. All times are in seconds.
 - Plain step: a step without drafts. Its cost leaves prompt chunks out: it is that of one new token per request.
 - Gain of a plan: its predicted speed-up over plain steps, minus 1.
 - Survival of a draft node: probability that the node is accepted, if it is granted.
-- Unread tokens of a request: tokens that were committed since its last draft. The drafter reads them before it drafts
-  again (it catches up).
+- Unread tokens of a request: the drafter reads them before it drafts again (it catches up). `UnreadCounter` estimates
+  their number.
 """
 
 from collections import Counter
@@ -29,29 +29,27 @@ MAX_PAYBACK_STEPS = 100  # drafting resumes only if the gain of this many steps 
 # Warm-up: the first steps, to measure costs
 WARMUP_NODES = (0, 0, 1, 1, 3, 3, 3)  # draft nodes per request: entry i is for step i
 MAX_WARMUP_REQUESTS = 2  # requests that draft during warm-up
-# Steps of warm-up before a negative credit may end it. The first draft is slow, because the drafter reads the prompt.
-MIN_WARMUP_STEPS = 3
+# Steps after which a negative credit may end warm-up. The first draft is slow, because the drafter reads the prompt.
+MIN_WARMUP_STEPS = 4
 # Probes: short drafts of requests that have none (`probes.py`)
 PROBE_COST_FACTOR = 1.5  # a probe of several requests may cost this many times as much as a probe of one
 MIN_CREDIT_AFTER_PROBE = 2  # plain steps of credit that remain if no node of the probe is accepted
 # Measurements while requests draft
 LONG_DRAFT_INTERVAL = 32  # one in this many steps has drafts 1.5 times as long as planned, to measure longer ones
-# While requests draft, some steps are plain, to measure the cost of plain decoding again. The interval between two of
-# them is PLAIN_INTERVAL_PER_GAIN * gain steps, within two limits. Per request, a plain step makes 1 token in the time
-# in which drafting makes 1 + gain tokens: it loses `gain` tokens. The 200 * gain steps before it make at least one
-# token each, so at most 1 / 200 of the tokens is lost. It is less at both limits (docs/controller.md, "Estimates").
-PLAIN_INTERVAL_PER_GAIN = 200
+# While requests draft, some steps are plain, to measure the cost of plain decoding again. They lose at most 0.5 % of
+# the tokens (docs/controller.md, "Estimates").
+PLAIN_INTERVAL_PER_GAIN = 200  # steps between two plain steps, for a gain of 1; proportional to the gain
 MIN_PLAIN_INTERVAL = 16  # steps
 MAX_PLAIN_INTERVAL = 256  # steps
 SLOWDOWN_SMOOTHING = 0.2  # weight of the newest step in the slowdown of the machine
 PLAIN_COST_SMOOTHING = 0.1  # weight of the newest plain step in the ratio of measured to predicted cost
-# Limits on the time that the policy itself takes
-# Steps for which the plan of a small batch is used; a batch that changes gets a new plan at once. The plan of a large
-# batch is used for twice as many steps, or for half as many if the batch changes. While drafting is paused, any plan is
-# used for twice as many steps, also if the batch changes.
-PLAN_LIFETIME = 16
+# Limits on the time that the policy itself takes. Lifetime of a plan: steps until a new one is computed.
+SMALL_BATCH_LIFETIME = 16  # if the batch changes, a new plan is computed at once
+LARGE_BATCH_LIFETIME = 32
+CHANGED_BATCH_LIFETIME = 8  # of a large batch that has changed since the plan was computed
+PAUSED_LIFETIME = 32  # while drafting is paused: of any batch, changed or not, without a new kind of request
 LARGE_BATCH = 16  # number of requests from which a batch is large
-MAX_UNOBSERVED_STEPS = 3  # while no request drafts, this many reports in a row are not evaluated, then one is
+MAX_UNOBSERVED_STEPS = 3  # reports in a row that may be skipped (`_skip_observation`)
 
 Candidates = Sequence[DraftCandidate]
 
@@ -65,8 +63,7 @@ class AdaptiveLengthPolicy:
     - Probes and occasional plain steps keep the measurements current.
     - The time credit (`credit.py`) bounds the loss. If it is used up, drafting is paused, whatever the plan predicts.
 
-    The policy grants fixed lengths as they are, without plan and credit. Warm-up ends early if the credit is negative,
-    but not before MIN_WARMUP_STEPS.
+    The policy grants fixed lengths as they are, without plan and credit.
 
     Greedy and sampled requests have separate estimates; `kind` is 0 for greedy and 1 for sampled.
 
@@ -93,8 +90,8 @@ class AdaptiveLengthPolicy:
         self._unread = UnreadCounter()
         self._num_unobserved = 0  # steps since the last report that was evaluated
         self._num_candidates = 0  # candidates of the current step
-        # Requests that got a new token but were no candidates, in the last step whose report was evaluated; 0 if that
-        # step had no candidate at all. The plan includes them as requests without drafts.
+        # Requests that got a token but could not draft, such as those of fixed length 0, in the last step whose report
+        # was evaluated. The plan includes them as requests without drafts.
         self._num_others = 0
         self._has_fixed = False  # the current step has drafts of fixed length
         self._steps_since_plain = 0  # steps with drafts since the last plain step
@@ -106,8 +103,11 @@ class AdaptiveLengthPolicy:
 
     def allocate(self, candidates: Candidates, num_pass_tokens: int, attended_tokens: int = 0) -> list[int]:
         """Grant draft nodes for the next step; arguments as in `DraftLengthPolicy.allocate`."""
-        if self._repeat_if_idle(candidates):
-            return [0] * len(candidates)
+        if not self._is_drafting and not self._probes.slots:
+            if any(c.kind not in self._plan_kinds for c in candidates):
+                self._plan_key = None  # the plan was computed without this kind, so this step computes a new one
+            elif self._would_draft_nothing_again(candidates):
+                return self._repeat_decision(candidates)
         self._select_kind(candidates)
         # A fixed length is granted as it is. The policy decides only about the other candidates, the adjustable ones.
         adjustable = [c for c in candidates if not c.is_fixed and c.max_nodes > 0]
@@ -143,28 +143,18 @@ class AdaptiveLengthPolicy:
             self.curve, self.draft_cost, self.planner = self._costs_by_kind[kind]
             self._cost_kind, self._plan_key = kind, None
 
-    def _repeat_if_idle(self, candidates: Candidates) -> bool:
-        """Repeat the last decision, to draft nothing, if drafting is paused and a new decision would be the same.
-
-        It saves the time of a decision. Returns whether the decision was repeated.
-        """
-        is_plan_due = self._plan_age + 1 >= 2 * PLAN_LIFETIME
-        if self._is_drafting or self._probes.slots or self._is_warming_up or is_plan_due:
-            return False
-        if any(c.kind not in self._plan_kinds for c in candidates):
-            self._plan_key = None  # the plan was computed without this kind, so this step computes a new one
-            return False
-        if not self._would_draft_nothing_again(candidates):
-            return False
+    def _repeat_decision(self, candidates: Candidates) -> list[int]:
+        """Repeat the last decision, to draft nothing. It saves the time of a new decision."""
         self._plan_age += 1
         self._num_candidates, self._has_fixed = len(candidates), False
         self.counts[self.decision.reason] += 1
-        return True
+        return [0] * len(candidates)
 
     def _would_draft_nothing_again(self, candidates: Candidates) -> bool:
-        """Return whether, under the current plan, neither drafting nor a probe nor a fixed draft can start now."""
+        """Return whether drafting stays paused, and neither a probe nor a fixed draft can start now."""
         return (
             self.decision.nodes == 0  # otherwise the last decision cannot be repeated
+            and self._plan_age + 1 < PAUSED_LIFETIME  # this step computes no new plan
             and self._plan.speedup <= 1.0 + GAIN_MARGIN  # drafting does not resume
             and self._step < self._probes.next_step  # no probe is due
             and self._probes.is_load_similar(len(candidates))  # and none becomes due, as it would at a new load
@@ -205,12 +195,12 @@ class AdaptiveLengthPolicy:
         if self._is_warming_up or self._plan_key is None:
             return False
         if not self._is_drafting:  # the plan only has to show whether drafting would pay, so its batch need not match
-            return self._plan_age < 2 * PLAN_LIFETIME
+            return self._plan_age < PAUSED_LIFETIME
         if key == self._plan_key:
-            return self._plan_age < (PLAN_LIFETIME if count < LARGE_BATCH else 2 * PLAN_LIFETIME)
+            return self._plan_age < (SMALL_BATCH_LIFETIME if count < LARGE_BATCH else LARGE_BATCH_LIFETIME)
         # A large batch changes often, so its plan is kept through changes. A request that joins it gets its first draft
         # from the next plan.
-        return count >= LARGE_BATCH and self._plan_age < PLAN_LIFETIME // 2
+        return count >= LARGE_BATCH and self._plan_age < CHANGED_BATCH_LIFETIME
 
     def _choose_nodes(self, adjustable: Candidates, num_pass_tokens: int) -> tuple[DecisionReason, dict[int, int]]:
         """Return the reason of the decision, and the draft nodes by slot; a slot without an entry gets none."""
@@ -296,8 +286,8 @@ class AdaptiveLengthPolicy:
             is_over = self._probes.count_step()  # counts the last step, which belonged to the probe
             if not is_over:
                 return
-            # The probe has paid if the plan now grants drafts to a probed request. While drafting is paused, `granted`
-            # is empty: the probe did not lead to its resumption.
+            # The probe has paid if the plan now grants drafts to a probed request. If `_update_mode` has just decided
+            # not to resume drafting, `granted` is empty.
             self._probes.finish(self._step, has_paid=any(granted.get(slot, 0) for slot in self._probes.slots))
         self._probes.adapt_to_load(len(adjustable), self._step)
         if self._step < self._probes.next_step:
@@ -366,16 +356,18 @@ class AdaptiveLengthPolicy:
         self._num_candidates = 0
         self._steps_since_plain = self._steps_since_plain + 1 if longest else 0
         if self._is_warming_up and outcomes:
-            is_too_costly = self._credit.seconds < 0.0 and self._warmup_step >= MIN_WARMUP_STEPS
-            self._warmup_step = len(WARMUP_NODES) if is_too_costly else self._warmup_step + 1
+            self._warmup_step += 1
+            if self._credit.seconds < 0.0 and self._warmup_step >= MIN_WARMUP_STEPS:
+                self._warmup_step = len(WARMUP_NODES)
         self._step += 1
 
     def _skip_observation(self, has_drafts: bool) -> bool:
-        """Skip the report of a step, to save time: while no request drafts, only one report in four is evaluated.
+        """Skip the report of a step without drafts, to save time, if drafting is paused or there was no candidate.
 
-        A skipped step only adds its allowance to the time credit. Returns whether the report was skipped.
+        One report in four is evaluated even then. A skipped step only adds its allowance to the time credit. Returns
+        whether the report was skipped.
         """
-        is_busy = self._num_candidates > 0 and (self._is_drafting or self._is_warming_up)
+        is_busy = self._num_candidates > 0 and self._is_drafting  # true during warm-up
         if has_drafts or is_busy or self._num_unobserved == MAX_UNOBSERVED_STEPS:
             return False
         self._num_unobserved += 1
@@ -410,7 +402,7 @@ class AdaptiveLengthPolicy:
         if num_tokens != count:  # the step has prompt chunks
             plain_step_cost = predict_cost(count, count, count)
         if has_drafts and not self._has_fixed:
-            # An accepted token saves its request a later plain step, of which the share of one request is 1 / count.
+            # Each accepted token saves one request's share of a later plain step: plain_step_cost / count.
             saved_later = sum([len(o.accepted_nodes) for o in report.outcomes]) * plain_step_cost / count
             self._credit.record_step(plain_step_cost, cost_without_drafts, seconds, saved_later)
         else:

@@ -18,12 +18,12 @@ class TimeCredit:
     """Account of saved and lost time.
 
     A step with drafts adds the time that it saves against plain decoding, or subtracts the time that it loses. Every
-    step adds LOSS_ALLOWANCE of its predicted time without drafts. If the credit is used up, the policy pauses drafting.
-    So over a long run at most LOSS_ALLOWANCE of the time is lost.
+    recorded step adds LOSS_ALLOWANCE of its predicted time without drafts. If the credit is used up, the policy pauses
+    drafting. So over a long run at most LOSS_ALLOWANCE of the time is lost.
 
     The credit is used up below 0. A loan lowers this limit for a time: when drafting resumes, the drafter first reads
-    the tokens that it missed, and later steps repay the time. A loan ends with the first step after which the credit is
-    not negative. A loan that its first step does not need therefore ends with this step.
+    the unread tokens, and later steps repay the time. A loan ends with the first step that leaves the credit at 0 or
+    above.
 
     Attributes:
         seconds: the credit; negative if drafting has lost more than the credit held.
@@ -83,4 +83,4 @@ class TimeCredit:
             self._max_step_cost = max(self._max_step_cost, step_seconds)
         self.seconds = min(self.seconds, MAX_CREDIT_STEPS * max(plain_step_cost, self._max_step_cost))
         if self.seconds >= 0.0:
-            self._floor = 0.0  # a loan, if there is one, is repaid or was not needed
+            self._floor = 0.0  # a loan ends

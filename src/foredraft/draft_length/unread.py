@@ -1,4 +1,4 @@
-"""Count of the tokens that a drafter has not read: those that were committed since a request's last draft.
+"""Estimate of the tokens that a drafter has not read: one for each step since a request's last draft.
 
 Pure: steps are counted by the caller.
 """
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 class UnreadCounter:
-    """Counter of unread tokens by slot. One token becomes unread with every step in which a request does not draft."""
+    """Counter of unread tokens by slot."""
 
     def __init__(self) -> None:
         self._first_unread_step: dict[int, int] = {}  # slot -> step after its last draft; absent = never drafted

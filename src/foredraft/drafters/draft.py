@@ -108,9 +108,9 @@ def _stack_q(batch: Batch, drafts: Sequence[Draft]) -> Tensor | None:
 def draft_noise_key(request: Request, node: int, depth: int) -> int:
     """Return the noise key with which a drafter samples the children of a draft node (`rng.exponential_race`).
 
-    Under a rule that shares noise it is the key with which the target samples that position, so both choose the same
-    token if p and q agree. Under other rules the key depends on the position of the root, so that no later step reuses
-    the noise of a rejected draft.
+    Under a rule that shares noise it is the key with which the target samples the position of the children, so both
+    choose the same token if p and q agree. Under other rules the key depends on the position of the root, so that no
+    later step reuses the noise of a rejected draft.
 
     Args:
         request: the request; its seed and sample index are part of the key.

@@ -1,6 +1,7 @@
 """EAGLE (2401.15077) with the dynamic tree of EAGLE-2 (2406.16858): a decoder layer over the target's hidden states.
 
-"Head" is the trained part, that decoder layer. "lm_head" is the output matrix, which belongs to the target.
+"Head" is the trained part: the input projection and the decoder layers, one by default. "lm_head" is the output matrix,
+which belongs to the target.
 
 At position t the network reads the embedding of token t + 1 and h_t, the target's hidden state after its final norm at
 token t. Its output approximates h_{t+1}. The target's output matrix (lm_head) turns it into logits for token t + 2.
@@ -151,10 +152,9 @@ class TrainConfig:
         loss: loss of the logits against the target's distribution, one of `losses.LOSS_NAMES`.
         regression: weight of the smooth L1 distance between outputs and the target's hidden states; 0 = off.
         noise: half-width of the uniform noise that is added to input features (2401.15077, section 4); 0 = off.
-        steps: draft tokens that the training simulates after every position, not optimizer steps
-            (`training_time_test.py`). Simulated step 0 reads features of the target, each later one the outputs of the
-            one before (HASS, 2408.15766). 1 = EAGLE's recipe.
-        decay: the loss of simulated step k has the weight decay^k; in (0, 1].
+        steps: number of unrolled steps (`training_time_test.py`). Step 0 reads features of the target, as in EAGLE.
+            Each later step reads the outputs of the one before (HASS, 2408.15766).
+        decay: the loss of unrolled step k has the weight decay^k; in (0, 1].
         num_layers: decoder layers of the head. A checkpoint to start from determines it.
         has_fc_bias: whether the input projection has a bias. A checkpoint to start from determines it.
     """

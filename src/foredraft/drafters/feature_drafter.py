@@ -13,9 +13,10 @@ gives logits for token t + 2.
 After a prefix-cache hit, the pairs on the shared pages are valid. Pair t depends on token t + 1, so the prefix cache
 shares a page with draft KV only if the token after the page is equal too.
 
-Two subclasses handle pending pairs in the same way, but heads give the logits of their drafts:
+Two subclasses record pending pairs in the same way, but heads give the logits of their drafts:
 
-- `Chimera`: pair t is token t with feature t, so it does not depend on token t + 1.
+- `Chimera`: pair t is token t with feature t, so it does not depend on token t + 1. One pass computes the pending pairs
+  and the root's pair.
 - `HydraPrefixDrafter` (Hydra++): the network reads the features alone. Its output at the last pair is the input of the
   heads.
 """
@@ -61,16 +62,9 @@ class PendingPairs:
     tokens: list[int] = field(default_factory=list)  # tokens of all pending pairs
     features: list[Tensor] = field(default_factory=list)  # features of all pending pairs: one tensor [n, F] per step
 
-    def add(self, tokens: Sequence[int], features: Tensor, copies: bool) -> None:
-        """Append the pairs of `tokens` and the first len(tokens) rows of `features` [P, F].
-
-        Args:
-            tokens: n tokens.
-            features: hidden states of the request, with padding after the first n rows.
-            copies: copy the rows. False = a view, unless n is less than half of P. A view keeps the tensor in memory.
-        """
-        rows = features[: len(tokens)]
-        self.features.append(rows.clone() if copies or len(features) > 2 * len(tokens) else rows)
+    def add(self, tokens: Sequence[int], features: Tensor) -> None:
+        """Append the pairs of n tokens and features [n, F]."""
+        self.features.append(features)
         self.tokens += tokens
 
 
@@ -130,7 +124,8 @@ class FeatureDrafter:
         if commit.features is None:
             return
         full_slots: list[int] = []
-        # A pending view would keep the whole tensor in memory, so rows are copied if less than half of it is needed.
+        # A pending view keeps the whole tensor in memory. So rows are copied if less than half of the tensor, or of the
+        # request's part of it, is needed.
         is_mostly_unused = _count_stored_rows(commit.features) > 2 * sum(commit.counts)
         for b, request in enumerate(batch.requests):
             tokens, slot = commit.token_lists[b], request.slot
@@ -139,7 +134,10 @@ class FeatureDrafter:
                 pending = self._pending.get(slot)
                 if pending is None:
                     pending = self._pending[slot] = PendingPairs(request, batch.page_size)
-                pending.add(self._select_pair_tokens(request, tokens), commit.features[b], copies=is_mostly_unused)
+                features = commit.features[b]  # [P, F], padded after the row of the last token
+                rows = features[: len(tokens)]
+                copies = is_mostly_unused or len(features) > 2 * len(tokens)
+                pending.add(self._select_pair_tokens(request, tokens), rows.clone() if copies else rows)
                 if len(pending.tokens) >= MAX_PENDING_PAIRS:
                     full_slots.append(slot)
         self._compute_pending(full_slots)
@@ -193,11 +191,8 @@ class FeatureDrafter:
         spec = self.tree_spec.restrict(request.max_draft_depth, batch.granted_nodes[b], not request.rule.takes_trees)
         if spec.max_nodes <= 0 or spec.max_depth <= 0:
             return None
-        # KV position of the pair that contains the root's token. The committed pairs have the positions 0 to
-        # num_pairs - 1, and the root is token num_pairs. With a lookahead of 1, pair t contains token t + 1, so this is
-        # the last committed pair. With 0 (Chimera) it is the next one, computed together with the pending pairs.
-        root_position = num_pairs - self.draft_kv.token_lookahead
-        return GrowingDraft(TreeBuilder(request, spec), root_position)
+        root_pair = request.num_tokens - 1 - self.draft_kv.token_lookahead  # pair t has token t + lookahead
+        return GrowingDraft(TreeBuilder(request, spec), root_pair)
 
     def _grow_drafts(self, drafts: list[GrowingDraft], page_size: int) -> None:
         """Compute the pending pairs of the drafting requests, then grow all drafts to their end."""

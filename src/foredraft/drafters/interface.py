@@ -21,17 +21,16 @@ class Drafter(Protocol):
     state by `Request.slot`, an index from 0 to max_batch - 1 that a request has while it runs. After `forget` another
     request may get the slot.
 
-    A drafter has to expect gaps. `propose` is left out if no request may draft. If a step raises, `observe` is left out
-    and `forget` is called for all slots. During a quarantine (after several faults of the drafter) only `forget` is
-    called. After a gap, `Request.num_computed` exceeds the number of observed tokens, as after a prefix-cache hit.
+    `propose` is left out if no request may draft. If a step raises, `observe` is left out and `forget` is called for
+    all slots. During a quarantine (after several faults of the drafter) only `forget` is called. After it,
+    `Request.num_computed` exceeds the number of observed tokens, as after a prefix-cache hit.
 
     Optional attributes, with the value that counts if one is missing:
-        needs_target_argmax: True requests `Commit.target_argmax`: the target's likeliest token after every node of the
-            verified tree, rejected nodes included. Default False.
+        needs_target_argmax: True requests `Commit.target_argmax`: the target's likeliest token after every scored
+            node of the verified tree, rejected nodes included. Default False.
         draft_kv: `DraftKV` of a drafter with a KV cache on the target's page ids. Default None.
         decides_length: True if the drafter itself weighs the gain of a draft against its cost. `LLM` then uses
-            `LossBudgetPolicy` for adaptive lengths. While all requests of a batch are greedy, it grants `max_nodes`,
-            except for a plain step from time to time, and for pauses if drafting loses time. Default False.
+            `LossBudgetPolicy` (`loss_budget.py`) for adaptive lengths. Default False.
         attach: method `attach(target: HFModel)` of a drafter that uses the target's KV pool. `LLM` calls it once,
             before the first step. It raises ForedraftError for a target that it cannot use. Default: not called.
         shares_target_kv: True for a drafter with `attach` that writes to the target's KV pool. Default False.

@@ -185,8 +185,8 @@ class Engine:
         propose_start = self._clock()
         draft = self.drafter.propose(batch)
         propose_seconds = self._clock() - propose_start
-        # The statistics count an equal share of the drafter's time for each request. They are recorded before this
-        # step's `observe`, so they count the `observe` of the step before.
+        # For the statistics: an equal share of this step's `propose` and of the last step's `observe`. This step's
+        # `observe` runs after they are recorded.
         seconds_per_request = (propose_seconds + self._observe_seconds) / len(batch)
         tree = _prepend_chunks(batch, draft)
         forward_batch, with_prompt_logits = self._build_forward_batch(batch, tree)
@@ -316,9 +316,9 @@ def _describe_invalid_logits(request: Request) -> str:
 def _collect_outcomes(batch: Batch, tree: TokenTree, commit: Commit) -> tuple[DraftOutcome, ...]:
     """List the draft outcome of every request with a scored root.
 
-    Accepted nodes are those on the committed path: the token after each of them was committed without a forward pass of
-    its own. If the last new token is a draft token, its node is not listed: no token after it was committed, so it is
-    not on the path. Nodes are counted from 1 after the root.
+    Accepted nodes are the draft nodes on the committed path: each saved a forward pass. An accepted token without a
+    token after it saved none, so it counts in the statistics alone (`num_accepted`). Nodes are counted from 1 after the
+    root.
     """
     outcomes = []
     for b, (request, granted) in enumerate(zip(batch.requests, batch.granted_nodes, strict=True)):
@@ -342,8 +342,7 @@ def _prepend_chunks(batch: Batch, draft: TokenTree) -> TokenTree:
         start = request.num_computed
         end = start + chunk
         prefixes.append(request.get_tokens(start, end - 1))  # the chunk without its last token, which `draft` has
-        # The tokens after those of the chunk. The last one exists only if the chunk ends before the last committed
-        # token; `get_tokens` stops there.
+        # The successor of each token of the chunk. The last committed token has none; `get_tokens` stops there.
         committed_next.append(request.get_tokens(start + 1, end + 1))
     return draft.prepend_committed(prefixes, committed_next)
 

@@ -31,7 +31,7 @@ class SchedulerLimits:
 
     max_batch: int = 32  # running requests
     max_step_tokens: int = 2048  # tokens of one forward pass of the target, draft nodes included
-    max_chunk: int = 512  # prompt tokens of one request in a step; of all requests together if one of them is decoding
+    max_chunk: int = 512  # prompt tokens of one request in a step; of all prompts together while a request decodes
 
 
 class Scheduler:
@@ -53,7 +53,7 @@ class Scheduler:
         Args:
             allocator: pages of the KV pool.
             limits: limits of one step.
-            forget_slots: called with the slots of requests that ended or were preempted (`Request.slot`).
+            forget_slots: called with slots that become free (`Request.slot`); `reset` calls it with all slots.
             prefix_cache: cache of full pages. None = pages are never shared or reused.
         """
         self.allocator = allocator
@@ -121,9 +121,9 @@ class Scheduler:
         """Append the new tokens to the requests, advance `num_computed`, and free pages of rejected draft nodes."""
         size = self.allocator.page_size
         for request, tokens, count in zip(batch.requests, commit.token_lists, commit.counts, strict=True):
-            # tokens[i] follows node path[i] of the commit. The first `num_old` of them, in a prompt chunk, were
-            # committed before this step: all of them if the chunk ends before the last committed token.
-            num_old = request.num_tokens - request.num_computed - 1
+            # tokens[i] follows node path[i] of the commit, so tokens[0] is token num_computed + 1 of the request. A
+            # chunk that ends before the last committed token has old tokens only: the slice is empty.
+            num_old = request.num_tokens - request.num_computed - 1  # committed tokens from that one on
             request.output += tokens[num_old:] if num_old else tokens
             request.num_computed += count  # KV entries that stay: one per node of the path
             if len(request.pages) * size >= request.num_computed + size:  # at least one whole page is unused
@@ -319,6 +319,7 @@ class Scheduler:
     def _waits_for_prefix(self, request: Request) -> bool:
         """Return whether the first of the n requests of this prompt still computes the pages that all of them share."""
         first = request.waits_for
+        # A preempted request is not waited for: its full pages are in the prefix cache, or were evicted.
         if (
             first is None
             or first.status not in (RequestStatus.WAITING, RequestStatus.RUNNING)
@@ -327,7 +328,7 @@ class Scheduler:
             return False
         size = self.allocator.page_size
         num_shared = (len(request.prompt) - 1) // size * size  # tokens in full pages, without the last prompt token
-        # A request with prompt_logprobs shares no pages: it computes every token of its prompt.
+        # A request with prompt_logprobs takes no pages of others: it computes every token of its prompt.
         return request.sampling.prompt_logprobs is None and first.num_computed < num_shared
 
     def _match_if_fits(self, request: Request) -> PrefixHit | None:

@@ -69,8 +69,8 @@ def match(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
 def reject(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
     """Speculative sampling: accept a draft token x with probability min(1, r(x) / q(x)), else try its next sibling.
 
-    r is p for the first of several siblings. After each rejection it becomes the residual norm(max(0, r - q)). If all
-    siblings are rejected, the next token is sampled from the last r.
+    r starts as p. Each rejected sibling replaces it by the residual norm(max(0, r - q)). If all siblings are rejected,
+    the next token is sampled from the last r.
 
     Reference: 2211.17192, 2302.01318 (chains); SpecInfer 2305.09781, Sequoia 2402.12374 (recursive rejection over
     siblings that were sampled without replacement).
@@ -107,8 +107,9 @@ def reject(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
 def block(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
     """Block verification of chains: accept the longest prefix of draft tokens that passes a joint test.
 
-    Prefix i passes if its uniform is below the threshold h_i of the paper. In expectation this accepts at least as many
-    tokens as `reject`.
+    Prefix i passes if its uniform is below h_i = m / (m + 1 - p_i). p_i is the product of p / q over the prefix, capped
+    at 1 at every level. m is the mass of the residual max(0, p_i * p - q) after the prefix. If no valid draft token
+    follows the prefix, h_i = p_i. In expectation this accepts at least as many tokens as `reject`.
 
     Raises:
         ValueError: if a request's tree is not a chain.
@@ -137,7 +138,7 @@ def block(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
             levels.append((p_node, q))
             if p_node[x] <= 0:  # no later node can be accepted, so their logits are not read
                 break
-        ratios, num_accepted = [1.0], 0  # ratios[i]: p_i of the paper, the product of p / q capped at 1 at every level
+        ratios, num_accepted = [1.0], 0  # ratios[i] = p_i
         for i, (p_node, q) in enumerate(levels):
             x = tokens[chain[i + 1]]
             ratios.append(min(ratios[-1] * p_node[x] / q[x], 1.0))
@@ -145,9 +146,9 @@ def block(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
                 p_next, q_next = levels[i + 1]
                 residual_mass = p_next.compute_residual(q_next, weight=ratios[-1]).total
                 denominator = residual_mass + 1 - ratios[-1]
-                threshold = residual_mass / denominator if denominator > 0 else 1.0  # h_i of the paper
+                threshold = residual_mass / denominator if denominator > 0 else 1.0
             else:
-                threshold = ratios[-1]  # no draft follows the last node, so nothing is left over: h_i = p_i
+                threshold = ratios[-1]
             if noise.accept_uniform(b, chain[i + 1]) < threshold:
                 num_accepted = i + 1
         nodes = chain[: num_accepted + 1]
@@ -249,8 +250,8 @@ def _iterate_siblings(tree: TokenTree, b: int, node: int, vocab_size: int) -> It
     distribution over the vocabulary, or q_x(x) = 0. This child and the children after it count as not drafted.
 
     A merged tree has sampled and deterministic children. The sampled ones come first (`tree.num_sampled_children`).
-    This order is lossless, and accepts with at least the probability of the reverse order. A deterministic token that
-    is equal to a sampled one can be left out. docs/design.md ("Order of siblings") has the proofs.
+    This order is lossless, and accepts with at least the probability of the reverse order. `tree_merge.py` adds no
+    deterministic token that is equal to a sampled sibling. docs/design.md ("Order of siblings") has the proofs.
     """
     children = tree.children[b][node]
     if not children:
