@@ -19,6 +19,7 @@ from dataclasses import replace
 from foredraft.draft_length.acceptance import SurvivalEstimator
 from foredraft.draft_length.costs import CostCurve, DraftCost, LengthPlan, Planner, StepShape
 from foredraft.draft_length.credit import TimeCredit
+from foredraft.draft_length.intervals import LARGE_BATCH, PAUSED_LIFETIME, compute_plain_interval, get_plan_lifetime
 from foredraft.draft_length.policy import DecisionReason, DraftCandidate, LengthDecision, StepReport
 from foredraft.draft_length.probes import PROBE_NODES, PROBE_STEPS, ProbeSchedule
 from foredraft.draft_length.unread import UnreadCounter
@@ -29,26 +30,14 @@ MAX_PAYBACK_STEPS = 100  # drafting resumes only if the gain of this many steps 
 # Warm-up: the first steps, to measure costs
 WARMUP_NODES = (0, 0, 1, 1, 3, 3, 3)  # draft nodes per request: entry i is for step i
 MAX_WARMUP_REQUESTS = 2  # requests that draft during warm-up
-# Steps after which a negative credit may end warm-up. The first draft is slow, because the drafter reads the prompt.
-MIN_WARMUP_STEPS = 4
+MIN_WARMUP_STEPS = 4  # steps before a negative credit may end it; the first draft is slow: the drafter reads the prompt
 # Probes: short drafts of requests that have none (`probes.py`)
 PROBE_COST_FACTOR = 1.5  # a probe of several requests may cost this many times as much as a probe of one
 MIN_CREDIT_AFTER_PROBE = 2  # plain steps of credit that remain if no node of the probe is accepted
 # Measurements while requests draft
 LONG_DRAFT_INTERVAL = 32  # one in this many steps has drafts 1.5 times as long as planned, to measure longer ones
-# While requests draft, some steps are plain, to measure the cost of plain decoding again. They lose at most 0.5 % of
-# the tokens (docs/controller.md, "Estimates").
-PLAIN_INTERVAL_PER_GAIN = 200  # steps between two plain steps, for a gain of 1; proportional to the gain
-MIN_PLAIN_INTERVAL = 16  # steps
-MAX_PLAIN_INTERVAL = 256  # steps
 SLOWDOWN_SMOOTHING = 0.2  # weight of the newest step in the slowdown of the machine
 PLAIN_COST_SMOOTHING = 0.1  # weight of the newest plain step in the ratio of measured to predicted cost
-# Limits on the time that the policy itself takes. Lifetime of a plan: steps until a new one is computed.
-SMALL_BATCH_LIFETIME = 16  # if the batch changes, a new plan is computed at once
-LARGE_BATCH_LIFETIME = 32
-CHANGED_BATCH_LIFETIME = 8  # of a large batch that has changed since the plan was computed
-PAUSED_LIFETIME = 32  # while drafting is paused: of any batch, changed or not, without a new kind of request
-LARGE_BATCH = 16  # number of requests from which a batch is large
 MAX_UNOBSERVED_STEPS = 3  # reports in a row that may be skipped (`_skip_observation`)
 
 Candidates = Sequence[DraftCandidate]
@@ -194,13 +183,7 @@ class AdaptiveLengthPolicy:
         """Return whether the plan may still be used for the batch `key` with `count` adjustable requests."""
         if self._is_warming_up or self._plan_key is None:
             return False
-        if not self._is_drafting:  # the plan only has to show whether drafting would pay, so its batch need not match
-            return self._plan_age < PAUSED_LIFETIME
-        if key == self._plan_key:
-            return self._plan_age < (SMALL_BATCH_LIFETIME if count < LARGE_BATCH else LARGE_BATCH_LIFETIME)
-        # A large batch changes often, so its plan is kept through changes. A request that joins it gets its first draft
-        # from the next plan.
-        return count >= LARGE_BATCH and self._plan_age < CHANGED_BATCH_LIFETIME
+        return self._plan_age < get_plan_lifetime(count, not self._is_drafting, is_same_batch=key == self._plan_key)
 
     def _choose_nodes(self, adjustable: Candidates, num_pass_tokens: int) -> tuple[DecisionReason, dict[int, int]]:
         """Return the reason of the decision, and the draft nodes by slot; a slot without an entry gets none."""
@@ -215,9 +198,7 @@ class AdaptiveLengthPolicy:
         else:
             reason = "does not pay"
         granted = self._plan.nodes_by_slot if self._is_drafting else {}
-        plain_interval = PLAIN_INTERVAL_PER_GAIN * (self._plan.speedup - 1.0)
-        plain_interval = min(max(plain_interval, MIN_PLAIN_INTERVAL), MAX_PLAIN_INTERVAL)
-        if self._is_drafting and self._steps_since_plain >= plain_interval:
+        if self._is_drafting and self._steps_since_plain >= compute_plain_interval(self._plan.speedup - 1.0):
             return "measure", {}
         if self._is_drafting and self._step % LONG_DRAFT_INTERVAL == 0:  # half as long again, rounded up
             granted = {slot: nodes + (nodes + 1) // 2 for slot, nodes in granted.items()}

@@ -339,8 +339,7 @@ def _prepend_chunks(batch: Batch, draft: TokenTree) -> TokenTree:
         return draft  # every chunk is the root alone
     prefixes, committed_next = [], []
     for request, chunk in zip(batch.requests, batch.num_new_tokens, strict=True):
-        start = request.num_computed
-        end = start + chunk
+        start, end = request.num_computed, request.num_computed + chunk
         prefixes.append(request.get_tokens(start, end - 1))  # the chunk without its last token, which `draft` has
         # The successor of each token of the chunk. The last committed token has none; `get_tokens` stops there.
         committed_next.append(request.get_tokens(start + 1, end + 1))

@@ -142,13 +142,12 @@ def block(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
         for i, (p_node, q) in enumerate(levels):
             x = tokens[chain[i + 1]]
             ratios.append(min(ratios[-1] * p_node[x] / q[x], 1.0))
+            threshold = ratios[-1]
             if i + 1 < len(levels):
                 p_next, q_next = levels[i + 1]
                 residual_mass = p_next.compute_residual(q_next, weight=ratios[-1]).total
                 denominator = residual_mass + 1 - ratios[-1]
                 threshold = residual_mass / denominator if denominator > 0 else 1.0
-            else:
-                threshold = ratios[-1]
             if noise.accept_uniform(b, chain[i + 1]) < threshold:
                 num_accepted = i + 1
         nodes = chain[: num_accepted + 1]
