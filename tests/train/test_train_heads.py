@@ -127,7 +127,7 @@ def test_heads_of_another_target_of_the_same_size_are_noticed_when_they_are_load
 STARTS = [
     ("eagle", {}, {"num_layers": "2"}),
     ("eagle", {}, {"has_fc_bias": "true"}),
-    ("eagle3", {"taps": "1,2"}, {"num_layers": "2"}),
+    ("eagle3", {"taps": "1"}, {"num_layers": "2"}),
     ("medusa", {"heads": "2"}, {"heads": "3"}),
     ("hydra", {"heads": "2", "rank": "8"}, {"rank": "None"}),
     ("mlp_speculator", {"inner": "8"}, {"n_predict": "2"}),
