@@ -45,7 +45,7 @@ class DrafterFactory:
         try:
             module, implied = resolve_method(method)
             if model is not None and not uses_model(module):
-                raise ForedraftError(f"the method {method} drafts from the text alone; leave its model {model!r} out")
+                raise ForedraftError(f"the method {method} drafts from the tokens alone; leave its model {model!r} out")
             if parsed.loaded_model is not None and not getattr(module, "ACCEPTS_LOADED_MODEL", False):
                 raise ForedraftError(f"the method {method} takes a folder or hub id as its model, not a loaded one")
             context = self._build_context(module.METHOD, parsed, num_tokens)

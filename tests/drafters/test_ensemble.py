@@ -300,7 +300,7 @@ def test_options_go_to_the_part_they_are_for() -> None:
             {"parts": ["eagle", "eagle3"], "tree_nodes": 3},
             "several members have the option tree_nodes; give eagle.tree_nodes or eagle3",
         ),
-        ({"parts": ["ngram", "suffix"], "ngram.model": "x"}, "ngram drafts from the text alone"),
+        ({"parts": ["ngram", "suffix"], "ngram.model": "x"}, "ngram drafts from the tokens alone"),
         ({"parts": ["ngram", "eagle"]}, "eagle: the method eagle needs a head"),
         ({"mode": 3}, "the option mode takes a string"),
     ],
