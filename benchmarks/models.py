@@ -25,6 +25,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from foredraft import LLM, ForedraftError, Sampling, Seq2Seq
+from foredraft.models.compatibility import REMEDY
 from foredraft.models.encdec import bart, t5
 
 VOCAB, NEW_TOKENS = 128, 24
@@ -104,7 +105,8 @@ def try_family(family: str, is_seq2seq: bool, folder: Path) -> FamilyOutcome:
         prompt = Seq2Seq(PROMPT) if is_seq2seq else PROMPT
         [completion] = llm.generate([prompt], Sampling(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True))
     except ForedraftError as error:
-        return FamilyOutcome(family, "refused", str(error).replace(str(folder), "it"))
+        reason = str(error).removesuffix(REMEDY)  # the page names the remedy once
+        return FamilyOutcome(family, "refused", reason.replace(str(folder), "it"))
     except Exception as error:  # any other error is a fault, not a refusal
         return FamilyOutcome(family, "fails", f"{type(error).__name__}: {error}".splitlines()[0])
     if completion.token_ids != expected[-NEW_TOKENS:]:

@@ -134,6 +134,10 @@ WRONG_PROMPTS = {
     "as long as the context": ([[5] * tiny_models.CONTEXT], "context is 256; shorten it"),
     "an id beyond the vocabulary": ([[1, 320]], "outside the vocabulary of 320"),
     "a negative id": ([[-1]], "outside the vocabulary of 320"),
+    "messages": ([{"role": "user", "content": "hello"}], "give them to LLM.chat"),
+    "several conversations": ([[{"role": "user", "content": "hello"}]], "give them to LLM.chat"),
+    "no prompt at all": ([None], "a prompt is text or a list of token ids"),
+    "words": ([["hello", "world"]], "a prompt is text or a list of token ids"),
 }
 
 
@@ -165,7 +169,7 @@ WRONG_DRAFTERS = {
     "unknown method": ("telepathy", "unknown method 'telepathy'; use none or one of .*draft_model"),
     "a list of methods": ({"method": ["ngram"]}, "unknown method"),
     "an option of another type": ({"method": "ngram", "branches": 2.5}, "branches takes a whole number, got 2.5"),
-    "no method": ({"num_speculative_tokens": 3}, "unknown method None"),
+    "no method": ({"num_speculative_tokens": 3}, "names no method"),
     "unknown option": ({"method": "ngram", "colour": 1}, "unknown drafter option 'colour'"),
     "impossible option": ({"method": "ngram", "prompt_lookup_min": 0}, "prompt_lookup_min"),
     "no tokens": ({"method": "ngram", "num_speculative_tokens": 0}, "at least 1, got 0"),

@@ -241,3 +241,27 @@ def test_settings_of_a_method_reach_it_as_numbers_and_lists(run):
     refused = run("generate", "x", "--spec-option", "tree_nodes", backend=backend)
     assert refused.code == 2
     assert "KEY=VALUE" in refused.stderr
+
+
+class InstructLLM(FakeLLM):
+    has_chat_template = True
+
+
+def test_a_prompt_for_an_instruct_model_gets_a_note_or_with_chat_its_template(run):
+    backend = FakeBackend({"draft_model": InstructLLM("x")})
+    outcome = run("generate", "hello", backend=backend)
+    assert outcome.error_lines[0].startswith("note: the model has a chat template; --chat applies it")
+    assert not [text for text, _ in backend.calls if text.startswith("user:")]
+    outcome = run("generate", "hello", "--chat", backend=backend)
+    assert outcome.code == 0
+    assert "chat template" not in outcome.stderr
+    assert "user: hello\nassistant:" in [text for text, _ in backend.calls]
+
+
+def test_chat_without_a_template_is_refused_with_what_to_do(run):
+    outcome = run("generate", "hello", "--chat")
+    assert outcome.code == 1
+    assert outcome.stderr == (
+        "error: the model has no chat template; leave --chat out, or use `foredraft chat`, which takes "
+        "--chat-template\n"
+    )

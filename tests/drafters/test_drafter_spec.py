@@ -53,7 +53,10 @@ def test_a_loaded_model_that_no_method_can_use_is_one_line(pair: tuple[LLM, Path
         ("n-gram", "did you mean 'ngram'"),
         ({"method": "ngram", "num_speculativ_tokens": 3}, "did you mean 'num_speculative_tokens'"),
         ({"method": "draft_model", "modle": "x"}, "did you mean 'model'"),
-        ({"num_speculative_tokens": 3}, "unknown method None; give its name"),
+        ({"metod": "ngram"}, "names no method; .*; did you mean 'method'"),
+        ({"modle": "x"}, "names no method; .*; did you mean 'model'"),
+        ({"num_speculative_tokens": 3}, "names no method; give 'method', or a 'model' whose folder determines it$"),
+        ({"method": 5}, "unknown method 5; give its name"),
     ],
 )
 def test_a_mistyped_word_is_answered_with_the_nearest(spec: object, said: str) -> None:

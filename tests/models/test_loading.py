@@ -79,6 +79,10 @@ def test_a_file_instead_of_a_folder(folder: Path) -> None:
     assert "is a file; give the folder" in refusal(folder / "model.safetensors")
 
 
+def test_a_device_instead_of_a_folder() -> None:
+    assert "is a file; give the folder" in refusal("/dev/null")
+
+
 def test_a_folder_without_a_configuration(tmp_path: Path) -> None:
     assert "without a config.json" in refusal(tmp_path)
 

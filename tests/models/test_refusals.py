@@ -71,6 +71,7 @@ def refusal(model: Any, name: str) -> str:
     text = str(caught.value)
     assert text.startswith(f"{name} ({type(model).__name__}) ")
     assert "\n" not in text
+    assert text.endswith("; use a model that docs/models.md lists as running, or transformers' generate()")
     return text
 
 

@@ -218,3 +218,9 @@ def test_no_tools_may_be_given_and_none_of_them_used(server: RunningServer):
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     refused = server.post("/v1/chat/completions", CHAT | {"tools": [tool]})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")
+
+
+def test_the_responses_route_of_openai_does_not_exist_and_says_so(server: RunningServer):
+    answer = server.post("/v1/responses", {"input": "the end"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"], error["message"]) == (404, "not_found_error", "there is no such route")

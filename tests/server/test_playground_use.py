@@ -80,11 +80,21 @@ def test_the_prompts_box_is_as_high_as_its_text_up_to_a_bound(page):
 def test_the_last_pass_with_a_draft_stays_in_view(page):
     run(page, "trailing")
     assert page.inner_text("#tree-title") == "Last pass with a draft (2)"
-    assert page.inner_text("#tree-note") == "1 of 2 draft tokens accepted"
+    assert page.inner_text("#tree-note") == "1 of 2 tokens accepted"
     page.select_option("#draft", "0")  # plain decoding: no pass has one
     run(page, "trailing")
     assert page.inner_text("#tree-title") == "Last pass (4)"
     assert page.inner_text("#tree-note") == "no draft"
+
+
+@pytest.mark.parametrize("width", [360, 390, 1280])
+def test_the_counts_of_a_pass_are_never_cut(browser, served, fake, width):
+    with open_page(browser, served[1], viewport={"width": width, "height": 800}) as page:
+        run(page, "trailing")
+        page.eval_on_selector("#tree-title", "e => { e.textContent = 'Last pass with a draft (1234)' }")
+        page.eval_on_selector("#tree-note", "e => { e.textContent = e.textContent.replace('1 of 2', '16 of 16') }")
+        assert page.inner_text("#tree-note") == "16 of 16 tokens accepted"
+        assert page.eval_on_selector("h2:has(#tree-note)", "e => e.scrollWidth <= e.clientWidth")
 
 
 def test_a_click_pins_the_pass_of_a_token(page):

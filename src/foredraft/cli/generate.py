@@ -182,6 +182,10 @@ class GenerateJob:
         """Return the prompts as the model reads them: with --chat, token ids of the chat template."""
         if not self.options.chat:
             return list(self.prompts)
+        if not generator.has_chat_template:
+            raise ForedraftError(
+                "the model has no chat template; leave --chat out, or use `foredraft chat`, which takes --chat-template"
+            )
         return [generator.encode_chat([{"role": "user", "content": prompt}]) for prompt in self.prompts]
 
     def _measure_methods(self, generators: dict[str, CliGenerator]) -> list[compare.MethodRow]:

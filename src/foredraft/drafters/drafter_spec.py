@@ -9,7 +9,7 @@ from torch import nn
 from foredraft.checkpoints.read import recognise
 from foredraft.drafters.interface import Drafter
 from foredraft.drafters.registry import load_methods
-from foredraft.errors import ForedraftError
+from foredraft.errors import ForedraftError, suggest
 
 DrafterSpec = None | str | dict[str, Any] | Drafter
 AUTO = "auto"  # draft length chosen by measurement
@@ -33,7 +33,8 @@ class MethodSpec:
         Without a method, the checkpoint under `model` determines it.
 
         Raises:
-            ForedraftError: if the model is no folder, hub id or loaded model, or its checkpoint is not recognised.
+            ForedraftError: if there is no method and no model, if the model is no folder, hub id or loaded model, or if
+                its checkpoint is not recognised.
         """
         options = {"method": spec} if isinstance(spec, str) else dict(spec)
         method, model = options.pop("method", None), options.pop("model", None)
@@ -47,6 +48,12 @@ class MethodSpec:
                 f"a drafter's model is a folder, a hub id or a loaded model; {type(model).__name__} is none of them"
             )
         name = None if model is None else str(model)
+        if method is None and name is None:
+            hints = (suggest(key, ("method", "model")) for key in options)
+            raise ForedraftError(
+                "the drafter names no method; give 'method', or a 'model' whose folder determines it"
+                + next(filter(None, hints), "")
+            )
         if method is None and name is not None:
             method = recognise(name)[0]
         return cls(method, name, options)

@@ -27,6 +27,7 @@ COMPARED_LENGTHS = (6, 5)
 # Allowed error of the logits, in units of their standard deviation times the square root of the dtype's epsilon.
 MAX_LOGIT_ERROR = 2.0
 MAX_COMPARED_TOKEN = 1 << 10  # token ids of the comparison lie below this
+REMEDY = "; use a model that docs/models.md lists as running, or transformers' generate()"  # ends every refusal
 MAX_ERROR_CHARS = 120  # characters of another library's error that our message repeats
 _FAR_BITS = 22
 _FAR_POSITION = 1 << _FAR_BITS  # position in tokens beyond every sliding window
@@ -54,14 +55,14 @@ def examine_causal_lm(model: Any, name: str) -> list[AttentionCall]:
         One call per layer, in the order of the forward pass.
 
     Raises:
-        ForedraftError: paged attention cannot serve the model; the message has the reason.
+        ForedraftError: paged attention cannot serve the model; the message has the reason and what to do.
     """
     calls: list[AttentionCall] = []
     reason = _find_config_obstacle(model)
     if reason is None:
         reason, calls = _find_probe_obstacle(model)
     if reason is not None:
-        raise ForedraftError(f"{name} ({type(model).__name__}) {reason}")
+        raise ForedraftError(f"{name} ({type(model).__name__}) {reason}{REMEDY}")
     return calls
 
 
@@ -75,12 +76,12 @@ def _find_config_obstacle(model: Any) -> str | None:
         state = f"layers of type {recurrent[0]!r}" if recurrent else "recurrent state"
         return (
             f"has {state}, which cannot be rolled back when a draft is rejected; the engine does not support it in "
-            "plain decoding either; use a model with attention in all layers, or transformers' generate()"
+            "plain decoding either"
         )
     if not getattr(model, "_supports_attention_backend", False):
         return "does not route its attention through transformers' attention interface"
     if "chunked_attention" in kinds:
-        return "uses chunked attention, which is not supported yet"
+        return "uses chunked attention, which is not supported"
     if any(
         isinstance(m, nn.Embedding) and m.padding_idx is not None and "position" in n for n, m in model.named_modules()
     ):

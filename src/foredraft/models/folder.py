@@ -50,10 +50,10 @@ def check_model_path(name: str) -> None:
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
     if looks_local and not path.exists():
         raise ForedraftError(f"{name} does not exist; give a model folder or a hub id such as org/name")
-    if path.is_file():
-        raise ForedraftError(hub.explain_file(name, path))
-    if not path.is_dir():
+    if not path.exists():
         return
+    if not path.is_dir():
+        raise ForedraftError(hub.explain_file(name, path))
     if not (path / CONFIG_FILE).is_symlink() and not (path / CONFIG_FILE).exists():
         raise ForedraftError(f"{name} is a folder without a {CONFIG_FILE}; {hub.explain_folder(path, FOLDER_TITLE)}")
     if not any(path.glob("*.safetensors")):

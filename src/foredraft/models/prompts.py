@@ -1,6 +1,6 @@
 """Conversion of prompts to token ids, and for encoder-decoder models to a source and the decoder's first tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from foredraft.models.tokenization import encode
 from foredraft.source import EncoderSource, PreparedPrompt, Seq2Seq
 
 EMPTY_PROMPT_ERROR = "the prompt is empty; give at least one token of text"
+MESSAGES_ERROR = "the prompt is made of messages, and no chat template is applied here; give them to LLM.chat"
 Prompt = str | Sequence[int] | Seq2Seq | PreparedPrompt
 
 
@@ -92,11 +93,20 @@ def _encode_ids(
             raise ForedraftError(f"{model.name} has no tokenizer: give the prompt as a list of token ids")
         ids = list(encode(tokenizer, text, add_special_tokens).input_ids)
     else:
-        ids = [int(token) for token in text]
+        ids = _read_ids(text)
     size = model.vocab_size
     if not all(0 <= token < size for token in ids):
         raise ForedraftError(f"a prompt token id is outside the vocabulary of {size} tokens")
     return ids
+
+
+def _read_ids(tokens: Sequence[Any]) -> list[int]:
+    try:
+        return [int(token) for token in tokens]
+    except (TypeError, ValueError) as error:
+        if isinstance(tokens, Mapping) or any(isinstance(token, Mapping) for token in tokens or ()):
+            raise ForedraftError(MESSAGES_ERROR) from None
+        raise ForedraftError(f"a prompt is text or a list of token ids ({error})") from None
 
 
 def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -102,5 +102,5 @@ export function drawTree(root, pass, record) {
 
 export function describe({ tree }) {
   const numDrafted = tree.tokens.length - 1;
-  return numDrafted ? `${tree.accepted.length - 1} of ${numDrafted} draft tokens accepted` : "no draft";
+  return numDrafted ? `${tree.accepted.length - 1} of ${numDrafted} tokens accepted` : "no draft";
 }
