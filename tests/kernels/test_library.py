@@ -1,6 +1,7 @@
 """The native library: found or not, chosen by name, stale, built without a compiler or with a broken one."""
 
 import ctypes
+import subprocess
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -139,6 +140,20 @@ def test_a_library_of_other_sources_is_refused(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ForedraftError, match=r"other sources; run: python -m foredraft\.kernels\.cpu\.build") as caught:
         load_library()
     assert "\n" not in str(caught.value)
+
+
+@NATIVE
+@pytest.mark.parametrize("source", ["int other;", 'const char *fd_fingerprint(void) { return "of before"; }'])
+def test_a_library_that_lacks_functions_is_refused(tmp_path: Path, source: str) -> None:
+    """Fault: after functions were renamed, a library that was not rebuilt ended in an AttributeError."""
+    file, library = tmp_path / "old.c", tmp_path / "old.so"
+    file.write_text(source)
+    compiler = build.find_compiler()
+    if compiler is None:
+        pytest.skip("there is no C compiler here")
+    subprocess.run([*compiler, "-shared", "-fPIC", str(file), "-o", str(library)], check=True)
+    with pytest.raises(ForedraftError, match=r"other sources; run: python -m foredraft\.kernels\.cpu\.build"):
+        module._open_library(library)
 
 
 class Longer(ctypes.Structure):

@@ -271,14 +271,23 @@ def load_library() -> NativeLibrary | None:
 
 def _open_library(path: Path) -> NativeLibrary:
     handle = ctypes.CDLL(str(path))
-    _declare_functions(handle)
-    is_foreign = any(handle.fd_sizeof(i) != ctypes.sizeof(record) for i, record in enumerate(RECORDS))
-    if is_foreign or handle.fd_fingerprint().decode() != build.compute_fingerprint():
+    if not _matches_sources(handle):
         raise ForedraftError(
             "the native kernels were built from other sources; run: python -m foredraft.kernels.cpu.build"
         )
+    _declare_functions(handle)
     share_threads(handle)
     return NativeLibrary(handle)
+
+
+def _matches_sources(handle: ctypes.CDLL) -> bool:
+    """Return whether a library was built from the sources here. An older one may lack any function, these two too."""
+    if not hasattr(handle, "fd_fingerprint") or not hasattr(handle, "fd_sizeof"):
+        return False
+    handle.fd_fingerprint.restype, handle.fd_sizeof.restype = c_char_p, c_int64
+    if handle.fd_fingerprint().decode() != build.compute_fingerprint():
+        return False
+    return all(handle.fd_sizeof(i) == ctypes.sizeof(record) for i, record in enumerate(RECORDS))
 
 
 def share_threads(handle: ctypes.CDLL) -> None:
@@ -289,8 +298,6 @@ def share_threads(handle: ctypes.CDLL) -> None:
 
 
 def _declare_functions(handle: ctypes.CDLL) -> None:
-    handle.fd_sizeof.restype = c_int64
-    handle.fd_fingerprint.restype = c_char_p
     handle.fd_selected.restype = c_char_p
     handle.fd_select.argtypes = [c_char_p]
     handle.fd_disable.argtypes = [c_char_p]
