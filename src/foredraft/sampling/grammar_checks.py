@@ -10,7 +10,7 @@ from decimal import Decimal
 from typing import Any
 
 from foredraft.errors import ForedraftError
-from foredraft.json_depth import measure_depth
+from foredraft.json_depth import STRING_PATTERN, measure_depth, remove_escapes
 
 MAX_BYTES = 1 << 17  # bytes of a source
 MAX_DEPTH = 64  # levels of nested values in a schema
@@ -33,7 +33,6 @@ LARK_SYNTAX = re.compile(
     re.DOTALL,
 )
 NUMBER = re.compile(r"\d+")
-JSON_STRING = re.compile(rb'"(?:[^"\\]|\\.?)*+(?:"|\Z)', re.DOTALL)
 
 
 def parse_json(source: str, kind: str) -> Any:
@@ -41,7 +40,7 @@ def parse_json(source: str, kind: str) -> Any:
 
     The depth is checked first, because the depth at which Python's parser stops depends on its version.
     """
-    structure = JSON_STRING.sub(b"", source.encode("utf-8", "surrogatepass"))
+    structure = STRING_PATTERN.sub(b"", remove_escapes(source.encode("utf-8", "surrogatepass")))
     if measure_depth(structure) > MAX_DEPTH:
         raise ForedraftError(f"the {kind} grammar is nested more than {MAX_DEPTH} deep")
     try:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import Any, NoReturn, TypeVar
 
-from foredraft.json_depth import measure_depth
+from foredraft.json_depth import STRING_PATTERN, measure_depth, remove_escapes
 from foredraft.server.errors import MAX_NAME, ApiError, quote_name
 
 Value = TypeVar("Value")
@@ -17,9 +17,6 @@ MAX_DIGITS = 64  # consecutive digits of a number
 MAX_EXPONENT = 3  # digits: only numbers with an exponent this long are checked for overflow
 MAX_KEYS = 4096  # keys of one object
 MAX_VALUES = 200_000  # JSON values of a body: parsing more would hold the interpreter's lock for too long
-# A JSON string in a body without escaped characters. An unterminated string matches to the end, because a search that
-# restarts at every quote would take quadratic time.
-_STRING_PATTERN = re.compile(rb'"[^"]*+(?:"|\Z)')
 # Maps every digit to 0 and everything that is no part of a number to a blank, so that long numbers are found by plain
 # substring searches. A regular expression takes 100 ms on 2 MB without a number.
 _DIGIT_TABLE = bytes.maketrans(
@@ -66,9 +63,8 @@ def parse(body: bytes, depth: int) -> dict[str, Any]:
         text = body.decode("utf-8")
     except UnicodeDecodeError:
         raise ApiError(400, "the body is not UTF-8") from None
-    # Two replacements take a fifth of the time of a pattern that skips escaped characters.
-    unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in body else body
-    structure = _STRING_PATTERN.sub(b'"', unescaped) if unescaped.count(b'"') <= MAX_VALUES else None
+    unescaped = remove_escapes(body)
+    structure = STRING_PATTERN.sub(b'"', unescaped) if unescaped.count(b'"') <= MAX_VALUES else None
     if structure is None or structure.count(b",") > MAX_VALUES:
         raise ApiError(400, f"the JSON body holds more than {MAX_VALUES} values")
     if measure_depth(structure) > depth:
