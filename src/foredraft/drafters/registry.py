@@ -8,7 +8,8 @@ Optional names of such a module:
 - USES_MODEL (see `uses_model`), and ACCEPTS_LOADED_MODEL: a model in memory may be given in place of a folder
 - parse_name (see `resolve_method`) and configure (see `parse_config`)
 - AUTO_RANK or estimate_auto_rank (see below), and AUTO_TOKENS: the longest draft if the draft length adapts
-- TrainConfig for a method that can be trained, with create_trainee (by gradients) or learn (by counting)
+- TrainConfig for a method that can be trained, with create_trainee (by gradients) or learn (by counting). With
+  create_trainee, TrainConfig.read_shape returns the settings that a checkpoint to start from determines
 
 `auto` chooses one method that reads tokens alone and one with a model. Within each of the two kinds it prefers the
 highest rank: that of `estimate_auto_rank(context)` if the module has this function, else AUTO_RANK. A method without a

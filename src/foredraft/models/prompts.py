@@ -104,7 +104,8 @@ def _read_ids(tokens: Sequence[Any]) -> list[int]:
     try:
         return [int(token) for token in tokens]
     except (TypeError, ValueError) as error:
-        if isinstance(tokens, Mapping) or any(isinstance(token, Mapping) for token in tokens or ()):
+        has_messages = isinstance(tokens, Sequence) and any(isinstance(token, Mapping) for token in tokens)
+        if has_messages or isinstance(tokens, Mapping):
             raise ForedraftError(MESSAGES_ERROR) from None
         raise ForedraftError(f"a prompt is text or a list of token ids ({error})") from None
 
