@@ -17,7 +17,7 @@ from foredraft.drafters.draft_model.cross_vocab.slem import SlemDrafter
 from foredraft.drafters.draft_model.cross_vocab.tli import TliDrafter
 from foredraft.drafters.draft_model.cross_vocab.token_vocabulary import TokenizerVocabulary
 from foredraft.drafters.draft_model.cross_vocab.vocab_map import VocabMap
-from foredraft.drafters.registry import DrafterContext
+from foredraft.drafters.method import DrafterContext
 from foredraft.models.hf import HFModel
 
 CROSS_VOCAB_CASES = ("draft_model, slem", "draft_model, tli", "draft_model, tli tree")  # names in `methods_made.MADE`

@@ -14,7 +14,8 @@ from foredraft import LLM
 from foredraft.drafters.common.tree_builder import TreeOptions
 from foredraft.drafters.draft_model.drafter import DraftModel
 from foredraft.drafters.interface import Drafter
-from foredraft.drafters.registry import DrafterContext, load_methods
+from foredraft.drafters.method import DrafterContext
+from foredraft.drafters.registry import load_methods
 from foredraft.models.hf import HFModel
 from method_cases import FIXED_BRANCHING, METHOD_CASES
 from tiny_vocabularies import CROSS_VOCAB_CASES
@@ -117,9 +118,9 @@ def _make_seq2seq_drafter(name: str, num_tokens: int) -> Drafter:
     method, options = SEQ2SEQ[name]
     if method == "draft_model":
         return tiny_seq2seq.draft_model(num_tokens, **options)
-    module = load_methods()[method]
+    entry = load_methods()[method]
     context = DrafterContext(vocab_size=tiny_seq2seq.VOCAB, num_speculative_tokens=num_tokens, dtype=torch.float64)
-    made: Drafter = module.create(module.Config(**options), context)
+    made: Drafter = entry.create(entry.config(**options), context)
     return made
 
 

@@ -9,9 +9,9 @@ import torch
 
 from checkpoints import published_folders
 from checkpoints.published_folders import HEAD_DIM, HEADS, INNER, KV_HEADS, TARGET, H, V
-from foredraft.checkpoints.read import read
-from foredraft.checkpoints.schema import ChimeraShape
 from foredraft.checkpoints.tensors import TensorFiles
+from foredraft.drafters.checkpoint_folders import read
+from foredraft.drafters.chimera.checkpoint import ChimeraShape
 from foredraft.errors import ForedraftError
 
 

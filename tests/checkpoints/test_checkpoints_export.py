@@ -7,9 +7,8 @@ import torch
 
 from checkpoints import published_folders
 from checkpoints.published_folders import IDS, LAYERS, TARGET, VD, H, V
-from foredraft.checkpoints.export import export
-from foredraft.checkpoints.read import read
 from foredraft.checkpoints.target import ExportTarget
+from foredraft.drafters.checkpoint_folders import export, read
 from foredraft.errors import ForedraftError
 
 AIM = ExportTarget(TARGET, ("LlamaForCausalLM",))

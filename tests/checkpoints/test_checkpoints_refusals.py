@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 
 from checkpoints import published_folders
 from checkpoints.published_folders import IDS, LLAMA, TARGET, VD, H, V, d2t
-from foredraft.checkpoints.read import read, recognise
 from foredraft.checkpoints.schema import TargetInfo
 from foredraft.checkpoints.tensors import TensorFiles
+from foredraft.drafters.checkpoint_folders import read, recognise
 from foredraft.errors import ForedraftError
 
 

@@ -19,7 +19,8 @@ from foredraft import LLM, Completion, Sampling
 from foredraft.drafters.common.tree_builder import TreeOptions
 from foredraft.drafters.draft_model.drafter import DraftModel
 from foredraft.drafters.interface import Drafter
-from foredraft.drafters.registry import DrafterContext, load_methods
+from foredraft.drafters.method import DrafterContext
+from foredraft.drafters.registry import load_methods
 from foredraft.llm import MemoryLimits
 from foredraft.models.forward_batch import ForwardBatch
 from foredraft.models.hf import HFModel

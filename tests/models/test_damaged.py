@@ -16,7 +16,7 @@ import damaged_folders
 import tiny_models
 from checkpoints import published_folders
 from foredraft import LLM, Sampling
-from foredraft.checkpoints.read import read
+from foredraft.drafters.checkpoint_folders import read
 from foredraft.errors import ForedraftError
 
 TARGETS = damaged_folders.list_target_damage()

@@ -13,7 +13,7 @@ import tiny_models
 from foredraft import LLM, Sampling
 from foredraft.drafters.aggressive import method as aggressive
 from foredraft.drafters.aggressive.method import AUTO_TOKENS
-from foredraft.drafters.registry import DrafterContext
+from foredraft.drafters.method import DrafterContext
 from foredraft.errors import ForedraftError
 from foredraft.request import Batch, Request
 from foredraft.source import EncoderSource

@@ -11,7 +11,7 @@ import torch
 
 import tiny_models
 import tiny_seq2seq
-from foredraft.drafters.registry import DrafterContext
+from foredraft.drafters.method import DrafterContext
 from foredraft.drafters.suffix import method as suffix
 from foredraft.errors import ForedraftError
 from foredraft.llm import MemoryLimits
