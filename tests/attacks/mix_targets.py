@@ -11,10 +11,10 @@ import grammar_cases
 import tiny_models
 import tiny_seq2seq
 from foredraft import LLM
-from foredraft.drafters.draft_model import DraftModel
+from foredraft.drafters.common.tree_builder import TreeOptions
+from foredraft.drafters.draft_model.drafter import DraftModel
 from foredraft.drafters.interface import Drafter
 from foredraft.drafters.registry import DrafterContext, load_methods
-from foredraft.drafters.tree_builder import TreeOptions
 from foredraft.models.hf import HFModel
 from method_cases import FIXED_BRANCHING, METHOD_CASES
 from tiny_vocabularies import CROSS_VOCAB_CASES

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import tiny_heads
-from foredraft.drafters.tree_builder import TreeOptions
+from foredraft.drafters.common.tree_builder import TreeOptions
 from kv_comparison import KVTally, simulate_draft_model, simulate_head
 from tiny_heads import HeadCase
 

@@ -10,7 +10,7 @@ from train_fakes import plan, weights, write_ids
 
 import tiny_models
 from foredraft import LLM, Sampling
-from foredraft.drafters.losses import LOSS_NAMES
+from foredraft.drafters.common.losses import LOSS_NAMES
 from foredraft.errors import ForedraftError
 from foredraft.train.config import EvaluationConfig
 from foredraft.train.run import TrainResult, train

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import engine_fakes
 import tiny_models
-from foredraft.drafters.tree_builder import TreeOptions
+from foredraft.drafters.common.tree_builder import TreeOptions
 from foredraft.llm import LLM
 from foredraft.sampling.params import Sampling
 from foredraft.tree import Commit, TokenTree
