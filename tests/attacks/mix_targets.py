@@ -14,10 +14,10 @@ from foredraft import LLM
 from foredraft.drafters.common.tree_builder import TreeOptions
 from foredraft.drafters.draft_model.drafter import DraftModel
 from foredraft.drafters.interface import Drafter
-from foredraft.drafters.method import DrafterContext
+from foredraft.drafters.method import VARIANT_BRANCHING, DrafterContext
 from foredraft.drafters.registry import load_methods
 from foredraft.models.hf import HFModel
-from method_cases import FIXED_BRANCHING, METHOD_CASES
+from method_cases import METHOD_CASES
 from tiny_vocabularies import CROSS_VOCAB_CASES
 
 
@@ -84,7 +84,7 @@ def _make_native_drafter(llm: LLM, dtype: torch.dtype, name: str, num_tokens: in
     if method != "draft_model" or name in CROSS_VOCAB_CASES:
         return METHOD_CASES[name].make(num_tokens, llm)
     context = DrafterContext(vocab_size=tiny_models.VOCAB, num_speculative_tokens=num_tokens, dtype=dtype)
-    branching = FIXED_BRANCHING[:num_tokens] if variant else None
+    branching = VARIANT_BRANCHING[:num_tokens] if variant else None
     return DraftModel(_make_native_draft(dtype).with_new_kv(), context, TreeOptions(branching=branching))
 
 

@@ -18,6 +18,7 @@ from foredraft.drafters.common.losses import Trainee
 from foredraft.drafters.interface import Drafter
 from foredraft.models.hf import HFModel
 
+VARIANT_BRANCHING = (3, 2, 1, 1, 2, 1, 1, 1)  # children by depth of variants with a fixed tree
 DEFAULT_AUTO_TOKENS = 8  # longest draft in tokens if the draft length adapts
 
 
