@@ -86,7 +86,7 @@ def find_impossible_tokens(rule: VerifyFunction, edge: EdgeCase) -> Iterator[str
     commit = rule(tree, p, noise)
     for b in sorted(commit.failed):
         yield f"request {b} failed"
-    for b, (path, tokens) in enumerate(zip(commit.path_lists, commit.token_lists, strict=True)):
+    for b, (path, tokens) in enumerate(zip(commit.paths, commit.tokens, strict=True)):
         if not tokens:
             yield f"request {b} got no token"
         for node, token in zip(path, tokens, strict=True):

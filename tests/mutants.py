@@ -49,7 +49,7 @@ def make_reject_rule(
                 is_guess = q is None or not q.any()
                 taken = None
                 for child in tree.children[b][node]:
-                    x = tree.token_lists[b][child]
+                    x = tree.tokens[b][child]
                     left = torch.eye(len(probs), dtype=torch.float64)[x] if is_guess else q
                     if left[x] <= 0:
                         break
@@ -71,7 +71,7 @@ def make_reject_rule(
                     last = sample_from_mass(residual_probs, float(noise.sample_table[b, node]))
                     break
                 nodes.append(taken)
-                tokens.append(tree.token_lists[b][taken])
+                tokens.append(tree.tokens[b][taken])
                 node = taken
             paths.append(nodes)
             following.append([*tokens, last])
@@ -88,7 +88,7 @@ def make_block_rule(
     def rule(tree: TokenTree, p: Tensor, noise: NoiseTable) -> Commit:
         paths, following = [], []
         for b, size in enumerate(tree.sizes):
-            drafted = tree.token_lists[b]
+            drafted = tree.tokens[b]
             distributions = [p[tree.get_row(b, n)].double() for n in range(size)]
             drawn = [_default_to_one_hot(tree, b, n, len(distributions[0])) for n in range(size - 1)]
             weights, survived = [1.0], 0
@@ -119,7 +119,7 @@ def make_block_rule(
 
 def _default_to_one_hot(tree: TokenTree, b: int, node: int, size: int) -> Tensor:
     q = torch.zeros(size).double() if tree.q is None else tree.q[tree.get_row(b, node)].double()
-    return q if q.any() else torch.eye(size, dtype=torch.float64)[tree.token_lists[b][node + 1]]
+    return q if q.any() else torch.eye(size, dtype=torch.float64)[tree.tokens[b][node + 1]]
 
 
 def _softmax_residual(p: Tensor, q: Tensor, x: int, following: Tensor) -> Tensor:
@@ -247,7 +247,7 @@ def reuse_draft_uniforms(tree: TokenTree, seeds: Sequence[tuple[int, int]], posi
     accept = noise.accept_table.clone()
     for b, ((seed, sample), start) in enumerate(zip(seeds, positions, strict=True)):
         for n in range(1, tree.sizes[b]):
-            accept[b, n] = rng.uniform(seed, sample, NoiseStream.DRAFT, start, n - 1, tree.token_lists[b][n])
+            accept[b, n] = rng.uniform(seed, sample, NoiseStream.DRAFT, start, n - 1, tree.tokens[b][n])
     return replace(noise, accept_table=accept)
 
 

@@ -239,7 +239,7 @@ class ScenarioStep:
         draw = torch.tensor([[u] * self.world.num_nodes for _, _, u in cases], dtype=torch.float64)
         commit = self.system.rule(tree, self.p[which].flatten(0, 1), NoiseTable(None, accept, draw))
         assert not commit.failed
-        return list(zip(map(tuple, commit.path_lists), map(tuple, commit.token_lists), strict=True))
+        return list(zip(map(tuple, commit.paths), map(tuple, commit.tokens), strict=True))
 
 
 def compute_reference_cells(step: ScenarioStep, draft: int, is_block: bool) -> tuple[list[float], list[np.ndarray]]:
@@ -480,7 +480,7 @@ def generate(
         uniforms = system.make_noise(tree, [(s, 0) for s in active], [start + len(done[s]) for s in active])
         commit = system.rule(tree, p[rows], uniforms)
         assert not commit.failed
-        for s, tokens in zip(active, commit.token_lists, strict=True):
+        for s, tokens in zip(active, commit.tokens, strict=True):
             accepted += len(tokens) - 1
             rejected += len(tokens) - 1 < len(drafted[s])
             done[s] = (*done[s], *tokens)

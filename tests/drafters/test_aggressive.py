@@ -55,7 +55,7 @@ def propose_tree(drafter, r, budget=None):
 def chain(drafter, r, budget=None):
     tree = propose_tree(drafter, r, budget)
     assert tree.is_chain
-    return tree.token_lists[0][1:]
+    return tree.tokens[0][1:]
 
 
 def text(letters):
@@ -158,7 +158,7 @@ def passes(output, source, length=31, **options):
         node, at = 0, len(r.output)
         for token in output[at:]:
             r.output.append(token)
-            below = [child for child in tree.children[0][node] if tree.token_lists[0][child] == token]
+            below = [child for child in tree.children[0][node] if tree.tokens[0][child] == token]
             if not below:
                 break
             node = below[0]

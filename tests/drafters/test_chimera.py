@@ -121,7 +121,7 @@ class Played:
             r.num_computed += n
 
     def drafts(self, budget: int) -> list[list[int]]:
-        return [row[1:] for row in self.drafter.propose(self.batch(budget)).token_lists]
+        return [row[1:] for row in self.drafter.propose(self.batch(budget)).tokens]
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -150,10 +150,10 @@ def test_every_path_of_a_tree_is_what_a_chain_would_be(plan: TreeSpec) -> None:
     tree = played.drafter.propose(played.batch(40))
     for b, r in enumerate(played.requests):
         assert max(tree.depths[b]) > 2
-        for node in range(1, len(tree.token_lists[b])):
+        for node in range(1, len(tree.tokens[b])):
             path = tree.get_draft_path(b, node)
             order = formula("two taps", r.tokens, played.features[b], path[:-1])[-1].topk(3).indices.tolist()
-            parent = tree.parent_lists[b][node]
+            parent = tree.parents[b][node]
             place = [child for child in tree.children[b][parent] if child <= node]
             assert path[-1] == order[len(place) - 1], f"node {node}"
 
@@ -260,8 +260,8 @@ def test_native_passes_give_the_numbers_of_plain_ones(
         seen: list[Tensor] = []
         drafting.head_runner.output = _record_output(drafting.head_runner.output, seen)
         tree = drafting.propose(Batch((request,), (1,), (4,)))
-        assert len(tree.token_lists[0]) == 5
-        found.append((seen[0].float(), seen[1].float(), tree.token_lists[0]))
+        assert len(tree.tokens[0]) == 5
+        found.append((seen[0].float(), seen[1].float(), tree.tokens[0]))
     (root, second, tokens), (plain_root, plain_second, plain_tokens) = found
     tolerance = 1e-3 if dtype == torch.float32 else 0.06
     assert (root - plain_root).abs().max() < tolerance * plain_root.abs().max()

@@ -113,7 +113,7 @@ class Played:
 
     def drafts(self, budget: int) -> list[list[int]]:
         batch = Batch(tuple(self.requests), tuple(1 for _ in self.requests), tuple(budget for _ in self.requests))
-        return [row[1:] for row in self.drafter.propose(batch).token_lists]
+        return [row[1:] for row in self.drafter.propose(batch).tokens]
 
 
 def unroll_argmax(name: str, text: list[int], features: Tensor, drafted: list[int]) -> list[int]:
@@ -159,14 +159,14 @@ def test_every_path_of_a_tree_is_what_a_chain_would_be(name: str, plan: TreeSpec
     tree = made.propose(batch)
     network = networks()[name][0]
     for b, r in enumerate(played.requests):
-        depths, tokens = tree.depths[b], tree.token_lists[b]
+        depths, tokens = tree.depths[b], tree.tokens[b]
         assert max(depths) > 2
         for node in range(1, len(tokens)):
             path = tree.get_draft_path(b, node)
             rows = _rows(network, r.tokens, played.features[b], path)
             order = rows[len(path) - 1].topk(3).indices.tolist()
             assert tokens[node] in order[: plan.width], f"node {node}"
-            elder = [c for c in tree.children[b][tree.parent_lists[b][node]] if c < node]
+            elder = [c for c in tree.children[b][tree.parents[b][node]] if c < node]
             if not elder:
                 assert tokens[node] == order[0]
 

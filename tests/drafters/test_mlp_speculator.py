@@ -195,7 +195,7 @@ def test_every_node_of_a_tree_goes_on_from_its_own_state(options: dict[str, Any]
             if state is not None and tree.sizes[b] > 1:
                 for node, below in enumerate(tree.children[b]):
                     if below:
-                        children = [tree.token_lists[b][child] for child in below]
+                        children = [tree.tokens[b][child] for child in below]
                         seen.append((state, [batch.get_root_token(b), *tree.get_draft_path(b, node)], children))
         return tree
 

@@ -113,18 +113,18 @@ def test_a_tree_or_commit_that_is_changed_afterwards_changes_nothing() -> None:
         return given[-1]
 
     def observing(batch: Batch, commit: Commit) -> None:
-        for rows in (given[-1].token_lists, given[-1].parent_lists, commit.token_lists, commit.path_lists):
+        for rows in (given[-1].tokens, given[-1].parents, commit.tokens, commit.paths):
             for row in rows:
                 row[:] = [0] * 9
         if commit.target_argmax is not None:
-            commit.target_argmax.tree.token_lists.clear()
+            commit.target_argmax.tree.tokens.clear()
 
     for needs_target_argmax in (False, True):
         drafter = ScriptedDrafter(propose, on_observe=observing)
         drafter.needs_target_argmax = needs_target_argmax  # type: ignore[attr-defined]
         assert texts(drafter) == PLAIN
         assert len(given) > MAX_FAILURES
-    assert max(len(tree.token_lists[0]) for tree in given) > 1
+    assert max(len(tree.tokens[0]) for tree in given) > 1
 
 
 # properties

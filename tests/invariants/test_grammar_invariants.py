@@ -112,13 +112,13 @@ def texts(name: str, growths: Sequence[TreeBuilder], verified_by: GrammarMatcher
     generator = np.random.default_rng(0)
     counts: dict[tuple[int, ...], int] = {}
     goes_on = {text[:size] for text in compute_expected() for size in range(len(text))}
-    for tokens in commit.token_lists:
+    for tokens in commit.tokens:
         text = tuple(tokens[:LENGTH])
         text = text[: text.index(END) + 1] if END in text else text
         while text in goes_on and len(text) < LENGTH:
             text = (*text, int(generator.choice(V, p=compute_probs(text).numpy())))
         counts[text] = counts.get(text, 0) + 1
-    accepted = sum(len(tokens) - 1 for tokens in commit.token_lists)
+    accepted = sum(len(tokens) - 1 for tokens in commit.tokens)
     assert accepted > len(made) // 5
     return counts
 

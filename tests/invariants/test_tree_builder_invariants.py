@@ -102,12 +102,12 @@ def texts(case: Case, drafts: Sequence[Draft]) -> tuple[np.ndarray, int]:
     commit = RULES[case.rule].verify(tree, p[rows], SeededNoise(tree, seeds, [len(PROMPT) - 1] * len(drafts)))
     generator = np.random.default_rng(0)
     counts = np.zeros([V] * LENGTH)
-    for tokens in commit.token_lists:
+    for tokens in commit.tokens:
         text = tuple(tokens[:LENGTH])
         while len(text) < LENGTH:
             text = (*text, int(generator.choice(V, p=p[ROW[text]].numpy())))
         counts[text] += 1
-    return counts, sum(len(tokens) - 1 for tokens in commit.token_lists)
+    return counts, sum(len(tokens) - 1 for tokens in commit.tokens)
 
 
 def compute_expected(case: Case) -> np.ndarray:

@@ -196,7 +196,7 @@ class Engine:
         commit = verify(tree, output.probs, _build_noise(batch, tree))
         commit = self._push_to_transcripts(batch, tree, commit, output, seconds_per_request)
         starts, pages = [r.num_computed for r in batch.requests], [r.pages for r in batch.requests]
-        compact_accepted(self.target.pool, commit.path_lists, starts, pages, self.page_size, self.device)
+        compact_accepted(self.target.pool, commit.paths, starts, pages, self.page_size, self.device)
         observe_start = self._clock()
         commit = _attach_target_argmax(commit, tree, output.logits) if self.drafter.needs_target_argmax else commit
         self.drafter.observe(batch, _attach_features(commit, tree, features))
@@ -265,7 +265,7 @@ class Engine:
         counts = []  # nodes of each path that stay, those before the root included
         for b, request in enumerate(batch.requests):
             transcript, root = self.transcripts[request], tree.roots[b]
-            path, tokens = commit.path_lists[b], commit.token_lists[b]
+            path, tokens = commit.paths[b], commit.tokens[b]
             if b in output.prompt_logits:
                 output.append_prompt_logprobs(transcript, tree, b)
             # tokens[i] follows node path[i]. Tokens 0 to root - 1 follow nodes before the root and were committed
@@ -296,8 +296,8 @@ class Engine:
             transcript = self.transcripts[request]
             if b in commit.failed:
                 transcript.fail("error", _describe_invalid_logits(request))
-            elif len(commit.token_lists[b]) > tree.roots[b]:  # there is a token after the root
-                path, tokens = commit.path_lists[b], commit.token_lists[b]
+            elif len(commit.tokens[b]) > tree.roots[b]:  # there is a token after the root
+                path, tokens = commit.paths[b], commit.tokens[b]
                 # `RequestOptions.is_traced`: the deltas of the request hold the tree of each step, for display.
                 step_trees = [transcript.build_step_tree(tree, b, path, tokens)] if request.is_traced else ()
                 transcript.emit(_classify_origins(tree, b, path, tokens), step_trees)
@@ -324,7 +324,7 @@ def _collect_outcomes(batch: Batch, tree: TokenTree, commit: Commit) -> tuple[Dr
     for b, (request, granted) in enumerate(zip(batch.requests, batch.granted_nodes, strict=True)):
         root, size = tree.roots[b], tree.sizes[b]
         if root < size and b not in commit.failed:
-            accepted = tuple([node - root for node in commit.path_lists[b][root + 1 :]]) if root + 1 < size else ()
+            accepted = tuple([node - root for node in commit.paths[b][root + 1 :]]) if root + 1 < size else ()
             outcomes.append(DraftOutcome(request.slot, granted, size - root - 1, accepted))
     return tuple(outcomes)
 
@@ -362,7 +362,7 @@ def _attach_features(commit: Commit, tree: TokenTree, features: Tensor | None) -
     """Attach the hidden states of the committed path: rows of `features` [T, F], as [B, P, F]."""
     if features is None:
         return commit
-    paths = commit.path_lists
+    paths = commit.paths
     if len(paths) == 1:
         (path,) = paths
         is_prefix = path == list(range(len(path)))  # always true for a chain; a slice copies nothing
@@ -379,7 +379,7 @@ def _attach_features(commit: Commit, tree: TokenTree, features: Tensor | None) -
 
 def _is_draft_token(tree: TokenTree, b: int, node: int, token: int) -> bool:
     """Return whether the token that follows a scored node is that of one of its draft children."""
-    return token in [tree.token_lists[b][child] for child in tree.children[b][node]]
+    return token in [tree.tokens[b][child] for child in tree.children[b][node]]
 
 
 def _classify_origins(tree: TokenTree, b: int, path: Sequence[int], tokens: Sequence[int]) -> list[Origin]:

@@ -120,7 +120,7 @@ class Scheduler:
     def commit(self, batch: Batch, commit: Commit) -> None:
         """Append the new tokens to the requests, advance `num_computed`, and free pages of rejected draft nodes."""
         size = self.allocator.page_size
-        for request, tokens, count in zip(batch.requests, commit.token_lists, commit.counts, strict=True):
+        for request, tokens, count in zip(batch.requests, commit.tokens, commit.counts, strict=True):
             # tokens[i] follows node path[i] of the commit, so tokens[0] is token num_computed + 1 of the request. A
             # chunk that ends before the last committed token has old tokens only: the slice is empty.
             num_old = request.num_tokens - request.num_computed - 1  # committed tokens from that one on

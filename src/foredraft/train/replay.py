@@ -151,7 +151,7 @@ class Replay:
         paths = [self._follow_sequence(batch, tree, b) for b in range(len(batch))]
         commit = Commit.from_lists([path for path, _ in paths], [tokens for _, tokens in paths])
         if self.hidden_states:
-            commit = Commit(commit.path_lists, commit.token_lists, features=self._gather_features(batch, commit))
+            commit = Commit(commit.paths, commit.tokens, features=self._gather_features(batch, commit))
         if self.target is not None:
             self._write_kv(self.target, batch, commit)
         self.drafter.observe(batch, commit)
@@ -168,7 +168,7 @@ class Replay:
         path, tokens = list(range(chunk)), list(recorded[request.num_computed + 1 : position])
         if not batch.needs_logits[b]:
             return path, [*tokens, recorded[position]]
-        draft_tokens, children, node, num_accepted = tree.token_lists[b], tree.children[b], 0, 0
+        draft_tokens, children, node, num_accepted = tree.tokens[b], tree.children[b], 0, 0
         while True:
             tokens.append(recorded[position])
             is_finished = transcript.push(recorded[position])
