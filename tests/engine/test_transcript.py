@@ -150,7 +150,7 @@ def test_prompt_logprobs_survive_a_preemption_in_the_middle_of_the_prompt() -> N
     engine.step()
     young = transcripts[1].request
     assert 0 < young.num_computed < len(young.prompt)
-    engine.scheduler._preempt(young)
+    engine.scheduler.preempt([young])
     engine.scheduler.limits = type(engine.scheduler.limits)(max_chunk=3)
     while engine.has_work:
         engine.step()

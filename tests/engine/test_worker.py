@@ -7,7 +7,7 @@ and fills the memory, an unbounded queue, and a server that reports health while
 import asyncio
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -23,7 +23,7 @@ from foredraft.engine.engine import Engine
 from foredraft.engine.stream import Stream, estimate_bytes
 from foredraft.engine.transcript import Transcript
 from foredraft.engine.worker import DrainingError, EngineObserver, QueueFullError, Worker, WorkerLimits
-from foredraft.request import Batch
+from foredraft.request import Batch, Request
 from foredraft.tree import TokenTree
 
 V = 61
@@ -51,7 +51,7 @@ class Notes:
     finished_: list[Transcript] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
-    def on_step(self, engine: Engine, report: StepReport) -> None:
+    def on_step(self, requests: Sequence[Request], report: StepReport) -> None:
         self.num_steps += 1
 
     def on_finish(self, transcript: Transcript) -> None:

@@ -120,7 +120,7 @@ class Replay:
             raise ForedraftError(f"{llm.drafter_name} needs the target's argmax after rejected drafts; run it instead")
         self.target = llm.target if getattr(llm.drafter, "shares_target_kv", False) else None
         allocator = PageAllocator(engine.allocator.num_pages, engine.allocator.page_size)
-        self.scheduler = Scheduler(allocator, engine.limits, self.drafter.forget)
+        self.scheduler = Scheduler(allocator, engine.limits)
         self.sequences: dict[Request, RecordedSequence] = {}
         self.transcripts: dict[Request, Transcript] = {}
         self.hidden_states: dict[Request, Tensor] = {}
@@ -146,6 +146,7 @@ class Replay:
         return [transcript.build_stats() for transcript in self.transcripts.values()]
 
     def _step(self) -> None:
+        self.drafter.forget(self.scheduler.preempt(self.scheduler.find_releases().preempted))
         batch = self.scheduler.schedule(self.drafter.max_nodes, FixedLengthPolicy())
         tree = self.drafter.propose(batch)
         paths = [self._follow_sequence(batch, tree, b) for b in range(len(batch))]
@@ -158,7 +159,7 @@ class Replay:
         self.scheduler.commit(batch, commit)
         for request in batch.requests:
             if self.transcripts[request].is_finished:
-                self.scheduler.finish(request)
+                self.drafter.forget(self.scheduler.finish(request))
 
     def _follow_sequence(self, batch: Batch, tree: TokenTree, b: int) -> tuple[list[int], list[int]]:
         """Return the accepted path through a request's chunk and draft, and the tokens that follow its nodes."""
