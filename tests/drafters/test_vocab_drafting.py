@@ -6,8 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import tiny_models
-import tiny_vocabularies
 from foredraft import LLM, ForedraftError, Sampling
 from foredraft.drafters.cross_vocab_base import PAGE_SIZE, CrossVocabDrafter
 from foredraft.drafters.cross_vocab_select import TRANSLATIONS
@@ -18,6 +16,7 @@ from foredraft.drafters.vocab_map import VocabMap
 from foredraft.llm import MemoryLimits
 from foredraft.models.hf import HFModel
 from foredraft.request import Request
+from tests.support import tiny_models, tiny_vocabularies
 
 TEXTS = [
     "the end and then",

@@ -10,8 +10,6 @@ from itertools import pairwise
 
 import pytest
 
-import tiny_models
-import tiny_vocabularies
 from foredraft.drafters.cross_vocab_select import VocabInfo, build_vocab_map, select_translation
 from foredraft.drafters.retokenizer import MAX_OPEN_BYTES, IncrementalRetokenizer
 from foredraft.drafters.slem import SlemDrafter
@@ -19,6 +17,7 @@ from foredraft.drafters.tli import TliDrafter
 from foredraft.drafters.token_vocabulary import UNKNOWN_BYTE, TokenizerVocabulary, strip_partial_character
 from foredraft.drafters.vocab_map import VocabMap
 from foredraft.errors import ForedraftError
+from tests.support import tiny_models, tiny_vocabularies
 
 TEXTS = {
     "words": "the end and then the ende",

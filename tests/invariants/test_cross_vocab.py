@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine_fakes import TableLM, make_engine, make_transcript, run
 from foredraft.drafters.cross_vocab_base import CrossVocabDrafter, CrossVocabState
 from foredraft.drafters.draft import Draft
 from foredraft.drafters.registry import DrafterContext
@@ -26,8 +25,9 @@ from foredraft.drafters.tree_builder import TreeOptions
 from foredraft.drafters.vocab_map import VocabMap
 from foredraft.sampling.distribution import TokenHistory, distribution
 from foredraft.sampling.params import Sampling
-from statistical_checks import ALPHA, chi_square
-from tiny_vocabularies import letter_tokenizer
+from tests.support.engine_fakes import TableLM, make_engine, make_transcript, run
+from tests.support.statistical_checks import ALPHA, chi_square
+from tests.support.tiny_vocabularies import letter_tokenizer
 
 LETTERS = list("abcdef")
 OWN = ["e", "c", "x", "a", "ac", "d"]
