@@ -11,11 +11,11 @@ from functools import cache
 
 import pytest
 
-import tiny_models
 from foredraft import Completion, Sampling
 from foredraft.llm import LLM, MemoryLimits
 from foredraft.verification.registry import RULES
-from method_cases import EACH_CASE, METHOD_CASES, list_missing_methods
+from tests.support import tiny_models
+from tests.support.method_cases import EACH_CASE, METHOD_CASES, list_missing_methods
 
 # ragged, with repetition for the methods that look text up; the last one ends near the context limit
 PROMPTS: list[list[int]] = [

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 
-import tiny_models
 from foredraft import LLM, Sampling
 from foredraft.drafters.aggressive import method as aggressive
 from foredraft.drafters.aggressive.method import AUTO_TOKENS
@@ -18,6 +17,7 @@ from foredraft.errors import ForedraftError
 from foredraft.request import Batch, Request
 from foredraft.source import EncoderSource
 from foredraft.verification.rules import BLOCK, MATCH
+from tests.support import tiny_models
 
 SOURCE = tuple(random.Random(0).sample(range(1000), 300))  # no token twice
 PROMPT = [1, 2, 3]

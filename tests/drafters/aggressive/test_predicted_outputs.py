@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import pytest
 
-import tiny_models
 from foredraft import LLM, Completion, ForedraftError, Sampling
 from foredraft.draft_length.policy import FixedLengthPolicy
 from foredraft.drafter_factory import MAX_PREDICTION_TOKENS
@@ -19,6 +18,7 @@ from foredraft.drafters.aggressive.predicted_outputs import PredictedOutputDraft
 from foredraft.llm import MemoryLimits
 from foredraft.request import Batch, Request, RequestOptions
 from foredraft.tree import Commit
+from tests.support import tiny_models
 
 GREEDY = Sampling(max_tokens=100, temperature=0, ignore_eos=True)
 SEEDED = Sampling(max_tokens=100, temperature=0.8, top_p=0.95, seed=3, repetition_penalty=1.1, ignore_eos=True)

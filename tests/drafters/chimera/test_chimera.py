@@ -8,9 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import tiny_models
-from checkpoints import reference_networks
-from checkpoints.reference_networks import LayerNumbers
 from foredraft.checkpoints.schema import Checkpoint, ChimeraShape
 from foredraft.drafters.chimera import method as chimera
 from foredraft.drafters.chimera import network as chimera_network
@@ -30,6 +27,9 @@ from foredraft.models.hf import HFModel
 from foredraft.request import Batch, Request
 from foredraft.sampling.params import Sampling
 from foredraft.tree import Commit
+from tests.support import tiny_models
+from tests.support.checkpoints import reference_networks
+from tests.support.checkpoints.reference_networks import LayerNumbers
 
 BLOCK = DraftLayerShape(hidden=32, intermediate=48, heads=4, kv_heads=2, head_dim=8)
 NUMBERS = LayerNumbers(eps=BLOCK.eps, theta=10000.0)

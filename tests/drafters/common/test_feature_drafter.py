@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import tiny_models
 from foredraft.checkpoints.schema import Eagle3Shape, EagleShape
 from foredraft.drafters.common import feature_drafter
 from foredraft.drafters.common.feature_drafter import FeatureDrafter
@@ -24,6 +23,7 @@ from foredraft.models.forward_batch import AFTER_FINAL_NORM
 from foredraft.request import Batch, Request
 from foredraft.sampling.params import Sampling
 from foredraft.tree import Commit
+from tests.support import tiny_models
 
 BLOCK = DraftLayerShape(hidden=32, intermediate=48, heads=4, kv_heads=2, head_dim=8)
 GREEDY = Sampling(max_tokens=64, temperature=0, ignore_eos=True)

@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-import tiny_models
-from engine_fakes import ScriptedDrafter
 from foredraft import LLM, ForedraftError, Sampling
 from foredraft.drafters.draft import Draft, to_token_tree
 from foredraft.drafters.ensemble.drafter import EnsembleDrafter, _merge_layers, _select_columns
@@ -33,6 +31,8 @@ from foredraft.kv.pool import KVPool
 from foredraft.request import Batch, Request
 from foredraft.tree import Commit, TokenTree
 from foredraft.verification.registry import RULES
+from tests.support import tiny_models
+from tests.support.engine_fakes import ScriptedDrafter
 
 V = 9
 GREEDY = Sampling(max_tokens=24, temperature=0, ignore_eos=True)

@@ -15,9 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-import tiny_models
-from drafters.aggressive.test_predicted_outputs import generate
-from engine_fakes import ScriptedDrafter, TableLM, make_drafter, make_engine, make_transcript, run
 from foredraft import ForedraftError, Sampling
 from foredraft.drafters.aggressive.predicted_outputs import PredictedOutputDrafter
 from foredraft.drafters.draft import Draft, to_token_tree
@@ -27,8 +24,11 @@ from foredraft.engine.sandbox import MAX_FAILURES, SandboxedDrafter
 from foredraft.request import Batch, Request
 from foredraft.sampling.distribution import distribution
 from foredraft.tree import Commit, TokenTree
-from method_cases import EACH_CASE, METHOD_CASES
-from statistical_checks import ALPHA, chi_square
+from tests.drafters.aggressive.test_predicted_outputs import generate
+from tests.support import tiny_models
+from tests.support.engine_fakes import ScriptedDrafter, TableLM, make_drafter, make_engine, make_transcript, run
+from tests.support.method_cases import EACH_CASE, METHOD_CASES
+from tests.support.statistical_checks import ALPHA, chi_square
 
 PROMPTS = [[5, 6, 7, 8, 9, 5, 6, 7], [33], [11, 12] * 6, [44, 45]]
 GREEDY = Sampling(max_tokens=24, temperature=0, ignore_eos=True)

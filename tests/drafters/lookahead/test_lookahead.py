@@ -8,9 +8,6 @@ import random
 
 import pytest
 
-import engine_fakes
-import tiny_models
-from engine_fakes import TableLM
 from foredraft import Sampling
 from foredraft.drafters.lookahead import method as lookahead
 from foredraft.drafters.lookahead.drafter import LookaheadWindow, NgramPool
@@ -19,6 +16,8 @@ from foredraft.errors import ForedraftError
 from foredraft.request import Batch, Request
 from foredraft.tree import Commit, TargetArgmax, TokenTree
 from foredraft.verification.rules import BLOCK
+from tests.support import engine_fakes, tiny_models
+from tests.support.engine_fakes import TableLM
 
 VOCAB = 23
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]

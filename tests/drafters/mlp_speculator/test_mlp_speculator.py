@@ -8,9 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import successor_model
-import tiny_heads
-import tiny_models
 from foredraft import LLM, Sampling
 from foredraft.checkpoints.layouts import CheckpointLayout
 from foredraft.checkpoints.read import read
@@ -30,7 +27,8 @@ from foredraft.kernels.linear import DTYPE_KINDS
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
 from foredraft.request import Request
 from foredraft.verification.rules import MATCH, REJECT
-from tiny_heads import SPECULATOR
+from tests.support import successor_model, tiny_heads, tiny_models
+from tests.support.tiny_heads import SPECULATOR
 
 V = successor_model.V
 GREEDY = Sampling(max_tokens=41, temperature=0)

@@ -18,7 +18,7 @@ from foredraft.sampling.distribution import distribution
 from foredraft.sampling.params import Sampling
 from foredraft.verification.registry import RULES
 from foredraft.verification.rules import MATCH, REJECT
-from statistical_checks import chi_square
+from tests.support.statistical_checks import chi_square
 
 VOCAB = 12
 SHAPED = Sampling(
