@@ -3,10 +3,10 @@ import math
 import pytest
 import torch
 
-from edge_cases import EDGES, EVEN, PAIRS, V, find_impossible_tokens, make_batch
 from foredraft.tree import TokenTree
 from foredraft.verification.noise import NoiseTable
 from foredraft.verification.registry import RULES
+from tests.support.edge_cases import EDGES, EVEN, PAIRS, V, find_impossible_tokens, make_batch
 
 CASES = [(name, edge) for name in RULES for edge in EDGES if not (name == "block" and edge.shape == "siblings")]
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine_fakes import TableLM, make_drafter, make_transcript
 from foredraft.engine.engine import Engine
 from foredraft.engine.scheduler import SchedulerLimits
 from foredraft.engine.transcript import Transcript
@@ -16,6 +15,7 @@ from foredraft.kv.allocator import PageAllocator
 from foredraft.models.forward_batch import ForwardBatch
 from foredraft.sampling.grammar import AllowedTokens, Grammar
 from foredraft.sampling.params import Sampling
+from tests.support.engine_fakes import TableLM, make_drafter, make_transcript
 
 PASS = 0.005  # seconds of a pass of the target
 SLOW = 0.1  # seconds of a slow mask

@@ -10,13 +10,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
-import engine_fakes
-from engine_fakes import ScriptedDrafter, TableLM
 from foredraft import Sampling
 from foredraft.drafters.draft import to_token_tree
 from foredraft.engine.sandbox import MAX_FAILURES
 from foredraft.request import Batch
 from foredraft.tree import TokenTree
+from tests.support import engine_fakes
+from tests.support.engine_fakes import ScriptedDrafter, TableLM
 
 V = 23
 LM = TableLM.from_seed(V, seed=7)

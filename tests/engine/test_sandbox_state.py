@@ -7,16 +7,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from test_sandbox import LM, PLAIN, PROMPTS, RULES, SAMPLINGS, V, texts
 
-import engine_fakes
-import tiny_models
-from engine_fakes import ScriptedDrafter
 from foredraft import ForedraftError, Sampling
 from foredraft.drafters.failure_backoff import MAX_FAILURES
 from foredraft.engine.sandbox import SandboxedDrafter
 from foredraft.request import Batch, Request, RequestStatus
 from foredraft.tree import Commit, TokenTree
+from tests.engine.test_sandbox import LM, PLAIN, PROMPTS, RULES, SAMPLINGS, V, texts
+from tests.support import engine_fakes, tiny_models
+from tests.support.engine_fakes import ScriptedDrafter
 
 
 def good(batch: Batch) -> TokenTree:

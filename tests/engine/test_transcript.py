@@ -2,13 +2,12 @@
 
 import pytest
 
-import engine_fakes
-import tiny_models
-from engine_fakes import TableLM
 from foredraft import Sampling
 from foredraft.engine.transcript import Transcript
 from foredraft.request import RequestOptions
 from foredraft.sampling.distribution import distribution
+from tests.support import engine_fakes, tiny_models
+from tests.support.engine_fakes import TableLM
 
 V = 23
 LM = TableLM.from_seed(V, seed=2)

@@ -14,9 +14,6 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-import engine_fakes
-import tiny_models
-from engine_fakes import ScriptedDrafter, TableLM
 from foredraft import LLM, Completion, Delta, ForedraftError, Sampling
 from foredraft.draft_length.policy import StepReport
 from foredraft.engine.engine import Engine
@@ -25,6 +22,8 @@ from foredraft.engine.transcript import Transcript
 from foredraft.engine.worker import DrainingError, EngineObserver, QueueFullError, Worker, WorkerLimits
 from foredraft.request import Batch, Request
 from foredraft.tree import TokenTree
+from tests.support import engine_fakes, tiny_models
+from tests.support.engine_fakes import ScriptedDrafter, TableLM
 
 V = 61
 LM = TableLM.from_seed(V, seed=3)

@@ -12,12 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_worker import FakeLLM, Notes, assert_idle, running, whole
 from torch import Tensor
 
-import engine_fakes
-import tiny_models
-from engine_fakes import ScriptedDrafter, TableLM
 from foredraft import Completion, Sampling
 from foredraft.engine import engine as engine_module
 from foredraft.engine import step_output
@@ -30,6 +26,9 @@ from foredraft.llm import LLM
 from foredraft.models.forward_batch import ForwardBatch
 from foredraft.request import Batch
 from foredraft.tree import TokenTree
+from tests.engine.test_worker import FakeLLM, Notes, assert_idle, running, whole
+from tests.support import engine_fakes, tiny_models
+from tests.support.engine_fakes import ScriptedDrafter, TableLM
 
 V = 61
 LM = TableLM.from_seed(V, seed=3)

@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-import tiny_models
 from foredraft import LLM, Completion, Sampling
-from foredraft.drafters.draft_model import DraftModel
+from foredraft.drafters.common.tree_builder import TreeOptions
+from foredraft.drafters.draft_model.drafter import DraftModel
 from foredraft.drafters.interface import Drafter
 from foredraft.drafters.registry import DrafterContext, load_methods
-from foredraft.drafters.tree_builder import TreeOptions
 from foredraft.llm import MemoryLimits
 from foredraft.models.forward_batch import ForwardBatch
 from foredraft.models.hf import HFModel
-from kernels.library_setups import EACH_SET, NATIVE, THREAD_SETUPS, use_library
-from method_cases import EACH_CASE, FIXED_BRANCHING, METHOD_CASES, list_missing_methods
-from tiny_vocabularies import CROSS_VOCAB_CASES
+from tests.support import tiny_models
+from tests.support.library_setups import EACH_SET, NATIVE, THREAD_SETUPS, use_library
+from tests.support.method_cases import EACH_CASE, FIXED_BRANCHING, METHOD_CASES, list_missing_methods
+from tests.support.tiny_vocabularies import CROSS_VOCAB_CASES
 
 pytestmark = NATIVE
 PROMPTS: list[list[int]] = [

@@ -14,7 +14,7 @@ from foredraft.errors import ForedraftError
 from foredraft.models.forward_batch import MAX_PADDED_ROWS
 from foredraft.models.hf import find_decoder_layers
 from foredraft.tree import TokenTree
-from models.families import FAMILIES, SLIDING, VOCAB, PagedModel, compute_reference, make_family, tokens
+from tests.support.families import FAMILIES, SLIDING, VOCAB, PagedModel, compute_reference, make_family, tokens
 
 SLIDERS = ["mistral", "qwen2-sliding", "mixtral", "gemma2", "gemma3", "phi3", "starcoder2", "gpt_oss"]
 ALL = pytest.mark.parametrize("family", FAMILIES)

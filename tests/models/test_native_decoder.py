@@ -18,17 +18,17 @@ import transformers as hf
 from torch import Tensor, nn
 
 from foredraft import LLM, Sampling
-from foredraft.drafters.draft_model import DraftModel
+from foredraft.drafters.draft_model.drafter import DraftModel
 from foredraft.drafters.registry import DrafterContext
 from foredraft.errors import ForedraftError
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
 from foredraft.models.hf import HFModel
 from foredraft.models.native.decoder import explain_unsupported
 from foredraft.tree import TokenTree
-from kernels.library_setups import EACH_SET, NATIVE, THREAD_SETUPS, ThreadSetup, run_concurrently, use_library
-from models import families
-from models.families import ALTERNATING, EXACT, SLIDING, TINY, VOCAB, PagedModel, compute_reference, tokens
-from models.test_families import _boundaries, along_paths, random_tree
+from tests.models.test_families import _boundaries, along_paths, random_tree
+from tests.support import families
+from tests.support.families import ALTERNATING, EXACT, SLIDING, TINY, VOCAB, PagedModel, compute_reference, tokens
+from tests.support.library_setups import EACH_SET, NATIVE, THREAD_SETUPS, ThreadSetup, run_concurrently, use_library
 
 pytestmark = NATIVE
 

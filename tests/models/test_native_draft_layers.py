@@ -36,7 +36,10 @@ from foredraft.models.native.draft_layers import (
     explain_unsupported,
 )
 from foredraft.tree import TokenTree
-from kernels.library_setups import (
+from tests.models.test_families import random_tree
+from tests.models.test_native_decoder import as_right, size
+from tests.support.families import PAGE_SIZE, VOCAB, tokens
+from tests.support.library_setups import (
     EACH_SET,
     NATIVE,
     THREAD_SETUPS,
@@ -45,9 +48,6 @@ from kernels.library_setups import (
     run_concurrently,
     use_library,
 )
-from models.families import PAGE_SIZE, VOCAB, tokens
-from models.test_families import random_tree
-from models.test_native_decoder import as_right, size
 
 pytestmark = NATIVE
 

@@ -17,7 +17,7 @@ from foredraft.verification.noise import NoiseTable, SeededNoise
 from foredraft.verification.probs import NO_TOKEN, DenseProbs, InvalidLogitsError, LazyTargetProbs, Probs
 from foredraft.verification.registry import RULES
 from foredraft.verification.rules import combine_rules
-from sampling_cases import SETTINGS, V, make_history
+from tests.support.sampling_cases import SETTINGS, V, make_history
 
 
 def system(name: str, num_requests: int = 12, seed: int = 0, is_chain: bool = False):

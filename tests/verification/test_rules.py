@@ -16,8 +16,8 @@ from foredraft.tree import TokenTree
 from foredraft.verification.noise import NoiseTable
 from foredraft.verification.registry import RULES
 from foredraft.verification.rules import TypicalAcceptance, combine_rules
-from statistical_checks import sample_from_mass, total_variation
-from step_scenarios import StepScenario, SystemUnderTest, compute_step_distribution
+from tests.support.statistical_checks import sample_from_mass, total_variation
+from tests.support.step_scenarios import StepScenario, SystemUnderTest, compute_step_distribution
 
 BOUND = 5e-5
 V = 8
