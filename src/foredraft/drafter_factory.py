@@ -5,11 +5,11 @@ from functools import partial
 from typing import Any
 
 from foredraft import zoo
-from foredraft.drafters.drafter_spec import DrafterSpec, MethodSpec
-from foredraft.drafters.fallback import FallbackDrafter
+from foredraft.drafters.aggressive.predicted_outputs import PredictedOutputDrafter
+from foredraft.drafters.ensemble.fallback import FallbackDrafter
 from foredraft.drafters.interface import Drafter
-from foredraft.drafters.predicted_outputs import PredictedOutputDrafter
 from foredraft.drafters.registry import DrafterContext, load_methods, parse_config, resolve_method, uses_model
+from foredraft.drafters.user_spec import MethodSpec, UserDrafterSpec
 from foredraft.engine.sandbox import SandboxedDrafter, validate_drafter
 from foredraft.errors import ForedraftError
 from foredraft.models.hf import HFModel
@@ -26,7 +26,7 @@ class DrafterFactory:
     fused: bool  # run recognised draft models as native code
     builtin: str | None  # name of the target if it is built-in
 
-    def make(self, spec: DrafterSpec, num_tokens: int) -> tuple[Drafter | None, str]:
+    def make(self, spec: UserDrafterSpec, num_tokens: int) -> tuple[Drafter | None, str]:
         """Return the drafter and its name; (None, "none") for plain decoding.
 
         Args:

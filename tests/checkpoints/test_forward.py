@@ -16,16 +16,18 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from foredraft.checkpoints.read import read
 from foredraft.checkpoints.schema import MedusaShape, MlpSpeculatorShape
-from foredraft.drafters import eagle, eagle3, hydra
-from foredraft.drafters.blockwise_network import BlockwiseStepRunner
-from foredraft.drafters.feature_drafter import FeatureDrafter
-from foredraft.drafters.hydra_network import HydraHeads, HydraStepRunner
-from foredraft.drafters.hydra_prefix import HydraPrefixDrafter
-from foredraft.drafters.last_hidden_state import LinearFactory
-from foredraft.drafters.medusa_heads import MedusaHeadRunner, MedusaHeads, make_output_function
-from foredraft.drafters.mlp_network import MLPSpeculator, MLPStepRunner
+from foredraft.drafters.blockwise.network import BlockwiseStepRunner
+from foredraft.drafters.common.feature_drafter import FeatureDrafter
+from foredraft.drafters.common.last_hidden_state import LinearFactory
+from foredraft.drafters.common.target_access import describe_target
+from foredraft.drafters.eagle import method as eagle
+from foredraft.drafters.eagle3 import method as eagle3
+from foredraft.drafters.hydra import method as hydra
+from foredraft.drafters.hydra.network import HydraHeads, HydraStepRunner
+from foredraft.drafters.hydra.prefix import HydraPrefixDrafter
+from foredraft.drafters.medusa.network import MedusaHeadRunner, MedusaHeads, make_output_function
+from foredraft.drafters.mlp_speculator.network import MLPSpeculator, MLPStepRunner
 from foredraft.drafters.registry import DrafterContext
-from foredraft.drafters.target_access import describe_target
 from foredraft.errors import ForedraftError
 from foredraft.models.forward_batch import AFTER_FINAL_NORM, ForwardBatch, Span
 from foredraft.models.hf import HFModel

@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from foredraft import LLM, Completion, Sampling
-from foredraft.drafters.draft_model import DraftModel
+from foredraft.drafters.common.tree_builder import TreeOptions
+from foredraft.drafters.draft_model.drafter import DraftModel
 from foredraft.drafters.interface import Drafter
 from foredraft.drafters.registry import DrafterContext, load_methods
-from foredraft.drafters.tree_builder import TreeOptions
 from foredraft.llm import MemoryLimits
 from foredraft.models.forward_batch import ForwardBatch
 from foredraft.models.hf import HFModel

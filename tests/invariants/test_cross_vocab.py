@@ -15,17 +15,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from foredraft.drafters.cross_vocab_base import CrossVocabDrafter, CrossVocabState
+from tests.support.engine_fakes import TableLM, make_engine, make_transcript, run
+from foredraft.drafters.common.tree_builder import TreeOptions
 from foredraft.drafters.draft import Draft
+from foredraft.drafters.draft_model.cross_vocab.base import CrossVocabDrafter, CrossVocabState
+from foredraft.drafters.draft_model.cross_vocab.slem import SlemDrafter
+from foredraft.drafters.draft_model.cross_vocab.tli import TliDrafter
+from foredraft.drafters.draft_model.cross_vocab.token_vocabulary import TokenizerVocabulary
+from foredraft.drafters.draft_model.cross_vocab.vocab_map import VocabMap
 from foredraft.drafters.registry import DrafterContext
-from foredraft.drafters.slem import SlemDrafter
-from foredraft.drafters.tli import TliDrafter
-from foredraft.drafters.token_vocabulary import TokenizerVocabulary
-from foredraft.drafters.tree_builder import TreeOptions
-from foredraft.drafters.vocab_map import VocabMap
 from foredraft.sampling.distribution import TokenHistory, distribution
 from foredraft.sampling.params import Sampling
-from tests.support.engine_fakes import TableLM, make_engine, make_transcript, run
 from tests.support.statistical_checks import ALPHA, chi_square
 from tests.support.tiny_vocabularies import letter_tokenizer
 

@@ -20,8 +20,14 @@ from transformers import LlamaForCausalLM
 
 from foredraft import LLM, Sampling
 from foredraft.checkpoints.schema import Checkpoint
-from foredraft.drafters import blockwise, draft_model, eagle, hydra, medusa, mlp_speculator, ngram_lm
+from foredraft.drafters.blockwise import method as blockwise
+from foredraft.drafters.draft_model import method as draft_model
+from foredraft.drafters.eagle import method as eagle
+from foredraft.drafters.hydra import method as hydra
 from foredraft.drafters.interface import Drafter
+from foredraft.drafters.medusa import method as medusa
+from foredraft.drafters.mlp_speculator import method as mlp_speculator
+from foredraft.drafters.ngram_lm import method as ngram_lm
 from foredraft.drafters.registry import DrafterContext
 from foredraft.models.hf import HFModel
 from foredraft.sampling.distribution import TokenHistory, distribution

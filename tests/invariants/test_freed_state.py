@@ -32,7 +32,7 @@ ABORTED = {0: 3, 3: 5, 5: 0}  # which -> after how many tokens
 
 # state that may grow: it holds no sequence, or keeps sequences on purpose
 SHARED = {
-    "SuffixCache.": "past outputs, which were asked for, by tenant and bounded (test_suffix_cache.py)",
+    "SuffixCache.": "past outputs, which were asked for, by tenant and bounded (test_output_cache.py)",
     "ValueEstimates._by_member": "numbers by part: how good its drafts are",
     "ValueEstimates._by_key": "numbers by part: how good its drafts are",
     "EnsembleDrafter.draft_counts": "numbers by part",

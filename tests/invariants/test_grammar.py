@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from foredraft.drafters.tree_builder import NodeLogits, TreeBuilder, TreeSpec, add_level
+from foredraft.drafters.common.tree_builder import NodeLogits, TreeBuilder, TreeSpec, add_level
 from foredraft.request import Request
 from foredraft.sampling.distribution import distribution
 from foredraft.sampling.grammar import AllowedTokens, Grammar, GrammarMatcher

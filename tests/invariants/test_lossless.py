@@ -5,6 +5,7 @@ stale KV after a rejection, wrong positions, noise that depends on the batch, pe
 drafts that outlive a preemption.
 """
 
+import os
 from dataclasses import replace
 from functools import cache
 
@@ -178,13 +179,20 @@ def test_unseeded_requests_differ(rule: str) -> None:
     assert len(texts) == 24
 
 
+@cache
+def decode_many() -> tuple[list[list[int]], Sampling, list[list[int]]]:
+    """Return 1,000 ragged prompts (LOSSLESS_PROMPTS sets the number), their sampling, and their plain greedy output."""
+    count = int(os.environ.get("LOSSLESS_PROMPTS", "1000"))
+    sampling = Sampling(max_tokens=128, temperature=0, ignore_eos=True)
+    prompts = [[(i * j * j + 3 * j + i) % 90 + 4 for j in range(1 + i % 60)] for i in range(count)]
+    return prompts, sampling, ids(tiny_models.plain().generate(prompts, sampling))
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("name", EACH_CASE)
 def test_greedy_text_is_the_same_over_a_thousand_prompts(name: str) -> None:
-    """1,000 ragged prompts of 128 tokens, at every draft length, in batches of 32."""
-    sampling = Sampling(max_tokens=128, temperature=0, ignore_eos=True)
-    prompts = [[(i * j * j + 3 * j + i) % 90 + 4 for j in range(1 + i % 60)] for i in range(1000)]
-    alone = ids(tiny_models.plain().generate(prompts, sampling))
+    """1,000 ragged prompts, 128 output tokens each, at every draft length, in batches of 32."""
+    prompts, sampling, alone = decode_many()
     accepted = rejected = 0
     for num_tokens in LENGTHS:
         llm = tiny_models.plain().with_drafter(METHOD_CASES[name].make(num_tokens), verify="match")

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from foredraft.drafters.draft import Draft
-from foredraft.drafters.tree_merge import MergedTree, stack_trees
+from foredraft.drafters.ensemble.tree_merge import MergedTree, stack_trees
 from foredraft.request import Batch, Request
 from foredraft.sampling.params import Sampling
 from foredraft.tree import TokenTree

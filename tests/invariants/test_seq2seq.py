@@ -14,8 +14,14 @@ from scipy import stats
 
 from foredraft import LLM, MemoryLimits, Sampling
 from foredraft.checkpoints.schema import Checkpoint
-from foredraft.drafters import blockwise, chimera, eagle, eagle3, hydra, medusa, mlp_speculator
+from foredraft.drafters.blockwise import method as blockwise
+from foredraft.drafters.chimera import method as chimera
+from foredraft.drafters.eagle import method as eagle
+from foredraft.drafters.eagle3 import method as eagle3
+from foredraft.drafters.hydra import method as hydra
 from foredraft.drafters.interface import Drafter
+from foredraft.drafters.medusa import method as medusa
+from foredraft.drafters.mlp_speculator import method as mlp_speculator
 from foredraft.drafters.registry import DrafterContext, load_methods
 from foredraft.sampling.distribution import TokenHistory, distribution
 from tests.support import tiny_seq2seq

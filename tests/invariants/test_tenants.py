@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from foredraft import LLM, RequestOptions, Sampling
-from foredraft.drafters import suffix
-from foredraft.drafters.ensemble_drafter import EnsembleDrafter
-from foredraft.drafters.ensemble_members import EnsembleMember
-from foredraft.drafters.ensemble_selector import SelectionMode
+from foredraft.drafters.ensemble.drafter import EnsembleDrafter
+from foredraft.drafters.ensemble.members import EnsembleMember
+from foredraft.drafters.ensemble.selector import SelectionMode
 from foredraft.drafters.interface import Drafter
 from foredraft.drafters.registry import DrafterContext, load_methods
+from foredraft.drafters.suffix import method as suffix
 from foredraft.engine.sandbox import SandboxedDrafter
 from foredraft.engine.transcript import Transcript
 from foredraft.outputs import StepTree

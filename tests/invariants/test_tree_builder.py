@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from foredraft.drafters import tree_builder
+from foredraft.drafters.common import tree_builder
+from foredraft.drafters.common.tree_builder import NodeLogits, TreeBuilder, TreeSpec, add_level
 from foredraft.drafters.draft import Draft
-from foredraft.drafters.tree_builder import NodeLogits, TreeBuilder, TreeSpec, add_level
 from foredraft.request import Request
 from foredraft.sampling import rng
 from foredraft.sampling.distribution import distribution

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from foredraft.drafters.common.tree_builder import TreeOptions
 from foredraft.drafters.draft import Draft, to_token_tree
-from foredraft.drafters.draft_model import DraftModel
+from foredraft.drafters.draft_model.drafter import DraftModel
 from foredraft.drafters.interface import Drafter
 from foredraft.drafters.registry import DrafterContext
-from foredraft.drafters.tree_builder import TreeOptions
 from foredraft.engine.engine import Engine
 from foredraft.engine.scheduler import SchedulerLimits
 from foredraft.engine.transcript import Transcript

@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 
 from foredraft import Sampling
-from foredraft.drafters.draft_model import DraftModel
-from foredraft.drafters.feature_drafter import FeatureDrafter
+from foredraft.drafters.common.feature_drafter import FeatureDrafter
+from foredraft.drafters.common.tree_builder import TreeOptions
+from foredraft.drafters.draft_model.drafter import DraftModel
 from foredraft.drafters.interface import Drafter
-from foredraft.drafters.tree_builder import TreeOptions
 from foredraft.engine.transcript import Transcript
 from foredraft.kv.pool import KVPool
 from foredraft.llm import LLM, MemoryLimits

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from foredraft import LLM, Sampling
-from foredraft.drafters import aggressive
-from foredraft.drafters.copy_cursor import CopyCursor
-from foredraft.drafters.ensemble_drafter import EnsembleDrafter
-from foredraft.drafters.ensemble_members import EnsembleMember
-from foredraft.drafters.ensemble_selector import SelectionMode
+from foredraft.drafters.aggressive import drafter as aggressive
+from foredraft.drafters.aggressive.copy_cursor import CopyCursor
+from foredraft.drafters.common.tree_builder import TreeOptions
+from foredraft.drafters.ensemble.drafter import EnsembleDrafter
+from foredraft.drafters.ensemble.members import EnsembleMember
+from foredraft.drafters.ensemble.selector import SelectionMode
 from foredraft.drafters.interface import Drafter
 from foredraft.drafters.registry import DrafterContext, load_methods
-from foredraft.drafters.tree_builder import TreeOptions
 from foredraft.engine.sandbox import SandboxedDrafter
 from foredraft.request import Request
 from tests.support import tiny_heads, tiny_models, tiny_vocabularies

@@ -13,9 +13,16 @@ import torch
 
 from foredraft import LLM, Sampling
 from foredraft.checkpoints.schema import Checkpoint
-from foredraft.drafters import blockwise, chimera, eagle, eagle3, early_exit, hydra, medusa, mlp_speculator
+from foredraft.drafters.blockwise import method as blockwise
+from foredraft.drafters.chimera import method as chimera
+from foredraft.drafters.common.losses import Trace
+from foredraft.drafters.eagle import method as eagle
+from foredraft.drafters.eagle3 import method as eagle3
+from foredraft.drafters.early_exit import method as early_exit
+from foredraft.drafters.hydra import method as hydra
 from foredraft.drafters.interface import Drafter
-from foredraft.drafters.losses import Trace
+from foredraft.drafters.medusa import method as medusa
+from foredraft.drafters.mlp_speculator import method as mlp_speculator
 from foredraft.drafters.registry import DrafterContext
 from foredraft.train.trace import Tracer
 from tests.support import tiny_models

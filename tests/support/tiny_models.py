@@ -11,9 +11,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from foredraft import LLM
-from foredraft.drafters.draft_model import DraftModel
+from foredraft.drafters.common.tree_builder import TreeOptions
+from foredraft.drafters.draft_model.drafter import DraftModel
 from foredraft.drafters.registry import DrafterContext
-from foredraft.drafters.tree_builder import TreeOptions
 from foredraft.llm import MemoryLimits
 from foredraft.models.hf import HFModel
 

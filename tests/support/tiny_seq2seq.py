@@ -9,9 +9,9 @@ import transformers as hf
 from torch import nn
 
 from foredraft import LLM, Seq2Seq
-from foredraft.drafters.draft_model import DraftModel
+from foredraft.drafters.common.tree_builder import TreeOptions
+from foredraft.drafters.draft_model.drafter import DraftModel
 from foredraft.drafters.registry import DrafterContext
-from foredraft.drafters.tree_builder import TreeOptions
 from foredraft.models.wrap import wrap_model
 
 VOCAB = 61

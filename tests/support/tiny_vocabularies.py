@@ -10,15 +10,15 @@ import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from foredraft.drafters.cross_vocab_base import CrossVocabDrafter
-from foredraft.drafters.registry import DrafterContext
-from foredraft.drafters.slem import SlemDrafter
-from foredraft.drafters.tli import TliDrafter
-from foredraft.drafters.token_vocabulary import TokenizerVocabulary
-from foredraft.drafters.tree_builder import TreeOptions
-from foredraft.drafters.vocab_map import VocabMap
-from foredraft.models.hf import HFModel
 from tests.support import tiny_models
+from foredraft.drafters.common.tree_builder import TreeOptions
+from foredraft.drafters.draft_model.cross_vocab.base import CrossVocabDrafter
+from foredraft.drafters.draft_model.cross_vocab.slem import SlemDrafter
+from foredraft.drafters.draft_model.cross_vocab.tli import TliDrafter
+from foredraft.drafters.draft_model.cross_vocab.token_vocabulary import TokenizerVocabulary
+from foredraft.drafters.draft_model.cross_vocab.vocab_map import VocabMap
+from foredraft.drafters.registry import DrafterContext
+from foredraft.models.hf import HFModel
 
 CROSS_VOCAB_CASES = ("draft_model, slem", "draft_model, tli", "draft_model, tli tree")  # names in `methods_made.MADE`
 CONTROLS = ["<unk>", "<s>", "<pad>", "<end>"]

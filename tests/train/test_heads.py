@@ -10,8 +10,8 @@ from foredraft import LLM, Sampling
 from foredraft.checkpoints.export import export
 from foredraft.checkpoints.read import find_named_target, read
 from foredraft.checkpoints.target import read_target
-from foredraft.drafters import mismatch_warning
-from foredraft.drafters.losses import LOSS_NAMES
+from foredraft.drafters.common import mismatch_warning
+from foredraft.drafters.common.losses import LOSS_NAMES
 from foredraft.errors import ForedraftError
 from foredraft.train.config import EvaluationConfig
 from foredraft.train.run import train

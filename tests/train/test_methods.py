@@ -11,9 +11,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from foredraft import LLM, Sampling
-from foredraft.drafters import draft_model, ngram_lm
-from foredraft.drafters.draft_training import TrainConfig as DraftConfig
-from foredraft.drafters.losses import LOSS_NAMES
+from foredraft.drafters.common.losses import LOSS_NAMES
+from foredraft.drafters.draft_model import method as draft_model
+from foredraft.drafters.draft_model.training import TrainConfig as DraftConfig
+from foredraft.drafters.ngram_lm import method as ngram_lm
 from foredraft.errors import ForedraftError
 from foredraft.train import generate as generate_module
 from foredraft.train.config import EvaluationConfig

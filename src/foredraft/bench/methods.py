@@ -11,7 +11,7 @@ from typing import Any
 
 from foredraft import zoo
 from foredraft.bench.grow import find_built_in_origin
-from foredraft.drafters.ensemble import AUTO, METHOD_SEPARATOR
+from foredraft.drafters.ensemble.method import AUTO, METHOD_SEPARATOR
 from foredraft.drafters.registry import resolve_method, uses_model
 from foredraft.errors import ForedraftError
 

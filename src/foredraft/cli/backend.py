@@ -129,7 +129,7 @@ class CliBackend:
     """
 
     def list_choices(self) -> CliChoices:
-        from foredraft.drafters.cross_vocab_select import list_vocab_options
+        from foredraft.drafters.draft_model.cross_vocab.select import list_vocab_options
         from foredraft.drafters.registry import load_methods, uses_model
         from foredraft.models.loading import DTYPES
         from foredraft.verification.registry import RULES

@@ -1,7 +1,8 @@
 """Registry of drafting methods, and checks of their options.
 
-A method is a module of this package with three names: METHOD, its name on the command line; Config, a dataclass of its
-options; and create(config, context), which makes the drafter. There is no other list: the folder is the registry.
+A method is a folder of this package. Its module `method` has three names: METHOD, its name on the command line; Config,
+a dataclass of its options; and create(config, context), which makes the drafter. There is no other list: the folder is
+the registry.
 
 Optional names of such a module:
 
@@ -17,6 +18,7 @@ rank is chosen only if the user gives its model.
 """
 
 import importlib
+import importlib.util
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -43,8 +45,9 @@ def load_methods() -> dict[str, ModuleType]:
 
     methods: dict[str, ModuleType] = {}
     for info in pkgutil.iter_modules(package.__path__):
-        module = importlib.import_module(f"{package.__name__}.{info.name}")
-        if hasattr(module, "METHOD"):
+        folder = f"{package.__name__}.{info.name}"
+        if info.ispkg and importlib.util.find_spec(f"{folder}.method") is not None:
+            module = importlib.import_module(f"{folder}.method")
             methods[module.METHOD] = module
     return methods
 

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from foredraft.checkpoints.disk import convert_write_errors
-from foredraft.drafters.losses import TargetLogProbs, Trace
+from foredraft.drafters.common.losses import TargetLogProbs, Trace
 from foredraft.errors import ForedraftError
 from foredraft.train.config import find_difference
 from foredraft.train.trace import Tracer

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from foredraft import LLM, Sampling
-from foredraft.drafters.losses import Trace
+from foredraft.drafters.common.losses import Trace
 from foredraft.models.native.decoder import explain_unsupported
 from foredraft.train.loop import TraceSource
 from foredraft.train.trace import Tracer

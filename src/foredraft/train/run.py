@@ -14,7 +14,7 @@ from foredraft import LLM
 from foredraft.checkpoints import read, target_identity
 from foredraft.checkpoints.schema import TargetInfo
 from foredraft.checkpoints.target_reference import TARGET_NAME_KEY
-from foredraft.drafters.losses import Losses, Trace, Trainee
+from foredraft.drafters.common.losses import Losses, Trace, Trainee
 from foredraft.errors import ForedraftError
 from foredraft.models.hf import HFModel
 from foredraft.train.cache import TraceCache

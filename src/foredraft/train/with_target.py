@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from foredraft import LLM
 from foredraft.checkpoints.disk import convert_write_errors, replace_files
-from foredraft.drafters.losses import Losses, Trace, Trainee, average_over_mask, compute_draft_loss
+from foredraft.drafters.common.losses import Losses, Trace, Trainee, average_over_mask, compute_draft_loss
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
 from foredraft.models.hf import HFModel, find_decoder_layers
 from foredraft.models.loading import load_model

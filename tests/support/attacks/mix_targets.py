@@ -8,10 +8,10 @@ from typing import Any, Protocol
 import torch
 
 from foredraft import LLM
-from foredraft.drafters.draft_model import DraftModel
+from foredraft.drafters.common.tree_builder import TreeOptions
+from foredraft.drafters.draft_model.drafter import DraftModel
 from foredraft.drafters.interface import Drafter
 from foredraft.drafters.registry import DrafterContext, load_methods
-from foredraft.drafters.tree_builder import TreeOptions
 from foredraft.models.hf import HFModel
 from tests.support import grammar_cases, tiny_models, tiny_seq2seq
 from tests.support.method_cases import FIXED_BRANCHING, METHOD_CASES

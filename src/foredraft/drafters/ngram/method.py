@@ -1,0 +1,20 @@
+"""Declaration of the method `ngram`."""
+
+from foredraft.drafters.ngram.drafter import Config, NgramDrafter
+from foredraft.drafters.registry import DrafterContext
+from foredraft.errors import ForedraftError
+
+METHOD = "ngram"
+USES_MODEL = False
+AUTO_RANK = 10  # among methods that read tokens alone; higher is better
+
+
+def create(config: Config, context: DrafterContext) -> NgramDrafter:
+    """Make the drafter. Raises ForedraftError for invalid options."""
+    low, high = config.prompt_lookup_min, config.prompt_lookup_max
+    if not 1 <= low <= high:
+        raise ForedraftError(f"prompt_lookup_min ({low}) must lie in 1..prompt_lookup_max ({high})")
+    for name in ("branches", "tokens_per_match"):
+        if getattr(config, name) < 1:
+            raise ForedraftError(f"{name} must be at least 1, got {getattr(config, name)}")
+    return NgramDrafter(config, context.num_speculative_tokens)
