@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.support import tiny_heads
 from foredraft.drafters.common.tree_builder import TreeOptions
+from tests.support import tiny_heads
 from tests.support.kv_comparison import KVTally, simulate_draft_model, simulate_head
 from tests.support.tiny_heads import HeadCase
 

@@ -10,7 +10,6 @@ import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tests.support import tiny_models
 from foredraft.drafters.common.tree_builder import TreeOptions
 from foredraft.drafters.draft_model.cross_vocab.base import CrossVocabDrafter
 from foredraft.drafters.draft_model.cross_vocab.slem import SlemDrafter
@@ -19,6 +18,7 @@ from foredraft.drafters.draft_model.cross_vocab.token_vocabulary import Tokenize
 from foredraft.drafters.draft_model.cross_vocab.vocab_map import VocabMap
 from foredraft.drafters.registry import DrafterContext
 from foredraft.models.hf import HFModel
+from tests.support import tiny_models
 
 CROSS_VOCAB_CASES = ("draft_model, slem", "draft_model, tli", "draft_model, tli tree")  # names in `methods_made.MADE`
 CONTROLS = ["<unk>", "<s>", "<pad>", "<end>"]

@@ -15,9 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support import tiny_models
-from tests.drafters.aggressive.test_predicted_outputs import generate
-from tests.support.engine_fakes import ScriptedDrafter, TableLM, make_drafter, make_engine, make_transcript, run
 from foredraft import ForedraftError, Sampling
 from foredraft.drafters.aggressive.predicted_outputs import PredictedOutputDrafter
 from foredraft.drafters.draft import Draft, to_token_tree
@@ -27,6 +24,9 @@ from foredraft.engine.sandbox import MAX_FAILURES, SandboxedDrafter
 from foredraft.request import Batch, Request
 from foredraft.sampling.distribution import distribution
 from foredraft.tree import Commit, TokenTree
+from tests.drafters.aggressive.test_predicted_outputs import generate
+from tests.support import tiny_models
+from tests.support.engine_fakes import ScriptedDrafter, TableLM, make_drafter, make_engine, make_transcript, run
 from tests.support.method_cases import EACH_CASE, METHOD_CASES
 from tests.support.statistical_checks import ALPHA, chi_square
 

@@ -9,8 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support import tiny_models
-from tests.support import tiny_seq2seq
 from foredraft.drafters.registry import DrafterContext
 from foredraft.drafters.suffix import method as suffix
 from foredraft.errors import ForedraftError
@@ -20,6 +18,7 @@ from foredraft.sampling.params import Sampling
 from foredraft.tree import Commit
 from foredraft.verification.registry import RULES
 from foredraft.verification.rules import BLOCK, REJECT
+from tests.support import tiny_models, tiny_seq2seq
 
 VOCAB = 50
 LOOP = [9, 5, 6, 7, 5, 6, 7, 5, 6, 7]
