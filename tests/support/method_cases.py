@@ -4,6 +4,7 @@ A new method adds one entry here; `tests/invariants/test_lossless.py` fails unti
 """
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
@@ -22,6 +23,7 @@ from foredraft.drafters.interface import Drafter
 from foredraft.drafters.registry import DrafterContext, load_methods
 from foredraft.engine.sandbox import SandboxedDrafter
 from foredraft.request import Request
+from foredraft.verification.registry import RULES
 from tests.support import tiny_heads, tiny_models, tiny_vocabularies
 from tests.support.tiny_heads import HeadCase
 
@@ -200,6 +202,16 @@ EACH_CASE = [
     pytest.param(name, marks=() if "," not in name or name in DISTINCT_CASES else pytest.mark.soak)
     for name in METHOD_CASES
 ]
+
+
+def pair_cases_with_rules(rules: Sequence[str]) -> list[Any]:
+    """Pair EACH_CASE with each rule that takes its drafts: a rule for chains takes no trees."""
+    return [
+        pytest.param(*case.values, rule, marks=case.marks)
+        for case in EACH_CASE
+        for rule in rules
+        if RULES[rule].takes_trees or METHOD_CASES[case.values[0]].is_chain
+    ]
 
 
 def list_covered_methods() -> set[str]:
