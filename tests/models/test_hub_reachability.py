@@ -13,7 +13,7 @@ import transformers as hf
 from foredraft.checkpoints import hub
 from foredraft.errors import ForedraftError
 from foredraft.models.loading import load_model
-from models.families import TINY
+from tests.support.families import TINY
 
 CPU = torch.device("cpu")
 COMMIT = "0" * 40
