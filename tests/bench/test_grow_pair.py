@@ -7,8 +7,6 @@ import pytest
 import torch
 from transformers import T5Config, T5EncoderModel
 
-import tiny_models
-import tiny_seq2seq
 from foredraft import LLM, ForedraftError, Sampling, zoo
 from foredraft.bench import methods
 from foredraft.bench.grow import (
@@ -27,6 +25,7 @@ from foredraft.bench.grow_pair import T5Shape
 from foredraft.bench.grow_shape import choose_shape
 from foredraft.drafters.registry import load_methods as registered
 from foredraft.models.loading import load_model
+from tests.support import tiny_models, tiny_seq2seq
 
 SMALL = T5Shape(  # the built-in one
     hidden=192, intermediate=512, heads=3, head_dim=64, encoder_layers=4, decoder_layers=6, num_up_projections=1,

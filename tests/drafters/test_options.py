@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-import tiny_models
 from foredraft.drafters.registry import load_methods, parse_options
 from foredraft.errors import ForedraftError
+from tests.support import tiny_models
 
 
 @dataclass(frozen=True)

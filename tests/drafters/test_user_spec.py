@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-import tiny_models
 from foredraft import LLM, Sampling
 from foredraft.drafters.eagle3.method import TrainConfig, create_trainee
 from foredraft.drafters.registry import parse_config, resolve_method
 from foredraft.errors import ForedraftError
 from foredraft.models.hf import HFModel
+from tests.support import tiny_models
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine_fakes import TableLM, make_engine, make_transcript, run
 from foredraft.drafters.common.tree_builder import TreeOptions
 from foredraft.drafters.draft import Draft
 from foredraft.drafters.draft_model.cross_vocab.base import CrossVocabDrafter, CrossVocabState
@@ -26,8 +25,9 @@ from foredraft.drafters.draft_model.cross_vocab.vocab_map import VocabMap
 from foredraft.drafters.method import DrafterContext
 from foredraft.sampling.distribution import TokenHistory, distribution
 from foredraft.sampling.params import Sampling
-from statistical_checks import ALPHA, chi_square
-from tiny_vocabularies import letter_tokenizer
+from tests.support.engine_fakes import TableLM, make_engine, make_transcript, run
+from tests.support.statistical_checks import ALPHA, chi_square
+from tests.support.tiny_vocabularies import letter_tokenizer
 
 LETTERS = list("abcdef")
 OWN = ["e", "c", "x", "a", "ac", "d"]

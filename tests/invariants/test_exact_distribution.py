@@ -15,8 +15,8 @@ import torch
 from foredraft.sampling import rng
 from foredraft.sampling.rng import NoiseStream, exponential_race
 from foredraft.verification.registry import RULES
-from statistical_checks import ALPHA, chi_square, total_variation
-from step_scenarios import (
+from tests.support.statistical_checks import ALPHA, chi_square, total_variation
+from tests.support.step_scenarios import (
     OUTPUT,
     PROMPT,
     Q_KINDS,

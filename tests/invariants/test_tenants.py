@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-import tiny_models
-import tiny_seq2seq
 from foredraft import LLM, RequestOptions, Sampling
 from foredraft.drafters.ensemble.drafter import EnsembleDrafter
 from foredraft.drafters.ensemble.members import EnsembleMember
@@ -23,6 +21,7 @@ from foredraft.drafters.suffix import method as suffix
 from foredraft.engine.sandbox import SandboxedDrafter
 from foredraft.engine.transcript import Transcript
 from foredraft.outputs import StepTree
+from tests.support import tiny_models, tiny_seq2seq
 
 SAMPLING = Sampling(max_tokens=24, temperature=0, ignore_eos=True)
 OURS, THEIRS = b"ours", b"theirs"

@@ -8,7 +8,7 @@ records latencies that clients see (first token, time between tokens); the engin
 
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -16,7 +16,6 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from foredraft.draft_length.policy import StepReport
-from foredraft.engine.engine import Engine
 from foredraft.engine.transcript import Transcript
 from foredraft.request import Request
 from foredraft.server import prometheus_text
@@ -71,7 +70,7 @@ class ServerMetrics(Collector):
     def attach_worker(self, worker: "Worker") -> None:
         self.worker = worker
 
-    def on_step(self, engine: Engine, report: StepReport) -> None:
+    def on_step(self, requests: Sequence[Request], report: StepReport) -> None:
         """Record a step. Runs on the engine's thread."""
         self.step_time.observe(report.step_time)
         self.draft_time.observe(report.draft_time)
@@ -87,7 +86,7 @@ class ServerMetrics(Collector):
                 for depth in range(num_accepted):
                     self.accepted_at[depth] += 1
         step_start = time.perf_counter() - report.step_time
-        for request in engine.step_requests:
+        for request in requests:
             self._start_times.setdefault(request, step_start)
 
     def on_finish(self, transcript: Transcript) -> None:

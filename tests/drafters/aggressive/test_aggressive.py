@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 
-import tiny_models
 from foredraft import LLM, Sampling
 from foredraft.drafters.aggressive import method as aggressive
 from foredraft.drafters.aggressive.method import METHOD
@@ -18,6 +17,7 @@ from foredraft.errors import ForedraftError
 from foredraft.request import Batch, Request
 from foredraft.source import EncoderSource
 from foredraft.verification.rules import BLOCK, MATCH
+from tests.support import tiny_models
 
 SOURCE = tuple(random.Random(0).sample(range(1000), 300))  # no token twice
 PROMPT = [1, 2, 3]
@@ -55,7 +55,7 @@ def propose_tree(drafter, r, budget=None):
 def chain(drafter, r, budget=None):
     tree = propose_tree(drafter, r, budget)
     assert tree.is_chain
-    return tree.token_lists[0][1:]
+    return tree.tokens[0][1:]
 
 
 def text(letters):
@@ -158,7 +158,7 @@ def passes(output, source, length=31, **options):
         node, at = 0, len(r.output)
         for token in output[at:]:
             r.output.append(token)
-            below = [child for child in tree.children[0][node] if tree.token_lists[0][child] == token]
+            below = [child for child in tree.children[0][node] if tree.tokens[0][child] == token]
             if not below:
                 break
             node = below[0]

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import pytest
 
-import tiny_models
 from foredraft import LLM, Completion, ForedraftError, Sampling
 from foredraft.draft_length.policy import FixedLengthPolicy
 from foredraft.drafter_factory import MAX_PREDICTION_TOKENS
@@ -19,6 +18,7 @@ from foredraft.drafters.aggressive.predicted_outputs import PredictedOutputDraft
 from foredraft.llm import MemoryLimits
 from foredraft.request import Batch, Request, RequestOptions
 from foredraft.tree import Commit
+from tests.support import tiny_models
 
 GREEDY = Sampling(max_tokens=100, temperature=0, ignore_eos=True)
 SEEDED = Sampling(max_tokens=100, temperature=0.8, top_p=0.95, seed=3, repetition_penalty=1.1, ignore_eos=True)
@@ -208,16 +208,16 @@ def test_a_slot_that_another_request_got_is_read_from_its_own_beginning():
     first = Request(0, PROMPT, GREEDY, seed=0, prediction=(1, 2, 3), output=[1, 2], num_computed=4)
     batch = Batch((first,), (1,), (4,))
     drafter.observe(batch, commit)
-    assert drafter.propose(batch).token_lists == [[2, 3]]
+    assert drafter.propose(batch).tokens == [[2, 3]]
     other = Request(0, PROMPT, GREEDY, seed=0, prediction=(1, 2, 4, 5), output=[1], num_computed=3)
     batch = Batch((other,), (1,), (4,))
     drafter.observe(batch, commit)
-    assert drafter.propose(batch).token_lists == [[1, 2, 4, 5]]
+    assert drafter.propose(batch).tokens == [[1, 2, 4, 5]]
     cut = replace(other, output=[])
     batch = Batch((cut,), (3,), (4,))
     cut.num_computed = 0
     drafter.observe(batch, commit)
-    assert drafter.propose(batch).token_lists == [[7, 1, 2, 4, 5]]
+    assert drafter.propose(batch).tokens == [[7, 1, 2, 4, 5]]
 
 
 def test_a_prediction_of_other_tokens_is_refused():

@@ -8,9 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import tiny_models
-from checkpoints import reference_networks
-from checkpoints.reference_networks import LayerNumbers
 from foredraft.checkpoints.schema import Checkpoint
 from foredraft.drafters.chimera import method as chimera
 from foredraft.drafters.chimera import network as chimera_network
@@ -31,6 +28,9 @@ from foredraft.models.hf import HFModel
 from foredraft.request import Batch, Request
 from foredraft.sampling.params import Sampling
 from foredraft.tree import Commit
+from tests.support import tiny_models
+from tests.support.checkpoints import reference_networks
+from tests.support.checkpoints.reference_networks import LayerNumbers
 
 BLOCK = DraftLayerShape(hidden=32, intermediate=48, heads=4, kv_heads=2, head_dim=8)
 NUMBERS = LayerNumbers(eps=BLOCK.eps, theta=10000.0)
@@ -124,7 +124,7 @@ class Played:
             r.num_computed += n
 
     def drafts(self, budget: int) -> list[list[int]]:
-        return [row[1:] for row in self.drafter.propose(self.batch(budget)).token_lists]
+        return [row[1:] for row in self.drafter.propose(self.batch(budget)).tokens]
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -153,10 +153,10 @@ def test_every_path_of_a_tree_is_what_a_chain_would_be(plan: TreeSpec) -> None:
     tree = played.drafter.propose(played.batch(40))
     for b, r in enumerate(played.requests):
         assert max(tree.depths[b]) > 2
-        for node in range(1, len(tree.token_lists[b])):
+        for node in range(1, len(tree.tokens[b])):
             path = tree.get_draft_path(b, node)
             order = formula("two taps", r.tokens, played.features[b], path[:-1])[-1].topk(3).indices.tolist()
-            parent = tree.parent_lists[b][node]
+            parent = tree.parents[b][node]
             place = [child for child in tree.children[b][parent] if child <= node]
             assert path[-1] == order[len(place) - 1], f"node {node}"
 
@@ -263,8 +263,8 @@ def test_native_passes_give_the_numbers_of_plain_ones(
         seen: list[Tensor] = []
         drafting.head_runner.output = _record_output(drafting.head_runner.output, seen)
         tree = drafting.propose(Batch((request,), (1,), (4,)))
-        assert len(tree.token_lists[0]) == 5
-        found.append((seen[0].float(), seen[1].float(), tree.token_lists[0]))
+        assert len(tree.tokens[0]) == 5
+        found.append((seen[0].float(), seen[1].float(), tree.tokens[0]))
     (root, second, tokens), (plain_root, plain_second, plain_tokens) = found
     tolerance = 1e-3 if dtype == torch.float32 else 0.06
     assert (root - plain_root).abs().max() < tolerance * plain_root.abs().max()

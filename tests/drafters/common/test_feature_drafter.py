@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import tiny_models
 from foredraft.drafters.common import feature_drafter
 from foredraft.drafters.common.feature_drafter import FeatureDrafter
 from foredraft.drafters.common.losses import TargetLogProbs, Trace
@@ -25,6 +24,7 @@ from foredraft.models.forward_batch import AFTER_FINAL_NORM
 from foredraft.request import Batch, Request
 from foredraft.sampling.params import Sampling
 from foredraft.tree import Commit
+from tests.support import tiny_models
 
 BLOCK = DraftLayerShape(hidden=32, intermediate=48, heads=4, kv_heads=2, head_dim=8)
 GREEDY = Sampling(max_tokens=64, temperature=0, ignore_eos=True)
@@ -116,7 +116,7 @@ class Played:
 
     def drafts(self, budget: int) -> list[list[int]]:
         batch = Batch(tuple(self.requests), tuple(1 for _ in self.requests), tuple(budget for _ in self.requests))
-        return [row[1:] for row in self.drafter.propose(batch).token_lists]
+        return [row[1:] for row in self.drafter.propose(batch).tokens]
 
 
 def unroll_argmax(name: str, text: list[int], features: Tensor, drafted: list[int]) -> list[int]:
@@ -162,14 +162,14 @@ def test_every_path_of_a_tree_is_what_a_chain_would_be(name: str, plan: TreeSpec
     tree = made.propose(batch)
     network = networks()[name][0]
     for b, r in enumerate(played.requests):
-        depths, tokens = tree.depths[b], tree.token_lists[b]
+        depths, tokens = tree.depths[b], tree.tokens[b]
         assert max(depths) > 2
         for node in range(1, len(tokens)):
             path = tree.get_draft_path(b, node)
             rows = _rows(network, r.tokens, played.features[b], path)
             order = rows[len(path) - 1].topk(3).indices.tolist()
             assert tokens[node] in order[: plan.width], f"node {node}"
-            elder = [c for c in tree.children[b][tree.parent_lists[b][node]] if c < node]
+            elder = [c for c in tree.children[b][tree.parents[b][node]] if c < node]
             if not elder:
                 assert tokens[node] == order[0]
 

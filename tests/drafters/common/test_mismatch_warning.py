@@ -4,12 +4,12 @@ import logging
 
 import pytest
 
-from drafters.mlp_speculator.test_mlp_speculator import drafting, seer
 from foredraft import Sampling
 from foredraft.drafters.common.mismatch_warning import NUM_CHECKED_DRAFTS, MismatchDetector
 from foredraft.drafters.method import DrafterContext
 from foredraft.request import Batch, Request
 from foredraft.tree import Commit, TokenTree
+from tests.drafters.mlp_speculator.test_mlp_speculator import drafting, seer
 
 GREEDY = Sampling(max_tokens=100, temperature=0)
 

@@ -6,8 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import tiny_models
-import tiny_vocabularies
 from foredraft import LLM, ForedraftError, Sampling
 from foredraft.drafters.common.tree_builder import TreeOptions
 from foredraft.drafters.draft_model.cross_vocab.base import PAGE_SIZE, CrossVocabDrafter
@@ -18,6 +16,7 @@ from foredraft.drafters.method import DrafterContext
 from foredraft.llm import MemoryLimits
 from foredraft.models.hf import HFModel
 from foredraft.request import Request
+from tests.support import tiny_models, tiny_vocabularies
 
 TEXTS = [
     "the end and then",

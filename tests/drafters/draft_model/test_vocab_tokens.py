@@ -10,8 +10,6 @@ from itertools import pairwise
 
 import pytest
 
-import tiny_models
-import tiny_vocabularies
 from foredraft.drafters.draft_model.cross_vocab.retokenizer import MAX_OPEN_BYTES, IncrementalRetokenizer
 from foredraft.drafters.draft_model.cross_vocab.select import VocabInfo, build_vocab_map, select_translation
 from foredraft.drafters.draft_model.cross_vocab.slem import SlemDrafter
@@ -23,6 +21,7 @@ from foredraft.drafters.draft_model.cross_vocab.token_vocabulary import (
 )
 from foredraft.drafters.draft_model.cross_vocab.vocab_map import VocabMap
 from foredraft.errors import ForedraftError
+from tests.support import tiny_models, tiny_vocabularies
 
 TEXTS = {
     "words": "the end and then the ende",

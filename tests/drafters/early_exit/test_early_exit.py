@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import tiny_models
 from foredraft import LLM, Sampling
 from foredraft.checkpoints.schema import TargetInfo
 from foredraft.drafters.checkpoint_folders import read, recognise, write
@@ -40,12 +39,13 @@ from foredraft.train.data import DocumentReader
 from foredraft.train.documents import hold_out
 from foredraft.train.evaluate import select_prompts
 from foredraft.train.run import train
-from kernels.library_setups import NATIVE
-from kv_comparison import KVSimulation
-from method_cases import METHOD_CASES
-from tiny_heads import EARLY_EXIT, generate_texts, make_trace
-from train.train_fakes import plan as training_plan
-from train.train_fakes import write_ids
+from tests.support import tiny_models
+from tests.support.kv_comparison import KVSimulation
+from tests.support.library_setups import NATIVE
+from tests.support.method_cases import METHOD_CASES
+from tests.support.tiny_heads import EARLY_EXIT, generate_texts, make_trace
+from tests.support.train_fakes import plan as training_plan
+from tests.support.train_fakes import write_ids
 
 GREEDY = Sampling(max_tokens=41, temperature=0, ignore_eos=True)
 PROMPTS = [[33], [5, 6, 7, 8, 9, 5, 6, 7], [50] * 20]

@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-import tiny_models
-from engine_fakes import ScriptedDrafter
 from foredraft import LLM, ForedraftError, Sampling
 from foredraft.drafters.draft import Draft, to_token_tree
 from foredraft.drafters.ensemble.drafter import EnsembleDrafter, _merge_layers, _select_columns
@@ -33,6 +31,8 @@ from foredraft.kv.pool import KVPool
 from foredraft.request import Batch, Request
 from foredraft.tree import Commit, TokenTree
 from foredraft.verification.registry import RULES
+from tests.support import tiny_models
+from tests.support.engine_fakes import ScriptedDrafter
 
 V = 9
 GREEDY = Sampling(max_tokens=24, temperature=0, ignore_eos=True)
@@ -82,8 +82,8 @@ def test_drafts_of_all_parts_become_one_tree_with_shared_beginnings() -> None:
     tree = make_ensemble("merge", ngram(), make_scripted([3, 4, 7]), make_scripted([3, 6])).propose(
         batch_of(TEXT, budget=9)
     )
-    assert tree.token_lists == [[2, 3, 4, 7, 6, 5]]
-    assert tree.parent_lists == [[-1, 0, 1, 2, 1, 2]]
+    assert tree.tokens == [[2, 3, 4, 7, 6, 5]]
+    assert tree.parents == [[-1, 0, 1, 2, 1, 2]]
     assert tree.q is None
 
 
@@ -91,8 +91,8 @@ def test_what_was_drawn_stands_first_and_says_so() -> None:
     sampling = replace(GREEDY, temperature=1.0)
     batch = batch_of(TEXT, [7], sampling=sampling, verify="reject")
     tree = make_ensemble("merge", ngram(), make_scripted([3, 6], q=True)).propose(batch)
-    assert tree.token_lists == [[2, 3, 6, 4, 5], [7, 3, 6]]
-    assert tree.parent_lists == [[-1, 0, 1, 1, 3], [-1, 0, 1]]
+    assert tree.tokens == [[2, 3, 6, 4, 5], [7, 3, 6]]
+    assert tree.parents == [[-1, 0, 1, 1, 3], [-1, 0, 1]]
     assert tree.num_sampled_children == (1, 1, 0, 0, 0, 1, 1, 0)
     assert tree.q is not None
     assert tree.q.shape == (8, V)
@@ -104,7 +104,7 @@ def test_two_that_drew_are_not_merged() -> None:
     sampling = replace(GREEDY, temperature=1.0)
     batch = batch_of([7], sampling=sampling, verify="reject")
     tree = make_ensemble("merge", make_scripted([3, 6], q=True), make_scripted([4, 5], q=True)).propose(batch)
-    assert tree.token_lists == [[7, 3, 6]]
+    assert tree.tokens == [[7, 3, 6]]
 
 
 def test_a_budget_is_kept_and_block_verification_gets_chains() -> None:
@@ -116,7 +116,7 @@ def test_a_budget_is_kept_and_block_verification_gets_chains() -> None:
 
 def test_text_goes_on_below_the_end_of_a_draft() -> None:
     tree = make_ensemble("sequence", ngram(), make_scripted([1, 2])).propose(batch_of([1, 2, 3, 4, 9 - 1], budget=6))
-    assert tree.token_lists == [[8, 1, 2, 3, 4, 8]]
+    assert tree.tokens == [[8, 1, 2, 3, 4, 8]]
     assert tree.is_chain
 
 
@@ -125,7 +125,7 @@ def test_nothing_follows_an_end_of_text() -> None:
     tree = make_ensemble("sequence", ngram(), make_scripted([1, 2])).propose(
         batch_of([1, 2, 3, 4, 8], sampling=sampling)
     )
-    assert tree.token_lists == [[8, 1, 2]]
+    assert tree.tokens == [[8, 1, 2]]
 
 
 def test_prompt_lookup_below_a_path_is_prompt_lookup_of_the_longer_text() -> None:
@@ -148,14 +148,14 @@ def test_a_part_sees_its_own_nodes_and_boundaries() -> None:
     both, batch = make_ensemble("merge", first, second), batch_of([7], budget=8)
     assert both.hidden_layers == (2, 5)
     tree = both.propose(batch)
-    assert tree.token_lists == [[7, 3, 4, 6, 7]]
+    assert tree.tokens == [[7, 3, 4, 6, 7]]
     features = torch.arange(12.0).view(1, 3, 4)
     both.observe(batch, Commit.from_lists([[0, 3, 4]], [[6, 7, 1]], features=features))
     [one], [other] = seen
-    assert one.token_lists == other.token_lists == [[6, 7, 1]]
-    assert other.path_lists == [[0, 1, 2]]
-    assert one.path_lists[0][0] == 0
-    assert min(one.path_lists[0][1:]) > 2, "another's nodes were taken for its own"
+    assert one.tokens == other.tokens == [[6, 7, 1]]
+    assert other.paths == [[0, 1, 2]]
+    assert one.paths[0][0] == 0
+    assert min(one.paths[0][1:]) > 2, "another's nodes were taken for its own"
     assert one.features is features
     assert other.features is not None
     assert torch.equal(other.features, features[..., 2:])

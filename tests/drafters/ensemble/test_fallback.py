@@ -15,9 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-import tiny_models
-from drafters.aggressive.test_predicted_outputs import generate
-from engine_fakes import ScriptedDrafter, TableLM, make_drafter, make_engine, make_transcript, run
 from foredraft import ForedraftError, Sampling
 from foredraft.drafters.aggressive.predicted_outputs import PredictedOutputDrafter
 from foredraft.drafters.draft import Draft, to_token_tree
@@ -27,8 +24,11 @@ from foredraft.engine.sandbox import MAX_FAILURES, SandboxedDrafter
 from foredraft.request import Batch, Request
 from foredraft.sampling.distribution import distribution
 from foredraft.tree import Commit, TokenTree
-from method_cases import EACH_CASE, METHOD_CASES
-from statistical_checks import ALPHA, chi_square
+from tests.drafters.aggressive.test_predicted_outputs import generate
+from tests.support import tiny_models
+from tests.support.engine_fakes import ScriptedDrafter, TableLM, make_drafter, make_engine, make_transcript, run
+from tests.support.method_cases import EACH_CASE, METHOD_CASES
+from tests.support.statistical_checks import ALPHA, chi_square
 
 PROMPTS = [[5, 6, 7, 8, 9, 5, 6, 7], [33], [11, 12] * 6, [44, 45]]
 GREEDY = Sampling(max_tokens=24, temperature=0, ignore_eos=True)
@@ -61,8 +61,8 @@ def test_the_first_serves_whom_it_can_and_the_main_all_others():
     tree = FallbackDrafter(make_scripted({0: [1, 2], 2: [3]}), make_scripted({0: [4], 1: [4, 4, 4], 2: [4]})).propose(
         batch
     )
-    assert tree.token_lists == [[1, 1, 2], [2, 4, 4, 4], [3, 3], [4]]
-    assert tree.parent_lists == [[-1, 0, 1], [-1, 0, 1, 2], [-1, 0], [-1]]
+    assert tree.tokens == [[1, 1, 2], [2, 4, 4, 4], [3, 3], [4]]
+    assert tree.parents == [[-1, 0, 1], [-1, 0, 1, 2], [-1, 0], [-1]]
     assert tree.q is None
 
 
@@ -144,7 +144,7 @@ def test_a_part_that_fails_leaves_the_other_alone(broken, how):
     outer = SandboxedDrafter(fallback, V)
     for _ in range(3 * MAX_FAILURES):
         tree = outer.propose(Batch(tuple(requests(2)), (1, 1), (4, 4)))
-        assert tree.token_lists[0] == [1, 1, 2]
+        assert tree.tokens[0] == [1, 1, 2]
     assert outer.is_active
     assert outer.num_failures == MAX_FAILURES, "failures of the parts are seen from outside"
     assert sum(outer.failures.values()) == MAX_FAILURES

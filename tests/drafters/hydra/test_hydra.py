@@ -7,9 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import successor_model
-import tiny_heads
-import tiny_models
 from foredraft import LLM, Sampling
 from foredraft.checkpoints.layouts import CheckpointLayout
 from foredraft.checkpoints.schema import Checkpoint
@@ -27,6 +24,7 @@ from foredraft.errors import ForedraftError
 from foredraft.kernels.cpu.library import load_library
 from foredraft.kernels.linear import DTYPE_KINDS
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
+from tests.support import successor_model, tiny_heads, tiny_models
 
 V = successor_model.V
 GREEDY = Sampling(max_tokens=41, temperature=0)

@@ -8,9 +8,6 @@ import random
 
 import pytest
 
-import engine_fakes
-import tiny_models
-from engine_fakes import TableLM
 from foredraft import Sampling
 from foredraft.drafters.lookahead import method as lookahead
 from foredraft.drafters.lookahead.drafter import LookaheadWindow, NgramPool
@@ -19,6 +16,8 @@ from foredraft.errors import ForedraftError
 from foredraft.request import Batch, Request
 from foredraft.tree import Commit, TargetArgmax, TokenTree
 from foredraft.verification.rules import BLOCK
+from tests.support import engine_fakes, tiny_models
+from tests.support.engine_fakes import TableLM
 
 VOCAB = 23
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -60,7 +59,7 @@ def verify_greedily(tree, b, text):
     while True:
         nodes.append(node)
         tokens.append(said(text + tokens))
-        below = [child for child in tree.children[b][node] if tree.token_lists[b][child] == tokens[-1]]
+        below = [child for child in tree.children[b][node] if tree.tokens[b][child] == tokens[-1]]
         if not below:
             return nodes, tokens
         node = below[0]
@@ -163,7 +162,7 @@ def test_a_token_of_the_window_sees_what_the_mask_of_the_paper_shows_it():
     for j, column in enumerate(columns):
         spine = [c[0] for c in columns[1 : j + 1]]
         for level in range(1, 3):
-            node = tree.token_lists[0].index(column[level])
+            node = tree.tokens[0].index(column[level])
             assert tree.get_draft_path(0, node) == [*spine, *column[1 : level + 1]]
             assert tree.depths[0][node] == j + level, "its place in the text"
     assert tree.sizes[0] == 1 + 3 + 4 * 2
@@ -226,7 +225,7 @@ def test_a_budget_is_shared_by_guesses_and_whole_columns(budget):
     size = tree.sizes[0] - 1
     assert size == min(budget, drafter.max_nodes) or size + 3 > budget, "room for a column was left"
     assert size <= budget
-    assert tree.token_lists[0][1] == 14, "the newest guess comes first"
+    assert tree.tokens[0][1] == 14, "the newest guess comes first"
     for path in sight.pending_columns:
         assert compute_argmax(tree, [r.tokens]).look_up(0, path) is not None
     assert abs(3 * len(sight.pending_columns) - size / 2) <= 4 or budget > 28, "columns and guesses in equal parts"
@@ -260,7 +259,7 @@ def test_num_nodes_is_what_a_full_tree_has():
 def test_block_verification_gets_a_chain():
     drafter, r = make_drafter(), request([7, 8, 9, 10, 7, 8, 9, 11, 7], rule=BLOCK)
     assert drafter.propose(one(r, 30)).is_chain
-    assert drafter.propose(one(r, 30)).token_lists == [[7, 8, 9, 11]]
+    assert drafter.propose(one(r, 30)).tokens == [[7, 8, 9, 11]]
 
 
 # answers
@@ -293,9 +292,9 @@ def test_the_engine_makes_answers_for_drafters_that_want_them_and_no_others():
         )
         assert all((commit.target_argmax is not None) == wants for commit in drafter.observed)
         for commit in drafter.observed if wants else ():
-            tree, path = commit.target_argmax.tree, commit.path_lists[0]
+            tree, path = commit.target_argmax.tree, commit.paths[0]
             if tree.roots[0] < tree.sizes[0]:
-                tokens = commit.token_lists[0][tree.roots[0] :]
+                tokens = commit.tokens[0][tree.roots[0] :]
                 drafted = tokens[: len(path) - tree.roots[0] - 1]
                 got = [commit.target_argmax.look_up(0, drafted[:n]) for n in range(len(drafted) + 1)]
                 assert got == tokens[: len(got)], "where a node survived the answer is what was drawn"
@@ -324,9 +323,9 @@ def test_a_slot_begins_anew_with_another_request():
     drafter, r = make_drafter(), request([7])
     for _ in range(10):
         step(drafter, r)
-    first = step(drafter, request([7], slot=1))[0].token_lists
+    first = step(drafter, request([7], slot=1))[0].tokens
     drafter.forget([0])
-    assert step(drafter, request([7]))[0].token_lists == first
+    assert step(drafter, request([7]))[0].tokens == first
 
 
 # texts

@@ -10,9 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-import successor_model
-import tiny_heads
-import tiny_models
 from foredraft import LLM, Sampling
 from foredraft.checkpoints.layouts import CheckpointLayout
 from foredraft.checkpoints.schema import Checkpoint
@@ -32,8 +29,9 @@ from foredraft.kernels.linear import DTYPE_KINDS
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
 from foredraft.request import Batch, Request
 from foredraft.tree import Commit
-from statistical_checks import chi_square
-from tiny_heads import MEDUSA
+from tests.support import successor_model, tiny_heads, tiny_models
+from tests.support.statistical_checks import chi_square
+from tests.support.tiny_heads import MEDUSA
 
 V = successor_model.V
 GREEDY = Sampling(max_tokens=40, temperature=0)

@@ -8,9 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import successor_model
-import tiny_heads
-import tiny_models
 from foredraft import LLM, Sampling
 from foredraft.checkpoints.layouts import CheckpointLayout
 from foredraft.checkpoints.schema import Checkpoint
@@ -31,7 +28,8 @@ from foredraft.kernels.linear import DTYPE_KINDS
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
 from foredraft.request import Request
 from foredraft.verification.rules import MATCH, REJECT
-from tiny_heads import SPECULATOR
+from tests.support import successor_model, tiny_heads, tiny_models
+from tests.support.tiny_heads import SPECULATOR
 
 V = successor_model.V
 GREEDY = Sampling(max_tokens=41, temperature=0)
@@ -196,7 +194,7 @@ def test_every_node_of_a_tree_goes_on_from_its_own_state(options: dict[str, Any]
             if state is not None and tree.sizes[b] > 1:
                 for node, below in enumerate(tree.children[b]):
                     if below:
-                        children = [tree.token_lists[b][child] for child in below]
+                        children = [tree.tokens[b][child] for child in below]
                         seen.append((state, [batch.get_root_token(b), *tree.get_draft_path(b, node)], children))
         return tree
 

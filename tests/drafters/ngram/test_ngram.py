@@ -28,9 +28,9 @@ def propose_rows(drafter, *requests, budget=None):
     """Propose for every request: [b] -> (tokens, parents) below the root."""
     budget = drafter.max_nodes if budget is None else budget
     tree = drafter.propose(Batch(requests, (1,) * len(requests), (budget,) * len(requests)))
-    assert [row[0] for row in tree.token_lists] == [r.tokens[-1] for r in requests]
+    assert [row[0] for row in tree.tokens] == [r.tokens[-1] for r in requests]
     assert tree.q is None
-    return [(row[1:], links[1:]) for row, links in zip(tree.token_lists, tree.parent_lists, strict=True)]
+    return [(row[1:], links[1:]) for row, links in zip(tree.tokens, tree.parents, strict=True)]
 
 
 def draft_tokens(drafter, *requests, **more):

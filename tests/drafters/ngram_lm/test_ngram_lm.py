@@ -18,7 +18,7 @@ from foredraft.sampling.distribution import distribution
 from foredraft.sampling.params import Sampling
 from foredraft.verification.registry import RULES
 from foredraft.verification.rules import MATCH, REJECT
-from statistical_checks import chi_square
+from tests.support.statistical_checks import chi_square
 
 VOCAB = 12
 SHAPED = Sampling(
@@ -64,7 +64,7 @@ def batch(*requests, budget=4):
 def draft_tokens(drafter, *requests, budget=4):
     tree = drafter.propose(batch(*requests, budget=budget))
     assert tree.is_chain
-    return [row[1:] for row in tree.token_lists]
+    return [row[1:] for row in tree.tokens]
 
 
 def compute_draft_probs(drafter, one, drafted):
@@ -127,7 +127,7 @@ def test_drawn_tokens_follow_the_reported_q(folder, name):
         tree = drafter.propose(batch(*requests, budget=2))
         drafter.forget(range(100))
         assert tree.q.shape == (300, VOCAB)
-        for b, row in enumerate(tree.token_lists):
+        for b, row in enumerate(tree.tokens):
             q = tree.q[tree.get_row(b, 0)]
             q_first = q if q_first is None else q_first
             assert torch.equal(q, q_first)

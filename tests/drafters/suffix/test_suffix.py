@@ -9,8 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-import tiny_models
-import tiny_seq2seq
 from foredraft.drafters.method import DrafterContext
 from foredraft.drafters.suffix import method as suffix
 from foredraft.errors import ForedraftError
@@ -20,6 +18,7 @@ from foredraft.sampling.params import Sampling
 from foredraft.tree import Commit
 from foredraft.verification.registry import RULES
 from foredraft.verification.rules import BLOCK, REJECT
+from tests.support import tiny_models, tiny_seq2seq
 
 VOCAB = 50
 LOOP = [9, 5, 6, 7, 5, 6, 7, 5, 6, 7]
@@ -46,7 +45,7 @@ def batch(*requests, budget=8):
 
 
 def draft_tokens(drafter, *requests, budget=8):
-    return [row[1:] for row in drafter.propose(batch(*requests, budget=budget)).token_lists]
+    return [row[1:] for row in drafter.propose(batch(*requests, budget=budget)).tokens]
 
 
 def end_request(drafter, one, state=RequestStatus.FINISHED):
@@ -91,7 +90,7 @@ def test_an_end_of_text_is_the_last_token_of_a_draft():
 def test_two_likely_continuations_make_a_tree_of_the_likeliest():
     text = [1, 2, 3, 0, 1, 2, 4, 0, 1, 2, 3, 5, 1, 2]
     tree = make_drafter(tree_nodes=6, top_k=2, min_confidence=0.01).propose(batch(request(text)))
-    assert [t for t, p in zip(tree.token_lists[0], tree.parent_lists[0], strict=True) if p == 0] == [3, 4]
+    assert [t for t, p in zip(tree.tokens[0], tree.parents[0], strict=True) if p == 0] == [3, 4]
     chain = make_drafter(tree_nodes=6, top_k=2, min_confidence=0.01).propose(batch(request(text, rule=BLOCK)))
     assert chain.is_chain
 
@@ -130,7 +129,7 @@ def test_a_drawn_draft_brings_the_distribution_it_was_drawn_from(verify):
         one = request(text, slot=seed, sampling=Sampling(), rule=RULES[verify])
         one.seed = seed
         tree = drafter.propose(batch(one))
-        (token,) = tree.token_lists[0][1:]
+        (token,) = tree.tokens[0][1:]
         seen.add(token)
         q = torch.zeros(VOCAB).index_put((torch.tensor(prediction.tokens),), torch.tensor(prediction.probs))
         assert torch.allclose(tree.q[0].float(), q / q.sum(), atol=1e-6)
@@ -174,7 +173,7 @@ def test_what_other_tenants_wrote_changes_no_draft_at_all():
                 one = request(text, slot, sampling, tenant=b"b", rule=REJECT)
                 tree = drafter.propose(batch(one))
                 q = None if tree.q is None else tree.q.tolist()
-                seen.append((tree.token_lists, q, drafter.get_match_length(slot), drafter.get_expected_accepted(slot)))
+                seen.append((tree.tokens, q, drafter.get_match_length(slot), drafter.get_expected_accepted(slot)))
                 drafter.forget([slot])
             assert seen[0] == seen[1]
 

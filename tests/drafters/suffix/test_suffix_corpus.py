@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-import tiny_models
 from foredraft.drafters.method import DrafterContext
 from foredraft.drafters.suffix.automaton import TEXT_BREAK, ReferenceAutomaton
 from foredraft.drafters.suffix.corpus import read_corpus
 from foredraft.errors import ForedraftError
+from tests.support import tiny_models
 
 VOCAB = 400
 

@@ -35,7 +35,7 @@ class PredictedOutputDrafter:
                 drafts[b] = Draft.from_chain(cursor.draft(length))
         tree = to_token_tree(batch, drafts)
         predicted = frozenset(b for b in drafts if tree.sizes[b] > 1)
-        return TokenTree(tree.token_lists, tree.parent_lists, predicted=predicted) if predicted else tree
+        return TokenTree(tree.tokens, tree.parents, predicted=predicted) if predicted else tree
 
     def observe(self, batch: Batch, commit: Commit) -> None:
         for request in batch.requests:

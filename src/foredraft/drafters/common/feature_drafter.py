@@ -128,7 +128,7 @@ class FeatureDrafter:
         # request's part of it, is needed.
         is_mostly_unused = _count_stored_rows(commit.features) > 2 * sum(commit.counts)
         for b, request in enumerate(batch.requests):
-            tokens, slot = commit.token_lists[b], request.slot
+            tokens, slot = commit.tokens[b], request.slot
             # Token i of `tokens` and feature i of the step form pair num_computed + i.
             if tokens and request.num_computed == self._count_observed_pairs(slot):
                 pending = self._pending.get(slot)

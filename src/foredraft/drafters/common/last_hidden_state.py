@@ -37,7 +37,7 @@ class LastHiddenStates:
         features = commit.features
         if features is None:
             return
-        for b, (request, path) in enumerate(zip(batch.requests, commit.path_lists, strict=True)):
+        for b, (request, path) in enumerate(zip(batch.requests, commit.paths, strict=True)):
             if path:
                 state = features[b, len(path) - 1]
                 state = state if features.shape[1] <= MAX_VIEWED_POSITIONS else state.clone()

@@ -43,7 +43,7 @@ class MismatchDetector:
         """Count the drafts of the step and their accepted first tokens."""
         if not self._drafted_slots:
             return
-        for request, chunk, path in zip(batch.requests, batch.num_new_tokens, commit.path_lists, strict=True):
+        for request, chunk, path in zip(batch.requests, batch.num_new_tokens, commit.paths, strict=True):
             if request.slot in self._drafted_slots and len(path) >= chunk:
                 self.num_drafts += 1
                 self.num_first_accepted += len(path) > chunk

@@ -91,7 +91,7 @@ class DraftModel:
             request, offset = batch.requests[b], batch.num_new_tokens[b] - 1
             draft = self._last_drafts[request.slot]
             verified = draft.builder.verified_nodes
-            accepted = [node - offset for node in commit.path_lists[b][offset:]]
+            accepted = [node - offset for node in commit.paths[b][offset:]]
             # a larger index is a node of another member, if an ensemble merged this draft with others
             nodes = [verified[node] for node in accepted if node < len(verified)]
             path = [draft.offsets[node] for node in nodes if node in draft.offsets]  # leaves may have no KV

@@ -197,7 +197,7 @@ def _list_emitted(batch: Batch, commit: Commit) -> list[tuple[int, int, Request,
     return [
         (b, i, request, tokens[i])
         for b, (request, chunk, tokens) in enumerate(
-            zip(batch.requests, batch.num_new_tokens, commit.token_lists, strict=True)
+            zip(batch.requests, batch.num_new_tokens, commit.tokens, strict=True)
         )
         if request.num_computed + chunk == request.num_tokens
         for i in range(chunk - 1, len(tokens))

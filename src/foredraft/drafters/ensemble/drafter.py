@@ -261,7 +261,7 @@ class EnsembleDrafter:
         if merged.num_draft_nodes:
             self._record_draft(self._selected[0], step, choices, merged.tokens[1:], merged.parents[1:])
         for stats, tree in zip(self._selected[1:], other_trees, strict=True):
-            tokens, parents = tree.token_lists[b][1:], tree.parent_lists[b][1:]
+            tokens, parents = tree.tokens[b][1:], tree.parents[b][1:]
             if tokens:
                 self._node_maps[stats.index, b] = merged.graft(Draft(tuple(tokens), tuple(parents)), choices.budget)
                 self._record_draft(stats, step, choices, tokens, parents)
@@ -336,7 +336,7 @@ class EnsembleDrafter:
         estimates, total = self.selector.estimates, 0
         for b, request in enumerate(batch.requests):
             step = self._records.get(request.slot)
-            text = commit.token_lists[b][batch.num_new_tokens[b] - 1 :]
+            text = commit.tokens[b][batch.num_new_tokens[b] - 1 :]
             total += len(text)
             if step is None or not text:
                 continue
@@ -362,12 +362,12 @@ class EnsembleDrafter:
         """Return the commit as the member would see it alone: its own node indices, its own layers."""
         member = self.members[index]
         changes: dict[str, Any] = {}
-        if any(len(commit.path_lists[b]) > batch.num_new_tokens[b] for (j, b) in self._node_maps if j == index):
-            changes["path"] = [
+        if any(len(commit.paths[b]) > batch.num_new_tokens[b] for (j, b) in self._node_maps if j == index):
+            changes["paths"] = [
                 map_path_to_member(path, batch.num_new_tokens[b] - 1, self._node_maps[index, b])
                 if (index, b) in self._node_maps
                 else path
-                for b, path in enumerate(commit.path_lists)
+                for b, path in enumerate(commit.paths)
             ]
         if (
             commit.features is not None

@@ -93,8 +93,8 @@ def _select_trees(
 ) -> TokenTree:
     """Combine two trees: the primary's for served requests, else the fallback's."""
     trees = [primary_tree if is_primary else fallback_tree for is_primary in is_served]
-    tokens = [list(tree.token_lists[b]) for b, tree in enumerate(trees)]
-    parents = [list(tree.parent_lists[b]) for b, tree in enumerate(trees)]
+    tokens = [list(tree.tokens[b]) for b, tree in enumerate(trees)]
+    parents = [list(tree.parents[b]) for b, tree in enumerate(trees)]
     q, num_sampled_children = _stack_q(batch, primary_tree, fallback_tree, trees)
     return TokenTree(tokens, parents, q, num_sampled_children=num_sampled_children, predicted=primary_tree.predicted)
 

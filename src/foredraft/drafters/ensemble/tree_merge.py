@@ -35,8 +35,8 @@ class MergedTree:
     @classmethod
     def from_tree(cls, tree: TokenTree, b: int, q_offset: int) -> "MergedTree":
         """Start from a drafter's tree of request b; its rows of q begin at `q_offset`."""
-        tokens = tree.token_lists[b]
-        merged = cls(list(tokens), list(tree.parent_lists[b]))
+        tokens = tree.tokens[b]
+        merged = cls(list(tokens), list(tree.parents[b]))
         if tree.q is not None:
             rows = slice(q_offset, q_offset + len(tokens))
             merged.q = tree.q[rows]

@@ -82,7 +82,7 @@ class TliDrafter(CrossVocabDrafter):
                 continue
             draft, state.draft = state.draft, None  # cleared first, so that a fault below cannot reuse it
             verified_nodes, offset = draft.builder.verified_nodes, batch.num_new_tokens[b] - 1
-            path = [node - offset for node in commit.path_lists[b][offset:]]
+            path = [node - offset for node in commit.paths[b][offset:]]
             # later nodes belong to other drafters of a merged tree
             nodes = [verified_nodes[node] for node in path if node < len(verified_nodes)]
             written = [node for node in nodes if node in draft.offsets]  # the last node may have no KV
