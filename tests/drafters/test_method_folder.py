@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from support import tiny_models
+from support.server.live_server import run_server
 from typer.testing import CliRunner, Result
 
 import foredraft
-import tiny_models
 from foredraft import LLM, Sampling
 from foredraft.bench import methods
 from foredraft.checkpoints.target import read_target
@@ -25,7 +26,6 @@ from foredraft.cli.commands import app
 from foredraft.drafters.checkpoint_folders import list_export_formats, read, recognise
 from foredraft.drafters.registry import find_method, import_method, load_methods
 from foredraft.errors import ForedraftError
-from server.live_server import run_server
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "write-a-drafter.md"
 PACKAGE = Path(foredraft.__file__).parent

@@ -103,21 +103,6 @@ class NgramModel:
         """Make a model of order 1 with a uniform distribution."""
         return cls(np.full(vocab_size, 1 / vocab_size))
 
-    @classmethod
-    def train(
-        cls,
-        ids: Sequence[int] | Ints | Sequence[Sequence[int] | Ints],
-        order: int,
-        vocab_size: int,
-        min_count: int = 1,
-        max_entries: int | None = None,
-        once_per_sequence: bool = False,
-    ) -> "NgramModel":
-        """Train with interpolated modified Kneser-Ney; arguments as in `kneser_ney.train`."""
-        from foredraft.drafters.ngram_lm import kneser_ney
-
-        return kneser_ney.train(ids, order, vocab_size, min_count, max_entries, once_per_sequence)
-
     @property
     def order(self) -> int:
         """Maximum number of tokens of an n-gram: the longest context and the next token."""
