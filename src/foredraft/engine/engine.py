@@ -232,8 +232,13 @@ class Engine:
 
     def _forward(self, batch: Batch, tree: TokenTree) -> TargetOutput:
         """Run the target's forward pass over the nodes of the tree."""
+        forward_batch, with_prompt_logits = self._build_forward_batch(batch, tree)
+        logits, features = self.target.forward(forward_batch, self.drafter.hidden_layers)
+        return collect_output(batch, tree, logits, features, with_prompt_logits)
+
+    def _build_forward_batch(self, batch: Batch, tree: TokenTree) -> tuple[ForwardBatch, list[int]]:
+        """Build the forward batch. Returns it with the batch indices of requests that need prompt logits too."""
         requests = batch.requests
-        # Batch indices of requests that need the logits of their prompt tokens too.
         with_prompt_logits = [
             b
             for b, r in enumerate(requests)
@@ -248,8 +253,7 @@ class Engine:
             full_logit_requests=with_prompt_logits,
             sources=[r.source for r in requests],  # encoder inputs; None for decoder-only models
         )
-        logits, features = self.target.forward(forward_batch, self.drafter.hidden_layers)
-        return collect_output(batch, tree, logits, features, with_prompt_logits)
+        return forward_batch, with_prompt_logits
 
     def _verify(self, batch: Batch, tree: TokenTree, output: TargetOutput) -> Commit:
         requests = batch.requests

@@ -3,6 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import TypeVar
 
@@ -27,6 +28,30 @@ T = TypeVar("T")
 REQUIRED_MEMBERS = ("hidden_layers", "max_nodes", "propose", "observe", "forget")  # attributes of every Drafter
 
 
+@dataclass(frozen=True)
+class ValidatedTree(TokenTree):
+    """Copy of a proposal that a sandbox has validated. A sandbox around it accepts it for the same step as it is."""
+
+    batch: Batch | None = None  # the tree is valid for its requests and budgets
+
+    @classmethod
+    def from_proposal(cls, tree: TokenTree, batch: Batch) -> "ValidatedTree":
+        """Copy a proposal: the drafter may change its own object later."""
+        tokens, parents = [list(row) for row in tree.tokens], [list(row) for row in tree.parents]
+        num_sampled = None if tree.num_sampled_children is None else tuple(tree.num_sampled_children)
+        return cls(tokens, parents, tree.q, tree.committed_next, num_sampled, frozenset(tree.predicted), batch)
+
+    def is_valid_for(self, batch: Batch) -> bool:
+        """Return whether it was validated in this step, within the budgets of `batch`."""
+        if self.batch is batch:
+            return True
+        return (
+            self.batch is not None
+            and self.batch.requests is batch.requests  # a tuple of its own in every step
+            and all(own <= budget for own, budget in zip(self.batch.granted_nodes, batch.granted_nodes, strict=True))
+        )
+
+
 class SandboxedDrafter:
     """Wrapper that turns faults of a drafter into steps without a draft.
 
@@ -36,7 +61,8 @@ class SandboxedDrafter:
     A slow proposal (`ProposalTimeLimit`) is used, but counts as a failure. A proposal that never returns blocks the
     engine, because a thread cannot be stopped; the worker's heartbeat reports that.
 
-    If the drafter has sandboxed members (an ensemble), timing and request checks are left to their sandboxes.
+    If the drafter has sandboxed members (an ensemble), timing and request checks are left to their sandboxes. A
+    member's tree that the drafter passes on as it is was validated there, and is not validated again.
     """
 
     def __init__(
@@ -147,18 +173,19 @@ class SandboxedDrafter:
         start = self._clock()
         kind: FailureKind = "raised"
         fault: str | None = None
-        tree = None
+        tree, is_validated = None, False
         try:
             proposal = drafter.propose(batch)
             seconds, kind = self._clock() - start, "malformed"
-            tree = TokenTree.copy(proposal)  # the drafter may change its own object later
+            is_validated = type(proposal) is ValidatedTree and proposal.is_valid_for(batch)  # by a member's sandbox
+            tree = proposal if is_validated else ValidatedTree.from_proposal(proposal, batch)
         except Exception as error:  # untrusted code may raise any exception
             seconds, fault = self._clock() - start, f"{type(error).__name__}: {error}"
         finally:  # requests are restored even if a KeyboardInterrupt passes through
             mutation = restore_requests(snapshots)
         if mutation is not None:
             kind, fault = "mutated", mutation
-        elif tree is not None:
+        elif tree is not None and not is_validated:
             fault = self._validate_tree(batch, tree)
         if fault is not None or tree is None:
             self.backoff.record_failure(kind, f"propose: {fault}", seconds)
