@@ -103,7 +103,7 @@ def list_timed_methods(llm: LLM) -> list[tuple[object, str, str]]:
         (engine, "_append_tokens", "text"),
         (engine, "_emit_deltas", "deltas"),
         (engine, "_compact_kv", "moving KV"),
-        (engine, "_propose", "prompt chunks"),
+        (engine_module, "prepend_chunks", "prompt chunks"),
         (engine.length_policy, "allocate", "controller"),
         (engine.length_policy, "record_step", "controller"),
         (engine.drafter, "propose", "sandbox of the drafter"),

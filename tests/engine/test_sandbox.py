@@ -225,9 +225,9 @@ class CountingSandbox(SandboxedDrafter):
 
     num_validated = 0
 
-    def _find_tree_fault(self, batch: Batch, tree: TokenTree) -> str | None:
+    def _validate_tree(self, batch: Batch, tree: TokenTree) -> str | None:
         self.num_validated += 1
-        return super()._find_tree_fault(batch, tree)
+        return super()._validate_tree(batch, tree)
 
 
 class Passing:

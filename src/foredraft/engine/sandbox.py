@@ -3,8 +3,6 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from itertools import chain
 from typing import TypeVar
 
 from foredraft.drafters.draft import root_tree
@@ -18,6 +16,7 @@ from foredraft.drafters.request_snapshot import (
     call_isolated,
     restore_requests,
 )
+from foredraft.engine.tree_validation import ValidatedTree, find_tree_fault
 from foredraft.errors import ForedraftError
 from foredraft.kv.draft_kv import DraftKV
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
@@ -26,30 +25,6 @@ from foredraft.tree import Commit, TokenTree
 
 T = TypeVar("T")
 REQUIRED_MEMBERS = ("hidden_layers", "max_nodes", "propose", "observe", "forget")  # attributes of every Drafter
-
-
-@dataclass(frozen=True)
-class ValidatedTree(TokenTree):
-    """Copy of a proposal that a sandbox has validated. A sandbox around it accepts it for the same step as it is."""
-
-    batch: Batch | None = None  # the tree is valid for its requests and budgets
-
-    @classmethod
-    def from_proposal(cls, tree: TokenTree, batch: Batch) -> "ValidatedTree":
-        """Copy a proposal: the drafter may change its own object later."""
-        tokens, parents = [list(row) for row in tree.tokens], [list(row) for row in tree.parents]
-        num_sampled = None if tree.num_sampled_children is None else tuple(tree.num_sampled_children)
-        return cls(tokens, parents, tree.q, tree.committed_next, num_sampled, frozenset(tree.predicted), batch)
-
-    def is_valid_for(self, batch: Batch) -> bool:
-        """Return whether it was validated in this step, within the budgets of `batch`."""
-        if self.batch is batch:
-            return True
-        return (
-            self.batch is not None
-            and self.batch.requests is batch.requests  # a tuple of its own in every step
-            and all(own <= budget for own, budget in zip(self.batch.granted_nodes, batch.granted_nodes, strict=True))
-        )
 
 
 class SandboxedDrafter:
@@ -237,54 +212,9 @@ class SandboxedDrafter:
 
     def _validate_tree(self, batch: Batch, tree: TokenTree) -> str | None:
         try:
-            return self._find_tree_fault(batch, tree)
+            return find_tree_fault(batch, tree, self.vocab_size)
         except Exception as error:  # the fields of the tree may have any type
             return f"{type(error).__name__}: {error}"
-
-    def _find_tree_fault(self, batch: Batch, tree: TokenTree) -> str | None:
-        """Explain why the tree cannot be verified. Returns None if it can."""
-        if len(tree.sizes) != len(batch):
-            return f"{len(tree.sizes)} trees for {len(batch)} requests"
-        if tree.committed_next is not None:
-            return "committed_next is set, which only the engine may do"
-        for b in range(len(batch)):
-            fault = self._find_request_fault(batch, tree, b)
-            if fault is not None:
-                return fault
-        if tree.q is not None:
-            rows = sum(size for size, scored in zip(tree.sizes, batch.needs_logits, strict=True) if scored)
-            if tuple(tree.q.shape) != (rows, self.vocab_size):
-                return f"q has shape {tuple(tree.q.shape)}, not {(rows, self.vocab_size)}"
-            if (
-                tree.num_sampled_children is not None
-                and [type(count) for count in tree.num_sampled_children] != [int] * rows
-            ):
-                return f"num_sampled_children is not {rows} integers, one per row of q"
-        return None
-
-    def _find_request_fault(self, batch: Batch, tree: TokenTree, b: int) -> str | None:
-        tokens, parents = tree.tokens[b], tree.parents[b]
-        if not all(type(number) is int for number in chain(tokens, parents)):
-            return "a token or a parent is not an integer"
-        if tokens[:1] != [batch.get_root_token(b)]:
-            return "node 0 is not the last committed token"
-        if len(tokens) - 1 > batch.granted_nodes[b]:
-            return f"{len(tokens) - 1} nodes drafted, {batch.granted_nodes[b]} allowed"
-        is_chain = parents == list(range(-1, len(tokens) - 1))
-        is_ordered = is_chain or all(0 <= parent < node for node, parent in enumerate(parents[1:], 1))
-        if len(parents) != len(tokens) or parents[0] != -1 or not is_ordered:
-            return "a parent is not an earlier node"
-        rule = batch.requests[b].rule
-        if not is_chain and not rule.takes_trees:
-            return f"branches for a request under {rule.name} verification, which takes chains"
-        if min(tokens) < 0 or max(tokens) >= self.vocab_size:
-            return "a token outside the vocabulary"
-        if (
-            len(tokens) > 1
-            and (len(tokens) - 1 if is_chain else max(tree.depths[b])) > batch.requests[b].max_draft_depth
-        ):
-            return "the draft is deeper than the request's remaining length"
-        return None
 
 
 def validate_drafter(drafter: Drafter, num_layers: int) -> Drafter:
