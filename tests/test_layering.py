@@ -370,3 +370,86 @@ def test_the_scan_sees_a_branch_on_a_rule(line):
 )
 def test_the_scan_allows_properties_and_borders(line):
     assert list(find_rule_branches(line)) == []
+
+
+SCHEDULER_FILE = ROOT / "engine" / "scheduler.py"
+# The sandbox restores what the scheduler wrote, after a drafter has changed it.
+RESTORER_FILE = ROOT / "drafters" / "request_snapshot.py"
+MUTATORS = {"append", "extend", "insert", "remove", "pop", "clear", "sort", "reverse"}
+
+
+def find_request_writes(text: str) -> Iterator[str]:
+    """Find writes to a field of a request: assignments, deletions, and calls that change a list of it.
+
+    A field counts by its name, if its owner is called `request`, `r`, `writer`, `first` or `victim`, or ends in
+    `.request` or `.requests[...]`; `self` is never a request outside `request.py`.
+    """
+    from dataclasses import fields
+
+    from foredraft.request import Request
+
+    names = {field.name for field in fields(Request)}
+
+    def is_field(node: ast.AST) -> bool:
+        if isinstance(node, ast.Subscript | ast.Starred):  # an entry of a list of it
+            return is_field(node.value)
+        if not isinstance(node, ast.Attribute) or node.attr not in names:
+            return False
+        owner = ast.unparse(node.value).split("[")[0].split(".")[-1]
+        return owner in {"request", "requests", "r", "writer", "first", "victim"}
+
+    for node in ast.walk(ast.parse(text)):
+        targets: list[ast.expr] = []
+        if isinstance(node, ast.Assign | ast.Delete):
+            targets = list(node.targets)
+        elif isinstance(node, ast.AugAssign | ast.AnnAssign | ast.For | ast.NamedExpr):
+            targets = [node.target]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS:
+            targets = [node.func.value]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr", "object.__setattr__"):
+            is_request = ast.unparse(node.args[0]).split(".")[-1] in {"request", "r"}
+            yield from [f"line {node.lineno}: {ast.unparse(node)}"] if is_request else []
+        for target in targets:
+            for part in target.elts if isinstance(target, ast.Tuple | ast.List) else [target]:
+                if is_field(part):
+                    yield f"line {part.lineno}: {ast.unparse(part)}"
+
+
+def test_only_the_scheduler_writes_a_request():
+    found = {
+        path.relative_to(ROOT).as_posix(): writes
+        for path in FILES
+        if path not in (SCHEDULER_FILE, RESTORER_FILE)
+        and (writes := list(find_request_writes(path.read_text(encoding="utf-8"))))
+    }
+    assert not found, "return a value, and let the scheduler write it"
+    for path in (SCHEDULER_FILE, RESTORER_FILE):
+        assert list(find_request_writes(path.read_text(encoding="utf-8"))), (
+            f"{path.name} writes none: the scan is blind"
+        )
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "request.num_computed = 3",
+        "request.num_computed += 1",
+        "a, request.slot = 1, 2",
+        "del request.output[3:]",
+        "request.output[-1] = 5",
+        "request.pages.append(4)",
+        "transcript.request.pages.clear()",
+        "batch.requests[b].status = 1",
+        "first.output += [1]",
+        "setattr(request, name, 3)",
+    ],
+)
+def test_the_scan_sees_a_write_to_a_request(line):
+    assert len(list(find_request_writes(line))) == 1
+
+
+@pytest.mark.parametrize(
+    "line", ["x = request.slot", "self.slot = 3", "tokens = request.output + [1]", "f(request.pages)", "x.slot = 2"]
+)
+def test_the_scan_allows_reads_and_other_objects(line):
+    assert list(find_request_writes(line)) == []
