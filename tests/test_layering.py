@@ -14,7 +14,18 @@ MAX_FILE, MAX_FUNCTION = 400, 60
 
 # From the bottom up; a module may import from its own layer and from those below it. docs/design.md has the reasons.
 LAYERS = (
-    ("errors", "json_depth", "chat", "outputs", "sampling", "tree", "source", "verification", "request"),
+    (
+        "errors",
+        "json_depth",
+        "tokenization",
+        "chat",
+        "outputs",
+        "sampling",
+        "tree",
+        "source",
+        "verification",
+        "request",
+    ),
     ("draft_length",),
     ("kv", "models", "kernels", "checkpoints"),
     ("drafters",),

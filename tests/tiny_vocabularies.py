@@ -15,10 +15,10 @@ from foredraft.drafters.cross_vocab_base import CrossVocabDrafter
 from foredraft.drafters.registry import DrafterContext
 from foredraft.drafters.slem import SlemDrafter
 from foredraft.drafters.tli import TliDrafter
-from foredraft.drafters.token_vocabulary import TokenizerVocabulary
 from foredraft.drafters.tree_builder import TreeOptions
 from foredraft.drafters.vocab_map import VocabMap
 from foredraft.models.hf import HFModel
+from foredraft.tokenization.byte_vocabulary import TokenizerVocabulary
 
 CROSS_VOCAB_CASES = ("draft_model, slem", "draft_model, tli", "draft_model, tli tree")  # names in `methods_made.MADE`
 CONTROLS = ["<unk>", "<s>", "<pad>", "<end>"]

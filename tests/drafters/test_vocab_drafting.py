@@ -12,12 +12,12 @@ from foredraft import LLM, ForedraftError, Sampling
 from foredraft.drafters.cross_vocab_base import PAGE_SIZE, CrossVocabDrafter
 from foredraft.drafters.cross_vocab_select import TRANSLATIONS
 from foredraft.drafters.registry import DrafterContext
-from foredraft.drafters.token_vocabulary import TokenizerVocabulary
 from foredraft.drafters.tree_builder import TreeOptions
 from foredraft.drafters.vocab_map import VocabMap
 from foredraft.llm import MemoryLimits
 from foredraft.models.hf import HFModel
 from foredraft.request import Request
+from foredraft.tokenization.byte_vocabulary import TokenizerVocabulary
 
 TEXTS = [
     "the end and then",

@@ -21,11 +21,11 @@ from foredraft.drafters.draft import Draft
 from foredraft.drafters.registry import DrafterContext
 from foredraft.drafters.slem import SlemDrafter
 from foredraft.drafters.tli import TliDrafter
-from foredraft.drafters.token_vocabulary import TokenizerVocabulary
 from foredraft.drafters.tree_builder import TreeOptions
 from foredraft.drafters.vocab_map import VocabMap
 from foredraft.sampling.distribution import TokenHistory, distribution
 from foredraft.sampling.params import Sampling
+from foredraft.tokenization.byte_vocabulary import TokenizerVocabulary
 from statistical_checks import ALPHA, chi_square
 from tiny_vocabularies import letter_tokenizer
 

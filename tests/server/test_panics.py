@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerFast
 
 import tiny_models
 from foredraft import LLM, ForedraftError, Sampling
-from foredraft.engine.detokenize import WindowDetokenizer
 from foredraft.errors import is_panic
 from foredraft.server.settings import ServerSettings
+from foredraft.tokenization.detokenizer import WindowDetokenizer
 
 PANIC = "a" * 60 + "b"  # beyond the number of ways that the pattern may try
 

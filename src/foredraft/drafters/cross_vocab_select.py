@@ -8,12 +8,12 @@ from foredraft.drafters.cross_vocab_base import CrossVocabDrafter
 from foredraft.drafters.registry import DrafterContext
 from foredraft.drafters.slem import SlemDrafter
 from foredraft.drafters.tli import TliDrafter
-from foredraft.drafters.token_vocabulary import TokenizerVocabulary
 from foredraft.drafters.tree_builder import TreeOptions
 from foredraft.drafters.vocab_map import VocabMap
 from foredraft.errors import ForedraftError
 from foredraft.models.hf import LM
 from foredraft.models.loading import find_vocabulary_difference
+from foredraft.tokenization.byte_vocabulary import TokenizerVocabulary
 
 log = logging.getLogger(__name__)
 AUTO = "auto"

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from foredraft.models.tokenization import encode
 from foredraft.server.errors import ApiError
 from foredraft.server.schemas import CompletionRequest
+from foredraft.tokenization.encoding import encode
 
 if TYPE_CHECKING:
     from foredraft.server.service import Service

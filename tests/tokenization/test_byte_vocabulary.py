@@ -16,9 +16,10 @@ from foredraft.drafters.cross_vocab_select import VocabInfo, build_vocab_map, se
 from foredraft.drafters.retokenizer import MAX_OPEN_BYTES, IncrementalRetokenizer
 from foredraft.drafters.slem import SlemDrafter
 from foredraft.drafters.tli import TliDrafter
-from foredraft.drafters.token_vocabulary import UNKNOWN_BYTE, TokenizerVocabulary, strip_partial_character
 from foredraft.drafters.vocab_map import VocabMap
 from foredraft.errors import ForedraftError
+from foredraft.tokenization.byte_vocabulary import UNKNOWN_BYTE, TokenizerVocabulary
+from foredraft.tokenization.token_bytes import strip_partial_character
 
 TEXTS = {
     "words": "the end and then the ende",

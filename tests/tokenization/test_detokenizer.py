@@ -5,7 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tiny_models
-from foredraft.engine.detokenize import REPLACEMENT_CHARACTER, ByteDetokenizer, WindowDetokenizer, make_detokenizer
+from foredraft.tokenization.detokenizer import (
+    REPLACEMENT_CHARACTER,
+    ByteDetokenizer,
+    WindowDetokenizer,
+    make_detokenizer,
+)
 
 TEXTS = [
     "plain words",
