@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from foredraft.models.ngram import NgramModel
-from foredraft.zoo.recipe import VOCAB_SIZE
+from foredraft.zoo_training.recipe import VOCAB_SIZE
 
 ORDER = 4  # longest context of an entry, in tokens
 MAX_ENTRIES = 470_000  # entries after pruning, about 2.5 MB on disk
