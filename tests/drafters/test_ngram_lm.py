@@ -10,6 +10,7 @@ from foredraft.drafters import ngram_lm
 from foredraft.drafters.draft import draft_noise_key
 from foredraft.drafters.registry import DrafterContext
 from foredraft.errors import ForedraftError
+from foredraft.models import kneser_ney
 from foredraft.models.ngram import NgramModel
 from foredraft.models.ngram_counts import SequenceCounts
 from foredraft.request import Batch, Request
@@ -40,7 +41,7 @@ def text(size, seed=0):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("table")
-    NgramModel.train(text(3000), 4, VOCAB).save(path)
+    kneser_ney.train(text(3000), 4, VOCAB).save(path)
     return str(path)
 
 

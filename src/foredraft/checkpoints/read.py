@@ -14,18 +14,18 @@ from foredraft.checkpoints import (
     eagle,
     eagle3,
     early_exit,
-    hub,
     hydra,
     medusa,
     mlp_speculator,
     speculators,
     target_identity,
 )
-from foredraft.checkpoints.file_checks import read_json
 from foredraft.checkpoints.schema import Checkpoint, TargetInfo
 from foredraft.checkpoints.target_reference import find_target
 from foredraft.checkpoints.tensors import TensorFiles, open_tensors
 from foredraft.errors import ForedraftError
+from foredraft.files import hub
+from foredraft.files.file_checks import read_json
 from foredraft.models import ngram
 
 # From the tensors of a folder, the content of its config.json and the target.

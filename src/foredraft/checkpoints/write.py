@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from foredraft.checkpoints.disk import convert_write_errors, replace_text
 from foredraft.checkpoints.layouts import CheckpointLayout, make_layout
 from foredraft.checkpoints.schema import DrafterShape
 from foredraft.errors import ForedraftError
+from foredraft.files.disk import convert_write_errors, replace_text
 
 
 def write(

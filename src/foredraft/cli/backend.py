@@ -233,7 +233,7 @@ def resolve_single_method(options: ModelOptions, backend: CliBackend, command_na
 
 def load_llm(options: ModelOptions, method: str, limits: "MemoryLimits | None" = None) -> "LLM":
     """Load the target with a drafter. Raises ForedraftError if that is impossible."""
-    from foredraft import LLM
+    from foredraft.llm import LLM
 
     silence_transformers()
     return LLM(

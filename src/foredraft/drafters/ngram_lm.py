@@ -18,6 +18,7 @@ from foredraft.drafters.draft import Draft, draft_noise_key
 from foredraft.drafters.registry import DrafterContext
 from foredraft.drafters.token_drafter import TokenDrafter
 from foredraft.errors import ForedraftError
+from foredraft.models import kneser_ney
 from foredraft.models.hf import HFModel
 from foredraft.models.ngram import NgramModel
 from foredraft.models.ngram_counts import Floats, SequenceCounts
@@ -169,7 +170,7 @@ def learn(config: TrainConfig, documents: Sequence[NDArray[Any]], target: HFMode
     if config.order < 1 or config.min_count < 1:
         raise ForedraftError(f"order and min_count must be at least 1, got {config.order} and {config.min_count}")
     ids = [document.astype(np.int64) for document in documents]
-    model = NgramModel.train(
+    model = kneser_ney.train(
         ids, config.order, target.vocab_size, config.min_count, config.max_entries, config.once_per_text
     )
     model.quantise_probs().save(out)

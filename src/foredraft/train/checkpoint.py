@@ -16,8 +16,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from foredraft.checkpoints.disk import convert_write_errors
 from foredraft.errors import ForedraftError
+from foredraft.files.disk import convert_write_errors
 from foredraft.train.optimizer import SavedOptimizer
 
 FOLDER_PREFIX = "checkpoint-"

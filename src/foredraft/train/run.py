@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from foredraft import LLM
 from foredraft.checkpoints import read, target_identity
 from foredraft.checkpoints.schema import TargetInfo
 from foredraft.checkpoints.target_reference import TARGET_NAME_KEY
 from foredraft.drafters.losses import Losses, Trace, Trainee
 from foredraft.errors import ForedraftError
+from foredraft.llm import LLM
 from foredraft.models.hf import HFModel
 from foredraft.train.cache import TraceCache
 from foredraft.train.checkpoint import TrainingCheckpoints

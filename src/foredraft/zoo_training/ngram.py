@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
+from foredraft.models import kneser_ney
 from foredraft.models.ngram import NgramModel
 from foredraft.zoo_training.recipe import VOCAB_SIZE
 
@@ -21,7 +22,7 @@ def train_builtin(ids: np.ndarray) -> NgramModel:
     """
     files = np.split(ids.astype(np.int64), np.flatnonzero(ids == END_OF_TEXT_ID)[1:])
     files = [file for file in files if len(file)]
-    return NgramModel.train(files, ORDER, VOCAB_SIZE, max_entries=MAX_ENTRIES, once_per_sequence=True).quantise_probs()
+    return kneser_ney.train(files, ORDER, VOCAB_SIZE, max_entries=MAX_ENTRIES, once_per_sequence=True).quantise_probs()
 
 
 @dataclass(frozen=True)
