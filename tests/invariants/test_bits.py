@@ -18,7 +18,8 @@ from foredraft import LLM, Completion, Sampling
 from foredraft.drafters.common.tree_builder import TreeOptions
 from foredraft.drafters.draft_model.drafter import DraftModel
 from foredraft.drafters.interface import Drafter
-from foredraft.drafters.registry import DrafterContext, load_methods
+from foredraft.drafters.method import VARIANT_BRANCHING, DrafterContext
+from foredraft.drafters.registry import load_methods
 from foredraft.llm import MemoryLimits
 from foredraft.models.forward_batch import ForwardBatch
 from foredraft.models.hf import HFModel
@@ -26,7 +27,6 @@ from tests.support import tiny_models
 from tests.support.library_setups import EACH_SET, NATIVE, THREAD_SETUPS, use_library
 from tests.support.method_cases import (
     EACH_CASE,
-    FIXED_BRANCHING,
     METHOD_CASES,
     list_missing_methods,
     pair_cases_with_rules,
@@ -79,7 +79,9 @@ def drafter(name: str, num_tokens: int, dtype: torch.dtype) -> Drafter:
         return METHOD_CASES[name].make(num_tokens, plain(dtype))
     context = DrafterContext(vocab_size=tiny_models.VOCAB, num_speculative_tokens=num_tokens, dtype=dtype)
     return DraftModel(
-        draft_lm(dtype).with_new_kv(), context, TreeOptions(branching=FIXED_BRANCHING[:num_tokens] if variant else None)
+        draft_lm(dtype).with_new_kv(),
+        context,
+        TreeOptions(branching=VARIANT_BRANCHING[:num_tokens] if variant else None),
     )
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as hf
+from models.families import TINY
 
 from foredraft.checkpoints import hub
 from foredraft.errors import ForedraftError
 from foredraft.models.loading import load_model
-from models.families import TINY
 
 CPU = torch.device("cpu")
 COMMIT = "0" * 40

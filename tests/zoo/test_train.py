@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from foredraft import LLM, ForedraftError, Sampling
 from foredraft.zoo import build, corpus
 from foredraft.zoo.batches import WindowBatches
-from foredraft.zoo.heads import HEAD_RECIPES, HeadsPlan
+from foredraft.zoo.heads import HeadsPlan, list_recipes
 from foredraft.zoo.measure import PairMetrics, measure_pair
 from foredraft.zoo.recipe import TARGET_RECIPE, LlamaRecipe, TrainStage
 from foredraft.zoo.seq2seq import SEQ2SEQ_DRAFT_RECIPE, SEQ2SEQ_RECIPE
@@ -78,7 +78,11 @@ def test_everything_is_built_and_measured_and_loads_in_transformers(python_tree,
     out = tmp_path / "out"
     steps = []
     of_two_layers = {"eagle3": {"taps": "[1]"}, "early_exit": {"exit_layer": "1", "rank": "8"}}
-    tiny = tuple(replace(h, steps=2, settings=h.settings | of_two_layers.get(h.method, {})) for h in HEAD_RECIPES)
+    recipes = list_recipes()
+    tiny = {
+        name: replace(recipe, steps=2, settings={**recipe.settings, **of_two_layers.get(name, {})})
+        for name, recipe in recipes.items()
+    }
     heads = HeadsPlan(tiny, documents=4, corpus_tokens=4000, prompts=2, tokens=16)
     figures = build.build_all(
         out,
@@ -90,13 +94,13 @@ def test_everything_is_built_and_measured_and_loads_in_transformers(python_tree,
         pair=TINY_PAIR,
     )
     assert 0 < figures.alpha < 1
-    assert set(steps) == {*build.PARTS, *(head.method for head in HEAD_RECIPES), "seq2seq", "seq2seq_draft"}
-    for head in HEAD_RECIPES:
-        llm = LLM(str(out / "target"), {"method": head.method, "model": str(out / head.method)})
+    assert set(steps) == {*build.PARTS, *recipes, "seq2seq", "seq2seq_draft"}
+    for method in recipes:
+        llm = LLM(str(out / "target"), {"method": method, "model": str(out / method)})
         (done,) = llm.generate("def f(", Sampling(max_tokens=8, temperature=0, ignore_eos=True))
         assert done.stats.num_drafted > 0
-        assert str(out) not in (out / head.method / "config.json").read_text()
-        assert f"foredraft train {head.method}" in (out / head.method / "README.md").read_text()
+        assert str(out) not in (out / method / "config.json").read_text()
+        assert f"foredraft train {method}" in (out / method / "README.md").read_text()
     for part in build.PARTS:
         model = AutoModelForCausalLM.from_pretrained(out / part)
         assert model.dtype == torch.bfloat16

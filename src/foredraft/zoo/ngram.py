@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from foredraft.models.ngram import NgramModel
+from foredraft.drafters.ngram_lm.table import NgramModel
 from foredraft.zoo.recipe import VOCAB_SIZE
 
 ORDER = 4  # longest context of an entry, in tokens

@@ -12,7 +12,7 @@ from foredraft.drafters.draft_model.cross_vocab.base import PAGE_SIZE, CrossVoca
 from foredraft.drafters.draft_model.cross_vocab.select import TRANSLATIONS
 from foredraft.drafters.draft_model.cross_vocab.token_vocabulary import TokenizerVocabulary
 from foredraft.drafters.draft_model.cross_vocab.vocab_map import VocabMap
-from foredraft.drafters.registry import DrafterContext
+from foredraft.drafters.method import DrafterContext
 from foredraft.llm import MemoryLimits
 from foredraft.models.hf import HFModel
 from foredraft.request import Request

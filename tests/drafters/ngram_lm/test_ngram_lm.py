@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from foredraft.drafters.draft import draft_noise_key
+from foredraft.drafters.method import DrafterContext
 from foredraft.drafters.ngram_lm import method as ngram_lm
-from foredraft.drafters.registry import DrafterContext
+from foredraft.drafters.ngram_lm.counts import SequenceCounts
+from foredraft.drafters.ngram_lm.table import NgramModel
 from foredraft.errors import ForedraftError
-from foredraft.models.ngram import NgramModel
-from foredraft.models.ngram_counts import SequenceCounts
 from foredraft.request import Batch, Request
 from foredraft.sampling import rng
 from foredraft.sampling.distribution import distribution

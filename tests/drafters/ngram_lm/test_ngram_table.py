@@ -9,9 +9,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from foredraft import zoo
+from foredraft.drafters.ngram_lm.counts import SequenceCounts
+from foredraft.drafters.ngram_lm.table import NgramModel
 from foredraft.errors import ForedraftError
-from foredraft.models.ngram import NgramModel
-from foredraft.models.ngram_counts import SequenceCounts
 
 
 class Reference:

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from foredraft.drafters.ngram_lm.table import NgramModel
 from foredraft.errors import ForedraftError
 from foredraft.models.hf import HFModel
-from foredraft.models.ngram import NgramModel
 
 
 @dataclass(frozen=True)

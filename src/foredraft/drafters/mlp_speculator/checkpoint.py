@@ -2,22 +2,44 @@
 
 import logging
 import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from foredraft.checkpoints.schema import Checkpoint, MlpSpeculatorShape, TargetInfo
+from foredraft.checkpoints.layouts import CheckpointLayout, check_tensors
+from foredraft.checkpoints.schema import Checkpoint, TargetInfo
 from foredraft.checkpoints.tensor_claims import TensorClaims
 from foredraft.checkpoints.tensors import TensorFiles
 
-METHOD, TITLE = "mlp_speculator", "an MLP speculator"
+NAME = "mlp_speculator"
 TENSOR_NAME = re.compile(r"^(?:speculator\.)?((emb|proj|ln|head)\.(\d+)\.(?:weight|bias))$")
 log = logging.getLogger(__name__)
 
 
-def is_tensor_name(name: str) -> bool:
-    """Check whether a stored name belongs to an MLP speculator."""
-    return TENSOR_NAME.match(name) is not None
+@dataclass(frozen=True)
+class MlpSpeculatorShape:
+    """Shape of an MLP speculator.
+
+    Tensors: `emb.{i}.weight` [V, inner], `proj.{i}.weight` [inner, H or inner], `ln.{i}.weight` and `.bias` [inner],
+    `head.{i}.weight` [V, inner]. With tied weights only step 0 is stored, and step 1 of proj.
+    """
+
+    hidden: int
+    inner: int
+    vocab_size: int
+    n_predict: int
+    is_tied: bool = False
+    scales_input: bool = False
+    branching: tuple[int, ...] | None = None  # top_k_tokens_per_head
+    candidates: int | None = None  # n_candidates: paths of the tree that are verified; None = all
+
+
+def has_own_tensors(names: Collection[str], config: Mapping[str, Any]) -> bool:
+    """Check whether a folder has tensors of an MLP speculator."""
+    return any(map(TENSOR_NAME.match, names))
 
 
 def read(files: TensorFiles, config: dict[str, Any], target: TargetInfo) -> Checkpoint:
@@ -42,7 +64,7 @@ def read(files: TensorFiles, config: dict[str, Any], target: TargetInfo) -> Chec
                 "one is wrong"
             )
         del tensors[name]
-    return Checkpoint(METHOD, "MLPSpeculator", files.folder, shape, tensors, config)
+    return Checkpoint(NAME, "MLPSpeculator", files.folder, shape, tensors, config)
 
 
 def _infer_shape(claims: TensorClaims, config: dict[str, Any], target: TargetInfo) -> MlpSpeculatorShape:
@@ -124,3 +146,23 @@ def _list_repeats(claims: TensorClaims, shape: MlpSpeculatorShape) -> list[str]:
 
 def _untie(shape: MlpSpeculatorShape) -> MlpSpeculatorShape:
     return MlpSpeculatorShape(shape.hidden, shape.inner, shape.vocab_size, shape.n_predict)
+
+
+def make_layout(shape: MlpSpeculatorShape, tensors: Mapping[str, Tensor]) -> CheckpointLayout:
+    """Use IBM's names."""
+    weights = check_tensors(tensors, list_tensor_shapes(shape))
+    config = {
+        "architectures": ["MLPSpeculatorPreTrainedModel"],
+        "model_type": "mlp_speculator",
+        "vocab_size": shape.vocab_size,
+        "emb_dim": shape.hidden,
+        "inner_dim": shape.inner,
+        "n_predict": shape.n_predict,
+        "tie_weights": shape.is_tied,
+        "scale_input": shape.scales_input,
+    }
+    if shape.branching is not None:
+        config["top_k_tokens_per_head"] = list(shape.branching)
+    if shape.candidates is not None:
+        config["n_candidates"] = shape.candidates
+    return CheckpointLayout(NAME, {f"speculator.{name}": value for name, value in weights.items()}, config)

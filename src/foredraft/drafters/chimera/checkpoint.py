@@ -4,24 +4,58 @@ The files that the authors publish are pickles that also hold a whole model; the
 """
 
 import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from foredraft.checkpoints.decoder_layers import infer_block_shape, list_layer_shapes
-from foredraft.checkpoints.schema import Checkpoint, ChimeraShape, TargetInfo
+from torch import Tensor
+
+from foredraft.checkpoints.decoder_layers import (
+    infer_block_shape,
+    list_layer_shapes,
+    make_layer_config,
+)
+from foredraft.checkpoints.layouts import CheckpointLayout, check_tensors
+from foredraft.checkpoints.schema import Checkpoint, TargetInfo
 from foredraft.checkpoints.tensor_claims import TensorClaims
 from foredraft.checkpoints.tensors import TensorFiles
+from foredraft.models.draft_layer import DraftLayerShape
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
 
-METHOD, TITLE = "chimera", "Chimera heads"
+NAME = "chimera"
 MARKER_TENSOR = "trigram.weight"
 HIDDEN_LAYERS_KEY = "target_layer_taps"
 HEAD_WEIGHT = re.compile(r"^heads\.(\d+)\.weight$")
 NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
-def is_marker_tensor(name: str) -> bool:
-    """Check whether a stored name is the tensor that only Chimera heads have."""
-    return name == MARKER_TENSOR
+@dataclass(frozen=True)
+class ChimeraShape:
+    """Shape of Chimera heads.
+
+    Tensors: `fc.weight` [H, len(hidden_layers) * H] if there are several hidden layers, `trigram.weight` [H, 3H]
+    (oldest token first), `join.weight` [H, 2H] (embedding first), `layers.0.*`, `heads.{k}.weight` [H, 2H] (context
+    encoder first) and `.bias` [H], `norm.weight` [H].
+    """
+
+    block: DraftLayerShape
+    vocab_size: int
+    hidden_layers: tuple[int, ...]  # boundaries of the target; AFTER_FINAL_NORM = the last state, normalised
+    num_heads: int = 4
+
+    @property
+    def has_fc(self) -> bool:
+        return len(self.hidden_layers) > 1
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers of the context encoder."""
+        return 1
+
+
+def has_own_tensors(names: Collection[str], config: Mapping[str, Any]) -> bool:
+    """Check whether a folder has the tensor that only Chimera heads have."""
+    return MARKER_TENSOR in names
 
 
 def read(files: TensorFiles, config: dict[str, Any], target: TargetInfo) -> Checkpoint:
@@ -29,7 +63,7 @@ def read(files: TensorFiles, config: dict[str, Any], target: TargetInfo) -> Chec
     claims = TensorClaims(files, {name: name for name in files.stored_tensors})
     shape = _infer_shape(claims, config, target)
     claims.check(list_tensor_shapes(shape))
-    return Checkpoint(METHOD, "Chimera", files.folder, shape, claims.read(), config)
+    return Checkpoint(NAME, "Chimera", files.folder, shape, claims.read(), config)
 
 
 def _infer_shape(claims: TensorClaims, config: dict[str, Any], target: TargetInfo) -> ChimeraShape:
@@ -74,3 +108,15 @@ def list_tensor_shapes(shape: ChimeraShape) -> dict[str, tuple[int, ...]]:
     for i in range(shape.num_heads):
         shapes |= {f"heads.{i}.weight": (hidden, 2 * hidden), f"heads.{i}.bias": (hidden,)}
     return shapes | list_layer_shapes(shape.block, 0, hidden, NORMS)
+
+
+def make_layout(shape: ChimeraShape, tensors: Mapping[str, Tensor]) -> CheckpointLayout:
+    """Use the names of this project; the authors publish pickles of whole models."""
+    config = make_layer_config(shape.block, 1) | {
+        "architectures": ["ChimeraModel"],
+        "model_type": "chimera",
+        "vocab_size": shape.vocab_size,
+        "chimera_num_heads": shape.num_heads,
+        HIDDEN_LAYERS_KEY: list(shape.hidden_layers),
+    }
+    return CheckpointLayout(NAME, check_tensors(tensors, list_tensor_shapes(shape)), config)

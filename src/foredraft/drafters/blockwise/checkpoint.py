@@ -6,20 +6,39 @@ There is no output matrix: the target's lm_head serves all heads.
 """
 
 import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from foredraft.checkpoints.schema import BlockwiseShape, Checkpoint, TargetInfo
+from torch import Tensor
+
+from foredraft.checkpoints.layouts import CheckpointLayout, check_tensors
+from foredraft.checkpoints.schema import Checkpoint, TargetInfo
 from foredraft.checkpoints.tensor_claims import TensorClaims
 from foredraft.checkpoints.tensors import TensorFiles
 
-METHOD, TITLE = "blockwise", "blockwise heads"
+NAME = "blockwise"
 TENSOR_PREFIX = "blockwise."
 TENSOR_NAME = re.compile(r"^blockwise\.(hidden|output)\.(weight|bias)$")
 
 
-def is_tensor_name(name: str) -> bool:
-    """Check whether a stored name belongs to blockwise heads."""
-    return TENSOR_NAME.match(name) is not None
+@dataclass(frozen=True)
+class BlockwiseShape:
+    """Shape of blockwise parallel decoding heads.
+
+    Tensors: `hidden.weight` [inner, H], `hidden.bias` [inner], `output.weight` [num_heads * H, inner], `output.bias`
+    [num_heads * H]. Head h has the rows from h * H to (h + 1) * H.
+    """
+
+    hidden: int
+    vocab_size: int
+    num_heads: int  # without the target's own lm_head
+    inner: int  # width of all heads together
+
+
+def has_own_tensors(names: Collection[str], config: Mapping[str, Any]) -> bool:
+    """Check whether a folder has tensors of blockwise heads."""
+    return any(map(TENSOR_NAME.match, names))
 
 
 def read(files: TensorFiles, config: dict[str, Any], target: TargetInfo) -> Checkpoint:
@@ -27,7 +46,7 @@ def read(files: TensorFiles, config: dict[str, Any], target: TargetInfo) -> Chec
     claims = TensorClaims(files, {name.removeprefix(TENSOR_PREFIX): name for name in files.stored_tensors})
     shape = _infer_shape(claims, config, target)
     claims.check(list_tensor_shapes(shape))
-    return Checkpoint(METHOD, "blockwise", files.folder, shape, claims.read(), config)
+    return Checkpoint(NAME, "blockwise", files.folder, shape, claims.read(), config)
 
 
 def _infer_shape(claims: TensorClaims, config: dict[str, Any], target: TargetInfo) -> BlockwiseShape:
@@ -51,3 +70,16 @@ def list_tensor_shapes(shape: BlockwiseShape) -> dict[str, tuple[int, ...]]:
         "output.weight": (shape.num_heads * shape.hidden, shape.inner),
         "output.bias": (shape.num_heads * shape.hidden,),
     }
+
+
+def make_layout(shape: BlockwiseShape, tensors: Mapping[str, Tensor]) -> CheckpointLayout:
+    """Use the names of this project; no other layout exists."""
+    weights = check_tensors(tensors, list_tensor_shapes(shape))
+    config = {
+        "architectures": ["BlockwiseHeads"],
+        "model_type": "blockwise",
+        "blockwise_num_heads": shape.num_heads,
+        "hidden_size": shape.hidden,
+        "vocab_size": shape.vocab_size,
+    }
+    return CheckpointLayout(NAME, {f"{TENSOR_PREFIX}{name}": value for name, value in weights.items()}, config)

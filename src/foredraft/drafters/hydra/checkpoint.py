@@ -7,15 +7,20 @@ lm_head, and heads with `hydra_reduce.*` read a projection of their input.
 
 import logging
 import re
-from dataclasses import replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import Tensor
+
 from foredraft.checkpoints.decoder_layers import read_rope
-from foredraft.checkpoints.schema import Checkpoint, HydraPrefixShape, HydraShape, TargetInfo
+from foredraft.checkpoints.layouts import CheckpointLayout, check_tensors
+from foredraft.checkpoints.schema import Checkpoint, TargetInfo
 from foredraft.checkpoints.tensor_claims import TensorClaims
 from foredraft.checkpoints.tensors import TensorFiles
+from foredraft.models.draft_layer import make_default_rope
 
-METHOD, TITLE = "hydra", "Hydra heads"
+NAME = "hydra"
 ARCHITECTURE_KEY, OUTPUT_HEAD_KEY = "hydra_head_arch", "foredraft_lm_head"
 BLOCK_NAME = re.compile(r"^hydra_mlp\.(\d+)\.(\d+)\.")
 TENSOR_NAME = re.compile(r"^(hydra_mlp|hydra_lm_head|hydra_reduce|prefix_embeding_layer)\.")
@@ -33,10 +38,49 @@ UNSUPPORTED_ARCHITECTURES = {
 log = logging.getLogger(__name__)
 
 
-def is_hydra(names: list[str], config: dict[str, Any]) -> bool:
-    """Check whether the stored names indicate Hydra heads, or config.json does and it is no whole model."""
-    is_declared = ARCHITECTURE_KEY in config or "hydra_num_heads" in config
-    return any(map(TENSOR_NAME.match, names)) or (is_declared and "model.embed_tokens.weight" not in names)
+@dataclass(frozen=True)
+class HydraPrefixShape:
+    """Shape of Hydra's prefix layer, as far as its weights and config.json determine it.
+
+    The other sizes are those of the target's layers. The rotary base is 10,000 for any target, as in the authors' code,
+    unless config.json sets another.
+    """
+
+    query: int  # rows of q_proj
+    key: int  # rows of k_proj and v_proj
+    intermediate: int
+    rope: dict[str, Any] = field(default_factory=make_default_rope)
+
+
+@dataclass(frozen=True)
+class HydraShape:
+    """Shape of Hydra heads.
+
+    Tensors of head h: `hydra_mlp.{h}.0.linear.weight` and `hydra_mlp.{h}.0.res_connection.weight` [H, (h + 2) H],
+    `hydra_mlp.{h}.{l}.linear.weight` [H, H] of later layers, a `.bias` [H] beside each, and `hydra_lm_head.{h}.weight`
+    [V, H] and `.bias` [V] if heads have their own output matrix. With a rank, the first layer is [H, rank] and reads
+    `hydra_reduce.{h}.weight` [rank, (h + 2) H] times its input. A prefix layer adds `prefix_embeding_layer.norm.weight`
+    [H] and `prefix_embeding_layer.layers.0.*`.
+    """
+
+    hidden: int
+    vocab_size: int
+    num_heads: int
+    num_layers: int = 1
+    has_own_head: bool = True  # False: heads use the target's lm_head
+    rank: int | None = None  # width of the input projection; None = no projection
+    offset: int = 0  # state that heads read: 0 = the last, after the norm; k = the residual stream k layers before it
+    prefix: HydraPrefixShape | None = None  # decoder layer over the states ("prefix-mlp"); heads read its output
+
+
+def has_own_tensors(names: Collection[str], config: Mapping[str, Any]) -> bool:
+    """Check whether a folder has tensors of Hydra heads."""
+    return any(map(TENSOR_NAME.match, names))
+
+
+def is_declared(names: Collection[str], config: Mapping[str, Any]) -> bool:
+    """Check whether config.json declares Hydra heads, and the folder is no whole model."""
+    return (ARCHITECTURE_KEY in config or "hydra_num_heads" in config) and "model.embed_tokens.weight" not in names
 
 
 def read(files: TensorFiles, config: dict[str, Any], target: TargetInfo) -> Checkpoint:
@@ -52,7 +96,7 @@ def read(files: TensorFiles, config: dict[str, Any], target: TargetInfo) -> Chec
     if declared != shape.num_heads:
         log.info("%s: config.json sets %s heads, the weights hold %d", files.folder, declared, shape.num_heads)
     format_name = "Hydra" if shape.has_own_head and shape.rank is None else "lean Hydra"
-    return Checkpoint(METHOD, format_name, files.folder, shape, claims.read(), config)
+    return Checkpoint(NAME, format_name, files.folder, shape, claims.read(), config)
 
 
 def _has_prefix_layer(files: TensorFiles, config: dict[str, Any]) -> bool:
@@ -156,3 +200,25 @@ def _list_prefix_shapes(hidden: int, prefix: HydraPrefixShape) -> dict[str, tupl
     sizes |= {f"layers.0.{name}_layernorm": (hidden,) for name in ("input", "post_attention")}
     sizes["norm"] = (hidden,)
     return {f"{PREFIX_LAYER}{name}.weight": size for name, size in sizes.items()}
+
+
+def make_layout(shape: HydraShape, tensors: Mapping[str, Tensor]) -> CheckpointLayout:
+    """Use the authors' names. Missing tensors are declared under keys that the authors' code ignores."""
+    config = {
+        "model_type": "hydra",
+        "hydra_num_heads": shape.num_heads,
+        "hydra_num_layers": shape.num_layers,
+        "hydra_head_arch": "mlp" if shape.prefix is None else "prefix-mlp",
+        "grounded_heads": True,
+        "hidden_state_offset": shape.offset,
+        "hidden_size": shape.hidden,
+        "vocab_size": shape.vocab_size,
+    }
+    if not shape.has_own_head:
+        config[OUTPUT_HEAD_KEY] = "target"
+    if shape.prefix is not None:
+        config["rope_parameters"] = dict(shape.prefix.rope)
+    weights = check_tensors(tensors, list_tensor_shapes(shape))
+    if shape.prefix is not None:
+        weights = {to_stored_name(name): value for name, value in weights.items()}
+    return CheckpointLayout(NAME, weights, config, "hydra_lm_head.pt")

@@ -4,11 +4,13 @@ from typing import Any
 
 from torch import Tensor
 
-from foredraft.checkpoints.aux_layers import LAYER_IDS_KEY
 from foredraft.checkpoints.decoder_layers import make_layer_config
-from foredraft.checkpoints.layouts import CheckpointLayout, make_eagle3_config, make_layout
-from foredraft.checkpoints.schema import Checkpoint, Eagle3Shape
+from foredraft.checkpoints.layouts import CheckpointLayout
+from foredraft.checkpoints.schema import Checkpoint
 from foredraft.checkpoints.target import ExportTarget
+from foredraft.drafters.eagle3.aux_layers import LAYER_IDS_KEY
+from foredraft.drafters.eagle3.checkpoint import make_config, make_layout
+from foredraft.drafters.eagle3.shape import Eagle3Shape
 from foredraft.errors import ForedraftError
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
 
@@ -84,7 +86,7 @@ def _make_export_layout(checkpoint: Checkpoint, target: ExportTarget) -> Checkpo
     """Make the published layout; hidden layers are listed only if they differ from the default of every engine."""
     layout = make_layout(checkpoint.shape, checkpoint.tensors)
     return CheckpointLayout(
-        layout.method, layout.tensors, make_eagle3_config(_require_shape(checkpoint), target.info.num_layers)
+        layout.method, layout.tensors, make_config(_require_shape(checkpoint), target.info.num_layers)
     )
 
 

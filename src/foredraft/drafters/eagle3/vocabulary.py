@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from foredraft.checkpoints.schema import Eagle3Shape
 from foredraft.checkpoints.tensor_claims import INTEGER_DTYPES, ExpectedTensor, TensorClaims
+from foredraft.drafters.eagle3.shape import Eagle3Shape
 
 
 def make_expected_offsets(shape: Eagle3Shape) -> ExpectedTensor:

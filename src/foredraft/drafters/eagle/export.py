@@ -5,9 +5,10 @@ Each engine needs its own file: vLLM has no bias in fc, and SGLang leaves a miss
 
 import torch
 
-from foredraft.checkpoints.layouts import CheckpointLayout, make_layout
-from foredraft.checkpoints.schema import Checkpoint, EagleShape
+from foredraft.checkpoints.layouts import CheckpointLayout
+from foredraft.checkpoints.schema import Checkpoint
 from foredraft.checkpoints.target import ExportTarget
+from foredraft.drafters.eagle.checkpoint import EagleShape, make_layout
 from foredraft.errors import ForedraftError
 
 FC_BIAS = "fc.bias"

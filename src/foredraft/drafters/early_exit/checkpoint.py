@@ -1,18 +1,35 @@
 """Reader of early-exit adapters, in a layout of this project: no other program has one."""
 
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from foredraft.checkpoints.schema import Checkpoint, EarlyExitShape, TargetInfo
+from torch import Tensor
+
+from foredraft.checkpoints.layouts import CheckpointLayout, check_tensors
+from foredraft.checkpoints.schema import Checkpoint, TargetInfo
 from foredraft.checkpoints.tensor_claims import TensorClaims
 from foredraft.checkpoints.tensors import TensorFiles
 
-METHOD, TITLE = "early_exit", "an early-exit adapter"
+NAME = "early_exit"
 TENSOR_PREFIX = "exit_adapter."
 
 
-def is_tensor_name(name: str) -> bool:
-    """Check whether a stored name belongs to an early-exit adapter."""
-    return name.startswith(TENSOR_PREFIX)
+@dataclass(frozen=True)
+class EarlyExitShape:
+    """Shape of an adapter after the first layers of the target.
+
+    Tensors: `norm.weight` [H], `gate_proj.weight` and `up_proj.weight` [rank, H], `down_proj.weight` [H, rank].
+    """
+
+    hidden: int
+    rank: int
+    exit_layer: int  # the adapter reads the residual stream after this many layers of the target
+
+
+def has_own_tensors(names: Collection[str], config: Mapping[str, Any]) -> bool:
+    """Check whether a folder has tensors of an early-exit adapter."""
+    return any(name.startswith(TENSOR_PREFIX) for name in names)
 
 
 def read(files: TensorFiles, config: dict[str, Any], target: TargetInfo) -> Checkpoint:
@@ -33,7 +50,7 @@ def read(files: TensorFiles, config: dict[str, Any], target: TargetInfo) -> Chec
         )
     shape = EarlyExitShape(hidden, rank, layer)
     claims.check(list_tensor_shapes(shape))
-    return Checkpoint(METHOD, "early exit", files.folder, shape, claims.read(), config)
+    return Checkpoint(NAME, "early exit", files.folder, shape, claims.read(), config)
 
 
 def list_tensor_shapes(shape: EarlyExitShape) -> dict[str, tuple[int, ...]]:
@@ -44,3 +61,16 @@ def list_tensor_shapes(shape: EarlyExitShape) -> dict[str, tuple[int, ...]]:
         "up_proj.weight": (shape.rank, shape.hidden),
         "down_proj.weight": (shape.hidden, shape.rank),
     }
+
+
+def make_layout(shape: EarlyExitShape, tensors: Mapping[str, Tensor]) -> CheckpointLayout:
+    """Use the names of this project; no other layout exists."""
+    config = {
+        "architectures": ["EarlyExitAdapter"],
+        "model_type": "early_exit",
+        "hidden_size": shape.hidden,
+        "rank": shape.rank,
+        "exit_layer": shape.exit_layer,
+    }
+    weights = check_tensors(tensors, list_tensor_shapes(shape))
+    return CheckpointLayout(NAME, {f"{TENSOR_PREFIX}{name}": value for name, value in weights.items()}, config)

@@ -21,7 +21,7 @@ and `base` [V] is float64. Counts and ids use the smallest unsigned type that ho
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -33,8 +33,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from foredraft.checkpoints.disk import convert_write_errors, replace_files
-from foredraft.errors import ForedraftError
-from foredraft.models.ngram_counts import (
+from foredraft.drafters.ngram_lm.counts import (
     EMPTY_HASH,
     HASH_SHIFT,
     PRIME,
@@ -43,6 +42,7 @@ from foredraft.models.ngram_counts import (
     SparseCounts,
     hash_suffixes,
 )
+from foredraft.errors import ForedraftError
 
 Ints = NDArray[np.int64]
 
@@ -56,6 +56,11 @@ def _extend_hashes(states: NDArray[np.uint64], tokens: Ints) -> NDArray[np.uint6
     """Extend context hashes by one token each, as one step of `hash_suffixes` does."""
     states = (states ^ (tokens + 1).astype(np.uint64)) * np.uint64(PRIME)
     return states ^ (states >> np.uint64(HASH_SHIFT))
+
+
+def is_table(names: Collection[str], config: Mapping[str, Any]) -> bool:
+    """Check whether config.json declares an n-gram table."""
+    return config.get("format") == FORMAT
 
 
 @dataclass(frozen=True)
@@ -108,8 +113,8 @@ class NgramModel:
         max_entries: int | None = None,
         once_per_sequence: bool = False,
     ) -> "NgramModel":
-        """Train with interpolated modified Kneser-Ney; arguments as in `foredraft.models.kneser_ney.train`."""
-        from foredraft.models import kneser_ney
+        """Train with interpolated modified Kneser-Ney; arguments as in `kneser_ney.train`."""
+        from foredraft.drafters.ngram_lm import kneser_ney
 
         return kneser_ney.train(ids, order, vocab_size, min_count, max_entries, once_per_sequence)
 

@@ -3,14 +3,46 @@
 The two methods differ only in the draft tree, not in the checkpoint.
 """
 
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from foredraft.checkpoints.decoder_layers import count_layers, infer_block_shape, list_layer_shapes
-from foredraft.checkpoints.schema import Checkpoint, EagleShape, TargetInfo
+from torch import Tensor
+
+from foredraft.checkpoints.decoder_layers import (
+    check_vocabulary,
+    count_layers,
+    infer_block_shape,
+    list_layer_shapes,
+    make_layer_config,
+)
+from foredraft.checkpoints.layouts import CheckpointLayout, check_tensors
+from foredraft.checkpoints.schema import Checkpoint, TargetInfo
 from foredraft.checkpoints.tensor_claims import TensorClaims
 from foredraft.checkpoints.tensors import TensorFiles
+from foredraft.models.draft_layer import DraftLayerShape
 
-METHOD, TITLE = "eagle", "an EAGLE head"
+NAME = "eagle"
+
+
+@dataclass(frozen=True)
+class EagleShape:
+    """Shape of an EAGLE-1/2 head.
+
+    Tensors: `fc.weight` [H, 2H] (embedding first), `fc.bias`, `layers.{i}.*`, `embed_tokens.weight`. Layer 0 has no
+    input_layernorm.
+    """
+
+    block: DraftLayerShape
+    vocab_size: int
+    num_layers: int = 1
+    has_fc_bias: bool = False
+    has_embedding: bool = False  # False: the head uses the target's embedding
+
+
+def has_projection(names: Collection[str], config: Mapping[str, Any]) -> bool:
+    """Check whether a folder has an input projection, as all EAGLE-like heads have."""
+    return "fc.weight" in names
 
 
 def read(files: TensorFiles, config: dict[str, Any], target: TargetInfo) -> Checkpoint:
@@ -33,16 +65,7 @@ def read(files: TensorFiles, config: dict[str, Any], target: TargetInfo) -> Chec
         has_embedding="embed_tokens.weight" in claims,
     )
     claims.check(list_tensor_shapes(shape))
-    return Checkpoint(METHOD, "EAGLE", files.folder, shape, claims.read(), config)
-
-
-def check_vocabulary(claims: TensorClaims, config: dict[str, Any], target: TargetInfo) -> None:
-    """Check that a head has the vocabulary of the target, by its own embedding or else by config.json."""
-    if "embed_tokens.weight" in claims:
-        rows = claims.require_shape("embed_tokens.weight", 2)[0]
-    else:
-        rows = config.get("vocab_size", target.vocab_size)
-    claims.check_target("vocabulary size", rows, target.name, target.vocab_size)
+    return Checkpoint(NAME, "EAGLE", files.folder, shape, claims.read(), config)
 
 
 def list_tensor_shapes(shape: EagleShape) -> dict[str, tuple[int, ...]]:
@@ -57,3 +80,15 @@ def list_tensor_shapes(shape: EagleShape) -> dict[str, tuple[int, ...]]:
         norms = ("input_layernorm", "post_attention_layernorm")[layer == 0 :]
         shapes |= list_layer_shapes(shape.block, layer, hidden, norms)
     return shapes
+
+
+def make_layout(shape: EagleShape, tensors: Mapping[str, Tensor]) -> CheckpointLayout:
+    """Use the authors' layout. Their code reads the key `bias`; engines read the tensors."""
+    config = make_layer_config(shape.block, shape.num_layers) | {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": shape.vocab_size,
+        "bias": shape.has_fc_bias,
+        "qkv_bias": shape.block.has_qkv_bias,
+    }
+    return CheckpointLayout(NAME, check_tensors(tensors, list_tensor_shapes(shape)), config)

@@ -1,31 +1,52 @@
 """Reader of EAGLE-3 heads as their authors, SpecForge and ModelOpt write them.
 
-`speculators.read` merges its own config.json and then calls `read` here.
+`read_speculators` reads the layout of `speculators`, which has a config.json of its own.
 """
 
 import logging
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from foredraft.checkpoints import aux_layers, vocabulary
 from foredraft.checkpoints.decoder_layers import (
+    check_vocabulary,
     count_layers,
     infer_block_shape,
     list_layer_shapes,
+    make_layer_config,
     read_windows,
 )
-from foredraft.checkpoints.eagle import check_vocabulary
-from foredraft.checkpoints.schema import Checkpoint, Eagle3Shape, TargetInfo
+from foredraft.checkpoints.layouts import CheckpointLayout, check_tensors
+from foredraft.checkpoints.schema import Checkpoint, TargetInfo
+from foredraft.checkpoints.speculators import is_type, merge_config
 from foredraft.checkpoints.tensor_claims import ExpectedTensor, TensorClaims
 from foredraft.checkpoints.tensors import TensorFiles
+from foredraft.drafters.eagle3 import aux_layers, vocabulary
+from foredraft.drafters.eagle3.shape import Eagle3Shape
+from foredraft.models.forward_batch import AFTER_FINAL_NORM
 
-METHOD, TITLE = "eagle3", "an EAGLE-3 head"
+NAME = "eagle3"
 SPECFORGE_FORMAT = "SpecForge EAGLE-3"
 FEEDBACK_KEY, NORMED_STATE, RAW_STATE = "foredraft_feedback", "normed", "raw"  # this project's key, and its values
 # First part of a stored name -> first part of the internal name.
 TENSOR_ALIASES = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
+MARKER_TENSORS = frozenset(
+    {"d2t", "t2d", "layers.0.hidden_norm.weight", "layers.0.input_layernorm.weight", "input_norm.weight"}
+)
+MARKER_PREFIXES = ("midlayer.", "fc_norm.", "aux_norm_")
+# Keys of a speculators config.json beside its decoder layer that describe the head.
+SPECULATORS_KEYS = (
+    "draft_vocab_size",
+    "target_hidden_size",
+    "norm_before_fc",
+    "fc_norm",
+    "norm_output",
+    FEEDBACK_KEY,
+    aux_layers.LAYER_IDS_KEY,
+)
 FIRST_NORM, SECOND_NORM = ".input_layernorm.weight", ".hidden_norm.weight"
 log = logging.getLogger(__name__)
 
@@ -67,13 +88,31 @@ def read(
             raise claims.refuse(f"{name} and {original} differ, and engines disagree which of them a later layer reads")
     needed = list_tensor_shapes(shape).keys()
     return Checkpoint(
-        METHOD,
+        NAME,
         format_name,
         files.folder,
         shape,
         {name: tensor for name, tensor in tensors.items() if name in needed},
         config,
     )
+
+
+def read_speculators(files: TensorFiles, config: dict[str, Any], target: TargetInfo) -> Checkpoint:
+    """Read a head in the `speculators` layout, where `norm_before_residual` is true unless config.json denies it."""
+    merged = merge_config(files, config, SPECULATORS_KEYS)
+    merged["norm_before_residual"] = config.get("norm_before_residual", True)
+    checkpoint = read(files, merged, target, format_name="speculators EAGLE-3", has_sliding_windows=True)
+    return replace(checkpoint, config=config)
+
+
+def is_speculators(names: Collection[str], config: Mapping[str, Any]) -> bool:
+    """Check whether config.json declares an EAGLE-3 head in the `speculators` layout."""
+    return is_type(config, NAME)
+
+
+def has_marker_tensors(names: Collection[str], config: Mapping[str, Any]) -> bool:
+    """Check whether a folder has a tensor of which EAGLE-3 heads, and no EAGLE heads, have at least one."""
+    return not MARKER_TENSORS.isdisjoint(names) or any(name.startswith(MARKER_PREFIXES) for name in names)
 
 
 def _detect_format(files: TensorFiles, config: dict[str, Any]) -> str:
@@ -248,3 +287,63 @@ def list_tensor_shapes(shape: Eagle3Shape) -> dict[str, ExpectedTensor | tuple[i
         norms = ("input_layernorm", "post_attention_layernorm", "hidden_norm")[: 3 if layer == 0 else 2]
         shapes |= list_layer_shapes(shape.block, layer, hidden if layer else 2 * hidden, norms)
     return shapes
+
+
+def make_layout(shape: Eagle3Shape, tensors: Mapping[str, Tensor]) -> CheckpointLayout:
+    """Use the authors' names, and list hidden layers in both conventions: each engine reads its own."""
+    weights = check_tensors(tensors, list_tensor_shapes(shape))
+    return CheckpointLayout(NAME, make_stored_tensors(shape, weights), make_config(shape))
+
+
+def make_stored_tensors(shape: Eagle3Shape, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors under their stored names.
+
+    t2d is added beside d2t. A single layer is stored as `midlayer`. The one norm of a later layer is stored under both
+    names that engines use.
+    """
+    stored = dict(tensors)
+    if "d2t" in stored:
+        stored["d2t"] = stored["d2t"].long()
+        stored["t2d"] = torch.zeros(shape.vocab_size, dtype=torch.bool)
+        stored["t2d"][vocabulary.compute_target_ids(stored["d2t"])] = True
+    if shape.num_layers == 1:
+        return {
+            f"midlayer.{name.removeprefix('layers.0.')}" if name.startswith("layers.0.") else name: value
+            for name, value in stored.items()
+        }
+    for layer in range(1, shape.num_layers):
+        norm = stored[f"layers.{layer}.input_layernorm.weight"]
+        stored[f"layers.{layer}.hidden_norm.weight"] = norm.clone()
+    return stored
+
+
+def make_config(shape: Eagle3Shape, num_layers: int | None = None) -> dict[str, Any]:
+    """Return the config.json of an EAGLE-3 head.
+
+    Args:
+        shape: Shape of the head.
+        num_layers: Layers of the target, to omit hidden layers that are every engine's default; None = list them.
+    """
+    config = make_layer_config(shape.block, shape.num_layers) | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "vocab_size": shape.vocab_size,
+        "draft_vocab_size": shape.draft_vocab_size,
+        "target_hidden_size": shape.target_hidden,
+        "bias": shape.has_fc_bias,
+        "norm_before_residual": shape.norm_before_residual,
+        "norm_before_fc": shape.norm_before_fc,
+        "fc_norm": shape.has_fc_norm,
+        "norm_output": shape.feeds_normed,
+        FEEDBACK_KEY: NORMED_STATE if shape.feeds_normed else RAW_STATE,
+    }
+    if shape.hidden_layers == (AFTER_FINAL_NORM,):
+        config["eagle_config"] = {"use_aux_hidden_state": False}
+    elif num_layers is None or shape.hidden_layers != aux_layers.choose_default_layers(num_layers):
+        config[aux_layers.LAYER_IDS_KEY] = list(shape.hidden_layers)
+        config["num_aux_hidden_states"] = len(shape.hidden_layers)
+        config["eagle_config"] = {
+            aux_layers.LAYER_IDS_KEY: [boundary - 1 for boundary in shape.hidden_layers],
+            "use_aux_hidden_state": True,
+        }
+    return config

@@ -5,16 +5,19 @@ The heads may be alone in the folder or part of a whole model (Medusa-2).
 
 import logging
 import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from foredraft.checkpoints.schema import Checkpoint, MedusaShape, TargetInfo
+from foredraft.checkpoints.layouts import CheckpointLayout, check_tensors
+from foredraft.checkpoints.schema import Checkpoint, TargetInfo
 from foredraft.checkpoints.tensor_claims import TensorClaims
 from foredraft.checkpoints.tensors import TensorFiles
 
-METHOD, TITLE = "medusa", "Medusa heads"
+NAME = "medusa"
 ACCURACIES_KEY = "foredraft_head_accuracies"  # this project's key: measured accuracy by head and rank
 BIAS_SUFFIX = ".linear.bias"
 HEADS_PREFIX = re.compile(r"^medusa_heads?\.")
@@ -25,7 +28,28 @@ VLLM_OUTPUT_NAME = re.compile(r"^lm_heads\.(\d+)\.weight$")
 log = logging.getLogger(__name__)
 
 
-def is_tensor_name(name: str) -> bool:
+@dataclass(frozen=True)
+class MedusaShape:
+    """Shape of Medusa heads.
+
+    Tensors: `{h}.{l}.linear.weight` [H, H], `{h}.{l}.linear.bias` [H], and `{h}.{num_layers}.weight` [V, H] of every
+    head if heads have their own output matrix.
+    """
+
+    hidden: int
+    vocab_size: int
+    num_heads: int
+    num_layers: int = 1
+    has_own_head: bool = True  # False: heads use the target's lm_head ("version 2")
+    accuracies: tuple[tuple[float, ...], ...] | None = None  # by head and rank, measured in training
+
+
+def has_own_tensors(names: Collection[str], config: Mapping[str, Any]) -> bool:
+    """Check whether a folder has tensors of Medusa heads."""
+    return any(map(_is_tensor_name, names))
+
+
+def _is_tensor_name(name: str) -> bool:
     """Check whether a stored name belongs to Medusa heads."""
     bare = HEADS_PREFIX.sub("", name)
     return any(pattern.match(bare) for pattern in (RESIDUAL_NAME, VLLM_NAME))
@@ -60,7 +84,7 @@ def read(files: TensorFiles, config: dict[str, Any], target: TargetInfo) -> Chec
         if any(map(VLLM_NAME.match, names))
         else "FasterDecoding Medusa"
     )
-    return Checkpoint(METHOD, format_name, files.folder, shape, tensors, config)
+    return Checkpoint(NAME, format_name, files.folder, shape, tensors, config)
 
 
 def _map_names(files: TensorFiles, config: dict[str, Any], names: list[str]) -> dict[str, str]:
@@ -143,3 +167,23 @@ def _add_biases(tensors: dict[str, Tensor], shape: MedusaShape) -> dict[str, Ten
         name: tensors[name] if name in tensors else torch.zeros(size, dtype=dtype)
         for name, size in list_tensor_shapes(shape).items()
     }
+
+
+def make_layout(shape: MedusaShape, tensors: Mapping[str, Tensor]) -> CheckpointLayout:
+    """Use FasterDecoding's names, which vLLM and TGI read too. vLLM drops biases that config.json does not declare."""
+    config = {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "medusa_num_heads": shape.num_heads,
+        "medusa_num_layers": shape.num_layers,
+        "hidden_size": shape.hidden,
+        "vocab_size": shape.vocab_size,
+        "medusa_fc_bias": True,
+    }
+    if not shape.has_own_head:
+        config["version"] = "2"
+    if shape.accuracies is not None:
+        config[ACCURACIES_KEY] = [list(row) for row in shape.accuracies]
+    return CheckpointLayout(
+        NAME, check_tensors(tensors, list_tensor_shapes(shape)), config, "medusa_lm_head.safetensors"
+    )

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from foredraft.drafters.ngram_lm.counts import Floats
+from foredraft.drafters.ngram_lm.table import Ints, NgramLevel, NgramModel
 from foredraft.errors import ForedraftError
-from foredraft.models.ngram import Ints, NgramLevel, NgramModel
-from foredraft.models.ngram_counts import Floats
 
 Bools = NDArray[np.bool_]
 MAX_DISCOUNT_COUNT = 3  # counts from this one on share a discount (Chen and Goodman)
