@@ -7,15 +7,11 @@ microseconds are measured.
 """
 
 import argparse
-import sys
 import time
-from pathlib import Path
 
 from foredraft.draft_length.adaptive import AdaptiveLengthPolicy
 from foredraft.draft_length.costs import CostCurve
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from simulated_engine import CURVES, SimulatedEngine, find_best_fixed, run
+from tests.support.simulated_engine import CURVES, SimulatedEngine, find_best_fixed, run
 
 
 class TimedAdaptive(AdaptiveLengthPolicy):

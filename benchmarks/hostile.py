@@ -2,7 +2,7 @@
 
     python benchmarks/hostile.py [--url http://127.0.0.1:8000] [--rounds 3] [--serve "--model FOLDER"]
 
-The requests are those of tests/server/hostile_corpus.py. Without --url the script starts a server. It prints:
+The requests are those of tests/support/server/hostile_corpus.py. Without --url the script starts a server. It prints:
 
 - the number of refusals and faults,
 - milliseconds from the first byte sent to the last byte read (p50, p99, max of the median over rounds),
@@ -25,13 +25,11 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 
 import httpx
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "server"))
-from hostile_corpus import corpus
-from hostile_wire import exchange, find_fault
+from tests.support.server.hostile_corpus import corpus
+from tests.support.server.hostile_wire import exchange, find_fault
 
 TARGET = 50  # milliseconds; slower refusals are counted
 SLOWEST = 10  # number of slowest requests that are printed

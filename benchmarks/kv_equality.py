@@ -9,14 +9,11 @@ and values of target and draft model, in float64.
 import argparse
 import sys
 import time
-from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-
-from invariants.test_kv import CASES
-from kv_comparison import simulate_draft_model
+from tests.invariants.test_kv import CASES
+from tests.support.kv_comparison import simulate_draft_model
 
 TOLERANCE = 1e-12
 

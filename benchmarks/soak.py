@@ -2,7 +2,7 @@
 
     python benchmarks/soak.py --requests 20000 --out soak.json [--model builtin] [--spec-method draft_model]
 
-The requests are those of tests/server/server_soak.py: greedy requests with known output, sampling, streams, chats, 3 %
+The requests are those of tests/support/server/soak.py: greedy requests with known output, sampling, streams, chats, 3 %
 grammars, clients that disconnect, and invalid bodies. --out is written after every round; its "samples" show the
 progress. The exit code is 1 if, in the second half, memory grows by more than 1 MiB per 1,000 requests or the number of
 threads or open files changes, or if any answer is wrong. Other programs may run on the machine.
@@ -13,13 +13,10 @@ import logging
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "server")]
-import live_server  # noqa: E402
-from server_soak import soak  # noqa: E402
-
-from foredraft import LLM  # noqa: E402
-from foredraft.llm import MemoryLimits  # noqa: E402
+from foredraft import LLM
+from foredraft.llm import MemoryLimits
+from tests.support.server import live_server
+from tests.support.server.soak import soak
 
 TOKENS = 256  # of KV memory, less than concurrent requests need
 

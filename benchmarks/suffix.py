@@ -24,10 +24,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from foredraft import zoo
-from foredraft.drafters.suffix import DISCOUNTS
-from foredraft.drafters.suffix_cache import SuffixCache, select_longest
-from foredraft.kernels.automaton import RankedDraftSpec, SuffixMatch, build_discount_table
-from foredraft.kernels.cpu.suffix import get_automaton_class
+from foredraft.drafters.suffix.automaton import RankedDraftSpec, SuffixMatch, build_discount_table
+from foredraft.drafters.suffix.drafter import DISCOUNTS
+from foredraft.drafters.suffix.native_automaton import get_automaton_class
+from foredraft.drafters.suffix.output_cache import SuffixCache, select_longest
 from foredraft.models.loading import load_tokenizer
 
 DRAFT = RankedDraftSpec(max_nodes=8, max_depth=8, min_probability=0.1)

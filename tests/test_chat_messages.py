@@ -6,10 +6,10 @@ import logging
 
 import pytest
 
-import tiny_models
 from foredraft import LLM, ForedraftError, Sampling, zoo
 from foredraft.chat import PLAIN_TEMPLATE, encode_chat, has_chat_template, list_conversations
 from foredraft.models.loading import load_tokenizer
+from tests.support import tiny_models
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say hello."}]
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{{ '<bot>' if add_generation_prompt }}"

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from foredraft import LLM, Sampling
-from foredraft.drafters.registry import DrafterContext, load_methods
+from foredraft.drafters.method import DrafterContext
+from foredraft.drafters.registry import load_methods
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

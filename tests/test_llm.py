@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-import tiny_models
 from foredraft import LLM, ForedraftError, Sampling
 from foredraft.draft_length.adaptive import AdaptiveLengthPolicy
 from foredraft.draft_length.policy import FixedLengthPolicy
 from foredraft.llm import MemoryLimits
 from foredraft.sampling.distribution import distribution
+from tests.support import tiny_models
 
 GREEDY = Sampling(max_tokens=5, temperature=0, ignore_eos=True)
 

@@ -10,10 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
-import tiny_models
-import tiny_seq2seq
-from child_process import answer
 from foredraft import LLM, ForedraftError, Sampling
+from tests.support import tiny_models, tiny_seq2seq
+from tests.support.child_process import answer
 
 SHORT = Sampling(max_tokens=5, temperature=0, ignore_eos=True)
 LONG = Sampling(max_tokens=60, temperature=0, ignore_eos=True)

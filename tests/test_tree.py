@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foredraft.tree import Commit, TokenTree, pad, unpad
+from foredraft.tree import Commit, TokenTree
 
 #          0                 0
 #        /   \               |
@@ -30,18 +30,10 @@ def tree_of(trees) -> TokenTree:
     return TokenTree.from_lists([t for t, _ in trees], [p for _, p in trees])
 
 
-def test_padding_keeps_the_rows_and_adds_minus_ones():
-    assert pad([[1, 2], [], [3]]).tolist() == [[1, 2], [-1, -1], [3, -1]]
-    assert unpad(pad([[1, 2], [], [3]])) == [[1, 2], [], [3]]
-    assert pad([[], []]).shape == (2, 0)
-    assert pad([]).shape == (0, 0)
-    assert pad([[1]]).dtype == torch.int64
-
-
 def test_a_ragged_batch_knows_its_shape():
     assert RAGGED.sizes == [6, 2]
-    assert RAGGED.token_lists == [[9, 1, 2, 3, 4, 5], [7, 8]]
-    assert RAGGED.parent_lists == [[-1, 0, 0, 1, 1, 2], [-1, 0]]
+    assert RAGGED.tokens == [[9, 1, 2, 3, 4, 5], [7, 8]]
+    assert RAGGED.parents == [[-1, 0, 0, 1, 1, 2], [-1, 0]]
     assert RAGGED.roots == [0, 0]
     assert RAGGED.children == [[[1, 2], [3, 4], [5], [], [], []], [[1], []]]
     assert RAGGED.depths == [[0, 1, 1, 2, 2, 2], [0, 1]]
@@ -52,8 +44,7 @@ def test_a_ragged_batch_knows_its_shape():
 
 def test_chains_are_trees_whose_every_parent_is_the_node_before():
     chain = TokenTree.from_chains([[5, 6, 7], [8]])
-    assert chain.parent_lists == [[-1, 0, 1], [-1]]
-    assert chain.parents.tolist() == [[-1, 0, 1], [-1, -1, -1]]
+    assert chain.parents == [[-1, 0, 1], [-1]]
     assert chain.is_chain
     assert TokenTree.from_lists([[5, 6]], [[-1, 0]]).is_chain
     assert not TokenTree.from_lists([[5, 6, 7]], [[-1, 0, 0]]).is_chain
@@ -73,8 +64,8 @@ def test_a_path_lists_the_drafted_tokens_from_below_the_root():
 def test_committed_tokens_put_before_the_root_shift_the_tree_and_score_no_rows():
     """Guards a prompt chunk and a draft in one pass: rows of p and q start at the last committed token."""
     grown = RAGGED.prepend_committed([[20, 21], []], committed_next=[[21, 9], []])
-    assert grown.token_lists == [[20, 21, 9, 1, 2, 3, 4, 5], [7, 8]]
-    assert grown.parent_lists == [[-1, 0, 1, 2, 2, 3, 3, 4], [-1, 0]]
+    assert grown.tokens == [[20, 21, 9, 1, 2, 3, 4, 5], [7, 8]]
+    assert grown.parents == [[-1, 0, 1, 2, 2, 3, 3, 4], [-1, 0]]
     assert grown.roots == [2, 0]
     assert grown.row_offsets == RAGGED.row_offsets
     assert grown.get_row(0, 3) == RAGGED.get_row(0, 1)
@@ -95,8 +86,8 @@ def test_a_chunk_that_ends_before_the_last_token_has_no_rows_at_all():
 
 def test_a_tree_after_nothing_is_the_tree():
     grown = RAGGED.prepend_committed([[], []], committed_next=[[], []])
-    assert torch.equal(grown.tokens, RAGGED.tokens)
-    assert torch.equal(grown.parents, RAGGED.parents)
+    assert grown.tokens == RAGGED.tokens
+    assert grown.parents == RAGGED.parents
     assert grown.roots == RAGGED.roots
     assert grown.is_chain == RAGGED.is_chain
 
@@ -128,15 +119,15 @@ def test_growing_a_tree_keeps_everything_below_the_root(trees, data):
     """Guards prompt chunks of any length put before any tree."""
     tree = tree_of(trees)
     prefixes = [data.draw(st.lists(st.integers(0, 30), max_size=4)) for _ in trees]
-    known = [[*prefix[1:], tree.token_lists[b][0]] if prefix else [] for b, prefix in enumerate(prefixes)]
+    known = [[*prefix[1:], tree.tokens[b][0]] if prefix else [] for b, prefix in enumerate(prefixes)]
     grown = tree.prepend_committed(prefixes, known)
     assert grown.row_offsets == tree.row_offsets
     for b, prefix in enumerate(prefixes):
         shift = len(prefix)
         assert grown.sizes[b] == tree.sizes[b] + shift
         assert grown.roots[b] == shift
-        assert grown.parents[b, 0] == -1
-        assert all(parent < node for node, parent in enumerate(grown.parent_lists[b]))
+        assert grown.parents[b][0] == -1
+        assert all(parent < node for node, parent in enumerate(grown.parents[b]))
         for node in range(tree.sizes[b]):
             assert grown.get_draft_path(b, node + shift) == tree.get_draft_path(b, node)
             assert grown.get_row(b, node + shift) == tree.get_row(b, node)
@@ -155,8 +146,8 @@ def test_selected_requests_keep_their_trees_and_rows(trees, data):
     mine = data.draw(st.lists(st.integers(0, len(trees) - 1), min_size=1, max_size=4, unique=True))
     chosen = tree.select(mine)
     for i, b in enumerate(mine):
-        assert chosen.token_lists[i] == tree.token_lists[b]
-        assert chosen.parent_lists[i] == tree.parent_lists[b]
+        assert chosen.tokens[i] == tree.tokens[b]
+        assert chosen.parents[i] == tree.parents[b]
         assert chosen.roots[i] == tree.roots[b]
         rows = [chosen.q[chosen.get_row(i, n)].item() for n in range(tree.sizes[b])]
         assert rows == [tree.get_row(b, n) for n in range(tree.sizes[b])]
@@ -164,17 +155,16 @@ def test_selected_requests_keep_their_trees_and_rows(trees, data):
 
 def test_a_commit_counts_what_it_keeps():
     commit = Commit.from_lists([[0, 2, 5], [0], []], [[4, 5, 6], [8], []], failed=frozenset({2}))
-    assert commit.counts_tensor.tolist() == [3, 1, 0]
-    assert commit.path.tolist() == [[0, 2, 5], [0, -1, -1], [-1, -1, -1]]
-    assert commit.token_lists == [[4, 5, 6], [8], []]
-    assert commit.path_lists == [[0, 2, 5], [0], []]
+    assert commit.counts == [3, 1, 0]
+    assert commit.tokens == [[4, 5, 6], [8], []]
+    assert commit.paths == [[0, 2, 5], [0], []]
     assert commit.failed == {2}
 
 
-def test_a_commit_of_nothing_has_no_width():
+def test_a_commit_of_nothing_keeps_nothing():
     commit = Commit.from_lists([[], []], [[], []])
-    assert commit.counts_tensor.tolist() == [0, 0]
-    assert commit.path.shape == (2, 0)
+    assert commit.counts == [0, 0]
+    assert commit.truncate([0, 0]) == commit
 
 
 def test_cutting_a_commit_cuts_path_tokens_and_features_alike():
@@ -182,19 +172,19 @@ def test_cutting_a_commit_cuts_path_tokens_and_features_alike():
     features = torch.randn(2, 3, 4)
     commit = Commit.from_lists([[0, 1, 2], [0, 1]], [[4, 5, 6], [8, 9]], features=features)
     cut = commit.truncate([2, 1])
-    assert cut.path_lists == [[0, 1], [0]]
-    assert cut.token_lists == [[4, 5], [8]]
-    assert cut.counts_tensor.tolist() == [2, 1]
+    assert cut.paths == [[0, 1], [0]]
+    assert cut.tokens == [[4, 5], [8]]
+    assert cut.counts == [2, 1]
     assert torch.equal(cut.features, features[:, :2])
-    assert commit.counts_tensor.tolist() == [3, 2]
+    assert commit.counts == [3, 2]
 
 
 @pytest.mark.parametrize("counts", [[3, 2], [9, 9]])
 def test_a_cut_that_asks_for_more_than_there_is_changes_nothing(counts):
     commit = Commit.from_lists([[0, 1, 2], [0, 1]], [[4, 5, 6], [8, 9]])
     cut = commit.truncate(counts)
-    assert torch.equal(cut.tokens, commit.tokens)
-    assert torch.equal(cut.path, commit.path)
+    assert cut.tokens == commit.tokens
+    assert cut.paths == commit.paths
 
 
 @given(st.lists(st.lists(st.integers(0, 99), max_size=5), min_size=1, max_size=4), st.data())
@@ -202,28 +192,33 @@ def test_a_cut_is_a_prefix_and_cutting_twice_is_cutting_once(rows, data):
     commit = Commit.from_lists([range(len(row)) for row in rows], rows, failed=frozenset({0}))
     counts = [data.draw(st.integers(0, 6)) for _ in rows]
     cut = commit.truncate(counts)
-    assert cut.token_lists == [row[:n] for row, n in zip(rows, counts, strict=True)]
-    assert cut.path_lists == [list(range(len(row)))[:n] for row, n in zip(rows, counts, strict=True)]
+    assert cut.tokens == [row[:n] for row, n in zip(rows, counts, strict=True)]
+    assert cut.paths == [list(range(len(row)))[:n] for row, n in zip(rows, counts, strict=True)]
     assert cut.failed == commit.failed
-    assert torch.equal(cut.truncate(counts).tokens, cut.tokens)
+    assert cut.truncate(counts) == cut
 
 
 @given(batches())
-def test_a_tree_of_lists_and_a_tree_of_their_tensors_are_the_same(trees):
-    """Guards the two ways in which a drafter may give its nodes."""
-    lists = tree_of(trees)
-    tensors = TokenTree(pad([t for t, _ in trees]), pad([p for _, p in trees]))
-    for name in ("token_lists", "parent_lists", "sizes", "roots", "children", "depths", "row_offsets", "is_chain"):
-        assert getattr(lists, name) == getattr(tensors, name)
-    assert torch.equal(lists.tokens, tensors.tokens)
-    assert torch.equal(lists.parents, tensors.parents)
+def test_a_row_is_found_again_from_its_node(trees):
+    """Guards a token history of another request's row."""
+    tree = tree_of(trees)
     places = [(b, n) for b, (tokens, _) in enumerate(trees) for n in range(len(tokens))]
-    assert [lists.locate_row(row) for row in range(lists.row_offsets[-1])] == places
+    assert [tree.locate_row(row) for row in range(tree.row_offsets[-1])] == places
+
+
+@given(batches())
+def test_a_copy_shares_no_list(trees):
+    """Guards a drafter that changes its own tree after the sandbox has validated it."""
+    tree = tree_of(trees)
+    copy = tree.copy()
+    for row in (*tree.tokens, *tree.parents):
+        row.append(-7)
+    assert (copy.tokens, copy.parents) == ([t for t, _ in trees], [p for _, p in trees])
 
 
 def test_node_numbers_of_any_integer_type_are_integers_and_others_are_refused():
     """Guards ids of numpy that reach the text, and fractions cut off in silence."""
     tree = TokenTree.from_lists([list(torch.tensor([3, 4]).numpy())], [[-1, 0]])
-    assert all(type(token) is int for token in tree.token_lists[0])
+    assert all(type(token) is int for token in tree.tokens[0])
     with pytest.raises(TypeError):
         TokenTree.from_lists([[3.5]], [[-1]])

@@ -16,10 +16,9 @@ from foredraft.draft_length.adaptive import AdaptiveLengthPolicy
 from foredraft.draft_length.costs import CostCurve
 from foredraft.draft_length.loss_budget import LossBudgetPolicy
 from foredraft.draft_length.policy import DraftLengthPolicy, FixedLengthPolicy
-from foredraft.drafter_factory import DrafterFactory
-from foredraft.drafters.drafter_spec import AUTO, DraftLength, get_max_draft_length, parse_draft_length
-from foredraft.drafters.drafter_spec import DrafterSpec as DrafterSpec
-from foredraft.drafters.registry import load_methods
+from foredraft.drafter_factory import DrafterFactory, choose_builtin_method
+from foredraft.drafters.user_spec import AUTO, DraftLength, get_max_draft_length, parse_draft_length
+from foredraft.drafters.user_spec import UserDrafterSpec as UserDrafterSpec
 from foredraft.engine.calibrate import measure_pass_times
 from foredraft.engine.engine import Engine
 from foredraft.engine.scheduler import SchedulerLimits
@@ -86,7 +85,7 @@ class LLM:
     def __init__(
         self,
         model: str | Path | Any | None = None,
-        drafter: DrafterSpec = DEFAULT_DRAFTER,
+        drafter: UserDrafterSpec = DEFAULT_DRAFTER,
         *,
         dtype: str | torch.dtype = "auto",
         quantization: str | None = None,
@@ -128,7 +127,7 @@ class LLM:
         self._has_warned_chat_template = False
         if drafter == DEFAULT_DRAFTER:
             is_plain = self.builtin is None or model == zoo.DEFAULT_TARGET
-            drafter = None if is_plain else zoo.choose_method(self.builtin or zoo.DEFAULT_TARGET, load_methods())
+            drafter = None if is_plain else choose_builtin_method(self.builtin or zoo.DEFAULT_TARGET)
         self._set_drafter(drafter, num_speculative_tokens, rule)
 
     @property
@@ -147,7 +146,7 @@ class LLM:
         return self._requests.end_ids
 
     def with_drafter(
-        self, drafter: DrafterSpec, num_speculative_tokens: DraftLength = AUTO, verify: str | Rule | None = None
+        self, drafter: UserDrafterSpec, num_speculative_tokens: DraftLength = AUTO, verify: str | Rule | None = None
     ) -> "LLM":
         """Return an LLM with the same loaded target, another drafter and new KV memory; verify None = as here."""
         other = copy.copy(self)
@@ -341,7 +340,7 @@ class LLM:
         """
         return self._requests.prepare(prompt, s, options or RequestOptions(), first_index)
 
-    def _set_drafter(self, drafter: DrafterSpec, num_tokens: DraftLength, rule: Rule | None) -> None:
+    def _set_drafter(self, drafter: UserDrafterSpec, num_tokens: DraftLength, rule: Rule | None) -> None:
         self.rule = rule  # None = chosen for every request
         limits = self.limits
         self._requests = RequestFactory(

@@ -37,7 +37,7 @@ class RequestStatus(Enum):
 class Request:
     """One sequence that is being generated. Read-only for drafters.
 
-    The scheduler and its prefix cache change it. `Engine.recover` cuts the output back and restarts the matcher.
+    Only the scheduler changes it. The sandbox of a drafter undoes changes by the drafter.
     """
 
     slot: int  # request slot: index 0 to max_batch - 1, constant while it runs; drafters key state by it; -1 = not yet
@@ -66,11 +66,6 @@ class Request:
     arrival_index: int = -1  # order of arrival
     last_step: int = -1  # last step in which the request ran
     num_cached_tokens: int | None = None  # prompt tokens hit in the prefix cache at the first run; None = has not run
-    page_hashes: list[bytes] = field(default_factory=list)  # hashes of its full pages, each over all tokens up to it
-    inserted_hashes: set[bytes] = field(default_factory=set)  # hashes of the pages that this request inserted
-    num_hit_pages: int = 0  # leading pages that came from the prefix cache; this request did not write them
-    num_cached_pages: int = 0  # leading full pages that were offered to the prefix cache
-    num_draft_cached_pages: int = 0  # leading ones of them whose valid draft KV was recorded
 
     @property
     def num_tokens(self) -> int:

@@ -54,38 +54,29 @@ class RequestFactory:
             salt = os.urandom(16)
         result: list[Transcript] = []
         for sample in range(sampling.n):
-            request = self._build_request(ids, sampling, seed, sample, bad_words, options)
-            request.salt, request.source = salt, source
-            request.waits_for = result[0].request if result else None
+            first = result[0].request if result else None
+            request = Request(
+                slot=-1,
+                prompt=ids,
+                sampling=sampling,
+                seed=seed,
+                sample_index=sample,
+                eos_ids=self.end_ids,
+                bad_words=bad_words,
+                max_length=self.target.context_length,
+                fixed_draft_length=options.num_speculative_tokens,
+                rule=self.rule or _choose_rule(sampling),
+                priority=options.priority,
+                salt=salt,
+                tenant=options.salt,
+                waits_for=first,
+                prediction=options.prediction,
+                source=source,
+                matcher=self._create_matcher(sampling),
+                is_traced=options.is_traced,
+            )
             result.append(Transcript(request, first_index + sample, self.tokenizer, text))
         return result
-
-    def _build_request(
-        self,
-        ids: list[int],
-        sampling: Sampling,
-        seed: int,
-        sample_index: int,
-        bad_words: tuple[tuple[int, ...], ...],
-        options: RequestOptions,
-    ) -> Request:
-        return Request(
-            slot=-1,
-            prompt=ids,
-            sampling=sampling,
-            seed=seed,
-            sample_index=sample_index,
-            eos_ids=self.end_ids,
-            bad_words=bad_words,
-            max_length=self.target.context_length,
-            fixed_draft_length=options.num_speculative_tokens,
-            rule=self.rule or _choose_rule(sampling),
-            priority=options.priority,
-            tenant=options.salt,
-            prediction=options.prediction,
-            matcher=self._create_matcher(sampling),
-            is_traced=options.is_traced,
-        )
 
     def _create_matcher(self, sampling: Sampling) -> GrammarMatcher | None:
         if sampling.grammar is None:

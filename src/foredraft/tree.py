@@ -34,19 +34,8 @@ T = TypeVar("T")
 #
 # The commit of this tree, if the target accepts d, rejects f, and samples x after d:
 #
-#   path[b]           0      1      2      3                      nodes whose KV entries stay
+#   paths[b]          0      1      2      3                      nodes whose KV entries stay
 #   tokens[b]         b      c      d      x                      token after each node; x corrects f
-
-
-def pad(rows: Sequence[Sequence[int]]) -> Tensor:
-    """Return ragged rows as [B, N] int64, padded with -1."""
-    width = max(map(len, rows), default=0)
-    return torch.tensor([[*row, *[-1] * (width - len(row))] for row in rows], dtype=torch.int64).view(len(rows), width)
-
-
-def unpad(rows: Tensor) -> list[list[int]]:
-    """Return the ragged rows of a padded tensor: the inverse of `pad`."""
-    return [[x for x in row if x >= 0] for row in rows.tolist()]
 
 
 class lazy_property(Generic[T]):  # noqa: N801 - a decorator
@@ -69,36 +58,6 @@ class lazy_property(Generic[T]):  # noqa: N801 - a decorator
         return value
 
 
-class RaggedField:
-    """Dataclass field of ragged rows, assigned as lists or as a padded tensor.
-
-    Reading it returns the tensor, which is built at the first read. A step reads the lists, because building a small
-    tensor takes microseconds.
-    """
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._tensor_key, self._lists_key = f"_{name}_tensor", f"_{name}_rows"
-
-    def __get__(self, instance: object | None, owner: type | None = None) -> Tensor:
-        if instance is None:
-            raise AttributeError("a field without a default")
-        tensor: Tensor | None = instance.__dict__.get(self._tensor_key)
-        if tensor is None:
-            tensor = instance.__dict__[self._tensor_key] = pad(instance.__dict__[self._lists_key])
-        return tensor
-
-    def __set__(self, instance: object, value: Tensor | list[list[int]]) -> None:
-        instance.__dict__[self._lists_key if isinstance(value, list) else self._tensor_key] = value
-
-    def get_lists(self, instance: object) -> list[list[int]] | None:
-        """Return the lists, or None if a tensor was assigned."""
-        return instance.__dict__.get(self._lists_key)
-
-
-# Named, because `TokenTree.tokens` raises an error (no default), and `get_lists` needs the descriptor itself.
-_TOKENS, _PARENTS, _PATH, _NEXT_TOKENS = RaggedField(), RaggedField(), RaggedField(), RaggedField()
-
-
 @dataclass(frozen=True)
 class TokenTree:
     """Tokens that one forward pass of the target verifies: one tree per request.
@@ -108,8 +67,8 @@ class TokenTree:
     root: the last committed token. All nodes after the root are draft nodes. A picture is at the top of this file.
     """
 
-    tokens: RaggedField = _TOKENS  # [B, N] int64 token ids, padded with -1
-    parents: RaggedField = _PARENTS  # [B, N] int64 node indices: parents[:, 0] == -1, parents[b, n] < n, padded with -1
+    tokens: list[list[int]]  # B lists of N token ids
+    parents: list[list[int]]  # B lists of N node indices: parents[b][0] == -1, otherwise parents[b][n] < n
     # [R, V] by row. Sampled children of a node were sampled in order, without replacement, from the row of that node.
     # A row of zeros, or no q at all: the children are deterministic draft tokens, with a one-hot q.
     q: Tensor | None = None
@@ -132,26 +91,14 @@ class TokenTree:
 
     def copy(self) -> "TokenTree":
         """Return the same trees with new lists; q is shared."""
-        tokens, parents = [list(row) for row in self.token_lists], [list(row) for row in self.parent_lists]
+        tokens, parents = [list(row) for row in self.tokens], [list(row) for row in self.parents]
         num_sampled = None if self.num_sampled_children is None else tuple(self.num_sampled_children)
         return TokenTree(tokens, parents, self.q, self.committed_next, num_sampled, frozenset(self.predicted))
 
     @lazy_property
     def sizes(self) -> list[int]:
         """Return the number of nodes of each request, as [B]."""
-        return list(map(len, self.token_lists))
-
-    @lazy_property
-    def token_lists(self) -> list[list[int]]:
-        rows = _TOKENS.get_lists(self)
-        return unpad(self.tokens) if rows is None else rows
-
-    @lazy_property
-    def parent_lists(self) -> list[list[int]]:
-        rows = _PARENTS.get_lists(self)
-        if rows is not None:
-            return rows
-        return [row[:size] for row, size in zip(self.parents.tolist(), self.sizes, strict=True)]
+        return list(map(len, self.tokens))
 
     @lazy_property
     def roots(self) -> list[int]:
@@ -165,7 +112,7 @@ class TokenTree:
     def children(self) -> list[list[list[int]]]:
         """Draft children of every node, in proposal order: children[b][node] is a list of nodes."""
         result = []
-        for parents, root in zip(self.parent_lists, self.roots, strict=True):
+        for parents, root in zip(self.parents, self.roots, strict=True):
             below: list[list[int]] = [[] for _ in parents]
             for node in range(root + 1, len(parents)):
                 below[parents[node]].append(node)
@@ -176,7 +123,7 @@ class TokenTree:
     def depths(self) -> list[list[int]]:
         """Distance of every node from node 0: depths[b][node]."""
         result = []
-        for parents in self.parent_lists:
+        for parents in self.parents:
             depth: list[int] = []
             for parent in parents:
                 depth.append(depth[parent] + 1 if parent >= 0 else 0)
@@ -199,11 +146,11 @@ class TokenTree:
 
     @lazy_property
     def is_chain(self) -> bool:
-        return all(parents == list(range(-1, len(parents) - 1)) for parents in self.parent_lists)
+        return all(parents == list(range(-1, len(parents) - 1)) for parents in self.parents)
 
     def build_ancestor_mask(self, b: int) -> Tensor:
         """Return [N, N] bool: entry (i, j) is true if node j is node i or an ancestor of it."""
-        parents = self.parent_lists[b]
+        parents = self.parents[b]
         mask = torch.eye(len(parents), dtype=torch.bool)
         for node, parent in enumerate(parents):
             if parent >= 0:
@@ -212,7 +159,7 @@ class TokenTree:
 
     def get_draft_path(self, b: int, node: int) -> list[int]:
         """Return the draft tokens on the path from the root (excluded) to a node (included)."""
-        tokens, parents, root = self.token_lists[b], self.parent_lists[b], self.roots[b]
+        tokens, parents, root = self.tokens[b], self.parents[b], self.roots[b]
         result = []
         while node > root:
             result.append(tokens[node])
@@ -230,7 +177,7 @@ class TokenTree:
                 count for b in indices for count in self.num_sampled_children[slice(*self.row_offsets[b : b + 2])]
             )
         predicted = frozenset(i for i, b in enumerate(indices) if b in self.predicted)
-        tokens, parents = [self.token_lists[b] for b in indices], [self.parent_lists[b] for b in indices]
+        tokens, parents = [self.tokens[b] for b in indices], [self.parents[b] for b in indices]
         return TokenTree(tokens, parents, q, committed_next, num_sampled, predicted)
 
     def prepend_committed(
@@ -244,7 +191,7 @@ class TokenTree:
                 successor too, the row ends with it, and that tree must have no draft nodes.
         """
         tokens, parents = [], []
-        for prefix, draft_tokens, draft_parents in zip(prefixes, self.token_lists, self.parent_lists, strict=True):
+        for prefix, draft_tokens, draft_parents in zip(prefixes, self.tokens, self.parents, strict=True):
             shift = len(prefix)
             tokens.append([*prefix, *draft_tokens])
             parents.append([*range(-1, shift), *[parent + shift for parent in draft_parents[1:]]])
@@ -274,7 +221,7 @@ class TargetArgmax:
 
         Returns None if the pass has no node with this path, or if the logits after it were not finite.
         """
-        tree, tokens = self.tree, self.tree.token_lists[b]
+        tree, tokens = self.tree, self.tree.tokens[b]
         nodes = [tree.roots[b]] if tree.roots[b] < tree.sizes[b] else []
         for token in path:  # siblings may hold equal tokens; the nodes below each of them continue the same sequence
             nodes = [child for node in nodes for child in tree.children[b][node] if tokens[child] == token]
@@ -292,9 +239,9 @@ class Commit:
     the logits after it are invalid.
     """
 
-    path: RaggedField = _PATH  # [B, P] int64 accepted nodes, node 0 first, padded with -1
-    tokens: RaggedField = _NEXT_TOKENS  # [B, P] int64: tokens[b, i] follows node path[b, i]; padded with -1
-    features: Tensor | None = None  # [B, P, F] hidden states of the target at the path
+    paths: list[list[int]]  # B lists of P accepted nodes, node 0 first
+    tokens: list[list[int]]  # B lists of P tokens: tokens[b][i] follows node paths[b][i]
+    features: Tensor | None = None  # [B, P, F] hidden states of the target at the paths, padded to the longest
     failed: frozenset[int] = frozenset()  # batch indices with invalid logits: nothing is committed for them
     target_argmax: TargetArgmax | None = None  # for drafters with `needs_target_argmax`
 
@@ -305,13 +252,13 @@ class Commit:
 
     def copy(self) -> "Commit":
         """Return the same commit with new lists; tensors are shared."""
-        paths, tokens = [list(row) for row in self.path_lists], [list(row) for row in self.token_lists]
+        paths, tokens = [list(row) for row in self.paths], [list(row) for row in self.tokens]
         argmax = self.target_argmax and TargetArgmax(self.target_argmax.tree.copy(), list(self.target_argmax.tokens))
         return Commit(paths, tokens, self.features, self.failed, argmax)
 
     def with_target_outputs(self, features: Tensor | None, target_argmax: TargetArgmax | None) -> "Commit":
         """Return the same commit with the outputs of the target that drafters read."""
-        return Commit(self.path_lists, self.token_lists, features, self.failed, target_argmax)
+        return Commit(self.paths, self.tokens, features, self.failed, target_argmax)
 
     @lazy_property
     def counts(self) -> list[int]:
@@ -319,27 +266,12 @@ class Commit:
 
         At least 1 unless the request failed.
         """
-        return list(map(len, self.token_lists))
-
-    @lazy_property
-    def counts_tensor(self) -> Tensor:
-        """Return `counts` as an int64 tensor of shape [B]."""
-        return torch.tensor(self.counts, dtype=torch.int64)
-
-    @lazy_property
-    def path_lists(self) -> list[list[int]]:
-        rows = _PATH.get_lists(self)
-        return unpad(self.path) if rows is None else rows
-
-    @lazy_property
-    def token_lists(self) -> list[list[int]]:
-        rows = _NEXT_TOKENS.get_lists(self)
-        return unpad(self.tokens) if rows is None else rows
+        return list(map(len, self.tokens))
 
     def truncate(self, counts: Sequence[int]) -> "Commit":
         """Return the commit with only the first counts[b] entries of request b."""
-        paths = [row[:n] for row, n in zip(self.path_lists, counts, strict=True)]
-        tokens = [row[:n] for row, n in zip(self.token_lists, counts, strict=True)]
+        paths = [row[:n] for row, n in zip(self.paths, counts, strict=True)]
+        tokens = [row[:n] for row, n in zip(self.tokens, counts, strict=True)]
         width = max(counts, default=0)
         features = None if self.features is None else self.features[:, :width]
         return Commit(paths, tokens, features, self.failed, self.target_argmax)

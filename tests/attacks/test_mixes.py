@@ -13,13 +13,21 @@ from typing import Any
 
 import pytest
 import torch
-from mix_targets import DRAFTERS, MIX_TARGETS, get_mix_target
-from request_mixes import create_llm, describe_difference, find_leaks, generate_plain, make_mix, run_mix, run_mix_on
 
 from foredraft import Sampling
 from foredraft.models.forward_batch import ForwardBatch
-from kernels.library_setups import NATIVE
-from method_cases import METHOD_CASES, list_missing_methods
+from tests.support.attacks.mix_targets import DRAFTERS, MIX_TARGETS, get_mix_target
+from tests.support.attacks.request_mixes import (
+    create_llm,
+    describe_difference,
+    find_leaks,
+    generate_plain,
+    make_mix,
+    run_mix,
+    run_mix_on,
+)
+from tests.support.library_setups import NATIVE
+from tests.support.method_cases import METHOD_CASES, list_missing_methods
 
 SMALL, LARGE = 5, 24  # requests
 SAMPLE = [  # drafters that need no fitting to a target

@@ -1,5 +1,6 @@
 """Comparisons: peers as processes that stop, fail and vanish; the rows and leads that come of it."""
 
+import shutil
 import sys
 import time
 from dataclasses import replace
@@ -7,17 +8,16 @@ from pathlib import Path
 
 import pytest
 
-import tiny_models
 from foredraft.bench import compare, compare_report, subprocess_peer
 from foredraft.bench.methods import BenchMethod
 from foredraft.bench.participants import FOREDRAFT, Participant, PeerPythons, iter_participants
 from foredraft.bench.questions import Question
 from foredraft.bench.subprocess_peer import PEERS_FOLDER, PeerError, SubprocessPeer
+from tests.support import tiny_models
 
 # Answers one more than the last token, and again; what else it does is decided by the mode.
-FAKE = f"""
+FAKE = """
 import os, sys, time
-sys.path.insert(0, {str(PEERS_FOLDER)!r})
 from serve import serve
 
 def load(**job):
@@ -27,7 +27,7 @@ def load(**job):
     if job.get("fault") == "crash":
         raise SystemExit("ImportError: nothing here")
     load.pace = job.get("pace", 1.0)
-    return {{"version": "fake " + str(job["threads"]) + os.environ["OMP_NUM_THREADS"]}}
+    return {"version": "fake " + str(job["threads"]) + os.environ["OMP_NUM_THREADS"]}
 
 def generate(mode, prompt, max_tokens, **rest):
     if mode == "raises":
@@ -39,16 +39,16 @@ def generate(mode, prompt, max_tokens, **rest):
         time.sleep(60)
     step = 2 if mode == "other" else 1
     tokens = [(prompt[-1] + step * (i + 1)) % 97 for i in range(max_tokens)]
-    return {{"tokens": tokens, "seconds": load.pace * max_tokens, "passes": max_tokens // 2 * (mode != "uncounted")}}
+    return {"tokens": tokens, "seconds": load.pace * max_tokens, "passes": max_tokens // 2 * (mode != "uncounted")}
 
 def verify(rows, context, repeats):
-    return {{"seconds": {{str(k): 1.0 + k for k in rows}}}}
+    return {"seconds": {str(k): 1.0 + k for k in rows}}
 
 def ticks():
     began = time.process_time()
-    return {{"ticks": began}}
+    return {"ticks": began}
 
-serve({{"load": load, "generate": generate, "verify": verify, "ticks": ticks}})
+serve({"load": load, "generate": generate, "verify": verify, "ticks": ticks})
 """
 SETTINGS = compare.PeerSettings("model", None, "bfloat16", 1, 64, "scratch", 3, (8, 4), 6)
 ASKED = (Question(("the end",), "a"), Question(("and", "then"), "b"))
@@ -58,6 +58,7 @@ ASKED = (Question(("the end",), "a"), Question(("and", "then"), "b"))
 def script(tmp_path) -> str:
     file = tmp_path / "peer_fake.py"
     file.write_text(FAKE)
+    shutil.copy(PEERS_FOLDER / "serve.py", tmp_path)
     return str(file)
 
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-import tiny_models
 from foredraft import LLM, ForedraftError, Sampling
 from foredraft.bench.grow import ORIGIN_FIELD, grow_model, parse_size, read_origin, save
 from foredraft.bench.grow_llama import LlamaShape
 from foredraft.bench.grow_shape import choose_shape
 from foredraft.models.loading import load_model
+from tests.support import tiny_models
 
 SMALL = LlamaShape(hidden=384, intermediate=1024, heads=6, kv_heads=2, layers=12, head_dim=64, embedding_rows=4096)
 PROMPT = [5, 9, 3, 44, 12]

@@ -7,8 +7,6 @@ import pytest
 import torch
 from transformers import T5Config, T5EncoderModel
 
-import tiny_models
-import tiny_seq2seq
 from foredraft import LLM, ForedraftError, Sampling, zoo
 from foredraft.bench import methods
 from foredraft.bench.grow import (
@@ -27,6 +25,7 @@ from foredraft.bench.grow_pair import T5Shape
 from foredraft.bench.grow_shape import choose_shape
 from foredraft.drafters.registry import load_methods as registered
 from foredraft.models.loading import load_model
+from tests.support import tiny_models, tiny_seq2seq
 
 SMALL = T5Shape(  # the built-in one
     hidden=192, intermediate=512, heads=3, head_dim=64, encoder_layers=4, decoder_layers=6, num_up_projections=1,
@@ -176,7 +175,7 @@ def test_the_built_in_pair_grows_and_keeps_its_text_and_its_draft(tmp_path):
     known = sorted(registered())
     asked = methods.parse_all(["aggressive", "draft_model:4"], known)
     found = list(methods.attach_models(asked, config, None))
-    assert found[1].spec["model"] == zoo.find_drafter("draft_model", "builtin-seq2seq")
+    assert found[1].spec["model"] == str(zoo.find_folder("seq2seq_draft"))
     assert next(methods.attach_models(asked[1:], config, "mine")).spec["model"] == "mine"
 
     sampling = Sampling(max_tokens=24, temperature=0)

@@ -4,13 +4,13 @@ from dataclasses import dataclass, field
 
 import pytest
 
-import tiny_models
 from foredraft import Completion, ForedraftError, Sampling
 from foredraft.bench import latency, methods, verify_cost
 from foredraft.bench.grow import BUILT_IN_LABEL, ORIGIN_FIELD
 from foredraft.bench.latency_report import build_category_table
 from foredraft.bench.questions import Question
 from foredraft.outputs import Stats
+from tests.support import tiny_models
 
 GREEDY = Sampling(max_tokens=4, temperature=0)
 QUESTIONS = (Question(("the end",), "a"), Question(("and", "then"), "b"))

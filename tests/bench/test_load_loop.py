@@ -11,7 +11,6 @@ from itertools import count
 
 import pytest
 
-import tiny_models
 from foredraft import ForedraftError, Sampling
 from foredraft.bench import load, load_drivers, load_plot, load_report
 from foredraft.bench.load import (
@@ -27,6 +26,7 @@ from foredraft.bench.load import (
 from foredraft.bench.load_drivers import AsyncStreamDriver, EngineDriver, OpenAIEndpoint, StreamDelta, WorkerDriver
 from foredraft.llm import LLM, MemoryLimits
 from foredraft.outputs import Stats
+from tests.support import tiny_models
 
 GREEDY = Sampling(temperature=0, max_tokens=8, ignore_eos=True)
 PROMPTS = ((5, 6, 7, 5, 6, 7), (8, 9, 10), (11,) * 5)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-import tiny_models
 from foredraft.bench.subprocess_peer import PEERS_FOLDER
+from tests.support import tiny_models
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-import tiny_models
 from foredraft import ForedraftError
 from foredraft.bench.questions import PromptBuilder, load_questions, read
+from tests.support import tiny_models
 
 
 def write(path, *lines: str):

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
-from cli_fakes import FakeBackend
 from typer.testing import CliRunner
 
 from foredraft.cli.commands import app
+from tests.support.cli_fakes import FakeBackend
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-import tiny_models
 from foredraft.bench import subprocess_peer
 from foredraft.bench.grow import ORIGIN_FIELD
 from foredraft.errors import format_install_command
+from tests.support import tiny_models
 
 GROWN = "the target is a grown model: the text, and so the acceptance, of small"
 FAKE_PEER = """

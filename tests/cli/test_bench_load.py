@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-import tiny_models
+from tests.support import tiny_models
 
 
 @pytest.fixture(scope="module")

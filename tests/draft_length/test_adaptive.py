@@ -9,7 +9,16 @@ from foredraft.draft_length.costs import CostCurve
 from foredraft.draft_length.observer import WARMUP_NODES
 from foredraft.draft_length.policy import DraftCandidate, DraftOutcome, FixedLengthPolicy, StepReport
 from foredraft.draft_length.probes import PROBE_NODES, PROBE_STEPS
-from simulated_engine import CURVES, SimulatedEngine, SimulationTotals, bend, find_best_fixed, linear, run, stairs
+from tests.support.simulated_engine import (
+    CURVES,
+    SimulatedEngine,
+    SimulationTotals,
+    bend,
+    find_best_fixed,
+    linear,
+    run,
+    stairs,
+)
 
 PLAIN, BEST = 0.97, 0.95  # of plain decoding's speed, at any load; of the best fixed K's, for few requests
 

@@ -2,12 +2,12 @@
 
 import pytest
 
-import tiny_models
 from foredraft.draft_length.adaptive import AdaptiveLengthPolicy
 from foredraft.draft_length.costs import CostCurve
 from foredraft.draft_length.loss_budget import LossBudgetPolicy
 from foredraft.draft_length.policy import DraftCandidate
-from simulated_engine import CURVES, ConstantLength, SimulatedEngine, linear, run
+from tests.support import tiny_models
+from tests.support.simulated_engine import CURVES, ConstantLength, SimulatedEngine, linear, run
 
 
 def make_policy(world: SimulatedEngine) -> LossBudgetPolicy:

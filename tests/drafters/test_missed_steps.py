@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-import tiny_models
 from foredraft import Completion, Sampling
 from foredraft.drafters.interface import Drafter
 from foredraft.llm import LLM
-from method_cases import EACH_CASE, METHOD_CASES
+from tests.support import tiny_models
+from tests.support.method_cases import EACH_CASE, METHOD_CASES
 
 PROMPTS = [[33], [50] * 5, [61, 62, 63, 64, 61, 62]]
 GREEDY = Sampling(max_tokens=14, temperature=0, ignore_eos=True)

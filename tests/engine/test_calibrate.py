@@ -4,9 +4,9 @@ import itertools
 
 import torch
 
-import tiny_models
 from foredraft.engine.calibrate import ROW_COUNTS, measure_pass_times
 from foredraft.kv.allocator import PageAllocator
+from tests.support import tiny_models
 
 
 def test_every_number_of_rows_is_timed_and_the_pages_come_back() -> None:

@@ -9,11 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-import engine_fakes
-import tiny_models
-from engine_fakes import TableLM
 from foredraft import ForedraftError, Sampling
 from foredraft.llm import LLM
+from tests.support import engine_fakes, tiny_models
+from tests.support.engine_fakes import TableLM
 
 V = 150
 LM = TableLM.from_seed(V, seed=7)

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 import foredraft
-import tiny_models
 from foredraft import LLM, Completion, Delta, Sampling
 from foredraft.engine.engine import Engine
 from foredraft.engine.sandbox import MAX_FAILURES
-from method_cases import METHOD_CASES
+from tests.support import tiny_models
+from tests.support.method_cases import METHOD_CASES
 
 ROOT = str(Path(foredraft.__file__).parent)
 STEP: CodeType = Engine.step.__wrapped__.__code__  # type: ignore[attr-defined]

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine_fakes import TableLM, make_drafter, make_transcript
 from foredraft.engine.engine import Engine
 from foredraft.engine.scheduler import SchedulerLimits
 from foredraft.engine.transcript import Transcript
@@ -16,6 +15,7 @@ from foredraft.kv.allocator import PageAllocator
 from foredraft.models.forward_batch import ForwardBatch
 from foredraft.sampling.grammar import AllowedTokens, Grammar
 from foredraft.sampling.params import Sampling
+from tests.support.engine_fakes import TableLM, make_drafter, make_transcript
 
 PASS = 0.005  # seconds of a pass of the target
 SLOW = 0.1  # seconds of a slow mask
@@ -88,8 +88,8 @@ class World:
         return made
 
     def step(self) -> None:
-        self.engine.step()
-        assert self.engine.step_requests, "there is work and no request runs"
+        self.result = self.engine.step()
+        assert self.result.requests, "there is work and no request runs"
 
     def run(self, *awaited: Transcript, most: int = 20_000) -> None:
         while not all(transcript.is_finished for transcript in awaited):
@@ -170,7 +170,7 @@ def test_ordinary_grammars_are_never_held_back():
     made = [world.add(20, 0.0005) for _ in range(10)]
     for _ in range(20):
         world.step()
-        assert len(world.engine.step_requests) == 10
+        assert len(world.result.requests) == 10
     assert all(transcript.is_finished for transcript in made)
 
 
@@ -178,8 +178,7 @@ def test_who_is_left_to_run_runs_whatever_its_debt():
     """A server steps some of its requests alone while others' readers are behind, or when one made a step fail."""
     world = World()
     first, second = world.add(8, SLOW, 50.0), world.add(8, SLOW, 50.0)
-    world.engine.step(frozenset([second.request]))
-    assert world.engine.step_requests == (second.request,)
+    assert world.engine.step(frozenset([second.request])).requests == (second.request,)
     world.run(first, second)
 
 

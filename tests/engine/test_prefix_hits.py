@@ -41,11 +41,11 @@ class World:
             )
         self.allocator = PageAllocator(num_pages, PAGE)
         self.prefix = PrefixCache(self.allocator, self, is_shared)
-        self.scheduler = Scheduler(self.allocator, SchedulerLimits(**limits), self._forget, self.prefix)
+        self.scheduler = Scheduler(self.allocator, SchedulerLimits(**limits), self.prefix)
         self.dice = random.Random(0)
         self.requests: list[Request] = []
 
-    # what the guard is to the engine
+    # what the engine does around the scheduler
 
     @property
     def draft_kv(self) -> DraftKV | None:
@@ -74,8 +74,30 @@ class World:
         self.scheduler.add(request)
         return request
 
+    def preempt(self, *requests: Request) -> None:
+        self.flush([r.slot for r in requests if self.prefix.keeps_pages(r, is_finished=False)])
+        self._forget(self.scheduler.preempt(requests))
+
+    def finish(self, request: Request, has_invalid_kv: bool = False) -> None:
+        if not has_invalid_kv:
+            self.flush(self.scheduler.find_unwritten_slots([request]))
+        self._forget(self.scheduler.finish(request, has_invalid_kv))
+
+    def schedule(self, num_nodes: int, only: frozenset[Request] | None = None) -> Batch:
+        releases = self.scheduler.find_releases(only)
+        self.flush(releases.unwritten_slots)
+        self._forget(self.scheduler.preempt(releases.preempted))
+        return self.scheduler.schedule(num_nodes, FixedLengthPolicy(), only)
+
+    def reset(self) -> None:
+        live = (*self.scheduler.running, *self.scheduler.waiting)
+        self.scheduler.reset({r: len(r.output) for r in live})
+        self._forget(range(self.scheduler.limits.max_batch))
+        self.target.clear()
+        self.draft.clear()
+
     def step(self, num_nodes: int = 0, only: frozenset[Request] | None = None, failing: Request | None = None) -> Batch:
-        batch = self.scheduler.schedule(num_nodes, FixedLengthPolicy(), only)
+        batch = self.schedule(num_nodes, only)
         for request in self.scheduler.running:
             self.check_memory(request)
         paths, tokens, failed = [], [], set()
@@ -92,7 +114,7 @@ class World:
         self.scheduler.commit(batch, commit)
         for b, r in enumerate(batch.requests):
             if b in failed or len(r.output) >= r.sampling.max_tokens:
-                self.scheduler.finish(r, has_invalid_kv=b in failed)
+                self.finish(r, has_invalid_kv=b in failed)
         self.scheduler.check_integrity()
         return batch
 
@@ -196,7 +218,7 @@ class Lives(RuleBasedStateMachine):
     @precondition(lambda self: self.world.requests)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        self.world.scheduler.finish(data.draw(st.sampled_from(self.world.requests)))
+        self.world.finish(data.draw(st.sampled_from(self.world.requests)))
 
     @precondition(lambda self: self.world.scheduler.running)
     @rule(data=st.data())
@@ -206,7 +228,7 @@ class Lives(RuleBasedStateMachine):
     @precondition(lambda self: self.world.scheduler.running)
     @rule()
     def preempt(self) -> None:
-        self.world.scheduler._preempt(self.world.scheduler.running[-1])
+        self.world.preempt(self.world.scheduler.running[-1])
 
     @precondition(lambda self: self.world.scheduler.running)
     @rule(data=st.data())
@@ -217,10 +239,8 @@ class Lives(RuleBasedStateMachine):
 
     @rule()
     def device_error(self) -> None:
-        self.world.scheduler.schedule(3, FixedLengthPolicy())  # and the pass raises
-        self.world.scheduler.reset()
-        self.world.target.clear()
-        self.world.draft.clear()
+        self.world.schedule(3)  # and the pass raises
+        self.world.reset()
         assert self.world.allocator.num_free == self.world.allocator.num_pages - 1
 
     @invariant()
@@ -290,7 +310,7 @@ def test_samples_wait_no_longer_for_one_that_is_gone() -> None:
     other = world.add(OPENING, 4, waits_for=first)
     world.step()
     assert other.status is RequestStatus.WAITING
-    world.scheduler.finish(first)
+    world.finish(first)
     assert other in world.step().requests
     assert other.num_cached_tokens == 4
     world.to_end()
@@ -313,7 +333,7 @@ def test_a_preempted_request_finds_its_own_pages() -> None:
     for _ in range(6):
         world.step(0)
     computed = request.num_computed
-    world.scheduler._preempt(request)
+    world.preempt(request)
     assert (request.num_computed, world.allocator.num_used) == (0, 0)
     batch = world.step(0)
     assert batch.num_new_tokens[0] == computed + 1 - computed // PAGE * PAGE
@@ -345,7 +365,7 @@ def test_what_a_failed_request_wrote_is_dropped_though_others_hold_it() -> None:
     world.step(0)
     assert other.num_cached_tokens == 8
     world.step(0, failing=failing)
-    world.scheduler.finish(other)
+    world.finish(other)
     assert world.add(OPENING, 1).num_cached_tokens is None
     world.step(0)
     assert world.requests[-1].num_cached_tokens == 0
@@ -357,7 +377,7 @@ def test_an_aborted_prompt_leaves_what_it_had_read() -> None:
     request = world.add([*OPENING, *range(20, 40)], 9)
     world.step(0)
     world.step(0)
-    world.scheduler.finish(request)
+    world.finish(request)
     world.scheduler.check_integrity()
     again = world.add([*OPENING, *range(20, 40)], 2)
     world.step(0)
@@ -371,11 +391,9 @@ def test_a_reset_forgets_everything_and_everyone_goes_on() -> None:
     for _ in range(3):
         world.step(2)
     outputs = [list(r.output) for r in requests]
-    world.scheduler.reset()
+    world.reset()
     assert world.scheduler.waiting == requests
     assert world.allocator.num_free == 59
     assert not world._memory.num_valid  # type: ignore[union-attr]
-    world.target.clear()
-    world.draft.clear()
     world.to_end()
     assert [r.output[: len(o)] for r, o in zip(requests, outputs, strict=True)] == outputs

@@ -10,13 +10,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
-import engine_fakes
-from engine_fakes import ScriptedDrafter, TableLM
 from foredraft import Sampling
 from foredraft.drafters.draft import to_token_tree
 from foredraft.engine.sandbox import MAX_FAILURES
 from foredraft.request import Batch
 from foredraft.tree import TokenTree
+from tests.support import engine_fakes
+from tests.support.engine_fakes import ScriptedDrafter, TableLM
 
 V = 23
 LM = TableLM.from_seed(V, seed=7)
@@ -52,25 +52,26 @@ def _raises(batch: Batch) -> TokenTree:
 
 
 def _set(tree: TokenTree, token: int) -> TokenTree:
-    tokens = tree.tokens.clone()
-    tokens[:, -1] = token
-    return TokenTree(tokens, tree.parents)
+    """Replace the last token of the longest drafts."""
+    width = max(tree.sizes)
+    return TokenTree([[*row[:-1], token] if len(row) == width else row for row in tree.tokens], tree.parents)
 
 
 def _parents(tree: TokenTree, column: int, parent: int) -> TokenTree:
-    parents = tree.parents.clone()
-    parents[:, column] = parent
+    """Replace the parent of one node, counted in the longest drafts."""
+    node = column % max(tree.sizes)
+    parents = [[*row[:node], parent, *row[node + 1 :]] if node < len(row) else row for row in tree.parents]
     return TokenTree(tree.tokens, parents)
 
 
 def _deep(batch: Batch) -> TokenTree:
     """Deeper than max_tokens leaves room for, and wider than any budget."""
-    roots = to_token_tree(batch, {}).token_lists
+    roots = to_token_tree(batch, {}).tokens
     return TokenTree.from_chains([[*root, *[1] * 40] for root in roots])
 
 
 def _wide(batch: Batch) -> TokenTree:
-    roots = to_token_tree(batch, {}).token_lists
+    roots = to_token_tree(batch, {}).tokens
     return TokenTree.from_lists([[*root, *range(20)] for root in roots], [[-1, *[0] * 20] for _ in roots])
 
 
@@ -78,18 +79,25 @@ FAULTS: dict[str, Callable[[Batch], TokenTree]] = {
     "raises": _raises,
     "returns None": lambda batch: None,  # type: ignore[arg-type,return-value]
     "too few trees": change_draft(lambda batch, tree: tree.select(range(len(batch) - 1)) if len(batch) > 1 else None),
-    "wrong root": change_draft(lambda batch, tree: TokenTree((tree.tokens + 1).clamp_max(V - 1), tree.parents)),
-    "no nodes at all": change_draft(lambda batch, tree: TokenTree(tree.tokens[:, :0], tree.parents[:, :0])),
+    "wrong root": change_draft(
+        lambda batch, tree: TokenTree([[min(t + 1, V - 1) for t in row] for row in tree.tokens], tree.parents)
+    ),
+    "no nodes at all": change_draft(
+        lambda batch, tree: TokenTree([[] for _ in tree.tokens], [[] for _ in tree.parents])
+    ),
     "id of the vocabulary's size": change_draft(lambda batch, tree: _set(tree, V)),
     "huge id": change_draft(lambda batch, tree: _set(tree, 1 << 40)),
     "root with a parent": change_draft(lambda batch, tree: _parents(tree, 0, 0)),
-    "parent of itself": change_draft(lambda batch, tree: _parents(tree, -1, tree.parents.shape[1] - 1)),
+    "parent of itself": change_draft(lambda batch, tree: _parents(tree, -1, max(tree.sizes) - 1)),
     "orphan": change_draft(lambda batch, tree: _parents(tree, -1, -1)),
-    "later parent": change_draft(lambda batch, tree: _parents(tree, 1, tree.parents.shape[1])),
-    "parents of another shape": change_draft(lambda batch, tree: TokenTree(tree.tokens, tree.parents[:, :1])),
+    "later parent": change_draft(lambda batch, tree: _parents(tree, 1, max(tree.sizes))),
+    "parents of another shape": change_draft(
+        lambda batch, tree: TokenTree(tree.tokens, [row[:1] for row in tree.parents])
+    ),
     "too deep": _deep,
     "too wide": _wide,
-    "float ids": change_draft(lambda batch, tree: TokenTree(tree.tokens.double(), tree.parents)),
+    "float ids": change_draft(lambda batch, tree: TokenTree([[*map(float, row)] for row in tree.tokens], tree.parents)),
+    "tensors": change_draft(lambda batch, tree: TokenTree([*map(torch.tensor, tree.tokens)], tree.parents)),
     "q of another width": change_draft(lambda batch, tree: TokenTree(tree.tokens, tree.parents, torch.ones(3, V + 1))),
     "q of another height": change_draft(lambda batch, tree: TokenTree(tree.tokens, tree.parents, torch.ones(1, V))),
     "successors it cannot know": change_draft(
@@ -116,7 +124,7 @@ def _set_q(tree: TokenTree, batch: Batch, value: float) -> TokenTree:
 
 def _twins(batch: Batch) -> TokenTree:
     """Propose two children of the root with one token, twice."""
-    roots = to_token_tree(batch, {}).token_lists
+    roots = to_token_tree(batch, {}).tokens
     widths = [min(4, budget) for budget in batch.granted_nodes]
     tokens = [[*root, *[5, 5, 6, 6][:n]] for root, n in zip(roots, widths, strict=True)]
     return TokenTree.from_lists(tokens, [[-1, *[0] * n] for n in widths])
@@ -145,7 +153,7 @@ def test_a_good_drafter_is_used() -> None:
     """Else the tests above would hold for a guard that refuses everything."""
     drafter = ScriptedDrafter(lambda batch: engine_fakes.draft_greedily(LM, batch))
     assert texts(drafter) == PLAIN
-    assert max(int(commit.counts_tensor.max()) for commit in drafter.observed) >= 4
+    assert max(max(commit.counts) for commit in drafter.observed) >= 4
     assert sorted(set(drafter.forgotten)) == [0, 1, 2, 3]
 
 
@@ -156,7 +164,7 @@ def test_faults_below_the_limit_are_forgiven() -> None:
     )
     assert texts(drafter) == PLAIN
     assert drafter.num_proposed > MAX_FAILURES
-    assert max(int(commit.counts_tensor.max()) for commit in drafter.observed) >= 4
+    assert max(max(commit.counts) for commit in drafter.observed) >= 4
 
 
 def test_a_drafter_that_fails_to_observe_or_to_forget_changes_no_text() -> None:
@@ -207,5 +215,5 @@ def test_random_faults_change_no_text() -> None:
     for _ in range(30):
         drafter = ScriptedDrafter(propose)
         assert texts(drafter) == PLAIN
-        accepted += sum(int(commit.counts_tensor.sum()) - len(commit.counts_tensor) for commit in drafter.observed)
+        accepted += sum(sum(commit.counts) - len(commit.counts) for commit in drafter.observed)
     assert accepted > 100

@@ -7,16 +7,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from test_sandbox import LM, PLAIN, PROMPTS, RULES, SAMPLINGS, V, texts
 
-import engine_fakes
-import tiny_models
-from engine_fakes import ScriptedDrafter
 from foredraft import ForedraftError, Sampling
 from foredraft.drafters.failure_backoff import MAX_FAILURES
 from foredraft.engine.sandbox import SandboxedDrafter
 from foredraft.request import Batch, Request, RequestStatus
 from foredraft.tree import Commit, TokenTree
+from tests.engine.test_sandbox import LM, PLAIN, PROMPTS, RULES, SAMPLINGS, V, texts
+from tests.support import engine_fakes, tiny_models
+from tests.support.engine_fakes import ScriptedDrafter
 
 
 def good(batch: Batch) -> TokenTree:
@@ -39,8 +38,8 @@ CHANGES: dict[str, Callable[[Request], None]] = {
     "clears the text": _clear,
     "appends to the pages": lambda request: request.pages.append(1),
     "reverses the pages": lambda request: request.pages.reverse(),
-    "drops a hash": lambda request: request.page_hashes.append(b"0" * 16),
-    "adds to what it inserted": lambda request: request.inserted_hashes.add(b"0" * 16),
+    "marks it as preempted": _set("status", RequestStatus.PREEMPTED),
+    "takes its prediction": _set("prediction", (1, 2)),
     "gives it another output": _set("output", [1, 2, 3]),
     "gives it a list that is none": _set("output", "text"),
     "moves computed on": lambda request: setattr(request, "num_computed", request.num_computed + 1),
@@ -113,18 +112,18 @@ def test_a_tree_or_commit_that_is_changed_afterwards_changes_nothing() -> None:
         return given[-1]
 
     def observing(batch: Batch, commit: Commit) -> None:
-        for rows in (given[-1].token_lists, given[-1].parent_lists, commit.token_lists, commit.path_lists):
+        for rows in (given[-1].tokens, given[-1].parents, commit.tokens, commit.paths):
             for row in rows:
                 row[:] = [0] * 9
         if commit.target_argmax is not None:
-            commit.target_argmax.tree.token_lists.clear()
+            commit.target_argmax.tree.tokens.clear()
 
     for needs_target_argmax in (False, True):
         drafter = ScriptedDrafter(propose, on_observe=observing)
         drafter.needs_target_argmax = needs_target_argmax  # type: ignore[attr-defined]
         assert texts(drafter) == PLAIN
         assert len(given) > MAX_FAILURES
-    assert max(len(tree.token_lists[0]) for tree in given) > 1
+    assert max(len(tree.tokens[0]) for tree in given) > 1
 
 
 # properties

@@ -25,7 +25,7 @@ class Run:
 
     def __init__(self, num_pages: int = 100, **limits: int) -> None:
         self.forgotten: list[int] = []
-        self.scheduler = Scheduler(PageAllocator(num_pages, PAGE), SchedulerLimits(**limits), self.forgotten.extend)
+        self.scheduler = Scheduler(PageAllocator(num_pages, PAGE), SchedulerLimits(**limits))
 
     def add(self, *requests: Request) -> None:
         for r in requests:
@@ -33,6 +33,7 @@ class Run:
 
     def step(self, num_nodes: int = 0, accepts: int = 0) -> Batch:
         """Run one step and end requests that reached their length, as the engine does."""
+        self.forgotten += self.scheduler.preempt(self.scheduler.find_releases().preempted)
         batch = self.scheduler.schedule(num_nodes, FixedLengthPolicy())
         paths, tokens = [], []
         for r, chunk, budget, scored in zip(
@@ -46,7 +47,7 @@ class Run:
         self.scheduler.commit(batch, Commit.from_lists(paths, tokens))
         for r in batch.requests:
             if len(r.output) >= r.sampling.max_tokens:
-                self.scheduler.finish(r)
+                self.forgotten += self.scheduler.finish(r)
         self.scheduler.check_integrity()
         return batch
 
@@ -289,7 +290,7 @@ def test_a_preempted_request_returns_to_its_place() -> None:
     requests = [request(3) for _ in range(4)]
     run.add(*requests)
     run.step()
-    run.scheduler._preempt(requests[1])
+    assert run.scheduler.preempt([requests[1]]) == [1]
     assert run.scheduler.waiting == requests[1:]
     assert list(run.step().requests) == requests[:2]
 

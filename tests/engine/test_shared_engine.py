@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_worker import running
-from test_worker_faults import FaultyLM, culprit_of
 
-import tiny_models
 from foredraft import LLM, ForedraftError, Sampling
-from method_cases import METHOD_CASES
+from tests.engine.test_worker import running
+from tests.engine.test_worker_faults import FaultyLM, culprit_of
+from tests.support import tiny_models
+from tests.support.method_cases import METHOD_CASES
 
 PROMPTS = [[n % 50 + 1, n % 7 + 5, n % 3 + 2] for n in range(12)]
 SAMPLINGS = [

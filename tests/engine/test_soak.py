@@ -7,14 +7,14 @@ import asyncio
 from collections.abc import Callable, Iterator
 
 import pytest
-from engine_soak import IN_FLIGHT, LIMITS, RandomLengthPolicy, SoakChecker, SoakRequest, generate_requests
 
-import tiny_models
 from foredraft.draft_length.adaptive import AdaptiveLengthPolicy
 from foredraft.draft_length.policy import DraftLengthPolicy
 from foredraft.engine.worker import Worker
 from foredraft.llm import LLM
-from method_cases import METHOD_CASES
+from tests.support import tiny_models
+from tests.support.engine_soak import IN_FLIGHT, LIMITS, RandomLengthPolicy, SoakChecker, SoakRequest, generate_requests
+from tests.support.method_cases import METHOD_CASES
 
 METHODS = ["draft_model", "eagle, tree", "ngram"]
 LENGTHS: dict[str, Callable[[], DraftLengthPolicy]] = {"restless": RandomLengthPolicy, "adaptive": AdaptiveLengthPolicy}

@@ -14,12 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-import engine_fakes
-import engine_oracle
-import tiny_models
-from engine_fakes import PERIOD, TableLM
 from foredraft import Completion, Sampling
 from foredraft.outputs import Delta
+from tests.support import engine_fakes, engine_oracle, tiny_models
+from tests.support.engine_fakes import PERIOD, TableLM
 
 EOS = 0
 PER_BATCH = 16

@@ -2,13 +2,12 @@
 
 import pytest
 
-import engine_fakes
-import tiny_models
-from engine_fakes import TableLM
 from foredraft import Sampling
 from foredraft.engine.transcript import Transcript
 from foredraft.request import RequestOptions
 from foredraft.sampling.distribution import distribution
+from tests.support import engine_fakes, tiny_models
+from tests.support.engine_fakes import TableLM
 
 V = 23
 LM = TableLM.from_seed(V, seed=2)
@@ -150,7 +149,7 @@ def test_prompt_logprobs_survive_a_preemption_in_the_middle_of_the_prompt() -> N
     engine.step()
     young = transcripts[1].request
     assert 0 < young.num_computed < len(young.prompt)
-    engine.scheduler._preempt(young)
+    engine.scheduler.preempt([young])
     engine.scheduler.limits = type(engine.scheduler.limits)(max_chunk=3)
     while engine.has_work:
         engine.step()

@@ -7,24 +7,23 @@ and fills the memory, an unbounded queue, and a server that reports health while
 import asyncio
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import pytest
 import torch
 
-import engine_fakes
-import tiny_models
-from engine_fakes import ScriptedDrafter, TableLM
 from foredraft import LLM, Completion, Delta, ForedraftError, Sampling
 from foredraft.draft_length.policy import StepReport
 from foredraft.engine.engine import Engine
 from foredraft.engine.stream import Stream, estimate_bytes
 from foredraft.engine.transcript import Transcript
 from foredraft.engine.worker import DrainingError, EngineObserver, QueueFullError, Worker, WorkerLimits
-from foredraft.request import Batch
+from foredraft.request import Batch, Request
 from foredraft.tree import TokenTree
+from tests.support import engine_fakes, tiny_models
+from tests.support.engine_fakes import ScriptedDrafter, TableLM
 
 V = 61
 LM = TableLM.from_seed(V, seed=3)
@@ -51,7 +50,7 @@ class Notes:
     finished_: list[Transcript] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
-    def on_step(self, engine: Engine, report: StepReport) -> None:
+    def on_step(self, requests: Sequence[Request], report: StepReport) -> None:
         self.num_steps += 1
 
     def on_finish(self, transcript: Transcript) -> None:

@@ -12,14 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from test_worker import FakeLLM, Notes, assert_idle, running, whole
 from torch import Tensor
 
-import engine_fakes
-import tiny_models
-from engine_fakes import ScriptedDrafter, TableLM
 from foredraft import Completion, Sampling
 from foredraft.engine import engine as engine_module
+from foredraft.engine import step_output
 from foredraft.engine.engine import Engine
 from foredraft.engine.fault_isolation import MAX_RESETS
 from foredraft.engine.sandbox import MAX_FAILURES, SandboxedDrafter
@@ -29,6 +26,9 @@ from foredraft.llm import LLM
 from foredraft.models.forward_batch import ForwardBatch
 from foredraft.request import Batch
 from foredraft.tree import TokenTree
+from tests.engine.test_worker import FakeLLM, Notes, assert_idle, running, whole
+from tests.support import engine_fakes, tiny_models
+from tests.support.engine_fakes import ScriptedDrafter, TableLM
 
 V = 61
 LM = TableLM.from_seed(V, seed=3)
@@ -146,17 +146,18 @@ STAGES: dict[str, Callable[[Engine], tuple[object, str]]] = {
     "forward": lambda engine: (engine.target, "forward"),
     "score": lambda engine: (engine_module, "collect_output"),
     "rule": lambda engine: (engine_module, "combine_rules"),
-    "cut": lambda engine: (engine, "_push_to_transcripts"),
+    "cut": lambda engine: (engine, "_append_tokens"),
     "push": lambda engine: (Transcript, "push"),
     "count": lambda engine: (Transcript, "record_step"),
-    "keep": lambda engine: (engine_module, "compact_accepted"),
+    "keep": lambda engine: (engine, "_compact_kv"),
     "observe": lambda engine: (engine.drafter, "observe"),
     "commit": lambda engine: (engine.scheduler, "commit"),
     "release": lambda engine: (engine.scheduler, "finish"),
-    "origins": lambda engine: (engine_module, "_classify_origins"),
+    "origins": lambda engine: (step_output, "classify_origins"),
     "emit": lambda engine: (Transcript, "emit"),
     "completion": lambda engine: (Transcript, "build_completion"),
     "publish": lambda engine: (engine, "_emit_deltas"),
+    "report": lambda engine: (engine, "_finish_step"),
     "learn": lambda engine: (engine.length_policy, "record_step"),
 }
 

@@ -15,19 +15,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine_fakes import TableLM, make_engine, make_transcript, run
-from foredraft.drafters.cross_vocab_base import CrossVocabDrafter, CrossVocabState
+from foredraft.drafters.common.tree_builder import TreeOptions
 from foredraft.drafters.draft import Draft
-from foredraft.drafters.registry import DrafterContext
-from foredraft.drafters.slem import SlemDrafter
-from foredraft.drafters.tli import TliDrafter
-from foredraft.drafters.tree_builder import TreeOptions
-from foredraft.drafters.vocab_map import VocabMap
+from foredraft.drafters.draft_model.cross_vocab.base import CrossVocabDrafter, CrossVocabState
+from foredraft.drafters.draft_model.cross_vocab.slem import SlemDrafter
+from foredraft.drafters.draft_model.cross_vocab.tli import TliDrafter
+from foredraft.drafters.draft_model.cross_vocab.vocab_map import VocabMap
+from foredraft.drafters.method import DrafterContext
 from foredraft.sampling.distribution import TokenHistory, distribution
 from foredraft.sampling.params import Sampling
 from foredraft.tokenization.byte_vocabulary import TokenizerVocabulary
-from statistical_checks import ALPHA, chi_square
-from tiny_vocabularies import letter_tokenizer
+from tests.support.engine_fakes import TableLM, make_engine, make_transcript, run
+from tests.support.statistical_checks import ALPHA, chi_square
+from tests.support.tiny_vocabularies import letter_tokenizer
 
 LETTERS = list("abcdef")
 OWN = ["e", "c", "x", "a", "ac", "d"]

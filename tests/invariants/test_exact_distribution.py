@@ -6,6 +6,8 @@ floor of 0.02. `generate` samples whole texts with the real noise, and so detect
 twice.
 """
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -13,8 +15,8 @@ import torch
 from foredraft.sampling import rng
 from foredraft.sampling.rng import NoiseStream, exponential_race
 from foredraft.verification.registry import RULES
-from statistical_checks import ALPHA, chi_square, total_variation
-from step_scenarios import (
+from tests.support.statistical_checks import ALPHA, chi_square, total_variation
+from tests.support.step_scenarios import (
     OUTPUT,
     PROMPT,
     Q_KINDS,
@@ -128,6 +130,7 @@ def test_texts_drawn_with_the_real_noise_follow_the_target(name, setting):
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("name", ["match", *BLOCKS])
 def test_many_texts_drawn_with_the_real_noise_follow_the_target(name, setting, q_kind):
-    """N = 200,000 for each of the 135 cases; false alarm 1e-6 for all of them together."""
+    """N = 200,000 for each of the 135 cases, or DISTRIBUTION_SAMPLES; false alarm 1e-6 for all of them together."""
     world = world_of(setting, q_kind)
-    assert compute_p_value(SystemUnderTest(RULES[name].verify), world, 200_000, is_match=name == "match") > ALPHA / 135
+    count = int(os.environ.get("DISTRIBUTION_SAMPLES", "200000"))
+    assert compute_p_value(SystemUnderTest(RULES[name].verify), world, count, is_match=name == "match") > ALPHA / 135

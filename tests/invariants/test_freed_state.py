@@ -14,15 +14,14 @@ from functools import cache
 from typing import Any
 
 import pytest
-from test_seq2seq_invariants import MADE as PAIRS
 from torch import Tensor, nn
 
-import tiny_models
-import tiny_seq2seq
 from foredraft import LLM, Completion, MemoryLimits, Sampling
 from foredraft.engine.transcript import Transcript
 from foredraft.kv.allocator import PageAllocator
-from method_cases import EACH_CASE, METHOD_CASES
+from tests.invariants.test_seq2seq import MADE as PAIRS
+from tests.support import tiny_models, tiny_seq2seq
+from tests.support.method_cases import EACH_CASE, METHOD_CASES
 
 LIMITS = MemoryLimits(kv_tokens=36, page_size=4, max_batch=4)  # of which a request takes half at most
 PROMPTS = [[5, 6, 7, 8, 9, 5, 6, 7, 8, 9], [33], [11, 12] * 6, [50] * 5, [61, 62, 63, 64, 61, 62], [44, 45], [9] * 14]
@@ -33,7 +32,7 @@ ABORTED = {0: 3, 3: 5, 5: 0}  # which -> after how many tokens
 
 # state that may grow: it holds no sequence, or keeps sequences on purpose
 SHARED = {
-    "SuffixCache.": "past outputs, which were asked for, by tenant and bounded (test_suffix_cache.py)",
+    "SuffixCache.": "past outputs, which were asked for, by tenant and bounded (test_output_cache.py)",
     "ValueEstimates._by_member": "numbers by part: how good its drafts are",
     "ValueEstimates._by_key": "numbers by part: how good its drafts are",
     "EnsembleDrafter.draft_counts": "numbers by part",
@@ -150,7 +149,6 @@ def losing(llm: LLM, nth: int) -> None:
 
 def check(llm: LLM, before: dict[str, int], requests: Sequence["weakref.ref[Any]"]) -> None:
     engine = llm.engine
-    engine.step()  # with nothing to do it lets go of those it ran last
     engine.drafter.forget(())  # a store sees the end of a request with the next call of any kind
     assert left_behind(before, contents(engine.drafter)) == {}
     assert [a.num_used for a in allocators(engine.drafter)] == [0] * len(allocators(engine.drafter))

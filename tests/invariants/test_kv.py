@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-import tiny_heads
-from foredraft.drafters.tree_builder import TreeOptions
-from kv_comparison import KVTally, simulate_draft_model, simulate_head
-from tiny_heads import HeadCase
+from foredraft.drafters.common.tree_builder import TreeOptions
+from tests.support import tiny_heads
+from tests.support.kv_comparison import KVTally, simulate_draft_model, simulate_head
+from tests.support.tiny_heads import HeadCase
 
 CASES = {
     "chain, match": (None, 4, "match"),

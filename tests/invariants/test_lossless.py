@@ -5,16 +5,17 @@ stale KV after a rejection, wrong positions, noise that depends on the batch, pe
 drafts that outlive a preemption.
 """
 
+import os
 from dataclasses import replace
 from functools import cache
 
 import pytest
 
-import tiny_models
 from foredraft import Completion, Sampling
 from foredraft.llm import LLM, MemoryLimits
 from foredraft.verification.registry import RULES
-from method_cases import EACH_CASE, METHOD_CASES, list_missing_methods
+from tests.support import tiny_models
+from tests.support.method_cases import EACH_CASE, METHOD_CASES, list_missing_methods, pair_cases_with_rules
 
 # ragged, with repetition for the methods that look text up; the last one ends near the context limit
 PROMPTS: list[list[int]] = [
@@ -78,12 +79,9 @@ def test_text_is_the_same_with_and_without_a_drafter(name: str, mode: str) -> No
     assert rejected > 0, "no draft was ever rejected: nothing was ever rolled back"
 
 
-@pytest.mark.parametrize("rule", [rule for rule in LOSSLESS if rule != "match"])
-@pytest.mark.parametrize("name", EACH_CASE)
+@pytest.mark.parametrize(("name", "rule"), pair_cases_with_rules([rule for rule in LOSSLESS if rule != "match"]))
 def test_greedy_text_is_the_same_under_every_lossless_rule(name: str, rule: str) -> None:
     """A greedy distribution has one outcome, so no rule may differ from `match`; trees do not go under `block`."""
-    if rule == "block" and not METHOD_CASES[name].is_chain:
-        pytest.skip("block verification takes chains")
     accepted = rejected = 0
     for num_tokens in (1, 2, 5, 8):
         llm = tiny_models.plain().with_drafter(METHOD_CASES[name].make(num_tokens), verify=rule)
@@ -178,13 +176,20 @@ def test_unseeded_requests_differ(rule: str) -> None:
     assert len(texts) == 24
 
 
+@cache
+def decode_many() -> tuple[list[list[int]], Sampling, list[list[int]]]:
+    """Return 1,000 ragged prompts (LOSSLESS_PROMPTS sets the number), their sampling, and their plain greedy output."""
+    count = int(os.environ.get("LOSSLESS_PROMPTS", "1000"))
+    sampling = Sampling(max_tokens=128, temperature=0, ignore_eos=True)
+    prompts = [[(i * j * j + 3 * j + i) % 90 + 4 for j in range(1 + i % 60)] for i in range(count)]
+    return prompts, sampling, ids(tiny_models.plain().generate(prompts, sampling))
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("name", EACH_CASE)
 def test_greedy_text_is_the_same_over_a_thousand_prompts(name: str) -> None:
-    """1,000 ragged prompts of 128 tokens, at every draft length, in batches of 32."""
-    sampling = Sampling(max_tokens=128, temperature=0, ignore_eos=True)
-    prompts = [[(i * j * j + 3 * j + i) % 90 + 4 for j in range(1 + i % 60)] for i in range(1000)]
-    alone = ids(tiny_models.plain().generate(prompts, sampling))
+    """1,000 ragged prompts, 128 output tokens each, at every draft length, in batches of 32."""
+    prompts, sampling, alone = decode_many()
     accepted = rejected = 0
     for num_tokens in LENGTHS:
         llm = tiny_models.plain().with_drafter(METHOD_CASES[name].make(num_tokens), verify="match")

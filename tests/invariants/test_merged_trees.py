@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from foredraft.drafters.draft import Draft
-from foredraft.drafters.tree_merge import MergedTree, stack_trees
+from foredraft.drafters.ensemble.tree_merge import MergedTree, stack_trees
 from foredraft.request import Batch, Request
 from foredraft.sampling.params import Sampling
 from foredraft.tree import TokenTree
@@ -97,7 +97,7 @@ def outcomes(tree: TokenTree) -> Iterator[tuple[float, Tokens, np.ndarray]]:
         while True:
             answers = Answers(given)
             commit = rules.reject(tree, P[rows], answers)  # type: ignore[arg-type]
-            yield answers.weight, tuple(commit.token_lists[0][:-1]), ended.pop()
+            yield answers.weight, tuple(commit.tokens[0][:-1]), ended.pop()
             given = answers.given[: len(answers.asked)]
             while given and not given[-1]:
                 given.pop()
@@ -253,7 +253,7 @@ def _guess_kept_twice(world: World, draft: Drawn) -> TokenTree:
     tree = own_tree(world, draft)
     [(_, guess)] = world.guess(draft)
     assert tree.q is not None
-    tokens, parents = [*tree.token_lists[0], guess.tokens[0]], [*tree.parent_lists[0], 0]
+    tokens, parents = [*tree.tokens[0], guess.tokens[0]], [*tree.parents[0], 0]
     q = torch.cat([tree.q, tree.q.new_zeros(1, V)])
     return TokenTree([tokens], [parents], q, num_sampled_children=(*map(len, tree.children[0]), 0))
 

@@ -4,15 +4,15 @@ import numpy as np
 import pytest
 import torch
 
-import mutants
-from edge_cases import EDGES, find_impossible_tokens
 from foredraft.sampling import rng
 from foredraft.sampling.distribution import distribution
 from foredraft.verification.registry import RULES
-from noise_inverse import find_seed, to_signed
-from sampling_cases import measure_largest_error
-from statistical_checks import ALPHA, chi_square
-from step_scenarios import (
+from tests.support import mutants
+from tests.support.edge_cases import EDGES, find_impossible_tokens
+from tests.support.noise_inverse import find_seed, to_signed
+from tests.support.sampling_cases import measure_largest_error
+from tests.support.statistical_checks import ALPHA, chi_square
+from tests.support.step_scenarios import (
     SETTINGS,
     StepScenario,
     SystemUnderTest,

@@ -21,7 +21,7 @@ from foredraft.kernels.arena import Arena
 from foredraft.kernels.cpu import build
 from foredraft.kernels.cpu.library import TILE_SET, LinearRecord, NativeLibrary, load_library
 from foredraft.kernels.linear import PackedWeight, linear
-from kernels.library_setups import EMULATED, NATIVE, build_emulated, make_normal, use_library
+from tests.support.library_setups import EMULATED, NATIVE, build_emulated, make_normal, use_library
 
 pytestmark = NATIVE
 

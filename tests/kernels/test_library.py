@@ -21,8 +21,8 @@ from foredraft.kernels.rows import PackedRows
 from foredraft.models.forward_batch import Span
 from foredraft.models.hf import HFModel
 from foredraft.models.native.decoder import explain_unsupported
-from kernels.library_setups import NATIVE, make_normal
-from models.families import TINY
+from tests.support.families import TINY
+from tests.support.library_setups import NATIVE, make_normal
 
 GREEDY = Sampling(max_tokens=24, temperature=0, ignore_eos=True)
 PROMPTS = [[5, 6, 7, 8], [9], list(range(10, 60))]

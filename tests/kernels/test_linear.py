@@ -13,7 +13,7 @@ from torch import Tensor
 from foredraft.errors import ForedraftError
 from foredraft.kernels.arena import Arena
 from foredraft.kernels.linear import PackedWeight, linear, linear_reference
-from kernels.library_setups import (
+from tests.support.library_setups import (
     EACH_SET,
     NATIVE,
     ROUNDING,

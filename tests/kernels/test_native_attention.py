@@ -20,7 +20,8 @@ from foredraft.kernels.cpu import build
 from foredraft.kernels.cpu.library import AttentionRecord, _open_library
 from foredraft.kernels.rows import PackedRows
 from foredraft.models.forward_batch import Span
-from kernels.library_setups import (
+from tests.models.test_forward_batch import PAGE_SIZE, spans
+from tests.support.library_setups import (
     EACH_SET,
     LAYOUTS,
     NATIVE,
@@ -35,8 +36,7 @@ from kernels.library_setups import (
     run_concurrently,
     thread_setups,
     use_library,
-)  # fmt: skip
-from models.test_forward_batch import PAGE_SIZE, spans
+)
 
 pytestmark = NATIVE
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

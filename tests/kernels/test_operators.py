@@ -11,7 +11,7 @@ from foredraft.kernels.arena import Arena
 from foredraft.kernels.linear import PackedWeight
 from foredraft.kernels.rows import PackedRows
 from foredraft.models.forward_batch import Span
-from kernels.library_setups import NATIVE, change_layout, make_normal
+from tests.support.library_setups import NATIVE, change_layout, make_normal
 
 pytestmark = NATIVE
 ROWS = PackedRows.pack([Span([3, 1], 5, [1, 2], [0, 1]), Span([2], 0, [4], [0])], [0], 4)

@@ -28,7 +28,7 @@ from foredraft.kernels.quantize import (
     select_packers,
     unpack,
 )
-from kernels.library_setups import (
+from tests.support.library_setups import (
     EACH_SET,
     NATIVE,
     ROUNDING,

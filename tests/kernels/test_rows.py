@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from foredraft.kernels.rows import PackedRows
 from foredraft.models.forward_batch import ForwardBatch, Span
-from models.test_forward_batch import PAGE_SIZE, compute_visible_slots, spans
+from tests.models.test_forward_batch import PAGE_SIZE, compute_visible_slots, spans
 
 
 def pack(spans: list[Span], logit_rows: list[int] | None = None) -> PackedRows:

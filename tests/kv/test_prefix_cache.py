@@ -17,13 +17,9 @@ class Owner:
     """A drafter whose memory is valid to the given degree."""
 
     def __init__(self, lookahead: int = 0) -> None:
-        self.settled: list[int] = []
         self.draft_kv: DraftKV | None = DraftKV(
-            KVPool(), token_lookahead=lookahead, is_rebuildable_from_tokens=not lookahead, flush=self.settled.extend
+            KVPool(), token_lookahead=lookahead, is_rebuildable_from_tokens=not lookahead
         )
-
-    def flush(self, slots: list[int]) -> None:
-        self.settled += slots
 
 
 def request(tokens: list[int], slot: int = 0, **options: object) -> Request:
@@ -35,6 +31,15 @@ def fill(cache: PrefixCache, r: Request, computed: int) -> Request:
     cache.allocator.grow(r.pages, computed)
     r.num_computed = computed
     cache.insert(r)
+    return r
+
+
+def start(cache: PrefixCache, r: Request) -> Request:
+    """Give a request the pages of its hit, as the scheduler does."""
+    hit = cache.match(r)
+    cache.acquire(r, hit)
+    r.pages += hit.pages
+    r.num_computed = len(hit.pages) * PAGE
     return r
 
 
@@ -75,7 +80,7 @@ def test_only_full_pages_of_what_is_computed_are_found() -> None:
 def test_what_is_found_is_held_by_both_and_stays_when_one_ends() -> None:
     cache = cache_of()
     first, second = fill(cache, request(TEXT), 12), request([*TEXT, 1], slot=1)
-    cache.apply_hit(second, cache.match(second))
+    start(cache, second)
     assert second.pages == [1, 2, 3]
     assert (second.num_computed, cache.allocator.num_holders(1)) == (12, 2)
     cache.release(first, is_finished=True)
@@ -105,15 +110,20 @@ def test_salts_are_apart() -> None:
 def test_hashes_are_keyed_and_made_once() -> None:
     """The same text has other hashes in another cache; a request reuses its hashes."""
     one, other = request(TEXT), request(TEXT)
-    fill(cache_of(), one, 12)
-    fill(cache_of(), other, 12)
-    assert len(one.page_hashes) == 3
-    assert not set(one.page_hashes) & set(other.page_hashes)
+    hashes = []
+    for r in (one, other):
+        cache = cache_of()
+        fill(cache, r, 12)
+        hashes.append(cache._cached_pages[r].hashes)
+    assert len(hashes[0]) == 3
+    assert not set(hashes[0]) & set(hashes[1])
     cache = cache_of()
     cache.match(r := request([*TEXT, 1]))
-    r.page_hashes[0] = b"made before"
+    cache._cached_pages[r].hashes[0] = b"made before"
     cache.match(r)
-    assert r.page_hashes[0] == b"made before"
+    assert cache._cached_pages[r].hashes[0] == b"made before"
+    cache.forget(r)
+    assert not cache._cached_pages, "nothing stays of a request that has ended"
 
 
 def test_prompt_logprobs_want_every_row() -> None:
@@ -130,7 +140,7 @@ def test_the_least_recently_used_goes_first_and_the_end_before_the_beginning() -
     for r in (a, b):
         cache.release(r, is_finished=True)
     again = request([*TEXT[:8], 99], slot=2)
-    cache.apply_hit(again, cache.match(again))  # a's first two pages are used again
+    start(cache, again)  # a's first two pages are used again
     cache.release(again, is_finished=True)
     gone = []
     forget = cache.allocator.on_evict
@@ -175,7 +185,7 @@ class TestDraftMemory:
         again = request([*TEXT, 2], slot=3)
         hit = cache.match(again)
         assert hit == PrefixHit((1, 2, 3), 1)
-        cache.apply_hit(again, hit)
+        start(cache, again)
         assert owner.draft_kv.num_valid[3] == 4
 
     def test_a_drafter_that_cannot_reread_takes_only_what_is_right(self) -> None:
@@ -228,10 +238,12 @@ class TestDraftMemory:
         owner = Owner(lookahead=1)
         cache = cache_of(owner=owner)
         fill(cache, request([*TEXT, 1], slot=4), 12)
-        cache.match(request([*TEXT, 1]))
-        assert owner.settled == [4]
-        owner.draft_kv.num_valid[4] = 12
-        assert cache.match(request([*TEXT, 1])).num_draft_pages == 3
+        again = request([*TEXT, 1])
+        assert cache.match(again) == PrefixHit()
+        assert cache.find_unrecorded_slots(again) == [4]
+        owner.draft_kv.num_valid[4] = 12  # as a flush does
+        assert cache.match(again).num_draft_pages == 3
+        assert cache.find_unrecorded_slots(again) == []
 
     def test_a_drafter_that_was_given_up_limits_nothing(self) -> None:
         owner = Owner(lookahead=1)

@@ -14,8 +14,8 @@ from foredraft.kv.pool import KVPool
 from foredraft.models.attention import attend_explicit, paged_attention
 from foredraft.models.forward_batch import MAX_PADDED_ROWS, ForwardBatch, Span
 from foredraft.models.hf import HFModel
-from models.families import TINY
-from models.test_forward_batch import PAGE_SIZE, compute_visible_slots, spans
+from tests.models.test_forward_batch import PAGE_SIZE, compute_visible_slots, spans
+from tests.support.families import TINY
 
 HEADS, SHARED, WIDTH = 4, 2, 8
 

@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 
-import damaged_folders
-import tiny_models
-from checkpoints import published_folders
 from foredraft import LLM, Sampling
-from foredraft.checkpoints.read import read
+from foredraft.drafters.checkpoint_folders import read
 from foredraft.errors import ForedraftError
+from tests.support import damaged_folders, tiny_models
+from tests.support.checkpoints import published_folders
 
 TARGETS = damaged_folders.list_target_damage()
 MAKERS: dict[str, Callable[..., Path]] = {

@@ -12,15 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-import tiny_models
-import tiny_seq2seq
 from foredraft import LLM, Grammar, MemoryLimits, RequestOptions, Sampling, Seq2Seq, speculate
 from foredraft.errors import ForedraftError
 from foredraft.kernels.cpu.library import load_library
 from foredraft.models.encdec.model import EncoderDecoder
 from foredraft.models.forward_batch import AFTER_FINAL_NORM, ForwardBatch, Span
 from foredraft.source import EncoderSource
-from tiny_seq2seq import FAMILIES, make_model, reference, sources
+from tests.support import tiny_models, tiny_seq2seq
+from tests.support.tiny_seq2seq import FAMILIES, make_model, reference, sources
 
 GREEDY = Sampling(temperature=0.0, max_tokens=24)
 VARIANTS = [
@@ -160,7 +159,6 @@ def test_what_a_source_takes_is_freed_with_its_requests() -> None:
         next(stream)
     assert [memory.num_sources for memory in memories] == [4, 4], "samples of one prompt share its source"
     stream.close()  # aborts
-    llm.engine.step_requests = ()
     gc.collect()
     assert [memory.num_sources for memory in memories] == [0, 0]
 

@@ -14,7 +14,7 @@ from foredraft.errors import ForedraftError
 from foredraft.models.forward_batch import MAX_PADDED_ROWS
 from foredraft.models.hf import find_decoder_layers
 from foredraft.tree import TokenTree
-from models.families import FAMILIES, SLIDING, VOCAB, PagedModel, compute_reference, make_family, tokens
+from tests.support.families import FAMILIES, SLIDING, VOCAB, PagedModel, compute_reference, make_family, tokens
 
 SLIDERS = ["mistral", "qwen2-sliding", "mixtral", "gemma2", "gemma3", "phi3", "starcoder2", "gpt_oss"]
 ALL = pytest.mark.parametrize("family", FAMILIES)
@@ -55,7 +55,7 @@ def random_tree(random: Random, size: int) -> tuple[list[int], list[int]]:
 
 def along_paths(model: Any, prefix: list[int], tree: TokenTree, b: int) -> Tensor:
     """[N, V] logits after every node, from plain passes over the text down to it."""
-    nodes, parents, rows = tree.token_lists[b], tree.parent_lists[b], {}
+    nodes, parents, rows = tree.tokens[b], tree.parents[b], {}
     for leaf in range(len(nodes)):
         if leaf not in parents:
             logits = compute_reference(model, prefix + nodes[:1] + tree.get_draft_path(b, leaf))
@@ -80,11 +80,11 @@ def test_every_path_of_a_tree_and_what_follows_the_accepted_one(family: str, dty
     for b in prefixes:
         deepest = max(range(tree.sizes[b]), key=tree.depths[b].__getitem__)
         path = [deepest]
-        while tree.parent_lists[b][path[0]] >= 0:
-            path.insert(0, tree.parent_lists[b][path[0]])
+        while tree.parents[b][path[0]] >= 0:
+            path.insert(0, tree.parents[b][path[0]])
         paths.append(path)
     assert paged.compact(paths) > 0, "a tree whose deepest path lies in front tests no compaction"
-    kept = {b: prefixes[b] + [tree.token_lists[b][node] for node in paths[b]] for b in prefixes}
+    kept = {b: prefixes[b] + [tree.tokens[b][node] for node in paths[b]] for b in prefixes}
     more = {b: tokens(6, seed=20 + b) for b in prefixes}
     close(paged.read(more), torch.cat([compute_reference(model, kept[b] + more[b])[-6:] for b in prefixes]))
 

@@ -8,12 +8,12 @@ import torch
 import transformers as hf
 from tokenizers import Tokenizer, models
 
-import tiny_models
 from foredraft import LLM
-from foredraft.checkpoints.read import recognise
 from foredraft.checkpoints.target import read_target
+from foredraft.drafters.checkpoint_folders import recognise
 from foredraft.errors import ForedraftError
 from foredraft.models.loading import load_model, load_tokenizer
+from tests.support import tiny_models
 
 CPU = torch.device("cpu")
 READERS = [lambda name: load_model(name, "auto", CPU), recognise, read_target]

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models
 
 from foredraft.errors import ForedraftError
 from foredraft.models.loading import check_vocabularies, load_model, load_tokenizer, parse_device, parse_dtype
-from models.families import TINY, VOCAB
+from tests.support.families import TINY, VOCAB
 
 CPU = torch.device("cpu")
 

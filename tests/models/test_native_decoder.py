@@ -18,17 +18,17 @@ import transformers as hf
 from torch import Tensor, nn
 
 from foredraft import LLM, Sampling
-from foredraft.drafters.draft_model import DraftModel
-from foredraft.drafters.registry import DrafterContext
+from foredraft.drafters.draft_model.drafter import DraftModel
+from foredraft.drafters.method import DrafterContext
 from foredraft.errors import ForedraftError
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
 from foredraft.models.hf import HFModel
 from foredraft.models.native.decoder import explain_unsupported
 from foredraft.tree import TokenTree
-from kernels.library_setups import EACH_SET, NATIVE, THREAD_SETUPS, ThreadSetup, run_concurrently, use_library
-from models import families
-from models.families import ALTERNATING, EXACT, SLIDING, TINY, VOCAB, PagedModel, compute_reference, tokens
-from models.test_families import _boundaries, along_paths, random_tree
+from tests.models.test_families import _boundaries, along_paths, random_tree
+from tests.support import families
+from tests.support.families import ALTERNATING, EXACT, SLIDING, TINY, VOCAB, PagedModel, compute_reference, tokens
+from tests.support.library_setups import EACH_SET, NATIVE, THREAD_SETUPS, ThreadSetup, run_concurrently, use_library
 
 pytestmark = NATIVE
 
@@ -206,19 +206,19 @@ def test_every_node_of_a_tree_has_the_bits_of_its_own_text(family: str, dtype: t
     for b, prefix in prefixes.items():
         for node in range(tree.sizes[b]):
             path = [node]
-            while tree.parent_lists[b][path[0]] >= 0:
-                path.insert(0, tree.parent_lists[b][path[0]])
-            text = prefix + [tree.token_lists[b][n] for n in path]
+            while tree.parents[b][path[0]] >= 0:
+                path.insert(0, tree.parents[b][path[0]])
+            text = prefix + [tree.tokens[b][n] for n in path]
             assert torch.equal(ours[at], PagedModel(lm).read({0: text})[-1]), f"request {b}, node {node}"
             at += 1
         deepest = max(range(tree.sizes[b]), key=tree.depths[b].__getitem__)
         paths.append([deepest])
-        while tree.parent_lists[b][paths[b][0]] >= 0:
-            paths[b].insert(0, tree.parent_lists[b][paths[b][0]])
+        while tree.parents[b][paths[b][0]] >= 0:
+            paths[b].insert(0, tree.parents[b][paths[b][0]])
     assert paged.compact(paths) > 0
     more = {b: tokens(6, seed=20 + b) for b in prefixes}
     after = paged.read(more)
-    kept = {b: prefixes[b] + [tree.token_lists[b][node] for node in paths[b]] + more[b] for b in prefixes}
+    kept = {b: prefixes[b] + [tree.tokens[b][node] for node in paths[b]] + more[b] for b in prefixes}
     assert torch.equal(after, torch.cat([PagedModel(lm).read({0: text})[-6:] for text in kept.values()]))
 
 

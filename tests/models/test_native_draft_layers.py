@@ -36,7 +36,10 @@ from foredraft.models.native.draft_layers import (
     explain_unsupported,
 )
 from foredraft.tree import TokenTree
-from kernels.library_setups import (
+from tests.models.test_families import random_tree
+from tests.models.test_native_decoder import as_right, size
+from tests.support.families import PAGE_SIZE, VOCAB, tokens
+from tests.support.library_setups import (
     EACH_SET,
     NATIVE,
     THREAD_SETUPS,
@@ -45,9 +48,6 @@ from kernels.library_setups import (
     run_concurrently,
     use_library,
 )
-from models.families import PAGE_SIZE, VOCAB, tokens
-from models.test_families import random_tree
-from models.test_native_decoder import as_right, size
 
 pytestmark = NATIVE
 
@@ -289,7 +289,7 @@ def test_every_node_of_a_tree_has_the_bits_of_its_own_text(name: str, dtype: tor
     paged.read(prefixes, rows=[])
 
     def span(b: int, first: int, last: int) -> Span:
-        ids, depths, parents = tree.token_lists[b][first:last], tree.depths[b][:last], tree.parent_lists[b][:last]
+        ids, depths, parents = tree.tokens[b][first:last], tree.depths[b][:last], tree.parents[b][:last]
         return Span(paged.table(b), len(prefixes[b][0]), ids, depths, parents, first)
 
     run_concurrently = paged.run([span(b, 0, n) for b, n in enumerate(tree.sizes)], torch.cat(given))
@@ -303,9 +303,9 @@ def test_every_node_of_a_tree_has_the_bits_of_its_own_text(name: str, dtype: tor
         )
         for node in range(tree.sizes[b]):
             path = [node]
-            while tree.parent_lists[b][path[0]] >= 0:
-                path.insert(0, tree.parent_lists[b][path[0]])
-            whole = [*ids, *(tree.token_lists[b][n] for n in path)], torch.cat([features, given[b][path]])
+            while tree.parents[b][path[0]] >= 0:
+                path.insert(0, tree.parents[b][path[0]])
+            whole = [*ids, *(tree.tokens[b][n] for n in path)], torch.cat([features, given[b][path]])
             alone = Paged(fused).read({0: whole})
             assert equal((alone[0][-1], alone[1][-1]), (run_concurrently[0][own[node]], run_concurrently[1][own[node]]))
 

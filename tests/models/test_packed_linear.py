@@ -25,8 +25,8 @@ from foredraft.kernels.quantize import INT4, INT8, multiply
 from foredraft.models.hf import HFModel
 from foredraft.models.packed_linear import PackedLinear, pack_linears
 from foredraft.zoo import corpus
-from kernels.library_setups import NATIVE
-from models.families import FAMILIES, PagedModel, compute_reference, make_family, tokens
+from tests.support.families import FAMILIES, PagedModel, compute_reference, make_family, tokens
+from tests.support.library_setups import NATIVE
 
 PROMPT = "def parse(self, text):\n"
 GREEDY = Sampling(max_tokens=40, temperature=0.0)

@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import tiny_models
 from foredraft import LLM, Sampling
 from foredraft.errors import ForedraftError
 from foredraft.models.loading import load_model
 from foredraft.models.quantized import check_quantization_kind, check_stored_dtypes, check_unused_tensors
+from tests.support import tiny_models
 
 CPU = torch.device("cpu")
 LAYER = "model.layers.0.self_attn.q_proj"

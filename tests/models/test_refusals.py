@@ -13,7 +13,7 @@ from torch import nn
 from foredraft.errors import ForedraftError
 from foredraft.models.compatibility import probe_attention
 from foredraft.models.hf import HFModel
-from models.families import EXPERTS, TINY, VOCAB, make_family
+from tests.support.families import EXPERTS, TINY, VOCAB, make_family
 
 HEADS = {"head_dim": 8}
 STATE = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2}

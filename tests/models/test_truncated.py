@@ -18,9 +18,9 @@ from foredraft.models.forward_batch import AFTER_FINAL_NORM
 from foredraft.models.hf import HFModel, find_decoder_layers
 from foredraft.models.truncated import Adapter, Truncated, count_weights, find_final_norm, truncate_model
 from foredraft.tree import TokenTree
-from kernels.library_setups import NATIVE
-from models.families import FAMILIES, TINY, PagedModel, compute_reference, make_family, tokens
-from models.test_families import random_tree
+from tests.models.test_families import random_tree
+from tests.support.families import FAMILIES, TINY, PagedModel, compute_reference, make_family, tokens
+from tests.support.library_setups import NATIVE
 
 IDS = tokens(30)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -8,10 +8,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from transformers import generation
 
-import sampling_oracle
 from foredraft.sampling.distribution import TokenHistory, distribution
 from foredraft.sampling.params import Sampling
-from sampling_cases import SETTINGS, V, assert_same, compute_expected, make_history, measure_largest_error
+from tests.support import sampling_oracle
+from tests.support.sampling_cases import SETTINGS, V, assert_same, compute_expected, make_history, measure_largest_error
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -15,8 +15,8 @@ from foredraft.sampling.rng import (
     uniform,
     uniform_matrix,
 )
-from noise_inverse import MASK, find_seed, to_signed, unmix
-from statistical_checks import ALPHA, chi_square
+from tests.support.noise_inverse import MASK, find_seed, to_signed, unmix
+from tests.support.statistical_checks import ALPHA, chi_square
 
 EXTREMES = [0, 1, (1 << 12) - 1, 1 << 12, 1 << 63, MASK >> 1, MASK ^ ((1 << 12) - 1), MASK - 1, MASK]
 

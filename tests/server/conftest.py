@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 
 import pytest
-from browser_pages import CHROMIUM, FLAGS, open_page, serve_app
-from live_server import RunningServer, run_server
-from playground_fakes import FakeServer
+
+from tests.support.server.browser_pages import CHROMIUM, FLAGS, open_page, serve_app
+from tests.support.server.live_server import RunningServer, run_server
+from tests.support.server.playground_fakes import FakeServer
 
 
 @pytest.fixture(scope="session")

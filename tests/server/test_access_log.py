@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from hostile_wire import exchange
-from live_server import NAME, RunningServer, make_fresh_llm, run_server
 
 from foredraft.errors import ForedraftError
 from foredraft.server.settings import ServerSettings
+from tests.support.server.hostile_wire import exchange
+from tests.support.server.live_server import NAME, RunningServer, make_fresh_llm, run_server
 
 KEY = "sk-canary-5f1e"
 OPEN = {"/health", "/ready", "/metrics", "/version"}

@@ -4,11 +4,11 @@ import json
 from typing import Any
 
 import pytest
-from live_server import NAME, RunningServer, make_fresh_llm, make_small_llm, run_server
 
-import tiny_models
 from foredraft import LLM, Sampling
 from foredraft.server.settings import ServerSettings
+from tests.support import tiny_models
+from tests.support.server.live_server import NAME, RunningServer, make_fresh_llm, make_small_llm, run_server
 
 PATH = "/v1/chat/completions"
 GREEDY = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import httpx
 import openai
 import pytest
-from live_server import NAME, RunningServer, make_small_llm
 
-import tiny_models
 from foredraft import Sampling
+from tests.support import tiny_models
+from tests.support.server.live_server import NAME, RunningServer, make_small_llm
 
 
 @pytest.fixture

@@ -1,10 +1,10 @@
 """/v1/completions against the library itself, and its stream against its plain answer."""
 
 import pytest
-from live_server import RunningServer, make_small_llm
 
-import tiny_models
 from foredraft import Sampling
+from tests.support import tiny_models
+from tests.support.server.live_server import RunningServer, make_small_llm
 
 GREEDY = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
 PATH = "/v1/completions"

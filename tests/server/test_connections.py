@@ -12,11 +12,11 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from live_server import RunningServer, make_fresh_llm, run_server
-from test_disconnect import LONG, Slow, request, wait_for
 
 from foredraft.errors import ForedraftError
 from foredraft.server.lifecycle import listen
+from tests.server.test_disconnect import LONG, Slow, request, wait_for
+from tests.support.server.live_server import RunningServer, make_fresh_llm, run_server
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 SHORT = {"prompt": "the end", "max_tokens": 12, "ignore_eos": True, "temperature": 0}

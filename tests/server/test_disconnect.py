@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import httpx
 import pytest
-from live_server import NAME, RunningServer, make_fresh_llm, run_server
 
 from foredraft.engine.worker import WorkerLimits
 from foredraft.server.settings import RequestLimits, ServerSettings
+from tests.support.server.live_server import NAME, RunningServer, make_fresh_llm, run_server
 
 LONG = {"prompt": "the end", "max_tokens": 240, "ignore_eos": True, "temperature": 0}
 

@@ -6,12 +6,12 @@ import socket
 from dataclasses import replace
 
 import pytest
-from live_server import NAME, RunningServer, make_fresh_llm, run_server
 
 from foredraft.sampling.json_depth import measure_depth
 from foredraft.server.errors import ApiError
 from foredraft.server.json_body import parse
 from foredraft.server.settings import RequestLimits, ServerSettings
+from tests.support.server.live_server import NAME, RunningServer, make_fresh_llm, run_server
 
 PATH = "/v1/completions"
 LIMITS = RequestLimits()

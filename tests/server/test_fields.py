@@ -1,11 +1,11 @@
 """Request fields: each has an effect, or accepts only values that request nothing; others are refused by name."""
 
 import pytest
-from live_server import CHATML, NAME, RunningServer, run_server
 
-import tiny_models
 from foredraft.server.schemas import NEUTRAL_VALUES, ChatRequest, CompletionRequest
 from foredraft.server.settings import ServerSettings
+from tests.support import tiny_models
+from tests.support.server.live_server import CHATML, NAME, RunningServer, run_server
 
 BASE = {"prompt": "the end", "temperature": 1.0, "seed": 7, "max_tokens": 30, "ignore_eos": True}
 CHAT = {

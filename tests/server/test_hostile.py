@@ -11,15 +11,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from hostile_corpus import COMPLETE, corpus, keys
-from hostile_wire import CANARY, HostileRequest, exchange, find_fault, get, post, post_chunked
-from live_server import CHATML, NAME, RunningServer, make_fresh_llm, run_server
 
 from foredraft.sampling.grammar import PARSER_LIMITS, GrammarCompiler
 from foredraft.server.connection import READ_BYTES, Connection
 from foredraft.server.schemas import ChatMessage
 from foredraft.server.service import Service
 from foredraft.server.settings import RequestLimits, ServerSettings
+from tests.support.server.hostile_corpus import COMPLETE, corpus, keys
+from tests.support.server.hostile_wire import CANARY, HostileRequest, exchange, find_fault, get, post, post_chunked
+from tests.support.server.live_server import CHATML, NAME, RunningServer, make_fresh_llm, run_server
 
 KEY = "sk-canary-77aa-key"
 STALL = 1.0  # seconds; the strict figures are benchmarks/hostile.py's

@@ -14,12 +14,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hostile_corpus import CHAT, COMPLETE
-from hostile_wire import exchange, get, post, post_chunked
-from live_server import NAME, RunningServer, make_fresh_llm, run_server
-from test_hostile import assert_unharmed
 
 from foredraft.server.settings import RequestLimits, ServerSettings
+from tests.server.test_hostile import assert_unharmed
+from tests.support.server.hostile_corpus import CHAT, COMPLETE
+from tests.support.server.hostile_wire import exchange, get, post, post_chunked
+from tests.support.server.live_server import NAME, RunningServer, make_fresh_llm, run_server
 
 GOOD: dict[str, Any] = {"prompt": "the end", "max_tokens": 12, "ignore_eos": True, "temperature": 0}
 STREAM = GOOD | {"stream": True, "max_tokens": 200}

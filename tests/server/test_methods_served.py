@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live_server import NAME, RunningServer, make_small_llm, run_server
-from test_disconnect import request, wait_for
 
-import tiny_models
-import tiny_seq2seq
 from foredraft import LLM, Sampling
 from foredraft.server.settings import ServerSettings
+from tests.server.test_disconnect import request, wait_for
+from tests.support import tiny_models, tiny_seq2seq
+from tests.support.server.live_server import NAME, RunningServer, make_small_llm, run_server
 
 STORE = {"suffix.store_tokens": 4096, "suffix.min_confidence": 0.01}
 BODY = {"prompt": "and then the end", "max_tokens": 20, "ignore_eos": True}

@@ -4,11 +4,10 @@ import json
 import re
 from pathlib import Path
 
-from live_server import NAME, RunningServer, make_fresh_llm, run_server
-
 import foredraft.server
 from foredraft.server.histogram import Histogram
 from foredraft.server.settings import ServerSettings
+from tests.support.server.live_server import NAME, RunningServer, make_fresh_llm, run_server
 
 BODY = {"prompt": "the end", "temperature": 0, "max_tokens": 30, "ignore_eos": True}
 DASHBOARD = Path(foredraft.server.__file__).parent / "grafana.json"

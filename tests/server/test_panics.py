@@ -4,17 +4,17 @@ from collections.abc import Iterator
 from functools import cache
 
 import pytest
-from live_server import NAME, RunningServer, run_server
 from tokenizers import Regex, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
-import tiny_models
 from foredraft import LLM, ForedraftError, Sampling
 from foredraft.errors import is_panic
 from foredraft.server.settings import ServerSettings
 from foredraft.tokenization.detokenizer import WindowDetokenizer
+from tests.support import tiny_models
+from tests.support.server.live_server import NAME, RunningServer, run_server
 
 PANIC = "a" * 60 + "b"  # beyond the number of ways that the pattern may try
 

@@ -11,16 +11,16 @@ import pytest
 
 pytest.importorskip("fastapi", reason="pip install foredraft[serve]")
 
-from browser_pages import open_page, run, serve_app, styles, wait_until
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
-from playground_fakes import EVIL
 
 from foredraft import LLM
 from foredraft.server.app import create_app
 from foredraft.server.playground import CONTENT_TYPES, STATIC_FOLDER, make_playground_router
 from foredraft.server.service import Service
 from foredraft.server.settings import ServerSettings
+from tests.support.server.browser_pages import open_page, run, serve_app, styles, wait_until
+from tests.support.server.playground_fakes import EVIL
 
 FILES = sorted(path for path in STATIC_FOLDER.iterdir() if path.suffix in CONTENT_TYPES)
 

@@ -3,7 +3,8 @@
 import re
 
 import pytest
-from browser_pages import open_page, run, wait_until
+
+from tests.support.server.browser_pages import open_page, run, wait_until
 
 PHONE = {"width": 390, "height": 844}
 IN_VIEW = "e => { const b = e.getBoundingClientRect(); return b.top >= 0 && b.bottom <= innerHeight }"

@@ -9,7 +9,6 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from live_server import CHATML, NAME, RunningServer, make_fresh_llm, run_server
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
@@ -18,6 +17,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from foredraft.server.settings import ServerSettings
+from tests.support.server.live_server import CHATML, NAME, RunningServer, make_fresh_llm, run_server
 
 EXAMPLES = int(os.environ.get("FOREDRAFT_EXAMPLES", "50"))
 CHECKS = [not_a_server_error, status_code_conformance, response_schema_conformance, content_type_conformance]

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from test_lifecycle import BODY, KEY, Process, read_finish_reason, serve, stream
+
+from tests.server.test_lifecycle import BODY, KEY, Process, read_finish_reason, serve, stream
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer " + KEY.encode() + b"\r\n"
 

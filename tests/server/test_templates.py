@@ -1,18 +1,18 @@
 """Templates in their sandbox: what they may do, and twenty ways out that are closed."""
 
 import pytest
-from live_server import make_small_llm
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-import tiny_models
 from foredraft.errors import ForedraftError
 from foredraft.server.errors import ApiError
 from foredraft.server.schemas import ChatMessage
 from foredraft.server.settings import RequestLimits, ServerSettings
 from foredraft.server.templates import ChatTemplate, compile_template, render_template
 from foredraft.server.vocabulary import ServerVocabulary
+from tests.support import tiny_models
+from tests.support.server.live_server import make_small_llm
 
 SAID = [ChatMessage(role="user", content="the end")]
 MESSAGES = [{"role": "user", "content": "hello"}]

@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import tiny_models
 from foredraft.tokenization.detokenizer import (
     REPLACEMENT_CHARACTER,
     ByteDetokenizer,
     WindowDetokenizer,
     make_detokenizer,
 )
+from tests.support import tiny_models
 
 TEXTS = [
     "plain words",

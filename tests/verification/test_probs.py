@@ -17,7 +17,7 @@ from foredraft.verification.noise import NoiseTable, SeededNoise
 from foredraft.verification.probs import NO_TOKEN, DenseProbs, InvalidLogitsError, LazyTargetProbs, Probs
 from foredraft.verification.registry import RULES
 from foredraft.verification.rules import combine_rules
-from sampling_cases import SETTINGS, V, make_history
+from tests.support.sampling_cases import SETTINGS, V, make_history
 
 
 def system(name: str, num_requests: int = 12, seed: int = 0, is_chain: bool = False):
@@ -53,8 +53,8 @@ def test_a_rule_decides_by_distributions_on_demand_as_by_a_table_of_all(rule, na
         fast = RULES[rule].verify(
             tree, LazyTargetProbs(logits, every, history.__getitem__), SeededNoise(tree, seeds, positions)
         )
-        assert fast.path_lists == slow.path_lists
-        assert fast.token_lists == slow.token_lists
+        assert fast.paths == slow.paths
+        assert fast.tokens == slow.tokens
         assert fast.failed == slow.failed
         accepted += sum(slow.counts) - 12
         failed += len(slow.failed)
@@ -72,7 +72,7 @@ def test_requests_under_different_rules_see_their_own_distributions():
     fast = combine_rules(rules)(
         tree, LazyTargetProbs(logits, every, history.__getitem__), SeededNoise(tree, seeds, positions)
     )
-    assert fast.token_lists == slow.token_lists
+    assert fast.tokens == slow.tokens
     assert fast.failed == slow.failed
 
 
@@ -87,7 +87,7 @@ def test_only_visited_nodes_get_a_distribution_and_a_history(rule, name):
         LazyTargetProbs(logits, every, lambda row: asked.append(row) or history[row]),
         SeededNoise(tree, [(0, b) for b in range(12)], [0] * 12),
     )
-    visited = {tree.get_row(b, node) for b, path in enumerate(commit.path_lists) for node in path}
+    visited = {tree.get_row(b, node) for b, path in enumerate(commit.paths) for node in path}
     assert visited <= set(asked)
     if rule in ("match", "reject"):
         assert len(set(asked)) <= len(visited) + 2 * len(commit.failed)

@@ -16,8 +16,8 @@ from foredraft.tree import TokenTree
 from foredraft.verification.noise import NoiseTable
 from foredraft.verification.registry import RULES
 from foredraft.verification.rules import TypicalAcceptance, combine_rules
-from statistical_checks import sample_from_mass, total_variation
-from step_scenarios import StepScenario, SystemUnderTest, compute_step_distribution
+from tests.support.statistical_checks import sample_from_mass, total_variation
+from tests.support.step_scenarios import StepScenario, SystemUnderTest, compute_step_distribution
 
 BOUND = 5e-5
 V = 8
@@ -141,9 +141,9 @@ def test_a_request_is_verified_as_if_it_were_alone(name):
     for b in range(len(tree.sizes)):
         rows = rows_of(tree, [b])
         alone = RULES[name].verify(tree.select([b]), p[rows], noise.select([b], rows))
-        assert alone.token_lists[0] == commit.token_lists[b]
-        assert alone.path_lists[0] == commit.path_lists[b]
-        accepted += len(alone.path_lists[0]) - 1
+        assert alone.tokens[0] == commit.tokens[b]
+        assert alone.paths[0] == commit.paths[b]
+        accepted += len(alone.paths[0]) - 1
     assert 0 < accepted < sum(tree.sizes) - len(tree.sizes)
 
 
@@ -154,11 +154,11 @@ def test_a_commit_is_a_path_of_the_tree_and_its_tokens(name):
         tree, p, noise = random_batch(seed=seed, is_chain=name == "block")
         commit = RULES[name].verify(tree, p, noise)
         assert not commit.failed
-        assert (commit.counts_tensor >= 1).all()
-        for b, (path, tokens) in enumerate(zip(commit.path_lists, commit.token_lists, strict=True)):
+        assert min(commit.counts) >= 1
+        for b, (path, tokens) in enumerate(zip(commit.paths, commit.tokens, strict=True)):
             assert path[0] == 0
-            assert [tree.parent_lists[b][n] for n in path[1:]] == path[:-1]
-            assert [tree.token_lists[b][n] for n in path[1:]] == tokens[:-1]
+            assert [tree.parents[b][n] for n in path[1:]] == path[:-1]
+            assert [tree.tokens[b][n] for n in path[1:]] == tokens[:-1]
             assert all(0 <= x < V for x in tokens)
 
 
@@ -166,10 +166,11 @@ def test_a_commit_is_a_path_of_the_tree_and_its_tokens(name):
 def test_a_rule_is_pure(name):
     """Guards target rows zeroed in place before another reader, and hidden randomness."""
     tree, p, noise = random_batch(is_chain=name == "block")
-    given = [tree.tokens, tree.parents, tree.q, p, noise.keys, noise.accept_table, noise.sample_table]
-    before = [x.clone() for x in given]
+    given = [tree.q, p, noise.keys, noise.accept_table, noise.sample_table]
+    before, nodes = [x.clone() for x in given], tree.copy()
     first, second = RULES[name].verify(tree, p, noise), RULES[name].verify(tree, p, noise)
-    assert torch.equal(first.tokens, second.tokens)
+    assert (first.paths, first.tokens) == (second.paths, second.tokens)
+    assert (tree.tokens, tree.parents) == (nodes.tokens, nodes.parents)
     assert all(torch.equal(a, b) for a, b in zip(given, before, strict=True))
 
 
@@ -178,15 +179,15 @@ def test_committed_tokens_before_the_root_are_kept_and_change_nothing_below(name
     """Guards a prompt chunk and a draft verified in one pass."""
     tree, p, noise = random_batch(12, is_chain=name == "block")
     prefixes = [[5] * (b % 3) for b in range(12)]
-    known = [[*row[1:], tree.token_lists[b][0]] if row else [] for b, row in enumerate(prefixes)]
+    known = [[*row[1:], tree.tokens[b][0]] if row else [] for b, row in enumerate(prefixes)]
     grown = tree.prepend_committed(prefixes, known)
     moved = NoiseTable.from_seeds(grown, [(0, i) for i in range(12)], [b - len(prefixes[b]) for b in range(12)])
     assert torch.equal(moved.keys, noise.keys)
     plain, full = RULES[name].verify(tree, p, noise), RULES[name].verify(grown, p, moved)
     for b, prefix in enumerate(prefixes):
         shift = len(prefix)
-        assert full.path_lists[b] == [*range(shift), *(n + shift for n in plain.path_lists[b])]
-        assert full.token_lists[b] == [*known[b], *plain.token_lists[b]]
+        assert full.paths[b] == [*range(shift), *(n + shift for n in plain.paths[b])]
+        assert full.tokens[b] == [*known[b], *plain.tokens[b]]
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -195,18 +196,18 @@ def test_a_chunk_whose_successors_are_all_known_is_kept_whole_without_a_distribu
     p = torch.full((2, V), 1 / V).double()
     noise = NoiseTable.from_seeds(tree, [(0, 0), (1, 0)], [0, 5])
     commit = RULES[name].verify(tree, p, noise)
-    assert commit.path_lists[0] == [0, 1, 2]
-    assert commit.token_lists[0] == [2, 3, 4]
-    assert commit.counts_tensor[1] >= 1
+    assert commit.paths[0] == [0, 1, 2]
+    assert commit.tokens[0] == [2, 3, 4]
+    assert commit.counts[1] >= 1
 
 
 def test_match_gives_the_draw_after_every_node_and_walks_along_it():
     tree, p, noise = random_batch()
     commit = RULES["match"].verify(tree, p, noise)
     samples = rng.exponential_race(p, noise.keys).argmax(-1).tolist()
-    for b, (path, tokens) in enumerate(zip(commit.path_lists, commit.token_lists, strict=True)):
+    for b, (path, tokens) in enumerate(zip(commit.paths, commit.tokens, strict=True)):
         assert tokens == [samples[tree.get_row(b, n)] for n in path]
-        below = [tree.token_lists[b][n] for n in tree.children[b][path[-1]]]
+        below = [tree.tokens[b][n] for n in tree.children[b][path[-1]]]
         assert tokens[-1] not in below
 
 
@@ -215,8 +216,8 @@ def test_greedy_distributions_need_no_keys():
     hot = torch.zeros_like(p).scatter_(1, p.argmax(-1, keepdim=True), 1)
     by_noise = RULES["match"].verify(tree, hot, noise)
     without = RULES["match"].verify(tree, hot, replace(noise, keys=None))
-    assert torch.equal(by_noise.tokens, without.tokens)
-    assert torch.equal(RULES["reject"].verify(replace(tree, q=None), hot, noise).tokens, without.tokens)
+    assert by_noise.tokens == without.tokens
+    assert RULES["reject"].verify(replace(tree, q=None), hot, noise).tokens == without.tokens
 
 
 def test_the_keys_of_the_targets_draws_know_the_position_alone():
@@ -242,7 +243,7 @@ def test_the_keys_of_the_targets_draws_know_the_position_alone():
 def test_a_batch_of_requests_that_asked_for_different_rules_gives_each_its_own():
     """Guards a chain under `block` beside a tree under `reject`: the one once refused the other."""
     tree, p, noise = random_batch()
-    chains = [parents == list(range(-1, len(parents) - 1)) for parents in tree.parent_lists]
+    chains = [parents == list(range(-1, len(parents) - 1)) for parents in tree.parents]
     others = ["reject", "match", "typical"]
     names = ["block" if is_chain and b % 2 else others[b % 3] for b, is_chain in enumerate(chains)]
     assert set(names) == set(RULES)
@@ -253,8 +254,8 @@ def test_a_batch_of_requests_that_asked_for_different_rules_gives_each_its_own()
     for b, name in enumerate(names):
         rows = rows_of(tree, [b])
         alone = RULES[name].verify(tree.select([b]), p[rows], noise.select([b], rows))
-        assert alone.token_lists[0] == commit.token_lists[b]
-        assert alone.path_lists[0] == commit.path_lists[b]
+        assert alone.tokens[0] == commit.tokens[b]
+        assert alone.paths[0] == commit.paths[b]
     assert combine_rules([RULES["match"]] * 3) is RULES["match"].verify
 
 
@@ -275,16 +276,16 @@ def test_typical_acceptance_keeps_what_is_likely_enough_and_the_longest_path():
     bar = 2.718281828459045**-entropy
     tree = TokenTree.from_lists([[0, 0, 1, 2]], [[-1, 0, 0, 2]])
     noise = NoiseTable.from_seeds(tree, [(0, 0)], [0])
-    assert TypicalAcceptance(1.0, 0.19 / bar)(tree, p, noise).path_lists == [[0, 2, 3]]
-    assert TypicalAcceptance(1.0, 0.25 / bar)(tree, p, noise).path_lists == [[0, 1]]
-    assert TypicalAcceptance(1.0, 0.55 / bar)(tree, p, noise).path_lists == [[0]]
-    assert TypicalAcceptance(0.25, 99)(tree, p, noise).path_lists == [[0, 1]]
+    assert TypicalAcceptance(1.0, 0.19 / bar)(tree, p, noise).paths == [[0, 2, 3]]
+    assert TypicalAcceptance(1.0, 0.25 / bar)(tree, p, noise).paths == [[0, 1]]
+    assert TypicalAcceptance(1.0, 0.55 / bar)(tree, p, noise).paths == [[0]]
+    assert TypicalAcceptance(0.25, 99)(tree, p, noise).paths == [[0, 1]]
 
 
 def typical_of_the_authors(tree, b, p):
     """`evaluate_posterior` of Medusa with the values that `medusa_generate` gives it, over paths from root to leaf, and
     the argmax after the path. Paths are not padded."""
-    tokens, parents = tree.token_lists[b], tree.parent_lists[b]
+    tokens, parents = tree.tokens[b], tree.parents[b]
     best = ([0], 0.0)
     for node in range(len(tokens)):
         path = [node]
@@ -319,13 +320,13 @@ def test_typical_acceptance_is_that_of_its_authors_generate():
         p = (1.2 * torch.randn(len(parents), V, generator=generator).double()).softmax(-1)
         commit = TypicalAcceptance()(tree, p, NoiseTable.from_seeds(tree, [(1, 0)], [5]))
         path, following = typical_of_the_authors(tree, 0, p)
-        assert (commit.path_lists[0], commit.token_lists[0]) == (path, following)
+        assert (commit.paths[0], commit.tokens[0]) == (path, following)
         several += len(path) > 2
     assert several > 10
     noise = NoiseTable(None, torch.full((1, len(parents)), 0.5), torch.full((1, len(parents)), 0.999))
     sampled = TypicalAcceptance(samples_last=True)(tree, p, noise)
-    assert sampled.path_lists == commit.path_lists
-    assert sampled.token_lists[0][-1] == sample_from_mass(p[tree.get_row(0, path[-1])], 0.999) != following[-1]
+    assert sampled.paths == commit.paths
+    assert sampled.tokens[0][-1] == sample_from_mass(p[tree.get_row(0, path[-1])], 0.999) != following[-1]
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 from torch import Tensor
 
-import engine_fakes
-import tiny_models
-from foredraft.drafters.tree_builder import TreeOptions
+from foredraft.drafters.common.tree_builder import TreeOptions
 from foredraft.llm import LLM
 from foredraft.sampling.params import Sampling
 from foredraft.tree import Commit, TokenTree
@@ -17,6 +15,7 @@ from foredraft.verification.probs import TargetProbs
 from foredraft.verification.registry import RULES
 from foredraft.verification.rule import Rule, VerifyFunction
 from foredraft.verification.rules import match, reject
+from tests.support import engine_fakes, tiny_models
 
 PROMPTS = [[5, 6, 7, 8], [9, 8, 7]]
 SEEDED = Sampling(max_tokens=24, temperature=0.8, seed=4, ignore_eos=True)

@@ -13,10 +13,10 @@ class RequestSnapshot:
     """Copy of a request's fields and lists.
 
     Comparing lists of the same objects takes about 1 ns per entry, so it is done at every call. A list is copied only
-    if the engine changed it since the last snapshot. `inserted_hashes` is compared by size alone.
+    if the engine changed it since the last snapshot.
     """
 
-    __slots__ = ("fields", "hashes", "inserted", "output", "pages", "prompt", "request")
+    __slots__ = ("fields", "output", "pages", "prompt", "request")
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -24,8 +24,6 @@ class RequestSnapshot:
         self.prompt = list(request.prompt)  # the engine never changes it
         self.output: list[int] = []
         self.pages: list[int] = []
-        self.hashes: list[bytes] = []
-        self.inserted: set[bytes] = set()
 
     def capture(self) -> None:
         request = self.request
@@ -34,10 +32,6 @@ class RequestSnapshot:
             self.output = list(request.output)
         if self.pages != request.pages:
             self.pages = list(request.pages)
-        if self.hashes != request.page_hashes:
-            self.hashes = list(request.page_hashes)
-        if len(self.inserted) != len(request.inserted_hashes):
-            self.inserted = set(request.inserted_hashes)
 
     def is_unchanged(self) -> bool:
         request, fields = self.request, vars(self.request)
@@ -46,8 +40,6 @@ class RequestSnapshot:
             and request.output == self.output
             and request.pages == self.pages
             and request.prompt == self.prompt
-            and request.page_hashes == self.hashes
-            and len(request.inserted_hashes) == len(self.inserted)
         )
 
     def restore(self) -> None:
@@ -56,9 +48,7 @@ class RequestSnapshot:
         fields.update(self.fields)
         request = self.request
         request.prompt[:], request.output[:] = self.prompt, self.output
-        request.pages[:], request.page_hashes[:] = self.pages, self.hashes
-        request.inserted_hashes.clear()
-        request.inserted_hashes.update(self.inserted)
+        request.pages[:] = self.pages
 
 
 class SnapshotCache:

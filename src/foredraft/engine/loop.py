@@ -6,7 +6,7 @@ Everything here runs on one thread and takes no locks. `worker.py` has the threa
 import asyncio
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,6 +14,7 @@ from foredraft.draft_length.policy import StepReport
 from foredraft.engine.engine import Engine
 from foredraft.engine.fault_isolation import FaultIsolator
 from foredraft.engine.sandbox import TIMEOUT
+from foredraft.engine.step_result import NO_STEP, StepResult
 from foredraft.engine.stream import Stream, deliver_deltas, estimate_bytes
 from foredraft.engine.transcript import Transcript
 from foredraft.errors import ForedraftError
@@ -46,8 +47,8 @@ class EngineObserver(Protocol):
     Methods are called on the engine's thread and block it. Exceptions are logged and ignored.
     """
 
-    def on_step(self, engine: Engine, report: StepReport) -> None:
-        """Receive the report of a step that ran at least one request."""
+    def on_step(self, requests: Sequence[Request], report: StepReport) -> None:
+        """Receive the requests of a step, at least one, and its report."""
 
     def on_finish(self, transcript: Transcript) -> None:
         """Receive the transcript of a request that ended for any reason."""
@@ -106,8 +107,8 @@ class EngineLoop:
         self._deliver_deltas()
         self.is_stuck = self.is_stuck and bool(self._active_requests)
         if self._active_requests:
-            self._step()
-            self._deliver_deltas()
+            result = self._step()
+            self._deliver_deltas(result.requests)
 
     def compute_wait(self) -> float | None:
         """Compute the seconds until the loop has work without a command. None = only a command brings work."""
@@ -181,39 +182,35 @@ class EngineLoop:
                 self.abort(stream, f"the client read nothing for {self.limits.stall_after:g} s")
                 del self._paused_streams[stream]
 
-    def _step(self) -> None:
-        """Run one step of the engine; recover if it raises."""
+    def _step(self) -> StepResult:
+        """Run one step of the engine; recover if it raises. Returns `NO_STEP` if no step succeeded."""
         live = [request for request, entry in self._active_requests.items() if entry.stream not in self._paused_streams]
         if not live:
             self.is_stuck = False  # all streams are paused, which is no fault of the scheduler
-            return
+            return NO_STEP
         allowed = self._fault_isolator.select(live)
         if allowed is None and self._paused_streams:
             allowed = frozenset(live)
+        result = None
         try:
-            self.engine.step(allowed)
-            is_good = True
+            result = self.engine.step(allowed)
         except Exception:
             log.exception("a step failed; its requests are computed again")
-            is_good = False
-        if not is_good:  # outside the except block, so that the traceback no longer holds the step's tensors
+        if result is None:  # outside the except block, so that the traceback no longer holds the step's tensors
             self._recover()
-            return
-        step_requests = self.engine.step_requests
-        progressed = [
-            r for r in step_requests if r in self._active_requests and self._active_requests[r].transcript.deltas
-        ]
-        self._fault_isolator.on_success(step_requests, progressed)
-        self.is_stuck = not step_requests
-        self.is_broken = self.is_broken and not progressed
-        report = self.engine.step_report
-        if report is not None and step_requests:
-            self._notify(lambda observer: observer.on_step(self.engine, report))
+            return NO_STEP
+        self._fault_isolator.on_success(result.requests, result.progressed)
+        self.is_stuck = not result.requests
+        self.is_broken = self.is_broken and not result.progressed
+        report = result.report
+        if report is not None:
+            self._notify(lambda observer: observer.on_step(result.requests, report))
+        return result
 
     def _recover(self) -> None:
         """Restore the engine after a failed step, and end the culprit, or all requests if the engine is at fault."""
         self._notify(lambda observer: observer.on_failure("step"))
-        step_requests = self.engine.step_requests or tuple(self._active_requests)
+        step_requests = self.engine.current_requests or tuple(self._active_requests)
         culprit = self._fault_isolator.on_failure(step_requests)
         self.engine.recover()
         self._ended_requests = list(self._active_requests)  # `recover` may have ended any of them
@@ -226,11 +223,15 @@ class EngineLoop:
             self._notify(lambda observer: observer.on_failure("request"))
             self._end_request(culprit, "error", REQUEST_FAULT_ERROR)
 
-    def _deliver_deltas(self) -> None:
-        """Send new deltas to their event loops, one wake-up per loop, and remove the requests that ended."""
+    def _deliver_deltas(self, step_requests: Sequence[Request] = ()) -> None:
+        """Send new deltas to their event loops, one wake-up per loop, and remove the requests that ended.
+
+        Args:
+            step_requests: requests of the last step. Those that ended outside a step are added.
+        """
         parcels: dict[asyncio.AbstractEventLoop, list[tuple[Stream, list[Delta]]]] = {}
         finished: list[ActiveRequest] = []
-        for request in (*self.engine.step_requests, *self._ended_requests):
+        for request in (*step_requests, *self._ended_requests):
             entry = self._active_requests.get(request)
             if entry is None or not entry.transcript.deltas:
                 continue

@@ -236,7 +236,7 @@ class SandboxedDrafter:
         return None
 
     def _find_request_fault(self, batch: Batch, tree: TokenTree, b: int) -> str | None:
-        tokens, parents = tree.token_lists[b], tree.parent_lists[b]
+        tokens, parents = tree.tokens[b], tree.parents[b]
         if not all(type(number) is int for number in chain(tokens, parents)):
             return "a token or a parent is not an integer"
         if tokens[:1] != [batch.get_root_token(b)]:

@@ -194,14 +194,14 @@ class SharedEngine:
         """Run one step for a reader; if it raises, isolate all other readers."""
         self._needs_recovery = True
         try:
-            self.engine.step(self._select_requests(reader))
+            result = self.engine.step(self._select_requests(reader))
         except BaseException:
             self._isolated_readers = self._readers - {reader}
             raise
         self._needs_recovery = False
         if reader.has_deltas:
             self._isolated_readers.discard(reader)
-        elif not self.engine.step_requests:  # isolated requests wait for each other: run them together
+        elif not result.requests:  # isolated requests wait for each other: run them together
             self._isolated_readers.clear()
 
     def _select_requests(self, reader: DeltaReader) -> frozenset[Request] | None:

@@ -13,8 +13,9 @@ from foredraft.engine.logprobs import compute_token_logprob
 from foredraft.engine.transcript import Transcript
 from foredraft.outputs import TokenLogprob
 from foredraft.request import Batch
-from foredraft.sampling.distribution import TokenHistory
-from foredraft.tree import TokenTree
+from foredraft.sampling.distribution import TokenHistory, process_logits
+from foredraft.sampling.filters import argmax_tokens
+from foredraft.tree import Commit, TargetArgmax, TokenTree
 from foredraft.verification.probs import LazyTargetProbs
 
 
@@ -24,6 +25,7 @@ class TargetOutput:
 
     logits: Tensor  # [R, V]
     probs: LazyTargetProbs  # R rows: p after all sampling settings, computed on access
+    features: Tensor | None  # [T, F] hidden states of all nodes, for `Drafter.hidden_layers`
     # Only for requests with prompt_logprobs: batch index -> logits [C, V] of the C nodes before the root.
     prompt_logits: dict[int, Tensor]
 
@@ -44,8 +46,27 @@ class TargetOutput:
         for row, token in rows[num_existing:]:
             transcript.prompt_logprobs.append(compute_token_logprob(row, None, token, num_top))
 
+    def attach_to(self, commit: Commit, tree: TokenTree, needs_target_argmax: bool) -> Commit:
+        """Return the commit with what the drafter reads of the target.
 
-def collect_output(batch: Batch, tree: TokenTree, logits: Tensor, with_prompt_logits: Sequence[int]) -> TargetOutput:
+        Args:
+            commit: commit of the step.
+            tree: verified tree.
+            needs_target_argmax: attach the argmax of the model's own logits; sampling parameters do not count.
+        """
+        if self.features is None and not needs_target_argmax:
+            return commit
+        features = None if self.features is None else _gather_path_features(commit.paths, tree, self.features)
+        argmax = None
+        if needs_target_argmax:
+            raw_logits = process_logits(self.logits, ())  # [R, V] float32; without parameters only the dtype changes
+            argmax = TargetArgmax(tree, argmax_tokens(raw_logits))
+        return commit.with_target_outputs(features, argmax)
+
+
+def collect_output(
+    batch: Batch, tree: TokenTree, logits: Tensor, features: Tensor | None, with_prompt_logits: Sequence[int]
+) -> TargetOutput:
     """Split the logits of a forward pass into rows of scored nodes and rows of prompt nodes.
 
     Args:
@@ -53,6 +74,7 @@ def collect_output(batch: Batch, tree: TokenTree, logits: Tensor, with_prompt_lo
         tree: verified tree.
         logits: [R + C, V]. For each request in turn: rows of its C nodes before the root, if it is in
             `with_prompt_logits`; then rows of its scored nodes.
+        features: [T, F] hidden states of all nodes, or None.
         with_prompt_logits: batch indices of requests whose nodes before the root have logits too.
     """
     prompt_logits: dict[int, Tensor] = {}
@@ -65,7 +87,7 @@ def collect_output(batch: Batch, tree: TokenTree, logits: Tensor, with_prompt_lo
             scored_rows.append(logits[offset + num_prompt_rows : offset + num_prompt_rows + size - root])
             offset += num_prompt_rows + size - root
         logits = torch.cat(scored_rows)
-    return TargetOutput(logits, _build_target_probs(batch, tree, logits), prompt_logits)
+    return TargetOutput(logits, _build_target_probs(batch, tree, logits), features, prompt_logits)
 
 
 def _build_target_probs(batch: Batch, tree: TokenTree, logits: Tensor) -> LazyTargetProbs:
@@ -80,3 +102,17 @@ def _build_target_probs(batch: Batch, tree: TokenTree, logits: Tensor) -> LazyTa
         return batch.requests[b].build_history(tree.get_draft_path(b, node))
 
     return LazyTargetProbs(logits, samplings, build_history)
+
+
+def _gather_path_features(paths: Sequence[Sequence[int]], tree: TokenTree, features: Tensor) -> Tensor:
+    """Return the rows of `features` [T, F] that belong to the committed paths, as [B, P, F]."""
+    if len(paths) == 1:
+        (path,) = paths
+        is_prefix = path == list(range(len(path)))  # always true for a chain; a slice copies nothing
+        return (features[: len(path)] if is_prefix else features[path])[None]
+    path_features = features.new_zeros(len(paths), max(map(len, paths)), features.shape[-1])
+    offset = 0
+    for b, (path, size) in enumerate(zip(paths, tree.sizes, strict=True)):
+        path_features[b, : len(path)] = features[[offset + node for node in path]]
+        offset += size
+    return path_features

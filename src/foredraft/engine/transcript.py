@@ -215,8 +215,8 @@ class Transcript:
             tokens: tokens that follow them.
         """
         root = tree.roots[b]
-        node_tokens = tree.token_lists[b][root:]
-        parents = [max(parent - root, -1) for parent in tree.parent_lists[b][root:]]
+        node_tokens = tree.tokens[b][root:]
+        parents = [max(parent - root, -1) for parent in tree.parents[b][root:]]
         pieces = tuple(self._detokenizer.decode_token(token) for token in node_tokens)
         accepted = tuple(node - root for node in path[root:])
         return StepTree(tuple(node_tokens), tuple(parents), pieces, accepted, tuple(tokens[root:]))

@@ -11,6 +11,8 @@ GGUF_HINT = (
 DOWNLOAD_PATTERNS = ["*.json", "*.safetensors", "*.pt", "*.bin"]
 MAX_REASON_LENGTH = 200  # characters of an unknown error message that are repeated
 IGNORED_PATTERNS = ["*optimizer*", "training_args.bin", "training_state.pt", "*/*"]
+# Errors of a hub that gave no answer, by class name: the hub's HTTP library differs between its versions.
+UNREACHABLE_ERRORS = ("ConnectError", "ConnectTimeout", "OfflineModeIsEnabled")
 
 
 def find_folder(name: str, patterns: list[str] | None = None) -> Path:
@@ -38,6 +40,29 @@ def find_folder(name: str, patterns: list[str] | None = None) -> Path:
         )
     except Exception as error:  # the hub raises dozens of kinds
         raise _convert_hub_error(name, error) from None
+
+
+def check_reachable(name: str, file: str) -> None:
+    """Check that a file of a hub id is in the cache or that the hub answers; one request, not repeated.
+
+    Without this check a mistyped folder without a network costs 23 s: the hub's library repeats the request for a file
+    that is not in the cache five times. An answer of the hub, whatever it says, is left to the caller.
+
+    Args:
+        name: Hub id.
+        file: File that every model of the caller's kind has.
+
+    Raises:
+        ForedraftError: if the file is not in the cache and the hub cannot be reached.
+    """
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+
+    try:
+        if try_to_load_from_cache(name, file) is None:
+            get_hf_file_metadata(hf_hub_url(name, file))
+    except Exception as error:  # the hub raises dozens of kinds
+        if type(error).__name__ in UNREACHABLE_ERRORS:
+            raise make_fetch_error(name) from None
 
 
 def explain_file(name: str, path: Path) -> str:

@@ -21,7 +21,7 @@ from foredraft.errors import ForedraftError
 from foredraft.hf_generate.caller import read_caller
 from foredraft.hf_generate.plan import GenerationPlan, make_plan
 from foredraft.hf_generate.scores import ScoredOutputs, score_sequences
-from foredraft.llm import DEFAULT_DRAFTER, LLM, DrafterSpec
+from foredraft.llm import DEFAULT_DRAFTER, LLM, UserDrafterSpec
 from foredraft.models import attention
 from foredraft.models.prompts import Prompt
 from foredraft.source import EncoderSource, PreparedPrompt
@@ -39,7 +39,7 @@ _MAKING = threading.Lock()  # held while a lock is created
 class SpeculateSettings:
     """Arguments of `speculate`, common to all calls of one loop."""
 
-    drafter: DrafterSpec
+    drafter: UserDrafterSpec
     num_speculative_tokens: int | None
     verify: str | Rule
     fused: bool
@@ -182,7 +182,7 @@ class LoopInputs:
 
 
 def speculate(
-    drafter: DrafterSpec = DEFAULT_DRAFTER,
+    drafter: UserDrafterSpec = DEFAULT_DRAFTER,
     *,
     num_speculative_tokens: int | None = None,
     verify: str | Rule = "auto",
@@ -222,7 +222,7 @@ def generate(
     model: Any,
     inputs: Tensor | None = None,
     *,
-    drafter: DrafterSpec = DEFAULT_DRAFTER,
+    drafter: UserDrafterSpec = DEFAULT_DRAFTER,
     num_speculative_tokens: int | None = None,
     verify: str | Rule = "auto",
     tokenizer: Any = None,

@@ -58,6 +58,11 @@ class PageAllocator:
         """Return the number of block tables that contain a page."""
         return self._num_holders[page]
 
+    def count_freed(self, tables: Sequence[Sequence[int]]) -> int:
+        """Return the number of pages that become available if all these block tables are freed."""
+        counts = Counter(page for table in tables for page in table)
+        return sum(self._num_holders[page] == count for page, count in counts.items())
+
     def is_cacheable(self, page: int) -> bool:
         """Whether a page becomes cached when its last holder frees it."""
         return page in self._cacheable

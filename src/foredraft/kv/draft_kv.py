@@ -32,14 +32,8 @@ class DraftKVOwner(Protocol):
     def draft_kv(self) -> DraftKV | None:
         """Draft KV; None if there is no drafter, or if the drafter has no KV on pages."""
 
-    def flush(self, slots: Sequence[int]) -> None:
-        """Write the deferred entries of these slots; must not raise."""
-
 
 class NoDraftKV:
     """Owner without draft KV."""
 
     draft_kv: DraftKV | None = None
-
-    def flush(self, slots: Sequence[int]) -> None:
-        """Do nothing: there are no deferred entries."""

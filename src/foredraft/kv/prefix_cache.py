@@ -7,11 +7,13 @@ therefore neither construct a collision nor detect whether a sequence of another
 Draft KV uses the same page ids. For every page the cache records whether its draft KV is valid. If the drafter looks a
 token ahead (entry t of EAGLE depends on token t + 1), the last entry of a page depends on the first token after the
 page. That token is not part of the hash, so it is recorded too, and has to match at a hit.
+
+The cache reads requests and changes none: the scheduler puts the pages of a hit into a block table, and empties it.
 """
 
 import os
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from foredraft.kv.allocator import PageAllocator
@@ -23,12 +25,26 @@ HASH_BYTES = 16
 ANY_NEXT_TOKEN = -1  # recorded if the draft KV of a page does not depend on the token after it
 
 
+@dataclass(eq=False)
+class CachedPages:
+    """What the cache keeps about the pages of one request, from its first lookup to its end."""
+
+    hashes: list[bytes] = field(default_factory=list)  # hashes of its full pages, each over all tokens up to it
+    inserted: set[bytes] = field(default_factory=set)  # hashes of the pages that this request inserted
+    num_hit: int = 0  # leading pages that came from the cache; this request did not write them
+    num_offered: int = 0  # leading full pages that were offered to the cache
+    num_with_draft_kv: int = 0  # leading ones of them whose valid draft KV was recorded
+
+
 @dataclass(frozen=True)
 class PrefixHit:
     """Cached pages that hold the first tokens of a request."""
 
     pages: tuple[int, ...] = ()
     num_draft_pages: int = 0  # leading ones of them with valid draft KV
+
+
+NO_HIT = PrefixHit()
 
 
 class PrefixCache:
@@ -57,67 +73,91 @@ class PrefixCache:
         self._clear_tables()
         allocator.on_evict = bind_weakly(self._forget_page)
 
+    @property
+    def has_draft_kv(self) -> bool:
+        """True if the drafter has KV on pages."""
+        return self.draft_kv_owner.draft_kv is not None
+
     def match(self, request: Request) -> PrefixHit:
         """Return the longest hit that leaves at least the last token to compute. Page states do not change."""
-        if not self.is_active or request.sampling.prompt_logprobs is not None:  # prompt_logprobs need every prompt row
-            return PrefixHit()
-        max_pages = (request.num_tokens - 1) // self.allocator.page_size
-        self._extend_hashes(request, max_pages)
-        pages, draft_kv = self._find_pages(request, max_pages), self.draft_kv_owner.draft_kv
-        if draft_kv is None or not pages:
+        pages = self._look_up(request)
+        if not pages:
+            return NO_HIT
+        draft_kv = self.draft_kv_owner.draft_kv
+        if draft_kv is None:
             return PrefixHit(tuple(pages))
-        if self._flush_writers(pages):
-            pages = self._find_pages(request, max_pages)
+        writers = self._find_unrecorded_writers(pages)
+        for writer in writers:
+            self._record_draft_kv(writer, self._cached_pages[writer])
+        if writers:  # a page with draft KV may have replaced an equal one
+            pages = self._look_up(request)
         num_draft_pages = self._count_draft_pages(request, pages, draft_kv)
         # If draft KV cannot be rebuilt from tokens, a longer hit would leave a gap, and the request could never draft.
         usable = pages if draft_kv.is_rebuildable_from_tokens else pages[:num_draft_pages]
         return PrefixHit(tuple(usable), num_draft_pages)
 
-    def apply_hit(self, request: Request, hit: PrefixHit) -> None:
-        """Put the pages of a hit into the empty block table of a request."""
+    def find_unrecorded_slots(self, request: Request) -> list[int]:
+        """Return the slots of running requests that filled pages of the request's prefix and deferred their draft KV.
+
+        `match` counts the draft KV of these pages only if the drafter has written it.
+        """
+        return [writer.slot for writer in self._find_unrecorded_writers(self._look_up(request))]
+
+    def acquire(self, request: Request, hit: PrefixHit) -> None:
+        """Hold the pages of a hit for a request that starts. Its draft KV is valid as far as the hit's."""
         if not hit.pages:
             return
-        size, draft_kv = self.allocator.page_size, self.draft_kv_owner.draft_kv
         self.allocator.acquire(hit.pages)
-        request.pages += hit.pages
-        request.num_cached_pages = request.num_hit_pages = len(hit.pages)
-        request.num_computed = len(hit.pages) * size
+        cached = self._cached_pages[request]
+        cached.num_offered = cached.num_hit = len(hit.pages)
+        draft_kv = self.draft_kv_owner.draft_kv
         if draft_kv is not None and hit.num_draft_pages:
-            draft_kv.num_valid[request.slot] = hit.num_draft_pages * size
-            request.num_draft_cached_pages = hit.num_draft_pages
+            draft_kv.num_valid[request.slot] = hit.num_draft_pages * self.allocator.page_size
+            cached.num_with_draft_kv = hit.num_draft_pages
 
     def insert(self, request: Request) -> None:
         """Insert the pages that the request has filled with committed tokens. Of equal pages the first one stays."""
         if not self.is_active:
             return
         num_full = request.num_computed // self.allocator.page_size
-        self._extend_hashes(request, num_full)
-        for i in range(request.num_cached_pages, num_full):
-            digest = request.page_hashes[i]
+        cached = self._extend_hashes(request, num_full)
+        for i in range(cached.num_offered, num_full):
+            digest = cached.hashes[i]
             if digest not in self._page_by_hash:
                 self._add_page(digest, request.pages[i], request)
-        request.num_cached_pages = num_full
-        self._record_draft_kv(request)
+        cached.num_offered = num_full
+        self._record_draft_kv(request, cached)
+
+    def keeps_pages(self, request: Request, is_finished: bool) -> bool:
+        """Return whether `release` will keep pages of the request, so that its draft KV is worth writing before."""
+        cached = self._cached_pages.get(request)
+        return cached is not None and cached.num_offered > 0 and (self.is_shared or not is_finished)
 
     def release(self, request: Request, is_finished: bool, has_invalid_kv: bool = False) -> None:
-        """Free the pages of a request.
+        """Free the pages of a request. The caller then empties its block table.
 
         Args:
-            request: its block table is emptied.
+            request: its pages may be used by other requests afterwards.
             is_finished: the request has ended; otherwise it was preempted.
             has_invalid_kv: the request produced invalid logits: drop every page that it inserted, or holds alone.
         """
+        cached = self._cached_pages.get(request)
+        if cached is None:  # no page is full, or the cache is not active
+            self.allocator.free(request.pages)
+            return
         if has_invalid_kv:
-            self._drop_invalid(request)
+            self._drop_invalid(request, cached)
         elif is_finished and not self.is_shared:
             self._drop_unshared(request)
-        elif request.num_cached_pages:
-            self.draft_kv_owner.flush([request.slot])
-            self._record_draft_kv(request)
-            self._reinsert_pages(request)
-        self._free_pages(request)
-        if is_finished:
-            request.inserted_hashes.clear()
+        elif cached.num_offered:
+            self._record_draft_kv(request, cached)
+            self._reinsert_pages(request, cached)
+        self._free_pages(request, cached)
+        cached.num_hit = cached.num_offered = cached.num_with_draft_kv = 0
+
+    def forget(self, request: Request) -> None:
+        """Drop what is kept about a request that has ended. Its pages stay."""
+        self._cached_pages.pop(request, None)
 
     def clear(self) -> None:
         """Drop all entries and free all pages. The caller must empty all block tables."""
@@ -140,23 +180,41 @@ class PrefixCache:
         self._hash_by_page: dict[int, bytes] = {}
         self._next_token_by_page: dict[int, int] = {}  # page with valid draft KV -> next token, or ANY_NEXT_TOKEN
         self._writers: dict[int, Request] = {}  # page -> running request that filled it
+        self._cached_pages: dict[Request, CachedPages] = {}  # requests that were looked up or inserted
 
-    def _extend_hashes(self, request: Request, num_pages: int) -> None:
+    def _look_up(self, request: Request) -> list[int]:
+        """Return the indexed pages of the request's longest prefix, without the page of its last token."""
+        if not self.is_active or request.sampling.prompt_logprobs is not None:  # prompt_logprobs need every prompt row
+            return []
+        max_pages = (request.num_tokens - 1) // self.allocator.page_size
+        pages: list[int] = []
+        for digest in self._extend_hashes(request, max_pages).hashes[:max_pages]:
+            page = self._page_by_hash.get(digest)
+            if page is None:
+                break
+            pages.append(page)
+        return pages
+
+    def _extend_hashes(self, request: Request, num_pages: int) -> CachedPages:
         """Compute the missing hashes of the request's first `num_pages` pages."""
-        hashes, size = request.page_hashes, self.allocator.page_size
+        cached = self._cached_pages.get(request)
+        if cached is None:
+            cached = self._cached_pages[request] = CachedPages()
+        hashes, size = cached.hashes, self.allocator.page_size
         if len(hashes) >= num_pages:
-            return
+            return cached
         last = hashes[-1] if hashes else blake2b(request.salt, key=self._key, digest_size=HASH_BYTES).digest()
         for i in range(len(hashes), num_pages):
             tokens = array("q", request.get_tokens(i * size, (i + 1) * size)).tobytes()
             last = blake2b(last + tokens, key=self._key, digest_size=HASH_BYTES).digest()
             hashes.append(last)
+        return cached
 
     def _add_page(self, digest: bytes, page: int, writer: Request) -> None:
         self._page_by_hash[digest] = page
         self._hash_by_page[page] = digest
         self._writers[page] = writer
-        writer.inserted_hashes.add(digest)
+        self._cached_pages[writer].inserted.add(digest)
         self.allocator.mark_cacheable(page)
 
     def _drop_page(self, page: int) -> None:
@@ -168,27 +226,14 @@ class PrefixCache:
         self._next_token_by_page.pop(page, None)
         self._writers.pop(page, None)
 
-    def _find_pages(self, request: Request, max_pages: int) -> list[int]:
-        """Return the indexed pages of the request's longest prefix, at most `max_pages`."""
-        pages: list[int] = []
-        for digest in request.page_hashes[:max_pages]:
-            page = self._page_by_hash.get(digest)
-            if page is None:
-                break
-            pages.append(page)
-        return pages
-
-    def _flush_writers(self, pages: list[int]) -> bool:
-        """Flush the deferred draft KV of running requests that filled these pages; return whether there were any."""
+    def _find_unrecorded_writers(self, pages: list[int]) -> list[Request]:
+        """Return the running requests that filled some of these pages and have no draft KV recorded there."""
         writers = {
             self._writers[page]: None
             for page in pages
             if page in self._writers and page not in self._next_token_by_page
         }
-        self.draft_kv_owner.flush([writer.slot for writer in writers])
-        for writer in writers:
-            self._record_draft_kv(writer)
-        return bool(writers)
+        return list(writers)
 
     def _count_draft_pages(self, request: Request, pages: list[int], draft_kv: DraftKV) -> int:
         """Return the number of leading pages whose draft KV is valid for this request."""
@@ -200,14 +245,14 @@ class PrefixCache:
     def _get_next_token(self, request: Request, i: int, draft_kv: DraftKV) -> int:
         return request.get_token((i + 1) * self.allocator.page_size) if draft_kv.token_lookahead else ANY_NEXT_TOKEN
 
-    def _record_draft_kv(self, request: Request) -> None:
+    def _record_draft_kv(self, request: Request, cached: CachedPages) -> None:
         """Record the request's pages whose draft KV has become valid."""
         draft_kv = self.draft_kv_owner.draft_kv
         if draft_kv is None:
             return
         num_valid_pages = draft_kv.num_valid.get(request.slot, 0) // self.allocator.page_size
-        for i in range(request.num_draft_cached_pages, min(num_valid_pages, request.num_cached_pages)):
-            page, digest = request.pages[i], request.page_hashes[i]
+        for i in range(cached.num_with_draft_kv, min(num_valid_pages, cached.num_offered)):
+            page, digest = request.pages[i], cached.hashes[i]
             indexed = self._page_by_hash.get(digest)
             if indexed is not None and indexed != page and indexed not in self._next_token_by_page:
                 # An equal page without valid draft KV is replaced by this one.
@@ -216,19 +261,19 @@ class PrefixCache:
                 indexed = page
             if indexed == page:
                 self._next_token_by_page.setdefault(page, self._get_next_token(request, i, draft_kv))
-            request.num_draft_cached_pages = i + 1
+            cached.num_with_draft_kv = i + 1
 
-    def _reinsert_pages(self, request: Request) -> None:
+    def _reinsert_pages(self, request: Request, cached: CachedPages) -> None:
         """Index the request's own pages again if the equal pages in the index have been evicted since.
 
         Pages that came from a hit need no check: they stay indexed while they are held, unless their writer failed.
         """
-        for i in range(request.num_hit_pages, request.num_cached_pages):
-            if request.page_hashes[i] not in self._page_by_hash:
-                self._add_page(request.page_hashes[i], request.pages[i], request)
+        for i in range(cached.num_hit, cached.num_offered):
+            if cached.hashes[i] not in self._page_by_hash:
+                self._add_page(cached.hashes[i], request.pages[i], request)
 
-    def _drop_invalid(self, request: Request) -> None:
-        for digest in request.inserted_hashes:
+    def _drop_invalid(self, request: Request, cached: CachedPages) -> None:
+        for digest in cached.inserted:
             if digest in self._page_by_hash:
                 self._drop_page(self._page_by_hash[digest])
         self._drop_unshared(request)
@@ -238,16 +283,14 @@ class PrefixCache:
             if page in self._hash_by_page and self.allocator.num_holders(page) == 1:
                 self._drop_page(page)
 
-    def _free_pages(self, request: Request) -> None:
+    def _free_pages(self, request: Request, cached: CachedPages) -> None:
         """Free the pages from the end, so that the end of a sequence is evicted before its beginning."""
         for i in reversed(range(len(request.pages))):
             page = request.pages[i]
             if self._writers.get(page) is request:
                 del self._writers[page]
             self.allocator.free([page])
-            if i < request.num_cached_pages:
-                indexed = self._page_by_hash.get(request.page_hashes[i], page)
+            if i < cached.num_offered:
+                indexed = self._page_by_hash.get(cached.hashes[i], page)
                 if indexed != page:
                     self.allocator.touch(indexed)
-        request.pages.clear()
-        request.num_hit_pages = request.num_cached_pages = request.num_draft_cached_pages = request.num_computed = 0

@@ -165,11 +165,11 @@ class ForwardBatch:
         logit_rows: list[int] = []
         offset = 0
         for b, (start, table) in enumerate(zip(starts, pages, strict=True)):
-            size, parents = tree.sizes[b], tree.parent_lists[b]
+            size, parents = tree.sizes[b], tree.parents[b]
             is_chain = size == 1 or parents == list(range(-1, size - 1))
             source = None if sources is None else sources[b]
             shape = None if is_chain else parents
-            spans.append(Span(table, start, tree.token_lists[b], tree.depths[b], shape, 0, source))
+            spans.append(Span(table, start, tree.tokens[b], tree.depths[b], shape, 0, source))
             logit_rows += range(offset + (0 if b in full_logit_requests else tree.roots[b]), offset + size)
             offset += size
         return cls.build(spans, logit_rows, page_size, device)

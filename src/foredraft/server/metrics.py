@@ -6,12 +6,12 @@ records latencies that clients see (first token, time between tokens); the engin
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
 from foredraft.draft_length.policy import StepReport
-from foredraft.engine.engine import Engine
 from foredraft.engine.transcript import Transcript
 from foredraft.request import Request
 from foredraft.server.histogram import (
@@ -85,7 +85,7 @@ class ServerMetrics:
     def attach_worker(self, worker: "Worker") -> None:
         self.worker = worker
 
-    def on_step(self, engine: Engine, report: StepReport) -> None:
+    def on_step(self, requests: Sequence[Request], report: StepReport) -> None:
         """Record a step. Runs on the engine's thread."""
         self.steps.step_time.observe(report.step_time)
         self.steps.draft_time.observe(report.draft_time)
@@ -101,7 +101,7 @@ class ServerMetrics:
                 for depth in range(num_accepted):
                     self.tokens.accepted_at[depth] += 1
         step_start = time.perf_counter() - report.step_time
-        for request in engine.step_requests:
+        for request in requests:
             self._start_times.setdefault(request, step_start)
 
     def on_finish(self, transcript: Transcript) -> None:

@@ -121,7 +121,7 @@ class Replay:
             raise ForedraftError(f"{llm.drafter_name} needs the target's argmax after rejected drafts; run it instead")
         self.target = llm.target if getattr(llm.drafter, "shares_target_kv", False) else None
         allocator = PageAllocator(engine.allocator.num_pages, engine.allocator.page_size)
-        self.scheduler = Scheduler(allocator, engine.limits, self.drafter.forget)
+        self.scheduler = Scheduler(allocator, engine.limits)
         self.sequences: dict[Request, RecordedSequence] = {}
         self.transcripts: dict[Request, Transcript] = {}
         self.hidden_states: dict[Request, Tensor] = {}
@@ -147,19 +147,20 @@ class Replay:
         return [transcript.build_stats() for transcript in self.transcripts.values()]
 
     def _step(self) -> None:
+        self.drafter.forget(self.scheduler.preempt(self.scheduler.find_releases().preempted))
         batch = self.scheduler.schedule(self.drafter.max_nodes, FixedLengthPolicy())
         tree = self.drafter.propose(batch)
         paths = [self._follow_sequence(batch, tree, b) for b in range(len(batch))]
         commit = Commit.from_lists([path for path, _ in paths], [tokens for _, tokens in paths])
         if self.hidden_states:
-            commit = Commit(commit.path_lists, commit.token_lists, features=self._gather_features(batch, commit))
+            commit = Commit(commit.paths, commit.tokens, features=self._gather_features(batch, commit))
         if self.target is not None:
             self._write_kv(self.target, batch, commit)
         self.drafter.observe(batch, commit)
         self.scheduler.commit(batch, commit)
         for request in batch.requests:
             if self.transcripts[request].is_finished:
-                self.scheduler.finish(request)
+                self.drafter.forget(self.scheduler.finish(request))
 
     def _follow_sequence(self, batch: Batch, tree: TokenTree, b: int) -> tuple[list[int], list[int]]:
         """Return the accepted path through a request's chunk and draft, and the tokens that follow its nodes."""
@@ -169,7 +170,7 @@ class Replay:
         path, tokens = list(range(chunk)), list(recorded[request.num_computed + 1 : position])
         if not batch.needs_logits[b]:
             return path, [*tokens, recorded[position]]
-        draft_tokens, children, node, num_accepted = tree.token_lists[b], tree.children[b], 0, 0
+        draft_tokens, children, node, num_accepted = tree.tokens[b], tree.children[b], 0, 0
         while True:
             tokens.append(recorded[position])
             is_finished = transcript.push(recorded[position])

@@ -76,7 +76,7 @@ class NoiseTable:
         """Tabulate a `SeededNoise` with the same arguments."""
         noise = SeededNoise(tree, seeds, positions)
         # Nodes without a row keep 0.5, which no rule reads.
-        accept, sample = (torch.full(tree.tokens.shape, 0.5, dtype=torch.float64) for _ in range(2))
+        accept, sample = torch.full((2, len(tree.sizes), max(tree.sizes)), 0.5, dtype=torch.float64)
         for b, (root, size) in enumerate(zip(tree.roots, tree.sizes, strict=True)):
             for node in range(root, size):
                 accept[b, node], sample[b, node] = noise.accept_uniform(b, node), noise.sample_uniform(b, node)

@@ -51,7 +51,7 @@ def match(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
             path, following = paths[b]
             path.append(node)
             following.append(token)
-            tokens = tree.token_lists[b]
+            tokens = tree.tokens[b]
             for child in tree.children[b][node]:
                 if tokens[child] == token:
                     next_nodes[b] = child
@@ -122,7 +122,7 @@ def block(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
 
     def walk(b: int) -> CommittedPath:
         chain = list(range(tree.roots[b], tree.sizes[b]))
-        tokens = tree.token_lists[b]
+        tokens = tree.tokens[b]
         levels: list[tuple[Probs, Probs]] = []  # p and q at every node that has a valid draft child, from the root down
         for node in chain[:-1]:
             try:
@@ -189,7 +189,7 @@ class TypicalAcceptance:
         probs = to_target_probs(p)
 
         def walk(b: int) -> CommittedPath:
-            tokens = tree.token_lists[b]
+            tokens = tree.tokens[b]
             paths = [([tree.roots[b]], 0.0)]  # (nodes from the root down, log of the joint probability of their tokens)
             for path, log_prob in paths:  # the list grows during the loop, breadth first
                 try:
@@ -255,7 +255,7 @@ def _iterate_siblings(tree: TokenTree, b: int, node: int, vocab_size: int) -> It
     children = tree.children[b][node]
     if not children:
         return
-    tokens = tree.token_lists[b]
+    tokens = tree.tokens[b]
     row = tree.get_row(b, node)
     q_row = None if tree.q is None else tree.q[row].double().cpu().numpy()
     # The row of q without the tokens of earlier siblings; None if the node has no q.
@@ -295,7 +295,7 @@ def combine_rules(rules: Sequence[Rule]) -> VerifyFunction:
             rows = torch.tensor([r for b in indices for r in range(*tree.row_offsets[b : b + 2])], dtype=torch.int64)
             commit = rule.verify(tree.select(indices), probs.select(rows.tolist()), noise.select(indices, rows))
             for i, b in enumerate(indices):
-                paths[b], tokens[b] = commit.path_lists[i], commit.token_lists[i]
+                paths[b], tokens[b] = commit.paths[i], commit.tokens[i]
             failed |= {indices[i] for i in commit.failed}
         return Commit.from_lists(paths, tokens, failed=frozenset(failed))
 

@@ -15,7 +15,7 @@ from foredraft.zoo import corpus
 from foredraft.zoo_training import tokens
 from foredraft.zoo_training.cards import HELD_OUT_PACKAGES_KEY, render_card
 from foredraft.zoo_training.collect import Corpus, collect
-from foredraft.zoo_training.heads import ALL_HEADS, HEAD_RECIPES, HeadsPlan, train_heads
+from foredraft.zoo_training.heads import HeadsPlan, list_recipes, train_heads
 from foredraft.zoo_training.measure import PairMetrics, measure_pair
 from foredraft.zoo_training.ngram import build_table
 from foredraft.zoo_training.recipe import DRAFT_RECIPE, TARGET_RECIPE, LlamaRecipe
@@ -33,7 +33,6 @@ from foredraft.zoo_training.train import (
 
 MIN_HELD_OUT_TOKENS = 1000  # the held-out packages are measured only if they have more tokens
 PARTS = ("target", "draft", "draft-undistilled")
-SHIPPED_MODELS = ("target", "draft", "ngram", *(head.method for head in HEAD_RECIPES), SEQ2SEQ, SEQ2SEQ_DRAFT)
 
 
 def build_all(
@@ -41,7 +40,7 @@ def build_all(
     device: str = "cpu",
     target: LlamaRecipe = TARGET_RECIPE,
     draft: LlamaRecipe = DRAFT_RECIPE,
-    heads: HeadsPlan = ALL_HEADS,
+    heads: HeadsPlan | None = None,
     pair: Seq2SeqPairRecipe = PAIR_RECIPE,
     root: Path | None = None,
     report: PartProgressCallback = lambda part, step, steps, loss: None,
@@ -57,7 +56,7 @@ def build_all(
         device: device of training. Default "cpu".
         target: recipe of the target.
         draft: recipe of the draft model.
-        heads: recipes of the heads.
+        heads: recipes of the heads. Default None = those of all methods.
         pair: recipes of the encoder-decoder pair.
         root: folder of Python files to train on. Default None = the standard library and installed packages.
         report: called with model name, step, steps and loss.
@@ -91,7 +90,7 @@ def build_all(
         recipe = target if name == "target" else draft
         log = (out / name / "log.jsonl").read_text()
         (out / name / "README.md").write_text(render_card(name, recipe, figures, summary, log))
-    train_heads(out, device, data.train, report, log_line, heads)
+    train_heads(out, device, data.train, report, log_line, heads or HeadsPlan())
     build_pair(out, device, tokens.load_tokenizer(out), *corpus.split(root), report, pair)
     return figures["draft"]
 
@@ -106,7 +105,7 @@ def _measure_drafts(out: Path, target: Any, data: Corpus) -> dict[str, PairMetri
 
 def install(out: Path, package: Path) -> None:
     """Copy the finished models with their cards and logs from `out` to the zoo folder `package`."""
-    for name in SHIPPED_MODELS:
+    for name in ("target", "draft", "ngram", *list_recipes(), SEQ2SEQ, SEQ2SEQ_DRAFT):
         shutil.rmtree(package / name, ignore_errors=True)
         shutil.copytree(out / name, package / name, ignore=shutil.ignore_patterns("*checkpoint-*", "training.json"))
 

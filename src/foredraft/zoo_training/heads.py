@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from foredraft.drafters.method import HeadRecipe
+from foredraft.drafters.registry import load_methods
 from foredraft.llm import LLM
 from foredraft.train.config import DataConfig, EvaluationConfig, OptimizationConfig, TrainPlan
 from foredraft.train.replay import REGIMES, Recording, Replay, ReplayMetrics
@@ -21,42 +23,22 @@ TEXTS_FILE = "texts.npy"
 MAX_NEW_TOKENS = 128  # tokens generated per prompt for the figures on the card
 
 
-@dataclass(frozen=True)
-class HeadRecipe:
-    """Arguments of `foredraft train` for one head. A step has 2,048 tokens."""
-
-    method: str
-    steps: int
-    settings: dict[str, str] = field(default_factory=dict)
-    learning_rate: float = 2e-3
-    optimizer: str = "muon"
-
-
-HEAD_RECIPES = (
-    # Medusa heads without output matrices, which would be nine tenths of its size.
-    HeadRecipe("medusa", 450, {"own_head": "false", "layers": "2"}),
-    HeadRecipe("mlp_speculator", 1000, {"inner": "192"}),
-    HeadRecipe("blockwise", 900, {"heads": "3", "inner": "192", "decay": "0.8"}),
-    HeadRecipe("hydra", 900, {"heads": "3", "own_head": "false", "rank": "320"}),
-    HeadRecipe("early_exit", 300, {"exit_layer": "4"}, learning_rate=0.04),
-    HeadRecipe("eagle", 850, {"steps": "2"}),
-    HeadRecipe("eagle3", 850, {"steps": "4"}),
-    HeadRecipe("chimera", 350, {"heads": "2", "intermediate": "224", "steps": "4"}),
-)
+def list_recipes() -> dict[str, HeadRecipe]:
+    """Return the recipes of the heads for the built-in target, by method."""
+    return {
+        name: method.built_in.recipe for name, method in load_methods().items() if method.built_in.recipe is not None
+    }
 
 
 @dataclass(frozen=True)
 class HeadsPlan:
     """Recipes of all heads, and the size of their training data and measurements."""
 
-    recipes: tuple[HeadRecipe, ...] = HEAD_RECIPES
+    recipes: Mapping[str, HeadRecipe] = field(default_factory=list_recipes)
     documents: int = NUM_DOCUMENTS  # documents that the target generates
     corpus_tokens: int = CORPUS_TOKENS  # training tokens from corpus files
     prompts: int = 50  # prompts for the figures on the card
     tokens: int = MAX_NEW_TOKENS  # tokens generated per prompt for the figures on the card
-
-
-ALL_HEADS = HeadsPlan()
 
 
 def train_heads(
@@ -65,7 +47,7 @@ def train_heads(
     train_ids: np.ndarray,
     report: PartProgressCallback,
     log_line: LogLine,
-    heads: HeadsPlan = ALL_HEADS,
+    heads: HeadsPlan,
 ) -> None:
     """Train every head into a subfolder of `out`; a finished head is kept, an interrupted run is resumed.
 
@@ -75,7 +57,7 @@ def train_heads(
         train_ids: training token ids of the corpus, [T].
         report: called with method, step, steps and loss.
         log_line: called with lines for the user.
-        heads: recipes. Default: those of all built-in heads.
+        heads: recipes.
     """
     texts, held_out = out / TEXTS_FILE, out / "held.npy"
     if not texts.exists():
@@ -87,19 +69,19 @@ def train_heads(
             heads.documents,
             heads.corpus_tokens,
         )
-    for head in heads.recipes:
-        folder = out / head.method
+    for method, head in heads.recipes.items():
+        folder = out / method
         if (folder / "README.md").exists():
             continue
         train(
-            _make_plan(head, out, texts, held_out, device),
+            _make_plan(method, head, out, texts, held_out, device),
             log_line,
-            lambda status, part=head.method: report(part, status.step, status.steps, status.loss),  # type: ignore[misc]
+            lambda status, part=method: report(part, status.step, status.steps, status.loss),  # type: ignore[misc]
         )
         _remove_target_path(folder / "config.json")
         llm = LLM(out / "target", None, dtype="bfloat16", device=device)
         (folder / "README.md").write_text(
-            render_card(head, measure_head(llm, head.method, folder, heads.prompts, heads.tokens))
+            render_card(method, head, measure_head(llm, method, folder, heads.prompts, heads.tokens))
         )
 
 
@@ -141,35 +123,36 @@ def _remove_target_path(config: Path) -> None:
     config.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
 
 
-def _make_plan(head: HeadRecipe, out: Path, texts: Path, held_out: Path, device: str) -> TrainPlan:
+def _make_plan(method: str, head: HeadRecipe, out: Path, texts: Path, held_out: Path, device: str) -> TrainPlan:
     return TrainPlan(
-        method=head.method,
+        method=method,
         model=str(out / "target"),
-        out=out / head.method,
+        out=out / method,
         data=DataConfig((str(texts),), (str(held_out),)),
         steps=OptimizationConfig(steps=head.steps, learning_rate=head.learning_rate, optimizer=head.optimizer),
         evaluation=EvaluationConfig(prompts=0),  # `measure_head` measures the figures of the card
-        settings=head.settings,
+        settings=dict(head.settings),
         device=device,
     )
 
 
-def render_card(head: HeadRecipe, lengths: Mapping[str, Sequence[float]]) -> str:
+def render_card(method: str, head: HeadRecipe, lengths: Mapping[str, Sequence[float]]) -> str:
     """Return the model card as Markdown.
 
     Args:
+        method: drafting method of the head.
         head: recipe of the head.
         lengths: acceptance lengths by regime, as `measure_head` returns them.
     """
     settings = "".join(f" --set {key}={value}" for key, value in head.settings.items())
     lines = [
-        f"# Foredraft built-in {head.method} head",
+        f"# Foredraft built-in {method} head",
         "",
-        f"Drafts for the built-in target: `foredraft generate --spec-method {head.method}`.",
+        f"Drafts for the built-in target: `foredraft generate --spec-method {method}`.",
         "",
         "- Data: output of the target, half of it greedy and half sampled at temperature 1, and files "
         "of its corpus (`foredraft.zoo_training.generated`); nothing of the held-out modules and packages.",
-        f"- Recipe: `foredraft train {head.method}{settings} --steps {head.steps} --optimizer {head.optimizer} "
+        f"- Recipe: `foredraft train {method}{settings} --steps {head.steps} --optimizer {head.optimizer} "
         f"--lr {head.learning_rate}`, batches of 2,048 tokens. `foredraft zoo train` repeats it.",
         "",
         "Acceptance length, bonus included, of chains of K tokens after held-out prompts of the standard library:",

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from foredraft.models import kneser_ney
-from foredraft.models.ngram import NgramModel
+from foredraft.drafters.ngram_lm import kneser_ney
+from foredraft.drafters.ngram_lm.table import NgramModel
 from foredraft.zoo_training.recipe import VOCAB_SIZE
 
 ORDER = 4  # longest context of an entry, in tokens

@@ -1,0 +1,170 @@
+"""Speed of two source folders, measured in turns: the cost of a step, and the time of outputs of the built-in pair.
+
+    python benchmarks/compare_checkouts.py OLD/src NEW/src [--rounds 40] [--steps 40] [--batches 1,16] [--drafts 0,4]
+
+Each folder runs in a process of its own. The two processes take turns, one short slice at a time, so that both see the
+same state of the machine. A slice yields the lower quartile of the processor time of its steps, or the processor time
+of one generated output. The table has, per row, both times and the median and quartiles over the rounds of the ratio
+new / old. Its last line has the median of the medians of the rows with steps.
+
+This script and `step_overhead.py` belong to one checkout. From both folders they use only names that both have.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+VOCAB_SIZE = 4096
+PAIR_TOKENS = 48  # tokens of one output of the built-in pair
+PAIR_MODES = {"pair, plain": (None, 0), "pair, draft_model:2": ("draft_model", 2)}
+WARM_UP_SLICES = 3
+
+
+def parse_numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+# -- the process of one source folder
+
+
+def create_step_slices(args: argparse.Namespace) -> dict[str, Callable[[], float]]:
+    """Return one function per row, which runs a slice of steps and returns the lower quartile of their seconds."""
+    import torch
+
+    import step_overhead
+
+    tokenizer = step_overhead.load_tokenizer(str(step_overhead.zoo.find_folder("target")))
+    lm = step_overhead.StubLM.from_vocab_size(VOCAB_SIZE, torch.bfloat16)
+
+    def create_slice(mode: str, num_requests: int, num_drafts: int) -> Callable[[], float]:
+        engine = step_overhead.create_engine(lm, num_requests, num_drafts, mode, tokenizer)
+        for _ in range(step_overhead.WARM_UP_STEPS):
+            engine.step()
+
+        def run() -> float:
+            seconds = []
+            for _ in range(args.steps):
+                start = time.thread_time()
+                engine.step()
+                seconds.append(time.thread_time() - start)
+                step_overhead.clear_deltas(engine)
+            return statistics.quantiles(seconds, n=4)[0]
+
+        return run
+
+    rows = itertools.product(args.modes, args.batches, args.drafts)
+    return {f"{mode}, B {b}, K {k}": create_slice(mode, b, k) for mode, b, k in rows}
+
+
+def create_pair_slices() -> dict[str, Callable[[], float]]:
+    """Return one function per drafter of the built-in pair, which generates one output and returns its seconds."""
+    from foredraft import LLM, Sampling
+
+    llm = LLM(drafter=None)
+
+    def create_slice(drafter: str | None, num_tokens: int) -> Callable[[], float]:
+        one = llm.with_drafter(drafter, num_tokens) if drafter else llm
+        sampling = Sampling(temperature=0.0, max_tokens=PAIR_TOKENS, ignore_eos=True)
+
+        def run() -> float:
+            start = time.process_time()
+            one.generate("Once upon a time there was", sampling)
+            return time.process_time() - start
+
+        return run
+
+    return {label: create_slice(drafter, num_tokens) for label, (drafter, num_tokens) in PAIR_MODES.items()}
+
+
+def serve(args: argparse.Namespace) -> None:
+    """Print the labels of all rows, then run a slice for every label on standard input and print its seconds."""
+    import torch
+
+    torch.set_num_threads(1)
+    slices = create_step_slices(args)
+    if not args.no_pair:
+        slices |= create_pair_slices()
+    print(json.dumps(list(slices)), flush=True)
+    for line in sys.stdin:
+        print(slices[line.strip()](), flush=True)
+
+
+# -- the process that compares
+
+
+class Checkout:
+    """Process that runs the slices of one source folder."""
+
+    def __init__(self, folder: str) -> None:
+        options = {**os.environ, "PYTHONPATH": str(Path(folder).resolve()), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, str(FOLDER / "compare_checkouts.py"), *sys.argv[1:], "--serve"]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=options, cwd=FOLDER, text=True
+        )
+        self.labels: list[str] = json.loads(self._read())
+
+    def _read(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline()
+
+    def run(self, label: str) -> float:
+        assert self._process.stdin is not None
+        self._process.stdin.write(label + "\n")
+        self._process.stdin.flush()
+        return float(self._read())
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def compare(old: Checkout, new: Checkout, num_rounds: int) -> None:
+    times: dict[str, list[tuple[float, float]]] = {label: [] for label in old.labels}
+    for number in range(WARM_UP_SLICES + num_rounds):
+        for label in old.labels:
+            first, second = (old, new) if number % 2 else (new, old)
+            pair = first.run(label), second.run(label)
+            if number >= WARM_UP_SLICES:
+                times[label].append(pair if first is old else pair[::-1])
+    print("| row | old, us | new, us | new / old | quartiles |\n|---|---:|---:|---:|---|")
+    medians = []
+    for label, pairs in times.items():
+        low, middle, high = statistics.quantiles([after / before for before, after in pairs], n=4)
+        before, after = (1e6 * statistics.median(column) for column in zip(*pairs, strict=True))
+        print(f"| {label} | {before:.1f} | {after:.1f} | {middle:.3f} | {low:.3f} to {high:.3f} |")
+        medians += [middle] if label not in PAIR_MODES else []
+    print(f"median of the rows with steps: {statistics.median(medians):.3f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("old")
+    parser.add_argument("new")
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=40, help="steps of a slice")
+    parser.add_argument("--batches", type=parse_numbers, default=[1, 16])
+    parser.add_argument("--drafts", type=parse_numbers, default=[0, 4])
+    parser.add_argument("--modes", type=lambda text: text.split(","), default=["greedy", "match", "reject top-p 0.9"])
+    parser.add_argument("--no-pair", action="store_true", help="only the rows with steps")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve:
+        serve(args)
+        return
+    checkouts = Checkout(args.old), Checkout(args.new)
+    compare(*checkouts, args.rounds)
+    for checkout in checkouts:
+        checkout.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The method `blockwise`: heads that share one hidden layer."""

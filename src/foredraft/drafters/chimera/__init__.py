@@ -1,0 +1,1 @@
+"""The method `chimera`: a trigram encoder, a context encoder and residual heads."""

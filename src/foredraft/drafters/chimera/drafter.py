@@ -1,0 +1,145 @@
+"""Chimera (2402.15758): short-range context from the last three tokens, long-range context from the target's states.
+
+The context encoder is a decoder layer with its own KV cache. Entry t holds token t with the target's state t. From the
+last committed token on, that state is not computed yet; the output of the trigram encoder replaces it, and a later pass
+overwrites the entry. States stay pending until the request drafts; the pass for the root computes them.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from foredraft.drafters.chimera.network import TRIGRAM_TOKENS, ChimeraHeadRunner, ChimeraNetwork
+from foredraft.drafters.common.feature_drafter import FeatureDrafter, PendingPairs, make_feature_lm
+from foredraft.drafters.common.growing_draft import GrowingDraft
+from foredraft.drafters.common.last_hidden_state import LinearFactory, stack_states
+from foredraft.drafters.common.tree_builder import NodeLogits, TreeBuilder, TreeSpec, add_level
+from foredraft.drafters.method import DrafterContext
+from foredraft.models.forward_batch import ForwardBatch, Span
+from foredraft.request import Request
+
+
+class Chimera(FeatureDrafter):
+    """Drafter with Chimera heads. Pending states are handled as in FeatureDrafter.
+
+    A position holds a token with its own state, so an entry needs no token after it (`token_lookahead` is 0).
+    """
+
+    def __init__(self, network: ChimeraNetwork, tree_spec: TreeSpec, context: DrafterContext) -> None:
+        # before `make_feature_lm`, whose native code takes over the weights of the context encoder
+        self.head_runner = ChimeraHeadRunner(network, LinearFactory(context))
+        super().__init__(
+            make_feature_lm(network, ChimeraNetwork.make_native, context),
+            network.shape.hidden_layers,
+            tree_spec,
+            context,
+        )
+        self.draft_kv.token_lookahead = 0
+        self._last_states: dict[int, Tensor] = {}  # slot -> [H] target state of the last computed entry
+
+    def forget(self, slots: Sequence[int]) -> None:
+        super().forget(slots)
+        for slot in slots:
+            self._last_states.pop(slot, None)
+
+    def _select_pair_tokens(self, request: Request, following: Sequence[int]) -> Sequence[int]:
+        return [request.get_token(request.num_computed), *following[:-1]]
+
+    def _has_root_output(self, slot: int) -> bool:
+        # A Chimera draft starts from the target state at the last entry, not from an output of the encoder.
+        return slot in self._last_states or slot in self._pending
+
+    def _compute_pending(self, slots: Iterable[int]) -> None:
+        """Compute all pending entries of these slots in one forward pass."""
+        late = [self._pending[slot] for slot in slots if slot in self._pending]
+        if late:
+            states = self._project_pending(late)
+            self._run_pass(
+                [self._build_pending_span(pending, []) for pending in late], torch.cat(states), late[0].page_size
+            )
+            self._mark_computed(late, states)
+
+    def _grow_drafts(self, drafts: list[GrowingDraft], page_size: int) -> None:
+        """Grow all drafts level by level; head `depth` predicts the tokens at depth + 1."""
+        encoded = self._encode_roots(drafts, page_size)
+        newest = stack_states([self._last_states[draft.builder.request.slot] for draft in drafts])
+        growing, rows, depth = list(range(len(drafts))), newest, 0
+        while True:
+            logits = self.head_runner(depth, encoded, rows)
+            add_level([drafts[i].builder for i in growing], NodeLogits(logits, self.context.vocab_size))
+            growing = [i for i in growing if drafts[i].builder.frontier]
+            if not growing:
+                return
+            owners = [i for i in growing for _ in drafts[i].builder.frontier]
+            last = [
+                _collect_last_tokens(drafts[i].builder, node) for i in growing for node in drafts[i].builder.frontier
+            ]
+            spans = [drafts[i].build_span() for i in growing]
+            encoded = self._run_pass(spans, self.head_runner.encode_trigrams(last), page_size)
+            rows = newest if owners == list(range(len(newest))) else newest[owners]
+            depth += 1
+
+    def _encode_roots(self, drafts: Sequence[GrowingDraft], page_size: int) -> Tensor:
+        """Compute the context encoder's output [B, H] at every root, together with the pending entries."""
+        pending_by_draft = {b: self._pending.get(draft.builder.request.slot) for b, draft in enumerate(drafts)}
+        late = [pending for pending in pending_by_draft.values() if pending is not None]
+        states = self._project_pending(late)
+        target_states = iter(states)
+        root_states = self.head_runner.encode_trigrams([_collect_last_tokens(draft.builder, 0) for draft in drafts])
+        spans, inputs, ends = [], [], []
+        total = 0
+        for b, draft in enumerate(drafts):
+            request, pending = draft.builder.request, pending_by_draft[b]
+            root = request.get_token(draft.start)
+            if pending is None:
+                spans.append(Span(request.pages, draft.start, [root], [0]))
+            else:
+                spans.append(self._build_pending_span(pending, [root]))
+                inputs.append(next(target_states))
+            inputs.append(root_states[b : b + 1])
+            total += len(spans[-1].tokens)
+            ends.append(total - 1)
+        encoded = self._run_pass(spans, torch.cat(inputs), page_size)
+        self._mark_computed(late, states)
+        return encoded if len(ends) == len(encoded) else encoded[ends]
+
+    def _build_pending_span(self, pending: PendingPairs, extra_tokens: list[int]) -> Span:
+        """Build the span of a request's pending entries, with more tokens after them."""
+        tokens = pending.tokens + extra_tokens
+        return Span(
+            pending.request.pages, self.draft_kv.num_valid.get(pending.request.slot, 0), tokens, range(len(tokens))
+        )
+
+    def _project_pending(self, late: Sequence[PendingPairs]) -> list[Tensor]:
+        """Project the pending target states of each request to [n, H]."""
+        if not late:
+            return []
+        rows = [features for pending in late for features in pending.features]
+        states = self.head_runner.project_features(rows[0] if len(rows) == 1 else torch.cat(rows))
+        return list(torch.split(states, [len(pending.tokens) for pending in late]))
+
+    def _mark_computed(self, late: Sequence[PendingPairs], states: Sequence[Tensor]) -> None:
+        """Record that pending entries are in the draft KV; called after the forward pass, which may fail."""
+        for pending, request_states in zip(late, states, strict=True):
+            slot = pending.request.slot
+            self.draft_kv.num_valid[slot] = self.draft_kv.num_valid.get(slot, 0) + len(pending.tokens)
+            self._last_states[slot] = request_states[-1].clone()
+            del self._pending[slot]
+
+    def _run_pass(self, spans: Sequence[Span], states: Tensor, page_size: int) -> Tensor:
+        """Run the context encoder over spans of T tokens with states [T, H]. Returns its outputs [T, H]."""
+        return self.lm.forward(ForwardBatch.build(spans, [], page_size, self.context.device), states)[1]
+
+
+def _collect_last_tokens(builder: TreeBuilder, node: int) -> list[int]:
+    """Return a node's token and the two before it, oldest first; missing ones repeat the sequence's first token."""
+    tokens: list[int] = []
+    while node and len(tokens) < TRIGRAM_TOKENS:
+        tokens.append(builder.tokens[node - 1])
+        node = builder.parents[node - 1]
+    position = builder.request.num_tokens - 1
+    while len(tokens) < TRIGRAM_TOKENS:
+        tokens.append(builder.request.get_token(max(position, 0)))
+        position -= 1
+    return tokens[::-1]

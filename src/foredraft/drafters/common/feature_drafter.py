@@ -1,0 +1,279 @@
+"""Drafter for networks with a KV cache of (token, feature) pairs. EAGLE and EAGLE-3 predict the next feature from them.
+
+Feature t is the target's hidden state at token t. Pair t is token t + 1 with feature t. Position t of the draft KV, the
+network's KV cache, holds the keys and values of pair t. The network's output at pair t approximates feature t + 1, and
+gives logits for token t + 2.
+
+- `observe` records the pairs of committed tokens as pending, so a step without a draft costs almost nothing. It
+  computes the pending pairs of a request only if there are MAX_PENDING_PAIRS of them, as in a long prompt.
+- `propose` computes the pending pairs in one forward pass of the network. The pass overwrites the KV of earlier draft
+  tokens. Its output at the last pair gives the logits for the children of the root. Then the draft grows level by
+  level: the pair of a draft node has the network's output at its parent in place of the feature.
+
+After a prefix-cache hit, the pairs on the shared pages are valid. Pair t depends on token t + 1, so the prefix cache
+shares a page with draft KV only if the token after the page is equal too.
+
+Two subclasses record pending pairs in the same way, but heads give the logits of their drafts:
+
+- `Chimera`: pair t is token t with feature t, so it does not depend on token t + 1. One pass computes the pending pairs
+  and the root's pair.
+- `HydraPrefixDrafter` (Hydra++): the network reads the features alone. Its output at the last pair is the input of the
+  heads.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from foredraft.drafters.common.growing_draft import GrowingDraft
+from foredraft.drafters.common.mismatch_warning import MismatchDetector
+from foredraft.drafters.common.tree_builder import NodeLogits, TreeBuilder, TreeSpec, add_level
+from foredraft.drafters.draft import to_token_tree
+from foredraft.drafters.method import DrafterContext
+from foredraft.kernels.cpu.library import load_library
+from foredraft.kv.draft_kv import DraftKV
+from foredraft.kv.pool import KVPool
+from foredraft.kv.weak import bind_weakly
+from foredraft.models.feature_lm import FeatureLM, FeatureNetwork, NativeFeatureNetwork
+from foredraft.models.forward_batch import ForwardBatch, Span
+from foredraft.request import Batch, Request
+from foredraft.tree import Commit, TokenTree
+
+MAX_PENDING_PAIRS = 256  # `observe` computes the pending pairs of a request that has this many, to bound their memory
+
+
+@dataclass(frozen=True)
+class RootOutput:
+    """Output of the network at a request's last committed pair. The draft starts from it."""
+
+    logits: Tensor  # [1, W] for the children of the root; W columns of the drafter's vocabulary
+    feature: Tensor  # [1, H] predicted feature at the root; H is the width of the network
+
+
+@dataclass
+class PendingPairs:
+    """Committed pairs of one request that are not in the draft KV yet. They follow its valid entries."""
+
+    request: Request
+    page_size: int  # tokens per KV page
+    tokens: list[int] = field(default_factory=list)  # tokens of all pending pairs
+    features: list[Tensor] = field(default_factory=list)  # features of all pending pairs: one tensor [n, F] per step
+
+    def add(self, tokens: Sequence[int], features: Tensor) -> None:
+        """Append the pairs of n tokens and features [n, F]."""
+        self.features.append(features)
+        self.tokens += tokens
+
+
+class FeatureDrafter:
+    """Drafter around a FeatureLM. It drafts a chain or a tree, level by level, for all requests of a batch at once.
+
+    Args:
+        lm: the network with its own KV pool, which is addressed by the page ids of the target.
+        hidden_layers: layer boundaries of the target whose hidden states form the features (`Drafter.hidden_layers`).
+        tree_spec: limits and shape of the draft.
+        context: target, device and vocabulary.
+        token_ids: [W] token id of each column of the network's logits; None = column i is token i of the target.
+    """
+
+    def __init__(
+        self,
+        lm: FeatureLM,
+        hidden_layers: tuple[int, ...],
+        tree_spec: TreeSpec,
+        context: DrafterContext,
+        token_ids: Tensor | None = None,
+    ) -> None:
+        self.lm = lm
+        self.hidden_layers = hidden_layers
+        self.tree_spec = tree_spec
+        self.context = context
+        self.token_ids = token_ids
+        self.draft_kv = DraftKV(
+            lm.pool,
+            _compute_bytes_per_token(lm),
+            token_lookahead=1,  # entry t depends on token t + 1
+            is_rebuildable_from_tokens=False,
+            flush=bind_weakly(self.flush),
+        )
+        self._root_outputs: dict[int, RootOutput] = {}  # by slot; absent if all pairs came from the prefix cache
+        self._pending: dict[int, PendingPairs] = {}  # by slot
+        self.mismatch_detector = MismatchDetector(context)  # warns if the head was trained for another target
+
+    @property
+    def max_nodes(self) -> int:
+        return self.tree_spec.max_nodes
+
+    def propose(self, batch: Batch) -> TokenTree:
+        drafts = {b: draft for b in batch.find_drafting() if (draft := self._start_draft(batch, b)) is not None}
+        if drafts:
+            self._grow_drafts(list(drafts.values()), batch.page_size)
+        tree = to_token_tree(batch, {b: draft.builder.to_draft() for b, draft in drafts.items()})
+        self.mismatch_detector.record_proposal(batch, tree)
+        return tree
+
+    def observe(self, batch: Batch, commit: Commit) -> None:
+        """Record the new committed pairs of every request as pending.
+
+        A request is left out if pairs before the new ones are missing: neither observed nor hit in the prefix cache.
+        """
+        self.mismatch_detector.record_commit(batch, commit)
+        if commit.features is None:
+            return
+        full_slots: list[int] = []
+        # A pending view keeps the whole tensor in memory. So rows are copied if less than half of the tensor, or of the
+        # request's part of it, is needed.
+        is_mostly_unused = _count_stored_rows(commit.features) > 2 * sum(commit.counts)
+        for b, request in enumerate(batch.requests):
+            tokens, slot = commit.tokens[b], request.slot
+            # Token i of `tokens` and feature i of the step form pair num_computed + i.
+            if tokens and request.num_computed == self._count_observed_pairs(slot):
+                pending = self._pending.get(slot)
+                if pending is None:
+                    pending = self._pending[slot] = PendingPairs(request, batch.page_size)
+                features = commit.features[b]  # [P, F], padded after the row of the last token
+                rows = features[: len(tokens)]
+                copies = is_mostly_unused or len(features) > 2 * len(tokens)
+                pending.add(self._select_pair_tokens(request, tokens), rows.clone() if copies else rows)
+                if len(pending.tokens) >= MAX_PENDING_PAIRS:
+                    full_slots.append(slot)
+        self._compute_pending(full_slots)
+
+    def forget(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self._root_outputs.pop(slot, None)
+            self._pending.pop(slot, None)
+            self.draft_kv.num_valid.pop(slot, None)
+
+    @torch.inference_mode()
+    def flush(self, slots: Sequence[int]) -> None:
+        """Compute the pending pairs of these slots if they complete a KV page; the prefix cache shares only full pages.
+
+        Called through `DraftKV.flush` before the prefix cache looks at the draft KV of these slots.
+        """
+        self._compute_pending([slot for slot in slots if self._completes_page(slot)])
+
+    def _completes_page(self, slot: int) -> bool:
+        pending, valid = self._pending.get(slot), self.draft_kv.num_valid.get(slot, 0)
+        return pending is not None and valid % pending.page_size + len(pending.tokens) >= pending.page_size
+
+    def _count_observed_pairs(self, slot: int) -> int:
+        """Count the leading pairs of a request that are valid in the draft KV, or pending."""
+        pending = self._pending.get(slot)
+        return self.draft_kv.num_valid.get(slot, 0) + (0 if pending is None else len(pending.tokens))
+
+    def _select_pair_tokens(self, request: Request, following: Sequence[int]) -> Sequence[int]:
+        """Return the token of each new pair. Chimera overrides it.
+
+        Args:
+            request: request before the new tokens are appended.
+            following: token after each node of the committed path. Here pair t has token t + 1, so it is the result.
+        """
+        return following
+
+    def _has_root_output(self, slot: int) -> bool:
+        """Return whether the output at the last pair exists, or will exist once the pending pairs are computed.
+
+        False if every pair came from the prefix cache, which has their KV but no outputs.
+        """
+        return slot in self._root_outputs or slot in self._pending
+
+    def _start_draft(self, batch: Batch, b: int) -> GrowingDraft | None:
+        """Start the draft of request b, which has only its root at first. Returns None if the request cannot draft."""
+        request = batch.requests[b]
+        num_pairs = self._count_observed_pairs(request.slot)
+        # n committed tokens form n - 1 pairs.
+        if not self._has_root_output(request.slot) or num_pairs != request.num_tokens - 1:
+            return None
+        spec = self.tree_spec.restrict(request.max_draft_depth, batch.granted_nodes[b], not request.rule.takes_trees)
+        if spec.max_nodes <= 0 or spec.max_depth <= 0:
+            return None
+        root_pair = request.num_tokens - 1 - self.draft_kv.token_lookahead  # pair t has token t + lookahead
+        return GrowingDraft(TreeBuilder(request, spec), root_pair)
+
+    def _grow_drafts(self, drafts: list[GrowingDraft], page_size: int) -> None:
+        """Compute the pending pairs of the drafting requests, then grow all drafts to their end."""
+        self._compute_pending(draft.builder.request.slot for draft in drafts)
+        self._build_trees(drafts, page_size)
+
+    def _compute_pending(self, slots: Iterable[int]) -> None:
+        """Compute all pending pairs of these slots in one forward pass."""
+        pending_by_slot = {slot: self._pending[slot] for slot in slots if slot in self._pending}
+        if not pending_by_slot:
+            return
+        last_rows, total, spans, features = [], 0, [], []  # last_rows: packed row of each slot's last pair
+        for slot, pending in pending_by_slot.items():
+            total += len(pending.tokens)
+            last_rows.append(total - 1)
+            start, tokens = self.draft_kv.num_valid.get(slot, 0), pending.tokens
+            source = pending.request.source
+            spans.append(Span(pending.request.pages, start, tokens, range(len(tokens)), source=source))
+            features += pending.features
+        page_size = next(iter(pending_by_slot.values())).page_size
+        forward_batch = ForwardBatch.build(spans, last_rows, page_size, self.context.device)
+        # logits [slots, W] at the last rows, next_features [T, H] at all rows
+        logits, next_features = self.lm.forward(forward_batch, self.lm.project_features(_concat_rows(features)))
+        for i, (span, slot, row) in enumerate(zip(spans, pending_by_slot, last_rows, strict=True)):
+            self._root_outputs[slot] = RootOutput(logits[i : i + 1], next_features[row : row + 1])
+            self.draft_kv.num_valid[slot] = span.num_keys  # valid entries before this pass, and those of this pass
+            del self._pending[slot]
+
+    def _build_trees(self, drafts: list[GrowingDraft], page_size: int) -> None:
+        """Grow all drafts level by level. Each level but the first takes one forward pass over the frontier nodes."""
+        roots = [self._root_outputs[draft.builder.request.slot] for draft in drafts]
+        features, logits = _concat_rows([r.feature for r in roots]), _concat_rows([r.logits for r in roots])
+        for row, draft in enumerate(drafts):
+            draft.rows = {0: row}  # node -> row of `features` and `logits`
+        while True:
+            add_level([draft.builder for draft in drafts], NodeLogits(logits, self.context.vocab_size, self.token_ids))
+            drafts = [draft for draft in drafts if draft.builder.frontier]
+            if not drafts:
+                return
+            # A frontier node's pair is its token with the output at its parent.
+            parent_rows = [row for draft in drafts for row in draft.find_parent_rows()]
+            spans = [draft.build_span() for draft in drafts]
+            forward_batch = ForwardBatch.build(spans, range(len(parent_rows)), page_size, self.context.device)
+            is_identity = parent_rows == list(range(len(features)))  # then `features` is read without a copy
+            logits, features = self.lm.forward(forward_batch, features if is_identity else features[parent_rows])
+            first_row = 0
+            for draft in drafts:  # draft by draft, the nodes of the frontier have consecutive rows of this pass
+                draft.record_rows(first_row)
+                first_row += len(draft.builder.frontier)
+
+
+N = TypeVar("N", bound=FeatureNetwork)
+
+
+def make_feature_lm(
+    network: N, make_native: Callable[[N], NativeFeatureNetwork | None], context: DrafterContext
+) -> FeatureLM:
+    """Wrap a network in a FeatureLM with its own KV pool.
+
+    Args:
+        network: draft network; its `shape` has a `block` with the layer sizes.
+        make_native: converts the network to native code, or returns None if it cannot. Used on CPUs with
+            `context.fused`.
+        context: device, dtype, and `fused` (native code is allowed).
+    """
+    is_native = context.fused and context.device.type == "cpu" and load_library() is not None
+    shape: Any = network.shape  # type: ignore[attr-defined]
+    native = make_native(network) if is_native else None
+    return FeatureLM(network, context.dtype, KVPool(is_native), native, shape.block.sliding_windows)
+
+
+def _compute_bytes_per_token(lm: FeatureLM) -> int:
+    """Return the bytes of keys and values per token in all layers of the network."""
+    shape: Any = lm.network.shape  # type: ignore[attr-defined]
+    return int(2 * shape.num_layers * shape.block.kv_heads * shape.block.head_dim * lm.dtype.itemsize)
+
+
+def _count_stored_rows(features: Tensor) -> int:
+    """Return the number of rows [F] that a view of `features` [B, P, F] keeps in memory."""
+    return features.untyped_storage().nbytes() // max(features.element_size() * features.shape[-1], 1)
+
+
+def _concat_rows(rows: Sequence[Tensor]) -> Tensor:
+    return rows[0] if len(rows) == 1 else torch.cat(list(rows))

@@ -1,0 +1,57 @@
+"""Draft of one request while it grows, with the KV position of every node that the draft model has computed.
+
+The positions follow those of the committed tokens. A node that falls out of a dynamic tree's best nodes is never
+verified, nor is any descendant. Its position is reused, so a draft needs no more positions than the verified tree has
+nodes.
+"""
+
+from dataclasses import dataclass, field
+from itertools import count, islice
+
+from foredraft.drafters.common.tree_builder import TreeBuilder
+from foredraft.models.forward_batch import Span
+
+
+@dataclass
+class GrowingDraft:
+    """Draft that grows level by level. The KV entry of the root, at offset 0, is computed before the draft."""
+
+    builder: TreeBuilder
+    start: int  # KV position of the root's entry
+    offsets: dict[int, int] = field(default_factory=lambda: {0: 0})  # node -> KV position, relative to `start`
+    rows: dict[int, int] = field(default_factory=lambda: {0: 0})  # node -> row in the last forward pass
+
+    def build_span(self) -> Span:
+        """Build the frontier's span of a forward pass; each node attends to its ancestors."""
+        builder = self.builder
+        nodes = self._assign_offsets()
+        size = 1 + max(self.offsets.values())
+        depths, parents = [0] * size, [-1] * size
+        for node, offset in self.offsets.items():
+            depths[offset] = builder.depths[node]
+            if node:
+                parents[offset] = self.offsets[builder.parents[node - 1]]
+        is_chain = parents == list(range(-1, size - 1))
+        is_last = nodes == list(range(size - len(nodes), size))
+        tokens, first_node = [builder.tokens[node - 1] for node in builder.frontier], size - len(nodes)
+        tree, subset = None if is_chain else parents, None if is_last else nodes
+        return Span(builder.request.pages, self.start, tokens, depths, tree, first_node, builder.request.source, subset)
+
+    def _assign_offsets(self) -> list[int]:
+        """Give every frontier node a free KV position, after freeing those of nodes that left the best nodes."""
+        builder = self.builder
+        if builder.prunes_nodes:
+            alive = {0, *builder.best_nodes}
+            self.offsets = {node: offset for node, offset in self.offsets.items() if node in alive}
+        used = set(self.offsets.values())
+        free = islice((offset for offset in count() if offset not in used), len(builder.frontier))
+        self.offsets |= dict(zip(builder.frontier, list(free), strict=True))
+        return [self.offsets[node] for node in builder.frontier]
+
+    def find_parent_rows(self) -> list[int]:
+        """Return the row of each frontier node's parent in the last forward pass."""
+        return [self.rows[self.builder.parents[node - 1]] for node in self.builder.frontier]
+
+    def record_rows(self, first: int) -> None:
+        """Record that the last forward pass computed the frontier in its rows from `first` on."""
+        self.rows = {node: first + i for i, node in enumerate(self.builder.frontier)}

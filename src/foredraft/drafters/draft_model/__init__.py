@@ -1,0 +1,1 @@
+"""The method `draft_model`: drafts from a smaller language model."""

@@ -1,0 +1,154 @@
+"""Drafter with an independent, smaller model.
+
+It drafts a chain (2211.17192), or a tree of likeliest or sampled tokens (SpecInfer, 2305.09781; EAGLE-2, 2406.16858).
+
+The model has its own KV cache on the target's page ids. Its valid part is a prefix of the committed tokens; missing
+tokens (the prompt, the last token of a draft, steps without drafts) are computed before the next draft. Writing to
+shared pages is safe: entry t depends only on the tokens up to t, which are equal for all requests on the page.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from foredraft.drafters.common.growing_draft import GrowingDraft
+from foredraft.drafters.common.mismatch_warning import MismatchDetector
+from foredraft.drafters.common.tree_builder import NodeLogits, TreeBuilder, TreeOptions, add_level
+from foredraft.drafters.draft import to_token_tree
+from foredraft.drafters.method import DrafterContext
+from foredraft.kv.draft_kv import DraftKV
+from foredraft.kv.pool import compact_accepted
+from foredraft.models.forward_batch import ForwardBatch, Span
+from foredraft.models.hf import LM
+from foredraft.request import Batch, Request
+from foredraft.tree import Commit, TokenTree
+
+PREFILL_CHUNK_TOKENS = 512  # maximum prompt tokens per forward pass
+
+
+@dataclass(frozen=True)
+class Config(TreeOptions):
+    """Options: the tree options, and these.
+
+    Args:
+        quantization: "int8" or "int4" weights of the draft model; None = as stored.
+        vocab: translation if the draft model has another vocabulary (see `cross_vocab/select.py`).
+        draft_kv_tokens: capacity of the draft KV cache with another vocabulary, in tokens of all requests; None = at
+            most a quarter of the free memory.
+    """
+
+    quantization: str | None = None
+    vocab: str = "auto"
+    draft_kv_tokens: int | None = None
+
+
+class DraftModel:
+    """Drafter with its own language model: one forward pass per level for all requests of a batch.
+
+    Args:
+        lm: draft model with the target's vocabulary.
+        context: target, device and draft length.
+        options: tree options; None = a chain.
+    """
+
+    hidden_layers: tuple[int, ...] = ()
+    vocab_option = "same"
+
+    def __init__(self, lm: LM, context: DrafterContext, options: TreeOptions | None = None) -> None:
+        self.lm = lm
+        self.context = context
+        self.tree_spec = (options or TreeOptions()).to_tree_spec(context.num_speculative_tokens)
+        measure = getattr(lm, "bytes_per_token", None)  # absent if the LM has no KV cache
+        self.draft_kv = DraftKV(lm.pool, 0 if measure is None else measure())
+        self._last_drafts: dict[int, GrowingDraft] = {}  # slot -> draft of this step
+        self.mismatch_detector = MismatchDetector(context)
+
+    @property
+    def max_nodes(self) -> int:
+        return self.tree_spec.max_nodes
+
+    @property
+    def num_valid(self) -> dict[int, int]:
+        """Number of leading committed tokens with valid draft KV, by slot."""
+        return self.draft_kv.num_valid
+
+    def propose(self, batch: Batch) -> TokenTree:
+        self._last_drafts.clear()
+        drafts = {b: draft for b in batch.find_drafting() if (draft := self._start_draft(batch, b)) is not None}
+        if drafts:
+            self._build_trees(list(drafts.values()), batch.page_size)
+        tree = to_token_tree(batch, {b: draft.builder.to_draft() for b, draft in drafts.items()})
+        self.mismatch_detector.record_proposal(batch, tree)
+        return tree
+
+    def observe(self, batch: Batch, commit: Commit) -> None:
+        """Keep the draft KV of accepted nodes: move it behind the committed tokens, and drop the rest."""
+        self.mismatch_detector.record_commit(batch, commit)
+        rows = [b for b, r in enumerate(batch.requests) if r.slot in self._last_drafts]
+        starts, paths = [], []
+        for b in rows:
+            request, offset = batch.requests[b], batch.num_new_tokens[b] - 1
+            draft = self._last_drafts[request.slot]
+            verified = draft.builder.verified_nodes
+            accepted = [node - offset for node in commit.paths[b][offset:]]
+            # a larger index is a node of another member, if an ensemble merged this draft with others
+            nodes = [verified[node] for node in accepted if node < len(verified)]
+            path = [draft.offsets[node] for node in nodes if node in draft.offsets]  # leaves may have no KV
+            starts.append(request.num_tokens - 1)
+            paths.append(path)
+            self.num_valid[request.slot] = request.num_tokens - 1 + len(path)
+        pages = [batch.requests[b].pages for b in rows]
+        compact_accepted(self.lm.pool, paths, starts, pages, batch.page_size, self.context.device)
+        self._last_drafts.clear()  # the next step may call `observe` without `propose`
+
+    def forget(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self.num_valid.pop(slot, None)
+            self._last_drafts.pop(slot, None)
+
+    def _start_draft(self, batch: Batch, b: int) -> GrowingDraft | None:
+        request = batch.requests[b]
+        depth = min(request.max_draft_depth, self.lm.context_length - request.num_tokens + 1)
+        spec = self.tree_spec.restrict(max(depth, 0), batch.granted_nodes[b], not request.rule.takes_trees)
+        return (
+            GrowingDraft(TreeBuilder(request, spec), request.num_tokens - 1)
+            if spec.max_nodes > 0 and spec.max_depth > 0
+            else None
+        )
+
+    def _build_trees(self, drafts: list[GrowingDraft], page_size: int) -> None:
+        logits = self._prefill([draft.builder.request for draft in drafts], page_size)
+        for draft in drafts:
+            self._last_drafts[draft.builder.request.slot] = draft
+        while True:
+            add_level([draft.builder for draft in drafts], NodeLogits(logits, self.context.vocab_size))
+            drafts = [draft for draft in drafts if draft.builder.frontier]
+            if not drafts:
+                return
+            logits = self._forward([draft.build_span() for draft in drafts], page_size, last_only=False)
+
+    def _prefill(self, requests: Sequence[Request], page_size: int) -> Tensor:
+        """Compute the draft KV of all missing committed tokens. Returns logits [R, W] after the last one."""
+        spans = []
+        for request in requests:
+            start = self.num_valid.get(request.slot, 0)
+            while request.num_tokens - start > PREFILL_CHUNK_TOKENS:
+                self._forward(
+                    [_build_chain_span(request, start, start + PREFILL_CHUNK_TOKENS)], page_size, last_only=True
+                )
+                start += PREFILL_CHUNK_TOKENS
+            spans.append(_build_chain_span(request, start, request.num_tokens))
+        logits = self._forward(spans, page_size, last_only=True)
+        for request in requests:  # after the forward pass, which may fail
+            self.num_valid[request.slot] = request.num_tokens
+        return logits
+
+    def _forward(self, spans: Sequence[Span], page_size: int, last_only: bool) -> Tensor:
+        logits, _ = self.lm.forward(ForwardBatch.from_spans(spans, page_size, self.context.device, last_only))
+        return logits[:, : self.context.vocab_size]  # without columns that pad the draft's vocabulary
+
+
+def _build_chain_span(request: Request, start: int, stop: int) -> Span:
+    tokens = request.get_tokens(start, stop)
+    return Span(request.pages, start, tokens, range(len(tokens)), source=request.source)

@@ -1,0 +1,94 @@
+"""Declaration of the method `draft_model`."""
+
+import warnings
+
+from foredraft import zoo
+from foredraft.checkpoints.formats import CheckpointFormat, LayoutOrder, StoredLayout
+from foredraft.drafters.draft_model.checkpoint import has_model_architecture, has_model_tensors
+from foredraft.drafters.draft_model.cross_vocab.base import CrossVocabDrafter
+from foredraft.drafters.draft_model.cross_vocab.select import (
+    VocabInfo,
+    check_vocab_option,
+    list_vocab_options,
+    select_translation,
+)
+from foredraft.drafters.draft_model.drafter import Config, DraftModel
+from foredraft.drafters.draft_model.training import TrainConfig, create_trainee
+from foredraft.drafters.draft_model.variants import VARIANTS
+from foredraft.drafters.method import BuiltIn, DrafterContext, Method, Training
+from foredraft.errors import ForedraftError
+from foredraft.kernels.quantize import check_quantization
+from foredraft.models.loading import load_model, load_tokenizer
+from foredraft.models.wrap import wrap_model
+
+
+def check_architectures(context: DrafterContext, has_encoder: bool, name: str) -> None:
+    """Raise ForedraftError if only one of target and draft is an encoder-decoder model."""
+    if context.target is None or context.target.has_encoder == has_encoder:
+        return
+    draft_kind, target_kind = ("an encoder-decoder model", "a decoder alone")[:: 1 if has_encoder else -1]
+    raise ForedraftError(
+        f"{name} is {draft_kind} and {context.target_name} {target_kind}; use a draft of the same architecture, or a "
+        "method without a model, such as ngram"
+    )
+
+
+def create(config: Config, context: DrafterContext) -> DraftModel | CrossVocabDrafter:
+    """Load the draft model and make its drafter.
+
+    Raises:
+        ForedraftError: without a draft model, for invalid options, or if its vocabulary or architecture does not fit.
+    """
+    name = context.model or context.builtin_drafter
+    if context.loaded_model is not None:
+        name = getattr(context.loaded_model, "name_or_path", "") or type(context.loaded_model).__name__
+    if name is None:
+        raise ForedraftError("the method draft_model needs a draft: give --spec-model PATH (or {'model': PATH})")
+    check_quantization(config.quantization)
+    check_vocab_option(config.vocab)
+    config.to_tree_spec(context.num_speculative_tokens)  # report invalid options before the model is loaded
+    is_owned = context.loaded_model is None
+    model = load_model(name, context.dtype, context.device) if is_owned else context.loaded_model
+    check_architectures(context, model.config.is_encoder_decoder, name)
+    lm = wrap_model(model, name, context.fused, is_owned=is_owned, quantization=config.quantization)
+    # a loaded model has no tokenizer: it is assumed to have the target's, and is refused if the sizes differ
+    tokenizer = load_tokenizer(name, lm.vocab_size) if is_owned else context.tokenizer
+    draft = VocabInfo(name, tokenizer, lm.vocab_size)
+    target = VocabInfo(context.target_name, context.tokenizer, context.vocab_size)
+    make_translator = select_translation(config.vocab, target, draft, config.has_tree)
+    if context.target_parameters and lm.num_parameters > context.target_parameters:
+        warnings.warn(
+            f"the draft {name} has more parameters ({lm.num_parameters:,}) than its target "
+            f"({context.target_parameters:,}); it will slow generation down",
+            stacklevel=2,
+        )
+    return (
+        DraftModel(lm, context, config)
+        if make_translator is None
+        else make_translator(lm, context, config, config.draft_kv_tokens)
+    )
+
+
+FORMAT = CheckpointFormat(
+    title="a whole language model",
+    layouts=(
+        StoredLayout("causal LM", LayoutOrder.WHOLE_MODEL, has_model_tensors),
+        StoredLayout("causal LM", LayoutOrder.ARCHITECTURE, has_model_architecture),
+    ),
+    no_exports=": vLLM and SGLang load the folder as it is",
+)
+METHOD = Method(
+    name="draft_model",
+    config=Config,
+    create=create,
+    accepts_loaded_model=True,
+    auto_rank=60,  # by speed on the built-in target
+    option_choices={"vocab": list_vocab_options},
+    checkpoint=FORMAT,
+    training=Training(TrainConfig, create_trainee),
+    built_in=BuiltIn(
+        {zoo.DEFAULT_TARGET: "draft", zoo.SEQ2SEQ_TARGET: "seq2seq_draft"},
+        default_ranks={zoo.DEFAULT_TARGET: 2, zoo.SEQ2SEQ_TARGET: 2},
+    ),
+    variants=VARIANTS,
+)

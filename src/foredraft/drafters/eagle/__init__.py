@@ -1,0 +1,1 @@
+"""The method `eagle`: a decoder layer over the last hidden states of the target."""

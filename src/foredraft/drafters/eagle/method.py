@@ -1,0 +1,64 @@
+"""Declaration of the method `eagle`."""
+
+from foredraft import zoo
+from foredraft.checkpoints.export import make_sglang_command, make_vllm_command
+from foredraft.checkpoints.formats import CheckpointFormat, ExportFormat, LayoutOrder, StoredLayout
+from foredraft.checkpoints.schema import Checkpoint
+from foredraft.drafters.common.feature_drafter import FeatureDrafter, make_feature_lm
+from foredraft.drafters.common.target_access import (
+    bind_to_target,
+    load_checkpoint,
+    require_target,
+)
+from foredraft.drafters.common.tree_builder import TreeOptions as Config
+from foredraft.drafters.eagle import checkpoint, export
+from foredraft.drafters.eagle.network import load_network, make_native
+from foredraft.drafters.eagle.training import TrainConfig, create_trainee
+from foredraft.drafters.eagle.variants import VARIANTS
+from foredraft.drafters.method import BuiltIn, DrafterContext, HeadRecipe, Method, Training
+from foredraft.models.forward_batch import AFTER_FINAL_NORM
+
+
+def create(config: Config, context: DrafterContext) -> FeatureDrafter:
+    """Load the head and make its drafter.
+
+    Raises:
+        ForedraftError: for invalid tree options, or a head of another method, or one that does not fit the target.
+    """
+    config.to_tree_spec(context.num_speculative_tokens)  # raises for invalid options before the checkpoint is loaded
+    return from_checkpoint(config, load_checkpoint(context, METHOD), context)
+
+
+def from_checkpoint(config: Config, checkpoint: Checkpoint, context: DrafterContext) -> FeatureDrafter:
+    """Make a drafter for `context.target` from a loaded head."""
+    network = load_network(checkpoint, require_target(context))
+    bind_to_target(network, checkpoint.folder, context)
+    return FeatureDrafter(
+        make_feature_lm(network, make_native, context),
+        (AFTER_FINAL_NORM,),
+        config.to_tree_spec(context.num_speculative_tokens),
+        context,
+    )
+
+
+FORMAT = CheckpointFormat(
+    title="an EAGLE head",
+    shape=checkpoint.EagleShape,
+    layouts=(StoredLayout("eagle", LayoutOrder.SHARED_NAMES, checkpoint.has_projection, checkpoint.read),),
+    make_layout=checkpoint.make_layout,
+    exports=(
+        ExportFormat("vllm", export.export_eagle_vllm, make_vllm_command),
+        ExportFormat("sglang", export.export_eagle_sglang, make_sglang_command),
+    ),
+)
+METHOD = Method(
+    name=checkpoint.NAME,
+    config=Config,
+    create=create,
+    from_checkpoint=from_checkpoint,
+    auto_rank=50,  # by speed on the built-in target
+    checkpoint=FORMAT,
+    training=Training(TrainConfig, create_trainee),
+    built_in=BuiltIn({zoo.DEFAULT_TARGET: "eagle"}, HeadRecipe(850, {"steps": "2"})),
+    variants=VARIANTS,
+)

@@ -1,0 +1,91 @@
+"""Declaration of the method `eagle3`."""
+
+from dataclasses import dataclass, replace
+
+from foredraft import zoo
+from foredraft.checkpoints.export import make_sglang_command, make_speculators_command, make_vllm_command
+from foredraft.checkpoints.formats import CheckpointFormat, ExportFormat, LayoutOrder, StoredLayout
+from foredraft.checkpoints.schema import Checkpoint
+from foredraft.drafters.common.feature_drafter import FeatureDrafter, make_feature_lm
+from foredraft.drafters.common.target_access import (
+    bind_to_target,
+    load_checkpoint,
+    require_target,
+)
+from foredraft.drafters.common.tree_builder import TreeOptions
+from foredraft.drafters.eagle3 import checkpoint, export
+from foredraft.drafters.eagle3.checkpoint import NORMED_STATE, RAW_STATE
+from foredraft.drafters.eagle3.network import load_network, make_native
+from foredraft.drafters.eagle3.shape import Eagle3Shape
+from foredraft.drafters.eagle3.training import TrainConfig, create_trainee
+from foredraft.drafters.eagle3.variants import VARIANTS
+from foredraft.drafters.method import BuiltIn, DrafterContext, HeadRecipe, Method, Training
+from foredraft.errors import ForedraftError
+
+
+@dataclass(frozen=True)
+class Config(TreeOptions):
+    """Options: the tree options, and `feedback`.
+
+    Args:
+        feedback: feature that a draft token reads: the output after ("normed") or before ("raw") the final norm;
+            None = as in the checkpoint.
+    """
+
+    feedback: str | None = None
+
+
+def create(config: Config, context: DrafterContext) -> FeatureDrafter:
+    """Load the head and make its drafter.
+
+    Raises:
+        ForedraftError: for invalid options, or a head of another method or another target.
+    """
+    config.to_tree_spec(context.num_speculative_tokens)  # report invalid options before the checkpoint is loaded
+    return from_checkpoint(config, load_checkpoint(context, METHOD), context)
+
+
+def from_checkpoint(config: Config, checkpoint: Checkpoint, context: DrafterContext) -> FeatureDrafter:
+    """Make the drafter of a loaded head for `context.target`."""
+    network = load_network(_apply_feedback(checkpoint, config.feedback), require_target(context))
+    bind_to_target(network, checkpoint.folder, context)
+    lm, spec = make_feature_lm(network, make_native, context), config.to_tree_spec(context.num_speculative_tokens)
+    return FeatureDrafter(lm, network.shape.hidden_layers, spec, context, network.token_ids)
+
+
+def _apply_feedback(checkpoint: Checkpoint, feedback: str | None) -> Checkpoint:
+    """Return the checkpoint with the user's feedback setting. Raises ForedraftError for an unknown value."""
+    if feedback not in (None, NORMED_STATE, RAW_STATE):
+        raise ForedraftError(f"feedback must be {NORMED_STATE!r} or {RAW_STATE!r}, got {feedback!r}; or leave it out")
+    shape = checkpoint.shape
+    if feedback is None or not isinstance(shape, Eagle3Shape):
+        return checkpoint
+    return replace(checkpoint, shape=replace(shape, feeds_normed=feedback == NORMED_STATE))
+
+
+FORMAT = CheckpointFormat(
+    title="an EAGLE-3 head",
+    shape=Eagle3Shape,
+    layouts=(
+        StoredLayout("speculators", LayoutOrder.DECLARED, checkpoint.is_speculators, checkpoint.read_speculators),
+        StoredLayout("eagle3", LayoutOrder.MARKERS, checkpoint.has_marker_tensors, checkpoint.read),
+    ),
+    make_layout=checkpoint.make_layout,
+    exports=(
+        ExportFormat("eagle3", export.export_portable, make_vllm_command),
+        ExportFormat("speculators", export.export_speculators, make_speculators_command),
+        ExportFormat("vllm", export.export_vllm, make_vllm_command),
+        ExportFormat("sglang", export.export_sglang, make_sglang_command),
+    ),
+)
+METHOD = Method(
+    name=checkpoint.NAME,
+    config=Config,
+    create=create,
+    from_checkpoint=from_checkpoint,
+    auto_rank=40,  # by speed on the built-in target
+    checkpoint=FORMAT,
+    training=Training(TrainConfig, create_trainee),
+    built_in=BuiltIn({zoo.DEFAULT_TARGET: "eagle3"}, HeadRecipe(850, {"steps": "4"})),
+    variants=VARIANTS,
+)

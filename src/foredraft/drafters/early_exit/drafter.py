@@ -1,0 +1,129 @@
+"""Self-speculation: the target's first layers with its final norm and output matrix draft for the whole target.
+
+Reference: LayerSkip, 2404.16710; Draft & Verify, 2309.08168.
+
+The drafter has no KV cache. It reads the target's keys and values of its layers, and writes behind the committed
+tokens, where the verifying pass writes again. So there is no prefill, no state per request, and a prefix-cache hit can
+be drafted from at once. A target not trained for early exit often disagrees with its first layers; an adapter
+(`foredraft train early_exit`) raises the acceptance rate.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from foredraft.drafters.common.growing_draft import GrowingDraft
+from foredraft.drafters.common.tree_builder import NodeLogits, TreeBuilder, TreeOptions, TreeSpec, add_level
+from foredraft.drafters.draft import to_token_tree
+from foredraft.drafters.early_exit.layer_selection import ExitLayerSelector
+from foredraft.errors import ForedraftError
+from foredraft.models.forward_batch import ForwardBatch, Span
+from foredraft.models.hf import HFModel
+from foredraft.models.truncated import Adapter, Truncated
+from foredraft.request import Batch
+from foredraft.tree import Commit, TokenTree
+
+
+@dataclass(frozen=True)
+class Config(TreeOptions):
+    """Options: the tree options, and `exit_layer`.
+
+    Args:
+        exit_layer: number of target layers that draft; None = the adapter's, or without an adapter a measured choice.
+    """
+
+    exit_layer: int | None = None
+
+
+class EarlyExit:
+    """Drafter that runs the target's first layers, one forward pass per level for all requests of a batch.
+
+    Attributes:
+        shares_target_kv: True, since it reads and writes the target's own KV pages. An engine must call `attach`
+            before the first step; a test without an engine must write the target's KV itself.
+    """
+
+    shares_target_kv = True
+
+    def __init__(
+        self, target: HFModel, layer_selector: ExitLayerSelector, tree_spec: TreeSpec, adapter: Adapter | None = None
+    ) -> None:
+        self.target = target
+        self.layer_selector = layer_selector
+        self.tree_spec = tree_spec
+        self.adapter = adapter
+        self._truncated_targets: dict[int, Truncated] = {}
+        self._is_attached = False
+        self._get_truncated(layer_selector.layer)  # reports an invalid layer now and not at the first draft
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        return self.layer_selector.hidden_layers
+
+    @property
+    def max_nodes(self) -> int:
+        return self.tree_spec.max_nodes
+
+    def attach(self, target: HFModel) -> None:
+        """Set the target whose KV pages the drafter uses. `LLM` calls it once.
+
+        Raises:
+            ForedraftError: for another model, or for the target of a second LLM, whose KV pages are different.
+        """
+        if target.model is not self.target.model:
+            raise ForedraftError(f"this early_exit drafter is made of {self.target.name}; make one for {target.name}")
+        if target.pool is not self.target.pool:
+            if self._is_attached:
+                raise ForedraftError(
+                    "this early_exit drafter uses the KV pages of another engine; make one for each engine"
+                )
+            self.target = target
+            self._truncated_targets.clear()
+        self._is_attached = True
+
+    def propose(self, batch: Batch) -> TokenTree:
+        drafts = {b: draft for b in batch.find_drafting() if (draft := self._start_draft(batch, b)) is not None}
+        if drafts:
+            self._build_trees(list(drafts.values()), batch.page_size)
+        return to_token_tree(batch, {b: draft.builder.to_draft() for b, draft in drafts.items()})
+
+    def observe(self, batch: Batch, commit: Commit) -> None:
+        self.layer_selector.observe(batch, commit)
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """Do nothing: there is no state per request."""
+
+    def _start_draft(self, batch: Batch, b: int) -> GrowingDraft | None:
+        """Start a draft; None if the target has more to compute than the last token, as during a prompt."""
+        request = batch.requests[b]
+        if request.num_computed != request.num_tokens - 1:
+            return None
+        spec = self.tree_spec.restrict(
+            max(request.max_draft_depth, 0), batch.granted_nodes[b], not request.rule.takes_trees
+        )
+        return (
+            GrowingDraft(TreeBuilder(request, spec), request.num_computed)
+            if spec.max_nodes > 0 and spec.max_depth > 0
+            else None
+        )
+
+    def _build_trees(self, drafts: list[GrowingDraft], page_size: int) -> None:
+        requests = [draft.builder.request for draft in drafts]
+        spans = [Span(r.pages, r.num_computed, r.get_tokens(r.num_computed, r.num_tokens), range(1)) for r in requests]
+        while True:
+            logits = self._forward(spans, page_size)
+            add_level([draft.builder for draft in drafts], NodeLogits(logits, self.target.vocab_size))
+            drafts = [draft for draft in drafts if draft.builder.frontier]
+            if not drafts:
+                return
+            spans = [draft.build_span() for draft in drafts]
+
+    def _forward(self, spans: Sequence[Span], page_size: int) -> Tensor:
+        forward_batch = ForwardBatch.from_spans(spans, page_size, self.target.device)
+        return self._get_truncated(self.layer_selector.layer).forward(forward_batch)[0]
+
+    def _get_truncated(self, layers: int) -> Truncated:
+        if layers not in self._truncated_targets:
+            self._truncated_targets[layers] = Truncated(self.target, layers, self.adapter)
+        return self._truncated_targets[layers]

@@ -1,0 +1,1 @@
+"""The method `compose`: several drafters for one request."""

@@ -1,0 +1,168 @@
+"""Members of an ensemble, their drafts in a step, and the comparison of these with the committed tokens."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from foredraft.drafters.draft import Draft
+from foredraft.drafters.ensemble.selector import CandidateDraft
+from foredraft.drafters.ensemble.tree_merge import MergedTree
+from foredraft.drafters.ensemble.value import EstimateKey
+from foredraft.drafters.failure_backoff import Clock, FailureBackoff
+from foredraft.drafters.interface import Drafter, TokenDraftSource
+from foredraft.drafters.request_snapshot import SnapshotCache, call_isolated
+from foredraft.drafters.token_drafter import TokenDrafter
+from foredraft.request import Request
+from foredraft.tree import TokenTree
+
+T = TypeVar("T")
+MAX_MATCH_STRENGTH = 12  # tokens; longer matches share one estimate
+
+
+@dataclass(eq=False)
+class EnsembleMember:
+    """One drafter of an ensemble.
+
+    A token member (`is_token_only`) is called directly, isolated by `backoff`; a model member through `sandboxed`.
+    """
+
+    name: str
+    drafter: Drafter
+    sandboxed: Drafter  # the drafter in a sandbox of its own
+    layer_columns: list[int] = field(default_factory=list)  # its columns among the layers of the ensemble
+    clock: Clock = time.perf_counter
+
+    def __post_init__(self) -> None:
+        self.backoff = FailureBackoff(self.name, self.clock)  # for calls of a token member, which bypass the sandbox
+        self._snapshots = SnapshotCache()
+        self.is_token_only = isinstance(self.drafter, TokenDraftSource) and not self.drafter.hidden_layers
+        # TokenDrafter.observe does nothing, so the call is skipped
+        self.has_observe = getattr(type(self.drafter), "observe", None) is not TokenDrafter.observe
+
+    @property
+    def backoffs(self) -> tuple[FailureBackoff, ...]:
+        """Backoffs of the direct calls and of the sandbox."""
+        return (self.backoff, *getattr(self.sandboxed, "backoffs", ()))
+
+    @property
+    def token_drafter(self) -> TokenDraftSource | None:
+        """The drafter, if it is a token member and not quarantined."""
+        return self.drafter if self.is_token_only and not self.backoff.is_quarantined else None  # type: ignore[return-value]
+
+    @property
+    def max_nodes(self) -> int:
+        if self.is_token_only:
+            return 0 if self.backoff.is_quarantined else self.drafter.max_nodes
+        return self.sandboxed.max_nodes
+
+    def draft_from_tokens(self, index: int, request: Request, budget: int) -> CandidateDraft | None:
+        """Draft from committed tokens as the member with this index; None without a draft."""
+        token_drafter, max_nodes = self.token_drafter, min(budget, self.max_nodes)
+        if token_drafter is None or max_nodes <= 0:
+            return None
+        result = self.call_drafter("draft", request, lambda: _draft_with_strength(token_drafter, request, max_nodes))
+        if result is None:
+            return None
+        draft, weight = result
+        if not draft.tokens:
+            return None
+        is_sampled = draft.q is not None
+        size = max_nodes if is_sampled else len(draft.tokens)
+        return CandidateDraft(
+            draft,
+            (index, weight),
+            (index,),
+            size,
+            max_nodes if is_sampled else _compute_depth(draft.parents),
+            is_sampled,
+        )
+
+    def call_drafter(self, operation: str, request: Request, call: Callable[[], T]) -> T | None:
+        """Call the token drafter in isolation; None if the call failed."""
+        return call_isolated(self.backoff, self._snapshots.capture((request,)), operation, call, is_timed=True)
+
+    def forget(self, slots: Sequence[int]) -> None:
+        self.sandboxed.forget(slots)
+        self._snapshots.forget(slots)
+
+
+@dataclass(slots=True)
+class PastDraft:
+    """A proposed draft and the estimate that its outcome updates."""
+
+    key: EstimateKey
+    tokens: Sequence[int]  # [n] without the root
+    parents: Sequence[int]
+
+
+@dataclass(slots=True)
+class ProposalRecord:
+    """Drafts of one request in a step; `propose` writes them and `observe` reads them."""
+
+    past_drafts: list[PastDraft] = field(default_factory=list)
+    # estimate of a union, and the two past drafts in it
+    union_pairs: list[tuple[EstimateKey, int, int]] = field(default_factory=list)
+    extension_key: EstimateKey | None = None  # None = no extension
+    extension_path: tuple[int, ...] = ()  # tokens from the root to the tip that was extended
+    extension_tokens: tuple[int, ...] = ()
+
+    def add_draft(self, key: EstimateKey, tokens: Sequence[int], parents: Sequence[int]) -> int:
+        self.past_drafts.append(PastDraft(key, tokens, parents))
+        return len(self.past_drafts) - 1
+
+
+def merge_drafts(candidates: Sequence[CandidateDraft], budget: int) -> CandidateDraft:
+    """Merge deterministic drafts of several token members into one candidate."""
+    merged = MergedTree.from_root(0)
+    for candidate in candidates:
+        merged.graft(candidate.draft, budget)
+    parts = tuple(i for candidate in candidates for i in candidate.members)
+    draft = Draft(tuple(merged.tokens[1:]), tuple(merged.parents[1:]))
+    key = parts, max(candidate.key[1] for candidate in candidates)
+    return CandidateDraft(
+        draft, key, parts, merged.num_draft_nodes, max(candidate.depth for candidate in candidates), False
+    )
+
+
+def make_single_tree(draft: Draft, root: int) -> MergedTree:
+    """Make one request's tree from a sampled draft, with its q."""
+    return MergedTree.from_tree(TokenTree([[root, *draft.tokens]], [[-1, *draft.parents]], draft.q), 0, 0)
+
+
+def _draft_with_strength(drafter: TokenDraftSource, request: Request, max_nodes: int) -> tuple[Draft, int]:
+    draft = drafter.draft(request, max_nodes)
+    return draft, min(drafter.match_strength(request), MAX_MATCH_STRENGTH) if draft.tokens else 0
+
+
+def _compute_depth(parents: Sequence[int]) -> int:
+    """Return the depth of a draft from its parents; 0 = the root."""
+    if parents[-1] == len(parents) - 1 and tuple(parents) == tuple(range(len(parents))):
+        return len(parents)
+    depths = [0]
+    for parent in parents:
+        depths.append(depths[parent] + 1)
+    return max(depths)
+
+
+def measure_match(tokens: Sequence[int], parents: Sequence[int], committed: Sequence[int]) -> tuple[int, int]:
+    """Compare a draft with the tokens that were committed.
+
+    Args:
+        tokens: [n] tokens of the draft.
+        parents: [n] parents; 0 = the root, i + 1 = node i of the draft.
+        committed: tokens after the root.
+
+    Returns:
+        Number of levels that match, and number of levels that were tested (matches and the first mismatch).
+    """
+    node, num_accepted, has_more = 0, 0, False
+    for i, (token, parent) in enumerate(zip(tokens, parents, strict=True), 1):
+        if parent != node:
+            continue
+        if num_accepted == len(committed):
+            return num_accepted, num_accepted
+        has_more = True
+        if token == committed[num_accepted]:
+            node, num_accepted, has_more = i, num_accepted + 1, False
+    return num_accepted, num_accepted + has_more

@@ -1,0 +1,285 @@
+"""Selection of the members that draft in a step, by expected tokens per second. No tensors, no clock.
+
+The value of a draft is (expected tokens gained) - (seconds added) * (current tokens per second). A draft of positive
+value raises the rate; the largest value maximises it after the rate has converged (Dinkelbach's method). A model
+member's pass is shared by all requests and is charged once.
+
+A selection depends on earlier steps and on committed tokens (match strength and size of a draft of a token member),
+never on tokens sampled in this step. So rejection sampling stays lossless.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from foredraft.drafters.draft import Draft
+from foredraft.drafters.ensemble.value import EstimateKey, LinearCost, ValueEstimates, estimate_gain
+
+SelectionMode = Literal["auto", "merge", "sequence"]
+SELECTION_MODES: tuple[SelectionMode, ...] = ("auto", "merge", "sequence")
+MIN_DRAFTS = 3.0  # drafts of a member before its estimates are used
+# steps without a draft before an unselected member is tried again; doubled after each retry
+FIRST_RETRY_STEPS, MAX_RETRY_STEPS = 32, 512
+MIN_MERGE_NODES = 4  # smallest budget for which two drafts are merged
+RATE_WINDOW = 32.0  # steps over which the tokens per second are averaged
+
+
+@dataclass(eq=False)
+class ModelMemberStats:
+    """Measured costs and use of a member that needs a forward pass of its own."""
+
+    index: int
+    max_nodes: int = 1 << 30  # maximum draft nodes per request in this step
+    cost: LinearCost = field(default_factory=lambda: LinearCost(is_proportional=True))  # seconds by draft depth
+    catch_up_seconds: float = 0.0  # extra seconds if it must first read tokens of steps without a draft
+    depth_by_nodes: dict[int, float] = field(default_factory=dict)  # node budget -> average depth of the drafts
+    num_uses: int = 0  # steps in which it drafted
+    num_idle_steps: int = 0  # steps since its last draft
+    retry_interval: int = FIRST_RETRY_STEPS  # idle steps before the next retry
+
+    @property
+    def key(self) -> EstimateKey:
+        return self.index, 0
+
+    def estimate_depth(self, num_nodes: int) -> float:
+        """Estimate the depth of a draft with this node budget."""
+        num_nodes = min(num_nodes, self.max_nodes)
+        return self.depth_by_nodes.get(num_nodes, float(num_nodes))
+
+    def record_time(self, depth: int, seconds: float, is_fresh: bool) -> None:
+        if is_fresh:
+            self.cost.update(depth, seconds)
+        elif self.cost.is_fitted:
+            self.catch_up_seconds += 0.2 * (max(seconds - self.cost.predict(depth), 0.0) - self.catch_up_seconds)
+
+    def record_depth(self, num_nodes: int, depth: int) -> None:
+        """Record the depth of a draft that had this node budget."""
+        self.depth_by_nodes[num_nodes] = (
+            0.8 * self.estimate_depth(num_nodes) + 0.2 * depth if num_nodes in self.depth_by_nodes else float(depth)
+        )
+
+
+@dataclass(slots=True)
+class CandidateDraft:
+    """A draft of token members that exists before the selection."""
+
+    draft: Draft
+    key: EstimateKey
+    members: tuple[int, ...]
+    size: int
+    depth: int
+    is_sampled: bool  # it has a q; the selection must not depend on its tokens
+    past_index: int = -1  # index in ProposalRecord.past_drafts; -1 = not recorded
+    rates: tuple[float, float] = (0.0, 0.0)  # acceptance rates of the first node and of later ones
+
+
+@dataclass(slots=True)
+class RequestChoices:
+    """Candidates and limits of one request in a step."""
+
+    slot: int
+    budget: int
+    candidates: list[CandidateDraft]  # two or more deterministic drafts are followed by their union
+    may_merge: bool = True
+    may_merge_all: bool = True  # merging of several model members; needs deterministic drafts
+    stale_members: tuple[int, ...] = ()  # model members that must catch up before they draft
+
+
+@dataclass(slots=True)
+class RequestDraftPlan:
+    """Draft of one request: a candidate, a model member's draft, or a merged tree of both."""
+
+    candidate: CandidateDraft | None = None
+    node_budget: int = 0  # for every selected model member; 0 = none drafts
+    value: float = 0.0
+
+
+class EnsembleSelector:
+    """Selection of candidates and model members from acceptance and cost estimates."""
+
+    def __init__(self, model_stats: Sequence[ModelMemberStats], mode: SelectionMode) -> None:
+        self.model_stats, self.mode = model_stats, mode
+        self.estimates = ValueEstimates()
+        self.pass_cost = LinearCost(is_proportional=False)  # seconds of the target's forward pass by rows
+        self._recent_tokens = self._recent_seconds = 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Recent tokens per second; 0 before the first step."""
+        return self._recent_tokens / self._recent_seconds if self._recent_seconds > 0.0 else 0.0
+
+    def record_step(self, num_tokens: int, seconds: float) -> None:
+        """Record the tokens and seconds of a whole step."""
+        fade = 1.0 - 1.0 / RATE_WINDOW
+        self._recent_tokens, self._recent_seconds = (
+            self._recent_tokens * fade + num_tokens,
+            self._recent_seconds * fade + seconds,
+        )
+
+    def select_candidate(self, choices: RequestChoices) -> RequestDraftPlan:
+        """Select the candidate of largest value; none if no candidate pays for its rows."""
+        best = RequestDraftPlan()
+        for candidate in choices.candidates:
+            candidate.rates = self.estimates.estimate_rates(choices.slot, candidate.key)
+            value = estimate_gain(candidate.rates, candidate.depth) - self._convert_rows_to_tokens(candidate.size)
+            if value > best.value or self.mode == "merge":
+                best = RequestDraftPlan(candidate, 0, value)
+        return best
+
+    def select_members(
+        self, all_choices: Sequence[RequestChoices]
+    ) -> tuple[list[ModelMemberStats], list[RequestDraftPlan]]:
+        """Select the model members of this step, and make the plan of every request.
+
+        The first selected member drafts for all plans with nodes; further ones only if `may_merge_all`.
+        """
+        plans = [self.select_candidate(choices) for choices in all_choices]
+        if self.mode == "merge":
+            return self._plan_merge(all_choices, plans)
+        selected, best_gain, best = None, 0.0, plans
+        for stats in self.model_stats:
+            marginal_tokens = self.tokens_per_second * (self.pass_cost.slope + stats.cost.slope / len(all_choices))
+            others = [
+                self._plan_with_member(choices, stats, plan, marginal_tokens)
+                for choices, plan in zip(all_choices, plans, strict=True)
+            ]
+            if self._is_due(stats):
+                stats.retry_interval = min(2 * stats.retry_interval, MAX_RETRY_STEPS)
+                return [stats], others
+            gains = [other.value - plan.value for other, plan in zip(others, plans, strict=True)]
+            member_plans = [
+                other if value_gain > 0.0 else plan
+                for other, plan, value_gain in zip(others, plans, gains, strict=True)
+            ]
+            deepest = max(
+                [stats.estimate_depth(plan.node_budget) for plan in member_plans if plan.node_budget], default=0.0
+            )
+            is_stale = any(
+                plan.node_budget and stats.index in choices.stale_members
+                for choices, plan in zip(all_choices, member_plans, strict=True)
+            )
+            seconds = stats.cost.predict(deepest) + (stats.catch_up_seconds if is_stale else 0.0)
+            gain = sum([value_gain for value_gain in gains if value_gain > 0.0]) - self.tokens_per_second * seconds
+            if deepest and gain > best_gain:
+                selected, best_gain, best = stats, gain, member_plans
+        if selected is None:
+            return [], plans
+        selected.retry_interval = FIRST_RETRY_STEPS
+        return [selected], best
+
+    def _plan_merge(
+        self, all_choices: Sequence[RequestChoices], plans: Sequence[RequestDraftPlan]
+    ) -> tuple[list[ModelMemberStats], list[RequestDraftPlan]]:
+        """Plan drafts of all members, the best first, with equal shares of the node budget."""
+        all_stats = sorted(
+            [stats for stats in self.model_stats if stats.max_nodes], key=self._estimate_overall_value, reverse=True
+        )
+        if not all_stats:
+            return [], list(plans)
+        merged_plans = []
+        for choices, plan in zip(all_choices, plans, strict=True):
+            candidate = (
+                plan.candidate
+                if choices.may_merge and plan.candidate is not None and not plan.candidate.is_sampled
+                else None
+            )
+            shares = (len(all_stats) if choices.may_merge_all else 1) + (candidate is not None)
+            merged_plans.append(RequestDraftPlan(candidate, -(-choices.budget // shares)))
+        return all_stats, merged_plans
+
+    def _estimate_overall_value(self, stats: ModelMemberStats) -> float:
+        """Estimate the value of a member over all requests, less the cost of its drafts."""
+        if stats.num_uses < MIN_DRAFTS:
+            return float("inf")
+        depth = stats.estimate_depth(stats.max_nodes)
+        return estimate_gain(
+            self.estimates.estimate_rates(-1, stats.key), depth
+        ) - self.tokens_per_second * stats.cost.predict(depth)
+
+    def should_extend(self, slot: int, key: EstimateKey, reach_probability: float, num_tokens: int) -> bool:
+        """Return whether an extension of `num_tokens` nodes pays for its rows.
+
+        `reach_probability`: probability that its parent is accepted.
+        """
+        if self.estimates.count_tries(slot, key) < MIN_DRAFTS:
+            return True
+        return reach_probability * estimate_gain(
+            self.estimates.estimate_rates(slot, key), num_tokens
+        ) > self._convert_rows_to_tokens(num_tokens)
+
+    def record_selection(self, selected: Sequence[ModelMemberStats]) -> None:
+        for stats in self.model_stats:
+            is_selected = stats in selected
+            stats.num_idle_steps = 0 if is_selected else stats.num_idle_steps + 1
+            stats.num_uses += is_selected
+
+    def _is_due(self, stats: ModelMemberStats) -> bool:
+        return stats.max_nodes > 0 and (stats.num_uses < MIN_DRAFTS or stats.num_idle_steps >= stats.retry_interval)
+
+    def _convert_rows_to_tokens(self, num_rows: float) -> float:
+        """Convert rows of the target's pass to the tokens that could be made in their time."""
+        return self.tokens_per_second * self.pass_cost.slope * num_rows
+
+    def _plan_with_member(
+        self, choices: RequestChoices, stats: ModelMemberStats, plan: RequestDraftPlan, marginal_tokens: float
+    ) -> RequestDraftPlan:
+        """Make the best plan with a member's draft: alone, or merged with the best candidate.
+
+        `marginal_tokens`: tokens that could be made in the time of one more node.
+        """
+        shares = self.estimates.estimate_rates(choices.slot, stats.key)
+        budget = self._choose_num_nodes(stats, shares, min(choices.budget, stats.max_nodes), marginal_tokens)
+        depth = stats.estimate_depth(budget)
+        solo = RequestDraftPlan(None, budget, estimate_gain(shares, depth) - self._convert_rows_to_tokens(depth))
+        candidate = plan.candidate
+        if (
+            candidate is None
+            or candidate.is_sampled
+            or not choices.may_merge
+            or self.mode == "sequence"
+            or choices.budget < MIN_MERGE_NODES
+        ):
+            return solo
+        candidate_nodes = min(candidate.size, choices.budget // 2)
+        nodes = min(choices.budget - candidate_nodes, budget)
+        depth = stats.estimate_depth(nodes)
+        first, _ = self.estimates.estimate_rates(
+            choices.slot, make_union_key(stats, candidate), *_combine_rates(shares, candidate.rates)
+        )
+        # if only the member's first node is right, the gain is limited by the depth of the member's draft
+        instead = max(first - candidate.rates[0], 0.0) * estimate_gain((1.0, shares[1]), depth)
+        value = (
+            estimate_gain(candidate.rates, min(candidate.depth, candidate_nodes))
+            + instead
+            - self._convert_rows_to_tokens(depth + candidate_nodes)
+        )
+        merged = RequestDraftPlan(candidate, nodes, value)
+        return merged if value > solo.value or self._is_due(stats) else solo
+
+    def _choose_num_nodes(
+        self, stats: ModelMemberStats, rates: tuple[float, float], max_nodes: int, marginal_tokens: float
+    ) -> int:
+        """Choose the nodes of a draft: as many as gain more than they cost, if each node is one level."""
+        first, later = rates
+        if (
+            self._is_due(stats)
+            or stats.estimate_depth(max_nodes) < 0.9 * max_nodes
+            or not 0.0 < later < 1.0
+            or marginal_tokens <= 0.0
+        ):
+            return max_nodes
+        if marginal_tokens >= first:
+            return min(max_nodes, 1)
+        return min(max_nodes, 1 + int(math.log(marginal_tokens / first) / math.log(later)))
+
+
+def make_union_key(stats: ModelMemberStats, candidate: CandidateDraft) -> EstimateKey:
+    """Return the estimate key of a member's draft merged with a candidate."""
+    return (stats.index, *candidate.members), candidate.key[1]
+
+
+def _combine_rates(a: tuple[float, float], b: tuple[float, float]) -> tuple[float, float]:
+    """Return a prior for the union of two drafts. Their outcomes are strongly correlated."""
+    best = max(a, b, key=lambda shares: shares[0] * shares[1])
+    return best[0] + 0.25 * min(a[0], b[0]) * (1.0 - best[0]), best[1]

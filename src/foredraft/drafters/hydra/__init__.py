@@ -1,0 +1,1 @@
+"""The method `hydra`: Medusa heads that read the draft tokens before them."""

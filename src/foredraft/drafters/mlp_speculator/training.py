@@ -1,0 +1,132 @@
+"""Training of an MLP speculator (2404.19124, section 4).
+
+The paper trains in two stages, on long documents and then on text that the target wrote. Both have the same loss: every
+state of a sequence starts a draft of the sequence's own tokens. The trainer chooses the data.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foredraft.checkpoints.schema import Checkpoint
+from foredraft.drafters.common.losses import Losses, Trace, check_loss
+from foredraft.drafters.common.step_losses import compute_step_losses
+from foredraft.drafters.mlp_speculator.checkpoint import MlpSpeculatorShape, make_layout
+from foredraft.drafters.mlp_speculator.network import MLPSpeculator
+from foredraft.errors import ForedraftError
+from foredraft.models.forward_batch import AFTER_FINAL_NORM
+from foredraft.models.hf import HFModel
+
+PUBLISHED_BRANCHING = (4, 3, 2)  # top_k_tokens_per_head of the smallest published speculator
+LATER_BRANCHING = 2  # top_k_tokens_per_head of further steps
+PUBLISHED_CANDIDATES = 5  # n_candidates of the smallest published speculator
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Training settings.
+
+    Args:
+        loss: one of `losses.LOSS_NAMES`.
+        n_predict: number of steps.
+        inner: width of the state; None = the target's hidden size.
+        tied: whether all steps share embedding, norm and output matrix, and all but the first the state's matrix.
+        scale_input: whether the target's state is normalised first.
+        decay: weight of step i is decay^i, in (0, 1].
+    """
+
+    loss: str = "kl"
+    n_predict: int = 4
+    inner: int | None = None
+    tied: bool = True
+    scale_input: bool = True
+    decay: float = 1.0
+
+    @staticmethod
+    def read_shape(network: MLPSpeculator) -> dict[str, object]:
+        """Return the settings that a checkpoint to start from determines, with their values."""
+        shape = network.shape
+        return {
+            "n_predict": shape.n_predict,
+            "inner": shape.inner,
+            "tied": shape.is_tied,
+            "scale_input": shape.scales_input,
+        }
+
+
+class MLPSpeculatorTrainee:
+    """Speculator in training. Step i from state t reads token t + 1 + i and predicts token t + 2 + i."""
+
+    hidden_layers: tuple[int, ...] = (AFTER_FINAL_NORM,)
+
+    def __init__(self, network: MLPSpeculator, target: HFModel, config: TrainConfig) -> None:
+        self.network = network
+        self.target = target
+        self.config = config
+
+    def compute_loss(self, trace: Trace) -> Losses:
+        shape, config = self.network.shape, self.config
+        return compute_step_losses(
+            self.network, trace, trace.features, config.loss, shape.n_predict, config.decay, shape.vocab_size
+        )
+
+    def to_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return tensors and config.json in IBM's layout, with a tree for engines that draft trees."""
+        shape = self.network.shape
+        branching = shape.branching or (*PUBLISHED_BRANCHING, *[LATER_BRANCHING] * shape.n_predict)[: shape.n_predict]
+        layout = make_layout(replace(shape, branching=branching), self.network.state_dict())
+        return layout.tensors, layout.config | {
+            "n_candidates": shape.candidates or PUBLISHED_CANDIDATES,
+            "base_model_name_or_path": self.target.name,
+        }
+
+
+def create_trainee(config: TrainConfig, target: HFModel, start: Checkpoint | None = None) -> MLPSpeculatorTrainee:
+    """Make a speculator to train, in float32.
+
+    Args:
+        config: training settings.
+        target: frozen target.
+        start: checkpoint to continue from; None = a new one.
+
+    Raises:
+        ForedraftError: for invalid settings, or a checkpoint of another method.
+    """
+    check_loss(config.loss)
+    if not 0 < config.decay <= 1:
+        raise ForedraftError(f"decay must be above 0 and at most 1, got {config.decay}")
+    if start is not None:
+        if not isinstance(start.shape, MlpSpeculatorShape):
+            raise ForedraftError(f"{start.folder} holds no MLP speculator but {start.format}; it cannot be trained on")
+        network = MLPSpeculator(start.shape).float()
+        network.load_state_dict(start.tensors)
+        return MLPSpeculatorTrainee(network.to(target.device), target, config)
+    inner = target.hidden_size if config.inner is None else config.inner
+    if config.n_predict < 1 or inner < 1:
+        raise ForedraftError(f"n_predict and inner must be positive, got {config.n_predict} and {inner}")
+    shape = MlpSpeculatorShape(
+        hidden=target.hidden_size,
+        inner=inner,
+        vocab_size=target.vocab_size,
+        n_predict=config.n_predict,
+        is_tied=config.tied,
+        scales_input=config.scale_input,
+    )
+    network = MLPSpeculator(shape).float()
+    if inner == target.hidden_size:
+        _init_from_target(network, target)
+    return MLPSpeculatorTrainee(network.to(target.device), target, config)
+
+
+@torch.no_grad()
+def _init_from_target(network: MLPSpeculator, target: HFModel) -> None:
+    """Initialise with the target's embedding and output matrix, at the scale of a random initialisation."""
+    std = network.shape.inner**-0.5
+    embedding, head = target.embedding.float(), target.head_weight.float()
+    for name, parameter in network.named_parameters():
+        if name.startswith("emb"):
+            parameter.copy_(embedding / embedding.std() * std)
+        elif name.startswith("head"):
+            parameter.copy_(head / head.std() * std)

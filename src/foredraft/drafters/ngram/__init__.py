@@ -1,0 +1,1 @@
+"""The method `ngram`: drafts copied from earlier in the sequence."""

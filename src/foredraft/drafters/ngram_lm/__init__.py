@@ -1,0 +1,1 @@
+"""The method `ngram_lm`: drafts from a table of n-gram counts."""

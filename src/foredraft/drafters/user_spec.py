@@ -1,0 +1,77 @@
+"""Parsing of the user's drafter specification: method, model, options and draft length."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from foredraft.drafters.checkpoint_folders import recognise
+from foredraft.drafters.interface import Drafter
+from foredraft.drafters.method import DEFAULT_AUTO_TOKENS
+from foredraft.drafters.registry import find_method
+from foredraft.errors import ForedraftError, suggest
+
+UserDrafterSpec = None | str | dict[str, Any] | Drafter
+AUTO = "auto"  # draft length chosen by measurement
+DraftLength = int | str | None
+
+
+@dataclass(frozen=True)
+class MethodSpec:
+    """A drafter by method name, not yet made."""
+
+    method: Any  # method name, checked by the registry
+    model: str | None  # folder or hub id
+    options: dict[str, Any]  # of the method
+    loaded_model: Any | None = None  # a loaded transformers model in place of `model`
+
+    @classmethod
+    def parse(cls, spec: str | dict[str, Any]) -> "MethodSpec":
+        """Parse a method name or a dict with the keys of vLLM's speculative_config.
+
+        Without a method, the checkpoint under `model` determines it.
+
+        Raises:
+            ForedraftError: if there is no method and no model, if the model is no folder, hub id or loaded model, or if
+                its checkpoint is not recognised.
+        """
+        options = {"method": spec} if isinstance(spec, str) else dict(spec)
+        method, model = options.pop("method", None), options.pop("model", None)
+        options.pop("num_speculative_tokens", None)
+        if isinstance(model, nn.Module):
+            if method is None:
+                raise ForedraftError("a loaded draft model needs its method beside it, as in {'method': 'draft_model'}")
+            return cls(method, None, options, model)
+        if model is not None and not isinstance(model, str | Path):
+            raise ForedraftError(
+                f"a drafter's model is a folder, a hub id or a loaded model; {type(model).__name__} is none of them"
+            )
+        name = None if model is None else str(model)
+        if method is None and name is None:
+            hints = (suggest(key, ("method", "model")) for key in options)
+            raise ForedraftError(
+                "the drafter names no method; give 'method', or a 'model' whose folder determines it"
+                + next(filter(None, hints), "")
+            )
+        if method is None and name is not None:
+            method = recognise(name)[0]
+        return cls(method, name, options)
+
+
+def parse_draft_length(spec: UserDrafterSpec, requested: DraftLength) -> int | None:
+    """Parse the draft length. Returns None for a length chosen by measurement."""
+    given = spec.get("num_speculative_tokens", AUTO) if isinstance(spec, dict) else AUTO
+    count = given if requested in (AUTO, None) else requested
+    if count in (AUTO, None):
+        return None
+    if not isinstance(count, int) or isinstance(count, bool):
+        raise ForedraftError(f"num_speculative_tokens must be an integer or 'auto', got {count!r}")
+    return count
+
+
+def get_max_draft_length(spec: UserDrafterSpec) -> int:
+    """Return the longest draft for a measured length, in tokens: that of the method if the user names one."""
+    name = spec.get("method") if isinstance(spec, dict) else spec
+    method = find_method(name) if isinstance(name, str) else None
+    return DEFAULT_AUTO_TOKENS if method is None else method.auto_tokens

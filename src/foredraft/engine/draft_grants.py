@@ -1,0 +1,61 @@
+"""Draft nodes of a step: what the draft-length policy grants, within the free rows and pages."""
+
+from collections.abc import Sequence
+
+from foredraft.draft_length.policy import DraftCandidate, DraftLengthPolicy
+from foredraft.kv.allocator import OutOfPagesError, PageAllocator
+from foredraft.request import Request
+
+Chunk = tuple[Request, int]  # a request, and the number of committed tokens that it computes in a step
+
+
+def grant_draft_nodes(
+    scheduled: Sequence[Chunk],
+    max_nodes: int,
+    length_policy: DraftLengthPolicy,
+    allocator: PageAllocator,
+    num_rows: int,
+) -> tuple[int, ...]:
+    """Return the draft nodes of each scheduled request, and reserve their pages.
+
+    Only requests whose chunk ends with their last committed token can draft. A draft whose pages are not free is left
+    out: drafts preempt no request.
+
+    Args:
+        scheduled: chunks of the step.
+        max_nodes: upper limit of the drafter on the draft nodes of a request.
+        length_policy: grants draft nodes to each request.
+        allocator: pages of the KV pools.
+        num_rows: rows of the forward pass that the chunks leave free.
+    """
+    candidates: list[DraftCandidate] = []
+    indices: list[int] = []  # of the candidates in `scheduled`
+    for i, (request, chunk) in enumerate(scheduled):
+        fixed = request.fixed_draft_length  # draft length set by the request
+        limit = max_nodes if fixed is None else min(max_nodes, fixed)  # upper limit on the nodes of this request
+        if limit > 0 and request.num_computed + chunk == request.num_tokens and request.max_draft_depth > 0:
+            kind = int(not request.sampling.is_greedy)  # the policy has separate estimates: 0 greedy, 1 sampled
+            candidates.append(DraftCandidate(request.slot, limit, fixed is not None, kind))
+            indices.append(i)
+    result = [0] * len(scheduled)
+    if candidates:
+        num_pass_tokens = sum(chunk for _, chunk in scheduled)  # tokens of the forward pass without draft nodes
+        # Each of them counts as attending to all earlier tokens and to its whole chunk.
+        attended_tokens = sum(chunk * (request.num_computed + chunk) for request, chunk in scheduled)
+        granted = length_policy.allocate(candidates, num_pass_tokens, attended_tokens)
+        for i, num_nodes in zip(indices, granted, strict=True):
+            request, chunk = scheduled[i]
+            result[i] = _reserve(allocator, request, request.num_computed + chunk, min(num_nodes, num_rows))
+            num_rows -= result[i]
+    return tuple(result)
+
+
+def _reserve(allocator: PageAllocator, request: Request, length: int, num_nodes: int) -> int:
+    """Reserve pages for draft nodes after `length` tokens. Returns their number, or 0 if too few pages are free."""
+    if num_nodes <= 0:
+        return 0
+    try:
+        allocator.grow(request.pages, length + num_nodes)
+    except OutOfPagesError:
+        return 0
+    return num_nodes

@@ -1,0 +1,161 @@
+"""Words of other programs: vLLM's and llama.cpp's options, and what an unknown option is answered with."""
+
+import pytest
+import torch
+
+from foredraft.cli.backend import CliBackend, build_drafter_spec
+from foredraft.cli.options import GenerateOptions
+from foredraft.cli.serve import ServeOptions, _apply_positional
+from foredraft.cli.shell import UsageError
+from foredraft.cli.speculative_config import read_speculative_config
+from foredraft.cli.suggest import FOREIGN_OPTIONS, suggest_option
+from foredraft.models.loading import parse_dtype
+from tests.support.cli_fakes import FakeBackend
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("-p", "text", "-m", "org/model", "-md", "draft", "--draft-max", "4"),
+        ("--prompt", "text", "--model", "org/model", "--model-draft", "draft", "--num-speculative-tokens", "4"),
+        ("text", "--model", "org/model", "--speculative-config", '{"model": "draft", "num_speculative_tokens": 4}'),
+    ],
+)
+def test_the_words_of_llama_cpp_and_vllm_mean_ours(run, args):
+    backend = FakeBackend()
+    outcome = run("generate", *args, backend=backend)
+    assert outcome.code == 0, outcome.stderr
+    assert backend.options.model == "org/model"
+    assert backend.specs == [{"method": "draft_model", "model": "draft", "num_speculative_tokens": 4}]
+
+
+def test_further_keys_of_a_speculative_config_are_settings_of_the_method():
+    options = GenerateOptions(speculative_config='{"method": "ngram", "branches": 2}')
+    assert build_drafter_spec(read_speculative_config(options), "ngram") == {"method": "ngram", "branches": 2}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (GenerateOptions(speculative_config="{"), "is not JSON"),
+        (GenerateOptions(speculative_config="3"), "takes a JSON object"),
+        (GenerateOptions(speculative_config='{"method": "ngram"}', spec_method=["suffix"]), "give it once"),
+    ],
+)
+def test_a_wrong_speculative_config_is_one_line(options, words):
+    with pytest.raises(UsageError, match=words):
+        read_speculative_config(options)
+
+
+def test_serve_takes_the_model_as_an_argument():
+    assert _apply_positional(ServeOptions(model_argument="org/model")).model == "org/model"
+    with pytest.raises(UsageError, match="give it once"):
+        _apply_positional(ServeOptions(model_argument="a", model="b"))
+
+
+def test_a_prompt_given_twice_is_refused(run):
+    outcome = run("generate", "a", "-p", "b")
+    assert (outcome.code, "give it once" in outcome.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("--gpu-memory-utilization", "--kv-memory"),
+        ("--ctx-size", "--max-model-len"),
+        ("--spec-tokns", "--spec-tokens"),
+    ],
+)
+def test_an_unknown_option_is_answered_with_the_one_that_was_meant(run, wrong, right):
+    """Fault: --gpu-memory-utilization was answered with "Possible options: --spec-quantization"."""
+    outcome = run("serve", wrong, "1")
+    assert outcome.code == 2
+    assert f"unknown option {wrong}; use " in outcome.error_lines[-1]
+    assert right in outcome.error_lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [("--tensor-parallel-size", "one process"), ("--lora", "merge the adapter"), ("--draft-min", "from above")],
+)
+def test_an_option_that_has_no_counterpart_is_answered_with_the_reason(run, wrong, reason):
+    """Fault: "use no option: one process ..." for the first; --lora was answered with --no-color."""
+    complaint = run("serve", wrong, "1").error_lines[-1]
+    assert f"unknown option {wrong}; there is none here: " in complaint
+    assert reason in complaint
+
+
+@pytest.mark.parametrize(
+    ("command", "args", "answer"),
+    [
+        ("generate", ("-ngl", "99"), "unknown option -ngl; use --device cuda"),
+        ("serve", ("-ngl=99",), "unknown option -ngl; use --device cuda"),
+        ("generate", ("-tp", "2"), "unknown option -tp; there is none here: one process runs one model on one device"),
+        ("generate", ("-fa",), "unknown option -fa; there is none here: the device decides"),
+        ("generate", ("-fa", "on"), "unknown option -fa; there is none here: the device decides"),
+        ("chat", ("-ctk", "q8_0"), "unknown option -ctk; there is none here: the KV cache has the model's dtype"),
+        ("serve", ("-np", "4"), "unknown option -np; use --max-batch"),
+        ("generate", ("-np", "4"), "--max-batch is an option of foredraft serve only"),
+    ],
+)
+def test_an_option_with_one_dash_and_several_letters_is_answered(run, command, args, answer):
+    """Fault: -ngl 99 was read as -n gl ("not a valid integer"), -tp as -t, and -fa as the file a."""
+    outcome = run(command, *(["text"] if command == "generate" else []), *args)
+    assert outcome.code == 2
+    assert answer in outcome.error_lines[-1]
+
+
+def test_values_may_look_like_options_of_others(run):
+    assert run("generate", "text", "--stop", "-fa").code == 0
+    assert run("generate", "-n2", "--", "-fa").code == 0
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "answer"),
+    [
+        ("serve", "--gpu-memory-utilization", "use --kv-memory with a size such as 2GiB"),
+        ("generate", "--gpu-memory-utilization", "foredraft serve sets it with --kv-memory"),
+        ("serve", "--tensor-parallel-size", "one server for each device with CUDA_VISIBLE_DEVICES=N"),
+        ("generate", "--tensor-parallel-size", "one server for each device with CUDA_VISIBLE_DEVICES=N"),
+    ],
+)
+def test_a_word_of_vllm_is_answered_with_the_way_here(run, command, option, answer):
+    """Fault: `generate --gpu-memory-utilization` was answered with "unknown option" alone."""
+    outcome = run(command, *(["text"] if command == "generate" else []), option, "1")
+    assert (outcome.code, answer in outcome.error_lines[-1]) == (2, True), outcome.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "answer"),
+    [
+        ("latency", "--spec-method", "use --methods METHOD"),
+        ("latency", "--spec-tokens", "use --methods METHOD:TOKENS"),
+        ("load", "--spec-method", "use --method METHOD"),
+        ("compare", "--spec-method", "use --methods METHOD"),
+    ],
+)
+def test_bench_names_its_own_word_for_the_method(run, command, option, answer):
+    """Fault: `bench latency --spec-method` was answered with --spec-model."""
+    assert answer in run("bench", command, option, "ngram").error_lines[-1]
+
+
+def test_half_is_a_name_of_float16():
+    """Fault: vLLM's `--dtype half` was an unknown dtype."""
+    assert "half" in CliBackend().list_choices().dtypes
+    assert parse_dtype("half") is torch.float16
+
+
+def test_the_help_says_what_n_counts(run):
+    shown = " ".join(run("generate", "--help", COLUMNS="200").stdout.split())
+    assert "Number of outputs per prompt. The -n of llama.cpp is --max-tokens." in shown
+
+
+def test_an_option_that_resembles_nothing_gets_no_guess(run):
+    assert "; use" not in run("serve", "--xyzzy", "1").error_lines[-1]
+
+
+def test_no_word_of_others_shadows_one_of_ours():
+    ours = ["--kv-memory", "--max-batch", "--methods"]
+    assert not set(FOREIGN_OPTIONS) & set(ours)
+    assert suggest_option("--parallel", ours) == "--max-batch"
+    assert suggest_option("--parallel", ["--other"]) is None

@@ -1,0 +1,68 @@
+"""A drafter that was trained for another target is noticed while it drafts, and one that was not is left alone."""
+
+import logging
+
+import pytest
+
+from foredraft import Sampling
+from foredraft.drafters.common.mismatch_warning import NUM_CHECKED_DRAFTS, MismatchDetector
+from foredraft.drafters.method import DrafterContext
+from foredraft.request import Batch, Request
+from foredraft.tree import Commit, TokenTree
+from tests.drafters.mlp_speculator.test_mlp_speculator import drafting, seer
+
+GREEDY = Sampling(max_tokens=100, temperature=0)
+
+
+def make_detector(kept: int, drafts: int = NUM_CHECKED_DRAFTS) -> MismatchDetector:
+    """Make a detector that has seen `drafts` drafts of one token, of which `kept` were accepted."""
+    fit = MismatchDetector(DrafterContext(vocab_size=10, model="org/head", target_name="org/model"))
+    one = Request(slot=0, prompt=[1, 2], sampling=GREEDY, seed=1)
+    batch = Batch((one,), (1,), (1,))
+    for i in range(drafts):
+        fit.record_proposal(batch, TokenTree.from_lists([[2, 3]], [[-1, 0]]))
+        fit.record_commit(batch, Commit.from_lists([[0, 1] if i < kept else [0]], [[3, 4] if i < kept else [5]]))
+    return fit
+
+
+@pytest.mark.parametrize(
+    ("kept", "drafts", "is_misfit"),
+    [
+        (0, NUM_CHECKED_DRAFTS, True),
+        (2, NUM_CHECKED_DRAFTS, True),
+        (3, NUM_CHECKED_DRAFTS, False),
+        (0, NUM_CHECKED_DRAFTS - 1, False),
+    ],
+)
+def test_a_drafter_is_a_misfit_once_enough_first_tokens_were_refused(kept, drafts, is_misfit, caplog):
+    assert make_detector(kept, drafts).is_mismatched == is_misfit
+    counts = f"the first token of {kept} in {NUM_CHECKED_DRAFTS}"
+    said = [f"drafts of org/head are almost never accepted ({counts}); was it trained for org/model?"]
+    assert caplog.messages == (said if is_misfit else [])
+
+
+def test_it_is_said_once(caplog):
+    make_detector(0, 4 * NUM_CHECKED_DRAFTS)
+    assert len(caplog.messages) == 1
+
+
+def test_steps_without_a_draft_and_requests_that_failed_do_not_count():
+    fit = MismatchDetector(DrafterContext(vocab_size=10))
+    one = Request(slot=0, prompt=[1, 2], sampling=GREEDY, seed=1)
+    batch = Batch((one,), (1,), (1,))
+    for _ in range(NUM_CHECKED_DRAFTS):
+        fit.record_proposal(batch, TokenTree.from_lists([[2]], [[-1]]))
+        fit.record_commit(batch, Commit.from_lists([[0]], [[5]]))
+        fit.record_proposal(batch, TokenTree.from_lists([[2, 3]], [[-1, 0]]))
+        fit.record_commit(batch, Commit.from_lists([[]], [[]], failed=frozenset({0})))
+    assert fit.num_drafts == 0
+
+
+def test_a_head_that_is_never_right_is_named_and_a_good_one_is_not(caplog):
+    """Guards the silent failure: an acceptance length of 1.00, and not a word."""
+    prompts = [[3], [5, 12], [9] * 20]
+    with caplog.at_level(logging.WARNING):
+        drafting(seer("state")).generate(prompts * 4, GREEDY)
+        assert not caplog.messages
+        drafting(seer("state", shift=1)).generate(prompts, GREEDY)
+    assert ["almost never accepted" in message for message in caplog.messages] == [True]

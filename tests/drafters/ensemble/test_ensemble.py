@@ -1,0 +1,341 @@
+"""Several drafters as one: names and options, one tree of several drafts, and each member as if it were alone.
+
+Guards against a member that takes another's nodes as its own, hidden layers of the target given to the wrong member,
+failures of one member that stop the others, draft memory that differs between members, and options that no code reads.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from foredraft import LLM, ForedraftError, Sampling
+from foredraft.drafters.draft import Draft, to_token_tree
+from foredraft.drafters.ensemble.drafter import EnsembleDrafter, _merge_layers, _select_columns
+from foredraft.drafters.ensemble.members import EnsembleMember, measure_match
+from foredraft.drafters.ensemble.method import Config, configure, create, parse_name
+from foredraft.drafters.ensemble.selector import SelectionMode
+from foredraft.drafters.ensemble.shared_kv import combine_draft_kv
+from foredraft.drafters.ensemble.tree_merge import MergedTree, map_path_to_member
+from foredraft.drafters.failure_backoff import MAX_FAILURES
+from foredraft.drafters.interface import Drafter
+from foredraft.drafters.method import DrafterContext
+from foredraft.drafters.ngram.drafter import Config as NgramConfig
+from foredraft.drafters.ngram.drafter import NgramDrafter
+from foredraft.engine.sandbox import SandboxedDrafter
+from foredraft.kv.draft_kv import DraftKV
+from foredraft.kv.pool import KVPool
+from foredraft.request import Batch, Request
+from foredraft.tree import Commit, TokenTree
+from foredraft.verification.registry import RULES
+from tests.support import tiny_models
+from tests.support.engine_fakes import ScriptedDrafter
+
+V = 9
+GREEDY = Sampling(max_tokens=24, temperature=0, ignore_eos=True)
+TEXT = [1, 2, 3, 4, 5, 1, 2]
+
+
+def ngram(num_tokens: int = 3) -> NgramDrafter:
+    return NgramDrafter(NgramConfig(), num_tokens)
+
+
+def make_scripted(chain: Sequence[int], q: bool = False, seen: list[Any] | None = None, **more: Any) -> ScriptedDrafter:
+    """Make a drafter that proposes the same chain for every request, cut to the budget."""
+
+    def propose(batch: Batch) -> TokenTree:
+        drafts = []
+        for budget in batch.granted_nodes:
+            tokens = list(chain)[:budget]
+            drafts.append(Draft.from_chain(tokens, torch.eye(V)[[*tokens, 0]] if q and tokens else None))
+        return to_token_tree(batch, dict(enumerate(drafts)))
+
+    drafter = ScriptedDrafter(propose, max_nodes=4, **more)
+    if seen is not None:
+        drafter.observe = lambda batch, commit: seen.append(commit)  # type: ignore[method-assign]
+    return drafter
+
+
+def make_ensemble(mode: SelectionMode, *drafters: Drafter) -> EnsembleDrafter:
+    ticks = itertools.count()
+    parts = [
+        EnsembleMember(str(i), drafter, SandboxedDrafter(drafter, V, name=str(i))) for i, drafter in enumerate(drafters)
+    ]
+    return EnsembleDrafter(parts, mode, "made", clock=lambda: float(next(ticks)))
+
+
+def batch_of(*prompts: list[int], budget: int = 8, sampling: Sampling = GREEDY, verify: str = "match") -> Batch:
+    requests = tuple(
+        Request(i, prompt, sampling, seed=i, num_computed=len(prompt) - 1, rule=RULES[verify])
+        for i, prompt in enumerate(prompts)
+    )
+    return Batch(requests, (1,) * len(prompts), (budget,) * len(prompts))
+
+
+# one tree of several drafts
+
+
+def test_drafts_of_all_parts_become_one_tree_with_shared_beginnings() -> None:
+    tree = make_ensemble("merge", ngram(), make_scripted([3, 4, 7]), make_scripted([3, 6])).propose(
+        batch_of(TEXT, budget=9)
+    )
+    assert tree.tokens == [[2, 3, 4, 7, 6, 5]]
+    assert tree.parents == [[-1, 0, 1, 2, 1, 2]]
+    assert tree.q is None
+
+
+def test_what_was_drawn_stands_first_and_says_so() -> None:
+    sampling = replace(GREEDY, temperature=1.0)
+    batch = batch_of(TEXT, [7], sampling=sampling, verify="reject")
+    tree = make_ensemble("merge", ngram(), make_scripted([3, 6], q=True)).propose(batch)
+    assert tree.tokens == [[2, 3, 6, 4, 5], [7, 3, 6]]
+    assert tree.parents == [[-1, 0, 1, 1, 3], [-1, 0, 1]]
+    assert tree.num_sampled_children == (1, 1, 0, 0, 0, 1, 1, 0)
+    assert tree.q is not None
+    assert tree.q.shape == (8, V)
+    assert [bool(row.any()) for row in tree.q] == [True, True, True, False, False, True, True, True]
+    assert SandboxedDrafter(make_scripted([]), V)._find_tree_fault(batch, tree) is None
+
+
+def test_two_that_drew_are_not_merged() -> None:
+    sampling = replace(GREEDY, temperature=1.0)
+    batch = batch_of([7], sampling=sampling, verify="reject")
+    tree = make_ensemble("merge", make_scripted([3, 6], q=True), make_scripted([4, 5], q=True)).propose(batch)
+    assert tree.tokens == [[7, 3, 6]]
+
+
+def test_a_budget_is_kept_and_block_verification_gets_chains() -> None:
+    both = make_ensemble("merge", ngram(), make_scripted([6, 7, 8, 6]))
+    assert [both.propose(batch_of(TEXT, budget=budget)).sizes[0] - 1 for budget in (1, 2, 3, 5)] == [1, 2, 3, 5]
+    tree = both.propose(batch_of(TEXT, verify="block"))
+    assert tree.is_chain
+
+
+def test_text_goes_on_below_the_end_of_a_draft() -> None:
+    tree = make_ensemble("sequence", ngram(), make_scripted([1, 2])).propose(batch_of([1, 2, 3, 4, 9 - 1], budget=6))
+    assert tree.tokens == [[8, 1, 2, 3, 4, 8]]
+    assert tree.is_chain
+
+
+def test_nothing_follows_an_end_of_text() -> None:
+    sampling = replace(GREEDY, stop_token_ids=(2,))
+    tree = make_ensemble("sequence", ngram(), make_scripted([1, 2])).propose(
+        batch_of([1, 2, 3, 4, 8], sampling=sampling)
+    )
+    assert tree.tokens == [[8, 1, 2]]
+
+
+def test_prompt_lookup_below_a_path_is_prompt_lookup_of_the_longer_text() -> None:
+    drafter = ngram(5)
+    [request] = batch_of([1, 2, 3, 4, 5, 6, 1]).requests
+    longer = replace(request, prompt=[*request.prompt, 2, 3], slot=1)
+    assert drafter.continue_draft(request, [2, 3], 5).tokens[:3] == drafter.draft(longer, 5).tokens[:3] == (4, 5, 6)
+    assert drafter.continue_draft(request, [7], 5) == Draft()
+
+
+# each part as if it were alone
+
+
+def test_a_part_sees_its_own_nodes_and_boundaries() -> None:
+    seen: list[list[Commit]] = [[], []]
+    first, second = (
+        make_scripted([3, 4], seen=seen[0], hidden_layers=(2, 5)),
+        make_scripted([6, 7], seen=seen[1], hidden_layers=(5,)),
+    )
+    both, batch = make_ensemble("merge", first, second), batch_of([7], budget=8)
+    assert both.hidden_layers == (2, 5)
+    tree = both.propose(batch)
+    assert tree.tokens == [[7, 3, 4, 6, 7]]
+    features = torch.arange(12.0).view(1, 3, 4)
+    both.observe(batch, Commit.from_lists([[0, 3, 4]], [[6, 7, 1]], features=features))
+    [one], [other] = seen
+    assert one.tokens == other.tokens == [[6, 7, 1]]
+    assert other.paths == [[0, 1, 2]]
+    assert one.paths[0][0] == 0
+    assert min(one.paths[0][1:]) > 2, "another's nodes were taken for its own"
+    assert one.features is features
+    assert other.features is not None
+    assert torch.equal(other.features, features[..., 2:])
+
+
+def test_boundaries_are_asked_for_once_and_given_to_whom_they_belong() -> None:
+    assert _merge_layers([(3,), (1, 3, 9), ()]) == (1, 3, 9)
+    features = torch.arange(12.0).view(1, 2, 6)
+    assert _select_columns(features, [1, 2], 3).data_ptr() == features[..., 2:].data_ptr()
+    assert torch.equal(_select_columns(features, [2, 0], 3), torch.cat([features[..., 4:], features[..., :2]], -1))
+
+
+def test_a_path_in_anothers_numbers() -> None:
+    """Nodes 0..2 are a prompt's; the drafter's own nodes 1 and 2 stand at 1 and 4 of what was verified."""
+    assert map_path_to_member([0, 1, 2, 3, 6, 7], 2, [0, 1, 4]) == [0, 1, 2, 3, 4, 2 + 3 + 7]
+
+
+def test_one_that_fails_fails_alone() -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("broken")
+
+    text = ngram()
+    text.draft_tokens = text.continue_tokens = broken  # type: ignore[method-assign]
+    both = make_ensemble("merge", text, make_scripted([3, 4]), ScriptedDrafter(broken, max_nodes=4))
+    sizes = [both.propose(batch_of(TEXT)).sizes[0] for _ in range(MAX_FAILURES + 6)]
+    assert max(sizes) == 3
+    assert sizes[-1] == 3
+    failures = {one.name: one.failures["raised"] for one in both.backoffs if one.failures}
+    assert failures == {"0": MAX_FAILURES, "2": MAX_FAILURES}, "each has a count of its own, by name"
+
+
+def test_a_part_that_changes_a_request_is_found_and_comes_back_after_its_rest() -> None:
+    """The part that reads text alone has no guard before it when it drafts."""
+    now = 0.0
+    text, good = ngram(), ngram()
+
+    def spoil(learnt: Any, request: Request, *_: Any) -> Draft:
+        request.output.append(1)
+        return Draft()
+
+    text.draft_tokens = spoil  # type: ignore[method-assign]
+    parts = [
+        EnsembleMember(name, one, SandboxedDrafter(one, V), clock=lambda: now)
+        for name, one in (("bad", text), ("good", good))
+    ]
+    both = EnsembleDrafter(parts, "merge", "made", clock=lambda: now)
+    batch = batch_of(TEXT)
+    for _ in range(2 * MAX_FAILURES):
+        assert both.propose(batch).sizes == [4]
+        assert not batch.requests[0].output
+    assert {one.name: dict(one.failures) for one in both.backoffs if one.failures} == {"bad": {"mutated": MAX_FAILURES}}
+    assert both.members[0].max_nodes == 0
+    both.observe(batch, Commit.from_lists([[0]], [[3]]))
+    assert both.max_nodes == 3
+    now += 1000.0
+    both.observe(batch, Commit.from_lists([[0]], [[3]]))
+    assert both.members[0].max_nodes == 3
+    assert both.max_nodes == 6
+
+
+def test_memories_as_one() -> None:
+    """A hit ends with the memory that cannot be recomputed; members that can recompute theirs do not shorten it."""
+    draft, head = DraftKV(KVPool(), 4), DraftKV(KVPool(), 6, 1, is_rebuildable_from_tokens=False)
+    both = combine_draft_kv([draft, head])
+    assert both is not None
+    assert (both.bytes_per_token, both.token_lookahead, both.is_rebuildable_from_tokens) == (10, 1, False)
+    draft.num_valid[0], head.num_valid[0] = 3, 16
+    assert both.num_valid.get(0, 0) == 16
+    both.num_valid[1] = 8
+    assert (draft.num_valid, head.num_valid) == ({0: 3}, {0: 16, 1: 8})
+    both.pool.capacity = 64
+    assert draft.pool.capacity == head.pool.capacity == 64
+    two = combine_draft_kv([draft, DraftKV(KVPool(), 1, num_valid={0: 9})])
+    assert two is not None
+    assert two.num_valid.get(0, 0) == 3
+    assert two.num_valid.get(7, 0) == 0
+    assert combine_draft_kv([head]) is head
+    assert combine_draft_kv([]) is None
+
+
+# what became of a draft
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parents", "text", "expected"),
+    [
+        ([1, 2, 3], [0, 1, 2], [1, 2, 9], (2, 3)),
+        ([1, 2, 3], [0, 1, 2], [1, 2, 3, 4], (3, 3)),
+        ([1, 2, 3], [0, 1, 2], [1, 2], (2, 2)),
+        ([1, 2, 3], [0, 1, 2], [5], (0, 1)),
+        ([1, 4, 2, 5], [0, 0, 1, 2], [4, 5, 6], (2, 2)),
+        ([1, 4, 2, 5], [0, 0, 1, 2], [4, 6], (1, 2)),
+        ([], [], [4, 6], (0, 0)),
+    ],
+)
+def test_the_fate_of_a_draft(tokens: list[int], parents: list[int], text: list[int], expected: tuple[int, int]) -> None:
+    assert measure_match(tokens, parents, text) == expected
+
+
+def test_a_graft_keeps_what_is_there() -> None:
+    joint = MergedTree([9, 1, 2], [-1, 0, 1])
+    assert joint.graft(Draft((1, 3, 4), (0, 1, 2)), 3) == [0, 1, 3, -1]
+    assert (joint.tokens, joint.parents) == ([9, 1, 2, 3], [-1, 0, 1, 1])
+    assert joint.find_tip() == (2, [1, 2])
+
+
+# names and options
+
+
+def context(**more: Any) -> DrafterContext:
+    return DrafterContext(vocab_size=tiny_models.VOCAB, num_speculative_tokens=4, dtype=torch.float64, **more)
+
+
+def test_names_mean_methods() -> None:
+    assert parse_name("auto") == {}
+    assert parse_name("ngram+eagle3") == {"parts": ["ngram", "eagle3"]}
+    assert parse_name("ngram") is None
+
+
+def test_options_go_to_the_part_they_are_for() -> None:
+    given = configure({"parts": ["ngram", "ngram_lm"], "ngram": {"branches": 2}, "ngram_lm.order": 3, "discount": 0.5})
+    made = create(given, context())
+    first, second = (part.drafter for part in made.members)
+    assert first.config.branches == 2  # type: ignore[attr-defined]
+    assert (second.config.order, second.config.discount) == (3, 0.5)  # type: ignore[attr-defined]
+    assert made.title == "ngram+ngram_lm"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"parts": ["ngram", "telepathy"]}, "unknown method 'telepathy' in ngram.telepathy; use some of: .*medusa"),
+        ({"parts": ["ngram", "compose"]}, "unknown method 'compose'"),
+        ({"parts": ["ngram", "ngram"]}, "two or more different methods"),
+        ({"parts": ["ngram", "ngram_lm"], "mode": "both"}, "unknown mode 'both'.* auto, merge, sequence"),
+        ({"parts": ["ngram", "ngram_lm"], "colour": 1}, "unknown drafter option 'colour'; ngram.ngram_lm takes mode"),
+        (
+            {"parts": ["ngram", "ngram_lm"], "medusa": {"tree": []}},
+            "options for 'medusa', which is no member of the ensemble",
+        ),
+        ({"parts": ["ngram", "ngram_lm"], "ngram": {"order": 1}}, "ngram: unknown drafter option 'order'"),
+        (
+            {"parts": ["eagle", "eagle3"], "tree_nodes": 3},
+            "several members have the option tree_nodes; give eagle.tree_nodes or eagle3",
+        ),
+        ({"parts": ["ngram", "suffix"], "ngram.model": "x"}, "ngram drafts from the tokens alone"),
+        ({"parts": ["ngram", "eagle"]}, "eagle: the method eagle needs a head"),
+        ({"mode": 3}, "the option mode takes a string"),
+    ],
+)
+def test_an_option_that_is_never_read_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        create(configure(options), context())
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["ngram", "suffix"], "fits no member of ngram.suffix; leave it out"),
+        (["eagle.model", "x"], "unknown method"),
+    ],
+)
+def test_a_model_for_no_part_is_refused(names: list[str], message: str) -> None:
+    with pytest.raises(ForedraftError, match=message):
+        create(Config(tuple(names)), context(model="somewhere"))
+
+
+def test_auto_takes_the_best_that_there_are_and_says_so() -> None:
+    llm = tiny_models.plain().with_drafter("auto")
+    assert llm.drafter_name.startswith("auto: ")
+    assert "suffix" in llm.drafter_name
+    assert llm.is_adaptive
+
+
+@pytest.mark.parametrize("spec", ["ngram+suffix", {"method": "ngram+suffix", "num_speculative_tokens": 3}])
+def test_a_composition_by_name_writes_the_same_text(spec: Any) -> None:
+    plain: LLM = tiny_models.plain()
+    llm = plain.with_drafter(spec)
+    prompts = [[5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6], [33]]
+    ids: Callable[[LLM], list[list[int]]] = lambda one: [c.token_ids for c in one.generate(prompts, GREEDY)]  # noqa: E731
+    assert ids(llm) == ids(plain)
+    assert llm.drafter_name == "ngram+suffix"
+    assert llm.engine.drafter.num_failures == 0

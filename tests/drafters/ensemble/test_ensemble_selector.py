@@ -1,0 +1,193 @@
+"""Selection of the drafting member: estimates against counting, costs against lines, and simulated workloads, on
+which an ensemble must be as fast as its better member. Time is simulated; everything is seeded.
+"""
+
+import random
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+
+from foredraft.drafters.draft import Draft
+from foredraft.drafters.ensemble.selector import (
+    MAX_RETRY_STEPS,
+    CandidateDraft,
+    EnsembleSelector,
+    ModelMemberStats,
+    RequestChoices,
+    SelectionMode,
+)
+from foredraft.drafters.ensemble.value import (
+    PRIOR_FIRST_RATE,
+    PRIOR_LATER_RATE,
+    LinearCost,
+    ValueEstimates,
+    estimate_gain,
+)
+
+BUDGET = 8
+
+
+@dataclass(frozen=True)
+class World:
+    """Seconds are those of a plain pass. `texts`: weight -> (how often, length, share of each of its tokens)."""
+
+    texts: dict[int, tuple[float, int, float]]
+    neural: float = 0.7  # share of each token of the other part
+    level: float = 0.05  # seconds of a level of its draft
+    row: float = 0.02  # seconds of a row of the pass
+    agree: float = 0.5  # how often the parts are right and wrong together
+    streams: int = 1
+    later: "World | None" = None  # what it turns into after half of the steps
+
+
+def sample_num_accepted(length: int, share: float, chance: random.Random) -> int:
+    for n in range(length):
+        if chance.random() >= share:
+            return n
+    return length
+
+
+def speed(world: World, mode: SelectionMode | None, steps: int = 1500, only: str = "") -> float:
+    """Tokens per second. mode None: always the part `only`."""
+    chance, use = random.Random(1), ModelMemberStats(1, max_nodes=BUDGET)
+    choice = EnsembleSelector([use], mode or "auto")
+    seconds = tokens = 0.0
+    for step in range(steps):
+        now = world.later if world.later is not None and step >= steps // 2 else world
+        cases, fates = [], []
+        for slot in range(now.streams):
+            draw, offers = chance.random(), []
+            found = (0, 0.0)
+            for weight, (often, length, share) in now.texts.items():
+                draw -= often
+                if draw < 0:
+                    found = min(length, BUDGET), share
+                    offers.append(
+                        CandidateDraft(Draft.from_chain([0] * found[0]), (0, weight), (0,), found[0], found[0], False)
+                    )
+                    break
+            text = sample_num_accepted(*found, chance)
+            other = (
+                text if found[0] and chance.random() < now.agree else sample_num_accepted(BUDGET, now.neural, chance)
+            )
+            cases.append(RequestChoices(slot, BUDGET, offers))
+            fates.append((found[0], text, other))
+        uses, plans = choice.select_members(cases)
+        if mode is None:
+            uses = [use] if only == "neural" else []
+            plans = [type(p)(c.candidates[0] if c.candidates and only == "text" else None, BUDGET * (only == "neural"))
+                     for p, c in zip(plans, cases, strict=True)]  # fmt: skip
+        rows, made, depth = now.streams, 0, 0
+        for case, plan, (length, text, other) in zip(cases, plans, fates, strict=True):
+            asked = plan.node_budget if uses else 0
+            won = max(min(text, length) if plan.candidate is not None else 0, min(other, asked))
+            rows += asked + (plan.candidate.size if plan.candidate is not None else 0)
+            depth = max(depth, asked)
+            made += 1 + won
+            for offer in case.candidates:
+                fate = (text, text + (text < length))
+                choice.estimates.update(case.slot, offer.key, min(fate[0], won + 1), min(fate[1], won + 1))
+            if asked:
+                use.record_depth(asked, asked)
+                choice.estimates.update(case.slot, use.key, min(other, asked), min(other + 1, asked))
+                for offer in case.candidates:
+                    choice.estimates.update(case.slot, ((1, 0), offer.key[1]), won, won + 1)
+        draft, verify = depth * now.level, 1.0 + rows * now.row
+        if depth:
+            use.cost.update(depth, draft)
+        choice.pass_cost.update(rows, verify)
+        choice.record_step(made, draft + verify)
+        choice.record_selection(uses)
+        seconds, tokens = seconds + draft + verify, tokens + made
+    return tokens / seconds
+
+
+WORLDS = {
+    "nothing to copy": World({1: (0.3, 2, 0.1)}),
+    "copies well": World({4: (0.9, 8, 0.93)}, neural=0.6, level=0.1),
+    "copies at times": World({4: (0.4, 8, 0.9), 1: (0.4, 2, 0.2)}),
+    "a poor head": World({4: (0.3, 8, 0.8)}, neural=0.1, level=0.2),
+    "dear rows": World({4: (0.5, 8, 0.9), 1: (0.5, 2, 0.3)}, row=0.2, neural=0.8),
+    "free rows": World({2: (0.8, 4, 0.4)}, row=0.0, agree=0.2),
+    "many streams": World({4: (0.5, 8, 0.9), 1: (0.3, 2, 0.2)}, streams=8),
+    "from copying to writing": World({4: (0.9, 8, 0.95)}, neural=0.3, later=World({1: (0.4, 2, 0.1)}, neural=0.8)),
+    "from writing to copying": World({1: (0.4, 2, 0.1)}, neural=0.8, later=World({4: (0.9, 8, 0.95)}, neural=0.3)),
+    "neither": World({1: (0.5, 2, 0.05)}, neural=0.05, row=0.1, level=0.2),
+}
+
+
+@pytest.mark.parametrize("mode", ["auto", "sequence"])
+@pytest.mark.parametrize("name", WORLDS)
+def test_a_composition_is_as_fast_as_the_better_of_its_parts(name: str, mode: SelectionMode) -> None:
+    world = WORLDS[name]
+    best = max(speed(world, None, only=part) for part in ("text", "neural"))
+    assert speed(world, mode) >= 0.97 * best
+
+
+@pytest.mark.parametrize("name", ["copies at times", "many streams", "dear rows", "free rows"])
+def test_where_each_is_better_at_times_both_together_are_faster_than_either(name: str) -> None:
+    best = max(speed(WORLDS[name], None, only=part) for part in ("text", "neural"))
+    assert speed(WORLDS[name], "auto") > 1.02 * best
+
+
+def test_a_part_that_is_not_worth_it_is_tried_ever_more_rarely() -> None:
+    use = ModelMemberStats(1, max_nodes=BUDGET)
+    choice = EnsembleSelector([use], "auto")
+    for _ in range(40):
+        choice.pass_cost.update(1, 1.0)
+        choice.record_step(1, 1.0)
+        choice.estimates.update(0, use.key, 0, 1)
+        use.cost.update(8, 2.0)
+    use.num_uses, asked = 9, []
+    for step in range(2500):
+        uses, _ = choice.select_members([RequestChoices(0, BUDGET, [])])
+        asked += [step] if uses else []
+        choice.record_selection(uses)
+    gaps = [after - before for before, after in pairwise(asked)]
+    assert 3 <= len(asked) < 12
+    assert gaps == sorted(gaps)
+    assert gaps[-1] == MAX_RETRY_STEPS + 1
+
+
+def test_shares_start_from_what_is_known_of_others_and_come_to_their_own() -> None:
+    worth = ValueEstimates()
+    assert worth.estimate_rates(0, (0, 3)) == (PRIOR_FIRST_RATE, PRIOR_LATER_RATE)
+    for _ in range(60):
+        worth.update(0, (0, 3), 4, 4)
+        worth.update(1, (0, 1), 0, 1)
+    assert worth.estimate_rates(0, (0, 3))[0] > 0.95
+    assert worth.estimate_rates(0, (0, 1))[0] < 0.1  # another request's weak matches predict the acceptance of these
+    assert 0.2 < worth.estimate_rates(0, (0, 2))[0] < 0.8  # of the part as a whole
+    worth.register(2, is_sampled=True)
+    assert worth.estimate_rates(2, (0, 3)) == (
+        PRIOR_FIRST_RATE,
+        PRIOR_LATER_RATE,
+    )  # greedy requests are no evidence about sampled ones
+    worth.forget(0)
+    assert worth.estimate_rates(0, (0, 3))[0] > 0.9
+
+
+def test_gain_is_the_sum_of_survivals() -> None:
+    assert estimate_gain((0.5, 0.5), 3) == pytest.approx(0.5 + 0.25 + 0.125)
+    assert estimate_gain((0.9, 1.0), 4) == pytest.approx(3.6)
+    assert estimate_gain((0.9, 0.9), 0) == 0
+
+
+@pytest.mark.parametrize("is_proportional", [True, False])
+def test_a_trend_finds_height_and_slope_and_forgets_an_outlier(is_proportional: bool) -> None:
+    trend, chance = LinearCost(is_proportional), random.Random(3)
+    for i in range(300):
+        x = chance.randrange(1, 9)
+        trend.update(x, 50.0 if i == 200 else 2.0 + 0.5 * x + chance.gauss(0, 0.02))
+    assert trend.slope == pytest.approx(0.5, abs=0.06)
+    assert trend.predict(4) == pytest.approx(4.0, abs=0.15)
+
+
+def test_a_trend_of_one_size_is_as_configured() -> None:
+    depth, rows = LinearCost(is_proportional=True), LinearCost(is_proportional=False)
+    for trend in (depth, rows):
+        for _ in range(9):
+            trend.update(4, 2.0)
+    assert (depth.slope, depth.intercept) == pytest.approx((0.5, 0.0))
+    assert (rows.slope, rows.intercept) == pytest.approx((0.0, 2.0))

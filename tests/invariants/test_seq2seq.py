@@ -1,0 +1,198 @@
+"""The invariants over encoder-decoder targets: every method leaves the text, seeded and greedy, batched and ragged; and
+unseeded requests have the distribution of the target, counted against transformers' own passes."""
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from scipy import stats
+
+from foredraft import LLM, MemoryLimits, Sampling
+from foredraft.checkpoints.schema import Checkpoint
+from foredraft.drafters.blockwise import method as blockwise
+from foredraft.drafters.chimera import method as chimera
+from foredraft.drafters.eagle import method as eagle
+from foredraft.drafters.eagle3 import method as eagle3
+from foredraft.drafters.hydra import method as hydra
+from foredraft.drafters.interface import Drafter
+from foredraft.drafters.medusa import method as medusa
+from foredraft.drafters.method import DrafterContext
+from foredraft.drafters.mlp_speculator import method as mlp_speculator
+from foredraft.drafters.registry import load_methods
+from foredraft.sampling.distribution import TokenHistory, distribution
+from tests.support import tiny_seq2seq
+
+Make = Callable[[LLM, int], Drafter]
+
+
+def _make_factory(method: str, **options: Any) -> Make:
+    def make(llm: LLM, num_tokens: int) -> Drafter:
+        entry = load_methods()[method]
+        context = DrafterContext(llm.target.vocab_size, llm.target, num_tokens, dtype=llm.target.model.dtype)
+        made: Drafter = entry.create(entry.config(**options), context)
+        return made
+
+    return make
+
+
+def _pair(**options: Any) -> Make:
+    def make(llm: LLM, num_tokens: int) -> Drafter:
+        return tiny_seq2seq.draft_model(num_tokens, target=llm.target.model, **options)
+
+    return make
+
+
+def _head(module: Any, training: dict[str, Any], **options: Any) -> Make:
+    """Make an untrained head and add noise: it has a different distribution after every path."""
+
+    def make(llm: LLM, num_tokens: int) -> Drafter:
+        target = llm.target
+        trainee = module.create_trainee(module.TrainConfig(**training), target)
+        if hasattr(trainee, "prepare"):
+            trainee.prepare(torch.ones(target.vocab_size, dtype=torch.int64))
+        network = trainee.network.to(target.model.dtype)
+        generator = torch.Generator().manual_seed(4)
+        tensors = {
+            name: weight.detach() + 0.5 * torch.randn(weight.shape, generator=generator, dtype=torch.float64)
+            if weight.is_floating_point()
+            else weight
+            for name, weight in network.state_dict().items()
+        }
+        checkpoint = Checkpoint(module.METHOD.name, "made", "made", network.shape, tensors)
+        context = DrafterContext(target.vocab_size, target, num_tokens, dtype=target.model.dtype)
+        made: Drafter = module.from_checkpoint(module.Config(**options), checkpoint, context)
+        return made
+
+    return make
+
+
+MADE: dict[str, Make] = {
+    "aggressive": _make_factory("aggressive"),
+    "blockwise": _head(blockwise, {"heads": 3, "inner": 8}),
+    "chimera": _head(chimera, {"taps": (1, -1), "heads": 2}),
+    "draft_model": _pair(),
+    "draft_model, tree": _pair(branching=(2, 2, 1, 1)),
+    "draft_model, free tree": _pair(tree_nodes=7, top_k=3),
+    "eagle": _head(eagle, {}),
+    "eagle, tree": _head(eagle, {}, tree_nodes=7, top_k=3),
+    "eagle3": _head(eagle3, {"taps": (1,)}),
+    "hydra": _head(hydra, {"heads": 3, "own_head": False, "rank": 12}),
+    "lookahead": _make_factory("lookahead"),
+    "medusa, tree": _head(medusa, {"heads": 3}, tree_nodes=7),
+    "mlp_speculator": _head(mlp_speculator, {"n_predict": 3, "inner": 12, "tied": False}),
+    "ngram": _make_factory("ngram", prompt_lookup_min=1),
+    "ngram_lm": _make_factory("ngram_lm", min_confidence=0.01),
+    "suffix": _make_factory("suffix", min_confidence=0.01),
+}
+# compositions are made of these; an exit from a decoder with cross-attention is refused
+ELSEWHERE = {"compose", "early_exit"}
+
+
+def test_every_method_is_here() -> None:
+    assert {name.split(",")[0] for name in MADE} == set(load_methods()) - ELSEWHERE
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_text_does_not_depend_on_the_draft(name: str) -> None:
+    prompts = tiny_seq2seq.sources("t5", (5, 11, 7, 20, 9, 13))
+    plain, sampling = tiny_seq2seq.plain(), Sampling(temperature=0.0, max_tokens=24)
+    batch = [replace(sampling, max_tokens=most) for most in (24, 3, 20, 1, 24, 11)]
+    limits = MemoryLimits(kv_tokens=16 * 5, max_batch=4)
+    for params in (batch, [replace(s, temperature=1.0, seed=i, ignore_eos=True) for i, s in enumerate(batch)]):
+        wanted = [c.token_ids for c in plain.generate(prompts, params)]
+        for num_tokens, bounds in ((4, MemoryLimits()), (2, limits)):
+            llm = LLM(tiny_seq2seq.t5(), None, limits=bounds, is_debug=True)
+            llm = llm.with_drafter(MADE[name](llm, num_tokens))
+            done = llm.generate(prompts, params)
+            assert [c.token_ids for c in done] == wanted
+            assert llm.engine.drafter.num_failures == 0
+            assert name == "aggressive" or sum(c.stats.num_drafted for c in done) > 0
+
+
+V, LENGTH = 6, 3  # tokens counted jointly; one more is sampled, so that a draft can reach beyond them
+SOURCES = ([1, 2, 3, 1, 2], [5, 4, 4])
+SAMPLING = Sampling(
+    max_tokens=LENGTH + 1, temperature=0.9, top_p=0.95, frequency_penalty=0.4, repetition_penalty=1.1, ignore_eos=True
+)
+
+
+@cache
+def tiny() -> Any:
+    model = tiny_seq2seq.make_model(
+        "t5", seed=3, width=16, vocab=V, tie_word_embeddings=False, ids={"eos_token_id": None}
+    )
+    model.lm_head.weight.data *= 0.3  # flat enough that most texts have a chance
+    return model
+
+
+@cache
+def compute_expected(which: int) -> dict[tuple[int, ...], float]:
+    """Compute the probability of every sequence of LENGTH tokens, by transformers' forward pass over each prefix."""
+    texts = list(itertools.product(range(V), repeat=LENGTH))
+    result = dict.fromkeys(texts, 1.0)
+    start = [tiny_seq2seq.START]
+    for size in range(LENGTH):
+        prefixes = list(itertools.product(range(V), repeat=size))
+        decoded = torch.tensor([start + list(prefix) for prefix in prefixes])
+        with torch.inference_mode():
+            read = torch.tensor([SOURCES[which]] * len(prefixes))
+            logits = tiny()(input_ids=read, decoder_input_ids=decoded).logits[:, -1]
+        probs = distribution(logits, SAMPLING, [TokenHistory(start, prefix) for prefix in prefixes])
+        rows = dict(zip(prefixes, probs.tolist(), strict=True))
+        for text in texts:
+            result[text] *= rows[text[:size]][text[size]]
+    assert sum(result.values()) == pytest.approx(1)
+    return result
+
+
+def p_value(counts: Counter[tuple[int, ...]], probs: dict[tuple[int, ...], float]) -> float:
+    """Chi-square over the cells that expect five or more, the rest as one. A text of no probability fails outright."""
+    total = sum(counts.values())
+    assert all(probs[text] > 0 for text in counts), "a text of probability zero"
+    large = [text for text in probs if probs[text] * total >= 5]
+    observed, wanted = [counts[text] for text in large], [probs[text] * total for text in large]
+    if total - sum(wanted) >= 5:
+        observed, wanted = [*observed, total - sum(observed)], [*wanted, total - sum(wanted)]
+    else:
+        wanted = [w * sum(observed) / sum(wanted) for w in wanted]
+    return float(stats.chisquare(observed, wanted).pvalue)
+
+
+CASES = {
+    "plain": (None, "reject"),
+    "draft_model, reject": (_pair(), "reject"),
+    "draft_model, block": (_pair(), "block"),
+    "draft_model free tree, reject": (_pair(tree_nodes=7, top_k=3), "reject"),
+    "eagle, reject": (MADE["eagle"], "reject"),
+    "aggressive, reject": (MADE["aggressive"], "reject"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_texts_have_the_distribution_of_the_target(case: str) -> None:
+    """Two sources at once: a row that read another's would have another distribution."""
+    make, rule = CASES[case]
+    llm = LLM(tiny(), None, verify=rule)
+    if make is not None:
+        llm = llm.with_drafter(make(llm, 3))
+    counts: list[Counter[tuple[int, ...]]] = [Counter(), Counter()]
+    for _ in range(2):
+        done = llm.generate([list(SOURCES[i % 2]) for i in range(512)], SAMPLING)
+        for i, completion in enumerate(done):
+            counts[i % 2][tuple(completion.token_ids[:LENGTH])] += 1
+    assert (
+        min(p_value(counts[i], compute_expected(i)) for i in range(2)) > 1e-6
+    )  # a false alarm once in half a million runs
+    assert llm.engine.drafter.num_failures == 0
+
+
+def test_the_count_tells_the_sources_apart() -> None:
+    others = [replace(SAMPLING, seed=seed) for seed in range(700)]
+    done = LLM(tiny(), None, verify="match").generate([list(SOURCES[0])] * len(others), others)
+    texts = [tuple(completion.token_ids[:LENGTH]) for completion in done]
+    assert p_value(Counter(text for text in texts if compute_expected(1)[text] > 0), compute_expected(1)) < 1e-6

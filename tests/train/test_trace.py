@@ -1,0 +1,155 @@
+"""Traces against the model's own modules, and traces on disk against those made on the fly."""
+
+from collections import namedtuple
+
+import numpy as np
+import pytest
+import torch
+
+from foredraft import Sampling
+from foredraft.errors import ForedraftError
+from foredraft.models.forward_batch import AFTER_FINAL_NORM
+from foredraft.models.hf import HFModel
+from foredraft.train import cache as cache_module
+from foredraft.train import trace as trace_module
+from foredraft.train.cache import TraceCache
+from foredraft.train.documents import Document
+from foredraft.train.run import train
+from foredraft.train.trace import Tracer
+from foredraft.train.windows import TokenWindows
+from tests.support import tiny_models
+from tests.support.train_fakes import LINEAR, plan, weights, write_ids
+
+
+@pytest.fixture(scope="module")
+def target():
+    return HFModel.wrap_model(tiny_models.llama(), "target")
+
+
+@pytest.fixture
+def tokens():
+    return torch.randint(4, 97, (3, 34), generator=torch.Generator().manual_seed(0))
+
+
+def reference(tokens, taps):
+    model = tiny_models.llama()
+    with torch.no_grad():
+        out = model(tokens, output_hidden_states=True, use_cache=False)
+    states = {0: out.hidden_states[0], 1: out.hidden_states[1], AFTER_FINAL_NORM: out.hidden_states[2]}
+    return torch.cat([states[tap] for tap in taps], -1), out.logits.log_softmax(-1)
+
+
+@pytest.mark.parametrize("rows_at_once", [1 << 20, 40, 10])
+@pytest.mark.parametrize("taps", [(), (AFTER_FINAL_NORM,), (0, 1, AFTER_FINAL_NORM)])
+def test_a_trace_is_what_the_model_itself_computes(target, tokens, monkeypatch, rows_at_once, taps):
+    # 10 positions a pass: a row takes several passes, and sees its keys of the passes before
+    monkeypatch.setattr(trace_module, "LOGIT_BYTES", 4 * 97 * rows_at_once)
+    trace = Tracer(target, taps).trace(tokens, torch.ones_like(tokens, dtype=torch.bool))
+    if taps:
+        states, _ = reference(tokens[:, :-1], taps)
+        assert torch.allclose(trace.features, states, atol=1e-9)
+    assert trace.features.shape[:2] == (3, 33)
+    assert torch.allclose(trace.target_log_probs.logprobs.double(), reference(tokens[:, :-1], (0,))[1], atol=1e-5)
+    assert not trace.features.is_inference()  # a network has to learn from them
+    assert torch.equal(trace.tokens, tokens)
+
+
+def test_the_top_of_the_distribution_is_its_largest_part(target, tokens):
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    whole, top = (Tracer(target, (), k).trace(tokens, mask).target_log_probs for k in (None, 5))
+    assert whole.token_ids is None
+    assert torch.equal(whole.logprobs.topk(5).values, top.logprobs)
+    assert torch.equal(whole.logprobs.gather(-1, top.token_ids), top.logprobs)
+
+
+def test_a_trace_does_not_depend_on_the_precision_of_training(tokens):
+    target = HFModel.wrap_model(tiny_models.llama().float(), "target")
+    features, log_probs = Tracer(target, (AFTER_FINAL_NORM,)).run_target(tokens)
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed, mixed_log_probs = Tracer(target, (AFTER_FINAL_NORM,)).run_target(tokens)
+    assert torch.equal(features, mixed)
+    assert torch.equal(log_probs.logprobs, mixed_log_probs.logprobs)
+
+
+def test_tracing_leaves_the_memory_of_requests_alone(tokens):
+    llm = tiny_models.plain()
+    before = llm.generate([[5, 6, 7]], Sampling(temperature=0, max_tokens=20))[0].token_ids
+    Tracer(llm.target).run_target(tokens)
+    assert llm.generate([[5, 6, 7]], Sampling(temperature=0, max_tokens=20))[0].token_ids == before
+
+
+def make_cache(tmp_path, target, identity="a", top=7, taps=(AFTER_FINAL_NORM,)):
+    rng = np.random.default_rng(0)
+    windows = TokenWindows.pack([Document(rng.integers(4, 97, 40)) for _ in range(30)], 8)
+    return TraceCache(tmp_path / "traces", windows, Tracer(target, taps, top), {"of": identity})
+
+
+def test_a_cached_trace_is_the_trace(tmp_path, target, monkeypatch):
+    monkeypatch.setattr(cache_module, "SHARD", 16)
+    cache, said = make_cache(tmp_path, target), []
+    cache.fill(said.append)
+    rows = [0, 17, 5, len(cache.windows) - 1]
+    kept, live = cache.read(rows, 0), cache.tracer.trace(*cache.windows.read(rows))
+    assert torch.equal(kept.features, live.features.bfloat16())
+    assert torch.equal(kept.target_log_probs.logprobs, live.target_log_probs.logprobs)
+    assert torch.equal(kept.target_log_probs.token_ids, live.target_log_probs.token_ids)
+    assert torch.equal(kept.tokens, live.tokens)
+    assert torch.equal(kept.mask, live.mask)
+    # the estimate was logged before the first shard, and was right
+    size = sum(file.stat().st_size for file in (tmp_path / "traces").glob("*.safetensors"))
+    assert abs(cache._estimate_row_bytes() * len(cache.windows) - size) < 0.1 * size
+    assert "MB more in" in said[0]
+
+
+def test_a_cache_that_was_stopped_goes_on(tmp_path, target, monkeypatch):
+    monkeypatch.setattr(cache_module, "SHARD", 16)
+    cache = make_cache(tmp_path, target)
+    cache.fill(lambda line: None)
+    first, second = sorted((tmp_path / "traces").glob("*.safetensors"))[:2]
+    second.unlink()
+    stamp = first.stat().st_mtime_ns
+    cache.fill(lambda line: None)
+    assert second.exists()
+    assert first.stat().st_mtime_ns == stamp
+
+
+def test_traces_of_something_else_are_refused(tmp_path, target):
+    make_cache(tmp_path, target).fill(lambda line: None)
+    with pytest.raises(ForedraftError, match="have other settings: of was 'a' and is 'b'; give another --cache"):
+        make_cache(tmp_path, target, identity="b").fill(lambda line: None)
+
+
+def test_a_folder_of_other_files_is_no_cache(tmp_path, target):
+    (tmp_path / "traces").mkdir()
+    (tmp_path / "traces" / "letter.txt").write_text("dear")
+    with pytest.raises(ForedraftError, match="is not empty and holds no traces"):
+        make_cache(tmp_path, target).fill(lambda line: None)
+
+
+def test_a_full_disk_is_seen_before_it_is_full(tmp_path, target, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(cache_module.shutil, "disk_usage", lambda path: usage(1, 1, 1000))
+    with pytest.raises(ForedraftError, match=r"traces need .* MB and .* has 0\.0 MB free"):
+        make_cache(tmp_path, target).fill(lambda line: None)
+    assert not list((tmp_path / "traces").glob("*.safetensors"))
+
+
+def test_a_damaged_shard_is_named(tmp_path, target):
+    cache = make_cache(tmp_path, target)
+    cache.fill(lambda line: None)
+    file = cache._get_shard_path(0)
+    file.write_bytes(file.read_bytes()[:50])
+    with pytest.raises(ForedraftError, match=r"traces-000000\.safetensors is damaged"):
+        cache.read([0], 0)
+
+
+def test_a_run_on_cached_traces_learns_the_same(tmp_path):
+    tiny_models.llama().bfloat16().save_pretrained(tmp_path / "model")  # bfloat16 holds its states without loss
+    write_ids(tmp_path)
+    same = {"settings": {"loss": "kl"}, "top": 20}
+    live = train(plan(tmp_path, "live", **same), method=LINEAR)
+    kept = train(plan(tmp_path, "kept", cache=str(tmp_path / "traces"), **same), method=LINEAR)
+    assert all(torch.equal(weights(live.folder)[n], weights(kept.folder)[n]) for n in weights(live.folder))
+    again = plan(tmp_path, "two", cache=str(tmp_path / "traces"), settings={"taps": "[0]"}, top=20)
+    with pytest.raises(ForedraftError, match="have other settings: taps was"):
+        train(again, method=LINEAR)

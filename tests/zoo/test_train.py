@@ -1,0 +1,242 @@
+"""The recipe that makes the built-in pair, run end to end in miniature."""
+
+import json
+import os
+import signal
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from foredraft import LLM, ForedraftError, Sampling
+from foredraft.zoo import corpus
+from foredraft.zoo_training import build
+from foredraft.zoo_training.batches import WindowBatches
+from foredraft.zoo_training.heads import HeadsPlan, list_recipes
+from foredraft.zoo_training.measure import PairMetrics, measure_pair
+from foredraft.zoo_training.recipe import TARGET_RECIPE, LlamaRecipe, TrainStage
+from foredraft.zoo_training.seq2seq import SEQ2SEQ_DRAFT_RECIPE, SEQ2SEQ_RECIPE
+from foredraft.zoo_training.seq2seq_build import Seq2SeqPairRecipe
+from foredraft.zoo_training.train import PretrainingRun, make_distillation_loss, make_schedule, stack_layers, train
+from foredraft.zoo_training.train import build_model as untrained
+
+TINY = LlamaRecipe(
+    hidden=32, intermediate=48, heads=2, kv_heads=1, batch_tokens=64, micro_tokens=32, warmup=1,
+    stages=(TrainStage(1, 16, 3), TrainStage(2, 16, 2)), decay=0.6, long_context=32,
+)  # fmt: skip
+TINY_DRAFT = replace(TINY, hidden=16, stages=(TrainStage(1, 16, 3),))
+TINY_PAIR = Seq2SeqPairRecipe(
+    replace(
+        SEQ2SEQ_RECIPE,
+        hidden=16,
+        intermediate=16,
+        heads=2,
+        encoder_layers=1,
+        decoder_layers=1,
+        steps=3,
+        batch_tokens=64,
+    ),
+    replace(SEQ2SEQ_DRAFT_RECIPE, hidden=8, intermediate=8, heads=1, encoder_layers=1, steps=2, batch_tokens=64),
+)
+
+
+@pytest.fixture
+def python_tree(tmp_path):
+    """Make a standard library in miniature: training files, a held-out module and its test, and tables to skip."""
+    root = tmp_path / "lib"
+    (root / "test").mkdir(parents=True)
+    (root / "encodings").mkdir()
+    body = "".join(f"def function_{i}(argument):\n    return argument + {i}\n\n" for i in range(60))
+    for name in ("alpha.py", "beta.py", "heapq.py", "test/test_heapq.py", "test/test_alpha.py", "encodings/big.py"):
+        (root / name).write_text(f"# What the module {name} is made for, and how it is used.\n{body}")
+    (root / "latin.py").write_bytes(b"# caf\xe9\n")
+    return root
+
+
+def test_held_out_modules_and_their_tests_are_never_trained_on(python_tree):
+    train_files, held = corpus.split(python_tree)
+    assert [s.name for s in held] == ["heapq.py", "test/test_heapq.py"]
+    assert [s.name for s in train_files] == ["alpha.py", "beta.py", "test/test_alpha.py"]
+
+
+def test_the_real_split_holds_out_every_module_on_the_list():
+    train_files, held = corpus.split()
+    assert not any(s.is_held_out for s in train_files)
+    assert {"heapq.py", "textwrap.py", "json/decoder.py"} <= {s.name for s in held}
+
+
+def test_prompts_come_from_held_out_modules_only():
+    prompts = corpus.make_held_out_prompts(50)
+    held = [s.text for s in corpus.split()[1]]
+    assert len(set(prompts)) == 50
+    assert all(any(prompt in text for text in held) for prompt in prompts)
+
+
+def test_everything_is_built_and_measured_and_loads_in_transformers(python_tree, tmp_path):
+    out = tmp_path / "out"
+    steps = []
+    of_two_layers = {"eagle3": {"taps": "[1]"}, "early_exit": {"exit_layer": "1", "rank": "8"}}
+    recipes = list_recipes()
+    tiny = {
+        name: replace(recipe, steps=2, settings={**recipe.settings, **of_two_layers.get(name, {})})
+        for name, recipe in recipes.items()
+    }
+    heads = HeadsPlan(tiny, documents=4, corpus_tokens=4000, prompts=2, tokens=16)
+    figures = build.build_all(
+        out,
+        target=TINY,
+        draft=TINY_DRAFT,
+        root=python_tree,
+        report=lambda part, step, of, loss: steps.append(part),
+        heads=heads,
+        pair=TINY_PAIR,
+    )
+    assert 0 < figures.alpha < 1
+    assert set(steps) == {*build.PARTS, *recipes, "seq2seq", "seq2seq_draft"}
+    for method in recipes:
+        llm = LLM(str(out / "target"), {"method": method, "model": str(out / method)})
+        (done,) = llm.generate("def f(", Sampling(max_tokens=8, temperature=0, ignore_eos=True))
+        assert done.stats.num_drafted > 0
+        assert str(out) not in (out / method / "config.json").read_text()
+        assert f"foredraft train {method}" in (out / method / "README.md").read_text()
+    for part in build.PARTS:
+        model = AutoModelForCausalLM.from_pretrained(out / part)
+        assert model.dtype == torch.bfloat16
+        tokenizer = AutoTokenizer.from_pretrained(out / part)
+        assert tokenizer.decode(tokenizer("def f(x):\n\treturn é").input_ids) == "def f(x):\n\treturn é"
+        assert "heapq" in (out / part / "README.md").read_text()
+    assert json.loads((out / "figures.json").read_text())["draft"]["alpha"] == figures.alpha
+
+
+def interrupt_at(at):
+    def interrupt(step, steps, loss):
+        if step == at:
+            raise KeyboardInterrupt
+
+    return interrupt
+
+
+def test_an_interrupted_run_resumes_to_the_same_weights(tmp_path):
+    """A resumed run that repeats or skips a batch gives other weights. Cut at either depth, at a seam, in the decay."""
+    ids = np.random.default_rng(0).integers(0, 4096, 4000).astype(np.uint16)
+    whole = train(PretrainingRun(TINY, ids, tmp_path / "whole")).state_dict()
+    cut = PretrainingRun(replace(TINY, checkpoint_seconds=0.0), ids, tmp_path / "cut")
+    for at in (2, 3, 4, 5, 6):
+        with pytest.raises(KeyboardInterrupt):
+            train(replace(cut, progress=interrupt_at(at)))
+    resumed = train(cut).state_dict()
+    for name, weight in whole.items():
+        assert torch.equal(weight, resumed[name]), name
+    assert cut.decay_checkpoints.find_latest() is None
+    saved = load_file(tmp_path / "cut" / "model.safetensors")
+    assert "lm_head.weight" not in saved, "tied embeddings are stored once"
+
+
+def test_stacking_repeats_the_layers_in_order():
+    shallow = untrained(TINY, 2)
+    deep = stack_layers(TINY, shallow, 4)
+    for i in range(4):
+        ours, theirs = deep.model.layers[i].state_dict(), shallow.model.layers[i % 2].state_dict()
+        assert all(torch.equal(ours[k], theirs[k]) for k in ours)
+    assert torch.equal(deep.lm_head.weight, shallow.lm_head.weight)
+
+
+def test_the_rate_warms_up_at_every_depth_and_ends_at_zero():
+    recipe = replace(TINY, stages=(TrainStage(1, 16, 100),), warmup=10, decay=0.5)
+    assert [make_schedule(recipe, 0, None).compute_scale(step) for step in (0, 4, 9, 50)] == [0.1, 0.5, 1, 1]
+    assert make_schedule(recipe, 60, None).compute_scale(60) == 0.1
+    falling = [make_schedule(recipe, 0, 100).compute_scale(step) for step in range(100, 151)]
+    assert falling[0] == 1
+    assert falling[-1] == 0
+    assert falling == sorted(falling, reverse=True)
+
+
+def test_a_decay_that_begins_early_is_shorter_and_as_deep():
+    early, late = (
+        TINY.make_decay_stages(5),
+        replace(TINY, stages=(TrainStage(1, 16, 300), TrainStage(2, 16, 200))).make_decay_stages(500),
+    )
+    assert [(stage.layers, stage.context, stage.steps) for stage in early] == [(2, 16, 2), (2, 32, 1)]
+    assert [stage.steps for stage in late] == [240, 60]
+
+
+def test_another_number_of_tokens_keeps_the_proportions():
+    recipe = replace(TARGET_RECIPE, stages=(TrainStage(6, 256, 3000), TrainStage(12, 256, 1000)))
+    longer = recipe.scale(3 * recipe.total_tokens, None, "cpu")
+    assert [stage.steps for stage in longer.stages] == [9000, 3000]
+    on_gpu = recipe.scale(16 * recipe.total_tokens, None, "cuda")
+    assert [stage.steps for stage in on_gpu.stages] == [6000, 2000]
+    assert on_gpu.batch_tokens == on_gpu.micro_tokens == 8 * recipe.batch_tokens
+
+
+def test_a_run_finished_early_keeps_its_checkpoint_and_can_go_on(tmp_path):
+    ids = np.random.default_rng(0).integers(0, 4096, 4000).astype(np.uint16)
+    run = PretrainingRun(replace(TINY, checkpoint_seconds=0.0), ids, tmp_path / "cut", held_out_ids=ids)
+    with pytest.raises(KeyboardInterrupt):
+        train(replace(run, progress=interrupt_at(2)))
+    assert train(run, finish=True).config.num_hidden_layers == 2
+    rows = [json.loads(line) for line in (tmp_path / "cut" / "log.jsonl").read_text().splitlines()]
+    assert rows[-1]["decay_from"] == 2
+    assert run.checkpoints.find_latest().name == "checkpoint-2"
+    whole = train(replace(run, folder=tmp_path / "whole")).state_dict()
+    resumed = train(run).state_dict()
+    assert all(torch.equal(weight, resumed[name]) for name, weight in whole.items())
+
+
+def test_a_checkpoint_of_other_batches_is_refused(tmp_path):
+    ids = np.random.default_rng(0).integers(0, 4096, 4000).astype(np.uint16)
+    run = PretrainingRun(TINY, ids, tmp_path)
+    train(run)
+    with pytest.raises(ForedraftError, match="give --batch-tokens 64"):
+        train(replace(run, recipe=replace(TINY, batch_tokens=128)))
+
+
+def test_a_signal_saves_a_checkpoint_after_the_step_under_way(tmp_path):
+    ids = np.random.default_rng(0).integers(0, 4096, 4000).astype(np.uint16)
+
+    def terminate(step, steps, loss):
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    run = PretrainingRun(TINY, ids, tmp_path, progress=terminate)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        train(run)
+    assert run.checkpoints.find_latest().name == "checkpoint-3"
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_every_window_comes_once_in_a_pass_whatever_step_a_run_goes_on_from():
+    ids = np.arange(1000).astype(np.uint16)
+    batches = WindowBatches(ids, 10, 3, seed=0)
+    passes = [[row.tolist() for row in batches.get_batch(i)] for i in range(2 * batches.batches_per_pass)]
+    starts = [row[0] for batch in passes[: batches.batches_per_pass] for row in batch]
+    assert len(set(starts)) == len(starts) == 99
+    assert all(row == list(range(row[0], row[0] + 11)) for batch in passes for row in batch)
+    assert [row.tolist() for row in WindowBatches(ids, 10, 3, seed=0).get_batch(40)] == passes[40]
+    assert {row[0] % 10 for row in passes[0]} != {row[0] % 10 for row in passes[-1]}
+
+
+def test_distilling_a_model_into_itself_costs_nothing():
+    model = untrained(TINY, 1, torch.float32).eval()
+    ids = torch.randint(0, 4096, (2, 8))
+    logits = model(ids).logits.flatten(0, 1)
+    loss = make_distillation_loss(model)(ids, logits, ids.flatten())
+    assert loss.item() == pytest.approx(0, abs=1e-4)
+
+
+def test_figures_of_a_perfect_draft():
+    model = untrained(TINY, 1, torch.float32).eval()
+    ids = np.random.default_rng(1).integers(0, 4096, 400).astype(np.uint16)
+    figures = measure_pair(model, model, ids, context=32, windows=4)
+    assert figures.alpha == pytest.approx(1, abs=1e-5)
+    assert figures.lengths == pytest.approx(range(2, 10), abs=1e-3)
+    assert figures.greedy_lengths == tuple(range(2, 10))
+
+
+def test_the_formula_of_the_paper():
+    figures = PairMetrics(0, 0, 0.5, 0, (), (), 0)
+    assert figures.predict_length(2) == pytest.approx(1 + 0.5 + 0.25)
