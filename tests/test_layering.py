@@ -162,6 +162,76 @@ def test_files_and_functions_stay_small(path):
             assert length <= MAX_FUNCTION, f"{node.name} has {length} lines"
 
 
+MAX_CLASS, MAX_ATTRIBUTES = 200, 12
+# Classes beyond the limits, with their present numbers of lines and attributes. The list may only shrink: whoever makes
+# a class smaller writes the new numbers, and a class within the limits leaves the list.
+LARGE_CLASSES = {
+    "Engine": (290, 11),
+    "EnsembleDrafter": (333, 19),
+    "GrammarMatcher": (130, 16),
+    "HFModel": (205, 8),
+    "LLM": (350, 16),
+    "PrefixCache": (247, 10),
+    "Request": (72, 25),
+    "SandboxedDrafter": (231, 10),
+    "Scheduler": (294, 12),
+    "TrainLoop": (152, 21),
+    "Transcript": (282, 32),
+    "Worker": (232, 18),
+    "_TrainRun": (199, 16),
+}
+
+
+def measure_classes(text: str) -> Iterator[tuple[str, int, int]]:
+    """Yield name, number of lines and number of attributes of every class.
+
+    Attributes are the names that methods assign on `self`, and the fields of a dataclass that is not frozen. The fields
+    of a frozen dataclass are options or a record, and have no limit.
+    """
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.ClassDef):
+            continue
+        decorators = " ".join(map(ast.unparse, node.decorator_list))
+        names: set[str] = set()
+        if "dataclass" in decorators and "frozen=True" not in decorators:
+            fields = [part for part in node.body if isinstance(part, ast.AnnAssign)]
+            names |= {ast.unparse(field.target) for field in fields if "ClassVar" not in ast.unparse(field.annotation)}
+        for part in (part for method in node.body for part in ast.walk(method)):
+            if (
+                isinstance(part, ast.Attribute)
+                and isinstance(part.ctx, ast.Store)
+                and ast.unparse(part.value) == "self"
+            ):
+                names.add(part.attr)
+        yield node.name, (node.end_lineno or node.lineno) - node.lineno + 1, len(names)
+
+
+def test_classes_stay_small():
+    sizes: dict[str, tuple[int, int]] = {}
+    for path in FILES:
+        for name, lines, attributes in measure_classes(path.read_text(encoding="utf-8")):
+            if lines > MAX_CLASS or attributes > MAX_ATTRIBUTES:
+                assert name not in sizes, f"two large classes have the name {name}"
+                sizes[name] = lines, attributes
+    grown = {name: size for name, size in sizes.items() if any(map(int.__gt__, size, LARGE_CLASSES.get(name, (0, 0))))}
+    assert not grown, f"split these classes, now (lines, attributes); at most {MAX_CLASS} and {MAX_ATTRIBUTES}"
+    shrunk = {name: sizes.get(name) for name in LARGE_CLASSES if sizes.get(name) != LARGE_CLASSES[name]}
+    assert not shrunk, "write these sizes into LARGE_CLASSES; None = remove the entry"
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("class A:\n    def f(self):\n        self.a = self.b.c = 1\n        self.d, other.e = 2, 3", (4, 2)),
+        ("class A:\n    x: int\n    def f(self):\n        self.a += self.b", (4, 1)),
+        ("@dataclass\nclass A:\n    x: int\n    y: ClassVar[int] = 1\n    z: int = field(init=False)", (4, 2)),
+        ("@dataclass(frozen=True)\nclass A:\n    x: int\n    y: int", (3, 0)),
+    ],
+)
+def test_the_measure_counts_lines_and_state(text, size):
+    assert [tuple(found[1:]) for found in measure_classes(text)] == [size]
+
+
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 
 
