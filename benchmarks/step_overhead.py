@@ -21,6 +21,7 @@ from torch import Tensor
 
 from foredraft import Sampling, zoo
 from foredraft.drafters.draft import Draft, to_token_tree
+from foredraft.drafters.spec import DrafterSpec
 from foredraft.engine.engine import Engine
 from foredraft.engine.scheduler import SchedulerLimits
 from foredraft.engine.transcript import Transcript
@@ -73,10 +74,8 @@ class StubLM:
 class TableDrafter:
     """Drafter that looks up the likeliest tokens in a table."""
 
-    hidden_layers: tuple[int, ...] = ()
-
     def __init__(self, lm: StubLM, num_tokens: int) -> None:
-        self.max_nodes = num_tokens
+        self.spec = DrafterSpec(num_tokens)
         self._best = lm.rows.argmax(-1).tolist()
 
     def propose(self, batch: Batch) -> TokenTree:

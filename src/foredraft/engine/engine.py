@@ -69,8 +69,8 @@ class Engine:
 
         Args:
             target: model that verifies the drafts.
-            drafter: proposes the drafts. Unless it is a SandboxedDrafter, it is wrapped in one, which turns a fault of
-                the drafter into a step without a draft. None = plain decoding.
+            drafter: proposes the drafts. It is wrapped in a SandboxedDrafter, which turns a fault of the drafter into a
+                step without a draft. None = plain decoding.
             allocator: pages of the KV pools.
             limits: limits of one step, in requests and tokens.
             device: device of the target.
@@ -80,11 +80,7 @@ class Engine:
             prefix_cache: keep KV pages for later requests. False = share them only among the samples of one prompt.
         """
         self.target = target
-        self.drafter = (
-            drafter
-            if isinstance(drafter, SandboxedDrafter)
-            else SandboxedDrafter(drafter, target.vocab_size, clock=clock)
-        )
+        self.drafter = SandboxedDrafter(drafter, target.vocab_size, clock=clock)
         self.length_policy = length_policy or FixedLengthPolicy()
         self.scheduler = Scheduler(allocator, limits, PrefixCache(allocator, self.drafter, is_shared=prefix_cache))
         self.transcripts: dict[Request, Transcript] = {}  # requests that have not ended: text and statistics
@@ -210,7 +206,7 @@ class Engine:
         if releases is not NO_RELEASES:
             self.drafter.flush(releases.unwritten_slots)
             self._forget(self.scheduler.preempt(releases.preempted))
-        return self.scheduler.schedule(self.drafter.max_nodes, self.length_policy, allowed)
+        return self.scheduler.schedule(self.drafter.spec.max_nodes, self.length_policy, allowed)
 
     def _propose(self, batch: Batch) -> TokenTree:
         """Return the tree to verify: each request's chunk of uncomputed tokens, then its draft."""
@@ -222,7 +218,7 @@ class Engine:
     def _forward(self, batch: Batch, tree: TokenTree) -> TargetOutput:
         """Run the target's forward pass over the nodes of the tree."""
         forward_batch, with_prompt_logits = self._build_forward_batch(batch, tree)
-        logits, features = self.target.forward(forward_batch, self.drafter.hidden_layers)
+        logits, features = self.target.forward(forward_batch, self.drafter.spec.hidden_layers)
         return collect_output(batch, tree, logits, features, with_prompt_logits)
 
     def _build_forward_batch(self, batch: Batch, tree: TokenTree) -> tuple[ForwardBatch, list[int]]:
@@ -269,7 +265,7 @@ class Engine:
     def _observe(self, batch: Batch, tree: TokenTree, commit: Commit, output: TargetOutput) -> None:
         """Show the commit to the drafter, with the outputs of the target that it reads."""
         self.clock.start_part()
-        self.drafter.observe(batch, output.attach_to(commit, tree, self.drafter.needs_target_argmax))
+        self.drafter.observe(batch, output.attach_to(commit, tree, self.drafter.spec.needs_target_argmax))
         self.clock.end_observe()
 
     def _emit_deltas(self, batch: Batch, tree: TokenTree, commit: Commit) -> tuple[Request, ...]:

@@ -220,7 +220,7 @@ def test_no_draft_is_deeper_than_the_steps_that_were_trained() -> None:
     drafter = mlp_speculator.from_checkpoint(
         mlp_speculator.Config(), seer("tokens", steps=2), successor_model.context(8)
     )
-    assert drafter.max_nodes == 2
+    assert drafter.spec.max_nodes == 2
 
 
 @pytest.mark.parametrize(
@@ -342,7 +342,7 @@ def test_a_trained_speculator_is_read_back(tied: bool, tmp_path: Any) -> None:
     save(tmp_path, CheckpointLayout("mlp_speculator", tensors, config))
     options = {"method": "mlp_speculator", "model": str(tmp_path), "branching": "published"}
     llm = tiny_models.plain().with_drafter(options)
-    assert llm.engine.drafter.max_nodes == 5 * 3
+    assert llm.engine.drafter.spec.max_nodes == 5 * 3
     loaded = read(str(tmp_path), describe_target(target), "mlp_speculator")
     assert loaded.shape == replace(trainee.network.shape, branching=(4, 3, 2), candidates=5)
     assert all(torch.equal(loaded.tensors[name.removeprefix("speculator.")], t) for name, t in tensors.items())

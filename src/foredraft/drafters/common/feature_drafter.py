@@ -33,6 +33,7 @@ from foredraft.drafters.common.mismatch_warning import MismatchDetector
 from foredraft.drafters.common.tree_builder import NodeLogits, TreeBuilder, TreeSpec, add_level
 from foredraft.drafters.draft import to_token_tree
 from foredraft.drafters.method import DrafterContext
+from foredraft.drafters.spec import DrafterSpec
 from foredraft.kernels.cpu.library import load_library
 from foredraft.kv.draft_kv import DraftKV
 from foredraft.kv.pool import KVPool
@@ -73,7 +74,7 @@ class FeatureDrafter:
 
     Args:
         lm: the network with its own KV pool, which is addressed by the page ids of the target.
-        hidden_layers: layer boundaries of the target whose hidden states form the features (`Drafter.hidden_layers`).
+        hidden_layers: layer boundaries of the target whose hidden states form the features, as in `DrafterSpec`.
         tree_spec: limits and shape of the draft.
         context: target, device and vocabulary.
         token_ids: [W] token id of each column of the network's logits; None = column i is token i of the target.
@@ -88,7 +89,6 @@ class FeatureDrafter:
         token_ids: Tensor | None = None,
     ) -> None:
         self.lm = lm
-        self.hidden_layers = hidden_layers
         self.tree_spec = tree_spec
         self.context = context
         self.token_ids = token_ids
@@ -102,10 +102,12 @@ class FeatureDrafter:
         self._root_outputs: dict[int, RootOutput] = {}  # by slot; absent if all pairs came from the prefix cache
         self._pending: dict[int, PendingPairs] = {}  # by slot
         self.mismatch_detector = MismatchDetector(context)  # warns if the head was trained for another target
-
-    @property
-    def max_nodes(self) -> int:
-        return self.tree_spec.max_nodes
+        self.spec = DrafterSpec(
+            tree_spec.max_nodes,
+            hidden_layers,
+            draft_kv=self.draft_kv,
+            silence_mismatch=self.mismatch_detector.silence,
+        )
 
     def propose(self, batch: Batch) -> TokenTree:
         drafts = {b: draft for b in batch.find_drafting() if (draft := self._start_draft(batch, b)) is not None}

@@ -16,6 +16,7 @@ from foredraft.drafters.common.mismatch_warning import MismatchDetector
 from foredraft.drafters.common.tree_builder import NodeLogits, TreeBuilder, TreeSpec, add_level
 from foredraft.drafters.draft import Draft, to_token_tree
 from foredraft.drafters.method import DrafterContext
+from foredraft.drafters.spec import DrafterSpec
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
 from foredraft.request import Batch, Request
 from foredraft.sampling.filters import argmax_tokens
@@ -72,13 +73,9 @@ class StepDrafter:
         self.runner = runner
         self.tree_spec = tree_spec
         self.context = context
-        self.hidden_layers: tuple[int, ...] = (hidden_layer,)
         self._states = LastHiddenStates()
         self.mismatch_detector = MismatchDetector(context)
-
-    @property
-    def max_nodes(self) -> int:
-        return self.tree_spec.max_nodes
+        self.spec = DrafterSpec(tree_spec.max_nodes, (hidden_layer,), silence_mismatch=self.mismatch_detector.silence)
 
     def propose(self, batch: Batch) -> TokenTree:
         growing = [draft for b in batch.find_drafting() if (draft := self._start_draft(batch, b)) is not None]

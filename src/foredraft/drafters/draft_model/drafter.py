@@ -17,6 +17,7 @@ from foredraft.drafters.common.mismatch_warning import MismatchDetector
 from foredraft.drafters.common.tree_builder import NodeLogits, TreeBuilder, TreeOptions, add_level
 from foredraft.drafters.draft import to_token_tree
 from foredraft.drafters.method import DrafterContext
+from foredraft.drafters.spec import DrafterSpec
 from foredraft.kv.draft_kv import DraftKV
 from foredraft.kv.pool import compact_accepted
 from foredraft.models.forward_batch import ForwardBatch, Span
@@ -52,7 +53,6 @@ class DraftModel:
         options: tree options; None = a chain.
     """
 
-    hidden_layers: tuple[int, ...] = ()
     vocab_option = "same"
 
     def __init__(self, lm: LM, context: DrafterContext, options: TreeOptions | None = None) -> None:
@@ -63,10 +63,9 @@ class DraftModel:
         self.draft_kv = DraftKV(lm.pool, 0 if measure is None else measure())
         self._last_drafts: dict[int, GrowingDraft] = {}  # slot -> draft of this step
         self.mismatch_detector = MismatchDetector(context)
-
-    @property
-    def max_nodes(self) -> int:
-        return self.tree_spec.max_nodes
+        self.spec = DrafterSpec(
+            self.tree_spec.max_nodes, draft_kv=self.draft_kv, silence_mismatch=self.mismatch_detector.silence
+        )
 
     @property
     def num_valid(self) -> dict[int, int]:

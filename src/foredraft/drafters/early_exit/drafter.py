@@ -9,7 +9,7 @@ be drafted from at once. A target not trained for early exit often disagrees wit
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -17,7 +17,9 @@ from foredraft.drafters.common.growing_draft import GrowingDraft
 from foredraft.drafters.common.tree_builder import NodeLogits, TreeBuilder, TreeOptions, TreeSpec, add_level
 from foredraft.drafters.draft import to_token_tree
 from foredraft.drafters.early_exit.layer_selection import ExitLayerSelector
+from foredraft.drafters.spec import DrafterSpec
 from foredraft.errors import ForedraftError
+from foredraft.kv.weak import bind_weakly
 from foredraft.models.forward_batch import ForwardBatch, Span
 from foredraft.models.hf import HFModel
 from foredraft.models.truncated import Adapter, Truncated
@@ -39,12 +41,9 @@ class Config(TreeOptions):
 class EarlyExit:
     """Drafter that runs the target's first layers, one forward pass per level for all requests of a batch.
 
-    Attributes:
-        shares_target_kv: True, since it reads and writes the target's own KV pages. An engine must call `attach`
-            before the first step; a test without an engine must write the target's KV itself.
+    It reads and writes the target's own KV pages. An engine must call `attach` before the first step; a test without an
+    engine must write the target's KV itself.
     """
-
-    shares_target_kv = True
 
     def __init__(
         self, target: HFModel, layer_selector: ExitLayerSelector, tree_spec: TreeSpec, adapter: Adapter | None = None
@@ -56,14 +55,9 @@ class EarlyExit:
         self._truncated_targets: dict[int, Truncated] = {}
         self._is_attached = False
         self._get_truncated(layer_selector.layer)  # reports an invalid layer now and not at the first draft
-
-    @property
-    def hidden_layers(self) -> tuple[int, ...]:
-        return self.layer_selector.hidden_layers
-
-    @property
-    def max_nodes(self) -> int:
-        return self.tree_spec.max_nodes
+        self.spec = DrafterSpec(
+            tree_spec.max_nodes, layer_selector.hidden_layers, shares_target_kv=True, attach=bind_weakly(self.attach)
+        )
 
     def attach(self, target: HFModel) -> None:
         """Set the target whose KV pages the drafter uses. `LLM` calls it once.
@@ -90,6 +84,8 @@ class EarlyExit:
 
     def observe(self, batch: Batch, commit: Commit) -> None:
         self.layer_selector.observe(batch, commit)
+        if self.layer_selector.hidden_layers != self.spec.hidden_layers:  # a measurement began or ended
+            self.spec = replace(self.spec, hidden_layers=self.layer_selector.hidden_layers)
 
     def forget(self, slots: Sequence[int]) -> None:
         """Do nothing: there is no state per request."""

@@ -18,6 +18,7 @@ from foredraft.drafters.draft import Draft, to_token_tree
 from foredraft.drafters.draft_model.cross_vocab.retokenizer import IncrementalRetokenizer
 from foredraft.drafters.draft_model.cross_vocab.vocab_map import VocabMap
 from foredraft.drafters.method import DrafterContext
+from foredraft.drafters.spec import DrafterSpec
 from foredraft.kv.allocator import OutOfPagesError, PageAllocator
 from foredraft.kv.sizing import MemoryLimits
 from foredraft.models.forward_batch import ForwardBatch, Span
@@ -60,7 +61,6 @@ class CrossVocabDrafter(ABC):
         kv_tokens: capacity of its KV pool in tokens, over all requests; None = sized by `MemoryLimits`.
     """
 
-    hidden_layers: tuple[int, ...] = ()
     vocab_option: str  # value of the option `vocab`
 
     def __init__(
@@ -82,11 +82,8 @@ class CrossVocabDrafter(ABC):
         )
         lm.pool.capacity = num_pages * PAGE_SIZE
         self.allocator = PageAllocator(num_pages, PAGE_SIZE)
+        self.spec = DrafterSpec(self.tree_spec.max_nodes)
         self._states: dict[int, CrossVocabState] = {}  # by slot
-
-    @property
-    def max_nodes(self) -> int:
-        return self.tree_spec.max_nodes
 
     @abstractmethod
     def draft_batch(self, states: Sequence[CrossVocabState]) -> list[Draft]:
