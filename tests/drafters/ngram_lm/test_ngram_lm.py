@@ -256,7 +256,7 @@ def test_impossible_options_are_refused(options):
 
 def test_the_built_in_table_is_small_and_whole():
     from foredraft import zoo
-    from foredraft.zoo.recipe import VOCAB_SIZE
+    from foredraft.zoo_training.recipe import VOCAB_SIZE
 
     path = zoo.find_folder("ngram")
     assert sum(file.stat().st_size for file in path.iterdir()) <= 2_500_000

@@ -32,7 +32,6 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from foredraft.checkpoints.disk import convert_write_errors, replace_files
 from foredraft.drafters.ngram_lm.counts import (
     EMPTY_HASH,
     HASH_SHIFT,
@@ -43,6 +42,7 @@ from foredraft.drafters.ngram_lm.counts import (
     hash_suffixes,
 )
 from foredraft.errors import ForedraftError
+from foredraft.files.disk import convert_write_errors, replace_files
 
 Ints = NDArray[np.int64]
 

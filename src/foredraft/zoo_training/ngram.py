@@ -7,7 +7,7 @@ import numpy as np
 
 from foredraft.drafters.ngram_lm import kneser_ney
 from foredraft.drafters.ngram_lm.table import NgramModel
-from foredraft.zoo.recipe import VOCAB_SIZE
+from foredraft.zoo_training.recipe import VOCAB_SIZE
 
 ORDER = 4  # longest context of an entry, in tokens
 MAX_ENTRIES = 470_000  # entries after pruning, about 2.5 MB on disk
