@@ -28,7 +28,7 @@ from foredraft.tree import Commit
 
 @dataclass(frozen=True)
 class Releases:
-    """What has to happen before `Scheduler.schedule`: deferred draft KV to write, then requests to preempt."""
+    """Work before `Scheduler.schedule`: deferred draft KV to write, then requests to preempt."""
 
     preempted: tuple[Request, ...] = ()
     unwritten_slots: tuple[int, ...] = ()  # slots whose draft KV must be written before their pages are shared or freed
