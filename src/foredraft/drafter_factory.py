@@ -8,7 +8,8 @@ from foredraft import zoo
 from foredraft.drafters.aggressive.predicted_outputs import PredictedOutputDrafter
 from foredraft.drafters.ensemble.fallback import FallbackDrafter
 from foredraft.drafters.interface import Drafter
-from foredraft.drafters.registry import DrafterContext, load_methods, parse_config, resolve_method, uses_model
+from foredraft.drafters.method import DrafterContext, Method
+from foredraft.drafters.registry import load_methods, parse_config, resolve_method
 from foredraft.drafters.user_spec import MethodSpec, UserDrafterSpec
 from foredraft.engine.sandbox import SandboxedDrafter, validate_drafter
 from foredraft.errors import ForedraftError
@@ -41,16 +42,16 @@ class DrafterFactory:
         if not isinstance(spec, (str, dict)):
             return validate_drafter(spec, self.target.num_layers), type(spec).__name__
         parsed = MethodSpec.parse(spec)
-        method, model = parsed.method, parsed.model
+        name, model = parsed.method, parsed.model
         try:
-            module, implied = resolve_method(method)
-            if model is not None and not uses_model(module):
-                raise ForedraftError(f"the method {method} drafts from the tokens alone; leave its model {model!r} out")
-            if parsed.loaded_model is not None and not getattr(module, "ACCEPTS_LOADED_MODEL", False):
-                raise ForedraftError(f"the method {method} takes a folder or hub id as its model, not a loaded one")
-            context = self._build_context(module.METHOD, parsed, num_tokens)
-            drafter: Drafter = module.create(parse_config(module, implied | parsed.options), context)
-            return drafter, str(getattr(drafter, "title", method))
+            method, implied = resolve_method(name)
+            if model is not None and not method.uses_model:
+                raise ForedraftError(f"the method {name} drafts from the tokens alone; leave its model {model!r} out")
+            if parsed.loaded_model is not None and not method.accepts_loaded_model:
+                raise ForedraftError(f"the method {name} takes a folder or hub id as its model, not a loaded one")
+            context = self._build_context(method, parsed, num_tokens)
+            drafter = method.create(parse_config(method, implied | parsed.options), context)
+            return drafter, str(getattr(drafter, "title", name))
         except ForedraftError:
             raise
         except (TypeError, ValueError) as error:
@@ -65,7 +66,7 @@ class DrafterFactory:
         main = None if drafter is None else sandbox(drafter, name)
         return FallbackDrafter(sandbox(PredictedOutputDrafter(MAX_PREDICTION_TOKENS), "prediction"), main)
 
-    def _build_context(self, method: str, parsed: MethodSpec, num_tokens: int) -> DrafterContext:
+    def _build_context(self, method: Method, parsed: MethodSpec, num_tokens: int) -> DrafterContext:
         if num_tokens < 1:
             raise ForedraftError(
                 f"num_speculative_tokens must be at least 1, got {num_tokens}; use drafter=None for none"
@@ -85,15 +86,31 @@ class DrafterFactory:
             fused=self.fused,
             builtin_drafter=self._find_builtin_drafter(method),
             builtin_drafters={
-                name: path for name in load_methods() if (path := self._find_builtin_drafter(name)) is not None
+                name: path
+                for name, entry in load_methods().items()
+                if (path := self._find_builtin_drafter(entry)) is not None
             },
             sandbox=partial(
                 _wrap_in_sandbox, size, self.target.num_layers
             ),  # a partial of a function, which keeps no LLM alive
         )
 
-    def _find_builtin_drafter(self, method: str) -> str | None:
-        return None if self.builtin is None else zoo.find_drafter(method, self.builtin)
+    def _find_builtin_drafter(self, method: Method) -> str | None:
+        return None if self.builtin is None else zoo.find_drafter(method.built_in.folders, self.builtin)
+
+
+def choose_builtin_method(target: str) -> str | None:
+    """Return the default drafting method of a built-in target; None if no preferred method can be used.
+
+    A method with a drafter in the zoo is used only if this installation has its folder.
+    """
+    ranks = {
+        name: method.built_in.default_ranks[target]
+        for name, method in load_methods().items()
+        if target in method.built_in.default_ranks
+        and (target not in method.built_in.folders or zoo.find_drafter(method.built_in.folders, target) is not None)
+    }
+    return max(ranks, key=lambda name: ranks[name], default=None)
 
 
 def _wrap_in_sandbox(vocab_size: int, num_layers: int, drafter: Drafter, name: str) -> SandboxedDrafter:

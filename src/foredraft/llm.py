@@ -16,8 +16,7 @@ from foredraft.draft_length.adaptive import AdaptiveLengthPolicy
 from foredraft.draft_length.costs import CostCurve
 from foredraft.draft_length.loss_budget import LossBudgetPolicy
 from foredraft.draft_length.policy import DraftLengthPolicy, FixedLengthPolicy
-from foredraft.drafter_factory import DrafterFactory
-from foredraft.drafters.registry import load_methods
+from foredraft.drafter_factory import DrafterFactory, choose_builtin_method
 from foredraft.drafters.user_spec import AUTO, DraftLength, get_max_draft_length, parse_draft_length
 from foredraft.drafters.user_spec import UserDrafterSpec as UserDrafterSpec
 from foredraft.engine.calibrate import measure_pass_times
@@ -128,7 +127,7 @@ class LLM:
         self._has_warned_chat_template = False
         if drafter == DEFAULT_DRAFTER:
             is_plain = self.builtin is None or model == zoo.DEFAULT_TARGET
-            drafter = None if is_plain else zoo.choose_method(self.builtin or zoo.DEFAULT_TARGET, load_methods())
+            drafter = None if is_plain else choose_builtin_method(self.builtin or zoo.DEFAULT_TARGET)
         self._set_drafter(drafter, num_speculative_tokens, rule)
 
     @property

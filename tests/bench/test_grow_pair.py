@@ -175,7 +175,7 @@ def test_the_built_in_pair_grows_and_keeps_its_text_and_its_draft(tmp_path):
     known = sorted(registered())
     asked = methods.parse_all(["aggressive", "draft_model:4"], known)
     found = list(methods.attach_models(asked, config, None))
-    assert found[1].spec["model"] == zoo.find_drafter("draft_model", "builtin-seq2seq")
+    assert found[1].spec["model"] == str(zoo.find_folder("seq2seq_draft"))
     assert next(methods.attach_models(asked[1:], config, "mine")).spec["model"] == "mine"
 
     sampling = Sampling(max_tokens=24, temperature=0)

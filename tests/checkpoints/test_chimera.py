@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from foredraft.checkpoints.read import read
-from foredraft.checkpoints.schema import ChimeraShape
 from foredraft.checkpoints.tensors import TensorFiles
+from foredraft.drafters.checkpoint_folders import read
+from foredraft.drafters.chimera.checkpoint import ChimeraShape
 from foredraft.errors import ForedraftError
 from tests.support.checkpoints import published_folders
 from tests.support.checkpoints.published_folders import HEAD_DIM, HEADS, INNER, KV_HEADS, TARGET, H, V

@@ -5,9 +5,8 @@ import json
 import pytest
 import torch
 
-from foredraft.checkpoints.export import export
-from foredraft.checkpoints.read import read
 from foredraft.checkpoints.target import ExportTarget
+from foredraft.drafters.checkpoint_folders import export, read
 from foredraft.errors import ForedraftError
 from tests.support.checkpoints import published_folders
 from tests.support.checkpoints.published_folders import IDS, LAYERS, TARGET, VD, H, V

@@ -14,9 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from foredraft.checkpoints.read import read
-from foredraft.checkpoints.schema import MedusaShape, MlpSpeculatorShape
 from foredraft.drafters.blockwise.network import BlockwiseStepRunner
+from foredraft.drafters.checkpoint_folders import read
 from foredraft.drafters.common.feature_drafter import FeatureDrafter
 from foredraft.drafters.common.last_hidden_state import LinearFactory
 from foredraft.drafters.common.target_access import describe_target
@@ -25,9 +24,11 @@ from foredraft.drafters.eagle3 import method as eagle3
 from foredraft.drafters.hydra import method as hydra
 from foredraft.drafters.hydra.network import HydraHeads, HydraStepRunner
 from foredraft.drafters.hydra.prefix import HydraPrefixDrafter
+from foredraft.drafters.medusa.checkpoint import MedusaShape
 from foredraft.drafters.medusa.network import MedusaHeadRunner, MedusaHeads, make_output_function
+from foredraft.drafters.method import DrafterContext
+from foredraft.drafters.mlp_speculator.checkpoint import MlpSpeculatorShape
 from foredraft.drafters.mlp_speculator.network import MLPSpeculator, MLPStepRunner
-from foredraft.drafters.registry import DrafterContext
 from foredraft.errors import ForedraftError
 from foredraft.models.forward_batch import AFTER_FINAL_NORM, ForwardBatch, Span
 from foredraft.models.hf import HFModel

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from foredraft import zoo
-from foredraft.checkpoints.export import export
-from foredraft.checkpoints.read import find_named_target, read
+from foredraft.checkpoints.read import find_named_target
 from foredraft.checkpoints.target import ExportTarget
 from foredraft.checkpoints.target_reference import TARGET_NAME_KEY, TARGET_RECORD_KEY, describe_target
+from foredraft.drafters.checkpoint_folders import export, read
 from foredraft.errors import ForedraftError
 from tests.support import tiny_models
 from tests.support.checkpoints import published_folders

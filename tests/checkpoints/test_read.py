@@ -5,16 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from foredraft.checkpoints.read import read, recognise
-from foredraft.checkpoints.schema import (
-    BlockwiseShape,
-    Eagle3Shape,
-    EagleShape,
-    HydraPrefixShape,
-    HydraShape,
-    MedusaShape,
-    MlpSpeculatorShape,
-)
+from foredraft.drafters.blockwise.checkpoint import BlockwiseShape
+from foredraft.drafters.checkpoint_folders import read, recognise
+from foredraft.drafters.eagle.checkpoint import EagleShape
+from foredraft.drafters.eagle3.shape import Eagle3Shape
+from foredraft.drafters.hydra.checkpoint import HydraPrefixShape, HydraShape
+from foredraft.drafters.medusa.checkpoint import MedusaShape
+from foredraft.drafters.mlp_speculator.checkpoint import MlpSpeculatorShape
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
 from tests.support.checkpoints import published_folders
 from tests.support.checkpoints.published_folders import HEAD_DIM, HEADS, INNER, KV_HEADS, TARGET, VD, H, V

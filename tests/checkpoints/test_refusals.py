@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from foredraft.checkpoints.read import read, recognise
 from foredraft.checkpoints.schema import TargetInfo
 from foredraft.checkpoints.tensors import TensorFiles
+from foredraft.drafters.checkpoint_folders import read, recognise
 from foredraft.errors import ForedraftError
 from tests.support.checkpoints import published_folders
 from tests.support.checkpoints.published_folders import IDS, LLAMA, TARGET, VD, H, V, d2t

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from foredraft.checkpoints.read import read
-from foredraft.checkpoints.write import write
+from foredraft.drafters.checkpoint_folders import read, write
 from foredraft.errors import ForedraftError
 from tests.support.checkpoints import published_folders
 from tests.support.checkpoints.published_folders import IDS, TARGET
@@ -73,6 +72,6 @@ def test_tensors_that_do_not_fit_the_shape_are_our_own_mistake(tmp_path):
     held = read(published_folders.medusa(tmp_path / "published"), TARGET)
     with pytest.raises(ValueError, match=r"0\.0\.linear\.bias"):
         write(tmp_path, "medusa", held.shape, {k: v for k, v in held.tensors.items() if k != "0.0.linear.bias"}, {})
-    with pytest.raises(ForedraftError, match="medusa drafter, not of eagle"):
+    with pytest.raises(ForedraftError, match="MedusaShape is not the shape of eagle drafters"):
         write(tmp_path, "eagle", held.shape, held.tensors, {})
     assert not list(tmp_path.glob("*.safetensors"))

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from foredraft.checkpoints.read import read
-from foredraft.cli.export import EXPORT_FORMATS
+from foredraft.drafters.checkpoint_folders import read
 from tests.support.checkpoints import published_folders
 from tests.support.checkpoints.published_folders import LAYERS, TARGET, H, V
 
@@ -87,8 +86,7 @@ def test_a_wrong_command_line(run, tmp_path, monkeypatch, args):
     assert (done.code, len(done.error_lines)) == (2, 1)
 
 
-def test_the_formats_offered_are_those_there_are():
-    from foredraft.checkpoints import export
-
-    assert EXPORT_FORMATS == export.FORMATS
-    assert set(EXPORT_FORMATS) == {fmt for routes in export.EXPORTERS.values() for fmt in routes}
+def test_a_wrong_format_lists_those_that_the_methods_declare(run, tmp_path):
+    done = run("export", str(tmp_path), "--format", "gguf", "--out", str(tmp_path / "out"))
+    assert (done.code, len(done.error_lines)) == (2, 1)
+    assert "use one of: eagle3, hydra, medusa, mlp_speculator, sglang, speculators, vllm" in done.stderr

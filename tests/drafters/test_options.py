@@ -62,9 +62,9 @@ def test_values_of_the_right_type_are_taken(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("method", load_methods())
 def test_every_options_default_is_of_its_own_type(method: str) -> None:
     """Or the check would refuse what is the default."""
-    for config in (getattr(load_methods()[method], name, None) for name in ("Config", "TrainConfig")):
-        if config is not None:
-            parse_options(config, {spec.name: getattr(config(), spec.name) for spec in fields(config)})
+    entry = load_methods()[method]
+    for config in (entry.config, *([] if entry.training is None else [entry.training.config])):
+        parse_options(config, {spec.name: getattr(config(), spec.name) for spec in fields(config)})
 
 
 def test_a_method_that_drafts_from_the_text_alone_refuses_a_model() -> None:

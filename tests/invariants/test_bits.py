@@ -18,13 +18,19 @@ from foredraft import LLM, Completion, Sampling
 from foredraft.drafters.common.tree_builder import TreeOptions
 from foredraft.drafters.draft_model.drafter import DraftModel
 from foredraft.drafters.interface import Drafter
-from foredraft.drafters.registry import DrafterContext, load_methods
+from foredraft.drafters.method import VARIANT_BRANCHING, DrafterContext
+from foredraft.drafters.registry import load_methods
 from foredraft.llm import MemoryLimits
 from foredraft.models.forward_batch import ForwardBatch
 from foredraft.models.hf import HFModel
 from tests.support import tiny_models
 from tests.support.library_setups import EACH_SET, NATIVE, THREAD_SETUPS, use_library
-from tests.support.method_cases import EACH_CASE, FIXED_BRANCHING, METHOD_CASES, list_missing_methods
+from tests.support.method_cases import (
+    EACH_CASE,
+    METHOD_CASES,
+    list_missing_methods,
+    pair_cases_with_rules,
+)
 from tests.support.tiny_vocabularies import CROSS_VOCAB_CASES
 
 pytestmark = NATIVE
@@ -73,7 +79,9 @@ def drafter(name: str, num_tokens: int, dtype: torch.dtype) -> Drafter:
         return METHOD_CASES[name].make(num_tokens, plain(dtype))
     context = DrafterContext(vocab_size=tiny_models.VOCAB, num_speculative_tokens=num_tokens, dtype=dtype)
     return DraftModel(
-        draft_lm(dtype).with_new_kv(), context, TreeOptions(branching=FIXED_BRANCHING[:num_tokens] if variant else None)
+        draft_lm(dtype).with_new_kv(),
+        context,
+        TreeOptions(branching=VARIANT_BRANCHING[:num_tokens] if variant else None),
     )
 
 
@@ -126,11 +134,8 @@ def test_every_bit_is_that_of_plain_decoding(name: str, dtype: str, mode: str) -
     assert not found
 
 
-@pytest.mark.parametrize("rule", ["reject", "block"])
-@pytest.mark.parametrize("name", EACH_CASE)
+@pytest.mark.parametrize(("name", "rule"), pair_cases_with_rules(["reject", "block"]))
 def test_greedy_decoding_has_the_same_bits_under_every_lossless_rule(name: str, rule: str) -> None:
-    if rule == "block" and not METHOD_CASES[name].is_chain:
-        pytest.skip("block verification takes chains")
     llm = plain(torch.bfloat16).with_drafter(drafter(name, 4, torch.bfloat16), verify=rule)
     assert list_results(llm.generate(PROMPTS, GREEDY)) == generate_expected("greedy", torch.bfloat16)
     assert llm.engine.drafter.num_failures == 0

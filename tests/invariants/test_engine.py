@@ -26,9 +26,9 @@ from foredraft.drafters.eagle import method as eagle
 from foredraft.drafters.hydra import method as hydra
 from foredraft.drafters.interface import Drafter
 from foredraft.drafters.medusa import method as medusa
+from foredraft.drafters.method import DrafterContext
 from foredraft.drafters.mlp_speculator import method as mlp_speculator
 from foredraft.drafters.ngram_lm import method as ngram_lm
-from foredraft.drafters.registry import DrafterContext
 from foredraft.models.hf import HFModel
 from foredraft.sampling.distribution import TokenHistory, distribution
 from tests.support import tiny_models
@@ -74,7 +74,7 @@ def _head(module: ModuleType, training: dict[str, Any], **options: Any) -> Draft
         name: weight.detach() + 0.5 * torch.randn(weight.shape, generator=generator, dtype=torch.float64)
         for name, weight in network.state_dict().items()
     }
-    checkpoint = Checkpoint(module.METHOD, "made", "made", network.shape, tensors)
+    checkpoint = Checkpoint(module.METHOD.name, "made", "made", network.shape, tensors)
     return module.from_checkpoint(module.Config(**options), checkpoint, _context())
 
 

@@ -21,8 +21,9 @@ from foredraft.drafters.eagle3 import method as eagle3
 from foredraft.drafters.hydra import method as hydra
 from foredraft.drafters.interface import Drafter
 from foredraft.drafters.medusa import method as medusa
+from foredraft.drafters.method import DrafterContext
 from foredraft.drafters.mlp_speculator import method as mlp_speculator
-from foredraft.drafters.registry import DrafterContext, load_methods
+from foredraft.drafters.registry import load_methods
 from foredraft.sampling.distribution import TokenHistory, distribution
 from tests.support import tiny_seq2seq
 
@@ -31,9 +32,9 @@ Make = Callable[[LLM, int], Drafter]
 
 def _make_factory(method: str, **options: Any) -> Make:
     def make(llm: LLM, num_tokens: int) -> Drafter:
-        module = load_methods()[method]
+        entry = load_methods()[method]
         context = DrafterContext(llm.target.vocab_size, llm.target, num_tokens, dtype=llm.target.model.dtype)
-        made: Drafter = module.create(module.Config(**options), context)
+        made: Drafter = entry.create(entry.config(**options), context)
         return made
 
     return make
@@ -62,7 +63,7 @@ def _head(module: Any, training: dict[str, Any], **options: Any) -> Make:
             else weight
             for name, weight in network.state_dict().items()
         }
-        checkpoint = Checkpoint(module.METHOD, "made", "made", network.shape, tensors)
+        checkpoint = Checkpoint(module.METHOD.name, "made", "made", network.shape, tensors)
         context = DrafterContext(target.vocab_size, target, num_tokens, dtype=target.model.dtype)
         made: Drafter = module.from_checkpoint(module.Config(**options), checkpoint, context)
         return made

@@ -15,7 +15,8 @@ from foredraft.drafters.ensemble.drafter import EnsembleDrafter
 from foredraft.drafters.ensemble.members import EnsembleMember
 from foredraft.drafters.ensemble.selector import SelectionMode
 from foredraft.drafters.interface import Drafter
-from foredraft.drafters.registry import DrafterContext, load_methods
+from foredraft.drafters.method import DrafterContext
+from foredraft.drafters.registry import load_methods
 from foredraft.drafters.suffix import method as suffix
 from foredraft.engine.sandbox import SandboxedDrafter
 from foredraft.engine.transcript import Transcript
@@ -36,7 +37,7 @@ def drafting(llm: LLM, method: str) -> LLM:
     made: Drafter = suffix.create(suffix.Config(min_confidence=0.01, store_tokens=1024), context)
     if method != "suffix":
         ngram = load_methods()["ngram"]
-        other: Drafter = ngram.create(ngram.Config(prompt_lookup_min=1), context)
+        other: Drafter = ngram.create(ngram.config(prompt_lookup_min=1), context)
         mode: SelectionMode = "merge" if method == "merged" else "auto"
         ticks = itertools.count()
         parts = [

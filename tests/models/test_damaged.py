@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from foredraft import LLM, Sampling
-from foredraft.checkpoints.read import read
+from foredraft.drafters.checkpoint_folders import read
 from foredraft.errors import ForedraftError
 from tests.support import damaged_folders, tiny_models
 from tests.support.checkpoints import published_folders

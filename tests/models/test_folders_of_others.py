@@ -9,8 +9,8 @@ import transformers as hf
 from tokenizers import Tokenizer, models
 
 from foredraft import LLM
-from foredraft.checkpoints.read import recognise
 from foredraft.checkpoints.target import read_target
+from foredraft.drafters.checkpoint_folders import recognise
 from foredraft.errors import ForedraftError
 from foredraft.models.loading import load_model, load_tokenizer
 from tests.support import tiny_models

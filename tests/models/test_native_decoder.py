@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from foredraft import LLM, Sampling
 from foredraft.drafters.draft_model.drafter import DraftModel
-from foredraft.drafters.registry import DrafterContext
+from foredraft.drafters.method import DrafterContext
 from foredraft.errors import ForedraftError
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
 from foredraft.models.hf import HFModel

@@ -38,7 +38,7 @@ from tests.support.grammar_cases import (
     make_nine_token_tokenizer,
     make_schema,
 )
-from tests.support.method_cases import EACH_CASE, METHOD_CASES
+from tests.support.method_cases import METHOD_CASES, pair_cases_with_rules
 
 PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8], [44, 45, 46], [70] * 6, [(7 * i) % 31 + 4 for i in range(40)]]
 LOSSLESS = [name for name, rule in RULES.items() if rule.is_lossless]
@@ -429,12 +429,9 @@ def alone(is_seeded: bool) -> list[tuple[list[int], str]]:
     return list_results(make_ascii_llm().generate(*make_batch(is_seeded)))
 
 
-@pytest.mark.parametrize("rule", LOSSLESS)
-@pytest.mark.parametrize("name", EACH_CASE)
+@pytest.mark.parametrize(("name", "rule"), pair_cases_with_rules(LOSSLESS))
 def test_text_is_the_same_with_and_without_a_drafter(name, rule):
     """Greedy under every rule, seeds under `match`."""
-    if rule == "block" and not METHOD_CASES[name].is_chain:
-        pytest.skip("block verification takes chains")
     accepted = rejected = 0
     for num_tokens in (1, 4) if rule == "match" else (4,):
         llm = make_ascii_llm().with_drafter(METHOD_CASES[name].make(num_tokens), verify=rule)

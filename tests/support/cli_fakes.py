@@ -84,7 +84,13 @@ class FakeBackend:
     training: ZooTrainingOptions | None = None
 
     def list_choices(self) -> CliChoices:
-        return CliChoices(("draft_model", "ngram"), RULES, ("auto", "bfloat16", "float32"), TEXT_ONLY)
+        return CliChoices(
+            ("draft_model", "ngram"),
+            RULES,
+            ("auto", "bfloat16", "float32"),
+            TEXT_ONLY,
+            default_methods={"builtin": "draft_model"},
+        )
 
     def find_method(self, drafter: str) -> str:
         return "draft_model"

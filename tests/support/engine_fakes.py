@@ -10,7 +10,7 @@ from foredraft.drafters.common.tree_builder import TreeOptions
 from foredraft.drafters.draft import Draft, to_token_tree
 from foredraft.drafters.draft_model.drafter import DraftModel
 from foredraft.drafters.interface import Drafter
-from foredraft.drafters.registry import DrafterContext
+from foredraft.drafters.method import DrafterContext
 from foredraft.engine.engine import Engine
 from foredraft.engine.scheduler import SchedulerLimits
 from foredraft.engine.transcript import Transcript

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from foredraft import LLM
-from foredraft.drafters.registry import DrafterContext
+from foredraft.drafters.method import DrafterContext
 
 V = 48
 STRIDE = 7  # no divisor in common with V: the walk visits every token

@@ -6,24 +6,16 @@ of the prompts that the invariants use, and from others no more than a tendency.
 
 from dataclasses import dataclass, field
 from functools import cache
-from types import ModuleType
 from typing import Any
 
 import torch
 
 from foredraft import LLM, Sampling
 from foredraft.checkpoints.schema import Checkpoint
-from foredraft.drafters.blockwise import method as blockwise
-from foredraft.drafters.chimera import method as chimera
 from foredraft.drafters.common.losses import Trace
-from foredraft.drafters.eagle import method as eagle
-from foredraft.drafters.eagle3 import method as eagle3
-from foredraft.drafters.early_exit import method as early_exit
-from foredraft.drafters.hydra import method as hydra
 from foredraft.drafters.interface import Drafter
-from foredraft.drafters.medusa import method as medusa
-from foredraft.drafters.mlp_speculator import method as mlp_speculator
-from foredraft.drafters.registry import DrafterContext
+from foredraft.drafters.method import DrafterContext, Method
+from foredraft.drafters.registry import load_methods
 from foredraft.train.trace import Tracer
 from tests.support import tiny_models
 
@@ -63,14 +55,14 @@ def make_trace(llm: LLM, taps: tuple[int, ...]) -> Trace:
 class HeadCase:
     """How a method's head is fitted and drafted with."""
 
-    module: ModuleType
+    method: Method
     rate: float
     training: tuple[tuple[str, Any], ...]
     fits: dict[LLM, Checkpoint] = field(default_factory=dict)
 
     @classmethod
-    def from_options(cls, module: ModuleType, rate: float, **training: Any) -> "HeadCase":
-        return cls(module, rate, tuple(training.items()))
+    def from_options(cls, method: str, rate: float, **training: Any) -> "HeadCase":
+        return cls(load_methods()[method], rate, tuple(training.items()))
 
     def get_checkpoint(self, llm: LLM) -> Checkpoint:
         if llm not in self.fits:
@@ -79,8 +71,11 @@ class HeadCase:
 
     def _fit(self, llm: LLM) -> Checkpoint:
         torch.manual_seed(0)
-        module = self.module
-        trainee = module.create_trainee(module.TrainConfig(loss="ce", **dict(self.training)), llm.target)
+        training = self.method.training
+        assert training is not None
+        assert training.create_trainee is not None
+        config = training.config(loss="ce", **dict(self.training))
+        trainee: Any = training.create_trainee(config, llm.target, None)
         torch.manual_seed(0)
         if hasattr(trainee, "prepare"):
             trainee.prepare(torch.bincount(generate_texts(llm)[0].flatten(), minlength=tiny_models.VOCAB))
@@ -90,7 +85,7 @@ class HeadCase:
             trainee.compute_loss(make_trace(llm, trainee.hidden_layers)).total.backward()
             optimizer.step()
         tensors = {name: tensor.detach() for name, tensor in trainee.network.state_dict().items()}
-        return Checkpoint(module.METHOD, "fitted", "a fitted head", trainee.network.shape, tensors)
+        return Checkpoint(self.method.name, "fitted", "a fitted head", trainee.network.shape, tensors)
 
     def make_drafter(self, num_tokens: int, llm: LLM | None = None, **options: Any) -> Drafter:
         """Beside a target, the tiny one in float64 if none is given."""
@@ -101,18 +96,19 @@ class HeadCase:
             num_speculative_tokens=num_tokens,
             dtype=llm.target.model.dtype,
         )
-        return self.module.from_checkpoint(self.module.Config(**options), self.get_checkpoint(llm), context)
+        assert self.method.from_checkpoint is not None
+        return self.method.from_checkpoint(self.method.config(**options), self.get_checkpoint(llm), context)
 
 
-EAGLE = HeadCase.from_options(eagle, 1e-2, noise=0.0, steps=2)
-EAGLE3 = HeadCase.from_options(eagle3, 1e-2, taps=(1,), steps=2)
-EAGLE3_FEW = HeadCase.from_options(eagle3, 1e-2, taps=(1,), steps=2, draft_vocab_size=60)
-MEDUSA = HeadCase.from_options(medusa, 2e-2, heads=4, layers=2)
-SPECULATOR = HeadCase.from_options(mlp_speculator, 2e-2, n_predict=4, inner=48, tied=False)
-CHIMERA = HeadCase.from_options(chimera, 1e-2, taps=(1, -1), steps=4, heads=2)
-CHIMERA_ONE_TAP = HeadCase.from_options(chimera, 1e-2, taps=(1,), steps=3, heads=1)
-EARLY_EXIT = HeadCase.from_options(early_exit, 1e-2, exit_layer=1, rank=24)
-BLOCKWISE = HeadCase.from_options(blockwise, 1e-2, heads=4, inner=16)
-HYDRA = HeadCase.from_options(hydra, 2e-2, heads=4)
-HYDRA_PREFIX = HeadCase.from_options(hydra, 1e-2, heads=4, prefix=True)
-HYDRA_LEAN = HeadCase.from_options(hydra, 2e-2, heads=4, layers=2, own_head=False, rank=24)
+EAGLE = HeadCase.from_options("eagle", 1e-2, noise=0.0, steps=2)
+EAGLE3 = HeadCase.from_options("eagle3", 1e-2, taps=(1,), steps=2)
+EAGLE3_FEW = HeadCase.from_options("eagle3", 1e-2, taps=(1,), steps=2, draft_vocab_size=60)
+MEDUSA = HeadCase.from_options("medusa", 2e-2, heads=4, layers=2)
+SPECULATOR = HeadCase.from_options("mlp_speculator", 2e-2, n_predict=4, inner=48, tied=False)
+CHIMERA = HeadCase.from_options("chimera", 1e-2, taps=(1, -1), steps=4, heads=2)
+CHIMERA_ONE_TAP = HeadCase.from_options("chimera", 1e-2, taps=(1,), steps=3, heads=1)
+EARLY_EXIT = HeadCase.from_options("early_exit", 1e-2, exit_layer=1, rank=24)
+BLOCKWISE = HeadCase.from_options("blockwise", 1e-2, heads=4, inner=16)
+HYDRA = HeadCase.from_options("hydra", 2e-2, heads=4)
+HYDRA_PREFIX = HeadCase.from_options("hydra", 1e-2, heads=4, prefix=True)
+HYDRA_LEAN = HeadCase.from_options("hydra", 2e-2, heads=4, layers=2, own_head=False, rank=24)

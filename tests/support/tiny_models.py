@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from foredraft import LLM
 from foredraft.drafters.common.tree_builder import TreeOptions
 from foredraft.drafters.draft_model.drafter import DraftModel
-from foredraft.drafters.registry import DrafterContext
+from foredraft.drafters.method import DrafterContext
 from foredraft.llm import MemoryLimits
 from foredraft.models.hf import HFModel
 

@@ -11,7 +11,7 @@ from torch import nn
 from foredraft import LLM, Seq2Seq
 from foredraft.drafters.common.tree_builder import TreeOptions
 from foredraft.drafters.draft_model.drafter import DraftModel
-from foredraft.drafters.registry import DrafterContext
+from foredraft.drafters.method import DrafterContext
 from foredraft.models.wrap import wrap_model
 
 VOCAB = 61

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from foredraft.drafters.common.losses import Losses, Trace, average_over_mask, check_loss, compute_draft_loss
+from foredraft.drafters.method import Method, Training
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
 from foredraft.train.config import DataConfig, EvaluationConfig, OptimizationConfig, TrainPlan
 
@@ -44,7 +45,12 @@ def create_trainee(config, target, start=None):
     return LinearTrainee(config, target.hidden_size * len(config.taps), target.vocab_size)
 
 
-MODULE = SimpleNamespace(TrainConfig=TrainConfig, create_trainee=create_trainee)
+def make_method(config, create_trainee) -> Method:
+    """A method that is only trained."""
+    return Method("linear", SimpleNamespace, create=SimpleNamespace, training=Training(config, create_trainee))
+
+
+LINEAR = make_method(TrainConfig, create_trainee)
 
 
 def write_ids(folder: Path, num_texts: int = 12, length: int = 50, vocab_size: int = 97, name: str = "ids.npy") -> str:

@@ -11,7 +11,7 @@ import torch
 from foredraft.errors import ForedraftError
 from foredraft.train.run import train
 from tests.support import tiny_models
-from tests.support.train_fakes import MODULE, plan, weights, write_ids
+from tests.support.train_fakes import LINEAR, plan, weights, write_ids
 
 ROOT = Path(__file__).parents[2]
 SMALL = 8 << 10  # bytes that a file may have in the child: less than the weights of the drafter
@@ -23,7 +23,7 @@ from tests.support import train_fakes
 from foredraft.train.run import train
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))
 try:
-    train(train_fakes.plan(Path(sys.argv[1])), module=train_fakes.MODULE)
+    train(train_fakes.plan(Path(sys.argv[1])), method=train_fakes.LINEAR)
 except ForedraftError as error:
     print("refused:", error)
 """
@@ -37,7 +37,7 @@ def folder(tmp_path):
 
 
 def test_a_full_disk_is_one_line_and_the_same_command_goes_on(folder):
-    before = weights(train(plan(folder, max_steps=3), module=MODULE).folder)
+    before = weights(train(plan(folder, max_steps=3), method=LINEAR).folder)
     outcome = subprocess.run(
         [sys.executable, "-c", CODE, str(folder), str(SMALL)], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -49,8 +49,8 @@ def test_a_full_disk_is_one_line_and_the_same_command_goes_on(folder):
     after = weights(folder / "out")
     assert all(torch.equal(after[name], value) for name, value in before.items())
     assert (folder / "out" / "checkpoint-3" / "state.json").exists()
-    again = train(plan(folder), module=MODULE)
-    whole = train(plan(folder, "whole"), module=MODULE)
+    again = train(plan(folder), method=LINEAR)
+    whole = train(plan(folder, "whole"), method=LINEAR)
     assert again.is_done
     assert all(torch.equal(weights(again.folder)[k], v) for k, v in weights(whole.folder).items())
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from foredraft import LLM, Sampling
-from foredraft.checkpoints.export import export
-from foredraft.checkpoints.read import find_named_target, read
+from foredraft.checkpoints.read import find_named_target
 from foredraft.checkpoints.target import read_target
+from foredraft.drafters.checkpoint_folders import export, read
 from foredraft.drafters.common import mismatch_warning
 from foredraft.drafters.common.losses import LOSS_NAMES
 from foredraft.errors import ForedraftError

@@ -12,16 +12,15 @@ from transformers import AutoModelForCausalLM
 
 from foredraft import LLM, Sampling
 from foredraft.drafters.common.losses import LOSS_NAMES
-from foredraft.drafters.draft_model import method as draft_model
 from foredraft.drafters.draft_model.training import TrainConfig as DraftConfig
-from foredraft.drafters.ngram_lm import method as ngram_lm
 from foredraft.errors import ForedraftError
 from foredraft.train import generate as generate_module
 from foredraft.train.config import EvaluationConfig
 from foredraft.train.generate import AnswerWriter
 from foredraft.train.run import train
+from foredraft.train.settings import list_trainable_methods
 from tests.support import tiny_models
-from tests.support.train_fakes import LinearTrainee, plan, weights, write_ids
+from tests.support.train_fakes import LinearTrainee, make_method, plan, weights, write_ids
 
 REPLAYED = {"evaluation": EvaluationConfig(prompts=4, tokens=24), "held_out_share": 0.2}
 
@@ -112,8 +111,9 @@ def test_a_table_is_counted_loaded_and_replayed(folder):
 
 def test_methods_say_what_they_take():
     assert {"loss", "layers", "hidden", "draft_config", "on_policy"} == set(DraftConfig.__dataclass_fields__)
-    assert draft_model.TrainConfig is DraftConfig
-    assert "order" in ngram_lm.TrainConfig.__dataclass_fields__
+    methods = list_trainable_methods()
+    assert methods["draft_model"].training.config is DraftConfig
+    assert "order" in methods["ngram_lm"].training.config.__dataclass_fields__
 
 
 PROMPTS = [[5, 6, 7 + i] for i in range(5)]
@@ -183,19 +183,19 @@ def joint(config, target, start=None):
     return Heads(config, target.hidden_size, target.vocab_size)
 
 
-JOINT = SimpleNamespace(TrainConfig=JointConfig, create_trainee=joint)
+JOINT = make_method(JointConfig, joint)
 
 
 def test_a_target_learns_with_its_heads_and_is_saved_beside_them(folder):
     before = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
-    warm = train(plan(folder, "warm", steps=2, generate=False), module=JOINT)
-    whole = train(plan(folder, "whole", generate=False), module=JOINT)
+    warm = train(plan(folder, "warm", steps=2, generate=False), method=JOINT)
+    whole = train(plan(folder, "whole", generate=False), method=JOINT)
     after = [AutoModelForCausalLM.from_pretrained(o.folder / "target").state_dict() for o in (warm, whole)]
     assert all(torch.equal(before[name], after[0][name]) for name in before)  # heads first
     assert any(not torch.equal(before[name], after[1][name]) for name in before)
     assert LLM(str(whole.folder / "target"), None).generate([[5, 6]])[0].token_ids
-    train(plan(folder, "halves", max_steps=4), module=JOINT)
-    halves = train(plan(folder, "halves"), module=JOINT)
+    train(plan(folder, "halves", max_steps=4), method=JOINT)
+    halves = train(plan(folder, "halves"), method=JOINT)
     assert torch.equal(weights(whole.folder)["1.weight"], weights(halves.folder)["1.weight"])
     tuned = AutoModelForCausalLM.from_pretrained(halves.folder / "target").state_dict()
     assert all(torch.equal(tuned[name], after[1][name]) for name in tuned)
@@ -217,7 +217,7 @@ def test_live_states_are_those_of_the_traces(folder):
 
 def test_a_target_that_learns_keeps_no_traces(folder):
     with pytest.raises(ForedraftError, match="leave --cache out"):
-        train(plan(folder, cache=str(folder / "traces")), module=JOINT)
+        train(plan(folder, cache=str(folder / "traces")), method=JOINT)
 
 
 def test_a_draft_of_few_tokens_takes_the_most_frequent(folder):

@@ -7,13 +7,11 @@ import pytest
 from foredraft.train.run import train
 from foredraft.train.timing import StepTimer
 from tests.support import tiny_models
-from tests.support.train_fakes import MODULE, TrainConfig, plan, write_ids
+from tests.support.train_fakes import LINEAR, TrainConfig, make_method, plan, write_ids
 
 
 class Slow:
     """A drafter whose every step takes `tick` seconds of its simulated clock."""
-
-    TrainConfig = TrainConfig
 
     def __init__(self, tick: float) -> None:
         self.now, self.tick = 0.0, tick
@@ -22,7 +20,7 @@ class Slow:
         return self.now
 
     def create_trainee(self, config, target, start=None):
-        made, outer = MODULE.create_trainee(config, target, start), self
+        made, outer = LINEAR.training.create_trainee(config, target, start), self
         learn = made.compute_loss
 
         def loss(trace):
@@ -34,7 +32,7 @@ class Slow:
 
 
 def run_training(slow: Slow, asked):
-    return train(asked, module=slow, clock=slow.clock)
+    return train(asked, method=make_method(TrainConfig, slow.create_trainee), clock=slow.clock)
 
 
 @pytest.fixture

@@ -2,19 +2,19 @@
 
 import itertools
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from foredraft.drafters.method import Training
 from foredraft.errors import ForedraftError
 from foredraft.train.config import EvaluationConfig, find_difference
 from foredraft.train.optimizer import GroupedOptimizer, LearningRateSchedule, ParameterGroup
 from foredraft.train.run import train
 from foredraft.train.settings import parse_pairs, parse_train_config
 from tests.support import tiny_models
-from tests.support.train_fakes import LinearTrainee, plan, write_ids
+from tests.support.train_fakes import LinearTrainee, TrainConfig, make_method, plan, write_ids
 
 
 @pytest.mark.parametrize("decay", ["linear", "cosine", "constant"])
@@ -72,7 +72,7 @@ class Words:
 def test_a_word_becomes_a_value_of_the_options_type(word, value):
     given = parse_pairs([word])
     [name] = given
-    assert getattr(parse_train_config(SimpleNamespace(TrainConfig=Words), given), name) == value
+    assert getattr(parse_train_config(Training(Words, learn=print), given), name) == value
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_a_word_becomes_a_value_of_the_options_type(word, value):
 )  # fmt: skip
 def test_a_word_of_another_type_is_refused(word, wanted):
     with pytest.raises(ForedraftError, match=f"takes {wanted}, got"):
-        parse_train_config(SimpleNamespace(TrainConfig=Words), parse_pairs([word]))
+        parse_train_config(Training(Words, learn=print), parse_pairs([word]))
 
 
 def test_the_first_difference_is_named_with_its_place():
@@ -109,9 +109,7 @@ def test_a_trainee_looks_at_held_out_text_before_it_is_written(tmp_path):
     def trainee(config, target, start=None):
         return Looking(config, target.hidden_size, target.vocab_size)
 
-    from tests.support.train_fakes import MODULE
-
-    made = SimpleNamespace(TrainConfig=MODULE.TrainConfig, create_trainee=trainee)
-    train(plan(tmp_path, held_out_share=0.2, evaluation=EvaluationConfig(prompts=0)), module=made)
+    made = make_method(TrainConfig, trainee)
+    train(plan(tmp_path, held_out_share=0.2, evaluation=EvaluationConfig(prompts=0)), method=made)
     assert int((tmp_path / "out" / "drafter").read_text()) >= 1, "it was written before it had looked"
     assert seen[-1] == 2 * 50  # the tokens of two texts

@@ -18,7 +18,7 @@ from foredraft.train.run import train
 from foredraft.train.trace import Tracer
 from foredraft.train.windows import TokenWindows
 from tests.support import tiny_models
-from tests.support.train_fakes import MODULE, plan, weights, write_ids
+from tests.support.train_fakes import LINEAR, plan, weights, write_ids
 
 
 @pytest.fixture(scope="module")
@@ -147,9 +147,9 @@ def test_a_run_on_cached_traces_learns_the_same(tmp_path):
     tiny_models.llama().bfloat16().save_pretrained(tmp_path / "model")  # bfloat16 holds its states without loss
     write_ids(tmp_path)
     same = {"settings": {"loss": "kl"}, "top": 20}
-    live = train(plan(tmp_path, "live", **same), module=MODULE)
-    kept = train(plan(tmp_path, "kept", cache=str(tmp_path / "traces"), **same), module=MODULE)
+    live = train(plan(tmp_path, "live", **same), method=LINEAR)
+    kept = train(plan(tmp_path, "kept", cache=str(tmp_path / "traces"), **same), method=LINEAR)
     assert all(torch.equal(weights(live.folder)[n], weights(kept.folder)[n]) for n in weights(live.folder))
     again = plan(tmp_path, "two", cache=str(tmp_path / "traces"), settings={"taps": "[0]"}, top=20)
     with pytest.raises(ForedraftError, match="have other settings: taps was"):
-        train(again, module=MODULE)
+        train(again, method=LINEAR)

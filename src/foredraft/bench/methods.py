@@ -11,8 +11,7 @@ from typing import Any
 
 from foredraft import zoo
 from foredraft.bench.grow import find_built_in_origin
-from foredraft.drafters.ensemble.method import AUTO, METHOD_SEPARATOR
-from foredraft.drafters.registry import resolve_method, uses_model
+from foredraft.drafters.registry import ATTRIBUTE_SEPARATOR, AUTO, METHOD_SEPARATOR, is_import_path, resolve_method
 from foredraft.errors import ForedraftError
 
 PLAIN = "plain"  # label of plain decoding
@@ -36,11 +35,12 @@ def parse(text: str, method_names: Sequence[str]) -> BenchMethod:
     Raises:
         ForedraftError: the method is unknown, or the draft length is no positive number.
     """
-    name, *settings = text.strip().split(":")
-    if name != AUTO and any(part not in method_names for part in name.split(METHOD_SEPARATOR)):
+    name, settings = _split_settings(text.strip(), method_names)
+    members = name.split(METHOD_SEPARATOR)
+    if name != AUTO and any(part not in method_names and not is_import_path(part) for part in members):
         raise ForedraftError(
-            f"unknown method {name!r}; use one of: {', '.join(method_names)}; {AUTO}, or several as "
-            f"a{METHOD_SEPARATOR}b"
+            f"unknown method {name!r}; use one of: {', '.join(method_names)}; {AUTO}, several as "
+            f"a{METHOD_SEPARATOR}b, or package.module{ATTRIBUTE_SEPARATOR}METHOD"
         )
     spec: dict[str, Any] = {"method": name}
     for setting in settings:
@@ -51,6 +51,17 @@ def parse(text: str, method_names: Sequence[str]) -> BenchMethod:
                 raise ForedraftError(f"{text!r}: {value!r} is no draft length; write a method as {name}:8")
         spec[key] = _parse_value(value)
     return BenchMethod(text.strip(), spec)
+
+
+def _split_settings(text: str, method_names: Sequence[str]) -> tuple[str, list[str]]:
+    """Split a method's name from its settings. The name package.module:METHOD has a colon itself."""
+    name, *settings = text.split(":")
+    last = name.rpartition(METHOD_SEPARATOR)[2]
+    if last not in (*method_names, AUTO) and settings and settings[0].split(METHOD_SEPARATOR)[0].isidentifier():
+        rest = ":".join(settings[1:])
+        tail, tail_settings = _split_settings(settings[0] + (f":{rest}" if rest else ""), (*method_names, settings[0]))
+        return f"{name}{ATTRIBUTE_SEPARATOR}{tail}", tail_settings
+    return name, settings
 
 
 def parse_all(texts: Sequence[str], method_names: Sequence[str]) -> list[BenchMethod]:
@@ -106,10 +117,11 @@ def find_draft_model(method: str, config: Any, spec_model: str | None, is_builti
     Returns:
         Path or name of the model; None if the method needs none or none is known.
     """
-    if not uses_model(resolve_method(method)[0]):
+    resolved, _ = resolve_method(method)
+    if not resolved.uses_model:
         return None
     built_in = zoo.DEFAULT_TARGET if is_builtin else find_built_in_origin(config)
-    return spec_model or (None if built_in is None else zoo.find_drafter(method, built_in))
+    return spec_model or (None if built_in is None else zoo.find_drafter(resolved.built_in.folders, built_in))
 
 
 def _parse_value(text: str) -> Any:

@@ -6,6 +6,7 @@ The reverse direction is here too: `make_layer_config` returns the fields of con
 import re
 from typing import Any
 
+from foredraft.checkpoints.schema import TargetInfo
 from foredraft.checkpoints.tensor_claims import TensorClaims
 from foredraft.models.draft_layer import DraftLayerShape
 
@@ -183,3 +184,12 @@ def make_layer_config(shape: DraftLayerShape, num_layers: int) -> dict[str, Any]
         "mlp_bias": False,
         "tie_word_embeddings": False,
     }
+
+
+def check_vocabulary(claims: TensorClaims, config: dict[str, Any], target: TargetInfo) -> None:
+    """Check that a head has the vocabulary of the target, by its own embedding or else by config.json."""
+    if "embed_tokens.weight" in claims:
+        rows = claims.require_shape("embed_tokens.weight", 2)[0]
+    else:
+        rows = config.get("vocab_size", target.vocab_size)
+    claims.check_target("vocabulary size", rows, target.name, target.vocab_size)

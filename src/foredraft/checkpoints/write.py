@@ -10,35 +10,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from foredraft.checkpoints.disk import convert_write_errors, replace_text
-from foredraft.checkpoints.layouts import CheckpointLayout, make_layout
-from foredraft.checkpoints.schema import DrafterShape
-from foredraft.errors import ForedraftError
-
-
-def write(
-    folder: str | Path,
-    method: str,
-    shape: DrafterShape,
-    tensors: Mapping[str, Tensor],
-    config_extra: Mapping[str, Any] | None = None,
-) -> None:
-    """Write a drafter in the published layout of its shape.
-
-    Args:
-        folder: Folder to write to.
-        method: Method of the drafter; must be that of the shape.
-        shape: Shape of the drafter.
-        tensors: Weights by internal name.
-        config_extra: Further entries of config.json; they do not override the layout's.
-
-    Raises:
-        ForedraftError: if the method does not match, or the folder cannot be written.
-    """
-    layout = make_layout(shape, tensors)
-    if layout.method != method:
-        raise ForedraftError(f"{type(shape).__name__} is the shape of a {layout.method} drafter, not of {method}")
-    save(folder, layout, config_extra)
+from foredraft.checkpoints.layouts import CheckpointLayout
+from foredraft.files.disk import convert_write_errors, replace_text
 
 
 def save(

@@ -5,7 +5,7 @@ The library is imported inside the functions, because importing torch takes seco
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from foredraft.verification.rule import Rule
 
 
+VOCAB_OPTION = "vocab"  # option of methods that can draft in another vocabulary
+ATTRIBUTE_SEPARATOR = ":"  # in package.module:METHOD
 PROMPT_ONLY_METHOD = "ngram"  # drafting method that needs no model
 
 
@@ -70,10 +72,13 @@ class CliChoices:
     token_only_methods: frozenset[str] = frozenset()  # methods without a draft model or head
     vocab_modes: tuple[str, ...] = ()  # values of --spec-vocab
     cross_vocab_methods: frozenset[str] = frozenset()  # methods that accept --spec-vocab
+    default_methods: Mapping[str, str] = field(default_factory=dict)  # by built-in target
 
     def has_method(self, method: str) -> bool:
-        """Return whether `method` is a method, `none`, `auto`, or several methods as a+b."""
-        return method in (NONE, AUTO) or all(part in self.methods for part in method.split(METHOD_SEPARATOR))
+        """Return whether `method` is a method, `none`, `auto`, several methods as a+b, or package.module:METHOD."""
+        return method in (NONE, AUTO) or all(
+            part in self.methods or ATTRIBUTE_SEPARATOR in part for part in method.split(METHOD_SEPARATOR)
+        )
 
     def is_token_only(self, method: str) -> bool:
         return all(part in self.token_only_methods for part in method.split(METHOD_SEPARATOR))
@@ -90,8 +95,8 @@ class CliChoices:
                 valid_names = ", ".join([NONE, *self.methods])
                 near = suggest(name, [NONE, AUTO, *self.methods])
                 raise UsageError(
-                    f"unknown method {name!r}; use one of: {valid_names}; {AUTO}, or several as "
-                    f"a{METHOD_SEPARATOR}b{near}"
+                    f"unknown method {name!r}; use one of: {valid_names}; {AUTO}, several as a{METHOD_SEPARATOR}b, or "
+                    f"package.module{ATTRIBUTE_SEPARATOR}METHOD{near}"
                 )
         for value, names, kind in [
             (options.verify, (AUTO, *self.rules), "verification rule"),
@@ -129,25 +134,26 @@ class CliBackend:
     """
 
     def list_choices(self) -> CliChoices:
-        from foredraft.drafters.draft_model.cross_vocab.select import list_vocab_options
-        from foredraft.drafters.registry import load_methods, uses_model
+        from foredraft.drafter_factory import choose_builtin_method
+        from foredraft.drafters.registry import load_methods
         from foredraft.models.loading import DTYPES
         from foredraft.verification.registry import RULES
 
         registry = load_methods()
-        text_only = frozenset(name for name, module in registry.items() if not uses_model(module))
+        text_only = frozenset(name for name, method in registry.items() if not method.uses_model)
         return CliChoices(
             tuple(sorted(registry)),
             RULES,
             (AUTO, *DTYPES),
             text_only,
-            list_vocab_options(),
-            _find_cross_vocab_methods(),
+            _list_option_choices(VOCAB_OPTION),
+            _find_methods_with_option(VOCAB_OPTION),
+            {name: method for name in zoo.list_targets() if (method := choose_builtin_method(name)) is not None},
         )
 
     def find_method(self, drafter: str) -> str:
         """Return the method that drafts with a folder or hub id. Raises ForedraftError if none does."""
-        from foredraft.checkpoints.read import recognise
+        from foredraft.drafters.checkpoint_folders import recognise
 
         return recognise(drafter)[0]
 
@@ -181,8 +187,8 @@ class CliBackend:
         """Train the built-in models into the folder `out`; an interrupted run is resumed."""
         import torch
 
-        from foredraft.zoo.build import build_all
-        from foredraft.zoo.recipe import DRAFT_RECIPE, TARGET_RECIPE
+        from foredraft.zoo_training.build import build_all
+        from foredraft.zoo_training.recipe import DRAFT_RECIPE, TARGET_RECIPE
 
         if options.threads is not None:
             torch.set_num_threads(options.threads)
@@ -198,7 +204,7 @@ class CliBackend:
     def install(self, out: Path) -> None:
         """Replace the built-in models of this installation by the models in the folder `out`."""
         from foredraft import zoo
-        from foredraft.zoo.build import install
+        from foredraft.zoo_training.build import install
 
         install(out, Path(zoo.__path__[0]))
 
@@ -206,7 +212,7 @@ class CliBackend:
 def choose_default_method(model: str | None, choices: CliChoices) -> str:
     """Return the default method: the preferred one of a built-in target, else the one that needs only the prompt."""
     builtin = zoo.resolve_target(model)
-    return (None if builtin is None else zoo.choose_method(builtin, choices.methods)) or PROMPT_ONLY_METHOD
+    return PROMPT_ONLY_METHOD if builtin is None else choices.default_methods.get(builtin, PROMPT_ONLY_METHOD)
 
 
 def resolve_single_method(options: ModelOptions, backend: CliBackend, command_name: str) -> str:
@@ -233,7 +239,7 @@ def resolve_single_method(options: ModelOptions, backend: CliBackend, command_na
 
 def load_llm(options: ModelOptions, method: str, limits: "MemoryLimits | None" = None) -> "LLM":
     """Load the target with a drafter. Raises ForedraftError if that is impossible."""
-    from foredraft import LLM
+    from foredraft.llm import LLM
 
     silence_transformers()
     return LLM(
@@ -249,11 +255,19 @@ def load_llm(options: ModelOptions, method: str, limits: "MemoryLimits | None" =
     )
 
 
-def _find_cross_vocab_methods() -> frozenset[str]:
-    """Return the methods with an option `vocab`, which can draft in another vocabulary."""
+def _find_methods_with_option(option: str) -> frozenset[str]:
+    """Return the methods that declare the valid texts of an option."""
     from foredraft.drafters.registry import load_methods
 
-    return frozenset(name for name, module in load_methods().items() if hasattr(module.Config, "vocab"))
+    return frozenset(name for name, method in load_methods().items() if option in method.option_choices)
+
+
+def _list_option_choices(option: str) -> tuple[str, ...]:
+    """Return the valid texts of an option, in the order in which its methods declare them."""
+    from foredraft.drafters.registry import load_methods
+
+    choices = [method.option_choices[option]() for method in load_methods().values() if option in method.option_choices]
+    return tuple(dict.fromkeys(text for texts in choices for text in texts))
 
 
 def silence_transformers() -> None:
@@ -274,13 +288,13 @@ def build_drafter_spec(options: ModelOptions, method: str) -> dict[str, Any] | N
     """Return the drafter with the keys of vLLM's speculative_config; None for plain decoding."""
     if method == NONE:
         return None
-    if options.spec_vocab is not None and method not in (supporting := _find_cross_vocab_methods()):
+    if options.spec_vocab is not None and method not in (supporting := _find_methods_with_option(VOCAB_OPTION)):
         raise UsageError(_explain_no_vocab(method, supporting))
     spec = {
         "method": method,
         "model": options.spec_model,
         "num_speculative_tokens": options.draft_length,
         "quantization": options.spec_quantization,
-        "vocab": options.spec_vocab,
+        VOCAB_OPTION: options.spec_vocab,
     }
     return {name: value for name, value in spec.items() if value is not None} | options.method_options

@@ -1,6 +1,6 @@
 """`foredraft export`: conversion of a drafter to the checkpoint format of another engine.
 
-The formats are in `foredraft.checkpoints.export`.
+The methods declare their formats: `foredraft.checkpoints.formats`.
 """
 
 import sys
@@ -12,7 +12,6 @@ import typer
 from foredraft.cli.shell import UsageError, print_line
 from foredraft.errors import ForedraftError
 
-EXPORT_FORMATS = ("eagle3", "speculators", "medusa", "mlp_speculator", "hydra", "vllm", "sglang")
 BUILTIN = "builtin"
 
 
@@ -20,7 +19,11 @@ def export(
     drafter: Annotated[str, typer.Argument(help="Folder or Hub id of a drafter, or the name of a built-in one.")],
     fmt: Annotated[
         str,
-        typer.Option("--format", help=f"Format to write: {', '.join(EXPORT_FORMATS)}.", metavar="FORMAT"),
+        typer.Option(
+            "--format",
+            help="Format to write, such as vllm, sglang or speculators; a wrong one lists all.",
+            metavar="FORMAT",
+        ),
     ],
     out: Annotated[Path, typer.Option(help="Folder for the exported drafter.", metavar="DIR")],
     model: Annotated[
@@ -30,30 +33,38 @@ def export(
             "built-in model."
         ),
     ] = None,
+    spec_method: Annotated[
+        str | None,
+        typer.Option(
+            help="Method of the drafter, only if it is not registered: package.module:METHOD.", metavar="METHOD"
+        ),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite files in the folder of --out.")] = False,
 ) -> None:
     """Write a drafter in the format of another engine, and print the command that serves it.
 
     A drafter that the other engine would load with another meaning is refused.
     """
-    if fmt not in EXPORT_FORMATS:
-        raise UsageError(f"unknown format {fmt!r}; use one of: {', '.join(EXPORT_FORMATS)}")
     if out.exists() and Path(drafter).expanduser().exists() and out.samefile(Path(drafter).expanduser()):
         raise UsageError(f"--out {str(out)!r} is the folder of the drafter; give another one")
-    from foredraft.checkpoints.export import EXPORTERS
-    from foredraft.checkpoints.export import export as write
-    from foredraft.checkpoints.read import TITLES, WHOLE_MODEL, read, recognise
     from foredraft.cli.backend import silence_transformers
+    from foredraft.drafters import checkpoint_folders
+    from foredraft.drafters.registry import find_method
 
+    method = None if spec_method is None else find_method(spec_method)
+    if spec_method is not None and method is None:
+        raise UsageError(f"unknown method {spec_method!r}; leave --spec-method out, or give package.module:METHOD")
+    formats = checkpoint_folders.list_export_formats(method)
+    if fmt not in formats:
+        raise UsageError(f"unknown format {fmt!r}; use one of: {', '.join(formats)}")
     silence_transformers()
     source = _find_builtin(drafter) or drafter
-    method = recognise(source)[0]
-    if method == WHOLE_MODEL:
-        raise ForedraftError(f"{drafter} is a whole language model: vLLM and SGLang load the folder as it is")
-    if method not in EXPORTERS:
-        raise ForedraftError(f"{drafter} is {TITLES[method]}, which no other engine loads")
+    stored = checkpoint_folders.list_formats(method)[checkpoint_folders.recognise(source, method)[0]]
+    if not stored.exports:
+        raise ForedraftError(f"{drafter} is {stored.title}{stored.no_exports}")
     target = _read_target(source, model)
-    exported = write(read(source, target.info), fmt, out, target, force)
+    checkpoint = checkpoint_folders.read(source, target.info, method)
+    exported = checkpoint_folders.export(checkpoint, fmt, out, target, force, method)
     for note in exported.notes:
         print_line(f"note: {note}")
     print_line(f"{drafter} is in {out}, for {target.info.name}")

@@ -237,12 +237,12 @@ def train(ctx: typer.Context, options: TrainOptions) -> None:
 def build_checked_plan(options: TrainOptions) -> "TrainPlan":
     """Return the plan of the run, checked before a model is loaded. Raises UsageError for an invalid option."""
     from foredraft.errors import ForedraftError
-    from foredraft.train.settings import find_method, parse_train_config
+    from foredraft.train.settings import find_trainable, parse_train_config, require_training
 
     plan = options.build_plan()
     try:
         plan.check()
-        parse_train_config(find_method(plan.method), plan.settings or {})
+        parse_train_config(require_training(find_trainable(plan.method)), plan.settings or {})
     except ForedraftError as error:
         raise UsageError(str(error)) from None
     return plan

@@ -1,104 +1,142 @@
 """Registry of drafting methods, and checks of their options.
 
-A method is a folder of this package. Its module `method` has three names: METHOD, its name on the command line; Config,
-a dataclass of its options; and create(config, context), which makes the drafter. There is no other list: the folder is
-the registry.
-
-Optional names of such a module:
-
-- USES_MODEL (see `uses_model`), and ACCEPTS_LOADED_MODEL: a model in memory may be given in place of a folder
-- parse_name (see `resolve_method`) and configure (see `parse_config`)
-- AUTO_RANK or estimate_auto_rank (see below), and AUTO_TOKENS: the longest draft if the draft length adapts
-- TrainConfig for a method that can be trained, with create_trainee (by gradients) or learn (by counting). With
-  create_trainee, TrainConfig.read_shape returns the settings that a checkpoint to start from determines
-
-`auto` chooses one method that reads tokens alone and one with a model. Within each of the two kinds it prefers the
-highest rank: that of `estimate_auto_rank(context)` if the module has this function, else AUTO_RANK. A method without a
-rank is chosen only if the user gives its model.
+A method is a folder of this package whose `method.py` has a `Method` named METHOD. There is no other list. Installed
+packages add methods with the entry point group `foredraft.drafters`, and `package.module:METHOD` names one that is not
+installed as such.
 """
 
 import importlib
 import importlib.util
+import logging
 import pkgutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from types import ModuleType, NoneType, UnionType
+from collections.abc import Sequence
+from dataclasses import fields
+from functools import cache
+from importlib.metadata import entry_points
+from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-import torch
-
-from foredraft.drafters.interface import Drafter
-from foredraft.errors import suggest
-from foredraft.models.hf import HFModel
+from foredraft.drafters.method import Method
+from foredraft.errors import ForedraftError, suggest
 
 C = TypeVar("C")
+log = logging.getLogger(__name__)
 
-COMMON_OPTIONS = ("method", "num_speculative_tokens")  # options of every method; they are no fields of its Config
-COMMON_MODEL_OPTIONS = (*COMMON_OPTIONS, "model")  # the same for methods that take a model (see `uses_model`)
+ENTRY_POINT_GROUP = "foredraft.drafters"
+AUTO, METHOD_SEPARATOR = "auto", "+"  # in names of ensembles
+ATTRIBUTE_SEPARATOR = ":"  # in package.module:METHOD
+COMMON_OPTIONS = ("method", "num_speculative_tokens")  # options of every method; they are no fields of its config
+COMMON_MODEL_OPTIONS = (*COMMON_OPTIONS, "model")  # the same for methods that take a model
 
 TYPE_NAMES = {int: "whole number", float: "number", str: "string", bool: "bool"}  # for error messages
 
 
-def load_methods() -> dict[str, ModuleType]:
-    """Import every method module. Returns the modules by METHOD."""
+@cache
+def load_methods() -> dict[str, Method]:
+    """Import all methods. Returns those of this package and of installed packages, by name.
+
+    An installed method that cannot be imported, or has the name of another, is left out with a warning.
+    """
     import foredraft.drafters as package
 
-    methods: dict[str, ModuleType] = {}
+    methods: dict[str, Method] = {}
     for info in pkgutil.iter_modules(package.__path__):
         folder = f"{package.__name__}.{info.name}"
         if info.ispkg and importlib.util.find_spec(f"{folder}.method") is not None:
-            module = importlib.import_module(f"{folder}.method")
-            methods[module.METHOD] = module
+            method = importlib.import_module(f"{folder}.method").METHOD
+            methods[method.name] = method
+    for entry in entry_points(group=ENTRY_POINT_GROUP):
+        try:
+            method = import_method(entry.value)
+        except ForedraftError as error:
+            log.warning("the installed method %s is left out: %s", entry.name, error)
+            continue
+        if method.name in methods:
+            log.warning("the installed method %s is left out: there is a method %s", entry.value, method.name)
+            continue
+        methods[method.name] = method
     return methods
 
 
-def resolve_method(name: object) -> tuple[ModuleType, dict[str, Any]]:
-    """Return the module of a method name, and the options that the name implies.
+def import_method(path: str) -> Method:
+    """Import the method `package.module:METHOD`.
 
-    Most names are a METHOD and imply no options. A module with `parse_name(name)` accepts more names: it returns the
-    implied options, or None for a name that it does not accept. `ensemble.py` accepts `a+b` and `auto` in this way.
+    Raises:
+        ForedraftError: if the module cannot be imported, or the attribute is missing or no `Method`.
+    """
+    module_name, _, attribute = path.partition(ATTRIBUTE_SEPARATOR)
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # a module of others may raise anything
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ForedraftError(
+            f"the module {module_name!r} of the method {path!r} cannot be imported ({reason}); its folder must be in "
+            "PYTHONPATH"
+        ) from error
+    method = getattr(module, attribute, None)
+    if not isinstance(method, Method):
+        found = f"is {type(method).__name__}" if hasattr(module, attribute) else "does not exist"
+        raise ForedraftError(
+            f"{path!r} is no method: {attribute!r} {found}; it must be a foredraft.drafters.method.Method"
+        )
+    return method
+
+
+def is_import_path(name: str) -> bool:
+    """Return whether a name has the form `package.module:METHOD`."""
+    module, separator, attribute = name.partition(ATTRIBUTE_SEPARATOR)
+    return bool(separator) and attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))
+
+
+def find_method(name: str) -> Method | None:
+    """Return the method of a name or of `package.module:METHOD`; None for an unknown name.
+
+    Raises:
+        ForedraftError: if `package.module:METHOD` cannot be imported.
+    """
+    return import_method(name) if is_import_path(name) else load_methods().get(name)
+
+
+def resolve_method(name: object) -> tuple[Method, dict[str, Any]]:
+    """Return a method, and the options that its name implies.
+
+    Most names imply no options. `Method.parse_name` accepts more names: those of ensembles are `a+b` and `auto`.
 
     Raises:
         ValueError: for an unknown name.
+        ForedraftError: if `package.module:METHOD` cannot be imported.
     """
-    methods = load_methods()
     if not isinstance(name, str):
         raise ValueError(
             f"unknown method {name!r}; give its name, several as a+b, or a model whose folder determines it"
         )
-    if name in methods:
-        return methods[name], {}
-    for module in methods.values():
-        implied = module.parse_name(name) if hasattr(module, "parse_name") else None
+    found = find_method(name)
+    if found is not None:
+        return found, {}
+    methods = load_methods()
+    for method in methods.values():
+        implied = None if method.parse_name is None else method.parse_name(name)
         if implied is not None:
-            return module, implied
+            return method, implied
     raise ValueError(
-        f"unknown method {name!r}; use none or one of {', '.join(sorted(methods))}; auto, or several as a+b"
-        f"{suggest(name, ['none', 'auto', *methods])}"
+        f"unknown method {name!r}; use none or one of {', '.join(sorted(methods))}; auto, several as a+b, or "
+        f"package.module:METHOD{suggest(name, ['none', 'auto', *methods])}"
     )
 
 
-def parse_config(method: ModuleType, options: dict[str, Any]) -> Any:
+def parse_config(method: Method, options: dict[str, Any]) -> Any:
     """Make the configuration of a method, which `create` takes.
 
     Args:
-        method: module of the method. Its `configure(options)` is called if there is one, else `parse_options`.
+        method: the method. Its `configure(options)` is called if there is one, else `parse_options`.
         options: values by option name, without those of COMMON_MODEL_OPTIONS.
 
     Raises:
         ValueError: for an unknown option or a value of the wrong type; the message names the option.
     """
-    if hasattr(method, "configure"):
+    if method.configure is not None:
         return method.configure(options)
-    return parse_options(method.Config, options, COMMON_MODEL_OPTIONS if uses_model(method) else COMMON_OPTIONS)
-
-
-def uses_model(method: ModuleType) -> bool:
-    """Return whether a method takes the option `model`: the constant USES_MODEL of its module, by default True.
-
-    Methods without a draft model, a head or another trained file set it to False.
-    """
-    return bool(getattr(method, "USES_MODEL", True))
+    return parse_options(method.config, options, COMMON_MODEL_OPTIONS if method.uses_model else COMMON_OPTIONS)
 
 
 def parse_options(config: type[C], options: dict[str, Any], extra_names: Sequence[str] = ()) -> C:
@@ -145,24 +183,3 @@ def _describe_type(hint: Any, article: str = "a ", plural: str = "") -> str:
     if get_origin(hint) is tuple:
         return f"{article}list{plural} of {_describe_type(get_args(hint)[0], '', 's')}"
     return f"{article}{TYPE_NAMES.get(hint, str(hint))}{plural}"
-
-
-@dataclass(frozen=True)
-class DrafterContext:
-    """Target, user options and environment for `create(config, context)` of a method."""
-
-    vocab_size: int  # V of the target's logits; every q has this width
-    target: HFModel | None = None  # for drafters that use its embedding, output matrix or layer sizes; None in tests
-    num_speculative_tokens: int = 5  # K: largest depth of a draft; of a chain, its largest number of tokens
-    model: str | None = None  # folder or hub id of the draft model or head, as the user gave it
-    loaded_model: Any = None  # loaded transformers model in place of `model`
-    tokenizer: Any = None  # tokenizer of the target; None if its folder has none
-    target_name: str = "target"  # folder or hub id of the target, for messages
-    target_parameters: int = 0  # number of parameters of the target
-    dtype: torch.dtype = torch.float32  # dtype for the drafter's network: that of the target
-    device: torch.device = torch.device("cpu")  # device of the target  # noqa: RUF009 (immutable)
-    fused: bool = True  # run draft models as native CPU code if their architecture is supported
-    builtin_drafter: str | None = None  # folder of this method's drafter for the built-in target; None = there is none
-    builtin_drafters: Mapping[str, str] = field(default_factory=dict)  # the same folders, by method
-    # Wraps a member of an ensemble, given with its name, in a sandbox of its own, so that members fail independently.
-    sandbox: "Callable[[Drafter, str], Drafter]" = lambda drafter, name: drafter

@@ -6,14 +6,14 @@ from typing import Any
 
 from torch import nn
 
-from foredraft.checkpoints.read import recognise
+from foredraft.drafters.checkpoint_folders import recognise
 from foredraft.drafters.interface import Drafter
-from foredraft.drafters.registry import load_methods
+from foredraft.drafters.method import DEFAULT_AUTO_TOKENS
+from foredraft.drafters.registry import find_method
 from foredraft.errors import ForedraftError, suggest
 
 UserDrafterSpec = None | str | dict[str, Any] | Drafter
 AUTO = "auto"  # draft length chosen by measurement
-AUTO_TOKENS = 8  # longest draft for AUTO, in tokens
 DraftLength = int | str | None
 
 
@@ -71,7 +71,7 @@ def parse_draft_length(spec: UserDrafterSpec, requested: DraftLength) -> int | N
 
 
 def get_max_draft_length(spec: UserDrafterSpec) -> int:
-    """Return the longest draft for a measured length; a method may set its own AUTO_TOKENS."""
-    method = spec.get("method") if isinstance(spec, dict) else spec
-    module = load_methods().get(method) if isinstance(method, str) else None
-    return int(getattr(module, "AUTO_TOKENS", AUTO_TOKENS))
+    """Return the longest draft for a measured length, in tokens: that of the method if the user names one."""
+    name = spec.get("method") if isinstance(spec, dict) else spec
+    method = find_method(name) if isinstance(name, str) else None
+    return DEFAULT_AUTO_TOKENS if method is None else method.auto_tokens

@@ -20,8 +20,8 @@ from transformers import (
 )
 from transformers.utils import cached_file
 
-from foredraft.checkpoints import hub
 from foredraft.errors import ForedraftError
+from foredraft.files import hub
 from foredraft.models.folder import (
     CONFIG_FILE,
     StoredTensors,
@@ -151,7 +151,11 @@ def load_model(name: str, dtype: str | torch.dtype, device: torch.device) -> Any
     warn_if_untested()
     path = Path(name).expanduser()
     torch_dtype = parse_dtype(dtype) or "auto"
-    stored = _check_folder_contents(path, name) if path.is_dir() else None
+    if path.is_dir():
+        stored = _check_folder_contents(path, name)
+    else:
+        stored = None
+        hub.check_reachable(name, CONFIG_FILE)
     kind = _select_model_class(path, stored, name)
     try:
         model, report = kind.from_pretrained(

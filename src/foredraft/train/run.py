@@ -10,12 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from foredraft import LLM
-from foredraft.checkpoints import read, target_identity
+from foredraft.checkpoints import target_identity
 from foredraft.checkpoints.schema import TargetInfo
 from foredraft.checkpoints.target_reference import TARGET_NAME_KEY
+from foredraft.drafters import checkpoint_folders
 from foredraft.drafters.common.losses import Losses, Trace, Trainee
+from foredraft.drafters.method import Method, Training
 from foredraft.errors import ForedraftError
+from foredraft.llm import LLM
 from foredraft.models.hf import HFModel
 from foredraft.train.cache import TraceCache
 from foredraft.train.checkpoint import TrainingCheckpoints
@@ -29,7 +31,7 @@ from foredraft.train.metrics import MetricsWriter
 from foredraft.train.on_policy import OnPolicySource
 from foredraft.train.optimizer import GroupedOptimizer, LearningRateSchedule, ParameterGroup
 from foredraft.train.publish import publish
-from foredraft.train.settings import find_method, parse_train_config
+from foredraft.train.settings import find_trainable, parse_train_config, require_training
 from foredraft.train.timing import Clock
 from foredraft.train.trace import Tracer, choose_top
 from foredraft.train.windows import RowOrder, TokenWindows
@@ -57,7 +59,7 @@ def train(
     plan: TrainPlan,
     log_line: LogLine = lambda line: None,
     on_step: StepCallback = lambda status: None,
-    module: Any = None,
+    method: Method | None = None,
     clock: Clock = time.monotonic,
 ) -> TrainResult:
     """Run a plan, or resume it from its last checkpoint.
@@ -66,15 +68,16 @@ def train(
         plan: Settings of the run.
         log_line: Receives messages for the user.
         on_step: Receives the status after every step.
-        module: Module to train; None = that of the plan's method.
+        method: Method to train; None = that of the plan.
         clock: Time in seconds, for `max_minutes` and the metrics.
 
     Raises:
         ForedraftError: if the plan cannot be run; the message says what to do.
     """
     plan.check()
-    module = find_method(plan.method) if module is None else module
-    config = parse_train_config(module, plan.settings or {})
+    method = find_trainable(plan.method) if method is None else method
+    training = require_training(method)
+    config = parse_train_config(training, plan.settings or {})
     distributed = DistributedContext.detect(plan.device, plan.precision)
     if not distributed.is_main:
         log_line, on_step = _ignore, _ignore
@@ -88,13 +91,15 @@ def train(
             f"--context {plan.data.context} is longer than the {llm.target.context_length} tokens of {llm.target.name}"
         )
     documents, held_out = load_documents(plan, llm, distributed, log_line)
-    if hasattr(module, "learn"):
+    if training.learn is not None:
         if plan.start is not None:
             raise ForedraftError(
                 f"{plan.method} only counts tokens and starts from no other drafter; leave --start out"
             )
-        return _learn_counts(plan, module, config, llm, documents, held_out)
-    return _TrainRun(plan, module, config, distributed, llm, documents, held_out, log_line, on_step, clock).run()
+        return _learn_counts(plan, training, config, llm, documents, held_out)
+    return _TrainRun(
+        plan, method, training, config, distributed, llm, documents, held_out, log_line, on_step, clock
+    ).run()
 
 
 def _ignore(message: object) -> None:
@@ -102,7 +107,12 @@ def _ignore(message: object) -> None:
 
 
 def _learn_counts(
-    plan: TrainPlan, module: Any, config: Any, llm: LLM, documents: Sequence[Document], held_out: Sequence[Document]
+    plan: TrainPlan,
+    training: Training,
+    config: Any,
+    llm: LLM,
+    documents: Sequence[Document],
+    held_out: Sequence[Document],
 ) -> TrainResult:
     """Train a method that only counts tokens: one pass, without checkpoints."""
     record_identity(
@@ -110,7 +120,8 @@ def _learn_counts(
         plan.make_identity(target=_fingerprint_target(llm.target), text=digest(documents)),
         has_checkpoint=False,
     )
-    module.learn(config, [document.ids for document in documents], llm.target, plan.out)
+    assert training.learn is not None
+    training.learn(config, [document.ids for document in documents], llm.target, plan.out)
     eval_metrics = Evaluator(llm, plan.method, plan.evaluation, held_out, plan.data.context, Tracer(llm.target)).replay(
         plan.out
     )
@@ -125,7 +136,8 @@ class _TrainRun:
     """State of a run by gradient descent."""
 
     plan: TrainPlan
-    module: Any
+    method: Method
+    training: Training
     config: Any
     distributed: DistributedContext
     llm: LLM
@@ -146,7 +158,8 @@ class _TrainRun:
         distributed.wait()
         torch.manual_seed(plan.steps.seed)
         start = self._load_start()
-        self.trainee: Trainee = self.module.create_trainee(self.config, self.llm.target, start)
+        assert self.training.create_trainee is not None
+        self.trainee: Trainee = self.training.create_trainee(self.config, self.llm.target, start)
         if start is not None:
             self._check_shape_settings()
         elif hasattr(self.trainee, "prepare"):
@@ -176,11 +189,11 @@ class _TrainRun:
         if not Path(self.plan.start).is_dir():
             raise ForedraftError(f"--start {self.plan.start!r} is not a folder; give one that holds a drafter")
         target = self.llm.target
-        method, _ = read.recognise(self.plan.start)
-        if method not in read.READERS:
+        method, _ = checkpoint_folders.recognise(self.plan.start, self.method)
+        if not checkpoint_folders.list_formats(self.method)[method].has_reader:
             return Path(self.plan.start)
         info = TargetInfo(target.name, target.hidden_size, target.vocab_size, target.num_layers)
-        return read.read(self.plan.start, info, self.plan.method)
+        return checkpoint_folders.read(self.plan.start, info, self.method)
 
     def _check_shape_settings(self) -> None:
         """Raise ForedraftError if the user set a size that differs from that of the drafter to start from."""

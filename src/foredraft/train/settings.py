@@ -1,23 +1,31 @@
-"""Parser of `key=value` options into a method's frozen dataclass TrainConfig."""
+"""Parser of `key=value` options into the frozen dataclass of a method's training settings."""
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from types import ModuleType, UnionType
+from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from foredraft.drafters.common.losses import check_loss
-from foredraft.drafters.registry import load_methods, parse_options
+from foredraft.drafters.method import Method, Training
+from foredraft.drafters.registry import find_method, load_methods, parse_options
 from foredraft.errors import ForedraftError, suggest
 
 
-def list_trainable_methods() -> dict[str, ModuleType]:
-    """Return the modules of the methods that can be trained, by name."""
-    return {name: module for name, module in load_methods().items() if hasattr(module, "TrainConfig")}
+def list_trainable_methods() -> dict[str, Method]:
+    """Return the methods that can be trained, by name."""
+    return {name: method for name, method in load_methods().items() if method.training is not None}
 
 
-def find_method(name: str | None) -> ModuleType:
-    """Return the module of a method that can be trained.
+def require_training(method: Method) -> Training:
+    """Return the training of a method. Raises ForedraftError if it has none."""
+    if method.training is None:
+        raise ForedraftError(f"{method.name!r} cannot be trained")
+    return method.training
+
+
+def find_trainable(name: str | None) -> Method:
+    """Return a method that can be trained, by name or as `package.module:METHOD`.
 
     Raises:
         ForedraftError: if there is no such method; the message lists those that exist.
@@ -25,11 +33,12 @@ def find_method(name: str | None) -> ModuleType:
     methods = list_trainable_methods()
     if not name:
         raise ForedraftError(f"no method; use one of {', '.join(sorted(methods))}")
-    if name not in methods:
+    method = find_method(name)
+    if method is None or method.training is None:
         raise ForedraftError(
             f"{name!r} cannot be trained; use one of {', '.join(sorted(methods))}{suggest(name, methods)}"
         )
-    return methods[name]
+    return method
 
 
 def parse_pairs(settings: Sequence[str]) -> dict[str, str]:
@@ -47,17 +56,17 @@ def parse_pairs(settings: Sequence[str]) -> dict[str, str]:
     return pairs
 
 
-def parse_train_config(module: Any, settings: Mapping[str, str]) -> Any:
-    """Make a method's TrainConfig.
+def parse_train_config(training: Training, settings: Mapping[str, str]) -> Any:
+    """Make the settings of a training from text.
 
     Args:
-        module: Module of the method.
+        training: Training of the method.
         settings: Option values as strings, by name.
 
     Raises:
         ForedraftError: if an option is unknown, or its value has the wrong type.
     """
-    config_class = module.TrainConfig
+    config_class = training.config
     hints = get_type_hints(config_class)
     names = [option.name for option in fields(config_class)]
     unknown = [key for key in settings if key not in names]
@@ -67,7 +76,7 @@ def parse_train_config(module: Any, settings: Mapping[str, str]) -> Any:
             f"{suggest(unknown[0], names)}"
         )
     try:
-        config = parse_options(
+        config: Any = parse_options(
             config_class, {key: _convert_value(key, value, hints[key]) for key, value in settings.items()}
         )
     except ValueError as error:

@@ -1,9 +1,9 @@
-"""Built-in models: names, folders and default drafting methods.
+"""Built-in models: names and folders.
 
-The other files of this package train them; importing this file imports no torch.
+The other files are their corpus. `foredraft.zoo_training` trains them. Importing this package imports no torch.
 """
 
-from collections.abc import Container
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,24 +11,9 @@ from foredraft.errors import ForedraftError
 
 _FOLDER = Path(__file__).parent
 DEFAULT_TARGET = "builtin"  # target of `LLM()` without arguments
+SEQ2SEQ_TARGET = "builtin-seq2seq"
 # name of a built-in target -> folder
-_TARGETS = {DEFAULT_TARGET: "target", "builtin-seq2seq": "seq2seq"}
-# built-in target -> default drafting methods, the best first
-_PREFERRED_METHODS = {DEFAULT_TARGET: ("draft_model",), "builtin-seq2seq": ("aggressive", "draft_model", "ngram")}
-# drafting method -> folder of its built-in drafter, for each of the two targets
-_SEQ2SEQ_DRAFTER_FOLDERS = {"draft_model": "seq2seq_draft"}
-_DRAFTERS = {
-    "draft_model": "draft",
-    "ngram_lm": "ngram",
-    "medusa": "medusa",
-    "mlp_speculator": "mlp_speculator",
-    "blockwise": "blockwise",
-    "hydra": "hydra",
-    "early_exit": "early_exit",
-    "eagle": "eagle",
-    "eagle3": "eagle3",
-    "chimera": "chimera",
-}
+_TARGETS = {DEFAULT_TARGET: "target", SEQ2SEQ_TARGET: "seq2seq"}
 
 
 def find_folder(name: str) -> Path:
@@ -44,6 +29,11 @@ def find_folder(name: str) -> Path:
 def list_models() -> list[str]:
     """Return the names of the built-in models of this installation, sorted."""
     return sorted(entry.parent.name for entry in _FOLDER.glob("*/config.json"))
+
+
+def list_targets() -> list[str]:
+    """Return the names of the built-in targets, the default first."""
+    return list(_TARGETS)
 
 
 def resolve_target(model: Any) -> str | None:
@@ -66,21 +56,12 @@ def identify_target(folder: Path) -> str | None:
     return next((name for name, entry in _TARGETS.items() if (_FOLDER / entry).resolve() == folder), None)
 
 
-def choose_method(name: str, available: Container[str]) -> str | None:
-    """Return the default drafting method of a built-in target; None if no preferred method can be used.
+def find_drafter(folders: Mapping[str, str], target: str = DEFAULT_TARGET) -> str | None:
+    """Return the folder of a method's built-in drafter for a built-in target; None if there is none.
 
     Args:
-        name: name of the target.
-        available: names of the registered methods. A method that needs a model is used only if that is installed.
+        folders: names of the method's folders, by built-in target.
+        target: name of the target.
     """
-    for method in _PREFERRED_METHODS[name]:
-        needs_model = method in (_DRAFTERS if name == DEFAULT_TARGET else _SEQ2SEQ_DRAFTER_FOLDERS)
-        if method in available and (not needs_model or find_drafter(method, name) is not None):
-            return method
-    return None
-
-
-def find_drafter(method: str, target: str = DEFAULT_TARGET) -> str | None:
-    """Return the folder of the built-in drafter of a method for a built-in target; None if there is none."""
-    name = (_DRAFTERS if target == DEFAULT_TARGET else _SEQ2SEQ_DRAFTER_FOLDERS).get(method)
+    name = folders.get(target)
     return str(find_folder(name)) if name is not None and (_FOLDER / name / "config.json").exists() else None

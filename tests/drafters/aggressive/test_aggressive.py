@@ -11,8 +11,8 @@ import pytest
 
 from foredraft import LLM, Sampling
 from foredraft.drafters.aggressive import method as aggressive
-from foredraft.drafters.aggressive.method import AUTO_TOKENS
-from foredraft.drafters.registry import DrafterContext
+from foredraft.drafters.aggressive.method import METHOD
+from foredraft.drafters.method import DrafterContext
 from foredraft.errors import ForedraftError
 from foredraft.request import Batch, Request
 from foredraft.source import EncoderSource
@@ -262,7 +262,7 @@ def test_a_length_found_by_measurement_may_be_longer_than_that_of_other_methods(
         return llm.drafter.max_nodes  # type: ignore[union-attr]
 
     plain = tiny_models.plain()
-    assert longest(plain.with_drafter("aggressive")) == AUTO_TOKENS
-    assert longest(plain.with_drafter({"method": "aggressive"})) == AUTO_TOKENS
-    assert longest(plain.with_drafter("ngram")) < AUTO_TOKENS
+    assert longest(plain.with_drafter("aggressive")) == METHOD.auto_tokens
+    assert longest(plain.with_drafter({"method": "aggressive"})) == METHOD.auto_tokens
+    assert longest(plain.with_drafter("ngram")) < METHOD.auto_tokens
     assert longest(plain.with_drafter("aggressive", num_speculative_tokens=5)) == 5

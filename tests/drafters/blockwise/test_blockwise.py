@@ -9,11 +9,12 @@ from torch import Tensor
 
 from foredraft import LLM, Sampling
 from foredraft.checkpoints.layouts import CheckpointLayout
-from foredraft.checkpoints.read import read
-from foredraft.checkpoints.schema import BlockwiseShape, Checkpoint
+from foredraft.checkpoints.schema import Checkpoint
 from foredraft.checkpoints.write import save
 from foredraft.drafters.blockwise import method as blockwise
+from foredraft.drafters.blockwise.checkpoint import BlockwiseShape
 from foredraft.drafters.blockwise.network import BlockwiseHeads, BlockwiseStepRunner
+from foredraft.drafters.checkpoint_folders import read
 from foredraft.drafters.common.head_losses import gather_targets, select_roots
 from foredraft.drafters.common.last_hidden_state import LinearFactory
 from foredraft.drafters.common.losses import LOSS_NAMES, compute_draft_loss

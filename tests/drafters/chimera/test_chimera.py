@@ -8,16 +8,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from foredraft.checkpoints.schema import Checkpoint, ChimeraShape
+from foredraft.checkpoints.schema import Checkpoint
 from foredraft.drafters.chimera import method as chimera
 from foredraft.drafters.chimera import network as chimera_network
+from foredraft.drafters.chimera.checkpoint import ChimeraShape
 from foredraft.drafters.chimera.drafter import Chimera
 from foredraft.drafters.chimera.network import ChimeraNetwork, build_trigrams
 from foredraft.drafters.chimera.training import TrainConfig, create_trainee, unroll_heads
 from foredraft.drafters.common import feature_drafter
 from foredraft.drafters.common.losses import TargetLogProbs, Trace
 from foredraft.drafters.common.tree_builder import TreeSpec
-from foredraft.drafters.registry import DrafterContext
+from foredraft.drafters.method import DrafterContext
 from foredraft.errors import ForedraftError
 from foredraft.kernels.cpu.library import load_library
 from foredraft.kv.allocator import PageAllocator

@@ -6,7 +6,7 @@ import pytest
 
 from foredraft import Sampling
 from foredraft.drafters.common.mismatch_warning import NUM_CHECKED_DRAFTS, MismatchDetector
-from foredraft.drafters.registry import DrafterContext
+from foredraft.drafters.method import DrafterContext
 from foredraft.request import Batch, Request
 from foredraft.tree import Commit, TokenTree
 from tests.drafters.mlp_speculator.test_mlp_speculator import drafting, seer

@@ -15,12 +15,12 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from foredraft import LLM, Sampling
-from foredraft.checkpoints.read import read, recognise
-from foredraft.checkpoints.schema import EarlyExitShape, TargetInfo
-from foredraft.checkpoints.write import write
+from foredraft.checkpoints.schema import TargetInfo
+from foredraft.drafters.checkpoint_folders import read, recognise, write
 from foredraft.drafters.common.losses import LOSS_NAMES
 from foredraft.drafters.early_exit import layer_selection
 from foredraft.drafters.early_exit import method as early_exit
+from foredraft.drafters.early_exit.checkpoint import EarlyExitShape
 from foredraft.drafters.early_exit.drafter import EarlyExit
 from foredraft.drafters.early_exit.layer_selection import (
     FixedExitLayer,
@@ -28,7 +28,7 @@ from foredraft.drafters.early_exit.layer_selection import (
     estimate_cost,
     estimate_speed,
 )
-from foredraft.drafters.registry import DrafterContext
+from foredraft.drafters.method import DrafterContext
 from foredraft.errors import ForedraftError
 from foredraft.llm import MemoryLimits
 from foredraft.models.forward_batch import ForwardBatch, Span

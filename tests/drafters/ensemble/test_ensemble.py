@@ -22,9 +22,9 @@ from foredraft.drafters.ensemble.shared_kv import combine_draft_kv
 from foredraft.drafters.ensemble.tree_merge import MergedTree, map_path_to_member
 from foredraft.drafters.failure_backoff import MAX_FAILURES
 from foredraft.drafters.interface import Drafter
+from foredraft.drafters.method import DrafterContext
 from foredraft.drafters.ngram.drafter import Config as NgramConfig
 from foredraft.drafters.ngram.drafter import NgramDrafter
-from foredraft.drafters.registry import DrafterContext
 from foredraft.engine.sandbox import SandboxedDrafter
 from foredraft.kv.draft_kv import DraftKV
 from foredraft.kv.pool import KVPool

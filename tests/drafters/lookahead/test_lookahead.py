@@ -11,7 +11,7 @@ import pytest
 from foredraft import Sampling
 from foredraft.drafters.lookahead import method as lookahead
 from foredraft.drafters.lookahead.drafter import LookaheadWindow, NgramPool
-from foredraft.drafters.registry import DrafterContext
+from foredraft.drafters.method import DrafterContext
 from foredraft.errors import ForedraftError
 from foredraft.request import Batch, Request
 from foredraft.tree import Commit, TargetArgmax, TokenTree

@@ -12,16 +12,17 @@ from torch.nn import functional as F
 
 from foredraft import LLM, Sampling
 from foredraft.checkpoints.layouts import CheckpointLayout
-from foredraft.checkpoints.read import read
-from foredraft.checkpoints.schema import Checkpoint, MedusaShape
+from foredraft.checkpoints.schema import Checkpoint
 from foredraft.checkpoints.write import save
+from foredraft.drafters.checkpoint_folders import read
 from foredraft.drafters.common.head_losses import gather_targets, select_roots
 from foredraft.drafters.common.last_hidden_state import LastHiddenStates, LinearFactory
 from foredraft.drafters.common.losses import TargetLogProbs, Trace
 from foredraft.drafters.common.target_access import describe_target
 from foredraft.drafters.medusa import method as medusa
+from foredraft.drafters.medusa.checkpoint import MedusaShape
 from foredraft.drafters.medusa.network import NUM_RANKS, MedusaHeadRunner, MedusaHeads, make_output_function
-from foredraft.drafters.registry import DrafterContext
+from foredraft.drafters.method import DrafterContext
 from foredraft.errors import ForedraftError
 from foredraft.kernels.cpu.library import load_library
 from foredraft.kernels.linear import DTYPE_KINDS

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
+from foredraft.drafters.method import DrafterContext
 from foredraft.drafters.ngram import drafter as ngram
 from foredraft.drafters.ngram.method import create
-from foredraft.drafters.registry import DrafterContext
 from foredraft.errors import ForedraftError
 from foredraft.request import Batch, Request
 from foredraft.sampling.params import Sampling

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from foredraft.drafters.registry import DrafterContext
+from foredraft.drafters.method import DrafterContext
 from foredraft.drafters.suffix import method as suffix
 from foredraft.errors import ForedraftError
 from foredraft.llm import MemoryLimits

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from foredraft.drafters.registry import DrafterContext
+from foredraft.drafters.method import DrafterContext
 from foredraft.drafters.suffix.automaton import TEXT_BREAK, ReferenceAutomaton
 from foredraft.drafters.suffix.corpus import read_corpus
 from foredraft.errors import ForedraftError

@@ -11,10 +11,11 @@ from foredraft import LLM
 from foredraft.drafters.common.tree_builder import TreeOptions
 from foredraft.drafters.draft_model.drafter import DraftModel
 from foredraft.drafters.interface import Drafter
-from foredraft.drafters.registry import DrafterContext, load_methods
+from foredraft.drafters.method import VARIANT_BRANCHING, DrafterContext
+from foredraft.drafters.registry import load_methods
 from foredraft.models.hf import HFModel
 from tests.support import grammar_cases, tiny_models, tiny_seq2seq
-from tests.support.method_cases import FIXED_BRANCHING, METHOD_CASES
+from tests.support.method_cases import METHOD_CASES
 from tests.support.tiny_vocabularies import CROSS_VOCAB_CASES
 
 
@@ -81,7 +82,7 @@ def _make_native_drafter(llm: LLM, dtype: torch.dtype, name: str, num_tokens: in
     if method != "draft_model" or name in CROSS_VOCAB_CASES:
         return METHOD_CASES[name].make(num_tokens, llm)
     context = DrafterContext(vocab_size=tiny_models.VOCAB, num_speculative_tokens=num_tokens, dtype=dtype)
-    branching = FIXED_BRANCHING[:num_tokens] if variant else None
+    branching = VARIANT_BRANCHING[:num_tokens] if variant else None
     return DraftModel(_make_native_draft(dtype).with_new_kv(), context, TreeOptions(branching=branching))
 
 
@@ -115,9 +116,9 @@ def _make_seq2seq_drafter(name: str, num_tokens: int) -> Drafter:
     method, options = SEQ2SEQ[name]
     if method == "draft_model":
         return tiny_seq2seq.draft_model(num_tokens, **options)
-    module = load_methods()[method]
+    entry = load_methods()[method]
     context = DrafterContext(vocab_size=tiny_seq2seq.VOCAB, num_speculative_tokens=num_tokens, dtype=torch.float64)
-    made: Drafter = module.create(module.Config(**options), context)
+    made: Drafter = entry.create(entry.config(**options), context)
     return made
 
 

@@ -1,12 +1,10 @@
 """Declaration of the method `aggressive`."""
 
+from foredraft import zoo
 from foredraft.drafters.aggressive.drafter import SOURCES, AggressiveDrafter, Config, CopySourceFinder
-from foredraft.drafters.registry import DrafterContext
+from foredraft.drafters.aggressive.variants import VARIANTS
+from foredraft.drafters.method import BuiltIn, DrafterContext, Method
 from foredraft.errors import ForedraftError
-
-METHOD = "aggressive"
-USES_MODEL = False
-AUTO_TOKENS = 31  # draft length without a given one; 32 rows of a pass with the root
 
 
 def create(config: Config, context: DrafterContext) -> AggressiveDrafter:
@@ -32,3 +30,15 @@ def create(config: Config, context: DrafterContext) -> AggressiveDrafter:
 def estimate_auto_rank(context: DrafterContext) -> float | None:
     """Return the rank among methods that read tokens alone: the best if the target has an encoder, else None."""
     return 30.0 if context.target is not None and context.target.has_encoder else None
+
+
+METHOD = Method(
+    name="aggressive",
+    config=Config,
+    create=create,
+    uses_model=False,
+    auto_rank=estimate_auto_rank,
+    auto_tokens=31,  # 32 rows of a pass with the root
+    built_in=BuiltIn(default_ranks={zoo.SEQ2SEQ_TARGET: 3}),
+    variants=VARIANTS,
+)

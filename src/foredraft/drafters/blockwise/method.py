@@ -11,19 +11,20 @@ trained along, since that would change the output matrix that the heads use.
 
 from dataclasses import dataclass
 
-from foredraft.checkpoints.schema import BlockwiseShape, Checkpoint
+from foredraft import zoo
+from foredraft.checkpoints.formats import CheckpointFormat, LayoutOrder, StoredLayout
+from foredraft.checkpoints.schema import Checkpoint
+from foredraft.drafters.blockwise import checkpoint
+from foredraft.drafters.blockwise.checkpoint import BlockwiseShape
 from foredraft.drafters.blockwise.network import BlockwiseStepRunner
 from foredraft.drafters.blockwise.training import TrainConfig, create_trainee
+from foredraft.drafters.blockwise.variants import VARIANTS
 from foredraft.drafters.common.last_hidden_state import LinearFactory
 from foredraft.drafters.common.step_drafter import StepDrafter
 from foredraft.drafters.common.target_access import load_checkpoint
 from foredraft.drafters.common.tree_builder import TreeSpec
-from foredraft.drafters.registry import DrafterContext
+from foredraft.drafters.method import BuiltIn, DrafterContext, HeadRecipe, Method, Training
 from foredraft.errors import ForedraftError
-
-__all__ = ["METHOD", "Config", "TrainConfig", "create", "create_trainee"]
-
-METHOD = "blockwise"
 
 
 @dataclass(frozen=True)
@@ -57,3 +58,23 @@ def from_checkpoint(config: Config, checkpoint: Checkpoint, context: DrafterCont
     linears = LinearFactory(context, config.quantization)
     runner = BlockwiseStepRunner(shape, checkpoint.tensors, spec.max_depth, linears, context.target)
     return StepDrafter(runner, spec, context)
+
+
+FORMAT = CheckpointFormat(
+    title="blockwise heads",
+    shape=checkpoint.BlockwiseShape,
+    layouts=(StoredLayout("blockwise", LayoutOrder.OWN_NAMES, checkpoint.has_own_tensors, checkpoint.read),),
+    make_layout=checkpoint.make_layout,
+)
+METHOD = Method(
+    name=checkpoint.NAME,
+    config=Config,
+    create=create,
+    from_checkpoint=from_checkpoint,
+    checkpoint=FORMAT,
+    training=Training(TrainConfig, create_trainee),
+    built_in=BuiltIn(
+        {zoo.DEFAULT_TARGET: "blockwise"}, HeadRecipe(900, {"heads": "3", "inner": "192", "decay": "0.8"})
+    ),
+    variants=VARIANTS,
+)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from foredraft.checkpoints.schema import BlockwiseShape
+from foredraft.drafters.blockwise.checkpoint import BlockwiseShape
 from foredraft.drafters.common.last_hidden_state import LinearFactory, make_target_head
 from foredraft.models.hf import HFModel
 

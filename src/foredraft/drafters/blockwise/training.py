@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foredraft.checkpoints.layouts import make_layout
-from foredraft.checkpoints.schema import BlockwiseShape, Checkpoint
+from foredraft.checkpoints.schema import Checkpoint
+from foredraft.drafters.blockwise.checkpoint import BlockwiseShape, make_layout
 from foredraft.drafters.blockwise.network import BlockwiseHeads
 from foredraft.drafters.common.head_losses import compute_mean_loss, gather_targets, select_roots
 from foredraft.drafters.common.losses import Losses, Trace, check_loss

@@ -15,7 +15,7 @@ from foredraft.drafters.common.feature_drafter import FeatureDrafter, PendingPai
 from foredraft.drafters.common.growing_draft import GrowingDraft
 from foredraft.drafters.common.last_hidden_state import LinearFactory, stack_states
 from foredraft.drafters.common.tree_builder import NodeLogits, TreeBuilder, TreeSpec, add_level
-from foredraft.drafters.registry import DrafterContext
+from foredraft.drafters.method import DrafterContext
 from foredraft.models.forward_batch import ForwardBatch, Span
 from foredraft.request import Request
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from foredraft.checkpoints.schema import ChimeraShape
+from foredraft.drafters.chimera.checkpoint import ChimeraShape
 from foredraft.drafters.common.last_hidden_state import LinearFactory, make_packed_linear
 from foredraft.drafters.common.target_access import get_packed_lm_head
 from foredraft.models.draft_layer import AttentionFunction, DraftLayer, RMSNorm, RotaryEmbedding

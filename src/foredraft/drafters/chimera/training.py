@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foredraft.checkpoints.layouts import make_layout
-from foredraft.checkpoints.schema import Checkpoint, ChimeraShape
+from foredraft.checkpoints.schema import Checkpoint
+from foredraft.drafters.chimera.checkpoint import ChimeraShape, make_layout
 from foredraft.drafters.chimera.network import TRIGRAM_TOKENS, ChimeraNetwork, build_trigrams
 from foredraft.drafters.common.losses import Losses, Trace, average_over_mask, check_loss, compute_draft_loss
 from foredraft.drafters.common.target_access import derive_block_shape, init_as_identity

@@ -32,7 +32,7 @@ from foredraft.drafters.common.growing_draft import GrowingDraft
 from foredraft.drafters.common.mismatch_warning import MismatchDetector
 from foredraft.drafters.common.tree_builder import NodeLogits, TreeBuilder, TreeSpec, add_level
 from foredraft.drafters.draft import to_token_tree
-from foredraft.drafters.registry import DrafterContext
+from foredraft.drafters.method import DrafterContext
 from foredraft.kernels.cpu.library import load_library
 from foredraft.kv.draft_kv import DraftKV
 from foredraft.kv.pool import KVPool

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from foredraft.drafters.common.target_access import get_packed_lm_head
-from foredraft.drafters.registry import DrafterContext
+from foredraft.drafters.method import DrafterContext
 from foredraft.errors import ForedraftError
 from foredraft.kernels.arena import Arena
 from foredraft.kernels.cpu.library import load_library

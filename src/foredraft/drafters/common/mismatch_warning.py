@@ -6,7 +6,7 @@ detector counts how often the first draft token is accepted. A rate near 0 means
 
 import logging
 
-from foredraft.drafters.registry import DrafterContext
+from foredraft.drafters.method import DrafterContext
 from foredraft.request import Batch
 from foredraft.tree import Commit, TokenTree
 

@@ -15,7 +15,7 @@ from foredraft.drafters.common.last_hidden_state import LastHiddenStates, stack_
 from foredraft.drafters.common.mismatch_warning import MismatchDetector
 from foredraft.drafters.common.tree_builder import NodeLogits, TreeBuilder, TreeSpec, add_level
 from foredraft.drafters.draft import Draft, to_token_tree
-from foredraft.drafters.registry import DrafterContext
+from foredraft.drafters.method import DrafterContext
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
 from foredraft.request import Batch, Request
 from foredraft.sampling.filters import argmax_tokens

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from foredraft.checkpoints.read import read
 from foredraft.checkpoints.schema import Checkpoint, TargetInfo
 from foredraft.checkpoints.target_identity import find_bundled_target, is_other_target
-from foredraft.drafters.registry import DrafterContext
+from foredraft.drafters.checkpoint_folders import read
+from foredraft.drafters.method import DrafterContext, Method
 from foredraft.errors import ForedraftError
 from foredraft.kernels.linear import PackedWeight
 from foredraft.models.draft_layer import DraftLayerShape
@@ -28,7 +28,7 @@ def describe_target(target: HFModel) -> TargetInfo:
     return TargetInfo(target.name, target.hidden_size, target.vocab_size, target.num_layers)
 
 
-def load_checkpoint(context: DrafterContext, method: str) -> Checkpoint:
+def load_checkpoint(context: DrafterContext, method: Method) -> Checkpoint:
     """Load the head that the user named, or the built-in one. Warns if it was trained for another target.
 
     Raises:
@@ -37,11 +37,11 @@ def load_checkpoint(context: DrafterContext, method: str) -> Checkpoint:
     name = context.model or context.builtin_drafter
     if name is None:
         raise ForedraftError(
-            f"the method {method} needs a head trained for this target: give --spec-model PATH (or {{'model': PATH}}); "
-            f"`foredraft train {method}` makes one"
+            f"the method {method.name} needs a head trained for this target: give --spec-model PATH (or {{'model': "
+            f"PATH}}); `foredraft train {method.name}` makes one"
         )
     if context.target is None:
-        raise ForedraftError(f"the method {method} reads the target's states; give Context a target")
+        raise ForedraftError(f"the method {method.name} reads the target's states; give Context a target")
     checkpoint = read(name, describe_target(context.target), method)
     bundled = find_bundled_target(checkpoint.config, Path(name))
     if bundled is not None and bundled.resolve() != Path(context.target.name).resolve():

@@ -2,21 +2,24 @@
 
 import warnings
 
+from foredraft import zoo
+from foredraft.checkpoints.formats import CheckpointFormat, LayoutOrder, StoredLayout
+from foredraft.drafters.draft_model.checkpoint import has_model_architecture, has_model_tensors
 from foredraft.drafters.draft_model.cross_vocab.base import CrossVocabDrafter
-from foredraft.drafters.draft_model.cross_vocab.select import VocabInfo, check_vocab_option, select_translation
+from foredraft.drafters.draft_model.cross_vocab.select import (
+    VocabInfo,
+    check_vocab_option,
+    list_vocab_options,
+    select_translation,
+)
 from foredraft.drafters.draft_model.drafter import Config, DraftModel
 from foredraft.drafters.draft_model.training import TrainConfig, create_trainee
-from foredraft.drafters.registry import DrafterContext
+from foredraft.drafters.draft_model.variants import VARIANTS
+from foredraft.drafters.method import BuiltIn, DrafterContext, Method, Training
 from foredraft.errors import ForedraftError
 from foredraft.kernels.quantize import check_quantization
 from foredraft.models.loading import load_model, load_tokenizer
 from foredraft.models.wrap import wrap_model
-
-__all__ = ["METHOD", "Config", "TrainConfig", "create", "create_trainee"]
-
-METHOD = "draft_model"
-ACCEPTS_LOADED_MODEL = True  # a model in memory may be given in place of a folder
-AUTO_RANK = 60  # among the methods with a model, measured on the built-in target; higher is better
 
 
 def check_architectures(context: DrafterContext, has_encoder: bool, name: str) -> None:
@@ -64,3 +67,28 @@ def create(config: Config, context: DrafterContext) -> DraftModel | CrossVocabDr
         if make_translator is None
         else make_translator(lm, context, config, config.draft_kv_tokens)
     )
+
+
+FORMAT = CheckpointFormat(
+    title="a whole language model",
+    layouts=(
+        StoredLayout("causal LM", LayoutOrder.WHOLE_MODEL, has_model_tensors),
+        StoredLayout("causal LM", LayoutOrder.ARCHITECTURE, has_model_architecture),
+    ),
+    no_exports=": vLLM and SGLang load the folder as it is",
+)
+METHOD = Method(
+    name="draft_model",
+    config=Config,
+    create=create,
+    accepts_loaded_model=True,
+    auto_rank=60,  # by speed on the built-in target
+    option_choices={"vocab": list_vocab_options},
+    checkpoint=FORMAT,
+    training=Training(TrainConfig, create_trainee),
+    built_in=BuiltIn(
+        {zoo.DEFAULT_TARGET: "draft", zoo.SEQ2SEQ_TARGET: "seq2seq_draft"},
+        default_ranks={zoo.DEFAULT_TARGET: 2, zoo.SEQ2SEQ_TARGET: 2},
+    ),
+    variants=VARIANTS,
+)

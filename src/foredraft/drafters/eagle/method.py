@@ -1,5 +1,8 @@
 """Declaration of the method `eagle`."""
 
+from foredraft import zoo
+from foredraft.checkpoints.export import make_sglang_command, make_vllm_command
+from foredraft.checkpoints.formats import CheckpointFormat, ExportFormat, LayoutOrder, StoredLayout
 from foredraft.checkpoints.schema import Checkpoint
 from foredraft.drafters.common.feature_drafter import FeatureDrafter, make_feature_lm
 from foredraft.drafters.common.target_access import (
@@ -8,15 +11,12 @@ from foredraft.drafters.common.target_access import (
     require_target,
 )
 from foredraft.drafters.common.tree_builder import TreeOptions as Config
+from foredraft.drafters.eagle import checkpoint, export
 from foredraft.drafters.eagle.network import load_network, make_native
 from foredraft.drafters.eagle.training import TrainConfig, create_trainee
-from foredraft.drafters.registry import DrafterContext
+from foredraft.drafters.eagle.variants import VARIANTS
+from foredraft.drafters.method import BuiltIn, DrafterContext, HeadRecipe, Method, Training
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
-
-__all__ = ["METHOD", "Config", "TrainConfig", "create", "create_trainee"]
-
-METHOD = "eagle"
-AUTO_RANK = 50  # preference of `auto` among methods with a model, by speed on the built-in target; higher is better
 
 
 def create(config: Config, context: DrafterContext) -> FeatureDrafter:
@@ -39,3 +39,26 @@ def from_checkpoint(config: Config, checkpoint: Checkpoint, context: DrafterCont
         config.to_tree_spec(context.num_speculative_tokens),
         context,
     )
+
+
+FORMAT = CheckpointFormat(
+    title="an EAGLE head",
+    shape=checkpoint.EagleShape,
+    layouts=(StoredLayout("eagle", LayoutOrder.SHARED_NAMES, checkpoint.has_projection, checkpoint.read),),
+    make_layout=checkpoint.make_layout,
+    exports=(
+        ExportFormat("vllm", export.export_eagle_vllm, make_vllm_command),
+        ExportFormat("sglang", export.export_eagle_sglang, make_sglang_command),
+    ),
+)
+METHOD = Method(
+    name=checkpoint.NAME,
+    config=Config,
+    create=create,
+    from_checkpoint=from_checkpoint,
+    auto_rank=50,  # by speed on the built-in target
+    checkpoint=FORMAT,
+    training=Training(TrainConfig, create_trainee),
+    built_in=BuiltIn({zoo.DEFAULT_TARGET: "eagle"}, HeadRecipe(850, {"steps": "2"})),
+    variants=VARIANTS,
+)

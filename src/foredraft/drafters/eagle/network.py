@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from foredraft.checkpoints.schema import Checkpoint, EagleShape
+from foredraft.checkpoints.schema import Checkpoint
 from foredraft.drafters.common.target_access import (
     get_packed_lm_head,
 )
+from foredraft.drafters.eagle.checkpoint import EagleShape
 from foredraft.errors import ForedraftError
 from foredraft.models.draft_layer import AttentionFunction, DraftLayer, RotaryEmbedding
 from foredraft.models.hf import HFModel

@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass, replace
 
-from foredraft.checkpoints.eagle3 import NORMED_STATE, RAW_STATE
-from foredraft.checkpoints.schema import Checkpoint, Eagle3Shape
+from foredraft import zoo
+from foredraft.checkpoints.export import make_sglang_command, make_speculators_command, make_vllm_command
+from foredraft.checkpoints.formats import CheckpointFormat, ExportFormat, LayoutOrder, StoredLayout
+from foredraft.checkpoints.schema import Checkpoint
 from foredraft.drafters.common.feature_drafter import FeatureDrafter, make_feature_lm
 from foredraft.drafters.common.target_access import (
     bind_to_target,
@@ -11,15 +13,14 @@ from foredraft.drafters.common.target_access import (
     require_target,
 )
 from foredraft.drafters.common.tree_builder import TreeOptions
+from foredraft.drafters.eagle3 import checkpoint, export
+from foredraft.drafters.eagle3.checkpoint import NORMED_STATE, RAW_STATE
 from foredraft.drafters.eagle3.network import load_network, make_native
+from foredraft.drafters.eagle3.shape import Eagle3Shape
 from foredraft.drafters.eagle3.training import TrainConfig, create_trainee
-from foredraft.drafters.registry import DrafterContext
+from foredraft.drafters.eagle3.variants import VARIANTS
+from foredraft.drafters.method import BuiltIn, DrafterContext, HeadRecipe, Method, Training
 from foredraft.errors import ForedraftError
-
-__all__ = ["METHOD", "Config", "TrainConfig", "create", "create_trainee"]
-
-METHOD = "eagle3"
-AUTO_RANK = 40  # among the methods with a model, measured on the built-in target; higher is better
 
 
 @dataclass(frozen=True)
@@ -60,3 +61,31 @@ def _apply_feedback(checkpoint: Checkpoint, feedback: str | None) -> Checkpoint:
     if feedback is None or not isinstance(shape, Eagle3Shape):
         return checkpoint
     return replace(checkpoint, shape=replace(shape, feeds_normed=feedback == NORMED_STATE))
+
+
+FORMAT = CheckpointFormat(
+    title="an EAGLE-3 head",
+    shape=Eagle3Shape,
+    layouts=(
+        StoredLayout("speculators", LayoutOrder.DECLARED, checkpoint.is_speculators, checkpoint.read_speculators),
+        StoredLayout("eagle3", LayoutOrder.MARKERS, checkpoint.has_marker_tensors, checkpoint.read),
+    ),
+    make_layout=checkpoint.make_layout,
+    exports=(
+        ExportFormat("eagle3", export.export_portable, make_vllm_command),
+        ExportFormat("speculators", export.export_speculators, make_speculators_command),
+        ExportFormat("vllm", export.export_vllm, make_vllm_command),
+        ExportFormat("sglang", export.export_sglang, make_sglang_command),
+    ),
+)
+METHOD = Method(
+    name=checkpoint.NAME,
+    config=Config,
+    create=create,
+    from_checkpoint=from_checkpoint,
+    auto_rank=40,  # by speed on the built-in target
+    checkpoint=FORMAT,
+    training=Training(TrainConfig, create_trainee),
+    built_in=BuiltIn({zoo.DEFAULT_TARGET: "eagle3"}, HeadRecipe(850, {"steps": "4"})),
+    variants=VARIANTS,
+)

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from foredraft.checkpoints.schema import Checkpoint, Eagle3Shape
+from foredraft.checkpoints.schema import Checkpoint
 from foredraft.drafters.common.target_access import (
     get_packed_lm_head,
 )
+from foredraft.drafters.eagle3.shape import Eagle3Shape
 from foredraft.errors import ForedraftError
 from foredraft.models.draft_layer import AttentionFunction, DraftLayer, RMSNorm, RotaryEmbedding
 from foredraft.models.hf import HFModel

@@ -6,16 +6,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foredraft.checkpoints.aux_layers import choose_default_layers, is_ascending
-from foredraft.checkpoints.layouts import make_layout
-from foredraft.checkpoints.schema import Checkpoint, Eagle3Shape
+from foredraft.checkpoints.schema import Checkpoint
 from foredraft.drafters.common.losses import Losses, Trace, average_over_mask, check_loss, compute_draft_loss
 from foredraft.drafters.common.target_access import (
     derive_block_shape,
     init_as_identity,
 )
 from foredraft.drafters.common.training_time_test import UnrolledStep, average_step_losses, unroll
+from foredraft.drafters.eagle3.aux_layers import choose_default_layers, is_ascending
+from foredraft.drafters.eagle3.checkpoint import make_layout
 from foredraft.drafters.eagle3.network import Eagle3Network, load_network
+from foredraft.drafters.eagle3.shape import Eagle3Shape
 from foredraft.errors import ForedraftError
 from foredraft.models.hf import HFModel
 

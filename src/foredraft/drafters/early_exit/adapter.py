@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from foredraft.checkpoints.schema import EarlyExitShape
+from foredraft.drafters.early_exit.checkpoint import EarlyExitShape
 from foredraft.models.hf import HFModel
 from foredraft.models.truncated import Adapter, read_norm_eps
 

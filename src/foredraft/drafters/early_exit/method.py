@@ -1,19 +1,20 @@
 """Declaration of the method `early_exit`."""
 
-from foredraft.checkpoints.schema import Checkpoint, EarlyExitShape
+from foredraft import zoo
+from foredraft.checkpoints.formats import CheckpointFormat, LayoutOrder, StoredLayout
+from foredraft.checkpoints.schema import Checkpoint
 from foredraft.drafters.common.target_access import load_checkpoint
+from foredraft.drafters.early_exit import checkpoint
 from foredraft.drafters.early_exit.adapter import ExitAdapter
+from foredraft.drafters.early_exit.checkpoint import EarlyExitShape
 from foredraft.drafters.early_exit.drafter import Config, EarlyExit
 from foredraft.drafters.early_exit.layer_selection import FixedExitLayer, create_layer_selector
 from foredraft.drafters.early_exit.training import TrainConfig, create_trainee
-from foredraft.drafters.registry import DrafterContext
+from foredraft.drafters.early_exit.variants import VARIANTS
+from foredraft.drafters.method import BuiltIn, DrafterContext, HeadRecipe, Method, Training
 from foredraft.errors import ForedraftError
 from foredraft.models.hf import HFModel
 from foredraft.models.truncated import check_exit_layer
-
-__all__ = ["METHOD", "Config", "TrainConfig", "create", "create_trainee"]
-
-METHOD = "early_exit"
 
 
 def create(config: Config, context: DrafterContext) -> EarlyExit:
@@ -62,3 +63,21 @@ def _require_decoder(context: DrafterContext) -> HFModel:
     if not isinstance(target, HFModel) or getattr(target.model.config, "is_encoder_decoder", False):
         raise ForedraftError(f"the method early_exit needs a decoder-only target, and {context.target_name} is not one")
     return target
+
+
+FORMAT = CheckpointFormat(
+    title="an early-exit adapter",
+    shape=checkpoint.EarlyExitShape,
+    layouts=(StoredLayout("early_exit", LayoutOrder.OWN_NAMES, checkpoint.has_own_tensors, checkpoint.read),),
+    make_layout=checkpoint.make_layout,
+)
+METHOD = Method(
+    name=checkpoint.NAME,
+    config=Config,
+    create=create,
+    from_checkpoint=from_checkpoint,
+    checkpoint=FORMAT,
+    training=Training(TrainConfig, create_trainee),
+    built_in=BuiltIn({zoo.DEFAULT_TARGET: "early_exit"}, HeadRecipe(300, {"exit_layer": "4"}, learning_rate=0.04)),
+    variants=VARIANTS,
+)

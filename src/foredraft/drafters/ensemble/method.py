@@ -9,19 +9,18 @@ Reference: SpecInfer merges trees of several drafters (2305.09781); suffix decod
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from types import ModuleType
 from typing import Any
 
-from foredraft.checkpoints.read import recognise
+from foredraft.drafters.checkpoint_folders import recognise
 from foredraft.drafters.ensemble.drafter import EnsembleDrafter
 from foredraft.drafters.ensemble.members import EnsembleMember
 from foredraft.drafters.ensemble.selector import SELECTION_MODES, SelectionMode
-from foredraft.drafters.registry import DrafterContext, load_methods, parse_config, parse_options, uses_model
+from foredraft.drafters.ensemble.variants import VARIANTS
+from foredraft.drafters.method import DrafterContext, Method
+from foredraft.drafters.registry import AUTO, METHOD_SEPARATOR, find_method, load_methods, parse_config, parse_options
 from foredraft.errors import ForedraftError
 
 log = logging.getLogger(__name__)
-METHOD = "compose"
-AUTO, METHOD_SEPARATOR = "auto", "+"
 MethodOptions = dict[str, Any]
 
 
@@ -114,48 +113,49 @@ def _create_named_members(
     names: Sequence[str], ensemble_options: EnsembleOptions, context: DrafterContext
 ) -> dict[str, EnsembleMember]:
     """Make the members in `names`, with the options and the model of each."""
-    methods = load_methods()
-    for name in names:
-        if name not in methods or name == METHOD:
-            usable = ", ".join(sorted(set(methods) - {METHOD}))
-            raise ForedraftError(f"unknown method {name!r} in {METHOD_SEPARATOR.join(names)}; use some of: {usable}")
-    if len(set(names)) < max(len(names), 2):
+    methods: dict[str, Method] = {}
+    for text in names:
+        method = find_method(text)
+        if method is None or method is METHOD:
+            usable = ", ".join(sorted(set(load_methods()) - {METHOD.name}))
+            raise ForedraftError(f"unknown method {text!r} in {METHOD_SEPARATOR.join(names)}; use some of: {usable}")
+        methods[method.name] = method
+    if len(methods) < max(len(names), 2):
         raise ForedraftError(f"an ensemble needs two or more different methods, got {METHOD_SEPARATOR.join(names)!r}")
-    modules = {name: methods[name] for name in names}
-    options = {name: dict(ensemble_options.member_options.get(name, {})) for name in names}
+    options = {name: dict(ensemble_options.member_options.get(name, {})) for name in methods}
     if context.model is not None:
-        options[_find_model_member(context.model, modules, options)]["model"] = context.model
+        options[_find_model_member(context.model, methods, options)]["model"] = context.model
     for option, value in ensemble_options.shared_options.items():
-        for name in _find_option_members(option, modules):
+        for name in _find_option_members(option, methods):
             options[name].setdefault(option, value)
-    return {name: _create_member(name, options[name], context) for name in names}
+    return {name: _create_member(method, options[name], context) for name, method in methods.items()}
 
 
-def _find_model_member(model: str, modules: Mapping[str, ModuleType], options: Mapping[str, MethodOptions]) -> str:
+def _find_model_member(model: str, methods: Mapping[str, Method], options: Mapping[str, MethodOptions]) -> str:
     """Return the member that the common option `model` belongs to."""
-    readers = [name for name, module in modules.items() if uses_model(module) and "model" not in options[name]]
+    readers = [name for name, method in methods.items() if method.uses_model and "model" not in options[name]]
     if len(readers) > 1:
         found = recognise(model)[0]
         readers = [name for name in readers if name == found] or readers
     if len(readers) != 1:
-        options_text = ", ".join(f"{name}.model" for name in modules if uses_model(modules[name]))
+        options_text = ", ".join(f"{name}.model" for name in methods if methods[name].uses_model)
         raise ForedraftError(
-            f"the model {model!r} fits no member of {METHOD_SEPARATOR.join(modules)}; leave it out"
+            f"the model {model!r} fits no member of {METHOD_SEPARATOR.join(methods)}; leave it out"
             if not options_text
             else f"the model {model!r} needs the name of its member; give {options_text}"
         )
     return readers[0]
 
 
-def _find_option_members(option: str, modules: Mapping[str, ModuleType]) -> list[str]:
+def _find_option_members(option: str, methods: Mapping[str, Method]) -> list[str]:
     """Return the one member that has an option; all that have it for `quantization`, which all methods share."""
     matching_names = [
-        name for name, module in modules.items() if option in {spec.name for spec in fields(module.Config)}
+        name for name, method in methods.items() if option in {spec.name for spec in fields(method.config)}
     ]
     if not matching_names:
         raise ForedraftError(
-            f"unknown drafter option {option!r}; {METHOD_SEPARATOR.join(modules)} takes mode, and options of its "
-            f"members as {next(iter(modules))}.OPTION"
+            f"unknown drafter option {option!r}; {METHOD_SEPARATOR.join(methods)} takes mode, and options of its "
+            f"members as {next(iter(methods))}.OPTION"
         )
     if len(matching_names) > 1 and option != "quantization":
         raise ForedraftError(
@@ -165,11 +165,11 @@ def _find_option_members(option: str, modules: Mapping[str, ModuleType]) -> list
     return matching_names
 
 
-def _create_member(name: str, options: MethodOptions, context: DrafterContext) -> EnsembleMember:
+def _create_member(method: Method, options: MethodOptions, context: DrafterContext) -> EnsembleMember:
     """Make one member. Raises ForedraftError whose message begins with the method's name."""
-    module, rest = load_methods()[name], dict(options)
+    name, rest = method.name, dict(options)
     model, length = rest.pop("model", None), rest.pop("num_speculative_tokens", context.num_speculative_tokens)
-    if model is not None and not uses_model(module):
+    if model is not None and not method.uses_model:
         raise ForedraftError(f"the method {name} drafts from the tokens alone; leave its model {model!r} out")
     member_context = replace(
         context,
@@ -178,7 +178,7 @@ def _create_member(name: str, options: MethodOptions, context: DrafterContext) -
         builtin_drafter=context.builtin_drafters.get(name),
     )
     try:
-        drafter = module.create(parse_config(module, rest), member_context)
+        drafter = method.create(parse_config(method, rest), member_context)
     except ForedraftError as error:
         raise ForedraftError(f"{name}: {error}") from error
     except (TypeError, ValueError) as error:
@@ -189,17 +189,16 @@ def _create_member(name: str, options: MethodOptions, context: DrafterContext) -
 def _create_auto_members(ensemble_options: EnsembleOptions, context: DrafterContext) -> dict[str, EnsembleMember]:
     """Make the best member that reads tokens alone and the best that uses a model, if such methods are available.
 
-    A method's AUTO_RANK orders it among its kind. A method whose rank depends on the target has
-    `estimate_auto_rank(context)` in its place. A method without a rank, or with None, is never selected. A model that
-    the user gave is always used.
+    `Method.get_auto_rank` orders the methods of a kind. A method without a rank is never selected. A model that the
+    user gave is always used.
     """
     found: dict[str, EnsembleMember] = {}
     required = None if context.model is None else recognise(context.model)[0]
     for is_token_only in (True, False):
         candidates = {
-            name: m for name, m in load_methods().items() if name != METHOD and uses_model(m) is not is_token_only
+            name: m for name, m in load_methods().items() if m is not METHOD and m.uses_model is not is_token_only
         }
-        ranks = {name: rank for name, m in candidates.items() if (rank := _get_auto_rank(m, context)) is not None}
+        ranks = {name: rank for name, m in candidates.items() if (rank := m.get_auto_rank(context)) is not None}
         if not is_token_only and required is not None:
             ranks = {required: 0.0}
         for name in sorted(ranks, key=lambda name: (-ranks[name], name)):
@@ -209,10 +208,10 @@ def _create_auto_members(ensemble_options: EnsembleOptions, context: DrafterCont
             options |= {
                 o: v
                 for o, v in ensemble_options.shared_options.items()
-                if o in {f.name for f in fields(candidates[name].Config)}
+                if o in {f.name for f in fields(candidates[name].config)}
             }
             try:
-                found[name] = _create_member(name, options, context)
+                found[name] = _create_member(candidates[name], options, context)
                 break
             except ForedraftError as error:
                 if name == required:
@@ -225,10 +224,6 @@ def _create_auto_members(ensemble_options: EnsembleOptions, context: DrafterCont
     return found
 
 
-def _get_auto_rank(method: ModuleType, context: DrafterContext) -> float | None:
-    found: float | None = (
-        method.estimate_auto_rank(context)
-        if hasattr(method, "estimate_auto_rank")
-        else getattr(method, "AUTO_RANK", None)
-    )
-    return found
+METHOD = Method(
+    name="compose", config=Config, create=create, parse_name=parse_name, configure=configure, variants=VARIANTS
+)

@@ -7,22 +7,24 @@ checkpoints) has a decoder layer between target and heads: see `prefix.py`.
 
 from dataclasses import dataclass
 
-from foredraft.checkpoints.schema import Checkpoint, HydraShape
+from foredraft import zoo
+from foredraft.checkpoints.formats import CheckpointFormat, ExportFormat, LayoutOrder, StoredLayout
+from foredraft.checkpoints.schema import Checkpoint
 from foredraft.drafters.common.feature_drafter import make_feature_lm
 from foredraft.drafters.common.last_hidden_state import LinearFactory
 from foredraft.drafters.common.static_tree import StaticTree, assume_accuracies
 from foredraft.drafters.common.step_drafter import StepDrafter
 from foredraft.drafters.common.target_access import load_checkpoint, require_target
 from foredraft.drafters.common.tree_builder import TreeSpec
+from foredraft.drafters.hydra import checkpoint, export
+from foredraft.drafters.hydra.checkpoint import HydraShape
 from foredraft.drafters.hydra.network import HydraStepRunner, choose_hidden_layer, load_prefix_layer
 from foredraft.drafters.hydra.prefix import HydraPrefixDrafter
 from foredraft.drafters.hydra.training import TrainConfig, create_trainee
-from foredraft.drafters.registry import DrafterContext
+from foredraft.drafters.hydra.variants import VARIANTS
+from foredraft.drafters.method import BuiltIn, DrafterContext, HeadRecipe, Method, Training
 from foredraft.errors import ForedraftError
 
-__all__ = ["METHOD", "Config", "TrainConfig", "create", "create_trainee"]
-
-METHOD = "hydra"
 NUM_RANKS = 10  # tokens per head that a tree may use, as in published trees
 
 
@@ -86,3 +88,28 @@ def from_checkpoint(
         spec,
         context,
     )
+
+
+FORMAT = CheckpointFormat(
+    title="Hydra heads",
+    shape=checkpoint.HydraShape,
+    layouts=(
+        StoredLayout("hydra", LayoutOrder.UNIQUE_NAMES, checkpoint.has_own_tensors, checkpoint.read),
+        StoredLayout("hydra", LayoutOrder.CONFIG_KEYS, checkpoint.is_declared, checkpoint.read),
+    ),
+    make_layout=checkpoint.make_layout,
+    exports=(ExportFormat("hydra", export.export_hydra),),
+    refused_exports={"vllm": "vLLM loads no Hydra heads", "sglang": "SGLang loads no Hydra heads"},
+)
+METHOD = Method(
+    name=checkpoint.NAME,
+    config=Config,
+    create=create,
+    from_checkpoint=from_checkpoint,
+    checkpoint=FORMAT,
+    training=Training(TrainConfig, create_trainee),
+    built_in=BuiltIn(
+        {zoo.DEFAULT_TARGET: "hydra"}, HeadRecipe(900, {"heads": "3", "own_head": "false", "rank": "320"})
+    ),
+    variants=VARIANTS,
+)

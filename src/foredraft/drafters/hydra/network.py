@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from foredraft.checkpoints.hydra import PREFIX_LAYER
-from foredraft.checkpoints.schema import Checkpoint, HydraShape
+from foredraft.checkpoints.schema import Checkpoint
 from foredraft.drafters.common.last_hidden_state import LinearFactory, LinearFunction, make_target_head
+from foredraft.drafters.hydra.checkpoint import PREFIX_LAYER, HydraShape
 from foredraft.drafters.hydra.prefix import HydraPrefixLayer, check_prefix_shape, derive_prefix_block
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
 from foredraft.models.hf import HFModel

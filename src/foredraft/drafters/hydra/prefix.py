@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from foredraft.checkpoints.schema import HydraShape
 from foredraft.drafters.common.feature_drafter import FeatureDrafter
 from foredraft.drafters.common.growing_draft import GrowingDraft
 from foredraft.drafters.common.step_drafter import GrowingStepDraft, StepRunner, build_trees
 from foredraft.drafters.common.target_access import derive_block_shape
 from foredraft.drafters.common.tree_builder import TreeSpec
-from foredraft.drafters.registry import DrafterContext
+from foredraft.drafters.hydra.checkpoint import HydraShape
+from foredraft.drafters.method import DrafterContext
 from foredraft.errors import ForedraftError
 from foredraft.models.draft_layer import (
     AttentionFunction,

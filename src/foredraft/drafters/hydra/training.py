@@ -6,12 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foredraft.checkpoints.hydra import PREFIX_LAYER
-from foredraft.checkpoints.layouts import make_layout
-from foredraft.checkpoints.schema import Checkpoint, HydraPrefixShape, HydraShape
+from foredraft.checkpoints.schema import Checkpoint
 from foredraft.drafters.common.losses import Losses, Trace, check_loss
 from foredraft.drafters.common.step_losses import compute_step_losses
 from foredraft.drafters.common.target_access import derive_block_shape
+from foredraft.drafters.hydra.checkpoint import PREFIX_LAYER, HydraPrefixShape, HydraShape, make_layout
 from foredraft.drafters.hydra.network import HydraHeads, choose_hidden_layer
 from foredraft.drafters.hydra.prefix import check_prefix_shape
 from foredraft.errors import ForedraftError

@@ -1,11 +1,9 @@
 """Declaration of the method `lookahead`."""
 
 from foredraft.drafters.lookahead.drafter import Config, LookaheadDrafter
-from foredraft.drafters.registry import DrafterContext
+from foredraft.drafters.lookahead.variants import VARIANTS
+from foredraft.drafters.method import DrafterContext, Method
 from foredraft.errors import ForedraftError
-
-METHOD = "lookahead"
-USES_MODEL = False
 
 
 def create(config: Config, context: DrafterContext) -> LookaheadDrafter:
@@ -14,3 +12,6 @@ def create(config: Config, context: DrafterContext) -> LookaheadDrafter:
         if getattr(config, name) < lowest:
             raise ForedraftError(f"{name} must be at least {lowest}, got {getattr(config, name)}")
     return LookaheadDrafter(config, context.num_speculative_tokens)
+
+
+METHOD = Method(name="lookahead", config=Config, create=create, uses_model=False, variants=VARIANTS)

@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from foredraft.checkpoints.schema import MedusaShape
 from foredraft.drafters.common.last_hidden_state import LastHiddenStates, LinearFactory, stack_states
 from foredraft.drafters.common.mismatch_warning import MismatchDetector
 from foredraft.drafters.common.static_tree import StaticTree
 from foredraft.drafters.common.tree_builder import NodeLogits, TreeBuilder, TreeSpec, add_level
 from foredraft.drafters.draft import Draft, draft_noise_key, to_token_tree
+from foredraft.drafters.medusa.checkpoint import MedusaShape
 from foredraft.drafters.medusa.network import MedusaHeadRunner, make_output_function
-from foredraft.drafters.registry import DrafterContext
+from foredraft.drafters.method import DrafterContext
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
 from foredraft.request import Batch, Request
 from foredraft.sampling import rng

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from foredraft.checkpoints.schema import MedusaShape
 from foredraft.drafters.common.last_hidden_state import LinearFactory, LinearFunction, make_target_head
+from foredraft.drafters.medusa.checkpoint import MedusaShape
 from foredraft.models.hf import HFModel
 
 NUM_RANKS = 10  # tokens per head that a tree may use, as in published trees

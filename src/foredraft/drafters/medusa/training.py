@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foredraft.checkpoints.layouts import make_layout
-from foredraft.checkpoints.schema import Checkpoint, MedusaShape
+from foredraft.checkpoints.schema import Checkpoint
 from foredraft.drafters.common.head_losses import compute_mean_loss, gather_targets, select_argmax, select_roots
 from foredraft.drafters.common.losses import Losses, Trace, check_loss
+from foredraft.drafters.medusa.checkpoint import MedusaShape, make_layout
 from foredraft.drafters.medusa.network import NUM_RANKS, MedusaHeads
 from foredraft.errors import ForedraftError
 from foredraft.models.forward_batch import AFTER_FINAL_NORM

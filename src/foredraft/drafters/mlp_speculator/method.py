@@ -6,19 +6,20 @@ the last token and predicts the next. A tree costs one row per expanded node.
 
 from dataclasses import dataclass
 
-from foredraft.checkpoints.schema import Checkpoint, MlpSpeculatorShape
+from foredraft import zoo
+from foredraft.checkpoints.formats import CheckpointFormat, ExportFormat, LayoutOrder, StoredLayout
+from foredraft.checkpoints.schema import Checkpoint
 from foredraft.drafters.common.last_hidden_state import LinearFactory
 from foredraft.drafters.common.step_drafter import StepDrafter
 from foredraft.drafters.common.target_access import load_checkpoint
 from foredraft.drafters.common.tree_builder import TreeSpec
+from foredraft.drafters.method import BuiltIn, DrafterContext, HeadRecipe, Method, Training
+from foredraft.drafters.mlp_speculator import checkpoint, export
+from foredraft.drafters.mlp_speculator.checkpoint import MlpSpeculatorShape
 from foredraft.drafters.mlp_speculator.network import MLPStepRunner
 from foredraft.drafters.mlp_speculator.training import TrainConfig, create_trainee
-from foredraft.drafters.registry import DrafterContext
+from foredraft.drafters.mlp_speculator.variants import VARIANTS
 from foredraft.errors import ForedraftError
-
-__all__ = ["METHOD", "Config", "TrainConfig", "create", "create_trainee"]
-
-METHOD = "mlp_speculator"
 
 
 @dataclass(frozen=True)
@@ -72,3 +73,23 @@ def from_checkpoint(config: Config, checkpoint: Checkpoint, context: DrafterCont
     linears = LinearFactory(context, config.quantization)
     runner = MLPStepRunner(shape, checkpoint.tensors, spec.max_depth, linears, context.vocab_size)
     return StepDrafter(runner, spec, context)
+
+
+FORMAT = CheckpointFormat(
+    title="an MLP speculator",
+    shape=checkpoint.MlpSpeculatorShape,
+    layouts=(StoredLayout("mlp_speculator", LayoutOrder.OWN_NAMES, checkpoint.has_own_tensors, checkpoint.read),),
+    make_layout=checkpoint.make_layout,
+    exports=(ExportFormat("mlp_speculator", export.export_mlp_speculator),),
+    refused_exports={"vllm": "vLLM has its MLP speculator switched off", "sglang": "SGLang loads no MLP speculators"},
+)
+METHOD = Method(
+    name=checkpoint.NAME,
+    config=Config,
+    create=create,
+    from_checkpoint=from_checkpoint,
+    checkpoint=FORMAT,
+    training=Training(TrainConfig, create_trainee),
+    built_in=BuiltIn({zoo.DEFAULT_TARGET: "mlp_speculator"}, HeadRecipe(1000, {"inner": "192"})),
+    variants=VARIANTS,
+)

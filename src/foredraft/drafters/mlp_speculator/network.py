@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from foredraft.checkpoints.schema import MlpSpeculatorShape
 from foredraft.drafters.common.last_hidden_state import LinearFactory, LinearFunction
+from foredraft.drafters.mlp_speculator.checkpoint import MlpSpeculatorShape
 
 T = TypeVar("T")
 EPS = 1e-6  # of the RMS norms

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foredraft.checkpoints.layouts import make_layout
-from foredraft.checkpoints.schema import Checkpoint, MlpSpeculatorShape
+from foredraft.checkpoints.schema import Checkpoint
 from foredraft.drafters.common.losses import Losses, Trace, check_loss
 from foredraft.drafters.common.step_losses import compute_step_losses
+from foredraft.drafters.mlp_speculator.checkpoint import MlpSpeculatorShape, make_layout
 from foredraft.drafters.mlp_speculator.network import MLPSpeculator
 from foredraft.errors import ForedraftError
 from foredraft.models.forward_batch import AFTER_FINAL_NORM

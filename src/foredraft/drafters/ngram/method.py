@@ -1,12 +1,10 @@
 """Declaration of the method `ngram`."""
 
+from foredraft import zoo
+from foredraft.drafters.method import BuiltIn, DrafterContext, Method
 from foredraft.drafters.ngram.drafter import Config, NgramDrafter
-from foredraft.drafters.registry import DrafterContext
+from foredraft.drafters.ngram.variants import VARIANTS
 from foredraft.errors import ForedraftError
-
-METHOD = "ngram"
-USES_MODEL = False
-AUTO_RANK = 10  # among methods that read tokens alone; higher is better
 
 
 def create(config: Config, context: DrafterContext) -> NgramDrafter:
@@ -18,3 +16,14 @@ def create(config: Config, context: DrafterContext) -> NgramDrafter:
         if getattr(config, name) < 1:
             raise ForedraftError(f"{name} must be at least 1, got {getattr(config, name)}")
     return NgramDrafter(config, context.num_speculative_tokens)
+
+
+METHOD = Method(
+    name="ngram",
+    config=Config,
+    create=create,
+    uses_model=False,
+    auto_rank=10,
+    built_in=BuiltIn(default_ranks={zoo.SEQ2SEQ_TARGET: 1}),
+    variants=VARIANTS,
+)

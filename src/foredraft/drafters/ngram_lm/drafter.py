@@ -1,7 +1,7 @@
 """Drafting with an n-gram language model: counts of the running sequence, backed off to a trained table.
 
 Unlike prompt lookup it has a distribution q. So it follows temperature and penalties, shares the target's noise under
-`match`, and stops if its confidence is low. The table is optional; `foredraft.models.ngram` has table and blend.
+`match`, and stops if its confidence is low. The table is optional; `table.py` has table and blend.
 """
 
 from dataclasses import dataclass, field
@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foredraft.drafters.draft import Draft, draft_noise_key
-from foredraft.drafters.registry import DrafterContext
+from foredraft.drafters.method import DrafterContext
+from foredraft.drafters.ngram_lm.counts import Floats, SequenceCounts
+from foredraft.drafters.ngram_lm.table import NgramModel
 from foredraft.drafters.token_drafter import TokenDrafter
-from foredraft.models.ngram import NgramModel
-from foredraft.models.ngram_counts import Floats, SequenceCounts
 from foredraft.request import Request
 from foredraft.sampling import rng
 from foredraft.sampling.distribution import distribution

@@ -1,14 +1,13 @@
 """Declaration of the method `ngram_lm`."""
 
+from foredraft import zoo
+from foredraft.checkpoints.formats import CheckpointFormat, LayoutOrder, StoredLayout
+from foredraft.drafters.method import BuiltIn, DrafterContext, Method, Training
 from foredraft.drafters.ngram_lm.drafter import Config, NgramLMDrafter
+from foredraft.drafters.ngram_lm.table import NgramModel, is_table
 from foredraft.drafters.ngram_lm.training import TrainConfig, learn
-from foredraft.drafters.registry import DrafterContext
+from foredraft.drafters.ngram_lm.variants import VARIANTS
 from foredraft.errors import ForedraftError
-from foredraft.models.ngram import NgramModel
-
-__all__ = ["METHOD", "Config", "TrainConfig", "create", "learn"]
-
-METHOD = "ngram_lm"
 
 
 def create(config: Config, context: DrafterContext) -> NgramLMDrafter:
@@ -24,3 +23,17 @@ def create(config: Config, context: DrafterContext) -> NgramLMDrafter:
     folder = context.model or context.builtin_drafter
     model = NgramModel.load(folder, context.vocab_size) if folder else NgramModel.make_uniform(context.vocab_size)
     return NgramLMDrafter(model, config, context)
+
+
+FORMAT = CheckpointFormat(
+    title="an n-gram table", layouts=(StoredLayout("n-gram table", LayoutOrder.DECLARED, is_table),)
+)
+METHOD = Method(
+    name="ngram_lm",
+    config=Config,
+    create=create,
+    checkpoint=FORMAT,
+    training=Training(TrainConfig, learn=learn),
+    built_in=BuiltIn({zoo.DEFAULT_TARGET: "ngram"}),
+    variants=VARIANTS,
+)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from foredraft.drafters.registry import DrafterContext
+from foredraft.drafters.method import DrafterContext
 from foredraft.drafters.suffix.automaton import TEXT_BREAK, SuffixAutomaton
 from foredraft.errors import ForedraftError
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from foredraft.drafters.common.tree_builder import NodeLogits, TreeBuilder, TreeSpec, add_level
 from foredraft.drafters.draft import Draft, to_token_tree
-from foredraft.drafters.registry import DrafterContext
+from foredraft.drafters.method import DrafterContext
 from foredraft.drafters.suffix.automaton import (
     MAX_CONTEXT_LENGTH,
     Continuations,

@@ -1,15 +1,12 @@
 """Declaration of the method `suffix`."""
 
 from foredraft.drafters.common.tree_builder import TreeSpec
-from foredraft.drafters.registry import DrafterContext
+from foredraft.drafters.method import DrafterContext, Method
 from foredraft.drafters.suffix.corpus import read_corpus
 from foredraft.drafters.suffix.drafter import MIN_STORE_TOKENS, Config, SuffixDrafter
 from foredraft.drafters.suffix.native_automaton import get_automaton_class
+from foredraft.drafters.suffix.variants import VARIANTS
 from foredraft.errors import ForedraftError
-
-METHOD = "suffix"
-USES_MODEL = False
-AUTO_RANK = 20  # among methods that read tokens alone; higher is better
 
 
 def create(config: Config, context: DrafterContext) -> SuffixDrafter:
@@ -25,3 +22,6 @@ def create(config: Config, context: DrafterContext) -> SuffixDrafter:
     paths = (config.files,) if isinstance(config.files, str) else config.files
     files = read_corpus(paths, context, get_automaton_class()()) if paths else None
     return SuffixDrafter(config, plan, context, files)
+
+
+METHOD = Method(name="suffix", config=Config, create=create, uses_model=False, auto_rank=20, variants=VARIANTS)

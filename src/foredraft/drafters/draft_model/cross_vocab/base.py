@@ -17,7 +17,7 @@ from foredraft.drafters.common.tree_builder import TreeOptions, TreeSpec
 from foredraft.drafters.draft import Draft, to_token_tree
 from foredraft.drafters.draft_model.cross_vocab.retokenizer import IncrementalRetokenizer
 from foredraft.drafters.draft_model.cross_vocab.vocab_map import VocabMap
-from foredraft.drafters.registry import DrafterContext
+from foredraft.drafters.method import DrafterContext
 from foredraft.kv.allocator import OutOfPagesError, PageAllocator
 from foredraft.kv.sizing import MemoryLimits
 from foredraft.models.forward_batch import ForwardBatch, Span

@@ -1,0 +1,157 @@
+"""Declaration of a drafting method: one frozen `Method` in the folder of the method, with everything that others need.
+
+`registry.py` finds the methods. Readers, exporters, trainers, programs and tests get what they need from a `Method`, so
+none of them has a list of methods. docs/how-to/write-a-drafter.md is the tutorial.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+
+from foredraft.checkpoints.formats import CheckpointFormat
+from foredraft.checkpoints.schema import Checkpoint
+from foredraft.drafters.common.losses import Trainee
+from foredraft.drafters.interface import Drafter
+from foredraft.models.hf import HFModel
+
+VARIANT_BRANCHING = (3, 2, 1, 1, 2, 1, 1, 1)  # children by depth of variants with a fixed tree
+DEFAULT_AUTO_TOKENS = 8  # longest draft in tokens if the draft length adapts
+
+
+@dataclass(frozen=True)
+class DrafterContext:
+    """Target, user options and environment for `Method.create`."""
+
+    vocab_size: int  # V of the target's logits; every q has this width
+    target: HFModel | None = None  # for drafters that use its embedding, output matrix or layer sizes; None in tests
+    num_speculative_tokens: int = 5  # K: largest depth of a draft; of a chain, its largest number of tokens
+    model: str | None = None  # folder or hub id of the draft model or head, as the user gave it
+    loaded_model: Any = None  # loaded transformers model in place of `model`
+    tokenizer: Any = None  # tokenizer of the target; None if its folder has none
+    target_name: str = "target"  # folder or hub id of the target, for messages
+    target_parameters: int = 0  # number of parameters of the target
+    dtype: torch.dtype = torch.float32  # dtype for the drafter's network: that of the target
+    device: torch.device = torch.device("cpu")  # device of the target  # noqa: RUF009 (immutable)
+    fused: bool = True  # run draft models as native CPU code if their architecture is supported
+    builtin_drafter: str | None = None  # folder of this method's drafter for the built-in target; None = there is none
+    builtin_drafters: Mapping[str, str] = field(default_factory=dict)  # the same folders, by method
+    # Wraps a member of an ensemble, given with its name, in a sandbox of its own, so that members fail independently.
+    sandbox: "Callable[[Drafter, str], Drafter]" = lambda drafter, name: drafter
+
+
+@dataclass(frozen=True)
+class Training:
+    """Training of a method's weights: by gradients, or by counting tokens.
+
+    Attributes:
+        config: frozen dataclass of the settings. By gradients, its static method `read_shape(network)` returns the
+            settings that a drafter to start from determines.
+        create_trainee: makes the drafter in training from the settings, the target and a checkpoint to start from (of a
+            whole model its folder), None = new weights.
+        learn: counts the documents (token ids [n] each) for a target, and writes the folder of the drafter.
+    """
+
+    config: type
+    create_trainee: Callable[[Any, HFModel, Any], Trainee] | None = None
+    learn: Callable[[Any, Sequence[NDArray[Any]], HFModel, Path], None] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.create_trainee is None) == (self.learn is None):
+            raise ValueError("a method is trained with create_trainee or with learn; give one of them")
+
+
+@dataclass(frozen=True)
+class HeadRecipe:
+    """Arguments of `foredraft train` for the head of a built-in target. A step has 2,048 tokens."""
+
+    steps: int
+    settings: Mapping[str, str] = field(default_factory=dict)
+    learning_rate: float = 2e-3
+    optimizer: str = "muon"
+
+
+@dataclass(frozen=True)
+class BuiltIn:
+    """Use of a method beside the built-in targets.
+
+    Attributes:
+        folders: name of the drafter's folder in `foredraft/zoo`, by built-in target.
+        recipe: training by `foredraft zoo train`; None = the zoo trains it in another way, or there is none.
+        default_ranks: preference as the default method, by built-in target; the highest is used.
+    """
+
+    folders: Mapping[str, str] = field(default_factory=dict)
+    recipe: HeadRecipe | None = None
+    default_ranks: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Small configuration with which the tests that cover all methods run this one.
+
+    Attributes:
+        name: what distinguishes the variant; "" = the plain one.
+        options: returns the options of `Method.config` for a draft length.
+        training: settings with which a head for a tiny target is fitted first; None = the drafter has no head.
+        learning_rate: of that fit.
+        is_chain: True if every draft is a chain, which the rule `block` can verify.
+        has_own_parts: True if the variant runs code that the plain one does not, such as another cache or tree.
+        setup: name of what the tests put beside the target (`tests/method_cases.py`); "" = nothing.
+    """
+
+    name: str = ""
+    options: Callable[[int], Mapping[str, Any]] = lambda num_tokens: {}
+    training: Mapping[str, Any] | None = None
+    learning_rate: float = 1e-2
+    is_chain: bool = True
+    has_own_parts: bool = False
+    setup: str = ""
+
+
+@dataclass(frozen=True)
+class Method:
+    """A drafting method.
+
+    Attributes:
+        name: the name that users write.
+        config: frozen dataclass of the options.
+        create: makes the drafter from an instance of `config` and a context.
+        uses_model: True if the method takes the option `model`: a draft model, a head or another trained file.
+        accepts_loaded_model: True if `model` may be a loaded transformers model.
+        from_checkpoint: makes the drafter from a head that is loaded, if `create` reads one.
+        auto_rank: rank among the methods that `auto` chooses from, as a number or by context; the highest is used.
+            `auto` chooses one method that reads tokens alone and one with a model. None = never, except if the user
+            gives its model.
+        auto_tokens: longest draft in tokens if the draft length adapts.
+        parse_name: returns the options that another name of this method implies, None for all other names.
+        configure: parses the options if `config` alone does not describe them.
+        option_choices: returns the valid texts of an option, by its name.
+        checkpoint: how its drafters are stored; None = it has no files, or reads them itself.
+        training: how its drafters are trained; None = they are not.
+        built_in: use beside the built-in targets.
+        variants: configurations for the tests that cover all methods.
+    """
+
+    name: str
+    config: type
+    create: Callable[[Any, DrafterContext], Drafter]
+    uses_model: bool = True
+    accepts_loaded_model: bool = False
+    from_checkpoint: Callable[[Any, Checkpoint, DrafterContext], Drafter] | None = None
+    auto_rank: float | Callable[[DrafterContext], float | None] | None = None
+    auto_tokens: int = DEFAULT_AUTO_TOKENS
+    parse_name: Callable[[str], dict[str, Any] | None] | None = None
+    configure: Callable[[dict[str, Any]], Any] | None = None
+    option_choices: Mapping[str, Callable[[], Sequence[str]]] = field(default_factory=dict)
+    checkpoint: CheckpointFormat | None = None
+    training: Training | None = None
+    built_in: BuiltIn = BuiltIn()
+    variants: tuple[Variant, ...] = (Variant(),)
+
+    def get_auto_rank(self, context: DrafterContext) -> float | None:
+        """Return the rank among the methods that `auto` chooses from; None = never."""
+        return self.auto_rank(context) if callable(self.auto_rank) else self.auto_rank

@@ -1,0 +1,168 @@
+"""Reader of MLP speculators as IBM publishes them."""
+
+import logging
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foredraft.checkpoints.layouts import CheckpointLayout, check_tensors
+from foredraft.checkpoints.schema import Checkpoint, TargetInfo
+from foredraft.checkpoints.tensor_claims import TensorClaims
+from foredraft.checkpoints.tensors import TensorFiles
+
+NAME = "mlp_speculator"
+TENSOR_NAME = re.compile(r"^(?:speculator\.)?((emb|proj|ln|head)\.(\d+)\.(?:weight|bias))$")
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class MlpSpeculatorShape:
+    """Shape of an MLP speculator.
+
+    Tensors: `emb.{i}.weight` [V, inner], `proj.{i}.weight` [inner, H or inner], `ln.{i}.weight` and `.bias` [inner],
+    `head.{i}.weight` [V, inner]. With tied weights only step 0 is stored, and step 1 of proj.
+    """
+
+    hidden: int
+    inner: int
+    vocab_size: int
+    n_predict: int
+    is_tied: bool = False
+    scales_input: bool = False
+    branching: tuple[int, ...] | None = None  # top_k_tokens_per_head
+    candidates: int | None = None  # n_candidates: paths of the tree that are verified; None = all
+
+
+def has_own_tensors(names: Collection[str], config: Mapping[str, Any]) -> bool:
+    """Check whether a folder has tensors of an MLP speculator."""
+    return any(map(TENSOR_NAME.match, names))
+
+
+def read(files: TensorFiles, config: dict[str, Any], target: TargetInfo) -> Checkpoint:
+    """Read an MLP speculator. Tensors of tied steps are read once, whether the file repeats them or not."""
+    stored: dict[str, str] = {}
+    for name in files.stored_tensors:
+        match = TENSOR_NAME.match(name)
+        internal = match[1] if match else name
+        if internal in stored:
+            raise files.refuse(f"{stored[internal]} and {name} are the same tensor in two naming schemes; keep one")
+        stored[internal] = name
+    claims = TensorClaims(files, stored)
+    shape = _infer_shape(claims, config, target)
+    unique = list_tensor_shapes(shape)
+    repeats = _list_repeats(claims, shape)
+    claims.check(unique | {name: unique[_find_original(name)] for name in repeats})
+    tensors = claims.read()
+    for name in repeats:
+        if not torch.equal(tensors[name], tensors[_find_original(name)]):
+            raise files.refuse(
+                f"{stored[name]} differs from {stored[_find_original(name)]}, and config.json sets tie_weights; "
+                "one is wrong"
+            )
+        del tensors[name]
+    return Checkpoint(NAME, "MLPSpeculator", files.folder, shape, tensors, config)
+
+
+def _infer_shape(claims: TensorClaims, config: dict[str, Any], target: TargetInfo) -> MlpSpeculatorShape:
+    inner, hidden = claims.require_shape("proj.0.weight", 2)
+    vocab_size = claims.require_shape("emb.0.weight", 2)[0]
+    claims.check_target("hidden size", hidden, target.name, target.hidden)
+    claims.check_target("vocabulary size", vocab_size, target.name, target.vocab_size)
+    steps = [int(match[3]) for name in claims.stored_names if (match := TENSOR_NAME.match(name)) and match[2] == "head"]
+    num_stored = 1 + max(steps, default=0)
+    if num_stored > len(claims.stored_names):
+        raise claims.refuse_missing("head.1.weight")
+    declared = config.get("n_predict")
+    is_tied = bool(config.get("tie_weights")) or (num_stored == 1 and declared not in (None, 1))
+    n_predict = num_stored
+    if is_tied and num_stored == 1:
+        if not isinstance(declared, int) or declared < 1:
+            raise claims.refuse("config.json must set n_predict, which tied weights do not determine")
+        n_predict = declared
+    elif declared not in (None, num_stored):
+        log.info(
+            "%s: config.json sets n_predict %s, the weights hold %d steps", claims.files.folder, declared, num_stored
+        )
+    return MlpSpeculatorShape(
+        hidden=hidden,
+        inner=inner,
+        vocab_size=vocab_size,
+        n_predict=n_predict,
+        is_tied=is_tied,
+        scales_input=bool(config.get("scale_input", False)),
+        branching=_read_branching(claims, config, n_predict),
+        candidates=_read_candidates(claims, config),
+    )
+
+
+def _read_branching(claims: TensorClaims, config: dict[str, Any], n_predict: int) -> tuple[int, ...] | None:
+    branching = config.get("top_k_tokens_per_head")
+    if branching is None:
+        return None
+    is_list = isinstance(branching, list) and all(isinstance(k, int) and k > 0 for k in branching)
+    if not is_list or len(branching) != n_predict:
+        raise claims.refuse(
+            f"top_k_tokens_per_head in config.json has to be {n_predict} positive numbers, not {branching}"
+        )
+    return tuple(branching)
+
+
+def _read_candidates(claims: TensorClaims, config: dict[str, Any]) -> int | None:
+    candidates = config.get("n_candidates")
+    if candidates is not None and (not isinstance(candidates, int) or isinstance(candidates, bool) or candidates < 1):
+        raise claims.refuse(f"n_candidates in config.json has to be a positive number of paths, not {candidates!r}")
+    return candidates
+
+
+def list_tensor_shapes(shape: MlpSpeculatorShape) -> dict[str, tuple[int, ...]]:
+    """List the expected tensors of a shape by internal name; of tied tensors only the first."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for i in range(shape.n_predict):
+        if i == 0 or not shape.is_tied:
+            shapes |= {f"emb.{i}.weight": (shape.vocab_size, shape.inner)}
+            shapes |= {f"ln.{i}.weight": (shape.inner,), f"ln.{i}.bias": (shape.inner,)}
+            shapes |= {f"head.{i}.weight": (shape.vocab_size, shape.inner)}
+        if i <= 1 or not shape.is_tied:
+            shapes[f"proj.{i}.weight"] = (shape.inner, shape.inner if i else shape.hidden)
+    return shapes
+
+
+def _find_original(name: str) -> str:
+    """Return the name of the tensor that a tied tensor repeats."""
+    kind, _, rest = name.partition(".")
+    return f"{kind}.{1 if kind == 'proj' else 0}.{rest.partition('.')[2]}"
+
+
+def _list_repeats(claims: TensorClaims, shape: MlpSpeculatorShape) -> list[str]:
+    if not shape.is_tied:
+        return []
+    unique, untied = list_tensor_shapes(shape), list_tensor_shapes(_untie(shape))
+    return [name for name in untied if name in claims and name not in unique]
+
+
+def _untie(shape: MlpSpeculatorShape) -> MlpSpeculatorShape:
+    return MlpSpeculatorShape(shape.hidden, shape.inner, shape.vocab_size, shape.n_predict)
+
+
+def make_layout(shape: MlpSpeculatorShape, tensors: Mapping[str, Tensor]) -> CheckpointLayout:
+    """Use IBM's names."""
+    weights = check_tensors(tensors, list_tensor_shapes(shape))
+    config = {
+        "architectures": ["MLPSpeculatorPreTrainedModel"],
+        "model_type": "mlp_speculator",
+        "vocab_size": shape.vocab_size,
+        "emb_dim": shape.hidden,
+        "inner_dim": shape.inner,
+        "n_predict": shape.n_predict,
+        "tie_weights": shape.is_tied,
+        "scale_input": shape.scales_input,
+    }
+    if shape.branching is not None:
+        config["top_k_tokens_per_head"] = list(shape.branching)
+    if shape.candidates is not None:
+        config["n_candidates"] = shape.candidates
+    return CheckpointLayout(NAME, {f"speculator.{name}": value for name, value in weights.items()}, config)

@@ -1,0 +1,123 @@
+"""Build of all built-in models: tokenizer, target, draft models, heads, n-gram table, figures and model cards."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from foredraft.train.checkpoint import TrainingCheckpoints
+from foredraft.zoo import corpus
+from foredraft.zoo_training import tokens
+from foredraft.zoo_training.cards import HELD_OUT_PACKAGES_KEY, render_card
+from foredraft.zoo_training.collect import Corpus, collect
+from foredraft.zoo_training.heads import HeadsPlan, list_recipes, train_heads
+from foredraft.zoo_training.measure import PairMetrics, measure_pair
+from foredraft.zoo_training.ngram import build_table
+from foredraft.zoo_training.recipe import DRAFT_RECIPE, TARGET_RECIPE, LlamaRecipe
+from foredraft.zoo_training.seq2seq_build import DRAFT_NAME as SEQ2SEQ_DRAFT
+from foredraft.zoo_training.seq2seq_build import PAIR_RECIPE, Seq2SeqPairRecipe, build_pair
+from foredraft.zoo_training.seq2seq_build import TARGET_NAME as SEQ2SEQ
+from foredraft.zoo_training.train import (
+    LossFunction,
+    PartProgressCallback,
+    PretrainingRun,
+    compute_next_token_loss,
+    make_distillation_loss,
+    train,
+)
+
+MIN_HELD_OUT_TOKENS = 1000  # the held-out packages are measured only if they have more tokens
+PARTS = ("target", "draft", "draft-undistilled")
+
+
+def build_all(
+    out: Path,
+    device: str = "cpu",
+    target: LlamaRecipe = TARGET_RECIPE,
+    draft: LlamaRecipe = DRAFT_RECIPE,
+    heads: HeadsPlan | None = None,
+    pair: Seq2SeqPairRecipe = PAIR_RECIPE,
+    root: Path | None = None,
+    report: PartProgressCallback = lambda part, step, steps, loss: None,
+    log_line: Callable[[str], None] = lambda line: None,
+    finish: bool = False,
+) -> PairMetrics:
+    """Train all built-in models into `out`: the pair, the n-gram table, the heads, then the encoder-decoder pair.
+
+    An interrupted build is resumed: finished models are kept. The result is the figures of the draft model.
+
+    Args:
+        out: folder of the models, one subfolder each.
+        device: device of training. Default "cpu".
+        target: recipe of the target.
+        draft: recipe of the draft model.
+        heads: recipes of the heads. Default None = those of all methods.
+        pair: recipes of the encoder-decoder pair.
+        root: folder of Python files to train on. Default None = the standard library and installed packages.
+        report: called with model name, step, steps and loss.
+        log_line: called with each line for the user.
+        finish: begin the decay of a model that was interrupted at its constant learning rate. Default False.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    data = collect(out, root)
+    summary = data.summary
+    log_line(
+        f"{summary.train_tokens:,} tokens of {len(summary.packages) + 1} packages to train on, {len(data.held_out):,} "
+        "held out"
+    )
+    interrupted = {name for name in PARTS if TrainingCheckpoints(out / name).find_latest() is not None}
+
+    def build(name: str, recipe: LlamaRecipe, loss: LossFunction) -> None:
+        run = PretrainingRun(recipe, data.train, out / name, loss, device, _bind_part(report, name), data.held_out)
+        _build_part(out, name, lambda folder: train(run, finish and name in interrupted))
+
+    build("target", target, compute_next_token_loss)
+    model = _load(out / "target")
+    build("draft", draft, make_distillation_loss(model.to(device)))
+    build("draft-undistilled", draft, compute_next_token_loss)
+    _build_part(
+        out, "ngram", lambda folder: build_table(data.library, data.held_out, folder, summary.library_description)
+    )
+    model.to("cpu")
+    figures = _measure_drafts(out, model, data)
+    for name in PARTS:
+        tokens.save_tokenizer(tokens.load_tokenizer(out), out / name)
+        recipe = target if name == "target" else draft
+        log = (out / name / "log.jsonl").read_text()
+        (out / name / "README.md").write_text(render_card(name, recipe, figures, summary, log))
+    train_heads(out, device, data.train, report, log_line, heads or HeadsPlan())
+    build_pair(out, device, tokens.load_tokenizer(out), *corpus.split(root), report, pair)
+    return figures["draft"]
+
+
+def _measure_drafts(out: Path, target: Any, data: Corpus) -> dict[str, PairMetrics]:
+    figures = {name: measure_pair(target, _load(out / name), data.held_out) for name in PARTS[1:]}
+    if len(data.held_out_packages) > MIN_HELD_OUT_TOKENS:
+        figures[HELD_OUT_PACKAGES_KEY] = measure_pair(target, _load(out / "draft"), data.held_out_packages)
+    (out / "figures.json").write_text(json.dumps({k: asdict(v) for k, v in figures.items()}, indent=1) + "\n")
+    return figures
+
+
+def install(out: Path, package: Path) -> None:
+    """Copy the finished models with their cards and logs from `out` to the zoo folder `package`."""
+    for name in ("target", "draft", "ngram", *list_recipes(), SEQ2SEQ, SEQ2SEQ_DRAFT):
+        shutil.rmtree(package / name, ignore_errors=True)
+        shutil.copytree(out / name, package / name, ignore=shutil.ignore_patterns("*checkpoint-*", "training.json"))
+
+
+def _build_part(out: Path, name: str, build: Callable[[Path], object]) -> None:
+    if not (out / name / "model.safetensors").exists():
+        build(out / name)
+
+
+def _load(folder: Path):  # type: ignore[no-untyped-def]  # a PreTrainedModel, which transformers leaves untyped
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+
+
+def _bind_part(report: PartProgressCallback, part: str) -> Callable[[int, int, float], None]:
+    return lambda step, steps, loss: report(part, step, steps, loss)

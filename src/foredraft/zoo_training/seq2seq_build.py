@@ -1,0 +1,121 @@
+"""Build of the built-in encoder-decoder pair from the prose of the standard library: target, draft model, cards."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from transformers import T5ForConditionalGeneration
+
+from foredraft.zoo.corpus import SourceFile
+from foredraft.zoo.prose import extract_passages
+from foredraft.zoo.typos import CLEAN_SHARE, WORD_ERROR_RATE
+from foredraft.zoo_training import tokens
+from foredraft.zoo_training.seq2seq import (
+    SEQ2SEQ_DRAFT_RECIPE,
+    SEQ2SEQ_RECIPE,
+    Seq2SeqJob,
+    Seq2SeqLoss,
+    Seq2SeqRecipe,
+    append_end_token,
+    compute_clean_loss,
+    make_distillation_loss,
+    train,
+)
+
+PartProgressCallback = Callable[[str, int, int, float], None]  # part, step, steps, loss
+TARGET_NAME, DRAFT_NAME = "seq2seq", "seq2seq_draft"
+
+
+@dataclass(frozen=True)
+class Seq2SeqPairRecipe:
+    """Recipes of the target and the draft model."""
+
+    target: Seq2SeqRecipe = SEQ2SEQ_RECIPE
+    draft: Seq2SeqRecipe = SEQ2SEQ_DRAFT_RECIPE
+
+
+PAIR_RECIPE = Seq2SeqPairRecipe()
+
+
+def build_pair(
+    out: Path,
+    device: str,
+    tokenizer: Tokenizer,
+    train_files: Sequence[SourceFile],
+    held_files: Sequence[SourceFile],
+    report: PartProgressCallback,
+    pair: Seq2SeqPairRecipe = PAIR_RECIPE,
+) -> None:
+    """Train both models into subfolders of `out`; a finished model is kept, an interrupted run is resumed.
+
+    Args:
+        out: folder of the models.
+        device: device of training.
+        tokenizer: built-in tokenizer.
+        train_files: files whose prose is trained on.
+        held_files: files whose prose is measured on.
+        report: called with model name, step, steps and loss.
+        pair: recipes of the two models.
+    """
+    passages, held_out = extract_passages(train_files), extract_passages(held_files)
+    end_tokenizer = append_end_token(tokenizer)
+    for name, recipe in ((TARGET_NAME, pair.target), (DRAFT_NAME, pair.draft)):
+        folder = out / name
+        if (folder / "README.md").exists():
+            continue
+        loss: Seq2SeqLoss = compute_clean_loss
+        if name == DRAFT_NAME:
+            teacher = T5ForConditionalGeneration.from_pretrained(out / TARGET_NAME, dtype=torch.bfloat16)
+            loss = make_distillation_loss(teacher.eval().to(device))
+
+        def progress(step: int, steps: int, value: float, part: str = name) -> None:
+            report(part, step, steps, value)
+
+        train(Seq2SeqJob(recipe, end_tokenizer, passages, held_out, folder, loss, device, progress))
+        tokens.save_tokenizer(end_tokenizer, folder)
+        (folder / "README.md").write_text(render_card(name, recipe, _read_last_evaluation(folder), len(passages)))
+
+
+def _read_last_evaluation(folder: Path) -> dict[str, float]:
+    """Return the last entry of the log that has figures of the held-out passages."""
+    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return next(row for row in reversed(rows) if "held_loss" in row)
+
+
+def render_card(name: str, recipe: Seq2SeqRecipe, figures: dict[str, float], count: int) -> str:
+    """Return the model card as Markdown.
+
+    Args:
+        name: `TARGET_NAME` or `DRAFT_NAME`.
+        recipe: recipe that the model was trained with.
+        figures: figures of `seq2seq.evaluate`.
+        count: number of training passages.
+    """
+    objective = "the clean passage" if name == TARGET_NAME else "the target's distribution, KL(p || q)"
+    use = (
+        '`foredraft generate --model builtin-seq2seq --spec-method aggressive "teh qiuck ..."`.'
+        if name == TARGET_NAME
+        else "Drafts for the other: `foredraft generate --model builtin-seq2seq --spec-method draft_model`."
+    )
+    lines = [
+        f"# Foredraft built-in {name}",
+        "",
+        "A small T5 that undoes typing errors in English prose about code, for trying speculative decoding on an",
+        f"encoder-decoder. It was trained on little text and handles few words. {use}",
+        "",
+        f"- Data: {count:,} passages of docstrings and comments of the standard library (`foredraft.zoo.prose`), none "
+        f"of the held-out modules; about {WORD_ERROR_RATE:.0%} of the words get a new error in each epoch "
+        "(`foredraft.zoo.typos`), "
+        f"{CLEAN_SHARE:.0%} of the passages stay clean.",
+        f"- Recipe: T5 with {recipe.encoder_layers} layers of encoder and {recipe.decoder_layers} of decoder, width "
+        f"{recipe.hidden}; trained on {objective}; {recipe.steps} steps of about {recipe.batch_tokens} tokens; Muon "
+        f"for matrices, AdamW for the rest, learning rate {recipe.learning_rate}, linear decay over the last "
+        f"{recipe.decay:.0%}; seed {recipe.seed}. `foredraft zoo train` repeats it.",
+        f"- Held-out passages, with the clean text before each position as the prefix: {figures['held_loss']:.3f} "
+        f"nats per token, {figures['held_right']:.1%} top-1 accuracy.",
+        "",
+    ]
+    return "\n".join(lines)
