@@ -164,8 +164,8 @@ def test_files_and_functions_stay_small(path):
 
 
 MAX_CLASS, MAX_ATTRIBUTES = 200, 12
-# Classes beyond the limits, with their present numbers of lines and attributes. The list may only shrink: whoever makes
-# a class smaller writes the new numbers, and a class within the limits leaves the list.
+# Classes beyond the limits, with their present numbers of lines and attributes. The list may only shrink: a change that
+# makes a class smaller writes the new numbers, and a class within the limits leaves the list.
 LARGE_CLASSES = {
     "Engine": (282, 11),
     "EnsembleDrafter": (333, 19),
@@ -174,7 +174,7 @@ LARGE_CLASSES = {
     "LLM": (350, 16),
     "PrefixCache": (220, 6),
     "Request": (72, 25),
-    "Scheduler": (231, 12),
+    "Scheduler": (230, 12),
     "TrainLoop": (152, 21),
     "Transcript": (282, 32),
     "Worker": (232, 18),
@@ -294,7 +294,7 @@ METHOD_FOLDERS = find_method_folders()
 DIRECT_IMPORTS = {
     ("drafter_factory.py", "aggressive"): "predictions are an option of requests, beside every method",
     ("drafter_factory.py", "ensemble"): "so is the drafter that tries the prediction first",
-    ("zoo/ngram.py", "ngram_lm"): "builds and measures the built-in table",
+    ("zoo_training/ngram.py", "ngram_lm"): "builds and measures the built-in table",
 }
 
 
