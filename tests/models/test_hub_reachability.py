@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as hf
-from models.families import TINY
 
 from foredraft.errors import ForedraftError
 from foredraft.files import hub
 from foredraft.models.loading import load_model
+from tests.support.families import TINY
 
 CPU = torch.device("cpu")
 COMMIT = "0" * 40

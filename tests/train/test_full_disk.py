@@ -23,7 +23,7 @@ from tests.support import train_fakes
 from foredraft.train.run import train
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))
 try:
-    train(train_fakes.plan(Path(sys.argv[1])), module=train_fakes.LINEAR)
+    train(train_fakes.plan(Path(sys.argv[1])), method=train_fakes.LINEAR)
 except ForedraftError as error:
     print("refused:", error)
 """
