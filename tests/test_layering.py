@@ -171,7 +171,7 @@ LARGE_CLASSES = {
     "EnsembleDrafter": (333, 19),
     "GrammarMatcher": (130, 16),
     "HFModel": (205, 8),
-    "LLM": (350, 16),
+    "LLM": (340, 15),
     "PrefixCache": (220, 6),
     "Request": (72, 25),
     "Scheduler": (230, 12),
