@@ -96,14 +96,14 @@ def list_timed_methods(llm: LLM) -> list[tuple[object, str, str]]:
         (engine, "step", STEP),
         (engine.target, "forward", "target"),
         (engine_module, "collect_output", "sampling and verification"),
-        (scheduler, "schedule", "scheduling"),
+        (engine, "_plan", "scheduling"),
         (scheduler, "commit", "commit"),
-        (scheduler, "finish", "ends"),
+        (engine, "_remove", "ends"),
         (engine, "_build_forward_batch", "window"),
-        (engine, "_push_to_transcripts", "text"),
+        (engine, "_append_tokens", "text"),
         (engine, "_emit_deltas", "deltas"),
-        (engine_module, "compact_accepted", "moving KV"),
-        (engine_module, "_prepend_chunks", "prompt chunks"),
+        (engine, "_compact_kv", "moving KV"),
+        (engine_module, "prepend_chunks", "prompt chunks"),
         (engine.length_policy, "allocate", "controller"),
         (engine.length_policy, "record_step", "controller"),
         (engine.drafter, "propose", "sandbox of the drafter"),
@@ -113,7 +113,7 @@ def list_timed_methods(llm: LLM) -> list[tuple[object, str, str]]:
         methods += [(drafter, name, "drafter") for name in ("propose", "observe", "forget")]
     prefix = getattr(scheduler, "prefix_cache", None)
     if prefix is not None:
-        methods += [(prefix, name, "prefix cache") for name in ("match", "apply_hit", "insert", "release")]
+        methods += [(prefix, name, "prefix cache") for name in ("match", "acquire", "insert", "release")]
     return methods
 
 

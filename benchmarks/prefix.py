@@ -21,10 +21,9 @@ from pathlib import Path
 
 from foredraft import LLM, Completion, Sampling
 from foredraft.bench import methods
-from foredraft.cli.speed_figures import sum_stats
 from foredraft.drafters.registry import load_methods
 from foredraft.llm import MemoryLimits
-from foredraft.outputs import Stats
+from foredraft.outputs import Stats, sum_stats
 from foredraft.request import RequestOptions
 from foredraft.zoo.corpus import make_held_out_prompts
 

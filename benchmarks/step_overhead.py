@@ -142,7 +142,7 @@ def attach_timers(engine: Engine) -> StepTimers:
     timers.wrap(engine.drafter, "propose", "propose")
     timers.wrap(engine, "_build_forward_batch", "window")
     timers.wrap(engine.target, "forward", "forward")
-    timers.wrap(engine, "_push_to_transcripts", "text")
+    timers.wrap(engine, "_append_tokens", "text")
     timers.wrap(engine.drafter, "observe", "observe")
     timers.wrap(engine.scheduler, "commit", "commit")
     timers.wrap(engine, "_emit_deltas", "publish")

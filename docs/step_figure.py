@@ -3,18 +3,16 @@
 from pathlib import Path
 
 STEPS = (
-    ("Scheduler.schedule", "requests, prompt chunks, draft budgets, pages"),
-    ("Drafter.propose", "one small tree per request"),
-    ("token tree", "uncomputed tokens before each root"),
-    ("LM.forward", "one forward pass of the target: logits, hidden states"),
-    ("distribution", "logits to p, row by row on demand"),
-    ("rule", "match, reject, block or typical: the accepted path of each request"),
+    ("plan", "draft KV to flush, requests to preempt; then the batch, draft budgets, pages"),
+    ("propose", "one small tree per request; uncomputed tokens before each root"),
+    ("forward", "one forward pass of the target: logits, hidden states"),
+    ("verify", "logits to p, row by row; match, reject, block or typical: accepted paths"),
     ("append tokens", "end at end id, stop string or length"),
-    ("compact_accepted", "KV of the accepted path to the front"),
-    ("Drafter.observe", "path, tokens, hidden states"),
-    ("Scheduler.commit", "advance requests, return pages"),
+    ("compact KV", "KV of the accepted path to the front"),
+    ("observe", "paths, tokens, hidden states for the drafter"),
+    ("commit", "advance requests, return pages"),
     ("emit deltas", "text to the readers; finished requests leave"),
-    ("DraftLengthPolicy.record_step", "cost and outcome of every draft"),
+    ("finish step", "report of sizes, times and drafts: the StepResult"),
 )
 WIDTH, HEIGHT, GAP, LEFT, TOP = 230, 30, 12, 40, 10
 

@@ -57,10 +57,10 @@ def test_the_drafter_of_the_page_drafts_and_leaves_the_output_unchanged(drafter_
 
 
 def test_the_module_form_of_the_drafter_is_a_method(drafter_names, target):
-    made = drafter_names["create"](drafter_names["Config"](), DrafterContext(target.target.vocab_size))
+    method = drafter_names["METHOD"]
+    made = method.create(method.config(), DrafterContext(target.target.vocab_size))
     assert isinstance(made, drafter_names["PairDrafter"])
-    assert {"METHOD", "Config", "create"} <= set(drafter_names)
-    assert drafter_names["METHOD"] not in load_methods(), "the page's example has the name of a real method"
+    assert method.name not in load_methods(), "the page's example has the name of a real method"
 
 
 def test_the_example_of_use_runs(drafter_names):

@@ -1,6 +1,8 @@
 """Results of the public API: completions, deltas of a stream, log-probabilities and statistics."""
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from itertools import zip_longest
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -49,6 +51,15 @@ class Stats:
     def per_position(self) -> tuple[float, ...]:
         """Share of all drafts that were accepted to depth i + 1 or deeper (unconditional)."""
         return tuple(count / self.num_drafts for count in self.accepted_at) if self.num_drafts else ()
+
+
+def sum_stats(stats: Iterable[Stats]) -> Stats:
+    """Return the sum of the counts and times, so that every rate is a mean over all target passes."""
+    rows = list(stats)
+    names = [spec.name for spec in fields(Stats) if spec.name != "accepted_at"]
+    sums = {name: sum(getattr(row, name) for row in rows) for name in names}
+    accepted_at = tuple(sum(column) for column in zip_longest(*(row.accepted_at for row in rows), fillvalue=0))
+    return Stats(**sums, accepted_at=accepted_at)
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,8 @@ from rich.console import Console
 from foredraft.cli.backend import CliBackend, CliGenerator, ZooTrainingOptions
 from foredraft.cli.options import ModelOptions
 from foredraft.cli.progress import ProgressBar
-from foredraft.cli.speed_figures import sum_stats
-from foredraft.cli.version import read_cpu_features
-from foredraft.outputs import Stats
+from foredraft.kernels.cpu.features import read_cpu_features
+from foredraft.outputs import Stats, sum_stats
 from tests.support.cli_fakes import FakeBackend
 
 

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from foredraft.draft_length.adaptive import WARMUP_NODES, AdaptiveLengthPolicy
+from foredraft.draft_length.adaptive import AdaptiveLengthPolicy
 from foredraft.draft_length.costs import CostCurve
+from foredraft.draft_length.observer import WARMUP_NODES
 from foredraft.draft_length.policy import DraftCandidate, DraftOutcome, FixedLengthPolicy, StepReport
 from foredraft.draft_length.probes import PROBE_NODES, PROBE_STEPS
 from tests.support.simulated_engine import (
@@ -238,10 +239,10 @@ def test_forgotten_slots_leave_nothing():
     world = SimulatedEngine(bend, draft=0.1, load=lambda step: 4, life=40, accept=constant(0.6))
     lengths, _ = simulate(world, 400)
     lengths.forget(range(16))
-    assert not lengths._unread._first_unread_step
+    assert not lengths.observer.unread._first_unread_step
     assert not lengths._probes.slots
-    assert not lengths.survival._accepted_rates._tally_by_slot
-    assert not lengths.survival._drafted_rates._tally_by_slot
+    assert not lengths.observer.survival._accepted_rates._tally_by_slot
+    assert not lengths.observer.survival._drafted_rates._tally_by_slot
 
 
 def test_steps_without_a_scored_row_are_harmless():

@@ -5,16 +5,17 @@ size reaching the embedding, NaN in q turning into token 0, an exception that en
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
 from foredraft import Sampling
 from foredraft.drafters.draft import to_token_tree
-from foredraft.engine.sandbox import MAX_FAILURES
+from foredraft.drafters.failure_backoff import FailureBackoff
+from foredraft.engine.sandbox import MAX_FAILURES, SandboxedDrafter
 from foredraft.request import Batch
-from foredraft.tree import TokenTree
+from foredraft.tree import Commit, TokenTree
 from tests.support import engine_fakes
 from tests.support.engine_fakes import ScriptedDrafter, TableLM
 
@@ -217,3 +218,53 @@ def test_random_faults_change_no_text() -> None:
         assert texts(drafter) == PLAIN
         accepted += sum(sum(commit.counts) - len(commit.counts) for commit in drafter.observed)
     assert accepted > 100
+
+
+class CountingSandbox(SandboxedDrafter):
+    """A sandbox that counts its validations."""
+
+    num_validated = 0
+
+    def _validate_tree(self, batch: Batch, tree: TokenTree) -> str | None:
+        self.num_validated += 1
+        return super()._validate_tree(batch, tree)
+
+
+class Passing:
+    """A drafter that passes on the tree of a member's sandbox, or the one before it."""
+
+    def __init__(self, member: CountingSandbox, is_late: bool) -> None:
+        self.member, self.is_late = member, is_late
+        self.hidden_layers, self.max_nodes = member.hidden_layers, member.max_nodes
+        self.trees: list[TokenTree] = []
+
+    @property
+    def backoffs(self) -> tuple[FailureBackoff, ...]:
+        return self.member.backoffs
+
+    def propose(self, batch: Batch) -> TokenTree:
+        self.trees.append(self.member.propose(batch))
+        return self.trees[-2 if self.is_late and len(self.trees) > 1 else -1]
+
+    def observe(self, batch: Batch, commit: Commit) -> None:
+        self.member.observe(batch, commit)
+
+    def forget(self, slots: Sequence[int]) -> None:
+        self.member.forget(slots)
+
+
+def test_a_tree_is_validated_once_however_many_sandboxes_it_passes() -> None:
+    member = CountingSandbox(ScriptedDrafter(change_draft(lambda batch, tree: tree)), V)
+    outer = CountingSandbox(Passing(member, is_late=False), V)
+    assert texts(outer) == PLAIN
+    assert member.num_validated > 5
+    assert outer.num_validated == 0
+    assert not outer.num_failures
+
+
+def test_a_validated_tree_of_another_step_is_validated_again() -> None:
+    """Guards a composition that returns a tree of the step before: its root is no longer the last token."""
+    member = CountingSandbox(ScriptedDrafter(change_draft(lambda batch, tree: tree)), V)
+    outer = CountingSandbox(Passing(member, is_late=True), V)
+    assert texts(outer) == PLAIN
+    assert outer.failures["malformed"] >= MAX_FAILURES

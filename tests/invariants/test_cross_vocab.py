@@ -20,11 +20,11 @@ from foredraft.drafters.draft import Draft
 from foredraft.drafters.draft_model.cross_vocab.base import CrossVocabDrafter, CrossVocabState
 from foredraft.drafters.draft_model.cross_vocab.slem import SlemDrafter
 from foredraft.drafters.draft_model.cross_vocab.tli import TliDrafter
-from foredraft.drafters.draft_model.cross_vocab.token_vocabulary import TokenizerVocabulary
 from foredraft.drafters.draft_model.cross_vocab.vocab_map import VocabMap
 from foredraft.drafters.method import DrafterContext
 from foredraft.sampling.distribution import TokenHistory, distribution
 from foredraft.sampling.params import Sampling
+from foredraft.tokenization.byte_vocabulary import TokenizerVocabulary
 from tests.support.engine_fakes import TableLM, make_engine, make_transcript, run
 from tests.support.statistical_checks import ALPHA, chi_square
 from tests.support.tiny_vocabularies import letter_tokenizer

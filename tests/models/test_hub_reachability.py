@@ -10,8 +10,8 @@ import pytest
 import torch
 import transformers as hf
 
-from foredraft.checkpoints import hub
 from foredraft.errors import ForedraftError
+from foredraft.files import hub
 from foredraft.models.loading import load_model
 from tests.support.families import TINY
 

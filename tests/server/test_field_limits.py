@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from foredraft.json_depth import measure_depth
+from foredraft.sampling.json_depth import measure_depth
 from foredraft.server.errors import ApiError
 from foredraft.server.json_body import parse
 from foredraft.server.settings import RequestLimits, ServerSettings

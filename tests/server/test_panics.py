@@ -10,9 +10,9 @@ from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
 from foredraft import LLM, ForedraftError, Sampling
-from foredraft.engine.detokenize import WindowDetokenizer
 from foredraft.errors import is_panic
 from foredraft.server.settings import ServerSettings
+from foredraft.tokenization.detokenizer import WindowDetokenizer
 from tests.support import tiny_models
 from tests.support.server.live_server import NAME, RunningServer, run_server
 

@@ -14,10 +14,10 @@ from foredraft.drafters.common.tree_builder import TreeOptions
 from foredraft.drafters.draft_model.cross_vocab.base import CrossVocabDrafter
 from foredraft.drafters.draft_model.cross_vocab.slem import SlemDrafter
 from foredraft.drafters.draft_model.cross_vocab.tli import TliDrafter
-from foredraft.drafters.draft_model.cross_vocab.token_vocabulary import TokenizerVocabulary
 from foredraft.drafters.draft_model.cross_vocab.vocab_map import VocabMap
 from foredraft.drafters.method import DrafterContext
 from foredraft.models.hf import HFModel
+from foredraft.tokenization.byte_vocabulary import TokenizerVocabulary
 from tests.support import tiny_models
 
 CROSS_VOCAB_CASES = ("draft_model, slem", "draft_model, tli", "draft_model, tli tree")  # names in `methods_made.MADE`

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from foredraft import ForedraftError
-from foredraft.zoo.collect import SUMMARY_FILE, TRAIN_FILE, collect
 from foredraft.zoo.corpus import SourceFile
-from foredraft.zoo.duplicates import DuplicateFilter
-from foredraft.zoo.licences import find_permissive_licence
-from foredraft.zoo.packages import Package, cap_shares, find_packages, is_usable_source, strip_licence
+from foredraft.zoo_training.collect import SUMMARY_FILE, TRAIN_FILE, collect
+from foredraft.zoo_training.duplicates import DuplicateFilter
+from foredraft.zoo_training.licences import find_permissive_licence
+from foredraft.zoo_training.packages import Package, cap_shares, find_packages, is_usable_source, strip_licence
 
 WORDS = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda sigma omega parse write read merge".split()
 

@@ -8,9 +8,9 @@ import torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from foredraft import zoo
-from foredraft.zoo import tokens
 from foredraft.zoo.corpus import SourceFile
-from foredraft.zoo.seq2seq import (
+from foredraft.zoo_training import tokens
+from foredraft.zoo_training.seq2seq import (
     IGNORE_INDEX,
     SEQ2SEQ_RECIPE,
     Seq2SeqBatch,
@@ -21,7 +21,7 @@ from foredraft.zoo.seq2seq import (
     make_batches,
     train,
 )
-from foredraft.zoo.seq2seq_build import Seq2SeqPairRecipe, build_pair
+from foredraft.zoo_training.seq2seq_build import Seq2SeqPairRecipe, build_pair
 
 TEXTS = [f"The value number {i} is returned to the caller of this function." for i in range(40)]
 TINY = replace(
@@ -65,7 +65,7 @@ def test_padding_changes_no_loss(tokenizer):
 
 
 def _config():
-    from foredraft.zoo.seq2seq import build_model
+    from foredraft.zoo_training.seq2seq import build_model
 
     return build_model(TINY).config
 
@@ -81,7 +81,7 @@ def test_a_stopped_run_goes_on_where_it_was(tokenizer, tmp_path: Path):
     seen: list[int] = []
     train(replace(job, progress=lambda step, steps, loss: seen.append(step)))
     assert seen == [3, 4]
-    assert not job.checkpoint_path.exists()
+    assert job.checkpoints.find_latest() is None
 
 
 def test_the_pair_loads_in_transformers_and_says_what_it_is(tmp_path: Path):

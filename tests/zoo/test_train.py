@@ -12,15 +12,16 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from foredraft import LLM, ForedraftError, Sampling
-from foredraft.zoo import build, corpus
-from foredraft.zoo.batches import WindowBatches
-from foredraft.zoo.heads import HeadsPlan, list_recipes
-from foredraft.zoo.measure import PairMetrics, measure_pair
-from foredraft.zoo.recipe import TARGET_RECIPE, LlamaRecipe, TrainStage
-from foredraft.zoo.seq2seq import SEQ2SEQ_DRAFT_RECIPE, SEQ2SEQ_RECIPE
-from foredraft.zoo.seq2seq_build import Seq2SeqPairRecipe
-from foredraft.zoo.train import PretrainingRun, compute_rate_scale, make_distillation_loss, stack_layers, train
-from foredraft.zoo.train import build_model as untrained
+from foredraft.zoo import corpus
+from foredraft.zoo_training import build
+from foredraft.zoo_training.batches import WindowBatches
+from foredraft.zoo_training.heads import HeadsPlan, list_recipes
+from foredraft.zoo_training.measure import PairMetrics, measure_pair
+from foredraft.zoo_training.recipe import TARGET_RECIPE, LlamaRecipe, TrainStage
+from foredraft.zoo_training.seq2seq import SEQ2SEQ_DRAFT_RECIPE, SEQ2SEQ_RECIPE
+from foredraft.zoo_training.seq2seq_build import Seq2SeqPairRecipe
+from foredraft.zoo_training.train import PretrainingRun, make_distillation_loss, make_schedule, stack_layers, train
+from foredraft.zoo_training.train import build_model as untrained
 
 TINY = LlamaRecipe(
     hidden=32, intermediate=48, heads=2, kv_heads=1, batch_tokens=64, micro_tokens=32, warmup=1,
@@ -129,7 +130,7 @@ def test_an_interrupted_run_resumes_to_the_same_weights(tmp_path):
     resumed = train(cut).state_dict()
     for name, weight in whole.items():
         assert torch.equal(weight, resumed[name]), name
-    assert not cut.decay_checkpoint.exists()
+    assert cut.decay_checkpoints.find_latest() is None
     saved = load_file(tmp_path / "cut" / "model.safetensors")
     assert "lm_head.weight" not in saved, "tied embeddings are stored once"
 
@@ -145,9 +146,9 @@ def test_stacking_repeats_the_layers_in_order():
 
 def test_the_rate_warms_up_at_every_depth_and_ends_at_zero():
     recipe = replace(TINY, stages=(TrainStage(1, 16, 100),), warmup=10, decay=0.5)
-    assert [compute_rate_scale(recipe, step, 0, None) for step in (0, 4, 9, 50)] == [0.1, 0.5, 1, 1]
-    assert compute_rate_scale(recipe, 60, 60, None) == 0.1
-    falling = [compute_rate_scale(recipe, step, 0, 100) for step in range(100, 151)]
+    assert [make_schedule(recipe, 0, None).compute_scale(step) for step in (0, 4, 9, 50)] == [0.1, 0.5, 1, 1]
+    assert make_schedule(recipe, 60, None).compute_scale(60) == 0.1
+    falling = [make_schedule(recipe, 0, 100).compute_scale(step) for step in range(100, 151)]
     assert falling[0] == 1
     assert falling[-1] == 0
     assert falling == sorted(falling, reverse=True)
@@ -179,7 +180,7 @@ def test_a_run_finished_early_keeps_its_checkpoint_and_can_go_on(tmp_path):
     assert train(run, finish=True).config.num_hidden_layers == 2
     rows = [json.loads(line) for line in (tmp_path / "cut" / "log.jsonl").read_text().splitlines()]
     assert rows[-1]["decay_from"] == 2
-    assert torch.load(run.constant_checkpoint, weights_only=True)["step"] == 2
+    assert run.checkpoints.find_latest().name == "checkpoint-2"
     whole = train(replace(run, folder=tmp_path / "whole")).state_dict()
     resumed = train(run).state_dict()
     assert all(torch.equal(weight, resumed[name]) for name, weight in whole.items())
@@ -204,7 +205,7 @@ def test_a_signal_saves_a_checkpoint_after_the_step_under_way(tmp_path):
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(KeyboardInterrupt):
         train(run)
-    assert torch.load(run.constant_checkpoint, weights_only=True)["step"] == 3
+    assert run.checkpoints.find_latest().name == "checkpoint-3"
     assert signal.getsignal(signal.SIGTERM) is before
 
 

@@ -13,9 +13,8 @@ from typing import Any, Protocol
 
 from foredraft.bench.methods import PLAIN
 from foredraft.bench.questions import PromptBuilder, Question
-from foredraft.cli.speed_figures import sum_stats
 from foredraft.errors import ForedraftError
-from foredraft.outputs import Completion, Stats
+from foredraft.outputs import Completion, Stats, sum_stats
 from foredraft.sampling.params import Sampling
 from foredraft.verification.registry import RULES
 

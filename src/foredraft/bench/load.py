@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Protocol
 
-from foredraft.cli.speed_figures import sum_stats
 from foredraft.errors import ForedraftError
-from foredraft.outputs import Stats
+from foredraft.outputs import Stats, sum_stats
 
 OFF, AUTO = "off", "auto"  # modes without drafts and with the adaptive draft length
 EXTRA_TOKENS = 64  # KV slots of a request beyond its tokens: its draft and the unused end of its last page

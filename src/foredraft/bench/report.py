@@ -131,7 +131,7 @@ def describe_machine() -> dict[str, Any]:
     import transformers
 
     import foredraft
-    from foredraft.cli.version import read_cpu_features
+    from foredraft.kernels.cpu.features import read_cpu_features
 
     return {
         "foredraft": foredraft.__version__,

@@ -3,14 +3,15 @@
 from pathlib import Path
 from typing import Any
 
-from foredraft.checkpoints import hub, target_identity
-from foredraft.checkpoints.file_checks import read_json
+from foredraft.checkpoints import target_identity
 from foredraft.checkpoints.formats import CheckpointFormats
 from foredraft.checkpoints.recognise import recognise_layout
 from foredraft.checkpoints.schema import Checkpoint, TargetInfo
 from foredraft.checkpoints.target_reference import find_target
 from foredraft.checkpoints.tensors import TensorFiles, open_tensors
 from foredraft.errors import ForedraftError
+from foredraft.files import hub
+from foredraft.files.file_checks import read_json
 
 
 def recognise_folder(folder: str | Path, formats: CheckpointFormats) -> tuple[str, str]:

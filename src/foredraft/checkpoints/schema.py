@@ -1,4 +1,4 @@
-"""What a drafter's checkpoint is after reading: weights under internal names, and the shape that documents them."""
+"""Checkpoint of a drafter after reading: weights under internal names, and the shape that documents them."""
 
 from dataclasses import dataclass, field
 from typing import Any

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 from transformers import AutoConfig
 
-from foredraft.checkpoints import hub
-from foredraft.checkpoints.file_checks import read_json
 from foredraft.checkpoints.schema import TargetInfo
 from foredraft.errors import ForedraftError
+from foredraft.files import hub
+from foredraft.files.file_checks import read_json
 
 MAX_REASON_LENGTH = 160  # characters of an error of transformers that are repeated
 

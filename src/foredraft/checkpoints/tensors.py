@@ -11,9 +11,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from foredraft.checkpoints.file_checks import check_regular_file, read_json
-from foredraft.checkpoints.header import read_header
 from foredraft.errors import ForedraftError
+from foredraft.files.file_checks import check_regular_file, read_json
+from foredraft.files.header import read_header
 
 DTYPES = {
     "F64": torch.float64,

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from foredraft.checkpoints.disk import convert_write_errors, replace_text
 from foredraft.checkpoints.layouts import CheckpointLayout
+from foredraft.files.disk import convert_write_errors, replace_text
 
 
 def save(

@@ -187,8 +187,8 @@ class CliBackend:
         """Train the built-in models into the folder `out`; an interrupted run is resumed."""
         import torch
 
-        from foredraft.zoo.build import build_all
-        from foredraft.zoo.recipe import DRAFT_RECIPE, TARGET_RECIPE
+        from foredraft.zoo_training.build import build_all
+        from foredraft.zoo_training.recipe import DRAFT_RECIPE, TARGET_RECIPE
 
         if options.threads is not None:
             torch.set_num_threads(options.threads)
@@ -204,7 +204,7 @@ class CliBackend:
     def install(self, out: Path) -> None:
         """Replace the built-in models of this installation by the models in the folder `out`."""
         from foredraft import zoo
-        from foredraft.zoo.build import install
+        from foredraft.zoo_training.build import install
 
         install(out, Path(zoo.__path__[0]))
 
@@ -239,7 +239,7 @@ def resolve_single_method(options: ModelOptions, backend: CliBackend, command_na
 
 def load_llm(options: ModelOptions, method: str, limits: "MemoryLimits | None" = None) -> "LLM":
     """Load the target with a drafter. Raises ForedraftError if that is impossible."""
-    from foredraft import LLM
+    from foredraft.llm import LLM
 
     silence_transformers()
     return LLM(

@@ -83,9 +83,9 @@ def measure_latency(ctx: typer.Context, options: LatencyOptions) -> None:
 
 
 def _build_latency_job(options: LatencyOptions, step: Callable[[str], None]) -> "LatencyBench":
-    from foredraft import LLM
     from foredraft.bench import latency_report, methods, questions, verify_cost
     from foredraft.drafters.registry import load_methods as registered
+    from foredraft.llm import LLM
 
     method_names = sorted(registered())
     plan = latency_report.LatencyBenchPlan(
@@ -183,10 +183,9 @@ def measure_load(ctx: typer.Context, options: LoadOptions) -> None:
 
 
 def _build_load_job(options: LoadOptions, step: Callable[[str], None]) -> "LoadJob":
-    from foredraft import LLM
     from foredraft.bench import load_report, methods
     from foredraft.drafters.registry import load_methods as registered
-    from foredraft.llm import MemoryLimits
+    from foredraft.llm import LLM, MemoryLimits
 
     plan = options.build_plan()
     method = methods.parse(options.method, sorted(registered()))

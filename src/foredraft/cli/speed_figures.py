@@ -2,27 +2,14 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
-from foredraft.outputs import Completion, Stats
+from foredraft.outputs import Completion, Stats, sum_stats
 
 if TYPE_CHECKING:
     from foredraft.verification.rule import Rule
-
-
-def sum_stats(stats: Iterable[Stats]) -> Stats:
-    """Return the sum of the counts and times, so that every rate is a mean over all target passes."""
-    rows = list(stats)
-    sums = {spec.name: sum(getattr(row, spec.name) for row in rows) for spec in _list_number_fields()}
-    accepted_at = tuple(sum(column) for column in zip_longest(*(row.accepted_at for row in rows), fillvalue=0))
-    return Stats(**sums, accepted_at=accepted_at)
-
-
-def _list_number_fields() -> list[dataclasses.Field[Any]]:
-    return [spec for spec in dataclasses.fields(Stats) if spec.name != "accepted_at"]
 
 
 @dataclass(frozen=True)

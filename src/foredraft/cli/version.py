@@ -4,15 +4,12 @@ import json
 import platform
 import sys
 from importlib import metadata
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 import foredraft
-
-# CPU features that decide the speed of a forward pass, as /proc/cpuinfo names them.
-CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "bf16", "sve")
+from foredraft.kernels.cpu.features import read_cpu_features
 
 
 def collect_facts() -> dict[str, Any]:
@@ -34,19 +31,6 @@ def collect_facts() -> dict[str, Any]:
         "kernels": None if native is None else native.instruction_set,
         "cuda": torch.cuda.get_device_name(0) if has_cuda else None,
     }
-
-
-def read_cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
-    """Return the `CPU_FEATURES` of this machine; without the file, torch's name for its best code path."""
-    import torch
-
-    try:
-        text = cpuinfo.read_text(errors="replace")
-    except OSError:
-        return [torch.backends.cpu.get_cpu_capability()]
-    lines = [line for line in text.splitlines() if line.lower().startswith(("flags", "features"))]
-    flags = set(lines[0].split(":", 1)[1].split()) if lines else set()
-    return [name for name in CPU_FEATURES if name in flags]
 
 
 def print_version(

@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 
 from foredraft.draft_length.policy import DraftCandidate, DraftLengthPolicy
+from foredraft.engine.step_chunks import Chunk
 from foredraft.kv.allocator import OutOfPagesError, PageAllocator
 from foredraft.request import Request
-
-Chunk = tuple[Request, int]  # a request, and the number of committed tokens that it computes in a step
 
 
 def grant_draft_nodes(

@@ -26,6 +26,7 @@ from foredraft.engine.scheduler import NO_RELEASES, Scheduler, SchedulerLimits
 from foredraft.engine.step_clock import StepClock
 from foredraft.engine.step_output import append_tokens, emit_deltas
 from foredraft.engine.step_result import NO_STEP, StepResult, collect_outcomes, count_attended_tokens
+from foredraft.engine.step_tree import prepend_chunks
 from foredraft.engine.target_output import TargetOutput, collect_output
 from foredraft.engine.transcript import Transcript
 from foredraft.errors import ForedraftError
@@ -212,28 +213,21 @@ class Engine:
         return self.scheduler.schedule(self.drafter.max_nodes, self.length_policy, allowed)
 
     def _propose(self, batch: Batch) -> TokenTree:
-        """Return the tree to verify: each request's chunk of uncomputed tokens, then its draft.
-
-        The drafter's tree begins with the last token of the chunk. If that is the last committed token, it is the root.
-        Otherwise every token of the chunk has a committed successor, and the tree has no root and no draft.
-        """
+        """Return the tree to verify: each request's chunk of uncomputed tokens, then its draft."""
         self.clock.start_part()
         draft = self.drafter.propose(batch)
         self.clock.end_propose()
-        if max(batch.num_new_tokens) == 1 and all(batch.needs_logits):
-            return draft  # every chunk is the root alone
-        prefixes, committed_next = [], []
-        for request, chunk in zip(batch.requests, batch.num_new_tokens, strict=True):
-            start, end = request.num_computed, request.num_computed + chunk
-            prefixes.append(request.get_tokens(start, end - 1))  # the chunk without its last token, which `draft` has
-            # The successor of each token of the chunk. The last committed token has none; `get_tokens` stops there.
-            committed_next.append(request.get_tokens(start + 1, end + 1))
-        return draft.prepend_committed(prefixes, committed_next)
+        return prepend_chunks(batch, draft)
 
     def _forward(self, batch: Batch, tree: TokenTree) -> TargetOutput:
         """Run the target's forward pass over the nodes of the tree."""
+        forward_batch, with_prompt_logits = self._build_forward_batch(batch, tree)
+        logits, features = self.target.forward(forward_batch, self.drafter.hidden_layers)
+        return collect_output(batch, tree, logits, features, with_prompt_logits)
+
+    def _build_forward_batch(self, batch: Batch, tree: TokenTree) -> tuple[ForwardBatch, list[int]]:
+        """Build the forward batch. Returns it with the batch indices of requests that need prompt logits too."""
         requests = batch.requests
-        # Batch indices of requests that need the logits of their prompt tokens too.
         with_prompt_logits = [
             b
             for b, r in enumerate(requests)
@@ -248,8 +242,7 @@ class Engine:
             full_logit_requests=with_prompt_logits,
             sources=[r.source for r in requests],  # encoder inputs; None for decoder-only models
         )
-        logits, features = self.target.forward(forward_batch, self.drafter.hidden_layers)
-        return collect_output(batch, tree, logits, features, with_prompt_logits)
+        return forward_batch, with_prompt_logits
 
     def _verify(self, batch: Batch, tree: TokenTree, output: TargetOutput) -> Commit:
         requests = batch.requests

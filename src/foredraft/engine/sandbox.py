@@ -3,7 +3,6 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
 from typing import TypeVar
 
 from foredraft.drafters.draft import root_tree
@@ -17,6 +16,7 @@ from foredraft.drafters.request_snapshot import (
     call_isolated,
     restore_requests,
 )
+from foredraft.engine.tree_validation import ValidatedTree, find_tree_fault
 from foredraft.errors import ForedraftError
 from foredraft.kv.draft_kv import DraftKV
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
@@ -36,7 +36,8 @@ class SandboxedDrafter:
     A slow proposal (`ProposalTimeLimit`) is used, but counts as a failure. A proposal that never returns blocks the
     engine, because a thread cannot be stopped; the worker's heartbeat reports that.
 
-    If the drafter has sandboxed members (an ensemble), timing and request checks are left to their sandboxes.
+    If the drafter has sandboxed members (an ensemble), timing and request checks are left to their sandboxes. A
+    member's tree that the drafter passes on as it is was validated there, and is not validated again.
     """
 
     def __init__(
@@ -147,18 +148,19 @@ class SandboxedDrafter:
         start = self._clock()
         kind: FailureKind = "raised"
         fault: str | None = None
-        tree = None
+        tree, is_validated = None, False
         try:
             proposal = drafter.propose(batch)
             seconds, kind = self._clock() - start, "malformed"
-            tree = TokenTree.copy(proposal)  # the drafter may change its own object later
+            is_validated = type(proposal) is ValidatedTree and proposal.is_valid_for(batch)  # by a member's sandbox
+            tree = proposal if is_validated else ValidatedTree.from_proposal(proposal, batch)
         except Exception as error:  # untrusted code may raise any exception
             seconds, fault = self._clock() - start, f"{type(error).__name__}: {error}"
         finally:  # requests are restored even if a KeyboardInterrupt passes through
             mutation = restore_requests(snapshots)
         if mutation is not None:
             kind, fault = "mutated", mutation
-        elif tree is not None:
+        elif tree is not None and not is_validated:
             fault = self._validate_tree(batch, tree)
         if fault is not None or tree is None:
             self.backoff.record_failure(kind, f"propose: {fault}", seconds)
@@ -210,54 +212,9 @@ class SandboxedDrafter:
 
     def _validate_tree(self, batch: Batch, tree: TokenTree) -> str | None:
         try:
-            return self._find_tree_fault(batch, tree)
+            return find_tree_fault(batch, tree, self.vocab_size)
         except Exception as error:  # the fields of the tree may have any type
             return f"{type(error).__name__}: {error}"
-
-    def _find_tree_fault(self, batch: Batch, tree: TokenTree) -> str | None:
-        """Explain why the tree cannot be verified. Returns None if it can."""
-        if len(tree.sizes) != len(batch):
-            return f"{len(tree.sizes)} trees for {len(batch)} requests"
-        if tree.committed_next is not None:
-            return "committed_next is set, which only the engine may do"
-        for b in range(len(batch)):
-            fault = self._find_request_fault(batch, tree, b)
-            if fault is not None:
-                return fault
-        if tree.q is not None:
-            rows = sum(size for size, scored in zip(tree.sizes, batch.needs_logits, strict=True) if scored)
-            if tuple(tree.q.shape) != (rows, self.vocab_size):
-                return f"q has shape {tuple(tree.q.shape)}, not {(rows, self.vocab_size)}"
-            if (
-                tree.num_sampled_children is not None
-                and [type(count) for count in tree.num_sampled_children] != [int] * rows
-            ):
-                return f"num_sampled_children is not {rows} integers, one per row of q"
-        return None
-
-    def _find_request_fault(self, batch: Batch, tree: TokenTree, b: int) -> str | None:
-        tokens, parents = tree.tokens[b], tree.parents[b]
-        if not all(type(number) is int for number in chain(tokens, parents)):
-            return "a token or a parent is not an integer"
-        if tokens[:1] != [batch.get_root_token(b)]:
-            return "node 0 is not the last committed token"
-        if len(tokens) - 1 > batch.granted_nodes[b]:
-            return f"{len(tokens) - 1} nodes drafted, {batch.granted_nodes[b]} allowed"
-        is_chain = parents == list(range(-1, len(tokens) - 1))
-        is_ordered = is_chain or all(0 <= parent < node for node, parent in enumerate(parents[1:], 1))
-        if len(parents) != len(tokens) or parents[0] != -1 or not is_ordered:
-            return "a parent is not an earlier node"
-        rule = batch.requests[b].rule
-        if not is_chain and not rule.takes_trees:
-            return f"branches for a request under {rule.name} verification, which takes chains"
-        if min(tokens) < 0 or max(tokens) >= self.vocab_size:
-            return "a token outside the vocabulary"
-        if (
-            len(tokens) > 1
-            and (len(tokens) - 1 if is_chain else max(tree.depths[b])) > batch.requests[b].max_draft_depth
-        ):
-            return "the draft is deeper than the request's remaining length"
-        return None
 
 
 def validate_drafter(drafter: Drafter, num_layers: int) -> Drafter:

@@ -10,13 +10,17 @@ is recomputed. The token budget of a step goes to decoding requests first, then 
 """
 
 import heapq
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from foredraft.draft_length.policy import DraftLengthPolicy
 from foredraft.engine.admission import Admission
-from foredraft.engine.draft_grants import Chunk, grant_draft_nodes
+from foredraft.engine.draft_grants import grant_draft_nodes
+from foredraft.engine.preemption import Preemption
 from foredraft.engine.request_queue import RequestQueue, get_queue_key
+from foredraft.engine.step_chunks import SchedulerLimits as SchedulerLimits
+from foredraft.engine.step_chunks import select_chunks
 from foredraft.kv.allocator import PageAllocator
 from foredraft.kv.prefix_cache import PrefixCache, PrefixHit
 from foredraft.request import Batch, Request, RequestStatus
@@ -24,17 +28,8 @@ from foredraft.tree import Commit
 
 
 @dataclass(frozen=True)
-class SchedulerLimits:
-    """Limits of one step, in requests and tokens."""
-
-    max_batch: int = 32  # running requests
-    max_step_tokens: int = 2048  # tokens of one forward pass of the target, draft nodes included
-    max_chunk: int = 512  # prompt tokens of one request in a step; of all prompts together while a request decodes
-
-
-@dataclass(frozen=True)
 class Releases:
-    """What has to happen before `Scheduler.schedule`: deferred draft KV to write, then requests to preempt."""
+    """Work before `Scheduler.schedule`: deferred draft KV to write, then requests to preempt."""
 
     preempted: tuple[Request, ...] = ()
     unwritten_slots: tuple[int, ...] = ()  # slots whose draft KV must be written before their pages are shared or freed
@@ -72,9 +67,9 @@ class Scheduler:
         self.prefix_queries = 0  # tokens of admitted requests, counted at admission
         self.prefix_hits = 0  # tokens of `prefix_queries` whose KV came from the prefix cache
         self._admission = Admission(allocator, self.prefix_cache)
+        self._preemption = Preemption(allocator, limits)
         self._free_slots = list(range(limits.max_batch))  # heap
-        self._num_arrived = 0
-        self._step_index = 0
+        self._counter = itertools.count()  # orders arrivals and steps
 
     @property
     def has_work(self) -> bool:
@@ -82,8 +77,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a new request."""
-        request.arrival_index = self._num_arrived
-        self._num_arrived += 1
+        request.arrival_index = next(self._counter)
         request.status = RequestStatus.WAITING
         self.waiting.add(request)
 
@@ -101,13 +95,10 @@ class Scheduler:
             allowed: requests that may run or be admitted. None = all.
             deferred: requests that may not run. If the batch is full, they are preempted for waiting requests.
         """
-        pages_per_chunk = self.limits.max_chunk // self.allocator.page_size + 1
-        has_room = self.allocator.num_available >= pages_per_chunk * len(self.running)
-        if has_room and not self.waiting:  # the common case
+        if not self.waiting and self._preemption.has_room(self.running):  # the common case
             return NO_RELEASES
-        preempted = self._find_deferred_to_preempt(allowed, deferred) if deferred else []
-        if not has_room:
-            preempted += self._find_page_victims(allowed, preempted)
+        num_starting = sum(self._admission.can_start(request, allowed) for request in self.waiting) if deferred else 0
+        preempted = self._preemption.choose(self.running, allowed, deferred, num_starting)
         num_free_slots = self.limits.max_batch - len(self.running) + len(preempted)
         shared = self._admission.find_shared_slots(self.waiting, self.running, num_free_slots, allowed)
         kept = [r.slot for r in preempted if self.prefix_cache.keeps_pages(r, is_finished=False)]
@@ -135,11 +126,14 @@ class Scheduler:
             length_policy: grants draft nodes to each request.
             allowed: requests that may run or be admitted. None = all.
         """
-        self._step_index += 1
+        step_index = next(self._counter)
         if self.waiting:
             self._admit_waiting(allowed)
         running = self.running if allowed is None else [r for r in self.running if r in allowed]
-        scheduled = self._select_chunks(running)
+        scheduled = select_chunks(running, self.limits)
+        for request, chunk in scheduled:
+            self.allocator.grow(request.pages, request.num_computed + chunk)
+            request.last_step = step_index
         chunks = tuple([chunk for _, chunk in scheduled])
         num_rows = self.limits.max_step_tokens - sum(chunks)
         if max_nodes:
@@ -232,69 +226,6 @@ class Scheduler:
             assert self.allocator.num_holders(page) == 1, "a page that is written to is held by two requests"
             assert not self.allocator.is_cacheable(page), "a page that is written to is in the prefix cache"
 
-    def _select_chunks(self, running: Sequence[Request]) -> list[Chunk]:
-        """Choose pairs (request, chunk length) within the token budget, and reserve their pages."""
-        decoding = [r for r in running if r.num_tokens - r.num_computed == 1]
-        prompts = [r for r in running if r.num_tokens - r.num_computed > 1] if len(decoding) < len(running) else []
-        tokens_left = self.limits.max_step_tokens
-        order = [*decoding, *prompts]
-        # The token budget may be too small to give every decoding request and one prompt a token. The requests then
-        # take turns: those that have not run for the longest time come first.
-        if len(decoding) + bool(prompts) > tokens_left:
-            order.sort(key=_get_last_step)
-        # While any request is decoding, all prompts together get at most `max_chunk` tokens per step. This bounds the
-        # time of the step, and so the time between two tokens of the decoding request.
-        prompt_tokens_left = self.limits.max_chunk if decoding else tokens_left
-        chunks: list[Chunk] = []
-        for request in order:
-            missing = request.num_tokens - request.num_computed
-            chunk = 1 if missing == 1 else min(missing, self.limits.max_chunk, prompt_tokens_left, tokens_left)
-            if chunk > 0:
-                self.allocator.grow(request.pages, request.num_computed + chunk)
-                chunks.append((request, chunk))
-                request.last_step = self._step_index
-                tokens_left -= chunk
-                prompt_tokens_left -= chunk if missing > 1 else 0
-            if tokens_left <= 0:
-                break
-        return chunks
-
-    def _find_page_victims(self, allowed: frozenset[Request] | None, leaving: Sequence[Request]) -> list[Request]:
-        """Return the last running requests, as many as must be preempted so that the others can grow.
-
-        Pages are counted for the longest chunk of each request. An admission never causes a preemption in its step
-        (`Admission.match_if_fits`).
-
-        Args:
-            allowed: requests that may run. None = all.
-            leaving: requests that are preempted anyway.
-        """
-        allocator = self.allocator
-        staying = [r for r in self.running if r not in leaving]
-        needed = {
-            r: max(allocator.count_pages(min(r.num_tokens, r.num_computed + self.limits.max_chunk)) - len(r.pages), 0)
-            for r in staying
-            if allowed is None or r in allowed
-        }
-        num_needed = sum(needed.values())
-        tables = [r.pages for r in leaving]
-        victims = []
-        while staying and num_needed > allocator.num_available + allocator.count_freed(tables):
-            victim = staying.pop()
-            victims.append(victim)
-            tables.append(victim.pages)
-            num_needed -= needed.get(victim, 0)
-        return victims
-
-    def _find_deferred_to_preempt(
-        self, allowed: frozenset[Request] | None, deferred: frozenset[Request]
-    ) -> list[Request]:
-        """If the batch is full, return one deferred request per waiting request that may run, the last ones first."""
-        if len(self.running) < self.limits.max_batch:
-            return []
-        num_waiting = sum(self._admission.can_start(request, allowed) for request in self.waiting)
-        return [request for request in reversed(self.running) if request in deferred][:num_waiting]
-
     def _admit_waiting(self, allowed: frozenset[Request] | None) -> None:
         """Admit waiting requests in order; stop at the first that does not fit.
 
@@ -337,7 +268,3 @@ class Scheduler:
         request.num_computed = 0
         heapq.heappush(self._free_slots, request.slot)
         return request.slot
-
-
-def _get_last_step(request: Request) -> int:
-    return request.last_step

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from foredraft.engine.detokenize import make_detokenizer
 from foredraft.outputs import Completion, Delta, FinishReason, Origin, Stats, StepTree, TokenLogprob
 from foredraft.request import Request
+from foredraft.tokenization.detokenizer import make_detokenizer
 from foredraft.tree import TokenTree
 
 _StepCounts = tuple[int, int, int, list[int], int, float, tuple[int, int]]

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from foredraft.checkpoints import hub
-from foredraft.checkpoints.file_checks import check_regular_file, read_json
-from foredraft.checkpoints.header import read_header
 from foredraft.errors import ForedraftError
+from foredraft.files import hub
+from foredraft.files.file_checks import check_regular_file, read_json
+from foredraft.files.header import read_header
 
 StoredTensors = Mapping[str, tuple[str, tuple[int, ...]]]  # (dtype, shape) by stored name; dtype as in safetensors
 SINGLE_FILE, INDEX_FILE, CONFIG_FILE = "model.safetensors", "model.safetensors.index.json", "config.json"

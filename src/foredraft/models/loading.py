@@ -20,8 +20,8 @@ from transformers import (
 )
 from transformers.utils import cached_file
 
-from foredraft.checkpoints import hub
 from foredraft.errors import ForedraftError
+from foredraft.files import hub
 from foredraft.models.folder import (
     CONFIG_FILE,
     StoredTensors,

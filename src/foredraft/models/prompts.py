@@ -8,8 +8,8 @@ import torch
 from foredraft.errors import ForedraftError
 from foredraft.models.encdec.model import EncoderDecoder
 from foredraft.models.hf import HFModel
-from foredraft.models.tokenization import encode
 from foredraft.source import EncoderSource, PreparedPrompt, Seq2Seq
+from foredraft.tokenization.encoding import encode
 
 EMPTY_PROMPT_ERROR = "the prompt is empty; give at least one token of text"
 MESSAGES_ERROR = "the prompt is made of messages, and no chat template is applied here; give them to LLM.chat"

@@ -10,7 +10,7 @@ from decimal import Decimal
 from typing import Any
 
 from foredraft.errors import ForedraftError
-from foredraft.json_depth import STRING_PATTERN, measure_depth, remove_escapes
+from foredraft.sampling.json_depth import STRING_PATTERN, measure_depth, remove_escapes
 
 MAX_BYTES = 1 << 17  # bytes of a source
 MAX_DEPTH = 64  # levels of nested values in a schema

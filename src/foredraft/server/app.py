@@ -20,6 +20,7 @@ from foredraft.server.http_checks import HttpCheckMiddleware
 from foredraft.server.json_body import read
 from foredraft.server.openapi import build_openapi_extra, install_openapi
 from foredraft.server.playground import make_playground_router
+from foredraft.server.prometheus_text import MetricsPage
 from foredraft.server.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from foredraft.server.service import Service
 
@@ -80,6 +81,8 @@ def _add_post_route(app: FastAPI, service: Service, path: str, model: type[Model
 
 
 def _add_state(app: FastAPI, service: Service) -> None:
+    metrics_page = MetricsPage(service.metrics)
+
     @app.get("/health")
     async def health() -> Response:
         """Return 200 if the engine makes progress or is idle."""
@@ -101,7 +104,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
         """Return all metrics in Prometheus's text format."""
-        return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+        return Response(metrics_page.render(), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/version")
     async def version() -> dict[str, Any]:

@@ -11,7 +11,7 @@ from foredraft.server.errors import ApiError
 from foredraft.server.generation import Generation
 from foredraft.server.grammars import find_grammar_field
 from foredraft.server.logprobs import format_chat_logprobs, format_prompt_logprobs
-from foredraft.server.prompts import check_text_size
+from foredraft.server.prompts import check_text_size, encode_prediction
 from foredraft.server.responses import (
     ResponseHead,
     build_spec_metrics,
@@ -68,7 +68,7 @@ def _prepare_prompt(service: Service, request: ChatRequest) -> PromptSubmission:
     count = (request.top_logprobs or 0) if request.logprobs else None
     sampling = build_sampling(request, max_tokens, count, request.prompt_logprobs)
     return PromptSubmission(
-        ids, sampling, build_options(request, service.encode_prediction(request)), find_grammar_field(request)
+        ids, sampling, build_options(request, encode_prediction(service, request)), find_grammar_field(request)
     )
 
 

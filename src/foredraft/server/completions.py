@@ -12,7 +12,7 @@ from foredraft.server.errors import ApiError
 from foredraft.server.generation import Generation
 from foredraft.server.grammars import find_grammar_field
 from foredraft.server.logprobs import LogprobEntry, format_completion_logprobs, format_prompt_logprobs
-from foredraft.server.prompts import EncodedPrompt, encode_prompts
+from foredraft.server.prompts import EncodedPrompt, encode_prediction, encode_prompts
 from foredraft.server.responses import (
     ResponseHead,
     build_spec_metrics,
@@ -66,7 +66,7 @@ def _prepare_prompts(service: Service, request: CompletionRequest) -> _PreparedR
         prompt_logprobs = max(prompt_logprobs or 0, request.logprobs)
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else max(request.max_tokens, 1)
     sampling = build_sampling(request, max_tokens, request.logprobs, prompt_logprobs)
-    prediction = service.encode_prediction(request)
+    prediction = encode_prediction(service, request)
     prompts = encode_prompts(service, request)
     for prompt in prompts:
         service.check_output_length(len(prompt.ids), request.max_tokens)

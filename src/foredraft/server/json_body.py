@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import Any, NoReturn, TypeVar
 
-from foredraft.json_depth import STRING_PATTERN, measure_depth, remove_escapes
+from foredraft.sampling.json_depth import STRING_PATTERN, measure_depth, remove_escapes
 from foredraft.server.errors import MAX_NAME, ApiError, quote_name
 
 Value = TypeVar("Value")

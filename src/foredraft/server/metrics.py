@@ -1,6 +1,4 @@
-"""Metrics of a server for Prometheus, under Foredraft's names and under vLLM's.
-
-    foredraft:X, vllm:X   with labels model_name and engine; X is vLLM's name if vLLM has the metric
+"""Metrics of a server: counts and histograms, which `prometheus_text.py` renders.
 
 Values are recorded per step and per request, never per token. Errors here do not affect requests. The event loop
 records latencies that clients see (first token, time between tokens); the engine's thread records the rest.
@@ -8,17 +6,14 @@ records latencies that clients see (first token, time between tokens); the engin
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
-
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
 
 from foredraft.draft_length.policy import StepReport
 from foredraft.engine.transcript import Transcript
 from foredraft.request import Request
-from foredraft.server import prometheus_text
 from foredraft.server.histogram import (
     LATENCY_BUCKETS,
     ROW_BUCKETS,
@@ -32,8 +27,46 @@ if TYPE_CHECKING:
     from foredraft.engine.worker import Worker
 
 
-class ServerMetrics(Collector):
-    """EngineObserver of the worker and Prometheus collector, with its own registry.
+@dataclass(frozen=True)
+class RequestHistograms:
+    """Times and sizes of requests; times in seconds."""
+
+    ttft: Histogram = field(default_factory=partial(Histogram, LATENCY_BUCKETS))
+    inter_token_time: Histogram = field(default_factory=partial(Histogram, LATENCY_BUCKETS))
+    time_per_token: Histogram = field(default_factory=partial(Histogram, LATENCY_BUCKETS))
+    e2e: Histogram = field(default_factory=partial(Histogram, LATENCY_BUCKETS))
+    queue_time: Histogram = field(default_factory=partial(Histogram, LATENCY_BUCKETS))
+    inference_time: Histogram = field(default_factory=partial(Histogram, LATENCY_BUCKETS))
+    prompt_lengths: Histogram = field(default_factory=partial(Histogram, TOKEN_BUCKETS))
+    output_lengths: Histogram = field(default_factory=partial(Histogram, TOKEN_BUCKETS))
+    samples: Histogram = field(default_factory=partial(Histogram, SAMPLE_BUCKETS))
+
+
+@dataclass(frozen=True)
+class StepHistograms:
+    """Times and sizes of steps; times in seconds."""
+
+    rows: Histogram = field(default_factory=partial(Histogram, ROW_BUCKETS))
+    step_time: Histogram = field(default_factory=partial(Histogram, STEP_TIME_BUCKETS))
+    draft_time: Histogram = field(default_factory=partial(Histogram, STEP_TIME_BUCKETS))
+
+
+@dataclass
+class TokenCounts:
+    """Numbers of tokens since the start of the server."""
+
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    num_drafts: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    accepted_at: list[int] = field(default_factory=list)  # by depth
+    prefix_queries: int = 0  # prompt tokens looked up in the prefix cache
+    prefix_hits: int = 0  # prompt tokens found there
+
+
+class ServerMetrics:
+    """EngineObserver of the worker: records steps, requests and failures.
 
     Args:
         model: value of the label model_name.
@@ -44,47 +77,29 @@ class ServerMetrics(Collector):
         self.labels = {"model_name": model, "engine": "0"}
         self.has_vllm_names = has_vllm_names
         self.worker: Worker | None = None
-        self.registry = CollectorRegistry()
-        self.ttft, self.inter_token_time, self.time_per_token = (
-            Histogram(LATENCY_BUCKETS),
-            Histogram(LATENCY_BUCKETS),
-            Histogram(LATENCY_BUCKETS),
-        )
-        self.e2e, self.queue_time, self.inference_time = (
-            Histogram(LATENCY_BUCKETS),
-            Histogram(LATENCY_BUCKETS),
-            Histogram(LATENCY_BUCKETS),
-        )
-        self.prompt_lengths, self.output_lengths = Histogram(TOKEN_BUCKETS), Histogram(TOKEN_BUCKETS)
-        self.samples, self.rows = Histogram(SAMPLE_BUCKETS), Histogram(ROW_BUCKETS)
-        self.step_time, self.draft_time = Histogram(STEP_TIME_BUCKETS), Histogram(STEP_TIME_BUCKETS)
-        self.prompt_tokens = self.generated_tokens = 0
-        self.num_drafts = self.drafted_tokens = self.accepted_tokens = 0
-        self.accepted_at: list[int] = []
+        self.requests, self.steps, self.tokens = RequestHistograms(), StepHistograms(), TokenCounts()
         self.finish_counts: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
-        self.prefix_queries = self.prefix_hits = 0  # prompt tokens looked up and hit in the prefix cache
         self._start_times: dict[Request, float] = {}  # running request -> start of its first step, time.perf_counter
-        self.registry.register(self)
 
     def attach_worker(self, worker: "Worker") -> None:
         self.worker = worker
 
     def on_step(self, requests: Sequence[Request], report: StepReport) -> None:
         """Record a step. Runs on the engine's thread."""
-        self.step_time.observe(report.step_time)
-        self.draft_time.observe(report.draft_time)
-        self.rows.observe(report.num_pass_tokens)
+        self.steps.step_time.observe(report.step_time)
+        self.steps.draft_time.observe(report.draft_time)
+        self.steps.rows.observe(report.num_pass_tokens)
         for outcome in report.outcomes:
             num_accepted = len(outcome.accepted_nodes)
-            self.generated_tokens += 1 + num_accepted
+            self.tokens.generated_tokens += 1 + num_accepted
             if outcome.num_drafted:
-                self.num_drafts += 1
-                self.drafted_tokens += outcome.num_drafted
-                self.accepted_tokens += num_accepted
-                self.accepted_at += [0] * (num_accepted - len(self.accepted_at))
+                self.tokens.num_drafts += 1
+                self.tokens.drafted_tokens += outcome.num_drafted
+                self.tokens.accepted_tokens += num_accepted
+                self.tokens.accepted_at += [0] * (num_accepted - len(self.tokens.accepted_at))
                 for depth in range(num_accepted):
-                    self.accepted_at[depth] += 1
+                    self.tokens.accepted_at[depth] += 1
         step_start = time.perf_counter() - report.step_time
         for request in requests:
             self._start_times.setdefault(request, step_start)
@@ -95,19 +110,19 @@ class ServerMetrics(Collector):
         self.finish_counts[transcript.finish_reason or "abort"] += 1
         is_first = request.sample_index == 0  # a prompt counts once for all its samples
         if is_first:
-            self.prompt_tokens += request.num_input_tokens
-            self.prompt_lengths.observe(request.num_input_tokens)
-            self.samples.observe(request.sampling.n)
-        self.output_lengths.observe(transcript.num_tokens)
-        self.e2e.observe(stats.wall_time)
+            self.tokens.prompt_tokens += request.num_input_tokens
+            self.requests.prompt_lengths.observe(request.num_input_tokens)
+            self.requests.samples.observe(request.sampling.n)
+        self.requests.output_lengths.observe(transcript.num_tokens)
+        self.requests.e2e.observe(stats.wall_time)
         first_run = self._start_times.pop(request, None)
         if first_run is not None:
-            self.queue_time.observe(max(first_run - transcript.start_time, 0.0))
-            self.inference_time.observe(time.perf_counter() - first_run)
-            self.prefix_queries += len(request.prompt)
-            self.prefix_hits += request.num_cached_tokens or 0
+            self.requests.queue_time.observe(max(first_run - transcript.start_time, 0.0))
+            self.requests.inference_time.observe(time.perf_counter() - first_run)
+            self.tokens.prefix_queries += len(request.prompt)
+            self.tokens.prefix_hits += request.num_cached_tokens or 0
         if transcript.num_tokens > 1:
-            self.time_per_token.observe(stats.wall_time / transcript.num_tokens)
+            self.requests.time_per_token.observe(stats.wall_time / transcript.num_tokens)
 
     def on_failure(self, kind: str) -> None:
         """Record a failure by kind. Runs on the engine's thread."""
@@ -115,18 +130,8 @@ class ServerMetrics(Collector):
 
     def record_first_token(self, seconds: float) -> None:
         """Record the seconds from arrival to the first token. Runs on the event loop."""
-        self.ttft.observe(seconds)
+        self.requests.ttft.observe(seconds)
 
     def record_tokens(self, seconds: float, count: int) -> None:
         """Record `count` tokens that arrived together, `seconds` after the previous ones. Runs on the event loop."""
-        self.inter_token_time.observe(seconds / count, count)
-
-    def render(self) -> bytes:
-        """Render all metrics in Prometheus's text format."""
-        return generate_latest(self.registry)
-
-    def collect(self) -> Iterable[Metric]:
-        return prometheus_text.build_families(self)
-
-    def describe(self) -> Iterable[Metric]:
-        return []  # metric names are not declared at registration
+        self.requests.inter_token_time.observe(seconds / count, count)

@@ -1,14 +1,12 @@
 """Tokenization of the prompts of a completion request, with text and offsets for `echo`."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from foredraft.models.tokenization import encode
 from foredraft.server.errors import ApiError
-from foredraft.server.schemas import CompletionRequest
-
-if TYPE_CHECKING:
-    from foredraft.server.service import Service
+from foredraft.server.schemas import CompletionRequest, GenerationRequest, join_text
+from foredraft.server.service import Service
+from foredraft.tokenization.encoding import encode
 
 
 @dataclass(frozen=True)
@@ -20,7 +18,7 @@ class EncodedPrompt:
     offsets: tuple[int, ...] = ()  # offset of each token's text in `text`
 
 
-def encode_prompts(service: "Service", request: CompletionRequest) -> list[EncodedPrompt]:
+def encode_prompts(service: Service, request: CompletionRequest) -> list[EncodedPrompt]:
     """Tokenize the prompts of a request. Raises ApiError for a prompt that is invalid, empty or too long."""
     prompt = request.prompt
     if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
@@ -30,7 +28,7 @@ def encode_prompts(service: "Service", request: CompletionRequest) -> list[Encod
     return [_encode_prompt(service, request, each) for each in prompts]
 
 
-def _encode_prompt(service: "Service", request: CompletionRequest, prompt: str | list[int]) -> EncodedPrompt:
+def _encode_prompt(service: Service, request: CompletionRequest, prompt: str | list[int]) -> EncodedPrompt:
     max_tokens = request.truncate_prompt_tokens
     offsets: list[int] | None = None
     if isinstance(prompt, str):
@@ -58,7 +56,7 @@ def _encode_prompt(service: "Service", request: CompletionRequest, prompt: str |
 
 
 def encode_text(
-    service: "Service", text: str, has_special: bool | None = None, has_offsets: bool = False
+    service: Service, text: str, has_special: bool | None = None, has_offsets: bool = False
 ) -> tuple[list[int], list[int] | None]:
     """Tokenize a text.
 
@@ -78,7 +76,7 @@ def encode_text(
     return list(encoded.input_ids), offsets
 
 
-def check_text_size(service: "Service", size: int, param: str, is_truncated: bool = False) -> None:
+def check_text_size(service: Service, size: int, param: str, is_truncated: bool = False) -> None:
     """Raise ApiError for a text that cannot fit in the context, without tokenizing it.
 
     Args:
@@ -93,3 +91,12 @@ def check_text_size(service: "Service", size: int, param: str, is_truncated: boo
         max_chars = max(max_chars, service.settings.limits.max_text_chars)
     if size > max_chars:
         raise ApiError(400, f"{param}: {size} characters are too many, at most {max_chars} are allowed", param)
+
+
+def encode_prediction(service: Service, request: GenerationRequest) -> tuple[int, ...]:
+    """Tokenize the request's prediction; () if it has none."""
+    if request.prediction is None:
+        return ()
+    text = join_text(request.prediction.content)
+    check_text_size(service, len(text), "prediction")
+    return tuple(encode_text(service, text, has_special=False)[0]) if text else ()

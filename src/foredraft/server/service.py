@@ -15,8 +15,6 @@ from foredraft.sampling.params import Sampling
 from foredraft.server.errors import ApiError, make_queue_full_error, make_unavailable_error, quote_name
 from foredraft.server.generation import Generation
 from foredraft.server.metrics import ServerMetrics
-from foredraft.server.prompts import check_text_size, encode_text
-from foredraft.server.schemas import GenerationRequest, join_text
 from foredraft.server.settings import ServerSettings
 from foredraft.server.templates import ChatTemplate
 from foredraft.server.vocabulary import ServerVocabulary
@@ -141,14 +139,6 @@ class Service:
             return await asyncio.get_running_loop().run_in_executor(self.thread_pool, work, *args)
         except ForedraftError as error:
             raise ApiError(400, self._replace_model_path(str(error))) from None
-
-    def encode_prediction(self, request: GenerationRequest) -> tuple[int, ...]:
-        """Tokenize the request's prediction; () if it has none."""
-        if request.prediction is None:
-            return ()
-        text = join_text(request.prediction.content)
-        check_text_size(self, len(text), "prediction")
-        return tuple(encode_text(self, text, has_special=False)[0]) if text else ()
 
     async def submit(self, submissions: Sequence[PromptSubmission]) -> Generation:
         """Submit the prompts to the worker.

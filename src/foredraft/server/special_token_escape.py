@@ -4,9 +4,9 @@ import re
 import secrets
 from typing import Any
 
-from foredraft.models.tokenization import encode
 from foredraft.server.errors import ApiError
 from foredraft.server.vocabulary import ServerVocabulary
+from foredraft.tokenization.encoding import encode
 
 
 class SpecialTokenEscaper:

@@ -1,23 +1,15 @@
 """Text and bytes of single tokens, as responses show them."""
 
-import json
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from foredraft.engine.detokenize import WindowDetokenizer
 from foredraft.outputs import TokenLogprob
 from foredraft.server.errors import ApiError
+from foredraft.tokenization.detokenizer import WindowDetokenizer
+from foredraft.tokenization.token_bytes import list_decoder_types, spell_byte_level, spell_piece
 
 MIN_LOGPROB = -9999.0  # vLLM's value for minus infinity, which JSON cannot represent
-BYTE_TOKEN_CHARS = len("<0xFF>")  # characters of a byte-fallback token
-
-
-def _build_byte_alphabet() -> dict[str, int]:
-    """Build GPT-2's byte alphabet: printable bytes stand for themselves, the others for characters from 256 up."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 class ServerVocabulary:
@@ -32,7 +24,6 @@ class ServerVocabulary:
         self.tokenizer = tokenizer
         self.size = size
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
-        self._byte_alphabet = _build_byte_alphabet()
         self._cache: dict[int, tuple[str, bytes]] = {}
 
     @cached_property
@@ -93,10 +84,7 @@ class ServerVocabulary:
 
     @cached_property
     def _decoder_types(self) -> frozenset[str]:
-        if self._backend is None or self._backend.decoder is None:
-            return frozenset()
-        state = json.loads(self._backend.decoder.__getstate__())
-        return frozenset(part["type"] for part in [state, *state.get("decoders", [])])
+        return list_decoder_types(self._backend)
 
     def _encode_token(self, token: int) -> bytes:
         if self.tokenizer is None or token >= self.size:
@@ -106,12 +94,10 @@ class ServerVocabulary:
         word = self.tokenizer.convert_ids_to_tokens(token)
         if word is None:  # the model's vocabulary is larger than the tokenizer's
             return b""
-        if "ByteLevel" in self._decoder_types and all(letter in self._byte_alphabet for letter in word):
-            return bytes(self._byte_alphabet[letter] for letter in word)
+        if "ByteLevel" in self._decoder_types and (data := spell_byte_level(word)) is not None:
+            return data
         if "ByteFallback" in self._decoder_types or "Metaspace" in self._decoder_types:
-            if len(word) == BYTE_TOKEN_CHARS and word.startswith("<0x") and word.endswith(">"):
-                return bytes([int(word[3:5], 16)])
-            return str(word).replace("▁", " ").encode()
+            return spell_piece(str(word))
         return str(self.tokenizer.decode([token])).encode()
 
     def decode(self, ids: Sequence[int]) -> str:

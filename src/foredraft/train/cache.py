@@ -15,9 +15,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from foredraft.checkpoints.disk import convert_write_errors
 from foredraft.drafters.common.losses import TargetLogProbs, Trace
 from foredraft.errors import ForedraftError
+from foredraft.files.disk import convert_write_errors
 from foredraft.train.config import find_difference
 from foredraft.train.trace import Tracer
 from foredraft.train.windows import TokenWindows

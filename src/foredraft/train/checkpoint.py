@@ -16,11 +16,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from foredraft.checkpoints.disk import convert_write_errors
 from foredraft.errors import ForedraftError
-from foredraft.train.optimizer import GroupedOptimizer
+from foredraft.files.disk import convert_write_errors
+from foredraft.train.optimizer import SavedOptimizer
 
 FOLDER_PREFIX = "checkpoint-"
+STATE_FILE = "state.json"
 
 
 def collect_tensors(networks: Mapping[str, nn.Module]) -> dict[str, Tensor]:
@@ -37,15 +38,15 @@ class TrainingCheckpoints:
     """Checkpoints in the output folder of a run."""
 
     folder: Path
+    prefix: str = FOLDER_PREFIX  # of the names of the checkpoints' folders; the step follows
 
     def find_latest(self) -> Path | None:
-        candidates = [
-            path for path in self.folder.glob(f"{FOLDER_PREFIX}*") if path.name.removeprefix(FOLDER_PREFIX).isdigit()
-        ]
-        return max(candidates, key=lambda path: int(path.name.removeprefix(FOLDER_PREFIX)), default=None)
+        steps = [path.name.removeprefix(self.prefix) for path in self.folder.glob(f"{self.prefix}*")]
+        latest = max((int(step) for step in steps if step.isdigit()), default=None)
+        return None if latest is None else self.folder / f"{self.prefix}{latest}"
 
     def save(
-        self, step: int, networks: Mapping[str, nn.Module], optimizer: GroupedOptimizer, metadata: dict[str, Any]
+        self, step: int, networks: Mapping[str, nn.Module], optimizer: SavedOptimizer, metadata: dict[str, Any]
     ) -> None:
         """Write a checkpoint and delete the previous one, which stays if the disk is full.
 
@@ -58,7 +59,7 @@ class TrainingCheckpoints:
         Raises:
             ForedraftError: if the checkpoint cannot be written.
         """
-        final = self.folder / f"{FOLDER_PREFIX}{step}"
+        final = self.folder / f"{self.prefix}{step}"
         partial = final.with_name(f"{final.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         tensors = {name: tensor.cpu().contiguous().clone() for name, tensor in collect_tensors(networks).items()}
@@ -69,11 +70,11 @@ class TrainingCheckpoints:
                 partial.mkdir(parents=True)
                 save_file(tensors, partial / "weights.safetensors")
                 torch.save(optimizer.state_dict(), partial / "optimizer.pt")
-                (partial / "state.json").write_text(json.dumps({"step": step, **metadata}, indent=1) + "\n")
+                (partial / STATE_FILE).write_text(json.dumps({"step": step, **metadata}, indent=1) + "\n")
         except ForedraftError:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        old = [path for path in self.folder.glob(f"{FOLDER_PREFIX}*") if path != partial]
+        old = [path for path in self.folder.glob(f"{self.prefix}*") if path != partial]
         if final.exists():  # this step was saved already, just before the run stopped
             shutil.rmtree(final)
         partial.rename(final)
@@ -85,26 +86,42 @@ class TrainingCheckpoints:
         latest = self.find_latest()
         return "from the beginning" if latest is None else f"from {latest.name}"
 
-    def load(self, path: Path, networks: Mapping[str, nn.Module], optimizer: GroupedOptimizer) -> dict[str, Any]:
+    def read_state(self, path: Path) -> dict[str, Any]:
+        """Return the metadata of a checkpoint, with the key `step`. Raises ForedraftError if it is damaged."""
+        try:
+            return json.loads((path / STATE_FILE).read_text())  # type: ignore[no-any-return]
+        except (OSError, ValueError) as error:
+            raise _describe_damage(path, error) from None
+
+    def delete(self) -> None:
+        """Delete all checkpoints, when the run is done."""
+        for path in self.folder.glob(f"{self.prefix}*"):
+            shutil.rmtree(path)
+
+    def load(self, path: Path, networks: Mapping[str, nn.Module], optimizer: SavedOptimizer) -> dict[str, Any]:
         """Restore what `save` wrote.
 
         Returns:
             The metadata, with the key `step`.
 
         Raises:
-            ForedraftError: if the checkpoint is damaged or of another drafter.
+            ForedraftError: if the checkpoint is damaged or of other networks.
         """
         current = collect_tensors(networks)
         try:
-            state: dict[str, Any] = json.loads((path / "state.json").read_text())
+            state = self.read_state(path)
             weights = load_file(path / "weights.safetensors")
             saved = torch.load(path / "optimizer.pt", weights_only=True, map_location="cpu")
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            raise ForedraftError(f"the checkpoint {path} is damaged ({error}); delete it to begin again") from None
+            raise _describe_damage(path, error) from None
         if weights.keys() != current.keys() or any(weights[name].shape != current[name].shape for name in current):
-            raise ForedraftError(f"the checkpoint {path} is of another drafter; give another --out")
+            raise ForedraftError(f"the checkpoint {path} is of another model or drafter; give another --out")
         with torch.no_grad():
             for name, tensor in current.items():
                 tensor.copy_(weights[name])
         optimizer.load_state_dict(saved)
         return state
+
+
+def _describe_damage(path: Path, error: Exception) -> ForedraftError:
+    return ForedraftError(f"the checkpoint {path} is damaged ({error}); delete it to begin again")

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from foredraft import LLM
+from foredraft.llm import LLM
 from foredraft.train.config import TrainPlan
 from foredraft.train.data import BUILTIN, DocumentReader
 from foredraft.train.distributed import DistributedContext

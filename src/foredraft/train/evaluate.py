@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from foredraft import LLM
 from foredraft.drafters.common.losses import Losses, Trace
 from foredraft.drafters.common.mismatch_warning import MismatchDetector
+from foredraft.llm import LLM
 from foredraft.train.config import EvaluationConfig
 from foredraft.train.documents import Document
 from foredraft.train.replay import REGIMES, Recording, Replay, ReplayMetrics

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from foredraft import LLM, Sampling
-from foredraft.checkpoints.disk import convert_write_errors
 from foredraft.errors import ForedraftError
+from foredraft.files.disk import convert_write_errors
+from foredraft.llm import LLM
+from foredraft.sampling.params import Sampling
 from foredraft.train.publish import DISK_FULL_HINT
 
 ROUND = 64  # prompts answered together; a run that is stopped loses the answers of one round

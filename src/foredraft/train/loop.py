@@ -5,8 +5,6 @@ that is stopped and resumed ends with the same bits.
 """
 
 import math
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +20,7 @@ from foredraft.train.checkpoint import TrainingCheckpoints
 from foredraft.train.distributed import DistributedContext
 from foredraft.train.metrics import MetricsWriter
 from foredraft.train.optimizer import GroupedOptimizer, LearningRateSchedule
+from foredraft.train.stopping import handle_stop_signals
 from foredraft.train.timing import FIT_EVERY, Clock, StepTimer
 from foredraft.train.windows import RowOrder
 
@@ -88,7 +87,6 @@ class TrainLoop:
     smoothed_loss: float = math.nan
     eval_metrics: Mapping[str, Any] | None = None
     steps: int = field(init=False)  # steps of the whole run; fewer than configured if max_seconds is short
-    _is_stopped: bool = field(default=False, init=False)
     _num_tokens: int = field(default=0, init=False)  # tokens of the current step
 
     def __post_init__(self) -> None:
@@ -103,8 +101,8 @@ class TrainLoop:
             True if all steps are done.
         """
         first_step, timing = self.step, StepTimer(self.clock)
-        with self._handle_signals():
-            while self.step < self.steps and not self._should_stop(first_step, timing):
+        with handle_stop_signals() as is_signalled:
+            while self.step < self.steps and not self._should_stop(first_step, timing, is_signalled()):
                 start, self._num_tokens = self.clock(), 0
                 components = self._advance()
                 timing.record_step(self.clock() - start, self._num_tokens)
@@ -213,30 +211,11 @@ class TrainLoop:
             self.checkpoints.save(self.step, self.networks, self.optimizer, metadata)
         self.distributed.wait()
 
-    def _should_stop(self, first_step: int, timing: StepTimer) -> bool:
+    def _should_stop(self, first_step: int, timing: StepTimer, is_signalled: bool) -> bool:
         config, done = self.loop_config, self.step - first_step
         is_time_over = config.max_seconds is not None and done > 0 and timing.elapsed_seconds >= config.max_seconds
         is_limit_reached = config.max_steps is not None and done >= config.max_steps
-        return self.distributed.reduce_any(self._is_stopped or is_time_over or is_limit_reached)
-
-    @contextmanager
-    def _handle_signals(self) -> Iterator[None]:
-        """Stop after the current step on Ctrl-C or SIGTERM; a second Ctrl-C stops at once."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def stop(number: int, frame: object) -> None:
-            if self._is_stopped and number == signal.SIGINT:
-                raise KeyboardInterrupt
-            self._is_stopped = True
-
-        previous_handlers = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in previous_handlers.items():
-                signal.signal(number, handler)
+        return self.distributed.reduce_any(is_signalled or is_time_over or is_limit_reached)
 
 
 @contextmanager

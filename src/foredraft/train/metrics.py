@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from foredraft.checkpoints.disk import convert_write_errors, replace_text
 from foredraft.errors import ForedraftError
+from foredraft.files.disk import convert_write_errors, replace_text
 from foredraft.train.publish import DISK_FULL_HINT
 
 

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foredraft import LLM, Sampling
 from foredraft.drafters.common.losses import Trace
+from foredraft.llm import LLM
 from foredraft.models.native.decoder import explain_unsupported
+from foredraft.sampling.params import Sampling
 from foredraft.train.loop import TraceSource
 from foredraft.train.trace import Tracer
 from foredraft.train.windows import TokenWindows

@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,15 +14,19 @@ DECAYS = ("linear", "cosine", "constant")
 OPTIMIZERS = ("adamw", "muon")
 BETAS = (0.9, 0.95)  # decay rates of AdamW's moments
 MUON_WEIGHT_DECAY = 0.05
+# Parts of the names of lookup tables and heads. T5 calls its embeddings "shared".
+TABLE_WORDS = ("embed", "emb.", "head", "shared", "relative_attention_bias")
 
 
 @dataclass(frozen=True)
 class LearningRateSchedule:
-    """Schedule that rises over `warmup` steps, then falls to zero at `steps` unless the decay is constant."""
+    """Schedule that rises over `warmup` steps, may stay constant, and falls to zero at `steps`."""
 
     steps: int
     warmup: int
-    decay: str = "cosine"
+    decay: str = "cosine"  # "constant" = it does not fall
+    first_step: int = 0  # step at which the warm-up begins
+    decay_start: int | None = None  # step at which it begins to fall; None = at the end of the warm-up
 
     def __post_init__(self) -> None:
         if self.decay not in DECAYS:
@@ -30,11 +34,12 @@ class LearningRateSchedule:
 
     def compute_scale(self, step: int) -> float:
         """Return the factor of the learning rate for a step, counted from 0."""
-        rise = min(1.0, (step + 1) / max(self.warmup, 1))
-        remaining = max(0.0, (self.steps - step) / max(self.steps - self.warmup, 1))
-        if step < self.warmup or self.decay == "constant":
+        rise = min(1.0, (step - self.first_step + 1) / max(self.warmup, 1))
+        if self.decay == "constant":
             return rise
-        return min(remaining, 1.0) if self.decay == "linear" else 0.5 - 0.5 * math.cos(math.pi * min(remaining, 1.0))
+        start = self.first_step + self.warmup if self.decay_start is None else self.decay_start
+        remaining = min(1.0, max(0.0, (self.steps - step) / max(self.steps - start, 1)))
+        return min(rise, remaining if self.decay == "linear" else 0.5 - 0.5 * math.cos(math.pi * remaining))
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,14 @@ class ParameterGroup:
     def from_network(cls, network: nn.Module, rate_scale: float = 1.0) -> "ParameterGroup":
         named = [(name, p) for name, p in network.named_parameters() if p.requires_grad]
         return cls(tuple(p for _, p in named), tuple(name for name, _ in named), rate_scale)
+
+
+class SavedOptimizer(Protocol):
+    """Optimizer as a checkpoint sees it."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any) -> None: ...
 
 
 class GroupedOptimizer:
@@ -111,6 +124,43 @@ class GroupedOptimizer:
             optimizer.load_state_dict(saved)
 
 
+class MasterWeightOptimizer:
+    """Optimizer of a network in low precision: it updates float32 copies of the parameters and rounds them.
+
+    Args:
+        kind: one of OPTIMIZERS.
+        network: network whose parameters and gradients are in low precision.
+        learning_rate: learning rate at scale 1.
+    """
+
+    def __init__(self, kind: str, network: nn.Module, learning_rate: float) -> None:
+        group = ParameterGroup.from_network(network)
+        masters = tuple(nn.Parameter(parameter.detach().float()) for parameter in group.parameters)
+        self._pairs = tuple(zip(group.parameters, masters, strict=True))  # (parameter, float32 copy)
+        self._optimizer = GroupedOptimizer(kind, [replace(group, parameters=masters)], learning_rate)
+
+    def step(self, scale: float, clip: float) -> float:
+        """Update the parameters and clear the gradients; arguments and result as in `GroupedOptimizer.step`."""
+        for parameter, master in self._pairs:
+            assert parameter.grad is not None
+            master.grad = parameter.grad.float()
+            parameter.grad = None
+        norm = self._optimizer.step(scale, clip)
+        with torch.no_grad():
+            for parameter, master in self._pairs:
+                parameter.copy_(master)
+        return norm
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": self._optimizer.state_dict(), "masters": [master.detach() for _, master in self._pairs]}
+
+    def load_state_dict(self, state: Any) -> None:
+        self._optimizer.load_state_dict(state["parts"])
+        with torch.no_grad():
+            for (_, master), saved in zip(self._pairs, state["masters"], strict=True):
+                master.copy_(saved)
+
+
 def _is_hidden_matrix(name: str, parameter: Tensor) -> bool:
-    """Check whether a parameter is a matrix between hidden states; Muon is not meant for embeddings and heads."""
-    return parameter.ndim == 2 and not any(word in name for word in ("embed", "emb.", "head"))
+    """Check whether a parameter is a matrix between hidden states; Muon is not meant for lookup tables and heads."""
+    return parameter.ndim == 2 and not any(word in name for word in TABLE_WORDS)

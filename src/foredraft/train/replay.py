@@ -11,17 +11,18 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from foredraft import LLM, Sampling
 from foredraft.draft_length.policy import FixedLengthPolicy
 from foredraft.engine.sandbox import SandboxedDrafter
 from foredraft.engine.scheduler import Scheduler
 from foredraft.engine.transcript import Transcript
 from foredraft.errors import ForedraftError
 from foredraft.kv.allocator import PageAllocator
+from foredraft.llm import LLM
 from foredraft.models.forward_batch import ForwardBatch, Span
 from foredraft.models.hf import HFModel
 from foredraft.outputs import Stats
 from foredraft.request import Batch, Request
+from foredraft.sampling.params import Sampling
 from foredraft.train.trace import Tracer
 from foredraft.tree import Commit, TokenTree
 from foredraft.verification.rules import MATCH

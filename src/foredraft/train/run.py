@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from foredraft import LLM
 from foredraft.checkpoints import target_identity
 from foredraft.checkpoints.schema import TargetInfo
 from foredraft.checkpoints.target_reference import TARGET_NAME_KEY
@@ -18,6 +17,7 @@ from foredraft.drafters import checkpoint_folders
 from foredraft.drafters.common.losses import Losses, Trace, Trainee
 from foredraft.drafters.method import Method, Training
 from foredraft.errors import ForedraftError
+from foredraft.llm import LLM
 from foredraft.models.hf import HFModel
 from foredraft.train.cache import TraceCache
 from foredraft.train.checkpoint import TrainingCheckpoints

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foredraft import LLM
-from foredraft.checkpoints.disk import convert_write_errors, replace_files
 from foredraft.drafters.common.losses import Losses, Trace, Trainee, average_over_mask, compute_draft_loss
+from foredraft.files.disk import convert_write_errors, replace_files
+from foredraft.llm import LLM
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
 from foredraft.models.hf import HFModel, find_decoder_layers
 from foredraft.models.loading import load_model

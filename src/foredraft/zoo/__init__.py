@@ -1,6 +1,6 @@
 """Built-in models: names and folders.
 
-The other files of this package train them; importing this file imports no torch.
+The other files are their corpus. `foredraft.zoo_training` trains them. Importing this package imports no torch.
 """
 
 from collections.abc import Mapping

@@ -10,12 +10,12 @@ from foredraft import LLM, ForedraftError, Sampling
 from foredraft.drafters.common.tree_builder import TreeOptions
 from foredraft.drafters.draft_model.cross_vocab.base import PAGE_SIZE, CrossVocabDrafter
 from foredraft.drafters.draft_model.cross_vocab.select import TRANSLATIONS
-from foredraft.drafters.draft_model.cross_vocab.token_vocabulary import TokenizerVocabulary
 from foredraft.drafters.draft_model.cross_vocab.vocab_map import VocabMap
 from foredraft.drafters.method import DrafterContext
 from foredraft.llm import MemoryLimits
 from foredraft.models.hf import HFModel
 from foredraft.request import Request
+from foredraft.tokenization.byte_vocabulary import TokenizerVocabulary
 from tests.support import tiny_models, tiny_vocabularies
 
 TEXTS = [

@@ -14,13 +14,10 @@ from foredraft.drafters.draft_model.cross_vocab.retokenizer import MAX_OPEN_BYTE
 from foredraft.drafters.draft_model.cross_vocab.select import VocabInfo, build_vocab_map, select_translation
 from foredraft.drafters.draft_model.cross_vocab.slem import SlemDrafter
 from foredraft.drafters.draft_model.cross_vocab.tli import TliDrafter
-from foredraft.drafters.draft_model.cross_vocab.token_vocabulary import (
-    UNKNOWN_BYTE,
-    TokenizerVocabulary,
-    strip_partial_character,
-)
 from foredraft.drafters.draft_model.cross_vocab.vocab_map import VocabMap
 from foredraft.errors import ForedraftError
+from foredraft.tokenization.byte_vocabulary import UNKNOWN_BYTE, TokenizerVocabulary
+from foredraft.tokenization.token_bytes import strip_partial_character
 from tests.support import tiny_models, tiny_vocabularies
 
 TEXTS = {

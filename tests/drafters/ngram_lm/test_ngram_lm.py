@@ -8,6 +8,7 @@ import torch
 
 from foredraft.drafters.draft import draft_noise_key
 from foredraft.drafters.method import DrafterContext
+from foredraft.drafters.ngram_lm import kneser_ney
 from foredraft.drafters.ngram_lm import method as ngram_lm
 from foredraft.drafters.ngram_lm.counts import SequenceCounts
 from foredraft.drafters.ngram_lm.table import NgramModel
@@ -40,7 +41,7 @@ def text(size, seed=0):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("table")
-    NgramModel.train(text(3000), 4, VOCAB).save(path)
+    kneser_ney.train(text(3000), 4, VOCAB).save(path)
     return str(path)
 
 
@@ -255,7 +256,7 @@ def test_impossible_options_are_refused(options):
 
 def test_the_built_in_table_is_small_and_whole():
     from foredraft import zoo
-    from foredraft.zoo.recipe import VOCAB_SIZE
+    from foredraft.zoo_training.recipe import VOCAB_SIZE
 
     path = zoo.find_folder("ngram")
     assert sum(file.stat().st_size for file in path.iterdir()) <= 2_500_000

@@ -9,6 +9,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from foredraft import zoo
+from foredraft.drafters.ngram_lm import kneser_ney
 from foredraft.drafters.ngram_lm.counts import SequenceCounts
 from foredraft.drafters.ngram_lm.table import NgramModel
 from foredraft.errors import ForedraftError
@@ -87,7 +88,7 @@ CORPORA = {
 @pytest.mark.parametrize(("min_count", "once"), [(1, False), (2, False), (1, True), (3, True)])
 def test_a_table_equals_kneser_ney_by_dictionaries(name, order, min_count, once):
     ids = CORPORA[name]
-    model = NgramModel.train(ids, order, 6, min_count=min_count, once_per_sequence=once)
+    model = kneser_ney.train(ids, order, 6, min_count=min_count, once_per_sequence=once)
     reference = Reference(ids, order, 6, min_count, once)
     for context in contexts(6, min(order, 3)):
         q = model.compute_q(context)
@@ -97,14 +98,14 @@ def test_a_table_equals_kneser_ney_by_dictionaries(name, order, min_count, once)
 
 def test_one_long_sequence_may_be_given_bare():
     ids = text(300, 6, 4)
-    a, b = NgramModel.train(np.array(ids), 3, 6), NgramModel.train([ids], 3, 6)
+    a, b = kneser_ney.train(np.array(ids), 3, 6), kneser_ney.train([ids], 3, 6)
     assert all(np.array_equal(a.compute_q(c), b.compute_q(c)) for c in contexts(6, 2))
 
 
 @pytest.mark.parametrize("max_entries", [0, 1, 7, 40, 10**6])
 def test_a_pruned_and_rounded_table_is_still_a_distribution(max_entries):
-    full = NgramModel.train(text(3000, 12, 5), 4, 12)
-    pruned = NgramModel.train(text(3000, 12, 5), 4, 12, max_entries=max_entries)
+    full = kneser_ney.train(text(3000, 12, 5), 4, 12)
+    pruned = kneser_ney.train(text(3000, 12, 5), 4, 12, max_entries=max_entries)
     assert pruned.num_entries == min(max_entries, full.num_entries)
     for model in (pruned, pruned.quantise_probs(16)):
         for context in contexts(12, 3):
@@ -130,15 +131,15 @@ def test_pruning_keeps_what_tells_most():
     def loss(model):
         return -np.mean([np.log(model.compute_q(held[i - 3 : i])[held[i]]) for i in range(3, len(held))])
 
-    full = NgramModel.train(train, 4, 30)
-    half = NgramModel.train(train, 4, 30, max_entries=full.num_entries // 2)
-    bare = NgramModel.train(train, 4, 30, max_entries=0)
+    full = kneser_ney.train(train, 4, 30)
+    half = kneser_ney.train(train, 4, 30, max_entries=full.num_entries // 2)
+    bare = kneser_ney.train(train, 4, 30, max_entries=0)
     # half of the entries have much less than half of the information
     assert loss(half) - loss(full) < 0.1 * (loss(bare) - loss(full))
 
 
 def test_rounding_moves_no_share_up():
-    model = NgramModel.train(text(3000, 12, 5), 3, 12)
+    model = kneser_ney.train(text(3000, 12, 5), 3, 12)
     for fine, coarse in zip(model.levels, model.quantise_probs(8).levels, strict=True):
         assert (coarse.probs <= fine.probs).all()
         assert len(np.unique(coarse.probs)) <= 8
@@ -147,18 +148,18 @@ def test_rounding_moves_no_share_up():
 @pytest.mark.parametrize("bad", [[], [[]], [-1, 2], [5, 6]])
 def test_training_refuses_ids_it_cannot_learn_from(bad):
     with pytest.raises(ForedraftError, match=r"at least one token|outside the vocabulary"):
-        NgramModel.train(bad, 3, 6)
+        kneser_ney.train(bad, 3, 6)
 
 
 @pytest.fixture
 def folder(tmp_path):
-    NgramModel.train(text(2000, 300, 7), 4, 300, max_entries=800).quantise_probs().save(tmp_path)
+    kneser_ney.train(text(2000, 300, 7), 4, 300, max_entries=800).quantise_probs().save(tmp_path)
     return tmp_path
 
 
 @pytest.mark.parametrize("kind", ["exact", "rounded", "empty", "uniform"])
 def test_a_saved_table_comes_back_as_it_was(tmp_path, kind):
-    model = NgramModel.train(text(2000, 300, 7), 4, 300, max_entries=0 if kind == "empty" else 800)
+    model = kneser_ney.train(text(2000, 300, 7), 4, 300, max_entries=0 if kind == "empty" else 800)
     model = {"rounded": model.quantise_probs(), "uniform": NgramModel.make_uniform(300)}.get(kind, model)
     model.save(tmp_path)
     loaded = NgramModel.load(tmp_path, 300)
@@ -222,7 +223,7 @@ def test_counts_learnt_piece_by_piece_equal_counts_learnt_at_once():
 @pytest.mark.parametrize("order", [1, 2, 5])
 @pytest.mark.parametrize("with_table", [False, True])
 def test_the_blend_with_a_running_text_is_a_distribution_and_equals_a_plain_recursion(order, with_table):
-    model = NgramModel.train(text(2000, 8, 10), 4, 8, max_entries=150) if with_table else NgramModel.make_uniform(8)
+    model = kneser_ney.train(text(2000, 8, 10), 4, 8, max_entries=150) if with_table else NgramModel.make_uniform(8)
     counts = SequenceCounts(8, order, 0.6, 20.0)
     ids = text(120, 8, 11)
     counts.extend(ids)

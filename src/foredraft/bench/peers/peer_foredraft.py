@@ -9,8 +9,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import torch
 from serve import serve
 
-from foredraft import LLM, Sampling, __version__
+from foredraft import __version__
 from foredraft.bench import verify_cost
+from foredraft.llm import LLM
+from foredraft.sampling.params import Sampling
 
 
 class ForedraftPeer:

@@ -32,7 +32,6 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from foredraft.checkpoints.disk import convert_write_errors, replace_files
 from foredraft.drafters.ngram_lm.counts import (
     EMPTY_HASH,
     HASH_SHIFT,
@@ -43,6 +42,7 @@ from foredraft.drafters.ngram_lm.counts import (
     hash_suffixes,
 )
 from foredraft.errors import ForedraftError
+from foredraft.files.disk import convert_write_errors, replace_files
 
 Ints = NDArray[np.int64]
 
@@ -102,21 +102,6 @@ class NgramModel:
     def make_uniform(cls, vocab_size: int) -> "NgramModel":
         """Make a model of order 1 with a uniform distribution."""
         return cls(np.full(vocab_size, 1 / vocab_size))
-
-    @classmethod
-    def train(
-        cls,
-        ids: Sequence[int] | Ints | Sequence[Sequence[int] | Ints],
-        order: int,
-        vocab_size: int,
-        min_count: int = 1,
-        max_entries: int | None = None,
-        once_per_sequence: bool = False,
-    ) -> "NgramModel":
-        """Train with interpolated modified Kneser-Ney; arguments as in `kneser_ney.train`."""
-        from foredraft.drafters.ngram_lm import kneser_ney
-
-        return kneser_ney.train(ids, order, vocab_size, min_count, max_entries, once_per_sequence)
 
     @property
     def order(self) -> int:

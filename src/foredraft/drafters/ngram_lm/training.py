@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from foredraft.drafters.ngram_lm.table import NgramModel
+from foredraft.drafters.ngram_lm.kneser_ney import train
 from foredraft.errors import ForedraftError
 from foredraft.models.hf import HFModel
 
@@ -35,7 +35,5 @@ def learn(config: TrainConfig, documents: Sequence[NDArray[Any]], target: HFMode
     if config.order < 1 or config.min_count < 1:
         raise ForedraftError(f"order and min_count must be at least 1, got {config.order} and {config.min_count}")
     ids = [document.astype(np.int64) for document in documents]
-    model = NgramModel.train(
-        ids, config.order, target.vocab_size, config.min_count, config.max_entries, config.once_per_text
-    )
+    model = train(ids, config.order, target.vocab_size, config.min_count, config.max_entries, config.once_per_text)
     model.quantise_probs().save(out)

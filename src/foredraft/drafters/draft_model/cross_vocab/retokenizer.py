@@ -9,8 +9,8 @@ Earlier tokens are frozen, so the cost per token does not grow with the sequence
 
 from collections.abc import Sequence
 
-from foredraft.drafters.draft_model.cross_vocab.token_vocabulary import UNKNOWN_BYTE
 from foredraft.drafters.draft_model.cross_vocab.vocab_map import VocabMap
+from foredraft.tokenization.byte_vocabulary import UNKNOWN_BYTE
 
 MAX_OPEN_BYTES, MIN_OPEN_BYTES = 192, 64  # bytes: limit before a prefix is frozen, and least bytes left open
 CONTEXT_BYTES = 32  # bytes before the open stretch that its tokenization may depend on

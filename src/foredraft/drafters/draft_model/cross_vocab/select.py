@@ -8,12 +8,12 @@ from foredraft.drafters.common.tree_builder import TreeOptions
 from foredraft.drafters.draft_model.cross_vocab.base import CrossVocabDrafter
 from foredraft.drafters.draft_model.cross_vocab.slem import SlemDrafter
 from foredraft.drafters.draft_model.cross_vocab.tli import TliDrafter
-from foredraft.drafters.draft_model.cross_vocab.token_vocabulary import TokenizerVocabulary
 from foredraft.drafters.draft_model.cross_vocab.vocab_map import VocabMap
 from foredraft.drafters.method import DrafterContext
 from foredraft.errors import ForedraftError
 from foredraft.models.hf import LM
 from foredraft.models.loading import find_vocabulary_difference
+from foredraft.tokenization.byte_vocabulary import TokenizerVocabulary
 
 log = logging.getLogger(__name__)
 AUTO = "auto"

@@ -14,11 +14,11 @@ import torch
 from foredraft.drafters.common.tree_builder import TreeSpec
 from foredraft.drafters.draft import Draft
 from foredraft.drafters.draft_model.cross_vocab.base import CrossVocabDrafter, CrossVocabState
-from foredraft.drafters.draft_model.cross_vocab.token_vocabulary import strip_partial_character
 from foredraft.drafters.draft_model.cross_vocab.vocab_map import VocabMap
 from foredraft.models.forward_batch import Span
 from foredraft.request import Batch
 from foredraft.sampling.filters import argmax_tokens
+from foredraft.tokenization.token_bytes import strip_partial_character
 from foredraft.tree import Commit
 
 # draft-model tokens beyond the depth: the last target token may merge with the next bytes, so it is not drafted

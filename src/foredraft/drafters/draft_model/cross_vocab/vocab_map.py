@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from foredraft.drafters.draft_model.cross_vocab.token_vocabulary import ByteVocabulary
+from foredraft.tokenization.byte_vocabulary import ByteVocabulary
 
 SAMPLE_TEXT = '''The river rose in the night, and by morning the bridge was gone; the village had not heard it fall.
 "What shall we do?" she asked. 1,234 people live here (27.5 % of them since 2019), most of them near the mill.

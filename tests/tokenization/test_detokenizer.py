@@ -4,7 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foredraft.engine.detokenize import REPLACEMENT_CHARACTER, ByteDetokenizer, WindowDetokenizer, make_detokenizer
+from foredraft.tokenization.detokenizer import (
+    REPLACEMENT_CHARACTER,
+    ByteDetokenizer,
+    WindowDetokenizer,
+    make_detokenizer,
+)
 from tests.support import tiny_models
 
 TEXTS = [

@@ -10,17 +10,19 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from foredraft.zoo import corpus, tokens
-from foredraft.zoo.cards import HELD_OUT_PACKAGES_KEY, render_card
-from foredraft.zoo.collect import Corpus, collect
-from foredraft.zoo.heads import HeadsPlan, list_recipes, train_heads
-from foredraft.zoo.measure import PairMetrics, measure_pair
-from foredraft.zoo.ngram import build_table
-from foredraft.zoo.recipe import DRAFT_RECIPE, TARGET_RECIPE, LlamaRecipe
-from foredraft.zoo.seq2seq_build import DRAFT_NAME as SEQ2SEQ_DRAFT
-from foredraft.zoo.seq2seq_build import PAIR_RECIPE, Seq2SeqPairRecipe, build_pair
-from foredraft.zoo.seq2seq_build import TARGET_NAME as SEQ2SEQ
-from foredraft.zoo.train import (
+from foredraft.train.checkpoint import TrainingCheckpoints
+from foredraft.zoo import corpus
+from foredraft.zoo_training import tokens
+from foredraft.zoo_training.cards import HELD_OUT_PACKAGES_KEY, render_card
+from foredraft.zoo_training.collect import Corpus, collect
+from foredraft.zoo_training.heads import HeadsPlan, list_recipes, train_heads
+from foredraft.zoo_training.measure import PairMetrics, measure_pair
+from foredraft.zoo_training.ngram import build_table
+from foredraft.zoo_training.recipe import DRAFT_RECIPE, TARGET_RECIPE, LlamaRecipe
+from foredraft.zoo_training.seq2seq_build import DRAFT_NAME as SEQ2SEQ_DRAFT
+from foredraft.zoo_training.seq2seq_build import PAIR_RECIPE, Seq2SeqPairRecipe, build_pair
+from foredraft.zoo_training.seq2seq_build import TARGET_NAME as SEQ2SEQ
+from foredraft.zoo_training.train import (
     LossFunction,
     PartProgressCallback,
     PretrainingRun,
@@ -68,7 +70,7 @@ def build_all(
         f"{summary.train_tokens:,} tokens of {len(summary.packages) + 1} packages to train on, {len(data.held_out):,} "
         "held out"
     )
-    interrupted = {name for name in PARTS if (out / name / "checkpoint.pt").exists()}
+    interrupted = {name for name in PARTS if TrainingCheckpoints(out / name).find_latest() is not None}
 
     def build(name: str, recipe: LlamaRecipe, loss: LossFunction) -> None:
         run = PretrainingRun(recipe, data.train, out / name, loss, device, _bind_part(report, name), data.held_out)
@@ -105,7 +107,7 @@ def install(out: Path, package: Path) -> None:
     """Copy the finished models with their cards and logs from `out` to the zoo folder `package`."""
     for name in ("target", "draft", "ngram", *list_recipes(), SEQ2SEQ, SEQ2SEQ_DRAFT):
         shutil.rmtree(package / name, ignore_errors=True)
-        shutil.copytree(out / name, package / name, ignore=shutil.ignore_patterns("checkpoint*", "training.json"))
+        shutil.copytree(out / name, package / name, ignore=shutil.ignore_patterns("*checkpoint-*", "training.json"))
 
 
 def _build_part(out: Path, name: str, build: Callable[[Path], object]) -> None:

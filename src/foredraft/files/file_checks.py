@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from foredraft.checkpoints import hub
 from foredraft.errors import ForedraftError
+from foredraft.files import hub
 
 MAX_JSON = 100 * 2**20  # bytes of the largest JSON file that is read
 

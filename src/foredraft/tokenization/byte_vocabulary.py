@@ -4,15 +4,22 @@ Tokenizers name their tokens in different ways (byte-level letters, ▁ for a sp
 token is the bytes that it decodes to, and a vocabulary encodes bytes as the continuation of preceding bytes.
 """
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from foredraft.errors import ForedraftError
+from foredraft.tokenization.token_bytes import (
+    SPACE_MARKER,
+    list_decoder_types,
+    parse_byte_token,
+    skip_partial_character,
+    spell_byte_level,
+    spell_piece,
+    split_characters,
+)
 
 UNKNOWN_BYTE = -1  # in place of a byte that the vocabulary has no token for
 MAX_TOKEN_BYTES = 64  # bytes of the longest token that greedy encoding tries
-SPACE_MARKER = "▁"
 
 
 class ByteVocabulary(Protocol):
@@ -95,9 +102,9 @@ class TokenizerVocabulary:
         If a token would span both, its bytes in `data` are encoded greedily. If `before` is empty, the space that some
         tokenizers add at the beginning stays.
         """
-        all_bytes, num_left = _skip_partial_character(before) + data, len(data)
+        all_bytes, num_left = skip_partial_character(before) + data, len(data)
         ids: list[int] = []
-        for run, is_text in reversed(list(_split_characters(all_bytes))):
+        for run, is_text in reversed(list(split_characters(all_bytes))):
             if num_left <= 0:
                 break
             part = run[-num_left:] if num_left < len(run) else run
@@ -168,7 +175,7 @@ def _find_prefix_tokens(tokenizer: Any, eos: int | None) -> tuple[int, ...]:
 def _index_by_bytes(names: dict[int, str], token_bytes: Sequence[bytes | None]) -> dict[bytes, int]:
     """Index tokens by bytes. Of equal bytes a normal token precedes a byte token (`<0x0A>`), then the lower id wins."""
     ids: dict[bytes, int] = {}
-    for i in sorted(names, key=lambda i: (_parse_byte_token(names[i]) is not None, i)):
+    for i in sorted(names, key=lambda i: (parse_byte_token(names[i]) is not None, i)):
         piece = token_bytes[i]
         if piece:
             ids.setdefault(piece, i)
@@ -185,25 +192,18 @@ def _make_token_spelling(
     backend: Any | None, tokenizer: Any, names: dict[int, str], special: set[int]
 ) -> TokenSpelling:
     """Return the function from a token's name to its bytes, chosen by the tokenizer's decoder."""
-    decoders = _list_decoder_types(backend)
+    decoders = list_decoder_types(backend)
     if "ByteLevel" in decoders:
-        letters = build_byte_alphabet()
 
         def decode_letters(token: int, name: str) -> bytes | None:
-            if all(letter in letters for letter in name):
-                return bytes([letters[letter] for letter in name])
-            return name.encode()
+            data = spell_byte_level(name)
+            return name.encode() if data is None else data
 
         return decode_letters
     if decoders & {"ByteFallback", "Metaspace"} or (
         backend is None and any(SPACE_MARKER in name for name in names.values())
     ):
-
-        def decode_pieces(token: int, name: str) -> bytes | None:
-            byte = _parse_byte_token(name)
-            return name.replace(SPACE_MARKER, " ").encode() if byte is None else bytes([byte])
-
-        return decode_pieces
+        return lambda token, name: spell_piece(name)
     return _make_decoded_spelling(tokenizer if backend is None else backend, names, special)
 
 
@@ -221,59 +221,3 @@ def _make_decoded_spelling(decoder: Any, names: dict[int, str], special: set[int
         return text[len(prefix) :].encode() if is_clear else None
 
     return decode_suffix
-
-
-def _list_decoder_types(backend: Any | None) -> frozenset[str]:
-    if backend is None or backend.decoder is None:
-        return frozenset()
-    state = json.loads(backend.decoder.__getstate__())
-    return frozenset(part["type"] for part in [state, *state.get("decoders", [])])
-
-
-def _parse_byte_token(name: str) -> int | None:
-    if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
-        try:
-            return int(name[3:5], 16)
-        except ValueError:
-            return None
-    return None
-
-
-def build_byte_alphabet() -> dict[str, int]:
-    """Return byte by letter in byte-level tokenizers (GPT-2): a printable byte is itself, others are above 255."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-def strip_partial_character(data: bytes) -> bytes:
-    """Remove an incomplete UTF-8 character at the end."""
-    for size in range(1, min(len(data), 3) + 1):
-        byte = data[-size]
-        if byte & 0xC0 != 0x80:
-            length = 1 if byte < 0xC0 else 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
-            return data[:-size] if length > size else data
-    return data
-
-
-def _skip_partial_character(data: bytes) -> bytes:
-    """Remove the bytes before the first that may begin a UTF-8 character."""
-    offset = 0
-    while offset < min(len(data), 4) and data[offset] & 0xC0 == 0x80:
-        offset += 1
-    return data[offset:]
-
-
-def _split_characters(data: bytes) -> Iterator[tuple[bytes, bool]]:
-    """Split into runs of whole UTF-8 characters (True) and of invalid bytes (False)."""
-    view, offset = memoryview(data), 0
-    while offset < len(data):
-        try:
-            str(view[offset:], "utf-8")
-            yield data[offset:], True
-            return
-        except UnicodeDecodeError as error:
-            if error.start:
-                yield data[offset : offset + error.start], True
-            yield data[offset + error.start : offset + error.end], False
-            offset += error.end

@@ -9,10 +9,11 @@ import torch
 from tokenizers import Tokenizer
 from transformers import T5ForConditionalGeneration
 
-from foredraft.zoo import tokens
 from foredraft.zoo.corpus import SourceFile
 from foredraft.zoo.prose import extract_passages
-from foredraft.zoo.seq2seq import (
+from foredraft.zoo.typos import CLEAN_SHARE, WORD_ERROR_RATE
+from foredraft.zoo_training import tokens
+from foredraft.zoo_training.seq2seq import (
     SEQ2SEQ_DRAFT_RECIPE,
     SEQ2SEQ_RECIPE,
     Seq2SeqJob,
@@ -23,7 +24,6 @@ from foredraft.zoo.seq2seq import (
     make_distillation_loss,
     train,
 )
-from foredraft.zoo.typos import CLEAN_SHARE, WORD_ERROR_RATE
 
 PartProgressCallback = Callable[[str, int, int, float], None]  # part, step, steps, loss
 TARGET_NAME, DRAFT_NAME = "seq2seq", "seq2seq_draft"

@@ -14,10 +14,11 @@ from pathlib import Path
 import numpy as np
 
 from foredraft.errors import ForedraftError
-from foredraft.zoo import corpus, tokens
+from foredraft.zoo import corpus
 from foredraft.zoo.corpus import SourceFile
-from foredraft.zoo.duplicates import DuplicateFilter
-from foredraft.zoo.packages import Package, cap_shares, find_packages
+from foredraft.zoo_training import tokens
+from foredraft.zoo_training.duplicates import DuplicateFilter
+from foredraft.zoo_training.packages import Package, cap_shares, find_packages
 
 MAX_PACKAGE_SHARE = 0.25  # largest share of all characters that a package may have
 TRAIN_FILE, HELD_OUT_FILE, HELD_OUT_PACKAGES_FILE, SUMMARY_FILE = (

@@ -1,10 +1,10 @@
 """Incremental detokenization: token ids to text, one token at a time, in whole characters."""
 
 import codecs
-from functools import cache
 from typing import Any, Protocol
 
 from foredraft.errors import ForedraftError, is_panic
+from foredraft.tokenization.token_bytes import spell_byte_level
 
 REPLACEMENT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 MAX_REPLACEMENTS = 3  # bytes of an incomplete UTF-8 character; some tokenizers show a replacement character for each
@@ -83,18 +83,8 @@ class ByteDetokenizer:
         name = self._backend.id_to_token(token)
         if name is None or token in self._special_ids:
             return b""
-        try:
-            return bytes(map(_build_byte_alphabet().__getitem__, name))
-        except KeyError:  # added tokens are stored as plain text, not in the byte alphabet
-            return str(name).encode()
-
-
-@cache
-def _build_byte_alphabet() -> dict[str, int]:
-    """Build GPT-2's byte alphabet: printable bytes stand for themselves, the others for characters from 256 up."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+        data = spell_byte_level(name)
+        return str(name).encode() if data is None else data
 
 
 class WindowDetokenizer:

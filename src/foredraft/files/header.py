@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from foredraft.checkpoints.file_checks import check_regular_file
 from foredraft.errors import ForedraftError
+from foredraft.files.file_checks import check_regular_file
 
 MAX_HEADER = 100 * 2**20  # bytes; limit of the safetensors format
 LENGTH_BYTES = 8  # size of the little-endian integer before the header, which holds its length

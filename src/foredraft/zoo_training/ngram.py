@@ -5,8 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
+from foredraft.drafters.ngram_lm import kneser_ney
 from foredraft.drafters.ngram_lm.table import NgramModel
-from foredraft.zoo.recipe import VOCAB_SIZE
+from foredraft.zoo_training.recipe import VOCAB_SIZE
 
 ORDER = 4  # longest context of an entry, in tokens
 MAX_ENTRIES = 470_000  # entries after pruning, about 2.5 MB on disk
@@ -21,7 +22,7 @@ def train_builtin(ids: np.ndarray) -> NgramModel:
     """
     files = np.split(ids.astype(np.int64), np.flatnonzero(ids == END_OF_TEXT_ID)[1:])
     files = [file for file in files if len(file)]
-    return NgramModel.train(files, ORDER, VOCAB_SIZE, max_entries=MAX_ENTRIES, once_per_sequence=True).quantise_probs()
+    return kneser_ney.train(files, ORDER, VOCAB_SIZE, max_entries=MAX_ENTRIES, once_per_sequence=True).quantise_probs()
 
 
 @dataclass(frozen=True)

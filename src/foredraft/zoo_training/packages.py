@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from foredraft.zoo.corpus import SourceFile, digest
-from foredraft.zoo.licences import find_permissive_licence
+from foredraft.zoo_training.licences import find_permissive_licence
 
 HELD_OUT_PACKAGES = frozenset("click jinja2 rich sortedcontainers starlette".split())
 MIN_FILE_CHARS, MAX_FILE_CHARS = 300, 200_000  # size of a usable file, in characters

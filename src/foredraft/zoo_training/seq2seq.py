@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from tokenizers import Tokenizer, processors
@@ -19,9 +18,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import T5Config, T5ForConditionalGeneration
 
-from foredraft.zoo.recipe import END_OF_TEXT, VOCAB_SIZE
-from foredraft.zoo.train import MasterWeightOptimizer, ProgressCallback
+from foredraft.drafters.common.losses import kl
+from foredraft.train.checkpoint import TrainingCheckpoints
+from foredraft.train.optimizer import LearningRateSchedule, MasterWeightOptimizer
 from foredraft.zoo.typos import CLEAN_SHARE, WORD_ERROR_RATE, add_typos
+from foredraft.zoo_training.recipe import END_OF_TEXT, VOCAB_SIZE
+from foredraft.zoo_training.train import MAX_GRAD_NORM, OPTIMIZER, ProgressCallback
 
 IGNORE_INDEX = -100  # target id of padding, ignored by the loss
 BUCKET_TOKENS = 16  # width of a length bucket, in tokens; a batch has passages of one bucket
@@ -160,9 +162,8 @@ def make_distillation_loss(target: T5ForConditionalGeneration) -> Seq2SeqLoss:
     def loss(batch: Seq2SeqBatch, logits: Tensor) -> Tensor:
         is_token = batch.target.flatten() != IGNORE_INDEX
         with torch.no_grad():
-            p = compute_logits(target, batch)[is_token].softmax(-1)
-            entropy = -(p * p.clamp_min(1e-9).log()).sum(-1).mean()
-        return F.cross_entropy(logits[is_token], p) - entropy
+            log_p = compute_logits(target, batch)[is_token].log_softmax(-1)
+        return kl(log_p, logits[is_token].log_softmax(-1)).mean()
 
     return loss
 
@@ -181,8 +182,8 @@ class Seq2SeqJob:
     progress: ProgressCallback = lambda step, steps, loss: None
 
     @property
-    def checkpoint_path(self) -> Path:
-        return self.folder / "checkpoint.pt"
+    def checkpoints(self) -> TrainingCheckpoints:
+        return TrainingCheckpoints(self.folder)
 
 
 def train(job: Seq2SeqJob) -> T5ForConditionalGeneration:
@@ -193,15 +194,16 @@ def train(job: Seq2SeqJob) -> T5ForConditionalGeneration:
     recipe = job.recipe
     job.folder.mkdir(parents=True, exist_ok=True)
     model = build_model(recipe).to(job.device).train()
-    optimizer = MasterWeightOptimizer(model, recipe.learning_rate)
-    first = _resume(job, model, optimizer)
+    optimizer, schedule = MasterWeightOptimizer(OPTIMIZER, model, recipe.learning_rate), make_schedule(recipe)
+    latest = job.checkpoints.find_latest()
+    first = 0 if latest is None else int(job.checkpoints.load(latest, {"model": model}, optimizer)["step"])
     batches = make_batches(job.tokenizer, job.passages, recipe.batch_tokens, recipe.seed + first)
     smooth, began, tokens = math.nan, time.time(), 0
     for step in range(first, recipe.steps):
         batch = next(batches).to(job.device)
         loss = job.compute_loss(batch, compute_logits(model, batch))
         loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step(compute_rate_scale(recipe, step))
+        optimizer.step(schedule.compute_scale(step), MAX_GRAD_NORM)
         tokens += batch.target.numel()
         smooth = loss.item() if math.isnan(smooth) else 0.98 * smooth + 0.02 * loss.item()
         if (step + 1) % LOG_EVERY == 0 or step + 1 == recipe.steps:
@@ -211,18 +213,18 @@ def train(job: Seq2SeqJob) -> T5ForConditionalGeneration:
             with (job.folder / "log.jsonl").open("a") as log:
                 log.write(json.dumps(row) + "\n")
         if (step + 1) % recipe.checkpoint_every == 0 or step + 1 == recipe.steps:
-            _save(job, step + 1, model, optimizer)
+            job.checkpoints.save(step + 1, {"model": model}, optimizer, {"loss": smooth})
         job.progress(step + 1, recipe.steps, smooth)
     model.eval().config.dtype = "bfloat16"
     model.save_pretrained(job.folder)
-    job.checkpoint_path.unlink(missing_ok=True)
+    job.checkpoints.delete()
     return model
 
 
-def compute_rate_scale(recipe: Seq2SeqRecipe, step: int) -> float:
-    """Return the factor of the learning rate at a step: warm-up, constant, then a linear decay to zero."""
-    left = (recipe.steps - step) / (recipe.decay * recipe.steps)
-    return min(1.0, (step + 1) / recipe.warmup, left)
+def make_schedule(recipe: Seq2SeqRecipe) -> LearningRateSchedule:
+    """Return the schedule: warm-up, constant, then a linear decay to zero."""
+    decay_start = recipe.steps - round(recipe.decay * recipe.steps)
+    return LearningRateSchedule(recipe.steps, recipe.warmup, "linear", decay_start=decay_start)
 
 
 @torch.no_grad()
@@ -247,18 +249,3 @@ def evaluate(model: T5ForConditionalGeneration, job: Seq2SeqJob, batches: int = 
         )
     loss, accuracy = torch.tensor(figures).mean(0).tolist()
     return {"held_loss": round(loss, 4), "held_right": round(accuracy, 4)}
-
-
-def _resume(job: Seq2SeqJob, model: Any, optimizer: MasterWeightOptimizer) -> int:
-    if not job.checkpoint_path.exists():
-        return 0
-    saved = torch.load(job.checkpoint_path, weights_only=True, map_location=job.device)
-    model.load_state_dict(saved["model"])
-    optimizer.load_state_dict(saved["optimizer"])
-    return int(saved["step"])
-
-
-def _save(job: Seq2SeqJob, step: int, model: Any, optimizer: MasterWeightOptimizer) -> None:
-    partial = job.checkpoint_path.with_suffix(".tmp")
-    torch.save({"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, partial)
-    partial.replace(job.checkpoint_path)

@@ -14,8 +14,8 @@ from foredraft.train.config import DataConfig, EvaluationConfig, OptimizationCon
 from foredraft.train.replay import REGIMES, Recording, Replay, ReplayMetrics
 from foredraft.train.run import train
 from foredraft.zoo.corpus import make_held_out_prompts
-from foredraft.zoo.generated import CORPUS_TOKENS, NUM_DOCUMENTS, write_texts
-from foredraft.zoo.measure import MAX_DRAFT_TOKENS
+from foredraft.zoo_training.generated import CORPUS_TOKENS, NUM_DOCUMENTS, write_texts
+from foredraft.zoo_training.measure import MAX_DRAFT_TOKENS
 
 LogLine = Callable[[str], None]
 PartProgressCallback = Callable[[str, int, int, float], None]  # part, step, steps, loss
@@ -151,7 +151,7 @@ def render_card(method: str, head: HeadRecipe, lengths: Mapping[str, Sequence[fl
         f"Drafts for the built-in target: `foredraft generate --spec-method {method}`.",
         "",
         "- Data: output of the target, half of it greedy and half sampled at temperature 1, and files "
-        "of its corpus (`foredraft.zoo.generated`); nothing of the held-out modules and packages.",
+        "of its corpus (`foredraft.zoo_training.generated`); nothing of the held-out modules and packages.",
         f"- Recipe: `foredraft train {method}{settings} --steps {head.steps} --optimizer {head.optimizer} "
         f"--lr {head.learning_rate}`, batches of 2,048 tokens. `foredraft zoo train` repeats it.",
         "",

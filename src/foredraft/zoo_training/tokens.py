@@ -6,7 +6,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from foredraft.zoo.corpus import SourceFile
-from foredraft.zoo.recipe import END_OF_TEXT, VOCAB_SIZE
+from foredraft.zoo_training.recipe import END_OF_TEXT, VOCAB_SIZE
 
 BATCH_FILES = 256  # files encoded together; an encoding needs about 100 times the memory of its ids
 

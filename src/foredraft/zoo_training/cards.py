@@ -3,9 +3,9 @@
 import json
 
 from foredraft.zoo import corpus
-from foredraft.zoo.collect import CorpusSummary
-from foredraft.zoo.measure import MAX_DRAFT_TOKENS, PairMetrics
-from foredraft.zoo.recipe import LlamaRecipe
+from foredraft.zoo_training.collect import CorpusSummary
+from foredraft.zoo_training.measure import MAX_DRAFT_TOKENS, PairMetrics
+from foredraft.zoo_training.recipe import LlamaRecipe
 
 HELD_OUT_PACKAGES_KEY = "held-out packages"  # key of the draft model's figures on the held-out packages
 
@@ -35,7 +35,7 @@ def render_card(
         f"{summary.train_tokens:,} tokens of "
         f"{summary.train_chars:,} characters in all (digest {summary.digests['train.npy']}). Near-duplicates are "
         "left out "
-        "(`foredraft.zoo.duplicates`), so are licence headers and machine-written files.",
+        "(`foredraft.zoo_training.duplicates`), so are licence headers and machine-written files.",
         f"- Held out, with their tests: {', '.join(sorted(corpus.HELD_OUT_MODULES))}; and the packages "
         f"{', '.join(str(facts['name']) for facts in summary.held_packages) or 'none'}.",
         f"- Recipe: {distilled}; {_describe_schedule(log)}; {recipe.batch_tokens} tokens a step; Muon for "

@@ -14,23 +14,28 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from foredraft.drafters.common.losses import kl
 from foredraft.errors import ForedraftError
-from foredraft.zoo.batches import WindowBatches
-from foredraft.zoo.recipe import VOCAB_SIZE, LlamaRecipe
-from foredraft.zoo.stopping import handle_stop_signals
+from foredraft.train.checkpoint import TrainingCheckpoints
+from foredraft.train.optimizer import LearningRateSchedule, MasterWeightOptimizer
+from foredraft.train.stopping import handle_stop_signals
+from foredraft.zoo_training.batches import WindowBatches
+from foredraft.zoo_training.recipe import VOCAB_SIZE, LlamaRecipe
 
 LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]  # (ids [B, L], logits [B*L, V], next ids [B*L])
 ProgressCallback = Callable[[int, int, float], None]  # (step, steps, smoothed loss)
 PartProgressCallback = Callable[[str, int, int, float], None]  # (model name, step, steps, smoothed loss)
 LOG_EVERY = 20  # steps between lines of the log
 EVAL_EVERY = 200  # steps between measurements of the held-out loss
+DECAY_PREFIX = "decay-checkpoint-"
 EVAL_WINDOWS = 16  # windows of a measurement of the held-out loss
 HEAD_DIM = 64  # channels per attention head
-_TABLE_NAMES = ("embed", "shared", "relative_attention_bias")  # lookup tables, for which Muon is unsuitable
+MAX_GRAD_NORM = 1.0
+OPTIMIZER = "muon"
 
 
 def build_model(recipe: LlamaRecipe, layers: int, dtype: torch.dtype = torch.bfloat16) -> LlamaForCausalLM:
@@ -65,47 +70,9 @@ def stack_layers(recipe: LlamaRecipe, model: LlamaForCausalLM, layers: int) -> L
     return deeper
 
 
-class MasterWeightOptimizer:
-    """Optimizer with fp32 copies of bf16 parameters: Muon for the matrices inside layers, AdamW for the others."""
-
-    def __init__(self, model: nn.Module, learning_rate: float) -> None:
-        self.parameter_pairs = [(p, nn.Parameter(p.detach().float())) for p in model.parameters()]
-        inner = [p.ndim == 2 and not any(word in name for word in _TABLE_NAMES) for name, p in model.named_parameters()]
-        matrices = [m for is_inner, (_, m) in zip(inner, self.parameter_pairs, strict=True) if is_inner]
-        others = [m for is_inner, (_, m) in zip(inner, self.parameter_pairs, strict=True) if not is_inner]
-        self.learning_rate = learning_rate
-        self.optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.Muon(matrices, lr=learning_rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
-        ]
-
-    def step(self, scale: float) -> None:
-        """Update the parameters with `scale` times the learning rate, and clear their gradients."""
-        for parameter, master in self.parameter_pairs:
-            assert parameter.grad is not None
-            master.grad = parameter.grad.float()
-            parameter.grad = None
-        nn.utils.clip_grad_norm_([master for _, master in self.parameter_pairs], 1.0)
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = self.learning_rate * scale
-            optimizer.step()
-        with torch.no_grad():
-            for parameter, master in self.parameter_pairs:
-                parameter.copy_(master)
-
-    def state_dict(self) -> dict[str, object]:
-        return {
-            "parts": [p.state_dict() for p in self.optimizers],
-            "masters": [m.detach() for _, m in self.parameter_pairs],
-        }
-
-    def load_state_dict(self, state: dict) -> None:  # type: ignore[type-arg]
-        for optimizer, saved in zip(self.optimizers, state["parts"], strict=True):
-            optimizer.load_state_dict(saved)
-        with torch.no_grad():
-            for (_, master), saved in zip(self.parameter_pairs, state["masters"], strict=True):
-                master.copy_(saved)
+def make_optimizer(recipe: LlamaRecipe, model: LlamaForCausalLM) -> MasterWeightOptimizer:
+    """Return the optimizer of a model with the recipe's learning rate."""
+    return MasterWeightOptimizer(OPTIMIZER, model, recipe.learning_rate)
 
 
 def compute_logits(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
@@ -124,9 +91,8 @@ def make_distillation_loss(target: LlamaForCausalLM) -> LossFunction:
 
     def loss(ids: Tensor, logits: Tensor, next_ids: Tensor) -> Tensor:
         with torch.no_grad():
-            p = compute_logits(target, ids).float().softmax(-1)
-            entropy = -(p * p.clamp_min(1e-9).log()).sum(-1).mean()
-        return F.cross_entropy(logits.float(), p) - entropy
+            log_p = compute_logits(target, ids).float().log_softmax(-1)
+        return kl(log_p, logits.float().log_softmax(-1)).mean()
 
     return loss
 
@@ -145,12 +111,13 @@ class PretrainingRun:
     should_stop: Callable[[], bool] = lambda: False
 
     @property
-    def constant_checkpoint(self) -> Path:
-        return self.folder / "checkpoint.pt"
+    def checkpoints(self) -> TrainingCheckpoints:
+        """Checkpoints at the constant learning rate."""
+        return TrainingCheckpoints(self.folder)
 
     @property
-    def decay_checkpoint(self) -> Path:
-        return self.folder / "checkpoint-decay.pt"
+    def decay_checkpoints(self) -> TrainingCheckpoints:
+        return TrainingCheckpoints(self.folder, DECAY_PREFIX)
 
 
 @dataclass
@@ -185,30 +152,30 @@ def train(run: PretrainingRun, finish: bool = False) -> LlamaForCausalLM:
     run.folder.mkdir(parents=True, exist_ok=True)
     with handle_stop_signals() as is_signalled:
         run = replace(run, should_stop=is_signalled)
-        state = _load(run, run.decay_checkpoint)
+        state = _load(run, run.decay_checkpoints)
         if state is None:
             state = _train_at_constant_rate(run, finish)
         _decay(run, state)
     state.model.config.dtype = "bfloat16"
     state.model.save_pretrained(run.folder)
-    run.decay_checkpoint.unlink()
+    run.decay_checkpoints.delete()
     return state.model
 
 
 def _train_at_constant_rate(run: PretrainingRun, finish: bool) -> PretrainingState:
     recipe = run.recipe
-    state = _load(run, run.constant_checkpoint)
+    state = _load(run, run.checkpoints)
     if state is not None and finish:
         return state
     if state is None:
         model = build_model(recipe, recipe.stages[0].layers).to(run.device)
-        state = PretrainingState(model, MasterWeightOptimizer(model, recipe.learning_rate))
+        state = PretrainingState(model, make_optimizer(recipe, model))
     end = 0
     for stage in recipe.stages:
         end += stage.steps
         if state.step < end:
             _deepen(run, state, stage.layers)
-            _advance(run, state, stage.context, end, run.constant_checkpoint)
+            _advance(run, state, stage.context, end, run.checkpoints)
     return state
 
 
@@ -216,32 +183,33 @@ def _decay(run: PretrainingRun, state: PretrainingState) -> None:
     if state.decay_from is None:
         _deepen(run, state, run.recipe.stages[-1].layers)
         state.decay_from = state.step
-        _save(run, state, run.decay_checkpoint)
+        _save(run, state, run.decay_checkpoints)
     end = state.decay_from
     for stage in run.recipe.make_decay_stages(state.decay_from):
         end += stage.steps
         if state.step < end:
-            _advance(run, state, stage.context, end, run.decay_checkpoint)
+            _advance(run, state, stage.context, end, run.decay_checkpoints)
 
 
 def _deepen(run: PretrainingRun, state: PretrainingState, layers: int) -> None:
     """Add layers if the stage has more than the model; this resets the optimizer."""
     if state.num_layers < layers:
         state.model = stack_layers(run.recipe, state.model, layers).to(run.device)
-        state.optimizer = MasterWeightOptimizer(state.model, run.recipe.learning_rate)
+        state.optimizer = make_optimizer(run.recipe, state.model)
         state.depth_start_step = state.step
 
 
-def compute_rate_scale(recipe: LlamaRecipe, step: int, depth_start_step: int, decay_from: int | None) -> float:
-    """Return the factor of the learning rate: warm-up after each change of depth, constant, linear decay to zero."""
-    warmup = (step - depth_start_step + 1) / recipe.warmup
+def make_schedule(recipe: LlamaRecipe, depth_start_step: int, decay_from: int | None) -> LearningRateSchedule:
+    """Return the schedule: warm-up after each change of depth, constant, linear decay to zero."""
     if decay_from is None:
-        return min(1.0, warmup)
-    length = sum(stage.steps for stage in recipe.make_decay_stages(decay_from))
-    return min(1.0, warmup, (decay_from + length - step) / length)
+        return LearningRateSchedule(recipe.steps, recipe.warmup, "constant", depth_start_step)
+    end = decay_from + sum(stage.steps for stage in recipe.make_decay_stages(decay_from))
+    return LearningRateSchedule(end, recipe.warmup, "linear", depth_start_step, decay_from)
 
 
-def _advance(run: PretrainingRun, state: PretrainingState, context: int, end: int, checkpoint: Path) -> None:
+def _advance(
+    run: PretrainingRun, state: PretrainingState, context: int, end: int, checkpoints: TrainingCheckpoints
+) -> None:
     """Train with windows of `context` tokens up to step `end`."""
     recipe = run.recipe
     rows = recipe.batch_tokens // context
@@ -257,7 +225,7 @@ def _advance(run: PretrainingRun, state: PretrainingState, context: int, end: in
             _log(run, state, round((state.step - first) * recipe.batch_tokens / seconds))
         is_stopped = run.should_stop()
         if is_stopped or state.step == end or time.monotonic() - saved >= recipe.checkpoint_seconds:
-            _save(run, state, checkpoint)
+            _save(run, state, checkpoints)
             saved = time.monotonic()
         run.progress(state.step, _count_total_steps(recipe, state), state.smoothed_loss)
         if is_stopped:
@@ -278,7 +246,8 @@ def _step(run: PretrainingRun, state: PretrainingState, batch: Tensor) -> float:
         loss = loss * (len(micro_batch) / len(batch))
         loss.backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
-    state.optimizer.step(compute_rate_scale(run.recipe, state.step, state.depth_start_step, state.decay_from))
+    schedule = make_schedule(run.recipe, state.depth_start_step, state.decay_from)
+    state.optimizer.step(schedule.compute_scale(state.step), MAX_GRAD_NORM)
     return float(total)
 
 
@@ -312,31 +281,30 @@ def measure_held_out_loss(run: PretrainingRun, model: LlamaForCausalLM, held_out
     return float(torch.stack(losses).mean())
 
 
-def _save(run: PretrainingRun, state: PretrainingState, path: Path) -> None:
-    partial = path.with_suffix(".tmp")
-    numbers = {
-        "step": state.step,
-        "since": state.depth_start_step,
+def _save(run: PretrainingRun, state: PretrainingState, checkpoints: TrainingCheckpoints) -> None:
+    metadata = {
+        "depth_start_step": state.depth_start_step,
         "decay_from": state.decay_from,
-        "smooth": state.smoothed_loss,
+        "loss": state.smoothed_loss,
+        "layers": state.num_layers,
+        "batch_tokens": run.recipe.batch_tokens,
     }
-    weights = {"model": state.model.state_dict(), "optimizer": state.optimizer.state_dict()}
-    shape = {"layers": state.num_layers, "batch_tokens": run.recipe.batch_tokens}
-    torch.save({**numbers, **weights, **shape}, partial)
-    partial.replace(path)
+    checkpoints.save(state.step, {"model": state.model}, state.optimizer, metadata)
 
 
-def _load(run: PretrainingRun, path: Path) -> PretrainingState | None:
-    if not path.exists():
+def _load(run: PretrainingRun, checkpoints: TrainingCheckpoints) -> PretrainingState | None:
+    path = checkpoints.find_latest()
+    if path is None:
         return None
-    saved = torch.load(path, weights_only=True, map_location=run.device)
+    saved = checkpoints.read_state(path)
     if saved["batch_tokens"] != run.recipe.batch_tokens:
         raise ForedraftError(
             f"{path} was saved with batches of {saved['batch_tokens']} tokens; give --batch-tokens "
             f"{saved['batch_tokens']}, or another --out"
         )
     model = build_model(run.recipe, saved["layers"]).to(run.device)
-    model.load_state_dict(saved["model"])
-    optimizer = MasterWeightOptimizer(model, run.recipe.learning_rate)
-    optimizer.load_state_dict(saved["optimizer"])
-    return PretrainingState(model, optimizer, saved["step"], saved["since"], saved["decay_from"], saved["smooth"])
+    optimizer = make_optimizer(run.recipe, model)
+    checkpoints.load(path, {"model": model}, optimizer)
+    return PretrainingState(
+        model, optimizer, saved["step"], saved["depth_start_step"], saved["decay_from"], saved["loss"]
+    )

@@ -1,0 +1,86 @@
+"""The plan in use: draft nodes per request, and the batch that they were computed for. Steps are its age."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from foredraft.draft_length.costs import LengthPlan, StepShape
+from foredraft.draft_length.intervals import PAUSED_LIFETIME, get_plan_lifetime
+from foredraft.draft_length.observer import StepObserver
+from foredraft.draft_length.policy import DraftCandidate
+
+Candidates = Sequence[DraftCandidate]
+
+
+class CurrentPlan:
+    """Plan that is computed anew when its lifetime ends (`intervals.py`).
+
+    Args:
+        observer: estimates that the plan is computed from.
+
+    Attributes:
+        plan: draft nodes with the highest predicted rate, whether or not they are granted.
+    """
+
+    def __init__(self, observer: StepObserver) -> None:
+        self.plan = LengthPlan()
+        self._observer = observer
+        self._age = 0  # in steps
+        self._key: object = None  # batch that the plan was computed for; None = compute a new plan
+        self._kinds: frozenset[int] = frozenset()  # kinds of the requests in that batch
+
+    @property
+    def can_be_kept(self) -> bool:
+        """Whether no new plan is due in the next step while drafting is paused."""
+        return self._age + 1 < PAUSED_LIFETIME
+
+    def covers_kinds(self, candidates: Candidates) -> bool:
+        """Return whether the plan was computed with all kinds of these requests."""
+        return self._kinds.issuperset([c.kind for c in candidates])
+
+    def expire(self) -> None:
+        """Let the next step compute a new plan."""
+        self._key = None
+
+    def keep(self) -> None:
+        """Keep the plan for a step that repeats the last decision."""
+        self._age += 1
+
+    def update(
+        self, candidates: Candidates, adjustable: Candidates, num_pass_tokens: int, attended_tokens: int
+    ) -> LengthPlan:
+        """Return the plan for the adjustable candidates; a new one unless the current plan may still be used."""
+        observer = self._observer
+        survival = observer.survival
+        key = (num_pass_tokens, tuple(candidates), observer.num_others, survival.is_tree)
+        self._age += 1
+        if self._is_current(key, len(adjustable)):
+            return self.plan
+        self._key, self._age, self._kinds = key, 0, frozenset(c.kind for c in candidates)
+        fixed = [c for c in candidates if c.is_fixed]
+        fixed_longest = max((c.max_nodes for c in fixed), default=0)
+        fixed_survival = survival.estimate_survival([c.slot for c in fixed], fixed_longest)
+        shape = StepShape(
+            num_requests=len(candidates) + observer.num_others,
+            num_pass_tokens=num_pass_tokens,
+            context_per_token=attended_tokens / max(num_pass_tokens, 1),
+            fixed_longest=fixed_longest,
+            fixed_nodes=sum(c.max_nodes for c in fixed),
+            fixed_accepted=sum(sum(row[: c.max_nodes]) for c, row in zip(fixed, fixed_survival, strict=True)),
+        )
+        slots, max_nodes = [c.slot for c in adjustable], [c.max_nodes for c in adjustable]
+        longest = max(max_nodes)
+        rates, draft_probs = survival.estimate_survival(slots, longest), survival.estimate_draft_probs(slots, longest)
+        self.plan = observer.costs.planner.find_best_plan(shape, slots, max_nodes, rates, draft_probs)
+        return self.plan
+
+    def _is_current(self, key: object, count: int) -> bool:
+        """Return whether the plan may still be used for the batch `key` with `count` adjustable requests."""
+        if self._observer.is_warming_up or self._key is None:
+            return False
+        return self._age < get_plan_lifetime(count, not self._observer.is_drafting, is_same_batch=key == self._key)
+
+    def forget(self, slots: Sequence[int]) -> int:
+        """Drop the nodes of these slots. Returns the number of requests that remain in the plan."""
+        remaining = {slot: nodes for slot, nodes in self.plan.nodes_by_slot.items() if slot not in slots}
+        self.plan = replace(self.plan, nodes_by_slot=remaining)
+        return len(remaining)

@@ -1,0 +1,150 @@
+"""Observer of finished steps: it estimates costs, survival and unread tokens, and keeps the time credit.
+
+Pure: no clock. Steps are counted by their reports.
+"""
+
+from collections.abc import Sequence
+
+from foredraft.draft_length.acceptance import SurvivalEstimator
+from foredraft.draft_length.costs import CostCurve, DraftCost
+from foredraft.draft_length.credit import TimeCredit
+from foredraft.draft_length.policy import DraftCandidate, StepReport
+from foredraft.draft_length.step_costs import StepCosts
+from foredraft.draft_length.unread import UnreadCounter
+
+# Warm-up: the first steps, to measure costs
+WARMUP_NODES = (0, 0, 1, 1, 3, 3, 3)  # draft nodes per request: entry i is for step i
+MIN_WARMUP_STEPS = 4  # steps before a negative credit may end it; the first draft is slow: the drafter reads the prompt
+MAX_UNOBSERVED_STEPS = 3  # reports in a row that may be skipped (`_skip`)
+
+
+class StepObserver:
+    """Estimates from finished steps, for the policies that decide about the next.
+
+    Args:
+        curve: time of a forward pass of the target by its number of tokens; None = learned from steps.
+        draft_cost: time of a draft; None = learned from steps.
+
+    Attributes:
+        step: number of finished steps.
+        warmup_step: index in WARMUP_NODES; its length = warm-up is over.
+        is_drafting: False = paused: only probes and requests of fixed length draft. The policy sets it.
+        steps_since_plain: steps with drafts since the last plain step.
+        num_others: requests that got a token but could not draft, such as those of fixed length 0, in the last step
+            whose report was evaluated. A plan includes them as requests without drafts.
+    """
+
+    def __init__(self, curve: CostCurve | None, draft_cost: DraftCost | None) -> None:
+        self.costs = StepCosts(curve or CostCurve(), draft_cost or DraftCost())
+        self.survival = SurvivalEstimator()
+        self.unread = UnreadCounter()
+        self.credit = TimeCredit()
+        self.step = 0
+        self.warmup_step = 0
+        self.is_drafting = True
+        self.steps_since_plain = 0
+        self.num_others = 0
+        self._num_candidates = 0  # candidates of the current step
+        self._has_fixed = False  # the current step has drafts of fixed length
+        self._num_unobserved = 0  # steps since the last report that was evaluated
+
+    @property
+    def is_warming_up(self) -> bool:
+        return self.warmup_step < len(WARMUP_NODES)
+
+    def end_warmup(self) -> None:
+        """End the warm-up, because the costs are known or not needed."""
+        self.warmup_step = len(WARMUP_NODES)
+
+    def register(self, candidates: Sequence[DraftCandidate]) -> bool:
+        """Register the candidates of a step, and switch to the costs of their kind: sampled if any of them is sampled.
+
+        Returns:
+            Whether the kind has changed.
+        """
+        survival, costs = self.survival, self.costs
+        for candidate in candidates:
+            survival.register(candidate.slot, candidate.kind)
+        kind = max([candidate.kind for candidate in candidates], default=costs.kind)
+        if kind == costs.kind:
+            return False
+        costs.select_kind(kind)
+        return True
+
+    def begin_step(self, num_candidates: int, has_fixed: bool) -> None:
+        """Set the number of candidates of the next step, and whether it has drafts of fixed length."""
+        self._num_candidates, self._has_fixed = num_candidates, has_fixed
+
+    def estimate_catch_up(self, slots: Sequence[int]) -> float:
+        """Return the seconds that the drafter takes to read the unread tokens of these requests."""
+        return self.costs.estimate_catch_up(*self.unread.count(slots, self.step))
+
+    def record_step(self, report: StepReport) -> None:
+        """Update cost, survival and time credit from a finished step."""
+        outcomes = report.outcomes
+        slots = [o.slot for o in outcomes if o.granted_nodes > 0]  # requests that were granted a draft
+        if not slots and self._skip():
+            return
+        longest = max([o.granted_nodes for o in outcomes], default=0)  # most nodes of one request; 0 = a plain step
+        nodes = sum([o.num_drafted for o in outcomes])
+        seconds = self.costs.record(report, longest, nodes, *self.unread.count(slots, self.step))
+        if outcomes:
+            self._update_credit(report, nodes, seconds, has_drafts=longest > 0)
+        survival, num_steps = self.survival, self._num_unobserved + 1
+        for o in outcomes:
+            if o.granted_nodes > 0:
+                survival.record_draft(o.slot, o.granted_nodes, o.num_drafted, o.accepted_nodes)
+                self.unread.record_draft(o.slot, self.step)
+            else:
+                survival.record_idle(o.slot, num_steps)
+        if not longest:
+            survival.record_pause(num_steps)
+        self._num_unobserved = 0
+        # After a step without candidates, its requests may become candidates, so they are not counted as others.
+        self.num_others = max(0, len(outcomes) - self._num_candidates) if self._num_candidates else 0
+        self._num_candidates = 0
+        self.steps_since_plain = self.steps_since_plain + 1 if longest else 0
+        if self.warmup_step < len(WARMUP_NODES) and outcomes:
+            self.warmup_step += 1
+            if self.credit.seconds < 0.0 and self.warmup_step >= MIN_WARMUP_STEPS:
+                self.end_warmup()
+        self.step += 1
+
+    def _skip(self) -> bool:
+        """Skip the report of a step without drafts, to save time, if drafting is paused or there was no candidate.
+
+        One report in four is evaluated even then. A skipped step only adds its allowance to the time credit. Returns
+        whether the report was skipped.
+        """
+        is_busy = self._num_candidates > 0 and self.is_drafting  # true during warm-up
+        if is_busy or self._num_unobserved == MAX_UNOBSERVED_STEPS:
+            return False
+        self._num_unobserved += 1
+        self.step += 1
+        self._num_candidates = 0
+        self.steps_since_plain = 0
+        self.credit.record_unobserved_step()
+        return True
+
+    def _update_credit(self, report: StepReport, nodes: int, seconds: float, has_drafts: bool) -> None:
+        """Add the time that a step saved to the time credit, or subtract the time that it lost.
+
+        Args:
+            report: the step.
+            nodes: draft nodes of all requests.
+            seconds: time of forward pass and drafter, clipped if it is an outlier.
+            has_drafts: whether a request was granted a draft.
+        """
+        plain_step_cost, cost_without_drafts = self.costs.predict_without_drafts(report, nodes)
+        if has_drafts and not self._has_fixed:
+            # Each accepted token saves one request's share of a later plain step.
+            num_accepted = sum([len(o.accepted_nodes) for o in report.outcomes])
+            saved_later = num_accepted * plain_step_cost / len(report.outcomes)
+            self.credit.record_step(plain_step_cost, cost_without_drafts, seconds, saved_later)
+        else:
+            self.credit.record_step(plain_step_cost, cost_without_drafts)
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """Drop the estimates of these slots."""
+        self.survival.forget(slots)
+        self.unread.forget(slots)

@@ -1,0 +1,106 @@
+"""Measured costs of steps: forward pass, draft, and the slowdown of the machine, by kind of request.
+
+Pure: no clock. All times are in seconds.
+"""
+
+from copy import deepcopy
+
+from foredraft.draft_length.costs import CostCurve, DraftCost, Planner
+from foredraft.draft_length.policy import StepReport
+
+SLOWDOWN_SMOOTHING = 0.2  # weight of the newest step in the slowdown of the machine
+PLAIN_COST_SMOOTHING = 0.1  # weight of the newest plain step in the ratio of measured to predicted cost
+
+
+class StepCosts:
+    """Costs of the current kind of request: 0 greedy, 1 sampled. Sampling tokens and drafts takes longer than argmax.
+
+    Args:
+        curve: time of a forward pass of the target by its number of tokens.
+        draft_cost: time of a draft.
+
+    Attributes:
+        kind: current kind; `curve`, `draft_cost` and `planner` are for it.
+        slowdown: current step time over the usual one; all other times are divided by it.
+    """
+
+    def __init__(self, curve: CostCurve, draft_cost: DraftCost) -> None:
+        self.curve, self.draft_cost = curve, draft_cost
+        self.planner = Planner(curve, draft_cost)
+        self.kind = 0
+        self.slowdown = 1.0
+        self._by_kind = dict[int, tuple[CostCurve, DraftCost, Planner]]()  # those of the other kinds
+
+    def select_kind(self, kind: int) -> None:
+        """Switch to the costs of another kind. A kind without costs starts from the current curve."""
+        self._by_kind[self.kind] = self.curve, self.draft_cost, self.planner
+        if kind not in self._by_kind:
+            curve, draft_cost = deepcopy(self.curve), DraftCost()
+            self._by_kind[kind] = curve, draft_cost, Planner(curve, draft_cost)
+        self.curve, self.draft_cost, self.planner = self._by_kind[kind]
+        self.kind = kind
+
+    def record(self, report: StepReport, longest: int, nodes: int, unread: int, newcomers: int) -> float:
+        """Add the times of a step.
+
+        Args:
+            report: the step.
+            longest: most nodes that one request was granted; 0 = a plain step.
+            nodes: draft nodes of all requests.
+            unread: tokens that the drafter read before it drafted.
+            newcomers: requests that drafted for the first time.
+
+        Returns:
+            Seconds of forward pass and drafter, clipped if they are outliers.
+        """
+        pass_size = report.num_requests, report.num_pass_tokens, report.num_logit_rows, report.attended_tokens
+        predicted_pass = self.curve.predict(*pass_size)
+        # Both calls of `update` return the measured seconds, clipped if they are an outlier.
+        pass_seconds = self.curve.update(*pass_size, max(report.step_time - report.draft_time, 0.0) / self.slowdown)
+        draft_seconds = self.draft_cost.update(
+            requests=len(report.outcomes), longest=longest, nodes=nodes, unread=unread, newcomers=newcomers,
+            seconds=report.draft_time / self.slowdown, scale=pass_seconds,
+        )  # fmt: skip
+        if predicted_pass > 0.0:
+            ratio = pass_seconds / predicted_pass
+            self.slowdown *= 1.0 + SLOWDOWN_SMOOTHING * (ratio - 1.0)
+            if not longest:
+                self.planner.plain_cost_ratio += PLAIN_COST_SMOOTHING * (ratio - self.planner.plain_cost_ratio)
+        return pass_seconds + draft_seconds
+
+    def estimate_draft(self, longest: int, nodes: int, num_pass_tokens: int) -> float:
+        """Return the seconds that drafts add to a step, in the drafter and in the target's forward pass.
+
+        `requests=0` leaves out the cost of observing, because a step without drafts has it too.
+        """
+        drafter_seconds = self.draft_cost.predict(requests=0, longest=longest, nodes=nodes)
+        return self.planner.estimate_added_pass_time(num_pass_tokens, nodes) + drafter_seconds
+
+    def estimate_catch_up(self, unread: int, newcomers: int) -> float:
+        """Return the seconds that the drafter takes to read unread tokens.
+
+        It is the difference between two drafts that are equal in all but the unread tokens.
+        """
+        with_unread = self.draft_cost.predict(requests=0, longest=1, nodes=0, unread=unread, newcomers=newcomers)
+        return with_unread - self.draft_cost.predict(requests=0, longest=1, nodes=0)
+
+    def predict_without_drafts(self, report: StepReport, nodes: int) -> tuple[float, float]:
+        """Return the predicted cost of the plain step, and of the step without its drafts.
+
+        The plain step leaves out the prompt chunks too. Both include the time that the drafter needs to observe a step.
+
+        Args:
+            report: the step.
+            nodes: draft nodes of all requests.
+        """
+        count = len(report.outcomes)  # requests that got a new token
+        context = report.attended_tokens / max(report.num_pass_tokens, 1)  # attended tokens per token of the pass
+        observing = self.draft_cost.predict(requests=count, longest=0, nodes=0)  # seconds in the drafter without drafts
+        ratio, curve = self.planner.plain_cost_ratio, self.curve
+        num_tokens, num_rows = report.num_pass_tokens - nodes, report.num_logit_rows - nodes  # those without drafts
+        pass_cost = curve.predict(report.num_requests, num_tokens, num_rows, context * num_tokens)
+        cost_without_drafts = ratio * pass_cost + observing
+        if num_tokens == count:  # the step has no prompt chunk
+            return cost_without_drafts, cost_without_drafts
+        plain_pass_cost = curve.predict(count, count, count, context * count)
+        return ratio * plain_pass_cost + observing, cost_without_drafts

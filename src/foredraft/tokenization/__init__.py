@@ -1,0 +1,1 @@
+"""Tokenizers: the bytes of tokens, vocabularies in bytes, encoding and incremental detokenization."""

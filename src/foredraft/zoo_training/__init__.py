@@ -1,0 +1,1 @@
+"""Training of the built-in models, with `foredraft.train`: `foredraft zoo train` runs it."""
