@@ -73,7 +73,7 @@ def test_the_list_names_functions_that_exist_and_have_more_cases(groups) -> None
     ],
 )
 def test_each_method_rule_and_instruction_set_stays_in_make_test(groups, folder: str, names: Set[str]) -> None:
-    """Of all names in the identifiers of a folder's cases."""
+    """Names are parts of the identifiers of a folder's cases."""
     inside = {name: cases for name, cases in groups.items() if name.startswith(f"{folder}/")}
     files = {str(path.relative_to(ROOT)) for path in (ROOT / folder).glob("test_*.py")}
     if {name.partition("::")[0] for name in inside} != files:
