@@ -77,7 +77,7 @@ class BlockwiseTrainee:
         return self.target.compute_logits(x.to(self.target.model.dtype))
 
     def to_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return tensors and config.json in the layout of `checkpoints.blockwise`."""
+        """Return tensors and config.json in the layout of `checkpoint.py`."""
         layout = make_layout(self.network.shape, self.network.state_dict())
         return layout.tensors, layout.config | {"base_model_name_or_path": self.target.name}
 
