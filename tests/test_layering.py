@@ -27,7 +27,7 @@ LAYERS = (
     ("checkpoints",),
     ("drafters",),
     ("engine",),
-    ("drafter_factory", "request_factory"),
+    ("drafter_factory", "request_factory", "target_loading"),
     ("llm",),
     ("bench", "hf_generate", "server", "train"),
     ("zoo_training",),
