@@ -1,6 +1,6 @@
 PYTHON ?= python
 
-.PHONY: check test soak format dist docs
+.PHONY: check test test-rest test-all soak format dist docs
 
 check: docs
 	$(PYTHON) -m ruff format --check .
@@ -16,6 +16,13 @@ format:
 	$(PYTHON) -m ruff check --fix .
 
 test:
+	$(PYTHON) -m pytest -n 2 -m "not soak and not rest"
+
+# The cases that `make test` leaves out; tests/support/sample_table.py lists them.
+test-rest:
+	$(PYTHON) -m pytest -n 2 -m "rest and not soak"
+
+test-all:
 	$(PYTHON) -m pytest -n 2
 
 # What a package index takes: a source distribution, and a wheel with a manylinux tag. FOREDRAFT_PROJECT_URL sets the links.

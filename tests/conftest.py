@@ -1,9 +1,20 @@
-"""Settings every test shares."""
+"""Settings that all tests share, and the cases that `make test` leaves out."""
 
+import pytest
 import torch
 from hypothesis import settings
+
+from tests.support.sample_table import SAMPLES
+from tests.support.selection import COLLECTED, MARK, find_rest
 
 # tests run beside each other: one thread each; and no deadline, for no test measures time
 torch.set_num_threads(1)
 settings.register_profile("foredraft", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("foredraft")
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` deselects
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    config.stash[COLLECTED] = tuple(items)
+    for item in find_rest(items, SAMPLES):
+        item.add_marker(MARK)

@@ -27,7 +27,7 @@ LAYERS = (
     ("checkpoints",),
     ("drafters",),
     ("engine",),
-    ("drafter_factory", "request_factory"),
+    ("drafter_factory", "request_factory", "target_loading"),
     ("llm",),
     ("bench", "hf_generate", "server", "train"),
     ("zoo_training",),
@@ -167,15 +167,14 @@ MAX_CLASS, MAX_ATTRIBUTES = 200, 12
 # Classes beyond the limits, with their present numbers of lines and attributes. The list may only shrink: a change that
 # makes a class smaller writes the new numbers, and a class within the limits leaves the list.
 LARGE_CLASSES = {
-    "Engine": (290, 11),
+    "Engine": (282, 11),
     "EnsembleDrafter": (333, 19),
     "GrammarMatcher": (130, 16),
     "HFModel": (205, 8),
-    "LLM": (350, 16),
-    "PrefixCache": (247, 10),
+    "LLM": (340, 15),
+    "PrefixCache": (220, 6),
     "Request": (72, 25),
-    "SandboxedDrafter": (231, 10),
-    "Scheduler": (232, 13),
+    "Scheduler": (230, 12),
     "TrainLoop": (152, 21),
     "Transcript": (282, 32),
     "Worker": (232, 18),

@@ -26,19 +26,16 @@ from foredraft.engine.scheduler import SchedulerLimits
 from foredraft.engine.shared_engine import CLOSED_ERROR, SharedEngine
 from foredraft.engine.transcript import Transcript
 from foredraft.errors import ForedraftError
-from foredraft.kernels.cpu.library import load_library
 from foredraft.kernels.process import check_process
-from foredraft.kernels.quantize import check_quantization
 from foredraft.kv.allocator import PageAllocator
 from foredraft.kv.sizing import MemoryLimits as MemoryLimits
-from foredraft.models.loading import load_model, load_tokenizer, parse_device, read_vocab_size
 from foredraft.models.prompts import Prompt, find_end_ids, list_prompts
-from foredraft.models.wrap import explain_unsupported_model, wrap_model
 from foredraft.outputs import Completion, Delta
 from foredraft.request import RequestOptions
 from foredraft.request_factory import RequestFactory
 from foredraft.sampling.grammar import GrammarCompiler
 from foredraft.sampling.params import Sampling
+from foredraft.target_loading import load_target
 from foredraft.verification.registry import find_rule
 from foredraft.verification.rule import Rule
 
@@ -101,28 +98,13 @@ class LLM:
     ) -> None:
         check_process()
         rule = find_rule(verify)
-        check_quantization(quantization)
         self.limits = limits or MemoryLimits()
-        self.builtin = zoo.resolve_target(model)
-        self.is_builtin = self.builtin == zoo.DEFAULT_TARGET
-        name = model if self.builtin is None else str(zoo.find_target_folder(self.builtin))
-        if isinstance(name, (str, Path)):
-            name = str(name)
-            loaded = load_model(name, dtype, parse_device(device))
-            self.tokenizer = load_tokenizer(name, read_vocab_size(loaded)) if isinstance(tokenizer, str) else tokenizer
-        else:
-            loaded, name = name, getattr(name, "name_or_path", "") or type(name).__name__
-            self.tokenizer = None if isinstance(tokenizer, str) else tokenizer
-        if loaded.dtype in (torch.float16,) and loaded.device.type == "cpu":
-            raise ForedraftError("float16 is slow and inexact on CPU; use dtype='bfloat16' or 'float32'")
-        is_ours = isinstance(model, (str, Path)) or model is None
-        # If the kernels are missing, load_library warns, and torch runs everything.
-        reason = explain_unsupported_model(loaded) if fused and load_library() is not None else None
-        if reason is not None:
-            raise ForedraftError(f"{name} cannot run as native code ({reason}); leave fused out")
-        self.fused = fused is not False
-        is_fused = is_ours or quantization is not None if fused is None else fused
-        self.target = wrap_model(loaded, name, is_fused, is_ours, quantization).with_context(max_model_len)
+        loaded = load_target(
+            model, dtype=dtype, quantization=quantization, device=device, tokenizer=tokenizer,
+            max_model_len=max_model_len, fused=fused,
+        )  # fmt: skip
+        self.target, self.tokenizer = loaded.model, loaded.tokenizer
+        self.builtin, self.fused = loaded.builtin, loaded.fused
         self._grammars = GrammarCompiler(self.tokenizer, self.target.vocab_size)
         self._is_debug = is_debug
         self._has_warned_chat_template = False
@@ -130,6 +112,11 @@ class LLM:
             is_plain = self.builtin is None or model == zoo.DEFAULT_TARGET
             drafter = None if is_plain else choose_builtin_method(self.builtin or zoo.DEFAULT_TARGET)
         self._set_drafter(drafter, num_speculative_tokens, rule)
+
+    @property
+    def is_builtin(self) -> bool:
+        """Whether the target is the default one."""
+        return self.builtin == zoo.DEFAULT_TARGET
 
     @property
     def num_parameters(self) -> int:

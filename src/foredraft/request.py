@@ -64,7 +64,7 @@ class Request:
     num_computed: int = 0  # tokens with KV in the target's pool: a prefix of `tokens`
     status: RequestStatus = RequestStatus.NEW
     arrival_index: int = -1  # order of arrival
-    last_step: int = -1  # last step in which the request ran
+    last_step: int = -1  # order of the last step in which the request ran
     num_cached_tokens: int | None = None  # prompt tokens hit in the prefix cache at the first run; None = has not run
 
     @property

@@ -1,12 +1,15 @@
 """Published layouts: every one is recognised and read, tensor by tensor, with the sizes that its tensors imply."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
+from foredraft.checkpoints.formats import LayoutOrder
+from foredraft.checkpoints.tensors import open_tensors
 from foredraft.drafters.blockwise.checkpoint import BlockwiseShape
-from foredraft.drafters.checkpoint_folders import read, recognise
+from foredraft.drafters.checkpoint_folders import list_formats, read, recognise
 from foredraft.drafters.eagle.checkpoint import EagleShape
 from foredraft.drafters.eagle3.shape import Eagle3Shape
 from foredraft.drafters.hydra.checkpoint import HydraPrefixShape, HydraShape
@@ -306,3 +309,27 @@ def test_a_folder_given_as_path_or_text_and_under_home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert read("~/head", TARGET).folder == "~/head"
     assert read(Path(tmp_path / "head"), TARGET).method == "eagle"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        published_folders.medusa, published_folders.vllm_medusa, published_folders.medusa2,
+        published_folders.mlp_speculator, published_folders.blockwise, published_folders.hydra,
+        published_folders.eagle, published_folders.eagle3, published_folders.specforge, published_folders.modelopt,
+        published_folders.speculators, published_folders.chimera,
+    ],
+    ids=lambda make: make.__name__,
+)  # fmt: skip
+def test_signs_of_the_same_order_exclude_each_other(tmp_path, make):
+    """Otherwise the alphabet would decide between two methods."""
+    files = open_tensors(make(tmp_path), str(tmp_path))
+    names, config = list(files.stored_tensors), json.loads((tmp_path / "config.json").read_text())
+    for order in LayoutOrder:
+        found = [
+            (method, layout.name)
+            for method, entry in list_formats().items()
+            for layout in entry.layouts
+            if layout.order == order and layout.matches(names, config)
+        ]
+        assert len(found) <= 1, order

@@ -14,8 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import tiny_models
-from support.server.live_server import run_server
 from typer.testing import CliRunner, Result
 
 import foredraft
@@ -26,6 +24,8 @@ from foredraft.cli.commands import app
 from foredraft.drafters.checkpoint_folders import list_export_formats, read, recognise
 from foredraft.drafters.registry import find_method, import_method, load_methods
 from foredraft.errors import ForedraftError
+from tests.support import tiny_models
+from tests.support.server.live_server import run_server
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "write-a-drafter.md"
 PACKAGE = Path(foredraft.__file__).parent

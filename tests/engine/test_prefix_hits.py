@@ -152,7 +152,7 @@ class World:
         assert self._memory is not None
         for position in range(self._memory.num_valid.get(r.slot, 0), r.num_computed):
             page = r.pages[position // PAGE]
-            is_own = self.prefix._writers.get(page) in (None, r)
+            is_own = self.prefix._index.writers.get(page) in (None, r)
             assert is_own or self.allocator.num_holders(page) == 1, "written while others read it"
             self.draft[get_slot(r.pages, position, PAGE)] = tuple(r.tokens[: position + 2])
         self._memory.num_valid[r.slot] = max(self._memory.num_valid.get(r.slot, 0), r.num_computed)

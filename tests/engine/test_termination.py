@@ -168,17 +168,18 @@ def fuzz(num_cases: int, seed: int) -> dict[Any, int]:
     return ends
 
 
-def test_texts_end_where_the_oracle_ends_them() -> None:
-    """1,500 random cases: text, ids, reasons, counts, logprobs, stream. Every kind of end occurs, drafts accepted and
-    rejected."""
-    ends = fuzz(1504, seed=0)
-    assert ends["NoneType", "stop"] > 50, "end of text"
-    assert ends["str", "stop"] > 50, "stop string"
-    assert ends["int", "stop"] > 20, "stop id"
-    assert ends["NoneType", "length"] > 50
-    assert min(ends["accepted"], ends["rejected"]) > 1000
+@pytest.mark.parametrize("seed", range(4))
+def test_texts_end_where_the_oracle_ends_them(seed: int) -> None:
+    """1,504 random cases over all seeds: text, ids, reasons, counts, logprobs, stream. Every kind of end occurs, drafts
+    accepted and rejected."""
+    ends = fuzz(376, seed)
+    assert ends["NoneType", "stop"] > 12, "end of text"
+    assert ends["str", "stop"] > 12, "stop string"
+    assert ends["int", "stop"] > 5, "stop id"
+    assert ends["NoneType", "length"] > 12
+    assert min(ends["accepted"], ends["rejected"]) > 250
 
 
 @pytest.mark.soak
 def test_a_hundred_thousand_texts_end_where_the_oracle_ends_them() -> None:
-    fuzz(100_000, seed=1)
+    fuzz(100_000, seed=4)

@@ -137,21 +137,25 @@ def test_tenants_do_not_find_each_others_prompts() -> None:
         assert transcript.request.num_cached_tokens == hits
 
 
-def test_memory_is_counted_for_target_and_drafter_together() -> None:
+@pytest.mark.parametrize("name", ON_PAGES)
+def test_memory_is_counted_for_target_and_drafter_together(name: str) -> None:
     """The pools end with the last page."""
     target = tiny_models.plain().target.bytes_per_token()
-    for name in ON_PAGES:
-        llm = make_llm(name, MemoryLimits(kv_memory=100_000, page_size=4))
-        own = llm.drafter.draft_kv.bytes_per_token  # type: ignore[union-attr]
-        assert own > 0
-        num_pages = 100_000 // (target + own) // 4 + 1
-        assert llm.engine.scheduler.allocator.num_pages == num_pages
-        for _ in range(2):
-            llm.generate([[*range(4, 60)]] * 2, replace(SAMPLINGS["greedy"], max_tokens=40))
-        for pool in (llm.target.pool, llm.drafter.draft_kv.pool):  # type: ignore[union-attr]
-            sizes = [(len(k), k[0].nbytes + v[0].nbytes) for k, v in pool.layers.values()]
-            assert all(slots <= num_pages * 4 for slots, _ in sizes)
-            expected = target if pool is llm.target.pool else own
-            assert sum(size for _, size in sizes) == expected
+    llm = make_llm(name, MemoryLimits(kv_memory=100_000, page_size=4))
+    own = llm.drafter.draft_kv.bytes_per_token  # type: ignore[union-attr]
+    assert own > 0
+    num_pages = 100_000 // (target + own) // 4 + 1
+    assert llm.engine.scheduler.allocator.num_pages == num_pages
+    for _ in range(2):
+        llm.generate([[*range(4, 60)]] * 2, replace(SAMPLINGS["greedy"], max_tokens=40))
+    for pool in (llm.target.pool, llm.drafter.draft_kv.pool):  # type: ignore[union-attr]
+        sizes = [(len(k), k[0].nbytes + v[0].nbytes) for k, v in pool.layers.values()]
+        assert all(slots <= num_pages * 4 for slots, _ in sizes)
+        expected = target if pool is llm.target.pool else own
+        assert sum(size for _, size in sizes) == expected
+
+
+def test_too_little_memory_for_a_page_is_refused() -> None:
+    target = tiny_models.plain().target.bytes_per_token()
     with pytest.raises(ForedraftError, match=f"give at least {4 * target} "):
         tiny_models.limit_memory(tiny_models.plain(), None, MemoryLimits(kv_memory=100, page_size=4))

@@ -12,8 +12,8 @@ import torch
 
 from foredraft import LLM, Sampling
 from foredraft.checkpoints.schema import Checkpoint
-from foredraft.drafters.common.losses import Trace
 from foredraft.drafters.interface import Drafter
+from foredraft.drafters.losses import Trace
 from foredraft.drafters.method import DrafterContext, Method
 from foredraft.drafters.registry import load_methods
 from foredraft.train.trace import Tracer

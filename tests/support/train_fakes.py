@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from foredraft.drafters.common.losses import Losses, Trace, average_over_mask, check_loss, compute_draft_loss
+from foredraft.drafters.losses import Losses, Trace, average_over_mask, check_loss, compute_draft_loss
 from foredraft.drafters.method import Method, Training
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
 from foredraft.train.config import DataConfig, EvaluationConfig, OptimizationConfig, TrainPlan

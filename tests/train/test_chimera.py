@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from foredraft import LLM, Sampling
-from foredraft.drafters.common.losses import LOSS_NAMES
+from foredraft.drafters.losses import LOSS_NAMES
 from foredraft.errors import ForedraftError
 from foredraft.train.config import EvaluationConfig
 from foredraft.train.run import TrainResult, train

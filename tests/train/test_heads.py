@@ -11,7 +11,7 @@ from foredraft.checkpoints.read import find_named_target
 from foredraft.checkpoints.target import read_target
 from foredraft.drafters.checkpoint_folders import export, read
 from foredraft.drafters.common import mismatch_warning
-from foredraft.drafters.common.losses import LOSS_NAMES
+from foredraft.drafters.losses import LOSS_NAMES
 from foredraft.errors import ForedraftError
 from foredraft.train.config import EvaluationConfig
 from foredraft.train.run import train

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from foredraft import LLM, Sampling
-from foredraft.drafters.common.losses import LOSS_NAMES
 from foredraft.drafters.draft_model.training import TrainConfig as DraftConfig
+from foredraft.drafters.losses import LOSS_NAMES
 from foredraft.errors import ForedraftError
 from foredraft.train import generate as generate_module
 from foredraft.train.config import EvaluationConfig

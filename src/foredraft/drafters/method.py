@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from foredraft.checkpoints.formats import CheckpointFormat
 from foredraft.checkpoints.schema import Checkpoint
-from foredraft.drafters.common.losses import Trainee
 from foredraft.drafters.interface import Drafter
+from foredraft.drafters.losses import Trainee
 from foredraft.models.hf import HFModel
 
 VARIANT_BRANCHING = (3, 2, 1, 1, 2, 1, 1, 1)  # children by depth of variants with a fixed tree
@@ -100,7 +100,7 @@ class Variant:
         learning_rate: of that fit.
         is_chain: True if every draft is a chain, which the rule `block` can verify.
         has_own_parts: True if the variant runs code that the plain one does not, such as another cache or tree.
-        setup: name of what the tests put beside the target (`tests/method_cases.py`); "" = nothing.
+        setup: name of what the tests put beside the target (`tests/support/method_cases.py`); "" = nothing.
     """
 
     name: str = ""

@@ -10,6 +10,7 @@ is recomputed. The token budget of a step goes to decoding requests first, then 
 """
 
 import heapq
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -28,7 +29,7 @@ from foredraft.tree import Commit
 
 @dataclass(frozen=True)
 class Releases:
-    """What has to happen before `Scheduler.schedule`: deferred draft KV to write, then requests to preempt."""
+    """Work before `Scheduler.schedule`: deferred draft KV to write, then requests to preempt."""
 
     preempted: tuple[Request, ...] = ()
     unwritten_slots: tuple[int, ...] = ()  # slots whose draft KV must be written before their pages are shared or freed
@@ -68,8 +69,7 @@ class Scheduler:
         self._admission = Admission(allocator, self.prefix_cache)
         self._preemption = Preemption(allocator, limits)
         self._free_slots = list(range(limits.max_batch))  # heap
-        self._num_arrived = 0
-        self._step_index = 0
+        self._counter = itertools.count()  # orders arrivals and steps
 
     @property
     def has_work(self) -> bool:
@@ -77,8 +77,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a new request."""
-        request.arrival_index = self._num_arrived
-        self._num_arrived += 1
+        request.arrival_index = next(self._counter)
         request.status = RequestStatus.WAITING
         self.waiting.add(request)
 
@@ -127,14 +126,14 @@ class Scheduler:
             length_policy: grants draft nodes to each request.
             allowed: requests that may run or be admitted. None = all.
         """
-        self._step_index += 1
+        step_index = next(self._counter)
         if self.waiting:
             self._admit_waiting(allowed)
         running = self.running if allowed is None else [r for r in self.running if r in allowed]
         scheduled = select_chunks(running, self.limits)
         for request, chunk in scheduled:
             self.allocator.grow(request.pages, request.num_computed + chunk)
-            request.last_step = self._step_index
+            request.last_step = step_index
         chunks = tuple([chunk for _, chunk in scheduled])
         num_rows = self.limits.max_step_tokens - sum(chunks)
         if max_nodes:

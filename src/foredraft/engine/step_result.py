@@ -9,7 +9,7 @@ from foredraft.tree import Commit, TokenTree
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step did. The new text is in `Transcript.deltas` of the requests in `progressed`."""
+    """Outcome of one step. The new text is in `Transcript.deltas` of the requests in `progressed`."""
 
     requests: tuple[Request, ...] = ()  # requests of the batch; empty if none could run
     progressed: tuple[Request, ...] = ()  # those of them that have a new delta

@@ -11,23 +11,18 @@ page. That token is not part of the hash, so it is recorded too, and has to matc
 The cache reads requests and changes none: the scheduler puts the pages of a hit into a block table, and empties it.
 """
 
-import os
-from array import array
 from dataclasses import dataclass, field
-from hashlib import blake2b
 
 from foredraft.kv.allocator import PageAllocator
 from foredraft.kv.draft_kv import DraftKV, DraftKVOwner, NoDraftKV
+from foredraft.kv.page_index import ANY_NEXT_TOKEN, PageIndex
 from foredraft.kv.weak import bind_weakly
 from foredraft.request import Request
-
-HASH_BYTES = 16
-ANY_NEXT_TOKEN = -1  # recorded if the draft KV of a page does not depend on the token after it
 
 
 @dataclass(eq=False)
 class CachedPages:
-    """What the cache keeps about the pages of one request, from its first lookup to its end."""
+    """Record of the pages of one request, from its first lookup to its end."""
 
     hashes: list[bytes] = field(default_factory=list)  # hashes of its full pages, each over all tokens up to it
     inserted: set[bytes] = field(default_factory=set)  # hashes of the pages that this request inserted
@@ -69,9 +64,9 @@ class PrefixCache:
         self.draft_kv_owner: DraftKVOwner = NoDraftKV() if draft_kv_owner is None else draft_kv_owner
         self.is_shared = is_shared
         self.is_active = is_active
-        self._key = os.urandom(32)
-        self._clear_tables()
-        allocator.on_evict = bind_weakly(self._forget_page)
+        self._index = PageIndex()
+        self._cached_pages: dict[Request, CachedPages] = {}  # requests that were looked up or inserted
+        allocator.on_evict = bind_weakly(self._index.forget)
 
     @property
     def has_draft_kv(self) -> bool:
@@ -123,7 +118,7 @@ class PrefixCache:
         cached = self._extend_hashes(request, num_full)
         for i in range(cached.num_offered, num_full):
             digest = cached.hashes[i]
-            if digest not in self._page_by_hash:
+            if digest not in self._index.page_by_hash:
                 self._add_page(digest, request.pages[i], request)
         cached.num_offered = num_full
         self._record_draft_kv(request, cached)
@@ -161,26 +156,13 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Drop all entries and free all pages. The caller must empty all block tables."""
-        self._clear_tables()
+        self._index.clear()
+        self._cached_pages.clear()
         self.allocator.reset()
 
     def check_integrity(self) -> None:
         """Assert that the tables agree with each other and with the allocator."""
-        assert {page: digest for digest, page in self._page_by_hash.items()} == self._hash_by_page, (
-            "a page has two hashes"
-        )
-        assert all(map(self.allocator.is_cacheable, self._hash_by_page)), "an indexed page is not cacheable"
-        assert self._next_token_by_page.keys() <= self._hash_by_page.keys(), (
-            "draft KV is recorded for a page that is not indexed"
-        )
-        assert self._writers.keys() <= self._hash_by_page.keys(), "a writer is recorded for a page that is not indexed"
-
-    def _clear_tables(self) -> None:
-        self._page_by_hash: dict[bytes, int] = {}
-        self._hash_by_page: dict[int, bytes] = {}
-        self._next_token_by_page: dict[int, int] = {}  # page with valid draft KV -> next token, or ANY_NEXT_TOKEN
-        self._writers: dict[int, Request] = {}  # page -> running request that filled it
-        self._cached_pages: dict[Request, CachedPages] = {}  # requests that were looked up or inserted
+        self._index.check_integrity(self.allocator)
 
     def _look_up(self, request: Request) -> list[int]:
         """Return the indexed pages of the request's longest prefix, without the page of its last token."""
@@ -189,7 +171,7 @@ class PrefixCache:
         max_pages = (request.num_tokens - 1) // self.allocator.page_size
         pages: list[int] = []
         for digest in self._extend_hashes(request, max_pages).hashes[:max_pages]:
-            page = self._page_by_hash.get(digest)
+            page = self._index.page_by_hash.get(digest)
             if page is None:
                 break
             pages.append(page)
@@ -200,45 +182,31 @@ class PrefixCache:
         cached = self._cached_pages.get(request)
         if cached is None:
             cached = self._cached_pages[request] = CachedPages()
-        hashes, size = cached.hashes, self.allocator.page_size
-        if len(hashes) >= num_pages:
-            return cached
-        last = hashes[-1] if hashes else blake2b(request.salt, key=self._key, digest_size=HASH_BYTES).digest()
-        for i in range(len(hashes), num_pages):
-            tokens = array("q", request.get_tokens(i * size, (i + 1) * size)).tobytes()
-            last = blake2b(last + tokens, key=self._key, digest_size=HASH_BYTES).digest()
-            hashes.append(last)
+        self._index.extend_hashes(cached.hashes, request, num_pages, self.allocator.page_size)
         return cached
 
     def _add_page(self, digest: bytes, page: int, writer: Request) -> None:
-        self._page_by_hash[digest] = page
-        self._hash_by_page[page] = digest
-        self._writers[page] = writer
+        self._index.add(digest, page, writer)
         self._cached_pages[writer].inserted.add(digest)
         self.allocator.mark_cacheable(page)
 
     def _drop_page(self, page: int) -> None:
-        self._forget_page(page)
+        self._index.forget(page)
         self.allocator.discard(page)
-
-    def _forget_page(self, page: int) -> None:
-        del self._page_by_hash[self._hash_by_page.pop(page)]
-        self._next_token_by_page.pop(page, None)
-        self._writers.pop(page, None)
 
     def _find_unrecorded_writers(self, pages: list[int]) -> list[Request]:
         """Return the running requests that filled some of these pages and have no draft KV recorded there."""
         writers = {
-            self._writers[page]: None
+            self._index.writers[page]: None
             for page in pages
-            if page in self._writers and page not in self._next_token_by_page
+            if page in self._index.writers and page not in self._index.next_token_by_page
         }
         return list(writers)
 
     def _count_draft_pages(self, request: Request, pages: list[int], draft_kv: DraftKV) -> int:
         """Return the number of leading pages whose draft KV is valid for this request."""
         for i, page in enumerate(pages):
-            if self._next_token_by_page.get(page) != self._get_next_token(request, i, draft_kv):
+            if self._index.next_token_by_page.get(page) != self._get_next_token(request, i, draft_kv):
                 return i
         return len(pages)
 
@@ -253,14 +221,14 @@ class PrefixCache:
         num_valid_pages = draft_kv.num_valid.get(request.slot, 0) // self.allocator.page_size
         for i in range(cached.num_with_draft_kv, min(num_valid_pages, cached.num_offered)):
             page, digest = request.pages[i], cached.hashes[i]
-            indexed = self._page_by_hash.get(digest)
-            if indexed is not None and indexed != page and indexed not in self._next_token_by_page:
+            indexed = self._index.page_by_hash.get(digest)
+            if indexed is not None and indexed != page and indexed not in self._index.next_token_by_page:
                 # An equal page without valid draft KV is replaced by this one.
                 self._drop_page(indexed)
                 self._add_page(digest, page, request)
                 indexed = page
             if indexed == page:
-                self._next_token_by_page.setdefault(page, self._get_next_token(request, i, draft_kv))
+                self._index.next_token_by_page.setdefault(page, self._get_next_token(request, i, draft_kv))
             cached.num_with_draft_kv = i + 1
 
     def _reinsert_pages(self, request: Request, cached: CachedPages) -> None:
@@ -269,28 +237,28 @@ class PrefixCache:
         Pages that came from a hit need no check: they stay indexed while they are held, unless their writer failed.
         """
         for i in range(cached.num_hit, cached.num_offered):
-            if cached.hashes[i] not in self._page_by_hash:
+            if cached.hashes[i] not in self._index.page_by_hash:
                 self._add_page(cached.hashes[i], request.pages[i], request)
 
     def _drop_invalid(self, request: Request, cached: CachedPages) -> None:
         for digest in cached.inserted:
-            if digest in self._page_by_hash:
-                self._drop_page(self._page_by_hash[digest])
+            if digest in self._index.page_by_hash:
+                self._drop_page(self._index.page_by_hash[digest])
         self._drop_unshared(request)
 
     def _drop_unshared(self, request: Request) -> None:
         for page in request.pages:
-            if page in self._hash_by_page and self.allocator.num_holders(page) == 1:
+            if page in self._index.hash_by_page and self.allocator.num_holders(page) == 1:
                 self._drop_page(page)
 
     def _free_pages(self, request: Request, cached: CachedPages) -> None:
         """Free the pages from the end, so that the end of a sequence is evicted before its beginning."""
         for i in reversed(range(len(request.pages))):
             page = request.pages[i]
-            if self._writers.get(page) is request:
-                del self._writers[page]
+            if self._index.writers.get(page) is request:
+                del self._index.writers[page]
             self.allocator.free([page])
             if i < cached.num_offered:
-                indexed = self._page_by_hash.get(cached.hashes[i], page)
+                indexed = self._index.page_by_hash.get(cached.hashes[i], page)
                 if indexed != page:
                     self.allocator.touch(indexed)

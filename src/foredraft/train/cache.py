@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from foredraft.drafters.common.losses import TargetLogProbs, Trace
+from foredraft.drafters.losses import TargetLogProbs, Trace
 from foredraft.errors import ForedraftError
 from foredraft.files.disk import convert_write_errors
 from foredraft.train.config import find_difference

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from foredraft.drafters.common.losses import Losses, Trace
+from foredraft.drafters.losses import Losses, Trace
 from foredraft.llm import LLM
 from foredraft.train.config import EvaluationConfig
 from foredraft.train.documents import Document

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from foredraft.drafters.common.losses import Losses, Trace
+from foredraft.drafters.losses import Losses, Trace
 from foredraft.errors import ForedraftError
 from foredraft.train.checkpoint import TrainingCheckpoints
 from foredraft.train.distributed import DistributedContext

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foredraft.drafters.common.losses import Trace
+from foredraft.drafters.losses import Trace
 from foredraft.llm import LLM
 from foredraft.models.native.decoder import explain_unsupported
 from foredraft.sampling.params import Sampling

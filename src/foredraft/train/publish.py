@@ -9,7 +9,7 @@ import torch
 from foredraft.checkpoints.layouts import CheckpointLayout
 from foredraft.checkpoints.target_reference import describe_target
 from foredraft.checkpoints.write import save
-from foredraft.drafters.common.losses import Trainee
+from foredraft.drafters.losses import Trainee
 from foredraft.files.disk import convert_write_errors, replace_files
 
 DISK_FULL_HINT = "make room, and the same command goes on from the last checkpoint"

@@ -14,7 +14,7 @@ from foredraft.checkpoints import target_identity
 from foredraft.checkpoints.schema import TargetInfo
 from foredraft.checkpoints.target_reference import TARGET_NAME_KEY
 from foredraft.drafters import checkpoint_folders
-from foredraft.drafters.common.losses import Losses, Trace, Trainee
+from foredraft.drafters.losses import Losses, Trace, Trainee
 from foredraft.drafters.method import Method, Training
 from foredraft.errors import ForedraftError
 from foredraft.llm import LLM

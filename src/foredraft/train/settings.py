@@ -6,7 +6,7 @@ from dataclasses import fields
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from foredraft.drafters.common.losses import check_loss
+from foredraft.drafters.losses import check_loss
 from foredraft.drafters.method import Method, Training
 from foredraft.drafters.registry import find_method, load_methods, parse_options
 from foredraft.errors import ForedraftError, suggest

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from foredraft.drafters.common.losses import TargetLogProbs, Trace
+from foredraft.drafters.losses import TargetLogProbs, Trace
 from foredraft.models.forward_batch import ForwardBatch, Span
 from foredraft.models.hf import HFModel
 

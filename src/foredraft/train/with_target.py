@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foredraft.drafters.common.losses import Losses, Trace, Trainee, average_over_mask, compute_draft_loss
+from foredraft.drafters.losses import Losses, Trace, Trainee, average_over_mask, compute_draft_loss
 from foredraft.files.disk import convert_write_errors, replace_files
 from foredraft.llm import LLM
 from foredraft.models.forward_batch import AFTER_FINAL_NORM

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import T5Config, T5ForConditionalGeneration
 
-from foredraft.drafters.common.losses import kl
+from foredraft.drafters.losses import kl
 from foredraft.train.checkpoint import TrainingCheckpoints
 from foredraft.train.optimizer import LearningRateSchedule, MasterWeightOptimizer
 from foredraft.zoo.typos import CLEAN_SHARE, WORD_ERROR_RATE, add_typos

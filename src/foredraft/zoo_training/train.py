@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from foredraft.drafters.common.losses import kl
+from foredraft.drafters.losses import kl
 from foredraft.errors import ForedraftError
 from foredraft.train.checkpoint import TrainingCheckpoints
 from foredraft.train.optimizer import LearningRateSchedule, MasterWeightOptimizer

@@ -17,8 +17,8 @@ from foredraft.drafters.blockwise.network import BlockwiseHeads, BlockwiseStepRu
 from foredraft.drafters.checkpoint_folders import read
 from foredraft.drafters.common.head_losses import gather_targets, select_roots
 from foredraft.drafters.common.last_hidden_state import LinearFactory
-from foredraft.drafters.common.losses import LOSS_NAMES, compute_draft_loss
 from foredraft.drafters.common.target_access import describe_target
+from foredraft.drafters.losses import LOSS_NAMES, compute_draft_loss
 from foredraft.errors import ForedraftError
 from foredraft.kernels.cpu.library import load_library
 from foredraft.kernels.linear import DTYPE_KINDS

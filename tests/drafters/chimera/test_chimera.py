@@ -16,8 +16,8 @@ from foredraft.drafters.chimera.drafter import Chimera
 from foredraft.drafters.chimera.network import ChimeraNetwork, build_trigrams
 from foredraft.drafters.chimera.training import TrainConfig, create_trainee, unroll_heads
 from foredraft.drafters.common import feature_drafter
-from foredraft.drafters.common.losses import TargetLogProbs, Trace
 from foredraft.drafters.common.tree_builder import TreeSpec
+from foredraft.drafters.losses import TargetLogProbs, Trace
 from foredraft.drafters.method import DrafterContext
 from foredraft.errors import ForedraftError
 from foredraft.kernels.cpu.library import load_library

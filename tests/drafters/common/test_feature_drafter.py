@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from foredraft.drafters.common import feature_drafter
 from foredraft.drafters.common.feature_drafter import FeatureDrafter
-from foredraft.drafters.common.losses import TargetLogProbs, Trace
 from foredraft.drafters.common.training_time_test import unroll
 from foredraft.drafters.common.tree_builder import TreeSpec
 from foredraft.drafters.eagle import network as eagle
 from foredraft.drafters.eagle.checkpoint import EagleShape
 from foredraft.drafters.eagle3 import network as eagle3
 from foredraft.drafters.eagle3.shape import Eagle3Shape
+from foredraft.drafters.losses import TargetLogProbs, Trace
 from foredraft.drafters.method import DrafterContext
 from foredraft.kv.allocator import PageAllocator
 from foredraft.models.draft_layer import DraftLayerShape

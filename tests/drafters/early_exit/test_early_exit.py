@@ -17,7 +17,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from foredraft import LLM, Sampling
 from foredraft.checkpoints.schema import TargetInfo
 from foredraft.drafters.checkpoint_folders import read, recognise, write
-from foredraft.drafters.common.losses import LOSS_NAMES
 from foredraft.drafters.early_exit import layer_selection
 from foredraft.drafters.early_exit import method as early_exit
 from foredraft.drafters.early_exit.checkpoint import EarlyExitShape
@@ -28,6 +27,7 @@ from foredraft.drafters.early_exit.layer_selection import (
     estimate_cost,
     estimate_speed,
 )
+from foredraft.drafters.losses import LOSS_NAMES
 from foredraft.drafters.method import DrafterContext
 from foredraft.errors import ForedraftError
 from foredraft.llm import MemoryLimits

@@ -13,12 +13,12 @@ from foredraft.checkpoints.schema import Checkpoint
 from foredraft.checkpoints.write import save
 from foredraft.drafters.checkpoint_folders import read, write
 from foredraft.drafters.common.last_hidden_state import LinearFactory
-from foredraft.drafters.common.losses import LOSS_NAMES, compute_draft_loss
 from foredraft.drafters.common.target_access import describe_target
 from foredraft.drafters.hydra import method as hydra
 from foredraft.drafters.hydra import network as hydra_network
 from foredraft.drafters.hydra.checkpoint import HydraPrefixShape, HydraShape
 from foredraft.drafters.hydra.network import HydraHeads, HydraStepRunner
+from foredraft.drafters.losses import LOSS_NAMES, compute_draft_loss
 from foredraft.drafters.method import DrafterContext
 from foredraft.errors import ForedraftError
 from foredraft.kernels.cpu.library import load_library

@@ -17,8 +17,8 @@ from foredraft.checkpoints.write import save
 from foredraft.drafters.checkpoint_folders import read
 from foredraft.drafters.common.head_losses import gather_targets, select_roots
 from foredraft.drafters.common.last_hidden_state import LastHiddenStates, LinearFactory
-from foredraft.drafters.common.losses import TargetLogProbs, Trace
 from foredraft.drafters.common.target_access import describe_target
+from foredraft.drafters.losses import TargetLogProbs, Trace
 from foredraft.drafters.medusa import method as medusa
 from foredraft.drafters.medusa.checkpoint import MedusaShape
 from foredraft.drafters.medusa.network import NUM_RANKS, MedusaHeadRunner, MedusaHeads, make_output_function

@@ -14,11 +14,11 @@ from foredraft.checkpoints.schema import Checkpoint
 from foredraft.checkpoints.write import save
 from foredraft.drafters.checkpoint_folders import read
 from foredraft.drafters.common.last_hidden_state import LinearFactory
-from foredraft.drafters.common.losses import compute_draft_loss
 from foredraft.drafters.common.step_drafter import GrowingStepDraft, grow_drafts
 from foredraft.drafters.common.target_access import describe_target
 from foredraft.drafters.common.tree_builder import TreeBuilder
 from foredraft.drafters.draft import Draft
+from foredraft.drafters.losses import compute_draft_loss
 from foredraft.drafters.mlp_speculator import method as mlp_speculator
 from foredraft.drafters.mlp_speculator.checkpoint import MlpSpeculatorShape
 from foredraft.drafters.mlp_speculator.network import MLPSpeculator, MLPStepRunner

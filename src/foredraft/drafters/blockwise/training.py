@@ -11,7 +11,7 @@ from foredraft.checkpoints.schema import Checkpoint
 from foredraft.drafters.blockwise.checkpoint import BlockwiseShape, make_layout
 from foredraft.drafters.blockwise.network import BlockwiseHeads
 from foredraft.drafters.common.head_losses import compute_mean_loss, gather_targets, select_roots
-from foredraft.drafters.common.losses import Losses, Trace, check_loss
+from foredraft.drafters.losses import Losses, Trace, check_loss
 from foredraft.errors import ForedraftError
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
 from foredraft.models.hf import HFModel
@@ -77,7 +77,7 @@ class BlockwiseTrainee:
         return self.target.compute_logits(x.to(self.target.model.dtype))
 
     def to_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return tensors and config.json in the layout of `checkpoints.blockwise`."""
+        """Return tensors and config.json in the layout of `checkpoint.py`."""
         layout = make_layout(self.network.shape, self.network.state_dict())
         return layout.tensors, layout.config | {"base_model_name_or_path": self.target.name}
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from foredraft.checkpoints.schema import Checkpoint
 from foredraft.drafters.chimera.checkpoint import ChimeraShape, make_layout
 from foredraft.drafters.chimera.network import TRIGRAM_TOKENS, ChimeraNetwork, build_trigrams
-from foredraft.drafters.common.losses import Losses, Trace, average_over_mask, check_loss, compute_draft_loss
 from foredraft.drafters.common.target_access import derive_block_shape, init_as_identity
 from foredraft.drafters.common.training_time_test import UnrolledAttention, UnrolledStep, average_step_losses
+from foredraft.drafters.losses import Losses, Trace, average_over_mask, check_loss, compute_draft_loss
 from foredraft.errors import ForedraftError
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
 from foredraft.models.hf import HFModel

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as checkpointed
 
-from foredraft.drafters.common.losses import TargetLogProbs, Trace, compute_draft_loss
+from foredraft.drafters.losses import TargetLogProbs, Trace, compute_draft_loss
 
 MAX_STORED_LOGITS = 1 << 26  # logits kept for the backward pass; more are computed again in it
 

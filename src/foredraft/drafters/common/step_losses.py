@@ -10,7 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from foredraft.drafters.common.head_losses import RootRows, compute_mean_loss, gather_targets, select_roots
-from foredraft.drafters.common.losses import Losses, Trace
+from foredraft.drafters.losses import Losses, Trace
 
 
 class TrainableStepNetwork(Protocol):

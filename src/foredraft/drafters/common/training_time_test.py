@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from foredraft.drafters.common.losses import Trace
+from foredraft.drafters.losses import Trace
 from foredraft.models.feature_lm import FeatureNetwork
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from foredraft.drafters.common.losses import Losses, Trace, average_over_mask, check_loss, compute_draft_loss
+from foredraft.drafters.losses import Losses, Trace, average_over_mask, check_loss, compute_draft_loss
 from foredraft.errors import ForedraftError
 from foredraft.models.hf import HFModel
 from foredraft.models.loading import check_vocabularies, load_model, load_tokenizer

@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from foredraft.checkpoints.schema import Checkpoint
-from foredraft.drafters.common.losses import Losses, Trace, average_over_mask, check_loss, compute_draft_loss
 from foredraft.drafters.common.target_access import (
     derive_block_shape,
     init_as_identity,
@@ -16,6 +15,7 @@ from foredraft.drafters.common.target_access import (
 from foredraft.drafters.common.training_time_test import UnrolledStep, average_step_losses, unroll
 from foredraft.drafters.eagle.checkpoint import EagleShape, make_layout
 from foredraft.drafters.eagle.network import EagleNetwork, load_network
+from foredraft.drafters.losses import Losses, Trace, average_over_mask, check_loss, compute_draft_loss
 from foredraft.errors import ForedraftError
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
 from foredraft.models.hf import HFModel

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from foredraft.checkpoints.schema import Checkpoint
-from foredraft.drafters.common.losses import Losses, Trace, average_over_mask, check_loss, compute_draft_loss
 from foredraft.drafters.common.target_access import (
     derive_block_shape,
     init_as_identity,
@@ -17,6 +16,7 @@ from foredraft.drafters.eagle3.aux_layers import choose_default_layers, is_ascen
 from foredraft.drafters.eagle3.checkpoint import make_layout
 from foredraft.drafters.eagle3.network import Eagle3Network, load_network
 from foredraft.drafters.eagle3.shape import Eagle3Shape
+from foredraft.drafters.losses import Losses, Trace, average_over_mask, check_loss, compute_draft_loss
 from foredraft.errors import ForedraftError
 from foredraft.models.hf import HFModel
 

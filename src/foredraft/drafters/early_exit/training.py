@@ -11,9 +11,9 @@ from torch.func import functional_call
 
 from foredraft.checkpoints.schema import Checkpoint
 from foredraft.drafters.common.head_losses import compute_mean_loss
-from foredraft.drafters.common.losses import Losses, Trace, check_loss
 from foredraft.drafters.early_exit.adapter import ExitAdapter
 from foredraft.drafters.early_exit.checkpoint import EarlyExitShape, make_layout
+from foredraft.drafters.losses import Losses, Trace, check_loss
 from foredraft.errors import ForedraftError
 from foredraft.models.hf import HFModel
 from foredraft.models.truncated import check_exit_layer, find_final_norm

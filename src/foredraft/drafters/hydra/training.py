@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from foredraft.checkpoints.schema import Checkpoint
-from foredraft.drafters.common.losses import Losses, Trace, check_loss
 from foredraft.drafters.common.step_losses import compute_step_losses
 from foredraft.drafters.common.target_access import derive_block_shape
 from foredraft.drafters.hydra.checkpoint import PREFIX_LAYER, HydraPrefixShape, HydraShape, make_layout
 from foredraft.drafters.hydra.network import HydraHeads, choose_hidden_layer
 from foredraft.drafters.hydra.prefix import check_prefix_shape
+from foredraft.drafters.losses import Losses, Trace, check_loss
 from foredraft.errors import ForedraftError
 from foredraft.models.hf import HFModel
 

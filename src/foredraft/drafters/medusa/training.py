@@ -10,7 +10,7 @@ from torch import Tensor
 
 from foredraft.checkpoints.schema import Checkpoint
 from foredraft.drafters.common.head_losses import compute_mean_loss, gather_targets, select_argmax, select_roots
-from foredraft.drafters.common.losses import Losses, Trace, check_loss
+from foredraft.drafters.losses import Losses, Trace, check_loss
 from foredraft.drafters.medusa.checkpoint import MedusaShape, make_layout
 from foredraft.drafters.medusa.network import NUM_RANKS, MedusaHeads
 from foredraft.errors import ForedraftError

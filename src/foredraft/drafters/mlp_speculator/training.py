@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from foredraft.checkpoints.schema import Checkpoint
-from foredraft.drafters.common.losses import Losses, Trace, check_loss
 from foredraft.drafters.common.step_losses import compute_step_losses
+from foredraft.drafters.losses import Losses, Trace, check_loss
 from foredraft.drafters.mlp_speculator.checkpoint import MlpSpeculatorShape, make_layout
 from foredraft.drafters.mlp_speculator.network import MLPSpeculator
 from foredraft.errors import ForedraftError
