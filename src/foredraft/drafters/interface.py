@@ -28,7 +28,7 @@ class Drafter(Protocol):
 
     @property
     def spec(self) -> DrafterSpec:
-        """What the drafter needs: draft nodes, hidden states, KV. It may be an attribute or a property."""
+        """Needs of the drafter: draft nodes, hidden states, KV. It may be an attribute or a property."""
 
     def propose(self, batch: Batch) -> TokenTree:
         """Draft for the requests of a step, before the target's forward pass.

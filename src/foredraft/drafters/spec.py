@@ -1,4 +1,4 @@
-"""What a drafter needs of the engine, and what it is, as one value."""
+"""Declaration of the needs and abilities of a drafter."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
