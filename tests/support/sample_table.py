@@ -190,9 +190,6 @@ BY_FILE = {
         "test_a_snippet_of_python_runs": Sample(1, 18),
         "test_the_commands_of_a_block_run": Sample(1, 25),
     },
-    "tests/test_words.py": {
-        "test_functions_are_verbs": Sample(323, 2),
-    },
     "tests/train/test_chimera.py": {
         "test_it_learns_under_every_loss": Sample(2, 3),
     },
