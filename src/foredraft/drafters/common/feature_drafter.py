@@ -6,14 +6,14 @@ gives logits for token t + 2.
 
 - `observe` records the pairs of committed tokens as pending, so a step without a draft costs almost nothing. It
   computes the pending pairs of a request only if there are MAX_PENDING_PAIRS of them, as in a long prompt.
-- `propose` computes the pending pairs in one forward pass of the network. The pass overwrites the KV of earlier draft
-  tokens. Its output at the last pair gives the logits for the children of the root. Then the draft grows level by
-  level: the pair of a draft node has the network's output at its parent in place of the feature.
+- `propose` computes the pending pairs in one forward pass of the network. Their entries replace those of the previous
+  draft, which are not valid. The output at the last pair gives the logits for the children of the root. Then the draft
+  grows level by level: the pair of a draft node has the network's output at its parent in place of the feature.
 
 After a prefix-cache hit, the pairs on the shared pages are valid. Pair t depends on token t + 1, so the prefix cache
 shares a page with draft KV only if the token after the page is equal too.
 
-Two subclasses record pending pairs in the same way, but heads give the logits of their drafts:
+Two subclasses record pending pairs in the same way. Heads, not this network, compute the logits of their drafts:
 
 - `Chimera`: pair t is token t with feature t, so it does not depend on token t + 1. One pass computes the pending pairs
   and the root's pair.
@@ -101,7 +101,7 @@ class FeatureDrafter:
             is_rebuildable_from_tokens=False,
             flush=bind_weakly(self.flush),
         )
-        self._root_outputs: dict[int, RootOutput] = {}  # by slot; absent if all pairs came from the prefix cache
+        self._root_outputs: dict[int, RootOutput] = {}  # by slot; absent until a pass has computed pairs of the request
         self._pending: dict[int, PendingPairs] = {}  # by slot
         self.mismatch_detector = MismatchDetector(context)  # warns if the head was trained for another target
         self.spec = DrafterSpec(
@@ -258,6 +258,7 @@ def make_feature_lm(
             `context.fused`.
         context: device, dtype, and `fused` (native code is allowed).
     """
+    # The pool is native even if the layers are not: native attention kernels then read it.
     is_native = context.fused and context.device.type == "cpu" and load_library() is not None
     shape: Any = network.shape  # type: ignore[attr-defined]
     native = make_native(network) if is_native else None
