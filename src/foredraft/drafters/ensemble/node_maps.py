@@ -1,6 +1,5 @@
 """Positions of the members' nodes in the verified tree."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from foredraft.drafters.ensemble.tree_merge import map_path_to_member
@@ -27,7 +26,7 @@ class NodeMaps:
         """Record that the verified tree of request b is the member's own."""
         del self.maps[member, b]
 
-    def map_paths(self, member: int, batch: Batch, commit: Commit) -> Sequence[list[int]]:
+    def map_paths(self, member: int, batch: Batch, commit: Commit) -> list[list[int]]:
         """Return the accepted paths in the member's own nodes; `commit.paths` itself if they are the same."""
         if not any(len(commit.paths[b]) > batch.num_new_tokens[b] for (i, b) in self.maps if i == member):
             return commit.paths
