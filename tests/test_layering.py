@@ -168,7 +168,6 @@ MAX_CLASS, MAX_ATTRIBUTES = 200, 12
 # makes a class smaller writes the new numbers, and a class within the limits leaves the list.
 LARGE_CLASSES = {
     "Engine": (278, 11),
-    "EnsembleDrafter": (283, 16),
     "GrammarMatcher": (130, 16),
     "HFModel": (205, 8),
     "LLM": (339, 15),
