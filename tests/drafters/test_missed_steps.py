@@ -121,7 +121,7 @@ def test_steps_without_a_draft_leave_what_the_next_draft_needs(name: str) -> Non
             transcript.request.fixed_draft_length = 0 if step % 5 in (1, 2, 3) else None
         llm.engine.step()
         step += 1
-        accepted = sum(t.num_accepted for t in transcripts)
+        accepted = sum(t.build_stats().num_accepted for t in transcripts)
     assert [t.request.output for t in transcripts] == plain(is_greedy=True)
     assert accepted > 0
     assert llm.engine.drafter.num_failures == 0

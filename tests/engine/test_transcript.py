@@ -38,7 +38,7 @@ def test_text_that_may_begin_a_stop_string_waits() -> None:
     made, ids = transcript("def the", stop=("theX",))
     texts = push_tokens(made, ids)
     assert "the" not in "".join(texts)
-    assert made.text + made._pending_text == "def the"
+    assert made.text + made._output_text.pending == "def the"
     more, _ = transcript("")
     assert more.text == ""
 
@@ -100,9 +100,9 @@ def test_an_end_comes_before_the_length() -> None:
 
 def test_figures_count_what_was_kept() -> None:
     made, _ = transcript("")
-    made.record_step(num_drafted=4, num_accepted=2, draft_time=0.5)
-    made.record_step(num_drafted=0, num_accepted=0, draft_time=0.25)
-    made.record_step(num_drafted=4, num_accepted=4, draft_time=0.25)
+    made.stats_recorder.record_step(num_drafted=4, num_accepted=2, draft_time=0.5)
+    made.stats_recorder.record_step(num_drafted=0, num_accepted=0, draft_time=0.25)
+    made.stats_recorder.record_step(num_drafted=4, num_accepted=4, draft_time=0.25)
     stats = made.build_stats()
     assert (stats.target_passes, stats.num_drafts, stats.num_drafted, stats.num_accepted) == (3, 2, 8, 6)
     assert stats.accepted_at == (2, 2, 1, 1)
@@ -186,4 +186,4 @@ def test_a_traced_request_shows_the_drafted_part_of_its_trees() -> None:
         assert step.accepted[0] == 0
         follows = [step.tokens[node] for node in step.accepted[1:]]
         assert list(step.emitted[: len(follows)]) == follows, "an accepted node is the token put out before it"
-    assert transcript.num_drafted > 0
+    assert transcript.build_stats().num_drafted > 0

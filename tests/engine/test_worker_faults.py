@@ -17,9 +17,11 @@ from torch import Tensor
 from foredraft import Completion, Sampling
 from foredraft.engine import engine as engine_module
 from foredraft.engine import step_output
+from foredraft.engine.delta_queue import DeltaQueue
 from foredraft.engine.engine import Engine
 from foredraft.engine.fault_isolation import MAX_RESETS
 from foredraft.engine.sandbox import MAX_FAILURES, SandboxedDrafter
+from foredraft.engine.stats_recorder import StatsRecorder
 from foredraft.engine.transcript import Transcript
 from foredraft.engine.worker import Worker, WorkerLimits
 from foredraft.llm import LLM
@@ -148,13 +150,16 @@ STAGES: dict[str, Callable[[Engine], tuple[object, str]]] = {
     "rule": lambda engine: (engine_module, "combine_rules"),
     "cut": lambda engine: (engine, "_append_tokens"),
     "push": lambda engine: (Transcript, "push"),
-    "count": lambda engine: (Transcript, "record_step"),
+    "count": lambda engine: (StatsRecorder, "record_step"),
     "keep": lambda engine: (engine, "_compact_kv"),
     "observe": lambda engine: (engine.drafter, "observe"),
     "commit": lambda engine: (engine.scheduler, "commit"),
     "release": lambda engine: (engine.scheduler, "finish"),
     "origins": lambda engine: (step_output, "classify_origins"),
     "emit": lambda engine: (Transcript, "emit"),
+    "put": lambda engine: (DeltaQueue, "put"),
+    "keep_counts": lambda engine: (StatsRecorder, "keep_step"),
+    "mark": lambda engine: (DeltaQueue, "mark_emitted"),
     "completion": lambda engine: (Transcript, "build_completion"),
     "publish": lambda engine: (engine, "_emit_deltas"),
     "report": lambda engine: (engine, "_finish_step"),
@@ -162,7 +167,8 @@ STAGES: dict[str, Callable[[Engine], tuple[object, str]]] = {
 }
 
 
-AT = {stage: {2, 60} for stage in ("push", "emit", "origins", "count")} | {"release": {2}, "completion": {2}}
+DELTA_STAGES = ("push", "emit", "origins", "count", "put", "keep_counts", "mark")
+AT = {stage: {2, 60} for stage in DELTA_STAGES} | {"release": {2}, "completion": {2}}
 
 
 @pytest.mark.parametrize("is_after", [False, True], ids=["before", "after"])

@@ -128,8 +128,9 @@ class KVSimulation:
 
     def _remove_request(self, transcript: Transcript) -> None:
         self.transcripts.remove(transcript)
-        self.tally.accepted += transcript.num_accepted
-        self.tally.rejected += transcript.num_drafted - transcript.num_accepted
+        stats = transcript.build_stats()
+        self.tally.accepted += stats.num_accepted
+        self.tally.rejected += stats.num_drafted - stats.num_accepted
 
 
 class HeadKVSimulation(KVSimulation):

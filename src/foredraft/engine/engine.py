@@ -136,11 +136,9 @@ class Engine:
     def recover(self) -> None:
         """Restore a consistent state after an exception in `step`, `abort` or `add`, except the errors of `check`.
 
-        Tokens in deltas are final. Each request is cut back to its last delta and requeued, and all KV is dropped. A
-        request whose text cannot be rebuilt ends with an error. If `recover` raises (KeyboardInterrupt), call it again.
-
-        No delta may be read from a transcript between the exception and `recover`. The tokens of a delta that was read
-        before it was marked as final would be generated twice.
+        Tokens in deltas are final: each request is cut back to its last delta and requeued, without KV. It ends with an
+        error if its text cannot be rebuilt. Call `recover` before any delta is read. A delta that was read before it is
+        marked as final would be generated twice. If `recover` raises (KeyboardInterrupt), call it again.
         """
         self.clock.reset()
         for request, transcript in list(self.transcripts.items()):
@@ -306,13 +304,7 @@ class Engine:
     # -- memory of requests that leave
 
     def _remove(self, requests: Sequence[Request], failed: frozenset[Request] = frozenset()) -> None:
-        """Remove requests and free their memory.
-
-        Args:
-            requests: requests to remove.
-            failed: those with invalid logits (`Commit.failed`). Their KV may be invalid too, so none of their pages
-                stays in the prefix cache.
-        """
+        """Remove requests and free their memory. `failed` had invalid logits, so their pages are not kept for reuse."""
         unwritten_slots = self.scheduler.find_unwritten_slots([r for r in requests if r not in failed])
         if unwritten_slots:
             self.drafter.flush(unwritten_slots)  # writes their pending draft KV

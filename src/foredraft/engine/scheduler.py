@@ -147,9 +147,8 @@ class Scheduler:
         """Append the new tokens to the requests, advance `num_computed`, and free pages of rejected draft nodes."""
         size = self.allocator.page_size
         for request, tokens, count in zip(batch.requests, commit.tokens, commit.counts, strict=True):
-            # Node 0 is the token at position num_computed, counted from 0, and tokens[i] follows node i of the path. So
-            # tokens[0] is the token at position num_computed + 1. The first num_old of them are committed already. If
-            # the chunk ends before the last committed token, all of them are, and the slice is empty.
+            # Node 0 is at position num_computed, so tokens[0] is the token at position num_computed + 1. The first
+            # num_old of them are committed already, and all if the chunk ends before the last committed token.
             num_old = request.num_tokens - request.num_computed - 1
             request.output += tokens[num_old:] if num_old else tokens
             num_full = request.num_computed // size  # full pages before this step

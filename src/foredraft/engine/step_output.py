@@ -53,7 +53,7 @@ def append_tokens(
             is_last_drafted = num_drafted > 0 and _is_draft_token(tree, b, path[count - 1], tokens[count - 1])
             num_accepted = count - root if is_last_drafted else count - root - 1
             is_predicted = b in tree.predicted  # the draft was copied from the request's predicted output
-            transcript.record_step(num_drafted, num_accepted, draft_seconds, is_predicted)
+            transcript.stats_recorder.record_step(num_drafted, num_accepted, draft_seconds, is_predicted)
         counts.append(count)
     return commit if counts == commit.counts else commit.truncate(counts)
 

@@ -130,6 +130,6 @@ def _count_predicted(choices: Sequence[ChoiceStream]) -> dict[str, int]:
 
     Unlike in OpenAI's API, rejected tokens are not part of completion_tokens.
     """
-    drafted = sum(choice.transcript.num_predicted for choice in choices)
-    accepted = sum(choice.transcript.num_predicted_accepted for choice in choices)
+    drafted = sum(choice.transcript.stats_recorder.num_predicted for choice in choices)
+    accepted = sum(choice.transcript.stats_recorder.num_predicted_accepted for choice in choices)
     return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}

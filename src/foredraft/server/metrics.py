@@ -117,7 +117,7 @@ class ServerMetrics:
         self.requests.e2e.observe(stats.wall_time)
         first_run = self._start_times.pop(request, None)
         if first_run is not None:
-            self.requests.queue_time.observe(max(first_run - transcript.start_time, 0.0))
+            self.requests.queue_time.observe(max(first_run - transcript.stats_recorder.start_time, 0.0))
             self.requests.inference_time.observe(time.perf_counter() - first_run)
             self.tokens.prefix_queries += len(request.prompt)
             self.tokens.prefix_hits += request.num_cached_tokens or 0

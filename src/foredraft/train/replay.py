@@ -181,7 +181,7 @@ class Replay:
                 break
             path.append(chunk - 1 + child)
             node, position = child, position + 1
-        transcript.record_step(tree.sizes[b] - 1, num_accepted, 0.0)
+        transcript.stats_recorder.record_step(tree.sizes[b] - 1, num_accepted, 0.0)
         return path, tokens
 
     def _write_kv(self, target: HFModel, batch: Batch, commit: Commit) -> None:

@@ -107,10 +107,9 @@ def reject(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
 def block(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
     """Block verification of chains: accept the longest prefix of draft tokens that passes a joint test.
 
-    For the prefix of the first i draft tokens, the weight w_i is the product of their p(x) / q(x), capped at 1 after
-    each factor. m_i is the mass of the residual max(0, w_i * p - q), with p and q of the last node of the prefix. The
-    prefix passes if its uniform is below m_i / (m_i + 1 - w_i). For the last prefix, after which there is no valid
-    draft token and so no q, the limit is w_i. In expectation this accepts at least as many tokens as `reject`.
+    w_i is the product of p(x) / q(x) of the first i draft tokens, capped at 1 after each factor; m_i the mass of the
+    residual max(0, w_i * p - q) after them. They pass if their uniform is below m_i / (m_i + 1 - w_i), or below w_i if
+    no valid draft token follows. In expectation this accepts at least as many tokens as `reject`.
 
     Raises:
         ValueError: if a request's tree is not a chain.
@@ -139,7 +138,7 @@ def block(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
             levels.append((p_node, q))
             if p_node[x] <= 0:  # no later node can be accepted, so their logits are not read
                 break
-        weights, num_accepted = [1.0], 0  # weights[i] = w_i
+        weights, num_accepted = [1.0], 0  # w_0, w_1, ...
         for i, (p_node, q) in enumerate(levels):
             x = tokens[chain[i + 1]]
             weights.append(min(weights[-1] * p_node[x] / q[x], 1.0))

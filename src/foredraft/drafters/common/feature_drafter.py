@@ -193,7 +193,7 @@ class FeatureDrafter:
         if not self._has_root_output(request.slot) or num_pairs != request.num_tokens - 1:
             return None
         builder = start_builder(self.tree_spec, batch, b, self.tree_spec.max_depth)
-        root_pair = request.num_tokens - 1 - self.draft_kv.token_lookahead  # pair t has token t + lookahead
+        root_pair = request.num_tokens - 1 - self.draft_kv.token_lookahead  # pair whose token is the root
         return None if builder is None else GrowingKVDraft(builder, start=root_pair)
 
     def _grow_drafts(self, drafts: list[GrowingKVDraft], page_size: int) -> None:
