@@ -170,7 +170,6 @@ LARGE_CLASSES = {
     "Engine": (282, 11),
     "EnsembleDrafter": (333, 19),
     "GrammarMatcher": (130, 16),
-    "HFModel": (205, 8),
     "LLM": (340, 15),
     "PrefixCache": (220, 6),
     "Request": (72, 25),

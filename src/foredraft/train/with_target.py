@@ -18,7 +18,8 @@ from foredraft.drafters.losses import Losses, Trace, Trainee, average_over_mask,
 from foredraft.files.disk import convert_write_errors, replace_files
 from foredraft.llm import LLM
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
-from foredraft.models.hf import HFModel, find_decoder_layers
+from foredraft.models.hf import HFModel
+from foredraft.models.hidden_states import find_decoder_layers
 from foredraft.models.loading import load_model
 from foredraft.models.native.decoder import explain_unsupported
 from foredraft.train.publish import DISK_FULL_HINT
