@@ -169,7 +169,6 @@ MAX_CLASS, MAX_ATTRIBUTES = 200, 12
 LARGE_CLASSES = {
     "Engine": (282, 11),
     "EnsembleDrafter": (333, 19),
-    "GrammarMatcher": (130, 16),
     "LLM": (340, 15),
     "PrefixCache": (220, 6),
     "Request": (72, 25),
