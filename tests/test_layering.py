@@ -173,10 +173,8 @@ LARGE_CLASSES = {
     "PrefixCache": (220, 6),
     "Request": (72, 25),
     "Scheduler": (230, 12),
-    "TrainLoop": (152, 21),
     "Transcript": (282, 32),
     "Worker": (232, 18),
-    "_TrainRun": (199, 16),
 }
 
 
