@@ -32,6 +32,11 @@ from foredraft.request import Batch, Request
 from foredraft.tree import Commit, TokenTree
 from foredraft.verification.registry import RULES
 
+try:
+    from foredraft.drafters.spec import DrafterSpec
+except ImportError:  # an older checkout, for compare_checkouts.py
+    DrafterSpec = None
+
 PERIOD = 61  # rows of logits; the row after a token depends on its position alone
 ERROR = 4  # every ERROR-th position has a wrong draft token
 WARM_UP_STEPS = 10  # includes the prompts
@@ -73,10 +78,9 @@ class StubLM:
 class TableDrafter:
     """Drafter that looks up the likeliest tokens in a table."""
 
-    hidden_layers: tuple[int, ...] = ()
-
     def __init__(self, lm: StubLM, num_tokens: int) -> None:
-        self.max_nodes = num_tokens
+        self.max_nodes, self.hidden_layers = num_tokens, ()  # read by checkouts without DrafterSpec
+        self.spec = None if DrafterSpec is None else DrafterSpec(num_tokens)
         self._best = lm.rows.argmax(-1).tolist()
 
     def propose(self, batch: Batch) -> TokenTree:

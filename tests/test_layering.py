@@ -167,9 +167,9 @@ MAX_CLASS, MAX_ATTRIBUTES = 200, 12
 # Classes beyond the limits, with their present numbers of lines and attributes. The list may only shrink: a change that
 # makes a class smaller writes the new numbers, and a class within the limits leaves the list.
 LARGE_CLASSES = {
-    "Engine": (282, 11),
-    "EnsembleDrafter": (333, 19),
-    "LLM": (340, 15),
+    "Engine": (278, 11),
+    "EnsembleDrafter": (283, 16),
+    "LLM": (339, 15),
     "PrefixCache": (220, 6),
     "Request": (72, 25),
     "Scheduler": (230, 12),

@@ -262,7 +262,7 @@ def test_draft_lengths_are_measured_unless_one_is_named() -> None:
     for spec, length in [("ngram", 3), ({"method": "ngram", "num_speculative_tokens": 3}, None)]:
         other = llm.with_drafter(spec, length)
         assert isinstance(other.engine.length_policy, FixedLengthPolicy)
-        assert other.drafter.max_nodes == 3
+        assert other.drafter.spec.max_nodes == 3
     with pytest.raises(ForedraftError, match="must be an integer or 'auto'"):
         llm.with_drafter("ngram", "many")
 

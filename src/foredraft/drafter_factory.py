@@ -11,7 +11,8 @@ from foredraft.drafters.interface import Drafter
 from foredraft.drafters.method import DrafterContext, Method
 from foredraft.drafters.registry import load_methods, parse_config, resolve_method
 from foredraft.drafters.user_spec import MethodSpec, UserDrafterSpec
-from foredraft.engine.sandbox import SandboxedDrafter, validate_drafter
+from foredraft.engine.drafter_validation import validate_drafter
+from foredraft.engine.sandbox import SandboxedDrafter
 from foredraft.errors import ForedraftError
 from foredraft.models.hf import HFModel
 
@@ -51,7 +52,7 @@ class DrafterFactory:
                 raise ForedraftError(f"the method {name} takes a folder or hub id as its model, not a loaded one")
             context = self._build_context(method, parsed, num_tokens)
             drafter = method.create(parse_config(method, implied | parsed.options), context)
-            return drafter, str(getattr(drafter, "title", name))
+            return drafter, drafter.spec.title or str(name)
         except ForedraftError:
             raise
         except (TypeError, ValueError) as error:

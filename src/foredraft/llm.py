@@ -17,7 +17,8 @@ from foredraft.draft_length.costs import CostCurve
 from foredraft.draft_length.loss_budget import LossBudgetPolicy
 from foredraft.draft_length.policy import DraftLengthPolicy, FixedLengthPolicy
 from foredraft.drafter_factory import DrafterFactory, choose_builtin_method
-from foredraft.drafters.user_spec import AUTO, DraftLength, get_max_draft_length, parse_draft_length
+from foredraft.drafters.spec import NO_DRAFT_SPEC
+from foredraft.drafters.user_spec import AUTO, DraftLength, get_max_draft_length, names_method, parse_draft_length
 from foredraft.drafters.user_spec import UserDrafterSpec as UserDrafterSpec
 from foredraft.engine.calibrate import measure_pass_times
 from foredraft.engine.engine import Engine
@@ -342,11 +343,11 @@ class LLM:
         length = parse_draft_length(drafter, num_tokens)
         longest = get_max_draft_length(drafter) if length is None else length
         self.drafter, self._drafter_name = drafters.make(drafter, longest)
-        attach = getattr(self.drafter, "attach", None)
-        if attach is not None:  # the drafter uses the KV pool of the target
-            attach(self.target)
-        self.is_adaptive = length is None and (self.drafter is None or isinstance(drafter, (str, dict)))
-        memory = getattr(self.drafter, "draft_kv", None)
+        spec = NO_DRAFT_SPEC if self.drafter is None else self.drafter.spec
+        if spec.attach is not None:  # the drafter uses the KV pool of the target
+            spec.attach(self.target)
+        self.is_adaptive = length is None and (self.drafter is None or names_method(drafter))
+        memory = spec.draft_kv
         per_token = self.target.bytes_per_token() + (0 if memory is None else memory.bytes_per_token)
         num_pages = limits.num_pages(self.target.context_length, per_token, self.target.device)
         for pool in (self.target.pool, *([] if memory is None else [memory.pool])):
@@ -366,9 +367,8 @@ class LLM:
     def _create_length_policy(self, curve: CostCurve | None = None) -> DraftLengthPolicy:
         if not self.is_adaptive:
             return FixedLengthPolicy()
-        return (
-            LossBudgetPolicy(curve) if getattr(self.drafter, "decides_length", False) else AdaptiveLengthPolicy(curve)
-        )
+        decides_length = self.drafter is not None and self.drafter.spec.decides_length
+        return LossBudgetPolicy(curve) if decides_length else AdaptiveLengthPolicy(curve)
 
     def calibrate(self, most_seconds: float = 2.0) -> list[tuple[int, float]]:
         """Measure the time of a forward pass by its rows, within about `most_seconds`, for adaptive draft lengths.

@@ -12,7 +12,7 @@ import torch
 
 from foredraft import Sampling
 from foredraft.drafters.draft import to_token_tree
-from foredraft.drafters.failure_backoff import FailureBackoff
+from foredraft.drafters.spec import DrafterSpec
 from foredraft.engine.sandbox import MAX_FAILURES, SandboxedDrafter
 from foredraft.request import Batch
 from foredraft.tree import Commit, TokenTree
@@ -235,12 +235,11 @@ class Passing:
 
     def __init__(self, member: CountingSandbox, is_late: bool) -> None:
         self.member, self.is_late = member, is_late
-        self.hidden_layers, self.max_nodes = member.hidden_layers, member.max_nodes
         self.trees: list[TokenTree] = []
 
     @property
-    def backoffs(self) -> tuple[FailureBackoff, ...]:
-        return self.member.backoffs
+    def spec(self) -> DrafterSpec:
+        return self.member.spec
 
     def propose(self, batch: Batch) -> TokenTree:
         self.trees.append(self.member.propose(batch))

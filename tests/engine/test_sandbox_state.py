@@ -1,4 +1,4 @@
-"""Changes of requests, trees and commits by a drafter, and faulty properties of a drafter: no step is affected.
+"""Changes of requests, trees and commits by a drafter, and faulty specs of a drafter: no step is affected.
 
 Guards against a drafter that is given the live record of a request and changes it: wrong text and no counted failure.
 """
@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 
 from foredraft import ForedraftError, Sampling
+from foredraft.drafters.ensemble.fallback import FallbackDrafter
 from foredraft.drafters.failure_backoff import MAX_FAILURES
+from foredraft.drafters.spec import DrafterSpec
+from foredraft.engine import sandbox
 from foredraft.engine.sandbox import SandboxedDrafter
 from foredraft.request import Batch, Request, RequestStatus
 from foredraft.tree import Commit, TokenTree
@@ -120,20 +123,19 @@ def test_a_tree_or_commit_that_is_changed_afterwards_changes_nothing() -> None:
 
     for needs_target_argmax in (False, True):
         drafter = ScriptedDrafter(propose, on_observe=observing)
-        drafter.needs_target_argmax = needs_target_argmax  # type: ignore[attr-defined]
+        drafter.needs_target_argmax = needs_target_argmax
         assert texts(drafter) == PLAIN
         assert len(given) > MAX_FAILURES
     assert max(len(tree.tokens[0]) for tree in given) > 1
 
 
-# properties
+# specs
 
 
 class Odd:
-    """Drafter of good drafts with one faulty property."""
+    """Drafter of good drafts with one faulty spec."""
 
-    hidden_layers: Any = ()
-    max_nodes: Any = 3
+    spec: Any = DrafterSpec(max_nodes=3)
 
     def propose(self, batch: Batch) -> TokenTree:
         return good(batch)
@@ -144,49 +146,97 @@ class Odd:
 
 
 def _raising(self: Odd) -> Any:
-    raise RuntimeError("no such property today")
+    raise RuntimeError("no spec today")
 
 
-PROPERTIES: dict[str, tuple[str, Any]] = {
-    "hidden_layers raises": ("hidden_layers", property(_raising)),
-    "hidden_layers is no tuple": ("hidden_layers", 3),
-    "hidden_layers of words": ("hidden_layers", ("last",)),
-    "max_nodes raises": ("max_nodes", property(_raising)),
-    "max_nodes is a word": ("max_nodes", "x"),
-    "max_nodes is negative": ("max_nodes", -1),
-    "max_nodes is a fraction": ("max_nodes", 2.5),
-    "needs_target_argmax raises": ("needs_target_argmax", property(_raising)),
-    "draft_kv raises": ("draft_kv", property(_raising)),
-    "draft_kv is none": ("draft_kv", "all of it"),
+def _spec(max_nodes: Any = 3, **fields: Any) -> DrafterSpec:
+    return DrafterSpec(max_nodes, **fields)
+
+
+SPECS: dict[str, Any] = {
+    "spec raises": property(_raising),
+    "spec is a dict": {"max_nodes": 3},
+    "spec is none": None,
+    "spec is a class": DrafterSpec,
+    "hidden_layers is no tuple": _spec(hidden_layers=3),
+    "hidden_layers of words": _spec(hidden_layers=("last",)),
+    "max_nodes is a word": _spec("x"),
+    "max_nodes is negative": _spec(-1),
+    "max_nodes is a fraction": _spec(2.5),
+    "max_nodes is a truth value": _spec(True),
+    "needs_target_argmax is a word": _spec(needs_target_argmax="no"),
+    "decides_length is a number": _spec(decides_length=1),
+    "shares_target_kv is none": _spec(shares_target_kv=None),
+    "reads_commits is a number": _spec(reads_commits=0),
+    "is_token_source is a number": _spec(is_token_source=1),
+    "draft_kv is none": _spec(draft_kv="all of it"),
 }
 
 
 def odd(which: str) -> Odd:
-    name, value = PROPERTIES[which]
-    made: Odd = type("Broken", (Odd,), {name: value})()
+    made: Odd = type("Broken", (Odd,), {"spec": SPECS[which]})()
     return made
 
 
-@pytest.mark.parametrize("which", PROPERTIES)
-def test_a_property_that_cannot_be_read_is_a_failure_and_no_error(which: str) -> None:
+@pytest.mark.parametrize("which", SPECS)
+def test_a_spec_that_cannot_be_used_is_a_failure_and_no_error(which: str) -> None:
     engine = engine_fakes.make_engine(LM, odd(which), max_chunk=4)
     done = engine_fakes.run(engine, [engine_fakes.make_transcript(PROMPTS[0], SAMPLINGS[0])])
     assert done[0][0].token_ids == PLAIN[0]
     assert set(engine.drafter.failures) == {"malformed"}
-    assert PROPERTIES[which][0] in engine.drafter.backoff.reason
+    assert which.split()[0] in engine.drafter.backoff.reason
 
 
 def test_taps_that_the_target_does_not_have_are_no_taps() -> None:
     drafter = Odd()
     guard = SandboxedDrafter(drafter, V, num_layers=4)
-    drafter.hidden_layers = (-1, 0, 4)
-    assert guard.hidden_layers == (-1, 0, 4)
-    drafter.hidden_layers = (5,)
-    assert guard.hidden_layers == ()
+    drafter.spec = DrafterSpec(3, (-1, 0, 4))
+    assert guard.spec.hidden_layers == (-1, 0, 4)
+    drafter.spec = DrafterSpec(3, (5,))
+    assert guard.spec.hidden_layers == ()
     assert guard.failures == {"malformed": 1}
 
 
-@pytest.mark.parametrize("which", PROPERTIES)
+def test_a_spec_is_checked_again_only_if_it_is_another_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[DrafterSpec] = []
+    check = sandbox.validate_spec
+    monkeypatch.setattr(sandbox, "validate_spec", lambda spec, layers: (checked.append(spec), check(spec, layers)))
+    drafter = Odd()
+    guard = SandboxedDrafter(drafter, V, num_layers=4)
+    first = drafter.spec
+    assert len({id(guard.spec) for _ in range(5)}) == 1, "a wrapper around it would combine the specs again"
+    drafter.spec = second = DrafterSpec(2)
+    assert [guard.spec.max_nodes for _ in range(5)] == [2] * 5
+    assert [id(spec) for spec in checked] == [id(first), id(second)]
+    drafter.spec = DrafterSpec(-1)
+    assert [guard.spec.max_nodes for _ in range(2)] == [0, 0]
+    assert guard.num_failures == 2, "an invalid spec fails at every read"
+
+
+def test_a_drafter_that_reads_no_commits_rests_and_comes_back_all_the_same() -> None:
+    """Fault: `observe`, which ends a quarantine, was left out with the drafter's own."""
+    now = 0.0
+    drafter = ScriptedDrafter(lambda batch: None, reads_commits=False)  # type: ignore[arg-type,return-value]
+    inner = SandboxedDrafter(drafter, V, clock=lambda: now)
+    guard = SandboxedDrafter(FallbackDrafter(SandboxedDrafter(Silent(), V), inner), V, clock=lambda: now)
+    batch = Batch((Request(0, [1, 2], SAMPLINGS[0], seed=0, num_computed=1),), (1,), (3,))
+    for _ in range(MAX_FAILURES):
+        guard.propose(batch)
+        guard.observe(batch, Commit.from_lists([[0]], [[1]]))
+    assert not inner.is_active
+    now += 1000.0
+    guard.observe(batch, Commit.from_lists([[0]], [[1]]))
+    assert inner.is_active
+    assert drafter.observed == []
+
+
+class Silent(Odd):
+    """Drafter without drafts that reads nothing."""
+
+    spec = DrafterSpec(0, reads_commits=False)
+
+
+@pytest.mark.parametrize("which", SPECS)
 def test_a_drafter_handed_to_an_llm_is_looked_at_first(which: str) -> None:
     with pytest.raises(ForedraftError, match="the drafter Broken cannot be used: "):
         tiny_models.plain().with_drafter(odd(which))
@@ -195,26 +245,41 @@ def test_a_drafter_handed_to_an_llm_is_looked_at_first(which: str) -> None:
 class Unfinished:
     """Someone's first attempt at a drafter."""
 
-    hidden_layers: tuple[int, ...] = ()
-    max_nodes = 4
+    spec = DrafterSpec(4)
 
     def propose(self, batch: Batch) -> TokenTree:
         raise NotImplementedError
 
 
+class Outdated(Odd):
+    """A drafter that was written for Foredraft without specs."""
+
+    hidden_layers: tuple[int, ...] = ()
+    max_nodes = 4
+
+    @property
+    def spec(self) -> Any:
+        raise AttributeError("spec")
+
+
 @pytest.mark.parametrize(
     ("drafter", "missing"),
-    [(Unfinished(), "it has no observe, forget; give the name"), (3, "it has no hidden_layers, max_nodes")],
+    [
+        (Unfinished(), "it has no observe, forget; give the name"),
+        (3, "it has no spec, propose, observe, forget; give the name"),
+        (Outdated(), r"it has no spec; write `self.spec = DrafterSpec\(max_nodes=4\)` in its __init__"),
+    ],
 )
 def test_a_drafter_that_lacks_members_is_refused_with_those_it_needs(drafter: Any, missing: str) -> None:
     """Fault: an object without `observe` and `forget` was taken."""
-    with pytest.raises(ForedraftError, match=missing):
+    with pytest.raises(ForedraftError, match=missing) as caught:
         tiny_models.plain().with_drafter(drafter)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_drafter_with_taps_beyond_the_target_is_refused_with_the_boundaries_there_are() -> None:
     drafter = Odd()
-    drafter.hidden_layers = (99,)
+    drafter.spec = DrafterSpec(3, (99,))
     with pytest.raises(ForedraftError, match=r"must be boundaries of the target, -1 or 0 to \d+, got \(99,\)"):
         tiny_models.plain().with_drafter(drafter)
 
@@ -252,10 +317,10 @@ def test_a_rest_ends_between_two_steps_and_not_within_one() -> None:
     batch = Batch((Request(0, [1, 2], SAMPLINGS[0], seed=0, num_computed=1),), (1,), (3,))
     for _ in range(MAX_FAILURES):
         guard.propose(batch)
-    assert guard.hidden_layers == ()
+    assert guard.spec.hidden_layers == ()
     now += 1000.0
-    assert (guard.max_nodes, guard.hidden_layers) == (0, ())
+    assert (guard.spec.max_nodes, guard.spec.hidden_layers) == (0, ())
     guard.propose(batch)
-    assert guard.hidden_layers == ()
+    assert guard.spec.hidden_layers == ()
     guard.observe(batch, Commit.from_lists([[0]], [[1]]))
-    assert (guard.max_nodes, guard.hidden_layers) == (4, (1,))
+    assert (guard.spec.max_nodes, guard.spec.hidden_layers) == (4, (1,))

@@ -10,6 +10,7 @@ from dataclasses import replace
 import httpx
 import pytest
 
+from foredraft.drafters.spec import DrafterSpec
 from foredraft.engine.worker import WorkerLimits
 from foredraft.server.settings import RequestLimits, ServerSettings
 from tests.support.server.live_server import NAME, RunningServer, make_fresh_llm, run_server
@@ -20,8 +21,7 @@ LONG = {"prompt": "the end", "max_tokens": 240, "ignore_eos": True, "temperature
 class Slow:
     """A drafter that takes its time and drafts nothing: steps that a test can count."""
 
-    hidden_layers = ()
-    max_nodes = 1
+    spec = DrafterSpec(max_nodes=1)
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds

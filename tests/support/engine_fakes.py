@@ -11,6 +11,7 @@ from foredraft.drafters.draft import Draft, to_token_tree
 from foredraft.drafters.draft_model.drafter import DraftModel
 from foredraft.drafters.interface import Drafter
 from foredraft.drafters.method import DrafterContext
+from foredraft.drafters.spec import DrafterSpec
 from foredraft.engine.engine import Engine
 from foredraft.engine.scheduler import SchedulerLimits
 from foredraft.engine.transcript import Transcript
@@ -129,6 +130,14 @@ class ScriptedDrafter:
     on_forget: Callable[[Sequence[int]], None] = lambda slots: None
     on_observe: Callable[[Batch, Commit], None] = lambda batch, commit: None
     num_proposed: int = 0
+    needs_target_argmax: bool = False
+    reads_commits: bool = True
+
+    @property
+    def spec(self) -> DrafterSpec:
+        return DrafterSpec(
+            self.max_nodes, self.hidden_layers, self.needs_target_argmax, reads_commits=self.reads_commits
+        )
 
     def propose(self, batch: Batch) -> TokenTree:
         self.num_proposed += 1

@@ -162,7 +162,7 @@ def _recompute_head(
     """Compute a head's memory, logits and next features over the pairs of a text: token t + 1 with the state at t."""
     all_states = target(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
     features = made.lm.network.project_features(
-        torch.cat([all_states[boundary] for boundary in made.hidden_layers], -1)
+        torch.cat([all_states[boundary] for boundary in made.spec.hidden_layers], -1)
     )
     kept: list[tuple[Tensor, Tensor]] = []
 

@@ -3,6 +3,7 @@
 import pytest
 
 from foredraft import LLM, ForedraftError, Sampling
+from foredraft.drafters.spec import DrafterSpec
 from foredraft.train.replay import REGIMES, Recording, Replay, ReplayMetrics
 from tests.support import tiny_models
 from tests.support.method_cases import EACH_CASE, METHOD_CASES
@@ -56,7 +57,7 @@ def test_a_batch_smaller_than_the_prompts_is_replayed_in_turns(recordings):
 
 def test_a_drafter_that_fails_is_replayed_as_none(recordings):
     class Broken:
-        hidden_layers, max_nodes = (), 3
+        spec = DrafterSpec(max_nodes=3)
 
         def propose(self, batch):
             raise RuntimeError("no")

@@ -1,18 +1,18 @@
-"""The interface of drafters: propose, observe, forget.
+"""The interface of drafters: a spec, and propose, observe, forget.
 
 A drafter is untrusted: the engine calls it through a sandbox (`engine/sandbox.py`), so a fault of a drafter costs speed
 and never output. docs/how-to/write-a-drafter.md is the tutorial; `tree.py` shows a token tree and a commit.
 """
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from foredraft.drafters.draft import Draft
+from foredraft.drafters.spec import DrafterSpec
 from foredraft.request import Batch, Request
 from foredraft.tree import Commit, TokenTree
 
 
-@runtime_checkable
 class Drafter(Protocol):
     """Source of token trees for the requests of a batch.
 
@@ -24,29 +24,11 @@ class Drafter(Protocol):
     `propose` is left out if no request may draft. If a step raises, `observe` is left out and `forget` is called for
     all slots. During a quarantine (after several faults of the drafter) only `forget` is called. After it,
     `Request.num_computed` exceeds the number of observed tokens, as after a prefix-cache hit.
-
-    Optional attributes, with the value that counts if one is missing:
-        needs_target_argmax: True requests `Commit.target_argmax`: the target's likeliest token after every scored
-            node of the verified tree, rejected nodes included. Default False.
-        draft_kv: `DraftKV` of a drafter with a KV cache on the target's page ids. Default None.
-        decides_length: True if the drafter itself weighs the gain of a draft against its cost. `LLM` then uses
-            `LossBudgetPolicy` (`loss_budget.py`) for adaptive lengths. Default False.
-        attach: method `attach(target: HFModel)` of a drafter that uses the target's KV pool. `LLM` calls it once,
-            before the first step. It raises ForedraftError for a target that it cannot use. Default: not called.
-        shares_target_kv: True for a drafter with `attach` that writes to the target's KV pool. Default False.
     """
 
     @property
-    def hidden_layers(self) -> tuple[int, ...]:
-        """Layer boundaries of the target whose hidden states the drafter reads from `Commit.features`; () = none.
-
-        0 is the output of the embedding, n the output of the n-th layer, and AFTER_FINAL_NORM (-1) the input of the
-        output matrix (lm_head). The states of several boundaries are concatenated along the last dimension.
-        """
-
-    @property
-    def max_nodes(self) -> int:
-        """Maximum number of draft nodes per request and step. The scheduler grants at most this many."""
+    def spec(self) -> DrafterSpec:
+        """Needs of the drafter: draft nodes, hidden states, KV. It may be an attribute or a property."""
 
     def propose(self, batch: Batch) -> TokenTree:
         """Draft for the requests of a step, before the target's forward pass.
@@ -76,22 +58,23 @@ class Drafter(Protocol):
         """Drop the state of these slots. Their requests ended, were aborted or preempted, or a step raised."""
 
 
-@runtime_checkable
 class TokenDraftSource(Protocol):
     """Additional methods of a drafter that reads token ids alone, no hidden states. TokenDrafter implements them.
 
-    They are for ensembles (`ensemble.py`). An ensemble has several drafters, its members. In each step it takes the
-    draft of one member, or merges several. For members with these methods it calls them in place of `propose`.
+    `DrafterSpec.is_token_source` declares them. They are for ensembles. An ensemble has several drafters, its members.
+    In each step it takes the draft of one member, or merges several. For members with these methods it calls them in
+    place of `propose`.
     """
 
     def draft(self, request: Request, budget: int) -> Draft:
         """Draft at most `budget` nodes for one request."""
 
     def match_strength(self, request: Request) -> int:
-        """Return a measure of how reliable the last result of `draft` for this request is; 0 = unknown.
+        """Return a measure of how reliable the draft is that `draft` returned last for this request; 0 = unknown.
 
-        For a copied draft it is the number of committed tokens that matched before the copy. It must depend on
-        committed tokens alone. An ensemble estimates the acceptance of a member separately for each value.
+        For a copied draft it is the number of committed tokens that matched before the copy. It must follow from the
+        committed tokens, not from sampled draft tokens. An ensemble estimates the acceptance of a member separately for
+        each value.
         """
 
     def continue_draft(self, request: Request, path: Sequence[int], budget: int) -> Draft:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
 from foredraft.drafters.draft import Draft, to_token_tree
+from foredraft.drafters.spec import DrafterSpec
 from foredraft.request import Batch, Request
 from foredraft.tree import Commit, TokenTree
 
@@ -34,19 +35,18 @@ class TokenDrafter(ABC, Generic[S]):
     A state is extended when its request drafts, not when tokens are committed.
 
     Args:
-        num_speculative_tokens: K, the largest depth of a draft. It also limits the number of nodes, unless the subclass
-            overrides `max_nodes`.
+        num_speculative_tokens: K, the largest depth of a draft.
+        max_nodes: maximum number of draft nodes. Default None = `num_speculative_tokens`.
     """
 
-    hidden_layers: tuple[int, ...] = ()
-
-    def __init__(self, num_speculative_tokens: int) -> None:
+    def __init__(self, num_speculative_tokens: int, max_nodes: int | None = None) -> None:
         self.num_speculative_tokens = num_speculative_tokens
+        self.spec = DrafterSpec(
+            num_speculative_tokens if max_nodes is None else max_nodes,
+            reads_commits=type(self).observe is not TokenDrafter.observe,
+            is_token_source=True,
+        )
         self._states: dict[int, S] = {}  # by slot
-
-    @property
-    def max_nodes(self) -> int:
-        return self.num_speculative_tokens
 
     @abstractmethod
     def new_state(self) -> S:

@@ -59,6 +59,11 @@ class MethodSpec:
         return cls(method, name, options)
 
 
+def names_method(spec: UserDrafterSpec) -> bool:
+    """Return whether the user names a method or a model, and gives no drafter object."""
+    return isinstance(spec, (str, dict))
+
+
 def parse_draft_length(spec: UserDrafterSpec, requested: DraftLength) -> int | None:
     """Parse the draft length. Returns None for a length chosen by measurement."""
     given = spec.get("num_speculative_tokens", AUTO) if isinstance(spec, dict) else AUTO

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from foredraft.drafters.common.mismatch_warning import MismatchDetector
 from foredraft.drafters.losses import Losses, Trace
 from foredraft.llm import LLM
 from foredraft.train.config import EvaluationConfig
@@ -109,9 +108,8 @@ class Evaluator:
                 self._recordings[regime] = Recording.make(self.llm, prompts, temperature, self.evaluation.tokens)
             spec = {"method": self.method, "model": str(folder)}
             drafting = self.llm.with_drafter(spec, self.evaluation.num_tokens, "auto")
-            detector: MismatchDetector | None = getattr(drafting.drafter, "mismatch_detector", None)
-            if detector is not None:  # a drafter in training is for this target, even if its acceptance is still low
-                detector.is_silent = True
+            if drafting.drafter is not None:  # in training its acceptance may be low, though it is for this target
+                drafting.drafter.spec.silence_mismatch()
             metrics = ReplayMetrics.from_stats(Replay(drafting, self._recordings[regime]).run())
             length, positions = metrics.acceptance_length, metrics.per_position
             results[regime] = {"length": round(length, 4), "positions": [round(share, 4) for share in positions]}

@@ -117,15 +117,16 @@ class Replay:
         """
         engine = llm.engine.scheduler
         self.drafter = SandboxedDrafter(llm.drafter, llm.target.vocab_size)
-        if self.drafter.needs_target_argmax:
+        spec = self.drafter.spec
+        if spec.needs_target_argmax:
             raise ForedraftError(f"{llm.drafter_name} needs the target's argmax after rejected drafts; run it instead")
-        self.target = llm.target if getattr(llm.drafter, "shares_target_kv", False) else None
+        self.target = llm.target if spec.shares_target_kv else None
         allocator = PageAllocator(engine.allocator.num_pages, engine.allocator.page_size)
         self.scheduler = Scheduler(allocator, engine.limits)
         self.sequences: dict[Request, RecordedSequence] = {}
         self.transcripts: dict[Request, Transcript] = {}
         self.hidden_states: dict[Request, Tensor] = {}
-        hidden_layers = self.drafter.hidden_layers
+        hidden_layers = spec.hidden_layers
         states = (
             recording.compute_states(llm.target, hidden_layers) if hidden_layers else [None] * len(recording.sequences)
         )
@@ -148,7 +149,7 @@ class Replay:
 
     def _step(self) -> None:
         self.drafter.forget(self.scheduler.preempt(self.scheduler.find_releases().preempted))
-        batch = self.scheduler.schedule(self.drafter.max_nodes, FixedLengthPolicy())
+        batch = self.scheduler.schedule(self.drafter.spec.max_nodes, FixedLengthPolicy())
         tree = self.drafter.propose(batch)
         paths = [self._follow_sequence(batch, tree, b) for b in range(len(batch))]
         commit = Commit.from_lists([path for path, _ in paths], [tokens for _, tokens in paths])

@@ -109,7 +109,7 @@ def measure_head(
         for depth in range(1, MAX_DRAFT_TOKENS + 1):
             drafting = llm.with_drafter({"method": method, "model": str(folder), "num_speculative_tokens": depth})
             assert drafting.drafter is not None
-            if drafting.drafter.max_nodes < depth:
+            if drafting.drafter.spec.max_nodes < depth:
                 break  # longer chains than the head can draft
             lengths.append(ReplayMetrics.from_stats(Replay(drafting, recording).run()).acceptance_length)
     return lengths_by_regime

@@ -47,7 +47,7 @@ def request(output=(), slot=0, prompt=PROMPT, max_tokens=1000, **more):
 
 
 def propose_tree(drafter, r, budget=None):
-    tree = drafter.propose(Batch((r,), (1,), (drafter.max_nodes if budget is None else budget,)))
+    tree = drafter.propose(Batch((r,), (1,), (drafter.spec.max_nodes if budget is None else budget,)))
     assert tree.q is None
     return tree
 
@@ -259,7 +259,7 @@ def test_an_edited_text_takes_few_passes(verify):
 
 def test_a_length_found_by_measurement_may_be_longer_than_that_of_other_methods() -> None:
     def longest(llm: LLM) -> int:
-        return llm.drafter.max_nodes  # type: ignore[union-attr]
+        return llm.drafter.spec.max_nodes  # type: ignore[union-attr]
 
     plain = tiny_models.plain()
     assert longest(plain.with_drafter("aggressive")) == METHOD.auto_tokens

@@ -194,13 +194,13 @@ def test_no_room_is_reserved_without_predictions():
     request = Request(2, PROMPT, GREEDY, seed=0)
     batch, commit = Batch((request,), (3,), (0,)), Commit.from_lists([[0]], [[1]])
     drafter.observe(batch, commit)
-    assert drafter.max_nodes == 0
+    assert drafter.spec.max_nodes == 0
     request.prediction = (1, 2)
     drafter.observe(batch, commit)
-    assert drafter.max_nodes == 9
+    assert drafter.spec.max_nodes == 9
     drafter.forget([2])
-    assert drafter.max_nodes == 0
-    assert tiny_models.plain().engine.drafter.max_nodes == 0
+    assert drafter.spec.max_nodes == 0
+    assert tiny_models.plain().engine.drafter.spec.max_nodes == 0
 
 
 def test_a_slot_that_another_request_got_is_read_from_its_own_beginning():

@@ -83,8 +83,8 @@ def test_unsure_heads_propose_nothing() -> None:
 
 
 def test_a_block_is_no_longer_than_there_are_heads() -> None:
-    assert blockwise.from_checkpoint(blockwise.Config(), seer(heads=2), successor_model.context(8)).max_nodes == 2
-    assert blockwise.from_checkpoint(blockwise.Config(), seer(), successor_model.context(3)).max_nodes == 3
+    assert blockwise.from_checkpoint(blockwise.Config(), seer(heads=2), successor_model.context(8)).spec.max_nodes == 2
+    assert blockwise.from_checkpoint(blockwise.Config(), seer(), successor_model.context(3)).spec.max_nodes == 3
 
 
 def random_heads(shape: BlockwiseShape) -> dict[str, Tensor]:

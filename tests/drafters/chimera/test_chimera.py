@@ -100,7 +100,9 @@ class Played:
         generator = torch.Generator().manual_seed(7)
         self.drafter = made
         self.texts = [torch.randint(0, tiny_models.VOCAB, (70,), generator=generator).tolist() for _ in range(count)]
-        self.features = torch.randn(count, 70, 32 * len(made.hidden_layers), generator=generator, dtype=torch.float64)
+        self.features = torch.randn(
+            count, 70, 32 * len(made.spec.hidden_layers), generator=generator, dtype=torch.float64
+        )
         allocator = PageAllocator(64, 16)
         self.requests = []
         for slot, text in enumerate(self.texts):

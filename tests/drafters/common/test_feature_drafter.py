@@ -137,7 +137,7 @@ def unroll_argmax(name: str, text: list[int], features: Tensor, drafted: list[in
 def test_a_chain_is_what_training_unrolled(name: str) -> None:
     """Wrong positions, pairs shifted by one, stale memory of drafts and a missing fc all change some token here."""
     made = drafter(name, TreeSpec.from_options(4))
-    played = Played(made, [1, 1, 1], len(made.hidden_layers) * 32)
+    played = Played(made, [1, 1, 1], len(made.spec.hidden_layers) * 32)
     for counts in ([5, 20, 1], [1, 3, 2], [4, 1, 1], [2, 2, 9]):
         played.commit(counts)
         for r, features, drafted in zip(played.requests, played.features, played.drafts(4), strict=True):
@@ -154,7 +154,7 @@ def test_a_chain_is_what_training_unrolled(name: str) -> None:
 def test_every_path_of_a_tree_is_what_a_chain_would_be(name: str, plan: TreeSpec) -> None:
     """A branch that saw its sibling's memory, or another parent's output, would not."""
     made = drafter(name, plan)
-    played = Played(made, [1, 1], len(made.hidden_layers) * 32)
+    played = Played(made, [1, 1], len(made.spec.hidden_layers) * 32)
     played.commit([12, 30])
     played.drafts(40)
     played.commit([2, 1])

@@ -220,13 +220,13 @@ def test_the_layer_is_the_cheapest_that_agrees(temperature: float) -> None:
     assert isinstance(made, EarlyExit)
     assert isinstance(made.layer_selector, MeasuredExitLayer)
     assert made.layer_selector.layer == 2
-    assert made.hidden_layers == (1, 2, 3, 4, 5, -1)
+    assert made.spec.hidden_layers == (1, 2, 3, 4, 5, -1)
     sampling = Sampling(max_tokens=60, temperature=temperature, seed=5, ignore_eos=True)
     expected = target().generate(PROMPTS, sampling)
     done = llm.generate(PROMPTS, sampling)
     assert [c.token_ids for c in done] == [c.token_ids for c in expected]
     assert made.layer_selector.layer == SETTLED
-    assert made.hidden_layers == ()
+    assert made.spec.hidden_layers == ()
     shares = dict(zip(made.layer_selector.costs, made.layer_selector.agreement.rates, strict=True))
     assert shares[SETTLED] > 0.97 > shares[1]
     assert shares[SETTLED] == pytest.approx(shares[5])
@@ -247,7 +247,7 @@ def test_the_choice_is_looked_at_again_and_may_change(monkeypatch: pytest.Monkey
     looked = []
     for prompt in range(10, 20):
         llm.generate([[prompt]], GREEDY)
-        looked.append(bool(made.hidden_layers))
+        looked.append(bool(made.spec.hidden_layers))
     assert any(looked)
     assert not all(looked)
     assert made.layer_selector.layer == SETTLED

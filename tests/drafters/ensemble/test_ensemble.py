@@ -14,11 +14,12 @@ import torch
 
 from foredraft import LLM, ForedraftError, Sampling
 from foredraft.drafters.draft import Draft, to_token_tree
-from foredraft.drafters.ensemble.drafter import EnsembleDrafter, _merge_layers, _select_columns
+from foredraft.drafters.ensemble.drafter import EnsembleDrafter
 from foredraft.drafters.ensemble.members import EnsembleMember, measure_match
 from foredraft.drafters.ensemble.method import Config, configure, create, parse_name
 from foredraft.drafters.ensemble.selector import SelectionMode
 from foredraft.drafters.ensemble.shared_kv import combine_draft_kv
+from foredraft.drafters.ensemble.spec_union import merge_layers, select_columns
 from foredraft.drafters.ensemble.tree_merge import MergedTree, map_path_to_member
 from foredraft.drafters.failure_backoff import MAX_FAILURES
 from foredraft.drafters.interface import Drafter
@@ -26,6 +27,7 @@ from foredraft.drafters.method import DrafterContext
 from foredraft.drafters.ngram.drafter import Config as NgramConfig
 from foredraft.drafters.ngram.drafter import NgramDrafter
 from foredraft.engine.sandbox import SandboxedDrafter
+from foredraft.engine.tree_validation import find_tree_fault
 from foredraft.kv.draft_kv import DraftKV
 from foredraft.kv.pool import KVPool
 from foredraft.request import Batch, Request
@@ -97,7 +99,7 @@ def test_what_was_drawn_stands_first_and_says_so() -> None:
     assert tree.q is not None
     assert tree.q.shape == (8, V)
     assert [bool(row.any()) for row in tree.q] == [True, True, True, False, False, True, True, True]
-    assert SandboxedDrafter(make_scripted([]), V)._find_tree_fault(batch, tree) is None
+    assert find_tree_fault(batch, tree, V) is None
 
 
 def test_two_that_drew_are_not_merged() -> None:
@@ -146,7 +148,7 @@ def test_a_part_sees_its_own_nodes_and_boundaries() -> None:
         make_scripted([6, 7], seen=seen[1], hidden_layers=(5,)),
     )
     both, batch = make_ensemble("merge", first, second), batch_of([7], budget=8)
-    assert both.hidden_layers == (2, 5)
+    assert both.spec.hidden_layers == (2, 5)
     tree = both.propose(batch)
     assert tree.tokens == [[7, 3, 4, 6, 7]]
     features = torch.arange(12.0).view(1, 3, 4)
@@ -162,10 +164,10 @@ def test_a_part_sees_its_own_nodes_and_boundaries() -> None:
 
 
 def test_boundaries_are_asked_for_once_and_given_to_whom_they_belong() -> None:
-    assert _merge_layers([(3,), (1, 3, 9), ()]) == (1, 3, 9)
+    assert merge_layers([(3,), (1, 3, 9), ()]) == (1, 3, 9)
     features = torch.arange(12.0).view(1, 2, 6)
-    assert _select_columns(features, [1, 2], 3).data_ptr() == features[..., 2:].data_ptr()
-    assert torch.equal(_select_columns(features, [2, 0], 3), torch.cat([features[..., 4:], features[..., :2]], -1))
+    assert select_columns(features, [1, 2], 3).data_ptr() == features[..., 2:].data_ptr()
+    assert torch.equal(select_columns(features, [2, 0], 3), torch.cat([features[..., 4:], features[..., :2]], -1))
 
 
 def test_a_path_in_anothers_numbers() -> None:
@@ -183,7 +185,7 @@ def test_one_that_fails_fails_alone() -> None:
     sizes = [both.propose(batch_of(TEXT)).sizes[0] for _ in range(MAX_FAILURES + 6)]
     assert max(sizes) == 3
     assert sizes[-1] == 3
-    failures = {one.name: one.failures["raised"] for one in both.backoffs if one.failures}
+    failures = {one.name: one.failures["raised"] for one in both.spec.member_backoffs if one.failures}
     assert failures == {"0": MAX_FAILURES, "2": MAX_FAILURES}, "each has a count of its own, by name"
 
 
@@ -206,14 +208,16 @@ def test_a_part_that_changes_a_request_is_found_and_comes_back_after_its_rest() 
     for _ in range(2 * MAX_FAILURES):
         assert both.propose(batch).sizes == [4]
         assert not batch.requests[0].output
-    assert {one.name: dict(one.failures) for one in both.backoffs if one.failures} == {"bad": {"mutated": MAX_FAILURES}}
+    assert {one.name: dict(one.failures) for one in both.spec.member_backoffs if one.failures} == {
+        "bad": {"mutated": MAX_FAILURES}
+    }
     assert both.members[0].max_nodes == 0
     both.observe(batch, Commit.from_lists([[0]], [[3]]))
-    assert both.max_nodes == 3
+    assert both.spec.max_nodes == 3
     now += 1000.0
     both.observe(batch, Commit.from_lists([[0]], [[3]]))
     assert both.members[0].max_nodes == 3
-    assert both.max_nodes == 6
+    assert both.spec.max_nodes == 6
 
 
 def test_memories_as_one() -> None:
@@ -281,7 +285,7 @@ def test_options_go_to_the_part_they_are_for() -> None:
     first, second = (part.drafter for part in made.members)
     assert first.config.branches == 2  # type: ignore[attr-defined]
     assert (second.config.order, second.config.discount) == (3, 0.5)  # type: ignore[attr-defined]
-    assert made.title == "ngram+ngram_lm"
+    assert made.spec.title == "ngram+ngram_lm"
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from foredraft.drafters.draft import Draft, to_token_tree
 from foredraft.drafters.ensemble.fallback import FallbackDrafter
 from foredraft.drafters.interface import Drafter
 from foredraft.engine.sandbox import MAX_FAILURES, SandboxedDrafter
+from foredraft.engine.tree_validation import find_tree_fault
 from foredraft.request import Batch, Request
 from foredraft.sampling.distribution import distribution
 from foredraft.tree import Commit, TokenTree
@@ -80,7 +81,7 @@ def test_rows_of_q_stay_with_their_requests(who):
     hot_tokens = {0: [0, 1, 2], 2: [2, 3], 3: [3, 4, 0]}
     has_q = {0: who != "main", 2: who != "first", 3: who != "first"}
     assert argmax == [token if has_q[slot] else None for slot, found in hot_tokens.items() for token in found]
-    assert SandboxedDrafter(FallbackDrafter(first), V)._find_tree_fault(batch, tree) is None
+    assert find_tree_fault(batch, tree, V) is None
 
 
 def test_budgets_are_those_each_part_asked_for():
@@ -98,7 +99,7 @@ def test_budgets_are_those_each_part_asked_for():
         noting("first", make_scripted({0: [1]}, num_nodes=6)),
         noting("main", make_scripted({1: [1, 1, 1]}, num_nodes=2)),
     )
-    assert fallback.max_nodes == 6
+    assert fallback.spec.max_nodes == 6
     tree = fallback.propose(Batch(tuple(requests(3)), (1,) * 3, (6, 6, 1)))
     assert seen == {"first": [(6, 6, 1)], "main": [(0, 2, 1)]}
     assert tree.sizes == [2, 3, 1]
@@ -114,17 +115,17 @@ def test_both_observe_and_forget_everything():
     fallback.forget([4, 5])
     assert first.observed == main.observed == [commit]
     assert first.forgotten == main.forgotten == [4, 5]
-    assert fallback.hidden_layers == (3,)
-    assert FallbackDrafter(first).hidden_layers == ()
+    assert fallback.spec.hidden_layers == (3,)
+    assert FallbackDrafter(first).spec.hidden_layers == ()
     with pytest.raises(ForedraftError, match="target's hidden states"):
         FallbackDrafter(main, first)
 
 
 def test_memory_is_that_of_the_main_drafter():
     draft = tiny_models.draft_model(3)
-    assert FallbackDrafter(PredictedOutputDrafter(3), draft).draft_kv is draft.draft_kv
-    assert FallbackDrafter(PredictedOutputDrafter(3), SandboxedDrafter(draft, 97)).draft_kv is draft.draft_kv
-    assert FallbackDrafter(PredictedOutputDrafter(3)).draft_kv is None
+    assert FallbackDrafter(PredictedOutputDrafter(3), draft).spec.draft_kv is draft.draft_kv
+    assert FallbackDrafter(PredictedOutputDrafter(3), SandboxedDrafter(draft, 97)).spec.draft_kv is draft.draft_kv
+    assert FallbackDrafter(PredictedOutputDrafter(3)).spec.draft_kv is None
 
 
 # failures
@@ -179,7 +180,7 @@ def test_a_part_that_is_slow_rests_alone_and_comes_back(slow):
     now += 1000.0
     outer.observe(batch, commit)
     assert all(guard.is_active for guard in guards)
-    assert outer.max_nodes == 4
+    assert outer.spec.max_nodes == 4
 
 
 def test_a_timeout_set_from_outside_holds_for_every_part():

@@ -104,7 +104,7 @@ def test_another_state_of_the_target_is_read_where_the_heads_were_trained_on_one
         checkpoint = seer("state")
         shape = replace(checkpoint.shape, offset=offset)  # type: ignore[type-var]
         made = hydra.from_checkpoint(hydra.Config(), replace(checkpoint, shape=shape), successor_model.context(4))
-        assert made.hidden_layers == (tap,)
+        assert made.spec.hidden_layers == (tap,)
         done = successor_model.llm().with_drafter(made).generate([[3]], GREEDY)[0]
         assert done.stats.accepted_at == (8, 8, 8, 8)
 
@@ -166,7 +166,7 @@ def test_steps_and_network_have_the_numbers_of_the_formula(shape: HydraShape, dt
 
 
 def test_a_draft_is_no_deeper_than_there_are_heads() -> None:
-    assert hydra.from_checkpoint(hydra.Config(), seer("last", heads=2), successor_model.context(8)).max_nodes == 2
+    assert hydra.from_checkpoint(hydra.Config(), seer("last", heads=2), successor_model.context(8)).spec.max_nodes == 2
     tree = hydra.from_checkpoint(hydra.Config(tree=WRITTEN), seer("last"), successor_model.context(2))
     assert tree.max_nodes == len(WRITTEN)  # a tree that was written down is what it is
 
@@ -252,7 +252,7 @@ def test_trained_heads_are_read_back(options: dict[str, Any], tmp_path: Any) -> 
     assert config.get("foredraft_lm_head") == (None if not options else "target")
     save(tmp_path, CheckpointLayout("hydra", tensors, config))
     llm = tiny_models.plain().with_drafter({"method": "hydra", "model": str(tmp_path), "tree_nodes": 9})
-    assert llm.engine.drafter.max_nodes == 9
+    assert llm.engine.drafter.spec.max_nodes == 9
     loaded = read(str(tmp_path), describe_target(target), "hydra")
     assert loaded.shape == trainee.network.shape
     assert all(torch.equal(loaded.tensors[name], t) for name, t in tensors.items())

@@ -67,7 +67,7 @@ def verify_greedily(tree, b, text):
 
 def step(drafter, r, budget=None):
     """Run one pass of the toy target. Returns the tree and the number of new tokens."""
-    batch = one(r, drafter.max_nodes if budget is None else budget)
+    batch = one(r, drafter.spec.max_nodes if budget is None else budget)
     tree = drafter.propose(batch)
     path, tokens = verify_greedily(tree, 0, r.tokens)
     drafter.observe(batch, Commit.from_lists([path], [tokens], target_argmax=compute_argmax(tree, [r.tokens])))
@@ -127,14 +127,14 @@ def test_the_window_and_the_pool_are_those_of_the_paper(window, size, guesses):
     way to be ahead of it, and is taken back here so that both stay at the same text."""
     drafter = make_drafter(20, window=window, ngram_size=size, guesses=guesses, from_text=False)
     r = request([7])
-    drafter.propose(one(r, drafter.max_nodes))
+    drafter.propose(one(r, drafter.spec.max_nodes))
     sight = drafter._states[0]
     sight.pending_columns = ()
     paper = Paper(sight.window._columns, guesses)
     num_guessed = 0
     for _ in range(60):
         text = r.tokens
-        batch = one(r, drafter.max_nodes)
+        batch = one(r, drafter.spec.max_nodes)
         tree = drafter.propose(batch)
         pool = [tuple(path) for path in sight.pool.get_continuations(text[-1])]
         assert pool == list(reversed(paper.pool.get(text[-1], [])))
@@ -223,7 +223,7 @@ def test_a_budget_is_shared_by_guesses_and_whole_columns(budget):
         sight.pool.add((7, 10 + k, 11, 12))
     tree = drafter.propose(one(r, budget))
     size = tree.sizes[0] - 1
-    assert size == min(budget, drafter.max_nodes) or size + 3 > budget, "room for a column was left"
+    assert size == min(budget, drafter.spec.max_nodes) or size + 3 > budget, "room for a column was left"
     assert size <= budget
     assert tree.tokens[0][1] == 14, "the newest guess comes first"
     for path in sight.pending_columns:
@@ -237,7 +237,7 @@ def test_no_node_is_deeper_than_the_draft_length_or_the_room():
         for _ in range(30):
             tree, _ = step(drafter, r)
             assert max(tree.depths[0]) <= num_tokens
-            assert tree.sizes[0] - 1 <= drafter.max_nodes
+            assert tree.sizes[0] - 1 <= drafter.spec.max_nodes
     drafter, r = make_drafter(8), request([7], max_tokens=4)
     tree = drafter.propose(one(r, 40))
     assert max(tree.depths[0]) == r.max_draft_depth == 2
@@ -253,7 +253,7 @@ def test_num_nodes_is_what_a_full_tree_has():
             for k in range(drafter.config.guesses):
                 sight.pool.add((7, *range(1000 + 10 * k, 1000 + 10 * k + size - 1)))
             sight.window._columns = [[200 + 10 * j + i for i in range(size - 1)] for j in range(drafter.config.window)]
-            assert drafter.propose(one(r, 10_000)).sizes == [1 + drafter.max_nodes]
+            assert drafter.propose(one(r, 10_000)).sizes == [1 + drafter.spec.max_nodes]
 
 
 def test_block_verification_gets_a_chain():

@@ -265,7 +265,7 @@ def test_options_that_make_no_draft_are_refused(options: dict[str, Any], why: st
 
 def test_more_tokens_than_heads_are_as_many_as_heads() -> None:
     drafter = medusa.from_checkpoint(medusa.Config(), seer(num_heads=2), successor_model.context(8))
-    assert drafter.max_nodes == 2
+    assert drafter.spec.max_nodes == 2
 
 
 def some_trace(length: int = 9) -> Trace:
@@ -350,7 +350,7 @@ def test_trained_heads_are_read_back_with_their_accuracies(own_head: bool, tmp_p
     assert config["medusa_num_heads"] == 3
     save(tmp_path, CheckpointLayout("medusa", tensors, config))
     llm = tiny_models.plain().with_drafter({"method": "medusa", "model": str(tmp_path), "tree_nodes": 5})
-    assert llm.engine.drafter.max_nodes == 5
+    assert llm.engine.drafter.spec.max_nodes == 5
     loaded = read(str(tmp_path), describe_target(target), "medusa")
     assert loaded.shape.num_heads == 3
     assert loaded.shape.has_own_head == own_head

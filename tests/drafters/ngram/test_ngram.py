@@ -26,7 +26,7 @@ def request(tokens, slot=0, **more):
 
 def propose_rows(drafter, *requests, budget=None):
     """Propose for every request: [b] -> (tokens, parents) below the root."""
-    budget = drafter.max_nodes if budget is None else budget
+    budget = drafter.spec.max_nodes if budget is None else budget
     tree = drafter.propose(Batch(requests, (1,) * len(requests), (budget,) * len(requests)))
     assert [row[0] for row in tree.tokens] == [r.tokens[-1] for r in requests]
     assert tree.q is None
@@ -138,12 +138,12 @@ def test_equal_continuations_count_as_one_branch():
 @pytest.mark.parametrize("budget", [0, 1, 2, 4, 15])
 def test_budget_and_room_are_kept(branches, budget):
     drafter = make_drafter(5, branches=branches)
-    assert drafter.max_nodes == 5 * branches
+    assert drafter.spec.max_nodes == 5 * branches
     rng = random.Random(0)
     for slot in range(30):
         one = request([rng.randrange(4) for _ in range(40)], slot, max_tokens=5 + slot % 6)
         ((tokens, parents),) = propose_rows(drafter, one, budget=budget)
-        assert len(tokens) <= min(budget, drafter.max_nodes)
+        assert len(tokens) <= min(budget, drafter.spec.max_nodes)
         assert all(0 <= parent <= node for node, parent in enumerate(parents))
         assert len(set(zip(parents, tokens, strict=True))) == len(tokens)  # no sibling twice
         depths = [0]

@@ -227,7 +227,7 @@ def test_budget_and_room_are_kept(folder, budget):
     for slot in range(20):
         one = request(text(30, slot), slot, Sampling(), max_tokens=4 + slot % 6)
         (tokens,) = draft_tokens(drafter, one, budget=budget)
-        assert len(tokens) == min(budget, one.max_draft_depth, drafter.max_nodes)
+        assert len(tokens) == min(budget, one.max_draft_depth, drafter.spec.max_nodes)
 
 
 def test_nothing_is_drafted_after_the_end_of_the_text(folder):

@@ -13,6 +13,7 @@ from typing import Any
 
 from foredraft.drafters.aggressive.copy_cursor import CopyCursor
 from foredraft.drafters.draft import Draft, to_token_tree
+from foredraft.drafters.spec import DrafterSpec
 from foredraft.request import Batch, Request
 from foredraft.tree import Commit, TokenTree
 
@@ -83,19 +84,14 @@ class CopySourceFinder:
 class AggressiveDrafter:
     """Drafter of deterministic tokens from a source. The draft length depends on committed tokens alone."""
 
-    hidden_layers: tuple[int, ...] = ()
-
     def __init__(
         self, config: Config, num_speculative_tokens: int, make_cursor: Callable[[Request], CopyCursor]
     ) -> None:
         self.config = config
         self.num_speculative_tokens = num_speculative_tokens
+        self.spec = DrafterSpec(num_speculative_tokens * config.branches, reads_commits=False)
         self._make_cursor = make_cursor
         self._cursors: dict[int, CopyCursor] = {}  # by slot
-
-    @property
-    def max_nodes(self) -> int:
-        return self.num_speculative_tokens * self.config.branches
 
     def propose(self, batch: Batch) -> TokenTree:
         drafts: dict[int, Draft] = {}

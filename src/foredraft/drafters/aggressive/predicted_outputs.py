@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from foredraft.drafters.aggressive.copy_cursor import CopyCursor
 from foredraft.drafters.draft import Draft, to_token_tree
+from foredraft.drafters.spec import DrafterSpec
 from foredraft.request import Batch, Request
 from foredraft.tree import Commit, TokenTree
 
@@ -14,15 +15,14 @@ from foredraft.tree import Commit, TokenTree
 class PredictedOutputDrafter:
     """Drafter for requests with a prediction. `max_nodes` is 0 while no running request has one."""
 
-    hidden_layers: tuple[int, ...] = ()
-
     def __init__(self, num_speculative_tokens: int) -> None:
         self.num_speculative_tokens = num_speculative_tokens
+        self._active_spec, self._idle_spec = DrafterSpec(num_speculative_tokens), DrafterSpec(0)
         self._cursors: dict[int, CopyCursor] = {}  # by slot
 
     @property
-    def max_nodes(self) -> int:
-        return self.num_speculative_tokens if self._cursors else 0
+    def spec(self) -> DrafterSpec:
+        return self._active_spec if self._cursors else self._idle_spec
 
     def propose(self, batch: Batch) -> TokenTree:
         drafts: dict[int, Draft] = {}

@@ -33,6 +33,10 @@ class MismatchDetector:
         self._target_name = context.target_name
         self._drafted_slots: set[int] = set()  # slots with a draft in the current step
 
+    def silence(self) -> None:
+        """Omit the warning from now on."""
+        self.is_silent = True
+
     def record_proposal(self, batch: Batch, tree: TokenTree) -> None:
         """Record which requests have a draft in `tree`."""
         self._drafted_slots = set()

@@ -9,15 +9,17 @@ be drafted from at once. A target not trained for early exit often disagrees wit
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
-from torch import Tensor
-
-from foredraft.drafters.common.growing_draft import GrowingDraft
-from foredraft.drafters.common.tree_builder import NodeLogits, TreeBuilder, TreeOptions, TreeSpec, add_level
+from foredraft.drafters.common.growing_kv_draft import GrowingKVDraft
+from foredraft.drafters.common.level_loop import grow_levels, start_builder
+from foredraft.drafters.common.tree_builder import NodeLogits, TreeOptions, TreeSpec
 from foredraft.drafters.draft import to_token_tree
 from foredraft.drafters.early_exit.layer_selection import ExitLayerSelector
+from foredraft.drafters.spec import DrafterSpec
 from foredraft.errors import ForedraftError
+from foredraft.kv.weak import bind_weakly
 from foredraft.models.forward_batch import ForwardBatch, Span
 from foredraft.models.hf import HFModel
 from foredraft.models.truncated import Adapter, Truncated
@@ -39,12 +41,9 @@ class Config(TreeOptions):
 class EarlyExit:
     """Drafter that runs the target's first layers, one forward pass per level for all requests of a batch.
 
-    Attributes:
-        shares_target_kv: True, since it reads and writes the target's own KV pages. An engine must call `attach`
-            before the first step; a test without an engine must write the target's KV itself.
+    It reads and writes the target's own KV pages. An engine must call `attach` before the first step; a test without an
+    engine must write the target's KV itself.
     """
-
-    shares_target_kv = True
 
     def __init__(
         self, target: HFModel, layer_selector: ExitLayerSelector, tree_spec: TreeSpec, adapter: Adapter | None = None
@@ -56,14 +55,9 @@ class EarlyExit:
         self._truncated_targets: dict[int, Truncated] = {}
         self._is_attached = False
         self._get_truncated(layer_selector.layer)  # reports an invalid layer now and not at the first draft
-
-    @property
-    def hidden_layers(self) -> tuple[int, ...]:
-        return self.layer_selector.hidden_layers
-
-    @property
-    def max_nodes(self) -> int:
-        return self.tree_spec.max_nodes
+        self.spec = DrafterSpec(
+            tree_spec.max_nodes, layer_selector.hidden_layers, shares_target_kv=True, attach=bind_weakly(self.attach)
+        )
 
     def attach(self, target: HFModel) -> None:
         """Set the target whose KV pages the drafter uses. `LLM` calls it once.
@@ -90,38 +84,32 @@ class EarlyExit:
 
     def observe(self, batch: Batch, commit: Commit) -> None:
         self.layer_selector.observe(batch, commit)
+        if self.layer_selector.hidden_layers != self.spec.hidden_layers:  # a measurement began or ended
+            self.spec = replace(self.spec, hidden_layers=self.layer_selector.hidden_layers)
 
     def forget(self, slots: Sequence[int]) -> None:
         """Do nothing: there is no state per request."""
 
-    def _start_draft(self, batch: Batch, b: int) -> GrowingDraft | None:
+    def _start_draft(self, batch: Batch, b: int) -> GrowingKVDraft | None:
         """Start a draft; None if the target has more to compute than the last token, as during a prompt."""
         request = batch.requests[b]
         if request.num_computed != request.num_tokens - 1:
             return None
-        spec = self.tree_spec.restrict(
-            max(request.max_draft_depth, 0), batch.granted_nodes[b], not request.rule.takes_trees
-        )
-        return (
-            GrowingDraft(TreeBuilder(request, spec), request.num_computed)
-            if spec.max_nodes > 0 and spec.max_depth > 0
-            else None
-        )
+        builder = start_builder(self.tree_spec, batch, b, self.tree_spec.max_depth)
+        return None if builder is None else GrowingKVDraft(builder, start=request.num_computed)
 
-    def _build_trees(self, drafts: list[GrowingDraft], page_size: int) -> None:
+    def _build_trees(self, drafts: list[GrowingKVDraft], page_size: int) -> None:
         requests = [draft.builder.request for draft in drafts]
         spans = [Span(r.pages, r.num_computed, r.get_tokens(r.num_computed, r.num_tokens), range(1)) for r in requests]
-        while True:
-            logits = self._forward(spans, page_size)
-            add_level([draft.builder for draft in drafts], NodeLogits(logits, self.target.vocab_size))
-            drafts = [draft for draft in drafts if draft.builder.frontier]
-            if not drafts:
-                return
-            spans = [draft.build_span() for draft in drafts]
+        grow_levels(drafts, self._forward(spans, page_size), partial(self._compute_level, page_size))
 
-    def _forward(self, spans: Sequence[Span], page_size: int) -> Tensor:
+    def _compute_level(self, page_size: int, drafts: list[GrowingKVDraft]) -> NodeLogits:
+        return self._forward([draft.build_span() for draft in drafts], page_size)
+
+    def _forward(self, spans: Sequence[Span], page_size: int) -> NodeLogits:
         forward_batch = ForwardBatch.from_spans(spans, page_size, self.target.device)
-        return self._get_truncated(self.layer_selector.layer).forward(forward_batch)[0]
+        logits, _ = self._get_truncated(self.layer_selector.layer).forward(forward_batch)
+        return NodeLogits(logits, self.target.vocab_size)
 
     def _get_truncated(self, layers: int) -> Truncated:
         if layers not in self._truncated_targets:

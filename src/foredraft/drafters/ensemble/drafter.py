@@ -13,9 +13,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from foredraft.drafters.draft import Draft, root_tree
 from foredraft.drafters.ensemble.members import (
     EnsembleMember,
@@ -33,10 +30,9 @@ from foredraft.drafters.ensemble.selector import (
     SelectionMode,
     make_union_key,
 )
-from foredraft.drafters.ensemble.shared_kv import combine_draft_kv
+from foredraft.drafters.ensemble.spec_union import SpecUnion
 from foredraft.drafters.ensemble.tree_merge import MergedTree, compute_q_offsets, map_path_to_member, stack_trees
-from foredraft.drafters.failure_backoff import FailureBackoff
-from foredraft.kv.draft_kv import DraftKV
+from foredraft.drafters.spec import DrafterSpec
 from foredraft.request import Batch, Request
 from foredraft.tree import Commit, TokenTree
 
@@ -60,14 +56,13 @@ class EnsembleDrafter:
         title: str,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.members, self.mode, self.title = list(members), mode, title
+        self.members, self.mode = list(members), mode
+        self.specs = SpecUnion(self.members, mode, title)
         self.token_member_indices = [i for i, member in enumerate(members) if member.is_token_only]
         self.model_stats = {i: ModelMemberStats(i) for i in range(len(members)) if i not in self.token_member_indices}
         self.selector = EnsembleSelector(list(self.model_stats.values()), mode)
         self.draft_counts: Counter[str] = Counter()  # drafts by the names of the members
         self._clock = clock
-        self._member_layers: list[tuple[int, ...]] = []
-        self._hidden_layers: tuple[int, ...] = ()
         self._node_maps: dict[
             tuple[int, int], list[int]
         ] = {}  # (member, b) -> node in the verified tree by member node
@@ -76,60 +71,14 @@ class EnsembleDrafter:
         self._last_used: dict[tuple[int, int], int] = {}  # (member, slot) -> step of its last draft
         self._num_steps = 0
         self._propose_started = self._propose_ended = 0.0  # seconds, start and end of the last proposal
-        self._max_nodes = self._compute_max_nodes()
         self._num_rows = 0
 
-    # -- properties
-
-    @property
-    def hidden_layers(self) -> tuple[int, ...]:
-        """Union of the members' layers. Reading it also fixes the columns of `Commit.features` for each member."""
-        layer_sets = [member.drafter.hidden_layers for member in self.members]
-        if layer_sets != self._member_layers:
-            self._member_layers, self._hidden_layers = layer_sets, _merge_layers(layer_sets)
-            for member, own in zip(self.members, layer_sets, strict=True):
-                member.layer_columns = [self._hidden_layers.index(layer) for layer in own]
-        return self._hidden_layers
-
-    def attach(self, target: object) -> None:
-        """Attach the members that draft in the target's own KV pool. Exceptions of a member pass through."""
-        for member in self.members:
-            attach = getattr(member.drafter, "attach", None)
-            if attach is not None:
-                attach(target)
-
-    @property
-    def max_nodes(self) -> int:
-        """Maximum number of draft nodes. It changes only between steps, if a member's quarantine begins or ends."""
-        return self._max_nodes
-
-    def _compute_max_nodes(self) -> int:
-        text_nodes = [self.members[i].max_nodes for i in self.token_member_indices]
-        model_nodes = [self.members[i].max_nodes for i in self.model_stats]
-        if self.mode == "merge":
-            return sum(text_nodes) + sum(model_nodes)
-        return max(text_nodes, default=0) + max(model_nodes, default=0)
-
-    @property
-    def draft_kv(self) -> DraftKV | None:
-        all_draft_kv = [getattr(member.sandboxed, "draft_kv", None) for member in self.members]
-        return combine_draft_kv([draft_kv for draft_kv in all_draft_kv if draft_kv is not None])
-
-    @property
-    def decides_length(self) -> bool:
-        """True if the ensemble itself compares the gain of every draft with its cost."""
-        return self.mode != "merge"
-
-    @property
-    def needs_target_argmax(self) -> bool:
-        return any(getattr(member.sandboxed, "needs_target_argmax", False) for member in self.members)
-
-    @property
-    def backoffs(self) -> tuple[FailureBackoff, ...]:
-        """Backoffs of all members; each member fails and is quarantined alone."""
-        return tuple(one for member in self.members for one in member.backoffs)
-
     # -- interface of a drafter
+
+    @property
+    def spec(self) -> DrafterSpec:
+        """Union of the members' specs."""
+        return self.specs.read()
 
     def propose(self, batch: Batch) -> TokenTree:
         self._propose_started = self._clock()
@@ -152,10 +101,10 @@ class EnsembleDrafter:
         if self._records:
             self._update_estimates(batch, commit, now)
         for i, member in enumerate(self.members):
-            if member.has_observe and not member.backoff.is_quarantined:
+            if member.is_observed and not member.backoff.is_quarantined:
                 member.sandboxed.observe(batch, self._make_member_view(i, batch, commit))
             member.backoff.release_if_due()
-        self._max_nodes = self._compute_max_nodes()
+        self.specs.update_max_nodes()
         self._node_maps.clear()
         self._records.clear()
 
@@ -360,7 +309,6 @@ class EnsembleDrafter:
 
     def _make_member_view(self, index: int, batch: Batch, commit: Commit) -> Commit:
         """Return the commit as the member would see it alone: its own node indices, its own layers."""
-        member = self.members[index]
         changes: dict[str, Any] = {}
         if any(len(commit.paths[b]) > batch.num_new_tokens[b] for (j, b) in self._node_maps if j == index):
             changes["paths"] = [
@@ -369,23 +317,8 @@ class EnsembleDrafter:
                 else path
                 for b, path in enumerate(commit.paths)
             ]
-        if (
-            commit.features is not None
-            and member.layer_columns
-            and member.layer_columns != list(range(len(self._hidden_layers)))
-        ):
-            changes["features"] = _select_columns(commit.features, member.layer_columns, len(self._hidden_layers))
+        if commit.features is not None:
+            features = self.specs.select_features(index, commit.features)
+            if features is not commit.features:
+                changes["features"] = features
         return replace(commit, **changes) if changes else commit
-
-
-def _merge_layers(layer_sets: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Return every layer once. The layers of the member with the most layers are adjacent."""
-    return tuple(dict.fromkeys(layer for layers in sorted(layer_sets, key=len, reverse=True) for layer in layers))
-
-
-def _select_columns(features: Tensor, columns: Sequence[int], num_layers: int) -> Tensor:
-    """Return some columns of features [B, P, num_layers * H]; a view if they are adjacent."""
-    width = features.shape[-1] // num_layers
-    if list(columns) == list(range(columns[0], columns[0] + len(columns))):
-        return features[..., columns[0] * width : (columns[-1] + 1) * width]
-    return torch.cat([features[..., c * width : (c + 1) * width] for c in columns], -1)

@@ -2,20 +2,21 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from foredraft.drafters.failure_backoff import FailureBackoff
 from foredraft.drafters.interface import Drafter
+from foredraft.drafters.no_drafter import NoDrafter
+from foredraft.drafters.spec import DrafterSpec
+from foredraft.drafters.wrapper import DrafterWrapper
 from foredraft.errors import ForedraftError
 from foredraft.request import Batch
 from foredraft.tree import Commit, TokenTree
 
 
-class FallbackDrafter:
-    """Drafter that proposes with `primary`, and with `fallback` for requests without a primary draft.
+class FallbackDrafter(DrafterWrapper):
+    """Drafter that proposes with `primary`, and with the wrapped fallback for requests without a primary draft.
 
     The fallback sees a budget of 0 for requests that the primary serves, so it keeps no state of a draft for them.
     Both drafters observe every commit and forget every slot. The primary reads tokens alone.
@@ -25,59 +26,53 @@ class FallbackDrafter:
     """
 
     def __init__(self, primary: Drafter, fallback: Drafter | None = None) -> None:
-        if primary.hidden_layers:
+        super().__init__(NoDrafter() if fallback is None else fallback)
+        self.primary = primary
+        self._specs = primary.spec, self.drafter.spec
+        self._spec = _combine_specs(*self._specs)
+        if self._specs[0].hidden_layers:
             raise ForedraftError(
                 f"{type(primary).__name__} reads the target's hidden states, so it cannot have a fallback"
             )
-        self.primary = primary
-        self.fallback = fallback
 
     @property
-    def drafters(self) -> tuple[Drafter, ...]:
-        return (self.primary,) if self.fallback is None else (self.primary, self.fallback)
-
-    @property
-    def hidden_layers(self) -> tuple[int, ...]:
-        return () if self.fallback is None else self.fallback.hidden_layers
-
-    @property
-    def needs_target_argmax(self) -> bool:
-        return any(getattr(drafter, "needs_target_argmax", False) for drafter in self.drafters)
-
-    @property
-    def max_nodes(self) -> int:
-        return max(drafter.max_nodes for drafter in self.drafters)
-
-    @property
-    def draft_kv(self) -> Any:
-        """KV cache of the fallback on the target's pages, if it has one."""
-        return getattr(self.fallback, "draft_kv", None)
-
-    @property
-    def backoffs(self) -> tuple[FailureBackoff, ...]:
-        """Backoffs of both drafters, if each has a sandbox of its own."""
-        return tuple(one for drafter in self.drafters for one in getattr(drafter, "backoffs", ()))
+    def spec(self) -> DrafterSpec:
+        """Spec of the fallback, with the nodes and the argmax that either of the two needs."""
+        specs = self.primary.spec, self.drafter.spec
+        if specs[0] is not self._specs[0] or specs[1] is not self._specs[1]:
+            self._specs, self._spec = specs, _combine_specs(*specs)
+        return self._spec
 
     def propose(self, batch: Batch) -> TokenTree:
-        if self.fallback is not None and not self.primary.max_nodes:
-            return self.fallback.propose(batch)
-        tree = self.primary.propose(_limit_budgets(batch, self.primary.max_nodes))
+        max_primary_nodes = self.primary.spec.max_nodes
+        if not max_primary_nodes:
+            return self.drafter.propose(batch)
+        tree = self.primary.propose(_limit_budgets(batch, max_primary_nodes))
         is_served = [size > 1 for size in tree.sizes]
-        if self.fallback is None:
-            return tree
-        remaining = _limit_budgets(batch, self.fallback.max_nodes, is_served)
+        remaining = _limit_budgets(batch, self.drafter.spec.max_nodes, is_served)
         if not remaining.find_drafting():
             return tree
-        fallback_tree = self.fallback.propose(remaining)
+        fallback_tree = self.drafter.propose(remaining)
         return _select_trees(batch, tree, fallback_tree, is_served) if any(is_served) else fallback_tree
 
     def observe(self, batch: Batch, commit: Commit) -> None:
-        for drafter in self.drafters:
-            drafter.observe(batch, commit)
+        self.primary.observe(batch, commit)
+        self.drafter.observe(batch, commit)
 
     def forget(self, slots: Sequence[int]) -> None:
-        for drafter in self.drafters:
-            drafter.forget(slots)
+        self.primary.forget(slots)
+        self.drafter.forget(slots)
+
+
+def _combine_specs(primary: DrafterSpec, fallback: DrafterSpec) -> DrafterSpec:
+    return replace(
+        fallback,
+        max_nodes=max(primary.max_nodes, fallback.max_nodes),
+        needs_target_argmax=primary.needs_target_argmax or fallback.needs_target_argmax,
+        reads_commits=primary.reads_commits or fallback.reads_commits,
+        is_token_source=False,
+        member_backoffs=(*primary.member_backoffs, *fallback.member_backoffs),
+    )
 
 
 def _limit_budgets(batch: Batch, max_nodes: int, is_served: Sequence[bool] | None = None) -> Batch:

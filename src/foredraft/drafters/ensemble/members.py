@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from foredraft.drafters.draft import Draft
 from foredraft.drafters.ensemble.selector import CandidateDraft
@@ -12,7 +12,6 @@ from foredraft.drafters.ensemble.value import EstimateKey
 from foredraft.drafters.failure_backoff import Clock, FailureBackoff
 from foredraft.drafters.interface import Drafter, TokenDraftSource
 from foredraft.drafters.request_snapshot import SnapshotCache, call_isolated
-from foredraft.drafters.token_drafter import TokenDrafter
 from foredraft.request import Request
 from foredraft.tree import TokenTree
 
@@ -30,31 +29,31 @@ class EnsembleMember:
     name: str
     drafter: Drafter
     sandboxed: Drafter  # the drafter in a sandbox of its own
-    layer_columns: list[int] = field(default_factory=list)  # its columns among the layers of the ensemble
     clock: Clock = time.perf_counter
 
     def __post_init__(self) -> None:
         self.backoff = FailureBackoff(self.name, self.clock)  # for calls of a token member, which bypass the sandbox
         self._snapshots = SnapshotCache()
-        self.is_token_only = isinstance(self.drafter, TokenDraftSource) and not self.drafter.hidden_layers
-        # TokenDrafter.observe does nothing, so the call is skipped
-        self.has_observe = getattr(type(self.drafter), "observe", None) is not TokenDrafter.observe
+        spec = self.drafter.spec
+        self.is_token_only = spec.is_token_source and not spec.hidden_layers
+        # the quarantine of a sandbox ends in `observe`, and that of a token member in the ensemble
+        self.is_observed = spec.reads_commits or not self.is_token_only
 
     @property
     def backoffs(self) -> tuple[FailureBackoff, ...]:
         """Backoffs of the direct calls and of the sandbox."""
-        return (self.backoff, *getattr(self.sandboxed, "backoffs", ()))
+        return (self.backoff, *self.sandboxed.spec.member_backoffs)
 
     @property
     def token_drafter(self) -> TokenDraftSource | None:
         """The drafter, if it is a token member and not quarantined."""
-        return self.drafter if self.is_token_only and not self.backoff.is_quarantined else None  # type: ignore[return-value]
+        if not self.is_token_only or self.backoff.is_quarantined:
+            return None
+        return cast(TokenDraftSource, self.drafter)  # declared by `DrafterSpec.is_token_source`
 
     @property
     def max_nodes(self) -> int:
-        if self.is_token_only:
-            return 0 if self.backoff.is_quarantined else self.drafter.max_nodes
-        return self.sandboxed.max_nodes
+        return 0 if self.backoff.is_quarantined else self.sandboxed.spec.max_nodes
 
     def draft_from_tokens(self, index: int, request: Request, budget: int) -> CandidateDraft | None:
         """Draft from committed tokens as the member with this index; None without a draft."""

@@ -8,7 +8,7 @@ Reference: 2402.02057.
 import random
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from foredraft.drafters.draft import Draft
 from foredraft.drafters.token_drafter import TokenDrafter
@@ -159,17 +159,15 @@ class LookaheadDrafter(TokenDrafter[LookaheadState]):
     A request under `block` takes only chains: it has no window and one n-gram per step.
     """
 
-    needs_target_argmax = True
-
     def __init__(self, config: Config, num_speculative_tokens: int) -> None:
-        super().__init__(num_speculative_tokens)
         self.config = config
         self._ngram_size = min(config.ngram_size, num_speculative_tokens + 1)
+        super().__init__(num_speculative_tokens, self._count_max_nodes(num_speculative_tokens))
+        self.spec = replace(self.spec, needs_target_argmax=True)
 
-    @property
-    def max_nodes(self) -> int:
+    def _count_max_nodes(self, num_speculative_tokens: int) -> int:
         levels = self._ngram_size - 1
-        columns = min(self.config.window, self.num_speculative_tokens - levels + 2)  # column j has depth j + levels - 1
+        columns = min(self.config.window, num_speculative_tokens - levels + 2)  # column j has depth j + levels - 1
         return columns * levels - 1 + self.config.guesses * levels
 
     def new_state(self) -> LookaheadState:

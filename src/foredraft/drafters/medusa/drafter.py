@@ -19,6 +19,7 @@ from foredraft.drafters.draft import Draft, draft_noise_key, to_token_tree
 from foredraft.drafters.medusa.checkpoint import MedusaShape
 from foredraft.drafters.medusa.network import MedusaHeadRunner, make_output_function
 from foredraft.drafters.method import DrafterContext
+from foredraft.drafters.spec import DrafterSpec
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
 from foredraft.request import Batch, Request
 from foredraft.sampling import rng
@@ -70,8 +71,6 @@ class Medusa:
         quantization: see Config.
     """
 
-    hidden_layers: tuple[int, ...] = (AFTER_FINAL_NORM,)
-
     def __init__(
         self,
         shape: MedusaShape,
@@ -87,15 +86,12 @@ class Medusa:
         self._chain_tree = make_chain(tree.depth)
         self._states = LastHiddenStates()
         self.mismatch_detector = MismatchDetector(context)
+        self.spec = DrafterSpec(len(tree), (AFTER_FINAL_NORM,), silence_mismatch=self.mismatch_detector.silence)
         products = LinearFactory(context, quantization)
         self._heads = MedusaHeadRunner(shape, tensors, tree.depth, products)
         self._output_head = make_output_function(
             shape, tensors, tree.depth, products, context.target, context.vocab_size
         )
-
-    @property
-    def max_nodes(self) -> int:
-        return len(self.tree)
 
     def propose(self, batch: Batch) -> TokenTree:
         drafts: dict[int, Draft] = {}

@@ -132,12 +132,8 @@ class NgramDrafter(TokenDrafter[NgramIndex]):
     """Drafter of deterministic tokens from the request's own sequence. No draft without a match."""
 
     def __init__(self, config: Config, num_speculative_tokens: int) -> None:
-        super().__init__(num_speculative_tokens)
+        super().__init__(num_speculative_tokens, num_speculative_tokens * config.branches)
         self.config = config
-
-    @property
-    def max_nodes(self) -> int:
-        return self.num_speculative_tokens * self.config.branches
 
     def new_state(self) -> NgramIndex:
         return NgramIndex(self.config)

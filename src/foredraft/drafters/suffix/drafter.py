@@ -18,6 +18,7 @@ from torch import Tensor
 from foredraft.drafters.common.tree_builder import NodeLogits, TreeBuilder, TreeSpec, add_level
 from foredraft.drafters.draft import Draft, to_token_tree
 from foredraft.drafters.method import DrafterContext
+from foredraft.drafters.spec import DrafterSpec
 from foredraft.drafters.suffix.automaton import (
     MAX_CONTEXT_LENGTH,
     Continuations,
@@ -106,8 +107,6 @@ class SuffixState:
 class SuffixDrafter:
     """Drafter from suffix matches. No draft without a match."""
 
-    hidden_layers: tuple[int, ...] = ()
-
     def __init__(
         self,
         config: Config,
@@ -117,9 +116,8 @@ class SuffixDrafter:
     ) -> None:
         self.config = config
         self.tree_spec = tree_spec
-        self.num_speculative_tokens = context.num_speculative_tokens
-        self.vocab_size = context.vocab_size
-        self.device = context.device
+        self.spec = DrafterSpec(tree_spec.max_nodes, reads_commits=config.store_tokens > 0, is_token_source=True)
+        self.context = context
         self.discount_table = build_discount_table(DISCOUNTS)
         self.automaton_class = get_automaton_class()
         self.file_automaton = file_automaton
@@ -131,10 +129,6 @@ class SuffixDrafter:
         self._states: dict[int, SuffixState] = {}  # by slot
         self._requests: dict[int, Request] = {}  # by slot; empty without a store
         self._released: list[Request] = []  # requests that left their slots since the last `_cache_finished`
-
-    @property
-    def max_nodes(self) -> int:
-        return self.tree_spec.max_nodes
 
     def get_match_length(self, slot: int) -> int:
         """Return the longest match in tokens at a slot's last draft; 0 without one."""
@@ -209,7 +203,7 @@ class SuffixDrafter:
         return int(
             min(
                 match_length * self.config.tokens_per_match + self.config.free_tokens,
-                self.num_speculative_tokens,
+                self.context.num_speculative_tokens,
                 max_depth,
             )
         )
@@ -249,7 +243,9 @@ class SuffixDrafter:
             num_before = len(builder.tokens)
             add_level(
                 [builder],
-                NodeLogits(self._make_logits([continuations_by_node[n] for n in builder.frontier]), self.vocab_size),
+                NodeLogits(
+                    self._make_logits([continuations_by_node[n] for n in builder.frontier]), self.context.vocab_size
+                ),
             )
             for node in range(num_before + 1, len(builder.tokens) + 1):
                 token, parent = builder.tokens[node - 1], builder.parents[node - 1]
@@ -263,7 +259,7 @@ class SuffixDrafter:
 
     def _make_logits(self, continuations: Sequence[Continuations]) -> Tensor:
         """Convert continuations to logits [R, V]; -inf for tokens that never followed."""
-        logits = torch.full((len(continuations), self.vocab_size), -math.inf)
+        logits = torch.full((len(continuations), self.context.vocab_size), -math.inf)
         for row, one in zip(logits, continuations, strict=True):
             row[one.tokens] = torch.tensor(one.probs, dtype=torch.float64).log().float()
-        return logits.to(self.device)
+        return logits.to(self.context.device)

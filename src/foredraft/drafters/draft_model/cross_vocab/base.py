@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from foredraft.drafters.common.growing_draft import GrowingDraft
+from foredraft.drafters.common.growing_kv_draft import GrowingKVDraft
 from foredraft.drafters.common.tree_builder import TreeOptions, TreeSpec
 from foredraft.drafters.draft import Draft, to_token_tree
 from foredraft.drafters.draft_model.cross_vocab.retokenizer import IncrementalRetokenizer
 from foredraft.drafters.draft_model.cross_vocab.vocab_map import VocabMap
 from foredraft.drafters.method import DrafterContext
+from foredraft.drafters.spec import DrafterSpec
 from foredraft.kv.allocator import OutOfPagesError, PageAllocator
 from foredraft.kv.sizing import MemoryLimits
 from foredraft.models.forward_batch import ForwardBatch, Span
@@ -37,7 +38,7 @@ class CrossVocabState:
     retokenizer: IncrementalRetokenizer
     tree_spec: TreeSpec  # shape of this step's draft
     pages: list[int] = field(default_factory=list)
-    draft: GrowingDraft | None = None  # draft of this step, until accepted KV is compacted
+    draft: GrowingKVDraft | None = None  # draft of this step, until accepted KV is compacted
 
     @property
     def num_tokens(self) -> int:
@@ -60,7 +61,6 @@ class CrossVocabDrafter(ABC):
         kv_tokens: capacity of its KV pool in tokens, over all requests; None = sized by `MemoryLimits`.
     """
 
-    hidden_layers: tuple[int, ...] = ()
     vocab_option: str  # value of the option `vocab`
 
     def __init__(
@@ -82,11 +82,8 @@ class CrossVocabDrafter(ABC):
         )
         lm.pool.capacity = num_pages * PAGE_SIZE
         self.allocator = PageAllocator(num_pages, PAGE_SIZE)
+        self.spec = DrafterSpec(self.tree_spec.max_nodes)
         self._states: dict[int, CrossVocabState] = {}  # by slot
-
-    @property
-    def max_nodes(self) -> int:
-        return self.tree_spec.max_nodes
 
     @abstractmethod
     def draft_batch(self, states: Sequence[CrossVocabState]) -> list[Draft]:

@@ -1,0 +1,98 @@
+"""Spec of an ensemble: the union of what its members need."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from foredraft.drafters.ensemble.members import EnsembleMember
+from foredraft.drafters.ensemble.selector import SelectionMode
+from foredraft.drafters.ensemble.shared_kv import combine_draft_kv
+from foredraft.drafters.spec import DrafterSpec
+from foredraft.models.hf import HFModel
+
+
+class SpecUnion:
+    """Union of the members' specs, and the columns of `Commit.features` of each member.
+
+    `max_nodes` changes in `update_max_nodes` alone, so that a quarantine that begins within a step changes it between
+    two steps.
+
+    Args:
+        members: members of the ensemble.
+        mode: selection mode, which decides how many nodes one draft may have.
+        title: name of the ensemble.
+    """
+
+    def __init__(self, members: Sequence[EnsembleMember], mode: SelectionMode, title: str) -> None:
+        self.members = members
+        self.mode = mode
+        self.title = title
+        self._max_nodes = self._count_nodes()
+        self._specs: list[DrafterSpec] = []  # of the members, as of the last read
+        self._union = DrafterSpec(self._max_nodes)
+        self._columns: list[list[int]] = []  # each member's columns among the layers of the union
+        self.read()
+
+    def read(self) -> DrafterSpec:
+        """Return the union of the present specs; the same object while nothing changed."""
+        specs = [member.sandboxed.spec for member in self.members]
+        if specs != self._specs or self._union.max_nodes != self._max_nodes:
+            self._specs, self._union = specs, self._combine(specs)
+            layers = self._union.hidden_layers
+            self._columns = [[layers.index(layer) for layer in spec.hidden_layers] for spec in specs]
+        return self._union
+
+    def update_max_nodes(self) -> None:
+        """Count the nodes again; call it between two steps."""
+        self._max_nodes = self._count_nodes()
+
+    def select_features(self, index: int, features: Tensor) -> Tensor:
+        """Return the columns of features [B, P, F] that a member's own `hidden_layers` request."""
+        columns, num_layers = self._columns[index], len(self._union.hidden_layers)
+        if not columns or columns == list(range(num_layers)):
+            return features
+        return select_columns(features, columns, num_layers)
+
+    def _count_nodes(self) -> int:
+        token_nodes = [member.max_nodes for member in self.members if member.is_token_only]
+        model_nodes = [member.max_nodes for member in self.members if not member.is_token_only]
+        if self.mode == "merge":
+            return sum(token_nodes) + sum(model_nodes)
+        return max(token_nodes, default=0) + max(model_nodes, default=0)
+
+    def _combine(self, specs: Sequence[DrafterSpec]) -> DrafterSpec:
+        return DrafterSpec(
+            self._max_nodes,
+            merge_layers([spec.hidden_layers for spec in specs]),
+            needs_target_argmax=any(spec.needs_target_argmax for spec in specs),
+            draft_kv=combine_draft_kv([spec.draft_kv for spec in specs if spec.draft_kv is not None]),
+            decides_length=self.mode != "merge",  # the ensemble itself compares the gain of every draft with its cost
+            shares_target_kv=any(spec.shares_target_kv for spec in specs),
+            attach=_combine_attach([spec.attach for spec in specs if spec.attach is not None]),
+            title=self.title,
+            member_backoffs=tuple(backoff for member in self.members for backoff in member.backoffs),
+        )
+
+
+def _combine_attach(functions: Sequence[Callable[[HFModel], None]]) -> Callable[[HFModel], None] | None:
+    """Return one function that attaches all members that draft in the target's own KV pool; None without any."""
+
+    def attach(target: HFModel) -> None:
+        for function in functions:
+            function(target)
+
+    return attach if functions else None
+
+
+def merge_layers(layer_sets: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return every layer once. The layers of the member with the most layers are adjacent."""
+    return tuple(dict.fromkeys(layer for layers in sorted(layer_sets, key=len, reverse=True) for layer in layers))
+
+
+def select_columns(features: Tensor, columns: Sequence[int], num_layers: int) -> Tensor:
+    """Return some columns of features [B, P, num_layers * H]; a view if they are adjacent."""
+    width = features.shape[-1] // num_layers
+    if list(columns) == list(range(columns[0], columns[0] + len(columns))):
+        return features[..., columns[0] * width : (columns[-1] + 1) * width]
+    return torch.cat([features[..., c * width : (c + 1) * width] for c in columns], -1)

@@ -1,0 +1,58 @@
+"""Declaration of the needs and abilities of a drafter."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from foredraft.drafters.failure_backoff import FailureBackoff
+from foredraft.kv.draft_kv import DraftKV
+from foredraft.models.hf import HFModel
+
+
+def _do_nothing() -> None:
+    """Default of `DrafterSpec.silence_mismatch`."""
+
+
+@dataclass(frozen=True)
+class DrafterSpec:
+    """Needs and abilities of a drafter.
+
+    A drafter with other needs than before returns another object. It returns the same object while nothing changed,
+    because the engine reads the spec several times per step and checks every new object.
+
+    Attributes:
+        max_nodes: maximum number of draft nodes per request and step. The scheduler grants at most this many.
+        hidden_layers: layer boundaries of the target whose hidden states are in `Commit.features`. 0 is the output of
+            the embedding, n the output of the n-th layer, and AFTER_FINAL_NORM (-1) the input of the output matrix
+            (lm_head). The states of several boundaries are concatenated along the last dimension. Default () = none.
+        needs_target_argmax: True requests `Commit.target_argmax`: the target's likeliest token after every scored node
+            of the verified tree, rejected nodes included. Default False.
+        draft_kv: KV cache of the drafter on the target's page ids. Default None.
+        decides_length: True if the drafter itself weighs the gain of a draft against its cost. `LLM` then uses
+            `LossBudgetPolicy` (`loss_budget.py`) for adaptive lengths. Default False.
+        shares_target_kv: True if the drafter reads and writes the target's KV pool. Default False.
+        attach: function that a drafter with `shares_target_kv` gets its target from. `LLM` calls it once, before the
+            first step. It raises ForedraftError for a target that the drafter cannot use. Default None.
+        reads_commits: False if `observe` does nothing; it is then not called. Default True.
+        is_token_source: True if the drafter is a `TokenDraftSource`, for ensembles. Default False.
+        title: name in logs and reports. Default None = the name of the method.
+        silence_mismatch: function that turns off the warning of a drafter that was trained for another target. Training
+            calls it. Default: there is no such warning.
+        member_backoffs: failure states of the drafters inside a wrapper, if each of them has a sandbox of its own.
+            Default () = no drafter inside has one.
+    """
+
+    max_nodes: int
+    hidden_layers: tuple[int, ...] = ()
+    needs_target_argmax: bool = False
+    draft_kv: DraftKV | None = None
+    decides_length: bool = False
+    shares_target_kv: bool = False
+    attach: Callable[[HFModel], None] | None = None
+    reads_commits: bool = True
+    is_token_source: bool = False
+    title: str | None = None
+    silence_mismatch: Callable[[], None] = _do_nothing
+    member_backoffs: tuple[FailureBackoff, ...] = ()
+
+
+NO_DRAFT_SPEC = DrafterSpec(max_nodes=0, reads_commits=False)
