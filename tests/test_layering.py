@@ -28,6 +28,7 @@ LAYERS = (
     ("drafters",),
     ("engine",),
     ("drafter_factory", "request_factory", "target_loading"),
+    ("engine_setup",),
     ("llm",),
     ("bench", "hf_generate", "server", "train"),
     ("zoo_training",),
@@ -169,7 +170,7 @@ MAX_CLASS, MAX_ATTRIBUTES = 200, 12
 LARGE_CLASSES = {
     "Engine": (278, 11),
     "EnsembleDrafter": (283, 16),
-    "LLM": (339, 15),
+    "LLM": (314, 12),
     "PrefixCache": (220, 6),
     "Request": (72, 25),
     "Scheduler": (230, 12),

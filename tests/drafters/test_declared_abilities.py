@@ -1,4 +1,4 @@
-"""Abilities of a drafter, and of a drafter in training, are declared by its spec, and never found out by looking for an attribute or a type.
+"""Abilities of a drafter, in training too, are declared by its spec and never found by looking for an attribute.
 
 Guards against an optional member that is found by `getattr` in one place and forgotten by the wrapper around it.
 """
