@@ -1,4 +1,4 @@
-"""What a training run works with: plan, method, target and data."""
+"""Job of a training run: plan, method, target and data."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
