@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from foredraft.checkpoints.formats import CheckpointFormat
 from foredraft.checkpoints.schema import Checkpoint
 from foredraft.drafters.interface import Drafter
-from foredraft.drafters.losses import Trainee
+from foredraft.drafters.trainee import Trainee
 from foredraft.models.hf import HFModel
 
 VARIANT_BRANCHING = (3, 2, 1, 1, 2, 1, 1, 1)  # children by depth of variants with a fixed tree

@@ -103,7 +103,9 @@ class Scheduler:
         num_free_slots = self.limits.max_batch - len(self.running) + len(preempted)
         shared = self._admission.find_shared_slots(self.waiting, self.running, num_free_slots, allowed)
         kept = [r.slot for r in preempted if self.prefix_cache.keeps_pages(r, is_finished=False)]
-        return Releases(tuple(preempted), (*kept, *shared)) if preempted or shared else NO_RELEASES
+        if not preempted and not shared:
+            return NO_RELEASES
+        return Releases(tuple(preempted), tuple({*kept, *shared}))  # a preempted request may share its pages too
 
     def preempt(self, requests: Sequence[Request]) -> list[int]:
         """Free the pages of running requests and requeue them. Returns the slots that become free."""

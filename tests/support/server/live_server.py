@@ -107,7 +107,7 @@ class RunningServer:
             worker = self.service.worker
             has_requests = worker.num_running or worker.num_waiting or self.engine.scheduler.has_work
             # The thread sends and counts what its last step ended before it waits for a command.
-            if not has_requests and (worker._is_idle or not worker._thread.is_alive()):
+            if not has_requests and (worker._heartbeat.is_idle or not worker._thread.is_alive()):
                 return True
             time.sleep(0.01)
         return False
