@@ -59,7 +59,7 @@ class AdaptiveLengthPolicy:
         self.counts: Counter[DecisionReason] = Counter()
         self._plan = CurrentPlan(self.observer)
         self._prober = Prober(self.observer)
-        self._probes = self._prober.schedule
+        self._probes = self._prober.schedule  # when the next probe is due, and the slots of the current one
 
     @property
     def curve(self) -> CostCurve:
@@ -75,7 +75,7 @@ class AdaptiveLengthPolicy:
                 self._plan.expire()  # `update` below computes a new one
             elif self._would_draft_nothing_again(candidates):
                 return self._repeat_decision(candidates)
-        if observer.register(candidates):  # the kind has changed
+        if observer.register(candidates):  # the kind of the batch has changed: sampled if any request is
             self._plan.expire()
         # A fixed length is granted as it is. The policy decides only about the other candidates, the adjustable ones.
         adjustable = [c for c in candidates if not c.is_fixed and c.max_nodes > 0]

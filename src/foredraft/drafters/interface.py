@@ -21,9 +21,10 @@ class Drafter(Protocol):
     state by `Request.slot`, an index from 0 to max_batch - 1 that a request has while it runs. After `forget` another
     request may get the slot.
 
-    `propose` is left out if no request may draft. If a step raises, `observe` is left out and `forget` is called for
-    all slots. During a quarantine (after several faults of the drafter) only `forget` is called. After it,
-    `Request.num_computed` exceeds the number of observed tokens, as after a prefix-cache hit.
+    `propose` is left out if no request may draft, and `observe` if `DrafterSpec.reads_commits` is False. If a step
+    raises, `observe` is left out and `forget` is called for all slots. During a quarantine (after several
+    faults of the drafter) only `forget` is called. After it, `Request.num_computed` exceeds the number of observed
+    tokens, as after a prefix-cache hit.
     """
 
     @property
@@ -49,9 +50,11 @@ class Drafter(Protocol):
 
         Args:
             batch: requests of the step, in the order of the commit.
-            commit: accepted path and new tokens of every request. `commit.features` [B, P, F] holds the hidden states
-                at the nodes of the path: B requests, P the longest path, F the widths of all `hidden_layers` together.
-                A drafter that keeps a few rows should copy them, because a view keeps the whole tensor in memory.
+            commit: path and tokens of every request, in the verified tree. That tree starts with all nodes of the
+                chunk; the tree of `propose` starts at its last node, the root. `commit.features` [B, P, F]
+                holds the hidden states at the nodes of the path: B requests, P the longest path, F the widths of all
+                `hidden_layers` together. A drafter that keeps a few rows should copy them, because a view keeps the
+                whole tensor in memory.
         """
 
     def forget(self, slots: Sequence[int]) -> None:

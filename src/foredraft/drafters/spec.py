@@ -26,19 +26,19 @@ class DrafterSpec:
             (lm_head). The states of several boundaries are concatenated along the last dimension. Default () = none.
         needs_target_argmax: True requests `Commit.target_argmax`: the target's likeliest token after every scored node
             of the verified tree, rejected nodes included. Default False.
-        draft_kv: KV cache of the drafter on the target's page ids. Default None.
+        draft_kv: KV cache of the drafter: tensors of its own, addressed by the target's page ids. Default None.
         decides_length: True if the drafter itself weighs the gain of a draft against its cost. `LLM` then uses
             `LossBudgetPolicy` (`loss_budget.py`) for adaptive lengths. Default False.
         shares_target_kv: True if the drafter reads and writes the target's KV pool. Default False.
-        attach: function that a drafter with `shares_target_kv` gets its target from. `LLM` calls it once, before the
-            first step. It raises ForedraftError for a target that the drafter cannot use. Default None.
+        attach: function that gives the target to a drafter with `shares_target_kv`. `LLM` calls it once, before
+            the first step. It raises ForedraftError for a target that the drafter cannot use. Default None.
         reads_commits: False if `observe` does nothing; it is then not called. Default True.
         is_token_source: True if the drafter is a `TokenDraftSource`, for ensembles. Default False.
         title: name in logs and reports. Default None = the name of the method.
         silence_mismatch: function that turns off the warning of a drafter that was trained for another target. Training
             calls it. Default: there is no such warning.
-        member_backoffs: failure states of the drafters inside a wrapper, if each of them has a sandbox of its own.
-            Default () = no drafter inside has one.
+        member_backoffs: failure counts and quarantines of the drafters inside a wrapper or an ensemble, if each of them
+            has a sandbox of its own. Default () = no drafter inside has one.
     """
 
     max_nodes: int

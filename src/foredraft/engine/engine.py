@@ -8,8 +8,8 @@ the chunk ends with the request's last committed token, that token is the root, 
 the tree has no root and no draft, and `TokenTree.roots[b]` is equal to `TokenTree.sizes[b]`. The root and the draft
 nodes are scored: each has one row of logits. b is always a batch index, the index of a request in the step's `Batch`.
 
-Letters of shapes: B requests, T nodes of all trees together (the tokens of the forward pass), R scored nodes, V
-vocabulary, P longest committed path, F width of the hidden states that the drafter reads.
+Letters of tensor shapes in the files of a step: B requests, T nodes of all trees together (the tokens of the forward
+pass), R scored nodes, V vocabulary, P longest committed path, F width of the hidden states that the drafter reads.
 """
 
 import logging
@@ -136,9 +136,12 @@ class Engine:
     def recover(self) -> None:
         """Restore a consistent state after an exception in `step`, `abort` or `add`, except the errors of `check`.
 
-        Tokens in deltas are final: each request is cut back to its last delta and requeued, without KV. It ends with an
-        error if its text cannot be rebuilt. Call `recover` before any delta is read. A delta that was read before it is
-        marked as final would be generated twice. If `recover` raises (KeyboardInterrupt), call it again.
+        Tokens in deltas are final. Each request is cut back to its last delta and requeued, and all KV is dropped. A
+        request whose text cannot be rebuilt ends with an error. If `recover` raises (KeyboardInterrupt), call it again.
+
+        No delta may be read from a transcript between the exception and `recover`. A step queues a delta first, and
+        then marks its tokens as final. If the exception comes in between, `recover` marks them, but only while the
+        delta is still in the queue. If it was read before, its tokens would be generated twice.
         """
         self.clock.reset()
         for request, transcript in list(self.transcripts.items()):
@@ -199,9 +202,14 @@ class Engine:
         return batch
 
     def _schedule(self, allowed: frozenset[Request] | None, deferred: frozenset[Request]) -> Batch:
-        """Write pending draft KV and preempt requests as far as the next batch needs it, then schedule the batch."""
+        """Preempt requests as far as the next batch needs it, then schedule the batch.
+
+        A drafter may defer the computation of its KV; this KV is pending. It is written before pages are shared or
+        freed, so that requests that share or later reuse the pages get their draft KV too.
+        """
         if deferred:
             allowed = self.scheduler.exclude(deferred, allowed)
+        # `allowed` is already without the deferred requests. They are passed too, because a full batch preempts them.
         releases = self.scheduler.find_releases(allowed, deferred)
         if releases is not NO_RELEASES:
             self.drafter.flush(releases.unwritten_slots)  # writes their pending draft KV
@@ -304,7 +312,14 @@ class Engine:
     # -- memory of requests that leave
 
     def _remove(self, requests: Sequence[Request], failed: frozenset[Request] = frozenset()) -> None:
-        """Remove requests and free their memory. `failed` had invalid logits, so their pages are not kept for reuse."""
+        """Remove requests and free their memory.
+
+        Args:
+            requests: requests to remove.
+            failed: those with invalid logits (`Commit.failed`). Their KV may be invalid too, so none of their pages
+                stays in the prefix cache.
+        """
+        # The prefix cache may keep pages of these requests. Their draft KV cannot be written after the end.
         unwritten_slots = self.scheduler.find_unwritten_slots([r for r in requests if r not in failed])
         if unwritten_slots:
             self.drafter.flush(unwritten_slots)  # writes their pending draft KV

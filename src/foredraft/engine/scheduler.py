@@ -40,7 +40,9 @@ NO_RELEASES = Releases()
 
 
 class Scheduler:
-    """Scheduler that orders requests by priority number, then by arrival. It is the only writer of a `Request`.
+    """Scheduler that orders requests by priority number (the lowest runs first), then by arrival.
+
+    It is the only writer of a request's fields. Grammar matchers, which requests hold, have writers of their own.
 
     If pages run out, the last running request in this order is preempted: its pages are freed and it is requeued. When
     it runs again, it takes the pages that the prefix cache still has, and computes the other tokens again.
@@ -70,7 +72,7 @@ class Scheduler:
         self._admission = Admission(allocator, self.prefix_cache)
         self._preemption = Preemption(allocator, limits)
         self._free_slots = list(range(limits.max_batch))  # heap
-        self._counter = itertools.count()  # orders arrivals and steps
+        self._counter = itertools.count()  # numbers arrivals (`arrival_index`) and steps (`last_step`)
 
     @property
     def has_work(self) -> bool:
@@ -101,6 +103,7 @@ class Scheduler:
         num_starting = sum(self._admission.can_start(request, allowed) for request in self.waiting) if deferred else 0
         preempted = self._preemption.choose(self.running, allowed, deferred, num_starting)
         num_free_slots = self.limits.max_batch - len(self.running) + len(preempted)
+        # Running requests whose full pages the next admitted requests would share, with the draft KV if it is written.
         shared = self._admission.find_shared_slots(self.waiting, self.running, num_free_slots, allowed)
         kept = [r.slot for r in preempted if self.prefix_cache.keeps_pages(r, is_finished=False)]
         if not preempted and not shared:
@@ -125,7 +128,7 @@ class Scheduler:
         All chunks of committed tokens are scheduled before any draft node.
 
         Args:
-            max_nodes: upper limit of the drafter on the draft nodes of a request (`Drafter.max_nodes`).
+            max_nodes: upper limit of the drafter on the draft nodes of a request (`DrafterSpec.max_nodes`).
             length_policy: grants draft nodes to each request.
             allowed: requests that may run or be admitted. None = all.
         """
@@ -149,8 +152,9 @@ class Scheduler:
         """Append the new tokens to the requests, advance `num_computed`, and free pages of rejected draft nodes."""
         size = self.allocator.page_size
         for request, tokens, count in zip(batch.requests, commit.tokens, commit.counts, strict=True):
-            # Node 0 is at position num_computed, so tokens[0] is the token at position num_computed + 1. The first
-            # num_old of them are committed already, and all if the chunk ends before the last committed token.
+            # Node 0 is the token at position num_computed, counted from 0, and tokens[i] follows node i of the path. So
+            # tokens[i] is at position num_computed + 1 + i, and the first num_old entries of `tokens` are committed
+            # already. If the chunk ends before the last committed token, every entry is, and the slice is empty.
             num_old = request.num_tokens - request.num_computed - 1
             request.output += tokens[num_old:] if num_old else tokens
             num_full = request.num_computed // size  # full pages before this step

@@ -173,9 +173,10 @@ class TypicalAcceptance:
     Of all accepted paths it takes the longest; of several, the one with the largest joint probability. The defaults are
     those of the authors' `medusa_generate`, with delta = sqrt(eps).
 
-    As in the authors' code with `fast=True`, the token after the path is the target argmax, so the output depends on no
-    seed. One fault of their code is left out: it pads short paths with token 0 and verifies the padding by the logits
-    of another node.
+    As in the authors' code with `fast=True`, the token after the path is the target argmax. The output then depends on
+    no seed, but it depends on the drafts, so the rule is not `is_reproducible`. `samples_last` samples this token
+    instead. One fault of their code is left out: it pads short paths with token 0 and verifies the padding by the
+    logits of another node.
 
     Reference: 2401.10774, section 2.3.1.
     """
@@ -215,7 +216,7 @@ class TypicalAcceptance:
 
 
 def _get_committed_prefix(tree: TokenTree, b: int) -> CommittedPath:
-    """Return the nodes before the root and the tokens after them, which are committed whatever p is."""
+    """Return the nodes before the root and the tokens after them. These are committed already and need no check."""
     following = tree.committed_next[b] if tree.committed_next else ()
     return list(range(len(following))), list(following)
 

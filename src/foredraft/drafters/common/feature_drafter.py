@@ -193,7 +193,8 @@ class FeatureDrafter:
         if not self._has_root_output(request.slot) or num_pairs != request.num_tokens - 1:
             return None
         builder = start_builder(self.tree_spec, batch, b, self.tree_spec.max_depth)
-        root_pair = request.num_tokens - 1 - self.draft_kv.token_lookahead  # pair whose token is the root
+        # The root's pair has the root as its token, at position num_tokens - 1. Pair t has token t + lookahead.
+        root_pair = request.num_tokens - 1 - self.draft_kv.token_lookahead
         return None if builder is None else GrowingKVDraft(builder, start=root_pair)
 
     def _grow_drafts(self, drafts: list[GrowingKVDraft], page_size: int) -> None:
@@ -226,6 +227,7 @@ class FeatureDrafter:
     def _build_trees(self, drafts: list[GrowingKVDraft], page_size: int) -> None:
         """Grow all drafts level by level. Each level but the first takes one forward pass over the frontier nodes."""
         roots = [self._root_outputs[draft.builder.request.slot] for draft in drafts]
+        # The features of the newest level, one row per node; the next level reads the rows of its parents.
         features = LevelStates(_concat_rows([root.feature for root in roots]))
         features.start(drafts)
         logits = self._make_node_logits(_concat_rows([root.logits for root in roots]))

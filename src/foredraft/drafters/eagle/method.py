@@ -44,6 +44,7 @@ def from_checkpoint(config: Config, checkpoint: Checkpoint, context: DrafterCont
 FORMAT = CheckpointFormat(
     title="an EAGLE head",
     shape=checkpoint.EagleShape,
+    # Other methods have tensors of the same names, so this layout is checked late.
     layouts=(StoredLayout("eagle", LayoutOrder.SHARED_NAMES, checkpoint.has_projection, checkpoint.read),),
     make_layout=checkpoint.make_layout,
     exports=(
@@ -56,7 +57,7 @@ METHOD = Method(
     config=Config,
     create=create,
     from_checkpoint=from_checkpoint,
-    auto_rank=50,  # above the methods with a model that are slower on the built-in target
+    auto_rank=50,  # `auto` prefers the highest rank; methods with a model are ranked by speed on the built-in target
     checkpoint=FORMAT,
     training=Training(TrainConfig, create_trainee),
     # 850 updates; the setting `steps` of this method is the number of unrolled steps

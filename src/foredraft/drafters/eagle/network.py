@@ -95,7 +95,7 @@ def make_native(network: EagleNetwork) -> NativeDraftLayers | None:
         layers,
         JoinedInput(network.fc),
         norm=None,  # no norm before the output matrix (lm_head)
-        has_normed_output=False,  # the next feature is the state before a norm
+        has_normed_output=False,  # without a norm, the next feature is the output of the last layer
         embedding=embedding,
         lm_head=lm_head,
         shape=network.shape.block,
