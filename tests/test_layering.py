@@ -172,9 +172,7 @@ LARGE_CLASSES = {
     "GrammarMatcher": (130, 16),
     "HFModel": (205, 8),
     "LLM": (339, 15),
-    "PrefixCache": (220, 6),
     "Request": (72, 25),
-    "Scheduler": (230, 12),
     "TrainLoop": (152, 21),
     "_TrainRun": (199, 16),
 }
