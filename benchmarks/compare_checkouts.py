@@ -1,11 +1,13 @@
 """Speed of two source folders, measured in turns: the cost of a step, and the time of outputs of the built-in pair.
 
     python benchmarks/compare_checkouts.py OLD/src NEW/src [--rounds 40] [--steps 40] [--batches 1,16] [--drafts 0,4]
+        [--proposals draft_model:2,eagle:3]
 
 Each folder runs in a process of its own. The two processes take turns, one short slice at a time, so that both see the
-same state of the machine. A slice yields the lower quartile of the processor time of its steps, or the processor time
-of one generated output. The table has, per row, both times and the median and quartiles over the rounds of the ratio
-new / old. Its last line has the median of the medians of the rows with steps.
+same state of the machine. A slice yields the lower quartile of the processor time of its steps, or that of the
+proposals of a built-in drafter (`--proposals`), or the processor time of one generated output. The table has, per row,
+both times and the median and quartiles over the rounds of the ratio new / old. Its last line has the median of the
+medians of the rows with steps.
 
 This script and `step_overhead.py` belong to one checkout. From both folders they use only names that both have.
 """
@@ -84,13 +86,44 @@ def create_pair_slices() -> dict[str, Callable[[], float]]:
     return {label: create_slice(drafter, num_tokens) for label, (drafter, num_tokens) in PAIR_MODES.items()}
 
 
+def create_proposal_slices(specs: list[str]) -> dict[str, Callable[[], float]]:
+    """Return one function per drafter and batch, which returns the lower quartile of the seconds of its proposals."""
+    from foredraft import LLM, Sampling
+
+    llm = LLM(drafter=None)
+
+    def create_slice(method: str, num_tokens: int, num_prompts: int) -> Callable[[], float]:
+        one = llm.with_drafter(method, num_tokens)
+        sampling = Sampling(temperature=0.0, max_tokens=PAIR_TOKENS, ignore_eos=True)
+        seconds: list[float] = []
+        propose = one.drafter.propose
+
+        def time_proposal(batch: object) -> object:
+            start = time.thread_time()
+            tree = propose(batch)
+            seconds.append(time.thread_time() - start)
+            return tree
+
+        one.drafter.propose = time_proposal
+
+        def run() -> float:
+            seconds.clear()
+            one.generate(["Once upon a time there was"] * num_prompts, sampling)
+            return statistics.quantiles(seconds, n=4)[0]
+
+        return run
+
+    pairs = [(method, int(length)) for method, length in (spec.split(":") for spec in specs)]
+    return {f"propose, {m}:{n}, B {b}": create_slice(m, n, b) for (m, n), b in itertools.product(pairs, (1, 4))}
+
+
 def serve(args: argparse.Namespace) -> None:
     """Print the labels of all rows, then run a slice for every label on standard input and print its seconds."""
     import torch
 
     torch.set_num_threads(1)
-    slices = create_step_slices(args)
-    if not args.no_pair:
+    slices = create_proposal_slices(args.proposals) if args.proposals else create_step_slices(args)
+    if not args.no_pair and not args.proposals:
         slices |= create_pair_slices()
     print(json.dumps(list(slices)), flush=True)
     for line in sys.stdin:
@@ -154,6 +187,7 @@ def main() -> None:
     parser.add_argument("--batches", type=parse_numbers, default=[1, 16])
     parser.add_argument("--drafts", type=parse_numbers, default=[0, 4])
     parser.add_argument("--modes", type=lambda text: text.split(","), default=["greedy", "match", "reject top-p 0.9"])
+    parser.add_argument("--proposals", type=lambda text: text.split(","), help="only the proposals of these drafters")
     parser.add_argument("--no-pair", action="store_true", help="only the rows with steps")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()

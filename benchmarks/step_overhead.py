@@ -21,7 +21,6 @@ from torch import Tensor
 
 from foredraft import Sampling, zoo
 from foredraft.drafters.draft import Draft, to_token_tree
-from foredraft.drafters.spec import DrafterSpec
 from foredraft.engine.engine import Engine
 from foredraft.engine.scheduler import SchedulerLimits
 from foredraft.engine.transcript import Transcript
@@ -32,6 +31,11 @@ from foredraft.models.loading import load_tokenizer
 from foredraft.request import Batch, Request
 from foredraft.tree import Commit, TokenTree
 from foredraft.verification.registry import RULES
+
+try:
+    from foredraft.drafters.spec import DrafterSpec
+except ImportError:  # an older checkout, for compare_checkouts.py
+    DrafterSpec = None
 
 PERIOD = 61  # rows of logits; the row after a token depends on its position alone
 ERROR = 4  # every ERROR-th position has a wrong draft token
@@ -75,7 +79,8 @@ class TableDrafter:
     """Drafter that looks up the likeliest tokens in a table."""
 
     def __init__(self, lm: StubLM, num_tokens: int) -> None:
-        self.spec = DrafterSpec(num_tokens)
+        self.max_nodes, self.hidden_layers = num_tokens, ()  # read by checkouts without DrafterSpec
+        self.spec = None if DrafterSpec is None else DrafterSpec(num_tokens)
         self._best = lm.rows.argmax(-1).tolist()
 
     def propose(self, batch: Batch) -> TokenTree:

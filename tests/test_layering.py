@@ -28,6 +28,7 @@ LAYERS = (
     ("drafters",),
     ("engine",),
     ("drafter_factory", "request_factory", "target_loading"),
+    ("engine_setup",),
     ("llm",),
     ("bench", "hf_generate", "server", "train"),
     ("zoo_training",),
@@ -168,13 +169,8 @@ MAX_CLASS, MAX_ATTRIBUTES = 200, 12
 # makes a class smaller writes the new numbers, and a class within the limits leaves the list.
 LARGE_CLASSES = {
     "Engine": (278, 11),
-    "EnsembleDrafter": (283, 16),
-    "GrammarMatcher": (130, 16),
-    "HFModel": (205, 8),
-    "LLM": (339, 15),
+    "LLM": (314, 12),
     "Request": (72, 25),
-    "TrainLoop": (152, 21),
-    "_TrainRun": (199, 16),
 }
 
 

@@ -121,6 +121,9 @@ def wait_until_ready(port: int) -> None:
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready"):
                 return
+        except urllib.error.HTTPError as error:  # still loading; Python 3.14 warns if the answer is not closed
+            error.close()
         except (urllib.error.URLError, ConnectionError):
-            time.sleep(0.5)
+            pass
+        time.sleep(0.5)
     raise AssertionError("the server never became ready")

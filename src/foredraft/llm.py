@@ -5,6 +5,7 @@ import copy
 import logging
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -12,22 +13,16 @@ import torch
 
 from foredraft import zoo
 from foredraft.chat import Conversation, encode_chat, has_chat_template, list_conversations
-from foredraft.draft_length.adaptive import AdaptiveLengthPolicy
 from foredraft.draft_length.costs import CostCurve
-from foredraft.draft_length.loss_budget import LossBudgetPolicy
-from foredraft.draft_length.policy import DraftLengthPolicy, FixedLengthPolicy
 from foredraft.drafter_factory import DrafterFactory, choose_builtin_method
-from foredraft.drafters.spec import NO_DRAFT_SPEC
-from foredraft.drafters.user_spec import AUTO, DraftLength, get_max_draft_length, names_method, parse_draft_length
+from foredraft.drafters.user_spec import AUTO, DraftLength
 from foredraft.drafters.user_spec import UserDrafterSpec as UserDrafterSpec
 from foredraft.engine.calibrate import measure_pass_times
-from foredraft.engine.engine import Engine
-from foredraft.engine.scheduler import SchedulerLimits
 from foredraft.engine.shared_engine import CLOSED_ERROR, SharedEngine
 from foredraft.engine.transcript import Transcript
+from foredraft.engine_setup import EngineSetup, create_length_policy
 from foredraft.errors import ForedraftError
 from foredraft.kernels.process import check_process
-from foredraft.kv.allocator import PageAllocator
 from foredraft.kv.sizing import MemoryLimits as MemoryLimits
 from foredraft.models.prompts import Prompt, find_end_ids, list_prompts
 from foredraft.outputs import Completion, Delta
@@ -42,7 +37,7 @@ from foredraft.verification.rule import Rule
 log = logging.getLogger(__name__)
 DEFAULT_DRAFTER = "default"  # the built-in drafter for LLM() and "builtin-seq2seq", otherwise none
 # Attributes that `close` deletes.
-FREED_ATTRIBUTES = ("target", "drafter", "tokenizer", "engine", "_shared", "_grammars", "_requests")
+FREED_ATTRIBUTES = ("target", "drafter", "tokenizer", "engine", "_shared", "_requests")
 
 
 class LLM:
@@ -105,13 +100,15 @@ class LLM:
         )  # fmt: skip
         self.target, self.tokenizer = loaded.model, loaded.tokenizer
         self.builtin, self.fused = loaded.builtin, loaded.fused
-        self._grammars = GrammarCompiler(self.tokenizer, self.target.vocab_size)
-        self._is_debug = is_debug
+        self._requests = RequestFactory(
+            self.target, self.tokenizer, GrammarCompiler(self.tokenizer, self.target.vocab_size),
+            find_end_ids(self.target, self.tokenizer), rule, self.limits.prefix_cache,
+        )  # fmt: skip
         self._has_warned_chat_template = False
         if drafter == DEFAULT_DRAFTER:
             is_plain = self.builtin is None or model == zoo.DEFAULT_TARGET
             drafter = None if is_plain else choose_builtin_method(self.builtin or zoo.DEFAULT_TARGET)
-        self._set_drafter(drafter, num_speculative_tokens, rule)
+        self._set_drafter(drafter, num_speculative_tokens, is_debug)
 
     @property
     def is_builtin(self) -> bool:
@@ -129,6 +126,11 @@ class LLM:
         return self._drafter_name
 
     @property
+    def rule(self) -> Rule | None:
+        """Verification rule of all requests; None = chosen for every request."""
+        return self._requests.rule
+
+    @property
     def end_ids(self) -> frozenset[int]:
         """Token ids that end an output."""
         return self._requests.end_ids
@@ -140,7 +142,10 @@ class LLM:
         other = copy.copy(self)
         other.target = self.target.with_new_kv()
         rule = self.rule if verify is None else find_rule(verify)
-        other._set_drafter(drafter, num_speculative_tokens, rule)
+        other._requests = replace(
+            self._requests, target=other.target, rule=rule, shares_prefixes=self.limits.prefix_cache
+        )
+        other._set_drafter(drafter, num_speculative_tokens, self.engine.is_debug)
         return other
 
     def close(self) -> None:
@@ -328,47 +333,12 @@ class LLM:
         """
         return self._requests.prepare(prompt, s, options or RequestOptions(), first_index)
 
-    def _set_drafter(self, drafter: UserDrafterSpec, num_tokens: DraftLength, rule: Rule | None) -> None:
-        self.rule = rule  # None = chosen for every request
-        limits = self.limits
-        self._requests = RequestFactory(
-            self.target,
-            self.tokenizer,
-            self._grammars,
-            find_end_ids(self.target, self.tokenizer),
-            rule,
-            limits.prefix_cache,
-        )
+    def _set_drafter(self, drafter: UserDrafterSpec, num_tokens: DraftLength, is_debug: bool) -> None:
         drafters = DrafterFactory(self.target, self.tokenizer, self.fused, self.builtin)
-        length = parse_draft_length(drafter, num_tokens)
-        longest = get_max_draft_length(drafter) if length is None else length
-        self.drafter, self._drafter_name = drafters.make(drafter, longest)
-        spec = NO_DRAFT_SPEC if self.drafter is None else self.drafter.spec
-        if spec.attach is not None:  # the drafter uses the KV pool of the target
-            spec.attach(self.target)
-        self.is_adaptive = length is None and (self.drafter is None or names_method(drafter))
-        memory = spec.draft_kv
-        per_token = self.target.bytes_per_token() + (0 if memory is None else memory.bytes_per_token)
-        num_pages = limits.num_pages(self.target.context_length, per_token, self.target.device)
-        for pool in (self.target.pool, *([] if memory is None else [memory.pool])):
-            pool.capacity = num_pages * limits.page_size
-        self.engine = Engine(
-            self.target,
-            drafters.with_predictions(self.drafter, self._drafter_name),
-            PageAllocator(num_pages, limits.page_size),
-            SchedulerLimits(limits.max_batch, limits.max_step_tokens),
-            self.target.device,
-            is_debug=self._is_debug,
-            prefix_cache=limits.prefix_cache,
-            length_policy=self._create_length_policy(),
-        )
+        setup = EngineSetup.make(drafters, drafter, num_tokens, self.limits, is_debug)
+        self.drafter, self._drafter_name, self.is_adaptive = setup.drafter, setup.drafter_name, setup.is_adaptive
+        self.engine = setup.engine
         self._shared = SharedEngine(self.engine)
-
-    def _create_length_policy(self, curve: CostCurve | None = None) -> DraftLengthPolicy:
-        if not self.is_adaptive:
-            return FixedLengthPolicy()
-        decides_length = self.drafter is not None and self.drafter.spec.decides_length
-        return LossBudgetPolicy(curve) if decides_length else AdaptiveLengthPolicy(curve)
 
     def calibrate(self, most_seconds: float = 2.0) -> list[tuple[int, float]]:
         """Measure the time of a forward pass by its rows, within about `most_seconds`, for adaptive draft lengths.
@@ -382,5 +352,5 @@ class LLM:
             allocator, source = engine.scheduler.allocator, self.target.calibration_source
             points = measure_pass_times(self.target, allocator, self.target.device, most_seconds, source=source)
             if self.is_adaptive:
-                engine.length_policy = self._create_length_policy(CostCurve(points))
+                engine.length_policy = create_length_policy(self.drafter, CostCurve(points))
         return points

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from foredraft.sampling.distribution import TokenHistory
-from foredraft.sampling.grammar import GrammarMatcher
+from foredraft.sampling.grammar_matcher import GrammarMatcher
 from foredraft.sampling.params import Sampling
 from foredraft.source import EncoderSource
 from foredraft.verification.rule import Rule
@@ -58,7 +58,7 @@ class Request:
     prediction: tuple[int, ...] = ()  # expected output tokens, to draft from
     source: EncoderSource | None = None  # input of the encoder, if the model has one; `prompt` is then the decoder's
     is_traced: bool = False  # every delta holds the trees of its steps
-    matcher: GrammarMatcher | None = None  # matcher of sampling.grammar for this sequence
+    matcher: GrammarMatcher | None = None  # follows the grammar of this sequence
     output: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)  # block table: page ids in order
     num_computed: int = 0  # tokens with KV in the target's pool: a prefix of `tokens`

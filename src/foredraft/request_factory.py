@@ -9,7 +9,8 @@ from foredraft.errors import ForedraftError
 from foredraft.models.hf import HFModel
 from foredraft.models.prompts import Prompt, encode_bad_words, read_prompt
 from foredraft.request import Request, RequestOptions
-from foredraft.sampling.grammar import GrammarCompiler, GrammarMatcher
+from foredraft.sampling.grammar import GrammarCompiler
+from foredraft.sampling.grammar_matcher import GrammarMatcher
 from foredraft.sampling.params import Sampling
 from foredraft.source import PreparedPrompt, Seq2Seq
 from foredraft.verification.rule import Rule

@@ -1,4 +1,4 @@
-"""Abilities of a drafter are declared by its spec, and never found out by looking for an attribute or a type.
+"""Abilities of a drafter, in training too, are declared by its spec and never found by looking for an attribute.
 
 Guards against an optional member that is found by `getattr` in one place and forgotten by the wrapper around it.
 """
@@ -12,9 +12,10 @@ import pytest
 
 SOURCES = Path(__file__).parents[2] / "src" / "foredraft"
 LOOKUPS = ("getattr", "hasattr", "isinstance", "vars")
-# A value is a drafter if its name, or the last part of it, says so, or if its annotation names a drafter class.
-NAME = re.compile(r"(^|_)(drafters?|sandboxed|primary|fallback)$|^(drafting|members?)$")
-TYPE = re.compile(r"\b\w*Drafter\b|\bEnsembleMember\b")
+# A value is a drafter, or one in training, if its name or the last part of it says so, or if its annotation names such
+# a class.
+NAME = re.compile(r"(^|_)(drafters?|trainees?|sandboxed|primary|fallback)$|^(drafting|members?)$")
+TYPE = re.compile(r"\b\w*(Drafter|Trainee)\b|\bEnsembleMember\b")
 
 
 def list_annotated(tree: ast.AST) -> Iterator[tuple[str, str]]:
@@ -47,7 +48,7 @@ def find_lookups(text: str) -> list[str]:
 
 @pytest.mark.parametrize("path", sorted(SOURCES.rglob("*.py")), ids=lambda path: path.relative_to(SOURCES).as_posix())
 def test_no_ability_of_a_drafter_is_looked_up(path: Path) -> None:
-    assert not find_lookups(path.read_text(encoding="utf-8")), "declare it in DrafterSpec"
+    assert not find_lookups(path.read_text(encoding="utf-8")), "declare it in DrafterSpec or TraineeSpec"
 
 
 @pytest.mark.parametrize(
@@ -59,6 +60,9 @@ def test_no_ability_of_a_drafter_is_looked_up(path: Path) -> None:
         "def f(x: Drafter):\n    return getattr(x, 'title', '')",
         "def f(x: 'DraftModel | EarlyExitDrafter | None'):\n    return isinstance(x, EarlyExit)",
         "class A:\n    part: SandboxedDrafter\n    def f(self):\n        return hasattr(self.part, 'backoffs')",
+        "def f(self):\n    return getattr(self.trainee, 'finish', None)",
+        "hasattr(trainee, 'prepare')",
+        "def f(x: Trainee):\n    return getattr(x, 'on_policy', 0.0)",
         "def f(main_drafter):\n    return isinstance(main_drafter, TokenDraftSource)",
         "getattr(type(self.drafter), 'observe', None)",
         "any(getattr(self.drafters[i], 'needs_target_argmax', False) for i in range(2))",

@@ -60,9 +60,12 @@ def plain(is_greedy: bool) -> list[list[int]]:
 @pytest.mark.parametrize("name", EACH_CASE)
 def test_one_failed_call_changes_no_text(name: str, verb: str, is_late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     llm, made = drafting(name)
-    monkeypatch.setattr(made, verb, FailsAt(getattr(made, verb), 3, is_late))
+    failing = FailsAt(getattr(made, verb), 3, is_late)
+    monkeypatch.setattr(made, verb, failing)
     assert ids(llm.generate(PROMPTS, SAMPLED)) == plain(is_greedy=False)
-    assert llm.engine.drafter.num_failures == 1
+    is_called = verb != "observe" or made.spec.reads_commits
+    assert llm.engine.drafter.num_failures == is_called
+    assert (failing.count > 0) == is_called, "an `observe` that does nothing is not called"
     [after] = llm.generate(PROMPTS[:1], GREEDY)
     assert after.stats.num_drafted > 0, "texts that come after the failure are drafted for again"
 

@@ -88,7 +88,7 @@ def make_target(num_layers: int) -> HFModel:
     ("num_layers", "taps"), [(2, (1,)), (3, (1, 2)), (4, (1, 2, 3)), (6, (1, 3, 5)), (7, (2, 3, 4))]
 )
 def test_eagle3_reads_different_layers_of_a_shallow_target(num_layers: int, taps: tuple[int, ...]) -> None:
-    assert create_trainee(TrainConfig(), make_target(num_layers)).hidden_layers == taps
+    assert create_trainee(TrainConfig(), make_target(num_layers)).spec.hidden_layers == taps
 
 
 def test_wrong_taps_are_answered_with_the_spelling_of_right_ones() -> None:

@@ -13,7 +13,8 @@ from foredraft.engine.scheduler import SchedulerLimits
 from foredraft.engine.transcript import Transcript
 from foredraft.kv.allocator import PageAllocator
 from foredraft.models.forward_batch import ForwardBatch
-from foredraft.sampling.grammar import AllowedTokens, Grammar
+from foredraft.sampling.grammar import Grammar
+from foredraft.sampling.grammar_tokens import AllowedTokens
 from foredraft.sampling.params import Sampling
 from tests.support.engine_fakes import TableLM, make_drafter, make_transcript
 

@@ -35,7 +35,6 @@ SHARED = {
     "SuffixCache.": "past outputs, which were asked for, by tenant and bounded (test_output_cache.py)",
     "ValueEstimates._by_member": "numbers by part: how good its drafts are",
     "ValueEstimates._by_key": "numbers by part: how good its drafts are",
-    "EnsembleDrafter.draft_counts": "numbers by part",
     "TliDrafter._shared_tokens": "the tokens of both vocabularies, made when they are first needed",
     "DrafterSpec.": "what a part needs",
     "SpecUnion._specs": "what every part needs",

@@ -19,7 +19,10 @@ from torch import Tensor
 from foredraft.drafters.common.tree_builder import NodeLogits, TreeBuilder, TreeSpec, add_level
 from foredraft.request import Request
 from foredraft.sampling.distribution import distribution
-from foredraft.sampling.grammar import AllowedTokens, Grammar, GrammarMatcher
+from foredraft.sampling.grammar import Grammar
+from foredraft.sampling.grammar_cursor import GrammarCursor
+from foredraft.sampling.grammar_matcher import GrammarMatcher
+from foredraft.sampling.grammar_tokens import AllowedTokens
 from foredraft.sampling.params import Sampling
 from foredraft.tree import TokenTree
 from foredraft.verification.noise import SeededNoise
@@ -188,8 +191,8 @@ FAULTS: dict[str, Callable[[Sequence[int]], Sequence[int]]] = {
 
 
 def make_moved_matcher(name: str) -> GrammarMatcher:
-    plain = matcher()
-    made = Moved(plain.initial_matcher, plain.vocab_size, plain.parser_end_id, plain.eos_ids, plain.end_ids)
+    cursor = matcher().cursor
+    made = Moved(GrammarCursor(cursor.initial_matcher, cursor.tokens))
     made.where = FAULTS[name]
     return made
 

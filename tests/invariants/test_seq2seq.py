@@ -53,8 +53,8 @@ def _head(module: Any, training: dict[str, Any], **options: Any) -> Make:
     def make(llm: LLM, num_tokens: int) -> Drafter:
         target = llm.target
         trainee = module.create_trainee(module.TrainConfig(**training), target)
-        if hasattr(trainee, "prepare"):
-            trainee.prepare(torch.ones(target.vocab_size, dtype=torch.int64))
+        if trainee.spec.prepare is not None:
+            trainee.spec.prepare(torch.ones(target.vocab_size, dtype=torch.int64))
         network = trainee.network.to(target.model.dtype)
         generator = torch.Generator().manual_seed(4)
         tensors = {

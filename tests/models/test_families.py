@@ -12,7 +12,7 @@ from torch import Tensor
 
 from foredraft.errors import ForedraftError
 from foredraft.models.forward_batch import MAX_PADDED_ROWS
-from foredraft.models.hf import find_decoder_layers
+from foredraft.models.hidden_states import find_decoder_layers
 from foredraft.tree import TokenTree
 from tests.support.families import FAMILIES, SLIDING, VOCAB, PagedModel, compute_reference, make_family, tokens
 

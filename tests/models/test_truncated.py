@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from foredraft.errors import ForedraftError
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
-from foredraft.models.hf import HFModel, find_decoder_layers
+from foredraft.models.hf import HFModel
+from foredraft.models.hidden_states import find_decoder_layers
 from foredraft.models.truncated import Adapter, Truncated, count_weights, find_final_norm, truncate_model
 from foredraft.tree import TokenTree
 from tests.models.test_families import random_tree

@@ -22,8 +22,11 @@ from foredraft.llm import MemoryLimits
 from foredraft.request import Batch
 from foredraft.sampling import grammar as grammar_module
 from foredraft.sampling.distribution import TokenHistory, distribution
-from foredraft.sampling.grammar import Grammar, GrammarCompiler, GrammarMatcher
+from foredraft.sampling.grammar import Grammar, GrammarCompiler
 from foredraft.sampling.grammar_checks import MAX_DEPTH
+from foredraft.sampling.grammar_cursor import GrammarCursor
+from foredraft.sampling.grammar_matcher import GrammarMatcher
+from foredraft.sampling.grammar_tokens import GrammarTokens
 from foredraft.tree import TokenTree
 from foredraft.verification.registry import RULES
 from tests.support import tiny_models
@@ -562,12 +565,16 @@ class GivesUp:
         return f"too many states (limit {self.most})\nand more"
 
 
+def make_failing_matcher(most: int) -> GrammarMatcher:
+    return GrammarMatcher(GrammarCursor(GivesUp(most), GrammarTokens(9, 9, frozenset([END]), frozenset([END]))))
+
+
 def gives_up(index: int, most: int) -> Transcript:
     grammar = Grammar.regex("([abc]|ab|bc|cc)*")
     made = make_transcript(
         [1], Sampling(max_tokens=20, seed=index, grammar=grammar), index, make_nine_token_tokenizer(), "match", (END,)
     )
-    made.request.matcher = GrammarMatcher(GivesUp(most), 9, 9, frozenset([END]), frozenset([END]))
+    made.request.matcher = make_failing_matcher(most)
     return made
 
 
@@ -605,9 +612,9 @@ def test_a_grammar_that_fails_on_its_way_gives_the_same_text_with_and_without_dr
 
 def test_the_limits_of_a_matcher_count_its_text_alone():
     """llguidance counts queries about earlier drafts, too; a text must not fail because of its drafts."""
-    matcher = GrammarMatcher(GivesUp(6), 9, 9, frozenset([END]), frozenset([END]))
+    matcher = make_failing_matcher(6)
     matcher.find_allowed([])
-    matcher._matcher.most = 1
+    matcher.cursor._matcher.most = 1
     assert matcher.find_allowed([0, 1]).error is None
     assert matcher.find_allowed([0] * 7).error == "too many states (limit 6)"
 

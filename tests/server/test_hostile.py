@@ -12,7 +12,8 @@ from dataclasses import replace
 
 import pytest
 
-from foredraft.sampling.grammar import PARSER_LIMITS, GrammarCompiler
+from foredraft.sampling.grammar import GrammarCompiler
+from foredraft.sampling.grammar_cursor import PARSER_LIMITS
 from foredraft.server.connection import READ_BYTES, Connection
 from foredraft.server.schemas import ChatMessage
 from foredraft.server.service import Service

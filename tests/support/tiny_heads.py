@@ -77,12 +77,12 @@ class HeadCase:
         config = training.config(loss="ce", **dict(self.training))
         trainee: Any = training.create_trainee(config, llm.target, None)
         torch.manual_seed(0)
-        if hasattr(trainee, "prepare"):
-            trainee.prepare(torch.bincount(generate_texts(llm)[0].flatten(), minlength=tiny_models.VOCAB))
+        if trainee.spec.prepare is not None:
+            trainee.spec.prepare(torch.bincount(generate_texts(llm)[0].flatten(), minlength=tiny_models.VOCAB))
         optimizer = torch.optim.Adam(trainee.network.parameters(), self.rate)
         for _ in range(STEPS):
             optimizer.zero_grad()
-            trainee.compute_loss(make_trace(llm, trainee.hidden_layers)).total.backward()
+            trainee.compute_loss(make_trace(llm, trainee.spec.hidden_layers)).total.backward()
             optimizer.step()
         tensors = {name: tensor.detach() for name, tensor in trainee.network.state_dict().items()}
         return Checkpoint(self.method.name, "fitted", "a fitted head", trainee.network.shape, tensors)

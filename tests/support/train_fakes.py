@@ -10,6 +10,7 @@ from torch import nn
 
 from foredraft.drafters.losses import Losses, Trace, average_over_mask, check_loss, compute_draft_loss
 from foredraft.drafters.method import Method, Training
+from foredraft.drafters.trainee import TraineeSpec
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
 from foredraft.train.config import DataConfig, EvaluationConfig, OptimizationConfig, TrainPlan
 
@@ -27,7 +28,7 @@ class LinearTrainee:
 
     def __init__(self, config: TrainConfig, width: int, vocab_size: int) -> None:
         check_loss(config.loss)
-        self.config, self.hidden_layers = config, config.taps
+        self.config, self.spec = config, TraineeSpec(config.taps)
         self.network = nn.Sequential(nn.Dropout(config.dropout), nn.Linear(width, vocab_size))
 
     def compute_loss(self, trace: Trace) -> Losses:

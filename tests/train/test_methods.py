@@ -1,7 +1,7 @@
 """Full training runs: draft models on and off policy, tables, the target's own texts, targets that learn too."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from foredraft import LLM, Sampling
 from foredraft.drafters.draft_model.training import TrainConfig as DraftConfig
 from foredraft.drafters.losses import LOSS_NAMES
+from foredraft.drafters.trainee import JointTraining
 from foredraft.errors import ForedraftError
 from foredraft.train import generate as generate_module
 from foredraft.train.config import EvaluationConfig
@@ -172,11 +173,9 @@ class JointConfig:
 
 
 class Heads(LinearTrainee):
-    warmup_heads = 2
-
     def __init__(self, config, width, vocab_size):
         super().__init__(SimpleNamespace(loss=config.loss, dropout=0.0, taps=(-1,)), width, vocab_size)
-        self.backbone = config.backbone
+        self.spec = replace(self.spec, joint=JointTraining(config.backbone, config.loss, warmup_steps=2))
 
 
 def joint(config, target, start=None):

@@ -70,11 +70,12 @@ class AdaptiveLengthPolicy:
         """Grant draft nodes for the next step; arguments as in `DraftLengthPolicy.allocate`."""
         observer = self.observer
         if not observer.is_drafting and not self._probes.slots:
+            # Paused, and no probe runs: the usual result is no draft at all, without any of the work below.
             if not self._plan.covers_kinds(candidates):
-                self._plan.expire()  # so this step computes a new one
+                self._plan.expire()  # `update` below computes a new one
             elif self._would_draft_nothing_again(candidates):
                 return self._repeat_decision(candidates)
-        if observer.register(candidates):
+        if observer.register(candidates):  # the kind has changed
             self._plan.expire()
         # A fixed length is granted as it is. The policy decides only about the other candidates, the adjustable ones.
         adjustable = [c for c in candidates if not c.is_fixed and c.max_nodes > 0]
@@ -87,7 +88,7 @@ class AdaptiveLengthPolicy:
             reason, chosen = self._choose_nodes(plan, adjustable, num_pass_tokens)
             nodes_by_slot |= chosen
         granted = [min(nodes_by_slot.get(c.slot, 0), c.max_nodes) for c in candidates]
-        slowdown = observer.costs.slowdown
+        slowdown = observer.costs.slowdown  # current over usual step time; the plan counts with usual times
         self.record_decision(LengthDecision(
             reason, nodes=sum(granted), longest=max(granted, default=0), plain_rate=plan.plain_rate / slowdown,
             rate=plan.rate / slowdown, acceptance=plan.acceptance,
@@ -100,7 +101,7 @@ class AdaptiveLengthPolicy:
         self.counts[decision.reason] += 1
 
     def begin_unplanned_step(self, candidates: Candidates) -> None:
-        """Prepare a step whose lengths are not chosen here. It needs no warm-up and starts no probe."""
+        """Prepare a step whose lengths `LossBudgetPolicy` chooses. It needs no warm-up and starts no probe."""
         self.observer.end_warmup()
         self.observer.begin_step(len(candidates), True in [c.is_fixed for c in candidates])
         self._probes.set_load(len(candidates))
@@ -170,7 +171,7 @@ class AdaptiveLengthPolicy:
     def _update_mode(self, plan: LengthPlan, adjustable: Candidates) -> None:
         """Resume drafting if it pays; pause it if it does not pay or the credit is used up.
 
-        Resuming takes more than one plain step of credit. When drafting resumes, the drafter first has to catch up.
+        Drafting resumes only with a credit of more than one plain step. The drafter then first has to catch up.
         The credit lends the time for it (`TimeCredit.grant_loan`), if the gain of MAX_PAYBACK_STEPS repays it.
         """
         observer, credit, schedule = self.observer, self.observer.credit, self._probes

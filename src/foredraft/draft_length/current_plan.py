@@ -1,4 +1,4 @@
-"""The plan in use: draft nodes per request, and the batch that they were computed for. Steps are its age."""
+"""The plan in use: draft nodes per request, the batch that they were computed for, and the plan's age in steps."""
 
 from collections.abc import Sequence
 from dataclasses import replace

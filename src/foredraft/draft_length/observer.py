@@ -14,7 +14,9 @@ from foredraft.draft_length.unread import UnreadCounter
 
 # Warm-up: the first steps, to measure costs
 WARMUP_NODES = (0, 0, 1, 1, 3, 3, 3)  # draft nodes per request: entry i is for step i
-MIN_WARMUP_STEPS = 4  # steps before a negative credit may end it; the first draft is slow: the drafter reads the prompt
+# A negative credit ends the warm-up, but not before this many steps: the first draft is slow, because the drafter reads
+# the prompt.
+MIN_WARMUP_STEPS = 4
 MAX_UNOBSERVED_STEPS = 3  # reports in a row that may be skipped (`_skip`)
 
 
@@ -116,7 +118,7 @@ class StepObserver:
         One report in four is evaluated even then. A skipped step only adds its allowance to the time credit. Returns
         whether the report was skipped.
         """
-        is_busy = self._num_candidates > 0 and self.is_drafting  # true during warm-up
+        is_busy = self._num_candidates > 0 and self.is_drafting  # `is_drafting` is true during warm-up
         if is_busy or self._num_unobserved == MAX_UNOBSERVED_STEPS:
             return False
         self._num_unobserved += 1

@@ -70,10 +70,11 @@ class TokenDraftSource(Protocol):
         """Draft at most `budget` nodes for one request."""
 
     def match_strength(self, request: Request) -> int:
-        """Return a measure of how reliable the last result of `draft` for this request is; 0 = unknown.
+        """Return a measure of how reliable the draft is that `draft` returned last for this request; 0 = unknown.
 
-        For a copied draft it is the number of committed tokens that matched before the copy. It must depend on
-        committed tokens alone. An ensemble estimates the acceptance of a member separately for each value.
+        For a copied draft it is the number of committed tokens that matched before the copy. It must follow from the
+        committed tokens, not from sampled draft tokens. An ensemble estimates the acceptance of a member separately for
+        each value.
         """
 
     def continue_draft(self, request: Request, path: Sequence[int], budget: int) -> Draft:

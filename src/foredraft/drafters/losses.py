@@ -1,11 +1,11 @@
-"""Shared code of trainable drafters: traces of the target, losses against its distribution, the Trainee protocol."""
+"""Traces of the target, and losses of trainable drafters against its distribution."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from foredraft.errors import ForedraftError
@@ -136,21 +136,3 @@ class Losses:
 
     total: Tensor  # scalar, with a gradient
     components: Mapping[str, float]  # by name, for the log
-
-
-class Trainee(Protocol):
-    """Drafter in training."""
-
-    @property
-    def hidden_layers(self) -> tuple[int, ...]:
-        """Layer boundaries of the target whose states the trace has, as in `Drafter.hidden_layers`."""
-
-    @property
-    def network(self) -> nn.Module:
-        """Module to train; parameters that require no gradient stay as they are."""
-
-    def compute_loss(self, trace: Trace) -> Losses:
-        """Compute the loss of one batch."""
-
-    def to_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return tensors and config.json in the layout of published checkpoints."""

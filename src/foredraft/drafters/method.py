@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from foredraft.checkpoints.formats import CheckpointFormat
 from foredraft.checkpoints.schema import Checkpoint
 from foredraft.drafters.interface import Drafter
-from foredraft.drafters.losses import Trainee
+from foredraft.drafters.trainee import Trainee
 from foredraft.models.hf import HFModel
 
 VARIANT_BRANCHING = (3, 2, 1, 1, 2, 1, 1, 1)  # children by depth of variants with a fixed tree
-DEFAULT_AUTO_TOKENS = 8  # longest draft in tokens if the draft length adapts
+DEFAULT_AUTO_TOKENS = 8  # longest draft in tokens with an adaptive length (`--spec-tokens auto`)
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class DrafterContext:
     device: torch.device = torch.device("cpu")  # device of the target  # noqa: RUF009 (immutable)
     fused: bool = True  # run draft models as native CPU code if their architecture is supported
     builtin_drafter: str | None = None  # folder of this method's drafter for the built-in target; None = there is none
-    builtin_drafters: Mapping[str, str] = field(default_factory=dict)  # the same folders, by method
+    builtin_drafters: Mapping[str, str] = field(default_factory=dict)  # such folders of all methods, by method
     # Wraps a member of an ensemble, given with its name, in a sandbox of its own, so that members fail independently.
     sandbox: "Callable[[Drafter, str], Drafter]" = lambda drafter, name: drafter
 
@@ -48,11 +48,13 @@ class Training:
     """Training of a method's weights: by gradients, or by counting tokens.
 
     Attributes:
-        config: frozen dataclass of the settings. By gradients, its static method `read_shape(network)` returns the
-            settings that a drafter to start from determines.
-        create_trainee: makes the drafter in training from the settings, the target and a checkpoint to start from (of a
-            whole model its folder), None = new weights.
-        learn: counts the documents (token ids [n] each) for a target, and writes the folder of the drafter.
+        config: frozen dataclass of the settings. For training by gradients it has a static method
+            `read_shape(network)`. That method returns the settings that the sizes of a network determine, such as the
+            number of layers. Training that starts from an existing drafter must not change them.
+        create_trainee: makes the drafter in training. Arguments: settings, target, and the drafter to start from. The
+            latter is a checkpoint, the folder of a whole model, or None = new weights.
+        learn: trains by counting, and writes the folder of the drafter. Arguments: settings, documents (token ids [n]
+            each), target and folder.
     """
 
     config: type
@@ -66,7 +68,7 @@ class Training:
 
 @dataclass(frozen=True)
 class HeadRecipe:
-    """Arguments of `foredraft train` for the head of a built-in target. A step has 2,048 tokens."""
+    """Arguments of `foredraft train` for the head of a built-in target. A step is an update with 2,048 tokens."""
 
     steps: int
     settings: Mapping[str, str] = field(default_factory=dict)
@@ -122,11 +124,11 @@ class Method:
         create: makes the drafter from an instance of `config` and a context.
         uses_model: True if the method takes the option `model`: a draft model, a head or another trained file.
         accepts_loaded_model: True if `model` may be a loaded transformers model.
-        from_checkpoint: makes the drafter from a head that is loaded, if `create` reads one.
-        auto_rank: rank among the methods that `auto` chooses from, as a number or by context; the highest is used.
-            `auto` chooses one method that reads tokens alone and one with a model. None = never, except if the user
-            gives its model.
-        auto_tokens: longest draft in tokens if the draft length adapts.
+        from_checkpoint: makes the drafter from a loaded checkpoint; None = `create` is the only way to make it.
+        auto_rank: rank in the method `auto`: a number, or a function of the context. `auto` uses the method with the
+            highest rank of those that read tokens alone, and of those with a model. A model that the user gave takes
+            precedence over ranks. None = `auto` does not choose this method by itself.
+        auto_tokens: longest draft in tokens with an adaptive length (`--spec-tokens auto`), in any method.
         parse_name: returns the options that another name of this method implies, None for all other names.
         configure: parses the options if `config` alone does not describe them.
         option_choices: returns the valid texts of an option, by its name.

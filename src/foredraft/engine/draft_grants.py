@@ -1,4 +1,4 @@
-"""Draft nodes of a step: what the draft-length policy grants, within the free rows and pages."""
+"""Draft nodes of a step: what the draft-length policy grants, within the token budget and the free pages."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ def grant_draft_nodes(
     max_nodes: int,
     length_policy: DraftLengthPolicy,
     allocator: PageAllocator,
-    num_rows: int,
+    tokens_left: int,
 ) -> tuple[int, ...]:
     """Return the draft nodes of each scheduled request, and reserve their pages.
 
@@ -25,7 +25,7 @@ def grant_draft_nodes(
         max_nodes: upper limit of the drafter on the draft nodes of a request.
         length_policy: grants draft nodes to each request.
         allocator: pages of the KV pools.
-        num_rows: rows of the forward pass that the chunks leave free.
+        tokens_left: tokens of the step's budget that the chunks leave.
     """
     candidates: list[DraftCandidate] = []
     indices: list[int] = []  # of the candidates in `scheduled`
@@ -44,8 +44,8 @@ def grant_draft_nodes(
         granted = length_policy.allocate(candidates, num_pass_tokens, attended_tokens)
         for i, num_nodes in zip(indices, granted, strict=True):
             request, chunk = scheduled[i]
-            result[i] = _reserve(allocator, request, request.num_computed + chunk, min(num_nodes, num_rows))
-            num_rows -= result[i]
+            result[i] = _reserve(allocator, request, request.num_computed + chunk, min(num_nodes, tokens_left))
+            tokens_left -= result[i]
     return tuple(result)
 
 

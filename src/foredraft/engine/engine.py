@@ -2,11 +2,11 @@
 
 The engine holds no model-specific code: target, drafter, verification rule and draft-length policy are interfaces.
 
-A step has one token tree per request. The picture at the top of `tree.py` defines its parts. First come the committed
-tokens that the step computes (a prompt chunk). If the chunk ends with the request's last committed token, that token is
-the root, and the draft nodes follow. Otherwise the tree has no root and no draft, and roots[b] is sizes[b]. The root
-and the draft nodes are scored: each has one row of logits. b is always a batch index, the index of a request in the
-step's `Batch`.
+A step has one token tree per request. The picture at the top of `tree.py` defines its parts. First comes the chunk: the
+committed tokens that the step computes. They are a part of a prompt, or the last token of a request that decodes. If
+the chunk ends with the request's last committed token, that token is the root, and the draft nodes follow. Otherwise
+the tree has no root and no draft, and `TokenTree.roots[b]` is equal to `TokenTree.sizes[b]`. The root and the draft
+nodes are scored: each has one row of logits. b is always a batch index, the index of a request in the step's `Batch`.
 
 Letters of shapes: B requests, T nodes of all trees together (the tokens of the forward pass), R scored nodes, V
 vocabulary, P longest committed path, F width of the hidden states that the drafter reads.
@@ -89,7 +89,7 @@ class Engine:
         self.clock = StepClock(clock)
         self.device = device
         self.is_debug = is_debug
-        # Requests of the step that runs, or of the last one if it raised: `step` then has no result to name them.
+        # Requests of the step that runs. They stay here if it raises, because it then returns no result with them.
         self.current_requests: tuple[Request, ...] = ()
         self.is_reserved = False  # True while the thread of a Worker owns this engine
 
@@ -135,11 +135,11 @@ class Engine:
             transcript.fail(reason, error)
 
     def recover(self) -> None:
-        """Restore a consistent state after `step` or `abort` raised, or `add` with another error than that of `check`.
+        """Restore a consistent state after an exception in `step`, `abort` or `add`, except the errors of `check`.
 
-        Tokens in deltas are final. Each request is cut back to its last delta and requeued, and all KV is dropped. A
-        request whose text cannot be rebuilt ends with an error. Call `recover` before any delta is read from a
-        transcript. If it raises (KeyboardInterrupt), call it again.
+        Tokens in deltas are final: each request is cut back to its last delta and requeued, without KV. It ends with an
+        error if its text cannot be rebuilt. Call `recover` before any delta is read. A delta that was read before it is
+        marked as final would be generated twice. If `recover` raises (KeyboardInterrupt), call it again.
         """
         self.clock.reset()
         for request, transcript in list(self.transcripts.items()):
@@ -200,12 +200,12 @@ class Engine:
         return batch
 
     def _schedule(self, allowed: frozenset[Request] | None, deferred: frozenset[Request]) -> Batch:
-        """Flush the drafter's memory and preempt requests as far as the next batch needs it, then schedule it."""
+        """Write pending draft KV and preempt requests as far as the next batch needs it, then schedule the batch."""
         if deferred:
             allowed = self.scheduler.exclude(deferred, allowed)
         releases = self.scheduler.find_releases(allowed, deferred)
         if releases is not NO_RELEASES:
-            self.drafter.flush(releases.unwritten_slots)
+            self.drafter.flush(releases.unwritten_slots)  # writes their pending draft KV
             self._forget(self.scheduler.preempt(releases.preempted))
         return self.scheduler.schedule(self.drafter.spec.max_nodes, self.length_policy, allowed)
 
@@ -254,7 +254,7 @@ class Engine:
         return append_tokens(self.transcripts, batch, tree, commit, output, draft_seconds)
 
     def _compact_kv(self, batch: Batch, commit: Commit) -> None:
-        """Move the KV of accepted paths to the front of the step's slots, where rejected nodes lie between them."""
+        """Move the KV of each accepted path to consecutive positions, if rejected nodes lie between its nodes."""
         # The nodes of a path increase from 0. So a path is 0, 1, 2 and so on if its last node is its length - 1.
         moved = [b for b, path in enumerate(commit.paths) if path and path[-1] >= len(path)]
         if moved:
@@ -305,10 +305,10 @@ class Engine:
     # -- memory of requests that leave
 
     def _remove(self, requests: Sequence[Request], failed: frozenset[Request] = frozenset()) -> None:
-        """Remove requests and free their memory; `failed` ones leave no pages in the prefix cache."""
+        """Remove requests and free their memory. `failed` had invalid logits, so their pages are not kept for reuse."""
         unwritten_slots = self.scheduler.find_unwritten_slots([r for r in requests if r not in failed])
         if unwritten_slots:
-            self.drafter.flush(unwritten_slots)
+            self.drafter.flush(unwritten_slots)  # writes their pending draft KV
         for request in requests:
             self._forget(self.scheduler.finish(request, has_invalid_kv=request in failed))
 

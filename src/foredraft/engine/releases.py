@@ -1,4 +1,4 @@
-"""Releases before a step: deferred draft KV to write, and requests to preempt."""
+"""Releases before a step: pending draft KV to write, and requests to preempt."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,10 +10,11 @@ from foredraft.request import Request
 
 @dataclass(frozen=True)
 class Releases:
-    """Work before `Scheduler.schedule`: deferred draft KV to write, then requests to preempt."""
+    """Work before `Scheduler.schedule`: pending draft KV to write, then requests to preempt."""
 
     preempted: tuple[Request, ...] = ()
-    unwritten_slots: tuple[int, ...] = ()  # slots whose draft KV must be written before their pages are shared or freed
+    # Slots whose pending draft KV must be written now, because their pages are shared or freed next.
+    unwritten_slots: tuple[int, ...] = ()
 
 
 NO_RELEASES = Releases()
@@ -49,4 +50,6 @@ class ReleasePlanner:
         num_free_slots = self.preemption.limits.max_batch - len(running) + len(preempted)
         shared = admission.find_shared_slots(waiting, running, num_free_slots, allowed)
         kept = [r.slot for r in preempted if cache.keeps_pages(r, is_finished=False)]
-        return Releases(tuple(preempted), (*kept, *shared)) if preempted or shared else NO_RELEASES
+        if not preempted and not shared:
+            return NO_RELEASES
+        return Releases(tuple(preempted), tuple({*kept, *shared}))  # a preempted request may share its pages too

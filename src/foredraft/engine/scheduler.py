@@ -118,9 +118,9 @@ class Scheduler:
             self.allocator.grow(request.pages, request.num_computed + chunk)
             request.last_step = step_index
         chunks = tuple([chunk for _, chunk in scheduled])
-        num_rows = self.limits.max_step_tokens - sum(chunks)
+        tokens_left = self.limits.max_step_tokens - sum(chunks)
         if max_nodes:
-            granted = grant_draft_nodes(scheduled, max_nodes, length_policy, self.allocator, num_rows)
+            granted = grant_draft_nodes(scheduled, max_nodes, length_policy, self.allocator, tokens_left)
         else:
             granted = (0,) * len(chunks)
         return Batch(tuple([request for request, _ in scheduled]), chunks, granted, self.allocator.page_size)
@@ -129,9 +129,9 @@ class Scheduler:
         """Append the new tokens to the requests, advance `num_computed`, and free pages of rejected draft nodes."""
         size = self.allocator.page_size
         for request, tokens, count in zip(batch.requests, commit.tokens, commit.counts, strict=True):
-            # tokens[i] follows node path[i] of the commit, so tokens[0] is token num_computed + 1 of the request. A
-            # chunk that ends before the last committed token has old tokens only: the slice is empty.
-            num_old = request.num_tokens - request.num_computed - 1  # committed tokens from that one on
+            # Node 0 is at position num_computed, so tokens[0] is the token at position num_computed + 1. The first
+            # num_old of them are committed already, and all if the chunk ends before the last committed token.
+            num_old = request.num_tokens - request.num_computed - 1
             request.output += tokens[num_old:] if num_old else tokens
             num_full = request.num_computed // size  # full pages before this step
             request.num_computed += count  # KV entries that stay: one per node of the path
@@ -150,7 +150,7 @@ class Scheduler:
 
         Args:
             request: request to remove.
-            has_invalid_kv: drop the pages that the request wrote from the prefix cache.
+            has_invalid_kv: the KV that the request has computed may be invalid. Its pages leave the prefix cache.
         """
         try:
             if request.status is RequestStatus.RUNNING:
@@ -163,9 +163,9 @@ class Scheduler:
             self.prefix_cache.forget(request)
 
     def reset(self, output_lengths: Mapping[Request, int]) -> None:
-        """Drop all KV and requeue requests, whatever state an interrupted step left.
+        """Free all pages and slots and requeue requests, whatever state an interrupted step left.
 
-        The KV pools and the state of the drafter are left to the caller.
+        The caller clears the tensors of the KV pools and the state of the drafter.
 
         Args:
             output_lengths: requests to requeue, with the number of output tokens that each of them keeps. Any other

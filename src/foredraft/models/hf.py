@@ -1,14 +1,12 @@
 """Causal LMs of transformers behind the engine's interface: forward batch in, logits and hidden states out."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from threading import Lock
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from foredraft.errors import ForedraftError
@@ -19,6 +17,7 @@ from foredraft.kv.pool import KVPool
 from foredraft.models import attention
 from foredraft.models.compatibility import examine_causal_lm, probe_attention
 from foredraft.models.forward_batch import AFTER_FINAL_NORM, ForwardBatch
+from foredraft.models.hidden_states import capture_hidden_states
 from foredraft.models.native.decoder import NativeDecoder, explain_unsupported
 from foredraft.models.packed_linear import check_quantizable, pack_linears
 from foredraft.source import EncoderSource
@@ -217,7 +216,7 @@ class HFModel:
                 )
         if self.fused is not None:
             return self.fused.forward(forward_batch, self.pool, hidden_layers)
-        with self.modules_lock, self._capture_hidden_states(hidden_layers) as captured:
+        with self.modules_lock, capture_hidden_states(self.model, hidden_layers) as captured:
             out = self.model(
                 input_ids=forward_batch.tokens,
                 position_ids=forward_batch.positions,
@@ -228,40 +227,3 @@ class HFModel:
             )
         features = torch.cat([captured[layer][0] for layer in hidden_layers], -1) if hidden_layers else None
         return out.logits[0], features
-
-    @contextmanager
-    def _capture_hidden_states(self, hidden_layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-        """Collect the hidden states at layer boundaries with hooks, by boundary, while the context is open."""
-        captured: dict[int, Tensor] = {}
-        layers = find_decoder_layers(self.model) if hidden_layers else nn.ModuleList()
-        handles = []
-        for boundary in hidden_layers:
-
-            def capture_input(
-                _: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], boundary: int = boundary
-            ) -> None:
-                captured[boundary] = args[0] if args else kwargs["hidden_states"]
-
-            def capture_output(_: nn.Module, __: Any, output: Any, boundary: int = boundary) -> None:
-                captured[boundary] = output if isinstance(output, Tensor) else output[0]
-
-            if boundary == AFTER_FINAL_NORM:
-                handles.append(self.model.get_decoder().register_forward_hook(capture_output))
-            elif boundary == 0:
-                handles.append(layers[0].register_forward_pre_hook(capture_input, with_kwargs=True))
-            else:
-                handles.append(layers[boundary - 1].register_forward_hook(capture_output))
-        try:
-            yield captured
-        finally:
-            for handle in handles:
-                handle.remove()
-
-
-def find_decoder_layers(model: Any) -> nn.ModuleList:
-    """Find the stack of decoder layers: the first module list with as many modules as the model has layers."""
-    depth = model.config.get_text_config().num_hidden_layers
-    for module in model.get_decoder().modules():
-        if isinstance(module, nn.ModuleList) and len(module) == depth:
-            return module
-    raise ForedraftError(f"{type(model).__name__}: no stack of {depth} decoder layers was found for hidden states")

@@ -19,7 +19,8 @@ from foredraft.kernels.linear import PackedWeight
 from foredraft.kv.pool import KVPool
 from foredraft.models.draft_layer import RMSNorm
 from foredraft.models.forward_batch import ForwardBatch
-from foredraft.models.hf import HFModel, find_decoder_layers
+from foredraft.models.hf import HFModel
+from foredraft.models.hidden_states import find_decoder_layers
 from foredraft.models.native.decoder import DecoderPacker, LayerSlice
 
 # Standard deviation of the outputs of a new adapter's input projections, for inputs with variance 1. Hidden states are

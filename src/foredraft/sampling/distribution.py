@@ -12,7 +12,7 @@ from torch import Tensor
 
 from foredraft.sampling import filters
 from foredraft.sampling.filters import NEG_INF
-from foredraft.sampling.grammar import GrammarMatcher
+from foredraft.sampling.grammar_matcher import GrammarMatcher
 from foredraft.sampling.params import LogitsProcessor, Sampling
 
 

@@ -15,7 +15,7 @@ from foredraft.drafters.losses import Trace
 from foredraft.llm import LLM
 from foredraft.models.native.decoder import explain_unsupported
 from foredraft.sampling.params import Sampling
-from foredraft.train.loop import TraceSource
+from foredraft.train.learner import TraceSource
 from foredraft.train.trace import Tracer
 from foredraft.train.windows import TokenWindows
 

@@ -9,7 +9,7 @@ import torch
 from foredraft.checkpoints.layouts import CheckpointLayout
 from foredraft.checkpoints.target_reference import describe_target
 from foredraft.checkpoints.write import save
-from foredraft.drafters.losses import Trainee
+from foredraft.drafters.trainee import Trainee
 from foredraft.files.disk import convert_write_errors, replace_files
 
 DISK_FULL_HINT = "make room, and the same command goes on from the last checkpoint"
@@ -21,7 +21,7 @@ def publish(
     """Write a drafter in its published layout.
 
     Args:
-        trainee: Drafter in training. If it has `save`, it writes its own files, and only `folder` is used.
+        trainee: Drafter in training. If its spec has `save`, that writes its own files, and only `folder` is used.
         method: Method of the drafter.
         folder: Folder to write to.
         dtype: Dtype of the weights: the target's, which drafting uses.
@@ -31,7 +31,7 @@ def publish(
     Raises:
         ForedraftError: if the folder cannot be written.
     """
-    save_files: Any = getattr(trainee, "save", None)
+    save_files = trainee.spec.save
     if save_files is not None:
         with convert_write_errors(folder, DISK_FULL_HINT):
             replace_files(folder, save_files)

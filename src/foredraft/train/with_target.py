@@ -14,17 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foredraft.drafters.losses import Losses, Trace, Trainee, average_over_mask, compute_draft_loss
+from foredraft.drafters.losses import Losses, Trace, average_over_mask, compute_draft_loss
+from foredraft.drafters.trainee import JointTraining, Trainee
 from foredraft.files.disk import convert_write_errors, replace_files
 from foredraft.llm import LLM
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
-from foredraft.models.hf import HFModel, find_decoder_layers
+from foredraft.models.hf import HFModel
+from foredraft.models.hidden_states import find_decoder_layers
 from foredraft.models.loading import load_model
 from foredraft.models.native.decoder import explain_unsupported
 from foredraft.train.publish import DISK_FULL_HINT
 
 TARGET_FOLDER = "target"  # subfolder of the heads' folder
-WARMUP_SHARE = 0.2  # share of the steps, if the trainee does not set the number of steps
+WARMUP_SHARE = 0.2  # share of the steps, if the trainee sets no number of warm-up steps
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,14 @@ class JointLoss:
     target: TrainableTarget
     target_loss: str  # name of the target's loss: a divergence from its original distribution, or ce
     warmup_steps: int  # steps in which only the heads learn
+    rate: float  # learning rate of the target as a share of the heads'
+
+    @classmethod
+    def make(cls, trainee: Trainee, joint: JointTraining, target: HFModel, num_steps: int) -> "JointLoss":
+        """Make the loss of a run of `num_steps` steps, with a new trainable copy of the target."""
+        warmup_steps = round(WARMUP_SHARE * num_steps) if joint.warmup_steps is None else joint.warmup_steps
+        trainable = TrainableTarget.from_model(target, trainee.spec.hidden_layers)
+        return cls(trainee, trainable, joint.loss, warmup_steps, joint.rate)
 
     def __call__(self, trace: Trace, step: int) -> Losses:
         if step < self.warmup_steps:

@@ -11,8 +11,8 @@ A rule walks down the tree from the root. It reads probabilities and random numb
 Both may be computed on demand (`LazyTargetProbs`, `SeededNoise`) or be tables (a tensor [R, V], `NoiseTable`).
 
 A request fails if the logits at its root are invalid (`InvalidLogitsError`). If they are invalid at an accepted draft
-node, no token can follow this node, so the path ends at its parent. The token of the node follows the parent. It is the
-last token that the step commits, and thus the root of the next step.
+node, no token can be chosen after this node, so the path ends at its parent. The accepted token itself is kept: it is
+the last token that the step commits, and thus the root of the next step.
 """
 
 import math
@@ -33,9 +33,9 @@ CommittedPath = tuple[list[int], list[int]]  # (nodes of a path or of a part of 
 def match(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
     """Sample the target's own token after each node; accept the child with that token, if there is one.
 
-    The sample depends on seed and position alone (`SeededNoise.get_key`). The output therefore does not depend on the
-    drafter, the draft length, the batch or preemption. All requests walk down together, one level at a time, so that
-    the samples of a level are computed in one call.
+    The noise of a sample depends on seed, sample index and position alone (`SeededNoise.get_key`). The output therefore
+    does not depend on the drafter, the draft length, the batch or preemption. All requests walk down together, one
+    level at a time, so that the samples of a level are computed in one call.
 
     Reference: 2408.07978 (chains).
     """
@@ -107,9 +107,9 @@ def reject(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
 def block(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
     """Block verification of chains: accept the longest prefix of draft tokens that passes a joint test.
 
-    Prefix i passes if its uniform is below h_i = m / (m + 1 - p_i). p_i is the product of p / q over the prefix, capped
-    at 1 at every level. m is the mass of the residual max(0, p_i * p - q) after the prefix. If no valid draft token
-    follows the prefix, h_i = p_i. In expectation this accepts at least as many tokens as `reject`.
+    w_i is the product of p(x) / q(x) of the first i draft tokens, capped at 1 after each factor; m_i the mass of the
+    residual max(0, w_i * p - q) after them. They pass if their uniform is below m_i / (m_i + 1 - w_i), or below w_i if
+    no valid draft token follows. In expectation this accepts at least as many tokens as `reject`.
 
     Raises:
         ValueError: if a request's tree is not a chain.
@@ -138,15 +138,15 @@ def block(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
             levels.append((p_node, q))
             if p_node[x] <= 0:  # no later node can be accepted, so their logits are not read
                 break
-        ratios, num_accepted = [1.0], 0  # ratios[i] = p_i
+        weights, num_accepted = [1.0], 0  # w_0, w_1, ...
         for i, (p_node, q) in enumerate(levels):
             x = tokens[chain[i + 1]]
-            ratios.append(min(ratios[-1] * p_node[x] / q[x], 1.0))
-            threshold = ratios[-1]
+            weights.append(min(weights[-1] * p_node[x] / q[x], 1.0))
+            threshold = weights[-1]
             if i + 1 < len(levels):
                 p_next, q_next = levels[i + 1]
-                residual_mass = p_next.compute_residual(q_next, weight=ratios[-1]).total
-                denominator = residual_mass + 1 - ratios[-1]
+                residual_mass = p_next.compute_residual(q_next, weight=weights[-1]).total
+                denominator = residual_mass + 1 - weights[-1]
                 threshold = residual_mass / denominator if denominator > 0 else 1.0
             if noise.accept_uniform(b, chain[i + 1]) < threshold:
                 num_accepted = i + 1
@@ -159,7 +159,7 @@ def block(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
             return nodes[:-1], [tokens[n] for n in nodes[1:]]
         if num_accepted < len(levels):
             _, q_node = levels[num_accepted]
-            p_node = p_node.compute_residual(q_node, weight=ratios[num_accepted]).normalise(fallback=p_node)
+            p_node = p_node.compute_residual(q_node, weight=weights[num_accepted]).normalise(fallback=p_node)
         last = p_node.sample(noise.sample_uniform(b, nodes[-1]))
         return nodes, [*(tokens[n] for n in nodes[1:]), last]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from foredraft.drafters.common.growing_draft import GrowingDraft
+from foredraft.drafters.common.growing_kv_draft import GrowingKVDraft
 from foredraft.drafters.common.static_tree import StaticTree
 from foredraft.drafters.common.tree_builder import NodeLogits, TreeBuilder, TreeSpec, add_level
 from foredraft.drafters.draft import draft_noise_key
@@ -126,7 +126,7 @@ def test_a_draft_needs_no_more_places_than_its_tree_has_nodes(total: int, depth:
         growth = TreeBuilder(
             request(pages=[0, 1, 2, 3]), TreeSpec.from_options(depth + 1, tree_nodes=total - 1, top_k=top_k)
         )
-        branch, written, looked_at = GrowingDraft(growth, 7), {0: 0}, 0
+        branch, written, looked_at = GrowingKVDraft(growth, start=7), {0: 0}, 0
         add_level([growth], NodeLogits(after(())[None], WORDS))
         while growth.frontier:
             span = branch.build_span()

@@ -15,8 +15,9 @@ import torch
 from foredraft import LLM, ForedraftError, Sampling
 from foredraft.drafters.draft import Draft, to_token_tree
 from foredraft.drafters.ensemble.drafter import EnsembleDrafter
-from foredraft.drafters.ensemble.members import EnsembleMember, measure_match
+from foredraft.drafters.ensemble.members import EnsembleMember
 from foredraft.drafters.ensemble.method import Config, configure, create, parse_name
+from foredraft.drafters.ensemble.proposal_records import measure_match
 from foredraft.drafters.ensemble.selector import SelectionMode
 from foredraft.drafters.ensemble.shared_kv import combine_draft_kv
 from foredraft.drafters.ensemble.spec_union import merge_layers, select_columns

@@ -168,7 +168,7 @@ def test_steps_and_network_have_the_numbers_of_the_formula(shape: HydraShape, dt
 def test_a_draft_is_no_deeper_than_there_are_heads() -> None:
     assert hydra.from_checkpoint(hydra.Config(), seer("last", heads=2), successor_model.context(8)).spec.max_nodes == 2
     tree = hydra.from_checkpoint(hydra.Config(tree=WRITTEN), seer("last"), successor_model.context(2))
-    assert tree.max_nodes == len(WRITTEN)  # a tree that was written down is what it is
+    assert tree.spec.max_nodes == len(WRITTEN)  # a tree that was written down is what it is
 
 
 @pytest.mark.parametrize(

@@ -312,15 +312,17 @@ def test_the_published_tree_holds_the_whole_paths_that_its_authors_verify(
         hidden = torch.randn(V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         request = Request(slot=0, prompt=[1, 2, 3 + seed], sampling=GREEDY, seed=5, rule=MATCH)
         [draft] = grow_drafts(
-            steps, [GrowingStepDraft(0, TreeBuilder(request, plan.restrict(9, 99, False)), hidden)], V
+            steps, [GrowingStepDraft(TreeBuilder(request, plan.restrict(9, 99, False)), batch_index=0, state=hidden)], V
         )
         assert paths_of(draft) == suffixes_of_the_authors(tensors, shape, hidden, 3 + seed)
-        [less] = grow_drafts(steps, [GrowingStepDraft(0, TreeBuilder(request, plan.restrict(9, 7, False)), hidden)], V)
+        [less] = grow_drafts(
+            steps, [GrowingStepDraft(TreeBuilder(request, plan.restrict(9, 7, False)), batch_index=0, state=hidden)], V
+        )
         assert paths_of(less) < paths_of(draft)
         assert 3 < len(less.tokens) <= 7
         sampled = Request(slot=0, prompt=[1, 2], sampling=Sampling(max_tokens=9), seed=5, rule=REJECT)
         [drawn] = grow_drafts(
-            steps, [GrowingStepDraft(0, TreeBuilder(sampled, plan.restrict(9, 99, False)), hidden)], V
+            steps, [GrowingStepDraft(TreeBuilder(sampled, plan.restrict(9, 99, False)), batch_index=0, state=hidden)], V
         )
         assert drawn.q is not None
         assert len(drawn.tokens) == plan.max_nodes == candidates * len(branching)

@@ -101,11 +101,13 @@ class RunningServer:
         return found
 
     def is_idle(self, seconds: float = 20) -> bool:
-        """True if nothing runs, waits or holds a page that cannot be freed."""
+        """True if nothing runs, waits or holds a page that cannot be freed, and every ended request is counted."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             worker = self.service.worker
-            if not worker.num_running and not worker.num_waiting and not self.engine.scheduler.has_work:
+            has_requests = worker.num_running or worker.num_waiting or self.engine.scheduler.has_work
+            # The thread sends and counts what its last step ended before it waits for a command.
+            if not has_requests and (worker._heartbeat.is_idle or not worker._thread.is_alive()):
                 return True
             time.sleep(0.01)
         return False

@@ -12,6 +12,7 @@ from foredraft.drafters.blockwise.checkpoint import BlockwiseShape, make_layout
 from foredraft.drafters.blockwise.network import BlockwiseHeads
 from foredraft.drafters.common.head_losses import compute_mean_loss, gather_targets, select_roots
 from foredraft.drafters.losses import Losses, Trace, check_loss
+from foredraft.drafters.trainee import TraineeSpec
 from foredraft.errors import ForedraftError
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
 from foredraft.models.hf import HFModel
@@ -48,7 +49,7 @@ class TrainConfig:
 class BlockwiseTrainee:
     """Blockwise heads in training. Head h at position i predicts token i + 2 + h."""
 
-    hidden_layers: tuple[int, ...] = (AFTER_FINAL_NORM,)
+    spec: TraineeSpec = TraineeSpec(hidden_layers=(AFTER_FINAL_NORM,))
 
     def __init__(self, network: BlockwiseHeads, target: HFModel, config: TrainConfig) -> None:
         self.network = network

@@ -6,15 +6,17 @@ overwrites the entry. States stay pending until the request drafts; the pass for
 """
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from foredraft.drafters.chimera.network import TRIGRAM_TOKENS, ChimeraHeadRunner, ChimeraNetwork
 from foredraft.drafters.common.feature_drafter import FeatureDrafter, PendingPairs, make_feature_lm
-from foredraft.drafters.common.growing_draft import GrowingDraft
+from foredraft.drafters.common.growing_kv_draft import GrowingKVDraft
 from foredraft.drafters.common.last_hidden_state import LinearFactory, stack_states
-from foredraft.drafters.common.tree_builder import NodeLogits, TreeBuilder, TreeSpec, add_level
+from foredraft.drafters.common.level_loop import LevelStates, grow_levels
+from foredraft.drafters.common.tree_builder import NodeLogits, TreeBuilder, TreeSpec
 from foredraft.drafters.method import DrafterContext
 from foredraft.models.forward_batch import ForwardBatch, Span
 from foredraft.request import Request
@@ -60,27 +62,26 @@ class Chimera(FeatureDrafter):
             )
             self._mark_computed(late, states)
 
-    def _grow_drafts(self, drafts: list[GrowingDraft], page_size: int) -> None:
+    def _grow_drafts(self, drafts: list[GrowingKVDraft], page_size: int) -> None:
         """Grow all drafts level by level; head `depth` predicts the tokens at depth + 1."""
         encoded = self._encode_roots(drafts, page_size)
-        newest = stack_states([self._last_states[draft.builder.request.slot] for draft in drafts])
-        growing, rows, depth = list(range(len(drafts))), newest, 0
-        while True:
-            logits = self.head_runner(depth, encoded, rows)
-            add_level([drafts[i].builder for i in growing], NodeLogits(logits, self.context.vocab_size))
-            growing = [i for i in growing if drafts[i].builder.frontier]
-            if not growing:
-                return
-            owners = [i for i in growing for _ in drafts[i].builder.frontier]
-            last = [
-                _collect_last_tokens(drafts[i].builder, node) for i in growing for node in drafts[i].builder.frontier
-            ]
-            spans = [drafts[i].build_span() for i in growing]
-            encoded = self._run_pass(spans, self.head_runner.encode_trigrams(last), page_size)
-            rows = newest if owners == list(range(len(newest))) else newest[owners]
-            depth += 1
+        roots = LevelStates(stack_states([self._last_states[draft.builder.request.slot] for draft in drafts]))
+        roots.start(drafts)  # the rows stay those of the roots: every head reads the target's state there
+        logits = NodeLogits(self.head_runner(0, encoded, roots.states), self.context.vocab_size)
+        grow_levels(drafts, logits, partial(self._compute_head_level, roots.states, page_size))
 
-    def _encode_roots(self, drafts: Sequence[GrowingDraft], page_size: int) -> Tensor:
+    def _compute_head_level(self, root_states: Tensor, page_size: int, drafts: list[GrowingKVDraft]) -> NodeLogits:
+        """Run the context encoder over the frontiers, and the head of their depth."""
+        frontier = [(draft, node) for draft in drafts for node in draft.builder.frontier]
+        depth = frontier[0][0].builder.depths[frontier[0][1]]
+        rows = [draft.rows[0] for draft, _ in frontier]
+        last = [_collect_last_tokens(draft.builder, node) for draft, node in frontier]
+        spans = [draft.build_span() for draft in drafts]
+        encoded = self._run_pass(spans, self.head_runner.encode_trigrams(last), page_size)
+        states = root_states if rows == list(range(len(root_states))) else root_states[rows]
+        return NodeLogits(self.head_runner(depth, encoded, states), self.context.vocab_size)
+
+    def _encode_roots(self, drafts: Sequence[GrowingKVDraft], page_size: int) -> Tensor:
         """Compute the context encoder's output [B, H] at every root, together with the pending entries."""
         pending_by_draft = {b: self._pending.get(draft.builder.request.slot) for b, draft in enumerate(drafts)}
         late = [pending for pending in pending_by_draft.values() if pending is not None]

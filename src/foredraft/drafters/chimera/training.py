@@ -17,6 +17,7 @@ from foredraft.drafters.chimera.network import TRIGRAM_TOKENS, ChimeraNetwork, b
 from foredraft.drafters.common.target_access import derive_block_shape, init_as_identity
 from foredraft.drafters.common.training_time_test import UnrolledAttention, UnrolledStep, average_step_losses
 from foredraft.drafters.losses import Losses, Trace, average_over_mask, check_loss, compute_draft_loss
+from foredraft.drafters.trainee import TraineeSpec
 from foredraft.errors import ForedraftError
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
 from foredraft.models.hf import HFModel
@@ -59,8 +60,8 @@ class ChimeraTrainee:
     network: ChimeraNetwork
 
     @property
-    def hidden_layers(self) -> tuple[int, ...]:
-        return self.network.shape.hidden_layers
+    def spec(self) -> TraineeSpec:
+        return TraineeSpec(self.network.shape.hidden_layers)
 
     def compute_loss(self, trace: Trace) -> Losses:
         total, step_losses = average_step_losses(

@@ -6,14 +6,14 @@ gives logits for token t + 2.
 
 - `observe` records the pairs of committed tokens as pending, so a step without a draft costs almost nothing. It
   computes the pending pairs of a request only if there are MAX_PENDING_PAIRS of them, as in a long prompt.
-- `propose` computes the pending pairs in one forward pass of the network. The pass overwrites the KV of earlier draft
-  tokens. Its output at the last pair gives the logits for the children of the root. Then the draft grows level by
-  level: the pair of a draft node has the network's output at its parent in place of the feature.
+- `propose` computes the pending pairs in one forward pass of the network. Their entries replace those of the previous
+  draft, which are not valid. The output at the last pair gives the logits for the children of the root. Then the draft
+  grows level by level: the pair of a draft node has the network's output at its parent in place of the feature.
 
 After a prefix-cache hit, the pairs on the shared pages are valid. Pair t depends on token t + 1, so the prefix cache
 shares a page with draft KV only if the token after the page is equal too.
 
-Two subclasses record pending pairs in the same way, but heads give the logits of their drafts:
+Two subclasses record pending pairs in the same way. Heads, not this network, compute the logits of their drafts:
 
 - `Chimera`: pair t is token t with feature t, so it does not depend on token t + 1. One pass computes the pending pairs
   and the root's pair.
@@ -23,14 +23,16 @@ Two subclasses record pending pairs in the same way, but heads give the logits o
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from foredraft.drafters.common.growing_draft import GrowingDraft
+from foredraft.drafters.common.growing_kv_draft import GrowingKVDraft
+from foredraft.drafters.common.level_loop import LevelStates, grow_levels, start_builder
 from foredraft.drafters.common.mismatch_warning import MismatchDetector
-from foredraft.drafters.common.tree_builder import NodeLogits, TreeBuilder, TreeSpec, add_level
+from foredraft.drafters.common.tree_builder import NodeLogits, TreeSpec
 from foredraft.drafters.draft import to_token_tree
 from foredraft.drafters.method import DrafterContext
 from foredraft.drafters.spec import DrafterSpec
@@ -99,7 +101,7 @@ class FeatureDrafter:
             is_rebuildable_from_tokens=False,
             flush=bind_weakly(self.flush),
         )
-        self._root_outputs: dict[int, RootOutput] = {}  # by slot; absent if all pairs came from the prefix cache
+        self._root_outputs: dict[int, RootOutput] = {}  # by slot; absent until a pass has computed pairs of the request
         self._pending: dict[int, PendingPairs] = {}  # by slot
         self.mismatch_detector = MismatchDetector(context)  # warns if the head was trained for another target
         self.spec = DrafterSpec(
@@ -183,20 +185,18 @@ class FeatureDrafter:
         """
         return slot in self._root_outputs or slot in self._pending
 
-    def _start_draft(self, batch: Batch, b: int) -> GrowingDraft | None:
+    def _start_draft(self, batch: Batch, b: int) -> GrowingKVDraft | None:
         """Start the draft of request b, which has only its root at first. Returns None if the request cannot draft."""
         request = batch.requests[b]
         num_pairs = self._count_observed_pairs(request.slot)
         # n committed tokens form n - 1 pairs.
         if not self._has_root_output(request.slot) or num_pairs != request.num_tokens - 1:
             return None
-        spec = self.tree_spec.restrict(request.max_draft_depth, batch.granted_nodes[b], not request.rule.takes_trees)
-        if spec.max_nodes <= 0 or spec.max_depth <= 0:
-            return None
-        root_pair = request.num_tokens - 1 - self.draft_kv.token_lookahead  # pair t has token t + lookahead
-        return GrowingDraft(TreeBuilder(request, spec), root_pair)
+        builder = start_builder(self.tree_spec, batch, b, self.tree_spec.max_depth)
+        root_pair = request.num_tokens - 1 - self.draft_kv.token_lookahead  # pair whose token is the root
+        return None if builder is None else GrowingKVDraft(builder, start=root_pair)
 
-    def _grow_drafts(self, drafts: list[GrowingDraft], page_size: int) -> None:
+    def _grow_drafts(self, drafts: list[GrowingKVDraft], page_size: int) -> None:
         """Compute the pending pairs of the drafting requests, then grow all drafts to their end."""
         self._compute_pending(draft.builder.request.slot for draft in drafts)
         self._build_trees(drafts, page_size)
@@ -223,27 +223,25 @@ class FeatureDrafter:
             self.draft_kv.num_valid[slot] = span.num_keys  # valid entries before this pass, and those of this pass
             del self._pending[slot]
 
-    def _build_trees(self, drafts: list[GrowingDraft], page_size: int) -> None:
+    def _build_trees(self, drafts: list[GrowingKVDraft], page_size: int) -> None:
         """Grow all drafts level by level. Each level but the first takes one forward pass over the frontier nodes."""
         roots = [self._root_outputs[draft.builder.request.slot] for draft in drafts]
-        features, logits = _concat_rows([r.feature for r in roots]), _concat_rows([r.logits for r in roots])
-        for row, draft in enumerate(drafts):
-            draft.rows = {0: row}  # node -> row of `features` and `logits`
-        while True:
-            add_level([draft.builder for draft in drafts], NodeLogits(logits, self.context.vocab_size, self.token_ids))
-            drafts = [draft for draft in drafts if draft.builder.frontier]
-            if not drafts:
-                return
-            # A frontier node's pair is its token with the output at its parent.
-            parent_rows = [row for draft in drafts for row in draft.find_parent_rows()]
-            spans = [draft.build_span() for draft in drafts]
-            forward_batch = ForwardBatch.build(spans, range(len(parent_rows)), page_size, self.context.device)
-            is_identity = parent_rows == list(range(len(features)))  # then `features` is read without a copy
-            logits, features = self.lm.forward(forward_batch, features if is_identity else features[parent_rows])
-            first_row = 0
-            for draft in drafts:  # draft by draft, the nodes of the frontier have consecutive rows of this pass
-                draft.record_rows(first_row)
-                first_row += len(draft.builder.frontier)
+        features = LevelStates(_concat_rows([root.feature for root in roots]))
+        features.start(drafts)
+        logits = self._make_node_logits(_concat_rows([root.logits for root in roots]))
+        grow_levels(drafts, logits, partial(self._compute_level, features, page_size))
+
+    def _compute_level(self, features: LevelStates, page_size: int, drafts: list[GrowingKVDraft]) -> NodeLogits:
+        """Compute the frontiers; the pair of a node is its token with the output at its parent."""
+        spans = [draft.build_span() for draft in drafts]
+        num_rows = sum(len(span.tokens) for span in spans)
+        forward_batch = ForwardBatch.build(spans, range(num_rows), page_size, self.context.device)
+        logits, outputs = self.lm.forward(forward_batch, features.select_parents(drafts))
+        features.record(drafts, outputs)
+        return self._make_node_logits(logits)
+
+    def _make_node_logits(self, logits: Tensor) -> NodeLogits:
+        return NodeLogits(logits, self.context.vocab_size, self.token_ids)
 
 
 N = TypeVar("N", bound=FeatureNetwork)
@@ -260,6 +258,7 @@ def make_feature_lm(
             `context.fused`.
         context: device, dtype, and `fused` (native code is allowed).
     """
+    # The pool is native even if the layers are not: native attention kernels then read it.
     is_native = context.fused and context.device.type == "cpu" and load_library() is not None
     shape: Any = network.shape  # type: ignore[attr-defined]
     native = make_native(network) if is_native else None

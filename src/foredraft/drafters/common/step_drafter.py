@@ -6,14 +6,16 @@ drafts one level deeper. A step's state belongs to one node, so a tree costs one
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from foredraft.drafters.common.last_hidden_state import LastHiddenStates, stack_states
+from foredraft.drafters.common.level_loop import GrowingDraft, LevelStates, grow_levels, start_builder
 from foredraft.drafters.common.mismatch_warning import MismatchDetector
-from foredraft.drafters.common.tree_builder import NodeLogits, TreeBuilder, TreeSpec, add_level
+from foredraft.drafters.common.tree_builder import NodeLogits, TreeSpec
 from foredraft.drafters.draft import Draft, to_token_tree
 from foredraft.drafters.method import DrafterContext
 from foredraft.drafters.spec import DrafterSpec
@@ -34,13 +36,11 @@ class StepRunner(Protocol):
 
 
 @dataclass
-class GrowingStepDraft:
-    """Growing draft of one request, with the rows of its nodes in the last step's states."""
+class GrowingStepDraft(GrowingDraft):
+    """Growing draft of one request, with the state that its first step reads."""
 
-    batch_index: int
-    builder: TreeBuilder
-    state: Tensor  # [H] of the root
-    rows: dict[int, int] = field(default_factory=dict)  # node -> row in the states of the last step
+    batch_index: int = field(kw_only=True)
+    state: Tensor = field(kw_only=True)  # [H] of the root
 
     @property
     def request(self) -> Request:
@@ -96,12 +96,8 @@ class StepDrafter:
         state = self._states.get(request)
         if state is None:
             return None
-        spec = self.tree_spec.restrict(request.max_draft_depth, batch.granted_nodes[b], not request.rule.takes_trees)
-        return (
-            GrowingStepDraft(b, TreeBuilder(request, spec), state)
-            if spec.max_depth > 0 and spec.max_nodes > 0
-            else None
-        )
+        builder = start_builder(self.tree_spec, batch, b, self.tree_spec.max_depth)
+        return None if builder is None else GrowingStepDraft(builder, batch_index=b, state=state)
 
 
 def grow_drafts(runner: StepRunner, drafts: Sequence[GrowingStepDraft], vocab_size: int) -> list[Draft]:
@@ -131,24 +127,18 @@ def _draft_chains(runner: StepRunner, drafts: Sequence[GrowingStepDraft]) -> lis
 
 def build_trees(runner: StepRunner, drafts: Sequence[GrowingStepDraft], vocab_size: int) -> None:
     """Grow the tree of every draft, level by level, until no draft has a frontier."""
-    states = runner.begin(stack_states([draft.state for draft in drafts]))
-    for i, draft in enumerate(drafts):
-        draft.rows = {0: i}
-    for step in range(max(draft.builder.tree_spec.max_depth for draft in drafts)):
-        growing = [draft for draft in drafts if draft.builder.frontier]
-        if not growing:
-            break
-        nodes = [(draft, node) for draft in growing for node in draft.builder.frontier]
-        tokens = [draft.get_token(node) for draft, node in nodes]
-        parent_rows = [draft.rows[draft.builder.parents[node - 1] if node else 0] for draft, node in nodes]
-        states, logits = runner(step, _select_rows(states, parent_rows), tokens)
-        first = 0
-        for draft in growing:
-            draft.rows = {node: first + i for i, node in enumerate(draft.builder.frontier)}
-            first += len(draft.builder.frontier)
-        add_level([draft.builder for draft in growing], NodeLogits(logits, vocab_size))
+    states = LevelStates(runner.begin(stack_states([draft.state for draft in drafts])))
+    states.start(drafts)
+    compute = partial(_compute_step, runner, states, vocab_size)
+    grow_levels(drafts, compute(drafts), compute)
 
 
-def _select_rows(states: Tensor, rows: Sequence[int]) -> Tensor:
-    """Return rows of `states`, without a copy if they are all rows in order."""
-    return states if list(rows) == list(range(len(states))) else states[list(rows)]
+def _compute_step(
+    runner: StepRunner, states: LevelStates, vocab_size: int, drafts: Sequence[GrowingStepDraft]
+) -> NodeLogits:
+    """Run one step over the frontiers, which have the same depth in all drafts."""
+    first = drafts[0].builder
+    tokens = [draft.get_token(node) for draft in drafts for node in draft.builder.frontier]
+    outputs, logits = runner(first.depths[first.frontier[0]], states.select_parents(drafts), tokens)
+    states.record(drafts, outputs)
+    return NodeLogits(logits, vocab_size)

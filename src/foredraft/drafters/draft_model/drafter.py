@@ -9,12 +9,14 @@ shared pages is safe: entry t depends only on the tokens up to t, which are equa
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
-from foredraft.drafters.common.growing_draft import GrowingDraft
+from foredraft.drafters.common.growing_kv_draft import GrowingKVDraft
+from foredraft.drafters.common.level_loop import grow_levels, start_builder
 from foredraft.drafters.common.mismatch_warning import MismatchDetector
-from foredraft.drafters.common.tree_builder import NodeLogits, TreeBuilder, TreeOptions, add_level
+from foredraft.drafters.common.tree_builder import NodeLogits, TreeOptions
 from foredraft.drafters.draft import to_token_tree
 from foredraft.drafters.method import DrafterContext
 from foredraft.drafters.spec import DrafterSpec
@@ -61,7 +63,7 @@ class DraftModel:
         self.tree_spec = (options or TreeOptions()).to_tree_spec(context.num_speculative_tokens)
         measure = getattr(lm, "bytes_per_token", None)  # absent if the LM has no KV cache
         self.draft_kv = DraftKV(lm.pool, 0 if measure is None else measure())
-        self._last_drafts: dict[int, GrowingDraft] = {}  # slot -> draft of this step
+        self._last_drafts: dict[int, GrowingKVDraft] = {}  # slot -> draft of this step
         self.mismatch_detector = MismatchDetector(context)
         self.spec = DrafterSpec(
             self.tree_spec.max_nodes, draft_kv=self.draft_kv, silence_mismatch=self.mismatch_detector.silence
@@ -106,26 +108,20 @@ class DraftModel:
             self.num_valid.pop(slot, None)
             self._last_drafts.pop(slot, None)
 
-    def _start_draft(self, batch: Batch, b: int) -> GrowingDraft | None:
+    def _start_draft(self, batch: Batch, b: int) -> GrowingKVDraft | None:
         request = batch.requests[b]
-        depth = min(request.max_draft_depth, self.lm.context_length - request.num_tokens + 1)
-        spec = self.tree_spec.restrict(max(depth, 0), batch.granted_nodes[b], not request.rule.takes_trees)
-        return (
-            GrowingDraft(TreeBuilder(request, spec), request.num_tokens - 1)
-            if spec.max_nodes > 0 and spec.max_depth > 0
-            else None
-        )
+        builder = start_builder(self.tree_spec, batch, b, self.lm.context_length - request.num_tokens + 1)
+        return None if builder is None else GrowingKVDraft(builder, start=request.num_tokens - 1)
 
-    def _build_trees(self, drafts: list[GrowingDraft], page_size: int) -> None:
+    def _build_trees(self, drafts: list[GrowingKVDraft], page_size: int) -> None:
         logits = self._prefill([draft.builder.request for draft in drafts], page_size)
         for draft in drafts:
             self._last_drafts[draft.builder.request.slot] = draft
-        while True:
-            add_level([draft.builder for draft in drafts], NodeLogits(logits, self.context.vocab_size))
-            drafts = [draft for draft in drafts if draft.builder.frontier]
-            if not drafts:
-                return
-            logits = self._forward([draft.build_span() for draft in drafts], page_size, last_only=False)
+        grow_levels(drafts, NodeLogits(logits, self.context.vocab_size), partial(self._compute_level, page_size))
+
+    def _compute_level(self, page_size: int, drafts: list[GrowingKVDraft]) -> NodeLogits:
+        logits = self._forward([draft.build_span() for draft in drafts], page_size, last_only=False)
+        return NodeLogits(logits, self.context.vocab_size)
 
     def _prefill(self, requests: Sequence[Request], page_size: int) -> Tensor:
         """Compute the draft KV of all missing committed tokens. Returns logits [R, W] after the last one."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from foredraft.drafters.losses import Losses, Trace, average_over_mask, check_loss, compute_draft_loss
+from foredraft.drafters.trainee import OnPolicyTraining, TraineeSpec
 from foredraft.errors import ForedraftError
 from foredraft.models.hf import HFModel
 from foredraft.models.loading import check_vocabularies, load_model, load_tokenizer
@@ -48,13 +49,15 @@ class TrainConfig:
 class DraftTrainee:
     """Draft model in training: it learns the target's distribution after every token of a sequence."""
 
-    hidden_layers: tuple[int, ...] = ()
-
     def __init__(self, network: Any, target: HFModel, config: TrainConfig) -> None:
         self.network: nn.Module = network
         self.target = target
         self.config = config
-        self.on_policy = config.on_policy
+
+    @property
+    def spec(self) -> TraineeSpec:
+        share = self.config.on_policy
+        return TraineeSpec(save=self.save, on_policy=OnPolicyTraining(share, self.make_policy) if share else None)
 
     def compute_loss(self, trace: Trace) -> Losses:
         logits = self.network(input_ids=trace.tokens[:, :-1], use_cache=False).logits

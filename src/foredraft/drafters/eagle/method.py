@@ -56,9 +56,10 @@ METHOD = Method(
     config=Config,
     create=create,
     from_checkpoint=from_checkpoint,
-    auto_rank=50,  # by speed on the built-in target
+    auto_rank=50,  # above the methods with a model that are slower on the built-in target
     checkpoint=FORMAT,
     training=Training(TrainConfig, create_trainee),
-    built_in=BuiltIn({zoo.DEFAULT_TARGET: "eagle"}, HeadRecipe(850, {"steps": "2"})),
+    # 850 updates; the setting `steps` of this method is the number of unrolled steps
+    built_in=BuiltIn({zoo.DEFAULT_TARGET: "eagle"}, HeadRecipe(steps=850, settings={"steps": "2"})),
     variants=VARIANTS,
 )

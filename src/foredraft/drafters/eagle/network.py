@@ -39,14 +39,14 @@ class EagleNetwork(nn.Module):
         self.fc = nn.Linear(2 * hidden, hidden, bias=shape.has_fc_bias)
         self.layers = nn.ModuleList(DraftLayer(shape.block, has_input_norm=i > 0) for i in range(shape.num_layers))
         self.rotary = RotaryEmbedding(shape.block)
-        # Some checkpoints have an embedding. `bind_to_target` sets `embedding` to it, unless it has nothing in common
-        # with the target's: some published files contain an untrained one (`choose_embedding`).
+        # Some checkpoints have an embedding of their own. `bind_to_target` then sets `embedding` to that one. If it was
+        # never trained, as in some published files, `embedding` stays the target's (`choose_embedding`).
         if shape.has_embedding:
             self.embed_tokens = nn.Embedding(shape.vocab_size, hidden)
         self.embedding = target.embedding  # [V, H]
 
     def project_features(self, features: Tensor) -> Tensor:
-        """Return the features [.., H] unchanged: one hidden layer of the target has the width of the network."""
+        """Return the features [.., H] unchanged: they are states of one layer, and the network has the same width."""
         return features
 
     def forward(

@@ -16,6 +16,7 @@ from foredraft.drafters.common.training_time_test import UnrolledStep, average_s
 from foredraft.drafters.eagle.checkpoint import EagleShape, make_layout
 from foredraft.drafters.eagle.network import EagleNetwork, load_network
 from foredraft.drafters.losses import Losses, Trace, average_over_mask, check_loss, compute_draft_loss
+from foredraft.drafters.trainee import TraineeSpec
 from foredraft.errors import ForedraftError
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
 from foredraft.models.hf import HFModel
@@ -57,7 +58,10 @@ class EagleTrainee:
 
     config: TrainConfig
     network: EagleNetwork
-    hidden_layers: tuple[int, ...] = (AFTER_FINAL_NORM,)
+
+    @property
+    def spec(self) -> TraineeSpec:
+        return TraineeSpec(hidden_layers=(AFTER_FINAL_NORM,))
 
     def compute_loss(self, trace: Trace) -> Losses:
         """Return the mean of the losses of the simulated steps with weights decay^k.

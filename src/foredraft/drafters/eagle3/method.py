@@ -83,9 +83,10 @@ METHOD = Method(
     config=Config,
     create=create,
     from_checkpoint=from_checkpoint,
-    auto_rank=40,  # by speed on the built-in target
+    auto_rank=40,  # above the methods with a model that are slower on the built-in target
     checkpoint=FORMAT,
     training=Training(TrainConfig, create_trainee),
-    built_in=BuiltIn({zoo.DEFAULT_TARGET: "eagle3"}, HeadRecipe(850, {"steps": "4"})),
+    # 850 updates; the setting `steps` of this method is the number of unrolled steps
+    built_in=BuiltIn({zoo.DEFAULT_TARGET: "eagle3"}, HeadRecipe(steps=850, settings={"steps": "4"})),
     variants=VARIANTS,
 )

@@ -17,6 +17,7 @@ from foredraft.drafters.eagle3.checkpoint import make_layout
 from foredraft.drafters.eagle3.network import Eagle3Network, load_network
 from foredraft.drafters.eagle3.shape import Eagle3Shape
 from foredraft.drafters.losses import Losses, Trace, average_over_mask, check_loss, compute_draft_loss
+from foredraft.drafters.trainee import TraineeSpec
 from foredraft.errors import ForedraftError
 from foredraft.models.hf import HFModel
 
@@ -65,8 +66,8 @@ class Eagle3Trainee:
     network: Eagle3Network
 
     @property
-    def hidden_layers(self) -> tuple[int, ...]:
-        return self.network.shape.hidden_layers
+    def spec(self) -> TraineeSpec:
+        return TraineeSpec(self.network.shape.hidden_layers, prepare=self.prepare)
 
     def prepare(self, counts: Tensor) -> None:
         """Choose the draft's vocabulary: the most frequent tokens by `counts` [V] over the training data."""

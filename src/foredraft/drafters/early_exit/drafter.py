@@ -10,11 +10,11 @@ be drafted from at once. A target not trained for early exit often disagrees wit
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
-from torch import Tensor
-
-from foredraft.drafters.common.growing_draft import GrowingDraft
-from foredraft.drafters.common.tree_builder import NodeLogits, TreeBuilder, TreeOptions, TreeSpec, add_level
+from foredraft.drafters.common.growing_kv_draft import GrowingKVDraft
+from foredraft.drafters.common.level_loop import grow_levels, start_builder
+from foredraft.drafters.common.tree_builder import NodeLogits, TreeOptions, TreeSpec
 from foredraft.drafters.draft import to_token_tree
 from foredraft.drafters.early_exit.layer_selection import ExitLayerSelector
 from foredraft.drafters.spec import DrafterSpec
@@ -90,34 +90,26 @@ class EarlyExit:
     def forget(self, slots: Sequence[int]) -> None:
         """Do nothing: there is no state per request."""
 
-    def _start_draft(self, batch: Batch, b: int) -> GrowingDraft | None:
+    def _start_draft(self, batch: Batch, b: int) -> GrowingKVDraft | None:
         """Start a draft; None if the target has more to compute than the last token, as during a prompt."""
         request = batch.requests[b]
         if request.num_computed != request.num_tokens - 1:
             return None
-        spec = self.tree_spec.restrict(
-            max(request.max_draft_depth, 0), batch.granted_nodes[b], not request.rule.takes_trees
-        )
-        return (
-            GrowingDraft(TreeBuilder(request, spec), request.num_computed)
-            if spec.max_nodes > 0 and spec.max_depth > 0
-            else None
-        )
+        builder = start_builder(self.tree_spec, batch, b, self.tree_spec.max_depth)
+        return None if builder is None else GrowingKVDraft(builder, start=request.num_computed)
 
-    def _build_trees(self, drafts: list[GrowingDraft], page_size: int) -> None:
+    def _build_trees(self, drafts: list[GrowingKVDraft], page_size: int) -> None:
         requests = [draft.builder.request for draft in drafts]
         spans = [Span(r.pages, r.num_computed, r.get_tokens(r.num_computed, r.num_tokens), range(1)) for r in requests]
-        while True:
-            logits = self._forward(spans, page_size)
-            add_level([draft.builder for draft in drafts], NodeLogits(logits, self.target.vocab_size))
-            drafts = [draft for draft in drafts if draft.builder.frontier]
-            if not drafts:
-                return
-            spans = [draft.build_span() for draft in drafts]
+        grow_levels(drafts, self._forward(spans, page_size), partial(self._compute_level, page_size))
 
-    def _forward(self, spans: Sequence[Span], page_size: int) -> Tensor:
+    def _compute_level(self, page_size: int, drafts: list[GrowingKVDraft]) -> NodeLogits:
+        return self._forward([draft.build_span() for draft in drafts], page_size)
+
+    def _forward(self, spans: Sequence[Span], page_size: int) -> NodeLogits:
         forward_batch = ForwardBatch.from_spans(spans, page_size, self.target.device)
-        return self._get_truncated(self.layer_selector.layer).forward(forward_batch)[0]
+        logits, _ = self._get_truncated(self.layer_selector.layer).forward(forward_batch)
+        return NodeLogits(logits, self.target.vocab_size)
 
     def _get_truncated(self, layers: int) -> Truncated:
         if layers not in self._truncated_targets:

@@ -14,6 +14,7 @@ from foredraft.drafters.common.head_losses import compute_mean_loss
 from foredraft.drafters.early_exit.adapter import ExitAdapter
 from foredraft.drafters.early_exit.checkpoint import EarlyExitShape, make_layout
 from foredraft.drafters.losses import Losses, Trace, check_loss
+from foredraft.drafters.trainee import TraineeSpec
 from foredraft.errors import ForedraftError
 from foredraft.models.hf import HFModel
 from foredraft.models.truncated import check_exit_layer, find_final_norm
@@ -52,8 +53,8 @@ class EarlyExitTrainee:
         self._norm = norm
 
     @property
-    def hidden_layers(self) -> tuple[int, ...]:
-        return (self.network.shape.exit_layer,)
+    def spec(self) -> TraineeSpec:
+        return TraineeSpec(hidden_layers=(self.network.shape.exit_layer,))
 
     def compute_loss(self, trace: Trace) -> Losses:
         sequence, position = trace.mask[:, 1:].nonzero(as_tuple=True)

@@ -1,14 +1,13 @@
-"""Members of an ensemble, their drafts in a step, and the comparison of these with the committed tokens."""
+"""Members of an ensemble, and their drafts in a step."""
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar, cast
 
 from foredraft.drafters.draft import Draft
 from foredraft.drafters.ensemble.selector import CandidateDraft
 from foredraft.drafters.ensemble.tree_merge import MergedTree
-from foredraft.drafters.ensemble.value import EstimateKey
 from foredraft.drafters.failure_backoff import Clock, FailureBackoff
 from foredraft.drafters.interface import Drafter, TokenDraftSource
 from foredraft.drafters.request_snapshot import SnapshotCache, call_isolated
@@ -57,7 +56,8 @@ class EnsembleMember:
 
     def draft_from_tokens(self, index: int, request: Request, budget: int) -> CandidateDraft | None:
         """Draft from committed tokens as the member with this index; None without a draft."""
-        token_drafter, max_nodes = self.token_drafter, min(budget, self.max_nodes)
+        token_drafter = self.token_drafter
+        max_nodes = 0 if token_drafter is None else min(budget, self.max_nodes)
         if token_drafter is None or max_nodes <= 0:
             return None
         result = self.call_drafter("draft", request, lambda: _draft_with_strength(token_drafter, request, max_nodes))
@@ -84,31 +84,6 @@ class EnsembleMember:
     def forget(self, slots: Sequence[int]) -> None:
         self.sandboxed.forget(slots)
         self._snapshots.forget(slots)
-
-
-@dataclass(slots=True)
-class PastDraft:
-    """A proposed draft and the estimate that its outcome updates."""
-
-    key: EstimateKey
-    tokens: Sequence[int]  # [n] without the root
-    parents: Sequence[int]
-
-
-@dataclass(slots=True)
-class ProposalRecord:
-    """Drafts of one request in a step; `propose` writes them and `observe` reads them."""
-
-    past_drafts: list[PastDraft] = field(default_factory=list)
-    # estimate of a union, and the two past drafts in it
-    union_pairs: list[tuple[EstimateKey, int, int]] = field(default_factory=list)
-    extension_key: EstimateKey | None = None  # None = no extension
-    extension_path: tuple[int, ...] = ()  # tokens from the root to the tip that was extended
-    extension_tokens: tuple[int, ...] = ()
-
-    def add_draft(self, key: EstimateKey, tokens: Sequence[int], parents: Sequence[int]) -> int:
-        self.past_drafts.append(PastDraft(key, tokens, parents))
-        return len(self.past_drafts) - 1
 
 
 def merge_drafts(candidates: Sequence[CandidateDraft], budget: int) -> CandidateDraft:
@@ -142,26 +117,3 @@ def _compute_depth(parents: Sequence[int]) -> int:
     for parent in parents:
         depths.append(depths[parent] + 1)
     return max(depths)
-
-
-def measure_match(tokens: Sequence[int], parents: Sequence[int], committed: Sequence[int]) -> tuple[int, int]:
-    """Compare a draft with the tokens that were committed.
-
-    Args:
-        tokens: [n] tokens of the draft.
-        parents: [n] parents; 0 = the root, i + 1 = node i of the draft.
-        committed: tokens after the root.
-
-    Returns:
-        Number of levels that match, and number of levels that were tested (matches and the first mismatch).
-    """
-    node, num_accepted, has_more = 0, 0, False
-    for i, (token, parent) in enumerate(zip(tokens, parents, strict=True), 1):
-        if parent != node:
-            continue
-        if num_accepted == len(committed):
-            return num_accepted, num_accepted
-        has_more = True
-        if token == committed[num_accepted]:
-            node, num_accepted, has_more = i, num_accepted + 1, False
-    return num_accepted, num_accepted + has_more

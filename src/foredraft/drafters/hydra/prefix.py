@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from foredraft.drafters.common.feature_drafter import FeatureDrafter
-from foredraft.drafters.common.growing_draft import GrowingDraft
+from foredraft.drafters.common.growing_kv_draft import GrowingKVDraft
 from foredraft.drafters.common.step_drafter import GrowingStepDraft, StepRunner, build_trees
 from foredraft.drafters.common.target_access import derive_block_shape
 from foredraft.drafters.common.tree_builder import TreeSpec
@@ -97,10 +97,10 @@ class HydraPrefixDrafter(FeatureDrafter):
         super().__init__(lm, (hidden_layer,), tree_spec, context)
         self.runner = runner
 
-    def _build_trees(self, drafts: list[GrowingDraft], page_size: int) -> None:
+    def _build_trees(self, drafts: list[GrowingKVDraft], page_size: int) -> None:
         builders = [draft.builder for draft in drafts]
         step_drafts = [
-            GrowingStepDraft(b, builder, self._root_outputs[builder.request.slot].feature[0])
+            GrowingStepDraft(builder, batch_index=b, state=self._root_outputs[builder.request.slot].feature[0])
             for b, builder in enumerate(builders)
         ]
         build_trees(self.runner, step_drafts, self.context.vocab_size)

@@ -13,6 +13,7 @@ from foredraft.drafters.hydra.checkpoint import PREFIX_LAYER, HydraPrefixShape, 
 from foredraft.drafters.hydra.network import HydraHeads, choose_hidden_layer
 from foredraft.drafters.hydra.prefix import check_prefix_shape
 from foredraft.drafters.losses import Losses, Trace, check_loss
+from foredraft.drafters.trainee import TraineeSpec
 from foredraft.errors import ForedraftError
 from foredraft.models.hf import HFModel
 
@@ -59,7 +60,7 @@ class HydraTrainee:
     def __init__(self, network: HydraHeads, config: TrainConfig) -> None:
         self.network = network
         self.config = config
-        self.hidden_layers: tuple[int, ...] = (choose_hidden_layer(network.shape, network.target[0]),)
+        self.spec = TraineeSpec(hidden_layers=(choose_hidden_layer(network.shape, network.target[0]),))
 
     def compute_loss(self, trace: Trace) -> Losses:
         shape, config = self.network.shape, self.config

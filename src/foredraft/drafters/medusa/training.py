@@ -13,6 +13,7 @@ from foredraft.drafters.common.head_losses import compute_mean_loss, gather_targ
 from foredraft.drafters.losses import Losses, Trace, check_loss
 from foredraft.drafters.medusa.checkpoint import MedusaShape, make_layout
 from foredraft.drafters.medusa.network import NUM_RANKS, MedusaHeads
+from foredraft.drafters.trainee import JointTraining, TraineeSpec
 from foredraft.errors import ForedraftError
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
 from foredraft.models.hf import HFModel
@@ -49,14 +50,17 @@ class TrainConfig:
 class MedusaTrainee:
     """Medusa heads in training. Head h at position i predicts token i + 2 + h."""
 
-    hidden_layers: tuple[int, ...] = (AFTER_FINAL_NORM,)
-
     def __init__(self, network: MedusaHeads, target: HFModel, config: TrainConfig) -> None:
         self.network = network
         self.target = target
         self.config = config
-        self.backbone = config.backbone
         self.accuracies = network.shape.accuracies
+
+    @property
+    def spec(self) -> TraineeSpec:
+        config = self.config
+        joint = None if config.backbone is None else JointTraining(config.backbone, config.loss)
+        return TraineeSpec(hidden_layers=(AFTER_FINAL_NORM,), finish=self.finish, joint=joint)
 
     def compute_loss(self, trace: Trace) -> Losses:
         total, weight, components = trace.features.new_zeros(()).float(), 0.0, {}

@@ -15,6 +15,7 @@ from foredraft.drafters.common.step_losses import compute_step_losses
 from foredraft.drafters.losses import Losses, Trace, check_loss
 from foredraft.drafters.mlp_speculator.checkpoint import MlpSpeculatorShape, make_layout
 from foredraft.drafters.mlp_speculator.network import MLPSpeculator
+from foredraft.drafters.trainee import TraineeSpec
 from foredraft.errors import ForedraftError
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
 from foredraft.models.hf import HFModel
@@ -59,7 +60,7 @@ class TrainConfig:
 class MLPSpeculatorTrainee:
     """Speculator in training. Step i from state t reads token t + 1 + i and predicts token t + 2 + i."""
 
-    hidden_layers: tuple[int, ...] = (AFTER_FINAL_NORM,)
+    spec: TraineeSpec = TraineeSpec(hidden_layers=(AFTER_FINAL_NORM,))
 
     def __init__(self, network: MLPSpeculator, target: HFModel, config: TrainConfig) -> None:
         self.network = network

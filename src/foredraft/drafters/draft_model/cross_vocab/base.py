@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from foredraft.drafters.common.growing_draft import GrowingDraft
+from foredraft.drafters.common.growing_kv_draft import GrowingKVDraft
 from foredraft.drafters.common.tree_builder import TreeOptions, TreeSpec
 from foredraft.drafters.draft import Draft, to_token_tree
 from foredraft.drafters.draft_model.cross_vocab.retokenizer import IncrementalRetokenizer
@@ -38,7 +38,7 @@ class CrossVocabState:
     retokenizer: IncrementalRetokenizer
     tree_spec: TreeSpec  # shape of this step's draft
     pages: list[int] = field(default_factory=list)
-    draft: GrowingDraft | None = None  # draft of this step, until accepted KV is compacted
+    draft: GrowingKVDraft | None = None  # draft of this step, until accepted KV is compacted
 
     @property
     def num_tokens(self) -> int:

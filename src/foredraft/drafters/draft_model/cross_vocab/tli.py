@@ -7,14 +7,16 @@ Reference: 2502.05202, algorithm 4.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from foredraft.drafters.common.growing_draft import GrowingDraft
-from foredraft.drafters.common.tree_builder import NodeLogits, TreeBuilder, TreeSpec, add_level
+from foredraft.drafters.common.growing_kv_draft import GrowingKVDraft
+from foredraft.drafters.common.level_loop import grow_levels
+from foredraft.drafters.common.tree_builder import NodeLogits, TreeBuilder, TreeSpec
 from foredraft.drafters.draft import Draft
 from foredraft.drafters.draft_model.cross_vocab.base import PAGE_SIZE, CrossVocabDrafter, CrossVocabState
 from foredraft.kv.pool import compact_accepted
@@ -29,6 +31,13 @@ class SharedTokens(NamedTuple):
     draft_by_target: dict[int, int]  # draft token by target token
     target_ids: Tensor  # [W] rising
     draft_ids: Tensor  # [W] the same tokens in draft ids
+
+
+@dataclass
+class TliDraft(GrowingKVDraft):
+    """Growing draft of one request, in target tokens, with the state that has its pages."""
+
+    state: CrossVocabState = field(kw_only=True)
 
 
 class TliDrafter(CrossVocabDrafter):
@@ -57,21 +66,22 @@ class TliDrafter(CrossVocabDrafter):
 
     def draft_batch(self, states: Sequence[CrossVocabState]) -> list[Draft]:
         drafts = [
-            (state, GrowingDraft(TreeBuilder(state.request, state.tree_spec), state.num_tokens - 1)) for state in states
+            TliDraft(TreeBuilder(state.request, state.tree_spec), start=state.num_tokens - 1, state=state)
+            for state in states
         ]
         logits = self.prefill(states)
-        for state, draft in drafts:
-            state.draft = draft
-        growing = drafts
-        while True:
-            scores = NodeLogits(
-                logits[:, self._shared_tokens.draft_ids], self.context.vocab_size, self._shared_tokens.target_ids
-            )
-            add_level([draft.builder for _, draft in growing], scores)
-            growing = [(state, draft) for state, draft in growing if draft.builder.frontier]
-            if not growing:
-                return [draft.builder.to_draft() for _, draft in drafts]
-            logits = self.forward([self._build_span(state, draft) for state, draft in growing], last_only=False)
+        for draft in drafts:
+            draft.state.draft = draft
+        grow_levels(drafts, self._make_node_logits(logits), self._compute_level)
+        return [draft.builder.to_draft() for draft in drafts]
+
+    def _compute_level(self, drafts: Sequence[TliDraft]) -> NodeLogits:
+        return self._make_node_logits(self.forward([self._build_span(draft) for draft in drafts], last_only=False))
+
+    def _make_node_logits(self, logits: Tensor) -> NodeLogits:
+        """Return the logits of the shared tokens from those of all draft-model tokens."""
+        shared = self._shared_tokens
+        return NodeLogits(logits[:, shared.draft_ids], self.context.vocab_size, shared.target_ids)
 
     def observe(self, batch: Batch, commit: Commit) -> None:
         """Move the KV of accepted nodes to their final slots."""
@@ -93,8 +103,8 @@ class TliDrafter(CrossVocabDrafter):
             state.retokenizer.append_draft(draft_tokens, state.num_tokens + len(draft_tokens))
         compact_accepted(self.lm.pool, paths, starts, pages, PAGE_SIZE, self.context.device)
 
-    def _build_span(self, state: CrossVocabState, draft: GrowingDraft) -> Span:
+    def _build_span(self, draft: TliDraft) -> Span:
         span = draft.build_span()
         return span._replace(
-            pages=state.pages, tokens=[self._shared_tokens.draft_by_target[token] for token in span.tokens]
+            pages=draft.state.pages, tokens=[self._shared_tokens.draft_by_target[token] for token in span.tokens]
         )

@@ -8,18 +8,16 @@ nodes.
 from dataclasses import dataclass, field
 from itertools import count, islice
 
-from foredraft.drafters.common.tree_builder import TreeBuilder
+from foredraft.drafters.common.level_loop import GrowingDraft
 from foredraft.models.forward_batch import Span
 
 
 @dataclass
-class GrowingDraft:
-    """Draft that grows level by level. The KV entry of the root, at offset 0, is computed before the draft."""
+class GrowingKVDraft(GrowingDraft):
+    """Growing draft with KV entries. The entry of the root, at offset 0, is computed before the draft."""
 
-    builder: TreeBuilder
-    start: int  # KV position of the root's entry
+    start: int = field(kw_only=True)  # KV position of the root's entry
     offsets: dict[int, int] = field(default_factory=lambda: {0: 0})  # node -> KV position, relative to `start`
-    rows: dict[int, int] = field(default_factory=lambda: {0: 0})  # node -> row in the last forward pass
 
     def build_span(self) -> Span:
         """Build the frontier's span of a forward pass; each node attends to its ancestors."""
@@ -47,11 +45,3 @@ class GrowingDraft:
         free = islice((offset for offset in count() if offset not in used), len(builder.frontier))
         self.offsets |= dict(zip(builder.frontier, list(free), strict=True))
         return [self.offsets[node] for node in builder.frontier]
-
-    def find_parent_rows(self) -> list[int]:
-        """Return the row of each frontier node's parent in the last forward pass."""
-        return [self.rows[self.builder.parents[node - 1]] for node in self.builder.frontier]
-
-    def record_rows(self, first: int) -> None:
-        """Record that the last forward pass computed the frontier in its rows from `first` on."""
-        self.rows = {node: first + i for i, node in enumerate(self.builder.frontier)}

@@ -1,0 +1,156 @@
+"""Building of the verified trees of an ensemble by the plans of its selector."""
+
+from collections.abc import Sequence
+from functools import partial
+
+from foredraft.drafters.draft import Draft, root_tree
+from foredraft.drafters.ensemble.members import EnsembleMember, make_single_tree
+from foredraft.drafters.ensemble.node_maps import NodeMaps
+from foredraft.drafters.ensemble.proposal_records import ProposalRecord, StepRecords
+from foredraft.drafters.ensemble.selector import (
+    CandidateDraft,
+    EnsembleSelector,
+    ModelMemberStats,
+    RequestChoices,
+    RequestDraftPlan,
+    make_union_key,
+)
+from foredraft.drafters.ensemble.tree_merge import MergedTree, compute_q_offsets, stack_trees
+from foredraft.request import Batch, Request
+from foredraft.tree import TokenTree
+
+
+class TreeComposer:
+    """Builder of one tree per request, from the drafts of model members and token members.
+
+    Args:
+        members: members in order of preference.
+        selector: estimates of the members.
+        node_maps: receives the members' nodes of this step.
+        records: receives the drafts of this step.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[EnsembleMember],
+        selector: EnsembleSelector,
+        node_maps: NodeMaps,
+        records: StepRecords,
+    ) -> None:
+        self.members = members
+        self.selector = selector
+        self.node_maps = node_maps
+        self.records = records
+
+    def compose(
+        self,
+        batch: Batch,
+        selected: Sequence[ModelMemberStats],
+        trees: Sequence[TokenTree],
+        all_choices: dict[int, RequestChoices],
+        plans: dict[int, RequestDraftPlan],
+    ) -> TokenTree:
+        """Build all trees by their plans.
+
+        Args:
+            batch: requests of the step.
+            selected: model members that drafted.
+            trees: their trees.
+            all_choices: candidates by batch index.
+            plans: plans by batch index.
+
+        Returns:
+            The trees; the only member's tree itself if nothing was added to it.
+        """
+        first = trees[0] if trees else root_tree(batch)
+        rows = compute_q_offsets(batch, first) if first.q is not None else [0] * len(batch)
+        merged_trees, is_whole = [], len(trees) == 1
+        for b in range(len(batch)):
+            merged = MergedTree.from_tree(first, b, rows[b])
+            size = merged.num_draft_nodes
+            if b in all_choices:
+                merged = self._build_tree(batch, b, merged, selected, trees[1:], all_choices[b], plans[b])
+                is_whole &= merged.num_draft_nodes == size
+            merged_trees.append(merged)
+        return first if is_whole else stack_trees(batch, merged_trees)
+
+    def _build_tree(
+        self,
+        batch: Batch,
+        b: int,
+        merged: MergedTree,
+        selected: Sequence[ModelMemberStats],
+        other_trees: Sequence[TokenTree],
+        choices: RequestChoices,
+        plan: RequestDraftPlan,
+    ) -> MergedTree:
+        """Build one request's tree: drafts of model members, then the token members' candidate, else an extension."""
+        request, step = batch.requests[b], self.records.by_slot[batch.requests[b].slot]
+        candidate = plan.candidate
+        if merged.num_draft_nodes:
+            self._record_draft(selected[0], step, choices, merged.tokens[1:], merged.parents[1:])
+        for stats, tree in zip(selected[1:], other_trees, strict=True):
+            tokens, parents = tree.tokens[b][1:], tree.parents[b][1:]
+            if tokens:
+                self.node_maps.set(stats.index, b, merged.graft(Draft(tuple(tokens), tuple(parents)), choices.budget))
+                self._record_draft(stats, step, choices, tokens, parents)
+        if candidate is None and not merged.num_draft_nodes:  # the model member had no draft
+            candidate = self.selector.select_candidate(choices).candidate
+        if candidate is not None:
+            if not candidate.is_sampled:
+                self._graft(merged, b, candidate, choices.budget)
+            elif not merged.num_draft_nodes:
+                step.add_draft(candidate.key, candidate.draft.tokens, candidate.draft.parents)
+                self.node_maps.drop(candidate.members[0], b)
+                return make_single_tree(candidate.draft, batch.get_root_token(b))
+        elif merged.num_draft_nodes:
+            self._extend(merged, request, selected[0], choices.budget)
+        return merged
+
+    def _record_draft(
+        self,
+        stats: ModelMemberStats,
+        record: ProposalRecord,
+        choices: RequestChoices,
+        tokens: Sequence[int],
+        parents: Sequence[int],
+    ) -> None:
+        trial = record.add_draft(stats.key, tokens, parents)
+        record.union_pairs += [
+            (make_union_key(stats, candidate), candidate.past_index, trial)
+            for candidate in choices.candidates
+            if candidate.past_index >= 0
+        ]
+
+    def _graft(self, merged: MergedTree, b: int, candidate: CandidateDraft, budget: int) -> None:
+        node_map = merged.graft(candidate.draft, budget)
+        for i in candidate.members:  # a joint candidate keeps no node map of its members; token members do not need one
+            self.node_maps.set(i, b, node_map if len(candidate.members) == 1 else [0])
+
+    def _extend(self, merged: MergedTree, request: Request, stats: ModelMemberStats, budget: int) -> None:
+        """Extend a model member's draft below its tip by a token member's draft."""
+        num_free = budget - merged.num_draft_nodes
+        if num_free <= 0 or request.max_draft_depth <= merged.num_draft_nodes:
+            return
+        tip, path = merged.find_tip()
+        if path[-1] in request.end_ids:
+            return
+        first, later = self.selector.estimates.estimate_rates(request.slot, stats.key)
+        for i, member in enumerate(self.members):
+            source, key = member.token_drafter, (("below", i), 0)
+            if source is None:
+                continue
+            draft = (
+                member.call_drafter("extend", request, partial(source.continue_draft, request, path, num_free))
+                or Draft()
+            )
+            reach = first * later ** (len(path) - 1)
+            if (
+                draft.tokens
+                and draft.q is None
+                and self.selector.should_extend(request.slot, key, reach, len(draft.tokens))
+            ):
+                merged.graft(draft, budget, tip)
+                step = self.records.by_slot[request.slot]
+                step.extension_key, step.extension_path, step.extension_tokens = key, tuple(path), draft.tokens
+                return

@@ -1,0 +1,84 @@
+"""Setup of an engine: a target, a drafter and limits in, an engine with KV memory for both out."""
+
+from dataclasses import dataclass
+
+from foredraft.draft_length.adaptive import AdaptiveLengthPolicy
+from foredraft.draft_length.costs import CostCurve
+from foredraft.draft_length.loss_budget import LossBudgetPolicy
+from foredraft.draft_length.policy import DraftLengthPolicy, FixedLengthPolicy
+from foredraft.drafter_factory import DrafterFactory
+from foredraft.drafters.interface import Drafter
+from foredraft.drafters.spec import NO_DRAFT_SPEC
+from foredraft.drafters.user_spec import (
+    DraftLength,
+    UserDrafterSpec,
+    get_max_draft_length,
+    names_method,
+    parse_draft_length,
+)
+from foredraft.engine.engine import Engine
+from foredraft.engine.scheduler import SchedulerLimits
+from foredraft.kv.allocator import PageAllocator
+from foredraft.kv.sizing import MemoryLimits
+
+
+@dataclass(frozen=True)
+class EngineSetup:
+    """Engine of one target with one drafter."""
+
+    engine: Engine
+    drafter: Drafter | None  # as the user gave it, without a sandbox; None = plain decoding
+    drafter_name: str
+    is_adaptive: bool  # draft lengths are chosen at every step
+
+    @classmethod
+    def make(
+        cls,
+        drafters: DrafterFactory,
+        user_spec: UserDrafterSpec,
+        num_tokens: DraftLength,
+        limits: MemoryLimits,
+        is_debug: bool,
+    ) -> "EngineSetup":
+        """Make the drafter of a specification and an engine for it, and size the KV memory of both.
+
+        Args:
+            drafters: factory for the target.
+            user_spec: method name, dict of options, drafter object or None.
+            num_tokens: longest draft in tokens, or "auto".
+            limits: sizes of KV memory and steps.
+            is_debug: whether to check invariants after every step.
+
+        Raises:
+            ForedraftError: for a drafter that cannot be used, or a model that does not fit into memory.
+        """
+        target = drafters.target
+        length = parse_draft_length(user_spec, num_tokens)
+        longest = get_max_draft_length(user_spec) if length is None else length
+        drafter, name = drafters.make(user_spec, longest)
+        spec = NO_DRAFT_SPEC if drafter is None else drafter.spec
+        if spec.attach is not None:  # the drafter uses the KV pool of the target
+            spec.attach(target)
+        is_adaptive = length is None and (drafter is None or names_method(user_spec))
+        memory = spec.draft_kv
+        per_token = target.bytes_per_token() + (0 if memory is None else memory.bytes_per_token)
+        num_pages = limits.num_pages(target.context_length, per_token, target.device)
+        for pool in (target.pool, *([] if memory is None else [memory.pool])):
+            pool.capacity = num_pages * limits.page_size
+        engine = Engine(
+            target,
+            drafters.with_predictions(drafter, name),
+            PageAllocator(num_pages, limits.page_size),
+            SchedulerLimits(limits.max_batch, limits.max_step_tokens),
+            target.device,
+            is_debug=is_debug,
+            prefix_cache=limits.prefix_cache,
+            length_policy=create_length_policy(drafter) if is_adaptive else FixedLengthPolicy(),
+        )
+        return cls(engine, drafter, name, is_adaptive)
+
+
+def create_length_policy(drafter: Drafter | None, curve: CostCurve | None = None) -> DraftLengthPolicy:
+    """Create the policy of adaptive draft lengths for a drafter, with measured costs if there are any."""
+    decides_length = drafter is not None and drafter.spec.decides_length
+    return LossBudgetPolicy(curve) if decides_length else AdaptiveLengthPolicy(curve)

@@ -1,0 +1,62 @@
+"""Output of a run: the current drafter as files, and its evaluation."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from foredraft.checkpoints import target_identity
+from foredraft.checkpoints.target_reference import TARGET_NAME_KEY
+from foredraft.drafters.trainee import Trainee
+from foredraft.train.evaluate import Evaluator
+from foredraft.train.job import TrainJob
+from foredraft.train.publish import publish
+from foredraft.train.trace import Tracer
+from foredraft.train.with_target import TARGET_FOLDER, JointLoss
+
+
+@dataclass(frozen=True)
+class DrafterOutput:
+    """Publishes and measures a drafter in training."""
+
+    job: TrainJob
+    trainee: Trainee
+    evaluator: Evaluator  # of the original target
+    joint_loss: JointLoss | None  # None = the target is frozen
+
+    def publish(self) -> None:
+        """Write the current drafter into the folder of the run, and the target if it is trained too."""
+        job = self.job
+        self._write(job.plan.out, self._make_current_evaluator())
+        if self.joint_loss is not None:
+            self.joint_loss.save(job.plan.out, job.llm.target.model.dtype, job.llm.tokenizer)
+
+    def measure(self) -> Mapping[str, Any]:
+        """Measure loss and acceptance of the current drafter on held-out documents."""
+        evaluator = self._make_current_evaluator()
+        with self.job.distributed.autocast():
+            metrics: dict[str, Any] = evaluator.measure_loss(self.trainee.compute_loss)
+        return metrics | evaluator.measure_acceptance(lambda folder: self._write(folder, evaluator))
+
+    def _make_current_evaluator(self) -> Evaluator:
+        """Return the evaluator; if the target is trained too, one with a copy of its current state."""
+        if self.joint_loss is None:
+            return self.evaluator
+        original, hidden_layers = self.job.llm, self.trainee.spec.hidden_layers
+        llm = self.joint_loss.make_llm(original.target.model.dtype, original.tokenizer)
+        return self.job.make_evaluator(llm, Tracer(llm.target, hidden_layers, self.evaluator.tracer.top))
+
+    def _write(self, folder: Path, evaluator: Evaluator) -> None:
+        """Write the current drafter, after its spec's `finish` has seen held-out documents."""
+        finish = self.trainee.spec.finish
+        traces = evaluator.trace_held_out() if finish is not None else []
+        if finish is not None and traces:
+            finish(traces)
+        target: str | None = self.job.llm.target.name
+        extra_config: dict[str, Any] = {
+            target_identity.NORMS_KEY: target_identity.compute_norms(evaluator.llm.target.embedding)
+        }
+        if self.joint_loss is not None:  # the heads fit only the target that was trained with them
+            target = None
+            extra_config |= {target_identity.FOLDER_KEY: TARGET_FOLDER, TARGET_NAME_KEY: TARGET_FOLDER}
+        publish(self.trainee, self.job.plan.method, folder, self.job.llm.target.model.dtype, target, extra_config)
