@@ -170,9 +170,8 @@ MAX_CLASS, MAX_ATTRIBUTES = 200, 12
 LARGE_CLASSES = {
     "Engine": (293, 11),
     "LLM": (314, 12),
-    "PrefixCache": (220, 6),
     "Request": (72, 25),
-    "Scheduler": (236, 12),
+    "Scheduler": (203, 12),
 }
 
 

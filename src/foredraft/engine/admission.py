@@ -1,6 +1,6 @@
 """Admission of waiting requests: in order, if the pages for all their committed tokens are free."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from foredraft.kv.allocator import PageAllocator
 from foredraft.kv.prefix_cache import PrefixCache, PrefixHit
@@ -32,6 +32,34 @@ class Admission:
             allowed: requests that may start. None = all.
         """
         return (allowed is None or request in allowed) and not self._waits_for_prefix(request)
+
+    def select(
+        self,
+        waiting: Sequence[Request],
+        running: Sequence[Request],
+        max_batch: int,
+        allowed: frozenset[Request] | None,
+    ) -> Iterator[tuple[Request, PrefixHit]]:
+        """Yield the requests to start in order, with their prefix-cache hits; stop at the first that does not fit.
+
+        The caller moves each request from `waiting` to `running` before it takes the next one. Requests that are not
+        allowed, or that wait for the pages of another request with the same prompt, are skipped and stay.
+
+        Args:
+            waiting: waiting requests in scheduling order.
+            running: running requests.
+            max_batch: running requests at most.
+            allowed: requests that may start. None = all.
+        """
+        num_skipped = 0
+        while num_skipped < len(waiting) and len(running) < max_batch:
+            request = waiting[num_skipped]
+            if not self.can_start(request, allowed):
+                num_skipped += 1
+            elif (hit := self.match_if_fits(request, running)) is not None:
+                yield request, hit
+            else:
+                break
 
     def match_if_fits(self, request: Request, running: Sequence[Request]) -> PrefixHit | None:
         """Look up a waiting request in the prefix cache. Returns None if its tokens do not fit in the free pages.

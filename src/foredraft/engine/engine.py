@@ -21,8 +21,9 @@ import torch
 from foredraft.draft_length.policy import DraftLengthPolicy, FixedLengthPolicy, StepReport
 from foredraft.drafters.interface import Drafter
 from foredraft.engine.mask_budget import MaskBudget
+from foredraft.engine.releases import NO_RELEASES
 from foredraft.engine.sandbox import SandboxedDrafter
-from foredraft.engine.scheduler import NO_RELEASES, Scheduler, SchedulerLimits
+from foredraft.engine.scheduler import Scheduler, SchedulerLimits
 from foredraft.engine.step_clock import StepClock
 from foredraft.engine.step_output import append_tokens, emit_deltas
 from foredraft.engine.step_result import NO_STEP, StepResult, collect_outcomes, count_attended_tokens

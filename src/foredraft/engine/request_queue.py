@@ -18,6 +18,10 @@ class RequestQueue(list[Request]):
         assert self[index] is request, "the sort key of a queued request changed"
         del self[index]
 
+    def check_order(self) -> None:
+        """Assert that the requests are in scheduling order."""
+        assert self == sorted(self, key=get_queue_key), "requests are out of order"
+
 
 def get_queue_key(request: Request) -> tuple[int, int]:
     """Return the sort key of a queue."""

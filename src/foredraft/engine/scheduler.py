@@ -9,15 +9,15 @@ A request with one uncomputed token is *decoding*. A request with several is a *
 is recomputed. The token budget of a step goes to decoding requests first, then to prompts, then to drafts.
 """
 
-import heapq
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from foredraft.draft_length.policy import DraftLengthPolicy
 from foredraft.engine.admission import Admission
 from foredraft.engine.draft_grants import grant_draft_nodes
+from foredraft.engine.free_slots import FreeSlots
 from foredraft.engine.preemption import Preemption
+from foredraft.engine.releases import ReleasePlanner, Releases
 from foredraft.engine.request_queue import RequestQueue, get_queue_key
 from foredraft.engine.step_chunks import SchedulerLimits as SchedulerLimits
 from foredraft.engine.step_chunks import select_chunks
@@ -25,18 +25,6 @@ from foredraft.kv.allocator import PageAllocator
 from foredraft.kv.prefix_cache import PrefixCache, PrefixHit
 from foredraft.request import Batch, Request, RequestStatus
 from foredraft.tree import Commit
-
-
-@dataclass(frozen=True)
-class Releases:
-    """Work before `Scheduler.schedule`: pending draft KV to write, then requests to preempt."""
-
-    preempted: tuple[Request, ...] = ()
-    # Slots whose pending draft KV must be written now, because their pages are shared or freed next.
-    unwritten_slots: tuple[int, ...] = ()
-
-
-NO_RELEASES = Releases()
 
 
 class Scheduler:
@@ -70,8 +58,8 @@ class Scheduler:
         self.prefix_queries = 0  # tokens of admitted requests, counted at admission
         self.prefix_hits = 0  # tokens of `prefix_queries` whose KV came from the prefix cache
         self._admission = Admission(allocator, self.prefix_cache)
-        self._preemption = Preemption(allocator, limits)
-        self._free_slots = list(range(limits.max_batch))  # heap
+        self._release_planner = ReleasePlanner(self._admission, Preemption(allocator, limits))
+        self._free_slots = FreeSlots(limits.max_batch)
         self._counter = itertools.count()  # numbers arrivals (`arrival_index`) and steps (`last_step`)
 
     @property
@@ -98,17 +86,7 @@ class Scheduler:
             allowed: requests that may run or be admitted. None = all.
             deferred: requests that may not run. If the batch is full, they are preempted for waiting requests.
         """
-        if not self.waiting and self._preemption.has_room(self.running):  # the common case
-            return NO_RELEASES
-        num_starting = sum(self._admission.can_start(request, allowed) for request in self.waiting) if deferred else 0
-        preempted = self._preemption.choose(self.running, allowed, deferred, num_starting)
-        num_free_slots = self.limits.max_batch - len(self.running) + len(preempted)
-        # Running requests whose full pages the next admitted requests would share, with the draft KV if it is written.
-        shared = self._admission.find_shared_slots(self.waiting, self.running, num_free_slots, allowed)
-        kept = [r.slot for r in preempted if self.prefix_cache.keeps_pages(r, is_finished=False)]
-        if not preempted and not shared:
-            return NO_RELEASES
-        return Releases(tuple(preempted), tuple({*kept, *shared}))  # a preempted request may share its pages too
+        return self._release_planner.plan(self.running, self.waiting, allowed, deferred)
 
     def preempt(self, requests: Sequence[Request]) -> list[int]:
         """Free the pages of running requests and requeue them. Returns the slots that become free."""
@@ -134,7 +112,8 @@ class Scheduler:
         """
         step_index = next(self._counter)
         if self.waiting:
-            self._admit_waiting(allowed)
+            for request, hit in self._admission.select(self.waiting, self.running, self.limits.max_batch, allowed):
+                self._start_request(request, hit)
         running = self.running if allowed is None else [r for r in self.running if r in allowed]
         scheduled = select_chunks(running, self.limits)
         for request, chunk in scheduled:
@@ -197,7 +176,7 @@ class Scheduler:
         """
         for request in {*self.running, *self.waiting} - output_lengths.keys():
             request.status = RequestStatus.FINISHED
-        self._free_slots = list(range(self.limits.max_batch))
+        self._free_slots.reset()
         self._admission.reset()
         self.prefix_cache.clear()
         for request, length in output_lengths.items():
@@ -212,51 +191,27 @@ class Scheduler:
     def check_idle(self) -> None:
         """Assert, in constant time, that an idle scheduler holds no pages and no slots."""
         assert not self.allocator.num_used, "pages are held and no request runs"
-        assert len(self._free_slots) == self.limits.max_batch, "a slot was lost or assigned twice"
+        self._free_slots.check_all_free()
 
     def check_integrity(self) -> None:
         """Assert all invariants of pages, slots and queues."""
         self.allocator.check_integrity([request.pages for request in self.running])
         self.prefix_cache.check_integrity()
-        slots = [request.slot for request in self.running]
-        all_slots = list(range(self.limits.max_batch))
-        assert sorted(slots + self._free_slots) == all_slots, "a slot was lost or assigned twice"
-        for queue in (self.running, self.waiting):
-            assert queue == sorted(queue, key=get_queue_key), "requests are out of order"
+        self._free_slots.check(request.slot for request in self.running)
+        self.running.check_order()
+        self.waiting.check_order()
         for request in self.running:
             assert request.num_computed < request.num_tokens, "a running request has nothing to compute"
             self.check_writes(request)
 
     def check_writes(self, request: Request) -> None:
         """Assert that the pages the request will write to are neither shared nor in the prefix cache."""
-        for page in request.pages[request.num_computed // self.allocator.page_size :]:
-            assert self.allocator.num_holders(page) == 1, "a page that is written to is held by two requests"
-            assert not self.allocator.is_cacheable(page), "a page that is written to is in the prefix cache"
-
-    def _admit_waiting(self, allowed: frozenset[Request] | None) -> None:
-        """Admit waiting requests in order; stop at the first that does not fit.
-
-        Requests that are not allowed, or that wait for the pages of another request with the same prompt, are skipped
-        and stay in the queue.
-        """
-        skipped: list[Request] = []
-        num_visited = 0  # requests at the front of the queue that were admitted or skipped
-        for request in self.waiting:
-            if len(self.running) == self.limits.max_batch:
-                break
-            if not self._admission.can_start(request, allowed):
-                skipped.append(request)
-            elif (hit := self._admission.match_if_fits(request, self.running)) is not None:
-                self._start_request(request, hit)
-            else:
-                break
-            num_visited += 1
-        if num_visited > len(skipped):  # remove the admitted requests from the queue, keep the skipped ones
-            self.waiting[:num_visited] = skipped
+        self.allocator.check_writable(request.pages[request.num_computed // self.allocator.page_size :])
 
     def _start_request(self, request: Request, hit: PrefixHit) -> None:
-        """Move a request to the running ones, with a slot and the pages of its prefix-cache hit."""
-        request.slot = heapq.heappop(self._free_slots)
+        """Move a waiting request to the running ones, with a slot and the pages of its prefix-cache hit."""
+        self.waiting.take(request)
+        request.slot = self._free_slots.take()
         request.status = RequestStatus.RUNNING
         self.running.add(request)
         self.prefix_cache.acquire(request, hit)
@@ -273,5 +228,5 @@ class Scheduler:
         self.prefix_cache.release(request, is_finished, has_invalid_kv)
         request.pages.clear()
         request.num_computed = 0
-        heapq.heappush(self._free_slots, request.slot)
+        self._free_slots.give_back(request.slot)
         return request.slot

@@ -149,6 +149,12 @@ class PageAllocator:
         self.on_evict(page)
         self.discard(page)
 
+    def check_writable(self, pages: Sequence[int]) -> None:
+        """Assert that pages which will be written are neither shared nor in the prefix cache."""
+        for page in pages:
+            assert self.num_holders(page) == 1, "a page that is written to is held by two requests"
+            assert not self.is_cacheable(page), "a page that is written to is in the prefix cache"
+
     def check_integrity(self, tables: Sequence[Sequence[int]]) -> None:
         """Assert the invariant against the block tables of every running request."""
         table_counts = Counter(page for table in tables for page in table)

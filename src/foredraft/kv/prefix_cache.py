@@ -14,9 +14,8 @@ The cache reads requests and changes none: the scheduler puts the pages of a hit
 from dataclasses import dataclass, field
 
 from foredraft.kv.allocator import PageAllocator
-from foredraft.kv.draft_kv import DraftKV, DraftKVOwner, NoDraftKV
-from foredraft.kv.page_index import ANY_NEXT_TOKEN, PageIndex
-from foredraft.kv.weak import bind_weakly
+from foredraft.kv.draft_kv import DraftKVOwner, NoDraftKV
+from foredraft.kv.page_index import PageIndex
 from foredraft.request import Request
 
 
@@ -46,7 +45,7 @@ class PrefixCache:
     """Index of full pages by hash. Every page in it is cacheable and holds only committed tokens.
 
     Args:
-        allocator: allocator of the pages; the cache sets its `on_evict`.
+        allocator: allocator of the pages; the index of the cache sets its `on_evict`.
         draft_kv_owner: access to the draft KV. Default None = no draft KV.
         is_shared: False drops the pages of a request when it ends, unless another request holds them. Samples of one
             prompt still share pages while they run. Default True.
@@ -64,9 +63,8 @@ class PrefixCache:
         self.draft_kv_owner: DraftKVOwner = NoDraftKV() if draft_kv_owner is None else draft_kv_owner
         self.is_shared = is_shared
         self.is_active = is_active
-        self._index = PageIndex()
+        self._index = PageIndex(allocator)
         self._cached_pages: dict[Request, CachedPages] = {}  # requests that were looked up or inserted
-        allocator.on_evict = bind_weakly(self._index.forget)
 
     @property
     def has_draft_kv(self) -> bool:
@@ -81,12 +79,12 @@ class PrefixCache:
         draft_kv = self.draft_kv_owner.draft_kv
         if draft_kv is None:
             return PrefixHit(tuple(pages))
-        writers = self._find_unrecorded_writers(pages)
+        writers = self._index.find_unrecorded_writers(pages)
         for writer in writers:
             self._record_draft_kv(writer, self._cached_pages[writer])
         if writers:  # a page with draft KV may have replaced an equal one
             pages = self._look_up(request)
-        num_draft_pages = self._count_draft_pages(request, pages, draft_kv)
+        num_draft_pages = self._index.count_draft_pages(request, pages, draft_kv)
         # If draft KV cannot be rebuilt from tokens, a longer hit would leave a gap, and the request could never draft.
         usable = pages if draft_kv.is_rebuildable_from_tokens else pages[:num_draft_pages]
         return PrefixHit(tuple(usable), num_draft_pages)
@@ -96,7 +94,7 @@ class PrefixCache:
 
         `match` counts the draft KV of these pages only if the drafter has written it.
         """
-        return [writer.slot for writer in self._find_unrecorded_writers(self._look_up(request))]
+        return [writer.slot for writer in self._index.find_unrecorded_writers(self._look_up(request))]
 
     def acquire(self, request: Request, hit: PrefixHit) -> None:
         """Hold the pages of a hit for a request that starts. Its draft KV is valid as far as the hit's."""
@@ -162,7 +160,7 @@ class PrefixCache:
 
     def check_integrity(self) -> None:
         """Assert that the tables agree with each other and with the allocator."""
-        self._index.check_integrity(self.allocator)
+        self._index.check_integrity()
 
     def _look_up(self, request: Request) -> list[int]:
         """Return the indexed pages of the request's longest prefix, without the page of its last token."""
@@ -182,36 +180,12 @@ class PrefixCache:
         cached = self._cached_pages.get(request)
         if cached is None:
             cached = self._cached_pages[request] = CachedPages()
-        self._index.extend_hashes(cached.hashes, request, num_pages, self.allocator.page_size)
+        self._index.extend_hashes(cached.hashes, request, num_pages)
         return cached
 
     def _add_page(self, digest: bytes, page: int, writer: Request) -> None:
         self._index.add(digest, page, writer)
         self._cached_pages[writer].inserted.add(digest)
-        self.allocator.mark_cacheable(page)
-
-    def _drop_page(self, page: int) -> None:
-        self._index.forget(page)
-        self.allocator.discard(page)
-
-    def _find_unrecorded_writers(self, pages: list[int]) -> list[Request]:
-        """Return the running requests that filled some of these pages and have no draft KV recorded there."""
-        writers = {
-            self._index.writers[page]: None
-            for page in pages
-            if page in self._index.writers and page not in self._index.next_token_by_page
-        }
-        return list(writers)
-
-    def _count_draft_pages(self, request: Request, pages: list[int], draft_kv: DraftKV) -> int:
-        """Return the number of leading pages whose draft KV is valid for this request."""
-        for i, page in enumerate(pages):
-            if self._index.next_token_by_page.get(page) != self._get_next_token(request, i, draft_kv):
-                return i
-        return len(pages)
-
-    def _get_next_token(self, request: Request, i: int, draft_kv: DraftKV) -> int:
-        return request.get_token((i + 1) * self.allocator.page_size) if draft_kv.token_lookahead else ANY_NEXT_TOKEN
 
     def _record_draft_kv(self, request: Request, cached: CachedPages) -> None:
         """Record the request's pages whose draft KV has become valid."""
@@ -224,11 +198,11 @@ class PrefixCache:
             indexed = self._index.page_by_hash.get(digest)
             if indexed is not None and indexed != page and indexed not in self._index.next_token_by_page:
                 # An equal page without valid draft KV is replaced by this one.
-                self._drop_page(indexed)
+                self._index.drop(indexed)
                 self._add_page(digest, page, request)
                 indexed = page
             if indexed == page:
-                self._index.next_token_by_page.setdefault(page, self._get_next_token(request, i, draft_kv))
+                self._index.record_draft_kv(page, request, i, draft_kv)
             cached.num_with_draft_kv = i + 1
 
     def _reinsert_pages(self, request: Request, cached: CachedPages) -> None:
@@ -243,13 +217,13 @@ class PrefixCache:
     def _drop_invalid(self, request: Request, cached: CachedPages) -> None:
         for digest in cached.inserted:
             if digest in self._index.page_by_hash:
-                self._drop_page(self._index.page_by_hash[digest])
+                self._index.drop(self._index.page_by_hash[digest])
         self._drop_unshared(request)
 
     def _drop_unshared(self, request: Request) -> None:
         for page in request.pages:
             if page in self._index.hash_by_page and self.allocator.num_holders(page) == 1:
-                self._drop_page(page)
+                self._index.drop(page)
 
     def _free_pages(self, request: Request, cached: CachedPages) -> None:
         """Free the pages from the end, so that the end of a sequence is evicted before its beginning."""
