@@ -171,7 +171,7 @@ LARGE_CLASSES = {
     "Engine": (293, 11),
     "LLM": (314, 12),
     "Request": (72, 25),
-    "Scheduler": (203, 12),
+    "Scheduler": (202, 12),
 }
 
 

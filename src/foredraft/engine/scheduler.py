@@ -30,13 +30,12 @@ from foredraft.tree import Commit
 class Scheduler:
     """Scheduler that orders requests by priority number (the lowest runs first), then by arrival.
 
-    It is the only writer of a request's fields. Grammar matchers, which requests hold, have writers of their own.
-
     If pages run out, the last running request in this order is preempted: its pages are freed and it is requeued. When
     it runs again, it takes the pages that the prefix cache still has, and computes the other tokens again.
 
-    The scheduler calls no drafter. Before each step it returns which draft KV must be written (`find_releases`), and
-    the slots that become free (`preempt`, `finish`).
+    The scheduler is the only writer of a request's fields, except those of its grammar matcher. It calls no drafter.
+    Before each step it returns which draft KV must be written (`find_releases`), and the slots that become free
+    (`preempt`, `finish`).
     """
 
     def __init__(
