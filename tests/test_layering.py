@@ -171,7 +171,6 @@ LARGE_CLASSES = {
     "Engine": (293, 11),
     "LLM": (314, 12),
     "Request": (72, 25),
-    "Scheduler": (202, 12),
 }
 
 

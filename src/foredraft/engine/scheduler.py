@@ -31,11 +31,9 @@ class Scheduler:
     """Scheduler that orders requests by priority number (the lowest runs first), then by arrival.
 
     If pages run out, the last running request in this order is preempted: its pages are freed and it is requeued. When
-    it runs again, it takes the pages that the prefix cache still has, and computes the other tokens again.
-
-    The scheduler is the only writer of a request's fields, except those of its grammar matcher. It calls no drafter.
-    Before each step it returns which draft KV must be written (`find_releases`), and the slots that become free
-    (`preempt`, `finish`).
+    it runs again, it takes the pages that the prefix cache still has, and computes the other tokens again. The
+    scheduler is the only writer of a request's fields, except those of its grammar matcher. It calls no drafter, and
+    returns which draft KV to write (`find_releases`) and which slots become free (`preempt`, `finish`).
     """
 
     def __init__(

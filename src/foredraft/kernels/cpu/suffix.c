@@ -1,4 +1,4 @@
-/* Suffix automaton with counts. kernels/automaton.py explains it and is its slow reference, with equal bits. */
+/* Suffix automaton with counts. drafters/suffix/automaton.py explains it and is its slow reference, with equal bits. */
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
