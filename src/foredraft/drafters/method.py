@@ -24,7 +24,7 @@ DEFAULT_AUTO_TOKENS = 8  # longest draft in tokens with an adaptive length (`--s
 
 @dataclass(frozen=True)
 class DrafterContext:
-    """Target, user options and environment for `Method.create`."""
+    """Target, user options and environment for `Method.create` and `Method.from_checkpoint`."""
 
     vocab_size: int  # V of the target's logits; every q has this width
     target: HFModel | None = None  # for drafters that use its embedding, output matrix or layer sizes; None in tests
@@ -121,10 +121,12 @@ class Method:
     Attributes:
         name: the name that users write.
         config: frozen dataclass of the options.
-        create: makes the drafter from an instance of `config` and a context.
+        create: makes the drafter from an instance of `config` and a context; None = `from_checkpoint` makes it, from
+            the head that the user named or the built-in one. `creation.create_drafter` calls either.
         uses_model: True if the method takes the option `model`: a draft model, a head or another trained file.
         accepts_loaded_model: True if `model` may be a loaded transformers model.
-        from_checkpoint: makes the drafter from a loaded checkpoint; None = `create` is the only way to make it.
+        from_checkpoint: makes the drafter from the options, a loaded checkpoint and a context; None = `create` is the
+            only way to make it.
         auto_rank: rank in the method `auto`: a number, or a function of the context. `auto` uses the method with the
             highest rank of those that read tokens alone, and of those with a model. A model that the user gave takes
             precedence over ranks. None = `auto` does not choose this method by itself.
@@ -140,7 +142,7 @@ class Method:
 
     name: str
     config: type
-    create: Callable[[Any, DrafterContext], Drafter]
+    create: Callable[[Any, DrafterContext], Drafter] | None = None
     uses_model: bool = True
     accepts_loaded_model: bool = False
     from_checkpoint: Callable[[Any, Checkpoint, DrafterContext], Drafter] | None = None
@@ -153,6 +155,10 @@ class Method:
     training: Training | None = None
     built_in: BuiltIn = BuiltIn()
     variants: tuple[Variant, ...] = (Variant(),)
+
+    def __post_init__(self) -> None:
+        if self.create is None and self.from_checkpoint is None:
+            raise ValueError("a method makes its drafters with create or with from_checkpoint; give one of them")
 
     def get_auto_rank(self, context: DrafterContext) -> float | None:
         """Return the rank among the methods that `auto` chooses from; None = never."""

@@ -14,6 +14,7 @@ from foredraft.checkpoints.write import save
 from foredraft.drafters.checkpoint_folders import read, write
 from foredraft.drafters.common.last_hidden_state import LinearFactory
 from foredraft.drafters.common.target_access import describe_target
+from foredraft.drafters.creation import create_drafter
 from foredraft.drafters.hydra import method as hydra
 from foredraft.drafters.hydra import network as hydra_network
 from foredraft.drafters.hydra.checkpoint import HydraPrefixShape, HydraShape
@@ -264,7 +265,8 @@ def test_heads_in_the_authors_file_draft_as_they_were_written(tmp_path: Any) -> 
     checkpoint = seer("last")
     write(tmp_path, "hydra", checkpoint.shape, checkpoint.tensors)
     assert (tmp_path / "hydra_lm_head.pt").exists()
-    made = hydra.create(
+    made = create_drafter(
+        hydra.METHOD,
         hydra.Config(),
         DrafterContext(V, successor_model.llm().target, 4, str(tmp_path), dtype=torch.float64),
     )

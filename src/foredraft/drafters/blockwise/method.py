@@ -21,7 +21,6 @@ from foredraft.drafters.blockwise.training import TrainConfig, create_trainee
 from foredraft.drafters.blockwise.variants import VARIANTS
 from foredraft.drafters.common.last_hidden_state import LinearFactory
 from foredraft.drafters.common.step_drafter import StepDrafter
-from foredraft.drafters.common.target_access import load_checkpoint
 from foredraft.drafters.common.tree_builder import TreeSpec
 from foredraft.drafters.method import BuiltIn, DrafterContext, HeadRecipe, Method, Training
 from foredraft.errors import ForedraftError
@@ -44,11 +43,6 @@ class Config:
         return TreeSpec.from_options(min(num_speculative_tokens, shape.num_heads), min_confidence=self.min_confidence)
 
 
-def create(config: Config, context: DrafterContext) -> StepDrafter:
-    """Load the heads and make their drafter. Raises ForedraftError if they do not fit the target."""
-    return from_checkpoint(config, load_checkpoint(context, METHOD), context)
-
-
 def from_checkpoint(config: Config, checkpoint: Checkpoint, context: DrafterContext) -> StepDrafter:
     """Make the drafter of loaded heads."""
     shape = checkpoint.shape
@@ -69,7 +63,6 @@ FORMAT = CheckpointFormat(
 METHOD = Method(
     name=checkpoint.NAME,
     config=Config,
-    create=create,
     from_checkpoint=from_checkpoint,
     checkpoint=FORMAT,
     training=Training(TrainConfig, create_trainee),

@@ -7,19 +7,9 @@ from foredraft.drafters.chimera import checkpoint
 from foredraft.drafters.chimera.drafter import Chimera
 from foredraft.drafters.chimera.training import TrainConfig, create_trainee, load_network
 from foredraft.drafters.chimera.variants import VARIANTS
-from foredraft.drafters.common.target_access import bind_to_target, load_checkpoint, require_target
+from foredraft.drafters.common.target_access import bind_to_target, require_target
 from foredraft.drafters.common.tree_builder import TreeOptions as Config
 from foredraft.drafters.method import BuiltIn, DrafterContext, HeadRecipe, Method, Training
-
-
-def create(config: Config, context: DrafterContext) -> Chimera:
-    """Load the heads and make their drafter.
-
-    Raises:
-        ForedraftError: for invalid tree options, or heads of another method or another target.
-    """
-    config.to_tree_spec(context.num_speculative_tokens)  # report invalid options before the checkpoint is loaded
-    return from_checkpoint(config, load_checkpoint(context, METHOD), context)
 
 
 def from_checkpoint(config: Config, checkpoint: Checkpoint, context: DrafterContext) -> Chimera:
@@ -38,7 +28,6 @@ FORMAT = CheckpointFormat(
 METHOD = Method(
     name=checkpoint.NAME,
     config=Config,
-    create=create,
     from_checkpoint=from_checkpoint,
     checkpoint=FORMAT,
     training=Training(TrainConfig, create_trainee),

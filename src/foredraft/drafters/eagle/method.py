@@ -7,7 +7,6 @@ from foredraft.checkpoints.schema import Checkpoint
 from foredraft.drafters.common.feature_drafter import FeatureDrafter, make_feature_lm
 from foredraft.drafters.common.target_access import (
     bind_to_target,
-    load_checkpoint,
     require_target,
 )
 from foredraft.drafters.common.tree_builder import TreeOptions as Config
@@ -17,16 +16,6 @@ from foredraft.drafters.eagle.training import TrainConfig, create_trainee
 from foredraft.drafters.eagle.variants import VARIANTS
 from foredraft.drafters.method import BuiltIn, DrafterContext, HeadRecipe, Method, Training
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
-
-
-def create(config: Config, context: DrafterContext) -> FeatureDrafter:
-    """Load the head and make its drafter.
-
-    Raises:
-        ForedraftError: for invalid tree options, or a head of another method, or one that does not fit the target.
-    """
-    config.to_tree_spec(context.num_speculative_tokens)  # raises for invalid options before the checkpoint is loaded
-    return from_checkpoint(config, load_checkpoint(context, METHOD), context)
 
 
 def from_checkpoint(config: Config, checkpoint: Checkpoint, context: DrafterContext) -> FeatureDrafter:
@@ -55,7 +44,6 @@ FORMAT = CheckpointFormat(
 METHOD = Method(
     name=checkpoint.NAME,
     config=Config,
-    create=create,
     from_checkpoint=from_checkpoint,
     auto_rank=50,  # `auto` prefers the highest rank; methods with a model are ranked by speed on the built-in target
     checkpoint=FORMAT,

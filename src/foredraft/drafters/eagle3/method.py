@@ -9,7 +9,6 @@ from foredraft.checkpoints.schema import Checkpoint
 from foredraft.drafters.common.feature_drafter import FeatureDrafter, make_feature_lm
 from foredraft.drafters.common.target_access import (
     bind_to_target,
-    load_checkpoint,
     require_target,
 )
 from foredraft.drafters.common.tree_builder import TreeOptions
@@ -33,16 +32,6 @@ class Config(TreeOptions):
     """
 
     feedback: str | None = None
-
-
-def create(config: Config, context: DrafterContext) -> FeatureDrafter:
-    """Load the head and make its drafter.
-
-    Raises:
-        ForedraftError: for invalid options, or a head of another method or another target.
-    """
-    config.to_tree_spec(context.num_speculative_tokens)  # report invalid options before the checkpoint is loaded
-    return from_checkpoint(config, load_checkpoint(context, METHOD), context)
 
 
 def from_checkpoint(config: Config, checkpoint: Checkpoint, context: DrafterContext) -> FeatureDrafter:
@@ -81,7 +70,6 @@ FORMAT = CheckpointFormat(
 METHOD = Method(
     name=checkpoint.NAME,
     config=Config,
-    create=create,
     from_checkpoint=from_checkpoint,
     auto_rank=40,  # above the methods with a model that are slower on the built-in target
     checkpoint=FORMAT,

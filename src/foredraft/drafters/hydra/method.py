@@ -14,7 +14,7 @@ from foredraft.drafters.common.feature_drafter import make_feature_lm
 from foredraft.drafters.common.last_hidden_state import LinearFactory
 from foredraft.drafters.common.static_tree import StaticTree, assume_accuracies
 from foredraft.drafters.common.step_drafter import StepDrafter
-from foredraft.drafters.common.target_access import load_checkpoint, require_target
+from foredraft.drafters.common.target_access import require_target
 from foredraft.drafters.common.tree_builder import TreeSpec
 from foredraft.drafters.hydra import checkpoint, export
 from foredraft.drafters.hydra.checkpoint import HydraShape
@@ -63,11 +63,6 @@ class Config:
         )
 
 
-def create(config: Config, context: DrafterContext) -> StepDrafter | HydraPrefixDrafter:
-    """Load the heads and make their drafter. Raises ForedraftError if they do not fit the target."""
-    return from_checkpoint(config, load_checkpoint(context, METHOD), context)
-
-
 def from_checkpoint(
     config: Config, checkpoint: Checkpoint, context: DrafterContext
 ) -> StepDrafter | HydraPrefixDrafter:
@@ -104,7 +99,6 @@ FORMAT = CheckpointFormat(
 METHOD = Method(
     name=checkpoint.NAME,
     config=Config,
-    create=create,
     from_checkpoint=from_checkpoint,
     checkpoint=FORMAT,
     training=Training(TrainConfig, create_trainee),

@@ -7,7 +7,6 @@ from foredraft.checkpoints.export import make_vllm_command
 from foredraft.checkpoints.formats import CheckpointFormat, ExportFormat, LayoutOrder, StoredLayout
 from foredraft.checkpoints.schema import Checkpoint
 from foredraft.drafters.common.static_tree import RankAccuracies, StaticTree, assume_accuracies
-from foredraft.drafters.common.target_access import load_checkpoint
 from foredraft.drafters.common.tree_builder import MAX_TREE_NODES
 from foredraft.drafters.medusa import checkpoint, export
 from foredraft.drafters.medusa.checkpoint import MedusaShape
@@ -51,11 +50,6 @@ class Config:
         return StaticTree.from_accuracies(accuracies[: min(num_speculative_tokens, num_heads)], self.tree_nodes)
 
 
-def create(config: Config, context: DrafterContext) -> Medusa:
-    """Load the heads and make their drafter. Raises ForedraftError if they do not fit the target."""
-    return from_checkpoint(config, load_checkpoint(context, METHOD), context)
-
-
 def from_checkpoint(config: Config, checkpoint: Checkpoint, context: DrafterContext) -> Medusa:
     """Make the drafter of loaded heads."""
     shape = checkpoint.shape
@@ -84,7 +78,6 @@ FORMAT = CheckpointFormat(
 METHOD = Method(
     name=checkpoint.NAME,
     config=Config,
-    create=create,
     from_checkpoint=from_checkpoint,
     checkpoint=FORMAT,
     training=Training(TrainConfig, create_trainee),

@@ -11,7 +11,6 @@ from foredraft.checkpoints.formats import CheckpointFormat, ExportFormat, Layout
 from foredraft.checkpoints.schema import Checkpoint
 from foredraft.drafters.common.last_hidden_state import LinearFactory
 from foredraft.drafters.common.step_drafter import StepDrafter
-from foredraft.drafters.common.target_access import load_checkpoint
 from foredraft.drafters.common.tree_builder import TreeSpec
 from foredraft.drafters.method import BuiltIn, DrafterContext, HeadRecipe, Method, Training
 from foredraft.drafters.mlp_speculator import checkpoint, export
@@ -59,11 +58,6 @@ class Config:
         return spec if candidates is None else spec.with_whole_paths(candidates)
 
 
-def create(config: Config, context: DrafterContext) -> StepDrafter:
-    """Load the speculator and make its drafter. Raises ForedraftError if it does not fit the target."""
-    return from_checkpoint(config, load_checkpoint(context, METHOD), context)
-
-
 def from_checkpoint(config: Config, checkpoint: Checkpoint, context: DrafterContext) -> StepDrafter:
     """Make the drafter of a loaded speculator."""
     shape = checkpoint.shape
@@ -86,7 +80,6 @@ FORMAT = CheckpointFormat(
 METHOD = Method(
     name=checkpoint.NAME,
     config=Config,
-    create=create,
     from_checkpoint=from_checkpoint,
     checkpoint=FORMAT,
     training=Training(TrainConfig, create_trainee),
