@@ -51,8 +51,9 @@ class Training:
         config: frozen dataclass of the settings. For training by gradients it has a static method
             `read_shape(network)`. That method returns the settings that the sizes of a network determine, such as the
             number of layers. Training that starts from an existing drafter must not change them.
-        create_trainee: makes the drafter in training. Arguments: settings, target, and the drafter to start from. The
-            latter is a checkpoint, the folder of a whole model, or None = new weights.
+        create_trainee: makes the drafter in training, in float32 on the target's device. Arguments: settings, target,
+            and the drafter to start from. The latter is a checkpoint, the folder of a whole model, or None = new
+            weights. It raises ForedraftError for invalid settings, or a drafter that cannot be trained.
         learn: trains by counting, and writes the folder of the drafter. Arguments: settings, documents (token ids [n]
             each), target and folder.
     """

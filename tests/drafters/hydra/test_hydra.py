@@ -248,7 +248,8 @@ def test_training_runs_every_position_as_drafting_would(loss: str) -> None:
 @pytest.mark.parametrize("options", [{}, {"own_head": False, "rank": 12, "layers": 2}])
 def test_trained_heads_are_read_back(options: dict[str, Any], tmp_path: Any) -> None:
     target, trainee = tiny_models.plain().target, make_trainee(heads=3, **options)
-    tensors, config = trainee.to_checkpoint()
+    layout = trainee.to_checkpoint()
+    tensors, config = layout.tensors, layout.config
     assert (config["hydra_num_heads"], config["hydra_head_arch"], config["hidden_state_offset"]) == (3, "mlp", 0)
     assert config.get("foredraft_lm_head") == (None if not options else "target")
     save(tmp_path, CheckpointLayout("hydra", tensors, config))
@@ -317,7 +318,8 @@ def test_a_prefix_layer_learns_and_is_read_back(tmp_path: Any) -> None:
     assert trainee.compute_loss(tiny_heads.make_trace(llm, (AFTER_FINAL_NORM,))).total.isfinite()
     trainee.compute_loss(tiny_heads.make_trace(llm, (AFTER_FINAL_NORM,))).total.backward()
     assert trainee.network.prefix_embeding_layer.layers[0].self_attn.o_proj.weight.grad.abs().sum() > 0
-    tensors, config = trainee.to_checkpoint()
+    layout = trainee.to_checkpoint()
+    tensors, config = layout.tensors, layout.config
     assert config["hydra_head_arch"] == "prefix-mlp"
     assert "hydra_mlp.1.1.res_connection.weight" in tensors
     save(tmp_path, CheckpointLayout("hydra", tensors, config))

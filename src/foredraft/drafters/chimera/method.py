@@ -1,7 +1,7 @@
 """Declaration of the method `chimera`."""
 
 from foredraft import zoo
-from foredraft.checkpoints.formats import CheckpointFormat, LayoutOrder, StoredLayout
+from foredraft.checkpoints.formats import CheckpointFormat, LayoutOrder, StoredLayout, has_tensor
 from foredraft.checkpoints.schema import Checkpoint
 from foredraft.drafters.chimera import checkpoint
 from foredraft.drafters.chimera.drafter import Chimera
@@ -19,17 +19,16 @@ def from_checkpoint(config: Config, checkpoint: Checkpoint, context: DrafterCont
     return Chimera(network, config.to_tree_spec(context.num_speculative_tokens), context)
 
 
-FORMAT = CheckpointFormat(
-    title="Chimera heads",
-    shape=checkpoint.ChimeraShape,
-    layouts=(StoredLayout("chimera", LayoutOrder.OWN_NAMES, checkpoint.has_own_tensors, checkpoint.read),),
-    make_layout=checkpoint.make_layout,
-)
 METHOD = Method(
     name=checkpoint.NAME,
     config=Config,
     from_checkpoint=from_checkpoint,
-    checkpoint=FORMAT,
+    checkpoint=CheckpointFormat(
+        title="Chimera heads",
+        shape=checkpoint.ChimeraShape,
+        layouts=(StoredLayout("chimera", LayoutOrder.OWN_NAMES, has_tensor(r"trigram\.weight$"), checkpoint.read),),
+        make_layout=checkpoint.make_layout,
+    ),
     training=Training(TrainConfig, create_trainee),
     built_in=BuiltIn(
         {zoo.DEFAULT_TARGET: "chimera"}, HeadRecipe(350, {"heads": "2", "intermediate": "224", "steps": "4"})

@@ -13,11 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from foredraft.checkpoints.schema import Checkpoint
-from foredraft.drafters.common.target_access import (
-    get_packed_lm_head,
-)
+from foredraft.drafters.common.target_access import get_packed_lm_head
 from foredraft.drafters.eagle.checkpoint import EagleShape
-from foredraft.errors import ForedraftError
 from foredraft.models.draft_layer import AttentionFunction, DraftLayer, RotaryEmbedding
 from foredraft.models.hf import HFModel
 from foredraft.models.native.draft_layers import JoinedInput, NativeDraftLayers, explain_unsupported
@@ -78,9 +75,7 @@ class EagleNetwork(nn.Module):
 
 def load_network(checkpoint: Checkpoint, target: HFModel) -> EagleNetwork:
     """Make a network with the tensors of a checkpoint. Raises ForedraftError for a head of another method."""
-    if not isinstance(checkpoint.shape, EagleShape):
-        raise ForedraftError(f"{checkpoint.folder} holds no EAGLE head but {checkpoint.format}")
-    network = EagleNetwork(checkpoint.shape, target)
+    network = EagleNetwork(checkpoint.require_shape(EagleShape, "EAGLE head"), target)
     network.load_state_dict(checkpoint.tensors)
     return network
 

@@ -11,9 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from foredraft.checkpoints.schema import Checkpoint
-from foredraft.drafters.common.target_access import (
-    get_packed_lm_head,
-)
+from foredraft.drafters.common.target_access import get_packed_lm_head
 from foredraft.drafters.eagle3.shape import Eagle3Shape
 from foredraft.errors import ForedraftError
 from foredraft.models.draft_layer import AttentionFunction, DraftLayer, RMSNorm, RotaryEmbedding
@@ -83,9 +81,7 @@ class Eagle3Network(nn.Module):
 
 def load_network(checkpoint: Checkpoint, target: HFModel) -> Eagle3Network:
     """Make a network with the tensors of a checkpoint. Raises ForedraftError if they do not fit the target."""
-    shape = checkpoint.shape
-    if not isinstance(shape, Eagle3Shape):
-        raise ForedraftError(f"{checkpoint.folder} holds no EAGLE-3 head but {checkpoint.format}")
+    shape = checkpoint.require_shape(Eagle3Shape, "EAGLE-3 head")
     is_narrower = shape.block.hidden != target.hidden_size
     if is_narrower and not (shape.has_embedding and shape.has_own_head):
         raise ForedraftError(

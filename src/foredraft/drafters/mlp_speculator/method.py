@@ -7,7 +7,7 @@ the last token and predicts the next. A tree costs one row per expanded node.
 from dataclasses import dataclass
 
 from foredraft import zoo
-from foredraft.checkpoints.formats import CheckpointFormat, ExportFormat, LayoutOrder, StoredLayout
+from foredraft.checkpoints.formats import CheckpointFormat, ExportFormat, LayoutOrder, StoredLayout, has_tensor
 from foredraft.checkpoints.schema import Checkpoint
 from foredraft.drafters.common.last_hidden_state import LinearFactory
 from foredraft.drafters.common.step_drafter import StepDrafter
@@ -60,28 +60,30 @@ class Config:
 
 def from_checkpoint(config: Config, checkpoint: Checkpoint, context: DrafterContext) -> StepDrafter:
     """Make the drafter of a loaded speculator."""
-    shape = checkpoint.shape
-    if not isinstance(shape, MlpSpeculatorShape):
-        raise ForedraftError(f"{checkpoint.folder} holds no MLP speculator but {checkpoint.format}")
+    shape = checkpoint.require_shape(MlpSpeculatorShape, "MLP speculator")
     spec = config.to_tree_spec(context.num_speculative_tokens, shape)
     linears = LinearFactory(context, config.quantization)
     runner = MLPStepRunner(shape, checkpoint.tensors, spec.max_depth, linears, context.vocab_size)
     return StepDrafter(runner, spec, context)
 
 
-FORMAT = CheckpointFormat(
-    title="an MLP speculator",
-    shape=checkpoint.MlpSpeculatorShape,
-    layouts=(StoredLayout("mlp_speculator", LayoutOrder.OWN_NAMES, checkpoint.has_own_tensors, checkpoint.read),),
-    make_layout=checkpoint.make_layout,
-    exports=(ExportFormat("mlp_speculator", export.export_mlp_speculator),),
-    refused_exports={"vllm": "vLLM has its MLP speculator switched off", "sglang": "SGLang loads no MLP speculators"},
-)
 METHOD = Method(
     name=checkpoint.NAME,
     config=Config,
     from_checkpoint=from_checkpoint,
-    checkpoint=FORMAT,
+    checkpoint=CheckpointFormat(
+        title="an MLP speculator",
+        shape=MlpSpeculatorShape,
+        layouts=(
+            StoredLayout("mlp_speculator", LayoutOrder.OWN_NAMES, has_tensor(checkpoint.TENSOR_NAME), checkpoint.read),
+        ),
+        make_layout=checkpoint.make_layout,
+        exports=(ExportFormat("mlp_speculator", export.export_mlp_speculator),),
+        refused_exports={
+            "vllm": "vLLM has its MLP speculator switched off",
+            "sglang": "SGLang loads no MLP speculators",
+        },
+    ),
     training=Training(TrainConfig, create_trainee),
     built_in=BuiltIn({zoo.DEFAULT_TARGET: "mlp_speculator"}, HeadRecipe(1000, {"inner": "192"})),
     variants=VARIANTS,
