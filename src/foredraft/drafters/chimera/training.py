@@ -143,7 +143,8 @@ def _init_from_target(network: ChimeraNetwork, target: HFModel) -> None:
         std=1 / max(scale, MIN_EMBEDDING_SCALE) / (TRIGRAM_TOKENS * network.shape.block.hidden) ** 0.5,
     )
     if network.shape.has_fc:
-        network.fc.weight[:, -network.shape.block.hidden :] += torch.eye(network.shape.block.hidden)
+        hidden = network.shape.block.hidden
+        network.fc.weight[:, -hidden:] += torch.eye(hidden, device=network.fc.weight.device)
     for head in network.heads:
         head.weight.zero_()  # type: ignore[operator]
         head.bias.zero_()  # type: ignore[operator]
