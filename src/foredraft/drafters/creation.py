@@ -3,7 +3,6 @@
 from typing import Any
 
 from foredraft.drafters.common.target_access import load_checkpoint
-from foredraft.drafters.common.tree_builder import TreeOptions
 from foredraft.drafters.interface import Drafter
 from foredraft.drafters.method import DrafterContext, Method
 
@@ -22,6 +21,6 @@ def create_drafter(method: Method, config: Any, context: DrafterContext) -> Draf
     if method.create is not None:
         return method.create(config, context)
     assert method.from_checkpoint is not None, "a Method has one of the two"
-    if isinstance(config, TreeOptions):
-        config.to_tree_spec(context.num_speculative_tokens)  # report invalid options before the checkpoint is loaded
+    if method.check_options is not None:
+        method.check_options(config, context.num_speculative_tokens)
     return method.from_checkpoint(config, load_checkpoint(context, method), context)

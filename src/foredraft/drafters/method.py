@@ -128,6 +128,8 @@ class Method:
         accepts_loaded_model: True if `model` may be a loaded transformers model.
         from_checkpoint: makes the drafter from the options, a loaded checkpoint and a context; None = `create` is the
             only way to make it.
+        check_options: raises ForedraftError for invalid options before a checkpoint is loaded. Arguments: options and
+            `num_speculative_tokens`. None = `from_checkpoint` checks them alone.
         auto_rank: rank in the method `auto`: a number, or a function of the context. `auto` uses the method with the
             highest rank of those that read tokens alone, and of those with a model. A model that the user gave takes
             precedence over ranks. None = `auto` does not choose this method by itself.
@@ -147,6 +149,7 @@ class Method:
     uses_model: bool = True
     accepts_loaded_model: bool = False
     from_checkpoint: Callable[[Any, Checkpoint, DrafterContext], Drafter] | None = None
+    check_options: Callable[[Any, int], object] | None = None
     auto_rank: float | Callable[[DrafterContext], float | None] | None = None
     auto_tokens: int = DEFAULT_AUTO_TOKENS
     parse_name: Callable[[str], dict[str, Any] | None] | None = None

@@ -23,6 +23,7 @@ METHOD = Method(
     name=checkpoint.NAME,
     config=Config,
     from_checkpoint=from_checkpoint,
+    check_options=Config.to_tree_spec,
     checkpoint=CheckpointFormat(
         title="Chimera heads",
         shape=checkpoint.ChimeraShape,

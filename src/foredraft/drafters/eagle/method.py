@@ -31,6 +31,7 @@ METHOD = Method(
     name=checkpoint.NAME,
     config=Config,
     from_checkpoint=from_checkpoint,
+    check_options=Config.to_tree_spec,
     auto_rank=50,  # `auto` prefers the highest rank; ranks follow the speed on the built-in target at temperature 1
     checkpoint=CheckpointFormat(
         title="an EAGLE head",

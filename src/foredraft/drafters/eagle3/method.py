@@ -53,6 +53,7 @@ METHOD = Method(
     name=checkpoint.NAME,
     config=Config,
     from_checkpoint=from_checkpoint,
+    check_options=Config.to_tree_spec,
     auto_rank=40,  # above the methods with a model that are slower on the built-in target
     checkpoint=CheckpointFormat(
         title="an EAGLE-3 head",
