@@ -10,7 +10,7 @@ import torch
 from foredraft import zoo
 from foredraft.completion_generator import CompletionGenerator
 from foredraft.draft_length.costs import CostCurve
-from foredraft.drafter_factory import DrafterFactory, choose_builtin_method
+from foredraft.drafter_factory import DrafterFactory, find_default_method
 from foredraft.drafters.user_spec import AUTO, DraftLength
 from foredraft.drafters.user_spec import UserDrafterSpec as UserDrafterSpec
 from foredraft.engine.calibrate import measure_pass_times
@@ -97,7 +97,7 @@ class LLM(CompletionGenerator):
         )  # fmt: skip
         if drafter == DEFAULT_DRAFTER:
             is_plain = self.builtin is None or model == zoo.DEFAULT_TARGET
-            drafter = None if is_plain else choose_builtin_method(self.builtin or zoo.DEFAULT_TARGET)
+            drafter = None if is_plain else find_default_method(self.builtin or zoo.DEFAULT_TARGET)
         self._set_drafter(drafter, num_speculative_tokens, is_debug)
 
     @property
