@@ -276,7 +276,8 @@ def find_method_folders() -> dict[str, str]:
     """Return the name of every method of the package by its folder."""
     from foredraft.drafters.registry import load_methods
 
-    inside = {name: method.create.__module__.split(".") for name, method in load_methods().items()}
+    makers = {name: method.create or method.from_checkpoint for name, method in load_methods().items()}
+    inside = {name: maker.__module__.split(".") for name, maker in makers.items()}
     return {parts[2]: name for name, parts in inside.items() if parts[:2] == ["foredraft", "drafters"]}
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from foredraft import zoo
 from foredraft.drafters.aggressive.predicted_outputs import PredictedOutputDrafter
+from foredraft.drafters.creation import create_drafter
 from foredraft.drafters.ensemble.fallback import FallbackDrafter
 from foredraft.drafters.interface import Drafter
 from foredraft.drafters.method import DrafterContext, Method
@@ -51,7 +52,7 @@ class DrafterFactory:
             if parsed.loaded_model is not None and not method.accepts_loaded_model:
                 raise ForedraftError(f"the method {name} takes a folder or hub id as its model, not a loaded one")
             context = self._build_context(method, parsed, num_tokens)
-            drafter = method.create(parse_config(method, implied | parsed.options), context)
+            drafter = create_drafter(method, parse_config(method, implied | parsed.options), context)
             return drafter, drafter.spec.title or str(name)
         except ForedraftError:
             raise
