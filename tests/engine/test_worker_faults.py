@@ -151,7 +151,7 @@ STAGES: dict[str, Callable[[Engine], tuple[object, str]]] = {
     "cut": lambda engine: (engine, "_append_tokens"),
     "push": lambda engine: (Transcript, "push"),
     "count": lambda engine: (StatsRecorder, "record_step"),
-    "keep": lambda engine: (engine, "_compact_kv"),
+    "keep": lambda engine: (engine_module, "compact_kv"),
     "observe": lambda engine: (engine.drafter, "observe"),
     "commit": lambda engine: (engine.scheduler, "commit"),
     "release": lambda engine: (engine.scheduler, "finish"),

@@ -12,38 +12,36 @@ Letters of tensor shapes in the files of a step: B requests, T nodes of all tree
 pass), R scored nodes, V vocabulary, P longest committed path, F width of the hidden states that the drafter reads.
 """
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 
 import torch
 
-from foredraft.draft_length.policy import DraftLengthPolicy, FixedLengthPolicy, StepReport
+from foredraft.draft_length.policy import DraftLengthPolicy, FixedLengthPolicy
 from foredraft.drafters.interface import Drafter
+from foredraft.engine.compaction import compact_kv
+from foredraft.engine.forward_pass import build_forward_batch, find_prompt_logit_requests
 from foredraft.engine.mask_budget import MaskBudget
+from foredraft.engine.recovery import rewind_output, settle_deltas
 from foredraft.engine.releases import NO_RELEASES
 from foredraft.engine.sandbox import SandboxedDrafter
 from foredraft.engine.scheduler import Scheduler, SchedulerLimits
 from foredraft.engine.step_clock import StepClock
 from foredraft.engine.step_output import append_tokens, emit_deltas
-from foredraft.engine.step_result import NO_STEP, StepResult, collect_outcomes, count_attended_tokens
+from foredraft.engine.step_result import NO_STEP, StepResult, build_report, count_attended_tokens
 from foredraft.engine.step_tree import prepend_chunks
 from foredraft.engine.target_output import TargetOutput, collect_output
 from foredraft.engine.transcript import Transcript
 from foredraft.errors import ForedraftError
 from foredraft.kernels.process import check_process
 from foredraft.kv.allocator import PageAllocator
-from foredraft.kv.pool import compact_accepted
 from foredraft.kv.prefix_cache import PrefixCache
-from foredraft.models.forward_batch import ForwardBatch
 from foredraft.models.hf import LM
 from foredraft.outputs import FinishReason
 from foredraft.request import Batch, Request
 from foredraft.tree import Commit, TokenTree
 from foredraft.verification.noise import SeededNoise
 from foredraft.verification.rules import combine_rules
-
-log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -145,20 +143,10 @@ class Engine:
         delta is still in the queue. If it was read before, its tokens would be generated twice.
         """
         self.clock.reset()
-        for request, transcript in list(self.transcripts.items()):
-            # `Transcript.emit` queues a delta and then calls `mark_emitted`. It may have been interrupted in between.
-            transcript.mark_emitted()
-            if transcript.has_final_delta:  # the request ended, and the step raised before removing it
-                del self.transcripts[request]
-        self.scheduler.reset({request: transcript.num_emitted for request, transcript in self.transcripts.items()})
+        self.scheduler.reset(settle_deltas(self.transcripts))
         self._clear_memory()
         for request, transcript in list(self.transcripts.items()):
-            if request.matcher is not None:  # matcher of the request's grammar
-                request.matcher.restart()
-            try:
-                transcript.rewind()
-            except Exception:
-                log.exception("the text of a request could not be rebuilt; the request ends")
+            if not rewind_output(transcript):
                 self.abort(request, "error", "the text of this request cannot be decoded")
 
     @torch.inference_mode()
@@ -176,7 +164,7 @@ class Engine:
         output = self._forward(batch, tree)
         commit = self._verify(batch, tree, output)
         commit = self._append_tokens(batch, tree, commit, output)
-        self._compact_kv(batch, commit)
+        compact_kv(self.target.pool, batch, commit, self.device)
         self._observe(batch, tree, commit, output)
         attended_tokens = count_attended_tokens(batch, tree)  # `Scheduler.commit` advances `num_computed`
         self.scheduler.commit(batch, commit)
@@ -226,28 +214,10 @@ class Engine:
 
     def _forward(self, batch: Batch, tree: TokenTree) -> TargetOutput:
         """Run the target's forward pass over the nodes of the tree."""
-        forward_batch, with_prompt_logits = self._build_forward_batch(batch, tree)
+        with_prompt_logits = find_prompt_logit_requests(self.transcripts, batch)
+        forward_batch = build_forward_batch(batch, tree, with_prompt_logits, self.device)
         logits, features = self.target.forward(forward_batch, self.drafter.spec.hidden_layers)
         return collect_output(batch, tree, logits, features, with_prompt_logits)
-
-    def _build_forward_batch(self, batch: Batch, tree: TokenTree) -> tuple[ForwardBatch, list[int]]:
-        """Build the forward batch. Returns it with the batch indices of requests that need prompt logits too."""
-        requests = batch.requests
-        with_prompt_logits = [
-            b
-            for b, r in enumerate(requests)
-            if r.sampling.prompt_logprobs is not None and self.transcripts[r].needs_prompt_logits
-        ]
-        forward_batch = ForwardBatch.from_token_tree(
-            tree,
-            [r.num_computed for r in requests],
-            [r.pages for r in requests],
-            batch.page_size,
-            self.device,
-            full_logit_requests=with_prompt_logits,
-            sources=[r.source for r in requests],  # encoder inputs; None for decoder-only models
-        )
-        return forward_batch, with_prompt_logits
 
     def _verify(self, batch: Batch, tree: TokenTree, output: TargetOutput) -> Commit:
         requests = batch.requests
@@ -260,16 +230,6 @@ class Engine:
         # For the statistics: an equal share of this step's `propose` and of the last step's `observe`.
         draft_seconds = (self.clock.propose_seconds + self.clock.observe_seconds) / len(batch)
         return append_tokens(self.transcripts, batch, tree, commit, output, draft_seconds)
-
-    def _compact_kv(self, batch: Batch, commit: Commit) -> None:
-        """Move the KV of each accepted path to consecutive positions, if rejected nodes lie between its nodes."""
-        # The nodes of a path increase from 0. So a path is 0, 1, 2 and so on if its last node is its length - 1.
-        moved = [b for b, path in enumerate(commit.paths) if path and path[-1] >= len(path)]
-        if moved:
-            requests = [batch.requests[b] for b in moved]
-            starts, pages = [r.num_computed for r in requests], [r.pages for r in requests]
-            paths = [commit.paths[b] for b in moved]
-            compact_accepted(self.target.pool, paths, starts, pages, batch.page_size, self.device)
 
     def _observe(self, batch: Batch, tree: TokenTree, commit: Commit, output: TargetOutput) -> None:
         """Show the commit to the drafter, with the outputs of the target that it reads."""
@@ -291,16 +251,7 @@ class Engine:
         self, batch: Batch, tree: TokenTree, commit: Commit, progressed: tuple[Request, ...], attended_tokens: int
     ) -> StepResult:
         """Report the step to the policies, and check the invariants."""
-        clock = self.clock
-        report = StepReport(
-            num_requests=len(batch),
-            num_pass_tokens=sum(tree.sizes),
-            num_logit_rows=tree.row_offsets[-1],
-            attended_tokens=attended_tokens,
-            draft_time=clock.propose_seconds + clock.observe_seconds,
-            step_time=clock.step_seconds,
-            outcomes=collect_outcomes(batch, tree, commit),
-        )
+        report = build_report(batch, tree, commit, self.clock, attended_tokens)
         self.length_policy.record_step(report)
         self.mask_budget.record_step(batch.requests, report.step_time)
         if self.is_debug:
