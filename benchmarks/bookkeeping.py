@@ -98,7 +98,7 @@ def list_timed_methods(llm: LLM) -> list[tuple[object, str, str]]:
         (engine_module, "collect_output", "sampling and verification"),
         (engine, "_plan", "scheduling"),
         (scheduler, "commit", "commit"),
-        (engine, "_remove", "ends"),
+        (engine.memory, "remove", "ends"),
         (engine_module, "find_prompt_logit_requests", "window"),
         (engine_module, "build_forward_batch", "window"),
         (engine, "_append_tokens", "text"),
