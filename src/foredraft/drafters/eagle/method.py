@@ -57,7 +57,7 @@ METHOD = Method(
     config=Config,
     create=create,
     from_checkpoint=from_checkpoint,
-    auto_rank=50,  # `auto` prefers the highest rank; methods with a model are ranked by speed on the built-in target
+    auto_rank=50,  # `auto` prefers the highest rank; ranks follow the speed on the built-in target at temperature 1
     checkpoint=FORMAT,
     training=Training(TrainConfig, create_trainee),
     # 850 updates; the setting `steps` of this method is the number of unrolled steps
