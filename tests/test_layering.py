@@ -28,7 +28,7 @@ LAYERS = (
     ("drafters",),
     ("engine",),
     ("drafter_factory", "request_factory", "target_loading"),
-    ("engine_setup",),
+    ("engine_setup", "completion_generator"),
     ("llm",),
     ("bench", "hf_generate", "server", "train"),
     ("zoo_training",),
@@ -168,7 +168,6 @@ MAX_CLASS, MAX_ATTRIBUTES = 200, 12
 # Classes beyond the limits, with their present numbers of lines and attributes. The list may only shrink: a change that
 # makes a class smaller writes the new numbers, and a class within the limits leaves the list.
 LARGE_CLASSES = {
-    "LLM": (314, 12),
     "Request": (72, 25),
 }
 

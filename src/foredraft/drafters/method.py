@@ -83,12 +83,10 @@ class BuiltIn:
     Attributes:
         folders: name of the drafter's folder in `foredraft/zoo`, by built-in target.
         recipe: training by `foredraft zoo train`; None = the zoo trains it in another way, or there is none.
-        default_ranks: preference as the default method, by built-in target; the highest is used.
     """
 
     folders: Mapping[str, str] = field(default_factory=dict)
     recipe: HeadRecipe | None = None
-    default_ranks: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -129,6 +127,8 @@ class Method:
             highest rank of those that read tokens alone, and of those with a model. A model that the user gave takes
             precedence over ranks. None = `auto` does not choose this method by itself.
         auto_tokens: longest draft in tokens with an adaptive length (`--spec-tokens auto`), in any method.
+        default_ranks: preference as the default method, by built-in target; None = all other targets. The highest is
+            used. A method for all other targets needs no model.
         parse_name: returns the options that another name of this method implies, None for all other names.
         configure: parses the options if `config` alone does not describe them.
         option_choices: returns the valid texts of an option, by its name.
@@ -146,6 +146,7 @@ class Method:
     from_checkpoint: Callable[[Any, Checkpoint, DrafterContext], Drafter] | None = None
     auto_rank: float | Callable[[DrafterContext], float | None] | None = None
     auto_tokens: int = DEFAULT_AUTO_TOKENS
+    default_ranks: Mapping[str | None, float] = field(default_factory=dict)
     parse_name: Callable[[str], dict[str, Any] | None] | None = None
     configure: Callable[[dict[str, Any]], Any] | None = None
     option_choices: Mapping[str, Callable[[], Sequence[str]]] = field(default_factory=dict)
