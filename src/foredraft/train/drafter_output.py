@@ -38,7 +38,7 @@ class DrafterOutput:
         evaluator, metrics = self.evaluator, dict[str, Any]()
         if self.joint_loss is not None:
             with self.job.distributed.autocast():
-                metrics |= self.joint_loss.measure_target(evaluator.trace_held_out())
+                metrics |= self.joint_loss.target.measure(evaluator.trace_held_out())
             evaluator = self._make_evaluator(self._build_target(self.joint_loss))
         with self.job.distributed.autocast():
             metrics |= evaluator.measure_loss(self.trainee.compute_loss)

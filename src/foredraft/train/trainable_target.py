@@ -1,7 +1,7 @@
 """Copy of the target that takes gradients, in all its weights or in LoRA adapters."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from foredraft.drafters.joint_training import LoraAdapters
+from foredraft.drafters.losses import Trace, average_over_mask, compute_draft_loss
 from foredraft.errors import ForedraftError
 from foredraft.models.hf import HFModel
 from foredraft.models.hidden_states import capture_hidden_states
@@ -58,6 +59,22 @@ class TrainableTarget:
         return logits, torch.cat([states[layer] for layer in self.hidden_layers], -1)
 
     @torch.no_grad()
+    def measure(self, traces: Iterable[Trace]) -> dict[str, float]:
+        """Measure the current weights on traces of the original target.
+
+        Returns:
+            `target_kl`, the divergence from the original distribution, and `target_ce`, the loss on the text, in nats
+            per token to learn; {} without traces.
+        """
+        sums, num_learnt = {"target_kl": 0.0, "target_ce": 0.0}, 0.0
+        for trace in traces:
+            logits, count = self.forward(trace.tokens[:, :-1])[0], float(trace.mask[:, 1:].sum())
+            for key in sums:
+                sums[key] += count * float(average_loss(key.removeprefix("target_"), logits, trace))
+            num_learnt += count
+        return {key: round(total / num_learnt, 5) for key, total in sums.items()} if num_learnt else {}
+
+    @torch.no_grad()
     def build_model(self, dtype: torch.dtype) -> Any:
         """Build a model of the target's own class with the current weights, adapters merged.
 
@@ -78,3 +95,9 @@ class TrainableTarget:
         vars(model).pop("peft_config", None)
         model.config.dtype = dtype
         return model.eval()
+
+
+def average_loss(name: str, logits: Tensor, trace: Trace) -> Tensor:
+    """Average the loss `name` of the target's logits [B, L, V] over the tokens to learn."""
+    loss = compute_draft_loss(name, logits, trace.target_log_probs, trace.tokens[:, 1:])
+    return average_over_mask(loss, trace.mask[:, 1:])

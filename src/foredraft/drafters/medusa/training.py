@@ -112,17 +112,17 @@ def create_trainee(config: TrainConfig, target: HFModel, start: Checkpoint | Non
     else:
         network = MedusaHeads(start.require_shape(MedusaShape, "Medusa heads", NOT_TRAINABLE))
         network.load_state_dict(start.tensors)
+    if config.backbone is not None and config.lora_rank is None and not network.shape.has_own_head:
+        raise ForedraftError(
+            "backbone trains the target, which changes the output matrix that the heads share; use own_head, or "
+            "lora_rank, which leaves that matrix as it is"
+        )
     return MedusaTrainee(network.float().to(target.device), target, config)
 
 
 def _build_shape(config: TrainConfig, target: HFModel) -> MedusaShape:
     if config.heads < 1 or config.layers < 1:
         raise ForedraftError(f"heads and layers must be positive, got {config.heads} and {config.layers}")
-    if config.backbone is not None and config.lora_rank is None and not config.own_head:
-        raise ForedraftError(
-            "backbone trains the target, which changes the output matrix that the heads share; use own_head, or "
-            "lora_rank, which leaves that matrix as it is"
-        )
     return MedusaShape(target.hidden_size, target.vocab_size, config.heads, config.layers, config.own_head)
 
 
