@@ -2,11 +2,12 @@
 
     python benchmarks/medusa2.py [--steps 40] [--rows 4] [--settings "" backbone=1,lora_rank=32] [--new] [--out FOLDER]
 
-Each of --settings is one run, with commas between its settings; "" is the frozen target. All runs have the same texts,
-order and seed, and start from the built-in heads, or from new ones with --new. The columns: acceptance length with a chain of 4 tokens on held-out prompts, greedy and at
-temperature 1, each with the run's own target; the divergence of that target from the original one and its loss on
-held-out text, in nats per token; time of the steps and the measurement. A run that is finished in --out is not
-repeated.
+Each of --settings is one run, with commas between its settings; "" is the frozen target, and "start" the heads before
+training. All runs have the same texts,
+order and seed, and start from the built-in heads, or from new ones with --new. The columns: acceptance length with a
+chain of 4 tokens on held-out prompts, greedy and at temperature 1, each with the run's own target; the divergence of
+that target from the original one and its loss on held-out text, in nats per token; time of the steps and the
+measurement. A run that is finished in --out is not repeated.
 """
 
 import argparse
@@ -29,7 +30,8 @@ from foredraft.train.trace import Tracer
 from foredraft.train.trainable_target import TrainableTarget
 from foredraft.zoo import corpus
 
-SETTINGS = ("", "backbone=1,backbone_warmup=0,lora_rank=32")
+START = "start"  # row of the heads before training
+SETTINGS = (START, "", "backbone=1,backbone_warmup=0,lora_rank=32")
 CONTEXT = 256  # tokens per row
 TRAIN_FILES = 300  # files of the corpus that are read
 RESULT_FILE = "result.json"
@@ -61,27 +63,36 @@ def measure(out: Path, settings: str, options: argparse.Namespace) -> dict[str, 
         steps=OptimizationConfig(
             options.steps, options.rows * CONTEXT, learning_rate=options.learning_rate, optimizer="muon"
         ),
-        evaluation=EVALUATION, settings=parse_pairs([*filter(None, settings.split(","))]), start=options.start,
+        evaluation=EVALUATION, settings=parse_pairs([*filter(None, settings.split(","))] if settings != START else []), start=options.start,
         device="cpu", precision=options.precision, save_every=1000,
     )  # fmt: skip
     began = time.monotonic()
-    metrics = train(plan, on_step=lambda status: print(f"\r{status.step}: {status.loss:.4f} ", end="")).eval_metrics
+    if settings != START:
+        metrics = train(plan, on_step=lambda status: print(f"\r{status.step}: {status.loss:.4f} ", end="")).eval_metrics
+    else:
+        metrics = make_evaluator(held_out).replay(Path(options.start))
     if "target_kl" not in metrics:
         metrics |= measure_original(held_out)
     row = {name: metrics[name]["length"] for name in ("greedy", "sampled")}
     row |= {name: metrics[name] for name in ("target_kl", "target_ce")} | {"seconds": time.monotonic() - began}
+    folder.mkdir(exist_ok=True)
     (folder / RESULT_FILE).write_text(json.dumps(row))
     return row
 
 
-def measure_original(held_out: Path) -> dict[str, float]:
-    """Measure the original target on the held-out rows of the other runs."""
+def make_evaluator(held_out: Path) -> Evaluator:
+    """Make the evaluator that the runs use, with the original target."""
     llm = LLM(str(zoo.find_folder("target")), None)
     ids = np.load(held_out).astype(np.int64)
-    starts = np.flatnonzero(ids == 0)
-    documents = [Document(part) for part in np.split(ids, starts[1:])]
-    traces = Evaluator(llm, "medusa", EVALUATION, documents, CONTEXT, Tracer(llm.target)).trace_held_out()
-    return TrainableTarget.from_model(llm.target, (AFTER_FINAL_NORM,)).measure(traces)
+    documents = [Document(part) for part in np.split(ids, np.flatnonzero(ids == 0)[1:])]
+    return Evaluator(llm, "medusa", EVALUATION, documents, CONTEXT, Tracer(llm.target))
+
+
+def measure_original(held_out: Path) -> dict[str, float]:
+    """Measure the original target on the held-out rows of the runs."""
+    evaluator = make_evaluator(held_out)
+    target = TrainableTarget.from_model(evaluator.llm.target, (AFTER_FINAL_NORM,))
+    return target.measure(evaluator.trace_held_out())
 
 
 def main() -> None:
