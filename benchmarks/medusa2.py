@@ -3,17 +3,17 @@
     python benchmarks/medusa2.py [--steps 40] [--rows 4] [--settings "" backbone=1,lora_rank=32] [--new] [--out FOLDER]
 
 Each of --settings is one run, with commas between its settings; "" is the frozen target, and "start" the heads before
-training. All runs have the same texts,
-order and seed, and start from the built-in heads, or from new ones with --new. The columns: acceptance length with a
-chain of 4 tokens on held-out prompts, greedy and at temperature 1, each with the run's own target; the divergence of
-that target from the original one and its loss on held-out text, in nats per token; time of the steps and the
-measurement. A run that is finished in --out is not repeated.
+training. All runs have the same texts, order and seed, and start from the built-in heads, or with --new from new ones
+(then without "start"). The columns: acceptance length with a chain of 4 tokens on held-out prompts, greedy and at
+temperature 1, each with the run's own target; the divergence of that target from the original one and its loss on
+held-out text, in nats per token; time of the steps and the measurement. A row that is in --out is not repeated.
 """
 
 import argparse
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +34,6 @@ START = "start"  # row of the heads before training
 SETTINGS = (START, "", "backbone=1,backbone_warmup=0,lora_rank=32")
 CONTEXT = 256  # tokens per row
 TRAIN_FILES = 300  # files of the corpus that are read
-RESULT_FILE = "result.json"
 EVALUATION = EvaluationConfig(prompts=48, tokens=64, num_tokens=4)
 
 
@@ -51,32 +50,36 @@ def write_texts(out: Path) -> tuple[Path, Path]:
     return files
 
 
-def measure(out: Path, settings: str, options: argparse.Namespace) -> dict[str, float]:
+def train_heads(out: Path, settings: str, options: argparse.Namespace) -> dict[str, Any]:
     """Train heads with the settings, and return the figures of the run."""
     texts, held_out = write_texts(out)
-    folder = out / (settings.replace(",", "-") or "frozen")
-    if (folder / RESULT_FILE).exists():
-        return dict(json.loads((folder / RESULT_FILE).read_text()))
     plan = TrainPlan(
-        method="medusa", model=str(zoo.find_folder("target")), out=folder,
+        method="medusa", model=str(zoo.find_folder("target")), out=out / (settings.replace(",", "-") or "frozen"),
         data=DataConfig((str(texts),), (str(held_out),), context=CONTEXT, generate=False),
         steps=OptimizationConfig(
             options.steps, options.rows * CONTEXT, learning_rate=options.learning_rate, optimizer="muon"
         ),
-        evaluation=EVALUATION, settings=parse_pairs([*filter(None, settings.split(","))] if settings != START else []), start=options.start,
+        evaluation=EVALUATION, settings=parse_pairs([*filter(None, settings.split(","))]), start=options.start,
         device="cpu", precision=options.precision, save_every=1000,
     )  # fmt: skip
-    began = time.monotonic()
-    if settings != START:
-        metrics = train(plan, on_step=lambda status: print(f"\r{status.step}: {status.loss:.4f} ", end="")).eval_metrics
+    return train(plan, on_step=lambda status: print(f"\r{status.step}: {status.loss:.4f} ", end="")).eval_metrics
+
+
+def measure(out: Path, settings: str, options: argparse.Namespace) -> dict[str, float]:
+    """Return the figures of one row of the table; they are kept in a file."""
+    file = out / f"{settings or 'frozen'}.json"
+    if file.exists():
+        return dict(json.loads(file.read_text()))
+    began, held_out = time.monotonic(), write_texts(out)[1]
+    if settings == START:
+        metrics = make_evaluator(held_out).replay(options.start)
     else:
-        metrics = make_evaluator(held_out).replay(Path(options.start))
+        metrics = train_heads(out, settings, options)
     if "target_kl" not in metrics:
         metrics |= measure_original(held_out)
     row = {name: metrics[name]["length"] for name in ("greedy", "sampled")}
     row |= {name: metrics[name] for name in ("target_kl", "target_ce")} | {"seconds": time.monotonic() - began}
-    folder.mkdir(exist_ok=True)
-    (folder / RESULT_FILE).write_text(json.dumps(row))
+    file.write_text(json.dumps(row))
     return row
 
 
