@@ -26,8 +26,8 @@ from foredraft.kernels.process import check_process
 from foredraft.kv.sizing import MemoryLimits as MemoryLimits
 from foredraft.models.prompts import Prompt, find_end_ids, list_prompts
 from foredraft.outputs import Completion, Delta
-from foredraft.request import RequestOptions
 from foredraft.request_factory import RequestFactory
+from foredraft.request_options import RequestOptions
 from foredraft.sampling.grammar import GrammarCompiler
 from foredraft.sampling.params import Sampling
 from foredraft.target_loading import load_target

@@ -101,7 +101,7 @@ class Engine:
         """Raise ForedraftError if the request needs more KV memory than the pool has, or in a forked process."""
         check_process()
         allocator = self.scheduler.allocator
-        max_length = min(len(request.prompt) + request.sampling.max_tokens, request.max_length)
+        max_length = len(request.spec.prompt) + request.spec.max_output_tokens
         # One page of the pool is the null page, which only padding uses.
         if allocator.count_pages(max_length) > allocator.num_pages - 1:
             raise ForedraftError(
@@ -236,7 +236,7 @@ class Engine:
         with_prompt_logits = [
             b
             for b, r in enumerate(requests)
-            if r.sampling.prompt_logprobs is not None and self.transcripts[r].needs_prompt_logits
+            if r.spec.sampling.prompt_logprobs is not None and self.transcripts[r].needs_prompt_logits
         ]
         forward_batch = ForwardBatch.from_token_tree(
             tree,
@@ -245,14 +245,14 @@ class Engine:
             batch.page_size,
             self.device,
             full_logit_requests=with_prompt_logits,
-            sources=[r.source for r in requests],  # encoder inputs; None for decoder-only models
+            sources=[r.spec.source for r in requests],  # encoder inputs; None for decoder-only models
         )
         return forward_batch, with_prompt_logits
 
     def _verify(self, batch: Batch, tree: TokenTree, output: TargetOutput) -> Commit:
-        requests = batch.requests
-        verify = combine_rules([r.rule for r in requests])  # a batch may hold requests with different rules
-        noise = SeededNoise(tree, [(r.seed, r.sample_index) for r in requests], [r.num_computed for r in requests])
+        specs = [r.spec for r in batch.requests]
+        verify = combine_rules([s.rule for s in specs])  # a batch may hold requests with different rules
+        noise = SeededNoise(tree, [(s.seed, s.sample_index) for s in specs], [r.num_computed for r in batch.requests])
         return verify(tree, output.probs, noise)
 
     def _append_tokens(self, batch: Batch, tree: TokenTree, commit: Commit, output: TargetOutput) -> Commit:
