@@ -21,6 +21,7 @@ from torch import Tensor
 
 from foredraft import RequestOptions, Sampling, zoo
 from foredraft.drafters.draft import Draft, to_token_tree
+from foredraft.engine import engine as engine_module
 from foredraft.engine.engine import Engine
 from foredraft.engine.scheduler import SchedulerLimits
 from foredraft.kv.allocator import PageAllocator
@@ -102,6 +103,7 @@ class StepTimers:
     def __init__(self) -> None:
         self.now: dict[str, float] = {}
         self.steps: list[dict[str, float]] = []
+        self._originals: list[tuple[object, str, Callable]] = []
 
     def wrap(self, owner: object, name: str, part: str) -> None:
         call: Callable = getattr(owner, name)
@@ -112,7 +114,13 @@ class StepTimers:
             self.now[part] = self.now.get(part, 0.0) + time.perf_counter() - start
             return result
 
+        self._originals.append((owner, name, call))
         setattr(owner, name, call_timed)
+
+    def restore(self) -> None:
+        """Undo `wrap`: functions of a module are shared with the engines that follow."""
+        for owner, name, call in self._originals:
+            setattr(owner, name, call)
 
     def step(self, engine: Engine) -> None:
         self.now = {}
@@ -146,7 +154,8 @@ def attach_timers(engine: Engine) -> StepTimers:
     timers = StepTimers()
     timers.wrap(engine.scheduler, "schedule", "schedule")
     timers.wrap(engine.drafter, "propose", "propose")
-    timers.wrap(engine, "_build_forward_batch", "window")
+    timers.wrap(engine_module, "find_prompt_logit_requests", "window")
+    timers.wrap(engine_module, "build_forward_batch", "window")
     timers.wrap(engine.target, "forward", "forward")
     timers.wrap(engine, "_append_tokens", "text")
     timers.wrap(engine.drafter, "observe", "observe")
@@ -168,6 +177,7 @@ def measure(engine: Engine, num_steps: int) -> StepTimers:
     for _ in range(num_steps):
         timers.step(engine)
         clear_deltas(engine)
+    timers.restore()
     return timers
 
 

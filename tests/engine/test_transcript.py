@@ -178,7 +178,7 @@ def test_a_traced_request_shows_the_drafted_part_of_its_trees() -> None:
     llm = tiny_models.plain().with_drafter("ngram", 3)
     options = RequestOptions(is_traced=True)
     (transcript,) = llm.prepare([1, 2, 3, 1, 2, 3, 1, 2], Sampling(max_tokens=12, temperature=0), options)
-    for delta in llm._read_deltas([transcript]):
+    for delta in llm._shared.read([transcript]):
         (step,) = delta.steps
         assert step.emitted == delta.token_ids
         assert step.parents[0] == -1

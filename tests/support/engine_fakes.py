@@ -1,5 +1,6 @@
 """A language model of one table and faulty drafters: enough of an engine's surroundings for fast tests."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -80,11 +81,16 @@ def make_drafter(lm: TableLM, num_tokens: int, branching: tuple[int, ...] | None
     )
 
 
-def make_engine(target: TableLM, drafter: Drafter | None, num_pages: int = 4000, **limits: int) -> Engine:
+def make_engine(
+    target: TableLM,
+    drafter: Drafter | None,
+    num_pages: int = 4000,
+    clock: Callable[[], float] = time.perf_counter,
+    **limits: int,
+) -> Engine:
     """Pages of four tokens, so that every text crosses some."""
-    return Engine(
-        target, drafter, PageAllocator(num_pages, 4), SchedulerLimits(**limits), torch.device("cpu"), is_debug=True
-    )
+    allocator, device = PageAllocator(num_pages, 4), torch.device("cpu")
+    return Engine(target, drafter, allocator, SchedulerLimits(**limits), device, clock, is_debug=True)
 
 
 def make_transcript(

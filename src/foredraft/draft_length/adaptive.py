@@ -88,7 +88,7 @@ class AdaptiveLengthPolicy:
             reason, chosen = self._choose_nodes(plan, adjustable, num_pass_tokens)
             nodes_by_slot |= chosen
         granted = [min(nodes_by_slot.get(c.slot, 0), c.max_nodes) for c in candidates]
-        slowdown = observer.costs.slowdown  # current over usual step time; the plan counts with usual times
+        slowdown = observer.costs.slowdown  # current over usual step time; the plan uses usual times
         self.record_decision(LengthDecision(
             reason, nodes=sum(granted), longest=max(granted, default=0), plain_rate=plan.plain_rate / slowdown,
             rate=plan.rate / slowdown, acceptance=plan.acceptance,
@@ -197,5 +197,7 @@ class AdaptiveLengthPolicy:
         self.observer.forget(slots)
         self._probes.forget(slots)
         num_remaining = self._plan.forget(slots)
-        if self.observer.is_drafting and num_remaining < LARGE_BATCH:  # compute a new plan for the remaining requests
+        # A large batch keeps its plan when a request leaves (`get_plan_lifetime`). In a small one, the next request may
+        # look like the one that left, so the key of the plan would not show the change.
+        if self.observer.is_drafting and num_remaining < LARGE_BATCH:
             self._plan.expire()

@@ -1,7 +1,8 @@
 """The interface of drafters: a spec, and propose, observe, forget.
 
-A drafter is untrusted: the engine calls it through a sandbox (`engine/sandbox.py`), so a fault of a drafter costs speed
-and never output. docs/how-to/write-a-drafter.md is the tutorial; `tree.py` shows a token tree and a commit.
+A drafter is untrusted: the engine calls it through a sandbox (`engine/sandbox.py`), so a fault of a drafter costs
+speed, not output. The sandbox cannot end a call that never returns, and does not guard the target's KV pool from a
+drafter that shares it. docs/how-to/write-a-drafter.md is the tutorial; `tree.py` shows a token tree and a commit.
 """
 
 from collections.abc import Sequence
@@ -25,6 +26,9 @@ class Drafter(Protocol):
     raises, `observe` is left out and `forget` is called for all slots. During a quarantine (after several
     faults of the drafter) only `forget` is called. After it, `Request.num_computed` exceeds the number of observed
     tokens, as after a prefix-cache hit.
+
+    A drafter with KV on the target's pages declares it in `DrafterSpec.draft_kv`. Between two steps the engine may call
+    `DraftKV.flush`, so that deferred entries are written.
     """
 
     @property
@@ -51,10 +55,10 @@ class Drafter(Protocol):
         Args:
             batch: requests of the step, in the order of the commit.
             commit: path and tokens of every request, in the verified tree. That tree starts with all nodes of the
-                chunk; the tree of `propose` starts at its last node, the root. `commit.features` [B, P, F]
-                holds the hidden states at the nodes of the path: B requests, P the longest path, F the widths of all
-                `hidden_layers` together. A drafter that keeps a few rows should copy them, because a view keeps the
-                whole tensor in memory.
+                chunk; the tree of `propose` starts at the last of them, which is the root if the chunk ends with the
+                last committed token. `commit.features` [B, P, F] holds the hidden states at the nodes of the path: B
+                requests, P the longest path, F the widths of all `hidden_layers` together. A drafter that keeps a few
+                rows should copy them, because a view keeps the whole tensor in memory.
         """
 
     def forget(self, slots: Sequence[int]) -> None:

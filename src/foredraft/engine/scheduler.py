@@ -128,9 +128,9 @@ class Scheduler:
         """Append the new tokens to the requests, advance `num_computed`, and free pages of rejected draft nodes."""
         size = self.allocator.page_size
         for request, tokens, count in zip(batch.requests, commit.tokens, commit.counts, strict=True):
-            # Node 0 is the token at position num_computed, counted from 0, and tokens[i] follows node i of the path. So
-            # tokens[i] is at position num_computed + 1 + i, and the first num_old entries of `tokens` are committed
-            # already. If the chunk ends before the last committed token, every entry is, and the slice is empty.
+            # `tokens` starts with the successors of the chunk's nodes, which are committed already. tokens[i] is at
+            # position num_computed + 1 + i, so the first num_old entries are old. If the chunk ends before the last
+            # committed token, all entries are old, and nothing is appended.
             num_old = request.num_tokens - request.num_computed - 1
             request.output += tokens[num_old:] if num_old else tokens
             num_full = request.num_computed // size  # full pages before this step
@@ -186,7 +186,7 @@ class Scheduler:
         self.waiting[:] = sorted(output_lengths, key=get_queue_key)
 
     def check_idle(self) -> None:
-        """Assert, in constant time, that an idle scheduler holds no pages and no slots."""
+        """Assert, in constant time, that an idle scheduler holds no slots, and no pages but cached ones."""
         assert not self.allocator.num_used, "pages are held and no request runs"
         self._free_slots.check_all_free()
 

@@ -303,6 +303,8 @@ def combine_rules(rules: Sequence[Rule]) -> VerifyFunction:
     return verify
 
 
+# shares_noise: the token at a position is sampled with the noise key of the position. A drafter that samples with the
+# same key tends to choose the same token.
 MATCH = Rule("match", match, takes_trees=True, uses_q=False, shares_noise=True, is_lossless=True, is_reproducible=True)
 REJECT = Rule(
     "reject", reject, takes_trees=True, uses_q=True, shares_noise=False, is_lossless=True, is_reproducible=False

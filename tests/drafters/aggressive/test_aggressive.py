@@ -253,7 +253,7 @@ def test_an_edited_text_takes_few_passes(verify):
     llm = tiny_models.plain().with_drafter("aggressive", num_speculative_tokens=31, verify=verify)
     transcripts = llm._prepare_prompts([PROMPT], sampling)
     change_spec(transcripts[0].request, source=source)
-    [done] = [delta.completion for delta in llm._read_deltas(transcripts) if delta.completion is not None]
+    [done] = [delta.completion for delta in llm._shared.read(transcripts) if delta.completion is not None]
     assert done.token_ids == right
     assert done.stats.target_passes < 25
     assert llm.engine.drafter.num_failures == 0

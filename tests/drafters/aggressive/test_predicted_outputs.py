@@ -36,7 +36,7 @@ def generate(
         llm.prepare(prompt, sampling, RequestOptions(prediction=tuple(prediction)), i)[0]
         for i, (prompt, prediction) in enumerate(zip(prompts or [PROMPT] * len(predictions), predictions, strict=True))
     ]
-    done = {delta.index: delta.completion for delta in llm._read_deltas(transcripts) if delta.completion is not None}
+    done = {delta.index: delta.completion for delta in llm._shared.read(transcripts) if delta.completion is not None}
     return [done[i] for i in range(len(transcripts))]
 
 

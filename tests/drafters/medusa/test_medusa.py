@@ -17,11 +17,12 @@ from foredraft.checkpoints.write import save
 from foredraft.drafters.checkpoint_folders import read
 from foredraft.drafters.common.head_losses import gather_targets, select_roots
 from foredraft.drafters.common.last_hidden_state import LastHiddenStates, LinearFactory
+from foredraft.drafters.common.static_tree import NUM_RANKS
 from foredraft.drafters.common.target_access import describe_target
 from foredraft.drafters.losses import TargetLogProbs, Trace
 from foredraft.drafters.medusa import method as medusa
 from foredraft.drafters.medusa.checkpoint import MedusaShape
-from foredraft.drafters.medusa.network import NUM_RANKS, MedusaHeadRunner, MedusaHeads, make_output_function
+from foredraft.drafters.medusa.network import MedusaHeadRunner, MedusaHeads, make_output_function
 from foredraft.drafters.method import DrafterContext
 from foredraft.errors import ForedraftError
 from foredraft.kernels.cpu.library import load_library
@@ -347,7 +348,8 @@ def test_trained_heads_are_read_back_with_their_accuracies(own_head: bool, tmp_p
     target = tiny_models.plain().target
     trainee = medusa.create_trainee(medusa.TrainConfig(heads=3, own_head=own_head), target)
     trainee.finish([tiny_heads.make_trace(tiny_models.plain(), (AFTER_FINAL_NORM,))])
-    tensors, config = trainee.to_checkpoint()
+    layout = trainee.to_checkpoint()
+    tensors, config = layout.tensors, layout.config
     assert config["medusa_num_heads"] == 3
     save(tmp_path, CheckpointLayout("medusa", tensors, config))
     llm = tiny_models.plain().with_drafter({"method": "medusa", "model": str(tmp_path), "tree_nodes": 5})

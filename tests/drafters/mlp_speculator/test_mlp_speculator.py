@@ -339,7 +339,8 @@ def paths_of(draft: Draft) -> set[tuple[int, ...]]:
 def test_a_trained_speculator_is_read_back(tied: bool, tmp_path: Any) -> None:
     target = tiny_models.plain().target
     trainee = mlp_speculator.create_trainee(mlp_speculator.TrainConfig(n_predict=3, inner=24, tied=tied), target)
-    tensors, config = trainee.to_checkpoint()
+    layout = trainee.to_checkpoint()
+    tensors, config = layout.tensors, layout.config
     assert (config["n_predict"], config["inner_dim"], config["tie_weights"]) == (3, 24, tied)
     save(tmp_path, CheckpointLayout("mlp_speculator", tensors, config))
     options = {"method": "mlp_speculator", "model": str(tmp_path), "branching": "published"}

@@ -15,8 +15,8 @@ shares a page with draft KV only if the token after the page is equal too.
 
 Two subclasses record pending pairs in the same way. Heads, not this network, compute the logits of their drafts:
 
-- `Chimera`: pair t is token t with feature t, so it does not depend on token t + 1. One pass computes the pending pairs
-  and the root's pair.
+- `Chimera`: pair t is token t with feature t, so it does not depend on token t + 1. The root's feature is not computed
+  yet; the output of the trigram encoder takes its place. One pass computes the pending pairs and this one.
 - `HydraPrefixDrafter` (Hydra++): the network reads the features alone. Its output at the last pair is the input of the
   heads.
 """
@@ -193,7 +193,8 @@ class FeatureDrafter:
         if not self._has_root_output(request.slot) or num_pairs != request.num_tokens - 1:
             return None
         builder = start_builder(self.tree_spec, batch, b, self.tree_spec.max_depth)
-        # The root's pair has the root as its token, at position num_tokens - 1. Pair t has token t + lookahead.
+        # KV position of the pair whose token is the root, which is token num_tokens - 1. Pair t holds token
+        # t + token_lookahead: the root's pair is the last observed one here, and the next one in Chimera.
         root_pair = request.num_tokens - 1 - self.draft_kv.token_lookahead
         return None if builder is None else GrowingKVDraft(builder, start=root_pair)
 
@@ -225,7 +226,7 @@ class FeatureDrafter:
             del self._pending[slot]
 
     def _build_trees(self, drafts: list[GrowingKVDraft], page_size: int) -> None:
-        """Grow all drafts level by level. Each level but the first takes one forward pass over the frontier nodes."""
+        """Grow all drafts level by level. Each level after the first takes one forward pass over the level above it."""
         roots = [self._root_outputs[draft.builder.request.slot] for draft in drafts]
         # The features of the newest level, one row per node; the next level reads the rows of its parents.
         features = LevelStates(_concat_rows([root.feature for root in roots]))
