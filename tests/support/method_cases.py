@@ -97,11 +97,10 @@ def _make_copying(method: Method, variant: Variant) -> CaseMaker:
         config = method.config(**variant.options(num_tokens))
 
         def follow(request: Request) -> CopyCursor:
-            source = _edit_output(llm or tiny_models.plain(), tuple(request.prompt))
+            prompt = request.spec.prompt
+            source = _edit_output(llm or tiny_models.plain(), prompt)
             if config.source == "prompt":
-                return CopyCursor.from_unknown_position(
-                    (*request.prompt, *source), request.prompt, config.tokens_per_match
-                )
+                return CopyCursor.from_unknown_position((*prompt, *source), prompt, config.tokens_per_match)
             return CopyCursor(source, tokens_per_match=config.tokens_per_match)
 
         return AggressiveDrafter(config, num_tokens, follow)

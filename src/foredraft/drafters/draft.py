@@ -118,6 +118,7 @@ def draft_noise_key(request: Request, node: int, depth: int) -> int:
         depth: depth of the node; 0 = the root.
     """
     position = request.num_tokens - 1  # sequence position of the root
-    if request.rule.shares_noise:
-        return rng.derive_key(request.seed, request.sample_index, NoiseStream.TOKEN, position + depth + 1)
-    return rng.derive_key(request.seed, request.sample_index, NoiseStream.DRAFT, position, node)
+    spec = request.spec
+    if spec.rule.shares_noise:
+        return rng.derive_key(spec.seed, spec.sample_index, NoiseStream.TOKEN, position + depth + 1)
+    return rng.derive_key(spec.seed, spec.sample_index, NoiseStream.DRAFT, position, node)
