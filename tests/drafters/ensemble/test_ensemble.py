@@ -103,11 +103,51 @@ def test_what_was_drawn_stands_first_and_says_so() -> None:
     assert find_tree_fault(batch, tree, V) is None
 
 
-def test_two_that_drew_are_not_merged() -> None:
+def test_all_that_drew_are_merged_each_with_its_q() -> None:
     sampling = replace(GREEDY, temperature=1.0)
-    batch = batch_of([7], sampling=sampling, verify="reject")
-    tree = make_ensemble("merge", make_scripted([3, 6], q=True), make_scripted([4, 5], q=True)).propose(batch)
-    assert tree.tokens == [[7, 3, 6]]
+    batch = batch_of([7], TEXT, sampling=sampling, verify="reject")
+    first, second = make_scripted([3, 6], q=True), make_scripted([3, 5], q=True)
+    tree = make_ensemble("merge", first, second, make_scripted([4]), ngram()).propose(batch)
+    assert tree.tokens == [[7, 3, 6, 5, 4], [2, 3, 6, 5, 4, 4, 5]]
+    assert tree.parents == [[-1, 0, 1, 1, 0], [-1, 0, 1, 1, 0, 1, 5]]
+    assert tree.num_sampled_children == (1, 1, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0)
+    assert tree.further_samples is not None
+    samples = {
+        place: [(one.children, int(one.q.argmax())) for one in found] for place, found in tree.further_samples.items()
+    }
+    assert samples == {(b, node): [(children, x)] for b in (0, 1) for node, children, x in ((0, (1,), 3), (1, (3,), 5))}
+    assert find_tree_fault(batch, tree, V) is None
+
+
+@pytest.mark.parametrize(
+    ("verify", "budget", "shares"),
+    [
+        ("reject", 8, [3, 3, 2]),
+        ("reject", 11, [4, 4, 3]),
+        ("reject", 2, [1, 1]),
+        ("match", 8, [3, 3, 3]),  # deterministic: what does not fit is left out
+        ("block", 8, [4]),  # a chain, of one member
+    ],
+)
+def test_samples_share_the_budget_so_that_none_is_left_out(verify: str, budget: int, shares: list[int]) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def make(chain: list[int]) -> ScriptedDrafter:
+        drafter = make_scripted(chain, q=verify != "match")
+        scripted = drafter.propose
+
+        def propose(batch: Batch) -> TokenTree:
+            seen.append((batch.granted_nodes[0], batch.draft_stream))
+            return scripted(batch)
+
+        drafter.propose = propose  # type: ignore[method-assign]
+        return drafter
+
+    batch = batch_of([7], sampling=replace(GREEDY, temperature=1.0), verify=verify, budget=budget)
+    drafters = [make([x, x + 1, x + 2, x + 3]) for x in (1, 3, 5)]
+    tree = make_ensemble("merge", *drafters).propose(batch)
+    assert seen == [(share, rank) for rank, share in enumerate(shares)], "each in a stream of its own"
+    assert tree.sizes[0] - 1 == min(budget, sum(shares))
 
 
 def test_a_budget_is_kept_and_block_verification_gets_chains() -> None:
