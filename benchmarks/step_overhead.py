@@ -14,21 +14,22 @@ import pstats
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from foredraft import Sampling, zoo
+from foredraft import RequestOptions, Sampling, zoo
 from foredraft.drafters.draft import Draft, to_token_tree
+from foredraft.engine import engine as engine_module
 from foredraft.engine.engine import Engine
 from foredraft.engine.scheduler import SchedulerLimits
-from foredraft.engine.transcript import Transcript
 from foredraft.kv.allocator import PageAllocator
 from foredraft.kv.pool import KVPool
 from foredraft.models.forward_batch import ForwardBatch
 from foredraft.models.loading import load_tokenizer
-from foredraft.request import Batch, Request
+from foredraft.request import Batch
+from foredraft.request_factory import RequestFactory
 from foredraft.tree import Commit, TokenTree
 from foredraft.verification.registry import RULES
 
@@ -102,6 +103,7 @@ class StepTimers:
     def __init__(self) -> None:
         self.now: dict[str, float] = {}
         self.steps: list[dict[str, float]] = []
+        self._originals: list[tuple[object, str, Callable]] = []
 
     def wrap(self, owner: object, name: str, part: str) -> None:
         call: Callable = getattr(owner, name)
@@ -112,7 +114,13 @@ class StepTimers:
             self.now[part] = self.now.get(part, 0.0) + time.perf_counter() - start
             return result
 
+        self._originals.append((owner, name, call))
         setattr(owner, name, call_timed)
+
+    def restore(self) -> None:
+        """Undo `wrap`: functions of a module are shared with the engines that follow."""
+        for owner, name, call in self._originals:
+            setattr(owner, name, call)
 
     def step(self, engine: Engine) -> None:
         self.now = {}
@@ -134,9 +142,11 @@ def create_engine(lm: StubLM, num_requests: int, num_drafts: int, mode: str, tok
     drafter = TableDrafter(lm, num_drafts) if num_drafts else None
     engine = Engine(lm, drafter, PageAllocator(20_000, 16), SchedulerLimits(), torch.device("cpu"))
     sampling, verify = MODES[mode]
+    requests = RequestFactory(lm, tokenizer, None, frozenset(), RULES[verify], shares_prefixes=True)  # no grammars
     for index in range(num_requests):
-        request = Request(-1, [5 + index] * (40 + index), sampling, seed=index, rule=RULES[verify])
-        engine.add(Transcript(request, index, tokenizer))
+        prompt = [5 + index] * (40 + index)
+        (transcript,) = requests.prepare(prompt, replace(sampling, seed=index), RequestOptions(), index)
+        engine.add(transcript)
     return engine
 
 
@@ -144,7 +154,8 @@ def attach_timers(engine: Engine) -> StepTimers:
     timers = StepTimers()
     timers.wrap(engine.scheduler, "schedule", "schedule")
     timers.wrap(engine.drafter, "propose", "propose")
-    timers.wrap(engine, "_build_forward_batch", "window")
+    timers.wrap(engine_module, "find_prompt_logit_requests", "window")
+    timers.wrap(engine_module, "build_forward_batch", "window")
     timers.wrap(engine.target, "forward", "forward")
     timers.wrap(engine, "_append_tokens", "text")
     timers.wrap(engine.drafter, "observe", "observe")
@@ -166,6 +177,7 @@ def measure(engine: Engine, num_steps: int) -> StepTimers:
     for _ in range(num_steps):
         timers.step(engine)
         clear_deltas(engine)
+    timers.restore()
     return timers
 
 

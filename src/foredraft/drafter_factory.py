@@ -6,6 +6,7 @@ from typing import Any
 
 from foredraft import zoo
 from foredraft.drafters.aggressive.predicted_outputs import PredictedOutputDrafter
+from foredraft.drafters.creation import create_drafter
 from foredraft.drafters.ensemble.fallback import FallbackDrafter
 from foredraft.drafters.interface import Drafter
 from foredraft.drafters.method import DrafterContext, Method
@@ -51,7 +52,7 @@ class DrafterFactory:
             if parsed.loaded_model is not None and not method.accepts_loaded_model:
                 raise ForedraftError(f"the method {name} takes a folder or hub id as its model, not a loaded one")
             context = self._build_context(method, parsed, num_tokens)
-            drafter = method.create(parse_config(method, implied | parsed.options), context)
+            drafter = create_drafter(method, parse_config(method, implied | parsed.options), context)
             return drafter, drafter.spec.title or str(name)
         except ForedraftError:
             raise
@@ -100,18 +101,26 @@ class DrafterFactory:
         return None if self.builtin is None else zoo.find_drafter(method.built_in.folders, self.builtin)
 
 
-def choose_builtin_method(target: str) -> str | None:
-    """Return the default drafting method of a built-in target; None if no preferred method can be used.
+def find_default_method(target: str | None) -> str | None:
+    """Return the default drafting method; None if no preferred method can be used.
 
     A method with a drafter in the zoo is used only if this installation has its folder.
+
+    Args:
+        target: name of a built-in target; None = any other target.
     """
     ranks = {
-        name: method.built_in.default_ranks[target]
+        name: method.default_ranks[target]
         for name, method in load_methods().items()
-        if target in method.built_in.default_ranks
-        and (target not in method.built_in.folders or zoo.find_drafter(method.built_in.folders, target) is not None)
+        if target in method.default_ranks and (target is None or _is_installed(method, target))
     }
     return max(ranks, key=lambda name: ranks[name], default=None)
+
+
+def _is_installed(method: Method, target: str) -> bool:
+    """Return False if the method's drafter for a built-in target is missing from this installation."""
+    folders = method.built_in.folders
+    return target not in folders or zoo.find_drafter(folders, target) is not None
 
 
 def _wrap_in_sandbox(vocab_size: int, num_layers: int, drafter: Drafter, name: str) -> SandboxedDrafter:

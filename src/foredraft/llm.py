@@ -1,10 +1,6 @@
 """`LLM`: the public entry point, a target model with a drafter that generates text."""
 
-import asyncio
 import copy
-import logging
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,35 +8,30 @@ from typing import Any, NoReturn
 import torch
 
 from foredraft import zoo
-from foredraft.chat import Conversation, encode_chat, has_chat_template, list_conversations
+from foredraft.completion_generator import CompletionGenerator
 from foredraft.draft_length.costs import CostCurve
-from foredraft.drafter_factory import DrafterFactory, choose_builtin_method
+from foredraft.drafter_factory import DrafterFactory, find_default_method
 from foredraft.drafters.user_spec import AUTO, DraftLength
 from foredraft.drafters.user_spec import UserDrafterSpec as UserDrafterSpec
 from foredraft.engine.calibrate import measure_pass_times
 from foredraft.engine.shared_engine import CLOSED_ERROR, SharedEngine
-from foredraft.engine.transcript import Transcript
 from foredraft.engine_setup import EngineSetup, create_length_policy
 from foredraft.errors import ForedraftError
 from foredraft.kernels.process import check_process
 from foredraft.kv.sizing import MemoryLimits as MemoryLimits
-from foredraft.models.prompts import Prompt, find_end_ids, list_prompts
-from foredraft.outputs import Completion, Delta
-from foredraft.request import RequestOptions
+from foredraft.models.prompts import find_end_ids
 from foredraft.request_factory import RequestFactory
 from foredraft.sampling.grammar import GrammarCompiler
-from foredraft.sampling.params import Sampling
 from foredraft.target_loading import load_target
 from foredraft.verification.registry import find_rule
 from foredraft.verification.rule import Rule
 
-log = logging.getLogger(__name__)
 DEFAULT_DRAFTER = "default"  # the built-in drafter for LLM() and "builtin-seq2seq", otherwise none
 # Attributes that `close` deletes.
 FREED_ATTRIBUTES = ("target", "drafter", "tokenizer", "engine", "_shared", "_requests")
 
 
-class LLM:
+class LLM(CompletionGenerator):
     """Target model with a drafter; `LLM()` is the built-in pair.
 
     Example:
@@ -104,10 +95,9 @@ class LLM:
             self.target, self.tokenizer, GrammarCompiler(self.tokenizer, self.target.vocab_size),
             find_end_ids(self.target, self.tokenizer), rule, self.limits.prefix_cache,
         )  # fmt: skip
-        self._has_warned_chat_template = False
         if drafter == DEFAULT_DRAFTER:
             is_plain = self.builtin is None or model == zoo.DEFAULT_TARGET
-            drafter = None if is_plain else choose_builtin_method(self.builtin or zoo.DEFAULT_TARGET)
+            drafter = None if is_plain else find_default_method(self.builtin or zoo.DEFAULT_TARGET)
         self._set_drafter(drafter, num_speculative_tokens, is_debug)
 
     @property
@@ -119,6 +109,11 @@ class LLM:
     def num_parameters(self) -> int:
         """Number of parameters of the target."""
         return self.target.num_parameters
+
+    @property
+    def context_length(self) -> int:
+        """Longest sequence in tokens, prompt and output together."""
+        return self.target.context_length
 
     @property
     def drafter_name(self) -> str:
@@ -182,164 +177,6 @@ class LLM:
             "with_drafter for a second engine on the same weights"
         )
 
-    def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None
-    ) -> list[Completion]:
-        """Generate completions of every prompt, `n` samples each, in order.
-
-        Args:
-            prompts: a string, a list of token ids, a `Seq2Seq` for an encoder-decoder model, or a list of these. The
-                chat template of the model is not applied; `chat` applies it.
-            sampling: one for all prompts, or one per prompt. Default None = `Sampling()`: temperature 1.0, at most 128
-                tokens. The default temperature of the command line is 0.0.
-
-        Returns:
-            One completion per prompt and sample. A request that fails alone has finish_reason "error".
-
-        Raises:
-            ForedraftError: for invalid prompts or options, and for requests that do not fit into the KV memory.
-        """
-        done = {delta.index: delta.completion for delta in self.stream(prompts, sampling) if delta.completion}
-        return [done[index] for index in sorted(done)]
-
-    def chat(
-        self,
-        messages: Conversation | Sequence[Conversation],
-        sampling: Sampling | Sequence[Sampling] | None = None,
-        *,
-        chat_template: str | None = None,
-        template_options: Mapping[str, Any] | None = None,
-    ) -> list[Completion]:
-        """Answer one conversation, or each of several, with the chat template of the model.
-
-        Args:
-            messages: dicts with `role` and `content`, oldest first; a list of such lists is several conversations.
-            sampling: as for `generate`.
-            chat_template: Jinja source. Default None = the template of the model.
-            template_options: further variables of the template, such as {"enable_thinking": False}. Default None.
-
-        Raises:
-            ForedraftError: for malformed messages, or without a template.
-        """
-        prompts = [
-            self.encode_chat(one, chat_template=chat_template, template_options=template_options)
-            for one in list_conversations(messages)
-        ]
-        return self.generate(prompts, sampling)
-
-    def encode_chat(
-        self,
-        messages: Conversation,
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        chat_template: str | None = None,
-        template_options: Mapping[str, Any] | None = None,
-    ) -> list[int]:
-        """Return one conversation as token ids for `generate` or `stream`; arguments as in `foredraft.chat`."""
-        return encode_chat(
-            self.tokenizer,
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            chat_template=chat_template,
-            template_options=template_options,
-            is_source=self.target.has_encoder,
-        )
-
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether the model brings a chat template, as instruct models do."""
-        return has_chat_template(self.tokenizer)
-
-    @property
-    def context_length(self) -> int:
-        """Longest sequence in tokens, prompt and output together."""
-        return self.target.context_length
-
-    def stream(
-        self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None
-    ) -> Iterator[Delta]:
-        """Yield deltas while text is generated; arguments and errors as for `generate`.
-
-        Leaving the loop early aborts the requests that have not finished.
-        """
-        return self._read_deltas(self._prepare_requests(prompts, sampling))
-
-    async def agenerate(
-        self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None
-    ) -> list[Completion]:
-        """Run `generate` without blocking the event loop. Cancelling aborts the requests."""
-        async with aclosing(self.astream(prompts, sampling)) as deltas:
-            done = {delta.index: delta.completion async for delta in deltas if delta.completion}
-        return [done[index] for index in sorted(done)]
-
-    async def astream(
-        self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None
-    ) -> AsyncGenerator[Delta, None]:
-        """Run `stream` without blocking the event loop: steps run on a thread, errors are raised at the first delta.
-
-        Cancelling aborts the requests. So does `aclose` after leaving the loop early: use contextlib.aclosing.
-        """
-        transcripts = await asyncio.to_thread(self._prepare_requests, prompts, sampling)
-        async with aclosing(self._shared.read_async(transcripts)) as deltas:
-            async for delta in deltas:
-                yield delta
-
-    def _prepare_requests(
-        self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None
-    ) -> list[Transcript]:
-        self._shared.check()
-        several = list_prompts(prompts)
-        self._warn_about_chat_template(several)
-        transcripts = self._prepare_prompts(several, sampling or Sampling())
-        for transcript in transcripts:
-            self.engine.check(transcript.request)
-        return transcripts
-
-    def _warn_about_chat_template(self, prompts: list[Prompt]) -> None:
-        """Log once that text goes to an instruct model without its chat template."""
-        if (
-            not self._has_warned_chat_template
-            and self.has_chat_template
-            and any(isinstance(prompt, str) for prompt in prompts)
-        ):
-            self._has_warned_chat_template = True
-            log.warning(
-                "the model has a chat template, and prompts given as text do not go through it; "
-                "LLM.chat puts messages into the template"
-            )
-
-    def _read_deltas(self, transcripts: list[Transcript]) -> Iterator[Delta]:
-        # Requests are added when the stream is first read, so a stream that is never read holds no pages.
-        return self._shared.read(transcripts)
-
-    def _prepare_prompts(self, prompts: list[Prompt], sampling: Sampling | Sequence[Sampling]) -> list[Transcript]:
-        params = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
-        if len(params) != len(prompts):
-            raise ForedraftError(f"{len(prompts)} prompts and {len(params)} Samplings; give one Sampling or one each")
-        result: list[Transcript] = []
-        for prompt, s in zip(prompts, params, strict=True):
-            result += self.prepare(prompt, s, first_index=len(result))
-        return result
-
-    def prepare(
-        self, prompt: Prompt, s: Sampling, options: RequestOptions | None = None, first_index: int = 0
-    ) -> list[Transcript]:
-        """Check one prompt and return its n samples, ready for an engine. Any thread may call it.
-
-        Raises:
-            ForedraftError: for a prompt or an option that this model does not support.
-        """
-        return self._requests.prepare(prompt, s, options or RequestOptions(), first_index)
-
-    def _set_drafter(self, drafter: UserDrafterSpec, num_tokens: DraftLength, is_debug: bool) -> None:
-        drafters = DrafterFactory(self.target, self.tokenizer, self.fused, self.builtin)
-        setup = EngineSetup.make(drafters, drafter, num_tokens, self.limits, is_debug)
-        self.drafter, self._drafter_name, self.is_adaptive = setup.drafter, setup.drafter_name, setup.is_adaptive
-        self.engine = setup.engine
-        self._shared = SharedEngine(self.engine)
-
     def calibrate(self, most_seconds: float = 2.0) -> list[tuple[int, float]]:
         """Measure the time of a forward pass by its rows, within about `most_seconds`, for adaptive draft lengths.
 
@@ -354,3 +191,10 @@ class LLM:
             if self.is_adaptive:
                 engine.length_policy = create_length_policy(self.drafter, CostCurve(points))
         return points
+
+    def _set_drafter(self, drafter: UserDrafterSpec, num_tokens: DraftLength, is_debug: bool) -> None:
+        drafters = DrafterFactory(self.target, self.tokenizer, self.fused, self.builtin)
+        setup = EngineSetup.make(drafters, drafter, num_tokens, self.limits, is_debug)
+        self.drafter, self._drafter_name, self.is_adaptive = setup.drafter, setup.drafter_name, setup.is_adaptive
+        self.engine = setup.engine
+        self._shared = SharedEngine(self.engine)

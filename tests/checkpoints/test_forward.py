@@ -19,6 +19,7 @@ from foredraft.drafters.checkpoint_folders import read
 from foredraft.drafters.common.feature_drafter import FeatureDrafter
 from foredraft.drafters.common.last_hidden_state import LinearFactory
 from foredraft.drafters.common.target_access import describe_target
+from foredraft.drafters.creation import create_drafter
 from foredraft.drafters.eagle import method as eagle
 from foredraft.drafters.eagle3 import method as eagle3
 from foredraft.drafters.hydra import method as hydra
@@ -122,7 +123,7 @@ def test_eagle(tmp_path, options):
     if options.get("embedding", True):
         with_rows_like_the_targets(folder)
     [h] = states(1)
-    drafter = eagle.create(eagle.Config(), context(folder))
+    drafter = create_drafter(eagle.METHOD, eagle.Config(), context(folder))
     assert drafter.spec.hidden_layers == (AFTER_FINAL_NORM,)
     logits, features = run_drafter(drafter, [h])
     numbers = numbers_of(options)
@@ -188,7 +189,7 @@ def test_eagle3(tmp_path, make, options, flags):
     if options.get("embedding"):
         with_rows_like_the_targets(folder)
     seen = states(options.get("states", 3) if options.get("fc", True) else 1)
-    drafter = eagle3.create(eagle3.Config(), context(folder))
+    drafter = create_drafter(eagle3.METHOD, eagle3.Config(), context(folder))
     assert len(drafter.spec.hidden_layers) == len(seen)
     logits, features = run_drafter(drafter, seen)
     raw = reference_networks.to_double(published_folders.read_tensors(folder))
@@ -205,14 +206,14 @@ def test_the_feedback_that_is_asked_for_is_what_drafted_tokens_read(tmp_path):
     folder = published_folders.specforge(tmp_path, norm_output=True)
     seen, raw = states(3), reference_networks.to_double(published_folders.read_tensors(folder))
     for word in ("normed", "raw"):
-        drafter = eagle3.create(eagle3.Config(feedback=word), context(folder))
+        drafter = create_drafter(eagle3.METHOD, eagle3.Config(feedback=word), context(folder))
         flags = Eagle3Flags(norm_output=word == "normed")
         wanted = reference_networks.eagle3(
             raw, TOKENS, seen, rows_of(folder), raw["lm_head.weight"], LayerNumbers(), flags
         )
         close(run_drafter(drafter, seen)[0], wanted[0])
     with pytest.raises(ForedraftError, match="'normed' or 'raw'"):
-        eagle3.create(eagle3.Config(feedback="neither"), context(folder))
+        create_drafter(eagle3.METHOD, eagle3.Config(feedback="neither"), context(folder))
 
 
 @pytest.mark.parametrize("layers", [1, 2])
@@ -323,7 +324,7 @@ def test_hydra_with_a_prefix_layer(tmp_path, layers, said):
     unless the folder names another. It is never the target's."""
     assert target().model.config.rope_parameters["rope_theta"] != 10000.0
     folder = published_folders.hydra(tmp_path, layers=layers, prefix=True, **said)
-    drafter, [h] = hydra.create(hydra.Config(), context(folder)), states(1)
+    drafter, [h] = create_drafter(hydra.METHOD, hydra.Config(), context(folder)), states(1)
     assert isinstance(drafter, HydraPrefixDrafter)
     raw = reference_networks.to_double(published_folders.read_tensors(folder))
     wanted = reference_networks.hydra_prefix(raw, h, LayerNumbers(eps=1e-6, theta=said.get("rope_theta", 10000.0)))

@@ -9,7 +9,7 @@ import time
 import pytest
 from rich.console import Console
 
-from foredraft.cli.backend import CliBackend, CliGenerator, ZooTrainingOptions
+from foredraft.cli.backend import CliBackend, CliGenerator, ZooTrainingOptions, choose_default_method
 from foredraft.cli.options import ModelOptions
 from foredraft.cli.progress import ProgressBar
 from foredraft.kernels.cpu.features import read_cpu_features
@@ -149,3 +149,13 @@ def test_the_choices_are_those_of_the_library():
     assert {"match", "reject"} <= set(choices.rules)
     assert not choices.rules["typical"].is_lossless
     assert "draft_model" in choices.methods
+
+
+def test_every_target_has_a_default_method_and_the_help_names_that_of_others(run):
+    choices = CliBackend().list_choices()
+    assert choices.default_methods == {None: "ngram", "builtin": "draft_model", "builtin-seq2seq": "aggressive"}
+    assert choices.is_token_only(choices.default_methods[None]), "there is no model for every target"
+    assert choose_default_method("/some/folder", choices) == choices.default_methods[None]
+    assert choose_default_method(None, choices) == choices.default_methods["builtin"]
+    words = " ".join(run("generate", "--help").stdout.replace("│", " ").split())
+    assert f"else {choices.default_methods[None]}." in words

@@ -190,4 +190,4 @@ def test_a_request_that_was_aborted_leaves_no_debt():
     world.step()
     world.engine.abort(slow.request)
     world.step()
-    assert not world.engine.mask_budget.find_deferred()
+    assert not world.engine.planner.mask_budget.find_deferred()

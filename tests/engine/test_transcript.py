@@ -4,7 +4,7 @@ import pytest
 
 from foredraft import Sampling
 from foredraft.engine.transcript import Transcript
-from foredraft.request import RequestOptions
+from foredraft.request_options import RequestOptions
 from foredraft.sampling.distribution import distribution
 from tests.support import engine_fakes, tiny_models
 from tests.support.engine_fakes import TableLM
@@ -148,7 +148,7 @@ def test_prompt_logprobs_survive_a_preemption_in_the_middle_of_the_prompt() -> N
     engine.step()
     engine.step()
     young = transcripts[1].request
-    assert 0 < young.num_computed < len(young.prompt)
+    assert 0 < young.num_computed < len(young.spec.prompt)
     engine.scheduler.preempt([young])
     engine.scheduler.limits = type(engine.scheduler.limits)(max_chunk=3)
     while engine.has_work:
@@ -178,7 +178,7 @@ def test_a_traced_request_shows_the_drafted_part_of_its_trees() -> None:
     llm = tiny_models.plain().with_drafter("ngram", 3)
     options = RequestOptions(is_traced=True)
     (transcript,) = llm.prepare([1, 2, 3, 1, 2, 3, 1, 2], Sampling(max_tokens=12, temperature=0), options)
-    for delta in llm._read_deltas([transcript]):
+    for delta in llm._shared.read([transcript]):
         (step,) = delta.steps
         assert step.emitted == delta.token_ids
         assert step.parents[0] == -1

@@ -20,7 +20,7 @@ from foredraft.engine import step_output
 from foredraft.engine.delta_queue import DeltaQueue
 from foredraft.engine.engine import Engine
 from foredraft.engine.fault_isolation import MAX_RESETS
-from foredraft.engine.sandbox import MAX_FAILURES, SandboxedDrafter
+from foredraft.engine.sandbox import MAX_FAILURES
 from foredraft.engine.stats_recorder import StatsRecorder
 from foredraft.engine.transcript import Transcript
 from foredraft.engine.worker import Worker, WorkerLimits
@@ -151,7 +151,7 @@ STAGES: dict[str, Callable[[Engine], tuple[object, str]]] = {
     "cut": lambda engine: (engine, "_append_tokens"),
     "push": lambda engine: (Transcript, "push"),
     "count": lambda engine: (StatsRecorder, "record_step"),
-    "keep": lambda engine: (engine, "_compact_kv"),
+    "keep": lambda engine: (engine_module, "compact_kv"),
     "observe": lambda engine: (engine.drafter, "observe"),
     "commit": lambda engine: (engine.scheduler, "commit"),
     "release": lambda engine: (engine.scheduler, "finish"),
@@ -398,8 +398,7 @@ def test_a_drafter_that_is_far_too_slow_is_left_alone() -> None:
         return engine_fakes.draft_greedily(sound(), batch)
 
     drafter = ScriptedDrafter(propose)
-    engine = engine_fakes.make_engine(sound(), drafter)
-    engine.drafter = SandboxedDrafter(drafter, V, clock=lambda: now)
+    engine = engine_fakes.make_engine(sound(), drafter, clock=lambda: now)
     transcripts, plain = many(1, {})
 
     async def main(worker: Worker) -> list[Completion]:

@@ -19,6 +19,7 @@ from transformers import (
 
 import foredraft
 from foredraft import ForedraftError, zoo
+from foredraft.drafter_factory import find_default_method
 from foredraft.models.loading import load_tokenizer
 
 PROMPT = 12
@@ -203,6 +204,13 @@ def test_an_assistant_model_drafts(model, batch):
     assert engine.drafter_name == "draft_model"
     with pytest.raises(ForedraftError, match="leave one out"):
         model.generate(ids, **given, assistant_model=assistant, custom_generate=foredraft.speculate("ngram"))
+
+
+def test_the_default_method_drafts_without_an_assistant(model, batch):
+    loop = foredraft.speculate()
+    model.generate(**batch, max_new_tokens=2, do_sample=False, custom_generate=loop)
+    [engine] = loop._llms[model].values()
+    assert engine.drafter_name == find_default_method(None)
 
 
 def test_stop_strings_end_the_text():

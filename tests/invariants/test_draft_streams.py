@@ -12,11 +12,12 @@ from foredraft import Sampling
 from foredraft.drafters.draft import draft_noise_key
 from foredraft.drafters.interface import Drafter
 from foredraft.drafters.wrapper import DrafterWrapper
-from foredraft.request import Batch, Request
+from foredraft.request import Batch
 from foredraft.tree import TokenTree
 from foredraft.verification.registry import RULES
 from tests.support import tiny_models
 from tests.support.method_cases import METHOD_CASES
+from tests.support.requests import make_request
 
 PROMPTS = [[5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6], [33], [44, 45], [50] * 5, [61, 62, 63, 64, 61, 62], [12, 13, 14, 15]]
 SAMPLING = Sampling(max_tokens=6, temperature=1.0, seed=3, ignore_eos=True)
@@ -63,7 +64,7 @@ def test_under_a_rule_that_shares_noise_it_does_not(name: str) -> None:
 
 def test_streams_and_nodes_have_different_keys() -> None:
     def keys(verify: str) -> list[int]:
-        request = Request(0, [1, 2], Sampling(), seed=7, rule=RULES[verify])
+        request = make_request(0, [1, 2], Sampling(), seed=7, rule=RULES[verify])
         return [draft_noise_key(request, node, 0, stream) for node in range(20) for stream in range(5)]
 
     assert len(set(keys("reject"))) == 100

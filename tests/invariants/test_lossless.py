@@ -66,6 +66,7 @@ def test_text_is_the_same_with_and_without_a_drafter(name: str, mode: str) -> No
     """`match`, at every draft length and batch size, the prompt that runs into the context limit included. A variant of
     a method has fewer lengths, and every size with some of them."""
     accepted = rejected = 0
+    METHOD_CASES[name].prepare(PROMPTS)
     for num_tokens in LENGTHS if "," not in name else (1, 2, 3, 5, 8):
         llm = tiny_models.plain().with_drafter(METHOD_CASES[name].make(num_tokens), verify="match")
         for batch in BATCHES if "," not in name else BATCHES[num_tokens % 3 :][:1]:

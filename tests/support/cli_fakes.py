@@ -89,7 +89,7 @@ class FakeBackend:
             RULES,
             ("auto", "bfloat16", "float32"),
             TEXT_ONLY,
-            default_methods={"builtin": "draft_model"},
+            default_methods={None: "ngram", "builtin": "draft_model"},
         )
 
     def find_method(self, drafter: str) -> str:

@@ -1,5 +1,6 @@
 """A language model of one table and faulty drafters: enough of an engine's surroundings for fast tests."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -19,10 +20,11 @@ from foredraft.kv.allocator import PageAllocator
 from foredraft.kv.pool import KVPool
 from foredraft.models.forward_batch import ForwardBatch
 from foredraft.outputs import Completion, Delta
-from foredraft.request import Batch, Request
+from foredraft.request import Batch
 from foredraft.sampling.params import Sampling
 from foredraft.tree import Commit, TokenTree
 from foredraft.verification.registry import RULES
+from tests.support.requests import make_request
 
 PERIOD = 5
 
@@ -79,11 +81,16 @@ def make_drafter(lm: TableLM, num_tokens: int, branching: tuple[int, ...] | None
     )
 
 
-def make_engine(target: TableLM, drafter: Drafter | None, num_pages: int = 4000, **limits: int) -> Engine:
+def make_engine(
+    target: TableLM,
+    drafter: Drafter | None,
+    num_pages: int = 4000,
+    clock: Callable[[], float] = time.perf_counter,
+    **limits: int,
+) -> Engine:
     """Pages of four tokens, so that every text crosses some."""
-    return Engine(
-        target, drafter, PageAllocator(num_pages, 4), SchedulerLimits(**limits), torch.device("cpu"), is_debug=True
-    )
+    allocator, device = PageAllocator(num_pages, 4), torch.device("cpu")
+    return Engine(target, drafter, allocator, SchedulerLimits(**limits), device, clock, is_debug=True)
 
 
 def make_transcript(
@@ -96,7 +103,9 @@ def make_transcript(
     max_length: int = 1 << 20,
 ) -> Transcript:
     seed = index if sampling.seed is None else sampling.seed
-    request = Request(-1, prompt, sampling, seed, eos_ids=frozenset(eos_ids), max_length=max_length, rule=RULES[verify])
+    request = make_request(
+        -1, prompt, sampling, seed, eos_ids=frozenset(eos_ids), max_length=max_length, rule=RULES[verify]
+    )
     return Transcript(request, index, tokenizer)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from foredraft.checkpoints.layouts import CheckpointLayout
 from foredraft.drafters.losses import Losses, Trace, average_over_mask, check_loss, compute_draft_loss
 from foredraft.drafters.method import Method, Training
 from foredraft.drafters.trainee import TraineeSpec
@@ -39,7 +40,8 @@ class LinearTrainee:
         return Losses(total, {"twice": 2 * float(total.detach())})
 
     def to_checkpoint(self):
-        return {name: x.detach() for name, x in self.network.state_dict().items()}, {"kind": "linear"}
+        tensors = {name: x.detach() for name, x in self.network.state_dict().items()}
+        return CheckpointLayout("linear", tensors, {"kind": "linear"})
 
 
 def create_trainee(config, target, start=None):

@@ -87,6 +87,12 @@ def test_heads_go_on_from_others(folder, method):
     assert all(torch.allclose(a[name], b[name], atol=1e-6) for name in a)
 
 
+def test_heads_do_not_go_on_from_a_whole_model(folder):
+    """Guards an AttributeError: the folder of a model has no shape of heads."""
+    with pytest.raises(ForedraftError, match="holds a whole language model, not hydra"):
+        run(folder, "hydra", {}, start=str(folder / "model"))
+
+
 def test_an_unknown_setting_is_answered_with_the_known_ones(folder):
     with pytest.raises(ForedraftError, match=r"heads_per_step.*inner"):
         run(folder, "blockwise", {"layers": "2"})

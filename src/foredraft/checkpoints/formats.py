@@ -4,6 +4,7 @@ A method declares one `CheckpointFormat`. The functions of this package get the 
 so this package imports no method.
 """
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -40,6 +41,12 @@ class LayoutOrder(IntEnum):
     MARKERS = 6  # some tensor names are those of other methods, and at least one is not
     SHARED_NAMES = 7  # all tensor names are those of other methods too
     ARCHITECTURE = 8  # only the architecture in config.json tells
+
+
+def has_tensor(pattern: str | re.Pattern[str]) -> LayoutSign:
+    """Make the sign that a folder has a tensor whose name begins with a match of a regular expression."""
+    compiled = re.compile(pattern)
+    return lambda names, config: any(map(compiled.match, names))
 
 
 @dataclass(frozen=True)

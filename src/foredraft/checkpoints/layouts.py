@@ -17,12 +17,16 @@ class CheckpointLayout:
     file: str = "model.safetensors"
 
 
-def check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, Any]) -> dict[str, Tensor]:
+def check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
     """Check that the tensors are exactly those of a shape; a mismatch is a programming error, not a user error.
 
     Args:
         tensors: Weights by internal name.
         expected: Sizes by internal name, as tuples or `ExpectedTensor`.
+        prefix: Start of the stored names.
+
+    Returns:
+        The tensors by stored name.
 
     Raises:
         ValueError: if a tensor is missing, left over or misshaped.
@@ -33,4 +37,4 @@ def check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, Any]) ->
         size = tuple(getattr(tensor_shape, "shape", tensor_shape))
         if tuple(tensors[name].shape) != size:
             raise ValueError(f"{name} is {list(tensors[name].shape)} and has to be {list(size)}")
-    return dict(tensors)
+    return {prefix + name: tensor for name, tensor in tensors.items()}

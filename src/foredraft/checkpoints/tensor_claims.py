@@ -3,6 +3,7 @@
 Names, shapes and dtypes are compared before any weight is read.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -42,6 +43,21 @@ class TensorClaims:
         if len(shape) != dims:
             raise self.refuse(f"{self.stored_names[name]} is {list(shape)}, and {dims} dimensions are expected")
         return shape
+
+    def count_heads(self, pattern: re.Pattern[str]) -> tuple[int, int]:
+        """Count heads, and layers per head, from the names of their tensors.
+
+        Args:
+            pattern: Pattern of internal names; its first two groups are the indices of head and layer.
+
+        Raises:
+            ForedraftError: if there are too few tensors for these counts.
+        """
+        found = [match for name in self.stored_names if (match := pattern.match(name))]
+        num_heads, num_layers = (1 + max((int(match[group]) for match in found), default=0) for group in (1, 2))
+        if num_heads * num_layers > len(self.stored_names):
+            raise self.refuse_missing(f"a part of {num_heads} heads of {num_layers} layers")
+        return num_heads, num_layers
 
     def refuse(self, reason: str) -> ForedraftError:
         return self.files.refuse(reason)

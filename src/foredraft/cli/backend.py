@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 VOCAB_OPTION = "vocab"  # option of methods that can draft in another vocabulary
 ATTRIBUTE_SEPARATOR = ":"  # in package.module:METHOD
-PROMPT_ONLY_METHOD = "ngram"  # drafting method that needs no model
 
 
 CliPrompt = str | list[int]  # text, or the token ids of a rendered chat
@@ -72,7 +71,7 @@ class CliChoices:
     token_only_methods: frozenset[str] = frozenset()  # methods without a draft model or head
     vocab_modes: tuple[str, ...] = ()  # values of --spec-vocab
     cross_vocab_methods: frozenset[str] = frozenset()  # methods that accept --spec-vocab
-    default_methods: Mapping[str, str] = field(default_factory=dict)  # by built-in target
+    default_methods: Mapping[str | None, str] = field(default_factory=dict)  # by built-in target; None = other targets
 
     def has_method(self, method: str) -> bool:
         """Return whether `method` is a method, `none`, `auto`, several methods as a+b, or package.module:METHOD."""
@@ -134,7 +133,7 @@ class CliBackend:
     """
 
     def list_choices(self) -> CliChoices:
-        from foredraft.drafter_factory import choose_builtin_method
+        from foredraft.drafter_factory import find_default_method
         from foredraft.drafters.registry import load_methods
         from foredraft.models.loading import DTYPES
         from foredraft.verification.registry import RULES
@@ -148,7 +147,11 @@ class CliBackend:
             text_only,
             _list_option_choices(VOCAB_OPTION),
             _find_methods_with_option(VOCAB_OPTION),
-            {name: method for name in zoo.list_targets() if (method := choose_builtin_method(name)) is not None},
+            {
+                target: method
+                for target in (None, *zoo.list_targets())
+                if (method := find_default_method(target)) is not None
+            },
         )
 
     def find_method(self, drafter: str) -> str:
@@ -210,9 +213,9 @@ class CliBackend:
 
 
 def choose_default_method(model: str | None, choices: CliChoices) -> str:
-    """Return the default method: the preferred one of a built-in target, else the one that needs only the prompt."""
-    builtin = zoo.resolve_target(model)
-    return PROMPT_ONLY_METHOD if builtin is None else choices.default_methods.get(builtin, PROMPT_ONLY_METHOD)
+    """Return the default method of a target; if a built-in one has none, that of all other targets."""
+    defaults = choices.default_methods
+    return defaults.get(zoo.resolve_target(model)) or defaults.get(None, NONE)
 
 
 def find_model_methods(models: Sequence[str], backend: CliBackend) -> str:

@@ -120,7 +120,8 @@ def draft_noise_key(request: Request, node: int, depth: int, stream: int) -> int
         stream: `Batch.draft_stream` of the proposal.
     """
     position = request.num_tokens - 1  # sequence position of the root
-    if request.rule.shares_noise:
-        return rng.derive_key(request.seed, request.sample_index, NoiseStream.TOKEN, position + depth + 1)
+    spec = request.spec
+    if spec.rule.shares_noise:
+        return rng.derive_key(spec.seed, spec.sample_index, NoiseStream.TOKEN, position + depth + 1)
     counters = (position, node, stream) if stream else (position, node)
-    return rng.derive_key(request.seed, request.sample_index, NoiseStream.DRAFT, *counters)
+    return rng.derive_key(spec.seed, spec.sample_index, NoiseStream.DRAFT, *counters)

@@ -1,6 +1,6 @@
 """Traces of the target, and losses of trainable drafters against its distribution."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from foredraft.errors import ForedraftError
 LK_SHARPNESS = 3.0  # eta of 2602.23881
 MIN_LOG_PROB = -1e4  # floor that keeps 0 * log 0 finite
 MIN_REST = 1e-6  # floor of the probability of all tokens that are not listed
+MIN_WEIGHT = 1e-9  # floor of the sum of weights, before a division
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,12 @@ def check_loss(name: str) -> None:
         raise ForedraftError(f"unknown loss {name!r}; use one of {', '.join(LOSS_NAMES)}")
 
 
+def check_decay(decay: float) -> None:
+    """Raise ForedraftError for a factor of weights decay^k that is not in (0, 1]."""
+    if not 0 < decay <= 1:
+        raise ForedraftError(f"decay must be above 0 and at most 1, got {decay}")
+
+
 def compute_draft_loss(name: str, logits: Tensor, target_log_probs: TargetLogProbs, tokens: Tensor) -> Tensor:
     """Compute the loss per position.
 
@@ -136,3 +143,13 @@ class Losses:
 
     total: Tensor  # scalar, with a gradient
     components: Mapping[str, float]  # by name, for the log
+
+
+def average_losses(losses: Iterable[Tensor], decay: float) -> Losses:
+    """Average the losses of heads or steps; loss k, from 0, has the weight decay^k and the name `loss_{k + 1}`."""
+    total, total_weight, components = torch.zeros(()), 0.0, {}
+    for k, loss in enumerate(losses):
+        weight = decay**k
+        total, total_weight = total.to(loss.device) + weight * loss, total_weight + weight
+        components[f"loss_{k + 1}"] = float(loss.detach())
+    return Losses(total / max(total_weight, MIN_WEIGHT), components)

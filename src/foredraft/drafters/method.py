@@ -24,7 +24,7 @@ DEFAULT_AUTO_TOKENS = 8  # longest draft in tokens with an adaptive length (`--s
 
 @dataclass(frozen=True)
 class DrafterContext:
-    """Target, user options and environment for `Method.create`."""
+    """Target, user options and environment for `Method.create` and `Method.from_checkpoint`."""
 
     vocab_size: int  # V of the target's logits; every q has this width
     target: HFModel | None = None  # for drafters that use its embedding, output matrix or layer sizes; None in tests
@@ -51,8 +51,9 @@ class Training:
         config: frozen dataclass of the settings. For training by gradients it has a static method
             `read_shape(network)`. That method returns the settings that the sizes of a network determine, such as the
             number of layers. Training that starts from an existing drafter must not change them.
-        create_trainee: makes the drafter in training. Arguments: settings, target, and the drafter to start from. The
-            latter is a checkpoint, the folder of a whole model, or None = new weights.
+        create_trainee: makes the drafter in training, in float32 on the target's device. Arguments: settings, target,
+            and the drafter to start from. The latter is a checkpoint, the folder of a whole model, or None = new
+            weights. It raises ForedraftError for invalid settings, or a drafter that cannot be trained.
         learn: trains by counting, and writes the folder of the drafter. Arguments: settings, documents (token ids [n]
             each), target and folder.
     """
@@ -83,12 +84,10 @@ class BuiltIn:
     Attributes:
         folders: name of the drafter's folder in `foredraft/zoo`, by built-in target.
         recipe: training by `foredraft zoo train`; None = the zoo trains it in another way, or there is none.
-        default_ranks: preference as the default method, by built-in target; the highest is used.
     """
 
     folders: Mapping[str, str] = field(default_factory=dict)
     recipe: HeadRecipe | None = None
-    default_ranks: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -121,14 +120,20 @@ class Method:
     Attributes:
         name: the name that users write.
         config: frozen dataclass of the options.
-        create: makes the drafter from an instance of `config` and a context.
+        create: makes the drafter from an instance of `config` and a context; None = `from_checkpoint` makes it, from
+            the head that the user named or the built-in one. `creation.create_drafter` calls either.
         uses_model: True if the method takes the option `model`: a draft model, a head or another trained file.
         accepts_loaded_model: True if `model` may be a loaded transformers model.
-        from_checkpoint: makes the drafter from a loaded checkpoint; None = `create` is the only way to make it.
+        from_checkpoint: makes the drafter from the options, a loaded checkpoint and a context; None = `create` is the
+            only way to make it.
+        check_options: raises ForedraftError for invalid options before a checkpoint is loaded. Arguments: options and
+            `num_speculative_tokens`. None = `from_checkpoint` checks them alone.
         auto_rank: rank in the method `auto`: a number, or a function of the context. `auto` uses the method with the
             highest rank of those that read tokens alone, and of those with a model. A model that the user gave takes
             precedence over ranks. None = `auto` does not choose this method by itself.
         auto_tokens: longest draft in tokens with an adaptive length (`--spec-tokens auto`), in any method.
+        default_ranks: preference as the default method, by built-in target; None = all other targets. The highest is
+            used. A method for all other targets needs no model.
         parse_name: returns the options that another name of this method implies, None for all other names.
         configure: parses the options if `config` alone does not describe them.
         option_choices: returns the valid texts of an option, by its name.
@@ -140,12 +145,14 @@ class Method:
 
     name: str
     config: type
-    create: Callable[[Any, DrafterContext], Drafter]
+    create: Callable[[Any, DrafterContext], Drafter] | None = None
     uses_model: bool = True
     accepts_loaded_model: bool = False
     from_checkpoint: Callable[[Any, Checkpoint, DrafterContext], Drafter] | None = None
+    check_options: Callable[[Any, int], object] | None = None
     auto_rank: float | Callable[[DrafterContext], float | None] | None = None
     auto_tokens: int = DEFAULT_AUTO_TOKENS
+    default_ranks: Mapping[str | None, float] = field(default_factory=dict)
     parse_name: Callable[[str], dict[str, Any] | None] | None = None
     configure: Callable[[dict[str, Any]], Any] | None = None
     option_choices: Mapping[str, Callable[[], Sequence[str]]] = field(default_factory=dict)
@@ -153,6 +160,10 @@ class Method:
     training: Training | None = None
     built_in: BuiltIn = BuiltIn()
     variants: tuple[Variant, ...] = (Variant(),)
+
+    def __post_init__(self) -> None:
+        if self.create is None and self.from_checkpoint is None:
+            raise ValueError("a method makes its drafters with create or with from_checkpoint; give one of them")
 
     def get_auto_rank(self, context: DrafterContext) -> float | None:
         """Return the rank among the methods that `auto` chooses from; None = never."""

@@ -7,7 +7,10 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from foredraft.checkpoints.layouts import CheckpointLayout
 from foredraft.drafters.losses import Losses, Trace
+
+NOT_TRAINABLE = "; it cannot be trained on"  # end of the error for a checkpoint of another method
 
 
 @dataclass(frozen=True)
@@ -77,5 +80,5 @@ class Trainee(Protocol):
     def compute_loss(self, trace: Trace) -> Losses:
         """Compute the loss of one batch."""
 
-    def to_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return tensors and config.json in the layout of published checkpoints."""
+    def to_checkpoint(self) -> CheckpointLayout:
+        """Return tensors and config.json in the layout of published checkpoints, without the name of the target."""

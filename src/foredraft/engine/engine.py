@@ -12,38 +12,35 @@ Letters of tensor shapes in the files of a step: B requests, T nodes of all tree
 pass), R scored nodes, V vocabulary, P longest committed path, F width of the hidden states that the drafter reads.
 """
 
-import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
-from foredraft.draft_length.policy import DraftLengthPolicy, FixedLengthPolicy, StepReport
+from foredraft.draft_length.policy import DraftLengthPolicy, FixedLengthPolicy
 from foredraft.drafters.interface import Drafter
-from foredraft.engine.mask_budget import MaskBudget
-from foredraft.engine.releases import NO_RELEASES
+from foredraft.engine.batch_planner import BatchPlanner
+from foredraft.engine.compaction import compact_kv
+from foredraft.engine.forward_pass import build_forward_batch, find_prompt_logit_requests
+from foredraft.engine.recovery import rewind_output, settle_deltas
+from foredraft.engine.request_memory import RequestMemory
 from foredraft.engine.sandbox import SandboxedDrafter
 from foredraft.engine.scheduler import Scheduler, SchedulerLimits
 from foredraft.engine.step_clock import StepClock
 from foredraft.engine.step_output import append_tokens, emit_deltas
-from foredraft.engine.step_result import NO_STEP, StepResult, collect_outcomes, count_attended_tokens
+from foredraft.engine.step_result import NO_STEP, StepResult, build_report, count_attended_tokens
 from foredraft.engine.step_tree import prepend_chunks
 from foredraft.engine.target_output import TargetOutput, collect_output
 from foredraft.engine.transcript import Transcript
-from foredraft.errors import ForedraftError
 from foredraft.kernels.process import check_process
 from foredraft.kv.allocator import PageAllocator
-from foredraft.kv.pool import compact_accepted
 from foredraft.kv.prefix_cache import PrefixCache
-from foredraft.models.forward_batch import ForwardBatch
 from foredraft.models.hf import LM
 from foredraft.outputs import FinishReason
 from foredraft.request import Batch, Request
 from foredraft.tree import Commit, TokenTree
 from foredraft.verification.noise import SeededNoise
 from foredraft.verification.rules import combine_rules
-
-log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -82,10 +79,10 @@ class Engine:
         """
         self.target = target
         self.drafter = SandboxedDrafter(drafter, target.vocab_size, clock=clock)
-        self.length_policy = length_policy or FixedLengthPolicy()
         self.scheduler = Scheduler(allocator, limits, PrefixCache(allocator, self.drafter, is_shared=prefix_cache))
+        self.memory = RequestMemory(self.scheduler, self.drafter, length_policy or FixedLengthPolicy(), target.pool)
+        self.planner = BatchPlanner(self.scheduler, self.drafter, self.memory)
         self.transcripts: dict[Request, Transcript] = {}  # requests that have not ended: text and statistics
-        self.mask_budget = MaskBudget()  # defers requests whose grammar masks take too much time
         self.clock = StepClock(clock)
         self.device = device
         self.is_debug = is_debug
@@ -94,20 +91,22 @@ class Engine:
         self.is_reserved = False  # True while the thread of a Worker owns this engine
 
     @property
+    def length_policy(self) -> DraftLengthPolicy:
+        """Policy that decides draft lengths. It may be replaced while there are no requests."""
+        return self.memory.length_policy
+
+    @length_policy.setter
+    def length_policy(self, policy: DraftLengthPolicy) -> None:
+        self.memory.length_policy = policy
+
+    @property
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
     def check(self, request: Request) -> None:
         """Raise ForedraftError if the request needs more KV memory than the pool has, or in a forked process."""
         check_process()
-        allocator = self.scheduler.allocator
-        max_length = min(len(request.prompt) + request.sampling.max_tokens, request.max_length)
-        # One page of the pool is the null page, which only padding uses.
-        if allocator.count_pages(max_length) > allocator.num_pages - 1:
-            raise ForedraftError(
-                f"prompt and max_tokens need {max_length} tokens of KV memory and the pool holds "
-                f"{(allocator.num_pages - 1) * allocator.page_size}; raise kv_tokens or lower max_tokens"
-            )
+        self.memory.check_fits(request)
 
     def add(self, transcript: Transcript) -> None:
         """Queue a request.
@@ -117,9 +116,8 @@ class Engine:
         """
         request = transcript.request
         self.check(request)
-        self.scheduler.add(request)
+        self.planner.add(request)
         self.transcripts[request] = transcript
-        self.mask_budget.add_request(request)
 
     def abort(self, request: Request, reason: FinishReason = "abort", error: str | None = None) -> None:
         """End a waiting or running request now and free its slot and pages. Ignores a request that has ended.
@@ -131,7 +129,7 @@ class Engine:
         """
         transcript = self.transcripts.pop(request, None)
         if transcript is not None:
-            self._remove([request])
+            self.memory.remove([request])
             transcript.fail(reason, error)
 
     def recover(self) -> None:
@@ -145,20 +143,10 @@ class Engine:
         delta is still in the queue. If it was read before, its tokens would be generated twice.
         """
         self.clock.reset()
+        self.scheduler.reset(settle_deltas(self.transcripts))
+        self.memory.clear()
         for request, transcript in list(self.transcripts.items()):
-            # `Transcript.emit` queues a delta and then calls `mark_emitted`. It may have been interrupted in between.
-            transcript.mark_emitted()
-            if transcript.has_final_delta:  # the request ended, and the step raised before removing it
-                del self.transcripts[request]
-        self.scheduler.reset({request: transcript.num_emitted for request, transcript in self.transcripts.items()})
-        self._clear_memory()
-        for request, transcript in list(self.transcripts.items()):
-            if request.matcher is not None:  # matcher of the request's grammar
-                request.matcher.restart()
-            try:
-                transcript.rewind()
-            except Exception:
-                log.exception("the text of a request could not be rebuilt; the request ends")
+            if not rewind_output(transcript):
                 self.abort(request, "error", "the text of this request cannot be decoded")
 
     @torch.inference_mode()
@@ -176,7 +164,7 @@ class Engine:
         output = self._forward(batch, tree)
         commit = self._verify(batch, tree, output)
         commit = self._append_tokens(batch, tree, commit, output)
-        self._compact_kv(batch, commit)
+        compact_kv(self.target.pool, batch, commit, self.device)
         self._observe(batch, tree, commit, output)
         attended_tokens = count_attended_tokens(batch, tree)  # `Scheduler.commit` advances `num_computed`
         self.scheduler.commit(batch, commit)
@@ -186,36 +174,13 @@ class Engine:
     # -- the parts of a step, in order
 
     def _plan(self, allowed: frozenset[Request] | None) -> Batch:
-        """Schedule a batch without the requests that `mask_budget` defers.
-
-        If no other request can run, the mask budget releases some of the deferred ones, and the batch is scheduled
-        again.
-        """
         self.current_requests = ()
-        deferred = self.mask_budget.find_deferred()
-        batch = self._schedule(allowed, deferred)
-        if deferred and not batch.requests and self.mask_budget.release_deferred(allowed):
-            batch = self._schedule(allowed, self.mask_budget.find_deferred())
+        batch = self.planner.plan(self.length_policy, allowed)
         self.current_requests = batch.requests
         if self.is_debug:
             for request in batch.requests:
                 self.scheduler.check_writes(request)
         return batch
-
-    def _schedule(self, allowed: frozenset[Request] | None, deferred: frozenset[Request]) -> Batch:
-        """Preempt requests as far as the next batch needs it, then schedule the batch.
-
-        A drafter may defer the computation of its KV; this KV is pending. It is written before pages are shared or
-        freed, so that requests that share or later reuse the pages get their draft KV too.
-        """
-        if deferred:
-            allowed = self.scheduler.exclude(deferred, allowed)
-        # `allowed` is already without the deferred requests. They are passed too, because a full batch preempts them.
-        releases = self.scheduler.find_releases(allowed, deferred)
-        if releases is not NO_RELEASES:
-            self.drafter.flush(releases.unwritten_slots)  # writes their pending draft KV
-            self._forget(self.scheduler.preempt(releases.preempted))
-        return self.scheduler.schedule(self.drafter.spec.max_nodes, self.length_policy, allowed)
 
     def _propose(self, batch: Batch) -> TokenTree:
         """Return the tree to verify: each request's chunk of uncomputed tokens, then its draft."""
@@ -226,33 +191,15 @@ class Engine:
 
     def _forward(self, batch: Batch, tree: TokenTree) -> TargetOutput:
         """Run the target's forward pass over the nodes of the tree."""
-        forward_batch, with_prompt_logits = self._build_forward_batch(batch, tree)
+        with_prompt_logits = find_prompt_logit_requests(self.transcripts, batch)
+        forward_batch = build_forward_batch(batch, tree, with_prompt_logits, self.device)
         logits, features = self.target.forward(forward_batch, self.drafter.spec.hidden_layers)
         return collect_output(batch, tree, logits, features, with_prompt_logits)
 
-    def _build_forward_batch(self, batch: Batch, tree: TokenTree) -> tuple[ForwardBatch, list[int]]:
-        """Build the forward batch. Returns it with the batch indices of requests that need prompt logits too."""
-        requests = batch.requests
-        with_prompt_logits = [
-            b
-            for b, r in enumerate(requests)
-            if r.sampling.prompt_logprobs is not None and self.transcripts[r].needs_prompt_logits
-        ]
-        forward_batch = ForwardBatch.from_token_tree(
-            tree,
-            [r.num_computed for r in requests],
-            [r.pages for r in requests],
-            batch.page_size,
-            self.device,
-            full_logit_requests=with_prompt_logits,
-            sources=[r.source for r in requests],  # encoder inputs; None for decoder-only models
-        )
-        return forward_batch, with_prompt_logits
-
     def _verify(self, batch: Batch, tree: TokenTree, output: TargetOutput) -> Commit:
-        requests = batch.requests
-        verify = combine_rules([r.rule for r in requests])  # a batch may hold requests with different rules
-        noise = SeededNoise(tree, [(r.seed, r.sample_index) for r in requests], [r.num_computed for r in requests])
+        specs = [r.spec for r in batch.requests]
+        verify = combine_rules([s.rule for s in specs])  # a batch may hold requests with different rules
+        noise = SeededNoise(tree, [(s.seed, s.sample_index) for s in specs], [r.num_computed for r in batch.requests])
         return verify(tree, output.probs, noise)
 
     def _append_tokens(self, batch: Batch, tree: TokenTree, commit: Commit, output: TargetOutput) -> Commit:
@@ -260,16 +207,6 @@ class Engine:
         # For the statistics: an equal share of this step's `propose` and of the last step's `observe`.
         draft_seconds = (self.clock.propose_seconds + self.clock.observe_seconds) / len(batch)
         return append_tokens(self.transcripts, batch, tree, commit, output, draft_seconds)
-
-    def _compact_kv(self, batch: Batch, commit: Commit) -> None:
-        """Move the KV of each accepted path to consecutive positions, if rejected nodes lie between its nodes."""
-        # The nodes of a path increase from 0. So a path is 0, 1, 2 and so on if its last node is its length - 1.
-        moved = [b for b, path in enumerate(commit.paths) if path and path[-1] >= len(path)]
-        if moved:
-            requests = [batch.requests[b] for b in moved]
-            starts, pages = [r.num_computed for r in requests], [r.pages for r in requests]
-            paths = [commit.paths[b] for b in moved]
-            compact_accepted(self.target.pool, paths, starts, pages, batch.page_size, self.device)
 
     def _observe(self, batch: Batch, tree: TokenTree, commit: Commit, output: TargetOutput) -> None:
         """Show the commit to the drafter, with the outputs of the target that it reads."""
@@ -282,7 +219,7 @@ class Engine:
         progressed = emit_deltas(self.transcripts, batch, tree, commit)
         ended = [request for request in progressed if self.transcripts[request].is_finished]
         if ended:
-            self._remove(ended, frozenset([batch.requests[b] for b in commit.failed]))
+            self.memory.remove(ended, frozenset([batch.requests[b] for b in commit.failed]))
             for request in ended:
                 del self.transcripts[request]
         return progressed
@@ -291,51 +228,12 @@ class Engine:
         self, batch: Batch, tree: TokenTree, commit: Commit, progressed: tuple[Request, ...], attended_tokens: int
     ) -> StepResult:
         """Report the step to the policies, and check the invariants."""
-        clock = self.clock
-        report = StepReport(
-            num_requests=len(batch),
-            num_pass_tokens=sum(tree.sizes),
-            num_logit_rows=tree.row_offsets[-1],
-            attended_tokens=attended_tokens,
-            draft_time=clock.propose_seconds + clock.observe_seconds,
-            step_time=clock.step_seconds,
-            outcomes=collect_outcomes(batch, tree, commit),
-        )
+        report = build_report(batch, tree, commit, self.clock, attended_tokens)
         self.length_policy.record_step(report)
-        self.mask_budget.record_step(batch.requests, report.step_time)
+        self.planner.mask_budget.record_step(batch.requests, report.step_time)
         if self.is_debug:
             self.scheduler.check_integrity()
         elif not self.has_work:
             self.scheduler.check_idle()
         self.current_requests = ()
         return StepResult(batch.requests, progressed, report)
-
-    # -- memory of requests that leave
-
-    def _remove(self, requests: Sequence[Request], failed: frozenset[Request] = frozenset()) -> None:
-        """Remove requests and free their memory.
-
-        Args:
-            requests: requests to remove.
-            failed: those with invalid logits (`Commit.failed`). Their KV may be invalid too, so none of their pages
-                stays in the prefix cache.
-        """
-        # The prefix cache may keep pages of these requests. Their draft KV cannot be written after the end.
-        unwritten_slots = self.scheduler.find_unwritten_slots([r for r in requests if r not in failed])
-        if unwritten_slots:
-            self.drafter.flush(unwritten_slots)  # writes their pending draft KV
-        for request in requests:
-            self._forget(self.scheduler.finish(request, has_invalid_kv=request in failed))
-
-    def _forget(self, slots: Sequence[int]) -> None:
-        """Drop the state of drafter and draft-length policy for slots that became free."""
-        if slots:
-            self.drafter.forget(slots)
-            self.length_policy.forget(slots)
-
-    def _clear_memory(self) -> None:
-        """Drop all KV, and the drafter's state of all slots: an interrupted step may have lost the owner of a slot."""
-        self._forget(range(self.scheduler.limits.max_batch))
-        draft_kv = self.drafter.draft_kv
-        for pool in (self.target.pool, *([] if draft_kv is None else [draft_kv.pool])):
-            pool.clear()

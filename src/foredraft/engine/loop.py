@@ -51,7 +51,7 @@ class EngineObserver(Protocol):
         """Receive the requests of a step, at least one, and its report."""
 
     def on_finish(self, transcript: Transcript) -> None:
-        """Receive the transcript of a request that ended for any reason."""
+        """Receive the transcript of a request that ended for any reason, before its last delta is sent."""
 
     def on_failure(self, kind: str) -> None:
         """Receive a failure.
@@ -244,6 +244,8 @@ class EngineLoop:
                 finished.append(entry)
             self._pause_if_behind(stream)
         self._ended_requests = []
+        for entry in finished:  # before the last delta is sent, so that a client that has it finds its request counted
+            self._notify(lambda observer, transcript=entry.transcript: observer.on_finish(transcript))  # type: ignore[misc]
         for loop, parcel in parcels.items():
             try:
                 loop.call_soon_threadsafe(deliver_deltas, parcel)
@@ -252,7 +254,6 @@ class EngineLoop:
                     self.abort(stream, None)
         for entry in finished:
             self._on_request_end(entry.stream)
-            self._notify(lambda observer, transcript=entry.transcript: observer.on_finish(transcript))  # type: ignore[misc]
 
     def _pause_if_behind(self, stream: Stream) -> None:
         """Pause the requests of a stream with too many unread bytes."""

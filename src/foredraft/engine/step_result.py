@@ -1,8 +1,9 @@
-"""Result of one step of the engine."""
+"""Result and report of one step of the engine."""
 
 from dataclasses import dataclass
 
 from foredraft.draft_length.policy import DraftOutcome, StepReport
+from foredraft.engine.step_clock import StepClock
 from foredraft.request import Batch, Request
 from foredraft.tree import Commit, TokenTree
 
@@ -22,9 +23,23 @@ NO_STEP = StepResult()  # result of a step in which no request could run
 def count_attended_tokens(batch: Batch, tree: TokenTree) -> int:
     """Count the tokens that all nodes of a step attend to.
 
-    Each of a request's n nodes counts as attending to all computed tokens and to all n nodes.
+    Each of a request's n nodes counts as attending to all computed tokens and to all n nodes. Call it before
+    `Scheduler.commit`, which advances `num_computed`.
     """
     return sum([n * (r.num_computed + n) for n, r in zip(tree.sizes, batch.requests, strict=True)])
+
+
+def build_report(batch: Batch, tree: TokenTree, commit: Commit, clock: StepClock, attended_tokens: int) -> StepReport:
+    """Build the report of a step at its end; `attended_tokens` as counted before `Scheduler.commit`."""
+    return StepReport(
+        num_requests=len(batch),
+        num_pass_tokens=sum(tree.sizes),
+        num_logit_rows=tree.row_offsets[-1],
+        attended_tokens=attended_tokens,
+        draft_time=clock.propose_seconds + clock.observe_seconds,
+        step_time=clock.step_seconds,
+        outcomes=collect_outcomes(batch, tree, commit),
+    )
 
 
 def collect_outcomes(batch: Batch, tree: TokenTree, commit: Commit) -> tuple[DraftOutcome, ...]:

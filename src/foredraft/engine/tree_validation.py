@@ -77,7 +77,7 @@ def _find_request_fault(batch: Batch, tree: TokenTree, b: int, vocab_size: int) 
     is_ordered = is_chain or all(0 <= parent < node for node, parent in enumerate(parents[1:], 1))
     if len(parents) != len(tokens) or parents[0] != -1 or not is_ordered:
         return "a parent is not an earlier node"
-    rule = batch.requests[b].rule
+    rule = batch.requests[b].spec.rule
     if not is_chain and not rule.takes_trees:
         return f"branches for a request under {rule.name} verification, which takes chains"
     if min(tokens) < 0 or max(tokens) >= vocab_size:

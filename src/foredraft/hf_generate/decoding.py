@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
+from foredraft.drafter_factory import find_default_method
 from foredraft.errors import ForedraftError
 from foredraft.hf_generate.caller import read_caller
 from foredraft.hf_generate.plan import GenerationPlan, make_plan
@@ -30,7 +31,6 @@ from foredraft.verification.rule import Rule
 # Inputs that generate() prepares for its own loop; this loop derives them from the tokens.
 _DERIVED_INPUTS = frozenset({"use_cache", "cache_position", "position_ids", "past_key_values", "logits_to_keep"})
 _UNSUPPORTED_OUTPUTS = ("output_attentions", "output_hidden_states")
-METHOD_WITHOUT_ASSISTANT = "ngram"  # drafts if neither a drafter nor an assistant_model is given
 _LOCKS: WeakKeyDictionary[Any, threading.RLock] = WeakKeyDictionary()  # model -> lock of its calls
 _MAKING = threading.Lock()  # held while a lock is created
 
@@ -157,7 +157,7 @@ class Speculation:
                     raise ForedraftError("an assistant_model and a drafter were given; leave one out")
                 drafter = {"method": "draft_model", "model": assistant}
             elif drafter == DEFAULT_DRAFTER:
-                drafter = METHOD_WITHOUT_ASSISTANT
+                drafter = find_default_method(None)
             engines[key] = LLM(
                 model,
                 drafter,

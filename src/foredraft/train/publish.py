@@ -36,7 +36,8 @@ def publish(
         with convert_write_errors(folder, DISK_FULL_HINT):
             replace_files(folder, save_files)
         return
-    tensors, config = trainee.to_checkpoint()
-    tensors = {name: x.to(dtype) if x.is_floating_point() else x for name, x in tensors.items()}
+    layout = trainee.to_checkpoint()
+    tensors = {name: x.to(dtype) if x.is_floating_point() else x for name, x in layout.tensors.items()}
     target_entries = {} if target is None else describe_target(target, folder)
-    save(folder, CheckpointLayout(method, tensors, config | target_entries | dict(extra_config)), hint=DISK_FULL_HINT)
+    config = layout.config | target_entries | dict(extra_config)
+    save(folder, CheckpointLayout(method, tensors, config), hint=DISK_FULL_HINT)

@@ -33,11 +33,11 @@ def _load_start(job: TrainJob) -> Any:
         return None
     if not Path(folder).is_dir():
         raise ForedraftError(f"--start {folder!r} is not a folder; give one that holds a drafter")
-    method, _ = checkpoint_folders.recognise(folder, job.method)
-    if not checkpoint_folders.list_formats(job.method)[method].has_reader:
+    stored, method = checkpoint_folders.recognise(folder, job.method)[0], job.method
+    if stored == method.name and method.checkpoint is not None and not method.checkpoint.has_reader:
         return Path(folder)
     info = TargetInfo(target.name, target.hidden_size, target.vocab_size, target.num_layers)
-    return checkpoint_folders.read(folder, info, job.method)
+    return checkpoint_folders.read(folder, info, method)
 
 
 def _check_shape_settings(job: TrainJob, trainee: Trainee) -> None:

@@ -197,7 +197,8 @@ def test_a_loss_of_one_head_a_step_is_that_of_all_on_average_and_of_all_when_mea
 
 def test_trained_heads_are_read_back(tmp_path: Any) -> None:
     target, trainee = tiny_models.plain().target, make_trainee(heads=3, inner=8)
-    tensors, config = trainee.to_checkpoint()
+    layout = trainee.to_checkpoint()
+    tensors, config = layout.tensors, layout.config
     assert {name.partition(".")[0] for name in tensors} == {"blockwise"}
     save(tmp_path, CheckpointLayout("blockwise", tensors, config))
     loaded = read(str(tmp_path), describe_target(target), "blockwise")

@@ -37,6 +37,7 @@ from foredraft.verification.registry import RULES
 from tests.support import tiny_models
 from tests.support.engine_fakes import ScriptedDrafter
 from tests.support.method_cases import perturb_otherwise
+from tests.support.requests import make_request
 
 V = 9
 GREEDY = Sampling(max_tokens=24, temperature=0, ignore_eos=True)
@@ -73,7 +74,7 @@ def make_ensemble(mode: SelectionMode, *drafters: Drafter) -> EnsembleDrafter:
 
 def batch_of(*prompts: list[int], budget: int = 8, sampling: Sampling = GREEDY, verify: str = "match") -> Batch:
     requests = tuple(
-        Request(i, prompt, sampling, seed=i, num_computed=len(prompt) - 1, rule=RULES[verify])
+        make_request(i, prompt, sampling, seed=i, num_computed=len(prompt) - 1, rule=RULES[verify])
         for i, prompt in enumerate(prompts)
     )
     return Batch(requests, (1,) * len(prompts), (budget,) * len(prompts))
@@ -175,7 +176,7 @@ def test_nothing_follows_an_end_of_text() -> None:
 def test_prompt_lookup_below_a_path_is_prompt_lookup_of_the_longer_text() -> None:
     drafter = ngram(5)
     [request] = batch_of([1, 2, 3, 4, 5, 6, 1]).requests
-    longer = replace(request, prompt=[*request.prompt, 2, 3], slot=1)
+    longer = make_request(1, [*request.spec.prompt, 2, 3], GREEDY, num_computed=request.num_computed)
     assert drafter.continue_draft(request, [2, 3], 5).tokens[:3] == drafter.draft(longer, 5).tokens[:3] == (4, 5, 6)
     assert drafter.continue_draft(request, [7], 5) == Draft()
 

@@ -14,6 +14,7 @@ from foredraft.checkpoints.write import save
 from foredraft.drafters.checkpoint_folders import read, write
 from foredraft.drafters.common.last_hidden_state import LinearFactory
 from foredraft.drafters.common.target_access import describe_target
+from foredraft.drafters.creation import create_drafter
 from foredraft.drafters.hydra import method as hydra
 from foredraft.drafters.hydra import network as hydra_network
 from foredraft.drafters.hydra.checkpoint import HydraPrefixShape, HydraShape
@@ -247,7 +248,8 @@ def test_training_runs_every_position_as_drafting_would(loss: str) -> None:
 @pytest.mark.parametrize("options", [{}, {"own_head": False, "rank": 12, "layers": 2}])
 def test_trained_heads_are_read_back(options: dict[str, Any], tmp_path: Any) -> None:
     target, trainee = tiny_models.plain().target, make_trainee(heads=3, **options)
-    tensors, config = trainee.to_checkpoint()
+    layout = trainee.to_checkpoint()
+    tensors, config = layout.tensors, layout.config
     assert (config["hydra_num_heads"], config["hydra_head_arch"], config["hidden_state_offset"]) == (3, "mlp", 0)
     assert config.get("foredraft_lm_head") == (None if not options else "target")
     save(tmp_path, CheckpointLayout("hydra", tensors, config))
@@ -264,7 +266,8 @@ def test_heads_in_the_authors_file_draft_as_they_were_written(tmp_path: Any) -> 
     checkpoint = seer("last")
     write(tmp_path, "hydra", checkpoint.shape, checkpoint.tensors)
     assert (tmp_path / "hydra_lm_head.pt").exists()
-    made = hydra.create(
+    made = create_drafter(
+        hydra.METHOD,
         hydra.Config(),
         DrafterContext(V, successor_model.llm().target, 4, str(tmp_path), dtype=torch.float64),
     )
@@ -315,7 +318,8 @@ def test_a_prefix_layer_learns_and_is_read_back(tmp_path: Any) -> None:
     assert trainee.compute_loss(tiny_heads.make_trace(llm, (AFTER_FINAL_NORM,))).total.isfinite()
     trainee.compute_loss(tiny_heads.make_trace(llm, (AFTER_FINAL_NORM,))).total.backward()
     assert trainee.network.prefix_embeding_layer.layers[0].self_attn.o_proj.weight.grad.abs().sum() > 0
-    tensors, config = trainee.to_checkpoint()
+    layout = trainee.to_checkpoint()
+    tensors, config = layout.tensors, layout.config
     assert config["hydra_head_arch"] == "prefix-mlp"
     assert "hydra_mlp.1.1.res_connection.weight" in tensors
     save(tmp_path, CheckpointLayout("hydra", tensors, config))

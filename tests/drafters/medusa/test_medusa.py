@@ -17,19 +17,21 @@ from foredraft.checkpoints.write import save
 from foredraft.drafters.checkpoint_folders import read
 from foredraft.drafters.common.head_losses import gather_targets, select_roots
 from foredraft.drafters.common.last_hidden_state import LastHiddenStates, LinearFactory
+from foredraft.drafters.common.static_tree import NUM_RANKS
 from foredraft.drafters.common.target_access import describe_target
 from foredraft.drafters.losses import TargetLogProbs, Trace
 from foredraft.drafters.medusa import method as medusa
 from foredraft.drafters.medusa.checkpoint import MedusaShape
-from foredraft.drafters.medusa.network import NUM_RANKS, MedusaHeadRunner, MedusaHeads, make_output_function
+from foredraft.drafters.medusa.network import MedusaHeadRunner, MedusaHeads, make_output_function
 from foredraft.drafters.method import DrafterContext
 from foredraft.errors import ForedraftError
 from foredraft.kernels.cpu.library import load_library
 from foredraft.kernels.linear import DTYPE_KINDS
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
-from foredraft.request import Batch, Request
+from foredraft.request import Batch
 from foredraft.tree import Commit
 from tests.support import successor_model, tiny_heads, tiny_models
+from tests.support.requests import make_request
 from tests.support.statistical_checks import chi_square
 from tests.support.tiny_heads import MEDUSA
 
@@ -86,7 +88,7 @@ def test_sampled_drafts_of_heads_that_know_the_target_are_mostly_right(verify: s
 def test_a_prompt_and_a_missed_step_draft_nothing() -> None:
     """A state of another position predicts another token."""
     states = LastHiddenStates()
-    request = Request(slot=2, prompt=[1, 2, 3, 4], sampling=GREEDY, seed=0)
+    request = make_request(2, [1, 2, 3, 4], GREEDY)
     assert states.get(request) is None
     features = torch.arange(8.0).view(1, 4, 2)
     states.observe(Batch((request,), (4,), (0,)), Commit.from_lists([[0, 1, 2, 3]], [[2, 3, 4, 9]], features=features))
@@ -346,7 +348,8 @@ def test_trained_heads_are_read_back_with_their_accuracies(own_head: bool, tmp_p
     target = tiny_models.plain().target
     trainee = medusa.create_trainee(medusa.TrainConfig(heads=3, own_head=own_head), target)
     trainee.finish([tiny_heads.make_trace(tiny_models.plain(), (AFTER_FINAL_NORM,))])
-    tensors, config = trainee.to_checkpoint()
+    layout = trainee.to_checkpoint()
+    tensors, config = layout.tensors, layout.config
     assert config["medusa_num_heads"] == 3
     save(tmp_path, CheckpointLayout("medusa", tensors, config))
     llm = tiny_models.plain().with_drafter({"method": "medusa", "model": str(tmp_path), "tree_nodes": 5})

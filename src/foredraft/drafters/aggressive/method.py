@@ -3,7 +3,7 @@
 from foredraft import zoo
 from foredraft.drafters.aggressive.drafter import SOURCES, AggressiveDrafter, Config, CopySourceFinder
 from foredraft.drafters.aggressive.variants import VARIANTS
-from foredraft.drafters.method import BuiltIn, DrafterContext, Method
+from foredraft.drafters.method import DrafterContext, Method
 from foredraft.errors import ForedraftError
 
 
@@ -39,6 +39,6 @@ METHOD = Method(
     uses_model=False,
     auto_rank=estimate_auto_rank,
     auto_tokens=31,  # 32 rows of a pass with the root
-    built_in=BuiltIn(default_ranks={zoo.SEQ2SEQ_TARGET: 3}),
+    default_ranks={zoo.SEQ2SEQ_TARGET: 3},
     variants=VARIANTS,
 )

@@ -5,8 +5,7 @@ A folder holds `model.safetensors` with the four tensors of BlockwiseShape, each
 There is no output matrix: the target's lm_head serves all heads.
 """
 
-import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,7 @@ from foredraft.checkpoints.tensors import TensorFiles
 
 NAME = "blockwise"
 TENSOR_PREFIX = "blockwise."
-TENSOR_NAME = re.compile(r"^blockwise\.(hidden|output)\.(weight|bias)$")
+TENSOR_NAME = r"blockwise\.(hidden|output)\.(weight|bias)$"
 
 
 @dataclass(frozen=True)
@@ -34,11 +33,6 @@ class BlockwiseShape:
     vocab_size: int
     num_heads: int  # without the target's own lm_head
     inner: int  # width of all heads together
-
-
-def has_own_tensors(names: Collection[str], config: Mapping[str, Any]) -> bool:
-    """Check whether a folder has tensors of blockwise heads."""
-    return any(map(TENSOR_NAME.match, names))
 
 
 def read(files: TensorFiles, config: dict[str, Any], target: TargetInfo) -> Checkpoint:
@@ -74,7 +68,6 @@ def list_tensor_shapes(shape: BlockwiseShape) -> dict[str, tuple[int, ...]]:
 
 def make_layout(shape: BlockwiseShape, tensors: Mapping[str, Tensor]) -> CheckpointLayout:
     """Use the names of this project; no other layout exists."""
-    weights = check_tensors(tensors, list_tensor_shapes(shape))
     config = {
         "architectures": ["BlockwiseHeads"],
         "model_type": "blockwise",
@@ -82,4 +75,4 @@ def make_layout(shape: BlockwiseShape, tensors: Mapping[str, Tensor]) -> Checkpo
         "hidden_size": shape.hidden,
         "vocab_size": shape.vocab_size,
     }
-    return CheckpointLayout(NAME, {f"{TENSOR_PREFIX}{name}": value for name, value in weights.items()}, config)
+    return CheckpointLayout(NAME, check_tensors(tensors, list_tensor_shapes(shape), TENSOR_PREFIX), config)

@@ -12,7 +12,7 @@ trained along, since that would change the output matrix that the heads use.
 from dataclasses import dataclass
 
 from foredraft import zoo
-from foredraft.checkpoints.formats import CheckpointFormat, LayoutOrder, StoredLayout
+from foredraft.checkpoints.formats import CheckpointFormat, LayoutOrder, StoredLayout, has_tensor
 from foredraft.checkpoints.schema import Checkpoint
 from foredraft.drafters.blockwise import checkpoint
 from foredraft.drafters.blockwise.checkpoint import BlockwiseShape
@@ -21,10 +21,8 @@ from foredraft.drafters.blockwise.training import TrainConfig, create_trainee
 from foredraft.drafters.blockwise.variants import VARIANTS
 from foredraft.drafters.common.last_hidden_state import LinearFactory
 from foredraft.drafters.common.step_drafter import StepDrafter
-from foredraft.drafters.common.target_access import load_checkpoint
 from foredraft.drafters.common.tree_builder import TreeSpec
 from foredraft.drafters.method import BuiltIn, DrafterContext, HeadRecipe, Method, Training
-from foredraft.errors import ForedraftError
 
 
 @dataclass(frozen=True)
@@ -44,34 +42,27 @@ class Config:
         return TreeSpec.from_options(min(num_speculative_tokens, shape.num_heads), min_confidence=self.min_confidence)
 
 
-def create(config: Config, context: DrafterContext) -> StepDrafter:
-    """Load the heads and make their drafter. Raises ForedraftError if they do not fit the target."""
-    return from_checkpoint(config, load_checkpoint(context, METHOD), context)
-
-
 def from_checkpoint(config: Config, checkpoint: Checkpoint, context: DrafterContext) -> StepDrafter:
     """Make the drafter of loaded heads."""
-    shape = checkpoint.shape
-    if not isinstance(shape, BlockwiseShape):
-        raise ForedraftError(f"{checkpoint.folder} holds no blockwise heads but {checkpoint.format}")
+    shape = checkpoint.require_shape(BlockwiseShape, "blockwise heads")
     spec = config.to_tree_spec(context.num_speculative_tokens, shape)
     linears = LinearFactory(context, config.quantization)
     runner = BlockwiseStepRunner(shape, checkpoint.tensors, spec.max_depth, linears, context.target)
     return StepDrafter(runner, spec, context)
 
 
-FORMAT = CheckpointFormat(
-    title="blockwise heads",
-    shape=checkpoint.BlockwiseShape,
-    layouts=(StoredLayout("blockwise", LayoutOrder.OWN_NAMES, checkpoint.has_own_tensors, checkpoint.read),),
-    make_layout=checkpoint.make_layout,
-)
 METHOD = Method(
     name=checkpoint.NAME,
     config=Config,
-    create=create,
     from_checkpoint=from_checkpoint,
-    checkpoint=FORMAT,
+    checkpoint=CheckpointFormat(
+        title="blockwise heads",
+        shape=BlockwiseShape,
+        layouts=(
+            StoredLayout("blockwise", LayoutOrder.OWN_NAMES, has_tensor(checkpoint.TENSOR_NAME), checkpoint.read),
+        ),
+        make_layout=checkpoint.make_layout,
+    ),
     training=Training(TrainConfig, create_trainee),
     built_in=BuiltIn(
         {zoo.DEFAULT_TARGET: "blockwise"}, HeadRecipe(900, {"heads": "3", "inner": "192", "decay": "0.8"})

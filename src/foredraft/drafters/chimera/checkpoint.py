@@ -4,17 +4,13 @@ The files that the authors publish are pickles that also hold a whole model; the
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from foredraft.checkpoints.decoder_layers import (
-    infer_block_shape,
-    list_layer_shapes,
-    make_layer_config,
-)
+from foredraft.checkpoints.decoder_layers import infer_block_shape, list_layer_shapes, make_layer_config
 from foredraft.checkpoints.layouts import CheckpointLayout, check_tensors
 from foredraft.checkpoints.schema import Checkpoint, TargetInfo
 from foredraft.checkpoints.tensor_claims import TensorClaims
@@ -23,7 +19,6 @@ from foredraft.models.draft_layer import DraftLayerShape
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
 
 NAME = "chimera"
-MARKER_TENSOR = "trigram.weight"
 HIDDEN_LAYERS_KEY = "target_layer_taps"
 HEAD_WEIGHT = re.compile(r"^heads\.(\d+)\.weight$")
 NORMS = ("input_layernorm", "post_attention_layernorm")
@@ -51,11 +46,6 @@ class ChimeraShape:
     def num_layers(self) -> int:
         """Number of layers of the context encoder."""
         return 1
-
-
-def has_own_tensors(names: Collection[str], config: Mapping[str, Any]) -> bool:
-    """Check whether a folder has the tensor that only Chimera heads have."""
-    return MARKER_TENSOR in names
 
 
 def read(files: TensorFiles, config: dict[str, Any], target: TargetInfo) -> Checkpoint:
@@ -99,7 +89,7 @@ def list_tensor_shapes(shape: ChimeraShape) -> dict[str, tuple[int, ...]]:
     """List the expected tensors of a shape by internal name."""
     hidden = shape.block.hidden
     shapes: dict[str, tuple[int, ...]] = {
-        MARKER_TENSOR: (hidden, 3 * hidden),
+        "trigram.weight": (hidden, 3 * hidden),
         "join.weight": (hidden, 2 * hidden),
         "norm.weight": (hidden,),
     }

@@ -1,25 +1,15 @@
 """Declaration of the method `chimera`."""
 
 from foredraft import zoo
-from foredraft.checkpoints.formats import CheckpointFormat, LayoutOrder, StoredLayout
+from foredraft.checkpoints.formats import CheckpointFormat, LayoutOrder, StoredLayout, has_tensor
 from foredraft.checkpoints.schema import Checkpoint
 from foredraft.drafters.chimera import checkpoint
 from foredraft.drafters.chimera.drafter import Chimera
 from foredraft.drafters.chimera.training import TrainConfig, create_trainee, load_network
 from foredraft.drafters.chimera.variants import VARIANTS
-from foredraft.drafters.common.target_access import bind_to_target, load_checkpoint, require_target
+from foredraft.drafters.common.target_access import bind_to_target, require_target
 from foredraft.drafters.common.tree_builder import TreeOptions as Config
 from foredraft.drafters.method import BuiltIn, DrafterContext, HeadRecipe, Method, Training
-
-
-def create(config: Config, context: DrafterContext) -> Chimera:
-    """Load the heads and make their drafter.
-
-    Raises:
-        ForedraftError: for invalid tree options, or heads of another method or another target.
-    """
-    config.to_tree_spec(context.num_speculative_tokens)  # report invalid options before the checkpoint is loaded
-    return from_checkpoint(config, load_checkpoint(context, METHOD), context)
 
 
 def from_checkpoint(config: Config, checkpoint: Checkpoint, context: DrafterContext) -> Chimera:
@@ -29,18 +19,17 @@ def from_checkpoint(config: Config, checkpoint: Checkpoint, context: DrafterCont
     return Chimera(network, config.to_tree_spec(context.num_speculative_tokens), context)
 
 
-FORMAT = CheckpointFormat(
-    title="Chimera heads",
-    shape=checkpoint.ChimeraShape,
-    layouts=(StoredLayout("chimera", LayoutOrder.OWN_NAMES, checkpoint.has_own_tensors, checkpoint.read),),
-    make_layout=checkpoint.make_layout,
-)
 METHOD = Method(
     name=checkpoint.NAME,
     config=Config,
-    create=create,
     from_checkpoint=from_checkpoint,
-    checkpoint=FORMAT,
+    check_options=Config.to_tree_spec,
+    checkpoint=CheckpointFormat(
+        title="Chimera heads",
+        shape=checkpoint.ChimeraShape,
+        layouts=(StoredLayout("chimera", LayoutOrder.OWN_NAMES, has_tensor(r"trigram\.weight$"), checkpoint.read),),
+        make_layout=checkpoint.make_layout,
+    ),
     training=Training(TrainConfig, create_trainee),
     built_in=BuiltIn(
         {zoo.DEFAULT_TARGET: "chimera"}, HeadRecipe(350, {"heads": "2", "intermediate": "224", "steps": "4"})

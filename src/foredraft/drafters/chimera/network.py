@@ -14,10 +14,11 @@ from torch.nn import functional as F
 
 from foredraft.drafters.chimera.checkpoint import ChimeraShape
 from foredraft.drafters.common.last_hidden_state import LinearFactory, make_packed_linear
+from foredraft.drafters.common.native_layers import make_native_layers
 from foredraft.drafters.common.target_access import get_packed_lm_head
 from foredraft.models.draft_layer import AttentionFunction, DraftLayer, RMSNorm, RotaryEmbedding
 from foredraft.models.hf import HFModel
-from foredraft.models.native.draft_layers import JoinedInput, NativeDraftLayers, explain_unsupported
+from foredraft.models.native.draft_layers import JoinedInput, NativeDraftLayers
 
 TRIGRAM_TOKENS = 3  # tokens that the trigram encoder reads
 MAX_TABLE_BYTES = 64 << 20  # maximum size of the table of each token's contribution to a trigram
@@ -76,11 +77,7 @@ class ChimeraNetwork(nn.Module):
 
     def make_native(self) -> NativeDraftLayers | None:
         """Convert the context encoder to native code, which takes over its weights. None if that is unsupported."""
-        lm_head, layers = get_packed_lm_head(self.target[0]), list(self.layers)
-        if lm_head is None or explain_unsupported(layers, self.embedding) is not None:
-            return None
-        front, shape = JoinedInput(self.join), self.shape.block
-        return NativeDraftLayers.from_layers(layers, front, None, False, self.embedding, lm_head, shape, self.rotary)
+        return make_native_layers(self, JoinedInput(self.join), get_packed_lm_head(self.target[0]))
 
 
 class ChimeraHeadRunner:

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foredraft.checkpoints.layouts import CheckpointLayout
 from foredraft.checkpoints.schema import Checkpoint
 from foredraft.drafters.chimera.checkpoint import ChimeraShape, make_layout
 from foredraft.drafters.chimera.network import TRIGRAM_TOKENS, ChimeraNetwork, build_trigrams
 from foredraft.drafters.common.target_access import derive_block_shape, init_as_identity
 from foredraft.drafters.common.training_time_test import UnrolledAttention, UnrolledStep, average_step_losses
-from foredraft.drafters.losses import Losses, Trace, average_over_mask, check_loss, compute_draft_loss
+from foredraft.drafters.losses import Losses, Trace, check_loss
 from foredraft.drafters.trainee import TraineeSpec
 from foredraft.errors import ForedraftError
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
@@ -64,18 +65,11 @@ class ChimeraTrainee:
         return TraineeSpec(self.network.shape.hidden_layers)
 
     def compute_loss(self, trace: Trace) -> Losses:
-        total, step_losses = average_step_losses(
-            unroll_heads(self.network, trace, self.config.steps), self._compute_step_loss, self.config.decay
-        )
-        return Losses(total, step_losses)
+        steps = unroll_heads(self.network, trace, self.config.steps)
+        return average_step_losses(steps, lambda step: step.compute_losses(self.config.loss), self.config.decay)
 
-    def _compute_step_loss(self, step: UnrolledStep) -> Tensor:
-        log_probs = step.trace.target_log_probs.select(step.target_rows)
-        return average_over_mask(compute_draft_loss(self.config.loss, step.logits, log_probs, step.tokens), step.mask)
-
-    def to_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        layout = make_layout(self.network.shape, self.network.state_dict())
-        return layout.tensors, layout.config | {"base_model_name_or_path": self.network.target[0].name}
+    def to_checkpoint(self) -> CheckpointLayout:
+        return make_layout(self.network.shape, self.network.state_dict())
 
 
 def unroll_heads(network: ChimeraNetwork, trace: Trace, count: int) -> Iterator[UnrolledStep]:
@@ -105,31 +99,21 @@ def unroll_heads(network: ChimeraNetwork, trace: Trace, count: int) -> Iterator[
 
 
 def create_trainee(config: TrainConfig, target: HFModel, start: Checkpoint | None = None) -> ChimeraTrainee:
-    """Make heads to train, in float32.
-
-    Args:
-        config: training settings.
-        target: frozen target.
-        start: checkpoint to continue from; None = new heads.
-
-    Raises:
-        ForedraftError: for invalid settings, or a checkpoint of another method.
-    """
+    """Make heads to train. See `Training`."""
     check_loss(config.loss)
     if config.steps < 1 or config.heads < 1 or not 0 < config.decay <= 1:
         raise ForedraftError("steps and heads must be positive, and decay must be above 0 and at most 1")
-    if start is not None:
-        return ChimeraTrainee(config, load_network(start, target).float().to(target.device))
-    network = ChimeraNetwork(_build_shape(config, target), target).to(target.device)
-    _init_from_target(network, target)
-    return ChimeraTrainee(config, network)
+    if start is None:
+        network = ChimeraNetwork(_build_shape(config, target), target).to(target.device)
+        _init_from_target(network, target)
+    else:
+        network = load_network(start, target)
+    return ChimeraTrainee(config, network.float().to(target.device))
 
 
 def load_network(checkpoint: Checkpoint, target: HFModel) -> ChimeraNetwork:
     """Load the network of a checkpoint. Raises ForedraftError for a checkpoint of another method."""
-    if not isinstance(checkpoint.shape, ChimeraShape):
-        raise ForedraftError(f"{checkpoint.folder} holds no Chimera heads but {checkpoint.format}")
-    network = ChimeraNetwork(checkpoint.shape, target)
+    network = ChimeraNetwork(checkpoint.require_shape(ChimeraShape, "Chimera heads"), target)
     network.load_state_dict(checkpoint.tensors)
     return network
 
@@ -159,7 +143,8 @@ def _init_from_target(network: ChimeraNetwork, target: HFModel) -> None:
         std=1 / max(scale, MIN_EMBEDDING_SCALE) / (TRIGRAM_TOKENS * network.shape.block.hidden) ** 0.5,
     )
     if network.shape.has_fc:
-        network.fc.weight[:, -network.shape.block.hidden :] += torch.eye(network.shape.block.hidden)
+        hidden = network.shape.block.hidden
+        network.fc.weight[:, -hidden:] += torch.eye(hidden, device=network.fc.weight.device)
     for head in network.heads:
         head.weight.zero_()  # type: ignore[operator]
         head.bias.zero_()  # type: ignore[operator]

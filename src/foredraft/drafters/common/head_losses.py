@@ -63,6 +63,23 @@ def compute_mean_loss(
     return checkpointed(loss, states, use_reentrant=False)  # type: ignore[no-any-return]
 
 
+def compute_head_loss(
+    name: str, logits_fn: Callable[[Tensor], Tensor], trace: Trace, head: int, vocab_size: int
+) -> Tensor:
+    """Compute the mean loss of a head that reads the state before a root and predicts the token at depth `head` + 1.
+
+    Args:
+        name: loss, one of `losses.LOSS_NAMES`.
+        logits_fn: maps states [R, H] to the head's logits [R, V].
+        trace: sequences and target outputs.
+        head: index of the head.
+        vocab_size: V.
+    """
+    rows = select_roots(trace, head + 1)
+    log_probs, tokens = gather_targets(trace, rows, head + 1)
+    return compute_mean_loss(name, logits_fn, trace.features[rows], log_probs, tokens, vocab_size)
+
+
 def select_argmax(target_log_probs: TargetLogProbs) -> Tensor:
     """Return the target's likeliest tokens [R]."""
     best = target_log_probs.logprobs.argmax(-1, keepdim=True)

@@ -12,6 +12,7 @@ from foredraft.errors import ForedraftError
 
 FIRST_ACCURACY = 0.6  # assumed accuracy of the likeliest token at depth 0
 DEPTH_DECAY = 0.8  # assumed factor per depth
+NUM_RANKS = 10  # tokens per head that a tree of heads may use, as in published trees
 
 RankPath = tuple[int, ...]
 RankAccuracies = Sequence[
@@ -19,7 +20,7 @@ RankAccuracies = Sequence[
 ]  # [depth][rank] acceptance rate of this draft token if its ancestors are accepted
 
 
-def assume_accuracies(depth: int, ranks: int) -> list[list[float]]:
+def assume_accuracies(depth: int, ranks: int = NUM_RANKS) -> list[list[float]]:
     """Return default accuracies for checkpoints without measured ones.
 
     Rank r at depth h has the accuracy 0.6 * 0.8^h / (r + 1)^2, near Medusa's on chat data.

@@ -3,14 +3,14 @@
 Every target state of a sequence starts a draft whose tokens are the sequence's own, so all positions train at once.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Protocol
 
 from torch import Tensor
 
 from foredraft.drafters.common.head_losses import RootRows, compute_mean_loss, gather_targets, select_roots
-from foredraft.drafters.losses import Losses, Trace
+from foredraft.drafters.losses import Losses, Trace, average_losses
 
 
 class TrainableStepNetwork(Protocol):
@@ -41,17 +41,19 @@ def compute_step_losses(
         decay: step i has the weight decay^i.
         vocab_size: V, to bound the memory for logits.
     """
-    total, weight, components = hidden.new_zeros(()).float(), 0.0, {}
+    return average_losses(_compute_losses(network, trace, hidden, name, steps, vocab_size), decay)
+
+
+def _compute_losses(
+    network: TrainableStepNetwork, trace: Trace, hidden: Tensor, name: str, steps: int, vocab_size: int
+) -> Iterator[Tensor]:
     rows = select_roots(trace, 1)
     states = network.begin(hidden[rows])
     for step in range(steps):
         rows, states = _select_deeper(trace, rows, states, step + 1)
         states = network(step, states, trace.tokens[rows[0], rows[1] + 1 + step])
         log_probs, tokens = gather_targets(trace, rows, step + 1)
-        loss = compute_mean_loss(name, partial(network.compute_logits, step), states, log_probs, tokens, vocab_size)
-        total, weight = total + decay**step * loss, weight + decay**step
-        components[f"loss_{step + 1}"] = float(loss.detach())
-    return Losses(total / weight, components)
+        yield compute_mean_loss(name, partial(network.compute_logits, step), states, log_probs, tokens, vocab_size)
 
 
 def _select_deeper(trace: Trace, rows: RootRows, states: Tensor, depth: int) -> tuple[RootRows, Tensor]:

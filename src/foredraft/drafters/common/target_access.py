@@ -124,6 +124,12 @@ def get_packed_lm_head(target: HFModel) -> PackedWeight | None:
     return target.fused.head if target.fused is not None and is_plain else None
 
 
+def scale_output_matrix(target: HFModel) -> Tensor:
+    """Return the matrix [V, H], in float32, that makes the target's logits without its scaling of logits."""
+    scaling = getattr(target.model.config.get_text_config(), "logits_scaling", None) or 1.0
+    return target.head_weight.float() / scaling
+
+
 def derive_block_shape(target: HFModel) -> DraftLayerShape:
     """Return the shape of a decoder layer with the target's sizes and rotary parameters, for a new head."""
     config: Any = target.model.config.get_text_config()

@@ -4,13 +4,13 @@ Step k simulates, at every position i, a draft of k tokens after pair i with a t
 with the network's own output of step k - 1. It attends to the target-feature pairs up to i and to its k later pairs.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from foredraft.drafters.losses import Trace
+from foredraft.drafters.losses import Losses, Trace, average_losses, average_over_mask, compute_draft_loss
 from foredraft.models.feature_lm import FeatureNetwork
 
 
@@ -41,6 +41,16 @@ class UnrolledStep:
     def mask(self) -> Tensor:
         """Mask [B, n] of the tokens to train on."""
         return self.trace.mask[:, self._rows.start + 1 : self._rows.stop + 1]
+
+    def compute_losses(self, name: str, logits: Tensor | None = None) -> Tensor:
+        """Compute the losses [B, n] of the tokens that this step predicts.
+
+        Args:
+            name: loss, one of `losses.LOSS_NAMES`.
+            logits: logits [B, n, V] in place of those of the step, which may have fewer tokens.
+        """
+        log_probs = self.trace.target_log_probs.select(self.target_rows)
+        return compute_draft_loss(name, self.logits if logits is None else logits, log_probs, self.tokens)
 
     @property
     def true_features(self) -> Tensor:
@@ -94,16 +104,14 @@ def unroll(network: FeatureNetwork, trace: Trace, first: Tensor, steps: int) -> 
         yield UnrolledStep(index, network.compute_logits(states), features, trace)
 
 
-StepLoss = Callable[[UnrolledStep], Tensor]
-
-
 def average_step_losses(
-    steps: Iterator[UnrolledStep], step_loss: StepLoss, decay: float
-) -> tuple[Tensor, dict[str, float]]:
-    """Return the mean of the step losses with weights decay^k, and each loss by name."""
-    total, weight, components = torch.zeros(()), 0.0, {}
-    for step in steps:
-        loss, share = step_loss(step), decay**step.index
-        total, weight = total.to(loss.device) + share * loss, weight + share
-        components[f"loss_{step.index + 1}"] = float(loss.detach())
-    return total / max(weight, 1e-9), components
+    steps: Iterable[UnrolledStep], compute_losses: Callable[[UnrolledStep], Tensor], decay: float
+) -> Losses:
+    """Average the losses of all steps; step k has the weight decay^k.
+
+    Args:
+        steps: steps in order.
+        compute_losses: computes the losses [B, n] of the tokens of a step.
+        decay: factor of the weights.
+    """
+    return average_losses((average_over_mask(compute_losses(step), step.mask) for step in steps), decay)

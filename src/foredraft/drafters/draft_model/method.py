@@ -86,9 +86,7 @@ METHOD = Method(
     option_choices={"vocab": list_vocab_options},
     checkpoint=FORMAT,
     training=Training(TrainConfig, create_trainee),
-    built_in=BuiltIn(
-        {zoo.DEFAULT_TARGET: "draft", zoo.SEQ2SEQ_TARGET: "seq2seq_draft"},
-        default_ranks={zoo.DEFAULT_TARGET: 2, zoo.SEQ2SEQ_TARGET: 2},
-    ),
+    default_ranks={zoo.DEFAULT_TARGET: 2, zoo.SEQ2SEQ_TARGET: 2},
+    built_in=BuiltIn({zoo.DEFAULT_TARGET: "draft", zoo.SEQ2SEQ_TARGET: "seq2seq_draft"}),
     variants=VARIANTS,
 )

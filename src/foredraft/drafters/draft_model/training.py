@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from foredraft.checkpoints.layouts import CheckpointLayout
 from foredraft.drafters.losses import Losses, Trace, average_over_mask, check_loss, compute_draft_loss
 from foredraft.drafters.trainee import OnPolicyTraining, TraineeSpec
 from foredraft.errors import ForedraftError
@@ -74,9 +75,10 @@ class DraftTrainee:
         """Copy the network in the target's dtype, for sampling and for saving."""
         return copy.deepcopy(self.network).to(self.target.model.dtype).eval()
 
-    def to_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def to_checkpoint(self) -> CheckpointLayout:
         model: Any = self.network
-        return {name: x.detach() for name, x in model.state_dict().items()}, model.config.to_dict()
+        tensors = {name: x.detach() for name, x in model.state_dict().items()}
+        return CheckpointLayout("draft_model", tensors, model.config.to_dict())
 
     def save(self, folder: Path) -> None:
         """Write a model folder with the target's tokenizer, so that vocabularies can be compared later."""

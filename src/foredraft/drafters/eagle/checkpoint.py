@@ -3,7 +3,7 @@
 The two methods differ only in the draft tree, not in the checkpoint.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,11 +38,6 @@ class EagleShape:
     num_layers: int = 1
     has_fc_bias: bool = False
     has_embedding: bool = False  # False: the head uses the target's embedding
-
-
-def has_projection(names: Collection[str], config: Mapping[str, Any]) -> bool:
-    """Check whether a folder has an input projection, as all EAGLE-like heads have."""
-    return "fc.weight" in names
 
 
 def read(files: TensorFiles, config: dict[str, Any], target: TargetInfo) -> Checkpoint:

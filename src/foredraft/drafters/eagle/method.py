@@ -2,14 +2,10 @@
 
 from foredraft import zoo
 from foredraft.checkpoints.export import make_sglang_command, make_vllm_command
-from foredraft.checkpoints.formats import CheckpointFormat, ExportFormat, LayoutOrder, StoredLayout
+from foredraft.checkpoints.formats import CheckpointFormat, ExportFormat, LayoutOrder, StoredLayout, has_tensor
 from foredraft.checkpoints.schema import Checkpoint
 from foredraft.drafters.common.feature_drafter import FeatureDrafter, make_feature_lm
-from foredraft.drafters.common.target_access import (
-    bind_to_target,
-    load_checkpoint,
-    require_target,
-)
+from foredraft.drafters.common.target_access import bind_to_target, require_target
 from foredraft.drafters.common.tree_builder import TreeOptions as Config
 from foredraft.drafters.eagle import checkpoint, export
 from foredraft.drafters.eagle.network import load_network, make_native
@@ -17,16 +13,6 @@ from foredraft.drafters.eagle.training import TrainConfig, create_trainee
 from foredraft.drafters.eagle.variants import VARIANTS
 from foredraft.drafters.method import BuiltIn, DrafterContext, HeadRecipe, Method, Training
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
-
-
-def create(config: Config, context: DrafterContext) -> FeatureDrafter:
-    """Load the head and make its drafter.
-
-    Raises:
-        ForedraftError: for invalid tree options, or a head of another method, or one that does not fit the target.
-    """
-    config.to_tree_spec(context.num_speculative_tokens)  # raises for invalid options before the checkpoint is loaded
-    return from_checkpoint(config, load_checkpoint(context, METHOD), context)
 
 
 def from_checkpoint(config: Config, checkpoint: Checkpoint, context: DrafterContext) -> FeatureDrafter:
@@ -41,24 +27,23 @@ def from_checkpoint(config: Config, checkpoint: Checkpoint, context: DrafterCont
     )
 
 
-FORMAT = CheckpointFormat(
-    title="an EAGLE head",
-    shape=checkpoint.EagleShape,
-    # Other methods have tensors of the same names, so this layout is checked late.
-    layouts=(StoredLayout("eagle", LayoutOrder.SHARED_NAMES, checkpoint.has_projection, checkpoint.read),),
-    make_layout=checkpoint.make_layout,
-    exports=(
-        ExportFormat("vllm", export.export_eagle_vllm, make_vllm_command),
-        ExportFormat("sglang", export.export_eagle_sglang, make_sglang_command),
-    ),
-)
 METHOD = Method(
     name=checkpoint.NAME,
     config=Config,
-    create=create,
     from_checkpoint=from_checkpoint,
+    check_options=Config.to_tree_spec,
     auto_rank=50,  # `auto` prefers the highest rank; ranks follow the speed on the built-in target at temperature 1
-    checkpoint=FORMAT,
+    checkpoint=CheckpointFormat(
+        title="an EAGLE head",
+        shape=checkpoint.EagleShape,
+        # Other methods have tensors of the same names, so this layout is checked late.
+        layouts=(StoredLayout("eagle", LayoutOrder.SHARED_NAMES, has_tensor(r"fc\.weight$"), checkpoint.read),),
+        make_layout=checkpoint.make_layout,
+        exports=(
+            ExportFormat("vllm", export.export_eagle_vllm, make_vllm_command),
+            ExportFormat("sglang", export.export_eagle_sglang, make_sglang_command),
+        ),
+    ),
     training=Training(TrainConfig, create_trainee),
     # 850 updates; the setting `steps` of this method is the number of unrolled steps
     built_in=BuiltIn({zoo.DEFAULT_TARGET: "eagle"}, HeadRecipe(steps=850, settings={"steps": "2"})),

@@ -13,14 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from foredraft.checkpoints.schema import Checkpoint
-from foredraft.drafters.common.target_access import (
-    get_packed_lm_head,
-)
+from foredraft.drafters.common.native_layers import make_native_layers
+from foredraft.drafters.common.target_access import get_packed_lm_head
 from foredraft.drafters.eagle.checkpoint import EagleShape
-from foredraft.errors import ForedraftError
 from foredraft.models.draft_layer import AttentionFunction, DraftLayer, RotaryEmbedding
 from foredraft.models.hf import HFModel
-from foredraft.models.native.draft_layers import JoinedInput, NativeDraftLayers, explain_unsupported
+from foredraft.models.native.draft_layers import JoinedInput, NativeDraftLayers
 
 
 class EagleNetwork(nn.Module):
@@ -78,26 +76,11 @@ class EagleNetwork(nn.Module):
 
 def load_network(checkpoint: Checkpoint, target: HFModel) -> EagleNetwork:
     """Make a network with the tensors of a checkpoint. Raises ForedraftError for a head of another method."""
-    if not isinstance(checkpoint.shape, EagleShape):
-        raise ForedraftError(f"{checkpoint.folder} holds no EAGLE head but {checkpoint.format}")
-    network = EagleNetwork(checkpoint.shape, target)
+    network = EagleNetwork(checkpoint.require_shape(EagleShape, "EAGLE head"), target)
     network.load_state_dict(checkpoint.tensors)
     return network
 
 
 def make_native(network: EagleNetwork) -> NativeDraftLayers | None:
     """Convert the network to native CPU code; None if the target or a layer is not supported."""
-    lm_head = get_packed_lm_head(network.target[0])
-    layers, embedding = list(network.layers), network.embedding
-    if lm_head is None or explain_unsupported(layers, embedding) is not None:
-        return None
-    return NativeDraftLayers.from_layers(
-        layers,
-        JoinedInput(network.fc),
-        norm=None,  # no norm before the output matrix (lm_head)
-        has_normed_output=False,  # without a norm, the next feature is the output of the last layer
-        embedding=embedding,
-        lm_head=lm_head,
-        shape=network.shape.block,
-        rotary=network.rotary,
-    )
+    return make_native_layers(network, JoinedInput(network.fc), get_packed_lm_head(network.target[0]))

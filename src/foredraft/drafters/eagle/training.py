@@ -1,21 +1,18 @@
 """Training of an EAGLE head."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from foredraft.checkpoints.layouts import CheckpointLayout
 from foredraft.checkpoints.schema import Checkpoint
-from foredraft.drafters.common.target_access import (
-    derive_block_shape,
-    init_as_identity,
-)
+from foredraft.drafters.common.target_access import derive_block_shape, init_as_identity
 from foredraft.drafters.common.training_time_test import UnrolledStep, average_step_losses, unroll
 from foredraft.drafters.eagle.checkpoint import EagleShape, make_layout
 from foredraft.drafters.eagle.network import EagleNetwork, load_network
-from foredraft.drafters.losses import Losses, Trace, average_over_mask, check_loss, compute_draft_loss
+from foredraft.drafters.losses import Losses, Trace, check_loss
 from foredraft.drafters.trainee import TraineeSpec
 from foredraft.errors import ForedraftError
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
@@ -72,48 +69,34 @@ class EagleTrainee:
         features = trace.features.to(self.network.fc.weight.dtype)
         if self.config.noise:
             features = features + (torch.rand_like(features) * 2 - 1) * self.config.noise
-        total, step_losses = average_step_losses(
-            unroll(self.network, trace, features, self.config.steps), self._compute_step_loss, self.config.decay
-        )
-        return Losses(total, step_losses)
+        steps = unroll(self.network, trace, features, self.config.steps)
+        return average_step_losses(steps, self._compute_step_losses, self.config.decay)
 
-    def _compute_step_loss(self, step: UnrolledStep) -> Tensor:
-        """Return the loss of one simulated step: that of the logits, and the distance of the predicted features."""
-        loss = compute_draft_loss(
-            self.config.loss, step.logits, step.trace.target_log_probs.select(step.target_rows), step.tokens
-        )
+    def _compute_step_losses(self, step: UnrolledStep) -> Tensor:
+        """Return the losses [B, n] of one simulated step: those of the logits, and distances of predicted features."""
+        losses = step.compute_losses(self.config.loss)
         if self.config.regression:
             target_features = step.true_features.to(step.features.dtype)
             distance = F.smooth_l1_loss(step.features, target_features, reduction="none").mean(-1)
-            loss = loss + self.config.regression * distance
-        return average_over_mask(loss, step.mask)
+            losses = losses + self.config.regression * distance
+        return losses
 
-    def to_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return tensors by name and the contents of config.json, in the format of EAGLE's authors."""
-        layout = make_layout(self.network.shape, self.network.state_dict())
-        return layout.tensors, layout.config | {"base_model_name_or_path": self.network.target[0].name}
+    def to_checkpoint(self) -> CheckpointLayout:
+        """Return the layout of EAGLE's authors."""
+        return make_layout(self.network.shape, self.network.state_dict())
 
 
 def create_trainee(config: TrainConfig, target: HFModel, start: Checkpoint | None = None) -> EagleTrainee:
-    """Make a head to train, in float32.
-
-    Args:
-        config: training settings.
-        target: target, which is not trained.
-        start: checkpoint to continue from, which determines the shape of the head; None = a new head, which at first
-            outputs its input feature.
-
-    Raises:
-        ForedraftError: for invalid settings, or a checkpoint of another method.
-    """
+    """Make a head to train; a new one outputs its input feature. See `Training`."""
     check_loss(config.loss)
     if config.steps < 1 or config.num_layers < 1 or not 0 < config.decay <= 1:
         raise ForedraftError("steps and num_layers must be positive, and decay must be above 0 and at most 1")
     if config.noise < 0 or config.regression < 0:
         raise ForedraftError("noise and regression must not be negative; 0 turns them off")
-    if start is not None:
-        return EagleTrainee(config, load_network(start, target).float().to(target.device))
-    shape = EagleShape(derive_block_shape(target), target.vocab_size, config.num_layers, config.has_fc_bias)
-    network = EagleNetwork(shape, target).to(target.device)
-    init_as_identity(network.fc, network.layers)
-    return EagleTrainee(config, network)
+    if start is None:
+        shape = EagleShape(derive_block_shape(target), target.vocab_size, config.num_layers, config.has_fc_bias)
+        network = EagleNetwork(shape, target)
+        init_as_identity(network.fc, network.layers)
+    else:
+        network = load_network(start, target)
+    return EagleTrainee(config, network.float().to(target.device))

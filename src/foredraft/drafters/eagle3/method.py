@@ -7,11 +7,7 @@ from foredraft.checkpoints.export import make_sglang_command, make_speculators_c
 from foredraft.checkpoints.formats import CheckpointFormat, ExportFormat, LayoutOrder, StoredLayout
 from foredraft.checkpoints.schema import Checkpoint
 from foredraft.drafters.common.feature_drafter import FeatureDrafter, make_feature_lm
-from foredraft.drafters.common.target_access import (
-    bind_to_target,
-    load_checkpoint,
-    require_target,
-)
+from foredraft.drafters.common.target_access import bind_to_target, require_target
 from foredraft.drafters.common.tree_builder import TreeOptions
 from foredraft.drafters.eagle3 import checkpoint, export
 from foredraft.drafters.eagle3.checkpoint import NORMED_STATE, RAW_STATE
@@ -35,16 +31,6 @@ class Config(TreeOptions):
     feedback: str | None = None
 
 
-def create(config: Config, context: DrafterContext) -> FeatureDrafter:
-    """Load the head and make its drafter.
-
-    Raises:
-        ForedraftError: for invalid options, or a head of another method or another target.
-    """
-    config.to_tree_spec(context.num_speculative_tokens)  # report invalid options before the checkpoint is loaded
-    return from_checkpoint(config, load_checkpoint(context, METHOD), context)
-
-
 def from_checkpoint(config: Config, checkpoint: Checkpoint, context: DrafterContext) -> FeatureDrafter:
     """Make the drafter of a loaded head for `context.target`."""
     network = load_network(_apply_feedback(checkpoint, config.feedback), require_target(context))
@@ -63,28 +49,27 @@ def _apply_feedback(checkpoint: Checkpoint, feedback: str | None) -> Checkpoint:
     return replace(checkpoint, shape=replace(shape, feeds_normed=feedback == NORMED_STATE))
 
 
-FORMAT = CheckpointFormat(
-    title="an EAGLE-3 head",
-    shape=Eagle3Shape,
-    layouts=(
-        StoredLayout("speculators", LayoutOrder.DECLARED, checkpoint.is_speculators, checkpoint.read_speculators),
-        StoredLayout("eagle3", LayoutOrder.MARKERS, checkpoint.has_marker_tensors, checkpoint.read),
-    ),
-    make_layout=checkpoint.make_layout,
-    exports=(
-        ExportFormat("eagle3", export.export_portable, make_vllm_command),
-        ExportFormat("speculators", export.export_speculators, make_speculators_command),
-        ExportFormat("vllm", export.export_vllm, make_vllm_command),
-        ExportFormat("sglang", export.export_sglang, make_sglang_command),
-    ),
-)
 METHOD = Method(
     name=checkpoint.NAME,
     config=Config,
-    create=create,
     from_checkpoint=from_checkpoint,
+    check_options=Config.to_tree_spec,
     auto_rank=40,  # above the methods with a model that are slower on the built-in target
-    checkpoint=FORMAT,
+    checkpoint=CheckpointFormat(
+        title="an EAGLE-3 head",
+        shape=Eagle3Shape,
+        layouts=(
+            StoredLayout("speculators", LayoutOrder.DECLARED, checkpoint.is_speculators, checkpoint.read_speculators),
+            StoredLayout("eagle3", LayoutOrder.MARKERS, checkpoint.has_marker_tensors, checkpoint.read),
+        ),
+        make_layout=checkpoint.make_layout,
+        exports=(
+            ExportFormat("eagle3", export.export_portable, make_vllm_command),
+            ExportFormat("speculators", export.export_speculators, make_speculators_command),
+            ExportFormat("vllm", export.export_vllm, make_vllm_command),
+            ExportFormat("sglang", export.export_sglang, make_sglang_command),
+        ),
+    ),
     training=Training(TrainConfig, create_trainee),
     # 850 updates; the setting `steps` of this method is the number of unrolled steps
     built_in=BuiltIn({zoo.DEFAULT_TARGET: "eagle3"}, HeadRecipe(steps=850, settings={"steps": "4"})),

@@ -11,14 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from foredraft.checkpoints.schema import Checkpoint
-from foredraft.drafters.common.target_access import (
-    get_packed_lm_head,
-)
+from foredraft.drafters.common.native_layers import make_native_layers
+from foredraft.drafters.common.target_access import get_packed_lm_head
 from foredraft.drafters.eagle3.shape import Eagle3Shape
 from foredraft.errors import ForedraftError
 from foredraft.models.draft_layer import AttentionFunction, DraftLayer, RMSNorm, RotaryEmbedding
 from foredraft.models.hf import HFModel
-from foredraft.models.native.draft_layers import NativeDraftLayers, PairedInput, explain_unsupported
+from foredraft.models.native.draft_layers import NativeDraftLayers, PairedInput
 
 
 class Eagle3Network(nn.Module):
@@ -83,9 +82,7 @@ class Eagle3Network(nn.Module):
 
 def load_network(checkpoint: Checkpoint, target: HFModel) -> Eagle3Network:
     """Make a network with the tensors of a checkpoint. Raises ForedraftError if they do not fit the target."""
-    shape = checkpoint.shape
-    if not isinstance(shape, Eagle3Shape):
-        raise ForedraftError(f"{checkpoint.folder} holds no EAGLE-3 head but {checkpoint.format}")
+    shape = checkpoint.require_shape(Eagle3Shape, "EAGLE-3 head")
     is_narrower = shape.block.hidden != target.hidden_size
     if is_narrower and not (shape.has_embedding and shape.has_own_head):
         raise ForedraftError(
@@ -99,12 +96,8 @@ def load_network(checkpoint: Checkpoint, target: HFModel) -> Eagle3Network:
 
 def make_native(network: Eagle3Network) -> NativeDraftLayers | None:
     """Convert the network to native CPU code; None if the target or a layer is not supported."""
-    shape, layers = network.shape, list(network.layers)
+    shape = network.shape
+    first: Any = network.layers[0]
     lm_head = network.lm_head.weight.detach() if shape.has_own_head else get_packed_lm_head(network.target[0])
-    if lm_head is None or explain_unsupported(layers, network.embedding) is not None:
-        return None
-    first: Any = layers[0]
-    front = PairedInput(first.hidden_norm, shape.norm_before_residual)
-    return NativeDraftLayers.from_layers(
-        layers, front, network.norm, shape.feeds_normed, network.embedding, lm_head, shape.block, network.rotary
-    )
+    layer_input = PairedInput(first.hidden_norm, shape.norm_before_residual)
+    return make_native_layers(network, layer_input, lm_head, network.norm, shape.feeds_normed)

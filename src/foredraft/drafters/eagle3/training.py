@@ -1,22 +1,19 @@
 """Training of an EAGLE-3 head."""
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from foredraft.checkpoints.layouts import CheckpointLayout
 from foredraft.checkpoints.schema import Checkpoint
-from foredraft.drafters.common.target_access import (
-    derive_block_shape,
-    init_as_identity,
-)
+from foredraft.drafters.common.target_access import derive_block_shape, init_as_identity
 from foredraft.drafters.common.training_time_test import UnrolledStep, average_step_losses, unroll
 from foredraft.drafters.eagle3.aux_layers import choose_default_layers, is_ascending
 from foredraft.drafters.eagle3.checkpoint import make_layout
 from foredraft.drafters.eagle3.network import Eagle3Network, load_network
 from foredraft.drafters.eagle3.shape import Eagle3Shape
-from foredraft.drafters.losses import Losses, Trace, average_over_mask, check_loss, compute_draft_loss
+from foredraft.drafters.losses import Losses, Trace, check_loss
 from foredraft.drafters.trainee import TraineeSpec
 from foredraft.errors import ForedraftError
 from foredraft.models.hf import HFModel
@@ -81,52 +78,39 @@ class Eagle3Trainee:
 
     def compute_loss(self, trace: Trace) -> Losses:
         first = self.network.project_features(trace.features.to(self.network.norm.weight.dtype))
-        total, step_losses = average_step_losses(
-            unroll(self.network, trace, first, self.config.steps), self._compute_step_loss, self.config.decay
-        )
-        return Losses(total, step_losses)
+        steps = unroll(self.network, trace, first, self.config.steps)
+        return average_step_losses(steps, self._compute_step_losses, self.config.decay)
 
-    def _compute_step_loss(self, step: UnrolledStep) -> Tensor:
-        log_probs, ids = step.trace.target_log_probs.select(step.target_rows), self.network.token_ids
+    def _compute_step_losses(self, step: UnrolledStep) -> Tensor:
+        """Return the losses [B, n] of one step, over the target's vocabulary."""
+        ids = self.network.token_ids
         if ids is None:
-            return average_over_mask(
-                compute_draft_loss(self.config.loss, step.logits, log_probs, step.tokens), step.mask
-            )
+            return step.compute_losses(self.config.loss)
         logits = step.logits.new_full((*step.logits.shape[:-1], self.network.shape.vocab_size), -torch.inf)
         log_q = step.logits.float().log_softmax(-1)
         logits = logits.float().index_copy(-1, ids, log_q).clamp_min(OUT_OF_VOCAB_LOG_PROB)
-        return average_over_mask(compute_draft_loss(self.config.loss, logits, log_probs, step.tokens), step.mask)
+        return step.compute_losses(self.config.loss, logits)
 
-    def to_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return tensors and config.json in the layout of the authors."""
-        layout = make_layout(self.network.shape, self.network.state_dict())
-        return layout.tensors, layout.config | {"base_model_name_or_path": self.network.target[0].name}
+    def to_checkpoint(self) -> CheckpointLayout:
+        return make_layout(self.network.shape, self.network.state_dict())
 
 
 def create_trainee(config: TrainConfig, target: HFModel, start: Checkpoint | None = None) -> Eagle3Trainee:
-    """Make a head to train, in float32.
-
-    Args:
-        config: training settings.
-        target: frozen target.
-        start: checkpoint to continue from; None = a new head with the target's output matrix.
-
-    Raises:
-        ForedraftError: for invalid settings, or a checkpoint that cannot be trained.
-    """
+    """Make a head to train; a new one has the target's output matrix. See `Training`."""
     check_loss(config.loss)
     if config.steps < 1 or config.num_layers < 1 or not 0 < config.decay <= 1:
         raise ForedraftError("steps and num_layers must be positive, and decay must be above 0 and at most 1")
-    if start is not None:
+    if start is None:
+        network = Eagle3Network(_build_shape(config, target), target)
+        init_as_identity(network.fc, network.layers)
+        _copy_head(network, torch.arange(network.shape.draft_vocab_size))
+    else:
         if isinstance(start.shape, Eagle3Shape) and start.shape.block.sliding_windows:
             raise ForedraftError(
                 f"{start.folder} has sliding-window attention, which training does not support; train without --start"
             )
-        return Eagle3Trainee(config, load_network(start, target).float().to(target.device))
-    network = Eagle3Network(_build_shape(config, target), target).to(target.device)
-    init_as_identity(network.fc, network.layers)
-    _copy_head(network, torch.arange(network.shape.draft_vocab_size))
-    return Eagle3Trainee(config, network)
+        network = load_network(start, target)
+    return Eagle3Trainee(config, network.float().to(target.device))
 
 
 def _build_shape(config: TrainConfig, target: HFModel) -> Eagle3Shape:

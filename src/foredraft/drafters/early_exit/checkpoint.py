@@ -1,6 +1,6 @@
 """Reader of early-exit adapters, in a layout of this project: no other program has one."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,11 +25,6 @@ class EarlyExitShape:
     hidden: int
     rank: int
     exit_layer: int  # the adapter reads the residual stream after this many layers of the target
-
-
-def has_own_tensors(names: Collection[str], config: Mapping[str, Any]) -> bool:
-    """Check whether a folder has tensors of an early-exit adapter."""
-    return any(name.startswith(TENSOR_PREFIX) for name in names)
 
 
 def read(files: TensorFiles, config: dict[str, Any], target: TargetInfo) -> Checkpoint:
@@ -72,5 +67,4 @@ def make_layout(shape: EarlyExitShape, tensors: Mapping[str, Tensor]) -> Checkpo
         "rank": shape.rank,
         "exit_layer": shape.exit_layer,
     }
-    weights = check_tensors(tensors, list_tensor_shapes(shape))
-    return CheckpointLayout(NAME, {f"{TENSOR_PREFIX}{name}": value for name, value in weights.items()}, config)
+    return CheckpointLayout(NAME, check_tensors(tensors, list_tensor_shapes(shape), TENSOR_PREFIX), config)

@@ -1,7 +1,7 @@
 """Declaration of the method `early_exit`."""
 
 from foredraft import zoo
-from foredraft.checkpoints.formats import CheckpointFormat, LayoutOrder, StoredLayout
+from foredraft.checkpoints.formats import CheckpointFormat, LayoutOrder, StoredLayout, has_tensor
 from foredraft.checkpoints.schema import Checkpoint
 from foredraft.drafters.common.target_access import load_checkpoint
 from foredraft.drafters.early_exit import checkpoint
@@ -28,7 +28,7 @@ def create(config: Config, context: DrafterContext) -> EarlyExit:
         check_exit_layer(target, config.exit_layer)
     if context.model is not None or context.builtin_drafter is not None:
         checkpoint = load_checkpoint(context, METHOD)
-        if context.model is not None or config.exit_layer in (None, _require_shape(checkpoint).exit_layer):
+        if context.model is not None or config.exit_layer in (None, checkpoint.shape.exit_layer):
             return from_checkpoint(config, checkpoint, context)
     if config.exit_layer is None:
         return EarlyExit(target, create_layer_selector(target, (spec.max_depth, spec.max_nodes)), spec)
@@ -37,7 +37,8 @@ def create(config: Config, context: DrafterContext) -> EarlyExit:
 
 def from_checkpoint(config: Config, checkpoint: Checkpoint, context: DrafterContext) -> EarlyExit:
     """Make the drafter of a loaded adapter."""
-    shape, target = _require_shape(checkpoint), _require_decoder(context)
+    shape = checkpoint.require_shape(EarlyExitShape, "early-exit adapter")
+    target = _require_decoder(context)
     if config.exit_layer not in (None, shape.exit_layer):
         raise ForedraftError(
             f"{checkpoint.folder} is an adapter for layer {shape.exit_layer}, not {config.exit_layer}; leave "
@@ -47,12 +48,6 @@ def from_checkpoint(config: Config, checkpoint: Checkpoint, context: DrafterCont
     return EarlyExit(
         target, FixedExitLayer(shape.exit_layer), config.to_tree_spec(context.num_speculative_tokens), adapter
     )
-
-
-def _require_shape(checkpoint: Checkpoint) -> EarlyExitShape:
-    if not isinstance(checkpoint.shape, EarlyExitShape):
-        raise ForedraftError(f"{checkpoint.folder} holds no early-exit adapter but {checkpoint.format}")
-    return checkpoint.shape
 
 
 def _require_decoder(context: DrafterContext) -> HFModel:
@@ -65,18 +60,17 @@ def _require_decoder(context: DrafterContext) -> HFModel:
     return target
 
 
-FORMAT = CheckpointFormat(
-    title="an early-exit adapter",
-    shape=checkpoint.EarlyExitShape,
-    layouts=(StoredLayout("early_exit", LayoutOrder.OWN_NAMES, checkpoint.has_own_tensors, checkpoint.read),),
-    make_layout=checkpoint.make_layout,
-)
 METHOD = Method(
     name=checkpoint.NAME,
     config=Config,
     create=create,
     from_checkpoint=from_checkpoint,
-    checkpoint=FORMAT,
+    checkpoint=CheckpointFormat(
+        title="an early-exit adapter",
+        shape=EarlyExitShape,
+        layouts=(StoredLayout("early_exit", LayoutOrder.OWN_NAMES, has_tensor(r"exit_adapter\."), checkpoint.read),),
+        make_layout=checkpoint.make_layout,
+    ),
     training=Training(TrainConfig, create_trainee),
     built_in=BuiltIn({zoo.DEFAULT_TARGET: "early_exit"}, HeadRecipe(300, {"exit_layer": "4"}, learning_rate=0.04)),
     variants=VARIANTS,

@@ -3,12 +3,12 @@
 Accepted draft nodes have the same states as in the target's own pass, so training needs no steps on its own drafts.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from foredraft.checkpoints.layouts import CheckpointLayout
 from foredraft.checkpoints.schema import Checkpoint
 from foredraft.drafters.common.head_losses import compute_mean_loss
 from foredraft.drafters.early_exit.adapter import ExitAdapter
@@ -43,14 +43,14 @@ class TrainConfig:
         return {"exit_layer": shape.exit_layer, "rank": shape.rank}
 
 
+@dataclass(frozen=True)
 class EarlyExitTrainee:
     """Adapter in training. The state at position i predicts token i + 1."""
 
-    def __init__(self, network: ExitAdapter, target: HFModel, norm: nn.Module, config: TrainConfig) -> None:
-        self.network = network
-        self.target = target
-        self.config = config
-        self._norm = norm
+    network: ExitAdapter
+    target: HFModel
+    norm: nn.Module  # final norm of the target
+    config: TrainConfig
 
     @property
     def spec(self) -> TraineeSpec:
@@ -69,47 +69,34 @@ class EarlyExitTrainee:
         """Compute logits [R, V] from states [R, H] through the adapter and the target's frozen norm and head."""
         weight = self.network.norm.weight
         x = self.network(states.to(weight.dtype)).to(self.target.model.dtype)
-        frozen = {name: value.detach() for name, value in self._norm.named_parameters()}
-        return self.target.compute_logits(functional_call(self._norm, frozen, (x,)))
+        frozen = {name: value.detach() for name, value in self.norm.named_parameters()}
+        return self.target.compute_logits(functional_call(self.norm, frozen, (x,)))
 
-    def to_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def to_checkpoint(self) -> CheckpointLayout:
         layout = make_layout(self.network.shape, self.network.state_dict())
-        return layout.tensors, layout.config | {
-            "base_model_name_or_path": self.target.name,
-            "target_num_layers": self.target.num_layers,
-        }
+        return replace(layout, config=layout.config | {"target_num_layers": self.target.num_layers})
 
 
 def create_trainee(config: TrainConfig, target: HFModel, start: Checkpoint | None = None) -> EarlyExitTrainee:
-    """Make an adapter to train, in float32.
-
-    Args:
-        config: training settings.
-        target: frozen target.
-        start: checkpoint to continue from; None = a new adapter that changes nothing.
-
-    Raises:
-        ForedraftError: for invalid settings, or a checkpoint of another method or layer.
-    """
+    """Make an adapter to train; a new one changes nothing. See `Training`."""
     check_loss(config.loss)
     norm = find_final_norm(target.model)
     if norm is None:
         raise ForedraftError(f"{target.name} has no recognisable norm before its head; no adapter can be trained")
-    if start is not None:
-        if not isinstance(start.shape, EarlyExitShape):
-            raise ForedraftError(
-                f"{start.folder} holds no early-exit adapter but {start.format}; train without --start"
-            )
-        if config.exit_layer not in (None, start.shape.exit_layer):
-            raise ForedraftError(
-                f"{start.folder} is an adapter for layer {start.shape.exit_layer}, not {config.exit_layer}"
-            )
-        network = ExitAdapter.from_tensors(start.shape, start.tensors, target)
+    if start is None:
+        network = ExitAdapter(_build_shape(config, target), target)
     else:
-        layer = config.exit_layer
-        layer = max(1, round(DEFAULT_FRACTION * target.num_layers)) if layer is None else layer
-        check_exit_layer(target, layer)
-        if config.rank < 1:
-            raise ForedraftError(f"rank must be positive, got {config.rank}")
-        network = ExitAdapter(EarlyExitShape(target.hidden_size, config.rank, layer), target)
+        shape = start.require_shape(EarlyExitShape, "early-exit adapter", "; train without --start")
+        if config.exit_layer not in (None, shape.exit_layer):
+            raise ForedraftError(f"{start.folder} is an adapter for layer {shape.exit_layer}, not {config.exit_layer}")
+        network = ExitAdapter.from_tensors(shape, start.tensors, target)
     return EarlyExitTrainee(network.float().to(target.device), target, norm, config)
+
+
+def _build_shape(config: TrainConfig, target: HFModel) -> EarlyExitShape:
+    layer = config.exit_layer
+    layer = max(1, round(DEFAULT_FRACTION * target.num_layers)) if layer is None else layer
+    check_exit_layer(target, layer)
+    if config.rank < 1:
+        raise ForedraftError(f"rank must be positive, got {config.rank}")
+    return EarlyExitShape(target.hidden_size, config.rank, layer)

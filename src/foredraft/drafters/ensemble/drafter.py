@@ -99,13 +99,13 @@ class EnsembleDrafter:
 
     def _collect_choices(self, batch: Batch, b: int) -> RequestChoices:
         request, budget = batch.requests[b], batch.granted_nodes[b]
-        self.selector.estimates.register(request.slot, not request.sampling.is_greedy)
+        self.selector.estimates.register(request.slot, not request.spec.sampling.is_greedy)
         candidates = [
             candidate
             for i, member in enumerate(self.members)
             if (candidate := member.draft_from_tokens(i, request, budget)) is not None
         ]
-        is_chain = not request.rule.takes_trees
+        is_chain = not request.spec.rule.takes_trees
         if (
             len(candidates) > 1
             and self.mode != "sequence"
@@ -119,7 +119,7 @@ class EnsembleDrafter:
                 self._node_maps.set(i, b, [0])  # until its draft is selected, no node is its own
             if not candidate.is_sampled:  # a sampled draft is recorded only if it is verified
                 candidate.past_index = step.add_draft(candidate.key, candidate.draft.tokens, candidate.draft.parents)
-        is_sampled = not request.sampling.is_greedy and request.rule.uses_q
+        is_sampled = request.spec.rule.uses_q and not request.spec.sampling.is_greedy
         stale = tuple(i for i in self.model_stats if not self._use.is_fresh(i, request.slot))
         return RequestChoices(request.slot, budget, candidates, not is_chain, is_sampled, stale)
 

@@ -13,6 +13,7 @@ from itertools import combinations
 from typing import Any
 
 from foredraft.drafters.checkpoint_folders import recognise
+from foredraft.drafters.creation import create_drafter
 from foredraft.drafters.ensemble.drafter import EnsembleDrafter
 from foredraft.drafters.ensemble.members import EnsembleMember
 from foredraft.drafters.ensemble.selector import SELECTION_MODES, SelectionMode
@@ -201,7 +202,7 @@ def _create_member(name: str, method: Method, options: MethodOptions, context: D
         builtin_drafter=context.builtin_drafters.get(method.name),
     )
     try:
-        drafter = method.create(parse_config(method, rest), member_context)
+        drafter = create_drafter(method, parse_config(method, rest), member_context)
     except ForedraftError as error:
         raise ForedraftError(f"{name}: {error}") from error
     except (TypeError, ValueError) as error:

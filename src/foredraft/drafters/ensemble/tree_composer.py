@@ -151,7 +151,7 @@ class TreeComposer:
         if num_free <= 0 or request.max_draft_depth <= merged.num_draft_nodes:
             return
         tip, path = merged.find_tip()
-        if path[-1] in request.end_ids:
+        if path[-1] in request.spec.end_ids:
             return
         first, later = self.selector.estimates.estimate_rates(request.slot, stats.key)
         for i, member in enumerate(self.members):

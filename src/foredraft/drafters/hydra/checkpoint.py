@@ -23,7 +23,7 @@ from foredraft.models.draft_layer import make_default_rope
 NAME = "hydra"
 ARCHITECTURE_KEY, OUTPUT_HEAD_KEY = "hydra_head_arch", "foredraft_lm_head"
 BLOCK_NAME = re.compile(r"^hydra_mlp\.(\d+)\.(\d+)\.")
-TENSOR_NAME = re.compile(r"^(hydra_mlp|hydra_lm_head|hydra_reduce|prefix_embeding_layer)\.")
+TENSOR_NAME = r"(hydra_mlp|hydra_lm_head|hydra_reduce|prefix_embeding_layer)\."
 PREFIX_LAYER = "prefix_embeding_layer."
 # Copies of the target's embedding, and buffers that hold no weights.
 IGNORED_TENSORS = re.compile(
@@ -71,11 +71,6 @@ class HydraShape:
     rank: int | None = None  # width of the input projection; None = no projection
     offset: int = 0  # state that heads read: 0 = the last, after the norm; k = the residual stream k layers before it
     prefix: HydraPrefixShape | None = None  # decoder layer over the states ("prefix-mlp"); heads read its output
-
-
-def has_own_tensors(names: Collection[str], config: Mapping[str, Any]) -> bool:
-    """Check whether a folder has tensors of Hydra heads."""
-    return any(map(TENSOR_NAME.match, names))
 
 
 def is_declared(names: Collection[str], config: Mapping[str, Any]) -> bool:
@@ -140,11 +135,7 @@ def _infer_prefix_shape(claims: TensorClaims, config: dict[str, Any]) -> HydraPr
 
 
 def _infer_shape(claims: TensorClaims, config: dict[str, Any], target: TargetInfo) -> HydraShape:
-    blocks = [match for name in claims.stored_names if (match := BLOCK_NAME.match(name))]
-    num_heads = 1 + max((int(match[1]) for match in blocks), default=0)
-    num_layers = 1 + max((int(match[2]) for match in blocks), default=0)
-    if num_heads * num_layers > len(claims.stored_names):
-        raise claims.refuse_missing(f"a part of {num_heads} heads of {num_layers} layers")
+    num_heads, num_layers = claims.count_heads(BLOCK_NAME)
     hidden = claims.require_shape("hydra_mlp.0.0.linear.weight", 2)[0]
     claims.check_target("hidden size", hidden, target.name, target.hidden)
     claims.check_target("vocabulary size", config.get("vocab_size", target.vocab_size), target.name, target.vocab_size)

@@ -8,13 +8,13 @@ checkpoints) has a decoder layer between target and heads: see `prefix.py`.
 from dataclasses import dataclass
 
 from foredraft import zoo
-from foredraft.checkpoints.formats import CheckpointFormat, ExportFormat, LayoutOrder, StoredLayout
+from foredraft.checkpoints.formats import CheckpointFormat, ExportFormat, LayoutOrder, StoredLayout, has_tensor
 from foredraft.checkpoints.schema import Checkpoint
 from foredraft.drafters.common.feature_drafter import make_feature_lm
 from foredraft.drafters.common.last_hidden_state import LinearFactory
 from foredraft.drafters.common.static_tree import StaticTree, assume_accuracies
 from foredraft.drafters.common.step_drafter import StepDrafter
-from foredraft.drafters.common.target_access import load_checkpoint, require_target
+from foredraft.drafters.common.target_access import require_target
 from foredraft.drafters.common.tree_builder import TreeSpec
 from foredraft.drafters.hydra import checkpoint, export
 from foredraft.drafters.hydra.checkpoint import HydraShape
@@ -24,8 +24,6 @@ from foredraft.drafters.hydra.training import TrainConfig, create_trainee
 from foredraft.drafters.hydra.variants import VARIANTS
 from foredraft.drafters.method import BuiltIn, DrafterContext, HeadRecipe, Method, Training
 from foredraft.errors import ForedraftError
-
-NUM_RANKS = 10  # tokens per head that a tree may use, as in published trees
 
 
 @dataclass(frozen=True)
@@ -59,22 +57,15 @@ class Config:
         if (self.tree_nodes, self.top_k, self.branching) != (None, None, None):
             raise ForedraftError("tree fixes every node; give it without tree_nodes, top_k and branching")
         return TreeSpec.from_static_tree(
-            StaticTree.from_paths(self.tree, assume_accuracies(shape.num_heads, NUM_RANKS)), self.min_confidence
+            StaticTree.from_paths(self.tree, assume_accuracies(shape.num_heads)), self.min_confidence
         )
-
-
-def create(config: Config, context: DrafterContext) -> StepDrafter | HydraPrefixDrafter:
-    """Load the heads and make their drafter. Raises ForedraftError if they do not fit the target."""
-    return from_checkpoint(config, load_checkpoint(context, METHOD), context)
 
 
 def from_checkpoint(
     config: Config, checkpoint: Checkpoint, context: DrafterContext
 ) -> StepDrafter | HydraPrefixDrafter:
     """Make the drafter of loaded heads for `context.target`."""
-    shape = checkpoint.shape
-    if not isinstance(shape, HydraShape):
-        raise ForedraftError(f"{checkpoint.folder} holds no Hydra heads but {checkpoint.format}")
+    shape = checkpoint.require_shape(HydraShape, "Hydra heads")
     spec, target = config.to_tree_spec(context.num_speculative_tokens, shape), require_target(context)
     linears = LinearFactory(context, config.quantization)
     runner = HydraStepRunner(shape, checkpoint.tensors, spec.max_depth, linears, target, context.vocab_size)
@@ -90,23 +81,21 @@ def from_checkpoint(
     )
 
 
-FORMAT = CheckpointFormat(
-    title="Hydra heads",
-    shape=checkpoint.HydraShape,
-    layouts=(
-        StoredLayout("hydra", LayoutOrder.UNIQUE_NAMES, checkpoint.has_own_tensors, checkpoint.read),
-        StoredLayout("hydra", LayoutOrder.CONFIG_KEYS, checkpoint.is_declared, checkpoint.read),
-    ),
-    make_layout=checkpoint.make_layout,
-    exports=(ExportFormat("hydra", export.export_hydra),),
-    refused_exports={"vllm": "vLLM loads no Hydra heads", "sglang": "SGLang loads no Hydra heads"},
-)
 METHOD = Method(
     name=checkpoint.NAME,
     config=Config,
-    create=create,
     from_checkpoint=from_checkpoint,
-    checkpoint=FORMAT,
+    checkpoint=CheckpointFormat(
+        title="Hydra heads",
+        shape=HydraShape,
+        layouts=(
+            StoredLayout("hydra", LayoutOrder.UNIQUE_NAMES, has_tensor(checkpoint.TENSOR_NAME), checkpoint.read),
+            StoredLayout("hydra", LayoutOrder.CONFIG_KEYS, checkpoint.is_declared, checkpoint.read),
+        ),
+        make_layout=checkpoint.make_layout,
+        exports=(ExportFormat("hydra", export.export_hydra),),
+        refused_exports={"vllm": "vLLM loads no Hydra heads", "sglang": "SGLang loads no Hydra heads"},
+    ),
     training=Training(TrainConfig, create_trainee),
     built_in=BuiltIn(
         {zoo.DEFAULT_TARGET: "hydra"}, HeadRecipe(900, {"heads": "3", "own_head": "false", "rank": "320"})

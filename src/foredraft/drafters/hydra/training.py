@@ -1,19 +1,18 @@
 """Training of Hydra heads on a frozen target (2402.05109, section 4): every head reads the sequence's own tokens."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
 
+from foredraft.checkpoints.layouts import CheckpointLayout
 from foredraft.checkpoints.schema import Checkpoint
 from foredraft.drafters.common.step_losses import compute_step_losses
-from foredraft.drafters.common.target_access import derive_block_shape
+from foredraft.drafters.common.target_access import derive_block_shape, scale_output_matrix
 from foredraft.drafters.hydra.checkpoint import PREFIX_LAYER, HydraPrefixShape, HydraShape, make_layout
 from foredraft.drafters.hydra.network import HydraHeads, choose_hidden_layer
 from foredraft.drafters.hydra.prefix import check_prefix_shape
-from foredraft.drafters.losses import Losses, Trace, check_loss
-from foredraft.drafters.trainee import TraineeSpec
+from foredraft.drafters.losses import Losses, Trace, check_decay, check_loss
+from foredraft.drafters.trainee import NOT_TRAINABLE, TraineeSpec
 from foredraft.errors import ForedraftError
 from foredraft.models.hf import HFModel
 
@@ -54,13 +53,16 @@ class TrainConfig:
         }
 
 
+@dataclass(frozen=True)
 class HydraTrainee:
     """Hydra heads in training. Head h from state t reads tokens t + 1 to t + 1 + h and predicts token t + 2 + h."""
 
-    def __init__(self, network: HydraHeads, config: TrainConfig) -> None:
-        self.network = network
-        self.config = config
-        self.spec = TraineeSpec(hidden_layers=(choose_hidden_layer(network.shape, network.target[0]),))
+    network: HydraHeads
+    config: TrainConfig
+
+    @property
+    def spec(self) -> TraineeSpec:
+        return TraineeSpec(hidden_layers=(choose_hidden_layer(self.network.shape, self.network.target[0]),))
 
     def compute_loss(self, trace: Trace) -> Losses:
         shape, config = self.network.shape, self.config
@@ -69,39 +71,33 @@ class HydraTrainee:
             self.network, trace, states, config.loss, shape.num_heads, config.decay, shape.vocab_size
         )
 
-    def to_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return tensors and config.json in the authors' layout, extended by `rank` and shared output matrices."""
-        layout = make_layout(self.network.shape, self.network.state_dict())
-        return layout.tensors, layout.config | {"base_model_name_or_path": self.network.target[0].name}
+    def to_checkpoint(self) -> CheckpointLayout:
+        """Return the authors' layout, extended by `rank` and shared output matrices."""
+        return make_layout(self.network.shape, self.network.state_dict())
 
 
 def create_trainee(config: TrainConfig, target: HFModel, start: Checkpoint | None = None) -> HydraTrainee:
-    """Make heads to train, in float32.
-
-    Args:
-        config: training settings.
-        target: frozen target.
-        start: checkpoint to continue from; None = new heads that predict what the target's output matrix would.
-
-    Raises:
-        ForedraftError: for invalid settings, or a checkpoint that does not fit.
-    """
+    """Make heads to train; new ones predict what the target's output matrix would. See `Training`."""
     check_loss(config.loss)
-    if not 0 < config.decay <= 1:
-        raise ForedraftError(f"decay must be above 0 and at most 1, got {config.decay}")
-    if start is not None:
-        if not isinstance(start.shape, HydraShape):
-            raise ForedraftError(f"{start.folder} holds no Hydra heads but {start.format}; it cannot be trained on")
-        if start.shape.prefix is not None:
-            check_prefix_shape(start.shape, derive_block_shape(target), start.folder)
-        network = HydraHeads(start.shape, target).float()
+    check_decay(config.decay)
+    if start is None:
+        network = HydraHeads(_build_shape(config, target), target)
+        _init_from_target(network, target)
+    else:
+        shape = start.require_shape(HydraShape, "Hydra heads", NOT_TRAINABLE)
+        if shape.prefix is not None:
+            check_prefix_shape(shape, derive_block_shape(target), start.folder)
+        network = HydraHeads(shape, target)
         network.load_state_dict(start.tensors)
-        return HydraTrainee(network.to(target.device), config)
+    return HydraTrainee(network.float().to(target.device), config)
+
+
+def _build_shape(config: TrainConfig, target: HFModel) -> HydraShape:
     if config.heads < 1 or config.layers < 1:
         raise ForedraftError(f"heads and layers must be positive, got {config.heads} and {config.layers}")
     if config.rank is not None and config.rank < 1:
         raise ForedraftError(f"rank must be positive, got {config.rank}")
-    shape = HydraShape(
+    return HydraShape(
         hidden=target.hidden_size,
         vocab_size=target.vocab_size,
         num_heads=config.heads,
@@ -110,9 +106,6 @@ def create_trainee(config: TrainConfig, target: HFModel, start: Checkpoint | Non
         rank=config.rank,
         prefix=_derive_prefix_shape(target) if config.prefix else None,
     )
-    network = HydraHeads(shape, target).float()
-    _init_from_target(network, target)
-    return HydraTrainee(network.to(target.device), config)
 
 
 def _derive_prefix_shape(target: HFModel) -> HydraPrefixShape:
@@ -135,8 +128,7 @@ def _init_from_target(network: HydraHeads, target: HFModel) -> None:
         elif "hydra_lm_head" not in name or name.endswith("bias"):
             parameter.zero_()
         else:
-            scaling = getattr(target.model.config.get_text_config(), "logits_scaling", None) or 1.0
-            parameter.copy_(head_weight / scaling)
+            parameter.copy_(scale_output_matrix(target))
     projection = torch.eye(hidden)  # [H or rank, H]
     if network.shape.rank is not None:
         projection = torch.linalg.eigh(head_weight.T @ head_weight).eigenvectors[:, -network.shape.rank :].T

@@ -116,11 +116,7 @@ def _map_names(files: TensorFiles, config: dict[str, Any], names: list[str]) -> 
 
 
 def _infer_shape(claims: TensorClaims, config: dict[str, Any], target: TargetInfo) -> MedusaShape:
-    residual = [match for name in claims.stored_names if (match := RESIDUAL_NAME.match(name))]
-    num_heads = 1 + max(int(match[1]) for match in residual)
-    num_layers = 1 + max(int(match[2]) for match in residual)
-    if num_heads * num_layers > len(claims.stored_names):
-        raise claims.refuse_missing(f"a part of {num_heads} heads of {num_layers} layers")
+    num_heads, num_layers = claims.count_heads(RESIDUAL_NAME)
     hidden = claims.require_shape("0.0.linear.weight", 2)[1]
     claims.check_target("hidden size", hidden, target.name, target.hidden)
     outputs = [name for name in claims.stored_names if OUTPUT_NAME.match(name)]

@@ -46,18 +46,19 @@ class MedusaRequest:
     @property
     def shapes_logits(self) -> bool:
         """Whether logits depend on the tokens before them, as with penalties."""
-        return self.request.sampling.shapes_logits
+        return self.request.spec.sampling.shapes_logits
 
     @property
     def uses_q(self) -> bool:
         """Whether draft tokens are sampled from a q that the verification rule uses."""
-        return self.request.rule.uses_q and not self.request.sampling.is_greedy
+        spec = self.request.spec
+        return spec.rule.uses_q and not spec.sampling.is_greedy
 
     @property
     def is_random(self) -> bool:
         """Whether draft tokens are sampled, from a q or with the target's noise."""
-        rule = self.request.rule
-        return (rule.uses_q or rule.shares_noise) and not self.request.sampling.is_greedy
+        spec = self.request.spec
+        return (spec.rule.uses_q or spec.rule.shares_noise) and not spec.sampling.is_greedy
 
 
 class Medusa:
@@ -126,7 +127,7 @@ class Medusa:
         state = self._states.get(request)
         if state is None or request.max_draft_depth < 1:
             return None
-        tree = self.tree if request.rule.takes_trees else self._chain_tree
+        tree = self.tree if request.spec.rule.takes_trees else self._chain_tree
         tree = tree.restrict(request.max_draft_depth, batch.granted_nodes[b])
         return MedusaRequest(b, request, tree, state, batch.draft_stream)
 
@@ -163,7 +164,7 @@ class Medusa:
     def _sample_drafts(self, requests: Sequence[MedusaRequest], logits: Tensor) -> list[Draft]:
         """Sample all nodes at once from the heads' distributions under each request's settings."""
         size, depth = self.context.vocab_size, logits.shape[1]
-        samplings = [entry.request.sampling for entry in requests for _ in range(depth)]
+        samplings = [entry.request.spec.sampling for entry in requests for _ in range(depth)]
         probs = distribution(NodeLogits(logits.flatten(0, 1), size).to_full_vocab(), samplings)
         rows, keys = [], []  # one per race: per depth under `match`, per node otherwise
         for i, entry in enumerate(requests):

@@ -7,12 +7,10 @@ from foredraft.checkpoints.export import make_vllm_command
 from foredraft.checkpoints.formats import CheckpointFormat, ExportFormat, LayoutOrder, StoredLayout
 from foredraft.checkpoints.schema import Checkpoint
 from foredraft.drafters.common.static_tree import RankAccuracies, StaticTree, assume_accuracies
-from foredraft.drafters.common.target_access import load_checkpoint
 from foredraft.drafters.common.tree_builder import MAX_TREE_NODES
 from foredraft.drafters.medusa import checkpoint, export
 from foredraft.drafters.medusa.checkpoint import MedusaShape
 from foredraft.drafters.medusa.drafter import Medusa, make_chain
-from foredraft.drafters.medusa.network import NUM_RANKS
 from foredraft.drafters.medusa.training import TrainConfig, create_trainee
 from foredraft.drafters.medusa.variants import VARIANTS
 from foredraft.drafters.method import BuiltIn, DrafterContext, HeadRecipe, Method, Training
@@ -51,42 +49,33 @@ class Config:
         return StaticTree.from_accuracies(accuracies[: min(num_speculative_tokens, num_heads)], self.tree_nodes)
 
 
-def create(config: Config, context: DrafterContext) -> Medusa:
-    """Load the heads and make their drafter. Raises ForedraftError if they do not fit the target."""
-    return from_checkpoint(config, load_checkpoint(context, METHOD), context)
-
-
 def from_checkpoint(config: Config, checkpoint: Checkpoint, context: DrafterContext) -> Medusa:
     """Make the drafter of loaded heads."""
-    shape = checkpoint.shape
-    if not isinstance(shape, MedusaShape):
-        raise ForedraftError(f"{checkpoint.folder} holds no Medusa heads but {checkpoint.format}")
+    shape = checkpoint.require_shape(MedusaShape, "Medusa heads")
     tree = config.to_static_tree(context.num_speculative_tokens, shape.num_heads, get_accuracies(shape))
     return Medusa(shape, checkpoint.tensors, tree, context, config.min_confidence, config.quantization)
 
 
 def get_accuracies(shape: MedusaShape) -> RankAccuracies:
     """Return accuracies by head and rank: the checkpoint's, or defaults."""
-    return shape.accuracies or assume_accuracies(shape.num_heads, NUM_RANKS)
+    return shape.accuracies or assume_accuracies(shape.num_heads)
 
 
-FORMAT = CheckpointFormat(
-    title="Medusa heads",
-    shape=checkpoint.MedusaShape,
-    layouts=(StoredLayout("medusa", LayoutOrder.UNIQUE_NAMES, checkpoint.has_own_tensors, checkpoint.read),),
-    make_layout=checkpoint.make_layout,
-    exports=(
-        ExportFormat("medusa", export.export_medusa, make_vllm_command),
-        ExportFormat("vllm", export.export_vllm, make_vllm_command),
-    ),
-    refused_exports={"sglang": "SGLang loads no Medusa heads"},
-)
 METHOD = Method(
     name=checkpoint.NAME,
     config=Config,
-    create=create,
     from_checkpoint=from_checkpoint,
-    checkpoint=FORMAT,
+    checkpoint=CheckpointFormat(
+        title="Medusa heads",
+        shape=MedusaShape,
+        layouts=(StoredLayout("medusa", LayoutOrder.UNIQUE_NAMES, checkpoint.has_own_tensors, checkpoint.read),),
+        make_layout=checkpoint.make_layout,
+        exports=(
+            ExportFormat("medusa", export.export_medusa, make_vllm_command),
+            ExportFormat("vllm", export.export_vllm, make_vllm_command),
+        ),
+        refused_exports={"sglang": "SGLang loads no Medusa heads"},
+    ),
     training=Training(TrainConfig, create_trainee),
     built_in=BuiltIn({zoo.DEFAULT_TARGET: "medusa"}, HeadRecipe(450, {"own_head": "false", "layers": "2"})),
     variants=VARIANTS,

@@ -10,8 +10,6 @@ from foredraft.drafters.common.last_hidden_state import LinearFactory, LinearFun
 from foredraft.drafters.medusa.checkpoint import MedusaShape
 from foredraft.models.hf import HFModel
 
-NUM_RANKS = 10  # tokens per head that a tree may use, as in published trees
-
 OutputFunction = Callable[[Tensor, int], Tensor]  # ([R, D, H], D) -> logits [R, D, W]
 
 

@@ -3,17 +3,19 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from foredraft.checkpoints.layouts import CheckpointLayout
 from foredraft.checkpoints.schema import Checkpoint
-from foredraft.drafters.common.head_losses import compute_mean_loss, gather_targets, select_argmax, select_roots
-from foredraft.drafters.losses import Losses, Trace, check_loss
+from foredraft.drafters.common.head_losses import compute_head_loss, gather_targets, select_argmax, select_roots
+from foredraft.drafters.common.static_tree import NUM_RANKS
+from foredraft.drafters.common.target_access import scale_output_matrix
+from foredraft.drafters.losses import Losses, Trace, average_losses, check_decay, check_loss
 from foredraft.drafters.medusa.checkpoint import MedusaShape, make_layout
-from foredraft.drafters.medusa.network import NUM_RANKS, MedusaHeads
-from foredraft.drafters.trainee import JointTraining, TraineeSpec
+from foredraft.drafters.medusa.network import MedusaHeads
+from foredraft.drafters.trainee import NOT_TRAINABLE, JointTraining, TraineeSpec
 from foredraft.errors import ForedraftError
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
 from foredraft.models.hf import HFModel
@@ -63,17 +65,12 @@ class MedusaTrainee:
         return TraineeSpec(hidden_layers=(AFTER_FINAL_NORM,), finish=self.finish, joint=joint)
 
     def compute_loss(self, trace: Trace) -> Losses:
-        total, weight, components = trace.features.new_zeros(()).float(), 0.0, {}
-        for head in range(len(self.network)):
-            rows = select_roots(trace, head + 1)
-            log_probs, tokens = gather_targets(trace, rows, head + 1)
-            logits_fn, states = partial(self.compute_logits, head), trace.features[rows]
-            loss = compute_mean_loss(
-                self.config.loss, logits_fn, states, log_probs, tokens, self.network.shape.vocab_size
-            )
-            total, weight = total + self.config.decay**head * loss, weight + self.config.decay**head
-            components[f"loss_{head + 1}"] = float(loss.detach())
-        return Losses(total / weight, components)
+        name, vocab_size = self.config.loss, self.network.shape.vocab_size
+        losses = (
+            compute_head_loss(name, partial(self.compute_logits, head), trace, head, vocab_size)
+            for head in range(len(self.network))
+        )
+        return average_losses(losses, self.config.decay)
 
     @torch.no_grad()
     def finish(self, traces: Iterable[Trace]) -> None:
@@ -98,10 +95,9 @@ class MedusaTrainee:
             return x  # type: ignore[no-any-return]
         return self.target.compute_logits(x.to(self.target.model.dtype))
 
-    def to_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return tensors and config.json in FasterDecoding's layout, with the accuracies as an extra field."""
-        layout = make_layout(replace(self.network.shape, accuracies=self.accuracies), self.network.state_dict())
-        return layout.tensors, layout.config | {"base_model_name_or_path": self.target.name}
+    def to_checkpoint(self) -> CheckpointLayout:
+        """Return the layout of FasterDecoding, with the accuracies as an extra field."""
+        return make_layout(replace(self.network.shape, accuracies=self.accuracies), self.network.state_dict())
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -109,39 +105,33 @@ class MedusaTrainee:
 
 
 def create_trainee(config: TrainConfig, target: HFModel, start: Checkpoint | None = None) -> MedusaTrainee:
-    """Make heads to train, in float32.
-
-    Args:
-        config: training settings.
-        target: target; frozen unless `config.backbone` is set.
-        start: checkpoint to continue from; None = new heads that predict what the target's output matrix would.
-
-    Raises:
-        ForedraftError: for invalid settings, or a checkpoint of another method.
-    """
+    """Make heads to train; new ones predict what the target's output matrix would. See `Training`."""
     check_loss(config.loss)
-    if not 0 < config.decay <= 1:
-        raise ForedraftError(f"decay must be above 0 and at most 1, got {config.decay}")
-    if start is not None:
-        if not isinstance(start.shape, MedusaShape):
-            raise ForedraftError(f"{start.folder} holds no Medusa heads but {start.format}; it cannot be trained on")
-        network = MedusaHeads(start.shape).float()
+    check_decay(config.decay)
+    if start is None:
+        network = MedusaHeads(_build_shape(config, target))
+        _init_from_target(network, target)
+    else:
+        network = MedusaHeads(start.require_shape(MedusaShape, "Medusa heads", NOT_TRAINABLE))
         network.load_state_dict(start.tensors)
-        return MedusaTrainee(network.to(target.device), target, config)
+    return MedusaTrainee(network.float().to(target.device), target, config)
+
+
+def _build_shape(config: TrainConfig, target: HFModel) -> MedusaShape:
     if config.heads < 1 or config.layers < 1:
         raise ForedraftError(f"heads and layers must be positive, got {config.heads} and {config.layers}")
     if config.backbone is not None and not config.own_head:
         raise ForedraftError(
             "backbone trains the target, which changes the output matrix that the heads share; use own_head"
         )
-    shape = MedusaShape(target.hidden_size, target.vocab_size, config.heads, config.layers, config.own_head)
-    network = MedusaHeads(shape).float()
-    weight = target.head_weight.float()
-    scaling = getattr(target.model.config.get_text_config(), "logits_scaling", None) or 1.0
-    with torch.no_grad():
-        for name, parameter in network.named_parameters():
-            if ".linear." in name:
-                parameter.zero_()
-            else:
-                parameter.copy_(weight / scaling)
-    return MedusaTrainee(network.to(target.device), target, config)
+    return MedusaShape(target.hidden_size, target.vocab_size, config.heads, config.layers, config.own_head)
+
+
+@torch.no_grad()
+def _init_from_target(network: MedusaHeads, target: HFModel) -> None:
+    weight = scale_output_matrix(target)
+    for name, parameter in network.named_parameters():
+        if ".linear." in name:
+            parameter.zero_()
+        else:
+            parameter.copy_(weight)

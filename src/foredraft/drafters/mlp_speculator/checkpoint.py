@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,11 +35,6 @@ class MlpSpeculatorShape:
     scales_input: bool = False
     branching: tuple[int, ...] | None = None  # top_k_tokens_per_head
     candidates: int | None = None  # n_candidates: paths of the tree that are verified; None = all
-
-
-def has_own_tensors(names: Collection[str], config: Mapping[str, Any]) -> bool:
-    """Check whether a folder has tensors of an MLP speculator."""
-    return any(map(TENSOR_NAME.match, names))
 
 
 def read(files: TensorFiles, config: dict[str, Any], target: TargetInfo) -> Checkpoint:
@@ -150,7 +145,6 @@ def _untie(shape: MlpSpeculatorShape) -> MlpSpeculatorShape:
 
 def make_layout(shape: MlpSpeculatorShape, tensors: Mapping[str, Tensor]) -> CheckpointLayout:
     """Use IBM's names."""
-    weights = check_tensors(tensors, list_tensor_shapes(shape))
     config = {
         "architectures": ["MLPSpeculatorPreTrainedModel"],
         "model_type": "mlp_speculator",
@@ -165,4 +159,4 @@ def make_layout(shape: MlpSpeculatorShape, tensors: Mapping[str, Tensor]) -> Che
         config["top_k_tokens_per_head"] = list(shape.branching)
     if shape.candidates is not None:
         config["n_candidates"] = shape.candidates
-    return CheckpointLayout(NAME, {f"speculator.{name}": value for name, value in weights.items()}, config)
+    return CheckpointLayout(NAME, check_tensors(tensors, list_tensor_shapes(shape), "speculator."), config)

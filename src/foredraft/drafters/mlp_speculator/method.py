@@ -7,11 +7,10 @@ the last token and predicts the next. A tree costs one row per expanded node.
 from dataclasses import dataclass
 
 from foredraft import zoo
-from foredraft.checkpoints.formats import CheckpointFormat, ExportFormat, LayoutOrder, StoredLayout
+from foredraft.checkpoints.formats import CheckpointFormat, ExportFormat, LayoutOrder, StoredLayout, has_tensor
 from foredraft.checkpoints.schema import Checkpoint
 from foredraft.drafters.common.last_hidden_state import LinearFactory
 from foredraft.drafters.common.step_drafter import StepDrafter
-from foredraft.drafters.common.target_access import load_checkpoint
 from foredraft.drafters.common.tree_builder import TreeSpec
 from foredraft.drafters.method import BuiltIn, DrafterContext, HeadRecipe, Method, Training
 from foredraft.drafters.mlp_speculator import checkpoint, export
@@ -59,36 +58,32 @@ class Config:
         return spec if candidates is None else spec.with_whole_paths(candidates)
 
 
-def create(config: Config, context: DrafterContext) -> StepDrafter:
-    """Load the speculator and make its drafter. Raises ForedraftError if it does not fit the target."""
-    return from_checkpoint(config, load_checkpoint(context, METHOD), context)
-
-
 def from_checkpoint(config: Config, checkpoint: Checkpoint, context: DrafterContext) -> StepDrafter:
     """Make the drafter of a loaded speculator."""
-    shape = checkpoint.shape
-    if not isinstance(shape, MlpSpeculatorShape):
-        raise ForedraftError(f"{checkpoint.folder} holds no MLP speculator but {checkpoint.format}")
+    shape = checkpoint.require_shape(MlpSpeculatorShape, "MLP speculator")
     spec = config.to_tree_spec(context.num_speculative_tokens, shape)
     linears = LinearFactory(context, config.quantization)
     runner = MLPStepRunner(shape, checkpoint.tensors, spec.max_depth, linears, context.vocab_size)
     return StepDrafter(runner, spec, context)
 
 
-FORMAT = CheckpointFormat(
-    title="an MLP speculator",
-    shape=checkpoint.MlpSpeculatorShape,
-    layouts=(StoredLayout("mlp_speculator", LayoutOrder.OWN_NAMES, checkpoint.has_own_tensors, checkpoint.read),),
-    make_layout=checkpoint.make_layout,
-    exports=(ExportFormat("mlp_speculator", export.export_mlp_speculator),),
-    refused_exports={"vllm": "vLLM has its MLP speculator switched off", "sglang": "SGLang loads no MLP speculators"},
-)
 METHOD = Method(
     name=checkpoint.NAME,
     config=Config,
-    create=create,
     from_checkpoint=from_checkpoint,
-    checkpoint=FORMAT,
+    checkpoint=CheckpointFormat(
+        title="an MLP speculator",
+        shape=MlpSpeculatorShape,
+        layouts=(
+            StoredLayout("mlp_speculator", LayoutOrder.OWN_NAMES, has_tensor(checkpoint.TENSOR_NAME), checkpoint.read),
+        ),
+        make_layout=checkpoint.make_layout,
+        exports=(ExportFormat("mlp_speculator", export.export_mlp_speculator),),
+        refused_exports={
+            "vllm": "vLLM has its MLP speculator switched off",
+            "sglang": "SGLang loads no MLP speculators",
+        },
+    ),
     training=Training(TrainConfig, create_trainee),
     built_in=BuiltIn({zoo.DEFAULT_TARGET: "mlp_speculator"}, HeadRecipe(1000, {"inner": "192"})),
     variants=VARIANTS,

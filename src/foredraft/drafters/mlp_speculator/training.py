@@ -5,17 +5,16 @@ state of a sequence starts a draft of the sequence's own tokens. The trainer cho
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-from torch import Tensor
 
+from foredraft.checkpoints.layouts import CheckpointLayout
 from foredraft.checkpoints.schema import Checkpoint
 from foredraft.drafters.common.step_losses import compute_step_losses
-from foredraft.drafters.losses import Losses, Trace, check_loss
+from foredraft.drafters.losses import Losses, Trace, check_decay, check_loss
 from foredraft.drafters.mlp_speculator.checkpoint import MlpSpeculatorShape, make_layout
 from foredraft.drafters.mlp_speculator.network import MLPSpeculator
-from foredraft.drafters.trainee import TraineeSpec
+from foredraft.drafters.trainee import NOT_TRAINABLE, TraineeSpec
 from foredraft.errors import ForedraftError
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
 from foredraft.models.hf import HFModel
@@ -57,15 +56,13 @@ class TrainConfig:
         }
 
 
+@dataclass(frozen=True)
 class MLPSpeculatorTrainee:
     """Speculator in training. Step i from state t reads token t + 1 + i and predicts token t + 2 + i."""
 
-    spec: TraineeSpec = TraineeSpec(hidden_layers=(AFTER_FINAL_NORM,))
-
-    def __init__(self, network: MLPSpeculator, target: HFModel, config: TrainConfig) -> None:
-        self.network = network
-        self.target = target
-        self.config = config
+    network: MLPSpeculator
+    config: TrainConfig
+    spec = TraineeSpec(hidden_layers=(AFTER_FINAL_NORM,))
 
     def compute_loss(self, trace: Trace) -> Losses:
         shape, config = self.network.shape, self.config
@@ -73,41 +70,33 @@ class MLPSpeculatorTrainee:
             self.network, trace, trace.features, config.loss, shape.n_predict, config.decay, shape.vocab_size
         )
 
-    def to_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return tensors and config.json in IBM's layout, with a tree for engines that draft trees."""
+    def to_checkpoint(self) -> CheckpointLayout:
+        """Return IBM's layout, with a tree for engines that draft trees."""
         shape = self.network.shape
         branching = shape.branching or (*PUBLISHED_BRANCHING, *[LATER_BRANCHING] * shape.n_predict)[: shape.n_predict]
-        layout = make_layout(replace(shape, branching=branching), self.network.state_dict())
-        return layout.tensors, layout.config | {
-            "n_candidates": shape.candidates or PUBLISHED_CANDIDATES,
-            "base_model_name_or_path": self.target.name,
-        }
+        shape = replace(shape, branching=branching, candidates=shape.candidates or PUBLISHED_CANDIDATES)
+        return make_layout(shape, self.network.state_dict())
 
 
 def create_trainee(config: TrainConfig, target: HFModel, start: Checkpoint | None = None) -> MLPSpeculatorTrainee:
-    """Make a speculator to train, in float32.
-
-    Args:
-        config: training settings.
-        target: frozen target.
-        start: checkpoint to continue from; None = a new one.
-
-    Raises:
-        ForedraftError: for invalid settings, or a checkpoint of another method.
-    """
+    """Make a speculator to train. See `Training`."""
     check_loss(config.loss)
-    if not 0 < config.decay <= 1:
-        raise ForedraftError(f"decay must be above 0 and at most 1, got {config.decay}")
-    if start is not None:
-        if not isinstance(start.shape, MlpSpeculatorShape):
-            raise ForedraftError(f"{start.folder} holds no MLP speculator but {start.format}; it cannot be trained on")
-        network = MLPSpeculator(start.shape).float()
+    check_decay(config.decay)
+    if start is None:
+        network = MLPSpeculator(_build_shape(config, target))
+        if network.shape.inner == target.hidden_size:
+            _init_from_target(network, target)
+    else:
+        network = MLPSpeculator(start.require_shape(MlpSpeculatorShape, "MLP speculator", NOT_TRAINABLE))
         network.load_state_dict(start.tensors)
-        return MLPSpeculatorTrainee(network.to(target.device), target, config)
+    return MLPSpeculatorTrainee(network.float().to(target.device), config)
+
+
+def _build_shape(config: TrainConfig, target: HFModel) -> MlpSpeculatorShape:
     inner = target.hidden_size if config.inner is None else config.inner
     if config.n_predict < 1 or inner < 1:
         raise ForedraftError(f"n_predict and inner must be positive, got {config.n_predict} and {inner}")
-    shape = MlpSpeculatorShape(
+    return MlpSpeculatorShape(
         hidden=target.hidden_size,
         inner=inner,
         vocab_size=target.vocab_size,
@@ -115,10 +104,6 @@ def create_trainee(config: TrainConfig, target: HFModel, start: Checkpoint | Non
         is_tied=config.tied,
         scales_input=config.scale_input,
     )
-    network = MLPSpeculator(shape).float()
-    if inner == target.hidden_size:
-        _init_from_target(network, target)
-    return MLPSpeculatorTrainee(network.to(target.device), target, config)
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """Declaration of the method `ngram`."""
 
 from foredraft import zoo
-from foredraft.drafters.method import BuiltIn, DrafterContext, Method
+from foredraft.drafters.method import DrafterContext, Method
 from foredraft.drafters.ngram.drafter import Config, NgramDrafter
 from foredraft.drafters.ngram.variants import VARIANTS
 from foredraft.errors import ForedraftError
@@ -24,6 +24,6 @@ METHOD = Method(
     create=create,
     uses_model=False,
     auto_rank=10,
-    built_in=BuiltIn(default_ranks={zoo.SEQ2SEQ_TARGET: 1}),
+    default_ranks={None: 1, zoo.SEQ2SEQ_TARGET: 1},
     variants=VARIANTS,
 )

@@ -119,7 +119,8 @@ class CrossVocabDrafter(ABC):
         retokenizer = state.retokenizer
         retokenizer.extend(request.get_tokens(retokenizer.num_read, request.num_tokens))
         depth = min(request.max_draft_depth, self.lm.context_length - state.num_tokens + 1)
-        state.tree_spec = self.tree_spec.restrict(max(depth, 0), batch.granted_nodes[b], not request.rule.takes_trees)
+        is_chain = not request.spec.rule.takes_trees
+        state.tree_spec = self.tree_spec.restrict(max(depth, 0), batch.granted_nodes[b], is_chain)
         state.draft_stream = batch.draft_stream
         if not state.num_tokens or state.tree_spec.max_nodes < 1 or state.tree_spec.max_depth < 1:
             return None

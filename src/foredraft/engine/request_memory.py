@@ -1,0 +1,89 @@
+"""Memory of requests: their KV pages and slots, and what drafter and draft-length policy keep by slot."""
+
+from collections.abc import Sequence
+
+from foredraft.draft_length.policy import DraftLengthPolicy
+from foredraft.engine.releases import NO_RELEASES
+from foredraft.engine.sandbox import SandboxedDrafter
+from foredraft.engine.scheduler import Scheduler
+from foredraft.errors import ForedraftError
+from foredraft.kv.pool import KVPool
+from foredraft.request import Request
+
+
+class RequestMemory:
+    """Frees the memory of requests that leave: they are preempted, end, or are computed again after a fault.
+
+    A drafter may defer the computation of its KV; this KV is pending. It is written before pages are shared or freed,
+    so that requests that share or later reuse the pages get their draft KV too.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, drafter: SandboxedDrafter, length_policy: DraftLengthPolicy, target_pool: KVPool
+    ) -> None:
+        """Set up the memory of an engine.
+
+        Args:
+            scheduler: holds the pages and slots of requests.
+            drafter: holds state by slot, and may have draft KV.
+            length_policy: decides draft lengths, and holds state by slot.
+            target_pool: KV pool of the target.
+        """
+        self.scheduler = scheduler
+        self.drafter = drafter
+        self.length_policy = length_policy  # `LLM.calibrate` replaces it, by `Engine.length_policy`
+        self.target_pool = target_pool
+
+    def check_fits(self, request: Request) -> None:
+        """Raise ForedraftError if the request needs more KV memory than the pool has."""
+        allocator = self.scheduler.allocator
+        max_length = len(request.spec.prompt) + request.spec.max_output_tokens
+        # One page of the pool is the null page, which only padding uses.
+        if allocator.count_pages(max_length) > allocator.num_pages - 1:
+            raise ForedraftError(
+                f"prompt and max_tokens need {max_length} tokens of KV memory and the pool holds "
+                f"{(allocator.num_pages - 1) * allocator.page_size}; raise kv_tokens or lower max_tokens"
+            )
+
+    def apply_releases(self, allowed: frozenset[Request] | None, deferred: frozenset[Request]) -> None:
+        """Write pending draft KV and preempt requests, as far as the next batch needs it.
+
+        Args:
+            allowed: requests that may run in the next step. None = all.
+            deferred: requests that may not run. If the batch is full, they are preempted for waiting requests.
+        """
+        releases = self.scheduler.find_releases(allowed, deferred)
+        if releases is not NO_RELEASES:
+            self.drafter.flush(releases.unwritten_slots)  # writes their pending draft KV
+            self._forget(self.scheduler.preempt(releases.preempted))
+
+    def remove(self, requests: Sequence[Request], failed: frozenset[Request] = frozenset()) -> None:
+        """Remove requests and free their memory.
+
+        Args:
+            requests: requests to remove.
+            failed: those with invalid logits (`Commit.failed`). Their KV may be invalid too, so none of their pages
+                stays in the prefix cache.
+        """
+        # The prefix cache may keep pages of these requests. Their draft KV cannot be written after the end.
+        unwritten_slots = self.scheduler.find_unwritten_slots([r for r in requests if r not in failed])
+        if unwritten_slots:
+            self.drafter.flush(unwritten_slots)  # writes their pending draft KV
+        for request in requests:
+            self._forget(self.scheduler.finish(request, has_invalid_kv=request in failed))
+
+    def clear(self) -> None:
+        """Drop all KV, and the state of all slots: an interrupted step may have lost the owner of a slot.
+
+        `Scheduler.reset` frees the pages and slots.
+        """
+        self._forget(range(self.scheduler.limits.max_batch))
+        draft_kv = self.drafter.draft_kv
+        for pool in (self.target_pool, *([] if draft_kv is None else [draft_kv.pool])):
+            pool.clear()
+
+    def _forget(self, slots: Sequence[int]) -> None:
+        """Drop the state of drafter and draft-length policy for slots that became free."""
+        if slots:
+            self.drafter.forget(slots)
+            self.length_policy.forget(slots)
