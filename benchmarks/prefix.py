@@ -24,7 +24,7 @@ from foredraft.bench import methods
 from foredraft.drafters.registry import load_methods
 from foredraft.llm import MemoryLimits
 from foredraft.outputs import Stats, sum_stats
-from foredraft.request import RequestOptions
+from foredraft.request_options import RequestOptions
 from foredraft.zoo.corpus import make_held_out_prompts
 
 # Default of --methods; the number is the draft length.

@@ -14,22 +14,22 @@ import pstats
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from foredraft import Sampling, zoo
+from foredraft import RequestOptions, Sampling, zoo
 from foredraft.drafters.draft import Draft, to_token_tree
 from foredraft.engine import engine as engine_module
 from foredraft.engine.engine import Engine
 from foredraft.engine.scheduler import SchedulerLimits
-from foredraft.engine.transcript import Transcript
 from foredraft.kv.allocator import PageAllocator
 from foredraft.kv.pool import KVPool
 from foredraft.models.forward_batch import ForwardBatch
 from foredraft.models.loading import load_tokenizer
-from foredraft.request import Batch, Request
+from foredraft.request import Batch
+from foredraft.request_factory import RequestFactory
 from foredraft.tree import Commit, TokenTree
 from foredraft.verification.registry import RULES
 
@@ -142,9 +142,11 @@ def create_engine(lm: StubLM, num_requests: int, num_drafts: int, mode: str, tok
     drafter = TableDrafter(lm, num_drafts) if num_drafts else None
     engine = Engine(lm, drafter, PageAllocator(20_000, 16), SchedulerLimits(), torch.device("cpu"))
     sampling, verify = MODES[mode]
+    requests = RequestFactory(lm, tokenizer, None, frozenset(), RULES[verify], shares_prefixes=True)  # no grammars
     for index in range(num_requests):
-        request = Request(-1, [5 + index] * (40 + index), sampling, seed=index, rule=RULES[verify])
-        engine.add(Transcript(request, index, tokenizer))
+        prompt = [5 + index] * (40 + index)
+        (transcript,) = requests.prepare(prompt, replace(sampling, seed=index), RequestOptions(), index)
+        engine.add(transcript)
     return engine
 
 

@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from foredraft.hf_generate.decoding import generate, speculate
     from foredraft.llm import LLM, MemoryLimits
     from foredraft.outputs import Completion, Delta, Stats, TokenLogprob
-    from foredraft.request import RequestOptions
+    from foredraft.request_options import RequestOptions
     from foredraft.sampling.distribution import distribution
     from foredraft.sampling.grammar import Grammar
     from foredraft.sampling.params import Sampling
@@ -23,7 +23,7 @@ _HOMES = {
     "ForedraftError": "errors",
     "Grammar": "sampling.grammar",
     "MemoryLimits": "llm",
-    "RequestOptions": "request",
+    "RequestOptions": "request_options",
     "Sampling": "sampling.params",
     "Seq2Seq": "source",
     "Stats": "outputs",

@@ -14,8 +14,8 @@ from foredraft.errors import ForedraftError
 from foredraft.models.hf import HFModel
 from foredraft.models.prompts import Prompt, list_prompts
 from foredraft.outputs import Completion, Delta
-from foredraft.request import RequestOptions
 from foredraft.request_factory import RequestFactory
+from foredraft.request_options import RequestOptions
 from foredraft.sampling.params import Sampling
 
 log = logging.getLogger("foredraft.llm")  # the module of the public class: log settings of programs have this name

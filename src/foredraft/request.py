@@ -4,23 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from foredraft.request_spec import RequestSpec
 from foredraft.sampling.distribution import TokenHistory
 from foredraft.sampling.grammar_matcher import GrammarMatcher
-from foredraft.sampling.params import Sampling
-from foredraft.source import EncoderSource
-from foredraft.verification.rule import Rule
-from foredraft.verification.rules import MATCH
-
-
-@dataclass(frozen=True)
-class RequestOptions:
-    """Options of a request other than its sampling parameters."""
-
-    priority: int = 0  # lower runs first
-    num_speculative_tokens: int | None = None  # fixed draft length; 0 = no draft; None = the policy decides
-    prediction: tuple[int, ...] = ()  # expected output tokens, to draft from
-    salt: bytes = b""  # only requests with equal salts share prefix pages and past outputs
-    is_traced: bool = False  # every delta holds the trees of its steps
 
 
 class RequestStatus(Enum):
@@ -35,29 +21,14 @@ class RequestStatus(Enum):
 
 @dataclass(eq=False)  # compared by identity
 class Request:
-    """One sequence that is being generated. Read-only for drafters.
+    """One sequence that is being generated: its constant `spec`, and the state of its generation.
 
-    Only the scheduler changes it. The sandbox of a drafter undoes changes by the drafter.
+    Read-only for drafters: only the scheduler changes it, and the sandbox of a drafter undoes changes by the drafter.
     """
 
     slot: int  # request slot: index 0 to max_batch - 1, constant while it runs; drafters key state by it; -1 = not yet
-    prompt: list[int]
-    sampling: Sampling
-    seed: int  # sampling.seed, or a random one
-    sample_index: int = 0  # index among the n requests (samples) of one prompt
-    eos_ids: frozenset[int] = frozenset()  # end ids of the model
-    bad_words: tuple[tuple[int, ...], ...] = ()  # sampling.bad_words as token ids
-    max_length: int = 1 << 62  # context length: prompt and output together
-    # RequestOptions.num_speculative_tokens: exact number of draft nodes, as far as they fit. None = the policy decides.
-    fixed_draft_length: int | None = None
-    rule: Rule = MATCH  # verification rule
-    priority: int = 0  # lower runs first and is preempted last
-    salt: bytes = b""  # only requests with equal salts share prefix pages; includes the digest of an encoder's source
-    tenant: bytes = b""  # salt given by the caller; only requests of one tenant draft from each other's outputs
+    spec: RequestSpec  # what defines the request; never replaced
     waits_for: "Request | None" = None  # first of the n requests of one prompt; this request waits for its pages
-    prediction: tuple[int, ...] = ()  # expected output tokens, to draft from
-    source: EncoderSource | None = None  # input of the encoder, if the model has one; `prompt` is then the decoder's
-    is_traced: bool = False  # every delta holds the trees of its steps
     matcher: GrammarMatcher | None = None  # follows the grammar of this sequence
     output: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)  # block table: page ids in order
@@ -70,42 +41,34 @@ class Request:
     @property
     def num_tokens(self) -> int:
         """Length of prompt and output."""
-        return len(self.prompt) + len(self.output)
-
-    @property
-    def num_input_tokens(self) -> int:
-        """Tokens of the input: of the encoder's source if there is one, else of the prompt."""
-        return len(self.source.tokens) if self.source is not None and self.source.tokens else len(self.prompt)
+        return len(self.spec.prompt) + len(self.output)
 
     @property
     def tokens(self) -> list[int]:
         """Prompt and output: every committed token."""
-        return self.prompt + self.output
+        return [*self.spec.prompt, *self.output]
 
     def get_token(self, index: int) -> int:
         """Return the committed token at a position."""
-        start = len(self.prompt)
-        return self.prompt[index] if index < start else self.output[index - start]
+        prompt = self.spec.prompt
+        start = len(prompt)
+        return prompt[index] if index < start else self.output[index - start]
 
     def get_tokens(self, start: int, stop: int) -> list[int]:
         """Return the committed tokens [start, stop) without building the whole list."""
-        split = len(self.prompt)
-        return self.prompt[start:stop] + self.output[max(0, start - split) : max(0, stop - split)]
+        prompt = self.spec.prompt
+        split = len(prompt)
+        return [*prompt[start:stop], *self.output[max(0, start - split) : max(0, stop - split)]]
 
     @property
     def max_draft_depth(self) -> int:
         """Largest useful depth of a draft. It leaves room for one more token, which the target adds to every draft."""
-        return min(self.sampling.max_tokens - len(self.output), self.max_length - self.num_tokens) - 1
-
-    @property
-    def end_ids(self) -> frozenset[int]:
-        """Token ids that end the output: stop ids of the request, and end ids of the model unless ignored."""
-        own = frozenset(self.sampling.stop_token_ids)
-        return own if self.sampling.ignore_eos else own | self.eos_ids
+        return self.spec.max_output_tokens - len(self.output) - 1
 
     def build_history(self, draft_path: Sequence[int] = ()) -> TokenHistory:
         """Return the history of a row of logits that follows the committed tokens and a path of draft tokens."""
-        return TokenHistory(self.prompt, self.output, draft_path, tuple(self.end_ids), self.bad_words, self.matcher)
+        spec = self.spec
+        return TokenHistory(spec.prompt, self.output, draft_path, tuple(spec.end_ids), spec.bad_words, self.matcher)
 
 
 @dataclass(frozen=True)
@@ -116,6 +79,7 @@ class Batch:
     num_new_tokens: tuple[int, ...]  # committed tokens that this step computes; at least 1
     granted_nodes: tuple[int, ...]  # draft nodes granted; 0 if the chunk does not reach the last committed token
     page_size: int = 16  # tokens per page
+    draft_stream: int = 0  # number in the noise of sampled drafts: drafters that sample for one request differ in it
 
     def __len__(self) -> int:
         return len(self.requests)

@@ -1,14 +1,16 @@
 """Factory of requests: checks a prompt and its options, and adds seed, end ids and grammar matcher."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from foredraft.engine.transcript import Transcript
 from foredraft.errors import ForedraftError
 from foredraft.models.hf import HFModel
 from foredraft.models.prompts import Prompt, encode_bad_words, read_prompt
-from foredraft.request import Request, RequestOptions
+from foredraft.request import Request
+from foredraft.request_options import RequestOptions
+from foredraft.request_spec import RequestSpec
 from foredraft.sampling.grammar import GrammarCompiler
 from foredraft.sampling.grammar_matcher import GrammarMatcher
 from foredraft.sampling.params import Sampling
@@ -48,33 +50,31 @@ class RequestFactory:
         bad_words = encode_bad_words(self.target, self.tokenizer, sampling.bad_words)
         content = prompt.source if isinstance(prompt, Seq2Seq | PreparedPrompt) else prompt
         text = content if isinstance(content, str) else None
-        salt = options.salt
+        page_salt = options.salt
         if source is not None:  # the decoder's KV depends on the source too
-            salt = source.digest + salt
+            page_salt = source.digest + page_salt
         if not self.shares_prefixes:  # only the samples of this prompt have this salt
-            salt = os.urandom(16)
+            page_salt = os.urandom(16)
+        spec = RequestSpec(
+            prompt=tuple(ids),
+            sampling=sampling,
+            seed=seed,
+            options=options,
+            eos_ids=self.end_ids,
+            bad_words=bad_words,
+            max_length=self.target.context_length,
+            rule=self.rule or _choose_rule(sampling),
+            page_salt=page_salt,
+            source=source,
+        )
         result: list[Transcript] = []
         for sample in range(sampling.n):
             first = result[0].request if result else None
             request = Request(
                 slot=-1,
-                prompt=ids,
-                sampling=sampling,
-                seed=seed,
-                sample_index=sample,
-                eos_ids=self.end_ids,
-                bad_words=bad_words,
-                max_length=self.target.context_length,
-                fixed_draft_length=options.num_speculative_tokens,
-                rule=self.rule or _choose_rule(sampling),
-                priority=options.priority,
-                salt=salt,
-                tenant=options.salt,
+                spec=replace(spec, sample_index=sample),
                 waits_for=first,
-                prediction=options.prediction,
-                source=source,
                 matcher=self._create_matcher(sampling),
-                is_traced=options.is_traced,
             )
             result.append(Transcript(request, first_index + sample, self.tokenizer, text))
         return result

@@ -15,6 +15,7 @@ from foredraft.drafters.interface import Drafter
 from foredraft.llm import LLM
 from tests.support import tiny_models
 from tests.support.method_cases import EACH_CASE, METHOD_CASES
+from tests.support.requests import change_options
 
 PROMPTS = [[33], [50] * 5, [61, 62, 63, 64, 61, 62]]
 GREEDY = Sampling(max_tokens=14, temperature=0, ignore_eos=True)
@@ -118,7 +119,8 @@ def test_steps_without_a_draft_leave_what_the_next_draft_needs(name: str) -> Non
     accepted = step = 0
     while llm.engine.has_work:
         for transcript in transcripts:
-            transcript.request.fixed_draft_length = 0 if step % 5 in (1, 2, 3) else None
+            length = 0 if step % 5 in (1, 2, 3) else None
+            change_options(transcript.request, num_speculative_tokens=length)
         llm.engine.step()
         step += 1
         accepted = sum(t.build_stats().num_accepted for t in transcripts)

@@ -9,7 +9,7 @@ from foredraft.engine.compaction import compact_kv
 from foredraft.kv.pool import KVPool, get_slot
 from foredraft.request import Batch, Request
 from foredraft.tree import Commit
-from foredraft.verification.registry import RULES
+from tests.support.requests import make_request
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 4
@@ -24,11 +24,8 @@ def make_pool() -> KVPool:
     return pool
 
 
-def make_request(pages: Sequence[int], num_computed: int) -> Request:
-    request = Request(-1, [1] * 8, Sampling(), 0, rule=RULES["match"])
-    request.pages += pages
-    request.num_computed = num_computed
-    return request
+def make_held_request(pages: Sequence[int], num_computed: int) -> Request:
+    return make_request(-1, [1] * 8, Sampling(), pages=list(pages), num_computed=num_computed)
 
 
 def compact(requests: Sequence[Request], paths: list[list[int]]) -> list[int]:
@@ -42,7 +39,7 @@ def compact(requests: Sequence[Request], paths: list[list[int]]) -> list[int]:
 
 
 def test_the_kv_of_a_path_follows_that_of_the_computed_tokens() -> None:
-    chain, tree, failed = make_request([1, 2], 3), make_request([5, 4], 2), make_request([7], 0)
+    chain, tree, failed = make_held_request([1, 2], 3), make_held_request([5, 4], 2), make_held_request([7], 0)
     slots = compact([chain, tree, failed], [[0, 1, 2], [0, 2, 5], []])
     expected = list(range(NUM_SLOTS))
     for i, node in enumerate([0, 2, 5]):
@@ -52,5 +49,5 @@ def test_the_kv_of_a_path_follows_that_of_the_computed_tokens() -> None:
 
 
 def test_chains_and_failed_requests_move_nothing() -> None:
-    requests = [make_request([1, 2], 3), make_request([5, 4], 2)]
+    requests = [make_held_request([1, 2], 3), make_held_request([5, 4], 2)]
     assert compact(requests, [[0, 1, 2], []]) == list(range(NUM_SLOTS))

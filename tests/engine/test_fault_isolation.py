@@ -7,12 +7,13 @@ import pytest
 from foredraft import Sampling
 from foredraft.engine.fault_isolation import MAX_RESETS, RELAX_AFTER_STEPS, FaultIsolator
 from foredraft.request import Request
+from tests.support.requests import make_request
 
 Fails = Callable[[list[Request]], bool]
 
 
 def requests(num: int) -> list[Request]:
-    return [Request(-1, [1], Sampling(max_tokens=9), n) for n in range(num)]
+    return [make_request(-1, [1], Sampling(max_tokens=9), n) for n in range(num)]
 
 
 def play(live: list[Request], fails: Fails, num_steps: int = 400) -> tuple[FaultIsolator, list[Request], bool]:

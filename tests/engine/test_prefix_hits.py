@@ -19,8 +19,10 @@ from foredraft.kv.draft_kv import DraftKV
 from foredraft.kv.pool import KVPool, get_slot
 from foredraft.kv.prefix_cache import PrefixCache
 from foredraft.request import Batch, Request, RequestStatus
+from foredraft.request_options import RequestOptions
 from foredraft.sampling.params import Sampling
 from foredraft.tree import Commit
+from tests.support.requests import make_request
 
 PAGE = 4
 OPENING = [5, 6, 7, 8, 5, 6, 7, 8, 9, 9]  # shared opening; its pages repeat: only the chain differs
@@ -67,9 +69,11 @@ class World:
 
     # the life of requests
 
-    def add(self, prompt: list[int], max_tokens: int = 8, **options: object) -> Request:
-        sampling = Sampling(max_tokens=max_tokens, prompt_logprobs=options.pop("prompt_logprobs", None))  # type: ignore
-        request = Request(-1, prompt, sampling, seed=0, **options)  # type: ignore[arg-type]
+    def add(
+        self, prompt: list[int], max_tokens: int = 8, prompt_logprobs: int | None = None, **spec: object
+    ) -> Request:
+        sampling = Sampling(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs)
+        request = make_request(-1, prompt, sampling, **spec)  # type: ignore[arg-type]
         self.requests.append(request)
         self.scheduler.add(request)
         return request
@@ -113,7 +117,7 @@ class World:
             self._draft(batch, commit)
         self.scheduler.commit(batch, commit)
         for b, r in enumerate(batch.requests):
-            if b in failed or len(r.output) >= r.sampling.max_tokens:
+            if b in failed or len(r.output) >= r.spec.sampling.max_tokens:
                 self.finish(r, has_invalid_kv=b in failed)
         self.scheduler.check_integrity()
         return batch
@@ -206,7 +210,12 @@ class Lives(RuleBasedStateMachine):
         first = None
         for sample in range(samples):
             request = self.world.add(
-                OPENING[:shared] + own, max_tokens, priority=priority, salt=salt, waits_for=first, sample_index=sample
+                OPENING[:shared] + own,
+                max_tokens,
+                options=RequestOptions(priority=priority, salt=salt),
+                page_salt=salt,
+                waits_for=first,
+                sample_index=sample,
             )
             first = first or request
 
@@ -320,8 +329,8 @@ def test_without_sharing_samples_still_share_and_nothing_stays() -> None:
     """Another salt keeps a prompt apart; pages are freed with their last holder."""
     world = World(60, "none", is_shared=False, max_batch=6)
     for salt in (b"one", b"two"):
-        first = world.add(OPENING, 4, salt=salt)
-        other = world.add(OPENING, 4, salt=salt, waits_for=first)
+        first = world.add(OPENING, 4, page_salt=salt)
+        other = world.add(OPENING, 4, page_salt=salt, waits_for=first)
         world.to_end()
         assert (first.num_cached_tokens, other.num_cached_tokens) == (0, 8)
     assert world.allocator.num_cached == 0

@@ -10,7 +10,7 @@ import pytest
 
 from foredraft import ForedraftError, Sampling
 from foredraft.drafters.ensemble.fallback import FallbackDrafter
-from foredraft.drafters.failure_backoff import MAX_FAILURES
+from foredraft.drafters.failure_backoff import MAX_FAILURES, FailureBackoff
 from foredraft.drafters.spec import DrafterSpec
 from foredraft.engine import sandbox
 from foredraft.engine.sandbox import SandboxedDrafter
@@ -19,15 +19,11 @@ from foredraft.tree import Commit, TokenTree
 from tests.engine.test_sandbox import LM, PLAIN, PROMPTS, RULES, SAMPLINGS, V, texts
 from tests.support import engine_fakes, tiny_models
 from tests.support.engine_fakes import ScriptedDrafter
+from tests.support.requests import change_options, change_spec, make_request
 
 
 def good(batch: Batch) -> TokenTree:
     return engine_fakes.draft_greedily(LM, batch)
-
-
-def _clear(request: Request) -> None:
-    request.prompt.clear()
-    request.output.clear()
 
 
 def _set(name: str, value: Any) -> Callable[[Request], None]:
@@ -37,16 +33,18 @@ def _set(name: str, value: Any) -> Callable[[Request], None]:
 CHANGES: dict[str, Callable[[Request], None]] = {
     "appends to the output": lambda request: request.output.append(1),
     "changes a token of the output": lambda request: request.output.__setitem__(slice(-1, None), [0]),
-    "changes a token of the prompt": lambda request: request.prompt.__setitem__(0, 0),
-    "clears the text": _clear,
+    "clears the output": lambda request: request.output.clear(),
     "appends to the pages": lambda request: request.pages.append(1),
     "reverses the pages": lambda request: request.pages.reverse(),
     "marks it as preempted": _set("status", RequestStatus.PREEMPTED),
-    "takes its prediction": _set("prediction", (1, 2)),
+    "takes its prediction": lambda request: change_options(request, prediction=(1, 2)),
     "gives it another output": _set("output", [1, 2, 3]),
     "gives it a list that is none": _set("output", "text"),
     "moves computed on": lambda request: setattr(request, "num_computed", request.num_computed + 1),
-    "exchanges the sampling": _set("sampling", Sampling(max_tokens=3, temperature=0)),
+    "exchanges the sampling": lambda request: change_spec(request, sampling=Sampling(max_tokens=3, temperature=0)),
+    "exchanges the prompt": lambda request: change_spec(request, prompt=(0, 0)),
+    "gives it an equal spec": lambda request: change_spec(request),
+    "removes its spec": lambda request: request.__delattr__("spec"),
     "ends it": _set("status", RequestStatus.FINISHED),
     "removes a field": lambda request: request.__delattr__("pages"),
     "adds a field": _set("note", "mine"),
@@ -54,17 +52,48 @@ CHANGES: dict[str, Callable[[Request], None]] = {
 }
 
 
+def _set_below(name: str, value: Any) -> Callable[[Request], None]:
+    return lambda request: setattr(request.spec, name, value)
+
+
+# What a request was given is frozen, so that these raise, and nothing has to be undone.
+REFUSED_CHANGES: dict[str, Callable[[Request], None]] = {
+    "changes a token of the prompt": lambda request: request.spec.prompt.__setitem__(0, 0),  # type: ignore[attr-defined]
+    "clears the prompt": lambda request: request.spec.prompt.clear(),  # type: ignore[attr-defined]
+    "changes the sampling of the spec": _set_below("sampling", Sampling(max_tokens=3, temperature=0)),
+    "changes the seed of the spec": _set_below("seed", 99),
+    "adds a field to the spec": _set_below("note", "mine"),
+    "changes the fields of the spec at once": lambda request: vars(request.spec).update(seed=99),
+    "removes a field of the spec": lambda request: request.spec.__delattr__("rule"),
+    "changes the options": lambda request: setattr(request.spec.options, "prediction", (1, 2)),
+    "changes the temperature": lambda request: setattr(request.spec.sampling, "temperature", 0.0),
+}
+
+
 @pytest.mark.parametrize("verb", ["propose", "observe", "forget"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_request_is_restored_and_counted(change: str, verb: str) -> None:
+    backoff = _run_with_change(CHANGES[change], verb)
+    assert set(backoff.failures) == {"mutated"}
+    assert "it changed the request in slot" in backoff.reason
+
+
+@pytest.mark.parametrize("verb", ["propose", "observe", "forget"])
+@pytest.mark.parametrize("change", REFUSED_CHANGES)
+def test_a_request_cannot_be_changed_below_its_own_fields(change: str, verb: str) -> None:
+    assert set(_run_with_change(REFUSED_CHANGES[change], verb).failures) == {"raised"}
+
+
+def _run_with_change(change: Callable[[Request], None], verb: str) -> FailureBackoff:
+    """Generate with a drafter that changes every request when it is called, and check the text."""
     seen: dict[int, Request] = {}
     done = []
 
     def spoil() -> None:
         for request in seen.values():
             if request.status is RequestStatus.RUNNING:
-                CHANGES[change](request)
                 done.append(request)
+                change(request)
 
     def propose(batch: Batch) -> TokenTree:
         seen.update({request.slot: request for request in batch.requests})
@@ -89,8 +118,7 @@ def test_a_changed_request_is_restored_and_counted(change: str, verb: str) -> No
     ]
     assert [completion.token_ids for completion, _ in engine_fakes.run(engine, transcripts)] == PLAIN
     assert done
-    assert set(engine.drafter.failures) == {"mutated"}
-    assert "it changed the request in slot" in engine.drafter.backoff.reason
+    return engine.drafter.backoff
 
 
 def test_an_interrupt_leaves_requests_as_they_were() -> None:
@@ -100,7 +128,7 @@ def test_an_interrupt_leaves_requests_as_they_were() -> None:
         batch.requests[0].output.append(3)
         raise KeyboardInterrupt
 
-    [request] = [Request(0, [1, 2], SAMPLINGS[0], seed=0, output=[4])]
+    request = make_request(0, [1, 2], SAMPLINGS[0], output=[4])
     with pytest.raises(KeyboardInterrupt):
         SandboxedDrafter(ScriptedDrafter(propose), V).propose(Batch((request,), (1,), (3,)))
     assert request.output == [4]
@@ -219,7 +247,7 @@ def test_a_drafter_that_reads_no_commits_rests_and_comes_back_all_the_same() -> 
     drafter = ScriptedDrafter(lambda batch: None, reads_commits=False)  # type: ignore[arg-type,return-value]
     inner = SandboxedDrafter(drafter, V, clock=lambda: now)
     guard = SandboxedDrafter(FallbackDrafter(SandboxedDrafter(Silent(), V), inner), V, clock=lambda: now)
-    batch = Batch((Request(0, [1, 2], SAMPLINGS[0], seed=0, num_computed=1),), (1,), (3,))
+    batch = Batch((make_request(0, [1, 2], SAMPLINGS[0], num_computed=1),), (1,), (3,))
     for _ in range(MAX_FAILURES):
         guard.propose(batch)
         guard.observe(batch, Commit.from_lists([[0]], [[1]]))
@@ -314,7 +342,7 @@ def test_a_rest_ends_between_two_steps_and_not_within_one() -> None:
     """Else the target would compute without the states that the drafter is then shown to lack."""
     now = 0.0
     guard = SandboxedDrafter(ScriptedDrafter(lambda batch: None, hidden_layers=(1,)), V, clock=lambda: now)  # type: ignore[arg-type,return-value]
-    batch = Batch((Request(0, [1, 2], SAMPLINGS[0], seed=0, num_computed=1),), (1,), (3,))
+    batch = Batch((make_request(0, [1, 2], SAMPLINGS[0], num_computed=1),), (1,), (3,))
     for _ in range(MAX_FAILURES):
         guard.propose(batch)
     assert guard.spec.hidden_layers == ()

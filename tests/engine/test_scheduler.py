@@ -12,12 +12,13 @@ from foredraft.kv.allocator import PageAllocator
 from foredraft.request import Batch, Request, RequestStatus
 from foredraft.sampling.params import Sampling
 from foredraft.tree import Commit
+from tests.support.requests import change_options, make_request
 
 PAGE = 4
 
 
 def request(num_prompt: int, max_tokens: int = 10) -> Request:
-    return Request(-1, list(range(num_prompt)), Sampling(max_tokens=max_tokens), seed=0)
+    return make_request(-1, range(num_prompt), Sampling(max_tokens=max_tokens))
 
 
 class Run:
@@ -41,12 +42,12 @@ class Run:
         ):
             assert len(r.pages) * PAGE >= r.num_computed + chunk + budget, "no slots for what the step computes"
             known = r.get_tokens(r.num_computed + 1, min(r.num_computed + chunk + 1, r.num_tokens))
-            new = [7] * min(1 + min(accepts, budget), r.sampling.max_tokens - len(r.output)) if scored else []
+            new = [7] * min(1 + min(accepts, budget), r.spec.sampling.max_tokens - len(r.output)) if scored else []
             tokens.append([*known, *new])
             paths.append(list(range(len(tokens[-1]))))
         self.scheduler.commit(batch, Commit.from_lists(paths, tokens))
         for r in batch.requests:
-            if len(r.output) >= r.sampling.max_tokens:
+            if len(r.output) >= r.spec.sampling.max_tokens:
                 self.forgotten += self.scheduler.finish(r)
         self.scheduler.check_integrity()
         return batch
@@ -118,7 +119,8 @@ def test_every_request_goes_on_before_any_is_drafted_for() -> None:
 def test_a_request_with_its_own_draft_length_keeps_it() -> None:
     run = Run()
     requests = [request(2) for _ in range(3)]
-    requests[1].fixed_draft_length, requests[2].fixed_draft_length = 0, 2
+    change_options(requests[1], num_speculative_tokens=0)
+    change_options(requests[2], num_speculative_tokens=2)
     run.add(*requests)
     assert run.step(num_nodes=5).granted_nodes == (5, 0, 2)
 
@@ -176,7 +178,7 @@ def test_no_request_starves() -> None:
     requests = [request(1 + i % 9, max_tokens=5 + i % 7) for i in range(40)]
     run.add(*requests)
     steps = run.to_end(num_nodes=3, accepts=1)
-    assert all(len(r.output) == r.sampling.max_tokens for r in requests)
+    assert all(len(r.output) == r.spec.sampling.max_tokens for r in requests)
     assert run.scheduler.num_preempted > 0
     assert steps < 600
     assert run.scheduler.allocator.num_used == 0
@@ -225,7 +227,7 @@ def test_nothing_is_lost_whatever_happens(
             aborted.add(victim)
             run.scheduler.check_integrity()
     run.to_end(num_nodes=3, accepts=2)
-    assert all(len(r.output) == r.sampling.max_tokens for i, r in enumerate(requests) if i not in aborted)
+    assert all(len(r.output) == r.spec.sampling.max_tokens for i, r in enumerate(requests) if i not in aborted)
     assert run.scheduler.allocator.num_used == 0
 
 
@@ -270,7 +272,8 @@ def test_drafts_get_what_streams_and_prompts_leave() -> None:
 def test_lower_priority_numbers_run_first_and_give_way_last() -> None:
     run = Run(num_pages=8, max_batch=3)
     late, early, middle = (request(7, max_tokens=9) for _ in range(3))
-    late.priority, early.priority, middle.priority = 5, -1, 2
+    for one, priority in ((late, 5), (early, -1), (middle, 2)):
+        change_options(one, priority=priority)
     run.add(late)
     run.step()
     run.add(early, middle)

@@ -4,7 +4,7 @@ import pytest
 
 from foredraft import Sampling
 from foredraft.engine.transcript import Transcript
-from foredraft.request import RequestOptions
+from foredraft.request_options import RequestOptions
 from foredraft.sampling.distribution import distribution
 from tests.support import engine_fakes, tiny_models
 from tests.support.engine_fakes import TableLM
@@ -148,7 +148,7 @@ def test_prompt_logprobs_survive_a_preemption_in_the_middle_of_the_prompt() -> N
     engine.step()
     engine.step()
     young = transcripts[1].request
-    assert 0 < young.num_computed < len(young.prompt)
+    assert 0 < young.num_computed < len(young.spec.prompt)
     engine.scheduler.preempt([young])
     engine.scheduler.limits = type(engine.scheduler.limits)(max_chunk=3)
     while engine.has_work:

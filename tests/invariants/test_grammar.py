@@ -28,6 +28,7 @@ from foredraft.tree import TokenTree
 from foredraft.verification.noise import SeededNoise
 from foredraft.verification.registry import RULES
 from tests.support.grammar_cases import END, NINE_TOKENS, make_grammars
+from tests.support.requests import change_spec, make_request
 from tests.support.statistical_checks import ALPHA, chi_square
 
 V, LENGTH = len(NINE_TOKENS), 3
@@ -59,7 +60,7 @@ def matcher() -> GrammarMatcher:
 def requests(count: int, rule: str, follow: GrammarMatcher) -> list[Request]:
     """They share a matcher, for all of them stand after the same output."""
     return [
-        Request(0, PROMPT, SAMPLING, seed, eos_ids=frozenset({END}), rule=RULES[rule], matcher=follow)
+        make_request(0, PROMPT, SAMPLING, seed, eos_ids=frozenset({END}), rule=RULES[rule], matcher=follow)
         for seed in range(count)
     ]
 
@@ -155,9 +156,10 @@ def test_drafts_that_do_not_keep_to_it_cost_speed_alone(name):
     """A draft under no mask at all: its q is over every token, and the distribution is the same."""
     free = replace(SAMPLING, grammar=None)
     rule, plan = PLANS[name]
-    growths = [
-        TreeBuilder(replace(r, sampling=free, eos_ids=frozenset()), plan) for r in requests(STEPS, rule, matcher())
-    ]
+    unbound = requests(STEPS, rule, matcher())
+    for request in unbound:
+        change_spec(request, sampling=free, eos_ids=frozenset())
+    growths = [TreeBuilder(request, plan) for request in unbound]
     while growing := [g for g in growths if g.frontier]:
         add_level(
             growing,

@@ -16,12 +16,13 @@ import torch
 
 from foredraft.drafters.draft import Draft
 from foredraft.drafters.ensemble.tree_merge import MergedTree, stack_trees
-from foredraft.request import Batch, Request
+from foredraft.request import Batch
 from foredraft.sampling.params import Sampling
 from foredraft.tree import TokenTree
 from foredraft.verification import rules
 from foredraft.verification.probs import Probs
 from foredraft.verification.rules import REJECT
+from tests.support.requests import make_request
 
 V, LENGTH, ROOT = 4, 3, 0
 Tokens = tuple[int, ...]
@@ -176,7 +177,7 @@ def own_tree(world: World, draft: Drawn) -> TokenTree:
     return TokenTree.from_lists([[ROOT, *draft.tokens]], [list(world.parents)], torch.stack(rows))
 
 
-BATCH = Batch((Request(0, [ROOT], Sampling(), 0, rule=REJECT),), (1,), (9,))
+BATCH = Batch((make_request(0, [ROOT], Sampling(), rule=REJECT),), (1,), (9,))
 
 
 def merge(world: World, draft: Drawn) -> TokenTree:

@@ -10,7 +10,7 @@ import pytest
 
 from foredraft import LLM, Completion, ForedraftError, Sampling
 from foredraft.llm import MemoryLimits
-from foredraft.request import RequestOptions
+from foredraft.request_options import RequestOptions
 from tests.support import tiny_models
 from tests.support.method_cases import EACH_CASE, METHOD_CASES
 from tests.support.tiny_vocabularies import CROSS_VOCAB_CASES

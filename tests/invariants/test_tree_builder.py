@@ -28,6 +28,7 @@ from foredraft.sampling.rng import NoiseStream
 from foredraft.tree import TokenTree
 from foredraft.verification.noise import SeededNoise
 from foredraft.verification.registry import RULES
+from tests.support.requests import make_request
 from tests.support.statistical_checks import ALPHA, chi_square
 
 V, LENGTH = 6, 3  # tokens of a step that are counted jointly; a draft is that deep
@@ -75,7 +76,7 @@ def grow(case: Case, count: int) -> list[TreeBuilder]:
     """Grow `count` trees, all together."""
     growths = [
         TreeBuilder(
-            Request(0, PROMPT, case.sampling, seed, eos_ids=case.ends, rule=RULES[case.rule]),
+            make_request(0, PROMPT, case.sampling, seed, eos_ids=case.ends, rule=RULES[case.rule]),
             case.plan.restrict(case.depth, case.budget, case.rule == "block"),
         )
         for seed in range(count)
@@ -196,8 +197,8 @@ def test_the_distribution_of_a_step_kills_drafts_that_are_not_what_was_drawn(nam
     assert p_value(Case(plan), draft=draft) < ALPHA
 
 
-def _same_for_every_node(request: Request, node: int, depth: int) -> int:
-    return rng.derive_key(request.seed, request.sample_index, NoiseStream.DRAFT, request.num_tokens - 1)
+def _same_for_every_node(request: Request, node: int, depth: int, stream: int) -> int:
+    return rng.derive_key(request.spec.seed, request.spec.sample_index, NoiseStream.DRAFT, request.num_tokens - 1)
 
 
 def test_the_distribution_of_a_step_kills_noise_that_nodes_share(monkeypatch: pytest.MonkeyPatch) -> None:

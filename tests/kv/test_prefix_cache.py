@@ -8,6 +8,7 @@ from foredraft.kv.pool import KVPool
 from foredraft.kv.prefix_cache import PrefixCache, PrefixHit
 from foredraft.request import Request
 from foredraft.sampling.params import Sampling
+from tests.support.requests import make_request
 
 PAGE = 4
 TEXT = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]
@@ -22,8 +23,8 @@ class Owner:
         )
 
 
-def request(tokens: list[int], slot: int = 0, **options: object) -> Request:
-    return Request(slot, list(tokens), Sampling(), seed=0, **options)  # type: ignore[arg-type]
+def request(tokens: list[int], slot: int = 0, page_salt: bytes = b"") -> Request:
+    return make_request(slot, tokens, Sampling(), page_salt=page_salt)
 
 
 def fill(cache: PrefixCache, r: Request, computed: int) -> Request:
@@ -101,10 +102,10 @@ def test_of_equal_pages_the_first_stays() -> None:
 
 def test_salts_are_apart() -> None:
     cache = cache_of()
-    fill(cache, request(TEXT, salt=b"a"), 12)
+    fill(cache, request(TEXT, page_salt=b"a"), 12)
     assert not cache.match(request(TEXT)).pages
-    assert not cache.match(request(TEXT, salt=b"b")).pages
-    assert cache.match(request(TEXT, salt=b"a")).pages
+    assert not cache.match(request(TEXT, page_salt=b"b")).pages
+    assert cache.match(request(TEXT, page_salt=b"a")).pages
 
 
 def test_hashes_are_keyed_and_made_once() -> None:
@@ -128,10 +129,10 @@ def test_hashes_are_keyed_and_made_once() -> None:
 
 def test_prompt_logprobs_want_every_row() -> None:
     cache = cache_of()
-    wanting = Request(0, list(TEXT), Sampling(prompt_logprobs=1), seed=0)
+    wanting = make_request(0, TEXT, Sampling(prompt_logprobs=1))
     fill(cache, wanting, 12)
     assert cache.match(request(TEXT)).pages == (1, 2), "what it computed is found by others"
-    assert cache.match(Request(0, list(TEXT), Sampling(prompt_logprobs=1), seed=0)) == PrefixHit()
+    assert cache.match(make_request(0, TEXT, Sampling(prompt_logprobs=1))) == PrefixHit()
 
 
 def test_the_least_recently_used_goes_first_and_the_end_before_the_beginning() -> None:

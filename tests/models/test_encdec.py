@@ -167,7 +167,7 @@ def test_idle_sources_give_way_and_are_read_again() -> None:
     model = tiny_seq2seq.t5()
     llm = LLM(model, None, limits=MemoryLimits(kv_tokens=64, max_batch=2), is_debug=True)
     prompts = sources("t5", (20, 18, 30, 25, 16))
-    held = [llm.prepare(prompt, GREEDY)[0].request.source for prompt in prompts]
+    held = [llm.prepare(prompt, GREEDY)[0].request.spec.source for prompt in prompts]
     memory = llm.target.cross_kv  # type: ignore[attr-defined]
     with torch.inference_mode():
         first = [llm.target.forward(window([4], [source]))[0] for source in held]  # type: ignore[list-item]
@@ -194,7 +194,7 @@ def test_pages_are_shared_among_requests_of_one_source_only() -> None:
     llm.generate([Seq2Seq(list(one), prefix)], sampling)
     assert hits() == 32
     options = RequestOptions(salt=b"another tenant")
-    assert llm.prepare(Seq2Seq(one, prefix), sampling, options)[0].request.salt != b"another tenant"
+    assert llm.prepare(Seq2Seq(one, prefix), sampling, options)[0].request.spec.page_salt != b"another tenant"
 
 
 def test_what_the_configuration_forces_is_part_of_the_decoders_prompt() -> None:

@@ -20,10 +20,11 @@ from foredraft.kv.allocator import PageAllocator
 from foredraft.kv.pool import KVPool
 from foredraft.models.forward_batch import ForwardBatch
 from foredraft.outputs import Completion, Delta
-from foredraft.request import Batch, Request
+from foredraft.request import Batch
 from foredraft.sampling.params import Sampling
 from foredraft.tree import Commit, TokenTree
 from foredraft.verification.registry import RULES
+from tests.support.requests import make_request
 
 PERIOD = 5
 
@@ -102,7 +103,9 @@ def make_transcript(
     max_length: int = 1 << 20,
 ) -> Transcript:
     seed = index if sampling.seed is None else sampling.seed
-    request = Request(-1, prompt, sampling, seed, eos_ids=frozenset(eos_ids), max_length=max_length, rule=RULES[verify])
+    request = make_request(
+        -1, prompt, sampling, seed, eos_ids=frozenset(eos_ids), max_length=max_length, rule=RULES[verify]
+    )
     return Transcript(request, index, tokenizer)
 
 

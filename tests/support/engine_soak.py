@@ -21,6 +21,7 @@ from foredraft.engine.transcript import Transcript
 from foredraft.llm import MemoryLimits
 from foredraft.outputs import Completion
 from foredraft.request import Request
+from foredraft.request_spec import RequestSpec
 from foredraft.sampling import rng
 from foredraft.sampling.distribution import TokenHistory, distribution
 from foredraft.sampling.params import Sampling
@@ -105,14 +106,14 @@ class SoakChecker:
             self.memory[percent] = read_resident_bytes()
 
     def _check_output(self, request: Request, completion: Completion) -> None:
-        tokens, most = completion.token_ids, request.sampling.max_tokens
-        assert tokens == compute_expected(request, tokens), f"a wrong text: {request.prompt} {request.sampling}"
-        ends = [i for i, token in enumerate(tokens) if token in request.end_ids]
+        spec, tokens = request.spec, completion.token_ids
+        assert tokens == compute_expected(spec, tokens), f"a wrong text: {spec.prompt} {spec.sampling}"
+        ends = [i for i, token in enumerate(tokens) if token in spec.end_ids]
         if completion.finish_reason == "stop":
             assert ends == [len(tokens) - 1]
         else:
             assert not ends
-            assert (len(tokens) == most) == (completion.finish_reason == "length")
+            assert (len(tokens) == spec.sampling.max_tokens) == (completion.finish_reason == "length")
 
     def check_end(self, engine: Engine) -> None:
         """Check that no page, slot or request is left."""
@@ -134,20 +135,18 @@ def model() -> LlamaForCausalLM:
     return tiny_models.llama()
 
 
-def compute_expected(request: Request, tokens: list[int]) -> list[int]:
+def compute_expected(spec: RequestSpec, tokens: list[int]) -> list[int]:
     """Compute the oracle's token at every position, given the tokens before it."""
     if not tokens:
         return []
-    text = torch.tensor([request.prompt + tokens[:-1]])
+    text = torch.tensor([[*spec.prompt, *tokens[:-1]]])
     with torch.inference_mode():
-        logits = model()(text, use_cache=False).logits[0, len(request.prompt) - 1 :]
-    ends = tuple(sorted(request.end_ids))
-    histories = [TokenHistory(request.prompt, tokens[:i], (), ends, ()) for i in range(len(tokens))]
-    distributions = distribution(logits, request.sampling, histories)
-    first = len(request.prompt)
-    keys = [
-        rng.derive_key(request.seed, request.sample_index, NoiseStream.TOKEN, first + i) for i in range(len(tokens))
-    ]
+        logits = model()(text, use_cache=False).logits[0, len(spec.prompt) - 1 :]
+    ends = tuple(sorted(spec.end_ids))
+    histories = [TokenHistory(spec.prompt, tokens[:i], (), ends, ()) for i in range(len(tokens))]
+    distributions = distribution(logits, spec.sampling, histories)
+    first = len(spec.prompt)
+    keys = [rng.derive_key(spec.seed, spec.sample_index, NoiseStream.TOKEN, first + i) for i in range(len(tokens))]
     return rng.exponential_race(distributions, torch.tensor(keys)).argmax(-1).tolist()
 
 

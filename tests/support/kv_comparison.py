@@ -24,6 +24,7 @@ from foredraft.llm import LLM, MemoryLimits
 from foredraft.models.draft_layer import attend_causal
 from foredraft.request import Request
 from tests.support import tiny_models
+from tests.support.requests import change_options, make_request
 from tests.support.tiny_heads import HeadCase
 
 LIMITS = MemoryLimits(kv_tokens=116, page_size=4, max_batch=5, max_step_tokens=40)
@@ -66,10 +67,11 @@ class KVSimulation:
         if self.random.random() < 0.07:
             self._abort(self.random.choice(self.transcripts))
         for transcript in self.transcripts:  # draft lengths vary, down to none while the others draft or none does
-            transcript.request.fixed_draft_length = self.random.choice([None, None, None, 0, 1, 3])
+            length = self.random.choice([None, None, None, 0, 1, 3])
+            change_options(transcript.request, num_speculative_tokens=length)
         if self.random.random() < 0.15:
             for transcript in self.transcripts:
-                transcript.request.fixed_draft_length = 0
+                change_options(transcript.request, num_speculative_tokens=0)
         self.engine.step()
         self.tally.steps += 1
         self.tally.preempted = self.engine.scheduler.num_preempted
@@ -116,7 +118,7 @@ class KVSimulation:
         sampling = Sampling(
             max_tokens=r.randint(2, 40), temperature=r.choice([0, 0.7, 1.0]), seed=r.randrange(1 << 60), top_p=0.9
         )
-        request = Request(-1, prompt, sampling, sampling.seed or 0, rule=self.llm.rule, max_length=100)
+        request = make_request(-1, prompt, sampling, sampling.seed or 0, rule=self.llm.rule, max_length=100)
         transcript = Transcript(request, 0)
         self.engine.add(transcript)
         self.transcripts.append(transcript)

@@ -16,6 +16,7 @@ from foredraft.verification.registry import RULES
 from foredraft.verification.rule import Rule, VerifyFunction
 from foredraft.verification.rules import match, reject
 from tests.support import engine_fakes, tiny_models
+from tests.support.requests import change_spec
 
 PROMPTS = [[5, 6, 7, 8], [9, 8, 7]]
 SEEDED = Sampling(max_tokens=24, temperature=0.8, seed=4, ignore_eos=True)
@@ -94,7 +95,7 @@ def test_requests_under_an_unregistered_and_a_named_rule_share_a_batch():
         engine = engine_fakes.make_engine(target, engine_fakes.make_drafter(target.perturb(0.3), 4, (2, 2, 1)))
         transcripts = [engine_fakes.make_transcript([3, 1 + n], SEEDED, n) for n in chosen]
         for n, transcript in zip(chosen, transcripts, strict=True):
-            transcript.request.rule = rules[n]
+            change_spec(transcript.request, rule=rules[n])
         return [completion.token_ids for completion, _ in engine_fakes.run(engine, transcripts)]
 
     together = generate(range(4))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from foredraft.bench.load import ClosedLoopResult, LoadRequest, RequestTimeline
 from foredraft.errors import ForedraftError
 from foredraft.outputs import Delta, Stats
-from foredraft.request import RequestOptions
+from foredraft.request_options import RequestOptions
 from foredraft.sampling.params import Sampling
 
 if TYPE_CHECKING:

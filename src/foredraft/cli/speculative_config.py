@@ -41,5 +41,5 @@ def read_speculative_config(options: Options) -> Options:
         name = OPTION_FIELDS[key]
         if getattr(options, name) != getattr(ModelOptions(), name):
             raise UsageError(f"{key} is given in {OPTION_NAME} and with --{name.replace('_', '-')}; give it once")
-        changes[name] = [value] if name == "spec_method" else str(value)
+        changes[name] = str(value) if name == "spec_tokens" else value if isinstance(value, list) else [value]
     return replace(options, **changes, spec_option=settings or None)  # type: ignore[arg-type]

@@ -16,12 +16,11 @@ class RequestSnapshot:
     if the engine changed it since the last snapshot.
     """
 
-    __slots__ = ("fields", "output", "pages", "prompt", "request")
+    __slots__ = ("fields", "output", "pages", "request")
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.fields: dict[str, Any] = {}
-        self.prompt = list(request.prompt)  # the engine never changes it
         self.output: list[int] = []
         self.pages: list[int] = []
 
@@ -34,28 +33,21 @@ class RequestSnapshot:
             self.pages = list(request.pages)
 
     def is_unchanged(self) -> bool:
-        request, fields = self.request, vars(self.request)
-        return (
-            fields == self.fields
-            and request.output == self.output
-            and request.pages == self.pages
-            and request.prompt == self.prompt
-        )
+        request = self.request
+        return vars(request) == self.fields and request.output == self.output and request.pages == self.pages
 
     def restore(self) -> None:
         fields = vars(self.request)
         fields.clear()
         fields.update(self.fields)
-        request = self.request
-        request.prompt[:], request.output[:] = self.prompt, self.output
-        request.pages[:] = self.pages
+        self.request.output[:], self.request.pages[:] = self.output, self.pages
 
 
 class SnapshotCache:
     """Snapshots of the requests that one drafter sees, by slot.
 
     `capture` runs before a call and `restore_requests` after it. Objects below a request's own fields and lists (its
-    matcher, an encoder's states) are not compared.
+    spec, which is frozen, its matcher, an encoder's states) are not compared.
     """
 
     def __init__(self) -> None:

@@ -127,6 +127,7 @@ class Admission:
         ):
             return False
         size = self.allocator.page_size
-        num_shared = (len(request.prompt) - 1) // size * size  # tokens in full pages, without the last prompt token
+        spec = request.spec
+        num_shared = (len(spec.prompt) - 1) // size * size  # tokens in full pages, without the last prompt token
         # A request with prompt_logprobs takes no pages of others: it computes every token of its prompt.
-        return request.sampling.prompt_logprobs is None and first.num_computed < num_shared
+        return spec.sampling.prompt_logprobs is None and first.num_computed < num_shared

@@ -30,10 +30,10 @@ def grant_draft_nodes(
     candidates: list[DraftCandidate] = []
     indices: list[int] = []  # of the candidates in `scheduled`
     for i, (request, chunk) in enumerate(scheduled):
-        fixed = request.fixed_draft_length  # draft length set by the request
+        fixed = request.spec.options.num_speculative_tokens  # draft length set by the request
         limit = max_nodes if fixed is None else min(max_nodes, fixed)  # upper limit on the nodes of this request
         if limit > 0 and request.num_computed + chunk == request.num_tokens and request.max_draft_depth > 0:
-            kind = int(not request.sampling.is_greedy)  # the policy has separate estimates: 0 greedy, 1 sampled
+            kind = int(not request.spec.sampling.is_greedy)  # the policy has separate estimates: 0 greedy, 1 sampled
             candidates.append(DraftCandidate(request.slot, limit, fixed is not None, kind))
             indices.append(i)
     result = [0] * len(scheduled)

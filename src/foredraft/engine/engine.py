@@ -197,9 +197,9 @@ class Engine:
         return collect_output(batch, tree, logits, features, with_prompt_logits)
 
     def _verify(self, batch: Batch, tree: TokenTree, output: TargetOutput) -> Commit:
-        requests = batch.requests
-        verify = combine_rules([r.rule for r in requests])  # a batch may hold requests with different rules
-        noise = SeededNoise(tree, [(r.seed, r.sample_index) for r in requests], [r.num_computed for r in requests])
+        specs = [r.spec for r in batch.requests]
+        verify = combine_rules([s.rule for s in specs])  # a batch may hold requests with different rules
+        noise = SeededNoise(tree, [(s.seed, s.sample_index) for s in specs], [r.num_computed for r in batch.requests])
         return verify(tree, output.probs, noise)
 
     def _append_tokens(self, batch: Batch, tree: TokenTree, commit: Commit, output: TargetOutput) -> Commit:

@@ -15,7 +15,7 @@ def find_prompt_logit_requests(transcripts: Mapping[Request, Transcript], batch:
     return [
         b
         for b, r in enumerate(batch.requests)
-        if r.sampling.prompt_logprobs is not None and transcripts[r].needs_prompt_logits
+        if r.spec.sampling.prompt_logprobs is not None and transcripts[r].needs_prompt_logits
     ]
 
 
@@ -38,5 +38,5 @@ def build_forward_batch(
         batch.page_size,
         device,
         full_logit_requests=with_prompt_logits,
-        sources=[r.source for r in requests],  # encoder inputs; None for decoder-only models
+        sources=[r.spec.source for r in requests],  # encoder inputs; None for decoder-only models
     )

@@ -12,7 +12,7 @@ class OutputText:
     Text that may begin a stop string is pending. The other text is released, and final until `restart`.
     """
 
-    def __init__(self, tokenizer: Any | None, prompt: list[int], stop_strings: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Any | None, prompt: Sequence[int], stop_strings: Sequence[str]) -> None:
         """Begin an empty text.
 
         Args:

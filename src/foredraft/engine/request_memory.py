@@ -37,7 +37,7 @@ class RequestMemory:
     def check_fits(self, request: Request) -> None:
         """Raise ForedraftError if the request needs more KV memory than the pool has."""
         allocator = self.scheduler.allocator
-        max_length = min(len(request.prompt) + request.sampling.max_tokens, request.max_length)
+        max_length = len(request.spec.prompt) + request.spec.max_output_tokens
         # One page of the pool is the null page, which only padding uses.
         if allocator.count_pages(max_length) > allocator.num_pages - 1:
             raise ForedraftError(

@@ -25,4 +25,4 @@ class RequestQueue(list[Request]):
 
 def get_queue_key(request: Request) -> tuple[int, int]:
     """Return the sort key of a queue."""
-    return request.priority, request.arrival_index
+    return request.spec.options.priority, request.arrival_index

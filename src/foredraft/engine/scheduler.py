@@ -217,7 +217,7 @@ class Scheduler:
         self.prefix_queries += request.num_tokens
         self.prefix_hits += request.num_computed
         if request.num_cached_tokens is None:  # the first run, not one after a preemption
-            request.num_cached_tokens = min(request.num_computed, len(request.prompt))
+            request.num_cached_tokens = min(request.num_computed, len(request.spec.prompt))
 
     def _release(self, request: Request, is_finished: bool, has_invalid_kv: bool = False) -> int:
         """Free the pages and the slot of a running request. Returns the slot."""

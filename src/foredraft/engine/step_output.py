@@ -33,7 +33,7 @@ def append_tokens(
     counts = []  # nodes of each path that stay, those before the root included
     for b, request in enumerate(batch.requests):
         transcript, root = transcripts[request], tree.roots[b]
-        path, tokens, num_top = commit.paths[b], commit.tokens[b], request.sampling.logprobs
+        path, tokens, num_top = commit.paths[b], commit.tokens[b], request.spec.sampling.logprobs
         if b in output.prompt_logits:
             output.append_prompt_logprobs(transcript, tree, b)
         # tokens[i] follows node path[i]. Tokens 0 to root - 1 follow nodes before the root and were committed
@@ -68,7 +68,7 @@ def emit_deltas(transcripts: Transcripts, batch: Batch, tree: TokenTree, commit:
         elif len(tokens) > root:  # there is a token after the root
             path, transcript = commit.paths[b], transcripts[request]
             # `RequestOptions.is_traced`: the deltas of the request hold the tree of each step, for display.
-            step_trees = [transcript.build_step_tree(tree, b, path, tokens)] if request.is_traced else ()
+            step_trees = [transcript.build_step_tree(tree, b, path, tokens)] if request.spec.options.is_traced else ()
             transcript.emit(classify_origins(tree, b, path, tokens), step_trees)
         else:
             continue

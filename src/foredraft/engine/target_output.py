@@ -36,7 +36,7 @@ class TargetOutput:
 
     def append_prompt_logprobs(self, transcript: Transcript, tree: TokenTree, b: int) -> None:
         """Append the log-probabilities of the prompt tokens that this step computed to the transcript of request b."""
-        num_top = transcript.request.sampling.prompt_logprobs
+        num_top = transcript.request.spec.sampling.prompt_logprobs
         if num_top is None or tree.committed_next is None:
             return
         # Entry i of prompt_logprobs belongs to token i, and row j below to token num_computed + 1 + j. After a
@@ -93,8 +93,8 @@ def collect_output(
 def _build_target_probs(batch: Batch, tree: TokenTree, logits: Tensor) -> LazyTargetProbs:
     """Pair each row of logits with its request's sampling parameters, and with its token history if they need it."""
     spans = zip(batch.requests, tree.roots, tree.sizes, strict=True)
-    samplings = [request.sampling for request, root, size in spans for _ in range(root, size)]
-    if not any(request.sampling.shapes_logits for request in batch.requests):
+    samplings = [request.spec.sampling for request, root, size in spans for _ in range(root, size)]
+    if not any(request.spec.sampling.shapes_logits for request in batch.requests):
         return LazyTargetProbs(logits, samplings)
 
     def build_history(row: int) -> TokenHistory:

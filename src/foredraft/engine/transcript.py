@@ -44,10 +44,11 @@ class Transcript:
         self.prompt_logprobs: list[TokenLogprob | None] = [None]
         self.stats_recorder = StatsRecorder()
         self._end: OutputEnd | None = None
-        self._output_text = OutputText(tokenizer, request.prompt, request.sampling.stop)
+        spec = request.spec
+        self._output_text = OutputText(tokenizer, spec.prompt, spec.sampling.stop)
         self._delta_queue = DeltaQueue(index)
-        self._end_ids = request.end_ids
-        self._max_tokens = min(request.sampling.max_tokens, request.max_length - len(request.prompt))
+        self._end_ids = spec.end_ids
+        self._max_tokens = spec.max_output_tokens
 
     @property
     def index(self) -> int:
@@ -96,9 +97,9 @@ class Transcript:
 
         A prompt that is recomputed after a preemption skips the positions that have them already.
         """
-        request, num_done = self.request, len(self.prompt_logprobs) - 1
-        is_requested = request.sampling.prompt_logprobs is not None
-        return is_requested and request.num_computed <= num_done < len(request.prompt) - 1
+        spec, num_done = self.request.spec, len(self.prompt_logprobs) - 1
+        is_requested = spec.sampling.prompt_logprobs is not None
+        return is_requested and self.request.num_computed <= num_done < len(spec.prompt) - 1
 
     def push(self, token: int) -> bool:
         """Append the next token. Returns True if the output ends with it.
@@ -109,14 +110,14 @@ class Transcript:
         queue, text = self._delta_queue, self._output_text
         queue.tokens.append(token)
         if token in self._end_ids:
-            self._end = OutputEnd("stop", token if token in self.request.sampling.stop_token_ids else None)
+            self._end = OutputEnd("stop", token if token in self.request.spec.sampling.stop_token_ids else None)
             queue.pieces.append(text.release(is_end=True))
             return True
         # Fast path: no end condition can hold at this token.
         if self.num_tokens < self._max_tokens and not text.stop_strings and self.request.matcher is None:
             queue.pieces.append(text.append(token))
             return False
-        stop_string = text.append_pending(token, self.num_tokens >= self.request.sampling.min_tokens)
+        stop_string = text.append_pending(token, self.num_tokens >= self.request.spec.sampling.min_tokens)
         if stop_string is not None:
             self._end = OutputEnd("stop", stop_string)
         elif self._is_grammar_complete():
@@ -200,19 +201,19 @@ class Transcript:
 
     def build_completion(self) -> Completion:
         assert self._end is not None, "the request has not ended"
-        request, sampling = self.request, self.request.sampling
+        spec, sampling = self.request.spec, self.request.spec.sampling
         return Completion(
             text=self.text,
-            token_ids=list(request.output),
+            token_ids=list(self.request.output),
             finish_reason=self._end.reason,
             stop_reason=self._end.stop_reason,
             logprobs=None if sampling.logprobs is None else self.logprobs,
             prompt_logprobs=None if sampling.prompt_logprobs is None else self.prompt_logprobs,
             stats=self.build_stats(),
             prompt=self.prompt,
-            prompt_token_ids=list(request.prompt),
-            index=request.sample_index,
-            verification=request.rule.name,
+            prompt_token_ids=list(spec.prompt),
+            index=spec.sample_index,
+            verification=spec.rule.name,
             error=self._end.error,
         )
 

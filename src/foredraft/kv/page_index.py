@@ -36,7 +36,8 @@ class PageIndex:
         if len(hashes) >= num_pages:
             return
         page_size = self.allocator.page_size
-        last = hashes[-1] if hashes else blake2b(request.salt, key=self._key, digest_size=HASH_BYTES).digest()
+        salt = request.spec.page_salt
+        last = hashes[-1] if hashes else blake2b(salt, key=self._key, digest_size=HASH_BYTES).digest()
         for i in range(len(hashes), num_pages):
             tokens = array("q", request.get_tokens(i * page_size, (i + 1) * page_size)).tobytes()
             last = blake2b(last + tokens, key=self._key, digest_size=HASH_BYTES).digest()

@@ -164,7 +164,8 @@ class PrefixCache:
 
     def _look_up(self, request: Request) -> list[int]:
         """Return the indexed pages of the request's longest prefix, without the page of its last token."""
-        if not self.is_active or request.sampling.prompt_logprobs is not None:  # prompt_logprobs need every prompt row
+        # prompt_logprobs need every prompt row
+        if not self.is_active or request.spec.sampling.prompt_logprobs is not None:
             return []
         max_pages = (request.num_tokens - 1) // self.allocator.page_size
         pages: list[int] = []

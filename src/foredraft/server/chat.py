@@ -149,7 +149,7 @@ class ChatResponse:
         first, request = self.choices[0].transcript, self.request
         fields: dict[str, Any] = {}
         if request.return_token_ids:
-            fields["prompt_token_ids"] = first.request.prompt
+            fields["prompt_token_ids"] = first.request.spec.prompt
         if request.prompt_logprobs is not None:
             entries, count = first.prompt_logprobs, request.prompt_logprobs
             fields["prompt_logprobs"] = format_prompt_logprobs(self.service.vocabulary, entries, count)

@@ -111,7 +111,7 @@ def _join_traces(one: dict[str, list[Any]], other: dict[str, list[Any]]) -> dict
 def count_usage(choices: Sequence[ChoiceStream], n: int) -> dict[str, Any]:
     """Count the tokens so far for `usage`. A prompt counts once for all of its `n` samples."""
     first = choices[::n]
-    prompt = sum(choice.transcript.request.num_input_tokens for choice in first)
+    prompt = sum(len(choice.transcript.request.spec.input_tokens) for choice in first)
     output = sum(choice.num_tokens for choice in choices)
     cached = sum(choice.transcript.request.num_cached_tokens or 0 for choice in first)
     usage: dict[str, Any] = {
@@ -120,7 +120,7 @@ def count_usage(choices: Sequence[ChoiceStream], n: int) -> dict[str, Any]:
         "total_tokens": prompt + output,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
-    if any(choice.transcript.request.prediction for choice in choices):
+    if any(choice.transcript.request.spec.options.prediction for choice in choices):
         usage["completion_tokens_details"] = _count_predicted(choices)
     return usage
 

@@ -107,19 +107,20 @@ class ServerMetrics:
     def on_finish(self, transcript: Transcript) -> None:
         """Record an ended request. Runs on the engine's thread."""
         request, stats = transcript.request, transcript.build_stats()
+        spec = request.spec
         self.finish_counts[transcript.finish_reason or "abort"] += 1
-        is_first = request.sample_index == 0  # a prompt counts once for all its samples
+        is_first = spec.sample_index == 0  # a prompt counts once for all its samples
         if is_first:
-            self.tokens.prompt_tokens += request.num_input_tokens
-            self.requests.prompt_lengths.observe(request.num_input_tokens)
-            self.requests.samples.observe(request.sampling.n)
+            self.tokens.prompt_tokens += len(spec.input_tokens)
+            self.requests.prompt_lengths.observe(len(spec.input_tokens))
+            self.requests.samples.observe(spec.sampling.n)
         self.requests.output_lengths.observe(transcript.num_tokens)
         self.requests.e2e.observe(stats.wall_time)
         first_run = self._start_times.pop(request, None)
         if first_run is not None:
             self.requests.queue_time.observe(max(first_run - transcript.stats_recorder.start_time, 0.0))
             self.requests.inference_time.observe(time.perf_counter() - first_run)
-            self.tokens.prefix_queries += len(request.prompt)
+            self.tokens.prefix_queries += len(spec.prompt)
             self.tokens.prefix_hits += request.num_cached_tokens or 0
         if transcript.num_tokens > 1:
             self.requests.time_per_token.observe(stats.wall_time / transcript.num_tokens)

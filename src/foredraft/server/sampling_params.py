@@ -4,7 +4,7 @@ from itertools import pairwise
 from typing import Any
 
 from foredraft.outputs import Stats
-from foredraft.request import RequestOptions
+from foredraft.request_options import RequestOptions
 from foredraft.sampling.params import Sampling
 from foredraft.server.errors import ApiError
 from foredraft.server.grammars import read_grammar

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from foredraft.engine.worker import DrainingError, QueueFullError, Worker, WorkerLimits
 from foredraft.errors import ForedraftError
 from foredraft.models.prompts import count_prompt_tokens
-from foredraft.request import RequestOptions
+from foredraft.request_options import RequestOptions
 from foredraft.sampling.params import Sampling
 from foredraft.server.errors import ApiError, make_queue_full_error, make_unavailable_error, quote_name
 from foredraft.server.generation import Generation

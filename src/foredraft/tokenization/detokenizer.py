@@ -1,6 +1,7 @@
 """Incremental detokenization: token ids to text, one token at a time, in whole characters."""
 
 import codecs
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from foredraft.errors import ForedraftError, is_panic
@@ -25,7 +26,7 @@ class IncrementalDetokenizer(Protocol):
         """
 
 
-def make_detokenizer(tokenizer: Any | None, prompt: list[int]) -> IncrementalDetokenizer:
+def make_detokenizer(tokenizer: Any | None, prompt: Sequence[int]) -> IncrementalDetokenizer:
     """Make the detokenizer for the output after `prompt`: ByteDetokenizer for byte-level BPE, else a window.
 
     Args:
@@ -43,7 +44,7 @@ class ByteDetokenizer:
     Takes about a tenth of the time of WindowDetokenizer.
     """
 
-    def __init__(self, tokenizer: Any, prompt: list[int]) -> None:
+    def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
         self._backend = tokenizer.backend_tokenizer
         added = self._backend.get_added_tokens_decoder()
         self._special_ids = {token for token, entry in added.items() if entry.special}
@@ -96,7 +97,7 @@ class WindowDetokenizer:
                                                      ^ _pending_start
     """
 
-    def __init__(self, tokenizer: Any | None, prompt: list[int]) -> None:
+    def __init__(self, tokenizer: Any | None, prompt: Sequence[int]) -> None:
         self.tokenizer = tokenizer
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self._ids = [] if tokenizer is None else self._select_context(prompt)
@@ -131,12 +132,12 @@ class WindowDetokenizer:
         self._pending_start = len(self._ids)
         self._emitted_text = _strip_incomplete(self._decode(self._ids))
 
-    def _select_context(self, prompt: list[int]) -> list[int]:
+    def _select_context(self, prompt: Sequence[int]) -> list[int]:
         """Take the last prompt tokens, more of them if they would begin in mid-character."""
-        size = CONTEXT_TOKENS
-        while size < 4 * CONTEXT_TOKENS and self._decode(prompt[-size:]).startswith(REPLACEMENT_CHARACTER):
+        context, size = list(prompt[-4 * CONTEXT_TOKENS :]), CONTEXT_TOKENS
+        while size < 4 * CONTEXT_TOKENS and self._decode(context[-size:]).startswith(REPLACEMENT_CHARACTER):
             size += 1
-        return prompt[-size:]
+        return context[-size:]
 
     def _decode(self, ids: list[int]) -> str:
         if self.tokenizer is None:

@@ -22,6 +22,7 @@ from foredraft.models.forward_batch import ForwardBatch, Span
 from foredraft.models.hf import HFModel
 from foredraft.outputs import Stats
 from foredraft.request import Batch, Request
+from foredraft.request_spec import RequestSpec
 from foredraft.sampling.params import Sampling
 from foredraft.train.trace import Tracer
 from foredraft.tree import Commit, TokenTree
@@ -131,10 +132,11 @@ class Replay:
             recording.compute_states(llm.target, hidden_layers) if hidden_layers else [None] * len(recording.sequences)
         )
         for index, (sequence, sequence_states) in enumerate(zip(recording.sequences, states, strict=True)):
-            request = Request(
-                slot=-1, prompt=list(sequence.prompt), sampling=sequence.sampling, seed=sequence.seed,
+            request_spec = RequestSpec(
+                tuple(sequence.prompt), sequence.sampling, sequence.seed,
                 eos_ids=llm.end_ids, max_length=llm.target.context_length, rule=MATCH,
             )  # fmt: skip
+            request = Request(slot=-1, spec=request_spec)
             self.sequences[request], self.transcripts[request] = sequence, Transcript(request, index)
             if sequence_states is not None:
                 self.hidden_states[request] = sequence_states

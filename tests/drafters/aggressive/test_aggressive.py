@@ -14,10 +14,12 @@ from foredraft.drafters.aggressive import method as aggressive
 from foredraft.drafters.aggressive.method import METHOD
 from foredraft.drafters.method import DrafterContext
 from foredraft.errors import ForedraftError
-from foredraft.request import Batch, Request
+from foredraft.request import Batch
+from foredraft.request_options import RequestOptions
 from foredraft.source import EncoderSource
 from foredraft.verification.rules import BLOCK, MATCH
 from tests.support import tiny_models
+from tests.support.requests import change_spec, make_request
 
 SOURCE = tuple(random.Random(0).sample(range(1000), 300))  # no token twice
 PROMPT = [1, 2, 3]
@@ -39,9 +41,9 @@ def make_drafter(num_tokens=8, tokenizer=None, **options):
     return aggressive.create(aggressive.Config(**options), context)
 
 
-def request(output=(), slot=0, prompt=PROMPT, max_tokens=1000, **more):
-    r = Request(slot, list(prompt), Sampling(max_tokens=max_tokens), seed=1, **more)
-    r.output = list(output)
+def request(output=(), slot=0, prompt=PROMPT, max_tokens=1000, prediction=(), **more):
+    sampling, options = Sampling(max_tokens=max_tokens), RequestOptions(prediction=prediction)
+    r = make_request(slot, prompt, sampling, seed=1, output=output, options=options, **more)
     r.num_computed = r.num_tokens - 1
     return r
 
@@ -218,7 +220,7 @@ def test_budget_room_and_draft_length_bound_a_draft(budget):
 def test_block_verification_gets_a_chain():
     drafter, r = make_drafter(branches=3), request([5000], source=EncoderSource(SOURCE), rule=BLOCK)
     assert len(chain(drafter, r)) == 4
-    r.rule = MATCH
+    change_spec(r, rule=MATCH)
     assert not propose_tree(drafter, r).is_chain
 
 
@@ -250,7 +252,7 @@ def test_an_edited_text_takes_few_passes(verify):
     source = EncoderSource((*right[:40], 96, *right[41:70], *right[75:]))
     llm = tiny_models.plain().with_drafter("aggressive", num_speculative_tokens=31, verify=verify)
     transcripts = llm._prepare_prompts([PROMPT], sampling)
-    transcripts[0].request.source = source
+    change_spec(transcripts[0].request, source=source)
     [done] = [delta.completion for delta in llm._shared.read(transcripts) if delta.completion is not None]
     assert done.token_ids == right
     assert done.stats.target_passes < 25

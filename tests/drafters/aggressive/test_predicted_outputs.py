@@ -16,9 +16,11 @@ from foredraft.drafter_factory import MAX_PREDICTION_TOKENS
 from foredraft.drafters.aggressive.copy_cursor import FULL_MATCH, TOKENS_PER_MATCH, CopyCursor
 from foredraft.drafters.aggressive.predicted_outputs import PredictedOutputDrafter
 from foredraft.llm import MemoryLimits
-from foredraft.request import Batch, Request, RequestOptions
+from foredraft.request import Batch
+from foredraft.request_options import RequestOptions
 from foredraft.tree import Commit
 from tests.support import tiny_models
+from tests.support.requests import change_options, make_request
 
 GREEDY = Sampling(max_tokens=100, temperature=0, ignore_eos=True)
 SEEDED = Sampling(max_tokens=100, temperature=0.8, top_p=0.95, seed=3, repetition_penalty=1.1, ignore_eos=True)
@@ -191,11 +193,11 @@ def test_a_preempted_request_finds_its_place_again():
 def test_no_room_is_reserved_without_predictions():
     """A step without predictions is the step it was: no budgets, no pages for drafts."""
     drafter = PredictedOutputDrafter(9)
-    request = Request(2, PROMPT, GREEDY, seed=0)
+    request = make_request(2, PROMPT, GREEDY)
     batch, commit = Batch((request,), (3,), (0,)), Commit.from_lists([[0]], [[1]])
     drafter.observe(batch, commit)
     assert drafter.spec.max_nodes == 0
-    request.prediction = (1, 2)
+    change_options(request, prediction=(1, 2))
     drafter.observe(batch, commit)
     assert drafter.spec.max_nodes == 9
     drafter.forget([2])
@@ -205,11 +207,13 @@ def test_no_room_is_reserved_without_predictions():
 
 def test_a_slot_that_another_request_got_is_read_from_its_own_beginning():
     drafter, commit = PredictedOutputDrafter(4), Commit.from_lists([[0]], [[1]])
-    first = Request(0, PROMPT, GREEDY, seed=0, prediction=(1, 2, 3), output=[1, 2], num_computed=4)
+    options = RequestOptions(prediction=(1, 2, 3))
+    first = make_request(0, PROMPT, GREEDY, output=[1, 2], num_computed=4, options=options)
     batch = Batch((first,), (1,), (4,))
     drafter.observe(batch, commit)
     assert drafter.propose(batch).tokens == [[2, 3]]
-    other = Request(0, PROMPT, GREEDY, seed=0, prediction=(1, 2, 4, 5), output=[1], num_computed=3)
+    options = RequestOptions(prediction=(1, 2, 4, 5))
+    other = make_request(0, PROMPT, GREEDY, output=[1], num_computed=3, options=options)
     batch = Batch((other,), (1,), (4,))
     drafter.observe(batch, commit)
     assert drafter.propose(batch).tokens == [[1, 2, 4, 5]]

@@ -25,12 +25,13 @@ from foredraft.kv.allocator import PageAllocator
 from foredraft.models.draft_layer import DraftLayerShape
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
 from foredraft.models.hf import HFModel
-from foredraft.request import Batch, Request
+from foredraft.request import Batch
 from foredraft.sampling.params import Sampling
 from foredraft.tree import Commit
 from tests.support import tiny_models
 from tests.support.checkpoints import reference_networks
 from tests.support.checkpoints.reference_networks import LayerNumbers
+from tests.support.requests import make_request
 
 BLOCK = DraftLayerShape(hidden=32, intermediate=48, heads=4, kv_heads=2, head_dim=8)
 NUMBERS = LayerNumbers(eps=BLOCK.eps, theta=10000.0)
@@ -108,7 +109,7 @@ class Played:
         for slot, text in enumerate(self.texts):
             pages: list[int] = []
             allocator.grow(pages, 100)
-            self.requests.append(Request(slot, text[:1], GREEDY, seed=0, pages=pages))
+            self.requests.append(make_request(slot, text[:1], GREEDY, pages=pages))
 
     def batch(self, budget: int) -> Batch:
         return Batch(tuple(self.requests), tuple(1 for _ in self.requests), tuple(budget for _ in self.requests))
@@ -256,7 +257,7 @@ def test_native_passes_give_the_numbers_of_plain_ones(
         assert drafting.head_runner.uses_table == (fused and table > 0)
         allocator, pages = PageAllocator(8, 16), []
         allocator.grow(pages, 60)
-        request = Request(0, list(range(5, 25)), GREEDY, seed=0, pages=pages)
+        request = make_request(0, range(5, 25), GREEDY, pages=pages)
         states = torch.randn(1, 20, 128 * len(taps), generator=torch.Generator().manual_seed(2)).to(dtype)
         batch = Batch((request,), (20,), (4,))
         drafting.observe(batch, Commit.from_lists([list(range(20))], [[*range(6, 25), 33]], features=states))

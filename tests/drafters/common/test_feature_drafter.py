@@ -25,6 +25,7 @@ from foredraft.request import Batch, Request
 from foredraft.sampling.params import Sampling
 from foredraft.tree import Commit
 from tests.support import tiny_models
+from tests.support.requests import make_request
 
 BLOCK = DraftLayerShape(hidden=32, intermediate=48, heads=4, kv_heads=2, head_dim=8)
 GREEDY = Sampling(max_tokens=64, temperature=0, ignore_eos=True)
@@ -81,7 +82,7 @@ def drafter(name: str, plan: TreeSpec) -> FeatureDrafter:
 
 
 def request(slot: int, tokens: list[int], pages: list[int]) -> Request:
-    return Request(slot, tokens, GREEDY, seed=0, pages=pages)
+    return make_request(slot, tokens, GREEDY, pages=pages)
 
 
 class Played:

@@ -7,9 +7,10 @@ import pytest
 from foredraft import Sampling
 from foredraft.drafters.common.mismatch_warning import NUM_CHECKED_DRAFTS, MismatchDetector
 from foredraft.drafters.method import DrafterContext
-from foredraft.request import Batch, Request
+from foredraft.request import Batch
 from foredraft.tree import Commit, TokenTree
 from tests.drafters.mlp_speculator.test_mlp_speculator import drafting, seer
+from tests.support.requests import make_request
 
 GREEDY = Sampling(max_tokens=100, temperature=0)
 
@@ -17,7 +18,7 @@ GREEDY = Sampling(max_tokens=100, temperature=0)
 def make_detector(kept: int, drafts: int = NUM_CHECKED_DRAFTS) -> MismatchDetector:
     """Make a detector that has seen `drafts` drafts of one token, of which `kept` were accepted."""
     fit = MismatchDetector(DrafterContext(vocab_size=10, model="org/head", target_name="org/model"))
-    one = Request(slot=0, prompt=[1, 2], sampling=GREEDY, seed=1)
+    one = make_request(0, [1, 2], GREEDY, seed=1)
     batch = Batch((one,), (1,), (1,))
     for i in range(drafts):
         fit.record_proposal(batch, TokenTree.from_lists([[2, 3]], [[-1, 0]]))
@@ -48,7 +49,7 @@ def test_it_is_said_once(caplog):
 
 def test_steps_without_a_draft_and_requests_that_failed_do_not_count():
     fit = MismatchDetector(DrafterContext(vocab_size=10))
-    one = Request(slot=0, prompt=[1, 2], sampling=GREEDY, seed=1)
+    one = make_request(0, [1, 2], GREEDY, seed=1)
     batch = Batch((one,), (1,), (1,))
     for _ in range(NUM_CHECKED_DRAFTS):
         fit.record_proposal(batch, TokenTree.from_lists([[2]], [[-1]]))

@@ -22,6 +22,7 @@ from foredraft.sampling.params import Sampling
 from foredraft.tree import TokenTree
 from foredraft.verification.noise import SeededNoise
 from foredraft.verification.registry import RULES
+from tests.support.requests import make_request
 
 V = 12
 GREEDY = Sampling(temperature=0, max_tokens=50)
@@ -29,7 +30,7 @@ LOPSIDED = StaticTree.from_paths([[0], [1], [2], [0, 0], [0, 1], [2, 0], [0, 0, 
 
 
 def request(sampling: Sampling = GREEDY, verify: str = "match", **more: Any) -> Request:
-    return Request(slot=0, prompt=[1, 2, 3], sampling=sampling, seed=5, rule=RULES[verify], **more)
+    return make_request(0, [1, 2, 3], sampling, seed=5, rule=RULES[verify], **more)
 
 
 def logits_after(path: list[int]) -> Tensor:
@@ -260,11 +261,11 @@ def test_no_step_sees_again_the_noise_of_an_earlier_draft() -> None:
     for verify, is_shared in (("match", True), ("reject", False), ("block", False)):
         early, late = (request(Sampling(), verify) for _ in range(2))
         late.output = [4, 5]
-        keys = [[draft_noise_key(r, node, node) for node in range(5)] for r in (early, late)]
+        keys = [[draft_noise_key(r, node, node, 0) for node in range(5)] for r in (early, late)]
         assert (keys[0][2:] == keys[1][:3]) == is_shared
         if is_shared:
             chain = TokenTree.from_chains([[3, 4, 5, 6, 7]])
-            noise = SeededNoise(chain, [(early.seed, early.sample_index)], [early.num_tokens - 1])
+            noise = SeededNoise(chain, [(early.spec.seed, early.spec.sample_index)], [early.num_tokens - 1])
             assert keys[0] == [noise.get_key(row) for row in range(5)]
         else:
             assert not {*keys[0]} & {*keys[1]}

@@ -14,9 +14,9 @@ from foredraft.drafters.draft_model.cross_vocab.vocab_map import VocabMap
 from foredraft.drafters.method import DrafterContext
 from foredraft.llm import MemoryLimits
 from foredraft.models.hf import HFModel
-from foredraft.request import Request
 from foredraft.tokenization.byte_vocabulary import TokenizerVocabulary
 from tests.support import tiny_models, tiny_vocabularies
+from tests.support.requests import make_request
 
 TEXTS = [
     "the end and then",
@@ -160,7 +160,7 @@ def test_slem_drops_the_last_token_unless_the_text_ends() -> None:
 
     pair = tiny_vocabularies.letters()
     a, b, end = pair.draft.token_by_bytes[b"a"], pair.draft.token_by_bytes[b"b"], pair.draft.eos
-    request = Request(0, [], GREEDY, 0)
+    request = make_request(0, [], GREEDY)
     line = SlemChain(CrossVocabState(request, IncrementalRetokenizer(pair), TreeSpec(4, 4)), pair)
     line.push(a)
     assert line.target_tokens == []

@@ -29,6 +29,7 @@ from tests.drafters.aggressive.test_predicted_outputs import generate
 from tests.support import tiny_models
 from tests.support.engine_fakes import ScriptedDrafter, TableLM, make_drafter, make_engine, make_transcript, run
 from tests.support.method_cases import EACH_CASE, METHOD_CASES
+from tests.support.requests import change_options, change_spec, make_request
 from tests.support.statistical_checks import ALPHA, chi_square
 
 PROMPTS = [[5, 6, 7, 8, 9, 5, 6, 7], [33], [11, 12] * 6, [44, 45]]
@@ -38,7 +39,7 @@ V = 5
 
 
 def requests(count: int, **more: Any) -> list[Request]:
-    return [Request(i, [i + 1], replace(GREEDY, temperature=1.0), seed=i, **more) for i in range(count)]
+    return [make_request(i, [i + 1], replace(GREEDY, temperature=1.0), seed=i, **more) for i in range(count)]
 
 
 def make_scripted(tokens: dict[int, list[int]], q: bool = False, num_nodes: int = 4, **more: Any) -> ScriptedDrafter:
@@ -71,7 +72,7 @@ def test_the_first_serves_whom_it_can_and_the_main_all_others():
 def test_rows_of_q_stay_with_their_requests(who):
     """One request in the middle has no row of q; a row of zeros stands for a deterministic draft token."""
     some = requests(4)
-    some[1] = replace(some[1], prompt=[1, 2, 3], slot=1)
+    change_spec(some[1], prompt=(1, 2, 3))
     batch = Batch(tuple(some), (1, 2, 1, 1), (4, 0, 4, 4))
     first = make_scripted({0: [1, 2]}, q=who != "main")
     tree = FallbackDrafter(first, make_scripted({0: [4], 2: [3], 3: [1, 1]}, q=who != "first")).propose(batch)
@@ -227,7 +228,7 @@ def counts(fallback: Drafter, lm: TableLM, prediction: tuple[int, ...], count: i
     transcripts = []
     for i in range(count):
         made = make_transcript([1, 2], SAMPLING, i, verify="reject")
-        made.request.prediction = prediction if i % 2 else ()
+        change_options(made.request, prediction=prediction if i % 2 else ())
         transcripts.append(made)
     found = {True: np.zeros(len(TEXTS)), False: np.zeros(len(TEXTS))}
     accepted: Counter[bool] = Counter()

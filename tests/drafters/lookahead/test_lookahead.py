@@ -13,11 +13,12 @@ from foredraft.drafters.lookahead import method as lookahead
 from foredraft.drafters.lookahead.drafter import LookaheadWindow, NgramPool
 from foredraft.drafters.method import DrafterContext
 from foredraft.errors import ForedraftError
-from foredraft.request import Batch, Request
+from foredraft.request import Batch
 from foredraft.tree import Commit, TargetArgmax, TokenTree
 from foredraft.verification.rules import BLOCK
 from tests.support import engine_fakes, tiny_models
 from tests.support.engine_fakes import TableLM
+from tests.support.requests import change_options, make_request
 
 VOCAB = 23
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -30,7 +31,7 @@ def make_drafter(num_tokens=8, **options):
 
 
 def request(output, slot=0, prompt=PROMPT, **more):
-    made = Request(slot, list(prompt), Sampling(max_tokens=more.pop("max_tokens", 1000)), seed=1, **more)
+    made = make_request(slot, prompt, Sampling(max_tokens=more.pop("max_tokens", 1000)), seed=1, **more)
     made.output = list(output)
     made.num_computed = made.num_tokens - 1
     return made
@@ -338,7 +339,7 @@ def test_texts_are_guessed_by_the_window_alone():
     while len(r.output) < 200:
         step(drafter, r)
         passes += 1
-    text = [*r.prompt, 7]
+    text = [*r.spec.prompt, 7]
     while len(text) < r.num_tokens:
         text.append(said(text))
     assert r.tokens == text
@@ -361,7 +362,8 @@ def test_the_engine_keeps_the_window_through_preemption_and_steps_without_a_budg
     count = 0
     while llm.engine.has_work:
         for transcript in transcripts:
-            transcript.request.fixed_draft_length = (None, 0, 1, 7, None, None)[count % 6]
+            length = (None, 0, 1, 7, None, None)[count % 6]
+            change_options(transcript.request, num_speculative_tokens=length)
         llm.engine.step()
         count += 1
     assert [t.request.output for t in transcripts] == [c.token_ids for c in expected]

@@ -28,9 +28,10 @@ from foredraft.errors import ForedraftError
 from foredraft.kernels.cpu.library import load_library
 from foredraft.kernels.linear import DTYPE_KINDS
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
-from foredraft.request import Batch, Request
+from foredraft.request import Batch
 from foredraft.tree import Commit
 from tests.support import successor_model, tiny_heads, tiny_models
+from tests.support.requests import make_request
 from tests.support.statistical_checks import chi_square
 from tests.support.tiny_heads import MEDUSA
 
@@ -87,7 +88,7 @@ def test_sampled_drafts_of_heads_that_know_the_target_are_mostly_right(verify: s
 def test_a_prompt_and_a_missed_step_draft_nothing() -> None:
     """A state of another position predicts another token."""
     states = LastHiddenStates()
-    request = Request(slot=2, prompt=[1, 2, 3, 4], sampling=GREEDY, seed=0)
+    request = make_request(2, [1, 2, 3, 4], GREEDY)
     assert states.get(request) is None
     features = torch.arange(8.0).view(1, 4, 2)
     states.observe(Batch((request,), (4,), (0,)), Commit.from_lists([[0, 1, 2, 3]], [[2, 3, 4, 9]], features=features))

@@ -26,9 +26,9 @@ from foredraft.errors import ForedraftError
 from foredraft.kernels.cpu.library import load_library
 from foredraft.kernels.linear import DTYPE_KINDS
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
-from foredraft.request import Request
 from foredraft.verification.rules import MATCH, REJECT
 from tests.support import successor_model, tiny_heads, tiny_models
+from tests.support.requests import make_request
 from tests.support.tiny_heads import SPECULATOR
 
 V = successor_model.V
@@ -310,7 +310,7 @@ def test_the_published_tree_holds_the_whole_paths_that_its_authors_verify(
     plan = mlp_speculator.Config(branching="published").to_tree_spec(4, shape)
     for seed in range(5):
         hidden = torch.randn(V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-        request = Request(slot=0, prompt=[1, 2, 3 + seed], sampling=GREEDY, seed=5, rule=MATCH)
+        request = make_request(slot=0, prompt=[1, 2, 3 + seed], sampling=GREEDY, seed=5, rule=MATCH)
         [draft] = grow_drafts(
             steps, [GrowingStepDraft(TreeBuilder(request, plan.restrict(9, 99, False)), batch_index=0, state=hidden)], V
         )
@@ -320,7 +320,7 @@ def test_the_published_tree_holds_the_whole_paths_that_its_authors_verify(
         )
         assert paths_of(less) < paths_of(draft)
         assert 3 < len(less.tokens) <= 7
-        sampled = Request(slot=0, prompt=[1, 2], sampling=Sampling(max_tokens=9), seed=5, rule=REJECT)
+        sampled = make_request(slot=0, prompt=[1, 2], sampling=Sampling(max_tokens=9), seed=5, rule=REJECT)
         [drawn] = grow_drafts(
             steps, [GrowingStepDraft(TreeBuilder(sampled, plan.restrict(9, 99, False)), batch_index=0, state=hidden)], V
         )

@@ -8,8 +8,9 @@ from foredraft.drafters.method import DrafterContext
 from foredraft.drafters.ngram import drafter as ngram
 from foredraft.drafters.ngram.method import create
 from foredraft.errors import ForedraftError
-from foredraft.request import Batch, Request
+from foredraft.request import Batch
 from foredraft.sampling.params import Sampling
+from tests.support.requests import make_request
 
 
 def make_drafter(num_tokens=5, **options):
@@ -18,7 +19,7 @@ def make_drafter(num_tokens=5, **options):
 
 def request(tokens, slot=0, **more):
     """Make a request that samples the token after `tokens` next; the last three tokens are output."""
-    made = Request(slot, list(tokens[:-3]), Sampling(max_tokens=more.pop("max_tokens", 100)), seed=1, **more)
+    made = make_request(slot, tokens[:-3], Sampling(max_tokens=more.pop("max_tokens", 100)), seed=1, **more)
     made.output = list(tokens[-3:])
     made.num_computed = made.num_tokens - 1
     return made

@@ -13,12 +13,13 @@ from foredraft.drafters.ngram_lm import method as ngram_lm
 from foredraft.drafters.ngram_lm.counts import SequenceCounts
 from foredraft.drafters.ngram_lm.table import NgramModel
 from foredraft.errors import ForedraftError
-from foredraft.request import Batch, Request
+from foredraft.request import Batch
 from foredraft.sampling import rng
 from foredraft.sampling.distribution import distribution
 from foredraft.sampling.params import Sampling
 from foredraft.verification.registry import RULES
 from foredraft.verification.rules import MATCH, REJECT
+from tests.support.requests import make_request
 from tests.support.statistical_checks import chi_square
 
 VOCAB = 12
@@ -52,7 +53,7 @@ def make_drafter(folder=None, num_tokens=4, min_confidence=0.0, **options):
 
 def request(tokens, slot=0, sampling=None, **more):
     sampling = replace(sampling or Sampling(temperature=0), max_tokens=more.pop("max_tokens", 1000))
-    made = Request(slot, list(tokens[:-3]), sampling, seed=more.pop("seed", 5), **more)
+    made = make_request(slot, tokens[:-3], sampling, seed=more.pop("seed", 5), **more)
     made.output = list(tokens[-3:])
     made.num_computed = made.num_tokens - 1
     return made
@@ -73,7 +74,7 @@ def compute_draft_probs(drafter, one, drafted):
     counts = SequenceCounts(VOCAB, drafter.config.order, drafter.config.discount, drafter.config.base_weight)
     counts.extend(one.tokens)
     q = drafter.model.compute_q([*one.tokens, *drafted], counts)
-    return distribution(torch.from_numpy(np.log(q))[None], one.sampling, [one.build_history(drafted)])[0]
+    return distribution(torch.from_numpy(np.log(q))[None], one.spec.sampling, [one.build_history(drafted)])[0]
 
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0), Sampling(temperature=0, repetition_penalty=2.0)])
@@ -97,7 +98,7 @@ def test_a_drawn_token_is_the_winner_of_the_race_with_the_key_of_its_place(folde
         assert len(tokens) == 4
         for depth, token in enumerate(tokens):
             q = compute_draft_probs(drafter, one, tokens[:depth])
-            key = torch.tensor([draft_noise_key(one, depth, depth)])
+            key = torch.tensor([draft_noise_key(one, depth, depth, 0)])
             assert token == int(rng.exponential_race(q[None], key).argmax())
             if name == "bad words":
                 assert token != 3
@@ -109,7 +110,7 @@ def test_under_match_a_target_with_the_same_distribution_accepts_everything(fold
         one = request(text(40, slot), slot, Sampling(), seed=slot)
         (tokens,) = draft_tokens(drafter, one)
         for depth, token in enumerate(tokens):
-            key = rng.derive_key(one.seed, one.sample_index, rng.NoiseStream.TOKEN, one.num_tokens + depth)
+            key = rng.derive_key(one.spec.seed, one.spec.sample_index, rng.NoiseStream.TOKEN, one.num_tokens + depth)
             q = compute_draft_probs(drafter, one, tokens[:depth])
             assert token == int(rng.exponential_race(q[None], torch.tensor([key])).argmax())
 
@@ -201,7 +202,7 @@ def test_a_chain_ends_before_the_confidence_falls_under_the_threshold(folder):
             )
             product, expected = 1.0, 0
             for depth in range(4):
-                plain = replace(one.sampling, temperature=1.0) if sampling.is_greedy else one.sampling
+                plain = replace(one.spec.sampling, temperature=1.0) if sampling.is_greedy else one.spec.sampling
                 shown = request(one.tokens, slot, plain, seed=slot, bad_words=((3,),))
                 product *= float(compute_draft_probs(make_drafter(folder), shown, whole[:depth]).max())
                 if product < 0.15:

@@ -13,12 +13,14 @@ from foredraft.drafters.method import DrafterContext
 from foredraft.drafters.suffix import method as suffix
 from foredraft.errors import ForedraftError
 from foredraft.llm import MemoryLimits
-from foredraft.request import Batch, Request, RequestOptions, RequestStatus
+from foredraft.request import Batch, RequestStatus
+from foredraft.request_options import RequestOptions
 from foredraft.sampling.params import Sampling
 from foredraft.tree import Commit
 from foredraft.verification.registry import RULES
 from foredraft.verification.rules import BLOCK, REJECT
 from tests.support import tiny_models, tiny_seq2seq
+from tests.support.requests import make_request
 
 VOCAB = 50
 LOOP = [9, 5, 6, 7, 5, 6, 7, 5, 6, 7]
@@ -30,10 +32,11 @@ def make_drafter(num_tokens=5, **options):
     return suffix.create(suffix.Config(**options), DrafterContext(vocab_size=VOCAB, num_speculative_tokens=num_tokens))
 
 
-def request(tokens, slot=0, sampling=GREEDY, max_tokens=100, num_output=3, **more):
+def request(tokens, slot=0, sampling=GREEDY, max_tokens=100, num_output=3, tenant=b"", seed=1, **more):
     """Make a request that samples the token after `tokens` next; the last three tokens are output."""
     split = len(tokens) - num_output
-    one = Request(slot, list(tokens[:split]), replace(sampling, max_tokens=max_tokens), seed=1, **more)
+    sampling, options = replace(sampling, max_tokens=max_tokens), RequestOptions(salt=tenant)
+    one = make_request(slot, tokens[:split], sampling, seed, options=options, **more)
     one.output = list(tokens[split:])
     one.num_computed = one.num_tokens - 1
     one.status = RequestStatus.RUNNING
@@ -126,8 +129,7 @@ def test_a_drawn_draft_brings_the_distribution_it_was_drawn_from(verify):
     )
     seen = set()
     for seed in range(40):
-        one = request(text, slot=seed, sampling=Sampling(), rule=RULES[verify])
-        one.seed = seed
+        one = request(text, slot=seed, sampling=Sampling(), rule=RULES[verify], seed=seed)
         tree = drafter.propose(batch(one))
         (token,) = tree.tokens[0][1:]
         seen.add(token)
@@ -142,8 +144,7 @@ def test_the_length_of_a_drawn_draft_does_not_tell_how_likely_its_last_token_was
     drafter = make_drafter(1, min_confidence=0.15)
     lengths = set()
     for seed in range(60):
-        one = request(text, slot=seed, sampling=Sampling(), rule=REJECT)
-        one.seed = seed
+        one = request(text, slot=seed, sampling=Sampling(), rule=REJECT, seed=seed)
         (tokens,) = draft_tokens(drafter, one)
         lengths.add((len(tokens), *tokens))
     assert {(1, 3), (1, 4)} <= lengths
@@ -253,8 +254,8 @@ def test_a_tenant_is_the_caller_whatever_an_encoder_reads():
     """Pages of an encoder-decoder's decoder depend on the source; past outputs do not."""
     asked = [([5, 6], b"a"), ([7, 8], b"a"), ([5, 6], b"b")]
     said = [tiny_seq2seq.plain().prepare(ids, Sampling(), RequestOptions(salt=salt))[0].request for ids, salt in asked]
-    assert [one.tenant for one in said] == [b"a", b"a", b"b"]
-    assert len({one.salt for one in said}) == 3
+    assert [one.spec.options.salt for one in said] == [b"a", b"a", b"b"]
+    assert len({one.spec.page_salt for one in said}) == 3
 
 
 @pytest.mark.parametrize(

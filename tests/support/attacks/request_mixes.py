@@ -319,14 +319,15 @@ def _find_fault(
         return "the pieces are not the text"
     if [token for delta in transcript.deltas for token in delta.token_ids] != done.token_ids:
         return "the tokens of the pieces are not those of the text"
-    if len(done.token_ids) != done.stats.num_tokens or len(done.token_ids) > transcript.request.sampling.max_tokens:
-        return f"{done.stats.num_tokens} tokens counted, {len(done.token_ids)} there"
+    count, most = len(done.token_ids), transcript.request.spec.sampling.max_tokens
+    if count != done.stats.num_tokens or count > most:
+        return f"{done.stats.num_tokens} tokens counted, {count} there"
     return None if wanted is None else describe_difference(done, wanted, is_exact)
 
 
 def _may_fail(request: Request) -> bool:
     """Allowed ids and a grammar may leave nothing to sample; so may bad words."""
-    sampling = request.sampling
+    sampling = request.spec.sampling
     return sampling.grammar is not None or sampling.allowed_token_ids is not None
 
 

@@ -15,6 +15,7 @@ from foredraft.drafters.aggressive.copy_cursor import CopyCursor
 from foredraft.drafters.draft import Draft, to_token_tree
 from foredraft.drafters.spec import DrafterSpec
 from foredraft.request import Batch, Request
+from foredraft.request_spec import RequestSpec
 from foredraft.tree import Commit, TokenTree
 
 SOURCES = ("auto", "encoder", "prediction", "prompt", "fenced")
@@ -51,19 +52,19 @@ class CopySourceFinder:
 
     def make_cursor(self, request: Request) -> CopyCursor:
         """Make a cursor at the beginning of the request's source, or at an unknown position in the prompt."""
-        source = self._find_given_source(request)
+        source, prompt = self._find_given_source(request.spec), request.spec.prompt
         if source is None and (self.config.start is not None or self.config.source == "fenced"):
-            source = self._extract_prompt_span(request.prompt)
+            source = self._extract_prompt_span(prompt)
         if source is not None:
             return CopyCursor(source, tokens_per_match=self.config.tokens_per_match)
-        prompt = tuple(request.prompt) if self.config.source in ("auto", "prompt", "fenced") else ()
-        return CopyCursor.from_unknown_position(prompt, request.prompt, self.config.tokens_per_match)
+        copied = prompt if self.config.source in ("auto", "prompt", "fenced") else ()
+        return CopyCursor.from_unknown_position(copied, prompt, self.config.tokens_per_match)
 
-    def _find_given_source(self, request: Request) -> TokenTuple | None:
+    def _find_given_source(self, spec: RequestSpec) -> TokenTuple | None:
         """Return the encoder input or the prediction, if `source` allows it."""
         sources = {
-            "encoder": () if request.source is None else request.source.tokens,
-            "prediction": request.prediction,
+            "encoder": () if spec.source is None else spec.source.tokens,
+            "prediction": spec.options.prediction,
         }
         names = sources if self.config.source == "auto" else (self.config.source,)
         return next((sources[name] for name in names if sources.get(name)), None)
@@ -99,7 +100,7 @@ class AggressiveDrafter:
             request, budget = batch.requests[b], batch.granted_nodes[b]
             depth = min(self.num_speculative_tokens, budget, request.max_draft_depth)
             if depth > 0:
-                branches = self.config.branches if request.rule.takes_trees else 1
+                branches = self.config.branches if request.spec.rule.takes_trees else 1
                 drafts[b] = Draft.from_paths(self._update_cursor(request).draft_branches(depth, branches), budget)
         return to_token_tree(batch, drafts)
 

@@ -39,8 +39,9 @@ class PredictedOutputDrafter:
 
     def observe(self, batch: Batch, commit: Commit) -> None:
         for request in batch.requests:
-            if request.prediction and self._is_new(request):
-                self._cursors[request.slot] = CopyCursor(request.prediction)
+            prediction = request.spec.options.prediction
+            if prediction and self._is_new(request):
+                self._cursors[request.slot] = CopyCursor(prediction)
 
     def forget(self, slots: Sequence[int]) -> None:
         for slot in slots:
@@ -48,5 +49,5 @@ class PredictedOutputDrafter:
 
     def _is_new(self, request: Request) -> bool:
         cursor = self._cursors.get(request.slot)
-        is_same = cursor is not None and cursor.source is request.prediction
+        is_same = cursor is not None and cursor.source is request.spec.options.prediction
         return not is_same or cursor.num_read > len(request.output)  # type: ignore[union-attr]

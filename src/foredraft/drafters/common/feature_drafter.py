@@ -213,7 +213,7 @@ class FeatureDrafter:
             total += len(pending.tokens)
             last_rows.append(total - 1)
             start, tokens = self.draft_kv.num_valid.get(slot, 0), pending.tokens
-            source = pending.request.source
+            source = pending.request.spec.source
             spans.append(Span(pending.request.pages, start, tokens, range(len(tokens)), source=source))
             features += pending.features
         page_size = next(iter(pending_by_slot.values())).page_size

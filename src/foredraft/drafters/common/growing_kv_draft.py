@@ -33,7 +33,8 @@ class GrowingKVDraft(GrowingDraft):
         is_last = nodes == list(range(size - len(nodes), size))
         tokens, first_node = [builder.tokens[node - 1] for node in builder.frontier], size - len(nodes)
         tree, subset = None if is_chain else parents, None if is_last else nodes
-        return Span(builder.request.pages, self.start, tokens, depths, tree, first_node, builder.request.source, subset)
+        request = builder.request
+        return Span(request.pages, self.start, tokens, depths, tree, first_node, request.spec.source, subset)
 
     def _assign_offsets(self) -> list[int]:
         """Give every frontier node a free KV position, after freeing those of nodes that left the best nodes."""

@@ -49,7 +49,7 @@ class GrowingStepDraft(GrowingDraft):
     @property
     def is_greedy_chain(self) -> bool:
         """Whether the draft is a chain of likeliest tokens, for which `_draft_chains` is enough."""
-        spec, sampling = self.builder.tree_spec, self.request.sampling
+        spec, sampling = self.builder.tree_spec, self.request.spec.sampling
         return spec.width == 1 and not spec.min_confidence and sampling.is_greedy and not sampling.shapes_logits
 
     def get_token(self, node: int) -> int:

@@ -178,6 +178,7 @@ class TreeBuilder:
     frontier: list[int] = field(default_factory=lambda: [0])  # nodes to expand next
     best_nodes: list[int] = field(default_factory=list)  # if `prunes_nodes`: the likeliest nodes so far
     static_index: list[int] = field(default_factory=lambda: [0])  # node -> node of the static tree, if there is one
+    draft_stream: int = 0  # of the batch
 
     def __post_init__(self) -> None:
         # a sampled node must not be dropped, so whole paths cannot be selected afterwards: allocate nodes instead
@@ -186,12 +187,12 @@ class TreeBuilder:
 
     @property
     def is_greedy(self) -> bool:
-        return self.request.sampling.is_greedy
+        return self.request.spec.sampling.is_greedy
 
     @property
     def uses_q(self) -> bool:
         """Whether children are sampled from a q that the verification rule uses."""
-        return not self.is_greedy and self.request.rule.uses_q
+        return not self.is_greedy and self.request.spec.rule.uses_q
 
     @property
     def prunes_nodes(self) -> bool:
@@ -201,7 +202,7 @@ class TreeBuilder:
     @property
     def shares_noise(self) -> bool:
         """Whether draft and target sample a position with the same noise."""
-        return not self.is_greedy and self.request.rule.shares_noise
+        return not self.is_greedy and self.request.spec.rule.shares_noise
 
     def collect_path(self, node: int) -> list[int]:
         """Return the tokens from below the root down to a node."""
@@ -258,7 +259,7 @@ class TreeBuilder:
         """Choose which of the newest nodes to expand; no end-of-sequence token, no path below `min_confidence`."""
         if not nodes or self.depths[nodes[0]] >= self.tree_spec.max_depth:
             return []
-        end_ids, min_confidence = self.request.end_ids, self.tree_spec.min_confidence
+        end_ids, min_confidence = self.request.spec.end_ids, self.tree_spec.min_confidence
         threshold = math.log(min_confidence) if min_confidence > 0 else -math.inf
         if self.uses_q:  # a cut may depend on q above it, never on the tokens sampled from that q
             nodes = nodes if self._compute_log_confidence(nodes[0]) >= threshold else []
@@ -325,7 +326,7 @@ def add_level(builders: Sequence[TreeBuilder], node_logits: NodeLogits) -> None:
         node_logits: logits after all frontier nodes, builder by builder.
     """
     nodes = [(g, node) for g in builders for node in g.frontier]
-    if all(g.is_greedy and not g.request.sampling.shapes_logits for g in builders):
+    if all(g.is_greedy and not g.request.spec.sampling.shapes_logits for g in builders):
         scored = _select_likeliest(nodes, node_logits)
     else:
         scored = _select_children(nodes, node_logits.to_full_vocab())
@@ -360,9 +361,9 @@ def _select_children(nodes: Sequence[tuple[TreeBuilder, int]], logits: Tensor) -
     q = distribution(logits, samplings, history)
     scores = q
     if any(not g.is_greedy for g, _ in nodes):
-        keys = torch.tensor([draft_noise_key(g.request, node, g.depths[node]) for g, node in nodes], device=q.device)
+        keys = [draft_noise_key(g.request, node, g.depths[node], g.draft_stream) for g, node in nodes]
         races = torch.tensor([g.uses_q or g.shares_noise for g, _ in nodes], device=q.device)
-        scores = torch.where(races[:, None], rng.exponential_race(q, keys), q.double())
+        scores = torch.where(races[:, None], rng.exponential_race(q, torch.tensor(keys, device=q.device)), q.double())
     widths = _allocate_widths(nodes, q)
     top = scores.topk(min(max(1, *widths), scores.shape[-1]), -1)
     log_probs = (top.values.double() / scores.double().sum(-1, keepdim=True)).log().tolist()
@@ -394,5 +395,5 @@ def _drop_impossible(ids: Sequence[int], log_probs: Sequence[float], width: int)
 
 def _relax_greedy_sampling(g: TreeBuilder) -> Sampling:
     """Return the sampling settings for a draft. A greedy draft ranks tokens, so it drops temperature and filters."""
-    s = g.request.sampling
+    s = g.request.spec.sampling
     return replace(s, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0) if s.is_greedy else s

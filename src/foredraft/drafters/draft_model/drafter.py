@@ -146,4 +146,4 @@ class DraftModel:
 
 def _build_chain_span(request: Request, start: int, stop: int) -> Span:
     tokens = request.get_tokens(start, stop)
-    return Span(request.pages, start, tokens, range(len(tokens)), source=request.source)
+    return Span(request.pages, start, tokens, range(len(tokens)), source=request.spec.source)

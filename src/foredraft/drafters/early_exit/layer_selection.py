@@ -219,9 +219,10 @@ def _estimate_agreement(logits: Tensor, requests: Sequence[Request], tokens: Seq
         Probabilities [R, C].
     """
     emitted = torch.tensor(tokens, device=logits.device)
-    temperatures = torch.tensor([max(r.sampling.temperature, MIN_TEMPERATURE) for r in requests], device=logits.device)
+    samplings = [r.spec.sampling for r in requests]
+    temperatures = torch.tensor([max(s.temperature, MIN_TEMPERATURE) for s in samplings], device=logits.device)
     probs = (logits.float() / temperatures[:, None, None]).softmax(-1)
     overlap = torch.minimum(probs[:, :-1], probs[:, -1:]).sum(-1)
     is_hit = (logits[:, :-1].argmax(-1) == emitted[:, None]).to(overlap.dtype)
-    is_greedy = torch.tensor([r.sampling.is_greedy for r in requests], device=logits.device)
+    is_greedy = torch.tensor([s.is_greedy for s in samplings], device=logits.device)
     return torch.where(is_greedy[:, None], is_hit, overlap)

@@ -99,13 +99,13 @@ class EnsembleDrafter:
 
     def _collect_choices(self, batch: Batch, b: int) -> RequestChoices:
         request, budget = batch.requests[b], batch.granted_nodes[b]
-        self.selector.estimates.register(request.slot, not request.sampling.is_greedy)
+        self.selector.estimates.register(request.slot, not request.spec.sampling.is_greedy)
         candidates = [
             candidate
             for i, member in enumerate(self.members)
             if (candidate := member.draft_from_tokens(i, request, budget)) is not None
         ]
-        is_chain = not request.rule.takes_trees
+        is_chain = not request.spec.rule.takes_trees
         if (
             len(candidates) > 1
             and self.mode != "sequence"
@@ -119,9 +119,9 @@ class EnsembleDrafter:
                 self._node_maps.set(i, b, [0])  # until its draft is selected, no node is its own
             if not candidate.is_sampled:  # a sampled draft is recorded only if it is verified
                 candidate.past_index = step.add_draft(candidate.key, candidate.draft.tokens, candidate.draft.parents)
-        is_sampled = not request.sampling.is_greedy and request.rule.uses_q
+        is_sampled = request.spec.rule.uses_q and not request.spec.sampling.is_greedy
         stale = tuple(i for i in self.model_stats if not self._use.is_fresh(i, request.slot))
-        return RequestChoices(request.slot, budget, candidates, not is_chain, not is_chain and not is_sampled, stale)
+        return RequestChoices(request.slot, budget, candidates, not is_chain, is_sampled, stale)
 
     def _propose_with(
         self,
@@ -131,12 +131,16 @@ class EnsembleDrafter:
         all_choices: dict[int, RequestChoices],
         plans: dict[int, RequestDraftPlan],
     ) -> TokenTree:
-        """Let a member draft for the requests whose plans have nodes for it. `rank`: 0 = first selected member."""
+        """Let a member draft for the requests whose plans have nodes for it.
+
+        `rank`: 0 = first selected member. It is also the member's stream of draft noise, so all samples of a step are
+        independent.
+        """
         member, budgets = self.members[stats.index], [0] * len(batch)
         for b, plan in plans.items():
-            budgets[b] = min(plan.node_budget, stats.max_nodes) if rank == 0 or all_choices[b].may_merge_all else 0
+            budgets[b] = min(plan.get_budget(rank), stats.max_nodes) if rank == 0 or all_choices[b].may_merge else 0
         started = self._timer.clock()
-        tree = member.sandboxed.propose(replace(batch, granted_nodes=tuple(budgets)))
+        tree = member.sandboxed.propose(replace(batch, granted_nodes=tuple(budgets), draft_stream=rank))
         seconds = self._timer.clock() - started
         deepest, is_fresh = 0, True
         for b, budget in enumerate(budgets):

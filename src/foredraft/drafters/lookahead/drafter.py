@@ -175,10 +175,11 @@ class LookaheadDrafter(TokenDrafter[LookaheadState]):
 
     def draft_tokens(self, state: LookaheadState, request: Request, depth: int, budget: int) -> Draft:
         guesses = [path[:depth] for path in state.pool.get_continuations(state.tokens[-1])]
-        if not request.rule.takes_trees:
+        if not request.spec.rule.takes_trees:
             return Draft.from_paths(guesses[:1], budget)
         if state.window is None:
-            state.window = LookaheadWindow(self.config.window, self._ngram_size - 1, _select_initial_tokens(request))
+            likely = request.spec.input_tokens  # tokens that are likely in the output
+            state.window = LookaheadWindow(self.config.window, self._ngram_size - 1, likely)
         paths, state.pending_columns = _interleave(guesses, state.window.list_paths(depth), budget)
         return Draft.from_paths(paths, budget)
 
@@ -187,11 +188,6 @@ class LookaheadDrafter(TokenDrafter[LookaheadState]):
             state = self._states.get(request.slot)
             if state is not None:
                 state.update_window(b, commit.target_argmax)
-
-
-def _select_initial_tokens(request: Request) -> Sequence[int]:
-    """Return tokens that are likely in this request's output."""
-    return request.source.tokens if request.source is not None and request.source.tokens else request.prompt
 
 
 def _interleave(

@@ -41,22 +41,24 @@ class MedusaRequest:
     request: Request
     tree: StaticTree  # cut to the depth and budget of the request
     state: Tensor  # [H] target state before the last committed token
+    draft_stream: int  # of the batch
 
     @property
     def shapes_logits(self) -> bool:
         """Whether logits depend on the tokens before them, as with penalties."""
-        return self.request.sampling.shapes_logits
+        return self.request.spec.sampling.shapes_logits
 
     @property
     def uses_q(self) -> bool:
         """Whether draft tokens are sampled from a q that the verification rule uses."""
-        return self.request.rule.uses_q and not self.request.sampling.is_greedy
+        spec = self.request.spec
+        return spec.rule.uses_q and not spec.sampling.is_greedy
 
     @property
     def is_random(self) -> bool:
         """Whether draft tokens are sampled, from a q or with the target's noise."""
-        rule = self.request.rule
-        return (rule.uses_q or rule.shares_noise) and not self.request.sampling.is_greedy
+        spec = self.request.spec
+        return (spec.rule.uses_q or spec.rule.shares_noise) and not spec.sampling.is_greedy
 
 
 class Medusa:
@@ -125,8 +127,9 @@ class Medusa:
         state = self._states.get(request)
         if state is None or request.max_draft_depth < 1:
             return None
-        tree = self.tree if request.rule.takes_trees else self._chain_tree
-        return MedusaRequest(b, request, tree.restrict(request.max_draft_depth, batch.granted_nodes[b]), state)
+        tree = self.tree if request.spec.rule.takes_trees else self._chain_tree
+        tree = tree.restrict(request.max_draft_depth, batch.granted_nodes[b])
+        return MedusaRequest(b, request, tree, state, batch.draft_stream)
 
     def _truncate_unconfident(
         self, requests: Sequence[MedusaRequest], logits: Tensor
@@ -161,7 +164,7 @@ class Medusa:
     def _sample_drafts(self, requests: Sequence[MedusaRequest], logits: Tensor) -> list[Draft]:
         """Sample all nodes at once from the heads' distributions under each request's settings."""
         size, depth = self.context.vocab_size, logits.shape[1]
-        samplings = [entry.request.sampling for entry in requests for _ in range(depth)]
+        samplings = [entry.request.spec.sampling for entry in requests for _ in range(depth)]
         probs = distribution(NodeLogits(logits.flatten(0, 1), size).to_full_vocab(), samplings)
         rows, keys = [], []  # one per race: per depth under `match`, per node otherwise
         for i, entry in enumerate(requests):
@@ -169,7 +172,7 @@ class Medusa:
             if entry.uses_q:
                 races = [(node, entry.tree.get_depth(node)) for node in entry.tree.inner_nodes]
             rows += [i * depth + level for _, level in races]
-            keys += [draft_noise_key(entry.request, node, level) for node, level in races]
+            keys += [draft_noise_key(entry.request, node, level, entry.draft_stream) for node, level in races]
         ids = _sample_tokens(probs, rows, keys, max(entry.tree.width for entry in requests))
         drafts, first = [], 0
         for i, entry in enumerate(requests):
@@ -184,7 +187,10 @@ class Medusa:
 
     def _build_trees(self, requests: Sequence[MedusaRequest], logits: Tensor) -> list[Draft]:
         """Draft level by level, since penalties give every node another distribution."""
-        builders = [TreeBuilder(entry.request, TreeSpec.from_static_tree(entry.tree)) for entry in requests]
+        builders = [
+            TreeBuilder(entry.request, TreeSpec.from_static_tree(entry.tree), draft_stream=entry.draft_stream)
+            for entry in requests
+        ]
         for depth in range(logits.shape[1]):
             growing = [(i, g) for i, g in enumerate(builders) if g.frontier and depth < g.tree_spec.max_depth]
             if growing:

@@ -53,12 +53,14 @@ class NgramLMChain:
     @property
     def is_plain_greedy(self) -> bool:
         """True if the likeliest token is the draft, without penalties or other changes of the logits."""
-        return self.request.sampling.is_greedy and not self.request.sampling.shapes_logits
+        sampling = self.request.spec.sampling
+        return sampling.is_greedy and not sampling.shapes_logits
 
     @property
     def needs_q(self) -> bool:
         """True if the verification reads q and q is not one-hot, as a greedy q is."""
-        return self.request.rule.uses_q and not self.request.sampling.is_greedy
+        spec = self.request.spec
+        return spec.rule.uses_q and not spec.sampling.is_greedy
 
     def compute_q(self, model: NgramModel) -> Floats:
         """Compute the model's distribution [V] after the tokens drafted so far."""
@@ -73,22 +75,23 @@ class NgramLMChain:
 
     def compute_probs(self, q: Floats) -> Tensor:
         """Apply the request's sampling parameters to q; returns [V]."""
-        sampling = self.request.sampling
+        sampling = self.request.spec.sampling
         history = [self.request.build_history(self.tokens)] if sampling.shapes_logits else None
         return distribution(torch.from_numpy(np.log(q.astype(np.float32)))[None], [sampling], history)[0]
 
     def sample(self, probs: NDArray[np.float32]) -> int:
         """Sample a token from probabilities [V] by an exponential race.
 
-        In a chain the depth of the parent equals its node index, so both keys are the same number.
+        In a chain the depth of the parent equals its node index, so both keys are the same number. The stream is 0: an
+        ensemble merges no sampled draft of a token member.
         """
         depth = len(self.tokens)
-        return rng.race_argmax(probs, draft_noise_key(self.request, depth, depth))
+        return rng.race_argmax(probs, draft_noise_key(self.request, depth, depth, stream=0))
 
     def append(self, token: int) -> bool:
         """Append a token. Returns whether more may follow; an end token is always the last one."""
         self.tokens.append(token)
-        return len(self.tokens) < self.max_tokens and token not in self.request.end_ids
+        return len(self.tokens) < self.max_tokens and token not in self.request.spec.end_ids
 
     def to_draft(self) -> Draft:
         if not self.draft_probs:
@@ -129,7 +132,7 @@ class NgramLMDrafter(TokenDrafter[SequenceCounts]):
         values = probs.numpy()
         best_token = int(values.argmax())
         # greedy probabilities are one-hot, so the confidence comes from q
-        is_greedy = chain.request.sampling.is_greedy and values[best_token] == 1
+        is_greedy = chain.request.spec.sampling.is_greedy and values[best_token] == 1
         if not chain.update_confidence(
             float(q[best_token] if is_greedy else values[best_token]), self.config.min_confidence
         ):

@@ -162,7 +162,7 @@ class SuffixDrafter:
         if matched < config.min_match or depth < 1:
             return Draft()
         draft = self.automaton_class.draft(
-            matches, self.discount_table, RankedDraftSpec(depth, depth, 1, config.min_confidence, request.end_ids)
+            matches, self.discount_table, RankedDraftSpec(depth, depth, 1, config.min_confidence, request.spec.end_ids)
         )
         return Draft(tuple(draft.tokens), tuple(draft.parents))
 
@@ -186,7 +186,7 @@ class SuffixDrafter:
         """
         for request in self._released:
             if request.status is RequestStatus.FINISHED and self.cache is not None:
-                self.cache.add(request.tenant, request.output)
+                self.cache.add(request.spec.options.salt, request.output)
         self._released.clear()
 
     def _update_state(self, request: Request) -> SuffixState:
@@ -195,7 +195,7 @@ class SuffixDrafter:
         if state is None or state.request is not request or state.num_read > request.num_tokens:
             file_matches = [] if self.file_automaton is None else [SuffixMatch(self.file_automaton)]
             state = self._states[request.slot] = SuffixState(request, self.automaton_class(), file_matches=file_matches)
-        state.update(() if self.cache is None else self.cache.list_sections(request.tenant))
+        state.update(() if self.cache is None else self.cache.list_sections(request.spec.options.salt))
         return state
 
     def _limit_depth(self, match_length: int, max_depth: int) -> int:
@@ -209,16 +209,16 @@ class SuffixDrafter:
         )
 
     def _draft_request(self, request: Request, budget: int) -> Draft:
-        state, config = self._update_state(request), self.config
+        state, config, spec = self._update_state(request), self.config, request.spec
         matches = state.matches
         state.match_length, state.expected_accepted = max(match.length for match in matches), 0.0
         plan = self.tree_spec.restrict(
-            self._limit_depth(state.match_length, request.max_draft_depth), budget, not request.rule.takes_trees
+            self._limit_depth(state.match_length, request.max_draft_depth), budget, not spec.rule.takes_trees
         )
         if state.match_length < config.min_match or plan.max_nodes < 1 or plan.max_depth < 1:
             return Draft()
-        if request.sampling.is_greedy and not request.sampling.shapes_logits:
-            shape = RankedDraftSpec(plan.max_nodes, plan.max_depth, plan.width, config.min_confidence, request.end_ids)
+        if spec.sampling.is_greedy and not spec.sampling.shapes_logits:
+            shape = RankedDraftSpec(plan.max_nodes, plan.max_depth, plan.width, config.min_confidence, spec.end_ids)
             draft = self.automaton_class.draft(matches, self.discount_table, shape)
             state.expected_accepted = sum(draft.path_probs)
             return Draft(tuple(draft.tokens), tuple(draft.parents))
