@@ -10,7 +10,15 @@ from foredraft.cli.shell import UsageError
 Options = TypeVar("Options", bound=ModelOptions)
 OPTION_NAME = "--speculative-config"
 # key of the JSON object -> field of ModelOptions
-OPTION_FIELDS = {"method": "spec_method", "model": "spec_model", "num_speculative_tokens": "spec_tokens"}
+OPTION_FIELDS = {
+    "method": "spec_method",
+    "model": "spec_model",
+    "num_speculative_tokens": "spec_tokens",
+    "verify": "verify",
+    "posterior_threshold": "posterior_threshold",
+    "posterior_alpha": "posterior_alpha",
+}
+NUMBERS = ("posterior_threshold", "posterior_alpha")  # fields that keep a number as it is
 
 
 def read_speculative_config(options: Options) -> Options:
@@ -41,5 +49,5 @@ def read_speculative_config(options: Options) -> Options:
         name = OPTION_FIELDS[key]
         if getattr(options, name) != getattr(ModelOptions(), name):
             raise UsageError(f"{key} is given in {OPTION_NAME} and with --{name.replace('_', '-')}; give it once")
-        changes[name] = [value] if name == "spec_method" else str(value)
+        changes[name] = [value] if name == "spec_method" else value if name in NUMBERS else str(value)
     return replace(options, **changes, spec_option=settings or None)  # type: ignore[arg-type]
