@@ -103,7 +103,7 @@ def test_a_batch_of_all_rules_and_two_thresholds_gives_each_request_its_own_outp
     if sampling is SEEDED:
         default, low, high = (c.stats for c in together[3:])
         assert low.target_passes < high.target_passes
-        assert len({tuple(c.token_ids) for c in together}) >= 4, "the rules can hardly be told apart"
+        assert len({tuple(c.token_ids) for c in together}) >= 4, "too few outputs differ"
         assert default.num_drafted > 0
 
 
