@@ -1,6 +1,7 @@
 """Options of a request: every method of `LLM` that takes prompts takes them, and each request obeys its own."""
 
 import asyncio
+import copy
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 
@@ -49,7 +50,7 @@ def make_llm(length: int = 4, **options) -> LLM:
 @pytest.fixture(scope="module")
 def texting() -> LLM:
     """A model as large as the tokenizer's vocabulary, so that it takes and gives text."""
-    tokenizer = tiny_models.tokenizer()
+    tokenizer = copy.deepcopy(tiny_models.tokenizer())  # another test reads that it has no template
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     return LLM(tiny_models.llama(len(tokenizer), seed=5), None, tokenizer=tokenizer, is_debug=True)
 
