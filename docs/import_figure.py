@@ -11,6 +11,7 @@ from pathlib import Path
 DOCS = Path(__file__).parent
 PACKAGE = DOCS.parent / "src" / "foredraft"
 WIDTH, MARGIN, BOX_HEIGHT, ROW_HEIGHT, GAP, CHAR_WIDTH = 1000, 10, 26, 64, 12, 7.4  # pixels
+FIGURES = {"imports.svg": PACKAGE, "imports-drafters.svg": PACKAGE / "drafters"}  # drawn folder by file
 Graph = dict[str, set[str]]
 
 
@@ -129,7 +130,7 @@ def draw(graph: Graph) -> str:
 
 
 def main() -> None:
-    for folder, file in ((PACKAGE, "imports.svg"), (PACKAGE / "drafters", "imports-drafters.svg")):
+    for file, folder in FIGURES.items():
         graph = read_imports(folder)
         (DOCS / file).write_text(draw(graph))
         print(f"{file}: {len(graph)} boxes, {sum(map(len, graph.values()))} arrows")  # noqa: T201

@@ -1,6 +1,7 @@
 """The documents: code blocks run, names exist, words follow the glossary."""
 
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -136,3 +137,10 @@ def test_a_page_begins_with_what_it_is_and_one_command(page):
     assert title.startswith("# ")
     assert not first.startswith(("#", "|", "```")), "the first paragraph is prose"
     assert "```" in "\n\n".join(rest[:6]) or page.name == "README.md", "a command or a snippet stands near the top"
+
+
+@pytest.mark.parametrize("file", ["imports.svg", "imports-drafters.svg"])
+def test_the_import_graphs_are_those_of_the_sources(file):
+    figure = runpy.run_path(str(DOCS / "import_figure.py"))
+    drawn = figure["draw"](figure["read_imports"](figure["FIGURES"][file]))
+    assert (DOCS / file).read_text() == drawn, "run python docs/import_figure.py"

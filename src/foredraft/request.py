@@ -79,6 +79,7 @@ class Batch:
     num_new_tokens: tuple[int, ...]  # committed tokens that this step computes; at least 1
     granted_nodes: tuple[int, ...]  # draft nodes granted; 0 if the chunk does not reach the last committed token
     page_size: int = 16  # tokens per page
+    draft_stream: int = 0  # number in the noise of sampled drafts: drafters that sample for one request differ in it
 
     def __len__(self) -> int:
         return len(self.requests)

@@ -4,7 +4,7 @@ Pure data: no model, no randomness. Every step is one tree per request, prompt c
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import index, sub
@@ -58,6 +58,14 @@ class lazy_property(Generic[T]):  # noqa: N801 - a decorator
         return value
 
 
+@dataclass(frozen=True, eq=False)
+class SampledSiblings:
+    """Children of one node that one more drafter sampled, in order, without replacement."""
+
+    q: Tensor  # [V] distribution that they were sampled from
+    children: tuple[int, ...]  # their nodes, counted from the root; some may be children of an earlier drafter too
+
+
 @dataclass(frozen=True)
 class TokenTree:
     """Tokens that one forward pass of the target verifies: one tree per request.
@@ -76,6 +84,9 @@ class TokenTree:
     # [R] leading children that were sampled from q; the others are deterministic draft tokens. None = all were sampled.
     num_sampled_children: tuple[int, ...] | None = None
     predicted: frozenset[int] = frozenset()  # batch indices of requests whose draft is copied from their prediction
+    # Samples of further drafters of a merged tree, by batch index and parent (counted from the root). Those below one
+    # parent are verified in this order, after the children sampled from `q`. None = one drafter at most sampled.
+    further_samples: Mapping[tuple[int, int], tuple[SampledSiblings, ...]] | None = None
 
     @classmethod
     def from_lists(
@@ -93,7 +104,8 @@ class TokenTree:
         """Return the same trees with new lists; q is shared."""
         tokens, parents = [list(row) for row in self.tokens], [list(row) for row in self.parents]
         num_sampled = None if self.num_sampled_children is None else tuple(self.num_sampled_children)
-        return TokenTree(tokens, parents, self.q, self.committed_next, num_sampled, frozenset(self.predicted))
+        further = None if self.further_samples is None else dict(self.further_samples)
+        return TokenTree(tokens, parents, self.q, self.committed_next, num_sampled, frozenset(self.predicted), further)
 
     @lazy_property
     def sizes(self) -> list[int]:
@@ -178,7 +190,11 @@ class TokenTree:
             )
         predicted = frozenset(i for i, b in enumerate(indices) if b in self.predicted)
         tokens, parents = [self.tokens[b] for b in indices], [self.parents[b] for b in indices]
-        return TokenTree(tokens, parents, q, committed_next, num_sampled, predicted)
+        further = None
+        if self.further_samples is not None:
+            items = self.further_samples.items()
+            further = {(i, node): found for i, b in enumerate(indices) for (owner, node), found in items if owner == b}
+        return TokenTree(tokens, parents, q, committed_next, num_sampled, predicted, further)
 
     def prepend_committed(
         self, prefixes: Sequence[Sequence[int]], committed_next: Sequence[Sequence[int]]
@@ -202,6 +218,7 @@ class TokenTree:
             tuple(tuple(row) for row in committed_next),
             self.num_sampled_children,
             self.predicted,
+            self.further_samples,  # counted from the roots
         )
 
 

@@ -24,7 +24,7 @@ def test_a_method_without_a_draft_model_is_refused_with_what_to_do(method: str) 
 
 
 def test_it_becomes_an_option_of_the_method_that_takes_it() -> None:
-    options = ModelOptions(spec_vocab="tli", spec_model="small")
+    options = ModelOptions(spec_vocab="tli", spec_model=["small"])
     assert build_drafter_spec(options, "draft_model") == {"method": "draft_model", "model": "small", "vocab": "tli"}
     with pytest.raises(UsageError, match="--spec-method ngram has none"):
         build_drafter_spec(options, "ngram")

@@ -29,6 +29,29 @@ def test_the_words_of_llama_cpp_and_vllm_mean_ours(run, args):
     assert backend.specs == [{"method": "draft_model", "model": "draft", "num_speculative_tokens": 4}]
 
 
+@pytest.mark.parametrize(
+    ("args", "spec"),
+    [
+        (("-md", "a", "--spec-model", "b"), {"method": "draft_model+draft_model", "model": ["a", "b"]}),
+        (("--spec-method", "draft_model", "-md", "a", "-md", "b"), {"method": "draft_model", "model": ["a", "b"]}),
+        (("--speculative-config", '{"model": ["a", "b"]}'), {"method": "draft_model+draft_model", "model": ["a", "b"]}),
+        (
+            ("--spec-method", "draft_model+draft_model", "--spec-option", "draft_model_2.model=b"),
+            {"method": "draft_model+draft_model", "draft_model_2.model": "b"},
+        ),
+        (
+            ("--speculative-config", '{"method": "draft_model+draft_model", "draft_model_2": {"model": "b"}}'),
+            {"method": "draft_model+draft_model", "draft_model_2": {"model": "b"}},
+        ),
+    ],
+)
+def test_several_draft_models_can_be_given(run, args, spec):
+    backend = FakeBackend()
+    outcome = run("generate", "text", *args, backend=backend)
+    assert outcome.code == 0, outcome.stderr
+    assert backend.specs == [spec]
+
+
 def test_further_keys_of_a_speculative_config_are_settings_of_the_method():
     options = GenerateOptions(speculative_config='{"method": "ngram", "branches": 2}')
     assert build_drafter_spec(read_speculative_config(options), "ngram") == {"method": "ngram", "branches": 2}

@@ -23,12 +23,15 @@ from foredraft.checkpoints.schema import Checkpoint
 from foredraft.drafters.blockwise import method as blockwise
 from foredraft.drafters.draft_model import method as draft_model
 from foredraft.drafters.eagle import method as eagle
+from foredraft.drafters.ensemble.drafter import EnsembleDrafter
+from foredraft.drafters.ensemble.members import EnsembleMember
 from foredraft.drafters.hydra import method as hydra
 from foredraft.drafters.interface import Drafter
 from foredraft.drafters.medusa import method as medusa
 from foredraft.drafters.method import DrafterContext
 from foredraft.drafters.mlp_speculator import method as mlp_speculator
 from foredraft.drafters.ngram_lm import method as ngram_lm
+from foredraft.engine.sandbox import SandboxedDrafter
 from foredraft.models.hf import HFModel
 from foredraft.sampling.distribution import TokenHistory, distribution
 from tests.support import tiny_models
@@ -57,9 +60,14 @@ def _context() -> DrafterContext:
     return DrafterContext(vocab_size=V, target=plain().target, num_speculative_tokens=3, dtype=torch.float64)
 
 
-def _draft_model(**options: Any) -> Drafter:
-    lm = HFModel.wrap_model(tiny_models.perturb(model(), 0.3), "draft")
+def _draft_model(seed: int = 1, **options: Any) -> Drafter:
+    lm = HFModel.wrap_model(tiny_models.perturb(model(), 0.3, seed), "draft")
     return draft_model.DraftModel(lm, _context(), draft_model.Config(**options))
+
+
+def _merge(*drafters: Drafter) -> Drafter:
+    parts = [EnsembleMember(str(i), drafter, SandboxedDrafter(drafter, V)) for i, drafter in enumerate(drafters)]
+    return EnsembleDrafter(parts, "merge", "merged")
 
 
 def _ngram_lm() -> Drafter:
@@ -115,9 +123,17 @@ CASES = {
     "mlp_speculator free tree, reject": (lambda: _speculator(**FREE), "reject"),
     "blockwise, block": (_blockwise, "block"),
     "hydra free tree, reject": (lambda: _hydra(**FREE), "reject"),
+    "two draft models, reject": (lambda: _merge(_draft_model(), _draft_model(2)), "reject"),
+    "two equal draft models, reject": (lambda: _merge(_draft_model(), _draft_model()), "reject"),
+    "two draft models, match": (lambda: _merge(_draft_model(), _draft_model(2)), "match"),
+    "three members with trees, reject": (
+        lambda: _merge(_draft_model(**FREE), _medusa(tree_nodes=4), _draft_model(2, branching=(2, 1))),
+        "reject",
+    ),
 }
 # that others here have the machinery of; `make soak` counts all
 ALIKE = {"draft_model, block", "draft_model tree, reject", "ngram_lm, reject", "eagle, reject", "eagle, block"}
+ALIKE |= {"two draft models, reject", "two draft models, match"}
 
 
 @cache

@@ -197,7 +197,7 @@ def test_the_distribution_of_a_step_kills_drafts_that_are_not_what_was_drawn(nam
     assert p_value(Case(plan), draft=draft) < ALPHA
 
 
-def _same_for_every_node(request: Request, node: int, depth: int) -> int:
+def _same_for_every_node(request: Request, node: int, depth: int, stream: int) -> int:
     return rng.derive_key(request.spec.seed, request.spec.sample_index, NoiseStream.DRAFT, request.num_tokens - 1)
 
 

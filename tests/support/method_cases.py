@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any, Protocol
 
 import pytest
+from transformers import LlamaForCausalLM
 
 from foredraft import LLM, Sampling
 from foredraft.drafters.aggressive.copy_cursor import CopyCursor
@@ -108,12 +109,23 @@ def _make_copying(method: Method, variant: Variant) -> CaseMaker:
     return make
 
 
+@cache
+def perturb_otherwise() -> LlamaForCausalLM:
+    return tiny_models.perturb(tiny_models.target(), 0.06, seed=2)
+
+
+def _make_other_draft_model(num_tokens: int, llm: LLM | None = None) -> Drafter:
+    """Draft with a second model, which errs at other tokens."""
+    return tiny_models.draft_model(num_tokens, model=perturb_otherwise())
+
+
 def _make_ensemble(method: Method, variant: Variant) -> CaseMaker:
     """Other cases together. Its clock counts how often it was looked at, so that every run makes the same choices."""
 
     def make(num_tokens: int, llm: LLM | None = None) -> Drafter:
         options = variant.options(num_tokens)
-        made = {name: METHOD_CASES[name].make(num_tokens, llm) for name in options["parts"]}
+        makers = {name: case.make for name, case in METHOD_CASES.items()} | OTHER_PARTS
+        made = {name: makers[name](num_tokens, llm) for name in options["parts"]}
         parts = [
             EnsembleMember(name, drafter, SandboxedDrafter(drafter, tiny_models.VOCAB))
             for name, drafter in made.items()
@@ -124,6 +136,9 @@ def _make_ensemble(method: Method, variant: Variant) -> CaseMaker:
     return make
 
 
+OTHER_PARTS: dict[str, CaseMaker] = {
+    "draft_model, other weights": _make_other_draft_model
+}  # members of ensembles alone
 # By `Variant.setup`: what stands beside the target.
 SETUPS: dict[str, Callable[[Method, Variant], CaseMaker]] = {
     "": _make_plain,

@@ -222,6 +222,11 @@ def choose_default_method(model: str | None, choices: CliChoices) -> str:
     return defaults.get(zoo.resolve_target(model)) or defaults.get(None, NONE)
 
 
+def find_model_methods(models: Sequence[str], backend: CliBackend) -> str:
+    """Return the method of the folders of --spec-model; an ensemble if there are several."""
+    return METHOD_SEPARATOR.join(map(backend.find_method, models))
+
+
 def resolve_single_method(options: ModelOptions, backend: CliBackend, command_name: str) -> str:
     """Return the drafting method of a command that takes only one.
 
@@ -240,7 +245,7 @@ def resolve_single_method(options: ModelOptions, backend: CliBackend, command_na
     if methods:
         return methods[0]
     if options.spec_model:
-        return backend.find_method(options.spec_model)
+        return find_model_methods(options.spec_model, backend)
     return choose_default_method(options.model, backend.list_choices())
 
 
@@ -299,7 +304,7 @@ def build_drafter_spec(options: ModelOptions, method: str) -> dict[str, Any] | N
         raise UsageError(_explain_no_vocab(method, supporting))
     spec = {
         "method": method,
-        "model": options.spec_model,
+        "model": options.draft_models,
         "num_speculative_tokens": options.draft_length or None,  # 0 is an option of the request
         "quantization": options.spec_quantization,
         VOCAB_OPTION: options.spec_vocab,

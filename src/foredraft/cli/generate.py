@@ -16,7 +16,14 @@ import typer
 from rich.style import Style
 
 from foredraft.cli import compare
-from foredraft.cli.backend import CliBackend, CliChoices, CliGenerator, CliPrompt, choose_default_method
+from foredraft.cli.backend import (
+    CliBackend,
+    CliChoices,
+    CliGenerator,
+    CliPrompt,
+    choose_default_method,
+    find_model_methods,
+)
 from foredraft.cli.options import AUTO, NONE, GenerateOptions, with_options
 from foredraft.cli.progress import ProgressBar
 from foredraft.cli.prompts import read_predictions, read_prompts
@@ -50,7 +57,9 @@ def generate(ctx: typer.Context, options: GenerateOptions) -> None:
         with ProgressBar(screen.err, "loading"):
             sampling, choices = options.build_sampling(), backend.list_choices()
             request_options = [options.build_request_options(prediction) for prediction in predictions]
-            first = backend.find_method(options.spec_model) if options.spec_model and not options.methods else None
+            first = None
+            if options.spec_model and not options.methods:
+                first = find_model_methods(options.spec_model, backend)
             job = GenerateJob(
                 backend, options, choices, prompts, sampling, request_options, screen,
                 select_methods(options, choices, first),

@@ -63,9 +63,10 @@ class ModelOptions:
         ),
     ] = None
     spec_model: Annotated[
-        str | None,
+        list[str] | None,
         _make_option(
-            "Folder or Hub id of the draft model or head. Its method is read from its files.",
+            "Folder or Hub id of the draft model or head. Its method is read from its files. Repeatable for several "
+            "models, which draft together.",
             "--spec-model",
             "--model-draft",
             "-md",
@@ -164,6 +165,11 @@ class ModelOptions:
                 raise UsageError(f"--spec-option takes KEY=VALUE, got {text!r}")
             settings[key.strip()] = _parse_value(value)
         return settings
+
+    @property
+    def draft_models(self) -> str | list[str] | None:
+        """Value of --spec-model, or a list of its values if there are several."""
+        return self.spec_model[0] if self.spec_model and len(self.spec_model) == 1 else self.spec_model or None
 
     @property
     def draft_length(self) -> int | None:

@@ -18,7 +18,8 @@ OPTION_FIELDS = {
     "posterior_threshold": "posterior_threshold",
     "posterior_alpha": "posterior_alpha",
 }
-NUMBERS = ("posterior_threshold", "posterior_alpha")  # fields that keep a number as it is
+LISTS = ("spec_method", "spec_model")  # fields that hold a list
+TEXTS = ("spec_tokens", "verify")  # fields that hold a text
 
 
 def read_speculative_config(options: Options) -> Options:
@@ -49,5 +50,12 @@ def read_speculative_config(options: Options) -> Options:
         name = OPTION_FIELDS[key]
         if getattr(options, name) != getattr(ModelOptions(), name):
             raise UsageError(f"{key} is given in {OPTION_NAME} and with --{name.replace('_', '-')}; give it once")
-        changes[name] = [value] if name == "spec_method" else value if name in NUMBERS else str(value)
+        changes[name] = _convert(name, value)
     return replace(options, **changes, spec_option=settings or None)  # type: ignore[arg-type]
+
+
+def _convert(name: str, value: object) -> object:
+    """Return a value of the JSON object as a field of the options holds it."""
+    if name in LISTS:
+        return value if isinstance(value, list) else [value]
+    return str(value) if name in TEXTS else value

@@ -105,20 +105,23 @@ def _stack_q(batch: Batch, drafts: Sequence[Draft]) -> Tensor | None:
     return torch.cat([zeros.expand(1 + len(d.tokens), -1) if d.q is None else d.q for d in scored])
 
 
-def draft_noise_key(request: Request, node: int, depth: int) -> int:
+def draft_noise_key(request: Request, node: int, depth: int, stream: int) -> int:
     """Return the noise key with which a drafter samples the children of a draft node (`rng.exponential_race`).
 
     Under a rule that shares noise it is the key with which the target samples the position of the children, so both
     choose the same token if p and q agree. Under other rules the key depends on the position of the root, so that no
-    later step reuses the noise of a rejected draft.
+    later step reuses the noise of a rejected draft, and on the stream, so that drafters whose trees are merged sample
+    independently.
 
     Args:
         request: the request; its seed and sample index are part of the key.
         node: index of the node in the draft; 0 = the root.
         depth: depth of the node; 0 = the root.
+        stream: `Batch.draft_stream` of the proposal.
     """
     position = request.num_tokens - 1  # sequence position of the root
     spec = request.spec
     if spec.rule.shares_noise:
         return rng.derive_key(spec.seed, spec.sample_index, NoiseStream.TOKEN, position + depth + 1)
-    return rng.derive_key(spec.seed, spec.sample_index, NoiseStream.DRAFT, position, node)
+    counters = (position, node, stream) if stream else (position, node)
+    return rng.derive_key(spec.seed, spec.sample_index, NoiseStream.DRAFT, *counters)

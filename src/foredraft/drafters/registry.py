@@ -124,6 +124,22 @@ def resolve_method(name: object) -> tuple[Method, dict[str, Any]]:
     )
 
 
+def number_members(names: Sequence[str]) -> list[str]:
+    """Return the names of an ensemble's members: that of the method, with _2, _3, ... after the first of a method.
+
+    Args:
+        names: method names as the user wrote them.
+    """
+    counts: dict[str, int] = {}
+    members = []
+    for text in names:
+        method = find_method(text)
+        name = text if method is None else method.name
+        counts[name] = counts.get(name, 0) + 1
+        members.append(name if counts[name] == 1 else f"{name}_{counts[name]}")
+    return members
+
+
 def parse_config(method: Method, options: dict[str, Any]) -> Any:
     """Make the configuration of a method, which `create` takes.
 

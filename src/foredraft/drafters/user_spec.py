@@ -1,5 +1,6 @@
 """Parsing of the user's drafter specification: method, model, options and draft length."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from torch import nn
 from foredraft.drafters.checkpoint_folders import recognise
 from foredraft.drafters.interface import Drafter
 from foredraft.drafters.method import DEFAULT_AUTO_TOKENS
-from foredraft.drafters.registry import find_method
+from foredraft.drafters.registry import METHOD_SEPARATOR, find_method, number_members
 from foredraft.errors import ForedraftError, suggest
 
 UserDrafterSpec = None | str | dict[str, Any] | Drafter
@@ -30,7 +31,8 @@ class MethodSpec:
     def parse(cls, spec: str | dict[str, Any]) -> "MethodSpec":
         """Parse a method name or a dict with the keys of vLLM's speculative_config.
 
-        Without a method, the checkpoint under `model` determines it.
+        Without a method, the checkpoint under `model` determines it. A list of models makes an ensemble, see
+        `assign_models`.
 
         Raises:
             ForedraftError: if there is no method and no model, if the model is no folder, hub id or loaded model, or if
@@ -39,6 +41,11 @@ class MethodSpec:
         options = {"method": spec} if isinstance(spec, str) else dict(spec)
         method, model = options.pop("method", None), options.pop("model", None)
         options.pop("num_speculative_tokens", None)
+        if isinstance(model, list | tuple):
+            if len(model) != 1:
+                method, model_options = assign_models(method, model)
+                return cls(method, None, options | model_options)
+            [model] = model
         if isinstance(model, nn.Module):
             if method is None:
                 raise ForedraftError("a loaded draft model needs its method beside it, as in {'method': 'draft_model'}")
@@ -57,6 +64,36 @@ class MethodSpec:
         if method is None and name is not None:
             method = recognise(name)[0]
         return cls(method, name, options)
+
+
+def assign_models(method: Any, models: Sequence[Any]) -> tuple[str, dict[str, str]]:
+    """Return the ensemble of several models: its method name, and the option `model` of each member.
+
+    Args:
+        method: one method, which drafts with every model; an ensemble whose members take the models in order; or None =
+            each model's folder determines the method.
+        models: folders or hub ids.
+
+    Raises:
+        ForedraftError: if the number of models is not that of the members with a model.
+    """
+    for model in models:
+        if not isinstance(model, str | Path):
+            raise ForedraftError(f"a list of draft models takes folders or hub ids, got {type(model).__name__}")
+    if not models:
+        raise ForedraftError("the list of draft models is empty")
+    texts = list(map(str, models))
+    names = [recognise(text)[0] for text in texts] if method is None else str(method).split(METHOD_SEPARATOR)
+    if len(names) == 1:
+        names *= len(texts)
+    methods = [find_method(name.strip()) for name in names]
+    members = number_members([name.strip() for name in names])
+    readers = [member for member, found in zip(members, methods, strict=True) if found is None or found.uses_model]
+    if len(readers) != len(texts):
+        raise ForedraftError(
+            f"{len(texts)} draft models are given, and {len(readers)} of {METHOD_SEPARATOR.join(members)} take one"
+        )
+    return METHOD_SEPARATOR.join(names), {f"{one}.model": text for one, text in zip(readers, texts, strict=True)}
 
 
 def names_method(spec: UserDrafterSpec) -> bool:

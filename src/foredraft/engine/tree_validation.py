@@ -18,7 +18,9 @@ class ValidatedTree(TokenTree):
         """Copy a proposal: the drafter may change its own object later."""
         tokens, parents = [list(row) for row in tree.tokens], [list(row) for row in tree.parents]
         num_sampled = None if tree.num_sampled_children is None else tuple(tree.num_sampled_children)
-        return cls(tokens, parents, tree.q, tree.committed_next, num_sampled, frozenset(tree.predicted), batch)
+        further = None if tree.further_samples is None else dict(tree.further_samples)
+        predicted = frozenset(tree.predicted)
+        return cls(tokens, parents, tree.q, tree.committed_next, num_sampled, predicted, further, batch)
 
     def is_valid_for(self, batch: Batch) -> bool:
         """Return whether it was validated in this step, within the budgets of `batch`."""
@@ -50,6 +52,16 @@ def find_tree_fault(batch: Batch, tree: TokenTree, vocab_size: int) -> str | Non
             and [type(count) for count in tree.num_sampled_children] != [int] * rows
         ):
             return f"num_sampled_children is not {rows} integers, one per row of q"
+    return None if tree.further_samples is None else _find_samples_fault(tree, vocab_size)
+
+
+def _find_samples_fault(tree: TokenTree, vocab_size: int) -> str | None:
+    for (b, node), groups in (tree.further_samples or {}).items():
+        for samples in groups:
+            if not all(0 < child < tree.sizes[b] and tree.parents[b][child] == node for child in samples.children):
+                return f"further_samples has nodes below node {node} that are no children of it"
+            if tuple(samples.q.shape) != (vocab_size,):
+                return f"a q of further_samples has shape {tuple(samples.q.shape)}, not {(vocab_size,)}"
     return None
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from foredraft.errors import ForedraftError
 from foredraft.tree import Commit, TokenTree
 from foredraft.verification.noise import Noise
-from foredraft.verification.probs import NO_TOKEN, InvalidLogitsError, Probs, TargetProbs, to_target_probs
+from foredraft.verification.probs import NO_TOKEN, Floats, InvalidLogitsError, Probs, TargetProbs, to_target_probs
 from foredraft.verification.rule import Rule, VerifyFunction
 
 CommittedPath = tuple[list[int], list[int]]  # (nodes of a path or of a part of it, the token after each of them)
@@ -74,8 +74,8 @@ def reject(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
     r starts as p. Each rejected sibling replaces it by the residual norm(max(0, r - q)). If all siblings are rejected,
     the next token is sampled from the last r.
 
-    Reference: 2211.17192, 2302.01318 (chains); SpecInfer 2305.09781, Sequoia 2402.12374 (recursive rejection over
-    siblings that were sampled without replacement).
+    Reference: 2211.17192, 2302.01318 (chains); SpecInfer 2305.09781 (siblings of several drafters, each with its q);
+    Sequoia 2402.12374 (siblings that were sampled without replacement).
     """
     probs = to_target_probs(p)
 
@@ -261,35 +261,53 @@ def _iterate_siblings(tree: TokenTree, b: int, node: int, vocab_size: int) -> It
     Iteration stops at a child that no correct drafter proposes: x is outside the vocabulary, the row of q is not a
     distribution over the vocabulary, or q_x(x) = 0. This child and the children after it count as not drafted.
 
-    A merged tree has sampled and deterministic children. The sampled ones come first (`tree.num_sampled_children`).
-    This order is lossless, and accepts with at least the probability of the reverse order. `tree_merge.py` adds no
-    deterministic token that is equal to a sampled sibling. docs/design.md ("Order of siblings") has the proofs.
+    A merged tree has samples of one drafter or of several, and deterministic children. They come in this order, which
+    is lossless, and accepts with at least the probability of deterministic children first. A child that two drafters
+    sampled is yielded for each of them. The second time it is never accepted, since its rejection left r(x) = 0, so it
+    needs no other uniform; but its q counts in the residual. docs/design.md ("Order of siblings") has the proofs.
     """
     children = tree.children[b][node]
-    if not children:
+    if not children or (tree.q is not None and tree.q.shape[-1] != vocab_size):
         return
     tokens = tree.tokens[b]
-    row = tree.get_row(b, node)
-    q_row = None if tree.q is None else tree.q[row].double().cpu().numpy()
-    # The row of q without the tokens of earlier siblings; None if the node has no q.
-    remaining = None if q_row is None or not q_row.any() else Probs(q_row, len(q_row))
-    if remaining is None:
-        num_sampled = 0
-    else:
-        num_sampled = len(children) if tree.num_sampled_children is None else tree.num_sampled_children[row]
-    for i, child in enumerate(children):
-        x = tokens[child]
-        if x >= vocab_size or (q_row is not None and len(q_row) != vocab_size):
-            return
-        if remaining is None or i >= num_sampled:
-            yield child, x, Probs.from_token(x, vocab_size)
-            continue
-        total = remaining.total
-        if not math.isfinite(total) or total <= 0 or remaining[x] <= 0 or float(remaining.mass.min()) < 0:
-            return
-        q = remaining.normalise(fallback=remaining)
-        yield child, x, q
-        remaining = q.exclude(x)
+    for q_row, group in _group_siblings(tree, b, node, children):
+        remaining = None if q_row is None else Probs(q_row, len(q_row))  # without the tokens of earlier siblings
+        for child in group:
+            x = tokens[child]
+            if x >= vocab_size or (remaining is not None and len(remaining.mass) != vocab_size):
+                return
+            if remaining is None:
+                yield child, x, Probs.from_token(x, vocab_size)
+                continue
+            total = remaining.total
+            if not math.isfinite(total) or total <= 0 or remaining[x] <= 0 or float(remaining.mass.min()) < 0:
+                return
+            q = remaining.normalise(fallback=remaining)
+            yield child, x, q
+            remaining = q.exclude(x)
+
+
+def _group_siblings(
+    tree: TokenTree, b: int, node: int, children: Sequence[int]
+) -> Iterator[tuple[Floats | None, Sequence[int]]]:
+    """Yield the children of a node by drafter, each with the row of q that it sampled from; deterministic ones last.
+
+    q is None for deterministic children. A child may be in several groups of samples.
+    """
+    row, num_sampled = tree.get_row(b, node), 0
+    if tree.q is not None:
+        q_row = tree.q[row].double().cpu().numpy()
+        if q_row.any():
+            num_sampled = len(children) if tree.num_sampled_children is None else tree.num_sampled_children[row]
+            yield q_row, children[:num_sampled]
+    rest = children[num_sampled:]
+    if tree.further_samples is not None:
+        root = tree.roots[b]
+        for samples in tree.further_samples.get((b, node - root), ()):
+            group = [root + child for child in samples.children]
+            yield samples.q.double().cpu().numpy(), group
+            rest = [child for child in rest if child not in group]
+    yield None, rest
 
 
 def combine_rules(rules: Sequence[Rule]) -> VerifyFunction:

@@ -261,7 +261,7 @@ def test_no_step_sees_again_the_noise_of_an_earlier_draft() -> None:
     for verify, is_shared in (("match", True), ("reject", False), ("block", False)):
         early, late = (request(Sampling(), verify) for _ in range(2))
         late.output = [4, 5]
-        keys = [[draft_noise_key(r, node, node) for node in range(5)] for r in (early, late)]
+        keys = [[draft_noise_key(r, node, node, 0) for node in range(5)] for r in (early, late)]
         assert (keys[0][2:] == keys[1][:3]) == is_shared
         if is_shared:
             chain = TokenTree.from_chains([[3, 4, 5, 6, 7]])

@@ -36,6 +36,7 @@ from foredraft.tree import Commit, TokenTree
 from foredraft.verification.registry import RULES
 from tests.support import tiny_models
 from tests.support.engine_fakes import ScriptedDrafter
+from tests.support.method_cases import perturb_otherwise
 from tests.support.requests import make_request
 
 V = 9
@@ -104,11 +105,51 @@ def test_what_was_drawn_stands_first_and_says_so() -> None:
     assert find_tree_fault(batch, tree, V) is None
 
 
-def test_two_that_drew_are_not_merged() -> None:
+def test_all_that_drew_are_merged_each_with_its_q() -> None:
     sampling = replace(GREEDY, temperature=1.0)
-    batch = batch_of([7], sampling=sampling, verify="reject")
-    tree = make_ensemble("merge", make_scripted([3, 6], q=True), make_scripted([4, 5], q=True)).propose(batch)
-    assert tree.tokens == [[7, 3, 6]]
+    batch = batch_of([7], TEXT, sampling=sampling, verify="reject")
+    first, second = make_scripted([3, 6], q=True), make_scripted([3, 5], q=True)
+    tree = make_ensemble("merge", first, second, make_scripted([4]), ngram()).propose(batch)
+    assert tree.tokens == [[7, 3, 6, 5, 4], [2, 3, 6, 5, 4, 4, 5]]
+    assert tree.parents == [[-1, 0, 1, 1, 0], [-1, 0, 1, 1, 0, 1, 5]]
+    assert tree.num_sampled_children == (1, 1, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0)
+    assert tree.further_samples is not None
+    samples = {
+        place: [(one.children, int(one.q.argmax())) for one in found] for place, found in tree.further_samples.items()
+    }
+    assert samples == {(b, node): [(children, x)] for b in (0, 1) for node, children, x in ((0, (1,), 3), (1, (3,), 5))}
+    assert find_tree_fault(batch, tree, V) is None
+
+
+@pytest.mark.parametrize(
+    ("verify", "budget", "shares"),
+    [
+        ("reject", 8, [3, 3, 2]),
+        ("reject", 11, [4, 4, 3]),
+        ("reject", 2, [1, 1]),
+        ("match", 8, [3, 3, 3]),  # deterministic: what does not fit is left out
+        ("block", 8, [4]),  # a chain, of one member
+    ],
+)
+def test_samples_share_the_budget_so_that_none_is_left_out(verify: str, budget: int, shares: list[int]) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def make(chain: list[int]) -> ScriptedDrafter:
+        drafter = make_scripted(chain, q=verify != "match")
+        scripted = drafter.propose
+
+        def propose(batch: Batch) -> TokenTree:
+            seen.append((batch.granted_nodes[0], batch.draft_stream))
+            return scripted(batch)
+
+        drafter.propose = propose  # type: ignore[method-assign]
+        return drafter
+
+    batch = batch_of([7], sampling=replace(GREEDY, temperature=1.0), verify=verify, budget=budget)
+    drafters = [make([x, x + 1, x + 2, x + 3]) for x in (1, 3, 5)]
+    tree = make_ensemble("merge", *drafters).propose(batch)
+    assert seen == [(share, rank) for rank, share in enumerate(shares)], "each in a stream of its own"
+    assert tree.sizes[0] - 1 == min(budget, sum(shares))
 
 
 def test_a_budget_is_kept_and_block_verification_gets_chains() -> None:
@@ -327,6 +368,93 @@ def test_an_option_that_is_never_read_is_refused(options: dict[str, Any], messag
 def test_a_model_for_no_part_is_refused(names: list[str], message: str) -> None:
     with pytest.raises(ForedraftError, match=message):
         create(Config(tuple(names)), context(model="somewhere"))
+
+
+def test_members_of_one_method_are_numbered_and_have_their_own_options() -> None:
+    given = configure({"parts": ["ngram_lm", "ngram", "ngram_lm"], "ngram_lm_2": {"order": 3}, "ngram_lm.order": 4})
+    made = create(given, context())
+    assert [member.name for member in made.members] == ["ngram_lm", "ngram", "ngram_lm_2"]
+    assert [member.drafter.config.order for member in made.members if member.name != "ngram"] == [4, 3]  # type: ignore[attr-defined]
+    shared = create(configure({"parts": ["ngram_lm", "ngram_lm"], "ngram_lm_2.order": 3, "discount": 0.5}), context())
+    assert [member.drafter.config.discount for member in shared.members] == [0.5, 0.5]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"parts": ["draft_model"] * 2}, "draft_model and draft_model_2 are equal, give draft_model_2.model"),
+        ({"parts": ["ngram"] * 3, "ngram_2.branches": 2}, "ngram and ngram_3 are equal, give ngram_3.OPTION"),
+        ({"parts": ["ngram", "ngram"], "ngram_3.branches": 2}, "ngram and ngram_2 are equal"),
+        (
+            {"parts": ["ngram", "ngram"], "ngram_2.branches": 2, "ngram_3.branches": 2},
+            "options for 'ngram_3', which is no member of the ensemble: ngram, ngram_2",
+        ),
+        ({"parts": ["ngram", "ngram"], "ngram_2.branches": 0}, "ngram_2: "),
+        ({"parts": ["draft_model"] * 2, "draft_model_2.model": "nowhere"}, "draft_model: .*needs a draft"),
+    ],
+)
+def test_members_of_one_method_that_cannot_be_made_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        create(configure(options), context())
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Folders of two draft models."""
+    folders = [str(tmp_path_factory.mktemp(name)) for name in ("first", "second")]
+    for folder, model in zip(folders, (tiny_models.draft(), perturb_otherwise()), strict=True):
+        model.save_pretrained(folder)
+    return folders
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, replace(GREEDY, temperature=1.0, seed=5)])
+@pytest.mark.parametrize("form", ["list", "list without method", "list for parts", "members", "nested"])
+def test_two_draft_models_write_the_same_text(form: str, sampling: Sampling, models: list[str]) -> None:
+    one, other = models
+    spec: dict[str, Any] = {
+        "list": {"method": "draft_model", "model": [one, other]},
+        "list without method": {"model": [one, other]},
+        "list for parts": {"method": "ngram+draft_model+draft_model", "model": [one, other]},
+        "members": {"method": "draft_model+draft_model", "draft_model.model": one, "draft_model_2.model": other},
+        "nested": {
+            "method": "draft_model+draft_model",
+            "draft_model": {"model": one},
+            "draft_model_2": {"model": other, "branching": [2, 1]},
+        },
+    }[form]
+    plain: LLM = tiny_models.plain()
+    llm = plain.with_drafter({**spec, "mode": "merge", "num_speculative_tokens": 3}, verify="match")
+    assert "draft_model+draft_model_2" in llm.drafter_name
+    prompts = [[5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6], [33], [44, 45]]
+    done = llm.generate(prompts, sampling)
+    assert [c.token_ids for c in done] == [c.token_ids for c in plain.generate(prompts, sampling)]
+    assert llm.engine.drafter.num_failures == 0
+    assert sum(c.stats.num_accepted for c in done) > 0
+    found = llm.engine.drafter.spec.draft_kv
+    assert found is not None
+    if sampling.is_greedy:
+        return
+    rejecting = plain.with_drafter({**spec, "mode": "merge", "num_speculative_tokens": 3}, verify="reject")
+    unseeded = rejecting.generate(prompts, replace(sampling, seed=None))
+    assert sum(c.stats.num_accepted for c in unseeded) > 0
+    assert rejecting.engine.drafter.num_failures == 0
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"method": "draft_model", "model": []}, "the list of draft models is empty"),
+        ({"method": "ngram", "model": ["a", "b"]}, "2 draft models are given, and 0 of ngram.ngram_2 take one"),
+        (
+            {"method": "ngram+draft_model", "model": ["a", "b"]},
+            "2 draft models are given, and 1 of ngram.draft_model take one",
+        ),
+        ({"method": "draft_model", "model": ["a", 3]}, "a list of draft models takes folders or hub ids, got int"),
+    ],
+)
+def test_a_list_of_models_that_does_not_fit_is_refused(spec: dict[str, Any], message: str) -> None:
+    with pytest.raises(ForedraftError, match=message):
+        tiny_models.plain().with_drafter(spec)
 
 
 def test_auto_takes_the_best_that_there_are_and_says_so() -> None:

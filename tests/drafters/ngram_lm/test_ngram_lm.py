@@ -98,7 +98,7 @@ def test_a_drawn_token_is_the_winner_of_the_race_with_the_key_of_its_place(folde
         assert len(tokens) == 4
         for depth, token in enumerate(tokens):
             q = compute_draft_probs(drafter, one, tokens[:depth])
-            key = torch.tensor([draft_noise_key(one, depth, depth)])
+            key = torch.tensor([draft_noise_key(one, depth, depth, 0)])
             assert token == int(rng.exponential_race(q[None], key).argmax())
             if name == "bad words":
                 assert token != 3

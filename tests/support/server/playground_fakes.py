@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from foredraft.server.playground import make_playground_router
 
 Chunk = dict[str, Any]
+ENDLESS = "endless"  # prompt of a stream without an end
 EVIL = "<img src=x onerror=\"document.title='broken into'\"><script>document.title='broken into'</script>"
 
 
@@ -105,13 +106,16 @@ class FakeServer:
             return JSONResponse({"error": {"message": "max_tokens must be at least 1, got 0"}}, 400)
         prompt = body["prompt"] if "prompt" in body else body["messages"][-1]["content"]
         is_plain = body.get("speculative") == {"num_speculative_tokens": 0}
-        return StreamingResponse(self._stream(self._chunks(prompt, is_plain)), media_type="text/event-stream")
+        # Slow enough for a busy machine: a page that cannot keep up never holds still for a click.
+        chunks_per_pause, pause = (1, 0.01) if prompt == ENDLESS else (16, 0.002)
+        stream = self._stream(self._chunks(prompt, is_plain), chunks_per_pause, pause)
+        return StreamingResponse(stream, media_type="text/event-stream")
 
     def _chunks(self, prompt: str, is_plain: bool) -> Iterable[Chunk]:
         if prompt.startswith("long "):
             size = int(prompt.removeprefix("long "))
             return (chain_pass(" x", [f" {i}", " of"], [], " many\n" if i % 4 == 0 else " many") for i in range(size))
-        if prompt == "endless":
+        if prompt == ENDLESS:
             return (plain_pass(f"{i} ") for i in count())
         chunks = SCRIPTS.get(prompt, [])
         if is_plain:
@@ -119,12 +123,12 @@ class FakeServer:
             return [plain_pass(piece) for piece in pieces]
         return chunks
 
-    async def _stream(self, chunks: Iterable[Chunk]) -> AsyncIterator[str]:
+    async def _stream(self, chunks: Iterable[Chunk], chunks_per_pause: int, pause: float) -> AsyncIterator[str]:
         self.running += 1
         try:
             for number, c in enumerate(chunks):
                 yield f"data: {json.dumps(c)}\n\n"
-                await asyncio.sleep(0.002 if number % 16 == 0 else 0)
+                await asyncio.sleep(pause if number % chunks_per_pause == 0 else 0)
             end = {"choices": [{"index": 0, "text": "", "finish_reason": "length"}]}
             yield f"data: {json.dumps(end)}\n\ndata: [DONE]\n\n"
         finally:

@@ -66,7 +66,9 @@ def start_builder(tree_spec: TreeSpec, batch: Batch, b: int, max_depth: int) -> 
     request = batch.requests[b]
     depth = max(min(max_depth, request.max_draft_depth), 0)
     spec = tree_spec.restrict(depth, batch.granted_nodes[b], not request.spec.rule.takes_trees)
-    return TreeBuilder(request, spec) if spec.max_nodes > 0 and spec.max_depth > 0 else None
+    if spec.max_nodes < 1 or spec.max_depth < 1:
+        return None
+    return TreeBuilder(request, spec, draft_stream=batch.draft_stream)
 
 
 def grow_levels(drafts: Sequence[D], root_logits: NodeLogits, compute: Callable[[list[D]], NodeLogits]) -> None:

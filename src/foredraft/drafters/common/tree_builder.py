@@ -178,6 +178,7 @@ class TreeBuilder:
     frontier: list[int] = field(default_factory=lambda: [0])  # nodes to expand next
     best_nodes: list[int] = field(default_factory=list)  # if `prunes_nodes`: the likeliest nodes so far
     static_index: list[int] = field(default_factory=lambda: [0])  # node -> node of the static tree, if there is one
+    draft_stream: int = 0  # of the batch
 
     def __post_init__(self) -> None:
         # a sampled node must not be dropped, so whole paths cannot be selected afterwards: allocate nodes instead
@@ -360,9 +361,9 @@ def _select_children(nodes: Sequence[tuple[TreeBuilder, int]], logits: Tensor) -
     q = distribution(logits, samplings, history)
     scores = q
     if any(not g.is_greedy for g, _ in nodes):
-        keys = torch.tensor([draft_noise_key(g.request, node, g.depths[node]) for g, node in nodes], device=q.device)
+        keys = [draft_noise_key(g.request, node, g.depths[node], g.draft_stream) for g, node in nodes]
         races = torch.tensor([g.uses_q or g.shares_noise for g, _ in nodes], device=q.device)
-        scores = torch.where(races[:, None], rng.exponential_race(q, keys), q.double())
+        scores = torch.where(races[:, None], rng.exponential_race(q, torch.tensor(keys, device=q.device)), q.double())
     widths = _allocate_widths(nodes, q)
     top = scores.topk(min(max(1, *widths), scores.shape[-1]), -1)
     log_probs = (top.values.double() / scores.double().sum(-1, keepdim=True)).log().tolist()

@@ -121,7 +121,7 @@ class EnsembleDrafter:
                 candidate.past_index = step.add_draft(candidate.key, candidate.draft.tokens, candidate.draft.parents)
         is_sampled = request.spec.rule.uses_q and not request.spec.sampling.is_greedy
         stale = tuple(i for i in self.model_stats if not self._use.is_fresh(i, request.slot))
-        return RequestChoices(request.slot, budget, candidates, not is_chain, not is_chain and not is_sampled, stale)
+        return RequestChoices(request.slot, budget, candidates, not is_chain, is_sampled, stale)
 
     def _propose_with(
         self,
@@ -131,12 +131,16 @@ class EnsembleDrafter:
         all_choices: dict[int, RequestChoices],
         plans: dict[int, RequestDraftPlan],
     ) -> TokenTree:
-        """Let a member draft for the requests whose plans have nodes for it. `rank`: 0 = first selected member."""
+        """Let a member draft for the requests whose plans have nodes for it.
+
+        `rank`: 0 = first selected member. It is also the member's stream of draft noise, so all samples of a step are
+        independent.
+        """
         member, budgets = self.members[stats.index], [0] * len(batch)
         for b, plan in plans.items():
-            budgets[b] = min(plan.node_budget, stats.max_nodes) if rank == 0 or all_choices[b].may_merge_all else 0
+            budgets[b] = min(plan.get_budget(rank), stats.max_nodes) if rank == 0 or all_choices[b].may_merge else 0
         started = self._timer.clock()
-        tree = member.sandboxed.propose(replace(batch, granted_nodes=tuple(budgets)))
+        tree = member.sandboxed.propose(replace(batch, granted_nodes=tuple(budgets), draft_stream=rank))
         seconds = self._timer.clock() - started
         deepest, is_fresh = 0, True
         for b, budget in enumerate(budgets):

@@ -91,7 +91,21 @@ def _select_trees(
     tokens = [list(tree.tokens[b]) for b, tree in enumerate(trees)]
     parents = [list(tree.parents[b]) for b, tree in enumerate(trees)]
     q, num_sampled_children = _stack_q(batch, primary_tree, fallback_tree, trees)
-    return TokenTree(tokens, parents, q, num_sampled_children=num_sampled_children, predicted=primary_tree.predicted)
+    further_samples = {
+        place: samples
+        for tree in (primary_tree, fallback_tree)
+        if tree.further_samples is not None
+        for place, samples in tree.further_samples.items()
+        if tree is trees[place[0]]
+    }
+    return TokenTree(
+        tokens,
+        parents,
+        q,
+        num_sampled_children=num_sampled_children,
+        predicted=primary_tree.predicted,
+        further_samples=further_samples or None,
+    )
 
 
 def _stack_q(

@@ -9,6 +9,7 @@ Reference: SpecInfer merges trees of several drafters (2305.09781); suffix decod
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import combinations
 from typing import Any
 
 from foredraft.drafters.checkpoint_folders import recognise
@@ -18,7 +19,15 @@ from foredraft.drafters.ensemble.members import EnsembleMember
 from foredraft.drafters.ensemble.selector import SELECTION_MODES, SelectionMode
 from foredraft.drafters.ensemble.variants import VARIANTS
 from foredraft.drafters.method import DrafterContext, Method
-from foredraft.drafters.registry import AUTO, METHOD_SEPARATOR, find_method, load_methods, parse_config, parse_options
+from foredraft.drafters.registry import (
+    AUTO,
+    METHOD_SEPARATOR,
+    find_method,
+    load_methods,
+    number_members,
+    parse_config,
+    parse_options,
+)
 from foredraft.errors import ForedraftError
 
 log = logging.getLogger(__name__)
@@ -29,10 +38,12 @@ MethodOptions = dict[str, Any]
 class Config:
     """Options of an ensemble.
 
-    Options of a member have its name as the key: `{"ngram": {...}}` or `{"ngram.prompt_lookup_max": 3}`.
+    Options of a member have its name as the key: `{"ngram": {...}}` or `{"ngram.prompt_lookup_max": 3}`. Further
+    members of one method are numbered: `draft_model`, `draft_model_2`.
 
     Attributes:
-        parts: method names of the members; the first is preferred among equals. None = the best method that reads
+        parts: method names of the members; the first is preferred among equals. A method may have several members, with
+            different models or options. None = the best method that reads
             tokens alone and the best that uses a model, of those available for this target.
         mode: "merge" = all members draft, and the drafts become one tree. "sequence" = one member drafts for a
             request, and a token member extends its draft. "auto" = the choice with the most expected tokens per
@@ -48,7 +59,7 @@ class EnsembleOptions:
     """Options of an ensemble, split by the member that they belong to."""
 
     config: Config
-    member_options: Mapping[str, MethodOptions]  # by method name
+    member_options: Mapping[str, MethodOptions]  # by name of the member
     shared_options: MethodOptions  # options without a member's name; each goes to the member that has it
 
 
@@ -114,22 +125,34 @@ def _create_named_members(
     names: Sequence[str], ensemble_options: EnsembleOptions, context: DrafterContext
 ) -> dict[str, EnsembleMember]:
     """Make the members in `names`, with the options and the model of each."""
-    methods: dict[str, Method] = {}
-    for text in names:
+    methods: dict[str, Method] = {}  # by name of the member
+    for text, member in zip(names, number_members(names), strict=True):
         method = find_method(text)
         if method is None or method is METHOD:
             usable = ", ".join(sorted(set(load_methods()) - {METHOD.name}))
             raise ForedraftError(f"unknown method {text!r} in {METHOD_SEPARATOR.join(names)}; use some of: {usable}")
-        methods[method.name] = method
-    if len(methods) < max(len(names), 2):
+        methods[member] = method
+    if len(methods) < 2:
         raise ForedraftError(f"an ensemble needs two or more different methods, got {METHOD_SEPARATOR.join(names)!r}")
     options = {name: dict(ensemble_options.member_options.get(name, {})) for name in methods}
+    _check_differences(methods, options)
     if context.model is not None:
         options[_find_model_member(context.model, methods, options)]["model"] = context.model
     for option, value in ensemble_options.shared_options.items():
         for name in _find_option_members(option, methods):
             options[name].setdefault(option, value)
-    return {name: _create_member(method, options[name], context) for name, method in methods.items()}
+    return {name: _create_member(name, method, options[name], context) for name, method in methods.items()}
+
+
+def _check_differences(methods: Mapping[str, Method], options: Mapping[str, MethodOptions]) -> None:
+    """Raise ForedraftError if two members of one method have the same model and options."""
+    for (one, method), (other, same) in combinations(methods.items(), 2):
+        if method is same and options[one] == options[other]:
+            key = "model" if method.uses_model else "OPTION"
+            raise ForedraftError(
+                f"an ensemble needs two or more different methods, or members of one method that differ; {one} and "
+                f"{other} are equal, give {other}.{key}"
+            )
 
 
 def _find_model_member(model: str, methods: Mapping[str, Method], options: Mapping[str, MethodOptions]) -> str:
@@ -137,7 +160,7 @@ def _find_model_member(model: str, methods: Mapping[str, Method], options: Mappi
     readers = [name for name, method in methods.items() if method.uses_model and "model" not in options[name]]
     if len(readers) > 1:
         found = recognise(model)[0]
-        readers = [name for name in readers if name == found] or readers
+        readers = [name for name in readers if methods[name].name == found] or readers
     if len(readers) != 1:
         options_text = ", ".join(f"{name}.model" for name in methods if methods[name].uses_model)
         raise ForedraftError(
@@ -149,7 +172,7 @@ def _find_model_member(model: str, methods: Mapping[str, Method], options: Mappi
 
 
 def _find_option_members(option: str, methods: Mapping[str, Method]) -> list[str]:
-    """Return the one member that has an option; all that have it for `quantization`, which all methods share."""
+    """Return the member that has an option, or all of one method; for `quantization`, all members that have it."""
     matching_names = [
         name for name, method in methods.items() if option in {spec.name for spec in fields(method.config)}
     ]
@@ -158,7 +181,7 @@ def _find_option_members(option: str, methods: Mapping[str, Method]) -> list[str
             f"unknown drafter option {option!r}; {METHOD_SEPARATOR.join(methods)} takes mode, and options of its "
             f"members as {next(iter(methods))}.OPTION"
         )
-    if len(matching_names) > 1 and option != "quantization":
+    if len({methods[name].name for name in matching_names}) > 1 and option != "quantization":
         raise ForedraftError(
             f"several members have the option {option}; give "
             + " or ".join(f"{name}.{option}" for name in matching_names)
@@ -166,17 +189,17 @@ def _find_option_members(option: str, methods: Mapping[str, Method]) -> list[str
     return matching_names
 
 
-def _create_member(method: Method, options: MethodOptions, context: DrafterContext) -> EnsembleMember:
-    """Make one member. Raises ForedraftError whose message begins with the method's name."""
-    name, rest = method.name, dict(options)
+def _create_member(name: str, method: Method, options: MethodOptions, context: DrafterContext) -> EnsembleMember:
+    """Make one member. Raises ForedraftError whose message begins with the member's name."""
+    rest = dict(options)
     model, length = rest.pop("model", None), rest.pop("num_speculative_tokens", context.num_speculative_tokens)
     if model is not None and not method.uses_model:
-        raise ForedraftError(f"the method {name} drafts from the tokens alone; leave its model {model!r} out")
+        raise ForedraftError(f"the method {method.name} drafts from the tokens alone; leave its model {model!r} out")
     member_context = replace(
         context,
         model=None if model is None else str(model),
         num_speculative_tokens=length,
-        builtin_drafter=context.builtin_drafters.get(name),
+        builtin_drafter=context.builtin_drafters.get(method.name),
     )
     try:
         drafter = create_drafter(method, parse_config(method, rest), member_context)
@@ -212,7 +235,7 @@ def _create_auto_members(ensemble_options: EnsembleOptions, context: DrafterCont
                 if o in {f.name for f in fields(candidates[name].config)}
             }
             try:
-                found[name] = _create_member(candidates[name], options, context)
+                found[name] = _create_member(name, candidates[name], options, context)
                 break
             except ForedraftError as error:
                 if name == required:

@@ -82,7 +82,7 @@ class RequestChoices:
     budget: int
     candidates: list[CandidateDraft]  # two or more deterministic drafts are followed by their union
     may_merge: bool = True
-    may_merge_all: bool = True  # merging of several model members; needs deterministic drafts
+    is_sampled: bool = False  # drafts of model members are samples, none of which may be dropped
     stale_members: tuple[int, ...] = ()  # model members that must catch up before they draft
 
 
@@ -93,6 +93,11 @@ class RequestDraftPlan:
     candidate: CandidateDraft | None = None
     node_budget: int = 0  # for every selected model member; 0 = none drafts
     value: float = 0.0
+    num_larger: int = 0  # selected members, the first ones, that get one node more
+
+    def get_budget(self, rank: int) -> int:
+        """Return the node budget of a selected model member. `rank`: 0 = first selected member."""
+        return self.node_budget + (rank < self.num_larger)
 
 
 class EnsembleSelector:
@@ -132,7 +137,7 @@ class EnsembleSelector:
     ) -> tuple[list[ModelMemberStats], list[RequestDraftPlan]]:
         """Select the model members of this step, and make the plan of every request.
 
-        The first selected member drafts for all plans with nodes; further ones only if `may_merge_all`.
+        The first selected member drafts for all plans with nodes; further ones only if `may_merge`.
         """
         plans = [self.select_candidate(choices) for choices in all_choices]
         if self.mode == "merge":
@@ -171,7 +176,11 @@ class EnsembleSelector:
     def _plan_merge(
         self, all_choices: Sequence[RequestChoices], plans: Sequence[RequestDraftPlan]
     ) -> tuple[list[ModelMemberStats], list[RequestDraftPlan]]:
-        """Plan drafts of all members, the best first, with equal shares of the node budget."""
+        """Plan drafts of all members, the best first, with equal shares of the node budget.
+
+        Shares are rounded up, and what does not fit is left out of the merged tree. Those of sampled drafts add up to
+        the budget at most, since no sample may be left out. What equal samples leave free is for deterministic drafts.
+        """
         all_stats = sorted(
             [stats for stats in self.model_stats if stats.max_nodes], key=self._estimate_overall_value, reverse=True
         )
@@ -184,8 +193,12 @@ class EnsembleSelector:
                 if choices.may_merge and plan.candidate is not None and not plan.candidate.is_sampled
                 else None
             )
-            shares = (len(all_stats) if choices.may_merge_all else 1) + (candidate is not None)
-            merged_plans.append(RequestDraftPlan(candidate, -(-choices.budget // shares)))
+            num_shares = (len(all_stats) if choices.may_merge else 1) + (candidate is not None)
+            if choices.is_sampled and choices.may_merge:
+                nodes, rest = divmod(choices.budget, num_shares)
+                merged_plans.append(RequestDraftPlan(candidate, nodes, num_larger=rest))
+            else:
+                merged_plans.append(RequestDraftPlan(candidate, -(-choices.budget // num_shares)))
         return all_stats, merged_plans
 
     def _estimate_overall_value(self, stats: ModelMemberStats) -> float:

@@ -1,6 +1,7 @@
 """Building of the verified trees of an ensemble by the plans of its selector."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from foredraft.drafters.draft import Draft, root_tree
@@ -18,6 +19,15 @@ from foredraft.drafters.ensemble.selector import (
 from foredraft.drafters.ensemble.tree_merge import MergedTree, compute_q_offsets, stack_trees
 from foredraft.request import Batch, Request
 from foredraft.tree import TokenTree
+
+
+@dataclass(frozen=True)
+class MemberProposal:
+    """Trees of one model member for the requests of a step."""
+
+    stats: ModelMemberStats
+    tree: TokenTree
+    q_offsets: Sequence[int]  # [B] first row of q of each request
 
 
 class TreeComposer:
@@ -62,14 +72,18 @@ class TreeComposer:
         Returns:
             The trees; the only member's tree itself if nothing was added to it.
         """
-        first = trees[0] if trees else root_tree(batch)
-        rows = compute_q_offsets(batch, first) if first.q is not None else [0] * len(batch)
+        no_offsets = [0] * len(batch)
+        proposals = [
+            MemberProposal(stats, tree, no_offsets if tree.q is None else compute_q_offsets(batch, tree))
+            for stats, tree in zip(selected, trees, strict=True)
+        ]
+        first, rows = (trees[0], proposals[0].q_offsets) if trees else (root_tree(batch), no_offsets)
         merged_trees, is_whole = [], len(trees) == 1
         for b in range(len(batch)):
             merged = MergedTree.from_tree(first, b, rows[b])
             size = merged.num_draft_nodes
             if b in all_choices:
-                merged = self._build_tree(batch, b, merged, selected, trees[1:], all_choices[b], plans[b])
+                merged = self._build_tree(batch, b, merged, proposals, all_choices[b], plans[b])
                 is_whole &= merged.num_draft_nodes == size
             merged_trees.append(merged)
         return first if is_whole else stack_trees(batch, merged_trees)
@@ -79,8 +93,7 @@ class TreeComposer:
         batch: Batch,
         b: int,
         merged: MergedTree,
-        selected: Sequence[ModelMemberStats],
-        other_trees: Sequence[TokenTree],
+        proposals: Sequence[MemberProposal],
         choices: RequestChoices,
         plan: RequestDraftPlan,
     ) -> MergedTree:
@@ -88,11 +101,16 @@ class TreeComposer:
         request, step = batch.requests[b], self.records.by_slot[batch.requests[b].slot]
         candidate = plan.candidate
         if merged.num_draft_nodes:
-            self._record_draft(selected[0], step, choices, merged.tokens[1:], merged.parents[1:])
-        for stats, tree in zip(selected[1:], other_trees, strict=True):
+            self._record_draft(proposals[0].stats, step, choices, merged.tokens[1:], merged.parents[1:])
+        for proposal in proposals[1:]:
+            stats, tree = proposal.stats, proposal.tree
             tokens, parents = tree.tokens[b][1:], tree.parents[b][1:]
             if tokens:
-                self.node_maps.set(stats.index, b, merged.graft(Draft(tuple(tokens), tuple(parents)), choices.budget))
+                if choices.is_sampled:
+                    node_map = merged.graft_samples(tree, b, proposal.q_offsets[b])
+                else:
+                    node_map = merged.graft(Draft(tuple(tokens), tuple(parents)), choices.budget)
+                self.node_maps.set(stats.index, b, node_map)
                 self._record_draft(stats, step, choices, tokens, parents)
         if candidate is None and not merged.num_draft_nodes:  # the model member had no draft
             candidate = self.selector.select_candidate(choices).candidate
@@ -104,7 +122,7 @@ class TreeComposer:
                 self.node_maps.drop(candidate.members[0], b)
                 return make_single_tree(candidate.draft, batch.get_root_token(b))
         elif merged.num_draft_nodes:
-            self._extend(merged, request, selected[0], choices.budget)
+            self._extend(merged, request, proposals[0].stats, choices.budget)
         return merged
 
     def _record_draft(

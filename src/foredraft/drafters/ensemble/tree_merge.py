@@ -1,8 +1,8 @@
 """Merging of several drafters' drafts into one tree.
 
-Sampled nodes come first and are never dropped; they keep their indices and their q. Deterministic draft tokens follow
-and share equal nodes with them. `foredraft.verification.rules` explains why this order is lossless. Two sampled drafts
-are never merged, because a row of q describes only one of them.
+The first drafter's nodes keep their indices and their q. Samples of further drafters follow, each with the q of its own
+drafter, and then deterministic draft tokens. Equal tokens below one parent share a node. No sampled node is ever
+dropped. docs/design.md ("Order of siblings") explains why this is lossless.
 
 Reference: merge-based speculation of SpecInfer (2305.09781).
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from foredraft.drafters.draft import Draft
 from foredraft.request import Batch
-from foredraft.tree import TokenTree
+from foredraft.tree import SampledSiblings, TokenTree
 
 
 @dataclass
@@ -26,6 +26,7 @@ class MergedTree:
     parents: list[int]  # [N], -1 first
     q: Tensor | None = None  # [n, V] of the first n nodes, which were sampled; None = deterministic nodes alone
     num_sampled_children: list[int] = field(default_factory=list)  # [n] sampled children by node
+    further_samples: dict[int, list[SampledSiblings]] = field(default_factory=dict)  # of further drafters, by node
     _children: dict[tuple[int, int], int] | None = None  # (parent, token) -> node
 
     @classmethod
@@ -35,16 +36,10 @@ class MergedTree:
     @classmethod
     def from_tree(cls, tree: TokenTree, b: int, q_offset: int) -> "MergedTree":
         """Start from a drafter's tree of request b; its rows of q begin at `q_offset`."""
-        tokens = tree.tokens[b]
-        merged = cls(list(tokens), list(tree.parents[b]))
+        merged = cls(list(tree.tokens[b]), list(tree.parents[b]))
         if tree.q is not None:
-            rows = slice(q_offset, q_offset + len(tokens))
-            merged.q = tree.q[rows]
-            merged.num_sampled_children = (
-                [len(c) for c in tree.children[b]]
-                if tree.num_sampled_children is None
-                else list(tree.num_sampled_children[rows])
-            )
+            merged.q = tree.q[q_offset : q_offset + len(merged.tokens)]
+            merged.num_sampled_children = _count_sampled_children(tree, b, q_offset)
         return merged
 
     @property
@@ -83,6 +78,28 @@ class MergedTree:
             nodes.append(node)
         return nodes
 
+    def graft_samples(self, tree: TokenTree, b: int, q_offset: int) -> list[int]:
+        """Add the tree of request b of one more drafter, which sampled it; its rows of q begin at `q_offset`.
+
+        All its nodes are kept, so the drafters' budgets together must not exceed the room.
+
+        Returns:
+            Node of this tree for each node of the drafter's tree.
+        """
+        draft = Draft(tuple(tree.tokens[b][1:]), tuple(tree.parents[b][1:]))
+        nodes = self.graft(draft, self.num_draft_nodes + len(draft.tokens))
+        if tree.q is not None:
+            q = tree.q[q_offset : q_offset + len(nodes)]
+            counts = [
+                count if has_q else 0
+                for count, has_q in zip(_count_sampled_children(tree, b, q_offset), q.any(-1).tolist(), strict=True)
+            ]
+            for node, (count, children) in enumerate(zip(counts, tree.children[b], strict=True)):
+                if children and count > 0:
+                    samples = SampledSiblings(q[node], tuple(nodes[child] for child in children[:count]))
+                    self.further_samples.setdefault(nodes[node], []).append(samples)
+        return nodes
+
     def _index_children(self) -> dict[tuple[int, int], int]:
         if self._children is None:
             self._children = {}
@@ -91,12 +108,20 @@ class MergedTree:
         return self._children
 
 
+def _count_sampled_children(tree: TokenTree, b: int, q_offset: int) -> list[int]:
+    """Return the number of sampled children of each node of request b; the tree has a q."""
+    if tree.num_sampled_children is None:
+        return list(map(len, tree.children[b]))
+    return list(tree.num_sampled_children[q_offset : q_offset + tree.sizes[b]])
+
+
 def stack_trees(batch: Batch, trees: Sequence[MergedTree]) -> TokenTree:
-    """Combine B trees. If any node was sampled, q is [R, V] with rows of zeros for deterministic nodes."""
+    """Combine B trees. If the first drafter sampled any node, q is [R, V], with zeros for all other nodes."""
     tokens, parents = [merged.tokens for merged in trees], [merged.parents for merged in trees]
+    further = {(b, node): tuple(found) for b, one in enumerate(trees) for node, found in one.further_samples.items()}
     any_q = next((merged.q for merged in trees if merged.q is not None), None)
     if any_q is None:
-        return TokenTree(tokens, parents)
+        return TokenTree(tokens, parents, further_samples=further or None)
     rows: list[Tensor] = []
     num_sampled_children: list[int] = []
     for merged, is_scored in zip(trees, batch.needs_logits, strict=True):
@@ -108,7 +133,9 @@ def stack_trees(batch: Batch, trees: Sequence[MergedTree]) -> TokenTree:
                 rows.append(any_q.new_zeros(len(merged.tokens) - num_q_rows, any_q.shape[-1]))
             num_sampled_children += [*merged.num_sampled_children, *[0] * (len(merged.tokens) - num_q_rows)]
     q = rows[0] if len(rows) == 1 else torch.cat(rows)
-    return TokenTree(tokens, parents, q, num_sampled_children=tuple(num_sampled_children))
+    return TokenTree(
+        tokens, parents, q, num_sampled_children=tuple(num_sampled_children), further_samples=further or None
+    )
 
 
 def compute_q_offsets(batch: Batch, tree: TokenTree) -> list[int]:

@@ -41,6 +41,7 @@ class MedusaRequest:
     request: Request
     tree: StaticTree  # cut to the depth and budget of the request
     state: Tensor  # [H] target state before the last committed token
+    draft_stream: int  # of the batch
 
     @property
     def shapes_logits(self) -> bool:
@@ -127,7 +128,8 @@ class Medusa:
         if state is None or request.max_draft_depth < 1:
             return None
         tree = self.tree if request.spec.rule.takes_trees else self._chain_tree
-        return MedusaRequest(b, request, tree.restrict(request.max_draft_depth, batch.granted_nodes[b]), state)
+        tree = tree.restrict(request.max_draft_depth, batch.granted_nodes[b])
+        return MedusaRequest(b, request, tree, state, batch.draft_stream)
 
     def _truncate_unconfident(
         self, requests: Sequence[MedusaRequest], logits: Tensor
@@ -170,7 +172,7 @@ class Medusa:
             if entry.uses_q:
                 races = [(node, entry.tree.get_depth(node)) for node in entry.tree.inner_nodes]
             rows += [i * depth + level for _, level in races]
-            keys += [draft_noise_key(entry.request, node, level) for node, level in races]
+            keys += [draft_noise_key(entry.request, node, level, entry.draft_stream) for node, level in races]
         ids = _sample_tokens(probs, rows, keys, max(entry.tree.width for entry in requests))
         drafts, first = [], 0
         for i, entry in enumerate(requests):
@@ -185,7 +187,10 @@ class Medusa:
 
     def _build_trees(self, requests: Sequence[MedusaRequest], logits: Tensor) -> list[Draft]:
         """Draft level by level, since penalties give every node another distribution."""
-        builders = [TreeBuilder(entry.request, TreeSpec.from_static_tree(entry.tree)) for entry in requests]
+        builders = [
+            TreeBuilder(entry.request, TreeSpec.from_static_tree(entry.tree), draft_stream=entry.draft_stream)
+            for entry in requests
+        ]
         for depth in range(logits.shape[1]):
             growing = [(i, g) for i, g in enumerate(builders) if g.frontier and depth < g.tree_spec.max_depth]
             if growing:

@@ -82,10 +82,11 @@ class NgramLMChain:
     def sample(self, probs: NDArray[np.float32]) -> int:
         """Sample a token from probabilities [V] by an exponential race.
 
-        In a chain the depth of the parent equals its node index, so both keys are the same number.
+        In a chain the depth of the parent equals its node index, so both keys are the same number. The stream is 0: an
+        ensemble merges no sampled draft of a token member.
         """
         depth = len(self.tokens)
-        return rng.race_argmax(probs, draft_noise_key(self.request, depth, depth))
+        return rng.race_argmax(probs, draft_noise_key(self.request, depth, depth, stream=0))
 
     def append(self, token: int) -> bool:
         """Append a token. Returns whether more may follow; an end token is always the last one."""

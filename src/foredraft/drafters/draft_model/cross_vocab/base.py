@@ -37,6 +37,7 @@ class CrossVocabState:
     request: Request
     retokenizer: IncrementalRetokenizer
     tree_spec: TreeSpec  # shape of this step's draft
+    draft_stream: int = 0  # of this step's batch
     pages: list[int] = field(default_factory=list)
     draft: GrowingKVDraft | None = None  # draft of this step, until accepted KV is compacted
 
@@ -120,6 +121,7 @@ class CrossVocabDrafter(ABC):
         depth = min(request.max_draft_depth, self.lm.context_length - state.num_tokens + 1)
         is_chain = not request.spec.rule.takes_trees
         state.tree_spec = self.tree_spec.restrict(max(depth, 0), batch.granted_nodes[b], is_chain)
+        state.draft_stream = batch.draft_stream
         if not state.num_tokens or state.tree_spec.max_nodes < 1 or state.tree_spec.max_depth < 1:
             return None
         try:

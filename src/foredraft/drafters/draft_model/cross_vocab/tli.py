@@ -66,7 +66,11 @@ class TliDrafter(CrossVocabDrafter):
 
     def draft_batch(self, states: Sequence[CrossVocabState]) -> list[Draft]:
         drafts = [
-            TliDraft(TreeBuilder(state.request, state.tree_spec), start=state.num_tokens - 1, state=state)
+            TliDraft(
+                TreeBuilder(state.request, state.tree_spec, draft_stream=state.draft_stream),
+                start=state.num_tokens - 1,
+                state=state,
+            )
             for state in states
         ]
         logits = self.prefill(states)
