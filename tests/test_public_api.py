@@ -26,6 +26,7 @@ NAMES = [
     "TokenLogprob",
     "distribution",
     "generate",
+    "make_typical_rule",
     "speculate",
 ]
 
@@ -95,6 +96,18 @@ def test_what_a_completion_holds():
 def test_the_arguments_of_the_front_door():
     parameters = list(inspect.signature(foredraft.LLM).parameters)
     assert parameters[:2] == ["model", "drafter"]
+    for method in ("generate", "stream", "chat", "agenerate", "astream"):
+        parameters_of = inspect.signature(getattr(foredraft.LLM, method)).parameters
+        assert parameters_of["options"].kind is inspect.Parameter.KEYWORD_ONLY
+    assert [spec.name for spec in fields(foredraft.RequestOptions)] == [
+        "priority",
+        "num_speculative_tokens",
+        "prediction",
+        "salt",
+        "is_traced",
+        "verify",
+    ]
+    assert list(inspect.signature(foredraft.make_typical_rule).parameters) == ["posterior_threshold", "posterior_alpha"]
     assert {"dtype", "device", "verify", "num_speculative_tokens", "tokenizer"} <= set(parameters)
     for method in ("generate", "stream", "with_drafter", "tokenizer", "num_parameters", "drafter_name"):
         assert hasattr(foredraft.LLM, method) or method == "tokenizer"

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from foredraft.sampling.grammar import Grammar
     from foredraft.sampling.params import Sampling
     from foredraft.source import Seq2Seq
+    from foredraft.verification.rules import make_typical_rule
 
 __version__ = "0.1.0"
 
@@ -30,6 +31,7 @@ _HOMES = {
     "TokenLogprob": "outputs",
     "distribution": "sampling.distribution",
     "generate": "hf_generate.decoding",
+    "make_typical_rule": "verification.rules",
     "speculate": "hf_generate.decoding",
 }
 
@@ -47,6 +49,7 @@ __all__ = [
     "TokenLogprob",
     "distribution",
     "generate",
+    "make_typical_rule",
     "speculate",
 ]
 

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
 from foredraft.chat import Conversation, encode_chat, has_chat_template, list_conversations
 from foredraft.engine.engine import Engine
@@ -17,6 +17,8 @@ from foredraft.outputs import Completion, Delta
 from foredraft.request_factory import RequestFactory
 from foredraft.request_options import RequestOptions
 from foredraft.sampling.params import Sampling
+
+Parameters = TypeVar("Parameters", Sampling, RequestOptions)
 
 log = logging.getLogger("foredraft.llm")  # the module of the public class: log settings of programs have this name
 
@@ -32,7 +34,11 @@ class CompletionGenerator:
     _has_warned_chat_template = False
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        *,
+        options: RequestOptions | Sequence[RequestOptions] | None = None,
     ) -> list[Completion]:
         """Generate completions of every prompt, `n` samples each, in order.
 
@@ -41,6 +47,8 @@ class CompletionGenerator:
                 chat template of the model is not applied; `chat` applies it.
             sampling: one for all prompts, or one per prompt. Default None = `Sampling()`: temperature 1.0, at most 128
                 tokens. The default temperature of the command line is 0.0.
+            options: verification rule, draft length, prediction and so on: one for all prompts, or one per prompt.
+                Default None = `RequestOptions()`.
 
         Returns:
             One completion per prompt and sample. A request that fails alone has finish_reason "error".
@@ -48,7 +56,11 @@ class CompletionGenerator:
         Raises:
             ForedraftError: for invalid prompts or options, and for requests that do not fit into the KV memory.
         """
-        done = {delta.index: delta.completion for delta in self.stream(prompts, sampling) if delta.completion}
+        done = {
+            delta.index: delta.completion
+            for delta in self.stream(prompts, sampling, options=options)
+            if delta.completion
+        }
         return [done[index] for index in sorted(done)]
 
     def chat(
@@ -56,6 +68,7 @@ class CompletionGenerator:
         messages: Conversation | Sequence[Conversation],
         sampling: Sampling | Sequence[Sampling] | None = None,
         *,
+        options: RequestOptions | Sequence[RequestOptions] | None = None,
         chat_template: str | None = None,
         template_options: Mapping[str, Any] | None = None,
     ) -> list[Completion]:
@@ -63,7 +76,8 @@ class CompletionGenerator:
 
         Args:
             messages: dicts with `role` and `content`, oldest first; a list of such lists is several conversations.
-            sampling: as for `generate`.
+            sampling: one for all conversations, or one each, as for `generate`.
+            options: likewise.
             chat_template: Jinja source. Default None = the template of the model.
             template_options: further variables of the template, such as {"enable_thinking": False}. Default None.
 
@@ -74,7 +88,7 @@ class CompletionGenerator:
             self.encode_chat(one, chat_template=chat_template, template_options=template_options)
             for one in list_conversations(messages)
         ]
-        return self.generate(prompts, sampling)
+        return self.generate(prompts, sampling, options=options)
 
     def encode_chat(
         self,
@@ -102,42 +116,61 @@ class CompletionGenerator:
         return has_chat_template(self.tokenizer)
 
     def stream(
-        self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        *,
+        options: RequestOptions | Sequence[RequestOptions] | None = None,
     ) -> Iterator[Delta]:
         """Yield deltas while text is generated; arguments and errors as for `generate`.
 
         Leaving the loop early aborts the requests that have not finished.
         """
         # Requests are added when the stream is first read, so a stream that is never read holds no pages.
-        return self._shared.read(self._prepare_requests(prompts, sampling))
+        return self._shared.read(self._prepare_requests(prompts, sampling, options))
 
     async def agenerate(
-        self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        *,
+        options: RequestOptions | Sequence[RequestOptions] | None = None,
     ) -> list[Completion]:
         """Run `generate` without blocking the event loop. Cancelling aborts the requests."""
-        async with aclosing(self.astream(prompts, sampling)) as deltas:
+        async with aclosing(self.astream(prompts, sampling, options=options)) as deltas:
             done = {delta.index: delta.completion async for delta in deltas if delta.completion}
         return [done[index] for index in sorted(done)]
 
     async def astream(
-        self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        *,
+        options: RequestOptions | Sequence[RequestOptions] | None = None,
     ) -> AsyncGenerator[Delta, None]:
         """Run `stream` without blocking the event loop: steps run on a thread, errors are raised at the first delta.
 
         Cancelling aborts the requests. So does `aclose` after leaving the loop early: use contextlib.aclosing.
         """
-        transcripts = await asyncio.to_thread(self._prepare_requests, prompts, sampling)
+        transcripts = await asyncio.to_thread(self._prepare_requests, prompts, sampling, options)
         async with aclosing(self._shared.read_async(transcripts)) as deltas:
             async for delta in deltas:
                 yield delta
 
     def _prepare_requests(
-        self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: Sampling | Sequence[Sampling] | None,
+        options: RequestOptions | Sequence[RequestOptions] | None = None,
     ) -> list[Transcript]:
         self._shared.check()
         several = list_prompts(prompts)
         self._warn_about_chat_template(several)
-        transcripts = self._prepare_prompts(several, sampling or Sampling())
+        params = _list_per_prompt(Sampling, sampling, len(several))
+        each_options = _list_per_prompt(RequestOptions, options, len(several))
+        transcripts: list[Transcript] = []
+        for prompt, s, one in zip(several, params, each_options, strict=True):
+            transcripts += self.prepare(prompt, s, one, first_index=len(transcripts))
         for transcript in transcripts:
             self.engine.check(transcript.request)
         return transcripts
@@ -155,15 +188,6 @@ class CompletionGenerator:
                 "LLM.chat puts messages into the template"
             )
 
-    def _prepare_prompts(self, prompts: list[Prompt], sampling: Sampling | Sequence[Sampling]) -> list[Transcript]:
-        params = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
-        if len(params) != len(prompts):
-            raise ForedraftError(f"{len(prompts)} prompts and {len(params)} Samplings; give one Sampling or one each")
-        result: list[Transcript] = []
-        for prompt, s in zip(prompts, params, strict=True):
-            result += self.prepare(prompt, s, first_index=len(result))
-        return result
-
     def prepare(
         self, prompt: Prompt, s: Sampling, options: RequestOptions | None = None, first_index: int = 0
     ) -> list[Transcript]:
@@ -173,3 +197,20 @@ class CompletionGenerator:
             ForedraftError: for a prompt or an option that this model does not support.
         """
         return self._requests.prepare(prompt, s, options or RequestOptions(), first_index)
+
+
+def _list_per_prompt(
+    kind: type[Parameters], value: Parameters | Sequence[Parameters] | None, num_prompts: int
+) -> list[Parameters]:
+    """Return one object of class `kind` per prompt, from one for all, one each, or None for the defaults."""
+    if value is None or isinstance(value, kind):
+        return [kind() if value is None else value] * num_prompts
+    values = [value] if isinstance(value, str) or not isinstance(value, Sequence) else list(value)
+    name = kind.__name__
+    wrong = next((one for one in values if not isinstance(one, kind)), None)
+    if wrong is not None:
+        raise ForedraftError(f"{wrong!r:.80} is no {name}; give one {name} or one per prompt")
+    if len(values) != num_prompts:
+        plural = name.removesuffix("s") + "s"
+        raise ForedraftError(f"{num_prompts} prompts and {len(values)} {plural}; give one {name} or one each")
+    return values

@@ -49,6 +49,7 @@ class LLM(CompletionGenerator):
             option `quantization`.
         device: "cpu", "cuda" or "cuda:N". Default "auto" = the first GPU, else the CPU.
         verify: a verification rule or its name. Default "auto" = `match` for greedy and seeded requests, else `reject`.
+            A request may name its own: `RequestOptions(verify=...)`.
         num_speculative_tokens: longest draft. Default "auto" = chosen at every step from measured times, possibly 0.
         tokenizer: a tokenizer, or None. Default "auto" = that of the folder or hub id; none for a loaded model.
         limits: sizes of KV memory and steps. Default None = `MemoryLimits()`.
@@ -122,7 +123,7 @@ class LLM(CompletionGenerator):
 
     @property
     def rule(self) -> Rule | None:
-        """Verification rule of all requests; None = chosen for every request."""
+        """Verification rule of requests that name none; None = chosen for every request."""
         return self._requests.rule
 
     @property

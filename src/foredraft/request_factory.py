@@ -7,7 +7,7 @@ from typing import Any
 from foredraft.engine.transcript import Transcript
 from foredraft.errors import ForedraftError
 from foredraft.models.hf import HFModel
-from foredraft.models.prompts import Prompt, encode_bad_words, read_prompt
+from foredraft.models.prompts import Prompt, encode_bad_words, encode_prediction, read_prompt
 from foredraft.request import Request
 from foredraft.request_options import RequestOptions
 from foredraft.request_spec import RequestSpec
@@ -15,6 +15,7 @@ from foredraft.sampling.grammar import GrammarCompiler
 from foredraft.sampling.grammar_matcher import GrammarMatcher
 from foredraft.sampling.params import Sampling
 from foredraft.source import PreparedPrompt, Seq2Seq
+from foredraft.verification.registry import find_rule
 from foredraft.verification.rule import Rule
 from foredraft.verification.rules import MATCH, REJECT
 
@@ -27,7 +28,7 @@ class RequestFactory:
     tokenizer: Any | None
     grammars: GrammarCompiler
     end_ids: frozenset[int]  # token ids that end an output
-    rule: Rule | None  # verification rule; None = chosen for every request
+    rule: Rule | None  # verification rule of requests that name none; None = chosen for every request
     shares_prefixes: bool  # requests of one salt share the pages of equal prefixes
 
     def prepare(
@@ -45,7 +46,9 @@ class RequestFactory:
             ForedraftError: for a prompt or an option that this model does not support.
         """
         ids, source = read_prompt(self.target, self.tokenizer, prompt)
-        self._check_options(sampling, options)
+        rule = self.rule if options.verify is None else find_rule(options.verify)
+        prediction = encode_prediction(self.target, self.tokenizer, options.prediction)
+        self._check_ids(sampling, prediction)
         seed = int.from_bytes(os.urandom(8), "little") if sampling.seed is None else sampling.seed
         bad_words = encode_bad_words(self.target, self.tokenizer, sampling.bad_words)
         content = prompt.source if isinstance(prompt, Seq2Seq | PreparedPrompt) else prompt
@@ -63,7 +66,8 @@ class RequestFactory:
             eos_ids=self.end_ids,
             bad_words=bad_words,
             max_length=self.target.context_length,
-            rule=self.rule or _choose_rule(sampling),
+            rule=rule or _choose_rule(sampling),
+            prediction=prediction,
             page_salt=page_salt,
             source=source,
         )
@@ -86,12 +90,12 @@ class RequestFactory:
             sampling.grammar, () if sampling.ignore_eos else self.end_ids, sampling.stop_token_ids
         )
 
-    def _check_options(self, sampling: Sampling, options: RequestOptions) -> None:
+    def _check_ids(self, sampling: Sampling, prediction: tuple[int, ...]) -> None:
         size = self.target.vocab_size
         ids_by_name = {
             name: getattr(sampling, name) or () for name in ("allowed_token_ids", "logit_bias", "stop_token_ids")
         }
-        ids_by_name["prediction"] = options.prediction
+        ids_by_name["prediction"] = prediction
         ids_by_name["bad_words"] = [token for word in sampling.bad_words if not isinstance(word, str) for token in word]
         for name, ids in ids_by_name.items():
             outside = [token for token in ids if not 0 <= token < size]

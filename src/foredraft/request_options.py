@@ -1,14 +1,32 @@
 """Options of a request other than its sampling parameters."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from foredraft.errors import ForedraftError
+from foredraft.verification.rule import Rule
 
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """Options of a request other than its sampling parameters."""
+    """Options of a request other than its sampling parameters.
+
+    Raises:
+        ForedraftError: a value has the wrong type or is out of range. A wrong prediction or rule raises later, when the
+            request is made.
+    """
 
     priority: int = 0  # lower runs first and is preempted last
-    num_speculative_tokens: int | None = None  # fixed draft length; 0 = no draft; None = the policy decides
-    prediction: tuple[int, ...] = ()  # expected output tokens, to draft from
+    num_speculative_tokens: int | None = None  # fixed draft length; 0 = plain decoding; None = the policy decides
+    prediction: str | Sequence[int] = ()  # expected output, text or token ids, to draft from
     salt: bytes = b""  # only requests with equal salts share prefix pages and past outputs
     is_traced: bool = False  # every delta holds the trees of its steps
+    verify: str | Rule | None = None  # verification rule or its name; None = that of the LLM
+
+    def __post_init__(self) -> None:
+        count = self.num_speculative_tokens
+        if count is not None and (not isinstance(count, int) or count < 0):
+            raise ForedraftError(f"num_speculative_tokens must be an integer from 0 up or None, got {count!r:.80}")
+        for name, kind in (("priority", int), ("salt", bytes)):
+            if not isinstance(value := getattr(self, name), kind):
+                raise ForedraftError(f"{name} must be of type {kind.__name__}, got {value!r:.80}")

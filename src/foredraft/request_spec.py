@@ -22,6 +22,7 @@ class RequestSpec:
     bad_words: tuple[tuple[int, ...], ...] = ()  # sampling.bad_words as token ids
     max_length: int = 1 << 62  # context length: prompt and output together
     rule: Rule = MATCH  # verification rule
+    prediction: tuple[int, ...] = ()  # options.prediction as token ids
     # Only requests with equal values share prefix pages: options.salt with the digest of an encoder's source, or random
     # bytes if the engine shares no prefixes.
     page_salt: bytes = b""

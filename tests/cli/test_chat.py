@@ -5,6 +5,7 @@ import json
 import pytest
 
 from foredraft.errors import ForedraftError
+from foredraft.request_options import RequestOptions
 from tests.support.cli_fakes import TEXT, FakeBackend, FakeLLM
 
 
@@ -113,12 +114,19 @@ def test_what_a_template_refuses_is_shown_and_taken_back(run):
     assert "user: hello" not in outcome.stderr
 
 
+def test_spec_tokens_0_is_an_option_of_every_turn(run):
+    backend = FakeBackend()
+    assert run("chat", "--spec-tokens", "0", stdin="hello\nagain\n", backend=backend).code == 0
+    assert backend.request_options == [[RequestOptions(num_speculative_tokens=0, prediction="")]] * 2
+    assert backend.specs == [{"method": "draft_model"}]
+
+
 class StoppedLLM(FakeLLM):
     """Ctrl-C comes after some tokens of the reply."""
 
     num_tokens = 3
 
-    def stream(self, prompts, sampling):
+    def stream(self, prompts, sampling, *, options=None):
         for i, delta in enumerate(super().stream(prompts, sampling)):
             if i == self.num_tokens:
                 raise KeyboardInterrupt

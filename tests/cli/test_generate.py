@@ -1,10 +1,15 @@
 """`foredraft generate` as a process: the streams, format and exit code of its output."""
 
 import json
+import os
 
 import pytest
 
+from foredraft.cli.backend import CliBackend
 from foredraft.errors import ForedraftError
+from foredraft.request_options import RequestOptions
+from foredraft.verification.registry import RULES
+from foredraft.verification.rules import TypicalAcceptance
 from tests.support.cli_fakes import PIECES, TEXT, FakeBackend, FakeLLM
 
 ESCAPE = "\x1b["
@@ -77,7 +82,7 @@ def test_the_command_is_greedy_by_default_and_passes_every_sampling_option_on(ru
     seen = []
 
     class Watching(FakeLLM):
-        def stream(self, prompts, sampling):
+        def stream(self, prompts, sampling, *, options=None):
             seen.append(sampling)
             return super().stream(prompts, sampling)
 
@@ -104,6 +109,7 @@ def test_the_command_is_greedy_by_default_and_passes_every_sampling_option_on(ru
         (("--spec-method", "none"), None),
         (("--spec-method", "ngram", "--spec-tokens", "3"), {"method": "ngram", "num_speculative_tokens": 3}),
         (("--spec-method", "ngram", "--spec-tokens", "auto"), {"method": "ngram"}),
+        (("--spec-method", "ngram", "--spec-tokens", "0"), {"method": "ngram"}),
         (("--model", "m"), {"method": "ngram"}),
         (("--model", "m", "--spec-model", "d"), {"method": "draft_model", "model": "d"}),
     ],
@@ -213,8 +219,27 @@ def test_a_warning_is_one_line(run):
         (("--n", "0"), "--n must be at least 1"),
         (("--stop", ""), "remove it"),
         (("--top-k", "many"), "--top-k"),
-        (("--spec-tokens", "0"), "--spec-tokens takes auto or a number from 1 up"),
-        (("--spec-tokens", "many"), "--spec-tokens takes auto or a number from 1 up, got 'many'"),
+        (("--spec-tokens", "-1"), "--spec-tokens takes auto or a number from 0 up, got '-1'"),
+        (("--spec-tokens", "many"), "--spec-tokens takes auto or a number from 0 up, got 'many'"),
+        (("--spec-tokens", "0", "--compare"), "--compare measures drafting methods; leave"),
+        (("--prediction", __file__, "--compare"), "--compare measures drafting methods; leave"),
+        (("--prediction", __file__, "--spec-tokens", "0"), "--spec-tokens 0 drafts nothing; leave one of the two out"),
+        (
+            ("--prediction", "gone.txt"),
+            "prediction file 'gone.txt' does not exist; check the path given to --prediction",
+        ),
+        (("--prediction", os.devnull), "is empty; leave --prediction out"),
+        (("--prediction", __file__, "--prediction", __file__), "1 prompts and 2 predictions; give one --prediction"),
+        (("--posterior-threshold", ".2"), "--posterior-threshold is a setting of the rule typical, not of auto"),
+        (
+            ("--verify", "match", "--posterior-alpha", ".2"),
+            "--posterior-alpha is a setting of the rule typical, not of",
+        ),
+        (("--verify", "typical", "--posterior-threshold", "0"), "--posterior-threshold must lie in (0, 1], got 0.0"),
+        (("--verify", "typical", "--posterior-alpha", "-1"), "--posterior-alpha must be a finite number above 0"),
+        (("--verify", "typical", "--posterior-alpha", "nan"), "--posterior-alpha must be a finite number above 0"),
+        (("--verify", "typical", "--posterior-alpha", "x"), "--posterior-alpha"),
+        (("--speculative-config", '{"posterior_alpha": "x"}', "--verify", "typical"), "--posterior-alpha must be a"),
         (("--spec-method", "telepathy"), "unknown method 'telepathy'; use one of: none, draft_model, ngram"),
         (("--spec-method", "ngram,draft_model"), "--compare"),
         (("--spec-method", "none", "--spec-tokens", "2"), "leave --spec-model, --spec-tokens and --spec-option out"),
@@ -230,6 +255,61 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(run, args, words):
     assert outcome.stdout == ""
     [line] = outcome.error_lines
     assert words in line
+
+
+def test_spec_tokens_0_and_predictions_are_options_of_the_requests(run, tmp_path):
+    """Guards an option that is read and not passed on: without it the requests draft as always."""
+    backend = FakeBackend()
+    assert run("generate", "p", backend=backend).code == 0
+    assert run("generate", "p", "--spec-tokens", "0", backend=backend).code == 0
+    assert run("generate", "p", "--spec-tokens", "4", backend=backend).code == 0
+    assert [[one.num_speculative_tokens for one in call] for call in backend.request_options] == [[None], [0], [None]]
+    assert not any(one.prediction for call in backend.request_options for one in call)
+    paths = []
+    for name in "abc":
+        (tmp_path / name).write_bytes(f"{name}\r\n".encode())
+        paths.append(str(tmp_path / name))
+    files = ["--file", paths[0], "--file", paths[1]]
+    assert run("generate", *files, "--prediction", paths[2], backend=backend).code == 0
+    assert backend.request_options[-1] == [RequestOptions(prediction="c\r\n")] * 2
+    assert run("generate", *files, "--prediction", paths[2], "--prediction", paths[0], backend=backend).code == 0
+    assert [one.prediction for one in backend.request_options[-1]] == ["c\r\n", "a\r\n"]
+
+
+def test_thresholds_make_the_rule_of_the_model(run):
+    backend = FakeBackend()
+    line = ("--verify", "typical", "--posterior-threshold", ".2", "--posterior-alpha", ".5")
+    assert run("generate", "p", *line, backend=backend).code == 0
+    assert backend.options.find_rule().verify == TypicalAcceptance(0.2, 0.5)
+    config = '{"method": "ngram", "verify": "typical", "posterior_alpha": 0.7}'
+    assert run("generate", "p", "--speculative-config", config, backend=backend).code == 0
+    assert backend.options.find_rule().verify == TypicalAcceptance(posterior_alpha=0.7)
+    assert backend.specs[-1] == {"method": "ngram"}
+    assert run("generate", "p", "--verify", "typical", backend=backend).code == 0
+    assert backend.options.find_rule() is RULES["typical"]
+
+
+def test_the_library_gets_thresholds_predictions_and_no_drafts(run, tmp_path):
+    """The whole way, with the built-in pair. A prediction that is right takes few passes."""
+    line = ("generate", "def f(", "--max-tokens", "40", "--json")
+
+    def generate(*args: str) -> dict:
+        outcome = run(*line, *args, backend=CliBackend())
+        assert outcome.code == 0, outcome.stderr
+        return json.loads(outcome.stdout)["completions"][0]
+
+    plain = generate("--spec-tokens", "0")
+    assert plain["stats"]["target_passes"] == len(plain["token_ids"])
+    (tmp_path / "right").write_text(plain["text"], encoding="utf-8")
+    predicted = generate("--spec-method", "none", "--prediction", str(tmp_path / "right"))
+    assert predicted["token_ids"] == plain["token_ids"]
+    assert predicted["stats"]["target_passes"] < len(plain["token_ids"]) / 2
+    sampled = ("--temperature", "1", "--seed", "1", "--spec-tokens", "3", "--verify", "typical")
+    strict, loose = (
+        generate(*sampled, "--posterior-threshold", value, "--posterior-alpha", value) for value in ("1", "0.000001")
+    )
+    assert strict["verification"] == loose["verification"] == "typical"
+    assert loose["stats"]["acceptance_rate"] > strict["stats"]["acceptance_rate"]
 
 
 def test_settings_of_a_method_reach_it_as_numbers_and_lists(run):

@@ -11,7 +11,7 @@ def echo():
     seen = []
 
     class Echo(FakeLLM):
-        def stream(self, prompts, sampling):
+        def stream(self, prompts, sampling, *, options=None):
             seen.extend(prompts)
             return super().stream(prompts, sampling)
 

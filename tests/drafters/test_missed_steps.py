@@ -113,7 +113,7 @@ def test_a_text_whose_step_was_missed_is_drafted_for_no_more_or_from_true_states
 def test_steps_without_a_draft_leave_what_the_next_draft_needs(name: str) -> None:
     """Steps without draft nodes change neither the text nor the use of later drafts."""
     llm, _ = drafting(name)
-    transcripts = llm._prepare_prompts(list(PROMPTS), GREEDY)
+    transcripts = llm._prepare_requests(list(PROMPTS), GREEDY)
     for transcript in transcripts:
         llm.engine.add(transcript)
     accepted = step = 0

@@ -19,7 +19,7 @@ from foredraft.tree import Commit, TokenTree
 from tests.engine.test_sandbox import LM, PLAIN, PROMPTS, RULES, SAMPLINGS, V, texts
 from tests.support import engine_fakes, tiny_models
 from tests.support.engine_fakes import ScriptedDrafter
-from tests.support.requests import change_options, change_spec, make_request
+from tests.support.requests import change_spec, make_request
 
 
 def good(batch: Batch) -> TokenTree:
@@ -37,7 +37,7 @@ CHANGES: dict[str, Callable[[Request], None]] = {
     "appends to the pages": lambda request: request.pages.append(1),
     "reverses the pages": lambda request: request.pages.reverse(),
     "marks it as preempted": _set("status", RequestStatus.PREEMPTED),
-    "takes its prediction": lambda request: change_options(request, prediction=(1, 2)),
+    "takes its prediction": lambda request: change_spec(request, prediction=(1, 2)),
     "gives it another output": _set("output", [1, 2, 3]),
     "gives it a list that is none": _set("output", "text"),
     "moves computed on": lambda request: setattr(request, "num_computed", request.num_computed + 1),

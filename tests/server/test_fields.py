@@ -1,11 +1,16 @@
 """Request fields: each has an effect, or accepts only values that request nothing; others are refused by name."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
+from foredraft import Sampling, make_typical_rule
+from foredraft.server.sampling_params import build_options
 from foredraft.server.schemas import NEUTRAL_VALUES, ChatRequest, CompletionRequest
 from foredraft.server.settings import ServerSettings
+from foredraft.verification.rules import TypicalAcceptance
 from tests.support import tiny_models
-from tests.support.server.live_server import CHATML, NAME, RunningServer, run_server
+from tests.support.server.live_server import CHATML, NAME, RunningServer, make_small_llm, run_server
 
 BASE = {"prompt": "the end", "temperature": 1.0, "seed": 7, "max_tokens": 30, "ignore_eos": True}
 CHAT = {
@@ -56,6 +61,9 @@ CHANGES = {
     "model": None,
     "user": None,
     "speculative": None,
+    "verify": "typical",
+    "posterior_threshold": None,
+    "posterior_alpha": None,
     "speculative_metrics": True,
     "foredraft_trace": True,
     "echo": True,
@@ -66,7 +74,7 @@ CHANGES = {
 ELSEWHERE = {
     "stream", "stream_options", "prediction", "priority", "cache_salt", "model", "user", "speculative", "best_of",
     "add_special_tokens", "min_tokens", "bad_words", "stop", "include_stop_str_in_output", "ignore_eos",
-    "return_tokens_as_token_ids",
+    "return_tokens_as_token_ids", "posterior_threshold", "posterior_alpha",
 }  # fmt: skip
 
 
@@ -171,6 +179,9 @@ def test_an_unknown_field_is_named(server: RunningServer, path: str, name: str):
         ("prompt", [1, "a"]), ("prompt", [["a"]]), ("prompt", {"a": 1}), ("prompt", [True]), ("echo", 1),
         ("speculative", {"num_speculative_tokens": -1}), ("speculative", {"k": 1}), ("cache_salt", ""),
         ("request_id", "a b"), ("priority", 1 << 40), ("truncate_prompt_tokens", 0), ("prediction", {"type": "x"}),
+        ("verify", ""), ("verify", "typicl"), ("verify", "Match"), ("verify", 1), ("verify", ["match"]),
+        ("verify", "x" * 65), ("posterior_threshold", 0), ("posterior_threshold", 1.1), ("posterior_threshold", "1"),
+        ("posterior_threshold", 0.5), ("posterior_alpha", 0), ("posterior_alpha", -1), ("posterior_alpha", 0.5),
     ],
 )  # fmt: skip
 def test_a_value_that_cannot_be_is_a_400_with_its_field(server: RunningServer, name: str, value: object):
@@ -181,6 +192,66 @@ def test_a_value_that_cannot_be_is_a_400_with_its_field(server: RunningServer, n
     assert (error["code"], error["type"]) == (400, "invalid_request_error")
     assert name in (error["param"] or error["message"])
     assert "/" not in error["message"]
+
+
+LOSSY = BASE | {"verify": "typical"}
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_the_rule_of_a_request_verifies_it_and_a_lossy_one_is_reported(server: RunningServer, path: str):
+    base = BASE if path == "/v1/completions" else CHAT
+    lossy = server.post_ok(path, **base, verify="typical")
+    assert lossy["verification"] == "typical"
+    assert all(chunk["verification"] == "typical" for chunk in server.chunks(path, **base, verify="typical"))
+    plain = server.post_ok(path, **base)
+    for verify in (None, "auto", "match", "reject", "block"):
+        answer = server.post_ok(path, **base, verify=verify)
+        assert "verification" not in answer
+        is_reproducible = verify in (None, "auto", "match")
+        assert (answer["choices"] == plain["choices"]) == is_reproducible, verify
+    assert lossy["choices"] != plain["choices"]
+
+
+def test_the_thresholds_of_a_request_decide_what_is_accepted(server: RunningServer):
+    """Guards thresholds that are read and not used. The loosest accepts every draft token with any probability."""
+    accepted = []
+    for threshold, alpha in ((1e-9, 1e-9), (0.999, 9.0)):
+        body = LOSSY | {"posterior_threshold": threshold, "posterior_alpha": alpha, "speculative_metrics": True}
+        body |= {"speculative": {"num_speculative_tokens": 3}}
+        answer = server.post_ok("/v1/completions", **body)
+        accepted.append(answer["metrics"]["speculative_decoding"]["draft_acceptance_rate"])
+    assert accepted[0] > accepted[1]
+
+
+def test_thresholds_without_a_rule_change_that_of_the_server(server: RunningServer):
+    for name, value in (("posterior_threshold", 0.5), ("posterior_alpha", 0.5)):
+        refused = server.post("/v1/completions", BASE | {name: value, "verify": "reject"}).json()["error"]
+        assert refused["param"] == name
+        assert "is a setting of the rule typical, not of reject" in refused["message"]
+    llm = make_small_llm().with_drafter(make_small_llm().drafter, verify=make_typical_rule(0.2, 0.4))
+    with run_server(llm) as lossy:
+        assert make_request(lossy, BASE | {"posterior_alpha": 0.5}).spec.rule.verify == TypicalAcceptance(0.2, 0.5)
+        assert make_request(lossy, BASE).spec.rule.verify == TypicalAcceptance(0.2, 0.4)
+        assert make_request(lossy, LOSSY).spec.rule.verify == TypicalAcceptance()
+        assert make_request(lossy, BASE | {"verify": "auto"}).spec.rule.is_lossless
+        assert "verification" not in lossy.post_ok("/v1/completions", **BASE, verify="auto")
+
+
+def make_request(server: RunningServer, body: dict):
+    """Return the request that the server makes of a body, without running it."""
+    request = CompletionRequest.model_validate(body)
+    options = build_options(request, (), server.service.llm.rule)
+    return server.service.llm.prepare(body["prompt"], Sampling(seed=1), options)[0].request
+
+
+def test_requests_of_different_rules_share_a_batch(server: RunningServer):
+    """Each answer is that of the request alone: rules and thresholds do not leak between requests."""
+    fixed = {"speculative": {"num_speculative_tokens": 3}}
+    bodies = [BASE | fixed | {"verify": verify} for verify in ("match", "reject", "block", "typical")]
+    bodies += [LOSSY | fixed | {"posterior_threshold": value} for value in (1e-6, 1e-3)]
+    alone = [answer(server, body) for body in bodies]
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        assert list(pool.map(lambda body: answer(server, body), bodies)) == alone
 
 
 def test_two_grammars_exclude_each_other(server: RunningServer):

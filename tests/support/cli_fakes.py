@@ -27,13 +27,15 @@ class FakeLLM:
     error: str | None = None
     raises: BaseException | None = None
     calls: list[tuple[str, int]] = field(default_factory=list)  # (method, max_tokens), shared by a backend's models
+    options: list = field(default_factory=list)  # of the requests of each call, shared by a backend's models
 
-    def generate(self, prompts, sampling):
+    def generate(self, prompts, sampling, *, options=None):
         done = {d.index: d.completion for d in self.stream(prompts, sampling) if d.completion}
         return [done[i] for i in sorted(done)]
 
-    def stream(self, prompts: Sequence[str], sampling) -> Iterator[Delta]:
+    def stream(self, prompts: Sequence[str], sampling, *, options=None) -> Iterator[Delta]:
         self.calls.append((self.drafter_name, sampling.max_tokens))
+        self.options.append(options)
         if self.raises is not None:
             raise self.raises
         last = len(self.pieces) - 1
@@ -81,6 +83,7 @@ class FakeBackend:
     calls: list[tuple[str, int]] = field(default_factory=list)
     specs: list[dict | None] = field(default_factory=list)
     options: ModelOptions | None = None
+    request_options: list = field(default_factory=list)
     training: ZooTrainingOptions | None = None
 
     def list_choices(self) -> CliChoices:
@@ -121,4 +124,9 @@ class FakeBackend:
         if method in self.missing:
             raise ForedraftError(EMPTY_HANDED)
         self.specs.append(build_drafter_spec(options, method))
-        return replace(self.models.get(method, FakeLLM(method)), drafter_name=method, calls=self.calls)
+        return replace(
+            self.models.get(method, FakeLLM(method)),
+            drafter_name=method,
+            calls=self.calls,
+            options=self.request_options,
+        )

@@ -3,19 +3,22 @@
 `invariants/test_exact_distribution.py` runs the same checker over every sampling parameter.
 """
 
-from dataclasses import replace
+import math
+from collections import Counter
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import pytest
 import torch
 
+from foredraft.errors import ForedraftError
 from foredraft.sampling import rng
 from foredraft.sampling.params import Sampling
 from foredraft.sampling.rng import NoiseStream
 from foredraft.tree import TokenTree
 from foredraft.verification.noise import NoiseTable
-from foredraft.verification.registry import RULES
-from foredraft.verification.rules import TypicalAcceptance, combine_rules
+from foredraft.verification.registry import RULES, find_rule
+from foredraft.verification.rules import TypicalAcceptance, combine_rules, make_typical_rule
 from tests.support.statistical_checks import sample_from_mass, total_variation
 from tests.support.step_scenarios import StepScenario, SystemUnderTest, compute_step_distribution
 
@@ -257,6 +260,69 @@ def test_a_batch_of_requests_that_asked_for_different_rules_gives_each_its_own()
         assert alone.tokens[0] == commit.tokens[b]
         assert alone.paths[0] == commit.paths[b]
     assert combine_rules([RULES["match"]] * 3) is RULES["match"].verify
+
+
+def test_a_batch_with_every_rule_and_three_settings_of_one_equals_each_request_alone():
+    tree, p, noise = random_batch(is_chain=True)
+    rules = [*RULES.values(), make_typical_rule(0.9, 1.0), make_typical_rule(1e-9, 1e-9)]
+    chosen = [rules[b * 5 // 7 % len(rules)] for b in range(len(tree.sizes))]
+    commit = combine_rules(chosen)(tree, p, noise)
+    accepted = Counter()
+    for b, rule in enumerate(chosen):
+        rows = rows_of(tree, [b])
+        alone = rule.verify(tree.select([b]), p[rows], noise.select([b], rows))
+        assert (alone.tokens[0], alone.paths[0]) == (commit.tokens[b], commit.paths[b])
+        accepted[rule] += len(alone.paths[0]) - 1
+    assert accepted[rules[-1]] > accepted[rules[-2]], "the two settings accept alike"
+    assert all(rule in chosen for rule in rules)
+
+
+def test_rules_of_equal_settings_verify_in_one_call():
+    """Guards a call per request of a server, where every request makes its own rule."""
+    tree, p, noise = random_batch(6)
+    equal = [make_typical_rule(0.2, 0.4) for _ in range(6)]
+    assert combine_rules(equal) is equal[0].verify
+    calls = []
+
+    @dataclass(frozen=True)
+    class Counted(TypicalAcceptance):
+        def __call__(self, tree, p, noise):
+            calls.append(len(tree.sizes))
+            return super().__call__(tree, p, noise)
+
+    rules = [replace(RULES["typical"], verify=Counted(0.2 if b % 2 else 0.3)) for b in range(6)]
+    combine_rules(rules)(tree, p, noise)
+    assert calls == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("threshold", "alpha", "words"),
+    [
+        (0, 0.3, r"posterior_threshold must lie in \(0, 1\], got 0"),
+        (1.5, 0.3, "posterior_threshold must"),
+        (math.nan, 0.3, "posterior_threshold must"),
+        ("0.2", 0.3, "posterior_threshold must"),
+        (True, 0.3, "posterior_threshold must"),
+        (0.1, 0.0, "posterior_alpha must be a finite number above 0, got 0.0"),
+        (0.1, -1, "posterior_alpha must"),
+        (0.1, math.inf, "posterior_alpha must"),
+    ],
+)
+def test_settings_out_of_range_are_one_line(threshold, alpha, words):
+    with pytest.raises(ForedraftError, match=words) as error:
+        make_typical_rule(threshold, alpha)
+    assert "\n" not in str(error.value)
+
+
+def test_a_setting_of_another_rule_is_refused_by_name():
+    assert find_rule("typical", {"posterior_alpha": 0.5}).verify == TypicalAcceptance(posterior_alpha=0.5)
+    assert find_rule(make_typical_rule(0.5), {"posterior_alpha": 0.5}).verify == TypicalAcceptance(0.5, 0.5)
+    assert find_rule("typical") is RULES["typical"]
+    for verify in ("auto", "reject", RULES["block"]):
+        with pytest.raises(ForedraftError, match="posterior_alpha is a setting of the rule typical, not of"):
+            find_rule(verify, {"posterior_alpha": 0.5})
+    with pytest.raises(ForedraftError, match="unknown verification rule 'typicl'; use one of auto, match"):
+        find_rule("typicl", {"posterior_alpha": 0.5})
 
 
 def test_block_verification_refuses_trees_and_says_what_to_do():

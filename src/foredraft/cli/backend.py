@@ -17,6 +17,7 @@ from foredraft.outputs import Completion, Delta
 
 if TYPE_CHECKING:
     from foredraft.llm import LLM, MemoryLimits
+    from foredraft.request_options import RequestOptions
     from foredraft.sampling.params import Sampling
     from foredraft.verification.rule import Rule
 
@@ -36,7 +37,9 @@ class CliGenerator(Protocol):
 
     def generate(self, prompts: "Sequence[CliPrompt]", sampling: "Sampling") -> list[Completion]: ...
 
-    def stream(self, prompts: "Sequence[CliPrompt]", sampling: "Sampling") -> Iterator[Delta]: ...
+    def stream(
+        self, prompts: "Sequence[CliPrompt]", sampling: "Sampling", *, options: "Sequence[RequestOptions]"
+    ) -> Iterator[Delta]: ...
 
     def with_drafter(self, drafter: dict[str, Any] | None) -> "CliGenerator": ...
 
@@ -103,6 +106,7 @@ class CliChoices:
         ]:
             if value not in names:
                 raise UsageError(f"unknown {kind} {value!r}; use one of: {', '.join(names)}")
+        options.find_rule()  # report invalid settings before a model is loaded
         if options.spec_vocab is not None:
             self._check_vocab(options.spec_vocab, methods)
         drafter_settings = (options.spec_model, options.draft_length, options.spec_option)
@@ -255,7 +259,7 @@ def load_llm(options: ModelOptions, method: str, limits: "MemoryLimits | None" =
         build_drafter_spec(options, method),
         dtype=options.dtype,
         device=options.device,
-        verify=options.verify,
+        verify=options.find_rule() or AUTO,
         fused=False if options.no_fused else None,
         quantization=options.quantization,
         max_model_len=options.max_model_len,
@@ -301,7 +305,7 @@ def build_drafter_spec(options: ModelOptions, method: str) -> dict[str, Any] | N
     spec = {
         "method": method,
         "model": options.draft_models,
-        "num_speculative_tokens": options.draft_length,
+        "num_speculative_tokens": options.draft_length or None,  # 0 is an option of the request
         "quantization": options.spec_quantization,
         VOCAB_OPTION: options.spec_vocab,
     }

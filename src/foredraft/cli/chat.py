@@ -28,6 +28,7 @@ from foredraft.errors import ForedraftError
 from foredraft.outputs import Completion, Delta, Origin, Stats
 
 if TYPE_CHECKING:
+    from foredraft.request_options import RequestOptions
     from foredraft.sampling.params import Sampling
 
 INPUT_PROMPT = "> "
@@ -82,7 +83,8 @@ def chat(ctx: typer.Context, options: ChatOptions) -> None:
         if template is None and not llm.has_chat_template:
             print_line("note: the model has no chat template; messages are written as 'role: content' lines")
             template = read_template("plain")
-        ChatSession(llm, sampling, screen, template, options.system).run(_read_lines(screen))
+        request_options = options.build_request_options()
+        ChatSession(llm, sampling, request_options, screen, template, options.system).run(_read_lines(screen))
 
 
 def read_template(name: str | None) -> str | None:
@@ -140,6 +142,7 @@ class ChatSession:
 
     llm: CliGenerator
     sampling: "Sampling"
+    request_options: "RequestOptions"
     screen: Screen
     template: str | None
     system: str | None
@@ -197,7 +200,7 @@ class ChatSession:
         completion = None
         began = time.perf_counter()
         try:
-            for delta in self.llm.stream([prompt], self.sampling):
+            for delta in self.llm.stream([prompt], self.sampling, options=[self.request_options]):
                 deltas.append(delta)
                 self.origins.update(delta.origins)
                 styles = [ORIGIN_STYLES[origin] for origin in delta.origins]

@@ -26,7 +26,7 @@ from foredraft.cli.backend import (
 )
 from foredraft.cli.options import AUTO, NONE, GenerateOptions, with_options
 from foredraft.cli.progress import ProgressBar
-from foredraft.cli.prompts import read_prompts
+from foredraft.cli.prompts import read_predictions, read_prompts
 from foredraft.cli.render import Screen, StreamPrinter
 from foredraft.cli.shell import FAILED, UsageError, print_line
 from foredraft.cli.speculative_config import read_speculative_config
@@ -35,6 +35,7 @@ from foredraft.errors import ForedraftError
 from foredraft.outputs import Completion, Origin
 
 if TYPE_CHECKING:
+    from foredraft.request_options import RequestOptions
     from foredraft.sampling.params import Sampling
 
 FIXED_DRAFT_TOKENS = 3  # draft length in tokens of the row that --compare adds for a method that hardly drafted
@@ -49,17 +50,20 @@ def generate(ctx: typer.Context, options: GenerateOptions) -> None:
     options = read_speculative_config(options)
     screen = Screen(options.no_color)
     prompts = read_prompts(_read_prompt_argument(options), options.file)
+    predictions = read_predictions(options.prediction or [], len(prompts))
     backend: CliBackend = ctx.obj or CliBackend()
     # The screen writes to the real standard output; anything that a library prints goes to standard error.
     with contextlib.redirect_stdout(sys.stderr):
         with ProgressBar(screen.err, "loading"):
             sampling, choices = options.build_sampling(), backend.list_choices()
+            request_options = [options.build_request_options(prediction) for prediction in predictions]
             first = None
             if options.spec_model and not options.methods:
                 first = find_model_methods(options.spec_model, backend)
             job = GenerateJob(
-                backend, options, choices, prompts, sampling, screen, select_methods(options, choices, first)
-            )
+                backend, options, choices, prompts, sampling, request_options, screen,
+                select_methods(options, choices, first),
+            )  # fmt: skip
             generators = job.load()
         if not options.chat and generators[next(iter(generators))].has_chat_template:
             print_line("note: the model has a chat template; --chat applies it, `foredraft chat` is a conversation")
@@ -93,6 +97,10 @@ def select_methods(options: GenerateOptions, choices: CliChoices, spec_model_met
     methods = options.methods
     if options.logprobs is not None and not options.as_json:
         raise UsageError("--logprobs are printed with --json only; add --json")
+    if options.compare and (options.prediction or options.draft_length == 0):
+        raise UsageError("--compare measures drafting methods; leave --prediction and --spec-tokens 0 out")
+    if options.prediction and options.draft_length == 0:
+        raise UsageError("a prediction is a draft, and --spec-tokens 0 drafts nothing; leave one of the two out")
     if len(methods) > 1 and not options.compare:
         raise UsageError("several methods need --compare; without it give one --spec-method")
     if methods:
@@ -114,6 +122,7 @@ class GenerateJob:
     choices: CliChoices
     prompts: list[str]
     sampling: "Sampling"
+    request_options: "Sequence[RequestOptions]"  # one per prompt
     screen: Screen
     methods: list[str]
     skipped: dict[str, str] = field(default_factory=dict)
@@ -164,7 +173,7 @@ class GenerateJob:
         max_total_tokens = len(self.prompts) * self.sampling.n * self.sampling.max_tokens
         completed: dict[int, Completion] = {}
         began = time.perf_counter()
-        stream = generator.stream(self._render_prompts(generator), self.sampling)
+        stream = generator.stream(self._render_prompts(generator), self.sampling, options=self.request_options)
         with (
             ProgressBar(self.screen.err, "generating", max_total_tokens)
             if not self.screen.is_live

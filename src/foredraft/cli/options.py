@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from foredraft.cli.shell import UsageError
+from foredraft.errors import ForedraftError
 
 if TYPE_CHECKING:
+    from foredraft.request_options import RequestOptions
     from foredraft.sampling.params import Sampling
+    from foredraft.verification.rule import Rule
 
 Options = TypeVar("Options")
 NONE = "none"  # value of --spec-method for plain decoding
@@ -33,6 +36,12 @@ def _parse_value(text: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError:
         return text
+
+
+def _name_option(message: str, options: object) -> str:
+    """Return a message that begins with the name of a field, with the name of its option instead."""
+    name, _, rest = message.partition(" ")
+    return f"--{name.replace('_', '-')} {rest}" if hasattr(options, name) else message
 
 
 @dataclass(frozen=True)
@@ -93,7 +102,7 @@ class ModelOptions:
         str,
         _make_option(
             "Longest draft per forward pass of the target, in tokens; auto chooses it at every step from measured "
-            "times, possibly 0.",
+            "times, possibly 0. 0 is plain decoding, with the drafter loaded.",
             "--spec-tokens",
             "--num-speculative-tokens",
             "--draft-max",
@@ -105,6 +114,20 @@ class ModelOptions:
         str,
         _make_option("Verification rule: auto, match, reject or block; typical, which is lossy.", panel="Model"),
     ] = "auto"
+    posterior_threshold: Annotated[
+        float | None,
+        _make_option(
+            "With --verify typical: probability above which every draft token is accepted. Default: 0.09.",
+            panel="Model",
+        ),
+    ] = None
+    posterior_alpha: Annotated[
+        float | None,
+        _make_option(
+            "With --verify typical: factor of exp(-entropy), above which a draft token is accepted too. Default: 0.3.",
+            panel="Model",
+        ),
+    ] = None
     dtype: Annotated[
         str, _make_option("Dtype of the models: auto, bfloat16, float16 (or half), float32 or float64.", panel="Model")
     ] = "auto"
@@ -151,11 +174,32 @@ class ModelOptions:
     @property
     def draft_length(self) -> int | None:
         """Longest draft in tokens; None = chosen from measured times. Raises UsageError for an invalid number."""
-        if self.spec_tokens == "auto":
+        if self.spec_tokens == AUTO:
             return None
-        if not self.spec_tokens.isascii() or not self.spec_tokens.isdecimal() or int(self.spec_tokens) < 1:
-            raise UsageError(f"--spec-tokens takes auto or a number from 1 up, got {self.spec_tokens!r}")
+        if not self.spec_tokens.isascii() or not self.spec_tokens.isdecimal():
+            raise UsageError(f"--spec-tokens takes auto or a number from 0 up, got {self.spec_tokens!r}")
         return int(self.spec_tokens)
+
+    @property
+    def rule_settings(self) -> dict[str, float]:
+        """Settings of the verification rule, without those that are not given."""
+        settings = {"posterior_threshold": self.posterior_threshold, "posterior_alpha": self.posterior_alpha}
+        return {name: value for name, value in settings.items() if value is not None}
+
+    def find_rule(self) -> "Rule | None":
+        """Return the verification rule; None = "auto". Raises UsageError for an unknown one and for its settings."""
+        from foredraft.verification.registry import find_rule
+
+        try:
+            return find_rule(self.verify, self.rule_settings)
+        except ForedraftError as error:
+            raise UsageError(_name_option(str(error), self)) from None
+
+    def build_request_options(self, prediction: str = "") -> "RequestOptions":
+        """Return the options of a request with a prediction; default none. --spec-tokens 0 means no draft."""
+        from foredraft.request_options import RequestOptions
+
+        return RequestOptions(num_speculative_tokens=0 if self.draft_length == 0 else None, prediction=prediction)
 
     @property
     def methods(self) -> list[str]:
@@ -236,8 +280,7 @@ class SamplingOptions:
         try:
             return Sampling(**values)
         except ValueError as error:
-            name, _, rest = str(error).partition(" ")
-            raise UsageError(f"--{name.replace('_', '-')} {rest}" if hasattr(self, name) else str(error)) from None
+            raise UsageError(_name_option(str(error), self)) from None
 
 
 @dataclass(frozen=True)
@@ -275,6 +318,14 @@ class GenerateOptions(OutputOptions, SamplingOptions, ModelOptions):
         list[str],
         _make_option("Read a prompt from this file; repeatable, one prompt per file.", "--file", "-f", metavar="PATH"),
     ] = field(default_factory=list)
+    prediction: Annotated[
+        list[str] | None,
+        _make_option(
+            "File with the expected output, such as a text before a small edit; drafts are copied from it. One for all "
+            "prompts, or repeated for each.",
+            metavar="PATH",
+        ),
+    ] = None
 
 
 def with_options(options: type[Options]) -> Callable[[Callable[[typer.Context, Options], None]], Callable[..., None]]:

@@ -31,6 +31,25 @@ def read_prompts(argument: str | None, files: Sequence[str]) -> list[str]:
     return [_read_prompt(name) for name in files or [STDIN]]
 
 
+def read_predictions(files: Sequence[str], num_prompts: int) -> list[str]:
+    """Return the expected output of each prompt, "" = none.
+
+    Args:
+        files: files with one expected output each: none, one for all prompts, or one per prompt.
+        num_prompts: number of prompts.
+
+    Raises:
+        UsageError: there are files for some prompts only, or a file is empty or cannot be read.
+    """
+    if len(files) not in (0, 1, num_prompts):
+        raise UsageError(f"{num_prompts} prompts and {len(files)} predictions; give one --prediction or one per prompt")
+    texts = [_read_file(name, "prediction file", "--prediction") for name in files] or [""]
+    for name, text in zip(files, texts, strict=False):
+        if not text:
+            raise UsageError(f"prediction file {name!r} is empty; leave --prediction out")
+    return texts * num_prompts if len(texts) == 1 else texts
+
+
 def read_template_file(name: str) -> str:
     """Return the source of a chat template. Raises UsageError if the file cannot be read."""
     try:
@@ -43,13 +62,17 @@ def read_template_file(name: str) -> str:
 def _read_prompt(name: str) -> str:
     if name == STDIN:
         return _require_text(_decode(sys.stdin.buffer.read(), "standard input"), "standard input")
+    return _require_text(_read_file(name, "prompt file", "--file"), f"prompt file {name!r}")
+
+
+def _read_file(name: str, kind: str, option: str) -> str:
     try:
         data = Path(name).read_bytes()
     except FileNotFoundError:
-        raise UsageError(f"prompt file {name!r} does not exist; check the path given to --file") from None
+        raise UsageError(f"{kind} {name!r} does not exist; check the path given to {option}") from None
     except OSError as error:
-        raise UsageError(f"prompt file {name!r} cannot be read: {error.strerror}") from None
-    return _require_text(_decode(data, f"prompt file {name!r}"), f"prompt file {name!r}")
+        raise UsageError(f"{kind} {name!r} cannot be read: {error.strerror}") from None
+    return _decode(data, f"{kind} {name!r}")
 
 
 def _decode(data: bytes, source: str) -> str:

@@ -154,6 +154,11 @@ def serve(ctx: typer.Context, options: ServeOptions) -> None:
     """
     options = read_speculative_config(_apply_positional(options))
     backend: CliBackend = ctx.obj or CliBackend()
+    if options.draft_length == 0:
+        raise UsageError(
+            "--spec-tokens 0 is for one call; a server without drafts has --spec-method none, and a request without "
+            'drafts the field "speculative": {"num_speculative_tokens": 0}'
+        )
     settings = build_settings(options)
     kv_memory = None if options.kv_memory is None else parse_size(options.kv_memory)
     method = resolve_single_method(options, backend, "a server")

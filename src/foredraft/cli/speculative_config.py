@@ -10,7 +10,16 @@ from foredraft.cli.shell import UsageError
 Options = TypeVar("Options", bound=ModelOptions)
 OPTION_NAME = "--speculative-config"
 # key of the JSON object -> field of ModelOptions
-OPTION_FIELDS = {"method": "spec_method", "model": "spec_model", "num_speculative_tokens": "spec_tokens"}
+OPTION_FIELDS = {
+    "method": "spec_method",
+    "model": "spec_model",
+    "num_speculative_tokens": "spec_tokens",
+    "verify": "verify",
+    "posterior_threshold": "posterior_threshold",
+    "posterior_alpha": "posterior_alpha",
+}
+LISTS = ("spec_method", "spec_model")  # fields that hold a list
+TEXTS = ("spec_tokens", "verify")  # fields that hold a text
 
 
 def read_speculative_config(options: Options) -> Options:
@@ -41,5 +50,12 @@ def read_speculative_config(options: Options) -> Options:
         name = OPTION_FIELDS[key]
         if getattr(options, name) != getattr(ModelOptions(), name):
             raise UsageError(f"{key} is given in {OPTION_NAME} and with --{name.replace('_', '-')}; give it once")
-        changes[name] = str(value) if name == "spec_tokens" else value if isinstance(value, list) else [value]
+        changes[name] = _convert(name, value)
     return replace(options, **changes, spec_option=settings or None)  # type: ignore[arg-type]
+
+
+def _convert(name: str, value: object) -> object:
+    """Return a value of the JSON object as a field of the options holds it."""
+    if name in LISTS:
+        return value if isinstance(value, list) else [value]
+    return str(value) if name in TEXTS else value

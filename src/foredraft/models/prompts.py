@@ -151,6 +151,27 @@ def encode_bad_words(
     return tuple(dict.fromkeys(sequences))
 
 
+def encode_prediction(model: HFModel, tokenizer: Any | None, prediction: str | Sequence[int]) -> tuple[int, ...]:
+    """Convert the expected output of a request to token ids.
+
+    Args:
+        model: target.
+        tokenizer: tokenizer of the target; None = the prediction must be token ids.
+        prediction: text or token ids.
+
+    Raises:
+        ForedraftError: it is text and there is no tokenizer, or it is neither text nor token ids of the vocabulary.
+    """
+    if isinstance(prediction, str):
+        if tokenizer is None:
+            raise ForedraftError(f"{model.name} has no tokenizer: give the prediction as token ids")
+        return tuple(encode(tokenizer, prediction, add_special_tokens=False).input_ids) if prediction else ()
+    try:
+        return tuple(int(token) for token in prediction)
+    except (TypeError, ValueError):
+        raise ForedraftError(f"prediction must be text or token ids, got {prediction!r:.80}") from None
+
+
 def find_end_ids(model: HFModel, tokenizer: Any | None) -> frozenset[int]:
     """Collect the token ids that end a sequence from the model's configurations and the tokenizer."""
     entries: list[Any] = [

@@ -67,9 +67,8 @@ def _prepare_prompt(service: Service, request: ChatRequest) -> PromptSubmission:
     max_tokens = getattr(request, name) or service.count_free_tokens(len(ids))
     count = (request.top_logprobs or 0) if request.logprobs else None
     sampling = build_sampling(request, max_tokens, count, request.prompt_logprobs)
-    return PromptSubmission(
-        ids, sampling, build_options(request, encode_prediction(service, request)), find_grammar_field(request)
-    )
+    options = build_options(request, encode_prediction(service, request), service.llm.rule)
+    return PromptSubmission(ids, sampling, options, find_grammar_field(request))
 
 
 class ChatResponse:
@@ -78,7 +77,7 @@ class ChatResponse:
     def __init__(self, service: Service, request: ChatRequest, generation: Generation) -> None:
         self.service, self.request, self.generation = service, request, generation
         kind = "chat.completion.chunk" if request.is_streaming else "chat.completion"
-        self.head = ResponseHead.for_request(service, request, "chatcmpl", kind)
+        self.head = ResponseHead.for_request(service, request, generation, "chatcmpl", kind)
         self.choices = [ChoiceStream.for_transcript(request, t, i) for i, t in enumerate(generation.transcripts)]
 
     def build_usage(self) -> dict[str, Any]:

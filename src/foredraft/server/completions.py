@@ -70,7 +70,7 @@ def _prepare_prompts(service: Service, request: CompletionRequest) -> _PreparedR
     prompts = encode_prompts(service, request)
     for prompt in prompts:
         service.check_output_length(len(prompt.ids), request.max_tokens)
-    options = build_options(request, prediction)
+    options = build_options(request, prediction, service.llm.rule)
     return _PreparedRequest(
         [PromptSubmission(prompt.ids, sampling, options, find_grammar_field(request)) for prompt in prompts], prompts
     )
@@ -83,7 +83,7 @@ class CompletionResponse:
         self, service: Service, request: CompletionRequest, generation: Generation, prompts: list[EncodedPrompt]
     ) -> None:
         self.service, self.request, self.generation, self.prompts = service, request, generation, prompts
-        self.head = ResponseHead.for_request(service, request, "cmpl", "text_completion")
+        self.head = ResponseHead.for_request(service, request, generation, "cmpl", "text_completion")
         self.choices = [ChoiceStream.for_transcript(request, t, i) for i, t in enumerate(generation.transcripts)]
         for choice in self.choices:
             choice.is_silent = request.max_tokens == 0

@@ -32,11 +32,13 @@ class ResponseHead:
     verification: str | None = None  # verification rule, if it is not lossless
 
     @classmethod
-    def for_request(cls, service: "Service", request: GenerationRequest, prefix: str, kind: str) -> "ResponseHead":
+    def for_request(
+        cls, service: "Service", request: GenerationRequest, generation: Generation, prefix: str, kind: str
+    ) -> "ResponseHead":
         name = f"{prefix}-{request.request_id or uuid.uuid4().hex}"
-        rule = service.llm.rule
+        rule = generation.transcripts[0].request.spec.rule  # all prompts of a body have the same
         model = request.model or service.settings.model_names[0]
-        return cls(name, kind, int(time.time()), model, None if rule is None or rule.is_lossless else rule.name)
+        return cls(name, kind, int(time.time()), model, None if rule.is_lossless else rule.name)
 
     def build_body(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         body = {

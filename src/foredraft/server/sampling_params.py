@@ -3,12 +3,15 @@
 from itertools import pairwise
 from typing import Any
 
+from foredraft.errors import ForedraftError
 from foredraft.outputs import Stats
 from foredraft.request_options import RequestOptions
 from foredraft.sampling.params import Sampling
 from foredraft.server.errors import ApiError
 from foredraft.server.grammars import read_grammar
 from foredraft.server.schemas import GenerationRequest
+from foredraft.verification.registry import AUTO, find_rule
+from foredraft.verification.rule import Rule
 
 
 def build_sampling(
@@ -62,15 +65,41 @@ def build_sampling(
         raise ApiError(400, str(error), name if name in type(request).model_fields else None) from None
 
 
-def build_options(request: GenerationRequest, prediction: tuple[int, ...]) -> RequestOptions:
-    """Build the options of a request that are no sampling parameters; `prediction` has token ids."""
+def build_options(
+    request: GenerationRequest, prediction: tuple[int, ...], server_rule: Rule | None = None
+) -> RequestOptions:
+    """Build the options of a request that are no sampling parameters.
+
+    Args:
+        request: body of the request.
+        prediction: its prediction as token ids.
+        server_rule: rule of requests that name none, whose settings a request may change. Default None = "auto".
+
+    Raises:
+        ApiError: there is no such rule, or it has no such setting.
+    """
     return RequestOptions(
         priority=request.priority,
         num_speculative_tokens=None if request.speculative is None else request.speculative.num_speculative_tokens,
         prediction=prediction,
         salt=(request.cache_salt or "").encode(),
         is_traced=request.foredraft_trace,
+        verify=_read_rule(request, server_rule),
     )
+
+
+def _read_rule(request: GenerationRequest, server_rule: Rule | None) -> str | Rule | None:
+    """Return the rule that a request names or changes; None if it does neither."""
+    values = {"posterior_threshold": request.posterior_threshold, "posterior_alpha": request.posterior_alpha}
+    settings = {name: value for name, value in values.items() if value is not None}
+    if request.verify is None and not settings:
+        return None
+    default = AUTO if server_rule is None else server_rule
+    try:
+        return find_rule(default if request.verify is None else request.verify, settings) or AUTO
+    except ForedraftError as error:
+        name = str(error).partition(" ")[0]  # messages about a setting begin with its name
+        raise ApiError(400, str(error), name if name in settings else "verify") from None
 
 
 def format_spec_metrics(stats: Stats) -> dict[str, Any]:

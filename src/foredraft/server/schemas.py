@@ -7,6 +7,7 @@ Fields beyond OpenAI's and vLLM's:
 
 - `typical_p`: typical sampling.
 - `speculative`: {"num_speculative_tokens": K}; 0 = no drafts.
+- `verify`: verification rule of this request; `posterior_threshold` and `posterior_alpha`: its settings.
 - `speculative_metrics`: statistics of this request in `metrics.speculative_decoding`.
 - `foredraft_trace`: tokens, text, origins and draft trees in every chunk of a stream.
 - `regex`: short for structured_outputs.regex.
@@ -17,6 +18,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from foredraft.server.errors import ApiError, quote_name
+from foredraft.verification.registry import VERIFY_OPTIONS
 
 SEED_BOUND = 1 << 63  # seeds are 64-bit signed integers
 Count = Annotated[int, Field(ge=0, le=1 << 31)]
@@ -178,6 +180,9 @@ class GenerationRequest(StrictModel):
     request_id: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[\w.-]+$")] | None = None
     user: str | None = None
     speculative: SpeculativeOptions | None = None
+    verify: Annotated[str, Field(max_length=64, json_schema_extra={"enum": list(VERIFY_OPTIONS)})] | None = None
+    posterior_threshold: Annotated[float, Field(gt=0, le=1)] | None = None
+    posterior_alpha: Annotated[float, Field(gt=0)] | None = None
     speculative_metrics: bool = False
     foredraft_trace: bool = False
 

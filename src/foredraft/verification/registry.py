@@ -1,5 +1,7 @@
 """Registry of the verification rules, and the one place where the name of a rule becomes a `Rule`."""
 
+from collections.abc import Mapping
+
 from foredraft.errors import ForedraftError
 from foredraft.verification.rule import Rule
 from foredraft.verification.rules import BLOCK, MATCH, REJECT, TYPICAL
@@ -9,14 +11,23 @@ AUTO = "auto"  # option: the rule of a request follows from its sampling paramet
 VERIFY_OPTIONS = (AUTO, *RULES)
 
 
-def find_rule(verify: str | Rule) -> Rule | None:
-    """Return the rule of the option `verify`: a name, or a rule as it is. None = "auto", chosen for every request.
+def find_rule(verify: str | Rule, settings: Mapping[str, float] | None = None) -> Rule | None:
+    """Return the rule of the option `verify`; None = "auto", chosen for every request.
+
+    Args:
+        verify: a name, or a rule as it is.
+        settings: values of settings of the rule. Default None = its own.
 
     Raises:
-        ForedraftError: there is no such rule.
+        ForedraftError: there is no such rule; or the rule has no such setting, or a value is out of range. A message
+            about a setting begins with its name.
     """
-    if isinstance(verify, Rule):
-        return verify
-    if verify not in VERIFY_OPTIONS:
-        raise ForedraftError(f"unknown verification rule {verify!r}; use one of {', '.join(VERIFY_OPTIONS)}")
-    return RULES.get(verify)
+    if not isinstance(verify, Rule) and verify not in VERIFY_OPTIONS:
+        raise ForedraftError(f"unknown verification rule {verify!r:.80}; use one of {', '.join(VERIFY_OPTIONS)}")
+    rule = verify if isinstance(verify, Rule) else RULES.get(verify)
+    for name in settings or ():
+        if rule is None or name not in rule.settings:
+            owners = ", ".join(other.name for other in RULES.values() if name in other.settings)
+            given = AUTO if rule is None else rule.name
+            raise ForedraftError(f"{name} is a setting of the rule {owners}, not of {given}; choose that rule too")
+    return rule if rule is None else rule.with_settings(settings or {})

@@ -1,7 +1,7 @@
 """Verification rule: a function that verifies drafts, and the properties by which drafters and reports treat it."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -29,6 +29,7 @@ class Rule:
             (`Noise.get_key`). A drafter that samples with this key chooses the same token if p and q agree.
         is_lossless: whether the output has the distribution of plain decoding.
         is_reproducible: whether the output of a seed is independent of the drafts.
+        settings: names of the numbers that a user may set. They are fields of `verify`, which is a frozen dataclass.
     """
 
     name: str
@@ -38,3 +39,14 @@ class Rule:
     shares_noise: bool
     is_lossless: bool
     is_reproducible: bool
+    settings: tuple[str, ...] = ()
+
+    def with_settings(self, values: Mapping[str, float]) -> "Rule":
+        """Return the rule with other values of its settings; the rule itself if `values` is empty.
+
+        Raises:
+            ForedraftError: a value is out of range.
+        """
+        if not values:
+            return self
+        return replace(self, verify=replace(self.verify, **values))  # type: ignore[type-var]

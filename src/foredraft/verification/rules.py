@@ -16,12 +16,14 @@ the last token that the step commits, and thus the root of the next step.
 """
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from foredraft.errors import ForedraftError
 from foredraft.tree import Commit, TokenTree
 from foredraft.verification.noise import Noise
 from foredraft.verification.probs import NO_TOKEN, Floats, InvalidLogitsError, Probs, TargetProbs, to_target_probs
@@ -181,9 +183,19 @@ class TypicalAcceptance:
     Reference: 2401.10774, section 2.3.1.
     """
 
-    threshold: float = 0.09  # eps; `posterior_threshold` in the authors' code
-    alpha: float = 0.3  # delta; `posterior_alpha` in the authors' code
+    posterior_threshold: float = 0.09  # eps, in (0, 1]
+    posterior_alpha: float = 0.3  # delta, above 0
     samples_last: bool = False  # sample the token after the path instead of taking the argmax
+
+    def __post_init__(self) -> None:
+        """Raise ForedraftError for a number out of range."""
+        for name, limit, words in (
+            ("posterior_threshold", 1.0, "lie in (0, 1]"),
+            ("posterior_alpha", sys.float_info.max, "be a finite number above 0"),
+        ):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= limit:
+                raise ForedraftError(f"{name} must {words}, got {value!r:.40}")
 
     def __call__(self, tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
         """Verify as a `VerifyFunction`."""
@@ -199,7 +211,7 @@ class TypicalAcceptance:
                     if len(path) == 1:
                         raise
                     continue
-                limit = min(self.threshold, self.alpha * math.exp(-p_node.entropy))
+                limit = min(self.posterior_threshold, self.posterior_alpha * math.exp(-p_node.entropy))
                 children = [c for c in tree.children[b][path[-1]] if tokens[c] < p_node.vocab_size]
                 accepted = [(c, p_node[tokens[c]]) for c in children if p_node[tokens[c]] > limit]
                 paths += [([*path, c], log_prob + math.log(mass)) for c, mass in accepted]
@@ -299,9 +311,19 @@ def _group_siblings(
 
 
 def combine_rules(rules: Sequence[Rule]) -> VerifyFunction:
-    """Return the function that verifies a batch in which request b has rules[b]."""
+    """Return the function that verifies a batch in which request b has rules[b].
+
+    Rules with equal functions, such as two of equal settings, verify their requests together.
+    """
     first = rules[0]
     if all(rule is first for rule in rules):
+        return first.verify
+    functions = [rule.verify for rule in rules]
+    groups: list[VerifyFunction] = []
+    for function in functions:
+        if function not in groups:
+            groups.append(function)
+    if len(groups) == 1:
         return first.verify
 
     def verify(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
@@ -309,10 +331,10 @@ def combine_rules(rules: Sequence[Rule]) -> VerifyFunction:
         paths: list[list[int]] = [[] for _ in rules]
         tokens: list[list[int]] = [[] for _ in rules]
         failed: set[int] = set()
-        for rule in dict.fromkeys(rules):  # a rule gets only its own requests, because some take no trees
-            indices = [b for b, other in enumerate(rules) if other is rule]  # batch indices of this rule
+        for function in groups:  # a rule gets only its own requests, because some take no trees
+            indices = [b for b, other in enumerate(functions) if other == function]  # batch indices of this rule
             rows = torch.tensor([r for b in indices for r in range(*tree.row_offsets[b : b + 2])], dtype=torch.int64)
-            commit = rule.verify(tree.select(indices), probs.select(rows.tolist()), noise.select(indices, rows))
+            commit = function(tree.select(indices), probs.select(rows.tolist()), noise.select(indices, rows))
             for i, b in enumerate(indices):
                 paths[b], tokens[b] = commit.paths[i], commit.tokens[i]
             failed |= {indices[i] for i in commit.failed}
@@ -338,4 +360,21 @@ TYPICAL = Rule(
     shares_noise=False,
     is_lossless=False,
     is_reproducible=False,
+    settings=("posterior_threshold", "posterior_alpha"),
 )
+
+
+def make_typical_rule(posterior_threshold: float = 0.09, posterior_alpha: float = 0.3) -> Rule:
+    """Return Medusa's typical acceptance with its two thresholds, for `verify=` of `LLM` or `RequestOptions`.
+
+    The rule is lossy. It accepts a draft token x if p(x) > min(posterior_threshold, posterior_alpha * exp(-H(p))), with
+    the target's distribution p and its entropy H in nats. Smaller values accept more.
+
+    Args:
+        posterior_threshold: probability above which every draft token is accepted, in (0, 1]. Default 0.09.
+        posterior_alpha: factor of exp(-H(p)), above 0. Default 0.3.
+
+    Raises:
+        ForedraftError: a value is out of range.
+    """
+    return TYPICAL.with_settings({"posterior_threshold": posterior_threshold, "posterior_alpha": posterior_alpha})

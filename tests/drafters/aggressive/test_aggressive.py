@@ -15,7 +15,6 @@ from foredraft.drafters.aggressive.method import METHOD
 from foredraft.drafters.method import DrafterContext
 from foredraft.errors import ForedraftError
 from foredraft.request import Batch
-from foredraft.request_options import RequestOptions
 from foredraft.source import EncoderSource
 from foredraft.verification.rules import BLOCK, MATCH
 from tests.support import tiny_models
@@ -42,8 +41,8 @@ def make_drafter(num_tokens=8, tokenizer=None, **options):
 
 
 def request(output=(), slot=0, prompt=PROMPT, max_tokens=1000, prediction=(), **more):
-    sampling, options = Sampling(max_tokens=max_tokens), RequestOptions(prediction=prediction)
-    r = make_request(slot, prompt, sampling, seed=1, output=output, options=options, **more)
+    sampling = Sampling(max_tokens=max_tokens)
+    r = make_request(slot, prompt, sampling, seed=1, output=output, prediction=prediction, **more)
     r.num_computed = r.num_tokens - 1
     return r
 
@@ -251,7 +250,7 @@ def test_an_edited_text_takes_few_passes(verify):
     right = plain.token_ids
     source = EncoderSource((*right[:40], 96, *right[41:70], *right[75:]))
     llm = tiny_models.plain().with_drafter("aggressive", num_speculative_tokens=31, verify=verify)
-    transcripts = llm._prepare_prompts([PROMPT], sampling)
+    transcripts = llm._prepare_requests([PROMPT], sampling)
     change_spec(transcripts[0].request, source=source)
     [done] = [delta.completion for delta in llm._shared.read(transcripts) if delta.completion is not None]
     assert done.token_ids == right

@@ -20,7 +20,7 @@ from foredraft.request import Batch
 from foredraft.request_options import RequestOptions
 from foredraft.tree import Commit
 from tests.support import tiny_models
-from tests.support.requests import change_options, make_request
+from tests.support.requests import change_spec, make_request
 
 GREEDY = Sampling(max_tokens=100, temperature=0, ignore_eos=True)
 SEEDED = Sampling(max_tokens=100, temperature=0.8, top_p=0.95, seed=3, repetition_penalty=1.1, ignore_eos=True)
@@ -32,12 +32,8 @@ def generate(
     llm: LLM, sampling: Sampling, predictions: Sequence[Sequence[int]], prompts: Sequence[list[int]] | None = None
 ) -> list[Completion]:
     """Generate for all prompts in one batch."""
-    transcripts = [
-        llm.prepare(prompt, sampling, RequestOptions(prediction=tuple(prediction)), i)[0]
-        for i, (prompt, prediction) in enumerate(zip(prompts or [PROMPT] * len(predictions), predictions, strict=True))
-    ]
-    done = {delta.index: delta.completion for delta in llm._shared.read(transcripts) if delta.completion is not None}
-    return [done[i] for i in range(len(transcripts))]
+    options = [RequestOptions(prediction=prediction) for prediction in predictions]
+    return llm.generate(prompts or [PROMPT] * len(predictions), sampling, options=options)
 
 
 def count_passes(
@@ -197,7 +193,7 @@ def test_no_room_is_reserved_without_predictions():
     batch, commit = Batch((request,), (3,), (0,)), Commit.from_lists([[0]], [[1]])
     drafter.observe(batch, commit)
     assert drafter.spec.max_nodes == 0
-    change_options(request, prediction=(1, 2))
+    change_spec(request, prediction=(1, 2))
     drafter.observe(batch, commit)
     assert drafter.spec.max_nodes == 9
     drafter.forget([2])
@@ -207,13 +203,11 @@ def test_no_room_is_reserved_without_predictions():
 
 def test_a_slot_that_another_request_got_is_read_from_its_own_beginning():
     drafter, commit = PredictedOutputDrafter(4), Commit.from_lists([[0]], [[1]])
-    options = RequestOptions(prediction=(1, 2, 3))
-    first = make_request(0, PROMPT, GREEDY, output=[1, 2], num_computed=4, options=options)
+    first = make_request(0, PROMPT, GREEDY, output=[1, 2], num_computed=4, prediction=(1, 2, 3))
     batch = Batch((first,), (1,), (4,))
     drafter.observe(batch, commit)
     assert drafter.propose(batch).tokens == [[2, 3]]
-    options = RequestOptions(prediction=(1, 2, 4, 5))
-    other = make_request(0, PROMPT, GREEDY, output=[1], num_computed=3, options=options)
+    other = make_request(0, PROMPT, GREEDY, output=[1], num_computed=3, prediction=(1, 2, 4, 5))
     batch = Batch((other,), (1,), (4,))
     drafter.observe(batch, commit)
     assert drafter.propose(batch).tokens == [[1, 2, 4, 5]]
@@ -227,3 +221,7 @@ def test_a_slot_that_another_request_got_is_read_from_its_own_beginning():
 def test_a_prediction_of_other_tokens_is_refused():
     with pytest.raises(ForedraftError, match="prediction holds 97"):
         tiny_models.plain().prepare(PROMPT, GREEDY, RequestOptions(prediction=(5, 97)))
+    with pytest.raises(ForedraftError, match="prediction must be text or token ids, got 7"):
+        tiny_models.plain().prepare(PROMPT, GREEDY, RequestOptions(prediction=7))
+    with pytest.raises(ForedraftError, match="no tokenizer: give the prediction as token ids"):
+        tiny_models.plain().prepare(PROMPT, GREEDY, RequestOptions(prediction="the end"))

@@ -74,7 +74,7 @@ def test_the_kv_that_is_held_right_is_that_of_a_fresh_pass(vocab: str) -> None:
     made = tiny_vocabularies.drafter(vocab, 4, options)
     reference = tiny_vocabularies.remap_vocabulary(tiny_models.draft(), tiny_vocabularies.draft_rows())
     llm = tiny_models.plain().with_drafter(made, verify="match")
-    transcripts = llm._prepare_prompts(list(PROMPTS), GREEDY)
+    transcripts = llm._prepare_requests(list(PROMPTS), GREEDY)
     for transcript in transcripts:
         llm.engine.add(transcript)
     compared = 0

@@ -29,7 +29,7 @@ from tests.drafters.aggressive.test_predicted_outputs import generate
 from tests.support import tiny_models
 from tests.support.engine_fakes import ScriptedDrafter, TableLM, make_drafter, make_engine, make_transcript, run
 from tests.support.method_cases import EACH_CASE, METHOD_CASES
-from tests.support.requests import change_options, change_spec, make_request
+from tests.support.requests import change_spec, make_request
 from tests.support.statistical_checks import ALPHA, chi_square
 
 PROMPTS = [[5, 6, 7, 8, 9, 5, 6, 7], [33], [11, 12] * 6, [44, 45]]
@@ -228,7 +228,7 @@ def counts(fallback: Drafter, lm: TableLM, prediction: tuple[int, ...], count: i
     transcripts = []
     for i in range(count):
         made = make_transcript([1, 2], SAMPLING, i, verify="reject")
-        change_options(made.request, prediction=prediction if i % 2 else ())
+        change_spec(made.request, prediction=prediction if i % 2 else ())
         transcripts.append(made)
     found = {True: np.zeros(len(TEXTS)), False: np.zeros(len(TEXTS))}
     accepted: Counter[bool] = Counter()

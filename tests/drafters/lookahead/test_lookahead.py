@@ -356,7 +356,7 @@ def test_the_engine_keeps_the_window_through_preemption_and_steps_without_a_budg
     )
     sampling = Sampling(max_tokens=60, temperature=0, ignore_eos=True)
     expected = tiny_models.plain().generate([PROMPT, [9, 9]], sampling)
-    transcripts = llm._prepare_prompts([PROMPT, [9, 9]], sampling)
+    transcripts = llm._prepare_requests([PROMPT, [9, 9]], sampling)
     for transcript in transcripts:
         llm.engine.add(transcript)
     count = 0

@@ -64,7 +64,7 @@ class CopySourceFinder:
         """Return the encoder input or the prediction, if `source` allows it."""
         sources = {
             "encoder": () if spec.source is None else spec.source.tokens,
-            "prediction": spec.options.prediction,
+            "prediction": spec.prediction,
         }
         names = sources if self.config.source == "auto" else (self.config.source,)
         return next((sources[name] for name in names if sources.get(name)), None)

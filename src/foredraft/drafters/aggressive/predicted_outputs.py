@@ -39,7 +39,7 @@ class PredictedOutputDrafter:
 
     def observe(self, batch: Batch, commit: Commit) -> None:
         for request in batch.requests:
-            prediction = request.spec.options.prediction
+            prediction = request.spec.prediction
             if prediction and self._is_new(request):
                 self._cursors[request.slot] = CopyCursor(prediction)
 
@@ -49,5 +49,5 @@ class PredictedOutputDrafter:
 
     def _is_new(self, request: Request) -> bool:
         cursor = self._cursors.get(request.slot)
-        is_same = cursor is not None and cursor.source is request.spec.options.prediction
+        is_same = cursor is not None and cursor.source is request.spec.prediction
         return not is_same or cursor.num_read > len(request.output)  # type: ignore[union-attr]
