@@ -1,6 +1,6 @@
 """Acceptance of Medusa heads trained alone and together with the built-in target, after the same number of steps.
 
-    python benchmarks/medusa2.py [--steps 40] [--rows 4] [--settings "" backbone=1,lora_rank=32] [--new] [--out FOLDER]
+    python benchmarks/medusa2.py [--steps 80] [--rows 4] [--settings "" backbone=1,lora_rank=32] [--new] [--out FOLDER]
 
 Each of --settings is one run, with commas between its settings; "" is the frozen target, and "start" the heads before
 training. All runs have the same texts, order and seed, and start from the built-in heads, or with --new from new ones
@@ -31,10 +31,10 @@ from foredraft.train.trainable_target import TrainableTarget
 from foredraft.zoo import corpus
 
 START = "start"  # row of the heads before training
-SETTINGS = (START, "", "backbone=1,backbone_warmup=0,lora_rank=32")
+SETTINGS = (START, "", "backbone=2,backbone_warmup=0,heads_weight=4,lora_rank=64")
 CONTEXT = 256  # tokens per row
 TRAIN_FILES = 300  # files of the corpus that are read
-EVALUATION = EvaluationConfig(prompts=48, tokens=64, num_tokens=4)
+EVALUATION = EvaluationConfig(prompts=96, tokens=64, num_tokens=4)
 
 
 def write_texts(out: Path) -> tuple[Path, Path]:
@@ -100,7 +100,7 @@ def measure_original(held_out: Path) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--settings", nargs="*", default=list(SETTINGS))
     parser.add_argument("--learning-rate", type=float, default=1e-3)
