@@ -62,6 +62,24 @@ def test_a_stopped_run_says_how_to_go_on_and_does(run, small, tmp_path):
     assert other.error_lines[-1].endswith("steps.steps was 4 and is 5; give another --out, or delete it to begin again")
 
 
+def test_heads_trained_with_the_target_are_handed_over_with_it(run, small, tmp_path):
+    out = tmp_path / "heads"
+    asked = ["train", "medusa", "--model", str(small), *data(small), "-o", str(out), "--held-out-share", "0.4", *FEW]
+    asked += ["--heads", "2", "--steps", "4", "--set", "backbone=0.5", "--set", "heads_weight=0.5"]
+    stopped = run(*asked, "--max-steps", "1")
+    assert stopped.code == 130
+    assert f"the drafter in {out} is usable with the target in {out}/target, and the same" in stopped.error_lines[-1]
+    made = run(*asked)
+    assert made.code == 0, made.stderr
+    assert "target moved by KL" in made.stderr
+    words = f"--model {out}/target --spec-method medusa --spec-model {out}"
+    assert made.error_lines[-1] == f"done; use it with {words}"
+    llm = LLM(f"{out}/target", {"method": "medusa", "model": str(out)})
+    assert llm.generate("the end")[0].stats.num_drafted > 0
+    exported = run("export", str(out), "--format", "vllm", "--out", str(tmp_path / "exported"))
+    assert exported.stdout.startswith(f"vllm serve {out}/target ")
+
+
 def test_a_chat_model_writes_its_own_texts_by_default(run, small, tmp_path):
     chatty = tmp_path / "chatty"
     shutil.copytree(small, chatty)
@@ -104,6 +122,12 @@ def test_a_table_is_counted(run, small, tmp_path):
         (["ngram_lm", "-d", "x", "--heads", "3"], "error: unknown training option 'heads'"),
         (["draft_model", "-d", "x", "--loss", "mse"], "error: unknown loss 'mse'; use one of ce, kl"),
         (["draft_model", "-d", "x", "--loss", "kl", "--set", "loss=ce"], "error: --loss kl and --set loss=ce disagree"),
+        (
+            ["medusa", "-d", "x", "--set", "heads_weight=2"],
+            "error: heads_weight has no effect on a frozen target; give",
+        ),
+        (["medusa", "-d", "x", "--set", "backbone=-1"], "error: backbone must be positive, got -1"),
+        (["medusa", "-d", "x", "--set", "lora_modules=q,"], "error: the training option lora_modules takes names with"),
         (["draft_model", "-d", "x", "--steps", "0"], "error: --steps must be at least 1, got 0"),
         (["draft_model", "-d", "x", "--batch-tokens", "9"], "error: a step of 9 tokens holds no row of 256;"),
         (["draft_model", "-d", "x", "--optimizer", "sgd"], "error: unknown value 'sgd'; use one of adamw, muon"),

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from foredraft import LLM, Sampling
 from foredraft.drafters.draft_model.training import TrainConfig as DraftConfig
+from foredraft.drafters.joint_training import JointTraining
 from foredraft.drafters.losses import LOSS_NAMES
-from foredraft.drafters.trainee import JointTraining
 from foredraft.errors import ForedraftError
 from foredraft.train import generate as generate_module
 from foredraft.train.config import EvaluationConfig
@@ -175,7 +175,7 @@ class JointConfig:
 class Heads(LinearTrainee):
     def __init__(self, config, width, vocab_size):
         super().__init__(SimpleNamespace(loss=config.loss, dropout=0.0, taps=(-1,)), width, vocab_size)
-        self.spec = replace(self.spec, joint=JointTraining(config.backbone, config.loss, warmup_steps=2))
+        self.spec = replace(self.spec, joint=JointTraining(config.backbone, config.loss, warmup=1 / 3))
 
 
 def joint(config, target, start=None):
@@ -187,7 +187,7 @@ JOINT = make_method(JointConfig, joint)
 
 def test_a_target_learns_with_its_heads_and_is_saved_beside_them(folder):
     before = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
-    warm = train(plan(folder, "warm", steps=2, generate=False), method=JOINT)
+    warm = train(plan(folder, "warm", max_steps=2, generate=False), method=JOINT)
     whole = train(plan(folder, "whole", generate=False), method=JOINT)
     after = [AutoModelForCausalLM.from_pretrained(o.folder / "target").state_dict() for o in (warm, whole)]
     assert all(torch.equal(before[name], after[0][name]) for name in before)  # heads first
@@ -202,7 +202,7 @@ def test_a_target_learns_with_its_heads_and_is_saved_beside_them(folder):
 
 def test_live_states_are_those_of_the_traces(folder):
     from foredraft.train.trace import Tracer
-    from foredraft.train.with_target import TrainableTarget
+    from foredraft.train.trainable_target import TrainableTarget
 
     llm = LLM(str(folder / "model"), None)
     live = TrainableTarget.from_model(llm.target, (0, 1, -1))

@@ -1,5 +1,7 @@
 """The encoder-decoder pair's training: what it sees, that it learns, and that a stopped run goes on."""
 
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -82,6 +84,26 @@ def test_a_stopped_run_goes_on_where_it_was(tokenizer, tmp_path: Path):
     train(replace(job, progress=lambda step, steps, loss: seen.append(step)))
     assert seen == [3, 4]
     assert job.checkpoints.find_latest() is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_a_checkpoint_after_the_step_under_way(tokenizer, tmp_path: Path, number):
+    """Fault: Ctrl-C lost all steps since the last checkpoint, up to 100."""
+
+    def interrupt(step: int, steps: int, loss: float) -> None:
+        if step == 2:
+            os.kill(os.getpid(), number)
+
+    recipe = replace(TINY, checkpoint_every=100)
+    job = Seq2SeqJob(recipe, tokenizer, TEXTS, TEXTS[:4], tmp_path / "run", progress=interrupt)
+    before = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt):
+        train(job)
+    assert job.checkpoints.find_latest() == job.folder / "checkpoint-3"
+    assert signal.getsignal(number) is before
+    seen: list[int] = []
+    train(replace(job, progress=lambda step, steps, loss: seen.append(step)))
+    assert seen == [4]
 
 
 def test_the_pair_loads_in_transformers_and_says_what_it_is(tmp_path: Path):

@@ -225,13 +225,16 @@ def train(ctx: typer.Context, options: TrainOptions) -> None:
         raise typer.Exit(0 if outcome.is_done else INTERRUPTED)
     if outcome.eval_metrics:
         print_line(", ".join(_format_figures(outcome.eval_metrics)))
+    # Heads fit only the target that was trained with them.
+    target = "" if outcome.target is None else f"--model {outcome.target} "
     if not outcome.is_done:
+        addition = "" if outcome.target is None else f" with the target in {outcome.target}"
         print_line(
-            f"stopped after step {outcome.step} of {outcome.steps}; the drafter in {outcome.folder} is usable, and the "
-            "same command resumes the run"
+            f"stopped after step {outcome.step} of {outcome.steps}; the drafter in {outcome.folder} is usable"
+            f"{addition}, and the same command resumes the run"
         )
         raise typer.Exit(INTERRUPTED)
-    print_line(f"done; use it with --spec-method {plan.method} --spec-model {outcome.folder}")
+    print_line(f"done; use it with {target}--spec-method {plan.method} --spec-model {outcome.folder}")
 
 
 def build_checked_plan(options: TrainOptions) -> "TrainPlan":
@@ -273,6 +276,8 @@ class TrainProgress:
 def _format_figures(metrics: Mapping[str, Any]) -> list[str]:
     """Return the held-out loss and the acceptance length by regime as text."""
     texts = [f"held-out loss {metrics['loss']:.3f}"] if "loss" in metrics else []
+    if "target_kl" in metrics:
+        texts.append(f"target moved by KL {metrics['target_kl']:.4f} to loss {metrics['target_ce']:.3f}")
     for regime, figures in metrics.items():
         if isinstance(figures, dict):
             texts.append(f"{regime} acceptance length {figures['length']:.2f}")

@@ -8,24 +8,10 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from foredraft.checkpoints.layouts import CheckpointLayout
+from foredraft.drafters.joint_training import JointTraining
 from foredraft.drafters.losses import Losses, Trace
 
 NOT_TRAINABLE = "; it cannot be trained on"  # end of the error for a checkpoint of another method
-
-
-@dataclass(frozen=True)
-class JointTraining:
-    """Training of the target together with its heads.
-
-    Attributes:
-        rate: learning rate of the target as a share of the heads'.
-        loss: loss of the target against its original distribution, one of `losses.LOSS_NAMES`. Default "kl".
-        warmup_steps: steps in which only the heads learn. Default None = a fifth of the run.
-    """
-
-    rate: float
-    loss: str = "kl"
-    warmup_steps: int | None = None
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from foredraft.train.evaluate import Evaluator
 from foredraft.train.job import TrainJob
 from foredraft.train.publish import publish
 from foredraft.train.trace import Tracer
-from foredraft.train.with_target import TARGET_FOLDER, JointLoss
+from foredraft.train.with_target import TARGET_FOLDER, JointLoss, make_llm, save_target
 
 
 @dataclass(frozen=True)
@@ -26,25 +26,32 @@ class DrafterOutput:
 
     def publish(self) -> None:
         """Write the current drafter into the folder of the run, and the target if it is trained too."""
-        job = self.job
-        self._write(job.plan.out, self._make_current_evaluator())
+        folder, evaluator = self.job.plan.out, self.evaluator
         if self.joint_loss is not None:
-            self.joint_loss.save(job.plan.out, job.llm.target.model.dtype, job.llm.tokenizer)
+            model = self._build_target(self.joint_loss)
+            save_target(model, folder, self.job.llm.tokenizer)
+            evaluator = self._make_evaluator(model)
+        self._write(folder, evaluator)
 
     def measure(self) -> Mapping[str, Any]:
         """Measure loss and acceptance of the current drafter on held-out documents."""
-        evaluator = self._make_current_evaluator()
+        evaluator, metrics = self.evaluator, dict[str, Any]()
+        if self.joint_loss is not None:
+            with self.job.distributed.autocast():
+                metrics |= self.joint_loss.target.measure(evaluator.trace_held_out())
+            evaluator = self._make_evaluator(self._build_target(self.joint_loss))
         with self.job.distributed.autocast():
-            metrics: dict[str, Any] = evaluator.measure_loss(self.trainee.compute_loss)
+            metrics |= evaluator.measure_loss(self.trainee.compute_loss)
         return metrics | evaluator.measure_acceptance(lambda folder: self._write(folder, evaluator))
 
-    def _make_current_evaluator(self) -> Evaluator:
-        """Return the evaluator; if the target is trained too, one with a copy of its current state."""
-        if self.joint_loss is None:
-            return self.evaluator
-        original, hidden_layers = self.job.llm, self.trainee.spec.hidden_layers
-        llm = self.joint_loss.make_llm(original.target.model.dtype, original.tokenizer)
-        return self.job.make_evaluator(llm, Tracer(llm.target, hidden_layers, self.evaluator.tracer.top))
+    def _build_target(self, joint_loss: JointLoss) -> Any:
+        return joint_loss.target.build_model(self.job.llm.target.model.dtype)
+
+    def _make_evaluator(self, model: Any) -> Evaluator:
+        """Make an evaluator with a copy of the target in training."""
+        llm = make_llm(model, self.job.llm.tokenizer)
+        tracer = Tracer(llm.target, self.trainee.spec.hidden_layers, self.evaluator.tracer.top)
+        return self.job.make_evaluator(llm, tracer)
 
     def _write(self, folder: Path, evaluator: Evaluator) -> None:
         """Write the current drafter, after its spec's `finish` has seen held-out documents."""

@@ -52,24 +52,25 @@ class Learner:
 
     distributed: DistributedContext
     networks: Mapping[str, nn.Module]  # networks whose state a checkpoint holds
-    compute_loss: Callable[[Trace, int], Losses]  # from the trace of one pass and the step
+    compute_loss: Callable[[Trace, float], Losses]  # from the trace of one pass and the share of the run that is done
     source: TraceSource
     order: RowOrder
     optimizer: GroupedOptimizer
     batch: BatchConfig
     seed: int
 
-    def advance(self, step: int, rate_scale: float) -> StepLosses:
+    def advance(self, step: int, num_steps: int, rate_scale: float) -> StepLosses:
         """Run one step.
 
         Args:
             step: Number of completed steps.
+            num_steps: Number of steps of the run.
             rate_scale: Factor of the learning rate.
 
         Raises:
             ForedraftError: if the loss is not finite.
         """
-        distributed, batch = self.distributed, self.batch
+        distributed, batch, progress = self.distributed, self.batch, step / num_steps
         torch.manual_seed((self.seed * SEED_STRIDE + step) * STEP_STRIDE + distributed.rank)
         own_rows = batch.rows // distributed.num_processes
         rows = self.order.take(step * batch.rows + distributed.rank * own_rows, own_rows)
@@ -80,7 +81,7 @@ class Learner:
             trace = self.source.read(rows[first : first + size], step)
             num_tokens += trace.tokens[:, 1:].numel() * distributed.num_processes
             with distributed.autocast():
-                losses = self.compute_loss(trace, step)
+                losses = self.compute_loss(trace, progress)
             num_learnt = float(trace.mask.sum())
             (losses.total * num_learnt).backward()  # type: ignore[no-untyped-call]
             values = {**losses.components, "loss": losses.total.item(), "learnt": 1.0}
@@ -89,7 +90,7 @@ class Learner:
         loss = means.pop("loss")
         if not math.isfinite(loss):
             raise ForedraftError(f"the loss is {loss} at step {step + 1}; lower --learning-rate and begin again")
-        norm = self.optimizer.step(rate_scale, batch.max_grad_norm)
+        norm = self.optimizer.step(rate_scale, batch.max_grad_norm, progress)
         return StepLosses(loss, {**means, "grad_norm": norm}, num_tokens)
 
     def _combine(self, sums: dict[str, float]) -> dict[str, float]:

@@ -89,7 +89,7 @@ class TrainLoop:
         with handle_stop_signals() as is_signalled:
             while self.step < self.steps and not self._should_stop(first_step, timing, is_signalled()):
                 start = self.clock()
-                losses = self.learner.advance(self.step, self.schedule.compute_scale(self.step))
+                losses = self.learner.advance(self.step, self.steps, self.schedule.compute_scale(self.step))
                 self._record_loss(losses.total)
                 timing.record_step(self.clock() - start, losses.num_tokens)
                 self._fit_to_time(first_step, timing)

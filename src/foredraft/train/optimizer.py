@@ -49,11 +49,12 @@ class ParameterGroup:
     parameters: tuple[nn.Parameter, ...]
     names: tuple[str, ...]
     rate_scale: float = 1.0
+    start: float = 0.0  # share of the run in which they stay as they are
 
     @classmethod
-    def from_network(cls, network: nn.Module, rate_scale: float = 1.0) -> "ParameterGroup":
+    def from_network(cls, network: nn.Module, rate_scale: float = 1.0, start: float = 0.0) -> "ParameterGroup":
         named = [(name, p) for name, p in network.named_parameters() if p.requires_grad]
-        return cls(tuple(p for _, p in named), tuple(name for name, _ in named), rate_scale)
+        return cls(tuple(p for _, p in named), tuple(name for name, _ in named), rate_scale, start)
 
 
 class SavedOptimizer(Protocol):
@@ -77,7 +78,7 @@ class GroupedOptimizer:
             raise ForedraftError("nothing in this drafter can be trained: no parameter takes a gradient")
         self.learning_rate = learning_rate
         self.optimizers: list[torch.optim.Optimizer] = []
-        self._rate_scales: list[float] = []
+        self._groups: list[ParameterGroup] = []  # of each optimizer
         for group in groups:
             is_matrix = [
                 _is_hidden_matrix(n, p) and kind == "muon" for n, p in zip(group.names, group.parameters, strict=True)
@@ -96,22 +97,25 @@ class GroupedOptimizer:
 
     def _add_optimizer(self, optimizer: torch.optim.Optimizer, group: ParameterGroup) -> None:
         self.optimizers.append(optimizer)
-        self._rate_scales.append(group.rate_scale)
+        self._groups.append(group)
 
-    def step(self, scale: float, clip: float) -> float:
+    def step(self, scale: float, clip: float, progress: float = 1.0) -> float:
         """Update the parameters and clear the gradients.
 
         Args:
             scale: Factor of the learning rate.
             clip: Maximum norm of the gradient.
+            progress: Share of the run that is done. Groups that start later get the rate 0, which stops weight decay
+                too. Default 1 = all groups learn.
 
         Returns:
             Norm of the gradient before clipping.
         """
         norm = nn.utils.clip_grad_norm_(self.parameters, clip)
-        for optimizer, rate in zip(self.optimizers, self._rate_scales, strict=True):
-            for group in optimizer.param_groups:
-                group["lr"] = self.learning_rate * scale * rate
+        for optimizer, group in zip(self.optimizers, self._groups, strict=True):
+            rate = group.rate_scale if progress >= group.start else 0.0
+            for entry in optimizer.param_groups:
+                entry["lr"] = self.learning_rate * scale * rate
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         return float(norm)

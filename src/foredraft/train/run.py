@@ -30,8 +30,9 @@ from foredraft.train.settings import find_trainable, parse_train_config, require
 from foredraft.train.start import create_trainee
 from foredraft.train.timing import Clock
 from foredraft.train.trace import Tracer, choose_top
+from foredraft.train.trainable_target import TrainableTarget
 from foredraft.train.windows import RowOrder, TokenWindows
-from foredraft.train.with_target import JointLoss
+from foredraft.train.with_target import TARGET_FOLDER, JointLoss
 
 DEFAULT_STEPS = 1000  # limit of one pass over the data, if the plan sets no number of steps
 StepCallback = Callable[[TrainStatus], None]
@@ -47,6 +48,7 @@ class TrainResult:
     steps: int
     eval_metrics: dict[str, Any] = field(default_factory=dict)  # results of the last evaluation
     is_main: bool = True  # True in exactly one process of a run
+    target: Path | None = None  # folder of the target that was trained with the drafter; None = it was frozen
 
 
 def train(
@@ -131,7 +133,10 @@ def _train_by_gradients(job: TrainJob, on_step: StepCallback, clock: Clock) -> T
         loop.metrics_writer = MetricsWriter.open(plan.out, loop.step, plan.tensorboard)
     is_done = loop.run()
     loop.metrics_writer.close()
-    return TrainResult(plan.out, is_done, loop.step, loop.steps, dict(loop.eval_metrics or {}), distributed.is_main)
+    return TrainResult(
+        plan.out, is_done, loop.step, loop.steps, dict(loop.eval_metrics or {}), distributed.is_main,
+        target=None if trainee.spec.joint is None else plan.out / TARGET_FOLDER,
+    )  # fmt: skip
 
 
 def _make_loop(
@@ -148,7 +153,7 @@ def _make_loop(
     )
     top = plan.data.top or choose_top(job.llm.target.vocab_size, is_cached=plan.data.cache is not None)
     tracer = Tracer(job.llm.target, trainee.spec.hidden_layers, top)
-    joint_loss = _make_joint_loss(job, trainee, total)
+    joint_loss = _make_joint_loss(job, trainee)
     return TrainLoop(
         _make_learner(job, trainee, joint_loss, windows, tracer),
         DrafterOutput(job, trainee, job.make_evaluator(job.llm, tracer), joint_loss),
@@ -168,13 +173,17 @@ def _count_rows(job: TrainJob) -> int:
     return rows - rows % num_processes
 
 
-def _make_joint_loss(job: TrainJob, trainee: Trainee, num_steps: int) -> JointLoss | None:
+def _make_joint_loss(job: TrainJob, trainee: Trainee) -> JointLoss | None:
     """Make the joint loss if the target is trained too; otherwise None."""
-    if trainee.spec.joint is None:
+    joint = trainee.spec.joint
+    if joint is None:
         return None
     if job.plan.data.cache is not None:
         raise ForedraftError("a target that is trained too has no fixed traces to cache; leave --cache out")
-    return JointLoss.make(trainee, trainee.spec.joint, job.llm.target, num_steps)
+    target = TrainableTarget.from_model(
+        job.llm.target, trainee.spec.hidden_layers, joint.lora, job.distributed.is_mixed
+    )
+    return JointLoss(trainee, target, joint)
 
 
 def _make_learner(
@@ -185,7 +194,7 @@ def _make_learner(
     return Learner(
         distributed=job.distributed,
         networks=networks,
-        compute_loss=joint_loss or (lambda trace, step: trainee.compute_loss(trace)),
+        compute_loss=joint_loss or (lambda trace, progress: trainee.compute_loss(trace)),
         source=_make_source(job, trainee, windows, tracer),
         order=RowOrder(len(windows), steps.seed),
         optimizer=GroupedOptimizer(steps.optimizer, groups, steps.learning_rate, steps.weight_decay),
@@ -199,15 +208,18 @@ def _prepare_networks(
 ) -> tuple[dict[str, nn.Module], list[ParameterGroup]]:
     """Move the trained networks to the device, in float32, with equal weights in every process."""
     networks: dict[str, nn.Module] = {"drafter": trainee.network.to(distributed.device).train()}
-    rates = {"drafter": 1.0}
     if joint_loss is not None:
-        networks["target"], rates["target"] = joint_loss.target.model, joint_loss.rate
+        networks["target"] = joint_loss.target.model
     for network in networks.values():
         for parameter in network.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
         distributed.broadcast(tensor.data for tensor in network.state_dict().values())
-    return networks, [ParameterGroup.from_network(network, rates[name]) for name, network in networks.items()]
+    groups = [ParameterGroup.from_network(trainee.network)]
+    if joint_loss is not None:
+        joint = joint_loss.joint
+        groups.append(ParameterGroup.from_network(joint_loss.target.model, joint.rate, joint.warmup))
+    return networks, groups
 
 
 def _make_source(job: TrainJob, trainee: Trainee, windows: TokenWindows, tracer: Tracer) -> TraceSource:

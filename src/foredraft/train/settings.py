@@ -102,6 +102,10 @@ def _convert_value(key: str, text: str, hint: Any) -> Any:
         if origin in (int, float) and isinstance(value, int | float) and not isinstance(value, bool):
             if origin is float or value == int(value):
                 return origin(value)
+        elif origin is tuple and get_args(kind)[0] is str:
+            names = tuple(name.strip() for name in text.split(","))
+            if all(names):
+                return names
         elif origin is tuple and isinstance(value, list | int):
             return _freeze(value if isinstance(value, list) else [value])
         elif origin is str and isinstance(value, str):
@@ -122,6 +126,8 @@ def _describe_type(key: str, kind: Any) -> str:
     origin = get_origin(kind) or kind
     if origin is type(None):
         return "None"
+    if origin is tuple and get_args(kind)[0] is str:
+        return f"names with commas between them ({key}=a,b)"
     if origin is tuple:
         return f"numbers with commas between them ({key}=1,3,5)"
     return str(getattr(origin, "__name__", origin))

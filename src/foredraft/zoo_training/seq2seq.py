@@ -21,6 +21,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 from foredraft.drafters.losses import kl
 from foredraft.train.checkpoint import TrainingCheckpoints
 from foredraft.train.optimizer import LearningRateSchedule, MasterWeightOptimizer
+from foredraft.train.stopping import handle_stop_signals
 from foredraft.zoo.typos import CLEAN_SHARE, WORD_ERROR_RATE, add_typos
 from foredraft.zoo_training.recipe import END_OF_TEXT, VOCAB_SIZE
 from foredraft.zoo_training.train import MAX_GRAD_NORM, OPTIMIZER, ProgressCallback
@@ -190,9 +191,22 @@ def train(job: Seq2SeqJob) -> T5ForConditionalGeneration:
     """Train the model of a job, and return it.
 
     The job's folder gets log.jsonl, a checkpoint from which an interrupted run is resumed, and at the end the model.
+
+    Raises:
+        KeyboardInterrupt: a signal stopped the run; a checkpoint was saved.
     """
-    recipe = job.recipe
     job.folder.mkdir(parents=True, exist_ok=True)
+    with handle_stop_signals() as is_signalled:
+        model = _advance(job, is_signalled)
+    model.eval().config.dtype = "bfloat16"
+    model.save_pretrained(job.folder)
+    job.checkpoints.delete()
+    return model
+
+
+def _advance(job: Seq2SeqJob, is_signalled: Callable[[], bool]) -> T5ForConditionalGeneration:
+    """Train from the job's last checkpoint to the last step."""
+    recipe = job.recipe
     model = build_model(recipe).to(job.device).train()
     optimizer, schedule = MasterWeightOptimizer(OPTIMIZER, model, recipe.learning_rate), make_schedule(recipe)
     latest = job.checkpoints.find_latest()
@@ -212,12 +226,12 @@ def train(job: Seq2SeqJob) -> T5ForConditionalGeneration:
                 row |= evaluate(model, job)
             with (job.folder / "log.jsonl").open("a") as log:
                 log.write(json.dumps(row) + "\n")
-        if (step + 1) % recipe.checkpoint_every == 0 or step + 1 == recipe.steps:
+        is_stopped = is_signalled()
+        if is_stopped or (step + 1) % recipe.checkpoint_every == 0 or step + 1 == recipe.steps:
             job.checkpoints.save(step + 1, {"model": model}, optimizer, {"loss": smooth})
         job.progress(step + 1, recipe.steps, smooth)
-    model.eval().config.dtype = "bfloat16"
-    model.save_pretrained(job.folder)
-    job.checkpoints.delete()
+        if is_stopped:
+            raise KeyboardInterrupt
     return model
 
 

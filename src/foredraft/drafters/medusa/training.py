@@ -12,18 +12,19 @@ from foredraft.checkpoints.schema import Checkpoint
 from foredraft.drafters.common.head_losses import compute_head_loss, gather_targets, select_argmax, select_roots
 from foredraft.drafters.common.static_tree import NUM_RANKS
 from foredraft.drafters.common.target_access import scale_output_matrix
+from foredraft.drafters.joint_training import JointSettings
 from foredraft.drafters.losses import Losses, Trace, average_losses, check_decay, check_loss
 from foredraft.drafters.medusa.checkpoint import MedusaShape, make_layout
 from foredraft.drafters.medusa.network import MedusaHeads
-from foredraft.drafters.trainee import NOT_TRAINABLE, JointTraining, TraineeSpec
+from foredraft.drafters.trainee import NOT_TRAINABLE, TraineeSpec
 from foredraft.errors import ForedraftError
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
 from foredraft.models.hf import HFModel
 
 
 @dataclass(frozen=True)
-class TrainConfig:
-    """Training settings.
+class TrainConfig(JointSettings):
+    """Training settings, besides those of `JointSettings`.
 
     Args:
         loss: one of `losses.LOSS_NAMES`.
@@ -32,7 +33,6 @@ class TrainConfig:
         own_head: whether every head has its own output matrix, initialised with the target's. Without, all use the
             target's: faster, with a tenth of the memory.
         decay: weight of head h is decay^h, in (0, 1].
-        backbone: learning rate of the target as a share of the heads' (Medusa-2); None = frozen target (Medusa-1).
     """
 
     loss: str = "kl"
@@ -40,7 +40,6 @@ class TrainConfig:
     layers: int = 1
     own_head: bool = True
     decay: float = 0.8
-    backbone: float | None = None
 
     @staticmethod
     def read_shape(network: MedusaHeads) -> dict[str, object]:
@@ -60,8 +59,7 @@ class MedusaTrainee:
 
     @property
     def spec(self) -> TraineeSpec:
-        config = self.config
-        joint = None if config.backbone is None else JointTraining(config.backbone, config.loss)
+        joint = self.config.make_joint_training(self.config.loss)
         return TraineeSpec(hidden_layers=(AFTER_FINAL_NORM,), finish=self.finish, joint=joint)
 
     def compute_loss(self, trace: Trace) -> Losses:
@@ -114,16 +112,17 @@ def create_trainee(config: TrainConfig, target: HFModel, start: Checkpoint | Non
     else:
         network = MedusaHeads(start.require_shape(MedusaShape, "Medusa heads", NOT_TRAINABLE))
         network.load_state_dict(start.tensors)
+    if config.backbone is not None and config.lora_rank is None and not network.shape.has_own_head:
+        raise ForedraftError(
+            "backbone trains the target, which changes the output matrix that the heads share; use own_head, or "
+            "lora_rank, which leaves that matrix as it is"
+        )
     return MedusaTrainee(network.float().to(target.device), target, config)
 
 
 def _build_shape(config: TrainConfig, target: HFModel) -> MedusaShape:
     if config.heads < 1 or config.layers < 1:
         raise ForedraftError(f"heads and layers must be positive, got {config.heads} and {config.layers}")
-    if config.backbone is not None and not config.own_head:
-        raise ForedraftError(
-            "backbone trains the target, which changes the output matrix that the heads share; use own_head"
-        )
     return MedusaShape(target.hidden_size, target.vocab_size, config.heads, config.layers, config.own_head)
 
 
