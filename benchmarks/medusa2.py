@@ -1,6 +1,6 @@
 """Acceptance of Medusa heads trained alone and together with the built-in target, after the same number of steps.
 
-    python benchmarks/medusa2.py [--steps 80] [--rows 4] [--settings "" backbone=1,lora_rank=32] [--new] [--out FOLDER]
+    python benchmarks/medusa2.py [--steps 80] [--rows 4] [--settings "" backbone=2,lora_rank=64] [--new] [--out FOLDER]
 
 Each of --settings is one run, with commas between its settings; "" is the frozen target, and "start" the heads before
 training. All runs have the same texts, order and seed, and start from the built-in heads, or with --new from new ones
@@ -31,7 +31,8 @@ from foredraft.train.trainable_target import TrainableTarget
 from foredraft.zoo import corpus
 
 START = "start"  # row of the heads before training
-SETTINGS = (START, "", "backbone=2,backbone_warmup=0,heads_weight=4,lora_rank=64")
+JOINT = "backbone=2,backbone_warmup=0,heads_weight=4,lora_rank=64"
+SETTINGS = (START, "", JOINT, f"{JOINT},backbone_loss=ce")
 CONTEXT = 256  # tokens per row
 TRAIN_FILES = 300  # files of the corpus that are read
 EVALUATION = EvaluationConfig(prompts=96, tokens=64, num_tokens=4)
@@ -62,7 +63,10 @@ def train_heads(out: Path, settings: str, options: argparse.Namespace) -> dict[s
         evaluation=EVALUATION, settings=parse_pairs([*filter(None, settings.split(","))]), start=options.start,
         device="cpu", precision=options.precision, save_every=1000,
     )  # fmt: skip
-    return train(plan, on_step=lambda status: print(f"\r{status.step}: {status.loss:.4f} ", end="")).eval_metrics
+    result = train(plan, on_step=lambda status: print(f"\r{status.step}: {status.loss:.4f} ", end=""))
+    if not result.is_done:
+        raise SystemExit(f"stopped after step {result.step}; the same command resumes the run")
+    return result.eval_metrics
 
 
 def measure(out: Path, settings: str, options: argparse.Namespace) -> dict[str, float]:
