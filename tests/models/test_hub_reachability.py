@@ -88,6 +88,11 @@ def test_a_cached_model_needs_no_answer(tmp_path: Path, waits: list[float]) -> N
     hf.LlamaForCausalLM(hf.LlamaConfig(**TINY)).save_pretrained(snapshot)
     (cached / "refs").mkdir()
     (cached / "refs/main").write_text(COMMIT)
+    # If peft is installed, transformers looks for an adapter. At the first download the hub's library notes that the
+    # repository has none.
+    no_exist = cached / ".no_exist" / COMMIT
+    no_exist.mkdir(parents=True)
+    (no_exist / "adapter_config.json").touch()
     hub.check_reachable("owner/model", "config.json")
     load_model("owner/model", "auto", CPU)
     with pytest.raises(ForedraftError, match="could not be fetched"):
