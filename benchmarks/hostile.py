@@ -2,7 +2,8 @@
 
     python benchmarks/hostile.py [--url http://127.0.0.1:8000] [--rounds 3] [--serve "--model FOLDER"]
 
-The requests are those of tests/support/server/hostile_corpus.py. Without --url the script starts a server. It prints:
+The requests are those of tests/support/server/hostile_corpus.py. Without --url the script starts a server. A
+server at --url has to be started with --allowed-host x. The script prints:
 
 - the number of refusals and faults,
 - milliseconds from the first byte sent to the last byte read (p50, p99, max of the median over rounds),
@@ -33,13 +34,15 @@ from tests.support.server.hostile_wire import exchange, find_fault
 
 TARGET = 50  # milliseconds; slower refusals are counted
 SLOWEST = 10  # number of slowest requests that are printed
+HOST = "x"  # host name that the requests of the corpus send
 PROBE_INTERVAL = 0.002  # seconds between two requests to /health
 
 
 @contextmanager
 def start_server(arguments: str) -> Iterator[str]:
     """Start a server with the given options, and yield its URL."""
-    command = [sys.executable, "-m", "foredraft", "serve", "--port", "0", *shlex.split(arguments)]
+    host = ["--allowed-host", HOST]  # otherwise the server refuses the requests for their host name alone
+    command = [sys.executable, "-m", "foredraft", "serve", "--port", "0", *host, *shlex.split(arguments)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
         try:
