@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from foredraft import LLM, ForedraftError, Sampling
+from foredraft.train.checkpoint import OPTIMIZER_FILE, WEIGHTS_FILE
 from foredraft.zoo import corpus
 from foredraft.zoo_training import build
 from foredraft.zoo_training.batches import WindowBatches
@@ -133,6 +134,30 @@ def test_an_interrupted_run_resumes_to_the_same_weights(tmp_path):
     assert cut.decay_checkpoints.find_latest() is None
     saved = load_file(tmp_path / "cut" / "model.safetensors")
     assert "lm_head.weight" not in saved, "tied embeddings are stored once"
+
+
+def test_a_checkpoint_without_its_optimizer_goes_on_at_its_step_and_warms_up_again(tmp_path):
+    ids = np.random.default_rng(0).integers(0, 4096, 4000).astype(np.uint16)
+    recipe = replace(TINY, checkpoint_seconds=0.0, warmup=2)
+    run = PretrainingRun(recipe, ids, tmp_path / "run")
+    with pytest.raises(KeyboardInterrupt):
+        train(replace(run, progress=interrupt_at(2)))
+    checkpoint = run.checkpoints.find_latest()
+    (checkpoint / OPTIMIZER_FILE).unlink()
+    saved, steps = load_file(checkpoint / WEIGHTS_FILE), []
+
+    def record_steps(step, steps_total, loss):
+        steps.append(step)
+        state = run.checkpoints.read_state(run.checkpoints.find_latest())
+        assert state["depth_start_step"] == 2
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(replace(run, progress=record_steps))
+    assert steps == [3]
+    trained = load_file(run.checkpoints.find_latest() / WEIGHTS_FILE)
+    changes = [(trained[name] - weight).float().abs().max() for name, weight in saved.items()]
+    assert 0 < max(changes) < 0.1, "the weights are those of the checkpoint and one small update"
 
 
 def test_stacking_repeats_the_layers_in_order():

@@ -22,6 +22,8 @@ from foredraft.train.optimizer import SavedOptimizer
 
 FOLDER_PREFIX = "checkpoint-"
 STATE_FILE = "state.json"
+WEIGHTS_FILE = "weights.safetensors"
+OPTIMIZER_FILE = "optimizer.pt"
 
 
 def collect_tensors(networks: Mapping[str, nn.Module]) -> dict[str, Tensor]:
@@ -68,8 +70,8 @@ class TrainingCheckpoints:
                 self.folder, f"make room, and the same command goes on {self._describe_restart()}"
             ):
                 partial.mkdir(parents=True)
-                save_file(tensors, partial / "weights.safetensors")
-                torch.save(optimizer.state_dict(), partial / "optimizer.pt")
+                save_file(tensors, partial / WEIGHTS_FILE)
+                torch.save(optimizer.state_dict(), partial / OPTIMIZER_FILE)
                 (partial / STATE_FILE).write_text(json.dumps({"step": step, **metadata}, indent=1) + "\n")
         except ForedraftError:
             shutil.rmtree(partial, ignore_errors=True)
@@ -107,19 +109,42 @@ class TrainingCheckpoints:
         Raises:
             ForedraftError: if the checkpoint is damaged or of other networks.
         """
+        state = self.load_weights(path, networks)
+        self.load_optimizer(path, optimizer)
+        return state
+
+    def has_optimizer(self, path: Path) -> bool:
+        """Return whether a checkpoint stores its optimizer. A copy without it is a fifth of the size."""
+        return (path / OPTIMIZER_FILE).exists()
+
+    def load_optimizer(self, path: Path, optimizer: SavedOptimizer) -> None:
+        """Restore the optimizer that `save` wrote. Raises ForedraftError if it is damaged."""
+        try:
+            saved = torch.load(path / OPTIMIZER_FILE, weights_only=True, map_location="cpu")
+        except (OSError, ValueError, RuntimeError) as error:
+            raise _describe_damage(path, error) from None
+        optimizer.load_state_dict(saved)
+
+    def load_weights(self, path: Path, networks: Mapping[str, nn.Module]) -> dict[str, Any]:
+        """Restore the networks that `save` wrote, but not their optimizer.
+
+        Returns:
+            The metadata, with the key `step`.
+
+        Raises:
+            ForedraftError: if the checkpoint is damaged or of other networks.
+        """
         current = collect_tensors(networks)
         try:
             state = self.read_state(path)
-            weights = load_file(path / "weights.safetensors")
-            saved = torch.load(path / "optimizer.pt", weights_only=True, map_location="cpu")
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            weights = load_file(path / WEIGHTS_FILE)
+        except (OSError, ValueError, SafetensorError) as error:
             raise _describe_damage(path, error) from None
         if weights.keys() != current.keys() or any(weights[name].shape != current[name].shape for name in current):
             raise ForedraftError(f"the checkpoint {path} is of another model or drafter; give another --out")
         with torch.no_grad():
             for name, tensor in current.items():
                 tensor.copy_(weights[name])
-        optimizer.load_state_dict(saved)
         return state
 
 

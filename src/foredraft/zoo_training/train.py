@@ -303,8 +303,11 @@ def _load(run: PretrainingRun, checkpoints: TrainingCheckpoints) -> PretrainingS
             f"{saved['batch_tokens']}, or another --out"
         )
     model = build_model(run.recipe, saved["layers"]).to(run.device)
+    checkpoints.load_weights(path, {"model": model})
     optimizer = make_optimizer(run.recipe, model)
-    checkpoints.load(path, {"model": model}, optimizer)
-    return PretrainingState(
-        model, optimizer, saved["step"], saved["depth_start_step"], saved["decay_from"], saved["loss"]
-    )
+    depth_start_step = saved["depth_start_step"]
+    if checkpoints.has_optimizer(path):
+        checkpoints.load_optimizer(path, optimizer)
+    else:  # weights alone, as dev/training keeps them: the optimizer begins anew, and the rate warms up again
+        depth_start_step = saved["step"]
+    return PretrainingState(model, optimizer, saved["step"], depth_start_step, saved["decay_from"], saved["loss"])
