@@ -196,7 +196,7 @@ def test_texts_have_the_distribution_of_the_target(case: str) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("case", CASES)
 def test_many_texts_have_the_distribution_of_the_target(case: str) -> None:
-    check(case, int(os.environ.get("DISTRIBUTION_SAMPLES", "200000")))
+    check(case, int(os.environ.get("DISTRIBUTION_SAMPLES", "20000")))
 
 
 def test_the_count_has_teeth() -> None:

@@ -121,7 +121,7 @@ def test_a_loss_that_is_no_number_ends_the_run(folder):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"context": 999, "batch_tokens": 2000}, "--context 999 is longer than the 256 tokens"),
+        ({"context": 999, "batch_tokens": 2000}, "give --context 256 or less"),
         ({"files": ("nowhere.txt",)}, r"nowhere\.txt does not exist"),
         ({"files": ()}, "no data"),
         ({"batch_tokens": 8}, "holds no row of 16"),

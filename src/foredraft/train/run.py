@@ -84,7 +84,8 @@ def train(
         )
     if plan.data.context > llm.target.context_length:
         raise ForedraftError(
-            f"--context {plan.data.context} is longer than the {llm.target.context_length} tokens of {llm.target.name}"
+            f"--context {plan.data.context} is longer than the {llm.target.context_length} tokens of "
+            f"{llm.target.name}; give --context {llm.target.context_length} or less"
         )
     documents, held_out = load_documents(plan, llm, distributed, log_line)
     job = TrainJob(plan, method, training, config, distributed, llm, documents, held_out, log_line)
