@@ -189,7 +189,8 @@ def _make_reference(model: LlamaForCausalLM) -> LlamaForCausalLM:
 def _recompute_kv(model: LlamaForCausalLM, tokens: list[int]) -> list[tuple[Tensor, Tensor]]:
     """[layer] -> ([L, H, D] keys, values) of one plain forward pass."""
     cache = DynamicCache(config=model.config)
-    model(torch.tensor([tokens]), past_key_values=cache, use_cache=True)
+    # the fourth argument: its name is past_key_values before transformers 5.24
+    model(torch.tensor([tokens]), None, None, cache, use_cache=True)
     return [(layer.keys[0].transpose(0, 1), layer.values[0].transpose(0, 1)) for layer in cache.layers]
 
 

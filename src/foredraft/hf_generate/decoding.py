@@ -29,7 +29,8 @@ from foredraft.source import EncoderSource, PreparedPrompt
 from foredraft.verification.rule import Rule
 
 # Inputs that generate() prepares for its own loop; this loop derives them from the tokens.
-_DERIVED_INPUTS = frozenset({"use_cache", "cache_position", "position_ids", "past_key_values", "logits_to_keep"})
+_CACHE_INPUTS = ("cache", "past_key_values")  # the latter before transformers 5.24
+_DERIVED_INPUTS = frozenset({"use_cache", "cache_position", "position_ids", "logits_to_keep", *_CACHE_INPUTS})
 _UNSUPPORTED_OUTPUTS = ("output_attentions", "output_hidden_states")
 _LOCKS: WeakKeyDictionary[Any, threading.RLock] = WeakKeyDictionary()  # model -> lock of its calls
 _MAKING = threading.Lock()  # held while a lock is created
@@ -286,9 +287,10 @@ def _check_supported(config: Any, model_kwargs: dict[str, Any], streamer: Any, n
             raise ForedraftError(f"{name} is not available with foredraft.speculate; drop it or use plain generate()")
     if (config.num_beams or 1) > 1:
         raise ForedraftError("beam search cannot be speculated losslessly; use num_beams=1")
-    cache = model_kwargs.get("past_key_values")
-    if cache is not None and cache.get_seq_length() > 0:
-        raise ForedraftError("a filled past_key_values cannot be continued; pass the whole text as input_ids")
+    for name in _CACHE_INPUTS:
+        cache = model_kwargs.get(name)
+        if cache is not None and cache.get_seq_length() > 0:
+            raise ForedraftError(f"a filled {name} cannot be continued; pass the whole text as input_ids")
     unknown = sorted(k for k, v in model_kwargs.items() if k not in _DERIVED_INPUTS and v is not None)
     if unknown:
         raise ForedraftError(

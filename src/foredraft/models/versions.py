@@ -3,7 +3,7 @@
 import warnings
 from importlib import metadata
 
-NEWEST_TESTED = {"torch": (2, 13), "transformers": (5, 23)}  # (major, minor)
+NEWEST_TESTED = {"torch": (2, 13), "transformers": (5, 24)}  # (major, minor)
 
 
 def describe_untested(versions: dict[str, str]) -> list[str]:

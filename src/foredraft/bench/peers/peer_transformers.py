@@ -1,5 +1,6 @@
 """Transformers as a peer: plain, assisted and prompt-lookup generation."""
 
+import inspect
 import os
 import time
 from typing import Any
@@ -54,12 +55,14 @@ class TransformersPeer:
     @torch.inference_mode()
     def verify(self, rows: list[int], context: list[int], repeats: int) -> dict[str, Any]:
         cache = transformers.DynamicCache(config=self.model.config)
-        self.model(torch.tensor([context]), past_key_values=cache, logits_to_keep=1)
+        # the argument is past_key_values before transformers 5.24
+        name = "cache" if "cache" in inspect.signature(self.model.forward).parameters else "past_key_values"
+        self.model(torch.tensor([context]), **{name: cache}, logits_to_keep=1)
         windows = {count: torch.tensor([context[:count]]) for count in rows}
         costs: dict[str, Any] = measure_verify_costs(
             rows,
             repeats,
-            lambda count: self.model(windows[count], past_key_values=cache),
+            lambda count: self.model(windows[count], **{name: cache}),
             lambda count: cache.crop(-count),
         )
         return costs
