@@ -14,6 +14,7 @@ from foredraft.drafters.user_spec import (
     UserDrafterSpec,
     get_max_draft_length,
     names_method,
+    parse_batch_size_limits,
     parse_draft_length,
 )
 from foredraft.engine.engine import Engine
@@ -69,7 +70,7 @@ class EngineSetup:
             target,
             drafters.with_predictions(drafter, name),
             PageAllocator(num_pages, limits.page_size),
-            SchedulerLimits(limits.max_batch, limits.max_step_tokens),
+            SchedulerLimits(limits.max_batch, limits.max_step_tokens, draft_limits=parse_batch_size_limits(user_spec)),
             target.device,
             is_debug=is_debug,
             prefix_cache=limits.prefix_cache,

@@ -11,7 +11,7 @@ from foredraft import zoo
 from foredraft.completion_generator import CompletionGenerator
 from foredraft.draft_length.costs import CostCurve
 from foredraft.drafter_factory import DrafterFactory, find_default_method
-from foredraft.drafters.user_spec import AUTO, DraftLength
+from foredraft.drafters.user_spec import AUTO, DraftLength, parse_rule
 from foredraft.drafters.user_spec import UserDrafterSpec as UserDrafterSpec
 from foredraft.engine.calibrate import measure_pass_times
 from foredraft.engine.shared_engine import CLOSED_ERROR, SharedEngine
@@ -23,7 +23,6 @@ from foredraft.models.prompts import find_end_ids
 from foredraft.request_factory import RequestFactory
 from foredraft.sampling.grammar import GrammarCompiler
 from foredraft.target_loading import load_target
-from foredraft.verification.registry import find_rule
 from foredraft.verification.rule import Rule
 
 DEFAULT_DRAFTER = "default"  # the built-in drafter for LLM() and "builtin-seq2seq", otherwise none
@@ -51,9 +50,11 @@ class LLM(CompletionGenerator):
         verify: a verification rule or its name. Default "auto" = `match` for greedy and seeded requests, else `reject`.
             A request may name its own: `RequestOptions(verify=...)`.
         num_speculative_tokens: longest draft. Default "auto" = chosen at every step from measured times, possibly 0.
-        tokenizer: a tokenizer, or None. Default "auto" = that of the folder or hub id; none for a loaded model.
+        tokenizer: a tokenizer, its folder or hub id, or None. Default "auto" = that of the folder or hub id; none for a
+            loaded model.
         limits: sizes of KV memory and steps. Default None = `MemoryLimits()`.
         max_model_len: longest sequence in tokens, prompt and output together. Default None = the model's own.
+        revision: branch, tag or commit of a hub id. Default None = its default branch. A drafter has its own.
         fused: run recognised models as native code on CPU. Default None = if loaded here or quantized. True = also a
             loaded model, from a packed copy of its current weights; an error if that is impossible.
         is_debug: check invariants after every step. Default False.
@@ -80,15 +81,16 @@ class LLM(CompletionGenerator):
         tokenizer: Any = "auto",
         limits: MemoryLimits | None = None,
         max_model_len: int | None = None,
+        revision: str | None = None,
         fused: bool | None = None,
         is_debug: bool = False,
     ) -> None:
         check_process()
-        rule = find_rule(verify)
+        rule = parse_rule(drafter, verify)
         self.limits = limits or MemoryLimits()
         loaded = load_target(
             model, dtype=dtype, quantization=quantization, device=device, tokenizer=tokenizer,
-            max_model_len=max_model_len, fused=fused,
+            max_model_len=max_model_len, fused=fused, revision=revision,
         )  # fmt: skip
         self.target, self.tokenizer = loaded.model, loaded.tokenizer
         self.builtin, self.fused = loaded.builtin, loaded.fused
@@ -137,7 +139,7 @@ class LLM(CompletionGenerator):
         """Return an LLM with the same loaded target, another drafter and new KV memory; verify None = as here."""
         other = copy.copy(self)
         other.target = self.target.with_new_kv()
-        rule = self.rule if verify is None else find_rule(verify)
+        rule = parse_rule(drafter, self.rule if verify is None else verify)
         other._requests = replace(
             self._requests, target=other.target, rule=rule, shares_prefixes=self.limits.prefix_cache
         )

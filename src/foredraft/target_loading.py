@@ -8,11 +8,14 @@ import torch
 
 from foredraft import zoo
 from foredraft.errors import ForedraftError
+from foredraft.files.hub import find_revision
 from foredraft.kernels.cpu.library import load_library
 from foredraft.kernels.quantize import check_quantization
 from foredraft.models.hf import HFModel
-from foredraft.models.loading import load_model, load_tokenizer, parse_device, read_vocab_size
+from foredraft.models.loading import check_cpu_dtype, load_model, load_tokenizer, parse_device, read_vocab_size
 from foredraft.models.wrap import explain_unsupported_model, wrap_model
+
+AUTO_TOKENIZER = "auto"  # the tokenizer in the folder of the model
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ def load_target(
     device: str | torch.device,
     tokenizer: Any,
     max_model_len: int | None,
+    revision: str | None,
     fused: bool | None,
 ) -> LoadedTarget:
     """Load a target; arguments as of `LLM`.
@@ -43,15 +47,19 @@ def load_target(
     check_quantization(quantization)
     builtin = zoo.resolve_target(model)
     name = model if builtin is None else str(zoo.find_target_folder(builtin))
+    own_tokenizer = None  # folder or hub id that the tokenizer "auto" comes from
     if isinstance(name, (str, Path)):
         name = str(name)
-        loaded = load_model(name, dtype, parse_device(device))
-        tokenizer = load_tokenizer(name, read_vocab_size(loaded)) if isinstance(tokenizer, str) else tokenizer
+        folder = own_tokenizer = find_revision(name, revision)
+        loaded = load_model(folder, dtype, parse_device(device))
     else:
         loaded, name = name, getattr(name, "name_or_path", "") or type(name).__name__
-        tokenizer = None if isinstance(tokenizer, str) else tokenizer
-    if loaded.dtype in (torch.float16,) and loaded.device.type == "cpu":
-        raise ForedraftError("float16 is slow and inexact on CPU; use dtype='bfloat16' or 'float32'")
+        if revision is not None:
+            raise ForedraftError("a loaded model has no revision; leave revision out")
+    if isinstance(tokenizer, (str, Path)):
+        source = own_tokenizer if tokenizer == AUTO_TOKENIZER else str(tokenizer)
+        tokenizer = None if source is None else _load_tokenizer(source, loaded, is_required=tokenizer != AUTO_TOKENIZER)
+    check_cpu_dtype(loaded)
     is_ours = isinstance(model, (str, Path)) or model is None
     # If the kernels are missing, load_library warns, and torch runs everything.
     reason = explain_unsupported_model(loaded) if fused and load_library() is not None else None
@@ -60,3 +68,11 @@ def load_target(
     is_fused = is_ours or quantization is not None if fused is None else fused
     target = wrap_model(loaded, name, is_fused, is_ours, quantization).with_context(max_model_len)
     return LoadedTarget(target, tokenizer, builtin, fused is not False)
+
+
+def _load_tokenizer(source: str, model: Any, is_required: bool) -> Any | None:
+    """Load a tokenizer; None for a folder without one. Raises ForedraftError if one `is_required`."""
+    tokenizer = load_tokenizer(source, read_vocab_size(model))
+    if tokenizer is None and is_required:
+        raise ForedraftError(f"{source} has no tokenizer; give the folder of a tokenizer, or leave tokenizer out")
+    return tokenizer

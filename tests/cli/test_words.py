@@ -57,9 +57,34 @@ def test_further_keys_of_a_speculative_config_are_settings_of_the_method():
     assert build_drafter_spec(read_speculative_config(options), "ngram") == {"method": "ngram", "branches": 2}
 
 
+@pytest.mark.parametrize(("value", "rule"), [("standard", "reject"), ("block", "block")])
+def test_the_rejection_sample_method_of_vllm_is_our_rule(value, rule):
+    config = f'{{"method": "ngram", "rejection_sample_method": "{value}"}}'
+    options = read_speculative_config(GenerateOptions(speculative_config=config))
+    assert (options.verify, options.spec_option) == (rule, None)
+
+
+def test_options_of_the_draft_model_go_to_the_drafter(run):
+    backend = FakeBackend()
+    args = ("--spec-dtype", "bfloat16", "--spec-revision", "v1", "--spec-max-model-len", "512", "--revision", "v2")
+    outcome = run("generate", "text", "-md", "draft", *args, "--tokenizer", "words", backend=backend)
+    assert outcome.code == 0, outcome.stderr
+    expected = {"method": "draft_model", "model": "draft", "dtype": "bfloat16", "revision": "v1", "max_model_len": 512}
+    assert backend.specs == [expected]
+    assert (backend.options.revision, backend.options.tokenizer) == ("v2", "words")
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        (
+            GenerateOptions(speculative_config='{"rejection_sample_method": "synthetic"}'),
+            "takes standard or block, got 'synthetic'",
+        ),
+        (
+            GenerateOptions(speculative_config='{"rejection_sample_method": "block", "verify": "match"}'),
+            "give one of them",
+        ),
         (GenerateOptions(speculative_config="{"), "is not JSON"),
         (GenerateOptions(speculative_config="3"), "takes a JSON object"),
         (GenerateOptions(speculative_config='{"method": "ngram"}', spec_method=["suffix"]), "give it once"),

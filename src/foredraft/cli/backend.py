@@ -263,6 +263,8 @@ def load_llm(options: ModelOptions, method: str, limits: "MemoryLimits | None" =
         fused=False if options.no_fused else None,
         quantization=options.quantization,
         max_model_len=options.max_model_len,
+        revision=options.revision,
+        tokenizer=options.tokenizer,
         limits=limits,
     )
 
@@ -307,6 +309,9 @@ def build_drafter_spec(options: ModelOptions, method: str) -> dict[str, Any] | N
         "model": options.draft_models,
         "num_speculative_tokens": options.draft_length or None,  # 0 is an option of the request
         "quantization": options.spec_quantization,
+        "dtype": options.spec_dtype,
+        "revision": options.spec_revision,
+        "max_model_len": options.spec_max_model_len,
         VOCAB_OPTION: options.spec_vocab,
     }
     return {name: value for name, value in spec.items() if value is not None} | options.method_options

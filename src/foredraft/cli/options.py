@@ -90,6 +90,22 @@ class ModelOptions:
         str | None,
         _make_option("Round the draft model's weights to int8 or int4 while loading. Default: off.", panel="Model"),
     ] = None
+    spec_dtype: Annotated[
+        str | None,
+        _make_option(
+            "Dtype of the draft model: a --dtype, or auto for the stored one. Default: that of the target.",
+            panel="Model",
+        ),
+    ] = None
+    spec_revision: Annotated[
+        str | None, _make_option("Branch, tag or commit of the Hub id in --spec-model. Default: main.", panel="Model")
+    ] = None
+    spec_max_model_len: Annotated[
+        int | None,
+        _make_option(
+            "Longest sequence that the draft model drafts for, in tokens. Default: its context length.", panel="Model"
+        ),
+    ] = None
     spec_vocab: Annotated[
         str | None,
         _make_option(
@@ -128,6 +144,12 @@ class ModelOptions:
             panel="Model",
         ),
     ] = None
+    revision: Annotated[
+        str | None, _make_option("Branch, tag or commit of the Hub id in --model. Default: main.", panel="Model")
+    ] = None
+    tokenizer: Annotated[
+        str, _make_option("Folder or Hub id of the tokenizer; auto is that of the model.", panel="Model")
+    ] = "auto"
     dtype: Annotated[
         str, _make_option("Dtype of the models: auto, bfloat16, float16 (or half), float32 or float64.", panel="Model")
     ] = "auto"

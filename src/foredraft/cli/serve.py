@@ -112,8 +112,25 @@ class ServeOptions(ModelOptions):
     ] = False
 
     max_batch: Annotated[
-        int, typer.Option(help="Most requests that run at the same time.", rich_help_panel=LOAD_PANEL, min=1)
+        int,
+        typer.Option(
+            "--max-batch",
+            "--max-num-seqs",
+            help="Most requests that run at the same time.",
+            rich_help_panel=LOAD_PANEL,
+            min=1,
+        ),
     ] = 32
+    max_step_tokens: Annotated[
+        int,
+        typer.Option(
+            "--max-step-tokens",
+            "--max-num-batched-tokens",
+            help="Most tokens of a forward pass: prompts, last tokens and draft tokens of all requests.",
+            rich_help_panel=LOAD_PANEL,
+            min=1,
+        ),
+    ] = 2048
     max_chunk: Annotated[
         int,
         typer.Option(help="Most prompt tokens of one request in a forward pass.", rich_help_panel=LOAD_PANEL, min=1),
@@ -305,7 +322,12 @@ def _make_loader(options: ServeOptions, method: str, kv_memory: int | None) -> "
         from foredraft.llm import MemoryLimits
 
         kv_limit: dict[str, Any] = {} if kv_memory is None else {"kv_memory": kv_memory}
-        limits = MemoryLimits(max_batch=options.max_batch, prefix_cache=not options.no_prefix_cache, **kv_limit)
+        limits = MemoryLimits(
+            max_batch=options.max_batch,
+            max_step_tokens=options.max_step_tokens,
+            prefix_cache=not options.no_prefix_cache,
+            **kv_limit,
+        )
         llm = load_llm(options, method, limits)
         scheduler = llm.engine.scheduler
         scheduler.limits = replace(scheduler.limits, max_chunk=options.max_chunk)

@@ -6,9 +6,11 @@ from typing import TypeVar
 
 from foredraft.cli.options import ModelOptions
 from foredraft.cli.shell import UsageError
+from foredraft.errors import ForedraftError
 
 Options = TypeVar("Options", bound=ModelOptions)
 OPTION_NAME = "--speculative-config"
+RULE_FIELD = "rejection_sample_method"  # vLLM's field for the verification rule
 # key of the JSON object -> field of ModelOptions
 OPTION_FIELDS = {
     "method": "spec_method",
@@ -43,6 +45,8 @@ def read_speculative_config(options: Options) -> Options:
         )
     changes: dict[str, object] = {"speculative_config": None}
     settings = list(options.spec_option or [])
+    if config.get(RULE_FIELD) is not None:
+        config = {name: value for name, value in config.items() if name != RULE_FIELD} | _translate_rule(config)
     for key, value in config.items():
         if key not in OPTION_FIELDS:
             settings.append(f"{key}={json.dumps(value)}")
@@ -52,6 +56,18 @@ def read_speculative_config(options: Options) -> Options:
             raise UsageError(f"{key} is given in {OPTION_NAME} and with --{name.replace('_', '-')}; give it once")
         changes[name] = _convert(name, value)
     return replace(options, **changes, spec_option=settings or None)  # type: ignore[arg-type]
+
+
+def _translate_rule(config: dict[str, object]) -> dict[str, object]:
+    """Return the entry for our rule. Raises UsageError for an unknown rule, or one that is given twice."""
+    from foredraft.verification.registry import find_vllm_rule
+
+    if "verify" in config:
+        raise UsageError(f"{RULE_FIELD} and verify are one option of {OPTION_NAME}; give one of them")
+    try:
+        return {"verify": find_vllm_rule(config[RULE_FIELD]).name}
+    except ForedraftError as error:
+        raise UsageError(str(error)) from None
 
 
 def _convert(name: str, value: object) -> object:

@@ -24,8 +24,9 @@ FOREIGN_OPTIONS: dict[str, str | tuple[str, ...]] = {
     "--max-num-seqs": "--max-batch",
     "--parallel": "--max-batch",
     "-np": "--max-batch",
-    "--max-num-batched-tokens": "--max-chunk",
-    "--batch-size": "--max-chunk",
+    "--max-num-batched-tokens": "--max-step-tokens",
+    "--long-prefill-token-threshold": "--max-chunk",
+    "--batch-size": "--max-step-tokens",
     "--ctx-size": "--max-model-len",
     "-c": "--max-model-len",
     "--n-predict": "--max-tokens",
@@ -51,7 +52,6 @@ FOREIGN_OPTIONS: dict[str, str | tuple[str, ...]] = {
     "--enforce-eager": "--no-fused",
     "--alias": "--served-model-name",
     "--no-enable-prefix-caching": "--no-prefix-cache",
-    "--tokenizer": "a folder with the model and its tokenizer, given to --model",
     "--threads": "OMP_NUM_THREADS=N in the environment",
     "-t": "OMP_NUM_THREADS=N in the environment",
     "-tb": "OMP_NUM_THREADS=N in the environment",
@@ -79,7 +79,7 @@ FOREIGN_OPTIONS: dict[str, str | tuple[str, ...]] = {
     "-cb": f"{NO_OPTION_PREFIX}requests always join the running batch",
     "--ubatch-size": "--max-chunk",
     "-ub": "--max-chunk",
-    "-b": "--max-chunk",
+    "-b": "--max-step-tokens",
     "--hf-repo": "--model",
     "-hf": "--model",
     "--system-prompt": "--system",
@@ -98,7 +98,7 @@ FOREIGN_OPTIONS: dict[str, str | tuple[str, ...]] = {
 # Option that only `foredraft serve` has -> advice for the other commands.
 SERVE_ONLY = {
     name: f"{name} is an option of foredraft serve only"
-    for name in ("--max-batch", "--max-chunk", "--no-prefix-cache", "--served-model-name")
+    for name in ("--max-batch", "--max-chunk", "--max-step-tokens", "--no-prefix-cache", "--served-model-name")
 } | {"--kv-memory": "the KV cache takes at most a quarter of the free memory; foredraft serve sets it with --kv-memory"}
 
 

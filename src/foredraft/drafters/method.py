@@ -137,6 +137,8 @@ class Method:
         parse_name: returns the options that another name of this method implies, None for all other names.
         configure: parses the options if `config` alone does not describe them.
         option_choices: returns the valid texts of an option, by its name.
+        option_aliases: options by other names, those of vLLM's speculative_config and of the authors' code. Each
+            returns the options for a value.
         checkpoint: how its drafters are stored; None = it has no files, or reads them itself.
         training: how its drafters are trained; None = they are not.
         built_in: use beside the built-in targets.
@@ -156,6 +158,7 @@ class Method:
     parse_name: Callable[[str], dict[str, Any] | None] | None = None
     configure: Callable[[dict[str, Any]], Any] | None = None
     option_choices: Mapping[str, Callable[[], Sequence[str]]] = field(default_factory=dict)
+    option_aliases: Mapping[str, Callable[[Any], Mapping[str, Any]]] = field(default_factory=dict)
     checkpoint: CheckpointFormat | None = None
     training: Training | None = None
     built_in: BuiltIn = BuiltIn()

@@ -16,7 +16,9 @@ from importlib.metadata import entry_points
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from foredraft.draft_length.batch_size_limits import DISABLE_FIELD, TABLE_FIELD
 from foredraft.drafters.method import Method
+from foredraft.drafters.vllm_fields import check_missing_field
 from foredraft.errors import ForedraftError, suggest
 
 C = TypeVar("C")
@@ -25,8 +27,10 @@ log = logging.getLogger(__name__)
 ENTRY_POINT_GROUP = "foredraft.drafters"
 AUTO, METHOD_SEPARATOR = "auto", "+"  # in names of ensembles
 ATTRIBUTE_SEPARATOR = ":"  # in package.module:METHOD
-COMMON_OPTIONS = ("method", "num_speculative_tokens")  # options of every method; they are no fields of its config
-COMMON_MODEL_OPTIONS = (*COMMON_OPTIONS, "model")  # the same for methods that take a model
+# Fields of speculative decoding as such: `user_spec.py` reads them.
+COMMON_FIELDS = ("num_speculative_tokens", TABLE_FIELD, DISABLE_FIELD, "rejection_sample_method")
+COMMON_OPTIONS = ("method", *COMMON_FIELDS)  # options of every method; they are no fields of its config
+COMMON_MODEL_OPTIONS = (*COMMON_OPTIONS, "model", "revision")  # the same for methods that take a model
 
 TYPE_NAMES = {int: "whole number", float: "number", str: "string", bool: "bool"}  # for error messages
 
@@ -149,10 +153,36 @@ def parse_config(method: Method, options: dict[str, Any]) -> Any:
 
     Raises:
         ValueError: for an unknown option or a value of the wrong type; the message names the option.
+        ForedraftError: for a field of vLLM that the method does not have; the message says what to use.
     """
+    options = _translate_options(method, options)
     if method.configure is not None:
         return method.configure(options)
     return parse_options(method.config, options, COMMON_MODEL_OPTIONS if method.uses_model else COMMON_OPTIONS)
+
+
+def list_options(method: Method) -> set[str]:
+    """Return the names of a method's options, aliases included."""
+    return {option.name for option in fields(method.config)} | set(method.option_aliases)
+
+
+def _translate_options(method: Method, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options with our names, without fields of vLLM that change nothing."""
+    own_names = {option.name for option in fields(method.config)}
+    translated: dict[str, Any] = {}
+    for name, value in options.items():
+        if name in own_names:
+            translated[name] = value
+        elif name in method.option_aliases:
+            ours = {} if value is None else method.option_aliases[name](value)
+            if not ours.keys().isdisjoint({*translated, *options}):
+                raise ValueError(
+                    f"the option {name} is {' and '.join(ours)} here, which is given too; give one of them"
+                )
+            translated |= ours
+        elif method.configure is not None or not check_missing_field(name, value):
+            translated[name] = value
+    return translated
 
 
 def parse_options(config: type[C], options: dict[str, Any], extra_names: Sequence[str] = ()) -> C:

@@ -7,15 +7,20 @@ from typing import Any
 
 from torch import nn
 
+from foredraft.draft_length.batch_size_limits import DISABLE_FIELD, TABLE_FIELD, BatchSizeLimits
 from foredraft.drafters.checkpoint_folders import recognise
 from foredraft.drafters.interface import Drafter
 from foredraft.drafters.method import DEFAULT_AUTO_TOKENS
-from foredraft.drafters.registry import METHOD_SEPARATOR, find_method, number_members
+from foredraft.drafters.registry import COMMON_FIELDS, METHOD_SEPARATOR, find_method, number_members
 from foredraft.errors import ForedraftError, suggest
+from foredraft.files.hub import find_revision
+from foredraft.verification.registry import find_rule, find_vllm_rule
+from foredraft.verification.rule import Rule
 
 UserDrafterSpec = None | str | dict[str, Any] | Drafter
 AUTO = "auto"  # draft length chosen by measurement
 DraftLength = int | str | None
+RULE_FIELD = "rejection_sample_method"
 
 
 @dataclass(frozen=True)
@@ -40,9 +45,13 @@ class MethodSpec:
         """
         options = {"method": spec} if isinstance(spec, str) else dict(spec)
         method, model = options.pop("method", None), options.pop("model", None)
-        options.pop("num_speculative_tokens", None)
+        revision = options.pop("revision", None)
+        for field in COMMON_FIELDS:
+            options.pop(field, None)
         if isinstance(model, list | tuple):
             if len(model) != 1:
+                if revision is not None:
+                    raise ForedraftError("several models have a revision each; give it as draft_model.revision")
                 method, model_options = assign_models(method, model)
                 return cls(method, None, options | model_options)
             [model] = model
@@ -54,7 +63,9 @@ class MethodSpec:
             raise ForedraftError(
                 f"a drafter's model is a folder, a hub id or a loaded model; {type(model).__name__} is none of them"
             )
-        name = None if model is None else str(model)
+        name = None if model is None else find_revision(str(model), revision)
+        if name is None and revision is not None:
+            raise ForedraftError("a revision is that of a model; give the hub id of the model too")
         if method is None and name is None:
             hints = (suggest(key, ("method", "model")) for key in options)
             raise ForedraftError(
@@ -106,10 +117,36 @@ def parse_draft_length(spec: UserDrafterSpec, requested: DraftLength) -> int | N
     given = spec.get("num_speculative_tokens", AUTO) if isinstance(spec, dict) else AUTO
     count = given if requested in (AUTO, None) else requested
     if count in (AUTO, None):
-        return None
+        return parse_batch_size_limits(spec).max_tokens
     if not isinstance(count, int) or isinstance(count, bool):
         raise ForedraftError(f"num_speculative_tokens must be an integer or 'auto', got {count!r}")
     return count
+
+
+def parse_batch_size_limits(spec: UserDrafterSpec) -> BatchSizeLimits:
+    """Parse the limits on draft lengths by batch size. Raises ForedraftError for values of another form."""
+    fields = spec if isinstance(spec, dict) else {}
+    return BatchSizeLimits.parse(fields.get(TABLE_FIELD), fields.get(DISABLE_FIELD))
+
+
+def parse_rule(spec: UserDrafterSpec, verify: str | Rule | None) -> Rule | None:
+    """Return the verification rule of an LLM; None = chosen for every request.
+
+    Args:
+        spec: specification of the drafter. Its field rejection_sample_method is used if `verify` is "auto" or None.
+        verify: a rule, its name, "auto" or None.
+
+    Raises:
+        ForedraftError: for an unknown rule, or a rule that is given twice.
+    """
+    given = find_rule(AUTO if verify is None else verify)
+    value = spec.get(RULE_FIELD) if isinstance(spec, dict) else None
+    if value is None:
+        return given
+    rule = find_vllm_rule(value)
+    if given not in (None, rule):
+        raise ForedraftError(f"{RULE_FIELD} is {value!r} and verify is another rule; give one of them")
+    return rule
 
 
 def get_max_draft_length(spec: UserDrafterSpec) -> int:

@@ -118,7 +118,7 @@ class Scheduler:
             request.last_step = step_index
         chunks = tuple([chunk for _, chunk in scheduled])
         tokens_left = self.limits.max_step_tokens - sum(chunks)
-        if max_nodes:
+        if max_nodes := self.limits.draft_limits.cut(max_nodes, len(scheduled)):
             granted = grant_draft_nodes(scheduled, max_nodes, length_policy, self.allocator, tokens_left)
         else:
             granted = (0,) * len(chunks)

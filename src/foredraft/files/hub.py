@@ -9,18 +9,39 @@ GGUF_HINT = (
     "(from_pretrained(folder, gguf_file=name), then save_pretrained)"
 )
 DOWNLOAD_PATTERNS = ["*.json", "*.safetensors", "*.pt", "*.bin"]
+TOKENIZER_PATTERNS = ["*.txt", "*.model", "*.jinja"]  # files of a tokenizer and its chat template, besides *.json
 MAX_REASON_LENGTH = 200  # characters of an unknown error message that are repeated
 IGNORED_PATTERNS = ["*optimizer*", "training_args.bin", "training_state.pt", "*/*"]
 # Errors of a hub that gave no answer, by class name: the hub's HTTP library differs between its versions.
 UNREACHABLE_ERRORS = ("ConnectError", "ConnectTimeout", "OfflineModeIsEnabled")
 
 
-def find_folder(name: str, patterns: list[str] | None = None) -> Path:
+def find_revision(name: str, revision: str | None) -> str:
+    """Return the folder of a hub id at a revision, in the cache or downloaded; without a revision, the name itself.
+
+    Args:
+        name: Hub id.
+        revision: Branch, tag or commit; None = what the caller finds by the name.
+
+    Raises:
+        ForedraftError: if the name is a local folder, or the revision does not exist or cannot be downloaded.
+    """
+    if revision is None:
+        return name
+    if not isinstance(revision, str) or not revision:
+        raise ForedraftError(f"a revision is a branch, tag or commit of a hub id, got {revision!r}")
+    if Path(name).expanduser().exists():
+        raise ForedraftError(f"{name} is a local folder, which has no revisions; leave revision {revision!r} out")
+    return str(find_folder(name, [*DOWNLOAD_PATTERNS, *TOKENIZER_PATTERNS], revision))
+
+
+def find_folder(name: str, patterns: list[str] | None = None, revision: str | None = None) -> Path:
     """Return the local folder of a path or hub id; a model that is not in the cache is downloaded.
 
     Args:
         name: Path or hub id.
         patterns: File patterns to download; None = weights and JSON files.
+        revision: Branch, tag or commit of a hub id; None = the default branch.
 
     Raises:
         ForedraftError: if the name is a file, does not exist, or cannot be downloaded.
@@ -36,10 +57,15 @@ def find_folder(name: str, patterns: list[str] | None = None) -> Path:
 
     try:
         return Path(
-            snapshot_download(name, allow_patterns=patterns or DOWNLOAD_PATTERNS, ignore_patterns=IGNORED_PATTERNS)
+            snapshot_download(
+                name,
+                revision=revision,
+                allow_patterns=patterns or DOWNLOAD_PATTERNS,
+                ignore_patterns=IGNORED_PATTERNS,
+            )
         )
     except Exception as error:  # the hub raises dozens of kinds
-        raise _convert_hub_error(name, error) from None
+        raise _convert_hub_error(name if revision is None else f"{name} (revision {revision})", error) from None
 
 
 def check_reachable(name: str, file: str) -> None:
@@ -99,6 +125,8 @@ def _convert_hub_error(name: str, error: Exception) -> ForedraftError:
         return ForedraftError(
             f"{name} is gated or private: ask for access on its page, then log in with `hf auth login`"
         )
+    if "revisionnotfound" in text:
+        return ForedraftError(f"{name} does not exist on the hub; give one of its branches, tags or commits")
     if any(word in text for word in ("repositorynotfound", "404 client", "hfvalidation")):
         return ForedraftError(f"{name} is neither a local folder nor a model on the hub; check the spelling")
     if any(word in text for word in ("connect", "offline", "locate", "localentrynotfound", "resolve")):

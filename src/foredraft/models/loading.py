@@ -177,6 +177,12 @@ def load_model(name: str, dtype: str | torch.dtype, device: torch.device) -> Any
     return model.to(device)
 
 
+def check_cpu_dtype(model: Any) -> None:
+    """Raise ForedraftError for a float16 model on the CPU."""
+    if model.dtype is torch.float16 and model.device.type == "cpu":
+        raise ForedraftError("float16 is slow and inexact on CPU; use dtype='bfloat16' or 'float32'")
+
+
 def _select_model_class(path: Path, stored: StoredTensors | None, name: str) -> Any:
     """Select the auto class that loads a model, and check config.json against the stored shapes."""
     try:

@@ -1,6 +1,7 @@
 """Registry of the verification rules, and the one place where the name of a rule becomes a `Rule`."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from foredraft.errors import ForedraftError
 from foredraft.verification.rule import Rule
@@ -31,3 +32,14 @@ def find_rule(verify: str | Rule, settings: Mapping[str, float] | None = None) -
             given = AUTO if rule is None else rule.name
             raise ForedraftError(f"{name} is a setting of the rule {owners}, not of {given}; choose that rule too")
     return rule if rule is None else rule.with_settings(settings or {})
+
+
+def find_vllm_rule(value: Any) -> Rule:
+    """Return the rule of a value of vLLM's field rejection_sample_method. Raises ForedraftError if there is none."""
+    rules = {rule.vllm_name: rule for rule in RULES.values() if rule.vllm_name}
+    if value in rules:
+        return rules[value]
+    hint = "; synthetic acceptance changes the output" if value == "synthetic" else ""
+    raise ForedraftError(
+        f"rejection_sample_method takes {' or '.join(rules)}, got {value!r:.80}{hint}; verify names every rule"
+    )

@@ -30,6 +30,7 @@ class Rule:
         is_lossless: whether the output has the distribution of plain decoding.
         is_reproducible: whether the output of a seed is independent of the drafts.
         settings: names of the numbers that a user may set. They are fields of `verify`, which is a frozen dataclass.
+        vllm_name: its name as vLLM's rejection_sample_method; "" = vLLM does not have it.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Rule:
     is_lossless: bool
     is_reproducible: bool
     settings: tuple[str, ...] = ()
+    vllm_name: str = ""
 
     def with_settings(self, values: Mapping[str, float]) -> "Rule":
         """Return the rule with other values of its settings; the rule itself if `values` is empty.

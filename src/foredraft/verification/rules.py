@@ -347,11 +347,13 @@ def combine_rules(rules: Sequence[Rule]) -> VerifyFunction:
 # same key tends to choose the same token.
 MATCH = Rule("match", match, takes_trees=True, uses_q=False, shares_noise=True, is_lossless=True, is_reproducible=True)
 REJECT = Rule(
-    "reject", reject, takes_trees=True, uses_q=True, shares_noise=False, is_lossless=True, is_reproducible=False
-)
+    "reject", reject, takes_trees=True, uses_q=True, shares_noise=False, is_lossless=True, is_reproducible=False,
+    vllm_name="standard",
+)  # fmt: skip
 BLOCK = Rule(
-    "block", block, takes_trees=False, uses_q=True, shares_noise=False, is_lossless=True, is_reproducible=False
-)
+    "block", block, takes_trees=False, uses_q=True, shares_noise=False, is_lossless=True, is_reproducible=False,
+    vllm_name="block",
+)  # fmt: skip
 TYPICAL = Rule(
     "typical",
     TypicalAcceptance(),

@@ -40,6 +40,18 @@ def test_the_oldest_outputs_go_first_and_the_newest_stay():
     assert sum(found) >= CAPACITY * (NUM_SECTIONS - 1) // NUM_SECTIONS - 2 * 16, "no more than a part is lost at once"
 
 
+@pytest.mark.parametrize("most", [1, 3, 4, 10])
+def test_the_number_of_outputs_is_bounded_too(most):
+    store = SuffixCache(CAPACITY, 4, get_automaton_class(), max_outputs=most)
+    for i in range(30):
+        store.add(b"a", [10 * i + 1, 10 * i + 2])
+        assert 1 <= store.num_outputs <= most
+    found = [longest(store, b"a", [10 * i + 1, 10 * i + 2]) for i in range(30)]
+    assert found == sorted(found), "the oldest go first"
+    assert found[-1] == 2
+    assert sum(found) == 2 * store.num_outputs > 2 * most * (NUM_SECTIONS - 1) // NUM_SECTIONS - 2
+
+
 def test_an_output_longer_than_the_store_leaves_its_end():
     store = make_cache()
     text = list(range(5000))

@@ -36,12 +36,18 @@ class Config(TreeOptions):
 
     Args:
         quantization: "int8" or "int4" weights of the draft model; None = as stored.
+        dtype: dtype of the draft model; "auto" = as stored, None = that of the target.
+        device: device of the draft model, which must be that of the target; None = that of the target.
+        max_model_len: longest sequence that is drafted for, in tokens; None = the context of the draft model.
         vocab: translation if the draft model has another vocabulary (see `cross_vocab/select.py`).
         draft_kv_tokens: capacity of the draft KV cache with another vocabulary, in tokens of all requests; None = at
             most a quarter of the free memory.
     """
 
     quantization: str | None = None
+    dtype: str | None = None
+    device: str | None = None
+    max_model_len: int | None = None
     vocab: str = "auto"
     draft_kv_tokens: int | None = None
 

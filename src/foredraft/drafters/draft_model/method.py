@@ -18,7 +18,7 @@ from foredraft.drafters.draft_model.variants import VARIANTS
 from foredraft.drafters.method import BuiltIn, DrafterContext, Method, Training
 from foredraft.errors import ForedraftError
 from foredraft.kernels.quantize import check_quantization
-from foredraft.models.loading import load_model, load_tokenizer
+from foredraft.models.loading import check_cpu_dtype, load_model, load_tokenizer, parse_device
 from foredraft.models.wrap import wrap_model
 
 
@@ -31,6 +31,15 @@ def check_architectures(context: DrafterContext, has_encoder: bool, name: str) -
         f"{name} is {draft_kind} and {context.target_name} {target_kind}; use a draft of the same architecture, or a "
         "method without a model, such as ngram"
     )
+
+
+def check_device(device: str | None, context: DrafterContext) -> None:
+    """Raise ForedraftError if the draft model is to run on another device than the target."""
+    if device is not None and parse_device(device) != context.device:
+        raise ForedraftError(
+            f"the draft model runs on the device of the target, {context.device}; leave device {device!r} out, or "
+            "give both one device with --device (device= of LLM)"
+        )
 
 
 def create(config: Config, context: DrafterContext) -> DraftModel | CrossVocabDrafter:
@@ -48,9 +57,15 @@ def create(config: Config, context: DrafterContext) -> DraftModel | CrossVocabDr
     check_vocab_option(config.vocab)
     config.to_tree_spec(context.num_speculative_tokens)  # report invalid options before the model is loaded
     is_owned = context.loaded_model is None
-    model = load_model(name, context.dtype, context.device) if is_owned else context.loaded_model
+    check_device(config.device, context)
+    dtype = context.dtype if config.dtype is None else config.dtype
+    model = load_model(name, dtype, context.device) if is_owned else context.loaded_model
+    if not is_owned and config.dtype is not None:
+        raise ForedraftError("a loaded draft model has its dtype already; leave dtype out")
+    check_cpu_dtype(model)
     check_architectures(context, model.config.is_encoder_decoder, name)
     lm = wrap_model(model, name, context.fused, is_owned=is_owned, quantization=config.quantization)
+    lm = lm.with_context(config.max_model_len)
     # a loaded model has no tokenizer: it is assumed to have the target's, and is refused if the sizes differ
     tokenizer = load_tokenizer(name, lm.vocab_size) if is_owned else context.tokenizer
     draft = VocabInfo(name, tokenizer, lm.vocab_size)
@@ -84,6 +99,7 @@ METHOD = Method(
     accepts_loaded_model=True,
     auto_rank=60,  # above the methods with a model that are slower on the built-in target
     option_choices={"vocab": list_vocab_options},
+    option_aliases={"use_heterogeneous_vocab": lambda value: {"vocab": "tli"} if value else {}},
     checkpoint=FORMAT,
     training=Training(TrainConfig, create_trainee),
     default_ranks={zoo.DEFAULT_TARGET: 2, zoo.SEQ2SEQ_TARGET: 2},

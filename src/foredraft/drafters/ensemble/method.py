@@ -23,12 +23,15 @@ from foredraft.drafters.registry import (
     AUTO,
     METHOD_SEPARATOR,
     find_method,
+    list_options,
     load_methods,
     number_members,
     parse_config,
     parse_options,
 )
+from foredraft.drafters.vllm_fields import check_missing_field
 from foredraft.errors import ForedraftError
+from foredraft.files.hub import find_revision
 
 log = logging.getLogger(__name__)
 MethodOptions = dict[str, Any]
@@ -139,7 +142,7 @@ def _create_named_members(
     if context.model is not None:
         options[_find_model_member(context.model, methods, options)]["model"] = context.model
     for option, value in ensemble_options.shared_options.items():
-        for name in _find_option_members(option, methods):
+        for name in _find_option_members(option, value, methods):
             options[name].setdefault(option, value)
     return {name: _create_member(name, method, options[name], context) for name, method in methods.items()}
 
@@ -171,12 +174,12 @@ def _find_model_member(model: str, methods: Mapping[str, Method], options: Mappi
     return readers[0]
 
 
-def _find_option_members(option: str, methods: Mapping[str, Method]) -> list[str]:
+def _find_option_members(option: str, value: Any, methods: Mapping[str, Method]) -> list[str]:
     """Return the member that has an option, or all of one method; for `quantization`, all members that have it."""
-    matching_names = [
-        name for name, method in methods.items() if option in {spec.name for spec in fields(method.config)}
-    ]
+    matching_names = [name for name, method in methods.items() if option in list_options(method)]
     if not matching_names:
+        if check_missing_field(option, value):
+            return []
         raise ForedraftError(
             f"unknown drafter option {option!r}; {METHOD_SEPARATOR.join(methods)} takes mode, and options of its "
             f"members as {next(iter(methods))}.OPTION"
@@ -193,11 +196,12 @@ def _create_member(name: str, method: Method, options: MethodOptions, context: D
     """Make one member. Raises ForedraftError whose message begins with the member's name."""
     rest = dict(options)
     model, length = rest.pop("model", None), rest.pop("num_speculative_tokens", context.num_speculative_tokens)
+    revision = rest.pop("revision", None)
     if model is not None and not method.uses_model:
         raise ForedraftError(f"the method {method.name} drafts from the tokens alone; leave its model {model!r} out")
     member_context = replace(
         context,
-        model=None if model is None else str(model),
+        model=None if model is None else find_revision(str(model), revision),
         num_speculative_tokens=length,
         builtin_drafter=context.builtin_drafters.get(method.name),
     )
@@ -229,11 +233,7 @@ def _create_auto_members(ensemble_options: EnsembleOptions, context: DrafterCont
             options = dict(ensemble_options.member_options.get(name, {}))
             if name == required:
                 options["model"] = context.model
-            options |= {
-                o: v
-                for o, v in ensemble_options.shared_options.items()
-                if o in {f.name for f in fields(candidates[name].config)}
-            }
+            options |= {o: v for o, v in ensemble_options.shared_options.items() if o in list_options(candidates[name])}
             try:
                 found[name] = _create_member(name, candidates[name], options, context)
                 break
@@ -241,8 +241,8 @@ def _create_auto_members(ensemble_options: EnsembleOptions, context: DrafterCont
                 if name == required:
                     raise
                 log.debug("auto leaves %s out: %s", name, error)
-    for option in ensemble_options.shared_options:
-        _find_option_members(option, {name: load_methods()[name] for name in found})
+    for option, value in ensemble_options.shared_options.items():
+        _find_option_members(option, value, {name: load_methods()[name] for name in found})
     if not found:
         raise ForedraftError("auto found no method for this target; name one with --spec-method")
     return found

@@ -12,6 +12,7 @@ from foredraft.checkpoints.formats import CheckpointFormat, ExportFormat, Layout
 from foredraft.checkpoints.schema import Checkpoint
 from foredraft.drafters.common.feature_drafter import make_feature_lm
 from foredraft.drafters.common.last_hidden_state import LinearFactory
+from foredraft.drafters.common.published_trees import resolve_tree
 from foredraft.drafters.common.static_tree import StaticTree, assume_accuracies
 from foredraft.drafters.common.step_drafter import StepDrafter
 from foredraft.drafters.common.target_access import require_target
@@ -34,7 +35,7 @@ class Config:
         tree_nodes: verified nodes of a dynamic tree.
         top_k: children per node and expanded nodes per level of the dynamic tree.
         branching: children of every node by depth.
-        tree: paths of ranks, in the format of the authors.
+        tree: paths of ranks, in the format of the authors, or the name of a published tree of Medusa.
         min_confidence: path probability in [0, 1) below which a draft stops.
         quantization: "int8" or "int4" weights of the heads; None = as stored.
     """
@@ -42,7 +43,7 @@ class Config:
     tree_nodes: int | None = None
     top_k: int | None = None
     branching: tuple[int, ...] | None = None
-    tree: tuple[tuple[int, ...], ...] | None = None
+    tree: tuple[tuple[int, ...], ...] | str | None = None
     min_confidence: float = 0.0
     quantization: str | None = None
 
@@ -57,7 +58,7 @@ class Config:
         if (self.tree_nodes, self.top_k, self.branching) != (None, None, None):
             raise ForedraftError("tree fixes every node; give it without tree_nodes, top_k and branching")
         return TreeSpec.from_static_tree(
-            StaticTree.from_paths(self.tree, assume_accuracies(shape.num_heads)), self.min_confidence
+            StaticTree.from_paths(resolve_tree(self.tree), assume_accuracies(shape.num_heads)), self.min_confidence
         )
 
 

@@ -6,6 +6,7 @@ from foredraft import zoo
 from foredraft.checkpoints.export import make_vllm_command
 from foredraft.checkpoints.formats import CheckpointFormat, ExportFormat, LayoutOrder, StoredLayout
 from foredraft.checkpoints.schema import Checkpoint
+from foredraft.drafters.common.published_trees import resolve_tree
 from foredraft.drafters.common.static_tree import RankAccuracies, StaticTree, assume_accuracies
 from foredraft.drafters.common.tree_builder import MAX_TREE_NODES
 from foredraft.drafters.medusa import checkpoint, export
@@ -22,14 +23,14 @@ class Config:
     """Options. Without `tree` and `tree_nodes` the draft is a chain.
 
     Args:
-        tree: paths of ranks, in the format of `medusa_choices`.
+        tree: paths of ranks, in the format of `medusa_choices`, or the name of a published tree.
         tree_nodes: size of the likeliest tree by the accuracies in the checkpoint.
         min_confidence: a draft ends at the depth where the product of the heads' largest probabilities falls below
             this value in [0, 1).
         quantization: "int8" or "int4" weights of the heads; None = as stored.
     """
 
-    tree: tuple[tuple[int, ...], ...] | None = None
+    tree: tuple[tuple[int, ...], ...] | str | None = None
     tree_nodes: int | None = None
     min_confidence: float = 0.0
     quantization: str | None = None
@@ -41,7 +42,7 @@ class Config:
         if self.tree is not None:
             if self.tree_nodes is not None:
                 raise ForedraftError("tree fixes every node; give it without tree_nodes")
-            return StaticTree.from_paths(self.tree, accuracies[:num_heads])
+            return StaticTree.from_paths(resolve_tree(self.tree), accuracies[:num_heads])
         if self.tree_nodes is None:
             return make_chain(min(num_speculative_tokens, num_heads))
         if not 1 <= self.tree_nodes <= MAX_TREE_NODES:
@@ -78,5 +79,6 @@ METHOD = Method(
     ),
     training=Training(TrainConfig, create_trainee),
     built_in=BuiltIn({zoo.DEFAULT_TARGET: "medusa"}, HeadRecipe(450, {"own_head": "false", "layers": "2"})),
+    option_aliases={"medusa_choices": lambda value: {"tree": value}},
     variants=VARIANTS,
 )

@@ -28,7 +28,7 @@ from foredraft.drafters.suffix.automaton import (
     build_discount_table,
 )
 from foredraft.drafters.suffix.native_automaton import get_automaton_class
-from foredraft.drafters.suffix.output_cache import SuffixCache, SuffixCacheSection, select_longest
+from foredraft.drafters.suffix.output_cache import NUM_SECTIONS, SuffixCache, SuffixCacheSection, select_longest
 from foredraft.request import Batch, Request, RequestStatus
 from foredraft.tree import Commit, TokenTree
 
@@ -37,6 +37,7 @@ from foredraft.tree import Commit, TokenTree
 # sequence memoizer on prose are close to them.
 DISCOUNTS = (0.75, 0.7, 0.75, 0.75, 0.8, 0.95)
 MIN_STORE_TOKENS = 256  # smallest store
+DEFAULT_CONTEXT = 2048  # longest output in tokens, without a target
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class Config:
         tree_nodes: number of the likeliest nodes in a tree.
         top_k: most children of a node in a tree.
         store_tokens: capacity of the store of past outputs, in tokens. A request sees only outputs with its cache salt.
+        store_outputs: most outputs in the store; 0 = no store. Without `store_tokens` they may have any length. None =
+            limited by `store_tokens` alone.
         store_tenants: most tenants (cache salts) in the store.
         files: further texts to draft from: plain text, .jsonl, or .npy of token ids.
     """
@@ -64,8 +67,19 @@ class Config:
     tree_nodes: int | None = None
     top_k: int | None = None
     store_tokens: int = 0
+    store_outputs: int | None = None
     store_tenants: int = 64
     files: str | tuple[str, ...] = ()
+
+    def compute_store_capacity(self, context_length: int) -> int:
+        """Return the capacity of the store in tokens; 0 = no store.
+
+        Args:
+            context_length: longest sequence of the target, in tokens.
+        """
+        if self.store_outputs is None or (self.store_outputs and self.store_tokens):
+            return self.store_tokens
+        return (self.store_outputs + NUM_SECTIONS) * context_length if self.store_outputs else 0
 
 
 @dataclass
@@ -116,14 +130,16 @@ class SuffixDrafter:
     ) -> None:
         self.config = config
         self.tree_spec = tree_spec
-        self.spec = DrafterSpec(tree_spec.max_nodes, reads_commits=config.store_tokens > 0, is_token_source=True)
+        context_length = DEFAULT_CONTEXT if context.target is None else context.target.context_length
+        capacity = config.compute_store_capacity(context_length)
+        self.spec = DrafterSpec(tree_spec.max_nodes, reads_commits=capacity > 0, is_token_source=True)
         self.context = context
         self.discount_table = build_discount_table(DISCOUNTS)
         self.automaton_class = get_automaton_class()
         self.file_automaton = file_automaton
         self.cache = (
-            SuffixCache(config.store_tokens, config.store_tenants, self.automaton_class)
-            if config.store_tokens
+            SuffixCache(capacity, config.store_tenants, self.automaton_class, config.store_outputs)
+            if capacity
             else None
         )
         self._states: dict[int, SuffixState] = {}  # by slot

@@ -17,6 +17,8 @@ def create(config: Config, context: DrafterContext) -> SuffixDrafter:
     for name, lowest in (("min_match", 1), ("free_tokens", 0), ("tokens_per_match", 0), ("store_tenants", 1)):
         if not getattr(config, name) >= lowest:
             raise ForedraftError(f"{name} must be at least {lowest}, got {getattr(config, name)}")
+    if config.store_outputs is not None and config.store_outputs < 0:
+        raise ForedraftError(f"store_outputs must be 0 (none) or more, got {config.store_outputs}")
     if config.store_tokens and config.store_tokens < MIN_STORE_TOKENS:
         raise ForedraftError(f"store_tokens must be 0 (none) or at least {MIN_STORE_TOKENS}, got {config.store_tokens}")
     paths = (config.files,) if isinstance(config.files, str) else config.files
@@ -24,4 +26,16 @@ def create(config: Config, context: DrafterContext) -> SuffixDrafter:
     return SuffixDrafter(config, plan, context, files)
 
 
-METHOD = Method(name="suffix", config=Config, create=create, uses_model=False, auto_rank=20, variants=VARIANTS)
+METHOD = Method(
+    name="suffix",
+    config=Config,
+    create=create,
+    uses_model=False,
+    auto_rank=20,
+    option_aliases={
+        "suffix_decoding_max_spec_factor": lambda value: {"tokens_per_match": value, "free_tokens": 0},
+        "suffix_decoding_min_token_prob": lambda value: {"min_confidence": value},
+        "suffix_decoding_max_cached_requests": lambda value: {"store_outputs": value},
+    },
+    variants=VARIANTS,
+)

@@ -26,6 +26,7 @@ class SuffixCacheSection:
 
     automaton: SuffixAutomaton
     version: int = 0  # incremented when the automaton grows; older matches are then stale
+    num_outputs: int = 0  # outputs that end in this section
 
 
 class SuffixCache:
@@ -37,21 +38,34 @@ class SuffixCache:
         capacity: tokens in all sections, breaks included.
         max_tenants: most tenants.
         make_automaton: constructor of an empty automaton.
+        max_outputs: most outputs; None = limited by `capacity` alone.
     """
 
-    def __init__(self, capacity: int, max_tenants: int, make_automaton: Callable[[], SuffixAutomaton]) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        max_tenants: int,
+        make_automaton: Callable[[], SuffixAutomaton],
+        max_outputs: int | None = None,
+    ) -> None:
         self.capacity = capacity
         self.max_tenants = max_tenants
+        self.max_outputs = max_outputs
         self._make_automaton = make_automaton
         # the last writer is last
         self._sections_by_tenant: OrderedDict[bytes, list[SuffixCacheSection]] = OrderedDict()
         # all sections; the last one written is last
         self._tenant_by_section: OrderedDict[SuffixCacheSection, bytes] = OrderedDict()
         self._section_size = max(2, capacity // NUM_SECTIONS)
+        self._section_outputs = None if max_outputs is None else max(1, max_outputs // NUM_SECTIONS)
 
     @property
     def num_tokens(self) -> int:
         return sum(len(section.automaton) for section in self._tenant_by_section)
+
+    @property
+    def num_outputs(self) -> int:
+        return sum(section.num_outputs for section in self._tenant_by_section)
 
     @property
     def num_tenants(self) -> int:
@@ -75,17 +89,27 @@ class SuffixCache:
             section.version += 1
             self._tenant_by_section.move_to_end(section)
             offset += len(piece)
-            while self.num_tokens > self.capacity:
+            section.num_outputs += offset == len(tokens)
+            while self._is_over_limit():
                 self._evict(next(iter(self._tenant_by_section)))
 
+    def _is_over_limit(self) -> bool:
+        return self.num_tokens > self.capacity or (self.max_outputs is not None and self.num_outputs > self.max_outputs)
+
+    def _is_full(self, section: SuffixCacheSection) -> bool:
+        """Return whether a section has no room for a token and a break, or for a further output."""
+        return len(section.automaton) + 2 > self._section_size or (
+            self._section_outputs is not None and section.num_outputs >= self._section_outputs
+        )
+
     def _open_section(self, tenant: bytes) -> SuffixCacheSection:
-        """Return the tenant's last section if it has room for a token and a break, else a new one."""
+        """Return the tenant's last section if it has room, else a new one."""
         sections = self._sections_by_tenant.setdefault(tenant, [])
         self._sections_by_tenant.move_to_end(tenant)
         while len(self._sections_by_tenant) > self.max_tenants:
             for section in list(next(iter(self._sections_by_tenant.values()))):
                 self._evict(section)
-        if not sections or len(sections[-1].automaton) + 2 > self._section_size:
+        if not sections or self._is_full(sections[-1]):
             sections.append(SuffixCacheSection(self._make_automaton()))
             self._tenant_by_section[sections[-1]] = tenant
         return sections[-1]
