@@ -87,15 +87,24 @@ class DrafterFactory:
             device=self.target.device,
             fused=self.fused,
             builtin_drafter=self._find_builtin_drafter(method),
-            builtin_drafters={
-                name: path
-                for name, entry in load_methods().items()
-                if (path := self._find_builtin_drafter(entry)) is not None
-            },
+            builtin_drafters=self._find_builtin_drafters(),
             sandbox=partial(
                 _wrap_in_sandbox, size, self.target.num_layers
             ),  # a partial of a function, which keeps no LLM alive
         )
+
+    def _find_builtin_drafters(self) -> dict[str, str]:
+        """Return the built-in drafters of all methods: by method, and by the names of further members of one method."""
+        found: dict[str, str] = {}
+        for name, method in load_methods().items():
+            first = self._find_builtin_drafter(method)
+            if first is None or self.builtin is None:
+                continue
+            found[name] = first
+            for i, folder in enumerate(method.built_in.further.get(self.builtin, ()), 2):
+                if (path := zoo.find_drafter({self.builtin: folder}, self.builtin)) is not None:
+                    found[f"{name}_{i}"] = path
+        return found
 
     def _find_builtin_drafter(self, method: Method) -> str | None:
         return None if self.builtin is None else zoo.find_drafter(method.built_in.folders, self.builtin)

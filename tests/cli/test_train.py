@@ -12,7 +12,8 @@ import pytest
 from foredraft import LLM
 from foredraft.cli.progress import ProgressBar
 from foredraft.cli.render import make_console
-from foredraft.cli.train import TrainProgress
+from foredraft.cli.shell import UsageError
+from foredraft.cli.train import TrainOptions, TrainProgress
 from foredraft.train.loop import TrainStatus
 from tests.support import tiny_models
 
@@ -47,6 +48,14 @@ def test_a_drafter_is_trained_measured_and_used(run, small, tmp_path):
     assert made.error_lines[-1] == f"done; use it with --spec-method draft_model --spec-model {out}"
     assert json.loads((out / "training.json").read_text())["settings"]["loss"] == "tv"
     assert LLM(str(small), {"method": "draft_model", "model": str(out)}).generate("the end")[0].text
+
+
+def test_earlier_draft_models_are_one_setting():
+    options = TrainOptions("draft_model", boost=["a", "b"], layers=1)
+    assert options.method_options == {"boost": "a,b", "layers": "1"}
+    assert TrainOptions("draft_model").method_options == {}
+    with pytest.raises(UsageError, match="--boost a and --set boost=b disagree"):
+        _ = TrainOptions("draft_model", boost=["a"], option=["boost=b"]).method_options
 
 
 def test_a_stopped_run_says_how_to_go_on_and_does(run, small, tmp_path):

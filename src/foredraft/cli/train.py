@@ -28,6 +28,7 @@ SHORTHAND_OPTIONS = (
     "layers",
     "hidden",
     "draft_config",
+    "boost",
 )
 DATA_PANEL, STEPS_PANEL, MEASURE_PANEL, RUN_PANEL = "Data", "Steps", "Measurement", "Run"
 PROGRESS_PARTS = 20  # without a terminal, a line is printed after each twentieth of the steps
@@ -76,6 +77,13 @@ class TrainOptions:
         str | None,
         _make_option("config.json of a new draft model; the same as --set draft_config=.", metavar="PATH"),
     ] = None
+    boost: Annotated[
+        list[str] | None,
+        _make_option(
+            "Folder of an earlier draft model; the new one learns what the earlier ones miss, to draft beside them. "
+            "Repeatable; the same as --set boost=A,B.", metavar="FOLDER",
+        ),
+    ] = None  # fmt: skip
 
     context: Annotated[int, _make_option("Length of a training row, in tokens.", panel=DATA_PANEL)] = 256
     held_out: Annotated[
@@ -175,7 +183,8 @@ class TrainOptions:
         except ForedraftError as error:
             raise UsageError(str(error)) from None
         for name in SHORTHAND_OPTIONS:
-            value = getattr(self, name)
+            given = getattr(self, name)
+            value = ",".join(given) if isinstance(given, list) else given
             if value is not None and settings.setdefault(name, str(value)) != str(value):
                 raise UsageError(
                     f"--{name.replace('_', '-')} {value} and --set {name}={settings[name]} disagree; give one of them"

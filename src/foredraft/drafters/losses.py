@@ -35,6 +35,11 @@ class TargetLogProbs:
         best = logprobs.topk(top, -1)
         return cls(best.values, best.indices)
 
+    def find_argmax(self) -> Tensor:
+        """Return the likeliest token [..] of every position."""
+        best = self.logprobs.argmax(-1, keepdim=True)
+        return (best if self.token_ids is None else self.token_ids.gather(-1, best)).squeeze(-1)
+
     def select(self, index: Any) -> "TargetLogProbs":
         """Select positions by any index of the leading dimensions."""
         return TargetLogProbs(self.logprobs[index], None if self.token_ids is None else self.token_ids[index])

@@ -38,7 +38,8 @@ class DrafterContext:
     device: torch.device = torch.device("cpu")  # device of the target  # noqa: RUF009 (immutable)
     fused: bool = True  # run draft models as native CPU code if their architecture is supported
     builtin_drafter: str | None = None  # folder of this method's drafter for the built-in target; None = there is none
-    builtin_drafters: Mapping[str, str] = field(default_factory=dict)  # such folders of all methods, by method
+    # such folders of all methods, by method; those of further members of one method by their numbered names
+    builtin_drafters: Mapping[str, str] = field(default_factory=dict)
     # Wraps a member of an ensemble, given with its name, in a sandbox of its own, so that members fail independently.
     sandbox: "Callable[[Drafter, str], Drafter]" = lambda drafter, name: drafter
 
@@ -69,12 +70,23 @@ class Training:
 
 @dataclass(frozen=True)
 class HeadRecipe:
-    """Arguments of `foredraft train` for the head of a built-in target. A step is an update with 2,048 tokens."""
+    """Arguments of `foredraft train` for a drafter of a built-in target. A step is an update with 2,048 tokens.
+
+    Attributes:
+        steps: number of updates.
+        settings: settings of the training.
+        learning_rate: highest learning rate.
+        optimizer: name of the optimizer.
+        folder: name of the drafter's folder; "" = that of the method.
+        boost: folders of the built-in draft models that the drafter is trained to complement.
+    """
 
     steps: int
     settings: Mapping[str, str] = field(default_factory=dict)
     learning_rate: float = 2e-3
     optimizer: str = "muon"
+    folder: str = ""
+    boost: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -84,10 +96,12 @@ class BuiltIn:
     Attributes:
         folders: name of the drafter's folder in `foredraft/zoo`, by built-in target.
         recipe: training by `foredraft zoo train`; None = the zoo trains it in another way, or there is none.
+        further: names of the folders that further members of an ensemble draft with, in order, by built-in target.
     """
 
     folders: Mapping[str, str] = field(default_factory=dict)
     recipe: HeadRecipe | None = None
+    further: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from foredraft.zoo import corpus
 from foredraft.zoo_training import tokens
 from foredraft.zoo_training.cards import HELD_OUT_PACKAGES_KEY, render_card
 from foredraft.zoo_training.collect import Corpus, collect
-from foredraft.zoo_training.heads import HeadsPlan, list_recipes, train_heads
+from foredraft.zoo_training.heads import HeadsPlan, list_head_folders, train_heads
 from foredraft.zoo_training.measure import PairMetrics, measure_pair
 from foredraft.zoo_training.ngram import build_table
 from foredraft.zoo_training.recipe import DRAFT_RECIPE, TARGET_RECIPE, LlamaRecipe
@@ -105,7 +105,7 @@ def _measure_drafts(out: Path, target: Any, data: Corpus) -> dict[str, PairMetri
 
 def install(out: Path, package: Path) -> None:
     """Copy the finished models with their cards and logs from `out` to the zoo folder `package`."""
-    for name in ("target", "draft", "ngram", *list_recipes(), SEQ2SEQ, SEQ2SEQ_DRAFT):
+    for name in ("target", "draft", "ngram", *list_head_folders(), SEQ2SEQ, SEQ2SEQ_DRAFT):
         shutil.rmtree(package / name, ignore_errors=True)
         shutil.copytree(out / name, package / name, ignore=shutil.ignore_patterns("*checkpoint-*", "training.json"))
 

@@ -30,6 +30,11 @@ def list_recipes() -> dict[str, HeadRecipe]:
     }
 
 
+def list_head_folders() -> list[str]:
+    """Return the names of the folders of these heads."""
+    return [recipe.folder or method for method, recipe in list_recipes().items()]
+
+
 @dataclass(frozen=True)
 class HeadsPlan:
     """Recipes of all heads, and the size of their training data and measurements."""
@@ -70,13 +75,13 @@ def train_heads(
             heads.corpus_tokens,
         )
     for method, head in heads.recipes.items():
-        folder = out / method
+        folder = out / (head.folder or method)
         if (folder / "README.md").exists():
             continue
         train(
             _make_plan(method, head, out, texts, held_out, device),
             log_line,
-            lambda status, part=method: report(part, status.step, status.steps, status.loss),  # type: ignore[misc]
+            lambda status, part=folder.name: report(part, status.step, status.steps, status.loss),  # type: ignore[misc]
         )
         _remove_target_path(folder / "config.json")
         llm = LLM(out / "target", None, dtype="bfloat16", device=device)
@@ -127,13 +132,18 @@ def _make_plan(method: str, head: HeadRecipe, out: Path, texts: Path, held_out: 
     return TrainPlan(
         method=method,
         model=str(out / "target"),
-        out=out / method,
+        out=out / (head.folder or method),
         data=DataConfig((str(texts),), (str(held_out),)),
         steps=OptimizationConfig(steps=head.steps, learning_rate=head.learning_rate, optimizer=head.optimizer),
         evaluation=EvaluationConfig(prompts=0),  # `measure_head` measures the figures of the card
-        settings=dict(head.settings),
+        settings=dict(head.settings) | _build_boost(head, out),
         device=device,
     )
+
+
+def _build_boost(head: HeadRecipe, out: Path) -> dict[str, str]:
+    """Return the training setting for the earlier draft models; empty without any."""
+    return {"boost": ",".join(str(out / name) for name in head.boost)} if head.boost else {}
 
 
 def render_card(method: str, head: HeadRecipe, lengths: Mapping[str, Sequence[float]]) -> str:
@@ -145,6 +155,7 @@ def render_card(method: str, head: HeadRecipe, lengths: Mapping[str, Sequence[fl
         lengths: acceptance lengths by regime, as `measure_head` returns them.
     """
     settings = "".join(f" --set {key}={value}" for key, value in head.settings.items())
+    settings += "".join(f" --boost {name}" for name in head.boost)
     lines = [
         f"# Foredraft built-in {method} head",
         "",

@@ -15,7 +15,7 @@ from foredraft.drafters.draft_model.cross_vocab.select import (
 from foredraft.drafters.draft_model.drafter import Config, DraftModel
 from foredraft.drafters.draft_model.training import TrainConfig, create_trainee
 from foredraft.drafters.draft_model.variants import VARIANTS
-from foredraft.drafters.method import BuiltIn, DrafterContext, Method, Training
+from foredraft.drafters.method import BuiltIn, DrafterContext, HeadRecipe, Method, Training
 from foredraft.errors import ForedraftError
 from foredraft.kernels.quantize import check_quantization
 from foredraft.models.loading import check_cpu_dtype, load_model, load_tokenizer, parse_device
@@ -103,6 +103,10 @@ METHOD = Method(
     checkpoint=FORMAT,
     training=Training(TrainConfig, create_trainee),
     default_ranks={zoo.DEFAULT_TARGET: 2, zoo.SEQ2SEQ_TARGET: 2},
-    built_in=BuiltIn({zoo.DEFAULT_TARGET: "draft", zoo.SEQ2SEQ_TARGET: "seq2seq_draft"}),
+    built_in=BuiltIn(
+        {zoo.DEFAULT_TARGET: "draft", zoo.SEQ2SEQ_TARGET: "seq2seq_draft"},
+        HeadRecipe(900, {"layers": "1", "hidden": "192"}, folder="draft_2", boost=("draft",)),
+        further={zoo.DEFAULT_TARGET: ("draft_2",)},
+    ),
     variants=VARIANTS,
 )

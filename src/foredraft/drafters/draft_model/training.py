@@ -11,11 +11,12 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from foredraft.checkpoints.layouts import CheckpointLayout
-from foredraft.drafters.losses import Losses, Trace, average_over_mask, check_loss, compute_draft_loss
+from foredraft.drafters.draft_model.boosting import EarlierDrafts, check_same_vocabulary
+from foredraft.drafters.losses import MIN_WEIGHT, Losses, Trace, average_over_mask, check_loss, compute_draft_loss
 from foredraft.drafters.trainee import OnPolicyTraining, TraineeSpec
 from foredraft.errors import ForedraftError
 from foredraft.models.hf import HFModel
-from foredraft.models.loading import check_vocabularies, load_model, load_tokenizer
+from foredraft.models.loading import load_model, load_tokenizer
 
 LAYER_DIVISOR = 6  # default depth: the target's layers over this
 WIDTH_DIVISOR = 2  # default width: the target's hidden size over this
@@ -32,6 +33,8 @@ class TrainConfig:
         hidden: hidden size, a multiple of the head size; None = half of the target's.
         draft_config: path of a config.json; replaces `layers` and `hidden`.
         on_policy: share of the steps, 0 to 1, on sequences that the draft model writes (GKD, 2306.13649).
+        boost: folders of earlier draft models. The new one learns what they miss, to draft beside them (SpecInfer).
+        boost_weight: weight, 0 to 1, of positions at which one of them predicts the target's likeliest token.
     """
 
     loss: str = "kl"
@@ -39,6 +42,8 @@ class TrainConfig:
     hidden: int | None = None
     draft_config: str | None = None
     on_policy: float = 0.0
+    boost: tuple[str, ...] = ()
+    boost_weight: float = 0.0
 
     @staticmethod
     def read_shape(model: Any) -> dict[str, object]:
@@ -50,10 +55,13 @@ class TrainConfig:
 class DraftTrainee:
     """Draft model in training: it learns the target's distribution after every token of a sequence."""
 
-    def __init__(self, network: Any, target: HFModel, config: TrainConfig) -> None:
+    def __init__(
+        self, network: Any, target: HFModel, config: TrainConfig, earlier: EarlierDrafts | None = None
+    ) -> None:
         self.network: nn.Module = network
         self.target = target
         self.config = config
+        self.earlier = earlier
 
     @property
     def spec(self) -> TraineeSpec:
@@ -63,13 +71,15 @@ class DraftTrainee:
     def compute_loss(self, trace: Trace) -> Losses:
         logits = self.network(input_ids=trace.tokens[:, :-1], use_cache=False).logits
         mask = trace.mask[:, 1:]
-        loss = average_over_mask(
-            compute_draft_loss(
-                self.config.loss, logits[mask], trace.target_log_probs.select(mask), trace.tokens[:, 1:][mask]
-            ),
-            mask[mask],
+        losses = compute_draft_loss(
+            self.config.loss, logits[mask], trace.target_log_probs.select(mask), trace.tokens[:, 1:][mask]
         )
-        return Losses(loss, {})
+        if self.earlier is None:
+            return Losses(average_over_mask(losses, mask[mask]), {})
+        covered = self.earlier.find_covered(trace)[mask]
+        weights = torch.where(covered, self.config.boost_weight, 1.0)
+        loss = (losses * weights).sum() / weights.sum().clamp_min(MIN_WEIGHT)
+        return Losses(loss, {"covered": covered.float().mean().item()})
 
     def make_policy(self) -> Any:
         """Copy the network in the target's dtype, for sampling and for saving."""
@@ -102,17 +112,18 @@ def create_trainee(config: TrainConfig, target: HFModel, start: Path | None = No
     check_loss(config.loss)
     if not 0 <= config.on_policy <= 1:
         raise ForedraftError(f"on_policy must lie in 0..1, got {config.on_policy}")
+    if not 0 <= config.boost_weight <= 1:
+        raise ForedraftError(f"boost_weight must lie in 0..1, got {config.boost_weight}")
+    earlier = EarlierDrafts.load(config.boost, target) if config.boost else None
     if start is not None:
         model = load_model(str(start), torch.float32, torch.device("cpu"))
-        size = model.get_output_embeddings().weight.shape[0]
-        target_vocab = (target.name, load_tokenizer(target.name), target.vocab_size)
-        check_vocabularies(target_vocab, (str(start), load_tokenizer(str(start)), size))
+        check_same_vocabulary(model, str(start), target)
     else:
         model = AutoModelForCausalLM.from_config(
             _build_model_config(config, target), dtype=torch.float32, attn_implementation="sdpa"
         )
         _copy_embeddings(model, target)
-    return DraftTrainee(model.to(target.device), target, config)
+    return DraftTrainee(model.to(target.device), target, config, earlier)
 
 
 def _build_model_config(config: TrainConfig, target: HFModel) -> Any:

@@ -138,7 +138,7 @@ def _create_named_members(
     if len(methods) < 2:
         raise ForedraftError(f"an ensemble needs two or more different methods, got {METHOD_SEPARATOR.join(names)!r}")
     options = {name: dict(ensemble_options.member_options.get(name, {})) for name in methods}
-    _check_differences(methods, options)
+    _check_differences(methods, options, context)
     if context.model is not None:
         options[_find_model_member(context.model, methods, options)]["model"] = context.model
     for option, value in ensemble_options.shared_options.items():
@@ -147,15 +147,25 @@ def _create_named_members(
     return {name: _create_member(name, method, options[name], context) for name, method in methods.items()}
 
 
-def _check_differences(methods: Mapping[str, Method], options: Mapping[str, MethodOptions]) -> None:
+def _check_differences(
+    methods: Mapping[str, Method], options: Mapping[str, MethodOptions], context: DrafterContext
+) -> None:
     """Raise ForedraftError if two members of one method have the same model and options."""
     for (one, method), (other, same) in combinations(methods.items(), 2):
-        if method is same and options[one] == options[other]:
+        is_same_model = (
+            "model" in options[one] or len({_find_builtin_drafter(name, method, context) for name in (one, other)}) == 1
+        )
+        if method is same and options[one] == options[other] and is_same_model:
             key = "model" if method.uses_model else "OPTION"
             raise ForedraftError(
                 f"an ensemble needs two or more different methods, or members of one method that differ; {one} and "
                 f"{other} are equal, give {other}.{key}"
             )
+
+
+def _find_builtin_drafter(name: str, method: Method, context: DrafterContext) -> str | None:
+    """Return the built-in drafter of a member: its own if it has one, else that of the method."""
+    return context.builtin_drafters.get(name) or context.builtin_drafters.get(method.name)
 
 
 def _find_model_member(model: str, methods: Mapping[str, Method], options: Mapping[str, MethodOptions]) -> str:
@@ -203,7 +213,7 @@ def _create_member(name: str, method: Method, options: MethodOptions, context: D
         context,
         model=None if model is None else find_revision(str(model), revision),
         num_speculative_tokens=length,
-        builtin_drafter=context.builtin_drafters.get(method.name),
+        builtin_drafter=_find_builtin_drafter(name, method, context),
     )
     try:
         drafter = create_drafter(method, parse_config(method, rest), member_context)

@@ -1,0 +1,59 @@
+"""Boost-tuning of several draft models: each next one learns the positions that the earlier ones miss.
+
+Several draft models draft together as one tree (`draft_model+draft_model`). A second model that errs where the first
+errs adds nothing. So its loss leaves out positions at which an earlier model predicts the target's likeliest token.
+
+Reference: SpecInfer, 2305.09781, section 3.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foredraft.drafters.losses import Trace
+from foredraft.errors import ForedraftError
+from foredraft.models.hf import HFModel
+from foredraft.models.loading import check_vocabularies, load_model, load_tokenizer
+
+
+@dataclass(frozen=True)
+class EarlierDrafts:
+    """Frozen draft models that are trained already."""
+
+    models: tuple[Any, ...]  # transformers models with the target's vocabulary
+
+    @classmethod
+    def load(cls, folders: Sequence[str], target: HFModel) -> "EarlierDrafts":
+        """Load the models in the target's dtype, on its device.
+
+        Raises:
+            ForedraftError: if a folder holds no causal model, or one with another vocabulary.
+        """
+        models = []
+        for folder in folders:
+            model = load_model(folder, target.model.dtype, target.device)
+            if model.config.is_encoder_decoder:
+                raise ForedraftError(f"{folder} is an encoder-decoder model; boost takes draft models of the target")
+            check_same_vocabulary(model, folder, target)
+            models.append(model.eval().requires_grad_(False))
+        return cls(tuple(models))
+
+    @torch.no_grad()
+    def find_covered(self, trace: Trace) -> Tensor:
+        """Return [B, L] bool: positions at which a model predicts the target's likeliest token."""
+        expected = trace.target_log_probs.find_argmax()
+        covered = torch.zeros_like(expected, dtype=torch.bool)
+        for model in self.models:
+            logits = model(input_ids=trace.tokens[:, :-1], use_cache=False).logits
+            covered |= logits.argmax(-1) == expected
+        return covered
+
+
+def check_same_vocabulary(model: Any, name: str, target: HFModel) -> None:
+    """Raise ForedraftError if a model has another vocabulary than the target."""
+    size = model.get_output_embeddings().weight.shape[0]
+    target_vocab = (target.name, load_tokenizer(target.name), target.vocab_size)
+    check_vocabularies(target_vocab, (name, load_tokenizer(name), size))
