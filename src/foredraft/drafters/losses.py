@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from foredraft.errors import ForedraftError
+from foredraft.source import EncoderSource
 
 LK_SHARPNESS = 3.0  # eta of 2602.23881
 MIN_LOG_PROB = -1e4  # floor that keeps 0 * log 0 finite
@@ -140,6 +141,7 @@ class Trace:
     features: Tensor  # [B, L, F] target states of the hidden layers, concatenated
     target_log_probs: TargetLogProbs  # [B, L, ..] distribution of tokens[:, i + 1]
     mask: Tensor  # [B, L + 1] bool: tokens to train on; False for prompts and padding
+    sources: tuple[EncoderSource, ...] = ()  # B sources of an encoder-decoder model; () for a decoder alone
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,8 @@ class TraceCache:
         ids = stacked.get("ids")
         probs = TargetLogProbs(stacked["logprobs"].to(device), None if ids is None else ids.long().to(device))
         tokens, mask = self.windows.read(rows)
-        return Trace(tokens.to(device), stacked["features"].to(device), probs, mask.to(device))
+        sources = self.windows.get_sources(rows)
+        return Trace(tokens.to(device), stacked["features"].to(device), probs, mask.to(device), sources)
 
     def _read_row(self, row: int) -> dict[str, Tensor]:
         file, index = self._get_shard_path(row // SHARD), row % SHARD
@@ -87,7 +88,8 @@ class TraceCache:
         rows = range(shard * SHARD, min((shard + 1) * SHARD, len(self.windows)))
         parts: dict[str, list[Tensor]] = {"features": [], "logprobs": [], "ids": []}
         for first in range(rows.start, rows.stop, TRACE_BATCH_ROWS):
-            trace = self.tracer.trace(*self.windows.read(range(first, min(first + TRACE_BATCH_ROWS, rows.stop))))
+            batch = range(first, min(first + TRACE_BATCH_ROWS, rows.stop))
+            trace = self.tracer.trace(*self.windows.read(batch), self.windows.get_sources(batch))
             parts["features"].append(trace.features.bfloat16().cpu())
             parts["logprobs"].append(trace.target_log_probs.logprobs.cpu())
             if trace.target_log_probs.token_ids is not None:

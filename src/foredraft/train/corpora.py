@@ -8,6 +8,7 @@ from foredraft.train.data import BUILTIN, DocumentReader
 from foredraft.train.distributed import DistributedContext
 from foredraft.train.documents import Document, hold_out
 from foredraft.train.generate import AnswerWriter
+from foredraft.train.seq2seq_records import Seq2SeqEncoding
 
 
 def load_documents(
@@ -28,7 +29,8 @@ def load_documents(
         ForedraftError: if a file cannot be used or holds no document.
     """
     data = plan.data
-    reader = DocumentReader(llm.tokenizer, llm.target.vocab_size, llm.end_ids)
+    seq2seq = Seq2SeqEncoding.from_model(llm.target, llm.tokenizer)
+    reader = DocumentReader(llm.tokenizer, llm.target.vocab_size, llm.end_ids, seq2seq)
     is_generated = bool(getattr(llm.tokenizer, "chat_template", None)) if data.generate is None else data.generate
     if is_generated:
         writer = AnswerWriter(llm, plan.out, data.written, data.temperatures, plan.steps.seed, log_line)

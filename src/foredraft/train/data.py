@@ -1,6 +1,7 @@
 """Readers of training data: plain text, JSON Lines, folders of them, Hugging Face datasets, arrays of token ids."""
 
 import json
+import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,8 @@ import numpy as np
 from foredraft.errors import ForedraftError, format_install_command
 from foredraft.train.dataset_records import parse_document, parse_prompt
 from foredraft.train.documents import Document
+from foredraft.train.prompts import TrainPrompt, get_ids
+from foredraft.train.seq2seq_records import SEQ2SEQ_FORMATS, Seq2SeqEncoding
 
 BUILTIN = "builtin"  # name of the corpus of the built-in models
 LINE_SUFFIXES = (".jsonl", ".ndjson")
@@ -25,6 +28,7 @@ class DocumentReader:
     tokenizer: Any  # None = only arrays of ids can be read
     vocab_size: int
     end_ids: frozenset[int]
+    seq2seq: Seq2SeqEncoding | None = None  # of an encoder-decoder model, whose records have a source
 
     def read_documents(self, paths: Sequence[str], is_held_out: bool = False) -> list[Document]:
         """Read documents in the order of the files.
@@ -41,15 +45,15 @@ class DocumentReader:
             if path.endswith(".npy"):
                 documents += self._read_ids(Path(path))
             else:
-                records = _read_records(path, is_held_out)
-                documents += [parse_document(record, self.tokenizer, location) for record, location in records]
+                records = self._read_records(path, is_held_out)
+                documents += [self._parse_document(record, location) for record, location in records]
         documents = [document for document in documents if len(document.ids) > 1]
         if not documents:
             raise ForedraftError(f"{', '.join(paths)}: no text in it to learn from")
         self._check_ids(documents, paths)
         return documents
 
-    def read_prompts(self, paths: Sequence[str], length: int) -> list[list[int]]:
+    def read_prompts(self, paths: Sequence[str], length: int) -> list[TrainPrompt]:
         """Read prompts for the target.
 
         Args:
@@ -57,26 +61,45 @@ class DocumentReader:
             length: Tokens of a plain text that become its prompt.
 
         Returns:
-            Token ids of every prompt.
+            Every prompt, in token ids.
 
         Raises:
             ForedraftError: for the first record that cannot be used.
         """
-        prompts: list[list[int]] = []
+        prompts: list[TrainPrompt] = []
         for path in paths:
             if path.endswith(".npy"):
                 prompts += [document.make_prompt(length) for document in self._read_ids(Path(path))]
             else:
-                prompts += [
-                    parse_prompt(record, self.tokenizer, location, length) for record, location in _read_records(path)
-                ]
-        prompts = [prompt for prompt in prompts if prompt]
+                records = self._read_records(path, is_held_out=False)
+                prompts += [self._parse_prompt(record, location, length) for record, location in records]
+        prompts = [prompt for prompt in prompts if get_ids(prompt)]
         if not prompts:
             raise ForedraftError(f"{', '.join(paths)}: no prompt in it to continue")
         return prompts
 
+    def _read_records(self, name: str, is_held_out: bool) -> Iterator[LocatedRecord]:
+        if name == BUILTIN and self.seq2seq is not None:
+            return _read_builtin_pairs(is_held_out)
+        return _read_records(name, is_held_out)
+
+    def _parse_document(self, record: Mapping[str, Any], location: str) -> Document:
+        if self.seq2seq is not None:
+            return self.seq2seq.parse_document(record, location)
+        return parse_document(record, self.tokenizer, location)
+
+    def _parse_prompt(self, record: Mapping[str, Any], location: str, length: int) -> TrainPrompt:
+        if self.seq2seq is not None:
+            return self.seq2seq.parse_prompt(record, location)
+        return parse_prompt(record, self.tokenizer, location, length)
+
     def _read_ids(self, path: Path) -> list[Document]:
         """Read an array of ids. Every end-of-text id begins a new document."""
+        if self.seq2seq is not None:
+            raise ForedraftError(
+                f"{path} has no sources, and {self.seq2seq.name} is an encoder-decoder model; give JSON Lines with "
+                f"{SEQ2SEQ_FORMATS}"
+            )
         try:
             ids = np.load(path, mmap_mode="r")
         except (OSError, ValueError, EOFError) as error:
@@ -180,6 +203,15 @@ def _read_table(path: Path) -> Iterator[LocatedRecord]:
 def _read_rows(loaded: Any, path: Path) -> Iterator[LocatedRecord]:
     for number, record in enumerate(loaded, 1):
         yield {key: value for key, value in record.items() if value is not None}, f"{path}, row {number}"
+
+
+def _read_builtin_pairs(is_held_out: bool) -> Iterator[LocatedRecord]:
+    """Read the passages of the built-in encoder-decoder pair, with typing errors as the source."""
+    from foredraft.zoo import corpus, prose, typos
+
+    rng = random.Random(is_held_out)
+    for number, passage in enumerate(prose.extract_passages(corpus.split()[is_held_out]), 1):
+        yield {"source": typos.add_typos(passage, rng), "text": passage}, f"passage {number}"
 
 
 def _read_builtin(is_held_out: bool) -> Iterator[LocatedRecord]:

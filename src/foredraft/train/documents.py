@@ -14,13 +14,14 @@ MIN_EVAL_TOKENS = 64  # tokens; minimum length of both parts if a single documen
 
 @dataclass(frozen=True)
 class Document:
-    """Token ids of one document.
+    """Token ids of one document, and the source of an encoder-decoder model's output.
 
     `completion_mask` is False for tokens of a user or a system prompt. The first token is never learnt.
     """
 
     ids: TokenIds  # [n]
     completion_mask: NDArray[np.bool_] | None = None  # [n]; None = every token but the first
+    source: tuple[int, ...] | None = None  # token ids that the encoder reads; None for a decoder alone
 
     @property
     def prompt(self) -> list[int]:
@@ -32,7 +33,9 @@ class Document:
 
     def crop(self, start: int, stop: int | None) -> "Document":
         return Document(
-            self.ids[start:stop], None if self.completion_mask is None else self.completion_mask[start:stop]
+            self.ids[start:stop],
+            None if self.completion_mask is None else self.completion_mask[start:stop],
+            self.source,
         )
 
     def make_prompt(self, length: int) -> list[int]:
@@ -53,11 +56,13 @@ class Document:
 
 
 def digest(documents: Sequence[Document]) -> str:
-    """Hash the ids and masks of documents, in order."""
+    """Hash the ids, masks and sources of documents, in order."""
     state = hashlib.sha256()
     for document in documents:
         state.update(np.ascontiguousarray(document.ids, dtype=np.int64).tobytes())
         state.update(b"" if document.completion_mask is None else np.packbits(document.completion_mask).tobytes())
+        if document.source is not None:
+            state.update(b"<" + np.array(document.source, dtype=np.int64).tobytes())
         state.update(b"|")
     return state.hexdigest()[:16]
 
@@ -66,7 +71,7 @@ def hold_out(documents: Sequence[Document], share: float) -> tuple[list[Document
     """Split documents into training and held-out documents.
 
     Every n-th document is held out, at least one. Of a single document the end is held out, if both parts are long
-    enough.
+    enough and it has no source.
 
     Args:
         documents: All documents.
@@ -79,6 +84,8 @@ def hold_out(documents: Sequence[Document], share: float) -> tuple[list[Document
         return list(documents), []
     if len(documents) == 1:
         [single] = documents
+        if single.source is not None:
+            return [single], []
         split = min(round(len(single.ids) * (1 - share)), len(single.ids) - MIN_EVAL_TOKENS)
         return ([single.crop(0, split)], [single.crop(split, None)]) if split >= MIN_EVAL_TOKENS else ([single], [])
     every = max(2, round(1 / share))

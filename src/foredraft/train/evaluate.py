@@ -12,6 +12,7 @@ from foredraft.drafters.losses import Losses, Trace
 from foredraft.llm import LLM
 from foredraft.train.config import EvaluationConfig
 from foredraft.train.documents import Document
+from foredraft.train.prompts import TrainPrompt, make_prompt
 from foredraft.train.replay import REGIMES, Recording, Replay, ReplayMetrics
 from foredraft.train.trace import Tracer
 from foredraft.train.windows import TokenWindows
@@ -22,7 +23,7 @@ MAX_PROMPT_TOKENS = 64  # length of a plain-text prompt
 MAX_CHAT_PROMPT_FACTOR = 4  # a chat prompt longer than this many plain-text prompts is cropped at its beginning
 
 
-def select_prompts(documents: Sequence[Document], count: int, length: int) -> list[list[int]]:
+def select_prompts(documents: Sequence[Document], count: int, length: int) -> list[TrainPrompt]:
     """Select distinct prompts from held-out documents, spread evenly over them.
 
     Args:
@@ -30,7 +31,7 @@ def select_prompts(documents: Sequence[Document], count: int, length: int) -> li
         count: Maximum number of prompts.
         length: Tokens of a passage.
     """
-    prompts: list[list[int]] = []
+    prompts: dict[tuple[tuple[int, ...] | None, tuple[int, ...]], TrainPrompt] = {}  # by source and ids
     rng = np.random.default_rng(0)
     for i in range(count if documents else 0):
         document = documents[i % len(documents)] if count > len(documents) else documents[i * len(documents) // count]
@@ -41,9 +42,9 @@ def select_prompts(documents: Sequence[Document], count: int, length: int) -> li
         else:
             start = int(rng.integers(max(len(document.ids) - length, 1)))
             prompt = document.ids[start : start + length].tolist()
-        if prompt and prompt not in prompts:
-            prompts.append(prompt)
-    return prompts
+        if prompt:
+            prompts.setdefault((document.source, tuple(prompt)), make_prompt(prompt, document.source))
+    return list(prompts.values())
 
 
 @dataclass
@@ -67,7 +68,7 @@ class Evaluator:
         windows = TokenWindows.pack(usable, self.context)
         rows = sorted({i * len(windows) // EVAL_ROWS for i in range(EVAL_ROWS)})
         batches = [rows[i : i + EVAL_BATCH_ROWS] for i in range(0, len(rows), EVAL_BATCH_ROWS)]
-        return [self.tracer.trace(*windows.read(batch)) for batch in batches]
+        return [self.tracer.trace_rows(windows, batch) for batch in batches]
 
     def measure_loss(self, compute_loss: Callable[[Trace], Losses]) -> dict[str, float]:
         """Measure the mean loss of the current drafter per token to learn; {} without held-out documents."""

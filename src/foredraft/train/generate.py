@@ -14,7 +14,9 @@ from foredraft.errors import ForedraftError
 from foredraft.files.disk import convert_write_errors
 from foredraft.llm import LLM
 from foredraft.sampling.params import Sampling
+from foredraft.train.prompts import TrainPrompt, get_ids, get_source
 from foredraft.train.publish import DISK_FULL_HINT
+from foredraft.train.seq2seq_records import write_record
 
 ROUND = 64  # prompts answered together; a run that is stopped loses the answers of one round
 PROGRESS_MESSAGES = 10  # messages while prompts are answered
@@ -36,11 +38,11 @@ class AnswerWriter:
     def file(self) -> Path:
         return self.folder / ANSWERS_FILE
 
-    def write(self, prompts: Sequence[Sequence[int]]) -> None:
+    def write(self, prompts: Sequence[TrainPrompt]) -> None:
         """Answer the prompts that have no answer in the file yet.
 
         Args:
-            prompts: Token ids of every prompt. Prompts that leave no room for an answer are skipped.
+            prompts: Every prompt, in token ids. Prompts that leave no room for an answer are skipped.
 
         Raises:
             ForedraftError: if the file holds answers to other prompts, or no prompt is short enough.
@@ -48,7 +50,7 @@ class AnswerWriter:
         max_prompt = self.llm.target.context_length - self.max_tokens
         if max_prompt < 1:
             raise ForedraftError(f"--written {self.max_tokens} leaves no room for a prompt in the model's context")
-        fitting = [list(prompt) for prompt in prompts if len(prompt) <= max_prompt]
+        fitting = [prompt for prompt in prompts if len(get_ids(prompt)) <= max_prompt]
         if not fitting:
             raise ForedraftError(f"no prompt is shorter than the {max_prompt} tokens that --written leaves; lower it")
         if len(fitting) < len(prompts):
@@ -69,7 +71,7 @@ class AnswerWriter:
                 self.log_line(f"{start + len(lines)} of {len(fitting)} prompts answered")
             previous = progress
 
-    def _generate_answers(self, prompts: Sequence[list[int]], indices: range) -> Iterator[str]:
+    def _generate_answers(self, prompts: Sequence[TrainPrompt], indices: range) -> Iterator[str]:
         samplings = [
             Sampling(
                 max_tokens=self.max_tokens,
@@ -80,12 +82,12 @@ class AnswerWriter:
         ]
         batch = [prompts[i] for i in indices]
         for prompt, answer in zip(batch, self.llm.generate(batch, samplings), strict=True):
-            yield json.dumps({"ids": [*prompt, *answer.token_ids], "prompt_tokens": len(prompt), "text": answer.text})
+            yield json.dumps(write_record(prompt, answer.token_ids) | {"text": answer.text})
 
-    def _prepare_folder(self, prompts: Sequence[list[int]]) -> None:
+    def _prepare_folder(self, prompts: Sequence[TrainPrompt]) -> None:
         """Write the header of the answers file, or check that it is that of these prompts."""
         settings = {
-            "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest()[:16],
+            "prompts": _digest(prompts),
             "parameters": self.llm.target.num_parameters,
             "written": self.max_tokens,
             "temperatures": list(self.temperatures),
@@ -108,6 +110,15 @@ class AnswerWriter:
         if complete != text:
             self.file.write_text(complete, encoding="utf-8")
         return complete.count("\n")
+
+
+def _digest(prompts: Sequence[TrainPrompt]) -> str:
+    """Hash prompts, in order."""
+    rows: list[Any] = []
+    for prompt in prompts:
+        source = get_source(prompt)
+        rows.append(get_ids(prompt) if source is None else [source.tokens, get_ids(prompt)])
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
 
 
 def _read_json(file: Path) -> Any:

@@ -15,7 +15,9 @@ from foredraft.drafters.losses import Trace
 from foredraft.llm import LLM
 from foredraft.models.native.decoder import explain_unsupported
 from foredraft.sampling.params import Sampling
+from foredraft.source import EncoderSource, PreparedPrompt
 from foredraft.train.learner import TraceSource
+from foredraft.train.prompts import TrainPrompt, get_ids
 from foredraft.train.trace import Tracer
 from foredraft.train.windows import TokenWindows
 
@@ -35,31 +37,40 @@ class OnPolicySource:
         # The choice depends only on seed and step, so a resumed run makes the same choices.
         if np.random.default_rng((self.seed, step)).random() >= self.share:
             return self.source.read(rows, step)
-        return self.tracer.trace(*self.continue_rows(*self.windows.read(rows), step))
+        sources = self.windows.get_sources(rows)
+        return self.tracer.trace(*self.continue_rows(*self.windows.read(rows), step, sources), sources)
 
-    def continue_rows(self, tokens: Tensor, mask: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    def continue_rows(
+        self, tokens: Tensor, mask: Tensor, step: int, sources: tuple[EncoderSource, ...] = ()
+    ) -> tuple[Tensor, Tensor]:
         """Replace the second half of every row by the continuation of the draft, up to an end-of-text token.
+
+        With sources, the draft continues the decoder's first tokens instead of half a row.
 
         Args:
             tokens: [B, L + 1] token ids.
             mask: [B, L + 1] tokens to learn.
             step: Number of the step, for the seeds.
+            sources: B sources of an encoder-decoder model. Default () = a decoder alone.
 
         Returns:
-            Tokens and mask of the same shapes; only sampled tokens of the second half are learnt.
+            Tokens and mask of the same shapes; only sampled tokens are learnt.
         """
         model = self.make_policy()
         is_native = model.device.type == "cpu" and explain_unsupported(model) is None
         llm = LLM(model, None, tokenizer=None, fused=True if is_native else None)
-        half = tokens.shape[1] // 2
+        start = int(mask[0].nonzero()[0]) if sources else tokens.shape[1] // 2
         samplings = [
-            Sampling(temperature=1.0, max_tokens=tokens.shape[1] - half, seed=(self.seed + step) * len(tokens) + row)
+            Sampling(temperature=1.0, max_tokens=tokens.shape[1] - start, seed=(self.seed + step) * len(tokens) + row)
             for row in range(len(tokens))
         ]
+        prompts: list[TrainPrompt] = [row[:start].tolist() for row in tokens]
+        if sources:
+            prompts = [PreparedPrompt(*pair) for pair in zip(sources, map(get_ids, prompts), strict=True)]
         tokens, mask = tokens.clone(), mask.clone()
-        tokens[:, half:], mask[:, half:] = 0, False
-        for row, answer in enumerate(llm.generate([row[:half].tolist() for row in tokens], samplings)):
+        tokens[:, start:], mask[:, start:] = 0, False
+        for row, answer in enumerate(llm.generate(prompts, samplings)):
             sampled = answer.token_ids
-            tokens[row, half : half + len(sampled)] = torch.tensor(sampled)
-            mask[row, half : half + len(sampled)] = True
+            tokens[row, start : start + len(sampled)] = torch.tensor(sampled)
+            mask[row, start : start + len(sampled)] = True
         return tokens, mask

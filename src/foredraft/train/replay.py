@@ -24,6 +24,8 @@ from foredraft.outputs import Stats
 from foredraft.request import Batch, Request
 from foredraft.request_spec import RequestSpec
 from foredraft.sampling.params import Sampling
+from foredraft.source import EncoderSource
+from foredraft.train.prompts import TrainPrompt, get_ids, get_source
 from foredraft.train.trace import Tracer
 from foredraft.tree import Commit, TokenTree
 from foredraft.verification.rules import MATCH
@@ -39,6 +41,7 @@ class RecordedSequence:
     output: tuple[int, ...]
     sampling: Sampling
     seed: int
+    source: EncoderSource | None = None
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -54,22 +57,24 @@ class Recording:
     _states: dict[tuple[int, ...], list[Tensor]] = field(default_factory=dict)
 
     @classmethod
-    def make(cls, llm: LLM, prompts: Sequence[Sequence[int]], temperature: float, num_tokens: int) -> "Recording":
+    def make(cls, llm: LLM, prompts: Sequence[TrainPrompt], temperature: float, num_tokens: int) -> "Recording":
         """Record the continuations of the target.
 
         Args:
             llm: Target, with any drafter or none.
-            prompts: Token ids of every prompt.
+            prompts: Every prompt, in token ids.
             temperature: Temperature; if positive, the index of a prompt is its seed.
             num_tokens: Maximum length of a continuation.
         """
         samplings = [Sampling(max_tokens=num_tokens, temperature=temperature, seed=i) for i in range(len(prompts))]
         plain = llm.with_drafter(None, verify="auto")
-        outputs = plain.generate([list(prompt) for prompt in prompts], samplings)
+        outputs = plain.generate(list(prompts), samplings)
         triples = zip(prompts, outputs, samplings, strict=True)
         return cls(
             tuple(
-                RecordedSequence(tuple(prompt), tuple(output.token_ids), sampling, sampling.seed or 0)
+                RecordedSequence(
+                    tuple(get_ids(prompt)), tuple(output.token_ids), sampling, sampling.seed or 0, get_source(prompt)
+                )
                 for prompt, output, sampling in triples
             )
         )
@@ -80,7 +85,8 @@ class Recording:
             tracer = Tracer(target, hidden_layers, top=1)
             states = []
             for sequence in self.sequences:
-                features, _ = tracer.run_target(torch.tensor([sequence.tokens]))
+                sources = () if sequence.source is None else (sequence.source,)
+                features, _ = tracer.run_target(torch.tensor([sequence.tokens]), sources)
                 states.append(features[0])
             self._states[hidden_layers] = states
         return self._states[hidden_layers]
@@ -134,7 +140,7 @@ class Replay:
         for index, (sequence, sequence_states) in enumerate(zip(recording.sequences, states, strict=True)):
             request_spec = RequestSpec(
                 tuple(sequence.prompt), sequence.sampling, sequence.seed,
-                eos_ids=llm.end_ids, max_length=llm.target.context_length, rule=MATCH,
+                eos_ids=llm.end_ids, max_length=llm.target.context_length, rule=MATCH, source=sequence.source,
             )  # fmt: skip
             request = Request(slot=-1, spec=request_spec)
             self.sequences[request], self.transcripts[request] = sequence, Transcript(request, index)
@@ -191,7 +197,7 @@ class Replay:
         spans = []
         for request, count in zip(batch.requests, commit.counts, strict=True):
             tokens = self.sequences[request].tokens[request.num_computed : request.num_computed + count]
-            spans.append(Span(request.pages, request.num_computed, tokens, range(count)))
+            spans.append(Span(request.pages, request.num_computed, tokens, range(count), source=request.spec.source))
         target.forward(ForwardBatch.build(spans, [0], batch.page_size, target.device))
 
     def _gather_features(self, batch: Batch, commit: Commit) -> Tensor:

@@ -78,10 +78,6 @@ def train(
     if not distributed.is_main:
         log_line, on_step = _ignore, _ignore
     llm = LLM(plan.model, None, dtype=plan.dtype, device=distributed.device)
-    if llm.target.has_encoder:
-        raise ForedraftError(
-            f"{llm.target.name} is an encoder-decoder model; drafters are trained only for decoders, on plain sequences"
-        )
     if plan.data.context > llm.target.context_length:
         raise ForedraftError(
             f"--context {plan.data.context} is longer than the {llm.target.context_length} tokens of "
@@ -179,6 +175,10 @@ def _make_joint_loss(job: TrainJob, trainee: Trainee) -> JointLoss | None:
     joint = trainee.spec.joint
     if joint is None:
         return None
+    if job.llm.target.has_encoder:
+        raise ForedraftError(
+            f"{job.llm.target.name} is an encoder-decoder model, which cannot be trained too; leave backbone out"
+        )
     if job.plan.data.cache is not None:
         raise ForedraftError("a target that is trained too has no fixed traces to cache; leave --cache out")
     target = TrainableTarget.from_model(
@@ -248,4 +248,4 @@ class OnlineTraceSource:
     tracer: Tracer
 
     def read(self, rows: Sequence[int], step: int) -> Trace:
-        return self.tracer.trace(*self.windows.read(rows))
+        return self.tracer.trace_rows(self.windows, rows)

@@ -12,6 +12,8 @@ from torch import Tensor
 from foredraft.drafters.losses import TargetLogProbs, Trace
 from foredraft.models.forward_batch import ForwardBatch, Span
 from foredraft.models.hf import HFModel
+from foredraft.source import EncoderSource
+from foredraft.train.windows import TokenWindows
 
 PAGE_SIZE = 16  # tokens
 LOGIT_BYTES = 128 << 20  # limit of the float32 logits of one forward pass
@@ -50,26 +52,37 @@ class Tracer:
         self.hidden_layers = tuple(hidden_layers)
         self.top = top
 
-    def trace(self, tokens: Tensor, mask: Tensor) -> Trace:
+    def trace_rows(self, windows: TokenWindows, rows: Sequence[int]) -> Trace:
+        """Trace rows of the data. Rows with sources differ in length, so columns that are only padding are left out."""
+        tokens, mask = windows.read(rows)
+        sources = windows.get_sources(rows)
+        if sources:
+            length = 1 + int(mask.any(0).nonzero().max())
+            tokens, mask = tokens[:, :length], mask[:, :length]
+        return self.trace(tokens, mask, sources)
+
+    def trace(self, tokens: Tensor, mask: Tensor, sources: tuple[EncoderSource, ...] = ()) -> Trace:
         """Trace token windows.
 
         Args:
             tokens: [B, L + 1] token ids; the last token of a row is only a label.
             mask: [B, L + 1] tokens to learn.
+            sources: B sources of an encoder-decoder model. Default () = a decoder alone.
 
         Returns:
             The trace, with all tensors on the target's device.
         """
-        features, probs = self.run_target(tokens[:, :-1])
+        features, probs = self.run_target(tokens[:, :-1], sources)
         device = self.target.device
-        return Trace(tokens.to(device), features, probs, mask.to(device))
+        return Trace(tokens.to(device), features, probs, mask.to(device), sources)
 
     @torch.no_grad()
-    def run_target(self, tokens: Tensor) -> tuple[Tensor, TargetLogProbs]:
+    def run_target(self, tokens: Tensor, sources: tuple[EncoderSource, ...] = ()) -> tuple[Tensor, TargetLogProbs]:
         """Run the target over rows of tokens.
 
         Args:
             tokens: [B, L] token ids.
+            sources: B sources of an encoder-decoder model. Default () = a decoder alone.
 
         Returns:
             Hidden states [B, L, F] and distributions [B, L, `top` or V] after each token.
@@ -81,7 +94,7 @@ class Tracer:
         features = logprobs.new_empty(num_rows, length, 0)
         for piece in _split_rows(num_rows, length, max(1, LOGIT_BYTES // (4 * target.vocab_size))):
             with torch.autocast(target.device.type, enabled=False):  # the numerics are those of serving
-                logits, states = target.forward(self._build_batch(tokens, piece), self.hidden_layers)
+                logits, states = target.forward(self._build_batch(tokens, sources, piece), self.hidden_layers)
             index = slice(piece.rows.start, piece.rows.stop), slice(piece.start, piece.stop)
             shape = len(piece.rows), piece.stop - piece.start
             probs = TargetLogProbs.from_logits(logits, self.top)
@@ -94,13 +107,14 @@ class Tracer:
                 features[index] = states.view(*shape, -1)
         return features, TargetLogProbs(logprobs, ids)
 
-    def _build_batch(self, tokens: Tensor, piece: TracePiece) -> ForwardBatch:
+    def _build_batch(self, tokens: Tensor, sources: tuple[EncoderSource, ...], piece: TracePiece) -> ForwardBatch:
         per_row = -(-tokens.shape[1] // PAGE_SIZE)
         size = piece.stop - piece.start
         spans = []
         for i, b in enumerate(piece.rows):
             pages = range(1 + i * per_row, 1 + (i + 1) * per_row)
-            spans.append(Span(pages, piece.start, tokens[b, piece.start : piece.stop].tolist(), range(size)))
+            ids, source = tokens[b, piece.start : piece.stop].tolist(), sources[b] if sources else None
+            spans.append(Span(pages, piece.start, ids, range(size), source=source))
         return ForwardBatch.build(spans, range(size * len(piece.rows)), PAGE_SIZE, self.target.device)
 
 

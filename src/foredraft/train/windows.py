@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foredraft.errors import ForedraftError
+from foredraft.source import EncoderSource
 from foredraft.train.documents import Document, TokenIds
 
 OPEN_ROWS = 16  # partly filled rows that are considered for a short piece
@@ -19,20 +20,22 @@ class TokenWindows:
     """Rows of `context` + 1 tokens.
 
     A document begins its own row and continues in the next, with one token repeated. The ends of documents share rows.
-    Rows are padded with token 0, which has no loss.
+    Rows are padded with token 0, which has no loss. A document with a source has one row, which is cut at `context` + 1
+    tokens.
     """
 
     context: int
     ids: TokenIds  # [T] all documents, concatenated
     loss_mask: NDArray[np.bool_]  # [T]
     rows: tuple[tuple[tuple[int, int], ...], ...]  # the pieces [start, stop) of every row
+    sources: tuple[tuple[int, ...], ...] = ()  # token ids of the source of every row; () without sources
 
     @classmethod
     def pack(cls, documents: Sequence[Document], context: int) -> "TokenWindows":
         """Pack documents into rows. Pieces without a token to learn are dropped.
 
         Args:
-            documents: Documents in order.
+            documents: Documents in order; all of them have a source, or none.
             context: Tokens per row, without the last label.
 
         Raises:
@@ -45,14 +48,18 @@ class TokenWindows:
         counts = np.concatenate([[0], np.cumsum(loss_mask)])
         full: list[tuple[tuple[int, int], ...]] = []
         short: list[tuple[int, int]] = []
+        sources: list[tuple[int, ...]] = []
         offset = 0
         for document in documents:
             end = offset + len(document.ids)
-            for start in range(offset, end - 1, context):
+            # A row with a source must begin where the decoder begins.
+            for start in range(offset, end - 1, context) if document.source is None else (offset,):
                 stop = min(start + context + 1, end)
                 if counts[stop] == counts[start + 1]:  # the first token of a piece is never learnt
                     continue
-                if stop - start == context + 1:
+                if document.source is not None:
+                    sources.append(document.source)
+                if stop - start == context + 1 or document.source is not None:
                     full.append(((start, stop),))
                 else:
                     short.append((start, stop))
@@ -62,7 +69,7 @@ class TokenWindows:
             raise ForedraftError(
                 "the data holds no token to learn: the documents are empty, or no reply is the assistant's"
             )
-        return cls(context, ids, loss_mask, rows)
+        return cls(context, ids, loss_mask, rows, tuple(sources))
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -87,6 +94,10 @@ class TokenWindows:
                 mask[b, offset + 1 : offset + stop - start] = self.loss_mask[start + 1 : stop]
                 offset += stop - start
         return torch.from_numpy(tokens), torch.from_numpy(mask)
+
+    def get_sources(self, indices: Sequence[int]) -> tuple[EncoderSource, ...]:
+        """Return the sources of rows; () for a decoder alone."""
+        return tuple(EncoderSource(self.sources[index]) for index in indices) if self.sources else ()
 
 
 def _pack_pieces(pieces: Sequence[tuple[int, int]], size: int) -> list[tuple[tuple[int, int], ...]]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foredraft.drafters.draft_model.teacher_forcing import compute_trace_logits
 from foredraft.drafters.losses import Trace
 from foredraft.errors import ForedraftError
 from foredraft.models.hf import HFModel
@@ -30,13 +31,12 @@ class EarlierDrafts:
         """Load the models in the target's dtype, on its device.
 
         Raises:
-            ForedraftError: if a folder holds no causal model, or one with another vocabulary.
+            ForedraftError: if a folder holds no model of the target's architecture and vocabulary.
         """
         models = []
         for folder in folders:
             model = load_model(folder, target.model.dtype, target.device)
-            if model.config.is_encoder_decoder:
-                raise ForedraftError(f"{folder} is an encoder-decoder model; boost takes draft models of the target")
+            check_same_kind(model, folder, target)
             check_same_vocabulary(model, folder, target)
             models.append(model.eval().requires_grad_(False))
         return cls(tuple(models))
@@ -47,9 +47,18 @@ class EarlierDrafts:
         expected = trace.target_log_probs.find_argmax()
         covered = torch.zeros_like(expected, dtype=torch.bool)
         for model in self.models:
-            logits = model(input_ids=trace.tokens[:, :-1], use_cache=False).logits
-            covered |= logits.argmax(-1) == expected
+            covered |= compute_trace_logits(model, trace).argmax(-1) == expected
         return covered
+
+
+def check_same_kind(model: Any, name: str, target: HFModel) -> None:
+    """Raise ForedraftError if only one of model and target is an encoder-decoder model."""
+    if model.config.is_encoder_decoder != target.has_encoder:
+        kinds = ("a decoder alone", "an encoder-decoder model")
+        raise ForedraftError(
+            f"{name} is {kinds[not target.has_encoder]} and {target.name} {kinds[target.has_encoder]}; give a model "
+            "of the target's architecture"
+        )
 
 
 def check_same_vocabulary(model: Any, name: str, target: HFModel) -> None:

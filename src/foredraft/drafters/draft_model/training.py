@@ -1,26 +1,23 @@
 """Distillation of a whole small model as draft model (DistillSpec, 2310.08461), on every token of a sequence."""
 
 import copy
-import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from foredraft.checkpoints.layouts import CheckpointLayout
-from foredraft.drafters.draft_model.boosting import EarlierDrafts, check_same_vocabulary
+from foredraft.drafters.draft_model.architecture import DraftSize, read_size, shrink_config
+from foredraft.drafters.draft_model.boosting import EarlierDrafts, check_same_kind, check_same_vocabulary
+from foredraft.drafters.draft_model.teacher_forcing import compute_trace_logits
 from foredraft.drafters.losses import MIN_WEIGHT, Losses, Trace, average_over_mask, check_loss, compute_draft_loss
 from foredraft.drafters.trainee import OnPolicyTraining, TraineeSpec
 from foredraft.errors import ForedraftError
 from foredraft.models.hf import HFModel
 from foredraft.models.loading import load_model, load_tokenizer
-
-LAYER_DIVISOR = 6  # default depth: the target's layers over this
-WIDTH_DIVISOR = 2  # default width: the target's hidden size over this
-WIDTH_MULTIPLE = 16  # the width of an MLP layer is a multiple of this
 
 
 @dataclass(frozen=True)
@@ -29,9 +26,10 @@ class TrainConfig:
 
     Args:
         loss: one of `losses.LOSS_NAMES`.
-        layers: number of layers; None = a sixth of the target's.
+        layers: number of decoder layers; None = a sixth of the target's.
         hidden: hidden size, a multiple of the head size; None = half of the target's.
-        draft_config: path of a config.json; replaces `layers` and `hidden`.
+        encoder_layers: number of encoder layers of an encoder-decoder model; None = half of the target's.
+        draft_config: path of a config.json; replaces the three sizes.
         on_policy: share of the steps, 0 to 1, on sequences that the draft model writes (GKD, 2306.13649).
         boost: folders of earlier draft models. The new one learns what they miss, to draft beside them (SpecInfer).
         boost_weight: weight, 0 to 1, of positions at which one of them predicts the target's likeliest token.
@@ -40,6 +38,7 @@ class TrainConfig:
     loss: str = "kl"
     layers: int | None = None
     hidden: int | None = None
+    encoder_layers: int | None = None
     draft_config: str | None = None
     on_policy: float = 0.0
     boost: tuple[str, ...] = ()
@@ -48,8 +47,7 @@ class TrainConfig:
     @staticmethod
     def read_shape(model: Any) -> dict[str, object]:
         """Return the settings that a model to start from determines, with their values."""
-        shape = model.config.get_text_config()
-        return {"layers": shape.num_hidden_layers, "hidden": shape.hidden_size, "draft_config": None}
+        return {**asdict(read_size(model.config)), "draft_config": None}
 
 
 class DraftTrainee:
@@ -69,7 +67,7 @@ class DraftTrainee:
         return TraineeSpec(save=self.save, on_policy=OnPolicyTraining(share, self.make_policy) if share else None)
 
     def compute_loss(self, trace: Trace) -> Losses:
-        logits = self.network(input_ids=trace.tokens[:, :-1], use_cache=False).logits
+        logits = compute_trace_logits(self.network, trace)
         mask = trace.mask[:, 1:]
         losses = compute_draft_loss(
             self.config.loss, logits[mask], trace.target_log_probs.select(mask), trace.tokens[:, 1:][mask]
@@ -117,18 +115,20 @@ def create_trainee(config: TrainConfig, target: HFModel, start: Path | None = No
     earlier = EarlierDrafts.load(config.boost, target) if config.boost else None
     if start is not None:
         model = load_model(str(start), torch.float32, torch.device("cpu"))
+        check_same_kind(model, str(start), target)
         check_same_vocabulary(model, str(start), target)
     else:
-        model = AutoModelForCausalLM.from_config(
-            _build_model_config(config, target), dtype=torch.float32, attn_implementation="sdpa"
-        )
+        kind = AutoModelForSeq2SeqLM if target.has_encoder else AutoModelForCausalLM
+        attention = {} if target.has_encoder else {"attn_implementation": "sdpa"}  # T5 has no other than its own
+        model = kind.from_config(_build_model_config(config, target), dtype=torch.float32, **attention)
         _copy_embeddings(model, target)
     return DraftTrainee(model.to(target.device), target, config, earlier)
 
 
 def _build_model_config(config: TrainConfig, target: HFModel) -> Any:
     if config.draft_config is None:
-        return shrink_config(target.model.config, config.layers, config.hidden)
+        size = DraftSize(config.layers, config.hidden, config.encoder_layers)
+        return shrink_config(target.model.config, size)
     path = Path(config.draft_config)
     if not path.exists():
         raise ForedraftError(f"draft_config {config.draft_config!r} does not exist; give a config.json or its folder")
@@ -144,48 +144,12 @@ def _build_model_config(config: TrainConfig, target: HFModel) -> Any:
     return shape
 
 
-def shrink_config(config: Any, layers: int | None, hidden: int | None) -> Any:
-    """Copy a model configuration with fewer layers and a smaller hidden size. The head size stays.
-
-    Args:
-        config: configuration of the target.
-        layers: number of layers; None = a sixth.
-        hidden: hidden size; None = half.
-
-    Raises:
-        ForedraftError: for an unusual architecture, or a hidden size that is no multiple of the head size.
-    """
-    shape = copy.deepcopy(config.get_text_config())
-    if not hasattr(shape, "num_attention_heads") or not hasattr(shape, "intermediate_size"):
-        raise ForedraftError(
-            f"models of type {shape.model_type} cannot be made smaller; give a whole configuration as draft_config"
-        )
-    head = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
-    target_width = shape.hidden_size
-    width = hidden or max(head, target_width // WIDTH_DIVISOR // head * head)
-    depth = layers or max(1, shape.num_hidden_layers // LAYER_DIVISOR)
-    if width % head or width < 1 or depth < 1:
-        raise ForedraftError(f"hidden must be a multiple of the head size {head}, and layers must be positive")
-    heads = width // head
-    kv_heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
-    shape.intermediate_size = max(
-        WIDTH_MULTIPLE, round(shape.intermediate_size * width / target_width / WIDTH_MULTIPLE) * WIDTH_MULTIPLE
-    )
-    shape.hidden_size, shape.num_hidden_layers, shape.num_attention_heads = width, depth, heads
-    shape.num_key_value_heads = math.gcd(heads, kv_heads)
-    if getattr(shape, "head_dim", None):
-        shape.head_dim = head
-    if getattr(shape, "layer_types", None):
-        shape.layer_types = shape.layer_types[:depth]
-    return shape
-
-
 @torch.no_grad()
 def _copy_embeddings(model: Any, target: HFModel) -> None:
     """Copy the target's embedding and output matrix into a draft model of the same hidden size."""
     own = model.get_input_embeddings().weight
     if own.shape == target.embedding.shape:
         own.copy_(target.embedding.float())
-        head, target_head = model.get_output_embeddings().weight, target.head_weight
-        if head.shape == target_head.shape:
-            head.copy_(target_head.float())
+        head = model.get_output_embeddings().weight
+        if head is not own:  # a tied T5 scales the states instead of the matrix
+            head.copy_(target.head_weight.float())

@@ -109,6 +109,12 @@ class EncoderDecoder(HFModel):
         return self.model.get_decoder().embed_tokens.weight.detach()  # type: ignore[no-any-return]
 
     @property
+    def head_weight(self) -> Tensor:
+        """Matrix [V, H] that makes logits from states after the final norm, in their dtype."""
+        head = self.decoder.head
+        return head.linear.dense_weight * head.scale
+
+    @property
     def hidden_size(self) -> int:
         return int(self.model.config.d_model)
 
