@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-from foredraft import zoo
+from foredraft import LLM, Sampling, zoo
 from foredraft.zoo.corpus import SourceFile
 from foredraft.zoo_training import tokens
 from foredraft.zoo_training.seq2seq import (
@@ -24,6 +24,7 @@ from foredraft.zoo_training.seq2seq import (
     train,
 )
 from foredraft.zoo_training.seq2seq_build import Seq2SeqPairRecipe, build_pair
+from foredraft.zoo_training.seq2seq_heads import make_plan
 
 TEXTS = [f"The value number {i} is returned to the caller of this function." for i in range(40)]
 TINY = replace(
@@ -109,9 +110,20 @@ def test_a_signal_saves_a_checkpoint_after_the_step_under_way(tokenizer, tmp_pat
 def test_the_pair_loads_in_transformers_and_says_what_it_is(tmp_path: Path):
     files = [SourceFile("a.py", "\n\n".join(f"# {text}" for text in TEXTS))]
     made = tokens.load_tokenizer(zoo.find_folder("target"))
-    build_pair(
-        tmp_path, "cpu", made, files, files, lambda *_: None, Seq2SeqPairRecipe(TINY, replace(TINY, hidden=8, heads=1))
+    heads = make_plan()
+    tiny = {name: replace(recipe, steps=2) for name, recipe in heads.recipes.items()}
+    pair = Seq2SeqPairRecipe(
+        TINY, replace(TINY, hidden=8, heads=1), replace(heads, recipes=tiny, documents=8, prompts=2, tokens=8)
     )
+    build_pair(tmp_path, "cpu", made, files, files, lambda *_: None, lambda line: None, pair)
+    assert set(tiny) == {"blockwise", "eagle", "medusa"}
+    for method in tiny:
+        folder = tmp_path / f"seq2seq_{method}"
+        llm = LLM(str(tmp_path / "seq2seq"), {"method": method, "model": str(folder)})
+        (done,) = llm.generate("Teh text.", Sampling(max_tokens=8, temperature=0, ignore_eos=True))
+        assert done.stats.num_drafted > 0
+        assert str(tmp_path) not in (folder / "config.json").read_text()
+        assert f"--model builtin-seq2seq --spec-method {method}" in (folder / "README.md").read_text()
     for name in ("seq2seq", "seq2seq_draft"):
         model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / name)
         assert model.config.decoder_start_token_id == 0

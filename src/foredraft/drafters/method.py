@@ -95,12 +95,13 @@ class BuiltIn:
 
     Attributes:
         folders: name of the drafter's folder in `foredraft/zoo`, by built-in target.
-        recipe: training by `foredraft zoo train`; None = the zoo trains it in another way, or there is none.
+        recipes: training by `foredraft zoo train`, by built-in target; without one the zoo trains the drafter in
+            another way, or there is none.
         further: names of the folders that further members of an ensemble draft with, in order, by built-in target.
     """
 
     folders: Mapping[str, str] = field(default_factory=dict)
-    recipe: HeadRecipe | None = None
+    recipes: Mapping[str, HeadRecipe] = field(default_factory=dict)
     further: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 

@@ -15,7 +15,7 @@ from foredraft.zoo import corpus
 from foredraft.zoo_training import tokens
 from foredraft.zoo_training.cards import HELD_OUT_PACKAGES_KEY, render_card
 from foredraft.zoo_training.collect import Corpus, collect
-from foredraft.zoo_training.heads import HeadsPlan, list_head_folders, train_heads
+from foredraft.zoo_training.heads import HeadsPlan, list_head_folders, prepare_code_target, train_heads
 from foredraft.zoo_training.measure import PairMetrics, measure_pair
 from foredraft.zoo_training.ngram import build_table
 from foredraft.zoo_training.recipe import DRAFT_RECIPE, TARGET_RECIPE, LlamaRecipe
@@ -47,7 +47,7 @@ def build_all(
     log_line: Callable[[str], None] = lambda line: None,
     finish: bool = False,
 ) -> PairMetrics:
-    """Train all built-in models into `out`: the pair, the n-gram table, the heads, then the encoder-decoder pair.
+    """Train all built-in models into `out`: the pair, the n-gram table, the heads, and the same for encoder-decoders.
 
     An interrupted build is resumed: finished models are kept. The result is the figures of the draft model.
 
@@ -57,7 +57,7 @@ def build_all(
         target: recipe of the target.
         draft: recipe of the draft model.
         heads: recipes of the heads. Default None = those of all methods.
-        pair: recipes of the encoder-decoder pair.
+        pair: recipes of the encoder-decoder pair and its heads.
         root: folder of Python files to train on. Default None = the standard library and installed packages.
         report: called with model name, step, steps and loss.
         log_line: called with each line for the user.
@@ -90,8 +90,9 @@ def build_all(
         recipe = target if name == "target" else draft
         log = (out / name / "log.jsonl").read_text()
         (out / name / "README.md").write_text(render_card(name, recipe, figures, summary, log))
-    train_heads(out, device, data.train, report, log_line, heads or HeadsPlan())
-    build_pair(out, device, tokens.load_tokenizer(out), *corpus.split(root), report, pair)
+    heads = heads or HeadsPlan()
+    train_heads(prepare_code_target(out, device, data.train, log_line, heads), out, device, report, log_line, heads)
+    build_pair(out, device, tokens.load_tokenizer(out), *corpus.split(root), report, log_line, pair)
     return figures["draft"]
 
 

@@ -1,4 +1,4 @@
-"""Training of the built-in heads for the built-in target, with `foredraft.train` and the recipes below."""
+"""Training of the built-in heads for the built-in targets, with `foredraft.train` and the recipes of the methods."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -7,10 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
+from foredraft import zoo
 from foredraft.drafters.method import HeadRecipe
 from foredraft.drafters.registry import load_methods
 from foredraft.llm import LLM
 from foredraft.train.config import DataConfig, EvaluationConfig, OptimizationConfig, TrainPlan
+from foredraft.train.prompts import TrainPrompt
 from foredraft.train.replay import REGIMES, Recording, Replay, ReplayMetrics
 from foredraft.train.run import train
 from foredraft.zoo.corpus import make_held_out_prompts
@@ -23,21 +25,26 @@ TEXTS_FILE = "texts.npy"
 MAX_NEW_TOKENS = 128  # tokens generated per prompt for the figures on the card
 
 
-def list_recipes() -> dict[str, HeadRecipe]:
-    """Return the recipes of the heads for the built-in target, by method."""
-    return {
-        name: method.built_in.recipe for name, method in load_methods().items() if method.built_in.recipe is not None
-    }
+def list_recipes(target: str = zoo.DEFAULT_TARGET) -> dict[str, HeadRecipe]:
+    """Return the recipes of the drafters for a built-in target, by method."""
+    recipes = {name: method.built_in.recipes.get(target) for name, method in load_methods().items()}
+    return {name: recipe for name, recipe in recipes.items() if recipe is not None}
+
+
+def find_head_folder(method: str, target: str = zoo.DEFAULT_TARGET) -> str:
+    """Return the name of the folder that a method's recipe for a built-in target fills."""
+    built_in = load_methods()[method].built_in
+    return built_in.recipes[target].folder or built_in.folders[target]
 
 
 def list_head_folders() -> list[str]:
-    """Return the names of the folders of these heads."""
-    return [recipe.folder or method for method, recipe in list_recipes().items()]
+    """Return the names of the folders of all recipes."""
+    return [find_head_folder(method, target) for target in zoo.list_targets() for method in list_recipes(target)]
 
 
 @dataclass(frozen=True)
 class HeadsPlan:
-    """Recipes of all heads, and the size of their training data and measurements."""
+    """Recipes of all heads of a target, and the size of their training data and measurements."""
 
     recipes: Mapping[str, HeadRecipe] = field(default_factory=list_recipes)
     documents: int = NUM_DOCUMENTS  # documents that the target generates
@@ -46,52 +53,85 @@ class HeadsPlan:
     tokens: int = MAX_NEW_TOKENS  # tokens generated per prompt for the figures on the card
 
 
-def train_heads(
-    out: Path,
-    device: str,
-    train_ids: np.ndarray,
-    report: PartProgressCallback,
-    log_line: LogLine,
-    heads: HeadsPlan,
-) -> None:
-    """Train every head into a subfolder of `out`; a finished head is kept, an interrupted run is resumed.
+@dataclass(frozen=True)
+class HeadsTarget:
+    """Built-in target that heads are trained for, with their data and the words of their cards."""
+
+    name: str  # of the built-in target
+    folder: str  # that of its weights, below the folder of the build
+    data: DataConfig
+    batch_tokens: int  # tokens per step
+    prompts: Sequence[TrainPrompt]  # held out; the figures on the cards are measured after them
+    generate: str  # command that drafts for the target; the method's name follows
+    data_description: str
+    prompts_description: str
+
+
+def prepare_code_target(
+    out: Path, device: str, train_ids: np.ndarray, log_line: LogLine, heads: HeadsPlan
+) -> HeadsTarget:
+    """Write the training texts of the heads for the default target.
 
     Args:
         out: folder that has the finished target and the corpus.
-        device: device of training.
+        device: device on which the target generates.
         train_ids: training token ids of the corpus, [T].
-        report: called with method, step, steps and loss.
+        log_line: called with lines for the user.
+        heads: sizes of the data.
+    """
+    texts = out / TEXTS_FILE
+    llm = load_target(out / "target", device)
+    if not texts.exists():
+        log_line("the target generates training texts for the heads")
+        write_texts(llm, train_ids, texts, heads.documents, heads.corpus_tokens)
+    assert llm.tokenizer is not None
+    return HeadsTarget(
+        name=zoo.DEFAULT_TARGET,
+        folder="target",
+        data=DataConfig((str(texts),), (str(out / "held.npy"),)),
+        batch_tokens=OptimizationConfig().batch_tokens,
+        prompts=[llm.tokenizer(text).input_ids for text in make_held_out_prompts(heads.prompts)],
+        generate="foredraft generate --spec-method",
+        data_description="output of the target, half of it greedy and half sampled at temperature 1, and files of its "
+        "corpus (`foredraft.zoo_training.generated`); nothing of the held-out modules and packages.",
+        prompts_description="held-out prompts of the standard library",
+    )
+
+
+def load_target(folder: Path, device: str) -> LLM:
+    """Load a trained target without a drafter."""
+    return LLM(folder, None, dtype="bfloat16", device=device)
+
+
+def train_heads(
+    target: HeadsTarget, out: Path, device: str, report: PartProgressCallback, log_line: LogLine, heads: HeadsPlan
+) -> None:
+    """Train every head of a target into a subfolder of `out`; a finished head is kept, an interrupted run is resumed.
+
+    Args:
+        target: target and training data.
+        out: folder that has the finished target.
+        device: device of training.
+        report: called with the name of the head's folder, step, steps and loss.
         log_line: called with lines for the user.
         heads: recipes.
     """
-    texts, held_out = out / TEXTS_FILE, out / "held.npy"
-    if not texts.exists():
-        log_line("the target generates training texts for the heads")
-        write_texts(
-            LLM(out / "target", None, dtype="bfloat16", device=device),
-            train_ids,
-            texts,
-            heads.documents,
-            heads.corpus_tokens,
-        )
     for method, head in heads.recipes.items():
-        folder = out / (head.folder or method)
+        folder = out / find_head_folder(method, target.name)
         if (folder / "README.md").exists():
             continue
         train(
-            _make_plan(method, head, out, texts, held_out, device),
+            _make_plan(method, head, out, folder, target, device),
             log_line,
             lambda status, part=folder.name: report(part, status.step, status.steps, status.loss),  # type: ignore[misc]
         )
         _remove_target_path(folder / "config.json")
-        llm = LLM(out / "target", None, dtype="bfloat16", device=device)
-        (folder / "README.md").write_text(
-            render_card(method, head, measure_head(llm, method, folder, heads.prompts, heads.tokens))
-        )
+        lengths = measure_head(load_target(out / target.folder, device), method, folder, target.prompts, heads.tokens)
+        (folder / "README.md").write_text(render_card(method, head, target, lengths))
 
 
 def measure_head(
-    llm: LLM, method: str, folder: Path, prompts: int, tokens: int = MAX_NEW_TOKENS
+    llm: LLM, method: str, folder: Path, prompts: Sequence[TrainPrompt], tokens: int = MAX_NEW_TOKENS
 ) -> dict[str, list[float]]:
     """Measure the acceptance length of a head by replay after held-out prompts.
 
@@ -99,17 +139,15 @@ def measure_head(
         llm: target.
         method: drafting method of the head.
         folder: folder of the head.
-        prompts: number of prompts.
+        prompts: prompts in token ids.
         tokens: tokens generated per prompt. Default 128.
 
     Returns:
         Acceptance lengths by regime, for chains of 1, 2, ... draft tokens.
     """
-    assert llm.tokenizer is not None
-    prompt_ids = [llm.tokenizer(text).input_ids for text in make_held_out_prompts(prompts)]
     lengths_by_regime: dict[str, list[float]] = {}
     for regime, temperature in REGIMES.items():
-        recording = Recording.make(llm, prompt_ids, temperature, tokens)
+        recording = Recording.make(llm, prompts, temperature, tokens)
         lengths = lengths_by_regime[regime] = []
         for depth in range(1, MAX_DRAFT_TOKENS + 1):
             drafting = llm.with_drafter({"method": method, "model": str(folder), "num_speculative_tokens": depth})
@@ -128,13 +166,18 @@ def _remove_target_path(config: Path) -> None:
     config.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
 
 
-def _make_plan(method: str, head: HeadRecipe, out: Path, texts: Path, held_out: Path, device: str) -> TrainPlan:
+def _make_plan(method: str, head: HeadRecipe, out: Path, folder: Path, target: HeadsTarget, device: str) -> TrainPlan:
     return TrainPlan(
         method=method,
-        model=str(out / "target"),
-        out=out / (head.folder or method),
-        data=DataConfig((str(texts),), (str(held_out),)),
-        steps=OptimizationConfig(steps=head.steps, learning_rate=head.learning_rate, optimizer=head.optimizer),
+        model=str(out / target.folder),
+        out=folder,
+        data=target.data,
+        steps=OptimizationConfig(
+            steps=head.steps,
+            learning_rate=head.learning_rate,
+            optimizer=head.optimizer,
+            batch_tokens=target.batch_tokens,
+        ),
         evaluation=EvaluationConfig(prompts=0),  # `measure_head` measures the figures of the card
         settings=dict(head.settings) | _build_boost(head, out),
         device=device,
@@ -146,12 +189,13 @@ def _build_boost(head: HeadRecipe, out: Path) -> dict[str, str]:
     return {"boost": ",".join(str(out / name) for name in head.boost)} if head.boost else {}
 
 
-def render_card(method: str, head: HeadRecipe, lengths: Mapping[str, Sequence[float]]) -> str:
+def render_card(method: str, head: HeadRecipe, target: HeadsTarget, lengths: Mapping[str, Sequence[float]]) -> str:
     """Return the model card as Markdown.
 
     Args:
         method: drafting method of the head.
         head: recipe of the head.
+        target: target of the head.
         lengths: acceptance lengths by regime, as `measure_head` returns them.
     """
     settings = "".join(f" --set {key}={value}" for key, value in head.settings.items())
@@ -159,14 +203,13 @@ def render_card(method: str, head: HeadRecipe, lengths: Mapping[str, Sequence[fl
     lines = [
         f"# Foredraft built-in {method} head",
         "",
-        f"Drafts for the built-in target: `foredraft generate --spec-method {method}`.",
+        f"Drafts for the built-in target `{target.name}`: `{target.generate} {method}`.",
         "",
-        "- Data: output of the target, half of it greedy and half sampled at temperature 1, and files "
-        "of its corpus (`foredraft.zoo_training.generated`); nothing of the held-out modules and packages.",
+        f"- Data: {target.data_description}",
         f"- Recipe: `foredraft train {method}{settings} --steps {head.steps} --optimizer {head.optimizer} "
-        f"--lr {head.learning_rate}`, batches of 2,048 tokens. `foredraft zoo train` repeats it.",
+        f"--lr {head.learning_rate}`, batches of {target.batch_tokens:,} tokens. `foredraft zoo train` repeats it.",
         "",
-        "Acceptance length, bonus included, of chains of K tokens after held-out prompts of the standard library:",
+        f"Acceptance length, bonus included, of chains of K tokens after {target.prompts_description}:",
         "output of the target, greedy and sampled at temperature 1 with shared noise (`match`), replayed through the",
         "drafter.",
         "",

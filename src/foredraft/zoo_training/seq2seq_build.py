@@ -1,7 +1,7 @@
 """Build of the built-in encoder-decoder pair from the prose of the standard library: target, draft model, cards."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from foredraft.zoo.corpus import SourceFile
 from foredraft.zoo.prose import extract_passages
 from foredraft.zoo.typos import CLEAN_SHARE, WORD_ERROR_RATE
 from foredraft.zoo_training import tokens
+from foredraft.zoo_training.heads import HeadsPlan, LogLine, PartProgressCallback, load_target, train_heads
 from foredraft.zoo_training.seq2seq import (
     SEQ2SEQ_DRAFT_RECIPE,
     SEQ2SEQ_RECIPE,
@@ -24,17 +25,18 @@ from foredraft.zoo_training.seq2seq import (
     make_distillation_loss,
     train,
 )
+from foredraft.zoo_training.seq2seq_heads import make_plan, prepare_seq2seq_target
 
-PartProgressCallback = Callable[[str, int, int, float], None]  # part, step, steps, loss
 TARGET_NAME, DRAFT_NAME = "seq2seq", "seq2seq_draft"
 
 
 @dataclass(frozen=True)
 class Seq2SeqPairRecipe:
-    """Recipes of the target and the draft model."""
+    """Recipes of the target, the draft model and the heads."""
 
     target: Seq2SeqRecipe = SEQ2SEQ_RECIPE
     draft: Seq2SeqRecipe = SEQ2SEQ_DRAFT_RECIPE
+    heads: HeadsPlan | None = None  # None = those of all methods
 
 
 PAIR_RECIPE = Seq2SeqPairRecipe()
@@ -47,9 +49,10 @@ def build_pair(
     train_files: Sequence[SourceFile],
     held_files: Sequence[SourceFile],
     report: PartProgressCallback,
+    log_line: LogLine,
     pair: Seq2SeqPairRecipe = PAIR_RECIPE,
 ) -> None:
-    """Train both models into subfolders of `out`; a finished model is kept, an interrupted run is resumed.
+    """Train both models and the heads into subfolders of `out`; what is finished is kept, the rest is resumed.
 
     Args:
         out: folder of the models.
@@ -58,7 +61,8 @@ def build_pair(
         train_files: files whose prose is trained on.
         held_files: files whose prose is measured on.
         report: called with model name, step, steps and loss.
-        pair: recipes of the two models.
+        log_line: called with lines for the user.
+        pair: recipes of the two models and the heads.
     """
     passages, held_out = extract_passages(train_files), extract_passages(held_files)
     end_tokenizer = append_end_token(tokenizer)
@@ -77,6 +81,9 @@ def build_pair(
         train(Seq2SeqJob(recipe, end_tokenizer, passages, held_out, folder, loss, device, progress))
         tokens.save_tokenizer(end_tokenizer, folder)
         (folder / "README.md").write_text(render_card(name, recipe, _read_last_evaluation(folder), len(passages)))
+    heads, llm = pair.heads or make_plan(), load_target(out / TARGET_NAME, device)
+    target = prepare_seq2seq_target(out, llm, TARGET_NAME, passages, held_out, log_line, heads)
+    train_heads(target, out, device, report, log_line, heads)
 
 
 def _read_last_evaluation(folder: Path) -> dict[str, float]:

@@ -65,7 +65,11 @@ METHOD = Method(
     ),
     training=Training(TrainConfig, create_trainee),
     built_in=BuiltIn(
-        {zoo.DEFAULT_TARGET: "blockwise"}, HeadRecipe(900, {"heads": "3", "inner": "192", "decay": "0.8"})
+        {zoo.DEFAULT_TARGET: "blockwise", zoo.SEQ2SEQ_TARGET: "seq2seq_blockwise"},
+        {
+            zoo.DEFAULT_TARGET: HeadRecipe(900, {"heads": "3", "inner": "192", "decay": "0.8"}),
+            zoo.SEQ2SEQ_TARGET: HeadRecipe(900, {"heads": "7", "inner": "192"}),
+        },
     ),
     variants=VARIANTS,
 )

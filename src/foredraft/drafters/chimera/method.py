@@ -32,7 +32,8 @@ METHOD = Method(
     ),
     training=Training(TrainConfig, create_trainee),
     built_in=BuiltIn(
-        {zoo.DEFAULT_TARGET: "chimera"}, HeadRecipe(350, {"heads": "2", "intermediate": "224", "steps": "4"})
+        {zoo.DEFAULT_TARGET: "chimera"},
+        {zoo.DEFAULT_TARGET: HeadRecipe(350, {"heads": "2", "intermediate": "224", "steps": "4"})},
     ),
     variants=VARIANTS,
 )

@@ -46,6 +46,12 @@ METHOD = Method(
     ),
     training=Training(TrainConfig, create_trainee),
     # 850 updates; the setting `steps` of this method is the number of unrolled steps
-    built_in=BuiltIn({zoo.DEFAULT_TARGET: "eagle"}, HeadRecipe(steps=850, settings={"steps": "2"})),
+    built_in=BuiltIn(
+        {zoo.DEFAULT_TARGET: "eagle", zoo.SEQ2SEQ_TARGET: "seq2seq_eagle"},
+        {
+            zoo.DEFAULT_TARGET: HeadRecipe(850, {"steps": "2"}),
+            zoo.SEQ2SEQ_TARGET: HeadRecipe(900, {"steps": "2"}),
+        },
+    ),
     variants=VARIANTS,
 )

@@ -72,6 +72,6 @@ METHOD = Method(
     ),
     training=Training(TrainConfig, create_trainee),
     # 850 updates; the setting `steps` of this method is the number of unrolled steps
-    built_in=BuiltIn({zoo.DEFAULT_TARGET: "eagle3"}, HeadRecipe(steps=850, settings={"steps": "4"})),
+    built_in=BuiltIn({zoo.DEFAULT_TARGET: "eagle3"}, {zoo.DEFAULT_TARGET: HeadRecipe(850, {"steps": "4"})}),
     variants=VARIANTS,
 )

@@ -72,6 +72,9 @@ METHOD = Method(
         make_layout=checkpoint.make_layout,
     ),
     training=Training(TrainConfig, create_trainee),
-    built_in=BuiltIn({zoo.DEFAULT_TARGET: "early_exit"}, HeadRecipe(300, {"exit_layer": "4"}, learning_rate=0.04)),
+    built_in=BuiltIn(
+        {zoo.DEFAULT_TARGET: "early_exit"},
+        {zoo.DEFAULT_TARGET: HeadRecipe(300, {"exit_layer": "4"}, learning_rate=0.04)},
+    ),
     variants=VARIANTS,
 )

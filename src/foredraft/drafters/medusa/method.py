@@ -78,7 +78,13 @@ METHOD = Method(
         refused_exports={"sglang": "SGLang loads no Medusa heads"},
     ),
     training=Training(TrainConfig, create_trainee),
-    built_in=BuiltIn({zoo.DEFAULT_TARGET: "medusa"}, HeadRecipe(450, {"own_head": "false", "layers": "2"})),
+    built_in=BuiltIn(
+        {zoo.DEFAULT_TARGET: "medusa", zoo.SEQ2SEQ_TARGET: "seq2seq_medusa"},
+        {
+            zoo.DEFAULT_TARGET: HeadRecipe(450, {"own_head": "false", "layers": "2"}),
+            zoo.SEQ2SEQ_TARGET: HeadRecipe(900, {"own_head": "false"}),
+        },
+    ),
     option_aliases={"medusa_choices": lambda value: {"tree": value}},
     variants=VARIANTS,
 )
