@@ -78,7 +78,7 @@ class HeadRecipe:
         learning_rate: highest learning rate.
         optimizer: name of the optimizer.
         folder: name of the drafter's folder; "" = that of the method.
-        boost: folders of the built-in draft models that the drafter is trained to complement.
+        boost: folders of the built-in draft models that draft beside this one; it learns what they miss.
     """
 
     steps: int
@@ -87,6 +87,10 @@ class HeadRecipe:
     optimizer: str = "muon"
     folder: str = ""
     boost: tuple[str, ...] = ()
+
+    def get_folder(self, method: str) -> str:
+        """Return the name of the drafter's folder."""
+        return self.folder or method
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,10 @@ class BuiltIn:
     folders: Mapping[str, str] = field(default_factory=dict)
     recipe: HeadRecipe | None = None
     further: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def list_folders(self, target: str) -> list[str]:
+        """Return the names of all folders for a built-in target, in the order of the members of an ensemble."""
+        return [self.folders[target], *self.further.get(target, ())] if target in self.folders else []
 
 
 @dataclass(frozen=True)

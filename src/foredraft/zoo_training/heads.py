@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from foredraft.drafters.method import HeadRecipe
-from foredraft.drafters.registry import load_methods
+from foredraft.drafters.registry import METHOD_SEPARATOR, load_methods
 from foredraft.llm import LLM
 from foredraft.train.config import DataConfig, EvaluationConfig, OptimizationConfig, TrainPlan
 from foredraft.train.replay import REGIMES, Recording, Replay, ReplayMetrics
@@ -32,7 +32,7 @@ def list_recipes() -> dict[str, HeadRecipe]:
 
 def list_head_folders() -> list[str]:
     """Return the names of the folders of these heads."""
-    return [recipe.folder or method for method, recipe in list_recipes().items()]
+    return [recipe.get_folder(method) for method, recipe in list_recipes().items()]
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,11 @@ def train_heads(
             heads.corpus_tokens,
         )
     for method, head in heads.recipes.items():
-        folder = out / (head.folder or method)
+        folder = out / head.get_folder(method)
         if (folder / "README.md").exists():
             continue
         train(
-            _make_plan(method, head, out, texts, held_out, device),
+            make_plan(method, head, out, texts, held_out, device),
             log_line,
             lambda status, part=folder.name: report(part, status.step, status.steps, status.loss),  # type: ignore[misc]
         )
@@ -128,11 +128,21 @@ def _remove_target_path(config: Path) -> None:
     config.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
 
 
-def _make_plan(method: str, head: HeadRecipe, out: Path, texts: Path, held_out: Path, device: str) -> TrainPlan:
+def make_plan(method: str, head: HeadRecipe, out: Path, texts: Path, held_out: Path, device: str) -> TrainPlan:
+    """Make the plan of the training of one head.
+
+    Args:
+        method: drafting method of the head.
+        head: recipe of the head.
+        out: folder that has the target, earlier draft models and the result.
+        texts: training token ids.
+        held_out: token ids that are not trained on.
+        device: device of training.
+    """
     return TrainPlan(
         method=method,
         model=str(out / "target"),
-        out=out / (head.folder or method),
+        out=out / head.get_folder(method),
         data=DataConfig((str(texts),), (str(held_out),)),
         steps=OptimizationConfig(steps=head.steps, learning_rate=head.learning_rate, optimizer=head.optimizer),
         evaluation=EvaluationConfig(prompts=0),  # `measure_head` measures the figures of the card
@@ -156,19 +166,21 @@ def render_card(method: str, head: HeadRecipe, lengths: Mapping[str, Sequence[fl
     """
     settings = "".join(f" --set {key}={value}" for key, value in head.settings.items())
     settings += "".join(f" --boost {name}" for name in head.boost)
+    title = head.folder or f"{method} head"
+    members = METHOD_SEPARATOR.join([method] * (1 + len(head.boost)))  # the drafter and those that it complements
     lines = [
-        f"# Foredraft built-in {method} head",
+        f"# Foredraft built-in {title}",
         "",
-        f"Drafts for the built-in target: `foredraft generate --spec-method {method}`.",
+        f"Drafts for the built-in target: `foredraft generate --spec-method {members}`.",
         "",
         "- Data: output of the target, half of it greedy and half sampled at temperature 1, and files "
         "of its corpus (`foredraft.zoo_training.generated`); nothing of the held-out modules and packages.",
         f"- Recipe: `foredraft train {method}{settings} --steps {head.steps} --optimizer {head.optimizer} "
         f"--lr {head.learning_rate}`, batches of 2,048 tokens. `foredraft zoo train` repeats it.",
         "",
-        "Acceptance length, bonus included, of chains of K tokens after held-out prompts of the standard library:",
-        "output of the target, greedy and sampled at temperature 1 with shared noise (`match`), replayed through the",
-        "drafter.",
+        "Acceptance length, bonus included, of its own chains of K tokens after held-out prompts of the standard",
+        "library: output of the target, greedy and sampled at temperature 1 with shared noise (`match`), replayed",
+        "through the drafter.",
         "",
         "| | " + " | ".join(f"K={k + 1}" for k in range(MAX_DRAFT_TOKENS)) + " |",
         "|---|" + "---|" * MAX_DRAFT_TOKENS,

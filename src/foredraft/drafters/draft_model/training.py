@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from foredraft.checkpoints.layouts import CheckpointLayout
 from foredraft.drafters.draft_model.boosting import EarlierDrafts, check_same_vocabulary
-from foredraft.drafters.losses import MIN_WEIGHT, Losses, Trace, average_over_mask, check_loss, compute_draft_loss
+from foredraft.drafters.losses import Losses, Trace, average_over_mask, check_loss, compute_draft_loss
 from foredraft.drafters.trainee import OnPolicyTraining, TraineeSpec
 from foredraft.errors import ForedraftError
 from foredraft.models.hf import HFModel
@@ -78,8 +78,7 @@ class DraftTrainee:
             return Losses(average_over_mask(losses, mask[mask]), {})
         covered = self.earlier.find_covered(trace)[mask]
         weights = torch.where(covered, self.config.boost_weight, 1.0)
-        loss = (losses * weights).sum() / weights.sum().clamp_min(MIN_WEIGHT)
-        return Losses(loss, {"covered": covered.float().mean().item()})
+        return Losses(average_over_mask(losses * weights, mask[mask]), {"covered": covered.float().mean().item()})
 
     def make_policy(self) -> Any:
         """Copy the network in the target's dtype, for sampling and for saving."""
