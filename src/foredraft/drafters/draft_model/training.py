@@ -43,7 +43,7 @@ class TrainConfig:
     draft_config: str | None = None
     on_policy: float = 0.0
     boost: tuple[str, ...] = ()
-    boost_weight: float = 0.0
+    boost_weight: float = 0.25
 
     @staticmethod
     def read_shape(model: Any) -> dict[str, object]:
