@@ -10,7 +10,7 @@ from foredraft.drafters.creation import create_drafter
 from foredraft.drafters.ensemble.fallback import FallbackDrafter
 from foredraft.drafters.interface import Drafter
 from foredraft.drafters.method import DrafterContext, Method
-from foredraft.drafters.registry import load_methods, parse_config, resolve_method
+from foredraft.drafters.registry import load_methods, number_members, parse_config, resolve_method
 from foredraft.drafters.user_spec import MethodSpec, UserDrafterSpec
 from foredraft.engine.drafter_validation import validate_drafter
 from foredraft.engine.sandbox import SandboxedDrafter
@@ -94,16 +94,15 @@ class DrafterFactory:
         )
 
     def _find_builtin_drafters(self) -> dict[str, str]:
-        """Return the built-in drafters of all methods: by method, and by the names of further members of one method."""
+        """Return the built-in drafters of all methods, by the names that the members of one method have."""
         found: dict[str, str] = {}
+        if self.builtin is None:
+            return found
         for name, method in load_methods().items():
-            first = self._find_builtin_drafter(method)
-            if first is None or self.builtin is None:
-                continue
-            found[name] = first
-            for i, folder in enumerate(method.built_in.further.get(self.builtin, ()), 2):
-                if (path := zoo.find_drafter({self.builtin: folder}, self.builtin)) is not None:
-                    found[f"{name}_{i}"] = path
+            folders = method.built_in.list_folders(self.builtin)
+            for member, folder in zip(number_members([name] * len(folders)), folders, strict=True):
+                if (path := zoo.find_installed(folder)) is not None:
+                    found[member] = path
         return found
 
     def _find_builtin_drafter(self, method: Method) -> str | None:

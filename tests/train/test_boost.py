@@ -17,7 +17,7 @@ from foredraft.drafters.draft_model.training import DraftTrainee, TrainConfig, c
 from foredraft.drafters.losses import TargetLogProbs, Trace
 from foredraft.errors import ForedraftError
 from foredraft.train.run import train
-from tests.support import tiny_models
+from tests.support import tiny_models, tiny_seq2seq
 from tests.support.train_fakes import plan, write_ids
 
 VOCAB = 7
@@ -76,7 +76,8 @@ def test_the_loss_weighs_covered_positions(weight: float) -> None:
     each = nn.functional.cross_entropy(
         trainee.network(trace.tokens[:, :-1]).logits.transpose(1, 2), trace.tokens[:, 1:], reduction="none"
     )
-    assert losses.total.item() == pytest.approx(((each * weights).sum() / weights.sum()).item(), rel=1e-5)
+    expected = (each * weights).sum() / trace.mask[:, 1:].sum()  # over all positions, so that passes of a step add up
+    assert losses.total.item() == pytest.approx(expected.item(), rel=1e-5)
     assert losses.components["covered"] == pytest.approx(covered[trace.mask[:, 1:]].float().mean().item())
     plain = make_trainee(TrainConfig(loss="ce")).compute_loss(trace).total.item()
     assert (losses.total.item() == pytest.approx(plain, rel=1e-5)) == (weight == 1.0)
@@ -149,10 +150,12 @@ def test_wrong_settings_are_one_line(folder: Path) -> None:
     target = LLM(str(folder / "model"), None).target
     other = copy.deepcopy(tiny_models.llama(vocab_size=50)).float()
     other.save_pretrained(folder / "other")
+    tiny_seq2seq.make_model("t5").save_pretrained(folder / "seq2seq")
     for settings, words in (
         ({"boost_weight": 1.5}, "boost_weight must lie in 0..1, got 1.5"),
         ({"boost": (str(folder / "none"),)}, "none"),
         ({"boost": (str(folder / "other"),)}, "50 tokens"),
+        ({"boost": (str(folder / "seq2seq"),)}, "seq2seq is an encoder-decoder model; boost takes draft models"),
     ):
         with pytest.raises(ForedraftError, match=words) as caught:
             create_trainee(TrainConfig(hidden=16, layers=1, **settings), target)  # type: ignore[arg-type]

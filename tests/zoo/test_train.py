@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from foredraft import LLM, ForedraftError, Sampling
+from foredraft import LLM, ForedraftError, Sampling, zoo
 from foredraft.train.checkpoint import OPTIMIZER_FILE, WEIGHTS_FILE
 from foredraft.zoo import corpus
 from foredraft.zoo_training import build
 from foredraft.zoo_training.batches import WindowBatches
-from foredraft.zoo_training.heads import HeadsPlan, list_recipes
+from foredraft.zoo_training.heads import HeadsPlan, find_head_folder, list_head_folders, list_recipes
 from foredraft.zoo_training.measure import PairMetrics, measure_pair
 from foredraft.zoo_training.recipe import TARGET_RECIPE, LlamaRecipe, TrainStage
 from foredraft.zoo_training.seq2seq import SEQ2SEQ_DRAFT_RECIPE, SEQ2SEQ_RECIPE
@@ -41,7 +41,11 @@ TINY_PAIR = Seq2SeqPairRecipe(
         batch_tokens=64,
     ),
     replace(SEQ2SEQ_DRAFT_RECIPE, hidden=8, intermediate=8, heads=1, encoder_layers=1, steps=2, batch_tokens=64),
-)
+    HeadsPlan(
+        {name: replace(recipe, steps=2) for name, recipe in list_recipes(zoo.SEQ2SEQ_TARGET).items()},
+        documents=4, prompts=2, tokens=8,
+    ),
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -79,10 +83,14 @@ def test_prompts_come_from_held_out_modules_only():
 def test_everything_is_built_and_measured_and_loads_in_transformers(python_tree, tmp_path):
     out = tmp_path / "out"
     steps = []
-    of_two_layers = {"eagle3": {"taps": "[1]"}, "early_exit": {"exit_layer": "1", "rank": "8"}}
+    tiny_settings = {
+        "eagle3": {"taps": "[1]"},
+        "early_exit": {"exit_layer": "1", "rank": "8"},
+        "draft_model": {"draft_config": str(out / "draft")},  # the recipe's is larger than a tiny target
+    }
     recipes = list_recipes()
     tiny = {
-        name: replace(recipe, steps=2, settings={**recipe.settings, **of_two_layers.get(name, {})})
+        name: replace(recipe, steps=2, settings={**recipe.settings, **tiny_settings.get(name, {})})
         for name, recipe in recipes.items()
     }
     heads = HeadsPlan(tiny, documents=4, corpus_tokens=4000, prompts=2, tokens=16)
@@ -96,13 +104,17 @@ def test_everything_is_built_and_measured_and_loads_in_transformers(python_tree,
         pair=TINY_PAIR,
     )
     assert 0 < figures.alpha < 1
-    assert set(steps) == {*build.PARTS, *recipes, "seq2seq", "seq2seq_draft"}
-    for method in recipes:
-        llm = LLM(str(out / "target"), {"method": method, "model": str(out / method)})
+    folders = {name: find_head_folder(name) for name in recipes}
+    pair_folders = {find_head_folder(name, zoo.SEQ2SEQ_TARGET) for name in list_recipes(zoo.SEQ2SEQ_TARGET)}
+    assert set(steps) == {*build.PARTS, *folders.values(), "seq2seq", "seq2seq_draft", *pair_folders}
+    assert {*folders.values(), *pair_folders} == set(list_head_folders())
+    for method, name in folders.items():
+        llm = LLM(str(out / "target"), {"method": method, "model": str(out / name)})
         (done,) = llm.generate("def f(", Sampling(max_tokens=8, temperature=0, ignore_eos=True))
         assert done.stats.num_drafted > 0
-        assert str(out) not in (out / method / "config.json").read_text()
-        assert f"foredraft train {method}" in (out / method / "README.md").read_text()
+        assert str(out) not in (out / name / "config.json").read_text()
+        assert f"foredraft train {method}" in (out / name / "README.md").read_text()
+    assert "--boost draft " in (out / "draft_2" / "README.md").read_text()
     for part in build.PARTS:
         model = AutoModelForCausalLM.from_pretrained(out / part)
         assert model.dtype == torch.bfloat16

@@ -77,8 +77,8 @@ class HeadRecipe:
         settings: settings of the training.
         learning_rate: highest learning rate.
         optimizer: name of the optimizer.
-        folder: name of the drafter's folder; "" = that of the method.
-        boost: folders of the built-in draft models that the drafter is trained to complement.
+        folder: name of the drafter's folder; "" = the first of `BuiltIn.folders`.
+        boost: folders of the built-in draft models that draft beside this one; it learns what they miss.
     """
 
     steps: int
@@ -103,6 +103,14 @@ class BuiltIn:
     folders: Mapping[str, str] = field(default_factory=dict)
     recipes: Mapping[str, HeadRecipe] = field(default_factory=dict)
     further: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def find_recipe_folder(self, target: str) -> str:
+        """Return the name of the folder that the recipe for a built-in target fills."""
+        return self.recipes[target].folder or self.folders[target]
+
+    def list_folders(self, target: str) -> list[str]:
+        """Return the names of all folders for a built-in target, in the order of the members of an ensemble."""
+        return [self.folders[target], *self.further.get(target, ())] if target in self.folders else []
 
 
 @dataclass(frozen=True)

@@ -63,5 +63,10 @@ def find_drafter(folders: Mapping[str, str], target: str = DEFAULT_TARGET) -> st
         folders: names of the method's folders, by built-in target.
         target: name of the target.
     """
-    name = folders.get(target)
-    return str(find_folder(name)) if name is not None and (_FOLDER / name / "config.json").exists() else None
+    return find_installed(folders[target]) if target in folders else None
+
+
+def find_installed(name: str) -> str | None:
+    """Return the folder of a built-in model; None if this installation does not have it."""
+    folder = _FOLDER / name
+    return str(folder) if (folder / "config.json").exists() else None

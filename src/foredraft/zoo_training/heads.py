@@ -9,7 +9,7 @@ import numpy as np
 
 from foredraft import zoo
 from foredraft.drafters.method import HeadRecipe
-from foredraft.drafters.registry import load_methods
+from foredraft.drafters.registry import METHOD_SEPARATOR, load_methods
 from foredraft.llm import LLM
 from foredraft.train.config import DataConfig, EvaluationConfig, OptimizationConfig, TrainPlan
 from foredraft.train.prompts import TrainPrompt
@@ -33,8 +33,7 @@ def list_recipes(target: str = zoo.DEFAULT_TARGET) -> dict[str, HeadRecipe]:
 
 def find_head_folder(method: str, target: str = zoo.DEFAULT_TARGET) -> str:
     """Return the name of the folder that a method's recipe for a built-in target fills."""
-    built_in = load_methods()[method].built_in
-    return built_in.recipes[target].folder or built_in.folders[target]
+    return load_methods()[method].built_in.find_recipe_folder(target)
 
 
 def list_head_folders() -> list[str]:
@@ -121,7 +120,7 @@ def train_heads(
         if (folder / "README.md").exists():
             continue
         train(
-            _make_plan(method, head, out, folder, target, device),
+            make_plan(method, head, out / target.folder, folder, target.data, target.batch_tokens, device),
             log_line,
             lambda status, part=folder.name: report(part, status.step, status.steps, status.loss),  # type: ignore[misc]
         )
@@ -166,20 +165,31 @@ def _remove_target_path(config: Path) -> None:
     config.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
 
 
-def _make_plan(method: str, head: HeadRecipe, out: Path, folder: Path, target: HeadsTarget, device: str) -> TrainPlan:
+def make_plan(
+    method: str, head: HeadRecipe, target: Path, folder: Path, data: DataConfig, batch_tokens: int, device: str
+) -> TrainPlan:
+    """Make the plan of the training of one head.
+
+    Args:
+        method: drafting method of the head.
+        head: recipe of the head.
+        target: folder of the target; earlier draft models are beside it.
+        folder: folder of the result.
+        data: training data and held-out data.
+        batch_tokens: tokens per step.
+        device: device of training.
+    """
+    steps = OptimizationConfig(
+        steps=head.steps, learning_rate=head.learning_rate, optimizer=head.optimizer, batch_tokens=batch_tokens
+    )
     return TrainPlan(
         method=method,
-        model=str(out / target.folder),
+        model=str(target),
         out=folder,
-        data=target.data,
-        steps=OptimizationConfig(
-            steps=head.steps,
-            learning_rate=head.learning_rate,
-            optimizer=head.optimizer,
-            batch_tokens=target.batch_tokens,
-        ),
+        data=data,
+        steps=steps,
         evaluation=EvaluationConfig(prompts=0),  # `measure_head` measures the figures of the card
-        settings=dict(head.settings) | _build_boost(head, out),
+        settings=dict(head.settings) | _build_boost(head, target.parent),
         device=device,
     )
 
@@ -200,16 +210,18 @@ def render_card(method: str, head: HeadRecipe, target: HeadsTarget, lengths: Map
     """
     settings = "".join(f" --set {key}={value}" for key, value in head.settings.items())
     settings += "".join(f" --boost {name}" for name in head.boost)
+    title = head.folder or f"{method} head"
+    members = METHOD_SEPARATOR.join([method] * (1 + len(head.boost)))  # the drafter and those that it complements
     lines = [
-        f"# Foredraft built-in {method} head",
+        f"# Foredraft built-in {title}",
         "",
-        f"Drafts for the built-in target `{target.name}`: `{target.generate} {method}`.",
+        f"Drafts for the built-in target `{target.name}`: `{target.generate} {members}`.",
         "",
         f"- Data: {target.data_description}",
         f"- Recipe: `foredraft train {method}{settings} --steps {head.steps} --optimizer {head.optimizer} "
         f"--lr {head.learning_rate}`, batches of {target.batch_tokens:,} tokens. `foredraft zoo train` repeats it.",
         "",
-        f"Acceptance length, bonus included, of chains of K tokens after {target.prompts_description}:",
+        f"Acceptance length, bonus included, of its own chains of K tokens after {target.prompts_description}:",
         "output of the target, greedy and sampled at temperature 1 with shared noise (`match`), replayed through the",
         "drafter.",
         "",

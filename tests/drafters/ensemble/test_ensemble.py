@@ -7,6 +7,7 @@ failures of one member that stop the others, draft memory that differs between m
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -473,3 +474,11 @@ def test_a_composition_by_name_writes_the_same_text(spec: Any) -> None:
     assert ids(llm) == ids(plain)
     assert llm.drafter_name == "ngram+suffix"
     assert llm.engine.drafter.num_failures == 0
+
+
+def test_each_draft_model_for_the_built_in_target_is_another_one() -> None:
+    llm = LLM(None, {"method": "draft_model+draft_model", "num_speculative_tokens": 2, "mode": "merge"})
+    names = [member.drafter.lm.name for member in llm.drafter.members]  # type: ignore[attr-defined,union-attr]
+    assert [Path(name).name for name in names] == ["draft", "draft_2"]
+    with pytest.raises(ForedraftError, match=r"draft_model and draft_model_3 are equal, give draft_model_3\.model"):
+        llm.with_drafter("draft_model+draft_model+draft_model")

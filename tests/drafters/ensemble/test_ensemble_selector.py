@@ -16,6 +16,7 @@ from foredraft.drafters.ensemble.selector import (
     ModelMemberStats,
     RequestChoices,
     SelectionMode,
+    share_nodes,
 )
 from foredraft.drafters.ensemble.value import (
     PRIOR_FIRST_RATE,
@@ -191,3 +192,20 @@ def test_a_trend_of_one_size_is_as_configured() -> None:
             trend.update(4, 2.0)
     assert (depth.slope, depth.intercept) == pytest.approx((0.5, 0.0))
     assert (rows.slope, rows.intercept) == pytest.approx((0.0, 2.0))
+
+
+@pytest.mark.parametrize(
+    ("budget", "limits", "shares"),
+    [
+        (12, [8, 4], (8, 4)),  # fault: both got 6, and 2 nodes were lost
+        (12, [4, 8], (4, 8)),
+        (9, [8, 8], (5, 4)),
+        (7, [1, 9, 9], (1, 3, 3)),
+        (30, [8, 4], (8, 4)),
+        (0, [3, 3], (0, 0)),
+    ],
+)
+def test_nodes_that_a_member_cannot_use_go_to_the_others(
+    budget: int, limits: list[int], shares: tuple[int, ...]
+) -> None:
+    assert share_nodes(budget, limits) == shares

@@ -1,7 +1,9 @@
 """Boost-tuning of several draft models: each next one learns the positions that the earlier ones miss.
 
 Several draft models draft together as one tree (`draft_model+draft_model`). A second model that errs where the first
-errs adds nothing. So its loss leaves out positions at which an earlier model predicts the target's likeliest token.
+errs adds nothing. So a position at which an earlier model predicts the target's likeliest token has less weight in its
+loss. SpecInfer leaves out whole texts that an earlier model continues as the target does. Here every position counts
+for itself, because few long texts are continued without an error, and each position is the root of a tree.
 
 Reference: SpecInfer, 2305.09781, section 3.
 """

@@ -105,7 +105,11 @@ METHOD = Method(
     default_ranks={zoo.DEFAULT_TARGET: 2, zoo.SEQ2SEQ_TARGET: 2},
     built_in=BuiltIn(
         {zoo.DEFAULT_TARGET: "draft", zoo.SEQ2SEQ_TARGET: "seq2seq_draft"},
-        {zoo.DEFAULT_TARGET: HeadRecipe(900, {"layers": "1", "hidden": "192"}, folder="draft_2", boost=("draft",))},
+        {
+            zoo.DEFAULT_TARGET: HeadRecipe(  # 1.2 M parameters
+                700, {"layers": "1", "hidden": "192"}, folder="draft_2", boost=("draft",)
+            )
+        },
         further={zoo.DEFAULT_TARGET: ("draft_2",)},
     ),
     variants=VARIANTS,

@@ -13,7 +13,7 @@ from foredraft.checkpoints.layouts import CheckpointLayout
 from foredraft.drafters.draft_model.architecture import DraftSize, read_size, shrink_config
 from foredraft.drafters.draft_model.boosting import EarlierDrafts, check_same_kind, check_same_vocabulary
 from foredraft.drafters.draft_model.teacher_forcing import compute_trace_logits
-from foredraft.drafters.losses import MIN_WEIGHT, Losses, Trace, average_over_mask, check_loss, compute_draft_loss
+from foredraft.drafters.losses import Losses, Trace, average_over_mask, check_loss, compute_draft_loss
 from foredraft.drafters.trainee import OnPolicyTraining, TraineeSpec
 from foredraft.errors import ForedraftError
 from foredraft.models.hf import HFModel
@@ -42,7 +42,7 @@ class TrainConfig:
     draft_config: str | None = None
     on_policy: float = 0.0
     boost: tuple[str, ...] = ()
-    boost_weight: float = 0.0
+    boost_weight: float = 0.25
 
     @staticmethod
     def read_shape(model: Any) -> dict[str, object]:
@@ -76,8 +76,7 @@ class DraftTrainee:
             return Losses(average_over_mask(losses, mask[mask]), {})
         covered = self.earlier.find_covered(trace)[mask]
         weights = torch.where(covered, self.config.boost_weight, 1.0)
-        loss = (losses * weights).sum() / weights.sum().clamp_min(MIN_WEIGHT)
-        return Losses(loss, {"covered": covered.float().mean().item()})
+        return Losses(average_over_mask(losses * weights, mask[mask]), {"covered": covered.float().mean().item()})
 
     def make_policy(self) -> Any:
         """Copy the network in the target's dtype, for sampling and for saving."""

@@ -151,11 +151,12 @@ def _check_differences(
     methods: Mapping[str, Method], options: Mapping[str, MethodOptions], context: DrafterContext
 ) -> None:
     """Raise ForedraftError if two members of one method have the same model and options."""
+    models = {
+        name: options[name].get("model", _find_builtin_drafter(name, method, context))
+        for name, method in methods.items()
+    }
     for (one, method), (other, same) in combinations(methods.items(), 2):
-        is_same_model = (
-            "model" in options[one] or len({_find_builtin_drafter(name, method, context) for name in (one, other)}) == 1
-        )
-        if method is same and options[one] == options[other] and is_same_model:
+        if method is same and options[one] == options[other] and models[one] == models[other]:
             key = "model" if method.uses_model else "OPTION"
             raise ForedraftError(
                 f"an ensemble needs two or more different methods, or members of one method that differ; {one} and "

@@ -91,13 +91,13 @@ class RequestDraftPlan:
     """Draft of one request: a candidate, a model member's draft, or a merged tree of both."""
 
     candidate: CandidateDraft | None = None
-    node_budget: int = 0  # for every selected model member; 0 = none drafts
+    node_budget: int = 0  # of the selected model member; 0 = it does not draft
     value: float = 0.0
-    num_larger: int = 0  # selected members, the first ones, that get one node more
+    merged_budgets: tuple[int, ...] = ()  # of the selected model members, if several draft
 
     def get_budget(self, rank: int) -> int:
         """Return the node budget of a selected model member. `rank`: 0 = first selected member."""
-        return self.node_budget + (rank < self.num_larger)
+        return self.merged_budgets[rank] if self.merged_budgets else self.node_budget
 
 
 class EnsembleSelector:
@@ -188,17 +188,15 @@ class EnsembleSelector:
             return [], list(plans)
         merged_plans = []
         for choices, plan in zip(all_choices, plans, strict=True):
-            candidate = (
-                plan.candidate
-                if choices.may_merge and plan.candidate is not None and not plan.candidate.is_sampled
-                else None
-            )
-            num_shares = (len(all_stats) if choices.may_merge else 1) + (candidate is not None)
-            if choices.is_sampled and choices.may_merge:
-                nodes, rest = divmod(choices.budget, num_shares)
-                merged_plans.append(RequestDraftPlan(candidate, nodes, num_larger=rest))
-            else:
-                merged_plans.append(RequestDraftPlan(candidate, -(-choices.budget // num_shares)))
+            if not choices.may_merge:
+                merged_plans.append(RequestDraftPlan(node_budget=choices.budget))
+                continue
+            candidate = None if plan.candidate is None or plan.candidate.is_sampled else plan.candidate
+            limits = [stats.max_nodes for stats in all_stats]
+            limits += [] if candidate is None else [candidate.size]
+            rounding = 0 if choices.is_sampled else -choices.budget % len(limits)
+            shares = share_nodes(choices.budget + rounding, limits)
+            merged_plans.append(RequestDraftPlan(candidate, merged_budgets=shares[: len(all_stats)]))
         return all_stats, merged_plans
 
     def _estimate_overall_value(self, stats: ModelMemberStats) -> float:
@@ -296,3 +294,20 @@ def _combine_rates(a: tuple[float, float], b: tuple[float, float]) -> tuple[floa
     """Return a prior for the union of two drafts. Their outcomes are strongly correlated."""
     best = max(a, b, key=lambda shares: shares[0] * shares[1])
     return best[0] + 0.25 * min(a[0], b[0]) * (1.0 - best[0]), best[1]
+
+
+def share_nodes(budget: int, limits: Sequence[int]) -> tuple[int, ...]:
+    """Share a node budget equally; what a member cannot use is shared by the others.
+
+    Args:
+        budget: nodes to share.
+        limits: maximum nodes of each member; among equals, the first gets a node more.
+
+    Returns:
+        Nodes of each member; they add up to the budget, or to the sum of the limits if that is smaller.
+    """
+    shares, num_left = [0] * len(limits), budget
+    for rank, i in enumerate(sorted(range(len(limits)), key=limits.__getitem__)):
+        shares[i] = min(limits[i], -(-num_left // (len(limits) - rank)))
+        num_left -= shares[i]
+    return tuple(shares)
