@@ -88,7 +88,7 @@ def test_a_step_in_which_all_is_covered_changes_nothing() -> None:
     table = torch.eye(VOCAB)[[0, 2, 1, 0, 0, 0, 0]]
     logits = table[tokens[:, :-1]]
     trace = Trace(tokens, torch.zeros(1, 3, 0), TargetLogProbs.from_logits(logits), torch.ones(1, 4, dtype=torch.bool))
-    trainee = make_trainee(TrainConfig(), Table(table))
+    trainee = make_trainee(TrainConfig(boost_weight=0.0), Table(table))
     trainee.compute_loss(trace).total.backward()
     assert not trainee.network.table.grad.any()  # type: ignore[union-attr]
 
