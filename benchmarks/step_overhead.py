@@ -49,6 +49,8 @@ MODES = {
     "match top-p 0.9": (Sampling(top_p=0.9, max_tokens=1 << 17), "match"),
     "match top-k 50": (Sampling(top_k=50, max_tokens=1 << 17), "match"),
     "reject top-p 0.9": (Sampling(top_p=0.9, max_tokens=1 << 17), "reject"),
+    "reject": (Sampling(max_tokens=1 << 17), "reject"),
+    "block": (Sampling(max_tokens=1 << 17), "block"),
 }
 
 

@@ -11,6 +11,7 @@ from foredraft import zoo
 from foredraft.completion_generator import CompletionGenerator
 from foredraft.draft_length.costs import CostCurve
 from foredraft.drafter_factory import DrafterFactory, find_default_method
+from foredraft.drafters.spec import NO_DRAFT_SPEC
 from foredraft.drafters.user_spec import AUTO, DraftLength, parse_rule
 from foredraft.drafters.user_spec import UserDrafterSpec as UserDrafterSpec
 from foredraft.engine.calibrate import measure_pass_times
@@ -20,7 +21,7 @@ from foredraft.errors import ForedraftError
 from foredraft.kernels.process import check_process
 from foredraft.kv.sizing import MemoryLimits as MemoryLimits
 from foredraft.models.prompts import find_end_ids
-from foredraft.request_factory import RequestFactory
+from foredraft.request_factory import RequestFactory, choose_sampled_rule
 from foredraft.sampling.grammar import GrammarCompiler
 from foredraft.target_loading import load_target
 from foredraft.verification.rule import Rule
@@ -201,3 +202,5 @@ class LLM(CompletionGenerator):
         self.drafter, self._drafter_name, self.is_adaptive = setup.drafter, setup.drafter_name, setup.is_adaptive
         self.engine = setup.engine
         self._shared = SharedEngine(self.engine)
+        spec = NO_DRAFT_SPEC if self.drafter is None else self.drafter.spec
+        self._requests = replace(self._requests, sampled_rule=choose_sampled_rule(spec, self.target.vocab_size))

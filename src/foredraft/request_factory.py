@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass, replace
 from typing import Any
 
+from foredraft.drafters.spec import DrafterSpec
 from foredraft.engine.transcript import Transcript
 from foredraft.errors import ForedraftError
 from foredraft.models.hf import HFModel
@@ -17,7 +18,9 @@ from foredraft.sampling.params import Sampling
 from foredraft.source import PreparedPrompt, Seq2Seq
 from foredraft.verification.registry import find_rule
 from foredraft.verification.rule import Rule
-from foredraft.verification.rules import MATCH, REJECT
+from foredraft.verification.rules import BLOCK, MATCH, REJECT
+
+MAX_BLOCK_VOCAB = 65_536  # tokens; largest vocabulary for which `auto` chooses `block`
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ class RequestFactory:
     end_ids: frozenset[int]  # token ids that end an output
     rule: Rule | None  # verification rule of requests that name none; None = chosen for every request
     shares_prefixes: bool  # requests of one salt share the pages of equal prefixes
+    sampled_rule: Rule = REJECT  # of requests that are neither greedy nor seeded, if `rule` is None
 
     def prepare(
         self, prompt: Prompt, sampling: Sampling, options: RequestOptions, first_index: int
@@ -66,7 +70,7 @@ class RequestFactory:
             eos_ids=self.end_ids,
             bad_words=bad_words,
             max_length=self.target.context_length,
-            rule=rule or _choose_rule(sampling),
+            rule=rule or self._choose_rule(sampling),
             prediction=prediction,
             page_salt=page_salt,
             source=source,
@@ -82,6 +86,10 @@ class RequestFactory:
             )
             result.append(Transcript(request, first_index + sample, self.tokenizer, text))
         return result
+
+    def _choose_rule(self, sampling: Sampling) -> Rule:
+        """Return the rule of a request under `verify="auto"`."""
+        return MATCH if sampling.is_greedy or sampling.seed is not None else self.sampled_rule
 
     def _create_matcher(self, sampling: Sampling) -> GrammarMatcher | None:
         if sampling.grammar is None:
@@ -107,6 +115,15 @@ class RequestFactory:
             )
 
 
-def _choose_rule(sampling: Sampling) -> Rule:
-    """Return the rule of a request under `verify="auto"`."""
-    return MATCH if sampling.is_greedy or sampling.seed is not None else REJECT
+def choose_sampled_rule(spec: DrafterSpec, vocab_size: int) -> Rule:
+    """Choose between `block` and `reject` for the sampled requests of a drafter.
+
+    On chains `block` accepts at least as much as `reject`, but it computes more rows of p. The choice depends on the
+    drafter alone, never on a draft: the rules accept a first token with different probabilities, so a choice that
+    follows from the samples would change the distribution.
+
+    Args:
+        spec: needs and abilities of the drafter.
+        vocab_size: V, which the cost of a row grows with.
+    """
+    return BLOCK if spec.is_chain and vocab_size <= MAX_BLOCK_VOCAB else REJECT

@@ -68,7 +68,7 @@ class Probs:
     @property
     def total(self) -> float:
         """Sum of the masses; 1 if normalised."""
-        return float(self.mass.sum())
+        return float(self.mass.sum(dtype=np.float64))
 
     @property
     def entropy(self) -> float:
@@ -105,7 +105,7 @@ class Probs:
         A residual without mass arises from rounding if p and q agree. Callers then fall back to p.
         """
         total = self.total
-        return Probs(self.mass / total, self.vocab_size, self.ids) if total > 0 else fallback
+        return Probs(self.mass / np.float64(total), self.vocab_size, self.ids) if total > 0 else fallback
 
     def exclude(self, token: int) -> "Probs":
         """Return dense masses with the mass of `token` set to 0; ids must be None."""

@@ -19,8 +19,10 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from foredraft.errors import ForedraftError
@@ -28,6 +30,8 @@ from foredraft.tree import Commit, TokenTree
 from foredraft.verification.noise import Noise
 from foredraft.verification.probs import NO_TOKEN, Floats, InvalidLogitsError, Probs, TargetProbs, to_target_probs
 from foredraft.verification.rule import Rule, VerifyFunction
+
+BOUND_SLACK = 1e-9  # relative excess of an upper bound of a weight, above its rounding error
 
 CommittedPath = tuple[list[int], list[int]]  # (nodes of a path or of a part of it, the token after each of them)
 
@@ -123,47 +127,14 @@ def block(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
     probs = to_target_probs(p)
 
     def walk(b: int) -> CommittedPath:
-        chain = list(range(tree.roots[b], tree.sizes[b]))
-        tokens = tree.tokens[b]
-        levels: list[tuple[Probs, Probs]] = []  # p and q at every node that has a valid draft child, from the root down
-        for node in chain[:-1]:
-            try:
-                p_node = probs.get_probs(tree.get_row(b, node))
-            except InvalidLogitsError:
-                if not levels:
-                    raise
-                break
-            child = next(_iterate_siblings(tree, b, node, p_node.vocab_size), None)  # a node of a chain has one child
-            if child is None:
-                break
-            _, x, q = child
-            levels.append((p_node, q))
-            if p_node[x] <= 0:  # no later node can be accepted, so their logits are not read
-                break
-        weights, num_accepted = [1.0], 0  # w_0, w_1, ...
-        for i, (p_node, q) in enumerate(levels):
-            x = tokens[chain[i + 1]]
-            weights.append(min(weights[-1] * p_node[x] / q[x], 1.0))
-            threshold = weights[-1]
-            if i + 1 < len(levels):
-                p_next, q_next = levels[i + 1]
-                residual_mass = p_next.compute_residual(q_next, weight=weights[-1]).total
-                denominator = residual_mass + 1 - weights[-1]
-                threshold = residual_mass / denominator if denominator > 0 else 1.0
-            if noise.accept_uniform(b, chain[i + 1]) < threshold:
-                num_accepted = i + 1
-        nodes = chain[: num_accepted + 1]
-        try:
-            p_node = probs.get_probs(tree.get_row(b, nodes[-1]))
-        except InvalidLogitsError:
-            if not num_accepted:
-                raise
-            return nodes[:-1], [tokens[n] for n in nodes[1:]]
-        if num_accepted < len(levels):
-            _, q_node = levels[num_accepted]
-            p_node = p_node.compute_residual(q_node, weight=weights[num_accepted]).normalise(fallback=p_node)
-        last = p_node.sample(noise.sample_uniform(b, nodes[-1]))
-        return nodes, [*(tokens[n] for n in nodes[1:]), last]
+        chain = _BlockChain(tree, probs, noise, b)
+        num_accepted = chain.count_accepted()
+        root = tree.roots[b]
+        nodes, accepted = list(range(root, root + num_accepted + 1)), [x for x, _ in chain.drafts[:num_accepted]]
+        ending = chain.get_ending(num_accepted)
+        if ending is None:  # the logits after an accepted token are invalid
+            return nodes[:-1], accepted
+        return nodes, [*accepted, ending.sample(noise.sample_uniform(b, nodes[-1]))]
 
     return _build_commit(tree, walk)
 
@@ -225,6 +196,76 @@ class TypicalAcceptance:
             return best, [*following, last]
 
         return _build_commit(tree, walk)
+
+
+class _BlockChain:
+    """Draft chain of one request under `block`: its valid draft tokens, and what is computed of their weights.
+
+    i counts draft tokens: w_i, m_i and p_i are the weight, the residual mass and the target's distribution after i.
+    p_i is read only if a token after i can still be accepted, m_i only if the uniform of token i is below w_i: the
+    threshold m_i / (m_i + 1 - w_i) is never larger, because m_i <= w_i.
+
+    Raises:
+        InvalidLogitsError: if the logits at the root are invalid.
+    """
+
+    def __init__(self, tree: TokenTree, probs: TargetProbs, noise: Noise, b: int) -> None:
+        root, vocab_size = tree.roots[b], probs.get_probs(tree.get_row(b, tree.roots[b])).vocab_size
+        self.drafts: list[tuple[int, Probs]] = []  # (token, its q)
+        for node in range(root, tree.sizes[b] - 1):
+            child = next(_iterate_siblings(tree, b, node, vocab_size), None)  # a node of a chain has one child
+            if child is None:
+                break
+            self.drafts.append(child[1:])
+        self.uniforms = [noise.accept_uniform(b, root + 1 + i) for i in range(len(self.drafts))]
+        self._weights = [1.0]  # w_0, w_1, ...
+        self._probs_source, self._root_row = probs, tree.get_row(b, root)
+        self._probs: dict[int, Probs | None] = {}
+
+    def count_accepted(self) -> int:
+        """Return the length of the longest prefix that passes its test."""
+        for i, (x, q) in enumerate(self.drafts):
+            p = self._get_probs(i) if self._can_accept_after(i) else None
+            if p is None:
+                break
+            self._weights.append(min(self._weights[i] * p[x] / q[x], 1.0))
+        return next((i for i in range(len(self._weights) - 1, 0, -1) if self._passes(i)), 0)
+
+    def get_ending(self, i: int) -> Probs | None:
+        """Return the distribution of the token after i accepted ones; None if its logits are invalid."""
+        p = self._get_probs(i)
+        return p if p is None or i == len(self.drafts) else self._compute_residual(i, p).normalise(fallback=p)
+
+    def _get_probs(self, i: int) -> Probs | None:
+        if i not in self._probs:
+            try:
+                self._probs[i] = self._probs_source.get_probs(self._root_row + i)
+            except InvalidLogitsError:
+                self._probs[i] = None
+        return self._probs[i]
+
+    def _compute_residual(self, i: int, p: Probs) -> Probs:
+        return p.compute_residual(self.drafts[i][1], weight=self._weights[i])
+
+    def _can_accept_after(self, i: int) -> bool:
+        """Return whether a token after i can pass. p <= 1 bounds its weight by w_i over the product of q."""
+        bound = self._weights[i] * (1 + BOUND_SLACK)
+        for (x, q), uniform in zip(self.drafts[i:], self.uniforms[i:], strict=True):
+            bound /= q[x]
+            if uniform < bound:
+                return True
+        return False
+
+    def _passes(self, i: int) -> bool:
+        """Return whether the first i tokens pass: their uniform is below w_i, and below the threshold of m_i."""
+        uniform, weight = self.uniforms[i - 1], self._weights[i]
+        if uniform >= weight or i == len(self.drafts):
+            return uniform < weight
+        p = self._get_probs(i)
+        if p is None:  # no token can be chosen after i, so i counts as the last draft token
+            return True
+        mass = self._compute_residual(i, p).total
+        return uniform * (mass + 1 - weight) < mass or mass + 1 - weight <= 0
 
 
 def _get_committed_prefix(tree: TokenTree, b: int) -> CommittedPath:
@@ -296,7 +337,7 @@ def _group_siblings(
     """
     row, num_sampled = tree.get_row(b, node), 0
     if tree.q is not None:
-        q_row = tree.q[row].double().cpu().numpy()
+        q_row = _read_row(tree.q[row])
         if q_row.any():
             num_sampled = len(children) if tree.num_sampled_children is None else tree.num_sampled_children[row]
             yield q_row, children[:num_sampled]
@@ -305,9 +346,14 @@ def _group_siblings(
         root = tree.roots[b]
         for samples in tree.further_samples.get((b, node - root), ()):
             group = [root + child for child in samples.children]
-            yield samples.q.double().cpu().numpy(), group
+            yield _read_row(samples.q), group
             rest = [child for child in rest if child not in group]
     yield None, rest
+
+
+def _read_row(q: Tensor) -> NDArray[Any]:
+    """Return a row of q [V]; without a copy in the dtypes of numpy."""
+    return (q.float() if q.dtype == torch.bfloat16 else q).cpu().numpy()
 
 
 def combine_rules(rules: Sequence[Rule]) -> VerifyFunction:

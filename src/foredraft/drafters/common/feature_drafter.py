@@ -108,6 +108,7 @@ class FeatureDrafter:
             tree_spec.max_nodes,
             hidden_layers,
             draft_kv=self.draft_kv,
+            is_chain=tree_spec.is_chain,
             silence_mismatch=self.mismatch_detector.silence,
         )
 

@@ -75,7 +75,12 @@ class StepDrafter:
         self.context = context
         self._states = LastHiddenStates()
         self.mismatch_detector = MismatchDetector(context)
-        self.spec = DrafterSpec(tree_spec.max_nodes, (hidden_layer,), silence_mismatch=self.mismatch_detector.silence)
+        self.spec = DrafterSpec(
+            tree_spec.max_nodes,
+            (hidden_layer,),
+            is_chain=tree_spec.is_chain,
+            silence_mismatch=self.mismatch_detector.silence,
+        )
 
     def propose(self, batch: Batch) -> TokenTree:
         growing = [draft for b in batch.find_drafting() if (draft := self._start_draft(batch, b)) is not None]

@@ -95,7 +95,7 @@ class TreeSpec:
     def restrict(self, depth: int, budget: int, is_chain: bool) -> "TreeSpec":
         """Cut the spec to `depth` levels and `budget` nodes; to a chain if `is_chain` (a rule that takes no trees)."""
         depth = min(depth, self.max_depth)
-        if is_chain or (self.width == 1 and self.static_tree is None):
+        if is_chain or self.is_chain:
             depth = min(depth, budget)
             return TreeSpec(depth, depth, min_confidence=self.min_confidence)
         if self.static_tree is None:
@@ -107,6 +107,10 @@ class TreeSpec:
             spec = spec.with_whole_paths(self.num_paths)
             return replace(spec, max_nodes=min(spec.max_nodes, budget))
         return TreeSpec.from_static_tree(self.static_tree.restrict(depth, budget), self.min_confidence)
+
+    @property
+    def is_chain(self) -> bool:
+        return self.width == 1 and self.static_tree is None
 
     @property
     def is_static(self) -> bool:

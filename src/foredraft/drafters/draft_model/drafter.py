@@ -72,7 +72,10 @@ class DraftModel:
         self._last_drafts: dict[int, GrowingKVDraft] = {}  # slot -> draft of this step
         self.mismatch_detector = MismatchDetector(context)
         self.spec = DrafterSpec(
-            self.tree_spec.max_nodes, draft_kv=self.draft_kv, silence_mismatch=self.mismatch_detector.silence
+            self.tree_spec.max_nodes,
+            draft_kv=self.draft_kv,
+            is_chain=self.tree_spec.is_chain,
+            silence_mismatch=self.mismatch_detector.silence,
         )
 
     @property

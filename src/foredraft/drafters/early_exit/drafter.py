@@ -56,7 +56,11 @@ class EarlyExit:
         self._is_attached = False
         self._get_truncated(layer_selector.layer)  # reports an invalid layer now and not at the first draft
         self.spec = DrafterSpec(
-            tree_spec.max_nodes, layer_selector.hidden_layers, shares_target_kv=True, attach=bind_weakly(self.attach)
+            tree_spec.max_nodes,
+            layer_selector.hidden_layers,
+            shares_target_kv=True,
+            attach=bind_weakly(self.attach),
+            is_chain=tree_spec.is_chain,
         )
 
     def attach(self, target: HFModel) -> None:
