@@ -3,7 +3,6 @@ unseeded requests have the distribution of the target, counted against transform
 
 import itertools
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -13,82 +12,10 @@ import torch
 from scipy import stats
 
 from foredraft import LLM, MemoryLimits, Sampling
-from foredraft.checkpoints.schema import Checkpoint
-from foredraft.drafters.blockwise import method as blockwise
-from foredraft.drafters.chimera import method as chimera
-from foredraft.drafters.eagle import method as eagle
-from foredraft.drafters.eagle3 import method as eagle3
-from foredraft.drafters.hydra import method as hydra
-from foredraft.drafters.interface import Drafter
-from foredraft.drafters.medusa import method as medusa
-from foredraft.drafters.method import DrafterContext
-from foredraft.drafters.mlp_speculator import method as mlp_speculator
 from foredraft.drafters.registry import load_methods
 from foredraft.sampling.distribution import TokenHistory, distribution
 from tests.support import tiny_seq2seq
 
-Make = Callable[[LLM, int], Drafter]
-
-
-def _make_factory(method: str, **options: Any) -> Make:
-    def make(llm: LLM, num_tokens: int) -> Drafter:
-        entry = load_methods()[method]
-        context = DrafterContext(llm.target.vocab_size, llm.target, num_tokens, dtype=llm.target.model.dtype)
-        made: Drafter = entry.create(entry.config(**options), context)
-        return made
-
-    return make
-
-
-def _pair(**options: Any) -> Make:
-    def make(llm: LLM, num_tokens: int) -> Drafter:
-        return tiny_seq2seq.draft_model(num_tokens, target=llm.target.model, **options)
-
-    return make
-
-
-def _head(module: Any, training: dict[str, Any], **options: Any) -> Make:
-    """Make an untrained head and add noise: it has a different distribution after every path."""
-
-    def make(llm: LLM, num_tokens: int) -> Drafter:
-        target = llm.target
-        trainee = module.create_trainee(module.TrainConfig(**training), target)
-        if trainee.spec.prepare is not None:
-            trainee.spec.prepare(torch.ones(target.vocab_size, dtype=torch.int64))
-        network = trainee.network.to(target.model.dtype)
-        generator = torch.Generator().manual_seed(4)
-        tensors = {
-            name: weight.detach() + 0.5 * torch.randn(weight.shape, generator=generator, dtype=torch.float64)
-            if weight.is_floating_point()
-            else weight
-            for name, weight in network.state_dict().items()
-        }
-        checkpoint = Checkpoint(module.METHOD.name, "made", "made", network.shape, tensors)
-        context = DrafterContext(target.vocab_size, target, num_tokens, dtype=target.model.dtype)
-        made: Drafter = module.from_checkpoint(module.Config(**options), checkpoint, context)
-        return made
-
-    return make
-
-
-MADE: dict[str, Make] = {
-    "aggressive": _make_factory("aggressive"),
-    "blockwise": _head(blockwise, {"heads": 3, "inner": 8}),
-    "chimera": _head(chimera, {"taps": (1, -1), "heads": 2}),
-    "draft_model": _pair(),
-    "draft_model, tree": _pair(branching=(2, 2, 1, 1)),
-    "draft_model, free tree": _pair(tree_nodes=7, top_k=3),
-    "eagle": _head(eagle, {}),
-    "eagle, tree": _head(eagle, {}, tree_nodes=7, top_k=3),
-    "eagle3": _head(eagle3, {"taps": (1,)}),
-    "hydra": _head(hydra, {"heads": 3, "own_head": False, "rank": 12}),
-    "lookahead": _make_factory("lookahead"),
-    "medusa, tree": _head(medusa, {"heads": 3}, tree_nodes=7),
-    "mlp_speculator": _head(mlp_speculator, {"n_predict": 3, "inner": 12, "tied": False}),
-    "ngram": _make_factory("ngram", prompt_lookup_min=1),
-    "ngram_lm": _make_factory("ngram_lm", min_confidence=0.01),
-    "suffix": _make_factory("suffix", min_confidence=0.01),
-}
 # compositions are made of these; an exit from a decoder with cross-attention is refused
 ELSEWHERE = {"compose", "early_exit"}
 
@@ -165,9 +92,9 @@ def p_value(counts: Counter[tuple[int, ...]], probs: dict[tuple[int, ...], float
 
 CASES = {
     "plain": (None, "reject"),
-    "draft_model, reject": (_pair(), "reject"),
-    "draft_model, block": (_pair(), "block"),
-    "draft_model free tree, reject": (_pair(tree_nodes=7, top_k=3), "reject"),
+    "draft_model, reject": (make_pair_factory(), "reject"),
+    "draft_model, block": (make_pair_factory(), "block"),
+    "draft_model free tree, reject": (make_pair_factory(tree_nodes=7, top_k=3), "reject"),
     "eagle, reject": (MADE["eagle"], "reject"),
     "aggressive, reject": (MADE["aggressive"], "reject"),
 }

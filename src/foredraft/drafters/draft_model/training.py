@@ -136,6 +136,12 @@ def _build_model_config(config: TrainConfig, target: HFModel) -> Any:
         shape = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ForedraftError(f"draft_config {config.draft_config!r} cannot be read: {error}") from None
+    if shape.is_encoder_decoder != target.has_encoder:
+        kinds = ("a decoder alone", "an encoder-decoder model")
+        raise ForedraftError(
+            f"draft_config {config.draft_config!r} is of {kinds[shape.is_encoder_decoder]} and {target.name} is "
+            f"{kinds[target.has_encoder]}; give a configuration of the target's architecture"
+        )
     if shape.get_text_config().vocab_size != target.vocab_size:
         raise ForedraftError(
             f"draft_config {config.draft_config!r} is for {shape.get_text_config().vocab_size} tokens and the target "
