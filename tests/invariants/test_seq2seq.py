@@ -3,7 +3,8 @@ unseeded requests have the distribution of the target, counted against transform
 
 import itertools
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -14,17 +15,25 @@ from scipy import stats
 from foredraft import LLM, MemoryLimits, Sampling
 from foredraft.drafters.registry import load_methods
 from foredraft.sampling.distribution import TokenHistory, distribution
+from foredraft.tree import Commit, TokenTree
+from foredraft.verification import rules
+from foredraft.verification.noise import Noise
+from foredraft.verification.probs import TargetProbs
+from foredraft.verification.rule import Rule
 from tests.support import tiny_seq2seq
+from tests.support.seq2seq_cases import ENSEMBLES, MADE, OTHER_PAIR, Make, make_pair_factory
 
 # compositions are made of these; an exit from a decoder with cross-attention is refused
 ELSEWHERE = {"compose", "early_exit"}
+TEXTS = MADE | ENSEMBLES
+AUTO = "aggressive+blockwise"
 
 
 def test_every_method_is_here() -> None:
     assert {name.split(",")[0] for name in MADE} == set(load_methods()) - ELSEWHERE
 
 
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", TEXTS)
 def test_text_does_not_depend_on_the_draft(name: str) -> None:
     prompts = tiny_seq2seq.sources("t5", (5, 11, 7, 20, 9, 13))
     plain, sampling = tiny_seq2seq.plain(), Sampling(temperature=0.0, max_tokens=24)
@@ -34,7 +43,7 @@ def test_text_does_not_depend_on_the_draft(name: str) -> None:
         wanted = [c.token_ids for c in plain.generate(prompts, params)]
         for num_tokens, bounds in ((4, MemoryLimits()), (2, limits)):
             llm = LLM(tiny_seq2seq.t5(), None, limits=bounds, is_debug=True)
-            llm = llm.with_drafter(MADE[name](llm, num_tokens))
+            llm = llm.with_drafter(TEXTS[name](llm, num_tokens))
             done = llm.generate(prompts, params)
             assert [c.token_ids for c in done] == wanted
             assert llm.engine.drafter.num_failures == 0
@@ -92,30 +101,83 @@ def p_value(counts: Counter[tuple[int, ...]], probs: dict[tuple[int, ...], float
 
 CASES = {
     "plain": (None, "reject"),
-    "draft_model, reject": (make_pair_factory(), "reject"),
-    "draft_model, block": (make_pair_factory(), "block"),
-    "draft_model free tree, reject": (make_pair_factory(tree_nodes=7, top_k=3), "reject"),
+    "draft_model, reject": (OTHER_PAIR, "reject"),
+    "draft_model, block": (OTHER_PAIR, "block"),
+    "draft_model free tree, reject": (make_pair_factory(noise=1.0, tree_nodes=7, top_k=3), "reject"),
     "eagle, reject": (MADE["eagle"], "reject"),
     "aggressive, reject": (MADE["aggressive"], "reject"),
+    "blockwise, block": (MADE["blockwise"], "block"),
+    "blockwise, reject": (MADE["blockwise"], "reject"),
+    "medusa tree, reject": (MADE["medusa, tree"], "reject"),
+    **{f"{name}, reject": (make, "reject") for name, make in ENSEMBLES.items()},
 }
+
+
+def measure(make: Make | None, rule: str | Rule, rounds: int) -> float:
+    """Count texts of both sources at once, and return the smaller p-value."""
+    llm = LLM(tiny(), None, verify=rule)
+    if make is not None:
+        llm = llm.with_drafter(make(llm, 3))
+    counts: list[Counter[tuple[int, ...]]] = [Counter(), Counter()]
+    for _ in range(rounds):
+        done = llm.generate([list(SOURCES[i % 2]) for i in range(512)], SAMPLING)
+        for i, completion in enumerate(done):
+            counts[i % 2][tuple(completion.token_ids[:LENGTH])] += 1
+    assert llm.engine.drafter.num_failures == 0
+    return min(p_value(counts[i], compute_expected(i)) for i in range(2))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_texts_have_the_distribution_of_the_target(case: str) -> None:
     """Two sources at once: a row that read another's would have another distribution."""
-    make, rule = CASES[case]
-    llm = LLM(tiny(), None, verify=rule)
-    if make is not None:
-        llm = llm.with_drafter(make(llm, 3))
-    counts: list[Counter[tuple[int, ...]]] = [Counter(), Counter()]
-    for _ in range(2):
-        done = llm.generate([list(SOURCES[i % 2]) for i in range(512)], SAMPLING)
-        for i, completion in enumerate(done):
-            counts[i % 2][tuple(completion.token_ids[:LENGTH])] += 1
-    assert (
-        min(p_value(counts[i], compute_expected(i)) for i in range(2)) > 1e-6
-    )  # a false alarm once in half a million runs
-    assert llm.engine.drafter.num_failures == 0
+    assert measure(*CASES[case], rounds=2) > 1e-6  # a false alarm once in half a million runs
+
+
+@dataclass(frozen=True)
+class OtherUniforms:
+    """Noise whose uniforms of acceptance are changed."""
+
+    noise: Noise
+    change: Callable[[float], float]
+
+    def get_key(self, row: int) -> int | None:
+        return self.noise.get_key(row)
+
+    def accept_uniform(self, b: int, node: int) -> float:
+        return self.change(self.noise.accept_uniform(b, node))
+
+    def sample_uniform(self, b: int, node: int) -> float:
+        return self.noise.sample_uniform(b, node)
+
+    def select(self, requests: Sequence[int], rows: torch.Tensor) -> "OtherUniforms":
+        return OtherUniforms(self.noise.select(requests, rows), self.change)
+
+
+def make_mutant(change: Callable[[float], float], sharpens_q: bool = False) -> Rule:
+    def verify(tree: TokenTree, p: torch.Tensor | TargetProbs, noise: Noise) -> Commit:
+        if sharpens_q and tree.q is not None:
+            tree = replace(tree, q=tree.q**16 / (tree.q**16).sum(-1, keepdim=True).clamp_min(1e-30))
+        return rules.reject(tree, p, OtherUniforms(noise, change))
+
+    return replace(rules.REJECT, name="mutant", verify=verify)
+
+
+MUTANTS = {
+    "accepts too much": make_mutant(lambda u: 0.1 * u),
+    "rejects what it may": make_mutant(lambda u: 1 - 1e-12),
+}
+KILLERS = {"draft_model": OTHER_PAIR, **{name: TEXTS[name] for name in ("blockwise", "medusa, tree", *ENSEMBLES)}}
+# Without any acceptance, the selector of `auto` stops to draft.
+KILLS = [(name, mutant) for name in KILLERS for mutant in MUTANTS if (name, mutant) != (AUTO, "rejects what it may")]
+
+
+@pytest.mark.parametrize(("name", "mutant"), KILLS)
+def test_the_count_kills_faults_of_verification(name: str, mutant: str) -> None:
+    assert measure(KILLERS[name], MUTANTS[mutant], rounds=2) < 1e-6
+
+
+def test_the_count_kills_a_q_that_the_draft_was_not_sampled_from() -> None:
+    assert measure(OTHER_PAIR, make_mutant(lambda u: u, sharpens_q=True), rounds=3) < 1e-6
 
 
 def test_the_count_tells_the_sources_apart() -> None:

@@ -1,5 +1,6 @@
 """Drafters of every method for a tiny encoder-decoder target: copies of the target with noise, and heads with noise."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,12 +12,16 @@ from foredraft.drafters.blockwise import method as blockwise
 from foredraft.drafters.chimera import method as chimera
 from foredraft.drafters.eagle import method as eagle
 from foredraft.drafters.eagle3 import method as eagle3
+from foredraft.drafters.ensemble.drafter import EnsembleDrafter
+from foredraft.drafters.ensemble.members import EnsembleMember
+from foredraft.drafters.ensemble.selector import SelectionMode
 from foredraft.drafters.hydra import method as hydra
 from foredraft.drafters.interface import Drafter
 from foredraft.drafters.medusa import method as medusa
 from foredraft.drafters.method import DrafterContext
 from foredraft.drafters.mlp_speculator import method as mlp_speculator
 from foredraft.drafters.registry import load_methods
+from foredraft.engine.sandbox import SandboxedDrafter
 from tests.support import tiny_seq2seq
 
 Make = Callable[[LLM, int], Drafter]
@@ -32,9 +37,12 @@ def make_factory(method: str, **options: Any) -> Make:
     return make
 
 
-def make_pair_factory(**options: Any) -> Make:
+def make_pair_factory(noise: float = 0.05, **options: Any) -> Make:
+    """Make a copy of the target whose weights have noise of so many standard deviations."""
+
     def make(llm: LLM, num_tokens: int) -> Drafter:
-        return tiny_seq2seq.draft_model(num_tokens, target=llm.target.model, **options)
+        copied = tiny_seq2seq.perturb(llm.target.model, noise)
+        return tiny_seq2seq.draft_model(num_tokens, model=copied, **options)
 
     return make
 
@@ -63,6 +71,21 @@ def make_head_factory(module: Any, training: dict[str, Any], **options: Any) -> 
     return make
 
 
+def make_ensemble_factory(*makers: Make, mode: SelectionMode) -> Make:
+    """Make an ensemble. Its clock counts its calls, so that every run makes the same choices."""
+
+    def make(llm: LLM, num_tokens: int) -> Drafter:
+        drafters = [maker(llm, num_tokens) for maker in makers]
+        members = [
+            EnsembleMember(str(i), drafter, SandboxedDrafter(drafter, llm.target.vocab_size, name=str(i)))
+            for i, drafter in enumerate(drafters)
+        ]
+        ticks = itertools.count()
+        return EnsembleDrafter(members, mode, "made", clock=lambda: 1e-3 * next(ticks))
+
+    return make
+
+
 MADE: dict[str, Make] = {
     "aggressive": make_factory("aggressive"),
     "blockwise": make_head_factory(blockwise, {"heads": 3, "inner": 8}),
@@ -80,4 +103,13 @@ MADE: dict[str, Make] = {
     "ngram": make_factory("ngram", prompt_lookup_min=1),
     "ngram_lm": make_factory("ngram_lm", min_confidence=0.01),
     "suffix": make_factory("suffix", min_confidence=0.01),
+}
+# A draft that often disagrees: the other one agrees with the smallest targets too often for a count to see any fault.
+OTHER_PAIR = make_pair_factory(noise=1.0)
+# Generalised aggressive decoding (2205.10350): copies of the source beside a block-parallel drafter
+ENSEMBLES: dict[str, Make] = {
+    "aggressive+blockwise": make_ensemble_factory(MADE["aggressive"], MADE["blockwise"], mode="auto"),
+    "aggressive+blockwise, merge": make_ensemble_factory(MADE["aggressive"], MADE["blockwise"], mode="merge"),
+    "aggressive+draft_model, sequence": make_ensemble_factory(MADE["aggressive"], OTHER_PAIR, mode="sequence"),
+    "aggressive+medusa, merge": make_ensemble_factory(MADE["aggressive"], MADE["medusa, tree"], mode="merge"),
 }

@@ -51,7 +51,9 @@ def make_tokenizer(kind: str) -> Any:
         return made(vocab=[*PIECES, *LETTERS], src_lang="en_XX", tgt_lang="ro_RO")
     backend = Tokenizer(models.Unigram([*PIECES, *LETTERS], unk_id=3))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    backend.post_processor = processors.TemplateProcessing(TEMPLATES[kind], special_tokens=[("<s>", BOS), ("</s>", END)])
+    backend.post_processor = processors.TemplateProcessing(
+        TEMPLATES[kind], special_tokens=[("<s>", BOS), ("</s>", END)]
+    )
     return hf.PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<s>", pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
     )

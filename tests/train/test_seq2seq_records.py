@@ -142,9 +142,9 @@ def test_text_and_arrays_have_no_source(llm, tmp_path):
     (tmp_path / "a.txt").write_text("the end")
     np.save(tmp_path / "a.npy", np.array([2, 5, 6]))
     for name in ("a.txt", "a.npy"):
-        with pytest.raises(ForedraftError, match=rf"a\.\w+ has no source.*; give JSON Lines with"):
+        with pytest.raises(ForedraftError, match=r"a\.\w+ has no source.*; give JSON Lines with"):
             make_reader(llm).read_documents([str(tmp_path / name)])
-        with pytest.raises(ForedraftError, match=rf"a\.\w+ has no source.*; give JSON Lines with"):
+        with pytest.raises(ForedraftError, match=r"a\.\w+ has no source.*; give JSON Lines with"):
             make_reader(llm).read_prompts([str(tmp_path / name)], 4)
 
 
@@ -169,7 +169,7 @@ def test_a_target_without_a_tokenizer_reads_answers_alone(tmp_path):
     llm = LLM(make_pair("t5")[0], None)
     [document] = read(llm, tmp_path, {"source_ids": [5], "ids": [1, 7], "prompt_tokens": 1})
     assert document.source == (5,)
-    with pytest.raises(ForedraftError, match="has no tokenizer, so .* cannot be read; add its tokenizer"):
+    with pytest.raises(ForedraftError, match=r"has no tokenizer, so .* cannot be read; add its tokenizer"):
         read(llm, tmp_path, {"source": "a", "text": "b"})
 
 
