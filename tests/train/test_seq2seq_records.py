@@ -183,4 +183,3 @@ def test_the_builtin_pairs_are_corrections_for_the_builtin_model():
     assert sources != texts
     similarities = [SequenceMatcher(None, *pair).ratio() for pair in zip(sources, texts, strict=True)]
     assert 0.7 < min(similarities) < 1
-    assert make_reader(llm).read_documents([BUILTIN], is_held_out=True)[5].source == found[5].source  # of every run
