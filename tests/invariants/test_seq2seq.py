@@ -3,8 +3,8 @@ unseeded requests have the distribution of the target, counted against transform
 
 import itertools
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -13,91 +13,26 @@ import torch
 from scipy import stats
 
 from foredraft import LLM, MemoryLimits, Sampling
-from foredraft.checkpoints.schema import Checkpoint
-from foredraft.drafters.blockwise import method as blockwise
-from foredraft.drafters.chimera import method as chimera
-from foredraft.drafters.eagle import method as eagle
-from foredraft.drafters.eagle3 import method as eagle3
-from foredraft.drafters.hydra import method as hydra
-from foredraft.drafters.interface import Drafter
-from foredraft.drafters.medusa import method as medusa
-from foredraft.drafters.method import DrafterContext
-from foredraft.drafters.mlp_speculator import method as mlp_speculator
 from foredraft.drafters.registry import load_methods
 from foredraft.sampling.distribution import TokenHistory, distribution
+from foredraft.tree import Commit, TokenTree
+from foredraft.verification import rules
+from foredraft.verification.noise import Noise
+from foredraft.verification.probs import TargetProbs
+from foredraft.verification.rule import Rule
 from tests.support import tiny_seq2seq
+from tests.support.seq2seq_cases import ENSEMBLES, MADE, OTHER_PAIR, Make, make_pair_factory
 
-Make = Callable[[LLM, int], Drafter]
-
-
-def _make_factory(method: str, **options: Any) -> Make:
-    def make(llm: LLM, num_tokens: int) -> Drafter:
-        entry = load_methods()[method]
-        context = DrafterContext(llm.target.vocab_size, llm.target, num_tokens, dtype=llm.target.model.dtype)
-        made: Drafter = entry.create(entry.config(**options), context)
-        return made
-
-    return make
-
-
-def _pair(**options: Any) -> Make:
-    def make(llm: LLM, num_tokens: int) -> Drafter:
-        return tiny_seq2seq.draft_model(num_tokens, target=llm.target.model, **options)
-
-    return make
-
-
-def _head(module: Any, training: dict[str, Any], **options: Any) -> Make:
-    """Make an untrained head and add noise: it has a different distribution after every path."""
-
-    def make(llm: LLM, num_tokens: int) -> Drafter:
-        target = llm.target
-        trainee = module.create_trainee(module.TrainConfig(**training), target)
-        if trainee.spec.prepare is not None:
-            trainee.spec.prepare(torch.ones(target.vocab_size, dtype=torch.int64))
-        network = trainee.network.to(target.model.dtype)
-        generator = torch.Generator().manual_seed(4)
-        tensors = {
-            name: weight.detach() + 0.5 * torch.randn(weight.shape, generator=generator, dtype=torch.float64)
-            if weight.is_floating_point()
-            else weight
-            for name, weight in network.state_dict().items()
-        }
-        checkpoint = Checkpoint(module.METHOD.name, "made", "made", network.shape, tensors)
-        context = DrafterContext(target.vocab_size, target, num_tokens, dtype=target.model.dtype)
-        made: Drafter = module.from_checkpoint(module.Config(**options), checkpoint, context)
-        return made
-
-    return make
-
-
-MADE: dict[str, Make] = {
-    "aggressive": _make_factory("aggressive"),
-    "blockwise": _head(blockwise, {"heads": 3, "inner": 8}),
-    "chimera": _head(chimera, {"taps": (1, -1), "heads": 2}),
-    "draft_model": _pair(),
-    "draft_model, tree": _pair(branching=(2, 2, 1, 1)),
-    "draft_model, free tree": _pair(tree_nodes=7, top_k=3),
-    "eagle": _head(eagle, {}),
-    "eagle, tree": _head(eagle, {}, tree_nodes=7, top_k=3),
-    "eagle3": _head(eagle3, {"taps": (1,)}),
-    "hydra": _head(hydra, {"heads": 3, "own_head": False, "rank": 12}),
-    "lookahead": _make_factory("lookahead"),
-    "medusa, tree": _head(medusa, {"heads": 3}, tree_nodes=7),
-    "mlp_speculator": _head(mlp_speculator, {"n_predict": 3, "inner": 12, "tied": False}),
-    "ngram": _make_factory("ngram", prompt_lookup_min=1),
-    "ngram_lm": _make_factory("ngram_lm", min_confidence=0.01),
-    "suffix": _make_factory("suffix", min_confidence=0.01),
-}
 # compositions are made of these; an exit from a decoder with cross-attention is refused
 ELSEWHERE = {"compose", "early_exit"}
+TEXTS = MADE | ENSEMBLES
 
 
 def test_every_method_is_here() -> None:
     assert {name.split(",")[0] for name in MADE} == set(load_methods()) - ELSEWHERE
 
 
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", TEXTS)
 def test_text_does_not_depend_on_the_draft(name: str) -> None:
     prompts = tiny_seq2seq.sources("t5", (5, 11, 7, 20, 9, 13))
     plain, sampling = tiny_seq2seq.plain(), Sampling(temperature=0.0, max_tokens=24)
@@ -107,7 +42,7 @@ def test_text_does_not_depend_on_the_draft(name: str) -> None:
         wanted = [c.token_ids for c in plain.generate(prompts, params)]
         for num_tokens, bounds in ((4, MemoryLimits()), (2, limits)):
             llm = LLM(tiny_seq2seq.t5(), None, limits=bounds, is_debug=True)
-            llm = llm.with_drafter(MADE[name](llm, num_tokens))
+            llm = llm.with_drafter(TEXTS[name](llm, num_tokens))
             done = llm.generate(prompts, params)
             assert [c.token_ids for c in done] == wanted
             assert llm.engine.drafter.num_failures == 0
@@ -165,30 +100,85 @@ def p_value(counts: Counter[tuple[int, ...]], probs: dict[tuple[int, ...], float
 
 CASES = {
     "plain": (None, "reject"),
-    "draft_model, reject": (_pair(), "reject"),
-    "draft_model, block": (_pair(), "block"),
-    "draft_model free tree, reject": (_pair(tree_nodes=7, top_k=3), "reject"),
+    "draft_model, reject": (OTHER_PAIR, "reject"),
+    "draft_model, block": (OTHER_PAIR, "block"),
+    "draft_model free tree, reject": (make_pair_factory(noise=1.0, tree_nodes=7, top_k=3), "reject"),
     "eagle, reject": (MADE["eagle"], "reject"),
     "aggressive, reject": (MADE["aggressive"], "reject"),
+    "blockwise, block": (MADE["blockwise"], "block"),
+    "blockwise, reject": (MADE["blockwise"], "reject"),
+    "medusa tree, reject": (MADE["medusa, tree"], "reject"),
+    **{f"{name}, reject": (make, "reject") for name, make in ENSEMBLES.items()},
 }
+
+
+def measure(make: Make | None, rule: str | Rule, rounds: int) -> float:
+    """Count texts of both sources at once, and return the smaller p-value."""
+    llm = LLM(tiny(), None, verify=rule)
+    if make is not None:
+        llm = llm.with_drafter(make(llm, 3), num_speculative_tokens=3)  # a fixed length, whatever is accepted
+    counts: list[Counter[tuple[int, ...]]] = [Counter(), Counter()]
+    for _ in range(rounds):
+        done = llm.generate([list(SOURCES[i % 2]) for i in range(512)], SAMPLING)
+        for i, completion in enumerate(done):
+            counts[i % 2][tuple(completion.token_ids[:LENGTH])] += 1
+    assert llm.engine.drafter.num_failures == 0
+    return min(p_value(counts[i], compute_expected(i)) for i in range(2))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_texts_have_the_distribution_of_the_target(case: str) -> None:
     """Two sources at once: a row that read another's would have another distribution."""
-    make, rule = CASES[case]
-    llm = LLM(tiny(), None, verify=rule)
-    if make is not None:
-        llm = llm.with_drafter(make(llm, 3))
-    counts: list[Counter[tuple[int, ...]]] = [Counter(), Counter()]
-    for _ in range(2):
-        done = llm.generate([list(SOURCES[i % 2]) for i in range(512)], SAMPLING)
-        for i, completion in enumerate(done):
-            counts[i % 2][tuple(completion.token_ids[:LENGTH])] += 1
-    assert (
-        min(p_value(counts[i], compute_expected(i)) for i in range(2)) > 1e-6
-    )  # a false alarm once in half a million runs
-    assert llm.engine.drafter.num_failures == 0
+    assert measure(*CASES[case], rounds=2) > 1e-6  # a false alarm once in half a million runs
+
+
+@dataclass(frozen=True)
+class OtherUniforms:
+    """Noise whose uniforms of acceptance are changed."""
+
+    noise: Noise
+    change: Callable[[float], float]
+
+    def get_key(self, row: int) -> int | None:
+        return self.noise.get_key(row)
+
+    def accept_uniform(self, b: int, node: int) -> float:
+        return self.change(self.noise.accept_uniform(b, node))
+
+    def sample_uniform(self, b: int, node: int) -> float:
+        return self.noise.sample_uniform(b, node)
+
+    def select(self, requests: Sequence[int], rows: torch.Tensor) -> "OtherUniforms":
+        return OtherUniforms(self.noise.select(requests, rows), self.change)
+
+
+def make_mutant(change: Callable[[float], float], sharpens_q: bool = False) -> Rule:
+    def verify(tree: TokenTree, p: torch.Tensor | TargetProbs, noise: Noise) -> Commit:
+        if sharpens_q and tree.q is not None:
+            tree = replace(tree, q=tree.q**16 / (tree.q**16).sum(-1, keepdim=True).clamp_min(1e-30))
+        return rules.reject(tree, p, OtherUniforms(noise, change))
+
+    return replace(rules.REJECT, name="mutant", verify=verify)
+
+
+OTHER_Q = "reads another q than that of the draft"
+MUTANTS = {
+    OTHER_Q: make_mutant(lambda u: u, sharpens_q=True),
+    "accepts too much": make_mutant(lambda u: 0.1 * u),
+    "rejects what it may": make_mutant(lambda u: 1 - 1e-12),
+}
+KILLERS = {"draft_model": OTHER_PAIR, **{name: TEXTS[name] for name in ("blockwise", "medusa, tree", *ENSEMBLES)}}
+SELECTING = ("aggressive+blockwise", "aggressive+draft_model, sequence")  # stop to draft if nothing is accepted
+NOT_KILLED = {
+    *((name, "rejects what it may") for name in SELECTING),
+    *((name, OTHER_Q) for name in KILLERS if name != "draft_model"),  # chains of heads are certain drafts, without q
+}
+KILLS = [(name, mutant) for name in KILLERS for mutant in MUTANTS if (name, mutant) not in NOT_KILLED]
+
+
+@pytest.mark.parametrize(("name", "mutant"), KILLS)
+def test_the_count_kills_faults_of_verification(name: str, mutant: str) -> None:
+    assert measure(KILLERS[name], MUTANTS[mutant], rounds=2) < 1e-6
 
 
 def test_the_count_tells_the_sources_apart() -> None:

@@ -168,6 +168,31 @@ def test_every_token_to_learn_is_learnt_once(lengths, context):
     assert (before == 1).all()  # what is learnt stands behind what precedes it in its text
 
 
+def with_source(ids, source, num_prefix=1):
+    return Document(np.array(ids), np.arange(len(ids)) >= num_prefix, source)
+
+
+def test_a_document_with_a_source_has_a_row_of_its_own():
+    documents = [
+        with_source([2, 10, 11], (5,)), with_source([2, 0, 12], (6, 7), 2), with_source([2, 0], (8,), 2),
+        with_source([2, *range(20, 30)], (9,)),
+    ]  # fmt: skip
+    windows = TokenWindows.pack(documents, 4)
+    assert windows.sources == ((5,), (6, 7), (9,))  # one has nothing to learn
+    tokens, mask, sources = windows.read_with_sources(range(3))
+    assert tokens.tolist() == [[2, 10, 11, 0, 0], [2, 0, 12, 0, 0], [2, 20, 21, 22, 23]]
+    assert mask.int().tolist() == [[0, 1, 1, 0, 0], [0, 0, 1, 0, 0], [0, 1, 1, 1, 1]]
+    assert [source.tokens for source in sources] == [(5,), (6, 7), (9,)]
+    assert windows.num_loss_tokens == 7
+    tokens, mask, sources = windows.read_with_sources([1, 0])
+    assert tokens.tolist() == [[2, 0, 12], [2, 10, 11]]
+    assert mask.int().tolist() == [[0, 0, 1], [0, 1, 1]]
+    assert [source.tokens for source in sources] == [(6, 7), (5,)]
+    plain = TokenWindows.pack([doc([2, 10, 11])], 4)
+    assert plain.read_with_sources([0])[0].tolist() == [[2, 10, 11, 0, 0]]
+    assert plain.read_with_sources([0])[2] == ()
+
+
 def test_every_pass_reads_all_rows_in_an_order_of_its_own():
     order = RowOrder(10, seed=1)
     first, second = order.take(0, 10), order.take(10, 10)

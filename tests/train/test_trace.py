@@ -1,5 +1,6 @@
 """Traces against the model's own modules, and traces on disk against those made on the fly."""
 
+import copy
 from collections import namedtuple
 
 import numpy as np
@@ -10,14 +11,17 @@ from foredraft import Sampling
 from foredraft.errors import ForedraftError
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
 from foredraft.models.hf import HFModel
+from foredraft.models.wrap import wrap_model
+from foredraft.source import EncoderSource
 from foredraft.train import cache as cache_module
 from foredraft.train import trace as trace_module
 from foredraft.train.cache import TraceCache
 from foredraft.train.documents import Document
 from foredraft.train.run import train
+from foredraft.train.settings import find_trainable
 from foredraft.train.trace import Tracer
 from foredraft.train.windows import TokenWindows
-from tests.support import tiny_models
+from tests.support import tiny_models, tiny_seq2seq
 from tests.support.train_fakes import LINEAR, plan, weights, write_ids
 
 
@@ -153,3 +157,106 @@ def test_a_run_on_cached_traces_learns_the_same(tmp_path):
     again = plan(tmp_path, "two", cache=str(tmp_path / "traces"), settings={"taps": "[0]"}, top=20)
     with pytest.raises(ForedraftError, match="have other settings: taps was"):
         train(again, method=LINEAR)
+
+
+@pytest.fixture(scope="module", params=["t5", "bart"])
+def seq2seq(request):
+    return tiny_seq2seq.make_model(request.param)
+
+
+def make_sources(count, seed=0):
+    lengths = (5, 17, 9, 2)[:count]
+    return tuple(EncoderSource(tuple(ids)) for ids in tiny_seq2seq.sources("t5", lengths, seed))
+
+
+def compute_seq2seq_reference(model, tokens, sources, taps):
+    """Run transformers' own forward pass over each row alone."""
+    states, log_probs = [], []
+    for row, source in zip(tokens, sources, strict=True):
+        with torch.no_grad():
+            out = model(
+                input_ids=torch.tensor([source.tokens]), decoder_input_ids=row[None], output_hidden_states=True,
+                use_cache=False,
+            )  # fmt: skip
+        layers = dict(zip((0, 1, AFTER_FINAL_NORM), out.decoder_hidden_states, strict=True))
+        states.append(torch.cat([layers[tap][0] for tap in taps], -1))
+        log_probs.append(out.logits[0].log_softmax(-1))
+    return torch.stack(states), torch.stack(log_probs)
+
+
+def draw_rows(count=3, length=34):
+    tokens = torch.randint(4, tiny_seq2seq.VOCAB, (count, length), generator=torch.Generator().manual_seed(0))
+    tokens[:, 0] = tiny_seq2seq.START
+    return tokens
+
+
+@pytest.mark.parametrize("rows_at_once", [1 << 20, 40, 10])
+def test_a_trace_with_sources_is_what_the_model_itself_computes(seq2seq, monkeypatch, rows_at_once):
+    monkeypatch.setattr(trace_module, "LOGIT_BYTES", 4 * tiny_seq2seq.VOCAB * rows_at_once)
+    tokens, sources, taps = draw_rows(), make_sources(3), (0, 1, AFTER_FINAL_NORM)
+    tracer = Tracer(wrap_model(seq2seq, "target"), taps)
+    for _ in range(2):  # the memory is used again
+        trace = tracer.trace(tokens, torch.ones_like(tokens, dtype=torch.bool), sources)
+    states, log_probs = compute_seq2seq_reference(seq2seq, tokens[:, :-1], sources, taps)
+    assert torch.allclose(trace.features, states, atol=1e-4)  # T5 squares its states in float32
+    assert torch.allclose(trace.target_log_probs.logprobs.double(), log_probs, atol=1e-4)
+    assert trace.sources == sources
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])
+def test_native_traces_with_sources_are_close_to_the_model(seq2seq, dtype, error):
+    model = copy.deepcopy(seq2seq).to(dtype)
+    target = wrap_model(model, "target", is_fused=True)
+    assert target.native is not None
+    tokens, sources = draw_rows(), make_sources(3)
+    features, found = Tracer(target, (1, AFTER_FINAL_NORM)).run_target(tokens, sources)
+    states, log_probs = compute_seq2seq_reference(model.double(), tokens, sources, (1, AFTER_FINAL_NORM))
+    assert (found.logprobs.double().exp() - log_probs.exp()).abs().max() < error
+    assert (features.double() - states).abs().mean() < error * states.abs().mean()
+
+
+def make_seq2seq_windows(context=12):
+    rng, documents = np.random.default_rng(0), []
+    for i, source in enumerate(tiny_seq2seq.sources("t5", tuple(2 + i % 7 for i in range(30)))):
+        ids = np.array([tiny_seq2seq.START, *rng.integers(4, tiny_seq2seq.VOCAB, 3 + i % 8), tiny_seq2seq.EOS])
+        documents.append(Document(ids, np.arange(len(ids)) >= 1, tuple(source)))
+    return TokenWindows.pack(documents, context)
+
+
+@pytest.mark.parametrize("method", ["medusa", "eagle", "eagle3", "chimera", "hydra", "draft_model"])
+def test_columns_of_padding_change_no_loss(seq2seq, method):
+    target, windows, rows = wrap_model(seq2seq, "target"), make_seq2seq_windows(16), [0, 5, 17]
+    config = find_trainable(method).training.config
+    sizes = {
+        "eagle": {"noise": 0.0},
+        "draft_model": {"hidden": 16},
+        "eagle3": {"taps": (1,)},
+        "chimera": {"taps": (1, -1)},
+    }.get(method, {})
+    trainee = find_trainable(method).training.create_trainee(config(**sizes), target)
+    if trainee.spec.prepare is not None:
+        trainee.spec.prepare(torch.ones(tiny_seq2seq.VOCAB, dtype=torch.int64))
+    trainee.network.eval()
+    tracer = Tracer(target, trainee.spec.hidden_layers)
+    short, whole = tracer.trace_rows(windows, rows), tracer.trace(*windows.read(rows), windows.get_sources(rows))
+    assert short.tokens.shape[1] == 10 < whole.tokens.shape[1] == 17
+    losses = [trainee.compute_loss(trace).total.item() for trace in (short, whole)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_a_cached_trace_with_sources_is_the_trace(tmp_path, seq2seq, monkeypatch):
+    monkeypatch.setattr(cache_module, "SHARD", 16)
+    windows = make_seq2seq_windows()
+    cache = TraceCache(
+        tmp_path / "traces", windows, Tracer(wrap_model(seq2seq, "target"), (1, AFTER_FINAL_NORM), 7), {}
+    )
+    cache.fill(lambda line: None)
+    for rows in ([0, 17, 5, len(windows) - 1], [0, 8], [7]):
+        kept, live = cache.read(rows, 0), cache.tracer.trace_rows(windows, rows)
+        assert torch.allclose(kept.features.double(), live.features.double(), rtol=0.01, atol=1e-6)  # kept in bfloat16
+        assert torch.allclose(kept.target_log_probs.logprobs, live.target_log_probs.logprobs, atol=1e-5)
+        assert torch.equal(kept.target_log_probs.token_ids, live.target_log_probs.token_ids)
+        assert torch.equal(kept.tokens, live.tokens)
+        assert torch.equal(kept.mask, live.mask)
+        sources = [source.tokens for source in kept.sources]
+        assert sources == [source.tokens for source in live.sources] == [windows.sources[row] for row in rows]

@@ -44,8 +44,9 @@ class TrainOptions:
     data: Annotated[
         list[str] | None,
         _make_option(
-            "Training data: a text file, .jsonl (text, prompt and completion, or messages), .npy of token ids, a "
-            "dataset folder, or 'builtin'; repeatable.", "--data", "-d", panel=DATA_PANEL, metavar="PATH",
+            "Training data: a text file, .jsonl (text, prompt and completion, or messages; source and text for an "
+            "encoder-decoder model), .npy of token ids, a dataset folder, or 'builtin'; repeatable.",
+            "--data", "-d", panel=DATA_PANEL, metavar="PATH",
         ),
     ] = None  # fmt: skip
     out: Annotated[

@@ -5,7 +5,13 @@ from typing import Any
 from foredraft.errors import ForedraftError, is_panic
 
 
-def encode(tokenizer: Any, text: str | list[str], add_special_tokens: bool = True, return_offsets: bool = False) -> Any:
+def encode(
+    tokenizer: Any,
+    text: str | list[str],
+    add_special_tokens: bool = True,
+    return_offsets: bool = False,
+    is_target: bool = False,
+) -> Any:
     """Encode one text or several.
 
     Args:
@@ -13,6 +19,8 @@ def encode(tokenizer: Any, text: str | list[str], add_special_tokens: bool = Tru
         text: one string or a list of strings.
         add_special_tokens: whether to add the tokenizer's control tokens. Default True.
         return_offsets: whether to return the character offsets of every token. Default False.
+        is_target: whether the text is the output of an encoder-decoder model; some tokenizers mark its language.
+            Default False.
 
     Returns:
         The encoding of the tokenizer.
@@ -25,7 +33,7 @@ def encode(tokenizer: Any, text: str | list[str], add_special_tokens: bool = Tru
     if return_offsets:
         options["return_offsets_mapping"] = True
     try:
-        return tokenizer(text, **options)
+        return tokenizer(text_target=text, **options) if is_target else tokenizer(text, **options)
     except BaseException as error:
         if type(error) is Exception or is_panic(error):  # native tokenizers raise the bare type Exception
             raise ForedraftError(

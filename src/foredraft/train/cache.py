@@ -67,13 +67,13 @@ class TraceCache:
                 log_line(f"{done} of {len(missing)} shards of traces written")
 
     def read(self, rows: Sequence[int], step: int) -> Trace:
+        tokens, mask, sources = self.windows.read_with_sources(rows)
+        length = tokens.shape[1] - 1
         records = [self._read_row(row) for row in rows]
-        stacked = {name: torch.stack([row[name] for row in records]) for name in records[0]}
+        stacked = {name: torch.stack([row[name][:length] for row in records]) for name in records[0]}
         device = self.tracer.target.device
         ids = stacked.get("ids")
         probs = TargetLogProbs(stacked["logprobs"].to(device), None if ids is None else ids.long().to(device))
-        tokens, mask = self.windows.read(rows)
-        sources = self.windows.get_sources(rows)
         return Trace(tokens.to(device), stacked["features"].to(device), probs, mask.to(device), sources)
 
     def _read_row(self, row: int) -> dict[str, Tensor]:

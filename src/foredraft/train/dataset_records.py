@@ -15,6 +15,7 @@ from foredraft.train.documents import Document
 RECORD_FORMATS = (
     '{"text": ..}, {"prompt": .., "completion": ..}, {"messages": [..]} or {"ids": [..], "prompt_tokens": n}'
 )
+SEQ2SEQ_KEYS = {"source", "text"}  # a text with other columns beside them may name its origin as source
 ChatMessages = Sequence[Mapping[str, Any]]
 
 
@@ -29,6 +30,11 @@ def parse_document(record: Mapping[str, Any], tokenizer: Any, location: str) -> 
     Raises:
         ForedraftError: if the record has no known format or does not fit the tokenizer.
     """
+    if "source_ids" in record or set(record) == SEQ2SEQ_KEYS:
+        raise ForedraftError(
+            f"{location} has a source, and the target has no encoder; give the source as prompt and the text as "
+            "completion, or remove the source"
+        )
     if isinstance(record.get("ids"), list):  # written by AnswerWriter
         ids, count = np.array(record["ids"], dtype=np.int64), int(record.get("prompt_tokens", 1))
         return Document(ids, np.arange(len(ids)) >= count)

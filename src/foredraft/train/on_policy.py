@@ -37,8 +37,8 @@ class OnPolicySource:
         # The choice depends only on seed and step, so a resumed run makes the same choices.
         if np.random.default_rng((self.seed, step)).random() >= self.share:
             return self.source.read(rows, step)
-        sources = self.windows.get_sources(rows)
-        return self.tracer.trace(*self.continue_rows(*self.windows.read(rows), step, sources), sources)
+        tokens, mask, sources = self.windows.read_with_sources(rows)
+        return self.tracer.trace(*self.continue_rows(tokens, mask, step, sources), sources)
 
     def continue_rows(
         self, tokens: Tensor, mask: Tensor, step: int, sources: tuple[EncoderSource, ...] = ()
@@ -59,18 +59,19 @@ class OnPolicySource:
         model = self.make_policy()
         is_native = model.device.type == "cpu" and explain_unsupported(model) is None
         llm = LLM(model, None, tokenizer=None, fused=True if is_native else None)
-        start = int(mask[0].nonzero()[0]) if sources else tokens.shape[1] // 2
+        # With sources a row is learnt from the first token that the decoder writes.
+        starts = [int(row.nonzero()[0]) if sources else len(row) // 2 for row in mask]
         samplings = [
             Sampling(temperature=1.0, max_tokens=tokens.shape[1] - start, seed=(self.seed + step) * len(tokens) + row)
-            for row in range(len(tokens))
+            for row, start in enumerate(starts)
         ]
-        prompts: list[TrainPrompt] = [row[:start].tolist() for row in tokens]
+        prompts: list[TrainPrompt] = [row[:start].tolist() for row, start in zip(tokens, starts, strict=True)]
         if sources:
             prompts = [PreparedPrompt(*pair) for pair in zip(sources, map(get_ids, prompts), strict=True)]
         tokens, mask = tokens.clone(), mask.clone()
-        tokens[:, start:], mask[:, start:] = 0, False
-        for row, answer in enumerate(llm.generate(prompts, samplings)):
-            sampled = answer.token_ids
-            tokens[row, start : start + len(sampled)] = torch.tensor(sampled)
-            mask[row, start : start + len(sampled)] = True
+        for row, (start, answer) in enumerate(zip(starts, llm.generate(prompts, samplings), strict=True)):
+            sampled, stop = answer.token_ids, start + len(answer.token_ids)
+            tokens[row, start:], mask[row, start:] = 0, False
+            tokens[row, start:stop] = torch.tensor(sampled)
+            mask[row, start:stop] = True
         return tokens, mask

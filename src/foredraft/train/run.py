@@ -148,6 +148,13 @@ def _make_loop(
         f"{len(job.documents):,} documents, {len(windows):,} rows of {plan.data.context} tokens; {total} steps of "
         f"{rows} rows ({total * rows / len(windows):.2g} passes over the data)"
     )
+    if num_cut := sum(
+        document.source is not None and len(document.ids) > plan.data.context + 1 for document in job.documents
+    ):
+        job.log_line(
+            f"{num_cut:,} of {len(job.documents):,} texts are longer than --context {plan.data.context}: only their "
+            "beginnings are learnt"
+        )
     top = plan.data.top or choose_top(job.llm.target.vocab_size, is_cached=plan.data.cache is not None)
     tracer = Tracer(job.llm.target, trainee.spec.hidden_layers, top)
     joint_loss = _make_joint_loss(job, trainee)

@@ -53,13 +53,8 @@ class Tracer:
         self.top = top
 
     def trace_rows(self, windows: TokenWindows, rows: Sequence[int]) -> Trace:
-        """Trace rows of the data. Rows with sources differ in length, so columns that are only padding are left out."""
-        tokens, mask = windows.read(rows)
-        sources = windows.get_sources(rows)
-        if sources:
-            length = 1 + int(mask.any(0).nonzero().max())
-            tokens, mask = tokens[:, :length], mask[:, :length]
-        return self.trace(tokens, mask, sources)
+        """Trace rows of the data."""
+        return self.trace(*windows.read_with_sources(rows))
 
     def trace(self, tokens: Tensor, mask: Tensor, sources: tuple[EncoderSource, ...] = ()) -> Trace:
         """Trace token windows.

@@ -95,6 +95,17 @@ class TokenWindows:
                 offset += stop - start
         return torch.from_numpy(tokens), torch.from_numpy(mask)
 
+    def read_with_sources(self, indices: Sequence[int]) -> tuple[Tensor, Tensor, tuple[EncoderSource, ...]]:
+        """Read rows and their sources. Rows with sources end at the last token to learn of the longest one.
+
+        Returns:
+            [B, L + 1] token ids, [B, L + 1] mask of the tokens to learn, and B sources, () for a decoder alone.
+        """
+        tokens, mask = self.read(indices)
+        sources = self.get_sources(indices)
+        length = 1 + int(mask.any(0).nonzero().max()) if sources else tokens.shape[1]
+        return tokens[:, :length], mask[:, :length], sources
+
     def get_sources(self, indices: Sequence[int]) -> tuple[EncoderSource, ...]:
         """Return the sources of rows; () for a decoder alone."""
         return tuple(EncoderSource(self.sources[index]) for index in indices) if self.sources else ()

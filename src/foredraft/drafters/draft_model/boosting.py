@@ -38,7 +38,7 @@ class EarlierDrafts:
         models = []
         for folder in folders:
             model = load_model(folder, target.model.dtype, target.device)
-            check_same_kind(model, folder, target)
+            check_same_kind(model.config, folder, target)
             check_same_vocabulary(model, folder, target)
             models.append(model.eval().requires_grad_(False))
         return cls(tuple(models))
@@ -53,9 +53,9 @@ class EarlierDrafts:
         return covered
 
 
-def check_same_kind(model: Any, name: str, target: HFModel) -> None:
-    """Raise ForedraftError if only one of model and target is an encoder-decoder model."""
-    if model.config.is_encoder_decoder != target.has_encoder:
+def check_same_kind(config: Any, name: str, target: HFModel) -> None:
+    """Raise ForedraftError if only one of a model, given by its configuration, and the target has an encoder."""
+    if config.is_encoder_decoder != target.has_encoder:
         kinds = ("a decoder alone", "an encoder-decoder model")
         raise ForedraftError(
             f"{name} is {kinds[not target.has_encoder]} and {target.name} {kinds[target.has_encoder]}; give a model "

@@ -114,7 +114,7 @@ def create_trainee(config: TrainConfig, target: HFModel, start: Path | None = No
     earlier = EarlierDrafts.load(config.boost, target) if config.boost else None
     if start is not None:
         model = load_model(str(start), torch.float32, torch.device("cpu"))
-        check_same_kind(model, str(start), target)
+        check_same_kind(model.config, str(start), target)
         check_same_vocabulary(model, str(start), target)
     else:
         kind = AutoModelForSeq2SeqLM if target.has_encoder else AutoModelForCausalLM
@@ -135,6 +135,7 @@ def _build_model_config(config: TrainConfig, target: HFModel) -> Any:
         shape = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ForedraftError(f"draft_config {config.draft_config!r} cannot be read: {error}") from None
+    check_same_kind(shape, f"draft_config {config.draft_config!r}", target)
     if shape.get_text_config().vocab_size != target.vocab_size:
         raise ForedraftError(
             f"draft_config {config.draft_config!r} is for {shape.get_text_config().vocab_size} tokens and the target "

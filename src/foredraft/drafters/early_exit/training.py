@@ -81,7 +81,9 @@ def create_trainee(config: TrainConfig, target: HFModel, start: Checkpoint | Non
     """Make an adapter to train; a new one changes nothing. See `Training`."""
     check_loss(config.loss)
     if target.has_encoder:
-        raise ForedraftError(f"the method early_exit needs a decoder-only target, and {target.name} is not one")
+        raise ForedraftError(
+            f"the method early_exit needs a decoder-only target, and {target.name} is not one; train another method"
+        )
     norm = find_final_norm(target.model)
     if norm is None:
         raise ForedraftError(f"{target.name} has no recognisable norm before its head; no adapter can be trained")
