@@ -17,7 +17,7 @@ the last token that the step commits, and thus the root of the next step.
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,10 +26,10 @@ from torch import Tensor
 from foredraft.errors import ForedraftError
 from foredraft.tree import Commit, TokenTree
 from foredraft.verification.noise import Noise
-from foredraft.verification.probs import NO_TOKEN, Floats, InvalidLogitsError, Probs, TargetProbs, to_target_probs
+from foredraft.verification.paths import CommittedPath, build_commit, verify_by_level
+from foredraft.verification.probs import NO_TOKEN, InvalidLogitsError, Probs, TargetProbs, to_target_probs
 from foredraft.verification.rule import Rule, VerifyFunction
-
-CommittedPath = tuple[list[int], list[int]]  # (nodes of a path or of a part of it, the token after each of them)
+from foredraft.verification.siblings import iterate_siblings
 
 
 def match(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
@@ -65,7 +65,7 @@ def match(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
             raise InvalidLogitsError
         return paths[b]
 
-    return _build_commit(tree, get_path)
+    return build_commit(tree, get_path)
 
 
 def reject(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
@@ -77,33 +77,15 @@ def reject(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
     Reference: 2211.17192, 2302.01318 (chains); SpecInfer 2305.09781 (siblings of several drafters, each with its q);
     Sequoia 2402.12374 (siblings that were sampled without replacement).
     """
-    probs = to_target_probs(p)
 
-    def walk(b: int) -> CommittedPath:
-        node = tree.roots[b]
-        nodes: list[int] = []
-        tokens: list[int] = []
-        while True:
-            try:
-                r = probs.get_probs(tree.get_row(b, node))
-            except InvalidLogitsError:
-                if not nodes:
-                    raise
-                return nodes, tokens
-            nodes.append(node)
-            accepted = None
-            for child, x, q in _iterate_siblings(tree, b, node, r.vocab_size):
-                if noise.accept_uniform(b, child) * q[x] < r[x]:
-                    accepted = child
-                    tokens.append(x)
-                    break
-                r = r.compute_residual(q).normalise(fallback=r)  # only rounding can leave a residual without mass
-            if accepted is None:
-                tokens.append(r.sample(noise.sample_uniform(b, node)))
-                return nodes, tokens
-            node = accepted
+    def select_child(b: int, node: int, r: Probs) -> tuple[int | None, Probs]:
+        for child, x, q in iterate_siblings(tree, b, node, r.vocab_size):
+            if noise.accept_uniform(b, child) * q[x] < r[x]:
+                return child, r
+            r = r.compute_residual(q).normalise(fallback=r)  # only rounding can leave a residual without mass
+        return None, r
 
-    return _build_commit(tree, walk)
+    return verify_by_level(tree, to_target_probs(p), noise, select_child)
 
 
 def block(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
@@ -133,7 +115,7 @@ def block(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
                 if not levels:
                     raise
                 break
-            child = next(_iterate_siblings(tree, b, node, p_node.vocab_size), None)  # a node of a chain has one child
+            child = next(iterate_siblings(tree, b, node, p_node.vocab_size), None)  # a node of a chain has one child
             if child is None:
                 break
             _, x, q = child
@@ -165,7 +147,7 @@ def block(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
         last = p_node.sample(noise.sample_uniform(b, nodes[-1]))
         return nodes, [*(tokens[n] for n in nodes[1:]), last]
 
-    return _build_commit(tree, walk)
+    return build_commit(tree, walk)
 
 
 @dataclass(frozen=True)
@@ -224,90 +206,7 @@ class TypicalAcceptance:
             last = p_node.sample(noise.sample_uniform(b, best[-1])) if self.samples_last else p_node.argmax
             return best, [*following, last]
 
-        return _build_commit(tree, walk)
-
-
-def _get_committed_prefix(tree: TokenTree, b: int) -> CommittedPath:
-    """Return the nodes before the root and the tokens after them. These are committed already and need no check."""
-    following = tree.committed_next[b] if tree.committed_next else ()
-    return list(range(len(following))), list(following)
-
-
-def _build_commit(tree: TokenTree, walk: Callable[[int], CommittedPath]) -> Commit:
-    """Join the committed prefix of every request with the path that `walk(b)` accepts from the root on."""
-    paths: list[list[int]] = []
-    tokens: list[list[int]] = []
-    failed: set[int] = set()
-    for b, (size, root) in enumerate(zip(tree.sizes, tree.roots, strict=True)):
-        nodes, following = _get_committed_prefix(tree, b)
-        if root < size:
-            try:
-                accepted_nodes, accepted_following = walk(b)
-                nodes, following = nodes + accepted_nodes, following + accepted_following
-            except InvalidLogitsError:
-                failed.add(b)
-                nodes, following = [], []
-        paths.append(nodes)
-        tokens.append(following)
-    return Commit.from_lists(paths, tokens, failed=frozenset(failed))
-
-
-def _iterate_siblings(tree: TokenTree, b: int, node: int, vocab_size: int) -> Iterator[tuple[int, int, Probs]]:
-    """Yield (child, token x, q_x) for the children of a node, in order.
-
-    q_x is the distribution of x, given the siblings before it. It is one-hot for a deterministic draft token. For a
-    sampled child it is the node's row of q without the tokens of the siblings before it, normalised.
-
-    Iteration stops at a child that no correct drafter proposes: x is outside the vocabulary, the row of q is not a
-    distribution over the vocabulary, or q_x(x) = 0. This child and the children after it count as not drafted.
-
-    A merged tree has samples of one drafter or of several, and deterministic children. They come in this order, which
-    is lossless, and accepts with at least the probability of deterministic children first. A child that two drafters
-    sampled is yielded for each of them. The second time it is never accepted, since its rejection left r(x) = 0, so it
-    needs no other uniform; but its q counts in the residual. docs/design.md ("Order of siblings") has the proofs.
-    """
-    children = tree.children[b][node]
-    if not children or (tree.q is not None and tree.q.shape[-1] != vocab_size):
-        return
-    tokens = tree.tokens[b]
-    for q_row, group in _group_siblings(tree, b, node, children):
-        remaining = None if q_row is None else Probs(q_row, len(q_row))  # without the tokens of earlier siblings
-        for child in group:
-            x = tokens[child]
-            if x >= vocab_size or (remaining is not None and len(remaining.mass) != vocab_size):
-                return
-            if remaining is None:
-                yield child, x, Probs.from_token(x, vocab_size)
-                continue
-            total = remaining.total
-            if not math.isfinite(total) or total <= 0 or remaining[x] <= 0 or float(remaining.mass.min()) < 0:
-                return
-            q = remaining.normalise(fallback=remaining)
-            yield child, x, q
-            remaining = q.exclude(x)
-
-
-def _group_siblings(
-    tree: TokenTree, b: int, node: int, children: Sequence[int]
-) -> Iterator[tuple[Floats | None, Sequence[int]]]:
-    """Yield the children of a node by drafter, each with the row of q that it sampled from; deterministic ones last.
-
-    q is None for deterministic children. A child may be in several groups of samples.
-    """
-    row, num_sampled = tree.get_row(b, node), 0
-    if tree.q is not None:
-        q_row = tree.q[row].double().cpu().numpy()
-        if q_row.any():
-            num_sampled = len(children) if tree.num_sampled_children is None else tree.num_sampled_children[row]
-            yield q_row, children[:num_sampled]
-    rest = children[num_sampled:]
-    if tree.further_samples is not None:
-        root = tree.roots[b]
-        for samples in tree.further_samples.get((b, node - root), ()):
-            group = [root + child for child in samples.children]
-            yield samples.q.double().cpu().numpy(), group
-            rest = [child for child in rest if child not in group]
-    yield None, rest
+        return build_commit(tree, walk)
 
 
 def combine_rules(rules: Sequence[Rule]) -> VerifyFunction:
