@@ -384,19 +384,19 @@ def test_the_scan_allows_values_and_declared_facts(line):
     assert list(find_method_branches(line, set(METHOD_FOLDERS.values()))) == []
 
 
-RULES_FILE = ROOT / "verification" / "rules.py"
+RULES_FILES = (ROOT / "verification" / "rules.py", ROOT / "verification" / "spectr.py")
 
 
 def find_rule_branches(text: str) -> Iterator[str]:
     """Find what can branch on a verification rule and not on its properties.
 
-    That is: the name of a rule as text, except as the default of a field; and a rule of `verification/rules.py`, or
-    the attribute `name` of a rule, in a comparison, in a match statement or as a key.
+    That is: the name of a rule as text, except as the default of a field; and a rule of one of `RULES_FILES`, or the
+    attribute `name` of a rule, in a comparison, in a match statement or as a key.
     """
-    from foredraft.verification import rules
+    from foredraft.verification import rules, spectr
     from foredraft.verification.registry import RULES
 
-    objects = {name for name, value in vars(rules).items() if isinstance(value, rules.Rule)}
+    objects = {name for file in (rules, spectr) for name, value in vars(file).items() if isinstance(value, rules.Rule)}
     nodes = list(ast.walk(ast.parse(text)))
     defaults = [node.value for node in nodes if isinstance(node, ast.AnnAssign)]
     for node in nodes:
@@ -428,10 +428,11 @@ def test_nothing_outside_its_file_branches_on_a_rule():
     found = {
         path.relative_to(ROOT).as_posix(): branches
         for path in FILES
-        if path != RULES_FILE and (branches := list(find_rule_branches(path.read_text(encoding="utf-8"))))
+        if path not in RULES_FILES and (branches := list(find_rule_branches(path.read_text(encoding="utf-8"))))
     }
     assert not found, "ask the properties of `Rule`"
-    assert list(find_rule_branches(RULES_FILE.read_text(encoding="utf-8"))), "the scan finds no rule where they are"
+    for path in RULES_FILES:
+        assert list(find_rule_branches(path.read_text(encoding="utf-8"))), "the scan finds no rule where they are"
 
 
 @pytest.mark.parametrize(
@@ -450,6 +451,7 @@ def test_nothing_outside_its_file_branches_on_a_rule():
         "x = rule is MATCH",
         "x = request.spec.rule in (rules.REJECT, rules.BLOCK)",
         "WIDTHS = {BLOCK: 1}",
+        "x = rule is SPECTR",
         "x = WIDTHS[request.spec.rule.name]",
         "x = a.rule.name == b.rule.name",
     ],

@@ -60,10 +60,13 @@ class lazy_property(Generic[T]):  # noqa: N801 - a decorator
 
 @dataclass(frozen=True, eq=False)
 class SampledSiblings:
-    """Children of one node that one more drafter sampled, in order, without replacement."""
+    """Children of one node that one drafter sampled: one more drafter of a merged tree, or one with replacement."""
 
     q: Tensor  # [V] distribution that they were sampled from
-    children: tuple[int, ...]  # their nodes, counted from the root; some may be children of an earlier drafter too
+    # Their nodes in the order of sampling, counted from the root; some may be children of an earlier drafter too.
+    children: tuple[int, ...]
+    # Sampled with replacement, independently of each other: equal samples share a node, which comes once for each.
+    is_independent: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,8 +87,8 @@ class TokenTree:
     # [R] leading children that were sampled from q; the others are deterministic draft tokens. None = all were sampled.
     num_sampled_children: tuple[int, ...] | None = None
     predicted: frozenset[int] = frozenset()  # batch indices of requests whose draft is copied from their prediction
-    # Samples of further drafters of a merged tree, by batch index and parent (counted from the root). Those below one
-    # parent are verified in this order, after the children sampled from `q`. None = one drafter at most sampled.
+    # Samples with replacement, and those of further drafters of a merged tree, by batch index and parent (counted from
+    # the root). Those below one parent are verified in this order, after the children sampled from `q`.
     further_samples: Mapping[tuple[int, int], tuple[SampledSiblings, ...]] | None = None
 
     @classmethod

@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from foredraft.drafters.common.tree_builder import NodeLogits, TreeBuilder, TreeSpec, add_level
+from foredraft.drafters.common.tree_builder import NodeLogits, TreeBuilder, TreeSpec
+from foredraft.drafters.common.tree_level import add_level
 from foredraft.request import Request
 from foredraft.sampling.distribution import distribution
 from foredraft.sampling.grammar import Grammar

@@ -16,10 +16,11 @@ from foredraft.drafters.draft import Draft
 from foredraft.drafters.ensemble.tree_merge import MergedTree, stack_trees
 from foredraft.engine.tree_validation import find_tree_fault
 from foredraft.tree import SampledSiblings, TokenTree
-from foredraft.verification import rules
+from foredraft.verification import rules, siblings
 from foredraft.verification.noise import NoiseTable
 from foredraft.verification.probs import Probs
 from foredraft.verification.rules import REJECT, combine_rules
+from foredraft.verification.siblings import SiblingGroup
 from tests.invariants.test_merged_trees import (
     BATCH,
     BOTH,
@@ -152,7 +153,7 @@ def test_equal_samples_are_one_node_with_a_trial_for_each_drafter() -> None:
     }
     [[samples]] = [found for place, found in tree.further_samples.items() if place == (0, 2)]
     assert torch.equal(samples.q, OTHER[ROW[2,]])
-    trials = [(child, q[x]) for child, x, q in rules._iterate_siblings(tree, 0, 0, V)]
+    trials = [(child, q[x]) for child, x, q in siblings.iterate_siblings(tree, 0, 0, V)]
     assert [child for child, _ in trials] == [1, 2, 2, 6], "of the first drafter, of the second, deterministic"
     assert trials[2][1] == pytest.approx(float(OTHER[ROW[()], 2]))
     assert trials[3][1] == 1
@@ -168,7 +169,7 @@ def test_a_node_that_was_rejected_once_is_never_accepted_later() -> None:
         samples = {(0, 0): (SampledSiblings(other, (1,)),)}
         tree = TokenTree([[0, 1]], [[-1, 0]], torch.stack([q, q * 0]), further_samples=samples)
         r = Probs.from_row(p)
-        (_, x, first), (_, _, second) = rules._iterate_siblings(tree, 0, 0, V)
+        (_, x, first), (_, _, second) = siblings.iterate_siblings(tree, 0, 0, V)
         ratio = r[x] / first[x]
         for u in (ratio, float(np.nextafter(ratio, 1)), ratio * (1 + 1e-15), (1 + ratio) / 2):
             if u < 1 and not u * first[x] < r[x]:
@@ -290,37 +291,33 @@ def test_the_distribution_of_a_step_kills_drafters_that_share_their_noise() -> N
     assert np.abs(compute_joint_probs(same)[0] - truth()).sum() / 2 > 1e-3
 
 
-_groups = rules._group_siblings
+_groups = siblings.group_siblings
 
 
-def _repeat_as_guess(
-    tree: TokenTree, b: int, node: int, children: Sequence[int]
-) -> Iterator[tuple[object, Sequence[int]]]:
+def _repeat_as_guess(tree: TokenTree, b: int, node: int, children: Sequence[int]) -> Iterator[SiblingGroup]:
     """Try the deterministic children that equal a sample before it."""
     found = list(_groups(tree, b, node, children))
-    return iter([(None, [c for q, group in found if q is not None for c in group][:1]), *found])
+    return iter([SiblingGroup(None, [c for q, group, _ in found if q is not None for c in group][:1]), *found])
 
 
-def _stop_after_the_first(
-    tree: TokenTree, b: int, node: int, children: Sequence[int]
-) -> Iterator[tuple[object, Sequence[int]]]:
+def _stop_after_the_first(tree: TokenTree, b: int, node: int, children: Sequence[int]) -> Iterator[SiblingGroup]:
     """Verify the samples of the first drafter alone: right, but no merge."""
     return iter(list(_groups(tree, b, node, children))[:1])
 
 
-def _pool_samples(
-    tree: TokenTree, b: int, node: int, children: Sequence[int]
-) -> Iterator[tuple[object, Sequence[int]]]:
+def _pool_samples(tree: TokenTree, b: int, node: int, children: Sequence[int]) -> Iterator[SiblingGroup]:
     """Verify all samples by the first drafter's q."""
-    found = [(q, group) for q, group in _groups(tree, b, node, children) if q is not None]
-    return iter([(found[0][0], list(dict.fromkeys(c for _, group in found for c in group)))] if found else [])
+    found = [(q, group) for q, group, _ in _groups(tree, b, node, children) if q is not None]
+    return iter(
+        [SiblingGroup(found[0][0], list(dict.fromkeys(c for _, group in found for c in group)))] if found else []
+    )
 
 
 @pytest.mark.parametrize("fault", [_repeat_as_guess, _pool_samples])
 def test_the_distribution_of_a_step_kills_a_fault_between_the_drafters(
-    fault: Callable[..., Iterator[tuple[object, Sequence[int]]]], monkeypatch: pytest.MonkeyPatch
+    fault: Callable[..., Iterator[SiblingGroup]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rules, "_group_siblings", fault)
+    monkeypatch.setattr(siblings, "group_siblings", fault)
     assert is_killed(MERGES["one and siblings"], Merge.build)
 
 
@@ -331,11 +328,11 @@ def _keep_residual(tree: TokenTree, b: int, node: int, size: int) -> Iterator[tu
         yield child, token, q if i < own else replace(q, mass=q.mass * 1e-9)
 
 
-_siblings = rules._iterate_siblings
+_siblings = siblings.iterate_siblings
 
 
 def test_the_distribution_of_a_step_kills_samples_that_leave_the_residual(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rules, "_iterate_siblings", _keep_residual)
+    monkeypatch.setattr(rules, "iterate_siblings", _keep_residual)
     assert is_killed(MERGES["chains"], Merge.build)
 
 
@@ -354,7 +351,7 @@ def test_the_acceptance_shows_samples_that_count_as_deterministic() -> None:
 def test_the_acceptance_shows_samples_that_are_not_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     merge = MERGES["one and siblings"]
     _, accepted = joint_of(merge, Merge.build)
-    monkeypatch.setattr(rules, "_group_siblings", _stop_after_the_first)
+    monkeypatch.setattr(siblings, "group_siblings", _stop_after_the_first)
     probs, fewer = joint_of(merge, Merge.build)
     assert np.abs(probs - truth()).max() < 1e-12
     assert fewer < accepted - 1e-3

@@ -19,7 +19,7 @@ from foredraft.drafters.ensemble.tree_merge import MergedTree, stack_trees
 from foredraft.request import Batch
 from foredraft.sampling.params import Sampling
 from foredraft.tree import TokenTree
-from foredraft.verification import rules
+from foredraft.verification import rules, siblings
 from foredraft.verification.probs import Probs
 from foredraft.verification.rules import REJECT
 from tests.support.requests import make_request
@@ -317,13 +317,13 @@ def _residual_kept(tree: TokenTree, b: int, node: int, size: int) -> Iterator[tu
         yield child, token, replace(q, mass=q.mass * 1e-9) if is_guess else q
 
 
-_siblings = rules._iterate_siblings
+_siblings = siblings.iterate_siblings
 
 
 def test_the_distribution_of_a_step_kills_guesses_that_leave_the_residual(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rules, "_iterate_siblings", _residual_kept)
+    monkeypatch.setattr(rules, "iterate_siblings", _residual_kept)
     world = World(SHAPES["chain"], likeliest, Q)
     probs, _ = compute_joint_probs((mass, merge(world, draft)) for mass, draft in enumerate_drafts(world))
     assert np.abs(probs - truth()).sum() / 2 > 1e-3
@@ -331,7 +331,7 @@ def test_the_distribution_of_a_step_kills_guesses_that_leave_the_residual(
 
 @pytest.mark.parametrize("kind", DISTRIBUTIONS)
 def test_draws_before_guesses_accept_no_less_than_guesses_before_draws(kind: str) -> None:
-    """The inequality in `rules._iterate_siblings`, for one of each."""
+    """The inequality in `siblings.iterate_siblings`, for one of each."""
     p, q = P[ROW[()]].numpy(), DISTRIBUTIONS[kind][ROW[()]].numpy()
     for guess in range(V):
         others = [y for y in range(V) if y != guess]

@@ -17,15 +17,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from foredraft.drafters.common import tree_builder
-from foredraft.drafters.common.tree_builder import NodeLogits, TreeBuilder, TreeSpec, add_level
-from foredraft.drafters.draft import Draft
-from foredraft.request import Request
+from foredraft.drafters.common import tree_level
+from foredraft.drafters.common.tree_builder import NodeLogits, TreeBuilder, TreeSpec
+from foredraft.drafters.common.tree_level import add_level
+from foredraft.drafters.draft import Draft, draft_noise_key, to_token_tree
+from foredraft.request import Batch, Request
 from foredraft.sampling import rng
 from foredraft.sampling.distribution import distribution
 from foredraft.sampling.params import Sampling
 from foredraft.sampling.rng import NoiseStream
-from foredraft.tree import TokenTree
 from foredraft.verification.noise import SeededNoise
 from foredraft.verification.registry import RULES
 from tests.support.requests import make_request
@@ -58,6 +58,7 @@ class Case:
 
 TREE = TreeSpec.from_options(LENGTH, tree_nodes=7, top_k=3)
 WIDE = TreeSpec.from_options(LENGTH, branching=(4, 2, 1))
+CHAINS = TreeSpec.from_options(LENGTH, num_drafts=4)
 CASES = {
     "free": Case(TREE),
     "top-k and top-p": Case(TREE, replace(SAMPLING, top_k=4, top_p=0.9)),
@@ -68,6 +69,14 @@ CASES = {
     "near the end": Case(TREE, depth=2),
     "wider than it has nodes": Case(TreeSpec.from_options(LENGTH, tree_nodes=2, top_k=5)),
     "fixed": Case(TreeSpec.from_options(LENGTH, branching=(3, 2, 1))),
+    "independent chains": Case(CHAINS, rule="spectr"),
+    "independent chains, ends of text": Case(CHAINS, rule="spectr", ends=frozenset({0, 3})),
+    "independent chains, small budget": Case(CHAINS, rule="spectr", budget=5),
+    "independent chains, unsure": Case(replace(CHAINS, min_confidence=0.15), rule="spectr"),
+    "independent chains, few tokens": Case(CHAINS, replace(SAMPLING, top_k=2), rule="spectr"),
+    "independent tree": Case(TreeSpec.from_options(LENGTH, branching=(3, 2, 1)), rule="spectr"),
+    "chains that part at the root": Case(CHAINS),
+    "free, spectr": Case(TREE, rule="spectr"),
     "unsure chain, block": Case(TreeSpec.from_options(LENGTH, min_confidence=0.2), rule="block", ends=frozenset({0})),
 }
 
@@ -95,8 +104,9 @@ def compute_probs(case: Case) -> Tensor:
 def texts(case: Case, drafts: Sequence[Draft]) -> tuple[np.ndarray, int]:
     """Count the sequences of LENGTH tokens after one step, extended by plain decoding if shorter; and the number of
     accepted draft tokens."""
-    q = torch.cat([d.q for d in drafts if d.q is not None])
-    tree = TokenTree.from_lists([[PROMPT[-1], *d.tokens] for d in drafts], [[-1, *d.parents] for d in drafts], q)
+    request = make_request(0, PROMPT, case.sampling, rule=RULES[case.rule])
+    batch = Batch((request,) * len(drafts), (len(PROMPT),) * len(drafts), (99,) * len(drafts))
+    tree = to_token_tree(batch, dict(enumerate(drafts)))
     rows = [ROW[tuple(tree.get_draft_path(b, node))] for b, size in enumerate(tree.sizes) for node in range(size)]
     p = compute_probs(case)
     seeds = [(seed, 0) for seed in range(len(drafts))]
@@ -143,7 +153,8 @@ def test_a_draft_keeps_to_its_plan(name: str) -> None:
         assert max(g.depths) <= case.depth
         assert all(g.tokens[parent - 1] not in case.ends for parent in g.parents if parent)
         shapes.add(draft.parents)
-    assert name in ("fixed", "wider than it has nodes", "small budget") or len(shapes) > 1
+    has_one_shape = ("fixed", "wider than it has nodes", "small budget", "chains that part at the root")
+    assert name in has_one_shape or len(shapes) > 1
 
 
 # faults
@@ -197,11 +208,28 @@ def test_the_distribution_of_a_step_kills_drafts_that_are_not_what_was_drawn(nam
     assert p_value(Case(plan), draft=draft) < ALPHA
 
 
-def _same_for_every_node(request: Request, node: int, depth: int, stream: int) -> int:
+def _same_for_every_node(request: Request, node: int, depth: int, stream: int, repeat: int = 0) -> int:
     return rng.derive_key(request.spec.seed, request.spec.sample_index, NoiseStream.DRAFT, request.num_tokens - 1)
 
 
 def test_the_distribution_of_a_step_kills_noise_that_nodes_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tree_builder, "draft_noise_key", _same_for_every_node)
+    monkeypatch.setattr(tree_level, "draft_noise_key", _same_for_every_node)
     assert p_value(CASES["free"]) < ALPHA
     assert p_value(CASES["fixed"]) < ALPHA
+    assert p_value(CASES["independent chains"]) < ALPHA
+
+
+def _same_for_every_sample(request: Request, node: int, depth: int, stream: int, repeat: int = 0) -> int:
+    return draft_noise_key(request, node, depth, stream)
+
+
+def _neighbours_share(request: Request, node: int, depth: int, stream: int, repeat: int = 0) -> int:
+    return draft_noise_key(request, node, depth, stream, repeat // 2)
+
+
+@pytest.mark.parametrize("fault", [_same_for_every_sample, _neighbours_share])
+def test_the_distribution_of_a_step_kills_noise_that_independent_samples_share(
+    fault: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tree_level, "draft_noise_key", fault)
+    assert p_value(CASES["independent chains"]) < ALPHA

@@ -70,7 +70,7 @@ def _make_draft_model(method: Method, variant: Variant) -> CaseMaker:
         options = dict(variant.options(num_tokens))
         vocab = options.pop("vocab", None)
         if vocab is None:
-            return tiny_models.draft_model(num_tokens, options.get("branching"))
+            return tiny_models.draft_model(num_tokens, options=TreeOptions(**options))
         return tiny_vocabularies.drafter(vocab, num_tokens, TreeOptions(**options))
 
     return make

@@ -247,8 +247,8 @@ def test_a_batch_of_requests_that_asked_for_different_rules_gives_each_its_own()
     """Guards a chain under `block` beside a tree under `reject`: the one once refused the other."""
     tree, p, noise = random_batch()
     chains = [parents == list(range(-1, len(parents) - 1)) for parents in tree.parents]
-    others = ["reject", "match", "typical"]
-    names = ["block" if is_chain and b % 2 else others[b % 3] for b, is_chain in enumerate(chains)]
+    others = ["reject", "match", "typical", "spectr"]
+    names = ["block" if is_chain and b % 2 else others[b % 4] for b, is_chain in enumerate(chains)]
     assert set(names) == set(RULES)
     broken = names.index("match")
     p[tree.get_row(broken, 0)] = torch.nan

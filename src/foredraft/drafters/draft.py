@@ -1,7 +1,7 @@
 """Draft of one request, and its conversion to the token tree of a batch."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from torch import Tensor
 from foredraft.request import Batch, Request
 from foredraft.sampling import rng
 from foredraft.sampling.rng import NoiseStream
-from foredraft.tree import TokenTree
+from foredraft.tree import SampledSiblings, TokenTree
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,8 @@ class Draft:
     # [1 + len(tokens), V] row n is the distribution from which the children of node n were sampled, without
     # replacement; a row of zeros = its children are deterministic. None = all draft tokens are deterministic.
     q: Tensor | None = None
+    # Samples with replacement, by parent; the row of q of such a parent is zeros.
+    samples: Mapping[int, SampledSiblings] | None = None
 
     @classmethod
     def from_chain(cls, tokens: Sequence[int], q: Tensor | None = None) -> "Draft":
@@ -66,10 +68,16 @@ class Draft:
             return self
         nodes = [node for node, d in enumerate(depths) if d <= depth]
         index = {node: i for i, node in enumerate(nodes)}  # node of this draft -> node of the result
+        samples = {
+            index[node]: replace(found, children=tuple(index[child] for child in found.children))
+            for node, found in (self.samples or {}).items()
+            if depths[node] < depth
+        }
         return Draft(
             tuple(self.tokens[node - 1] for node in nodes[1:]),
             tuple(index[self.parents[node - 1]] for node in nodes[1:]),
             None if self.q is None else self.q[nodes],
+            samples or None,
         )
 
 
@@ -87,7 +95,9 @@ def to_token_tree(batch: Batch, drafts: Mapping[int, Draft]) -> TokenTree:
     all_drafts = [drafts.get(b, empty).limit_depth(request.max_draft_depth) for b, request in enumerate(batch.requests)]
     tokens = [[batch.get_root_token(b), *draft.tokens] for b, draft in enumerate(all_drafts)]
     parents = [[-1, *draft.parents] for draft in all_drafts]
-    return TokenTree.from_lists(tokens, parents, _stack_q(batch, all_drafts))
+    tree = TokenTree.from_lists(tokens, parents, _stack_q(batch, all_drafts))
+    samples = {(b, node): (found,) for b, d in enumerate(all_drafts) for node, found in (d.samples or {}).items()}
+    return replace(tree, further_samples=samples) if samples else tree
 
 
 def root_tree(batch: Batch) -> TokenTree:
@@ -105,7 +115,7 @@ def _stack_q(batch: Batch, drafts: Sequence[Draft]) -> Tensor | None:
     return torch.cat([zeros.expand(1 + len(d.tokens), -1) if d.q is None else d.q for d in scored])
 
 
-def draft_noise_key(request: Request, node: int, depth: int, stream: int) -> int:
+def draft_noise_key(request: Request, node: int, depth: int, stream: int, repeat: int = 0) -> int:
     """Return the noise key with which a drafter samples the children of a draft node (`rng.exponential_race`).
 
     Under a rule that shares noise it is the key with which the target samples the position of the children, so both
@@ -118,10 +128,13 @@ def draft_noise_key(request: Request, node: int, depth: int, stream: int) -> int
         node: index of the node in the draft; 0 = the root.
         depth: depth of the node; 0 = the root.
         stream: `Batch.draft_stream` of the proposal.
+        repeat: index of the sample among those with replacement. Default 0.
     """
     position = request.num_tokens - 1  # sequence position of the root
     spec = request.spec
     if spec.rule.shares_noise:
         return rng.derive_key(spec.seed, spec.sample_index, NoiseStream.TOKEN, position + depth + 1)
-    counters = (position, node, stream) if stream else (position, node)
+    counters: tuple[int, ...] = (position, node, stream) if stream else (position, node)
+    if repeat:  # longer than the paths of all other numbers, whose race adds the token id
+        counters = (position, node, stream, repeat)
     return rng.derive_key(spec.seed, spec.sample_index, NoiseStream.DRAFT, *counters)

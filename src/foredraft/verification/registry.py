@@ -6,8 +6,9 @@ from typing import Any
 from foredraft.errors import ForedraftError
 from foredraft.verification.rule import Rule
 from foredraft.verification.rules import BLOCK, MATCH, REJECT, TYPICAL
+from foredraft.verification.spectr import SPECTR
 
-RULES = {rule.name: rule for rule in (MATCH, REJECT, BLOCK, TYPICAL)}
+RULES = {rule.name: rule for rule in (MATCH, REJECT, BLOCK, SPECTR, TYPICAL)}
 AUTO = "auto"  # option: the rule of a request follows from its sampling parameters
 VERIFY_OPTIONS = (AUTO, *RULES)
 

@@ -17,23 +17,20 @@ the last token that the step commits, and thus the root of the next step.
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from foredraft.errors import ForedraftError
 from foredraft.tree import Commit, TokenTree
+from foredraft.verification.block_chain import BlockChain
 from foredraft.verification.noise import Noise
-from foredraft.verification.probs import NO_TOKEN, Floats, InvalidLogitsError, Probs, TargetProbs, to_target_probs
+from foredraft.verification.paths import CommittedPath, build_commit, verify_by_level
+from foredraft.verification.probs import NO_TOKEN, InvalidLogitsError, Probs, TargetProbs, to_target_probs
 from foredraft.verification.rule import Rule, VerifyFunction
-
-BOUND_SLACK = 1e-9  # relative excess of an upper bound of a weight, above its rounding error
-
-CommittedPath = tuple[list[int], list[int]]  # (nodes of a path or of a part of it, the token after each of them)
+from foredraft.verification.siblings import iterate_siblings
 
 
 def match(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
@@ -69,7 +66,7 @@ def match(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
             raise InvalidLogitsError
         return paths[b]
 
-    return _build_commit(tree, get_path)
+    return build_commit(tree, get_path)
 
 
 def reject(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
@@ -81,33 +78,15 @@ def reject(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
     Reference: 2211.17192, 2302.01318 (chains); SpecInfer 2305.09781 (siblings of several drafters, each with its q);
     Sequoia 2402.12374 (siblings that were sampled without replacement).
     """
-    probs = to_target_probs(p)
 
-    def walk(b: int) -> CommittedPath:
-        node = tree.roots[b]
-        nodes: list[int] = []
-        tokens: list[int] = []
-        while True:
-            try:
-                r = probs.get_probs(tree.get_row(b, node))
-            except InvalidLogitsError:
-                if not nodes:
-                    raise
-                return nodes, tokens
-            nodes.append(node)
-            accepted = None
-            for child, x, q in _iterate_siblings(tree, b, node, r.vocab_size):
-                if noise.accept_uniform(b, child) * q[x] < r[x]:
-                    accepted = child
-                    tokens.append(x)
-                    break
-                r = r.compute_residual(q).normalise(fallback=r)  # only rounding can leave a residual without mass
-            if accepted is None:
-                tokens.append(r.sample(noise.sample_uniform(b, node)))
-                return nodes, tokens
-            node = accepted
+    def select_child(b: int, node: int, r: Probs) -> tuple[int | None, Probs]:
+        for child, x, q in iterate_siblings(tree, b, node, r.vocab_size):
+            if noise.accept_uniform(b, child) * q[x] < r[x]:
+                return child, r
+            r = r.compute_residual(q).normalise(fallback=r)  # only rounding can leave a residual without mass
+        return None, r
 
-    return _build_commit(tree, walk)
+    return verify_by_level(tree, to_target_probs(p), noise, select_child)
 
 
 def block(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
@@ -127,7 +106,7 @@ def block(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
     probs = to_target_probs(p)
 
     def walk(b: int) -> CommittedPath:
-        chain = _BlockChain(tree, probs, noise, b)
+        chain = BlockChain(tree, probs, noise, b)
         num_accepted = chain.count_accepted()
         root = tree.roots[b]
         nodes, accepted = list(range(root, root + num_accepted + 1)), [x for x, _ in chain.drafts[:num_accepted]]
@@ -136,7 +115,7 @@ def block(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
             return nodes[:-1], accepted
         return nodes, [*accepted, ending.sample(noise.sample_uniform(b, nodes[-1]))]
 
-    return _build_commit(tree, walk)
+    return build_commit(tree, walk)
 
 
 @dataclass(frozen=True)
@@ -195,165 +174,7 @@ class TypicalAcceptance:
             last = p_node.sample(noise.sample_uniform(b, best[-1])) if self.samples_last else p_node.argmax
             return best, [*following, last]
 
-        return _build_commit(tree, walk)
-
-
-class _BlockChain:
-    """Draft chain of one request under `block`: its valid draft tokens, and what is computed of their weights.
-
-    i counts draft tokens: w_i, m_i and p_i are the weight, the residual mass and the target's distribution after i.
-    p_i is read only if a token after i can still be accepted, m_i only if the uniform of token i is below w_i: the
-    threshold m_i / (m_i + 1 - w_i) is never larger, because m_i <= w_i.
-
-    Raises:
-        InvalidLogitsError: if the logits at the root are invalid.
-    """
-
-    def __init__(self, tree: TokenTree, probs: TargetProbs, noise: Noise, b: int) -> None:
-        root, vocab_size = tree.roots[b], probs.get_probs(tree.get_row(b, tree.roots[b])).vocab_size
-        self.drafts: list[tuple[int, Probs]] = []  # (token, its q)
-        for node in range(root, tree.sizes[b] - 1):
-            child = next(_iterate_siblings(tree, b, node, vocab_size), None)  # a node of a chain has one child
-            if child is None:
-                break
-            self.drafts.append(child[1:])
-        self.uniforms = [noise.accept_uniform(b, root + 1 + i) for i in range(len(self.drafts))]
-        self._weights = [1.0]  # w_0, w_1, ...
-        self._probs_source, self._root_row = probs, tree.get_row(b, root)
-        self._probs: dict[int, Probs | None] = {}
-
-    def count_accepted(self) -> int:
-        """Return the length of the longest prefix that passes its test."""
-        for i, (x, q) in enumerate(self.drafts):
-            p = self._get_probs(i) if self._can_accept_after(i) else None
-            if p is None:
-                break
-            self._weights.append(min(self._weights[i] * p[x] / q[x], 1.0))
-        return next((i for i in range(len(self._weights) - 1, 0, -1) if self._passes(i)), 0)
-
-    def get_ending(self, i: int) -> Probs | None:
-        """Return the distribution of the token after i accepted ones; None if its logits are invalid."""
-        p = self._get_probs(i)
-        return p if p is None or i == len(self.drafts) else self._compute_residual(i, p).normalise(fallback=p)
-
-    def _get_probs(self, i: int) -> Probs | None:
-        if i not in self._probs:
-            try:
-                self._probs[i] = self._probs_source.get_probs(self._root_row + i)
-            except InvalidLogitsError:
-                self._probs[i] = None
-        return self._probs[i]
-
-    def _compute_residual(self, i: int, p: Probs) -> Probs:
-        return p.compute_residual(self.drafts[i][1], weight=self._weights[i])
-
-    def _can_accept_after(self, i: int) -> bool:
-        """Return whether a token after i can pass. p <= 1 bounds its weight by w_i over the product of q."""
-        bound = self._weights[i] * (1 + BOUND_SLACK)
-        for (x, q), uniform in zip(self.drafts[i:], self.uniforms[i:], strict=True):
-            bound /= q[x]
-            if uniform < bound:
-                return True
-        return False
-
-    def _passes(self, i: int) -> bool:
-        """Return whether the first i tokens pass: their uniform is below w_i, and below the threshold of m_i."""
-        uniform, weight = self.uniforms[i - 1], self._weights[i]
-        if uniform >= weight or i == len(self.drafts):
-            return uniform < weight
-        p = self._get_probs(i)
-        if p is None:  # no token can be chosen after i, so i counts as the last draft token
-            return True
-        mass = self._compute_residual(i, p).total
-        return uniform * (mass + 1 - weight) < mass or mass + 1 - weight <= 0
-
-
-def _get_committed_prefix(tree: TokenTree, b: int) -> CommittedPath:
-    """Return the nodes before the root and the tokens after them. These are committed already and need no check."""
-    following = tree.committed_next[b] if tree.committed_next else ()
-    return list(range(len(following))), list(following)
-
-
-def _build_commit(tree: TokenTree, walk: Callable[[int], CommittedPath]) -> Commit:
-    """Join the committed prefix of every request with the path that `walk(b)` accepts from the root on."""
-    paths: list[list[int]] = []
-    tokens: list[list[int]] = []
-    failed: set[int] = set()
-    for b, (size, root) in enumerate(zip(tree.sizes, tree.roots, strict=True)):
-        nodes, following = _get_committed_prefix(tree, b)
-        if root < size:
-            try:
-                accepted_nodes, accepted_following = walk(b)
-                nodes, following = nodes + accepted_nodes, following + accepted_following
-            except InvalidLogitsError:
-                failed.add(b)
-                nodes, following = [], []
-        paths.append(nodes)
-        tokens.append(following)
-    return Commit.from_lists(paths, tokens, failed=frozenset(failed))
-
-
-def _iterate_siblings(tree: TokenTree, b: int, node: int, vocab_size: int) -> Iterator[tuple[int, int, Probs]]:
-    """Yield (child, token x, q_x) for the children of a node, in order.
-
-    q_x is the distribution of x, given the siblings before it. It is one-hot for a deterministic draft token. For a
-    sampled child it is the node's row of q without the tokens of the siblings before it, normalised.
-
-    Iteration stops at a child that no correct drafter proposes: x is outside the vocabulary, the row of q is not a
-    distribution over the vocabulary, or q_x(x) = 0. This child and the children after it count as not drafted.
-
-    A merged tree has samples of one drafter or of several, and deterministic children. They come in this order, which
-    is lossless, and accepts with at least the probability of deterministic children first. A child that two drafters
-    sampled is yielded for each of them. The second time it is never accepted, since its rejection left r(x) = 0, so it
-    needs no other uniform; but its q counts in the residual. docs/design.md ("Order of siblings") has the proofs.
-    """
-    children = tree.children[b][node]
-    if not children or (tree.q is not None and tree.q.shape[-1] != vocab_size):
-        return
-    tokens = tree.tokens[b]
-    for q_row, group in _group_siblings(tree, b, node, children):
-        remaining = None if q_row is None else Probs(q_row, len(q_row))  # without the tokens of earlier siblings
-        for child in group:
-            x = tokens[child]
-            if x >= vocab_size or (remaining is not None and len(remaining.mass) != vocab_size):
-                return
-            if remaining is None:
-                yield child, x, Probs.from_token(x, vocab_size)
-                continue
-            total = remaining.total
-            if not math.isfinite(total) or total <= 0 or remaining[x] <= 0 or float(remaining.mass.min()) < 0:
-                return
-            q = remaining.normalise(fallback=remaining)
-            yield child, x, q
-            remaining = q.exclude(x)
-
-
-def _group_siblings(
-    tree: TokenTree, b: int, node: int, children: Sequence[int]
-) -> Iterator[tuple[Floats | None, Sequence[int]]]:
-    """Yield the children of a node by drafter, each with the row of q that it sampled from; deterministic ones last.
-
-    q is None for deterministic children. A child may be in several groups of samples.
-    """
-    row, num_sampled = tree.get_row(b, node), 0
-    if tree.q is not None:
-        q_row = _read_row(tree.q[row])
-        if q_row.any():
-            num_sampled = len(children) if tree.num_sampled_children is None else tree.num_sampled_children[row]
-            yield q_row, children[:num_sampled]
-    rest = children[num_sampled:]
-    if tree.further_samples is not None:
-        root = tree.roots[b]
-        for samples in tree.further_samples.get((b, node - root), ()):
-            group = [root + child for child in samples.children]
-            yield _read_row(samples.q), group
-            rest = [child for child in rest if child not in group]
-    yield None, rest
-
-
-def _read_row(q: Tensor) -> NDArray[Any]:
-    """Return a row of q [V]; without a copy in the dtypes of numpy."""
-    return (q.float() if q.dtype == torch.bfloat16 else q).cpu().numpy()
+        return build_commit(tree, walk)
 
 
 def combine_rules(rules: Sequence[Rule]) -> VerifyFunction:

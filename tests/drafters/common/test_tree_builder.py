@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -12,7 +13,8 @@ from torch import Tensor
 
 from foredraft.drafters.common.growing_kv_draft import GrowingKVDraft
 from foredraft.drafters.common.static_tree import StaticTree
-from foredraft.drafters.common.tree_builder import NodeLogits, TreeBuilder, TreeSpec, add_level
+from foredraft.drafters.common.tree_builder import NodeLogits, TreeBuilder, TreeSpec
+from foredraft.drafters.common.tree_level import add_level
 from foredraft.drafters.draft import draft_noise_key
 from foredraft.errors import ForedraftError
 from foredraft.models.forward_batch import ForwardBatch
@@ -184,6 +186,59 @@ def test_a_fixed_shape_gives_every_node_its_own_number_of_children(sampling: Sam
             assert torch.allclose(draft.q[node], probs)
 
 
+SPECTR = (Sampling(max_tokens=50, temperature=0.4), "spectr")  # cold, so that samples are often equal
+
+
+@pytest.mark.parametrize(
+    "plan", [TreeSpec.from_options(3, num_drafts=6), TreeSpec.from_static_tree(LOPSIDED)], ids=["chains", "tree"]
+)
+def test_equal_samples_with_replacement_share_a_node_and_keep_their_number_and_order(plan: TreeSpec) -> None:
+    """Every node of the shape is one sample. Guards samples dropped with their equals, and q of another node."""
+    num_shared = 0
+    for seed in range(20):
+        growth = grow([TreeBuilder(make_request(0, [1, 2, 3], SPECTR[0], seed, rule=RULES["spectr"]), plan)])[0]
+        draft = growth.to_draft()
+        assert draft.q is None
+        assert draft.samples is not None
+        paths = [tuple(growth.collect_path(node)) for node in range(1 + len(draft.tokens))]
+        assert len(set(paths)) == len(paths)
+        num_samples = sum(len(found.children) for found in draft.samples.values())
+        assert num_samples == len(plan.static_tree or ())
+        num_shared += num_samples - len(draft.tokens)
+        for node, found in draft.samples.items():
+            assert found.is_independent
+            assert list(dict.fromkeys(found.children)) == [n + 1 for n, p in enumerate(draft.parents) if p == node]
+            assert torch.equal(found.q, distribution(logits_after(growth.collect_path(node))[None], SPECTR[0])[0])
+        for depth in (1, 2):
+            cut = draft.limit_depth(depth)
+            assert cut.samples is not None
+            assert {child for found in cut.samples.values() for child in found.children} == {
+                node + 1 for node in range(len(cut.tokens))
+            }
+    assert num_shared > 20
+
+
+def test_samples_follow_their_chains() -> None:
+    """As many chains go on below a node as reached it."""
+    growth = grow([TreeBuilder(request(*SPECTR), TreeSpec.from_options(3, num_drafts=6))])[0]
+    samples = growth.to_draft().samples or {}
+    reached = Counter(child for found in samples.values() for child in found.children)
+    assert len(samples[0].children) == 6
+    assert max(reached.values()) > 1
+    assert all(len(found.children) == reached[node] for node, found in samples.items() if node)
+
+
+def test_one_draft_is_a_chain_and_several_are_a_tree_for_other_rules() -> None:
+    assert TreeSpec.from_options(4, num_drafts=1) == TreeSpec.from_options(4)
+    plan = TreeSpec.from_options(3, num_drafts=4)
+    for sampling, verify in ((GREEDY, "spectr"), (SPECTR[0], "reject"), (SPECTR[0], "match")):
+        draft = grow([TreeBuilder(request(sampling, verify), plan)])[0].to_draft()
+        assert draft.samples is None
+        assert (draft.q is not None) == (verify == "reject")
+        assert draft.parents == (0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8)
+        assert len(set(draft.tokens[:4])) == 4
+
+
 def test_no_distribution_is_computed_for_a_leaf_of_a_fixed_shape() -> None:
     looked_at: list[tuple[int, ...]] = []
 
@@ -277,10 +332,12 @@ def test_cut_plans_have_room_for_what_they_draft() -> None:
         TreeSpec.from_options(4),
         TreeSpec.from_options(4, tree_nodes=9),
         TreeSpec.from_options(4, branching=(3, 2, 1)),
+        TreeSpec.from_options(4, num_drafts=3),
         TreeSpec.from_static_tree(LOPSIDED),
     ):
         for depth, budget, is_chain in itertools.product((1, 2, 9), (1, 2, 5, 99), (False, True)):
             cut = plan.restrict(depth, budget, is_chain)
+            assert len(grow([TreeBuilder(request(*SPECTR), cut)])[0].to_draft().tokens) <= budget
             draft = grow([TreeBuilder(request(), cut)])[0].to_draft()
             assert 1 <= len(draft.tokens) <= budget
             assert draft.limit_depth(depth) is draft or draft.limit_depth(depth).tokens == draft.tokens
@@ -308,6 +365,10 @@ def test_a_smaller_vocabulary_is_named_in_the_targets() -> None:
         ({"branching": ()}, "positive numbers"),
         ({"branching": (2,), "top_k": 2}, "without tree_nodes"),
         ({"min_confidence": 1.0}, "min_confidence"),
+        ({"num_drafts": 0}, "num_drafts must be positive"),
+        ({"num_drafts": 257}, "at most 256"),
+        ({"num_drafts": 2, "branching": (2,)}, "without tree_nodes, top_k and branching"),
+        ({"num_drafts": 2, "tree_nodes": 4}, "without tree_nodes, top_k and branching"),
     ],
 )
 def test_options_that_make_no_tree_are_refused(options: dict[str, Any], why: str) -> None:

@@ -6,7 +6,8 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from foredraft.drafters.common.tree_builder import NodeLogits, TreeBuilder, TreeSpec, add_level
+from foredraft.drafters.common.tree_builder import NodeLogits, TreeBuilder, TreeSpec
+from foredraft.drafters.common.tree_level import add_level
 from foredraft.request import Batch
 
 

@@ -1,7 +1,8 @@
-"""Growth of a draft level by level: a chain, a static tree, or the dynamic tree of EAGLE-2 (2406.16858).
+"""Growing draft: a chain, a static tree, or the dynamic tree of EAGLE-2 (2406.16858).
 
-A drafter computes logits after the frontier nodes of each `TreeBuilder` and passes them to `add_level`. This file
-chooses the children, the next frontier and the nodes to verify, in the same way for every method. It runs no network.
+A drafter computes logits after the frontier nodes of each `TreeBuilder` and passes them to `tree_level.add_level`,
+which chooses the children. This file chooses the next frontier and the nodes to verify, in the same way for every
+method. It runs no network.
 """
 
 import itertools
@@ -14,13 +15,10 @@ import torch
 from torch import Tensor
 
 from foredraft.drafters.common.static_tree import StaticTree
-from foredraft.drafters.draft import Draft, draft_noise_key
+from foredraft.drafters.draft import Draft
 from foredraft.errors import ForedraftError
 from foredraft.request import Request
-from foredraft.sampling import rng
-from foredraft.sampling.distribution import distribution
-from foredraft.sampling.filters import argmax_tokens
-from foredraft.sampling.params import Sampling
+from foredraft.tree import SampledSiblings
 
 MAX_TREE_NODES = 2048  # nodes of a draft; larger options are rejected as mistakes, as they would exhaust memory
 MAX_TREE_WIDTH = 256  # children per node
@@ -55,6 +53,7 @@ class TreeSpec:
         top_k: int | None = None,
         branching: Sequence[int] | None = None,
         min_confidence: float = 0.0,
+        num_drafts: int | None = None,
     ) -> "TreeSpec":
         """Make the spec of a method's options; their meaning is in `TreeOptions`.
 
@@ -63,6 +62,13 @@ class TreeSpec:
         """
         if not 0 <= min_confidence < 1:
             raise ForedraftError(f"min_confidence must lie in 0..1, got {min_confidence}")
+        if num_drafts is not None:
+            if (tree_nodes, top_k, branching) != (None, None, None):
+                raise ForedraftError("num_drafts is a tree of chains; give it without tree_nodes, top_k and branching")
+            if not 1 <= num_drafts <= MAX_TREE_WIDTH:
+                raise ForedraftError(f"num_drafts must be positive and at most {MAX_TREE_WIDTH}, got {num_drafts}")
+            if num_drafts > 1 and num_speculative_tokens > 0:
+                branching = (num_drafts, *[1] * (num_speculative_tokens - 1))
         if branching is not None:
             if tree_nodes is not None or top_k is not None:
                 raise ForedraftError("branching fixes the whole tree; give it without tree_nodes and top_k")
@@ -127,20 +133,27 @@ class TreeOptions:
         top_k: children per node and expanded nodes per level of the dynamic tree; default min(4, tree_nodes).
         branching: children of every node by depth; fixes the shape, excludes `tree_nodes` and `top_k`.
         min_confidence: path probability in [0, 1) below which a draft stops; 0 = never.
+        num_drafts: number of chains of num_speculative_tokens, which part at the root; excludes the other trees.
     """
 
     tree_nodes: int | None = None
     top_k: int | None = None
     branching: tuple[int, ...] | None = None
     min_confidence: float = 0.0
+    num_drafts: int | None = None
 
     @property
     def has_tree(self) -> bool:
-        return (self.tree_nodes, self.top_k, self.branching) != (None, None, None)
+        return (self.tree_nodes, self.top_k, self.branching) != (None, None, None) or (self.num_drafts or 1) > 1
 
     def to_tree_spec(self, num_speculative_tokens: int) -> TreeSpec:
         return TreeSpec.from_options(
-            num_speculative_tokens, self.tree_nodes, self.top_k, self.branching, self.min_confidence
+            num_speculative_tokens,
+            self.tree_nodes,
+            self.top_k,
+            self.branching,
+            self.min_confidence,
+            self.num_drafts,
         )
 
 
@@ -181,8 +194,10 @@ class TreeBuilder:
     draft_probs: dict[int, Tensor] = field(default_factory=dict)  # node -> q [V] its children were sampled from
     frontier: list[int] = field(default_factory=lambda: [0])  # nodes to expand next
     best_nodes: list[int] = field(default_factory=list)  # if `prunes_nodes`: the likeliest nodes so far
-    static_index: list[int] = field(default_factory=lambda: [0])  # node -> node of the static tree, if there is one
+    # node -> nodes of the static tree that it stands for, if there is one; several if equal samples share the node
+    static_index: list[tuple[int, ...]] = field(default_factory=lambda: [(0,)])
     draft_stream: int = 0  # of the batch
+    sampled_children: dict[int, tuple[int, ...]] = field(default_factory=dict)  # node -> child of each of its samples
 
     def __post_init__(self) -> None:
         # a sampled node must not be dropped, so whole paths cannot be selected afterwards: allocate nodes instead
@@ -197,6 +212,11 @@ class TreeBuilder:
     def uses_q(self) -> bool:
         """Whether children are sampled from a q that the verification rule uses."""
         return not self.is_greedy and self.request.spec.rule.uses_q
+
+    @property
+    def samples_independently(self) -> bool:
+        """Whether children are sampled with replacement; equal samples share a node."""
+        return self.uses_q and self.request.spec.rule.draws_independently and self.tree_spec.static_tree is not None
 
     @property
     def prunes_nodes(self) -> bool:
@@ -217,9 +237,19 @@ class TreeBuilder:
         return result[::-1]
 
     def num_children(self, node: int) -> int:
-        """Return the number of children to give a node."""
+        """Return the number of children to give a node, or of samples if children are sampled with replacement."""
+        return self.tree_spec.width if self.tree_spec.static_tree is None else len(self._list_static_children(node))
+
+    def num_races(self, node: int) -> int:
+        """Return the number of races that select the children of a node: one for all, or one for each sample."""
+        return self.num_children(node) if self.samples_independently else 1
+
+    def _list_static_children(self, node: int) -> list[int]:
+        """Return the nodes of the static tree below a node, in the order of its samples; none without a static tree."""
         static_tree = self.tree_spec.static_tree
-        return self.tree_spec.width if static_tree is None else len(static_tree.children[self.static_index[node]])
+        if static_tree is None:
+            return []
+        return [child for parent in self.static_index[node] for child in static_tree.children[parent]]
 
     def allocate_children(self, top_probs: Sequence[Sequence[float]]) -> list[int]:
         """Choose how many children to sample below every frontier node, before any is sampled.
@@ -242,22 +272,33 @@ class TreeBuilder:
 
     def add_children(self, children: Sequence[Sequence[ScoredChild]]) -> None:
         """Add the children of every frontier node, in the order of the frontier, and choose the next frontier."""
-        new_nodes = []
+        first = len(self.depths)
         for node, scored in zip(self.frontier, children, strict=True):
-            if self.tree_spec.static_tree is not None:
-                self.static_index += self.tree_spec.static_tree.children[self.static_index[node]][: len(scored)]
-            for token, log_prob in scored:
-                self.tokens.append(token)
-                self.parents.append(node)
-                self.depths.append(self.depths[node] + 1)
-                self.log_probs.append(self.log_probs[node] + log_prob)
-                new_nodes.append(len(self.tokens))
+            child_by_token: dict[int, int] = {}
+            samples = [self._add_child(node, child, child_by_token) for child in scored]
+            for child, static_child in zip(samples, self._list_static_children(node), strict=False):
+                self.static_index[child] += (static_child,)
+            if self.samples_independently:
+                self.sampled_children[node] = tuple(samples)
+        new_nodes = list(range(first, len(self.depths)))
         if self.prunes_nodes:
             candidates = [*self.best_nodes, *new_nodes]
             self.best_nodes = sorted(candidates, key=lambda node: (-self.log_probs[node], node))[
                 : self.tree_spec.max_nodes
             ]
         self.frontier = self._select_frontier(new_nodes)
+
+    def _add_child(self, node: int, scored: ScoredChild, child_by_token: dict[int, int]) -> int:
+        """Add a child of a node, or return the one that has its token already."""
+        token, log_prob = scored
+        child = child_by_token.setdefault(token, len(self.depths))
+        if child == len(self.depths):
+            self.tokens.append(token)
+            self.parents.append(node)
+            self.depths.append(self.depths[node] + 1)
+            self.log_probs.append(self.log_probs[node] + log_prob)
+            self.static_index.append(())
+        return child
 
     def _select_frontier(self, nodes: list[int]) -> list[int]:
         """Choose which of the newest nodes to expand; no end-of-sequence token, no path below `min_confidence`."""
@@ -310,6 +351,13 @@ class TreeBuilder:
 
     def to_draft(self) -> Draft:
         """Make the draft of the nodes to verify, with q if tokens were sampled."""
+        if self.samples_independently:
+            samples = {
+                node: SampledSiblings(self.draft_probs[node], children, is_independent=True)
+                for node, children in self.sampled_children.items()
+                if children
+            }
+            return Draft(tuple(self.tokens), tuple(self.parents), samples=samples or None)
         if self.draft_probs:
             zeros = torch.zeros_like(next(iter(self.draft_probs.values())))
             q = torch.stack([self.draft_probs.get(node, zeros) for node in range(len(self.depths))])
@@ -320,84 +368,3 @@ class TreeBuilder:
         index = {node: i for i, node in enumerate(verified)}
         tokens = tuple(self.tokens[node - 1] for node in verified[1:])
         return Draft(tokens, tuple(index[self.parents[node - 1]] for node in verified[1:]))
-
-
-def add_level(builders: Sequence[TreeBuilder], node_logits: NodeLogits) -> None:
-    """Add one level to every draft.
-
-    Args:
-        builders: growing drafts, each with a frontier.
-        node_logits: logits after all frontier nodes, builder by builder.
-    """
-    nodes = [(g, node) for g in builders for node in g.frontier]
-    if all(g.is_greedy and not g.request.spec.sampling.shapes_logits for g in builders):
-        scored = _select_likeliest(nodes, node_logits)
-    else:
-        scored = _select_children(nodes, node_logits.to_full_vocab())
-    children = iter(scored)
-    for g in builders:
-        g.add_children([next(children) for _ in g.frontier])
-
-
-def _select_likeliest(nodes: Sequence[tuple[TreeBuilder, int]], node_logits: NodeLogits) -> list[list[ScoredChild]]:
-    """Return the likeliest tokens after every node, without regard to sampling settings."""
-    x = node_logits.logits.float() if node_logits.logits.dtype != torch.float64 else node_logits.logits
-    # a chain without a confidence threshold needs no probabilities
-    if all(g.tree_spec.width == 1 and not g.tree_spec.min_confidence for g, _ in nodes):
-        best = argmax_tokens(x)
-        ids = node_logits.to_token_ids([[max(column, 0)] for column in best])
-        return [[(row[0], 0.0)] if column >= 0 else [] for row, column in zip(ids, best, strict=True)]
-    widths = [g.num_children(node) for g, node in nodes]
-    top = x.log_softmax(-1).topk(min(max(widths), x.shape[-1]), -1)  # measured at a third of the time of logsumexp
-    log_probs, ids = top.values.tolist(), node_logits.to_token_ids(top.indices.tolist())
-    return [_drop_impossible(row, values, width) for row, values, width in zip(ids, log_probs, widths, strict=True)]
-
-
-def _select_children(nodes: Sequence[tuple[TreeBuilder, int]], logits: Tensor) -> list[list[ScoredChild]]:
-    """Choose children from logits [R, V] under each request's sampling settings.
-
-    They are sampled from q (`reject`, `block`), sampled with the target's noise (`match`), or the likeliest otherwise.
-    """
-    samplings = [_relax_greedy_sampling(g) for g, _ in nodes]
-    history = None
-    if any(s.shapes_logits for s in samplings):
-        history = [g.request.build_history(g.collect_path(node)) for g, node in nodes]
-    q = distribution(logits, samplings, history)
-    scores = q
-    if any(not g.is_greedy for g, _ in nodes):
-        keys = [draft_noise_key(g.request, node, g.depths[node], g.draft_stream) for g, node in nodes]
-        races = torch.tensor([g.uses_q or g.shares_noise for g, _ in nodes], device=q.device)
-        scores = torch.where(races[:, None], rng.exponential_race(q, torch.tensor(keys, device=q.device)), q.double())
-    widths = _allocate_widths(nodes, q)
-    top = scores.topk(min(max(1, *widths), scores.shape[-1]), -1)
-    log_probs = (top.values.double() / scores.double().sum(-1, keepdim=True)).log().tolist()
-    ids = top.indices.tolist()
-    for row, (g, node) in enumerate(nodes):
-        if g.uses_q:
-            g.draft_probs[node] = q[row]
-    return [_drop_impossible(row, values, width) for row, values, width in zip(ids, log_probs, widths, strict=True)]
-
-
-def _allocate_widths(nodes: Sequence[tuple[TreeBuilder, int]], q: Tensor) -> list[int]:
-    """Return the number of children of every node, from q [R, V] for sampled dynamic trees."""
-    widths: list[int] = []
-    while len(widths) < len(nodes):
-        g, first = nodes[len(widths)][0], len(widths)
-        rows = q[first : first + len(g.frontier)]
-        if g.uses_q and not g.tree_spec.is_static:
-            widths += g.allocate_children(rows.topk(min(g.tree_spec.width, rows.shape[-1]), -1).values.tolist())
-        else:
-            widths += [g.num_children(node) for node in g.frontier]
-    return widths
-
-
-def _drop_impossible(ids: Sequence[int], log_probs: Sequence[float], width: int) -> list[ScoredChild]:
-    """Keep at most `width` children, without those of probability 0 or NaN (NaN compares false)."""
-    pairs = zip(ids[:width], log_probs[:width], strict=True)
-    return [(token, min(log_prob, 0.0)) for token, log_prob in pairs if log_prob > -math.inf]
-
-
-def _relax_greedy_sampling(g: TreeBuilder) -> Sampling:
-    """Return the sampling settings for a draft. A greedy draft ranks tokens, so it drops temperature and filters."""
-    s = g.request.spec.sampling
-    return replace(s, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0) if s.is_greedy else s

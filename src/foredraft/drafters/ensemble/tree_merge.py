@@ -8,7 +8,7 @@ Reference: merge-based speculation of SpecInfer (2305.09781).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ class MergedTree:
         if tree.q is not None:
             merged.q = tree.q[q_offset : q_offset + len(merged.tokens)]
             merged.num_sampled_children = _count_sampled_children(tree, b, q_offset)
+        merged.further_samples = {node: list(found) for node, found in _find_further_samples(tree, b).items()}
         return merged
 
     @property
@@ -98,6 +99,10 @@ class MergedTree:
                 if children and count > 0:
                     samples = SampledSiblings(q[node], tuple(nodes[child] for child in children[:count]))
                     self.further_samples.setdefault(nodes[node], []).append(samples)
+        for node, found in _find_further_samples(tree, b).items():
+            self.further_samples.setdefault(nodes[node], []).extend(
+                replace(samples, children=tuple(nodes[child] for child in samples.children)) for samples in found
+            )
         return nodes
 
     def _index_children(self) -> dict[tuple[int, int], int]:
@@ -113,6 +118,12 @@ def _count_sampled_children(tree: TokenTree, b: int, q_offset: int) -> list[int]
     if tree.num_sampled_children is None:
         return list(map(len, tree.children[b]))
     return list(tree.num_sampled_children[q_offset : q_offset + tree.sizes[b]])
+
+
+def _find_further_samples(tree: TokenTree, b: int) -> dict[int, tuple[SampledSiblings, ...]]:
+    """Return the samples of request b in `TokenTree.further_samples`, by parent."""
+    items = (tree.further_samples or {}).items()
+    return {node: found for (owner, node), found in items if owner == b}
 
 
 def stack_trees(batch: Batch, trees: Sequence[MergedTree]) -> TokenTree:

@@ -14,7 +14,8 @@ from torch import Tensor
 from foredraft.drafters.common.last_hidden_state import LastHiddenStates, LinearFactory, stack_states
 from foredraft.drafters.common.mismatch_warning import MismatchDetector
 from foredraft.drafters.common.static_tree import StaticTree
-from foredraft.drafters.common.tree_builder import NodeLogits, TreeBuilder, TreeSpec, add_level
+from foredraft.drafters.common.tree_builder import NodeLogits, TreeBuilder, TreeSpec
+from foredraft.drafters.common.tree_level import add_level
 from foredraft.drafters.draft import Draft, draft_noise_key, to_token_tree
 from foredraft.drafters.medusa.checkpoint import MedusaShape
 from foredraft.drafters.medusa.network import MedusaHeadRunner, make_output_function

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from foredraft.drafters.common.tree_builder import NodeLogits, TreeBuilder, TreeSpec, add_level
+from foredraft.drafters.common.tree_builder import NodeLogits, TreeBuilder, TreeSpec
+from foredraft.drafters.common.tree_level import add_level
 from foredraft.drafters.draft import Draft, to_token_tree
 from foredraft.drafters.method import DrafterContext
 from foredraft.drafters.spec import DrafterSpec
