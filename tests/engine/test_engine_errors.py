@@ -36,7 +36,7 @@ def transcripts(rule: str) -> list:
     return [engine_fakes.make_transcript(prompt, GREEDY, n, verify=rule) for n, prompt in enumerate(PROMPTS)]
 
 
-@pytest.mark.parametrize("rule", ["match", "reject", "block"])
+@pytest.mark.parametrize("rule", ["match", "reject", "block", "spectr"])
 @pytest.mark.parametrize("is_drafted", [False, True])
 def test_logits_that_are_no_distribution_fail_one_request_alone(rule: str, is_drafted: bool) -> None:
     """It keeps the text of the passes before and reports the reason; the others are unchanged."""
@@ -57,7 +57,7 @@ def test_logits_that_are_no_distribution_fail_one_request_alone(rule: str, is_dr
     assert (engine.drafter.num_failures, len(engine.scheduler.running)) == (0, 0)
 
 
-@pytest.mark.parametrize("rule", ["match", "reject", "block"])
+@pytest.mark.parametrize("rule", ["match", "reject", "block", "spectr"])
 def test_a_draft_token_before_invalid_logits_counts_as_accepted(rule: str) -> None:
     """The statistics agree with the origins of the deltas, which show this token as accepted."""
     [(plain, _)] = engine_fakes.run(engine_fakes.make_engine(LM, None), transcripts(rule)[:1])

@@ -134,7 +134,7 @@ def test_every_bit_is_that_of_plain_decoding(name: str, dtype: str, mode: str) -
     assert not found
 
 
-@pytest.mark.parametrize(("name", "rule"), pair_cases_with_rules(["reject", "block"]))
+@pytest.mark.parametrize(("name", "rule"), pair_cases_with_rules(["reject", "block", "spectr"]))
 def test_greedy_decoding_has_the_same_bits_under_every_lossless_rule(name: str, rule: str) -> None:
     llm = plain(torch.bfloat16).with_drafter(drafter(name, 4, torch.bfloat16), verify=rule)
     assert list_results(llm.generate(PROMPTS, GREEDY)) == generate_expected("greedy", torch.bfloat16)

@@ -90,6 +90,7 @@ CASES: dict[str, tuple[Callable[[], CrossVocabDrafter], str]] = {
     "tli, match": (lambda: drafter(TliDrafter), "match"),
     "tli free tree, reject": (lambda: drafter(TliDrafter, tree_nodes=7, top_k=3), "reject"),
     "tli fixed tree, reject": (lambda: drafter(TliDrafter, branching=(2, 2, 1)), "reject"),
+    "tli drafts, spectr": (lambda: drafter(TliDrafter, num_drafts=3), "spectr"),
     "slem, reject": (lambda: drafter(SlemDrafter), "reject"),
     "slem, match": (lambda: drafter(SlemDrafter), "match"),
 }

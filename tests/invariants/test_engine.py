@@ -114,6 +114,14 @@ CASES = {
     "draft_model tree, reject": (lambda: _draft_model(branching=(2, 2, 1)), "reject"),
     "draft_model free tree, reject": (lambda: _draft_model(**FREE), "reject"),
     "draft_model, match": (_draft_model, "match"),
+    "draft_model drafts, spectr": (lambda: _draft_model(num_drafts=4), "spectr"),
+    "draft_model drafts, reject": (lambda: _draft_model(num_drafts=4), "reject"),
+    "eagle tree, spectr": (lambda: _eagle(branching=(3, 2, 1)), "spectr"),
+    "medusa tree, spectr": (lambda: _medusa(tree_nodes=7), "spectr"),
+    "two draft models with drafts, spectr": (
+        lambda: _merge(_draft_model(num_drafts=2), _draft_model(2, num_drafts=2)),
+        "spectr",
+    ),
     "ngram_lm, reject": (_ngram_lm, "reject"),
     "ngram_lm, block": (_ngram_lm, "block"),
     "eagle, reject": (_eagle, "reject"),
@@ -133,6 +141,7 @@ CASES = {
 }
 # that others here have the machinery of; `make soak` counts all
 ALIKE = {"draft_model, block", "draft_model tree, reject", "ngram_lm, reject", "eagle, reject", "eagle, block"}
+ALIKE |= {"draft_model drafts, reject", "medusa tree, spectr"}
 ALIKE |= {"two draft models, reject", "two draft models, match"}
 
 

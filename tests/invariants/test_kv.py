@@ -20,6 +20,7 @@ CASES = {
     "chain, block": (None, 3, "block"),
     "tree, match": ((3, 2, 1), 3, "match"),
     "tree, reject": ((2, 2, 1, 1), 4, "reject"),
+    "drafts, spectr": (TreeOptions(num_drafts=3), 4, "spectr"),
     "free tree, match": (TreeOptions(tree_nodes=8, top_k=3), 4, "match"),
     "free tree, reject": (TreeOptions(tree_nodes=8, top_k=3, min_confidence=0.05), 4, "reject"),
 }
@@ -28,6 +29,7 @@ HEADS: dict[str, tuple[HeadCase, str, dict[str, Any]]] = {
     "eagle, match": (tiny_heads.EAGLE, "match", {}),
     "eagle, block": (tiny_heads.EAGLE, "block", {}),
     "eagle free tree, reject": (tiny_heads.EAGLE, "reject", FREE),
+    "eagle drafts, spectr": (tiny_heads.EAGLE, "spectr", {"num_drafts": 3}),
     "eagle3 free tree, match": (tiny_heads.EAGLE3, "match", FREE),
 }
 

@@ -169,7 +169,7 @@ def test_a_mixed_batch_leaks_nothing_between_its_requests(name: str) -> None:
     assert llm.engine.drafter.num_failures == 0
 
 
-@pytest.mark.parametrize("rule", ["reject", "block"])
+@pytest.mark.parametrize("rule", ["reject", "block", "spectr"])
 def test_unseeded_requests_differ(rule: str) -> None:
     """With one random stream for all requests, each of them would get the same text."""
     llm = tiny_models.plain().with_drafter(tiny_models.draft_model(3), verify=rule)

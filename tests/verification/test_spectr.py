@@ -175,7 +175,7 @@ def test_extreme_masses_give_finite_selections(p, q):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_more_drafts_are_accepted_more_often(seed):
-    """By exact enumeration of whole steps. Multi-round rejection of the same samples lies above one draft too."""
+    """Means over whole steps. Multi-round rejection of the same samples lies above one draft too."""
     models = make_models("far", seed)
     found = [measure(SPECTR, models, shape)[1] for shape in ("1 x 2", "2 x 2", "3 x 2")]
     assert found[0] < found[1] < found[2]
