@@ -204,7 +204,7 @@ def test_the_rule_of_a_request_verifies_it_and_a_lossy_one_is_reported(server: R
     assert lossy["verification"] == "typical"
     assert all(chunk["verification"] == "typical" for chunk in server.chunks(path, **base, verify="typical"))
     plain = server.post_ok(path, **base)
-    for verify in (None, "auto", "match", "reject", "block"):
+    for verify in (None, "auto", "match", "reject", "block", "spectr"):
         answer = server.post_ok(path, **base, verify=verify)
         assert "verification" not in answer
         is_reproducible = verify in (None, "auto", "match")
@@ -247,7 +247,7 @@ def make_request(server: RunningServer, body: dict):
 def test_requests_of_different_rules_share_a_batch(server: RunningServer):
     """Each answer is that of the request alone: rules and thresholds do not leak between requests."""
     fixed = {"speculative": {"num_speculative_tokens": 3}}
-    bodies = [BASE | fixed | {"verify": verify} for verify in ("match", "reject", "block", "typical")]
+    bodies = [BASE | fixed | {"verify": verify} for verify in ("match", "reject", "block", "spectr", "typical")]
     bodies += [LOSSY | fixed | {"posterior_threshold": value} for value in (1e-6, 1e-3)]
     alone = [answer(server, body) for body in bodies]
     with ThreadPoolExecutor(len(bodies)) as pool:

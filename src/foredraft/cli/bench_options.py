@@ -130,7 +130,9 @@ class LatencyOptions(BenchOptions):
     ] = False
     verify: Annotated[
         str,
-        _make_option("Verification rule: auto, match, reject or block; typical, which is lossy.", panel="Model"),
+        _make_option(
+            "Verification rule: auto, match, reject, block or spectr; typical, which is lossy.", panel="Model"
+        ),
     ] = "auto"
     device: Annotated[str, _make_option("Device of the models: auto, cpu or cuda.", panel="Model")] = "auto"
 

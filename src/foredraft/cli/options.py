@@ -128,7 +128,9 @@ class ModelOptions:
     ] = "auto"
     verify: Annotated[
         str,
-        _make_option("Verification rule: auto, match, reject or block; typical, which is lossy.", panel="Model"),
+        _make_option(
+            "Verification rule: auto, match, reject, block or spectr; typical, which is lossy.", panel="Model"
+        ),
     ] = "auto"
     posterior_threshold: Annotated[
         float | None,
