@@ -156,7 +156,7 @@ def accept_by_rounds(p: np.ndarray, q: np.ndarray, k: int) -> float:
 
 @pytest.mark.parametrize("k", [2, 3, 8])
 def test_the_selection_accepts_no_less_than_rounds_of_rejection(k):
-    """An observation about 300 pairs, not a theorem. The formula of the rounds is checked by enumeration of `reject`."""
+    """An observation about 300 pairs, not a theorem. Enumeration of `reject` checks the formula of the rounds."""
     gains = []
     for p, q in iterate_pairs():
         selection = SequentialSelection.solve(Probs(p, len(p)), Probs(q, len(q)), k)
