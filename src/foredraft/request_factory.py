@@ -20,7 +20,7 @@ from foredraft.verification.registry import find_rule
 from foredraft.verification.rule import Rule
 from foredraft.verification.rules import BLOCK, MATCH, REJECT
 
-MAX_BLOCK_VOCAB = 65_536  # tokens; largest vocabulary for which `auto` chooses `block`
+MAX_BLOCK_VOCAB = 32_768  # tokens; largest vocabulary for which `auto` chooses `block`
 
 
 @dataclass(frozen=True)
