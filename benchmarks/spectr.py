@@ -1,6 +1,7 @@
 """Acceptance of several drafts of one draft model: SpecTr's selection (2310.15141) beside rejection sampling.
 
     python benchmarks/spectr.py [--drafts 2,4,8] [--length 4] [--prompts 20] [--samples 4] [--max-tokens 128]
+                                [--only TEXT]
 
 The built-in pair at temperature 1, from the prompts of `foredraft bench latency`. `chains` are independent samples
 from the root, and equal prefixes share nodes. `multi-round` is SpecInfer's verification of the same drafts: `reject`,
@@ -68,6 +69,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=20)
     parser.add_argument("--samples", type=int, default=4, help="outputs of each prompt")
     parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--only", default="", help="measure the rows whose label contains this text")
     args = parser.parse_args()
     plain = LLM(drafter=None)
     questions = load_questions(None, args.prompts)
@@ -76,6 +78,8 @@ def main() -> None:
     print("| rule and drafts | acceptance length | first token accepted | nodes verified per pass |")
     print("|---|---|---|---|")
     for case in list_cases([int(k) for k in args.drafts.split(",")], args.length):
+        if args.only not in case.label:
+            continue
         llm = plain.with_drafter({"method": "draft_model", **case.options}, args.length, verify=case.rule)
         stats = [completion.stats for completion in llm.generate(prompts, sampling)]
         total = sum_stats(stats)

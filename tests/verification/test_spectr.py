@@ -156,13 +156,13 @@ def accept_by_rounds(p: np.ndarray, q: np.ndarray, k: int) -> float:
 
 @pytest.mark.parametrize("k", [2, 3, 8])
 def test_the_selection_accepts_no_less_than_rounds_of_rejection(k):
-    """An observation about 300 pairs, not a theorem. Enumeration of `reject` checks the formula of the rounds."""
+    """An observation about random pairs, not a theorem. Enumeration of `reject` checks the formula of the rounds."""
     gains = []
     for p, q in iterate_pairs():
         selection = SequentialSelection.solve(Probs(p, len(p)), Probs(q, len(q)), k)
         gains.append(selection.acceptance - accept_by_rounds(p, q, k))
     assert min(gains) > -1e-12
-    assert sum(gains) / len(gains) > 0.005
+    assert sum(gains) / len(gains) > 0.003
     models = make_models("far", length=2)
     shape = f"{min(k, 3)} x 1"
     by_rounds = accept_by_rounds(models.p[0], models.q[0], min(k, 3))
