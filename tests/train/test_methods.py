@@ -111,7 +111,8 @@ def test_a_table_is_counted_loaded_and_replayed(folder):
 
 
 def test_methods_say_what_they_take():
-    assert {"loss", "layers", "hidden", "draft_config", "on_policy"} == set(DraftConfig.__dataclass_fields__)
+    settings = {"loss", "layers", "hidden", "draft_config", "on_policy", "boost", "boost_weight"}
+    assert settings == set(DraftConfig.__dataclass_fields__)
     methods = list_trainable_methods()
     assert methods["draft_model"].training.config is DraftConfig
     assert "order" in methods["ngram_lm"].training.config.__dataclass_fields__
