@@ -154,12 +154,13 @@ def each_alone() -> list[list[Completion]]:
 
 @pytest.mark.parametrize("name", EACH_CASE)
 def test_a_mixed_batch_leaks_nothing_between_its_requests(name: str) -> None:
-    """Seeded and unseeded, greedy and sampled, under `match` and `reject`, side by side: the unseeded ones may not
+    """Seeded and unseeded, greedy and sampled, under the rules of `auto`, side by side: the unseeded ones may not
     disturb the others (an index copied and not written back once gave token 0 for every mixed batch)."""
     llm = tiny_models.plain().with_drafter(METHOD_CASES[name].make(4), verify="auto")
+    sampled_rule = "block" if llm.drafter.spec.is_chain else "reject"
     for _ in range(2):
         done = llm.generate(PROMPTS, MIXED)
-        assert {c.verification for c in done} == {"match", "reject"}
+        assert {c.verification for c in done} == {"match", sampled_rule}
         at = 0
         for s, alone in zip(MIXED, each_alone(), strict=True):
             mine, at = done[at : at + s.n], at + s.n
