@@ -186,6 +186,19 @@ def test_a_wrong_drafter_is_refused_in_one_line(case: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_model_len": "64"}, "max_model_len must be an integer or None, got '64'"),
+        ({"tokenizer": 3}, "tokenizer takes a tokenizer, its folder or hub id, or None; got 3"),
+    ],
+)
+def test_an_argument_of_another_type_is_refused_in_one_line(options: dict, message: str) -> None:
+    """Fault: these ended in a TypeError and an AttributeError."""
+    with pytest.raises(ForedraftError, match=message):
+        LLM(tiny_models.target(), None, **options)
+
+
 def test_an_unknown_rule_is_refused() -> None:
     with pytest.raises(ForedraftError, match="unknown verification rule 'guess'; use one of auto, match, reject"):
         LLM(tiny_models.target(), None, verify="guess")

@@ -108,6 +108,15 @@ def test_a_batch_of_all_rules_and_two_thresholds_gives_each_request_its_own_outp
         assert default.num_drafted > 0
 
 
+def test_none_in_a_list_stands_for_the_defaults() -> None:
+    """Fault: None was no object of the class, and was let through unchecked: a None in a list of Sampling crashed."""
+    llm = make_llm()
+    one, two = llm.generate(PROMPTS, [None, GREEDY], options=[SILENT, None])
+    assert one.stats.num_drafted == 0
+    assert two.stats.num_drafted > 0
+    assert (one.verification, two.verification) == ("block", "match")
+
+
 def test_a_prediction_is_text_or_token_ids(texting: LLM) -> None:
     prompt = "the end of the"
     sampling = Sampling(max_tokens=40, temperature=0, ignore_eos=True)
@@ -135,6 +144,11 @@ def test_a_prediction_is_text_or_token_ids(texting: LLM) -> None:
         ({"verify": "typicl"}, "unknown verification rule 'typicl'"),
         ({"prediction": [1, 97]}, "prediction holds 97, which is outside the vocabulary of 97 tokens"),
         ({"prediction": [1, "x"]}, "prediction must be text or token ids"),
+        ({"prediction": [1.5, 2]}, "prediction must be text or token ids"),  # was the token 1
+        ({"prediction": b"def"}, "prediction must be text or token ids"),  # was the tokens 100, 101, 102
+        ({"num_speculative_tokens": True}, "num_speculative_tokens must be an integer"),
+        ({"priority": True}, "priority must be of type int, got True"),
+        ({"is_traced": "no"}, "is_traced must be of type bool, got 'no'"),
     ],
 )
 def test_a_value_that_cannot_be_is_one_line(fields: dict, words: str) -> None:

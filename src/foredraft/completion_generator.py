@@ -202,10 +202,11 @@ class CompletionGenerator:
 def _list_per_prompt(
     kind: type[Parameters], value: Parameters | Sequence[Parameters] | None, num_prompts: int
 ) -> list[Parameters]:
-    """Return one object of class `kind` per prompt, from one for all, one each, or None for the defaults."""
+    """Return one object of class `kind` per prompt, from one for all or one each; None stands for the defaults."""
     if value is None or isinstance(value, kind):
         return [kind() if value is None else value] * num_prompts
-    values = [value] if isinstance(value, str) or not isinstance(value, Sequence) else list(value)
+    several = [value] if isinstance(value, str) or not isinstance(value, Sequence) else value
+    values = [kind() if one is None else one for one in several]
     name = kind.__name__
     wrong = next((one for one in values if not isinstance(one, kind)), None)
     if wrong is not None:

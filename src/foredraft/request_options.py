@@ -25,8 +25,8 @@ class RequestOptions:
 
     def __post_init__(self) -> None:
         count = self.num_speculative_tokens
-        if count is not None and (not isinstance(count, int) or count < 0):
+        if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 0):
             raise ForedraftError(f"num_speculative_tokens must be an integer from 0 up or None, got {count!r:.80}")
-        for name, kind in (("priority", int), ("salt", bytes)):
-            if not isinstance(value := getattr(self, name), kind):
+        for name, kind in (("priority", int), ("salt", bytes), ("is_traced", bool)):
+            if not isinstance(value := getattr(self, name), kind) or (kind is int and isinstance(value, bool)):
                 raise ForedraftError(f"{name} must be of type {kind.__name__}, got {value!r:.80}")

@@ -45,6 +45,10 @@ def load_target(
         ForedraftError: one line that says what to do.
     """
     check_quantization(quantization)
+    if max_model_len is not None and (not isinstance(max_model_len, int) or isinstance(max_model_len, bool)):
+        raise ForedraftError(f"max_model_len must be an integer or None, got {max_model_len!r:.80}")
+    if not isinstance(tokenizer, (str, Path)) and not callable(tokenizer) and tokenizer is not None:
+        raise ForedraftError(f"tokenizer takes a tokenizer, its folder or hub id, or None; got {tokenizer!r:.80}")
     builtin = zoo.resolve_target(model)
     name = model if builtin is None else str(zoo.find_target_folder(builtin))
     own_tokenizer = None  # folder or hub id that the tokenizer "auto" comes from

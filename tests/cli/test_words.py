@@ -153,6 +153,13 @@ def test_an_option_with_one_dash_and_several_letters_is_answered(run, command, a
     assert answer in outcome.error_lines[-1]
 
 
+def test_a_rule_that_is_given_twice_is_named_as_it_was_typed(run):
+    """Fault: the message named `verify`, although the object has rejection_sample_method."""
+    config = '{"method": "ngram", "rejection_sample_method": "standard"}'
+    line = run("generate", "text", "--verify", "block", "--speculative-config", config).error_lines[-1]
+    assert "rejection_sample_method is given in --speculative-config and with --verify" in line
+
+
 def test_values_may_look_like_options_of_others(run):
     assert run("generate", "text", "--stop", "-fa").code == 0
     assert run("generate", "-n2", "--", "-fa").code == 0
@@ -165,10 +172,32 @@ def test_values_may_look_like_options_of_others(run):
         ("generate", "--gpu-memory-utilization", "foredraft serve sets it with --kv-memory"),
         ("serve", "--tensor-parallel-size", "one server for each device with CUDA_VISIBLE_DEVICES=N"),
         ("generate", "--tensor-parallel-size", "one server for each device with CUDA_VISIBLE_DEVICES=N"),
+        ("generate", "--kv-cache-dtype", "the KV cache has the model's dtype"),
+        ("generate", "--served-model-name", "an option of foredraft serve only"),
+        ("generate", "--port", "an option of foredraft serve only"),
+        ("generate", "--enable-prefix-caching", "prefixes are cached"),
+        ("serve", "--enable-chunked-prefill", "always computed in chunks"),
+        ("serve", "--max-logprobs", "up to 20 tokens"),
+        ("generate", "--max-logprobs", "use --logprobs"),
+        ("serve", "--seed", "a request sets its own seed"),
+        ("generate", "--hf-token", "use HF_TOKEN=... in the environment"),
+        ("serve", "--max_num_batched_token", "use --max-num-batched-tokens"),
+        ("serve", "--speculative_config", "use --speculative-config"),
+        ("serve", "--speculative-algorithm", "use --spec-method"),
+        ("serve", "--speculative-num-steps", "use --spec-tokens"),
+        ("generate", "--speculative-eagle-topk", "use --spec-option top_k=N"),
+        ("generate", "--speculative-num-draft-tokens", "use --spec-option tree_nodes=N"),
+        ("generate", "--speculative-draft-model-path", "use --spec-model"),
+        ("chat", "--context-length", "use --max-model-len"),
+        ("serve", "--mem-fraction-static", "use --kv-memory with a size"),
+        ("serve", "--chunked-prefill-size", "use --max-chunk"),
+        ("serve", "--tp", "one server for each device"),
     ],
 )
-def test_a_word_of_vllm_is_answered_with_the_way_here(run, command, option, answer):
-    """Fault: `generate --gpu-memory-utilization` was answered with "unknown option" alone."""
+def test_a_word_of_another_server_is_answered_with_the_way_here(run, command, option, answer):
+    """Fault: `generate --gpu-memory-utilization` was answered with "unknown option" alone, and
+    `--speculative-draft-model-path` with --num-speculative-tokens.
+    """
     outcome = run(command, *(["text"] if command == "generate" else []), option, "1")
     assert (outcome.code, answer in outcome.error_lines[-1]) == (2, True), outcome.stderr
 
@@ -178,6 +207,10 @@ def test_a_word_of_vllm_is_answered_with_the_way_here(run, command, option, answ
     [
         ("latency", "--spec-method", "use --methods METHOD"),
         ("latency", "--spec-tokens", "use --methods METHOD:TOKENS"),
+        ("latency", "--spec-dtype", "use --methods METHOD:TOKENS:dtype=float32"),
+        ("latency", "--spec-quantization", "use --methods METHOD:TOKENS:quantization=int8"),
+        ("latency", "--spec-option", "use --methods METHOD:TOKENS:KEY=VALUE"),
+        ("latency", "--posterior-threshold", "default thresholds in this command"),
         ("load", "--spec-method", "use --method METHOD"),
         ("compare", "--spec-method", "use --methods METHOD"),
     ],

@@ -45,6 +45,7 @@ def read_speculative_config(options: Options) -> Options:
         )
     changes: dict[str, object] = {"speculative_config": None}
     settings = list(options.spec_option or [])
+    given = set(config)
     if config.get(RULE_FIELD) is not None:
         config = {name: value for name, value in config.items() if name != RULE_FIELD} | _translate_rule(config)
     for key, value in config.items():
@@ -53,6 +54,7 @@ def read_speculative_config(options: Options) -> Options:
             continue
         name = OPTION_FIELDS[key]
         if getattr(options, name) != getattr(ModelOptions(), name):
+            key = key if key in given else RULE_FIELD
             raise UsageError(f"{key} is given in {OPTION_NAME} and with --{name.replace('_', '-')}; give it once")
         changes[name] = _convert(name, value)
     return replace(options, **changes, spec_option=settings or None)  # type: ignore[arg-type]

@@ -158,7 +158,8 @@ def parse_config(method: Method, options: dict[str, Any]) -> Any:
     options = _translate_options(method, options)
     if method.configure is not None:
         return method.configure(options)
-    return parse_options(method.config, options, COMMON_MODEL_OPTIONS if method.uses_model else COMMON_OPTIONS)
+    common = COMMON_MODEL_OPTIONS if method.uses_model else COMMON_OPTIONS
+    return parse_options(method.config, options, (*common, *method.option_aliases))
 
 
 def list_options(method: Method) -> set[str]:

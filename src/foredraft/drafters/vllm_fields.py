@@ -30,6 +30,7 @@ _ONE_DEVICE = "the drafter runs on the device of the target, and both on one dev
 _SUFFIX = "it is an option of the method suffix"
 _SCHEDULING = "it changes vLLM's scheduling alone; leave it out"
 _KERNELS = "the device decides the kernels; leave it out"
+_RULE = "it is a setting of the rule typical; give verify=make_typical_rule(...) to LLM, or --verify typical beside it"
 _SYNTHETIC = "synthetic acceptance changes the output; `foredraft bench` measures real acceptance"
 MISSING_FIELDS: Mapping[str, MissingField] = {
     "draft_tensor_parallel_size": MissingField(_ONE_DEVICE, (1,)),
@@ -60,6 +61,9 @@ MISSING_FIELDS: Mapping[str, MissingField] = {
     "dspark_draft_topk": MissingField("the method dspark does not exist here; use eagle3 or draft_model"),
     "synthetic_acceptance_rates": MissingField(_SYNTHETIC),
     "synthetic_acceptance_length": MissingField(_SYNTHETIC),
+    "posterior_threshold": MissingField(_RULE),
+    "posterior_alpha": MissingField(_RULE),
+    "verify": MissingField("it is no setting of the drafter; give verify= to LLM, or --verify"),
     "prompt_lookup_min": MissingField("it is an option of the method ngram"),
     "prompt_lookup_max": MissingField("it is an option of the method ngram"),
     "suffix_decoding_max_spec_factor": MissingField(_SUFFIX),

@@ -1,5 +1,6 @@
 """Conversion of prompts to token ids, and for encoder-decoder models to a source and the decoder's first tokens."""
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -167,8 +168,10 @@ def encode_prediction(model: HFModel, tokenizer: Any | None, prediction: str | S
             raise ForedraftError(f"{model.name} has no tokenizer: give the prediction as token ids")
         return tuple(encode(tokenizer, prediction, add_special_tokens=False).input_ids) if prediction else ()
     try:
-        return tuple(int(token) for token in prediction)
-    except (TypeError, ValueError):
+        if isinstance(prediction, bytes | bytearray):  # its items are integers, but no token ids
+            raise TypeError
+        return tuple(operator.index(token) for token in prediction)
+    except TypeError:
         raise ForedraftError(f"prediction must be text or token ids, got {prediction!r:.80}") from None
 
 

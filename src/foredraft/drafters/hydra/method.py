@@ -86,6 +86,7 @@ METHOD = Method(
     name=checkpoint.NAME,
     config=Config,
     from_checkpoint=from_checkpoint,
+    option_aliases={name: lambda value: {"tree": value} for name in ("medusa_choices", "hydra_choices")},
     checkpoint=CheckpointFormat(
         title="Hydra heads",
         shape=HydraShape,
