@@ -22,6 +22,7 @@ from foredraft.tree import TokenTree
 from foredraft.verification import rules, siblings
 from foredraft.verification.probs import Probs
 from foredraft.verification.rules import REJECT
+from tests.support.exact_steps import iterate_outcomes
 from tests.support.requests import make_request
 
 V, LENGTH, ROOT = 4, 3, 0
@@ -42,69 +43,10 @@ BOTH = (P * 0.5 + Q * 0.5) ** 1.5  # a drafter that is mostly right
 BOTH /= BOTH.sum(-1, keepdim=True)
 
 
-@dataclass
-class Question:
-    """A uniform without a value yet: the number it is compared with is the chance of a yes."""
-
-    answers: "Answers"
-    by: float = 1.0
-
-    def __mul__(self, q: float) -> "Question":
-        return replace(self, by=q)
-
-    def __lt__(self, bar: float) -> bool:
-        return self.answers.ask(min(1.0, bar / self.by))
-
-
-@dataclass
-class Answers:
-    """Given answers, and then only yes; what they all together weigh."""
-
-    given: list[bool]
-    asked: list[float] = field(default_factory=list)
-
-    def ask(self, chance: float) -> bool:
-        self.asked.append(chance)
-        if len(self.asked) > len(self.given):
-            self.given.append(True)
-        return self.given[len(self.asked) - 1]
-
-    @property
-    def weight(self) -> float:
-        return float(np.prod([c if yes else 1 - c for c, yes in zip(self.asked, self.given, strict=True)]))
-
-    def get_key(self, row: int) -> None:
-        return None
-
-    def accept_uniform(self, b: int, node: int) -> Question:
-        return Question(self)
-
-    def sample_uniform(self, b: int, node: int) -> float:
-        return 0.5
-
-
 def outcomes(tree: TokenTree) -> Iterator[tuple[float, Tokens, np.ndarray]]:
     """(chance, accepted tokens, distribution of the token after them) of every way a step can go."""
     rows = [ROW[tuple(tree.get_draft_path(0, node))] for node in range(tree.sizes[0])]
-    ended: list[np.ndarray] = []
-
-    def draw(probs: Probs, u: float) -> int:
-        ended.append(probs.gather(None) / probs.total)
-        return 0
-
-    given: list[bool] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Probs, "sample", draw)
-        while True:
-            answers = Answers(given)
-            commit = rules.reject(tree, P[rows], answers)  # type: ignore[arg-type]
-            yield answers.weight, tuple(commit.tokens[0][:-1]), ended.pop()
-            given = answers.given[: len(answers.asked)]
-            while given and not given[-1]:
-                given.pop()
-            if not given:
-                return
-            given[-1] = False
+    return iterate_outcomes(lambda noise: rules.reject(tree, P[rows], noise))  # type: ignore[arg-type]
 
 
 def compute_joint_probs(drafts: Iterator[tuple[float, TokenTree]]) -> tuple[np.ndarray, float]:

@@ -7,14 +7,14 @@ their probabilities. A uniform that is compared twice lies above its first bound
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 import torch
 
-from foredraft.tree import SampledSiblings, TokenTree
+from foredraft.tree import Commit, SampledSiblings, TokenTree
 from foredraft.verification.probs import Probs
 from foredraft.verification.rule import VerifyFunction
 
@@ -139,6 +139,11 @@ def enumerate_outcomes(
     paths = [tuple(tree.get_draft_path(0, node)) for node in range(tree.sizes[0])]
     rows = [models.find_row(path) if len(path) < models.length else 0 for path in paths]
     p = torch.tensor(models.p[rows])
+    return iterate_outcomes(lambda noise: rule(tree, p, noise))  # type: ignore[arg-type]
+
+
+def iterate_outcomes(verify: Callable[[Outcomes], Commit]) -> Iterator[tuple[float, Tokens, np.ndarray]]:
+    """Yield (probability, accepted tokens, distribution of the token after them) of every outcome of one request."""
     last: list[np.ndarray] = []
 
     def record(probs: Probs, u: float) -> int:
@@ -150,7 +155,7 @@ def enumerate_outcomes(
         patch.setattr(Probs, "sample", record)
         while True:
             outcomes = Outcomes(given)
-            commit = rule(tree, p, outcomes)  # type: ignore[arg-type]
+            commit = verify(outcomes)
             yield outcomes.weight, tuple(commit.tokens[0][:-1]), last.pop()
             given = given[: outcomes.num_asked]
             while given and not given[-1]:

@@ -70,7 +70,7 @@ class Training:
 
 @dataclass(frozen=True)
 class HeadRecipe:
-    """Arguments of `foredraft train` for a drafter of a built-in target. A step is an update with 2,048 tokens.
+    """Arguments of `foredraft train` for a drafter of a built-in target. The zoo sets the tokens of a step.
 
     Attributes:
         steps: number of updates.

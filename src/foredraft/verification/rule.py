@@ -31,7 +31,7 @@ class Rule:
         is_reproducible: whether the output of a seed is independent of the drafts.
         settings: names of the numbers that a user may set. They are fields of `verify`, which is a frozen dataclass.
         vllm_name: its name as vLLM's rejection_sample_method; "" = vLLM does not have it.
-        draws_independently: whether it accepts most from siblings that were sampled with replacement. Drafters then
+        samples_independently: whether it accepts most from siblings that were sampled with replacement. Drafters then
             sample the children of a fixed tree independently of each other, if they can. It reads `uses_q` too.
     """
 
@@ -44,7 +44,7 @@ class Rule:
     is_reproducible: bool
     settings: tuple[str, ...] = ()
     vllm_name: str = ""
-    draws_independently: bool = False
+    samples_independently: bool = False
 
     def with_settings(self, values: Mapping[str, float]) -> "Rule":
         """Return the rule with other values of its settings; the rule itself if `values` is empty.

@@ -132,5 +132,5 @@ SPECTR = Rule(
     shares_noise=False,
     is_lossless=True,
     is_reproducible=False,
-    draws_independently=True,
+    samples_independently=True,
 )

@@ -78,9 +78,3 @@ def compute_head_loss(
     rows = select_roots(trace, head + 1)
     log_probs, tokens = gather_targets(trace, rows, head + 1)
     return compute_mean_loss(name, logits_fn, trace.features[rows], log_probs, tokens, vocab_size)
-
-
-def select_argmax(target_log_probs: TargetLogProbs) -> Tensor:
-    """Return the target's likeliest tokens [R]."""
-    best = target_log_probs.logprobs.argmax(-1, keepdim=True)
-    return (best if target_log_probs.token_ids is None else target_log_probs.token_ids.gather(-1, best))[..., 0]

@@ -216,7 +216,7 @@ class TreeBuilder:
     @property
     def samples_independently(self) -> bool:
         """Whether children are sampled with replacement; equal samples share a node."""
-        return self.uses_q and self.request.spec.rule.draws_independently and self.tree_spec.static_tree is not None
+        return self.uses_q and self.request.spec.rule.samples_independently and self.tree_spec.static_tree is not None
 
     @property
     def prunes_nodes(self) -> bool:

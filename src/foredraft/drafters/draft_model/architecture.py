@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from foredraft.errors import ForedraftError
+from foredraft.models.encdec import t5
 
 LAYER_DIVISOR = 6  # default depth: the target's decoder layers over this
 ENCODER_DIVISOR = 2  # default depth of an encoder, which runs once per request: the target's encoder layers over this
 WIDTH_DIVISOR = 2  # default width: the target's hidden size over this
 WIDTH_MULTIPLE = 16  # the width of an MLP layer is a multiple of this
-T5_TYPES = ("t5", "mt5", "umt5")  # model types with T5's names of sizes; other encoder-decoders have BART's
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def shrink_config(config: Any, size: DraftSize) -> Any:
 def _shrink_encoder_decoder(config: Any, size: DraftSize) -> Any:
     shape = copy.deepcopy(config)
     target_width = shape.d_model
-    is_t5 = shape.model_type in T5_TYPES
+    is_t5 = shape.model_type in t5.FAMILIES  # other encoder-decoders have BART's names of sizes
     if not is_t5 and not hasattr(shape, "decoder_ffn_dim"):
         raise _make_error(shape)
     head = shape.d_kv if is_t5 else target_width // shape.decoder_attention_heads
@@ -91,7 +91,7 @@ def read_size(config: Any) -> DraftSize:
 
 def _read_depths(config: Any) -> tuple[int, int]:
     """Return the numbers of encoder layers and decoder layers of an encoder-decoder model."""
-    if config.model_type in T5_TYPES:
+    if config.model_type in t5.FAMILIES:
         return config.num_layers, config.num_decoder_layers
     return config.encoder_layers, config.decoder_layers
 

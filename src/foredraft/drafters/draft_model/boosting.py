@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foredraft.drafters.draft_model.compatibility import check_same_kind, check_same_vocabulary
 from foredraft.drafters.draft_model.teacher_forcing import compute_trace_logits
 from foredraft.drafters.losses import Trace
-from foredraft.errors import ForedraftError
 from foredraft.models.hf import HFModel
-from foredraft.models.loading import check_vocabularies, load_model, load_tokenizer
+from foredraft.models.loading import load_model
 
 
 @dataclass(frozen=True)
@@ -51,20 +51,3 @@ class EarlierDrafts:
         for model in self.models:
             covered |= compute_trace_logits(model, trace).argmax(-1) == expected
         return covered
-
-
-def check_same_kind(config: Any, name: str, target: HFModel) -> None:
-    """Raise ForedraftError if only one of a model, given by its configuration, and the target has an encoder."""
-    if config.is_encoder_decoder != target.has_encoder:
-        kinds = ("a decoder alone", "an encoder-decoder model")
-        raise ForedraftError(
-            f"{name} is {kinds[not target.has_encoder]} and {target.name} {kinds[target.has_encoder]}; give a model "
-            "of the target's architecture"
-        )
-
-
-def check_same_vocabulary(model: Any, name: str, target: HFModel) -> None:
-    """Raise ForedraftError if a model has another vocabulary than the target."""
-    size = model.get_output_embeddings().weight.shape[0]
-    target_vocab = (target.name, load_tokenizer(target.name), target.vocab_size)
-    check_vocabularies(target_vocab, (name, load_tokenizer(name), size))

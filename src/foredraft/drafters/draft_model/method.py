@@ -5,6 +5,7 @@ import warnings
 from foredraft import zoo
 from foredraft.checkpoints.formats import CheckpointFormat, LayoutOrder, StoredLayout
 from foredraft.drafters.draft_model.checkpoint import has_model_architecture, has_model_tensors
+from foredraft.drafters.draft_model.compatibility import check_same_kind
 from foredraft.drafters.draft_model.cross_vocab.base import CrossVocabDrafter
 from foredraft.drafters.draft_model.cross_vocab.select import (
     VocabInfo,
@@ -20,17 +21,6 @@ from foredraft.errors import ForedraftError
 from foredraft.kernels.quantize import check_quantization
 from foredraft.models.loading import check_cpu_dtype, load_model, load_tokenizer, parse_device
 from foredraft.models.wrap import wrap_model
-
-
-def check_architectures(context: DrafterContext, has_encoder: bool, name: str) -> None:
-    """Raise ForedraftError if only one of target and draft is an encoder-decoder model."""
-    if context.target is None or context.target.has_encoder == has_encoder:
-        return
-    draft_kind, target_kind = ("an encoder-decoder model", "a decoder alone")[:: 1 if has_encoder else -1]
-    raise ForedraftError(
-        f"{name} is {draft_kind} and {context.target_name} {target_kind}; use a draft of the same architecture, or a "
-        "method without a model, such as ngram"
-    )
 
 
 def check_device(device: str | None, context: DrafterContext) -> None:
@@ -63,7 +53,8 @@ def create(config: Config, context: DrafterContext) -> DraftModel | CrossVocabDr
     if not is_owned and config.dtype is not None:
         raise ForedraftError("a loaded draft model has its dtype already; leave dtype out")
     check_cpu_dtype(model)
-    check_architectures(context, model.config.is_encoder_decoder, name)
+    if context.target is not None:
+        check_same_kind(model.config, name, context.target)
     lm = wrap_model(model, name, context.fused, is_owned=is_owned, quantization=config.quantization)
     lm = lm.with_context(config.max_model_len)
     # a loaded model has no tokenizer: it is assumed to have the target's, and is refused if the sizes differ

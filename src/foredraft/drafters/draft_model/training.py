@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from foredraft.checkpoints.layouts import CheckpointLayout
 from foredraft.drafters.draft_model.architecture import DraftSize, read_size, shrink_config
-from foredraft.drafters.draft_model.boosting import EarlierDrafts, check_same_kind, check_same_vocabulary
+from foredraft.drafters.draft_model.boosting import EarlierDrafts
+from foredraft.drafters.draft_model.compatibility import check_same_kind, check_same_vocabulary
 from foredraft.drafters.draft_model.teacher_forcing import compute_trace_logits
 from foredraft.drafters.losses import Losses, Trace, average_over_mask, check_loss, compute_draft_loss
 from foredraft.drafters.trainee import OnPolicyTraining, TraineeSpec

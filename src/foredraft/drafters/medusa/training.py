@@ -9,7 +9,7 @@ from torch import Tensor
 
 from foredraft.checkpoints.layouts import CheckpointLayout
 from foredraft.checkpoints.schema import Checkpoint
-from foredraft.drafters.common.head_losses import compute_head_loss, gather_targets, select_argmax, select_roots
+from foredraft.drafters.common.head_losses import compute_head_loss, gather_targets, select_roots
 from foredraft.drafters.common.static_tree import NUM_RANKS
 from foredraft.drafters.common.target_access import scale_output_matrix
 from foredraft.drafters.joint_training import JointSettings
@@ -81,7 +81,7 @@ class MedusaTrainee:
                 log_probs, _ = gather_targets(trace, rows, head + 1)
                 logits = self.compute_logits(head, trace.features[rows])
                 best = logits.topk(min(NUM_RANKS, logits.shape[-1]), -1).indices
-                hits[head, : best.shape[1]] += (best == select_argmax(log_probs)[:, None]).sum(0).cpu()
+                hits[head, : best.shape[1]] += (best == log_probs.find_argmax()[:, None]).sum(0).cpu()
                 counts[head] += len(best)
         rates = (hits / counts.clamp_min(1)).tolist()
         self.accuracies = tuple(tuple(round(rate, 4) for rate in row) for row in rates)
