@@ -106,6 +106,12 @@ def test_a_prompt_given_twice_is_refused(run):
     assert (outcome.code, "give it once" in outcome.stderr) == (2, True)
 
 
+def test_a_second_prompt_option_is_refused(run):
+    """Fault: `generate -p x -p y` dropped x without a word."""
+    outcome = run("generate", "-p", "x", "-p", "y")
+    assert (outcome.code, "each prompt in a file with --file" in outcome.error_lines[-1]) == (2, True), outcome.stderr
+
+
 @pytest.mark.parametrize(
     ("wrong", "right"),
     [

@@ -77,9 +77,12 @@ def generate(ctx: typer.Context, options: GenerateOptions) -> None:
 
 def _read_prompt_argument(options: GenerateOptions) -> str | None:
     """Return the prompt of the command line, given as an argument or with --prompt."""
-    if options.prompt is not None and options.prompt_option is not None:
+    given = options.prompt_option or ()
+    if options.prompt is not None and given:
         raise UsageError("the prompt is given as an argument and with --prompt; give it once")
-    return options.prompt if options.prompt_option is None else options.prompt_option
+    if len(given) > 1:
+        raise UsageError("--prompt is given twice; give it once, or each prompt in a file with --file")
+    return given[0] if given else options.prompt
 
 
 def select_methods(options: GenerateOptions, choices: CliChoices, spec_model_method: str | None = None) -> list[str]:

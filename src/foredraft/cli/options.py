@@ -333,7 +333,7 @@ class GenerateOptions(OutputOptions, SamplingOptions, ModelOptions):
 
     prompt: Annotated[str | None, typer.Argument(help="Prompt; '-' reads standard input.")] = None
     prompt_option: Annotated[
-        str | None, _make_option("Prompt, as an option instead of an argument.", "--prompt", "-p", metavar="TEXT")
+        list[str] | None, _make_option("Prompt, as an option instead of an argument.", "--prompt", "-p", metavar="TEXT")
     ] = None
     chat: Annotated[
         bool, _make_option("Put each prompt into the model's chat template as a user message.", "--chat")
