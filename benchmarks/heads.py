@@ -4,7 +4,7 @@ r"""Table of all drafting methods on held-out prompts, greedy and sampled at tem
 
 The speed-up is the median over prompts of (time per token of plain decoding / time per token of the method). All
 methods take turns prompt by prompt in one run. The acceptance length includes the bonus token. Sampling has no seed, so
-the rule is `reject`.
+the rule is that of `--verify`.
 
 This command plots the figures by the number of heads:
 
@@ -108,11 +108,12 @@ def main() -> None:
     parser.add_argument("--budgets", default="4,8,16,32,64")
     parser.add_argument("--prompts", type=int, default=50)
     parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--verify", default="auto", help="verification rule")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
-    llm = LLM(options.model, drafter=None)
+    llm = LLM(options.model, drafter=None, verify=options.verify)
     rows_by_mode = measure_methods(llm, parse_methods(options), options)
     print(format_table(rows_by_mode))
     if options.json:

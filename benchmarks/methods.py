@@ -6,7 +6,8 @@
 A cell has the acceptance length, the speed-up and the share of time in the drafter. The acceptance length includes the
 bonus token. The speed-up is the median over prompts of (time per token of plain decoding / time per token of the
 method). All methods take turns prompt by prompt in one run. `name:8` drafts at most eight tokens in every step; `name`
-alone adapts the length to measured times, which is the default. Sampling has no seed, so the rule is `reject`.
+alone adapts the length to measured times, which is the default. Sampling has no seed, so the rule
+is that of `--verify`.
 The last rows compare every ensemble `a+b` with the best of its members.
 """
 
@@ -86,12 +87,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--workloads", default="code,editing,logs,prose")
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--verify", default="auto", help="verification rule")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     options = parser.parse_args(argv)
     silence_transformers()
-    llm = LLM(options.model, drafter=None)
+    llm = LLM(options.model, drafter=None, verify=options.verify)
     chosen = methods.parse_all(options.methods.split(","), list(load_methods()))
     generators: dict[str, Any] = {methods.PLAIN: llm}
     for method in methods.attach_models(chosen, llm.target.model.config, options.spec_model, llm.is_builtin):

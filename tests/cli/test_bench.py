@@ -121,11 +121,14 @@ def test_methods_that_cannot_be_had_are_left_out_by_default_and_refused_by_name(
 
 
 def test_sampling_with_a_seed_is_compared_and_without_is_not(run, small, asked):
-    args = ("--methods", "ngram:2", "--temperature", "1", "--top-p", "0.9")
-    assert "| sampled |" in latency(run, small, asked, *args).stdout
+    args = ("--methods", "ngram:2,draft_model:2", "--spec-model", str(small), "--temperature", "1", "--top-p", "0.9")
+    outcome = latency(run, small, asked, *args)
+    assert "| sampled |" in outcome.stdout
+    assert "verification: reject (ngram:2); block (draft_model:2)" in outcome.stdout
     outcome = latency(run, small, asked, *args, "--seed", "3")
     assert "temperature 1.0, top-p 0.9, seed 3" in outcome.stdout
-    assert outcome.stdout.count("3/3") == 2
+    assert "verification:" not in outcome.stdout
+    assert outcome.stdout.count("3/3") == 3
 
 
 def test_only_the_cost_of_verification(run, small, asked):

@@ -101,6 +101,8 @@ class LatencyBench:
         lossy = sorted({row.verification for row in self.rows if not RULES[row.verification].is_lossless})
         if lossy:
             notes.append(f"lossy rule {lossy[0]}: the output does not follow the target's distribution")
+        if self.rows and self.rows[0].identical is None:  # sampled without a seed: the rule depends on the drafter
+            notes.append(f"verification: {self._describe_rules()}")
         if any(row.identical is not None and row.identical < row.prompts for row in self.rows) and not lossy:
             notes.append(
                 "an output that differs from plain decoding: if two tokens are equally likely within the rounding of "
@@ -109,6 +111,14 @@ class LatencyBench:
         if self.costs:
             notes.append(f"cost of verification: medians of passes after {self.plan.context} tokens")
         return notes
+
+    def _describe_rules(self) -> str:
+        """Return every rule of a drafter's run with its methods."""
+        drafting = self.rows[1:] or self.rows
+        rules = dict.fromkeys(row.verification for row in drafting)
+        return "; ".join(
+            f"{rule} ({', '.join(row.method for row in drafting if row.verification == rule)})" for rule in rules
+        )
 
     def _build_question_note(self) -> str:
         s, plain = self.plan.sampling, self.rows[0]
