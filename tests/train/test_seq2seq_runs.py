@@ -230,13 +230,13 @@ def test_prompts_alone_are_no_data(folder):
 @pytest.mark.parametrize(
     ("method", "wrong", "message"),
     [
-        ("draft_model", {"start": "llama"}, "is a decoder alone and .* an encoder-decoder model; give a model"),
+        ("draft_model", {"start": "llama"}, "is a decoder alone and .* an encoder-decoder model; use a draft of the same"),
         ("draft_model", {"settings": {"boost": "llama"}}, "is a decoder alone and .* an encoder-decoder model"),
         ("draft_model", {"start": "wide"}, "90 tokens"),
         (
             "draft_model",
             {"settings": {"draft_config": "llama"}},
-            "is a decoder alone and .* give a model of the target",
+            "is a decoder alone and .* use a draft of the same architecture",
         ),
         ("draft_model", {"settings": {"hidden": "20"}}, "hidden must be a multiple of the head size 16"),
         ("medusa", {"settings": {"backbone": "0.1"}}, "encoder-decoder model, which cannot be trained too; leave back"),
