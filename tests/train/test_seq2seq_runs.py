@@ -230,7 +230,11 @@ def test_prompts_alone_are_no_data(folder):
 @pytest.mark.parametrize(
     ("method", "wrong", "message"),
     [
-        ("draft_model", {"start": "llama"}, "is a decoder alone and .* an encoder-decoder model; use a draft of the same"),
+        (
+            "draft_model",
+            {"start": "llama"},
+            "is a decoder alone and .* an encoder-decoder model; use a draft of the same",
+        ),
         ("draft_model", {"settings": {"boost": "llama"}}, "is a decoder alone and .* an encoder-decoder model"),
         ("draft_model", {"start": "wide"}, "90 tokens"),
         (
