@@ -12,6 +12,7 @@ import typer
 import foredraft
 from foredraft.cli import shell
 from foredraft.cli.bench import bench
+from foredraft.cli.certify import certify
 from foredraft.cli.chat import chat
 from foredraft.cli.export import export
 from foredraft.cli.generate import generate
@@ -50,6 +51,7 @@ def run_root(
         raise typer.Exit(shell.MISUSED)
 
 
+app.command("certify", cls=shell.Command)(certify)
 app.command("chat", cls=shell.Command)(chat)
 app.command("export")(export)
 app.command("generate", cls=shell.Command)(generate)

@@ -1,0 +1,155 @@
+"""Many samples of one prompt, and what the checks of the distribution read from them.
+
+The sampling keeps the three likeliest tokens, so that all outcomes of the first tokens can be enumerated.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from foredraft.certify.draft_tree import DraftTree
+from foredraft.certify.recorder import StepRecord, StepRecorder
+from foredraft.certify.reference import compute_reference, list_history
+from foredraft.certify.statistics import ChiSquare, compare_counts
+from foredraft.certify.step_distribution import add_continuations, integrate_step, measure_bias
+from foredraft.certify.subject import EncodedPrompt, Subject
+from foredraft.sampling.params import Sampling
+from foredraft.verification.probs import Probs
+from foredraft.verification.rule import Rule
+
+Tokens = tuple[int, ...]
+NUM_TOKENS = 3  # tokens of each sample
+SAMPLING = Sampling(temperature=2.0, top_k=3, max_tokens=NUM_TOKENS + 1, ignore_eos=True)
+BATCH = 256  # requests that are submitted together
+NUM_POINTS = 4096  # points of the integration over the uniforms of one tree
+MIN_SHARE = 0.08  # share of the samples of a prompt that a group of steps needs
+MAX_GROUPS = 4  # groups of steps of a prompt, the largest first
+
+
+@dataclass(frozen=True)
+class StepGroup:
+    """Steps after one output of one prompt whose drafts are samples of one experiment."""
+
+    records: tuple[StepRecord, ...]
+
+    @cached_property
+    def trees(self) -> list[DraftTree]:
+        """Different draft trees."""
+        return list({id(record.tree): record.tree for record in self.records}.values())
+
+    @cached_property
+    def probability(self) -> float:
+        """Sum of the probabilities of the trees; 1 if all possible ones occurred."""
+        return sum(tree.probability for tree in self.trees)
+
+    @cached_property
+    def probs(self) -> Mapping[Tokens, Probs]:
+        """Target probabilities p after every path of draft tokens."""
+        result: dict[Tokens, Probs] = {}
+        for record in self.records:
+            for node, probs in enumerate(record.probs):
+                result.setdefault(record.tree.collect_path(node), probs)
+        return result
+
+    def compare_drafts(self) -> ChiSquare:
+        """Test the counts of the trees against their probabilities."""
+        counts = Counter(id(record.tree) for record in self.records)
+        unseen = max(1 - self.probability, 0.0)
+        return compare_counts(
+            [*(counts[id(tree)] for tree in self.trees), 0], [*(tree.probability for tree in self.trees), unseen]
+        )
+
+    def measure_bias(self, rule: Rule) -> tuple[float, float]:
+        """Return (bias, probability of impossible tokens) of the steps of this group."""
+        parts = [
+            (tree.probability / self.probability, integrate_step(rule.verify, tree, self.probs, NUM_POINTS, seed))
+            for seed, tree in enumerate(self.trees)
+        ]
+        return measure_bias(add_continuations(parts), self.probs)
+
+
+@dataclass(frozen=True)
+class PromptSamples:
+    """Many samples of one prompt, with the steps that produced them."""
+
+    prompt: EncodedPrompt
+    prompt_ids: Tokens
+    outputs: tuple[Tokens, ...]  # one per sample, NUM_TOKENS each
+    records: tuple[StepRecord, ...]
+
+    @classmethod
+    def generate(cls, subject: Subject, index: int, rule: Rule, num_samples: int, num_nodes: int) -> "PromptSamples":
+        """Sample one prompt with a rule; sample i has seed i."""
+        recorder = StepRecorder(rule)
+        prompt, outputs = subject.prompts[index], []
+        prompt_ids: Tokens = ()
+        for start in range(0, num_samples, BATCH):
+            seeds = range(start, min(start + BATCH, num_samples))
+            samplings = [replace(SAMPLING, seed=seed) for seed in seeds]
+            for completion in subject.draft([prompt] * len(seeds), samplings, num_nodes, recorder.as_rule()):
+                outputs.append(tuple(completion.token_ids[:NUM_TOKENS]))
+                prompt_ids = tuple(completion.prompt_token_ids)
+        return cls(prompt, prompt_ids, tuple(outputs), tuple(recorder.records))
+
+    @cached_property
+    def groups(self) -> list[StepGroup]:
+        """Groups of drafting steps, the largest first."""
+        found: dict[object, list[StepRecord]] = defaultdict(list)
+        for record in self.records:
+            if record.num_drafted:
+                found[record.prefix, record.tree.group_key].append(record)
+        large = [group for group in found.values() if len(group) >= MIN_SHARE * len(self.outputs)]
+        large.sort(key=len, reverse=True)
+        return [StepGroup(tuple(group)) for group in large[:MAX_GROUPS]]
+
+    def compare_outputs(self, subject: Subject) -> ChiSquare:
+        """Test the joint counts of the first tokens against the probabilities of plain decoding."""
+        joint = self._enumerate(subject)
+        counts = Counter(self.outputs)
+        cells = [*joint, *(tokens for tokens in counts if tokens not in joint)]
+        return compare_counts([counts[tokens] for tokens in cells], [joint.get(tokens, 0.0) for tokens in cells])
+
+    def measure_rounding(self, subject: Subject) -> float:
+        """Return the largest total variation distance between p of drafting steps and of plain decoding."""
+        distances = [0.0]
+        for prefix, probs in self._recorded.items():
+            plain = self._compute_plain(subject, prefix)
+            distances.append(float(np.abs(probs.gather(None) / probs.total - plain.gather(None)).sum() / 2))
+        return max(distances)
+
+    @cached_property
+    def _recorded(self) -> Mapping[Tokens, Probs]:
+        """Distributions p of the engine after outputs and draft paths of at most NUM_TOKENS - 1 tokens."""
+        result: dict[Tokens, Probs] = {}
+        for record in self.records:
+            for node, probs in enumerate(record.probs):
+                tokens = (*record.prefix, *record.tree.collect_path(node))
+                if len(tokens) < NUM_TOKENS and probs.total > 0:
+                    result.setdefault(tokens, probs)
+        return result
+
+    def _enumerate(self, subject: Subject) -> dict[Tokens, float]:
+        """Return the probability of every output of NUM_TOKENS tokens."""
+        joint: dict[Tokens, float] = {(): 1.0}
+        for _ in range(NUM_TOKENS):
+            joint = {
+                (*tokens, token): mass * step
+                for tokens, mass in joint.items()
+                for token, step in self._list_next(subject, tokens)
+            }
+        return joint
+
+    def _list_next(self, subject: Subject, tokens: Tokens) -> list[tuple[int, float]]:
+        probs = self._recorded.get(tokens) or self._compute_plain(subject, tokens)
+        ids = np.flatnonzero(probs.mass) if probs.ids is None else probs.ids
+        return [(int(token), probs[int(token)] / probs.total) for token in ids if probs[int(token)] > 0]
+
+    def _compute_plain(self, subject: Subject, tokens: Tokens) -> Probs:
+        """Compute p after output tokens by plain decoding and the slow reference."""
+        logits = subject.read_logits(self.prompt, tokens)
+        row = compute_reference(logits, SAMPLING, list_history(self.prompt_ids, tokens, ()))
+        ids = np.flatnonzero(row.p)
+        return Probs(row.p[ids], len(row.p), ids)
