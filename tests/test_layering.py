@@ -30,7 +30,7 @@ LAYERS = (
     ("drafter_factory", "request_factory", "target_loading"),
     ("engine_setup", "completion_generator"),
     ("llm",),
-    ("bench", "hf_generate", "server", "train"),
+    ("bench", "certify", "hf_generate", "server", "train"),
     ("zoo_training",),
     ("cli",),
     ("__main__",),

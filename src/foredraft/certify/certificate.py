@@ -15,6 +15,7 @@ from foredraft.certify.extremes import check_extremes
 from foredraft.certify.outputs import check_outputs
 from foredraft.certify.parameters import check_parameters
 from foredraft.certify.result import CheckResult
+from foredraft.certify.rule_check import check_rule
 from foredraft.certify.subject import Subject
 from foredraft.errors import ForedraftError
 from foredraft.llm import LLM
@@ -116,9 +117,11 @@ def iterate_checks(subject: Subject, plan: CertifyPlan, report: Callable[[str], 
     yield from check_outputs(subject, plan.max_tokens)
     report("sampling parameters")
     yield check_parameters(subject)
-    for rule in {rule.name: rule for rule in (MATCH, subject.rule)}.values():
+    for rule in {rule.name: rule for rule in (subject.rule, MATCH)}.values():
         report(f"samples by {rule.name}")
         yield check_extremes(rule)
+        if not rule.shares_noise:
+            yield check_rule(rule)
         yield from DistributionChecks.sample(subject, rule, plan.num_samples, NUM_SAMPLED_PROMPTS).run()
 
 

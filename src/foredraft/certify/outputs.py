@@ -14,9 +14,11 @@ import torch
 from foredraft.certify.result import CheckResult
 from foredraft.certify.subject import EncodedPrompt, Subject
 from foredraft.outputs import Completion
+from foredraft.request_options import RequestOptions
 from foredraft.sampling import rng
 from foredraft.sampling.params import Sampling
 from foredraft.sampling.rng import NoiseStream
+from foredraft.verification.rule import Rule
 
 ROUNDING_FACTOR = 4.0  # a margin below this many times the measured rounding is a near tie
 
@@ -46,6 +48,10 @@ class OutputRun:
     sampling: Sampling
     expected: Completion
 
+    def draft(self, subject: Subject) -> Completion:
+        """Generate the output with drafts, alone."""
+        return subject.draft([self.prompt], self.sampling, rules=get_rule(self.sampling, subject))[0]
+
     def compare(self, found: Completion, subject: Subject) -> OutputComparison:
         """Compare with another output of the same request."""
         pairs = list(zip(self.expected.token_ids, found.token_ids, strict=False))
@@ -54,9 +60,8 @@ class OutputRun:
         is_equal = self.expected.token_ids == found.token_ids
         margin = None
         if not is_equal:
-            margin = (
-                math.inf if num_equal == len(pairs) else self._measure_margin(subject, *pairs[num_equal], num_equal)
-            )
+            is_prefix = num_equal == len(pairs)
+            margin = math.inf if is_prefix else self._measure_margin(subject, *pairs[num_equal], num_equal)
         return OutputComparison(
             num_equal,
             max((abs(a.raw_logprob - b.raw_logprob) for a, b in entries), default=0.0),
@@ -90,10 +95,11 @@ def check_outputs(subject: Subject, max_tokens: int) -> list[CheckResult]:
     greedy = [Sampling(temperature=0.0, max_tokens=max_tokens, logprobs=0) for _ in subject.prompts]
     seeded = [Sampling(temperature=1.0, seed=i, max_tokens=max_tokens, logprobs=0) for i in range(len(subject.prompts))]
     runs = {"greedy outputs": _decode_plainly(subject, greedy), "seeded outputs": _decode_plainly(subject, seeded)}
-    alone = {name: [subject.draft([run.prompt], run.sampling)[0] for run in several] for name, several in runs.items()}
+    alone = {name: [run.draft(subject) for run in several] for name, several in runs.items()}
     every_run = [run for several in runs.values() for run in several]
     prompts, samplings = [run.prompt for run in every_run], [run.sampling for run in every_run]
-    batches = [subject.draft(prompts, samplings), subject.draft(prompts, samplings, num_nodes=1)]
+    rules = [get_rule(sampling, subject) for sampling in samplings]
+    batches = [subject.draft(prompts, samplings, num_nodes, rules) for num_nodes in (None, 1)]
     comparisons = {
         name: [run.compare(found, subject) for run, found in zip(several, alone[name], strict=True)]
         for name, several in runs.items()
@@ -107,9 +113,17 @@ def check_outputs(subject: Subject, max_tokens: int) -> list[CheckResult]:
     return [*results, _judge_logprobs(comparisons, subject.rounding_limit)]
 
 
+def get_rule(sampling: Sampling, subject: Subject) -> Rule | None:
+    """Return the rule under which an output must equal plain decoding; None = that of the LLM."""
+    return None if sampling.is_greedy else subject.seeded_rule
+
+
 def _decode_plainly(subject: Subject, samplings: Sequence[Sampling]) -> list[OutputRun]:
-    pairs = zip(subject.prompts, samplings, strict=True)
-    return [OutputRun(prompt, sampling, subject.plain.generate([prompt], sampling)[0]) for prompt, sampling in pairs]
+    runs = []
+    for prompt, sampling in zip(subject.prompts, samplings, strict=True):
+        options = RequestOptions(verify=get_rule(sampling, subject))
+        runs.append(OutputRun(prompt, sampling, subject.plain.generate([prompt], sampling, options=options)[0]))
+    return runs
 
 
 def _judge(

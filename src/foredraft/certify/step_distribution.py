@@ -5,6 +5,7 @@ the node, its next token has the distribution p after s. It follows from the cha
 continues by plain decoding. So no probabilities are needed beyond those of the drafted paths.
 """
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from foredraft.verification.probs import Probs
 from foredraft.verification.rule import VerifyFunction
 
 Tokens = tuple[int, ...]
+MIN_POINTS = 64  # of a tree
 Continuations = Mapping[Tokens, Mapping[int, float]]  # tokens s of a path -> next token -> probability
 
 
@@ -97,14 +99,30 @@ def _list_ids(tree: DraftTree, rows: Sequence[Probs]) -> list[int]:
     return sorted(ids)
 
 
-def add_continuations(parts: Sequence[tuple[float, Continuations]]) -> Continuations:
-    """Return the sum of continuations with these weights."""
-    result: dict[Tokens, dict[int, float]] = defaultdict(lambda: defaultdict(float))
-    for weight, part in parts:
-        for path, mass_by_token in part.items():
+def integrate_trees(
+    verify: VerifyFunction, trees: Sequence[DraftTree], probs: Mapping[Tokens, Probs], num_points: int
+) -> tuple[float, float]:
+    """Integrate a step over its drafts and its uniforms, and compare it with the target's distribution.
+
+    Args:
+        verify: function of the rule.
+        trees: all draft trees that the drafter can make here, weighted by their probabilities.
+        probs: p after every path of draft tokens.
+        num_points: points of the integration, divided among the trees by their probabilities.
+
+    Returns:
+        (bias, impossible): the largest total variation distance among the depths, and the probability of tokens that
+        the target cannot produce.
+    """
+    weights = np.array([tree.probability for tree in trees])
+    weights /= weights.sum()
+    found: dict[Tokens, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    for seed, (tree, weight) in enumerate(zip(trees, weights, strict=True)):
+        count = max(MIN_POINTS, 2 ** math.ceil(math.log2(num_points * weight)))
+        for path, mass_by_token in integrate_step(verify, tree, probs, count, seed).items():
             for token, mass in mass_by_token.items():
-                result[path][token] += weight * mass
-    return result
+                found[path][token] += float(weight) * mass
+    return measure_bias(found, probs)
 
 
 def measure_bias(found: Continuations, probs: Mapping[Tokens, Probs]) -> tuple[float, float]:

@@ -65,6 +65,12 @@ class Subject:
         return min(self.spec.max_nodes, MAX_CHAIN_NODES) if self.spec.is_chain else self.spec.max_nodes
 
     @property
+    def seeded_rule(self) -> Rule | None:
+        """Rule of seeded requests: that of the LLM if it reproduces the output of a seed, else `match`."""
+        rule = self.drafting.rule
+        return None if rule is None or rule.is_reproducible else MATCH
+
+    @property
     def rounding_limit(self) -> float:
         """Largest difference of a log-probability that counts as rounding, in nats.
 
@@ -77,10 +83,18 @@ class Subject:
         prompts: Sequence[EncodedPrompt],
         sampling: Sampling | Sequence[Sampling],
         num_nodes: int | None = None,
-        rule: Rule | None = None,
+        rules: Rule | Sequence[Rule | None] | None = None,
     ) -> list[Completion]:
-        """Generate with drafts of a fixed number of nodes; default `num_nodes`. All prompts are one batch."""
-        options = RequestOptions(num_speculative_tokens=num_nodes or self.num_nodes, verify=rule)
+        """Generate with drafts of a fixed number of nodes. All prompts are one batch.
+
+        Args:
+            prompts: encoded prompts.
+            sampling: parameters, one for all or one each.
+            num_nodes: draft nodes per step. Default None = the property `num_nodes`.
+            rules: verification rule, one for all or one each. Default None = that of the LLM.
+        """
+        each = rules if isinstance(rules, Sequence) else [rules] * len(prompts)
+        options = [RequestOptions(num_speculative_tokens=num_nodes or self.num_nodes, verify=rule) for rule in each]
         return self.drafting.generate(list(prompts), sampling, options=options)
 
     def read_logits(self, prompt: EncodedPrompt, output: Sequence[int]) -> np.ndarray:
