@@ -23,7 +23,7 @@ from tests.support import engine_mutants, mutants, spectr_mutants, tiny_models
 
 PLAN = CertifyPlan((), max_tokens=8, num_samples=800)
 SUBTLE = ("thr_0.99", "generous")  # faults that need all points of the integration
-COARSE_LIMIT = 0.015  # bias of a step at few points of the integration
+COARSE_LIMIT = 0.006  # bias of a step at few points of the integration, whose error is then below 0.0055
 PROMPTS = ([5, 9, 14, 9, 5], [11, 2, 30, 8])
 
 
@@ -199,7 +199,7 @@ def test_a_race_that_is_not_exponential_fails(race, monkeypatch):
 
     monkeypatch.setattr(rng, "exponential_race", race)
     monkeypatch.setattr(rng, "race_argmax", race_argmax)
-    assert find_failure(make_chain()) == "first 3 tokens (match)"
+    assert find_failure(make_chain()).startswith("first 3 tokens")
 
 
 def test_uniforms_that_may_be_zero_fail(monkeypatch):

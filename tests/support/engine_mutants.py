@@ -79,8 +79,15 @@ def make_mutant_noise(make_table: MakeNoise) -> type[SeededNoise]:
 
     class MutantNoise(SeededNoise):
         @property
+        def scored(self) -> list[int]:
+            pairs = zip(self.tree.roots, self.tree.sizes, strict=True)
+            return [b for b, (root, size) in enumerate(pairs) if root < size]
+
+        @property
         def table(self) -> NoiseTable:
-            return make_table(self.tree, self.seeds, self.positions)
+            """Table of the trees that begin at their roots, as the faults read them."""
+            positions = [self.positions[b] + self.tree.roots[b] for b in self.scored]
+            return make_table(_cut_at_roots(self.tree, self.scored), [self.seeds[b] for b in self.scored], positions)
 
         def get_key(self, row: int) -> int:
             keys = self.table.keys
@@ -88,10 +95,10 @@ def make_mutant_noise(make_table: MakeNoise) -> type[SeededNoise]:
             return int(keys[row])
 
         def accept_uniform(self, b: int, node: int) -> float:
-            return self.table.accept_uniform(b, node)
+            return self.table.accept_uniform(self.scored.index(b), node - self.tree.roots[b])
 
         def sample_uniform(self, b: int, node: int) -> float:
-            return self.table.sample_uniform(b, node)
+            return self.table.sample_uniform(self.scored.index(b), node - self.tree.roots[b])
 
         def select(self, requests: Sequence[int], rows: Tensor) -> "MutantNoise":
             seeds, positions = [self.seeds[b] for b in requests], [self.positions[b] for b in requests]

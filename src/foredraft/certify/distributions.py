@@ -9,6 +9,7 @@ Each link between the draft and the output has a check of its own, because the s
 - outputs: joint counts of the first tokens against the enumerated probabilities (chi-square).
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -111,14 +112,14 @@ class DistributionChecks:
         )
 
     def check_uniforms(self) -> CheckResult:
-        """Test the uniforms of the steps: evenly spread, independent within a step, none used twice."""
+        """Test the uniforms of the steps: evenly spread, independent of each other and of the draft, used once."""
         records = [record for samples in self.samples[:1] for record in samples.records if record.num_drafted]
         values = np.array([u for record in records for u in record.uniforms])
         repeated = len(values) - len(np.unique(values))
         spread = compare_counts(np.histogram(values, NUM_BINS, (0, 1))[0], np.full(NUM_BINS, 1 / NUM_BINS))
         pairs = _count_pairs(records)
         tests = [spread, compare_counts(pairs, np.full(len(pairs), 1 / len(pairs)))]
-        p_value = (tests[0] + tests[1]).p_value
+        p_value = sum([*tests, *_test_acceptance(records)], NO_TEST).p_value
         outside = int(((values <= 0) | (values >= 1)).sum())
         is_passed = bool(len(values)) and p_value >= ALPHA and not repeated and not outside
         evidence = f"{len(values):,} uniforms of {len(records):,} steps, p-value {p_value:.2g}"
@@ -128,6 +129,15 @@ class DistributionChecks:
 
     def _name(self, name: str) -> str:
         return f"{name} ({self.rule.name})"
+
+
+def _test_acceptance(records: Sequence[StepRecord]) -> Iterator[ChiSquare]:
+    """Test for every first draft token that the uniform which decides on it is evenly spread."""
+    quarters: dict[int, list[int]] = defaultdict(lambda: [0] * 4)
+    for record in records:
+        quarters[record.tree.tokens[1]][min(int(4 * record.uniforms[0]), 3)] += 1
+    for counts in quarters.values():
+        yield compare_counts(counts, [0.25] * 4)
 
 
 def _count_pairs(records: Sequence[StepRecord]) -> list[int]:

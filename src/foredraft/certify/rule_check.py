@@ -18,7 +18,7 @@ from foredraft.verification.rule import Rule
 Tokens = tuple[int, ...]
 Shape = tuple[int, ...]  # parent of every sample; -1 for the root
 VOCAB_SIZE, MAX_DEPTH = 4, 2
-CHAIN, TREE, SAMPLES = (-1, 0, 1), (-1, 0, 0, 1), (-1, 0, 0, 1, 2)
+CHAIN, TREE, SAMPLES = (-1, 0, 1), (-1, 0, 0, 1), (-1, 0, 0, 0, 1)
 SPREAD = 1.5  # standard deviation of the logits
 NUM_POINTS = 1 << 15  # points of an integration, whose error is then below 8e-4
 BIAS_LIMIT = 1.5e-3
