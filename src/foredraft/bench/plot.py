@@ -1,5 +1,6 @@
 """Plots of the benchmarks, as PNG."""
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from foredraft.bench.verify_cost import VerifyCost
 
 BASELINE_COLOR, FOREDRAFT_COLOR, PEER_COLOR = "#8a8f98", "#1f6fb2", "#d97b29"
 DPI = 120  # dots per inch
+CAPTION_CHARS = 88  # characters of a line of the caption, per panel
 CURVE_COLORS = ("#1f6fb2", "#d97b29", "#3a8f5c", "#7a3b69", "#b0533c", "#5b6573", "#c2a21a", "#2a9da0", "#94487f")
 
 
@@ -183,7 +185,8 @@ def save_curves(panels: Sequence[CurvePanel], caption: str, path: Path) -> None:
     Raises:
         ForedraftError: matplotlib is not installed.
     """
-    figure, axes = _create_figure(len(panels), 4.0, caption)
+    lines = [part for line in caption.splitlines() for part in textwrap.wrap(line, CAPTION_CHARS * len(panels))]
+    figure, axes = _create_figure(len(panels), 3.8 + 0.12 * len(lines), "\n".join(lines))
     for axis, panel in zip(axes, panels, strict=True):
         draw_curves(axis, panel)
     _save_figure(figure, path)

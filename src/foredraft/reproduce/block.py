@@ -8,9 +8,12 @@ from dataclasses import dataclass, replace
 from foredraft.bench.latency import PromptRun
 from foredraft.bench.methods import PLAIN
 from foredraft.bench.plot import Curve, CurvePanel
+from foredraft.bench.questions import Question
 from foredraft.bench.report import ReportTable
+from foredraft.llm import LLM
+from foredraft.reproduce.chain_ratios import ChainRecorder, ExpectedPoint, build_expected_point
 from foredraft.reproduce.claim import Claim, Measurement, Source
-from foredraft.reproduce.workbench import SAMPLED, Workbench
+from foredraft.reproduce.workbench import MODES, SAMPLED, Workbench
 from foredraft.verification.rules import BLOCK, REJECT
 
 LENGTHS = (2, 4, 6, 8)  # draft lengths K
@@ -38,18 +41,54 @@ def measure(bench: Workbench) -> Measurement:
     prompts, tokens, rounds = bench.load_prompts(20), bench.choose(128, 12), bench.choose(2, 1)
     runs = bench.run(generators, SAMPLED, prompts, tokens, rounds).runs
     points = [build_rule_point(rule.name, length, runs[label], runs[PLAIN]) for label, (rule, length) in labels.items()]
+    expected = [_record_drafts(bench, llm, f"{method}:{length}", length, prompts, tokens) for length in lengths]
     return Measurement(
-        findings=tuple(_compare(points)),
+        findings=(*_compare_expected(expected), *_compare(points)),
         notes=(
             bench.describe_target(llm),
             f"{len(prompts)} prompts, {tokens} output tokens each, {rounds} rounds at T = 1 without a seed; both rules "
             "and all lengths in turn, prompt by prompt",
-            "every run samples an output of its own; the standard error is that of resampled prompts",
+            "runs of their own: every run samples another output; the standard error is that of resampled prompts",
+            "the same drafts: p / q of every draft token is recorded; the expected accepted tokens follow from it",
         ),
-        tables=(_build_table(points),),
-        panels=_draw(points),
-        data={"points": points},
+        tables=(_build_expected_table(expected), _build_table(points)),
+        panels=_draw(points, expected),
+        data={"points": points, "expected": expected},
     )
+
+
+def _record_drafts(
+    bench: Workbench, llm: LLM, text: str, length: int, prompts: Sequence[Question], tokens: int
+) -> ExpectedPoint:
+    """Decode with token-wise verification, and compute what both rules accept of these drafts in expectation."""
+    recorder = ChainRecorder()
+    drafting = bench.add_drafter(llm, text, rule=replace(REJECT, verify=recorder))
+    sampling = replace(MODES[SAMPLED], max_tokens=tokens)
+    for question in prompts:
+        bench.on_progress(f"recording drafts, K = {length}")
+        drafting.generate([question.turns[0]], sampling)
+    return build_expected_point(length, recorder.chains)
+
+
+def _compare_expected(expected: Sequence[ExpectedPoint]) -> list[str]:
+    return [
+        f"K = {p.num_tokens}, the same {p.num_drafts:,} drafts: block accepts {p.block:.3f} draft tokens in "
+        f"expectation and token-wise {p.token_wise:.3f}, {100 * (p.block / p.token_wise - 1):+.1f} %; of {p.num_more:,} drafts "
+        f"more, of {p.num_fewer} fewer"
+        for p in expected
+    ]
+
+
+def _build_expected_table(expected: Sequence[ExpectedPoint]) -> ReportTable:
+    header = ("K", "drafts", "token-wise", "block", "gain", "block more", "block fewer")
+    rows = tuple(
+        (
+            str(p.num_tokens), str(p.num_drafts), f"{p.token_wise:.3f}", f"{p.block:.3f}",
+            f"{100 * (p.block / p.token_wise - 1):+.1f} %", str(p.num_more), str(p.num_fewer),
+        )
+        for p in expected
+    )  # fmt: skip
+    return ReportTable("Expected accepted draft tokens, of the same drafts", header, rows)
 
 
 def build_rule_point(rule: str, length: int, runs: Sequence[PromptRun], plain: Sequence[PromptRun]) -> RulePoint:
@@ -80,9 +119,9 @@ def _compare(points: Sequence[RulePoint]) -> list[str]:
     for token_wise, block in _find_pairs(points):
         error = (token_wise.standard_error**2 + block.standard_error**2) ** 0.5
         sentences.append(
-            f"K = {block.num_tokens}: block accepts {block.acceptance_length:.2f} tokens a pass and token-wise "
-            f"{token_wise.acceptance_length:.2f}, {100 * (block.acceptance_length / token_wise.acceptance_length - 1):+.1f} "
-            f"% (difference {block.acceptance_length - token_wise.acceptance_length:+.3f}, standard error {error:.3f})"
+            f"K = {block.num_tokens}, runs of their own: block has {block.acceptance_length:.2f} tokens a pass and "
+            f"token-wise {token_wise.acceptance_length:.2f} (standard error of the difference {error:.2f}); "
+            f"{block.speed_up:.2f}x and {token_wise.speed_up:.2f}x over plain decoding"
         )
     return sentences
 
@@ -96,19 +135,27 @@ def _build_table(points: Sequence[RulePoint]) -> ReportTable:
     return ReportTable("Both rules", header, rows, num_name_columns=2)
 
 
-def _draw(points: Sequence[RulePoint]) -> tuple[CurvePanel, ...]:
+def _draw(points: Sequence[RulePoint], expected: Sequence[ExpectedPoint]) -> tuple[CurvePanel, ...]:
     ticks = tuple(sorted({float(p.num_tokens) for p in points}))
-    lengths, speeds = [], []
+    speeds = []
     for color, rule in enumerate(dict.fromkeys(p.rule for p in points)):
         group = [p for p in points if p.rule == rule]
-        lengths.append(Curve(rule, ticks, tuple(p.acceptance_length for p in group), color))
         speeds.append(Curve(rule, ticks, tuple(p.speed_up for p in group), color))
+    lengths = (
+        Curve(REJECT.name, ticks, tuple(p.token_wise for p in expected), 0),
+        Curve(BLOCK.name, ticks, tuple(p.block for p in expected), 1),
+    )
     panel = CurvePanel(
-        "Acceptance length at T = 1", "draft length K", "tokens per target pass", tuple(lengths), None, ticks,
+        "Expected accepted tokens of the same drafts, T = 1", "draft length K", "draft tokens", lengths, None, ticks,
         from_zero=False,
     )  # fmt: skip
     return panel, replace(
-        panel, title="Speed-up at T = 1", y_label="over plain decoding", curves=tuple(speeds), baseline=1
+        panel,
+        title="Speed-up at T = 1",
+        y_label="over plain decoding",
+        curves=tuple(speeds),
+        baseline=1,
+        from_zero=True,
     )
 
 

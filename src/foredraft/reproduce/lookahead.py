@@ -59,8 +59,8 @@ def _state_best(points: Sequence[MethodPoint], nodes: dict[str, int]) -> list[st
     for series, mode in dict.fromkeys((p.series, p.mode) for p in points):
         best = find_best(points, series, mode)
         sentences.append(
-            f"{series}, {mode}: W = {best.x:g} is fastest with {best.speed_up:.2f}x, {best.acceptance_length:.2f} tokens "
-            f"a pass and {nodes[best.label]} nodes"
+            f"{series}, {mode}: W = {best.x:g} is fastest with {best.speed_up:.2f}x, {best.acceptance_length:.2f} "
+            f"tokens a pass and {nodes[best.label]} nodes"
         )
     return sentences
 

@@ -61,8 +61,8 @@ def _state_best(points: Sequence[MethodPoint]) -> list[str]:
         group = [p for p in points if (p.series, p.mode) == (series, mode)]
         best, first, last = find_best(points, series, mode), group[0], group[-1]
         sentences.append(
-            f"{series}, {mode}: {best.x:g} of {last.x:g} heads are fastest, {best.speed_up:.2f}x; the acceptance length "
-            f"goes from {first.acceptance_length:.2f} with one head to {last.acceptance_length:.2f} with {last.x:g}"
+            f"{series}, {mode}: {best.x:g} of {last.x:g} heads are fastest, {best.speed_up:.2f}x; the acceptance "
+            f"length is {first.acceptance_length:.2f} with one head and {last.acceptance_length:.2f} with {last.x:g}"
         )
     return sentences
 

@@ -36,8 +36,15 @@ def build_method_points(
     """
     return [
         MethodPoint(
-            *(places[row.method][0], mode, places[row.method][1], row.method),
-            *(row.speed_up, row.acceptance_length, row.draft_share, row.agreement, row.verification),
+            places[row.method][0],
+            mode,
+            places[row.method][1],
+            row.method,
+            row.speed_up,
+            row.acceptance_length,
+            row.draft_share,
+            row.agreement,
+            row.verification,
         )
         for row in rows
         if row.method != PLAIN

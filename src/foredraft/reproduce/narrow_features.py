@@ -37,4 +37,5 @@ def select_leading(features: Tensor, num_layers: int, width: int) -> Tensor:
 
     Returns [B, P, num_layers * width].
     """
-    return features.unflatten(-1, (num_layers, -1))[..., :width].flatten(-2)
+    states = features.view(*features.shape[:-1], num_layers, -1)  # [B, P, layers, hidden size]
+    return states[..., :width].flatten(-2)

@@ -25,4 +25,6 @@ def write_noisy_target(size: float, folder: Path, seed: int = 0) -> None:
                 noise = torch.randn(weight.shape, generator=generator) * (size * float(weight.float().std()))
                 weight.add_(noise.to(weight.dtype))
     model.save_pretrained(folder)
-    load_tokenizer(source).save_pretrained(folder)
+    tokenizer = load_tokenizer(source)
+    assert tokenizer is not None, "the built-in target has a tokenizer"
+    tokenizer.save_pretrained(folder)

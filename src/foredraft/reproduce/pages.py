@@ -36,9 +36,9 @@ def render_overview(records: Mapping[str, ClaimRecord]) -> str:
     """
     parts = [
         OVERVIEW_TITLE,
-        "This page compares claims of the literature with measurements by Foredraft. Use it to see what holds on a small "
-        "machine, and to repeat it. `foredraft reproduce` lists the claims; one command measures one of them and writes "
-        "its table, its JSON file, its plot and this page:",
+        "This page compares claims of the literature with measurements by Foredraft. Use it to see what holds on a "
+        "small machine, and to repeat it. `foredraft reproduce` lists the claims; one command measures one of them and "
+        "writes its table, its JSON file, its plot and this page:",
         "```bash\nforedraft reproduce acceptance --out figures\n```",
         _tabulate_claims(records),
         *(_render_section(claim, records.get(claim.name)) for claim in CLAIMS),

@@ -134,14 +134,14 @@ class Workbench:
         return llm.with_drafter(spec if drafter is None else drafter, length, verify=rule)
 
     def build_spec(self, llm: LLM, text: str, model: str | None = None) -> dict[str, Any]:
-        """Build the specification of a drafter, in the keys of vLLM's speculative_config; arguments as `add_drafter`."""
+        """Build the specification of a drafter, in vLLM's keys. Arguments: as `add_drafter`."""
         parsed = methods.parse(text, list(load_methods()))
         given = model or self.options.spec_model
         [method] = methods.attach_models([parsed], llm.target.model.config, given, llm.is_builtin)
         return dict(method.spec)
 
     def _make_small_drafter(self, spec: dict[str, Any], length: Any) -> NarrowFeatures | None:
-        """Make the drafter beside the small target, if it reads hidden states; None = it needs none of the small one."""
+        """Make the drafter of the small target, for use beside the grown one; None = it reads no hidden states."""
         small = self.built_in
         if not isinstance(length, int):
             return None
