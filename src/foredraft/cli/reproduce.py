@@ -67,9 +67,9 @@ class ReproduceArguments:
         return ReproduceOptions(self.model, self.spec_model, self.heads, self.undistilled, self.questions, self.quick)
 
     def format_command(self, claim: "Claim") -> str:
-        """Format the command of one claim; of a folder only the last part, so that pages name no machine's paths."""
+        """Format the command of one claim, without the parents of folders: pages name no paths of a machine."""
         words = ["foredraft", "reproduce", claim.name]
-        for name in ("model", "spec_model", "heads", "undistilled", "questions"):
+        for name in ("model", "spec_model", *filter(None, [claim.extra]), "questions"):
             value = getattr(self, name)
             if value is not None:
                 text = Path(value).name if Path(value).exists() else str(value)
@@ -78,7 +78,7 @@ class ReproduceArguments:
             words += ["--threads", str(self.threads)]
         if self.quick:
             words += ["--quick"]
-        return shlex.join([*words, "--out", self.out.name])
+        return shlex.join([*words, "--out", self.out.name if self.out.is_absolute() else str(self.out)])
 
 
 @with_options(ReproduceArguments)

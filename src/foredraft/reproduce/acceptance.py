@@ -146,7 +146,7 @@ def _draw(points: Sequence[ChainPoint], lengths: Sequence[int]) -> tuple[CurvePa
 CLAIM = Claim(
     name="acceptance",
     title="Acceptance rate and speed-up",
-    statement="The acceptance rate and the cost of the draft determine the speed-up; 75 % accepted give 2x",
+    statement="The acceptance rate and the cost of the draft determine the speed-up; by a rule of thumb 75 % give 2x",
     sources=(
         Source(
             "2211.17192",

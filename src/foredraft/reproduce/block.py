@@ -73,8 +73,8 @@ def _record_drafts(
 def _compare_expected(expected: Sequence[ExpectedPoint]) -> list[str]:
     return [
         f"K = {p.num_tokens}, the same {p.num_drafts:,} drafts: block accepts {p.block:.3f} draft tokens in "
-        f"expectation and token-wise {p.token_wise:.3f}, {100 * (p.block / p.token_wise - 1):+.1f} %; of {p.num_more:,} drafts "
-        f"more, of {p.num_fewer} fewer"
+        f"expectation and token-wise {p.token_wise:.3f}, {100 * (p.block / p.token_wise - 1):+.1f} %; more of "
+        f"{p.num_more:,} drafts, fewer of {p.num_fewer}"
         for p in expected
     ]
 

@@ -51,7 +51,9 @@ class Claim:
         minutes: expected time of the whole measurement on two cores.
         measure: measures the claim on the models of a workbench.
         fixed_models: why the claim is measured on the built-in models alone; "" = it takes other models.
-        needs_undistilled: whether the claim needs the undistilled draft model.
+        extra: name of the option of `ReproduceOptions` that this claim alone reads; "" = none.
+        needs_extra: whether it cannot be measured without `extra`; then `extra_help` says where to get it.
+        extra_help: end of the message for a missing `extra`.
     """
 
     name: str
@@ -61,4 +63,6 @@ class Claim:
     minutes: float
     measure: "Callable[[Workbench], Measurement]"
     fixed_models: str = ""
-    needs_undistilled: bool = False
+    extra: str = ""
+    needs_extra: bool = False
+    extra_help: str = ""

@@ -74,5 +74,7 @@ CLAIM = Claim(
     ),
     minutes=3,
     measure=measure,
-    needs_undistilled=True,
+    extra="undistilled",
+    needs_extra=True,
+    extra_help="a draft model trained without the target; `foredraft zoo train --out zoo` writes zoo/draft-undistilled",
 )

@@ -24,7 +24,7 @@ def measure(bench: Workbench) -> Measurement:
     """Measure exits after several layers, and one with an adapter if there is one."""
     llm = bench.small_target
     layers = llm.target.num_layers
-    exits = sorted({max(1, round(share * layers)) for share in SHARES})
+    exits = sorted({min(max(1, round(share * layers)), layers - 1) for share in SHARES})
     generators: dict[str, LLM] = {PLAIN: llm}
     places: dict[str, tuple[str, float]] = {}
     if llm.is_builtin or bench.options.spec_model is not None:

@@ -85,4 +85,5 @@ CLAIM = Claim(
     ),
     minutes=3,
     measure=measure,
+    extra="heads",
 )

@@ -91,11 +91,8 @@ def find_obstacle(claim: Claim, options: ReproduceOptions) -> str | None:
     """Find why a claim cannot be measured with these options; None = it can."""
     if claim.fixed_models and (options.model or options.spec_model):
         return f"{claim.name} takes no --model and no --spec-model: {claim.fixed_models}; leave them out"
-    if claim.needs_undistilled and options.undistilled is None:
-        return (
-            f"{claim.name} needs a draft model trained without the target: give its folder with --undistilled; "
-            "`foredraft zoo train --out zoo` writes it to zoo/draft-undistilled"
-        )
+    if claim.needs_extra and options.get_extra(claim.extra) is None:
+        return f"{claim.name} needs --{claim.extra} FOLDER: {claim.extra_help}"
     return None
 
 

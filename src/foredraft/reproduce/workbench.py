@@ -47,6 +47,10 @@ class ReproduceOptions:
     questions: Path | None = None
     is_quick: bool = False
 
+    def get_extra(self, name: str) -> str | None:
+        """Return the folder that one claim alone reads."""
+        return {"heads": self.heads, "undistilled": self.undistilled}[name]
+
 
 class Workbench:
     """Models and sizes of the measurements of one command. Models are loaded when a claim first needs them.
