@@ -80,7 +80,7 @@ def _compare_expected(expected: Sequence[ExpectedPoint]) -> list[str]:
 
 
 def _build_expected_table(expected: Sequence[ExpectedPoint]) -> ReportTable:
-    header = ("K", "drafts", "token-wise", "block", "gain", "block more", "block fewer")
+    header = ("K", "drafts", "token-wise", "as a block", "gain", "block more", "block fewer")
     rows = tuple(
         (
             str(p.num_tokens), str(p.num_drafts), f"{p.token_wise:.3f}", f"{p.block:.3f}",
@@ -108,10 +108,8 @@ def _compute_length(counts: Sequence[tuple[int, int]]) -> float:
 
 
 def _find_pairs(points: Sequence[RulePoint]) -> list[tuple[RulePoint, RulePoint]]:
-    """Find the points (token-wise, block) of each length."""
-    token_wise = [p for p in points if p.rule == REJECT.name]
-    block = [p for p in points if p.rule == BLOCK.name]
-    return list(zip(token_wise, block, strict=True))
+    """Pair the points of each length: token-wise, block. They are measured in this order."""
+    return list(zip(points[::2], points[1::2], strict=True))
 
 
 def _compare(points: Sequence[RulePoint]) -> list[str]:

@@ -22,6 +22,7 @@ from foredraft.sampling.params import Sampling
 from foredraft.verification.rule import Rule
 
 GROWN_PARAMETERS, QUICK_PARAMETERS = 430_000_000, 24_000_000
+MAX_KV_TOKENS, KV_MARGIN = 4096, 128  # of one engine; drafts need room beyond the context
 NOISE_SIZES = (0.02, 0.1, 0.2, 0.3, 0.4, 0.5, 0.7)  # over the standard deviation of the weights
 GREEDY, SAMPLED = "greedy", "T = 1"
 MODES = {GREEDY: Sampling(temperature=0.0, ignore_eos=True), SAMPLED: Sampling(temperature=1.0, ignore_eos=True)}
@@ -52,6 +53,16 @@ class ReproduceOptions:
         return {"heads": self.heads, "undistilled": self.undistilled}[name]
 
 
+def load_target(model: str) -> LLM:
+    """Load a target without a drafter.
+
+    Some claims have twenty engines on the same weights, so each gets the KV memory of one request only.
+    """
+    llm = LLM(model, None)
+    llm.limits = replace(llm.limits, kv_tokens=min(llm.context_length, MAX_KV_TOKENS) + KV_MARGIN)
+    return llm.with_drafter(None)
+
+
 class Workbench:
     """Models and sizes of the measurements of one command. Models are loaded when a claim first needs them.
 
@@ -75,7 +86,7 @@ class Workbench:
     @cached_property
     def built_in(self) -> LLM:
         """The built-in target."""
-        return LLM(zoo.DEFAULT_TARGET, None)
+        return load_target(zoo.DEFAULT_TARGET)
 
     @cached_property
     def grown(self) -> LLM:
@@ -83,12 +94,12 @@ class Workbench:
         folder = self.folder / "grown"
         self.on_progress("growing the built-in target")
         grow_to(None, self.choose(GROWN_PARAMETERS, QUICK_PARAMETERS), folder)
-        return LLM(str(folder), None)
+        return load_target(str(folder))
 
     @cached_property
     def given(self) -> LLM | None:
         """The target of --model."""
-        return None if self.options.model is None else LLM(self.options.model, None)
+        return None if self.options.model is None else load_target(self.options.model)
 
     @property
     def large_target(self) -> LLM:
