@@ -40,8 +40,7 @@ def measure(bench: Workbench) -> Measurement:
         findings=(*_state_goal(_select_noisy(points)), *_state_highest(points)),
         notes=(
             bench.describe_target(llm),
-            f"{len(prompts)} prompts of held-out code, {tokens} output tokens each; all drafts in turn, prompt by "
-            "prompt",
+            bench.describe_runs(prompts, tokens),
             "built-in target with noise s: the target before its growth, with normal noise on every matrix, of s times "
             "the standard deviation of the entries",
             "alpha: accepted over verified draft tokens; c: time of a draft pass over that of a target pass",

@@ -46,8 +46,7 @@ def measure(bench: Workbench) -> Measurement:
         findings=(*_compare_expected(expected), *_compare(points)),
         notes=(
             bench.describe_target(llm),
-            f"{len(prompts)} prompts, {tokens} output tokens each, {rounds} rounds at T = 1 without a seed; both rules "
-            "and all lengths in turn, prompt by prompt",
+            f"{bench.describe_runs(prompts, tokens)}; T = 1 without a seed, rounds: {rounds}",
             "runs of their own: every run samples another output; the standard error is that of resampled prompts",
             "the same drafts: p / q of every draft token is recorded; the expected accepted tokens follow from it",
         ),

@@ -29,7 +29,7 @@ def measure(bench: Workbench) -> Measurement:
         findings=tuple(_compare(points)),
         notes=(
             bench.describe_target(llm),
-            f"{len(prompts)} prompts, {tokens} output tokens each; all drafts in turn, prompt by prompt",
+            bench.describe_runs(prompts, tokens),
             "both drafts have one shape, one number of steps and the same data; the distilled one learned the "
             "target's distribution, the other one the next token of the text",
         ),

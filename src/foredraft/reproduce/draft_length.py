@@ -30,7 +30,7 @@ def measure(bench: Workbench) -> Measurement:
         findings=tuple(_state_best(points)),
         notes=(
             bench.describe_target(llm),
-            f"{len(prompts)} prompts, {tokens} output tokens each; all lengths in turn, prompt by prompt",
+            bench.describe_runs(prompts, tokens),
             "alpha: accepted over verified draft tokens; c: time of a draft pass over that of a target pass",
         ),
         tables=(build_chain_table(points),),

@@ -45,7 +45,7 @@ def measure(bench: Workbench) -> Measurement:
         findings=tuple(_state_best(points, layers)),
         notes=(
             bench.describe_target(llm),
-            f"{len(prompts)} prompts, {tokens} output tokens each, K = {LENGTH}; all exits in turn, prompt by prompt",
+            f"{bench.describe_runs(prompts, tokens)}; K = {LENGTH}",
             f"the target has {layers} layers and was not trained for early exit; the adapter is a small gated layer "
             "before its output matrix",
         ),

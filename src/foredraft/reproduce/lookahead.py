@@ -38,7 +38,7 @@ def measure(bench: Workbench) -> Measurement:
         findings=tuple(_state_best(points, nodes)),
         notes=(
             bench.describe_target(llm),
-            f"{len(prompts)} prompts, {tokens} output tokens each; all windows in turn, prompt by prompt",
+            bench.describe_runs(prompts, tokens),
             "a window of W columns and n-grams of N tokens; W n-grams are verified, so the tree has "
             "2 W (N - 1) - 1 nodes",
             "n-grams of the prompt and of the output are in the pool too",

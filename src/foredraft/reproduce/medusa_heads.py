@@ -35,7 +35,7 @@ def measure(bench: Workbench) -> Measurement:
         findings=tuple(_state_best(points)),
         notes=(
             *(bench.describe_target(llm) for llm in targets.values()),
-            f"{len(prompts)} prompts, {tokens} output tokens each; all numbers of heads in turn, prompt by prompt",
+            bench.describe_runs(prompts, tokens),
             "a chain of one token per head; "
             + ("the heads of --heads" if bench.options.heads else "the heads are the built-in ones"),
         ),

@@ -41,7 +41,7 @@ def measure(bench: Workbench) -> Measurement:
         findings=(*_compare(points, chains), *_state_costs(costs)),
         notes=(
             bench.describe_target(llm),
-            f"{len(prompts)} prompts, {tokens} output tokens each; all settings in turn, prompt by prompt",
+            bench.describe_runs(prompts, tokens),
             "a tree has the depth of the chain; its nodes are the likeliest ones, at T = 1 sampled without replacement",
         ),
         tables=(_name_kinds(points, chains), _build_cost_table(costs)),

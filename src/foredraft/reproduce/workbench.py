@@ -23,6 +23,7 @@ from foredraft.verification.rule import Rule
 
 GROWN_PARAMETERS, QUICK_PARAMETERS = 430_000_000, 24_000_000
 MAX_KV_TOKENS, KV_MARGIN = 4096, 128  # of one engine; drafts need room beyond the context
+CACHED_AFTER = 4  # output tokens after which a prompt is in the prefix cache, with its draft KV
 NOISE_SIZES = (0.02, 0.1, 0.2, 0.3, 0.4, 0.5, 0.7)  # over the standard deviation of the weights
 GREEDY, SAMPLED = "greedy", "T = 1"
 MODES = {GREEDY: Sampling(temperature=0.0, ignore_eos=True), SAMPLED: Sampling(temperature=1.0, ignore_eos=True)}
@@ -51,6 +52,11 @@ class ReproduceOptions:
     def get_extra(self, name: str) -> str | None:
         """Return the folder that one claim alone reads."""
         return {"heads": self.heads, "undistilled": self.undistilled}[name]
+
+
+def is_workload(options: ReproduceOptions) -> bool:
+    """Return whether the prompts are those of a built-in workload."""
+    return options.questions is None or not options.questions.exists()
 
 
 def load_target(model: str) -> LLM:
@@ -116,6 +122,14 @@ class Workbench:
         size = f"{llm.num_parameters / 1e6:.1f}M parameters, {str(llm.target.model.dtype).removeprefix('torch.')}"
         [*origins] = report.list_origin_notes(llm.target.model.config)
         return "; ".join([f"target {report.get_model_name(llm)}: {size}", *origins])
+
+    def describe_runs(self, prompts: Sequence[Question], tokens: int) -> str:
+        """Describe the conditions of `run` in a note."""
+        source = f"workload {self.options.questions or 'code'}" if is_workload(self.options) else "given questions"
+        return (
+            f"{len(prompts)} prompts ({source}), {tokens} output tokens each; all settings in turn, prompt by prompt; "
+            "prompts are computed before the time counts"
+        )
 
     def find_noisy_target(self, size: float) -> str:
         """Return the folder of the built-in target with noise; it is written at the first call."""
@@ -195,7 +209,7 @@ class Workbench:
             raise ForedraftError(f"{plain.target.name} has no tokenizer; put tokenizer.json beside its weights")
         outcome = measure(
             generators, prompts, plain.tokenizer, plain.context_length, replace(MODES[mode], max_tokens=tokens), rounds,
-            lambda name: self.on_progress(f"{mode}: {name}"),
+            lambda name: self.on_progress(f"{mode}: {name}"), CACHED_AFTER,
         )  # fmt: skip
         if not outcome.runs[methods.PLAIN]:
             raise ForedraftError("no prompt fits the model's context; give shorter ones with --questions")
