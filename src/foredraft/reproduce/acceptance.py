@@ -32,7 +32,7 @@ def measure(bench: Workbench) -> Measurement:
         label: bench.add_drafter(llm, f"draft_model:{length}", model=drafts[draft])
         for label, (draft, length) in chains.items()
     }
-    prompts, tokens = bench.load_prompts(5), bench.choose(48, 12)
+    prompts, tokens = bench.load_prompts(4), bench.choose(48, 12)
     points: list[ChainPoint] = []
     for mode in bench.choose((GREEDY, SAMPLED), (GREEDY,)):
         points += build_points(bench.run(generators, mode, prompts, tokens), chains, mode)

@@ -22,7 +22,7 @@ def measure(bench: Workbench) -> Measurement:
         label: bench.add_drafter(llm, f"{method}:{length}", model=drafts[draft])
         for label, (draft, length) in chains.items()
     }
-    prompts, tokens = bench.load_prompts(5), bench.choose(48, 12)
+    prompts, tokens = bench.load_prompts(4), bench.choose(48, 12)
     points: list[ChainPoint] = []
     for mode in bench.choose((GREEDY, SAMPLED), (GREEDY,)):
         points += build_points(bench.run(generators, mode, prompts, tokens), chains, mode)
@@ -94,6 +94,6 @@ CLAIM = Claim(
             "The best K follows from alpha and c; a longer draft than that costs more than it yields",
         ),
     ),
-    minutes=4,
+    minutes=3,
     measure=measure,
 )

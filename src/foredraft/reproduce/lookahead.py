@@ -14,7 +14,7 @@ from foredraft.reproduce.method_points import (
 from foredraft.reproduce.workbench import GREEDY, SAMPLED, Workbench
 
 METHOD: str = "lookahead"
-WINDOWS = (1, 2, 3, 5, 8, 12)  # columns W; as many n-grams are verified
+WINDOWS = (1, 2, 3, 5, 8)  # columns W; as many n-grams are verified
 NGRAM_SIZES = (3, 4)  # N
 MODES = (GREEDY, SAMPLED)
 
@@ -30,7 +30,7 @@ def measure(bench: Workbench) -> Measurement:
             label = f"{METHOD}:{count}:window={window}:ngram_size={size}:guesses={window}"
             places[label], nodes[label] = (f"N = {size}", float(window)), count
     generators = {PLAIN: llm} | {label: bench.add_drafter(llm, label) for label in places}
-    prompts, tokens = bench.load_prompts(4), bench.choose(64, 12)
+    prompts, tokens = bench.load_prompts(4), bench.choose(48, 12)
     points: list[MethodPoint] = []
     for mode in bench.choose(MODES, MODES[:1]):
         points += build_method_points(bench.run_rows(generators, mode, prompts, tokens), places, mode)

@@ -24,7 +24,7 @@ def measure(bench: Workbench) -> Measurement:
     targets = {"built-in target": bench.built_in, "grown target": bench.grown}
     if bench.given is not None:
         targets = {"given target": bench.given}
-    prompts, tokens = bench.load_prompts(8), bench.choose(48, 12)
+    prompts, tokens = bench.load_prompts(6), bench.choose(48, 12)
     points: list[MethodPoint] = []
     for series, llm in targets.items():
         generators = _make_generators(bench, llm)
@@ -83,7 +83,7 @@ CLAIM = Claim(
             "Heads that also read the sampled tokens speed up production models by 2x to 3x",
         ),
     ),
-    minutes=3,
+    minutes=2,
     measure=measure,
     extra="heads",
 )

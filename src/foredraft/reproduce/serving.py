@@ -11,10 +11,11 @@ from foredraft.bench.plot import Curve, CurvePanel
 from foredraft.bench.report import ReportTable
 from foredraft.llm import LLM
 from foredraft.reproduce.claim import Claim, Measurement, Source
-from foredraft.reproduce.load import make_plan, prepare
+from foredraft.reproduce.load import PROMPT_TOKENS, make_plan, prepare
 from foredraft.reproduce.workbench import Workbench
 
 STREAMS = (1, 2, 4, 8, 16)
+MAX_ROUNDS, MAX_SECONDS = 2, 60.0  # of one number of streams
 METHODS = ("medusa:1", "medusa:2", "medusa:3", "medusa:4", "mlp_speculator:3", "eagle3:3", "draft_model:3")
 
 
@@ -44,7 +45,7 @@ def measure(bench: Workbench) -> Measurement:
         findings=tuple(_state_best(rows)),
         notes=(
             bench.describe_target(llm),
-            f"{num_prompts} prompts, outputs of {tokens // 2} to {3 * tokens // 2} tokens, greedy; closed loop of "
+            f"{num_prompts} prompts of {PROMPT_TOKENS} tokens, outputs of {tokens // 2} to {3 * tokens // 2} tokens, greedy; closed loop of "
             "concurrent streams, all drafters in turn for the same requests, medians",
             "NAME:K drafts K tokens at every load; medusa:K uses K heads",
             "time to the first token includes the prompts that other streams send at the same time",
@@ -64,7 +65,7 @@ def _run(bench: Workbench, llm: LLM, labels: Sequence[str], streams: Sequence[in
     base.limits = replace(base.limits, kv_tokens=workload.count_kv_tokens(max(streams)))
     drivers = {OFF: EngineDriver(base.with_drafter(None), plan.sampling)}
     drivers |= {label: EngineDriver(bench.add_drafter(base, label), plan.sampling) for label in labels}
-    budget = LoadBudget(plan.rounds)
+    budget = LoadBudget(min(plan.rounds, MAX_ROUNDS), 1, MAX_SECONDS)
     points = [closed_loop.measure(drivers, workload, count, budget, bench.on_progress) for count in streams]
     return points, job.num_prompts, plan.sampling.max_tokens
 

@@ -105,6 +105,6 @@ CLAIM = Claim(
             "Token trees give 1.5x to 2.8x over other systems for distributed and 2.6x to 3.5x for offloaded models",
         ),
     ),
-    minutes=5,
+    minutes=4,
     measure=measure,
 )

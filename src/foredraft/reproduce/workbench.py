@@ -119,9 +119,9 @@ class Workbench:
 
     def describe_target(self, llm: LLM) -> str:
         """Describe a target in a note, with its size and origin."""
-        size = f"{llm.num_parameters / 1e6:.1f}M parameters, {str(llm.target.model.dtype).removeprefix('torch.')}"
-        [*origins] = report.list_origin_notes(llm.target.model.config)
-        return "; ".join([f"target {report.get_model_name(llm)}: {size}", *origins])
+        dtype = str(llm.target.model.dtype).removeprefix("torch.")
+        text = f"target {report.get_model_name(llm)}: {llm.num_parameters / 1e6:.1f}M parameters, {dtype}"
+        return "; ".join([text, *report.list_origin_notes(llm.target.model.config)])
 
     def describe_runs(self, prompts: Sequence[Question], tokens: int) -> str:
         """Describe the conditions of `run` in a note."""
