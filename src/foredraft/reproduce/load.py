@@ -41,8 +41,8 @@ def make_plan(bench: Workbench, streams: Sequence[int], fixed: Sequence[int]) ->
     tokens = bench.choose(OUTPUT_TOKENS, 8)
     return LoadBenchPlan(
         concurrency=tuple(streams), fixed=tuple(fixed), more=(), more_until=0, questions=tuple(bench.load_prompts(16)),
-        sampling=replace(MODES[GREEDY], max_tokens=tokens), prompt_tokens=PROMPT_TOKENS, waves=1.5, least=bench.choose(3, 2),
-        rounds=bench.choose(3, 1), minutes=bench.choose(3.5, None),
+        sampling=replace(MODES[GREEDY], max_tokens=tokens), prompt_tokens=PROMPT_TOKENS, waves=1.5,
+        least=bench.choose(3, 2), rounds=bench.choose(3, 1), minutes=bench.choose(3.5, None),
     )  # fmt: skip
 
 

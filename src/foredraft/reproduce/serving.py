@@ -45,8 +45,8 @@ def measure(bench: Workbench) -> Measurement:
         findings=tuple(_state_best(rows)),
         notes=(
             bench.describe_target(llm),
-            f"{num_prompts} prompts of {PROMPT_TOKENS} tokens, outputs of {tokens // 2} to {3 * tokens // 2} tokens, greedy; closed loop of "
-            "concurrent streams, all drafters in turn for the same requests, medians",
+            f"{num_prompts} prompts of {PROMPT_TOKENS} tokens, outputs of {tokens // 2} to {3 * tokens // 2} tokens, "
+            "greedy; closed loop of concurrent streams, all drafters in turn for the same requests, medians",
             "NAME:K drafts K tokens at every load; medusa:K uses K heads",
             "time to the first token includes the prompts that other streams send at the same time",
         ),
