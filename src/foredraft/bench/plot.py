@@ -14,8 +14,8 @@ from foredraft.bench.verify_cost import VerifyCost
 
 BASELINE_COLOR, FOREDRAFT_COLOR, PEER_COLOR = "#8a8f98", "#1f6fb2", "#d97b29"
 DPI = 120  # dots per inch
-CAPTION_CHARS = 88  # characters of a line of the caption, per panel
-CURVE_COLORS = ("#1f6fb2", "#d97b29", "#3a8f5c", "#7a3b69", "#b0533c", "#5b6573", "#c2a21a", "#2a9da0", "#94487f")
+CAPTION_CHARS = 98  # characters of a line of the caption, per panel
+CURVE_COLORS = ("#1f6fb2", "#d97b29", "#3a8f5c", "#7a3b69", "#d14b8f", "#5b6573", "#c2a21a", "#2a9da0", "#94487f")
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class Curve:
         color: index of the colour. Curves that belong together share it.
         is_reference: dashed and without markers, for a formula or a baseline.
         is_scatter: markers without a line.
+        is_dotted: markers on a dotted line, for a variant of the curve with the same colour.
     """
 
     label: str
@@ -37,6 +38,7 @@ class Curve:
     color: int
     is_reference: bool = False
     is_scatter: bool = False
+    is_dotted: bool = False
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,7 @@ def save_comparison_plot(
 def draw_curves(axis: Any, panel: CurvePanel) -> None:
     """Draw the curves of one panel."""
     for curve in panel.curves:
-        style = "--" if curve.is_reference else "o" if curve.is_scatter else "o-"
+        style = "--" if curve.is_reference else "o" if curve.is_scatter else "o:" if curve.is_dotted else "o-"
         axis.plot(
             curve.x, curve.y, style, label=curve.label or "_", color=CURVE_COLORS[curve.color % len(CURVE_COLORS)],
             markersize=4, linewidth=1.1 if curve.is_reference else 1.6, alpha=0.75 if curve.is_reference else 1.0,

@@ -38,7 +38,7 @@ def measure(bench: Workbench) -> Measurement:
     generators = {PLAIN: llm} | {
         label: bench.add_drafter(llm, f"{method}:{length}", rule=rule) for label, (rule, length) in labels.items()
     }
-    prompts, tokens, rounds = bench.load_prompts(20), bench.choose(128, 12), bench.choose(2, 1)
+    prompts, tokens, rounds = bench.load_prompts(16), bench.choose(96, 12), bench.choose(2, 1)
     runs = bench.run(generators, SAMPLED, prompts, tokens, rounds).runs
     points = [build_rule_point(rule.name, length, runs[label], runs[PLAIN]) for label, (rule, length) in labels.items()]
     expected = [_record_drafts(bench, llm, f"{method}:{length}", length, prompts, tokens) for length in lengths]

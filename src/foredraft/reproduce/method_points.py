@@ -77,13 +77,16 @@ def draw_series(
     points: Sequence[MethodPoint], x_label: str, ticks: Sequence[float] = (), has_log_x: bool = False
 ) -> tuple[CurvePanel, ...]:
     """Draw acceptance length and speed-up of every series and mode."""
-    groups = dict.fromkeys((p.series, p.mode) for p in points)
+    series_names = list(dict.fromkeys(p.series for p in points))
     lengths, speeds = [], []
-    for color, (series, mode) in enumerate(groups):
+    for series, mode in dict.fromkeys((p.series, p.mode) for p in points):
+        color, is_dotted = series_names.index(series), mode != points[0].mode
         group = [p for p in points if (p.series, p.mode) == (series, mode)]
         x = tuple(p.x for p in group)
-        lengths.append(Curve(f"{series}, {mode}", x, tuple(p.acceptance_length for p in group), color))
-        speeds.append(Curve("", x, tuple(p.speed_up for p in group), color))
+        lengths.append(
+            Curve(f"{series}, {mode}", x, tuple(p.acceptance_length for p in group), color, is_dotted=is_dotted)
+        )
+        speeds.append(Curve("", x, tuple(p.speed_up for p in group), color, is_dotted=is_dotted))
     return (
         CurvePanel(
             "Acceptance length", x_label, "tokens per target pass", tuple(lengths), 1.0, tuple(ticks), has_log_x
