@@ -13,7 +13,7 @@ from foredraft.reproduce.claim import Claim
 from foredraft.reproduce.pages import OVERVIEW_TITLE, render_claim_page, render_overview
 from foredraft.reproduce.record import ClaimRecord, build_record, read_record, write_record
 from foredraft.reproduce.registry import CLAIMS
-from foredraft.reproduce.workbench import ReproduceOptions, Workbench
+from foredraft.reproduce.workbench import TARGET_NOTE, ReproduceOptions, Workbench
 
 OVERVIEW_FILE = "README.md"
 
@@ -82,7 +82,8 @@ class ReproduceRun:
         record = build_record(claim, measurement, self.command(claim), self.options.is_quick, seconds)
         write_record(record, measurement.data, claim.title, self.out / f"{claim.name}.json")
         (self.out / f"{claim.name}.md").write_text(render_claim_page(claim, record), encoding="utf-8")
-        caption = f"{record.notes[0]}\n{record.machine_note}"
+        targets = [note for note in record.notes if note.startswith(TARGET_NOTE)]
+        caption = "\n".join([*targets, record.machine_note])
         save_curves(measurement.panels, caption, self.out / f"{claim.name}.png")
         return record
 

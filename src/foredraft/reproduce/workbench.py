@@ -25,6 +25,7 @@ GROWN_PARAMETERS, QUICK_PARAMETERS = 430_000_000, 24_000_000
 MAX_KV_TOKENS, KV_MARGIN = 4096, 128  # of one engine; drafts need room beyond the context
 CACHED_AFTER = 4  # output tokens after which a prompt is in the prefix cache, with its draft KV
 NOISE_SIZES = (0.02, 0.1, 0.2, 0.3, 0.4, 0.5, 0.7)  # over the standard deviation of the weights
+TARGET_NOTE = "target "  # beginning of the notes that describe a target
 GREEDY, SAMPLED = "greedy", "T = 1"
 MODES = {GREEDY: Sampling(temperature=0.0, ignore_eos=True), SAMPLED: Sampling(temperature=1.0, ignore_eos=True)}
 
@@ -120,7 +121,7 @@ class Workbench:
     def describe_target(self, llm: LLM) -> str:
         """Describe a target in a note, with its size and origin."""
         dtype = str(llm.target.model.dtype).removeprefix("torch.")
-        text = f"target {report.get_model_name(llm)}: {llm.num_parameters / 1e6:.1f}M parameters, {dtype}"
+        text = f"{TARGET_NOTE}{report.get_model_name(llm)}: {llm.num_parameters / 1e6:.1f}M parameters, {dtype}"
         return "; ".join([text, *report.list_origin_notes(llm.target.model.config)])
 
     def describe_runs(self, prompts: Sequence[Question], tokens: int) -> str:
