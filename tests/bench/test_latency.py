@@ -57,6 +57,19 @@ def clock(monkeypatch) -> Clock:
     return made
 
 
+def test_a_prompt_may_be_computed_before_its_time_counts(clock):
+    """Fault: prompts of a large model took as long as its output, and hid half of every speed-up."""
+    plain = Timed("plain", clock, 1.0)
+    outcome = latency.measure(
+        {"plain": plain}, QUESTIONS[:1], tiny_models.tokenizer(), 256, GREEDY, 2, lambda name: None, cached_after=3
+    )
+    assert [max_tokens for _, _, max_tokens in clock.log] == [4, 3, 4, 3, 4], (
+        "warm-up, then each round after its prompt"
+    )
+    assert outcome.runs["plain"][0].times == (4.0, 4.0)
+    assert len(outcome.runs["plain"][0].completions) == 2
+
+
 def measure_rows(clock: Clock, *others: Timed, sampling=GREEDY, rounds=1, context=256, asked=QUESTIONS):
     generators = {"plain": Timed("plain", clock, 0.4)} | {other.name: other for other in others}
     outcome = latency.measure(

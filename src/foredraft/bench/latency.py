@@ -83,6 +83,7 @@ def measure(
     sampling: Sampling,
     rounds: int,
     on_progress: Callable[[str], None],
+    cached_after: int = 0,
 ) -> LatencyOutcome:
     """Warm up all methods, then measure every prompt.
 
@@ -94,6 +95,8 @@ def measure(
         sampling: settings of every prompt.
         rounds: repetitions of every prompt.
         on_progress: called with the label of a method before it generates.
+        cached_after: output tokens that each method generates from a prompt before its time counts, so that the prompt
+            is in the prefix cache and the time is that of decoding. Default 0 = the time includes the prompt.
 
     Raises:
         ForedraftError: a method failed.
@@ -116,6 +119,8 @@ def measure(
                 shift = (number + turn + repeat) % len(names)
                 for name in names[shift:] + names[:shift]:
                     on_progress(name)
+                    if cached_after:
+                        _time_generation(name, generators[name], prompt, replace(sampling, max_tokens=cached_after))
                     results[name].append(_time_generation(name, generators[name], prompt, sampling))
             for name, pairs in results.items():
                 completions, times = zip(*pairs, strict=True)

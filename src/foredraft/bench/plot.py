@@ -1,6 +1,8 @@
 """Plots of the benchmarks, as PNG."""
 
+import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,56 @@ from foredraft.bench.verify_cost import VerifyCost
 
 BASELINE_COLOR, FOREDRAFT_COLOR, PEER_COLOR = "#8a8f98", "#1f6fb2", "#d97b29"
 DPI = 120  # dots per inch
+CAPTION_CHARS = 98  # characters of a line of the caption, per panel
+CURVE_COLORS = ("#1f6fb2", "#d97b29", "#3a8f5c", "#7a3b69", "#d14b8f", "#5b6573", "#c2a21a", "#2a9da0", "#94487f")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Points of one panel.
+
+    Attributes:
+        label: text in the legend; "" = none.
+        x: horizontal values.
+        y: vertical values.
+        color: index of the colour. Curves that belong together share it.
+        is_reference: dashed and without markers, for a formula or a baseline.
+        is_scatter: markers without a line.
+        is_dotted: markers on a dotted line, for a variant of the curve with the same colour.
+    """
+
+    label: str
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+    color: int
+    is_reference: bool = False
+    is_scatter: bool = False
+    is_dotted: bool = False
+
+
+@dataclass(frozen=True)
+class CurvePanel:
+    """Axes with curves.
+
+    Attributes:
+        title: heading.
+        x_label: label of the horizontal axis.
+        y_label: label of the vertical axis.
+        curves: curves, drawn in order.
+        baseline: height of a grey horizontal line; None = none.
+        ticks: values of x with a label; () = chosen by matplotlib.
+        has_log_x: whether x doubles from tick to tick.
+        from_zero: whether the vertical axis begins at zero.
+    """
+
+    title: str
+    x_label: str
+    y_label: str
+    curves: tuple[Curve, ...]
+    baseline: float | None = None
+    ticks: tuple[float, ...] = ()
+    has_log_x: bool = False
+    from_zero: bool = True
 
 
 def _create_figure(panels: int, height: float, caption: str) -> tuple[Any, list[Any]]:
@@ -101,4 +153,42 @@ def save_comparison_plot(
     axes[0].set_title("Speed on the same weights and prompts")
     if costs:
         draw_verify_cost(axes[1], costs)
+    _save_figure(figure, path)
+
+
+def draw_curves(axis: Any, panel: CurvePanel) -> None:
+    """Draw the curves of one panel."""
+    for curve in panel.curves:
+        style = "--" if curve.is_reference else "o" if curve.is_scatter else "o:" if curve.is_dotted else "o-"
+        axis.plot(
+            curve.x, curve.y, style, label=curve.label or "_", color=CURVE_COLORS[curve.color % len(CURVE_COLORS)],
+            markersize=4, linewidth=1.1 if curve.is_reference else 1.6, alpha=0.75 if curve.is_reference else 1.0,
+        )  # fmt: skip
+    if panel.baseline is not None:
+        axis.axhline(panel.baseline, color=BASELINE_COLOR, linewidth=0.8)
+    if panel.has_log_x:
+        axis.set_xscale("log", base=2)
+    if panel.ticks:
+        axis.set_xticks(panel.ticks, [f"{tick:g}" for tick in panel.ticks])
+        axis.minorticks_off()
+    if panel.from_zero:
+        axis.set_ylim(bottom=0)
+    axis.set(xlabel=panel.x_label, ylabel=panel.y_label)
+    axis.set_title(panel.title, fontsize=10)
+    axis.grid(alpha=0.25, linewidth=0.6)
+    axis.spines[["top", "right"]].set_visible(False)
+    if any(curve.label for curve in panel.curves):
+        axis.legend(fontsize=7.5)
+
+
+def save_curves(panels: Sequence[CurvePanel], caption: str, path: Path) -> None:
+    """Write a plot with one panel of curves beside the other.
+
+    Raises:
+        ForedraftError: matplotlib is not installed.
+    """
+    lines = [part for line in caption.splitlines() for part in textwrap.wrap(line, CAPTION_CHARS * len(panels))]
+    figure, axes = _create_figure(len(panels), 3.8 + 0.12 * len(lines), "\n".join(lines))
+    for axis, panel in zip(axes, panels, strict=True):
+        draw_curves(axis, panel)
     _save_figure(figure, path)

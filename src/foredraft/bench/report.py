@@ -158,8 +158,9 @@ def format_machine_note(facts: dict[str, Any]) -> str:
     """Format the facts of `describe_machine` as a note."""
     features = f" ({' '.join(facts['cpu_features'])})" if facts["cpu_features"] else ""
     return (
-        f"{format_count(facts['threads'], 'thread')} on {facts['cores']} cores of {facts['cpu']}{features}; foredraft "
-        f"{facts['foredraft']}, torch {facts['torch']}, transformers {facts['transformers']}"
+        f"{format_count(facts['threads'], 'thread')} on {format_count(facts['cores'], 'core')} of "
+        f"{facts['cpu']}{features}; foredraft {facts['foredraft']}, torch {facts['torch']}, "
+        f"transformers {facts['transformers']}"
     )
 
 

@@ -16,6 +16,7 @@ from foredraft.cli.certify import certify
 from foredraft.cli.chat import chat
 from foredraft.cli.export import export
 from foredraft.cli.generate import generate
+from foredraft.cli.reproduce import reproduce
 from foredraft.cli.serve import serve
 from foredraft.cli.train import train
 from foredraft.cli.version import print_version
@@ -55,6 +56,7 @@ app.command("certify", cls=shell.Command)(certify)
 app.command("chat", cls=shell.Command)(chat)
 app.command("export")(export)
 app.command("generate", cls=shell.Command)(generate)
+app.command("reproduce", cls=shell.Command)(reproduce)
 app.command("serve", cls=shell.Command)(serve)
 app.command("train")(train)
 app.command("version")(print_version)

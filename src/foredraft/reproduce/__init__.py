@@ -1,0 +1,1 @@
+"""Claims of the literature, each measured by one command: `foredraft reproduce`."""
