@@ -71,6 +71,7 @@ class SpecUnion:
             shares_target_kv=any(spec.shares_target_kv for spec in specs),
             attach=_combine_attach([spec.attach for spec in specs if spec.attach is not None]),
             title=self.title,
+            silence_mismatch=_combine_silence([spec.silence_mismatch for spec in specs]),
             member_backoffs=tuple(backoff for member in self.members for backoff in member.backoffs),
         )
 
@@ -83,6 +84,16 @@ def _combine_attach(functions: Sequence[Callable[[HFModel], None]]) -> Callable[
             function(target)
 
     return attach if functions else None
+
+
+def _combine_silence(functions: Sequence[Callable[[], None]]) -> Callable[[], None]:
+    """Return one function that turns off the mismatch warning of all members."""
+
+    def silence() -> None:
+        for function in functions:
+            function()
+
+    return silence
 
 
 def merge_layers(layer_sets: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
