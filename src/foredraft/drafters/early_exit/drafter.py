@@ -72,6 +72,7 @@ class EarlyExit:
             attach=bind_weakly(self.attach),
             is_chain=tree_spec.is_chain,
             silence_mismatch=self.mismatch_detector.silence,
+            is_native=target.fused is not None,
         )
 
     def attach(self, target: HFModel) -> None:

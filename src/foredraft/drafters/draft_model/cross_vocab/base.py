@@ -85,7 +85,12 @@ class CrossVocabDrafter(ABC):
         lm.pool.capacity = num_pages * PAGE_SIZE
         self.allocator = PageAllocator(num_pages, PAGE_SIZE)
         self.mismatch_detector = MismatchDetector(context)
-        self.spec = DrafterSpec(self.tree_spec.max_nodes, silence_mismatch=self.mismatch_detector.silence)
+        self.spec = DrafterSpec(
+            self.tree_spec.max_nodes,
+            silence_mismatch=self.mismatch_detector.silence,
+            vocabulary=self.vocab_option,
+            is_native=lm.pool.is_native,
+        )
         self._states: dict[int, CrossVocabState] = {}  # by slot
 
     @abstractmethod

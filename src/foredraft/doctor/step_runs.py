@@ -1,0 +1,107 @@
+"""Runs of an engine for some seconds, as step reports: waves of equally many requests that start together."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from foredraft.doctor.measuring_policy import MeasuringPolicy
+from foredraft.draft_length.policy import StepReport
+from foredraft.llm import LLM
+from foredraft.models.prompts import Prompt
+from foredraft.sampling.params import Sampling
+
+
+@dataclass
+class Wave:
+    """Steps of requests that started together."""
+
+    reports: list[StepReport]
+    is_complete: bool = False  # all its requests ended by themselves
+
+    @property
+    def num_start_steps(self) -> int:
+        """Leading steps that read the prompts; the last of them gives the first tokens."""
+        return next((i for i, report in enumerate(self.reports) if not has_chunk(report)), len(self.reports))
+
+    @property
+    def start_seconds(self) -> float:
+        """Seconds until the first tokens: the steps that read the prompts."""
+        return sum(report.step_time for report in self.reports[: self.num_start_steps])
+
+    @property
+    def decode_reports(self) -> list[StepReport]:
+        """Steps after the first, in which a drafter may read the prompt."""
+        start = self.num_start_steps
+        return [report for report in self.reports[start + 1 :] if not has_chunk(report)]
+
+
+@dataclass
+class StreamRuns:
+    """Waves of one engine with one number of streams."""
+
+    waves: list[Wave] = field(default_factory=list)
+    next_prompt: int = 0  # index of the next wave's first prompt
+
+    @property
+    def output_tokens(self) -> float | None:
+        """Mean output tokens of the complete waves of plain decoding; None without one."""
+        lengths = [len(wave.reports) - wave.num_start_steps + 1 for wave in self.waves if wave.is_complete]
+        return statistics.fmean(lengths) if lengths else None
+
+    @property
+    def draft_starts(self) -> list[float]:
+        """Seconds of the first draft of each wave."""
+        firsts = [wave.reports[wave.num_start_steps :] for wave in self.waves]
+        return [reports[0].draft_time for reports in firsts if reports]
+
+    @property
+    def decode_reports(self) -> list[StepReport]:
+        return [report for wave in self.waves for report in wave.decode_reports]
+
+
+def has_chunk(report: StepReport) -> bool:
+    """Return whether a step read more of a prompt than the last token of each request."""
+    drafted = sum(outcome.num_drafted for outcome in report.outcomes)
+    return report.num_pass_tokens > report.num_requests + drafted
+
+
+def run_waves(
+    llm: LLM,
+    policy: MeasuringPolicy,
+    runs: StreamRuns,
+    prompts: Sequence[Prompt],
+    num_streams: int,
+    sampling: Sampling,
+    seconds: float,
+    clock: Callable[[], float] = time.perf_counter,
+) -> None:
+    """Run waves of `num_streams` requests for about `seconds`, at least until one step with a draft, and keep the steps.
+
+    Args:
+        llm: its engine has `policy` as the policy of draft lengths.
+        policy: source of the reports.
+        runs: where the waves are added.
+        prompts: prompts, taken in turn.
+        num_streams: requests of a wave.
+        sampling: sampling of every request.
+        seconds: time of the measurement. A wave is broken off at its end.
+        clock: returns seconds.
+    """
+    end = clock() + seconds
+    policy.take_reports()
+    while clock() < end or not runs.decode_reports:
+        chosen = [prompts[(runs.next_prompt + i) % len(prompts)] for i in range(num_streams)]
+        runs.next_prompt += num_streams
+        is_over = False
+        for _ in llm.stream(chosen, sampling):
+            wave = Wave(policy.reports)
+            if clock() >= end and wave.decode_reports:
+                is_over = True
+                break
+        reports = policy.take_reports()
+        # A step with fewer requests than the wave, after the first has ended, measures another number of streams.
+        kept = [report for report in reports if report.num_requests == num_streams or has_chunk(report)]
+        runs.waves.append(Wave(kept, not is_over))
+        if is_over or (not runs.waves[-1].decode_reports and clock() >= end):
+            return
