@@ -13,6 +13,7 @@ import foredraft
 from foredraft.cli import shell
 from foredraft.cli.bench import bench
 from foredraft.cli.chat import chat
+from foredraft.cli.doctor import doctor
 from foredraft.cli.export import export
 from foredraft.cli.generate import generate
 from foredraft.cli.serve import serve
@@ -51,6 +52,7 @@ def run_root(
 
 
 app.command("chat", cls=shell.Command)(chat)
+app.command("doctor", cls=shell.Command)(doctor)
 app.command("export")(export)
 app.command("generate", cls=shell.Command)(generate)
 app.command("serve", cls=shell.Command)(serve)

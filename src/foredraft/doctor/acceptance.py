@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from foredraft.drafters.common.mismatch_warning import is_near_chance
 from foredraft.draft_length.acceptance import SurvivalEstimator
 from foredraft.draft_length.policy import StepReport
+from foredraft.drafters.common.mismatch_warning import is_near_chance
 
 MEMORY = 1 << 20  # decay constant in drafts: a measurement forgets nothing
 NEW_SLOT = -1  # slot of a request without drafts of its own

@@ -1,13 +1,14 @@
 """Drafters to examine: those that the user gave, or those that exist for the target."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from foredraft import zoo
 from foredraft.bench.grow import find_built_in_origin
+from foredraft.bench.methods import find_draft_model
 from foredraft.drafter_factory import find_default_method
 from foredraft.drafters.method import DrafterContext, Method
-from foredraft.drafters.registry import load_methods
+from foredraft.drafters.registry import AUTO, METHOD_SEPARATOR, load_methods
 from foredraft.llm import LLM
 
 MAX_CANDIDATES = 4  # drafters that are examined if none is given: each takes a share of the measuring time
@@ -47,6 +48,21 @@ def list_candidates(llm: LLM) -> list[Candidate]:
     second = [candidate for _, candidate in sorted(without_model, key=lambda entry: entry[0])]
     num_first = min(len(first), max(places, MAX_CANDIDATES - len(second)))
     return first[:num_first] + second[: MAX_CANDIDATES - num_first]
+
+
+def attach_model(candidate: Candidate, llm: LLM) -> Candidate:
+    """Return a candidate with the built-in drafter of its method, if its target was grown from a built-in one."""
+    if (
+        "model" in candidate.spec
+        or llm.builtin is not None
+        or METHOD_SEPARATOR in candidate.method
+        or candidate.method == AUTO
+    ):
+        return candidate
+    model = find_draft_model(candidate.method, llm.target.model.config, None)
+    if model is None:
+        return candidate
+    return replace(candidate, spec={**candidate.spec, "model": model}, model=model)
 
 
 def _rank(method: Method, context: DrafterContext, origin: str | None) -> float | None:

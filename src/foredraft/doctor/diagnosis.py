@@ -88,7 +88,7 @@ class Diagnosis:
 
     @property
     def host_seconds(self) -> float | None:
-        """Seconds of a step of plain decoding beside the target's pass, for one request; None if it was not measured."""
+        """Seconds of a plain step of one request beside the target's pass; None if it was not measured."""
         single = dict(self.points).get(1)
         return None if single is None or 1 not in self.plain_seconds else max(self.plain_seconds[1] - single, 0.0)
 
@@ -126,7 +126,9 @@ def _describe_drafter(drafter: DrafterDiagnosis) -> dict[str, Any]:
             "first_accepted": acceptance.num_first_accepted,
         },
         "draft_seconds": {
-            str(count): [costs.drafting.predict_draft(count, n, n * count) for n in range(1, len(acceptance.survival) + 1)]
+            str(count): [
+                costs.drafting.predict_draft(count, n, n * count) for n in range(1, len(acceptance.survival) + 1)
+            ]
             for count, costs in drafter.result.costs.items()
         },
         "streams": [_describe_prediction(one, checks.get(one.num_streams)) for one in drafter.result.predictions],

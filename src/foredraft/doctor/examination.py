@@ -1,8 +1,8 @@
 """The measurements of `foredraft doctor`, in rounds over plain decoding and all drafters.
 
 The rounds alternate, so that a slow minute of the machine affects plain decoding and drafters alike. Acceptance and the
-time until the first token come from single requests with whole prompts. Costs with several streams come from requests
-with short prompts: their steps cost the same, and most of the time would go to prompts otherwise.
+time until the first token come from single requests. Costs with several streams come from a few prompts in the prefix
+cache: most of the time would go to reading prompts otherwise.
 """
 
 import statistics
@@ -22,7 +22,7 @@ NUM_ROUNDS = 3
 CURVE_SHARE = 0.1  # share of the measuring time for the cost curve of the target's pass
 SINGLE_SHARE = 0.5  # share of an engine's time for single requests, which also measure the acceptance
 PLAIN_WEIGHT = 1.0  # time of plain decoding over that of a drafter
-SHORT_PROMPT_TOKENS = 16  # tokens of a prompt in runs with several streams
+NUM_SHARED_PROMPTS = 4  # prompts of the runs with several streams, which the prefix cache holds after their first use
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,6 @@ class Examination:
         plain: plain decoding.
         drafting: the drafters, by label.
         prompts: prompts as token ids.
-        short_prompts: the same, cut to SHORT_PROMPT_TOKENS tokens; those of encoder-decoder models are whole.
         sampling: sampling of all requests.
         streams: numbers of streams, rising.
         seconds: measuring time.
@@ -54,7 +53,6 @@ class Examination:
     plain: MeasuredLLM
     drafting: dict[str, MeasuredLLM]
     prompts: Sequence[Prompt]
-    short_prompts: Sequence[Prompt]
     sampling: Sampling
     streams: tuple[int, ...]
     seconds: float
@@ -71,7 +69,7 @@ class Examination:
         self.runs = {(label, count): StreamRuns() for label in engines for count in counts}
         for label, engine in engines.items():  # the first steps allocate memory
             self.on_progress(f"warming up {label or 'plain decoding'}")
-            run_waves(engine.llm, engine.policy, StreamRuns(), self.prompts, 1, self.sampling, 0.0, self.clock)
+            run_waves(engine.llm, engine.policy, StreamRuns(), self.prompts, 1, self.sampling, 0.0, False, self.clock)
         for number in range(NUM_ROUNDS):
             self._measure_passes(CURVE_SHARE * self.seconds / NUM_ROUNDS)
             left = max(self.seconds - (self.clock() - start), 0.0) / (NUM_ROUNDS - number)
@@ -97,16 +95,18 @@ class Examination:
         return share if label else PLAIN_WEIGHT * share
 
     def _run(self, label: str, engine: MeasuredLLM, num_streams: int, seconds: float) -> None:
-        prompts = self.prompts if num_streams == 1 else self.short_prompts
-        runs = self.runs[label, num_streams]
-        run_waves(engine.llm, engine.policy, runs, prompts, num_streams, self.sampling, seconds, self.clock)
+        is_cached, runs = num_streams > 1, self.runs[label, num_streams]
+        prompts = self.prompts[:NUM_SHARED_PROMPTS] if is_cached else self.prompts
+        run_waves(engine.llm, engine.policy, runs, prompts, num_streams, self.sampling, seconds, is_cached, self.clock)
 
     def evaluate(self, label: str) -> DrafterResult:
         """Fit the costs of a drafter and of plain decoding, and predict the speed."""
         max_nodes, kind = self.drafting[label].max_nodes, int(not self.sampling.is_greedy)
         reports = [r for (name, _), runs in self.runs.items() if name == label for r in runs.decode_reports]
         single = self.runs[label, 1]
-        acceptance = estimate_acceptance(single.decode_reports if len(single.decode_reports) else reports, max_nodes, kind)
+        acceptance = estimate_acceptance(
+            single.decode_reports if len(single.decode_reports) else reports, max_nodes, kind
+        )
         draft_start = _measure_draft_start(single)
         plain_start, drafting_start = _measure_start(self.runs["", 1]), _measure_start(single) + draft_start
         costs = {

@@ -1,5 +1,6 @@
 """Facts about machine, target and drafters that need no run of the engine."""
 
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,8 @@ def examine_machine(llm: LLM) -> MachineFacts:
     """Describe the machine, and measure its memory bandwidth."""
     device, native, description = llm.target.device, load_library(), describe_machine()
     if device.type == "cuda":
-        name, bandwidth = torch.cuda.get_device_name(device), _measure_gpu_bandwidth(device)
+        name = torch.cuda.get_device_name(device)
+        bandwidth: float | None = _measure_gpu_bandwidth(device)
     else:
         name = description["cpu"]
         bandwidth = None if native is None else measure_bandwidth(native, BANDWIDTH_ROUNDS).all_threads
@@ -93,13 +95,12 @@ def _measure_gpu_bandwidth(device: torch.device) -> float:
     source = torch.empty(GPU_COPY_BYTES // 2, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     target.copy_(source)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
+    torch.cuda.synchronize(device)
+    start = time.perf_counter()
     for _ in range(BANDWIDTH_ROUNDS):
         target.copy_(source)
-    end.record()
     torch.cuda.synchronize(device)
-    return GPU_COPY_BYTES * BANDWIDTH_ROUNDS / (start.elapsed_time(end) / 1e3) / 1e9
+    return GPU_COPY_BYTES * BANDWIDTH_ROUNDS / (time.perf_counter() - start) / 1e9
 
 
 def examine_target(llm: LLM, quantization: str | None, context: int) -> TargetFacts:
@@ -126,7 +127,7 @@ def examine_target(llm: LLM, quantization: str | None, context: int) -> TargetFa
         reason=reason,
         weight_bytes=target.num_parameters * bits / 8,
         kv_bytes_per_token=target.bytes_per_token(),
-        kv_tokens=target.pool.capacity - llm.limits.page_size,  # page 0 holds no tokens
+        kv_tokens=(target.pool.capacity or 0) - llm.limits.page_size,  # page 0 holds no tokens
         context=min(context, target.context_length),
     )
 

@@ -40,7 +40,7 @@ def check_target(target: TargetFacts, machine: MachineFacts, is_cpu: bool) -> li
         found.append(Finding(
             "memory", f"the KV memory holds {target.largest_batch} requests of {target.context} tokens, and "
             f"{machine.free_bytes / 2**30:.1f} GiB are free",
-            "load the target with --quantization int8, give a smaller --max-model-len, or use a machine with more memory",
+            "load the target with --quantization int8, or use a machine with more memory",
         ))  # fmt: skip
     return found
 
@@ -80,8 +80,8 @@ def _explain_loss(label: str, predictions: tuple[StreamPrediction, ...]) -> Find
     free = max(prediction.undrafted_speed_up for prediction in predictions)
     if free > 1.0 + MIN_GAIN:
         return Finding(
-            "large draft", f"its own time leaves no gain at any length: {best:.2f}x at best, and {free:.2f}x if it took "
-            "no time", "use a smaller or quantised draft (--spec-quantization int8), a head, or a method without a model",
+            "large draft", f"its own time leaves no gain at any length: {best:.2f}x at best, and {free:.2f}x if it "
+            "took no time", "use a smaller draft, --spec-quantization int8, a head, or a method without a model",
             label,
         )  # fmt: skip
     return Finding(

@@ -49,7 +49,9 @@ def predict_streams(
         max_nodes: longest draft.
         output_tokens: mean tokens of an output; the time until the first token is spread over them.
     """
-    plain_rate = _compute_rate(costs, costs.plain.predict_plain(costs.num_streams), 1.0, costs.plain_start, output_tokens)
+    plain_rate = _compute_rate(
+        costs, costs.plain.predict_plain(costs.num_streams), 1.0, costs.plain_start, output_tokens
+    )
     rates = [_predict_rate(costs, acceptance, n, output_tokens, False) for n in range(1, max_nodes + 1)]
     free_rates = [_predict_rate(costs, acceptance, n, output_tokens, True) for n in range(1, max_nodes + 1)]
     best = max(range(max_nodes), key=rates.__getitem__)
@@ -65,9 +67,7 @@ def _predict_rate(
     """Return tokens per second of all streams with drafts of up to `length` nodes."""
     nodes = costs.num_streams * acceptance.nodes_per_pass(length)
     step_seconds = costs.drafting.predict_step(costs.num_streams, length, nodes, has_free_drafts)
-    return _compute_rate(
-        costs, step_seconds, acceptance.tokens_per_pass(length), costs.drafting_start, output_tokens
-    )
+    return _compute_rate(costs, step_seconds, acceptance.tokens_per_pass(length), costs.drafting_start, output_tokens)
 
 
 def _compute_rate(

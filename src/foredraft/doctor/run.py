@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from foredraft.bench.grow import find_built_in_origin
-from foredraft.doctor.candidate import Candidate, list_candidates
+from foredraft.doctor.candidate import Candidate, attach_model, list_candidates
 from foredraft.doctor.diagnosis import Diagnosis, DrafterDiagnosis
-from foredraft.doctor.examination import SHORT_PROMPT_TOKENS, DrafterResult, Examination
+from foredraft.doctor.examination import DrafterResult, Examination
 from foredraft.doctor.facts import examine_drafter, examine_machine, examine_target
 from foredraft.doctor.findings import Finding, check_drafter, check_target
 from foredraft.doctor.measured_llm import MeasuredLLM
@@ -47,7 +47,7 @@ def run(plan: DoctorPlan, llm: LLM, on_progress: Callable[[str], None]) -> Diagn
 
     Args:
         plan: what to examine.
-        llm: plain decoding without a prefix cache, so that every prompt is read.
+        llm: plain decoding.
         on_progress: called with what is measured next.
 
     Raises:
@@ -55,11 +55,11 @@ def run(plan: DoctorPlan, llm: LLM, on_progress: Callable[[str], None]) -> Diagn
     """
     on_progress("reading memory")
     machine, target = examine_machine(llm), examine_target(llm, plan.quantization, plan.context)
-    candidates = plan.candidates or tuple(list_candidates(llm))
+    candidates = [attach_model(one, llm) for one in plan.candidates] or list_candidates(llm)
     drafting, unfit = _load_drafters(llm, candidates, on_progress)
-    prompts, short_prompts = _encode(llm, plan.prompts, plan.sampling)
+    prompts = _encode(llm, plan.prompts, plan.sampling)
     examination = Examination(
-        MeasuredLLM.make_plain(llm), drafting, prompts, short_prompts, plan.sampling, plan.streams, plan.seconds,
+        MeasuredLLM.make_plain(llm), drafting, prompts, plan.sampling, plan.streams, plan.seconds,
         on_progress,
     )  # fmt: skip
     examination.measure()
@@ -93,10 +93,10 @@ def _load_drafters(
     return drafting, unfit
 
 
-def _encode(llm: LLM, texts: Sequence[str], sampling: Sampling) -> tuple[list[Prompt], list[Prompt]]:
-    """Return the prompts that fit the context, whole and short; for an encoder-decoder model both are its sources."""
+def _encode(llm: LLM, texts: Sequence[str], sampling: Sampling) -> list[Prompt]:
+    """Return the prompts that fit the context, as token ids; those of an encoder-decoder model as text."""
     if llm.target.has_encoder:
-        return list(texts), list(texts)
+        return list(texts)
     if llm.tokenizer is None:
         raise ForedraftError(f"{llm.target.name} has no tokenizer; put tokenizer.json beside its weights")
     room = llm.target.context_length - sampling.max_tokens
@@ -104,7 +104,7 @@ def _encode(llm: LLM, texts: Sequence[str], sampling: Sampling) -> tuple[list[Pr
     fitting = [ids for ids in encoded if 0 < len(ids) <= room]
     if not fitting:
         raise ForedraftError("no prompt fits the model's context with --max-tokens; give fewer tokens or other prompts")
-    return list(fitting), [ids[-SHORT_PROMPT_TOKENS:] for ids in fitting]
+    return list(fitting)
 
 
 def _check(
@@ -117,6 +117,6 @@ def _check(
         examination.on_progress(f"checking {label}, {one.num_streams} streams")
         checks.append(check_speed(
             examination.plain, examination.drafting[label], one.length, examination.prompts, one.num_streams,
-            plan.sampling, seconds,
+            plan.sampling, examination.output_tokens, seconds,
         ))  # fmt: skip
     return tuple(checks)

@@ -1,5 +1,6 @@
 """Runs of an engine for some seconds, as step reports: waves of equally many requests that start together."""
 
+import secrets
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -9,6 +10,7 @@ from foredraft.doctor.measuring_policy import MeasuringPolicy
 from foredraft.draft_length.policy import StepReport
 from foredraft.llm import LLM
 from foredraft.models.prompts import Prompt
+from foredraft.request_options import RequestOptions
 from foredraft.sampling.params import Sampling
 
 
@@ -60,6 +62,13 @@ class StreamRuns:
         return [report for wave in self.waves for report in wave.decode_reports]
 
 
+def make_private_options(count: int, num_speculative_tokens: int | None = None) -> list[RequestOptions]:
+    """Return the options of `count` requests whose prompts are found in no prefix cache."""
+    return [
+        RequestOptions(num_speculative_tokens=num_speculative_tokens, salt=secrets.token_bytes(8)) for _ in range(count)
+    ]
+
+
 def has_chunk(report: StepReport) -> bool:
     """Return whether a step read more of a prompt than the last token of each request."""
     drafted = sum(outcome.num_drafted for outcome in report.outcomes)
@@ -74,9 +83,10 @@ def run_waves(
     num_streams: int,
     sampling: Sampling,
     seconds: float,
+    is_cached: bool = False,
     clock: Callable[[], float] = time.perf_counter,
 ) -> None:
-    """Run waves of `num_streams` requests for about `seconds`, at least until one step with a draft, and keep the steps.
+    """Run waves of `num_streams` requests for about `seconds`, or until the first decoding step, and keep the steps.
 
     Args:
         llm: its engine has `policy` as the policy of draft lengths.
@@ -86,6 +96,7 @@ def run_waves(
         num_streams: requests of a wave.
         sampling: sampling of every request.
         seconds: time of the measurement. A wave is broken off at its end.
+        is_cached: whether the prefix cache may serve prompts of earlier waves.
         clock: returns seconds.
     """
     end = clock() + seconds
@@ -94,7 +105,8 @@ def run_waves(
         chosen = [prompts[(runs.next_prompt + i) % len(prompts)] for i in range(num_streams)]
         runs.next_prompt += num_streams
         is_over = False
-        for _ in llm.stream(chosen, sampling):
+        options = [RequestOptions()] * num_streams if is_cached else make_private_options(num_streams)
+        for _ in llm.stream(chosen, sampling, options=options):
             wave = Wave(policy.reports)
             if clock() >= end and wave.decode_reports:
                 is_over = True

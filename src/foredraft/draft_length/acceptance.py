@@ -65,7 +65,7 @@ class AcceptanceTally:
 class NodeRateEstimator:
     """Rate of every node of every request: a rate by kind of request, adjusted by the request's own tally.
 
-    `initial_rate` is the prior rate of the first node, `shared_memory` the decay constant of the shared tally in drafts.
+    `initial_rate` is the prior rate of the first node, `shared_memory` the decay constant of the shared tally.
     """
 
     def __init__(self, initial_rate: float, shared_memory: int = SHARED_MEMORY) -> None:

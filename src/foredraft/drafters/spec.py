@@ -7,7 +7,6 @@ from foredraft.drafters.failure_backoff import FailureBackoff
 from foredraft.kv.draft_kv import DraftKV
 from foredraft.models.hf import HFModel
 
-
 SAME_VOCABULARY = "same"  # `DrafterSpec.vocabulary` of a drafter that reads the target's tokens
 
 
@@ -43,7 +42,7 @@ class DrafterSpec:
         title: name in logs and reports. Default None = the name of the method.
         silence_mismatch: function that turns off the warning of a drafter that was trained for another target. Training
             calls it. Default: there is no such warning.
-        vocabulary: "same" if the drafter reads the target's tokens; else how it translates, as the option `vocab` names it.
+        vocabulary: how the drafter translates, as the option `vocab` names it; "same" if it reads the target's tokens.
             For reports. Default "same".
         is_native: whether its network runs as native CPU code, for reports; None = it has no network. Default None.
         member_backoffs: failure counts and quarantines of the drafters inside a wrapper or an ensemble, if each of them
