@@ -31,6 +31,7 @@ LAYERS = (
     ("engine_setup", "completion_generator"),
     ("llm",),
     ("bench", "hf_generate", "server", "train"),
+    ("doctor",),
     ("zoo_training",),
     ("cli",),
     ("__main__",),

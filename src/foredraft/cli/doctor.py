@@ -59,7 +59,7 @@ def _examine(options: DoctorOptions, backend: CliBackend, on_progress: Callable[
     from foredraft.llm import MemoryLimits
 
     options.set_threads()
-    llm = load_llm(options, NONE, MemoryLimits(max_batch=max(streams)))
+    llm = load_llm(options, NONE, MemoryLimits(max_batch=max(MemoryLimits().max_batch, *streams)))
     workload = "corrections" if llm.target.has_encoder else "code"
     plan = DoctorPlan(
         candidates=candidates,

@@ -58,11 +58,11 @@ def _describe_machine(diagnosis: "Diagnosis") -> Section:
     machine = diagnosis.machine
     facts = machine.description
     speed = "memory bandwidth not measured" if machine.bandwidth is None else f"{machine.bandwidth:.1f} GB/s of memory"
+    threads, cores = _format_number(facts["threads"], "thread"), _format_number(facts["cores"], "core")
+    versions = ", ".join(f"{name} {facts[name]}" for name in ("foredraft", "torch", "transformers"))
     lines = (
-        f"{machine.device}: {facts['threads']} threads on {facts['cores']} cores, {speed}, "
-        f"{_format_bytes(machine.free_bytes)} free",
-        f"foredraft {facts['foredraft']}, torch {facts['torch']}, transformers {facts['transformers']}; "
-        f"native kernels: {machine.kernels or 'none'}",
+        f"{machine.device}: {threads} on {cores}, {speed}, {_format_bytes(machine.free_bytes)} free",
+        f"{versions}; native kernels: {machine.kernels or 'none'}",
     )
     return Section("Machine", lines)
 
@@ -164,7 +164,7 @@ def _describe_verdict(diagnosis: "Diagnosis", command: str) -> Section:
     if verdict.drafter is None:
         return Section("Verdict", ("no drafter is predicted to save time: decode without speculation", f"$ {command}"))
     parts = [
-        f"{one.speed_up:.2f}x with {one.num_streams} stream{'' if one.num_streams == 1 else 's'}"
+        f"{one.speed_up:.2f}x with {_format_number(one.num_streams, 'stream')}"
         if verdict.lengths[one.num_streams]
         else f"no gain with {one.num_streams}"
         for one in verdict.drafter.result.predictions
@@ -178,6 +178,10 @@ def _describe_warnings(diagnosis: "Diagnosis") -> Section:
         for finding in diagnosis.findings
     )
     return Section("Warnings", lines)
+
+
+def _format_number(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _format_ms(seconds: float) -> str:

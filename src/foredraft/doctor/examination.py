@@ -18,7 +18,7 @@ from foredraft.doctor.step_runs import StreamRuns, run_waves
 from foredraft.models.prompts import Prompt
 from foredraft.sampling.params import Sampling
 
-NUM_ROUNDS = 3
+NUM_ROUNDS = 5
 CURVE_SHARE = 0.1  # share of the measuring time for the cost curve of the target's pass
 SINGLE_SHARE = 0.5  # share of an engine's time for single requests, which also measure the acceptance
 PLAIN_WEIGHT = 1.0  # time of plain decoding over that of a drafter

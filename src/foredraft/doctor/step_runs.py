@@ -13,6 +13,9 @@ from foredraft.models.prompts import Prompt
 from foredraft.request_options import RequestOptions
 from foredraft.sampling.params import Sampling
 
+MIN_STEPS = 8  # decoding steps that are measured even if the time is over
+MAX_SHORT_WAVES = 8  # waves of short outputs after which a run ends with fewer steps
+
 
 @dataclass
 class Wave:
@@ -86,7 +89,7 @@ def run_waves(
     is_cached: bool = False,
     clock: Callable[[], float] = time.perf_counter,
 ) -> None:
-    """Run waves of `num_streams` requests for about `seconds`, or until the first decoding step, and keep the steps.
+    """Run waves of `num_streams` requests for about `seconds`, at least for MIN_STEPS steps, and keep the steps.
 
     Args:
         llm: its engine has `policy` as the policy of draft lengths.
@@ -101,19 +104,21 @@ def run_waves(
     """
     end = clock() + seconds
     policy.take_reports()
-    while clock() < end or not runs.decode_reports:
+    num_waves, num_steps = 0, len(runs.decode_reports)
+    while clock() < end or len(runs.decode_reports) < num_steps + MIN_STEPS:
         chosen = [prompts[(runs.next_prompt + i) % len(prompts)] for i in range(num_streams)]
         runs.next_prompt += num_streams
         is_over = False
         options = [RequestOptions()] * num_streams if is_cached else make_private_options(num_streams)
         for _ in llm.stream(chosen, sampling, options=options):
             wave = Wave(policy.reports)
-            if clock() >= end and wave.decode_reports:
+            if clock() >= end and len(wave.decode_reports) >= MIN_STEPS:
                 is_over = True
                 break
         reports = policy.take_reports()
         # A step with fewer requests than the wave, after the first has ended, measures another number of streams.
         kept = [report for report in reports if report.num_requests == num_streams or has_chunk(report)]
         runs.waves.append(Wave(kept, not is_over))
-        if is_over or (not runs.waves[-1].decode_reports and clock() >= end):
+        num_waves += 1
+        if is_over or (num_waves >= MAX_SHORT_WAVES and clock() >= end):  # the outputs may be too short for more steps
             return
