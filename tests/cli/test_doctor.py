@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from foredraft.cli.backend import CliBackend
 from foredraft.cli.doctor import recommend_command
 from foredraft.cli.doctor_options import DoctorOptions, build_candidates, build_command
 from foredraft.cli.doctor_page import build_page, print_page
@@ -106,7 +107,7 @@ def test_a_built_in_target_is_examined_from_end_to_end(run, tmp_path):
     prompt = tmp_path / "prompt.txt"
     prompt.write_text("def add(a, b):\n    return a + b\n\n\ndef subtract(a, b):\n", encoding="utf-8")
     args = ["--prompts", str(prompt), "--seconds", "1", "--streams", "1", "--max-tokens", "16", "--check"]
-    outcome = run("doctor", "--spec-method", "ngram,medusa", *args, "--json")
+    outcome = run("doctor", "--spec-method", "ngram,medusa", *args, "--json", backend=CliBackend())
     report = json.loads(outcome.stdout)
     assert [drafter["label"] for drafter in report["drafters"]] == ["ngram", "medusa"]
     assert outcome.code == (UNFIT if report["verdict"]["has_unfit_drafter"] else 0)
@@ -114,7 +115,7 @@ def test_a_built_in_target_is_examined_from_end_to_end(run, tmp_path):
         (one,) = drafter["streams"]
         assert one["speed_up"] == pytest.approx(one["tokens_per_second"] / one["plain_tokens_per_second"])
         assert one["error"] == pytest.approx(one["speed_up"] / one["measured_speed_up"] - 1)
-    assert report["command"].startswith("foredraft generate --spec-method")
+    assert report["command"].startswith("foredraft generate --max-tokens 16 --spec-method")
     medusa = report["drafters"][1]
     assert medusa["parameters"] > 100_000
     assert medusa["is_native"] in (True, False)

@@ -21,7 +21,8 @@ def make_result(*speed_ups: float, free: float = 1.5, drafts: int = 200, first: 
     predictions = tuple(
         StreamPrediction(1 << i, 3, 2.0, 100.0, 100.0 * one, (one,), free) for i, one in enumerate(speed_ups)
     )
-    return DrafterResult(MeasuredAcceptance((0.5,), (1.0,), drafts, first, drafts), {}, predictions, 0.0)
+    acceptance = MeasuredAcceptance((0.5,), (1.0,), drafts, first, drafts)
+    return DrafterResult(acceptance, {}, predictions, 0.0, acceptance.is_near_chance)
 
 
 def list_codes(facts: DrafterFacts, result: DrafterResult, is_cpu: bool = True) -> list[str]:

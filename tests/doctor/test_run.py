@@ -29,7 +29,7 @@ def llm() -> LLM:
 
 def test_a_run_measures_every_candidate_with_every_number_of_streams(llm):
     found = run(replace(PLAN, is_checked=True), llm, lambda title: None)
-    assert [drafter.candidate.label for drafter in found.drafters] == ["suffix", "ngram"]  # those without a model
+    assert [drafter.candidate.label for drafter in found.drafters] == ["ngram", "suffix"]  # those without a model
     for drafter in found.drafters:
         assert drafter.result.acceptance.num_steps > 0
         assert [one.num_streams for one in drafter.result.predictions] == [1, 2]
@@ -50,17 +50,17 @@ def test_a_drafter_that_does_not_fit_is_reported_and_the_others_are_measured(llm
 
 def test_prompts_that_do_not_fit_are_refused(llm):
     with pytest.raises(ForedraftError, match="no prompt fits"):
-        run(replace(PLAN, sampling=replace(SAMPLING, max_tokens=250)), llm, lambda title: None)
+        run(replace(PLAN, sampling=replace(SAMPLING, max_tokens=255)), llm, lambda title: None)
 
 
 def test_a_stranger_is_found_and_the_engine_says_nothing_itself(caplog):
     """The page names the drafter; the engine's own warning beside it would be the same twice."""
     target = LLM(tiny_models.llama(2003), None, tokenizer=tiny_models.tokenizer())
     spec = {"method": "draft_model", "model": tiny_models.llama(2003, seed=9)}
-    plan = replace(PLAN, candidates=(Candidate("stranger", "draft_model", spec),), streams=(1,), seconds=2.0)
+    plan = replace(PLAN, candidates=(Candidate("stranger", "draft_model", spec),), streams=(1, 4))
     with caplog.at_level(logging.WARNING):
         (drafter,) = run(plan, target, lambda title: None).drafters
-    assert drafter.result.acceptance.is_near_chance
+    assert drafter.result.is_near_chance
     assert not [message for message in caplog.messages if "almost never accepted" in message]
 
 
@@ -105,4 +105,4 @@ def test_single_requests_read_their_whole_prompt_every_time(llm):
 
 
 def test_candidates_of_a_model_without_built_in_drafters_need_no_model(llm):
-    assert [candidate.method for candidate in list_candidates(llm)] == ["suffix", "ngram"]
+    assert [candidate.method for candidate in list_candidates(llm)] == ["ngram", "suffix"]

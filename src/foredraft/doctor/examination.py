@@ -33,6 +33,7 @@ class DrafterResult:
     costs: dict[int, StreamCosts]  # by number of streams
     predictions: tuple[StreamPrediction, ...]
     draft_start: float  # seconds that the first draft of a request takes longer than later ones
+    is_near_chance: bool  # over the drafts of all runs, too few first tokens were accepted for a drafter of this target
 
 
 @dataclass
@@ -104,9 +105,8 @@ class Examination:
         max_nodes, kind = self.drafting[label].max_nodes, int(not self.sampling.is_greedy)
         reports = [r for (name, _), runs in self.runs.items() if name == label for r in runs.decode_reports]
         single = self.runs[label, 1]
-        acceptance = estimate_acceptance(
-            single.decode_reports if len(single.decode_reports) else reports, max_nodes, kind
-        )
+        acceptance = estimate_acceptance(single.decode_reports, max_nodes, kind)
+        is_near_chance = estimate_acceptance(reports, max_nodes, kind).is_near_chance
         draft_start = _measure_draft_start(single)
         plain_start, drafting_start = _measure_start(self.runs["", 1]), _measure_start(single) + draft_start
         costs = {
@@ -120,7 +120,7 @@ class Examination:
             for count in self.streams
         }
         predictions = [predict_streams(one, acceptance, max_nodes, self.output_tokens) for one in costs.values()]
-        return DrafterResult(acceptance, costs, tuple(predictions), draft_start)
+        return DrafterResult(acceptance, costs, tuple(predictions), draft_start, is_near_chance)
 
     @property
     def output_tokens(self) -> float:
@@ -143,5 +143,8 @@ def _measure_start(runs: StreamRuns) -> float:
 
 def _measure_draft_start(runs: StreamRuns) -> float:
     """Return the median seconds by which the first draft of a request takes longer than the others."""
-    usual = statistics.median(report.draft_time for report in runs.decode_reports)
+    times = [report.draft_time for report in runs.decode_reports]
+    if not times or not runs.draft_starts:
+        return 0.0
+    usual = statistics.median(times)
     return max(statistics.median(runs.draft_starts) - usual, 0.0)

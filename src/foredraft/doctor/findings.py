@@ -49,7 +49,7 @@ def check_drafter(facts: DrafterFacts, result: DrafterResult, is_cpu: bool) -> l
     """List what is wrong with a drafter."""
     label, acceptance = facts.label, result.acceptance
     found = []
-    if facts.model is not None and acceptance.is_near_chance:
+    if facts.model is not None and result.is_near_chance:
         found.append(Finding(
             "mismatch", f"the first token of {acceptance.num_first_accepted} in {acceptance.num_drafts} drafts was "
             "accepted, which is chance", "give a drafter that was trained for this target: foredraft train", label,

@@ -19,7 +19,7 @@ from foredraft.sampling.params import Sampling
 
 @dataclass(frozen=True)
 class DoctorPlan:
-    """What to examine.
+    """Drafters, prompts and limits of an examination.
 
     Attributes:
         candidates: drafters that the user gave; () = those that exist for the target.
