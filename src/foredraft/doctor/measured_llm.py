@@ -1,7 +1,7 @@
 """An LLM whose engine has the measuring policy."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from foredraft.doctor.measuring_policy import MeasuringPolicy, build_ladder
@@ -39,6 +39,11 @@ class MeasuredLLM:
             longest = min(longest, get_max_draft_length(dict(spec)))
         ladder = (longest,) if given is not None or drafter.spec.decides_length else build_ladder(longest)
         return cls._install(drafting, MeasuringPolicy(ladder), longest)
+
+    def set_max_requests(self, count: int) -> None:
+        """Set the most requests of a step; call it while there are none."""
+        scheduler = self.llm.engine.scheduler
+        scheduler.limits = replace(scheduler.limits, max_batch=count)
 
     @classmethod
     def _install(cls, llm: LLM, policy: MeasuringPolicy, max_nodes: int) -> "MeasuredLLM":

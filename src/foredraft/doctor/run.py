@@ -117,6 +117,6 @@ def _check(
         examination.on_progress(f"checking {label}, {one.num_streams} streams")
         checks.append(check_speed(
             examination.plain, examination.drafting[label], one.length, examination.prompts, one.num_streams,
-            plan.sampling, examination.output_tokens, seconds,
+            plan.sampling, seconds,
         ))  # fmt: skip
     return tuple(checks)

@@ -5,12 +5,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from foredraft.doctor.measured_llm import MeasuredLLM
-from foredraft.doctor.step_runs import Wave, make_private_options
+from foredraft.doctor.step_runs import make_private_options
 from foredraft.models.prompts import Prompt
-from foredraft.request_options import RequestOptions
 from foredraft.sampling.params import Sampling
 
-MIN_ROUNDS = 2
+MIN_SINGLE_ROUNDS = 2  # rounds with one stream at least
+PROMPTS_PER_STREAM = 2
 
 
 @dataclass(frozen=True)
@@ -29,25 +29,15 @@ class CheckedSpeed:
 
 @dataclass
 class SpeedTotals:
-    """Sums over the rounds of one engine: until the first tokens, and after them."""
+    """Sums over the rounds of one engine."""
 
-    start_seconds: float = 0.0
-    decode_tokens: int = 0
-    decode_seconds: float = 0.0
-    num_waves: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
 
-    def add(self, wave: Wave) -> None:
-        """Add a wave that ended with its first request."""
-        self.num_waves += 1
-        self.start_seconds += wave.start_seconds
-        for report in wave.reports[wave.num_start_steps :]:
-            self.decode_seconds += report.step_time
-            self.decode_tokens += sum(1 + len(outcome.accepted_nodes) for outcome in report.outcomes)
-
-    def compute_rate(self, num_streams: int, output_tokens: float) -> float:
-        """Return tokens per second of requests of this length: the time until the first token, then the rest."""
-        decoding = num_streams * (output_tokens - 1) * self.decode_seconds / max(self.decode_tokens, 1)
-        return num_streams * output_tokens / (self.start_seconds / self.num_waves + decoding)
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds
 
 
 def check_speed(
@@ -57,43 +47,48 @@ def check_speed(
     prompts: Sequence[Prompt],
     num_streams: int,
     sampling: Sampling,
-    output_tokens: float,
     seconds: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> CheckedSpeed:
     """Generate from the same prompts with both in turn, for about `seconds`, and compare tokens per second.
+
+    A round has PROMPTS_PER_STREAM prompts for every stream. A request that ends is replaced by the next one; the round
+    ends when there is none left, so that all of it has the same number of streams.
 
     Args:
         plain: plain decoding.
         drafting: the same target with a drafter.
         length: draft nodes per request and step.
         prompts: prompts, taken in turn.
-        num_streams: requests at a time. A round ends when the first of them ends, so all of it has this number.
+        num_streams: requests at a time.
         sampling: sampling of every request.
-        output_tokens: tokens of an output, over which the time until the first token is spread.
-        seconds: time of the measurement; two rounds run at least.
+        seconds: time of the measurement; one round runs at least, two with one stream.
         clock: returns seconds.
     """
-    end, num_rounds = clock() + seconds, 0
+    end, num_rounds, count = clock() + seconds, 0, num_streams * PROMPTS_PER_STREAM
     plain_totals, drafting_totals = SpeedTotals(), SpeedTotals()
-    while num_rounds < MIN_ROUNDS or clock() < end:
-        first = num_rounds * num_streams
-        chosen = [prompts[(first + i) % len(prompts)] for i in range(num_streams)]
+    while num_rounds < (MIN_SINGLE_ROUNDS if num_streams == 1 else 1) or clock() < end:
+        chosen = [prompts[(num_rounds * count + i) % len(prompts)] for i in range(count)]
         runs = [(plain_totals, plain, 0), (drafting_totals, drafting, length)]
         for totals, measured, nodes in runs if num_rounds % 2 else reversed(runs):
-            totals.add(_run_wave(measured, chosen, sampling, nodes))
+            start = clock()
+            totals.tokens += _run_round(measured, chosen, num_streams, sampling, nodes)
+            totals.seconds += clock() - start
         num_rounds += 1
-    return CheckedSpeed(
-        num_streams, plain_totals.compute_rate(num_streams, output_tokens),
-        drafting_totals.compute_rate(num_streams, output_tokens), num_rounds,
-    )  # fmt: skip
+    return CheckedSpeed(num_streams, plain_totals.rate, drafting_totals.rate, num_rounds)
 
 
-def _run_wave(measured: MeasuredLLM, prompts: Sequence[Prompt], sampling: Sampling, nodes: int) -> Wave:
-    """Run requests that start together until the first of them ends."""
-    options: list[RequestOptions] = make_private_options(len(prompts), nodes)
+def _run_round(
+    measured: MeasuredLLM, prompts: Sequence[Prompt], num_streams: int, sampling: Sampling, nodes: int
+) -> int:
+    """Generate until fewer than `num_streams` requests are left. Returns the tokens."""
+    measured.set_max_requests(num_streams)
     measured.policy.take_reports()
-    for delta in measured.llm.stream(prompts, sampling, options=options):
-        if delta.finish_reason is not None:
+    num_left = len(prompts)
+    for delta in measured.llm.stream(prompts, sampling, options=make_private_options(len(prompts), nodes)):
+        num_left -= delta.finish_reason is not None
+        if num_left < num_streams:
             break
-    return Wave(measured.policy.take_reports())
+    # The reports count whole steps; the deltas of the other requests in the last step are still unread.
+    outcomes = [outcome for report in measured.policy.take_reports() for outcome in report.outcomes]
+    return sum(1 + len(outcome.accepted_nodes) for outcome in outcomes)
