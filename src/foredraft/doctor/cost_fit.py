@@ -23,12 +23,13 @@ class FittedCosts:
     planner: Planner
     context_per_token: float  # mean number of tokens that a token of the pass attended to
     num_steps: int
+    gap_seconds: float = 0.0  # between two steps
 
     def predict_plain(self, num_streams: int) -> float:
         """Return the seconds of a step without drafts."""
         shape = StepShape(num_streams, num_streams, self.context_per_token)
         idle = self.planner.draft_cost.predict(num_streams, 0, 0)
-        return self.planner.estimate_verify_time(shape, 0) + idle
+        return self.planner.estimate_verify_time(shape, 0) + idle + self.gap_seconds
 
     def predict_step(self, num_streams: int, length: int, nodes: float, has_free_drafts: bool = False) -> float:
         """Return the seconds of a step with drafts.
@@ -40,7 +41,7 @@ class FittedCosts:
             has_free_drafts: leave the time of the drafter out.
         """
         shape = StepShape(num_streams, num_streams, self.context_per_token)
-        verifying = self.planner.estimate_verify_time(shape, nodes)
+        verifying = self.planner.estimate_verify_time(shape, nodes) + self.gap_seconds
         return verifying + (0.0 if has_free_drafts else self.predict_draft(num_streams, length, nodes))
 
     def predict_draft(self, num_streams: int, length: int, nodes: float) -> float:
@@ -62,7 +63,7 @@ def fit_costs(points: Sequence[tuple[int, float]], runs: StreamRuns) -> FittedCo
             _add_report(curve, draft_cost, report)
     pass_tokens = sum(report.num_pass_tokens for report in reports)
     attended = sum(report.attended_tokens for report in reports)
-    return FittedCosts(Planner(curve, draft_cost), attended / max(pass_tokens, 1), len(reports))
+    return FittedCosts(Planner(curve, draft_cost), attended / max(pass_tokens, 1), len(reports), runs.gap_seconds)
 
 
 def drop_outliers(reports: Sequence[StepReport]) -> list[StepReport]:

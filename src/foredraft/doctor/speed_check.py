@@ -10,7 +10,7 @@ from foredraft.models.prompts import Prompt
 from foredraft.sampling.params import Sampling
 
 MIN_SINGLE_ROUNDS = 2  # rounds with one stream at least
-PROMPTS_PER_STREAM = 2
+PROMPTS_PER_STREAM = 4
 
 
 @dataclass(frozen=True)

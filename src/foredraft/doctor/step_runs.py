@@ -23,16 +23,21 @@ class Wave:
 
     reports: list[StepReport]
     is_complete: bool = False  # all its requests ended by themselves
+    setup_seconds: float = 0.0  # of one request before its first step
+    gap_seconds: float = 0.0  # between two steps: delivery of the text
 
     @property
     def num_start_steps(self) -> int:
-        """Leading steps that read the prompts; the last of them gives the first tokens."""
-        return next((i for i, report in enumerate(self.reports) if not has_chunk(report)), len(self.reports))
+        """Leading steps that read the prompts, at least one; the last of them gives the first tokens.
+
+        The first step of an encoder-decoder model runs the encoder and has no prompt tokens.
+        """
+        return next((i for i, report in enumerate(self.reports) if i and not has_chunk(report)), len(self.reports))
 
     @property
     def start_seconds(self) -> float:
-        """Seconds until the first tokens: the steps that read the prompts."""
-        return sum(report.step_time for report in self.reports[: self.num_start_steps])
+        """Seconds until the first tokens: the preparation of the request, and the steps that read the prompts."""
+        return self.setup_seconds + sum(report.step_time for report in self.reports[: self.num_start_steps])
 
     @property
     def decode_reports(self) -> list[StepReport]:
@@ -53,6 +58,11 @@ class StreamRuns:
         """Mean output tokens of the complete waves of plain decoding; None without one."""
         lengths = [len(wave.reports) - wave.num_start_steps + 1 for wave in self.waves if wave.is_complete]
         return statistics.fmean(lengths) if lengths else None
+
+    @property
+    def gap_seconds(self) -> float:
+        """Median seconds between two steps."""
+        return statistics.median(wave.gap_seconds for wave in self.waves)
 
     @property
     def draft_starts(self) -> list[float]:
@@ -108,17 +118,20 @@ def run_waves(
     while clock() < end or len(runs.decode_reports) < num_steps + MIN_STEPS:
         chosen = [prompts[(runs.next_prompt + i) % len(prompts)] for i in range(num_streams)]
         runs.next_prompt += num_streams
-        is_over = False
+        is_over, start, first, num_first = False, clock(), 0.0, 0
         options = [RequestOptions()] * num_streams if is_cached else make_private_options(num_streams)
         for _ in llm.stream(chosen, sampling, options=options):
-            wave = Wave(policy.reports)
-            if clock() >= end and len(wave.decode_reports) >= MIN_STEPS:
+            if not first:
+                first, num_first = clock(), len(policy.reports)
+            if clock() >= end and len(Wave(policy.reports).decode_reports) >= MIN_STEPS:
                 is_over = True
                 break
-        reports = policy.take_reports()
+        stop, reports = clock(), policy.take_reports()
+        times = [report.step_time for report in reports]
+        setup, rest = first - start - sum(times[:num_first]), stop - first - sum(times[num_first:])
         # A step with fewer requests than the wave, after the first has ended, measures another number of streams.
         kept = [report for report in reports if report.num_requests == num_streams or has_chunk(report)]
-        runs.waves.append(Wave(kept, not is_over))
+        runs.waves.append(Wave(kept, not is_over, setup / num_streams, rest / max(len(times) - num_first, 1)))
         num_waves += 1
         if is_over or (num_waves >= MAX_SHORT_WAVES and clock() >= end):  # the outputs may be too short for more steps
             return
