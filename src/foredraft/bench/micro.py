@@ -90,7 +90,7 @@ def run(plan: KernelBenchPlan, on_progress: Callable[[str], None] = lambda title
     if native is None:
         raise ForedraftError("there are no native kernels to measure; run: python -m foredraft.kernels.cpu.build")
     on_progress("reading memory")
-    bandwidth = _measure_bandwidth(native, plan.rounds)
+    bandwidth = measure_bandwidth(native, plan.rounds)
     linear_timings = []
     for kind in plan.kinds:
         for shape in plan.shapes:
@@ -103,7 +103,8 @@ def run(plan: KernelBenchPlan, on_progress: Callable[[str], None] = lambda title
     return _build_report(native, plan, bandwidth, linear_timings, attention_timings)
 
 
-def _measure_bandwidth(native: NativeLibrary, rounds: int) -> MemoryBandwidth:
+def measure_bandwidth(native: NativeLibrary, rounds: int) -> MemoryBandwidth:
+    """Measure sequential reads of `READ_BYTES`: the median of `rounds`, with one thread and with all."""
     memory = arena.allocate_zeros((READ_BYTES,), torch.uint8).fill_(
         1
     )  # untouched zero pages may share one physical page

@@ -14,6 +14,7 @@ from foredraft.cli import shell
 from foredraft.cli.bench import bench
 from foredraft.cli.certify import certify
 from foredraft.cli.chat import chat
+from foredraft.cli.doctor import doctor
 from foredraft.cli.export import export
 from foredraft.cli.generate import generate
 from foredraft.cli.reproduce import reproduce
@@ -54,6 +55,7 @@ def run_root(
 
 app.command("certify", cls=shell.Command)(certify)
 app.command("chat", cls=shell.Command)(chat)
+app.command("doctor", cls=shell.Command)(doctor)
 app.command("export")(export)
 app.command("generate", cls=shell.Command)(generate)
 app.command("reproduce", cls=shell.Command)(reproduce)

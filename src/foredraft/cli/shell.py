@@ -1,6 +1,7 @@
 """Exit codes and error lines of the commands.
 
-An expected error is one line on standard error. Exit codes: 0 done, 1 failed, 2 invalid command line, 130 interrupted.
+An expected error is one line on standard error. Exit codes: 0 done, 1 failed, 2 invalid command line, 3 the
+drafter given to `foredraft doctor` cannot save time or does not fit, 130 interrupted.
 This file does not know about models.
 """
 
@@ -17,7 +18,7 @@ from foredraft.cli.streams import STDOUT
 from foredraft.cli.suggest import format_unknown_option, is_short_word
 from foredraft.errors import ForedraftError
 
-DONE, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
+DONE, FAILED, MISUSED, UNFIT, INTERRUPTED = 0, 1, 2, 3, 130
 
 # Click's base class of command-line errors. Typer does not export it, only its subclass BadParameter.
 _ClickUsageError: Any = typer.BadParameter.__bases__[0]

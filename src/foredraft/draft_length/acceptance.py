@@ -65,12 +65,12 @@ class AcceptanceTally:
 class NodeRateEstimator:
     """Rate of every node of every request: a rate by kind of request, adjusted by the request's own tally.
 
-    `initial_rate` is the prior rate of the first node.
+    `initial_rate` is the prior rate of the first node, `shared_memory` the decay constant of the shared tally.
     """
 
-    def __init__(self, initial_rate: float) -> None:
+    def __init__(self, initial_rate: float, shared_memory: int = SHARED_MEMORY) -> None:
         self._initial_rate = initial_rate
-        self._tally_by_kind: defaultdict[int, AcceptanceTally] = defaultdict(lambda: AcceptanceTally(SHARED_MEMORY))
+        self._tally_by_kind: defaultdict[int, AcceptanceTally] = defaultdict(lambda: AcceptanceTally(shared_memory))
         self._tally_by_slot: dict[int, AcceptanceTally] = {}
 
     def clear(self) -> None:
@@ -146,10 +146,14 @@ class NodeRateEstimator:
 
 
 class SurvivalEstimator:
-    """Estimated survival and draft probability of every node, by slot. A new slot has the rates of its kind."""
+    """Estimated survival and draft probability of every node, by slot. A new slot has the rates of its kind.
 
-    def __init__(self) -> None:
-        self._accepted_rates, self._drafted_rates = NodeRateEstimator(INITIAL_ACCEPTANCE), NodeRateEstimator(1.0)
+    `shared_memory` is the decay constant, in drafts, of the rates that all requests share.
+    """
+
+    def __init__(self, shared_memory: int = SHARED_MEMORY) -> None:
+        self._accepted_rates = NodeRateEstimator(INITIAL_ACCEPTANCE, shared_memory)
+        self._drafted_rates = NodeRateEstimator(1.0, shared_memory)
         self.is_tree = False  # a draft has had accepted nodes that are not 1, 2, 3 and so on: drafts are trees
         self.is_short = False  # a draft has had fewer nodes than granted
         self._kinds: dict[int, int] = {}  # slot -> kind

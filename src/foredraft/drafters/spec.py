@@ -7,6 +7,8 @@ from foredraft.drafters.failure_backoff import FailureBackoff
 from foredraft.kv.draft_kv import DraftKV
 from foredraft.models.hf import HFModel
 
+SAME_VOCABULARY = "same"  # `DrafterSpec.vocabulary` of a drafter that reads the target's tokens
+
 
 def _do_nothing() -> None:
     """Default of `DrafterSpec.silence_mismatch`."""
@@ -40,6 +42,9 @@ class DrafterSpec:
         title: name in logs and reports. Default None = the name of the method.
         silence_mismatch: function that turns off the warning of a drafter that was trained for another target. Training
             calls it. Default: there is no such warning.
+        vocabulary: how the drafter translates, as the option `vocab` names it; "same" if it reads the target's tokens.
+            For reports. Default "same".
+        is_native: whether its network runs as native CPU code, for reports; None = it has no network. Default None.
         member_backoffs: failure counts and quarantines of the drafters inside a wrapper or an ensemble, if each of them
             has a sandbox of its own. Default () = no drafter inside has one.
     """
@@ -56,6 +61,8 @@ class DrafterSpec:
     is_chain: bool = False
     title: str | None = None
     silence_mismatch: Callable[[], None] = _do_nothing
+    vocabulary: str = SAME_VOCABULARY
+    is_native: bool | None = None
     member_backoffs: tuple[FailureBackoff, ...] = ()
 
 

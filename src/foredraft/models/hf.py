@@ -142,6 +142,11 @@ class HFModel:
         return int(min([limit, *switches]))
 
     @property
+    def runs_native(self) -> bool:
+        """Whether a pass is one native call, instead of transformers' modules."""
+        return self.fused is not None
+
+    @property
     def has_encoder(self) -> bool:
         """Whether the model has an encoder, so every request needs a source."""
         return False

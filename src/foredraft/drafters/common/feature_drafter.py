@@ -110,6 +110,7 @@ class FeatureDrafter:
             draft_kv=self.draft_kv,
             is_chain=tree_spec.is_chain,
             silence_mismatch=self.mismatch_detector.silence,
+            is_native=lm.fused is not None,
         )
 
     def propose(self, batch: Batch) -> TokenTree:

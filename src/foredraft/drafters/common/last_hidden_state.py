@@ -60,6 +60,12 @@ def stack_states(states: Sequence[Tensor]) -> Tensor:
     return states[0][None] if len(states) == 1 else torch.stack(list(states))
 
 
+def can_run_native(context: DrafterContext) -> bool:
+    """Return whether the matrix products of heads run as native CPU kernels."""
+    has_kind = context.fused and context.device.type == "cpu" and context.dtype in DTYPE_KINDS
+    return has_kind and load_library() is not None
+
+
 class LinearFactory:
     """Factory of a drafter's matrix products: native CPU kernels if the target uses them, else torch.
 
@@ -76,10 +82,9 @@ class LinearFactory:
         self.arena = Arena()
         self.dtype, self.device = context.dtype, context.device
         self.is_quantised = quantization is not None
-        can_run_native = context.fused and context.device.type == "cpu" and context.dtype in DTYPE_KINDS
         if self.is_quantised and (context.device.type != "cpu" or context.dtype not in DTYPE_KINDS):
             raise ForedraftError(f"quantization {quantization} runs on the CPU, from bfloat16 or float32 weights")
-        self.is_native = self.is_quantised or (can_run_native and load_library() is not None)
+        self.is_native = self.is_quantised or can_run_native(context)
 
     def make(self, weight: Tensor, bias: Tensor | None = None, is_head: bool = False) -> LinearFunction:
         """Make the function x [R, k] -> x W^T + b [R, n].

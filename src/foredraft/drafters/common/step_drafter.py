@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from foredraft.drafters.common.last_hidden_state import LastHiddenStates, stack_states
+from foredraft.drafters.common.last_hidden_state import LastHiddenStates, can_run_native, stack_states
 from foredraft.drafters.common.level_loop import GrowingDraft, LevelStates, grow_levels, start_builder
 from foredraft.drafters.common.mismatch_warning import MismatchDetector
 from foredraft.drafters.common.tree_builder import NodeLogits, TreeSpec
@@ -80,6 +80,7 @@ class StepDrafter:
             (hidden_layer,),
             is_chain=tree_spec.is_chain,
             silence_mismatch=self.mismatch_detector.silence,
+            is_native=can_run_native(context),
         )
 
     def propose(self, batch: Batch) -> TokenTree:

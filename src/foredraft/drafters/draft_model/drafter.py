@@ -76,6 +76,7 @@ class DraftModel:
             draft_kv=self.draft_kv,
             is_chain=self.tree_spec.is_chain,
             silence_mismatch=self.mismatch_detector.silence,
+            is_native=lm.pool.is_native,
         )
 
     @property

@@ -14,9 +14,11 @@ from functools import partial
 
 from foredraft.drafters.common.growing_kv_draft import GrowingKVDraft
 from foredraft.drafters.common.level_loop import grow_levels, start_builder
+from foredraft.drafters.common.mismatch_warning import MismatchDetector
 from foredraft.drafters.common.tree_builder import NodeLogits, TreeOptions, TreeSpec
 from foredraft.drafters.draft import to_token_tree
 from foredraft.drafters.early_exit.layer_selection import ExitLayerSelector
+from foredraft.drafters.method import DrafterContext
 from foredraft.drafters.spec import DrafterSpec
 from foredraft.errors import ForedraftError
 from foredraft.kv.weak import bind_weakly
@@ -46,12 +48,20 @@ class EarlyExit:
     """
 
     def __init__(
-        self, target: HFModel, layer_selector: ExitLayerSelector, tree_spec: TreeSpec, adapter: Adapter | None = None
+        self,
+        target: HFModel,
+        layer_selector: ExitLayerSelector,
+        tree_spec: TreeSpec,
+        context: DrafterContext,
+        adapter: Adapter | None = None,
     ) -> None:
         self.target = target
         self.layer_selector = layer_selector
         self.tree_spec = tree_spec
         self.adapter = adapter
+        self.mismatch_detector = MismatchDetector(context)
+        if adapter is None:  # the target's own layers cannot belong to another target
+            self.mismatch_detector.silence()
         self._truncated_targets: dict[int, Truncated] = {}
         self._is_attached = False
         self._get_truncated(layer_selector.layer)  # reports an invalid layer now and not at the first draft
@@ -61,6 +71,8 @@ class EarlyExit:
             shares_target_kv=True,
             attach=bind_weakly(self.attach),
             is_chain=tree_spec.is_chain,
+            silence_mismatch=self.mismatch_detector.silence,
+            is_native=target.fused is not None,
         )
 
     def attach(self, target: HFModel) -> None:
@@ -84,9 +96,12 @@ class EarlyExit:
         drafts = {b: draft for b in batch.find_drafting() if (draft := self._start_draft(batch, b)) is not None}
         if drafts:
             self._build_trees(list(drafts.values()), batch.page_size)
-        return to_token_tree(batch, {b: draft.builder.to_draft() for b, draft in drafts.items()})
+        tree = to_token_tree(batch, {b: draft.builder.to_draft() for b, draft in drafts.items()})
+        self.mismatch_detector.record_proposal(batch, tree)
+        return tree
 
     def observe(self, batch: Batch, commit: Commit) -> None:
+        self.mismatch_detector.record_commit(batch, commit)
         self.layer_selector.observe(batch, commit)
         if self.layer_selector.hidden_layers != self.spec.hidden_layers:  # a measurement began or ended
             self.spec = replace(self.spec, hidden_layers=self.layer_selector.hidden_layers)

@@ -31,8 +31,8 @@ def create(config: Config, context: DrafterContext) -> EarlyExit:
         if context.model is not None or config.exit_layer in (None, checkpoint.shape.exit_layer):
             return from_checkpoint(config, checkpoint, context)
     if config.exit_layer is None:
-        return EarlyExit(target, create_layer_selector(target, (spec.max_depth, spec.max_nodes)), spec)
-    return EarlyExit(target, FixedExitLayer(config.exit_layer), spec)
+        return EarlyExit(target, create_layer_selector(target, (spec.max_depth, spec.max_nodes)), spec, context)
+    return EarlyExit(target, FixedExitLayer(config.exit_layer), spec, context)
 
 
 def from_checkpoint(config: Config, checkpoint: Checkpoint, context: DrafterContext) -> EarlyExit:
@@ -46,7 +46,7 @@ def from_checkpoint(config: Config, checkpoint: Checkpoint, context: DrafterCont
         )
     adapter = ExitAdapter.from_tensors(shape, checkpoint.tensors, target).to(target.device, context.dtype).eval()
     return EarlyExit(
-        target, FixedExitLayer(shape.exit_layer), config.to_tree_spec(context.num_speculative_tokens), adapter
+        target, FixedExitLayer(shape.exit_layer), config.to_tree_spec(context.num_speculative_tokens), context, adapter
     )
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from foredraft.drafters.ensemble.members import EnsembleMember
 from foredraft.drafters.ensemble.selector import SelectionMode
 from foredraft.drafters.ensemble.shared_kv import combine_draft_kv
-from foredraft.drafters.spec import DrafterSpec
+from foredraft.drafters.spec import SAME_VOCABULARY, DrafterSpec
 from foredraft.models.hf import HFModel
 
 
@@ -71,6 +71,9 @@ class SpecUnion:
             shares_target_kv=any(spec.shares_target_kv for spec in specs),
             attach=_combine_attach([spec.attach for spec in specs if spec.attach is not None]),
             title=self.title,
+            silence_mismatch=_combine_silence([spec.silence_mismatch for spec in specs]),
+            vocabulary=next((spec.vocabulary for spec in specs if spec.vocabulary != SAME_VOCABULARY), SAME_VOCABULARY),
+            is_native=_combine_native([spec.is_native for spec in specs if spec.is_native is not None]),
             member_backoffs=tuple(backoff for member in self.members for backoff in member.backoffs),
         )
 
@@ -83,6 +86,21 @@ def _combine_attach(functions: Sequence[Callable[[HFModel], None]]) -> Callable[
             function(target)
 
     return attach if functions else None
+
+
+def _combine_silence(functions: Sequence[Callable[[], None]]) -> Callable[[], None]:
+    """Return one function that turns off the mismatch warning of all members."""
+
+    def silence() -> None:
+        for function in functions:
+            function()
+
+    return silence
+
+
+def _combine_native(flags: Sequence[bool]) -> bool | None:
+    """Return whether all networks run as native code; None without a network."""
+    return all(flags) if flags else None
 
 
 def merge_layers(layer_sets: Sequence[tuple[int, ...]]) -> tuple[int, ...]:

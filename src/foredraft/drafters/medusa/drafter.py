@@ -89,8 +89,13 @@ class Medusa:
         self._chain_tree = make_chain(tree.depth)
         self._states = LastHiddenStates()
         self.mismatch_detector = MismatchDetector(context)
-        self.spec = DrafterSpec(len(tree), (AFTER_FINAL_NORM,), silence_mismatch=self.mismatch_detector.silence)
         products = LinearFactory(context, quantization)
+        self.spec = DrafterSpec(
+            len(tree),
+            (AFTER_FINAL_NORM,),
+            silence_mismatch=self.mismatch_detector.silence,
+            is_native=products.is_native,
+        )
         self._heads = MedusaHeadRunner(shape, tensors, tree.depth, products)
         self._output_head = make_output_function(
             shape, tensors, tree.depth, products, context.target, context.vocab_size

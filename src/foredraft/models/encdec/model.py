@@ -123,6 +123,10 @@ class EncoderDecoder(HFModel):
         return logits.to(hidden.dtype).view(*hidden.shape[:-1], self.vocab_size)
 
     @property
+    def runs_native(self) -> bool:
+        return self.native is not None
+
+    @property
     def has_encoder(self) -> bool:
         return True
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from foredraft.drafters.common.growing_kv_draft import GrowingKVDraft
+from foredraft.drafters.common.mismatch_warning import MismatchDetector
 from foredraft.drafters.common.tree_builder import TreeOptions, TreeSpec
 from foredraft.drafters.draft import Draft, to_token_tree
 from foredraft.drafters.draft_model.cross_vocab.retokenizer import IncrementalRetokenizer
@@ -83,7 +84,13 @@ class CrossVocabDrafter(ABC):
         )
         lm.pool.capacity = num_pages * PAGE_SIZE
         self.allocator = PageAllocator(num_pages, PAGE_SIZE)
-        self.spec = DrafterSpec(self.tree_spec.max_nodes)
+        self.mismatch_detector = MismatchDetector(context)
+        self.spec = DrafterSpec(
+            self.tree_spec.max_nodes,
+            silence_mismatch=self.mismatch_detector.silence,
+            vocabulary=self.vocab_option,
+            is_native=lm.pool.is_native,
+        )
         self._states: dict[int, CrossVocabState] = {}  # by slot
 
     @abstractmethod
@@ -97,10 +104,12 @@ class CrossVocabDrafter(ABC):
     def propose(self, batch: Batch) -> TokenTree:
         ready = {b: state for b in batch.find_drafting() if (state := self._prepare_state(batch, b)) is not None}
         drafts = self.draft_batch(list(ready.values())) if ready else []
-        return to_token_tree(batch, dict(zip(ready, drafts, strict=True)))
+        tree = to_token_tree(batch, dict(zip(ready, drafts, strict=True)))
+        self.mismatch_detector.record_proposal(batch, tree)
+        return tree
 
-    @abstractmethod
-    def observe(self, batch: Batch, commit: Commit) -> None: ...
+    def observe(self, batch: Batch, commit: Commit) -> None:
+        self.mismatch_detector.record_commit(batch, commit)
 
     def forget(self, slots: Sequence[int]) -> None:
         for slot in slots:

@@ -16,10 +16,8 @@ from foredraft.drafters.draft import Draft
 from foredraft.drafters.draft_model.cross_vocab.base import CrossVocabDrafter, CrossVocabState
 from foredraft.drafters.draft_model.cross_vocab.vocab_map import VocabMap
 from foredraft.models.forward_batch import Span
-from foredraft.request import Batch
 from foredraft.sampling.filters import argmax_tokens
 from foredraft.tokenization.token_bytes import strip_partial_character
-from foredraft.tree import Commit
 
 # draft-model tokens beyond the depth: the last target token may merge with the next bytes, so it is not drafted
 EXTRA_DRAFT_TOKENS = 1
@@ -96,9 +94,6 @@ class SlemDrafter(CrossVocabDrafter):
             written = chain.tokens[:-1]
             chain.state.retokenizer.append_draft(written, chain.state.num_tokens + len(written))
         return [Draft.from_chain(chain.target_tokens[: chain.state.tree_spec.max_depth]) for chain in chains]
-
-    def observe(self, batch: Batch, commit: Commit) -> None:
-        """Do nothing: the next `propose` reads the committed tokens."""
 
     def _has_room(self, chain: SlemChain) -> bool:
         return chain.state.num_tokens + len(chain.tokens) <= self.lm.context_length

@@ -89,6 +89,7 @@ class TliDrafter(CrossVocabDrafter):
 
     def observe(self, batch: Batch, commit: Commit) -> None:
         """Move the KV of accepted nodes to their final slots."""
+        super().observe(batch, commit)
         starts, paths, pages = [], [], []
         for b, request in enumerate(batch.requests):
             state = self._states.get(request.slot)
