@@ -26,7 +26,7 @@ NUM_SAMPLED_PROMPTS = 2
 
 @dataclass(frozen=True)
 class CertifyPlan:
-    """What to check.
+    """Plan of a certificate.
 
     Args:
         prompts: texts on which the drafter drafts.

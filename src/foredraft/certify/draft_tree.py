@@ -67,16 +67,16 @@ class DraftTree:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What distinguishes this tree from others of the same drafter after the same tokens."""
+        """Identity of this tree among those of the same drafter after the same tokens."""
         shape = tuple((parent, siblings.children) for parent, siblings in self.sampled.items())
         more = tuple((parent, tuple(group.children for group in groups)) for parent, groups in self.further.items())
         return self.tokens, self.parents, shape, more
 
     @property
     def group_key(self) -> tuple[object, ...]:
-        """What is decided before anything is sampled: samples of trees with one key are outcomes of one experiment.
+        """Identity of the part that is decided before anything is sampled.
 
-        A tree without samples is an experiment with one outcome.
+        Trees with one key are outcomes of one experiment; a tree without samples is the only one.
         """
         if not self.sampled and not self.further:
             return self.key
