@@ -28,6 +28,11 @@ BY_FILE = {
     "tests/bench/test_workloads.py": {
         "test_every_workload_gives_different_prompts_the_same_each_time": Sample(1, 11),
     },
+    "tests/certify/test_mutants.py": {
+        "test_a_fault_of_independent_samples_fails": Sample(3, 60),
+        "test_a_fault_of_token_verification_fails": Sample(5, 30),
+        "test_the_real_system_passes": Sample(2, 15),
+    },
     "tests/cli/test_bench_load.py": {
         "test_through_a_worker": Sample(0, 8, SECOND_RUN),
     },
@@ -38,6 +43,12 @@ BY_FILE = {
     },
     "tests/drafters/aggressive/test_predicted_outputs.py": {
         "test_predictions_change_the_passes_and_not_the_text": Sample(2, 5),
+    },
+    "tests/drafters/common/test_mismatch_methods.py": {
+        "test_a_stranger_in_a_merged_tree_is_named_once": Sample(4, 20),
+        "test_a_stranger_is_named_although_the_ensemble_hardly_chooses_it": Sample(1, 8),
+        "test_a_stranger_is_named_although_the_policy_stops_its_drafts": Sample(1, 20),
+        "test_a_stranger_is_named_once": Sample(6, 10),
     },
     "tests/drafters/draft_model/test_vocab_drafting.py": {
         "test_a_text_of_its_own_after_another_in_the_same_slot": Sample(1, 5),
