@@ -39,6 +39,12 @@ BY_FILE = {
     "tests/drafters/aggressive/test_predicted_outputs.py": {
         "test_predictions_change_the_passes_and_not_the_text": Sample(2, 5),
     },
+    "tests/drafters/common/test_mismatch_methods.py": {
+        "test_a_stranger_in_a_merged_tree_is_named_once": Sample(4, 20),
+        "test_a_stranger_is_named_although_the_ensemble_hardly_chooses_it": Sample(1, 8),
+        "test_a_stranger_is_named_although_the_policy_stops_its_drafts": Sample(1, 20),
+        "test_a_stranger_is_named_once": Sample(6, 10),
+    },
     "tests/drafters/draft_model/test_vocab_drafting.py": {
         "test_a_text_of_its_own_after_another_in_the_same_slot": Sample(1, 5),
         "test_texts_of_all_kinds_are_those_without_a_draft": Sample(2, 4),
