@@ -19,7 +19,7 @@ TARGET = TargetFacts("model", "Llama", 10**9, "bfloat16", None, 4096, 32000, Tru
 
 def make_result(*speed_ups: float, free: float = 1.5, drafts: int = 200, first: int = 100) -> DrafterResult:
     predictions = tuple(
-        StreamPrediction(1 << i, 3, 2.0, 100.0, 100.0 * one, (one,), free) for i, one in enumerate(speed_ups)
+        StreamPrediction(1 << i, 3, 2.0, 100.0, 100.0 * one, {3: one}, free) for i, one in enumerate(speed_ups)
     )
     acceptance = MeasuredAcceptance((0.5,), (1.0,), drafts, first, drafts)
     return DrafterResult(acceptance, {}, predictions, 0.0, acceptance.is_near_chance)

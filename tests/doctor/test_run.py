@@ -8,8 +8,9 @@ import pytest
 
 from foredraft import LLM, Sampling
 from foredraft.doctor.candidate import Candidate, list_candidates
+from foredraft.doctor.examination import Examination
 from foredraft.doctor.measured_llm import MeasuredLLM
-from foredraft.doctor.measuring_policy import MeasuringPolicy, build_ladder
+from foredraft.doctor.measuring_policy import MeasuringPolicy, list_lengths
 from foredraft.doctor.run import DoctorPlan, run
 from foredraft.doctor.step_runs import StreamRuns, has_chunk, run_waves
 from foredraft.draft_length.policy import DraftCandidate
@@ -65,18 +66,32 @@ def test_a_stranger_is_found_and_the_engine_says_nothing_itself(caplog):
 
 
 def test_a_measuring_policy_grants_its_lengths_in_turn_and_fixed_ones_as_they_are():
-    policy = MeasuringPolicy((3, 1))
+    policy = MeasuringPolicy()
+    policy.set_lengths((3, 1))
     free, fixed = DraftCandidate(0, 2), DraftCandidate(1, 5, is_fixed=True)
     assert [policy.allocate([free, fixed], 2) for _ in range(3)] == [[2, 5], [1, 5], [2, 5]]
 
 
 @pytest.mark.parametrize(
-    ("longest", "lengths"), [(8, {8, 1, 4, 2, 3, 6}), (31, {31, 1, 4, 2, 3, 6}), (4, {4, 1, 2, 3}), (1, {1})]
+    ("longest", "lengths"),
+    [(8, (1, 2, 3, 5, 8)), (31, (1, 2, 3, 5, 8, 16, 31)), (4, (1, 2, 3, 4)), (2, (1, 2)), (1, (1,))],
 )
-def test_a_ladder_has_short_and_long_drafts_and_none_that_is_too_long(longest, lengths):
-    ladder = build_ladder(longest)
-    assert set(ladder) == lengths
-    assert ladder[0] == longest
+def test_short_and_long_drafts_are_compared_and_none_that_is_too_long(longest, lengths):
+    assert list_lengths(longest) == lengths
+
+
+def test_the_drafts_of_a_single_request_have_one_length(llm):
+    """Fault: a long draft after short ones is accepted more often than one after long ones."""
+    drafting = {"ngram": MeasuredLLM.make_drafting(llm, NGRAM.spec)}
+    prompts = [[5] * 20, [6] * 20]
+    examination = Examination(MeasuredLLM.make_plain(llm), drafting, prompts, SAMPLING, (1, 2), 0.5, lambda title: None)
+    examination.measure()
+    for wave in examination.runs["ngram", 1].waves:
+        granted = {outcome.granted_nodes for report in wave.decode_reports for outcome in report.outcomes}
+        assert len(granted - {0}) <= 1 or max(granted) == wave.lengths[0]  # the end of an output cuts its drafts
+    lengths = [wave.lengths for wave in examination.runs["ngram", 1].waves]
+    assert {(1,), (2,), (3,), (5,), (8,)} <= set(lengths)
+    assert set(lengths[-1]) <= set(examination.choices["ngram"])
 
 
 def test_a_wave_separates_reading_the_prompts_from_decoding(llm):

@@ -105,17 +105,14 @@ def _format_drafter(facts: "DrafterFacts") -> tuple[str, ...]:
 def _describe_acceptance(diagnosis: "Diagnosis") -> Section:
     drafters = diagnosis.drafters
     width = min(max((len(drafter.result.acceptance.survival) for drafter in drafters), default=0), MAX_POSITIONS)
-    header = ("drafter", "drafts", *(str(position) for position in range(1, width + 1)), "tokens a pass")
+    header = ("drafter", "drafts", *(str(position) for position in range(1, width + 1)))
     rows = []
     for drafter in drafters:
         acceptance = drafter.result.acceptance
         rates = [f"{rate:.2f}" for rate in acceptance.survival[:width]]
-        longest = len(acceptance.survival)
-        rows.append((
-            drafter.candidate.label, str(acceptance.num_drafts), *rates, *[""] * (width - len(rates)),
-            f"{acceptance.tokens_per_pass(longest):.2f}",
-        ))  # fmt: skip
-    lines = ("share of drafts that are accepted up to each position, and tokens of a pass with the longest draft",)
+        padding = [""] * (width - len(rates))
+        rows.append((drafter.candidate.label, str(acceptance.num_drafts), *rates, *padding))
+    lines = ("share of drafts that are accepted up to each position, over drafts of several lengths",)
     return Section("Acceptance", lines if rows else (), (Grid(header, tuple(rows)),) if rows else ())
 
 

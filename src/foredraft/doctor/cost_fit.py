@@ -4,6 +4,7 @@ The target's pass, with all that a step costs beside the drafter, is a `CostCurv
 `DraftCost`. `draft_length/costs.py` explains both.
 """
 
+import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -58,6 +59,8 @@ def fit_costs(points: Sequence[tuple[int, float]], runs: StreamRuns) -> FittedCo
     """
     curve, draft_cost = CostCurve(points), DraftCost()
     reports = drop_outliers(runs.decode_reports)
+    # The fit forgets: in the order of measurement it would know the lengths of the last waves only.
+    random.Random(0).shuffle(reports)
     for _ in range(NUM_SETTLING_PASSES):
         for report in reports:
             _add_report(curve, draft_cost, report)

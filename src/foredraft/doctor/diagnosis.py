@@ -149,6 +149,6 @@ def _describe_prediction(prediction: StreamPrediction, check: CheckedSpeed | Non
         "plain_tokens_per_second": prediction.plain_rate,
         "tokens_per_second": prediction.rate,
         "speed_up": prediction.speed_up,
-        "speed_up_by_length": list(prediction.by_length),
+        "speed_up_by_length": {str(length): speed_up for length, speed_up in prediction.by_length.items()},
         **measured,
     }

@@ -3,6 +3,9 @@
 The rounds alternate, so that a slow minute of the machine affects plain decoding and drafters alike. Acceptance and the
 time until the first token come from single requests. Costs with several streams come from a few prompts in the prefix
 cache: most of the time would go to reading prompts otherwise.
+
+All drafts of a single request have the same length. After short drafts a long one is accepted more often than after
+long ones, which have used up the text that is easy to draft.
 """
 
 import statistics
@@ -19,6 +22,7 @@ from foredraft.models.prompts import Prompt
 from foredraft.sampling.params import Sampling
 
 NUM_ROUNDS = 5
+NUM_SEARCH_ROUNDS = 2  # first rounds, which compare all lengths; the later ones measure the best lengths again
 CURVE_SHARE = 0.1  # share of the measuring time for the cost curve of the target's pass
 SINGLE_SHARE = 0.5  # share of an engine's time for single requests, which also measure the acceptance
 PLAIN_WEIGHT = 1.0  # time of plain decoding over that of a drafter
@@ -29,7 +33,7 @@ NUM_SHARED_PROMPTS = 4  # prompts of the runs with several streams, which the pr
 class DrafterResult:
     """Measured acceptance and costs of one drafter, and the predictions from them."""
 
-    acceptance: MeasuredAcceptance
+    acceptance: MeasuredAcceptance  # over drafts of all lengths of single requests
     costs: dict[int, StreamCosts]  # by number of streams
     predictions: tuple[StreamPrediction, ...]
     draft_start: float  # seconds that the first draft of a request takes longer than later ones
@@ -61,6 +65,7 @@ class Examination:
     clock: Callable[[], float] = time.perf_counter
     points: list[tuple[int, float]] = field(default_factory=list)  # (rows, seconds) of the target's pass
     runs: dict[tuple[str, int], StreamRuns] = field(default_factory=dict)  # by label ("" = plain) and streams
+    choices: dict[str, tuple[int, ...]] = field(default_factory=dict)  # draft lengths of the later rounds, by label
 
     def measure(self) -> None:
         """Measure the cost curve of the target, then all engines in rounds."""
@@ -70,15 +75,23 @@ class Examination:
         self.runs = {(label, count): StreamRuns() for label in engines for count in counts}
         for label, engine in engines.items():  # the first steps allocate memory
             self.on_progress(f"warming up {label or 'plain decoding'}")
-            run_waves(engine.llm, engine.policy, StreamRuns(), self.prompts, 1, self.sampling, 0.0, False, self.clock)
+            lengths = engine.lengths[-1:] or (0,)
+            run_waves(
+                engine.llm, engine.policy, StreamRuns(), self.prompts, 1, self.sampling, 0.0, lengths, clock=self.clock
+            )
         for number in range(NUM_ROUNDS):
+            if number >= NUM_SEARCH_ROUNDS:
+                self.choices = {label: self._choose_lengths(label) for label in self.drafting}
             self._measure_passes(CURVE_SHARE * self.seconds / NUM_ROUNDS)
             left = max(self.seconds - (self.clock() - start), 0.0) / (NUM_ROUNDS - number)
-            weights = {key: self._weigh(*key) for key in self.runs}
-            total = sum(weights.values())
-            for (label, count), weight in weights.items():
+            total = sum(self._weigh(*key) for key in self.runs)
+            for label, count in self.runs:
                 self.on_progress(f"{label or 'plain decoding'}, {count} streams")
-                self._run(label, engines[label], count, left * weight / total)
+                self._run(label, engines[label], count, left * self._weigh(label, count) / total)
+
+    def _choose_lengths(self, label: str) -> tuple[int, ...]:
+        """Return the best lengths by the predictions so far, over all numbers of streams."""
+        return tuple(sorted({prediction.length for prediction in self.evaluate(label).predictions}))
 
     def _measure_passes(self, seconds: float) -> None:
         """Measure the target's passes, and keep the fastest of all rounds: other programs only make a pass slower."""
@@ -96,15 +109,23 @@ class Examination:
         return share if label else PLAIN_WEIGHT * share
 
     def _run(self, label: str, engine: MeasuredLLM, num_streams: int, seconds: float) -> None:
-        is_cached, runs = num_streams > 1, self.runs[label, num_streams]
-        prompts = self.prompts[:NUM_SHARED_PROMPTS] if is_cached else self.prompts
-        run_waves(engine.llm, engine.policy, runs, prompts, num_streams, self.sampling, seconds, is_cached, self.clock)
+        """Run waves for some seconds. A single request keeps one length; costs with several streams may mix them."""
+        lengths = self.choices.get(label) or engine.lengths or (0,)
+        is_single = num_streams == 1
+        prompts = self.prompts if is_single else self.prompts[:NUM_SHARED_PROMPTS]
+        parts: Sequence[Sequence[int]] = [[length] for length in lengths] if is_single else [lengths]
+        for granted in parts:
+            run_waves(
+                engine.llm, engine.policy, self.runs[label, num_streams], prompts, num_streams, self.sampling,
+                seconds / len(parts), granted, not is_single, self.clock,
+            )  # fmt: skip
 
     def evaluate(self, label: str) -> DrafterResult:
         """Fit the costs of a drafter and of plain decoding, and predict the speed."""
-        max_nodes, kind = self.drafting[label].max_nodes, int(not self.sampling.is_greedy)
+        lengths, kind = self.drafting[label].lengths, int(not self.sampling.is_greedy)
         reports = [r for (name, _), runs in self.runs.items() if name == label for r in runs.decode_reports]
-        single = self.runs[label, 1]
+        single, max_nodes = self.runs[label, 1], lengths[-1]
+        by_length = {n: estimate_acceptance(single.list_reports_of(n), n, kind) for n in lengths}
         acceptance = estimate_acceptance(single.decode_reports, max_nodes, kind)
         is_near_chance = estimate_acceptance(reports, max_nodes, kind).is_near_chance
         draft_start = _measure_draft_start(single)
@@ -119,7 +140,8 @@ class Examination:
             )
             for count in self.streams
         }
-        predictions = [predict_streams(one, acceptance, max_nodes, self.output_tokens) for one in costs.values()]
+        choices = self.choices.get(label, ())
+        predictions = [predict_streams(one, by_length, self.output_tokens, choices) for one in costs.values()]
         return DrafterResult(acceptance, costs, tuple(predictions), draft_start, is_near_chance)
 
     @property

@@ -4,23 +4,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from foredraft.doctor.measuring_policy import MeasuringPolicy, build_ladder
+from foredraft.doctor.measuring_policy import MeasuringPolicy, list_lengths
 from foredraft.drafters.user_spec import get_max_draft_length
 from foredraft.llm import LLM
 
 
 @dataclass(frozen=True)
 class MeasuredLLM:
-    """An LLM, the policy of its engine, and the longest draft that is measured."""
+    """An LLM, the policy of its engine, and the draft lengths that are compared; () = plain decoding."""
 
     llm: LLM
     policy: MeasuringPolicy
-    max_nodes: int
+    lengths: tuple[int, ...] = ()
 
     @classmethod
     def make_plain(cls, llm: LLM) -> "MeasuredLLM":
         """Give the engine of plain decoding a measuring policy."""
-        return cls._install(llm, MeasuringPolicy(), 0)
+        return cls._install(llm, ())
 
     @classmethod
     def make_drafting(cls, llm: LLM, spec: Mapping[str, Any]) -> "MeasuredLLM":
@@ -37,8 +37,8 @@ class MeasuredLLM:
         longest = drafter.spec.max_nodes
         if given is None and drafter.spec.is_chain:
             longest = min(longest, get_max_draft_length(dict(spec)))
-        ladder = (longest,) if given is not None or drafter.spec.decides_length else build_ladder(longest)
-        return cls._install(drafting, MeasuringPolicy(ladder), longest)
+        is_fixed = given is not None or drafter.spec.decides_length
+        return cls._install(drafting, (longest,) if is_fixed else list_lengths(longest))
 
     def set_max_requests(self, count: int) -> None:
         """Set the most requests of a step; call it while there are none."""
@@ -46,6 +46,7 @@ class MeasuredLLM:
         scheduler.limits = replace(scheduler.limits, max_batch=count)
 
     @classmethod
-    def _install(cls, llm: LLM, policy: MeasuringPolicy, max_nodes: int) -> "MeasuredLLM":
+    def _install(cls, llm: LLM, lengths: tuple[int, ...]) -> "MeasuredLLM":
+        policy = MeasuringPolicy()
         llm.engine.length_policy = policy
-        return cls(llm, policy, max_nodes)
+        return cls(llm, policy, lengths)

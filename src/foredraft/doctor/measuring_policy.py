@@ -1,29 +1,30 @@
-"""Draft-length policy of a measurement: lengths in turn, and every report kept."""
+"""Draft-length policy of a measurement: given lengths in turn, and every report kept."""
 
 from collections.abc import Sequence
 
 from foredraft.draft_length.policy import DraftCandidate, StepReport
 
-LADDER = (8, 1, 4, 2, 8, 3, 6)  # draft nodes per request, step by step; the longest most often, for the acceptance
+LENGTHS = (1, 2, 3, 5, 8, 16)  # draft nodes per request that are compared, beside the longest
 
 
 class MeasuringPolicy:
-    """Grants the lengths of a ladder in turn, one for all requests of a step, and keeps the reports.
+    """Grants lengths in turn, one for all requests of a step, and keeps the reports.
 
     The lengths follow from the number of steps alone, so they cannot change a distribution. A request with a fixed
     length gets it.
-
-    Args:
-        lengths: draft nodes per request by step; they repeat.
 
     Attributes:
         reports: reports of all steps since the last `take_reports`.
     """
 
-    def __init__(self, lengths: Sequence[int] = (0,)) -> None:
-        self._lengths = tuple(lengths)
+    def __init__(self) -> None:
+        self._lengths: tuple[int, ...] = (0,)
         self._num_steps = 0
         self.reports: list[StepReport] = []
+
+    def set_lengths(self, lengths: Sequence[int]) -> None:
+        """Set the draft nodes per request by step; they repeat."""
+        self._lengths = tuple(lengths)
 
     def allocate(
         self, candidates: Sequence[DraftCandidate], num_pass_tokens: int, attended_tokens: int = 0
@@ -46,9 +47,6 @@ class MeasuringPolicy:
         return reports
 
 
-def build_ladder(max_nodes: int) -> tuple[int, ...]:
-    """Return the lengths of a measurement, none above `max_nodes`; that itself if the ladder ends below it."""
-    scale = max(LADDER)
-    if max_nodes >= scale:
-        return tuple(max_nodes if nodes == scale else nodes for nodes in LADDER)
-    return tuple(dict.fromkeys(min(nodes, max_nodes) for nodes in LADDER)) or (max_nodes,)
+def list_lengths(max_nodes: int) -> tuple[int, ...]:
+    """Return the lengths to compare, rising, up to and with `max_nodes`."""
+    return (*(length for length in LENGTHS if length < max_nodes), max_nodes)

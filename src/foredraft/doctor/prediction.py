@@ -4,6 +4,7 @@ A request costs the time until its first token, then one step per `tokens_per_pa
 pass over its rows, the drafter, and the rest of the engine's work, which is part of the fitted pass.
 """
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from foredraft.doctor.acceptance import MeasuredAcceptance
@@ -30,7 +31,7 @@ class StreamPrediction:
     tokens_per_pass: float  # of one request
     plain_rate: float  # tokens per second of all streams without drafts, the first token's time included
     rate: float  # with drafts
-    by_length: tuple[float, ...]  # speed-up with 1, 2, ... draft nodes
+    by_length: Mapping[int, float]  # speed-up by draft nodes per request
     undrafted_speed_up: float  # best speed-up if the drafter took no time
 
     @property
@@ -39,25 +40,29 @@ class StreamPrediction:
 
 
 def predict_streams(
-    costs: StreamCosts, acceptance: MeasuredAcceptance, max_nodes: int, output_tokens: float
+    costs: StreamCosts,
+    acceptance: Mapping[int, MeasuredAcceptance],
+    output_tokens: float,
+    choices: Collection[int] = (),
 ) -> StreamPrediction:
-    """Predict the speed with every draft length, and choose the best.
+    """Predict the speed with every measured draft length, and choose the best.
 
     Args:
         costs: measured costs.
-        acceptance: measured acceptance.
-        max_nodes: longest draft.
+        acceptance: acceptance of drafts of one length, by length. A draft after short ones is accepted more often than
+            after long ones, which have used up the easy text, so every length has its own.
         output_tokens: mean tokens of an output; the time until the first token is spread over them.
+        choices: lengths to choose from; () = all of `acceptance`.
     """
     plain_rate = _compute_rate(
         costs, costs.plain.predict_plain(costs.num_streams), 1.0, costs.plain_start, output_tokens
     )
-    rates = [_predict_rate(costs, acceptance, n, output_tokens, False) for n in range(1, max_nodes + 1)]
-    free_rates = [_predict_rate(costs, acceptance, n, output_tokens, True) for n in range(1, max_nodes + 1)]
-    best = max(range(max_nodes), key=rates.__getitem__)
+    rates = {n: _predict_rate(costs, one, n, output_tokens, False) for n, one in acceptance.items()}
+    free_rates = [_predict_rate(costs, one, n, output_tokens, True) for n, one in acceptance.items()]
+    best = max(choices or rates, key=rates.__getitem__)
     return StreamPrediction(
-        costs.num_streams, best + 1, acceptance.tokens_per_pass(best + 1), plain_rate, rates[best],
-        tuple(rate / plain_rate for rate in rates), max(free_rates) / plain_rate,
+        costs.num_streams, best, acceptance[best].tokens_per_pass(best), plain_rate, rates[best],
+        {n: rate / plain_rate for n, rate in rates.items()}, max(free_rates) / plain_rate,
     )  # fmt: skip
 
 

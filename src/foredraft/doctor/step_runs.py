@@ -22,6 +22,7 @@ class Wave:
     """Steps of requests that started together."""
 
     reports: list[StepReport]
+    lengths: tuple[int, ...] = ()  # draft nodes granted by step, in turn
     is_complete: bool = False  # all its requests ended by themselves
     setup_seconds: float = 0.0  # of one request before its first step
     gap_seconds: float = 0.0  # between two steps: delivery of the text
@@ -58,6 +59,10 @@ class StreamRuns:
         """Mean output tokens of the complete waves of plain decoding; None without one."""
         lengths = [len(wave.reports) - wave.num_start_steps + 1 for wave in self.waves if wave.is_complete]
         return statistics.fmean(lengths) if lengths else None
+
+    def list_reports_of(self, length: int) -> list[StepReport]:
+        """List the decoding steps of the waves in which every draft had this length."""
+        return [report for wave in self.waves if wave.lengths == (length,) for report in wave.decode_reports]
 
     @property
     def gap_seconds(self) -> float:
@@ -96,6 +101,7 @@ def run_waves(
     num_streams: int,
     sampling: Sampling,
     seconds: float,
+    lengths: Sequence[int] = (0,),
     is_cached: bool = False,
     clock: Callable[[], float] = time.perf_counter,
 ) -> None:
@@ -109,11 +115,13 @@ def run_waves(
         num_streams: requests of a wave.
         sampling: sampling of every request.
         seconds: time of the measurement. A wave is broken off at its end.
+        lengths: draft nodes granted to every request, step by step in turn.
         is_cached: whether the prefix cache may serve prompts of earlier waves.
         clock: returns seconds.
     """
     end = clock() + seconds
     policy.take_reports()
+    policy.set_lengths(lengths)
     num_waves, num_steps = 0, len(runs.decode_reports)
     while clock() < end or len(runs.decode_reports) < num_steps + MIN_STEPS:
         chosen = [prompts[(runs.next_prompt + i) % len(prompts)] for i in range(num_streams)]
@@ -131,7 +139,9 @@ def run_waves(
         setup, rest = first - start - sum(times[:num_first]), stop - first - sum(times[num_first:])
         # A step with fewer requests than the wave, after the first has ended, measures another number of streams.
         kept = [report for report in reports if report.num_requests == num_streams or has_chunk(report)]
-        runs.waves.append(Wave(kept, not is_over, setup / num_streams, rest / max(len(times) - num_first, 1)))
+        runs.waves.append(
+            Wave(kept, tuple(lengths), not is_over, setup / num_streams, rest / max(len(times) - num_first, 1))
+        )
         num_waves += 1
         if is_over or (num_waves >= MAX_SHORT_WAVES and clock() >= end):  # the outputs may be too short for more steps
             return
