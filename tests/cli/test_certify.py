@@ -23,7 +23,7 @@ def make(*results: CheckResult) -> Certificate:
 def test_the_verdict_names_failures_or_the_bias_that_would_have_been_found():
     assert make(PASSED, FAILED).verdict == "FAILED: steps (reject)"
     assert make(PASSED, PROVED).verdict == (
-        "PASSED: a bias of 0.1% in a step would have been found, "
+        "PASSED: a bias of 0.10% in a step would have been found, "
         "a bias of 8.0% in whole outputs would have been found with 99 %"
     )
 

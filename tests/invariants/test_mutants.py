@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
+from foredraft.certify.extremes import find_state, to_signed
 from foredraft.sampling import rng
 from foredraft.sampling.distribution import distribution
 from foredraft.verification.registry import RULES
 from tests.support import mutants
 from tests.support.edge_cases import EDGES, find_impossible_tokens
-from tests.support.noise_inverse import find_seed, to_signed
 from tests.support.sampling_cases import measure_largest_error
 from tests.support.statistical_checks import ALPHA, chi_square
 from tests.support.step_scenarios import (
@@ -176,7 +176,7 @@ def test_chi_square_kills_a_race_that_is_not_exponential():
 
 
 def test_extreme_bits_kill_uniforms_that_may_be_zero():
-    keys = torch.tensor([to_signed(find_seed(0))])
+    keys = torch.tensor([to_signed(find_state(0))])
     assert rng.uniform_matrix(keys, 1).item() > 0
     assert not mutants.include_zero(keys, 1).item() > 0
 

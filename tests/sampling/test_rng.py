@@ -6,6 +6,7 @@ import pytest
 import torch
 from scipy import stats as scipy_stats
 
+from foredraft.certify.extremes import MASK, find_state, to_signed
 from foredraft.sampling.rng import (
     NoiseStream,
     _mix,
@@ -15,7 +16,6 @@ from foredraft.sampling.rng import (
     uniform,
     uniform_matrix,
 )
-from tests.support.noise_inverse import MASK, find_seed, to_signed, unmix
 from tests.support.statistical_checks import ALPHA, chi_square
 
 EXTREMES = [0, 1, (1 << 12) - 1, 1 << 12, 1 << 63, MASK >> 1, MASK ^ ((1 << 12) - 1), MASK - 1, MASK]
@@ -24,12 +24,12 @@ EXTREMES = [0, 1, (1 << 12) - 1, 1 << 12, 1 << 63, MASK >> 1, MASK ^ ((1 << 12) 
 @pytest.mark.parametrize("bits", EXTREMES)
 def test_the_extreme_bits_give_uniforms_strictly_between_zero_and_one(bits):
     """Guards u = 0 (a token of probability zero is accepted) and u = 1 (a race divides by zero, no token is found)."""
-    u = uniform(find_seed(bits))
-    assert derive_key(find_seed(bits)) & MASK == bits
+    u = uniform(find_state(bits))
+    assert derive_key(find_state(bits)) & MASK == bits
     assert 0 < u < 1
     assert 1 - u > 0
     assert u in (2.0**-53, 3 * 2.0**-53, 1 - 2.0**-53, 0.5 + 2.0**-53, 0.5 - 2.0**-53)
-    column = uniform_matrix(torch.tensor([to_signed(find_seed(bits))]), 1)
+    column = uniform_matrix(torch.tensor([to_signed(find_state(bits))]), 1)
     assert column.item() == u
 
 
@@ -71,7 +71,7 @@ def test_mixing_is_a_bijection_that_moves_half_the_bits():
     generator = np.random.default_rng(0)
     flips = []
     for value in generator.integers(0, 2**63, 300).tolist():
-        assert unmix(_mix(value)) == value
+        assert derive_key(find_state(value)) & MASK == value
         flips += [(_mix(value) ^ _mix(value ^ (1 << bit))).bit_count() for bit in range(64)]
     assert 31.5 < np.mean(flips) < 32.5
 
@@ -188,7 +188,7 @@ def test_the_top_k_of_a_race_are_draws_without_replacement_in_order(name, k):
 @pytest.mark.parametrize("bits", EXTREMES)
 def test_a_token_of_probability_zero_never_wins_whatever_its_bits(bits):
     """Guards 0 * inf: the winner's number may be as close to one as bits allow."""
-    keys = torch.tensor([to_signed(find_seed(bits)), to_signed(find_seed(bits))])
+    keys = torch.tensor([to_signed(find_state(bits)), to_signed(find_state(bits))])
     p = torch.tensor([[0.0, 1e-300, 0.0], [0.0, 0.0, 1.0]], dtype=torch.float64)
     scores = exponential_race(p, keys)
     assert scores.isfinite().all()

@@ -68,9 +68,10 @@ class Certificate:
             return f"FAILED: {', '.join(failed)}"
         parts = []
         if limits := [r.figures["limit"] for r in self.results if "bias" in r.figures]:
-            parts.append(f"a bias of {max(limits):.1%} in a step would have been found")
-        biases = [r.figures["detectable_bias"] for r in self.results if r.name.startswith(OUTPUTS)]
-        parts.append(f"a bias of {max(biases):.1%} in whole outputs would have been found with 99 %")
+            parts.append(f"a bias of {max(limits):.2%} in a step would have been found")
+        tests = [r.figures for r in self.results if r.name.startswith(OUTPUTS)]
+        if biases := [figures["detectable_bias"] for figures in tests if "detectable_bias" in figures]:
+            parts.append(f"a bias of {max(biases):.1%} in whole outputs would have been found with 99 %")
         return "PASSED: " + ", ".join(parts)
 
     @property
@@ -117,7 +118,7 @@ def iterate_checks(subject: Subject, plan: CertifyPlan, report: Callable[[str], 
     yield from check_outputs(subject, plan.max_tokens)
     report("sampling parameters")
     yield check_parameters(subject)
-    for rule in {rule.name: rule for rule in (subject.rule, MATCH)}.values():
+    for rule in (subject.rule, MATCH) if subject.rule is not MATCH else (MATCH,):
         report(f"samples by {rule.name}")
         yield check_extremes(rule)
         if not rule.shares_noise:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from foredraft.certify.recorder import StepRecord, StepRecorder
-from foredraft.certify.reference import compute_reference, list_history
+from foredraft.certify.reference import ReferenceHistory, compute_reference
 from foredraft.certify.result import CheckResult
 from foredraft.certify.subject import Subject
 from foredraft.outputs import Completion
@@ -123,11 +123,11 @@ def _measure(subject: Subject, sampling: Sampling) -> SettingError:
 def _compare_rows(record: StepRecord, sampling: Sampling, output: Completion, subject: Subject) -> list[float]:
     """Compare p of every node of a step; rows at which a filter cuts between nearly equal tokens are left out."""
     assert record.logits is not None
-    end_ids = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else subject.drafting.end_ids)}
+    end_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else subject.drafting.end_ids)
     result = []
     for node, (logits, probs) in enumerate(zip(record.logits, record.probs, strict=True)):
-        path = record.tree.collect_path(node)
-        history = list_history(output.prompt_token_ids, [*record.prefix, *path], sorted(end_ids))
+        output_tokens = (*record.prefix, *record.tree.collect_path(node))
+        history = ReferenceHistory(tuple(output.prompt_token_ids), output_tokens, end_ids)
         expected = compute_reference(logits.double().cpu().numpy(), sampling, history)
         if expected.margin > MIN_MARGIN:
             result.append(_measure_difference(probs.gather(None), expected.p))

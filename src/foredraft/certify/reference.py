@@ -3,7 +3,6 @@
 It shares no code with `sampling/distribution.py`, which it checks.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -123,8 +122,3 @@ def _measure_surprise(p: Floats) -> Floats:
         entropy = float(np.where(p > 0, p * surprise, 0.0).sum())
         distance: Floats = np.abs(surprise - entropy)
         return distance
-
-
-def list_history(prompt: Sequence[int], output: Sequence[int], end_ids: Sequence[int]) -> ReferenceHistory:
-    """Return a history of these tokens."""
-    return ReferenceHistory(tuple(prompt), tuple(output), frozenset(end_ids))

@@ -12,7 +12,7 @@ import numpy as np
 
 from foredraft.certify.draft_tree import DraftTree
 from foredraft.certify.recorder import StepRecord, StepRecorder
-from foredraft.certify.reference import compute_reference, list_history
+from foredraft.certify.reference import ReferenceHistory, compute_reference
 from foredraft.certify.statistics import ChiSquare, compare_counts
 from foredraft.certify.step_distribution import integrate_trees
 from foredraft.certify.subject import EncodedPrompt, Subject
@@ -146,6 +146,6 @@ class PromptSamples:
     def _compute_plain(self, subject: Subject, tokens: Tokens) -> Probs:
         """Compute p after output tokens by plain decoding and the slow reference."""
         logits = subject.read_logits(self.prompt, tokens)
-        row = compute_reference(logits, SAMPLING, list_history(self.prompt_ids, tokens, ()))
+        row = compute_reference(logits, SAMPLING, ReferenceHistory(self.prompt_ids, tokens, frozenset()))
         ids = np.flatnonzero(row.p)
         return Probs(row.p[ids], len(row.p), ids)
