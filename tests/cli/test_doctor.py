@@ -72,6 +72,11 @@ def test_the_command_repeats_what_the_measurement_used():
     )
 
 
+def test_the_command_of_plain_decoding_has_no_option_of_a_drafter():
+    options = DoctorOptions(spec_model=["a head"], spec_option=["tree_nodes=4"], spec_dtype="float32", seed=1)
+    assert build_command(options, {}, "0", is_server=True) == "foredraft serve --spec-method none"
+
+
 def test_several_streams_recommend_a_server_and_a_loss_plain_decoding():
     several, single = DoctorOptions(streams="1,4"), DoctorOptions(streams="1")
     assert recommend_command(several, make_diagnosis(make_result(1.5, 0.7))) == (

@@ -18,7 +18,8 @@ from tests.support import tiny_models
 
 NAMES = [claim.name for claim in CLAIMS]
 DRAFT = str(zoo.find_folder("draft_2"))  # a draft model in place of the undistilled one, which no installation has
-QUICK = ReproduceOptions(undistilled=DRAFT, is_quick=True)
+QUICK = ReproduceOptions(is_quick=True)
+QUICK_DISTILLATION = ReproduceOptions(undistilled=DRAFT, is_quick=True)
 PNG = b"\x89PNG\r\n\x1a\n"
 SPEED_UPS = ("speed-up", "over plain")  # headings of the measured ones
 MODEL_CLAIMS = ["draft_length", "trees", "serving", "load", "lookahead", "early_exit", "block"]
@@ -40,7 +41,7 @@ def list_values(figures: object) -> list[float]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_quick_run_writes_what_it_measured(name, tmp_path):
-    run([name], QUICK, tmp_path)
+    run([name], QUICK_DISTILLATION if name == "distillation" else QUICK, tmp_path)
     claim, record = find_claim(name), read_record(tmp_path / f"{name}.json")
     assert record.findings
     assert all(table.rows for table in record.tables)
@@ -109,6 +110,8 @@ OTHER_MODEL = ReproduceOptions(model="somewhere")
     [
         (find_claim("acceptance"), OTHER_MODEL, "takes no --model"),
         (find_claim("distillation"), ReproduceOptions(), "needs --undistilled FOLDER: .*foredraft zoo train"),
+        (find_claim("trees"), ReproduceOptions(heads="somewhere"), "--heads belongs to the claim medusa_heads"),
+        (find_claim("trees"), ReproduceOptions(undistilled="somewhere"), "--undistilled belongs to the claim dist"),
     ],
 )
 def test_a_claim_that_cannot_be_measured_is_refused_first(claim: Claim, options, message, tmp_path):
@@ -120,7 +123,7 @@ def test_a_claim_that_cannot_be_measured_is_refused_first(claim: Claim, options,
 def test_all_leaves_out_what_the_options_do_not_allow():
     assert [claim.name for claim in select_possible(ReproduceOptions())] == [n for n in NAMES if n != "distillation"]
     assert "acceptance" not in [claim.name for claim in select_possible(OTHER_MODEL)]
-    assert all(find_obstacle(claim, QUICK) is None for claim in CLAIMS)
+    assert all(find_obstacle(claim, QUICK_DISTILLATION) is None for claim in CLAIMS)
 
 
 def test_another_document_is_not_replaced(tmp_path):

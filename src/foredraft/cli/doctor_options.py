@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from foredraft.doctor.candidate import Candidate
     from foredraft.sampling.params import Sampling
 
-DRAFTER_FIELDS = ("spec_method", "spec_model", "spec_tokens", "speculative_config")
+DRAFTER_FIELDS = ("spec_method", "spec_model", "spec_tokens", "speculative_config")  # given again by the specification
+DRAFTER_PREFIX = "spec_"  # of the options that plain decoding has no use for
 
 
 def _make_option(help: str, *names: str, panel: str, low: float | None = None, metavar: str | None = None) -> Any:  # noqa: A002
@@ -138,7 +139,8 @@ def build_command(options: DoctorOptions, spec: Mapping[str, Any], spec_tokens: 
     defaults = DoctorOptions()
     for entry in (entry for group in groups for entry in fields(group)):
         value = getattr(options, entry.name)
-        if entry.name not in DRAFTER_FIELDS and value != getattr(defaults, entry.name):
+        is_drafting = entry.name in DRAFTER_FIELDS or (not spec and entry.name.startswith(DRAFTER_PREFIX))
+        if not is_drafting and value != getattr(defaults, entry.name):
             words += _spell_option(entry.name, value)
     if not spec:
         words += ["--spec-method", NONE]

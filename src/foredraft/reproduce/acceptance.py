@@ -4,16 +4,14 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from foredraft import zoo
-from foredraft.bench.methods import PLAIN
 from foredraft.bench.plot import Curve, CurvePanel
 from foredraft.reproduce.chain_points import (
     ChainPoint,
     build_chain_table,
-    build_points,
     compute_formula,
-    make_chains,
     solve_alpha,
 )
+from foredraft.reproduce.chain_runs import ALPHA_NOTE, run_chains
 from foredraft.reproduce.claim import Claim, Measurement, Source
 from foredraft.reproduce.workbench import GREEDY, NOISE_SIZES, SAMPLED, Workbench
 
@@ -26,24 +24,15 @@ DRAFT_TITLES = {"draft": "built-in draft model", "draft_2": "second built-in dra
 def measure(bench: Workbench) -> Measurement:
     """Measure drafts of graded quality beside the grown target."""
     llm, lengths = bench.grown, bench.choose(LENGTHS, LENGTHS[:1])
-    drafts = _list_drafts(bench)
-    chains = make_chains(list(drafts), lengths)
-    generators = {PLAIN: llm} | {
-        label: bench.add_drafter(llm, f"draft_model:{length}", model=drafts[draft])
-        for label, (draft, length) in chains.items()
-    }
-    prompts, tokens = bench.load_prompts(4), bench.choose(48, 12)
-    points: list[ChainPoint] = []
-    for mode in bench.choose((GREEDY, SAMPLED), (GREEDY,)):
-        points += build_points(bench.run(generators, mode, prompts, tokens), chains, mode)
+    runs = run_chains(bench, llm, _list_drafts(bench), lengths, bench.choose((GREEDY, SAMPLED), (GREEDY,)))
+    points = runs.points
     return Measurement(
         findings=(*_state_goal(_select_noisy(points)), *_state_highest(points)),
         notes=(
-            bench.describe_target(llm),
-            bench.describe_runs(prompts, tokens),
+            *runs.notes,
             "built-in target with noise s: the target before its growth, with normal noise on every matrix, of s times "
             "the standard deviation of the entries",
-            "alpha: accepted over verified draft tokens; c: time of a draft pass over that of a target pass",
+            ALPHA_NOTE,
         ),
         tables=(build_chain_table(points),),
         panels=_draw(points, lengths),
@@ -51,9 +40,9 @@ def measure(bench: Workbench) -> Measurement:
     )
 
 
-def _list_drafts(bench: Workbench) -> dict[str, str]:
+def _list_drafts(bench: Workbench) -> dict[str, str | None]:
     """List the folders of the drafts, by title."""
-    built_in = {
+    built_in: dict[str, str | None] = {
         title: folder for name, title in DRAFT_TITLES.items() if (folder := zoo.find_installed(name)) is not None
     }
     sizes = bench.choose(NOISE_SIZES, NOISE_SIZES[1:2])

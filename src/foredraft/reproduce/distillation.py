@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from foredraft.bench.methods import PLAIN
-from foredraft.reproduce.chain_points import ChainPoint, build_chain_table, build_points, make_chains
+from foredraft.reproduce.chain_points import ChainPoint, build_chain_table
+from foredraft.reproduce.chain_runs import run_chains
 from foredraft.reproduce.claim import Claim, Measurement, Source
 from foredraft.reproduce.draft_length import draw_lengths
 from foredraft.reproduce.workbench import GREEDY, SAMPLED, Workbench
@@ -16,26 +16,17 @@ def measure(bench: Workbench) -> Measurement:
     """Measure both drafts beside a large target. The runner checks that both are given."""
     llm, lengths = bench.large_target, bench.choose(LENGTHS, LENGTHS[:2])
     drafts = {DISTILLED: None, UNDISTILLED: bench.options.undistilled}
-    chains = make_chains(list(drafts), lengths)
-    generators = {PLAIN: llm} | {
-        label: bench.add_drafter(llm, f"draft_model:{length}", model=drafts[draft])
-        for label, (draft, length) in chains.items()
-    }
-    prompts, tokens = bench.load_prompts(4), bench.choose(48, 12)
-    points: list[ChainPoint] = []
-    for mode in (GREEDY, SAMPLED):
-        points += build_points(bench.run(generators, mode, prompts, tokens), chains, mode)
+    runs = run_chains(bench, llm, drafts, lengths, (GREEDY, SAMPLED))
     return Measurement(
-        findings=tuple(_compare(points)),
+        findings=tuple(_compare(runs.points)),
         notes=(
-            bench.describe_target(llm),
-            bench.describe_runs(prompts, tokens),
+            *runs.notes,
             "both drafts have one shape, one number of steps and the same data; the distilled one learned the "
             "target's distribution, the other one the next token of the text",
         ),
-        tables=(build_chain_table(points),),
-        panels=draw_lengths(points),
-        data={"points": points},
+        tables=(build_chain_table(runs.points),),
+        panels=draw_lengths(runs.points),
+        data={"points": runs.points},
     )
 
 

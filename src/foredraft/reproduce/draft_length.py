@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from foredraft.bench.methods import PLAIN
 from foredraft.bench.plot import Curve, CurvePanel
-from foredraft.reproduce.chain_points import ChainPoint, build_chain_table, build_points, make_chains
+from foredraft.reproduce.chain_points import ChainPoint, build_chain_table
+from foredraft.reproduce.chain_runs import ALPHA_NOTE, run_chains
 from foredraft.reproduce.claim import Claim, Measurement, Source
 from foredraft.reproduce.workbench import GREEDY, SAMPLED, Workbench
 
@@ -15,27 +15,14 @@ NOISE = 0.1  # of the draft that is accepted often
 def measure(bench: Workbench) -> Measurement:
     """Measure drafts of one to eight tokens beside a large target."""
     llm, lengths = bench.large_target, bench.choose(LENGTHS, LENGTHS[:2])
-    drafts = _list_drafts(bench)
-    chains = make_chains(list(drafts), lengths)
-    method = bench.name_draft()
-    generators = {PLAIN: llm} | {
-        label: bench.add_drafter(llm, f"{method}:{length}", model=drafts[draft])
-        for label, (draft, length) in chains.items()
-    }
-    prompts, tokens = bench.load_prompts(4), bench.choose(48, 12)
-    points: list[ChainPoint] = []
-    for mode in bench.choose((GREEDY, SAMPLED), (GREEDY,)):
-        points += build_points(bench.run(generators, mode, prompts, tokens), chains, mode)
+    modes = bench.choose((GREEDY, SAMPLED), (GREEDY,))
+    runs = run_chains(bench, llm, _list_drafts(bench), lengths, modes, bench.name_draft())
     return Measurement(
-        findings=tuple(_state_best(points)),
-        notes=(
-            bench.describe_target(llm),
-            bench.describe_runs(prompts, tokens),
-            "alpha: accepted over verified draft tokens; c: time of a draft pass over that of a target pass",
-        ),
-        tables=(build_chain_table(points),),
-        panels=draw_lengths(points),
-        data={"points": points},
+        findings=tuple(_state_best(runs.points)),
+        notes=(*runs.notes, ALPHA_NOTE),
+        tables=(build_chain_table(runs.points),),
+        panels=draw_lengths(runs.points),
+        data={"points": runs.points},
     )
 
 

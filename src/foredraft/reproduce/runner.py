@@ -42,10 +42,15 @@ class ReproduceRun:
         """Check before a long measurement that every claim can be measured and written.
 
         Raises:
-            ForedraftError: matplotlib or a folder is missing, a claim takes no other models, or `out` holds files of
-                another kind.
+            ForedraftError: matplotlib or a folder is missing, a claim takes no other models, no claim reads an option,
+                or `out` holds files of another kind.
         """
         require_matplotlib()
+        for claim in CLAIMS:
+            if claim.extra and claim not in self.claims and self.options.get_extra(claim.extra) is not None:
+                raise ForedraftError(
+                    f"--{claim.extra} belongs to the claim {claim.name}; leave one out or add the other"
+                )
         for claim in self.claims:
             reason = find_obstacle(claim, self.options)
             if reason is not None:
