@@ -11,6 +11,7 @@ import typer
 
 import foredraft
 from foredraft.cli import shell
+from foredraft.cli.batch import batch
 from foredraft.cli.bench import bench
 from foredraft.cli.certify import certify
 from foredraft.cli.chat import chat
@@ -53,6 +54,7 @@ def run_root(
         raise typer.Exit(shell.MISUSED)
 
 
+app.command("batch", cls=shell.Command)(batch)
 app.command("certify", cls=shell.Command)(certify)
 app.command("chat", cls=shell.Command)(chat)
 app.command("doctor", cls=shell.Command)(doctor)

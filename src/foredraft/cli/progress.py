@@ -5,7 +5,7 @@ import time
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 SHOW_AFTER_SECONDS = 2.0  # delay before the bar appears
 REDRAW_SECONDS = 0.2  # shortest time between two drawings, since drawing takes CPU time from the model
@@ -19,14 +19,21 @@ class ProgressBar:
         title: text beside the bar.
         total: amount of work. Default None = unknown, then the bar pulses.
         show_after: seconds before the bar appears. Default 2.
+        has_time_left: show the work done and an estimate of the time left, instead of the time so far. Default False.
     """
 
     def __init__(
-        self, console: Console, title: str, total: float | None = None, show_after: float = SHOW_AFTER_SECONDS
+        self,
+        console: Console,
+        title: str,
+        total: float | None = None,
+        show_after: float = SHOW_AFTER_SECONDS,
+        has_time_left: bool = False,
     ) -> None:
         self._is_enabled = console.is_terminal
+        times = (MofNCompleteColumn(), TimeRemainingColumn()) if has_time_left else (TimeElapsedColumn(),)
         self._progress = Progress(
-            TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(),
+            TextColumn("{task.description}"), BarColumn(), *times,
             console=console, transient=True, auto_refresh=total is None, refresh_per_second=4,
         )  # fmt: skip
         self._task = self._progress.add_task(title, total=total)

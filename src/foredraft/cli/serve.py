@@ -282,10 +282,15 @@ def read_model_names(options: ServeOptions) -> tuple[str, ...]:
         if not all(name.strip() for name in names):
             raise UsageError("--served-model-name is empty; give a name or leave it out")
         return names
-    if options.model is None:
-        return ("builtin",)
-    folder = Path(options.model).expanduser()
-    return (folder.resolve().name if folder.is_dir() else options.model,)
+    return (read_model_name(options.model),)
+
+
+def read_model_name(model: str | None) -> str:
+    """Return the name of a model in requests; for a local folder the last part of its path."""
+    if model is None:
+        return "builtin"
+    folder = Path(model).expanduser()
+    return folder.resolve().name if folder.is_dir() else model
 
 
 def parse_size(text: str) -> int:

@@ -1,0 +1,1 @@
+"""Batch jobs: many requests from a file, answered as a server would answer them."""

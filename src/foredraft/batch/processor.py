@@ -1,0 +1,46 @@
+"""Processing of lines by a service, as if a client had sent them."""
+
+from foredraft.batch.asgi_client import post_json
+from foredraft.batch.line import BatchLine
+from foredraft.batch.result import LineResult
+from foredraft.engine.worker import WorkerLimits
+from foredraft.llm import LLM
+from foredraft.server.app import create_app
+from foredraft.server.service import Service
+from foredraft.server.settings import ServerSettings
+
+REQUESTS_PER_SLOT = 2  # requests at a time for each that the engine runs, so that one waits when another ends
+
+
+class LineProcessor:
+    """Processor of lines with one loaded model.
+
+    Args:
+        llm: target with a drafter.
+        model_name: name of the model in requests and results.
+    """
+
+    def __init__(self, llm: LLM, model_name: str) -> None:
+        self.concurrency = REQUESTS_PER_SLOT * llm.limits.max_batch
+        settings = ServerSettings(model_names=(model_name,), request_timeout=None)
+        largest = settings.limits.max_samples
+        self._service = Service(settings, WorkerLimits(max_queue=self.concurrency * largest))
+        self._service.open(llm)
+        self._app = create_app(self._service)
+
+    async def process(self, line: BatchLine) -> LineResult:
+        """Process a line; an invalid one or a failed request has an error as its result."""
+        if line.error:
+            return LineResult(line, None, {})
+        body = line.body if line.body.get("request_id") else line.body | {"request_id": f"batch-{line.number}"}
+        status, content = await post_json(self._app, line.url, body)
+        return LineResult(line, status, content)
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether the engine can run further requests."""
+        return self._service.is_healthy
+
+    def close(self) -> None:
+        """Stop the engine."""
+        self._service.close()

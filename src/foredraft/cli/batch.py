@@ -1,0 +1,206 @@
+"""`foredraft batch`: requests from a file, answered into a file; an interrupted job goes on where it was.
+
+The job is in `foredraft.batch`; this file turns options into a job and shows progress.
+"""
+
+import asyncio
+import contextlib
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foredraft.cli.backend import CliBackend, load_llm, resolve_single_method
+from foredraft.cli.options import ModelOptions, _make_option, _parse_value, with_options
+from foredraft.cli.progress import ProgressBar
+from foredraft.cli.render import make_console
+from foredraft.cli.serve import parse_size, read_model_name
+from foredraft.cli.shell import UsageError, print_line
+from foredraft.cli.speculative_config import read_speculative_config
+from foredraft.errors import ForedraftError, format_install_command
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from foredraft.batch.job import JobCounts
+    from foredraft.batch.job_files import JobKey
+    from foredraft.batch.line import BatchInput, LineFormat
+    from foredraft.llm import LLM
+
+REQUEST_PANEL, LOAD_PANEL = "Requests", "Load"
+PLAIN_FIELDS = {"temperature": 0.0, "max_tokens": 128}  # of plain prompts, as in `foredraft generate`
+PROGRESS_PARTS = 20  # without a terminal, a line is printed after each twentieth of the lines
+INSTALL_ERROR = f"foredraft batch needs the packages of the server: {format_install_command('serve')}"
+# Options that do not change the results.
+NEUTRAL_OPTIONS = frozenset(
+    f.name for f in fields(ModelOptions) if f.name.startswith("spec_") or f.name == "speculative_config"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions(ModelOptions):
+    """Options of `foredraft batch`."""
+
+    source: Annotated[
+        Path,
+        typer.Argument(
+            help="File of requests: OpenAI's batch format, prompts or messages as JSON lines, or *.txt with a prompt "
+            "per line.",
+            metavar="IN.jsonl",
+        ),
+    ] = Path()
+    out: Annotated[
+        Path, typer.Argument(help="File of the results, one line for each request.", metavar="OUT.jsonl")
+    ] = Path()
+    max_tokens: Annotated[
+        int | None,
+        _make_option(
+            "Longest output of requests that name none, in tokens. Default: 128 for prompts, else OpenAI's.",
+            panel=REQUEST_PANEL,
+        ),
+    ] = None
+    temperature: Annotated[
+        float | None,
+        _make_option(
+            "Sampling temperature of requests that name none. Default: 0 for prompts, else 1, as OpenAI's.",
+            panel=REQUEST_PANEL,
+        ),
+    ] = None
+    field: Annotated[
+        list[str] | None,
+        _make_option(
+            "Further field of requests that leave it out, such as top_p=0.9; repeatable.",
+            panel=REQUEST_PANEL,
+            metavar="KEY=VALUE",
+        ),
+    ] = None
+    chat: Annotated[
+        bool, _make_option("A plain prompt is a message to the chat template.", "--chat", panel=REQUEST_PANEL)
+    ] = False
+    seed: Annotated[
+        int,
+        _make_option(
+            "Seed of the job: a request without a seed gets this one plus its line number.", panel=REQUEST_PANEL
+        ),
+    ] = 0
+    served_model_name: Annotated[
+        str | None,
+        _make_option(
+            "Name of the model in requests and results. Default: the folder's name or Hub id.", panel=REQUEST_PANEL
+        ),
+    ] = None
+    unordered: Annotated[
+        bool, _make_option("Write results as they come, not in the order of the requests.", "--unordered")
+    ] = False
+    max_batch: Annotated[
+        int,
+        typer.Option(
+            "--max-batch",
+            "--max-num-seqs",
+            help="Most requests that run at the same time.",
+            rich_help_panel=LOAD_PANEL,
+            min=1,
+        ),
+    ] = 32
+    kv_memory: Annotated[
+        str | None,
+        _make_option("Memory of the KV cache, such as 2GiB. Default: a quarter of the free memory.", panel=LOAD_PANEL),
+    ] = None
+
+    def build_format(self) -> "LineFormat":
+        """Return how lines are read. Raises UsageError for a field that is not KEY=VALUE."""
+        from foredraft.batch.line import TEXT_SUFFIXES, LineFormat
+
+        given: dict[str, Any] = {}
+        for text in self.field or []:
+            key, equals, value = text.partition("=")
+            if not equals or not key.strip():
+                raise UsageError(f"--field takes KEY=VALUE, got {text!r}")
+            given[key.strip()] = _parse_value(value)
+        for name in ("max_tokens", "temperature"):
+            if getattr(self, name) is not None:
+                given[name] = getattr(self, name)
+        is_text = self.source.suffix.lower() in TEXT_SUFFIXES
+        return LineFormat(is_text, self.chat, PLAIN_FIELDS, given, self.seed)
+
+    def build_key(self, examined: "BatchInput", line_format: "LineFormat") -> "JobKey":
+        """Return what the results depend on."""
+        from foredraft.batch.job_files import JobKey
+
+        model = {f.name: getattr(self, f.name) for f in fields(ModelOptions) if f.name not in NEUTRAL_OPTIONS}
+        settings = model | {
+            "fields": line_format.fields, "seed": self.seed, "chat": self.chat, "name": self.read_name()
+        }  # fmt: skip
+        created = int(self.source.stat().st_mtime)
+        return JobKey(examined.digest, json.dumps(settings, sort_keys=True), not self.unordered, created)
+
+    def read_name(self) -> str:
+        """Return the name of the model in requests and results."""
+        return self.served_model_name or read_model_name(self.model)
+
+
+@with_options(BatchOptions)
+def batch(ctx: typer.Context, options: BatchOptions) -> None:
+    """Answer all requests of a file, as the server would, and write one line for each.
+
+    Results have the order of the requests. A job that was interrupted, even by kill -9, goes on with the same command.
+
+    Example: foredraft batch prompts.txt results.jsonl
+    """
+    options = read_speculative_config(options)
+    backend: CliBackend = ctx.obj or CliBackend()
+    method = resolve_single_method(options, backend, "a batch")
+    kv_memory = None if options.kv_memory is None else parse_size(options.kv_memory)
+    try:
+        from foredraft.batch.job import BatchJob, JobCounts
+        from foredraft.batch.job_files import JobFiles
+        from foredraft.batch.line import examine_input, read_lines
+        from foredraft.batch.processor import LineProcessor
+    except ModuleNotFoundError as error:
+        if str(error.name).startswith("foredraft"):
+            raise
+        raise ForedraftError(INSTALL_ERROR) from None
+    line_format = options.build_format()
+    examined = examine_input(options.source, line_format)
+    files = JobFiles(options.out, options.build_key(examined, line_format))
+    console = make_console(sys.stderr, False)
+    with contextlib.redirect_stdout(sys.stderr), files.open():
+        left = examined.num_lines - len(files.done)
+        if files.done:
+            print_line(f"{len(files.done)} of {examined.num_lines} results are there already")
+        counts = JobCounts()
+        if left:
+            with ProgressBar(console, "loading"):
+                processor = LineProcessor(_load(options, method, kv_memory), options.read_name())
+            with contextlib.closing(processor), ProgressBar(console, "answering", left, has_time_left=True) as bar:
+                job = BatchJob(files, counts, _make_report(bar, left, console))
+                asyncio.run(job.run(read_lines(options.source, line_format), processor))
+        files.finish()
+    failed = f"; {counts.num_failed} failed, with an error in their lines" if counts.num_failed else ""
+    print_line(f"{examined.num_lines} results in {options.out}, {counts.num_tokens} output tokens in this run{failed}")
+
+
+def _load(options: BatchOptions, method: str, kv_memory: int | None) -> "LLM":
+    from foredraft.llm import MemoryLimits
+
+    kv_limit: dict[str, Any] = {} if kv_memory is None else {"kv_memory": kv_memory}
+    llm = load_llm(options, method, MemoryLimits(max_batch=options.max_batch, **kv_limit))
+    if llm.is_adaptive:
+        llm.calibrate()
+    return llm
+
+
+def _make_report(bar: ProgressBar, total: int, console: "Console") -> "Callable[[JobCounts], None]":
+    """Return a function that shows progress: on the bar, or as lines without a terminal."""
+    step = max(1, total // PROGRESS_PARTS)
+
+    def report(counts: "JobCounts") -> None:
+        bar.advance(1)
+        if not console.is_terminal and counts.num_written % step == 0:
+            print_line(f"{counts.num_written} of {total} results, {counts.num_failed} failed")
+
+    return report
