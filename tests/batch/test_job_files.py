@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -80,6 +81,14 @@ def test_an_end_between_the_rename_and_the_removal_of_the_job_is_a_complete_job(
     files.part.rename(out)
     with pytest.raises(ForedraftError, match="exists and is complete"), JobFiles(out, KEY).open():
         pass
+
+
+@pytest.mark.parametrize("name", ["", "folder"])
+def test_a_folder_is_no_file_for_results(tmp_path, monkeypatch, name):
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ForedraftError, match="is a folder"):
+        JobFiles(Path(name), KEY)
 
 
 def test_a_damaged_part_is_named(out):

@@ -33,6 +33,9 @@ BY_FILE = {
         "test_a_fault_of_token_verification_fails": Sample(5, 30),
         "test_the_real_system_passes": Sample(2, 15),
     },
+    "tests/cli/test_batch.py": {
+        "test_a_job_killed_again_and_again_writes_the_file_of_an_undisturbed_one": Sample(1, 50),
+    },
     "tests/cli/test_bench_load.py": {
         "test_through_a_worker": Sample(0, 8, SECOND_RUN),
     },

@@ -43,6 +43,8 @@ class JobFiles:
     """
 
     def __init__(self, out: Path, key: JobKey) -> None:
+        if not out.name or out.is_dir():
+            raise ForedraftError(f"{str(out)!r} is a folder; give a file for the results")
         self.out = out
         self.part = out.with_name(f"{out.name}.part")
         self.job = out.with_name(f"{out.name}.job")
@@ -57,7 +59,7 @@ class JobFiles:
         Raises:
             ForedraftError: the results exist, another process writes them, or they are of another job.
         """
-        with convert_write_errors(self.out.parent, "make room, and the same command goes on"):
+        with convert_write_errors(self.out.parent, "make room or give another file, and the same command goes on"):
             self.out.parent.mkdir(parents=True, exist_ok=True)
             lock = os.open(self.job, os.O_RDWR | os.O_CREAT, 0o666)
             try:

@@ -7,8 +7,9 @@ import asyncio
 import contextlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,12 +28,13 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from foredraft.batch.job import JobCounts
-    from foredraft.batch.job_files import JobKey
-    from foredraft.batch.line import BatchInput, LineFormat
-    from foredraft.llm import LLM
+    from foredraft.batch.job_files import JobFiles, JobKey
+    from foredraft.batch.line import BatchInput, BatchLine, LineFormat
+    from foredraft.batch.processor import LineProcessor
 
-REQUEST_PANEL, LOAD_PANEL = "Requests", "Load"
+REQUEST_PANEL, LOAD_PANEL, CLUSTER_PANEL = "Requests", "Load", "Cluster"
 PLAIN_FIELDS = {"temperature": 0.0, "max_tokens": 128}  # of plain prompts, as in `foredraft generate`
+BLOCK_LINES = 8  # lines of a block on a cluster for each request that runs at a time: a block ends with few
 PROGRESS_PARTS = 20  # without a terminal, a line is printed after each twentieth of the lines
 INSTALL_ERROR = f"foredraft batch needs the packages of the server: {format_install_command('serve')}"
 # Options that do not change the results.
@@ -52,10 +54,8 @@ class BatchOptions(ModelOptions):
             "per line.",
             metavar="IN.jsonl",
         ),
-    ] = Path()
-    out: Annotated[
-        Path, typer.Argument(help="File of the results, one line for each request.", metavar="OUT.jsonl")
-    ] = Path()
+    ]
+    out: Annotated[Path, typer.Argument(help="File of the results, one line for each request.", metavar="OUT.jsonl")]
     max_tokens: Annotated[
         int | None,
         _make_option(
@@ -110,6 +110,30 @@ class BatchOptions(ModelOptions):
         str | None,
         _make_option("Memory of the KV cache, such as 2GiB. Default: a quarter of the free memory.", panel=LOAD_PANEL),
     ] = None
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            help="Number of CPU threads, of each replica with --ray. Default: all cores.",
+            rich_help_panel=LOAD_PANEL,
+            min=1,
+        ),
+    ] = None
+    ray: Annotated[
+        bool,
+        _make_option(
+            "Run on the cluster of the environment variable RAY_ADDRESS, else on Ray on this machine.",
+            "--ray",
+            panel=CLUSTER_PANEL,
+        ),
+    ] = False
+    replicas: Annotated[
+        int | None,
+        typer.Option(
+            help="With --ray: models that run at the same time. Default: one for each GPU, or for each machine.",
+            rich_help_panel=CLUSTER_PANEL,
+            min=1,
+        ),
+    ] = None
 
     def build_format(self) -> "LineFormat":
         """Return how lines are read. Raises UsageError for a field that is not KEY=VALUE."""
@@ -155,43 +179,88 @@ def batch(ctx: typer.Context, options: BatchOptions) -> None:
     backend: CliBackend = ctx.obj or CliBackend()
     method = resolve_single_method(options, backend, "a batch")
     kv_memory = None if options.kv_memory is None else parse_size(options.kv_memory)
+    if options.replicas is not None and not options.ray:
+        raise UsageError("--replicas is for --ray; add it, or leave --replicas out")
     try:
-        from foredraft.batch.job import BatchJob, JobCounts
+        from foredraft.batch.job import JobCounts
         from foredraft.batch.job_files import JobFiles
         from foredraft.batch.line import examine_input, read_lines
-        from foredraft.batch.processor import LineProcessor
     except ModuleNotFoundError as error:
         if str(error.name).startswith("foredraft"):
             raise
         raise ForedraftError(INSTALL_ERROR) from None
     line_format = options.build_format()
     examined = examine_input(options.source, line_format)
-    files = JobFiles(options.out, options.build_key(examined, line_format))
-    console = make_console(sys.stderr, False)
+    files, counts = JobFiles(options.out, options.build_key(examined, line_format)), JobCounts()
     with contextlib.redirect_stdout(sys.stderr), files.open():
         left = examined.num_lines - len(files.done)
         if files.done:
             print_line(f"{len(files.done)} of {examined.num_lines} results are there already")
-        counts = JobCounts()
         if left:
-            with ProgressBar(console, "loading"):
-                processor = LineProcessor(_load(options, method, kv_memory), options.read_name())
-            with contextlib.closing(processor), ProgressBar(console, "answering", left, has_time_left=True) as bar:
-                job = BatchJob(files, counts, _make_report(bar, left, console))
-                asyncio.run(job.run(read_lines(options.source, line_format), processor))
+            lines = read_lines(options.source, line_format)
+            _run(options, partial(load_processor, options, method, kv_memory), lines, BatchRun(files, counts, left))
         files.finish()
     failed = f"; {counts.num_failed} failed, with an error in their lines" if counts.num_failed else ""
     print_line(f"{examined.num_lines} results in {options.out}, {counts.num_tokens} output tokens in this run{failed}")
 
 
-def _load(options: BatchOptions, method: str, kv_memory: int | None) -> "LLM":
+@dataclass(frozen=True)
+class BatchRun:
+    """Files and counts of a run, and the number of lines without a result."""
+
+    files: "JobFiles"
+    counts: "JobCounts"
+    left: int
+
+
+def _run(
+    options: BatchOptions,
+    load: "Callable[[int | None], LineProcessor]",
+    lines: "Iterable[BatchLine]",
+    run: BatchRun,
+) -> None:
+    """Process all lines that have no result, in this process or on a cluster."""
+    from foredraft.batch.job import BatchJob
+
+    console = make_console(sys.stderr, False)
+    if options.ray:
+        from foredraft.batch.ray_job import RayOptions, process_with_ray
+
+        with ProgressBar(console, "answering", run.left, has_time_left=True) as bar:
+            job = BatchJob(run.files, run.counts, _make_report(bar, run.left, console))
+            asked = RayOptions(options.replicas, options.threads, options.device)
+            block = BLOCK_LINES * options.max_batch
+            for result in process_with_ray(job.select_pending(lines), load, asked, block, not options.unordered):
+                job.add(result)
+        return
+    with ProgressBar(console, "loading"):
+        processor = load(options.threads)
+    with contextlib.closing(processor), ProgressBar(console, "answering", run.left, has_time_left=True) as bar:
+        job = BatchJob(run.files, run.counts, _make_report(bar, run.left, console))
+        asyncio.run(job.run(lines, processor))
+
+
+def load_processor(options: BatchOptions, method: str, kv_memory: int | None, threads: int | None) -> "LineProcessor":
+    """Load the model in the process that is to run it.
+
+    Args:
+        options: options of the command.
+        method: drafting method.
+        kv_memory: bytes of the KV cache; None = chosen.
+        threads: CPU threads; None = torch's default.
+    """
+    import torch
+
+    from foredraft.batch.processor import LineProcessor
     from foredraft.llm import MemoryLimits
 
+    if threads is not None:
+        torch.set_num_threads(threads)
     kv_limit: dict[str, Any] = {} if kv_memory is None else {"kv_memory": kv_memory}
     llm = load_llm(options, method, MemoryLimits(max_batch=options.max_batch, **kv_limit))
     if llm.is_adaptive:
         llm.calibrate()
-    return llm
+    return LineProcessor(llm, options.read_name())
 
 
 def _make_report(bar: ProgressBar, total: int, console: "Console") -> "Callable[[JobCounts], None]":

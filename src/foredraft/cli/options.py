@@ -365,7 +365,8 @@ def with_options(options: type[Options]) -> Callable[[Callable[[typer.Context, O
         kind = inspect.Parameter.KEYWORD_ONLY
         parameters = [inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
         for spec in fields(options):  # type: ignore[arg-type]
-            default = None if spec.default is MISSING else spec.default
+            is_required = spec.default is MISSING and spec.default_factory is MISSING
+            default = inspect.Parameter.empty if is_required else None if spec.default is MISSING else spec.default
             parameters.append(inspect.Parameter(spec.name, kind, default=default, annotation=spec.type))
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in parameters}

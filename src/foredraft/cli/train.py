@@ -39,8 +39,11 @@ class TrainOptions:
     """Options of `foredraft train`."""
 
     method: Annotated[
-        str, typer.Argument(help="Drafting method to train, such as draft_model, medusa, eagle3 or ngram_lm.")
-    ]
+        str,
+        typer.Argument(
+            help="Drafting method to train, such as draft_model, medusa, eagle3 or ngram_lm.", show_default=False
+        ),
+    ] = ""
     data: Annotated[
         list[str] | None,
         _make_option(
