@@ -44,6 +44,10 @@ def load_target(
     Raises:
         ForedraftError: one line that says what to do.
     """
+    if isinstance(model, HFModel):  # loaded by the caller
+        return LoadedTarget(
+            model.with_context(max_model_len), None if tokenizer == AUTO_TOKENIZER else tokenizer, None, False
+        )
     check_quantization(quantization)
     if max_model_len is not None and (not isinstance(max_model_len, int) or isinstance(max_model_len, bool)):
         raise ForedraftError(f"max_model_len must be an integer or None, got {max_model_len!r:.80}")

@@ -106,6 +106,14 @@ class ServeOptions(ModelOptions):
             panel=SERVER_PANEL,
         ),
     ] = False
+    traces: Annotated[
+        bool,
+        _make_option(
+            "Serve the target's hidden states at /v1/traces, for `foredraft train --target-url`.",
+            "--traces",
+            panel=SERVER_PANEL,
+        ),
+    ] = False
     no_vllm_metrics: Annotated[
         bool,
         _make_option("Report metrics without vLLM's names for them.", "--no-vllm-metrics", panel=SERVER_PANEL),
@@ -241,6 +249,7 @@ def build_settings(options: ServeOptions) -> "ServerSettings":
         has_plain_template=options.chat_template != NONE,
         has_spec_metrics=options.per_request_spec_metrics,
         has_vllm_names=not options.no_vllm_metrics,
+        has_traces=options.traces,
     )
 
 

@@ -3,6 +3,7 @@
 The training is in `foredraft.train`; this file turns options into a plan and shows progress.
 """
 
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -172,6 +173,20 @@ class TrainOptions:
     ] = "auto"
     dtype: Annotated[str, _make_option("Dtype of the target: auto, bfloat16 or float32.", panel=RUN_PANEL)] = "auto"
     device: Annotated[str, _make_option("Device of training: auto, cpu or cuda.", panel=RUN_PANEL)] = "auto"
+    target_url: Annotated[
+        str | None,
+        _make_option(
+            "Address of a `foredraft serve --traces` that runs the target; only embedding and head are loaded here.",
+            panel=RUN_PANEL,
+            metavar="URL",
+        ),
+    ] = None
+    target_key: Annotated[
+        str | None,
+        _make_option(
+            "API key of --target-url. Default: the environment variable FOREDRAFT_API_KEY, else none.", panel=RUN_PANEL
+        ),
+    ] = None
     tensorboard: Annotated[bool, _make_option("Write TensorBoard files as well.", "--tensorboard", panel=RUN_PANEL)] = (
         False
     )
@@ -215,7 +230,8 @@ class TrainOptions:
             settings=self.method_options, start=self.start, device=self.device, dtype=self.dtype,
             precision=self.precision,
             save_every=self.save_every, max_steps=self.max_steps, max_minutes=self.max_minutes,
-            tensorboard=self.tensorboard,
+            tensorboard=self.tensorboard, target_url=self.target_url,
+            target_key=self.target_key or os.environ.get("FOREDRAFT_API_KEY"),
         )  # fmt: skip
 
 

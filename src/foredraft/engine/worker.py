@@ -12,9 +12,10 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -30,6 +31,7 @@ __all__ = ["DrainingError", "EngineObserver", "QueueFullError", "Stream", "Worke
 
 log = logging.getLogger(__name__)
 STOPPED_ERROR = "the engine was stopped"
+Value = TypeVar("Value")
 
 
 class EngineOwner(Protocol):
@@ -110,6 +112,18 @@ class Worker:
         self._streams.add(stream, is_running=self._thread.is_alive())
         self._inbox.put(partial(self._add_stream, stream, math.inf if deadline is None else deadline))
         return stream
+
+    async def run_between_steps(self, work: Callable[[], Value]) -> Value:
+        """Run work on the engine's thread before its next step, and return its result or raise its exception.
+
+        Raises:
+            ForedraftError: the worker does not run.
+        """
+        if not self._thread.is_alive():
+            raise ForedraftError(STOPPED_ERROR)
+        future: Future[Value] = Future()
+        self._inbox.put(partial(_resolve, future, work))
+        return await asyncio.wrap_future(future)
 
     def cancel(self, stream: Stream) -> None:
         """Abort the unfinished requests of a stream before the next step."""
@@ -222,3 +236,12 @@ class Worker:
             log.exception("requests could not be ended one by one")
         self.engine.is_reserved = False
         self._streams.close(STOPPED_ERROR)
+
+
+def _resolve(future: "Future[Value]", work: Callable[[], Value]) -> None:
+    """Run work and store its outcome; work whose caller has gone is skipped."""
+    if future.set_running_or_notify_cancel():
+        try:
+            future.set_result(work())
+        except Exception as error:  # belongs to the caller, not to the engine
+            future.set_exception(error)

@@ -23,6 +23,7 @@ from foredraft.server.playground import make_playground_router
 from foredraft.server.prometheus_text import MetricsPage
 from foredraft.server.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from foredraft.server.service import Service
+from foredraft.server.traces import TraceRequest, TraceRoutes
 
 Model = TypeVar("Model", bound=BaseModel)
 Handler = Callable[[Service, Request, Model], Awaitable[Response]]
@@ -46,6 +47,8 @@ def create_app(service: Service) -> FastAPI:
     _add_state(app, service)
     _add_models(app, service)
     _add_posts(app, service)
+    if service.settings.has_traces:
+        _add_traces(app, service)
     app.include_router(make_playground_router())
     install_openapi(app)
     return app
@@ -61,6 +64,16 @@ def _add_posts(app: FastAPI, service: Service) -> None:
     async def tokenizer_info() -> Response:
         """Return the tokenizer's special tokens, chat template and lengths."""
         return JSONResponse(tokens.describe_tokenizer(service))
+
+
+def _add_traces(app: FastAPI, service: Service) -> None:
+    routes = TraceRoutes()
+    _add_post_route(app, service, "/v1/traces", TraceRequest, routes.serve)
+
+    @app.get("/v1/traces")
+    async def describe() -> dict[str, Any]:
+        """Return numbers that identify the target's weights."""
+        return await routes.describe(service)
 
 
 def _add_post_route(app: FastAPI, service: Service, path: str, model: type[Model], handler: Handler[Model]) -> None:

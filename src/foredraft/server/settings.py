@@ -42,6 +42,7 @@ class ServerSettings:
     chat_template: str | None = None  # Jinja source; None = the tokenizer's template
     has_plain_template: bool = True  # use a plain template for a model without one; False = refuse chat requests
     has_spec_metrics: bool = False  # report speculative statistics in every response
+    has_traces: bool = False  # serve hidden states and distributions, for training on another machine
     has_vllm_names: bool = True  # report metrics also under vLLM's names
     protects_metrics: bool = False  # require the API key for /metrics and /version too
     has_access_log: bool = False

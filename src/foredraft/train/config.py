@@ -9,6 +9,7 @@ from typing import Any
 from foredraft.errors import ForedraftError
 from foredraft.files.disk import convert_write_errors, replace_text
 from foredraft.train.optimizer import DECAYS, OPTIMIZERS
+from foredraft.train.remote.client import check_url
 
 PLAN_FILE = "training.json"
 
@@ -73,6 +74,8 @@ class TrainPlan:
     save_every: int = 200  # steps between checkpoints
     max_steps: int | None = None  # steps before this run stops as if interrupted
     max_minutes: float | None = None
+    target_url: str | None = None  # server that runs the target; None = it runs here
+    target_key: str | None = None  # API key of that server
     tensorboard: bool = False
 
     def check(self) -> None:
@@ -92,6 +95,8 @@ class TrainPlan:
                 raise ForedraftError(
                     f"{self.out} holds {others[0]} and no training run; give an empty folder to write to"
                 )
+        if self.target_url is not None:
+            check_url(self.target_url)
         for name, value in (
             ("context", data.context - 1),
             ("batch-tokens", steps.batch_tokens),

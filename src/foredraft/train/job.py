@@ -11,14 +11,13 @@ from torch import Tensor
 
 from foredraft.drafters.method import Method, Training
 from foredraft.llm import LLM
-from foredraft.models.hf import HFModel
 from foredraft.train.config import TrainPlan
 from foredraft.train.distributed import DistributedContext
 from foredraft.train.documents import Document, digest
 from foredraft.train.evaluate import Evaluator
+from foredraft.train.fingerprint import fingerprint_target
 from foredraft.train.trace import Tracer
 
-FINGERPRINT_ROWS = 64  # rows of the embedding that identify the target, spread evenly
 LogLine = Callable[[str], None]
 
 
@@ -39,7 +38,7 @@ class TrainJob:
     @cached_property
     def target_fingerprint(self) -> dict[str, Any]:
         """Numbers that identify the target's weights."""
-        return _fingerprint_target(self.llm.target)
+        return fingerprint_target(self.llm.target)
 
     @cached_property
     def text_digest(self) -> str:
@@ -61,13 +60,3 @@ class TrainJob:
         for document in self.documents:
             counts += np.bincount(document.ids[document.loss_mask].astype(np.int64), minlength=len(counts))
         return torch.from_numpy(counts)
-
-
-def _fingerprint_target(target: HFModel) -> dict[str, Any]:
-    """Identify the target from a sample of its embedding: weights may change under the same name."""
-    sample = target.embedding[:: max(1, len(target.embedding) // FINGERPRINT_ROWS)].double()
-    return {
-        "parameters": target.num_parameters,
-        "vocab_size": target.vocab_size,
-        "sum": float(f"{float(sample.sum()):.9g}"),
-    }

@@ -26,7 +26,7 @@ from foredraft.request_spec import RequestSpec
 from foredraft.sampling.params import Sampling
 from foredraft.source import EncoderSource
 from foredraft.train.prompts import TrainPrompt, get_ids, get_source
-from foredraft.train.trace import Tracer
+from foredraft.train.remote.tracer import make_tracer
 from foredraft.tree import Commit, TokenTree
 from foredraft.verification.rules import MATCH
 
@@ -82,7 +82,7 @@ class Recording:
     def compute_states(self, target: HFModel, hidden_layers: tuple[int, ...]) -> list[Tensor]:
         """Return the hidden states [n, F] after every token of every sequence; computed once per set of layers."""
         if hidden_layers not in self._states:
-            tracer = Tracer(target, hidden_layers, top=1)
+            tracer = make_tracer(target, hidden_layers, top=1)
             states = []
             for sequence in self.sequences:
                 sources = () if sequence.source is None else (sequence.source,)

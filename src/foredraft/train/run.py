@@ -26,6 +26,9 @@ from foredraft.train.loop import LoopConfig, TrainLoop, TrainStatus
 from foredraft.train.metrics import MetricsWriter
 from foredraft.train.on_policy import OnPolicySource
 from foredraft.train.optimizer import GroupedOptimizer, LearningRateSchedule, ParameterGroup
+from foredraft.train.remote.client import TargetClient
+from foredraft.train.remote.llm import RemoteLLM
+from foredraft.train.remote.tracer import make_tracer
 from foredraft.train.settings import find_trainable, parse_train_config, require_training
 from foredraft.train.start import create_trainee
 from foredraft.train.timing import Clock
@@ -77,7 +80,7 @@ def train(
     distributed = DistributedContext.detect(plan.device, plan.precision)
     if not distributed.is_main:
         log_line, on_step = _ignore, _ignore
-    llm = LLM(plan.model, None, dtype=plan.dtype, device=distributed.device)
+    llm = _load_target(plan, distributed)
     if plan.data.context > llm.target.context_length:
         raise ForedraftError(
             f"--context {plan.data.context} is longer than the {llm.target.context_length} tokens of "
@@ -94,6 +97,14 @@ def train(
     return _train_by_gradients(job, on_step, clock)
 
 
+def _load_target(plan: TrainPlan, distributed: DistributedContext) -> LLM:
+    """Load the target, or its tables if it runs on a server."""
+    if plan.target_url is None:
+        return LLM(plan.model, None, dtype=plan.dtype, device=distributed.device)
+    client = TargetClient(plan.target_url, plan.target_key)
+    return RemoteLLM(plan.model, client, plan.dtype, distributed.device)
+
+
 def _ignore(message: object) -> None:
     return
 
@@ -104,7 +115,7 @@ def _learn_counts(job: TrainJob) -> TrainResult:
     record_identity(plan.out, job.make_identity(), has_checkpoint=False)
     assert job.training.learn is not None
     job.training.learn(job.config, [document.ids for document in job.documents], llm.target, plan.out)
-    eval_metrics = job.make_evaluator(llm, Tracer(llm.target)).replay(plan.out)
+    eval_metrics = job.make_evaluator(llm, make_tracer(llm.target)).replay(plan.out)
     writer = MetricsWriter.open(plan.out, 0, plan.tensorboard)
     writer.record(1, {"eval": eval_metrics})
     writer.close()
@@ -156,7 +167,7 @@ def _make_loop(
             "beginnings are learnt"
         )
     top = plan.data.top or choose_top(job.llm.target.vocab_size, is_cached=plan.data.cache is not None)
-    tracer = Tracer(job.llm.target, trainee.spec.hidden_layers, top)
+    tracer = make_tracer(job.llm.target, trainee.spec.hidden_layers, top)
     joint_loss = _make_joint_loss(job, trainee)
     return TrainLoop(
         _make_learner(job, trainee, joint_loss, windows, tracer),
@@ -186,6 +197,8 @@ def _make_joint_loss(job: TrainJob, trainee: Trainee) -> JointLoss | None:
         raise ForedraftError(
             f"{job.llm.target.name} is an encoder-decoder model, which cannot be trained too; leave backbone out"
         )
+    if job.plan.target_url is not None:
+        raise ForedraftError("a target that is trained too must be here, not on a server; leave --target-url out")
     if job.plan.data.cache is not None:
         raise ForedraftError("a target that is trained too has no fixed traces to cache; leave --cache out")
     target = TrainableTarget.from_model(
