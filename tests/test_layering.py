@@ -31,7 +31,7 @@ LAYERS = (
     ("engine_setup", "completion_generator"),
     ("llm",),
     ("bench", "certify", "hf_generate", "server", "train"),
-    ("doctor",),
+    ("batch", "doctor"),
     ("reproduce", "zoo_training"),
     ("cli",),
     ("__main__",),
