@@ -38,6 +38,11 @@ class Adapter(nn.Module):
             nn.init.normal_(inner.weight, std=ADAPTER_GAIN * hidden**-0.5)
         nn.init.zeros_(self.down_proj.weight)
 
+    @property
+    def sizes(self) -> tuple[int, int, float]:
+        """Arguments that make an adapter of the same sizes."""
+        return self.gate_proj.in_features, self.gate_proj.out_features, self.norm.eps
+
     def forward(self, x: Tensor) -> Tensor:
         """Adapt hidden states [.., H]."""
         normed = self.norm(x)
