@@ -70,6 +70,8 @@ class RankChild:
         if not self._has_ended.wait(END_SECONDS):
             self._process.kill()
             self._has_ended.wait()
+        self._socket.close()
+        self._connection.close()
 
     def _listen(self) -> None:
         """Read reports until the process ends: None = a part is done, a text = the reason of a failure."""
