@@ -158,6 +158,7 @@ class LLM(CompletionGenerator):
         """
         if "_shared" in vars(self):
             self._shared.close()
+            self.target.close()
             for name in FREED_ATTRIBUTES:
                 delattr(self, name)
 

@@ -118,6 +118,9 @@ class HFModel:
         """Return a copy with the same weights and a new KV pool."""
         return replace(self, pool=KVPool(self.pool.is_native))
 
+    def close(self) -> None:
+        """End what outlives the last reference to this target and its copies with new KV: nothing in one process."""
+
     @property
     def vocab_size(self) -> int:
         """Number of tokens V of the logits."""

@@ -106,5 +106,5 @@ def check_architecture(model: Any, name: str, size: int) -> None:
     for kind, count in (("KV heads", kv_heads), ("attention heads", heads)):
         if count % size:
             divisors = [str(n) for n in range(2, kv_heads + 1) if kv_heads % n == 0 and heads % n == 0]
-            advice = f"give {' or '.join(divisors)}" if divisors else "leave it out"
+            advice = " or ".join(["give " + ", ".join(divisors)] * bool(divisors) + ["leave it out"])
             raise ForedraftError(f"{name} has {count} {kind}, which {OPTION}={size} does not divide; {advice}")

@@ -25,7 +25,9 @@ from foredraft.tensor_parallel.task import RankTask
 
 
 class RankGroup:
-    """All ranks of one model, for rank 0. The processes end with the last reference, and with the interpreter.
+    """All ranks of one model, for rank 0.
+
+    The processes end with the last KV pool that is closed, with the last reference, and with the interpreter.
 
     Ranks are in step only if each pass of this process is one of all others. So after an error in the middle of a pass
     the group is lost: every later use raises TargetLostError.
@@ -43,9 +45,15 @@ class RankGroup:
         self._lock = threading.RLock()  # one pass at a time: collectives have an order
         self._device = torch.device("cpu")
         self._pool_indices = itertools.count()
+        self._open_pools: set[int] = set()
         self._exit_indices = itertools.count()
         self._dropped_pools: deque[int] = deque()  # the garbage collector appends, the next message goes first
         self._whole_parameters: dict[str, Tensor] = {}
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Operating-system ids of the other processes, by rank."""
+        return self._processes.process_ids
 
     def load(self, model: str, name: str, dtype: str | torch.dtype, device: torch.device) -> HFModel:
         """Load the model, a part of it in each process. Returns the part of this process.
@@ -102,7 +110,16 @@ class RankGroup:
 
     def add_pool(self) -> int:
         """Return the index of a new KV pool."""
-        return next(self._pool_indices)
+        index = next(self._pool_indices)
+        self._open_pools.add(index)
+        return index
+
+    def close_pool(self, index: int) -> None:
+        """End the processes if no other pool is open."""
+        with self._lock:
+            self._open_pools.discard(index)
+            if not self._open_pools.difference(self._dropped_pools):
+                self._processes.end()
 
     def drop_pool_with(self, owner: object, index: int) -> None:
         """Let the other ranks forget a pool once its owner is gone."""
@@ -129,7 +146,9 @@ class RankGroup:
     def _send(self, message: Message) -> None:
         self._processes.check()
         while self._dropped_pools:
-            self._processes.send(DropPool(self._dropped_pools.popleft()))
+            index = self._dropped_pools.popleft()
+            self._open_pools.discard(index)
+            self._processes.send(DropPool(index))
         self._processes.send(message)
 
 

@@ -36,6 +36,10 @@ class ParallelLM(HFModel):
         """Return a copy with the same weights and a new KV pool on every rank."""
         return replace(self, pool=ParallelKVPool(group=self.group))
 
+    def close(self) -> None:
+        """End the other processes, unless a copy with other KV uses them."""
+        self.group.close_pool(self.pool.index)
+
     @property
     def embedding(self) -> Tensor:
         """Input embedding matrix [V, H], unscaled; collected from all ranks at first use."""

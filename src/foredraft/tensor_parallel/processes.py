@@ -31,6 +31,11 @@ class RankProcesses:
         for rank in range(1, size):
             self._children.append(RankChild(rank, self._record_loss))
 
+    @property
+    def process_ids(self) -> list[int]:
+        """Operating-system ids, by rank."""
+        return [child.pid for child in self._children]
+
     def load(self, tasks: list[RankTask]) -> None:
         """Give the processes their tasks, and wait until all can join the process group."""
         for child, task in zip(self._children, tasks, strict=True):
@@ -63,7 +68,11 @@ class RankProcesses:
         """End the processes and leave the process group."""
         if os.getpid() != self._creator:  # a fork: the processes belong to its parent
             return
-        self._is_ending = True
+        with self._lock:
+            if self._is_ending:
+                return
+            self._is_ending = True
+            self._failure = self._failure or "the processes of this model have ended with LLM.close; make a new LLM"
         for child in self._children:
             child.hang_up()
         leave_group()
@@ -86,7 +95,7 @@ class RankProcesses:
         with self._lock:
             if self._is_ending or self._failure is not None:
                 return
-            self._failure = f"{event}; the model is split over its processes, so restart it: make a new LLM"
+            self._failure = f"{event}, and the model is split over all ranks; make a new LLM, or restart the command"
         for child in self._children:
             child.kill()
         interrupt_collectives()
