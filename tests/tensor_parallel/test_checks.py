@@ -1,4 +1,4 @@
-"""What cannot run over several processes is refused in one line, before any process starts."""
+"""Refusals in one line, before any process starts, of all that cannot run over several processes."""
 
 from collections.abc import Callable
 from pathlib import Path

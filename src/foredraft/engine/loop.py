@@ -210,21 +210,14 @@ class EngineLoop:
         return result
 
     def _recover(self, loss: str | None) -> None:
-        """Restore the engine after a failed step, and end the culprit, or all requests if the engine is at fault.
-
-        Args:
-            loss: reason why the target cannot compute any more; None = it can.
-        """
+        """Restore the engine after a failed step, and end the culprit, or all requests if engine or target are lost."""
         self._notify(lambda observer: observer.on_failure("step"))
         step_requests = self.engine.current_requests or tuple(self._active_requests)
         culprit = self._fault_isolator.on_failure(step_requests)
         self.engine.recover()
         self._ended_requests = list(self._active_requests)  # `recover` may have ended any of them
         if loss is not None or self._fault_isolator.is_engine_fault(step_requests, self._active_requests):
-            if loss is None:
-                log.error("%d steps failed in a row; every request is ended", self._fault_isolator.num_resets)
-            elif not self.is_broken:
-                log.error("%s", loss)
+            log.error("%s", loss or f"{self._fault_isolator.num_resets} steps failed in a row; every request is ended")
             self.is_broken = True
             self._notify(lambda observer: observer.on_failure("engine"))
             self.end_all("error", loss or ENGINE_FAULT_ERROR)

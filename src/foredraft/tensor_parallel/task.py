@@ -1,4 +1,4 @@
-"""What each process of tensor parallelism loads."""
+"""Task of each process of tensor parallelism: the part of the model that it loads."""
 
 import logging
 import warnings
