@@ -24,7 +24,7 @@ LAYERS = (
     ("draft_length", "kernels"),
     ("kv",),
     ("models",),
-    ("checkpoints",),
+    ("checkpoints", "tensor_parallel"),
     ("drafters",),
     ("engine",),
     ("drafter_factory", "request_factory", "target_loading"),
