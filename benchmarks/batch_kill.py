@@ -62,15 +62,16 @@ def write_prompts(file: Path, count: int, max_tokens: int) -> Path:
 
 
 def start(source: Path, out: Path, flags: list[str]) -> "subprocess.Popen[bytes]":
-    """Start a job."""
+    """Start a job, whose messages go into a file beside the results."""
     command = [sys.executable, "-m", "foredraft", "batch", str(source), str(out), *flags]
-    return subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    with out.with_suffix(".log").open("a") as log:
+        return subprocess.Popen(command, stderr=log)
 
 
 def run_whole(source: Path, out: Path, flags: list[str]) -> Path:
     """Run a job to its end, unless its file exists."""
     if not out.exists() and start(source, out, flags).wait():
-        raise SystemExit("the undisturbed job failed")
+        raise SystemExit(f"a job failed; see {out.with_suffix('.log')}")
     return out
 
 

@@ -8,6 +8,10 @@ class ForedraftError(ValueError):
     """Error caused by the user's input: its message is one line that says what to do. Shown without a traceback."""
 
 
+class TargetLostError(ForedraftError):
+    """Error of a target that cannot compute any more, such as one whose process was killed. Every later pass fails."""
+
+
 def suggest(word: str, candidates: Iterable[str]) -> str:
     """Return "; did you mean 'x'?" with the candidate nearest to a mistyped word; empty if none is near."""
     matches = get_close_matches(word, list(candidates), 1)

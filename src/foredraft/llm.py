@@ -59,6 +59,8 @@ class LLM(CompletionGenerator):
         fused: run recognised models as native code on CPU. Default None = if loaded here or quantized. True = also a
             loaded model, from a packed copy of its current weights; an error if that is impossible.
         is_debug: check invariants after every step. Default False.
+        tensor_parallel_size: processes on this machine over which the target is split, this one included; on GPUs, one
+            GPU each. Default 1.
 
     Raises:
         ForedraftError: one line that says what to do.
@@ -85,13 +87,14 @@ class LLM(CompletionGenerator):
         revision: str | None = None,
         fused: bool | None = None,
         is_debug: bool = False,
+        tensor_parallel_size: int = 1,
     ) -> None:
         check_process()
         rule = parse_rule(drafter, verify)
         self.limits = limits or MemoryLimits()
         loaded = load_target(
             model, dtype=dtype, quantization=quantization, device=device, tokenizer=tokenizer,
-            max_model_len=max_model_len, fused=fused, revision=revision,
+            max_model_len=max_model_len, fused=fused, revision=revision, tensor_parallel_size=tensor_parallel_size,
         )  # fmt: skip
         self.target, self.tokenizer = loaded.model, loaded.tokenizer
         self.builtin, self.fused = loaded.builtin, loaded.fused
@@ -155,6 +158,7 @@ class LLM(CompletionGenerator):
         """
         if "_shared" in vars(self):
             self._shared.close()
+            self.target.close()
             for name in FREED_ATTRIBUTES:
                 delattr(self, name)
 

@@ -14,6 +14,8 @@ from foredraft.kernels.quantize import check_quantization
 from foredraft.models.hf import HFModel
 from foredraft.models.loading import check_cpu_dtype, load_model, load_tokenizer, parse_device, read_vocab_size
 from foredraft.models.wrap import explain_unsupported_model, wrap_model
+from foredraft.tensor_parallel.checks import check_loaded_model, check_options
+from foredraft.tensor_parallel.loading import load_parallel_model
 
 AUTO_TOKENIZER = "auto"  # the tokenizer in the folder of the model
 
@@ -38,6 +40,7 @@ def load_target(
     max_model_len: int | None,
     revision: str | None,
     fused: bool | None,
+    tensor_parallel_size: int,
 ) -> LoadedTarget:
     """Load a target; arguments as of `LLM`.
 
@@ -49,24 +52,33 @@ def load_target(
             model.with_context(max_model_len), None if tokenizer == AUTO_TOKENIZER else tokenizer, None, False
         )
     check_quantization(quantization)
+    check_options(tensor_parallel_size, quantization, fused)
     if max_model_len is not None and (not isinstance(max_model_len, int) or isinstance(max_model_len, bool)):
         raise ForedraftError(f"max_model_len must be an integer or None, got {max_model_len!r:.80}")
     if not isinstance(tokenizer, (str, Path)) and not callable(tokenizer) and tokenizer is not None:
         raise ForedraftError(f"tokenizer takes a tokenizer, its folder or hub id, or None; got {tokenizer!r:.80}")
     builtin = zoo.resolve_target(model)
     name = model if builtin is None else str(zoo.find_target_folder(builtin))
+    parallel = None
     own_tokenizer = None  # folder or hub id that the tokenizer "auto" comes from
     if isinstance(name, (str, Path)):
         name = str(name)
         folder = own_tokenizer = find_revision(name, revision)
-        loaded = load_model(folder, dtype, parse_device(device))
+        if tensor_parallel_size > 1:
+            parallel = load_parallel_model(folder, name, dtype, device, tensor_parallel_size)
+            loaded = parallel.model
+        else:
+            loaded = load_model(folder, dtype, parse_device(device))
     else:
+        check_loaded_model(tensor_parallel_size)
         loaded, name = name, getattr(name, "name_or_path", "") or type(name).__name__
         if revision is not None:
             raise ForedraftError("a loaded model has no revision; leave revision out")
     if isinstance(tokenizer, (str, Path)):
         source = own_tokenizer if tokenizer == AUTO_TOKENIZER else str(tokenizer)
         tokenizer = None if source is None else _load_tokenizer(source, loaded, is_required=tokenizer != AUTO_TOKENIZER)
+    if parallel is not None:
+        return LoadedTarget(parallel.with_context(max_model_len), tokenizer, builtin, fused is not False)
     check_cpu_dtype(loaded)
     is_ours = isinstance(model, (str, Path)) or model is None
     # If the kernels are missing, load_library warns, and torch runs everything.

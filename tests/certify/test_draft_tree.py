@@ -48,6 +48,17 @@ def test_a_tree_of_a_step_is_read_from_its_root_on():
     assert draft.collect_path(2) == (1, 2)
 
 
+def test_a_token_of_probability_one_is_deterministic():
+    """Fault: an ensemble whose members draft in turn, one of them without samples, in one group of outcomes."""
+    sampled, certain = torch.tensor([[0.0, 0.5, 0.5, 0.0]]), torch.tensor([[0.0, 1.0, 0.0, 0.0]])
+    trees = [
+        DraftTree.from_tree(TokenTree([[8, 1]], [[-1, 0]], q.repeat(2, 1), num_sampled_children=(1, 0)), 0)
+        for q in (sampled, certain)
+    ]
+    assert [tree.probability for tree in trees] == [0.5, 1]
+    assert trees[0].group_key != trees[1].group_key
+
+
 def test_a_repeated_tree_has_the_small_vocabulary_and_all_samples():
     further = {(0, 0): (SampledSiblings(torch.tensor([0.0, 0.4, 0.0, 0.6]), (1, 1), True),)}
     draft = DraftTree.from_tree(TokenTree([[3, 1]], [[-1, 0]], further_samples=further), 0)

@@ -130,10 +130,14 @@ def test_an_unknown_option_is_answered_with_the_one_that_was_meant(run, wrong, r
 
 @pytest.mark.parametrize(
     ("wrong", "reason"),
-    [("--tensor-parallel-size", "one process"), ("--lora", "merge the adapter"), ("--draft-min", "from above")],
+    [
+        ("--pipeline-parallel-size", "one server for each device"),
+        ("--lora", "merge the adapter"),
+        ("--draft-min", "from above"),
+    ],
 )
 def test_an_option_that_has_no_counterpart_is_answered_with_the_reason(run, wrong, reason):
-    """Fault: "use no option: one process ..." for the first; --lora was answered with --no-color."""
+    """Fault: "use no option: ..." for the first; --lora was answered with --no-color."""
     complaint = run("serve", wrong, "1").error_lines[-1]
     assert f"unknown option {wrong}; there is none here: " in complaint
     assert reason in complaint
@@ -144,7 +148,7 @@ def test_an_option_that_has_no_counterpart_is_answered_with_the_reason(run, wron
     [
         ("generate", ("-ngl", "99"), "unknown option -ngl; use --device cuda"),
         ("serve", ("-ngl=99",), "unknown option -ngl; use --device cuda"),
-        ("generate", ("-tp", "2"), "unknown option -tp; there is none here: one process runs one model on one device"),
+        ("generate", ("-dp", "2"), "unknown option -dp; there is none here: start one server for each device"),
         ("generate", ("-fa",), "unknown option -fa; there is none here: the device decides"),
         ("generate", ("-fa", "on"), "unknown option -fa; there is none here: the device decides"),
         ("chat", ("-ctk", "q8_0"), "unknown option -ctk; there is none here: the KV cache has the model's dtype"),
@@ -153,7 +157,7 @@ def test_an_option_that_has_no_counterpart_is_answered_with_the_reason(run, wron
     ],
 )
 def test_an_option_with_one_dash_and_several_letters_is_answered(run, command, args, answer):
-    """Fault: -ngl 99 was read as -n gl ("not a valid integer"), -tp as -t, and -fa as the file a."""
+    """Fault: -ngl 99 was read as -n gl ("not a valid integer"), -dp as -d, and -fa as the file a."""
     outcome = run(command, *(["text"] if command == "generate" else []), *args)
     assert outcome.code == 2
     assert answer in outcome.error_lines[-1]
@@ -176,8 +180,10 @@ def test_values_may_look_like_options_of_others(run):
     [
         ("serve", "--gpu-memory-utilization", "use --kv-memory with a size such as 2GiB"),
         ("generate", "--gpu-memory-utilization", "foredraft serve sets it with --kv-memory"),
-        ("serve", "--tensor-parallel-size", "one server for each device with CUDA_VISIBLE_DEVICES=N"),
-        ("generate", "--tensor-parallel-size", "one server for each device with CUDA_VISIBLE_DEVICES=N"),
+        ("serve", "--data-parallel-size", "one server for each device with CUDA_VISIBLE_DEVICES=N"),
+        ("generate", "--pp-size", "--tensor-parallel-size splits one model over several"),
+        ("generate", "--tp-size", "use --tensor-parallel-size"),
+        ("train", "--tensor-parallel-size", "this command runs one model in one process"),
         ("generate", "--kv-cache-dtype", "the KV cache has the model's dtype"),
         ("generate", "--served-model-name", "an option of foredraft serve only"),
         ("generate", "--port", "an option of foredraft serve only"),
@@ -197,7 +203,7 @@ def test_values_may_look_like_options_of_others(run):
         ("chat", "--context-length", "use --max-model-len"),
         ("serve", "--mem-fraction-static", "use --kv-memory with a size"),
         ("serve", "--chunked-prefill-size", "use --max-chunk"),
-        ("serve", "--tp", "one server for each device"),
+        ("serve", "--tp", "use --tensor-parallel-size"),
     ],
 )
 def test_a_word_of_another_server_is_answered_with_the_way_here(run, command, option, answer):

@@ -24,6 +24,7 @@ from foredraft.engine.sandbox import MAX_FAILURES
 from foredraft.engine.stats_recorder import StatsRecorder
 from foredraft.engine.transcript import Transcript
 from foredraft.engine.worker import Worker, WorkerLimits
+from foredraft.errors import TargetLostError
 from foredraft.llm import LLM
 from foredraft.models.forward_batch import ForwardBatch
 from foredraft.request import Batch
@@ -316,6 +317,22 @@ def test_a_device_that_is_gone_ends_everything_and_shows() -> None:
         asyncio.run(main(worker))
     assert notes.failures.count("step") == 1 + 5
     assert notes.failures[-1] == "engine"
+
+
+def test_a_lost_target_ends_every_request_at_once_with_its_reason() -> None:
+    """No request is suspected and tried alone: each trial would wait for a process that is gone."""
+    engine = engine_fakes.make_engine(FaultyLM(sound(), lambda window: TargetLostError("rank 1 is gone")), None)  # type: ignore[arg-type]
+    transcripts, _ = many(5, {})
+    notes = Notes()
+
+    async def main(worker: Worker) -> None:
+        done = await (await worker.submit(transcripts)).read_completions()
+        assert {(c.finish_reason, c.error) for c in done} == {("error", "rank 1 is gone")}
+        assert not worker.is_healthy
+
+    with running(FakeLLM(engine), observer=notes) as worker:
+        asyncio.run(main(worker))
+    assert notes.failures == ["step", "engine"]
 
 
 def test_a_device_that_is_gone_is_not_tried_by_everyone_who_waits() -> None:

@@ -17,7 +17,8 @@ from foredraft.errors import ForedraftError
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
 from foredraft.models.hf import HFModel
 from foredraft.models.hidden_states import find_decoder_layers
-from foredraft.models.truncated import Adapter, Truncated, count_weights, find_final_norm, truncate_model
+from foredraft.models.truncated import Truncated, count_weights
+from foredraft.models.truncated_modules import Adapter, find_final_norm, truncate_model
 from foredraft.tree import TokenTree
 from tests.models.test_families import random_tree
 from tests.support.families import FAMILIES, TINY, PagedModel, compute_reference, make_family, tokens

@@ -35,7 +35,13 @@ class CaseMaker(Protocol):
     def __call__(self, num_tokens: int, llm: LLM | None = None) -> Drafter: ...
 
 
-def _do_nothing(prompts: Sequence[Sequence[int]]) -> None:
+class Preparation(Protocol):
+    """Prompts, and the target: the tiny one in float64 if none is given."""
+
+    def __call__(self, prompts: Sequence[Sequence[int]], llm: LLM | None = None) -> None: ...
+
+
+def _do_nothing(prompts: Sequence[Sequence[int]], llm: LLM | None = None) -> None:
     """Default of `MethodCase.prepare`."""
 
 
@@ -46,7 +52,7 @@ class MethodCase:
     make: CaseMaker
     is_chain: bool = True  # `block` verifies it
     # Computes what the drafter needs for these prompts. Otherwise the first proposal does, and may count as slow.
-    prepare: Callable[[Sequence[Sequence[int]]], None] = _do_nothing
+    prepare: Preparation = _do_nothing
 
 
 def _make_plain(method: Method, variant: Variant) -> CaseMaker:
@@ -85,10 +91,10 @@ def _edit_output(llm: LLM, prompt: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(5 if i % 6 == 4 else token for i, token in enumerate(tokens) if i % 7 != 6)
 
 
-def _edit_outputs(prompts: Sequence[Sequence[int]]) -> None:
-    """Fill the cache of `_edit_output` for the tiny target."""
+def _edit_outputs(prompts: Sequence[Sequence[int]], llm: LLM | None = None) -> None:
+    """Fill the cache of `_edit_output`."""
     for prompt in prompts:
-        _edit_output(tiny_models.plain(), tuple(prompt))
+        _edit_output(llm or tiny_models.plain(), tuple(prompt))
 
 
 def _make_copying(method: Method, variant: Variant) -> CaseMaker:
@@ -146,7 +152,7 @@ SETUPS: dict[str, Callable[[Method, Variant], CaseMaker]] = {
     "edited source": _make_copying,
     "members": _make_ensemble,
 }
-PREPARATIONS: dict[str, Callable[[Sequence[Sequence[int]]], None]] = {"edited source": _edit_outputs}
+PREPARATIONS: dict[str, Preparation] = {"edited source": _edit_outputs}
 
 
 def _list_cases() -> Iterator[tuple[str, MethodCase, Variant]]:

@@ -200,6 +200,13 @@ BY_FILE = {
     "tests/server/test_schemathesis.py": {
         "test_answers_are_as_documented": Sample(2, 6),
     },
+    "tests/tensor_parallel/test_loss.py": {
+        "test_the_processes_end_with_their_program": Sample(1, 14),
+    },
+    "tests/tensor_parallel/test_methods.py": {
+        "test_preemption_chunks_and_shared_prefixes_change_no_text": Sample(1, 8),
+        "test_texts_of_two_processes_are_those_of_one": Sample(15, 40),
+    },
     "tests/test_llm_lifetime.py": {
         "test_a_forked_process_is_refused_at_once_and_a_spawned_one_works": Sample(1, 6),
         "test_an_llm_is_freed_with_its_last_reference": Sample(2, 3),

@@ -19,7 +19,7 @@ from foredraft.files.disk import convert_write_errors
 
 @dataclass(frozen=True)
 class JobKey:
-    """What the results of a job depend on. A job is resumed only with the same.
+    """Identity of a job: all that its results depend on. A job is resumed only with the same.
 
     Attributes:
         input_digest: SHA-256 of the file of requests.

@@ -138,7 +138,7 @@ def _complete(line: BatchLine, line_format: LineFormat, fields: dict[str, Any]) 
 
 @dataclass(frozen=True)
 class BatchInput:
-    """What a first reading of a file yields: its size, and its digest to recognise it again."""
+    """Size and digest of a file, from its first reading."""
 
     num_lines: int
     digest: str

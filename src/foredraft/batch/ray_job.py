@@ -20,7 +20,7 @@ Block = dict[str, Any]  # column -> array of objects
 
 @dataclass(frozen=True)
 class RayOptions:
-    """What the user asks of a cluster.
+    """Options of the user for a cluster.
 
     Attributes:
         replicas: number of replicas; None = one for each GPU, or for each machine of a cluster without GPUs.
@@ -108,7 +108,7 @@ def process_with_ray(
     Args:
         lines: lines without results; the cluster holds their texts.
         load: loads the model of a replica with a number of threads; it is pickled.
-        options: what the user asks of the cluster.
+        options: options of the user.
         block_lines: lines that a replica gets at a time.
         is_ordered: yield the blocks in the order of the lines.
 

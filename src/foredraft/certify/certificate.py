@@ -118,7 +118,7 @@ def iterate_checks(subject: Subject, plan: CertifyPlan, report: Callable[[str], 
     yield from check_outputs(subject, plan.max_tokens)
     report("sampling parameters")
     yield check_parameters(subject)
-    for rule in (subject.rule, MATCH) if subject.rule is not MATCH else (MATCH,):
+    for rule in (subject.rule,) if subject.rule.shares_noise else (subject.rule, MATCH):
         report(f"samples by {rule.name}")
         yield check_extremes(rule)
         if not rule.shares_noise:

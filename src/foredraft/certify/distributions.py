@@ -25,7 +25,6 @@ from foredraft.verification.rule import Rule
 ALPHA = 1e-7  # probability of a false alarm of each test
 BIAS_LIMIT = 1e-3  # total variation distance of a step: the integration itself stays below 7e-4
 MIN_TARGET_LIMIT = 1e-5  # total variation distance that the arithmetic of p in float32 may make
-MIN_MASS = 0.9995  # probability of the draft trees that must have occurred
 NUM_CHAIN_NODES, NUM_TREE_NODES = 2, 3  # draft nodes: few, so that all outcomes occur
 OUTPUTS = f"first {NUM_TOKENS} tokens"  # name of the check of outputs
 NUM_BINS = 16  # of the uniforms
@@ -92,7 +91,7 @@ class DistributionChecks:
     def check_steps(self) -> CheckResult:
         """Integrate the rule over its uniforms, on the draft trees that occurred."""
         groups = [group for samples in self.samples for group in samples.groups]
-        usable = [group for group in groups if MIN_MASS <= group.probability <= 1 + 1e-6]
+        usable = [group for group in groups if group.is_complete]
         if not usable:
             masses = ", ".join(f"{group.probability:.3f}" for group in groups) or "none"
             evidence = f"no set of draft trees was complete (probabilities: {masses}); give more --samples"

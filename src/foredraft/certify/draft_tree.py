@@ -55,7 +55,8 @@ class DraftTree:
             children = [child - root for child in tree.children[b][node]]
             if tree.num_sampled_children is not None:
                 children = children[: tree.num_sampled_children[row]]
-            if children and tree.q is not None and (q := to_probs(tree.q[row])) is not None:
+            q = to_probs(tree.q[row]) if children and tree.q is not None else None
+            if q is not None and len(q.mass) > 1:  # a token of probability 1 is not sampled, whichever drafter chose it
                 sampled[node - root] = Siblings(q, tuple(children), False)
         further = {
             parent: tuple(_read_further(group) for group in groups)

@@ -26,6 +26,8 @@ SAMPLING = Sampling(temperature=2.0, top_k=3, max_tokens=NUM_TOKENS + 1, ignore_
 BATCH = 256  # requests that are submitted together
 NUM_POINTS = 1 << 15  # points of an integration, whose error is then below 6e-4
 MIN_SHARE = 0.08  # share of the samples of a prompt that a group of steps needs
+MIN_MASS = 0.9995  # probability of the draft trees that must have occurred
+MAX_MASS = 1 + 1e-6
 MAX_GROUPS = 4  # groups of steps of a prompt, the largest first
 
 
@@ -53,6 +55,25 @@ class StepGroup:
             for node, probs in enumerate(record.probs):
                 result.setdefault(record.tree.collect_path(node), probs)
         return result
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the trees are nearly all outcomes of one experiment."""
+        return MIN_MASS <= self.probability <= MAX_MASS
+
+    def split(self) -> "list[StepGroup]":
+        """Split trees that cannot be outcomes of one experiment by their size.
+
+        A drafter that decides the length of a draft by measured times makes several experiments after the same tokens.
+        Parts that are not complete are left out: there the length may depend on the samples.
+        """
+        if self.probability <= MAX_MASS:
+            return [self]
+        by_size: dict[int, list[StepRecord]] = defaultdict(list)
+        for record in self.records:
+            by_size[record.num_drafted].append(record)
+        parts = [StepGroup(tuple(records)) for records in by_size.values()]
+        return [part for part in parts if part.is_complete]
 
     def compare_drafts(self) -> ChiSquare:
         """Test the counts of the trees against their probabilities."""
@@ -97,9 +118,10 @@ class PromptSamples:
         for record in self.records:
             if record.num_drafted:
                 found[record.prefix, record.tree.group_key].append(record)
-        large = [group for group in found.values() if len(group) >= MIN_SHARE * len(self.outputs)]
-        large.sort(key=len, reverse=True)
-        return [StepGroup(tuple(group)) for group in large[:MAX_GROUPS]]
+        parts = [part for group in found.values() for part in StepGroup(tuple(group)).split()]
+        large = [part for part in parts if len(part.records) >= MIN_SHARE * len(self.outputs)]
+        large.sort(key=lambda part: len(part.records), reverse=True)
+        return large[:MAX_GROUPS]
 
     def compare_outputs(self, subject: Subject) -> ChiSquare:
         """Test the joint counts of the first tokens against the probabilities of plain decoding."""

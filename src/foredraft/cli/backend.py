@@ -266,6 +266,7 @@ def load_llm(options: ModelOptions, method: str, limits: "MemoryLimits | None" =
         revision=options.revision,
         tokenizer=options.tokenizer,
         limits=limits,
+        tensor_parallel_size=options.tensor_parallel_size,
     )
 
 

@@ -3,9 +3,10 @@
 NO_OPTION_PREFIX = "no option: "  # marks an entry that is a reason instead of an option
 
 _ONE_DEVICE = (
-    f"{NO_OPTION_PREFIX}one process runs one model on one device; start one server for each device with "
-    "CUDA_VISIBLE_DEVICES=N in the environment"
+    f"{NO_OPTION_PREFIX}start one server for each device with CUDA_VISIBLE_DEVICES=N in the environment; "
+    "--tensor-parallel-size splits one model over several"
 )
+_ONE_PROCESS = f"{NO_OPTION_PREFIX}this command runs one model in one process"
 _KV_SIZE = "--kv-memory with a size such as 2GiB (default: a quarter of the free memory)"
 _FREE_ATTENTION = f"{NO_OPTION_PREFIX}the device decides the attention kernel"
 _KV_TYPE = f"{NO_OPTION_PREFIX}the KV cache has the model's dtype; --dtype changes both"
@@ -116,10 +117,10 @@ FOREIGN_OPTIONS: dict[str, str | tuple[str, ...]] = {
     "--threads": "OMP_NUM_THREADS=N in the environment",
     "-t": "OMP_NUM_THREADS=N in the environment",
     "-tb": "OMP_NUM_THREADS=N in the environment",
-    "--tensor-parallel-size": _ONE_DEVICE,
-    "--tp": _ONE_DEVICE,
-    "--tp-size": _ONE_DEVICE,
-    "-tp": _ONE_DEVICE,
+    "--tensor-parallel-size": _ONE_PROCESS,
+    "--tp": ("--tensor-parallel-size", _ONE_PROCESS),
+    "--tp-size": ("--tensor-parallel-size", _ONE_PROCESS),
+    "-tp": _ONE_PROCESS,
     "--pipeline-parallel-size": _ONE_DEVICE,
     "--pp": _ONE_DEVICE,
     "--pp-size": _ONE_DEVICE,
@@ -130,7 +131,7 @@ FOREIGN_OPTIONS: dict[str, str | tuple[str, ...]] = {
     "-dp": _ONE_DEVICE,
     "--split-mode": _ONE_DEVICE,
     "-sm": _ONE_DEVICE,
-    "--tensor-split": _ONE_DEVICE,
+    "--tensor-split": "--tensor-parallel-size, which splits equally",
     "-ts": _ONE_DEVICE,
     "--n-gpu-layers": "--device cuda",
     "-ngl": "--device cuda",

@@ -156,6 +156,15 @@ class ModelOptions:
         str, _make_option("Dtype of the models: auto, bfloat16, float16 (or half), float32 or float64.", panel="Model")
     ] = "auto"
     device: Annotated[str, _make_option("Device of the models: auto, cpu or cuda.", panel="Model")] = "auto"
+    tensor_parallel_size: Annotated[
+        int,
+        _make_option(
+            "Number of processes on this machine over which the target is split, one GPU each.",
+            "--tensor-parallel-size",
+            "-tp",
+            panel="Model",
+        ),
+    ] = 1
     max_model_len: Annotated[
         int | None,
         _make_option(

@@ -17,7 +17,7 @@ from foredraft.engine.sandbox import TIMEOUT
 from foredraft.engine.step_result import NO_STEP, StepResult
 from foredraft.engine.stream import Stream, deliver_deltas, estimate_bytes
 from foredraft.engine.transcript import Transcript
-from foredraft.errors import ForedraftError
+from foredraft.errors import ForedraftError, TargetLostError
 from foredraft.outputs import Delta, FinishReason
 from foredraft.request import Request
 
@@ -191,13 +191,15 @@ class EngineLoop:
         allowed = self._fault_isolator.select(live)
         if allowed is None and self._paused_streams:
             allowed = frozenset(live)
-        result = None
+        result, loss = None, None
         try:
             result = self.engine.step(allowed)
+        except TargetLostError as error:
+            loss = str(error)
         except Exception:
             log.exception("a step failed; its requests are computed again")
         if result is None:  # outside the except block, so that the traceback no longer holds the step's tensors
-            self._recover()
+            self._recover(loss)
             return NO_STEP
         self._fault_isolator.on_success(result.requests, result.progressed)
         self.is_stuck = not result.requests
@@ -207,18 +209,18 @@ class EngineLoop:
             self._notify(lambda observer: observer.on_step(result.requests, report))
         return result
 
-    def _recover(self) -> None:
-        """Restore the engine after a failed step, and end the culprit, or all requests if the engine is at fault."""
+    def _recover(self, loss: str | None) -> None:
+        """Restore the engine after a failed step, and end the culprit, or all requests if engine or target are lost."""
         self._notify(lambda observer: observer.on_failure("step"))
         step_requests = self.engine.current_requests or tuple(self._active_requests)
         culprit = self._fault_isolator.on_failure(step_requests)
         self.engine.recover()
         self._ended_requests = list(self._active_requests)  # `recover` may have ended any of them
-        if self._fault_isolator.is_engine_fault(step_requests, self._active_requests):
-            log.error("%d steps failed in a row; every request is ended", self._fault_isolator.num_resets)
+        if loss is not None or self._fault_isolator.is_engine_fault(step_requests, self._active_requests):
+            log.error("%s", loss or f"{self._fault_isolator.num_resets} steps failed in a row; every request is ended")
             self.is_broken = True
             self._notify(lambda observer: observer.on_failure("engine"))
-            self.end_all("error", ENGINE_FAULT_ERROR)
+            self.end_all("error", loss or ENGINE_FAULT_ERROR)
         elif culprit is not None:
             self._notify(lambda observer: observer.on_failure("request"))
             self._end_request(culprit, "error", REQUEST_FAULT_ERROR)

@@ -1,5 +1,6 @@
 """Causal LMs of transformers behind the engine's interface: forward batch in, logits and hidden states out."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from threading import Lock
@@ -20,6 +21,7 @@ from foredraft.models.forward_batch import AFTER_FINAL_NORM, ForwardBatch
 from foredraft.models.hidden_states import capture_hidden_states
 from foredraft.models.native.decoder import NativeDecoder, explain_unsupported
 from foredraft.models.packed_linear import check_quantizable, pack_linears
+from foredraft.models.truncated_modules import Adapter, truncate_model
 from foredraft.source import EncoderSource
 
 MAX_CONTEXT = 1 << 30  # tokens, for a model without a limit of its own
@@ -116,6 +118,9 @@ class HFModel:
         """Return a copy with the same weights and a new KV pool."""
         return replace(self, pool=KVPool(self.pool.is_native))
 
+    def close(self) -> None:
+        """End what outlives the last reference to this target and its copies with new KV: nothing in one process."""
+
     @property
     def vocab_size(self) -> int:
         """Number of tokens V of the logits."""
@@ -129,17 +134,8 @@ class HFModel:
 
     @property
     def model_context_length(self) -> int:
-        """Context limit of the model in tokens.
-
-        LongRoPE switches its factors at the original context length, by the longest sequence of a batch. Requests of
-        one batch would then influence each other, so the context ends at the switch.
-        """
-        config = self.model.config.get_text_config()
-        limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or MAX_CONTEXT
-        rope = getattr(config, "rope_parameters", None) or {}
-        by_kind = [rope] if "rope_type" in rope else [kind for kind in rope.values() if isinstance(kind, dict)]
-        switches = [kind["original_max_position_embeddings"] for kind in by_kind if kind.get("rope_type") == "longrope"]
-        return int(min([limit, *switches]))
+        """Context limit of the model in tokens."""
+        return _find_context_limit(self.model.config.get_text_config())
 
     @property
     def runs_native(self) -> bool:
@@ -193,13 +189,17 @@ class HFModel:
         # Gradients flow to the states, not to the matrix and bias of the head.
         has_gradient = torch.is_grad_enabled() and hidden.requires_grad
         bias = None if module.bias is None else module.bias.detach().to(hidden.dtype)
-        logits = F.linear(hidden, self.head_weight, bias) if has_gradient else module(hidden)
+        logits = F.linear(hidden, self.head_weight, bias) if has_gradient else self._apply_head(hidden)
         config = self.model.config.get_text_config()
         logits = logits / (getattr(config, "logits_scaling", None) or 1.0)
         scale = getattr(config, "logit_scale", None)
         logits = logits if scale is None else logits * scale
         cap = getattr(config, "final_logit_softcapping", None)
         return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def _apply_head(self, hidden: Tensor) -> Tensor:
+        """Multiply hidden states by the matrix of the head and add its bias."""
+        return self.model.get_output_embeddings()(hidden)  # type: ignore[no-any-return]
 
     def bytes_per_token(self) -> int:
         """Return the KV bytes of one token. The engine sizes its pool by them."""
@@ -214,21 +214,62 @@ class HFModel:
         Raises:
             ForedraftError: the model has no such boundary.
         """
+        self.check_boundaries(hidden_layers)
+        if self.fused is not None:
+            return self.fused.forward(forward_batch, self.pool, hidden_layers)
+        with self.modules_lock, capture_hidden_states(self.model, hidden_layers) as captured:
+            logits = _run_modules(self.model, forward_batch, self.pool)
+        features = torch.cat([captured[layer][0] for layer in hidden_layers], -1) if hidden_layers else None
+        return logits, features
+
+    def check_boundaries(self, hidden_layers: tuple[int, ...]) -> None:
+        """Raise ForedraftError if the model has no such layer boundary."""
         for layer in hidden_layers:
             if layer != AFTER_FINAL_NORM and not 0 <= layer <= self.num_layers:
                 raise ForedraftError(
                     f"hidden layer {layer} is not a boundary of {self.name}: it has {self.num_layers} layers"
                 )
-        if self.fused is not None:
-            return self.fused.forward(forward_batch, self.pool, hidden_layers)
-        with self.modules_lock, capture_hidden_states(self.model, hidden_layers) as captured:
-            out = self.model(
-                input_ids=forward_batch.tokens,
-                position_ids=forward_batch.positions,
-                use_cache=False,
-                logits_to_keep=forward_batch.logit_rows,
-                forward_batch=forward_batch,
-                pool=self.pool,
-            )
-        features = torch.cat([captured[layer][0] for layer in hidden_layers], -1) if hidden_layers else None
-        return out.logits[0], features
+
+    def truncate_modules(self, num_layers: int, adapter: Adapter | None) -> Callable[[ForwardBatch], Tensor]:
+        """Make the pass of transformers' modules through the first layers, the adapter, the final norm and the head.
+
+        Args:
+            num_layers: number of layers.
+            adapter: runs after the last of these layers; None = no adapter.
+
+        Returns:
+            Function from a forward batch to its logits [R, V].
+        """
+        model = truncate_model(self.model, num_layers, adapter)
+
+        def run(forward_batch: ForwardBatch) -> Tensor:
+            with self.modules_lock:
+                return _run_modules(model, forward_batch, self.pool)
+
+        return run
+
+
+def _run_modules(model: Any, forward_batch: ForwardBatch, pool: KVPool) -> Tensor:
+    """Run the modules of a model and return the logits [R, V]."""
+    logits: Tensor = model(
+        input_ids=forward_batch.tokens,
+        position_ids=forward_batch.positions,
+        use_cache=False,
+        logits_to_keep=forward_batch.logit_rows,
+        forward_batch=forward_batch,
+        pool=pool,
+    ).logits[0]
+    return logits
+
+
+def _find_context_limit(config: Any) -> int:
+    """Find the context limit of a configuration in tokens.
+
+    LongRoPE switches its factors at the original context length, by the longest sequence of a batch. Requests of
+    one batch would then influence each other, so the context ends at the switch.
+    """
+    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or MAX_CONTEXT
+    rope = getattr(config, "rope_parameters", None) or {}
+    by_kind = [rope] if "rope_type" in rope else [kind for kind in rope.values() if isinstance(kind, dict)]
+    switches = [kind["original_max_position_embeddings"] for kind in by_kind if kind.get("rope_type") == "longrope"]
+    return int(min([limit, *switches]))

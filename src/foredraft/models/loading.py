@@ -134,7 +134,7 @@ def _find_config_class(text: str) -> str:
     return match[1] if match else "by its configuration"
 
 
-def load_model(name: str, dtype: str | torch.dtype, device: torch.device) -> Any:
+def load_model(name: str, dtype: str | torch.dtype, device: torch.device, tensor_parallel_size: int = 1) -> Any:
     """Load a causal LM or an encoder-decoder model with safetensors weights.
 
     Remote code and pickles are refused, and so is a checkpoint that lacks a weight.
@@ -143,6 +143,8 @@ def load_model(name: str, dtype: str | torch.dtype, device: torch.device) -> Any
         name: model folder or hub id.
         dtype: dtype of the weights or its name; "auto" = as stored.
         device: device of the model.
+        tensor_parallel_size: processes of the default process group of torch, each of which loads its part of the
+            weights at the same time. Default 1 = the whole model.
 
     Raises:
         ForedraftError: the model cannot be loaded, or its files contradict each other.
@@ -165,6 +167,7 @@ def load_model(name: str, dtype: str | torch.dtype, device: torch.device) -> Any
             use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # lists them in the report; otherwise an exception prints a table
+            **_make_parallel_options(tensor_parallel_size),
         )
     except ForedraftError:
         raise
@@ -175,6 +178,29 @@ def load_model(name: str, dtype: str | torch.dtype, device: torch.device) -> Any
     _check_weights(name, model, report)
     _check_end_ids(name, model)
     return model.to(device)
+
+
+def _make_parallel_options(size: int) -> dict[str, Any]:
+    """Make the options of `from_pretrained` that shard the weights over `size` processes; none for one process."""
+    if size == 1:
+        return {}
+    from transformers.distributed import DistributedConfig  # imports torch.distributed, which one process never needs
+
+    return {"distributed_config": DistributedConfig(tp_size=size)}
+
+
+def build_model_on_meta(name: str) -> Any:
+    """Build the model of a folder or hub id on device meta, without its weights.
+
+    Raises:
+        ForedraftError: the configuration cannot be read, or describes no model.
+    """
+    check_model_path(name)
+    try:
+        config = AutoConfig.from_pretrained(str(Path(name).expanduser()), trust_remote_code=False)
+        return build_on_meta(_select_auto_class(config), config)
+    except Exception as error:  # transformers and the hub raise dozens of kinds
+        raise _explain_error(name, error) from error
 
 
 def check_cpu_dtype(model: Any) -> None:

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from foredraft.drafters.early_exit.checkpoint import EarlyExitShape
 from foredraft.models.hf import HFModel
-from foredraft.models.truncated import Adapter, read_norm_eps
+from foredraft.models.truncated import read_norm_eps
+from foredraft.models.truncated_modules import Adapter
 
 
 class ExitAdapter(Adapter):

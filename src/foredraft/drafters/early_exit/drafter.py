@@ -24,7 +24,8 @@ from foredraft.errors import ForedraftError
 from foredraft.kv.weak import bind_weakly
 from foredraft.models.forward_batch import ForwardBatch, Span
 from foredraft.models.hf import HFModel
-from foredraft.models.truncated import Adapter, Truncated
+from foredraft.models.truncated import Truncated
+from foredraft.models.truncated_modules import Adapter
 from foredraft.request import Batch
 from foredraft.tree import Commit, TokenTree
 

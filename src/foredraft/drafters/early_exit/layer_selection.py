@@ -16,7 +16,8 @@ from foredraft.drafters.common.last_hidden_state import make_packed_linear
 from foredraft.drafters.common.target_access import get_packed_lm_head
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
 from foredraft.models.hf import HFModel
-from foredraft.models.truncated import count_weights, find_final_norm
+from foredraft.models.truncated import count_weights
+from foredraft.models.truncated_modules import find_final_norm
 from foredraft.request import Batch, Request
 from foredraft.tree import Commit
 

@@ -17,7 +17,8 @@ from foredraft.drafters.losses import Losses, Trace, check_loss
 from foredraft.drafters.trainee import TraineeSpec
 from foredraft.errors import ForedraftError
 from foredraft.models.hf import HFModel
-from foredraft.models.truncated import check_exit_layer, find_final_norm
+from foredraft.models.truncated import check_exit_layer
+from foredraft.models.truncated_modules import find_final_norm
 
 DEFAULT_FRACTION = 1 / 6  # default exit layer, as a share of the target's layers
 

@@ -1,0 +1,1 @@
+"""Tensor parallelism on one machine: several processes, each with a part of the target's weights and KV."""

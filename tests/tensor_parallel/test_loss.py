@@ -1,0 +1,144 @@
+"""The end of a process ends the engine in one line, and the end of an LLM ends its processes.
+
+Guards against the faults of tensor parallelism elsewhere: a server that hangs while /health answers, processes that
+outlive their program, a second model that cannot start.
+"""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from foredraft import LLM, ForedraftError, Sampling
+from foredraft.engine.worker import Worker
+from foredraft.errors import TargetLostError
+from foredraft.models.forward_batch import ForwardBatch, Span
+from tests.support import tiny_models
+
+LONG = Sampling(max_tokens=200, temperature=0, ignore_eos=True)
+PROGRAM = """
+import sys
+from foredraft import LLM
+llm = LLM(sys.argv[1], None, tensor_parallel_size=2)
+print(*llm.target.group.process_ids, flush=True)
+sys.stdin.readline()
+"""
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def load(folder: str) -> tuple[LLM, int]:
+    llm = LLM(folder, None, tensor_parallel_size=2)
+    [pid] = llm.target.group.process_ids
+    assert is_running(pid)
+    return llm, pid
+
+
+def test_a_killed_rank_ends_a_stream_with_one_line(target_folder: str) -> None:
+    llm, pid = load(target_folder)
+    stream = llm.stream([[5, 9]], LONG)
+    next(stream)
+    os.kill(pid, signal.SIGKILL)
+    line = rf"^rank 1 of 2 \(process {pid}\) was killed by SIGKILL, and .*; make a new LLM, or restart the command$"
+    with pytest.raises(TargetLostError, match=line):
+        list(stream)
+    with pytest.raises(TargetLostError, match="SIGKILL"):
+        llm.generate([[5, 9]], LONG)
+    assert not is_running(pid)
+    llm.close()
+
+
+def test_a_rank_that_is_killed_inside_a_pass_ends_it(target_folder: str) -> None:
+    """This process then waits in a collective, not for a message."""
+    llm, pid = load(target_folder)
+    os.kill(pid, signal.SIGSTOP)  # so that the pass has surely begun
+    killer = threading.Timer(0.5, os.kill, (pid, signal.SIGKILL))
+    killer.start()
+    batch = ForwardBatch.from_spans([Span([1], 0, [5, 9], range(2))], 16, "cpu")
+    with pytest.raises(TargetLostError, match="SIGKILL"):
+        llm.target.forward(batch)
+    killer.join()
+    llm.close()
+
+
+def test_a_worker_ends_all_requests_with_the_line_and_is_unhealthy(target_folder: str) -> None:
+    llm, pid = load(target_folder)
+
+    async def ask(worker: Worker) -> list[str | None]:
+        streams = [await worker.submit(llm.prepare(prompt, LONG)) for prompt in ([5, 9], [44, 2])]
+        await anext(aiter(streams[0]))
+        os.kill(pid, signal.SIGKILL)
+        return [completion.error for stream in streams for completion in await stream.read_completions()]
+
+    worker = Worker(llm)
+    worker.start()
+    errors = asyncio.run(ask(worker))
+    assert not worker.is_healthy
+    worker.stop()
+    assert len(set(errors)) == 1
+    assert "rank 1 of 2" in str(errors[0])
+    llm.close()
+
+
+def test_close_ends_the_processes_and_a_copy_with_another_drafter_keeps_them(target_folder: str) -> None:
+    llm, pid = load(target_folder)
+    other = llm.with_drafter("ngram")
+    llm.close()
+    assert is_running(pid)
+    assert other.generate([[5, 9]], LONG)[0].token_ids == tiny_models.plain().generate([[5, 9]], LONG)[0].token_ids
+    other.close()
+    assert not is_running(pid)
+
+
+def test_a_failure_in_the_middle_of_a_pass_of_this_process_is_final(target_folder: str) -> None:
+    """The other rank has run the pass, so a repetition would be one pass behind it."""
+    llm, pid = load(target_folder)
+    broken = ForwardBatch.build([Span([1], 0, [5, 9], range(2))], [7], 16, "cpu")  # logits of a row that does not exist
+    with pytest.raises((IndexError, TargetLostError)):
+        llm.target.forward(broken)
+    with pytest.raises(TargetLostError, match=r"rank [01] of 2"):
+        llm.generate([[5, 9]], LONG)
+    assert not is_running(pid)
+    llm.close()
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_the_processes_end_with_their_program(target_folder: str, is_killed: bool) -> None:
+    program = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, target_folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    assert program.stdout is not None
+    pid = int(program.stdout.readline())
+    with program:
+        assert is_running(pid)
+        if is_killed:
+            program.kill()
+        else:
+            program.communicate("\n")
+    for _ in range(100):
+        if not is_running(pid):
+            break
+        threading.Event().wait(0.1)
+    assert not is_running(pid)
+    assert program.returncode == (-signal.SIGKILL if is_killed else 0)
+
+
+def test_a_model_that_cannot_be_loaded_ends_its_processes(tmp_path: Path) -> None:
+    """The files are checked in every process, so the error is that of one process."""
+    tiny_models.target().save_pretrained(tmp_path)
+    with pytest.raises(ForedraftError, match="float16 is slow"):
+        LLM(str(tmp_path), None, dtype="float16", tensor_parallel_size=2)
+    assert not torch.distributed.is_initialized()
