@@ -30,14 +30,11 @@ def test_the_traces_are_those_of_the_target(traced, layers, top):
 
 
 def test_requests_that_run_meanwhile_are_not_changed(traced):
-    expected = traced.complete(max_tokens=40, temperature=0)["choices"][0]["text"]
-    texts = []
-    threads = [
-        threading.Thread(
-            target=lambda: texts.append(traced.complete(max_tokens=40, temperature=0)["choices"][0]["text"])
-        )
-        for _ in range(4)
-    ]
+    def complete():
+        return traced.complete(max_tokens=40, temperature=0)["choices"][0]["text"]
+
+    expected, texts = complete(), []
+    threads = [threading.Thread(target=lambda: texts.append(complete())) for _ in range(4)]
     for thread in threads:
         thread.start()
     for _ in range(5):

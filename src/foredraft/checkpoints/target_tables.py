@@ -16,7 +16,7 @@ from foredraft.errors import ForedraftError
 from foredraft.files import hub
 from foredraft.models.folder import build_on_meta
 from foredraft.models.loading import parse_dtype
-from foredraft.models.truncated import find_final_norm
+from foredraft.models.truncated_modules import find_final_norm
 
 GENERATION_FILE = "generation_config.json"
 

@@ -24,6 +24,9 @@ SETTINGS = {
 }
 
 
+EVALUATION = EvaluationConfig(prompts=2, tokens=8)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("remote") / "model"
@@ -39,7 +42,7 @@ def url(model):
 
 def run(folder, model, method, **more):
     write_ids(folder)
-    made = plan(folder, settings=SETTINGS.get(method), steps=3, evaluation=EvaluationConfig(prompts=2, tokens=8))
+    made = plan(folder, settings=SETTINGS.get(method), steps=3, held_out_share=0.2, evaluation=EVALUATION)
     return train(replace(made, method=method, model=str(model), out=folder / f"{method}-{len(more)}", **more))
 
 
@@ -51,6 +54,7 @@ def test_the_weights_and_figures_are_those_of_a_local_target(method, model, url,
     assert a.keys() == b.keys()
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert local.eval_metrics == remote.eval_metrics
+    assert local.eval_metrics["greedy"]["length"] >= 1
 
 
 def test_the_servers_target_writes_the_same_documents(model, url, tmp_path):
@@ -74,12 +78,12 @@ def test_the_layers_of_the_target_are_not_loaded(model, url):
 
 def test_another_target_on_the_server_is_refused(url, tmp_path):
     tiny_models.llama(seed=9).float().save_pretrained(tmp_path / "other")
-    with pytest.raises(ForedraftError, match="serves another target than .*: its sum is"):
+    with pytest.raises(ForedraftError, match=r"serves another target than .*: its sum is"):
         run(tmp_path, tmp_path / "other", "medusa", target_url=url)
 
 
 def test_a_server_without_traces_is_refused(model, tmp_path):
-    with run_server(LLM(str(model), None)) as server, pytest.raises(ForedraftError, match="refused the request .*404"):
+    with run_server(LLM(str(model), None)) as server, pytest.raises(ForedraftError, match=r"refused the request .*404"):
         run(tmp_path, model, "medusa", target_url=server.url)
 
 
@@ -89,6 +93,7 @@ def test_a_server_without_traces_is_refused(model, tmp_path):
 )
 def test_methods_that_need_the_layers_are_refused(method, settings, message, model, url, tmp_path):
     write_ids(tmp_path)
-    made = replace(plan(tmp_path, settings=settings, steps=1), method=method, model=str(model), target_url=url)
+    made = plan(tmp_path, settings=settings, steps=1, held_out_share=0.2, evaluation=EVALUATION)
+    made = replace(made, method=method, model=str(model), target_url=url)
     with pytest.raises(ForedraftError, match=message):
         train(made)
