@@ -1,10 +1,10 @@
-"""What runs here, and what starts the same in another engine."""
+"""A deployment of Foredraft, and the same deployment of another engine."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from foredraft.handover.engine import DrafterArguments, Engine
+from foredraft.handover.engine import DrafterArguments, EngineTable
 from foredraft.verification.rule import Rule
 
 CUDA = "cuda"  # device of a deployment that names none
@@ -66,7 +66,7 @@ class DrafterPlan:
 
 @dataclass(frozen=True)
 class Handover:
-    """What starts the same in another engine. `formats/` writes it.
+    """Deployment of another engine that does the same. `formats/` writes it.
 
     Attributes:
         engine: the engine.
@@ -81,7 +81,7 @@ class Handover:
         notes: what has no equal or differs, for the user.
     """
 
-    engine: Engine
+    engine: EngineTable
     target: str
     flags: tuple[str, ...]
     config: Mapping[str, Any]

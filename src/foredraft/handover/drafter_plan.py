@@ -14,7 +14,7 @@ from foredraft.drafters.user_spec import get_max_draft_length
 from foredraft.errors import ForedraftError
 from foredraft.handover.deployment import Deployment, DrafterPlan
 from foredraft.handover.drafter_export import export_drafter
-from foredraft.handover.engine import Engine, EngineDrafter, Preparation
+from foredraft.handover.engine import EngineDrafter, EngineTable, Preparation
 from foredraft.vllm.settings import SETTINGS_VARIABLE
 
 MODEL_OPTIONS = ("revision",)  # options of a method's model; they are no fields of its config
@@ -44,7 +44,7 @@ class Member:
     options: Mapping[str, Any]
 
 
-def plan_drafter(deployment: Deployment, engine: Engine, choices: HandoverChoices) -> DrafterPlan:
+def plan_drafter(deployment: Deployment, engine: EngineTable, choices: HandoverChoices) -> DrafterPlan:
     """Return how an engine drafts like a deployment.
 
     Raises:
@@ -93,7 +93,7 @@ def _select_options(member: str, method: Method, options: Mapping[str, Any]) -> 
     return {key: value for key, value in options.items() if key in list_options(method)} | own
 
 
-def _plan_proposer(deployment: Deployment, engine: Engine, method: str, proposer: str) -> DrafterPlan:
+def _plan_proposer(deployment: Deployment, engine: EngineTable, method: str, proposer: str) -> DrafterPlan:
     """Return the drafter of Foredraft itself, inside the engine."""
     num_tokens = deployment.num_tokens or get_max_draft_length(deployment.method)
     model = None if deployment.model is None else find_path(deployment.model)
@@ -115,7 +115,7 @@ def _plan_proposer(deployment: Deployment, engine: Engine, method: str, proposer
 
 
 def _plan_counterparts(
-    deployment: Deployment, engine: Engine, choices: HandoverChoices, members: Sequence[Member]
+    deployment: Deployment, engine: EngineTable, choices: HandoverChoices, members: Sequence[Member]
 ) -> DrafterPlan:
     """Return the engine's own methods that draft alike."""
     counterparts = [find_counterpart(member.method, engine) for member in members]
@@ -156,7 +156,7 @@ def _plan_counterparts(
     )
 
 
-def find_counterpart(method: Method, engine: Engine) -> Counterpart:
+def find_counterpart(method: Method, engine: EngineTable) -> Counterpart:
     """Return the counterpart of a method. Raises ForedraftError with the nearest equal if there is none."""
     counterpart = method.counterparts.get(engine.name)
     if counterpart is None:
@@ -169,7 +169,7 @@ def find_counterpart(method: Method, engine: Engine) -> Counterpart:
 
 
 def _translate_options(
-    member: Member, counterpart: Counterpart, engine: Engine, num_tokens: int, notes: list[str]
+    member: Member, counterpart: Counterpart, engine: EngineTable, num_tokens: int, notes: list[str]
 ) -> dict[str, Any]:
     """Return the settings of a member in the engine's names; adds a note on each option without an equal."""
     settings = dict(counterpart.settings)
@@ -192,7 +192,7 @@ def _check_model(members: Sequence[Member], model: str | None) -> None:
 
 
 def _prepare(
-    deployment: Deployment, engine: Engine, choices: HandoverChoices, model: str | None, is_head: bool
+    deployment: Deployment, engine: EngineTable, choices: HandoverChoices, model: str | None, is_head: bool
 ) -> Preparation | None:
     if engine.prepare is None:
         return None
@@ -200,13 +200,13 @@ def _prepare(
     return engine.prepare(find_path(deployment.target), model, is_head, folder)
 
 
-def _prepare_target(deployment: Deployment, engine: Engine, choices: HandoverChoices) -> DrafterPlan:
+def _prepare_target(deployment: Deployment, engine: EngineTable, choices: HandoverChoices) -> DrafterPlan:
     """Return the plan of a deployment without a drafter."""
     prepared = _prepare(deployment, engine, choices, None, is_head=False)
     return DrafterPlan() if prepared is None else DrafterPlan(preparations=prepared.commands, target=prepared.target)
 
 
-def _explain_rule(deployment: Deployment, engine: Engine, is_set: bool) -> tuple[str, ...]:
+def _explain_rule(deployment: Deployment, engine: EngineTable, is_set: bool) -> tuple[str, ...]:
     rule = deployment.rule
     if rule is None or is_set:
         return ()

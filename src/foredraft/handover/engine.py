@@ -26,7 +26,7 @@ class EngineDrafter:
 
 @dataclass(frozen=True)
 class DrafterArguments:
-    """What an engine needs on its command line for a drafter.
+    """Arguments of an engine for a drafter.
 
     Attributes:
         flags: arguments of the command.
@@ -55,7 +55,7 @@ class Preparation:
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineTable:
     """Another engine.
 
     Attributes:

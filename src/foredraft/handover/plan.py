@@ -6,11 +6,11 @@ from typing import Any
 from foredraft.errors import ForedraftError
 from foredraft.handover.deployment import Deployment, Handover
 from foredraft.handover.drafter_plan import HandoverChoices, find_path, list_local, plan_drafter
-from foredraft.handover.engine import Engine
+from foredraft.handover.engine import EngineTable
 from foredraft.handover.server_flag import ServerFlag
 
 
-def plan_handover(deployment: Deployment, engine: Engine, choices: HandoverChoices) -> Handover:
+def plan_handover(deployment: Deployment, engine: EngineTable, choices: HandoverChoices) -> Handover:
     """Return what starts the same in another engine.
 
     Args:
@@ -56,7 +56,7 @@ def plan_handover(deployment: Deployment, engine: Engine, choices: HandoverChoic
     )
 
 
-def find_flag(engine: Engine, name: str) -> ServerFlag:
+def find_flag(engine: EngineTable, name: str) -> ServerFlag:
     """Return the equal of an option of `foredraft serve`, by its field."""
     if name not in engine.flags:
         raise ForedraftError(f"there is no entry for the option {name} in the table of {engine.title}")
@@ -67,7 +67,7 @@ def _is_accepted(flag: ServerFlag, value: Any) -> bool:
     return flag.is_equal and (flag.values is None or value in flag.values)
 
 
-def _explain(name: str, value: Any, flag: ServerFlag, engine: Engine) -> str | None:
+def _explain(name: str, value: Any, flag: ServerFlag, engine: EngineTable) -> str | None:
     """Return what differs about an option, or why it has no equal; None = it is the same."""
     option = f"--{name.replace('_', '-')}"
     if flag.values is not None and value not in flag.values:
@@ -102,7 +102,7 @@ def _merge(config: dict[str, Any], entries: Mapping[str, Any]) -> None:
         config[key] = {**config[key], **value} if isinstance(value, dict) and key in config else value
 
 
-def _explain_key(deployment: Deployment, engine: Engine) -> tuple[str, ...]:
+def _explain_key(deployment: Deployment, engine: EngineTable) -> tuple[str, ...]:
     if not deployment.has_api_key or engine.api_key_flag is not None:
         return ()
     return (f"--api-key: no equal in {engine.title}; check keys in a proxy",)

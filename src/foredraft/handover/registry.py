@@ -1,15 +1,15 @@
-"""Registry of the engines: the modules of `engines/` with an `Engine` named ENGINE. There is no other list."""
+"""Registry of the engines: the modules of `engines/` with an `EngineTable` named ENGINE. There is no other list."""
 
 import importlib
 import pkgutil
 from functools import cache
 
 from foredraft.errors import ForedraftError, suggest
-from foredraft.handover.engine import Engine
+from foredraft.handover.engine import EngineTable
 
 
 @cache
-def load_engines() -> dict[str, Engine]:
+def load_engines() -> dict[str, EngineTable]:
     """Import all engines. Returns them by name."""
     import foredraft.handover.engines as package
 
@@ -19,7 +19,7 @@ def load_engines() -> dict[str, Engine]:
     return {module.ENGINE.name: module.ENGINE for module in modules}
 
 
-def find_engine(name: str) -> Engine:
+def find_engine(name: str) -> EngineTable:
     """Return the engine of a name. Raises ForedraftError for an unknown one."""
     engines = load_engines()
     if name not in engines:

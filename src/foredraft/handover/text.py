@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from foredraft.handover.deployment import Handover
-from foredraft.handover.engine import Engine
+from foredraft.handover.engine import EngineTable
 
 INDENT = "  "
 CONFIG_NAME = "engine.yaml"  # configuration file of an engine that has one
@@ -83,6 +83,6 @@ def find_image(handover: Handover) -> str | None:
     return handover.engine.images.get(handover.deployment.device)
 
 
-def name_service(engine: Engine) -> str:
+def name_service(engine: EngineTable) -> str:
     """Return the name of an engine's container, which may have letters, digits and dashes."""
     return engine.name.replace(".", "-")

@@ -26,24 +26,22 @@ class ChainProposer:
     def propose(self, rows: Sequence[Row]) -> list[list[int]]:
         """Return the draft tokens of each row, at most `num_tokens`."""
         matches = self.tracker.match(rows)
-        is_new = [match is None for match in matches]
         requests = [self.tracker.add(row) if match is None else match for row, match in zip(rows, matches, strict=True)]
         if absent := self.tracker.drop_absent():
             self.drafter.forget(absent)
         if not requests:
             return []
-        self._observe(rows, requests, is_new)
+        self._observe(rows, requests)
         for row, tracked in zip(rows, requests, strict=True):
             self.tracker.extend(tracked, row)
         return self._draft(requests)
 
-    def _observe(self, rows: Sequence[Row], requests: Sequence[TrackedRequest], is_new: Sequence[bool]) -> None:
+    def _observe(self, rows: Sequence[Row], requests: Sequence[TrackedRequest]) -> None:
         """Show the drafter the last step: the whole prompt of a new request, and the accepted draft of all others."""
         chunks, paths, tokens = [], [], []
-        for row, tracked, first in zip(rows, requests, is_new, strict=True):
+        for row, tracked in zip(rows, requests, strict=True):
             request = tracked.request
             new_tokens = row.tokens[row.num_old :].tolist()
-            request.num_computed = 0 if first else tracked.length - 1
             chunks.append(request.num_tokens - request.num_computed)
             committed = [*request.get_tokens(request.num_computed + 1, request.num_tokens), *new_tokens]
             paths.append(list(range(len(committed))))

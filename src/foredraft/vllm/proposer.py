@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from foredraft.vllm.chain_proposer import ChainProposer
 from foredraft.vllm.row_tracker import Row, RowTracker
 from foredraft.vllm.settings import SETTINGS_VARIABLE, read_settings
-from foredraft.vllm.text_drafter import TargetFacts, create_text_drafter
+from foredraft.vllm.text_drafter import TextTarget, create_text_drafter
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class Proposer:
 
     def __init__(self, vllm_config: Any) -> None:
         num_tokens = int(vllm_config.speculative_config.num_speculative_tokens)
-        target = read_target_facts(vllm_config.model_config)
+        target = read_target(vllm_config.model_config)
         settings = read_settings()
         drafter = create_text_drafter(settings, num_tokens, target)
         self._chains = ChainProposer(drafter, RowTracker(target.context_length, target.end_ids), num_tokens)
@@ -75,9 +75,9 @@ class Proposer:
         return drafts
 
 
-def read_target_facts(model_config: Any) -> TargetFacts:
+def read_target(model_config: Any) -> TextTarget:
     """Return the facts of vLLM's target that drafters need, from its `ModelConfig`."""
-    return TargetFacts(
+    return TextTarget(
         vocab_size=int(model_config.get_vocab_size()),
         context_length=int(model_config.max_model_len),
         end_ids=_read_end_ids(model_config),
@@ -95,7 +95,7 @@ def _read_end_ids(model_config: Any) -> frozenset[int]:
 
 
 def _load_tokenizer(model_config: Any) -> Any:
-    """Load the target's tokenizer, as vLLM was told to; None if it runs without one."""
+    """Load the target's tokenizer; None if vLLM runs without one."""
     if model_config.skip_tokenizer_init:
         return None
     from transformers import AutoTokenizer

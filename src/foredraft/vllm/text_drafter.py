@@ -15,7 +15,7 @@ from foredraft.errors import ForedraftError
 
 
 @dataclass(frozen=True)
-class TargetFacts:
+class TextTarget:
     """Facts about the target of another engine.
 
     Attributes:
@@ -31,7 +31,7 @@ class TargetFacts:
     tokenizer: Any = None
 
 
-def create_text_drafter(settings: dict[str, Any], num_tokens: int, target: TargetFacts) -> SandboxedDrafter:
+def create_text_drafter(settings: dict[str, Any], num_tokens: int, target: TextTarget) -> SandboxedDrafter:
     """Make the drafter of a specification, in a sandbox.
 
     Args:

@@ -3,7 +3,7 @@
 from shlex import quote
 from typing import Any
 
-from foredraft.handover.engine import DrafterArguments, Engine, EngineDrafter, Preparation
+from foredraft.handover.engine import DrafterArguments, EngineDrafter, EngineTable, Preparation
 from foredraft.handover.server_flag import ServerFlag, no_flag
 
 CONVERT = "python llama.cpp/convert_hf_to_gguf.py"
@@ -30,7 +30,7 @@ def prepare(target: str, model: str | None, is_head: bool, folder: str) -> Prepa
     return Preparation(tuple(commands), target_file, model_file)
 
 
-ENGINE = Engine(
+ENGINE = EngineTable(
     name="llama.cpp",
     title="llama.cpp",
     version="tools/server/README.md at 00dc805",

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from foredraft.handover.engine import DrafterArguments, Engine, EngineDrafter
+from foredraft.handover.engine import DrafterArguments, EngineDrafter, EngineTable
 from foredraft.handover.server_flag import ServerFlag, no_flag
 
 DTYPES = frozenset({"auto", "half", "float16", "bfloat16", "float32"})
@@ -23,7 +23,7 @@ def write_drafter(drafter: EngineDrafter) -> DrafterArguments:
     return DrafterArguments(tuple(str(part) for item in flags.items() for part in item))
 
 
-ENGINE = Engine(
+ENGINE = EngineTable(
     name="sglang",
     title="SGLang",
     version="0.5.23 (speculation: its sources), documentation of server arguments at 004813e",

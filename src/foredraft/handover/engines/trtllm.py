@@ -1,6 +1,6 @@
 """TensorRT-LLM with its PyTorch backend. It takes speculation and memory in a YAML file."""
 
-from foredraft.handover.engine import DrafterArguments, Engine, EngineDrafter
+from foredraft.handover.engine import DrafterArguments, EngineDrafter, EngineTable
 from foredraft.handover.server_flag import ServerFlag, no_flag
 
 # Its documentation starts these with the overlap scheduler off.
@@ -16,7 +16,7 @@ def write_drafter(drafter: EngineDrafter) -> DrafterArguments:
     return DrafterArguments(config={"speculative_config": config, **overlap})
 
 
-ENGINE = Engine(
+ENGINE = EngineTable(
     name="trtllm",
     title="TensorRT-LLM",
     version="1.3 in development (documentation at 04c8822, tensorrt_llm/commands/serve.py at 00209af, llm_args.py)",

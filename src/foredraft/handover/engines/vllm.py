@@ -2,7 +2,7 @@
 
 import json
 
-from foredraft.handover.engine import DrafterArguments, Engine, EngineDrafter
+from foredraft.handover.engine import DrafterArguments, EngineDrafter, EngineTable
 from foredraft.handover.server_flag import ServerFlag, no_flag
 
 DTYPES = frozenset({"auto", "half", "float16", "bfloat16", "float32"})
@@ -18,7 +18,7 @@ def write_drafter(drafter: EngineDrafter) -> DrafterArguments:
     )
 
 
-ENGINE = Engine(
+ENGINE = EngineTable(
     name="vllm",
     title="vLLM",
     version="0.32.0 (its argument parser and sources)",
