@@ -73,7 +73,7 @@ METHOD = Method(
         layouts=(StoredLayout("medusa", LayoutOrder.UNIQUE_NAMES, checkpoint.has_own_tensors, checkpoint.read),),
         make_layout=checkpoint.make_layout,
         exports=(
-            ExportFormat("medusa", export.export_medusa, make_vllm_command),
+            ExportFormat("medusa", export.export_medusa, make_vllm_command, export.has_own_matrices),
             ExportFormat("vllm", export.export_vllm, make_vllm_command),
         ),
         refused_exports={"sglang": "SGLang loads no Medusa heads"},
