@@ -40,11 +40,11 @@ FORMATS = [
     for entry in method.checkpoint.exports
     if entry.make_command is not None and entry.name != "sglang"
 ]
-TEXT_METHODS = [
-    {"method": "suffix", "store_outputs": 100},
-    {"method": "ngram_lm", "model": str(zoo.find_folder("ngram"))},
-    {"method": "ngram+suffix"},
-]
+SUFFIX = {"method": "suffix", "store_outputs": 100}
+TABLE = {"method": "ngram_lm", "model": str(zoo.find_folder("ngram"))}
+# Settings inside vLLM, and those here that accept as much. An ensemble here drafts by measured times, so its first
+# member stands for it.
+TEXT_METHODS = [(SUFFIX, SUFFIX), (TABLE, TABLE), ({"method": "ngram+suffix"}, {"method": "ngram"})]
 
 
 @cache
@@ -116,13 +116,13 @@ def test_a_draft_model_loads_and_accepts_as_much_as_here():
     check(run_vllm(make_job(spec)), *draft_here(spec))
 
 
-@pytest.mark.parametrize("settings", TEXT_METHODS, ids=lambda settings: settings["method"])
-def test_the_proposers_texts_are_vllms_own_and_it_accepts_as_much_as_here(settings):
+@pytest.mark.parametrize(("settings", "here"), TEXT_METHODS, ids=lambda settings: settings["method"])
+def test_the_proposers_texts_are_vllms_own_and_it_accepts_as_much_as_here(settings, here):
     result = run_vllm(
         make_job(PROPOSER | {"num_speculative_tokens": 6}, calls=2), **{SETTINGS_VARIABLE: json.dumps(settings)}
     )
     assert result["texts"] == [decode_plainly()] * 2
-    texts, accepted = draft_here(settings | {"num_speculative_tokens": 6}, calls=2)
+    texts, accepted = draft_here(here | {"num_speculative_tokens": 6}, calls=2)
     assert result["texts"][-1] == texts
     assert accept_there(result) > (1 - TOLERANCE) * accepted
 

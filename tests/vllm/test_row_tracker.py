@@ -26,6 +26,13 @@ def test_a_new_row_is_prompt_and_first_token():
     assert tracked.request.num_computed == 2
 
 
+def test_drafts_are_the_likeliest_ones_in_a_chain():
+    """Seeded fault: the requests had temperature 1, so drafters sampled, and a one-hot q accepts fewer samples."""
+    [tracked] = see(RowTracker(100), make_row([5, 6, 7]))
+    assert tracked.request.spec.sampling.is_greedy
+    assert not tracked.request.spec.rule.takes_trees
+
+
 def test_rows_that_change_places_keep_their_requests():
     tracker = RowTracker(100)
     one, two = see(tracker, make_row([5, 6, 7]), make_row([8, 9, 7]))

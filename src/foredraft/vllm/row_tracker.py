@@ -114,7 +114,8 @@ class RowTracker:
         """Return a new request for a row: its tokens before the last step are the prompt, and it has no output yet."""
         spec = RequestSpec(
             prompt=tuple(row.tokens[: row.num_old].tolist()),
-            sampling=Sampling(max_tokens=self.context_length),
+            # The likeliest draft: the engine verifies it with a one-hot q, whatever the request's sampling is.
+            sampling=Sampling(temperature=0, max_tokens=self.context_length),
             seed=0,
             eos_ids=self.end_ids,
             max_length=self.context_length,
