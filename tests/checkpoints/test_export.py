@@ -200,6 +200,15 @@ def test_medusa_heads_on_the_targets_matrix_are_not_for_vllm(tmp_path):
     )
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_command_is_shown_only_for_medusa_heads_that_vllm_reads_alike(tmp_path, shared):
+    """vLLM loads heads on the target's matrix without an error, and accepts none of their tokens."""
+    folder = published_folders.medusa(tmp_path / "in", version2=shared)
+    *_, said = export_drafter(tmp_path, folder, "medusa")
+    assert (said.command is None) is shared
+    assert any("target's lm_head" in note for note in said.notes) is shared
+
+
 def test_an_mlp_speculator_is_written_and_who_loads_it_is_said(tmp_path):
     folder = published_folders.mlp_speculator(tmp_path / "in", tied=True)
     _, tensors, said = export_drafter(tmp_path, folder, "mlp_speculator")

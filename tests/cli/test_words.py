@@ -5,7 +5,7 @@ import torch
 
 from foredraft.cli.backend import CliBackend, build_drafter_spec
 from foredraft.cli.options import GenerateOptions
-from foredraft.cli.serve import ServeOptions, _apply_positional
+from foredraft.cli.serve import ServeOptions, apply_positional
 from foredraft.cli.shell import UsageError
 from foredraft.cli.speculative_config import read_speculative_config
 from foredraft.cli.suggest import FOREIGN_OPTIONS, suggest_option
@@ -96,9 +96,9 @@ def test_a_wrong_speculative_config_is_one_line(options, words):
 
 
 def test_serve_takes_the_model_as_an_argument():
-    assert _apply_positional(ServeOptions(model_argument="org/model")).model == "org/model"
+    assert apply_positional(ServeOptions(model_argument="org/model")).model == "org/model"
     with pytest.raises(UsageError, match="give it once"):
-        _apply_positional(ServeOptions(model_argument="a", model="b"))
+        apply_positional(ServeOptions(model_argument="a", model="b"))
 
 
 def test_a_prompt_given_twice_is_refused(run):

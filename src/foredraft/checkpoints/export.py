@@ -65,7 +65,7 @@ def export_drafter(
         describe_target(target.info.name),
         "give --out a folder with more room; its previous files are still there",
     )
-    make_command = chosen.make_command
+    make_command = chosen.make_command if chosen.is_served(checkpoint) else None
     return ExportResult(
         tuple(notes), None if make_command is None else make_command(target.info.name, str(out), checkpoint.method)
     )

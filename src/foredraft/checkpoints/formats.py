@@ -66,6 +66,7 @@ class ExportFormat:
     name: str  # value of --format
     make: Exporter
     make_command: CommandMaker | None = None  # shell command that serves the folder; None = no engine serves it
+    is_served: Callable[[Checkpoint], bool] = lambda checkpoint: True  # whether that engine reads this drafter alike
 
 
 @dataclass(frozen=True)

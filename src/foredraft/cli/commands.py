@@ -18,6 +18,7 @@ from foredraft.cli.chat import chat
 from foredraft.cli.doctor import doctor
 from foredraft.cli.export import export
 from foredraft.cli.generate import generate
+from foredraft.cli.handover import HandoverCommand, handover
 from foredraft.cli.reproduce import reproduce
 from foredraft.cli.serve import serve
 from foredraft.cli.train import train
@@ -60,6 +61,7 @@ app.command("chat", cls=shell.Command)(chat)
 app.command("doctor", cls=shell.Command)(doctor)
 app.command("export")(export)
 app.command("generate", cls=shell.Command)(generate)
+app.command("handover", cls=HandoverCommand)(handover)
 app.command("reproduce", cls=shell.Command)(reproduce)
 app.command("serve", cls=shell.Command)(serve)
 app.command("train")(train)

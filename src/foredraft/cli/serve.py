@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -171,13 +171,16 @@ class ServeOptions(ModelOptions):
     ] = 30.0
 
 
+Options = TypeVar("Options", bound=ServeOptions)
+
+
 @with_options(ServeOptions)
 def serve(ctx: typer.Context, options: ServeOptions) -> None:
     """Serve a model with OpenAI's API and Prometheus metrics, until SIGTERM or Ctrl-C.
 
     Example: foredraft serve --port 8000, then curl localhost:8000/v1/models
     """
-    options = read_speculative_config(_apply_positional(options))
+    options = read_speculative_config(apply_positional(options))
     backend: CliBackend = ctx.obj or CliBackend()
     if options.draft_length == 0:
         raise UsageError(
@@ -213,7 +216,7 @@ def serve(ctx: typer.Context, options: ServeOptions) -> None:
         run(service, sock, loader, ready)
 
 
-def _apply_positional(options: ServeOptions) -> ServeOptions:
+def apply_positional(options: Options) -> Options:
     """Move the argument of `serve MODEL` to --model. Raises UsageError if --model is given too."""
     if options.model_argument is None:
         return options

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from foredraft.checkpoints.formats import CheckpointFormat
 from foredraft.checkpoints.schema import Checkpoint
+from foredraft.drafters.counterpart import Counterparts
 from foredraft.drafters.interface import Drafter
 from foredraft.drafters.trainee import Trainee
 from foredraft.models.hf import HFModel
@@ -165,6 +166,9 @@ class Method:
         checkpoint: how its drafters are stored; None = it has no files, or reads them itself.
         training: how its drafters are trained; None = they are not.
         built_in: use beside the built-in targets.
+        reads_tokens_alone: True if the drafters read committed token ids and nothing else of the target, so that they
+            can draft inside another engine (`foredraft.vllm`).
+        counterparts: how other engines draft with this method, by engine; `foredraft.handover` writes the commands.
         variants: configurations for the tests that cover all methods.
     """
 
@@ -185,6 +189,8 @@ class Method:
     checkpoint: CheckpointFormat | None = None
     training: Training | None = None
     built_in: BuiltIn = BuiltIn()
+    reads_tokens_alone: bool = False
+    counterparts: Counterparts = field(default_factory=dict)
     variants: tuple[Variant, ...] = (Variant(),)
 
     def __post_init__(self) -> None:

@@ -40,5 +40,6 @@ METHOD = Method(
     auto_rank=estimate_auto_rank,
     auto_tokens=31,  # 32 rows of a pass with the root
     default_ranks={zoo.SEQ2SEQ_TARGET: 3},
+    reads_tokens_alone=True,
     variants=VARIANTS,
 )

@@ -1,9 +1,11 @@
 """Declaration of the method `draft_model`."""
 
 import warnings
+from typing import Any
 
 from foredraft import zoo
 from foredraft.checkpoints.formats import CheckpointFormat, LayoutOrder, StoredLayout
+from foredraft.drafters.counterpart import SGLANG_TREE_OPTIONS, VLLM_SAMPLED, Counterpart, set_as
 from foredraft.drafters.draft_model.checkpoint import has_model_architecture, has_model_tensors
 from foredraft.drafters.draft_model.compatibility import check_same_kind
 from foredraft.drafters.draft_model.cross_vocab.base import CrossVocabDrafter
@@ -75,6 +77,14 @@ def create(config: Config, context: DrafterContext) -> DraftModel | CrossVocabDr
     )
 
 
+def translate_vocab(vocab: str) -> dict[str, Any]:
+    """Return vLLM's settings for a draft model with another vocabulary. Raises ForedraftError if there are none."""
+    if vocab not in ("auto", "tli"):
+        raise ForedraftError(f"vLLM drafts in another vocabulary by shared tokens alone, not by {vocab}; give tli")
+    # Without this vLLM refuses: it has no q in the target's vocabulary.
+    return {"use_heterogeneous_vocab": True, "draft_sample_method": "greedy"} if vocab == "tli" else {}
+
+
 FORMAT = CheckpointFormat(
     title="a whole language model",
     layouts=(
@@ -103,5 +113,19 @@ METHOD = Method(
         },
         further={zoo.DEFAULT_TARGET: ("draft_2",)},
     ),
+    counterparts={
+        "vllm": Counterpart(
+            "draft_model",
+            options={
+                "vocab": translate_vocab,
+                "revision": set_as("revision"),
+                "max_model_len": set_as("max_model_len"),
+            },
+            settings=VLLM_SAMPLED,
+        ),
+        "sglang": Counterpart("STANDALONE", options=SGLANG_TREE_OPTIONS),
+        "trtllm": Counterpart("Draft_Target"),
+        "llama.cpp": Counterpart("draft-simple", settings={"--spec-draft-sampling": "probabilistic"}),
+    },
     variants=VARIANTS,
 )

@@ -7,6 +7,7 @@ from foredraft.checkpoints.schema import Checkpoint
 from foredraft.drafters.common.feature_drafter import FeatureDrafter, make_feature_lm
 from foredraft.drafters.common.target_access import bind_to_target, require_target
 from foredraft.drafters.common.tree_builder import TreeOptions as Config
+from foredraft.drafters.counterpart import SGLANG_TREE_OPTIONS, VLLM_SAMPLED, Counterpart
 from foredraft.drafters.eagle import checkpoint, export
 from foredraft.drafters.eagle.network import load_network, make_native
 from foredraft.drafters.eagle.training import TrainConfig, create_trainee
@@ -53,5 +54,9 @@ METHOD = Method(
             zoo.SEQ2SEQ_TARGET: HeadRecipe(900, {"steps": "2"}),
         },
     ),
+    counterparts={
+        "vllm": Counterpart("eagle", export="vllm", settings=VLLM_SAMPLED),
+        "sglang": Counterpart("EAGLE", export="sglang", options=SGLANG_TREE_OPTIONS),
+    },
     variants=VARIANTS,
 )

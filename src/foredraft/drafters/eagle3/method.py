@@ -9,6 +9,7 @@ from foredraft.checkpoints.schema import Checkpoint
 from foredraft.drafters.common.feature_drafter import FeatureDrafter, make_feature_lm
 from foredraft.drafters.common.target_access import bind_to_target, require_target
 from foredraft.drafters.common.tree_builder import TreeOptions
+from foredraft.drafters.counterpart import SGLANG_TREE_OPTIONS, TRTLLM_TREE_OPTIONS, VLLM_SAMPLED, Counterpart
 from foredraft.drafters.eagle3 import checkpoint, export
 from foredraft.drafters.eagle3.checkpoint import NORMED_STATE, RAW_STATE
 from foredraft.drafters.eagle3.network import load_network, make_native
@@ -73,5 +74,11 @@ METHOD = Method(
     training=Training(TrainConfig, create_trainee),
     # 850 updates; the setting `steps` of this method is the number of unrolled steps
     built_in=BuiltIn({zoo.DEFAULT_TARGET: "eagle3"}, {zoo.DEFAULT_TARGET: HeadRecipe(850, {"steps": "4"})}),
+    counterparts={
+        "vllm": Counterpart("eagle3", export="vllm", settings=VLLM_SAMPLED),
+        "sglang": Counterpart("EAGLE3", export="sglang", options=SGLANG_TREE_OPTIONS),
+        "trtllm": Counterpart("Eagle3", export="sglang", options=TRTLLM_TREE_OPTIONS),
+        "llama.cpp": Counterpart("draft-eagle3", export="sglang"),
+    },
     variants=VARIANTS,
 )

@@ -3,13 +3,22 @@
 from foredraft.checkpoints.layouts import CheckpointLayout
 from foredraft.checkpoints.schema import Checkpoint
 from foredraft.checkpoints.target import ExportTarget
-from foredraft.drafters.medusa.checkpoint import make_layout
+from foredraft.drafters.medusa.checkpoint import MedusaShape, make_layout
 from foredraft.errors import ForedraftError
 
 
 def export_medusa(checkpoint: Checkpoint, target: ExportTarget) -> tuple[CheckpointLayout, list[str]]:
     """Export in the layout of FasterDecoding."""
-    return make_layout(checkpoint.shape, checkpoint.tensors), ["SGLang loads no Medusa heads; vLLM and TGI do"]
+    notes = ["SGLang loads no Medusa heads; vLLM and TGI do"]
+    if not has_own_matrices(checkpoint):  # vLLM would load them without an error, and accept no draft token
+        notes = ["vLLM and SGLang load no Medusa heads that use the target's lm_head; TGI does"]
+    return make_layout(checkpoint.shape, checkpoint.tensors), notes
+
+
+def has_own_matrices(checkpoint: Checkpoint) -> bool:
+    """Return whether every head has an output matrix, as vLLM expects."""
+    assert isinstance(checkpoint.shape, MedusaShape), "routed by method"
+    return checkpoint.shape.has_own_head
 
 
 def export_vllm(checkpoint: Checkpoint, target: ExportTarget) -> tuple[CheckpointLayout, list[str]]:

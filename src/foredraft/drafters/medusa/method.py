@@ -9,6 +9,7 @@ from foredraft.checkpoints.schema import Checkpoint
 from foredraft.drafters.common.published_trees import resolve_tree
 from foredraft.drafters.common.static_tree import RankAccuracies, StaticTree, assume_accuracies
 from foredraft.drafters.common.tree_builder import MAX_TREE_NODES
+from foredraft.drafters.counterpart import Counterpart
 from foredraft.drafters.medusa import checkpoint, export
 from foredraft.drafters.medusa.checkpoint import MedusaShape
 from foredraft.drafters.medusa.drafter import Medusa, make_chain
@@ -72,7 +73,7 @@ METHOD = Method(
         layouts=(StoredLayout("medusa", LayoutOrder.UNIQUE_NAMES, checkpoint.has_own_tensors, checkpoint.read),),
         make_layout=checkpoint.make_layout,
         exports=(
-            ExportFormat("medusa", export.export_medusa, make_vllm_command),
+            ExportFormat("medusa", export.export_medusa, make_vllm_command, export.has_own_matrices),
             ExportFormat("vllm", export.export_vllm, make_vllm_command),
         ),
         refused_exports={"sglang": "SGLang loads no Medusa heads"},
@@ -86,5 +87,6 @@ METHOD = Method(
         },
     ),
     option_aliases={"medusa_choices": lambda value: {"tree": value}},
+    counterparts={"vllm": Counterpart("medusa", export="vllm")},
     variants=VARIANTS,
 )

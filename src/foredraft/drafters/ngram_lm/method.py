@@ -35,5 +35,6 @@ METHOD = Method(
     checkpoint=FORMAT,
     training=Training(TrainConfig, learn=learn),
     built_in=BuiltIn({zoo.DEFAULT_TARGET: "ngram"}),
+    reads_tokens_alone=True,
     variants=VARIANTS,
 )

@@ -1,6 +1,7 @@
 """Declaration of the method `suffix`."""
 
 from foredraft.drafters.common.tree_builder import TreeSpec
+from foredraft.drafters.counterpart import Counterpart, set_as
 from foredraft.drafters.method import DrafterContext, Method
 from foredraft.drafters.suffix.corpus import read_corpus
 from foredraft.drafters.suffix.drafter import MIN_STORE_TOKENS, Config, SuffixDrafter
@@ -36,6 +37,34 @@ METHOD = Method(
         "suffix_decoding_max_spec_factor": lambda value: {"tokens_per_match": value, "free_tokens": 0},
         "suffix_decoding_min_token_prob": lambda value: {"min_confidence": value},
         "suffix_decoding_max_cached_requests": lambda value: {"store_outputs": value},
+    },
+    reads_tokens_alone=True,
+    counterparts={
+        "vllm": Counterpart(
+            "suffix",
+            options={
+                "tokens_per_match": set_as("suffix_decoding_max_spec_factor"),
+                "min_confidence": set_as("suffix_decoding_min_token_prob"),
+                "store_outputs": set_as("suffix_decoding_max_cached_requests"),
+            },
+            note="vLLM's suffix needs the package arctic-inference there, and looks back 24 tokens",
+        ),
+        "sglang": Counterpart(
+            "NGRAM", note="NGRAM is the nearest: a trie over the sequences of all requests, 18 tokens deep"
+        ),
+        "trtllm": Counterpart(
+            "SA",
+            options={
+                "store_outputs": lambda count: {"enable_global_pool": True, "global_pool_size": count} if count else {}
+            },
+            note="SA copies after the longest match, without counts of what followed the others",
+        ),
+        "llama.cpp": Counterpart(
+            "ngram-mod",
+            draft_tokens=set_as("--spec-ngram-mod-n-max"),
+            settings={"--spec-ngram-mod-n-min": 1},
+            note="ngram-mod is the nearest: a hash of the last 24 tokens, with a pool that all requests share",
+        ),
     },
     variants=VARIANTS,
 )
