@@ -42,6 +42,7 @@ class RayApplication:
         if self._is_local:
             for name, value in LOCAL_ENVIRONMENT.items():
                 os.environ.setdefault(name, value)
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)  # its progress would stand between the lines here
         try:
             self._connect()
             serve.start(proxy_location="Disabled")
@@ -57,12 +58,11 @@ class RayApplication:
         return listing
 
     def close(self) -> None:
-        """Stop the replicas, and Ray if it was started here."""
+        """Stop the replicas. A Ray that was started here ends with its processes: the front has drained them before."""
         if not ray.is_initialized():
             return
-        serve.delete(APP_NAME)
-        if self._is_local:
-            serve.shutdown()
+        if not self._is_local:
+            serve.delete(APP_NAME)
         ray.shutdown()
 
     @property

@@ -123,7 +123,9 @@ class Front:
                     await relay.end(STOPPING_MESSAGE, scope, send)
                 raise
             except AbortedResponseError:
-                return  # the client's connection is closed, as it misses the end
+                if not relay.has_started:
+                    raise ApiError(500, "internal error; the server's log says more") from None
+                return  # the client's connection is closed, as the end is missing
             if response is not None and response.is_busy:
                 refused[card.id] = response
                 continue

@@ -109,7 +109,7 @@ class Relay:
 
     async def _pass_on(self, data: bytes, send: Send) -> bool:
         """Take the frames of `data`, and send the body of an event stream. Returns True at the end of the response."""
-        parts, is_last = [], False
+        parts, is_last, is_aborted = [], False, False
         try:
             for frame in self._splitter.feed(data):
                 if frame.kind is FrameKind.HEAD:
@@ -119,7 +119,7 @@ class Relay:
                 elif frame.kind is FrameKind.END:
                     is_last = True
                 else:
-                    raise AbortedResponseError
+                    is_aborted = True
         except FrameError:
             raise BrokenReplicaError from None
         if self._held is None:
@@ -132,6 +132,8 @@ class Relay:
                 self.has_started = True
                 await send(_make_start(self._held.head))
             await send(_make_body(b"".join(parts), not is_last))
+        if is_aborted:
+            raise AbortedResponseError
         return is_last
 
 

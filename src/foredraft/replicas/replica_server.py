@@ -35,6 +35,7 @@ class ReplicaServer:
         self._app: ASGIApp = create_app(service)
         self._socket = socket.create_server((host, 0), backlog=BACKLOG)
         self.host, self.port = host, int(self._socket.getsockname()[1])
+        self._listener: asyncio.Server | None = None
         self._exchanges: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="foredraft-replica", daemon=True)
@@ -42,7 +43,7 @@ class ReplicaServer:
     def start(self) -> None:
         """Accept requests."""
         self._thread.start()
-        self._run(asyncio.start_server(self._accept, sock=self._socket, backlog=BACKLOG))
+        self._run(self._listen())
 
     def stop(self) -> None:
         """Refuse new requests, let the running ones end within the drain time of the settings, and stop the model."""
@@ -50,11 +51,14 @@ class ReplicaServer:
             self._run(self._drain())
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
-            self._socket.close()
+            self._loop.close()
             self._service.close()
 
     def _run(self, work: Coroutine[Any, Any, Any]) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    async def _listen(self) -> None:
+        self._listener = await asyncio.start_server(self._accept, sock=self._socket, backlog=BACKLOG)
 
     async def _drain(self) -> None:
         self._service.is_stopping = True
@@ -64,6 +68,8 @@ class ReplicaServer:
             self._service.worker.abort_all()
         if self._exchanges:
             await asyncio.wait(self._exchanges, timeout=FLUSH_SECONDS)
+        if self._listener is not None:
+            self._listener.close()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
