@@ -80,10 +80,7 @@ def build_replica_spec(
         loader: returns the LLM; can be pickled.
         max_batch: most requests that run at the same time in one replica.
     """
-    try:
-        import ray.serve  # noqa: F401
-    except ModuleNotFoundError:
-        raise ForedraftError(INSTALL_ERROR) from None
+    import_ray()
     import torch
 
     from foredraft.ray_serve.spec import ReplicaSpec
@@ -102,6 +99,16 @@ def build_replica_spec(
         max_replicas=most,
         target_load=options.replica_load or max_batch / 2,
     )
+
+
+def import_ray() -> None:
+    """Import Ray Serve. Raises ForedraftError if it is not installed."""
+    # Ray reads it while it is imported. Its handler of signals would end this process at SIGTERM, without a drain.
+    os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")
+    try:
+        import ray.serve  # noqa: F401
+    except ModuleNotFoundError:
+        raise ForedraftError(INSTALL_ERROR) from None
 
 
 def count_threads(num_replicas: int) -> int:

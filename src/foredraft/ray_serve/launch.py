@@ -4,8 +4,9 @@ import asyncio
 import logging
 import os
 import socket
+import sys
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -15,10 +16,13 @@ from ray import serve
 from foredraft.errors import ForedraftError
 from foredraft.ray_serve.deployments import APP_NAME, DIRECTORY, build_model
 from foredraft.ray_serve.spec import ReplicaSpec
-from foredraft.replicas.directory import Listing
+from foredraft.replicas.directory import WATCH_SECONDS, Listing
 from foredraft.replicas.front import Front
 from foredraft.replicas.front_server import serve_front
 
+log = logging.getLogger(__name__)
+CLOSE_SECONDS = 30.0  # seconds that Ray has to stop
+WATCH_TIMEOUT = WATCH_SECONDS + 10.0  # seconds until the directory must have answered
 ADDRESS_VARIABLE = "RAY_ADDRESS"
 LOOPBACK = "127.0.0.1"
 # Ray's controller looks at its replicas ten times a second by default, which takes a share of a core.
@@ -28,6 +32,8 @@ LOCAL_ENVIRONMENT = {"RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "1", "RAY_USAGE_STATS_
 class RayApplication:
     """The application on Ray, from `deploy` to `close`.
 
+    All calls of Ray run on one thread: some of them block, and would stop the streams on an event loop.
+
     Args:
         spec: settings of the replicas.
     """
@@ -35,10 +41,30 @@ class RayApplication:
     def __init__(self, spec: ReplicaSpec) -> None:
         self._address = os.environ.get(ADDRESS_VARIABLE, "local")
         self._spec = replace(spec, host=LOOPBACK) if self._is_local else spec
+        self._thread = ThreadPoolExecutor(1, "foredraft-ray")
         self._directory: Future[Any] = Future()  # handle of the directory
 
     def deploy(self) -> None:
         """Start the replicas and wait until they run. Raises ForedraftError if they cannot start."""
+        self._thread.submit(self._deploy).result()
+
+    async def watch(self, version: int) -> Listing:
+        """Wait until the directory has another version, and return its listing."""
+        handle = await asyncio.wrap_future(self._directory)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, _watch, handle, version)
+
+    def close(self) -> None:
+        """Stop the replicas. A Ray that was started here ends too: the front has drained its replicas before."""
+        try:
+            self._thread.submit(self._close).result(CLOSE_SECONDS)
+        except TimeoutError:  # Ray does not answer, and would keep this process
+            log.warning("Ray did not stop within %g seconds", CLOSE_SECONDS)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
+        self._thread.shutdown()
+
+    def _deploy(self) -> None:
         if self._is_local:
             for name, value in LOCAL_ENVIRONMENT.items():
                 os.environ.setdefault(name, value)
@@ -51,17 +77,12 @@ class RayApplication:
         except (RuntimeError, ConnectionError) as error:
             raise ForedraftError(f"the replicas cannot start: {self._find_reason(error)}") from None
 
-    async def watch(self, version: int) -> Listing:
-        """Wait until the directory has another version, and return its listing."""
-        handle = await asyncio.wrap_future(self._directory)
-        listing: Listing = await handle.watch.remote(version)
-        return listing
-
-    def close(self) -> None:
-        """Stop the replicas. A Ray that was started here ends with its processes: the front has drained them before."""
+    def _close(self) -> None:
         if not ray.is_initialized():
             return
-        if not self._is_local:
+        if self._is_local:
+            serve.shutdown()
+        else:
             serve.delete(APP_NAME)
         ray.shutdown()
 
@@ -92,6 +113,11 @@ class RayApplication:
             messages = []
         lines = [line.strip() for text in (*messages, str(error)) for line in text.splitlines() if "Error: " in line]
         return lines[-1].partition("Error: ")[2] if lines else str(error)
+
+
+def _watch(handle: Any, version: int) -> Listing:
+    listing: Listing = handle.watch.remote(version).result(timeout_s=WATCH_TIMEOUT)
+    return listing
 
 
 def serve_replicas(spec: ReplicaSpec, sock: socket.socket, on_ready: Callable[[], None]) -> None:
